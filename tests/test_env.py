@@ -1,0 +1,95 @@
+"""megatron_ep.env: complete on a healthy machine, and still complete when what it reports on is missing or broken."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from megatron_ep import env
+
+SECTIONS = ["system", "memory", "packages", "cuda", "extension", "environment"]
+
+
+@pytest.fixture
+def lone_package(tmp_path: Path) -> Path:
+    """A package directory that holds nothing but env.py."""
+    package = tmp_path / "megatron_ep"
+    package.mkdir()
+    shutil.copy(env.__file__, package)
+    return package
+
+
+def run_env(package: Path) -> str:
+    """The report as printed by `python -m megatron_ep.env` on an interpreter that sees no installed package."""
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "megatron_ep.env"], cwd=package.parent, env=clean, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_report_of_this_machine() -> None:
+    report = env.collect()
+    assert list(report) == SECTIONS
+    assert json.loads(json.dumps(report)) == report
+    assert report["extension"]["imports"] is True, report["extension"]
+    assert report["extension"]["build"]
+    assert "GCC" in report["extension"]["compiler"]
+    assert report["packages"]["torch"][0].isdecimal()
+    text = env.render(report)
+    for section, facts in report.items():
+        assert f"{section}:\n" in text
+        assert all(f"  {name} " in text for name in facts)
+
+
+def test_never_imports_what_it_reports_on() -> None:
+    script = "import sys, megatron_ep.env as env; env.collect(); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert not {"torch", "numpy", "megatron", "megatron_ep._C"} & set(done.stdout.split())
+
+
+def test_nothing_installed(lone_package: Path) -> None:
+    text = run_env(lone_package)
+    assert "No module named 'megatron_ep._C'" in text
+    assert text.count("not installed") == len(env.PACKAGES)
+
+
+def test_extension_is_not_a_library(lone_package: Path) -> None:
+    name = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    (lone_package / name).write_bytes(b"not a library")
+    (lone_package / "_C.cpython-27-x86_64-linux-gnu.so").touch()
+    text = run_env(lone_package)
+    assert "ImportError" in text
+    assert name in text
+    assert "_C.cpython-27-x86_64-linux-gnu.so (for another Python)" in text
+
+
+def test_extension_takes_its_process_down(lone_package: Path) -> None:
+    (lone_package / "_C.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    assert f"(exit status {-signal.SIGSEGV})" in run_env(lone_package)
+
+
+def test_extension_hangs(lone_package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (lone_package / "_C.py").write_text("import time; time.sleep(600)")
+    monkeypatch.setattr(env, "PACKAGE_DIR", lone_package)
+    monkeypatch.setattr(env, "COMMAND_LIMIT_S", 1.0)
+    facts = env.collect()["extension"]
+    assert facts["imports"] is False
+    assert "no answer within 1 s" in facts["error"]
+
+
+def test_environment_shows_what_matters_and_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_EP_TIMEOUT", "7")
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("SLURM_JWT", "a secret")
+    monkeypatch.setenv("UNRELATED", "private")
+    shown = env.collect()["environment"]
+    assert (shown["MEGATRON_EP_TIMEOUT"], shown["RANK"], shown["SLURM_JWT"]) == ("7", "3", "(set)")
+    assert "UNRELATED" not in shown
