@@ -153,10 +153,11 @@ def _extension() -> dict[str, Any]:
         "files": [path.name if path == usable else f"{path.name} (for another Python)" for path in files] or "none",
         "compiler": _compiler(usable) if usable.is_file() else None,
     }
-    script = "import json, megatron_ep._C as c; print('\\n' + json.dumps(c.build_info(), default=str))"
+    script = "import json, megatron_ep._C as c; print('\\n' + json.dumps([c.__file__, c.build_info()], default=str))"
     status, output = _run([sys.executable, "-c", script], cwd=PACKAGE_DIR.parent)
     if status == 0:
-        return {**facts, "imports": True, "build": json.loads(output.splitlines()[-1])}
+        path, build = json.loads(output.splitlines()[-1])
+        return {**facts, "imports": True, "imported from": path, "build": build}
     return {**facts, "imports": False, "error": f"{output}\n(exit status {status})".lstrip()}
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import venv
 from pathlib import Path
 
 import pytest
@@ -18,18 +19,21 @@ SECTIONS = ["system", "memory", "packages", "cuda", "extension", "environment"]
 
 @pytest.fixture
 def lone_package(tmp_path: Path) -> Path:
-    """A package directory that holds nothing but env.py."""
+    """A package that holds nothing but env.py."""
     package = tmp_path / "megatron_ep"
     package.mkdir()
+    (package / "__init__.py").touch()
     shutil.copy(env.__file__, package)
     return package
 
 
 def run_env(package: Path) -> str:
-    """The report as printed by `python -m megatron_ep.env` on an interpreter that sees no installed package."""
+    """The report as printed by `python -m megatron_ep.env` on an interpreter that has no package installed."""
+    bare = package.parent / "bare"
+    venv.create(bare, with_pip=False, symlinks=True)
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [sys.executable, "-S", "-m", "megatron_ep.env"], cwd=package.parent, env=clean, capture_output=True, text=True
+        [bare / "bin/python", "-m", "megatron_ep.env"], cwd=package.parent, env=clean, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -41,6 +45,7 @@ def test_report_of_this_machine() -> None:
     assert json.loads(json.dumps(report)) == report
     assert report["extension"]["imports"] is True, report["extension"]
     assert report["extension"]["build"]
+    assert Path(report["extension"]["imported from"]).name in report["extension"]["files"]
     assert "GCC" in report["extension"]["compiler"]
     assert report["packages"]["torch"][0].isdecimal()
     text = env.render(report)
