@@ -1,0 +1,240 @@
+"""Megatron-Core's token dispatcher contract, fulfilled by `megatron_ep.dispatch` and `megatron_ep.combine`.
+
+T tokens on this rank, H hidden, E experts, K picks of a token, TP ranks that share an expert, L local experts,
+R rows received. The group spans EP x TP ranks, EP-major; every expert exists once per TP rank, which holds a slice of
+it, so each pick becomes TP picks and the combine adds up the slices' partial outputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization, get_capacity
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+import megatron_ep as ep
+from megatron_ep.megatron.shared_buffers import close_buffers, comm_seconds, configure, shared_buffer
+
+__all__ = ["EPTokenDispatcher", "configure", "close_buffers", "comm_seconds"]
+
+MAX_PICKS = 32  # megatron_ep.dispatch carries at most this many picks of a token
+
+
+@dataclass
+class StepState:
+    """What one step leaves for the next one; Megatron's 1F1B overlap sets the probs by name between the steps."""
+
+    token_probs: torch.Tensor | None = None
+    dispatched_probs: torch.Tensor | None = None
+    tokens_per_expert: torch.Tensor | None = field(default=None, repr=False)
+
+    def get_number_of_tokens_per_expert(self) -> torch.Tensor | None:
+        return self.tokens_per_expert
+
+
+class EPTokenDispatcher(MoETokenDispatcher):
+    """Drop-in for Megatron's all-to-all dispatcher: same arguments, same six steps, same gradients.
+
+    Args:
+        num_local_experts: L, experts on this rank.
+        local_expert_indices: their ids, consecutive.
+        config: the model's; read are num_moe_experts, moe_router_topk, the capacity, padding and overlap settings.
+        pg_collection: groups ep, expt_tp and tp_ep; tokens move over tp_ep.
+
+    Raises:
+        ValueError: moe_router_topk x TP is over 32; 1F1B overlap without flex + hybridep declared.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        local_expert_indices: list[int],
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config=config, pg_collection=pg_collection)
+        self.num_local_experts = num_local_experts
+        self.local_expert_indices = local_expert_indices
+        self._require_picks_fit(config.moe_router_topk, "moe_router_topk")
+        if config.overlap_moe_expert_parallel_comm and not _declares_hybridep(config):
+            # Under any other type Megatron frees the rows that arrive, which the experts still need.
+            raise ValueError(
+                "overlap_moe_expert_parallel_comm needs moe_token_dispatcher_type='flex' and "
+                f"moe_flex_dispatcher_backend='hybridep', got '{config.moe_token_dispatcher_type}' and "
+                f"'{config.moe_flex_dispatcher_backend}'"
+            )
+        self.alignment = _expert_alignment(config)
+        # Public and under these names because Megatron's inference code flips them at run time.
+        self.drop_and_pad = config.moe_pad_expert_input_to_capacity
+        self.moe_expert_capacity_factor = config.moe_expert_capacity_factor
+
+        self.cudagraph_attrs = ["topk_idx"]
+        self.topk_idx: torch.Tensor | None = None
+        self.hidden_shape: torch.Size | None = None
+        self._probs_dtype: torch.dtype | None = None
+        self._handle = None
+        self._comm_manager = StepState()
+
+    def set_shared_experts(self, shared_experts: SharedExpertMLP) -> None:
+        super().set_shared_experts(shared_experts)
+        if shared_experts.use_shared_expert_gate:
+            self.cudagraph_attrs.append("shared_experts.gate_score")
+        self.cudagraph_attrs.append("shared_experts.cached_fc1_input")
+
+    def get_expert_zero_copy_buffers(self) -> tuple[None, None]:
+        """No expert writes into communication buffers here."""
+        return None, None
+
+    def dispatch_preprocess(
+        self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Turns Megatron's dense routing into picks; nothing is sent.
+
+        Args:
+            hidden_states: [..., H], T tokens in all.
+            routing_map: bool [T, E]; a row may hold any number of True up to 32 / TP.
+            probs: [T, E], any floating dtype; read where routing_map is True.
+
+        Returns:
+            Tokens [T, H] and weights [T, K * TP] (fp32, or fp64 for fp64 probs), differentiable in both.
+
+        Raises:
+            ValueError: a token has more than 32 / TP experts.
+        """
+        self.hidden_shape = hidden_states.shape
+        tokens = hidden_states.reshape(-1, self.hidden_shape[-1]).contiguous()
+        if self.drop_and_pad:
+            # Megatron fills each expert up to its capacity with picks of probability 0: their place is kept free by
+            # expert_capacity at the receiver, and their rows need not travel.
+            routing_map = routing_map & (probs != 0)
+        num_picks = self._count_picks(routing_map)
+        topk_idx, weights = _picks(routing_map, probs, num_picks)
+        self.topk_idx, weights = self._replicate_over_tp(topk_idx, weights)
+        self._probs_dtype = probs.dtype
+        if self.shared_experts is not None:
+            self.shared_experts.pre_forward_comm(hidden_states)
+        return tokens, weights
+
+    def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sends tokens [T, H] with weights [T, K * TP] to their experts; collective over the tp_ep group.
+
+        Returns:
+            Rows [R, H] grouped by local expert and probs [R] in the dtype of the router's.
+        """
+        self._wait_before_shared_experts()
+        received = ep.dispatch(
+            hidden_states,
+            self.topk_idx,
+            probs,
+            buffer=shared_buffer(self.tp_ep_group, self.config.num_moe_experts * self.tp_size),
+            expert_alignment=1 if self.drop_and_pad else self.alignment,
+            expert_capacity=self._expert_capacity(hidden_states.shape[0]) if self.drop_and_pad else None,
+        )
+        self._handle = received.handle
+        self._comm_manager.tokens_per_expert = received.tokens_per_expert
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc1_forward_and_act(received.x)
+        return received.x, received.probs.to(self._probs_dtype)
+
+    def dispatch_postprocess(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows [R, H], int64 [L] rows of each local expert (padding included), probs [R]. The rows are in place."""
+        tokens_per_expert = self._comm_manager.tokens_per_expert
+        if getattr(self.config, "use_transformer_engine_op_fuser", False):
+            tokens_per_expert = tokens_per_expert.to(hidden_states.device)
+        return hidden_states, tokens_per_expert, probs
+
+    def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states
+
+    def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Returns the experts' rows [R, H] to their tokens and sums them: [T, H]; collective over the tp_ep group."""
+        self._wait_before_shared_experts()
+        handle, self._handle = self._handle, None
+        output = ep.combine(hidden_states.contiguous(), handle)
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc2_forward(output)
+            self.shared_experts.post_forward_comm()
+        return output
+
+    def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[T, H] in the shape that `dispatch_preprocess` was given, the shared experts' output added."""
+        output = hidden_states.view(self.hidden_shape)
+        if self.shared_experts is not None:
+            output = output + self.shared_experts.get_output()
+        return output
+
+    def _require_picks_fit(self, num_picks: int, name: str) -> None:
+        if num_picks * self.tp_size > MAX_PICKS:
+            raise ValueError(
+                f"{name} is {num_picks} with expert tensor parallel size {self.tp_size}; "
+                f"allowed: at most {MAX_PICKS} // {self.tp_size} = {MAX_PICKS // self.tp_size} experts for a token"
+            )
+
+    def _count_picks(self, routing_map: torch.Tensor) -> int:
+        """K: moe_router_topk, or more where a token of this step has more experts than that."""
+        topk = self.config.moe_router_topk
+        if routing_map.shape[0] == 0:
+            return topk
+        widest = routing_map.sum(dim=1).max()
+        if routing_map.is_cuda and torch.cuda.is_current_stream_capturing():
+            torch._assert_async(widest <= topk, "a token has more experts than moe_router_topk")
+            return topk
+        num_picks = max(topk, int(widest))
+        self._require_picks_fit(num_picks, "the most experts of a token in routing_map")
+        return num_picks
+
+    def _replicate_over_tp(self, topk_idx: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Megatron's expert ids -> ids in the group, where expert e lives on TP ranks: [T, K] -> [T, K * TP]."""
+        if self.tp_size == 1:
+            return topk_idx, weights
+        ep_rank = topk_idx.div(self.num_local_experts, rounding_mode="floor").unsqueeze(-1)
+        tp_rank = torch.arange(self.tp_size, device=topk_idx.device)
+        local_id = topk_idx.remainder(self.num_local_experts).unsqueeze(-1)
+        replicas = (ep_rank * self.tp_size + tp_rank) * self.num_local_experts + local_id
+        replicas = replicas.masked_fill(topk_idx.unsqueeze(-1) < 0, -1)
+        weights = weights.unsqueeze(-1).expand(-1, -1, self.tp_size)
+        return replicas.flatten(1), weights.flatten(1)
+
+    def _expert_capacity(self, num_tokens: int) -> int:
+        """Rows of every local expert with drop-and-pad: what each of the ranks may send it, times the ranks."""
+        capacity = get_capacity(
+            num_tokens=num_tokens * self.config.moe_router_topk,
+            num_experts=self.config.num_moe_experts,
+            capacity_factor=self.moe_expert_capacity_factor,
+        )
+        return capacity * self.tp_size * self.ep_size
+
+    def _wait_before_shared_experts(self) -> None:
+        """Keeps the shared experts from running beside the work before the communication they should overlap."""
+        wait = getattr(self.shared_experts, "wait_current_stream", None)  # Megatron-Core 0.17 and newer
+        if wait is not None:
+            wait()
+
+
+def _picks(routing_map: torch.Tensor, probs: torch.Tensor, num_picks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T, E] map and probs -> ids [T, K] in ascending order, -1 after the last, and weights [T, K], 0 there."""
+    num_experts = routing_map.shape[1]
+    order = torch.arange(num_experts, 0, -1, dtype=torch.int32, device=routing_map.device)
+    chosen = (routing_map * order).topk(min(num_picks, num_experts), dim=1).values
+    topk_idx = (num_experts - chosen).masked_fill(chosen == 0, -1).long()
+    weights = probs.gather(1, topk_idx.clamp(min=0)).masked_fill(topk_idx < 0, 0)
+    return topk_idx, weights if weights.dtype == torch.float64 else weights.float()
+
+
+def _declares_hybridep(config: TransformerConfig) -> bool:
+    return config.moe_token_dispatcher_type == "flex" and config.moe_flex_dispatcher_backend == "hybridep"
+
+
+def _expert_alignment(config: TransformerConfig) -> int:
+    """Rows of an expert are padded to a multiple of this. Declared as HybridEP, the experts trust it to pad."""
+    fused = getattr(config, "use_transformer_engine_op_fuser", False)
+    quantized = config.fp8 or config.fp4 or fused
+    if config.moe_router_padding_for_quantization or (_declares_hybridep(config) and quantized):
+        return max(1, get_align_size_for_quantization(config))
+    return 1

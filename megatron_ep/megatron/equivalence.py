@@ -1,0 +1,166 @@
+"""Our dispatcher and Megatron's all-to-all dispatcher on the same tokens, forward and backward.
+
+These functions run on every rank of a gloo world (see `megatron_ep.local_ranks`); `check` and the tests compare what
+they return. T tokens on this rank, H hidden, E experts, L local experts, R rows received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_ep.megatron import host_runtime
+from megatron_ep.megatron.dispatcher import EPTokenDispatcher
+from megatron_ep.megatron.layer import ep_layer_spec
+from megatron_ep.megatron.shared_buffers import close_buffers
+
+_layout: tuple[int, int] | None = None
+
+
+def join_layout(tensor_parallel_size: int, expert_parallel_size: int) -> None:
+    """Makes Megatron's groups over the default group, its experts' tensor parallelism that of the rest. Idempotent."""
+    global _layout
+    if _layout == (tensor_parallel_size, expert_parallel_size):
+        return
+    host_runtime.enable()
+    if _layout is not None:
+        close_buffers()
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor_parallel_size,
+        expert_model_parallel_size=expert_parallel_size,
+        expert_tensor_parallel_size=tensor_parallel_size,
+        create_gloo_process_groups=False,
+    )
+    _layout = (tensor_parallel_size, expert_parallel_size)
+
+
+def make_config(**options: Any) -> TransformerConfig:
+    """A config of one small layer in the current layout; fp64 unless the options say otherwise.
+
+    Args:
+        options: fields of TransformerConfig; they override the defaults.
+    """
+    assert _layout is not None, "join_layout comes first"
+    tensor_parallel_size, expert_parallel_size = _layout
+    defaults = dict(
+        num_layers=1,
+        hidden_size=32,
+        num_attention_heads=4,
+        moe_ffn_hidden_size=48,
+        num_moe_experts=8,
+        moe_router_topk=2,
+        moe_router_load_balancing_type="none",
+        moe_router_dtype="fp64",
+        moe_token_dispatcher_type="alltoall",
+        tensor_model_parallel_size=tensor_parallel_size,
+        expert_model_parallel_size=expert_parallel_size,
+        expert_tensor_parallel_size=tensor_parallel_size,
+        sequence_parallel=tensor_parallel_size > 1,
+        params_dtype=torch.float64,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        use_cpu_initialization=True,
+        bias_activation_fusion=False,
+        gradient_accumulation_fusion=False,
+    )
+    return TransformerConfig(**{**defaults, **options})
+
+
+def compare_layers(
+    tensor_parallel_size: int, expert_parallel_size: int, tokens: int, seed: int, options: Mapping[str, Any]
+) -> dict[str, float]:
+    """A whole MoE layer, router included, with Megatron's all-to-all dispatcher and with ours.
+
+    Args:
+        tensor_parallel_size, expert_parallel_size: the layout; their product divides the world.
+        tokens: T of every rank.
+        seed: of weights and inputs.
+        options: see `make_config`.
+
+    Returns:
+        For the output, the input's gradient and each parameter's gradient: the largest difference over the largest
+        value.
+    """
+    join_layout(tensor_parallel_size, expert_parallel_size)
+    config = make_config(**options)
+    spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    theirs = spec(config=config)
+    ours = ep_layer_spec(spec)(config=config)
+    assert isinstance(ours.token_dispatcher, EPTokenDispatcher)
+    ours.load_state_dict(theirs.state_dict())
+
+    generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+    x, grad = torch.randn(2, tokens, 1, config.hidden_size, generator=generator, dtype=config.params_dtype)
+    results = []
+    for layer in (theirs, ours):
+        leaf = x.clone().requires_grad_()
+        output, _ = layer(leaf)
+        output.backward(grad)
+        gradients = {name: parameter.grad for name, parameter in layer.named_parameters()}
+        results.append({"output": output.detach(), "input gradient": leaf.grad, **gradients})
+    expected, actual = results
+    return {name: _relative_difference(expected[name], actual[name]) for name in expected}
+
+
+def run_dispatcher(
+    dispatcher_class: type[MoETokenDispatcher],
+    config: TransformerConfig,
+    x: torch.Tensor,
+    routing_map: torch.Tensor,
+    probs: torch.Tensor,
+    grad: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """The six steps of a dispatcher around experts that know their id and TP rank, and the way back.
+
+    Args:
+        x: [T, H].
+        routing_map: bool [T, E].
+        probs: [T, E].
+        grad: [T, H], the gradient of the output.
+
+    Returns:
+        output [T, H], x_grad [T, H], probs_grad [T, E], rows [R, H], counts int64 [L], row_probs [R].
+    """
+    groups = get_default_pg_collection()
+    num_local = config.num_moe_experts // groups.ep.size()
+    local_experts = [groups.ep.rank() * num_local + i for i in range(num_local)]
+    dispatcher = dispatcher_class(num_local, local_experts, config=config, pg_collection=groups)
+
+    x, probs = x.clone().requires_grad_(), probs.clone().requires_grad_()
+    sent, sent_probs = dispatcher.dispatch_preprocess(x, routing_map, probs)
+    rows, row_probs = dispatcher.token_dispatch(sent, sent_probs)
+    rows, counts, row_probs = dispatcher.dispatch_postprocess(rows, row_probs)
+    expert = torch.tensor(local_experts).repeat_interleave(counts).to(rows.dtype)
+    frequency = 1 + expert + config.num_moe_experts * groups.expt_tp.rank()
+    expert_output = torch.sin(rows * frequency.unsqueeze(1)) * row_probs.unsqueeze(1)
+    output = dispatcher.combine_preprocess(expert_output.to(rows.dtype))
+    output = dispatcher.combine_postprocess(dispatcher.token_combine(output))
+    output.backward(grad)
+    return {
+        "output": output.detach(),
+        "x_grad": x.grad,
+        "probs_grad": probs.grad,
+        "rows": rows.detach(),
+        "counts": counts,
+        "row_probs": row_probs.detach(),
+    }
+
+
+def _relative_difference(expected: torch.Tensor | None, actual: torch.Tensor | None) -> float:
+    if expected is None or actual is None:
+        return 0.0 if expected is actual else float("inf")
+    if expected.shape != actual.shape:
+        return float("inf")
+    difference = (expected - actual).abs().max().item()
+    return difference / max(expected.abs().max().item(), 1e-30)

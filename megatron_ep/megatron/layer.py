@@ -1,0 +1,118 @@
+"""`EPMoELayer`: Megatron's MoE layer with our token dispatcher, and `ep_layer_spec`, which puts it into a model's spec.
+
+Nothing of Megatron is patched: the layer is a subclass, and the spec is copied with that subclass in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.spec_utils import ModuleSpec, get_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_ep.megatron.dispatcher import EPTokenDispatcher
+
+Spec = TypeVar("Spec")
+
+
+class EPMoELayer(MoELayer):
+    """Megatron's MoE layer, its tokens moved by `EPTokenDispatcher`.
+
+    The dispatcher type that the config declares keeps its meaning for the rest of Megatron (what it validates, what it
+    frees early), but none of Megatron's own dispatchers runs. Declare "alltoall"; with 1F1B overlap "flex" with the
+    backend "hybridep".
+
+    Args:
+        config, submodules, layer_number: as Megatron's layer.
+        pg_collection: process groups; None takes Megatron's global ones.
+        options: what newer versions of Megatron-Core pass on (is_mtp_layer, name).
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MoESubmodules | None = None,
+        layer_number: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **options: Any,
+    ) -> None:
+        if pg_collection is None:
+            pg_collection = get_default_pg_collection()
+        # The base class builds one of its own dispatchers. All-gather's needs no stream, no DeepEP and no buffers.
+        declared = config.moe_token_dispatcher_type
+        config.moe_token_dispatcher_type = "allgather"
+        try:
+            super().__init__(config, submodules, layer_number, pg_collection, **options)
+        finally:
+            config.moe_token_dispatcher_type = declared
+        for module in self.modules():  # experts keep copies of the config
+            if isinstance(getattr(module, "config", None), TransformerConfig):
+                module.config.moe_token_dispatcher_type = declared
+
+        self.token_dispatcher = EPTokenDispatcher(
+            self.num_local_experts, self.local_expert_indices, config=config, pg_collection=pg_collection
+        )
+        if self.shared_experts is not None and self.shared_expert_overlap:
+            self.token_dispatcher.set_shared_experts(self.shared_experts)
+        if hasattr(self, "_training_token_dispatcher"):  # an inference-optimized layer switches between two
+            self._training_token_dispatcher = self.token_dispatcher
+
+
+def ep_layer_spec(spec: Spec, pg_collection: ProcessGroupCollection | None = None) -> Spec:
+    """A copy of a spec in which every `MoELayer` is an `EPMoELayer`; everything else is as it was.
+
+    Args:
+        spec: a layer's ModuleSpec, a block's submodules or spec, a multi-token-prediction block's, or the MoE layer's
+            own spec, as Megatron's `get_gpt_*_spec` functions return them.
+        pg_collection: needed only with megatron-core 0.16 and process groups other than Megatron's global ones: that
+            version passes a model's groups to no layer class but its own.
+
+    Raises:
+        ValueError: no `MoELayer` in the spec.
+    """
+    copy = _with_ep_layers(spec, pg_collection, {})
+    if copy is spec:
+        raise ValueError(f"spec: no MoELayer in this {type(spec).__name__}; is num_moe_experts set?")
+    return copy
+
+
+def _with_ep_layers(node: Any, pg_collection: ProcessGroupCollection | None, done: dict[int, Any]) -> Any:
+    """Rebuilds what leads to a MoE layer; the rest stays the same object, and what is shared stays shared."""
+    if id(node) not in done:
+        copy_child = functools.partial(_with_ep_layers, pg_collection=pg_collection, done=done)
+        done[id(node)] = _ep_layer(node, pg_collection) or _rebuild(node, copy_child)
+    return done[id(node)]
+
+
+def _ep_layer(node: Any, pg_collection: ProcessGroupCollection | None) -> Any:
+    """The spec of an EPMoELayer for the spec of a MoELayer, None for anything else."""
+    if isinstance(node, ModuleSpec) and get_module(node) in (MoELayer, EPMoELayer):
+        params = node.params if pg_collection is None else {**node.params, "pg_collection": pg_collection}
+        return dataclasses.replace(node, module=EPMoELayer, params=params)
+    if isinstance(node, functools.partial) and node.func in (MoELayer, EPMoELayer):
+        return functools.partial(EPMoELayer, *node.args, **node.keywords)
+    return None
+
+
+def _rebuild(node: Any, copy_child: Callable[[Any], Any]) -> Any:
+    if isinstance(node, functools.partial):
+        keywords = copy_child(node.keywords)
+        return node if keywords is node.keywords else functools.partial(node.func, *node.args, **keywords)
+    if isinstance(node, dict):
+        children = {key: copy_child(value) for key, value in node.items()}
+        return node if all(children[key] is node[key] for key in node) else children
+    if isinstance(node, list):
+        children = [copy_child(value) for value in node]
+        return node if all(map(operator.is_, children, node)) else children
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        children = {f.name: copy_child(getattr(node, f.name)) for f in dataclasses.fields(node) if f.init}
+        changed = {name: child for name, child in children.items() if child is not getattr(node, name)}
+        return dataclasses.replace(node, **changed) if changed else node
+    return node

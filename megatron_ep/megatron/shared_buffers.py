@@ -1,0 +1,71 @@
+"""One `megatron_ep.Buffer` for all layers that exchange tokens over the same process group.
+
+A model has many MoE layers and they dispatch one after the other, so they share the rings and the symmetric heap.
+"""
+
+from __future__ import annotations
+
+import atexit
+from dataclasses import fields
+from typing import Any
+
+import torch.distributed as dist
+
+import megatron_ep as ep
+
+_topology: ep.Topology | None = None
+_config: dict[str, Any] = {}
+_buffers: dict[tuple[dist.ProcessGroup, int], ep.Buffer] = {}
+_closed_seconds = 0.0
+
+
+def configure(topology: ep.Topology | None = None, **config: Any) -> None:
+    """Sets what the buffers of all later layers are made with; every rank calls it with the same arguments.
+
+    Args:
+        topology: how the ranks of one group lie on nodes; None takes the ranks of one host as a node.
+        config: fields of `megatron_ep.Config` other than num_experts, which the model knows.
+
+    Raises:
+        ValueError: a name that is no such field.
+        RuntimeError: buffers are already in use; call it before the first forward pass or after `close_buffers`.
+    """
+    global _topology, _config
+    allowed = sorted(field.name for field in fields(ep.Config) if field.name != "num_experts")
+    unknown = sorted(set(config) - set(allowed))
+    if unknown:
+        raise ValueError(f"configure: {', '.join(unknown)} is no setting; allowed: topology, {', '.join(allowed)}")
+    if _buffers:
+        raise RuntimeError(
+            "configure: buffers are already in use; call it before the first forward pass or after close_buffers()"
+        )
+    _topology, _config = topology, config
+
+
+def shared_buffer(group: dist.ProcessGroup, num_experts: int) -> ep.Buffer:
+    """The buffer of this group, built at the first call, which is therefore collective over the group.
+
+    Args:
+        group: the ranks that exchange tokens.
+        num_experts: E in the whole group; a multiple of its size.
+    """
+    buffer = _buffers.get((group, num_experts))
+    if buffer is None:
+        buffer = ep.Buffer(group, ep.Config(num_experts=num_experts, **_config), _topology)
+        _buffers[group, num_experts] = buffer
+    return buffer
+
+
+def comm_seconds() -> float:
+    """Seconds this process has spent in dispatch and combine of all layers so far, forward and backward."""
+    return _closed_seconds + sum(buffer.seconds for buffer in _buffers.values())
+
+
+@atexit.register
+def close_buffers() -> None:
+    """Closes every shared buffer. The next forward pass builds new ones. Call it before destroying the groups."""
+    global _closed_seconds
+    while _buffers:
+        _, buffer = _buffers.popitem()
+        _closed_seconds += buffer.seconds
+        buffer.close()
