@@ -1,0 +1,150 @@
+"""Run Megatron-Core on a machine with no GPU.
+
+Megatron-Core computes on any device but asks for CUDA by name in a few dozen places. `enable()` answers those
+requests with the host, for this process. It is opt-in, `REPLACED` lists everything it touches and why, and nothing of
+Megatron's arithmetic, dispatchers, schedules or optimizers is replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_RNG = "megatron.core.tensor_parallel.random"
+
+REPLACED: dict[str, str] = {
+    "device='cuda' in torch calls, Tensor.cuda, Module.cuda": "optimizers, gradient clipping, schedules and the "
+    "auxiliary-loss tracker allocate on 'cuda' by name; the host allocates instead",
+    "Tensor.type() without arguments": "the optimizers and gradient clipping recognise gradients by the name "
+    "'torch.cuda.FloatTensor'; host tensors answer with that name",
+    "torch.cuda.current_device": "Megatron passes it as device=; the host is that device",
+    "torch.cuda.Stream, Event, stream, current_stream, default_stream, synchronize": "the all-to-all dispatcher and "
+    "overlapped shared experts order copies with streams; the host runs everything in program order",
+    "torch.cuda.manual_seed, get_rng_state": "the random-state tracker seeds the CUDA generator; on the host the "
+    "layers draw from the CPU generator",
+    f"{_RNG}._get_cuda_rng_state, _set_cuda_rng_state": "the tracker forks the CUDA generator (weights, dropout, "
+    "recompute); the CPU generator is forked instead",
+    f"{_RNG} (log filter)": "the tracker warns when the CPU generator moves inside a fork; here it is meant to",
+    "megatron.core.transformer.moe.moe_utils.te_general_gemm": "megatron-core 0.16 reads the name in the router's "
+    "matrix product even where Transformer Engine is absent and the name undefined; None selects torch's product",
+    "maybe_move_tensor_to_cpu (moe_utils, token_dispatcher)": "it converts split sizes to lists or numpy arrays only "
+    "for CUDA tensors; host tensors are converted too",
+    "TORCHDYNAMO_DISABLE": "Megatron compiles small fusions with torch.compile, which takes seconds at start and gains "
+    "nothing on the host",
+}
+
+
+class _Stream:
+    """A stream on which everything has already happened."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def wait_stream(self, _: _Stream) -> None: ...
+    def wait_event(self, _: _Event) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        return event or _Event()
+
+
+class _Event:
+    """An event that has already happened."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def record(self, *_: Any) -> None: ...
+    def wait(self, *_: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
+
+
+_STREAM = _Stream()
+_HOST = torch.device("cpu")
+
+
+def _is_cuda(device: Any) -> bool:
+    return isinstance(device, (str, torch.device)) and torch.device(device).type == "cuda"
+
+
+class _HostForCuda(TorchFunctionMode):
+    """Sends every torch call that asks for the device 'cuda' to the host."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if kwargs and _is_cuda(kwargs.get("device")):
+            kwargs = {**kwargs, "device": _HOST}
+        elif func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], _HOST, *args[2:])
+        return func(*args, **(kwargs or {}))
+
+
+def _get_rng_state(*_: Any, **__: Any) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(new_state: torch.Tensor, *_: Any, **__: Any) -> None:
+    torch.set_rng_state(new_state)
+
+
+def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _expects_rng_to_move(record: logging.LogRecord) -> bool:
+    return "CPU RNG state changed" not in record.getMessage()
+
+
+_enabled = False
+
+
+def enable() -> None:
+    """Makes this process's Megatron-Core run on the host. Idempotent; lasts until the process ends.
+
+    Call it in the thread that trains (the redirection of device='cuda' belongs to a thread), before building a model.
+
+    Raises:
+        RuntimeError: CUDA is already initialised in this process, so something here uses a real GPU.
+    """
+    global _enabled
+    if _enabled:
+        return
+    if torch.cuda.is_initialized():
+        raise RuntimeError("host_runtime.enable(): CUDA is already initialised in this process; run it in a fresh one")
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    torch._dynamo.config.disable = True  # when torch._dynamo was imported before the variable was set
+
+    for name, value in {
+        "current_device": lambda: _HOST,
+        "Stream": _Stream,
+        "Event": _Event,
+        "stream": lambda _: contextlib.nullcontext(),
+        "current_stream": lambda *_: _STREAM,
+        "default_stream": lambda *_: _STREAM,
+        "synchronize": lambda *_: None,
+        "manual_seed": torch.manual_seed,
+        "get_rng_state": _get_rng_state,
+    }.items():
+        setattr(torch.cuda, name, value)
+    _HostForCuda().__enter__()
+
+    rng = importlib.import_module(_RNG)
+    rng._get_cuda_rng_state, rng._set_cuda_rng_state = _get_rng_state, _set_rng_state
+    logging.getLogger(_RNG).addFilter(_expects_rng_to_move)
+
+    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    token_dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = _to_host
+    _enabled = True

@@ -1,0 +1,334 @@
+"""Recipes: one YAML file that says which model is trained, how, and on what.
+
+A recipe has the sections of Megatron-Bridge (model, train, optimizer, scheduler, ddp, dataset, tokenizer, checkpoint,
+logger) plus topology and dispatcher. Keys of `model` carry the names of Megatron-Core's TransformerConfig. Everything
+is checked when the recipe is loaded, before any process starts: unknown keys, missing keys, types, and the relations
+between values.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """A part of a recipe: no unknown keys, no silent conversions, no changes after loading."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Topology(Section):
+    """Ranks of the expert-parallel group; every rank is one process."""
+
+    nodes: Positive
+    ranks_per_node: Positive
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+class Model(Section):
+    """Architecture, by the names of Megatron-Core's TransformerConfig."""
+
+    num_layers: Positive
+    hidden_size: Positive
+    ffn_hidden_size: Positive
+    num_attention_heads: Positive
+    num_query_groups: Positive | None = None
+    kv_channels: Positive | None = None
+    qk_layernorm: bool = False
+    rotary_base: Positive = 10000
+    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
+    layernorm_epsilon: PositiveFloat = 1e-6
+    activation_func: Literal["silu", "gelu"] = "silu"
+    gated_linear_unit: bool = True
+    add_bias_linear: bool = False
+    share_embeddings_and_output_weights: bool = False
+    init_method_std: PositiveFloat = 0.02
+    hidden_dropout: Fraction = 0.0
+    attention_dropout: Fraction = 0.0
+    recompute_granularity: Literal["full", "selective"] | None = None
+    recompute_modules: list[str] | None = None
+
+    num_moe_experts: Positive
+    moe_layer_freq: list[Literal[0, 1]] | Positive = 1
+    moe_ffn_hidden_size: Positive
+    moe_shared_expert_intermediate_size: Positive | None = None
+    moe_shared_expert_overlap: bool = False
+    moe_router_topk: Annotated[int, Field(gt=0, le=32)]
+    moe_router_num_groups: Positive | None = None
+    moe_router_group_topk: Positive | None = None
+    moe_router_score_function: Literal["sigmoid", "softmax"] = "softmax"
+    moe_router_pre_softmax: bool = False
+    moe_router_topk_scaling_factor: PositiveFloat | None = None
+    moe_router_dtype: Literal["fp32", "fp64"] | None = None
+    moe_router_enable_expert_bias: bool = False
+    moe_router_bias_update_rate: NonNegativeFloat = 1e-3
+    moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss"] = "none"
+    moe_aux_loss_coeff: NonNegativeFloat = 0.0
+    moe_z_loss_coeff: PositiveFloat | None = None
+    moe_expert_capacity_factor: PositiveFloat | None = None
+    moe_pad_expert_input_to_capacity: bool = False
+
+    @model_validator(mode="after")
+    def _relations(self) -> Model:
+        experts, topk = self.num_moe_experts, self.moe_router_topk
+        groups, group_topk = self.moe_router_num_groups, self.moe_router_group_topk
+        _require(topk <= experts, f"moe_router_topk {topk} exceeds num_moe_experts {experts}")
+        _require(
+            (groups is None) == (group_topk is None),
+            f"moe_router_num_groups ({groups}) and moe_router_group_topk ({group_topk}) are given together or not at all",
+        )
+        if groups is not None and group_topk is not None:
+            _require(experts % groups == 0, f"moe_router_num_groups {groups} does not divide num_moe_experts {experts}")
+            _require(group_topk <= groups, f"moe_router_group_topk {group_topk} exceeds moe_router_num_groups {groups}")
+            _require(
+                topk % group_topk == 0, f"moe_router_group_topk {group_topk} does not divide moe_router_topk {topk}"
+            )
+            _require(
+                topk <= group_topk * (experts // groups),
+                f"moe_router_topk {topk} exceeds the {group_topk} x {experts // groups} experts of the groups kept",
+            )
+        if isinstance(self.moe_layer_freq, list):
+            length = len(self.moe_layer_freq)
+            _require(length == self.num_layers, f"moe_layer_freq has {length} entries, num_layers is {self.num_layers}")
+            _require(1 in self.moe_layer_freq, "moe_layer_freq has no MoE layer (no 1)")
+        if self.moe_router_enable_expert_bias:
+            _require(
+                self.moe_router_score_function == "sigmoid",
+                f"moe_router_enable_expert_bias needs moe_router_score_function sigmoid, "
+                f"got {self.moe_router_score_function}",
+            )
+        heads, query_groups = self.num_attention_heads, self.num_query_groups or self.num_attention_heads
+        _require(
+            self.kv_channels is not None or self.hidden_size % heads == 0,
+            f"num_attention_heads {heads} does not divide hidden_size {self.hidden_size}",
+        )
+        _require(
+            heads % query_groups == 0, f"num_query_groups {query_groups} does not divide num_attention_heads {heads}"
+        )
+        _require(
+            self.moe_expert_capacity_factor is not None or not self.moe_pad_expert_input_to_capacity,
+            "moe_pad_expert_input_to_capacity needs moe_expert_capacity_factor",
+        )
+        return self
+
+
+class Train(Section):
+    """Length, batch and process settings. Batch sizes count sequences."""
+
+    device: Literal["cpu"]
+    train_iters: Positive
+    global_batch_size: Positive
+    micro_batch_size: Positive
+    seed: NonNegative = 1234
+    threads_per_rank: Positive = 1
+    distributed_timeout: PositiveFloat = 300.0  # seconds that a rank waits for the others in a collective
+
+
+class Optimizer(Section):
+    """AdamW, by the names of Megatron-Core's OptimizerConfig."""
+
+    lr: PositiveFloat
+    min_lr: NonNegativeFloat = 0.0
+    weight_decay: NonNegativeFloat = 0.01
+    adam_beta1: Fraction = 0.9
+    adam_beta2: Fraction = 0.999
+    adam_eps: PositiveFloat = 1e-8
+    clip_grad: NonNegativeFloat = 1.0
+
+    @model_validator(mode="after")
+    def _relations(self) -> Optimizer:
+        _require(self.min_lr <= self.lr, f"min_lr {self.min_lr} exceeds lr {self.lr}")
+        return self
+
+
+class Scheduler(Section):
+    """Learning rate over steps: linear warm-up from 0 to lr, then decay to min_lr. Independent of train_iters, so a
+    longer run begins as a shorter one does."""
+
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "cosine"
+    lr_warmup_iters: NonNegative = 0
+    lr_decay_iters: Positive
+
+    @model_validator(mode="after")
+    def _relations(self) -> Scheduler:
+        _require(
+            self.lr_warmup_iters < self.lr_decay_iters,
+            f"lr_warmup_iters {self.lr_warmup_iters} is not below lr_decay_iters {self.lr_decay_iters}",
+        )
+        return self
+
+
+class Ddp(Section):
+    """Megatron-Core's DistributedDataParallelConfig."""
+
+    overlap_grad_reduce: bool = False
+    check_for_nan_in_grad: bool = True
+    bucket_size: Positive | None = None
+
+
+class Dataset(Section):
+    """Text. path None: the Python language reference that ships with Python. cache_dir None: the user's cache."""
+
+    path: str | None = None
+    seq_length: Positive
+    cache_dir: str | None = None
+
+
+class Tokenizer(Section):
+    """byte: UTF-8 bytes and an end-of-document token."""
+
+    type: Literal["byte"] = "byte"
+
+
+class Checkpoint(Section):
+    """save_interval in steps; the last step is always saved."""
+
+    save_interval: Positive = 100
+
+
+class Logger(Section):
+    """log_interval in steps; loss.csv gets every step."""
+
+    log_interval: Positive = 10
+
+
+class Dispatcher(Section):
+    """ep: this project's dispatcher; alltoall and allgather: Megatron-Core's. The other keys go to
+    `megatron_ep.Config` (None: its default) and are read by ep alone."""
+
+    type: Literal["ep", "alltoall", "allgather"] = "ep"
+    timeout: PositiveFloat | None = None
+    channels: Positive | None = None
+    nvl_ring_bytes: Positive | None = None
+    rdma_ring_bytes: Positive | None = None
+    rdma_chunk_tokens: Positive | None = None
+
+
+class Recipe(Section):
+    """A whole recipe. `load` reads one from a file."""
+
+    topology: Topology
+    model: Model
+    train: Train
+    optimizer: Optimizer
+    scheduler: Scheduler
+    ddp: Ddp = Ddp()
+    dataset: Dataset
+    tokenizer: Tokenizer = Tokenizer()
+    checkpoint: Checkpoint = Checkpoint()
+    logger: Logger = Logger()
+    dispatcher: Dispatcher = Dispatcher()
+
+    @model_validator(mode="after")
+    def _relations(self) -> Recipe:
+        world, experts = self.topology.world_size, self.model.num_moe_experts
+        shape = f"topology {self.topology.nodes} x {self.topology.ranks_per_node}"
+        _require(
+            experts % world == 0, f"model.num_moe_experts {experts} is not a multiple of the {world} ranks, {shape}"
+        )
+        step = world * self.train.micro_batch_size
+        _require(
+            self.train.global_batch_size % step == 0,
+            f"train.global_batch_size {self.train.global_batch_size} is not a multiple of train.micro_batch_size "
+            f"{self.train.micro_batch_size} x {world} ranks",
+        )
+        return self
+
+
+def load(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+    """Reads and checks a recipe.
+
+    Args:
+        path: a YAML file.
+        overrides: "section.key=value" strings, the value in YAML, applied in order before the check.
+
+    Raises:
+        ValueError: the file cannot be read, is not YAML, or a key or value is wrong; one line a fault.
+    """
+    try:
+        tree = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+    except OSError as error:
+        raise ValueError(f"recipe {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"recipe {path} is not YAML: {error}") from None
+    if not isinstance(tree, dict):
+        raise ValueError(f"recipe {path}: expected sections ({', '.join(Recipe.model_fields)})")
+    for override in overrides:
+        _apply(tree, override)
+    try:
+        return Recipe.model_validate(tree)
+    except ValidationError as error:
+        raise ValueError(
+            "\n".join([f"recipe {path}:", *(f"  {_explain(fault)}" for fault in error.errors())])
+        ) from None
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as written today: 1e-4 is a number (YAML 1.1 wants 1.0e-4), a repeated key is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key} appears twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), "-+0123456789")
+
+
+def _apply(tree: dict, override: str) -> None:
+    name, equals, text = override.partition("=")
+    if not equals or not name.strip():
+        raise ValueError(f"--set {override}: expected section.key=value")
+    try:
+        value = yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"--set {override}: the value is not YAML: {error}") from None
+    *sections, key = name.strip().split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            raise ValueError(f"--set {override}: {section} is not a section")
+    tree[key] = value
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _explain(fault: Any) -> str:
+    path = [str(part) for part in fault["loc"]]
+    where = ".".join(path)
+    if fault["type"] == "extra_forbidden":
+        section: Any = Recipe
+        for part in path[:-1]:
+            section = section.model_fields[part].annotation
+        known = list(section.model_fields)
+        near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
+        return f"{where}: unknown key; {hint}"
+    if fault["type"] == "missing":
+        return f"{where}: missing"
+    if fault["type"] == "value_error":  # a relation between values, raised by _require
+        return f"{where + ': ' if where else ''}{fault['ctx']['error']}"
+    return f"{where}: {fault['msg'][0].lower()}{fault['msg'][1:]}, got {fault['input']!r}"
