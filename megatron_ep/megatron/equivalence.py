@@ -14,13 +14,15 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
-from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher, MoETokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_ep.megatron import host_runtime
 from megatron_ep.megatron.dispatcher import EPTokenDispatcher
 from megatron_ep.megatron.layer import ep_layer_spec
 from megatron_ep.megatron.shared_buffers import close_buffers
+
+DISPATCHERS = {"ours": EPTokenDispatcher, "megatron_alltoall": MoEAlltoAllTokenDispatcher}
 
 _layout: tuple[int, int] | None = None
 
@@ -113,9 +115,16 @@ def compare_layers(
     return {name: _relative_difference(expected[name], actual[name]) for name in expected}
 
 
+def make_dispatcher(implementation: str, config: TransformerConfig) -> MoETokenDispatcher:
+    """The dispatcher of one layer over the current layout's groups: implementation "ours" or "megatron_alltoall"."""
+    groups = get_default_pg_collection()
+    num_local = config.num_moe_experts // groups.ep.size()
+    local_experts = [groups.ep.rank() * num_local + i for i in range(num_local)]
+    return DISPATCHERS[implementation](num_local, local_experts, config=config, pg_collection=groups)
+
+
 def run_dispatcher(
-    dispatcher_class: type[MoETokenDispatcher],
-    config: TransformerConfig,
+    dispatcher: MoETokenDispatcher,
     x: torch.Tensor,
     routing_map: torch.Tensor,
     probs: torch.Tensor,
@@ -132,17 +141,12 @@ def run_dispatcher(
     Returns:
         output [T, H], x_grad [T, H], probs_grad [T, E], rows [R, H], counts int64 [L], row_probs [R].
     """
-    groups = get_default_pg_collection()
-    num_local = config.num_moe_experts // groups.ep.size()
-    local_experts = [groups.ep.rank() * num_local + i for i in range(num_local)]
-    dispatcher = dispatcher_class(num_local, local_experts, config=config, pg_collection=groups)
-
     x, probs = x.clone().requires_grad_(), probs.clone().requires_grad_()
     sent, sent_probs = dispatcher.dispatch_preprocess(x, routing_map, probs)
     rows, row_probs = dispatcher.token_dispatch(sent, sent_probs)
     rows, counts, row_probs = dispatcher.dispatch_postprocess(rows, row_probs)
-    expert = torch.tensor(local_experts).repeat_interleave(counts).to(rows.dtype)
-    frequency = 1 + expert + config.num_moe_experts * groups.expt_tp.rank()
+    expert = torch.tensor(dispatcher.local_expert_indices).repeat_interleave(counts)
+    frequency = 1 + expert + dispatcher.config.num_moe_experts * dispatcher.tp_rank
     expert_output = torch.sin(rows * frequency.unsqueeze(1)) * row_probs.unsqueeze(1)
     output = dispatcher.combine_preprocess(expert_output.to(rows.dtype))
     output = dispatcher.combine_postprocess(dispatcher.token_combine(output))

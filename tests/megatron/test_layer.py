@@ -1,0 +1,116 @@
+"""`ep_layer_spec`: which parts of a spec change, and that nothing else does."""
+
+import copy
+import functools
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_ep.megatron.layer import EPMoELayer, ep_layer_spec
+
+
+def _block_spec(moe_layer_freq):
+    config = TransformerConfig(
+        num_layers=len(moe_layer_freq),
+        hidden_size=32,
+        num_attention_heads=4,
+        num_moe_experts=8,
+        moe_ffn_hidden_size=32,
+        moe_layer_freq=moe_layer_freq,
+        add_bias_linear=False,
+        use_cpu_initialization=True,
+        params_dtype=torch.float32,
+    )
+    return gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False, pp_rank=0)
+
+
+def _layer_class(mlp):
+    return mlp.func if isinstance(mlp, functools.partial) else mlp.module
+
+
+def _submodules(mlp):
+    return mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
+
+
+def test_block_spec_replaces_the_moe_layers_and_nothing_else():
+    spec = _block_spec([0, 1, 1])
+    before = copy.copy(spec.layer_specs)
+    ours = ep_layer_spec(spec)
+
+    assert ours.layer_specs[0] is spec.layer_specs[0], "a dense layer stays the same object"
+    for layer, original in zip(ours.layer_specs[1:], spec.layer_specs[1:], strict=True):
+        assert _layer_class(layer.submodules.mlp) is EPMoELayer
+        assert _layer_class(original.submodules.mlp) is MoELayer, "the argument is not changed"
+        assert layer.submodules.self_attention is original.submodules.self_attention
+        assert _submodules(layer.submodules.mlp) is _submodules(original.submodules.mlp)
+    assert ours.layer_norm is spec.layer_norm
+    assert all(a is b for a, b in zip(spec.layer_specs, before, strict=True))
+
+
+def test_layers_that_share_a_spec_still_share_it():
+    spec = _block_spec([1, 1, 1])
+    assert spec.layer_specs[0] is spec.layer_specs[2]
+    ours = ep_layer_spec(spec)
+    assert ours.layer_specs[0] is ours.layer_specs[2]
+
+
+def test_layer_spec_and_moe_spec():
+    layer = gpt_layer_specs.get_gpt_layer_local_spec(num_experts=8, moe_grouped_gemm=False)
+    assert _layer_class(ep_layer_spec(layer).submodules.mlp) is EPMoELayer
+    moe = get_moe_module_spec(use_te=False, num_experts=8, moe_grouped_gemm=False)
+    assert _layer_class(ep_layer_spec(moe)) is EPMoELayer
+
+
+def test_a_module_named_by_its_path_is_found():
+    spec = ModuleSpec(module=("megatron.core.transformer.moe.moe_layer", "MoELayer"))
+    assert ep_layer_spec(spec).module is EPMoELayer
+
+
+def test_applying_it_twice_changes_nothing_more():
+    once = ep_layer_spec(_block_spec([0, 1]))
+    twice = ep_layer_spec(once)
+    assert _layer_class(twice.layer_specs[1].submodules.mlp) is EPMoELayer
+
+
+def test_multi_token_prediction_spec(monkeypatch):
+    monkeypatch.setattr(parallel_state, "is_pipeline_last_stage", lambda **_: True)  # one stage, no groups needed
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_moe_experts=8,
+        moe_ffn_hidden_size=32,
+        mtp_num_layers=1,
+        add_bias_linear=False,
+        use_cpu_initialization=True,
+    )
+    layer = gpt_layer_specs.get_gpt_layer_local_spec(num_experts=8, moe_grouped_gemm=False)
+    spec = gpt_layer_specs.get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False, pp_rank=0)
+    ours = ep_layer_spec(spec)
+    assert _layer_class(_inner_layer(ours).submodules.mlp) is EPMoELayer
+    assert _layer_class(_inner_layer(spec).submodules.mlp) is MoELayer
+
+
+def _inner_layer(mtp_spec):
+    submodules = mtp_spec.submodules.layer_specs[0].submodules
+    return getattr(submodules, "mtp_model_layer", None) or submodules.transformer_layer
+
+
+@pytest.mark.parametrize("spec", [[], ModuleSpec(module=torch.nn.Linear)])
+def test_a_spec_without_a_moe_layer_is_an_error(spec):
+    with pytest.raises(ValueError, match="no MoELayer"):
+        ep_layer_spec(spec)
+
+
+def test_a_dense_model_is_an_error():
+    with pytest.raises(ValueError, match="num_moe_experts"):
+        ep_layer_spec(gpt_layer_specs.get_gpt_layer_local_spec())
