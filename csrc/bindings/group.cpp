@@ -1,0 +1,295 @@
+#include "bindings/group.h"
+
+#include <pybind11/stl.h>
+
+#include <chrono>
+#include <cstdint>
+#include <optional>
+
+#include "fabric/shared_memory.h"
+#include "launch/host/group.h"
+
+namespace py = pybind11;
+
+namespace ep {
+namespace {
+
+using Address = uintptr_t;
+
+template <class T>
+T* at(Address address) {
+    return reinterpret_cast<T*>(address);
+}
+
+// Where the tensors of one rank are; 0: none.
+struct RankTensors {
+    Address layout = 0;
+    int num_tokens = 0;
+    Address topk_idx = 0;
+    Address x = 0, scales = 0, weights = 0;           // what the call reads
+    Address out = 0, out_scales = 0, out_weights = 0;  // what it writes
+    Address positions = 0, rail_experts = 0;
+    int64_t max_received = 0, max_rail = 0, max_rows = 0;
+};
+
+const char* name(Outcome outcome) {
+    switch (outcome) {
+        case Outcome::Ok: return "ok";
+        case Outcome::Timeout: return "timeout";
+        case Outcome::Aborted: return "aborted";
+        case Outcome::Interrupted: return "interrupted";
+        case Outcome::BadInput: return "bad_input";
+        case Outcome::Mismatch: return "mismatch";
+        case Outcome::Overflow: return "overflow";
+    }
+    return "?";
+}
+
+const char* name(Role role) {
+    switch (role) {
+        case Role::Launch: return "launch";
+        case Role::Notify: return "notify";
+        case Role::NvlSender: return "nvl_sender";
+        case Role::RdmaSender: return "rdma_sender";
+        case Role::SenderCoordinator: return "sender_coordinator";
+        case Role::Forwarder: return "forwarder";
+        case Role::ForwarderCoordinator: return "forwarder_coordinator";
+        case Role::Receiver: return "receiver";
+        case Role::CombineNvlSender: return "combine_nvl_sender";
+        case Role::CombineForwarder: return "combine_forwarder";
+        case Role::CombineReceiver: return "combine_receiver";
+    }
+    return "?";
+}
+
+const char* name(Wait wait) {
+    switch (wait) {
+        case Wait::None: return "nothing";
+        case Wait::NotifyRail: return "counts from another node";
+        case Wait::NotifyNode: return "counts from a rank of this node";
+        case Wait::NvlCredit: return "room in an NVLink ring";
+        case Wait::NvlRow: return "a row in an NVLink ring";
+        case Wait::NvlDrain: return "an NVLink ring to run empty";
+        case Wait::RdmaCredit: return "room in a network ring";
+        case Wait::RdmaRow: return "a row in a network ring";
+        case Wait::RdmaDrain: return "a network ring to run empty";
+        case Wait::PackedRow: return "rows to put";
+        case Wait::FreedRow: return "rows to be taken from a network ring";
+        case Wait::PartialRow: return "a token's partial sums";
+    }
+    return "?";
+}
+
+py::dict describe(const Incident& incident) {
+    py::dict d;
+    d["outcome"] = name(incident.outcome);
+    d["role"] = name(incident.role);
+    d["waiting_for"] = name(incident.wait);
+    d["rank"] = incident.rank;
+    d["channel"] = incident.channel;
+    d["peer"] = incident.peer;
+    d["seen"] = incident.seen;
+    d["expected"] = incident.expected;
+    d["call"] = incident.call;
+    return d;
+}
+
+// Asks Python, now and then, whether Ctrl-C was pressed.
+class SignalCheck {
+  public:
+    bool operator()() {
+        const auto now = std::chrono::steady_clock::now();
+        if (now < next_) return false;
+        next_ = now + std::chrono::milliseconds(50);
+        py::gil_scoped_acquire gil;
+        return PyErr_CheckSignals() != 0;
+    }
+
+  private:
+    std::chrono::steady_clock::time_point next_ = std::chrono::steady_clock::now() + std::chrono::milliseconds(50);
+};
+
+class Group {
+  public:
+    Group(const Heap& heap, std::vector<int> ranks, const std::vector<Segment*>& segments, int threads, std::optional<uint64_t> seed,
+          uint64_t lost_signal, double timeout)
+        : group_(heap, std::move(ranks), data_of(segments), Schedule{threads, seed, lost_signal, false},
+                 std::chrono::duration<double>(timeout)) {}
+
+    std::vector<Layout::Totals> notify(const std::vector<RankTensors>& tensors, int topk, int index_bytes, int expert_alignment,
+                                       int expert_capacity) {
+        std::vector<NotifyArgs> args;
+        ++epoch_;
+        for (size_t i = 0; i < tensors.size(); ++i) {
+            Layout layout = layout_of(tensors[i], topk);
+            layout.totals() = {};
+            args.push_back({group_.ranks()[i], group_.heap(), layout, at<void>(tensors[i].topk_idx), index_bytes, expert_alignment,
+                            expert_capacity, epoch_});
+        }
+        launch([&](const auto& interrupted) { group_.notify(args, interrupted); });
+        std::vector<Layout::Totals> totals;
+        for (const NotifyArgs& a : args) totals.push_back(a.layout.totals());
+        return totals;
+    }
+
+    void dispatch(const std::vector<RankTensors>& tensors, const RowFormat& format, int nvl_batch, int rdma_chunk) {
+        std::vector<DispatchArgs> args;
+        ++call_;
+        for (size_t i = 0; i < tensors.size(); ++i) {
+            const RankTensors& t = tensors[i];
+            args.push_back({transfer(i, t, format, nvl_batch, rdma_chunk), at<char>(t.x), at<char>(t.scales), at<char>(t.weights),
+                            at<char>(t.out), at<char>(t.out_scales), at<char>(t.out_weights)});
+        }
+        launch([&](const auto& interrupted) { group_.dispatch(args, interrupted); });
+    }
+
+    void combine(const std::vector<RankTensors>& tensors, const RowFormat& format, int nvl_batch, int rdma_chunk, int dtype) {
+        std::vector<CombineArgs> args;
+        ++call_;
+        for (size_t i = 0; i < tensors.size(); ++i) {
+            const RankTensors& t = tensors[i];
+            args.push_back({transfer(i, t, format, nvl_batch, rdma_chunk), at<char>(t.x), at<char>(t.weights), at<char>(t.out),
+                            at<char>(t.out_weights)});
+        }
+        launch([&](const auto& interrupted) { group_.combine(args, static_cast<DType>(dtype), interrupted); });
+    }
+
+    // (outcome, rank) of whoever gave up first, or None.
+    std::optional<std::pair<const char*, int>> aborted() const {
+        const uint64_t word = group_.state(0).abort_word().load();
+        if (!word) return std::nullopt;
+        return std::pair(name(static_cast<Outcome>(word >> 32)), static_cast<int>(static_cast<uint32_t>(word)));
+    }
+
+    std::vector<py::dict> incidents() const {
+        std::vector<py::dict> all;
+        for (size_t i = 0; i < group_.ranks().size(); ++i) {
+            const ControlBlock& control = *group_.state(i).control;
+            const uint64_t count = std::min<uint64_t>(control.incident_count, ControlBlock::kMaxIncidents);
+            for (uint64_t j = 0; j < count; ++j) all.push_back(describe(control.incidents[j]));
+        }
+        return all;
+    }
+
+    void abort() { group_.state(0).abort(Outcome::BadInput); }
+
+    void reset() {
+        group_.reset();
+        epoch_ = call_ = 0;
+    }
+
+    double seconds() const { return seconds_.count(); }
+
+  private:
+    static std::vector<char*> data_of(const std::vector<Segment*>& segments) {
+        std::vector<char*> data;
+        for (const Segment* segment : segments) data.push_back(segment->data());
+        return data;
+    }
+
+    Layout layout_of(const RankTensors& t, int topk) const {
+        const Heap& heap = group_.heap();
+        return {heap.topology, t.num_tokens, topk, heap.num_experts, heap.channels, at<int32_t>(t.layout)};
+    }
+
+    TransferArgs transfer(size_t index, const RankTensors& t, const RowFormat& format, int nvl_batch, int rdma_chunk) const {
+        return {group_.ranks()[index], group_.heap(), layout_of(t, format.topk), format, call_, nvl_batch, rdma_chunk,
+                at<int32_t>(t.positions), at<int32_t>(t.rail_experts), t.max_received, t.max_rail, t.max_rows};
+    }
+
+    template <class F>
+    void launch(F&& f) {
+        const auto start = std::chrono::steady_clock::now();
+        {
+            SignalCheck check;
+            py::gil_scoped_release release;
+            f(std::function<bool()>(std::ref(check)));
+        }
+        seconds_ += std::chrono::steady_clock::now() - start;
+        if (PyErr_Occurred()) throw py::error_already_set();
+    }
+
+    HostGroup group_;
+    uint64_t epoch_ = 0;
+    uint64_t call_ = 0;
+    std::chrono::duration<double> seconds_{0};
+};
+
+}  // namespace
+
+void bind_group(py::module_& m) {
+    py::class_<Segment>(m, "Segment", "Memory that holds the symmetric heap of one rank.")
+        .def_static("anonymous", &Segment::anonymous, py::arg("bytes"))
+        .def_static("create", &Segment::create, py::arg("name"), py::arg("bytes"))
+        .def_static("open", &Segment::open, py::arg("name"), py::arg("bytes"))
+        .def_static("unlink", &Segment::unlink, py::arg("name"))
+        .def_property_readonly("bytes", &Segment::bytes);
+
+    py::class_<Heap>(m, "Heap", "Layout of the symmetric heap.")
+        .def(py::init([](int nodes, int ranks_per_node, int num_experts, int channels, size_t nvl_ring_bytes, size_t rdma_ring_bytes) {
+                 return Heap{{nodes, ranks_per_node}, num_experts, channels, align_up(nvl_ring_bytes, Heap::kLine), align_up(rdma_ring_bytes, Heap::kLine)};
+             }),
+             py::kw_only(), py::arg("nodes"), py::arg("ranks_per_node"), py::arg("num_experts"), py::arg("channels"),
+             py::arg("nvl_ring_bytes"), py::arg("rdma_ring_bytes"))
+        .def_property_readonly("bytes", &Heap::bytes)
+        .def_property_readonly_static("overflow_offset", [](py::object) { return offsetof(Layout::Totals, overflow) / sizeof(int32_t); })
+        .def("layout_size",
+             [](const Heap& heap, int num_tokens, int topk) {
+                 return Layout{heap.topology, num_tokens, topk, heap.num_experts, heap.channels, nullptr}.size();
+             },
+             py::arg("num_tokens"), py::arg("topk"), "Number of int32 that a handle's layout takes.")
+        .def("expert_offsets",
+             [](const Heap& heap, int num_tokens, int topk) {
+                 const Layout layout{heap.topology, num_tokens, topk, heap.num_experts, heap.channels, nullptr};
+                 return std::pair(&layout.expert_count(0) - layout.data, &layout.expert_start(0) - layout.data);
+             },
+             py::arg("num_tokens"), py::arg("topk"),
+             "Where in a handle's layout the rows per local expert [L] and, padding included, their prefix sums [L + 1] lie.");
+
+    py::class_<RowFormat>(m, "RowFormat", "How one row travels.")
+        .def(py::init([](int payload_bytes, int scale_bytes, int weight_bytes, int topk) {
+                 return RowFormat{payload_bytes, scale_bytes, weight_bytes, topk};
+             }),
+             py::kw_only(), py::arg("payload_bytes"), py::arg("scale_bytes"), py::arg("weight_bytes"), py::arg("topk"))
+        .def_property_readonly("slot_bytes", &RowFormat::slot_bytes);
+
+    py::class_<RankTensors>(m, "RankTensors", "Addresses of one rank's tensors; 0 where there is none.")
+        .def(py::init<>())
+        .def_readwrite("layout", &RankTensors::layout)
+        .def_readwrite("num_tokens", &RankTensors::num_tokens)
+        .def_readwrite("topk_idx", &RankTensors::topk_idx)
+        .def_readwrite("x", &RankTensors::x)
+        .def_readwrite("scales", &RankTensors::scales)
+        .def_readwrite("weights", &RankTensors::weights)
+        .def_readwrite("out", &RankTensors::out)
+        .def_readwrite("out_scales", &RankTensors::out_scales)
+        .def_readwrite("out_weights", &RankTensors::out_weights)
+        .def_readwrite("positions", &RankTensors::positions)
+        .def_readwrite("rail_experts", &RankTensors::rail_experts)
+        .def_readwrite("max_received", &RankTensors::max_received)
+        .def_readwrite("max_rail", &RankTensors::max_rail)
+        .def_readwrite("max_rows", &RankTensors::max_rows);
+
+    py::class_<Layout::Totals>(m, "Totals", "What notify tells the host about one rank.")
+        .def_readonly("received_rows", &Layout::Totals::received_rows)
+        .def_readonly("expert_rows", &Layout::Totals::expert_rows)
+        .def_readonly("rail_rows", &Layout::Totals::rail_rows)
+        .def_property_readonly("bad_token", [](const Layout::Totals& totals) { return totals.bad_token - 1; });
+
+    py::class_<Group>(m, "Group", "The ranks of a buffer that live in this process.")
+        .def(py::init<const Heap&, std::vector<int>, const std::vector<Segment*>&, int, std::optional<uint64_t>, uint64_t, double>(),
+             py::kw_only(), py::arg("heap"), py::arg("ranks"), py::arg("segments"), py::arg("threads"), py::arg("seed"),
+             py::arg("lost_signal"), py::arg("timeout"), py::keep_alive<1, 4>())
+        .def("notify", &Group::notify, py::arg("tensors"), py::kw_only(), py::arg("topk"), py::arg("index_bytes"), py::arg("expert_alignment"),
+             py::arg("expert_capacity"))
+        .def("dispatch", &Group::dispatch, py::arg("tensors"), py::arg("format"), py::kw_only(), py::arg("nvl_batch"), py::arg("rdma_chunk"))
+        .def("combine", &Group::combine, py::arg("tensors"), py::arg("format"), py::kw_only(), py::arg("nvl_batch"), py::arg("rdma_chunk"),
+             py::arg("dtype"))
+        .def("aborted", &Group::aborted)
+        .def("incidents", &Group::incidents)
+        .def("abort", &Group::abort)
+        .def("reset", &Group::reset)
+        .def_property_readonly("seconds", &Group::seconds);
+}
+
+}  // namespace ep

@@ -1,0 +1,26 @@
+#include <pybind11/pybind11.h>
+
+#include "bindings/group.h"
+
+namespace py = pybind11;
+
+namespace {
+
+py::dict build_info() {
+    py::dict info;
+    info["compiler"] = __VERSION__;
+#if defined(MEGATRON_EP_CUDA)
+    info["backends"] = py::make_tuple("host", "cuda");
+#else
+    info["backends"] = py::make_tuple("host");
+#endif
+    return info;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+    m.doc() = "Compiled kernels of megatron_ep. Takes raw pointers; megatron_ep.buffer checks what they point to.";
+    m.def("build_info", &build_info);
+    ep::bind_group(m);
+}

@@ -1,0 +1,66 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/heap.h"
+#include "core/layout.h"
+#include "core/row.h"
+#include "core/topology.h"
+
+namespace ep {
+
+struct NotifyArgs {
+    int rank;
+    Heap heap;
+    Layout layout;
+    const void* topk_idx;  // [T, K], int32 or int64
+    int index_bytes;       // 4 or 8
+    int expert_alignment;  // rows of an expert are padded to a multiple of this
+    int expert_capacity;   // > 0: every expert gets exactly this many rows
+    uint64_t epoch;        // counts the notifies of this buffer, from 1
+};
+
+// What the roles of dispatch and combine share.
+struct TransferArgs {
+    int rank;
+    Heap heap;
+    Layout layout;
+    RowFormat format;
+    uint64_t call;          // counts the dispatches and combines of this buffer, from 1
+    int nvl_batch;          // rows after which an NVLink ring's flag is published
+    int rdma_chunk;         // rows a put carries at most, if that many are ready
+    int32_t* positions;     // [received rows, K]: the row's place for each k, kElsewhere or kOverflowed
+    int32_t* rail_experts;  // [rail rows, K]: expert ids of the rows that were forwarded
+    int64_t max_received;   // rows that `positions` can hold
+    int64_t max_rail;       // rows that `rail_experts` can hold
+    int64_t max_rows;       // rows that the expert-grouped tensor can hold
+
+    static constexpr int32_t kElsewhere = -1;   // that expert lives on another rank
+    static constexpr int32_t kOverflowed = -2;  // the expert-grouped tensor had no room
+
+    EP_HD const Topology& topology() const { return heap.topology; }
+    EP_HD int node() const { return topology().node_of(rank); }
+    EP_HD int local() const { return topology().local_of(rank); }
+    EP_HD uint64_t slots(size_t ring_bytes) const { return floor_power_of_two(ring_bytes / format.slot_bytes()); }
+    EP_HD uint64_t nvl_slots() const { return slots(heap.nvl_ring_bytes); }
+    EP_HD uint64_t rdma_slots() const { return slots(heap.rdma_ring_bytes); }
+};
+
+struct DispatchArgs : TransferArgs {
+    const char* x;        // [T, payload_bytes]
+    const char* scales;   // [T, scale_bytes]
+    const char* weights;  // [T, K, weight_bytes]
+    char* recv_x;         // [max_rows, payload_bytes]
+    char* recv_scales;    // [max_rows, scale_bytes]
+    char* recv_weights;   // [max_rows, weight_bytes]
+};
+
+struct CombineArgs : TransferArgs {
+    const char* x;        // [max_rows, payload_bytes]
+    const char* weights;  // [max_rows, weight_bytes]
+    char* y;              // [T, payload_bytes]
+    char* y_weights;      // [T, K, weight_bytes]
+};
+
+}  // namespace ep

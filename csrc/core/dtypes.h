@@ -1,0 +1,17 @@
+#pragma once
+
+#include <cstdint>
+
+namespace ep {
+
+// Element types that combine can sum. Dispatch moves bytes and does not care.
+enum class DType : int { bf16 = 0, fp16 = 1, fp32 = 2, fp64 = 3 };
+
+struct BFloat16 {
+    uint16_t bits;
+};
+struct Float16 {
+    uint16_t bits;
+};
+
+}  // namespace ep

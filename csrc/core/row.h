@@ -1,0 +1,40 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/function.h"
+
+namespace ep {
+
+constexpr int kMaxTopk = 32;  // one lane a (token, k)
+
+EP_HD size_t align_up(size_t bytes, size_t alignment) { return (bytes + alignment - 1) / alignment * alignment; }
+
+EP_HD uint64_t floor_power_of_two(uint64_t value) {
+    uint64_t power = value ? 1 : 0;
+    while (power * 2 <= value && power) power *= 2;
+    return power;
+}
+
+// A row on the wire, in a ring slot:  payload | scales | tag | experts[K] | index[K] | weights[K], each part aligned to 16 bytes.
+//   tag      which call the row belongs to
+//   experts  the token's expert ids (-1: none)                           dispatch only
+//   index    how many earlier rows of the source rank went to that expert   dispatch only
+//   weights  the token's weights (dispatch) or their gradients (combine), opaque words of weight_bytes
+// Dispatch and combine of the same payload use the same slot size, so that they can follow each other in one ring.
+struct RowFormat {
+    int payload_bytes;
+    int scale_bytes;
+    int weight_bytes;  // 0, 4 or 8
+    int topk;
+
+    EP_HD size_t scales() const { return align_up(payload_bytes, 16); }
+    EP_HD size_t tag() const { return scales() + align_up(scale_bytes, 16); }
+    EP_HD size_t experts() const { return tag() + 16; }
+    EP_HD size_t index() const { return experts() + align_up(topk * sizeof(int32_t), 16); }
+    EP_HD size_t weights() const { return index() + align_up(topk * sizeof(int32_t), 16); }
+    EP_HD size_t slot_bytes() const { return weights() + align_up(topk * sizeof(uint64_t), 16); }
+};
+
+}  // namespace ep

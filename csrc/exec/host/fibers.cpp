@@ -1,0 +1,172 @@
+#include "exec/host/fibers.h"
+
+#include <sched.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cassert>
+#include <new>
+#include <optional>
+
+namespace ep {
+
+using Clock = std::chrono::steady_clock;
+
+struct FiberExecutor::Fiber {
+    static constexpr size_t kStackBytes = 256 << 10;
+
+    ucontext_t context;
+    ucontext_t scheduler;
+    void* stack;
+    RoleTask task;
+    std::optional<Condition> condition;  // what it waits for, if it waits
+    Clock::time_point wait_start;
+    bool timing = false;  // wait_start is set: only once the executor has been idle
+    WaitEnd end = WaitEnd::Met;
+    bool done = false;
+
+    Fiber() {
+        stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_STACK, -1, 0);
+        if (stack == MAP_FAILED) throw std::bad_alloc();
+        mprotect(stack, 4096, PROT_NONE);  // an overflow faults instead of corrupting
+    }
+    ~Fiber() { munmap(stack, kStackBytes); }
+    Fiber(const Fiber&) = delete;
+
+    bool expired() {
+        if (!timing) {
+            timing = true;
+            wait_start = Clock::now();
+        }
+        return Clock::now() - wait_start > task.rank->timeout;
+    }
+};
+
+FiberExecutor::FiberExecutor() = default;
+FiberExecutor::~FiberExecutor() = default;
+
+void FiberExecutor::begin(Fiber& fiber) {
+    // makecontext passes ints only
+    thread_local FiberExecutor* executor;
+    executor = this;
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack;
+    fiber.context.uc_stack.ss_size = Fiber::kStackBytes;
+    fiber.context.uc_link = nullptr;
+    makecontext(&fiber.context, [] { executor->body(); }, 0);
+    resume(fiber);
+}
+
+void FiberExecutor::body() {
+    Fiber& fiber = *current_;
+    fiber.task.run(*this);
+    fiber.task.run = nullptr;
+    fiber.done = true;
+    swapcontext(&fiber.context, &fiber.scheduler);
+}
+
+void FiberExecutor::run(std::vector<RoleTask> tasks, std::function<bool()> interrupted) {
+    interrupted_ = std::move(interrupted);
+    for (RoleTask& task : tasks) {
+        if (spare_.empty()) spare_.push_back(std::make_unique<Fiber>());
+        fibers_.push_back(std::move(spare_.back()));
+        spare_.pop_back();
+        Fiber& fiber = *fibers_.back();
+        fiber.task = std::move(task);
+        fiber.done = false;
+    }
+    for (auto& fiber : fibers_) begin(*fiber);
+    retire();
+    while (!fibers_.empty()) {
+        if (step()) {
+            idle_passes_ = 0;
+        } else {
+            idle();
+        }
+        retire();
+    }
+}
+
+void FiberExecutor::retire() {
+    for (auto& fiber : fibers_) {
+        if (fiber->done) spare_.push_back(std::move(fiber));
+    }
+    std::erase(fibers_, nullptr);
+}
+
+void FiberExecutor::resume(Fiber& fiber) {
+    current_ = &fiber;
+    fiber.condition.reset();
+    fiber.timing = false;
+    swapcontext(&fiber.scheduler, &fiber.context);
+    current_ = nullptr;
+}
+
+WaitEnd FiberExecutor::wait(Condition condition, const RankState&) {
+    Fiber& fiber = *current_;
+    fiber.condition = condition;
+    swapcontext(&fiber.context, &fiber.scheduler);
+    return fiber.end;
+}
+
+bool FiberExecutor::try_resume(Fiber& fiber) {
+    if (fiber.done) return false;
+    if ((*fiber.condition)()) {
+        fiber.end = WaitEnd::Met;
+    } else if (fiber.task.rank->aborted()) {
+        fiber.end = WaitEnd::Aborted;
+    } else {
+        return false;
+    }
+    resume(fiber);
+    return true;
+}
+
+bool FiberExecutor::step() {
+    bool progress = false;
+    for (auto& fiber : fibers_) progress |= try_resume(*fiber);
+    return progress;
+}
+
+void FiberExecutor::expire_all() {
+    for (auto& fiber : fibers_) {
+        fiber->end = WaitEnd::Expired;
+        resume(*fiber);
+    }
+}
+
+void FiberExecutor::idle() {
+    constexpr int kYields = 64;
+    constexpr int kClockEvery = 16;
+    constexpr long kFirstSleep = 20'000, kLongestSleep = 1'000'000;  // ns
+    if (++idle_passes_ % kClockEvery == 0 || idle_passes_ > kYields) {
+        for (auto& fiber : fibers_) {
+            if (!fiber->done && fiber->expired()) {
+                fiber->end = WaitEnd::Expired;
+                resume(*fiber);
+            }
+        }
+        if (interrupted_ && interrupted_()) fibers_.front()->task.rank->abort(Outcome::Interrupted);
+    }
+    if (idle_passes_ <= kYields) {
+        sched_yield();
+    } else {
+        const timespec pause{0, std::min(kLongestSleep, kFirstSleep << std::min(6, (idle_passes_ - kYields) / 8))};
+        nanosleep(&pause, nullptr);
+    }
+}
+
+bool SeededExecutor::step() {
+    if (network_ && random_() % 4 == 0 && network_->deliver(random_)) return true;
+    const size_t first = random_() % num_fibers();
+    for (size_t i = 0; i < num_fibers(); ++i) {
+        if (try_resume(fiber((first + i) % num_fibers()))) return true;
+    }
+    return network_ && network_->deliver(random_);
+}
+
+void SeededExecutor::idle() { expire_all(); }
+
+}  // namespace ep

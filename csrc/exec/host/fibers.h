@@ -1,0 +1,75 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "exec/host/executor.h"
+
+namespace ep {
+
+// One OS thread that runs any number of roles as fibers, switching only where a role waits. When nobody can run it yields its core, then
+// sleeps for longer and longer: other ranks may need the core to make the progress that is waited for.
+class FiberExecutor : public Executor {
+  public:
+    FiberExecutor();
+    ~FiberExecutor() override;
+
+    // `interrupted` is asked now and then while idle, and ends all waits when it returns true.
+    void run(std::vector<RoleTask> tasks, std::function<bool()> interrupted = {});
+    WaitEnd wait(Condition condition, const RankState& rank) override;
+
+  protected:
+    struct Fiber;
+
+    // One pass over all fibers, or one scheduling decision: returns false when there was nothing to do.
+    virtual bool step();
+    // Called when step found nothing to do.
+    virtual void idle();
+
+    // Lets the fiber go on if its wait is over.
+    bool try_resume(Fiber& fiber);
+    void expire_all();
+    size_t num_fibers() const { return fibers_.size(); }
+    Fiber& fiber(size_t index) { return *fibers_[index]; }
+
+  private:
+    void begin(Fiber& fiber);
+    void body();
+    void resume(Fiber& fiber);
+    void retire();
+
+    std::vector<std::unique_ptr<Fiber>> fibers_;
+    std::vector<std::unique_ptr<Fiber>> spare_;  // finished: their stacks serve the next run
+    Fiber* current_ = nullptr;
+    std::function<bool()> interrupted_;
+    int idle_passes_ = 0;
+};
+
+// What a step of a simulated network looks like to the scheduler.
+class Network {
+  public:
+    virtual ~Network() = default;
+    // Delivers something that is under way; false if nothing is.
+    virtual bool deliver(std::mt19937_64& random) = 0;
+};
+
+// Picks at random, from a seed, which role runs next and when the network delivers: the same seed is the same interleaving. Time does not pass here: a
+// wait expires exactly when no role can ever run again.
+class SeededExecutor : public FiberExecutor {
+  public:
+    SeededExecutor(uint64_t seed, Network* network) : random_(seed), network_(network) {}
+
+    bool preempts() override { return random_() % 4 == 0; }
+
+  protected:
+    bool step() override;
+    void idle() override;
+
+  private:
+    std::mt19937_64 random_;
+    Network* network_;
+};
+
+}  // namespace ep

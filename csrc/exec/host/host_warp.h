@@ -1,0 +1,159 @@
+#pragma once
+
+#include <atomic>
+#include <cstring>
+
+#include "exec/host/executor.h"
+#include "exec/host/rows.h"
+#include "exec/warp.h"
+
+namespace ep {
+
+// A warp on the host: one role, its lanes run one after the other. Waits go to the executor. The order of publish is a parameter so that a
+// test can weaken it and see the data race reported.
+template <std::memory_order kPublish = std::memory_order_release>
+class BasicHostWarp {
+  public:
+    template <class T>
+    struct PerLane {
+        T values[32];
+        T& operator[](int lane) { return values[lane]; }
+        const T& operator[](int lane) const { return values[lane]; }
+    };
+
+    BasicHostWarp(Executor& executor, const RankState& rank, Role role, int channel)
+        : executor_(executor), rank_(rank), role_(role), channel_(channel) {}
+
+    template <class F>
+    void lanes(int count, F&& f) {
+        for (int lane = 0; lane < count; ++lane) f(lane);
+    }
+
+    template <class F>
+    uint32_t ballot(int count, F&& f) {
+        uint32_t mask = 0;
+        for (int lane = 0; lane < count; ++lane) mask |= static_cast<uint32_t>(static_cast<bool>(f(lane))) << lane;
+        return mask;
+    }
+
+    uint32_t first_of(int count, const PerLane<int>& keys) {
+        uint32_t mask = 0;
+        for (int lane = 0; lane < count; ++lane) {
+            bool first = keys[lane] >= 0;
+            for (int lower = 0; first && lower < lane; ++lower) first = keys[lower] != keys[lane];
+            mask |= static_cast<uint32_t>(first) << lane;
+        }
+        return mask;
+    }
+
+    template <class T>
+    T broadcast(const PerLane<T>& values, int lane) {
+        return values[lane];
+    }
+
+    int exclusive_scan(int count, PerLane<int>& values) {
+        int sum = 0;
+        for (int lane = 0; lane < count; ++lane) {
+            const int value = values[lane];
+            values[lane] = sum;
+            sum += value;
+        }
+        return sum;
+    }
+
+    template <class F>
+    bool met(int count, F&& need) {
+        for (int lane = 0; lane < count; ++lane) {
+            if (!is_met(need(lane))) return false;
+        }
+        return true;
+    }
+
+    template <class F>
+    bool wait_all(Wait wait, int count, F&& need) {
+        auto condition = [&] { return met(count, need); };
+        return wait_for(wait, count, need, condition);
+    }
+
+    template <class F>
+    uint32_t wait_any(Wait wait, int count, F&& need) {
+        uint32_t mask = 0;
+        auto condition = [&] { return (mask = ballot(count, [&](int lane) { return is_met(need(lane)); })) != 0; };
+        return wait_for(wait, count, need, condition) ? mask : 0;
+    }
+
+    void fail(Outcome outcome, Wait wait, const Need& need) {
+        rank_.abort(outcome);
+        record(outcome, wait, need);
+    }
+
+    template <Reuse reuse>
+    void copy(void* dst, const void* src, size_t bytes) {
+        if constexpr (reuse == Reuse::Late) {
+            copy_streaming(dst, src, bytes);
+        } else {
+            std::memcpy(dst, src, bytes);
+        }
+    }
+
+    template <Reuse reuse>
+    void multicast(const PerLane<void*>& dsts, uint32_t mask, const void* src, size_t bytes) {
+        for_each_lane(mask, [&](int lane) { copy<reuse>(dsts[lane], src, bytes); });
+    }
+
+    template <class T>
+    void sum(void* dst, const PerLane<const void*>& srcs, uint32_t mask, size_t count) {
+        const T* rows[32];
+        int num_rows = 0;
+        for_each_lane(mask, [&](int lane) { rows[num_rows++] = static_cast<const T*>(srcs[lane]); });
+        sum_rows(static_cast<T*>(dst), rows, num_rows, count);
+    }
+
+    void zero(void* dst, size_t bytes) { std::memset(dst, 0, bytes); }
+
+    template <Scope scope>
+    void publish(uint64_t* flag, uint64_t value) {
+        std::atomic_ref<uint64_t>(*flag).store(value, kPublish);
+    }
+
+    template <Scope scope, class F>
+    void publish_lanes(int count, F&& f) {
+        auto store = [&](uint64_t* flag, uint64_t value) { publish<scope>(flag, value); };
+        for (int lane = 0; lane < count; ++lane) f(lane, store);
+    }
+
+    template <Scope scope>
+    static uint64_t acquire(uint64_t* flag) {
+        return std::atomic_ref<uint64_t>(*flag).load(std::memory_order_acquire);
+    }
+
+  private:
+    template <class F, class C>
+    bool wait_for(Wait wait, int count, F&& need, C& condition) {
+        if (!executor_.preempts() && condition()) return true;
+        const WaitEnd end = executor_.wait(Condition(condition), rank_);
+        if (end == WaitEnd::Met) return true;
+        if (end == WaitEnd::Expired) rank_.abort(Outcome::Timeout);
+        for (int lane = 0; lane < count; ++lane) {
+            const Need missing = need(lane);
+            if (!is_met(missing) && missing.peer >= 0) {
+                record(end == WaitEnd::Expired ? Outcome::Timeout : Outcome::Aborted, wait, missing);
+                break;
+            }
+        }
+        return false;
+    }
+
+    void record(Outcome outcome, Wait wait, const Need& need) {
+        rank_.record({outcome, role_, wait, rank_.rank, channel_, need.peer, need.seen, need.expected, rank_.call});
+    }
+
+    Executor& executor_;
+    const RankState& rank_;
+    Role role_;
+    int channel_;
+};
+
+using HostWarp = BasicHostWarp<>;
+
+}  // namespace ep

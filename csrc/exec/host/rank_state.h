@@ -1,0 +1,37 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <vector>
+
+#include "core/incident.h"
+
+namespace ep {
+
+// What the roles of a rank need to know to wait, to give up and to say so.
+struct RankState {
+    int rank;
+    ControlBlock* control;                  // in the rank's own heap
+    std::vector<ControlBlock*> everyone;    // of all ranks, this one too
+    std::chrono::duration<double> timeout;  // of every single wait
+    uint64_t call = 0;
+
+    bool aborted() const { return abort_word().load(std::memory_order_acquire) != 0; }
+
+    std::atomic_ref<uint64_t> abort_word() const { return std::atomic_ref<uint64_t>(control->abort); }
+
+    // Makes every wait of every rank end. The first to give up is the one that is remembered.
+    void abort(Outcome outcome) const {
+        for (ControlBlock* block : everyone) {
+            uint64_t nobody = 0;
+            std::atomic_ref<uint64_t>(block->abort).compare_exchange_strong(nobody, ControlBlock::abort_word(outcome, rank));
+        }
+    }
+
+    void record(const Incident& incident) const {
+        const uint64_t index = std::atomic_ref<uint64_t>(control->incident_count).fetch_add(1);
+        if (index < ControlBlock::kMaxIncidents) control->incidents[index] = incident;
+    }
+};
+
+}  // namespace ep

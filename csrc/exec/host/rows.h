@@ -1,0 +1,20 @@
+#pragma once
+
+#include <cstddef>
+
+#include "core/dtypes.h"
+
+namespace ep {
+
+// The loops in which the host's bandwidth is won.
+
+// A copy whose destination is not read again soon: it leaves the cache to the rings.
+void copy_streaming(void* dst, const void* src, size_t bytes);
+
+// dst[i] = rows[0][i] + rows[1][i] + ..., in this order, in fp32 (fp64 for double); zeros for no rows.
+void sum_rows(BFloat16* dst, const BFloat16* const* rows, int num_rows, size_t count);
+void sum_rows(Float16* dst, const Float16* const* rows, int num_rows, size_t count);
+void sum_rows(float* dst, const float* const* rows, int num_rows, size_t count);
+void sum_rows(double* dst, const double* const* rows, int num_rows, size_t count);
+
+}  // namespace ep

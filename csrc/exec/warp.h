@@ -1,0 +1,78 @@
+#pragma once
+
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+
+#include "core/dtypes.h"
+#include "core/function.h"
+#include "core/incident.h"
+
+namespace ep {
+
+// Who sees a flag: the roles of one rank, or every rank of the node.
+enum class Scope { Rank, System };
+
+// Whether the bytes that a copy writes are read again soon (a ring) or not (the final place of a row).
+enum class Reuse { Soon, Late };
+
+// What executes a role: 32 lanes that move together. Values that differ between lanes live in a PerLane; everything else is
+// the same in all lanes. Lambdas get the lane and run for lanes [0, count); on a GPU at the same time, on the host one by one.
+//
+//   lanes(count, f)                   f(lane) for each lane; ordered before what the warp does next
+//   ballot(count, f)                  the lanes for which f is true, as bits
+//   first_of(count, keys)             the lanes whose key is >= 0 and appears in no lower lane, as bits
+//   broadcast(value, lane)            the value of one lane, in all lanes
+//   exclusive_scan(count, values)     prefix sums in place; returns the total
+//   met(count, need)                  need(lane) -> Need: has every lane what it needs?
+//   wait_all(wait, count, need)       until every lane has; false: the wait ended badly and the role must return
+//   wait_any(wait, count, need)       until some lane has; returns the lanes that have, 0: as above
+//   fail(outcome, wait, need)         records an incident and makes all waits of all ranks end
+//   copy<Reuse>(dst, src, bytes)      dst and src aligned to 4 bytes at least
+//   multicast<Reuse>(dsts, mask, src, bytes)   one source, a destination per lane in the mask
+//   sum<T>(dst, srcs, mask, count)    dst[i] = sum over the lanes in the mask of srcs[lane][i], in lane order, in fp32 (fp64 for fp64)
+//   zero(dst, bytes)
+//   publish<Scope>(flag, value)       a store that whoever acquires it sees after all that the warp wrote before
+//   publish_lanes<Scope>(count, f)    the same for a flag per lane: f(lane, store) calls store(flag, value) or not
+//   acquire<Scope>(flag)              the other half
+template <class W>
+concept WarpLike = requires(W& warp, uint64_t* flag, void* dst, const void* src, size_t bytes,
+                            typename W::template PerLane<int>& ints, typename W::template PerLane<void*>& dsts,
+                            typename W::template PerLane<const void*>& srcs) {
+    { warp.first_of(1, ints) } -> std::same_as<uint32_t>;
+    { warp.broadcast(ints, 0) } -> std::same_as<int>;
+    { warp.exclusive_scan(1, ints) } -> std::same_as<int>;
+    { warp.wait_all(Wait::NvlRow, 1, [](int) { return Need{}; }) } -> std::same_as<bool>;
+    { warp.wait_any(Wait::NvlRow, 1, [](int) { return Need{}; }) } -> std::same_as<uint32_t>;
+    { warp.met(1, [](int) { return Need{}; }) } -> std::same_as<bool>;
+    { warp.ballot(1, [](int) { return true; }) } -> std::same_as<uint32_t>;
+    warp.fail(Outcome::Mismatch, Wait::NvlRow, Need{});
+    warp.lanes(1, [](int) {});
+    warp.template copy<Reuse::Soon>(dst, src, bytes);
+    warp.template multicast<Reuse::Late>(dsts, uint32_t{1}, src, bytes);
+    warp.template sum<float>(dst, srcs, uint32_t{1}, bytes);
+    warp.template publish<Scope::System>(flag, uint64_t{1});
+    { W::template acquire<Scope::System>(flag) } -> std::same_as<uint64_t>;
+};
+
+// A lane that takes no part in a wait.
+EP_HD Need nothing_to_wait_for() { return {0, 0, -1}; }
+EP_HD Need never() { return {0, ~uint64_t{0}, -1}; }
+
+EP_HD bool is_met(const Need& need) { return need.seen >= need.expected; }
+
+EP_HD int lowest_lane(uint32_t mask) {
+#if defined(__CUDA_ARCH__)
+    return __ffs(mask) - 1;
+#else
+    return __builtin_ctz(mask);
+#endif
+}
+
+// f(lane) for every lane of the mask, one after the other, by the whole warp.
+template <class F>
+EP_FN void for_each_lane(uint32_t mask, F&& f) {
+    for (; mask; mask &= mask - 1) f(lowest_lane(mask));
+}
+
+}  // namespace ep

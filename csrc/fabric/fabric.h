@@ -1,0 +1,25 @@
+#pragma once
+
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+
+#include "exec/warp.h"
+
+namespace ep {
+
+// How bytes leave a rank. Offsets are into the symmetric heap.
+//
+//   own<T>(offset), peer<T>(local, offset)      memory of this rank, and of a rank of the same node: plain loads and stores
+//   put(warp, channel, node, dst, src, bytes)   one-sided write to the rank of this rail on another node. `src` lies in the own heap and
+//                                               must keep its value until the other side is known to have it
+//   put_signal(warp, channel, node, flag, value)   writes the flag there; seen after all puts before it on that (channel, node)
+template <class F, class W>
+concept FabricLike = WarpLike<W> && requires(F& fabric, W& warp, size_t offset, uint64_t value) {
+    { fabric.template own<uint64_t>(offset) } -> std::same_as<uint64_t*>;
+    { fabric.template peer<uint64_t>(0, offset) } -> std::same_as<uint64_t*>;
+    fabric.put(warp, 0, 0, offset, offset, offset);
+    fabric.put_signal(warp, 0, 0, offset, value);
+};
+
+}  // namespace ep

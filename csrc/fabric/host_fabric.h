@@ -1,0 +1,51 @@
+#pragma once
+
+#include <atomic>
+#include <cstring>
+#include <vector>
+
+#include "core/topology.h"
+#include "fabric/simulated.h"
+
+namespace ep {
+
+// Ranks of one machine whose heaps are all mapped here: within a process or through POSIX shared memory. Between nodes, a put is a copy and a signal
+// a release store, or both go through a simulated network.
+class HostFabric {
+  public:
+    HostFabric(Topology topology, int rank, std::vector<char*> heaps, SimulatedNetwork* network = nullptr)
+        : topology_(topology), rank_(rank), heaps_(std::move(heaps)), network_(network) {}
+
+    template <class T>
+    T* own(size_t offset) const {
+        return reinterpret_cast<T*>(heaps_[rank_] + offset);
+    }
+
+    template <class T>
+    T* peer(int local, size_t offset) const {
+        return reinterpret_cast<T*>(heaps_[topology_.rank(topology_.node_of(rank_), local)] + offset);
+    }
+
+    template <class W>
+    void put(W& warp, int channel, int node, size_t dst, size_t src, size_t bytes) {
+        if (network_) return network_->put({rank_, node, channel}, on_rail(node) + dst, own<char>(src), bytes);
+        warp.template copy<Reuse::Soon>(on_rail(node) + dst, own<char>(src), bytes);
+    }
+
+    template <class W>
+    void put_signal(W& warp, int channel, int node, size_t flag, uint64_t value) {
+        uint64_t* target = reinterpret_cast<uint64_t*>(on_rail(node) + flag);
+        if (network_) return network_->signal({rank_, node, channel}, target, value);
+        warp.template publish<Scope::System>(target, value);
+    }
+
+  private:
+    char* on_rail(int node) const { return heaps_[topology_.rank(node, topology_.local_of(rank_))]; }
+
+    Topology topology_;
+    int rank_;
+    std::vector<char*> heaps_;
+    SimulatedNetwork* network_;
+};
+
+}  // namespace ep

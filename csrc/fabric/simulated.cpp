@@ -1,0 +1,35 @@
+#include "fabric/simulated.h"
+
+#include <atomic>
+#include <cstring>
+
+namespace ep {
+
+void SimulatedNetwork::put(Connection connection, char* dst, const char* src, size_t bytes) {
+    pending_[connection].push_back({dst, src, bytes});
+}
+
+void SimulatedNetwork::signal(Connection connection, uint64_t* flag, uint64_t value) {
+    if (++signals_ == lost_signal_) return;
+    pending_[connection].push_back({reinterpret_cast<char*>(flag), nullptr, value});
+}
+
+bool SimulatedNetwork::deliver(std::mt19937_64& random) {
+    if (pending_.empty()) return false;
+    auto connection = std::next(pending_.begin(), random() % pending_.size());
+    std::deque<Message>& messages = connection->second;
+    size_t puts = 0;
+    while (puts < messages.size() && messages[puts].src) ++puts;
+    const size_t chosen = puts ? random() % puts : 0;
+    const Message message = messages[chosen];
+    messages.erase(messages.begin() + chosen);
+    if (messages.empty()) pending_.erase(connection);
+    if (message.src) {
+        std::memcpy(message.dst, message.src, message.bytes_or_value);
+    } else {
+        std::atomic_ref<uint64_t>(*reinterpret_cast<uint64_t*>(message.dst)).store(message.bytes_or_value, std::memory_order_release);
+    }
+    return true;
+}
+
+}  // namespace ep

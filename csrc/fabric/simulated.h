@@ -1,0 +1,38 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <random>
+
+#include "exec/host/fibers.h"
+
+namespace ep {
+
+// A network between the nodes of one process that keeps only the promises a real one makes: puts arrive late and in any order, a put reads its source when
+// it leaves and not when it was posted, and a signal arrives after the puts before it on its connection. One thread only.
+class SimulatedNetwork : public Network {
+  public:
+    using Connection = std::array<int, 3>;  // source rank, destination node, channel
+
+    // lost_signal: which signal never arrives, counted from 1 over the network's life (0: none).
+    explicit SimulatedNetwork(uint64_t lost_signal = 0) : lost_signal_(lost_signal) {}
+
+    void put(Connection connection, char* dst, const char* src, size_t bytes);
+    void signal(Connection connection, uint64_t* flag, uint64_t value);
+    bool deliver(std::mt19937_64& random) override;
+    void clear() { pending_.clear(); }
+
+  private:
+    struct Message {
+        char* dst;
+        const char* src;  // null: a signal
+        uint64_t bytes_or_value;
+    };
+    std::map<Connection, std::deque<Message>> pending_;
+    uint64_t lost_signal_;
+    uint64_t signals_ = 0;
+};
+
+}  // namespace ep

@@ -1,0 +1,54 @@
+#include "launch/host/group.h"
+
+#include <cstring>
+#include <thread>
+
+#include "exec/host/threads.h"
+#include "launch/host/group.inl"
+
+namespace ep {
+
+HostGroup::HostGroup(const Heap& heap, std::vector<int> ranks, std::vector<char*> heaps, Schedule schedule,
+                     std::chrono::duration<double> timeout)
+    : heap_(heap), ranks_(std::move(ranks)), schedule_(schedule) {
+    if (schedule_.seed) {
+        network_ = std::make_unique<SimulatedNetwork>(schedule_.lost_signal);
+        seeded_ = std::make_unique<SeededExecutor>(*schedule_.seed, network_.get());
+    }
+    std::vector<ControlBlock*> controls;
+    for (char* base : heaps) controls.push_back(reinterpret_cast<ControlBlock*>(base + heap_.control()));
+    for (int rank : ranks_) {
+        states_.push_back({rank, controls[rank], controls, timeout});
+        fabrics_.emplace_back(heap_.topology, rank, heaps, network_.get());
+    }
+}
+
+void HostGroup::run(std::vector<std::vector<RoleTask>> tasks_of_rank, const std::function<bool()>& interrupted) {
+    auto share = [&](size_t thread, size_t threads) {
+        std::vector<RoleTask> tasks;
+        for (size_t i = thread; i < tasks_of_rank.size(); i += threads) {
+            tasks.insert(tasks.end(), std::make_move_iterator(tasks_of_rank[i].begin()), std::make_move_iterator(tasks_of_rank[i].end()));
+        }
+        return tasks;
+    };
+    if (seeded_) return seeded_->run(share(0, 1));
+    if (schedule_.thread_per_role) return ThreadExecutor().run(share(0, 1));
+    const size_t threads = std::min<size_t>(schedule_.threads, ranks_.size());
+    while (executors_.size() < threads) executors_.push_back(std::make_unique<FiberExecutor>());
+    std::vector<std::jthread> others;
+    for (size_t thread = 1; thread < threads; ++thread) {
+        others.emplace_back([&, thread] { executors_[thread]->run(share(thread, threads)); });
+    }
+    executors_[0]->run(share(0, threads), interrupted);
+}
+
+void HostGroup::reset() {
+    for (size_t i = 0; i < ranks_.size(); ++i) std::memset(fabrics_[i].own<char>(0), 0, heap_.flags_end());
+    if (network_) network_->clear();
+}
+
+template void HostGroup::notify<HostWarp>(std::vector<NotifyArgs>, const std::function<bool()>&);
+template void HostGroup::dispatch<HostWarp>(std::vector<DispatchArgs>, const std::function<bool()>&);
+template void HostGroup::combine<HostWarp>(std::vector<CombineArgs>, DType, const std::function<bool()>&);
+
+}  // namespace ep

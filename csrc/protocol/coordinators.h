@@ -1,0 +1,88 @@
+#pragma once
+
+#include "protocol/ring.h"
+
+namespace ep {
+
+// Both coordinators serve up to 32 nodes of a channel with one warp, a lane a node, for dispatch and for combine alike.
+
+// Rows that this rank puts towards a node in this channel, and takes from it. Dispatch sends own tokens and takes those of others;
+// combine sends back what became of others' tokens.
+struct RailCounts {
+    const Layout& layout;
+    int own_node;
+    bool combine;
+
+    EP_FN int own(int channel, int node) const { return node == own_node ? 0 : layout.node_tokens(channel, node); }
+    EP_FN int others(int channel, int node) const { return node == own_node ? 0 : layout.rail(channel, node); }
+    EP_FN int put(int channel, int node) const { return combine ? others(channel, node) : own(channel, node); }
+    EP_FN int taken(int channel, int node) const { return combine ? own(channel, node) : others(channel, node); }
+};
+
+// Follows, for each lane, a cursor that another role of this rank moves up to an end: `forward(lane, from, to)` passes on what it moved,
+// `chunk` steps at a time (fewer at the end).
+template <WarpLike W, class Cursor, class Forward>
+EP_FN void follow(W& warp, Wait wait, int count, uint64_t chunk, int rank, typename W::template PerLane<uint64_t>& done,
+                  const typename W::template PerLane<uint64_t>& end, Cursor&& cursor, Forward&& forward) {
+    typename W::template PerLane<uint64_t> moved;
+    while (warp.ballot(count, [&](int lane) { return done[lane] != end[lane]; })) {
+        const uint32_t ready = warp.wait_any(wait, count, [&](int lane) {
+            if (done[lane] == end[lane]) return never();
+            moved[lane] = W::template acquire<Scope::Rank>(cursor(lane));
+            return Need{moved[lane], done[lane] + chunk < end[lane] ? done[lane] + chunk : end[lane], rank};
+        });
+        if (!ready) return;
+        for_each_lane(ready, [&](int lane) { forward(lane, warp.broadcast(done, lane), warp.broadcast(moved, lane)); });
+        warp.lanes(count, [&](int lane) {
+            if (ready >> lane & 1) done[lane] = moved[lane];
+        });
+    }
+}
+
+// Puts finished rows to their node and signals the tail after them.
+template <WarpLike W, FabricLike<W> F>
+EP_FN void sender_coordinator(W& warp, F& fabric, const TransferArgs& args, const RailCounts& counts, int channel, int first_node) {
+    const Rings<F> rings{fabric, args, channel};
+    const uint64_t slots = args.rdma_slots();
+    const int count = lanes_from(first_node, args.topology().nodes);
+    typename W::template PerLane<uint64_t> put{}, end{};
+    warp.lanes(count, [&](int lane) {
+        put[lane] = rings.rdma_out(first_node + lane).published;
+        end[lane] = put[lane] + counts.put(channel, first_node + lane);
+    });
+    auto filled = [&](int lane) { return &rings.rdma_out(first_node + lane).next; };
+    auto put_rows = [&](int lane, uint64_t from, uint64_t to) {
+        const int node = first_node + lane;
+        while (from != to) {  // in pieces that do not wrap around
+            const uint64_t room = slots - (from & (slots - 1));
+            const uint64_t rows = to - from < room ? to - from : room;
+            const size_t offset = rings.slot(from, slots);
+            fabric.put(warp, channel, node, args.heap.rdma_data(channel, args.node()) + offset,
+                       args.heap.rdma_staging(channel, node) + offset, rows * args.format.slot_bytes());
+            from += rows;
+        }
+        fabric.put_signal(warp, channel, node, args.heap.rdma_tail(channel, args.node()), to);
+    };
+    follow(warp, Wait::PackedRow, count, args.rdma_chunk, args.rank, put, end, filled, put_rows);
+    warp.lanes(count, [&](int lane) { rings.rdma_out(first_node + lane).published = put[lane]; });
+}
+
+// Returns credit: tells each node how many of its rows were taken out of the network ring.
+template <WarpLike W, FabricLike<W> F>
+EP_FN void forwarder_coordinator(W& warp, F& fabric, const TransferArgs& args, const RailCounts& counts, int channel, int first_node) {
+    const Rings<F> rings{fabric, args, channel};
+    const int count = lanes_from(first_node, args.topology().nodes);
+    typename W::template PerLane<uint64_t> told{}, end{};
+    warp.lanes(count, [&](int lane) {
+        told[lane] = rings.rdma_in(first_node + lane).published;
+        end[lane] = told[lane] + counts.taken(channel, first_node + lane);
+    });
+    auto taken = [&](int lane) { return &rings.rdma_in(first_node + lane).next; };
+    auto tell = [&](int lane, uint64_t, uint64_t to) {
+        fabric.put_signal(warp, channel, first_node + lane, args.heap.rdma_head(channel, args.node()), to);
+    };
+    follow(warp, Wait::FreedRow, count, args.rdma_chunk, args.rank, told, end, taken, tell);
+    warp.lanes(count, [&](int lane) { rings.rdma_in(first_node + lane).published = told[lane]; });
+}
+
+}  // namespace ep

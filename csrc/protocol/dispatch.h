@@ -1,0 +1,218 @@
+#pragma once
+
+#include "protocol/ring.h"
+
+namespace ep {
+
+// Roles of dispatch, one warp each:
+//
+//   token of this rank --nvl_sender--> NVLink ring ------------------------------------------------> receiver, on a rank of this node
+//                      \-rdma_sender-> staging -sender_coordinator-> network ring --forwarder--> NVLink ring --> receiver, on another node
+//                                          credit: receiver -> sender or forwarder; forwarder -> forwarder_coordinator -> rdma_sender
+//
+// Each ring carries rows of one source rank and channel in token order, so nobody needs to be told what comes next.
+
+// The distinct local ranks of `node` among a row's experts: `peer` per lane, and the first lane of each.
+template <WarpLike W>
+EP_FN uint32_t peers_on_node(W& warp, const TransferArgs& args, int node, const int32_t* experts, typename W::template PerLane<int>& peer) {
+    const int local_experts = args.layout.local_experts();
+    warp.lanes(args.layout.topk, [&](int lane) {
+        const int rank = experts[lane] < 0 ? -1 : experts[lane] / local_experts;
+        peer[lane] = rank >= 0 && args.topology().node_of(rank) == node ? args.topology().local_of(rank) : -1;
+    });
+    return warp.first_of(args.layout.topk, peer);
+}
+
+template <WarpLike W>
+EP_FN void write_header(W& warp, const DispatchArgs& args, char* slot, int token) {
+    const RowFormat& format = args.format;
+    warp.lanes(format.topk, [&](int lane) {
+        if (lane == 0) *reinterpret_cast<uint64_t*>(slot + format.tag()) = row_tag(args);
+        reinterpret_cast<int32_t*>(slot + format.experts())[lane] = args.layout.experts(token)[lane];
+        reinterpret_cast<int32_t*>(slot + format.index())[lane] = args.layout.index(token)[lane];
+        const size_t weight = (static_cast<size_t>(token) * format.topk + lane) * format.weight_bytes;
+        copy_weight(slot + format.weights() + lane * format.weight_bytes, args.weights + weight, format.weight_bytes);
+    });
+}
+
+// Own tokens for ranks of this node, straight into their NVLink rings.
+template <WarpLike W, FabricLike<W> F>
+EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel) {
+    const Rings<F> rings{fabric, args, channel};
+    const RowFormat& format = args.format;
+    const int node = args.node();
+    if (!open_nvl_rings(warp, rings, node)) return;
+    typename W::template PerLane<int> peer;
+    typename W::template PerLane<void*> row, scales;
+    int batch = 0;
+    for (int token = args.layout.first_token(channel); token < args.layout.first_token(channel + 1); ++token) {
+        const uint32_t lanes = peers_on_node(warp, args, node, args.layout.experts(token), peer);
+        if (!lanes) continue;
+        auto credit = [&](int lane) { return lanes >> lane & 1 ? nvl_credit<W>(rings, node, peer[lane]) : nothing_to_wait_for(); };
+        if (++batch == args.nvl_batch || !warp.met(format.topk, credit)) {
+            publish_tails(warp, rings, node);
+            batch = 0;
+        }
+        if (!warp.wait_all(Wait::NvlCredit, format.topk, credit)) return;
+        warp.lanes(format.topk, [&](int lane) {
+            if (!(lanes >> lane & 1)) return;
+            char* slot = rings.nvl_out_slot(node, peer[lane], rings.nvl_out(node, peer[lane]).next++);
+            row[lane] = slot;
+            scales[lane] = slot + format.scales();
+        });
+        warp.template multicast<Reuse::Soon>(row, lanes, args.x + static_cast<size_t>(token) * format.payload_bytes, format.payload_bytes);
+        if (format.scale_bytes) {
+            warp.template multicast<Reuse::Soon>(scales, lanes, args.scales + static_cast<size_t>(token) * format.scale_bytes, format.scale_bytes);
+        }
+        for_each_lane(lanes, [&](int lane) { write_header(warp, args, static_cast<char*>(warp.broadcast(row, lane)), token); });
+    }
+    publish_tails(warp, rings, node);
+}
+
+// Own tokens for another node, once each, into the staging slots of the network ring.
+template <WarpLike W, FabricLike<W> F>
+EP_FN void rdma_sender(W& warp, F& fabric, const DispatchArgs& args, int channel, int node) {
+    const Rings<F> rings{fabric, args, channel};
+    const RowFormat& format = args.format;
+    if (!open_rdma_ring(warp, rings, node)) return;
+    typename W::template PerLane<int> peer;
+    uint64_t next = rings.rdma_out(node).next;
+    for (int token = args.layout.first_token(channel); token < args.layout.first_token(channel + 1); ++token) {
+        if (!peers_on_node(warp, args, node, args.layout.experts(token), peer)) continue;
+        if (!warp.wait_all(Wait::RdmaCredit, 1, [&](int) { return rdma_credit<W>(rings, node); })) return;
+        char* slot = rings.rdma_out_slot(node, next);
+        warp.template copy<Reuse::Soon>(slot, args.x + static_cast<size_t>(token) * format.payload_bytes, format.payload_bytes);
+        if (format.scale_bytes) {
+            warp.template copy<Reuse::Soon>(slot + format.scales(), args.scales + static_cast<size_t>(token) * format.scale_bytes, format.scale_bytes);
+        }
+        write_header(warp, args, slot, token);
+        warp.template publish<Scope::Rank>(&rings.rdma_out(node).next, ++next);
+    }
+}
+
+// Rows of another node, from the network ring into the NVLink rings of the local ranks that want them. Remembers their experts for combine.
+template <WarpLike W, FabricLike<W> F>
+EP_FN void forwarder(W& warp, F& fabric, const DispatchArgs& args, int channel, int node) {
+    const Rings<F> rings{fabric, args, channel};
+    const RowFormat& format = args.format;
+    if (!open_nvl_rings(warp, rings, node)) return;
+    typename W::template PerLane<int> peer;
+    typename W::template PerLane<void*> row;
+    const int rows = args.layout.rail(channel, node);
+    const int64_t start = args.layout.rail_start(channel, node);
+    if (start + rows > args.max_rail) {
+        return warp.fail(Outcome::Overflow, Wait::None, Need{static_cast<uint64_t>(args.max_rail), static_cast<uint64_t>(start + rows), args.rank});
+    }
+    uint64_t next = rings.rdma_in(node).next;
+    int batch = 0;
+    for (int i = 0; i < rows; ++i) {
+        auto arrived = [&](int) { return rdma_row<W>(rings, node); };
+        if (!warp.met(1, arrived)) publish_tails(warp, rings, node);
+        if (!warp.wait_all(Wait::RdmaRow, 1, arrived)) return;
+        const char* source = rings.rdma_in_slot(node, next);
+        if (!belongs_to_call(warp, args, source, rings.rank_at(node, args.local()))) return;
+        const int32_t* experts = reinterpret_cast<const int32_t*>(source + format.experts());
+        warp.lanes(format.topk, [&](int lane) { args.rail_experts[(start + i) * format.topk + lane] = experts[lane]; });
+        const uint32_t lanes = peers_on_node(warp, args, args.node(), experts, peer);
+        auto credit = [&](int lane) { return lanes >> lane & 1 ? nvl_credit<W>(rings, node, peer[lane]) : nothing_to_wait_for(); };
+        if (++batch == args.nvl_batch || !warp.met(format.topk, credit)) {
+            publish_tails(warp, rings, node);
+            batch = 0;
+        }
+        if (!warp.wait_all(Wait::NvlCredit, format.topk, credit)) return;
+        warp.lanes(format.topk, [&](int lane) {
+            if (lanes >> lane & 1) row[lane] = rings.nvl_out_slot(node, peer[lane], rings.nvl_out(node, peer[lane]).next++);
+        });
+        warp.template multicast<Reuse::Soon>(row, lanes, source, format.slot_bytes());
+        warp.template publish<Scope::Rank>(&rings.rdma_in(node).next, ++next);
+    }
+    publish_tails(warp, rings, node);
+}
+
+// Copies one row out of its ring to its place at each of its local experts, and remembers the places for combine.
+template <WarpLike W>
+EP_FN void place_row(W& warp, const DispatchArgs& args, const char* slot, int source_rank, int64_t received) {
+    const Layout& layout = args.layout;
+    const RowFormat& format = args.format;
+    const int first_expert = args.rank * layout.local_experts();
+    typename W::template PerLane<int> position;
+    typename W::template PerLane<void*> row, scales;
+    warp.lanes(format.topk, [&](int lane) {
+        const int expert = reinterpret_cast<const int32_t*>(slot + format.experts())[lane] - first_expert;
+        position[lane] = TransferArgs::kElsewhere;
+        if (expert >= 0 && expert < layout.local_experts()) {
+            const int64_t place = layout.expert_base(source_rank)[expert] + reinterpret_cast<const int32_t*>(slot + format.index())[lane];
+            const bool fits = place >= 0 && place < layout.expert_start(expert + 1) && place < args.max_rows;
+            position[lane] = fits ? static_cast<int>(place) : TransferArgs::kOverflowed;
+        }
+        if (received < args.max_received) args.positions[received * format.topk + lane] = position[lane];
+        if (position[lane] >= 0) {
+            const size_t place = position[lane];
+            row[lane] = args.recv_x + place * format.payload_bytes;
+            scales[lane] = args.recv_scales + place * format.scale_bytes;
+            copy_weight(args.recv_weights + place * format.weight_bytes, slot + format.weights() + lane * format.weight_bytes, format.weight_bytes);
+        }
+    });
+    const uint32_t overflowed = warp.ballot(format.topk, [&](int lane) { return position[lane] == TransferArgs::kOverflowed; });
+    if (overflowed || received >= args.max_received) layout.totals().overflow = 1;
+    const uint32_t placed = warp.ballot(format.topk, [&](int lane) { return position[lane] >= 0; });
+    warp.template multicast<Reuse::Late>(row, placed, slot, format.payload_bytes);
+    if (format.scale_bytes) warp.template multicast<Reuse::Late>(scales, placed, slot + format.scales(), format.scale_bytes);
+}
+
+// Serves the rings of up to 32 source ranks, a lane each, whichever has rows.
+template <WarpLike W, FabricLike<W> F>
+EP_FN void receiver(W& warp, F& fabric, const DispatchArgs& args, int channel, int first_rank) {
+    const Rings<F> rings{fabric, args, channel};
+    const Topology& topology = args.topology();
+    const int count = lanes_from(first_rank, topology.world());
+    typename W::template PerLane<int> left;
+    typename W::template PerLane<uint64_t> arrived;
+    warp.lanes(count, [&](int lane) { left[lane] = args.layout.received(channel, first_rank + lane); });
+    while (warp.ballot(count, [&](int lane) { return left[lane] > 0; })) {
+        const uint32_t ready = warp.wait_any(Wait::NvlRow, count, [&](int lane) {
+            if (!left[lane]) return never();
+            const Need need = nvl_row<W>(rings, topology.node_of(first_rank + lane), topology.local_of(first_rank + lane));
+            arrived[lane] = need.seen;
+            return need;
+        });
+        if (!ready) return;
+        bool same_call = true;
+        for_each_lane(ready, [&](int lane) {
+            const int source = first_rank + lane;
+            const int node = topology.node_of(source), peer = topology.local_of(source);
+            const int rows_left = warp.broadcast(left, lane);
+            const uint64_t tail = warp.broadcast(arrived, lane);
+            uint64_t next = rings.nvl_in(node, peer).next;
+            int rows = 0;
+            for (; same_call && rows < rows_left && rows < args.nvl_batch && next != tail; ++rows, ++next) {
+                const char* slot = rings.nvl_in_slot(node, peer, next);
+                same_call = belongs_to_call(warp, args, slot, source);
+                const int64_t received = args.layout.received_start(channel, source) + args.layout.received(channel, source) - rows_left + rows;
+                if (same_call) place_row(warp, args, slot, source, received);
+            }
+            warp.lanes(1, [&](int) { rings.nvl_in(node, peer).next = rings.nvl_in(node, peer).published = next; });
+            warp.template publish<Scope::System>(rings.nvl_in_head(node, peer), next);
+            warp.lanes(count, [&](int other) {
+                if (other == lane) left[other] -= rows;
+            });
+        });
+        if (!same_call) return;
+    }
+}
+
+// Rows of padding hold zeros; so do their weights.
+template <WarpLike W>
+EP_FN void clear_padding(W& warp, const DispatchArgs& args, int expert) {
+    const Layout& layout = args.layout;
+    const RowFormat& format = args.format;
+    int64_t end = layout.expert_start(expert + 1);
+    if (end > args.max_rows) end = args.max_rows;
+    for (int64_t row = layout.expert_start(expert) + layout.expert_count(expert); row < end; ++row) {
+        warp.zero(args.recv_x + row * format.payload_bytes, format.payload_bytes);
+        warp.zero(args.recv_scales + row * format.scale_bytes, format.scale_bytes);
+        warp.zero(args.recv_weights + row * format.weight_bytes, format.weight_bytes);
+    }
+}
+
+}  // namespace ep

@@ -1,0 +1,175 @@
+#pragma once
+
+#include "core/args.h"
+#include "exec/warp.h"
+#include "fabric/fabric.h"
+
+namespace ep {
+
+// Cursors of the two ends of a ring, one line each in the heap of the rank that owns them.
+struct OutCursor {
+    uint64_t next;       // slots filled so far
+    uint64_t published;  // of these, how many the consumer has been told of (network rings: how many were put)
+    uint64_t slot_bytes;
+};
+struct InCursor {
+    uint64_t next;       // slots read so far
+    uint64_t published;  // of these, how many the producer has been told of
+};
+
+// The rings of one channel as the roles of one rank see them. `peer` is the local rank at the other end.
+template <class F>
+struct Rings {
+    F& fabric;
+    const TransferArgs& args;
+    int channel;
+
+    // NVLink rings, producer's end
+    EP_FN OutCursor& nvl_out(int node, int peer) const {
+        return *fabric.template own<OutCursor>(args.heap.nvl_out(channel, node, peer));
+    }
+    EP_FN uint64_t* nvl_out_head(int node, int peer) const {
+        return fabric.template own<uint64_t>(args.heap.nvl_head(channel, node, peer));
+    }
+    EP_FN uint64_t* nvl_out_tail(int node, int peer) const {
+        return fabric.template peer<uint64_t>(peer, args.heap.nvl_tail(channel, node, args.local()));
+    }
+    EP_FN char* nvl_out_slot(int node, int peer, uint64_t position) const {
+        return fabric.template peer<char>(peer, args.heap.nvl_data(channel, node, args.local())) +
+               slot(position, args.nvl_slots());
+    }
+
+    // NVLink rings, consumer's end
+    EP_FN InCursor& nvl_in(int node, int peer) const {
+        return *fabric.template own<InCursor>(args.heap.nvl_in(channel, node, peer));
+    }
+    EP_FN uint64_t* nvl_in_tail(int node, int peer) const {
+        return fabric.template own<uint64_t>(args.heap.nvl_tail(channel, node, peer));
+    }
+    EP_FN uint64_t* nvl_in_head(int node, int peer) const {
+        return fabric.template peer<uint64_t>(peer, args.heap.nvl_head(channel, node, args.local()));
+    }
+    EP_FN const char* nvl_in_slot(int node, int peer, uint64_t position) const {
+        return fabric.template own<char>(args.heap.nvl_data(channel, node, peer)) + slot(position, args.nvl_slots());
+    }
+
+    // Network rings. `next` is shared between the role that fills (drains) slots and its coordinator.
+    EP_FN OutCursor& rdma_out(int node) const { return *fabric.template own<OutCursor>(args.heap.rdma_out(channel, node)); }
+    EP_FN uint64_t* rdma_out_head(int node) const { return fabric.template own<uint64_t>(args.heap.rdma_head(channel, node)); }
+    EP_FN char* rdma_out_slot(int node, uint64_t position) const {
+        return fabric.template own<char>(args.heap.rdma_staging(channel, node)) + slot(position, args.rdma_slots());
+    }
+    EP_FN InCursor& rdma_in(int node) const { return *fabric.template own<InCursor>(args.heap.rdma_in(channel, node)); }
+    EP_FN uint64_t* rdma_in_tail(int node) const { return fabric.template own<uint64_t>(args.heap.rdma_tail(channel, node)); }
+    EP_FN const char* rdma_in_slot(int node, uint64_t position) const {
+        return fabric.template own<char>(args.heap.rdma_data(channel, node)) + slot(position, args.rdma_slots());
+    }
+
+    EP_FN size_t slot(uint64_t position, uint64_t slots) const { return (position & (slots - 1)) * args.format.slot_bytes(); }
+
+    EP_FN int rank_at(int node, int peer) const { return args.topology().rank(node, peer); }
+};
+
+EP_FN int lanes_from(int first, int count) { return count - first < 32 ? count - first : 32; }
+
+EP_FN uint64_t row_tag(const TransferArgs& args) { return args.call; }
+
+// A call may use slots of another size than the call before it: then the ring must have run empty first, or the two would overlap.
+template <WarpLike W, class F>
+EP_FN bool open_nvl_rings(W& warp, const Rings<F>& rings, int node) {
+    const uint64_t slot_bytes = rings.args.format.slot_bytes();
+    const int peers = rings.args.topology().ranks_per_node;
+    for (int first = 0; first < peers; first += 32) {
+        const int count = lanes_from(first, peers);
+        const bool drained = warp.wait_all(Wait::NvlDrain, count, [&](int lane) {
+            const OutCursor& out = rings.nvl_out(node, first + lane);
+            if (out.slot_bytes == slot_bytes) return nothing_to_wait_for();
+            return Need{W::template acquire<Scope::System>(rings.nvl_out_head(node, first + lane)), out.next,
+                        rings.rank_at(rings.args.node(), first + lane)};
+        });
+        if (!drained) return false;
+        warp.lanes(count, [&](int lane) { rings.nvl_out(node, first + lane).slot_bytes = slot_bytes; });
+    }
+    return true;
+}
+
+template <WarpLike W, class F>
+EP_FN bool open_rdma_ring(W& warp, const Rings<F>& rings, int node) {
+    OutCursor& out = rings.rdma_out(node);
+    const uint64_t slot_bytes = rings.args.format.slot_bytes();
+    const bool drained = warp.wait_all(Wait::RdmaDrain, 1, [&](int) {
+        if (out.slot_bytes == slot_bytes) return nothing_to_wait_for();
+        return Need{W::template acquire<Scope::System>(rings.rdma_out_head(node)), out.next,
+                    rings.rank_at(node, rings.args.local())};
+    });
+    if (drained) warp.lanes(1, [&](int) { out.slot_bytes = slot_bytes; });
+    return drained;
+}
+
+// Tells the consumers of this channel's NVLink rings for `node` of every row written so far.
+template <WarpLike W, class F>
+EP_FN void publish_tails(W& warp, const Rings<F>& rings, int node) {
+    const int peers = rings.args.topology().ranks_per_node;
+    for (int first = 0; first < peers; first += 32) {
+        warp.template publish_lanes<Scope::System>(lanes_from(first, peers), [&](int lane, auto&& store) {
+            OutCursor& out = rings.nvl_out(node, first + lane);
+            if (out.published != out.next) store(rings.nvl_out_tail(node, first + lane), out.published = out.next);
+        });
+    }
+}
+
+// Tells the producers of this channel's NVLink rings for `node` of every row read so far.
+template <WarpLike W, class F>
+EP_FN void publish_heads(W& warp, const Rings<F>& rings, int node) {
+    const int peers = rings.args.topology().ranks_per_node;
+    for (int first = 0; first < peers; first += 32) {
+        warp.template publish_lanes<Scope::System>(lanes_from(first, peers), [&](int lane, auto&& store) {
+            InCursor& in = rings.nvl_in(node, first + lane);
+            if (in.published != in.next) store(rings.nvl_in_head(node, first + lane), in.published = in.next);
+        });
+    }
+}
+
+template <WarpLike W, class F>
+EP_FN Need nvl_credit(const Rings<F>& rings, int node, int peer) {
+    return {W::template acquire<Scope::System>(rings.nvl_out_head(node, peer)) + rings.args.nvl_slots(),
+            rings.nvl_out(node, peer).next + 1, rings.rank_at(rings.args.node(), peer)};
+}
+
+template <WarpLike W, class F>
+EP_FN Need nvl_row(const Rings<F>& rings, int node, int peer) {
+    return {W::template acquire<Scope::System>(rings.nvl_in_tail(node, peer)), rings.nvl_in(node, peer).next + 1,
+            rings.rank_at(rings.args.node(), peer)};
+}
+
+template <WarpLike W, class F>
+EP_FN Need rdma_credit(const Rings<F>& rings, int node) {
+    return {W::template acquire<Scope::System>(rings.rdma_out_head(node)) + rings.args.rdma_slots(), rings.rdma_out(node).next + 1,
+            rings.rank_at(node, rings.args.local())};
+}
+
+template <WarpLike W, class F>
+EP_FN Need rdma_row(const Rings<F>& rings, int node) {
+    return {W::template acquire<Scope::System>(rings.rdma_in_tail(node)), rings.rdma_in(node).next + 1,
+            rings.rank_at(node, rings.args.local())};
+}
+
+// A row that belongs to another call means that the ranks issued different sequences of calls.
+template <WarpLike W>
+EP_FN bool belongs_to_call(W& warp, const TransferArgs& args, const char* slot, int peer) {
+    const uint64_t tag = *reinterpret_cast<const uint64_t*>(slot + args.format.tag());
+    if (tag == row_tag(args)) return true;
+    warp.fail(Outcome::Mismatch, Wait::None, Need{tag, row_tag(args), peer});
+    return false;
+}
+
+// One word of weight_bytes: a weight or its gradient. Moved, never computed with.
+EP_FN void copy_weight(char* dst, const char* src, int weight_bytes) {
+    if (weight_bytes == 8) {
+        *reinterpret_cast<uint64_t*>(dst) = *reinterpret_cast<const uint64_t*>(src);
+    } else if (weight_bytes == 4) {
+        *reinterpret_cast<uint32_t*>(dst) = *reinterpret_cast<const uint32_t*>(src);
+    }
+}
+
+}  // namespace ep

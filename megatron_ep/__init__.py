@@ -1,0 +1,44 @@
+"""Expert-parallel token dispatch and combine for Mixture-of-Experts training.
+
+Shapes are written with T tokens on this rank, R rows received, H hidden, K top-k, E experts, L = E / W local experts,
+N nodes, G ranks per node, W = N * G ranks.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_ep import reference
+    from megatron_ep.buffer import Buffer, LocalCluster
+    from megatron_ep.config import Config, Topology
+    from megatron_ep.errors import EPAbortError, EPError, EPOverflowError, EPTimeoutError
+    from megatron_ep.functional import Received, combine, dispatch
+    from megatron_ep.handle import Handle
+    from megatron_ep.router import grouped_topk
+
+# Imported on first use, so that `megatron_ep.env` works where torch or the extension does not.
+_HOMES = {
+    "Buffer": "buffer",
+    "LocalCluster": "buffer",
+    "Config": "config",
+    "Topology": "config",
+    "EPError": "errors",
+    "EPTimeoutError": "errors",
+    "EPAbortError": "errors",
+    "EPOverflowError": "errors",
+    "Handle": "handle",
+    "Received": "functional",
+    "combine": "functional",
+    "dispatch": "functional",
+    "grouped_topk": "router",
+}
+
+__all__ = [*_HOMES, "reference"]
+
+
+def __getattr__(name: str):
+    if name == "reference":
+        return importlib.import_module("megatron_ep.reference")
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"megatron_ep.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'megatron_ep' has no attribute {name!r}")

@@ -1,0 +1,388 @@
+"""Buffers: the ranks of this process, the symmetric heaps of all ranks, and the launches on them."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ep import _C
+from megatron_ep.config import Config, Topology
+from megatron_ep.errors import EPAbortError, EPError, EPOverflowError, EPTimeoutError, describe
+from megatron_ep.handle import Handle, RankHandle
+
+# Rows after which an NVLink ring's flag is published even if nobody waits for it.
+NVL_BATCH = 8
+COMBINE_DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float64: 3}  # csrc/core/dtypes.h
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+class RankGroup:
+    """The ranks of a buffer that live in this process, and what can be launched on them.
+
+    Launches take and return lists with one entry per rank of this process. Arguments were checked by `megatron_ep.functional`.
+    """
+
+    topology: Topology
+    config: Config
+    ranks: list[int]
+    _group: Any
+
+    def _start(self, heap: Any, segments: Sequence[Any], threads: int, seed: int | None, lost_signal: int) -> None:
+        self._heap = heap
+        self._group = _C.Group(
+            heap=heap,
+            ranks=self.ranks,
+            segments=list(segments),
+            threads=threads,
+            seed=seed,
+            lost_signal=lost_signal,
+            timeout=self.config.timeout_seconds,
+        )
+
+    @staticmethod
+    def _make_heap(topology: Topology, config: Config) -> Any:
+        return _C.Heap(
+            nodes=topology.nodes,
+            ranks_per_node=topology.ranks_per_node,
+            num_experts=config.num_experts,
+            channels=config.num_channels,
+            nvl_ring_bytes=config.nvl_ring_bytes,
+            rdma_ring_bytes=config.rdma_ring_bytes,
+        )
+
+    @property
+    def num_local_experts(self) -> int:
+        """L, experts per rank."""
+        return self.config.num_experts // self.topology.world_size
+
+    @property
+    def seconds(self) -> float:
+        """Seconds spent inside launches of this buffer so far, waits for other ranks included."""
+        return self._live_group().seconds
+
+    @property
+    def closed(self) -> bool:
+        return self._group is None
+
+    def close(self) -> None:
+        """Frees the heaps. Handles of this buffer can no longer be used. Closing twice is fine."""
+        self._group = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _live_group(self) -> Any:
+        if self._group is None:
+            raise ValueError("buffer is closed")
+        return self._group
+
+    # ---- launches
+
+    def check_usable(self) -> None:
+        """Raises ValueError if closed, EPAbortError if a launch failed since the last reset, here or on another rank."""
+        aborted = self._live_group().aborted()
+        if aborted is not None:
+            raise EPAbortError(f"{self._cause(*aborted)}; every rank must call reset() before the buffer is used again")
+
+    def refuse(self) -> None:
+        """This rank is about to raise a ValueError: lets the others, who may be waiting for it, know."""
+        if self._group is not None and len(self.ranks) < self.topology.world_size:
+            self._group.abort()
+
+    def format_of(
+        self, topk: int, x: torch.Tensor, scales: Sequence[torch.Tensor] | None, weights: Sequence[torch.Tensor] | None
+    ) -> Any:
+        """How rows of these tensors travel. Raises ValueError when a ring cannot hold even one."""
+        row = _C.RowFormat(
+            payload_bytes=x.shape[1] * x.element_size(),
+            scale_bytes=scales[0].shape[1] * scales[0].element_size() if scales is not None else 0,
+            weight_bytes=weights[0].element_size() if weights is not None else 0,
+            topk=topk,
+        )
+        rings = {"nvl_ring_bytes": self.config.nvl_ring_bytes}
+        if self.topology.nodes > 1:
+            rings["rdma_ring_bytes"] = self.config.rdma_ring_bytes
+        for name, ring_bytes in rings.items():
+            if ring_bytes < row.slot_bytes:
+                raise ValueError(
+                    f"Config.{name} is {ring_bytes}, must be at least {row.slot_bytes} for x of {x.shape[1]} x {x.dtype}"
+                )
+        return row
+
+    def notify(
+        self, topk_idx: Sequence[torch.Tensor], expert_alignment: int, expert_capacity: int, max_recv_tokens: int | None
+    ) -> Handle:
+        """Exchanges counts. topk_idx: [T, K] int32 or int64, contiguous."""
+        group = self._live_group()
+        topk = topk_idx[0].shape[1]
+        tensors, layouts = [], []
+        for idx in topk_idx:
+            layout = torch.empty(self._heap.layout_size(idx.shape[0], topk), dtype=torch.int32)
+            t = _C.RankTensors()
+            t.layout, t.num_tokens, t.topk_idx = layout.data_ptr(), idx.shape[0], idx.data_ptr()
+            tensors.append(t)
+            layouts.append(layout)
+        totals = group.notify(
+            tensors,
+            topk=topk,
+            index_bytes=topk_idx[0].element_size(),
+            expert_alignment=expert_alignment,
+            expert_capacity=expert_capacity,
+        )
+        for rank, idx, total in zip(self.ranks, topk_idx, totals, strict=True):
+            if total.bad_token >= 0:
+                self._refuse_ids(rank, idx, total.bad_token)
+        self._raise_if_aborted()
+        ranks = []
+        for idx, layout, total in zip(topk_idx, layouts, totals, strict=True):
+            _, starts = self._heap.expert_offsets(idx.shape[0], topk)
+            ends = layout[starts : starts + self.num_local_experts + 1].to(torch.int64)
+            ranks.append(
+                RankHandle(
+                    num_tokens=idx.shape[0],
+                    layout=layout,
+                    rows=total.expert_rows if max_recv_tokens is None else max_recv_tokens,
+                    tokens_per_expert=ends.diff(),
+                    positions=torch.empty(total.received_rows, topk, dtype=torch.int32),
+                    rail_experts=torch.empty(total.rail_rows, topk, dtype=torch.int32),
+                )
+            )
+        return Handle(self, topk, ranks)
+
+    def _refuse_ids(self, rank: int, topk_idx: torch.Tensor, token: int) -> None:
+        if len(self.ranks) == self.topology.world_size:
+            self._group.reset()  # nobody else is waiting
+        where = f" of rank {rank}" if len(self.ranks) > 1 else ""
+        raise ValueError(
+            f"topk_idx{where} is {topk_idx[token].tolist()} at token {token}, must hold distinct ids in "
+            f"[0, {self.config.num_experts}), or -1 for no expert"
+        )
+
+    def _tensors(self, handle: Handle, index: int) -> Any:
+        rank = handle.ranks[index]
+        t = _C.RankTensors()
+        t.layout, t.num_tokens = rank.layout.data_ptr(), rank.num_tokens
+        t.positions, t.rail_experts = rank.positions.data_ptr(), rank.rail_experts.data_ptr()
+        t.max_received, t.max_rail, t.max_rows = rank.positions.shape[0], rank.rail_experts.shape[0], rank.rows
+        return t
+
+    def dispatch(
+        self,
+        handle: Handle,
+        x: Sequence[torch.Tensor],
+        scales: Sequence[torch.Tensor] | None,
+        weights: Sequence[torch.Tensor] | None,
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None, list[torch.Tensor] | None]:
+        """x [T, H], scales [T, S], weights [T, K] to [R, H], [R, S], [R], grouped by expert."""
+        group = self._live_group()
+        out, out_scales, out_weights, tensors = [], [], [], []
+        for i, rank in enumerate(handle.ranks):
+            new = torch.zeros if rank.rows != int(rank.tokens_per_expert.sum()) else torch.empty
+            out.append(new(rank.rows, x[i].shape[1], dtype=x[i].dtype))
+            t = self._tensors(handle, i)
+            t.x, t.out = x[i].data_ptr(), out[i].data_ptr()
+            if scales is not None:
+                out_scales.append(new(rank.rows, scales[i].shape[1], dtype=scales[i].dtype))
+                t.scales, t.out_scales = scales[i].data_ptr(), out_scales[i].data_ptr()
+            if weights is not None:
+                out_weights.append(new(rank.rows, dtype=weights[i].dtype))
+                t.weights, t.out_weights = weights[i].data_ptr(), out_weights[i].data_ptr()
+            tensors.append(t)
+        row = self.format_of(handle.topk, x[0], scales, weights)
+        group.dispatch(tensors, row, nvl_batch=NVL_BATCH, rdma_chunk=self._rdma_chunk(row))
+        self._raise_if_aborted()
+        return out, out_scales if scales is not None else None, out_weights if weights is not None else None
+
+    def combine(
+        self, handle: Handle, x: Sequence[torch.Tensor], weights: Sequence[torch.Tensor] | None
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
+        """x [R, H], weights [R] to the sums [T, H] and the single values [T, K]."""
+        group = self._live_group()
+        out, out_weights, tensors = [], [], []
+        for i, rank in enumerate(handle.ranks):
+            out.append(torch.empty(rank.num_tokens, x[i].shape[1], dtype=x[i].dtype))
+            t = self._tensors(handle, i)
+            t.x, t.out = x[i].data_ptr(), out[i].data_ptr()
+            if weights is not None:
+                out_weights.append(torch.empty(rank.num_tokens, handle.topk, dtype=weights[i].dtype))
+                t.weights, t.out_weights = weights[i].data_ptr(), out_weights[i].data_ptr()
+            tensors.append(t)
+        row = self.format_of(handle.topk, x[0], None, weights)
+        group.combine(
+            tensors, row, nvl_batch=NVL_BATCH, rdma_chunk=self._rdma_chunk(row), dtype=COMBINE_DTYPES[x[0].dtype]
+        )
+        self._raise_if_aborted()
+        return out, out_weights if weights is not None else None
+
+    def overflow_of(self, rank: RankHandle) -> torch.Tensor:
+        """int32 [1], a view: not 0 once rows did not fit."""
+        index = self._heap.overflow_offset
+        return rank.layout[index : index + 1]
+
+    def _rdma_chunk(self, row: Any) -> int:
+        # Chunks of rows and of credits, each held back up to one short of full, must leave room in the ring.
+        slots = 1 << ((self.config.rdma_ring_bytes // row.slot_bytes).bit_length() - 1) if self.topology.nodes > 1 else 1
+        return max(1, min(self.config.rdma_chunk_tokens, slots // 2))
+
+    # ---- failures
+
+    def _cause(self, outcome: str, rank: int) -> str:
+        return {
+            "timeout": f"rank {rank} timed out first, after {self.config.timeout_seconds:g} s",
+            "bad_input": f"rank {rank} refused its arguments",
+            "interrupted": f"rank {rank} was interrupted",
+            "mismatch": f"rank {rank} met a row of another call: the ranks issued different sequences of calls",
+            "overflow": f"rank {rank} had no room for the rows that pass through it",
+        }[outcome]
+
+    def _raise_if_aborted(self) -> None:
+        aborted = self._live_group().aborted()
+        if aborted is None:
+            return
+        incidents = self._group.incidents()
+        # those that expired before those that were told to stop
+        incidents.sort(key=lambda incident: incident["outcome"] == "aborted")
+        message = "\n  ".join([self._cause(*aborted), *map(describe, incidents)])
+        kind = {"timeout": EPTimeoutError, "mismatch": EPError, "overflow": EPOverflowError}.get(aborted[0], EPAbortError)
+        raise kind(message, incidents)
+
+
+class LocalCluster(RankGroup):
+    """All ranks in this process. `dispatch` and `combine` take and return lists of W tensors, one per rank.
+
+    nodes, ranks_per_node: the topology, N x G.
+    config: as for Buffer.
+    threads: OS threads that share the ranks' work. None: one per rank, at most one per core.
+    seed: runs all roles on one thread in a random order, with a network between nodes that delays and reorders. The same seed gives the same
+        interleaving; a wait expires when no role can run any more, whatever Config.timeout says.
+    lost_signal: with a seed, the number (from 1) of the network signal that is lost, to see what happens then. 0: none.
+    Raises ValueError for arguments that are out of range.
+    """
+
+    def __init__(
+        self,
+        nodes: int,
+        ranks_per_node: int,
+        config: Config,
+        *,
+        threads: int | None = None,
+        seed: int | None = None,
+        lost_signal: int = 0,
+    ):
+        self.topology = Topology(nodes, ranks_per_node)
+        self.config = config
+        config.check_ranks(self.topology)
+        if threads is None:
+            threads = min(self.topology.world_size, torch.get_num_threads())
+        if threads < 1:
+            raise ValueError(f"threads is {threads}, must be >= 1")
+        if lost_signal and seed is None:
+            raise ValueError(f"lost_signal is {lost_signal}, must be 0 without a seed")
+        self.ranks = list(range(self.topology.world_size))
+        heap = self._make_heap(self.topology, config)
+        self._start(heap, [_C.Segment.anonymous(heap.bytes) for _ in self.ranks], threads, seed, lost_signal)
+
+    def reset(self) -> None:
+        """Makes the buffer usable again after an error. Handles stay valid."""
+        self._live_group().reset()
+
+
+class Buffer(RankGroup):
+    """This process's rank of an expert-parallel group whose processes share memory. Construction, reset and all launches are collective.
+
+    group: the expert-parallel process group; None: the default group.
+    config: must be equal on all ranks.
+    topology: how the group's ranks form nodes. None: all ranks of a machine are one node. Several nodes on one machine take the same
+        path as several machines: puts and signals along the rail.
+    Raises ValueError on every rank alike when configs differ or do not fit the group, EPError when the ranks cannot share memory.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, config: Config, topology: Topology | None = None):
+        self._process_group = group if group is not None else dist.group.WORLD
+        self.config = config
+        self._timeout = timedelta(seconds=config.timeout_seconds)
+        self._barrier()
+        self.rank = dist.get_rank(self._process_group)
+        world_size = dist.get_world_size(self._process_group)
+        self.topology = topology if topology is not None else Topology(1, world_size)
+        self.ranks = [self.rank]
+        everyone = self._gather((socket.gethostname(), asdict(config), asdict(self.topology)))
+        self._agree(lambda: self._check_members(everyone))
+
+        heap = self._make_heap(self.topology, config)
+        names = self._gather(f"/megatron_ep-{secrets.token_hex(8)}")
+        segments: list[Any] = [None] * world_size
+        try:
+            self._agree(lambda: segments.__setitem__(self.rank, _C.Segment.create(names[self.rank], heap.bytes)))
+            self._agree(lambda: self._open_others(segments, names, heap.bytes))
+        finally:
+            # Whatever happened, no name outlives this constructor: the memory lives as long as somebody has it mapped.
+            _C.Segment.unlink(names[self.rank])
+        self._start(heap, segments, threads=1, seed=None, lost_signal=0)
+
+    def reset(self) -> None:
+        """Makes the buffer usable again after an error. Collective: returns when all ranks have called it. Handles stay valid.
+
+        Raises RuntimeError, from torch.distributed, when a rank does not come within Config.timeout.
+        """
+        self._barrier()
+        self._live_group().reset()
+        self._barrier()
+
+    def _check_members(self, everyone: list[Any]) -> None:
+        host, config, topology = everyone[self.rank]
+        for rank, (other_host, other_config, other_topology) in enumerate(everyone):
+            for name, mine, theirs in (("config", config, other_config), ("topology", topology, other_topology)):
+                if mine != theirs:
+                    raise ValueError(f"{name} is {mine} on rank {self.rank} and {theirs} on rank {rank}, must be equal")
+            if other_host != host:
+                raise EPError(
+                    f"rank {self.rank} runs on {host} and rank {rank} on {other_host}: "
+                    "the host backend connects the processes of one machine only"
+                )
+        if self.topology.world_size != len(everyone):
+            raise ValueError(f"topology is {self.topology}, must have the {len(everyone)} ranks of the group")
+        self.config.check_ranks(self.topology)
+
+    def _open_others(self, segments: list[Any], names: list[str], size: int) -> None:
+        for rank, name in enumerate(names):
+            if rank != self.rank:
+                segments[rank] = _C.Segment.open(name, size)
+
+    def _gather(self, mine: Any) -> list[Any]:
+        everyone: list[Any] = [None] * dist.get_world_size(self._process_group)
+        dist.all_gather_object(everyone, mine, group=self._process_group)
+        return everyone
+
+    def _agree(self, step) -> None:
+        """Runs a step that may fail on some ranks only, and fails on all of them then."""
+        error: Exception | None = None
+        try:
+            step()
+        except Exception as caught:
+            error = caught
+        messages = self._gather(None if error is None else (type(error).__name__, str(error)))
+        if error is not None:
+            raise error
+        for rank, failed in enumerate(messages):
+            if failed is not None:
+                raise EPError(f"rank {rank} could not set up the buffer: {failed[0]}: {failed[1]}")
+
+    def _barrier(self) -> None:
+        if dist.get_backend(self._process_group) == "gloo":
+            dist.monitored_barrier(self._process_group, timeout=self._timeout)
+        else:
+            dist.barrier(self._process_group)

@@ -1,0 +1,96 @@
+"""What all ranks of a buffer must agree on."""
+
+import math
+import os
+from dataclasses import dataclass
+
+DEFAULT_TIMEOUT_S = 100.0
+TIMEOUT_VARIABLE = "MEGATRON_EP_TIMEOUT"
+
+
+def _require(condition: bool, name: str, value: object, allowed: str) -> None:
+    if not condition:
+        raise ValueError(f"{name} is {value!r}, must be {allowed}")
+
+
+def require_int(name: str, value: object, lowest: int) -> None:
+    """Raises ValueError unless value is an int >= lowest."""
+    ok = isinstance(value, int) and not isinstance(value, bool) and value >= lowest
+    _require(ok, name, value, f"an int >= {lowest}")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """N nodes of G ranks each. Rank r is local rank r % G of node r // G.
+
+    nodes: N, the number of scale-up domains, whose ranks reach each other's memory directly.
+    ranks_per_node: G, any number from 1.
+    """
+
+    nodes: int
+    ranks_per_node: int
+
+    def __post_init__(self) -> None:
+        require_int("Topology.nodes", self.nodes, 1)
+        require_int("Topology.ranks_per_node", self.ranks_per_node, 1)
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings of a buffer; the same on all of its ranks.
+
+    num_experts: E, all experts of the group; a multiple of the number of ranks. Expert e lives on rank e // (E / W).
+    channels: C, independent slices of the tokens, each with rings and roles of its own. None: 1 on the host.
+    timeout: seconds that a single wait may take. None: the environment variable MEGATRON_EP_TIMEOUT, else 100.
+    nvl_ring_bytes: size of one ring between two ranks of a node; there are C * W of them in each rank's heap. A ring holds a power of
+        two of rows, at least one.
+    rdma_ring_bytes: size of one ring between two ranks of a rail; each rank's heap has 2 * C * N of them when N > 1.
+    rdma_chunk_tokens: rows that one put carries when they are ready; at most half a ring.
+    """
+
+    num_experts: int
+    channels: int | None = None
+    timeout: float | None = None
+    nvl_ring_bytes: int = 256 << 10
+    rdma_ring_bytes: int = 512 << 10
+    rdma_chunk_tokens: int = 16
+
+    def __post_init__(self) -> None:
+        require_int("Config.num_experts", self.num_experts, 1)
+        if self.channels is not None:
+            require_int("Config.channels", self.channels, 1)
+        require_int("Config.nvl_ring_bytes", self.nvl_ring_bytes, 64)
+        require_int("Config.rdma_ring_bytes", self.rdma_ring_bytes, 64)
+        require_int("Config.rdma_chunk_tokens", self.rdma_chunk_tokens, 1)
+        if self.timeout is not None:
+            ok = isinstance(self.timeout, (int, float)) and math.isfinite(self.timeout) and self.timeout > 0
+            _require(ok, "Config.timeout", self.timeout, "a finite number of seconds > 0")
+
+    @property
+    def num_channels(self) -> int:
+        return self.channels or 1
+
+    @property
+    def timeout_seconds(self) -> float:
+        """The timeout in force. Raises ValueError if the environment variable is not a number > 0."""
+        if self.timeout is not None:
+            return float(self.timeout)
+        text = os.environ.get(TIMEOUT_VARIABLE)
+        if not text:
+            return DEFAULT_TIMEOUT_S
+        try:
+            seconds = float(text)
+        except ValueError:
+            seconds = math.nan
+        _require(math.isfinite(seconds) and seconds > 0, f"environment variable {TIMEOUT_VARIABLE}", text, "a number of seconds > 0")
+        return seconds
+
+    def check_ranks(self, topology: Topology) -> None:
+        """Raises ValueError unless the experts divide evenly among the ranks."""
+        world_size = topology.world_size
+        allowed = f"a multiple of the {world_size} ranks"
+        _require(self.num_experts % world_size == 0, "Config.num_experts", self.num_experts, allowed)

@@ -1,0 +1,41 @@
+"""What goes wrong while ranks talk to each other. A user's mistake on this rank is a ValueError instead."""
+
+from typing import Any
+
+
+class EPError(RuntimeError):
+    """A launch did not finish. The buffer refuses further calls until `reset()`.
+
+    incidents: what each role of this rank was doing when it gave up; dicts with the keys outcome, role, waiting_for, rank, channel,
+    peer, seen, expected, call.
+    """
+
+    def __init__(self, message: str, incidents: list[dict[str, Any]] | None = None):
+        super().__init__(message)
+        self.incidents = incidents or []
+
+
+class EPTimeoutError(EPError):
+    """A wait took longer than `Config.timeout`, on this rank or on another one that this rank was waiting with."""
+
+
+class EPAbortError(EPError):
+    """Another rank gave up: it refused its arguments, was interrupted, or failed in an earlier call."""
+
+
+class EPOverflowError(EPError):
+    """A table that the protocol cannot do without was too small."""
+
+
+def describe(incident: dict[str, Any]) -> str:
+    """One line: who waited for what from whom."""
+    where = f"rank {incident['rank']}, {incident['role']}, channel {incident['channel']}, call {incident['call']}"
+    if incident["outcome"] == "mismatch":
+        return (
+            f"{where}: rank {incident['peer']} sent a row of its call {incident['seen']}, "
+            f"expected one of call {incident['expected']}"
+        )
+    return (
+        f"{where}: waited for {incident['waiting_for']} from rank {incident['peer']}: "
+        f"seen {incident['seen']}, expected {incident['expected']}"
+    )

@@ -1,0 +1,279 @@
+"""Dispatch and combine as differentiable functions.
+
+With a Buffer they take and return tensors; with a LocalCluster, lists with one tensor per rank. As linear maps dispatch and combine are each
+other's transpose, so the backward pass of each is the other, and can itself be differentiated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd import Function
+
+from megatron_ep.buffer import COMBINE_DTYPES, LocalCluster, RankGroup
+from megatron_ep.config import require_int
+from megatron_ep.handle import Handle
+
+Tensors = torch.Tensor | Sequence[torch.Tensor]
+
+MAX_TOPK = 32
+PAYLOAD_DTYPES = (*COMBINE_DTYPES, torch.float8_e4m3fn)
+WEIGHT_DTYPES = (torch.float32, torch.float64)
+SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
+SCALE_BLOCK = 128  # elements of a row that share a scale
+
+
+@dataclass
+class Received:
+    """What dispatch returns: tensors, or lists of them with a LocalCluster.
+
+    x: [R, H], the dtype of what was dispatched; rows grouped by local expert, in the order of (source rank, token) for each.
+    scales: [R, ceil(H / 128)], only for float8.
+    probs: [R], the weight of each row, 0 where a row is padding; None when no weights were given.
+    tokens_per_expert: int64 [L] on the CPU, padding included; sums to R unless max_recv_tokens fixed R.
+    overflow: int32 [1], not 0 when rows did not fit into expert_capacity or max_recv_tokens; those rows are missing.
+    handle: for combine, or to dispatch again with the same layout.
+    """
+
+    x: Any
+    scales: Any
+    probs: Any
+    tokens_per_expert: Any
+    overflow: Any
+    handle: Handle
+
+
+class _Dispatch(Function):
+    @staticmethod
+    def forward(ctx, handle: Handle, num_ranks: int, scales: list[torch.Tensor] | None, *tensors: torch.Tensor):
+        x, weights = tensors[:num_ranks], tensors[num_ranks:]
+        ctx.handle, ctx.num_ranks, ctx.is_float8 = handle, num_ranks, x[0].dtype == torch.float8_e4m3fn
+        out, out_scales, out_weights = handle.buffer.dispatch(handle, x, scales, weights or None)
+        if ctx.is_float8:
+            ctx.mark_non_differentiable(*out)
+        if out_scales:
+            ctx.mark_non_differentiable(*out_scales)
+        return (*out, *(out_weights or ()), *(out_scales or ()))
+
+    @staticmethod
+    def backward(ctx, *grads: torch.Tensor):
+        n = ctx.num_ranks
+        has_weights = len(ctx.needs_input_grad) > 3 + n
+        grads = grads[: 2 * n if has_weights else n]
+        if ctx.is_float8:  # no gradient to x: only the weights' travel
+            grads = [*(grad.new_empty(grad.shape[0], 0, dtype=torch.float32) for grad in grads[:n]), *grads[n:]]
+        back = _Combine.apply(ctx.handle, n, *(grad.contiguous() for grad in grads))
+        return (None, None, None, *(None if ctx.is_float8 and i < n else grad for i, grad in enumerate(back)))
+
+
+class _Combine(Function):
+    @staticmethod
+    def forward(ctx, handle: Handle, num_ranks: int, *tensors: torch.Tensor):
+        ctx.handle, ctx.num_ranks = handle, num_ranks
+        out, out_weights = handle.buffer.combine(handle, tensors[:num_ranks], tensors[num_ranks:] or None)
+        return (*out, *(out_weights or ()))
+
+    @staticmethod
+    def backward(ctx, *grads: torch.Tensor):
+        back = _Dispatch.apply(ctx.handle, ctx.num_ranks, None, *(grad.contiguous() for grad in grads))
+        return (None, None, *back)
+
+
+def dispatch(
+    x: Tensors,
+    topk_idx: Tensors | None = None,
+    topk_weights: Tensors | None = None,
+    *,
+    buffer: RankGroup | None = None,
+    handle: Handle | None = None,
+    scales: Tensors | None = None,
+    expert_alignment: int = 1,
+    expert_capacity: int | None = None,
+    max_recv_tokens: int | None = None,
+) -> Received:
+    """Sends every token to the ranks of its experts. Collective.
+
+    x: [T, H], contiguous; bfloat16, float16, float32, float64, or float8_e4m3fn with scales. T may differ between ranks and be 0; dtype and H
+        may not differ. Gets a gradient, unless float8.
+    topk_idx: [T, K], int32 or int64, K <= 32: distinct expert ids in [0, E), or -1 for no expert.
+    topk_weights: [T, K], float32 or float64: arrives with the rows as `probs`. Gets a gradient.
+    buffer: a Buffer or LocalCluster.
+    handle: instead of topk_idx and buffer: repeats the layout of an earlier dispatch without asking anyone for counts.
+    scales: [T, ceil(H / 128)], float32 or float8_e8m0fnu, one per 128 elements of a float8 row.
+    expert_alignment: pads the rows of each expert with zero rows to a multiple of this.
+    expert_capacity: gives each expert exactly this many rows; more than fit are left out and reported in `overflow`.
+    max_recv_tokens: R, fixed; rows of x beyond the last expert's are zeros. More rows than fit are left out and reported in `overflow`.
+
+    Raises ValueError for a wrong argument before anything is sent; other ranks then get EPAbortError. Raises EPTimeoutError when another rank
+    does not take part.
+    """
+    group = _group_of(buffer, handle)
+    with _telling_others(group):
+        group.check_usable()
+        xs = _as_list("x", x, group)
+        weights = None if topk_weights is None else _as_list("topk_weights", topk_weights, group)
+        row_scales = None if scales is None else _as_list("scales", scales, group)
+        if handle is None:
+            ids = _as_list("topk_idx", topk_idx, group)
+            _check_ids(ids)
+            for name, value in (("expert_capacity", expert_capacity), ("max_recv_tokens", max_recv_tokens)):
+                if value is not None:
+                    require_int(name, value, 1)
+            require_int("expert_alignment", expert_alignment, 1)
+            if expert_capacity is not None and expert_alignment != 1:
+                raise ValueError(f"expert_alignment is {expert_alignment}, must be 1 with expert_capacity")
+            num_tokens, topk = [idx.shape[0] for idx in ids], ids[0].shape[1]
+        else:
+            _check_handle_alone(topk_idx, expert_alignment, expert_capacity, max_recv_tokens)
+            num_tokens, topk = [rank.num_tokens for rank in handle.ranks], handle.topk
+        _check_payload("x", xs, num_tokens, PAYLOAD_DTYPES)
+        _check_weights("topk_weights", weights, [(tokens, topk) for tokens in num_tokens])
+        _check_scales(xs, row_scales)
+        group.format_of(topk, xs[0], row_scales, weights)
+    if handle is None:
+        handle = group.notify(ids, expert_alignment, expert_capacity or 0, max_recv_tokens)
+    n = len(group.ranks)
+    out = _Dispatch.apply(handle, n, row_scales, *xs, *(weights or ()))
+    parts = [list(out[i : i + n]) for i in range(0, len(out), n)]
+    one = (lambda items: items) if isinstance(group, LocalCluster) else (lambda items: items[0])
+    return Received(
+        x=one(parts[0]),
+        probs=one(parts[1]) if weights is not None else None,
+        scales=one(parts[-1]) if row_scales is not None else None,
+        tokens_per_expert=one([rank.tokens_per_expert for rank in handle.ranks]),
+        overflow=one([group.overflow_of(rank) for rank in handle.ranks]),
+        handle=handle,
+    )
+
+
+def combine(x: Tensors, handle: Handle) -> Any:
+    """Brings the rows of a dispatch back and sums them per token. Collective.
+
+    x: [R, H], contiguous; bfloat16, float16, float32 or float64; rows as the dispatch of `handle` gave them. Rows of padding are ignored. Gets a gradient.
+    handle: of the dispatch.
+
+    Returns [T, H], the sum of each token's rows in x's dtype; zeros for a token without experts. Sums run in float32 (float64 for float64), in a fixed
+    order: over the experts of a rank, then the ranks of a node, then the nodes; between these the sums travel in x's dtype.
+
+    Raises ValueError for a wrong argument before anything is sent; other ranks then get EPAbortError. Raises EPTimeoutError when another rank
+    does not take part.
+    """
+    group = _group_of(None, handle)
+    with _telling_others(group):
+        group.check_usable()
+        xs = _as_list("x", x, group)
+        _check_payload("x", xs, [rank.rows for rank in handle.ranks], tuple(COMBINE_DTYPES))
+        group.format_of(handle.topk, xs[0], None, None)
+    out = _Combine.apply(handle, len(group.ranks), *xs)
+    return list(out) if isinstance(group, LocalCluster) else out[0]
+
+
+# ---- arguments
+
+
+class _telling_others:
+    """A ValueError raised inside reaches the other ranks too, who would wait for this one."""
+
+    def __init__(self, group: RankGroup):
+        self.group = group
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and issubclass(kind, ValueError):
+            self.group.refuse()
+
+
+def _group_of(buffer: RankGroup | None, handle: Handle | None) -> RankGroup:
+    if handle is not None and not isinstance(handle, Handle):
+        raise ValueError(f"handle is a {type(handle).__name__}, must be the handle of a dispatch")
+    if buffer is not None and not isinstance(buffer, RankGroup):
+        raise ValueError(f"buffer is a {type(buffer).__name__}, must be a Buffer or LocalCluster")
+    if buffer is None and handle is None:
+        raise ValueError("buffer is None, must be a Buffer or LocalCluster (or pass a handle)")
+    if buffer is not None and handle is not None and handle.buffer is not buffer:
+        raise ValueError("handle belongs to another buffer than the one given")
+    return buffer if handle is None else handle.buffer
+
+
+def _as_list(name: str, value: Tensors | None, group: RankGroup) -> list[torch.Tensor]:
+    if isinstance(group, LocalCluster):
+        if not isinstance(value, (list, tuple)) or len(value) != len(group.ranks):
+            got = f"{len(value)} items" if isinstance(value, (list, tuple)) else f"a {type(value).__name__}"
+            raise ValueError(f"{name} is {got}, must be a list of {len(group.ranks)} tensors, one per rank of the LocalCluster")
+        tensors = list(value)
+    else:
+        tensors = [value]
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{name} is a {type(tensor).__name__}, must be a tensor")
+        if tensor.device.type != "cpu":
+            raise ValueError(f"{name} is on {tensor.device}, must be on the cpu: this build has the host backend only")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} has strides {tuple(tensor.stride())} for shape {tuple(tensor.shape)}, must be contiguous")
+    for tensor in tensors[1:]:
+        if tensor.dtype != tensors[0].dtype:
+            raise ValueError(f"{name} is {tensors[0].dtype} on one rank and {tensor.dtype} on another, must be equal")
+    return tensors
+
+
+def _check_dtype(name: str, tensor: torch.Tensor, allowed: Sequence[torch.dtype]) -> None:
+    if tensor.dtype not in allowed:
+        raise ValueError(f"{name} is {tensor.dtype}, must be one of {', '.join(str(dtype) for dtype in allowed)}")
+
+
+def _check_ids(ids: list[torch.Tensor]) -> None:
+    _check_dtype("topk_idx", ids[0], (torch.int64, torch.int32))
+    for idx in ids:
+        if idx.dim() != 2 or not 1 <= idx.shape[1] <= MAX_TOPK:
+            raise ValueError(f"topk_idx has shape {tuple(idx.shape)}, must be [T, K] with 1 <= K <= {MAX_TOPK}")
+        if idx.shape[1] != ids[0].shape[1]:
+            raise ValueError(f"topk_idx has K = {ids[0].shape[1]} on one rank and {idx.shape[1]} on another, must be equal")
+
+
+def _check_handle_alone(topk_idx: object, alignment: int, capacity: int | None, max_recv_tokens: int | None) -> None:
+    given = {
+        "topk_idx": topk_idx is not None,
+        "expert_alignment": alignment != 1,
+        "expert_capacity": capacity is not None,
+        "max_recv_tokens": max_recv_tokens is not None,
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise ValueError(f"{name} must not be given with a handle, which has its own")
+
+
+def _check_payload(name: str, xs: list[torch.Tensor], rows: list[int], allowed: Sequence[torch.dtype]) -> None:
+    _check_dtype(name, xs[0], allowed)
+    for x, expected in zip(xs, rows, strict=True):
+        if x.dim() != 2 or x.shape[0] != expected or x.shape[1] < 1:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, must be [{expected}, H] with H >= 1")
+        if x.shape[1] != xs[0].shape[1]:
+            raise ValueError(f"{name} has H = {xs[0].shape[1]} on one rank and {x.shape[1]} on another, must be equal")
+
+
+def _check_weights(name: str, weights: list[torch.Tensor] | None, shapes: list[tuple[int, int]]) -> None:
+    if weights is None:
+        return
+    _check_dtype(name, weights[0], WEIGHT_DTYPES)
+    for weight, shape in zip(weights, shapes, strict=True):
+        if tuple(weight.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(weight.shape)}, must be {shape}")
+
+
+def _check_scales(xs: list[torch.Tensor], scales: list[torch.Tensor] | None) -> None:
+    is_float8 = xs[0].dtype == torch.float8_e4m3fn
+    if (scales is not None) != is_float8:
+        raise ValueError(f"scales must be given {'with' if is_float8 else 'only with'} x of torch.float8_e4m3fn, x is {xs[0].dtype}")
+    if scales is None:
+        return
+    _check_dtype("scales", scales[0], SCALE_DTYPES)
+    for x, scale in zip(xs, scales, strict=True):
+        shape = (x.shape[0], -(-x.shape[1] // SCALE_BLOCK))
+        if tuple(scale.shape) != shape:
+            raise ValueError(f"scales has shape {tuple(scale.shape)}, must be {shape}: one per {SCALE_BLOCK} elements of x")
+
