@@ -7,6 +7,7 @@ it, so each pick becomes TP picks and the combine adds up the slices' partial ou
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +22,7 @@ from megatron_ep.megatron.shared_buffers import close_buffers, comm_seconds, con
 
 __all__ = ["EPTokenDispatcher", "configure", "close_buffers", "comm_seconds"]
 
-MAX_PICKS = 32  # megatron_ep.dispatch carries at most this many picks of a token
+MAX_PICKS = 32  # megatron_ep.dispatch carries at most this many picks beside a row
 
 
 @dataclass
@@ -46,7 +47,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
         pg_collection: groups ep, expt_tp and tp_ep; tokens move over tp_ep.
 
     Raises:
-        ValueError: moe_router_topk x TP is over 32; 1F1B overlap without flex + hybridep declared.
+        ValueError: TP is over 32; 1F1B overlap without flex + hybridep declared.
     """
 
     def __init__(
@@ -59,7 +60,9 @@ class EPTokenDispatcher(MoETokenDispatcher):
         super().__init__(config=config, pg_collection=pg_collection)
         self.num_local_experts = num_local_experts
         self.local_expert_indices = local_expert_indices
-        self._require_picks_fit(config.moe_router_topk, "moe_router_topk")
+        if self.tp_size > MAX_PICKS:
+            raise ValueError(f"expert_tensor_parallel_size is {self.tp_size}, allowed: at most {MAX_PICKS}")
+        self.num_picks = min(config.moe_router_topk, MAX_PICKS // self.tp_size)
         if config.overlap_moe_expert_parallel_comm and not _declares_hybridep(config):
             # Under any other type Megatron frees the rows that arrive, which the experts still need.
             raise ValueError(
@@ -72,8 +75,9 @@ class EPTokenDispatcher(MoETokenDispatcher):
         self.drop_and_pad = config.moe_pad_expert_input_to_capacity
         self.moe_expert_capacity_factor = config.moe_expert_capacity_factor
 
-        self.cudagraph_attrs = ["topk_idx"]
+        self.cudagraph_attrs = ["topk_idx", "token_of_row"]
         self.topk_idx: torch.Tensor | None = None
+        self.token_of_row: torch.Tensor | None = None
         self.hidden_shape: torch.Size | None = None
         self._probs_dtype: torch.dtype | None = None
         self._handle = None
@@ -96,14 +100,13 @@ class EPTokenDispatcher(MoETokenDispatcher):
 
         Args:
             hidden_states: [..., H], T tokens in all.
-            routing_map: bool [T, E]; a row may hold any number of True up to 32 / TP.
+            routing_map: bool [T, E]; a row may hold any number of True.
             probs: [T, E], any floating dtype; read where routing_map is True.
 
         Returns:
-            Tokens [T, H] and weights [T, K * TP] (fp32, or fp64 for fp64 probs), differentiable in both.
-
-        Raises:
-            ValueError: a token has more than 32 / TP experts.
+            Tokens [T, H] and weights [T, K * TP] (fp32, or fp64 for fp64 probs), differentiable in both. K is
+            moe_router_topk, or as much of it as fits beside a row; a token with more experts than that is there more
+            than once, and T counts it so.
         """
         self.hidden_shape = hidden_states.shape
         tokens = hidden_states.reshape(-1, self.hidden_shape[-1]).contiguous()
@@ -111,8 +114,11 @@ class EPTokenDispatcher(MoETokenDispatcher):
             # Megatron fills each expert up to its capacity with picks of probability 0: their place is kept free by
             # expert_capacity at the receiver, and their rows need not travel.
             routing_map = routing_map & (probs != 0)
-        num_picks = self._count_picks(routing_map)
-        topk_idx, weights = _picks(routing_map, probs, num_picks)
+        rows_per_token = self._rows_per_token(routing_map)
+        topk_idx, weights = _picks(routing_map, probs, rows_per_token * self.num_picks)
+        self.token_of_row = None
+        if rows_per_token > 1:
+            tokens, topk_idx, weights = self._split_tokens(tokens, topk_idx, weights)
         self.topk_idx, weights = self._replicate_over_tp(topk_idx, weights)
         self._probs_dtype = probs.dtype
         if self.shared_experts is not None:
@@ -132,8 +138,10 @@ class EPTokenDispatcher(MoETokenDispatcher):
             probs,
             buffer=shared_buffer(self.tp_ep_group, self.config.num_moe_experts * self.tp_size),
             expert_alignment=1 if self.drop_and_pad else self.alignment,
-            expert_capacity=self._expert_capacity(hidden_states.shape[0]) if self.drop_and_pad else None,
+            expert_capacity=self._expert_capacity() if self.drop_and_pad else None,
         )
+        if self.drop_and_pad:
+            self._require_no_overflow(received)
         self._handle = received.handle
         self._comm_manager.tokens_per_expert = received.tokens_per_expert
         if self.shared_experts is not None:
@@ -164,30 +172,36 @@ class EPTokenDispatcher(MoETokenDispatcher):
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[T, H] in the shape that `dispatch_preprocess` was given, the shared experts' output added."""
+        if self.token_of_row is not None:
+            tokens = hidden_states.new_zeros(self._num_tokens, hidden_states.shape[1])
+            hidden_states = tokens.index_add(0, self.token_of_row, hidden_states)
         output = hidden_states.view(self.hidden_shape)
         if self.shared_experts is not None:
             output = output + self.shared_experts.get_output()
         return output
 
-    def _require_picks_fit(self, num_picks: int, name: str) -> None:
-        if num_picks * self.tp_size > MAX_PICKS:
-            raise ValueError(
-                f"{name} is {num_picks} with expert tensor parallel size {self.tp_size}; "
-                f"allowed: at most {MAX_PICKS} // {self.tp_size} = {MAX_PICKS // self.tp_size} experts for a token"
-            )
+    @property
+    def _num_tokens(self) -> int:
+        return math.prod(self.hidden_shape[:-1])
 
-    def _count_picks(self, routing_map: torch.Tensor) -> int:
-        """K: moe_router_topk, or more where a token of this step has more experts than that."""
-        topk = self.config.moe_router_topk
-        if routing_map.shape[0] == 0:
-            return topk
-        widest = routing_map.sum(dim=1).max()
-        if routing_map.is_cuda and torch.cuda.is_current_stream_capturing():
-            torch._assert_async(widest <= topk, "a token has more experts than moe_router_topk")
-            return topk
-        num_picks = max(topk, int(widest))
-        self._require_picks_fit(num_picks, "the most experts of a token in routing_map")
-        return num_picks
+    def _rows_per_token(self, routing_map: torch.Tensor) -> int:
+        """Rows that the token with the most experts takes; 1 unless the router gives more than fit beside a row."""
+        most = self.config.moe_router_topk
+        if _is_capturing(routing_map):  # a graph's shapes are fixed
+            torch._assert_async(routing_map.sum(dim=1).amax() <= most, "a token has more than moe_router_topk experts")
+        elif routing_map.shape[0] > 0:
+            most = int(routing_map.sum(dim=1).amax())
+        return max(1, math.ceil(most / self.num_picks))
+
+    def _split_tokens(
+        self, tokens: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[T, n * K] picks -> [T', K], a row for each K picks: K must be the same on all ranks, whatever one needs."""
+        rows_per_token = topk_idx.shape[1] // self.num_picks
+        topk_idx, weights = topk_idx.view(-1, self.num_picks), weights.reshape(-1, self.num_picks)
+        used = (topk_idx[:, 0] >= 0).nonzero().squeeze(1)
+        self.token_of_row = used // rows_per_token
+        return tokens.index_select(0, self.token_of_row), topk_idx.index_select(0, used), weights.index_select(0, used)
 
     def _replicate_over_tp(self, topk_idx: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Megatron's expert ids -> ids in the group, where expert e lives on TP ranks: [T, K] -> [T, K * TP]."""
@@ -201,14 +215,23 @@ class EPTokenDispatcher(MoETokenDispatcher):
         weights = weights.unsqueeze(-1).expand(-1, -1, self.tp_size)
         return replicas.flatten(1), weights.flatten(1)
 
-    def _expert_capacity(self, num_tokens: int) -> int:
+    def _expert_capacity(self) -> int:
         """Rows of every local expert with drop-and-pad: what each of the ranks may send it, times the ranks."""
         capacity = get_capacity(
-            num_tokens=num_tokens * self.config.moe_router_topk,
+            num_tokens=self._num_tokens * self.config.moe_router_topk,
             num_experts=self.config.num_moe_experts,
             capacity_factor=self.moe_expert_capacity_factor,
         )
         return capacity * self.tp_size * self.ep_size
+
+    def _require_no_overflow(self, received: ep.Received) -> None:
+        """The router keeps to the capacity; one that does not would lose tokens here."""
+        message = "an expert was sent more rows than its capacity; does the router drop tokens over capacity?"
+        if _is_capturing(received.x):
+            torch._assert_async(received.overflow == 0, message)
+        elif int(received.overflow):
+            received.handle.buffer.refuse()  # the other ranks go on to the combine, this one does not
+            raise ep.EPOverflowError(message)
 
     def _wait_before_shared_experts(self) -> None:
         """Keeps the shared experts from running beside the work before the communication they should overlap."""
@@ -217,11 +240,16 @@ class EPTokenDispatcher(MoETokenDispatcher):
             wait()
 
 
-def _picks(routing_map: torch.Tensor, probs: torch.Tensor, num_picks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[T, E] map and probs -> ids [T, K] in ascending order, -1 after the last, and weights [T, K], 0 there."""
+def _is_capturing(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _picks(routing_map: torch.Tensor, probs: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T, E] map and probs -> ids [T, width] in ascending order, -1 after the last, and weights [T, width], 0 there."""
     num_experts = routing_map.shape[1]
     order = torch.arange(num_experts, 0, -1, dtype=torch.int32, device=routing_map.device)
-    chosen = (routing_map * order).topk(min(num_picks, num_experts), dim=1).values
+    chosen = (routing_map * order).topk(min(width, num_experts), dim=1).values
+    chosen = torch.nn.functional.pad(chosen, (0, width - chosen.shape[1]))
     topk_idx = (num_experts - chosen).masked_fill(chosen == 0, -1).long()
     weights = probs.gather(1, topk_idx.clamp(min=0)).masked_fill(topk_idx < 0, 0)
     return topk_idx, weights if weights.dtype == torch.float64 else weights.float()

@@ -101,7 +101,7 @@ def test_multi_token_prediction_spec(monkeypatch):
 
 
 def _inner_layer(mtp_spec):
-    submodules = mtp_spec.submodules.layer_specs[0].submodules
+    submodules = mtp_spec.layer_specs[0].submodules
     return getattr(submodules, "mtp_model_layer", None) or submodules.transformer_layer
 
 

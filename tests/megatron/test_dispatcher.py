@@ -1,0 +1,363 @@
+"""Our dispatcher against Megatron's own: same rows, same outputs, same gradients, for what Megatron asks of one.
+
+Four ranks stay up for the whole file; a test is a function that runs on all of them.
+"""
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+
+import megatron_ep as ep
+from megatron_ep.local_ranks import LocalRanks
+from megatron_ep.megatron import shared_buffers
+from megatron_ep.megatron.equivalence import compare_layers, join_layout, make_config, make_dispatcher, run_dispatcher
+from megatron_ep.megatron.layer import ep_layer_spec
+
+W = 4
+TIMEOUT = 60.0
+
+
+class _Ranks:
+    """Starts the ranks at the first use and again after a test that failed took them down."""
+
+    def __init__(self):
+        self.ranks = None
+
+    def run(self, function, *args):
+        if self.ranks is None or not self.ranks.alive:
+            self.ranks = LocalRanks(W, TIMEOUT, preload=("megatron_ep.megatron.equivalence", "pytest"))
+        return self.ranks.run(function, *args)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    holder = _Ranks()
+    yield holder
+    if holder.ranks is not None:
+        holder.ranks.close()
+
+
+# ---- whole layers, router included, in fp64: (TP, EP), options
+
+SHARED = {"moe_shared_expert_intermediate_size": 40}
+PAD = {"moe_expert_capacity_factor": 0.7, "moe_pad_expert_input_to_capacity": True}
+# Megatron's all-to-all gathers unequal counts over TP ranks, which gloo cannot; its all-gather dispatcher stands in.
+TP_BASELINE = {"moe_token_dispatcher_type": "allgather"}
+LAYERS = {
+    "one expert a token": (1, 4, {"moe_router_topk": 1, "moe_router_pre_softmax": True}),
+    "many experts": (1, 4, {"num_moe_experts": 32, "moe_router_topk": 8}),
+    "one expert a rank": (1, 4, {"num_moe_experts": 4, "moe_router_topk": 3}),
+    "two expert-parallel groups": (1, 2, {}),
+    "one rank": (1, 1, {}),
+    "odd hidden size": (1, 4, {"hidden_size": 37, "num_attention_heads": 1}),
+    "sigmoid, groups, bias, auxiliary loss": (
+        1,
+        4,
+        {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_num_groups": 4,
+            "moe_router_group_topk": 2,
+            "moe_router_enable_expert_bias": True,
+            "moe_router_topk_scaling_factor": 2.5,
+            "moe_router_load_balancing_type": "seq_aux_loss",
+            "moe_aux_loss_coeff": 0.01,
+        },
+    ),
+    "probs on the input": (
+        1,
+        4,
+        {"moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_apply_probs_on_input": True},
+    ),
+    "capacity drops": (1, 4, {"moe_expert_capacity_factor": 0.7}),
+    "capacity drops by position": (1, 4, {"moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": "position"}),
+    "drop and pad": (1, 4, PAD),
+    "drop and pad, roomy": (1, 4, {**PAD, "moe_expert_capacity_factor": 2.0}),
+    "drop and pad by position": (1, 4, {**PAD, "moe_token_drop_policy": "position"}),
+    "recompute": (1, 4, {"recompute_granularity": "selective", "recompute_modules": ["moe"]}),
+    "recompute, drop and pad": (1, 2, {**PAD, "recompute_granularity": "selective", "recompute_modules": ["moe"]}),
+    "shared expert": (1, 4, SHARED),
+    "shared expert overlapped": (1, 4, {**SHARED, "moe_shared_expert_overlap": True}),
+    "shared expert overlapped, gated": (
+        1,
+        4,
+        {**SHARED, "moe_shared_expert_overlap": True, "moe_shared_expert_gate": True},
+    ),
+    "TP 2 in EP 2": (2, 2, TP_BASELINE),
+    "TP 2, no EP": (2, 1, TP_BASELINE),
+    "TP 2 in EP 2, capacity drops": (2, 2, {**TP_BASELINE, "moe_expert_capacity_factor": 0.7}),
+    "TP 2 in EP 2, more picks than fit beside a row": (
+        2,
+        2,
+        {**TP_BASELINE, "num_moe_experts": 64, "moe_router_topk": 17},
+    ),
+    "TP 2 in EP 2, drop and pad": (2, 2, PAD),
+    "TP 2 in EP 2, shared expert overlapped": (2, 2, {**PAD, **SHARED, "moe_shared_expert_overlap": True}),
+}
+
+
+def _worst(by_rank):
+    return max((difference, name) for differences in by_rank for name, difference in differences.items())
+
+
+@pytest.mark.parametrize(("tp", "ep_size", "options"), LAYERS.values(), ids=LAYERS)
+def test_layer_equals_megatrons(ranks, tp, ep_size, options):
+    differences = ranks.run(compare_layers, tp, ep_size, 24, 1, options)
+    assert all(difference <= 1e-12 for rank in differences for difference in rank.values()), _worst(differences)
+
+
+@pytest.mark.parametrize("router_dtype", [None, "fp32", "fp64"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+def test_layer_equals_megatrons_in_training_dtypes(ranks, dtype, tolerance, router_dtype):
+    options = {"params_dtype": dtype, "moe_router_dtype": router_dtype, "bf16": dtype is torch.bfloat16}
+    differences = ranks.run(compare_layers, 1, 4, 24, 1, options)
+    assert all(difference <= tolerance for rank in differences for difference in rank.values()), _worst(differences)
+
+
+# ---- the dispatcher alone, on routing maps that no router makes
+
+
+def _compare_random_maps(first_seed, count):
+    join_layout(1, W)
+    for seed in range(first_seed, first_seed + count):
+        common = torch.Generator().manual_seed(seed)
+        num_experts = W * int(torch.randint(1, 12, (), generator=common))
+        hidden = int(torch.randint(1, 80, (), generator=common))
+        widest = int(torch.randint(0, num_experts + 1, (), generator=common))
+        empty_ranks = int(torch.randint(0, W + 1, (), generator=common))
+        config = make_config(hidden_size=hidden, num_attention_heads=1, num_moe_experts=num_experts)
+        config.moe_expert_capacity_factor = 1.0  # or Megatron takes it that every token has moe_router_topk experts
+
+        own = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+        tokens = 0 if dist.get_rank() < empty_ranks else int(torch.randint(0, 40, (), generator=own))
+        x, grad = torch.randn(2, tokens, hidden, generator=own, dtype=torch.float64)
+        probs = torch.randn(tokens, num_experts, generator=own, dtype=torch.float64)  # nonzero off the map as well
+        picks_of_token = torch.randint(0, widest + 1, (tokens, 1), generator=own)
+        ranks_of_experts = torch.rand(tokens, num_experts, generator=own).argsort(dim=1)
+        routing_map = ranks_of_experts < picks_of_token
+
+        expected, actual = (
+            run_dispatcher(make_dispatcher(name, config), x, routing_map, probs, grad)
+            for name in ("megatron_alltoall", "ours")
+        )
+        for name in ("rows", "counts", "row_probs"):
+            assert torch.equal(expected[name], actual[name]), (seed, name)
+        for name in ("output", "x_grad", "probs_grad"):
+            torch.testing.assert_close(actual[name], expected[name], rtol=1e-12, atol=1e-12, msg=f"{seed} {name}")
+        shared_buffers.close_buffers()
+
+
+def test_any_routing_map(ranks):
+    ranks.run(_compare_random_maps, 0, 40)
+
+
+def _compare_padding(recipe, alignment):
+    join_layout(1, W)
+    config = make_config(num_moe_experts=8, moe_router_topk=3)
+    config.moe_router_padding_for_quantization, config.fp8, config.fp8_recipe = True, "e4m3", recipe
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x, grad = torch.randn(2, 50, 32, generator=generator, dtype=torch.float64)
+    routing_map = torch.rand(50, 8, generator=generator).argsort(dim=1) < 3
+    probs = torch.rand(50, 8, generator=generator, dtype=torch.float64) * routing_map
+    expected, actual = (
+        run_dispatcher(make_dispatcher(name, config), x, routing_map, probs, grad)
+        for name in ("megatron_alltoall", "ours")
+    )
+    for name in ("output", "x_grad"):
+        torch.testing.assert_close(actual[name], expected[name], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(actual["probs_grad"], expected["probs_grad"] * routing_map, rtol=1e-12, atol=1e-12)
+    assert torch.all(actual["counts"] % alignment == 0)
+    assert actual["counts"].sum() == len(actual["rows"]) == len(actual["row_probs"])
+    config.moe_router_padding_for_quantization, config.fp8 = False, None
+    plain = run_dispatcher(make_dispatcher("ours", config), x, routing_map, probs, grad)
+    for padded, exact in zip(
+        actual["row_probs"].split(actual["counts"].tolist()),
+        plain["row_probs"].split(plain["counts"].tolist()),
+        strict=True,
+    ):
+        assert torch.equal(padded[: len(exact)], exact)
+        assert len(padded) - len(exact) < alignment
+        assert not padded[len(exact) :].any()
+
+
+@pytest.mark.parametrize(("recipe", "alignment"), [("delayed", 16), ("mxfp8", 32)])
+def test_padding_for_quantization(ranks, recipe, alignment):
+    ranks.run(_compare_padding, recipe, alignment)
+
+
+def _preserves_probs_dtype(dtype):
+    join_layout(1, W)
+    config = make_config(params_dtype=torch.float32)
+    routing_map = torch.zeros(6, 8, dtype=torch.bool)
+    routing_map[:, :2] = True
+    probs = torch.rand(6, 8).to(dtype)
+    result = run_dispatcher(make_dispatcher("ours", config), torch.randn(6, 32), routing_map, probs, torch.randn(6, 32))
+    assert result["row_probs"].dtype == result["probs_grad"].dtype == dtype
+    assert result["counts"].dtype == torch.int64
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_probs_keep_their_dtype(ranks, dtype):
+    ranks.run(_preserves_probs_dtype, dtype)
+
+
+# ---- Megatron's 1F1B overlap: every step its own graph, inputs freed behind it
+
+
+def _step(*inputs):
+    return [tensor.detach().requires_grad_() for tensor in inputs]
+
+
+def _compare_overlapped():
+    join_layout(1, W)
+    config = make_config()
+    config.moe_token_dispatcher_type, config.moe_flex_dispatcher_backend = "flex", "hybridep"
+    config.overlap_moe_expert_parallel_comm = True
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x, grad = torch.randn(2, 30, 32, generator=generator, dtype=torch.float64)
+    routing_map = torch.rand(30, 8, generator=generator).argsort(dim=1) < 2
+    probs = torch.rand(30, 8, generator=generator, dtype=torch.float64)
+    weight = torch.randn(32, 32, generator=generator, dtype=torch.float64)
+
+    def experts(rows, row_probs):
+        return torch.tanh(rows @ weight) * row_probs.unsqueeze(1)
+
+    plain = make_dispatcher("ours", config)
+    leaf, leaf_probs = _step(x, probs)
+    rows, counts, row_probs = plain.dispatch_postprocess(
+        *plain.token_dispatch(*plain.dispatch_preprocess(leaf, routing_map, leaf_probs))
+    )
+    output = plain.combine_postprocess(plain.token_combine(plain.combine_preprocess(experts(rows, row_probs))))
+    output.backward(grad)
+
+    overlapped = make_dispatcher("ours", config)
+    manager = overlapped._comm_manager
+    x_in, probs_in = _step(x, probs)
+    tokens, weights = overlapped.dispatch_preprocess(x_in, routing_map, probs_in)
+    tokens_in, weights_in = _step(tokens, weights)
+    manager.token_probs = weights_in
+    sent, sent_probs = overlapped.token_dispatch(tokens_in, weights_in)
+    rows_in, row_probs_in = _step(sent, sent_probs)
+    manager.dispatched_probs = row_probs_in
+    rows, counts_again, row_probs = overlapped.dispatch_postprocess(rows_in, row_probs_in)
+    assert torch.equal(counts, counts_again) and torch.equal(counts, manager.get_number_of_tokens_per_expert())
+    expert_output = overlapped.combine_preprocess(experts(rows, row_probs))
+    (expert_output_in,) = _step(expert_output)
+    result = overlapped.combine_postprocess(overlapped.token_combine(expert_output_in))
+    for outputs, inputs in (((sent, sent_probs), (tokens, weights)), ((result,), (expert_output,))):
+        storages = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+        assert not storages & {tensor.untyped_storage().data_ptr() for tensor in outputs}, "an output aliases an input"
+    expert_output.untyped_storage().resize_(0)
+    assert torch.equal(result, output)
+
+    result.backward(grad)
+    expert_output.backward(expert_output_in.grad)
+    torch.autograd.backward([sent, sent_probs], [rows_in.grad, row_probs_in.grad])
+    torch.autograd.backward([tokens, weights], [tokens_in.grad, weights_in.grad])
+    assert torch.equal(x_in.grad, leaf.grad) and torch.equal(probs_in.grad, leaf_probs.grad)
+
+
+def test_step_by_step_as_1f1b_overlap_runs_it(ranks):
+    ranks.run(_compare_overlapped)
+
+
+# ---- inference switches capacity padding on and off at run time
+
+
+def _compare_inference_padding():
+    from megatron.core.inference import utils
+
+    join_layout(1, W)
+    options = {"num_moe_experts": 8, "moe_router_topk": 2}
+    spec = get_moe_module_spec(use_te=False, num_experts=8, moe_grouped_gemm=False)
+    theirs, ours = spec(config=make_config(**options)), ep_layer_spec(spec)(config=make_config(**options))
+    ours.load_state_dict(theirs.state_dict())
+    outputs = []
+    for layer in (theirs, ours):
+        layer.eval()
+        x = torch.randn(12, 1, 32, generator=torch.Generator().manual_seed(dist.get_rank()), dtype=torch.float64)
+        utils.moe_layer_cache = None
+        with torch.no_grad():
+            results = [layer(x)[0]]
+            utils.set_decode_expert_padding(layer, True, capacity_factor=4)
+            results.append(layer(x)[0])
+            utils.set_decode_expert_padding(layer, False)
+            results.append(layer(x)[0])
+        outputs.append(results)
+    for expected, actual in zip(*outputs, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_inference_flips_drop_and_pad(ranks):
+    ranks.run(_compare_inference_padding)
+
+
+# ---- buffers and mistakes
+
+
+def _counts_buffers():
+    join_layout(1, 2)
+    shared_buffers.close_buffers()
+    config = make_config()
+    before = shared_buffers.comm_seconds()
+    for _ in range(2):
+        dispatcher = make_dispatcher("ours", config)
+        x = torch.randn(5, 32, dtype=torch.float64)
+        routing_map = torch.ones(5, 8, dtype=torch.bool)
+        run_dispatcher(dispatcher, x, routing_map, routing_map.double(), x)
+    assert len(shared_buffers._buffers) == 1, "layers over one group share a buffer"
+    during = shared_buffers.comm_seconds()
+    assert before < during < before + TIMEOUT
+    with pytest.raises(RuntimeError, match="close_buffers"):
+        shared_buffers.configure(timeout=5.0)
+    shared_buffers.close_buffers()
+    assert shared_buffers.comm_seconds() == during, "closing forgets no time"
+    shared_buffers.configure(ep.Topology(2, 1), timeout=30.0)
+    buffer = shared_buffers.shared_buffer(dispatcher.tp_ep_group, 8)
+    assert buffer.topology == ep.Topology(2, 1) and buffer.config.timeout == 30.0
+    shared_buffers.close_buffers()
+    shared_buffers.configure()
+
+
+def test_layers_share_one_buffer(ranks):
+    ranks.run(_counts_buffers)
+
+
+def test_configure_names_the_unknown_setting():
+    with pytest.raises(ValueError, match=r"chanels is no setting; allowed: topology, .*channels"):
+        shared_buffers.configure(chanels=2)
+
+
+def _overlap_without_hybridep():
+    join_layout(1, W)
+    config = make_config()
+    config.overlap_moe_expert_parallel_comm = True
+    with pytest.raises(ValueError, match="needs moe_token_dispatcher_type='flex'.*'hybridep', got 'alltoall'"):
+        make_dispatcher("ours", config)
+
+
+def test_overlap_must_be_declared_as_hybridep(ranks):
+    ranks.run(_overlap_without_hybridep)
+
+
+def _overflow():
+    join_layout(1, W)
+    shared_buffers.close_buffers()
+    dispatcher = make_dispatcher("ours", make_config(**PAD))
+    x = torch.randn(20, 32, dtype=torch.float64)
+    routing_map = torch.zeros(20, 8, dtype=torch.bool)
+    routing_map[:, 0] = True  # no router that keeps to the capacity does this
+    try:
+        run_dispatcher(dispatcher, x, routing_map, routing_map.double(), x)
+    except ep.EPError as error:
+        return type(error).__name__
+    finally:
+        shared_buffers.close_buffers()
+    return "nothing"
+
+
+def test_rows_over_capacity_are_never_lost_silently(ranks):
+    assert ranks.run(_overflow) == ["EPOverflowError", *["EPAbortError"] * (W - 1)]
