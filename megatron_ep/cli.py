@@ -1,4 +1,4 @@
-"""The command `megatron-ep`. Each sub-command imports what it needs when it runs, so `env` works when nothing else does."""
+"""The command `megatron-ep`. A sub-command imports what it needs when it runs: `env` works when nothing else does."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def _env(arguments: list[str]) -> int | None:
 def _train_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "megatron-ep train",
-        description="Trains the model of a recipe. By hand: starts the recipe's ranks on this machine. Under torchrun or "
-        "in a Slurm job step: this process is one of the ranks.",
+        description="Trains the model of a recipe. By hand: starts the recipe's ranks on this machine. Under torchrun "
+        "or in a Slurm job step: this process is one of the ranks.",
         epilog="example: megatron-ep train recipes/tiny_moe_cpu.yaml --steps 200 --set dispatcher.type=alltoall",
     )
     parser.add_argument("recipe", metavar="RECIPE", help="YAML file, see recipes/")

@@ -91,7 +91,7 @@ class Model(Section):
         _require(topk <= experts, f"moe_router_topk {topk} exceeds num_moe_experts {experts}")
         _require(
             (groups is None) == (group_topk is None),
-            f"moe_router_num_groups ({groups}) and moe_router_group_topk ({group_topk}) are given together or not at all",
+            f"moe_router_num_groups ({groups}) and moe_router_group_topk ({group_topk}) must be given together",
         )
         if groups is not None and group_topk is not None:
             _require(experts % groups == 0, f"moe_router_num_groups {groups} does not divide num_moe_experts {experts}")

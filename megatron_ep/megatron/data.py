@@ -69,7 +69,7 @@ def read_documents(path: str | None) -> Iterator[bytes]:
         topics = importlib.import_module(DEFAULT_CORPUS).topics
     except ImportError:
         raise ValueError(
-            f"dataset.path: this Python comes without the default corpus, {DEFAULT_CORPUS}; name a text file (--data FILE)"
+            f"dataset.path: this Python comes without the default corpus {DEFAULT_CORPUS}; name a file (--data FILE)"
         ) from None
     for name in sorted(topics):
         yield topics[name].encode()

@@ -88,8 +88,8 @@ class TrainLog:
         speed = statistics.median(row.tokens_per_second for row in self._rows)
         share = statistics.median(row.dispatch_share for row in self._rows)
         self._console.print(
-            f"loss {loss:.4f} (mean of the last {len(last)} steps); unigram entropy {self._corpus.unigram_entropy:.4f}, "
-            f"both nats a token\n{speed:,.0f} tokens/s, dispatch {share:.0%} of a step (medians)\n"
+            f"loss {loss:.4f} (mean of the last {len(last)} steps), unigram entropy {self._corpus.unigram_entropy:.4f} "
+            f"nats a token\n{speed:,.0f} tokens/s, dispatch {share:.0%} of a step (medians)\n"
             f"wrote {self._out / 'loss.csv'}, {self._out / 'loss.png'}"
         )
         self._plot()
