@@ -1,0 +1,54 @@
+#include "router/backward_row.h"
+#include "router/cuda_team.h"
+
+namespace ep {
+namespace router {
+namespace {
+
+template <class R>
+size_t backward_bytes(const RouterConfig& config) {
+    const size_t wide = 2 * size_t(config.experts) + 2 * kMaxTopk;  // reals
+    return align_up(wide * sizeof(R) + kMaxTopk * sizeof(int32_t), 16);
+}
+
+template <class Storage>
+__global__ void __launch_bounds__(kMaxThreads)
+    router_backward(const RouterConfig config, const RouterBackward args, const int bytes_per_warp) {
+    using R = Real<Storage>;
+    extern __shared__ __align__(16) unsigned char memory[];
+    const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
+    if (row >= args.tokens) return;
+    Carver carver(memory + threadIdx.y * bytes_per_warp);
+    BackwardScratch<R> scratch;
+    scratch.score = carver.take<R>(config.experts);
+    scratch.grad = carver.take<R>(config.experts);
+    scratch.pick_score = carver.take<R>(kMaxTopk);
+    scratch.pick_grad = carver.take<R>(kMaxTopk);
+    scratch.id = carver.take<int32_t>(kMaxTopk);
+    WarpTeam team{static_cast<int>(threadIdx.x)};
+    backward_row<Storage>(team, config, args, row, scratch);
+}
+
+template <class Storage>
+void launch(const RouterConfig& config, const RouterBackward& args, cudaStream_t stream) {
+    launch_rows(router_backward<Storage>, config, args, backward_bytes<Real<Storage>>(config), stream);
+}
+
+}  // namespace
+}  // namespace router
+
+void router_backward_cuda(const RouterConfig& config, const RouterBackward& args, void* stream_handle) {
+    const auto stream = static_cast<cudaStream_t>(stream_handle);
+    switch (args.dtype) {
+        case DType::bf16:
+            return router::launch<BFloat16>(config, args, stream);
+        case DType::fp16:
+            return router::launch<Float16>(config, args, stream);
+        case DType::fp32:
+            return router::launch<float>(config, args, stream);
+        case DType::fp64:
+            return router::launch<double>(config, args, stream);
+    }
+}
+
+}  // namespace ep

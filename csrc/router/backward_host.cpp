@@ -1,0 +1,45 @@
+// clang-format off
+#include "router/host_options.h"
+// clang-format on
+
+#include "router/backward_row.h"
+#include "router/host_team.h"
+
+namespace ep {
+namespace router {
+namespace {
+
+template <class Storage>
+void backward_rows_of(const RouterConfig& config, const RouterBackward& args, int64_t first, int64_t last) {
+    using R = Real<Storage>;
+    std::vector<R> scores(config.experts), grads(config.experts), pick_scores(kMaxTopk), pick_grads(kMaxTopk);
+    std::vector<int32_t> ids(kMaxTopk);
+    const BackwardScratch<R> scratch{scores.data(), grads.data(), pick_scores.data(), pick_grads.data(), ids.data()};
+    HostTeam team;
+    for (int64_t row = first; row < last; ++row) backward_row<Storage>(team, config, args, row, scratch);
+}
+
+EP_ROUTER_CLONES void backward_rows(const RouterConfig& config, const RouterBackward& args, int64_t first,
+                                    int64_t last) {
+    switch (args.dtype) {
+        case DType::bf16:
+            return backward_rows_of<BFloat16>(config, args, first, last);
+        case DType::fp16:
+            return backward_rows_of<Float16>(config, args, first, last);
+        case DType::fp32:
+            return backward_rows_of<float>(config, args, first, last);
+        case DType::fp64:
+            return backward_rows_of<double>(config, args, first, last);
+    }
+}
+
+}  // namespace
+}  // namespace router
+
+void router_backward_host(const RouterConfig& config, const RouterBackward& args, int max_threads) {
+    const int parts = router::count_parts(args.tokens, config.experts, max_threads);
+    router::in_parallel(args.tokens, parts,
+                        [&](int, int64_t first, int64_t last) { router::backward_rows(config, args, first, last); });
+}
+
+}  // namespace ep

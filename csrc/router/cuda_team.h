@@ -1,0 +1,151 @@
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <climits>
+#include <stdexcept>
+#include <string>
+
+#include "router/team.h"
+
+namespace ep::router {
+
+// A Team of the 32 lanes of a warp: see team.h. Every row is one warp's; arrays of the scratch are in shared memory, and lane
+// l works on the elements l, l + 32, ..., so that global accesses coalesce and shared ones have no bank conflicts.
+struct WarpTeam {
+    static constexpr unsigned kAll = 0xffffffffu;
+    int lane;
+
+    template <class F>
+    __device__ void each(int n, F f) {
+#pragma unroll 4
+        for (int i = lane; i < n; i += 32) f(i);
+        __syncwarp();
+    }
+
+    template <class F>
+    __device__ void once(F f) {
+        if (lane == 0) f();
+        __syncwarp();
+    }
+
+    template <class R, class F>
+    __device__ R sum(int n, F f) {
+        R total = 0;
+        for (int i = lane; i < n; i += 32) total += f(i);
+        for (int distance = 16; distance; distance /= 2) total += __shfl_xor_sync(kAll, total, distance);
+        return total;
+    }
+
+    template <class R, class F>
+    __device__ R max(int n, F f) {
+        R largest = -kInfinity<R>;
+        for (int i = lane; i < n; i += 32) largest = fmax(largest, f(i));
+        for (int distance = 16; distance; distance /= 2)
+            largest = fmax(largest, __shfl_xor_sync(kAll, largest, distance));
+        return largest;
+    }
+
+    template <class K>
+    __device__ KeyCount<K> count_and_next(const K* keys, int n, K key) {
+        int count = 0;
+        K next = kNoKey<K>;
+        for (int i = lane; i < n; i += 32) {
+            count += keys[i] == key;
+            if (keys[i] < key && keys[i] > next) next = keys[i];
+        }
+        return {__reduce_add_sync(kAll, count), warp_max(next)};
+    }
+
+    // A tournament of the lanes: after a pick only the lane that owned it looks for its next best.
+    template <class K, class F>
+    __device__ void take_top(K* keys, int n, int count, F f) {
+        K key;
+        int index;
+        find_own_best(keys, n, key, index);
+        for (int rank = 0; rank < count; ++rank) {
+            const K best = warp_max(key);
+            const int winner = __reduce_min_sync(kAll, key == best ? index : INT_MAX);
+            if (index == winner) {
+                keys[index] = kNoKey<K>;
+                find_own_best(keys, n, key, index);
+            }
+            f(rank, winner);
+        }
+        __syncwarp();
+    }
+
+    __device__ void increment(int64_t* counter) { atomicAdd(reinterpret_cast<unsigned long long*>(counter), 1ull); }
+
+  private:
+    template <class K>
+    __device__ void find_own_best(const K* keys, int n, K& key, int& index) {
+        key = kNoKey<K>;
+        index = INT_MAX;
+        for (int i = lane; i < n; i += 32) {
+            if (keys[i] > key) key = keys[i], index = i;
+        }
+    }
+
+    __device__ static int32_t warp_max(int32_t value) { return __reduce_max_sync(kAll, value); }
+    __device__ static int64_t warp_max(int64_t value) {
+        for (int distance = 16; distance; distance /= 2) {
+            const int64_t other = __shfl_xor_sync(kAll, value, distance);
+            value = other > value ? other : value;
+        }
+        return value;
+    }
+};
+
+// Cuts a warp's part of shared memory into arrays; all element types have 4 or 8 bytes, the wide ones come first.
+class Carver {
+  public:
+    __device__ explicit Carver(unsigned char* memory) : memory_(memory) {}
+
+    template <class T>
+    __device__ T* take(int count) {
+        T* const array = reinterpret_cast<T*>(memory_);
+        memory_ += count * sizeof(T);
+        return array;
+    }
+
+  private:
+    unsigned char* memory_;
+};
+
+inline void check_cuda(cudaError_t error, const char* what) {
+    if (error == cudaSuccess) return;
+    throw std::runtime_error(std::string("grouped_topk: ") + what + ": " + cudaGetErrorString(error));
+}
+
+// Launches kernel(config, args, bytes_per_warp) with a warp per row.
+template <class Args>
+void launch_rows(void (*kernel)(RouterConfig, Args, int), const RouterConfig& config, const Args& args,
+                 size_t bytes_per_warp, cudaStream_t stream) {
+    constexpr size_t kWithoutOptIn = 48 * 1024;
+    if (args.tokens == 0) return;
+    int warps = 4;
+    while (warps > 1 && warps * bytes_per_warp > kWithoutOptIn) warps /= 2;
+    const size_t shared = warps * bytes_per_warp;
+    if (shared > kWithoutOptIn) {
+        int device = 0, most = 0;
+        check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+        check_cuda(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+                   "cudaDeviceGetAttribute");
+        if (shared > static_cast<size_t>(most)) {
+            throw std::invalid_argument("logits has " + std::to_string(config.experts) + " experts, which need " +
+                                        std::to_string(shared) + " bytes of shared memory; this GPU has " +
+                                        std::to_string(most));
+        }
+        check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)),
+                   "cudaFuncSetAttribute");
+    }
+    const int64_t blocks = (args.tokens + warps - 1) / warps;
+    kernel<<<dim3(static_cast<unsigned>(blocks)), dim3(32, warps), shared, stream>>>(config, args,
+                                                                                     static_cast<int>(bytes_per_warp));
+    check_cuda(cudaGetLastError(), "kernel launch");
+}
+
+constexpr int kMaxThreads = 128;
+
+}  // namespace ep::router

@@ -1,0 +1,53 @@
+// clang-format off
+#include "router/host_options.h"
+// clang-format on
+
+#include "router/forward_row.h"
+#include "router/host_team.h"
+
+namespace ep {
+namespace router {
+namespace {
+
+template <class Storage>
+void forward_rows_of(const RouterConfig& config, const RouterForward& args, int64_t first, int64_t last) {
+    using R = Real<Storage>;
+    std::vector<R> scores(config.experts), weights(kMaxTopk);
+    std::vector<Key<R>> keys(config.experts), group_keys(config.groups);
+    std::vector<int32_t> ids(kMaxTopk);
+    const ForwardScratch<R> scratch{scores.data(), keys.data(), group_keys.data(), weights.data(), ids.data()};
+    HostTeam team;
+    for (int64_t row = first; row < last; ++row) forward_row<Storage>(team, config, args, row, scratch);
+}
+
+EP_ROUTER_CLONES void forward_rows(const RouterConfig& config, const RouterForward& args, int64_t first, int64_t last) {
+    switch (args.dtype) {
+        case DType::bf16:
+            return forward_rows_of<BFloat16>(config, args, first, last);
+        case DType::fp16:
+            return forward_rows_of<Float16>(config, args, first, last);
+        case DType::fp32:
+            return forward_rows_of<float>(config, args, first, last);
+        case DType::fp64:
+            return forward_rows_of<double>(config, args, first, last);
+    }
+}
+
+}  // namespace
+}  // namespace router
+
+void router_forward_host(const RouterConfig& config, const RouterForward& args, int max_threads) {
+    const int parts = router::count_parts(args.tokens, config.experts, max_threads);
+    std::vector<std::vector<int64_t>> counts(parts, std::vector<int64_t>(config.experts));
+    router::in_parallel(args.tokens, parts, [&](int part, int64_t first, int64_t last) {
+        RouterForward own = args;
+        own.tokens_per_expert = counts[part].data();
+        router::forward_rows(config, own, first, last);
+    });
+    for (int e = 0; e < config.experts; ++e) {
+        args.tokens_per_expert[e] = 0;
+        for (const auto& part : counts) args.tokens_per_expert[e] += part[e];
+    }
+}
+
+}  // namespace ep

@@ -1,0 +1,64 @@
+// clang-format off
+#include "router/host_options.h"
+// clang-format on
+
+#include "router/host_top.h"
+
+#include <algorithm>
+
+#include "router/number.h"
+
+namespace ep::router {
+namespace {
+
+template <class K>
+K find_largest(const K* keys, int n) {
+    K largest = keys[0];
+    for (int i = 1; i < n; ++i) largest = keys[i] > largest ? keys[i] : largest;
+    return largest;
+}
+
+// The lowest index that holds `key`, as a minimum over all: a search that stops early does not vectorise.
+template <class K>
+int find(const K* keys, int n, K key) {
+    int lowest = n;
+    for (int i = 0; i < n; ++i) {
+        const int index = keys[i] == key ? i : n;
+        lowest = index < lowest ? index : lowest;
+    }
+    return lowest;
+}
+
+// A tournament: the largest key of each block is at hand, so that a pick looks at those and at one block.
+template <class K>
+void take_top_by_blocks(K* keys, int n, int count, Pick<K>* picks) {
+    constexpr int kMaxBlocks = 64;
+    int block_size = 32;
+    while (n > block_size * kMaxBlocks) block_size *= 2;
+    const int blocks = (n + block_size - 1) / block_size;
+    const auto size = [=](int block) { return std::min(block_size, n - block * block_size); };
+
+    K largest[kMaxBlocks];
+    for (int b = 0; b < blocks; ++b) largest[b] = find_largest(keys + b * block_size, size(b));
+    for (int rank = 0; rank < count; ++rank) {
+        int b = 0;
+        for (int i = 1; i < blocks; ++i) b = largest[i] > largest[b] ? i : b;
+        K* const block = keys + b * block_size;
+        const int index = find(block, size(b), largest[b]);
+        picks[rank] = {largest[b], b * block_size + index};
+        block[index] = kNoKey<K>;
+        largest[b] = find_largest(block, size(b));
+    }
+}
+
+}  // namespace
+
+EP_ROUTER_CLONES void take_top(int32_t* keys, int n, int count, Pick<int32_t>* picks) {
+    take_top_by_blocks(keys, n, count, picks);
+}
+
+EP_ROUTER_CLONES void take_top(int64_t* keys, int n, int count, Pick<int64_t>* picks) {
+    take_top_by_blocks(keys, n, count, picks);
+}
+
+}  // namespace ep::router

@@ -1,0 +1,171 @@
+"""Megatron's top-k router on the fused gate of `megatron_ep.router`.
+
+T tokens on this rank, E experts, K picks of a token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_ep.router import MAX_TOPK, SCORE_FUNCTIONS, Routing, grouped_topk
+
+BALANCING_TYPES = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
+
+
+class EPTopKRouter(TopKRouter):
+    """Drop-in for Megatron's `TopKRouter`: same parameters, buffers, losses and results.
+
+    The gate, the scores for the auxiliary losses and their gradients are computed by our kernels, in fp32 whatever the
+    logits' dtype, as in Megatron-Core 0.17 and newer; all else is the base class's code: input jitter, gating, z-loss,
+    auxiliary losses, the counts behind the expert bias, replay.
+
+    Args:
+        config, pg_collection: as for `TopKRouter`.
+        sparse: return what a dispatcher sends instead of Megatron's dense interface, see `forward`.
+        options: what newer versions of Megatron-Core pass on (is_mtp_layer).
+
+    Raises:
+        ValueError: the config asks for what this router cannot do: sinkhorn or quantile balancing, a score function but
+            sigmoid and softmax, Transformer Engine's fused router, more than 32 experts for a token; or sparse together
+            with capacity-limited experts, whose choice is not K experts for each token.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection | None = None,
+        sparse: bool = False,
+        **options: Any,
+    ) -> None:
+        _check(config, sparse)
+        super().__init__(config=config, pg_collection=pg_collection, **options)
+        self.sparse = sparse
+
+    def routing(
+        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Chooses the experts; what `forward` returns.
+
+        Args:
+            logits: [S, B, E], T = S * B.
+            padding_mask: bool [S, B], True for padding: routed like the rest, but left out of losses and counts.
+
+        Returns:
+            probs [T, E] in the logits' dtype and bool routing_map [T, E]; or, when sparse, weights [T, K] (fp32, or
+            fp64 for fp64 logits) and int64 expert ids [T, K]. The auxiliary losses hang on the first.
+        """
+        seq_length, batch_size = logits.shape[:2]
+        logits = logits.view(-1, self.config.num_moe_experts)
+        if padding_mask is not None:
+            padding_mask = padding_mask.reshape(-1)
+        logits = self.apply_z_loss(logits, padding_mask=padding_mask)
+
+        balances = self.training and torch.is_grad_enabled() and self.is_aux_loss_enabled()
+        routing = self._choose(logits, dense=not self.sparse, aux=balances)
+        if self.sparse:
+            weights, chosen = routing.weights, routing.ids
+        else:
+            weights, chosen = routing.probs, routing.routing_map
+        if self.config.moe_expert_capacity_factor is not None:
+            weights, chosen = apply_router_token_dropping(
+                weights,
+                chosen,
+                router_topk=self.topk,
+                capacity_factor=self.config.moe_expert_capacity_factor,
+                drop_policy=self.config.moe_token_drop_policy,
+                pad_to_capacity=self.config.moe_pad_expert_input_to_capacity,
+            )
+        if balances:
+            weights = self._apply_balancing(weights, routing, padding_mask, seq_length, batch_size)
+        self._count_tokens(routing, chosen, padding_mask)
+        return weights, chosen
+
+    def _choose(self, logits: torch.Tensor, dense: bool, aux: bool) -> Routing:
+        config = self.config
+        options: dict[str, Any] = dict(
+            score_function=self.score_function,
+            expert_bias=self.expert_bias,
+            # Megatron takes a factor of 0 for none.
+            scaling_factor=config.moe_router_topk_scaling_factor or None,
+            pre_softmax=config.moe_router_pre_softmax and self.score_function == "softmax",
+        )
+        if config.moe_router_group_topk:
+            options |= dict(num_groups=config.moe_router_num_groups, group_topk=config.moe_router_group_topk)
+        if self.router_replay is not None:
+            options["replay_ids"] = self._replay_ids(logits.detach(), options)
+        return grouped_topk(logits, self.topk, **options, dense=dense, aux=aux)
+
+    def _replay_ids(self, logits: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+        """Recorded ids [T, K], or ours, which are recorded if that is wanted."""
+
+        def choose(logits: torch.Tensor, topk: int, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            routing = grouped_topk(logits, topk, **options)
+            return routing.weights, routing.ids
+
+        groups = (self.config.moe_router_num_groups, self.config.moe_router_group_topk)
+        return self.router_replay.get_replay_topk(logits, self.topk, *groups, choose)[1]
+
+    def _apply_balancing(
+        self,
+        weights: torch.Tensor,
+        routing: Routing,
+        padding_mask: torch.Tensor | None,
+        seq_length: int,
+        batch_size: int,
+    ) -> torch.Tensor:
+        """Hangs Megatron's auxiliary losses on the weights; their scores and map leave padding out."""
+        scores, chosen = routing.aux_scores, routing.aux_map
+        if padding_mask is not None:
+            valid = ~padding_mask.unsqueeze(-1)
+            scores, chosen = scores * valid, chosen & valid
+        padded = padding_mask is not None
+        weights = self._apply_aux_loss(weights, scores, chosen, with_padding_mask=padded)
+        weights = self._apply_seq_aux_loss(weights, scores, chosen, seq_length, batch_size, with_padding_mask=padded)
+        return self._apply_global_aux_loss(weights, scores, chosen, with_padding_mask=padded)
+
+    def _count_tokens(self, routing: Routing, chosen: torch.Tensor, padding_mask: torch.Tensor | None) -> None:
+        """Adds to the counts from which Megatron updates the expert bias: of dispatched tokens, without padding."""
+        if not (self.enable_expert_bias and torch.is_grad_enabled()):
+            return
+        if padding_mask is None and self.config.moe_expert_capacity_factor is None:
+            self.local_tokens_per_expert += routing.tokens_per_expert
+            return
+        if self.sparse:
+            shape = (chosen.shape[0], self.config.num_moe_experts)
+            chosen = chosen.new_zeros(shape, dtype=torch.bool).scatter(1, chosen, True)
+        # The base class would broadcast a [T] mask along the experts.
+        self._apply_expert_bias(chosen, None if padding_mask is None else padding_mask.unsqueeze(-1))
+
+
+def fused_router(
+    config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None, **options: Any
+) -> EPTopKRouter:
+    """The router of an `EPMoELayer`, to be named in its MoESubmodules: hands its picks straight to the dispatcher.
+
+    Dense only when experts have a limited capacity, whose drops are a matter of the dense map.
+    """
+    return EPTopKRouter(config, pg_collection, sparse=config.moe_expert_capacity_factor is None, **options)
+
+
+def _check(config: TransformerConfig, sparse: bool) -> None:
+    balancing = config.moe_router_load_balancing_type
+    for kind in [balancing] if isinstance(balancing, str) else balancing:
+        if kind not in BALANCING_TYPES:
+            raise ValueError(f"moe_router_load_balancing_type is {kind!r}, must be of {', '.join(BALANCING_TYPES)}")
+    if config.moe_router_score_function not in SCORE_FUNCTIONS:
+        allowed = ", ".join(SCORE_FUNCTIONS)
+        raise ValueError(f"moe_router_score_function is {config.moe_router_score_function!r}, must be of {allowed}")
+    if config.moe_router_fusion:
+        raise ValueError("moe_router_fusion is True, which asks for Transformer Engine's router: must be False")
+    if config.moe_router_topk > MAX_TOPK:
+        raise ValueError(f"moe_router_topk is {config.moe_router_topk}, must be at most {MAX_TOPK}")
+    if sparse and config.moe_expert_capacity_factor is not None:
+        raise ValueError(
+            f"sparse is True with moe_expert_capacity_factor {config.moe_expert_capacity_factor}: must be False"
+        )

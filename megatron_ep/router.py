@@ -1,0 +1,290 @@
+"""The MoE gate: from router logits to each token's experts and weights, in one kernel, with gradients.
+
+Shapes: T tokens, E experts, K picks of a token. The semantics are those of Megatron-Core's
+`topk_routing_with_score_function` and `group_limited_topk` (megatron/core/transformer/moe/moe_utils.py, version 0.19),
+made definite where those leave a choice to torch.topk.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from megatron_ep import _C
+
+MAX_TOPK = 32
+SCORE_FUNCTIONS = ("sigmoid", "softmax")
+LOGIT_DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float64: 3}  # csrc/core/dtypes.h
+
+
+class Routing(NamedTuple):
+    """What `grouped_topk` returns. "Real" is float64 for float64 logits, else float32.
+
+    ids: int64 [T, K], best score first, -1 where there is no expert. weights: real [T, K], 0 where there is none.
+    tokens_per_expert: int64 [E], on the logits' device.
+    probs, routing_map: the same as [T, E], probs in the logits' dtype and 0 where not chosen, the map bool; None unless
+        asked for with `dense`.
+    aux_scores, aux_map: real and bool [T, E], for the auxiliary loss; None unless asked for with `aux`.
+    """
+
+    ids: torch.Tensor
+    weights: torch.Tensor
+    tokens_per_expert: torch.Tensor
+    probs: torch.Tensor | None
+    routing_map: torch.Tensor | None
+    aux_scores: torch.Tensor | None
+    aux_map: torch.Tensor | None
+
+
+def grouped_topk(
+    logits: torch.Tensor,
+    k: int,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    score_function: str = "sigmoid",
+    expert_bias: torch.Tensor | None = None,
+    scaling_factor: float | None = None,
+    pre_softmax: bool = False,
+    renormalize: bool | None = None,
+    padding_mask: torch.Tensor | None = None,
+    replay_ids: torch.Tensor | None = None,
+    *,
+    dense: bool = False,
+    aux: bool = False,
+) -> Routing:
+    """Chooses K experts for each token and weighs them.
+
+    Scores are sigmoid(logits), softmax(logits) over all experts (`pre_softmax`), or the logits themselves. The K best
+    of score + expert_bias are chosen; with groups only from the `group_topk` best of `num_groups` equal groups of
+    consecutive experts, where a group's score is the sum of its best K // group_topk. The weights are the chosen scores
+    without the bias; for logits, their softmax. They are divided by their sum + 1e-20 if K > 1 and `renormalize`, then
+    multiplied by `scaling_factor`.
+
+    Among equal scores the lowest id wins, for experts and for groups. NaN counts as larger than +inf, so a NaN logit's
+    expert is chosen and shows in the weights, and never leads to an id outside [0, E). Infinite logits give what IEEE
+    arithmetic gives: sigmoid 0 or 1; NaN from a softmax over a +inf, or over nothing but -inf.
+
+    Gradients flow from weights, probs and aux_scores to the logits; the bias gets none.
+
+    Args:
+        logits: [T, E] on the CPU or a GPU; float32, bfloat16 and float16 are computed in float32, float64 in float64
+            (Megatron computes scores of float64 logits in float32).
+        k: K, at most 32 and E.
+        num_groups, group_topk: both or neither.
+        score_function: "sigmoid" or "softmax".
+        expert_bias: float32 [E], for "sigmoid".
+        scaling_factor: None is 1.
+        pre_softmax: softmax over all experts before the choice rather than over the chosen ones after it.
+        renormalize: None does as Megatron: True for "sigmoid", False for "softmax" with pre_softmax; without it the
+            weights sum to 1 anyway.
+        padding_mask: bool [T]; tokens where it is True get no expert and are not counted.
+        replay_ids: int64 [T, K], distinct in a row: takes these experts instead of choosing; -1 for none. Checking them
+            waits for the GPU.
+        dense: also return probs and routing_map.
+        aux: also return aux_scores, softmax(logits) or sigmoid(logits) / (their sum + 1e-20), and aux_map, the K
+            largest of them; 0 and False for padding. Bias, groups, scaling and replay_ids play no part
+            (Megatron's compute_routing_scores_for_aux_loss).
+
+    Raises:
+        ValueError: a wrong argument; on a GPU also an E beyond its shared memory (28,000 on an H200 for float32).
+        RuntimeError: logits are on a GPU and this build has no CUDA kernels.
+    """
+    _check_logits(logits, k)
+    num_tokens, num_experts = logits.shape
+    _check_groups(num_experts, k, num_groups, group_topk)
+    _check_scoring(score_function, pre_softmax, renormalize, scaling_factor)
+    if expert_bias is not None:
+        if score_function != "sigmoid":
+            raise ValueError(f"expert_bias needs score_function 'sigmoid', got {score_function!r}")
+        _check_tensor("expert_bias", expert_bias, torch.float32, (num_experts,), logits.device)
+    if padding_mask is not None:
+        _check_tensor("padding_mask", padding_mask, torch.bool, (num_tokens,), logits.device)
+    if replay_ids is not None:
+        _check_tensor("replay_ids", replay_ids, torch.int64, (num_tokens, k), logits.device)
+        _check_replay_ids(replay_ids, num_experts)
+    config = _make_config(
+        num_experts,
+        k,
+        num_groups if group_topk else 1,
+        group_topk or 1,
+        score_function,
+        pre_softmax,
+        k > 1 and (score_function == "sigmoid" if renormalize is None else renormalize),
+        1.0 if scaling_factor is None else scaling_factor,
+    )
+    return Routing(*_GroupedTopk.apply(logits, expert_bias, padding_mask, replay_ids, config, dense, aux))
+
+
+class _GroupedTopk(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        bias: torch.Tensor | None,
+        padding: torch.Tensor | None,
+        replay_ids: torch.Tensor | None,
+        config: _C.RouterConfig,
+        dense: bool,
+        aux: bool,
+    ) -> tuple[torch.Tensor | None, ...]:
+        logits, bias, padding, replay_ids = map(_contiguous, (logits, bias, padding, replay_ids))
+        shape, real = logits.shape, torch.promote_types(logits.dtype, torch.float32)
+        ids = logits.new_empty(shape[0], config.topk, dtype=torch.int64)
+        weights = logits.new_empty(shape[0], config.topk, dtype=real)
+        tokens_per_expert = logits.new_empty(shape[1], dtype=torch.int64)
+        probs = logits.new_empty(shape) if dense else None
+        routing_map = logits.new_empty(shape, dtype=torch.bool) if dense else None
+        aux_scores = logits.new_empty(shape, dtype=real) if aux else None
+        aux_map = logits.new_empty(shape, dtype=torch.bool) if aux else None
+        tensors = _C.RouterForward(
+            tokens=shape[0],
+            dtype=LOGIT_DTYPES[logits.dtype],
+            logits=_address(logits),
+            bias=_address(bias),
+            padding=_address(padding),
+            replay_ids=_address(replay_ids),
+            ids=_address(ids),
+            weights=_address(weights),
+            tokens_per_expert=_address(tokens_per_expert),
+            probs=_address(probs),
+            routing_map=_address(routing_map),
+            aux_scores=_address(aux_scores),
+            aux_map=_address(aux_map),
+        )
+        _run("router_forward", logits.device, config, tensors)
+        ctx.save_for_backward(logits, padding, ids)
+        ctx.config = config
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(t for t in (ids, tokens_per_expert, routing_map, aux_map) if t is not None))
+        return ids, weights, tokens_per_expert, probs, routing_map, aux_scores, aux_map
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        _, grad_weights, _, grad_probs, _, grad_aux_scores, _ = map(_contiguous, grads)
+        nothing = (None,) * 6
+        if grad_weights is None and grad_probs is None and grad_aux_scores is None:
+            return None, *nothing
+        logits, padding, ids = ctx.saved_tensors
+        grad_logits = torch.empty_like(logits)
+        tensors = _C.RouterBackward(
+            tokens=logits.shape[0],
+            dtype=LOGIT_DTYPES[logits.dtype],
+            logits=_address(logits),
+            padding=_address(padding),
+            ids=_address(ids),
+            grad_weights=_address(grad_weights),
+            grad_probs=_address(grad_probs),
+            grad_aux_scores=_address(grad_aux_scores),
+            grad_logits=_address(grad_logits),
+        )
+        _run("router_backward", logits.device, ctx.config, tensors)
+        return grad_logits, *nothing
+
+
+def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _run(function: str, device: torch.device, config: _C.RouterConfig, tensors: Any) -> None:
+    if device.type == "cpu":
+        getattr(_C, f"{function}_host")(config, tensors, max_threads=torch.get_num_threads())
+        return
+    with torch.cuda.device(device):
+        getattr(_C, f"{function}_cuda")(config, tensors, stream=torch.cuda.current_stream().cuda_stream)
+
+
+@functools.lru_cache(maxsize=256)
+def _make_config(
+    num_experts: int,
+    k: int,
+    num_groups: int,
+    group_topk: int,
+    score_function: str,
+    pre_softmax: bool,
+    renormalize: bool,
+    scaling_factor: float,
+) -> _C.RouterConfig:
+    if score_function == "sigmoid":
+        score = _C.ScoreFunction.SIGMOID
+    else:
+        score = _C.ScoreFunction.PRE_SOFTMAX if pre_softmax else _C.ScoreFunction.POST_SOFTMAX
+    return _C.RouterConfig(
+        experts=num_experts,
+        topk=k,
+        groups=num_groups,
+        group_topk=group_topk,
+        score=score,
+        renormalize=renormalize and score != _C.ScoreFunction.POST_SOFTMAX,
+        scaling_factor=scaling_factor,
+    )
+
+
+def _check_logits(logits: torch.Tensor, k: int) -> None:
+    if logits.dim() != 2:
+        raise ValueError(f"logits has shape {tuple(logits.shape)}, must have 2 dimensions [T, E]")
+    if logits.dtype not in LOGIT_DTYPES:
+        raise ValueError(f"logits has dtype {logits.dtype}, must be one of {', '.join(map(str, LOGIT_DTYPES))}")
+    if logits.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"logits is on {logits.device}, must be on the CPU or a CUDA device")
+    if logits.is_cuda and not hasattr(_C, "router_forward_cuda"):
+        raise RuntimeError("logits is on a GPU, but this build of megatron_ep has no CUDA kernels (megatron-ep env)")
+    most = min(MAX_TOPK, logits.shape[1])
+    if not 1 <= k <= most:
+        raise ValueError(f"k is {k}, must be in [1, {most}] for {logits.shape[1]} experts")
+
+
+def _check_groups(num_experts: int, k: int, num_groups: int | None, group_topk: int | None) -> None:
+    if (num_groups is None) != (group_topk is None):
+        raise ValueError(f"num_groups is {num_groups} and group_topk {group_topk}: give both or neither")
+    if num_groups is None:
+        return
+    if num_groups < 1 or num_experts % num_groups:
+        raise ValueError(f"num_groups is {num_groups}, must divide the {num_experts} experts of logits")
+    most = min(num_groups, k)
+    if not 1 <= group_topk <= most:
+        raise ValueError(f"group_topk is {group_topk}, must be in [1, {most}] for num_groups {num_groups} and k {k}")
+    group_size = num_experts // num_groups
+    if k > group_topk * group_size:
+        raise ValueError(f"k is {k}, but {group_topk} groups of {group_size} have {group_topk * group_size} experts")
+
+
+def _check_scoring(
+    score_function: str, pre_softmax: bool, renormalize: bool | None, scaling_factor: float | None
+) -> None:
+    if score_function not in SCORE_FUNCTIONS:
+        raise ValueError(f"score_function is {score_function!r}, must be one of {', '.join(SCORE_FUNCTIONS)}")
+    if pre_softmax and score_function != "softmax":
+        raise ValueError(f"pre_softmax needs score_function 'softmax', got {score_function!r}")
+    if renormalize is False and score_function == "softmax" and not pre_softmax:
+        raise ValueError(
+            "renormalize is False, but a softmax over the chosen experts always sums to 1: use pre_softmax"
+        )
+    if scaling_factor is not None and (not math.isfinite(scaling_factor) or scaling_factor == 0):
+        raise ValueError(f"scaling_factor is {scaling_factor}, must be finite and not 0")
+
+
+def _check_tensor(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
+) -> None:
+    if tensor.dtype != dtype or tuple(tensor.shape) != shape or tensor.device != device:
+        raise ValueError(
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, must be {dtype} {shape} on {device}"
+        )
+
+
+def _check_replay_ids(ids: torch.Tensor, num_experts: int) -> None:
+    if ((ids < -1) | (ids >= num_experts)).any():
+        raise ValueError(f"replay_ids has ids from {ids.min()} to {ids.max()}, must be in [-1, {num_experts})")
+    ordered = ids.sort(dim=1).values
+    if ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any():
+        raise ValueError("replay_ids has an expert twice in a row, must be distinct")
