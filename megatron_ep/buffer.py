@@ -22,8 +22,17 @@ NVL_BATCH = 8
 COMBINE_DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float64: 3}  # csrc/core/dtypes.h
 
 
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+POOLED_BYTES = 1 << 20  # outputs from this size on live in memory that is kept for later ones
+
+
+def _new_output(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """Uninitialised [rows, columns]."""
+    out = torch.empty(0, dtype=dtype)
+    size = rows * columns * out.element_size()
+    if size < POOLED_BYTES:
+        return torch.empty(rows, columns, dtype=dtype)
+    storage = torch.from_dlpack(_C.pooled_bytes(size)).untyped_storage()
+    return out.set_(storage, 0, (rows, columns), (columns, 1))
 
 
 class RankGroup:
@@ -190,15 +199,14 @@ class RankGroup:
         group = self._live_group()
         out, out_scales, out_weights, tensors = [], [], [], []
         for i, rank in enumerate(handle.ranks):
-            new = torch.zeros if rank.rows != int(rank.tokens_per_expert.sum()) else torch.empty
-            out.append(new(rank.rows, x[i].shape[1], dtype=x[i].dtype))
+            out.append(_new_output(rank.rows, x[i].shape[1], x[i].dtype))
             t = self._tensors(handle, i)
             t.x, t.out = x[i].data_ptr(), out[i].data_ptr()
             if scales is not None:
-                out_scales.append(new(rank.rows, scales[i].shape[1], dtype=scales[i].dtype))
+                out_scales.append(torch.empty(rank.rows, scales[i].shape[1], dtype=scales[i].dtype))
                 t.scales, t.out_scales = scales[i].data_ptr(), out_scales[i].data_ptr()
             if weights is not None:
-                out_weights.append(new(rank.rows, dtype=weights[i].dtype))
+                out_weights.append(torch.empty(rank.rows, dtype=weights[i].dtype))
                 t.weights, t.out_weights = weights[i].data_ptr(), out_weights[i].data_ptr()
             tensors.append(t)
         row = self.format_of(handle.topk, x[0], scales, weights)
@@ -213,7 +221,7 @@ class RankGroup:
         group = self._live_group()
         out, out_weights, tensors = [], [], []
         for i, rank in enumerate(handle.ranks):
-            out.append(torch.empty(rank.num_tokens, x[i].shape[1], dtype=x[i].dtype))
+            out.append(_new_output(rank.num_tokens, x[i].shape[1], x[i].dtype))
             t = self._tensors(handle, i)
             t.x, t.out = x[i].data_ptr(), out[i].data_ptr()
             if weights is not None:

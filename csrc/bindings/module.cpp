@@ -1,6 +1,7 @@
 #include <pybind11/pybind11.h>
 
 #include "bindings/group.h"
+#include "bindings/memory.h"
 
 namespace py = pybind11;
 
@@ -23,4 +24,5 @@ PYBIND11_MODULE(_C, m) {
     m.doc() = "Compiled kernels of megatron_ep. Takes raw pointers; megatron_ep.buffer checks what they point to.";
     m.def("build_info", &build_info);
     ep::bind_group(m);
+    ep::bind_memory(m);
 }

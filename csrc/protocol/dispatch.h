@@ -201,18 +201,25 @@ EP_FN void receiver(W& warp, F& fabric, const DispatchArgs& args, int channel, i
     }
 }
 
-// Rows of padding hold zeros; so do their weights.
+// Rows that no token fills hold zeros, and so do their scales and weights: the padding of an expert, and what lies behind the last expert.
+template <WarpLike W>
+EP_FN void clear_rows(W& warp, const DispatchArgs& args, int64_t first, int64_t end) {
+    const RowFormat& format = args.format;
+    if (end > args.max_rows) end = args.max_rows;
+    if (first >= end) return;
+    warp.zero(args.recv_x + first * format.payload_bytes, (end - first) * format.payload_bytes);
+    warp.zero(args.recv_scales + first * format.scale_bytes, (end - first) * format.scale_bytes);
+    warp.zero(args.recv_weights + first * format.weight_bytes, (end - first) * format.weight_bytes);
+}
+
 template <WarpLike W>
 EP_FN void clear_padding(W& warp, const DispatchArgs& args, int expert) {
-    const Layout& layout = args.layout;
-    const RowFormat& format = args.format;
-    int64_t end = layout.expert_start(expert + 1);
-    if (end > args.max_rows) end = args.max_rows;
-    for (int64_t row = layout.expert_start(expert) + layout.expert_count(expert); row < end; ++row) {
-        warp.zero(args.recv_x + row * format.payload_bytes, format.payload_bytes);
-        warp.zero(args.recv_scales + row * format.scale_bytes, format.scale_bytes);
-        warp.zero(args.recv_weights + row * format.weight_bytes, format.weight_bytes);
-    }
+    clear_rows(warp, args, args.layout.expert_start(expert) + args.layout.expert_count(expert), args.layout.expert_start(expert + 1));
+}
+
+template <WarpLike W>
+EP_FN void clear_rest(W& warp, const DispatchArgs& args) {
+    clear_rows(warp, args, args.layout.expert_start(args.layout.local_experts()), args.max_rows);
 }
 
 }  // namespace ep

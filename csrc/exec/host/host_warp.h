@@ -109,7 +109,9 @@ class BasicHostWarp {
         sum_rows(static_cast<T*>(dst), rows, num_rows, count);
     }
 
-    void zero(void* dst, size_t bytes) { std::memset(dst, 0, bytes); }
+    void zero(void* dst, size_t bytes) {
+        if (bytes) std::memset(dst, 0, bytes);
+    }
 
     template <Scope scope>
     void publish(uint64_t* flag, uint64_t value) {

@@ -72,6 +72,7 @@ void HostGroup::dispatch(std::vector<DispatchArgs> args, const std::function<boo
         }
         tasks[i].push_back(role<Warp>(i, Role::Launch, 0, [&a](Warp& warp, HostFabric&) {
             for (int expert = 0; expert < a.layout.local_experts(); ++expert) clear_padding(warp, a, expert);
+            clear_rest(warp, a);
         }));
     }
     run(std::move(tasks), interrupted);
