@@ -1,0 +1,429 @@
+"""`grouped_topk` against the specification in plain torch, on every device at hand.
+
+The experts are compared for equality. So that a rounding in exp cannot decide a choice, the specification takes the
+scores themselves from the kernel, as weights of a choice of one expert of one, and their accuracy has its own test.
+T tokens, E experts, K picks of a token.
+"""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ep.router import Routing, grouped_topk
+
+EPSILON = 1e-20
+TOLERANCE = {
+    torch.float32: dict(rtol=2e-6, atol=1e-9),
+    torch.float64: dict(rtol=1e-13, atol=1e-18),
+    torch.bfloat16: dict(rtol=8e-3, atol=1e-9),
+    torch.float16: dict(rtol=2e-3, atol=1e-6),
+}
+
+
+@pytest.fixture(params=["cpu", "cuda"], scope="module")
+def device(request):
+    if request.param == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("this machine has no GPU")
+        from megatron_ep import _C
+
+        if not hasattr(_C, "router_forward_cuda"):
+            pytest.skip("megatron_ep was built without CUDA kernels")
+    return request.param
+
+
+# ---- the specification
+
+
+def real(dtype):
+    return torch.promote_types(dtype, torch.float32)
+
+
+def specified_scores(logits, score_function, pre_softmax):
+    if score_function == "sigmoid":
+        return torch.sigmoid(logits)
+    return torch.softmax(logits, dim=1) if pre_softmax else logits
+
+
+def kernel_scores(logits, score_function, pre_softmax):
+    if score_function == "sigmoid":
+        return grouped_topk(logits.reshape(-1, 1), 1).weights.view(logits.shape)
+    return grouped_topk(logits, 1, score_function="softmax", aux=True).aux_scores if pre_softmax else logits
+
+
+def order(scores):
+    """Best first, NaN best of all, the lowest id first among equals."""
+    return scores.sort(dim=-1, descending=True, stable=True)
+
+
+def specified_ids(scores, k, num_groups, group_topk, expert_bias):
+    choice = scores if expert_bias is None else scores + expert_bias
+    kept = torch.ones_like(choice, dtype=torch.bool)
+    if group_topk:
+        best = order(choice.unflatten(1, (num_groups, -1))).values
+        group_score = torch.zeros_like(best[..., 0])
+        for i in range(k // group_topk):
+            group_score = group_score + best[..., i]
+        groups = torch.zeros_like(group_score, dtype=torch.bool)
+        groups.scatter_(1, order(group_score).indices[:, :group_topk], True)
+        kept = groups.repeat_interleave(choice.shape[1] // num_groups, dim=1)
+    by_score = order(choice).indices
+    kept_first = order(kept.gather(1, by_score).int()).indices
+    return by_score.gather(1, kept_first)[:, :k]
+
+
+def specified_weights(logits, ids, score_function, pre_softmax, renormalize, scaling_factor):
+    exists, index = ids >= 0, ids.clamp(min=0)
+    picked = specified_scores(logits, score_function, pre_softmax).gather(1, index)
+    if score_function == "softmax" and not pre_softmax:
+        weights = torch.softmax(picked.masked_fill(~exists, -math.inf), dim=1)
+    else:
+        weights = picked.masked_fill(~exists, 0)
+        if ids.shape[1] > 1 and (score_function == "sigmoid" if renormalize is None else renormalize):
+            weights = weights / (weights.sum(dim=1, keepdim=True) + EPSILON)
+    return (weights * (scaling_factor or 1)).masked_fill(~exists, 0)
+
+
+def specified_aux(logits, padding_mask, score_function):
+    scores = torch.sigmoid(logits) if score_function == "sigmoid" else torch.softmax(logits, dim=1)
+    if score_function == "sigmoid":
+        scores = scores / (scores.sum(dim=1, keepdim=True) + EPSILON)
+    return scores if padding_mask is None else scores.masked_fill(padding_mask.unsqueeze(1), 0)
+
+
+def specification(
+    logits,
+    k,
+    num_groups=None,
+    group_topk=None,
+    score_function="sigmoid",
+    expert_bias=None,
+    scaling_factor=None,
+    pre_softmax=False,
+    renormalize=None,
+    padding_mask=None,
+    replay_ids=None,
+) -> Routing:
+    dtype, logits = logits.dtype, logits.to(real(logits.dtype))
+    scores = kernel_scores(logits.detach(), score_function, pre_softmax)
+    ids = specified_ids(scores, k, num_groups, group_topk, expert_bias) if replay_ids is None else replay_ids
+    if padding_mask is not None:
+        ids = ids.masked_fill(padding_mask.unsqueeze(1), -1)
+    weights = specified_weights(logits, ids, score_function, pre_softmax, renormalize, scaling_factor)
+    num_experts = logits.shape[1]
+    counts = torch.bincount(ids[ids >= 0], minlength=num_experts)
+    column = ids.masked_fill(ids < 0, num_experts)  # a column to throw away
+    wide = logits.new_zeros(logits.shape[0], num_experts + 1)
+    probs = wide.scatter(1, column, weights)[:, :-1].to(dtype)
+    routing_map = wide.bool().scatter(1, column, True)[:, :-1]
+    aux_scores = specified_aux(logits, padding_mask, score_function)
+    return Routing(ids, weights, counts, probs, routing_map, aux_scores, None)
+
+
+# ---- cases
+
+
+def make_logits(generator, num_tokens, num_experts, dtype, values):
+    if values == "continuous":
+        logits = torch.randn(num_tokens, num_experts, generator=generator, dtype=torch.float64) * 3
+    else:
+        logits = torch.randint(-3, 4, (num_tokens, num_experts), generator=generator).double() * 0.7
+    if values == "special" and logits.numel():
+        special = torch.tensor([math.nan, math.inf, -math.inf, 1e30, -1e30, 90.0, -95.0, -0.0], dtype=torch.float64)
+        where = torch.rand(logits.shape, generator=generator) < 0.2
+        pick = torch.randint(len(special), logits.shape, generator=generator)
+        logits = torch.where(where, special[pick], logits)
+    return logits.to(dtype)
+
+
+@st.composite
+def cases(draw, values=("continuous", "tied", "special"), dtypes=tuple(TOLERANCE)):
+    num_groups = draw(st.sampled_from([1, 1, 2, 3, 4, 5, 8, 16, 33]))
+    group_size = draw(st.sampled_from([1, 2, 3, 4, 7, 8, 20, 32, 33, 48]))
+    num_experts = num_groups * group_size
+    group_topk = draw(st.integers(1, min(num_groups, 32)))
+    k = draw(st.integers(group_topk, min(32, group_topk * group_size)))
+    score = draw(st.sampled_from([("sigmoid", False), ("softmax", False), ("softmax", True)]))
+    seed = draw(st.integers(0, 2**31))
+    generator = torch.Generator().manual_seed(seed)
+    num_tokens = draw(st.sampled_from([0, 1, 2, 17]))
+    logits = make_logits(
+        generator, num_tokens, num_experts, draw(st.sampled_from(dtypes)), draw(st.sampled_from(values))
+    )
+    options = dict(k=k, score_function=score[0], pre_softmax=score[1])
+    if draw(st.booleans()):
+        options |= dict(num_groups=num_groups, group_topk=group_topk)
+    if score[0] == "sigmoid" and draw(st.booleans()):
+        options["expert_bias"] = torch.randint(-4, 5, (num_experts,), generator=generator) / 16
+    if draw(st.booleans()):
+        options["scaling_factor"] = draw(st.sampled_from([2.5, 0.125, 1.0]))
+    if score != ("softmax", False):
+        options["renormalize"] = draw(st.sampled_from([None, True, False]))
+    if draw(st.booleans()):
+        options["padding_mask"] = torch.rand(num_tokens, generator=generator) < 0.3
+    if draw(st.integers(0, 3)) == 0:
+        ids = torch.rand(num_tokens, num_experts, generator=generator).argsort(dim=1)[:, :k]
+        options["replay_ids"] = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.1, -1)
+    return logits, options
+
+
+def on(device, logits, options):
+    moved = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+    return logits.to(device), moved
+
+
+def assert_equal(name, ours, expected):
+    torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{name}: {text}")
+
+
+def assert_close(name, ours, expected, dtype=None):
+    tolerance = TOLERANCE[dtype or ours.dtype]
+    torch.testing.assert_close(ours, expected, **tolerance, equal_nan=True, msg=lambda text: f"{name}: {text}")
+
+
+@settings(max_examples=400, deadline=None)
+@given(case=cases())
+def test_equals_the_specification(device, case):
+    logits, options = on(device, *case)
+    ours = grouped_topk(logits, **options, dense=True, aux=True)
+    expected = specification(logits, **options)
+    assert_equal("ids", ours.ids, expected.ids)
+    assert_equal("tokens_per_expert", ours.tokens_per_expert, expected.tokens_per_expert)
+    assert_equal("routing_map", ours.routing_map, expected.routing_map)
+    assert_close("weights", ours.weights, expected.weights)
+    assert_close("probs", ours.probs, expected.probs)
+    assert_close("aux_scores", ours.aux_scores, expected.aux_scores)
+    best = specified_ids(ours.aux_scores, options["k"], None, None, None)
+    aux_map = torch.zeros_like(ours.aux_map).scatter(1, best, True)
+    if "padding_mask" in options:
+        aux_map &= ~options["padding_mask"].unsqueeze(1)
+    assert_equal("aux_map", ours.aux_map, aux_map)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    case=cases(values=("continuous", "tied")),
+    use=st.sets(st.sampled_from(["weights", "probs", "aux_scores"]), min_size=1),
+)
+def test_gradients_equal_the_specification(device, case, use):
+    logits, options = on(device, *case)
+    ours, theirs = logits.clone().requires_grad_(), logits.to(real(logits.dtype)).requires_grad_()
+    routing = grouped_topk(ours, **options, dense=True, aux=True)
+    # The choice is taken from ours: 16-bit logits are compared through a specification that never rounds to them.
+    expected = specification(theirs, **options | dict(replay_ids=routing.ids))
+    generator = torch.Generator().manual_seed(0)
+    outputs = [(getattr(routing, name), getattr(expected, name)) for name in sorted(use)]
+    grads = [torch.randn(a.shape, generator=generator).to(device, a.dtype) for a, _ in outputs]
+    torch.autograd.backward([a for a, _ in outputs], grads)
+    torch.autograd.backward([b for _, b in outputs], [g.to(b.dtype) for (_, b), g in zip(outputs, grads, strict=True)])
+    assert ours.grad.dtype == logits.dtype
+    # Terms of the size of the outputs' gradients cancel in fp32 on both sides; only 16-bit results are rounded once more.
+    terms = max((float(grad.abs().amax()) for grad in grads if grad.numel()), default=0.0)
+    terms *= options.get("scaling_factor", 1.0) if use != {"aux_scores"} else 1.0
+    rounding = 2 * torch.finfo(logits.dtype).eps
+    atol = 32 * torch.finfo(theirs.dtype).eps * max(terms, 1e-30)
+    torch.testing.assert_close(ours.grad.to(theirs.dtype), theirs.grad, rtol=rounding, atol=atol)
+
+
+@pytest.mark.parametrize("aux", [False, True])
+@pytest.mark.parametrize("groups", [{}, dict(num_groups=4, group_topk=2)])
+@pytest.mark.parametrize(
+    "score",
+    [
+        dict(score_function="sigmoid", expert_bias=True),
+        dict(score_function="sigmoid", renormalize=False),
+        dict(score_function="softmax"),
+        dict(score_function="softmax", pre_softmax=True),
+        dict(score_function="softmax", pre_softmax=True, renormalize=True),
+    ],
+)
+def test_gradcheck(device, score, groups, aux):
+    generator = torch.Generator().manual_seed(7)
+    logits = torch.randn(5, 12, generator=generator, dtype=torch.float64).to(device).requires_grad_()
+    options = score | groups | dict(scaling_factor=2.5, padding_mask=torch.tensor([0, 0, 1, 0, 0]).bool().to(device))
+    if "expert_bias" in options:
+        options["expert_bias"] = (torch.randn(12, generator=generator) / 10).to(device)
+
+    def outputs(logits):
+        routing = grouped_topk(logits, 4, **options, dense=True, aux=aux)
+        return (routing.weights, routing.probs, *((routing.aux_scores,) if aux else ()))
+
+    assert torch.autograd.gradcheck(outputs, logits)
+
+
+# ---- single properties
+
+
+def test_sigmoid_is_accurate(device):
+    logits = torch.cat(
+        [torch.linspace(-104, 40, 200_001), torch.logspace(-30, 1, 10_001), -torch.logspace(-30, 1, 10_001)]
+    )
+    scores = grouped_topk(logits.to(device).unsqueeze(1), 1).weights.squeeze(1).cpu().double()
+    true = torch.sigmoid(logits.double())
+    ulp = 2.0 ** (torch.frexp(true).exponent - 24).clamp(min=-149).double()
+    assert ((scores - true).abs() / ulp).max() < 4
+
+
+@pytest.mark.parametrize(
+    "num_experts, k, groups", [(384, 8, 1), (384, 8, 12), (1000, 32, 1), (1023, 7, 3), (2500, 32, 50), (5000, 32, 4)]
+)
+def test_many_experts(device, num_experts, k, groups):
+    generator = torch.Generator().manual_seed(num_experts)
+    for values in ("continuous", "tied"):
+        logits = make_logits(generator, 9, num_experts, torch.float32, values).to(device)
+        options = dict(k=k, expert_bias=(torch.rand(num_experts, generator=generator) / 4).to(device))
+        if groups > 1:
+            options |= dict(num_groups=groups, group_topk=groups // 2)
+        ours, expected = grouped_topk(logits, **options, aux=True), specification(logits, **options)
+        assert_equal("ids", ours.ids, expected.ids)
+        assert_close("weights", ours.weights, expected.weights)
+        assert_close("aux_scores", ours.aux_scores, expected.aux_scores)
+
+
+def test_ties_take_the_lowest_ids(device):
+    logits = torch.zeros(3, 64, device=device)
+    assert grouped_topk(logits, 8).ids.tolist() == [list(range(8))] * 3
+    assert grouped_topk(logits, 8, 8, 4).ids.tolist() == [list(range(8))] * 3
+    logits[:, 40:] = 1
+    assert grouped_topk(logits, 8, 8, 4).ids.tolist() == [list(range(40, 48))] * 3
+    logits[:, 0] = -0.0  # equal to +0
+    assert grouped_topk(logits[:, :40].contiguous(), 3, score_function="softmax").ids.tolist() == [[0, 1, 2]] * 3
+
+
+def test_nonfinite_logits(device):
+    nan, inf = math.nan, math.inf
+    logits = torch.tensor([[0, nan, inf, -inf], [-inf] * 4, [nan] * 4, [1, inf, 2, inf]], device=device)
+    sigmoid = grouped_topk(logits, 2, renormalize=False)
+    assert sigmoid.ids.tolist() == [[1, 2], [0, 1], [0, 1], [1, 3]]
+    torch.testing.assert_close(
+        sigmoid.weights.cpu(), torch.tensor([[nan, 1], [0, 0], [nan, nan], [1, 1]]), equal_nan=True, rtol=0, atol=0
+    )
+    after = grouped_topk(logits, 2, score_function="softmax")
+    assert after.ids.tolist() == sigmoid.ids.tolist()
+    assert after.weights.isnan().all()  # each choice holds a NaN, a +inf, or nothing but -inf
+    before = grouped_topk(logits, 2, score_function="softmax", pre_softmax=True)
+    assert before.ids.tolist() == [[0, 1]] * 4 and before.weights.isnan().all()
+    grouped = grouped_topk(logits, 2, 2, 1)
+    assert grouped.ids.tolist() == [[1, 0], [0, 1], [0, 1], [3, 2]]
+
+
+def test_no_tokens(device):
+    logits = torch.empty(0, 16, device=device, requires_grad=True)
+    routing = grouped_topk(logits, 4, 4, 2, expert_bias=torch.zeros(16, device=device), dense=True, aux=True)
+    assert routing.ids.shape == (0, 4) and routing.probs.shape == (0, 16)
+    assert routing.tokens_per_expert.tolist() == [0] * 16
+    (routing.weights.sum() + routing.probs.sum() + routing.aux_scores.sum()).backward()
+    assert logits.grad.shape == (0, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_logits_are_computed_in_float32(device, dtype):
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(50, 96, generator=generator).to(device, dtype)
+    options = dict(k=6, num_groups=8, group_topk=3, expert_bias=torch.randn(96, generator=generator).to(device) / 1000)
+    narrow, wide = logits.clone().requires_grad_(), logits.float().requires_grad_()
+    ours, expected = grouped_topk(narrow, **options, dense=True), grouped_topk(wide, **options, dense=True)
+    assert ours.weights.dtype == torch.float32 and ours.probs.dtype == dtype
+    assert_equal("ids", ours.ids, expected.ids)
+    assert_equal("weights", ours.weights, expected.weights)
+    assert_equal("probs", ours.probs, expected.probs.to(dtype))
+    grad = torch.randn(50, 6, generator=generator).to(device)
+    ours.weights.backward(grad)
+    expected.weights.backward(grad)
+    assert_equal("gradient", narrow.grad, wide.grad.to(dtype))
+
+
+def test_padding_gets_no_expert_and_no_gradient(device):
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(40, 32, generator=generator).to(device).requires_grad_()
+    padding = (torch.rand(40, generator=generator) < 0.5).to(device)
+    routing = grouped_topk(logits, 4, padding_mask=padding, dense=True, aux=True)
+    kept = grouped_topk(logits[~padding], 4, dense=True, aux=True)
+    assert (routing.ids[padding] == -1).all() and (routing.weights[padding] == 0).all()
+    assert not routing.routing_map[padding].any() and not routing.aux_map[padding].any()
+    for name in ("ids", "weights", "probs", "routing_map", "aux_scores", "aux_map"):
+        assert_equal(name, getattr(routing, name)[~padding], getattr(kept, name))
+    assert_equal("tokens_per_expert", routing.tokens_per_expert, kept.tokens_per_expert)
+    ((routing.weights + 1).log().sum() + routing.aux_scores.square().sum()).backward()
+    assert (logits.grad[padding] == 0).all() and (logits.grad[~padding] != 0).any()
+
+
+def test_replay_repeats_a_choice_with_other_logits(device):
+    generator = torch.Generator().manual_seed(5)
+    first, second = (torch.randn(30, 64, generator=generator).to(device) for _ in range(2))
+    recorded = grouped_topk(first, 8, 8, 4).ids
+    again = grouped_topk(first, 8, 8, 4, replay_ids=recorded)
+    assert_equal("weights", again.weights, grouped_topk(first, 8, 8, 4).weights)
+    replayed = grouped_topk(second, 8, 8, 4, replay_ids=recorded)
+    assert_equal("ids", replayed.ids, recorded)
+    assert_close("weights", replayed.weights, specified_weights(second, recorded, "sigmoid", False, None, None))
+
+
+def test_noncontiguous_arguments(device):
+    wide = torch.randn(20, 64, generator=torch.Generator().manual_seed(6)).to(device)
+    bias = torch.linspace(0, 1, 64, device=device)
+    logits = wide.detach()[:, ::2].requires_grad_()
+    routing = grouped_topk(logits, 4, expert_bias=bias[::2])
+    assert_equal(
+        "ids", routing.ids, grouped_topk(logits.detach().contiguous(), 4, expert_bias=bias[::2].contiguous()).ids
+    )
+    routing.weights[:, 0].sum().backward()  # a gradient that is no contiguous tensor either
+    assert logits.grad.isfinite().all()
+
+
+def test_threads_change_nothing():
+    logits = torch.randn(3001, 256, generator=torch.Generator().manual_seed(8))
+    grad = torch.randn(3001, 8, generator=torch.Generator().manual_seed(9))
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 7):
+            torch.set_num_threads(count)
+            leaf = logits.clone().requires_grad_()
+            routing = grouped_topk(leaf, 8, 8, 4, dense=True, aux=True)
+            routing.weights.backward(grad)
+            results.append([*routing, leaf.grad])
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        for ours, expected in zip(other, results[0], strict=True):
+            assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        (dict(logits=torch.zeros(4)), "logits"),
+        (dict(logits=torch.zeros(4, 8, dtype=torch.int32)), "logits"),
+        (dict(logits=torch.zeros(4, 8, device="meta")), "logits"),
+        (dict(k=0), "k is 0"),
+        (dict(k=9), "k is 9"),
+        (dict(logits=torch.zeros(4, 64), k=33), "k is 33"),
+        (dict(num_groups=2), "group_topk"),
+        (dict(group_topk=2), "num_groups"),
+        (dict(num_groups=3, group_topk=1), "num_groups is 3"),
+        (dict(num_groups=0, group_topk=1), "num_groups is 0"),
+        (dict(num_groups=4, group_topk=5), "group_topk is 5"),
+        (dict(k=2, num_groups=4, group_topk=3), "group_topk is 3"),
+        (dict(k=4, num_groups=4, group_topk=1), "k is 4"),
+        (dict(score_function="relu"), "score_function"),
+        (dict(pre_softmax=True), "pre_softmax"),
+        (dict(score_function="softmax", renormalize=False), "renormalize"),
+        (dict(scaling_factor=0.0), "scaling_factor"),
+        (dict(scaling_factor=math.nan), "scaling_factor"),
+        (dict(expert_bias=torch.zeros(8, dtype=torch.bfloat16)), "expert_bias"),
+        (dict(expert_bias=torch.zeros(7)), "expert_bias"),
+        (dict(expert_bias=torch.zeros(8), score_function="softmax"), "expert_bias"),
+        (dict(padding_mask=torch.zeros(4)), "padding_mask"),
+        (dict(padding_mask=torch.zeros(5, dtype=torch.bool)), "padding_mask"),
+        (dict(replay_ids=torch.zeros(4, 2, dtype=torch.int32)), "replay_ids"),
+        (dict(replay_ids=torch.tensor([[0, 8]] * 4)), "replay_ids"),
+        (dict(replay_ids=torch.tensor([[-2, 0]] * 4)), "replay_ids"),
+        (dict(replay_ids=torch.tensor([[3, 3]] * 4)), "replay_ids"),
+    ],
+)
+def test_wrong_arguments(arguments, named):
+    with pytest.raises(ValueError, match=named):
+        grouped_topk(**dict(logits=torch.zeros(4, 8), k=2) | arguments)
