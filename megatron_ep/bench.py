@@ -56,16 +56,16 @@ def main(argv: Sequence[str]) -> int:
         return bench_router.main(argv[1:])
     arguments = _parse(argv)
     print(env.render(), flush=True)
-    if not megatron_side.is_installed():
+    beside_megatron = megatron_side.is_installed()
+    if not beside_megatron:
         print("\nmegatron_alltoall skipped: megatron-core is not installed", flush=True)
     records = []
     for nodes, ranks_per_node in arguments.topologies:
-        preload = ("megatron_ep.megatron.equivalence", "megatron_ep.bench")
-        with LocalRanks(nodes * ranks_per_node, arguments.timeout, preload) as ranks:
+        with LocalRanks(nodes * ranks_per_node, arguments.timeout) as ranks:
             for dtype in arguments.dtype:
                 sizes = (arguments.tokens, arguments.hidden, arguments.topk, arguments.experts)
                 case = Case(nodes, ranks_per_node, dtype, *sizes)
-                measured = _records(case, ranks.run(measure, case, arguments.warmup, arguments.iters))
+                measured = _records(case, ranks.run(measure, case, beside_megatron, arguments.warmup, arguments.iters))
                 print(_table(case, measured), flush=True)
                 records += measured
     if arguments.json is not None:
@@ -114,14 +114,14 @@ def _positive(text: str) -> int:
 # ---- on every rank
 
 
-def measure(case: Case, warmup: int, iterations: int) -> dict[str, dict[str, Any]]:
+def measure(case: Case, beside_megatron: bool, warmup: int, iterations: int) -> dict[str, dict[str, Any]]:
     """Runs on every rank of a gloo world. Returns for each implementation seconds [iterations] of each phase, bytes."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     x = torch.randn(case.tokens, case.hidden, generator=generator).to(DTYPES[case.dtype])
     scores = torch.rand(case.tokens, case.experts, generator=generator)
     weights, topk_idx = scores.softmax(dim=1).topk(case.topk, dim=1)
     with torch.no_grad():
-        if megatron_side.is_installed():
+        if beside_megatron:
             return _measure_beside_megatron(case, x, topk_idx, weights, warmup, iterations)
         config = ep.Config(num_experts=case.experts)
         with ep.Buffer(dist.group.WORLD, config, ep.Topology(case.nodes, case.ranks_per_node)) as buffer:

@@ -21,24 +21,10 @@ W = 4
 TIMEOUT = 60.0
 
 
-class _Ranks:
-    """Starts the ranks at the first use and again after a test that failed took them down."""
-
-    def __init__(self):
-        self.ranks = None
-
-    def run(self, function, *args):
-        if self.ranks is None or not self.ranks.alive:
-            self.ranks = LocalRanks(W, TIMEOUT, preload=("megatron_ep.megatron.equivalence", "pytest"))
-        return self.ranks.run(function, *args)
-
-
 @pytest.fixture(scope="module")
 def ranks():
-    holder = _Ranks()
-    yield holder
-    if holder.ranks is not None:
-        holder.ranks.close()
+    with LocalRanks(W, TIMEOUT) as ranks:
+        yield ranks
 
 
 # ---- whole layers, router included, in fp64: (TP, EP), options
@@ -335,7 +321,7 @@ def _overlap_without_hybridep():
     join_layout(1, W)
     config = make_config()
     config.overlap_moe_expert_parallel_comm = True
-    with pytest.raises(ValueError, match="needs moe_token_dispatcher_type='flex'.*'hybridep', got 'alltoall'"):
+    with pytest.raises(ValueError, match=r"needs moe_token_dispatcher_type='flex'.*'hybridep', got 'alltoall'"):
         make_dispatcher("ours", config)
 
 
