@@ -11,6 +11,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from datetime import timedelta
 from multiprocessing import forkserver
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 PRELOAD = ("torch", "megatron_ep.megatron.equivalence")  # the second fails, harmlessly, where Megatron is not installed
+DEATH_NOTICE_S = 0.5  # others may fail for a dead rank before its own end is known
 
 
 class LocalRanks:
@@ -47,6 +49,7 @@ class LocalRanks:
 
         Raises:
             TimeoutError: not every rank was done in time.
+            BrokenProcessPool: a rank died.
             Exception: what the first failing rank raised.
         """
         if not self._executors:
@@ -80,11 +83,13 @@ class LocalRanks:
         futures = [executor.submit(function, *args) for executor in self._executors]
         _, unfinished = wait(futures, self.timeout, FIRST_EXCEPTION)
         failed = [future for future in futures if future.done() and future.exception() is not None]
-        if failed or unfinished:
-            self._kill()
         if failed:
-            failed[0].result()
+            wait(unfinished, DEATH_NOTICE_S)
+            died = [f for f in futures if f.done() and isinstance(f.exception(), BrokenProcessPool)]
+            self._kill()
+            (died or failed)[0].result()
         if unfinished:
+            self._kill()
             late = [rank for rank, future in enumerate(futures) if future in unfinished]
             raise TimeoutError(f"ranks {late} were not done after {self.timeout} s")
         return [future.result() for future in futures]
