@@ -62,7 +62,9 @@ class Model(Section):
     hidden_dropout: Fraction = 0.0
     attention_dropout: Fraction = 0.0
     recompute_granularity: Literal["full", "selective"] | None = None
-    recompute_modules: list[str] | None = None
+    recompute_modules: list[str] | None = None  # of selective
+    recompute_method: Literal["uniform", "block"] | None = None  # of full
+    recompute_num_layers: Positive | None = None  # of full
 
     num_moe_experts: Positive
     moe_layer_freq: list[Literal[0, 1]] | Positive = 1
@@ -113,6 +115,17 @@ class Model(Section):
                 f"moe_router_enable_expert_bias needs moe_router_score_function sigmoid, "
                 f"got {self.moe_router_score_function}",
             )
+        full = self.recompute_granularity == "full"
+        for name in ("recompute_method", "recompute_num_layers"):
+            _require((getattr(self, name) is not None) == full, f"{name} belongs to recompute_granularity full")
+        _require(
+            self.recompute_modules is None or self.recompute_granularity == "selective",
+            "recompute_modules belongs to recompute_granularity selective",
+        )
+        _require(
+            not self.add_bias_linear or self.moe_shared_expert_intermediate_size is None,
+            "add_bias_linear: Megatron-Core's shared experts have no bias (moe_shared_expert_intermediate_size is set)",
+        )
         heads, query_groups = self.num_attention_heads, self.num_query_groups or self.num_attention_heads
         _require(
             self.kv_channels is not None or self.hidden_size % heads == 0,

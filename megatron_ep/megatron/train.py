@@ -72,6 +72,10 @@ def _run(recipe: Recipe, out: Path, resume: bool) -> None:
     optimizer, scheduler = build_optimizer(recipe, model)
     checkpoints = Checkpoints(out / "checkpoints", recipe, corpus, model, optimizer, scheduler)
     start = checkpoints.load() if resume else 0
+    if start >= recipe.train.train_iters:
+        raise ValueError(
+            f"--resume: the run is at step {start}, train.train_iters (--steps) is {recipe.train.train_iters}"
+        )
     timer = DispatchTimer(model)
     forward_backward = get_forward_backward_func()
     batch_tokens = recipe.train.global_batch_size * recipe.dataset.seq_length
@@ -125,7 +129,7 @@ def _forward_step(batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, A
     def reduce(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         mask = batch["loss_mask"]
         loss = (output.float() * mask).sum() / mask.sum()
-        return loss, loss.detach()
+        return loss, loss.detach().clone()  # the schedule divides loss itself by the number of microbatches
 
     return losses, reduce
 

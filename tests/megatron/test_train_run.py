@@ -1,0 +1,211 @@
+"""Whole training runs, several processes each: what they leave behind, how they continue, and how they end."""
+
+import csv
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+TINY = Path(__file__).parents[2] / "recipes" / "tiny_moe_cpu.yaml"
+COMMAND = [sys.executable, "-m", "megatron_ep.cli", "train", str(TINY)]
+STEPS, SAVED = 50, 45
+LIMIT = 240  # seconds; a run takes about 25
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+def clean_environment(**variables):
+    launchers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    kept = {k: v for k, v in os.environ.items() if k not in launchers and not k.startswith(("SLURM_", "TORCHELASTIC_"))}
+    return kept | variables
+
+
+def start(cache, out, *arguments, **variables):
+    return subprocess.Popen(
+        [*COMMAND, "--out", str(out), "--set", f"dataset.cache_dir={cache}", *arguments],
+        env=clean_environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process):
+    try:
+        text, _ = process.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return text
+
+
+def run(cache, out, *arguments):
+    process = start(cache, out, *arguments)
+    text = finish(process)
+    assert process.returncode == 0, text
+    return text
+
+
+def rows(out):
+    with open(out / "loss.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def deterministic(row):
+    return {key: row[key] for key in ("step", "loss", "lr", "grad_norm")}
+
+
+@pytest.fixture(scope="module")
+def trained(cache, tmp_path_factory):
+    out = tmp_path_factory.mktemp("run") / "ep"
+    text = run(cache, out, "--steps", str(STEPS), "--set", f"checkpoint.save_interval={SAVED}")
+    return out, text
+
+
+def test_a_run_learns_and_leaves_its_figures(trained):
+    out, text = trained
+    table = rows(out)
+    assert [int(row["step"]) for row in table] == list(range(1, STEPS + 1))
+    losses = [float(row["loss"]) for row in table]
+    entropy = float(text.split("unigram entropy ")[1].split()[0])
+    assert 5.2 < losses[0] < 6.2, "a fresh model knows nothing: ln 257 = 5.55, and what initialisation adds"
+    assert sum(losses[-5:]) / 5 < entropy - 0.3 and 2.5 < entropy < 4
+    for row in table:
+        assert 0 < float(row["dispatch_share"]) < 1 and float(row["tokens_per_second"]) > 0
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in sorted((out / "checkpoints").iterdir())] == ["step_00000045", "step_00000050"]
+    assert "dispatcher ep" in text and "step 50/50" in text and "Traceback" not in text
+
+
+def test_a_resumed_run_continues_bit_for_bit(trained, cache, tmp_path):
+    source, _ = trained
+    out = tmp_path / "resumed"
+    shutil.copytree(source, out)
+    shutil.rmtree(out / "checkpoints" / f"step_{STEPS:08d}")
+    (out / "checkpoints" / "step_00000099.partial").mkdir()  # a save that was interrupted
+    (out / "loss.png").unlink()
+    text = run(cache, out, "--steps", str(STEPS), "--resume", "--set", "checkpoint.save_interval=1000")
+    assert f"resumed after step {SAVED}" in text
+    assert [deterministic(row) for row in rows(out)] == [deterministic(row) for row in rows(source)]
+    assert rows(out)[SAVED - 1] == rows(source)[SAVED - 1], "kept as they were"
+    assert rows(out)[SAVED]["seconds"] != rows(source)[SAVED]["seconds"], "trained again"
+    assert (out / "loss.png").exists()
+
+
+def test_resuming_something_else_names_the_difference(trained, cache):
+    out, _ = trained
+    process = start(cache, out, "--resume", "--set", "train.seed=7", "--set", "topology.nodes=1")
+    text = finish(process)
+    assert process.returncode == 1
+    assert "train.seed was 1234, is 7" in text and "topology.nodes was 2, is 1" in text
+    assert text.count("belongs to another run") == 1 and "Traceback" not in text
+    assert len(rows(out)) == STEPS
+
+
+def test_the_loss_curve_is_that_of_megatrons_dispatcher(trained, cache, tmp_path):
+    out = tmp_path / "alltoall"
+    run(cache, out, "--steps", str(STEPS), "--set", "dispatcher.type=alltoall")
+    theirs, ours = [[float(row["loss"]) for row in rows(directory)] for directory in (out, trained[0])]
+    assert max(abs(a - b) / a for a, b in zip(theirs, ours, strict=True)) < 1e-4
+
+
+def until_training(process, out, limit=120):
+    deadline = time.monotonic() + limit
+    while not (out / "loss.csv").exists() or len((out / "loss.csv").read_text().splitlines()) < 3:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "no step within the time"
+        time.sleep(0.05)
+
+
+def running(out):
+    """Processes of the run that writes to `out`."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if str(out).encode() in (entry / "cmdline").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def segments():
+    """Shared memory in the project's names."""
+    return {path.name for path in Path("/dev/shm").glob("megatron_ep*")}
+
+
+def settle(condition, limit=10):
+    deadline = time.monotonic() + limit
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+def test_ctrl_c_ends_everything_quietly(cache, tmp_path):
+    out, before = tmp_path / "run", segments()
+    process = start(cache, out)
+    until_training(process, out)
+    assert len(running(out)) == 5
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the launcher's group
+    began = time.monotonic()
+    text = finish(process)
+    assert time.monotonic() - began < 10
+    assert process.returncode == 130
+    assert text.count("SIGINT") == 1 and "Traceback" not in text
+    assert not running(out)
+    assert settle(lambda: segments() <= before), segments() - before
+
+
+def test_a_killed_rank_ends_all_and_is_named_once(cache, tmp_path):
+    out, before = tmp_path / "run", segments()
+    process = start(cache, out, "--set", "topology.nodes=1")
+    until_training(process, out)
+    victim = next(pid for pid in running(out) if b"RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
+    os.kill(victim, signal.SIGKILL)
+    began = time.monotonic()
+    text = finish(process)
+    assert time.monotonic() - began < 20
+    assert process.returncode == 1
+    assert "rank 1 failed: killed by SIGKILL" in text and text.count("failed") == 1 and "Traceback" not in text
+    assert not running(out)
+    assert settle(lambda: segments() <= before), segments() - before
+
+
+def test_ranks_end_with_a_killed_launcher(cache, tmp_path):
+    out = tmp_path / "run"
+    process = start(cache, out, "--set", "topology.nodes=1")
+    until_training(process, out)
+    process.kill()
+    process.wait(timeout=10)
+    assert settle(lambda: not running(out)), running(out)
+    process.stdout.close()
+
+
+def test_slurm_tasks_find_each_other(trained, cache, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    variables = {"SLURM_NTASKS": "2", "SLURM_NODELIST": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    arguments = ("--steps", "2", "--set", "topology.nodes=1", "--set", "train.micro_batch_size=2")
+    tasks = [
+        start(cache, tmp_path, *arguments, **variables, SLURM_PROCID=str(task), SLURM_LOCALID=str(task))
+        for task in range(2)
+    ]
+    texts = [finish(task) for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], texts
+    # 2 ranks with 4 microbatches each see the batches that 4 ranks with one do; only the experts start differently.
+    for row, wide in zip(rows(tmp_path), rows(trained[0])[:2], strict=True):
+        assert float(row["loss"]) == pytest.approx(float(wide["loss"]), rel=0.02)
+    assert "unigram entropy" in texts[0] and "unigram entropy" not in texts[1]

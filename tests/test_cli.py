@@ -1,0 +1,153 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ep import cli, launcher
+
+TINY = str(Path(__file__).parents[1] / "recipes" / "tiny_moe_cpu.yaml")
+
+
+@pytest.fixture(autouse=True)
+def by_hand(monkeypatch, tmp_path):
+    """No launcher's variables, and a launcher that would be noticed."""
+    for name in list(os.environ):
+        if name in ("RANK", "WORLD_SIZE") or name.startswith("SLURM_"):
+            monkeypatch.delenv(name)
+    launches = []
+    monkeypatch.setattr(launcher, "launch", lambda *args, **kwargs: launches.append((args, kwargs)))
+    monkeypatch.chdir(tmp_path)
+    return launches
+
+
+def test_help_names_the_commands(capsys):
+    assert cli.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(command in text for command in ("train", "check", "bench", "env"))
+
+
+def test_no_command_is_a_mistake(capsys):
+    assert cli.main([]) == 2
+    assert cli.main(["trian"]) == 2
+    assert "'trian'" in capsys.readouterr().err
+
+
+def test_train_help_tells_every_option(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train", "--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert all(option in text for option in ("RECIPE", "--steps", "--data", "--out", "--resume", "--set", "example:"))
+
+
+def test_env_needs_neither_torch_nor_the_extension():
+    code = (
+        "import sys; sys.modules['torch'] = None; sys.modules['megatron_ep._C'] = None\n"
+        "from megatron_ep.cli import main; sys.exit(main(['env']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "torch" in done.stdout
+
+
+def test_train_starts_the_ranks_of_the_recipe(by_hand, tmp_path):
+    assert cli.main(["train", TINY, "--out", "here", "--steps", "3", "--set", "train.seed=5"]) == 0
+    [((world_size, arguments), options)] = by_hand
+    assert world_size == 4
+    assert arguments[:3] == ["train", TINY, "--out"] and arguments[-2:] == ["--out", str(tmp_path / "here")]
+    assert options["log_dir"] == tmp_path / "here" / "logs"
+
+
+def test_runs_without_out_get_a_directory_each(by_hand, tmp_path):
+    cli.main(["train", TINY])
+    [((_, arguments), _)] = by_hand
+    assert Path(arguments[-1]).parent == tmp_path / "runs" and Path(arguments[-1]).name.startswith("tiny_moe_cpu-")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["none.yaml"], ["none.yaml", "No such file"]),
+        ([TINY, "--set", "train.sead=1"], ["train.sead", "did you mean seed?"]),
+        ([TINY, "--steps", "0"], ["train.train_iters", "0"]),
+        ([TINY, "--data", "nothing.txt"], ["--data", "nothing.txt"]),
+        ([TINY, "--resume"], ["--resume", "--out"]),
+        ([TINY, "--resume", "--out", "empty"], ["--resume", "no checkpoint"]),
+        ([TINY, "--out", "used"], ["used", "--resume continues it"]),
+    ],
+)
+def test_mistakes_are_told_before_anything_starts(by_hand, tmp_path, capsys, arguments, words):
+    (tmp_path / "used" / "checkpoints" / "step_00000005").mkdir(parents=True)
+    (tmp_path / "empty" / "checkpoints" / "step_00000005.partial").mkdir(parents=True)
+    assert cli.main(["train", *arguments]) == 2
+    text = capsys.readouterr().err
+    assert all(word in text for word in words) and "Traceback" not in text
+    assert not by_hand
+
+
+def test_a_rank_in_a_world_of_the_wrong_size(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert cli.main(["train", TINY, "--out", "here"]) == 2
+    assert "WORLD_SIZE is 3" in (text := capsys.readouterr().err) and "2 x 2 = 4" in text
+    assert cli.main(["train", TINY]) == 2
+    assert "--out" in capsys.readouterr().err
+
+
+def test_launch_failures_and_signals_become_exit_codes(monkeypatch, capsys):
+    def failing(error):
+        def launch(*_, **__):
+            raise error
+
+        return launch
+
+    monkeypatch.setattr(launcher, "launch", failing(launcher.LaunchError("rank 2 failed: ValueError: x")))
+    assert cli.main(["train", TINY]) == 1
+    monkeypatch.setattr(launcher, "launch", failing(launcher.Interrupted(15)))
+    assert cli.main(["train", TINY]) == 143
+    monkeypatch.setattr(launcher, "launch", failing(KeyboardInterrupt()))
+    assert cli.main(["train", TINY]) == 130
+    text = capsys.readouterr().err
+    assert "rank 2 failed" in text and "SIGTERM" in text and "interrupted" in text and "Traceback" not in text
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [
+        ("localhost", "localhost"),
+        ("gpu7,gpu9", "gpu7"),
+        ("gpu[007-009,12],login", "gpu007"),
+        ("gpu[12,14-15]", "gpu12"),
+        ("rack3-n[1-4]-ib", "rack3-n1-ib"),
+        ("a-b.example.org", "a-b.example.org"),
+    ],
+)
+def test_first_host_of_a_slurm_list(nodelist, host):
+    assert launcher.first_host(nodelist) == host
+
+
+def test_who_is_a_rank():
+    assert not launcher.adopt({})
+    assert launcher.adopt({"RANK": "0", "WORLD_SIZE": "1"})
+    assert not launcher.adopt({"WORLD_SIZE": "4"})
+    assert not launcher.adopt({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"})
+    with pytest.raises(ValueError, match="MASTER_ADDR"):
+        launcher.adopt({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"})
+
+
+def test_slurm_variables_become_torchs():
+    task = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "123456"}
+    env = task | {"SLURM_NODELIST": "n[03-04]"}
+    assert launcher.adopt(env)
+    assert {k: v for k, v in env.items() if not k.startswith("SLURM")} == {
+        "RANK": "5",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "n03",
+        "MASTER_PORT": str(20000 + 123456 % 20000),
+    }
+    chosen = task | {"MASTER_ADDR": "head", "MASTER_PORT": "9"}
+    assert launcher.adopt(chosen)
+    assert (chosen["MASTER_ADDR"], chosen["MASTER_PORT"]) == ("head", "9")
