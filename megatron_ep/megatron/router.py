@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping
+from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping, topk_routing_with_score_function
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_ep.router import MAX_TOPK, SCORE_FUNCTIONS, Routing, grouped_topk
+
+__all__ = ["EPTopKRouter", "fused_router", "topk_routing_with_score_function"]
 
 BALANCING_TYPES = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
 
