@@ -8,6 +8,7 @@ Megatron's arithmetic, dispatchers, schedules or optimizers is replaced.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import logging
 import os
@@ -15,14 +16,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
+FACTORIES = (
+    *("arange", "as_tensor", "empty", "empty_like", "eye", "full", "full_like", "linspace", "ones", "ones_like"),
+    *("rand", "rand_like", "randint", "randn", "randn_like", "randperm", "tensor", "zeros", "zeros_like"),
+)
 _RNG = "megatron.core.tensor_parallel.random"
 
 REPLACED: dict[str, str] = {
-    "device='cuda' in torch calls, Tensor.cuda, Module.cuda": "optimizers, gradient clipping, schedules and the "
-    "auxiliary-loss tracker allocate on 'cuda' by name; the host allocates instead",
-    "Tensor.type() without arguments": "the optimizers and gradient clipping recognise gradients by the name "
+    "torch." + ", ".join(FACTORIES): "optimizers, gradient clipping, schedules and the auxiliary-loss tracker allocate "
+    "with device='cuda'; the host allocates instead",
+    "torch.Tensor.cuda, to": "the same for tensors that are moved, and so for torch.nn.Module.cuda and to",
+    "torch.Tensor.type without arguments": "the optimizers and gradient clipping recognise gradients by the name "
     "'torch.cuda.FloatTensor'; host tensors answer with that name",
     "torch.cuda.current_device": "Megatron passes it as device=; the host is that device",
     "torch.cuda.Stream, Event, stream, current_stream, default_stream, synchronize": "the all-to-all dispatcher and "
@@ -71,22 +76,30 @@ _HOST = torch.device("cpu")
 
 
 def _is_cuda(device: Any) -> bool:
-    return isinstance(device, (str, torch.device)) and torch.device(device).type == "cuda"
+    return (isinstance(device, str) and device.startswith("cuda")) or (
+        isinstance(device, torch.device) and device.type == "cuda"
+    )
 
 
-class _HostForCuda(TorchFunctionMode):
-    """Sends every torch call that asks for the device 'cuda' to the host."""
+def _on_host(call: Callable) -> Callable:
+    """`call`, with a device of 'cuda' among its arguments taken for the host."""
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is torch.Tensor.cuda:
-            return args[0]
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return func(*args).replace("torch.", "torch.cuda.", 1)
-        if kwargs and _is_cuda(kwargs.get("device")):
-            kwargs = {**kwargs, "device": _HOST}
-        elif func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
-            args = (args[0], _HOST, *args[2:])
-        return func(*args, **(kwargs or {}))
+    @functools.wraps(call)
+    def on_host(*args: Any, **kwargs: Any) -> Any:
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = _HOST
+        return call(*(_HOST if _is_cuda(value) else value for value in args), **kwargs)
+
+    return on_host
+
+
+def _named_as_on_cuda(type_of: Callable) -> Callable:
+    @functools.wraps(type_of)
+    def named(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = type_of(tensor, *args, **kwargs)
+        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
+
+    return named
 
 
 def _get_rng_state(*_: Any, **__: Any) -> torch.Tensor:
@@ -111,7 +124,7 @@ _enabled = False
 def enable() -> None:
     """Makes this process's Megatron-Core run on the host. Idempotent; lasts until the process ends.
 
-    Call it in the thread that trains (the redirection of device='cuda' belongs to a thread), before building a model.
+    Call it before building a model.
 
     Raises:
         RuntimeError: CUDA is already initialised in this process, so something here uses a real GPU.
@@ -136,7 +149,11 @@ def enable() -> None:
         "get_rng_state": _get_rng_state,
     }.items():
         setattr(torch.cuda, name, value)
-    _HostForCuda().__enter__()
+    for name in FACTORIES:
+        setattr(torch, name, _on_host(getattr(torch, name)))
+    torch.Tensor.to = _on_host(torch.Tensor.to)
+    torch.Tensor.cuda = lambda tensor, *_, **__: tensor
+    torch.Tensor.type = _named_as_on_cuda(torch.Tensor.type)
 
     rng = importlib.import_module(_RNG)
     rng._get_cuda_rng_state, rng._set_cuda_rng_state = _get_rng_state, _set_rng_state

@@ -185,9 +185,9 @@ def test_dispatch_timer_counts_the_steps_and_nothing_else(layers):
 
 
 HOST_RUNTIME = """
-import importlib, os, torch
+import importlib, os, re, torch
 from megatron_ep.megatron import host_runtime as h
-modules = [torch.cuda, *map(importlib.import_module, (
+modules = [torch, torch.Tensor, torch.cuda, *map(importlib.import_module, (
     "megatron.core.tensor_parallel.random", "megatron.core.transformer.moe.moe_utils",
     "megatron.core.transformer.moe.token_dispatcher", "megatron.core.optimizer.clip_grads",
     "megatron.core.distributed", "megatron.core.pipeline_parallel.schedules"))]
@@ -198,11 +198,12 @@ changed = [name for module, old in zip(modules, before) for name, value in vars(
            if name not in old or old[name] is not value]
 assert len(changed) > 10
 for name in changed:
-    assert name in listed, f"{name} is replaced but not listed"
+    assert re.search(rf"\\b{name}\\b", listed), f"{name} is replaced but not listed"
 assert torch.zeros(2, device="cuda").device.type == "cpu" and torch.ones(1).cuda().device.type == "cpu"
 assert torch.empty(1, device=torch.device("cuda", 0)).device.type == "cpu"
 assert torch.ones(1).to("cuda").device.type == torch.ones(1).to(device="cuda:1").device.type == "cpu"
 assert torch.nn.Linear(1, 1).cuda().weight.device.type == "cpu"
+assert torch.ones(1).to(torch.int64).dtype == torch.ones(1).to(torch.ones(1, dtype=torch.int64)).dtype == torch.int64
 assert torch.ones(1).type() == "torch.cuda.FloatTensor" and torch.ones(1).type(torch.int64).dtype == torch.int64
 torch.cuda.manual_seed(3); a = torch.rand(2); torch.manual_seed(3)
 assert torch.equal(a, torch.rand(2))
