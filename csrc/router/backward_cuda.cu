@@ -1,5 +1,5 @@
 #include "router/backward_row.h"
-#include "router/cuda_team.h"
+#include "router/cuda_launch.h"
 
 namespace ep {
 namespace router {

@@ -1,4 +1,4 @@
-#include "router/cuda_team.h"
+#include "router/cuda_launch.h"
 #include "router/forward_row.h"
 
 namespace ep {

@@ -1,0 +1,63 @@
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "router/warp_team.h"
+
+namespace ep::router {
+
+// Cuts a warp's part of shared memory into arrays; all element types have 4 or 8 bytes, the wide ones come first.
+class Carver {
+  public:
+    __device__ explicit Carver(unsigned char* memory) : memory_(memory) {}
+
+    template <class T>
+    __device__ T* take(int count) {
+        T* const array = reinterpret_cast<T*>(memory_);
+        memory_ += count * sizeof(T);
+        return array;
+    }
+
+  private:
+    unsigned char* memory_;
+};
+
+inline void check_cuda(cudaError_t error, const char* what) {
+    if (error == cudaSuccess) return;
+    throw std::runtime_error(std::string("grouped_topk: ") + what + ": " + cudaGetErrorString(error));
+}
+
+// Launches kernel(config, args, bytes_per_warp) with a warp per row.
+template <class Args>
+void launch_rows(void (*kernel)(RouterConfig, Args, int), const RouterConfig& config, const Args& args,
+                 size_t bytes_per_warp, cudaStream_t stream) {
+    constexpr size_t kWithoutOptIn = 48 * 1024;
+    if (args.tokens == 0) return;
+    int warps = 4;
+    while (warps > 1 && warps * bytes_per_warp > kWithoutOptIn) warps /= 2;
+    const size_t shared = warps * bytes_per_warp;
+    if (shared > kWithoutOptIn) {
+        int device = 0, most = 0;
+        check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+        check_cuda(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+                   "cudaDeviceGetAttribute");
+        if (shared > static_cast<size_t>(most)) {
+            throw std::invalid_argument("logits has " + std::to_string(config.experts) + " experts, which need " +
+                                        std::to_string(shared) + " bytes of shared memory; this GPU has " +
+                                        std::to_string(most));
+        }
+        check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)),
+                   "cudaFuncSetAttribute");
+    }
+    const int64_t blocks = (args.tokens + warps - 1) / warps;
+    kernel<<<dim3(static_cast<unsigned>(blocks)), dim3(32, warps), shared, stream>>>(config, args,
+                                                                                     static_cast<int>(bytes_per_warp));
+    check_cuda(cudaGetLastError(), "kernel launch");
+}
+
+constexpr int kMaxThreads = 128;
+
+}  // namespace ep::router
