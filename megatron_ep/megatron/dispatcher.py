@@ -16,6 +16,7 @@ from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantizat
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.functional import pad
 
 import megatron_ep as ep
 from megatron_ep.megatron.shared_buffers import close_buffers, comm_seconds, configure, shared_buffer
@@ -96,29 +97,38 @@ class EPTokenDispatcher(MoETokenDispatcher):
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Turns Megatron's dense routing into picks; nothing is sent.
+        """Turns a router's choice into picks; nothing is sent.
 
         Args:
             hidden_states: [..., H], T tokens in all.
-            routing_map: bool [T, E]; a row may hold any number of True.
-            probs: [T, E], any floating dtype; read where routing_map is True.
+            routing_map: bool [T, E]; a row may hold any number of True. Or, from a sparse `EPTopKRouter`, int64 expert
+                ids [T, moe_router_topk], -1 for none.
+            probs: [T, E], any floating dtype, read where routing_map is True; or the weights of the ids, their shape.
 
         Returns:
             Tokens [T, H] and weights [T, K * TP] (fp32, or fp64 for fp64 probs), differentiable in both. K is
             moe_router_topk, or as much of it as fits beside a row; a token with more experts than that is there more
             than once, and T counts it so.
+
+        Raises:
+            ValueError: routing_map has another shape.
         """
         self.hidden_shape = hidden_states.shape
         tokens = hidden_states.reshape(-1, self.hidden_shape[-1]).contiguous()
-        if self.drop_and_pad:
-            # Megatron fills each expert up to its capacity with picks of probability 0: their place is kept free by
-            # expert_capacity at the receiver, and their rows need not travel.
-            routing_map = routing_map & (probs != 0)
-        rows_per_token = self._rows_per_token(routing_map)
-        topk_idx, weights = _picks(routing_map, probs, rows_per_token * self.num_picks)
+        is_dense = routing_map.dtype == torch.bool
+        self._require_shape(routing_map, self.config.num_moe_experts if is_dense else self.config.moe_router_topk)
+        if is_dense:
+            if self.drop_and_pad:
+                # Megatron fills each expert up to its capacity with picks of probability 0: their place is kept free
+                # by expert_capacity at the receiver, and their rows need not travel.
+                routing_map = routing_map & (probs != 0)
+            topk_idx, weights = _picks(routing_map, probs, self._most_experts(routing_map))
+        else:
+            topk_idx, weights = routing_map, probs
         self.token_of_row = None
-        if rows_per_token > 1:
+        if topk_idx.shape[1] != self.num_picks:
             tokens, topk_idx, weights = self._split_tokens(tokens, topk_idx, weights)
+        weights = weights if weights.dtype == torch.float64 else weights.float()
         self.topk_idx, weights = self._replicate_over_tp(topk_idx, weights)
         self._probs_dtype = probs.dtype
         if self.shared_experts is not None:
@@ -184,22 +194,30 @@ class EPTokenDispatcher(MoETokenDispatcher):
     def _num_tokens(self) -> int:
         return math.prod(self.hidden_shape[:-1])
 
-    def _rows_per_token(self, routing_map: torch.Tensor) -> int:
-        """Rows that the token with the most experts takes; 1 unless the router gives more than fit beside a row."""
-        most = self.config.moe_router_topk
+    def _require_shape(self, routing_map: torch.Tensor, width: int) -> None:
+        if tuple(routing_map.shape) != (self._num_tokens, width):
+            raise ValueError(
+                f"routing_map is {routing_map.dtype} of shape {tuple(routing_map.shape)}, "
+                f"must be {(self._num_tokens, width)}"
+            )
+
+    def _most_experts(self, routing_map: torch.Tensor) -> int:
+        """Experts of the token with the most of them, or moe_router_topk if none has more."""
+        topk = self.config.moe_router_topk
         if _is_capturing(routing_map):  # a graph's shapes are fixed
-            torch._assert_async(routing_map.sum(dim=1).amax() <= most, "a token has more than moe_router_topk experts")
-        elif routing_map.shape[0] > 0:
-            most = int(routing_map.sum(dim=1).amax())
-        return max(1, math.ceil(most / self.num_picks))
+            torch._assert_async(routing_map.sum(dim=1).amax() <= topk, "a token has more than moe_router_topk experts")
+            return topk
+        return max(topk, int(routing_map.sum(dim=1).amax())) if routing_map.shape[0] > 0 else topk
 
     def _split_tokens(
         self, tokens: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[T, n * K] picks -> [T', K], a row for each K picks: K must be the same on all ranks, whatever one needs."""
-        rows_per_token = topk_idx.shape[1] // self.num_picks
-        topk_idx, weights = topk_idx.view(-1, self.num_picks), weights.reshape(-1, self.num_picks)
-        used = (topk_idx[:, 0] >= 0).nonzero().squeeze(1)
+        """[T, more than K] picks -> [T', K], a row for each K: K must be the same on all ranks, whatever one needs."""
+        rows_per_token = -(-topk_idx.shape[1] // self.num_picks)
+        missing = rows_per_token * self.num_picks - topk_idx.shape[1]
+        topk_idx = pad(topk_idx, (0, missing), value=-1).view(-1, self.num_picks)
+        weights = pad(weights, (0, missing)).view(-1, self.num_picks)
+        used = (topk_idx >= 0).any(dim=1).nonzero().squeeze(1)
         self.token_of_row = used // rows_per_token
         return tokens.index_select(0, self.token_of_row), topk_idx.index_select(0, used), weights.index_select(0, used)
 
@@ -248,11 +266,9 @@ def _picks(routing_map: torch.Tensor, probs: torch.Tensor, width: int) -> tuple[
     """[T, E] map and probs -> ids [T, width] in ascending order, -1 after the last, and weights [T, width], 0 there."""
     num_experts = routing_map.shape[1]
     order = torch.arange(num_experts, 0, -1, dtype=torch.int32, device=routing_map.device)
-    chosen = (routing_map * order).topk(min(width, num_experts), dim=1).values
-    chosen = torch.nn.functional.pad(chosen, (0, width - chosen.shape[1]))
+    chosen = (routing_map * order).topk(width, dim=1).values
     topk_idx = (num_experts - chosen).masked_fill(chosen == 0, -1).long()
-    weights = probs.gather(1, topk_idx.clamp(min=0)).masked_fill(topk_idx < 0, 0)
-    return topk_idx, weights if weights.dtype == torch.float64 else weights.float()
+    return topk_idx, probs.gather(1, topk_idx.clamp(min=0)).masked_fill(topk_idx < 0, 0)
 
 
 def _declares_hybridep(config: TransformerConfig) -> bool:

@@ -6,7 +6,7 @@ they return. T tokens on this rank, H hidden, E experts, L local experts, R rows
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher, MoETokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -79,7 +80,12 @@ def make_config(**options: Any) -> TransformerConfig:
 
 
 def compare_layers(
-    tensor_parallel_size: int, expert_parallel_size: int, tokens: int, seed: int, options: Mapping[str, Any]
+    tensor_parallel_size: int,
+    expert_parallel_size: int,
+    tokens: int,
+    seed: int,
+    options: Mapping[str, Any],
+    router: Callable[..., TopKRouter] | None = None,
 ) -> dict[str, float]:
     """A whole MoE layer, router included, with Megatron's all-to-all dispatcher and with ours.
 
@@ -88,6 +94,7 @@ def compare_layers(
         tokens: T of every rank.
         seed: of weights and inputs.
         options: see `make_config`.
+        router: of our layer; None: Megatron's own.
 
     Returns:
         For the output, the input's gradient and each parameter's gradient: the largest difference over the largest
@@ -98,7 +105,7 @@ def compare_layers(
     spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     theirs = spec(config=config)
-    ours = ep_layer_spec(spec)(config=config)
+    ours = ep_layer_spec(spec, router=router)(config=config)
     assert isinstance(ours.token_dispatcher, EPTokenDispatcher)
     ours.load_state_dict(theirs.state_dict())
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -65,7 +66,9 @@ class EPMoELayer(MoELayer):
             self._training_token_dispatcher = self.token_dispatcher
 
 
-def ep_layer_spec(spec: Spec, pg_collection: ProcessGroupCollection | None = None) -> Spec:
+def ep_layer_spec(
+    spec: Spec, pg_collection: ProcessGroupCollection | None = None, router: Callable[..., TopKRouter] | None = None
+) -> Spec:
     """A copy of a spec in which every `MoELayer` is an `EPMoELayer`; everything else is as it was.
 
     Args:
@@ -73,32 +76,38 @@ def ep_layer_spec(spec: Spec, pg_collection: ProcessGroupCollection | None = Non
             own spec, as Megatron's `get_gpt_*_spec` functions return them.
         pg_collection: needed only with megatron-core 0.16 and process groups other than Megatron's global ones: that
             version passes a model's groups to no layer class but its own.
+        router: builder of the layers' routers, as `megatron_ep.megatron.router.fused_router`; None keeps the spec's.
 
     Raises:
         ValueError: no `MoELayer` in the spec.
     """
-    copy = _with_ep_layers(spec, pg_collection, {})
+
+    def replace_layer(node: Any) -> Any:
+        """The spec of an EPMoELayer for the spec of a MoELayer, None for anything else."""
+        if isinstance(node, ModuleSpec) and get_module(node) in (MoELayer, EPMoELayer):
+            params = node.params if pg_collection is None else {**node.params, "pg_collection": pg_collection}
+            submodules = with_router(node.submodules)
+            return dataclasses.replace(node, module=EPMoELayer, params=params, submodules=submodules)
+        if isinstance(node, functools.partial) and node.func in (MoELayer, EPMoELayer):
+            submodules = with_router(node.keywords["submodules"])
+            return functools.partial(EPMoELayer, *node.args, **{**node.keywords, "submodules": submodules})
+        return None
+
+    def with_router(submodules: MoESubmodules) -> MoESubmodules:
+        return submodules if router is None else dataclasses.replace(submodules, router=router)
+
+    copy = _replaced(spec, replace_layer, {})
     if copy is spec:
         raise ValueError(f"spec: no MoELayer in this {type(spec).__name__}; is num_moe_experts set?")
     return copy
 
 
-def _with_ep_layers(node: Any, pg_collection: ProcessGroupCollection | None, done: dict[int, Any]) -> Any:
-    """Rebuilds what leads to a MoE layer; the rest stays the same object, and what is shared stays shared."""
+def _replaced(node: Any, replace: Callable[[Any], Any], done: dict[int, Any]) -> Any:
+    """Rebuilds what leads to a replaced node; the rest stays the same object, and what is shared stays shared."""
     if id(node) not in done:
-        copy_child = functools.partial(_with_ep_layers, pg_collection=pg_collection, done=done)
-        done[id(node)] = _ep_layer(node, pg_collection) or _rebuild(node, copy_child)
+        copy_child = functools.partial(_replaced, replace=replace, done=done)
+        done[id(node)] = replace(node) or _rebuild(node, copy_child)
     return done[id(node)]
-
-
-def _ep_layer(node: Any, pg_collection: ProcessGroupCollection | None) -> Any:
-    """The spec of an EPMoELayer for the spec of a MoELayer, None for anything else."""
-    if isinstance(node, ModuleSpec) and get_module(node) in (MoELayer, EPMoELayer):
-        params = node.params if pg_collection is None else {**node.params, "pg_collection": pg_collection}
-        return dataclasses.replace(node, module=EPMoELayer, params=params)
-    if isinstance(node, functools.partial) and node.func in (MoELayer, EPMoELayer):
-        return functools.partial(EPMoELayer, *node.args, **node.keywords)
-    return None
 
 
 def _rebuild(node: Any, copy_child: Callable[[Any], Any]) -> Any:

@@ -1,6 +1,6 @@
 """Our dispatcher against Megatron's own: same rows, same outputs, same gradients, for what Megatron asks of one.
 
-Four ranks stay up for the whole file; a test is a function that runs on all of them.
+A test is a function that runs on all four ranks.
 """
 
 import pytest
@@ -12,19 +12,12 @@ import torch.distributed as dist
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 
 import megatron_ep as ep
-from megatron_ep.local_ranks import LocalRanks
 from megatron_ep.megatron import shared_buffers
 from megatron_ep.megatron.equivalence import compare_layers, join_layout, make_config, make_dispatcher, run_dispatcher
 from megatron_ep.megatron.layer import ep_layer_spec
+from megatron_ep.megatron.router import fused_router
 
 W = 4
-TIMEOUT = 60.0
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with LocalRanks(W, TIMEOUT) as ranks:
-        yield ranks
 
 
 # ---- whole layers, router included, in fp64: (TP, EP), options
@@ -90,17 +83,36 @@ def _worst(by_rank):
 
 
 @pytest.mark.parametrize(("tp", "ep_size", "options"), LAYERS.values(), ids=LAYERS)
-def test_layer_equals_megatrons(ranks, tp, ep_size, options):
-    differences = ranks.run(compare_layers, tp, ep_size, 24, 1, options)
+def test_layer_equals_megatrons(four_ranks, tp, ep_size, options):
+    differences = four_ranks.run(compare_layers, tp, ep_size, 24, 1, options)
     assert all(difference <= 1e-12 for rank in differences for difference in rank.values()), _worst(differences)
 
 
 @pytest.mark.parametrize("router_dtype", [None, "fp32", "fp64"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
-def test_layer_equals_megatrons_in_training_dtypes(ranks, dtype, tolerance, router_dtype):
+def test_layer_equals_megatrons_in_training_dtypes(four_ranks, dtype, tolerance, router_dtype):
     options = {"params_dtype": dtype, "moe_router_dtype": router_dtype, "bf16": dtype is torch.bfloat16}
-    differences = ranks.run(compare_layers, 1, 4, 24, 1, options)
+    differences = four_ranks.run(compare_layers, 1, 4, 24, 1, options)
     assert all(difference <= tolerance for rank in differences for difference in rank.values()), _worst(differences)
+
+
+SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5}
+SPARSE = {
+    "sigmoid": (1, 4, {**SIGMOID, "num_moe_experts": 16, "moe_router_topk": 4}),
+    "TP 2 in EP 2": (2, 2, TP_BASELINE),
+    "TP 2 in EP 2, more picks than fit beside a row": (
+        2,
+        2,
+        {**TP_BASELINE, "num_moe_experts": 64, "moe_router_topk": 17},
+    ),
+    "capacity drops, which are dense": (1, 4, {"moe_expert_capacity_factor": 0.7}),
+}
+
+
+@pytest.mark.parametrize(("tp", "ep_size", "options"), SPARSE.values(), ids=SPARSE)
+def test_picks_straight_from_the_fused_router(four_ranks, tp, ep_size, options):
+    differences = four_ranks.run(compare_layers, tp, ep_size, 24, 1, options, fused_router)
+    assert all(difference <= 1e-6 for rank in differences for difference in rank.values()), _worst(differences)
 
 
 # ---- the dispatcher alone, on routing maps that no router makes
@@ -136,8 +148,8 @@ def _compare_random_maps(first_seed, count):
         shared_buffers.close_buffers()
 
 
-def test_any_routing_map(ranks):
-    ranks.run(_compare_random_maps, 0, 40)
+def test_any_routing_map(four_ranks):
+    four_ranks.run(_compare_random_maps, 0, 40)
 
 
 def _compare_padding(recipe, alignment):
@@ -170,8 +182,8 @@ def _compare_padding(recipe, alignment):
 
 
 @pytest.mark.parametrize(("recipe", "alignment"), [("delayed", 16), ("mxfp8", 32)])
-def test_padding_for_quantization(ranks, recipe, alignment):
-    ranks.run(_compare_padding, recipe, alignment)
+def test_padding_for_quantization(four_ranks, recipe, alignment):
+    four_ranks.run(_compare_padding, recipe, alignment)
 
 
 def _preserves_probs_dtype(dtype):
@@ -186,8 +198,8 @@ def _preserves_probs_dtype(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_probs_keep_their_dtype(ranks, dtype):
-    ranks.run(_preserves_probs_dtype, dtype)
+def test_probs_keep_their_dtype(four_ranks, dtype):
+    four_ranks.run(_preserves_probs_dtype, dtype)
 
 
 # ---- Megatron's 1F1B overlap: every step its own graph, inputs freed behind it
@@ -246,8 +258,8 @@ def _compare_overlapped():
     assert torch.equal(x_in.grad, leaf.grad) and torch.equal(probs_in.grad, leaf_probs.grad)
 
 
-def test_step_by_step_as_1f1b_overlap_runs_it(ranks):
-    ranks.run(_compare_overlapped)
+def test_step_by_step_as_1f1b_overlap_runs_it(four_ranks):
+    four_ranks.run(_compare_overlapped)
 
 
 # ---- inference switches capacity padding on and off at run time
@@ -277,8 +289,8 @@ def _compare_inference_padding():
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_inference_flips_drop_and_pad(ranks):
-    ranks.run(_compare_inference_padding)
+def test_inference_flips_drop_and_pad(four_ranks):
+    four_ranks.run(_compare_inference_padding)
 
 
 # ---- buffers and mistakes
@@ -296,7 +308,7 @@ def _counts_buffers():
         run_dispatcher(dispatcher, x, routing_map, routing_map.double(), x)
     assert len(shared_buffers._buffers) == 1, "layers over one group share a buffer"
     during = shared_buffers.comm_seconds()
-    assert before < during < before + TIMEOUT
+    assert before < during < before + 60
     with pytest.raises(RuntimeError, match="close_buffers"):
         shared_buffers.configure(timeout=5.0)
     shared_buffers.close_buffers()
@@ -308,8 +320,8 @@ def _counts_buffers():
     shared_buffers.configure()
 
 
-def test_layers_share_one_buffer(ranks):
-    ranks.run(_counts_buffers)
+def test_layers_share_one_buffer(four_ranks):
+    four_ranks.run(_counts_buffers)
 
 
 def test_configure_names_the_unknown_setting():
@@ -325,8 +337,25 @@ def _overlap_without_hybridep():
         make_dispatcher("ours", config)
 
 
-def test_overlap_must_be_declared_as_hybridep(ranks):
-    ranks.run(_overlap_without_hybridep)
+def test_overlap_must_be_declared_as_hybridep(four_ranks):
+    four_ranks.run(_overlap_without_hybridep)
+
+
+def _wrong_shape():
+    join_layout(1, W)
+    dispatcher = make_dispatcher("ours", make_config())
+    x = torch.randn(5, 32, dtype=torch.float64)
+    for routing_map in (
+        torch.ones(5, 2, dtype=torch.bool),
+        torch.ones(4, 8, dtype=torch.bool),
+        torch.ones(5, 8).long(),
+    ):
+        with pytest.raises(ValueError, match=r"routing_map is torch\.\w+ of shape .* must be \(5, [28]\)"):
+            dispatcher.dispatch_preprocess(x, routing_map, routing_map.double())
+
+
+def test_a_routing_map_of_another_shape_is_refused(four_ranks):
+    four_ranks.run(_wrong_shape)
 
 
 def _overflow():
@@ -345,5 +374,5 @@ def _overflow():
     return "nothing"
 
 
-def test_rows_over_capacity_are_never_lost_silently(ranks):
-    assert ranks.run(_overflow) == ["EPOverflowError", *["EPAbortError"] * (W - 1)]
+def test_rows_over_capacity_are_never_lost_silently(four_ranks):
+    assert four_ranks.run(_overflow) == ["EPOverflowError", *["EPAbortError"] * (W - 1)]
