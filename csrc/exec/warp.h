@@ -36,18 +36,19 @@ enum class Reuse { Soon, Late };
 //   publish_lanes<Scope>(count, f)    the same for a flag per lane: f(lane, store) calls store(flag, value) or not
 //   acquire<Scope>(flag)              the other half
 template <class W>
-concept WarpLike = requires(W& warp, uint64_t* flag, void* dst, const void* src, size_t bytes,
-                            typename W::template PerLane<int>& ints, typename W::template PerLane<void*>& dsts,
+concept WarpLike = requires(W& warp, uint64_t* flag, void* dst, const void* src, size_t bytes, void (*step)(int), bool (*test)(int),
+                            Need (*need)(int), typename W::template PerLane<int>& ints,
+                            typename W::template PerLane<void*>& dsts,
                             typename W::template PerLane<const void*>& srcs) {
     { warp.first_of(1, ints) } -> std::same_as<uint32_t>;
     { warp.broadcast(ints, 0) } -> std::same_as<int>;
     { warp.exclusive_scan(1, ints) } -> std::same_as<int>;
-    { warp.wait_all(Wait::NvlRow, 1, [](int) { return Need{}; }) } -> std::same_as<bool>;
-    { warp.wait_any(Wait::NvlRow, 1, [](int) { return Need{}; }) } -> std::same_as<uint32_t>;
-    { warp.met(1, [](int) { return Need{}; }) } -> std::same_as<bool>;
-    { warp.ballot(1, [](int) { return true; }) } -> std::same_as<uint32_t>;
+    { warp.wait_all(Wait::NvlRow, 1, need) } -> std::same_as<bool>;
+    { warp.wait_any(Wait::NvlRow, 1, need) } -> std::same_as<uint32_t>;
+    { warp.met(1, need) } -> std::same_as<bool>;
+    { warp.ballot(1, test) } -> std::same_as<uint32_t>;
     warp.fail(Outcome::Mismatch, Wait::NvlRow, Need{});
-    warp.lanes(1, [](int) {});
+    warp.lanes(1, step);
     warp.template copy<Reuse::Soon>(dst, src, bytes);
     warp.template multicast<Reuse::Late>(dsts, uint32_t{1}, src, bytes);
     warp.template sum<float>(dst, srcs, uint32_t{1}, bytes);

@@ -12,16 +12,14 @@ namespace ep {
 // A ring belongs to one source rank and channel here too, so a full ring towards one node never holds up the rows of another. All
 // sums run over k in the order of the token's experts: a rank, or a node, takes the place of its first expert.
 
-// Serves the rings towards up to 32 source ranks, whichever has room: blocking on one could close a circle of full rings.
+// Serves the rings towards up to `most` source ranks, whichever has room: blocking on one could close a circle of full rings.
 template <class T, WarpLike W, FabricLike<W> F>
-EP_FN void combine_nvl_sender(W& warp, F& fabric, const CombineArgs& args, int channel, int first_rank) {
+EP_FN void combine_nvl_sender(W& warp, F& fabric, const CombineArgs& args, int channel, int first_rank, int most = 32) {
     const Rings<F> rings{fabric, args, channel};
     const Topology& topology = args.topology();
     const RowFormat& format = args.format;
-    const int count = lanes_from(first_rank, topology.world());
-    for (int node = 0; node < topology.nodes; ++node) {
-        if (!open_nvl_rings(warp, rings, node)) return;
-    }
+    const int count = lanes_from(first_rank, topology.world(), most);
+    if (!open_nvl_rings(warp, rings, first_rank, count)) return;
     typename W::template PerLane<int> left, position;
     typename W::template PerLane<uint64_t> room;
     typename W::template PerLane<const void*> part;

@@ -41,7 +41,7 @@ EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel)
     const Rings<F> rings{fabric, args, channel};
     const RowFormat& format = args.format;
     const int node = args.node();
-    if (!open_nvl_rings(warp, rings, node)) return;
+    if (!open_nvl_rings(warp, rings, args.topology().rank(node, 0), args.topology().ranks_per_node)) return;
     typename W::template PerLane<int> peer;
     typename W::template PerLane<void*> row, scales;
     int batch = 0;
@@ -95,7 +95,7 @@ template <WarpLike W, FabricLike<W> F>
 EP_FN void forwarder(W& warp, F& fabric, const DispatchArgs& args, int channel, int node) {
     const Rings<F> rings{fabric, args, channel};
     const RowFormat& format = args.format;
-    if (!open_nvl_rings(warp, rings, node)) return;
+    if (!open_nvl_rings(warp, rings, args.topology().rank(node, 0), args.topology().ranks_per_node)) return;
     typename W::template PerLane<int> peer;
     typename W::template PerLane<void*> row;
     const int rows = args.layout.rail(channel, node);
@@ -160,12 +160,12 @@ EP_FN void place_row(W& warp, const DispatchArgs& args, const char* slot, int so
     if (format.scale_bytes) warp.template multicast<Reuse::Late>(scales, placed, slot + format.scales(), format.scale_bytes);
 }
 
-// Serves the rings of up to 32 source ranks, a lane each, whichever has rows.
+// Serves the rings of up to `most` source ranks, a lane each, whichever has rows.
 template <WarpLike W, FabricLike<W> F>
-EP_FN void receiver(W& warp, F& fabric, const DispatchArgs& args, int channel, int first_rank) {
+EP_FN void receiver(W& warp, F& fabric, const DispatchArgs& args, int channel, int first_rank, int most = 32) {
     const Rings<F> rings{fabric, args, channel};
     const Topology& topology = args.topology();
-    const int count = lanes_from(first_rank, topology.world());
+    const int count = lanes_from(first_rank, topology.world(), most);
     typename W::template PerLane<int> left;
     typename W::template PerLane<uint64_t> arrived;
     warp.lanes(count, [&](int lane) { left[lane] = args.layout.received(channel, first_rank + lane); });

@@ -13,9 +13,10 @@ namespace ep {
 // they entered e, so all of them are done reading e - 1.
 
 template <WarpLike W>
-EP_FN void copy_counts(W& warp, int32_t* dst, const int32_t* src, int count, int stride = 1) {
+EP_FN void copy_counts(W& warp, int32_t* dst, const int32_t* src, int count, int src_stride = 1, int dst_stride = 1) {
     for (int first = 0; first < count; first += 32) {
-        warp.lanes(count - first < 32 ? count - first : 32, [&](int lane) { dst[first + lane] = src[(first + lane) * stride]; });
+        warp.lanes(count - first < 32 ? count - first : 32,
+                   [&](int lane) { dst[(first + lane) * dst_stride] = src[(first + lane) * src_stride]; });
     }
 }
 
@@ -62,8 +63,7 @@ EP_FN bool relay_counts(W& warp, F& fabric, const NotifyArgs& args) {
             int32_t* counts = fabric.template peer<int32_t>(local, heap.notify_node(parity, topology.rank(node, own_local)));
             copy_counts(warp, counts, block, heap.rank_counts());
         }
-        copy_counts(warp, &layout.rail(0, node), block, 1);
-        for (int channel = 1; channel < layout.channels; ++channel) copy_counts(warp, &layout.rail(channel, node), block + channel, 1);
+        copy_counts(warp, &layout.rail(0, node), block, layout.channels, 1, topology.nodes);
     }
     for (int local = 0; local < topology.ranks_per_node; ++local) {
         warp.template publish<Scope::System>(fabric.template peer<uint64_t>(local, heap.notify_node_flag(own_local)), args.epoch);
@@ -107,9 +107,7 @@ EP_FN bool receive_counts(W& warp, F& fabric, const NotifyArgs& args) {
     for (int rank = 0; rank < world; ++rank) {
         const int32_t* counts = fabric.template own<int32_t>(heap.notify_node(parity, rank));
         copy_counts(warp, layout.expert_base(rank), counts, local_experts);
-        for (int channel = 0; channel < channels; ++channel) {
-            copy_counts(warp, &layout.received(channel, rank), counts + local_experts + channel, 1);
-        }
+        copy_counts(warp, &layout.received(0, rank), counts + local_experts, channels, 1, world);
     }
     auto received = [&](int channel, int rank) -> int32_t& { return layout.received(channel, rank); };
     auto received_start = [&](int channel, int rank) -> int32_t& { return layout.received_start(channel, rank); };

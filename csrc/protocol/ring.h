@@ -70,25 +70,27 @@ struct Rings {
     EP_FN int rank_at(int node, int peer) const { return args.topology().rank(node, peer); }
 };
 
-EP_FN int lanes_from(int first, int count) { return count - first < 32 ? count - first : 32; }
+EP_FN int lanes_from(int first, int count, int most = 32) { return count - first < most ? count - first : most; }
 
 EP_FN uint64_t row_tag(const TransferArgs& args) { return args.call; }
 
+// The role's rings towards `count` ranks from `first_rank` on, by the source rank of what they carry (dispatch: all of its own node).
 // A call may use slots of another size than the call before it: then the ring must have run empty first, or the two would overlap.
 template <WarpLike W, class F>
-EP_FN bool open_nvl_rings(W& warp, const Rings<F>& rings, int node) {
+EP_FN bool open_nvl_rings(W& warp, const Rings<F>& rings, int first_rank, int count) {
     const uint64_t slot_bytes = rings.args.format.slot_bytes();
-    const int peers = rings.args.topology().ranks_per_node;
-    for (int first = 0; first < peers; first += 32) {
-        const int count = lanes_from(first, peers);
-        const bool drained = warp.wait_all(Wait::NvlDrain, count, [&](int lane) {
-            const OutCursor& out = rings.nvl_out(node, first + lane);
-            if (out.slot_bytes == slot_bytes) return nothing_to_wait_for();
-            return Need{W::template acquire<Scope::System>(rings.nvl_out_head(node, first + lane)), out.next,
-                        rings.rank_at(rings.args.node(), first + lane)};
+    const Topology& topology = rings.args.topology();
+    for (int first = first_rank; first < first_rank + count; first += 32) {
+        const int lanes = lanes_from(first, first_rank + count);
+        auto out = [&](int lane) -> OutCursor& { return rings.nvl_out(topology.node_of(first + lane), topology.local_of(first + lane)); };
+        const bool drained = warp.wait_all(Wait::NvlDrain, lanes, [&](int lane) {
+            if (out(lane).slot_bytes == slot_bytes) return nothing_to_wait_for();
+            const int node = topology.node_of(first + lane), peer = topology.local_of(first + lane);
+            return Need{W::template acquire<Scope::System>(rings.nvl_out_head(node, peer)), out(lane).next,
+                        rings.rank_at(rings.args.node(), peer)};
         });
         if (!drained) return false;
-        warp.lanes(count, [&](int lane) { rings.nvl_out(node, first + lane).slot_bytes = slot_bytes; });
+        warp.lanes(lanes, [&](int lane) { out(lane).slot_bytes = slot_bytes; });
     }
     return true;
 }

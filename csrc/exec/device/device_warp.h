@@ -1,0 +1,215 @@
+#pragma once
+
+#include <type_traits>
+
+#include "exec/device/bulk.h"
+#include "exec/device/device_rank.h"
+#include "exec/device/ptx.h"
+#include "exec/device/rows.h"
+#include "exec/warp.h"
+
+namespace ep {
+
+// A warp of a GPU of compute capability 9.0 or later.
+class DeviceWarp {
+  public:
+    template <class T>
+    struct PerLane {
+        T value;
+        __device__ __forceinline__ T& operator[](int) { return value; }
+        __device__ __forceinline__ const T& operator[](int) const { return value; }
+    };
+
+    __device__ __forceinline__ DeviceWarp(const DeviceRank& rank, uint64_t call, Role role, int channel,
+                                          BulkBuffers& buffers)
+        : rank_(rank), call_(call), role_(role), channel_(channel), bulk_(buffers) {}
+
+    template <class F>
+    __device__ __forceinline__ void lanes(int count, F&& f) {
+        if (lane_id() < count) f(lane_id());
+        __syncwarp();
+    }
+
+    template <class F>
+    __device__ __forceinline__ uint32_t ballot(int count, F&& f) {
+        return __ballot_sync(kAll, lane_id() < count && f(lane_id()));
+    }
+
+    __device__ __forceinline__ uint32_t first_of(int count, const PerLane<int>& keys) {
+        const int key = lane_id() < count ? keys.value : -1;
+        const uint32_t equal = __match_any_sync(kAll, key);
+        return __ballot_sync(kAll, key >= 0 && lowest_lane(equal) == lane_id());
+    }
+
+    template <class T>
+    __device__ __forceinline__ T broadcast(const PerLane<T>& values, int lane) {
+        if constexpr (std::is_pointer_v<T>) {
+            return rows::shuffle_pointer(values.value, lane);
+        } else if constexpr (sizeof(T) == 8) {
+            return static_cast<T>(__shfl_sync(kAll, static_cast<unsigned long long>(values.value), lane));
+        } else {
+            return __shfl_sync(kAll, values.value, lane);
+        }
+    }
+
+    __device__ __forceinline__ int exclusive_scan(int count, PerLane<int>& values) {
+        const int own = lane_id() < count ? values.value : 0;
+        int sum = own;
+#pragma unroll
+        for (int distance = 1; distance < 32; distance *= 2) {
+            const int lower = __shfl_up_sync(kAll, sum, distance);
+            if (lane_id() >= distance) sum += lower;
+        }
+        values.value = sum - own;
+        return __shfl_sync(kAll, sum, 31);
+    }
+
+    template <class F>
+    __device__ __forceinline__ bool met(int count, F&& need) {
+        return __all_sync(kAll, lane_id() >= count || is_met(need(lane_id())));
+    }
+
+    template <class F>
+    __device__ __forceinline__ bool wait_all(Wait wait, int count, F&& need) {
+        return poll(wait, count, need, [](uint32_t met) { return met == kAll; }, nothing_to_wait_for()) != 0;
+    }
+
+    template <class F>
+    __device__ __forceinline__ uint32_t wait_any(Wait wait, int count, F&& need) {
+        return poll(wait, count, need, [](uint32_t met) { return met != 0; }, never());
+    }
+
+    __device__ __forceinline__ void fail(Outcome outcome, Wait wait, const Need& need) {
+        if (lane_id() == 0) give_up(rank_, incident(outcome, wait, need));
+        __syncwarp();
+    }
+
+    template <Reuse reuse>
+    __device__ __forceinline__ void copy(void* dst, const void* src, size_t bytes) {
+        move_row<reuse>(dst, 1, src, bytes);
+    }
+
+    template <Reuse reuse>
+    __device__ __forceinline__ void multicast(const PerLane<void*>& dsts, uint32_t mask, const void* src,
+                                              size_t bytes) {
+        if (mask) move_row<reuse>(dsts.value, mask, src, bytes);
+    }
+
+    template <class T>
+    __device__ __forceinline__ void sum(void* dst, const PerLane<const void*>& srcs, uint32_t mask, size_t count) {
+        const size_t bytes = count * sizeof(T);
+        if (!mask) return zero(dst, bytes);
+        if (rows::misalignment(srcs.value, mask, dst, bytes)) {
+            rows::sum_elements<T>(dst, srcs.value, mask, count);
+        } else {
+            rows::sum_vectors<T>(dst, srcs.value, mask, bytes / sizeof(uint4));
+        }
+        __syncwarp();
+    }
+
+    __device__ __forceinline__ void zero(void* dst, size_t bytes) {
+        rows::zero(dst, bytes);
+        __syncwarp();
+    }
+
+    template <Scope scope>
+    __device__ __forceinline__ void publish(uint64_t* flag, uint64_t value) {
+        finish_writes();
+        if (lane_id() == 0) store_release<scope>(flag, value);
+        __syncwarp();
+    }
+
+    template <Scope scope, class F>
+    __device__ __forceinline__ void publish_lanes(int count, F&& f) {
+        finish_writes();
+        auto store = [](uint64_t* flag, uint64_t value) { store_release<scope>(flag, value); };
+        if (lane_id() < count) f(lane_id(), store);
+        __syncwarp();
+    }
+
+    // The roles of a rank may run on different SMs of its GPU.
+    template <Scope scope>
+    static __device__ __forceinline__ uint64_t acquire(uint64_t* flag) {
+        if constexpr (scope == Scope::Rank) return ptx::load_acquire_gpu(flag);
+        return ptx::load_acquire_sys(flag);
+    }
+
+    // Everything this warp wrote is written: before it releases a flag by other means than publish, and before it ends.
+    __device__ __forceinline__ void finish_writes() {
+        bulk_.wait_written();
+        __syncwarp();
+    }
+
+  private:
+    static constexpr uint32_t kAll = rows::kAllLanes;
+    static constexpr uint32_t kPollsBetweenChecks = 64;
+
+    static __device__ __forceinline__ int lane_id() { return rows::lane_id(); }
+
+    template <Scope scope>
+    static __device__ __forceinline__ void store_release(uint64_t* flag, uint64_t value) {
+        if constexpr (scope == Scope::Rank) {
+            ptx::store_release_gpu(flag, value);
+        } else {
+            ptx::store_release_sys(flag, value);
+        }
+    }
+
+    template <Reuse reuse>
+    __device__ __forceinline__ void move_row(void* own_dst, uint32_t mask, const void* src, size_t bytes) {
+        if (rows::misalignment(own_dst, mask, src, bytes)) {
+            for_each_lane(mask,
+                          [&](int lane) { rows::copy_misaligned(rows::shuffle_pointer(own_dst, lane), src, bytes); });
+        } else if (bytes >= BulkCopier::kLeastBytes) {
+            bulk_.multicast(own_dst, mask, src, bytes);
+        } else {
+            rows::multicast_vectors<reuse>(own_dst, mask, src, bytes);
+        }
+        __syncwarp();
+    }
+
+    // The lanes whose need is met, once `enough` is true of them; 0 if the wait ended badly. Lanes from `count` on need `other`.
+    template <class F, class Enough>
+    __device__ __forceinline__ uint32_t poll(Wait wait, int count, F&& need, Enough&& enough, const Need& other) {
+        uint64_t start = 0;
+        for (uint32_t polls = 1;; ++polls) {
+            const Need mine = lane_id() < count ? need(lane_id()) : other;
+            const uint32_t met = __ballot_sync(kAll, is_met(mine));
+            if (enough(met)) {
+                __syncwarp();
+                return met;
+            }
+            if (polls % kPollsBetweenChecks) continue;
+            // One lane decides for all, or some of them might go on.
+            const auto end = static_cast<Outcome>(__shfl_sync(kAll, static_cast<int>(outcome_so_far(start)), 0));
+            if (end == Outcome::Ok) continue;
+            const uint32_t missing = __ballot_sync(kAll, !is_met(mine) && mine.peer >= 0);
+            if (lane_id() == (missing ? lowest_lane(missing) : 0)) {
+                give_up(rank_, incident(end, wait, mine));
+            }
+            __syncwarp();
+            return 0;
+        }
+    }
+
+    __device__ __forceinline__ Outcome outcome_so_far(uint64_t& start) const {
+        if (ptx::load_acquire_sys(&rank_.control->abort)) return Outcome::Aborted;
+        const uint64_t now = ptx::globaltimer();
+        if (!start) start = now;
+        return now - start > rank_.timeout_ns ? Outcome::Timeout : Outcome::Ok;
+    }
+
+    __device__ __forceinline__ Incident incident(Outcome outcome, Wait wait, const Need& need) const {
+        return {outcome, role_, wait, rank_.rank, channel_, need.peer, need.seen, need.expected, call_};
+    }
+
+    const DeviceRank& rank_;
+    uint64_t call_;
+    Role role_;
+    int channel_;
+    BulkCopier bulk_;
+};
+
+static_assert(WarpLike<DeviceWarp>);
+
+}  // namespace ep

@@ -1,0 +1,58 @@
+#pragma once
+
+#include "core/topology.h"
+#include "exec/warp.h"
+
+namespace ep {
+
+// Heaps of all ranks mapped here: ranks of one process on one GPU, or of processes of one machine through CUDA IPC and peer access. Between nodes of
+// such a machine a put is a copy and a signal a release store.
+struct P2pFabricParams {
+    static constexpr int kMaxRanks = 72;  // of the largest NVLink domain
+    Topology topology;
+    char* heaps[kMaxRanks];
+};
+
+#if defined(__CUDACC__)
+
+class P2pFabric {
+  public:
+    using Params = P2pFabricParams;
+
+    __device__ __forceinline__ P2pFabric(const Params& params, int rank)
+        : params_(params), rank_(rank), own_(params.heaps[rank]) {}
+
+    template <class T>
+    __device__ __forceinline__ T* own(size_t offset) const {
+        return reinterpret_cast<T*>(own_ + offset);
+    }
+
+    template <class T>
+    __device__ __forceinline__ T* peer(int local, size_t offset) const {
+        return reinterpret_cast<T*>(heap_of(params_.topology.node_of(rank_), local) + offset);
+    }
+
+    template <class W>
+    __device__ __forceinline__ void put(W& warp, int, int node, size_t dst, size_t src, size_t bytes) const {
+        warp.template copy<Reuse::Soon>(on_rail(node) + dst, own<char>(src), bytes);
+    }
+
+    template <class W>
+    __device__ __forceinline__ void put_signal(W& warp, int, int node, size_t flag, uint64_t value) const {
+        warp.template publish<Scope::System>(reinterpret_cast<uint64_t*>(on_rail(node) + flag), value);
+    }
+
+  private:
+    __device__ __forceinline__ char* heap_of(int node, int local) const {
+        return params_.heaps[params_.topology.rank(node, local)];
+    }
+    __device__ __forceinline__ char* on_rail(int node) const { return heap_of(node, params_.topology.local_of(rank_)); }
+
+    const Params& params_;
+    int rank_;
+    char* own_;
+};
+
+#endif
+
+}  // namespace ep
