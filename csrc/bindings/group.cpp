@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <optional>
 
+#include "bindings/incidents.h"
+#include "bindings/launch_args.h"
 #include "fabric/shared_memory.h"
 #include "launch/host/group.h"
 
@@ -13,86 +15,6 @@ namespace py = pybind11;
 
 namespace ep {
 namespace {
-
-using Address = uintptr_t;
-
-template <class T>
-T* at(Address address) {
-    return reinterpret_cast<T*>(address);
-}
-
-// Where the tensors of one rank are; 0: none.
-struct RankTensors {
-    Address layout = 0;
-    int num_tokens = 0;
-    Address topk_idx = 0;
-    Address x = 0, scales = 0, weights = 0;           // what the call reads
-    Address out = 0, out_scales = 0, out_weights = 0;  // what it writes
-    Address positions = 0, rail_experts = 0;
-    int64_t max_received = 0, max_rail = 0, max_rows = 0;
-};
-
-const char* name(Outcome outcome) {
-    switch (outcome) {
-        case Outcome::Ok: return "ok";
-        case Outcome::Timeout: return "timeout";
-        case Outcome::Aborted: return "aborted";
-        case Outcome::Interrupted: return "interrupted";
-        case Outcome::BadInput: return "bad_input";
-        case Outcome::Mismatch: return "mismatch";
-        case Outcome::Overflow: return "overflow";
-    }
-    return "?";
-}
-
-const char* name(Role role) {
-    switch (role) {
-        case Role::Launch: return "launch";
-        case Role::Notify: return "notify";
-        case Role::NvlSender: return "nvl_sender";
-        case Role::RdmaSender: return "rdma_sender";
-        case Role::SenderCoordinator: return "sender_coordinator";
-        case Role::Forwarder: return "forwarder";
-        case Role::ForwarderCoordinator: return "forwarder_coordinator";
-        case Role::Receiver: return "receiver";
-        case Role::CombineNvlSender: return "combine_nvl_sender";
-        case Role::CombineForwarder: return "combine_forwarder";
-        case Role::CombineReceiver: return "combine_receiver";
-    }
-    return "?";
-}
-
-const char* name(Wait wait) {
-    switch (wait) {
-        case Wait::None: return "nothing";
-        case Wait::NotifyRail: return "counts from another node";
-        case Wait::NotifyNode: return "counts from a rank of this node";
-        case Wait::NvlCredit: return "room in an NVLink ring";
-        case Wait::NvlRow: return "a row in an NVLink ring";
-        case Wait::NvlDrain: return "an NVLink ring to run empty";
-        case Wait::RdmaCredit: return "room in a network ring";
-        case Wait::RdmaRow: return "a row in a network ring";
-        case Wait::RdmaDrain: return "a network ring to run empty";
-        case Wait::PackedRow: return "rows to put";
-        case Wait::FreedRow: return "rows to be taken from a network ring";
-        case Wait::PartialRow: return "a token's partial sums";
-    }
-    return "?";
-}
-
-py::dict describe(const Incident& incident) {
-    py::dict d;
-    d["outcome"] = name(incident.outcome);
-    d["role"] = name(incident.role);
-    d["waiting_for"] = name(incident.wait);
-    d["rank"] = incident.rank;
-    d["channel"] = incident.channel;
-    d["peer"] = incident.peer;
-    d["seen"] = incident.seen;
-    d["expected"] = incident.expected;
-    d["call"] = incident.call;
-    return d;
-}
 
 // Asks Python, now and then, whether Ctrl-C was pressed.
 class SignalCheck {
@@ -121,7 +43,7 @@ class Group {
         std::vector<NotifyArgs> args;
         ++epoch_;
         for (size_t i = 0; i < tensors.size(); ++i) {
-            Layout layout = layout_of(tensors[i], topk);
+            Layout layout = layout_of(group_.heap(), tensors[i], topk);
             layout.totals() = {};
             args.push_back({group_.ranks()[i], group_.heap(), layout, at<void>(tensors[i].topk_idx), index_bytes, expert_alignment,
                             expert_capacity, epoch_});
@@ -136,9 +58,7 @@ class Group {
         std::vector<DispatchArgs> args;
         ++call_;
         for (size_t i = 0; i < tensors.size(); ++i) {
-            const RankTensors& t = tensors[i];
-            args.push_back({transfer(i, t, format, nvl_batch, rdma_chunk), at<char>(t.x), at<char>(t.scales), at<char>(t.weights),
-                            at<char>(t.out), at<char>(t.out_scales), at<char>(t.out_weights)});
+            args.push_back(dispatch_args(group_.heap(), group_.ranks()[i], tensors[i], format, call_, nvl_batch, rdma_chunk));
         }
         launch([&](const auto& interrupted) { group_.dispatch(args, interrupted); });
     }
@@ -147,9 +67,7 @@ class Group {
         std::vector<CombineArgs> args;
         ++call_;
         for (size_t i = 0; i < tensors.size(); ++i) {
-            const RankTensors& t = tensors[i];
-            args.push_back({transfer(i, t, format, nvl_batch, rdma_chunk), at<char>(t.x), at<char>(t.weights), at<char>(t.out),
-                            at<char>(t.out_weights)});
+            args.push_back(combine_args(group_.heap(), group_.ranks()[i], tensors[i], format, call_, nvl_batch, rdma_chunk));
         }
         launch([&](const auto& interrupted) { group_.combine(args, static_cast<DType>(dtype), interrupted); });
     }
@@ -185,16 +103,6 @@ class Group {
         std::vector<char*> data;
         for (const Segment* segment : segments) data.push_back(segment->data());
         return data;
-    }
-
-    Layout layout_of(const RankTensors& t, int topk) const {
-        const Heap& heap = group_.heap();
-        return {heap.topology, t.num_tokens, topk, heap.num_experts, heap.channels, at<int32_t>(t.layout)};
-    }
-
-    TransferArgs transfer(size_t index, const RankTensors& t, const RowFormat& format, int nvl_batch, int rdma_chunk) const {
-        return {group_.ranks()[index], group_.heap(), layout_of(t, format.topk), format, call_, nvl_batch, rdma_chunk,
-                at<int32_t>(t.positions), at<int32_t>(t.rail_experts), t.max_received, t.max_rail, t.max_rows};
     }
 
     template <class F>

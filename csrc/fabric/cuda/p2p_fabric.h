@@ -7,8 +7,12 @@ namespace ep {
 
 // Heaps of all ranks mapped here: ranks of one process on one GPU, or of processes of one machine through CUDA IPC and peer access. Between nodes of
 // such a machine a put is a copy and a signal a release store.
+class P2pFabric;
+
 struct P2pFabricParams {
+    using Fabric = P2pFabric;
     static constexpr int kMaxRanks = 72;  // of the largest NVLink domain
+
     Topology topology;
     char* heaps[kMaxRanks];
 };
@@ -17,9 +21,7 @@ struct P2pFabricParams {
 
 class P2pFabric {
   public:
-    using Params = P2pFabricParams;
-
-    __device__ __forceinline__ P2pFabric(const Params& params, int rank)
+    __device__ __forceinline__ P2pFabric(const P2pFabricParams& params, int rank)
         : params_(params), rank_(rank), own_(params.heaps[rank]) {}
 
     template <class T>
@@ -48,7 +50,7 @@ class P2pFabric {
     }
     __device__ __forceinline__ char* on_rail(int node) const { return heap_of(node, params_.topology.local_of(rank_)); }
 
-    const Params& params_;
+    const P2pFabricParams& params_;
     int rank_;
     char* own_;
 };

@@ -6,30 +6,31 @@
 
 namespace ep {
 
-// A launch for all ranks of this process together, as kernel parameters: they travel with the launch, so a captured graph keeps them.
-constexpr int kMaxJointRanks = 16;
+constexpr int kMaxJointRanks = 32;
 constexpr int kBlockThreads = 512;
 constexpr int kBlockWarps = kBlockThreads / 32;
 
 struct NoRoles {};
 
-template <class F, class Args, class Roles>
+// A launch for all ranks of this process together. All of it is a kernel parameter: it travels with the launch, so a captured graph keeps it.
+// FabricParams names its device side `Fabric`.
+template <class FabricParams, class Args, class Roles = NoRoles>
 struct Joint {
-    using Fabric = F;
+    using Fabric = typename FabricParams::Fabric;
 
-    typename F::Params fabric;
+    FabricParams fabric;
     Roles roles;
     int blocks_per_rank;
     Args args[kMaxJointRanks];
     DeviceRank ranks[kMaxJointRanks];
-    uint64_t* epochs[kMaxJointRanks];
+    uint64_t* epochs[kMaxJointRanks];  // notifies so far
 };
 
-template <class F>
-using NotifyJoint = Joint<F, NotifyArgs, NoRoles>;
-template <class F>
-using DispatchJoint = Joint<F, DispatchArgs, DispatchRoles>;
-template <class F>
-using CombineJoint = Joint<F, CombineArgs, CombineRoles>;
+template <class P>
+using NotifyJoint = Joint<P, NotifyArgs>;
+template <class P>
+using DispatchJoint = Joint<P, DispatchArgs, DispatchRoles>;
+template <class P>
+using CombineJoint = Joint<P, CombineArgs, CombineRoles>;
 
 }  // namespace ep

@@ -36,7 +36,7 @@ __device__ __forceinline__ BulkBuffers& bulk_buffers() {
 // ---- notify, in three launches, since each step needs the one before on all channels
 
 template <class J>
-__global__ void __launch_bounds__(kBlockThreads) count_kernel(const __grid_constant__ J joint) {
+__global__ void __launch_bounds__(kBlockThreads, 1) count_kernel(const __grid_constant__ J joint) {
     const Place<J> place(joint);
     DeviceWarp warp(joint.ranks[place.index], 0, Role::Notify, 0, bulk_buffers());
     const NotifyArgs& args = joint.args[place.index];
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kBlockThreads) count_kernel(const __grid_const
 }
 
 template <class J>
-__global__ void __launch_bounds__(kBlockThreads) sum_kernel(const __grid_constant__ J joint) {
+__global__ void __launch_bounds__(kBlockThreads, 1) sum_kernel(const __grid_constant__ J joint) {
     const Place<J> place(joint);
     DeviceWarp warp(joint.ranks[place.index], 0, Role::Notify, 0, bulk_buffers());
     const NotifyArgs& args = joint.args[place.index];
@@ -60,10 +60,10 @@ __global__ void __launch_bounds__(kBlockThreads) sum_kernel(const __grid_constan
 
 // The last warp exchanges counts, which needs the sums only, while the others number the rows.
 template <class J>
-__global__ void __launch_bounds__(kBlockThreads) exchange_kernel(const __grid_constant__ J joint) {
+__global__ void __launch_bounds__(kBlockThreads, 1) exchange_kernel(const __grid_constant__ J joint) {
     const Place<J> place(joint);
     DeviceWarp warp(joint.ranks[place.index], 0, Role::Notify, 0, bulk_buffers());
-    if (joint.args[place.index].layout.totals().bad_token) return;
+    if (joint.args[place.index].layout.totals().bad_token || is_aborted(joint.ranks[place.index])) return;
     if (place.warp == place.warps - 1) {
         NotifyArgs args = joint.args[place.index];
         args.epoch = *joint.epochs[place.index] + 1;  // counted here, not by the host: a captured graph replays
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kBlockThreads) exchange_kernel(const __grid_co
 
 // Rows that no token fills, a piece a warp. Before the dispatch, which writes none of them.
 template <class J>
-__global__ void __launch_bounds__(kBlockThreads) clear_kernel(const __grid_constant__ J joint) {
+__global__ void __launch_bounds__(kBlockThreads, 1) clear_kernel(const __grid_constant__ J joint) {
     constexpr int64_t kPiece = 16;  // rows
     const Place<J> place(joint);
     DeviceWarp warp(joint.ranks[place.index], 0, Role::Launch, 0, bulk_buffers());
@@ -135,7 +135,7 @@ template <class J>
 __global__ void __launch_bounds__(kBlockThreads, 1) dispatch_kernel(const __grid_constant__ J joint) {
     const Place<J> place(joint);
     const DispatchArgs& args = joint.args[place.index];
-    if (place.warp >= joint.roles.warps() * args.layout.channels) return;
+    if (place.warp >= joint.roles.warps() * args.layout.channels || is_aborted(joint.ranks[place.index])) return;
     typename J::Fabric fabric(joint.fabric, args.rank);
     run_dispatch_role(joint.ranks[place.index], bulk_buffers(), fabric, args, joint.roles,
                       place.warp / joint.roles.warps(), place.warp % joint.roles.warps());
@@ -175,7 +175,7 @@ template <class T, class J>
 __global__ void __launch_bounds__(kBlockThreads, 1) combine_kernel(const __grid_constant__ J joint) {
     const Place<J> place(joint);
     const CombineArgs& args = joint.args[place.index];
-    if (place.warp >= joint.roles.warps() * args.layout.channels) return;
+    if (place.warp >= joint.roles.warps() * args.layout.channels || is_aborted(joint.ranks[place.index])) return;
     typename J::Fabric fabric(joint.fabric, args.rank);
     run_combine_role<T>(joint.ranks[place.index], bulk_buffers(), fabric, args, joint.roles,
                         place.warp / joint.roles.warps(), place.warp % joint.roles.warps());

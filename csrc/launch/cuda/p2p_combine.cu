@@ -1,11 +1,9 @@
 #include "fabric/cuda/p2p_fabric.h"
-#include "launch/cuda/kernels.h"
+#include "launch/cuda/group.inl"
 
+// In a file of its own because it takes the compiler longest.
 namespace ep {
 
-template __global__ void kernels::combine_kernel<BFloat16>(const __grid_constant__ CombineJoint<P2pFabric>);
-template __global__ void kernels::combine_kernel<Float16>(const __grid_constant__ CombineJoint<P2pFabric>);
-template __global__ void kernels::combine_kernel<float>(const __grid_constant__ CombineJoint<P2pFabric>);
-template __global__ void kernels::combine_kernel<double>(const __grid_constant__ CombineJoint<P2pFabric>);
+template void CudaGroup<P2pFabricParams>::combine(const std::vector<CombineArgs>&, DType, CudaStream);
 
 }  // namespace ep

@@ -1,12 +1,15 @@
 #include "fabric/cuda/p2p_fabric.h"
-#include "launch/cuda/kernels.h"
+#include "launch/cuda/group.inl"
 
 namespace ep {
 
-template __global__ void kernels::count_kernel(const __grid_constant__ NotifyJoint<P2pFabric>);
-template __global__ void kernels::sum_kernel(const __grid_constant__ NotifyJoint<P2pFabric>);
-template __global__ void kernels::exchange_kernel(const __grid_constant__ NotifyJoint<P2pFabric>);
-template __global__ void kernels::clear_kernel(const __grid_constant__ DispatchJoint<P2pFabric>);
-template __global__ void kernels::dispatch_kernel(const __grid_constant__ DispatchJoint<P2pFabric>);
+template CudaGroup<P2pFabricParams>::CudaGroup(const Heap&, const P2pFabricParams&, std::vector<int>, const std::vector<char*>&,
+                                               const std::vector<char*>&, int, int, double);
+template CudaGroup<P2pFabricParams>::~CudaGroup();
+template void CudaGroup<P2pFabricParams>::notify(const std::vector<NotifyArgs>&, CudaStream);
+template void CudaGroup<P2pFabricParams>::dispatch(const std::vector<DispatchArgs>&, CudaStream);
+template uint64_t CudaGroup<P2pFabricParams>::aborted() const;
+template void CudaGroup<P2pFabricParams>::abort(Outcome);
+template void CudaGroup<P2pFabricParams>::reset();
 
 }  // namespace ep

@@ -1,0 +1,56 @@
+#include "fabric/cuda/device_memory.h"
+
+#include <cuda_runtime.h>
+
+#include <cstring>
+#include <utility>
+
+#include "launch/cuda/error.h"
+
+namespace ep {
+
+DeviceMemory DeviceMemory::create(int device, size_t bytes) {
+    const DeviceGuard guard(device);
+    void* data = nullptr;
+    check_cuda(cudaMalloc(&data, bytes), ("allocating " + std::to_string(bytes) + " bytes of symmetric heap").c_str());
+    DeviceMemory memory(device, static_cast<char*>(data), bytes, false);
+    check_cuda(cudaMemset(data, 0, bytes), "cudaMemset");
+    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    return memory;
+}
+
+DeviceMemory DeviceMemory::open(int device, const std::string& handle, size_t bytes) {
+    const DeviceGuard guard(device);
+    cudaIpcMemHandle_t ipc;
+    if (handle.size() != sizeof(ipc)) throw std::invalid_argument("handle has " + std::to_string(handle.size()) + " bytes, must have " + std::to_string(sizeof(ipc)));
+    std::memcpy(&ipc, handle.data(), sizeof(ipc));
+    void* data = nullptr;
+    check_cuda(cudaIpcOpenMemHandle(&data, ipc, cudaIpcMemLazyEnablePeerAccess),
+               "mapping another rank's symmetric heap by CUDA IPC (its GPU must be a peer of this one: see nvidia-smi topo -p2p r)");
+    return DeviceMemory(device, static_cast<char*>(data), bytes, true);
+}
+
+DeviceMemory::DeviceMemory(DeviceMemory&& other) noexcept
+    : device_(other.device_), data_(std::exchange(other.data_, nullptr)), bytes_(other.bytes_), is_mapped_(other.is_mapped_) {}
+
+DeviceMemory::~DeviceMemory() {
+    if (!data_) return;
+    int before = 0;
+    cudaGetDevice(&before);
+    cudaSetDevice(device_);
+    if (is_mapped_) {
+        cudaIpcCloseMemHandle(data_);
+    } else {
+        cudaFree(data_);
+    }
+    cudaSetDevice(before);
+}
+
+std::string DeviceMemory::handle() const {
+    const DeviceGuard guard(device_);
+    cudaIpcMemHandle_t ipc;
+    check_cuda(cudaIpcGetMemHandle(&ipc, data_), "cudaIpcGetMemHandle");
+    return std::string(reinterpret_cast<const char*>(&ipc), sizeof(ipc));
+}
+
+}  // namespace ep

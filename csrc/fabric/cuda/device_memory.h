@@ -1,0 +1,32 @@
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+namespace ep {
+
+// Zeroed memory of a GPU that holds the symmetric heap of one rank; another process of the machine may map it through its handle.
+class DeviceMemory {
+  public:
+    static DeviceMemory create(int device, size_t bytes);
+    // Maps memory that another process created, on any GPU that this one reaches. Throws std::runtime_error when it does not.
+    static DeviceMemory open(int device, const std::string& handle, size_t bytes);
+
+    DeviceMemory(DeviceMemory&& other) noexcept;
+    DeviceMemory& operator=(DeviceMemory&&) = delete;
+    ~DeviceMemory();
+
+    std::string handle() const;
+    char* data() const { return data_; }
+    size_t bytes() const { return bytes_; }
+
+  private:
+    DeviceMemory(int device, char* data, size_t bytes, bool is_mapped) : device_(device), data_(data), bytes_(bytes), is_mapped_(is_mapped) {}
+
+    int device_;
+    char* data_;
+    size_t bytes_;
+    bool is_mapped_;  // belongs to another process
+};
+
+}  // namespace ep

@@ -1,0 +1,74 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/args.h"
+#include "core/dtypes.h"
+#include "exec/device/device_rank.h"
+
+namespace ep {
+
+using CudaStream = void*;  // a cudaStream_t, for those who do not include CUDA's headers
+
+// The SMs of a GPU, and what fits on them.
+struct CudaDevice {
+    int sms;
+    int major;
+    int minor;
+
+    static CudaDevice of(int device);
+};
+
+// Channels that keep all warps of `sms` SMs busy.
+int cuda_channels(const Topology& topology, int sms);
+
+// The ranks of a buffer that live in this process, on one GPU. A launch runs one phase on all of them together: its blocks are the blocks of all
+// ranks, all on the GPU at once. Launches only enqueue; whether they failed shows in aborted(), at the latest when they are done.
+// FabricParams: how they reach the other ranks, a kernel parameter (see launch/cuda/joint.h).
+template <class FabricParams>
+class CudaGroup {
+  public:
+    // heaps: of those ranks whose memory this process can write, in any order; own_heaps: of `ranks`, in their order.
+    // sms: how many SMs a launch may use for each rank.
+    CudaGroup(const Heap& heap, const FabricParams& fabric, std::vector<int> ranks, const std::vector<char*>& own_heaps,
+              const std::vector<char*>& heaps, int device, int sms, double timeout);
+    ~CudaGroup();
+    CudaGroup(const CudaGroup&) = delete;
+
+    // One argument per rank of this process, in the order of `ranks`. Args of notify need no epoch: it is counted on the GPU.
+    void notify(const std::vector<NotifyArgs>& args, CudaStream stream);
+    void dispatch(const std::vector<DispatchArgs>& args, CudaStream stream);
+    void combine(const std::vector<CombineArgs>& args, DType dtype, CudaStream stream);
+
+    const std::vector<int>& ranks() const { return ranks_; }
+    const Heap& heap() const { return heap_; }
+    uint64_t aborted() const;
+    const ControlBlock& report(size_t index) const { return reports_[index]; }
+    // Makes the waits of all ranks in reach end, also while this process's own kernels run.
+    void abort(Outcome outcome);
+    // Back to the state of a new buffer, once nothing runs.
+    void reset();
+
+  private:
+    template <class J, class Args>
+    J joint(const std::vector<Args>& args, int blocks_per_rank) const;
+    template <class Roles>
+    Roles roles() const;
+
+    Heap heap_;
+    FabricParams fabric_;
+    std::vector<int> ranks_;
+    std::vector<char*> own_heaps_;
+    int device_;
+    int sms_;
+    uint64_t timeout_ns_;
+    ControlBlock* reports_ = nullptr;    // [ranks], pinned and mapped
+    uint64_t* epochs_ = nullptr;         // [ranks], on the GPU
+    uint64_t** abort_words_ = nullptr;   // on the GPU
+    std::vector<uint64_t*> reachable_;   // what abort_words_ holds
+    uint64_t* abort_source_ = nullptr;   // pinned
+    CudaStream abort_stream_ = nullptr;  // not held up by kernels
+};
+
+}  // namespace ep

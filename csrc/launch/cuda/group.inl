@@ -1,0 +1,188 @@
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <atomic>
+#include <string>
+
+#include "launch/cuda/error.h"
+#include "launch/cuda/group.h"
+#include "launch/cuda/kernels.h"
+
+namespace ep {
+namespace {
+
+constexpr size_t kSharedBytes = kBlockWarps * sizeof(BulkBuffers);
+
+inline int blocks_for(int warps) { return (warps + kBlockWarps - 1) / kBlockWarps; }
+
+// All blocks at once on the GPU, or an error: some wait for others.
+template <class J>
+void launch(void (*kernel)(J), const J& joint, size_t ranks, CudaStream stream) {
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes), "cudaFuncSetAttribute");
+    cudaLaunchAttribute cooperative{};
+    cooperative.id = cudaLaunchAttributeCooperative;
+    cooperative.val.cooperative = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(joint.blocks_per_rank * ranks));
+    config.blockDim = dim3(kBlockThreads);
+    config.dynamicSmemBytes = kSharedBytes;
+    config.stream = static_cast<cudaStream_t>(stream);
+    config.attrs = &cooperative;
+    config.numAttrs = 1;
+    check_cuda(cudaLaunchKernelEx(&config, kernel, joint), "kernel launch");
+}
+
+}  // namespace
+
+template <class P>
+CudaGroup<P>::CudaGroup(const Heap& heap, const P& fabric, std::vector<int> ranks, const std::vector<char*>& own_heaps,
+                        const std::vector<char*>& heaps, int device, int sms, double timeout)
+    : heap_(heap),
+      fabric_(fabric),
+      ranks_(std::move(ranks)),
+      own_heaps_(own_heaps),
+      device_(device),
+      sms_(sms),
+      timeout_ns_(static_cast<uint64_t>(timeout * 1e9)) {
+    auto refuse = [](const std::string& message) { throw std::invalid_argument(message); };
+    if (ranks_.size() > kMaxJointRanks) {
+        refuse("ranks in one process: " + std::to_string(ranks_.size()) + ", at most " + std::to_string(kMaxJointRanks) + " on one GPU");
+    }
+    const CudaDevice gpu = CudaDevice::of(device_);
+    if (gpu.major < 9) {
+        refuse("GPU " + std::to_string(device_) + " has compute capability " + std::to_string(gpu.major) + "." + std::to_string(gpu.minor) +
+               ", must be at least 9.0");
+    }
+    if (sms_ * ranks_.size() > static_cast<size_t>(gpu.sms)) {
+        refuse("num_sms is " + std::to_string(sms_) + " for each of " + std::to_string(ranks_.size()) + " ranks, but the GPU has " +
+               std::to_string(gpu.sms) + " SMs and all of their kernels must run at once");
+    }
+    const int warps = sms_ * kBlockWarps / heap_.channels;
+    if (servers_for<DispatchRoles>(heap_.topology, warps) < fewest_servers(heap_.topology)) {
+        const int needed = DispatchRoles{{heap_.topology.nodes, heap_.topology.world(), fewest_servers(heap_.topology)}}.warps();
+        refuse("num_sms is " + std::to_string(sms_) + ", must be at least " + std::to_string(blocks_for(heap_.channels * needed)) + " for " +
+               std::to_string(heap_.channels) + " channels of " + std::to_string(needed) + " warps");
+    }
+
+    const DeviceGuard guard(device_);
+    for (char* base : heaps) reachable_.push_back(&reinterpret_cast<ControlBlock*>(base + heap_.control())->abort);
+    void* stream = nullptr;
+    check_cuda(cudaStreamCreateWithFlags(reinterpret_cast<cudaStream_t*>(&stream), cudaStreamNonBlocking), "cudaStreamCreate");
+    abort_stream_ = stream;
+    check_cuda(cudaMalloc(&abort_words_, reachable_.size() * sizeof(uint64_t*)), "cudaMalloc");
+    check_cuda(cudaMemcpy(abort_words_, reachable_.data(), reachable_.size() * sizeof(uint64_t*), cudaMemcpyHostToDevice), "cudaMemcpy");
+    check_cuda(cudaMalloc(&epochs_, ranks_.size() * sizeof(uint64_t)), "cudaMalloc");
+    check_cuda(cudaHostAlloc(&reports_, ranks_.size() * sizeof(ControlBlock), cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
+    check_cuda(cudaHostAlloc(&abort_source_, sizeof(uint64_t), cudaHostAllocPortable), "cudaHostAlloc");
+    reset();
+}
+
+template <class P>
+CudaGroup<P>::~CudaGroup() {
+    int before = 0;
+    cudaGetDevice(&before);
+    cudaSetDevice(device_);
+    cudaDeviceSynchronize();  // kernels end by themselves: their waits are bounded
+    cudaFree(abort_words_);
+    cudaFree(epochs_);
+    cudaFreeHost(reports_);
+    cudaFreeHost(abort_source_);
+    if (abort_stream_) cudaStreamDestroy(static_cast<cudaStream_t>(abort_stream_));
+    cudaSetDevice(before);
+}
+
+template <class P>
+template <class J, class Args>
+J CudaGroup<P>::joint(const std::vector<Args>& args, int blocks_per_rank) const {
+    J joint{};
+    joint.fabric = fabric_;
+    joint.blocks_per_rank = blocks_per_rank;
+    ControlBlock* reports = nullptr;
+    check_cuda(cudaHostGetDevicePointer(reinterpret_cast<void**>(&reports), reports_, 0), "cudaHostGetDevicePointer");
+    for (size_t i = 0; i < args.size(); ++i) {
+        joint.args[i] = args[i];
+        joint.epochs[i] = epochs_ + i;
+        joint.ranks[i] = {ranks_[i], static_cast<int>(reachable_.size()), timeout_ns_,
+                          reinterpret_cast<ControlBlock*>(own_heaps_[i] + heap_.control()), reports + i, abort_words_};
+    }
+    return joint;
+}
+
+template <class P>
+template <class Roles>
+Roles CudaGroup<P>::roles() const {
+    const int warps = sms_ * kBlockWarps / heap_.channels;
+    return {{heap_.topology.nodes, heap_.topology.world(), servers_for<Roles>(heap_.topology, warps)}};
+}
+
+template <class P>
+void CudaGroup<P>::notify(const std::vector<NotifyArgs>& args, CudaStream stream) {
+    const DeviceGuard guard(device_);
+    for (const NotifyArgs& a : args) {
+        check_cuda(cudaMemsetAsync(a.layout.data, 0, sizeof(Layout::Totals), static_cast<cudaStream_t>(stream)), "cudaMemsetAsync");
+    }
+    const int blocks = std::min(blocks_for(heap_.channels + 1), sms_);
+    const auto all = joint<NotifyJoint<P>>(args, blocks);
+    launch(kernels::count_kernel<NotifyJoint<P>>, all, args.size(), stream);
+    launch(kernels::sum_kernel<NotifyJoint<P>>, all, args.size(), stream);
+    launch(kernels::exchange_kernel<NotifyJoint<P>>, all, args.size(), stream);
+}
+
+template <class P>
+void CudaGroup<P>::dispatch(const std::vector<DispatchArgs>& args, CudaStream stream) {
+    const DeviceGuard guard(device_);
+    launch(kernels::clear_kernel<DispatchJoint<P>>, joint<DispatchJoint<P>>(args, sms_), args.size(), stream);
+    const auto dispatch_roles = roles<DispatchRoles>();
+    auto all = joint<DispatchJoint<P>>(args, blocks_for(heap_.channels * dispatch_roles.warps()));
+    all.roles = dispatch_roles;
+    launch(kernels::dispatch_kernel<DispatchJoint<P>>, all, args.size(), stream);
+}
+
+template <class P>
+void CudaGroup<P>::combine(const std::vector<CombineArgs>& args, DType dtype, CudaStream stream) {
+    const DeviceGuard guard(device_);
+    const auto combine_roles = roles<CombineRoles>();
+    auto all = joint<CombineJoint<P>>(args, blocks_for(heap_.channels * combine_roles.warps()));
+    all.roles = combine_roles;
+    switch (dtype) {
+        case DType::bf16: return launch(kernels::combine_kernel<BFloat16, CombineJoint<P>>, all, args.size(), stream);
+        case DType::fp16: return launch(kernels::combine_kernel<Float16, CombineJoint<P>>, all, args.size(), stream);
+        case DType::fp32: return launch(kernels::combine_kernel<float, CombineJoint<P>>, all, args.size(), stream);
+        case DType::fp64: return launch(kernels::combine_kernel<double, CombineJoint<P>>, all, args.size(), stream);
+    }
+}
+
+template <class P>
+uint64_t CudaGroup<P>::aborted() const {
+    for (size_t i = 0; i < ranks_.size(); ++i) {
+        const uint64_t word = std::atomic_ref<uint64_t>(reports_[i].abort).load(std::memory_order_acquire);
+        if (word) return word;
+    }
+    return 0;
+}
+
+template <class P>
+void CudaGroup<P>::abort(Outcome outcome) {
+    const DeviceGuard guard(device_);
+    *abort_source_ = ControlBlock::abort_word(outcome, ranks_.front());
+    const auto stream = static_cast<cudaStream_t>(abort_stream_);
+    for (uint64_t* word : reachable_) {
+        check_cuda(cudaMemcpyAsync(word, abort_source_, sizeof(uint64_t), cudaMemcpyDefault, stream), "cudaMemcpyAsync");
+    }
+    check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+    std::atomic_ref<uint64_t>(reports_[0].abort).store(*abort_source_, std::memory_order_release);
+}
+
+template <class P>
+void CudaGroup<P>::reset() {
+    const DeviceGuard guard(device_);
+    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    for (char* base : own_heaps_) check_cuda(cudaMemset(base, 0, heap_.flags_end()), "cudaMemset");
+    check_cuda(cudaMemset(epochs_, 0, ranks_.size() * sizeof(uint64_t)), "cudaMemset");
+    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    for (size_t i = 0; i < ranks_.size(); ++i) reports_[i] = {};
+}
+
+}  // namespace ep
