@@ -149,7 +149,7 @@ def run_dispatcher(
         output [T, H], x_grad [T, H], probs_grad [T, E], rows [R, H], counts int64 [L], row_probs [R].
     """
     x, probs = x.clone().requires_grad_(), probs.clone().requires_grad_()
-    sent, sent_probs = dispatcher.dispatch_preprocess(x, routing_map, probs)
+    sent, sent_probs = dispatcher.dispatch_preprocess(x, routing_map.clone(), probs)  # Megatron's pads it in place
     rows, row_probs = dispatcher.token_dispatch(sent, sent_probs)
     rows, counts, row_probs = dispatcher.dispatch_postprocess(rows, row_probs)
     expert = torch.tensor(dispatcher.local_expert_indices).repeat_interleave(counts)

@@ -10,6 +10,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping
 
 import megatron_ep as ep
 from megatron_ep.megatron import shared_buffers
@@ -184,6 +185,32 @@ def _compare_padding(recipe, alignment):
 @pytest.mark.parametrize(("recipe", "alignment"), [("delayed", 16), ("mxfp8", 32)])
 def test_padding_for_quantization(four_ranks, recipe, alignment):
     four_ranks.run(_compare_padding, recipe, alignment)
+
+
+def _compare_drop_and_pad(tp, ep_size):
+    join_layout(tp, ep_size)
+    config = make_config(**PAD)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x, grad = torch.randn(2, 50, 32, generator=generator, dtype=torch.float64)
+    topk_map = torch.rand(50, 8, generator=generator).argsort(dim=1) < 2
+    scores = torch.rand(50, 8, generator=generator, dtype=torch.float64) * topk_map
+    probs, routing_map = apply_router_token_dropping(scores, topk_map, 2, 0.7, pad_to_capacity=True)
+    expected, actual = (
+        run_dispatcher(make_dispatcher(name, config), x, routing_map, probs, grad)
+        for name in ("megatron_alltoall", "ours")
+    )
+    capacity = 9 * tp * ep_size  # ceil(50 * 2 / 8 * 0.7) of each rank
+    assert expected["counts"].tolist() == actual["counts"].tolist() == [capacity] * len(actual["counts"])
+    assert expected["rows"].shape == actual["rows"].shape and expected["row_probs"].shape == actual["row_probs"].shape
+    for name in ("output", "x_grad"):
+        torch.testing.assert_close(actual[name], expected[name], rtol=1e-12, atol=1e-12)
+    taken = probs != 0  # the router passes no gradient on for the picks it only pads with
+    torch.testing.assert_close(actual["probs_grad"], expected["probs_grad"] * taken, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("tp", "ep_size"), [(1, 4), (2, 2)])
+def test_drop_and_pad_gives_every_expert_its_capacity(four_ranks, tp, ep_size):
+    four_ranks.run(_compare_drop_and_pad, tp, ep_size)
 
 
 def _preserves_probs_dtype(dtype):

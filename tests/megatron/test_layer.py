@@ -18,6 +18,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_ep.megatron.dispatcher import EPTokenDispatcher
 from megatron_ep.megatron.equivalence import join_layout, make_config
 from megatron_ep.megatron.layer import EPMoELayer, ep_layer_spec
 from megatron_ep.megatron.router import fused_router
@@ -130,6 +131,18 @@ def test_a_spec_without_a_moe_layer_is_an_error(spec):
 def test_a_dense_model_is_an_error():
     with pytest.raises(ValueError, match="num_moe_experts"):
         ep_layer_spec(gpt_layer_specs.get_gpt_layer_local_spec())
+
+
+def _declared_types():
+    join_layout(1, 4)
+    config = make_config(moe_shared_expert_intermediate_size=16)
+    layer = ep_layer_spec(get_moe_module_spec(use_te=False, num_experts=8))(config=config)
+    assert isinstance(layer.token_dispatcher, EPTokenDispatcher) and layer.config is config
+    return {module.config.moe_token_dispatcher_type for module in layer.modules() if hasattr(module, "config")}
+
+
+def test_the_declared_dispatcher_type_stays_declared(four_ranks):
+    assert four_ranks.run(_declared_types) == [{"alltoall"}] * 4
 
 
 def _compare_models(moe_layer_freq):
