@@ -125,15 +125,15 @@ EP_FN R from_key(Key<R> key) {
 
 // ---- functions
 
-EP_FN double exp_nonpositive(double x) { return exp(x); }
+EP_FN double exponential(double x) { return exp(x); }
 
-// exp(x) for x <= 0, NaN for NaN. On the host within 1.1 ulp of the true value, subnormal results included, and the same to
-// the bit on every machine.
-EP_FN float exp_nonpositive(float x) {
+// On the host within 1.1 ulp of exp(x), subnormal results included, and the same to the bit on every machine.
+EP_FN float exponential(float x) {
 #if defined(__CUDACC__)
     return expf(x);
 #else
     x = x < -104.0f ? -104.0f : x;  // exp(-104) rounds to 0
+    x = x > 89.0f ? 89.0f : x;      // exp(89) overflows to infinity
     // x = n ln 2 + r, |r| <= ln 2 / 2. Adding 1.5 * 2^23 rounds to an integer, which is then in the sum's low bits.
     const float shifted = x * 1.44269504f + 0x1.8p23f;
     const float n = shifted - 0x1.8p23f;
@@ -146,7 +146,7 @@ EP_FN float exp_nonpositive(float x) {
     q = q * r + 1.0f / 6;
     q = q * r + 0.5f;
     const float exp_r = (q * r * r + r) + 1.0f;
-    // 2^n in two factors, of which only the last can round to a subnormal.
+    // 2^n in two factors, so that neither leaves the range of normal numbers.
     const int32_t exponent = bits_as<int32_t>(shifted) - bits_as<int32_t>(0x1.8p23f);
     const int32_t half = exponent >> 1;
     const float low = bits_as<float>(static_cast<uint32_t>(half + 127) << 23);
@@ -155,11 +155,10 @@ EP_FN float exp_nonpositive(float x) {
 #endif
 }
 
-// Written for both signs so that exp never overflows and small results keep their relative accuracy: 2.5 ulp on the host.
+// torch's formula, so that its roundings, which can decide a choice, are mostly torch's as well. 0 below -88.8 in fp32.
 template <class R>
 EP_FN R sigmoid(R x) {
-    const R e = exp_nonpositive(x < 0 ? x : -x);
-    return (x < 0 ? e : R(1)) / (R(1) + e);
+    return R(1) / (R(1) + exponential(-x));
 }
 
 }  // namespace ep::router

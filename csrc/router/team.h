@@ -26,7 +26,7 @@ constexpr double kEpsilon = 1e-20;
 template <class R, class Team, class F>
 EP_FN void softmax(Team& team, int n, R* out, F f) {
     const R largest = team.template max<R>(n, f);
-    team.each(n, [=](int i) { out[i] = exp_nonpositive(f(i) - largest); });
+    team.each(n, [=](int i) { out[i] = exponential(f(i) - largest); });
     const R total = team.template sum<R>(n, [=](int i) { return out[i]; });
     team.each(n, [=](int i) { out[i] /= total; });
 }
