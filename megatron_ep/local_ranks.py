@@ -67,8 +67,11 @@ class LocalRanks:
     def __enter__(self) -> LocalRanks:
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._kill()
 
     def _start(self) -> None:
         _start_fork_server()

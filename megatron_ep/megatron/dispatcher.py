@@ -8,7 +8,7 @@ it, so each pick becomes TP picks and the combine adds up the slices' partial ou
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -32,7 +32,7 @@ class StepState:
 
     token_probs: torch.Tensor | None = None
     dispatched_probs: torch.Tensor | None = None
-    tokens_per_expert: torch.Tensor | None = field(default=None, repr=False)
+    tokens_per_expert: torch.Tensor | None = None
 
     def get_number_of_tokens_per_expert(self) -> torch.Tensor | None:
         return self.tokens_per_expert
@@ -108,7 +108,8 @@ class EPTokenDispatcher(MoETokenDispatcher):
         Returns:
             Tokens [T, H] and weights [T, K * TP] (fp32, or fp64 for fp64 probs), differentiable in both. K is
             moe_router_topk, or as much of it as fits beside a row; a token with more experts than that is there more
-            than once, and T counts it so.
+            than once, and T counts it so. With drop-and-pad a pick of probability exactly 0 counts as padding: it
+            contributes nothing, and its probability gets no gradient.
 
         Raises:
             ValueError: routing_map has another shape.
@@ -253,7 +254,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
 
     def _wait_before_shared_experts(self) -> None:
         """Keeps the shared experts from running beside the work before the communication they should overlap."""
-        wait = getattr(self.shared_experts, "wait_current_stream", None)  # Megatron-Core 0.17 and newer
+        wait = getattr(self.shared_experts, "wait_current_stream", None)  # Megatron-Core 0.16 has none
         if wait is not None:
             wait()
 
