@@ -2,10 +2,14 @@
 
 The extension is pybind11 without torch headers: it takes raw pointers, so one build works with every torch version.
 Only the bindings see Python's and pybind11's headers; a change of either recompiles nothing else.
+
+The CUDA backend is part of it where there is an nvcc; the CUDA runtime is linked statically and finds a driver, or none, when
+it is first used. The variable MEGATRON_EP_CUDA=0 leaves the backend out, =1 makes a missing nvcc an error.
 """
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -22,12 +26,38 @@ BINDINGS = "csrc/bindings"
 SOURCE_DIRS = ("csrc/exec/host", "csrc/fabric", "csrc/router", "csrc/launch/host", BINDINGS)
 COMPILE_FLAGS = "-std=c++20 -O3 -fPIC -fvisibility=hidden -Wall -Wextra -Werror=return-type -Icsrc"
 LINK_FLAGS = "-shared -lrt -lpthread"
+CUDA_DIRS = ("csrc/fabric/cuda", "csrc/router", "csrc/launch/cuda")
+# Machine code for Hopper; later GPUs compile the PTX when they first load it.
+CUDA_FLAGS = (
+    "-std=c++20 -O3 -gencode=arch=compute_90,code=[sm_90,compute_90] --expt-relaxed-constexpr -DMEGATRON_EP_CUDA "
+    "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall -Icsrc"
+)
 OLDEST_GCC = 12
 
 
 def find_sources() -> list[str]:
     """Paths relative to the repository's root, as setuptools and the ninja file want them."""
     return sorted(str(path.relative_to(ROOT)) for folder in SOURCE_DIRS for path in (ROOT / folder).glob("*.cpp"))
+
+
+def find_cuda_sources() -> list[str]:
+    """What nvcc compiles: kernels, and the host code that calls the CUDA runtime."""
+    folders = [ROOT / folder for folder in CUDA_DIRS]
+    kernels = [path for folder in folders for path in folder.glob("*.cu")]
+    callers = [path for folder in folders if folder.name == "cuda" for path in folder.glob("*.cpp")]
+    return sorted(str(path.relative_to(ROOT)) for path in kernels + callers)
+
+
+def find_nvcc() -> str | None:
+    """The path of nvcc, or None when the CUDA backend is not to be built. Raises CompileError when it must be and cannot."""
+    wanted = os.environ.get("MEGATRON_EP_CUDA")
+    if wanted == "0" or not find_cuda_sources():
+        return None
+    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+    nvcc = shutil.which("nvcc") or next((p for h in homes if h and (p := shutil.which(f"{h}/bin/nvcc"))), None)
+    if nvcc is None and wanted == "1":
+        raise CompileError("MEGATRON_EP_CUDA is 1, but nvcc was not found in PATH, CUDA_HOME or /usr/local/cuda")
+    return nvcc
 
 
 def find_headers() -> list[str]:
@@ -65,11 +95,11 @@ class NinjaBuild(build_ext):
         if not any(source.startswith(BINDINGS) for source in ext.sources):
             raise CompileError(f"no source file in {BINDINGS}: is the source tree complete?")
         (ROOT / build_dir).mkdir(parents=True, exist_ok=True)
+        nvcc = find_nvcc()
         with open(ROOT / build_dir / "build.ninja", "w") as file:
-            write_ninja(ninja.Writer(file, width=120), build_dir, ext.sources, product)
-        print(
-            f"megatron_ep: building {ext.name} for the host backend only: this version links no CUDA code", flush=True
-        )
+            write_ninja(ninja.Writer(file, width=120), build_dir, ext.sources, product, nvcc)
+        backends = f"the host and CUDA backends, with {nvcc}" if nvcc else "the host backend only: no nvcc, or not wanted"
+        print(f"megatron_ep: building {ext.name} for {backends}", flush=True)
         jobs = len(os.sched_getaffinity(0))
         command = [sys.executable, "-m", "ninja", "-f", str(build_dir / "build.ninja"), f"-j{jobs}"]
         if subprocess.run(command, cwd=ROOT).returncode != 0:
@@ -79,10 +109,14 @@ class NinjaBuild(build_ext):
         self.copy_file(str(ROOT / product), target)
 
 
-def write_ninja(writer: ninja.Writer, build_dir: Path, sources: list[str], product: Path) -> None:
+def write_ninja(
+    writer: ninja.Writer, build_dir: Path, sources: list[str], product: Path, nvcc: str | None
+) -> None:
     binding_includes = shlex.join(f"-I{path}" for path in (python_include(), pybind11.get_include()))
+    compiler = find_compiler()
+    define_cuda = " -DMEGATRON_EP_CUDA" if nvcc else ""
     writer.variable("builddir", str(build_dir))
-    writer.variable("cxx", shlex.join(find_compiler()))
+    writer.variable("cxx", shlex.join(compiler))
     writer.variable("flags", COMPILE_FLAGS)
     writer.variable("includes", "")
     writer.rule(
@@ -92,11 +126,26 @@ def write_ninja(writer: ninja.Writer, build_dir: Path, sources: list[str], produ
         deps="gcc",
         description="c++ $in",
     )
-    writer.rule("link", command=f"$cxx $in -o $out {LINK_FLAGS}", description="link $out")
     objects = []
     for source in sources:
-        includes = {"includes": binding_includes} if source.startswith(BINDINGS) else None
+        includes = {"includes": binding_includes + define_cuda} if source.startswith(BINDINGS) else None
         objects += writer.build(str(build_dir / f"{source}.o"), "compile", source, variables=includes)
+    if nvcc is None:
+        writer.rule("link", command=f"$cxx $in -o $out {LINK_FLAGS}", description="link $out")
+    else:
+        # nvcc takes one host compiler, by name: of a longer CXX ("ccache g++", "g++ -m64") it keeps its own default.
+        host = ["-ccbin", *compiler] if len(compiler) == 1 else []
+        writer.variable("nvcc", shlex.join([nvcc, *host]))
+        writer.rule(
+            "compile_cuda",
+            command=f"$nvcc -MD -MF $out.d {CUDA_FLAGS} -c $in -o $out",
+            depfile="$out.d",
+            deps="gcc",
+            description="nvcc $in",
+        )
+        writer.rule("link", command=f"$nvcc -cudart static $in -o $out {LINK_FLAGS}", description="link $out")
+        for source in find_cuda_sources():
+            objects += writer.build(str(build_dir / f"{source}.o"), "compile_cuda", source)
     writer.build(str(product), "link", objects)
 
 

@@ -1,5 +1,6 @@
 #include <pybind11/pybind11.h>
 
+#include "bindings/cuda.h"
 #include "bindings/group.h"
 #include "bindings/memory.h"
 
@@ -25,4 +26,7 @@ PYBIND11_MODULE(_C, m) {
     m.def("build_info", &build_info);
     ep::bind_group(m);
     ep::bind_memory(m);
+#if defined(MEGATRON_EP_CUDA)
+    ep::bind_cuda(m);
+#endif
 }

@@ -27,7 +27,7 @@ __device__ __forceinline__ void report_abort(const DeviceRank& rank) {
 }
 
 // By one thread: makes all waits of all ranks in reach end, and tells the host.
-__device__ __noinline__ void give_up(const DeviceRank& rank, const Incident& incident) {
+__device__ __noinline__ inline void give_up(const DeviceRank& rank, const Incident& incident) {
     if (incident.outcome != Outcome::Aborted) {
         const uint64_t word = ControlBlock::abort_word(incident.outcome, rank.rank);
         for (int i = 0; i < rank.num_reachable; ++i) ptx::compare_and_swap_sys(rank.abort_words[i], 0, word);

@@ -68,7 +68,7 @@ __device__ __forceinline__ void copy_units(void* dst, const void* src, size_t by
 }
 
 // A row that is not aligned to 16 bytes, in the widest units that it allows.
-__device__ __noinline__ void copy_misaligned(void* dst, const void* src, size_t bytes) {
+__device__ __noinline__ inline void copy_misaligned(void* dst, const void* src, size_t bytes) {
     const uint32_t bits =
         static_cast<uint32_t>(reinterpret_cast<uintptr_t>(dst) | reinterpret_cast<uintptr_t>(src) | bytes);
     if (!(bits & 3)) return copy_units<uint32_t>(dst, src, bytes);
@@ -183,7 +183,7 @@ __device__ __forceinline__ void sum_vectors(void* dst, const void* own_src, uint
 
 // The same order of additions, an element at a time.
 template <class T>
-__device__ __noinline__ void sum_elements(void* dst, const void* own_src, uint32_t mask, size_t count) {
+__device__ __noinline__ inline void sum_elements(void* dst, const void* own_src, uint32_t mask, size_t count) {
     T* out = static_cast<T*>(dst);
     for (size_t first = 0; first < count; first += 32) {
         const size_t i = first + lane_id();
