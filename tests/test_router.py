@@ -220,7 +220,7 @@ def test_gradients_equal_the_specification(device, case, use):
     torch.autograd.backward([a for a, _ in outputs], grads)
     torch.autograd.backward([b for _, b in outputs], [g.to(b.dtype) for (_, b), g in zip(outputs, grads, strict=True)])
     assert ours.grad.dtype == logits.dtype
-    # Terms of the size of the outputs' gradients cancel in fp32 on both sides; only 16-bit results are rounded once more.
+    # Terms of the size of the outputs' gradients cancel in fp32 on both sides; 16-bit results are rounded once more.
     terms = max((float(grad.abs().amax()) for grad in grads if grad.numel()), default=0.0)
     terms *= options.get("scaling_factor", 1.0) if use != {"aux_scores"} else 1.0
     rounding = 2 * torch.finfo(logits.dtype).eps

@@ -14,7 +14,9 @@ struct WarpTeam {
 
     template <class F>
     __device__ void each(int n, F f) {
+#if defined(__CUDACC__)
 #pragma unroll 4
+#endif
         for (int i = lane; i < n; i += 32) f(i);
         __syncwarp();
     }

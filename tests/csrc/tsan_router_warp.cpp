@@ -59,7 +59,6 @@ void atomicAdd(unsigned long long* counter, unsigned long long value) {
 
 }  // namespace
 
-#pragma GCC diagnostic ignored "-Wunknown-pragmas"  // nvcc's
 #include "router/backward_row.h"
 #include "router/forward_row.h"
 #include "router/warp_team.h"
