@@ -1,0 +1,162 @@
+"""Every wrong argument is a ValueError that names it, before anything is launched."""
+
+import pytest
+import torch
+
+import megatron_ep as ep
+
+T, H, K, E = 4, 8, 2, 8
+
+
+@pytest.fixture
+def cluster():
+    with ep.LocalCluster(2, 1, ep.Config(num_experts=E, nvl_ring_bytes=4096, rdma_ring_bytes=8192)) as cluster:
+        yield cluster
+
+
+def good():
+    ids = torch.stack([torch.randperm(E)[:K] for _ in range(T)])
+    return {"x": torch.randn(T, H), "topk_idx": ids, "topk_weights": torch.rand(T, K)}
+
+
+def with_value(tensor, value):
+    tensor = tensor.clone()
+    tensor[1, 1] = value
+    return tensor
+
+
+BAD = {
+    "x of integers": ("x", lambda t: t.int(), "x is torch.int32, must be one of torch.bfloat16"),
+    "x of another length": ("x", lambda t: t[:3], r"x has shape \(3, 8\), must be \[4, H\]"),
+    "x flat": ("x", lambda t: t.flatten(), r"x has shape \(32,\)"),
+    "x empty rows": ("x", lambda t: t[:, :0].contiguous(), "H >= 1"),
+    "x strided": ("x", lambda t: torch.randn(H, T).t(), "x has strides .* must be contiguous"),
+    "x on another device": ("x", lambda t: t.to("meta"), "x is on meta"),
+    "x too long": ("x", lambda t: torch.randn(T, 2000), r"Config.nvl_ring_bytes is 4096, must be at least \d+"),
+    "x no tensor": ("x", lambda t: t.tolist(), "x is a list, must be a tensor"),
+    "ids of floats": ("topk_idx", lambda t: t.float(), "topk_idx is torch.float32, must be one of torch.int64"),
+    "ids flat": ("topk_idx", lambda t: t[:, 0].contiguous(), r"topk_idx has shape \(4,\), must be \[T, K\]"),
+    "too many ids": ("topk_idx", lambda t: t.repeat(1, 17), "1 <= K <= 32"),
+    "no ids": ("topk_idx", lambda t: t[:, :0].contiguous(), "1 <= K <= 32"),
+    "id too large": ("topk_idx", lambda t: with_value(t, E), r"topk_idx of rank 1 is \[\d, 8\] at token 1, must hold distinct ids in \[0, 8\)"),
+    "id too small": ("topk_idx", lambda t: with_value(t, -2), r"-2\] at token 1"),
+    "id huge": ("topk_idx", lambda t: with_value(t, 2**40 + 3), "at token 1"),
+    "id twice": ("topk_idx", lambda t: t[:, :1].repeat(1, 2), "distinct ids"),
+    "weights of bfloat16": ("topk_weights", lambda t: t.bfloat16(), "topk_weights is torch.bfloat16, must be one of torch.float32, torch.float64"),
+    "weights of another shape": ("topk_weights", lambda t: t[:, :1].contiguous(), r"topk_weights has shape \(4, 1\), must be \(4, 2\)"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_tensors(cluster, name):
+    argument, spoil, message = BAD[name]
+    inputs = [good(), good()]
+    inputs[1][argument] = spoil(inputs[1][argument])
+    if name in ("x of integers", "ids of floats", "weights of bfloat16", "too many ids", "no ids", "x too long", "x empty rows"):
+        inputs[0][argument] = spoil(inputs[0][argument])  # else the ranks differ, which is another mistake
+    with pytest.raises(ValueError, match=message):
+        ep.dispatch(**{key: [one[key] for one in inputs] for key in inputs[0]}, buffer=cluster)
+    assert_usable(cluster)
+
+
+def assert_usable(cluster):
+    inputs = [good(), good()]
+    rows = ep.dispatch(**{key: [one[key] for one in inputs] for key in inputs[0]}, buffer=cluster)
+    y = ep.combine(rows.x, rows.handle)
+    for ours, one in zip(y, inputs, strict=True):
+        torch.testing.assert_close(ours, K * one["x"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"expert_alignment": 0}, "expert_alignment is 0, must be an int >= 1"),
+        ({"expert_alignment": 2.0}, "expert_alignment is 2.0"),
+        ({"expert_capacity": 0}, "expert_capacity is 0, must be an int >= 1"),
+        ({"max_recv_tokens": -1}, "max_recv_tokens is -1, must be an int >= 1"),
+        ({"expert_capacity": 4, "expert_alignment": 2}, "expert_alignment is 2, must be 1 with expert_capacity"),
+        ({"scales": [torch.ones(T, 1)] * 2}, "scales must be given only with x of torch.float8_e4m3fn"),
+        ({"topk_idx": None}, "topk_idx is a NoneType, must be a list of 2 tensors"),
+        ({"x": torch.ones(T, H)}, "x is a Tensor, must be a list of 2 tensors"),
+        ({"x": [torch.ones(T, H)]}, "x is 1 items, must be a list of 2 tensors"),
+        ({"x": [torch.ones(T, H), torch.ones(T, H).double()]}, "x is torch.float32 on one rank and torch.float64 on another"),
+        ({"x": [torch.ones(T, H), torch.ones(T, 16)]}, "x has H = 8 on one rank and 16 on another"),
+        ({"buffer": None}, "buffer is None"),
+        ({"buffer": "cluster"}, "buffer is a str"),
+        ({"handle": "handle"}, "handle is a str"),
+    ],
+)
+def test_bad_options(cluster, options, message):
+    inputs = [good(), good()]
+    arguments = {key: [one[key] for one in inputs] for key in inputs[0]} | {"buffer": cluster} | options
+    with pytest.raises(ValueError, match=message):
+        ep.dispatch(**arguments)
+    assert_usable(cluster)
+
+
+def test_bad_float8(cluster):
+    ids = [torch.zeros(T, 1, dtype=torch.int64)] * 2
+    x = [torch.zeros(T, 200, dtype=torch.float8_e4m3fn)] * 2
+    for scales, message in (
+        (None, "scales must be given with x of torch.float8_e4m3fn"),
+        ([torch.ones(T, 1)] * 2, r"scales has shape \(4, 1\), must be \(4, 2\)"),
+        ([torch.ones(T, 2).half()] * 2, "scales is torch.float16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ep.dispatch(x, ids, scales=scales, buffer=cluster)
+    rows = ep.dispatch(x, ids, scales=[torch.ones(T, 2)] * 2, buffer=cluster)
+    with pytest.raises(ValueError, match="x is torch.float8_e4m3fn, must be one of torch.bfloat16"):
+        ep.combine(rows.x, rows.handle)
+
+
+def test_bad_handles(cluster):
+    inputs = [good(), good()]
+    arguments = {key: [one[key] for one in inputs] for key in inputs[0]}
+    rows = ep.dispatch(**arguments, buffer=cluster)
+    with pytest.raises(ValueError, match=r"x has shape \(1, 8\), must be \["):
+        ep.combine([torch.ones(1, H)] * 2, rows.handle)
+    with pytest.raises(ValueError, match="topk_idx must not be given with a handle"):
+        ep.dispatch(**arguments, handle=rows.handle)
+    with pytest.raises(ValueError, match="expert_alignment must not be given with a handle"):
+        ep.dispatch(arguments["x"], handle=rows.handle, expert_alignment=2)
+    with (
+        ep.LocalCluster(2, 1, cluster.config) as other,
+        pytest.raises(ValueError, match="handle belongs to another buffer"),
+    ):
+        ep.dispatch(arguments["x"], handle=rows.handle, buffer=other)
+    cluster.close()
+    with pytest.raises(ValueError, match="buffer is closed"):
+        ep.combine(rows.x, rows.handle)
+    with pytest.raises(ValueError, match="buffer is closed"):
+        ep.dispatch(**arguments, buffer=cluster)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ep.Topology(0, 1), "Topology.nodes is 0, must be an int >= 1"),
+        (lambda: ep.Topology(1, 1.5), "Topology.ranks_per_node is 1.5"),
+        (lambda: ep.Config(num_experts=0), "Config.num_experts is 0"),
+        (lambda: ep.Config(num_experts=8, channels=0), "Config.channels is 0"),
+        (lambda: ep.Config(num_experts=8, timeout=0), "Config.timeout is 0"),
+        (lambda: ep.Config(num_experts=8, timeout=float("inf")), "Config.timeout is inf"),
+        (lambda: ep.Config(num_experts=8, nvl_ring_bytes=3), "Config.nvl_ring_bytes is 3"),
+        (lambda: ep.LocalCluster(2, 2, ep.Config(num_experts=6)), "Config.num_experts is 6, must be a multiple of the 4 ranks"),
+        (lambda: ep.LocalCluster(1, 1, ep.Config(num_experts=6), threads=0), "threads is 0"),
+        (lambda: ep.LocalCluster(1, 1, ep.Config(num_experts=6), lost_signal=1), "lost_signal is 1, must be 0 without a seed"),
+    ],
+)
+def test_bad_construction(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_timeout_from_the_environment(monkeypatch):
+    monkeypatch.setenv("MEGATRON_EP_TIMEOUT", "7.5")
+    assert ep.Config(num_experts=1).timeout_seconds == 7.5
+    assert ep.Config(num_experts=1, timeout=3).timeout_seconds == 3
+    monkeypatch.setenv("MEGATRON_EP_TIMEOUT", "soon")
+    with pytest.raises(ValueError, match="MEGATRON_EP_TIMEOUT is 'soon'"):
+        ep.LocalCluster(1, 1, ep.Config(num_experts=1))
+    monkeypatch.delenv("MEGATRON_EP_TIMEOUT")
+    assert ep.Config(num_experts=1).timeout_seconds == 100

@@ -1,0 +1,83 @@
+"""Gradients: dispatch and combine are each other's transpose."""
+
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+
+import megatron_ep as ep
+
+TOKENS = [3, 0, 2, 4, 1, 2]
+
+
+def leaves(world, experts, topk, hidden=3):
+    generator = torch.Generator().manual_seed(world)
+    ids = [torch.rand(t, experts, generator=generator).topk(topk, dim=1).indices for t in TOKENS[:world]]
+    ids[0][0, 0] = -1
+    x = [torch.randn(t, hidden, generator=generator, dtype=torch.float64, requires_grad=True) for t in TOKENS[:world]]
+    w = [torch.rand(t, topk, generator=generator, dtype=torch.float64, requires_grad=True) for t in TOKENS[:world]]
+    return ids, x, w
+
+
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 1), (1, 4), (2, 2), (3, 2)])
+def test_gradcheck_through_experts(nodes, ranks_per_node):
+    world = nodes * ranks_per_node
+    ids, x, w = leaves(world, 2 * world, min(3, 2 * world))
+    with ep.LocalCluster(nodes, ranks_per_node, ep.Config(num_experts=2 * world)) as cluster:
+
+        def layer(*inputs):
+            rows = ep.dispatch(list(inputs[:world]), ids, list(inputs[world:]), buffer=cluster, expert_alignment=2)
+            out = []
+            for rank in range(world):
+                expert = torch.arange(2).repeat_interleave(rows.tokens_per_expert[rank]).unsqueeze(1)
+                out.append(torch.tanh(rows.x[rank] * (1.3 + expert) + 0.1 * rank) * rows.probs[rank].unsqueeze(1))
+            return tuple(ep.combine(out, rows.handle))
+
+        assert gradcheck(layer, (*x, *w))
+
+
+def test_second_derivative():
+    ids, x, w = leaves(2, 4, 2, hidden=2)
+    with ep.LocalCluster(2, 1, ep.Config(num_experts=4)) as cluster:
+
+        def layer(*inputs):
+            rows = ep.dispatch(list(inputs[:2]), ids, list(inputs[2:]), buffer=cluster)
+            return tuple(ep.combine([torch.sin(r) * p.unsqueeze(1) for r, p in zip(rows.x, rows.probs, strict=True)], rows.handle))
+
+        assert gradgradcheck(layer, (*x, *w))
+
+
+def test_only_one_input_needs_a_gradient():
+    ids, x, w = leaves(4, 8, 3)
+    with ep.LocalCluster(2, 2, ep.Config(num_experts=8)) as cluster:
+        frozen = [tensor.detach() for tensor in x]
+        rows = ep.dispatch(frozen, ids, w, buffer=cluster)
+        sum((p**2).sum() for p in rows.probs).backward()
+        for weight, idx in zip(w, ids, strict=True):
+            assert torch.equal(weight.grad, torch.where(idx >= 0, 2 * weight, 0).detach())
+        rows = ep.dispatch(x, ids, buffer=cluster)
+        sum(r.sum() for r in rows.x).backward()
+        for tensor, idx in zip(x, ids, strict=True):
+            assert torch.equal(tensor.grad, (idx >= 0).sum(dim=1, keepdim=True).expand_as(tensor).double())
+
+
+def test_neither_function_keeps_its_input():
+    ids, x, w = leaves(4, 8, 3)
+    with ep.LocalCluster(2, 2, ep.Config(num_experts=8)) as cluster:
+        inputs = [tensor.detach().clone().requires_grad_() for tensor in x]
+        rows = ep.dispatch(inputs, ids, w, buffer=cluster)
+        y = ep.combine([r * 1 for r in rows.x], rows.handle)
+        saved = {id(t) for output in (*rows.x, *y) for t in getattr(output.grad_fn, "saved_tensors", ())}
+        assert not saved
+        storages = {tensor.untyped_storage().data_ptr() for tensor in inputs if tensor.numel()}
+        assert storages.isdisjoint(r.untyped_storage().data_ptr() for r in rows.x)
+
+
+def test_outputs_may_be_changed_in_place():
+    """Large outputs live in pooled memory; autograd must not take them for views."""
+    x = [torch.randn(300, 1024, requires_grad=True)]
+    ids = [torch.zeros(300, 1, dtype=torch.int64)]
+    with ep.LocalCluster(1, 1, ep.Config(num_experts=1)) as cluster:
+        rows = ep.dispatch(x, ids, buffer=cluster)
+        y = ep.combine([rows.x[0].mul_(2)], rows.handle)
+        y[0].sum().backward()
+    assert torch.equal(x[0].grad, torch.full_like(x[0], 2))

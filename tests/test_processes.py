@@ -1,0 +1,238 @@
+"""Buffers between processes: shared memory, and what happens when a rank misbehaves."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import megatron_ep as ep
+from megatron_ep import reference
+from megatron_ep.local_ranks import LocalRanks
+
+W = 4
+TIMEOUT = 1.5
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with LocalRanks(W, 120) as ranks:
+        yield ranks
+
+
+def shared_memory():
+    return {path.name for path in Path("/dev/shm").glob("megatron_ep-*")}
+
+
+def inputs(experts, topk, hidden=33, tokens=(5, 0, 17, 64)):
+    generator = torch.Generator().manual_seed(experts)
+    ids = [torch.rand(t, experts, generator=generator).topk(topk, dim=1).indices for t in tokens]
+    x = [torch.randint(-8, 9, (t, hidden), generator=generator).float() for t in tokens]
+    weights = [torch.rand(t, topk, generator=generator) for t in tokens]
+    return x, ids, weights
+
+
+def round_trips(rank_buffer, rounds=3):
+    rank = rank_buffer.rank
+    for topk in range(1, rounds + 1):
+        x, ids, weights = inputs(8, topk)
+        leaf = x[rank].clone().requires_grad_()
+        rows = ep.dispatch(leaf, ids[rank], weights[rank], buffer=rank_buffer)
+        expected, probs, counts = reference.dispatch(x, ids, weights, 8)
+        assert torch.equal(rows.x, expected[rank]) and torch.equal(rows.probs, probs[rank])
+        assert torch.equal(rows.tokens_per_expert, counts[rank])
+        y = ep.combine(rows.x, rows.handle)
+        assert torch.equal(y, topk * leaf)
+        y.sum().backward()
+        assert torch.equal(leaf.grad, torch.full_like(leaf, topk))
+
+
+def make_buffer(nodes=2, **config):
+    return ep.Buffer(None, ep.Config(num_experts=8, timeout=TIMEOUT, **config), ep.Topology(nodes, W // nodes))
+
+
+def run_topologies():
+    for nodes in (1, 2, 4):
+        for config in ({}, {"nvl_ring_bytes": 400, "rdma_ring_bytes": 400, "channels": 3}):
+            with make_buffer(nodes, **config) as buffer:
+                round_trips(buffer)
+
+
+def test_topologies(ranks):
+    before = shared_memory()
+    ranks.run(run_topologies)
+    assert shared_memory() <= before
+
+
+def run_one_mistake(kind):
+    buffer = make_buffer()
+    x, ids, weights = inputs(8, 2)
+    x, ids, weights = x[buffer.rank], ids[buffer.rank], weights[buffer.rank]
+    wrong = buffer.rank == 2
+    started = time.monotonic()
+    if kind == "combine":
+        rows = ep.dispatch(x, ids, weights, buffer=buffer)
+        with pytest.raises(ValueError if wrong else ep.EPAbortError, match=None if wrong else "rank 2 refused its arguments"):
+            ep.combine(rows.x[:-1] if wrong else rows.x, rows.handle)
+    else:
+        if wrong:
+            x, ids = (x.int(), ids) if kind == "dtype" else (x, torch.full_like(ids, 8))
+        with pytest.raises(ValueError if wrong else ep.EPAbortError, match=None if wrong else "rank 2 refused its arguments"):
+            ep.dispatch(x, ids, weights, buffer=buffer)
+    assert time.monotonic() - started < TIMEOUT, "the others waited until they timed out"
+    with pytest.raises(ep.EPAbortError, match="reset"):
+        ep.dispatch(x, ids, weights, buffer=buffer)
+    buffer.reset()
+    round_trips(buffer)
+    buffer.close()
+
+
+@pytest.mark.parametrize("kind", ["dtype", "ids", "combine"])
+def test_a_mistake_on_one_rank_reaches_all(ranks, kind):
+    ranks.run(run_one_mistake, kind)
+
+
+def run_one_absent(phase):
+    """Rank 3 does not call."""
+    buffer = make_buffer(rdma_ring_bytes=400, nvl_ring_bytes=400)
+    x, ids, weights = inputs(8, 2)
+    absent = buffer.rank == 3
+    mine = (x[buffer.rank], ids[buffer.rank], weights[buffer.rank])
+    rows = ep.dispatch(*mine, buffer=buffer) if phase == "combine" else None
+    started = time.monotonic()
+    if absent:
+        time.sleep(2 * TIMEOUT)
+        message = ""
+    else:
+        with pytest.raises(ep.EPTimeoutError) as caught:
+            if rows is None:
+                ep.dispatch(*mine, buffer=buffer)
+            else:
+                ep.combine(rows.x, rows.handle)
+        assert TIMEOUT / 2 < time.monotonic() - started < 4 * TIMEOUT
+        assert caught.value.incidents, "a rank that waited says for what"
+        message = str(caught.value)
+    buffer.reset()
+    round_trips(buffer)
+    buffer.close()
+    return message
+
+
+@pytest.mark.parametrize(("phase", "role"), [("notify", "notify"), ("combine", "combine_receiver")])
+def test_an_absent_rank_is_named(ranks, phase, role):
+    messages = ranks.run(run_one_absent, phase)
+    assert any(f"{role}, channel 0" in m and "from rank 3: seen" in m for m in messages), messages
+
+
+def run_different_calls():
+    """Rank 0 dispatches again where the others combine."""
+    buffer = make_buffer()
+    x, ids, weights = inputs(8, 2)
+    rows = ep.dispatch(x[buffer.rank], ids[buffer.rank], weights[buffer.rank], buffer=buffer)
+    with pytest.raises(ep.EPError):
+        if buffer.rank == 0:
+            ep.dispatch(x[buffer.rank], handle=rows.handle)
+            ep.combine(rows.x, rows.handle)
+        else:
+            ep.combine(rows.x, rows.handle)
+            ep.combine(rows.x, rows.handle)
+            ep.combine(rows.x, rows.handle)
+    buffer.reset()
+    round_trips(buffer)
+    buffer.close()
+
+
+def test_different_sequences_of_calls_are_an_error(ranks):
+    ranks.run(run_different_calls)
+
+
+def run_bad_construction():
+    rank = torch.distributed.get_rank()
+    with pytest.raises(ValueError, match="must be equal"):
+        ep.Buffer(None, ep.Config(num_experts=8 if rank else 16, timeout=5))
+    with pytest.raises(ValueError, match="must have the 4 ranks of the group"):
+        ep.Buffer(None, ep.Config(num_experts=8, timeout=5), ep.Topology(3, 2))
+    with pytest.raises(ValueError, match="must be a multiple of the 4 ranks"):
+        ep.Buffer(None, ep.Config(num_experts=6, timeout=5))
+    with pytest.raises(ep.EPError, match="could not set up the buffer: reserving"):
+        ep.Buffer(None, ep.Config(num_experts=8, timeout=5, nvl_ring_bytes=1 << 45))
+
+
+def test_bad_construction_is_the_same_error_everywhere(ranks):
+    before = shared_memory()
+    ranks.run(run_bad_construction)
+    assert shared_memory() <= before
+
+
+SURVIVOR = """
+    import sys, os, time, torch, torch.distributed as dist
+    import megatron_ep as ep
+    rank, store = int(sys.argv[1]), sys.argv[2]
+    dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=4)
+    buffer = ep.Buffer(None, ep.Config(num_experts=8, timeout=2), ep.Topology(2, 2))
+    x = torch.ones(64, 16)
+    ids = torch.rand(64, 8).topk(3, dim=1).indices
+    print("ready", flush=True)
+    try:
+        while True:
+            rows = ep.dispatch(x, ids, buffer=buffer)
+            ep.combine(rows.x, rows.handle)
+    except ep.EPTimeoutError as error:
+        print("EPTimeoutError", error, flush=True)
+        os._exit(7)
+    except KeyboardInterrupt:
+        os._exit(8)
+    except ep.EPAbortError as error:
+        print("EPAbortError", error, flush=True)
+        os._exit(9)
+"""
+
+
+def start_survivors(tmp_path):
+    script = textwrap.dedent(SURVIVOR)
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", script]
+    processes = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True, env=environment)
+        for rank in range(4)
+    ]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    time.sleep(0.3)
+    return processes
+
+
+def finish(processes):
+    try:
+        return [process.communicate(timeout=40)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def test_survivors_of_a_killed_rank(tmp_path):
+    before = shared_memory()
+    processes = start_survivors(tmp_path)
+    processes[1].send_signal(signal.SIGKILL)
+    outputs = finish(processes)
+    assert [process.returncode for process in processes] == [7, -signal.SIGKILL, 7, 7]
+    assert all("EPTimeoutError" in outputs[rank] for rank in (0, 2, 3))
+    assert any("from rank 1: seen" in outputs[rank] for rank in (0, 2, 3)), outputs
+    assert shared_memory() <= before
+
+
+def test_ctrl_c_on_one_rank_ends_all(tmp_path):
+    processes = start_survivors(tmp_path)
+    processes[2].send_signal(signal.SIGSTOP)  # so that the others certainly wait
+    time.sleep(0.3)
+    processes[0].send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    processes[2].send_signal(signal.SIGCONT)
+    outputs = finish(processes)
+    assert [process.returncode for process in processes] == [8, 9, 9, 9], outputs
+    assert all("rank 0 was interrupted" in outputs[rank] for rank in (1, 2, 3)), outputs

@@ -1,0 +1,102 @@
+"""The protocol under random interleavings and a network that delays and reorders."""
+
+import pytest
+import torch
+
+import megatron_ep as ep
+from megatron_ep import reference
+
+SHAPES = [(2, 1), (2, 2), (3, 1), (1, 3), (3, 2)]
+SLOT = 6 * 16  # a row of 4 floats with K <= 2 on the wire
+
+
+def run_case(seed):
+    generator = torch.Generator().manual_seed(seed)
+    nodes, ranks_per_node = SHAPES[seed % len(SHAPES)]
+    world = nodes * ranks_per_node
+    experts = (1 + seed % 2) * world
+    topk = min(2, experts)
+    config = ep.Config(
+        num_experts=experts,
+        channels=1 + seed % 2,
+        nvl_ring_bytes=SLOT * (1 + seed % 3),
+        rdma_ring_bytes=SLOT * (1 + seed % 4),
+        rdma_chunk_tokens=1 + seed % 3,
+    )
+    with ep.LocalCluster(nodes, ranks_per_node, config, seed=seed) as cluster:
+        for _ in range(2):
+            tokens = torch.randint(0, 7, (world,), generator=generator).tolist()
+            x = [torch.randint(-9, 10, (t, 4), generator=generator).float() for t in tokens]
+            ids = [torch.rand(t, experts, generator=generator).topk(topk, dim=1).indices for t in tokens]
+            weights = [torch.rand(t, topk, generator=generator) for t in tokens]
+            rows = ep.dispatch(x, ids, weights, buffer=cluster)
+            expected, probs, _ = reference.dispatch(x, ids, weights, experts)
+            assert all(map(torch.equal, rows.x, expected))
+            assert all(map(torch.equal, rows.probs, probs))
+            y = ep.combine(rows.x, rows.handle)
+            assert all(map(torch.equal, y, reference.combine(expected, ids, experts)))
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_any_interleaving(block):
+    for seed in range(100 * block, 100 * (block + 1)):
+        run_case(seed)
+
+
+def one_way_traffic(lost_signal, seed):
+    """Rank 0 sends 6 rows to rank 1 on another node through rings of one row, so that rows and credits alternate."""
+    config = ep.Config(num_experts=2, nvl_ring_bytes=SLOT, rdma_ring_bytes=SLOT)
+    cluster = ep.LocalCluster(2, 1, config, seed=seed, lost_signal=lost_signal)
+    x = [torch.ones(6, 4), torch.ones(0, 4)]
+    ids = [torch.ones(6, 1, dtype=torch.int64), torch.ones(0, 1, dtype=torch.int64)]
+    ep.dispatch(x, ids, buffer=cluster)
+
+
+# Signals 1 and 2 carry the counts; then each row is signalled, and its credit.
+FIRST_ROW, FIRST_CREDIT = 3, 4
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_lost_credit_is_found(seed):
+    with pytest.raises(ep.EPTimeoutError) as caught:
+        one_way_traffic(FIRST_CREDIT, seed)
+    blocked = [i for i in caught.value.incidents if i["role"] == "rdma_sender"]
+    assert [(i["rank"], i["peer"], i["channel"], i["seen"], i["expected"]) for i in blocked] == [(0, 1, 0, 1, 2)]
+    assert "rdma_sender, channel 0" in str(caught.value) and "room in a network ring from rank 1" in str(caught.value)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_lost_row_signal_is_found(seed):
+    with pytest.raises(ep.EPTimeoutError) as caught:
+        one_way_traffic(FIRST_ROW, seed)
+    blocked = [i for i in caught.value.incidents if i["role"] == "forwarder"]
+    assert [(i["rank"], i["peer"], i["seen"], i["expected"]) for i in blocked] == [(1, 0, 0, 1)]
+
+
+@pytest.mark.parametrize("lost_signal", [1, 2])
+def test_lost_counts_are_found(lost_signal):
+    with pytest.raises(ep.EPTimeoutError, match="notify, channel 0, call 0: waited for counts from another node"):
+        one_way_traffic(lost_signal, seed=0)
+
+
+def test_same_seed_same_interleaving():
+    def incidents(seed):
+        with pytest.raises(ep.EPTimeoutError) as caught:
+            one_way_traffic(FIRST_CREDIT + 4, seed)
+        return caught.value.incidents
+
+    assert incidents(5) == incidents(5)
+
+
+def test_usable_after_reset():
+    config = ep.Config(num_experts=2, nvl_ring_bytes=SLOT, rdma_ring_bytes=SLOT)
+    x = [torch.ones(6, 4), torch.ones(3, 4)]
+    ids = [torch.ones(6, 1, dtype=torch.int64), torch.zeros(3, 1, dtype=torch.int64)]
+    with ep.LocalCluster(2, 1, config, seed=0, lost_signal=5) as cluster:
+        with pytest.raises(ep.EPTimeoutError):
+            ep.dispatch(x, ids, buffer=cluster)
+        with pytest.raises(ep.EPAbortError, match="reset"):
+            ep.dispatch(x, ids, buffer=cluster)
+        cluster.reset()
+        rows = ep.dispatch(x, ids, buffer=cluster)
+        assert [len(r) for r in rows.x] == [3, 6]

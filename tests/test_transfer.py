@@ -1,0 +1,195 @@
+"""Dispatch and combine against the reference."""
+
+import pytest
+import torch
+from cases import Case
+
+import megatron_ep as ep
+from megatron_ep import reference
+
+BLOCKS, CASES_PER_BLOCK = 40, 50
+
+
+def assert_all_equal(ours, expected):
+    for rank, (a, b) in enumerate(zip(ours, expected, strict=True)):
+        assert torch.equal(a, b), f"rank {rank}"
+
+
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_equals_reference(block):
+    for seed in range(block * CASES_PER_BLOCK, (block + 1) * CASES_PER_BLOCK):
+        case = Case(seed)
+        tokens = case.num_tokens()
+        ids, weights, x = case.ids(tokens), case.weights(tokens), case.integers(tokens)
+        with case.cluster() as cluster:
+            ours = ep.dispatch(x, ids, weights, buffer=cluster, expert_alignment=case.alignment)
+            expected, probs, counts = reference.dispatch(x, ids, weights, case.num_experts, case.alignment)
+            assert_all_equal(ours.x, expected)
+            assert_all_equal(ours.probs, probs)
+            assert_all_equal(ours.tokens_per_expert, counts)
+            assert not any(ours.overflow)
+            sums = reference.combine(expected, ids, case.num_experts, case.alignment)
+            assert_all_equal(ep.combine(ours.x, ours.handle), sums)
+
+
+@pytest.mark.parametrize("seed", range(100, 130))
+def test_combine_rounds_once_per_hop(seed):
+    case = Case(seed)
+    tokens = case.num_tokens()
+    ids = case.ids(tokens)
+    with case.cluster() as cluster:
+        ours = ep.dispatch(case.reals(tokens), ids, buffer=cluster, expert_alignment=case.alignment)
+        out = case.reals([len(x) for x in ours.x])
+        y = ep.combine(out, ours.handle)
+    exact = reference.combine([o.double() for o in out], ids, case.num_experts, case.alignment)
+    size = reference.combine([o.double().abs() for o in out], ids, case.num_experts, case.alignment)
+    for a, b, scale in zip(y, exact, size, strict=True):
+        # at most 8 terms in fp32 (fp64), and a rounding on each of rank, node and token
+        bound = scale * (3 * torch.finfo(case.dtype).eps / 2 + 8 * torch.finfo(torch.float32).eps * (case.dtype != torch.float64))
+        assert ((a.double() - b).abs() <= bound + 8 * torch.finfo(torch.float64).eps * scale).all()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_same_bits_whatever_the_schedule(seed):
+    results = []
+    for options in ({"threads": 1}, {"threads": 4}, {"seed": 1}, {"seed": 2}):
+        case = Case(1000 + seed, max_tokens=40)
+        tokens = case.num_tokens()
+        with case.cluster(**options) as cluster:
+            ours = ep.dispatch(case.reals(tokens), case.ids(tokens), case.weights(tokens), buffer=cluster)
+            results.append([*ours.x, *ours.probs, *ep.combine(ours.x, ours.handle)])
+    for other in results[1:]:
+        assert_all_equal(results[0], other)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_many_calls_on_one_buffer(seed):
+    """Shapes, dtypes and K change from call to call; nothing is cleared between them."""
+    first = Case(2000 + seed, max_tokens=60)
+    row_bytes = 8 * 1000 + 1024
+    config = ep.Config(num_experts=first.num_experts, channels=2, timeout=60, nvl_ring_bytes=2 * row_bytes, rdma_ring_bytes=3 * row_bytes)
+    with ep.LocalCluster(first.nodes, first.ranks_per_node, config) as cluster:
+        handles = []
+        for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float16) * 2:
+            case = first
+            case.topk, case.hidden, case.dtype = case.random.randint(1, min(8, case.num_experts)), case.random.randint(8, 1000), dtype
+            tokens = case.num_tokens()
+            x, ids, weights = case.integers(tokens), case.ids(tokens), case.weights(tokens)
+            ours = ep.dispatch(x, ids, weights, buffer=cluster)
+            assert_all_equal(ours.x, reference.dispatch(x, ids, weights, case.num_experts)[0])
+            handles.append((ours.handle, ids))
+            for handle, ids in handles[-3:]:  # old handles stay good
+                out = case.integers([rank.rows for rank in handle.ranks])
+                assert_all_equal(ep.combine(out, handle), reference.combine(out, ids, case.num_experts))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_cached_dispatch(seed):
+    case = Case(3000 + seed, max_tokens=60)
+    tokens = case.num_tokens()
+    ids = case.ids(tokens)
+    with case.cluster() as cluster:
+        handle = ep.dispatch(case.reals(tokens), ids, buffer=cluster, expert_alignment=case.alignment).handle
+        x, weights = case.reals(tokens), case.weights(tokens)
+        again = ep.dispatch(x, topk_weights=weights, handle=handle)
+        expected, probs, counts = reference.dispatch(x, ids, weights, case.num_experts, case.alignment)
+        assert_all_equal(again.x, expected)
+        assert_all_equal(again.probs, probs)
+        assert_all_equal(again.tokens_per_expert, counts)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("slack", [0, 1, 17, -1])
+def test_max_recv_tokens(seed, slack):
+    case = Case(4000 + seed, max_tokens=60)
+    tokens = case.num_tokens()
+    ids, weights, x = case.ids(tokens), case.weights(tokens), case.integers(tokens)
+    expected, probs, counts = reference.dispatch(x, ids, weights, case.num_experts)
+    size = max(1, max(len(rows) for rows in expected) + slack)
+    with case.cluster() as cluster:
+        ours = ep.dispatch(x, ids, weights, buffer=cluster, max_recv_tokens=size)
+        for rank in range(case.world):
+            kept = min(size, len(expected[rank]))
+            assert ours.x[rank].shape[0] == size
+            assert torch.equal(ours.x[rank][:kept], expected[rank][:kept])
+            assert torch.equal(ours.probs[rank][:kept], probs[rank][:kept])
+            assert not ours.x[rank][kept:].any() and not ours.probs[rank][kept:].any()
+            assert bool(ours.overflow[rank]) == (len(expected[rank]) > size)
+            assert torch.equal(ours.tokens_per_expert[rank], counts[rank])
+        # what did not fit counts as zero
+        y = ep.combine(ours.x, ours.handle)
+        padded = [torch.cat([rows[:size], rows.new_zeros(max(0, len(rows) - size), rows.shape[1])]) for rows in expected]
+        assert_all_equal(y, reference.combine(padded, ids, case.num_experts))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_expert_capacity(seed):
+    case = Case(5000 + seed, max_tokens=60)
+    tokens = case.num_tokens()
+    ids, weights, x = case.ids(tokens), case.weights(tokens), case.integers(tokens)
+    expected, _, counts = reference.dispatch(x, ids, weights, case.num_experts)
+    largest = max(int(c.max()) for c in counts)
+    for capacity in {max(1, largest), largest + 3, max(1, largest - 1)}:
+        with case.cluster() as cluster:
+            ours = ep.dispatch(x, ids, weights, buffer=cluster, expert_capacity=capacity)
+        for rank in range(case.world):
+            assert ours.tokens_per_expert[rank].tolist() == [capacity] * len(counts[rank])
+            assert bool(ours.overflow[rank]) == bool((counts[rank] > capacity).any())
+            blocks = zip(ours.x[rank].split(capacity), expected[rank].split(counts[rank].tolist()), strict=True)
+            for block, rows in blocks:
+                kept = min(capacity, len(rows))
+                assert torch.equal(block[:kept], rows[:kept])
+                assert not block[kept:].any()
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.float8_e8m0fnu])
+@pytest.mark.parametrize("hidden", [8, 128, 200, 1000])
+def test_float8_with_scales(hidden, scale_dtype):
+    generator = torch.Generator().manual_seed(hidden)
+    tokens, experts, blocks = [5, 0, 17, 9], 8, -(-hidden // 128)
+    ids = [torch.rand(t, experts, generator=generator).topk(3, dim=1).indices for t in tokens]
+    x = [torch.randint(0, 255, (t, hidden), generator=generator, dtype=torch.uint8) for t in tokens]
+    scales = [torch.randint(1, 200, (t, blocks), generator=generator, dtype=torch.uint8) for t in tokens]
+    if scale_dtype == torch.float32:
+        scales = [s.float() for s in scales]
+    weights = [torch.rand(t, 3, generator=generator).requires_grad_() for t in tokens]
+    with ep.LocalCluster(2, 2, ep.Config(num_experts=experts)) as cluster:
+        float8 = [rows.view(torch.float8_e4m3fn) for rows in x]
+        ours = ep.dispatch(float8, ids, weights, scales=[s.view(scale_dtype) for s in scales], buffer=cluster)
+        detached = [w.detach() for w in weights]
+        assert_all_equal([rows.view(torch.uint8) for rows in ours.x], reference.dispatch(x, ids, detached, experts)[0])
+        raw = [s.view(torch.uint8) if scale_dtype != torch.float32 else s for s in ours.scales]
+        assert_all_equal(raw, reference.dispatch(scales, ids, detached, experts)[0])
+        # the weights' gradients travel without rows
+        sum((p * torch.arange(len(p))).sum() for p in ours.probs).backward()
+        positions = [torch.arange(len(p), dtype=torch.float64).unsqueeze(1) for p in ours.probs]
+        for i, weight in enumerate(weights):
+            for k in range(3):
+                only_k = [torch.where(torch.arange(3) == k, idx, -1) if rank == i else torch.full_like(idx, -1) for rank, idx in enumerate(ids)]
+                assert weight.grad[:, k].shape == only_k[i][:, k].shape
+            assert torch.isfinite(weight.grad).all() and (len(weight) == 0 or weight.grad.abs().sum() > 0)
+        assert len(positions) == 4
+
+
+def test_top_32_of_32_experts():
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.rand(t, 32, generator=generator).argsort(dim=1) for t in (3, 4)]
+    x = [torch.randint(-4, 5, (t, 8), generator=generator).float() for t in (3, 4)]
+    with ep.LocalCluster(1, 2, ep.Config(num_experts=32)) as cluster:
+        ours = ep.dispatch(x, ids, buffer=cluster)
+        assert_all_equal(ep.combine(ours.x, ours.handle), [32 * rows for rows in x])
+
+
+def test_more_ranks_than_lanes():
+    """40 source ranks: a receiver serves 32 rings."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = [rank % 4 for rank in range(40)]
+    ids = [torch.rand(t, 80, generator=generator).topk(5, dim=1).indices for t in tokens]
+    x = [torch.randint(-4, 5, (t, 8), generator=generator).float() for t in tokens]
+    weights = [torch.rand(t, 5, generator=generator) for t in tokens]
+    for nodes in (1, 2, 40):
+        config = ep.Config(num_experts=80, nvl_ring_bytes=512, rdma_ring_bytes=512)
+        with ep.LocalCluster(nodes, 40 // nodes, config) as cluster:
+            ours = ep.dispatch(x, ids, weights, buffer=cluster)
+            assert_all_equal(ours.x, reference.dispatch(x, ids, weights, 80)[0])
+            assert_all_equal(ep.combine(ours.x, ours.handle), [5 * rows for rows in x])
