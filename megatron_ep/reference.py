@@ -5,15 +5,10 @@ from __future__ import annotations
 import torch
 
 
-def expert_rows(topk_idx: list[torch.Tensor], num_experts: int) -> list[list[tuple[int, int, int]]]:
-    """For each expert its rows in order, each as (source rank, token, k)."""
-    rows: list[list[tuple[int, int, int]]] = [[] for _ in range(num_experts)]
-    for rank, idx in enumerate(topk_idx):
-        for token, experts in enumerate(idx.tolist()):
-            for k, expert in enumerate(experts):
-                if expert >= 0:
-                    rows[expert].append((rank, token, k))
-    return rows
+def expert_rows(topk_idx: list[torch.Tensor], expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of an expert in order, as (token, k), tokens counted over all ranks: the order is (source rank, token)."""
+    token, k = (torch.cat(topk_idx) == expert).nonzero(as_tuple=True)
+    return token, k
 
 
 def dispatch(
@@ -25,22 +20,19 @@ def dispatch(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     """x [T, H], topk_idx [T, K], topk_weights [T, K] to x [R, H], probs [R], tokens_per_expert int64 [L].
 
-    Expert e lives on rank e // L. A rank's rows are grouped by expert, padded with zeros to a multiple of expert_alignment.
+    Expert e lives on rank e // L. A rank's rows are grouped by expert, each padded with zeros to a multiple of expert_alignment.
     """
-    rows = expert_rows(topk_idx, num_experts)
     local_experts = num_experts // len(x)
+    all_x, all_weights = torch.cat(x), torch.cat(topk_weights)
     out_x, out_probs, out_counts = [], [], []
     for rank in range(len(x)):
-        counts = []
-        xs, probs = [x[0].new_empty(0, x[0].shape[1])], [topk_weights[0].new_empty(0)]
+        xs, probs, counts = [], [], []
         for expert in range(rank * local_experts, (rank + 1) * local_experts):
-            for source, token, k in rows[expert]:
-                xs.append(x[source][token : token + 1])
-                probs.append(topk_weights[source][token, k : k + 1])
-            padding = -len(rows[expert]) % expert_alignment
-            xs.append(x[0].new_zeros(padding, x[0].shape[1]))
-            probs.append(topk_weights[0].new_zeros(padding))
-            counts.append(len(rows[expert]) + padding)
+            token, k = expert_rows(topk_idx, expert)
+            padding = -len(token) % expert_alignment
+            xs += [all_x[token], all_x.new_zeros(padding, all_x.shape[1])]
+            probs += [all_weights[token, k], all_weights.new_zeros(padding)]
+            counts.append(len(token) + padding)
         out_x.append(torch.cat(xs))
         out_probs.append(torch.cat(probs))
         out_counts.append(torch.tensor(counts))
@@ -54,13 +46,12 @@ def combine(
 
     Sums in float64. The kernels sum in float32 and round to the dtype of x wherever a partial sum travels: per rank, then per node.
     """
-    local_experts = num_experts // len(expert_out)
-    sums = [x.new_zeros(idx.shape[0], x.shape[1], dtype=torch.float64) for x, idx in zip(expert_out, topk_idx, strict=True)]
-    next_row = [0] * len(expert_out)
-    for expert, rows in enumerate(expert_rows(topk_idx, num_experts)):
-        rank = expert // local_experts
-        for source, token, _ in rows:
-            sums[source][token] += expert_out[rank][next_row[rank]].to(torch.float64)
-            next_row[rank] += 1
-        next_row[rank] += -len(rows) % expert_alignment
-    return [total.to(x.dtype) for total, x in zip(sums, expert_out, strict=True)]
+    all_out = torch.cat(expert_out)
+    num_tokens = [idx.shape[0] for idx in topk_idx]
+    sums = all_out.new_zeros(sum(num_tokens), all_out.shape[1], dtype=torch.float64)
+    first = 0
+    for expert in range(num_experts):
+        token, _ = expert_rows(topk_idx, expert)
+        sums.index_add_(0, token, all_out[first : first + len(token)].to(torch.float64))
+        first += len(token) + -len(token) % expert_alignment
+    return list(sums.to(all_out.dtype).split(num_tokens))

@@ -123,14 +123,27 @@ class Group {
     std::chrono::duration<double> seconds_{0};
 };
 
+using Address4 = std::tuple<pid_t, int, uint64_t, uint64_t>;
+
+Address4 address_of(const Segment& segment) {
+    const SegmentAddress address = segment.address();
+    return {address.process, address.descriptor, address.device, address.inode};
+}
+
+Segment open_segment(const Address4& address, size_t bytes) {
+    const auto [process, descriptor, device, inode] = address;
+    return Segment::open({process, descriptor, device, inode}, bytes);
+}
+
 }  // namespace
 
 void bind_group(py::module_& m) {
     py::class_<Segment>(m, "Segment", "Memory that holds the symmetric heap of one rank.")
         .def_static("anonymous", &Segment::anonymous, py::arg("bytes"))
-        .def_static("create", &Segment::create, py::arg("name"), py::arg("bytes"))
-        .def_static("open", &Segment::open, py::arg("name"), py::arg("bytes"))
-        .def_static("unlink", &Segment::unlink, py::arg("name"))
+        .def_static("shared", &Segment::shared, py::arg("bytes"))
+        .def_static("open", &open_segment, py::arg("address"), py::arg("bytes"))
+        .def("address", &address_of, "For open in another process of this machine: (process, descriptor, device, inode).")
+        .def("close_to_others", &Segment::close_to_others)
         .def_property_readonly("bytes", &Segment::bytes);
 
     py::class_<Heap>(m, "Heap", "Layout of the symmetric heap.")

@@ -5,7 +5,10 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
+#include <stdexcept>
+#include <string>
 #include <system_error>
 #include <utility>
 
@@ -14,55 +17,72 @@ namespace {
 
 [[noreturn]] void fail(int error, const std::string& what) { throw std::system_error(error, std::generic_category(), what); }
 
-char* map(int fd, size_t bytes, int flags) {
-    void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, fd, 0);
-    if (data == MAP_FAILED) fail(errno, "mapping " + std::to_string(bytes) + " bytes of symmetric heap");
-    return static_cast<char*>(data);
+int unnamed_file() {
+    static std::atomic<int> count = 0;
+    const std::string name = "/megatron_ep-" + std::to_string(getpid()) + "-" + std::to_string(count++);
+    const int descriptor = shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR, 0600);
+    if (descriptor < 0) fail(errno, "making shared memory " + name);
+    shm_unlink(name.c_str());
+    return descriptor;
 }
-
-class File {
-  public:
-    File(const std::string& name, int flags) : fd_(shm_open(name.c_str(), flags, 0600)) {
-        if (fd_ < 0) fail(errno, "opening shared memory " + name);
-    }
-    ~File() { close(fd_); }
-    int fd() const { return fd_; }
-
-  private:
-    int fd_;
-};
 
 }  // namespace
 
-Segment Segment::anonymous(size_t bytes) { return {map(-1, bytes, MAP_PRIVATE | MAP_ANONYMOUS), bytes}; }
+Segment::Segment(size_t bytes, int flags, int descriptor) : bytes_(bytes), descriptor_(descriptor) {
+    void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, descriptor, 0);
+    if (data == MAP_FAILED) {
+        const int error = errno;
+        close_to_others();
+        fail(error, "mapping " + std::to_string(bytes) + " bytes of symmetric heap");
+    }
+    data_ = static_cast<char*>(data);
+}
 
-Segment Segment::create(const std::string& name, size_t bytes) {
-    File file(name, O_CREAT | O_EXCL | O_RDWR);
+Segment Segment::anonymous(size_t bytes) { return {bytes, MAP_PRIVATE | MAP_ANONYMOUS, -1}; }
+
+Segment Segment::shared(size_t bytes) {
+    const int descriptor = unnamed_file();
     int error;
     do {
-        error = posix_fallocate(file.fd(), 0, static_cast<off_t>(bytes));
+        error = posix_fallocate(descriptor, 0, static_cast<off_t>(bytes));
     } while (error == EINTR);
     if (error) {
-        unlink(name);
+        close(descriptor);
         fail(error, "reserving " + std::to_string(bytes) + " bytes of shared memory in /dev/shm (in a container, see --shm-size)");
     }
-    return {map(file.fd(), bytes, MAP_SHARED), bytes};
+    return {bytes, MAP_SHARED, descriptor};
 }
 
-Segment Segment::open(const std::string& name, size_t bytes) { return {map(File(name, O_RDWR).fd(), bytes, MAP_SHARED), bytes}; }
-
-void Segment::unlink(const std::string& name) { shm_unlink(name.c_str()); }
-
-Segment::Segment(Segment&& other) noexcept : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
-
-Segment& Segment::operator=(Segment&& other) noexcept {
-    std::swap(data_, other.data_);
-    std::swap(bytes_, other.bytes_);
-    return *this;
+Segment Segment::open(const SegmentAddress& address, size_t bytes) {
+    const std::string path = "/proc/" + std::to_string(address.process) + "/fd/" + std::to_string(address.descriptor);
+    const int descriptor = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+    if (descriptor < 0) fail(errno, "opening the shared memory of another rank, " + path);
+    struct stat file;
+    if (fstat(descriptor, &file) != 0 || file.st_dev != address.device || file.st_ino != address.inode) {
+        close(descriptor);
+        throw std::runtime_error(path + " is not another rank's shared memory: do the ranks of this machine run in separate containers?");
+    }
+    Segment segment(bytes, MAP_SHARED, descriptor);
+    segment.close_to_others();
+    return segment;
 }
+
+SegmentAddress Segment::address() const {
+    struct stat file;
+    if (fstat(descriptor_, &file) != 0) fail(errno, "looking at shared memory");
+    return {getpid(), descriptor_, file.st_dev, file.st_ino};
+}
+
+void Segment::close_to_others() {
+    if (descriptor_ >= 0) close(std::exchange(descriptor_, -1));
+}
+
+Segment::Segment(Segment&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), bytes_(other.bytes_), descriptor_(std::exchange(other.descriptor_, -1)) {}
 
 Segment::~Segment() {
     if (data_) munmap(data_, bytes_);
+    close_to_others();
 }
 
 }  // namespace ep
