@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import socket
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ep import _C
-from megatron_ep.config import Config, Topology
+from megatron_ep import _C, cuda_group
+from megatron_ep.config import Config, Topology, require_int
 from megatron_ep.errors import EPAbortError, EPError, EPOverflowError, EPTimeoutError, describe
 from megatron_ep.handle import Handle, RankHandle
 
@@ -25,12 +24,12 @@ COMBINE_DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.f
 POOLED_BYTES = 1 << 20  # outputs from this size on live in memory that is kept for later ones
 
 
-def _new_output(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+def _new_output(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Uninitialised [rows, columns]."""
     out = torch.empty(0, dtype=dtype)
     size = rows * columns * out.element_size()
-    if size < POOLED_BYTES:
-        return torch.empty(rows, columns, dtype=dtype)
+    if size < POOLED_BYTES or device.type != "cpu":  # torch itself keeps the memory of a GPU
+        return torch.empty(rows, columns, dtype=dtype, device=device)
     storage = torch.from_dlpack(_C.pooled_bytes(size)).untyped_storage()
     return out.set_(storage, 0, (rows, columns), (columns, 1))
 
@@ -44,6 +43,7 @@ class RankGroup:
     topology: Topology
     config: Config
     ranks: list[int]
+    device: torch.device
     _group: Any
 
     def _start(self, heap: Any, segments: Sequence[Any], threads: int, seed: int | None, lost_signal: int) -> None:
@@ -59,12 +59,12 @@ class RankGroup:
         )
 
     @staticmethod
-    def _make_heap(topology: Topology, config: Config) -> Any:
+    def _make_heap(topology: Topology, config: Config, channels: int) -> Any:
         return _C.Heap(
             nodes=topology.nodes,
             ranks_per_node=topology.ranks_per_node,
             num_experts=config.num_experts,
-            channels=config.num_channels,
+            channels=channels,
             nvl_ring_bytes=config.nvl_ring_bytes,
             rdma_ring_bytes=config.rdma_ring_bytes,
         )
@@ -103,8 +103,17 @@ class RankGroup:
     def check_usable(self) -> None:
         """Raises ValueError if closed, EPAbortError if a launch failed since the last reset, here or on another rank."""
         aborted = self._live_group().aborted()
+        if aborted is not None and self.device.type == "cuda":
+            self._raise_if_aborted()  # a launch that failed after it was enqueued: nobody has been told of it yet
         if aborted is not None:
             raise EPAbortError(f"{self._cause(*aborted)}; every rank must call reset() before the buffer is used again")
+
+    def synchronize(self) -> None:
+        """Returns when all launches of this rank are done. Raises what failed in them, as the next call would. On the host they always are."""
+        group = self._live_group()
+        if self.device.type == "cuda":
+            group.synchronize()
+            self._raise_if_aborted()
 
     def refuse(self) -> None:
         """This rank is about to raise a ValueError: lets the others, who may be waiting for it, know."""
@@ -135,6 +144,8 @@ class RankGroup:
         self, topk_idx: Sequence[torch.Tensor], expert_alignment: int, expert_capacity: int, max_recv_tokens: int | None
     ) -> Handle:
         """Exchanges counts. topk_idx: [T, K] int32 or int64, contiguous."""
+        if self.device.type == "cuda":
+            return cuda_group.make_handle(self, topk_idx, expert_alignment, expert_capacity, max_recv_tokens)
         group = self._live_group()
         topk = topk_idx[0].shape[1]
         tensors, layouts = [], []
@@ -199,14 +210,14 @@ class RankGroup:
         group = self._live_group()
         out, out_scales, out_weights, tensors = [], [], [], []
         for i, rank in enumerate(handle.ranks):
-            out.append(_new_output(rank.rows, x[i].shape[1], x[i].dtype))
+            out.append(_new_output(rank.rows, x[i].shape[1], x[i].dtype, self.device))
             t = self._tensors(handle, i)
             t.x, t.out = x[i].data_ptr(), out[i].data_ptr()
             if scales is not None:
-                out_scales.append(torch.empty(rank.rows, scales[i].shape[1], dtype=scales[i].dtype))
+                out_scales.append(torch.empty(rank.rows, scales[i].shape[1], dtype=scales[i].dtype, device=self.device))
                 t.scales, t.out_scales = scales[i].data_ptr(), out_scales[i].data_ptr()
             if weights is not None:
-                out_weights.append(torch.empty(rank.rows, dtype=weights[i].dtype))
+                out_weights.append(torch.empty(rank.rows, dtype=weights[i].dtype, device=self.device))
                 t.weights, t.out_weights = weights[i].data_ptr(), out_weights[i].data_ptr()
             tensors.append(t)
         row = self.format_of(handle.topk, x[0], scales, weights)
@@ -221,11 +232,12 @@ class RankGroup:
         group = self._live_group()
         out, out_weights, tensors = [], [], []
         for i, rank in enumerate(handle.ranks):
-            out.append(_new_output(rank.num_tokens, x[i].shape[1], x[i].dtype))
+            out.append(_new_output(rank.num_tokens, x[i].shape[1], x[i].dtype, self.device))
             t = self._tensors(handle, i)
             t.x, t.out = x[i].data_ptr(), out[i].data_ptr()
             if weights is not None:
-                out_weights.append(torch.empty(rank.num_tokens, handle.topk, dtype=weights[i].dtype))
+                size = (rank.num_tokens, handle.topk)
+                out_weights.append(torch.empty(size, dtype=weights[i].dtype, device=self.device))
                 t.weights, t.out_weights = weights[i].data_ptr(), out_weights[i].data_ptr()
             tensors.append(t)
         row = self.format_of(handle.topk, x[0], None, weights)
@@ -249,12 +261,15 @@ class RankGroup:
 
     def _cause(self, outcome: str, rank: int) -> str:
         return {
-            "timeout": f"rank {rank} timed out first, after {self.config.timeout_seconds:g} s",
+            "timeout": f"rank {rank} timed out first, {self._when_waits_expire()}",
             "bad_input": f"rank {rank} refused its arguments",
             "interrupted": f"rank {rank} was interrupted",
             "mismatch": f"rank {rank} met a row of another call: the ranks issued different sequences of calls",
             "overflow": f"rank {rank} had no room for the rows that pass through it",
         }[outcome]
+
+    def _when_waits_expire(self) -> str:
+        return f"after {self.config.timeout_seconds:g} s"
 
     def _raise_if_aborted(self) -> None:
         aborted = self._live_group().aborted()
@@ -273,7 +288,9 @@ class LocalCluster(RankGroup):
 
     nodes, ranks_per_node: the topology, N x G.
     config: as for Buffer.
-    threads: OS threads that share the ranks' work. None: one per rank, at most one per core.
+    device: "cpu", or "cuda" for a GPU that all ranks share: torch's current one, unless the index is given. A launch runs the kernels of all
+        ranks together, so W * Config.num_sms SMs must be there.
+    threads: OS threads that share the ranks' work.
     seed: runs all roles on one thread in a random order, with a network between nodes that delays and reorders. The same seed gives the same
         interleaving; a wait expires when no role can run any more, whatever Config.timeout says.
     lost_signal: with a seed, the number (from 1) of the network signal that is lost, to see what happens then. 0: none.
@@ -286,26 +303,36 @@ class LocalCluster(RankGroup):
         ranks_per_node: int,
         config: Config,
         *,
-        threads: int | None = None,
+        device: str | torch.device = "cpu",
+        threads: int = 1,
         seed: int | None = None,
         lost_signal: int = 0,
     ):
         self.topology = Topology(nodes, ranks_per_node)
         self.config = config
         config.check_ranks(self.topology)
-        if threads is None:
-            threads = min(self.topology.world_size, torch.get_num_threads())
-        if threads < 1:
-            raise ValueError(f"threads is {threads}, must be >= 1")
+        require_int("threads", threads, 1)
         if lost_signal and seed is None:
             raise ValueError(f"lost_signal is {lost_signal}, must be 0 without a seed")
         self.ranks = list(range(self.topology.world_size))
-        heap = self._make_heap(self.topology, config)
+        self._seed = seed
+        self.device = cuda_group.check_device(device)
+        if self.device.type == "cuda":
+            if threads != 1 or seed is not None:
+                raise ValueError(f"threads is {threads} and seed is {seed}, must not be given with device {device!r}")
+            sms = cuda_group.num_sms(config, self.device, len(self.ranks))
+            self._heap = self._make_heap(self.topology, config, cuda_group.num_channels(self.topology, config, sms))
+            self._group = cuda_group.local_ranks(self.topology, config, self._heap, self.device, sms)
+            return
+        heap = self._make_heap(self.topology, config, config.num_channels)
         self._start(heap, [_C.Segment.anonymous(heap.bytes) for _ in self.ranks], threads, seed, lost_signal)
 
     def reset(self) -> None:
         """Makes the buffer usable again after an error. Handles stay valid."""
         self._live_group().reset()
+
+    def _when_waits_expire(self) -> str:
+        return super()._when_waits_expire() if self._seed is None else "when no role could run any more"
 
 
 class Buffer(RankGroup):
@@ -315,10 +342,19 @@ class Buffer(RankGroup):
     config: must be equal on all ranks.
     topology: how the group's ranks form nodes. None: all ranks of a machine are one node. Several nodes on one machine take the same
         path as several machines: puts and signals along the rail.
+    device: "cpu" or "cuda", the same on all ranks: where the tensors are. On a GPU (torch's current one, unless the index is given) launches go to
+        torch's current stream and return at once; what fails later is raised by the next call or by `synchronize`.
     Raises ValueError on every rank alike when configs differ or do not fit the group, EPError when the ranks cannot share memory.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, config: Config, topology: Topology | None = None):
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        config: Config,
+        topology: Topology | None = None,
+        *,
+        device: str | torch.device = "cpu",
+    ):
         self._process_group = group if group is not None else dist.group.WORLD
         self.config = config
         self._timeout = timedelta(seconds=config.timeout_seconds)
@@ -327,18 +363,21 @@ class Buffer(RankGroup):
         world_size = dist.get_world_size(self._process_group)
         self.topology = topology if topology is not None else Topology(1, world_size)
         self.ranks = [self.rank]
-        everyone = self._gather((socket.gethostname(), asdict(config), asdict(self.topology)))
+        self._agree(lambda: setattr(self, "device", cuda_group.check_device(device)))
+        everyone = self._gather((socket.gethostname(), asdict(config), asdict(self.topology), self.device.type))
         self._agree(lambda: self._check_members(everyone))
+        if self.device.type == "cuda":
+            sms = cuda_group.num_sms(config, self.device, 1)
+            self._heap = self._make_heap(self.topology, config, cuda_group.num_channels(self.topology, config, sms))
+            self._group = cuda_group.connect(self, self._heap, self.device, sms)
+            return
 
-        heap = self._make_heap(self.topology, config)
-        names = self._gather(f"/megatron_ep-{secrets.token_hex(8)}")
+        heap = self._make_heap(self.topology, config, config.num_channels)
         segments: list[Any] = [None] * world_size
-        try:
-            self._agree(lambda: segments.__setitem__(self.rank, _C.Segment.create(names[self.rank], heap.bytes)))
-            self._agree(lambda: self._open_others(segments, names, heap.bytes))
-        finally:
-            # Whatever happened, no name outlives this constructor: the memory lives as long as somebody has it mapped.
-            _C.Segment.unlink(names[self.rank])
+        self._agree(lambda: segments.__setitem__(self.rank, _C.Segment.shared(heap.bytes)))
+        addresses = self._gather(segments[self.rank].address())
+        self._agree(lambda: self._open_others(segments, addresses, heap.bytes))
+        segments[self.rank].close_to_others()
         self._start(heap, segments, threads=1, seed=None, lost_signal=0)
 
     def reset(self) -> None:
@@ -351,24 +390,24 @@ class Buffer(RankGroup):
         self._barrier()
 
     def _check_members(self, everyone: list[Any]) -> None:
-        host, config, topology = everyone[self.rank]
-        for rank, (other_host, other_config, other_topology) in enumerate(everyone):
-            for name, mine, theirs in (("config", config, other_config), ("topology", topology, other_topology)):
+        host, *own = everyone[self.rank]
+        for rank, (other_host, *others) in enumerate(everyone):
+            for name, mine, theirs in zip(("config", "topology", "device"), own, others, strict=True):
                 if mine != theirs:
                     raise ValueError(f"{name} is {mine} on rank {self.rank} and {theirs} on rank {rank}, must be equal")
             if other_host != host:
                 raise EPError(
                     f"rank {self.rank} runs on {host} and rank {rank} on {other_host}: "
-                    "the host backend connects the processes of one machine only"
+                    "this version connects the processes of one machine only"
                 )
         if self.topology.world_size != len(everyone):
             raise ValueError(f"topology is {self.topology}, must have the {len(everyone)} ranks of the group")
         self.config.check_ranks(self.topology)
 
-    def _open_others(self, segments: list[Any], names: list[str], size: int) -> None:
-        for rank, name in enumerate(names):
+    def _open_others(self, segments: list[Any], addresses: list[Any], size: int) -> None:
+        for rank, address in enumerate(addresses):
             if rank != self.rank:
-                segments[rank] = _C.Segment.open(name, size)
+                segments[rank] = _C.Segment.open(address, size)
 
     def _gather(self, mine: Any) -> list[Any]:
         everyone: list[Any] = [None] * dist.get_world_size(self._process_group)
@@ -383,8 +422,10 @@ class Buffer(RankGroup):
         except Exception as caught:
             error = caught
         messages = self._gather(None if error is None else (type(error).__name__, str(error)))
-        if error is not None:
+        if isinstance(error, (ValueError, EPError)):
             raise error
+        if error is not None:
+            raise EPError(f"rank {self.rank} could not set up the buffer: {error}") from error
         for rank, failed in enumerate(messages):
             if failed is not None:
                 raise EPError(f"rank {rank} could not set up the buffer: {failed[0]}: {failed[1]}")

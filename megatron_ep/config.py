@@ -44,12 +44,15 @@ class Config:
     """Settings of a buffer; the same on all of its ranks.
 
     num_experts: E, all experts of the group; a multiple of the number of ranks. Expert e lives on rank e // (E / W).
-    channels: C, independent slices of the tokens, each with rings and roles of its own. None: 1 on the host.
+    channels: C, independent slices of the tokens, each with rings and roles of its own. None: 1 on the host, and on a GPU as many as
+        keep the warps of num_sms SMs busy.
     timeout: seconds that a single wait may take. None: the environment variable MEGATRON_EP_TIMEOUT, else 100.
     nvl_ring_bytes: size of one ring between two ranks of a node; there are C * W of them in each rank's heap. A ring holds a power of
         two of rows, at least one.
     rdma_ring_bytes: size of one ring between two ranks of a rail; each rank's heap has 2 * C * N of them when N > 1.
     rdma_chunk_tokens: rows that one put carries when they are ready; at most half a ring.
+    num_sms: SMs that a launch uses for each rank on a GPU. None: 24, or an equal share of the GPU for each of a LocalCluster's ranks if
+        that is less.
     """
 
     num_experts: int
@@ -58,11 +61,13 @@ class Config:
     nvl_ring_bytes: int = 256 << 10
     rdma_ring_bytes: int = 512 << 10
     rdma_chunk_tokens: int = 16
+    num_sms: int | None = None
 
     def __post_init__(self) -> None:
         require_int("Config.num_experts", self.num_experts, 1)
-        if self.channels is not None:
-            require_int("Config.channels", self.channels, 1)
+        for name in ("channels", "num_sms"):
+            if getattr(self, name) is not None:
+                require_int(f"Config.{name}", getattr(self, name), 1)
         require_int("Config.nvl_ring_bytes", self.nvl_ring_bytes, 64)
         require_int("Config.rdma_ring_bytes", self.rdma_ring_bytes, 64)
         require_int("Config.rdma_chunk_tokens", self.rdma_chunk_tokens, 1)

@@ -211,8 +211,8 @@ def _as_list(name: str, value: Tensors | None, group: RankGroup) -> list[torch.T
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name} is a {type(tensor).__name__}, must be a tensor")
-        if tensor.device.type != "cpu":
-            raise ValueError(f"{name} is on {tensor.device}, must be on the cpu: this build has the host backend only")
+        if tensor.device != group.device:
+            raise ValueError(f"{name} is on {tensor.device}, must be on {group.device}, where the buffer is")
         if not tensor.is_contiguous():
             raise ValueError(f"{name} has strides {tuple(tensor.stride())} for shape {tuple(tensor.shape)}, must be contiguous")
     for tensor in tensors[1:]:
