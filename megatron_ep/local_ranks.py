@@ -7,6 +7,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -106,15 +107,22 @@ class LocalRanks:
 
 
 def _start_fork_server() -> None:
-    """Without the warnings that importing Megatron and running it on gloo give, once for each rank."""
-    before = os.environ.get("PYTHONWARNINGS")
-    os.environ["PYTHONWARNINGS"] = "ignore::UserWarning,ignore::FutureWarning,ignore::DeprecationWarning"
+    """Imports what this process would import, and without Megatron's and gloo's warnings, once for each rank."""
+    environment = {
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        "PYTHONSAFEPATH": "1",  # or the working directory comes before it
+        "PYTHONWARNINGS": "ignore::UserWarning,ignore::FutureWarning,ignore::DeprecationWarning",
+    }
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
     try:
         forkserver.ensure_running()
     finally:
-        os.environ.pop("PYTHONWARNINGS")
-        if before is not None:
-            os.environ["PYTHONWARNINGS"] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _join_group(rank: int, world_size: int, store: str, timeout: float) -> None:

@@ -2,13 +2,17 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import megatron_ep
 from megatron_ep.local_ranks import LocalRanks
 
 
@@ -89,3 +93,31 @@ def test_closing_ends_the_processes(ranks):
     pids = ranks.run(os.getpid)
     ranks.close()
     _wait_until_gone(pids)
+
+
+SCRIPT = """
+from megatron_ep.local_ranks import LocalRanks
+
+def home():
+    import megatron_ep.config
+    return megatron_ep.config.__file__
+
+if __name__ == "__main__":
+    with LocalRanks(1) as ranks:
+        print(ranks.run(home)[0], home())
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 always looks into the working directory first")
+def test_ranks_import_what_their_parent_imports(tmp_path):
+    """Not what lies in the working directory."""
+    decoy = tmp_path / "decoy"
+    (decoy / "megatron_ep").mkdir(parents=True)
+    (decoy / "megatron_ep" / "__init__.py").touch()
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(Path(megatron_ep.__file__).parents[1])}
+    command = [sys.executable, str(script)]
+    run = subprocess.run(command, cwd=decoy, env=environment, capture_output=True, text=True, timeout=60)
+    in_rank, in_parent = run.stdout.split()
+    assert in_rank == in_parent == str(Path(megatron_ep.__file__).parent / "config.py")
