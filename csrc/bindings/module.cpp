@@ -3,6 +3,7 @@
 #include "bindings/cuda.h"
 #include "bindings/group.h"
 #include "bindings/memory.h"
+#include "bindings/router.h"
 
 namespace py = pybind11;
 
@@ -26,6 +27,7 @@ PYBIND11_MODULE(_C, m) {
     m.def("build_info", &build_info);
     ep::bind_group(m);
     ep::bind_memory(m);
+    ep::bind_router(m);
 #if defined(MEGATRON_EP_CUDA)
     ep::bind_cuda(m);
 #endif
