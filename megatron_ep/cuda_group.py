@@ -1,7 +1,8 @@
 """The CUDA backend's side of a buffer: launches on torch's streams, and how the ranks' heaps find each other.
 
-A launch goes to torch's current stream, as any operator does, and returns at once. What goes wrong on the GPU afterwards is raised by the next
-call, or by `synchronize`. The host waits in one place only: for the counts of a dispatch whose number of rows is not given.
+A launch goes to torch's current stream, as any operator does, and returns at once. What goes wrong on the GPU
+afterwards is raised by the next call, or by `synchronize`. The host waits in one place only: for the counts of a dispatch
+whose number of rows is not given.
 """
 
 from __future__ import annotations
@@ -29,16 +30,14 @@ POLL_S = 50e-6
 
 
 def check_device(device: str | torch.device) -> torch.device:
-    """The device with its index. Raises ValueError unless it is the CPU or a GPU that this build and this machine can use."""
+    """The device with its index. Raises ValueError unless it is the CPU or a GPU that this build can use."""
     wanted = torch.device(device)
     if wanted.type == "cpu":
         return wanted
     if wanted.type != "cuda":
         raise ValueError(f"device is {device!r}, must be 'cpu' or 'cuda'")
     if not hasattr(_C, "CudaGroup"):
-        raise ValueError(
-            f"device is {device!r}, but megatron_ep was built without the CUDA backend: nvcc was not found at build time"
-        )
+        raise ValueError(f"device is {device!r}, but megatron_ep was built without the CUDA backend (it needs nvcc)")
     if not torch.cuda.is_available():
         raise ValueError(f"device is {device!r}, but torch {torch.__version__} finds no GPU")
     return torch.device("cuda", torch.cuda.current_device() if wanted.index is None else wanted.index)
@@ -59,7 +58,7 @@ def num_channels(topology: Topology, config: Config, sms: int) -> int:
 
 
 class CudaRanks:
-    """The ranks of a buffer that live in this process, on one GPU. Launches take the same arguments as those of the host's group."""
+    """The ranks of a buffer that live in this process, on one GPU, with the methods of the host's group."""
 
     def __init__(self, group: Any, device: torch.device):
         self._group = group
@@ -91,7 +90,7 @@ class CudaRanks:
 
     @property
     def seconds(self) -> float:
-        """Seconds that launches took on the GPU, those that have finished; launches captured in a graph are not counted."""
+        """Seconds that launches took on the GPU, as far as they have finished; captured graphs are not counted."""
         while self._timed and self._timed[0][1].query():
             start, end = self._timed.popleft()
             self._seconds += start.elapsed_time(end) / 1e3
@@ -138,7 +137,7 @@ def local_ranks(topology: Topology, config: Config, heap: Any, device: torch.dev
 
 
 def connect(buffer: Buffer, heap: Any, device: torch.device, sms: int) -> CudaRanks:
-    """This process's rank, its heap mapped by the other processes of the machine and theirs here, through CUDA IPC. Collective."""
+    """This process's rank; the processes of the machine map each other's heaps through CUDA IPC. Collective."""
     memories: list[Any] = [None] * buffer.topology.world_size
 
     def create() -> None:
@@ -176,7 +175,7 @@ def make_handle(
     expert_capacity: int,
     max_recv_tokens: int | None,
 ) -> Handle:
-    """Exchanges counts. With max_recv_tokens nobody waits for them: the host knows no number of rows, and tables have room for the most there may be."""
+    """Exchanges counts. With max_recv_tokens the host does not wait for them: tables then have room for the most."""
     topk, local_experts = topk_idx[0].shape[1], group.num_local_experts
     layouts, tensors = [], []
     for idx in topk_idx:
