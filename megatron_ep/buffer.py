@@ -20,7 +20,8 @@ from megatron_ep.handle import Handle, RankHandle
 NVL_BATCH = 8
 COMBINE_DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float64: 3}  # csrc/core/dtypes.h
 
-
+# Construction and reset wait this long for the other ranks, or Config.timeout if that is longer: they may still be in a wait of their own.
+MEETING_S = 60.0
 POOLED_BYTES = 1 << 20  # outputs from this size on live in memory that is kept for later ones
 
 
@@ -254,7 +255,9 @@ class RankGroup:
 
     def _rdma_chunk(self, row: Any) -> int:
         # Chunks of rows and of credits, each held back up to one short of full, must leave room in the ring.
-        slots = 1 << ((self.config.rdma_ring_bytes // row.slot_bytes).bit_length() - 1) if self.topology.nodes > 1 else 1
+        slots = (
+            1 << ((self.config.rdma_ring_bytes // row.slot_bytes).bit_length() - 1) if self.topology.nodes > 1 else 1
+        )
         return max(1, min(self.config.rdma_chunk_tokens, slots // 2))
 
     # ---- failures
@@ -272,14 +275,18 @@ class RankGroup:
         return f"after {self.config.timeout_seconds:g} s"
 
     def _raise_if_aborted(self) -> None:
-        aborted = self._live_group().aborted()
-        if aborted is None:
+        group = self._live_group()
+        aborted = group.aborted()
+        # On the host a launch is over by now: one that finished is good, whatever others have met since.
+        if aborted is None or (self.device.type == "cpu" and group.finished()):
             return
         incidents = self._group.incidents()
         # those that expired before those that were told to stop
         incidents.sort(key=lambda incident: incident["outcome"] == "aborted")
         message = "\n  ".join([self._cause(*aborted), *map(describe, incidents)])
-        kind = {"timeout": EPTimeoutError, "mismatch": EPError, "overflow": EPOverflowError}.get(aborted[0], EPAbortError)
+        kind = {"timeout": EPTimeoutError, "mismatch": EPError, "overflow": EPOverflowError}.get(
+            aborted[0], EPAbortError
+        )
         raise kind(message, incidents)
 
 
@@ -357,7 +364,7 @@ class Buffer(RankGroup):
     ):
         self._process_group = group if group is not None else dist.group.WORLD
         self.config = config
-        self._timeout = timedelta(seconds=config.timeout_seconds)
+        self._timeout = timedelta(seconds=max(MEETING_S, config.timeout_seconds))
         self._barrier()
         self.rank = dist.get_rank(self._process_group)
         world_size = dist.get_world_size(self._process_group)
@@ -383,7 +390,7 @@ class Buffer(RankGroup):
     def reset(self) -> None:
         """Makes the buffer usable again after an error. Collective: returns when all ranks have called it. Handles stay valid.
 
-        Raises RuntimeError, from torch.distributed, when a rank does not come within Config.timeout.
+        Raises RuntimeError, from torch.distributed, when a rank does not come within a minute or Config.timeout.
         """
         self._barrier()
         self._live_group().reset()

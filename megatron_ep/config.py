@@ -91,7 +91,12 @@ class Config:
             seconds = float(text)
         except ValueError:
             seconds = math.nan
-        _require(math.isfinite(seconds) and seconds > 0, f"environment variable {TIMEOUT_VARIABLE}", text, "a number of seconds > 0")
+        _require(
+            math.isfinite(seconds) and seconds > 0,
+            f"environment variable {TIMEOUT_VARIABLE}",
+            text,
+            "a number of seconds > 0",
+        )
         return seconds
 
     def check_ranks(self, topology: Topology) -> None:

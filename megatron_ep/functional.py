@@ -204,7 +204,9 @@ def _as_list(name: str, value: Tensors | None, group: RankGroup) -> list[torch.T
     if isinstance(group, LocalCluster):
         if not isinstance(value, (list, tuple)) or len(value) != len(group.ranks):
             got = f"{len(value)} items" if isinstance(value, (list, tuple)) else f"a {type(value).__name__}"
-            raise ValueError(f"{name} is {got}, must be a list of {len(group.ranks)} tensors, one per rank of the LocalCluster")
+            raise ValueError(
+                f"{name} is {got}, must be a list of {len(group.ranks)} tensors, one per rank of the LocalCluster"
+            )
         tensors = list(value)
     else:
         tensors = [value]
@@ -214,7 +216,9 @@ def _as_list(name: str, value: Tensors | None, group: RankGroup) -> list[torch.T
         if tensor.device != group.device:
             raise ValueError(f"{name} is on {tensor.device}, must be on {group.device}, where the buffer is")
         if not tensor.is_contiguous():
-            raise ValueError(f"{name} has strides {tuple(tensor.stride())} for shape {tuple(tensor.shape)}, must be contiguous")
+            raise ValueError(
+                f"{name} has strides {tuple(tensor.stride())} for shape {tuple(tensor.shape)}, must be contiguous"
+            )
     for tensor in tensors[1:]:
         if tensor.dtype != tensors[0].dtype:
             raise ValueError(f"{name} is {tensors[0].dtype} on one rank and {tensor.dtype} on another, must be equal")
@@ -232,7 +236,9 @@ def _check_ids(ids: list[torch.Tensor]) -> None:
         if idx.dim() != 2 or not 1 <= idx.shape[1] <= MAX_TOPK:
             raise ValueError(f"topk_idx has shape {tuple(idx.shape)}, must be [T, K] with 1 <= K <= {MAX_TOPK}")
         if idx.shape[1] != ids[0].shape[1]:
-            raise ValueError(f"topk_idx has K = {ids[0].shape[1]} on one rank and {idx.shape[1]} on another, must be equal")
+            raise ValueError(
+                f"topk_idx has K = {ids[0].shape[1]} on one rank and {idx.shape[1]} on another, must be equal"
+            )
 
 
 def _check_handle_alone(topk_idx: object, alignment: int, capacity: int | None, max_recv_tokens: int | None) -> None:
@@ -268,12 +274,15 @@ def _check_weights(name: str, weights: list[torch.Tensor] | None, shapes: list[t
 def _check_scales(xs: list[torch.Tensor], scales: list[torch.Tensor] | None) -> None:
     is_float8 = xs[0].dtype == torch.float8_e4m3fn
     if (scales is not None) != is_float8:
-        raise ValueError(f"scales must be given {'with' if is_float8 else 'only with'} x of torch.float8_e4m3fn, x is {xs[0].dtype}")
+        raise ValueError(
+            f"scales must be given {'with' if is_float8 else 'only with'} x of torch.float8_e4m3fn, x is {xs[0].dtype}"
+        )
     if scales is None:
         return
     _check_dtype("scales", scales[0], SCALE_DTYPES)
     for x, scale in zip(xs, scales, strict=True):
         shape = (x.shape[0], -(-x.shape[1] // SCALE_BLOCK))
         if tuple(scale.shape) != shape:
-            raise ValueError(f"scales has shape {tuple(scale.shape)}, must be {shape}: one per {SCALE_BLOCK} elements of x")
-
+            raise ValueError(
+                f"scales has shape {tuple(scale.shape)}, must be {shape}: one per {SCALE_BLOCK} elements of x"
+            )

@@ -52,7 +52,9 @@ class Case:
     def num_tokens(self) -> list[int]:
         """Per rank: none, one, or anything."""
         r = self.random
-        return [r.choice([0, 1, r.randint(0, self.max_tokens), r.randint(0, self.max_tokens)]) for _ in range(self.world)]
+        return [
+            r.choice([0, 1, r.randint(0, self.max_tokens), r.randint(0, self.max_tokens)]) for _ in range(self.world)
+        ]
 
     def ids(self, num_tokens: list[int]) -> list[torch.Tensor]:
         """Spread, all to the same experts, or with holes."""
@@ -73,7 +75,10 @@ class Case:
         return [torch.randint(-8, 9, (t, self.hidden), generator=self.generator).to(self.dtype) for t in num_tokens]
 
     def reals(self, num_tokens: list[int]) -> list[torch.Tensor]:
-        return [torch.randn(t, self.hidden, generator=self.generator, dtype=torch.float64).to(self.dtype) for t in num_tokens]
+        return [
+            torch.randn(t, self.hidden, generator=self.generator, dtype=torch.float64).to(self.dtype)
+            for t in num_tokens
+        ]
 
     def weights(self, num_tokens: list[int]) -> list[torch.Tensor]:
         return [torch.rand(t, self.topk, generator=self.generator) for t in num_tokens]

@@ -38,12 +38,24 @@ BAD = {
     "ids flat": ("topk_idx", lambda t: t[:, 0].contiguous(), r"topk_idx has shape \(4,\), must be \[T, K\]"),
     "too many ids": ("topk_idx", lambda t: t.repeat(1, 17), "1 <= K <= 32"),
     "no ids": ("topk_idx", lambda t: t[:, :0].contiguous(), "1 <= K <= 32"),
-    "id too large": ("topk_idx", lambda t: with_value(t, E), r"topk_idx of rank 1 is \[\d, 8\] at token 1, must hold distinct ids in \[0, 8\)"),
+    "id too large": (
+        "topk_idx",
+        lambda t: with_value(t, E),
+        r"topk_idx of rank 1 is \[\d, 8\] at token 1, must hold distinct ids in \[0, 8\)",
+    ),
     "id too small": ("topk_idx", lambda t: with_value(t, -2), r"-2\] at token 1"),
     "id huge": ("topk_idx", lambda t: with_value(t, 2**40 + 3), "at token 1"),
     "id twice": ("topk_idx", lambda t: t[:, :1].repeat(1, 2), "distinct ids"),
-    "weights of bfloat16": ("topk_weights", lambda t: t.bfloat16(), "topk_weights is torch.bfloat16, must be one of torch.float32, torch.float64"),
-    "weights of another shape": ("topk_weights", lambda t: t[:, :1].contiguous(), r"topk_weights has shape \(4, 1\), must be \(4, 2\)"),
+    "weights of bfloat16": (
+        "topk_weights",
+        lambda t: t.bfloat16(),
+        "topk_weights is torch.bfloat16, must be one of torch.float32, torch.float64",
+    ),
+    "weights of another shape": (
+        "topk_weights",
+        lambda t: t[:, :1].contiguous(),
+        r"topk_weights has shape \(4, 1\), must be \(4, 2\)",
+    ),
 }
 
 
@@ -52,7 +64,15 @@ def test_bad_tensors(cluster, name):
     argument, spoil, message = BAD[name]
     inputs = [good(), good()]
     inputs[1][argument] = spoil(inputs[1][argument])
-    if name in ("x of integers", "ids of floats", "weights of bfloat16", "too many ids", "no ids", "x too long", "x empty rows"):
+    if name in (
+        "x of integers",
+        "ids of floats",
+        "weights of bfloat16",
+        "too many ids",
+        "no ids",
+        "x too long",
+        "x empty rows",
+    ):
         inputs[0][argument] = spoil(inputs[0][argument])  # else the ranks differ, which is another mistake
     with pytest.raises(ValueError, match=message):
         ep.dispatch(**{key: [one[key] for one in inputs] for key in inputs[0]}, buffer=cluster)
@@ -79,7 +99,10 @@ def assert_usable(cluster):
         ({"topk_idx": None}, "topk_idx is a NoneType, must be a list of 2 tensors"),
         ({"x": torch.ones(T, H)}, "x is a Tensor, must be a list of 2 tensors"),
         ({"x": [torch.ones(T, H)]}, "x is 1 items, must be a list of 2 tensors"),
-        ({"x": [torch.ones(T, H), torch.ones(T, H).double()]}, "x is torch.float32 on one rank and torch.float64 on another"),
+        (
+            {"x": [torch.ones(T, H), torch.ones(T, H).double()]},
+            "x is torch.float32 on one rank and torch.float64 on another",
+        ),
         ({"x": [torch.ones(T, H), torch.ones(T, 16)]}, "x has H = 8 on one rank and 16 on another"),
         ({"buffer": None}, "buffer is None"),
         ({"buffer": "cluster"}, "buffer is a str"),
@@ -141,9 +164,15 @@ def test_bad_handles(cluster):
         (lambda: ep.Config(num_experts=8, timeout=0), "Config.timeout is 0"),
         (lambda: ep.Config(num_experts=8, timeout=float("inf")), "Config.timeout is inf"),
         (lambda: ep.Config(num_experts=8, nvl_ring_bytes=3), "Config.nvl_ring_bytes is 3"),
-        (lambda: ep.LocalCluster(2, 2, ep.Config(num_experts=6)), "Config.num_experts is 6, must be a multiple of the 4 ranks"),
+        (
+            lambda: ep.LocalCluster(2, 2, ep.Config(num_experts=6)),
+            "Config.num_experts is 6, must be a multiple of the 4 ranks",
+        ),
         (lambda: ep.LocalCluster(1, 1, ep.Config(num_experts=6), threads=0), "threads is 0"),
-        (lambda: ep.LocalCluster(1, 1, ep.Config(num_experts=6), lost_signal=1), "lost_signal is 1, must be 0 without a seed"),
+        (
+            lambda: ep.LocalCluster(1, 1, ep.Config(num_experts=6), lost_signal=1),
+            "lost_signal is 1, must be 0 without a seed",
+        ),
     ],
 )
 def test_bad_construction(make, message):

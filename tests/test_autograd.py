@@ -41,7 +41,11 @@ def test_second_derivative():
 
         def layer(*inputs):
             rows = ep.dispatch(list(inputs[:2]), ids, list(inputs[2:]), buffer=cluster)
-            return tuple(ep.combine([torch.sin(r) * p.unsqueeze(1) for r, p in zip(rows.x, rows.probs, strict=True)], rows.handle))
+            return tuple(
+                ep.combine(
+                    [torch.sin(r) * p.unsqueeze(1) for r, p in zip(rows.x, rows.probs, strict=True)], rows.handle
+                )
+            )
 
         assert gradgradcheck(layer, (*x, *w))
 

@@ -77,12 +77,16 @@ def run_one_mistake(kind):
     started = time.monotonic()
     if kind == "combine":
         rows = ep.dispatch(x, ids, weights, buffer=buffer)
-        with pytest.raises(ValueError if wrong else ep.EPAbortError, match=None if wrong else "rank 2 refused its arguments"):
+        with pytest.raises(
+            ValueError if wrong else ep.EPAbortError, match=None if wrong else "rank 2 refused its arguments"
+        ):
             ep.combine(rows.x[:-1] if wrong else rows.x, rows.handle)
     else:
         if wrong:
             x, ids = (x.int(), ids) if kind == "dtype" else (x, torch.full_like(ids, 8))
-        with pytest.raises(ValueError if wrong else ep.EPAbortError, match=None if wrong else "rank 2 refused its arguments"):
+        with pytest.raises(
+            ValueError if wrong else ep.EPAbortError, match=None if wrong else "rank 2 refused its arguments"
+        ):
             ep.dispatch(x, ids, weights, buffer=buffer)
     assert time.monotonic() - started < TIMEOUT, "the others waited until they timed out"
     with pytest.raises(ep.EPAbortError, match="reset"):
@@ -198,7 +202,9 @@ def start_survivors(tmp_path):
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", script]
     processes = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True, env=environment)
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True, env=environment
+        )
         for rank in range(4)
     ]
     for process in processes:

@@ -45,7 +45,9 @@ def test_combine_rounds_once_per_hop(seed):
     size = reference.combine([o.double().abs() for o in out], ids, case.num_experts, case.alignment)
     for a, b, scale in zip(y, exact, size, strict=True):
         # at most 8 terms in fp32 (fp64), and a rounding on each of rank, node and token
-        bound = scale * (3 * torch.finfo(case.dtype).eps / 2 + 8 * torch.finfo(torch.float32).eps * (case.dtype != torch.float64))
+        bound = scale * (
+            3 * torch.finfo(case.dtype).eps / 2 + 8 * torch.finfo(torch.float32).eps * (case.dtype != torch.float64)
+        )
         assert ((a.double() - b).abs() <= bound + 8 * torch.finfo(torch.float64).eps * scale).all()
 
 
@@ -67,12 +69,22 @@ def test_many_calls_on_one_buffer(seed):
     """Shapes, dtypes and K change from call to call; nothing is cleared between them."""
     first = Case(2000 + seed, max_tokens=60)
     row_bytes = 8 * 1000 + 1024
-    config = ep.Config(num_experts=first.num_experts, channels=2, timeout=60, nvl_ring_bytes=2 * row_bytes, rdma_ring_bytes=3 * row_bytes)
+    config = ep.Config(
+        num_experts=first.num_experts,
+        channels=2,
+        timeout=60,
+        nvl_ring_bytes=2 * row_bytes,
+        rdma_ring_bytes=3 * row_bytes,
+    )
     with ep.LocalCluster(first.nodes, first.ranks_per_node, config) as cluster:
         handles = []
         for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float16) * 2:
             case = first
-            case.topk, case.hidden, case.dtype = case.random.randint(1, min(8, case.num_experts)), case.random.randint(8, 1000), dtype
+            case.topk, case.hidden, case.dtype = (
+                case.random.randint(1, min(8, case.num_experts)),
+                case.random.randint(8, 1000),
+                dtype,
+            )
             tokens = case.num_tokens()
             x, ids, weights = case.integers(tokens), case.ids(tokens), case.weights(tokens)
             ours = ep.dispatch(x, ids, weights, buffer=cluster)
@@ -118,7 +130,9 @@ def test_max_recv_tokens(seed, slack):
             assert torch.equal(ours.tokens_per_expert[rank], counts[rank])
         # what did not fit counts as zero
         y = ep.combine(ours.x, ours.handle)
-        padded = [torch.cat([rows[:size], rows.new_zeros(max(0, len(rows) - size), rows.shape[1])]) for rows in expected]
+        padded = [
+            torch.cat([rows[:size], rows.new_zeros(max(0, len(rows) - size), rows.shape[1])]) for rows in expected
+        ]
         assert_all_equal(y, reference.combine(padded, ids, case.num_experts))
 
 
@@ -165,7 +179,10 @@ def test_float8_with_scales(hidden, scale_dtype):
         positions = [torch.arange(len(p), dtype=torch.float64).unsqueeze(1) for p in ours.probs]
         for i, weight in enumerate(weights):
             for k in range(3):
-                only_k = [torch.where(torch.arange(3) == k, idx, -1) if rank == i else torch.full_like(idx, -1) for rank, idx in enumerate(ids)]
+                only_k = [
+                    torch.where(torch.arange(3) == k, idx, -1) if rank == i else torch.full_like(idx, -1)
+                    for rank, idx in enumerate(ids)
+                ]
                 assert weight.grad[:, k].shape == only_k[i][:, k].shape
             assert torch.isfinite(weight.grad).all() and (len(weight) == 0 or weight.grad.abs().sum() > 0)
         assert len(positions) == 4

@@ -33,20 +33,20 @@ class SignalCheck {
 
 class Group {
   public:
-    Group(const Heap& heap, std::vector<int> ranks, const std::vector<Segment*>& segments, int threads, std::optional<uint64_t> seed,
-          uint64_t lost_signal, double timeout)
+    Group(const Heap& heap, std::vector<int> ranks, const std::vector<Segment*>& segments, int threads,
+          std::optional<uint64_t> seed, uint64_t lost_signal, double timeout)
         : group_(heap, std::move(ranks), data_of(segments), Schedule{threads, seed, lost_signal, false},
                  std::chrono::duration<double>(timeout)) {}
 
-    std::vector<Layout::Totals> notify(const std::vector<RankTensors>& tensors, int topk, int index_bytes, int expert_alignment,
-                                       int expert_capacity) {
+    std::vector<Layout::Totals> notify(const std::vector<RankTensors>& tensors, int topk, int index_bytes,
+                                       int expert_alignment, int expert_capacity) {
         std::vector<NotifyArgs> args;
         ++epoch_;
         for (size_t i = 0; i < tensors.size(); ++i) {
             Layout layout = layout_of(group_.heap(), tensors[i], topk);
             layout.totals() = {};
-            args.push_back({group_.ranks()[i], group_.heap(), layout, at<void>(tensors[i].topk_idx), index_bytes, expert_alignment,
-                            expert_capacity, epoch_});
+            args.push_back({group_.ranks()[i], group_.heap(), layout, at<void>(tensors[i].topk_idx), index_bytes,
+                            expert_alignment, expert_capacity, epoch_});
         }
         launch([&](const auto& interrupted) { group_.notify(args, interrupted); });
         std::vector<Layout::Totals> totals;
@@ -58,16 +58,19 @@ class Group {
         std::vector<DispatchArgs> args;
         ++call_;
         for (size_t i = 0; i < tensors.size(); ++i) {
-            args.push_back(dispatch_args(group_.heap(), group_.ranks()[i], tensors[i], format, call_, nvl_batch, rdma_chunk));
+            args.push_back(
+                dispatch_args(group_.heap(), group_.ranks()[i], tensors[i], format, call_, nvl_batch, rdma_chunk));
         }
         launch([&](const auto& interrupted) { group_.dispatch(args, interrupted); });
     }
 
-    void combine(const std::vector<RankTensors>& tensors, const RowFormat& format, int nvl_batch, int rdma_chunk, int dtype) {
+    void combine(const std::vector<RankTensors>& tensors, const RowFormat& format, int nvl_batch, int rdma_chunk,
+                 int dtype) {
         std::vector<CombineArgs> args;
         ++call_;
         for (size_t i = 0; i < tensors.size(); ++i) {
-            args.push_back(combine_args(group_.heap(), group_.ranks()[i], tensors[i], format, call_, nvl_batch, rdma_chunk));
+            args.push_back(
+                combine_args(group_.heap(), group_.ranks()[i], tensors[i], format, call_, nvl_batch, rdma_chunk));
         }
         launch([&](const auto& interrupted) { group_.combine(args, static_cast<DType>(dtype), interrupted); });
     }
@@ -78,6 +81,8 @@ class Group {
         if (!word) return std::nullopt;
         return std::pair(name(static_cast<Outcome>(word >> 32)), static_cast<int>(static_cast<uint32_t>(word)));
     }
+
+    bool finished() const { return group_.finished(); }
 
     std::vector<py::dict> incidents() const {
         std::vector<py::dict> all;
@@ -142,30 +147,40 @@ void bind_group(py::module_& m) {
         .def_static("anonymous", &Segment::anonymous, py::arg("bytes"))
         .def_static("shared", &Segment::shared, py::arg("bytes"))
         .def_static("open", &open_segment, py::arg("address"), py::arg("bytes"))
-        .def("address", &address_of, "For open in another process of this machine: (process, descriptor, device, inode).")
+        .def("address", &address_of,
+             "For open in another process of this machine: (process, descriptor, device, inode).")
         .def("close_to_others", &Segment::close_to_others)
         .def_property_readonly("bytes", &Segment::bytes);
 
     py::class_<Heap>(m, "Heap", "Layout of the symmetric heap.")
-        .def(py::init([](int nodes, int ranks_per_node, int num_experts, int channels, size_t nvl_ring_bytes, size_t rdma_ring_bytes) {
-                 return Heap{{nodes, ranks_per_node}, num_experts, channels, align_up(nvl_ring_bytes, Heap::kLine), align_up(rdma_ring_bytes, Heap::kLine)};
+        .def(py::init([](int nodes, int ranks_per_node, int num_experts, int channels, size_t nvl_ring_bytes,
+                         size_t rdma_ring_bytes) {
+                 return Heap{{nodes, ranks_per_node},
+                             num_experts,
+                             channels,
+                             align_up(nvl_ring_bytes, Heap::kLine),
+                             align_up(rdma_ring_bytes, Heap::kLine)};
              }),
              py::kw_only(), py::arg("nodes"), py::arg("ranks_per_node"), py::arg("num_experts"), py::arg("channels"),
              py::arg("nvl_ring_bytes"), py::arg("rdma_ring_bytes"))
         .def_property_readonly("bytes", &Heap::bytes)
-        .def_property_readonly_static("overflow_offset", [](py::object) { return offsetof(Layout::Totals, overflow) / sizeof(int32_t); })
-        .def("layout_size",
-             [](const Heap& heap, int num_tokens, int topk) {
-                 return Layout{heap.topology, num_tokens, topk, heap.num_experts, heap.channels, nullptr}.size();
-             },
-             py::arg("num_tokens"), py::arg("topk"), "Number of int32 that a handle's layout takes.")
-        .def("expert_offsets",
-             [](const Heap& heap, int num_tokens, int topk) {
-                 const Layout layout{heap.topology, num_tokens, topk, heap.num_experts, heap.channels, nullptr};
-                 return std::pair(&layout.expert_count(0) - layout.data, &layout.expert_start(0) - layout.data);
-             },
-             py::arg("num_tokens"), py::arg("topk"),
-             "Where in a handle's layout the rows per local expert [L] and, padding included, their prefix sums [L + 1] lie.");
+        .def_property_readonly_static("overflow_offset",
+                                      [](py::object) { return offsetof(Layout::Totals, overflow) / sizeof(int32_t); })
+        .def(
+            "layout_size",
+            [](const Heap& heap, int num_tokens, int topk) {
+                return Layout{heap.topology, num_tokens, topk, heap.num_experts, heap.channels, nullptr}.size();
+            },
+            py::arg("num_tokens"), py::arg("topk"), "Number of int32 that a handle's layout takes.")
+        .def(
+            "expert_offsets",
+            [](const Heap& heap, int num_tokens, int topk) {
+                const Layout layout{heap.topology, num_tokens, topk, heap.num_experts, heap.channels, nullptr};
+                return std::pair(&layout.expert_count(0) - layout.data, &layout.expert_start(0) - layout.data);
+            },
+            py::arg("num_tokens"), py::arg("topk"),
+            "Where in a handle's layout the rows per local expert [L] and, padding included, their prefix sums [L + 1] "
+            "lie.");
 
     py::class_<RowFormat>(m, "RowFormat", "How one row travels.")
         .def(py::init([](int payload_bytes, int scale_bytes, int weight_bytes, int topk) {
@@ -198,15 +213,18 @@ void bind_group(py::module_& m) {
         .def_property_readonly("bad_token", [](const Layout::Totals& totals) { return totals.bad_token - 1; });
 
     py::class_<Group>(m, "Group", "The ranks of a buffer that live in this process.")
-        .def(py::init<const Heap&, std::vector<int>, const std::vector<Segment*>&, int, std::optional<uint64_t>, uint64_t, double>(),
+        .def(py::init<const Heap&, std::vector<int>, const std::vector<Segment*>&, int, std::optional<uint64_t>,
+                      uint64_t, double>(),
              py::kw_only(), py::arg("heap"), py::arg("ranks"), py::arg("segments"), py::arg("threads"), py::arg("seed"),
              py::arg("lost_signal"), py::arg("timeout"), py::keep_alive<1, 4>())
-        .def("notify", &Group::notify, py::arg("tensors"), py::kw_only(), py::arg("topk"), py::arg("index_bytes"), py::arg("expert_alignment"),
-             py::arg("expert_capacity"))
-        .def("dispatch", &Group::dispatch, py::arg("tensors"), py::arg("format"), py::kw_only(), py::arg("nvl_batch"), py::arg("rdma_chunk"))
-        .def("combine", &Group::combine, py::arg("tensors"), py::arg("format"), py::kw_only(), py::arg("nvl_batch"), py::arg("rdma_chunk"),
-             py::arg("dtype"))
+        .def("notify", &Group::notify, py::arg("tensors"), py::kw_only(), py::arg("topk"), py::arg("index_bytes"),
+             py::arg("expert_alignment"), py::arg("expert_capacity"))
+        .def("dispatch", &Group::dispatch, py::arg("tensors"), py::arg("format"), py::kw_only(), py::arg("nvl_batch"),
+             py::arg("rdma_chunk"))
+        .def("combine", &Group::combine, py::arg("tensors"), py::arg("format"), py::kw_only(), py::arg("nvl_batch"),
+             py::arg("rdma_chunk"), py::arg("dtype"))
         .def("aborted", &Group::aborted)
+        .def("finished", &Group::finished)
         .def("incidents", &Group::incidents)
         .def("abort", &Group::abort)
         .def("reset", &Group::reset)

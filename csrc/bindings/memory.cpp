@@ -47,7 +47,9 @@ void release_capsule(PyObject* capsule) {
 }
 
 py::capsule pooled_bytes(int64_t size) {
-    auto* bytes = new Bytes{{{MemoryPool::instance().allocate(size), kCpu, 0, 1, kUnsigned, 8, 1, nullptr, nullptr, 0}, nullptr, release}, size};
+    auto* bytes = new Bytes{
+        {{MemoryPool::instance().allocate(size), kCpu, 0, 1, kUnsigned, 8, 1, nullptr, nullptr, 0}, nullptr, release},
+        size};
     bytes->managed.tensor.shape = &bytes->size;
     bytes->managed.context = bytes;
     return py::capsule(&bytes->managed, "dltensor", release_capsule);
@@ -56,7 +58,8 @@ py::capsule pooled_bytes(int64_t size) {
 }  // namespace
 
 void bind_memory(py::module_& m) {
-    m.def("pooled_bytes", &pooled_bytes, py::arg("size"), "A DLPack capsule of uint8 [size], not cleared, that returns to a pool when freed.");
+    m.def("pooled_bytes", &pooled_bytes, py::arg("size"),
+          "A DLPack capsule of uint8 [size], not cleared, that returns to a pool when freed.");
 }
 
 }  // namespace ep

@@ -48,8 +48,12 @@ struct Heap {
     EP_HD size_t nvl_head(int channel, int node, int peer) const {
         return nvl_tail(channels, 0, 0) + nvl_ring(channel, node, peer) * kLine;
     }
-    EP_HD size_t rdma_tail(int channel, int node) const { return nvl_head(channels, 0, 0) + rdma_ring(channel, node) * kLine; }
-    EP_HD size_t rdma_head(int channel, int node) const { return rdma_tail(0, 0) + (rdma_rings() + rdma_ring(channel, node)) * kLine; }
+    EP_HD size_t rdma_tail(int channel, int node) const {
+        return nvl_head(channels, 0, 0) + rdma_ring(channel, node) * kLine;
+    }
+    EP_HD size_t rdma_head(int channel, int node) const {
+        return rdma_tail(0, 0) + (rdma_rings() + rdma_ring(channel, node)) * kLine;
+    }
 
     // --- cursors of this rank's own roles ---
     EP_HD size_t nvl_out(int channel, int node, int peer) const {
@@ -58,15 +62,21 @@ struct Heap {
     EP_HD size_t nvl_in(int channel, int node, int peer) const {
         return nvl_out(channels, 0, 0) + nvl_ring(channel, node, peer) * kLine;
     }
-    EP_HD size_t rdma_out(int channel, int node) const { return nvl_in(channels, 0, 0) + rdma_ring(channel, node) * kLine; }
-    EP_HD size_t rdma_in(int channel, int node) const { return rdma_out(0, 0) + (rdma_rings() + rdma_ring(channel, node)) * kLine; }
+    EP_HD size_t rdma_out(int channel, int node) const {
+        return nvl_in(channels, 0, 0) + rdma_ring(channel, node) * kLine;
+    }
+    EP_HD size_t rdma_in(int channel, int node) const {
+        return rdma_out(0, 0) + (rdma_rings() + rdma_ring(channel, node)) * kLine;
+    }
     EP_HD size_t flags_end() const { return rdma_out(0, 0) + 2 * rdma_rings() * kLine; }
 
     // --- counts that notify exchanges, double-buffered by the parity of its epoch ---
     EP_HD size_t notify_staging(int parity, int node) const {
         return flags_end() + (static_cast<size_t>(parity) * topology.nodes + node) * node_block_bytes();
     }
-    EP_HD size_t notify_rail(int parity, int node) const { return notify_staging(2, 0) + notify_staging(parity, node) - flags_end(); }
+    EP_HD size_t notify_rail(int parity, int node) const {
+        return notify_staging(2, 0) + notify_staging(parity, node) - flags_end();
+    }
     EP_HD size_t notify_node(int parity, int rank) const {
         return notify_rail(2, 0) + (static_cast<size_t>(parity) * topology.world() + rank) * rank_block_bytes();
     }

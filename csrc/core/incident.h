@@ -5,11 +5,34 @@
 namespace ep {
 
 // What a role was waiting for when its wait ended badly. Names are shown to users: see bindings/incidents.cpp.
-enum class Wait : int { None, NotifyRail, NotifyNode, NvlCredit, NvlRow, NvlDrain, RdmaCredit, RdmaRow, RdmaDrain,
-                        PackedRow, FreedRow, PartialRow };
+enum class Wait : int {
+    None,
+    NotifyRail,
+    NotifyNode,
+    NvlCredit,
+    NvlRow,
+    NvlDrain,
+    RdmaCredit,
+    RdmaRow,
+    RdmaDrain,
+    PackedRow,
+    FreedRow,
+    PartialRow
+};
 
-enum class Role : int { Launch, Notify, NvlSender, RdmaSender, SenderCoordinator, Forwarder, ForwarderCoordinator,
-                        Receiver, CombineNvlSender, CombineForwarder, CombineReceiver };
+enum class Role : int {
+    Launch,
+    Notify,
+    NvlSender,
+    RdmaSender,
+    SenderCoordinator,
+    Forwarder,
+    ForwarderCoordinator,
+    Receiver,
+    CombineNvlSender,
+    CombineForwarder,
+    CombineReceiver
+};
 
 enum class Outcome : int {
     Ok,

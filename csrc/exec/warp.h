@@ -36,25 +36,25 @@ enum class Reuse { Soon, Late };
 //   publish_lanes<Scope>(count, f)    the same for a flag per lane: f(lane, store) calls store(flag, value) or not
 //   acquire<Scope>(flag)              the other half
 template <class W>
-concept WarpLike = requires(W& warp, uint64_t* flag, void* dst, const void* src, size_t bytes, void (*step)(int), bool (*test)(int),
-                            Need (*need)(int), typename W::template PerLane<int>& ints,
-                            typename W::template PerLane<void*>& dsts,
-                            typename W::template PerLane<const void*>& srcs) {
-    { warp.first_of(1, ints) } -> std::same_as<uint32_t>;
-    { warp.broadcast(ints, 0) } -> std::same_as<int>;
-    { warp.exclusive_scan(1, ints) } -> std::same_as<int>;
-    { warp.wait_all(Wait::NvlRow, 1, need) } -> std::same_as<bool>;
-    { warp.wait_any(Wait::NvlRow, 1, need) } -> std::same_as<uint32_t>;
-    { warp.met(1, need) } -> std::same_as<bool>;
-    { warp.ballot(1, test) } -> std::same_as<uint32_t>;
-    warp.fail(Outcome::Mismatch, Wait::NvlRow, Need{});
-    warp.lanes(1, step);
-    warp.template copy<Reuse::Soon>(dst, src, bytes);
-    warp.template multicast<Reuse::Late>(dsts, uint32_t{1}, src, bytes);
-    warp.template sum<float>(dst, srcs, uint32_t{1}, bytes);
-    warp.template publish<Scope::System>(flag, uint64_t{1});
-    { W::template acquire<Scope::System>(flag) } -> std::same_as<uint64_t>;
-};
+concept WarpLike =
+    requires(W& warp, uint64_t* flag, void* dst, const void* src, size_t bytes, void (*step)(int), bool (*test)(int),
+             Need (*need)(int), typename W::template PerLane<int>& ints, typename W::template PerLane<void*>& dsts,
+             typename W::template PerLane<const void*>& srcs) {
+        { warp.first_of(1, ints) } -> std::same_as<uint32_t>;
+        { warp.broadcast(ints, 0) } -> std::same_as<int>;
+        { warp.exclusive_scan(1, ints) } -> std::same_as<int>;
+        { warp.wait_all(Wait::NvlRow, 1, need) } -> std::same_as<bool>;
+        { warp.wait_any(Wait::NvlRow, 1, need) } -> std::same_as<uint32_t>;
+        { warp.met(1, need) } -> std::same_as<bool>;
+        { warp.ballot(1, test) } -> std::same_as<uint32_t>;
+        warp.fail(Outcome::Mismatch, Wait::NvlRow, Need{});
+        warp.lanes(1, step);
+        warp.template copy<Reuse::Soon>(dst, src, bytes);
+        warp.template multicast<Reuse::Late>(dsts, uint32_t{1}, src, bytes);
+        warp.template sum<float>(dst, srcs, uint32_t{1}, bytes);
+        warp.template publish<Scope::System>(flag, uint64_t{1});
+        { W::template acquire<Scope::System>(flag) } -> std::same_as<uint64_t>;
+    };
 
 // A lane that takes no part in a wait.
 EP_HD Need nothing_to_wait_for() { return {0, 0, -1}; }

@@ -15,7 +15,9 @@
 namespace ep {
 namespace {
 
-[[noreturn]] void fail(int error, const std::string& what) { throw std::system_error(error, std::generic_category(), what); }
+[[noreturn]] void fail(int error, const std::string& what) {
+    throw std::system_error(error, std::generic_category(), what);
+}
 
 int unnamed_file() {
     static std::atomic<int> count = 0;
@@ -48,7 +50,8 @@ Segment Segment::shared(size_t bytes) {
     } while (error == EINTR);
     if (error) {
         close(descriptor);
-        fail(error, "reserving " + std::to_string(bytes) + " bytes of shared memory in /dev/shm (in a container, see --shm-size)");
+        fail(error, "reserving " + std::to_string(bytes) +
+                        " bytes of shared memory in /dev/shm (in a container, see --shm-size)");
     }
     return {bytes, MAP_SHARED, descriptor};
 }
@@ -60,7 +63,8 @@ Segment Segment::open(const SegmentAddress& address, size_t bytes) {
     struct stat file;
     if (fstat(descriptor, &file) != 0 || file.st_dev != address.device || file.st_ino != address.inode) {
         close(descriptor);
-        throw std::runtime_error(path + " is not another rank's shared memory: do the ranks of this machine run in separate containers?");
+        throw std::runtime_error(
+            path + " is not another rank's shared memory: do the ranks of this machine run in separate containers?");
     }
     Segment segment(bytes, MAP_SHARED, descriptor);
     segment.close_to_others();
@@ -78,7 +82,9 @@ void Segment::close_to_others() {
 }
 
 Segment::Segment(Segment&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)), bytes_(other.bytes_), descriptor_(std::exchange(other.descriptor_, -1)) {}
+    : data_(std::exchange(other.data_, nullptr)),
+      bytes_(other.bytes_),
+      descriptor_(std::exchange(other.descriptor_, -1)) {}
 
 Segment::~Segment() {
     if (data_) munmap(data_, bytes_);

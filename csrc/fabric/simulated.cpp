@@ -27,7 +27,8 @@ bool SimulatedNetwork::deliver(std::mt19937_64& random) {
     if (message.src) {
         std::memcpy(message.dst, message.src, message.bytes_or_value);
     } else {
-        std::atomic_ref<uint64_t>(*reinterpret_cast<uint64_t*>(message.dst)).store(message.bytes_or_value, std::memory_order_release);
+        std::atomic_ref<uint64_t>(*reinterpret_cast<uint64_t*>(message.dst))
+            .store(message.bytes_or_value, std::memory_order_release);
     }
     return true;
 }

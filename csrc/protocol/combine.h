@@ -27,7 +27,8 @@ EP_FN void combine_nvl_sender(W& warp, F& fabric, const CombineArgs& args, int c
     while (warp.ballot(count, [&](int lane) { return left[lane] > 0; })) {
         const uint32_t ready = warp.wait_any(Wait::NvlCredit, count, [&](int lane) {
             if (!left[lane]) return never();
-            const Need need = nvl_credit<W>(rings, topology.node_of(first_rank + lane), topology.local_of(first_rank + lane));
+            const Need need =
+                nvl_credit<W>(rings, topology.node_of(first_rank + lane), topology.local_of(first_rank + lane));
             room[lane] = need.seen;
             return need;
         });
@@ -40,15 +41,18 @@ EP_FN void combine_nvl_sender(W& warp, F& fabric, const CombineArgs& args, int c
             uint64_t next = rings.nvl_out(node, peer).next;
             int rows = 0;
             for (; rows < rows_left && rows < args.nvl_batch && next != limit; ++rows, ++next) {
-                const int64_t received = args.layout.received_start(channel, source) + args.layout.received(channel, source) - rows_left + rows;
+                const int64_t received = args.layout.received_start(channel, source) +
+                                         args.layout.received(channel, source) - rows_left + rows;
                 char* slot = rings.nvl_out_slot(node, peer, next);
                 warp.lanes(format.topk, [&](int k) {
-                    position[k] = received < args.max_received ? args.positions[received * format.topk + k] : TransferArgs::kOverflowed;
+                    position[k] = received < args.max_received ? args.positions[received * format.topk + k]
+                                                               : TransferArgs::kOverflowed;
                     part[k] = args.x + static_cast<int64_t>(position[k]) * format.payload_bytes;
                     if (k == 0) *reinterpret_cast<uint64_t*>(slot + format.tag()) = row_tag(args);
                     char* weight = slot + format.weights() + k * format.weight_bytes;
                     if (position[k] >= 0) {
-                        copy_weight(weight, args.weights + static_cast<size_t>(position[k]) * format.weight_bytes, format.weight_bytes);
+                        copy_weight(weight, args.weights + static_cast<size_t>(position[k]) * format.weight_bytes,
+                                    format.weight_bytes);
                     } else {
                         const uint64_t zero = 0;
                         copy_weight(weight, reinterpret_cast<const char*>(&zero), format.weight_bytes);
@@ -79,8 +83,11 @@ EP_FN void combine_forwarder(W& warp, F& fabric, const CombineArgs& args, int ch
     uint64_t next = rings.rdma_out(node).next;
     int batch = 0;
     for (int i = 0; i < rows; ++i) {
-        const uint32_t lanes = peers_on_node(warp, args, args.node(), args.rail_experts + (start + i) * format.topk, peer);
-        auto arrived = [&](int lane) { return lanes >> lane & 1 ? nvl_row<W>(rings, node, peer[lane]) : nothing_to_wait_for(); };
+        const uint32_t lanes =
+            peers_on_node(warp, args, args.node(), args.rail_experts + (start + i) * format.topk, peer);
+        auto arrived = [&](int lane) {
+            return lanes >> lane & 1 ? nvl_row<W>(rings, node, peer[lane]) : nothing_to_wait_for();
+        };
         if (++batch == args.nvl_batch || !warp.met(format.topk, arrived)) {
             publish_heads(warp, rings, node);
             batch = 0;
@@ -99,7 +106,8 @@ EP_FN void combine_forwarder(W& warp, F& fabric, const CombineArgs& args, int ch
         bool same_call = true;
         for_each_lane(lanes, [&](int lane) {
             const char* row = static_cast<const char*>(warp.broadcast(part, lane));
-            same_call = same_call && belongs_to_call(warp, args, row, rings.rank_at(args.node(), warp.broadcast(peer, lane)));
+            same_call =
+                same_call && belongs_to_call(warp, args, row, rings.rank_at(args.node(), warp.broadcast(peer, lane)));
         });
         if (!same_call) return;
         warp.template sum<T>(slot, part, lanes, format.payload_bytes / sizeof(T));
@@ -128,12 +136,15 @@ EP_FN void combine_receiver(W& warp, F& fabric, const CombineArgs& args, int cha
             const int expert = args.layout.experts(token)[lane];
             const int rank = expert < 0 ? -1 : expert / args.layout.local_experts();
             const int node = expert < 0 ? -1 : topology.node_of(rank);
-            source[lane] = expert < 0 ? -1 : node == own_node ? topology.local_of(rank) : topology.ranks_per_node + node;
+            source[lane] = expert < 0         ? -1
+                           : node == own_node ? topology.local_of(rank)
+                                              : topology.ranks_per_node + node;
         });
         const uint32_t lanes = warp.first_of(format.topk, source);
         auto arrived = [&](int lane) {
             if (!(lanes >> lane & 1)) return nothing_to_wait_for();
-            return is_local(source[lane]) ? nvl_row<W>(rings, own_node, source[lane]) : rdma_row<W>(rings, node_of(source[lane]));
+            return is_local(source[lane]) ? nvl_row<W>(rings, own_node, source[lane])
+                                          : rdma_row<W>(rings, node_of(source[lane]));
         };
         if (++batch == args.nvl_batch || !warp.met(format.topk, arrived)) {
             publish_heads(warp, rings, own_node);
@@ -145,9 +156,10 @@ EP_FN void combine_receiver(W& warp, F& fabric, const CombineArgs& args, int cha
             const uint64_t zero = 0;
             const char* gradient = reinterpret_cast<const char*>(&zero);
             if (source[lane] >= 0) {
-                const char* row = is_local(source[lane])
-                                      ? rings.nvl_in_slot(own_node, source[lane], rings.nvl_in(own_node, source[lane]).next)
-                                      : rings.rdma_in_slot(node_of(source[lane]), rings.rdma_in(node_of(source[lane])).next);
+                const char* row =
+                    is_local(source[lane])
+                        ? rings.nvl_in_slot(own_node, source[lane], rings.nvl_in(own_node, source[lane]).next)
+                        : rings.rdma_in_slot(node_of(source[lane]), rings.rdma_in(node_of(source[lane])).next);
                 part[lane] = row;
                 gradient = row + format.weights() + lane * format.weight_bytes;
             }
@@ -156,11 +168,14 @@ EP_FN void combine_receiver(W& warp, F& fabric, const CombineArgs& args, int cha
         bool same_call = true;
         for_each_lane(lanes, [&](int lane) {
             const int from = warp.broadcast(source, lane);
-            const int rank = is_local(from) ? rings.rank_at(own_node, from) : rings.rank_at(node_of(from), args.local());
-            same_call = same_call && belongs_to_call(warp, args, static_cast<const char*>(warp.broadcast(part, lane)), rank);
+            const int rank =
+                is_local(from) ? rings.rank_at(own_node, from) : rings.rank_at(node_of(from), args.local());
+            same_call =
+                same_call && belongs_to_call(warp, args, static_cast<const char*>(warp.broadcast(part, lane)), rank);
         });
         if (!same_call) return;
-        warp.template sum<T>(args.y + static_cast<size_t>(token) * format.payload_bytes, part, lanes, format.payload_bytes / sizeof(T));
+        warp.template sum<T>(args.y + static_cast<size_t>(token) * format.payload_bytes, part, lanes,
+                             format.payload_bytes / sizeof(T));
         warp.template publish_lanes<Scope::Rank>(format.topk, [&](int lane, auto&& store) {
             if (!(lanes >> lane & 1)) return;
             if (is_local(source[lane])) {

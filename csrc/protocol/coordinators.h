@@ -41,7 +41,8 @@ EP_FN void follow(W& warp, Wait wait, int count, uint64_t chunk, int rank, typen
 
 // Puts finished rows to their node and signals the tail after them.
 template <WarpLike W, FabricLike<W> F>
-EP_FN void sender_coordinator(W& warp, F& fabric, const TransferArgs& args, const RailCounts& counts, int channel, int first_node) {
+EP_FN void sender_coordinator(W& warp, F& fabric, const TransferArgs& args, const RailCounts& counts, int channel,
+                              int first_node) {
     const Rings<F> rings{fabric, args, channel};
     const uint64_t slots = args.rdma_slots();
     const int count = lanes_from(first_node, args.topology().nodes);
@@ -69,7 +70,8 @@ EP_FN void sender_coordinator(W& warp, F& fabric, const TransferArgs& args, cons
 
 // Returns credit: tells each node how many of its rows were taken out of the network ring.
 template <WarpLike W, FabricLike<W> F>
-EP_FN void forwarder_coordinator(W& warp, F& fabric, const TransferArgs& args, const RailCounts& counts, int channel, int first_node) {
+EP_FN void forwarder_coordinator(W& warp, F& fabric, const TransferArgs& args, const RailCounts& counts, int channel,
+                                 int first_node) {
     const Rings<F> rings{fabric, args, channel};
     const int count = lanes_from(first_node, args.topology().nodes);
     typename W::template PerLane<uint64_t> told{}, end{};

@@ -14,7 +14,8 @@ namespace ep {
 
 // The distinct local ranks of `node` among a row's experts: `peer` per lane, and the first lane of each.
 template <WarpLike W>
-EP_FN uint32_t peers_on_node(W& warp, const TransferArgs& args, int node, const int32_t* experts, typename W::template PerLane<int>& peer) {
+EP_FN uint32_t peers_on_node(W& warp, const TransferArgs& args, int node, const int32_t* experts,
+                             typename W::template PerLane<int>& peer) {
     const int local_experts = args.layout.local_experts();
     warp.lanes(args.layout.topk, [&](int lane) {
         const int rank = experts[lane] < 0 ? -1 : experts[lane] / local_experts;
@@ -48,7 +49,9 @@ EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel)
     for (int token = args.layout.first_token(channel); token < args.layout.first_token(channel + 1); ++token) {
         const uint32_t lanes = peers_on_node(warp, args, node, args.layout.experts(token), peer);
         if (!lanes) continue;
-        auto credit = [&](int lane) { return lanes >> lane & 1 ? nvl_credit<W>(rings, node, peer[lane]) : nothing_to_wait_for(); };
+        auto credit = [&](int lane) {
+            return lanes >> lane & 1 ? nvl_credit<W>(rings, node, peer[lane]) : nothing_to_wait_for();
+        };
         if (++batch == args.nvl_batch || !warp.met(format.topk, credit)) {
             publish_tails(warp, rings, node);
             batch = 0;
@@ -60,11 +63,14 @@ EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel)
             row[lane] = slot;
             scales[lane] = slot + format.scales();
         });
-        warp.template multicast<Reuse::Soon>(row, lanes, args.x + static_cast<size_t>(token) * format.payload_bytes, format.payload_bytes);
+        warp.template multicast<Reuse::Soon>(row, lanes, args.x + static_cast<size_t>(token) * format.payload_bytes,
+                                             format.payload_bytes);
         if (format.scale_bytes) {
-            warp.template multicast<Reuse::Soon>(scales, lanes, args.scales + static_cast<size_t>(token) * format.scale_bytes, format.scale_bytes);
+            warp.template multicast<Reuse::Soon>(
+                scales, lanes, args.scales + static_cast<size_t>(token) * format.scale_bytes, format.scale_bytes);
         }
-        for_each_lane(lanes, [&](int lane) { write_header(warp, args, static_cast<char*>(warp.broadcast(row, lane)), token); });
+        for_each_lane(
+            lanes, [&](int lane) { write_header(warp, args, static_cast<char*>(warp.broadcast(row, lane)), token); });
     }
     publish_tails(warp, rings, node);
 }
@@ -81,9 +87,12 @@ EP_FN void rdma_sender(W& warp, F& fabric, const DispatchArgs& args, int channel
         if (!peers_on_node(warp, args, node, args.layout.experts(token), peer)) continue;
         if (!warp.wait_all(Wait::RdmaCredit, 1, [&](int) { return rdma_credit<W>(rings, node); })) return;
         char* slot = rings.rdma_out_slot(node, next);
-        warp.template copy<Reuse::Soon>(slot, args.x + static_cast<size_t>(token) * format.payload_bytes, format.payload_bytes);
+        warp.template copy<Reuse::Soon>(slot, args.x + static_cast<size_t>(token) * format.payload_bytes,
+                                        format.payload_bytes);
         if (format.scale_bytes) {
-            warp.template copy<Reuse::Soon>(slot + format.scales(), args.scales + static_cast<size_t>(token) * format.scale_bytes, format.scale_bytes);
+            warp.template copy<Reuse::Soon>(slot + format.scales(),
+                                            args.scales + static_cast<size_t>(token) * format.scale_bytes,
+                                            format.scale_bytes);
         }
         write_header(warp, args, slot, token);
         warp.template publish<Scope::Rank>(&rings.rdma_out(node).next, ++next);
@@ -101,7 +110,8 @@ EP_FN void forwarder(W& warp, F& fabric, const DispatchArgs& args, int channel, 
     const int rows = args.layout.rail(channel, node);
     const int64_t start = args.layout.rail_start(channel, node);
     if (start + rows > args.max_rail) {
-        return warp.fail(Outcome::Overflow, Wait::None, Need{static_cast<uint64_t>(args.max_rail), static_cast<uint64_t>(start + rows), args.rank});
+        return warp.fail(Outcome::Overflow, Wait::None,
+                         Need{static_cast<uint64_t>(args.max_rail), static_cast<uint64_t>(start + rows), args.rank});
     }
     uint64_t next = rings.rdma_in(node).next;
     int batch = 0;
@@ -114,14 +124,17 @@ EP_FN void forwarder(W& warp, F& fabric, const DispatchArgs& args, int channel, 
         const int32_t* experts = reinterpret_cast<const int32_t*>(source + format.experts());
         warp.lanes(format.topk, [&](int lane) { args.rail_experts[(start + i) * format.topk + lane] = experts[lane]; });
         const uint32_t lanes = peers_on_node(warp, args, args.node(), experts, peer);
-        auto credit = [&](int lane) { return lanes >> lane & 1 ? nvl_credit<W>(rings, node, peer[lane]) : nothing_to_wait_for(); };
+        auto credit = [&](int lane) {
+            return lanes >> lane & 1 ? nvl_credit<W>(rings, node, peer[lane]) : nothing_to_wait_for();
+        };
         if (++batch == args.nvl_batch || !warp.met(format.topk, credit)) {
             publish_tails(warp, rings, node);
             batch = 0;
         }
         if (!warp.wait_all(Wait::NvlCredit, format.topk, credit)) return;
         warp.lanes(format.topk, [&](int lane) {
-            if (lanes >> lane & 1) row[lane] = rings.nvl_out_slot(node, peer[lane], rings.nvl_out(node, peer[lane]).next++);
+            if (lanes >> lane & 1)
+                row[lane] = rings.nvl_out_slot(node, peer[lane], rings.nvl_out(node, peer[lane]).next++);
         });
         warp.template multicast<Reuse::Soon>(row, lanes, source, format.slot_bytes());
         warp.template publish<Scope::Rank>(&rings.rdma_in(node).next, ++next);
@@ -141,7 +154,8 @@ EP_FN void place_row(W& warp, const DispatchArgs& args, const char* slot, int so
         const int expert = reinterpret_cast<const int32_t*>(slot + format.experts())[lane] - first_expert;
         position[lane] = TransferArgs::kElsewhere;
         if (expert >= 0 && expert < layout.local_experts()) {
-            const int64_t place = layout.expert_base(source_rank)[expert] + reinterpret_cast<const int32_t*>(slot + format.index())[lane];
+            const int64_t place =
+                layout.expert_base(source_rank)[expert] + reinterpret_cast<const int32_t*>(slot + format.index())[lane];
             const bool fits = place >= 0 && place < layout.expert_start(expert + 1) && place < args.max_rows;
             position[lane] = fits ? static_cast<int>(place) : TransferArgs::kOverflowed;
         }
@@ -150,14 +164,17 @@ EP_FN void place_row(W& warp, const DispatchArgs& args, const char* slot, int so
             const size_t place = position[lane];
             row[lane] = args.recv_x + place * format.payload_bytes;
             scales[lane] = args.recv_scales + place * format.scale_bytes;
-            copy_weight(args.recv_weights + place * format.weight_bytes, slot + format.weights() + lane * format.weight_bytes, format.weight_bytes);
+            copy_weight(args.recv_weights + place * format.weight_bytes,
+                        slot + format.weights() + lane * format.weight_bytes, format.weight_bytes);
         }
     });
-    const uint32_t overflowed = warp.ballot(format.topk, [&](int lane) { return position[lane] == TransferArgs::kOverflowed; });
+    const uint32_t overflowed =
+        warp.ballot(format.topk, [&](int lane) { return position[lane] == TransferArgs::kOverflowed; });
     if (overflowed || received >= args.max_received) layout.totals().overflow = 1;
     const uint32_t placed = warp.ballot(format.topk, [&](int lane) { return position[lane] >= 0; });
     warp.template multicast<Reuse::Late>(row, placed, slot, format.payload_bytes);
-    if (format.scale_bytes) warp.template multicast<Reuse::Late>(scales, placed, slot + format.scales(), format.scale_bytes);
+    if (format.scale_bytes)
+        warp.template multicast<Reuse::Late>(scales, placed, slot + format.scales(), format.scale_bytes);
 }
 
 // Serves the rings of up to `most` source ranks, a lane each, whichever has rows.
@@ -172,7 +189,8 @@ EP_FN void receiver(W& warp, F& fabric, const DispatchArgs& args, int channel, i
     while (warp.ballot(count, [&](int lane) { return left[lane] > 0; })) {
         const uint32_t ready = warp.wait_any(Wait::NvlRow, count, [&](int lane) {
             if (!left[lane]) return never();
-            const Need need = nvl_row<W>(rings, topology.node_of(first_rank + lane), topology.local_of(first_rank + lane));
+            const Need need =
+                nvl_row<W>(rings, topology.node_of(first_rank + lane), topology.local_of(first_rank + lane));
             arrived[lane] = need.seen;
             return need;
         });
@@ -188,7 +206,8 @@ EP_FN void receiver(W& warp, F& fabric, const DispatchArgs& args, int channel, i
             for (; same_call && rows < rows_left && rows < args.nvl_batch && next != tail; ++rows, ++next) {
                 const char* slot = rings.nvl_in_slot(node, peer, next);
                 same_call = belongs_to_call(warp, args, slot, source);
-                const int64_t received = args.layout.received_start(channel, source) + args.layout.received(channel, source) - rows_left + rows;
+                const int64_t received = args.layout.received_start(channel, source) +
+                                         args.layout.received(channel, source) - rows_left + rows;
                 if (same_call) place_row(warp, args, slot, source, received);
             }
             warp.lanes(1, [&](int) { rings.nvl_in(node, peer).next = rings.nvl_in(node, peer).published = next; });
@@ -214,7 +233,8 @@ EP_FN void clear_rows(W& warp, const DispatchArgs& args, int64_t first, int64_t 
 
 template <WarpLike W>
 EP_FN void clear_padding(W& warp, const DispatchArgs& args, int expert) {
-    clear_rows(warp, args, args.layout.expert_start(expert) + args.layout.expert_count(expert), args.layout.expert_start(expert + 1));
+    clear_rows(warp, args, args.layout.expert_start(expert) + args.layout.expert_count(expert),
+               args.layout.expert_start(expert + 1));
 }
 
 template <WarpLike W>

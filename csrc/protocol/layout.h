@@ -29,7 +29,8 @@ EP_FN void count_channel(W& warp, const NotifyArgs& args, int channel) {
             return args.index_bytes == 8 ? static_cast<const int64_t*>(args.topk_idx)[row + lane]
                                          : static_cast<const int32_t*>(args.topk_idx)[row + lane];
         };
-        uint32_t invalid = warp.ballot(layout.topk, [&](int lane) { return id_of(lane) < -1 || id_of(lane) >= layout.num_experts; });
+        uint32_t invalid =
+            warp.ballot(layout.topk, [&](int lane) { return id_of(lane) < -1 || id_of(lane) >= layout.num_experts; });
         warp.lanes(layout.topk, [&](int lane) { expert[lane] = invalid ? -1 : static_cast<int>(id_of(lane)); });
         const uint32_t named = warp.ballot(layout.topk, [&](int lane) { return expert[lane] >= 0; });
         invalid |= named & ~warp.first_of(layout.topk, expert);

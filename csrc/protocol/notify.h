@@ -28,12 +28,15 @@ EP_FN void send_counts(W& warp, F& fabric, const NotifyArgs& args) {
     const int own_node = topology.node_of(args.rank);
     const int parity = args.epoch & 1;
     for (int node = 0; node < topology.nodes; ++node) {
-        const size_t staging = node == own_node ? heap.notify_rail(parity, own_node) : heap.notify_staging(parity, node);
+        const size_t staging =
+            node == own_node ? heap.notify_rail(parity, own_node) : heap.notify_staging(parity, node);
         int32_t* block = fabric.template own<int32_t>(staging);
         for (int local = 0; local < topology.ranks_per_node; ++local) {
             const int rank = topology.rank(node, local);
-            copy_counts(warp, block, layout.expert_counts(layout.channels) + rank * layout.local_experts(), layout.local_experts());
-            copy_counts(warp, block + layout.local_experts(), &layout.rank_tokens(0, rank), layout.channels, layout.world());
+            copy_counts(warp, block, layout.expert_counts(layout.channels) + rank * layout.local_experts(),
+                        layout.local_experts());
+            copy_counts(warp, block + layout.local_experts(), &layout.rank_tokens(0, rank), layout.channels,
+                        layout.world());
             block += heap.rank_counts();
         }
         copy_counts(warp, block, &layout.node_tokens(0, node), layout.channels, topology.nodes);
@@ -54,19 +57,21 @@ EP_FN bool relay_counts(W& warp, F& fabric, const NotifyArgs& args) {
     for (int node = 0; node < topology.nodes; ++node) {
         const bool here = warp.wait_all(Wait::NotifyRail, 1, [&](int) {
             if (node == own_node) return nothing_to_wait_for();
-            return Need{W::template acquire<Scope::System>(fabric.template own<uint64_t>(heap.notify_rail_flag(node))), args.epoch,
-                        topology.rank(node, own_local)};
+            return Need{W::template acquire<Scope::System>(fabric.template own<uint64_t>(heap.notify_rail_flag(node))),
+                        args.epoch, topology.rank(node, own_local)};
         });
         if (!here) return false;
         const int32_t* block = fabric.template own<int32_t>(heap.notify_rail(parity, node));
         for (int local = 0; local < topology.ranks_per_node; ++local, block += heap.rank_counts()) {
-            int32_t* counts = fabric.template peer<int32_t>(local, heap.notify_node(parity, topology.rank(node, own_local)));
+            int32_t* counts =
+                fabric.template peer<int32_t>(local, heap.notify_node(parity, topology.rank(node, own_local)));
             copy_counts(warp, counts, block, heap.rank_counts());
         }
         copy_counts(warp, &layout.rail(0, node), block, layout.channels, 1, topology.nodes);
     }
     for (int local = 0; local < topology.ranks_per_node; ++local) {
-        warp.template publish<Scope::System>(fabric.template peer<uint64_t>(local, heap.notify_node_flag(own_local)), args.epoch);
+        warp.template publish<Scope::System>(fabric.template peer<uint64_t>(local, heap.notify_node_flag(own_local)),
+                                             args.epoch);
     }
     return true;
 }
@@ -111,7 +116,9 @@ EP_FN bool receive_counts(W& warp, F& fabric, const NotifyArgs& args) {
     }
     auto received = [&](int channel, int rank) -> int32_t& { return layout.received(channel, rank); };
     auto received_start = [&](int channel, int rank) -> int32_t& { return layout.received_start(channel, rank); };
-    auto rail = [&](int channel, int node) { return node == topology.node_of(args.rank) ? 0 : layout.rail(channel, node); };
+    auto rail = [&](int channel, int node) {
+        return node == topology.node_of(args.rank) ? 0 : layout.rail(channel, node);
+    };
     auto rail_start = [&](int channel, int node) -> int32_t& { return layout.rail_start(channel, node); };
     const int received_rows = scan_rows(warp, world, channels, received, received_start);
     const int rail_rows = scan_rows(warp, topology.nodes, channels, rail, rail_start);

@@ -54,18 +54,26 @@ struct Rings {
     }
 
     // Network rings. `next` is shared between the role that fills (drains) slots and its coordinator.
-    EP_FN OutCursor& rdma_out(int node) const { return *fabric.template own<OutCursor>(args.heap.rdma_out(channel, node)); }
-    EP_FN uint64_t* rdma_out_head(int node) const { return fabric.template own<uint64_t>(args.heap.rdma_head(channel, node)); }
+    EP_FN OutCursor& rdma_out(int node) const {
+        return *fabric.template own<OutCursor>(args.heap.rdma_out(channel, node));
+    }
+    EP_FN uint64_t* rdma_out_head(int node) const {
+        return fabric.template own<uint64_t>(args.heap.rdma_head(channel, node));
+    }
     EP_FN char* rdma_out_slot(int node, uint64_t position) const {
         return fabric.template own<char>(args.heap.rdma_staging(channel, node)) + slot(position, args.rdma_slots());
     }
     EP_FN InCursor& rdma_in(int node) const { return *fabric.template own<InCursor>(args.heap.rdma_in(channel, node)); }
-    EP_FN uint64_t* rdma_in_tail(int node) const { return fabric.template own<uint64_t>(args.heap.rdma_tail(channel, node)); }
+    EP_FN uint64_t* rdma_in_tail(int node) const {
+        return fabric.template own<uint64_t>(args.heap.rdma_tail(channel, node));
+    }
     EP_FN const char* rdma_in_slot(int node, uint64_t position) const {
         return fabric.template own<char>(args.heap.rdma_data(channel, node)) + slot(position, args.rdma_slots());
     }
 
-    EP_FN size_t slot(uint64_t position, uint64_t slots) const { return (position & (slots - 1)) * args.format.slot_bytes(); }
+    EP_FN size_t slot(uint64_t position, uint64_t slots) const {
+        return (position & (slots - 1)) * args.format.slot_bytes();
+    }
 
     EP_FN int rank_at(int node, int peer) const { return args.topology().rank(node, peer); }
 };
@@ -82,7 +90,9 @@ EP_FN bool open_nvl_rings(W& warp, const Rings<F>& rings, int first_rank, int co
     const Topology& topology = rings.args.topology();
     for (int first = first_rank; first < first_rank + count; first += 32) {
         const int lanes = lanes_from(first, first_rank + count);
-        auto out = [&](int lane) -> OutCursor& { return rings.nvl_out(topology.node_of(first + lane), topology.local_of(first + lane)); };
+        auto out = [&](int lane) -> OutCursor& {
+            return rings.nvl_out(topology.node_of(first + lane), topology.local_of(first + lane));
+        };
         const bool drained = warp.wait_all(Wait::NvlDrain, lanes, [&](int lane) {
             if (out(lane).slot_bytes == slot_bytes) return nothing_to_wait_for();
             const int node = topology.node_of(first + lane), peer = topology.local_of(first + lane);
@@ -146,8 +156,8 @@ EP_FN Need nvl_row(const Rings<F>& rings, int node, int peer) {
 
 template <WarpLike W, class F>
 EP_FN Need rdma_credit(const Rings<F>& rings, int node) {
-    return {W::template acquire<Scope::System>(rings.rdma_out_head(node)) + rings.args.rdma_slots(), rings.rdma_out(node).next + 1,
-            rings.rank_at(node, rings.args.local())};
+    return {W::template acquire<Scope::System>(rings.rdma_out_head(node)) + rings.args.rdma_slots(),
+            rings.rdma_out(node).next + 1, rings.rank_at(node, rings.args.local())};
 }
 
 template <WarpLike W, class F>

@@ -12,7 +12,8 @@ namespace ep {
 // Dispatch and combine between 2 x 2 ranks, every role a thread: what each rank gets is compared with what it must get.
 template <class Warp>
 int run_transfers(int rounds) {
-    constexpr int kNodes = 2, kPerNode = 2, kWorld = kNodes * kPerNode, kExperts = 8, kTopk = 3, kHidden = 5, kChannels = 2;
+    constexpr int kNodes = 2, kPerNode = 2, kWorld = kNodes * kPerNode, kExperts = 8, kTopk = 3, kHidden = 5,
+                  kChannels = 2;
     const RowFormat format{kHidden * static_cast<int>(sizeof(float)), 0, sizeof(float), kTopk};
     // rings of two rows: every role has to wait for every other all the time
     const Heap heap{{kNodes, kPerNode}, kExperts, kChannels, 2 * format.slot_bytes(), 2 * format.slot_bytes()};
@@ -62,16 +63,27 @@ int run_transfers(int rounds) {
             d.rail.resize(static_cast<size_t>(totals.rail_rows) * kTopk);
             d.recv_x.resize(static_cast<size_t>(totals.expert_rows) * kHidden);
             d.recv_weights.resize(totals.expert_rows);
-            TransferArgs args{rank, heap, layout, format, 2ull * round - 1, 2, 1, d.positions.data(), d.rail.data(), totals.received_rows,
-                              totals.rail_rows, totals.expert_rows};
+            TransferArgs args{rank,
+                              heap,
+                              layout,
+                              format,
+                              2ull * round - 1,
+                              2,
+                              1,
+                              d.positions.data(),
+                              d.rail.data(),
+                              totals.received_rows,
+                              totals.rail_rows,
+                              totals.expert_rows};
             auto bytes = [](std::vector<float>& values) { return reinterpret_cast<char*>(values.data()); };
-            dispatch.push_back({args, bytes(d.x), nullptr, bytes(d.weights), bytes(d.recv_x), nullptr, bytes(d.recv_weights)});
+            dispatch.push_back(
+                {args, bytes(d.x), nullptr, bytes(d.weights), bytes(d.recv_x), nullptr, bytes(d.recv_weights)});
             args.call = 2ull * round;
             combine.push_back({args, bytes(d.recv_x), bytes(d.recv_weights), bytes(d.y), bytes(d.y_weights)});
         }
         group.dispatch<Warp>(dispatch);
         group.combine<Warp>(combine, DType::fp32);
-        if (group.aborted()) return std::fprintf(stderr, "round %d: aborted\n", round), EXIT_FAILURE;
+        if (!group.finished()) return std::fprintf(stderr, "round %d: aborted\n", round), EXIT_FAILURE;
         for (const Rank& d : data) {
             for (size_t i = 0; i < d.x.size(); ++i) errors += d.y[i] != kTopk * d.x[i];
             errors += d.y_weights != d.weights;

@@ -83,6 +83,7 @@ class BasicHostWarp {
     }
 
     void fail(Outcome outcome, Wait wait, const Need& need) {
+        rank_.give_up();
         rank_.abort(outcome);
         record(outcome, wait, need);
     }
@@ -135,6 +136,7 @@ class BasicHostWarp {
         if (!executor_.preempts() && condition()) return true;
         const WaitEnd end = executor_.wait(Condition(condition), rank_);
         if (end == WaitEnd::Met) return true;
+        rank_.give_up();
         if (end == WaitEnd::Expired) rank_.abort(Outcome::Timeout);
         for (int lane = 0; lane < count; ++lane) {
             const Need missing = need(lane);

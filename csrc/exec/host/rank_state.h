@@ -15,6 +15,7 @@ struct RankState {
     std::vector<ControlBlock*> everyone;    // of all ranks, this one too
     std::chrono::duration<double> timeout;  // of every single wait
     uint64_t call = 0;
+    mutable uint64_t unfinished = 0;  // roles of the current launch that gave up
 
     bool aborted() const { return abort_word().load(std::memory_order_acquire) != 0; }
 
@@ -24,9 +25,12 @@ struct RankState {
     void abort(Outcome outcome) const {
         for (ControlBlock* block : everyone) {
             uint64_t nobody = 0;
-            std::atomic_ref<uint64_t>(block->abort).compare_exchange_strong(nobody, ControlBlock::abort_word(outcome, rank));
+            std::atomic_ref<uint64_t>(block->abort)
+                .compare_exchange_strong(nobody, ControlBlock::abort_word(outcome, rank));
         }
     }
+
+    void give_up() const { std::atomic_ref<uint64_t>(unfinished).fetch_add(1); }
 
     void record(const Incident& incident) const {
         const uint64_t index = std::atomic_ref<uint64_t>(control->incident_count).fetch_add(1);

@@ -77,7 +77,8 @@ inline __attribute__((always_inline)) void sum_narrow(T* dst, const T* const* ro
 }
 
 template <class T>
-inline __attribute__((always_inline)) void sum_wide(T* __restrict dst, const T* const* rows, int num_rows, size_t count) {
+inline __attribute__((always_inline)) void sum_wide(T* __restrict dst, const T* const* rows, int num_rows,
+                                                    size_t count) {
     for (size_t first = 0; first < count; first += kBlock) {
         const size_t size = std::min(kBlock, count - first);
         T* __restrict out = dst + first;

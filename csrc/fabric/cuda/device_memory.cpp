@@ -22,16 +22,22 @@ DeviceMemory DeviceMemory::create(int device, size_t bytes) {
 DeviceMemory DeviceMemory::open(int device, const std::string& handle, size_t bytes) {
     const DeviceGuard guard(device);
     cudaIpcMemHandle_t ipc;
-    if (handle.size() != sizeof(ipc)) throw std::invalid_argument("handle has " + std::to_string(handle.size()) + " bytes, must have " + std::to_string(sizeof(ipc)));
+    if (handle.size() != sizeof(ipc))
+        throw std::invalid_argument("handle has " + std::to_string(handle.size()) + " bytes, must have " +
+                                    std::to_string(sizeof(ipc)));
     std::memcpy(&ipc, handle.data(), sizeof(ipc));
     void* data = nullptr;
     check_cuda(cudaIpcOpenMemHandle(&data, ipc, cudaIpcMemLazyEnablePeerAccess),
-               "mapping another rank's symmetric heap by CUDA IPC (its GPU must be a peer of this one: see nvidia-smi topo -p2p r)");
+               "mapping another rank's symmetric heap by CUDA IPC (its GPU must be a peer of this one: see nvidia-smi "
+               "topo -p2p r)");
     return DeviceMemory(device, static_cast<char*>(data), bytes, true);
 }
 
 DeviceMemory::DeviceMemory(DeviceMemory&& other) noexcept
-    : device_(other.device_), data_(std::exchange(other.data_, nullptr)), bytes_(other.bytes_), is_mapped_(other.is_mapped_) {}
+    : device_(other.device_),
+      data_(std::exchange(other.data_, nullptr)),
+      bytes_(other.bytes_),
+      is_mapped_(other.is_mapped_) {}
 
 DeviceMemory::~DeviceMemory() {
     if (!data_) return;

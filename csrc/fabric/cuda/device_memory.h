@@ -21,7 +21,8 @@ class DeviceMemory {
     size_t bytes() const { return bytes_; }
 
   private:
-    DeviceMemory(int device, char* data, size_t bytes, bool is_mapped) : device_(device), data_(data), bytes_(bytes), is_mapped_(is_mapped) {}
+    DeviceMemory(int device, char* data, size_t bytes, bool is_mapped)
+        : device_(device), data_(data), bytes_(bytes), is_mapped_(is_mapped) {}
 
     int device_;
     char* data_;

@@ -1,5 +1,6 @@
 #include "launch/host/group.h"
 
+#include <algorithm>
 #include <cstring>
 #include <thread>
 
@@ -27,10 +28,12 @@ void HostGroup::run(std::vector<std::vector<RoleTask>> tasks_of_rank, const std:
     auto share = [&](size_t thread, size_t threads) {
         std::vector<RoleTask> tasks;
         for (size_t i = thread; i < tasks_of_rank.size(); i += threads) {
-            tasks.insert(tasks.end(), std::make_move_iterator(tasks_of_rank[i].begin()), std::make_move_iterator(tasks_of_rank[i].end()));
+            tasks.insert(tasks.end(), std::make_move_iterator(tasks_of_rank[i].begin()),
+                         std::make_move_iterator(tasks_of_rank[i].end()));
         }
         return tasks;
     };
+    for (RankState& state : states_) state.unfinished = 0;
     if (seeded_) return seeded_->run(share(0, 1));
     if (schedule_.thread_per_role) return ThreadExecutor().run(share(0, 1));
     const size_t threads = std::min<size_t>(schedule_.threads, ranks_.size());
@@ -40,6 +43,10 @@ void HostGroup::run(std::vector<std::vector<RoleTask>> tasks_of_rank, const std:
         others.emplace_back([&, thread] { executors_[thread]->run(share(thread, threads)); });
     }
     executors_[0]->run(share(0, threads), interrupted);
+}
+
+bool HostGroup::finished() const {
+    return std::all_of(states_.begin(), states_.end(), [](const RankState& state) { return state.unfinished == 0; });
 }
 
 void HostGroup::reset() {
