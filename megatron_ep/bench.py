@@ -49,11 +49,15 @@ class Case:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the benchmark; `bench router` goes to the router's own."""
+    """Runs the benchmark; `bench router` goes to the router's own, `bench cuda` to the GPU's."""
     if argv and argv[0] == "router":
         from megatron_ep import bench_router
 
         return bench_router.main(argv[1:])
+    if argv and argv[0] == "cuda":
+        from megatron_ep import bench_cuda
+
+        return bench_cuda.main(argv[1:])
     arguments = _parse(argv)
     print(env.render(), flush=True)
     beside_megatron = megatron_side.is_installed()

@@ -1,8 +1,8 @@
 """The CUDA backend's side of a buffer: launches on torch's streams, and how the ranks' heaps find each other.
 
 A launch goes to torch's current stream, as any operator does, and returns at once. What goes wrong on the GPU
-afterwards is raised by the next call, or by `synchronize`. The host waits in one place only: for the counts of a dispatch
-whose number of rows is not given.
+afterwards is raised by the next call, or by `synchronize`. The host waits in one place only: for the counts of a
+dispatch whose number of rows is not given.
 """
 
 from __future__ import annotations

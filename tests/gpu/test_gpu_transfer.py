@@ -46,7 +46,11 @@ def test_many_calls_on_one_buffer(seed):
     case = Case(2000 + seed, max_tokens=60)
     row_bytes = 8 * 1000 + 1024
     config = ep.Config(
-        num_experts=case.num_experts, channels=2, timeout=20, nvl_ring_bytes=2 * row_bytes, rdma_ring_bytes=3 * row_bytes
+        num_experts=case.num_experts,
+        channels=2,
+        timeout=20,
+        nvl_ring_bytes=2 * row_bytes,
+        rdma_ring_bytes=3 * row_bytes,
     )
     with (
         ep.LocalCluster(case.nodes, case.ranks_per_node, config) as host,

@@ -1,0 +1,29 @@
+"""Small cases on every path of the kernels, for compute-sanitizer, which takes a program and slows it down a lot."""
+
+import torch
+
+import megatron_ep as ep
+
+
+def main() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for nodes, ranks_per_node in ((1, 2), (2, 2)):
+        world, experts = nodes * ranks_per_node, 8
+        config = ep.Config(
+            num_experts=experts, channels=2, num_sms=2, timeout=60, nvl_ring_bytes=16 << 10, rdma_ring_bytes=32 << 10
+        )
+        with ep.LocalCluster(nodes, ranks_per_node, config, device="cuda") as cluster:
+            # rows for the copy engine, for vectors, and for neither
+            for hidden, dtype in ((1536, torch.bfloat16), (64, torch.float32), (33, torch.float16), (3, torch.float64)):
+                ids = [torch.rand(9, experts, generator=generator).topk(3, dim=1).indices.cuda() for _ in range(world)]
+                x = [torch.randint(-4, 5, (9, hidden), generator=generator).to(dtype).cuda() for _ in range(world)]
+                weights = [torch.rand(9, 3, generator=generator).cuda() for _ in range(world)]
+                rows = ep.dispatch(x, ids, weights, buffer=cluster, expert_alignment=4)
+                for y, token in zip(ep.combine(rows.x, rows.handle), x, strict=True):
+                    assert torch.equal(y, 3 * token)
+                ep.dispatch(x, ids, weights, buffer=cluster, max_recv_tokens=7)
+            cluster.synchronize()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""Launches on a GPU: streams, graphs, errors that leave the context alive, refusals before anything runs."""
+
+import time
+
+import pytest
+import torch
+
+import megatron_ep as ep
+from megatron_ep import _C, cuda_group
+
+T, H, K, E = 64, 256, 2, 16
+
+
+def inputs(world, seed=0, tokens=T):
+    generator = torch.Generator().manual_seed(seed)
+    ids = [torch.rand(tokens, E, generator=generator).topk(K, dim=1).indices.cuda() for _ in range(world)]
+    x = [torch.randn(tokens, H, generator=generator).bfloat16().cuda() for _ in range(world)]
+    weights = [torch.rand(tokens, K, generator=generator).cuda() for _ in range(world)]
+    return x, ids, weights
+
+
+def config(**settings):
+    return ep.Config(**{"num_experts": E, "timeout": 5, **settings})
+
+
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 4), (2, 2)])
+def test_graph_of_a_dispatch_without_counts(nodes, ranks_per_node):
+    """max_recv_tokens: captured once, replayed with other tokens and other experts."""
+    world, size = nodes * ranks_per_node, T * nodes * ranks_per_node * K
+    with ep.LocalCluster(nodes, ranks_per_node, config(), device="cuda") as cluster:
+        x, ids, weights = inputs(world)
+
+        def step():
+            rows = ep.dispatch(x, ids, weights, buffer=cluster, max_recv_tokens=size)
+            return rows, ep.combine(rows.x, rows.handle)
+
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side), torch.no_grad():
+            step()
+        side.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph), torch.no_grad():
+            rows, y = step()
+        for seed in range(1, 6):
+            for static, new in zip(
+                (*x, *ids, *weights), (t for part in inputs(world, seed) for t in part), strict=True
+            ):
+                static.copy_(new)
+            graph.replay()
+            torch.cuda.synchronize()
+            expected = ep.dispatch(x, ids, weights, buffer=cluster, max_recv_tokens=size)
+            for rank in range(world):
+                assert torch.equal(rows.x[rank], expected.x[rank])
+                assert torch.equal(rows.probs[rank], expected.probs[rank])
+                assert torch.equal(rows.tokens_per_expert[rank], expected.tokens_per_expert[rank])
+            for a, b in zip(y, ep.combine(expected.x, expected.handle), strict=True):
+                assert torch.equal(a, b)
+            cluster.synchronize()
+
+
+def test_graph_of_a_cached_dispatch():
+    with ep.LocalCluster(2, 2, config(), device="cuda") as cluster:
+        x, ids, weights = inputs(4)
+        handle = ep.dispatch(x, ids, weights, buffer=cluster).handle
+        cluster.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph), torch.no_grad():
+            rows = ep.dispatch(x, topk_weights=weights, handle=handle)
+            y = ep.combine(rows.x, handle)
+        for seed in range(3):
+            for static, new in zip(x, inputs(4, seed)[0], strict=True):
+                static.copy_(new)
+            graph.replay()
+            torch.cuda.synchronize()
+            expected = ep.dispatch(x, topk_weights=weights, handle=handle)
+            for a, b in zip((*rows.x, *y), (*expected.x, *ep.combine(expected.x, handle)), strict=True):
+                assert torch.equal(a, b)
+            cluster.synchronize()
+
+
+def test_no_synchronisation_of_torch():
+    with ep.LocalCluster(2, 2, config(), device="cuda") as cluster:
+        x, ids, weights = inputs(4)
+        handle = ep.dispatch(x, ids, weights, buffer=cluster).handle
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            ep.combine(ep.dispatch(x, handle=handle).x, handle)
+            rows = ep.dispatch(x, ids, weights, buffer=cluster, max_recv_tokens=8 * T)
+            ep.combine(rows.x, rows.handle)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        cluster.synchronize()
+
+
+def test_launches_on_two_streams_keep_their_order():
+    with ep.LocalCluster(1, 4, config(), device="cuda") as cluster:
+        x, ids, weights = inputs(4)
+        first = ep.dispatch(x, ids, weights, buffer=cluster)
+        streams = [torch.cuda.Stream() for _ in range(2)]
+        torch.cuda.synchronize()
+        results = []
+        for i in range(10):
+            with torch.cuda.stream(streams[i % 2]):
+                results.append(ep.dispatch(x, handle=first.handle).x)
+        torch.cuda.synchronize()
+        for result in results:
+            for a, b in zip(result, first.x, strict=True):
+                assert torch.equal(a, b)
+
+
+class Alone(ep.LocalCluster):
+    """Rank 0 of two: the other one never comes."""
+
+    def __init__(self, nodes, ranks_per_node):
+        super().__init__(nodes, ranks_per_node, config(timeout=1), device="cuda")
+        self.ranks = [0]
+        self._memories = [_C.DeviceMemory.create(self.device.index, self._heap.bytes) for _ in range(2)]
+        sms = cuda_group.num_sms(self.config, self.device, 2)
+        self._group = cuda_group._p2p(self._heap, [0], self._memories, self.device, sms, self.config)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ranks_per_node", "waits_for"), [(1, 2, "a rank of this node"), (2, 1, "another node")]
+)
+def test_an_absent_rank_is_a_timeout_and_the_context_lives(nodes, ranks_per_node, waits_for):
+    with Alone(nodes, ranks_per_node) as buffer:
+        x, ids, weights = inputs(1)
+        for _ in range(2):
+            started = time.monotonic()
+            with pytest.raises(ep.EPTimeoutError) as caught:
+                ep.dispatch(x, ids, weights, buffer=buffer)
+            assert 0.9 < time.monotonic() - started < 4
+            (incident,) = caught.value.incidents
+            assert incident["role"] == "notify" and incident["peer"] == 1 and incident["outcome"] == "timeout"
+            assert incident["waiting_for"] == f"counts from {waits_for}"
+            assert (incident["seen"], incident["expected"]) == (0, 1)
+            with pytest.raises(ep.EPTimeoutError):  # until somebody resets it
+                ep.dispatch(x, ids, weights, buffer=buffer)
+            buffer.reset()
+        assert torch.equal(torch.ones(3, device="cuda") * 2, torch.full((3,), 2.0, device="cuda"))
+
+
+def test_what_fails_without_a_wait_is_raised_by_the_next_call():
+    with Alone(1, 2) as buffer:
+        x, ids, weights = inputs(1)
+        ep.dispatch(x, ids, weights, buffer=buffer, max_recv_tokens=T)  # returns at once
+        with pytest.raises(ep.EPTimeoutError, match="rank 0 timed out first"):
+            buffer.synchronize()
+        with pytest.raises(ep.EPTimeoutError, match="rank 0 timed out first"):
+            ep.dispatch(x, ids, weights, buffer=buffer, max_recv_tokens=T)
+
+
+def test_wrong_ids_are_named_and_the_cluster_stays_usable():
+    with ep.LocalCluster(2, 2, config(), device="cuda") as cluster:
+        x, ids, weights = inputs(4)
+        for value in (E, -2, 2**40 + 3):
+            wrong = [t.clone() for t in ids]
+            wrong[2][5, 1] = value
+            with pytest.raises(ValueError, match=r"topk_idx of rank 2 is \[.*\] at token 5, must hold distinct ids"):
+                ep.dispatch(x, wrong, weights, buffer=cluster)
+            rows = ep.dispatch(x, ids, weights, buffer=cluster)
+            for a, b in zip(ep.combine(rows.x, rows.handle), x, strict=True):
+                torch.testing.assert_close(a, K * b)
+
+
+def test_arguments():
+    with ep.LocalCluster(1, 2, config(), device="cuda") as cluster:
+        x, ids, weights = inputs(2)
+        with pytest.raises(ValueError, match="x is on cpu, must be on cuda:0"):
+            ep.dispatch([t.cpu() for t in x], ids, weights, buffer=cluster)
+        with pytest.raises(ValueError, match="topk_idx is on cpu"):
+            ep.dispatch(x, [t.cpu() for t in ids], weights, buffer=cluster)
+
+
+def test_what_cannot_run_at_once_is_refused():
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    with pytest.raises(ValueError, match=f"num_sms is {sms} for each of 2 ranks"):
+        ep.LocalCluster(1, 2, config(num_sms=sms), device="cuda")
+    with pytest.raises(ValueError, match="num_sms is 1, must be at least"):
+        ep.LocalCluster(1, 2, config(num_sms=1, channels=64), device="cuda")
+    with pytest.raises(ValueError, match="33, at most 32"):
+        ep.LocalCluster(1, 33, ep.Config(num_experts=33), device="cuda")
+    with pytest.raises(ValueError, match="device is 'meta'"):
+        ep.LocalCluster(1, 2, config(), device="meta")
+
+
+def test_seconds():
+    with ep.LocalCluster(1, 2, config(), device="cuda") as cluster:
+        x, ids, weights = inputs(2)
+        ep.dispatch(x, ids, weights, buffer=cluster)
+        torch.cuda.synchronize()
+        assert 0 < cluster.seconds < 5

@@ -1,0 +1,99 @@
+"""Processes that share one GPU through CUDA IPC. Their kernels take turns on it, so these cases are small."""
+
+import time
+
+import pytest
+import torch
+
+import megatron_ep as ep
+from megatron_ep import reference
+from megatron_ep.local_ranks import LocalRanks
+
+W = 4
+TIMEOUT = 10.0
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with LocalRanks(W, 120) as ranks:
+        yield ranks
+
+
+def make_buffer(nodes, timeout=TIMEOUT, **settings):
+    settings = {"num_sms": 2, **settings}
+    config = ep.Config(num_experts=8, timeout=timeout, **settings)
+    return ep.Buffer(None, config, ep.Topology(nodes, W // nodes), device="cuda")
+
+
+def inputs(topk, hidden=520, tokens=(5, 0, 17, 64)):
+    generator = torch.Generator().manual_seed(topk)
+    ids = [torch.rand(t, 8, generator=generator).topk(topk, dim=1).indices for t in tokens]
+    x = [torch.randint(-8, 9, (t, hidden), generator=generator).float() for t in tokens]
+    weights = [torch.rand(t, topk, generator=generator) for t in tokens]
+    return x, ids, weights
+
+
+def round_trips(buffer, rounds=2):
+    rank = buffer.rank
+    for topk in range(1, rounds + 1):
+        x, ids, weights = inputs(topk)
+        leaf = x[rank].cuda().requires_grad_()
+        rows = ep.dispatch(leaf, ids[rank].cuda(), weights[rank].cuda(), buffer=buffer)
+        expected, probs, counts = reference.dispatch(x, ids, weights, 8)
+        assert torch.equal(rows.x.cpu(), expected[rank]) and torch.equal(rows.probs.cpu(), probs[rank])
+        assert torch.equal(rows.tokens_per_expert, counts[rank])
+        y = ep.combine(rows.x, rows.handle)
+        assert torch.equal(y, topk * leaf)
+        y.sum().backward()
+        assert torch.equal(leaf.grad, torch.full_like(leaf, topk))
+    buffer.synchronize()
+
+
+def run_topology(nodes):
+    with make_buffer(nodes) as buffer:
+        round_trips(buffer)
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+def test_topologies(ranks, nodes):
+    ranks.run(run_topology, nodes)
+
+
+def run_one_absent():
+    buffer = make_buffer(1, timeout=2.0)
+    x, ids, weights = (part[buffer.rank].cuda() for part in inputs(2))
+    message = ""
+    if buffer.rank == 3:
+        time.sleep(6)
+    else:
+        with pytest.raises(ep.EPTimeoutError) as caught:
+            ep.dispatch(x, ids, weights, buffer=buffer)
+        message = str(caught.value)
+    buffer.reset()
+    round_trips(buffer, rounds=1)
+    buffer.close()
+    return message
+
+
+def test_an_absent_rank_is_named(ranks):
+    messages = ranks.run(run_one_absent)
+    assert any("notify" in message and "from rank 3: seen" in message for message in messages), messages
+
+
+def run_one_mistake():
+    buffer = make_buffer(2)
+    x, ids, weights = (part[buffer.rank].cuda() for part in inputs(2))
+    wrong = buffer.rank == 2
+    started = time.monotonic()
+    with pytest.raises(
+        ValueError if wrong else ep.EPAbortError, match=None if wrong else "rank 2 refused its arguments"
+    ):
+        ep.dispatch(x.int() if wrong else x, ids, weights, buffer=buffer)
+    assert time.monotonic() - started < TIMEOUT, "the others waited until they timed out"
+    buffer.reset()
+    round_trips(buffer, rounds=1)
+    buffer.close()
+
+
+def test_a_mistake_on_one_rank_reaches_all(ranks):
+    ranks.run(run_one_mistake)
