@@ -222,10 +222,14 @@ class Logger(Section):
 
 
 class Dispatcher(Section):
-    """ep: this project's dispatcher; alltoall and allgather: Megatron-Core's. The other keys go to
-    `megatron_ep.Config` (None: its default) and are read by ep alone."""
+    """ep: this project's dispatcher; alltoall and allgather: Megatron-Core's. The other keys are read by ep alone.
+
+    router: fused: this project's router, whose picks go straight to the dispatcher; megatron: Megatron-Core's.
+    The rest go to `megatron_ep.Config` (None: its default).
+    """
 
     type: Literal["ep", "alltoall", "allgather"] = "ep"
+    router: Literal["fused", "megatron"] = "fused"
     timeout: PositiveFloat | None = None
     channels: Positive | None = None
     nvl_ring_bytes: Positive | None = None

@@ -100,9 +100,10 @@ def _with_ep_dispatcher(recipe: Recipe, spec: TransformerBlockSubmodules) -> Tra
     from megatron_ep import Topology
     from megatron_ep.megatron import shared_buffers
     from megatron_ep.megatron.layer import ep_layer_spec
+    from megatron_ep.megatron.router import fused_router
 
     shared_buffers.configure(
         Topology(recipe.topology.nodes, recipe.topology.ranks_per_node),
-        **recipe.dispatcher.model_dump(exclude_none=True, exclude={"type"}),
+        **recipe.dispatcher.model_dump(exclude_none=True, exclude={"type", "router"}),
     )
-    return ep_layer_spec(spec)
+    return ep_layer_spec(spec, router=fused_router if recipe.dispatcher.router == "fused" else None)

@@ -114,7 +114,7 @@ def test_resuming_something_else_names_the_difference(trained, cache):
     assert len(rows(out)) == STEPS
 
 
-def test_the_loss_curve_is_that_of_megatrons_dispatcher(trained, cache, tmp_path):
+def test_the_loss_curve_is_that_of_megatrons_dispatcher_and_router(trained, cache, tmp_path):
     out = tmp_path / "alltoall"
     run(cache, out, "--steps", str(STEPS), "--set", "dispatcher.type=alltoall")
     theirs, ours = [[float(row["loss"]) for row in rows(directory)] for directory in (out, trained[0])]
