@@ -16,69 +16,82 @@
 #define EP_WIDE
 #endif
 
+// Vectors are never passed between functions that are not inlined, so how they would be passed does not matter.
+#pragma GCC diagnostic ignored "-Wpsabi"
+
 namespace ep {
 namespace {
 
-constexpr size_t kBlock = 1024;  // elements summed at a time: the sums stay in the first-level cache
+constexpr size_t kBlock = 1024;  // elements of a wide row summed at a time: they stay in the first-level cache
 
-inline float widen(BFloat16 value) { return std::bit_cast<float>(static_cast<uint32_t>(value.bits) << 16); }
+// 16-bit elements are summed in registers, a few vectors at a time. Vectors are the compiler's: it maps them to what the machine has.
+constexpr size_t kLanes = 8;
+constexpr size_t kVectors = 4;
+using Halves = uint16_t __attribute__((vector_size(kLanes * 2)));
+using Words = uint32_t __attribute__((vector_size(kLanes * 4)));
+using Floats = float __attribute__((vector_size(kLanes * 4)));
+
+#define EP_INLINE inline __attribute__((always_inline))
+
+EP_INLINE Floats widen(Words bits, BFloat16) { return std::bit_cast<Floats>(bits << 16); }
 
 // Round to nearest even; a NaN stays a (quiet) NaN.
-inline void narrow(float value, BFloat16& out) {
-    const uint32_t bits = std::bit_cast<uint32_t>(value);
-    const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    const uint32_t quiet_nan = (bits >> 16) | 0x40;
-    out.bits = static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? quiet_nan : rounded);
+EP_INLINE Words narrow(Floats values, BFloat16) {
+    const Words bits = std::bit_cast<Words>(values);
+    const Words rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return (bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : rounded;
 }
 
 // IEEE half by way of fp32 arithmetic: scaling by a power of two moves the exponent's bias and handles subnormals.
-inline float widen(Float16 value) {
-    const uint32_t magnitude = (value.bits & 0x7fffu) << 13;
-    const float scaled = std::bit_cast<float>(magnitude) * 0x1p112f;
-    const uint32_t special = (value.bits & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0u;
-    return std::bit_cast<float>(std::bit_cast<uint32_t>(scaled) | special | (value.bits & 0x8000u) << 16);
+EP_INLINE Floats widen(Words bits, Float16) {
+    const Words scaled = std::bit_cast<Words>(std::bit_cast<Floats>((bits & 0x7fff) << 13) * 0x1p112f);
+    const Words infinity = std::bit_cast<Words>((bits & 0x7c00) == 0x7c00) & 0x7f800000;
+    return std::bit_cast<Floats>(scaled | infinity | (bits & 0x8000) << 16);
 }
 
-inline void narrow(float value, Float16& out) {
-    const uint32_t bits = std::bit_cast<uint32_t>(value);
-    const uint32_t sign = bits >> 16 & 0x8000u;
-    const uint32_t magnitude = bits & 0x7fffffffu;
-    const uint32_t normal = (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1)) >> 13;
+EP_INLINE Words narrow(Floats values, Float16) {
+    const Words bits = std::bit_cast<Words>(values);
+    const Words magnitude = bits & 0x7fffffff;
+    const Words normal = (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13;
     // adding 0.5 leaves the rounded multiple of 2^-24 in the low bits
-    const uint32_t subnormal = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
-    const uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
-    const uint32_t half = magnitude >= 0x477ff000u ? special : magnitude < 0x38800000u ? subnormal : normal;
-    out.bits = static_cast<uint16_t>(half | sign);
+    const Words subnormal = std::bit_cast<Words>(std::bit_cast<Floats>(magnitude) + 0.5f) - 0x3f000000;
+    const Words finite = magnitude < 0x38800000 ? subnormal : normal;
+    const Words special = magnitude > 0x7f800000 ? Words{} + 0x7e00 : Words{} + 0x7c00;
+    return (magnitude >= 0x477ff000 ? special : finite) | (bits >> 16 & 0x8000);
 }
 
-template <class T, class Sum>
-inline void load(Sum* __restrict sums, const T* __restrict row, size_t count) {
-    for (size_t i = 0; i < count; ++i) sums[i] = widen(row[i]);
-}
-template <class T, class Sum>
-inline void accumulate(Sum* __restrict sums, const T* __restrict row, size_t count) {
-    for (size_t i = 0; i < count; ++i) sums[i] += widen(row[i]);
-}
-template <class T, class Sum>
-inline void store(T* __restrict dst, const Sum* __restrict sums, size_t count) {
-    for (size_t i = 0; i < count; ++i) narrow(sums[i], dst[i]);
-}
-
-// 16-bit rows: summed in a block of fp32, rounded once.
+// dst[i] for kVectors vectors from `first` on; `size` is less only at the end of a row.
 template <class T>
-inline __attribute__((always_inline)) void sum_narrow(T* dst, const T* const* rows, int num_rows, size_t count) {
-    alignas(64) float sums[kBlock];
-    for (size_t first = 0; first < count; first += kBlock) {
-        const size_t size = std::min(kBlock, count - first);
-        load(sums, rows[0] + first, size);
-        for (int row = 1; row < num_rows; ++row) accumulate(sums, rows[row] + first, size);
-        store(dst + first, sums, size);
+EP_INLINE void sum_narrow_block(T* dst, const T* const* rows, int num_rows, size_t first, size_t size) {
+    auto load = [&](const T* row, size_t vector) {
+        Halves halves{};
+        std::memcpy(&halves, row + first + vector * kLanes,
+                    size == kLanes * kVectors ? sizeof(Halves) : size * sizeof(T));
+        return widen(__builtin_convertvector(halves, Words), T{});
+    };
+    const size_t vectors = size == kLanes * kVectors ? kVectors : 1;
+    Floats sums[kVectors];
+    for (size_t v = 0; v < vectors; ++v) sums[v] = load(rows[0], v);
+    for (int row = 1; row < num_rows; ++row) {
+        for (size_t v = 0; v < vectors; ++v) sums[v] += load(rows[row], v);
+    }
+    for (size_t v = 0; v < vectors; ++v) {
+        const Halves halves = __builtin_convertvector(narrow(sums[v], T{}), Halves);
+        std::memcpy(dst + first + v * kLanes, &halves, size == kLanes * kVectors ? sizeof(Halves) : size * sizeof(T));
     }
 }
 
 template <class T>
-inline __attribute__((always_inline)) void sum_wide(T* __restrict dst, const T* const* rows, int num_rows,
-                                                    size_t count) {
+EP_INLINE void sum_narrow(T* dst, const T* const* rows, int num_rows, size_t count) {
+    constexpr size_t kWhole = kLanes * kVectors;
+    size_t first = 0;
+    for (; first + kWhole <= count; first += kWhole) sum_narrow_block(dst, rows, num_rows, first, kWhole);
+    for (; first < count; first += kLanes)
+        sum_narrow_block(dst, rows, num_rows, first, std::min(kLanes, count - first));
+}
+
+template <class T>
+EP_INLINE void sum_wide(T* __restrict dst, const T* const* rows, int num_rows, size_t count) {
     for (size_t first = 0; first < count; first += kBlock) {
         const size_t size = std::min(kBlock, count - first);
         T* __restrict out = dst + first;
