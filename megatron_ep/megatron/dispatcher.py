@@ -143,11 +143,12 @@ class EPTokenDispatcher(MoETokenDispatcher):
             Rows [R, H] grouped by local expert and probs [R] in the dtype of the router's.
         """
         self._wait_before_shared_experts()
+        num_experts = self.config.num_moe_experts * self.tp_size
         received = ep.dispatch(
             hidden_states,
             self.topk_idx,
             probs,
-            buffer=shared_buffer(self.tp_ep_group, self.config.num_moe_experts * self.tp_size),
+            buffer=shared_buffer(self.tp_ep_group, num_experts, hidden_states.device),
             expert_alignment=1 if self.drop_and_pad else self.alignment,
             expert_capacity=self._expert_capacity() if self.drop_and_pad else None,
         )

@@ -9,13 +9,14 @@ import atexit
 from dataclasses import fields
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 import megatron_ep as ep
 
 _topology: ep.Topology | None = None
 _config: dict[str, Any] = {}
-_buffers: dict[tuple[dist.ProcessGroup, int], ep.Buffer] = {}
+_buffers: dict[tuple[dist.ProcessGroup, int, torch.device], ep.Buffer] = {}
 _closed_seconds = 0.0
 
 
@@ -42,17 +43,18 @@ def configure(topology: ep.Topology | None = None, **config: Any) -> None:
     _topology, _config = topology, config
 
 
-def shared_buffer(group: dist.ProcessGroup, num_experts: int) -> ep.Buffer:
+def shared_buffer(group: dist.ProcessGroup, num_experts: int, device: torch.device) -> ep.Buffer:
     """The buffer of this group, built at the first call, which is therefore collective over the group.
 
     Args:
         group: the ranks that exchange tokens.
         num_experts: E in the whole group; a multiple of its size.
+        device: where this rank's tokens are.
     """
-    buffer = _buffers.get((group, num_experts))
+    buffer = _buffers.get((group, num_experts, device))
     if buffer is None:
-        buffer = ep.Buffer(group, ep.Config(num_experts=num_experts, **_config), _topology)
-        _buffers[group, num_experts] = buffer
+        buffer = ep.Buffer(group, ep.Config(num_experts=num_experts, **_config), _topology, device)
+        _buffers[group, num_experts, device] = buffer
     return buffer
 
 

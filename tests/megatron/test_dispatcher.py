@@ -341,7 +341,7 @@ def _counts_buffers():
     shared_buffers.close_buffers()
     assert shared_buffers.comm_seconds() == during, "closing forgets no time"
     shared_buffers.configure(ep.Topology(2, 1), timeout=30.0)
-    buffer = shared_buffers.shared_buffer(dispatcher.tp_ep_group, 8)
+    buffer = shared_buffers.shared_buffer(dispatcher.tp_ep_group, 8, torch.device("cpu"))
     assert buffer.topology == ep.Topology(2, 1) and buffer.config.timeout == 30.0
     shared_buffers.close_buffers()
     shared_buffers.configure()
