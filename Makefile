@@ -17,7 +17,7 @@ NATIVE := $(shell find csrc)
 install: $(VENV)/stamp-test ## everything that the targets below need
 
 demo: $(VENV)/stamp-train
-	$(BIN)/megatron-ep train recipes/tiny_moe_cpu.yaml --out runs/tiny
+	$(BIN)/megatron-ep train recipes/tiny_moe_cpu.yaml
 
 test: $(VENV)/stamp-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 $(PYTEST_ARGS)
@@ -51,7 +51,7 @@ format: $(VENV)/stamp-test
 
 # ---- ThreadSanitizer: tests/csrc/tsan_NAME.cpp must run clean, tests/csrc/tsan_NAME_negative.cpp must be reported
 
-TSAN_FLAGS := -std=c++20 -O1 -g -fsanitize=thread -Wall -Wextra -Werror=return-type -Icsrc -MMD -MP
+TSAN_FLAGS := -std=c++20 -O1 -g -fsanitize=thread -Wall -Wextra -Werror=return-type -Wno-psabi -Icsrc -MMD -MP
 TSAN_HOST := $(wildcard csrc/exec/host/*.cpp csrc/fabric/*.cpp csrc/router/*.cpp csrc/launch/host/*.cpp)
 TSAN_TESTS := $(patsubst %.cpp,build/tsan/%,$(wildcard tests/csrc/tsan_*.cpp))
 

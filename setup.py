@@ -24,7 +24,7 @@ from setuptools.errors import CompileError
 ROOT = Path(__file__).resolve().parent
 BINDINGS = "csrc/bindings"
 SOURCE_DIRS = ("csrc/exec/host", "csrc/fabric", "csrc/router", "csrc/launch/host", BINDINGS)
-COMPILE_FLAGS = "-std=c++20 -O3 -fPIC -fvisibility=hidden -Wall -Wextra -Werror=return-type -Icsrc"
+COMPILE_FLAGS = "-std=c++20 -O3 -fPIC -fvisibility=hidden -Wall -Wextra -Werror=return-type -Wno-psabi -Icsrc"
 LINK_FLAGS = "-shared -lrt -lpthread"
 CUDA_DIRS = ("csrc/fabric/cuda", "csrc/router", "csrc/launch/cuda")
 # Machine code for Hopper; later GPUs compile the PTX when they first load it.

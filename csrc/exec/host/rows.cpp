@@ -16,9 +16,6 @@
 #define EP_WIDE
 #endif
 
-// Vectors are never passed between functions that are not inlined, so how they would be passed does not matter.
-#pragma GCC diagnostic ignored "-Wpsabi"
-
 namespace ep {
 namespace {
 
