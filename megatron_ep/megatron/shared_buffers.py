@@ -53,7 +53,7 @@ def shared_buffer(group: dist.ProcessGroup, num_experts: int, device: torch.devi
     """
     buffer = _buffers.get((group, num_experts, device))
     if buffer is None:
-        buffer = ep.Buffer(group, ep.Config(num_experts=num_experts, **_config), _topology, device)
+        buffer = ep.Buffer(group, ep.Config(num_experts=num_experts, **_config), _topology, device=device)
         _buffers[group, num_experts, device] = buffer
     return buffer
 
