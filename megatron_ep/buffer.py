@@ -20,7 +20,8 @@ from megatron_ep.handle import Handle, RankHandle
 NVL_BATCH = 8
 COMBINE_DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float64: 3}  # csrc/core/dtypes.h
 
-# Construction and reset wait this long for the other ranks, or Config.timeout if that is longer: they may still be in a wait of their own.
+# Construction and reset wait this long for the other ranks, or Config.timeout if that is longer: they may still be in a
+# wait of their own.
 MEETING_S = 60.0
 POOLED_BYTES = 1 << 20  # outputs from this size on live in memory that is kept for later ones
 
@@ -38,7 +39,8 @@ def _new_output(rows: int, columns: int, dtype: torch.dtype, device: torch.devic
 class RankGroup:
     """The ranks of a buffer that live in this process, and what can be launched on them.
 
-    Launches take and return lists with one entry per rank of this process. Arguments were checked by `megatron_ep.functional`.
+    Launches take and return lists with one entry per rank of this process. Arguments were checked by
+    `megatron_ep.functional`.
     """
 
     topology: Topology
@@ -102,7 +104,7 @@ class RankGroup:
     # ---- launches
 
     def check_usable(self) -> None:
-        """Raises ValueError if closed, EPAbortError if a launch failed since the last reset, here or on another rank."""
+        """Raises ValueError if closed, EPAbortError if a launch failed since the last reset, on whatever rank."""
         aborted = self._live_group().aborted()
         if aborted is not None and self.device.type == "cuda":
             self._raise_if_aborted()  # a launch that failed after it was enqueued: nobody has been told of it yet
@@ -110,7 +112,7 @@ class RankGroup:
             raise EPAbortError(f"{self._cause(*aborted)}; every rank must call reset() before the buffer is used again")
 
     def synchronize(self) -> None:
-        """Returns when all launches of this rank are done. Raises what failed in them, as the next call would. On the host they always are."""
+        """Returns when all launches of this rank are done; on the host they always are. Raises what failed in them."""
         group = self._live_group()
         if self.device.type == "cuda":
             group.synchronize()
@@ -137,7 +139,7 @@ class RankGroup:
         for name, ring_bytes in rings.items():
             if ring_bytes < row.slot_bytes:
                 raise ValueError(
-                    f"Config.{name} is {ring_bytes}, must be at least {row.slot_bytes} for x of {x.shape[1]} x {x.dtype}"
+                    f"Config.{name} is {ring_bytes}, must be at least {row.slot_bytes} for {x.shape[1]} x {x.dtype}"
                 )
         return row
 
@@ -295,11 +297,12 @@ class LocalCluster(RankGroup):
 
     nodes, ranks_per_node: the topology, N x G.
     config: as for Buffer.
-    device: "cpu", or "cuda" for a GPU that all ranks share: torch's current one, unless the index is given. A launch runs the kernels of all
-        ranks together, so W * Config.num_sms SMs must be there.
+    device: "cpu", or "cuda" for a GPU that all ranks share: torch's current one, unless the index is given. A launch
+        runs the kernels of all ranks together, so W * Config.num_sms SMs must be there.
     threads: OS threads that share the ranks' work.
-    seed: runs all roles on one thread in a random order, with a network between nodes that delays and reorders. The same seed gives the same
-        interleaving; a wait expires when no role can run any more, whatever Config.timeout says.
+    seed: runs all roles on one thread in a random order, with a network between nodes that delays and reorders. The
+        same seed gives the same interleaving; a wait expires when no role can run any more, whatever Config.timeout
+        says.
     lost_signal: with a seed, the number (from 1) of the network signal that is lost, to see what happens then. 0: none.
     Raises ValueError for arguments that are out of range.
     """
@@ -343,15 +346,18 @@ class LocalCluster(RankGroup):
 
 
 class Buffer(RankGroup):
-    """This process's rank of an expert-parallel group whose processes share memory. Construction, reset and all launches are collective.
+    """This process's rank of an expert-parallel group whose processes share memory. Construction, reset and all
+    launches are collective.
 
     group: the expert-parallel process group; None: the default group.
     config: must be equal on all ranks.
-    topology: how the group's ranks form nodes. None: all ranks of a machine are one node. Several nodes on one machine take the same
-        path as several machines: puts and signals along the rail.
-    device: "cpu" or "cuda", the same on all ranks: where the tensors are. On a GPU (torch's current one, unless the index is given) launches go to
-        torch's current stream and return at once; what fails later is raised by the next call or by `synchronize`.
-    Raises ValueError on every rank alike when configs differ or do not fit the group, EPError when the ranks cannot share memory.
+    topology: how the group's ranks form nodes. None: all ranks of a machine are one node. Several nodes on one machine
+        take the same path as several machines: puts and signals along the rail.
+    device: "cpu" or "cuda", the same on all ranks: where the tensors are. On a GPU (torch's current one, unless the
+        index is given) launches go to torch's current stream and return at once; what fails later is raised by the next
+        call or by `synchronize`.
+    Raises ValueError on every rank alike when configs differ or do not fit the group, EPError when the ranks cannot
+    share memory.
     """
 
     def __init__(
@@ -388,7 +394,9 @@ class Buffer(RankGroup):
         self._start(heap, segments, threads=1, seed=None, lost_signal=0)
 
     def reset(self) -> None:
-        """Makes the buffer usable again after an error. Collective: returns when all ranks have called it. Handles stay valid.
+        """Makes the buffer usable again after an error. Collective: returns when all ranks have called it.
+
+        Handles stay valid.
 
         Raises RuntimeError, from torch.distributed, when a rank does not come within a minute or Config.timeout.
         """

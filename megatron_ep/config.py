@@ -44,15 +44,15 @@ class Config:
     """Settings of a buffer; the same on all of its ranks.
 
     num_experts: E, all experts of the group; a multiple of the number of ranks. Expert e lives on rank e // (E / W).
-    channels: C, independent slices of the tokens, each with rings and roles of its own. None: 1 on the host, and on a GPU as many as
-        keep the warps of num_sms SMs busy.
+    channels: C, independent slices of the tokens, each with rings and roles of its own. None: 1 on the host, and on a
+        GPU as many as keep the warps of num_sms SMs busy.
     timeout: seconds that a single wait may take. None: the environment variable MEGATRON_EP_TIMEOUT, else 100.
-    nvl_ring_bytes: size of one ring between two ranks of a node; there are C * W of them in each rank's heap. A ring holds a power of
-        two of rows, at least one.
+    nvl_ring_bytes: size of one ring between two ranks of a node; there are C * W of them in each rank's heap. A ring
+        holds a power of two of rows, at least one.
     rdma_ring_bytes: size of one ring between two ranks of a rail; each rank's heap has 2 * C * N of them when N > 1.
     rdma_chunk_tokens: rows that one put carries when they are ready; at most half a ring.
-    num_sms: SMs that a launch uses for each rank on a GPU. None: 24, or an equal share of the GPU for each of a LocalCluster's ranks if
-        that is less.
+    num_sms: SMs that a launch uses for each rank on a GPU. None: 24, or an equal share of the GPU for each of a
+        LocalCluster's ranks if that is less.
     """
 
     num_experts: int

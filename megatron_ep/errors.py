@@ -6,8 +6,8 @@ from typing import Any
 class EPError(RuntimeError):
     """A launch did not finish. The buffer refuses further calls until `reset()`.
 
-    incidents: what each role of this rank was doing when it gave up; dicts with the keys outcome, role, waiting_for, rank, channel,
-    peer, seen, expected, call.
+    incidents: what each role of this rank was doing when it gave up; dicts with the keys outcome, role, waiting_for,
+        rank, channel, peer, seen, expected, call.
     """
 
     def __init__(self, message: str, incidents: list[dict[str, Any]] | None = None):

@@ -1,7 +1,7 @@
 """Dispatch and combine as differentiable functions.
 
-With a Buffer they take and return tensors; with a LocalCluster, lists with one tensor per rank. As linear maps dispatch and combine are each
-other's transpose, so the backward pass of each is the other, and can itself be differentiated.
+With a Buffer they take and return tensors; with a LocalCluster, lists with one tensor per rank. As linear maps dispatch
+and combine are each other's transpose, so the backward pass of each is the other, and can itself be differentiated.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ SCALE_BLOCK = 128  # elements of a row that share a scale
 class Received:
     """What dispatch returns: tensors, or lists of them with a LocalCluster.
 
-    x: [R, H], the dtype of what was dispatched; rows grouped by local expert, in the order of (source rank, token) for each.
+    x: [R, H], the dtype of what was dispatched; rows grouped by local expert, in the order of (source rank, token) for
+        each.
     scales: [R, ceil(H / 128)], only for float8.
     probs: [R], the weight of each row, 0 where a row is padding; None when no weights were given.
     tokens_per_expert: int64 [L] on the CPU, padding included; sums to R unless max_recv_tokens fixed R.
@@ -96,8 +97,8 @@ def dispatch(
 ) -> Received:
     """Sends every token to the ranks of its experts. Collective.
 
-    x: [T, H], contiguous; bfloat16, float16, float32, float64, or float8_e4m3fn with scales. T may differ between ranks and be 0; dtype and H
-        may not differ. Gets a gradient, unless float8.
+    x: [T, H], contiguous; bfloat16, float16, float32, float64, or float8_e4m3fn with scales. T may differ between ranks
+        and be 0; dtype and H may not differ. Gets a gradient, unless float8.
     topk_idx: [T, K], int32 or int64, K <= 32: distinct expert ids in [0, E), or -1 for no expert.
     topk_weights: [T, K], float32 or float64: arrives with the rows as `probs`. Gets a gradient.
     buffer: a Buffer or LocalCluster.
@@ -105,10 +106,11 @@ def dispatch(
     scales: [T, ceil(H / 128)], float32 or float8_e8m0fnu, one per 128 elements of a float8 row.
     expert_alignment: pads the rows of each expert with zero rows to a multiple of this.
     expert_capacity: gives each expert exactly this many rows; more than fit are left out and reported in `overflow`.
-    max_recv_tokens: R, fixed; rows of x beyond the last expert's are zeros. More rows than fit are left out and reported in `overflow`.
+    max_recv_tokens: R, fixed; rows of x beyond the last expert's are zeros. More rows than fit are left out and
+        reported in `overflow`.
 
-    Raises ValueError for a wrong argument before anything is sent; other ranks then get EPAbortError. Raises EPTimeoutError when another rank
-    does not take part.
+    Raises ValueError for a wrong argument before anything is sent; other ranks then get EPAbortError. Raises
+    EPTimeoutError when another rank does not take part.
     """
     group = _group_of(buffer, handle)
     with _telling_others(group):
@@ -152,14 +154,16 @@ def dispatch(
 def combine(x: Tensors, handle: Handle) -> Any:
     """Brings the rows of a dispatch back and sums them per token. Collective.
 
-    x: [R, H], contiguous; bfloat16, float16, float32 or float64; rows as the dispatch of `handle` gave them. Rows of padding are ignored. Gets a gradient.
+    x: [R, H], contiguous; bfloat16, float16, float32 or float64; rows as the dispatch of `handle` gave them. Rows of
+        padding are ignored. Gets a gradient.
     handle: of the dispatch.
 
-    Returns [T, H], the sum of each token's rows in x's dtype; zeros for a token without experts. Sums run in float32 (float64 for float64), in a fixed
-    order: over the experts of a rank, then the ranks of a node, then the nodes; between these the sums travel in x's dtype.
+    Returns [T, H], the sum of each token's rows in x's dtype; zeros for a token without experts. Sums run in float32
+    (float64 for float64), in a fixed order: over the experts of a rank, then the ranks of a node, then the nodes;
+    between these the sums travel in x's dtype.
 
-    Raises ValueError for a wrong argument before anything is sent; other ranks then get EPAbortError. Raises EPTimeoutError when another rank
-    does not take part.
+    Raises ValueError for a wrong argument before anything is sent; other ranks then get EPAbortError. Raises
+    EPTimeoutError when another rank does not take part.
     """
     group = _group_of(None, handle)
     with _telling_others(group):

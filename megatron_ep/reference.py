@@ -1,4 +1,7 @@
-"""The specification: what dispatch and combine compute, for all ranks at once, in plain torch. Lists have one entry per rank."""
+"""The specification: what dispatch and combine compute, for all ranks at once, in plain torch.
+
+Lists have one entry per rank.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import torch
 
 
 def expert_rows(topk_idx: list[torch.Tensor], expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows of an expert in order, as (token, k), tokens counted over all ranks: the order is (source rank, token)."""
+    """The rows of an expert in order, as (token, k). Tokens are counted over all ranks: (source rank, token) order."""
     token, k = (torch.cat(topk_idx) == expert).nonzero(as_tuple=True)
     return token, k
 
@@ -20,7 +23,8 @@ def dispatch(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     """x [T, H], topk_idx [T, K], topk_weights [T, K] to x [R, H], probs [R], tokens_per_expert int64 [L].
 
-    Expert e lives on rank e // L. A rank's rows are grouped by expert, each padded with zeros to a multiple of expert_alignment.
+    Expert e lives on rank e // L. A rank's rows are grouped by expert, each padded with zeros to a multiple of
+    expert_alignment.
     """
     local_experts = num_experts // len(x)
     all_x, all_weights = torch.cat(x), torch.cat(topk_weights)
@@ -44,7 +48,8 @@ def combine(
 ) -> list[torch.Tensor]:
     """expert_out [R, H], rows as dispatch gave them, to the sum of each token's rows, [T, H].
 
-    Sums in float64. The kernels sum in float32 and round to the dtype of x wherever a partial sum travels: per rank, then per node.
+    Sums in float64. The kernels sum in float32 and round to the dtype of x wherever a partial sum travels: per rank,
+    then per node.
     """
     all_out = torch.cat(expert_out)
     num_tokens = [idx.shape[0] for idx in topk_idx]

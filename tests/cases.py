@@ -14,7 +14,7 @@ META_BYTES = 16  # a row's tag on the wire
 
 
 def slot_bytes(hidden: int, dtype: torch.dtype, topk: int) -> int:
-    """An upper bound of what a row takes in a ring: the payload, the tag, ids, indices and weights, each rounded up to 16 bytes."""
+    """An upper bound of a row in a ring: payload, tag, ids, indices and weights, each rounded up to 16 bytes."""
     return hidden * dtype.itemsize + META_BYTES + 16 * topk + 4 * 16
 
 

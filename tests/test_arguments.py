@@ -128,7 +128,7 @@ def test_bad_float8(cluster):
         with pytest.raises(ValueError, match=message):
             ep.dispatch(x, ids, scales=scales, buffer=cluster)
     rows = ep.dispatch(x, ids, scales=[torch.ones(T, 2)] * 2, buffer=cluster)
-    with pytest.raises(ValueError, match="x is torch.float8_e4m3fn, must be one of torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"x is torch.float8_e4m3fn, must be one of torch.bfloat16"):
         ep.combine(rows.x, rows.handle)
 
 
