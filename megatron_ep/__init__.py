@@ -33,7 +33,22 @@ _HOMES = {
     "grouped_topk": "router",
 }
 
-__all__ = [*_HOMES, "reference"]
+__all__ = [
+    "Buffer",
+    "LocalCluster",
+    "Config",
+    "Topology",
+    "EPError",
+    "EPTimeoutError",
+    "EPAbortError",
+    "EPOverflowError",
+    "Handle",
+    "Received",
+    "combine",
+    "dispatch",
+    "grouped_topk",
+    "reference",
+]
 
 
 def __getattr__(name: str):
