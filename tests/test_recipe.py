@@ -139,7 +139,7 @@ def test_the_last_override_wins():
         ("model.recompute_modules=[moe]", ["recompute_modules", "selective"]),
         ("model.add_bias_linear=true", ["add_bias_linear", "shared experts"]),
         ("optimizer.min_lr=1", ["min_lr 1", "lr 0.002"]),
-        ("scheduler.lr_warmup_iters=300", ["lr_warmup_iters 300", "lr_decay_iters 300"]),
+        ("scheduler.lr_warmup_iters=240", ["lr_warmup_iters 240", "lr_decay_iters 240"]),
     ],
 )
 def test_wrong_values_are_explained(override, words):
