@@ -16,7 +16,8 @@ namespace {
 
 using P2pGroup = PyCudaGroup<P2pFabricParams>;
 
-std::unique_ptr<P2pGroup> make_group(const Heap& heap, std::vector<int> ranks, const std::vector<DeviceMemory*>& memories, int device, int num_sms,
+std::unique_ptr<P2pGroup> make_group(const Heap& heap, std::vector<int> ranks,
+                                     const std::vector<DeviceMemory*>& memories, int device, int num_sms,
                                      double timeout) {
     if (memories.size() > P2pFabricParams::kMaxRanks) {
         throw std::invalid_argument("ranks that share memory: " + std::to_string(memories.size()) + ", at most " +
@@ -34,18 +35,25 @@ std::unique_ptr<P2pGroup> make_group(const Heap& heap, std::vector<int> ranks, c
 void bind_cuda(py::module_& m) {
     py::class_<DeviceMemory>(m, "DeviceMemory", "Memory of a GPU that holds the symmetric heap of one rank.")
         .def_static("create", &DeviceMemory::create, py::arg("device"), py::arg("bytes"))
-        .def_static("open", [](int device, const py::bytes& handle, size_t bytes) { return DeviceMemory::open(device, handle, bytes); },
-                    py::arg("device"), py::arg("handle"), py::arg("bytes"))
-        .def("handle", [](const DeviceMemory& memory) { return py::bytes(memory.handle()); }, "For `open` in another process of the machine.")
+        .def_static(
+            "open",
+            [](int device, const py::bytes& handle, size_t bytes) { return DeviceMemory::open(device, handle, bytes); },
+            py::arg("device"), py::arg("handle"), py::arg("bytes"))
+        .def(
+            "handle", [](const DeviceMemory& memory) { return py::bytes(memory.handle()); },
+            "For `open` in another process of the machine.")
         .def_property_readonly("bytes", &DeviceMemory::bytes);
 
-    P2pGroup::bind(m, "CudaGroup", "The ranks of a buffer that live in this process, on one GPU; all ranks' heaps are mapped here.")
-        .def(py::init(&make_group), py::kw_only(), py::arg("heap"), py::arg("ranks"), py::arg("memories"), py::arg("device"), py::arg("num_sms"),
-             py::arg("timeout"), py::keep_alive<1, 4>());
+    P2pGroup::bind(m, "CudaGroup",
+                   "The ranks of a buffer that live in this process, on one GPU; all ranks' heaps are mapped here.")
+        .def(py::init(&make_group), py::kw_only(), py::arg("heap"), py::arg("ranks"), py::arg("memories"),
+             py::arg("device"), py::arg("num_sms"), py::arg("timeout"), py::keep_alive<1, 4>());
 
-    m.def("cuda_channels",
-          [](int nodes, int ranks_per_node, int num_sms) { return cuda_channels({nodes, ranks_per_node}, num_sms); }, py::kw_only(),
-          py::arg("nodes"), py::arg("ranks_per_node"), py::arg("num_sms"), "Channels that keep all warps of this many SMs of a rank busy.");
+    m.def(
+        "cuda_channels",
+        [](int nodes, int ranks_per_node, int num_sms) { return cuda_channels({nodes, ranks_per_node}, num_sms); },
+        py::kw_only(), py::arg("nodes"), py::arg("ranks_per_node"), py::arg("num_sms"),
+        "Channels that keep all warps of this many SMs of a rank busy.");
 }
 
 }  // namespace ep

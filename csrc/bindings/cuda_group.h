@@ -17,33 +17,39 @@ namespace ep {
 template <class FabricParams>
 class PyCudaGroup {
   public:
-    PyCudaGroup(const Heap& heap, const FabricParams& fabric, std::vector<int> ranks, const std::vector<char*>& own_heaps,
-                const std::vector<char*>& heaps, int device, int num_sms, double timeout)
+    PyCudaGroup(const Heap& heap, const FabricParams& fabric, std::vector<int> ranks,
+                const std::vector<char*>& own_heaps, const std::vector<char*>& heaps, int device, int num_sms,
+                double timeout)
         : group_(heap, fabric, std::move(ranks), own_heaps, heaps, device, num_sms, timeout) {}
 
-    void notify(const std::vector<RankTensors>& tensors, int topk, int index_bytes, int expert_alignment, int expert_capacity, Address stream) {
+    void notify(const std::vector<RankTensors>& tensors, int topk, int index_bytes, int expert_alignment,
+                int expert_capacity, Address stream) {
         std::vector<NotifyArgs> args;
         for (size_t i = 0; i < tensors.size(); ++i) {
-            args.push_back({group_.ranks()[i], group_.heap(), layout_of(group_.heap(), tensors[i], topk), at<void>(tensors[i].topk_idx), index_bytes,
-                            expert_alignment, expert_capacity, 0});
+            args.push_back({group_.ranks()[i], group_.heap(), layout_of(group_.heap(), tensors[i], topk),
+                            at<void>(tensors[i].topk_idx), index_bytes, expert_alignment, expert_capacity, 0});
         }
         group_.notify(args, at<void>(stream));
     }
 
-    void dispatch(const std::vector<RankTensors>& tensors, const RowFormat& format, int nvl_batch, int rdma_chunk, Address stream) {
+    void dispatch(const std::vector<RankTensors>& tensors, const RowFormat& format, int nvl_batch, int rdma_chunk,
+                  Address stream) {
         std::vector<DispatchArgs> args;
         ++call_;
         for (size_t i = 0; i < tensors.size(); ++i) {
-            args.push_back(dispatch_args(group_.heap(), group_.ranks()[i], tensors[i], format, call_, nvl_batch, rdma_chunk));
+            args.push_back(
+                dispatch_args(group_.heap(), group_.ranks()[i], tensors[i], format, call_, nvl_batch, rdma_chunk));
         }
         group_.dispatch(args, at<void>(stream));
     }
 
-    void combine(const std::vector<RankTensors>& tensors, const RowFormat& format, int nvl_batch, int rdma_chunk, int dtype, Address stream) {
+    void combine(const std::vector<RankTensors>& tensors, const RowFormat& format, int nvl_batch, int rdma_chunk,
+                 int dtype, Address stream) {
         std::vector<CombineArgs> args;
         ++call_;
         for (size_t i = 0; i < tensors.size(); ++i) {
-            args.push_back(combine_args(group_.heap(), group_.ranks()[i], tensors[i], format, call_, nvl_batch, rdma_chunk));
+            args.push_back(
+                combine_args(group_.heap(), group_.ranks()[i], tensors[i], format, call_, nvl_batch, rdma_chunk));
         }
         group_.combine(args, static_cast<DType>(dtype), at<void>(stream));
     }
@@ -75,13 +81,15 @@ class PyCudaGroup {
         namespace py = pybind11;
         const auto release = py::call_guard<py::gil_scoped_release>();
         return py::class_<PyCudaGroup>(m, name, doc)
-            .def("notify", &PyCudaGroup::notify, py::arg("tensors"), py::kw_only(), py::arg("topk"), py::arg("index_bytes"),
-                 py::arg("expert_alignment"), py::arg("expert_capacity"), py::arg("stream"), release)
-            .def("dispatch", &PyCudaGroup::dispatch, py::arg("tensors"), py::arg("format"), py::kw_only(), py::arg("nvl_batch"),
-                 py::arg("rdma_chunk"), py::arg("stream"), release)
-            .def("combine", &PyCudaGroup::combine, py::arg("tensors"), py::arg("format"), py::kw_only(), py::arg("nvl_batch"),
-                 py::arg("rdma_chunk"), py::arg("dtype"), py::arg("stream"), release)
-            .def("aborted", &PyCudaGroup::aborted, "(outcome, rank) of whoever gave up first, as far as this process has been told, or None.")
+            .def("notify", &PyCudaGroup::notify, py::arg("tensors"), py::kw_only(), py::arg("topk"),
+                 py::arg("index_bytes"), py::arg("expert_alignment"), py::arg("expert_capacity"), py::arg("stream"),
+                 release)
+            .def("dispatch", &PyCudaGroup::dispatch, py::arg("tensors"), py::arg("format"), py::kw_only(),
+                 py::arg("nvl_batch"), py::arg("rdma_chunk"), py::arg("stream"), release)
+            .def("combine", &PyCudaGroup::combine, py::arg("tensors"), py::arg("format"), py::kw_only(),
+                 py::arg("nvl_batch"), py::arg("rdma_chunk"), py::arg("dtype"), py::arg("stream"), release)
+            .def("aborted", &PyCudaGroup::aborted,
+                 "(outcome, rank) of whoever gave up first, as far as this process has been told, or None.")
             .def("incidents", &PyCudaGroup::incidents)
             .def("abort", &PyCudaGroup::abort, py::kw_only(), py::arg("interrupted") = false, release)
             .def("reset", &PyCudaGroup::reset, release);

@@ -7,35 +7,58 @@ namespace {
 
 const char* name(Role role) {
     switch (role) {
-        case Role::Launch: return "launch";
-        case Role::Notify: return "notify";
-        case Role::NvlSender: return "nvl_sender";
-        case Role::RdmaSender: return "rdma_sender";
-        case Role::SenderCoordinator: return "sender_coordinator";
-        case Role::Forwarder: return "forwarder";
-        case Role::ForwarderCoordinator: return "forwarder_coordinator";
-        case Role::Receiver: return "receiver";
-        case Role::CombineNvlSender: return "combine_nvl_sender";
-        case Role::CombineForwarder: return "combine_forwarder";
-        case Role::CombineReceiver: return "combine_receiver";
+        case Role::Launch:
+            return "launch";
+        case Role::Notify:
+            return "notify";
+        case Role::NvlSender:
+            return "nvl_sender";
+        case Role::RdmaSender:
+            return "rdma_sender";
+        case Role::SenderCoordinator:
+            return "sender_coordinator";
+        case Role::Forwarder:
+            return "forwarder";
+        case Role::ForwarderCoordinator:
+            return "forwarder_coordinator";
+        case Role::Receiver:
+            return "receiver";
+        case Role::CombineNvlSender:
+            return "combine_nvl_sender";
+        case Role::CombineForwarder:
+            return "combine_forwarder";
+        case Role::CombineReceiver:
+            return "combine_receiver";
     }
     return "?";
 }
 
 const char* name(Wait wait) {
     switch (wait) {
-        case Wait::None: return "nothing";
-        case Wait::NotifyRail: return "counts from another node";
-        case Wait::NotifyNode: return "counts from a rank of this node";
-        case Wait::NvlCredit: return "room in an NVLink ring";
-        case Wait::NvlRow: return "a row in an NVLink ring";
-        case Wait::NvlDrain: return "an NVLink ring to run empty";
-        case Wait::RdmaCredit: return "room in a network ring";
-        case Wait::RdmaRow: return "a row in a network ring";
-        case Wait::RdmaDrain: return "a network ring to run empty";
-        case Wait::PackedRow: return "rows to put";
-        case Wait::FreedRow: return "rows to be taken from a network ring";
-        case Wait::PartialRow: return "a token's partial sums";
+        case Wait::None:
+            return "nothing";
+        case Wait::NotifyRail:
+            return "counts from another node";
+        case Wait::NotifyNode:
+            return "counts from a rank of this node";
+        case Wait::NvlCredit:
+            return "room in an NVLink ring";
+        case Wait::NvlRow:
+            return "a row in an NVLink ring";
+        case Wait::NvlDrain:
+            return "an NVLink ring to run empty";
+        case Wait::RdmaCredit:
+            return "room in a network ring";
+        case Wait::RdmaRow:
+            return "a row in a network ring";
+        case Wait::RdmaDrain:
+            return "a network ring to run empty";
+        case Wait::PackedRow:
+            return "rows to put";
+        case Wait::FreedRow:
+            return "rows to be taken from a network ring";
+        case Wait::PartialRow:
+            return "a token's partial sums";
     }
     return "?";
 }
@@ -44,13 +67,20 @@ const char* name(Wait wait) {
 
 const char* name(Outcome outcome) {
     switch (outcome) {
-        case Outcome::Ok: return "ok";
-        case Outcome::Timeout: return "timeout";
-        case Outcome::Aborted: return "aborted";
-        case Outcome::Interrupted: return "interrupted";
-        case Outcome::BadInput: return "bad_input";
-        case Outcome::Mismatch: return "mismatch";
-        case Outcome::Overflow: return "overflow";
+        case Outcome::Ok:
+            return "ok";
+        case Outcome::Timeout:
+            return "timeout";
+        case Outcome::Aborted:
+            return "aborted";
+        case Outcome::Interrupted:
+            return "interrupted";
+        case Outcome::BadInput:
+            return "bad_input";
+        case Outcome::Mismatch:
+            return "mismatch";
+        case Outcome::Overflow:
+            return "overflow";
     }
     return "?";
 }

@@ -18,7 +18,7 @@ struct RankTensors {
     Address layout = 0;
     int num_tokens = 0;
     Address topk_idx = 0;
-    Address x = 0, scales = 0, weights = 0;           // what the call reads
+    Address x = 0, scales = 0, weights = 0;            // what the call reads
     Address out = 0, out_scales = 0, out_weights = 0;  // what it writes
     Address positions = 0, rail_experts = 0;
     int64_t max_received = 0, max_rail = 0, max_rows = 0;
@@ -28,22 +28,37 @@ inline Layout layout_of(const Heap& heap, const RankTensors& t, int topk) {
     return {heap.topology, t.num_tokens, topk, heap.num_experts, heap.channels, at<int32_t>(t.layout)};
 }
 
-inline TransferArgs transfer_args(const Heap& heap, int rank, const RankTensors& t, const RowFormat& format, uint64_t call, int nvl_batch,
-                                  int rdma_chunk) {
-    return {rank, heap, layout_of(heap, t, format.topk), format, call, nvl_batch, rdma_chunk,
-            at<int32_t>(t.positions), at<int32_t>(t.rail_experts), t.max_received, t.max_rail, t.max_rows};
+inline TransferArgs transfer_args(const Heap& heap, int rank, const RankTensors& t, const RowFormat& format,
+                                  uint64_t call, int nvl_batch, int rdma_chunk) {
+    return {rank,
+            heap,
+            layout_of(heap, t, format.topk),
+            format,
+            call,
+            nvl_batch,
+            rdma_chunk,
+            at<int32_t>(t.positions),
+            at<int32_t>(t.rail_experts),
+            t.max_received,
+            t.max_rail,
+            t.max_rows};
 }
 
-inline DispatchArgs dispatch_args(const Heap& heap, int rank, const RankTensors& t, const RowFormat& format, uint64_t call, int nvl_batch,
-                                  int rdma_chunk) {
-    return {transfer_args(heap, rank, t, format, call, nvl_batch, rdma_chunk), at<char>(t.x), at<char>(t.scales), at<char>(t.weights),
-            at<char>(t.out), at<char>(t.out_scales), at<char>(t.out_weights)};
-}
-
-inline CombineArgs combine_args(const Heap& heap, int rank, const RankTensors& t, const RowFormat& format, uint64_t call, int nvl_batch,
-                                int rdma_chunk) {
-    return {transfer_args(heap, rank, t, format, call, nvl_batch, rdma_chunk), at<char>(t.x), at<char>(t.weights), at<char>(t.out),
+inline DispatchArgs dispatch_args(const Heap& heap, int rank, const RankTensors& t, const RowFormat& format,
+                                  uint64_t call, int nvl_batch, int rdma_chunk) {
+    return {transfer_args(heap, rank, t, format, call, nvl_batch, rdma_chunk),
+            at<char>(t.x),
+            at<char>(t.scales),
+            at<char>(t.weights),
+            at<char>(t.out),
+            at<char>(t.out_scales),
             at<char>(t.out_weights)};
+}
+
+inline CombineArgs combine_args(const Heap& heap, int rank, const RankTensors& t, const RowFormat& format,
+                                uint64_t call, int nvl_batch, int rdma_chunk) {
+    return {transfer_args(heap, rank, t, format, call, nvl_batch, rdma_chunk), at<char>(t.x), at<char>(t.weights),
+            at<char>(t.out), at<char>(t.out_weights)};
 }
 
 }  // namespace ep

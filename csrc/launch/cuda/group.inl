@@ -20,7 +20,8 @@ inline int blocks_for(int warps) { return (warps + kBlockWarps - 1) / kBlockWarp
 // All blocks at once on the GPU, or an error: some wait for others.
 template <class J>
 void launch(void (*kernel)(J), const J& joint, size_t ranks, CudaStream stream) {
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes), "cudaFuncSetAttribute");
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
+               "cudaFuncSetAttribute");
     cudaLaunchAttribute cooperative{};
     cooperative.id = cudaLaunchAttributeCooperative;
     cooperative.val.cooperative = 1;
@@ -48,33 +49,41 @@ CudaGroup<P>::CudaGroup(const Heap& heap, const P& fabric, std::vector<int> rank
       timeout_ns_(static_cast<uint64_t>(timeout * 1e9)) {
     auto refuse = [](const std::string& message) { throw std::invalid_argument(message); };
     if (ranks_.size() > kMaxJointRanks) {
-        refuse("ranks in one process: " + std::to_string(ranks_.size()) + ", at most " + std::to_string(kMaxJointRanks) + " on one GPU");
+        refuse("ranks in one process: " + std::to_string(ranks_.size()) + ", at most " +
+               std::to_string(kMaxJointRanks) + " on one GPU");
     }
     const CudaDevice gpu = CudaDevice::of(device_);
     if (gpu.major < 9) {
-        refuse("GPU " + std::to_string(device_) + " has compute capability " + std::to_string(gpu.major) + "." + std::to_string(gpu.minor) +
-               ", must be at least 9.0");
+        refuse("GPU " + std::to_string(device_) + " has compute capability " + std::to_string(gpu.major) + "." +
+               std::to_string(gpu.minor) + ", must be at least 9.0");
     }
     if (sms_ * ranks_.size() > static_cast<size_t>(gpu.sms)) {
-        refuse("num_sms is " + std::to_string(sms_) + " for each of " + std::to_string(ranks_.size()) + " ranks, but the GPU has " +
-               std::to_string(gpu.sms) + " SMs and all of their kernels must run at once");
+        refuse("num_sms is " + std::to_string(sms_) + " for each of " + std::to_string(ranks_.size()) +
+               " ranks, but the GPU has " + std::to_string(gpu.sms) + " SMs and all of their kernels must run at once");
     }
     const int warps = sms_ * kBlockWarps / heap_.channels;
     if (servers_for<DispatchRoles>(heap_.topology, warps) < fewest_servers(heap_.topology)) {
-        const int needed = DispatchRoles{{heap_.topology.nodes, heap_.topology.world(), fewest_servers(heap_.topology)}}.warps();
-        refuse("num_sms is " + std::to_string(sms_) + ", must be at least " + std::to_string(blocks_for(heap_.channels * needed)) + " for " +
-               std::to_string(heap_.channels) + " channels of " + std::to_string(needed) + " warps");
+        const int needed =
+            DispatchRoles{{heap_.topology.nodes, heap_.topology.world(), fewest_servers(heap_.topology)}}.warps();
+        refuse("num_sms is " + std::to_string(sms_) + ", must be at least " +
+               std::to_string(blocks_for(heap_.channels * needed)) + " for " + std::to_string(heap_.channels) +
+               " channels of " + std::to_string(needed) + " warps");
     }
 
     const DeviceGuard guard(device_);
     for (char* base : heaps) reachable_.push_back(&reinterpret_cast<ControlBlock*>(base + heap_.control())->abort);
     void* stream = nullptr;
-    check_cuda(cudaStreamCreateWithFlags(reinterpret_cast<cudaStream_t*>(&stream), cudaStreamNonBlocking), "cudaStreamCreate");
+    check_cuda(cudaStreamCreateWithFlags(reinterpret_cast<cudaStream_t*>(&stream), cudaStreamNonBlocking),
+               "cudaStreamCreate");
     abort_stream_ = stream;
     check_cuda(cudaMalloc(&abort_words_, reachable_.size() * sizeof(uint64_t*)), "cudaMalloc");
-    check_cuda(cudaMemcpy(abort_words_, reachable_.data(), reachable_.size() * sizeof(uint64_t*), cudaMemcpyHostToDevice), "cudaMemcpy");
+    check_cuda(
+        cudaMemcpy(abort_words_, reachable_.data(), reachable_.size() * sizeof(uint64_t*), cudaMemcpyHostToDevice),
+        "cudaMemcpy");
     check_cuda(cudaMalloc(&epochs_, ranks_.size() * sizeof(uint64_t)), "cudaMalloc");
-    check_cuda(cudaHostAlloc(&reports_, ranks_.size() * sizeof(ControlBlock), cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
+    check_cuda(
+        cudaHostAlloc(&reports_, ranks_.size() * sizeof(ControlBlock), cudaHostAllocMapped | cudaHostAllocPortable),
+        "cudaHostAlloc");
     check_cuda(cudaHostAlloc(&abort_source_, sizeof(uint64_t), cudaHostAllocPortable), "cudaHostAlloc");
     reset();
 }
@@ -104,8 +113,9 @@ J CudaGroup<P>::joint(const std::vector<Args>& args, int blocks_per_rank) const 
     for (size_t i = 0; i < args.size(); ++i) {
         joint.args[i] = args[i];
         joint.epochs[i] = epochs_ + i;
-        joint.ranks[i] = {ranks_[i], static_cast<int>(reachable_.size()), timeout_ns_,
-                          reinterpret_cast<ControlBlock*>(own_heaps_[i] + heap_.control()), reports + i, abort_words_};
+        joint.ranks[i] = {ranks_[i],   static_cast<int>(reachable_.size()),
+                          timeout_ns_, reinterpret_cast<ControlBlock*>(own_heaps_[i] + heap_.control()),
+                          reports + i, abort_words_};
     }
     return joint;
 }
@@ -121,7 +131,8 @@ template <class P>
 void CudaGroup<P>::notify(const std::vector<NotifyArgs>& args, CudaStream stream) {
     const DeviceGuard guard(device_);
     for (const NotifyArgs& a : args) {
-        check_cuda(cudaMemsetAsync(a.layout.data, 0, sizeof(Layout::Totals), static_cast<cudaStream_t>(stream)), "cudaMemsetAsync");
+        check_cuda(cudaMemsetAsync(a.layout.data, 0, sizeof(Layout::Totals), static_cast<cudaStream_t>(stream)),
+                   "cudaMemsetAsync");
     }
     const int blocks = std::min(blocks_for(heap_.channels + 1), sms_);
     const auto all = joint<NotifyJoint<P>>(args, blocks);
@@ -147,10 +158,14 @@ void CudaGroup<P>::combine(const std::vector<CombineArgs>& args, DType dtype, Cu
     auto all = joint<CombineJoint<P>>(args, blocks_for(heap_.channels * combine_roles.warps()));
     all.roles = combine_roles;
     switch (dtype) {
-        case DType::bf16: return launch(kernels::combine_kernel<BFloat16, CombineJoint<P>>, all, args.size(), stream);
-        case DType::fp16: return launch(kernels::combine_kernel<Float16, CombineJoint<P>>, all, args.size(), stream);
-        case DType::fp32: return launch(kernels::combine_kernel<float, CombineJoint<P>>, all, args.size(), stream);
-        case DType::fp64: return launch(kernels::combine_kernel<double, CombineJoint<P>>, all, args.size(), stream);
+        case DType::bf16:
+            return launch(kernels::combine_kernel<BFloat16, CombineJoint<P>>, all, args.size(), stream);
+        case DType::fp16:
+            return launch(kernels::combine_kernel<Float16, CombineJoint<P>>, all, args.size(), stream);
+        case DType::fp32:
+            return launch(kernels::combine_kernel<float, CombineJoint<P>>, all, args.size(), stream);
+        case DType::fp64:
+            return launch(kernels::combine_kernel<double, CombineJoint<P>>, all, args.size(), stream);
     }
 }
 
@@ -169,7 +184,8 @@ void CudaGroup<P>::abort(Outcome outcome) {
     *abort_source_ = ControlBlock::abort_word(outcome, ranks_.front());
     const auto stream = static_cast<cudaStream_t>(abort_stream_);
     for (uint64_t* word : reachable_) {
-        check_cuda(cudaMemcpyAsync(word, abort_source_, sizeof(uint64_t), cudaMemcpyDefault, stream), "cudaMemcpyAsync");
+        check_cuda(cudaMemcpyAsync(word, abort_source_, sizeof(uint64_t), cudaMemcpyDefault, stream),
+                   "cudaMemcpyAsync");
     }
     check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
     std::atomic_ref<uint64_t>(reports_[0].abort).store(*abort_source_, std::memory_order_release);

@@ -2,6 +2,7 @@
 
 #include "core/args.h"
 #include "exec/device/device_warp.h"
+#include "exec/device/shared_memory.h"
 #include "launch/cuda/joint.h"
 #include "protocol/combine.h"
 #include "protocol/coordinators.h"
@@ -27,8 +28,7 @@ struct Place {
 };
 
 __device__ __forceinline__ BulkBuffers& bulk_buffers() {
-    extern __shared__ __align__(128) char shared[];
-    BulkBuffers& buffers = reinterpret_cast<BulkBuffers*>(shared)[warp_of_block()];
+    BulkBuffers& buffers = reinterpret_cast<BulkBuffers*>(dynamic_shared_memory())[warp_of_block()];
     buffers.init();
     return buffers;
 }

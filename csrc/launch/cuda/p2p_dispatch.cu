@@ -3,8 +3,8 @@
 
 namespace ep {
 
-template CudaGroup<P2pFabricParams>::CudaGroup(const Heap&, const P2pFabricParams&, std::vector<int>, const std::vector<char*>&,
-                                               const std::vector<char*>&, int, int, double);
+template CudaGroup<P2pFabricParams>::CudaGroup(const Heap&, const P2pFabricParams&, std::vector<int>,
+                                               const std::vector<char*>&, const std::vector<char*>&, int, int, double);
 template CudaGroup<P2pFabricParams>::~CudaGroup();
 template void CudaGroup<P2pFabricParams>::notify(const std::vector<NotifyArgs>&, CudaStream);
 template void CudaGroup<P2pFabricParams>::dispatch(const std::vector<DispatchArgs>&, CudaStream);

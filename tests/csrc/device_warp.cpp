@@ -1,0 +1,368 @@
+// The CUDA kernels, lane by lane on the host (simt/simt.h): for random cases they must give the bits that the host's roles give.
+//
+//     device_warp FIRST_SEED END_SEED
+
+#include "simt.h"
+// after it
+#include "fabric/cuda/p2p_fabric.h"
+#include "launch/cuda/kernels.h"
+#include "launch/host/group.h"
+
+namespace ep {
+namespace {
+
+// Memory that nothing may write outside of, aligned as the GPU's allocator does.
+class Memory {
+  public:
+    explicit Memory(size_t bytes, char fill = 0)
+        : bytes_(bytes), data_(static_cast<char*>(std::aligned_alloc(256, align_up(bytes + 2 * kGuard, 256)))) {
+        std::memset(data_, kMark, bytes_ + 2 * kGuard);
+        std::memset(data(), fill, bytes_);
+    }
+    Memory(Memory&& other) noexcept : bytes_(other.bytes_), data_(std::exchange(other.data_, nullptr)) {}
+    ~Memory() {
+        if (!data_) return;
+        for (size_t i = 0; i < kGuard; ++i) {
+            if (data_[i] != kMark || data()[bytes_ + i] != kMark) simt::die("a write outside of its memory");
+        }
+        std::free(data_);
+    }
+    char* data() const { return data_ + kGuard; }
+    size_t bytes() const { return bytes_; }
+    template <class T>
+    T* as() const {
+        return reinterpret_cast<T*>(data());
+    }
+
+  private:
+    static constexpr size_t kGuard = 256;
+    static constexpr char kMark = 0x5a;
+    size_t bytes_;
+    char* data_;
+};
+
+size_t size_of(DType dtype) { return dtype == DType::fp64 ? 8 : dtype == DType::fp32 ? 4 : 2; }
+
+struct Case {
+    std::mt19937_64 random;
+    Topology topology;
+    Heap heap;
+    RowFormat format;
+    DType dtype;
+    int index_bytes, alignment, capacity, nvl_batch, rdma_chunk, servers;
+    bool fixed_rows;
+    std::vector<int> tokens;
+
+    int pick(int low, int high) { return low + static_cast<int>(random() % (high - low + 1)); }
+
+    explicit Case(uint64_t seed) : random(seed) {
+        topology = {pick(1, 3), pick(1, 3)};
+        const int local_experts = pick(1, 4);
+        const int experts = local_experts * topology.world();
+        const int topk = pick(1, std::min(6, experts));
+        dtype = static_cast<DType>(pick(0, 3));
+        const int hidden = std::vector<int>{8, 33, 64, 1, 520, 4100}[pick(0, 5)];
+        const int payload = hidden * static_cast<int>(size_of(dtype));
+        format = {payload, pick(0, 2) ? 0 : 4 * pick(1, 300), 4 * pick(0, 2), topk};
+        const size_t slot = format.slot_bytes();
+        heap = {topology, experts, pick(1, 3), align_up(slot * pick(1, 4), Heap::kLine),
+                align_up(slot * pick(1, 5), Heap::kLine)};
+        index_bytes = 4 * pick(1, 2);
+        alignment = pick(0, 1) ? 1 : 4;
+        capacity = pick(0, 3) ? 0 : pick(1, 9);
+        if (capacity) alignment = 1;
+        fixed_rows = pick(0, 3) == 0;
+        nvl_batch = pick(1, 8);
+        const int slots = static_cast<int>(floor_power_of_two(heap.rdma_ring_bytes / slot));
+        rdma_chunk = std::max(1, std::min(pick(1, 8), slots / 2));
+        servers = pick(1, topology.world());
+        for (int rank = 0; rank < topology.world(); ++rank) tokens.push_back(pick(0, 3) ? pick(0, 14) : pick(0, 1));
+    }
+};
+
+// One rank's tensors for one side, host or GPU.
+struct Tensors {
+    Memory layout, positions, rail, out, out_scales, out_weights, y, y_weights;
+};
+
+struct Side {
+    std::vector<Memory> heaps;
+    std::vector<Memory> layouts;
+    std::vector<Tensors> tensors;
+};
+
+struct Inputs {
+    Memory ids, x, scales, weights;
+};
+
+void fill(std::mt19937_64& random, const Memory& memory, DType dtype) {
+    auto number = [&] { return static_cast<double>(static_cast<int64_t>(random() % 20001) - 10000) / 512; };
+    for (size_t i = 0; i < memory.bytes() / size_of(dtype); ++i) {
+        switch (dtype) {
+            case DType::bf16:
+                memory.as<uint16_t>()[i] = ptx::narrow_bf16(static_cast<float>(number()));
+                break;
+            case DType::fp16:
+                memory.as<uint16_t>()[i] = static_cast<uint16_t>(ptx::pack_fp16(static_cast<float>(number()), 0));
+                break;
+            case DType::fp32:
+                memory.as<float>()[i] = static_cast<float>(number());
+                break;
+            case DType::fp64:
+                memory.as<double>()[i] = number();
+                break;
+        }
+    }
+}
+
+Inputs make_inputs(Case& c, int tokens) {
+    const size_t rows = static_cast<size_t>(tokens);
+    Inputs in{Memory(rows * c.format.topk * c.index_bytes), Memory(rows * c.format.payload_bytes),
+              Memory(rows * c.format.scale_bytes), Memory(rows * c.format.topk * c.format.weight_bytes)};
+    for (int token = 0; token < tokens; ++token) {
+        std::vector<int> experts(c.heap.num_experts);
+        for (int e = 0; e < c.heap.num_experts; ++e) experts[e] = e;
+        std::shuffle(experts.begin(), experts.end(), c.random);
+        for (int k = 0; k < c.format.topk; ++k) {
+            const int64_t id = c.pick(0, 4) ? experts[k] : -1;
+            const size_t i = static_cast<size_t>(token) * c.format.topk + k;
+            if (c.index_bytes == 8) {
+                in.ids.as<int64_t>()[i] = id;
+            } else {
+                in.ids.as<int32_t>()[i] = static_cast<int32_t>(id);
+            }
+        }
+    }
+    fill(c.random, in.x, c.dtype);
+    for (const Memory* memory : {&in.scales, &in.weights}) {
+        for (size_t i = 0; i < memory->bytes(); ++i) memory->data()[i] = static_cast<char>(c.random());
+    }
+    return in;
+}
+
+std::vector<NotifyArgs> notify_args(const Case& c, const std::vector<Inputs>& inputs,
+                                    const std::vector<Layout>& layouts, uint64_t epoch) {
+    std::vector<NotifyArgs> args;
+    for (size_t rank = 0; rank < inputs.size(); ++rank) {
+        args.push_back({static_cast<int>(rank), c.heap, layouts[rank], inputs[rank].ids.data(), c.index_bytes,
+                        c.alignment, c.capacity, epoch});
+    }
+    return args;
+}
+
+TransferArgs transfer_args(const Case& c, int rank, const Layout& layout, const Tensors& t, int64_t rows,
+                           uint64_t call) {
+    return {rank,
+            c.heap,
+            layout,
+            c.format,
+            call,
+            c.nvl_batch,
+            c.rdma_chunk,
+            t.positions.as<int32_t>(),
+            t.rail.as<int32_t>(),
+            static_cast<int64_t>(t.positions.bytes() / sizeof(int32_t)) / c.format.topk,
+            static_cast<int64_t>(t.rail.bytes() / sizeof(int32_t)) / c.format.topk,
+            rows};
+}
+
+std::vector<Layout> layouts_of(const Case& c, Side& side) {
+    std::vector<Layout> layouts;
+    side.layouts.clear();
+    for (const int tokens : c.tokens) {
+        Layout layout{c.topology, tokens, c.format.topk, c.heap.num_experts, c.heap.channels, nullptr};
+        side.layouts.emplace_back(layout.size() * sizeof(int32_t), 0x11);
+        layout.data = side.layouts.back().as<int32_t>();
+        layout.totals() = {};
+        layouts.push_back(layout);
+    }
+    return layouts;
+}
+
+// ---- the GPU's side
+
+class Grid {
+  public:
+    Grid(Case& c, Side& side) : case_(c) {
+        fabric_.topology = c.topology;
+        for (int rank = 0; rank < c.topology.world(); ++rank) {
+            fabric_.heaps[rank] = side.heaps[rank].data();
+            abort_words_.push_back(&reinterpret_cast<ControlBlock*>(side.heaps[rank].data() + c.heap.control())->abort);
+        }
+        reports_.resize(c.topology.world());
+        epochs_.resize(c.topology.world());
+    }
+
+    template <class J, class Args>
+    J joint(const std::vector<Args>& args, int warps) {
+        J joint{};
+        joint.fabric = fabric_;
+        joint.blocks_per_rank = (warps + kBlockWarps - 1) / kBlockWarps;
+        for (size_t i = 0; i < args.size(); ++i) {
+            joint.args[i] = args[i];
+            joint.epochs[i] = &epochs_[i];
+            joint.ranks[i] = {
+                static_cast<int>(i), case_.topology.world(),
+                60'000'000'000,      reinterpret_cast<ControlBlock*>(fabric_.heaps[i] + case_.heap.control()),
+                &reports_[i],        abort_words_.data()};
+        }
+        return joint;
+    }
+
+    template <class J>
+    void launch(void (*kernel)(J), const J& joint) {
+        simt::run(joint.blocks_per_rank * case_.topology.world(), kBlockThreads, case_.random(),
+                  [&] { kernel(joint); });
+        ptx::end_of_launch();
+        for (const ControlBlock& report : reports_) {
+            if (report.abort) simt::die("a wait ended badly");
+        }
+    }
+
+    template <class Roles>
+    Roles roles() const {
+        return {{case_.topology.nodes, case_.topology.world(), case_.servers}};
+    }
+
+  private:
+    Case& case_;
+    P2pFabricParams fabric_{};
+    std::vector<uint64_t*> abort_words_;
+    std::vector<ControlBlock> reports_;
+    std::vector<uint64_t> epochs_;
+};
+
+void combine_on(Grid& grid, const CombineJoint<P2pFabricParams>& joint, DType dtype) {
+    using J = CombineJoint<P2pFabricParams>;
+    switch (dtype) {
+        case DType::bf16:
+            return grid.launch(kernels::combine_kernel<BFloat16, J>, joint);
+        case DType::fp16:
+            return grid.launch(kernels::combine_kernel<Float16, J>, joint);
+        case DType::fp32:
+            return grid.launch(kernels::combine_kernel<float, J>, joint);
+        case DType::fp64:
+            return grid.launch(kernels::combine_kernel<double, J>, joint);
+    }
+}
+
+void expect_equal(uint64_t seed, int rank, const char* what, const Memory& ours, const Memory& expected) {
+    if (std::memcmp(ours.data(), expected.data(), expected.bytes()) == 0) return;
+    size_t i = 0;
+    while (ours.data()[i] == expected.data()[i]) ++i;
+    std::fprintf(stderr, "seed %llu: %s of rank %d differs at byte %zu of %zu\n", static_cast<unsigned long long>(seed),
+                 what, rank, i, expected.bytes());
+    std::exit(1);
+}
+
+void run_case(uint64_t seed) {
+    Case c(seed);
+    const int world = c.topology.world();
+    Side host, gpu;
+    std::vector<int> ranks;
+    std::vector<char*> host_heaps;
+    for (int rank = 0; rank < world; ++rank) {
+        ranks.push_back(rank);
+        for (Side* side : {&host, &gpu}) side->heaps.emplace_back(c.heap.bytes());
+        host_heaps.push_back(host.heaps.back().data());
+    }
+    HostGroup group(c.heap, ranks, host_heaps, Schedule{}, std::chrono::seconds(20));
+    Grid grid(c, gpu);
+    uint64_t call = 0;
+    for (uint64_t epoch = 1; epoch <= 2; ++epoch) {
+        std::vector<Inputs> inputs;
+        for (const int tokens : c.tokens) inputs.push_back(make_inputs(c, tokens));
+        const auto host_layouts = layouts_of(c, host), gpu_layouts = layouts_of(c, gpu);
+        group.notify<HostWarp>(notify_args(c, inputs, host_layouts, epoch));
+        const auto notify =
+            grid.joint<NotifyJoint<P2pFabricParams>>(notify_args(c, inputs, gpu_layouts, 0), c.heap.channels + 1);
+        grid.launch(kernels::count_kernel<NotifyJoint<P2pFabricParams>>, notify);
+        grid.launch(kernels::sum_kernel<NotifyJoint<P2pFabricParams>>, notify);
+        grid.launch(kernels::exchange_kernel<NotifyJoint<P2pFabricParams>>, notify);
+        for (int rank = 0; rank < world; ++rank)
+            expect_equal(seed, rank, "layout", gpu.layouts[rank], host.layouts[rank]);
+
+        std::vector<int64_t> rows;
+        std::vector<Memory> expert_out, gradients;
+        for (Side* side : {&host, &gpu}) {
+            const auto& layouts = side == &host ? host_layouts : gpu_layouts;
+            side->tensors.clear();
+            rows.clear();
+            for (int rank = 0; rank < world; ++rank) {
+                const Layout::Totals& totals = layouts[rank].totals();
+                rows.push_back(c.fixed_rows ? std::max(1, totals.expert_rows - 3 + static_cast<int>(seed % 7))
+                                            : totals.expert_rows);
+                const size_t r = rows.back(), k = c.format.topk, t = c.tokens[rank];
+                side->tensors.push_back(
+                    {Memory(0), Memory(totals.received_rows * k * sizeof(int32_t), 0x22),
+                     Memory(totals.rail_rows * k * sizeof(int32_t), 0x22), Memory(r * c.format.payload_bytes, 0x33),
+                     Memory(r * c.format.scale_bytes, 0x33), Memory(r * c.format.weight_bytes, 0x33),
+                     Memory(t * c.format.payload_bytes, 0x44), Memory(t * k * c.format.weight_bytes, 0x44)});
+            }
+        }
+        std::vector<DispatchArgs> dispatch[2];
+        std::vector<CombineArgs> combine[2];
+        ++call;
+        for (int rank = 0; rank < world; ++rank) {
+            expert_out.emplace_back(rows[rank] * c.format.payload_bytes);
+            gradients.emplace_back(rows[rank] * c.format.weight_bytes, 0x55);
+            fill(c.random, expert_out.back(), c.dtype);
+        }
+        for (const int on_gpu : {0, 1}) {
+            const Side& side = on_gpu ? gpu : host;
+            const auto& layouts = on_gpu ? gpu_layouts : host_layouts;
+            for (int rank = 0; rank < world; ++rank) {
+                const Tensors& t = side.tensors[rank];
+                const Inputs& in = inputs[rank];
+                dispatch[on_gpu].push_back({transfer_args(c, rank, layouts[rank], t, rows[rank], call), in.x.data(),
+                                            in.scales.data(), in.weights.data(), t.out.data(), t.out_scales.data(),
+                                            t.out_weights.data()});
+                RowFormat format = c.format;
+                combine[on_gpu].push_back({transfer_args(c, rank, layouts[rank], t, rows[rank], call + 1),
+                                           expert_out[rank].data(), gradients[rank].data(), t.y.data(),
+                                           t.y_weights.data()});
+                combine[on_gpu].back().format = format;
+            }
+        }
+        ++call;
+        group.dispatch<HostWarp>(dispatch[0]);
+        grid.launch(kernels::clear_kernel<DispatchJoint<P2pFabricParams>>,
+                    grid.joint<DispatchJoint<P2pFabricParams>>(dispatch[1], kBlockWarps));
+        const auto dispatch_roles = grid.roles<DispatchRoles>();
+        auto dispatch_joint =
+            grid.joint<DispatchJoint<P2pFabricParams>>(dispatch[1], dispatch_roles.warps() * c.heap.channels);
+        dispatch_joint.roles = dispatch_roles;
+        grid.launch(kernels::dispatch_kernel<DispatchJoint<P2pFabricParams>>, dispatch_joint);
+        group.combine<HostWarp>(combine[0], c.dtype);
+        const auto combine_roles = grid.roles<CombineRoles>();
+        auto combine_joint =
+            grid.joint<CombineJoint<P2pFabricParams>>(combine[1], combine_roles.warps() * c.heap.channels);
+        combine_joint.roles = combine_roles;
+        combine_on(grid, combine_joint, c.dtype);
+        if (group.state(0).aborted()) simt::die("the host gave up");
+        for (int rank = 0; rank < world; ++rank) {
+            const Tensors &ours = gpu.tensors[rank], &expected = host.tensors[rank];
+            expect_equal(seed, rank, "layout", gpu.layouts[rank], host.layouts[rank]);
+            expect_equal(seed, rank, "positions", ours.positions, expected.positions);
+            expect_equal(seed, rank, "rail experts", ours.rail, expected.rail);
+            expect_equal(seed, rank, "x", ours.out, expected.out);
+            expect_equal(seed, rank, "scales", ours.out_scales, expected.out_scales);
+            expect_equal(seed, rank, "weights", ours.out_weights, expected.out_weights);
+            expect_equal(seed, rank, "y", ours.y, expected.y);
+            expect_equal(seed, rank, "gradients of weights", ours.y_weights, expected.y_weights);
+        }
+    }
+}
+
+}  // namespace
+}  // namespace ep
+
+int main(int argc, char** argv) {
+    if (argc != 3) return 2;
+    const uint64_t first = std::strtoull(argv[1], nullptr, 10), end = std::strtoull(argv[2], nullptr, 10);
+    for (uint64_t seed = first; seed < end; ++seed) {
+        std::fprintf(stderr, "seed %llu\n", static_cast<unsigned long long>(seed));
+        ep::run_case(seed);
+    }
+    std::printf("%llu cases\n", static_cast<unsigned long long>(end - first));
+}

@@ -1,0 +1,122 @@
+#include "simt.h"
+
+#include <sys/mman.h>
+#include <ucontext.h>
+
+namespace simt {
+namespace {
+
+constexpr size_t kStackBytes = 64 << 10;
+constexpr size_t kSharedBytes = 228 << 10;
+
+struct Warp {
+    int arrived = 0;
+    uint64_t generation = 0;
+    Kind kind = Kind::Sync;
+    std::vector<uint64_t> values[2] = {std::vector<uint64_t>(32), std::vector<uint64_t>(32)};
+};
+
+struct Lane {
+    ucontext_t context;
+    void* stack = nullptr;
+    unsigned thread, block;
+    Warp* warp;
+    bool done = false;
+    uint64_t waits_for = 0;  // the generation of its warp at which it goes on
+};
+
+unsigned threads_per_block;
+std::vector<std::unique_ptr<char, decltype(&std::free)>> memories;
+ucontext_t scheduler;
+Lane* current;
+const std::function<void()>* body;
+
+void enter() {
+    (*body)();
+    current->done = true;
+    swapcontext(&current->context, &scheduler);
+}
+
+}  // namespace
+
+void die(const char* what) {
+    std::fprintf(stderr, "%s (block %u, thread %u)\n", what, current ? current->block : 0,
+                 current ? current->thread : 0);
+    std::exit(1);
+}
+
+void run(unsigned blocks, unsigned threads, uint64_t seed, const std::function<void()>& kernel) {
+    std::mt19937_64 random(seed);
+    threads_per_block = threads;
+    body = &kernel;
+    memories.clear();
+    for (unsigned block = 0; block < blocks; ++block) {
+        memories.emplace_back(static_cast<char*>(std::aligned_alloc(128, kSharedBytes)), &std::free);
+        std::memset(memories.back().get(), 0xcd, kSharedBytes);
+    }
+    std::vector<Warp> warps(blocks * threads / 32);
+    std::vector<Lane> lanes(blocks * threads);
+    char* stacks = static_cast<char*>(mmap(nullptr, lanes.size() * kStackBytes, PROT_READ | PROT_WRITE,
+                                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    if (stacks == MAP_FAILED) die("no memory for stacks");
+    for (size_t i = 0; i < lanes.size(); ++i) {
+        Lane& lane = lanes[i];
+        lane.block = i / threads;
+        lane.thread = i % threads;
+        lane.warp = &warps[i / 32];
+        getcontext(&lane.context);
+        lane.context.uc_stack.ss_sp = stacks + i * kStackBytes;
+        lane.context.uc_stack.ss_size = kStackBytes;
+        lane.context.uc_link = nullptr;
+        makecontext(&lane.context, enter, 0);
+    }
+    std::vector<size_t> order(warps.size());
+    for (size_t i = 0; i < order.size(); ++i) order[i] = i;
+    std::vector<int> lane_order(32);
+    for (int i = 0; i < 32; ++i) lane_order[i] = i;
+    while (!order.empty()) {
+        bool progress = false;
+        std::shuffle(order.begin(), order.end(), random);
+        for (const size_t w : order) {
+            // the lanes of a warp go to their next collective in any order
+            std::shuffle(lane_order.begin(), lane_order.end(), random);
+            for (const int i : lane_order) {
+                Lane& lane = lanes[w * 32 + i];
+                if (lane.done || lane.warp->generation < lane.waits_for) continue;
+                progress = true;
+                current = &lane;
+                swapcontext(&scheduler, &lane.context);
+                current = nullptr;
+            }
+        }
+        std::erase_if(order, [&](size_t w) {
+            return std::all_of(&lanes[w * 32], &lanes[w * 32] + 32, [](const Lane& lane) { return lane.done; });
+        });
+        if (!progress && !order.empty()) die("lanes wait for a collective that others never reach");
+    }
+    munmap(stacks, lanes.size() * kStackBytes);
+}
+
+void yield() { swapcontext(&current->context, &scheduler); }
+
+Index thread_index() { return {current->thread}; }
+Index block_index() { return {current->block}; }
+Index block_size() { return {threads_per_block}; }
+char* block_memory() { return memories[current->block].get(); }
+
+std::vector<uint64_t> exchange(Kind kind, uint64_t value) {
+    Warp& warp = *current->warp;
+    if (warp.arrived == 0) warp.kind = kind;
+    if (warp.kind != kind) die("lanes of a warp meet at different collectives");
+    const uint64_t generation = warp.generation;
+    warp.values[generation % 2][current->thread % 32] = value;
+    if (++warp.arrived == 32) {
+        warp.arrived = 0;
+        ++warp.generation;
+    }
+    current->waits_for = generation + 1;
+    swapcontext(&current->context, &scheduler);
+    return warp.values[generation % 2];
+}
+
+}  // namespace simt

@@ -1,0 +1,115 @@
+#pragma once
+
+// Just enough of CUDA to run the kernels' own source on the host: every lane of a grid is a fiber, and a seed picks which one runs next. A
+// collective of a warp waits for its 32 lanes, and lanes that meet at different ones, or not at all, end the program. What the copy
+// engine does happens as late as its waits allow, so that a missing wait shows.
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <chrono>
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
+
+namespace simt {
+
+struct Index {
+    unsigned x;
+};
+
+[[noreturn]] void die(const char* what);
+
+// Runs kernel() once for each thread of the grid, until all have returned.
+void run(unsigned blocks, unsigned threads, uint64_t seed, const std::function<void()>& kernel);
+
+// Lets other lanes run: for a loop that waits for one of them without a collective.
+void yield();
+
+Index thread_index();
+Index block_index();
+Index block_size();
+char* block_memory();  // shared memory of the current block
+
+// The 32 values that the lanes of the current warp bring to their next collective, which must be of the same kind.
+enum class Kind { Sync, Ballot, Shuffle, ShuffleUp, Match, Or };
+std::vector<uint64_t> exchange(Kind kind, uint64_t value);
+
+inline unsigned lane() { return thread_index().x % 32; }
+
+template <class T>
+uint64_t to_word(T value) {
+    uint64_t word = 0;
+    std::memcpy(&word, &value, sizeof(value));
+    return word;
+}
+template <class T>
+T from_word(uint64_t word) {
+    T value;
+    std::memcpy(&value, &word, sizeof(value));
+    return value;
+}
+
+}  // namespace simt
+
+#define __CUDACC__ 1
+#define __host__
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __noinline__ __attribute__((noinline))
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define threadIdx (simt::thread_index())
+#define blockIdx (simt::block_index())
+#define blockDim (simt::block_size())
+
+inline void __syncwarp() { simt::exchange(simt::Kind::Sync, 0); }
+
+inline unsigned __ballot_sync(unsigned, bool value) {
+    unsigned mask = 0;
+    const auto values = simt::exchange(simt::Kind::Ballot, value);
+    for (unsigned i = 0; i < 32; ++i) mask |= static_cast<unsigned>(values[i] != 0) << i;
+    return mask;
+}
+inline bool __all_sync(unsigned mask, bool value) { return __ballot_sync(mask, value) == 0xffffffffu; }
+
+template <class T>
+T __shfl_sync(unsigned, T value, int lane) {
+    return simt::from_word<T>(simt::exchange(simt::Kind::Shuffle, simt::to_word(value))[lane]);
+}
+template <class T>
+T __shfl_up_sync(unsigned, T value, int distance) {
+    const auto values = simt::exchange(simt::Kind::ShuffleUp, simt::to_word(value));
+    const int source = static_cast<int>(simt::lane()) - distance;
+    return source < 0 ? value : simt::from_word<T>(values[source]);
+}
+inline unsigned __match_any_sync(unsigned, int value) {
+    const auto values = simt::exchange(simt::Kind::Match, simt::to_word(value));
+    unsigned mask = 0;
+    for (unsigned i = 0; i < 32; ++i) mask |= static_cast<unsigned>(values[i] == simt::to_word(value)) << i;
+    return mask;
+}
+inline unsigned __reduce_or_sync(unsigned, unsigned value) {
+    unsigned all = 0;
+    for (const uint64_t other : simt::exchange(simt::Kind::Or, value)) all |= static_cast<unsigned>(other);
+    return all;
+}
+inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
