@@ -3,10 +3,11 @@
 The extension is pybind11 without torch headers: it takes raw pointers, so one build works with every torch version.
 Only the bindings see Python's and pybind11's headers; a change of either recompiles nothing else.
 
-The CUDA backend is part of it where there is an nvcc; the CUDA runtime is linked statically and finds a driver, or none, when
-it is first used. The variable MEGATRON_EP_CUDA=0 leaves the backend out, =1 makes a missing nvcc an error.
+The CUDA backend is part of it where there is an nvcc; the CUDA runtime is linked statically and looks for a driver
+when it is first used. The variable MEGATRON_EP_CUDA=0 leaves the backend out, =1 makes a missing nvcc an error.
 """
 
+import importlib.util
 import os
 import shlex
 import shutil
@@ -26,11 +27,15 @@ BINDINGS = "csrc/bindings"
 SOURCE_DIRS = ("csrc/exec/host", "csrc/fabric", "csrc/router", "csrc/launch/host", BINDINGS)
 COMPILE_FLAGS = "-std=c++20 -O3 -fPIC -fvisibility=hidden -Wall -Wextra -Werror=return-type -Wno-psabi -Icsrc"
 LINK_FLAGS = "-shared -lrt -lpthread"
+NVSHMEM = "megatron_ep._nvshmem"
+NVSHMEM_DIRS = ("csrc/launch/nvshmem", "csrc/bindings/nvshmem")
+# The library's device code is linked, not included, and its headers use volatile as C++20 no longer likes it.
+NVSHMEM_FLAGS = "-gencode=arch=compute_90,code=sm_90 -rdc=true -diag-suppress=3012,3013"
 CUDA_DIRS = ("csrc/fabric/cuda", "csrc/router", "csrc/launch/cuda")
 # Machine code for Hopper; later GPUs compile the PTX when they first load it.
+CUDA_TARGETS = "-gencode=arch=compute_90,code=[sm_90,compute_90]"
 CUDA_FLAGS = (
-    "-std=c++20 -O3 -gencode=arch=compute_90,code=[sm_90,compute_90] --expt-relaxed-constexpr -DMEGATRON_EP_CUDA "
-    "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall -Icsrc"
+    "-std=c++20 -O3 --expt-relaxed-constexpr -DMEGATRON_EP_CUDA -Xcompiler=-fPIC,-fvisibility=hidden,-Wall -Icsrc"
 )
 OLDEST_GCC = 12
 
@@ -49,7 +54,7 @@ def find_cuda_sources() -> list[str]:
 
 
 def find_nvcc() -> str | None:
-    """The path of nvcc, or None when the CUDA backend is not to be built. Raises CompileError when it must be and cannot."""
+    """The path of nvcc, or None when the CUDA backend is not to be built. Raises CompileError when it has to be."""
     wanted = os.environ.get("MEGATRON_EP_CUDA")
     if wanted == "0" or not find_cuda_sources():
         return None
@@ -58,6 +63,28 @@ def find_nvcc() -> str | None:
     if nvcc is None and wanted == "1":
         raise CompileError("MEGATRON_EP_CUDA is 1, but nvcc was not found in PATH, CUDA_HOME or /usr/local/cuda")
     return nvcc
+
+
+def find_nvshmem() -> Path | None:
+    """The folder of NVIDIA's wheel, which torch for CUDA brings along, or None."""
+    try:
+        spec = importlib.util.find_spec("nvidia.nvshmem")
+    except ModuleNotFoundError:
+        return None
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()] if spec else []
+    return next((folder for folder in folders if (folder / "include/nvshmem.h").is_file()), None)
+
+
+def nvshmem_extensions() -> list[Extension]:
+    """A library of its own, because it needs NVSHMEM's to load."""
+    if find_nvcc() is None:
+        return []
+    if find_nvshmem() is None:
+        print("megatron_ep: the NVSHMEM fabric is left out: this Python has no nvidia.nvshmem (no-build-isolation?)")
+        return []
+    files = [path for folder in NVSHMEM_DIRS for path in (ROOT / folder).glob("*.c*")]
+    sources = sorted(str(path.relative_to(ROOT)) for path in files)
+    return [Extension(NVSHMEM, sources=sources, depends=find_headers())]
 
 
 def find_headers() -> list[str]:
@@ -96,12 +123,16 @@ class NinjaBuild(build_ext):
             raise CompileError(f"no source file in {BINDINGS}: is the source tree complete?")
         (ROOT / build_dir).mkdir(parents=True, exist_ok=True)
         nvcc = find_nvcc()
-        with open(ROOT / build_dir / "build.ninja", "w") as file:
-            write_ninja(ninja.Writer(file, width=120), build_dir, ext.sources, product, nvcc)
-        backends = f"the host and CUDA backends, with {nvcc}" if nvcc else "the host backend only: no nvcc, or not wanted"
+        rules = build_dir / f"{ext.name}.ninja"
+        with open(ROOT / rules, "w") as file:
+            build = NinjaFile(ninja.Writer(file, width=120), build_dir, nvcc)
+            (build.add_nvshmem if ext.name == NVSHMEM else build.add_main)(ext.sources, product)
+        backends = (
+            f"the host and CUDA backends, with {nvcc}" if nvcc else "the host backend only: no nvcc, or not wanted"
+        )
         print(f"megatron_ep: building {ext.name} for {backends}", flush=True)
         jobs = len(os.sched_getaffinity(0))
-        command = [sys.executable, "-m", "ninja", "-f", str(build_dir / "build.ninja"), f"-j{jobs}"]
+        command = [sys.executable, "-m", "ninja", "-f", str(rules), f"-j{jobs}"]
         if subprocess.run(command, cwd=ROOT).returncode != 0:
             raise CompileError(f"compiling {ext.name} failed; the compiler's messages are above")
         target = self.get_ext_fullpath(ext.name)
@@ -109,47 +140,77 @@ class NinjaBuild(build_ext):
         self.copy_file(str(ROOT / product), target)
 
 
-def write_ninja(
-    writer: ninja.Writer, build_dir: Path, sources: list[str], product: Path, nvcc: str | None
-) -> None:
-    binding_includes = shlex.join(f"-I{path}" for path in (python_include(), pybind11.get_include()))
-    compiler = find_compiler()
-    define_cuda = " -DMEGATRON_EP_CUDA" if nvcc else ""
-    writer.variable("builddir", str(build_dir))
-    writer.variable("cxx", shlex.join(compiler))
-    writer.variable("flags", COMPILE_FLAGS)
-    writer.variable("includes", "")
-    writer.rule(
-        "compile",
-        command="$cxx -MMD -MF $out.d $flags $includes -c $in -o $out",
-        depfile="$out.d",
-        deps="gcc",
-        description="c++ $in",
-    )
-    objects = []
-    for source in sources:
-        includes = {"includes": binding_includes + define_cuda} if source.startswith(BINDINGS) else None
-        objects += writer.build(str(build_dir / f"{source}.o"), "compile", source, variables=includes)
-    if nvcc is None:
-        writer.rule("link", command=f"$cxx $in -o $out {LINK_FLAGS}", description="link $out")
-    else:
-        # nvcc takes one host compiler, by name: of a longer CXX ("ccache g++", "g++ -m64") it keeps its own default.
-        host = ["-ccbin", *compiler] if len(compiler) == 1 else []
-        writer.variable("nvcc", shlex.join([nvcc, *host]))
-        writer.rule(
-            "compile_cuda",
-            command=f"$nvcc -MD -MF $out.d {CUDA_FLAGS} -c $in -o $out",
-            depfile="$out.d",
-            deps="gcc",
-            description="nvcc $in",
+class NinjaFile:
+    """The rules, and how one library is made of its sources. Objects that two libraries need are compiled once."""
+
+    def __init__(self, writer: ninja.Writer, build_dir: Path, nvcc: str | None) -> None:
+        self.writer = writer
+        self.build_dir = build_dir
+        self.nvcc = nvcc
+        compiler = find_compiler()
+        writer.variable("builddir", str(build_dir))
+        writer.variable("cxx", shlex.join(compiler))
+        writer.variable("flags", COMPILE_FLAGS)
+        writer.variable("includes", "")
+        self._rule("compile", "$cxx -MMD -MF $out.d $flags $includes -c $in -o $out", "c++ $in")
+        if nvcc is not None:
+            # nvcc takes one host compiler, by name: for a longer CXX ("ccache g++", "g++ -m64") it keeps its default.
+            host = ["-ccbin", *compiler] if len(compiler) == 1 else []
+            writer.variable("nvcc", shlex.join([nvcc, *host]))
+            writer.variable("targets", CUDA_TARGETS)
+            self._rule(
+                "compile_cuda", f"$nvcc -MD -MF $out.d {CUDA_FLAGS} $targets $includes -c $in -o $out", "nvcc $in"
+            )
+
+    def add_main(self, sources: list[str], product: Path) -> None:
+        objects = [self._compile(source) for source in sources]
+        if self.nvcc is not None:
+            objects += [self._compile_cuda(source) for source in find_cuda_sources()]
+        linker = "$cxx" if self.nvcc is None else "$nvcc -cudart static"
+        self._link(f"{linker} $in -o $out {LINK_FLAGS}", objects, product)
+
+    def add_nvshmem(self, sources: list[str], product: Path) -> None:
+        folder = find_nvshmem()
+        settings = {"targets": NVSHMEM_FLAGS, "includes": f"-I{folder}/include"}
+        device_code = [self._compile_cuda(source, settings) for source in sources if source.endswith(".cu")]
+        shared = [self._compile(f"{BINDINGS}/incidents.cpp"), self._compile_cuda("csrc/launch/cuda/device.cpp")]
+        own = [self._compile(source) for source in sources if source.endswith(".cpp")]
+        linked = str(self.build_dir / f"{product.name}.dlink.o")
+        search = f"-L{folder}/lib"
+        self.writer.rule(
+            "dlink",
+            f"$nvcc -gencode=arch=compute_90,code=sm_90 -dlink -Xcompiler=-fPIC $in {search} -lnvshmem_device -o $out",
         )
-        writer.rule("link", command=f"$nvcc -cudart static $in -o $out {LINK_FLAGS}", description="link $out")
-        for source in find_cuda_sources():
-            objects += writer.build(str(build_dir / f"{source}.o"), "compile_cuda", source)
-    writer.build(str(product), "link", objects)
+        self.writer.build(linked, "dlink", device_code)
+        # The wheel has no libnvshmem_host.so without a version. No rpath: megatron_ep.fabrics finds the library.
+        libraries = f"{search} -Xlinker -l:libnvshmem_host.so.3 -Xlinker -l:libnvshmem_device.a -lcudadevrt -ldl"
+        command = f"$nvcc -nodlink -cudart static $in -o $out {LINK_FLAGS} {libraries}"
+        self._link(command, [*device_code, *shared, *own, linked], product)
+
+    def _rule(self, name: str, command: str, description: str) -> None:
+        self.writer.rule(name, command=command, depfile="$out.d", deps="gcc", description=description)
+
+    def _compile(self, source: str) -> str:
+        variables = None
+        if source.startswith(BINDINGS):
+            includes = shlex.join(f"-I{path}" for path in (python_include(), pybind11.get_include()))
+            variables = {"includes": includes + (" -DMEGATRON_EP_CUDA" if self.nvcc else "")}
+        return self._object(source, "compile", variables)
+
+    def _compile_cuda(self, source: str, variables: dict[str, str] | None = None) -> str:
+        return self._object(source, "compile_cuda", variables)
+
+    def _object(self, source: str, rule: str, variables: dict[str, str] | None) -> str:
+        target = str(self.build_dir / f"{source}.o")
+        self.writer.build(target, rule, source, variables=variables)
+        return target
+
+    def _link(self, command: str, objects: list[str], product: Path) -> None:
+        self.writer.rule("link", command=command, description="link $out")
+        self.writer.build(str(product), "link", objects)
 
 
 setup(
-    ext_modules=[Extension("megatron_ep._C", sources=find_sources(), depends=find_headers())],
+    ext_modules=[Extension("megatron_ep._C", sources=find_sources(), depends=find_headers()), *nvshmem_extensions()],
     cmdclass={"build_ext": NinjaBuild},
 )

@@ -19,6 +19,7 @@ import torch
 
 import megatron_ep as ep
 from megatron_ep import env
+from megatron_ep.cuda_group import check_device
 from megatron_ep.functional import SCALE_BLOCK
 
 WARMUP, ITERATIONS = 3, 10
@@ -66,6 +67,7 @@ class Tokens:
 
 def main(argv: Sequence[str]) -> int:
     arguments = _parse(argv)
+    check_device("cuda")
     print(env.render(), flush=True)
     records = []
     for case in _cases(arguments):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_ep import _C
+from megatron_ep import _C, fabrics
 from megatron_ep.config import Config, Topology
 from megatron_ep.handle import Handle, RankHandle
 
@@ -136,8 +136,15 @@ def local_ranks(topology: Topology, config: Config, heap: Any, device: torch.dev
     return _p2p(heap, ranks, memories, device, sms, config)
 
 
-def connect(buffer: Buffer, heap: Any, device: torch.device, sms: int) -> CudaRanks:
-    """This process's rank; the processes of the machine map each other's heaps through CUDA IPC. Collective."""
+def connect(buffer: Buffer, heap: Any, device: torch.device, sms: int, hosts: Sequence[str]) -> CudaRanks:
+    """This process's rank, with the fabric that fits the hosts of all ranks. Collective."""
+    chosen: list[str] = []
+    buffer._agree(lambda: chosen.append(fabrics.choose(hosts)))
+    return (_connect_p2p if chosen[0] == "p2p" else _connect_nvshmem)(buffer, heap, device, sms)
+
+
+def _connect_p2p(buffer: Buffer, heap: Any, device: torch.device, sms: int) -> CudaRanks:
+    """The processes of the machine map each other's heaps through CUDA IPC."""
     memories: list[Any] = [None] * buffer.topology.world_size
 
     def create() -> None:
@@ -154,6 +161,41 @@ def connect(buffer: Buffer, heap: Any, device: torch.device, sms: int) -> CudaRa
     buffer._agree(lambda: open_others(handles))
     buffer._agree(lambda: made.append(_p2p(heap, [buffer.rank], memories, device, sms, buffer.config)))
     return made[0]
+
+
+def _connect_nvshmem(buffer: Buffer, heap: Any, device: torch.device, sms: int) -> CudaRanks:
+    nvshmem = fabrics.load_nvshmem()
+    ids: list[bytes] = [b""]
+    made: list[Any] = []
+
+    def make_heap() -> None:
+        made.append(
+            nvshmem.NvshmemHeap(
+                unique_id=ids[0],
+                rank=buffer.rank,
+                world=buffer.topology.world_size,
+                device=device.index,
+                bytes=heap.bytes,
+            )
+        )
+
+    def make_group() -> None:
+        made.append(
+            nvshmem.NvshmemGroup(
+                heap=heap,
+                rank=buffer.rank,
+                memory=made[0],
+                device=device.index,
+                num_sms=sms,
+                timeout=buffer.config.timeout_seconds,
+            )
+        )
+
+    buffer._agree(lambda: ids.__setitem__(0, nvshmem.unique_id() if buffer.rank == 0 else b""))
+    ids[0] = buffer._gather(ids[0])[0]
+    buffer._agree(make_heap)
+    buffer._agree(make_group)
+    return CudaRanks(made[1], device)
 
 
 def _p2p(heap: Any, ranks: list[int], memories: list[Any], device: torch.device, sms: int, config: Config) -> CudaRanks:
@@ -191,7 +233,7 @@ def make_handle(
         expert_alignment=expert_alignment,
         expert_capacity=expert_capacity,
     )
-    starts = [group._heap.expert_offsets(idx.shape[0], topk)[1] for idx in topk_idx]
+    starts = [group._heap.expert_start_offset(idx.shape[0], topk) for idx in topk_idx]
     ends = [layout[start : start + local_experts + 1] for layout, start in zip(layouts, starts, strict=True)]
     if max_recv_tokens is not None:
         other_nodes = group.topology.nodes - 1

@@ -55,7 +55,7 @@ def collect() -> Report:
         "system": _system(),
         "memory": _memory(),
         "packages": {name: _version(name) for name in PACKAGES},
-        "cuda": {"nvcc": _nvcc(), "gpus": _gpus()},
+        "cuda": {"nvcc": _nvcc(), "gpus": _gpus(), "fabrics": _fabrics()},
         "extension": _extension(),
         "environment": _environment(),
     }
@@ -143,6 +143,13 @@ def _nvcc() -> str:
 def _gpus() -> list[str]:
     status, output = _run(["nvidia-smi", f"--query-gpu={GPU_FIELDS}", "--format=csv,noheader"])
     return output.splitlines() if status == 0 and output else [f"none: nvidia-smi: {output or 'printed nothing'}"]
+
+
+def _fabrics() -> Any:
+    """How ranks on GPUs can reach each other here, from a process of its own, for the extension's sake."""
+    script = "import json, megatron_ep.fabrics as f; print('\\n' + json.dumps(f.report()))"
+    status, output = _run([sys.executable, "-c", script], cwd=PACKAGE_DIR.parent)
+    return json.loads(output.splitlines()[-1]) if status == 0 else "unknown: the extension does not import"
 
 
 def _extension() -> dict[str, Any]:

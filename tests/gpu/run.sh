@@ -44,6 +44,7 @@ export PYTHON
 step machine 20 nvidia-smi
 step build 180 "$PYTHON" setup.py build_ext --inplace || exit 1
 step env 30 "$PYTHON" -m megatron_ep.env
+step gpu 60 "$PYTHON" -c 'import torch; print(torch.cuda.get_device_properties(0))' || { printf '%s\n' "${results[@]}"; exit 1; }
 step smoke 60 bash -c 'test_with tests/gpu/test_gpu_transfer.py -k "many_calls"'
 step transfer 90 bash -c 'test_with tests/gpu/test_gpu_transfer.py'
 step launch 60 bash -c 'test_with tests/gpu/test_gpu_launch.py'

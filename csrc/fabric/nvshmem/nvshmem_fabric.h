@@ -1,0 +1,68 @@
+#pragma once
+
+#include "core/topology.h"
+#include "exec/warp.h"
+
+namespace ep {
+
+class NvshmemFabric;
+
+// Heaps are NVSHMEM symmetric memory; processing element r is rank r. Ranks of a node load and store each other's memory, puts go along the rail.
+struct NvshmemFabricParams {
+    using Fabric = NvshmemFabric;
+    static constexpr int kMaxNodeRanks = 72;  // of the largest NVLink domain
+
+    Topology topology;
+    char* own;
+    char* node[kMaxNodeRanks];  // heaps of the ranks of this node, by local rank
+};
+
+#if defined(__CUDACC__) && defined(NVSHMEM_VENDOR_MAJOR_VERSION)
+
+// Calls, so that the library's code does not crowd the roles' registers.
+__device__ __noinline__ inline void nvshmem_put(void* dst, const void* src, size_t bytes, int rank) {
+    nvshmemx_putmem_nbi_warp(dst, src, bytes, rank);
+}
+// The fence orders the puts before it and the signal after it, on the way to each rank.
+__device__ __noinline__ inline void nvshmem_signal(uint64_t* flag, uint64_t value, int rank) {
+    nvshmem_fence();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) nvshmemx_signal_op(flag, value, NVSHMEM_SIGNAL_SET, rank);
+    __syncwarp();
+}
+
+class NvshmemFabric {
+  public:
+    __device__ __forceinline__ NvshmemFabric(const NvshmemFabricParams& params, int rank)
+        : params_(params), local_(params.topology.local_of(rank)) {}
+
+    template <class T>
+    __device__ __forceinline__ T* own(size_t offset) const {
+        return reinterpret_cast<T*>(params_.own + offset);
+    }
+
+    template <class T>
+    __device__ __forceinline__ T* peer(int local, size_t offset) const {
+        return reinterpret_cast<T*>(params_.node[local] + offset);
+    }
+
+    template <class W>
+    __device__ __forceinline__ void put(W& warp, int, int node, size_t dst, size_t src, size_t bytes) const {
+        warp.finish_writes();  // by the copy engine, too, before the network reads them
+        nvshmem_put(params_.own + dst, params_.own + src, bytes, params_.topology.rank(node, local_));
+    }
+
+    template <class W>
+    __device__ __forceinline__ void put_signal(W& warp, int, int node, size_t flag, uint64_t value) const {
+        warp.finish_writes();
+        nvshmem_signal(own<uint64_t>(flag), value, params_.topology.rank(node, local_));
+    }
+
+  private:
+    const NvshmemFabricParams& params_;
+    int local_;
+};
+
+#endif
+
+}  // namespace ep
