@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -12,13 +13,20 @@ import torch
 import torch.distributed as dist
 
 from megatron_ep import _C, cuda_group
-from megatron_ep.config import Config, Topology, require_int
+from megatron_ep.config import Config, Topology, require_int, require_type
 from megatron_ep.errors import EPAbortError, EPError, EPOverflowError, EPTimeoutError, describe
 from megatron_ep.handle import Handle, RankHandle
 
 # Rows after which an NVLink ring's flag is published even if nobody waits for it.
 NVL_BATCH = 8
-COMBINE_DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float64: 3}  # csrc/core/dtypes.h
+PAYLOAD_TYPES = {
+    torch.bfloat16: 0,
+    torch.float16: 1,
+    torch.float32: 2,
+    torch.float64: 3,
+    torch.float8_e4m3fn: 4,
+}  # the first four as in csrc/core/dtypes.h
+COMBINE_DTYPES = tuple(PAYLOAD_TYPES)[:4]
 
 # Construction and reset wait this long for the other ranks, or Config.timeout if that is longer: they may still be in a
 # wait of their own.
@@ -82,13 +90,10 @@ class RankGroup:
         """Seconds spent inside launches of this buffer so far, waits for other ranks included."""
         return self._live_group().seconds
 
-    @property
-    def closed(self) -> bool:
-        return self._group is None
-
     def close(self) -> None:
         """Frees the heaps. Handles of this buffer can no longer be used. Closing twice is fine."""
         self._group = None
+        _C.release_pooled_memory()
 
     def __enter__(self):
         return self
@@ -118,10 +123,21 @@ class RankGroup:
             group.synchronize()
             self._raise_if_aborted()
 
-    def refuse(self) -> None:
-        """This rank is about to raise a ValueError: lets the others, who may be waiting for it, know."""
+    @contextlib.contextmanager
+    def telling_others(self) -> Iterator[None]:
+        """An error inside that only this rank knows of reaches the others too, who would wait for this one."""
+        try:
+            yield
+        except EPError:
+            raise
+        except BaseException as error:
+            self.refuse(failed=not isinstance(error, ValueError))
+            raise
+
+    def refuse(self, failed: bool = False) -> None:
+        """Ends the waits of the other ranks: this one has refused its arguments, or failed."""
         if self._group is not None and len(self.ranks) < self.topology.world_size:
-            self._group.abort()
+            self._group.abort(failed=failed)
 
     def format_of(
         self, topk: int, x: torch.Tensor, scales: Sequence[torch.Tensor] | None, weights: Sequence[torch.Tensor] | None
@@ -132,6 +148,7 @@ class RankGroup:
             scale_bytes=scales[0].shape[1] * scales[0].element_size() if scales is not None else 0,
             weight_bytes=weights[0].element_size() if weights is not None else 0,
             topk=topk,
+            payload_type=PAYLOAD_TYPES[x.dtype],
         )
         rings = {"nvl_ring_bytes": self.config.nvl_ring_bytes}
         if self.topology.nodes > 1:
@@ -171,7 +188,7 @@ class RankGroup:
         self._raise_if_aborted()
         ranks = []
         for idx, layout, total in zip(topk_idx, layouts, totals, strict=True):
-            _, starts = self._heap.expert_offsets(idx.shape[0], topk)
+            starts = self._heap.expert_start_offset(idx.shape[0], topk)
             ends = layout[starts : starts + self.num_local_experts + 1].to(torch.int64)
             ranks.append(
                 RankHandle(
@@ -224,7 +241,7 @@ class RankGroup:
                 t.weights, t.out_weights = weights[i].data_ptr(), out_weights[i].data_ptr()
             tensors.append(t)
         row = self.format_of(handle.topk, x[0], scales, weights)
-        group.dispatch(tensors, row, nvl_batch=NVL_BATCH, rdma_chunk=self._rdma_chunk(row))
+        group.dispatch(tensors, row, nvl_batch=NVL_BATCH, rdma_chunk=self.config.rdma_chunk_tokens)
         self._raise_if_aborted()
         return out, out_scales if scales is not None else None, out_weights if weights is not None else None
 
@@ -245,7 +262,7 @@ class RankGroup:
             tensors.append(t)
         row = self.format_of(handle.topk, x[0], None, weights)
         group.combine(
-            tensors, row, nvl_batch=NVL_BATCH, rdma_chunk=self._rdma_chunk(row), dtype=COMBINE_DTYPES[x[0].dtype]
+            tensors, row, nvl_batch=NVL_BATCH, rdma_chunk=self.config.rdma_chunk_tokens, dtype=PAYLOAD_TYPES[x[0].dtype]
         )
         self._raise_if_aborted()
         return out, out_weights if weights is not None else None
@@ -255,21 +272,16 @@ class RankGroup:
         index = self._heap.overflow_offset
         return rank.layout[index : index + 1]
 
-    def _rdma_chunk(self, row: Any) -> int:
-        # Chunks of rows and of credits, each held back up to one short of full, must leave room in the ring.
-        slots = (
-            1 << ((self.config.rdma_ring_bytes // row.slot_bytes).bit_length() - 1) if self.topology.nodes > 1 else 1
-        )
-        return max(1, min(self.config.rdma_chunk_tokens, slots // 2))
-
     # ---- failures
 
     def _cause(self, outcome: str, rank: int) -> str:
         return {
             "timeout": f"rank {rank} timed out first, {self._when_waits_expire()}",
             "bad_input": f"rank {rank} refused its arguments",
+            "failed": f"rank {rank} failed for a reason of its own",
             "interrupted": f"rank {rank} was interrupted",
-            "mismatch": f"rank {rank} met a row of another call: the ranks issued different sequences of calls",
+            "mismatch": f"rank {rank} met a row that was not meant for its call: the ranks issued different calls, "
+            "or gave x of different H or dtype, another K, weights on some ranks only, or another handle",
             "overflow": f"rank {rank} had no room for the rows that pass through it",
         }[outcome]
 
@@ -319,11 +331,17 @@ class LocalCluster(RankGroup):
         lost_signal: int = 0,
     ):
         self.topology = Topology(nodes, ranks_per_node)
+        require_type("config", config, Config)
         self.config = config
         config.check_ranks(self.topology)
-        require_int("threads", threads, 1)
+        require_int("threads", threads, 1, 1 << 10)
+        require_int("lost_signal", lost_signal, 0, 2**63)
         if lost_signal and seed is None:
             raise ValueError(f"lost_signal is {lost_signal}, must be 0 without a seed")
+        if seed is not None:
+            require_int("seed", seed, 0, 2**63)
+            if threads != 1:
+                raise ValueError(f"threads is {threads}, must be 1 with a seed")
         self.ranks = list(range(self.topology.world_size))
         self._seed = seed
         self.device = cuda_group.check_device(device)
@@ -369,20 +387,23 @@ class Buffer(RankGroup):
         device: str | torch.device = "cpu",
     ):
         self._process_group = group if group is not None else dist.group.WORLD
-        self.config = config
-        self._timeout = timedelta(seconds=max(MEETING_S, config.timeout_seconds))
+        self._timeout = timedelta(seconds=MEETING_S)
         self._barrier()
         self.rank = dist.get_rank(self._process_group)
         world_size = dist.get_world_size(self._process_group)
         self.topology = topology if topology is not None else Topology(1, world_size)
+        self.config = config
         self.ranks = [self.rank]
-        self._agree(lambda: setattr(self, "device", cuda_group.check_device(device)))
-        everyone = self._gather((socket.gethostname(), asdict(config), asdict(self.topology), self.device.type))
+        self._agree(lambda: self._check_own(device))
+        self._timeout = timedelta(seconds=max(MEETING_S, config.timeout_seconds))
+        settings = asdict(config) | {"timeout": config.timeout_seconds}
+        everyone = self._gather((socket.gethostname(), settings, asdict(self.topology), self.device.type))
         self._agree(lambda: self._check_members(everyone))
         if self.device.type == "cuda":
             sms = cuda_group.num_sms(config, self.device, 1)
             self._heap = self._make_heap(self.topology, config, cuda_group.num_channels(self.topology, config, sms))
-            self._group = cuda_group.connect(self, self._heap, self.device, sms)
+            hosts = [host for host, *_ in everyone]
+            self._group = cuda_group.connect(self, self._heap, self.device, sms, hosts)
             return
 
         heap = self._make_heap(self.topology, config, config.num_channels)
@@ -404,16 +425,22 @@ class Buffer(RankGroup):
         self._live_group().reset()
         self._barrier()
 
+    def _check_own(self, device: str | torch.device) -> None:
+        require_type("config", self.config, Config)
+        require_type("topology", self.topology, Topology)
+        assert self.config.timeout_seconds > 0  # raises if the environment has a bad one
+        self.device = cuda_group.check_device(device)
+
     def _check_members(self, everyone: list[Any]) -> None:
         host, *own = everyone[self.rank]
         for rank, (other_host, *others) in enumerate(everyone):
             for name, mine, theirs in zip(("config", "topology", "device"), own, others, strict=True):
                 if mine != theirs:
                     raise ValueError(f"{name} is {mine} on rank {self.rank} and {theirs} on rank {rank}, must be equal")
-            if other_host != host:
+            if other_host != host and self.device.type == "cpu":
                 raise EPError(
                     f"rank {self.rank} runs on {host} and rank {rank} on {other_host}: "
-                    "this version connects the processes of one machine only"
+                    "the host backend connects the processes of one machine only"
                 )
         if self.topology.world_size != len(everyone):
             raise ValueError(f"topology is {self.topology}, must have the {len(everyone)} ranks of the group")

@@ -6,6 +6,11 @@ from dataclasses import dataclass
 
 DEFAULT_TIMEOUT_S = 100.0
 TIMEOUT_VARIABLE = "MEGATRON_EP_TIMEOUT"
+LONGEST_TIMEOUT_S = 1e6
+TIMEOUT_ALLOWED = f"a number of seconds in (0, {LONGEST_TIMEOUT_S:g}]"
+
+# Far beyond any machine, and small enough that no size computed from them overflows 64 bits (32 for numbers of experts).
+MOST_RANKS, MOST_EXPERTS, MOST_CHANNELS, LARGEST_RING = 1 << 16, 1 << 20, 1 << 12, 1 << 32
 
 
 def _require(condition: bool, name: str, value: object, allowed: str) -> None:
@@ -13,10 +18,15 @@ def _require(condition: bool, name: str, value: object, allowed: str) -> None:
         raise ValueError(f"{name} is {value!r}, must be {allowed}")
 
 
-def require_int(name: str, value: object, lowest: int) -> None:
-    """Raises ValueError unless value is an int >= lowest."""
-    ok = isinstance(value, int) and not isinstance(value, bool) and value >= lowest
-    _require(ok, name, value, f"an int >= {lowest}")
+def require_int(name: str, value: object, lowest: int, highest: int) -> None:
+    """Raises ValueError unless value is an int in [lowest, highest]."""
+    ok = isinstance(value, int) and not isinstance(value, bool) and lowest <= value <= highest
+    _require(ok, name, value, f"an int in [{lowest}, {highest}]")
+
+
+def require_type(name: str, value: object, kind: type) -> None:
+    """Raises ValueError unless value is of the type."""
+    _require(isinstance(value, kind), name, value, f"a megatron_ep.{kind.__name__}")
 
 
 @dataclass(frozen=True)
@@ -31,8 +41,8 @@ class Topology:
     ranks_per_node: int
 
     def __post_init__(self) -> None:
-        require_int("Topology.nodes", self.nodes, 1)
-        require_int("Topology.ranks_per_node", self.ranks_per_node, 1)
+        require_int("Topology.nodes", self.nodes, 1, MOST_RANKS)
+        require_int("Topology.ranks_per_node", self.ranks_per_node, 1, MOST_RANKS // self.nodes)
 
     @property
     def world_size(self) -> int:
@@ -64,16 +74,16 @@ class Config:
     num_sms: int | None = None
 
     def __post_init__(self) -> None:
-        require_int("Config.num_experts", self.num_experts, 1)
+        require_int("Config.num_experts", self.num_experts, 1, MOST_EXPERTS)
         for name in ("channels", "num_sms"):
             if getattr(self, name) is not None:
-                require_int(f"Config.{name}", getattr(self, name), 1)
-        require_int("Config.nvl_ring_bytes", self.nvl_ring_bytes, 64)
-        require_int("Config.rdma_ring_bytes", self.rdma_ring_bytes, 64)
-        require_int("Config.rdma_chunk_tokens", self.rdma_chunk_tokens, 1)
+                require_int(f"Config.{name}", getattr(self, name), 1, MOST_CHANNELS)
+        require_int("Config.nvl_ring_bytes", self.nvl_ring_bytes, 64, LARGEST_RING)
+        require_int("Config.rdma_ring_bytes", self.rdma_ring_bytes, 64, LARGEST_RING)
+        require_int("Config.rdma_chunk_tokens", self.rdma_chunk_tokens, 1, 1 << 20)
         if self.timeout is not None:
-            ok = isinstance(self.timeout, (int, float)) and math.isfinite(self.timeout) and self.timeout > 0
-            _require(ok, "Config.timeout", self.timeout, "a finite number of seconds > 0")
+            ok = isinstance(self.timeout, (int, float)) and not isinstance(self.timeout, bool)
+            _require(ok and 0 < self.timeout <= LONGEST_TIMEOUT_S, "Config.timeout", self.timeout, TIMEOUT_ALLOWED)
 
     @property
     def num_channels(self) -> int:
@@ -91,12 +101,8 @@ class Config:
             seconds = float(text)
         except ValueError:
             seconds = math.nan
-        _require(
-            math.isfinite(seconds) and seconds > 0,
-            f"environment variable {TIMEOUT_VARIABLE}",
-            text,
-            "a number of seconds > 0",
-        )
+        variable = f"environment variable {TIMEOUT_VARIABLE}"
+        _require(0 < seconds <= LONGEST_TIMEOUT_S, variable, text, TIMEOUT_ALLOWED)
         return seconds
 
     def check_ranks(self, topology: Topology) -> None:

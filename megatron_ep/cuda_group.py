@@ -82,8 +82,8 @@ class CudaRanks:
     def incidents(self) -> list[dict[str, Any]]:
         return self._group.incidents()
 
-    def abort(self, interrupted: bool = False) -> None:
-        self._group.abort(interrupted=interrupted)
+    def abort(self, failed: bool) -> None:
+        self._group.abort(failed=failed)
 
     def reset(self) -> None:
         self._group.reset()

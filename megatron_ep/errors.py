@@ -28,13 +28,14 @@ class EPOverflowError(EPError):
 
 
 def describe(incident: dict[str, Any]) -> str:
-    """One line: who waited for what from whom."""
+    """One line: who waited for what from whom. Notifies are counted by themselves, dispatches and combines together."""
     where = f"rank {incident['rank']}, {incident['role']}, channel {incident['channel']}, call {incident['call']}"
     if incident["outcome"] == "mismatch":
-        return (
-            f"{where}: rank {incident['peer']} sent a row of its call {incident['seen']}, "
-            f"expected one of call {incident['expected']}"
-        )
+        return f"{where}: what rank {incident['peer']} sent is not of this call"
+    if incident["outcome"] == "bad_input":
+        return f"{where}: invalid expert ids"
+    if incident["outcome"] == "overflow":
+        return f"{where}: room for {incident['seen']} rows, {incident['expected']} are needed"
     return (
         f"{where}: waited for {incident['waiting_for']} from rank {incident['peer']}: "
         f"seen {incident['seen']}, expected {incident['expected']}"

@@ -6,24 +6,27 @@ and combine are each other's transpose, so the backward pass of each is the othe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd import Function
 
-from megatron_ep.buffer import COMBINE_DTYPES, LocalCluster, RankGroup
+from megatron_ep.buffer import COMBINE_DTYPES, PAYLOAD_TYPES, LocalCluster, RankGroup
 from megatron_ep.config import require_int
 from megatron_ep.handle import Handle
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 
 MAX_TOPK = 32
-PAYLOAD_DTYPES = (*COMBINE_DTYPES, torch.float8_e4m3fn)
+PAYLOAD_DTYPES = tuple(PAYLOAD_TYPES)
 WEIGHT_DTYPES = (torch.float32, torch.float64)
 SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
 SCALE_BLOCK = 128  # elements of a row that share a scale
+# Rows and bytes of a row are counted in 32 bits; the rows that padding adds must leave room for others.
+MOST_ROWS, MOST_PADDED_ROWS, MOST_ROW_BYTES = 2**31 - 1, 2**30, 2**31 - 1
 
 
 @dataclass
@@ -95,7 +98,8 @@ def dispatch(
     expert_capacity: int | None = None,
     max_recv_tokens: int | None = None,
 ) -> Received:
-    """Sends every token to the ranks of its experts. Collective.
+    """Sends every token to the ranks of its experts. Collective, and so is its backward pass: what is made of the result must
+    need a gradient on all ranks or on none, and so must x and topk_weights.
 
     x: [T, H], contiguous; bfloat16, float16, float32, float64, or float8_e4m3fn with scales. T may differ between ranks
         and be 0; dtype and H may not differ. Gets a gradient, unless float8.
@@ -103,7 +107,7 @@ def dispatch(
     topk_weights: [T, K], float32 or float64: arrives with the rows as `probs`. Gets a gradient.
     buffer: a Buffer or LocalCluster.
     handle: instead of topk_idx and buffer: repeats the layout of an earlier dispatch without asking anyone for counts.
-    scales: [T, ceil(H / 128)], float32 or float8_e8m0fnu, one per 128 elements of a float8 row.
+    scales: [T, ceil(H / 128)], float32 or float8_e8m0fnu, one per 128 elements of a float8 row. Get no gradient.
     expert_alignment: pads the rows of each expert with zero rows to a multiple of this.
     expert_capacity: gives each expert exactly this many rows; more than fit are left out and reported in `overflow`.
     max_recv_tokens: R, fixed; rows of x beyond the last expert's are zeros. More rows than fit are left out and
@@ -112,19 +116,21 @@ def dispatch(
     Raises ValueError for a wrong argument before anything is sent; other ranks then get EPAbortError. Raises
     EPTimeoutError when another rank does not take part.
     """
-    group = _group_of(buffer, handle)
-    with _telling_others(group):
+    with _telling_others(buffer, handle) as group:
         group.check_usable()
+        _check_owner(buffer, handle)
         xs = _as_list("x", x, group)
         weights = None if topk_weights is None else _as_list("topk_weights", topk_weights, group)
         row_scales = None if scales is None else _as_list("scales", scales, group)
         if handle is None:
             ids = _as_list("topk_idx", topk_idx, group)
             _check_ids(ids)
-            for name, value in (("expert_capacity", expert_capacity), ("max_recv_tokens", max_recv_tokens)):
-                if value is not None:
-                    require_int(name, value, 1)
-            require_int("expert_alignment", expert_alignment, 1)
+            most_rows = MOST_PADDED_ROWS // group.num_local_experts
+            require_int("expert_alignment", expert_alignment, 1, most_rows)
+            if expert_capacity is not None:
+                require_int("expert_capacity", expert_capacity, 1, most_rows)
+            if max_recv_tokens is not None:
+                require_int("max_recv_tokens", max_recv_tokens, 1, MOST_ROWS)
             if expert_capacity is not None and expert_alignment != 1:
                 raise ValueError(f"expert_alignment is {expert_alignment}, must be 1 with expert_capacity")
             num_tokens, topk = [idx.shape[0] for idx in ids], ids[0].shape[1]
@@ -135,24 +141,24 @@ def dispatch(
         _check_weights("topk_weights", weights, [(tokens, topk) for tokens in num_tokens])
         _check_scales(xs, row_scales)
         group.format_of(topk, xs[0], row_scales, weights)
-    if handle is None:
-        handle = group.notify(ids, expert_alignment, expert_capacity or 0, max_recv_tokens)
-    n = len(group.ranks)
-    out = _Dispatch.apply(handle, n, row_scales, *xs, *(weights or ()))
+        if handle is None:
+            handle = group.notify(ids, expert_alignment, expert_capacity or 0, max_recv_tokens)
+        n = len(group.ranks)
+        out = _Dispatch.apply(handle, n, row_scales, *xs, *(weights or ()))
     parts = [list(out[i : i + n]) for i in range(0, len(out), n)]
     one = (lambda items: items) if isinstance(group, LocalCluster) else (lambda items: items[0])
     return Received(
         x=one(parts[0]),
         probs=one(parts[1]) if weights is not None else None,
         scales=one(parts[-1]) if row_scales is not None else None,
-        tokens_per_expert=one([rank.tokens_per_expert for rank in handle.ranks]),
+        tokens_per_expert=one([rank.tokens_per_expert.clone() for rank in handle.ranks]),
         overflow=one([group.overflow_of(rank) for rank in handle.ranks]),
         handle=handle,
     )
 
 
 def combine(x: Tensors, handle: Handle) -> Any:
-    """Brings the rows of a dispatch back and sums them per token. Collective.
+    """Brings the rows of a dispatch back and sums them per token. Collective, and so is its backward pass.
 
     x: [R, H], contiguous; bfloat16, float16, float32 or float64; rows as the dispatch of `handle` gave them. Rows of
         padding are ignored. Gets a gradient.
@@ -165,43 +171,39 @@ def combine(x: Tensors, handle: Handle) -> Any:
     Raises ValueError for a wrong argument before anything is sent; other ranks then get EPAbortError. Raises
     EPTimeoutError when another rank does not take part.
     """
-    group = _group_of(None, handle)
-    with _telling_others(group):
+    with _telling_others(None, handle) as group:
         group.check_usable()
         xs = _as_list("x", x, group)
-        _check_payload("x", xs, [rank.rows for rank in handle.ranks], tuple(COMBINE_DTYPES))
+        _check_payload("x", xs, [rank.rows for rank in handle.ranks], COMBINE_DTYPES)
         group.format_of(handle.topk, xs[0], None, None)
-    out = _Combine.apply(handle, len(group.ranks), *xs)
+        out = _Combine.apply(handle, len(group.ranks), *xs)
     return list(out) if isinstance(group, LocalCluster) else out[0]
 
 
 # ---- arguments
 
 
-class _telling_others:
-    """A ValueError raised inside reaches the other ranks too, who would wait for this one."""
-
-    def __init__(self, group: RankGroup):
-        self.group = group
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and issubclass(kind, ValueError):
-            self.group.refuse()
-
-
-def _group_of(buffer: RankGroup | None, handle: Handle | None) -> RankGroup:
+@contextlib.contextmanager
+def _telling_others(buffer: RankGroup | None, handle: Handle | None) -> Iterator[RankGroup]:
+    """The buffer to use. An error inside reaches the buffer's other ranks, who would wait for this one."""
     if handle is not None and not isinstance(handle, Handle):
+        if isinstance(buffer, RankGroup):
+            buffer.refuse()
         raise ValueError(f"handle is a {type(handle).__name__}, must be the handle of a dispatch")
     if buffer is not None and not isinstance(buffer, RankGroup):
+        if handle is not None:
+            handle.buffer.refuse()
         raise ValueError(f"buffer is a {type(buffer).__name__}, must be a Buffer or LocalCluster")
     if buffer is None and handle is None:
         raise ValueError("buffer is None, must be a Buffer or LocalCluster (or pass a handle)")
+    group = buffer if buffer is not None else handle.buffer
+    with group.telling_others():
+        yield group
+
+
+def _check_owner(buffer: RankGroup | None, handle: Handle | None) -> None:
     if buffer is not None and handle is not None and handle.buffer is not buffer:
         raise ValueError("handle belongs to another buffer than the one given")
-    return buffer if handle is None else handle.buffer
 
 
 def _as_list(name: str, value: Tensors | None, group: RankGroup) -> list[torch.Tensor]:
@@ -219,6 +221,8 @@ def _as_list(name: str, value: Tensors | None, group: RankGroup) -> list[torch.T
             raise ValueError(f"{name} is a {type(tensor).__name__}, must be a tensor")
         if tensor.device != group.device:
             raise ValueError(f"{name} is on {tensor.device}, must be on {group.device}, where the buffer is")
+        if tensor.is_neg() or tensor.is_conj():
+            raise ValueError(f"{name} is a view that negates or conjugates lazily, must be resolved: resolve_neg()")
         if not tensor.is_contiguous():
             raise ValueError(
                 f"{name} has strides {tuple(tensor.stride())} for shape {tuple(tensor.shape)}, must be contiguous"
@@ -262,6 +266,8 @@ def _check_payload(name: str, xs: list[torch.Tensor], rows: list[int], allowed: 
     for x, expected in zip(xs, rows, strict=True):
         if x.dim() != 2 or x.shape[0] != expected or x.shape[1] < 1:
             raise ValueError(f"{name} has shape {tuple(x.shape)}, must be [{expected}, H] with H >= 1")
+        if x.shape[1] * x.element_size() > MOST_ROW_BYTES or x.shape[0] > MOST_ROWS:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, must be smaller: {MOST_ROW_BYTES} bytes a row")
         if x.shape[1] != xs[0].shape[1]:
             raise ValueError(f"{name} has H = {xs[0].shape[1]} on one rank and {x.shape[1]} on another, must be equal")
 

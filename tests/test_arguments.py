@@ -1,5 +1,7 @@
 """Every wrong argument is a ValueError that names it, before anything is launched."""
 
+import threading
+
 import pytest
 import torch
 
@@ -33,6 +35,7 @@ BAD = {
     "x strided": ("x", lambda t: torch.randn(H, T).t(), "x has strides .* must be contiguous"),
     "x on another device": ("x", lambda t: t.to("meta"), "x is on meta"),
     "x too long": ("x", lambda t: torch.randn(T, 2000), r"Config.nvl_ring_bytes is 4096, must be at least \d+"),
+    "x negated": ("x", torch._neg_view, "x is a view that negates"),
     "x no tensor": ("x", lambda t: t.tolist(), "x is a list, must be a tensor"),
     "ids of floats": ("topk_idx", lambda t: t.float(), "topk_idx is torch.float32, must be one of torch.int64"),
     "ids flat": ("topk_idx", lambda t: t[:, 0].contiguous(), r"topk_idx has shape \(4,\), must be \[T, K\]"),
@@ -90,10 +93,13 @@ def assert_usable(cluster):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"expert_alignment": 0}, "expert_alignment is 0, must be an int >= 1"),
+        ({"expert_alignment": 0}, r"expert_alignment is 0, must be an int in \[1, 268435456\]"),
         ({"expert_alignment": 2.0}, "expert_alignment is 2.0"),
-        ({"expert_capacity": 0}, "expert_capacity is 0, must be an int >= 1"),
-        ({"max_recv_tokens": -1}, "max_recv_tokens is -1, must be an int >= 1"),
+        ({"expert_capacity": 0}, "expert_capacity is 0, must be an int in"),
+        ({"max_recv_tokens": -1}, "max_recv_tokens is -1, must be an int in"),
+        ({"expert_alignment": 2**30}, "expert_alignment is 1073741824, must be an int in"),
+        ({"expert_capacity": 2**40}, "expert_capacity is 1099511627776, must be an int in"),
+        ({"max_recv_tokens": 2**31}, "max_recv_tokens is 2147483648, must be an int in"),
         ({"expert_capacity": 4, "expert_alignment": 2}, "expert_alignment is 2, must be 1 with expert_capacity"),
         ({"scales": [torch.ones(T, 1)] * 2}, "scales must be given only with x of torch.float8_e4m3fn"),
         ({"topk_idx": None}, "topk_idx is a NoneType, must be a list of 2 tensors"),
@@ -157,13 +163,20 @@ def test_bad_handles(cluster):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ep.Topology(0, 1), "Topology.nodes is 0, must be an int >= 1"),
+        (lambda: ep.Topology(0, 1), "Topology.nodes is 0, must be an int in"),
         (lambda: ep.Topology(1, 1.5), "Topology.ranks_per_node is 1.5"),
         (lambda: ep.Config(num_experts=0), "Config.num_experts is 0"),
         (lambda: ep.Config(num_experts=8, channels=0), "Config.channels is 0"),
         (lambda: ep.Config(num_experts=8, timeout=0), "Config.timeout is 0"),
         (lambda: ep.Config(num_experts=8, timeout=float("inf")), "Config.timeout is inf"),
         (lambda: ep.Config(num_experts=8, nvl_ring_bytes=3), "Config.nvl_ring_bytes is 3"),
+        (lambda: ep.Config(num_experts=8, nvl_ring_bytes=2**62), "Config.nvl_ring_bytes is 4611686018427387904"),
+        (lambda: ep.Config(num_experts=2**31), "Config.num_experts is 2147483648"),
+        (lambda: ep.Config(num_experts=8, timeout=1e300), r"Config.timeout is 1e\+300"),
+        (lambda: ep.Config(num_experts=8, timeout=True), "Config.timeout is True"),
+        (lambda: ep.LocalCluster(1, 1, {"num_experts": 8}), "config is .*, must be a megatron_ep.Config"),
+        (lambda: ep.LocalCluster(1, 1, ep.Config(num_experts=8), seed=-1), "seed is -1"),
+        (lambda: ep.LocalCluster(1, 1, ep.Config(num_experts=8), seed=1, threads=2), "threads is 2, must be 1 with a"),
         (
             lambda: ep.LocalCluster(2, 2, ep.Config(num_experts=6)),
             "Config.num_experts is 6, must be a multiple of the 4 ranks",
@@ -189,3 +202,35 @@ def test_timeout_from_the_environment(monkeypatch):
         ep.LocalCluster(1, 1, ep.Config(num_experts=1))
     monkeypatch.delenv("MEGATRON_EP_TIMEOUT")
     assert ep.Config(num_experts=1).timeout_seconds == 100
+
+
+def test_only_one_thread_at_a_time(cluster):
+    """A second thread is refused; the first goes on undisturbed."""
+    inputs = [good(), good()]
+    arguments = {key: [one[key].repeat(2000, 1) for one in inputs] for key in inputs[0]}
+    errors = []
+
+    def work():
+        for _ in range(20):
+            try:
+                rows = ep.dispatch(**arguments, buffer=cluster)
+                ep.combine(rows.x, rows.handle)
+            except RuntimeError as error:
+                errors.append(str(error))
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(errors) <= {"the buffer is in use by another thread"}
+
+
+def test_what_dispatch_returns_is_not_the_handles_own(cluster):
+    inputs = [good(), good()]
+    rows = ep.dispatch(**{key: [one[key] for one in inputs] for key in inputs[0]}, buffer=cluster)
+    before = [counts.clone() for counts in rows.tokens_per_expert]
+    for counts in rows.tokens_per_expert:
+        counts.zero_()
+    again = ep.dispatch([one["x"] for one in inputs], handle=rows.handle)
+    assert all(map(torch.equal, again.tokens_per_expert, before))

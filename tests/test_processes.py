@@ -16,7 +16,7 @@ from megatron_ep import reference
 from megatron_ep.local_ranks import LocalRanks
 
 W = 4
-TIMEOUT = 1.5
+TIMEOUT = 2.5
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +152,68 @@ def test_different_sequences_of_calls_are_an_error(ranks):
     ranks.run(run_different_calls)
 
 
+def dispatch_differently(buffer, kind):
+    """What ranks must agree on and do not: odd ranks do something else than even ones."""
+    odd = buffer.rank % 2
+    tokens = 9
+    generator = torch.Generator().manual_seed(buffer.rank)
+    hidden, dtype, topk, weights_dtype = 8, torch.float32, 3, torch.float32
+    if kind == "hidden":
+        hidden = 5 if odd else 8
+    if kind == "dtype":
+        hidden, dtype = (16, torch.bfloat16) if odd else (8, torch.float32)
+    if kind == "topk":
+        topk = 4 if odd else 3
+    if kind == "weight dtype":
+        weights_dtype = torch.float64 if odd else torch.float32
+    ids = torch.rand(tokens, 8, generator=generator).topk(topk, dim=1).indices
+    x = torch.ones(tokens, hidden, dtype=dtype)
+    weights = None if kind == "weights" and odd else torch.ones(tokens, topk, dtype=weights_dtype)
+    if kind not in ("other call", "other handle"):
+        return ep.dispatch(x, ids, weights, buffer=buffer)
+    first = ep.dispatch(x, ids, weights, buffer=buffer)
+    second = ep.dispatch(x, ids, weights, buffer=buffer)
+    if kind == "other handle":
+        return ep.dispatch(x, handle=(first if odd else second).handle)
+    return ep.dispatch(x, handle=second.handle) if odd else ep.combine(second.x, second.handle)
+
+
+def run_disagreement(kind):
+    buffer = make_buffer()
+    with pytest.raises(ep.EPError, match="rank . met a row that was not meant for its call|timed out"):
+        dispatch_differently(buffer, kind)
+    buffer.reset()
+    round_trips(buffer, rounds=1)
+    buffer.close()
+
+
+@pytest.mark.parametrize("kind", ["hidden", "dtype", "topk", "weights", "weight dtype", "other call", "other handle"])
+def test_ranks_that_disagree_never_get_wrong_rows(ranks, kind):
+    ranks.run(run_disagreement, kind)
+
+
+def run_mistakes_outside_the_tensors(kind):
+    """Rank 2's mistake is not a wrong tensor; the others must hear of it all the same."""
+    buffer = make_buffer()
+    x, ids, weights = (part[buffer.rank] for part in inputs(8, 2))
+    wrong = buffer.rank == 2
+    options = {"expert_capacity": 2**40} if kind == "number" else {}
+    handle = "handle" if kind == "handle" else None
+    if kind == "memory" and wrong:
+        buffer._heap = None  # any error inside the library
+    started = time.monotonic()
+    with pytest.raises((ValueError, AttributeError) if wrong else ep.EPAbortError):
+        if wrong and handle:
+            ep.dispatch(x, handle=handle, buffer=buffer)
+        ep.dispatch(x, ids, weights, buffer=buffer, **(options if wrong else {}))
+    assert time.monotonic() - started < TIMEOUT
+
+
+@pytest.mark.parametrize("kind", ["number", "handle", "memory"])
+def test_any_failure_of_one_rank_reaches_all(ranks, kind):
+    ranks.run(run_mistakes_outside_the_tensors, kind)
+
+
 def run_bad_construction():
     rank = torch.distributed.get_rank()
     with pytest.raises(ValueError, match="must be equal"):
@@ -161,7 +223,9 @@ def run_bad_construction():
     with pytest.raises(ValueError, match="must be a multiple of the 4 ranks"):
         ep.Buffer(None, ep.Config(num_experts=6, timeout=5))
     with pytest.raises(ep.EPError, match="could not set up the buffer: reserving"):
-        ep.Buffer(None, ep.Config(num_experts=8, timeout=5, nvl_ring_bytes=1 << 45))
+        ep.Buffer(None, ep.Config(num_experts=8, timeout=5, channels=1 << 12, nvl_ring_bytes=1 << 32))
+    with pytest.raises((ValueError, ep.EPError), match="topology is .*, must be a megatron_ep.Topology"):
+        ep.Buffer(None, ep.Config(num_experts=8), (2, 2) if rank == 1 else None)
 
 
 def test_bad_construction_is_the_same_error_everywhere(ranks):

@@ -75,7 +75,7 @@ def test_lost_row_signal_is_found(seed):
 
 @pytest.mark.parametrize("lost_signal", [1, 2])
 def test_lost_counts_are_found(lost_signal):
-    with pytest.raises(ep.EPTimeoutError, match="notify, channel 0, call 0: waited for counts from another node"):
+    with pytest.raises(ep.EPTimeoutError, match="notify, channel 0, call 1: waited for counts from another node"):
         one_way_traffic(lost_signal, seed=0)
 
 

@@ -70,7 +70,9 @@ class PyCudaGroup {
         return all;
     }
 
-    void abort(bool interrupted) { group_.abort(interrupted ? Outcome::Interrupted : Outcome::BadInput); }
+    void abort(bool interrupted, bool failed) {
+        group_.abort(interrupted ? Outcome::Interrupted : failed ? Outcome::Failed : Outcome::BadInput);
+    }
 
     void reset() {
         group_.reset();
@@ -91,7 +93,8 @@ class PyCudaGroup {
             .def("aborted", &PyCudaGroup::aborted,
                  "(outcome, rank) of whoever gave up first, as far as this process has been told, or None.")
             .def("incidents", &PyCudaGroup::incidents)
-            .def("abort", &PyCudaGroup::abort, py::kw_only(), py::arg("interrupted") = false, release)
+            .def("abort", &PyCudaGroup::abort, py::kw_only(), py::arg("interrupted") = false, py::arg("failed") = false,
+                 release)
             .def("reset", &PyCudaGroup::reset, release);
     }
 

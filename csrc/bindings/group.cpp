@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <mutex>
 #include <optional>
 
 #include "bindings/incidents.h"
@@ -40,6 +41,7 @@ class Group {
 
     std::vector<Layout::Totals> notify(const std::vector<RankTensors>& tensors, int topk, int index_bytes,
                                        int expert_alignment, int expert_capacity) {
+        const auto lock = use_alone();
         std::vector<NotifyArgs> args;
         ++epoch_;
         for (size_t i = 0; i < tensors.size(); ++i) {
@@ -55,6 +57,7 @@ class Group {
     }
 
     void dispatch(const std::vector<RankTensors>& tensors, const RowFormat& format, int nvl_batch, int rdma_chunk) {
+        const auto lock = use_alone();
         std::vector<DispatchArgs> args;
         ++call_;
         for (size_t i = 0; i < tensors.size(); ++i) {
@@ -66,6 +69,7 @@ class Group {
 
     void combine(const std::vector<RankTensors>& tensors, const RowFormat& format, int nvl_batch, int rdma_chunk,
                  int dtype) {
+        const auto lock = use_alone();
         std::vector<CombineArgs> args;
         ++call_;
         for (size_t i = 0; i < tensors.size(); ++i) {
@@ -94,9 +98,10 @@ class Group {
         return all;
     }
 
-    void abort() { group_.state(0).abort(Outcome::BadInput); }
+    void abort(bool failed) { group_.state(0).abort(failed ? Outcome::Failed : Outcome::BadInput); }
 
     void reset() {
+        const auto lock = use_alone();
         group_.reset();
         epoch_ = call_ = 0;
     }
@@ -108,6 +113,12 @@ class Group {
         std::vector<char*> data;
         for (const Segment* segment : segments) data.push_back(segment->data());
         return data;
+    }
+
+    std::unique_lock<std::mutex> use_alone() {
+        std::unique_lock lock(busy_, std::try_to_lock);
+        if (!lock) throw std::runtime_error("the buffer is in use by another thread");
+        return lock;
     }
 
     template <class F>
@@ -123,6 +134,7 @@ class Group {
     }
 
     HostGroup group_;
+    std::mutex busy_;
     uint64_t epoch_ = 0;
     uint64_t call_ = 0;
     std::chrono::duration<double> seconds_{0};
@@ -173,20 +185,20 @@ void bind_group(py::module_& m) {
             },
             py::arg("num_tokens"), py::arg("topk"), "Number of int32 that a handle's layout takes.")
         .def(
-            "expert_offsets",
+            "expert_start_offset",
             [](const Heap& heap, int num_tokens, int topk) {
                 const Layout layout{heap.topology, num_tokens, topk, heap.num_experts, heap.channels, nullptr};
-                return std::pair(&layout.expert_count(0) - layout.data, &layout.expert_start(0) - layout.data);
+                return &layout.expert_start(0) - layout.data;
             },
             py::arg("num_tokens"), py::arg("topk"),
-            "Where in a handle's layout the rows per local expert [L] and, padding included, their prefix sums [L + 1] "
-            "lie.");
+            "Where in a handle's layout the prefix sums [L + 1] of the rows per local expert lie, padding included.");
 
     py::class_<RowFormat>(m, "RowFormat", "How one row travels.")
-        .def(py::init([](int payload_bytes, int scale_bytes, int weight_bytes, int topk) {
-                 return RowFormat{payload_bytes, scale_bytes, weight_bytes, topk};
+        .def(py::init([](int payload_bytes, int scale_bytes, int weight_bytes, int topk, int payload_type) {
+                 return RowFormat{payload_bytes, scale_bytes, weight_bytes, topk, payload_type};
              }),
-             py::kw_only(), py::arg("payload_bytes"), py::arg("scale_bytes"), py::arg("weight_bytes"), py::arg("topk"))
+             py::kw_only(), py::arg("payload_bytes"), py::arg("scale_bytes"), py::arg("weight_bytes"), py::arg("topk"),
+             py::arg("payload_type"))
         .def_property_readonly("slot_bytes", &RowFormat::slot_bytes);
 
     py::class_<RankTensors>(m, "RankTensors", "Addresses of one rank's tensors; 0 where there is none.")
@@ -226,7 +238,7 @@ void bind_group(py::module_& m) {
         .def("aborted", &Group::aborted)
         .def("finished", &Group::finished)
         .def("incidents", &Group::incidents)
-        .def("abort", &Group::abort)
+        .def("abort", &Group::abort, py::kw_only(), py::arg("failed"))
         .def("reset", &Group::reset)
         .def_property_readonly("seconds", &Group::seconds);
 }

@@ -77,6 +77,8 @@ const char* name(Outcome outcome) {
             return "interrupted";
         case Outcome::BadInput:
             return "bad_input";
+        case Outcome::Failed:
+            return "failed";
         case Outcome::Mismatch:
             return "mismatch";
         case Outcome::Overflow:

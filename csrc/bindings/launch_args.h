@@ -57,8 +57,9 @@ inline DispatchArgs dispatch_args(const Heap& heap, int rank, const RankTensors&
 
 inline CombineArgs combine_args(const Heap& heap, int rank, const RankTensors& t, const RowFormat& format,
                                 uint64_t call, int nvl_batch, int rdma_chunk) {
-    return {transfer_args(heap, rank, t, format, call, nvl_batch, rdma_chunk), at<char>(t.x), at<char>(t.weights),
-            at<char>(t.out), at<char>(t.out_weights)};
+    TransferArgs args = transfer_args(heap, rank, t, format, call, nvl_batch, rdma_chunk);
+    args.is_combine = true;
+    return {args, at<char>(t.x), at<char>(t.weights), at<char>(t.out), at<char>(t.out_weights)};
 }
 
 }  // namespace ep

@@ -58,6 +58,8 @@ py::capsule pooled_bytes(int64_t size) {
 }  // namespace
 
 void bind_memory(py::module_& m) {
+    m.def(
+        "release_pooled_memory", [] { MemoryPool::instance().trim(); }, "Returns unused pooled memory to the system.");
     m.def("pooled_bytes", &pooled_bytes, py::arg("size"),
           "A DLPack capsule of uint8 [size], not cleared, that returns to a pool when freed.");
 }

@@ -35,6 +35,7 @@ struct TransferArgs {
     int64_t max_received;   // rows that `positions` can hold
     int64_t max_rail;       // rows that `rail_experts` can hold
     int64_t max_rows;       // rows that the expert-grouped tensor can hold
+    bool is_combine = false;
 
     static constexpr int32_t kElsewhere = -1;   // that expert lives on another rank
     static constexpr int32_t kOverflowed = -2;  // the expert-grouped tensor had no room
@@ -45,6 +46,11 @@ struct TransferArgs {
     EP_HD uint64_t slots(size_t ring_bytes) const { return floor_power_of_two(ring_bytes / format.slot_bytes()); }
     EP_HD uint64_t nvl_slots() const { return slots(heap.nvl_ring_bytes); }
     EP_HD uint64_t rdma_slots() const { return slots(heap.rdma_ring_bytes); }
+    // Rows and credits are held back until there is a chunk of them: two chunks, each one short of full, must leave room in the ring.
+    EP_HD uint64_t chunk() const {
+        const uint64_t half = rdma_slots() / 2 > 0 ? rdma_slots() / 2 : 1;
+        return static_cast<uint64_t>(rdma_chunk) < half ? rdma_chunk : half;
+    }
 };
 
 struct DispatchArgs : TransferArgs {

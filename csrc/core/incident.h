@@ -40,7 +40,8 @@ enum class Outcome : int {
     Aborted,      // another role or rank gave up first
     Interrupted,  // the user pressed Ctrl-C
     BadInput,     // a rank refused its arguments
-    Mismatch,     // a row of another call arrived: ranks issued different sequences of calls
+    Failed,       // a rank failed for a reason of its own, such as a lack of memory
+    Mismatch,     // a row arrived that was not meant: ranks issued different calls, or with different shapes or types
     Overflow,     // a table that the protocol cannot do without is too small
 };
 

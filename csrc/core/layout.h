@@ -29,7 +29,8 @@ struct Layout {
         int32_t rail_rows;      // rows of other nodes that pass through this rank
         int32_t bad_token;      // 1 + the token whose ids are invalid (0: none)
         int32_t overflow;       // set when rows did not fit into the output
-        int32_t unused[3];
+        uint32_t epoch;         // of the notify that made this layout
+        int32_t unused[2];
     };
     EP_HD Totals& totals() const { return *reinterpret_cast<Totals*>(data); }
 
@@ -43,7 +44,7 @@ struct Layout {
     }  // [C + 1, E]
     EP_HD int32_t& rank_tokens(int channel, int rank) const {
         return expert_counts(channels + 1)[channel * world() + rank];
-    }                                                          // [C, W]
+    }  // [C, W]
     EP_HD int32_t& node_tokens(int channel, int node) const {  // [C, N]
         return (&rank_tokens(channels, 0))[channel * topology.nodes + node];
     }
@@ -57,7 +58,7 @@ struct Layout {
     }  // [C, W]
     EP_HD int32_t* expert_base(int rank) const {
         return &received_start(channels, 0) + static_cast<size_t>(rank) * local_experts();
-    }                                                                                       // [W, L]
+    }  // [W, L]
     EP_HD int32_t& expert_count(int expert) const { return expert_base(world())[expert]; }  // [L], without padding
     EP_HD int32_t& expert_start(int expert) const {
         return (&expert_count(local_experts()))[expert];

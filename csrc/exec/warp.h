@@ -28,7 +28,7 @@ enum class Reuse { Soon, Late };
 //   wait_all(wait, count, need)       until every lane has; false: the wait ended badly and the role must return
 //   wait_any(wait, count, need)       until some lane has; returns the lanes that have, 0: as above
 //   fail(outcome, wait, need)         records an incident and makes all waits of all ranks end
-//   copy<Reuse>(dst, src, bytes)      dst and src aligned to 4 bytes at least
+//   copy<Reuse>(dst, src, bytes)
 //   multicast<Reuse>(dsts, mask, src, bytes)   one source, a destination per lane in the mask
 //   sum<T>(dst, srcs, mask, count)    dst[i] = sum over the lanes in the mask of srcs[lane][i], in lane order, in fp32 (fp64 for fp64)
 //   zero(dst, bytes)
@@ -52,7 +52,9 @@ concept WarpLike =
         warp.template copy<Reuse::Soon>(dst, src, bytes);
         warp.template multicast<Reuse::Late>(dsts, uint32_t{1}, src, bytes);
         warp.template sum<float>(dst, srcs, uint32_t{1}, bytes);
-        warp.template publish<Scope::System>(flag, uint64_t{1});
+        warp.zero(dst, bytes);
+    warp.template publish<Scope::System>(flag, uint64_t{1});
+    warp.template publish_lanes<Scope::System>(1, [](int, auto&&) {});
         { W::template acquire<Scope::System>(flag) } -> std::same_as<uint64_t>;
     };
 

@@ -21,8 +21,12 @@ namespace {
 
 int unnamed_file() {
     static std::atomic<int> count = 0;
-    const std::string name = "/megatron_ep-" + std::to_string(getpid()) + "-" + std::to_string(count++);
-    const int descriptor = shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR, 0600);
+    std::string name;
+    int descriptor;
+    do {  // a name is taken only where a process was killed between the next two calls
+        name = "/megatron_ep-" + std::to_string(getpid()) + "-" + std::to_string(count++);
+        descriptor = shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR, 0600);
+    } while (descriptor < 0 && errno == EEXIST);
     if (descriptor < 0) fail(errno, "making shared memory " + name);
     shm_unlink(name.c_str());
     return descriptor;

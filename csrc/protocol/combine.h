@@ -59,7 +59,7 @@ EP_FN void combine_nvl_sender(W& warp, F& fabric, const CombineArgs& args, int c
                     }
                 });
                 const uint32_t parts = warp.ballot(format.topk, [&](int k) { return position[k] >= 0; });
-                warp.template sum<T>(slot, part, parts, format.payload_bytes / sizeof(T));
+                warp.template sum<T>(slot + format.payload(), part, parts, format.payload_bytes / sizeof(T));
             }
             warp.lanes(1, [&](int) { rings.nvl_out(node, peer).next = rings.nvl_out(node, peer).published = next; });
             warp.template publish<Scope::System>(rings.nvl_out_tail(node, peer), next);
@@ -99,18 +99,18 @@ EP_FN void combine_forwarder(W& warp, F& fabric, const CombineArgs& args, int ch
             if (lane == 0) *reinterpret_cast<uint64_t*>(slot + format.tag()) = row_tag(args);
             if (peer[lane] < 0) return;
             const char* row = rings.nvl_in_slot(node, peer[lane], rings.nvl_in(node, peer[lane]).next);
-            part[lane] = row;
+            part[lane] = row + format.payload();
             const size_t weight = format.weights() + lane * format.weight_bytes;
             copy_weight(slot + weight, row + weight, format.weight_bytes);
         });
         bool same_call = true;
         for_each_lane(lanes, [&](int lane) {
-            const char* row = static_cast<const char*>(warp.broadcast(part, lane));
+            const char* row = static_cast<const char*>(warp.broadcast(part, lane)) - format.payload();
             same_call =
                 same_call && belongs_to_call(warp, args, row, rings.rank_at(args.node(), warp.broadcast(peer, lane)));
         });
         if (!same_call) return;
-        warp.template sum<T>(slot, part, lanes, format.payload_bytes / sizeof(T));
+        warp.template sum<T>(slot + format.payload(), part, lanes, format.payload_bytes / sizeof(T));
         warp.lanes(format.topk, [&](int lane) {
             if (lanes >> lane & 1) ++rings.nvl_in(node, peer[lane]).next;
         });
@@ -160,7 +160,7 @@ EP_FN void combine_receiver(W& warp, F& fabric, const CombineArgs& args, int cha
                     is_local(source[lane])
                         ? rings.nvl_in_slot(own_node, source[lane], rings.nvl_in(own_node, source[lane]).next)
                         : rings.rdma_in_slot(node_of(source[lane]), rings.rdma_in(node_of(source[lane])).next);
-                part[lane] = row;
+                part[lane] = row + format.payload();
                 gradient = row + format.weights() + lane * format.weight_bytes;
             }
             copy_weight(weight, gradient, format.weight_bytes);
@@ -170,8 +170,9 @@ EP_FN void combine_receiver(W& warp, F& fabric, const CombineArgs& args, int cha
             const int from = warp.broadcast(source, lane);
             const int rank =
                 is_local(from) ? rings.rank_at(own_node, from) : rings.rank_at(node_of(from), args.local());
-            same_call =
-                same_call && belongs_to_call(warp, args, static_cast<const char*>(warp.broadcast(part, lane)), rank);
+            same_call = same_call &&
+                        belongs_to_call(warp, args,
+                                        static_cast<const char*>(warp.broadcast(part, lane)) - format.payload(), rank);
         });
         if (!same_call) return;
         warp.template sum<T>(args.y + static_cast<size_t>(token) * format.payload_bytes, part, lanes,

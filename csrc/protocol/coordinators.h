@@ -64,7 +64,7 @@ EP_FN void sender_coordinator(W& warp, F& fabric, const TransferArgs& args, cons
         }
         fabric.put_signal(warp, channel, node, args.heap.rdma_tail(channel, args.node()), to);
     };
-    follow(warp, Wait::PackedRow, count, args.rdma_chunk, args.rank, put, end, filled, put_rows);
+    follow(warp, Wait::PackedRow, count, args.chunk(), args.rank, put, end, filled, put_rows);
     warp.lanes(count, [&](int lane) { rings.rdma_out(first_node + lane).published = put[lane]; });
 }
 
@@ -83,7 +83,7 @@ EP_FN void forwarder_coordinator(W& warp, F& fabric, const TransferArgs& args, c
     auto tell = [&](int lane, uint64_t, uint64_t to) {
         fabric.put_signal(warp, channel, first_node + lane, args.heap.rdma_head(channel, args.node()), to);
     };
-    follow(warp, Wait::FreedRow, count, args.rdma_chunk, args.rank, told, end, taken, tell);
+    follow(warp, Wait::FreedRow, count, args.chunk(), args.rank, told, end, taken, tell);
     warp.lanes(count, [&](int lane) { rings.rdma_in(first_node + lane).published = told[lane]; });
 }
 

@@ -60,7 +60,7 @@ EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel)
         warp.lanes(format.topk, [&](int lane) {
             if (!(lanes >> lane & 1)) return;
             char* slot = rings.nvl_out_slot(node, peer[lane], rings.nvl_out(node, peer[lane]).next++);
-            row[lane] = slot;
+            row[lane] = slot + format.payload();
             scales[lane] = slot + format.scales();
         });
         warp.template multicast<Reuse::Soon>(row, lanes, args.x + static_cast<size_t>(token) * format.payload_bytes,
@@ -69,8 +69,9 @@ EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel)
             warp.template multicast<Reuse::Soon>(
                 scales, lanes, args.scales + static_cast<size_t>(token) * format.scale_bytes, format.scale_bytes);
         }
-        for_each_lane(
-            lanes, [&](int lane) { write_header(warp, args, static_cast<char*>(warp.broadcast(row, lane)), token); });
+        for_each_lane(lanes, [&](int lane) {
+            write_header(warp, args, static_cast<char*>(warp.broadcast(row, lane)) - format.payload(), token);
+        });
     }
     publish_tails(warp, rings, node);
 }
@@ -87,8 +88,8 @@ EP_FN void rdma_sender(W& warp, F& fabric, const DispatchArgs& args, int channel
         if (!peers_on_node(warp, args, node, args.layout.experts(token), peer)) continue;
         if (!warp.wait_all(Wait::RdmaCredit, 1, [&](int) { return rdma_credit<W>(rings, node); })) return;
         char* slot = rings.rdma_out_slot(node, next);
-        warp.template copy<Reuse::Soon>(slot, args.x + static_cast<size_t>(token) * format.payload_bytes,
-                                        format.payload_bytes);
+        warp.template copy<Reuse::Soon>(
+            slot + format.payload(), args.x + static_cast<size_t>(token) * format.payload_bytes, format.payload_bytes);
         if (format.scale_bytes) {
             warp.template copy<Reuse::Soon>(slot + format.scales(),
                                             args.scales + static_cast<size_t>(token) * format.scale_bytes,
@@ -172,7 +173,7 @@ EP_FN void place_row(W& warp, const DispatchArgs& args, const char* slot, int so
         warp.ballot(format.topk, [&](int lane) { return position[lane] == TransferArgs::kOverflowed; });
     if (overflowed || received >= args.max_received) layout.totals().overflow = 1;
     const uint32_t placed = warp.ballot(format.topk, [&](int lane) { return position[lane] >= 0; });
-    warp.template multicast<Reuse::Late>(row, placed, slot, format.payload_bytes);
+    warp.template multicast<Reuse::Late>(row, placed, slot + format.payload(), format.payload_bytes);
     if (format.scale_bytes)
         warp.template multicast<Reuse::Late>(scales, placed, slot + format.scales(), format.scale_bytes);
 }

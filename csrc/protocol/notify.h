@@ -151,6 +151,7 @@ EP_FN bool receive_counts(W& warp, F& fabric, const NotifyArgs& args) {
         layout.totals().received_rows = received_rows;
         layout.totals().expert_rows = expert_rows;
         layout.totals().rail_rows = rail_rows;
+        layout.totals().epoch = static_cast<uint32_t>(args.epoch);
     });
     return true;
 }

@@ -80,7 +80,19 @@ struct Rings {
 
 EP_FN int lanes_from(int first, int count, int most = 32) { return count - first < most ? count - first : most; }
 
-EP_FN uint64_t row_tag(const TransferArgs& args) { return args.call; }
+// What both ends of a ring must agree on for a row to make sense, as one number: the call, the layout it uses and the rows' shape and type.
+EP_FN uint64_t row_tag(const TransferArgs& args) {
+    uint64_t tag = args.is_combine;
+    auto add = [&](uint64_t value) {
+        tag = (tag ^ value) * 0x9e3779b97f4a7c15;
+        tag ^= tag >> 32;
+    };
+    add(args.call);
+    add(args.layout.totals().epoch);
+    add(static_cast<uint64_t>(args.format.payload_bytes) << 32 | static_cast<uint32_t>(args.format.payload_type));
+    add(static_cast<uint64_t>(args.format.scale_bytes) << 32 | args.format.weight_bytes << 16 | args.format.topk);
+    return tag | 1;  // never that of a ring that was not written yet
+}
 
 // The role's rings towards `count` ranks from `first_rank` on, by the source rank of what they carry (dispatch: all of its own node).
 // A call may use slots of another size than the call before it: then the ring must have run empty first, or the two would overlap.

@@ -79,6 +79,7 @@ int run_transfers(int rounds) {
             dispatch.push_back(
                 {args, bytes(d.x), nullptr, bytes(d.weights), bytes(d.recv_x), nullptr, bytes(d.recv_weights)});
             args.call = 2ull * round;
+            args.is_combine = true;
             combine.push_back({args, bytes(d.recv_x), bytes(d.recv_weights), bytes(d.y), bytes(d.y_weights)});
         }
         group.dispatch<Warp>(dispatch);

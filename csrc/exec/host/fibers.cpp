@@ -10,6 +10,8 @@
 #include <new>
 #include <optional>
 
+#include "exec/host/rows.h"
+
 namespace ep {
 
 using Clock = std::chrono::steady_clock;
@@ -61,16 +63,25 @@ void FiberExecutor::begin(Fiber& fiber) {
 
 void FiberExecutor::body() {
     Fiber& fiber = *current_;
-    fiber.task.run(*this);
+    try {
+        fiber.task.run(*this);
+    } catch (...) {
+        error_ = std::current_exception();
+        fiber.task.rank->give_up();
+        fiber.task.rank->abort(Outcome::Failed);
+    }
     fiber.task.run = nullptr;
     fiber.done = true;
     swapcontext(&fiber.context, &fiber.scheduler);
 }
 
 void FiberExecutor::run(std::vector<RoleTask> tasks, std::function<bool()> interrupted) {
+    // First everything that can fail for lack of memory.
+    while (spare_.size() < tasks.size()) spare_.push_back(std::make_unique<Fiber>());
+    fibers_.reserve(tasks.size());
     interrupted_ = std::move(interrupted);
+    error_ = nullptr;
     for (RoleTask& task : tasks) {
-        if (spare_.empty()) spare_.push_back(std::make_unique<Fiber>());
         fibers_.push_back(std::move(spare_.back()));
         spare_.pop_back();
         Fiber& fiber = *fibers_.back();
@@ -87,6 +98,9 @@ void FiberExecutor::run(std::vector<RoleTask> tasks, std::function<bool()> inter
         }
         retire();
     }
+    interrupted_ = nullptr;
+    finish_streaming();
+    if (error_) std::rethrow_exception(error_);
 }
 
 void FiberExecutor::retire() {

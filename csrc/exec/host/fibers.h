@@ -1,5 +1,6 @@
 #pragma once
 
+#include <exception>
 #include <functional>
 #include <memory>
 #include <random>
@@ -16,7 +17,7 @@ class FiberExecutor : public Executor {
     FiberExecutor();
     ~FiberExecutor() override;
 
-    // `interrupted` is asked now and then while idle, and ends all waits when it returns true.
+    // `interrupted` is asked now and then while idle, and ends all waits when it returns true. Throws what a role threw, after all have ended.
     void run(std::vector<RoleTask> tasks, std::function<bool()> interrupted = {});
     WaitEnd wait(Condition condition, const RankState& rank) override;
 
@@ -44,6 +45,7 @@ class FiberExecutor : public Executor {
     std::vector<std::unique_ptr<Fiber>> spare_;  // finished: their stacks serve the next run
     Fiber* current_ = nullptr;
     std::function<bool()> interrupted_;
+    std::exception_ptr error_;  // what a role threw
     int idle_passes_ = 0;
 };
 

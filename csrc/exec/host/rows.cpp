@@ -145,4 +145,10 @@ void copy_streaming(void* dst, const void* src, size_t bytes) {
 #endif
 }
 
+void finish_streaming() {
+#if defined(__SSE2__)
+    _mm_sfence();
+#endif
+}
+
 }  // namespace ep

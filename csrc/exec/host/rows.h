@@ -10,6 +10,8 @@ namespace ep {
 
 // A copy whose destination is not read again soon: it leaves the cache to the rings.
 void copy_streaming(void* dst, const void* src, size_t bytes);
+// Orders such copies before what this thread writes next, as other copies are ordered by themselves.
+void finish_streaming();
 
 // dst[i] = rows[0][i] + rows[1][i] + ..., in this order, in fp32 (fp64 for double); zeros for no rows.
 void sum_rows(BFloat16* dst, const BFloat16* const* rows, int num_rows, size_t count);

@@ -63,12 +63,13 @@ class CudaGroup {
     int device_;
     int sms_;
     uint64_t timeout_ns_;
-    ControlBlock* reports_ = nullptr;    // [ranks], pinned and mapped
-    uint64_t* epochs_ = nullptr;         // [ranks], on the GPU
-    uint64_t** abort_words_ = nullptr;   // on the GPU
-    std::vector<uint64_t*> reachable_;   // what abort_words_ holds
-    uint64_t* abort_source_ = nullptr;   // pinned
-    CudaStream abort_stream_ = nullptr;  // not held up by kernels
+    ControlBlock* reports_ = nullptr;         // [ranks], pinned
+    ControlBlock* reports_on_gpu_ = nullptr;  // the same, mapped
+    uint64_t* epochs_ = nullptr;              // [ranks], on the GPU
+    uint64_t** abort_words_ = nullptr;        // on the GPU
+    std::vector<uint64_t*> reachable_;        // what abort_words_ holds
+    uint64_t* abort_source_ = nullptr;        // pinned
+    CudaStream abort_stream_ = nullptr;       // not held up by kernels
 };
 
 }  // namespace ep

@@ -84,6 +84,8 @@ CudaGroup<P>::CudaGroup(const Heap& heap, const P& fabric, std::vector<int> rank
     check_cuda(
         cudaHostAlloc(&reports_, ranks_.size() * sizeof(ControlBlock), cudaHostAllocMapped | cudaHostAllocPortable),
         "cudaHostAlloc");
+    check_cuda(cudaHostGetDevicePointer(reinterpret_cast<void**>(&reports_on_gpu_), reports_, 0),
+               "cudaHostGetDevicePointer");
     check_cuda(cudaHostAlloc(&abort_source_, sizeof(uint64_t), cudaHostAllocPortable), "cudaHostAlloc");
     reset();
 }
@@ -108,14 +110,12 @@ J CudaGroup<P>::joint(const std::vector<Args>& args, int blocks_per_rank) const 
     J joint{};
     joint.fabric = fabric_;
     joint.blocks_per_rank = blocks_per_rank;
-    ControlBlock* reports = nullptr;
-    check_cuda(cudaHostGetDevicePointer(reinterpret_cast<void**>(&reports), reports_, 0), "cudaHostGetDevicePointer");
     for (size_t i = 0; i < args.size(); ++i) {
         joint.args[i] = args[i];
         joint.epochs[i] = epochs_ + i;
-        joint.ranks[i] = {ranks_[i],   static_cast<int>(reachable_.size()),
-                          timeout_ns_, reinterpret_cast<ControlBlock*>(own_heaps_[i] + heap_.control()),
-                          reports + i, abort_words_};
+        joint.ranks[i] = {ranks_[i],           static_cast<int>(reachable_.size()),
+                          timeout_ns_,         reinterpret_cast<ControlBlock*>(own_heaps_[i] + heap_.control()),
+                          reports_on_gpu_ + i, abort_words_};
     }
     return joint;
 }

@@ -38,11 +38,24 @@ void HostGroup::run(std::vector<std::vector<RoleTask>> tasks_of_rank, const std:
     if (schedule_.thread_per_role) return ThreadExecutor().run(share(0, 1));
     const size_t threads = std::min<size_t>(schedule_.threads, ranks_.size());
     while (executors_.size() < threads) executors_.push_back(std::make_unique<FiberExecutor>());
-    std::vector<std::jthread> others;
-    for (size_t thread = 1; thread < threads; ++thread) {
-        others.emplace_back([&, thread] { executors_[thread]->run(share(thread, threads)); });
+    std::vector<std::exception_ptr> errors(threads);
+    auto run_share = [&](size_t thread, const std::function<bool()>& ask) {
+        try {
+            executors_[thread]->run(share(thread, threads), ask);
+        } catch (...) {
+            errors[thread] = std::current_exception();
+            states_[thread].give_up();
+            states_[thread].abort(Outcome::Failed);
+        }
+    };
+    {
+        std::vector<std::jthread> others;
+        for (size_t thread = 1; thread < threads; ++thread) others.emplace_back(run_share, thread, nullptr);
+        run_share(0, interrupted);
     }
-    executors_[0]->run(share(0, threads), interrupted);
+    for (const std::exception_ptr& error : errors) {
+        if (error) std::rethrow_exception(error);
+    }
 }
 
 bool HostGroup::finished() const {

@@ -25,6 +25,7 @@ void HostGroup::notify(std::vector<NotifyArgs> args, const std::function<bool()>
     std::vector<std::vector<RoleTask>> tasks(ranks_.size());
     for (size_t i = 0; i < ranks_.size(); ++i) {
         const NotifyArgs& a = args[i];
+        states_[i].call = a.epoch;
         tasks[i].push_back(role<Warp>(i, Role::Notify, 0, [&a](Warp& warp, HostFabric& fabric) {
             for (int channel = 0; channel < a.layout.channels; ++channel) count_channel(warp, a, channel);
             if (a.layout.totals().bad_token) return warp.fail(Outcome::BadInput, Wait::None, Need{});
@@ -37,17 +38,20 @@ void HostGroup::notify(std::vector<NotifyArgs> args, const std::function<bool()>
 }
 
 template <class Warp>
-void HostGroup::add_rail_roles(std::vector<RoleTask>& tasks, size_t index, const TransferArgs& args, int channel, bool combine) {
+void HostGroup::add_rail_roles(std::vector<RoleTask>& tasks, size_t index, const TransferArgs& args, int channel,
+                               bool combine) {
     const int nodes = heap_.topology.nodes;
     if (nodes == 1) return;
     const RailCounts counts{args.layout, args.node(), combine};
     for (int first = 0; first < nodes; first += 32) {
-        tasks.push_back(role<Warp>(index, Role::SenderCoordinator, channel, [&args, counts, channel, first](Warp& warp, HostFabric& fabric) {
-            sender_coordinator(warp, fabric, args, counts, channel, first);
-        }));
-        tasks.push_back(role<Warp>(index, Role::ForwarderCoordinator, channel, [&args, counts, channel, first](Warp& warp, HostFabric& fabric) {
-            forwarder_coordinator(warp, fabric, args, counts, channel, first);
-        }));
+        tasks.push_back(role<Warp>(index, Role::SenderCoordinator, channel,
+                                   [&args, counts, channel, first](Warp& warp, HostFabric& fabric) {
+                                       sender_coordinator(warp, fabric, args, counts, channel, first);
+                                   }));
+        tasks.push_back(role<Warp>(index, Role::ForwarderCoordinator, channel,
+                                   [&args, counts, channel, first](Warp& warp, HostFabric& fabric) {
+                                       forwarder_coordinator(warp, fabric, args, counts, channel, first);
+                                   }));
     }
 }
 
@@ -61,13 +65,16 @@ void HostGroup::dispatch(std::vector<DispatchArgs> args, const std::function<boo
             auto add = [&](Role name, auto body) { tasks[i].push_back(role<Warp>(i, name, c, body)); };
             for (int node = 0; node < heap_.topology.nodes; ++node) {
                 if (node == a.node()) continue;
-                add(Role::RdmaSender, [&a, c, node](Warp& warp, HostFabric& fabric) { rdma_sender(warp, fabric, a, c, node); });
-                add(Role::Forwarder, [&a, c, node](Warp& warp, HostFabric& fabric) { forwarder(warp, fabric, a, c, node); });
+                add(Role::RdmaSender,
+                    [&a, c, node](Warp& warp, HostFabric& fabric) { rdma_sender(warp, fabric, a, c, node); });
+                add(Role::Forwarder,
+                    [&a, c, node](Warp& warp, HostFabric& fabric) { forwarder(warp, fabric, a, c, node); });
             }
             add_rail_roles<Warp>(tasks[i], i, a, c, false);
             add(Role::NvlSender, [&a, c](Warp& warp, HostFabric& fabric) { nvl_sender(warp, fabric, a, c); });
             for (int first = 0; first < heap_.topology.world(); first += 32) {
-                add(Role::Receiver, [&a, c, first](Warp& warp, HostFabric& fabric) { receiver(warp, fabric, a, c, first); });
+                add(Role::Receiver,
+                    [&a, c, first](Warp& warp, HostFabric& fabric) { receiver(warp, fabric, a, c, first); });
             }
         }
         tasks[i].push_back(role<Warp>(i, Role::Launch, 0, [&a](Warp& warp, HostFabric&) {
@@ -93,7 +100,8 @@ void HostGroup::add_combine_roles(std::vector<RoleTask>& tasks, size_t index, co
         });
     }
     add_rail_roles<Warp>(tasks, index, args, channel, true);
-    add(Role::CombineReceiver, [&args, channel](Warp& warp, HostFabric& fabric) { combine_receiver<T>(warp, fabric, args, channel); });
+    add(Role::CombineReceiver,
+        [&args, channel](Warp& warp, HostFabric& fabric) { combine_receiver<T>(warp, fabric, args, channel); });
 }
 
 template <class Warp>
@@ -103,10 +111,18 @@ void HostGroup::combine(std::vector<CombineArgs> args, DType dtype, const std::f
         states_[i].call = args[i].call;
         for (int c = 0; c < heap_.channels; ++c) {
             switch (dtype) {
-                case DType::bf16: add_combine_roles<BFloat16, Warp>(tasks[i], i, args[i], c); break;
-                case DType::fp16: add_combine_roles<Float16, Warp>(tasks[i], i, args[i], c); break;
-                case DType::fp32: add_combine_roles<float, Warp>(tasks[i], i, args[i], c); break;
-                case DType::fp64: add_combine_roles<double, Warp>(tasks[i], i, args[i], c); break;
+                case DType::bf16:
+                    add_combine_roles<BFloat16, Warp>(tasks[i], i, args[i], c);
+                    break;
+                case DType::fp16:
+                    add_combine_roles<Float16, Warp>(tasks[i], i, args[i], c);
+                    break;
+                case DType::fp32:
+                    add_combine_roles<float, Warp>(tasks[i], i, args[i], c);
+                    break;
+                case DType::fp64:
+                    add_combine_roles<double, Warp>(tasks[i], i, args[i], c);
+                    break;
             }
         }
     }

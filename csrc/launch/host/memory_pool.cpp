@@ -45,8 +45,17 @@ void MemoryPool::release(void* block) {
     spare_bytes_ += live->second;
     live_bytes_ -= live->second;
     live_.erase(live);
-    // Never keeps more than was once in use.
-    while (spare_bytes_ > peak_bytes_) {
+    shrink(peak_bytes_);  // never keeps more than was once in use
+}
+
+void MemoryPool::trim() {
+    const std::lock_guard lock(mutex_);
+    shrink(0);
+    peak_bytes_ = live_bytes_;
+}
+
+void MemoryPool::shrink(size_t bytes) {
+    while (spare_bytes_ > bytes) {
         munmap(spare_.front().data, spare_.front().bytes);
         spare_bytes_ -= spare_.front().bytes;
         spare_.pop_front();

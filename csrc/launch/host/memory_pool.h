@@ -16,8 +16,12 @@ class MemoryPool {
     // At least `bytes` bytes, not cleared, aligned to a page. Throws std::bad_alloc.
     void* allocate(size_t bytes);
     void release(void* block);
+    // Gives back to the system what nobody uses.
+    void trim();
 
   private:
+    void shrink(size_t bytes);
+
     std::mutex mutex_;
     struct Block {
         void* data;
