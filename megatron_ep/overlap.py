@@ -1,0 +1,87 @@
+"""Dispatch and combine on a stream of their own, beside what the current stream computes.
+
+    pending = overlap.start(ep.dispatch, x, topk_idx, topk_weights, buffer=buffer)
+    ...                                   # work that does not need the rows
+    received = pending.wait()
+
+The backward pass runs on the same stream: autograd remembers where a function ran and orders the streams itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_ep.buffer import RankGroup
+from megatron_ep.handle import Handle
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def communication_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream that `start` uses on this GPU, of high priority: the first kernels to get an SM that becomes free."""
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device, priority=-1)
+    return _streams[device]
+
+
+@dataclass
+class Pending:
+    """A call under way. `event` is reached when the GPU has finished it."""
+
+    event: torch.cuda.Event
+    _result: Any
+
+    def wait(self) -> Any:
+        """What the call returned. The current stream goes on when the GPU has finished it; the host does not wait."""
+        stream = torch.cuda.current_stream()
+        stream.wait_event(self.event)
+        for tensor in _tensors(self._result):
+            tensor.record_stream(stream)
+        return self._result
+
+
+def start(
+    function: Callable[..., Any], *args: Any, previous_event: torch.cuda.Event | None = None, **kwargs: Any
+) -> Pending:
+    """Calls megatron_ep.dispatch or combine on the communication stream.
+
+    function, args, kwargs: the call; its tensors must be on a GPU.
+    previous_event: what has to be reached before it starts. None: everything the current stream has been given so far.
+
+    Raises ValueError when no argument is a tensor on a GPU, and what the call itself raises.
+    """
+    tensors = [tensor for tensor in _tensors((args, kwargs)) if tensor.is_cuda]
+    if not tensors:
+        raise ValueError("args holds no tensor on a GPU, must hold those of a dispatch or combine on one")
+    device = tensors[0].device
+    stream = communication_stream(device)
+    if previous_event is None:
+        previous_event = torch.cuda.current_stream(device).record_event()
+    stream.wait_event(previous_event)
+    with torch.cuda.stream(stream):
+        result = function(*args, **kwargs)
+        event = stream.record_event()
+    for tensor in tensors:
+        tensor.record_stream(stream)  # its memory is not given to others before this stream is done with it
+    return Pending(event, result)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors on a GPU in a result or in arguments, those of a handle too."""
+    if isinstance(value, torch.Tensor):
+        if value.is_cuda:
+            yield value
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, Handle):
+        yield from _tensors(value.ranks)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, (type, RankGroup)):
+        yield from _tensors([getattr(value, field.name) for field in dataclasses.fields(value)])
