@@ -35,6 +35,12 @@ enum class Reuse { Soon, Late };
 //   publish<Scope>(flag, value)       a store that whoever acquires it sees after all that the warp wrote before
 //   publish_lanes<Scope>(count, f)    the same for a flag per lane: f(lane, store) calls store(flag, value) or not
 //   acquire<Scope>(flag)              the other half
+// For the concept, in which nvcc takes no lambdas.
+struct PublishNothing {
+    template <class Store>
+    EP_FN void operator()(int, Store&&) const {}
+};
+
 template <class W>
 concept WarpLike =
     requires(W& warp, uint64_t* flag, void* dst, const void* src, size_t bytes, void (*step)(int), bool (*test)(int),
@@ -53,8 +59,8 @@ concept WarpLike =
         warp.template multicast<Reuse::Late>(dsts, uint32_t{1}, src, bytes);
         warp.template sum<float>(dst, srcs, uint32_t{1}, bytes);
         warp.zero(dst, bytes);
-    warp.template publish<Scope::System>(flag, uint64_t{1});
-    warp.template publish_lanes<Scope::System>(1, [](int, auto&&) {});
+        warp.template publish<Scope::System>(flag, uint64_t{1});
+        warp.template publish_lanes<Scope::System>(1, PublishNothing{});
         { W::template acquire<Scope::System>(flag) } -> std::same_as<uint64_t>;
     };
 
