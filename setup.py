@@ -4,7 +4,8 @@ The extension is pybind11 without torch headers: it takes raw pointers, so one b
 Only the bindings see Python's and pybind11's headers; a change of either recompiles nothing else.
 
 The CUDA backend is part of it where there is an nvcc; the CUDA runtime is linked statically and looks for a driver
-when it is first used. The variable MEGATRON_EP_CUDA=0 leaves the backend out, =1 makes a missing nvcc an error.
+when it is first used. The variable MEGATRON_EP_CUDA=0 leaves the backend out, =1 makes a missing nvcc an error;
+MEGATRON_EP_NVSHMEM=0 leaves the NVSHMEM fabric out.
 """
 
 import importlib.util
@@ -77,7 +78,7 @@ def find_nvshmem() -> Path | None:
 
 def nvshmem_extensions() -> list[Extension]:
     """A library of its own, because it needs NVSHMEM's to load."""
-    if find_nvcc() is None:
+    if find_nvcc() is None or os.environ.get("MEGATRON_EP_NVSHMEM") == "0":
         return []
     if find_nvshmem() is None:
         print("megatron_ep: the NVSHMEM fabric is left out: this Python has no nvidia.nvshmem (no-build-isolation?)")

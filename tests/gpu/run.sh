@@ -1,61 +1,91 @@
 #!/usr/bin/env bash
 # Builds, tests and benchmarks the CUDA backend on a machine with one GPU, unattended, in less than 10 minutes and without a network.
-# Logs and measurements go to $OUT (default: build/gpu), a table of what passed comes last. PYTHON picks the interpreter.
+# $OUT (default: build/gpu) receives log.txt, bench.json and tune.json; the measurements and a table of what passed are printed last.
+# PYTHON picks the interpreter, BUDGET the seconds for everything.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 
-PYTHON=${PYTHON:-python3}
+export PYTHON=${PYTHON:-python3}
 OUT=${OUT:-build/gpu}
+BUDGET=${BUDGET:-570}
+LOGS=$(mktemp -d)
 mkdir -p "$OUT"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 MEGATRON_EP_CUDA=1
 results=()
 failed=0
 
-# step NAME LIMIT COMMAND...: its output goes to NAME.log, the end of it here too when it fails
+finish() {
+    for log in "$LOGS"/*.log; do printf '\n######## %s\n' "$(basename "$log" .log)" && cat "$log"; done > "$OUT/log.txt"
+    echo "==== bench"
+    grep -hE '^[0-9]+x|^  (dispatch|combine) ' "$LOGS"/*bench.log "$LOGS"/*tune.log 2> /dev/null
+    echo "==== summary"
+    printf '%s\n' "${results[@]}"
+    rm -rf "$LOGS"
+}
+trap finish EXIT
+
+# result NAME WORD SECONDS LOG
+result() { results+=("$(printf '%-12s %-8s %4s s  %s' "$1" "$2" "$3" "$(tail -n 1 "$4" 2> /dev/null | cut -c1-100)")"); }
+
+# step NAME LIMIT COMMAND...: within LIMIT seconds and what is left of the budget; the end of its output is shown when it fails
 step() {
-    local name=$1 limit=$2 started=$SECONDS status
+    local name=$1 limit=$2 started=$SECONDS status log="$LOGS/${#results[@]}_$1.log"
     shift 2
-    timeout --kill-after=10 "$limit" "$@" > "$OUT/$name.log" 2>&1
+    [ $((BUDGET - SECONDS)) -lt "$limit" ] && limit=$((BUDGET - SECONDS))
+    if [ "$limit" -lt 5 ]; then
+        failed=1
+        result "$name" 'no time' 0 "$log"
+        return 1
+    fi
+    timeout --kill-after=10 "$limit" "$@" > "$log" 2>&1
     status=$?
-    [ $status -eq 0 ] || { failed=1; echo "==== $name: exit status $status"; tail -n 30 "$OUT/$name.log"; }
-    results+=("$(printf '%-22s %-6s %4d s  %s' "$name" "$([ $status -eq 0 ] && echo ok || echo FAILED)" $((SECONDS - started)) "$(tail -n 1 "$OUT/$name.log" | cut -c1-90)")")
+    if [ $status -eq 0 ]; then
+        result "$name" ok $((SECONDS - started)) "$log"
+    else
+        failed=1
+        echo "==== $name: exit status $status"
+        tail -n 30 "$log"
+        result "$name" FAILED $((SECONDS - started)) "$log"
+    fi
     return $status
 }
 
 # A sanitizer that this machine cannot run (containers may forbid it) is said to be skipped; 9 is its word for errors found.
 sanitize() {
-    local tool=$1 sanitizer
+    local tool=$1 started=$SECONDS limit=$((BUDGET - SECONDS)) sanitizer status log="$LOGS/${#results[@]}_$1.log"
+    [ "$limit" -gt 60 ] && limit=60
     sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2> /dev/null)
-    if [ -z "$sanitizer" ]; then
-        results+=("$(printf '%-22s %-6s %s' "$tool" skipped 'there is no compute-sanitizer')")
+    if [ -z "$sanitizer" ] || [ "$limit" -lt 5 ]; then
+        result "$tool" skipped 0 "$log"
         return
     fi
-    timeout --kill-after=10 60 "$sanitizer" --tool "$tool" --error-exitcode 9 "$PYTHON" tests/gpu/sanitize.py > "$OUT/$tool.log" 2>&1
-    local status=$? word=ok
-    [ $status -eq 0 ] || word="skipped ($status)"
-    [ $status -eq 9 ] && { word=FAILED; failed=1; grep -m 20 '=========' "$OUT/$tool.log"; }
-    results+=("$(printf '%-22s %-6s %s' "$tool" "$word" "$(tail -n 1 "$OUT/$tool.log" | cut -c1-90)")")
+    timeout --kill-after=10 "$limit" "$sanitizer" --tool "$tool" --error-exitcode 9 "$PYTHON" tests/gpu/sanitize.py > "$log" 2>&1
+    status=$?
+    case $status in
+        0) result "$tool" ok $((SECONDS - started)) "$log" ;;
+        9)
+            failed=1
+            grep -m 20 '=========' "$log"
+            result "$tool" FAILED $((SECONDS - started)) "$log"
+            ;;
+        *) result "$tool" "skip($status)" $((SECONDS - started)) "$log" ;;
+    esac
 }
 
 test_with() { "$PYTHON" -m pytest -c /dev/null --rootdir . -p no:cacheprovider -q -x --durations=5 "$@"; }
 export -f test_with
-export PYTHON
 
 step machine 20 nvidia-smi
-step build 180 "$PYTHON" setup.py build_ext --inplace || exit 1
+step build 180 "$PYTHON" setup.py build_ext --inplace ||
+    MEGATRON_EP_NVSHMEM=0 step build_p2p 150 "$PYTHON" setup.py build_ext --inplace || exit 1
 step env 30 "$PYTHON" -m megatron_ep.env
-step gpu 60 "$PYTHON" -c 'import torch; print(torch.cuda.get_device_properties(0))' || { printf '%s\n' "${results[@]}"; exit 1; }
-step smoke 60 bash -c 'test_with tests/gpu/test_gpu_transfer.py -k "many_calls"'
+step gpu 60 "$PYTHON" -c 'import torch; print(torch.cuda.get_device_properties(0))' || exit 1
+step smoke 60 bash -c 'test_with tests/gpu/test_gpu_transfer.py -k many_calls'
 step transfer 90 bash -c 'test_with tests/gpu/test_gpu_transfer.py'
-step launch 60 bash -c 'test_with tests/gpu/test_gpu_launch.py'
+step launch 60 bash -c 'test_with tests/gpu/test_gpu_launch.py tests/gpu/test_gpu_overlap.py'
+step bench 90 "$PYTHON" -m megatron_ep.bench_cuda --json "$OUT/bench.json"
 step processes 90 bash -c 'test_with tests/gpu/test_gpu_processes.py'
 sanitize memcheck
 sanitize racecheck
-step bench 90 "$PYTHON" -m megatron_ep.bench_cuda --json "$OUT/bench.json"
 step tune 60 "$PYTHON" -m megatron_ep.bench_cuda --topology 1x8 --num-sms 12 --channels 16 24 48 --ring-slots 2 8 --json "$OUT/tune.json"
-
-echo "==== bench"
-grep -hE '^[0-9]+x|ours|copy|torch_' "$OUT/bench.log" "$OUT/tune.log" 2> /dev/null
-echo "==== summary"
-printf '%s\n' "${results[@]}"
 exit $failed
