@@ -108,9 +108,10 @@ class CudaRanks:
             raise
 
     def synchronize(self) -> None:
-        """Until all launches are done."""
+        """Until all launches are done, those of captured graphs too."""
         if self._last is not None:
             self.wait(self._last[1])
+        torch.cuda.synchronize(self._device)
 
     def _launch(self, launch: Callable[[int], None]) -> None:
         stream = torch.cuda.current_stream(self._device)
@@ -139,6 +140,7 @@ def local_ranks(topology: Topology, config: Config, heap: Any, device: torch.dev
 def connect(buffer: Buffer, heap: Any, device: torch.device, sms: int, hosts: Sequence[str]) -> CudaRanks:
     """This process's rank, with the fabric that fits the hosts of all ranks. Collective."""
     chosen: list[str] = []
+    buffer._agree(lambda: torch.cuda.synchronize(device))  # nobody writes to an earlier buffer's memory any more
     buffer._agree(lambda: chosen.append(fabrics.choose(hosts)))
     return (_connect_p2p if chosen[0] == "p2p" else _connect_nvshmem)(buffer, heap, device, sms)
 

@@ -40,7 +40,7 @@ void bind_cuda(py::module_& m) {
             [](int device, const py::bytes& handle, size_t bytes) { return DeviceMemory::open(device, handle, bytes); },
             py::arg("device"), py::arg("handle"), py::arg("bytes"))
         .def(
-            "handle", [](const DeviceMemory& memory) { return py::bytes(memory.handle()); },
+            "handle", [](DeviceMemory& memory) { return py::bytes(memory.handle()); },
             "For `open` in another process of the machine.")
         .def_property_readonly("bytes", &DeviceMemory::bytes);
 

@@ -3,17 +3,35 @@
 #include <cuda_runtime.h>
 
 #include <cstring>
+#include <map>
 #include <utility>
 
 #include "launch/cuda/error.h"
 
 namespace ep {
+namespace {
+
+std::multimap<std::pair<int, size_t>, char*>& spare() {
+    static std::multimap<std::pair<int, size_t>, char*> memories;  // by device and size
+    return memories;
+}
+
+}  // namespace
 
 DeviceMemory DeviceMemory::create(int device, size_t bytes) {
     const DeviceGuard guard(device);
     void* data = nullptr;
-    check_cuda(cudaMalloc(&data, bytes), ("allocating " + std::to_string(bytes) + " bytes of symmetric heap").c_str());
+    const auto found = spare().find({device, bytes});
+    const bool is_shared = found != spare().end();
+    if (is_shared) {
+        data = found->second;
+        spare().erase(found);
+    } else {
+        check_cuda(cudaMalloc(&data, bytes),
+                   ("allocating " + std::to_string(bytes) + " bytes of symmetric heap").c_str());
+    }
     DeviceMemory memory(device, static_cast<char*>(data), bytes, false);
+    memory.is_shared_ = is_shared;
     check_cuda(cudaMemset(data, 0, bytes), "cudaMemset");
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     return memory;
@@ -37,10 +55,15 @@ DeviceMemory::DeviceMemory(DeviceMemory&& other) noexcept
     : device_(other.device_),
       data_(std::exchange(other.data_, nullptr)),
       bytes_(other.bytes_),
-      is_mapped_(other.is_mapped_) {}
+      is_mapped_(other.is_mapped_),
+      is_shared_(other.is_shared_) {}
 
 DeviceMemory::~DeviceMemory() {
     if (!data_) return;
+    if (is_shared_) {
+        spare().emplace(std::pair(device_, bytes_), data_);
+        return;
+    }
     int before = 0;
     cudaGetDevice(&before);
     cudaSetDevice(device_);
@@ -52,10 +75,11 @@ DeviceMemory::~DeviceMemory() {
     cudaSetDevice(before);
 }
 
-std::string DeviceMemory::handle() const {
+std::string DeviceMemory::handle() {
     const DeviceGuard guard(device_);
     cudaIpcMemHandle_t ipc;
     check_cuda(cudaIpcGetMemHandle(&ipc, data_), "cudaIpcGetMemHandle");
+    is_shared_ = true;
     return std::string(reinterpret_cast<const char*>(&ipc), sizeof(ipc));
 }
 

@@ -5,7 +5,8 @@
 
 namespace ep {
 
-// Zeroed memory of a GPU that holds the symmetric heap of one rank; another process of the machine may map it through its handle.
+// Zeroed memory of a GPU that holds the symmetric heap of one rank; another process of the machine may map it through its handle. Memory that
+// others may have mapped is not freed but kept for the next heap of its size: they write to it until they are done themselves.
 class DeviceMemory {
   public:
     static DeviceMemory create(int device, size_t bytes);
@@ -16,7 +17,7 @@ class DeviceMemory {
     DeviceMemory& operator=(DeviceMemory&&) = delete;
     ~DeviceMemory();
 
-    std::string handle() const;
+    std::string handle();
     char* data() const { return data_; }
     size_t bytes() const { return bytes_; }
 
@@ -28,6 +29,7 @@ class DeviceMemory {
     char* data_;
     size_t bytes_;
     bool is_mapped_;  // belongs to another process
+    bool is_shared_ = false;
 };
 
 }  // namespace ep
