@@ -8,10 +8,17 @@ from __future__ import annotations
 import torch
 
 
-def expert_rows(topk_idx: list[torch.Tensor], expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows of an expert in order, as (token, k). Tokens are counted over all ranks: (source rank, token) order."""
+def expert_rows(
+    topk_idx: list[torch.Tensor], expert: int, expert_alignment: int = 1, expert_capacity: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """The rows of an expert in order, as (token, k), and the rows of padding behind them.
+
+    Tokens are counted over all ranks, so the order is (source rank, token).
+    """
     token, k = (torch.cat(topk_idx) == expert).nonzero(as_tuple=True)
-    return token, k
+    if expert_capacity is None:
+        return token, k, -len(token) % expert_alignment
+    return token[:expert_capacity], k[:expert_capacity], max(0, expert_capacity - len(token))
 
 
 def dispatch(
@@ -20,11 +27,13 @@ def dispatch(
     topk_weights: list[torch.Tensor],
     num_experts: int,
     expert_alignment: int = 1,
+    expert_capacity: int | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     """x [T, H], topk_idx [T, K], topk_weights [T, K] to x [R, H], probs [R], tokens_per_expert int64 [L].
 
     Expert e lives on rank e // L. A rank's rows are grouped by expert, each padded with zeros to a multiple of
-    expert_alignment.
+    expert_alignment, or cut or padded to expert_capacity. With max_recv_tokens it is the first so many rows of this
+    that arrive. Scales of float8 rows arrive as their rows do.
     """
     local_experts = num_experts // len(x)
     all_x, all_weights = torch.cat(x), torch.cat(topk_weights)
@@ -32,8 +41,7 @@ def dispatch(
     for rank in range(len(x)):
         xs, probs, counts = [], [], []
         for expert in range(rank * local_experts, (rank + 1) * local_experts):
-            token, k = expert_rows(topk_idx, expert)
-            padding = -len(token) % expert_alignment
+            token, k, padding = expert_rows(topk_idx, expert, expert_alignment, expert_capacity)
             xs += [all_x[token], all_x.new_zeros(padding, all_x.shape[1])]
             probs += [all_weights[token, k], all_weights.new_zeros(padding)]
             counts.append(len(token) + padding)
@@ -44,7 +52,11 @@ def dispatch(
 
 
 def combine(
-    expert_out: list[torch.Tensor], topk_idx: list[torch.Tensor], num_experts: int, expert_alignment: int = 1
+    expert_out: list[torch.Tensor],
+    topk_idx: list[torch.Tensor],
+    num_experts: int,
+    expert_alignment: int = 1,
+    expert_capacity: int | None = None,
 ) -> list[torch.Tensor]:
     """expert_out [R, H], rows as dispatch gave them, to the sum of each token's rows, [T, H].
 
@@ -56,7 +68,7 @@ def combine(
     sums = all_out.new_zeros(sum(num_tokens), all_out.shape[1], dtype=torch.float64)
     first = 0
     for expert in range(num_experts):
-        token, _ = expert_rows(topk_idx, expert)
+        token, _, padding = expert_rows(topk_idx, expert, expert_alignment, expert_capacity)
         sums.index_add_(0, token, all_out[first : first + len(token)].to(torch.float64))
-        first += len(token) + -len(token) % expert_alignment
+        first += len(token) + padding
     return list(sums.to(all_out.dtype).split(num_tokens))
