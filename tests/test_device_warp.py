@@ -43,3 +43,9 @@ def test_same_bits_as_the_host(program: Path, block: int) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout == "20 cases\n"
+
+
+def test_an_absent_rank_is_reported(program: Path) -> None:
+    done = subprocess.run([program, "absent"], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout == "an absent rank is reported\n"

@@ -1,6 +1,7 @@
-// The CUDA kernels, lane by lane on the host (simt/simt.h): for random cases they must give the bits that the host's roles give.
+// The CUDA kernels, lane by lane on the host (simt/simt.h): for random cases they must give the bits that the host gives.
 //
 //     device_warp FIRST_SEED END_SEED
+//     device_warp absent
 
 #include "simt.h"
 // after it
@@ -183,7 +184,7 @@ std::vector<Layout> layouts_of(const Case& c, Side& side) {
 
 class Grid {
   public:
-    Grid(Case& c, Side& side) : case_(c) {
+    Grid(Case& c, Side& side, uint64_t timeout_ns = 60'000'000'000) : case_(c), timeout_ns_(timeout_ns) {
         fabric_.topology = c.topology;
         for (int rank = 0; rank < c.topology.world(); ++rank) {
             fabric_.heaps[rank] = side.heaps[rank].data();
@@ -203,21 +204,27 @@ class Grid {
             joint.epochs[i] = &epochs_[i];
             joint.ranks[i] = {
                 static_cast<int>(i), case_.topology.world(),
-                60'000'000'000,      reinterpret_cast<ControlBlock*>(fabric_.heaps[i] + case_.heap.control()),
+                timeout_ns_,         reinterpret_cast<ControlBlock*>(fabric_.heaps[i] + case_.heap.control()),
                 &reports_[i],        abort_words_.data()};
         }
         return joint;
     }
 
     template <class J>
-    void launch(void (*kernel)(J), const J& joint) {
-        simt::run(joint.blocks_per_rank * case_.topology.world(), kBlockThreads, case_.random(),
-                  [&] { kernel(joint); });
+    void run(void (*kernel)(J), const J& joint, int ranks) {
+        simt::run(joint.blocks_per_rank * ranks, kBlockThreads, case_.random(), [&] { kernel(joint); });
         ptx::end_of_launch();
+    }
+
+    template <class J>
+    void launch(void (*kernel)(J), const J& joint) {
+        run(kernel, joint, case_.topology.world());
         for (const ControlBlock& report : reports_) {
             if (report.abort) simt::die("a wait ended badly");
         }
     }
+
+    const ControlBlock& report(int rank) const { return reports_[rank]; }
 
     template <class Roles>
     Roles roles() const {
@@ -226,6 +233,7 @@ class Grid {
 
   private:
     Case& case_;
+    uint64_t timeout_ns_;
     P2pFabricParams fabric_{};
     std::vector<uint64_t*> abort_words_;
     std::vector<ControlBlock> reports_;
@@ -354,10 +362,52 @@ void run_case(uint64_t seed) {
     }
 }
 
+// Rank 0 of two runs alone: every wait ends, says for what it waited, and tells the other rank and the host.
+void run_absent(bool several_nodes) {
+    Case c(1);
+    c.topology = several_nodes ? Topology{2, 1} : Topology{1, 2};
+    c.format = {64, 0, 4, 2};
+    c.heap = {c.topology, 4, 2, align_up(c.format.slot_bytes(), Heap::kLine),
+              align_up(c.format.slot_bytes(), Heap::kLine)};
+    c.tokens = {8, 8};
+    c.servers = 2;
+    Side side;
+    for (int rank = 0; rank < 2; ++rank) side.heaps.emplace_back(c.heap.bytes());
+    std::vector<Inputs> inputs;
+    for (const int tokens : c.tokens) inputs.push_back(make_inputs(c, tokens));
+    const auto layouts = layouts_of(c, side);
+    Grid grid(c, side, 50'000'000);
+    auto notify = notify_args(c, inputs, layouts, 0);
+    notify.pop_back();
+    const auto joint = grid.joint<NotifyJoint<P2pFabricParams>>(notify, c.heap.channels + 1);
+    grid.run(kernels::count_kernel<NotifyJoint<P2pFabricParams>>, joint, 1);
+    grid.run(kernels::sum_kernel<NotifyJoint<P2pFabricParams>>, joint, 1);
+    if (grid.report(0).abort) simt::die("a step that asks nobody gave up");
+    grid.run(kernels::exchange_kernel<NotifyJoint<P2pFabricParams>>, joint, 1);
+    const ControlBlock& report = grid.report(0);
+    const Incident& incident = report.incidents[0];
+    const Wait wait = several_nodes ? Wait::NotifyRail : Wait::NotifyNode;
+    const bool named = incident.outcome == Outcome::Timeout && incident.role == Role::Notify && incident.wait == wait &&
+                       incident.rank == 0 && incident.peer == 1 && incident.seen == 0 && incident.expected == 1;
+    if (!named || report.incidents[1].outcome != Outcome::Ok)
+        simt::die("the wait for an absent rank is not reported as it was");
+    for (const Memory& heap : side.heaps) {
+        if (heap.as<ControlBlock>()->abort != ControlBlock::abort_word(Outcome::Timeout, 0))
+            simt::die("a rank is not told that another gave up");
+    }
+    if (report.abort != ControlBlock::abort_word(Outcome::Timeout, 0))
+        simt::die("the host is not told that a rank gave up");
+}
+
 }  // namespace
 }  // namespace ep
 
 int main(int argc, char** argv) {
+    if (argc == 2 && std::string(argv[1]) == "absent") {
+        for (const bool several_nodes : {false, true}) ep::run_absent(several_nodes);
+        std::printf("an absent rank is reported\n");
+        return 0;
+    }
     if (argc != 3) return 2;
     const uint64_t first = std::strtoull(argv[1], nullptr, 10), end = std::strtoull(argv[2], nullptr, 10);
     for (uint64_t seed = first; seed < end; ++seed) {
