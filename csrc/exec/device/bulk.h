@@ -14,7 +14,7 @@ namespace ep {
 // The engine works in the async proxy: a fence stands between what this warp has acquired and the engine's reads and writes, and
 // `wait_written` between the engine's writes and a flag that promises them.
 struct BulkBuffers {
-    static constexpr uint32_t kChunkBytes = 4096;
+    static constexpr uint32_t kChunkBytes = 8192;
     static constexpr int kBuffers = 2;
     alignas(128) char data[kBuffers][kChunkBytes];
     uint64_t filled[kBuffers];

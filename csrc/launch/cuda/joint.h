@@ -7,7 +7,7 @@
 namespace ep {
 
 constexpr int kMaxJointRanks = 32;
-constexpr int kBlockThreads = 512;
+constexpr int kBlockThreads = 384;
 constexpr int kBlockWarps = kBlockThreads / 32;
 
 struct NoRoles {};
