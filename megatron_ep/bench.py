@@ -81,7 +81,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "megatron-ep bench",
         description="Times dispatch and combine, ours, Megatron's all-to-all over gloo, and a copy of the same bytes. "
-        "Without --nodes and --ranks-per-node: 1x2 and 2x2 ranks. 'bench router' times the router.",
+        "Without --nodes and --ranks-per-node: 1x2 and 2x2 ranks. 'bench router' times the router, "
+        "'bench cuda' all ranks on one GPU.",
     )
     parser.add_argument(
         "--nodes", type=_positive, metavar="N", help="nodes; all ranks run on this machine all the same"

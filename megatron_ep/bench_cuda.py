@@ -67,7 +67,10 @@ class Tokens:
 
 def main(argv: Sequence[str]) -> int:
     arguments = _parse(argv)
-    check_device("cuda")
+    try:
+        check_device("cuda")
+    except ValueError as error:
+        raise SystemExit(f"megatron-ep bench cuda: {error}") from None
     print(env.render(), flush=True)
     records = []
     for case in _cases(arguments):
