@@ -36,6 +36,28 @@ EP_FN void write_header(W& warp, const DispatchArgs& args, char* slot, int token
     });
 }
 
+// The next slot of the NVLink ring towards each lane's peer, once there is room in all of them. Before it waits, and from batch to batch, it
+// tells the consumers of what they have: they may be waiting for that very row.
+template <WarpLike W, class F>
+EP_FN bool take_slots(W& warp, const Rings<F>& rings, int node, uint32_t lanes,
+                      const typename W::template PerLane<int>& peer, int& batch,
+                      typename W::template PerLane<void*>& slot) {
+    const int topk = rings.args.format.topk;
+    auto credit = [&](int lane) {
+        return lanes >> lane & 1 ? nvl_credit<W>(rings, node, peer[lane]) : nothing_to_wait_for();
+    };
+    if (++batch == rings.args.nvl_batch || !warp.met(topk, credit)) {
+        publish_tails(warp, rings, node);
+        batch = 0;
+    }
+    if (!warp.wait_all(Wait::NvlCredit, topk, credit)) return false;
+    warp.lanes(topk, [&](int lane) {
+        if (lanes >> lane & 1)
+            slot[lane] = rings.nvl_out_slot(node, peer[lane], rings.nvl_out(node, peer[lane]).next++);
+    });
+    return true;
+}
+
 // Own tokens for ranks of this node, straight into their NVLink rings.
 template <WarpLike W, FabricLike<W> F>
 EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel) {
@@ -44,24 +66,16 @@ EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel)
     const int node = args.node();
     if (!open_nvl_rings(warp, rings, args.topology().rank(node, 0), args.topology().ranks_per_node)) return;
     typename W::template PerLane<int> peer;
-    typename W::template PerLane<void*> row, scales;
+    typename W::template PerLane<void*> slot, row, scales;
     int batch = 0;
     for (int token = args.layout.first_token(channel); token < args.layout.first_token(channel + 1); ++token) {
         const uint32_t lanes = peers_on_node(warp, args, node, args.layout.experts(token), peer);
         if (!lanes) continue;
-        auto credit = [&](int lane) {
-            return lanes >> lane & 1 ? nvl_credit<W>(rings, node, peer[lane]) : nothing_to_wait_for();
-        };
-        if (++batch == args.nvl_batch || !warp.met(format.topk, credit)) {
-            publish_tails(warp, rings, node);
-            batch = 0;
-        }
-        if (!warp.wait_all(Wait::NvlCredit, format.topk, credit)) return;
+        if (!take_slots(warp, rings, node, lanes, peer, batch, slot)) return;
         warp.lanes(format.topk, [&](int lane) {
             if (!(lanes >> lane & 1)) return;
-            char* slot = rings.nvl_out_slot(node, peer[lane], rings.nvl_out(node, peer[lane]).next++);
-            row[lane] = slot + format.payload();
-            scales[lane] = slot + format.scales();
+            row[lane] = static_cast<char*>(slot[lane]) + format.payload();
+            scales[lane] = static_cast<char*>(slot[lane]) + format.scales();
         });
         warp.template multicast<Reuse::Soon>(row, lanes, args.x + static_cast<size_t>(token) * format.payload_bytes,
                                              format.payload_bytes);
@@ -69,9 +83,8 @@ EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel)
             warp.template multicast<Reuse::Soon>(
                 scales, lanes, args.scales + static_cast<size_t>(token) * format.scale_bytes, format.scale_bytes);
         }
-        for_each_lane(lanes, [&](int lane) {
-            write_header(warp, args, static_cast<char*>(warp.broadcast(row, lane)) - format.payload(), token);
-        });
+        for_each_lane(
+            lanes, [&](int lane) { write_header(warp, args, static_cast<char*>(warp.broadcast(slot, lane)), token); });
     }
     publish_tails(warp, rings, node);
 }
@@ -107,7 +120,7 @@ EP_FN void forwarder(W& warp, F& fabric, const DispatchArgs& args, int channel, 
     const RowFormat& format = args.format;
     if (!open_nvl_rings(warp, rings, args.topology().rank(node, 0), args.topology().ranks_per_node)) return;
     typename W::template PerLane<int> peer;
-    typename W::template PerLane<void*> row;
+    typename W::template PerLane<void*> slot;
     const int rows = args.layout.rail(channel, node);
     const int64_t start = args.layout.rail_start(channel, node);
     if (start + rows > args.max_rail) {
@@ -125,19 +138,8 @@ EP_FN void forwarder(W& warp, F& fabric, const DispatchArgs& args, int channel, 
         const int32_t* experts = reinterpret_cast<const int32_t*>(source + format.experts());
         warp.lanes(format.topk, [&](int lane) { args.rail_experts[(start + i) * format.topk + lane] = experts[lane]; });
         const uint32_t lanes = peers_on_node(warp, args, args.node(), experts, peer);
-        auto credit = [&](int lane) {
-            return lanes >> lane & 1 ? nvl_credit<W>(rings, node, peer[lane]) : nothing_to_wait_for();
-        };
-        if (++batch == args.nvl_batch || !warp.met(format.topk, credit)) {
-            publish_tails(warp, rings, node);
-            batch = 0;
-        }
-        if (!warp.wait_all(Wait::NvlCredit, format.topk, credit)) return;
-        warp.lanes(format.topk, [&](int lane) {
-            if (lanes >> lane & 1)
-                row[lane] = rings.nvl_out_slot(node, peer[lane], rings.nvl_out(node, peer[lane]).next++);
-        });
-        warp.template multicast<Reuse::Soon>(row, lanes, source, format.slot_bytes());
+        if (!take_slots(warp, rings, node, lanes, peer, batch, slot)) return;
+        warp.template multicast<Reuse::Soon>(slot, lanes, source, format.slot_bytes());
         warp.template publish<Scope::Rank>(&rings.rdma_in(node).next, ++next);
     }
     publish_tails(warp, rings, node);
