@@ -16,6 +16,10 @@ SOURCES = [
 ]
 
 
+# A GPU faults on an access that is not aligned to its size.
+FLAGS = ["-fsanitize=alignment", "-fno-sanitize-recover=alignment"]
+
+
 def build(folder: Path, tree: Path = ROOT) -> Path:
     """Compiles the program, two files at a time."""
     waiting, objects, running = list(SOURCES), [], []
@@ -23,11 +27,11 @@ def build(folder: Path, tree: Path = ROOT) -> Path:
         if waiting and len(running) < 2:
             source = waiting.pop(0)
             objects.append(str(folder / f"{Path(source).stem}_{len(objects)}.o"))
-            command = ["g++", "-std=c++20", "-O1", f"-I{ROOT}/tests/csrc/simt", f"-I{tree}/csrc", "-c"]
+            command = ["g++", "-std=c++20", "-O1", *FLAGS, f"-I{ROOT}/tests/csrc/simt", f"-I{tree}/csrc", "-c"]
             running.append(subprocess.Popen([*command, tree / source, "-o", objects[-1]]))
         else:
             assert running.pop(0).wait() == 0
-    subprocess.run(["g++", *objects, "-lpthread", "-o", folder / "device_warp"], check=True)
+    subprocess.run(["g++", *FLAGS, *objects, "-lpthread", "-o", folder / "device_warp"], check=True)
     return folder / "device_warp"
 
 

@@ -64,7 +64,7 @@ struct Case {
         dtype = static_cast<DType>(pick(0, 3));
         const int hidden = std::vector<int>{8, 33, 64, 1, 520, 4100}[pick(0, 5)];
         const int payload = hidden * static_cast<int>(size_of(dtype));
-        format = {payload, pick(0, 2) ? 0 : 4 * pick(1, 300), 4 * pick(0, 2), topk};
+        format = {payload, pick(0, 2) ? 0 : pick(1, 1200), 4 * pick(0, 2), topk};
         const size_t slot = format.slot_bytes();
         heap = {topology, experts, pick(1, 3), align_up(slot * pick(1, 4), Heap::kLine),
                 align_up(slot * pick(1, 5), Heap::kLine)};
