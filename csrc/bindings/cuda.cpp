@@ -8,6 +8,7 @@
 #include "bindings/cuda_group.h"
 #include "fabric/cuda/device_memory.h"
 #include "fabric/cuda/p2p_fabric.h"
+#include "launch/cuda/quantize.h"
 
 namespace py = pybind11;
 
@@ -48,6 +49,16 @@ void bind_cuda(py::module_& m) {
                    "The ranks of a buffer that live in this process, on one GPU; all ranks' heaps are mapped here.")
         .def(py::init(&make_group), py::kw_only(), py::arg("heap"), py::arg("ranks"), py::arg("memories"),
              py::arg("device"), py::arg("num_sms"), py::arg("timeout"), py::keep_alive<1, 4>());
+
+    m.def(
+        "quantize_cuda",
+        [](int64_t rows, int hidden, int dtype, Address x, Address values, Address scales, Address stream) {
+            quantize_cuda(
+                {rows, hidden, static_cast<DType>(dtype), at<void>(x), at<uint8_t>(values), at<float>(scales)},
+                at<void>(stream));
+        },
+        py::kw_only(), py::arg("rows"), py::arg("hidden"), py::arg("dtype"), py::arg("x"), py::arg("values"),
+        py::arg("scales"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
 
     m.def(
         "cuda_channels",

@@ -82,7 +82,7 @@ step env 30 "$PYTHON" -m megatron_ep.env
 step gpu 60 "$PYTHON" -c 'import torch; print(torch.cuda.get_device_properties(0))' || exit 1
 step smoke 60 bash -c 'test_with tests/gpu/test_gpu_transfer.py -k many_calls'
 step transfer 90 bash -c 'test_with tests/gpu/test_gpu_transfer.py'
-step launch 60 bash -c 'test_with tests/gpu/test_gpu_launch.py tests/gpu/test_gpu_overlap.py'
+step launch 60 bash -c 'test_with tests/gpu/test_gpu_launch.py tests/gpu/test_gpu_overlap.py tests/gpu/test_gpu_float8.py'
 step bench 90 "$PYTHON" -m megatron_ep.bench_cuda --json "$OUT/bench.json"
 step processes 90 bash -c 'test_with tests/gpu/test_gpu_processes.py'
 sanitize memcheck

@@ -81,6 +81,12 @@ __device__ __forceinline__ uint32_t pack_fp16(float low, float high) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
 }
+// Larger numbers than e4m3 has become its largest.
+__device__ __forceinline__ uint16_t pack_e4m3(float low, float high) {
+    uint16_t pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+    return pair;
+}
 __device__ __forceinline__ float widen_fp16(uint16_t bits) {
     float value;
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));

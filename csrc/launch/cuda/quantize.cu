@@ -1,0 +1,90 @@
+#include <algorithm>
+#include <stdexcept>
+
+#include "exec/device/rows.h"
+#include "launch/cuda/error.h"
+#include "launch/cuda/quantize.h"
+
+namespace ep {
+namespace {
+
+constexpr float kLargest = 448;  // of e4m3
+constexpr int kThreads = 256;
+constexpr int kElements = 4;  // of a lane: 32 lanes make a block
+
+// A warp a block of a row; a lane's elements lie side by side where rows allow wide accesses.
+template <class T, bool wide>
+__global__ void __launch_bounds__(kThreads) quantize_kernel(const QuantizeArgs args, int blocks_per_row) {
+    const int lane = rows::lane_id();
+    const int64_t warps = static_cast<int64_t>(gridDim.x) * (kThreads / 32);
+    for (int64_t i = static_cast<int64_t>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
+         i < args.rows * blocks_per_row; i += warps) {
+        const int block = static_cast<int>(i % blocks_per_row);
+        const int64_t first = i / blocks_per_row * args.hidden + block * QuantizeArgs::kScaleBlock;
+        const int left = args.hidden - block * QuantizeArgs::kScaleBlock;
+        auto index = [&](int e) { return wide ? kElements * lane + e : lane + 32 * e; };
+        const T* x = static_cast<const T*>(args.x) + first;
+        struct alignas(sizeof(T) * kElements) Wide {
+            T values[kElements];
+        } in{};
+        if constexpr (wide) {
+            if (index(0) < left) in = *reinterpret_cast<const Wide*>(x + index(0));
+        } else {
+#pragma unroll
+            for (int e = 0; e < kElements; ++e) {
+                if (index(e) < left) in.values[e] = x[index(e)];
+            }
+        }
+        float largest = 0;
+#pragma unroll
+        for (int e = 0; e < kElements; ++e) largest = fmaxf(largest, fabsf(rows::widen(in.values[e])));
+#pragma unroll
+        for (int distance = 16; distance; distance /= 2) {
+            largest = fmaxf(largest, __shfl_xor_sync(rows::kAllLanes, largest, distance));
+        }
+        const float scale = largest == 0 ? 1.0f : __fdiv_rn(largest, kLargest);
+        if (lane == 0) args.scales[i] = scale;
+        auto divided = [&](int e) { return __fdiv_rn(rows::widen(in.values[e]), scale); };
+        const uint32_t out = ptx::pack_e4m3(divided(0), divided(1)) |
+                             static_cast<uint32_t>(ptx::pack_e4m3(divided(2), divided(3))) << 16;
+        if constexpr (wide) {
+            if (index(0) < left) *reinterpret_cast<uint32_t*>(args.values + first + index(0)) = out;
+        } else {
+#pragma unroll
+            for (int e = 0; e < kElements; ++e) {
+                if (index(e) < left) args.values[first + index(e)] = static_cast<uint8_t>(out >> 8 * e);
+            }
+        }
+    }
+}
+
+template <class T>
+void launch(const QuantizeArgs& args, cudaStream_t stream) {
+    const int blocks_per_row = (args.hidden + QuantizeArgs::kScaleBlock - 1) / QuantizeArgs::kScaleBlock;
+    const int64_t blocks = (args.rows * blocks_per_row + kThreads / 32 - 1) / (kThreads / 32);
+    if (blocks == 0) return;
+    const bool wide = args.hidden % kElements == 0 &&
+                      reinterpret_cast<uintptr_t>(args.x) % (sizeof(T) * kElements) == 0 &&
+                      reinterpret_cast<uintptr_t>(args.values) % kElements == 0;
+    auto kernel = wide ? quantize_kernel<T, true> : quantize_kernel<T, false>;
+    kernel<<<static_cast<unsigned>(std::min<int64_t>(blocks, 1 << 16)), kThreads, 0, stream>>>(args, blocks_per_row);
+    check_cuda(cudaGetLastError(), "kernel launch");
+}
+
+}  // namespace
+
+void quantize_cuda(const QuantizeArgs& args, void* stream) {
+    const auto cuda_stream = static_cast<cudaStream_t>(stream);
+    switch (args.dtype) {
+        case DType::bf16:
+            return launch<BFloat16>(args, cuda_stream);
+        case DType::fp16:
+            return launch<Float16>(args, cuda_stream);
+        case DType::fp32:
+            return launch<float>(args, cuda_stream);
+        case DType::fp64:
+            throw std::invalid_argument("x is float64, must be bfloat16, float16 or float32");
+    }
+}
+
+}  // namespace ep

@@ -1,0 +1,51 @@
+"""Rows as fp8 e4m3 with a scale for each 128 elements, the way `megatron_ep.dispatch` takes them."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_ep import _C
+
+LARGEST = 448.0  # of e4m3 (OCP 8-bit floating point specification, 2023, table 1)
+SCALE_BLOCK = 128
+DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # csrc/core/dtypes.h
+
+
+def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [T, H] to float8_e4m3fn [T, H] and float32 scales [T, ceil(H / 128)]; x is about values * scale.
+
+    A scale is the largest |x| of its block divided by 448, or 1 where the block is all zeros. Computed in float32,
+    rounded to nearest even. On a GPU it is one kernel. No gradient.
+
+    Raises ValueError unless x is contiguous, [T, H] and bfloat16, float16 or float32.
+    """
+    if x.dim() != 2 or x.shape[1] < 1 or not x.is_contiguous():
+        raise ValueError(f"x has shape {tuple(x.shape)} and strides {tuple(x.stride())}, must be contiguous [T, H]")
+    if x.dtype not in DTYPES:
+        raise ValueError(f"x is {x.dtype}, must be one of {', '.join(map(str, DTYPES))}")
+    x = x.detach()
+    if x.is_cuda and hasattr(_C, "quantize_cuda"):
+        return _quantize_on_gpu(x)
+    tokens, hidden = x.shape
+    blocks = -(-hidden // SCALE_BLOCK)
+    padded = torch.nn.functional.pad(x.float(), (0, blocks * SCALE_BLOCK - hidden)).view(tokens, blocks, SCALE_BLOCK)
+    largest = padded.abs().amax(dim=2)
+    scales = torch.where(largest == 0, 1.0, largest / LARGEST)
+    values = (padded / scales.unsqueeze(2)).view(tokens, -1)[:, :hidden]
+    return values.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).contiguous(), scales
+
+
+def _quantize_on_gpu(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(x.shape[0], -(-x.shape[1] // SCALE_BLOCK), device=x.device)
+    with torch.cuda.device(x.device):
+        _C.quantize_cuda(
+            rows=x.shape[0],
+            hidden=x.shape[1],
+            dtype=DTYPES[x.dtype],
+            x=x.data_ptr(),
+            values=values.data_ptr(),
+            scales=scales.data_ptr(),
+            stream=torch.cuda.current_stream().cuda_stream,
+        )
+    return values, scales

@@ -1,0 +1,18 @@
+"""megatron_ep.float8.quantize: the kernel gives the bits that torch gives on the host."""
+
+import pytest
+import torch
+
+from megatron_ep import float8
+
+
+@pytest.mark.parametrize("hidden", [1, 33, 128, 200, 1000, 7168])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_same_bits_as_on_the_host(hidden, dtype):
+    x = (torch.randn(37, hidden, generator=torch.Generator().manual_seed(0)) * 30).to(dtype)
+    x[3] = 0
+    for rows in (x, x[:0]):
+        values, scales = float8.quantize(rows)
+        on_gpu, gpu_scales = float8.quantize(rows.cuda())
+        assert torch.equal(on_gpu.view(torch.uint8).cpu(), values.view(torch.uint8))
+        assert torch.equal(gpu_scales.cpu(), scales)
