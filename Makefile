@@ -56,7 +56,7 @@ TSAN_HOST := $(wildcard csrc/exec/host/*.cpp csrc/fabric/*.cpp csrc/router/*.cpp
 TSAN_TESTS := $(patsubst %.cpp,build/tsan/%,$(wildcard tests/csrc/tsan_*.cpp))
 
 tsan: $(TSAN_TESTS)
-	tools/run_tsan.sh $^
+	tests/csrc/run_tsan.sh $^
 
 $(TSAN_TESTS): %: %.o build/tsan/host.a
 	$(CXX) -fsanitize=thread $^ -lrt -lpthread -o $@
@@ -77,7 +77,7 @@ CUDA_SOURCES := $(wildcard csrc/launch/cuda/*.cu csrc/fabric/cuda/*.cu csrc/rout
 PTXAS_LOGS := $(CUDA_SOURCES:%.cu=build/cuda-check/%.ptxas)
 
 cuda-check: $(PTXAS_LOGS) | nvcc
-	$(PYTHON) tools/cuda_budget.py tests/cuda_budget.txt $^
+	$(PYTHON) tests/cuda_budget.py tests/cuda_budget.txt $^
 
 nvcc:
 	@test -n '$(NVCC)' || { echo 'nvcc was not found in PATH, CUDA_HOME or /usr/local/cuda' >&2; exit 1; }

@@ -9,7 +9,7 @@ TIMEOUT_VARIABLE = "MEGATRON_EP_TIMEOUT"
 LONGEST_TIMEOUT_S = 1e6
 TIMEOUT_ALLOWED = f"a number of seconds in (0, {LONGEST_TIMEOUT_S:g}]"
 
-# Far beyond any machine, and small enough that no size computed from them overflows 64 bits (32 for numbers of experts).
+# Far beyond any machine, and small enough that no size made of them overflows 64 bits (32 for numbers of experts).
 MOST_RANKS, MOST_EXPERTS, MOST_CHANNELS, LARGEST_RING = 1 << 16, 1 << 20, 1 << 12, 1 << 32
 
 

@@ -19,7 +19,8 @@ from megatron_ep.config import Config, Topology
 from megatron_ep.handle import Handle, RankHandle
 
 if TYPE_CHECKING:
-    from megatron_ep.buffer import Buffer, RankGroup
+    from megatron_ep.buffer import Buffer
+    from megatron_ep.rank_group import RankGroup
 
 # What one rank needs to fill its NVLink: 450 GB/s each way (H100 and H200 data sheets) at about 20 GB/s of rows an SM.
 DEFAULT_SMS = 24

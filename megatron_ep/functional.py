@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from megatron_ep.buffer import COMBINE_DTYPES, PAYLOAD_TYPES, LocalCluster, RankGroup
+from megatron_ep.buffer import LocalCluster
 from megatron_ep.config import require_int
 from megatron_ep.handle import Handle
+from megatron_ep.rank_group import COMBINE_DTYPES, PAYLOAD_TYPES, RankGroup
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 
@@ -98,8 +99,10 @@ def dispatch(
     expert_capacity: int | None = None,
     max_recv_tokens: int | None = None,
 ) -> Received:
-    """Sends every token to the ranks of its experts. Collective, and so is its backward pass: what is made of the result must
-    need a gradient on all ranks or on none, and so must x and topk_weights.
+    """Sends every token to the ranks of its experts.
+
+    Collective, and so is its backward pass: what is made of the result must take part in the loss on all ranks or on
+    none, and x and topk_weights must need a gradient on all or on none.
 
     x: [T, H], contiguous; bfloat16, float16, float32, float64, or float8_e4m3fn with scales. T may differ between ranks
         and be 0; dtype and H may not differ. Gets a gradient, unless float8.

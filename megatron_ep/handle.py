@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from megatron_ep.buffer import RankGroup
+    from megatron_ep.rank_group import RankGroup
 
 
 @dataclass(eq=False)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatron_ep.buffer import RankGroup
+from megatron_ep.rank_group import RankGroup
 from megatron_ep.handle import Handle
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}

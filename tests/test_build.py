@@ -153,13 +153,13 @@ def test_cuda_budget(tmp_path: Path, logs: list[str], budget: str, status: int, 
     files = [tmp_path / "budget.txt", *(tmp_path / f"{number}.ptxas" for number in range(len(logs)))]
     for file, text in zip(files, [budget, *logs], strict=True):
         file.write_text(text)
-    done = subprocess.run([sys.executable, ROOT / "tools/cuda_budget.py", *files], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, ROOT / "tests/cuda_budget.py", *files], capture_output=True, text=True)
     assert done.returncode == status, done.stdout + done.stderr
     assert says in done.stdout + done.stderr
 
 
 def run_tsan(*binaries: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([ROOT / "tools/run_tsan.sh", *binaries], capture_output=True, text=True)
+    return subprocess.run([ROOT / "tests/csrc/run_tsan.sh", *binaries], capture_output=True, text=True)
 
 
 def test_tsan_runner_on_a_real_race(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ def dispatch_differently(buffer, kind):
 
 def run_disagreement(kind):
     buffer = make_buffer()
-    with pytest.raises(ep.EPError, match="rank . met a row that was not meant for its call|timed out"):
+    with pytest.raises(ep.EPError, match=r"rank . met a row that was not meant for its call|timed out"):
         dispatch_differently(buffer, kind)
     buffer.reset()
     round_trips(buffer, rounds=1)
@@ -224,7 +224,7 @@ def run_bad_construction():
         ep.Buffer(None, ep.Config(num_experts=6, timeout=5))
     with pytest.raises(ep.EPError, match="could not set up the buffer: reserving"):
         ep.Buffer(None, ep.Config(num_experts=8, timeout=5, channels=1 << 12, nvl_ring_bytes=1 << 32))
-    with pytest.raises((ValueError, ep.EPError), match="topology is .*, must be a megatron_ep.Topology"):
+    with pytest.raises((ValueError, ep.EPError), match=r"topology is .*, must be a megatron_ep.Topology"):
         ep.Buffer(None, ep.Config(num_experts=8), (2, 2) if rank == 1 else None)
 
 

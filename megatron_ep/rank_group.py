@@ -1,0 +1,297 @@
+"""The ranks of a buffer that live in this process, and the launches on them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from megatron_ep import _C, cuda_group
+from megatron_ep.config import Config, Topology
+from megatron_ep.errors import EPAbortError, EPError, EPOverflowError, EPTimeoutError, describe
+from megatron_ep.handle import Handle, RankHandle
+
+# Rows after which an NVLink ring's flag is published even if nobody waits for it.
+NVL_BATCH = 8
+PAYLOAD_TYPES = {
+    torch.bfloat16: 0,
+    torch.float16: 1,
+    torch.float32: 2,
+    torch.float64: 3,
+    torch.float8_e4m3fn: 4,
+}  # the first four as in csrc/core/dtypes.h
+COMBINE_DTYPES = tuple(PAYLOAD_TYPES)[:4]
+
+POOLED_BYTES = 1 << 20  # outputs from this size on live in memory that is kept for later ones
+
+
+def _new_output(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Uninitialised [rows, columns]."""
+    out = torch.empty(0, dtype=dtype)
+    size = rows * columns * out.element_size()
+    if size < POOLED_BYTES or device.type != "cpu":  # torch itself keeps the memory of a GPU
+        return torch.empty(rows, columns, dtype=dtype, device=device)
+    storage = torch.from_dlpack(_C.pooled_bytes(size)).untyped_storage()
+    return out.set_(storage, 0, (rows, columns), (columns, 1))
+
+
+class RankGroup:
+    """The ranks of a buffer that live in this process, and what can be launched on them.
+
+    Launches take and return lists with one entry per rank of this process. Arguments were checked by
+    `megatron_ep.functional`.
+    """
+
+    topology: Topology
+    config: Config
+    ranks: list[int]
+    device: torch.device
+    _group: Any
+
+    def _start(self, heap: Any, segments: Sequence[Any], threads: int, seed: int | None, lost_signal: int) -> None:
+        self._heap = heap
+        self._group = _C.Group(
+            heap=heap,
+            ranks=self.ranks,
+            segments=list(segments),
+            threads=threads,
+            seed=seed,
+            lost_signal=lost_signal,
+            timeout=self.config.timeout_seconds,
+        )
+
+    @staticmethod
+    def _make_heap(topology: Topology, config: Config, channels: int) -> Any:
+        return _C.Heap(
+            nodes=topology.nodes,
+            ranks_per_node=topology.ranks_per_node,
+            num_experts=config.num_experts,
+            channels=channels,
+            nvl_ring_bytes=config.nvl_ring_bytes,
+            rdma_ring_bytes=config.rdma_ring_bytes,
+        )
+
+    @property
+    def num_local_experts(self) -> int:
+        """L, experts per rank."""
+        return self.config.num_experts // self.topology.world_size
+
+    @property
+    def seconds(self) -> float:
+        """Seconds spent inside launches of this buffer so far, waits for other ranks included."""
+        return self._live_group().seconds
+
+    def close(self) -> None:
+        """Frees the heaps. Handles of this buffer can no longer be used. Closing twice is fine."""
+        self._group = None
+        _C.release_pooled_memory()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _live_group(self) -> Any:
+        if self._group is None:
+            raise ValueError("buffer is closed")
+        return self._group
+
+    # ---- launches
+
+    def check_usable(self) -> None:
+        """Raises ValueError if closed, EPAbortError if a launch failed since the last reset, on whatever rank."""
+        aborted = self._live_group().aborted()
+        if aborted is not None and self.device.type == "cuda":
+            self._raise_if_aborted()  # a launch that failed after it was enqueued: nobody has been told of it yet
+        if aborted is not None:
+            raise EPAbortError(f"{self._cause(*aborted)}; every rank must call reset() before the buffer is used again")
+
+    def synchronize(self) -> None:
+        """Returns when all launches of this rank are done; on the host they always are. Raises what failed in them."""
+        group = self._live_group()
+        if self.device.type == "cuda":
+            group.synchronize()
+            self._raise_if_aborted()
+
+    @contextlib.contextmanager
+    def telling_others(self) -> Iterator[None]:
+        """An error inside that only this rank knows of reaches the others too, who would wait for this one."""
+        try:
+            yield
+        except EPError:
+            raise
+        except BaseException as error:
+            self.refuse(failed=not isinstance(error, ValueError))
+            raise
+
+    def refuse(self, failed: bool = False) -> None:
+        """Ends the waits of the other ranks: this one has refused its arguments, or failed."""
+        if self._group is not None and len(self.ranks) < self.topology.world_size:
+            self._group.abort(failed=failed)
+
+    def format_of(
+        self, topk: int, x: torch.Tensor, scales: Sequence[torch.Tensor] | None, weights: Sequence[torch.Tensor] | None
+    ) -> Any:
+        """How rows of these tensors travel. Raises ValueError when a ring cannot hold even one."""
+        row = _C.RowFormat(
+            payload_bytes=x.shape[1] * x.element_size(),
+            scale_bytes=scales[0].shape[1] * scales[0].element_size() if scales is not None else 0,
+            weight_bytes=weights[0].element_size() if weights is not None else 0,
+            topk=topk,
+            payload_type=PAYLOAD_TYPES[x.dtype],
+        )
+        rings = {"nvl_ring_bytes": self.config.nvl_ring_bytes}
+        if self.topology.nodes > 1:
+            rings["rdma_ring_bytes"] = self.config.rdma_ring_bytes
+        for name, ring_bytes in rings.items():
+            if ring_bytes < row.slot_bytes:
+                raise ValueError(
+                    f"Config.{name} is {ring_bytes}, must be at least {row.slot_bytes} for {x.shape[1]} x {x.dtype}"
+                )
+        return row
+
+    def notify(
+        self, topk_idx: Sequence[torch.Tensor], expert_alignment: int, expert_capacity: int, max_recv_tokens: int | None
+    ) -> Handle:
+        """Exchanges counts. topk_idx: [T, K] int32 or int64, contiguous."""
+        if self.device.type == "cuda":
+            return cuda_group.make_handle(self, topk_idx, expert_alignment, expert_capacity, max_recv_tokens)
+        group = self._live_group()
+        topk = topk_idx[0].shape[1]
+        tensors, layouts = [], []
+        for idx in topk_idx:
+            layout = torch.empty(self._heap.layout_size(idx.shape[0], topk), dtype=torch.int32)
+            t = _C.RankTensors()
+            t.layout, t.num_tokens, t.topk_idx = layout.data_ptr(), idx.shape[0], idx.data_ptr()
+            tensors.append(t)
+            layouts.append(layout)
+        totals = group.notify(
+            tensors,
+            topk=topk,
+            index_bytes=topk_idx[0].element_size(),
+            expert_alignment=expert_alignment,
+            expert_capacity=expert_capacity,
+        )
+        for rank, idx, total in zip(self.ranks, topk_idx, totals, strict=True):
+            if total.bad_token >= 0:
+                self._refuse_ids(rank, idx, total.bad_token)
+        self._raise_if_aborted()
+        ranks = []
+        for idx, layout, total in zip(topk_idx, layouts, totals, strict=True):
+            starts = self._heap.expert_start_offset(idx.shape[0], topk)
+            ends = layout[starts : starts + self.num_local_experts + 1].to(torch.int64)
+            ranks.append(
+                RankHandle(
+                    num_tokens=idx.shape[0],
+                    layout=layout,
+                    rows=total.expert_rows if max_recv_tokens is None else max_recv_tokens,
+                    tokens_per_expert=ends.diff(),
+                    positions=torch.empty(total.received_rows, topk, dtype=torch.int32),
+                    rail_experts=torch.empty(total.rail_rows, topk, dtype=torch.int32),
+                )
+            )
+        return Handle(self, topk, ranks)
+
+    def _refuse_ids(self, rank: int, topk_idx: torch.Tensor, token: int) -> None:
+        if len(self.ranks) == self.topology.world_size:
+            self._group.reset()  # nobody else is waiting
+        where = f" of rank {rank}" if len(self.ranks) > 1 else ""
+        raise ValueError(
+            f"topk_idx{where} is {topk_idx[token].tolist()} at token {token}, must hold distinct ids in "
+            f"[0, {self.config.num_experts}), or -1 for no expert"
+        )
+
+    def _tensors(self, handle: Handle, index: int) -> Any:
+        rank = handle.ranks[index]
+        t = _C.RankTensors()
+        t.layout, t.num_tokens = rank.layout.data_ptr(), rank.num_tokens
+        t.positions, t.rail_experts = rank.positions.data_ptr(), rank.rail_experts.data_ptr()
+        t.max_received, t.max_rail, t.max_rows = rank.positions.shape[0], rank.rail_experts.shape[0], rank.rows
+        return t
+
+    def dispatch(
+        self,
+        handle: Handle,
+        x: Sequence[torch.Tensor],
+        scales: Sequence[torch.Tensor] | None,
+        weights: Sequence[torch.Tensor] | None,
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None, list[torch.Tensor] | None]:
+        """x [T, H], scales [T, S], weights [T, K] to [R, H], [R, S], [R], grouped by expert."""
+        group = self._live_group()
+        out, out_scales, out_weights, tensors = [], [], [], []
+        for i, rank in enumerate(handle.ranks):
+            out.append(_new_output(rank.rows, x[i].shape[1], x[i].dtype, self.device))
+            t = self._tensors(handle, i)
+            t.x, t.out = x[i].data_ptr(), out[i].data_ptr()
+            if scales is not None:
+                out_scales.append(torch.empty(rank.rows, scales[i].shape[1], dtype=scales[i].dtype, device=self.device))
+                t.scales, t.out_scales = scales[i].data_ptr(), out_scales[i].data_ptr()
+            if weights is not None:
+                out_weights.append(torch.empty(rank.rows, dtype=weights[i].dtype, device=self.device))
+                t.weights, t.out_weights = weights[i].data_ptr(), out_weights[i].data_ptr()
+            tensors.append(t)
+        row = self.format_of(handle.topk, x[0], scales, weights)
+        group.dispatch(tensors, row, nvl_batch=NVL_BATCH, rdma_chunk=self.config.rdma_chunk_tokens)
+        self._raise_if_aborted()
+        return out, out_scales if scales is not None else None, out_weights if weights is not None else None
+
+    def combine(
+        self, handle: Handle, x: Sequence[torch.Tensor], weights: Sequence[torch.Tensor] | None
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
+        """x [R, H], weights [R] to the sums [T, H] and the single values [T, K]."""
+        group = self._live_group()
+        out, out_weights, tensors = [], [], []
+        for i, rank in enumerate(handle.ranks):
+            out.append(_new_output(rank.num_tokens, x[i].shape[1], x[i].dtype, self.device))
+            t = self._tensors(handle, i)
+            t.x, t.out = x[i].data_ptr(), out[i].data_ptr()
+            if weights is not None:
+                size = (rank.num_tokens, handle.topk)
+                out_weights.append(torch.empty(size, dtype=weights[i].dtype, device=self.device))
+                t.weights, t.out_weights = weights[i].data_ptr(), out_weights[i].data_ptr()
+            tensors.append(t)
+        row = self.format_of(handle.topk, x[0], None, weights)
+        group.combine(
+            tensors, row, nvl_batch=NVL_BATCH, rdma_chunk=self.config.rdma_chunk_tokens, dtype=PAYLOAD_TYPES[x[0].dtype]
+        )
+        self._raise_if_aborted()
+        return out, out_weights if weights is not None else None
+
+    def overflow_of(self, rank: RankHandle) -> torch.Tensor:
+        """int32 [1], a view: not 0 once rows did not fit."""
+        index = self._heap.overflow_offset
+        return rank.layout[index : index + 1]
+
+    # ---- failures
+
+    def _cause(self, outcome: str, rank: int) -> str:
+        return {
+            "timeout": f"rank {rank} timed out first, {self._when_waits_expire()}",
+            "bad_input": f"rank {rank} refused its arguments",
+            "failed": f"rank {rank} failed for a reason of its own",
+            "interrupted": f"rank {rank} was interrupted",
+            "mismatch": f"rank {rank} met a row that was not meant for its call: the ranks issued different calls, "
+            "or gave x of different H or dtype, another K, weights on some ranks only, or another handle",
+            "overflow": f"rank {rank} had no room for the rows that pass through it",
+        }[outcome]
+
+    def _when_waits_expire(self) -> str:
+        return f"after {self.config.timeout_seconds:g} s"
+
+    def _raise_if_aborted(self) -> None:
+        group = self._live_group()
+        aborted = group.aborted()
+        # On the host a launch is over by now: one that finished is good, whatever others have met since.
+        if aborted is None or (self.device.type == "cpu" and group.finished()):
+            return
+        incidents = self._group.incidents()
+        # those that expired before those that were told to stop
+        incidents.sort(key=lambda incident: incident["outcome"] == "aborted")
+        message = "\n  ".join([self._cause(*aborted), *map(describe, incidents)])
+        kind = {"timeout": EPTimeoutError, "mismatch": EPError, "overflow": EPOverflowError}.get(
+            aborted[0], EPAbortError
+        )
+        raise kind(message, incidents)
