@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds, tests and benchmarks the CUDA backend on a machine with one GPU, unattended, in less than 10 minutes and without a network.
-# $OUT (default: build/gpu) receives log.txt, bench.json and tune.json; the measurements and a table of what passed are printed last.
+# $OUT (default: build/gpu) receives log.txt, bench.json, router.json and tune.json; the measurements and a table of what passed are printed last.
 # PYTHON picks the interpreter, BUDGET the seconds for everything.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -17,7 +17,7 @@ failed=0
 finish() {
     for log in "$LOGS"/*.log; do printf '\n######## %s\n' "$(basename "$log" .log)" && cat "$log"; done > "$OUT/log.txt"
     echo "==== bench"
-    grep -hE '^[0-9]+x|^  (dispatch|combine) ' "$LOGS"/*bench.log "$LOGS"/*tune.log 2> /dev/null
+    grep -hE '^[0-9]+x|^T=|^  (dispatch|combine|ours|megatron) ' "$LOGS"/*bench.log "$LOGS"/*gate.log "$LOGS"/*tune.log 2> /dev/null
     echo "==== summary"
     printf '%s\n' "${results[@]}"
     rm -rf "$LOGS"
@@ -83,6 +83,8 @@ step gpu 60 "$PYTHON" -c 'import torch; print(torch.cuda.get_device_properties(0
 step smoke 60 bash -c 'test_with tests/gpu/test_gpu_transfer.py -k many_calls'
 step transfer 90 bash -c 'test_with tests/gpu/test_gpu_transfer.py'
 step launch 60 bash -c 'test_with tests/gpu/test_gpu_launch.py tests/gpu/test_gpu_overlap.py tests/gpu/test_gpu_float8.py'
+step router 60 bash -c 'test_with tests/test_router.py'
+step gate 60 "$PYTHON" -m megatron_ep.bench_router --device cuda --tokens 1 4096 --json "$OUT/router.json"
 step bench 90 "$PYTHON" -m megatron_ep.bench_cuda --json "$OUT/bench.json"
 step processes 90 bash -c 'test_with tests/gpu/test_gpu_processes.py'
 sanitize memcheck
