@@ -235,8 +235,9 @@ def test_bad_construction_is_the_same_error_everywhere(ranks):
 
 
 SURVIVOR = """
-    import sys, os, time, torch, torch.distributed as dist
+    import sys, os, signal, torch, torch.distributed as dist
     import megatron_ep as ep
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
     rank, store = int(sys.argv[1]), sys.argv[2]
     dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=4)
     buffer = ep.Buffer(None, ep.Config(num_experts=8, timeout=2), ep.Topology(2, 2))
