@@ -85,6 +85,7 @@ template <class J>
 __global__ void __launch_bounds__(kBlockThreads, 1) clear_kernel(const __grid_constant__ J joint) {
     constexpr int64_t kPiece = 16;  // rows
     const Place<J> place(joint);
+    if (is_aborted(joint.ranks[place.index])) return;  // then there may be no layout
     DeviceWarp warp(joint.ranks[place.index], 0, Role::Launch, 0, bulk_buffers());
     const DispatchArgs& args = joint.args[place.index];
     const Layout& layout = args.layout;
