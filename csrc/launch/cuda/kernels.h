@@ -75,7 +75,6 @@ __global__ void __launch_bounds__(kBlockThreads, 1) exchange_kernel(const __grid
         for (int channel = place.warp; channel < args.layout.channels; channel += place.warps - 1)
             index_channel(warp, args, channel);
     }
-    warp.finish_writes();
 }
 
 // ---- dispatch
@@ -107,24 +106,19 @@ __device__ __forceinline__ void run_dispatch_role(const DeviceRank& rank, BulkBu
     if (role == 0) {
         DeviceWarp w = warp(Role::NvlSender);
         nvl_sender(w, fabric, args, channel);
-        w.finish_writes();
     } else if ((role -= 1) < roles.servers) {
         DeviceWarp w = warp(Role::Receiver);
         const int share = roles.ranks_per_server();
         if (role * share < roles.world) receiver(w, fabric, args, channel, role * share, share);
-        w.finish_writes();
     } else if ((role -= roles.servers) < others) {
         DeviceWarp w = warp(Role::RdmaSender);
         rdma_sender(w, fabric, args, channel, other_node(role));
-        w.finish_writes();
     } else if ((role -= others) < others) {
         DeviceWarp w = warp(Role::Forwarder);
         forwarder(w, fabric, args, channel, other_node(role));
-        w.finish_writes();
     } else if ((role -= others) < roles.coordinators()) {
         DeviceWarp w = warp(Role::SenderCoordinator);
         sender_coordinator(w, fabric, args, RailCounts{args.layout, args.node(), false}, channel, 32 * role);
-        w.finish_writes();
     } else {
         DeviceWarp w = warp(Role::ForwarderCoordinator);
         forwarder_coordinator(w, fabric, args, RailCounts{args.layout, args.node(), false}, channel,
@@ -164,7 +158,6 @@ __device__ __forceinline__ void run_combine_role(const DeviceRank& rank, BulkBuf
     } else if ((role -= others) < roles.coordinators()) {
         DeviceWarp w = warp(Role::SenderCoordinator);
         sender_coordinator(w, fabric, args, RailCounts{args.layout, args.node(), true}, channel, 32 * role);
-        w.finish_writes();
     } else {
         DeviceWarp w = warp(Role::ForwarderCoordinator);
         forwarder_coordinator(w, fabric, args, RailCounts{args.layout, args.node(), true}, channel,
