@@ -271,7 +271,7 @@ class Recipe(Section):
         )
         _require(
             self.train.device == "cpu" or not self.ddp.overlap_grad_reduce,
-            "ddp.overlap_grad_reduce is true, must be false with train.device cuda: gloo has no such reduction on a GPU",
+            "ddp.overlap_grad_reduce is true, must be false with train.device cuda: gloo cannot do it on a GPU",
         )
         return self
 

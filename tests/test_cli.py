@@ -82,9 +82,8 @@ def test_ranks_that_share_a_gpu_share_its_sms(by_hand, capsys, monkeypatch, gpus
     status = cli.main(["train", ON_GPU, *(word for override in overrides for word in ("--set", override))])
     assert (status, len(by_hand)) == ((0, 1) if most is None else (2, 0))
     if most is not None:
-        assert f"dispatcher.num_sms is {num_sms if num_sms != 'null' else '24 by default'}" in (
-            message := capsys.readouterr().err
-        )
+        message = capsys.readouterr().err
+        assert f"dispatcher.num_sms is {'24 by default' if num_sms == 'null' else num_sms}" in message
         assert f"must be at most {most} for {ranks} ranks on a GPU of 132 SMs" in message
 
 

@@ -39,7 +39,7 @@ def enable() -> None:
     An operation of torch that has no deterministic kernel raises RuntimeError from now on. Call it before anything
     computes on a GPU.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+    local_rank = int(os.environ.get("LOCAL_RANK") or os.environ["RANK"])
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS chooses its algorithms by what is free
     torch.cuda.set_device(local_rank % torch.cuda.device_count())
     torch.use_deterministic_algorithms(True)

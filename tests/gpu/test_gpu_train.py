@@ -1,4 +1,4 @@
-"""Training runs whose ranks share the machine's GPUs, against the same recipe on the host and by Megatron's dispatcher."""
+"""Training runs whose ranks share a GPU, against the same recipe on the host and with Megatron's dispatcher."""
 
 import functools
 import importlib.util
