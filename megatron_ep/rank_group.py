@@ -14,8 +14,7 @@ from megatron_ep.errors import EPAbortError, EPError, EPOverflowError, EPTimeout
 from megatron_ep.handle import Handle, RankHandle
 
 # Rows after which an NVLink ring's flag is published even if nobody waits for it.
-import os
-NVL_BATCH = int(os.environ.get("NVLB", "8"))
+NVL_BATCH = 8
 PAYLOAD_TYPES = {
     torch.bfloat16: 0,
     torch.float16: 1,

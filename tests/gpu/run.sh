@@ -75,7 +75,7 @@ sanitize() {
     esac
 }
 
-test_with() { "$PYTHON" -m pytest -c /dev/null --rootdir . -p no:cacheprovider -q -x --durations=5 "$@"; }
+test_with() { "$PYTHON" -m pytest -c /dev/null --rootdir . -p no:cacheprovider -q --maxfail=8 --durations=5 "$@"; }
 export -f test_with
 
 step machine 20 nvidia-smi
