@@ -81,8 +81,9 @@ class CudaRanks:
         self._launch(lambda stream: self._group.combine(tensors, row, nvl_batch=batch, **settings, stream=stream))
 
     def _batch(self, row: Any) -> int:
-        """Rows after which a ring's other end hears of them: with few slots it must hear of each, or it idles."""
-        return max(1, self._nvl_ring_bytes // row.slot_bytes // 4)
+        """Rows after which a ring's other end hears of them: half a ring, so that one half is written while the other is read."""
+        slots = self._nvl_ring_bytes // row.slot_bytes
+        return 1 << max(0, slots.bit_length() - 2)
 
     def aborted(self) -> tuple[str, int] | None:
         return self._group.aborted()

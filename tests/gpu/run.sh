@@ -100,5 +100,5 @@ else
 fi
 sanitize memcheck
 sanitize racecheck
-step tune 60 "$PYTHON" -m megatron_ep.bench_cuda --topology 1x8 --num-sms 12 --channels 16 24 48 --ring-slots 2 8 --json "$OUT/tune.json"
+step tune 60 "$PYTHON" -m megatron_ep.bench_cuda --topology 1x8 --num-sms 12 --channels 24 36 48 --ring-slots 2 4 --json "$OUT/tune.json"
 exit $failed
