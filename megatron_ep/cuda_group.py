@@ -81,7 +81,7 @@ class CudaRanks:
         self._launch(lambda stream: self._group.combine(tensors, row, nvl_batch=batch, **settings, stream=stream))
 
     def _batch(self, row: Any) -> int:
-        """Rows after which a ring's other end hears of them: half a ring, so that one half is written while the other is read."""
+        """Rows after which a ring's other end hears of them: half a ring, so that both ends can work at once."""
         slots = self._nvl_ring_bytes // row.slot_bytes
         return 1 << max(0, slots.bit_length() - 2)
 

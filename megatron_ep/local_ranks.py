@@ -20,7 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PRELOAD = ("torch", "megatron_ep.megatron.equivalence")  # the second fails, harmlessly, where Megatron is not installed
+# The second fails, harmlessly, where Megatron is not installed. Where there is a GPU, importing Megatron starts CUDA,
+# which no fork survives.
+PRELOAD = ("torch", "megatron_ep.megatron.equivalence")
 DEATH_NOTICE_S = 0.5  # others may fail for a dead rank before its own end is known
 
 
@@ -39,7 +41,7 @@ class LocalRanks:
         self.world_size = world_size
         self.timeout = timeout
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(list(PRELOAD))
+        self._context.set_forkserver_preload(list(PRELOAD[:1] if torch.cuda.is_available() else PRELOAD))
         self._executors: list[ProcessPoolExecutor] = []
         self._pids: list[int] = []
 
