@@ -77,7 +77,7 @@ export -f test_with
 
 step machine 20 nvidia-smi
 step build 180 "$PYTHON" setup.py build_ext --inplace ||
-    MEGATRON_EP_NVSHMEM=0 step build_p2p 150 "$PYTHON" setup.py build_ext --inplace || exit 1
+    MEGATRON_EP_NVSHMEM=0 MEGATRON_EP_NCCL=0 step build_p2p 150 "$PYTHON" setup.py build_ext --inplace || exit 1
 step env 30 "$PYTHON" -m megatron_ep.env
 step gpu 60 "$PYTHON" -c 'import torch; print(torch.cuda.get_device_properties(0))' || exit 1
 step smoke 60 bash -c 'test_with tests/gpu/test_gpu_transfer.py -k many_calls'
@@ -87,6 +87,7 @@ step router 60 bash -c 'test_with tests/test_router.py'
 step gate 60 "$PYTHON" -m megatron_ep.bench_router --device cuda --tokens 1 4096 --json "$OUT/router.json"
 step bench 90 "$PYTHON" -m megatron_ep.bench_cuda --json "$OUT/bench.json"
 step processes 90 bash -c 'test_with tests/gpu/test_gpu_processes.py'
+step fabrics 150 bash -c 'test_with tests/gpu/test_gpu_fabrics.py' # of machines with several GPUs
 sanitize memcheck
 sanitize racecheck
 step tune 60 "$PYTHON" -m megatron_ep.bench_cuda --topology 1x8 --num-sms 12 --channels 16 24 48 --ring-slots 2 8 --json "$OUT/tune.json"
