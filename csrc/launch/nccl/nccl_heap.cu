@@ -16,26 +16,28 @@ constexpr size_t kMostSignals = 1 << 16;
 
 using Clock = std::chrono::steady_clock;
 
-// What NCCL started in the background, and until when it may take.
+// What NCCL does in the background, and until when it may take.
 struct Setup {
     ncclComm_t& comm;
     Clock::time_point deadline;
 
+    // A call may report success when its work has only begun, so the communicator is asked after each.
     void finish(ncclResult_t result, const std::string& what) const {
-        while (result == ncclInProgress) {
+        ncclResult_t state = ncclInProgress;
+        while (result == ncclSuccess || result == ncclInProgress) {
+            result = ncclCommGetAsyncError(comm, &state);
+            if (result == ncclSuccess && state == ncclSuccess) return;
+            if (result == ncclSuccess) result = state;
+            if (result != ncclInProgress) break;
             if (Clock::now() > deadline) {
                 throw std::runtime_error(what +
-                                         " was not done in time: other ranks did not come, or cannot be reached "
+                                         " was not done in time: other ranks did not come, or cannot be reached " +
                                          "(NCCL_DEBUG=INFO says more)");
             }
             std::this_thread::sleep_for(std::chrono::milliseconds(1));
-            const ncclResult_t asked = ncclCommGetAsyncError(comm, &result);
-            if (asked != ncclSuccess) result = asked;
         }
-        if (result != ncclSuccess) {
-            throw std::runtime_error(what + ": " + ncclGetErrorString(result) + ": " + ncclGetLastError(comm) +
-                                     " (NCCL_DEBUG=INFO says more)");
-        }
+        throw std::runtime_error(what + ": " + ncclGetErrorString(result) + ": " + ncclGetLastError(comm) +
+                                 " (NCCL_DEBUG=INFO says more)");
     }
 };
 
@@ -129,13 +131,13 @@ struct NcclHeap::Connection {
         needs.ginContextCount = signals > 0 ? NCCL_GIN_MAX_CONTEXTS : 0;
         needs.ginSignalCount = static_cast<int>(signals);
         const std::string gin =
-            "a topology of several nodes needs GIN, NCCL's puts from a GPU (RDMA network cards that NCCL supports for "
-            "it, "
-            "and NCCL_GIN_ENABLE not 0)";
+            "several nodes need GIN, NCCL's puts from a GPU: network cards that NCCL supports for it, and "
+            "NCCL_GIN_ENABLE "
+            "not 0";
         setup.finish(ncclDevCommCreate(comm, &needs, &device_comm),
                      signals > 0 ? "ncclDevCommCreate (" + gin + ")" : "ncclDevCommCreate");
         if (signals > 0 && device_comm.ginContextCount == 0) {
-            throw std::runtime_error("NCCL gave this communicator no GIN: " + gin);
+            throw std::runtime_error("NCCL gave these ranks no GIN, and " + gin);
         }
         check_cuda(cudaMalloc(&settled, sizeof(*settled)), "cudaMalloc");
         check_cuda(cudaMemset(settled, 0, sizeof(*settled)), "cudaMemset");
