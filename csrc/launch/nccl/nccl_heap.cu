@@ -131,9 +131,7 @@ struct NcclHeap::Connection {
         needs.ginContextCount = signals > 0 ? NCCL_GIN_MAX_CONTEXTS : 0;
         needs.ginSignalCount = static_cast<int>(signals);
         const std::string gin =
-            "several nodes need GIN, NCCL's puts from a GPU: network cards that NCCL supports for it, and "
-            "NCCL_GIN_ENABLE "
-            "not 0";
+            "several nodes need GIN, NCCL's puts from a GPU: network cards that it supports and NCCL_GIN_ENABLE not 0";
         setup.finish(ncclDevCommCreate(comm, &needs, &device_comm),
                      signals > 0 ? "ncclDevCommCreate (" + gin + ")" : "ncclDevCommCreate");
         if (signals > 0 && device_comm.ginContextCount == 0) {
