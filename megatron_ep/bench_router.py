@@ -211,3 +211,9 @@ def _table(records: list[dict[str, Any]]) -> str:
         ratio = record["seconds"] / ours[record["phase"]]
         lines.append(f"  {record['implementation']:15} {record['phase']:17} {times}    {ratio:6.2f}")
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    import sys
+
+    sys.exit(main(sys.argv[1:]))

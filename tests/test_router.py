@@ -54,7 +54,8 @@ def kernel_scores(logits, score_function, pre_softmax):
 
 
 def order(scores):
-    """Best first, NaN best of all, the lowest id first among equals."""
+    """Best first, NaN best of all, the lowest id first among equals: on a GPU torch sorts NaNs and zeros by their bits."""
+    scores = torch.where(scores.isnan(), torch.nan, scores) + 0.0
     return scores.sort(dim=-1, descending=True, stable=True)
 
 

@@ -30,10 +30,13 @@ enum class Reuse { Soon, Late };
 //   fail(outcome, wait, need)         records an incident and makes all waits of all ranks end
 //   copy<Reuse>(dst, src, bytes)
 //   multicast<Reuse>(dsts, mask, src, bytes)   one source, a destination per lane in the mask
+//   stage(src, bytes)                 begins to read what the next copy or multicast is about to read, while the warp finds out where it goes
 //   sum<T>(dst, srcs, mask, count)    dst[i] = sum over the lanes in the mask of srcs[lane][i], in lane order, in fp32 (fp64 for fp64)
 //   zero(dst, bytes)
 //   publish<Scope>(flag, value)       a store that whoever acquires it sees after all that the warp wrote before
 //   publish_lanes<Scope>(count, f)    the same for a flag per lane: f(lane, store) calls store(flag, value) or not
+//   credit<Scope>(flag, value)        a store after all that the warp has read, as far as its copies and sums have returned
+//   credit_lanes<Scope>(count, f)
 //   acquire<Scope>(flag)              the other half
 // For the concept, in which nvcc takes no lambdas.
 struct PublishNothing {
@@ -57,10 +60,13 @@ concept WarpLike =
         warp.lanes(1, step);
         warp.template copy<Reuse::Soon>(dst, src, bytes);
         warp.template multicast<Reuse::Late>(dsts, uint32_t{1}, src, bytes);
+        warp.stage(src, bytes);
         warp.template sum<float>(dst, srcs, uint32_t{1}, bytes);
         warp.zero(dst, bytes);
         warp.template publish<Scope::System>(flag, uint64_t{1});
         warp.template publish_lanes<Scope::System>(1, PublishNothing{});
+        warp.template credit<Scope::System>(flag, uint64_t{1});
+        warp.template credit_lanes<Scope::System>(1, PublishNothing{});
         { W::template acquire<Scope::System>(flag) } -> std::same_as<uint64_t>;
     };
 

@@ -14,26 +14,56 @@ namespace ep {
 
 // The distinct local ranks of `node` among a row's experts: `peer` per lane, and the first lane of each.
 template <WarpLike W>
-EP_FN uint32_t peers_on_node(W& warp, const TransferArgs& args, int node, const int32_t* experts,
-                             typename W::template PerLane<int>& peer) {
+EP_FN uint32_t peers_on_node(W& warp, const TransferArgs& args, int node,
+                             const typename W::template PerLane<int>& expert, typename W::template PerLane<int>& peer) {
     const int local_experts = args.layout.local_experts();
     warp.lanes(args.layout.topk, [&](int lane) {
-        const int rank = experts[lane] < 0 ? -1 : experts[lane] / local_experts;
+        const int rank = expert[lane] < 0 ? -1 : expert[lane] / local_experts;
         peer[lane] = rank >= 0 && args.topology().node_of(rank) == node ? args.topology().local_of(rank) : -1;
     });
     return warp.first_of(args.layout.topk, peer);
 }
 
+// What travels beside a token, a lane each k.
 template <WarpLike W>
-EP_FN void write_header(W& warp, const DispatchArgs& args, char* slot, int token) {
+struct Header {
+    typename W::template PerLane<int> expert, index;
+    typename W::template PerLane<uint64_t> weight;
+};
+
+template <WarpLike W>
+EP_FN void read_header(W& warp, const DispatchArgs& args, int token, Header<W>& header) {
     const RowFormat& format = args.format;
     warp.lanes(format.topk, [&](int lane) {
-        if (lane == 0) *reinterpret_cast<uint64_t*>(slot + format.tag()) = row_tag(args);
-        reinterpret_cast<int32_t*>(slot + format.experts())[lane] = args.layout.experts(token)[lane];
-        reinterpret_cast<int32_t*>(slot + format.index())[lane] = args.layout.index(token)[lane];
+        header.expert[lane] = args.layout.experts(token)[lane];
+        header.index[lane] = args.layout.index(token)[lane];
         const size_t weight = (static_cast<size_t>(token) * format.topk + lane) * format.weight_bytes;
-        copy_weight(slot + format.weights() + lane * format.weight_bytes, args.weights + weight, format.weight_bytes);
+        header.weight[lane] = load_weight(args.weights + weight, format.weight_bytes);
     });
+}
+
+template <WarpLike W>
+EP_FN void write_header(W& warp, const DispatchArgs& args, char* slot, uint64_t tag, const Header<W>& header) {
+    const RowFormat& format = args.format;
+    warp.lanes(format.topk, [&](int lane) {
+        if (lane == 0) *reinterpret_cast<uint64_t*>(slot + format.tag()) = tag;
+        reinterpret_cast<int32_t*>(slot + format.experts())[lane] = header.expert[lane];
+        reinterpret_cast<int32_t*>(slot + format.index())[lane] = header.index[lane];
+        store_weight(slot + format.weights() + lane * format.weight_bytes, header.weight[lane], format.weight_bytes);
+    });
+}
+
+// f(token, header) for the tokens of a channel, until it returns false. A header is read while the token before it is served.
+template <WarpLike W, class F>
+EP_FN void for_each_token(W& warp, const DispatchArgs& args, int channel, F&& f) {
+    const int first = args.layout.first_token(channel), end = args.layout.first_token(channel + 1);
+    Header<W> header, next;
+    if (first < end) read_header(warp, args, first, next);
+    for (int token = first; token < end; ++token) {
+        header = next;
+        if (token + 1 < end) read_header(warp, args, token + 1, next);
+        if (!f(token, header)) return;
+    }
 }
 
 // The next slot of the NVLink ring towards each lane's peer, once there is room in all of them. Before it waits, and from batch to batch, it
@@ -43,17 +73,23 @@ EP_FN bool take_slots(W& warp, const Rings<F>& rings, int node, uint32_t lanes,
                       const typename W::template PerLane<int>& peer, int& batch,
                       typename W::template PerLane<void*>& slot) {
     const int topk = rings.args.format.topk;
+    typename W::template PerLane<uint64_t> next;
     auto credit = [&](int lane) {
-        return lanes >> lane & 1 ? nvl_credit<W>(rings, node, peer[lane]) : nothing_to_wait_for();
+        if (!(lanes >> lane & 1)) return nothing_to_wait_for();
+        const Need need = nvl_credit<W>(rings, node, peer[lane]);
+        next[lane] = need.expected;
+        return need;
     };
-    if (++batch == rings.args.nvl_batch || !warp.met(topk, credit)) {
+    const bool room = warp.met(topk, credit);
+    if (++batch == rings.args.nvl_batch || !room) {
         publish_tails(warp, rings, node);
         batch = 0;
     }
-    if (!warp.wait_all(Wait::NvlCredit, topk, credit)) return false;
+    if (!room && !warp.wait_all(Wait::NvlCredit, topk, credit)) return false;
     warp.lanes(topk, [&](int lane) {
-        if (lanes >> lane & 1)
-            slot[lane] = rings.nvl_out_slot(node, peer[lane], rings.nvl_out(node, peer[lane]).next++);
+        if (!(lanes >> lane & 1)) return;
+        slot[lane] = rings.nvl_out_slot(node, peer[lane], next[lane] - 1);
+        rings.nvl_out(node, peer[lane]).next = next[lane];
     });
     return true;
 }
@@ -68,49 +104,59 @@ EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel)
     typename W::template PerLane<int> peer;
     typename W::template PerLane<void*> slot, row, scales;
     int batch = 0;
-    for (int token = args.layout.first_token(channel); token < args.layout.first_token(channel + 1); ++token) {
-        const uint32_t lanes = peers_on_node(warp, args, node, args.layout.experts(token), peer);
-        if (!lanes) continue;
-        if (!take_slots(warp, rings, node, lanes, peer, batch, slot)) return;
+    for_each_token(warp, args, channel, [&](int token, const Header<W>& header) {
+        const uint32_t lanes = peers_on_node(warp, args, node, header.expert, peer);
+        if (!lanes) return true;
+        const char* x = args.x + static_cast<size_t>(token) * format.payload_bytes;
+        warp.stage(x, format.payload_bytes);
+        if (!take_slots(warp, rings, node, lanes, peer, batch, slot)) return false;
         warp.lanes(format.topk, [&](int lane) {
             if (!(lanes >> lane & 1)) return;
             row[lane] = static_cast<char*>(slot[lane]) + format.payload();
             scales[lane] = static_cast<char*>(slot[lane]) + format.scales();
         });
-        warp.template multicast<Reuse::Soon>(row, lanes, args.x + static_cast<size_t>(token) * format.payload_bytes,
-                                             format.payload_bytes);
+        warp.template multicast<Reuse::Soon>(row, lanes, x, format.payload_bytes);
         if (format.scale_bytes) {
             warp.template multicast<Reuse::Soon>(
                 scales, lanes, args.scales + static_cast<size_t>(token) * format.scale_bytes, format.scale_bytes);
         }
-        for_each_lane(
-            lanes, [&](int lane) { write_header(warp, args, static_cast<char*>(warp.broadcast(slot, lane)), token); });
-    }
+        for_each_lane(lanes, [&](int lane) {
+            write_header(warp, args, static_cast<char*>(warp.broadcast(slot, lane)), rings.tag, header);
+        });
+        return true;
+    });
     publish_tails(warp, rings, node);
 }
 
-// Own tokens for another node, once each, into the staging slots of the network ring.
+// Own tokens for another node, once each, into the staging slots of the network ring. The coordinator hears of a row with the next one.
 template <WarpLike W, FabricLike<W> F>
 EP_FN void rdma_sender(W& warp, F& fabric, const DispatchArgs& args, int channel, int node) {
     const Rings<F> rings{fabric, args, channel};
     const RowFormat& format = args.format;
     if (!open_rdma_ring(warp, rings, node)) return;
     typename W::template PerLane<int> peer;
-    uint64_t next = rings.rdma_out(node).next;
-    for (int token = args.layout.first_token(channel); token < args.layout.first_token(channel + 1); ++token) {
-        if (!peers_on_node(warp, args, node, args.layout.experts(token), peer)) continue;
-        if (!warp.wait_all(Wait::RdmaCredit, 1, [&](int) { return rdma_credit<W>(rings, node); })) return;
+    uint64_t published = rings.rdma_out(node).next, next = published;
+    auto publish = [&] {
+        if (published != next) warp.template publish<Scope::Rank>(&rings.rdma_out(node).next, published = next);
+    };
+    for_each_token(warp, args, channel, [&](int token, const Header<W>& header) {
+        if (!peers_on_node(warp, args, node, header.expert, peer)) return true;
+        const char* x = args.x + static_cast<size_t>(token) * format.payload_bytes;
+        warp.stage(x, format.payload_bytes);
+        publish();
+        if (!warp.wait_all(Wait::RdmaCredit, 1, [&](int) { return rdma_credit<W>(rings, node, next); })) return false;
         char* slot = rings.rdma_out_slot(node, next);
-        warp.template copy<Reuse::Soon>(
-            slot + format.payload(), args.x + static_cast<size_t>(token) * format.payload_bytes, format.payload_bytes);
+        warp.template copy<Reuse::Soon>(slot + format.payload(), x, format.payload_bytes);
         if (format.scale_bytes) {
             warp.template copy<Reuse::Soon>(slot + format.scales(),
                                             args.scales + static_cast<size_t>(token) * format.scale_bytes,
                                             format.scale_bytes);
         }
-        write_header(warp, args, slot, token);
-        warp.template publish<Scope::Rank>(&rings.rdma_out(node).next, ++next);
-    }
+        write_header(warp, args, slot, rings.tag, header);
+        ++next;
+        return true;
+    });
+    publish();
 }
 
 // Rows of another node, from the network ring into the NVLink rings of the local ranks that want them. Remembers their experts for combine.
@@ -119,7 +165,7 @@ EP_FN void forwarder(W& warp, F& fabric, const DispatchArgs& args, int channel, 
     const Rings<F> rings{fabric, args, channel};
     const RowFormat& format = args.format;
     if (!open_nvl_rings(warp, rings, args.topology().rank(node, 0), args.topology().ranks_per_node)) return;
-    typename W::template PerLane<int> peer;
+    typename W::template PerLane<int> expert, peer;
     typename W::template PerLane<void*> slot;
     const int rows = args.layout.rail(channel, node);
     const int64_t start = args.layout.rail_start(channel, node);
@@ -130,17 +176,22 @@ EP_FN void forwarder(W& warp, F& fabric, const DispatchArgs& args, int channel, 
     uint64_t next = rings.rdma_in(node).next;
     int batch = 0;
     for (int i = 0; i < rows; ++i) {
-        auto arrived = [&](int) { return rdma_row<W>(rings, node); };
-        if (!warp.met(1, arrived)) publish_tails(warp, rings, node);
-        if (!warp.wait_all(Wait::RdmaRow, 1, arrived)) return;
+        auto arrived = [&](int) { return rdma_row<W>(rings, node, next); };
+        if (!warp.met(1, arrived)) {
+            publish_tails(warp, rings, node);
+            if (!warp.wait_all(Wait::RdmaRow, 1, arrived)) return;
+        }
         const char* source = rings.rdma_in_slot(node, next);
-        if (!belongs_to_call(warp, args, source, rings.rank_at(node, args.local()))) return;
-        const int32_t* experts = reinterpret_cast<const int32_t*>(source + format.experts());
-        warp.lanes(format.topk, [&](int lane) { args.rail_experts[(start + i) * format.topk + lane] = experts[lane]; });
-        const uint32_t lanes = peers_on_node(warp, args, args.node(), experts, peer);
+        warp.stage(source, format.slot_bytes());
+        if (!belongs_to_call(warp, rings, source, rings.rank_at(node, args.local()))) return;
+        warp.lanes(format.topk, [&](int lane) {
+            expert[lane] = reinterpret_cast<const int32_t*>(source + format.experts())[lane];
+            args.rail_experts[(start + i) * format.topk + lane] = expert[lane];
+        });
+        const uint32_t lanes = peers_on_node(warp, args, args.node(), expert, peer);
         if (!take_slots(warp, rings, node, lanes, peer, batch, slot)) return;
         warp.template multicast<Reuse::Soon>(slot, lanes, source, format.slot_bytes());
-        warp.template publish<Scope::Rank>(&rings.rdma_in(node).next, ++next);
+        warp.template credit<Scope::Rank>(&rings.rdma_in(node).next, ++next);
     }
     publish_tails(warp, rings, node);
 }
@@ -155,10 +206,11 @@ EP_FN void place_row(W& warp, const DispatchArgs& args, const char* slot, int so
     typename W::template PerLane<void*> row, scales;
     warp.lanes(format.topk, [&](int lane) {
         const int expert = reinterpret_cast<const int32_t*>(slot + format.experts())[lane] - first_expert;
+        const int index = reinterpret_cast<const int32_t*>(slot + format.index())[lane];
+        const uint64_t weight = load_weight(slot + format.weights() + lane * format.weight_bytes, format.weight_bytes);
         position[lane] = TransferArgs::kElsewhere;
         if (expert >= 0 && expert < layout.local_experts()) {
-            const int64_t place =
-                layout.expert_base(source_rank)[expert] + reinterpret_cast<const int32_t*>(slot + format.index())[lane];
+            const int64_t place = layout.expert_base(source_rank)[expert] + index;
             const bool fits = place >= 0 && place < layout.expert_start(expert + 1) && place < args.max_rows;
             position[lane] = fits ? static_cast<int>(place) : TransferArgs::kOverflowed;
         }
@@ -167,8 +219,7 @@ EP_FN void place_row(W& warp, const DispatchArgs& args, const char* slot, int so
             const size_t place = position[lane];
             row[lane] = args.recv_x + place * format.payload_bytes;
             scales[lane] = args.recv_scales + place * format.scale_bytes;
-            copy_weight(args.recv_weights + place * format.weight_bytes,
-                        slot + format.weights() + lane * format.weight_bytes, format.weight_bytes);
+            store_weight(args.recv_weights + place * format.weight_bytes, weight, format.weight_bytes);
         }
     });
     const uint32_t overflowed =
@@ -184,6 +235,7 @@ EP_FN void place_row(W& warp, const DispatchArgs& args, const char* slot, int so
 template <WarpLike W, FabricLike<W> F>
 EP_FN void receiver(W& warp, F& fabric, const DispatchArgs& args, int channel, int first_rank, int most = 32) {
     const Rings<F> rings{fabric, args, channel};
+    const RowFormat& format = args.format;
     const Topology& topology = args.topology();
     const int count = lanes_from(first_rank, topology.world(), most);
     typename W::template PerLane<int> left;
@@ -208,13 +260,14 @@ EP_FN void receiver(W& warp, F& fabric, const DispatchArgs& args, int channel, i
             int rows = 0;
             for (; same_call && rows < rows_left && rows < args.nvl_batch && next != tail; ++rows, ++next) {
                 const char* slot = rings.nvl_in_slot(node, peer, next);
-                same_call = belongs_to_call(warp, args, slot, source);
+                warp.stage(slot + format.payload(), format.payload_bytes);
+                same_call = belongs_to_call(warp, rings, slot, source);
                 const int64_t received = args.layout.received_start(channel, source) +
                                          args.layout.received(channel, source) - rows_left + rows;
                 if (same_call) place_row(warp, args, slot, source, received);
             }
             warp.lanes(1, [&](int) { rings.nvl_in(node, peer).next = rings.nvl_in(node, peer).published = next; });
-            warp.template publish<Scope::System>(rings.nvl_in_head(node, peer), next);
+            warp.template credit<Scope::System>(rings.nvl_in_head(node, peer), next);
             warp.lanes(count, [&](int other) {
                 if (other == lane) left[other] -= rows;
             });

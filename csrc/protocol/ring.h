@@ -17,12 +17,27 @@ struct InCursor {
     uint64_t published;  // of these, how many the producer has been told of
 };
 
+// What both ends of a ring must agree on for a row to make sense, as one number: the call, the layout it uses and the rows' shape and type.
+EP_FN uint64_t row_tag(const TransferArgs& args) {
+    uint64_t tag = args.is_combine;
+    auto add = [&](uint64_t value) {
+        tag = (tag ^ value) * 0x9e3779b97f4a7c15;
+        tag ^= tag >> 32;
+    };
+    add(args.call);
+    add(args.layout.totals().epoch);
+    add(static_cast<uint64_t>(args.format.payload_bytes) << 32 | static_cast<uint32_t>(args.format.payload_type));
+    add(static_cast<uint64_t>(args.format.scale_bytes) << 32 | args.format.weight_bytes << 16 | args.format.topk);
+    return tag | 1;  // never that of a ring that was not written yet
+}
+
 // The rings of one channel as the roles of one rank see them. `peer` is the local rank at the other end.
 template <class F>
 struct Rings {
     F& fabric;
     const TransferArgs& args;
     int channel;
+    uint64_t tag = row_tag(args);
 
     // NVLink rings, producer's end
     EP_FN OutCursor& nvl_out(int node, int peer) const {
@@ -82,20 +97,6 @@ struct Rings {
 
 EP_FN int lanes_from(int first, int count, int most = 32) { return count - first < most ? count - first : most; }
 
-// What both ends of a ring must agree on for a row to make sense, as one number: the call, the layout it uses and the rows' shape and type.
-EP_FN uint64_t row_tag(const TransferArgs& args) {
-    uint64_t tag = args.is_combine;
-    auto add = [&](uint64_t value) {
-        tag = (tag ^ value) * 0x9e3779b97f4a7c15;
-        tag ^= tag >> 32;
-    };
-    add(args.call);
-    add(args.layout.totals().epoch);
-    add(static_cast<uint64_t>(args.format.payload_bytes) << 32 | static_cast<uint32_t>(args.format.payload_type));
-    add(static_cast<uint64_t>(args.format.scale_bytes) << 32 | args.format.weight_bytes << 16 | args.format.topk);
-    return tag | 1;  // never that of a ring that was not written yet
-}
-
 // The role's rings towards `count` ranks from `first_rank` on, by the source rank of what they carry (dispatch: all of its own node).
 // A call may use slots of another size than the call before it: then the ring must have run empty first, or the two would overlap.
 template <WarpLike W, class F>
@@ -148,7 +149,7 @@ template <WarpLike W, class F>
 EP_FN void publish_heads(W& warp, const Rings<F>& rings, int node) {
     const int peers = rings.args.topology().ranks_per_node;
     for (int first = 0; first < peers; first += 32) {
-        warp.template publish_lanes<Scope::System>(lanes_from(first, peers), [&](int lane, auto&& store) {
+        warp.template credit_lanes<Scope::System>(lanes_from(first, peers), [&](int lane, auto&& store) {
             InCursor& in = rings.nvl_in(node, first + lane);
             if (in.published != in.next) store(rings.nvl_in_head(node, first + lane), in.published = in.next);
         });
@@ -168,32 +169,50 @@ EP_FN Need nvl_row(const Rings<F>& rings, int node, int peer) {
 }
 
 template <WarpLike W, class F>
-EP_FN Need rdma_credit(const Rings<F>& rings, int node) {
-    return {rings.template acquire_rdma_head<W>(node) + rings.args.rdma_slots(), rings.rdma_out(node).next + 1,
+EP_FN Need rdma_credit(const Rings<F>& rings, int node, uint64_t next) {
+    return {rings.template acquire_rdma_head<W>(node) + rings.args.rdma_slots(), next + 1,
             rings.rank_at(node, rings.args.local())};
 }
 
 template <WarpLike W, class F>
-EP_FN Need rdma_row(const Rings<F>& rings, int node) {
-    return {rings.template acquire_rdma_tail<W>(node), rings.rdma_in(node).next + 1,
-            rings.rank_at(node, rings.args.local())};
+EP_FN Need rdma_row(const Rings<F>& rings, int node, uint64_t next) {
+    return {rings.template acquire_rdma_tail<W>(node), next + 1, rings.rank_at(node, rings.args.local())};
 }
 
-// A row that belongs to another call means that the ranks issued different sequences of calls.
-template <WarpLike W>
-EP_FN bool belongs_to_call(W& warp, const TransferArgs& args, const char* slot, int peer) {
-    const uint64_t tag = *reinterpret_cast<const uint64_t*>(slot + args.format.tag());
-    if (tag == row_tag(args)) return true;
-    warp.fail(Outcome::Mismatch, Wait::None, Need{tag, row_tag(args), peer});
+// Rows of another call mean that the ranks issued different sequences of calls. A row per lane in the mask: its slot and the rank it is from.
+template <WarpLike W, class F, class RankOf>
+EP_FN bool belong_to_call(W& warp, const Rings<F>& rings, uint32_t mask,
+                          const typename W::template PerLane<const void*>& slot, RankOf&& rank_of) {
+    typename W::template PerLane<uint64_t> tag;
+    const uint32_t strangers = warp.ballot(rings.args.format.topk, [&](int lane) {
+        if (!(mask >> lane & 1)) return false;
+        tag[lane] = *reinterpret_cast<const uint64_t*>(static_cast<const char*>(slot[lane]) + rings.args.format.tag());
+        return tag[lane] != rings.tag;
+    });
+    if (!strangers) return true;
+    const int lane = lowest_lane(strangers);
+    warp.fail(Outcome::Mismatch, Wait::None, Need{warp.broadcast(tag, lane), rings.tag, rank_of(lane)});
+    return false;
+}
+
+template <WarpLike W, class F>
+EP_FN bool belongs_to_call(W& warp, const Rings<F>& rings, const char* slot, int peer) {
+    const uint64_t tag = *reinterpret_cast<const uint64_t*>(slot + rings.args.format.tag());
+    if (tag == rings.tag) return true;
+    warp.fail(Outcome::Mismatch, Wait::None, Need{tag, rings.tag, peer});
     return false;
 }
 
 // One word of weight_bytes: a weight or its gradient. Moved, never computed with.
-EP_FN void copy_weight(char* dst, const char* src, int weight_bytes) {
+EP_FN uint64_t load_weight(const char* src, int weight_bytes) {
+    if (weight_bytes == 8) return *reinterpret_cast<const uint64_t*>(src);
+    return weight_bytes == 4 ? *reinterpret_cast<const uint32_t*>(src) : 0;
+}
+EP_FN void store_weight(char* dst, uint64_t weight, int weight_bytes) {
     if (weight_bytes == 8) {
-        *reinterpret_cast<uint64_t*>(dst) = *reinterpret_cast<const uint64_t*>(src);
+        *reinterpret_cast<uint64_t*>(dst) = weight;
     } else if (weight_bytes == 4) {
-        *reinterpret_cast<uint32_t*>(dst) = *reinterpret_cast<const uint32_t*>(src);
+        *reinterpret_cast<uint32_t*>(dst) = static_cast<uint32_t>(weight);
     }
 }
 

@@ -117,7 +117,7 @@ def test_float8_with_scales(hidden, scale_dtype):
     config = ep.Config(num_experts=experts, timeout=20)
     results = []
     for device in ("cpu", "cuda"):
-        leaves = [weight.to(device).requires_grad_() for weight in weights]
+        leaves = [weight.clone().to(device).requires_grad_() for weight in weights]
         with ep.LocalCluster(2, 2, config, device=device) as cluster:
             rows = ep.dispatch(
                 [t.to(device) for t in x],

@@ -8,14 +8,17 @@
 
 namespace ep {
 
-// One warp's share of shared memory, through which the SM's copy engine moves rows: a row is read once and written to each destination, and the
-// warp's registers see none of it. Two buffers, so that a chunk is read while the one before is written.
+// One warp's share of shared memory, through which the SM's copy engine moves rows, a chunk a buffer: many bytes under way, none of them in
+// registers.
 //
 // The engine works in the async proxy: a fence stands between what this warp has acquired and the engine's reads and writes, and
 // `wait_written` between the engine's writes and a flag that promises them.
+#ifndef EP_CHUNK
+#define EP_CHUNK 4096
+#endif
 struct BulkBuffers {
-    static constexpr uint32_t kChunkBytes = 8192;
-    static constexpr int kBuffers = 2;
+    static constexpr uint32_t kChunkBytes = EP_CHUNK;
+    static constexpr int kBuffers = 4;
     alignas(128) char data[kBuffers][kChunkBytes];
     uint64_t filled[kBuffers];
 
@@ -29,30 +32,80 @@ struct BulkBuffers {
     }
 };
 
+// Everything aligned to 16 bytes.
 class BulkCopier {
   public:
     static constexpr size_t kLeastBytes = 1024;  // below, loads and stores have less to wait for
 
     __device__ __forceinline__ explicit BulkCopier(BulkBuffers& buffers) : buffers_(buffers) {}
 
-    // Each lane's own destination in the mask gets the row. Everything aligned to 16 bytes. Returns when the source has been read.
+    // Begins to read the row that the next multicast writes.
+    __device__ __forceinline__ void stage(const void* src, size_t bytes) {
+        ptx::fence_proxy_async_global();
+        in_ = static_cast<const char*>(src);
+        left_ = bytes;
+        stage_chunks<BulkBuffers::kBuffers - 1>();
+    }
+
+    // Each lane's own destination in the mask gets the row, which is read once. Returns when it has been read.
+    template <Reuse reuse>
     __device__ __forceinline__ void multicast(void* own_dst, uint32_t mask, const void* src, size_t bytes) {
         const bool writes = mask >> rows::lane_id() & 1;
-        const char* in = static_cast<const char*>(src);
         char* out = static_cast<char*>(own_dst);
-        ptx::fence_proxy_async_global();
-        fill(in, bytes);
+        if (filled_ == emptied_) stage(src, bytes);
         for (size_t done = 0; done < bytes; done += BulkBuffers::kChunkBytes) {
-            const size_t next = done + BulkBuffers::kChunkBytes;
-            if (next < bytes) fill(in + next, bytes - next);
-            const int buffer = emptied_ % BulkBuffers::kBuffers;
-            while (!ptx::barrier_try_wait(&buffers_.filled[buffer], emptied_ / BulkBuffers::kBuffers & 1)) {
-            }
-            ++emptied_;
-            if (writes) ptx::bulk_store(out + done, buffers_.data[buffer], chunk(bytes - done));
+            wait_filled();
+            if (writes) ptx::bulk_store<reuse == Reuse::Late>(out + done, buffer(emptied_), chunk(bytes - done));
             ptx::bulk_commit();
+            ++emptied_;
+            // the buffer before this one, whose writes are older
+            if (left_ && filled_ - emptied_ < BulkBuffers::kBuffers - 1) fill<1>();
         }
         __syncwarp();
+    }
+
+    // Gives up what was staged.
+    __device__ __forceinline__ void drop() {
+        for (; emptied_ != filled_; ++emptied_) {
+            wait_filled();
+            ptx::bulk_commit();  // a group a chunk, as `fill` counts them
+        }
+        left_ = 0;
+        __syncwarp();
+    }
+
+    // The sum over the rows of the lanes in the mask, in lane order. A buffer holds a piece of each row, one behind the other.
+    template <class T>
+    __device__ __forceinline__ void sum(void* dst, const void* own_src, uint32_t mask, uint32_t bytes) {
+        const uint32_t rows_below = mask & ((1u << rows::lane_id()) - 1);
+        const bool reads = mask >> rows::lane_id() & 1;
+        const uint32_t count = __popc(mask);
+        const uint32_t piece = piece_bytes(count);
+        const char* in = static_cast<const char*>(own_src);
+        uint32_t fetched = 0;
+        auto fetch = [&] {
+            const uint32_t size = bytes - fetched < piece ? bytes - fetched : piece;
+            uint64_t* barrier = &buffers_.filled[filled_ % BulkBuffers::kBuffers];
+            if (rows::lane_id() == 0) ptx::barrier_arrive_expect(barrier, count * size);
+            __syncwarp();
+            if (reads) ptx::bulk_load(buffer(filled_) + __popc(rows_below) * piece, in + fetched, size, barrier);
+            fetched += size;
+            ++filled_;
+        };
+        ptx::fence_proxy_async_global();
+        ptx::bulk_wait_read<0>();
+        __syncwarp();
+        for (int i = 0; i < BulkBuffers::kBuffers && fetched < bytes; ++i) fetch();
+        for (uint32_t done = 0; done < bytes; done += piece) {
+            wait_filled();
+            const uint32_t size = bytes - done < piece ? bytes - done : piece;
+            for (uint32_t at = rows::lane_id() * sizeof(uint4); at < size; at += 32 * sizeof(uint4)) {
+                rows::sum_shared<T>(static_cast<char*>(dst) + done + at, buffer(emptied_) + at, count, piece);
+            }
+            __syncwarp();
+            ++emptied_;
+            if (fetched < bytes) fetch();
+        }
     }
 
     // Every lane, before another lane may release what was copied, and before the kernel ends.
@@ -63,19 +116,50 @@ class BulkCopier {
         return rest < BulkBuffers::kChunkBytes ? rest : BulkBuffers::kChunkBytes;
     }
 
-    // Starts to read the next chunk, once the writes out of its buffer have read it.
-    __device__ __forceinline__ void fill(const char* in, size_t rest) {
-        ptx::bulk_wait_read<0>();
-        __syncwarp();
-        if (rows::lane_id() == 0) {
-            const int buffer = filled_ % BulkBuffers::kBuffers;
-            ptx::barrier_arrive_expect(&buffers_.filled[buffer], chunk(rest));
-            ptx::bulk_load(buffers_.data[buffer], in, chunk(rest), &buffers_.filled[buffer]);
+    // Of each of `count` rows: a vector for every lane, if that fits.
+    static __device__ __forceinline__ uint32_t piece_bytes(uint32_t count) {
+        constexpr uint32_t kWholeWarp = 32 * sizeof(uint4);
+        const uint32_t most = BulkBuffers::kChunkBytes / count;
+        return most & ~((most < kWholeWarp ? sizeof(uint4) : kWholeWarp) - 1);
+    }
+
+    __device__ __forceinline__ char* buffer(uint32_t number) const {
+        return buffers_.data[number % BulkBuffers::kBuffers];
+    }
+
+    __device__ __forceinline__ void wait_filled() {
+        while (!ptx::barrier_try_wait(&buffers_.filled[emptied_ % BulkBuffers::kBuffers],
+                                      emptied_ / BulkBuffers::kBuffers & 1)) {
         }
+    }
+
+    // Into the oldest buffer first: its writes are done while those of the kYounger others may still read theirs.
+    template <int kYounger>
+    __device__ __forceinline__ void stage_chunks() {
+        if (!left_) return;
+        fill<kYounger>();
+        if constexpr (kYounger > 0) stage_chunks<kYounger - 1>();
+    }
+
+    // Starts to read the next chunk, once all but the kPending newest writes have read their buffers.
+    template <int kPending>
+    __device__ __forceinline__ void fill() {
+        ptx::bulk_wait_read<kPending>();
+        __syncwarp();
+        const uint32_t size = chunk(left_);
+        if (rows::lane_id() == 0) {
+            uint64_t* barrier = &buffers_.filled[filled_ % BulkBuffers::kBuffers];
+            ptx::barrier_arrive_expect(barrier, size);
+            ptx::bulk_load(buffer(filled_), in_, size, barrier);
+        }
+        in_ += size;
+        left_ -= size;
         ++filled_;
     }
 
     BulkBuffers& buffers_;
+    const char* in_ = nullptr;  // what is read next of the row that was staged
+    uint32_t left_ = 0;
     uint32_t filled_ = 0;  // chunks over the life of the warp: they number the buffers and give the barriers' parity
     uint32_t emptied_ = 0;
 };

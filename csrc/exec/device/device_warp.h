@@ -23,6 +23,12 @@ class DeviceWarp {
     __device__ __forceinline__ DeviceWarp(const DeviceRank& rank, uint64_t call, Role role, int channel,
                                           BulkBuffers& buffers)
         : rank_(rank), call_(call), role_(role), channel_(channel), bulk_(buffers) {}
+    // Nothing that the copy engine does for this warp outlives it.
+    __device__ __forceinline__ ~DeviceWarp() {
+        bulk_.drop();
+        finish_writes();
+    }
+    DeviceWarp(const DeviceWarp&) = delete;
 
     template <class F>
     __device__ __forceinline__ void lanes(int count, F&& f) {
@@ -92,15 +98,27 @@ class DeviceWarp {
     template <Reuse reuse>
     __device__ __forceinline__ void multicast(const PerLane<void*>& dsts, uint32_t mask, const void* src,
                                               size_t bytes) {
-        if (mask) move_row<reuse>(dsts.value, mask, src, bytes);
+        if (mask) {
+            move_row<reuse>(dsts.value, mask, src, bytes);
+        } else {
+            bulk_.drop();
+        }
+    }
+
+    __device__ __forceinline__ void stage(const void* src, size_t bytes) {
+        if (is_bulk(bytes) && !rows::misalignment(src, 0, src, bytes)) bulk_.stage(src, bytes);
     }
 
     template <class T>
     __device__ __forceinline__ void sum(void* dst, const PerLane<const void*>& srcs, uint32_t mask, size_t count) {
         const size_t bytes = count * sizeof(T);
         if (!mask) return zero(dst, bytes);
+        if (!(mask & (mask - 1)))
+            return move_row<Reuse::Soon>(dst, kAll & 1, rows::shuffle_pointer(srcs.value, lowest_lane(mask)), bytes);
         if (rows::misalignment(srcs.value, mask, dst, bytes)) {
             rows::sum_elements<T>(dst, srcs.value, mask, count);
+        } else if (is_bulk(bytes)) {
+            bulk_.sum<T>(dst, srcs.value, mask, bytes);
         } else {
             rows::sum_vectors<T>(dst, srcs.value, mask, bytes / sizeof(uint4));
         }
@@ -127,6 +145,19 @@ class DeviceWarp {
         __syncwarp();
     }
 
+    template <Scope scope>
+    __device__ __forceinline__ void credit(uint64_t* flag, uint64_t value) {
+        if (lane_id() == 0) store_release<scope>(flag, value);
+        __syncwarp();
+    }
+
+    template <Scope scope, class F>
+    __device__ __forceinline__ void credit_lanes(int count, F&& f) {
+        auto store = [](uint64_t* flag, uint64_t value) { store_release<scope>(flag, value); };
+        if (lane_id() < count) f(lane_id(), store);
+        __syncwarp();
+    }
+
     // The roles of a rank may run on different SMs of its GPU.
     template <Scope scope>
     static __device__ __forceinline__ uint64_t acquire(uint64_t* flag) {
@@ -134,7 +165,7 @@ class DeviceWarp {
         return ptx::load_acquire_sys(flag);
     }
 
-    // Everything this warp wrote is written: before it releases a flag by other means than publish, and before it ends.
+    // Everything this warp wrote is written: before it releases a flag by other means than publish.
     __device__ __forceinline__ void finish_writes() {
         bulk_.wait_written();
         __syncwarp();
@@ -145,6 +176,7 @@ class DeviceWarp {
     static constexpr uint32_t kPollsBetweenChecks = 64;
 
     static __device__ __forceinline__ int lane_id() { return rows::lane_id(); }
+    static __device__ __forceinline__ bool is_bulk(size_t bytes) { return bytes >= BulkCopier::kLeastBytes; }
 
     template <Scope scope>
     static __device__ __forceinline__ void store_release(uint64_t* flag, uint64_t value) {
@@ -158,10 +190,11 @@ class DeviceWarp {
     template <Reuse reuse>
     __device__ __forceinline__ void move_row(void* own_dst, uint32_t mask, const void* src, size_t bytes) {
         if (rows::misalignment(own_dst, mask, src, bytes)) {
+            bulk_.drop();
             for_each_lane(mask,
                           [&](int lane) { rows::copy_misaligned(rows::shuffle_pointer(own_dst, lane), src, bytes); });
-        } else if (bytes >= BulkCopier::kLeastBytes) {
-            bulk_.multicast(own_dst, mask, src, bytes);
+        } else if (is_bulk(bytes)) {
+            bulk_.multicast<reuse>(own_dst, mask, src, bytes);
         } else {
             rows::multicast_vectors<reuse>(own_dst, mask, src, bytes);
         }

@@ -98,6 +98,14 @@ __device__ __forceinline__ float widen_fp16(uint16_t bits) {
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
+__device__ __forceinline__ uint4 load_shared(const void* address) {
+    uint4 value;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "r"(shared_address(address))
+                 : "memory");
+    return value;
+}
 __device__ __forceinline__ void barrier_init(uint64_t* barrier, uint32_t arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
@@ -131,10 +139,23 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint
                  "l"(global), "r"(bytes), "r"(shared_address(barrier))
                  : "memory");
 }
+// kStreaming: first to leave the second-level cache.
+template <bool kStreaming>
 __device__ __forceinline__ void bulk_store(void* global, const void* shared, uint32_t bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
-                 "r"(shared_address(shared)), "r"(bytes)
-                 : "memory");
+    if constexpr (kStreaming) {
+        asm volatile(
+            "{\n\t"
+            ".reg .b64 policy;\n\t"
+            "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n\t"
+            "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, policy;\n\t"
+            "}" ::"l"(global),
+            "r"(shared_address(shared)), "r"(bytes)
+            : "memory");
+    } else {
+        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
+                     "r"(shared_address(shared)), "r"(bytes)
+                     : "memory");
+    }
 }
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Until all but the newest kGroups groups of this thread's bulk stores have read their source.

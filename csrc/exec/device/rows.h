@@ -40,7 +40,7 @@ __device__ __forceinline__ void store(uint4* address, uint4 value) {
 // Each lane's own destination in the mask gets the row. Everything aligned to 16 bytes.
 template <Reuse reuse>
 __device__ __forceinline__ void multicast_vectors(void* own_dst, uint32_t mask, const void* src, size_t bytes) {
-    constexpr int kInFlight = 8;
+    constexpr int kInFlight = 2;  // long rows go through shared memory
     const uint4* in = static_cast<const uint4*>(src);
     const uint32_t vectors = bytes / sizeof(uint4);
     for (uint32_t first = lane_id(); first - lane_id() < vectors; first += 32 * kInFlight) {
@@ -144,7 +144,7 @@ __device__ __forceinline__ void accumulate(decltype(widen(T{}))* sums, const uin
 template <class T>
 __device__ __forceinline__ void sum_vectors(void* dst, const void* own_src, uint32_t mask, uint32_t vectors) {
     using Sum = decltype(widen(T{}));
-    constexpr int kRows = 4, kVectors = 2;  // in flight
+    constexpr int kRows = 4, kVectors = 1;  // in flight: long rows go through shared memory
     uint4* out = static_cast<uint4*>(dst);
     for (uint32_t first = lane_id(); first - lane_id() < vectors; first += 32 * kVectors) {
         Sum sums[kVectors][Elements<T>::kCount];
@@ -179,6 +179,17 @@ __device__ __forceinline__ void sum_vectors(void* dst, const void* own_src, uint
             if (first + 32 * v < vectors) ptx::store(out + first + 32 * v, narrow_vector<T>(sums[v]));
         }
     }
+}
+
+// One vector of the sum of `count` rows in shared memory that lie `stride` bytes apart.
+template <class T>
+__device__ __forceinline__ void sum_shared(void* dst, const char* first, uint32_t count, uint32_t stride) {
+    decltype(widen(T{})) sums[Elements<T>::kCount];
+#pragma unroll
+    for (auto& sum : sums) sum = -decltype(widen(T{})){0};
+#pragma unroll 4
+    for (uint32_t row = 0; row < count; ++row) accumulate<T>(sums, ptx::load_shared(first + row * stride));
+    ptx::store(static_cast<uint4*>(dst), narrow_vector<T>(sums));
 }
 
 // The same order of additions, an element at a time.

@@ -102,6 +102,8 @@ class BasicHostWarp {
         for_each_lane(mask, [&](int lane) { copy<reuse>(dsts[lane], src, bytes); });
     }
 
+    void stage(const void*, size_t) {}
+
     template <class T>
     void sum(void* dst, const PerLane<const void*>& srcs, uint32_t mask, size_t count) {
         const T* rows[32];
@@ -123,6 +125,16 @@ class BasicHostWarp {
     void publish_lanes(int count, F&& f) {
         auto store = [&](uint64_t* flag, uint64_t value) { publish<scope>(flag, value); };
         for (int lane = 0; lane < count; ++lane) f(lane, store);
+    }
+
+    template <Scope scope>
+    void credit(uint64_t* flag, uint64_t value) {
+        publish<scope>(flag, value);
+    }
+
+    template <Scope scope, class F>
+    void credit_lanes(int count, F&& f) {
+        publish_lanes<scope>(count, f);
     }
 
     template <Scope scope>

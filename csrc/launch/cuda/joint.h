@@ -7,7 +7,10 @@
 namespace ep {
 
 constexpr int kMaxJointRanks = 32;
-constexpr int kBlockThreads = 384;
+#ifndef EP_THREADS
+#define EP_THREADS 384
+#endif
+constexpr int kBlockThreads = EP_THREADS;
 constexpr int kBlockWarps = kBlockThreads / 32;
 
 struct NoRoles {};

@@ -75,7 +75,6 @@ __global__ void __launch_bounds__(kBlockThreads, 1) exchange_kernel(const __grid
         for (int channel = place.warp; channel < args.layout.channels; channel += place.warps - 1)
             index_channel(warp, args, channel);
     }
-    warp.finish_writes();
 }
 
 // ---- dispatch
@@ -85,6 +84,7 @@ template <class J>
 __global__ void __launch_bounds__(kBlockThreads, 1) clear_kernel(const __grid_constant__ J joint) {
     constexpr int64_t kPiece = 16;  // rows
     const Place<J> place(joint);
+    if (is_aborted(joint.ranks[place.index])) return;  // then there may be no layout
     DeviceWarp warp(joint.ranks[place.index], 0, Role::Launch, 0, bulk_buffers());
     const DispatchArgs& args = joint.args[place.index];
     const Layout& layout = args.layout;
@@ -106,24 +106,19 @@ __device__ __forceinline__ void run_dispatch_role(const DeviceRank& rank, BulkBu
     if (role == 0) {
         DeviceWarp w = warp(Role::NvlSender);
         nvl_sender(w, fabric, args, channel);
-        w.finish_writes();
     } else if ((role -= 1) < roles.servers) {
         DeviceWarp w = warp(Role::Receiver);
         const int share = roles.ranks_per_server();
         if (role * share < roles.world) receiver(w, fabric, args, channel, role * share, share);
-        w.finish_writes();
     } else if ((role -= roles.servers) < others) {
         DeviceWarp w = warp(Role::RdmaSender);
         rdma_sender(w, fabric, args, channel, other_node(role));
-        w.finish_writes();
     } else if ((role -= others) < others) {
         DeviceWarp w = warp(Role::Forwarder);
         forwarder(w, fabric, args, channel, other_node(role));
-        w.finish_writes();
     } else if ((role -= others) < roles.coordinators()) {
         DeviceWarp w = warp(Role::SenderCoordinator);
         sender_coordinator(w, fabric, args, RailCounts{args.layout, args.node(), false}, channel, 32 * role);
-        w.finish_writes();
     } else {
         DeviceWarp w = warp(Role::ForwarderCoordinator);
         forwarder_coordinator(w, fabric, args, RailCounts{args.layout, args.node(), false}, channel,
@@ -163,7 +158,6 @@ __device__ __forceinline__ void run_combine_role(const DeviceRank& rank, BulkBuf
     } else if ((role -= others) < roles.coordinators()) {
         DeviceWarp w = warp(Role::SenderCoordinator);
         sender_coordinator(w, fabric, args, RailCounts{args.layout, args.node(), true}, channel, 32 * role);
-        w.finish_writes();
     } else {
         DeviceWarp w = warp(Role::ForwarderCoordinator);
         forwarder_coordinator(w, fabric, args, RailCounts{args.layout, args.node(), true}, channel,

@@ -112,4 +112,5 @@ inline unsigned __reduce_or_sync(unsigned, unsigned value) {
     for (const uint64_t other : simt::exchange(simt::Kind::Or, value)) all |= static_cast<unsigned>(other);
     return all;
 }
+inline int __popc(unsigned bits) { return std::popcount(bits); }
 inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }

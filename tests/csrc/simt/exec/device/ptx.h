@@ -30,6 +30,7 @@ inline void store(uint4* address, uint4 value) {
     require_aligned(address);
     *address = value;
 }
+inline uint4 load_shared(const void* address) { return load_no_allocate(static_cast<const uint4*>(address)); }
 inline void store_streaming(uint4* address, uint4 value) { store(address, value); }
 
 inline uint16_t narrow_bf16(float value) {
@@ -55,6 +56,7 @@ struct Load {
 struct Barrier {
     uint32_t arrivals = 0, left = 0, phase = 0;
     int64_t bytes = 0;
+    int polls = 0;            // of an arrived barrier that misses bytes
     std::vector<Load> loads;  // under way: they happen when somebody asks
 };
 struct Store {
@@ -90,7 +92,7 @@ inline void end_of_launch() {
     barriers().clear();
 }
 
-inline void barrier_init(uint64_t* barrier, uint32_t arrivals) { barriers()[barrier] = {arrivals, arrivals, 0, 0, {}}; }
+inline void barrier_init(uint64_t* barrier, uint32_t arrivals) { barriers()[barrier] = {arrivals, arrivals}; }
 inline void fence_barrier_init() {}
 inline void fence_proxy_async_global() {}
 inline void barrier_arrive_expect(uint64_t* address, uint32_t bytes) {
@@ -110,10 +112,10 @@ inline bool barrier_try_wait(uint64_t* address, uint32_t parity) {
         if (barrier.left == 0 && barrier.bytes == 0) {
             ++barrier.phase;
             barrier.left = barrier.arrivals;
-        } else if (barrier.left == 0) {
-            simt::die("a barrier expects other bytes than come");
+            barrier.polls = 0;
         } else {
-            simt::yield();  // nobody has told it yet what to expect
+            if (barrier.left == 0 && ++barrier.polls > 100'000) simt::die("a barrier expects other bytes than come");
+            simt::yield();  // another lane has not yet said what to expect, or what to load
         }
     }
     return barrier.phase % 2 != parity;
@@ -124,7 +126,8 @@ inline void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t
     if (bytes % 16) simt::die("a bulk copy of a size that is no multiple of 16");
     barriers()[barrier].loads.push_back({shared, global, bytes});
 }
-inline void bulk_store(void* global, const void* shared, uint32_t bytes) {
+template <bool>
+void bulk_store(void* global, const void* shared, uint32_t bytes) {
     require_aligned(shared);
     require_aligned(global);
     if (bytes % 16) simt::die("a bulk copy of a size that is no multiple of 16");
