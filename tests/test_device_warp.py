@@ -1,4 +1,4 @@
-"""The CUDA kernels without a GPU: compiled for the host, lane by lane, they must give the host's bits over any fabric."""
+"""The CUDA kernels without a GPU: compiled for the host, lane by lane, they give the host's bits over any fabric."""
 
 import subprocess
 from pathlib import Path

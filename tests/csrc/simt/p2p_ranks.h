@@ -1,5 +1,6 @@
 #pragma once
 
+#include "core/heap.h"
 #include "fabric/cuda/p2p_fabric.h"
 #include "simt.h"
 
