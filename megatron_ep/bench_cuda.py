@@ -1,18 +1,20 @@
 """`megatron-ep bench cuda`: dispatch and combine of all ranks of a LocalCluster on one GPU, by CUDA events.
 
-Beside them, in the same run: a device-to-device copy of the bytes that dispatch writes, and torch moving the same rows
-with `index_select` and `index_add_`, which are Megatron's unfused permute and unpermute. T tokens of a rank, H hidden,
-K picks of a token, E experts, R rows received.
+Beside them, in the same run: a device-to-device copy of the bytes that dispatch writes, torch moving the same rows with
+`index_select` and `index_add_`, and Megatron-Core's unfused permute and unpermute where it is installed. T tokens of a
+rank, H hidden, K picks of a token, E experts, R rows received.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -72,6 +74,8 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         raise SystemExit(f"megatron-ep bench cuda: {error}") from None
     print(env.render(), flush=True)
+    if _megatron() is None:
+        print("\nmegatron.core is not installed: its permute and unpermute are left out", flush=True)
     records = []
     for case in _cases(arguments):
         try:
@@ -116,6 +120,15 @@ def _cases(arguments: argparse.Namespace) -> list[Case]:
             if num_sms * nodes * ranks_per_node <= sms
         ]
     return cases
+
+
+def _megatron() -> ModuleType | None:
+    try:
+        return importlib.import_module("megatron_ep.megatron.permute")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "megatron":
+            raise
+        return None
 
 
 def measure(case: Case) -> list[dict[str, Any]]:
@@ -174,6 +187,14 @@ def _measure(case: Case, tokens: Tokens, cluster: ep.LocalCluster) -> list[dict[
         ("combine bf16", "ours"): (lambda: ep.combine(rows, handle), moved),
         ("combine bf16", "torch_index_add"): (torch_combine, moved),
     }
+    megatron = _megatron()
+    if megatron is not None:
+        permutation = megatron.Permutation(tokens.ids.flatten(0, 1), tokens.weights.flatten(0, 1), case.experts)
+        permuted, token_of_row = permutation.permute(flat)
+        assert torch.equal(permuted, source), f"{case}: Megatron's permute groups the rows in another way"
+        del permuted
+        steps["dispatch bf16", "megatron_permute"] = (lambda: permutation.permute(flat), moved)
+        steps["combine bf16", "megatron_unpermute"] = (lambda: permutation.unpermute(source, token_of_row), moved)
     if max(tokens.rows) * case.world_size * row_bytes > torch.cuda.mem_get_info()[0] / 2:
         del steps["dispatch bf16", "ours_with_counts"]
     records = []

@@ -163,6 +163,29 @@ def _check_run(loaded: recipe.Recipe, out: Path, resume: bool, is_rank: bool) ->
         raise ValueError(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the recipe's topology is {shape} = {ranks} ranks"
         )
+    if loaded.train.device == "cuda":
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", loaded.topology.ranks_per_node)) if is_rank else ranks
+        _check_gpus(loaded, ranks_here)
+
+
+def _check_gpus(loaded: recipe.Recipe, ranks_here: int) -> None:
+    import torch
+
+    from megatron_ep.cuda_group import DEFAULT_SMS, check_device
+
+    try:
+        check_device("cuda")
+    except ValueError as error:
+        raise ValueError(f"train.device: {error}") from None
+    gpus = torch.cuda.device_count()
+    ranks = -(-ranks_here // gpus)
+    wanted = ranks * (loaded.dispatcher.num_sms or DEFAULT_SMS)
+    sms = min(torch.cuda.get_device_properties(gpu).multi_processor_count for gpu in range(gpus))
+    if loaded.dispatcher.type == "ep" and wanted > sms:
+        raise ValueError(
+            f"dispatcher.num_sms is {loaded.dispatcher.num_sms or f'{DEFAULT_SMS} by default'}, must be at most "
+            f"{sms // ranks} for {ranks} ranks on a GPU of {sms} SMs: they wait for each other"
+        )
 
 
 if __name__ == "__main__":

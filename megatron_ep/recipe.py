@@ -142,9 +142,12 @@ class Model(Section):
 
 
 class Train(Section):
-    """Length, batch and process settings. Batch sizes count sequences."""
+    """Length, batch and process settings. Batch sizes count sequences.
 
-    device: Literal["cpu"]
+    device: cpu, or cuda: the machine's GPUs, rank after rank in turn; ranks may share one.
+    """
+
+    device: Literal["cpu", "cuda"]
     train_iters: Positive
     global_batch_size: Positive
     micro_batch_size: Positive
@@ -225,7 +228,7 @@ class Dispatcher(Section):
     """ep: this project's dispatcher; alltoall and allgather: Megatron-Core's. The other keys are read by ep alone.
 
     router: fused: this project's router, whose picks go straight to the dispatcher; megatron: Megatron-Core's.
-    The rest go to `megatron_ep.Config` (None: its default).
+    The rest go to `megatron_ep.Config` (None: its default); num_sms matters with train.device cuda alone.
     """
 
     type: Literal["ep", "alltoall", "allgather"] = "ep"
@@ -235,6 +238,7 @@ class Dispatcher(Section):
     nvl_ring_bytes: Positive | None = None
     rdma_ring_bytes: Positive | None = None
     rdma_chunk_tokens: Positive | None = None
+    num_sms: Positive | None = None
 
 
 class Recipe(Section):
@@ -264,6 +268,10 @@ class Recipe(Section):
             self.train.global_batch_size % step == 0,
             f"train.global_batch_size {self.train.global_batch_size} is not a multiple of train.micro_batch_size "
             f"{self.train.micro_batch_size} x {world} ranks",
+        )
+        _require(
+            self.train.device == "cpu" or not self.ddp.overlap_grad_reduce,
+            "ddp.overlap_grad_reduce is true, must be false with train.device cuda: gloo cannot do it on a GPU",
         )
         return self
 

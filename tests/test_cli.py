@@ -2,12 +2,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from megatron_ep import cli, launcher
+from megatron_ep import _C, cli, cuda_group, launcher
 
 TINY = str(Path(__file__).parents[1] / "recipes" / "tiny_moe_cpu.yaml")
+ON_GPU = str(Path(__file__).parents[1] / "recipes" / "tiny_moe_gpu.yaml")
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +61,30 @@ def test_train_starts_the_ranks_of_the_recipe(by_hand, tmp_path):
     assert world_size == 4
     assert arguments[:3] == ["train", TINY, "--out"] and arguments[-2:] == ["--out", str(tmp_path / "here")]
     assert options["log_dir"] == tmp_path / "here" / "logs"
+
+
+@pytest.mark.skipif(hasattr(_C, "CudaGroup") and torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_recipe_without_a_gpu_starts_nothing(by_hand, capsys):
+    assert cli.main(["train", ON_GPU]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "train.device: device is 'cuda', but" in line and not by_hand
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "num_sms", "most"), [(1, 4, 33, None), (1, 4, 34, 33), (1, 8, "null", 16), (2, 8, "null", None)]
+)
+def test_ranks_that_share_a_gpu_share_its_sms(by_hand, capsys, monkeypatch, gpus, ranks, num_sms, most):
+    monkeypatch.setattr(cuda_group, "check_device", torch.device)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    h200 = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: h200)
+    overrides = [f"topology.ranks_per_node={ranks}", "train.micro_batch_size=1", f"dispatcher.num_sms={num_sms}"]
+    status = cli.main(["train", ON_GPU, *(word for override in overrides for word in ("--set", override))])
+    assert (status, len(by_hand)) == ((0, 1) if most is None else (2, 0))
+    if most is not None:
+        message = capsys.readouterr().err
+        assert f"dispatcher.num_sms is {'24 by default' if num_sms == 'null' else num_sms}" in message
+        assert f"must be at most {most} for {ranks} ranks on a GPU of 132 SMs" in message
 
 
 def test_runs_without_out_get_a_directory_each(by_hand, tmp_path):

@@ -114,7 +114,8 @@ def test_the_last_override_wins():
         ("train.seed=one", ["train.seed", "valid integer", "'one'"]),
         ("train.seed=1.5", ["train.seed", "1.5"]),
         ("train.seed=-1", ["train.seed", "-1"]),
-        ("train.device=cuda", ["train.device", "'cpu'", "'cuda'"]),
+        ("train.device=gpu", ["train.device", "'cpu'", "'cuda'", "'gpu'"]),
+        ("dispatcher.num_sms=0", ["dispatcher.num_sms", "0"]),
         ("dispatcher.type=deepep", ["dispatcher.type", "'ep'", "'alltoall'", "'allgather'", "'deepep'"]),
         ("model.add_bias_linear=0", ["model.add_bias_linear", "boolean"]),
         ("seed", ["--set seed", "section.key=value"]),
@@ -146,6 +147,20 @@ def test_wrong_values_are_explained(override, words):
     message = fault(TINY, override)
     for word in words:
         assert word in message
+
+
+def test_no_overlapped_reduction_on_a_gpu():
+    overrides = ["ddp.overlap_grad_reduce=true"]
+    assert recipe.load(TINY, overrides).ddp.overlap_grad_reduce
+    assert "ddp.overlap_grad_reduce is true, must be false" in fault(TINY, *overrides, "train.device=cuda")
+
+
+def test_the_recipes_for_host_and_gpu_are_one_model():
+    host, gpu = recipe.load(TINY), recipe.load(TINY.with_name("tiny_moe_gpu.yaml"))
+    assert (host.train.device, gpu.train.device) == ("cpu", "cuda")
+    assert gpu.train.model_copy(update={"device": "cpu"}) == host.train
+    for section in ("model", "optimizer", "scheduler", "dataset"):
+        assert getattr(host, section) == getattr(gpu, section)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ namespace ep {
 // Who sees a flag: the roles of one rank, or every rank of the node.
 enum class Scope { Rank, System };
 
-// Whether the bytes that a copy writes are read again soon (a ring) or not (the final place of a row).
+// Whether bytes are needed again soon (a ring) or not (the first or final place of a row): those that a copy writes, those that a stage or a
+// sum reads.
 enum class Reuse { Soon, Late };
 
 // What executes a role: 32 lanes that move together. Values that differ between lanes live in a PerLane; everything else is
@@ -30,8 +31,9 @@ enum class Reuse { Soon, Late };
 //   fail(outcome, wait, need)         records an incident and makes all waits of all ranks end
 //   copy<Reuse>(dst, src, bytes)
 //   multicast<Reuse>(dsts, mask, src, bytes)   one source, a destination per lane in the mask
-//   stage(src, bytes)                 begins to read what the next copy or multicast is about to read, while the warp finds out where it goes
-//   sum<T>(dst, srcs, mask, count)    dst[i] = sum over the lanes in the mask of srcs[lane][i], in lane order, in fp32 (fp64 for fp64)
+//   stage<Reuse>(src, bytes)              begins to read what the next copy or multicast is about to read, while the warp finds out where it goes
+//   sum<T, Reuse>(dst, srcs, mask, count)
+//                                     dst[i] = sum over the lanes in the mask of srcs[lane][i], in lane order, in fp32 (fp64 for fp64)
 //   zero(dst, bytes)
 //   publish<Scope>(flag, value)       a store that whoever acquires it sees after all that the warp wrote before
 //   publish_lanes<Scope>(count, f)    the same for a flag per lane: f(lane, store) calls store(flag, value) or not
@@ -60,8 +62,8 @@ concept WarpLike =
         warp.lanes(1, step);
         warp.template copy<Reuse::Soon>(dst, src, bytes);
         warp.template multicast<Reuse::Late>(dsts, uint32_t{1}, src, bytes);
-        warp.stage(src, bytes);
-        warp.template sum<float>(dst, srcs, uint32_t{1}, bytes);
+        warp.template stage<Reuse::Late>(src, bytes);
+        warp.template sum<float, Reuse::Late>(dst, srcs, uint32_t{1}, bytes);
         warp.zero(dst, bytes);
         warp.template publish<Scope::System>(flag, uint64_t{1});
         warp.template publish_lanes<Scope::System>(1, PublishNothing{});

@@ -30,22 +30,25 @@ EP_FN void combine_nvl_sender(W& warp, F& fabric, const CombineArgs& args, int c
     const RowFormat& format = args.format;
     const int count = lanes_from(first_rank, topology.world(), most);
     if (!open_nvl_rings(warp, rings, first_rank, count)) return;
-    typename W::template PerLane<int> left, position, following;
+    typename W::template PerLane<int> left, node_of, peer_of, position, following;
     typename W::template PerLane<uint64_t> room;
     typename W::template PerLane<const void*> part;
-    warp.lanes(count, [&](int lane) { left[lane] = args.layout.received(channel, first_rank + lane); });
+    warp.lanes(count, [&](int lane) {
+        left[lane] = args.layout.received(channel, first_rank + lane);
+        node_of[lane] = topology.node_of(first_rank + lane);
+        peer_of[lane] = topology.local_of(first_rank + lane);
+    });
     while (warp.ballot(count, [&](int lane) { return left[lane] > 0; })) {
         const uint32_t ready = warp.wait_any(Wait::NvlCredit, count, [&](int lane) {
             if (!left[lane]) return never();
-            const Need need =
-                nvl_credit<W>(rings, topology.node_of(first_rank + lane), topology.local_of(first_rank + lane));
+            const Need need = nvl_credit<W>(rings, node_of[lane], peer_of[lane]);
             room[lane] = need.seen;
             return need;
         });
         if (!ready) return;
         for_each_lane(ready, [&](int lane) {
             const int source = first_rank + lane;
-            const int node = topology.node_of(source), peer = topology.local_of(source);
+            const int node = warp.broadcast(node_of, lane), peer = warp.broadcast(peer_of, lane);
             const int rows_left = warp.broadcast(left, lane);
             const uint64_t limit = warp.broadcast(room, lane);
             uint64_t next = rings.nvl_out(node, peer).next;
@@ -64,7 +67,8 @@ EP_FN void combine_nvl_sender(W& warp, F& fabric, const CombineArgs& args, int c
                     if (k == 0) *reinterpret_cast<uint64_t*>(slot + format.tag()) = rings.tag;
                 });
                 const uint32_t parts = warp.ballot(format.topk, [&](int k) { return position[k] >= 0; });
-                warp.template sum<T>(slot + format.payload(), part, parts, format.payload_bytes / sizeof(T));
+                warp.template sum<T, Reuse::Late>(slot + format.payload(), part, parts,
+                                                  format.payload_bytes / sizeof(T));
             }
             warp.lanes(1, [&](int) { rings.nvl_out(node, peer).next = rings.nvl_out(node, peer).published = next; });
             warp.template publish<Scope::System>(rings.nvl_out_tail(node, peer), next);
@@ -116,7 +120,7 @@ EP_FN void combine_forwarder(W& warp, F& fabric, const CombineArgs& args, int ch
         });
         const auto rank_of = [&](int lane) { return rings.rank_at(args.node(), warp.broadcast(peer, lane)); };
         if (!belong_to_call(warp, rings, lanes, row, rank_of)) return;
-        warp.template sum<T>(slot + format.payload(), part, lanes, format.payload_bytes / sizeof(T));
+        warp.template sum<T, Reuse::Soon>(slot + format.payload(), part, lanes, format.payload_bytes / sizeof(T));
         warp.lanes(format.topk, [&](int lane) {
             if (lanes >> lane & 1) rings.nvl_in(node, peer[lane]).next = taken[lane];
         });
@@ -184,8 +188,8 @@ EP_FN void combine_receiver(W& warp, F& fabric, const CombineArgs& args, int cha
             return is_local(from) ? rings.rank_at(own_node, from) : rings.rank_at(node_of(from), args.local());
         };
         if (!belong_to_call(warp, rings, lanes, row, rank_of)) return;
-        warp.template sum<T>(args.y + static_cast<size_t>(token) * format.payload_bytes, part, lanes,
-                             format.payload_bytes / sizeof(T));
+        warp.template sum<T, Reuse::Soon>(args.y + static_cast<size_t>(token) * format.payload_bytes, part, lanes,
+                                          format.payload_bytes / sizeof(T));
         warp.template credit_lanes<Scope::Rank>(format.topk, [&](int lane, auto&& store) {
             if (!(lanes >> lane & 1)) return;
             if (is_local(source[lane])) {

@@ -108,7 +108,7 @@ EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel)
         const uint32_t lanes = peers_on_node(warp, args, node, header.expert, peer);
         if (!lanes) return true;
         const char* x = args.x + static_cast<size_t>(token) * format.payload_bytes;
-        warp.stage(x, format.payload_bytes);
+        warp.template stage<Reuse::Late>(x, format.payload_bytes);
         if (!take_slots(warp, rings, node, lanes, peer, batch, slot)) return false;
         warp.lanes(format.topk, [&](int lane) {
             if (!(lanes >> lane & 1)) return;
@@ -142,7 +142,7 @@ EP_FN void rdma_sender(W& warp, F& fabric, const DispatchArgs& args, int channel
     for_each_token(warp, args, channel, [&](int token, const Header<W>& header) {
         if (!peers_on_node(warp, args, node, header.expert, peer)) return true;
         const char* x = args.x + static_cast<size_t>(token) * format.payload_bytes;
-        warp.stage(x, format.payload_bytes);
+        warp.template stage<Reuse::Late>(x, format.payload_bytes);
         publish();
         if (!warp.wait_all(Wait::RdmaCredit, 1, [&](int) { return rdma_credit<W>(rings, node, next); })) return false;
         char* slot = rings.rdma_out_slot(node, next);
@@ -182,7 +182,7 @@ EP_FN void forwarder(W& warp, F& fabric, const DispatchArgs& args, int channel, 
             if (!warp.wait_all(Wait::RdmaRow, 1, arrived)) return;
         }
         const char* source = rings.rdma_in_slot(node, next);
-        warp.stage(source, format.slot_bytes());
+        warp.template stage<Reuse::Soon>(source, format.slot_bytes());
         if (!belongs_to_call(warp, rings, source, rings.rank_at(node, args.local()))) return;
         warp.lanes(format.topk, [&](int lane) {
             expert[lane] = reinterpret_cast<const int32_t*>(source + format.experts())[lane];
@@ -238,14 +238,17 @@ EP_FN void receiver(W& warp, F& fabric, const DispatchArgs& args, int channel, i
     const RowFormat& format = args.format;
     const Topology& topology = args.topology();
     const int count = lanes_from(first_rank, topology.world(), most);
-    typename W::template PerLane<int> left;
+    typename W::template PerLane<int> left, node_of, peer_of;
     typename W::template PerLane<uint64_t> arrived;
-    warp.lanes(count, [&](int lane) { left[lane] = args.layout.received(channel, first_rank + lane); });
+    warp.lanes(count, [&](int lane) {
+        left[lane] = args.layout.received(channel, first_rank + lane);
+        node_of[lane] = topology.node_of(first_rank + lane);
+        peer_of[lane] = topology.local_of(first_rank + lane);
+    });
     while (warp.ballot(count, [&](int lane) { return left[lane] > 0; })) {
         const uint32_t ready = warp.wait_any(Wait::NvlRow, count, [&](int lane) {
             if (!left[lane]) return never();
-            const Need need =
-                nvl_row<W>(rings, topology.node_of(first_rank + lane), topology.local_of(first_rank + lane));
+            const Need need = nvl_row<W>(rings, node_of[lane], peer_of[lane]);
             arrived[lane] = need.seen;
             return need;
         });
@@ -253,14 +256,14 @@ EP_FN void receiver(W& warp, F& fabric, const DispatchArgs& args, int channel, i
         bool same_call = true;
         for_each_lane(ready, [&](int lane) {
             const int source = first_rank + lane;
-            const int node = topology.node_of(source), peer = topology.local_of(source);
+            const int node = warp.broadcast(node_of, lane), peer = warp.broadcast(peer_of, lane);
             const int rows_left = warp.broadcast(left, lane);
             const uint64_t tail = warp.broadcast(arrived, lane);
             uint64_t next = rings.nvl_in(node, peer).next;
             int rows = 0;
             for (; same_call && rows < rows_left && rows < args.nvl_batch && next != tail; ++rows, ++next) {
                 const char* slot = rings.nvl_in_slot(node, peer, next);
-                warp.stage(slot + format.payload(), format.payload_bytes);
+                warp.template stage<Reuse::Soon>(slot + format.payload(), format.payload_bytes);
                 same_call = belongs_to_call(warp, rings, slot, source);
                 const int64_t received = args.layout.received_start(channel, source) +
                                          args.layout.received(channel, source) - rows_left + rows;

@@ -38,6 +38,9 @@ struct Rings {
     const TransferArgs& args;
     int channel;
     uint64_t tag = row_tag(args);
+    uint64_t nvl_slots = args.nvl_slots();
+    uint64_t rdma_slots = args.rdma_slots();
+    size_t slot_bytes = args.format.slot_bytes();
 
     // NVLink rings, producer's end
     EP_FN OutCursor& nvl_out(int node, int peer) const {
@@ -51,7 +54,7 @@ struct Rings {
     }
     EP_FN char* nvl_out_slot(int node, int peer, uint64_t position) const {
         return fabric.template peer<char>(peer, args.heap.nvl_data(channel, node, args.local())) +
-               slot(position, args.nvl_slots());
+               slot(position, nvl_slots);
     }
 
     // NVLink rings, consumer's end
@@ -65,7 +68,7 @@ struct Rings {
         return fabric.template peer<uint64_t>(peer, args.heap.nvl_head(channel, node, args.local()));
     }
     EP_FN const char* nvl_in_slot(int node, int peer, uint64_t position) const {
-        return fabric.template own<char>(args.heap.nvl_data(channel, node, peer)) + slot(position, args.nvl_slots());
+        return fabric.template own<char>(args.heap.nvl_data(channel, node, peer)) + slot(position, nvl_slots);
     }
 
     // Network rings. `next` is shared between the role that fills (drains) slots and its coordinator.
@@ -77,7 +80,7 @@ struct Rings {
         return fabric.template acquire_signal<W>(channel, args.heap.rdma_head(channel, node));
     }
     EP_FN char* rdma_out_slot(int node, uint64_t position) const {
-        return fabric.template own<char>(args.heap.rdma_staging(channel, node)) + slot(position, args.rdma_slots());
+        return fabric.template own<char>(args.heap.rdma_staging(channel, node)) + slot(position, rdma_slots);
     }
     EP_FN InCursor& rdma_in(int node) const { return *fabric.template own<InCursor>(args.heap.rdma_in(channel, node)); }
     template <class W>
@@ -85,12 +88,10 @@ struct Rings {
         return fabric.template acquire_signal<W>(channel, args.heap.rdma_tail(channel, node));
     }
     EP_FN const char* rdma_in_slot(int node, uint64_t position) const {
-        return fabric.template own<char>(args.heap.rdma_data(channel, node)) + slot(position, args.rdma_slots());
+        return fabric.template own<char>(args.heap.rdma_data(channel, node)) + slot(position, rdma_slots);
     }
 
-    EP_FN size_t slot(uint64_t position, uint64_t slots) const {
-        return (position & (slots - 1)) * args.format.slot_bytes();
-    }
+    EP_FN size_t slot(uint64_t position, uint64_t slots) const { return (position & (slots - 1)) * slot_bytes; }
 
     EP_FN int rank_at(int node, int peer) const { return args.topology().rank(node, peer); }
 };
@@ -101,7 +102,7 @@ EP_FN int lanes_from(int first, int count, int most = 32) { return count - first
 // A call may use slots of another size than the call before it: then the ring must have run empty first, or the two would overlap.
 template <WarpLike W, class F>
 EP_FN bool open_nvl_rings(W& warp, const Rings<F>& rings, int first_rank, int count) {
-    const uint64_t slot_bytes = rings.args.format.slot_bytes();
+    const uint64_t slot_bytes = rings.slot_bytes;
     const Topology& topology = rings.args.topology();
     for (int first = first_rank; first < first_rank + count; first += 32) {
         const int lanes = lanes_from(first, first_rank + count);
@@ -123,7 +124,7 @@ EP_FN bool open_nvl_rings(W& warp, const Rings<F>& rings, int first_rank, int co
 template <WarpLike W, class F>
 EP_FN bool open_rdma_ring(W& warp, const Rings<F>& rings, int node) {
     OutCursor& out = rings.rdma_out(node);
-    const uint64_t slot_bytes = rings.args.format.slot_bytes();
+    const uint64_t slot_bytes = rings.slot_bytes;
     const bool drained = warp.wait_all(Wait::RdmaDrain, 1, [&](int) {
         if (out.slot_bytes == slot_bytes) return nothing_to_wait_for();
         return Need{rings.template acquire_rdma_head<W>(node), out.next, rings.rank_at(node, rings.args.local())};
@@ -158,7 +159,7 @@ EP_FN void publish_heads(W& warp, const Rings<F>& rings, int node) {
 
 template <WarpLike W, class F>
 EP_FN Need nvl_credit(const Rings<F>& rings, int node, int peer) {
-    return {W::template acquire<Scope::System>(rings.nvl_out_head(node, peer)) + rings.args.nvl_slots(),
+    return {W::template acquire<Scope::System>(rings.nvl_out_head(node, peer)) + rings.nvl_slots,
             rings.nvl_out(node, peer).next + 1, rings.rank_at(rings.args.node(), peer)};
 }
 
@@ -170,7 +171,7 @@ EP_FN Need nvl_row(const Rings<F>& rings, int node, int peer) {
 
 template <WarpLike W, class F>
 EP_FN Need rdma_credit(const Rings<F>& rings, int node, uint64_t next) {
-    return {rings.template acquire_rdma_head<W>(node) + rings.args.rdma_slots(), next + 1,
+    return {rings.template acquire_rdma_head<W>(node) + rings.rdma_slots, next + 1,
             rings.rank_at(node, rings.args.local())};
 }
 

@@ -6,14 +6,18 @@ import contextlib
 import datetime
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_ep.megatron import host_runtime
+from megatron_ep.megatron import gpu_runtime, host_runtime
 from megatron_ep.recipe import Recipe
+
+if TYPE_CHECKING:
+    from megatron_ep.megatron.data import Samples
 
 
 def train(recipe: Recipe, out: Path, resume: bool) -> None:
@@ -30,7 +34,7 @@ def train(recipe: Recipe, out: Path, resume: bool) -> None:
     """
     torch.set_num_threads(recipe.train.threads_per_rank)
     warnings.filterwarnings("ignore", module=r"megatron\.core")  # what it would use if Transformer Engine were here
-    host_runtime.enable()  # train.device allows cpu alone
+    (gpu_runtime if recipe.train.device == "cuda" else host_runtime).enable()
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=recipe.train.distributed_timeout))
     _initialize_megatron(recipe)
     try:
@@ -76,7 +80,7 @@ def _run(recipe: Recipe, out: Path, resume: bool) -> None:
         raise ValueError(
             f"--resume: the run is at step {start}, train.train_iters (--steps) is {recipe.train.train_iters}"
         )
-    timer = DispatchTimer(model)
+    timer = DispatchTimer(model, recipe.train.device)
     forward_backward = get_forward_backward_func()
     batch_tokens = recipe.train.global_batch_size * recipe.dataset.seq_length
     num_microbatches = recipe.train.global_batch_size // (recipe.train.micro_batch_size * recipe.topology.world_size)
@@ -93,7 +97,7 @@ def _run(recipe: Recipe, out: Path, resume: bool) -> None:
             optimizer.zero_grad()
             losses = forward_backward(
                 forward_step_func=_forward_step,
-                data_iterator=(samples.batch(step, microbatch) for microbatch in range(num_microbatches)),
+                data_iterator=_batches(samples, step, num_microbatches, recipe.train.device),
                 model=model,
                 num_microbatches=num_microbatches,
                 seq_length=recipe.dataset.seq_length,
@@ -121,6 +125,11 @@ def _run(recipe: Recipe, out: Path, resume: bool) -> None:
             log.finish()
 
 
+def _batches(samples: Samples, step: int, count: int, device: str) -> Iterator[dict[str, torch.Tensor]]:
+    for microbatch in range(count):
+        yield {name: part.to(device) for name, part in samples.batch(step, microbatch).items()}
+
+
 def _forward_step(batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
     """Megatron's forward_step_func: per-token losses [B, S], and the function that makes them one."""
     batch = next(batches)
@@ -136,7 +145,7 @@ def _forward_step(batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, A
 
 def _mean(losses: torch.Tensor) -> float:
     """Mean over microbatches and ranks."""
-    total = losses.double().mean()
+    total = losses.double().mean().cpu()
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()
 

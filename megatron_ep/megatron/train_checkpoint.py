@@ -17,13 +17,16 @@ from megatron_ep.megatron.data import Corpus
 from megatron_ep.recipe import Recipe
 
 FREE_TO_CHANGE = ("train.train_iters", "train.distributed_timeout", "dataset.path", "dataset.cache_dir")
+DEVICE = "train.device"  # may change too, but decides which random states there are
 FREE_SECTIONS = ("dispatcher", "checkpoint", "logger")
 
 
 class Checkpoints:
     """Saves and restores everything a step depends on: weights, expert bias, AdamW, schedule, random states, step.
 
-    The data order needs no state, see `data.Samples`; the corpus is held to its fingerprint.
+    The data order needs no state, see `data.Samples`; the corpus is held to its fingerprint. A run may change
+    train.device: it goes on with the same weights in the other device's arithmetic, and with random states as fresh as
+    its seed.
 
     Raises (`load`):
         ValueError: no checkpoint, or one of another model, schedule, topology or corpus; names what differs.
@@ -42,6 +45,7 @@ class Checkpoints:
         self._origin = _origin(recipe) | {"corpus": corpus.fingerprint}
         self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
         self._rank = torch.distributed.get_rank()
+        self._on_gpu = recipe.train.device == "cuda"
 
     def save(self, step: int) -> None:
         """Writes step_N; collective. The directory gets its name when all ranks' files are complete."""
@@ -58,6 +62,7 @@ class Checkpoints:
             "optimizer": self._optimizer.state_dict(),
             "scheduler": self._scheduler.state_dict(),
             "rng": torch.get_rng_state(),
+            "rng_gpu": torch.cuda.get_rng_state() if self._on_gpu else None,
             "rng_tracker": get_cuda_rng_tracker().get_states(),
         }
         with open(self._file(partial), "wb") as file:
@@ -78,19 +83,22 @@ class Checkpoints:
         file = self._file(saved[-1])
         if not file.is_file():
             raise ValueError(f"--resume: {saved[-1]} has no {file.name}; its run had another number of ranks")
-        state = torch.load(file, weights_only=True)
+        state = torch.load(file, weights_only=True, map_location="cpu")
         differing = [
             f"{key} was {state['origin'].get(key)!r}, is {self._origin.get(key)!r}"
             for key in sorted(self._origin | state["origin"])
-            if self._origin.get(key) != state["origin"].get(key)
+            if self._origin.get(key) != state["origin"].get(key) and key != DEVICE
         ]
         if differing:
             raise ValueError("\n  ".join([f"--resume: {saved[-1]} belongs to another run:", *differing]))
         self._model.module.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         self._scheduler.load_state_dict(state["scheduler"])
-        torch.set_rng_state(state["rng"])
-        get_cuda_rng_tracker().set_states(state["rng_tracker"])
+        if state["origin"][DEVICE] == self._origin[DEVICE]:
+            torch.set_rng_state(state["rng"])
+            get_cuda_rng_tracker().set_states(state["rng_tracker"])
+            if self._on_gpu:
+                torch.cuda.set_rng_state(state["rng_gpu"])
         return state["step"]
 
     def _file(self, directory: Path) -> Path:

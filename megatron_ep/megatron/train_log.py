@@ -99,7 +99,7 @@ class TrainLog:
         nodes, ranks = recipe.topology.nodes, recipe.topology.ranks_per_node
         tokens = recipe.train.global_batch_size * recipe.dataset.seq_length
         self._console.print(
-            f"{nodes} x {ranks} ranks, dispatcher {recipe.dispatcher.type}\n"
+            f"{nodes} x {ranks} ranks on {recipe.train.device}, dispatcher {recipe.dispatcher.type}\n"
             f"model: {model.num_layers} layers, hidden {model.hidden_size}, {model.num_moe_experts} experts, "
             f"top-{model.moe_router_topk}, {parameters:,} parameters\n"
             f"corpus: {corpus.name}, {corpus.documents} documents, {corpus.tokens:,} tokens, "

@@ -22,7 +22,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def transformer_config(recipe: Recipe) -> TransformerConfig:
-    """The recipe's model section as Megatron-Core's configuration, fp32, every fusion that needs a GPU off.
+    """The recipe's model section as Megatron-Core's configuration, fp32, without fused kernels.
 
     Dispatcher `ep` is declared to Megatron as alltoall, whose place in the layer it takes.
     """
@@ -45,6 +45,7 @@ def transformer_config(recipe: Recipe) -> TransformerConfig:
         params_dtype=torch.float32,
         pipeline_dtype=torch.float32,
         deallocate_pipeline_outputs=False,
+        deterministic_mode=recipe.train.device == "cuda",  # on the host everything is
     )
 
 
@@ -67,6 +68,7 @@ def build_model(recipe: Recipe, vocab_size: int) -> DistributedDataParallel:
         rotary_base=recipe.model.rotary_base,
         share_embeddings_and_output_weights=recipe.model.share_embeddings_and_output_weights,
     )
+    model.to(recipe.train.device)  # Megatron leaves norms and routers on the host
     ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **recipe.ddp.model_dump())
     wrapped = DistributedDataParallel(config, ddp_config, model)
     config.no_sync_func = wrapped.no_sync

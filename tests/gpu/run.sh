@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds, tests and benchmarks the CUDA backend on a machine with one GPU, unattended, in less than 10 minutes and without a network.
-# $OUT (default: build/gpu) receives log.txt, bench.json, router.json and tune.json; the measurements and a table of what passed are printed last.
+# $OUT (default: build/gpu) receives log.txt, bench.json, router.json, tune.json and, where megatron.core is installed, train.csv; the measurements
+# and a table of what passed are printed last.
 # PYTHON picks the interpreter, BUDGET the seconds for everything.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -18,6 +19,8 @@ finish() {
     for log in "$LOGS"/*.log; do printf '\n######## %s\n' "$(basename "$log" .log)" && cat "$log"; done > "$OUT/log.txt"
     echo "==== bench"
     grep -hE '^[0-9]+x|^T=|^  (dispatch|combine|ours|megatron) ' "$LOGS"/*bench.log "$LOGS"/*gate.log "$LOGS"/*tune.log 2> /dev/null
+    echo "==== train"
+    grep -hE '^(step |loss |[0-9,]+ tokens/s|megatron.core )' "$LOGS"/*train.log 2> /dev/null
     echo "==== summary"
     printf '%s\n' "${results[@]}"
     rm -rf "$LOGS"
@@ -88,6 +91,14 @@ step gate 60 "$PYTHON" -m megatron_ep.bench_router --device cuda --tokens 1 4096
 step bench 90 "$PYTHON" -m megatron_ep.bench_cuda --json "$OUT/bench.json"
 step processes 90 bash -c 'test_with tests/gpu/test_gpu_processes.py'
 step fabrics 150 bash -c 'test_with tests/gpu/test_gpu_fabrics.py' # of machines with several GPUs
+if "$PYTHON" -c 'import megatron.core, pydantic' > /dev/null 2>&1; then
+    step train 90 "$PYTHON" -m megatron_ep.cli train recipes/tiny_moe_gpu.yaml --steps 30 --out "$LOGS/train" &&
+        cp "$LOGS/train/loss.csv" "$OUT/train.csv"
+    step train_tests 200 bash -c 'test_with tests/gpu/test_gpu_train.py'
+else
+    echo 'megatron.core or pydantic is not installed' > "$LOGS/${#results[@]}_train.log"
+    result train skipped 0 "$LOGS/${#results[@]}_train.log"
+fi
 sanitize memcheck
 sanitize racecheck
 step tune 60 "$PYTHON" -m megatron_ep.bench_cuda --topology 1x8 --num-sms 12 --channels 16 24 48 --ring-slots 2 8 --json "$OUT/tune.json"

@@ -169,7 +169,7 @@ class _Layer(torch.nn.Module):
 def test_dispatch_timer_counts_the_steps_and_nothing_else(layers):
     dispatching, computing = [], []
     model = torch.nn.ModuleList([_Layer(dispatching, computing) for _ in range(layers)])
-    timer = DispatchTimer(model)
+    timer = DispatchTimer(model, "cpu")
     x, probs = torch.randn(4, 3, requires_grad=True), torch.rand(4, 1, requires_grad=True)
     y = x * 1
     for layer in model:
@@ -215,6 +215,39 @@ assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
 
 def test_host_runtime_lists_what_it_replaces():
     done = subprocess.run([sys.executable, "-c", HOST_RUNTIME], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+GPU_RUNTIME = """
+import importlib, os, re, torch
+import torch.distributed as dist
+from megatron_ep.megatron import gpu_runtime as g
+chosen = []
+torch.cuda.device_count, torch.cuda.set_device = lambda: 4, chosen.append
+modules = [torch.Tensor, torch.cuda, *map(importlib.import_module, (
+    "torch._dynamo.config", "megatron.core.distributed.param_and_grad_buffer",
+    "megatron.core.transformer.moe.moe_utils", "megatron.core.tensor_parallel.random"))]
+before = [dict(vars(module)) for module in modules]
+os.environ["LOCAL_RANK"] = "6"
+g.enable()
+assert chosen == [2]
+listed = " ".join(g.REPLACED)
+changed = [name for module, old in zip(modules, before) for name, value in vars(module).items()
+           if name not in old or old[name] is not value]
+assert "_coalescing_manager" in changed
+for name in changed:
+    assert re.search(rf"\\b{name}\\b", listed), f"{name} is replaced but not listed"
+assert torch.are_deterministic_algorithms_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+issued = []
+dist.all_reduce = lambda tensor, **_: issued.append(tensor)
+with modules[3]._coalescing_manager(None, async_ops=False):
+    dist.all_reduce(torch.ones(1))
+    assert issued, "held back until the context ends, to be merged with others"
+"""
+
+
+def test_gpu_runtime_lists_what_it_replaces():
+    done = subprocess.run([sys.executable, "-c", GPU_RUNTIME], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -1,70 +1,28 @@
 """Whole training runs, several processes each: what they leave behind, how they continue, and how they end."""
 
-import csv
+import functools
 import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+import training_runs
+from training_runs import deterministic, finish, kill_rank, rows, running, settle, until_training
 
 pytest.importorskip("megatron.core")
 
-TINY = Path(__file__).parents[2] / "recipes" / "tiny_moe_cpu.yaml"
-COMMAND = [sys.executable, "-m", "megatron_ep.cli", "train", str(TINY)]
+TINY = training_runs.RECIPES / "tiny_moe_cpu.yaml"
 STEPS, SAVED = 50, 45
-LIMIT = 240  # seconds; a run takes about 25
+start = functools.partial(training_runs.start, TINY)
+run = functools.partial(training_runs.run, TINY)
 
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
-
-
-def clean_environment(**variables):
-    launchers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    kept = {k: v for k, v in os.environ.items() if k not in launchers and not k.startswith(("SLURM_", "TORCHELASTIC_"))}
-    return kept | variables
-
-
-def start(cache, out, *arguments, **variables):
-    return subprocess.Popen(
-        [*COMMAND, "--out", str(out), "--set", f"dataset.cache_dir={cache}", *arguments],
-        env=clean_environment(**variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def finish(process):
-    try:
-        text, _ = process.communicate(timeout=LIMIT)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    return text
-
-
-def run(cache, out, *arguments):
-    process = start(cache, out, *arguments)
-    text = finish(process)
-    assert process.returncode == 0, text
-    return text
-
-
-def rows(out):
-    with open(out / "loss.csv", newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def deterministic(row):
-    return {key: row[key] for key in ("step", "loss", "lr", "grad_norm")}
 
 
 @pytest.fixture(scope="module")
@@ -121,36 +79,9 @@ def test_the_loss_curve_is_that_of_megatrons_dispatcher_and_router(trained, cach
     assert max(abs(a - b) / a for a, b in zip(theirs, ours, strict=True)) < 1e-4
 
 
-def until_training(process, out, limit=120):
-    deadline = time.monotonic() + limit
-    while not (out / "loss.csv").exists() or len((out / "loss.csv").read_text().splitlines()) < 3:
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, "no step within the time"
-        time.sleep(0.05)
-
-
-def running(out):
-    """Processes of the run that writes to `out`."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if str(out).encode() in (entry / "cmdline").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return found
-
-
 def segments():
     """Shared memory in the project's names."""
     return {path.name for path in Path("/dev/shm").glob("megatron_ep*")}
-
-
-def settle(condition, limit=10):
-    deadline = time.monotonic() + limit
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return condition()
 
 
 def test_ctrl_c_ends_everything_quietly(cache, tmp_path):
@@ -172,8 +103,7 @@ def test_a_killed_rank_ends_all_and_is_named_once(cache, tmp_path):
     out, before = tmp_path / "run", segments()
     process = start(cache, out, "--set", "topology.nodes=1")
     until_training(process, out)
-    victim = next(pid for pid in running(out) if b"RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
-    os.kill(victim, signal.SIGKILL)
+    kill_rank(out, 1)
     began = time.monotonic()
     text = finish(process)
     assert time.monotonic() - began < 20

@@ -13,11 +13,8 @@ namespace ep {
 //
 // The engine works in the async proxy: a fence stands between what this warp has acquired and the engine's reads and writes, and
 // `wait_written` between the engine's writes and a flag that promises them.
-#ifndef EP_CHUNK
-#define EP_CHUNK 4096
-#endif
 struct BulkBuffers {
-    static constexpr uint32_t kChunkBytes = EP_CHUNK;
+    static constexpr uint32_t kChunkBytes = 3584;  // the buffers of 16 warps fill an SM
     static constexpr int kBuffers = 4;
     alignas(128) char data[kBuffers][kChunkBytes];
     uint64_t filled[kBuffers];
@@ -40,11 +37,12 @@ class BulkCopier {
     __device__ __forceinline__ explicit BulkCopier(BulkBuffers& buffers) : buffers_(buffers) {}
 
     // Begins to read the row that the next multicast writes.
+    template <Reuse reuse>
     __device__ __forceinline__ void stage(const void* src, size_t bytes) {
         ptx::fence_proxy_async_global();
         in_ = static_cast<const char*>(src);
         left_ = bytes;
-        stage_chunks<BulkBuffers::kBuffers - 1>();
+        stage_chunks<reuse, BulkBuffers::kBuffers - 1>();
     }
 
     // Each lane's own destination in the mask gets the row, which is read once. Returns when it has been read.
@@ -52,14 +50,14 @@ class BulkCopier {
     __device__ __forceinline__ void multicast(void* own_dst, uint32_t mask, const void* src, size_t bytes) {
         const bool writes = mask >> rows::lane_id() & 1;
         char* out = static_cast<char*>(own_dst);
-        if (filled_ == emptied_) stage(src, bytes);
+        if (filled_ == emptied_) stage<Reuse::Soon>(src, bytes);
         for (size_t done = 0; done < bytes; done += BulkBuffers::kChunkBytes) {
             wait_filled();
             if (writes) ptx::bulk_store<reuse == Reuse::Late>(out + done, buffer(emptied_), chunk(bytes - done));
             ptx::bulk_commit();
             ++emptied_;
             // the buffer before this one, whose writes are older
-            if (left_ && filled_ - emptied_ < BulkBuffers::kBuffers - 1) fill<1>();
+            if (left_ && filled_ - emptied_ < BulkBuffers::kBuffers - 1) fill<Reuse::Soon, 1>();
         }
         __syncwarp();
     }
@@ -74,38 +72,11 @@ class BulkCopier {
         __syncwarp();
     }
 
-    // The sum over the rows of the lanes in the mask, in lane order. A buffer holds a piece of each row, one behind the other.
-    template <class T>
-    __device__ __forceinline__ void sum(void* dst, const void* own_src, uint32_t mask, uint32_t bytes) {
-        const uint32_t rows_below = mask & ((1u << rows::lane_id()) - 1);
-        const bool reads = mask >> rows::lane_id() & 1;
-        const uint32_t count = __popc(mask);
-        const uint32_t piece = piece_bytes(count);
-        const char* in = static_cast<const char*>(own_src);
-        uint32_t fetched = 0;
-        auto fetch = [&] {
-            const uint32_t size = bytes - fetched < piece ? bytes - fetched : piece;
-            uint64_t* barrier = &buffers_.filled[filled_ % BulkBuffers::kBuffers];
-            if (rows::lane_id() == 0) ptx::barrier_arrive_expect(barrier, count * size);
-            __syncwarp();
-            if (reads) ptx::bulk_load(buffer(filled_) + __popc(rows_below) * piece, in + fetched, size, barrier);
-            fetched += size;
-            ++filled_;
-        };
-        ptx::fence_proxy_async_global();
+    // The buffers, for other uses until the next copy.
+    __device__ __forceinline__ char* free_buffers() {
         ptx::bulk_wait_read<0>();
         __syncwarp();
-        for (int i = 0; i < BulkBuffers::kBuffers && fetched < bytes; ++i) fetch();
-        for (uint32_t done = 0; done < bytes; done += piece) {
-            wait_filled();
-            const uint32_t size = bytes - done < piece ? bytes - done : piece;
-            for (uint32_t at = rows::lane_id() * sizeof(uint4); at < size; at += 32 * sizeof(uint4)) {
-                rows::sum_shared<T>(static_cast<char*>(dst) + done + at, buffer(emptied_) + at, count, piece);
-            }
-            __syncwarp();
-            ++emptied_;
-            if (fetched < bytes) fetch();
-        }
+        return buffers_.data[0];
     }
 
     // Every lane, before another lane may release what was copied, and before the kernel ends.
@@ -114,13 +85,6 @@ class BulkCopier {
   private:
     static __device__ __forceinline__ uint32_t chunk(size_t rest) {
         return rest < BulkBuffers::kChunkBytes ? rest : BulkBuffers::kChunkBytes;
-    }
-
-    // Of each of `count` rows: a vector for every lane, if that fits.
-    static __device__ __forceinline__ uint32_t piece_bytes(uint32_t count) {
-        constexpr uint32_t kWholeWarp = 32 * sizeof(uint4);
-        const uint32_t most = BulkBuffers::kChunkBytes / count;
-        return most & ~((most < kWholeWarp ? sizeof(uint4) : kWholeWarp) - 1);
     }
 
     __device__ __forceinline__ char* buffer(uint32_t number) const {
@@ -134,15 +98,15 @@ class BulkCopier {
     }
 
     // Into the oldest buffer first: its writes are done while those of the kYounger others may still read theirs.
-    template <int kYounger>
+    template <Reuse reuse, int kYounger>
     __device__ __forceinline__ void stage_chunks() {
         if (!left_) return;
-        fill<kYounger>();
-        if constexpr (kYounger > 0) stage_chunks<kYounger - 1>();
+        fill<reuse, kYounger>();
+        if constexpr (kYounger > 0) stage_chunks<reuse, kYounger - 1>();
     }
 
     // Starts to read the next chunk, once all but the kPending newest writes have read their buffers.
-    template <int kPending>
+    template <Reuse reuse, int kPending>
     __device__ __forceinline__ void fill() {
         ptx::bulk_wait_read<kPending>();
         __syncwarp();
@@ -150,7 +114,7 @@ class BulkCopier {
         if (rows::lane_id() == 0) {
             uint64_t* barrier = &buffers_.filled[filled_ % BulkBuffers::kBuffers];
             ptx::barrier_arrive_expect(barrier, size);
-            ptx::bulk_load(buffer(filled_), in_, size, barrier);
+            ptx::bulk_load<reuse == Reuse::Late>(buffer(filled_), in_, size, barrier);
         }
         in_ += size;
         left_ -= size;

@@ -6,6 +6,7 @@
 #include "exec/device/device_rank.h"
 #include "exec/device/ptx.h"
 #include "exec/device/rows.h"
+#include "exec/device/sums.h"
 #include "exec/warp.h"
 
 namespace ep {
@@ -105,22 +106,24 @@ class DeviceWarp {
         }
     }
 
+    template <Reuse reuse>
     __device__ __forceinline__ void stage(const void* src, size_t bytes) {
-        if (is_bulk(bytes) && !rows::misalignment(src, 0, src, bytes)) bulk_.stage(src, bytes);
+        if (is_bulk(bytes) && !rows::misalignment(src, 0, src, bytes)) bulk_.stage<reuse>(src, bytes);
     }
 
-    template <class T>
+    template <class T, Reuse reuse>
     __device__ __forceinline__ void sum(void* dst, const PerLane<const void*>& srcs, uint32_t mask, size_t count) {
         const size_t bytes = count * sizeof(T);
         if (!mask) return zero(dst, bytes);
-        if (!(mask & (mask - 1)))
-            return move_row<Reuse::Soon>(dst, kAll & 1, rows::shuffle_pointer(srcs.value, lowest_lane(mask)), bytes);
-        if (rows::misalignment(srcs.value, mask, dst, bytes)) {
+        if (!(mask & (mask - 1))) {
+            const void* only = rows::shuffle_pointer(srcs.value, lowest_lane(mask));
+            stage<reuse>(only, bytes);
+            return move_row<Reuse::Soon>(dst, 1, only, bytes);
+        }
+        if (rows::misalignment(srcs.value, mask, dst, bytes) || __popc(mask) > rows::SumStages::kMostRows) {
             rows::sum_elements<T>(dst, srcs.value, mask, count);
-        } else if (is_bulk(bytes)) {
-            bulk_.sum<T>(dst, srcs.value, mask, bytes);
         } else {
-            rows::sum_vectors<T>(dst, srcs.value, mask, bytes / sizeof(uint4));
+            rows::sum_vectors<T, reuse>(bulk_.free_buffers(), dst, srcs.value, mask, bytes / sizeof(uint4));
         }
         __syncwarp();
     }

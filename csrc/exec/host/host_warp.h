@@ -102,9 +102,10 @@ class BasicHostWarp {
         for_each_lane(mask, [&](int lane) { copy<reuse>(dsts[lane], src, bytes); });
     }
 
+    template <Reuse reuse>
     void stage(const void*, size_t) {}
 
-    template <class T>
+    template <class T, Reuse reuse>
     void sum(void* dst, const PerLane<const void*>& srcs, uint32_t mask, size_t count) {
         const T* rows[32];
         int num_rows = 0;

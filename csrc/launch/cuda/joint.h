@@ -7,10 +7,7 @@
 namespace ep {
 
 constexpr int kMaxJointRanks = 32;
-#ifndef EP_THREADS
-#define EP_THREADS 384
-#endif
-constexpr int kBlockThreads = EP_THREADS;
+constexpr int kBlockThreads = 512;
 constexpr int kBlockWarps = kBlockThreads / 32;
 
 struct NoRoles {};

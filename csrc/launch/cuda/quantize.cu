@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "exec/device/rows.h"
+#include "exec/device/sums.h"
 #include "launch/cuda/error.h"
 #include "launch/cuda/quantize.h"
 

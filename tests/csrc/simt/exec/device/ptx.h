@@ -46,6 +46,37 @@ inline uint32_t pack_fp16(float low, float high) {
 }
 inline float widen_fp16(uint16_t bits) { return static_cast<float>(std::bit_cast<_Float16>(bits)); }
 
+// ---- a thread's own copies into shared memory: they happen when somebody waits
+
+struct Copy {
+    void* shared;
+    const void* global;
+};
+struct Copies {
+    std::vector<Copy> open;
+    std::vector<std::vector<Copy>> committed;
+};
+inline Copies& copies() {
+    static std::map<std::pair<unsigned, unsigned>, Copies> all;
+    return all[{simt::block_index().x, simt::thread_index().x}];
+}
+template <bool>
+void copy_async(void* shared, const void* global) {
+    require_aligned(shared);
+    require_aligned(global);
+    std::memset(shared, 0x77, 16);
+    copies().open.push_back({shared, global});
+}
+inline void copy_async_commit() { copies().committed.push_back(std::exchange(copies().open, {})); }
+template <int kGroups>
+void copy_async_wait() {
+    auto& groups = copies().committed;
+    while (groups.size() > kGroups) {
+        for (const Copy& copy : groups.front()) std::memcpy(copy.shared, copy.global, 16);
+        groups.erase(groups.begin());
+    }
+}
+
 // ---- the copy engine
 
 struct Load {
@@ -120,7 +151,8 @@ inline bool barrier_try_wait(uint64_t* address, uint32_t parity) {
     }
     return barrier.phase % 2 != parity;
 }
-inline void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
+template <bool>
+void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
     require_aligned(shared);
     require_aligned(global);
     if (bytes % 16) simt::die("a bulk copy of a size that is no multiple of 16");
