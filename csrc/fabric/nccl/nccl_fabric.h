@@ -41,18 +41,22 @@ struct NcclFabricParams {
 
 #if defined(__CUDACC__)
 
+__device__ __forceinline__ ncclGin gin_of(const ncclDevComm& comm, int channel) {
+    return ncclGin(comm, channel % comm.ginContextCount);
+}
+
 // Calls, so that the library's code does not crowd the roles' registers. The network reads rows that other warps wrote, hence the fence.
 __device__ __noinline__ inline void nccl_put(const NcclFabricParams& params, int channel, int rank, size_t dst,
                                              size_t src, size_t bytes) {
     __threadfence_system();
-    ncclGin(params.comm, channel)
+    gin_of(params.comm, channel)
         .put(ncclTeamWorld(params.comm), rank, params.window, dst, params.window, src, bytes, ncclGin_None{},
              ncclGin_None{}, ncclCoopWarp{});
 }
 __device__ __noinline__ inline void nccl_signal(const ncclDevComm& comm, int channel, int rank, uint32_t signal,
                                                 uint64_t increment) {
     __threadfence_system();
-    ncclGin(comm, channel).signal(ncclTeamWorld(comm), rank, ncclGin_SignalAdd{signal, increment}, ncclCoopWarp{});
+    gin_of(comm, channel).signal(ncclTeamWorld(comm), rank, ncclGin_SignalAdd{signal, increment}, ncclCoopWarp{});
 }
 
 class NcclFabric {
@@ -85,7 +89,7 @@ class NcclFabric {
 
     template <class W>
     __device__ __forceinline__ uint64_t acquire_signal(int channel, size_t flag) const {
-        return ncclGin(params_.comm, channel).readSignal(signal(flag));
+        return gin_of(params_.comm, channel).readSignal(signal(flag));
     }
 
   private:

@@ -13,6 +13,8 @@ namespace {
 
 // GIN's proxy has 16 bits for the number of a signal.
 constexpr size_t kMostSignals = 1 << 16;
+// Connections to each rank that are asked for: NCCL 2.28 has no more.
+constexpr int kContexts = 4;
 
 using Clock = std::chrono::steady_clock;
 
@@ -94,9 +96,14 @@ struct NcclHeap::Connection {
                 "NCCL has no symmetric memory for these ranks: every GPU of a machine must be a peer of the others "
                 "(nvidia-smi topo -p2p r), and NCCL_CUMEM_ENABLE and NCCL_WIN_ENABLE must not be 0");
         }
-        ncclDevCommRequirements needs{};  // no multimem: NVLink multicast is not used
+#if defined(NCCL_DEV_COMM_REQUIREMENTS_INITIALIZER)  // from 2.29
+        ncclDevCommRequirements needs = NCCL_DEV_COMM_REQUIREMENTS_INITIALIZER;
+#else
+        ncclDevCommRequirements needs{};
+#endif
+        needs.lsaMultimem = false;  // NVLink multicast is not used
         needs.ginForceEnable = signals > 0;
-        needs.ginContextCount = signals > 0 ? NCCL_GIN_MAX_CONTEXTS : 0;
+        needs.ginContextCount = signals > 0 ? kContexts : 0;
         needs.ginSignalCount = static_cast<int>(signals);
         const std::string gin =
             "several nodes need GIN, NCCL's puts from a GPU: network cards that it supports and NCCL_GIN_ENABLE not 0";

@@ -10,7 +10,7 @@ inline void __threadfence_system() {}
 namespace simt {
 
 struct Gin {
-    static constexpr int kContexts = 4;
+    static constexpr int kContexts = 2;
 
     ep::SimulatedNetwork network;
     std::mt19937_64 random;
@@ -42,7 +42,9 @@ struct ncclGin {
     const ncclDevComm& comm;
     int context;
 
-    ncclGin(const ncclDevComm& comm, int index) : comm(comm), context(index % comm.ginContextCount) {}
+    ncclGin(const ncclDevComm& comm, int index) : comm(comm), context(index) {
+        if (index >= comm.ginContextCount) simt::die("a context that there is not");
+    }
 
     void put(ncclTeam team, int peer, ncclWindow_t to, size_t dst, ncclWindow_t from, size_t src, size_t bytes,
              ncclGin_None, ncclGin_None, ncclCoopWarp) const {
