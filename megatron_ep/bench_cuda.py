@@ -33,7 +33,7 @@ class Case:
     ranks_per_node: int
     num_sms: int  # of each rank
     channels: int | None
-    ring_slots: int  # rows of bf16 that an NVLink ring holds; a network ring holds twice as many
+    ring_slots: int  # rows of bf16 that an NVLink ring holds; a network ring holds four times as many
     tokens: int
     hidden: int
     topk: int
@@ -96,7 +96,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--topology", nargs="+", default=["1x8", "2x4", "1x4"], metavar="NxG", help="(1x8 2x4 1x4)")
     parser.add_argument("--num-sms", nargs="+", type=int, default=[4, 8, 12, 16, 24], help="of a rank (4 8 12 16 24)")
     parser.add_argument("--channels", nargs="+", type=int, default=[0], help="0: those that fit the SMs (0)")
-    parser.add_argument("--ring-slots", nargs="+", type=int, default=[4], help="rows of an NVLink ring (4)")
+    parser.add_argument("--ring-slots", nargs="+", type=int, default=[2], help="rows of an NVLink ring (2)")
     parser.add_argument("--tokens", type=int, default=4096, metavar="T", help="tokens of a rank (%(default)s)")
     parser.add_argument("--hidden", type=int, default=7168, metavar="H", help="(%(default)s)")
     parser.add_argument("--topk", type=int, default=8, metavar="K", help="experts of a token (%(default)s)")
@@ -141,7 +141,7 @@ def measure(case: Case) -> list[dict[str, Any]]:
         num_sms=case.num_sms,
         timeout=10,
         nvl_ring_bytes=case.ring_slots * slot_bytes,
-        rdma_ring_bytes=2 * case.ring_slots * slot_bytes,
+        rdma_ring_bytes=4 * case.ring_slots * slot_bytes,
     )
     with ep.LocalCluster(case.nodes, case.ranks_per_node, config, device="cuda") as cluster, torch.no_grad():
         return _measure(case, tokens, cluster)

@@ -66,10 +66,10 @@ class LocalCluster(RankGroup):
             if threads != 1 or seed is not None:
                 raise ValueError(f"threads is {threads} and seed is {seed}, must not be given with device {device!r}")
             sms = cuda_group.num_sms(config, self.device, len(self.ranks))
-            self._heap = self._make_heap(self.topology, config, cuda_group.num_channels(self.topology, config, sms))
+            self._heap = self._make_heap(cuda_group.num_channels(self.topology, config, sms))
             self._group = cuda_group.local_ranks(self.topology, config, self._heap, self.device, sms)
             return
-        heap = self._make_heap(self.topology, config, config.num_channels)
+        heap = self._make_heap(config.num_channels)
         self._start(heap, [_C.Segment.anonymous(heap.bytes) for _ in self.ranks], threads, seed, lost_signal)
 
     def reset(self) -> None:
@@ -118,12 +118,12 @@ class Buffer(RankGroup):
         self._agree(lambda: self._check_members(everyone))
         if self.device.type == "cuda":
             sms = cuda_group.num_sms(config, self.device, 1)
-            self._heap = self._make_heap(self.topology, config, cuda_group.num_channels(self.topology, config, sms))
+            self._heap = self._make_heap(cuda_group.num_channels(self.topology, config, sms))
             hosts = [host for host, *_ in everyone]
             self._group = cuda_group.connect(self, self._heap, self.device, sms, hosts)
             return
 
-        heap = self._make_heap(self.topology, config, config.num_channels)
+        heap = self._make_heap(config.num_channels)
         segments: list[Any] = [None] * world_size
         self._agree(lambda: segments.__setitem__(self.rank, _C.Segment.shared(heap.bytes)))
         addresses = self._gather(segments[self.rank].address())

@@ -58,7 +58,8 @@ class Config:
         GPU as many as keep the warps of num_sms SMs busy.
     timeout: seconds that a single wait may take. None: the environment variable MEGATRON_EP_TIMEOUT, else 100.
     nvl_ring_bytes: size of one ring between two ranks of a node; there are C * W of them in each rank's heap. A ring
-        holds a power of two of rows, at least one.
+        holds a power of two of rows, at least one. None: 256 KiB on the host, 64 KiB on a GPU, which has many channels
+        and rows that stay in its cache if they are few.
     rdma_ring_bytes: size of one ring between two ranks of a rail; each rank's heap has 2 * C * N of them when N > 1.
     rdma_chunk_tokens: rows that one put carries when they are ready; at most half a ring.
     num_sms: SMs that a launch uses for each rank on a GPU. None: 24, or an equal share of the GPU for each of a
@@ -68,7 +69,7 @@ class Config:
     num_experts: int
     channels: int | None = None
     timeout: float | None = None
-    nvl_ring_bytes: int = 256 << 10
+    nvl_ring_bytes: int | None = None
     rdma_ring_bytes: int = 512 << 10
     rdma_chunk_tokens: int = 16
     num_sms: int | None = None
@@ -78,7 +79,8 @@ class Config:
         for name in ("channels", "num_sms"):
             if getattr(self, name) is not None:
                 require_int(f"Config.{name}", getattr(self, name), 1, MOST_CHANNELS)
-        require_int("Config.nvl_ring_bytes", self.nvl_ring_bytes, 64, LARGEST_RING)
+        if self.nvl_ring_bytes is not None:
+            require_int("Config.nvl_ring_bytes", self.nvl_ring_bytes, 64, LARGEST_RING)
         require_int("Config.rdma_ring_bytes", self.rdma_ring_bytes, 64, LARGEST_RING)
         require_int("Config.rdma_chunk_tokens", self.rdma_chunk_tokens, 1, 1 << 20)
         if self.timeout is not None:

@@ -61,8 +61,9 @@ def num_channels(topology: Topology, config: Config, sms: int) -> int:
 class CudaRanks:
     """The ranks of a buffer that live in this process, on one GPU, with the methods of the host's group."""
 
-    def __init__(self, group: Any, device: torch.device):
+    def __init__(self, group: Any, device: torch.device, nvl_ring_bytes: int):
         self._group = group
+        self._nvl_ring_bytes = nvl_ring_bytes
         self._device = device
         self._last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
         self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
@@ -71,11 +72,18 @@ class CudaRanks:
     def notify(self, tensors: list[Any], **settings: int) -> None:
         self._launch(lambda stream: self._group.notify(tensors, **settings, stream=stream))
 
-    def dispatch(self, tensors: list[Any], row: Any, **settings: int) -> None:
-        self._launch(lambda stream: self._group.dispatch(tensors, row, **settings, stream=stream))
+    def dispatch(self, tensors: list[Any], row: Any, *, nvl_batch: int, **settings: int) -> None:
+        batch = min(nvl_batch, self._batch(row))
+        self._launch(lambda stream: self._group.dispatch(tensors, row, nvl_batch=batch, **settings, stream=stream))
 
-    def combine(self, tensors: list[Any], row: Any, **settings: int) -> None:
-        self._launch(lambda stream: self._group.combine(tensors, row, **settings, stream=stream))
+    def combine(self, tensors: list[Any], row: Any, *, nvl_batch: int, **settings: int) -> None:
+        batch = min(nvl_batch, self._batch(row))
+        self._launch(lambda stream: self._group.combine(tensors, row, nvl_batch=batch, **settings, stream=stream))
+
+    def _batch(self, row: Any) -> int:
+        """Rows after which a ring's other end hears of them: half a ring, so that one half is written while the other is read."""
+        slots = self._nvl_ring_bytes // row.slot_bytes
+        return 1 << max(0, slots.bit_length() - 2)
 
     def aborted(self) -> tuple[str, int] | None:
         return self._group.aborted()
@@ -199,7 +207,7 @@ def _connect_nvshmem(buffer: Buffer, heap: Any, device: torch.device, sms: int) 
     ids[0] = buffer._gather(ids[0])[0]
     buffer._agree(make_heap)
     buffer._agree(make_group)
-    return CudaRanks(made[1], device)
+    return CudaRanks(made[1], device, heap.nvl_ring_bytes)
 
 
 def _connect_nccl(buffer: Buffer, heap: Any, device: torch.device, sms: int) -> CudaRanks:
@@ -251,7 +259,7 @@ def _p2p(heap: Any, ranks: list[int], memories: list[Any], device: torch.device,
         num_sms=sms,
         timeout=config.timeout_seconds,
     )
-    return CudaRanks(group, device)
+    return CudaRanks(group, device, heap.nvl_ring_bytes)
 
 
 def make_handle(

@@ -27,6 +27,7 @@ PACKAGES = (
     "nvidia-nccl-cu13",
     "nvidia-nvshmem-cu13",
 )
+LONGEST_VALUE = 200  # of an environment variable, in characters
 VARIABLES = {
     *("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
     *("CXX", "LD_LIBRARY_PATH", "LD_PRELOAD", "OMP_NUM_THREADS", "PYTHONPATH", "TORCHDYNAMO_DISABLE"),
@@ -176,7 +177,11 @@ def _compiler(library: Path) -> str | None:
 
 def _environment() -> dict[str, str]:
     chosen = {n: v for n, v in os.environ.items() if n in VARIABLES or n.startswith(VARIABLE_PREFIXES)}
-    return {name: "(set)" if SECRET.search(name) else value for name, value in sorted(chosen.items())}
+    return {name: "(set)" if SECRET.search(name) else _shortened(value) for name, value in sorted(chosen.items())}
+
+
+def _shortened(value: str) -> str:
+    return value if len(value) <= LONGEST_VALUE else f"{value[:LONGEST_VALUE]}... ({len(value)} characters)"
 
 
 def _read(path: str | Path) -> str | None:

@@ -31,7 +31,7 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     padded = torch.nn.functional.pad(x.float(), (0, blocks * SCALE_BLOCK - hidden)).view(tokens, blocks, SCALE_BLOCK)
     largest = padded.abs().amax(dim=2)
     scales = torch.where(largest == 0, 1.0, largest / LARGEST)
-    values = (padded / scales.unsqueeze(2)).view(tokens, -1)[:, :hidden]
+    values = (padded / scales.unsqueeze(2)).view(tokens, blocks * SCALE_BLOCK)[:, :hidden]
     return values.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).contiguous(), scales
 
 

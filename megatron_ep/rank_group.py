@@ -15,6 +15,7 @@ from megatron_ep.handle import Handle, RankHandle
 
 # Rows after which an NVLink ring's flag is published even if nobody waits for it.
 NVL_BATCH = 8
+NVL_RING_BYTES = {"cpu": 256 << 10, "cuda": 64 << 10}
 PAYLOAD_TYPES = {
     torch.bfloat16: 0,
     torch.float16: 1,
@@ -62,15 +63,14 @@ class RankGroup:
             timeout=self.config.timeout_seconds,
         )
 
-    @staticmethod
-    def _make_heap(topology: Topology, config: Config, channels: int) -> Any:
+    def _make_heap(self, channels: int) -> Any:
         return _C.Heap(
-            nodes=topology.nodes,
-            ranks_per_node=topology.ranks_per_node,
-            num_experts=config.num_experts,
+            nodes=self.topology.nodes,
+            ranks_per_node=self.topology.ranks_per_node,
+            num_experts=self.config.num_experts,
             channels=channels,
-            nvl_ring_bytes=config.nvl_ring_bytes,
-            rdma_ring_bytes=config.rdma_ring_bytes,
+            nvl_ring_bytes=self.config.nvl_ring_bytes or NVL_RING_BYTES[self.device.type],
+            rdma_ring_bytes=self.config.rdma_ring_bytes,
         )
 
     @property
@@ -143,9 +143,9 @@ class RankGroup:
             topk=topk,
             payload_type=PAYLOAD_TYPES[x.dtype],
         )
-        rings = {"nvl_ring_bytes": self.config.nvl_ring_bytes}
+        rings = {"nvl_ring_bytes": self._heap.nvl_ring_bytes}
         if self.topology.nodes > 1:
-            rings["rdma_ring_bytes"] = self.config.rdma_ring_bytes
+            rings["rdma_ring_bytes"] = self._heap.rdma_ring_bytes
         for name, ring_bytes in rings.items():
             if ring_bytes < row.slot_bytes:
                 raise ValueError(

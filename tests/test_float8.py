@@ -24,6 +24,11 @@ def test_values_times_scales_are_close(hidden: int, dtype: torch.dtype) -> None:
     assert not values[3].float().any() and (scales[3] == 1).all()
 
 
+def test_no_rows() -> None:
+    values, scales = float8.quantize(torch.empty(0, 200))
+    assert values.shape == (0, 200) and scales.shape == (0, 2)
+
+
 def test_what_it_makes_can_be_dispatched() -> None:
     x = [torch.randn(5, 200), torch.randn(3, 200)]
     ids = [torch.randint(0, 4, (len(rows), 1)) for rows in x]

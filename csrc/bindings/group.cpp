@@ -176,6 +176,8 @@ void bind_group(py::module_& m) {
              py::kw_only(), py::arg("nodes"), py::arg("ranks_per_node"), py::arg("num_experts"), py::arg("channels"),
              py::arg("nvl_ring_bytes"), py::arg("rdma_ring_bytes"))
         .def_property_readonly("bytes", &Heap::bytes)
+        .def_readonly("nvl_ring_bytes", &Heap::nvl_ring_bytes)
+        .def_readonly("rdma_ring_bytes", &Heap::rdma_ring_bytes)
         .def_property_readonly_static("overflow_offset",
                                       [](py::object) { return offsetof(Layout::Totals, overflow) / sizeof(int32_t); })
         .def(

@@ -5,6 +5,7 @@
 
 #include "exec/device/ptx.h"
 #include "exec/device/rows.h"
+#include "exec/device/sums.h"
 
 namespace ep {
 
@@ -18,11 +19,13 @@ struct BulkBuffers {
     static constexpr int kBuffers = 4;
     alignas(128) char data[kBuffers][kChunkBytes];
     uint64_t filled[kBuffers];
+    uint64_t half_filled[2];
 
     // By one warp, once, before use.
     __device__ __forceinline__ void init() {
         if (rows::lane_id() == 0) {
             for (uint64_t& barrier : filled) ptx::barrier_init(&barrier, 1);
+            for (uint64_t& barrier : half_filled) ptx::barrier_init(&barrier, 1);
             ptx::fence_barrier_init();
         }
         __syncwarp();
@@ -72,17 +75,45 @@ class BulkCopier {
         __syncwarp();
     }
 
-    // The buffers, for other uses until the next copy.
-    __device__ __forceinline__ char* free_buffers() {
+    // The sum of the rows of the lanes in the mask, in lane order. While a piece of each row is summed in one half of the buffers, the next
+    // pieces are read into the other. There the pieces lie side by side, as large as they can be: the engine takes long over small ones.
+    template <class T, Reuse reuse>
+    __device__ __forceinline__ void sum(void* dst, const void* own_src, uint32_t mask, uint32_t bytes) {
+        const uint32_t count = __popc(mask);
+        const uint32_t piece = kHalfBytes / count & ~15u;
+        char* own_place = buffers_.data[0] + __popc(mask & ((1u << rows::lane_id()) - 1)) * piece;
+        const char* in = static_cast<const char*>(own_src);
+        auto size_of = [&](uint32_t at) { return bytes - at < piece ? bytes - at : piece; };
+        auto read = [&](uint32_t at, uint32_t half) {
+            uint64_t* barrier = &buffers_.half_filled[half];
+            if (rows::lane_id() == 0) ptx::barrier_arrive_expect(barrier, count * size_of(at));
+            __syncwarp();
+            if (mask >> rows::lane_id() & 1)
+                ptx::bulk_load<reuse == Reuse::Late>(own_place + half * kHalfBytes, in + at, size_of(at), barrier);
+        };
+        ptx::fence_proxy_async_global();
         ptx::bulk_wait_read<0>();
         __syncwarp();
-        return buffers_.data[0];
+        read(0, halves_ % 2);
+        for (uint32_t at = 0; at < bytes; at += piece, ++halves_) {
+            const uint32_t half = halves_ % 2;
+            if (at + piece < bytes) read(at + piece, half ^ 1);
+            while (!ptx::barrier_try_wait(&buffers_.half_filled[half], halves_ / 2 & 1)) {
+            }
+            const char* pieces = buffers_.data[0] + half * kHalfBytes;
+            for (uint32_t i = rows::lane_id() * sizeof(uint4); i < size_of(at); i += 32 * sizeof(uint4)) {
+                rows::sum_shared<T>(static_cast<char*>(dst) + at + i, pieces + i, count, piece);
+            }
+            __syncwarp();
+        }
     }
 
     // Every lane, before another lane may release what was copied, and before the kernel ends.
     __device__ __forceinline__ void wait_written() { ptx::bulk_wait_written(); }
 
   private:
+    static constexpr uint32_t kHalfBytes = sizeof(BulkBuffers::data) / 2;
+
     static __device__ __forceinline__ uint32_t chunk(size_t rest) {
         return rest < BulkBuffers::kChunkBytes ? rest : BulkBuffers::kChunkBytes;
     }
@@ -126,6 +157,7 @@ class BulkCopier {
     uint32_t left_ = 0;
     uint32_t filled_ = 0;  // chunks over the life of the warp: they number the buffers and give the barriers' parity
     uint32_t emptied_ = 0;
+    uint32_t halves_ = 0;  // the same of sums
 };
 
 }  // namespace ep

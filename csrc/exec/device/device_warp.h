@@ -120,10 +120,12 @@ class DeviceWarp {
             stage<reuse>(only, bytes);
             return move_row<Reuse::Soon>(dst, 1, only, bytes);
         }
-        if (rows::misalignment(srcs.value, mask, dst, bytes) || __popc(mask) > rows::SumStages::kMostRows) {
+        if (rows::misalignment(srcs.value, mask, dst, bytes)) {
             rows::sum_elements<T>(dst, srcs.value, mask, count);
+        } else if (is_bulk(bytes)) {
+            bulk_.sum<T, reuse>(dst, srcs.value, mask, bytes);
         } else {
-            rows::sum_vectors<T, reuse>(bulk_.free_buffers(), dst, srcs.value, mask, bytes / sizeof(uint4));
+            rows::sum_vectors<T>(dst, srcs.value, mask, bytes / sizeof(uint4));
         }
         __syncwarp();
     }

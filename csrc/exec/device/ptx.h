@@ -93,32 +93,10 @@ __device__ __forceinline__ float widen_fp16(uint16_t bits) {
     return value;
 }
 
-// ---- copies of 16 bytes into shared memory, a thread's own
+// ---- shared memory
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-// kStreaming: first to leave the second-level cache.
-template <bool kStreaming>
-__device__ __forceinline__ void copy_async(void* shared, const void* global) {
-    if constexpr (kStreaming) {
-        asm volatile(
-            "{\n\t"
-            ".reg .b64 policy;\n\t"
-            "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n\t"
-            "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, policy;\n\t"
-            "}" ::"r"(shared_address(shared)),
-            "l"(global)
-            : "memory");
-    } else {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
-    }
-}
-__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until all but the newest kGroups groups are there.
-template <int kGroups>
-__device__ __forceinline__ void copy_async_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
 }
 __device__ __forceinline__ uint4 load_shared(const void* address) {
     uint4 value;
@@ -158,6 +136,7 @@ __device__ __forceinline__ bool barrier_try_wait(uint64_t* barrier, uint32_t par
         : "memory");
     return done;
 }
+// kStreaming: first to leave the second-level cache, here and below.
 template <bool kStreaming>
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
     if constexpr (kStreaming) {

@@ -4,7 +4,6 @@
 #include <cstdint>
 
 #include "core/dtypes.h"
-#include "exec/device/bulk.h"
 #include "exec/device/ptx.h"
 #include "exec/device/rows.h"
 
@@ -61,73 +60,46 @@ __device__ __forceinline__ void accumulate(decltype(widen(T{}))* sums, const uin
     for (int i = 0; i < Elements<T>::kCount; ++i) sums[i] += widen(elements.values[i]);
 }
 
-// Rows are fetched through shared memory, many vectors ahead of the sums. A lane fetches what it will add itself, so lanes do not wait for
-// each other. A stage holds `columns` vectors of each row for each lane.
-struct SumStages {
-    static constexpr uint32_t kVectors = sizeof(BulkBuffers::data) / (32 * sizeof(uint4));  // of a lane
-    static constexpr uint32_t kFewStages = 4;
-    static constexpr uint32_t kMostRows = kVectors;
-
-    uint32_t rows;
-    uint32_t columns;
-    uint32_t stages;
-
-    __device__ __forceinline__ explicit SumStages(uint32_t rows)
-        : rows(rows),
-          columns(rows < kVectors / kFewStages ? kVectors / kFewStages / rows : 1),
-          stages(kVectors / (rows * columns)) {}
-};
-
-// Until at most `pending` of this lane's groups of copies are under way; or fewer, beyond kMost.
-template <int kMost>
-__device__ __forceinline__ void wait_copies(uint32_t pending) {
-    if constexpr (kMost > 0) {
-        if (pending < kMost) return wait_copies<kMost - 1>(pending);
+// Short rows, a few of them at a time in registers. Everything aligned to 16 bytes.
+template <class T>
+__device__ __forceinline__ void sum_vectors(void* dst, const void* own_src, uint32_t mask, uint32_t vectors) {
+    using Sum = decltype(widen(T{}));
+    constexpr int kInFlight = 4;
+    for (uint32_t first = 0; first < vectors; first += 32) {
+        const uint32_t i = first + lane_id();
+        Sum sums[Elements<T>::kCount];
+#pragma unroll
+        for (Sum& sum : sums) sum = -Sum{0};
+        for (uint32_t rest = mask; rest;) {
+            uint4 values[kInFlight];
+            uint32_t taken = rest;
+#pragma unroll
+            for (int r = 0; r < kInFlight; ++r) {
+                if (!taken) break;
+                const uint4* in = static_cast<const uint4*>(shuffle_pointer(own_src, lowest_lane(taken)));
+                taken &= taken - 1;
+                if (i < vectors) values[r] = ptx::load_no_allocate(in + i);
+            }
+#pragma unroll
+            for (int r = 0; r < kInFlight; ++r) {
+                if (!rest) break;
+                rest &= rest - 1;
+                accumulate<T>(sums, values[r]);
+            }
+        }
+        if (i < vectors) ptx::store(static_cast<uint4*>(dst) + i, narrow_vector<T>(sums));
     }
-    ptx::copy_async_wait<kMost>();
 }
 
-// Every row and dst aligned to 16 bytes; at most SumStages::kMostRows rows.
-template <class T, Reuse reuse>
-__device__ __forceinline__ void sum_vectors(char* buffers, void* dst, const void* own_src, uint32_t mask,
-                                            uint32_t vectors) {
-    using Sum = decltype(widen(T{}));
-    const SumStages plan(__popc(mask));
-    auto staged = [&](uint32_t stage, uint32_t row, uint32_t column) {
-        const uint32_t vector = (stage * plan.rows + row) * plan.columns + column;
-        return buffers + (vector * 32 + lane_id()) * sizeof(uint4);
-    };
-    uint32_t fetched = lane_id();
-    auto fetch = [&](uint32_t stage) {
-        uint32_t row = 0;
-        for_each_lane(mask, [&](int lane) {
-            const uint4* in = static_cast<const uint4*>(shuffle_pointer(own_src, lane));
-            for (uint32_t column = 0; column < plan.columns; ++column) {
-                const uint32_t vector = fetched + 32 * column;
-                if (vector < vectors) ptx::copy_async<reuse == Reuse::Late>(staged(stage, row, column), in + vector);
-            }
-            ++row;
-        });
-        ptx::copy_async_commit();
-        fetched += 32 * plan.columns;
-    };
-    for (uint32_t stage = 0; stage + 1 < plan.stages; ++stage) fetch(stage);
-    uint32_t stage = 0, free_stage = plan.stages - 1;
-    for (uint32_t first = lane_id(); first - lane_id() < vectors; first += 32 * plan.columns) {
-        fetch(free_stage);
-        wait_copies<SumStages::kVectors / SumStages::kFewStages - 1>(plan.stages - 1);
-        for (uint32_t column = 0; column < plan.columns && first + 32 * column < vectors; ++column) {
-            Sum sums[Elements<T>::kCount];
+// One vector of the sum of `count` rows in shared memory that lie `stride` bytes apart.
+template <class T>
+__device__ __forceinline__ void sum_shared(void* dst, const char* first, uint32_t count, uint32_t stride) {
+    decltype(widen(T{})) sums[Elements<T>::kCount];
 #pragma unroll
-            for (Sum& sum : sums) sum = -Sum{0};
+    for (auto& sum : sums) sum = -decltype(widen(T{})){0};
 #pragma unroll 4
-            for (uint32_t row = 0; row < plan.rows; ++row)
-                accumulate<T>(sums, ptx::load_shared(staged(stage, row, column)));
-            ptx::store(static_cast<uint4*>(dst) + first + 32 * column, narrow_vector<T>(sums));
-        }
-        free_stage = stage;
-        stage = stage + 1 == plan.stages ? 0 : stage + 1;
-    }
+    for (uint32_t row = 0; row < count; ++row) accumulate<T>(sums, ptx::load_shared(first + row * stride));
+    ptx::store(static_cast<uint4*>(dst), narrow_vector<T>(sums));
 }
 
 // The same order of additions, an element at a time.

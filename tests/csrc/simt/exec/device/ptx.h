@@ -46,37 +46,6 @@ inline uint32_t pack_fp16(float low, float high) {
 }
 inline float widen_fp16(uint16_t bits) { return static_cast<float>(std::bit_cast<_Float16>(bits)); }
 
-// ---- a thread's own copies into shared memory: they happen when somebody waits
-
-struct Copy {
-    void* shared;
-    const void* global;
-};
-struct Copies {
-    std::vector<Copy> open;
-    std::vector<std::vector<Copy>> committed;
-};
-inline Copies& copies() {
-    static std::map<std::pair<unsigned, unsigned>, Copies> all;
-    return all[{simt::block_index().x, simt::thread_index().x}];
-}
-template <bool>
-void copy_async(void* shared, const void* global) {
-    require_aligned(shared);
-    require_aligned(global);
-    std::memset(shared, 0x77, 16);
-    copies().open.push_back({shared, global});
-}
-inline void copy_async_commit() { copies().committed.push_back(std::exchange(copies().open, {})); }
-template <int kGroups>
-void copy_async_wait() {
-    auto& groups = copies().committed;
-    while (groups.size() > kGroups) {
-        for (const Copy& copy : groups.front()) std::memcpy(copy.shared, copy.global, 16);
-        groups.erase(groups.begin());
-    }
-}
-
 // ---- the copy engine
 
 struct Load {
