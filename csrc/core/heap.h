@@ -70,6 +70,12 @@ struct Heap {
     }
     EP_HD size_t flags_end() const { return rdma_out(0, 0) + 2 * rdma_rings() * kLine; }
 
+    // --- the flags that other nodes write, numbered without gaps: for fabrics that keep them outside of the heap ---
+    EP_HD size_t network_flags() const { return topology.nodes > 1 ? topology.nodes + 2 * rdma_rings() : 0; }
+    EP_HD size_t network_flag(size_t flag) const {
+        return flag < rdma_tail(0, 0) ? (flag - flags()) / kLine : topology.nodes + (flag - rdma_tail(0, 0)) / kLine;
+    }
+
     // --- counts that notify exchanges, double-buffered by the parity of its epoch ---
     EP_HD size_t notify_staging(int parity, int node) const {
         return flags_end() + (static_cast<size_t>(parity) * topology.nodes + node) * node_block_bytes();

@@ -42,7 +42,7 @@ EP_FN void send_counts(W& warp, F& fabric, const NotifyArgs& args) {
         copy_counts(warp, block, &layout.node_tokens(0, node), layout.channels, topology.nodes);
         if (node == own_node) continue;
         fabric.put(warp, heap.channels, node, heap.notify_rail(parity, own_node), staging, heap.node_block_bytes());
-        fabric.put_signal(warp, heap.channels, node, heap.notify_rail_flag(own_node), args.epoch);
+        fabric.put_signal(warp, heap.channels, node, heap.notify_rail_flag(own_node), args.epoch - 1, args.epoch);
     }
 }
 
@@ -57,8 +57,8 @@ EP_FN bool relay_counts(W& warp, F& fabric, const NotifyArgs& args) {
     for (int node = 0; node < topology.nodes; ++node) {
         const bool here = warp.wait_all(Wait::NotifyRail, 1, [&](int) {
             if (node == own_node) return nothing_to_wait_for();
-            return Need{W::template acquire<Scope::System>(fabric.template own<uint64_t>(heap.notify_rail_flag(node))),
-                        args.epoch, topology.rank(node, own_local)};
+            return Need{fabric.template acquire_signal<W>(heap.channels, heap.notify_rail_flag(node)), args.epoch,
+                        topology.rank(node, own_local)};
         });
         if (!here) return false;
         const int32_t* block = fabric.template own<int32_t>(heap.notify_rail(parity, node));

@@ -10,6 +10,7 @@ from megatron_ep import reference
 from megatron_ep.local_ranks import LocalRanks
 
 W = 4
+TOKENS = (5, 0, 17, 64)  # of each rank
 TIMEOUT = 10.0
 
 
@@ -19,24 +20,24 @@ def ranks():
         yield ranks
 
 
-def make_buffer(nodes, timeout=TIMEOUT, **settings):
+def make_buffer(nodes, timeout=TIMEOUT, world=W, **settings):
     settings = {"num_sms": 2, **settings}
     config = ep.Config(num_experts=8, timeout=timeout, **settings)
-    return ep.Buffer(None, config, ep.Topology(nodes, W // nodes), device="cuda")
+    return ep.Buffer(None, config, ep.Topology(nodes, world // nodes), device="cuda")
 
 
-def inputs(topk, hidden=520, tokens=(5, 0, 17, 64)):
+def inputs(topk, hidden=520, world=W):
     generator = torch.Generator().manual_seed(topk)
-    ids = [torch.rand(t, 8, generator=generator).topk(topk, dim=1).indices for t in tokens]
-    x = [torch.randint(-8, 9, (t, hidden), generator=generator).float() for t in tokens]
-    weights = [torch.rand(t, topk, generator=generator) for t in tokens]
+    ids = [torch.rand(t, 8, generator=generator).topk(topk, dim=1).indices for t in TOKENS[:world]]
+    x = [torch.randint(-8, 9, (t, hidden), generator=generator).float() for t in TOKENS[:world]]
+    weights = [torch.rand(t, topk, generator=generator) for t in TOKENS[:world]]
     return x, ids, weights
 
 
 def round_trips(buffer, rounds=2):
     rank = buffer.rank
     for topk in range(1, rounds + 1):
-        x, ids, weights = inputs(topk)
+        x, ids, weights = inputs(topk, world=buffer.topology.world_size)
         leaf = x[rank].cuda().requires_grad_()
         rows = ep.dispatch(leaf, ids[rank].cuda(), weights[rank].cuda(), buffer=buffer)
         expected, probs, counts = reference.dispatch(x, ids, weights, 8)

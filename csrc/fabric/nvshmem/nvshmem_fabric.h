@@ -53,9 +53,14 @@ class NvshmemFabric {
     }
 
     template <class W>
-    __device__ __forceinline__ void put_signal(W& warp, int, int node, size_t flag, uint64_t value) const {
+    __device__ __forceinline__ void put_signal(W& warp, int, int node, size_t flag, uint64_t, uint64_t to) const {
         warp.finish_writes();
-        nvshmem_signal(own<uint64_t>(flag), value, params_.topology.rank(node, local_));
+        nvshmem_signal(own<uint64_t>(flag), to, params_.topology.rank(node, local_));
+    }
+
+    template <class W>
+    __device__ __forceinline__ uint64_t acquire_signal(int, size_t flag) const {
+        return W::template acquire<Scope::System>(own<uint64_t>(flag));
     }
 
   private:

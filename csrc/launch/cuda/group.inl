@@ -198,6 +198,7 @@ void CudaGroup<P>::reset() {
     for (char* base : own_heaps_) check_cuda(cudaMemset(base, 0, heap_.flags_end()), "cudaMemset");
     check_cuda(cudaMemset(epochs_, 0, ranks_.size() * sizeof(uint64_t)), "cudaMemset");
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    if constexpr (requires { fabric_.settle(0, timeout_ns_); }) fabric_.settle(ranks_.front(), timeout_ns_);
     for (size_t i = 0; i < ranks_.size(); ++i) reports_[i] = {};
 }
 
