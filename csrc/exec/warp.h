@@ -50,9 +50,8 @@ struct PublishNothing {
 template <class W>
 concept WarpLike =
     requires(W& warp, uint64_t* flag, void* dst, const void* src, size_t bytes, void (*step)(int), bool (*test)(int),
-             Need (*need)(int), typename W::template PerLane<int>& ints,
-             typename W::template PerLane<uint32_t>& masks, typename W::template PerLane<void*>& dsts,
-             typename W::template PerLane<const void*>& srcs) {
+             Need (*need)(int), typename W::template PerLane<int>& ints, typename W::template PerLane<uint32_t>& masks,
+             typename W::template PerLane<void*>& dsts, typename W::template PerLane<const void*>& srcs) {
         { warp.first_of(1, ints) } -> std::same_as<uint32_t>;
         warp.match(1, ints, masks);
         { W::kLanesAtOnce } -> std::convertible_to<int>;
@@ -97,6 +96,9 @@ EP_HD int popcount(uint32_t mask) {
     return __builtin_popcount(mask);
 #endif
 }
+
+// Lanes for what is left of `count` items from `first` on.
+EP_HD int lanes_from(int first, int count, int most = 32) { return count - first < most ? count - first : most; }
 
 // f(lane) for every lane of the mask, one after the other, by the whole warp.
 template <class F>

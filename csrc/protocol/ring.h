@@ -96,8 +96,6 @@ struct Rings {
     EP_FN int rank_at(int node, int peer) const { return args.topology().rank(node, peer); }
 };
 
-EP_FN int lanes_from(int first, int count, int most = 32) { return count - first < most ? count - first : most; }
-
 // The role's rings towards `count` ranks from `first_rank` on, by the source rank of what they carry (dispatch: all of its own node).
 // A call may use slots of another size than the call before it: then the ring must have run empty first, or the two would overlap.
 template <WarpLike W, class F>
