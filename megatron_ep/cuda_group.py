@@ -247,7 +247,7 @@ def _connect_nccl(buffer: Buffer, heap: Any, device: torch.device, sms: int) -> 
         ids[0] = buffer._gather(ids[0])[0]
     buffer._agree(make_heap)
     buffer._agree(make_group)
-    return CudaRanks(made[1], device)
+    return CudaRanks(made[1], device, heap.nvl_ring_bytes)
 
 
 def _p2p(heap: Any, ranks: list[int], memories: list[Any], device: torch.device, sms: int, config: Config) -> CudaRanks:
