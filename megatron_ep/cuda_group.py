@@ -94,6 +94,11 @@ class CudaRanks:
     def abort(self, failed: bool) -> None:
         self._group.abort(failed=failed)
 
+    def drain(self) -> None:
+        """Until all launches are done and what they sent is there. Raises RuntimeError when that takes too long."""
+        self.synchronize()
+        self._group.drain()
+
     def reset(self) -> None:
         self._group.reset()
 

@@ -3,6 +3,7 @@
 import time
 
 import pytest
+import survivors
 import torch
 
 import megatron_ep as ep
@@ -98,3 +99,11 @@ def run_one_mistake():
 
 def test_a_mistake_on_one_rank_reaches_all(ranks):
     ranks.run(run_one_mistake)
+
+
+@pytest.mark.parametrize("check", [survivors.check_killed, survivors.check_interrupted])
+def test_survivors(tmp_path, check):
+    check(tmp_path, "cuda")
+    started = time.monotonic()
+    assert torch.ones(1 << 20, device="cuda").sum().item() == 1 << 20
+    assert time.monotonic() - started < 5, "a kernel of theirs still holds the GPU"

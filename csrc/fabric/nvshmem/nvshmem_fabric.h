@@ -1,5 +1,7 @@
 #pragma once
 
+#include <cstdint>
+
 #include "core/topology.h"
 #include "exec/warp.h"
 
@@ -15,6 +17,9 @@ struct NvshmemFabricParams {
     Topology topology;
     char* own;
     char* node[kMaxNodeRanks];  // heaps of the ranks of this node, by local rank
+
+    // Until what this rank's launches have put and signalled is there. Throws std::runtime_error when the time is over.
+    void drain(uint64_t timeout_ns) const;
 };
 
 #if defined(__CUDACC__) && defined(NVSHMEM_VENDOR_MAJOR_VERSION)

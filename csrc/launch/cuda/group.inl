@@ -192,6 +192,14 @@ void CudaGroup<P>::abort(Outcome outcome) {
 }
 
 template <class P>
+void CudaGroup<P>::drain() const {
+    if constexpr (requires { fabric_.drain(timeout_ns_); }) {
+        const DeviceGuard guard(device_);
+        fabric_.drain(timeout_ns_);
+    }
+}
+
+template <class P>
 void CudaGroup<P>::reset() {
     const DeviceGuard guard(device_);
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");

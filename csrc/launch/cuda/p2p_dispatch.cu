@@ -10,6 +10,7 @@ template void CudaGroup<P2pFabricParams>::notify(const std::vector<NotifyArgs>&,
 template void CudaGroup<P2pFabricParams>::dispatch(const std::vector<DispatchArgs>&, CudaStream);
 template uint64_t CudaGroup<P2pFabricParams>::aborted() const;
 template void CudaGroup<P2pFabricParams>::abort(Outcome);
+template void CudaGroup<P2pFabricParams>::drain() const;
 template void CudaGroup<P2pFabricParams>::reset();
 
 }  // namespace ep

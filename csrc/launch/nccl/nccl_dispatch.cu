@@ -10,6 +10,7 @@ template void CudaGroup<NcclFabricParams>::notify(const std::vector<NotifyArgs>&
 template void CudaGroup<NcclFabricParams>::dispatch(const std::vector<DispatchArgs>&, CudaStream);
 template uint64_t CudaGroup<NcclFabricParams>::aborted() const;
 template void CudaGroup<NcclFabricParams>::abort(Outcome);
+template void CudaGroup<NcclFabricParams>::drain() const;
 template void CudaGroup<NcclFabricParams>::reset();
 
 }  // namespace ep

@@ -14,6 +14,7 @@ template void CudaGroup<NvshmemFabricParams>::notify(const std::vector<NotifyArg
 template void CudaGroup<NvshmemFabricParams>::dispatch(const std::vector<DispatchArgs>&, CudaStream);
 template uint64_t CudaGroup<NvshmemFabricParams>::aborted() const;
 template void CudaGroup<NvshmemFabricParams>::abort(Outcome);
+template void CudaGroup<NvshmemFabricParams>::drain() const;
 template void CudaGroup<NvshmemFabricParams>::reset();
 
 }  // namespace ep
