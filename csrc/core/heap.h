@@ -18,7 +18,7 @@ namespace ep {
 //
 // All flags and cursors only ever grow and are cleared by nobody but reset.
 struct Heap {
-    static constexpr size_t kLine = 64;  // one cache line a flag: flags of different writers never share one
+    static constexpr size_t kLine = 128;  // one cache line a flag: flags of different writers never share one
 
     Topology topology;
     int num_experts;
