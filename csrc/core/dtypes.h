@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 namespace ep {
 
@@ -13,5 +14,9 @@ struct BFloat16 {
 struct Float16 {
     uint16_t bits;
 };
+
+// In what sums of T run, and what their weights are.
+template <class T>
+using Accumulator = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 }  // namespace ep
