@@ -127,7 +127,8 @@ class BulkCopier {
     __device__ __forceinline__ rows::NoWeights share(rows::NoWeight, bool, uint32_t) { return {}; }
     template <class Weight>
     __device__ __forceinline__ rows::SharedWeights<Weight> share(Weight own, bool takes_part, uint32_t own_row) {
-        auto* first = reinterpret_cast<Weight*>(buffers_.data[0] + sizeof(BulkBuffers::data) - kWeightBytes);
+        char* end = reinterpret_cast<char*>(buffers_.data) + sizeof(BulkBuffers::data);
+        auto* first = reinterpret_cast<Weight*>(end - kWeightBytes);
         if (takes_part) ptx::store_shared(first + own_row, own);
         ptx::fence_proxy_async_shared();  // before rows are copied to this place again
         __syncwarp();
