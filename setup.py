@@ -5,7 +5,7 @@ Only the bindings see Python's and pybind11's headers; a change of either recomp
 
 The CUDA backend is part of it where there is an nvcc; the CUDA runtime is linked statically and looks for a driver
 when it is first used. The variable MEGATRON_EP_CUDA=0 leaves the backend out, =1 makes a missing nvcc an error;
-MEGATRON_EP_NVSHMEM=0 leaves the NVSHMEM fabric out.
+MEGATRON_EP_NVSHMEM=0 and MEGATRON_EP_NCCL=0 leave the NVSHMEM and the NCCL fabric out.
 """
 
 import importlib.util
@@ -32,6 +32,8 @@ NVSHMEM = "megatron_ep._nvshmem"
 NVSHMEM_DIRS = ("csrc/launch/nvshmem", "csrc/bindings/nvshmem")
 # The library's device code is linked, not included, and its headers use volatile as C++20 no longer likes it.
 NVSHMEM_FLAGS = "-gencode=arch=compute_90,code=sm_90 -rdc=true -diag-suppress=3012,3013"
+NCCL = "megatron_ep._nccl"
+NCCL_DIRS = ("csrc/launch/nccl", "csrc/bindings/nccl")
 CUDA_DIRS = ("csrc/fabric/cuda", "csrc/router", "csrc/launch/cuda")
 # Machine code for Hopper; later GPUs compile the PTX when they first load it.
 CUDA_TARGETS = "-gencode=arch=compute_90,code=[sm_90,compute_90]"
@@ -66,26 +68,34 @@ def find_nvcc() -> str | None:
     return nvcc
 
 
-def find_nvshmem() -> Path | None:
-    """The folder of NVIDIA's wheel, which torch for CUDA brings along, or None."""
+def find_wheel(package: str, header: str) -> Path | None:
+    """The folder of a wheel of NVIDIA's, which torch for CUDA brings along, if it has the header; else None."""
     try:
-        spec = importlib.util.find_spec("nvidia.nvshmem")
+        spec = importlib.util.find_spec(package)
     except ModuleNotFoundError:
         return None
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()] if spec else []
-    return next((folder for folder in folders if (folder / "include/nvshmem.h").is_file()), None)
+    return next((folder for folder in folders if (folder / "include" / header).is_file()), None)
 
 
-def nvshmem_extensions() -> list[Extension]:
-    """A library of its own, because it needs NVSHMEM's to load."""
-    if find_nvcc() is None or os.environ.get("MEGATRON_EP_NVSHMEM") == "0":
+def find_nvshmem() -> Path | None:
+    return find_wheel("nvidia.nvshmem", "nvshmem.h")
+
+
+def find_nccl() -> Path | None:
+    return find_wheel("nvidia.nccl", "nccl_device/gin.h")  # from 2.28.7
+
+
+def fabric_extension(name: str, folders: tuple[str, ...], wheel: Path | None, missing: str) -> list[Extension]:
+    """A library of its own, because it needs that of the wheel to load."""
+    if find_nvcc() is None or os.environ.get(name.replace("megatron_ep._", "MEGATRON_EP_").upper()) == "0":
         return []
-    if find_nvshmem() is None:
-        print("megatron_ep: the NVSHMEM fabric is left out: this Python has no nvidia.nvshmem (no-build-isolation?)")
+    if wheel is None:
+        print(f"megatron_ep: {name} is left out: this Python has no {missing} (no-build-isolation?)")
         return []
-    files = [path for folder in NVSHMEM_DIRS for path in (ROOT / folder).glob("*.c*")]
+    files = [path for folder in folders for path in (ROOT / folder).glob("*.c*")]
     sources = sorted(str(path.relative_to(ROOT)) for path in files)
-    return [Extension(NVSHMEM, sources=sources, depends=find_headers())]
+    return [Extension(name, sources=sources, depends=find_headers())]
 
 
 def find_headers() -> list[str]:
@@ -114,6 +124,10 @@ def python_include() -> str:
     return include
 
 
+def binding_includes() -> tuple[str, str]:
+    return python_include(), pybind11.get_include()
+
+
 class NinjaBuild(build_ext):
     """Compiles the extension in build/<interpreter>, so that the next build, isolated or not, compiles only changes."""
 
@@ -127,7 +141,8 @@ class NinjaBuild(build_ext):
         rules = build_dir / f"{ext.name}.ninja"
         with open(ROOT / rules, "w") as file:
             build = NinjaFile(ninja.Writer(file, width=120), build_dir, nvcc)
-            (build.add_nvshmem if ext.name == NVSHMEM else build.add_main)(ext.sources, product)
+            add = {NVSHMEM: build.add_nvshmem, NCCL: build.add_nccl}.get(ext.name, build.add_main)
+            add(ext.sources, product)
         backends = (
             f"the host and CUDA backends, with {nvcc}" if nvcc else "the host backend only: no nvcc, or not wanted"
         )
@@ -174,7 +189,6 @@ class NinjaFile:
         folder = find_nvshmem()
         settings = {"targets": NVSHMEM_FLAGS, "includes": f"-I{folder}/include"}
         device_code = [self._compile_cuda(source, settings) for source in sources if source.endswith(".cu")]
-        shared = [self._compile(f"{BINDINGS}/incidents.cpp"), self._compile_cuda("csrc/launch/cuda/device.cpp")]
         own = [self._compile(source) for source in sources if source.endswith(".cpp")]
         linked = str(self.build_dir / f"{product.name}.dlink.o")
         search = f"-L{folder}/lib"
@@ -186,7 +200,18 @@ class NinjaFile:
         # The wheel has no libnvshmem_host.so without a version. No rpath: megatron_ep.fabrics finds the library.
         libraries = f"{search} -Xlinker -l:libnvshmem_host.so.3 -Xlinker -l:libnvshmem_device.a -lcudadevrt -ldl"
         command = f"$nvcc -nodlink -cudart static $in -o $out {LINK_FLAGS} {libraries}"
-        self._link(command, [*device_code, *shared, *own, linked], product)
+        self._link(command, [*device_code, *self._shared(), *own, linked], product)
+
+    def add_nccl(self, sources: list[str], product: Path) -> None:
+        folder = find_nccl()
+        includes = {"includes": shlex.join(f"-I{path}" for path in (*binding_includes(), f"{folder}/include"))}
+        own = [self._compile_cuda(source, includes) for source in sources]
+        libraries = f"-L{folder}/lib -Xlinker -l:libnccl.so.2 -ldl"  # no libnccl.so and no rpath: as for NVSHMEM
+        command = f"$nvcc -cudart static $in -o $out {LINK_FLAGS} {libraries}"
+        self._link(command, [*own, *self._shared()], product)
+
+    def _shared(self) -> list[str]:
+        return [self._compile(f"{BINDINGS}/incidents.cpp"), self._compile_cuda("csrc/launch/cuda/device.cpp")]
 
     def _rule(self, name: str, command: str, description: str) -> None:
         self.writer.rule(name, command=command, depfile="$out.d", deps="gcc", description=description)
@@ -194,7 +219,7 @@ class NinjaFile:
     def _compile(self, source: str) -> str:
         variables = None
         if source.startswith(BINDINGS):
-            includes = shlex.join(f"-I{path}" for path in (python_include(), pybind11.get_include()))
+            includes = shlex.join(f"-I{path}" for path in binding_includes())
             variables = {"includes": includes + (" -DMEGATRON_EP_CUDA" if self.nvcc else "")}
         return self._object(source, "compile", variables)
 
@@ -212,6 +237,10 @@ class NinjaFile:
 
 
 setup(
-    ext_modules=[Extension("megatron_ep._C", sources=find_sources(), depends=find_headers()), *nvshmem_extensions()],
+    ext_modules=[
+        Extension("megatron_ep._C", sources=find_sources(), depends=find_headers()),
+        *fabric_extension(NVSHMEM, NVSHMEM_DIRS, find_nvshmem(), "nvidia.nvshmem"),
+        *fabric_extension(NCCL, NCCL_DIRS, find_nccl(), "nvidia.nccl >= 2.28.7"),
+    ],
     cmdclass={"build_ext": NinjaBuild},
 )

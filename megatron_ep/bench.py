@@ -8,6 +8,7 @@ back. T tokens on this rank, H hidden, E experts, K picks of a token, R rows rec
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -49,15 +50,9 @@ class Case:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the benchmark; `bench router` goes to the router's own, `bench cuda` to the GPU's."""
-    if argv and argv[0] == "router":
-        from megatron_ep import bench_router
-
-        return bench_router.main(argv[1:])
-    if argv and argv[0] == "cuda":
-        from megatron_ep import bench_cuda
-
-        return bench_cuda.main(argv[1:])
+    """Runs the benchmark, or the one that the first argument names."""
+    if argv and argv[0] in ("router", "cuda", "gpus"):
+        return importlib.import_module(f"megatron_ep.bench_{argv[0]}").main(argv[1:])
     arguments = _parse(argv)
     print(env.render(), flush=True)
     beside_megatron = megatron_side.is_installed()
@@ -82,7 +77,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "megatron-ep bench",
         description="Times dispatch and combine, ours, Megatron's all-to-all over gloo, and a copy of the same bytes. "
         "Without --nodes and --ranks-per-node: 1x2 and 2x2 ranks. 'bench router' times the router, "
-        "'bench cuda' all ranks on one GPU.",
+        "'bench cuda' all ranks on one GPU, 'bench gpus' a rank on each.",
     )
     parser.add_argument(
         "--nodes", type=_positive, metavar="N", help="nodes; all ranks run on this machine all the same"

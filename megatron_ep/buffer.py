@@ -139,7 +139,7 @@ class Buffer(RankGroup):
         Raises RuntimeError, from torch.distributed, when a rank does not come within a minute or Config.timeout.
         """
         if self.device.type == "cuda":
-            self._live_group().synchronize()  # no kernel of this rank writes to others after the barrier
+            self._live_group().drain()  # nothing of this rank reaches others after the barrier
         self._barrier()
         self._live_group().reset()
         self._barrier()

@@ -94,6 +94,11 @@ class CudaRanks:
     def abort(self, failed: bool) -> None:
         self._group.abort(failed=failed)
 
+    def drain(self) -> None:
+        """Until all launches are done and what they sent is there. Raises RuntimeError when that takes too long."""
+        self.synchronize()
+        self._group.drain()
+
     def reset(self) -> None:
         self._group.reset()
 
@@ -151,7 +156,8 @@ def connect(buffer: Buffer, heap: Any, device: torch.device, sms: int, hosts: Se
     chosen: list[str] = []
     buffer._agree(lambda: torch.cuda.synchronize(device))  # nobody writes to an earlier buffer's memory any more
     buffer._agree(lambda: chosen.append(fabrics.choose(hosts)))
-    return (_connect_p2p if chosen[0] == "p2p" else _connect_nvshmem)(buffer, heap, device, sms)
+    connectors = {"p2p": _connect_p2p, "nvshmem": _connect_nvshmem, "nccl": _connect_nccl}
+    return connectors[chosen[0]](buffer, heap, device, sms)
 
 
 def _connect_p2p(buffer: Buffer, heap: Any, device: torch.device, sms: int) -> CudaRanks:
@@ -204,6 +210,46 @@ def _connect_nvshmem(buffer: Buffer, heap: Any, device: torch.device, sms: int) 
 
     buffer._agree(lambda: ids.__setitem__(0, nvshmem.unique_id() if buffer.rank == 0 else b""))
     ids[0] = buffer._gather(ids[0])[0]
+    buffer._agree(make_heap)
+    buffer._agree(make_group)
+    return CudaRanks(made[1], device, heap.nvl_ring_bytes)
+
+
+def _connect_nccl(buffer: Buffer, heap: Any, device: torch.device, sms: int) -> CudaRanks:
+    nccl = fabrics.load_nccl()
+    ids: list[bytes] = [b""]
+    made: list[Any] = []
+
+    def make_heap() -> None:
+        made.append(
+            nccl.NcclHeap(
+                unique_id=ids[0],
+                heap=heap,
+                rank=buffer.rank,
+                device=device.index,
+                timeout=buffer._timeout.total_seconds(),
+            )
+        )
+
+    def make_group() -> None:
+        made.append(
+            nccl.NcclGroup(
+                heap=heap,
+                rank=buffer.rank,
+                memory=made[0],
+                device=device.index,
+                num_sms=sms,
+                timeout=buffer.config.timeout_seconds,
+            )
+        )
+
+    kept = buffer._gather(nccl.kept(heap=heap, rank=buffer.rank, device=device.index))
+    everyones = set.intersection(*map(set, kept))
+    if everyones:
+        ids[0] = min(everyones)
+    else:
+        buffer._agree(lambda: ids.__setitem__(0, nccl.unique_id() if buffer.rank == 0 else b""))
+        ids[0] = buffer._gather(ids[0])[0]
     buffer._agree(make_heap)
     buffer._agree(make_group)
     return CudaRanks(made[1], device, heap.nvl_ring_bytes)

@@ -1,9 +1,9 @@
 """How the ranks of a buffer on GPUs reach each other, and what each way needs.
 
 p2p: the processes of one machine map each other's memory through CUDA IPC; if it has several nodes, puts between them
-are copies. nvshmem: several machines, one-sided puts and signals between them; a rank that gives up stops its own node
-at once, the other nodes when their own waits expire. The variable MEGATRON_EP_FABRIC=p2p or =nvshmem forces one;
-otherwise ranks on one machine use p2p and ranks on several use nvshmem.
+are copies. nvshmem and nccl: several machines, one-sided puts and signals between them (NCCL's GIN); a rank that gives
+up stops its own node at once, the other nodes when their own waits expire. The variable MEGATRON_EP_FABRIC forces one;
+otherwise ranks on one machine use p2p, and ranks on several nvshmem, or nccl where nvshmem cannot be loaded.
 """
 
 from __future__ import annotations
@@ -12,55 +12,111 @@ import ctypes
 import importlib
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
 from megatron_ep.errors import EPError
 
 VARIABLE = "MEGATRON_EP_FABRIC"
-FABRICS = ("p2p", "nvshmem")
+NVSHMEM_LIBRARY = "libnvshmem_host.so.3"
+NCCL_LIBRARY = "libnccl.so.2"
 
 
 def choose(hosts: Sequence[str]) -> str:
     """The fabric for ranks on these hosts, one each. Raises ValueError for an unknown one, EPError for an unfit one."""
     machines = sorted(set(hosts))
-    chosen = os.environ.get(VARIABLE) or ("p2p" if len(machines) == 1 else "nvshmem")
-    if chosen not in FABRICS:
-        raise ValueError(f"environment variable {VARIABLE} is {chosen!r}, must be one of {', '.join(FABRICS)}")
-    if chosen == "p2p" and len(machines) > 1:
+    wanted = os.environ.get(VARIABLE)
+    fabrics = ("p2p", *NETWORKS)
+    if wanted and wanted not in fabrics:
+        raise ValueError(f"environment variable {VARIABLE} is {wanted!r}, must be one of {', '.join(fabrics)}")
+    if wanted in NETWORKS:
+        NETWORKS[wanted]()
+        return wanted
+    if len(machines) == 1:
+        return "p2p"
+    if wanted:
         raise EPError(
             f"{VARIABLE}=p2p connects the processes of one machine, but the ranks run on {', '.join(machines)}"
         )
-    if chosen == "nvshmem":
-        load_nvshmem()
-    return chosen
+    return _first_that_loads()
+
+
+def _first_that_loads() -> str:
+    lacking = []
+    for name, load in NETWORKS.items():
+        try:
+            load()
+            return name
+        except EPError as error:
+            lacking.append(str(error))
+    raise EPError(f"no fabric connects several machines here: {'; '.join(lacking)}")
 
 
 def load_nvshmem() -> ModuleType:
     """The extension for NVSHMEM with the library that it needs. Raises EPError that says what is missing."""
-    if importlib.util.find_spec("megatron_ep._nvshmem") is None:
-        raise EPError(
-            "the nvshmem fabric was not built: it needs nvcc and the package nvidia-nvshmem-cu13 at build time "
-            "(pip install --no-build-isolation)"
-        )
-    library = _nvshmem_library()
+    _check_built("nvshmem", "the package nvidia-nvshmem-cu13")
+    library = _in_wheel("nvidia.nvshmem", NVSHMEM_LIBRARY)
     if library is None:
         raise EPError("the nvshmem fabric needs the package nvidia-nvshmem-cu13, whose library was not found")
+    return _load("nvshmem", library)
+
+
+def load_nccl() -> ModuleType:
+    """The extension for NCCL's device API with the library that it was built for: the one that torch has loaded, or
+    that of the wheel. Raises EPError that says what is missing."""
+    _check_built("nccl", "the package nvidia-nccl-cu13 >= 2.28.7")
+    library = _loaded(NCCL_LIBRARY) or _in_wheel("nvidia.nccl", NCCL_LIBRARY)
+    if library is None:
+        raise EPError("the nccl fabric needs the package nvidia-nccl-cu13, whose library was not found")
+    module = _load("nccl", library)
+    built, found = module.BUILT_FOR, module.library_version()
+    if built != found:  # its structures are not the same in every version
+        raise EPError(
+            f"the nccl fabric was built for NCCL {_version(built)}, but {library} is {_version(found)}: "
+            "build megatron_ep where it runs"
+        )
+    return module
+
+
+NETWORKS: dict[str, Callable[[], ModuleType]] = {"nvshmem": load_nvshmem, "nccl": load_nccl}
+
+
+def _check_built(name: str, package: str) -> None:
+    if importlib.util.find_spec(f"megatron_ep._{name}") is None:
+        raise EPError(
+            f"the {name} fabric was not built: it needs nvcc and {package} at build time "
+            "(pip install --no-build-isolation)"
+        )
+
+
+def _load(name: str, library: Path) -> ModuleType:
     try:
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-        return importlib.import_module("megatron_ep._nvshmem")
+        return importlib.import_module(f"megatron_ep._{name}")
     except (OSError, ImportError) as error:
-        raise EPError(f"the nvshmem fabric cannot be loaded with {library}: {error}") from error
+        raise EPError(f"the {name} fabric cannot be loaded with {library}: {error}") from error
 
 
-def _nvshmem_library() -> Path | None:
+def _in_wheel(package: str, library: str) -> Path | None:
     try:
-        spec = importlib.util.find_spec("nvidia.nvshmem")
+        spec = importlib.util.find_spec(package)
     except ModuleNotFoundError:
         return None
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()] if spec else []
-    return next((path for folder in folders if (path := folder / "lib/libnvshmem_host.so.3").is_file()), None)
+    return next((path for folder in folders if (path := folder / "lib" / library).is_file()), None)
+
+
+def _loaded(library: str) -> Path | None:
+    """Where this process has it from already."""
+    with open("/proc/self/maps") as maps:
+        names = (line.rstrip().partition("/")[2] for line in maps)
+        return next((Path("/" + name) for name in names if name.endswith(f"/{library}")), None)
+
+
+def _version(code: int) -> str:
+    """NCCL's NCCL_VERSION_CODE, as NCCL writes it since 2.9."""
+    return f"{code // 10000}.{code // 100 % 100}.{code % 100}"
 
 
 def report() -> dict[str, str]:
@@ -68,10 +124,11 @@ def report() -> dict[str, str]:
     from megatron_ep import _C
 
     facts = {"p2p": "built" if hasattr(_C, "CudaGroup") else "not built: there was no nvcc"}
-    try:
-        load_nvshmem()
-        facts["nvshmem"] = f"built, loads with {_nvshmem_library()}"
-    except EPError as error:
-        facts["nvshmem"] = str(error)
-    facts["chosen"] = os.environ.get(VARIABLE) or "p2p on one machine, nvshmem on several"
+    for name, load in NETWORKS.items():
+        try:
+            load()
+            facts[name] = f"built, loads with {_loaded(NVSHMEM_LIBRARY if name == 'nvshmem' else NCCL_LIBRARY)}"
+        except EPError as error:
+            facts[name] = str(error)
+    facts["chosen"] = os.environ.get(VARIABLE) or "p2p on one machine, nvshmem or else nccl on several"
     return facts

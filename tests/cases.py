@@ -15,8 +15,9 @@ META_BYTES = 16  # a row's tag on the wire
 
 
 def slot_bytes(hidden: int, dtype: torch.dtype, topk: int) -> int:
-    """An upper bound of a row in a ring: payload, tag, ids, indices and weights, each rounded up to 16 bytes."""
-    return hidden * dtype.itemsize + META_BYTES + 16 * topk + 4 * 16
+    """An upper bound of a row in a ring: payload, tag, ids, indices and weights, rounded up to 16 or 128 bytes."""
+    size = hidden * dtype.itemsize
+    return size + META_BYTES + 16 * topk + (4 * 16 if size < 1024 else 2 * 128)
 
 
 @dataclass

@@ -1,38 +1,134 @@
 """Which fabric is taken, and what is said when none fits. Needs no GPU."""
 
 import importlib.util
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 import megatron_ep as ep
 from megatron_ep import _C, fabrics
 
+ROOT = Path(__file__).resolve().parents[1]
+NETWORKS = list(fabrics.NETWORKS)
+
+
+@pytest.fixture
+def find_spec(monkeypatch: pytest.MonkeyPatch):
+    """Call it to make a module look as if it was not there."""
+    found = importlib.util.find_spec
+
+    def hide(*names: str) -> None:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in names else found(name))
+
+    monkeypatch.delenv(fabrics.VARIABLE, raising=False)
+    return hide
+
+
+def refuse(name: str):
+    def load():
+        raise ep.EPError(f"{name} lacks something")
+
+    return load
+
 
 def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(fabrics.VARIABLE, raising=False)
     assert fabrics.choose(["a", "a"]) == "p2p"
     monkeypatch.setenv(fabrics.VARIABLE, "p2p")
+    assert fabrics.choose(["a", "a"]) == "p2p"
     with pytest.raises(ep.EPError, match="p2p connects the processes of one machine, but the ranks run on a, b"):
         fabrics.choose(["a", "b", "a"])
     monkeypatch.setenv(fabrics.VARIABLE, "carrier_pigeon")
-    with pytest.raises(ValueError, match="'carrier_pigeon', must be one of p2p, nvshmem"):
+    with pytest.raises(ValueError, match="'carrier_pigeon', must be one of p2p, nvshmem, nccl"):
         fabrics.choose(["a"])
 
 
-def test_missing_nvshmem_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_machines_take_the_first_network_that_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(fabrics.VARIABLE, raising=False)
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if "_nvshmem" in name else found(name))
-    with pytest.raises(ep.EPError, match="was not built: it needs nvcc and the package nvidia-nvshmem-cu13"):
+    loads = dict.fromkeys(NETWORKS, lambda: None)
+    monkeypatch.setattr(fabrics, "NETWORKS", loads)
+    assert fabrics.choose(["a", "b"]) == "nvshmem"
+    loads["nvshmem"] = refuse("nvshmem")
+    assert fabrics.choose(["a", "b"]) == "nccl"
+    loads["nccl"] = refuse("nccl")
+    with pytest.raises(ep.EPError, match="nvshmem lacks something; nccl lacks something"):
         fabrics.choose(["a", "b"])
-    assert "nvidia-nvshmem-cu13" in fabrics.report()["nvshmem"]
+    assert fabrics.choose(["a", "a"]) == "p2p"
 
 
-def test_nvshmem_loads_without_a_driver() -> None:
-    if importlib.util.find_spec("megatron_ep._nvshmem") is None:
-        pytest.skip("this build has no nvshmem fabric")
-    assert hasattr(fabrics.load_nvshmem(), "NvshmemGroup")
-    assert fabrics.report()["nvshmem"].startswith("built, loads with ")
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_forced_network_is_taken_on_one_machine_too(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(fabrics.VARIABLE, name)
+    monkeypatch.setattr(fabrics, "NETWORKS", dict.fromkeys(NETWORKS, lambda: None))
+    assert fabrics.choose(["a", "a"]) == name
+    monkeypatch.setattr(fabrics, "NETWORKS", {other: refuse(other) for other in NETWORKS})
+    for hosts in (["a", "a"], ["a", "b"]):  # and no other one instead
+        with pytest.raises(ep.EPError, match=f"^{name} lacks something$"):
+            fabrics.choose(hosts)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_fabric_that_was_not_built(find_spec, name: str) -> None:
+    find_spec(f"megatron_ep._{name}")
+    with pytest.raises(
+        ep.EPError, match=f"{name} fabric was not built: it needs nvcc and the package nvidia-{name}-cu13"
+    ):
+        fabrics.NETWORKS[name]()
+    assert f"nvidia-{name}-cu13" in fabrics.report()[name]
+
+
+def test_no_fabric_for_several_machines(find_spec) -> None:
+    find_spec(*(f"megatron_ep._{name}" for name in NETWORKS))
+    with pytest.raises(
+        ep.EPError, match=r"no fabric connects several machines here: the nvshmem .*; the nccl fabric was"
+    ):
+        fabrics.choose(["a", "b"])
+
+
+def built(name: str) -> None:
+    if importlib.util.find_spec(f"megatron_ep._{name}") is None:
+        pytest.skip(f"this build has no {name} fabric")
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_library_that_is_missing(find_spec, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    built(name)
+    find_spec(f"nvidia.{name}")
+    monkeypatch.setattr(fabrics, "_loaded", lambda library: None)
+    with pytest.raises(ep.EPError, match=f"needs the package nvidia-{name}-cu13, whose library was not found"):
+        fabrics.NETWORKS[name]()
+
+
+@pytest.mark.parametrize(("name", "group"), [("nvshmem", "NvshmemGroup"), ("nccl", "NcclGroup")])
+def test_a_network_loads_without_a_driver(name: str, group: str) -> None:
+    built(name)
+    assert hasattr(fabrics.NETWORKS[name](), group)
+    assert fabrics.report()[name].startswith("built, loads with /")
+
+
+def test_a_network_is_loaded_when_it_is_needed() -> None:
+    script = "import megatron_ep, sys; from megatron_ep import fabrics; fabrics.choose(['a', 'a']); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert not {f"megatron_ep._{name}" for name in NETWORKS} & set(done.stdout.split())
+
+
+def test_another_version_of_nccl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    built("nccl")
+    nccl = fabrics.load_nccl()
+    assert nccl.library_version() == nccl.BUILT_FOR
+    monkeypatch.setattr(nccl, "BUILT_FOR", 23104)
+    with pytest.raises(ep.EPError, match=r"built for NCCL 2\.31\.4, but /.*libnccl\.so\.2 is 2\.\d+\.\d+: build"):
+        fabrics.load_nccl()
+
+
+def test_network_flags_are_numbered(tmp_path: Path) -> None:
+    program = tmp_path / "network_flags"
+    source = ROOT / "tests/csrc/network_flags.cpp"
+    subprocess.run(["g++", "-std=c++20", f"-I{ROOT}/csrc", source, "-o", program], check=True)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.skipif(hasattr(_C, "CudaGroup"), reason="this build has the CUDA backend")

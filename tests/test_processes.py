@@ -1,14 +1,10 @@
 """Buffers between processes: shared memory, and what happens when a rank misbehaves."""
 
-import os
-import signal
-import subprocess
-import sys
-import textwrap
 import time
 from pathlib import Path
 
 import pytest
+import survivors
 import torch
 
 import megatron_ep as ep
@@ -90,6 +86,7 @@ def run_one_mistake(kind):
         rows = ep.dispatch(x, ids, weights, buffer=buffer)
         assert kind == "combine"
         ep.combine(rows.x[:-1] if wrong else rows.x, rows.handle)
+        ep.dispatch(x, ids, weights, buffer=buffer)  # whoever needed nothing of rank 2 so far hears of it now
     assert time.monotonic() - started < TIMEOUT, "the others waited until they timed out"
     with pytest.raises(ep.EPAbortError, match="reset"):
         ep.dispatch(x, ids, weights, buffer=buffer)
@@ -239,73 +236,11 @@ def test_bad_construction_is_the_same_error_everywhere(ranks):
     assert shared_memory() <= before
 
 
-SURVIVOR = """
-    import sys, os, signal, torch, torch.distributed as dist
-    import megatron_ep as ep
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
-    rank, store = int(sys.argv[1]), sys.argv[2]
-    dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=4)
-    buffer = ep.Buffer(None, ep.Config(num_experts=8, timeout=2), ep.Topology(2, 2))
-    x = torch.ones(64, 16)
-    ids = torch.rand(64, 8).topk(3, dim=1).indices
-    print("ready", flush=True)
-    try:
-        while True:
-            rows = ep.dispatch(x, ids, buffer=buffer)
-            ep.combine(rows.x, rows.handle)
-    except ep.EPTimeoutError as error:
-        print("EPTimeoutError", error, flush=True)
-        os._exit(7)
-    except KeyboardInterrupt:
-        os._exit(8)
-    except ep.EPAbortError as error:
-        print("EPAbortError", error, flush=True)
-        os._exit(9)
-"""
-
-
-def start_survivors(tmp_path):
-    script = textwrap.dedent(SURVIVOR)
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", script]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True, env=environment
-        )
-        for rank in range(4)
-    ]
-    for process in processes:
-        assert process.stdout.readline() == "ready\n"
-    time.sleep(0.3)
-    return processes
-
-
-def finish(processes):
-    try:
-        return [process.communicate(timeout=40)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-
-
 def test_survivors_of_a_killed_rank(tmp_path):
     before = shared_memory()
-    processes = start_survivors(tmp_path)
-    processes[1].send_signal(signal.SIGKILL)
-    outputs = finish(processes)
-    assert [process.returncode for process in processes] == [7, -signal.SIGKILL, 7, 7]
-    assert all("EPTimeoutError" in outputs[rank] for rank in (0, 2, 3))
-    assert any("from rank 1: seen" in outputs[rank] for rank in (0, 2, 3)), outputs
+    survivors.check_killed(tmp_path)
     assert shared_memory() <= before
 
 
 def test_ctrl_c_on_one_rank_ends_all(tmp_path):
-    processes = start_survivors(tmp_path)
-    processes[2].send_signal(signal.SIGSTOP)  # so that the others certainly wait
-    time.sleep(0.3)
-    processes[0].send_signal(signal.SIGINT)
-    time.sleep(0.5)
-    processes[2].send_signal(signal.SIGCONT)
-    outputs = finish(processes)
-    assert [process.returncode for process in processes] == [8, 9, 9, 9], outputs
-    assert all("rank 0 was interrupted" in outputs[rank] for rank in (1, 2, 3)), outputs
+    survivors.check_interrupted(tmp_path)

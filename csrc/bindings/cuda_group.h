@@ -74,6 +74,8 @@ class PyCudaGroup {
         group_.abort(interrupted ? Outcome::Interrupted : failed ? Outcome::Failed : Outcome::BadInput);
     }
 
+    void drain() const { group_.drain(); }
+
     void reset() {
         group_.reset();
         call_ = 0;
@@ -95,6 +97,7 @@ class PyCudaGroup {
             .def("incidents", &PyCudaGroup::incidents)
             .def("abort", &PyCudaGroup::abort, py::kw_only(), py::arg("interrupted") = false, py::arg("failed") = false,
                  release)
+            .def("drain", &PyCudaGroup::drain, release)
             .def("reset", &PyCudaGroup::reset, release);
     }
 

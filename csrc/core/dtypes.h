@@ -19,4 +19,19 @@ struct Float16 {
 template <class T>
 using Accumulator = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
+// f.operator()<T>() with the element type T that dtype names.
+template <class F>
+void with_type(DType dtype, F&& f) {
+    switch (dtype) {
+        case DType::bf16:
+            return f.template operator()<BFloat16>();
+        case DType::fp16:
+            return f.template operator()<Float16>();
+        case DType::fp32:
+            return f.template operator()<float>();
+        case DType::fp64:
+            return f.template operator()<double>();
+    }
+}
+
 }  // namespace ep

@@ -18,7 +18,7 @@ namespace ep {
 //
 // All flags and cursors only ever grow and are cleared by nobody but reset.
 struct Heap {
-    static constexpr size_t kLine = 64;  // one cache line a flag: flags of different writers never share one
+    static constexpr size_t kLine = 128;  // one cache line a flag: flags of different writers never share one
 
     Topology topology;
     int num_experts;
@@ -69,6 +69,12 @@ struct Heap {
         return rdma_out(0, 0) + (rdma_rings() + rdma_ring(channel, node)) * kLine;
     }
     EP_HD size_t flags_end() const { return rdma_out(0, 0) + 2 * rdma_rings() * kLine; }
+
+    // --- the flags that other nodes write, numbered without gaps: for fabrics that keep them outside of the heap ---
+    EP_HD size_t network_flags() const { return topology.nodes > 1 ? topology.nodes + 2 * rdma_rings() : 0; }
+    EP_HD size_t network_flag(size_t flag) const {
+        return flag < rdma_tail(0, 0) ? (flag - flags()) / kLine : topology.nodes + (flag - rdma_tail(0, 0)) / kLine;
+    }
 
     // --- counts that notify exchanges, double-buffered by the parity of its epoch ---
     EP_HD size_t notify_staging(int parity, int node) const {

@@ -17,13 +17,16 @@ EP_HD uint64_t floor_power_of_two(uint64_t value) {
     return power;
 }
 
-// A row on the wire, in a ring slot:  tag | payload | scales | experts[K] | index[K] | weights[K], each part aligned to 16 bytes.
+// A row on the wire, in a ring slot:  tag | experts[K] | index[K] | weights[K] | payload | scales, each part aligned to 16 bytes, the payload
+// of a long row to 128: memory and NVLink move lines of that size.
 //   tag      which call the row belongs to, and of what shape and type: see row_tag
 //   experts  the token's expert ids (-1: none)                           dispatch only
 //   index    how many earlier rows of the source rank went to that expert   dispatch only
 //   weights  the token's weights (dispatch) or their gradients (combine), opaque words of weight_bytes
 // Dispatch and combine of the same payload use the same slot size, so that they can follow each other in one ring.
 struct RowFormat {
+    static constexpr int kLongRow = 1024;  // bytes
+
     int payload_bytes;
     int scale_bytes;
     int weight_bytes;  // 0, 4 or 8
@@ -31,12 +34,15 @@ struct RowFormat {
     int payload_type = 0;  // a number for the element type: rows are bytes here, but the ranks must mean the same
 
     EP_HD size_t tag() const { return 0; }  // first, where also a rank finds it that expects rows of another size
-    EP_HD size_t payload() const { return 16; }
-    EP_HD size_t scales() const { return payload() + align_up(payload_bytes, 16); }
-    EP_HD size_t experts() const { return scales() + align_up(scale_bytes, 16); }
+    EP_HD size_t experts() const { return 16; }
     EP_HD size_t index() const { return experts() + align_up(topk * sizeof(int32_t), 16); }
     EP_HD size_t weights() const { return index() + align_up(topk * sizeof(int32_t), 16); }
-    EP_HD size_t slot_bytes() const { return weights() + align_up(topk * sizeof(uint64_t), 16); }
+    EP_HD size_t payload() const { return align_up(weights() + topk * sizeof(uint64_t), alignment()); }
+    EP_HD size_t scales() const { return payload() + align_up(payload_bytes, 16); }
+    EP_HD size_t slot_bytes() const { return align_up(scales() + scale_bytes, alignment()); }
+
+  private:
+    EP_HD size_t alignment() const { return payload_bytes < kLongRow ? 16 : 128; }
 };
 
 }  // namespace ep

@@ -13,6 +13,11 @@ struct Topology {
     EP_HD int rank(int node, int local) const { return node * ranks_per_node + local; }
     EP_HD int node_of(int rank) const { return rank / ranks_per_node; }
     EP_HD int local_of(int rank) const { return rank % ranks_per_node; }
+    // Whether all ranks of this rank's node are among `count` ranks from `first` on.
+    EP_HD bool node_is_within(int rank, int first, int count) const {
+        const int first_of_node = this->rank(node_of(rank), 0);
+        return first <= first_of_node && first_of_node + ranks_per_node <= first + count;
+    }
 };
 
 }  // namespace ep

@@ -17,12 +17,13 @@ enum class Scope { Rank, System };
 // sum reads.
 enum class Reuse { Soon, Late };
 
-// What executes a role: 32 lanes that move together. Values that differ between lanes live in a PerLane; everything else is
+// What executes a role: 32 lanes that move together, kLanesAtOnce of them at the same time. Values that differ between lanes live in a PerLane; everything else is
 // the same in all lanes. Lambdas get the lane and run for lanes [0, count); on a GPU at the same time, on the host one by one.
 //
 //   lanes(count, f)                   f(lane) for each lane; ordered before what the warp does next
 //   ballot(count, f)                  the lanes for which f is true, as bits
 //   first_of(count, keys)             the lanes whose key is >= 0 and appears in no lower lane, as bits
+//   match(count, keys, equal)       for each lane whose key is >= 0 the lanes with the same key, as bits; else 0
 //   broadcast(value, lane)            the value of one lane, in all lanes
 //   exclusive_scan(count, values)     prefix sums in place; returns the total
 //   met(count, need)                  need(lane) -> Need: has every lane what it needs?
@@ -51,9 +52,12 @@ struct PublishNothing {
 template <class W>
 concept WarpLike =
     requires(W& warp, uint64_t* flag, void* dst, const void* src, size_t bytes, void (*step)(int), bool (*test)(int),
-             Need (*need)(int), typename W::template PerLane<int>& ints, typename W::template PerLane<void*>& dsts,
-             typename W::template PerLane<const void*>& srcs, typename W::template PerLane<float>& weights) {
+             Need (*need)(int), typename W::template PerLane<int>& ints, typename W::template PerLane<uint32_t>& masks,
+             typename W::template PerLane<void*>& dsts, typename W::template PerLane<const void*>& srcs,
+             typename W::template PerLane<float>& weights) {
         { warp.first_of(1, ints) } -> std::same_as<uint32_t>;
+        warp.match(1, ints, masks);
+        { W::kLanesAtOnce } -> std::convertible_to<int>;
         { warp.broadcast(ints, 0) } -> std::same_as<int>;
         { warp.exclusive_scan(1, ints) } -> std::same_as<int>;
         { warp.wait_all(Wait::NvlRow, 1, need) } -> std::same_as<bool>;
@@ -88,6 +92,17 @@ EP_HD int lowest_lane(uint32_t mask) {
     return __builtin_ctz(mask);
 #endif
 }
+
+EP_HD int popcount(uint32_t mask) {
+#if defined(__CUDA_ARCH__)
+    return __popc(mask);
+#else
+    return __builtin_popcount(mask);
+#endif
+}
+
+// Lanes for what is left of `count` items from `first` on.
+EP_HD int lanes_from(int first, int count, int most = 32) { return count - first < most ? count - first : most; }
 
 // f(lane) for every lane of the mask, one after the other, by the whole warp.
 template <class F>

@@ -33,10 +33,15 @@ class HostFabric {
     }
 
     template <class W>
-    void put_signal(W& warp, int channel, int node, size_t flag, uint64_t value) {
+    void put_signal(W& warp, int channel, int node, size_t flag, uint64_t from, uint64_t to) {
         uint64_t* target = reinterpret_cast<uint64_t*>(on_rail(node) + flag);
-        if (network_) return network_->signal({rank_, node, channel}, target, value);
-        warp.template publish<Scope::System>(target, value);
+        if (network_) return network_->signal({rank_, node, channel}, target, to - from);
+        warp.template publish<Scope::System>(target, to);
+    }
+
+    template <class W>
+    uint64_t acquire_signal(int, size_t flag) const {
+        return W::template acquire<Scope::System>(own<uint64_t>(flag));
     }
 
   private:

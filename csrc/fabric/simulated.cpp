@@ -9,9 +9,9 @@ void SimulatedNetwork::put(Connection connection, char* dst, const char* src, si
     pending_[connection].push_back({dst, src, bytes});
 }
 
-void SimulatedNetwork::signal(Connection connection, uint64_t* flag, uint64_t value) {
+void SimulatedNetwork::signal(Connection connection, uint64_t* flag, uint64_t increment) {
     if (++signals_ == lost_signal_) return;
-    pending_[connection].push_back({reinterpret_cast<char*>(flag), nullptr, value});
+    pending_[connection].push_back({reinterpret_cast<char*>(flag), nullptr, increment});
 }
 
 bool SimulatedNetwork::deliver(std::mt19937_64& random) {
@@ -25,10 +25,10 @@ bool SimulatedNetwork::deliver(std::mt19937_64& random) {
     messages.erase(messages.begin() + chosen);
     if (messages.empty()) pending_.erase(connection);
     if (message.src) {
-        std::memcpy(message.dst, message.src, message.bytes_or_value);
+        std::memcpy(message.dst, message.src, message.bytes_or_increment);
     } else {
         std::atomic_ref<uint64_t>(*reinterpret_cast<uint64_t*>(message.dst))
-            .store(message.bytes_or_value, std::memory_order_release);
+            .fetch_add(message.bytes_or_increment, std::memory_order_release);
     }
     return true;
 }

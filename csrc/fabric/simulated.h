@@ -11,7 +11,7 @@
 namespace ep {
 
 // A network between the nodes of one process that keeps only the promises a real one makes: puts arrive late and in any order, a put reads its source when
-// it leaves and not when it was posted, and a signal arrives after the puts before it on its connection. One thread only.
+// it leaves and not when it was posted, and a signal adds to its flag after the puts before it on its connection have arrived. One thread only.
 class SimulatedNetwork : public Network {
   public:
     using Connection = std::array<int, 3>;  // source rank, destination node, channel
@@ -20,7 +20,7 @@ class SimulatedNetwork : public Network {
     explicit SimulatedNetwork(uint64_t lost_signal = 0) : lost_signal_(lost_signal) {}
 
     void put(Connection connection, char* dst, const char* src, size_t bytes);
-    void signal(Connection connection, uint64_t* flag, uint64_t value);
+    void signal(Connection connection, uint64_t* flag, uint64_t increment);
     bool deliver(std::mt19937_64& random) override;
     void clear() { pending_.clear(); }
 
@@ -28,7 +28,7 @@ class SimulatedNetwork : public Network {
     struct Message {
         char* dst;
         const char* src;  // null: a signal
-        uint64_t bytes_or_value;
+        uint64_t bytes_or_increment;
     };
     std::map<Connection, std::deque<Message>> pending_;
     uint64_t lost_signal_;

@@ -54,15 +54,15 @@ EP_FN void sender_coordinator(W& warp, F& fabric, const TransferArgs& args, cons
     auto filled = [&](int lane) { return &rings.rdma_out(first_node + lane).next; };
     auto put_rows = [&](int lane, uint64_t from, uint64_t to) {
         const int node = first_node + lane;
-        while (from != to) {  // in pieces that do not wrap around
-            const uint64_t room = slots - (from & (slots - 1));
-            const uint64_t rows = to - from < room ? to - from : room;
-            const size_t offset = rings.slot(from, slots);
+        for (uint64_t next = from; next != to;) {  // in pieces that do not wrap around
+            const uint64_t room = slots - (next & (slots - 1));
+            const uint64_t rows = to - next < room ? to - next : room;
+            const size_t offset = rings.slot(next, slots);
             fabric.put(warp, channel, node, args.heap.rdma_data(channel, args.node()) + offset,
                        args.heap.rdma_staging(channel, node) + offset, rows * args.format.slot_bytes());
-            from += rows;
+            next += rows;
         }
-        fabric.put_signal(warp, channel, node, args.heap.rdma_tail(channel, args.node()), to);
+        fabric.put_signal(warp, channel, node, args.heap.rdma_tail(channel, args.node()), from, to);
     };
     follow(warp, Wait::PackedRow, count, args.chunk(), args.rank, put, end, filled, put_rows);
     warp.lanes(count, [&](int lane) { rings.rdma_out(first_node + lane).published = put[lane]; });
@@ -80,8 +80,8 @@ EP_FN void forwarder_coordinator(W& warp, F& fabric, const TransferArgs& args, c
         end[lane] = told[lane] + counts.taken(channel, first_node + lane);
     });
     auto taken = [&](int lane) { return &rings.rdma_in(first_node + lane).next; };
-    auto tell = [&](int lane, uint64_t, uint64_t to) {
-        fabric.put_signal(warp, channel, first_node + lane, args.heap.rdma_head(channel, args.node()), to);
+    auto tell = [&](int lane, uint64_t from, uint64_t to) {
+        fabric.put_signal(warp, channel, first_node + lane, args.heap.rdma_head(channel, args.node()), from, to);
     };
     follow(warp, Wait::FreedRow, count, args.chunk(), args.rank, told, end, taken, tell);
     warp.lanes(count, [&](int lane) { rings.rdma_in(first_node + lane).published = told[lane]; });

@@ -7,12 +7,40 @@ namespace ep {
 
 // The layout of one rank's own tokens, in three steps that each need the one before on all channels. Nobody else is asked.
 
+// Tokens that fit the lanes, for a warp whose lanes run at the same time: a lane each (token, k).
+template <WarpLike W>
+EP_FN int tokens_at_once(const Layout& layout) {
+    return layout.topk < W::kLanesAtOnce ? W::kLanesAtOnce / layout.topk : 1;
+}
+
+// f(token, count) for the tokens of a channel, `count` from `token` on together.
+template <WarpLike W, class F>
+EP_FN void for_some_tokens(const Layout& layout, int channel, F&& f) {
+    const int end = layout.first_token(channel + 1), most = tokens_at_once<W>(layout);
+    for (int token = layout.first_token(channel); token < end; token += most)
+        f(token, end - token < most ? end - token : most);
+}
+
+// Adds 1 to counts[key] for every lane with a key; before[lane]: what its key's count was, with the lower lanes that have the same key.
+template <WarpLike W>
+EP_FN void count_keys(W& warp, int lanes, const typename W::template PerLane<int>& key, int32_t* counts,
+                      typename W::template PerLane<int>& before) {
+    typename W::template PerLane<uint32_t> equal;
+    warp.match(lanes, key, equal);
+    warp.lanes(lanes, [&](int lane) {
+        if (equal[lane]) before[lane] = counts[key[lane]] + popcount(equal[lane] & ((uint32_t{1} << lane) - 1));
+    });
+    warp.lanes(lanes, [&](int lane) {
+        if (equal[lane] && lowest_lane(equal[lane]) == lane) counts[key[lane]] += popcount(equal[lane]);
+    });
+}
+
 // Step 1, a warp a channel: reads the ids and counts them. A token with an id outside [-1, E) or with the same id twice counts
 // as going nowhere and is reported, so that no later step can meet an invalid id.
 template <WarpLike W>
 EP_FN void count_channel(W& warp, const NotifyArgs& args, int channel) {
     const Layout& layout = args.layout;
-    const int local_experts = layout.local_experts();
+    const int topk = layout.topk, local_experts = layout.local_experts();
     auto clear = [&](int32_t* counts, int count) {
         for (int first = 0; first < count; first += 32) {
             warp.lanes(count - first < 32 ? count - first : 32, [&](int lane) { counts[first + lane] = 0; });
@@ -22,49 +50,69 @@ EP_FN void count_channel(W& warp, const NotifyArgs& args, int channel) {
     clear(&layout.rank_tokens(channel, 0), layout.world());
     clear(&layout.node_tokens(channel, 0), layout.topology.nodes);
 
-    typename W::template PerLane<int> expert, rank, node;
-    for (int token = layout.first_token(channel); token < layout.first_token(channel + 1); ++token) {
-        const size_t row = static_cast<size_t>(token) * layout.topk;
-        auto id_of = [&](int lane) -> int64_t {
-            return args.index_bytes == 8 ? static_cast<const int64_t*>(args.topk_idx)[row + lane]
-                                         : static_cast<const int32_t*>(args.topk_idx)[row + lane];
+    typename W::template PerLane<int64_t> id;
+    typename W::template PerLane<int> expert, rank, node, key, unused;
+    for_some_tokens<W>(layout, channel, [&](int token, int count) {
+        const int lanes = count * topk;
+        const size_t first = static_cast<size_t>(token) * topk;
+        // The lanes of a mask that belong to the same token as this one.
+        auto of_token = [&](uint32_t mask, int lane) {
+            return mask >> lane / topk * topk & (topk < 32 ? (uint32_t{1} << topk) - 1 : ~uint32_t{0});
         };
-        uint32_t invalid =
-            warp.ballot(layout.topk, [&](int lane) { return id_of(lane) < -1 || id_of(lane) >= layout.num_experts; });
-        warp.lanes(layout.topk, [&](int lane) { expert[lane] = invalid ? -1 : static_cast<int>(id_of(lane)); });
-        const uint32_t named = warp.ballot(layout.topk, [&](int lane) { return expert[lane] >= 0; });
-        invalid |= named & ~warp.first_of(layout.topk, expert);
-        if (invalid) layout.totals().bad_token = token + 1;
-        warp.lanes(layout.topk, [&](int lane) {
-            if (invalid) expert[lane] = -1;
-            layout.experts(token)[lane] = expert[lane];
+        warp.lanes(lanes, [&](int lane) {
+            id[lane] = args.index_bytes == 8 ? static_cast<const int64_t*>(args.topk_idx)[first + lane]
+                                             : static_cast<const int32_t*>(args.topk_idx)[first + lane];
+            const bool named = id[lane] >= 0 && id[lane] < layout.num_experts;
+            expert[lane] = named ? static_cast<int>(id[lane]) : -1;
+            key[lane] = named ? lane / topk * layout.num_experts + expert[lane] : -1;
+        });
+        const uint32_t firsts = warp.first_of(lanes, key);
+        const uint32_t invalid = warp.ballot(lanes, [&](int lane) {
+            return id[lane] < -1 || id[lane] >= layout.num_experts || (expert[lane] >= 0 && !(firsts >> lane & 1));
+        });
+        if (invalid) {
+            const int bad = lowest_lane(invalid) / topk;
+            layout.totals().bad_token = token + bad + 1;
+        }
+        warp.lanes(lanes, [&](int lane) {
+            if (of_token(invalid, lane)) expert[lane] = -1;
+            layout.experts(0)[first + lane] = expert[lane];
             rank[lane] = expert[lane] < 0 ? -1 : expert[lane] / local_experts;
             node[lane] = expert[lane] < 0 ? -1 : layout.topology.node_of(rank[lane]);
-            if (expert[lane] >= 0) ++layout.expert_counts(channel)[expert[lane]];
+            key[lane] = expert[lane] < 0 ? -1 : lane / topk * layout.world() + rank[lane];
         });
-        const uint32_t ranks = warp.first_of(layout.topk, rank);
-        const uint32_t nodes = warp.first_of(layout.topk, node);
-        warp.lanes(layout.topk, [&](int lane) {
-            if (ranks >> lane & 1) ++layout.rank_tokens(channel, rank[lane]);
-            if (nodes >> lane & 1) ++layout.node_tokens(channel, node[lane]);
+        count_keys(warp, lanes, expert, layout.expert_counts(channel), unused);
+        // of each token only one lane a rank, and one a node
+        const uint32_t ranks = warp.first_of(lanes, key);
+        warp.lanes(lanes, [&](int lane) {
+            key[lane] = expert[lane] < 0 ? -1 : lane / topk * layout.topology.nodes + node[lane];
+            if (!(ranks >> lane & 1)) rank[lane] = -1;
         });
-    }
+        const uint32_t nodes = warp.first_of(lanes, key);
+        warp.lanes(lanes, [&](int lane) {
+            if (!(nodes >> lane & 1)) node[lane] = -1;
+        });
+        count_keys(warp, lanes, rank, &layout.rank_tokens(channel, 0), unused);
+        count_keys(warp, lanes, node, &layout.node_tokens(channel, 0), unused);
+    });
 }
 
 // Step 2, any warp any experts: counts per channel become sums over the channels before; row C holds the totals.
 template <WarpLike W>
 EP_FN void sum_channels(W& warp, const NotifyArgs& args, int first_expert, int num_experts) {
-    for (int base = first_expert; base < first_expert + num_experts; base += 32) {
-        const int count = first_expert + num_experts - base < 32 ? first_expert + num_experts - base : 32;
-        warp.lanes(count, [&](int lane) {
-            int32_t sum = 0;
-            for (int channel = 0; channel <= args.layout.channels; ++channel) {
-                int32_t& here = args.layout.expert_counts(channel)[base + lane];
-                const int32_t rows = channel < args.layout.channels ? here : 0;
-                here = sum;
-                sum += rows;
-            }
-        });
+    const int channels = args.layout.channels;
+    typename W::template PerLane<int> rows;
+    for (int expert = first_expert; expert < first_expert + num_experts; ++expert) {
+        int sum = 0;
+        for (int first = 0; first < channels; first += 32) {
+            const int lanes = channels - first < 32 ? channels - first : 32;
+            auto here = [&](int lane) -> int32_t& { return args.layout.expert_counts(first + lane)[expert]; };
+            warp.lanes(lanes, [&](int lane) { rows[lane] = here(lane); });
+            const int total = warp.exclusive_scan(lanes, rows);
+            warp.lanes(lanes, [&](int lane) { here(lane) = sum + rows[lane]; });
+            sum += total;
+        }
+        warp.lanes(1, [&](int) { args.layout.expert_counts(channels)[expert] = sum; });
     }
 }
 
@@ -73,12 +121,16 @@ EP_FN void sum_channels(W& warp, const NotifyArgs& args, int first_expert, int n
 template <WarpLike W>
 EP_FN void index_channel(W& warp, const NotifyArgs& args, int channel) {
     const Layout& layout = args.layout;
-    for (int token = layout.first_token(channel); token < layout.first_token(channel + 1); ++token) {
-        warp.lanes(layout.topk, [&](int lane) {
-            const int expert = layout.experts(token)[lane];
-            layout.index(token)[lane] = expert < 0 ? 0 : layout.expert_counts(channel)[expert]++;
+    typename W::template PerLane<int> expert, index;
+    for_some_tokens<W>(layout, channel, [&](int token, int count) {
+        const int lanes = count * layout.topk;
+        warp.lanes(lanes, [&](int lane) {
+            expert[lane] = layout.experts(token)[lane];
+            index[lane] = 0;
         });
-    }
+        count_keys(warp, lanes, expert, layout.expert_counts(channel), index);
+        warp.lanes(lanes, [&](int lane) { layout.index(token)[lane] = index[lane]; });
+    });
 }
 
 }  // namespace ep

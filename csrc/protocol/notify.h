@@ -12,12 +12,51 @@ namespace ep {
 // Blocks are double-buffered by the epoch's parity. That suffices: a rank that is done with epoch e has heard from all ranks that
 // they entered e, so all of them are done reading e - 1.
 
-template <WarpLike W>
-EP_FN void copy_counts(W& warp, int32_t* dst, const int32_t* src, int count, int src_stride = 1, int dst_stride = 1) {
-    for (int first = 0; first < count; first += 32) {
-        warp.lanes(count - first < 32 ? count - first : 32,
-                   [&](int lane) { dst[(first + lane) * dst_stride] = src[(first + lane) * src_stride]; });
+// One warp moves all counts of a rank, so it reads some before it writes the first: those of a lane.
+struct Counts {
+    static constexpr int kSize = 8;
+    int32_t values[kSize];
+};
+
+// f(lane, i, number) for numbers from `first` on, as far as they lie below `count`; i is the place in the lane's Counts.
+template <WarpLike W, class F>
+EP_FN void for_counts(W& warp, int first, int count, F&& f) {
+    warp.lanes(lanes_from(first, count), [&](int lane) {
+        for (int i = 0; i < Counts::kSize; ++i) {
+            const int number = first + 32 * i + lane;
+            if (number < count) f(lane, i, number);
+        }
+    });
+}
+
+// store(number, load(number)) for each number below `count`.
+template <WarpLike W, class Load, class Store>
+EP_FN void move_counts(W& warp, int count, Load&& load, Store&& store) {
+    typename W::template PerLane<Counts> counts;
+    for (int first = 0; first < count; first += 32 * Counts::kSize) {
+        for_counts(warp, first, count, [&](int lane, int i, int number) { counts[lane].values[i] = load(number); });
+        for_counts(warp, first, count, [&](int lane, int i, int number) { store(number, counts[lane].values[i]); });
     }
+}
+
+// Prefix sums: store(number, sum of load over the numbers below it). Returns the total.
+template <WarpLike W, class Load, class Store>
+EP_FN int scan_counts(W& warp, int count, Load&& load, Store&& store) {
+    typename W::template PerLane<Counts> counts;
+    typename W::template PerLane<int> row;
+    int sum = 0;
+    for (int first = 0; first < count; first += 32 * Counts::kSize) {
+        for_counts(warp, first, count, [&](int lane, int i, int number) { counts[lane].values[i] = load(number); });
+        for (int i = 0; i < Counts::kSize && first + 32 * i < count; ++i) {
+            const int lanes = lanes_from(first + 32 * i, count);
+            warp.lanes(lanes, [&](int lane) { row[lane] = counts[lane].values[i]; });
+            const int total = warp.exclusive_scan(lanes, row);
+            warp.lanes(lanes, [&](int lane) { counts[lane].values[i] = sum + row[lane]; });
+            sum += total;
+        }
+        for_counts(warp, first, count, [&](int lane, int i, int number) { store(number, counts[lane].values[i]); });
+    }
+    return sum;
 }
 
 template <WarpLike W, FabricLike<W> F>
@@ -27,22 +66,23 @@ EP_FN void send_counts(W& warp, F& fabric, const NotifyArgs& args) {
     const Topology& topology = heap.topology;
     const int own_node = topology.node_of(args.rank);
     const int parity = args.epoch & 1;
+    const int local_experts = layout.local_experts(), rank_counts = static_cast<int>(heap.rank_counts());
     for (int node = 0; node < topology.nodes; ++node) {
         const size_t staging =
             node == own_node ? heap.notify_rail(parity, own_node) : heap.notify_staging(parity, node);
         int32_t* block = fabric.template own<int32_t>(staging);
-        for (int local = 0; local < topology.ranks_per_node; ++local) {
+        auto count_of = [&](int number) -> int32_t {
+            const int local = number / rank_counts, item = number % rank_counts;
+            if (local == topology.ranks_per_node) return layout.node_tokens(item, node);
             const int rank = topology.rank(node, local);
-            copy_counts(warp, block, layout.expert_counts(layout.channels) + rank * layout.local_experts(),
-                        layout.local_experts());
-            copy_counts(warp, block + layout.local_experts(), &layout.rank_tokens(0, rank), layout.channels,
-                        layout.world());
-            block += heap.rank_counts();
-        }
-        copy_counts(warp, block, &layout.node_tokens(0, node), layout.channels, topology.nodes);
+            return item < local_experts ? layout.expert_counts(layout.channels)[rank * local_experts + item]
+                                        : layout.rank_tokens(item - local_experts, rank);
+        };
+        move_counts(warp, static_cast<int>(heap.node_counts()), count_of,
+                    [&](int number, int32_t count) { block[number] = count; });
         if (node == own_node) continue;
         fabric.put(warp, heap.channels, node, heap.notify_rail(parity, own_node), staging, heap.node_block_bytes());
-        fabric.put_signal(warp, heap.channels, node, heap.notify_rail_flag(own_node), args.epoch);
+        fabric.put_signal(warp, heap.channels, node, heap.notify_rail_flag(own_node), args.epoch - 1, args.epoch);
     }
 }
 
@@ -54,42 +94,31 @@ EP_FN bool relay_counts(W& warp, F& fabric, const NotifyArgs& args) {
     const int own_node = topology.node_of(args.rank);
     const int own_local = topology.local_of(args.rank);
     const int parity = args.epoch & 1;
+    const int rank_counts = static_cast<int>(heap.rank_counts());
     for (int node = 0; node < topology.nodes; ++node) {
         const bool here = warp.wait_all(Wait::NotifyRail, 1, [&](int) {
             if (node == own_node) return nothing_to_wait_for();
-            return Need{W::template acquire<Scope::System>(fabric.template own<uint64_t>(heap.notify_rail_flag(node))),
-                        args.epoch, topology.rank(node, own_local)};
+            return Need{fabric.template acquire_signal<W>(heap.channels, heap.notify_rail_flag(node)), args.epoch,
+                        topology.rank(node, own_local)};
         });
         if (!here) return false;
         const int32_t* block = fabric.template own<int32_t>(heap.notify_rail(parity, node));
-        for (int local = 0; local < topology.ranks_per_node; ++local, block += heap.rank_counts()) {
-            int32_t* counts =
-                fabric.template peer<int32_t>(local, heap.notify_node(parity, topology.rank(node, own_local)));
-            copy_counts(warp, counts, block, heap.rank_counts());
-        }
-        copy_counts(warp, &layout.rail(0, node), block, layout.channels, 1, topology.nodes);
+        const size_t target = heap.notify_node(parity, topology.rank(node, own_local));
+        auto pass_on = [&](int number, int32_t count) {
+            const int local = number / rank_counts, item = number % rank_counts;
+            if (local == topology.ranks_per_node) {
+                layout.rail(item, node) = count;
+            } else {
+                fabric.template peer<int32_t>(local, target)[item] = count;
+            }
+        };
+        move_counts(warp, static_cast<int>(heap.node_counts()), [&](int number) { return block[number]; }, pass_on);
     }
     for (int local = 0; local < topology.ranks_per_node; ++local) {
         warp.template publish<Scope::System>(fabric.template peer<uint64_t>(local, heap.notify_node_flag(own_local)),
                                              args.epoch);
     }
     return true;
-}
-
-// Prefix sums over a [C, W]-like table, rank (or node) after rank, channel after channel.
-template <WarpLike W, class Count, class Start>
-EP_FN int scan_rows(W& warp, int sources, int channels, Count&& count, Start&& start) {
-    typename W::template PerLane<int> rows;
-    int sum = 0;
-    for (int first = 0; first < sources * channels; first += 32) {
-        const int lanes = sources * channels - first < 32 ? sources * channels - first : 32;
-        auto at = [&](int lane) { return first + lane; };
-        warp.lanes(lanes, [&](int lane) { rows[lane] = count(at(lane) % channels, at(lane) / channels); });
-        const int total = warp.exclusive_scan(lanes, rows);
-        warp.lanes(lanes, [&](int lane) { start(at(lane) % channels, at(lane) / channels) = sum + rows[lane]; });
-        sum += total;
-    }
-    return sum;
 }
 
 // Everything that dispatch needs to know: where each source rank's rows start at each expert and how many rows each ring will carry.
@@ -109,19 +138,33 @@ EP_FN bool receive_counts(W& warp, F& fabric, const NotifyArgs& args) {
         if (!here) return false;
     }
     const int world = layout.world(), local_experts = layout.local_experts(), channels = layout.channels;
-    for (int rank = 0; rank < world; ++rank) {
-        const int32_t* counts = fabric.template own<int32_t>(heap.notify_node(parity, rank));
-        copy_counts(warp, layout.expert_base(rank), counts, local_experts);
-        copy_counts(warp, &layout.received(0, rank), counts + local_experts, channels, 1, world);
-    }
-    auto received = [&](int channel, int rank) -> int32_t& { return layout.received(channel, rank); };
-    auto received_start = [&](int channel, int rank) -> int32_t& { return layout.received_start(channel, rank); };
-    auto rail = [&](int channel, int node) {
-        return node == topology.node_of(args.rank) ? 0 : layout.rail(channel, node);
+    const int rank_counts = static_cast<int>(heap.rank_counts());
+    auto count_of = [&](int number) {
+        return fabric.template own<int32_t>(heap.notify_node(parity, number / rank_counts))[number % rank_counts];
     };
-    auto rail_start = [&](int channel, int node) -> int32_t& { return layout.rail_start(channel, node); };
-    const int received_rows = scan_rows(warp, world, channels, received, received_start);
-    const int rail_rows = scan_rows(warp, topology.nodes, channels, rail, rail_start);
+    auto keep = [&](int number, int32_t count) {
+        const int rank = number / rank_counts, item = number % rank_counts;
+        if (item < local_experts) {
+            layout.expert_base(rank)[item] = count;
+        } else {
+            layout.received(item - local_experts, rank) = count;
+        }
+    };
+    move_counts(warp, world * rank_counts, count_of, keep);
+    // rank (or node) after rank, channel after channel
+    auto received = [&](int number) { return layout.received(number % channels, number / channels); };
+    auto received_start = [&](int number, int32_t start) {
+        layout.received_start(number % channels, number / channels) = start;
+    };
+    auto rail = [&](int number) {
+        const int node = number / channels;
+        return node == topology.node_of(args.rank) ? 0 : layout.rail(number % channels, node);
+    };
+    auto rail_start = [&](int number, int32_t start) {
+        layout.rail_start(number % channels, number / channels) = start;
+    };
+    const int received_rows = scan_counts(warp, world * channels, received, received_start);
+    const int rail_rows = scan_counts(warp, topology.nodes * channels, rail, rail_start);
 
     typename W::template PerLane<int> rows;
     int expert_rows = 0;

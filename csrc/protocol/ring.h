@@ -75,15 +75,17 @@ struct Rings {
     EP_FN OutCursor& rdma_out(int node) const {
         return *fabric.template own<OutCursor>(args.heap.rdma_out(channel, node));
     }
-    EP_FN uint64_t* rdma_out_head(int node) const {
-        return fabric.template own<uint64_t>(args.heap.rdma_head(channel, node));
+    template <class W>
+    EP_FN uint64_t acquire_rdma_head(int node) const {
+        return fabric.template acquire_signal<W>(channel, args.heap.rdma_head(channel, node));
     }
     EP_FN char* rdma_out_slot(int node, uint64_t position) const {
         return fabric.template own<char>(args.heap.rdma_staging(channel, node)) + slot(position, rdma_slots);
     }
     EP_FN InCursor& rdma_in(int node) const { return *fabric.template own<InCursor>(args.heap.rdma_in(channel, node)); }
-    EP_FN uint64_t* rdma_in_tail(int node) const {
-        return fabric.template own<uint64_t>(args.heap.rdma_tail(channel, node));
+    template <class W>
+    EP_FN uint64_t acquire_rdma_tail(int node) const {
+        return fabric.template acquire_signal<W>(channel, args.heap.rdma_tail(channel, node));
     }
     EP_FN const char* rdma_in_slot(int node, uint64_t position) const {
         return fabric.template own<char>(args.heap.rdma_data(channel, node)) + slot(position, rdma_slots);
@@ -93,8 +95,6 @@ struct Rings {
 
     EP_FN int rank_at(int node, int peer) const { return args.topology().rank(node, peer); }
 };
-
-EP_FN int lanes_from(int first, int count, int most = 32) { return count - first < most ? count - first : most; }
 
 // The role's rings towards `count` ranks from `first_rank` on, by the source rank of what they carry (dispatch: all of its own node).
 // A call may use slots of another size than the call before it: then the ring must have run empty first, or the two would overlap.
@@ -125,8 +125,7 @@ EP_FN bool open_rdma_ring(W& warp, const Rings<F>& rings, int node) {
     const uint64_t slot_bytes = rings.slot_bytes;
     const bool drained = warp.wait_all(Wait::RdmaDrain, 1, [&](int) {
         if (out.slot_bytes == slot_bytes) return nothing_to_wait_for();
-        return Need{W::template acquire<Scope::System>(rings.rdma_out_head(node)), out.next,
-                    rings.rank_at(node, rings.args.local())};
+        return Need{rings.template acquire_rdma_head<W>(node), out.next, rings.rank_at(node, rings.args.local())};
     });
     if (drained) warp.lanes(1, [&](int) { out.slot_bytes = slot_bytes; });
     return drained;
@@ -170,14 +169,13 @@ EP_FN Need nvl_row(const Rings<F>& rings, int node, int peer) {
 
 template <WarpLike W, class F>
 EP_FN Need rdma_credit(const Rings<F>& rings, int node, uint64_t next) {
-    return {W::template acquire<Scope::System>(rings.rdma_out_head(node)) + rings.rdma_slots, next + 1,
+    return {rings.template acquire_rdma_head<W>(node) + rings.rdma_slots, next + 1,
             rings.rank_at(node, rings.args.local())};
 }
 
 template <WarpLike W, class F>
 EP_FN Need rdma_row(const Rings<F>& rings, int node, uint64_t next) {
-    return {W::template acquire<Scope::System>(rings.rdma_in_tail(node)), next + 1,
-            rings.rank_at(node, rings.args.local())};
+    return {rings.template acquire_rdma_tail<W>(node), next + 1, rings.rank_at(node, rings.args.local())};
 }
 
 // Rows of another call mean that the ranks issued different sequences of calls. A row per lane in the mask: its slot and the rank it is from.

@@ -39,16 +39,7 @@ void launch(const RouterConfig& config, const RouterBackward& args, cudaStream_t
 
 void router_backward_cuda(const RouterConfig& config, const RouterBackward& args, void* stream_handle) {
     const auto stream = static_cast<cudaStream_t>(stream_handle);
-    switch (args.dtype) {
-        case DType::bf16:
-            return router::launch<BFloat16>(config, args, stream);
-        case DType::fp16:
-            return router::launch<Float16>(config, args, stream);
-        case DType::fp32:
-            return router::launch<float>(config, args, stream);
-        case DType::fp64:
-            return router::launch<double>(config, args, stream);
-    }
+    with_type(args.dtype, [&]<class T>() { router::launch<T>(config, args, stream); });
 }
 
 }  // namespace ep

@@ -21,16 +21,7 @@ void backward_rows_of(const RouterConfig& config, const RouterBackward& args, in
 
 EP_ROUTER_CLONES void backward_rows(const RouterConfig& config, const RouterBackward& args, int64_t first,
                                     int64_t last) {
-    switch (args.dtype) {
-        case DType::bf16:
-            return backward_rows_of<BFloat16>(config, args, first, last);
-        case DType::fp16:
-            return backward_rows_of<Float16>(config, args, first, last);
-        case DType::fp32:
-            return backward_rows_of<float>(config, args, first, last);
-        case DType::fp64:
-            return backward_rows_of<double>(config, args, first, last);
-    }
+    with_type(args.dtype, [&]<class T>() { backward_rows_of<T>(config, args, first, last); });
 }
 
 }  // namespace

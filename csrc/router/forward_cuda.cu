@@ -41,16 +41,7 @@ void router_forward_cuda(const RouterConfig& config, const RouterForward& args, 
     const auto stream = static_cast<cudaStream_t>(stream_handle);
     router::check_cuda(cudaMemsetAsync(args.tokens_per_expert, 0, config.experts * sizeof(int64_t), stream),
                        "cudaMemsetAsync");
-    switch (args.dtype) {
-        case DType::bf16:
-            return router::launch<BFloat16>(config, args, stream);
-        case DType::fp16:
-            return router::launch<Float16>(config, args, stream);
-        case DType::fp32:
-            return router::launch<float>(config, args, stream);
-        case DType::fp64:
-            return router::launch<double>(config, args, stream);
-    }
+    with_type(args.dtype, [&]<class T>() { router::launch<T>(config, args, stream); });
 }
 
 }  // namespace ep

@@ -21,16 +21,7 @@ void forward_rows_of(const RouterConfig& config, const RouterForward& args, int6
 }
 
 EP_ROUTER_CLONES void forward_rows(const RouterConfig& config, const RouterForward& args, int64_t first, int64_t last) {
-    switch (args.dtype) {
-        case DType::bf16:
-            return forward_rows_of<BFloat16>(config, args, first, last);
-        case DType::fp16:
-            return forward_rows_of<Float16>(config, args, first, last);
-        case DType::fp32:
-            return forward_rows_of<float>(config, args, first, last);
-        case DType::fp64:
-            return forward_rows_of<double>(config, args, first, last);
-    }
+    with_type(args.dtype, [&]<class T>() { forward_rows_of<T>(config, args, first, last); });
 }
 
 }  // namespace

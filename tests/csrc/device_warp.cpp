@@ -2,10 +2,16 @@
 //
 //     device_warp FIRST_SEED END_SEED
 //     device_warp absent
+//
+// Between the ranks lies the p2p fabric, or with OVER_NCCL that of NCCL.
 
 #include "simt.h"
 // after it
-#include "fabric/cuda/p2p_fabric.h"
+#if defined(OVER_NCCL)
+#include "nccl_ranks.h"
+#else
+#include "p2p_ranks.h"
+#endif
 #include "launch/cuda/kernels.h"
 #include "launch/host/group.h"
 
@@ -194,12 +200,9 @@ std::vector<Layout> layouts_of(const Case& c, Side& side) {
 
 class Grid {
   public:
-    Grid(Case& c, Side& side, uint64_t timeout_ns = 60'000'000'000) : case_(c), timeout_ns_(timeout_ns) {
-        fabric_.topology = c.topology;
-        for (int rank = 0; rank < c.topology.world(); ++rank) {
-            fabric_.heaps[rank] = side.heaps[rank].data();
-            abort_words_.push_back(&reinterpret_cast<ControlBlock*>(side.heaps[rank].data() + c.heap.control())->abort);
-        }
+    Grid(Case& c, Side& side, uint64_t timeout_ns = 60'000'000'000)
+        : case_(c), timeout_ns_(timeout_ns), heaps_(addresses(side)), fabric_(c.heap, heaps_, c.random()) {
+        for (int rank = 0; rank < c.topology.world(); ++rank) abort_words_.push_back(&control(rank)->abort);
         reports_.resize(c.topology.world());
         epochs_.resize(c.topology.world());
     }
@@ -207,15 +210,13 @@ class Grid {
     template <class J, class Args>
     J joint(const std::vector<Args>& args, int warps) {
         J joint{};
-        joint.fabric = fabric_;
+        joint.fabric = fabric_.params();
         joint.blocks_per_rank = (warps + kBlockWarps - 1) / kBlockWarps;
         for (size_t i = 0; i < args.size(); ++i) {
             joint.args[i] = args[i];
             joint.epochs[i] = &epochs_[i];
-            joint.ranks[i] = {
-                static_cast<int>(i), case_.topology.world(),
-                timeout_ns_,         reinterpret_cast<ControlBlock*>(fabric_.heaps[i] + case_.heap.control()),
-                &reports_[i],        abort_words_.data()};
+            joint.ranks[i] = {static_cast<int>(i), case_.topology.world(), timeout_ns_,
+                              control(i),          &reports_[i],           abort_words_.data()};
         }
         return joint;
     }
@@ -235,6 +236,7 @@ class Grid {
     }
 
     const ControlBlock& report(int rank) const { return reports_[rank]; }
+    void check_settle() { fabric_.check_settle(case_.random()); }
 
     template <class Roles>
     Roles roles() const {
@@ -242,27 +244,28 @@ class Grid {
     }
 
   private:
+    static std::vector<char*> addresses(const Side& side) {
+        std::vector<char*> all;
+        for (const Memory& heap : side.heaps) all.push_back(heap.data());
+        return all;
+    }
+    ControlBlock* control(size_t rank) const {
+        return reinterpret_cast<ControlBlock*>(heaps_[rank] + case_.heap.control());
+    }
+
     Case& case_;
     uint64_t timeout_ns_;
-    P2pFabricParams fabric_{};
+    std::vector<char*> heaps_;
+    Ranks fabric_;
     std::vector<uint64_t*> abort_words_;
     std::vector<ControlBlock> reports_;
     std::vector<uint64_t> epochs_;
 };
 
 template <bool kWeighted>
-void combine_on(Grid& grid, const CombineJoint<P2pFabricParams>& joint, DType dtype) {
-    using J = CombineJoint<P2pFabricParams>;
-    switch (dtype) {
-        case DType::bf16:
-            return grid.launch(kernels::combine_kernel<BFloat16, kWeighted, J>, joint);
-        case DType::fp16:
-            return grid.launch(kernels::combine_kernel<Float16, kWeighted, J>, joint);
-        case DType::fp32:
-            return grid.launch(kernels::combine_kernel<float, kWeighted, J>, joint);
-        case DType::fp64:
-            return grid.launch(kernels::combine_kernel<double, kWeighted, J>, joint);
-    }
+void combine_on(Grid& grid, const CombineJoint<Ranks::Params>& joint, DType dtype) {
+    using J = CombineJoint<Ranks::Params>;
+    with_type(dtype, [&]<class T>() { grid.launch(kernels::combine_kernel<T, kWeighted, J>, joint); });
 }
 
 void expect_equal(uint64_t seed, int rank, const char* what, const Memory& ours, const Memory& expected) {
@@ -295,10 +298,10 @@ void run_case(uint64_t seed) {
         const auto host_layouts = layouts_of(c, host), gpu_layouts = layouts_of(c, gpu);
         group.notify<HostWarp>(notify_args(c, inputs, host_layouts, epoch));
         const auto notify =
-            grid.joint<NotifyJoint<P2pFabricParams>>(notify_args(c, inputs, gpu_layouts, 0), c.heap.channels + 1);
-        grid.launch(kernels::count_kernel<NotifyJoint<P2pFabricParams>>, notify);
-        grid.launch(kernels::sum_kernel<NotifyJoint<P2pFabricParams>>, notify);
-        grid.launch(kernels::exchange_kernel<NotifyJoint<P2pFabricParams>>, notify);
+            grid.joint<NotifyJoint<Ranks::Params>>(notify_args(c, inputs, gpu_layouts, 0), c.heap.channels + 1);
+        grid.launch(kernels::count_kernel<NotifyJoint<Ranks::Params>>, notify);
+        grid.launch(kernels::sum_kernel<NotifyJoint<Ranks::Params>>, notify);
+        grid.launch(kernels::exchange_kernel<NotifyJoint<Ranks::Params>>, notify);
         for (int rank = 0; rank < world; ++rank)
             expect_equal(seed, rank, "layout", gpu.layouts[rank], host.layouts[rank]);
 
@@ -349,17 +352,17 @@ void run_case(uint64_t seed) {
         }
         ++call;
         group.dispatch<HostWarp>(dispatch[0]);
-        grid.launch(kernels::clear_kernel<DispatchJoint<P2pFabricParams>>,
-                    grid.joint<DispatchJoint<P2pFabricParams>>(dispatch[1], kBlockWarps));
+        grid.launch(kernels::clear_kernel<DispatchJoint<Ranks::Params>>,
+                    grid.joint<DispatchJoint<Ranks::Params>>(dispatch[1], kBlockWarps));
         const auto dispatch_roles = grid.roles<DispatchRoles>();
         auto dispatch_joint =
-            grid.joint<DispatchJoint<P2pFabricParams>>(dispatch[1], dispatch_roles.warps() * c.heap.channels);
+            grid.joint<DispatchJoint<Ranks::Params>>(dispatch[1], dispatch_roles.warps() * c.heap.channels);
         dispatch_joint.roles = dispatch_roles;
-        grid.launch(kernels::dispatch_kernel<DispatchJoint<P2pFabricParams>>, dispatch_joint);
+        grid.launch(kernels::dispatch_kernel<DispatchJoint<Ranks::Params>>, dispatch_joint);
         group.combine<HostWarp>(combine[0], c.dtype);
         const auto combine_roles = grid.roles<CombineRoles>();
         auto combine_joint =
-            grid.joint<CombineJoint<P2pFabricParams>>(combine[1], combine_roles.warps() * c.heap.channels);
+            grid.joint<CombineJoint<Ranks::Params>>(combine[1], combine_roles.warps() * c.heap.channels);
         combine_joint.roles = combine_roles;
         weighted ? combine_on<true>(grid, combine_joint, c.dtype) : combine_on<false>(grid, combine_joint, c.dtype);
         if (group.state(0).aborted()) simt::die("the host gave up");
@@ -375,6 +378,7 @@ void run_case(uint64_t seed) {
             expect_equal(seed, rank, "gradients of weights", ours.y_weights, expected.y_weights);
         }
     }
+    grid.check_settle();
 }
 
 // Rank 0 of two runs alone: every wait ends, says for what it waited, and tells the other rank and the host.
@@ -394,11 +398,11 @@ void run_absent(bool several_nodes) {
     Grid grid(c, side, 50'000'000);
     auto notify = notify_args(c, inputs, layouts, 0);
     notify.pop_back();
-    const auto joint = grid.joint<NotifyJoint<P2pFabricParams>>(notify, c.heap.channels + 1);
-    grid.run(kernels::count_kernel<NotifyJoint<P2pFabricParams>>, joint, 1);
-    grid.run(kernels::sum_kernel<NotifyJoint<P2pFabricParams>>, joint, 1);
+    const auto joint = grid.joint<NotifyJoint<Ranks::Params>>(notify, c.heap.channels + 1);
+    grid.run(kernels::count_kernel<NotifyJoint<Ranks::Params>>, joint, 1);
+    grid.run(kernels::sum_kernel<NotifyJoint<Ranks::Params>>, joint, 1);
     if (grid.report(0).abort) simt::die("a step that asks nobody gave up");
-    grid.run(kernels::exchange_kernel<NotifyJoint<P2pFabricParams>>, joint, 1);
+    grid.run(kernels::exchange_kernel<NotifyJoint<Ranks::Params>>, joint, 1);
     const ControlBlock& report = grid.report(0);
     const Incident& incident = report.incidents[0];
     const Wait wait = several_nodes ? Wait::NotifyRail : Wait::NotifyNode;

@@ -80,7 +80,7 @@ export -f test_with
 
 step machine 20 nvidia-smi
 step build 180 "$PYTHON" setup.py build_ext --inplace ||
-    MEGATRON_EP_NVSHMEM=0 step build_p2p 150 "$PYTHON" setup.py build_ext --inplace || exit 1
+    MEGATRON_EP_NVSHMEM=0 MEGATRON_EP_NCCL=0 step build_p2p 150 "$PYTHON" setup.py build_ext --inplace || exit 1
 step env 30 "$PYTHON" -m megatron_ep.env
 step gpu 60 "$PYTHON" -c 'import torch; print(torch.cuda.get_device_properties(0))' || exit 1
 step smoke 60 bash -c 'test_with tests/gpu/test_gpu_transfer.py -k many_calls'
@@ -90,6 +90,7 @@ step router 60 bash -c 'test_with tests/test_router.py'
 step gate 60 "$PYTHON" -m megatron_ep.bench_router --device cuda --tokens 1 4096 --json "$OUT/router.json"
 step bench 90 "$PYTHON" -m megatron_ep.bench_cuda --json "$OUT/bench.json"
 step processes 90 bash -c 'test_with tests/gpu/test_gpu_processes.py'
+step fabrics 150 bash -c 'test_with tests/gpu/test_gpu_fabrics.py' # of machines with several GPUs
 if "$PYTHON" -c 'import megatron.core, pydantic' > /dev/null 2>&1; then
     step train 90 "$PYTHON" -m megatron_ep.cli train recipes/tiny_moe_gpu.yaml --steps 30 --out "$LOGS/train" &&
         cp "$LOGS/train/loss.csv" "$OUT/train.csv"

@@ -3,6 +3,7 @@
 import time
 
 import pytest
+import survivors
 import torch
 
 import megatron_ep as ep
@@ -10,6 +11,7 @@ from megatron_ep import reference
 from megatron_ep.local_ranks import LocalRanks
 
 W = 4
+TOKENS = (5, 0, 17, 64)  # of each rank
 TIMEOUT = 10.0
 
 
@@ -19,24 +21,24 @@ def ranks():
         yield ranks
 
 
-def make_buffer(nodes, timeout=TIMEOUT, **settings):
+def make_buffer(nodes, timeout=TIMEOUT, world=W, **settings):
     settings = {"num_sms": 2, **settings}
     config = ep.Config(num_experts=8, timeout=timeout, **settings)
-    return ep.Buffer(None, config, ep.Topology(nodes, W // nodes), device="cuda")
+    return ep.Buffer(None, config, ep.Topology(nodes, world // nodes), device="cuda")
 
 
-def inputs(topk, hidden=520, tokens=(5, 0, 17, 64)):
+def inputs(topk, hidden=520, world=W):
     generator = torch.Generator().manual_seed(topk)
-    ids = [torch.rand(t, 8, generator=generator).topk(topk, dim=1).indices for t in tokens]
-    x = [torch.randint(-8, 9, (t, hidden), generator=generator).float() for t in tokens]
-    weights = [torch.rand(t, topk, generator=generator) for t in tokens]
+    ids = [torch.rand(t, 8, generator=generator).topk(topk, dim=1).indices for t in TOKENS[:world]]
+    x = [torch.randint(-8, 9, (t, hidden), generator=generator).float() for t in TOKENS[:world]]
+    weights = [torch.rand(t, topk, generator=generator) for t in TOKENS[:world]]
     return x, ids, weights
 
 
 def round_trips(buffer, rounds=2):
     rank = buffer.rank
     for topk in range(1, rounds + 1):
-        x, ids, weights = inputs(topk)
+        x, ids, weights = inputs(topk, world=buffer.topology.world_size)
         leaf = x[rank].cuda().requires_grad_()
         rows = ep.dispatch(leaf, ids[rank].cuda(), weights[rank].cuda(), buffer=buffer)
         expected, probs, counts = reference.dispatch(x, ids, weights, 8)
@@ -97,3 +99,11 @@ def run_one_mistake():
 
 def test_a_mistake_on_one_rank_reaches_all(ranks):
     ranks.run(run_one_mistake)
+
+
+@pytest.mark.parametrize("check", [survivors.check_killed, survivors.check_interrupted])
+def test_survivors(tmp_path, check):
+    check(tmp_path, "cuda")
+    started = time.monotonic()
+    assert torch.ones(1 << 20, device="cuda").sum().item() == 1 << 20
+    assert time.monotonic() - started < 5, "a kernel of theirs still holds the GPU"

@@ -14,6 +14,8 @@ namespace ep {
 // A warp of a GPU of compute capability 9.0 or later.
 class DeviceWarp {
   public:
+    static constexpr int kLanesAtOnce = 32;
+
     template <class T>
     struct PerLane {
         T value;
@@ -46,6 +48,12 @@ class DeviceWarp {
         const int key = lane_id() < count ? keys.value : -1;
         const uint32_t equal = __match_any_sync(kAll, key);
         return __ballot_sync(kAll, key >= 0 && lowest_lane(equal) == lane_id());
+    }
+
+    __device__ __forceinline__ void match(int count, const PerLane<int>& keys, PerLane<uint32_t>& equal) {
+        const int key = lane_id() < count ? keys.value : -1;
+        const uint32_t lanes = __match_any_sync(kAll, key);
+        equal.value = key < 0 ? 0 : lanes;
     }
 
     template <class T>

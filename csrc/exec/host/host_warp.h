@@ -14,6 +14,8 @@ namespace ep {
 template <std::memory_order kPublish = std::memory_order_release>
 class BasicHostWarp {
   public:
+    static constexpr int kLanesAtOnce = 1;
+
     template <class T>
     struct PerLane {
         T values[32];
@@ -44,6 +46,12 @@ class BasicHostWarp {
             mask |= static_cast<uint32_t>(first) << lane;
         }
         return mask;
+    }
+
+    void match(int count, const PerLane<int>& keys, PerLane<uint32_t>& equal) {
+        for (int lane = 0; lane < count; ++lane) {
+            equal[lane] = keys[lane] < 0 ? 0 : ballot(count, [&](int other) { return keys[other] == keys[lane]; });
+        }
     }
 
     template <class T>

@@ -40,8 +40,13 @@ class P2pFabric {
     }
 
     template <class W>
-    __device__ __forceinline__ void put_signal(W& warp, int, int node, size_t flag, uint64_t value) const {
-        warp.template publish<Scope::System>(reinterpret_cast<uint64_t*>(on_rail(node) + flag), value);
+    __device__ __forceinline__ void put_signal(W& warp, int, int node, size_t flag, uint64_t, uint64_t to) const {
+        warp.template publish<Scope::System>(reinterpret_cast<uint64_t*>(on_rail(node) + flag), to);
+    }
+
+    template <class W>
+    __device__ __forceinline__ uint64_t acquire_signal(int, size_t flag) const {
+        return W::template acquire<Scope::System>(own<uint64_t>(flag));
     }
 
   private:

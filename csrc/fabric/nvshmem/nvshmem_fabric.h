@@ -1,5 +1,7 @@
 #pragma once
 
+#include <cstdint>
+
 #include "core/topology.h"
 #include "exec/warp.h"
 
@@ -15,6 +17,9 @@ struct NvshmemFabricParams {
     Topology topology;
     char* own;
     char* node[kMaxNodeRanks];  // heaps of the ranks of this node, by local rank
+
+    // Until what this rank's launches have put and signalled is there. Throws std::runtime_error when the time is over.
+    void drain(uint64_t timeout_ns) const;
 };
 
 #if defined(__CUDACC__) && defined(NVSHMEM_VENDOR_MAJOR_VERSION)
@@ -53,9 +58,14 @@ class NvshmemFabric {
     }
 
     template <class W>
-    __device__ __forceinline__ void put_signal(W& warp, int, int node, size_t flag, uint64_t value) const {
+    __device__ __forceinline__ void put_signal(W& warp, int, int node, size_t flag, uint64_t, uint64_t to) const {
         warp.finish_writes();
-        nvshmem_signal(own<uint64_t>(flag), value, params_.topology.rank(node, local_));
+        nvshmem_signal(own<uint64_t>(flag), to, params_.topology.rank(node, local_));
+    }
+
+    template <class W>
+    __device__ __forceinline__ uint64_t acquire_signal(int, size_t flag) const {
+        return W::template acquire<Scope::System>(own<uint64_t>(flag));
     }
 
   private:

@@ -13,16 +13,7 @@ void CudaGroup<P>::launch_combine(const std::vector<CombineArgs>& args, DType dt
     const auto combine_roles = roles<CombineRoles>();
     auto all = joint<J>(args, blocks_for(heap_.channels * combine_roles.warps()));
     all.roles = combine_roles;
-    switch (dtype) {
-        case DType::bf16:
-            return launch(kernels::combine_kernel<BFloat16, kWeighted, J>, all, args.size(), stream);
-        case DType::fp16:
-            return launch(kernels::combine_kernel<Float16, kWeighted, J>, all, args.size(), stream);
-        case DType::fp32:
-            return launch(kernels::combine_kernel<float, kWeighted, J>, all, args.size(), stream);
-        case DType::fp64:
-            return launch(kernels::combine_kernel<double, kWeighted, J>, all, args.size(), stream);
-    }
+    with_type(dtype, [&]<class T>() { launch(kernels::combine_kernel<T, kWeighted, J>, all, args.size(), stream); });
 }
 
 }  // namespace ep

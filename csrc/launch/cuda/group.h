@@ -47,7 +47,9 @@ class CudaGroup {
     const ControlBlock& report(size_t index) const { return reports_[index]; }
     // Makes the waits of all ranks in reach end, also while this process's own kernels run.
     void abort(Outcome outcome);
-    // Back to the state of a new buffer, once nothing runs.
+    // Until what this process's ranks sent to other nodes is there. Throws std::runtime_error when that takes longer than a wait may.
+    void drain() const;
+    // Back to the state of a new buffer, once nothing runs and all ranks have drained.
     void reset();
 
   private:

@@ -181,12 +181,21 @@ void CudaGroup<P>::abort(Outcome outcome) {
 }
 
 template <class P>
+void CudaGroup<P>::drain() const {
+    if constexpr (requires { fabric_.drain(timeout_ns_); }) {
+        const DeviceGuard guard(device_);
+        fabric_.drain(timeout_ns_);
+    }
+}
+
+template <class P>
 void CudaGroup<P>::reset() {
     const DeviceGuard guard(device_);
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     for (char* base : own_heaps_) check_cuda(cudaMemset(base, 0, heap_.flags_end()), "cudaMemset");
     check_cuda(cudaMemset(epochs_, 0, ranks_.size() * sizeof(uint64_t)), "cudaMemset");
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    if constexpr (requires { fabric_.settle(0, timeout_ns_); }) fabric_.settle(ranks_.front(), timeout_ns_);
     for (size_t i = 0; i < ranks_.size(); ++i) reports_[i] = {};
 }
 

@@ -53,9 +53,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1) sum_kernel(const __grid_cons
         if (place.warp == 0) warp.fail(Outcome::BadInput, Wait::None, Need{});
         return;
     }
-    for (int first = 32 * place.warp; first < args.layout.num_experts; first += 32 * place.warps) {
-        sum_channels(warp, args, first, args.layout.num_experts - first < 32 ? args.layout.num_experts - first : 32);
-    }
+    for (int expert = place.warp; expert < args.layout.num_experts; expert += place.warps)
+        sum_channels(warp, args, expert, 1);
 }
 
 // The last warp exchanges counts, which needs the sums only, while the others number the rows.

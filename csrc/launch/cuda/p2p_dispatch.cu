@@ -11,6 +11,7 @@ template void CudaGroup<P2pFabricParams>::dispatch(const std::vector<DispatchArg
 template void CudaGroup<P2pFabricParams>::combine(const std::vector<CombineArgs>&, DType, CudaStream);
 template uint64_t CudaGroup<P2pFabricParams>::aborted() const;
 template void CudaGroup<P2pFabricParams>::abort(Outcome);
+template void CudaGroup<P2pFabricParams>::drain() const;
 template void CudaGroup<P2pFabricParams>::reset();
 
 }  // namespace ep

@@ -15,6 +15,7 @@ template void CudaGroup<NvshmemFabricParams>::dispatch(const std::vector<Dispatc
 template void CudaGroup<NvshmemFabricParams>::combine(const std::vector<CombineArgs>&, DType, CudaStream);
 template uint64_t CudaGroup<NvshmemFabricParams>::aborted() const;
 template void CudaGroup<NvshmemFabricParams>::abort(Outcome);
+template void CudaGroup<NvshmemFabricParams>::drain() const;
 template void CudaGroup<NvshmemFabricParams>::reset();
 
 }  // namespace ep

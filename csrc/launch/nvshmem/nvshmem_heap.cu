@@ -1,9 +1,11 @@
 #include <nvshmem.h>
 #include <nvshmemx.h>
 
+#include <chrono>
 #include <cstring>
 #include <map>
 #include <stdexcept>
+#include <thread>
 
 #include "launch/cuda/error.h"
 #include "launch/nvshmem/nvshmem_heap.h"
@@ -38,12 +40,27 @@ void initialise(const std::string& unique_id, int rank, int world) {
     }
 }
 
+// NVSHMEM's own wait for puts has no bound: it is left to the GPU, and this thread looks whether it is over.
+__global__ void quiet_kernel() { nvshmem_quiet(); }
+
 std::multimap<size_t, char*>& spare() {
     static std::multimap<size_t, char*> heaps;
     return heaps;
 }
 
 }  // namespace
+
+void NvshmemFabricParams::drain(uint64_t timeout_ns) const {
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::nanoseconds(timeout_ns);
+    quiet_kernel<<<1, 1>>>();
+    check_cuda(cudaGetLastError(), "kernel launch");
+    for (cudaError_t state; (state = cudaStreamQuery(nullptr)) != cudaSuccess;) {
+        if (state != cudaErrorNotReady) check_cuda(state, "nvshmem_quiet");
+        if (std::chrono::steady_clock::now() > deadline)
+            throw std::runtime_error("NVSHMEM: what this rank sent did not arrive in time");
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+}
 
 std::string NvshmemHeap::unique_id() {
     nvshmemx_uniqueid_t id = NVSHMEMX_UNIQUEID_INITIALIZER;
@@ -67,6 +84,7 @@ NvshmemHeap::NvshmemHeap(const std::string& unique_id, int rank, int world, int 
                                      " bytes of symmetric heap failed (see NVSHMEM_SYMMETRIC_SIZE)");
         }
     }
+    nvshmem_barrier_all();  // nothing that was sent to an earlier heap here is still under way
     check_cuda(cudaMemset(data_, 0, bytes), "cudaMemset");
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     nvshmem_barrier_all();

@@ -1,0 +1,108 @@
+#pragma once
+
+#include <nccl_device.h>
+
+#include "core/heap.h"
+#include "exec/warp.h"
+
+namespace ep {
+
+class NcclFabric;
+
+// What a launch of `settle` leaves behind, on the GPU.
+struct NcclSettled {
+    uint64_t rounds;
+    int absent;  // 1 + a rank that did not come
+};
+
+// Heaps are one symmetric window of an NCCL communicator, whose ranks are the buffer's. Ranks of a node lie in one LSA team and load and store each
+// other's memory. Between nodes GIN puts and adds to signals, which NCCL keeps outside of the window: it orders a signal after earlier puts to the
+// same rank in the same context, but promises nothing of the kind for a put word. So a flag of the network is the signal of its number, in the
+// context of its channel at both ends.
+struct NcclFabricParams {
+    using Fabric = NcclFabric;
+    static constexpr int kMaxNodeRanks = 72;  // of the largest NVLink domain
+
+    Heap heap;
+    ncclDevComm comm;
+    ncclWindow_t window;
+    NcclSettled* settled;
+    char* node[kMaxNodeRanks];  // heaps of the ranks of this node, by local rank
+
+    // Of one rank: its flags, then one for each node to settle with.
+    static size_t signals(const Heap& heap) {
+        return heap.topology.nodes > 1 ? heap.network_flags() + heap.topology.nodes : 0;
+    }
+
+    // Waits until all that the rail sent to this rank before it came here has arrived, and clears the flags of the network. Collective: nobody may send
+    // until all ranks are done. Throws std::runtime_error when a rank does not come in time.
+    void settle(int rank, uint64_t timeout_ns) const;
+};
+
+#if defined(__CUDACC__)
+
+__device__ __forceinline__ ncclGin gin_of(const ncclDevComm& comm, int channel) {
+    return ncclGin(comm, channel % comm.ginContextCount);
+}
+
+// Calls, so that the library's code does not crowd the roles' registers. The network reads rows that other warps wrote, hence the fence.
+__device__ __noinline__ inline void nccl_put(const NcclFabricParams& params, int channel, int rank, size_t dst,
+                                             size_t src, size_t bytes) {
+    __threadfence_system();
+    gin_of(params.comm, channel)
+        .put(ncclTeamWorld(params.comm), rank, params.window, dst, params.window, src, bytes, ncclGin_None{},
+             ncclGin_None{}, ncclCoopWarp{});
+}
+__device__ __noinline__ inline void nccl_signal(const ncclDevComm& comm, int channel, int rank, uint32_t signal,
+                                                uint64_t increment) {
+    __threadfence_system();
+    gin_of(comm, channel).signal(ncclTeamWorld(comm), rank, ncclGin_SignalAdd{signal, increment}, ncclCoopWarp{});
+}
+
+class NcclFabric {
+  public:
+    __device__ __forceinline__ NcclFabric(const NcclFabricParams& params, int rank)
+        : params_(params), local_(params.heap.topology.local_of(rank)), own_(params.node[local_]) {}
+
+    template <class T>
+    __device__ __forceinline__ T* own(size_t offset) const {
+        return reinterpret_cast<T*>(own_ + offset);
+    }
+
+    template <class T>
+    __device__ __forceinline__ T* peer(int local, size_t offset) const {
+        return reinterpret_cast<T*>(params_.node[local] + offset);
+    }
+
+    template <class W>
+    __device__ __forceinline__ void put(W& warp, int channel, int node, size_t dst, size_t src, size_t bytes) const {
+        warp.finish_writes();  // by the copy engine, too, before the network reads them
+        nccl_put(params_, channel, on_rail(node), dst, src, bytes);
+    }
+
+    template <class W>
+    __device__ __forceinline__ void put_signal(W& warp, int channel, int node, size_t flag, uint64_t from,
+                                               uint64_t to) const {
+        warp.finish_writes();
+        nccl_signal(params_.comm, channel, on_rail(node), signal(flag), to - from);
+    }
+
+    template <class W>
+    __device__ __forceinline__ uint64_t acquire_signal(int channel, size_t flag) const {
+        return gin_of(params_.comm, channel).readSignal(signal(flag));
+    }
+
+  private:
+    __device__ __forceinline__ int on_rail(int node) const { return params_.heap.topology.rank(node, local_); }
+    __device__ __forceinline__ uint32_t signal(size_t flag) const {
+        return static_cast<uint32_t>(params_.heap.network_flag(flag));
+    }
+
+    const NcclFabricParams& params_;
+    int local_;
+    char* own_;
+};
+
+#endif
+
+}  // namespace ep

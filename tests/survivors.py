@@ -1,0 +1,83 @@
+"""Four ranks, 2x2, that dispatch and combine until something happens to one of them."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+SURVIVOR = """
+    import sys, os, signal, torch, torch.distributed as dist
+    import megatron_ep as ep
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
+    rank, store, device = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=4)
+    config = ep.Config(num_experts=8, timeout=2, num_sms=2)
+    buffer = ep.Buffer(None, config, ep.Topology(2, 2), device=device)
+    x = torch.ones(64, 16, device=device)
+    ids = torch.rand(64, 8, device=device).topk(3, dim=1).indices
+    ep.dispatch(x, ids, buffer=buffer)  # a GPU loads its kernels now
+    print("ready", flush=True)
+    try:
+        while True:
+            rows = ep.dispatch(x, ids, buffer=buffer)
+            ep.combine(rows.x, rows.handle)
+    except ep.EPTimeoutError as error:
+        print("EPTimeoutError", error, flush=True)
+        os._exit(7)
+    except KeyboardInterrupt:
+        os._exit(8)
+    except ep.EPAbortError as error:
+        print("EPAbortError", error, flush=True)
+        os._exit(9)
+"""
+
+
+def start_survivors(tmp_path, device="cpu"):
+    script = textwrap.dedent(SURVIVOR)
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", script]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "store"), device], stdout=subprocess.PIPE, text=True, env=environment
+        )
+        for rank in range(4)
+    ]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    time.sleep(0.3)
+    return processes
+
+
+def finish(processes):
+    """Exit statuses and what the ranks printed."""
+    try:
+        outputs = [process.communicate(timeout=60)[0] for process in processes]
+        return [process.returncode for process in processes], outputs
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def check_killed(tmp_path, device="cpu"):
+    """SIGKILL to one rank: the others time out and name it."""
+    processes = start_survivors(tmp_path, device)
+    processes[1].send_signal(signal.SIGKILL)
+    statuses, outputs = finish(processes)
+    assert statuses == [7, -signal.SIGKILL, 7, 7], outputs
+    assert all("EPTimeoutError" in outputs[rank] for rank in (0, 2, 3))
+    assert any("from rank 1: seen" in outputs[rank] for rank in (0, 2, 3)), outputs
+
+
+def check_interrupted(tmp_path, device="cpu"):
+    """Ctrl-C on one rank while it waits: all end, and the others say whose it was."""
+    processes = start_survivors(tmp_path, device)
+    processes[2].send_signal(signal.SIGSTOP)  # so that the others certainly wait
+    time.sleep(0.3)
+    processes[0].send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    processes[2].send_signal(signal.SIGCONT)
+    statuses, outputs = finish(processes)
+    assert statuses == [8, 9, 9, 9], outputs
+    assert all("rank 0 was interrupted" in outputs[rank] for rank in (1, 2, 3)), outputs
