@@ -87,6 +87,35 @@ class _Combine(Function):
         return (None, None, *back)
 
 
+class _WeightedCombine(Function):
+    @staticmethod
+    def forward(ctx, handle: Handle, num_ranks: int, *tensors: torch.Tensor):
+        ctx.handle, ctx.num_ranks = handle, num_ranks
+        ctx.save_for_backward(*tensors)
+        out, _ = handle.buffer.combine(handle, tensors[:num_ranks], None, tensors[num_ranks:])
+        return tuple(out)
+
+    @staticmethod
+    def backward(ctx, *grads: torch.Tensor):
+        n, handle = ctx.num_ranks, ctx.handle
+        x, weights = ctx.saved_tensors[:n], ctx.saved_tensors[n:]
+        # Ones travel along: they tell the rows of tokens from padding, where x and weights may hold anything.
+        ones = [torch.ones(len(g), handle.topk, device=g.device) for g in grads]
+        back = _Dispatch.apply(handle, n, None, *(grad.contiguous() for grad in grads), *ones)
+        rows, is_row = back[:n], [one > 0 for one in back[n:]]
+        x_grads: list[torch.Tensor | None] = [None] * n
+        weight_grads: list[torch.Tensor | None] = [None] * n
+        for i in range(n):
+            zero = weights[i].new_zeros(())
+            if ctx.needs_input_grad[2 + i]:
+                factors = torch.where(is_row[i], weights[i], zero).unsqueeze(1)
+                x_grads[i] = (rows[i] * factors).to(x[i].dtype)
+            if ctx.needs_input_grad[2 + n + i]:
+                products = rows[i].to(zero.dtype) * x[i]
+                weight_grads[i] = torch.where(is_row[i], products.sum(dim=1), zero)
+        return (None, None, *x_grads, *weight_grads)
+
+
 def dispatch(
     x: Tensors,
     topk_idx: Tensors | None = None,
@@ -141,7 +170,7 @@ def dispatch(
             _check_handle_alone(topk_idx, expert_alignment, expert_capacity, max_recv_tokens)
             num_tokens, topk = [rank.num_tokens for rank in handle.ranks], handle.topk
         _check_payload("x", xs, num_tokens, PAYLOAD_DTYPES)
-        _check_weights("topk_weights", weights, [(tokens, topk) for tokens in num_tokens])
+        _check_weights("topk_weights", weights, [(tokens, topk) for tokens in num_tokens], WEIGHT_DTYPES)
         _check_scales(xs, row_scales)
         group.format_of(topk, xs[0], row_scales, weights)
         if handle is None:
@@ -160,16 +189,23 @@ def dispatch(
     )
 
 
-def combine(x: Tensors, handle: Handle) -> Any:
+def combine(x: Tensors, handle: Handle, weights: Tensors | None = None) -> Any:
     """Brings the rows of a dispatch back and sums them per token. Collective, and so is its backward pass.
 
     x: [R, H], contiguous; bfloat16, float16, float32 or float64; rows as the dispatch of `handle` gave them. Rows of
         padding are ignored. Gets a gradient.
     handle: of the dispatch.
+    weights: [R], contiguous; float32, or float64 when x is float64: what each row of x is multiplied by, on all ranks
+        or on none. Those of padding are ignored. Gets a gradient. Spares the pass over x that
+        `x * weights.unsqueeze(1)` takes, and its rounding to x's dtype. Keeps x for the backward pass.
 
-    Returns [T, H], the sum of each token's rows in x's dtype; zeros for a token without experts. Sums run in float32
-    (float64 for float64), in a fixed order: over the experts of a rank, then the ranks of a node, then the nodes;
-    between these the sums travel in x's dtype.
+    Returns [T, H] in x's dtype, y[token] = sum of weights[row] * x[row] over the rows of the token, or of x[row]
+    without weights; zeros for a token without experts. Products and sums run in float32 (float64 for float64), each
+    product rounded before it is added, in a fixed order: over the experts of a rank, then the ranks of a node, then the
+    nodes; between these the sums travel in x's dtype.
+
+    With g the gradient of y, brought to the rows by a dispatch: x gets weights[row] * g[row], rounded to its dtype, and
+    weights the sum over H of g[row] * x[row], in its own; padding gets zeros.
 
     Raises ValueError for a wrong argument before anything is sent; other ranks then get EPAbortError. Raises
     EPTimeoutError when another rank does not take part.
@@ -177,9 +213,16 @@ def combine(x: Tensors, handle: Handle) -> Any:
     with _telling_others(None, handle) as group:
         group.check_usable()
         xs = _as_list("x", x, group)
-        _check_payload("x", xs, [rank.rows for rank in handle.ranks], COMBINE_DTYPES)
+        rows = [rank.rows for rank in handle.ranks]
+        _check_payload("x", xs, rows, COMBINE_DTYPES)
+        row_weights = None if weights is None else _as_list("weights", weights, group)
+        allowed = (torch.float64 if xs[0].dtype == torch.float64 else torch.float32,)
+        _check_weights("weights", row_weights, [(count,) for count in rows], allowed)
         group.format_of(handle.topk, xs[0], None, None)
-        out = _Combine.apply(handle, len(group.ranks), *xs)
+        if row_weights is None:
+            out = _Combine.apply(handle, len(group.ranks), *xs)
+        else:
+            out = _WeightedCombine.apply(handle, len(group.ranks), *xs, *row_weights)
     return list(out) if isinstance(group, LocalCluster) else out[0]
 
 
@@ -275,10 +318,12 @@ def _check_payload(name: str, xs: list[torch.Tensor], rows: list[int], allowed: 
             raise ValueError(f"{name} has H = {xs[0].shape[1]} on one rank and {x.shape[1]} on another, must be equal")
 
 
-def _check_weights(name: str, weights: list[torch.Tensor] | None, shapes: list[tuple[int, int]]) -> None:
+def _check_weights(
+    name: str, weights: list[torch.Tensor] | None, shapes: list[tuple[int, ...]], allowed: Sequence[torch.dtype]
+) -> None:
     if weights is None:
         return
-    _check_dtype(name, weights[0], WEIGHT_DTYPES)
+    _check_dtype(name, weights[0], allowed)
     for weight, shape in zip(weights, shapes, strict=True):
         if tuple(weight.shape) != shape:
             raise ValueError(f"{name} has shape {tuple(weight.shape)}, must be {shape}")

@@ -239,9 +239,13 @@ class RankGroup:
         return out, out_scales if scales is not None else None, out_weights if weights is not None else None
 
     def combine(
-        self, handle: Handle, x: Sequence[torch.Tensor], weights: Sequence[torch.Tensor] | None
+        self,
+        handle: Handle,
+        x: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor] | None,
+        row_weights: Sequence[torch.Tensor] | None = None,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
-        """x [R, H], weights [R] to the sums [T, H] and the single values [T, K]."""
+        """x [R, H], weights [R] to the sums [T, H] and the single values [T, K]; row_weights [R] multiply x."""
         group = self._live_group()
         out, out_weights, tensors = [], [], []
         for i, rank in enumerate(handle.ranks):
@@ -252,6 +256,8 @@ class RankGroup:
                 size = (rank.num_tokens, handle.topk)
                 out_weights.append(torch.empty(size, dtype=weights[i].dtype, device=self.device))
                 t.weights, t.out_weights = weights[i].data_ptr(), out_weights[i].data_ptr()
+            if row_weights is not None:
+                t.row_weights = row_weights[i].data_ptr()
             tensors.append(t)
         row = self.format_of(handle.topk, x[0], None, weights)
         group.combine(

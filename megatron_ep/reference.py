@@ -57,18 +57,21 @@ def combine(
     num_experts: int,
     expert_alignment: int = 1,
     expert_capacity: int | None = None,
+    weights: list[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
     """expert_out [R, H], rows as dispatch gave them, to the sum of each token's rows, [T, H].
 
+    weights: [R], float32 (float64 for float64): each row is multiplied by its own, in their dtype.
     Sums in float64. The kernels sum in float32 and round to the dtype of x wherever a partial sum travels: per rank,
     then per node.
     """
     all_out = torch.cat(expert_out)
+    terms = all_out if weights is None else all_out * torch.cat(weights).unsqueeze(1)
     num_tokens = [idx.shape[0] for idx in topk_idx]
     sums = all_out.new_zeros(sum(num_tokens), all_out.shape[1], dtype=torch.float64)
     first = 0
     for expert in range(num_experts):
         token, _, padding = expert_rows(topk_idx, expert, expert_alignment, expert_capacity)
-        sums.index_add_(0, token, all_out[first : first + len(token)].to(torch.float64))
+        sums.index_add_(0, token, terms[first : first + len(token)].to(torch.float64))
         first += len(token) + padding
     return list(sums.to(all_out.dtype).split(num_tokens))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 import megatron_ep as ep
+from megatron_ep import reference
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 META_BYTES = 16  # a row's tag on the wire
@@ -80,6 +81,54 @@ class Case:
             torch.randn(t, self.hidden, generator=self.generator, dtype=torch.float64).to(self.dtype)
             for t in num_tokens
         ]
+
+    def wide(self) -> torch.dtype:
+        """What combine computes in."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    def row_weights(self, num_rows: list[int]) -> list[torch.Tensor]:
+        """With all the bits that a weight can have."""
+        return [torch.randn(r, generator=self.generator, dtype=self.wide()) for r in num_rows]
+
+    def combine(
+        self, rows: list[torch.Tensor], weights: list[torch.Tensor], ids: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """The weighted combine bit by bit: the kernels' own order of products, sums and roundings."""
+        products: dict[tuple[int, int], torch.Tensor] = {}
+        all_terms, first = torch.cat(rows).to(self.wide()) * torch.cat(weights).unsqueeze(1), 0
+        for expert in range(self.num_experts):
+            token, k, padding = reference.expert_rows(ids, expert, self.alignment)
+            for i, place in enumerate(zip(token.tolist(), k.tolist(), strict=True)):
+                products[place] = all_terms[first + i]
+            first += len(token) + padding
+
+        def sum_by(terms: dict, key) -> dict:
+            """Sums of the terms with the same key, in their order, rounded to the dtype in which they travel."""
+            sums: dict = {}
+            for place, term in terms.items():
+                sums[key(place)] = sums[key(place)] + term if key(place) in sums else term
+            return {place: total.to(self.dtype).to(self.wide()) for place, total in sums.items()}
+
+        out, token = [], 0
+        for source, idx in enumerate(ids):
+            home = source // self.ranks_per_node
+            y = torch.zeros(len(idx), self.hidden, dtype=self.dtype)
+            for row, experts in enumerate(idx.tolist()):
+                terms = {
+                    (k, e * self.world // self.num_experts): products[token, k] for k, e in enumerate(experts) if e >= 0
+                }
+                by_rank = sum_by(terms, lambda place: place[1])
+                others = {r: s for r, s in by_rank.items() if r // self.ranks_per_node != home}
+                by_node = sum_by(others, lambda rank: rank // self.ranks_per_node)
+                parts = {}  # a node takes the place of its first rank
+                for rank, total in by_rank.items():
+                    node = rank // self.ranks_per_node
+                    parts.setdefault((node, rank) if node == home else node, total if node == home else by_node[node])
+                for total in sum_by(parts, lambda _: None).values():
+                    y[row] = total
+                token += 1
+            out.append(y)
+        return out
 
     def weights(self, num_tokens: list[int]) -> list[torch.Tensor]:
         return [torch.rand(t, self.topk, generator=self.generator) for t in num_tokens]

@@ -161,6 +161,34 @@ def test_bad_handles(cluster):
 
 
 @pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda w: w[0], "weights is a Tensor, must be a list of 2 tensors"),
+        (lambda w: w[:1], "weights is 1 items, must be a list of 2 tensors"),
+        (lambda w: [w[0], None], "weights is a NoneType, must be a tensor"),
+        (lambda w: [w[0], w[1][:-1]], r"weights has shape \(\d+,\), must be \(\d+,\)"),
+        (lambda w: [w[0], w[1].unsqueeze(1)], r"weights has shape \(\d+, 1\), must be \(\d+,\)"),
+        (lambda w: [t.double() for t in w], "weights is torch.float64, must be one of torch.float32"),
+        (lambda w: [t.bfloat16() for t in w], "weights is torch.bfloat16, must be one of torch.float32"),
+        (lambda w: [w[0], w[1].double()], "weights is torch.float32 on one rank and torch.float64 on another"),
+        (lambda w: [w[0], torch.ones(2 * len(w[1]))[::2]], r"weights has strides \(2,\) .* must be contiguous"),
+        (lambda w: [w[0], w[1].to("meta")], "weights is on meta, must be on cpu"),
+        (lambda w: [w[0], torch._neg_view(w[1])], "weights is a view that negates"),
+    ],
+)
+def test_bad_weights_of_combine(cluster, spoil, message):
+    inputs = [good(), good()]
+    rows = ep.dispatch(**{key: [one[key] for one in inputs] for key in inputs[0]}, buffer=cluster, expert_alignment=2)
+    weights = [torch.ones(len(r)) for r in rows.x]
+    with pytest.raises(ValueError, match=message):
+        ep.combine(rows.x, rows.handle, spoil(weights))
+    with pytest.raises(ValueError, match=r"weights is torch\.float32, must be one of torch\.float64"):
+        ep.combine([r.double() for r in rows.x], rows.handle, weights)
+    assert all(map(torch.equal, ep.combine(rows.x, rows.handle, weights), ep.combine(rows.x, rows.handle)))
+    assert_usable(cluster)
+
+
+@pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: ep.Topology(0, 1), "Topology.nodes is 0, must be an int in"),

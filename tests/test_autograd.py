@@ -35,6 +35,73 @@ def test_gradcheck_through_experts(nodes, ranks_per_node):
         assert gradcheck(layer, (*x, *w))
 
 
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 1), (1, 4), (2, 2), (3, 2)])
+def test_gradcheck_of_weighted_combine(nodes, ranks_per_node):
+    """To rows and weights, with padding among them."""
+    world = nodes * ranks_per_node
+    ids, x, _ = leaves(world, 2 * world, min(3, 2 * world))
+    with ep.LocalCluster(nodes, ranks_per_node, ep.Config(num_experts=2 * world)) as cluster:
+        rows = ep.dispatch([tensor.detach() for tensor in x], ids, buffer=cluster, expert_alignment=2)
+        generator = torch.Generator().manual_seed(0)
+        inputs = [
+            torch.randn(size, generator=generator, dtype=torch.float64, requires_grad=True)
+            for size in [*((len(r), 2) for r in rows.x), *((len(r),) for r in rows.x)]
+        ]
+
+        def combine(*leaves):
+            return tuple(ep.combine(list(leaves[:world]), rows.handle, list(leaves[world:])))
+
+        assert gradcheck(combine, inputs)
+        if world < 4:
+            assert gradgradcheck(combine, inputs)
+
+
+def test_gradcheck_of_weights_through_experts():
+    """The weights of the rows are the probs that came with them."""
+    ids, x, w = leaves(4, 8, 3)
+    with ep.LocalCluster(2, 2, ep.Config(num_experts=8)) as cluster:
+
+        def layer(*inputs):
+            rows = ep.dispatch(list(inputs[:4]), ids, list(inputs[4:]), buffer=cluster, expert_alignment=2)
+            return tuple(ep.combine([torch.tanh(r) for r in rows.x], rows.handle, rows.probs))
+
+        assert gradcheck(layer, (*x, *w))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])
+def test_gradients_of_weighted_combine(dtype, needs):
+    """In which precision, and zeros for padding whatever it holds."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    ids, x, _ = leaves(4, 8, 3, hidden=70)
+    generator = torch.Generator().manual_seed(0)
+    with ep.LocalCluster(2, 2, ep.Config(num_experts=8)) as cluster:
+        ones = [torch.ones(idx.shape) for idx in ids]
+        received = ep.dispatch([t.detach().to(dtype) for t in x], ids, ones, buffer=cluster, expert_alignment=4)
+        is_row = [p > 0 for p in received.probs]
+        assert not all(rows.all() for rows in is_row)
+        rows, weights = [], []
+        for mask in is_row:
+            rows.append(torch.randn(len(mask), 70, generator=generator).to(dtype))
+            weights.append(torch.randn(len(mask), generator=generator, dtype=wide))
+            rows[-1][~mask] = torch.nan
+            weights[-1][~mask] = torch.inf
+        for tensor, need in [*((r, needs[0]) for r in rows), *((w, needs[1]) for w in weights)]:
+            tensor.requires_grad_(need)
+        y = ep.combine(rows, received.handle, weights)
+        grads = [torch.randn(t.shape, generator=generator).to(dtype) for t in y]
+        torch.autograd.backward(y, grads)
+        sent = ep.dispatch(grads, handle=received.handle).x
+    for row, weight, grad, mask in zip(rows, weights, sent, is_row, strict=True):
+        assert (row.grad is not None, weight.grad is not None) == needs
+        if needs[0]:
+            expected = (grad.to(wide) * weight.detach().unsqueeze(1)).to(dtype)
+            assert torch.equal(row.grad, torch.where(mask.unsqueeze(1), expected, 0))
+        if needs[1]:
+            expected = (grad.to(wide) * row.detach().to(wide)).sum(dim=1)
+            assert weight.grad.dtype == wide and torch.equal(weight.grad, torch.where(mask, expected, 0))
+
+
 def test_second_derivative():
     ids, x, w = leaves(2, 4, 2, hidden=2)
     with ep.LocalCluster(2, 1, ep.Config(num_experts=4)) as cluster:

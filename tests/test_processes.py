@@ -46,6 +46,11 @@ def round_trips(rank_buffer, rounds=3):
         assert torch.equal(y, topk * leaf)
         y.sum().backward()
         assert torch.equal(leaf.grad, torch.full_like(leaf, topk))
+        halves = torch.full_like(rows.probs, 0.5).requires_grad_()
+        y = ep.combine(rows.x.detach(), rows.handle, halves)
+        assert torch.equal(y, topk * x[rank] / 2)
+        y.sum().backward()
+        assert torch.equal(halves.grad, rows.x.detach().sum(dim=1))
 
 
 def make_buffer(nodes=2, **config):

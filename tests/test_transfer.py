@@ -51,6 +51,40 @@ def test_combine_rounds_once_per_hop(seed):
         assert ((a.double() - b).abs() <= bound + 8 * torch.finfo(torch.float64).eps * scale).all()
 
 
+@pytest.mark.parametrize("block", range(8))
+def test_weighted_combine_equals_reference(block):
+    """Products and sums that are exact in every dtype."""
+    for seed in range(block * 25, (block + 1) * 25):
+        case = Case(6000 + seed)
+        tokens = case.num_tokens()
+        ids, x = case.ids(tokens), case.integers(tokens)
+        with case.cluster() as cluster:
+            rows = ep.dispatch(x, ids, buffer=cluster, expert_alignment=case.alignment)
+            choices = torch.tensor([-1, -0.5, 0.5, 1, 2], dtype=case.wide())
+            weights = [choices[torch.randint(5, (len(r),), generator=case.generator)] for r in rows.x]
+            sums = reference.combine(rows.x, ids, case.num_experts, case.alignment, weights=weights)
+            assert_all_equal(ep.combine(rows.x, rows.handle, weights), sums)
+            assert_all_equal(
+                ep.combine(rows.x, rows.handle), reference.combine(rows.x, ids, case.num_experts, case.alignment)
+            )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_weighted_combine_bit_by_bit(seed):
+    case = Case(7000 + seed, max_tokens=30)
+    tokens = case.num_tokens()
+    ids = case.ids(tokens)
+    with case.cluster() as cluster:
+        ones = [torch.ones(idx.shape) for idx in ids]
+        rows = ep.dispatch(case.reals(tokens), ids, ones, buffer=cluster, expert_alignment=case.alignment)
+        out = case.reals([len(x) for x in rows.x])
+        weights = case.row_weights([len(x) for x in rows.x])
+        for rank, probs in enumerate(rows.probs):  # padding is ignored, whatever it holds
+            out[rank][probs == 0] = torch.nan
+            weights[rank][probs == 0] = torch.nan
+        assert_all_equal(ep.combine(out, rows.handle, weights), case.combine(out, weights, ids))
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_same_bits_whatever_the_schedule(seed):
     results = []
@@ -59,7 +93,8 @@ def test_same_bits_whatever_the_schedule(seed):
         tokens = case.num_tokens()
         with case.cluster(**options) as cluster:
             ours = ep.dispatch(case.reals(tokens), case.ids(tokens), case.weights(tokens), buffer=cluster)
-            results.append([*ours.x, *ours.probs, *ep.combine(ours.x, ours.handle)])
+            weighted = ep.combine(ours.x, ours.handle, [p.to(case.wide()) for p in ours.probs])
+            results.append([*ours.x, *ours.probs, *ep.combine(ours.x, ours.handle), *weighted])
     for other in results[1:]:
         assert_all_equal(results[0], other)
 

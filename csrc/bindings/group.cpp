@@ -214,6 +214,7 @@ void bind_group(py::module_& m) {
         .def_readwrite("out", &RankTensors::out)
         .def_readwrite("out_scales", &RankTensors::out_scales)
         .def_readwrite("out_weights", &RankTensors::out_weights)
+        .def_readwrite("row_weights", &RankTensors::row_weights)
         .def_readwrite("positions", &RankTensors::positions)
         .def_readwrite("rail_experts", &RankTensors::rail_experts)
         .def_readwrite("max_received", &RankTensors::max_received)

@@ -20,6 +20,7 @@ struct RankTensors {
     Address topk_idx = 0;
     Address x = 0, scales = 0, weights = 0;            // what the call reads
     Address out = 0, out_scales = 0, out_weights = 0;  // what it writes
+    Address row_weights = 0;                           // combine: what it multiplies the rows of x by
     Address positions = 0, rail_experts = 0;
     int64_t max_received = 0, max_rail = 0, max_rows = 0;
 };
@@ -59,7 +60,8 @@ inline CombineArgs combine_args(const Heap& heap, int rank, const RankTensors& t
                                 uint64_t call, int nvl_batch, int rdma_chunk) {
     TransferArgs args = transfer_args(heap, rank, t, format, call, nvl_batch, rdma_chunk);
     args.is_combine = true;
-    return {args, at<char>(t.x), at<char>(t.weights), at<char>(t.out), at<char>(t.out_weights)};
+    return {
+        args, at<char>(t.x), at<char>(t.weights), at<char>(t.out), at<char>(t.out_weights), at<void>(t.row_weights)};
 }
 
 }  // namespace ep

@@ -67,6 +67,9 @@ struct CombineArgs : TransferArgs {
     const char* weights;  // [max_rows, weight_bytes]
     char* y;              // [T, payload_bytes]
     char* y_weights;      // [T, K, weight_bytes]
+    // [max_rows], Accumulator of x's type: what each row of x is multiplied by before it is summed; null: nothing. Unlike `weights`, which only
+    // travel, they never leave the rank.
+    const void* row_weights = nullptr;
 };
 
 }  // namespace ep

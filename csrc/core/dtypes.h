@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 namespace ep {
 
@@ -13,6 +14,10 @@ struct BFloat16 {
 struct Float16 {
     uint16_t bits;
 };
+
+// In what sums of T run, and what their weights are.
+template <class T>
+using Accumulator = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 // f.operator()<T>() with the element type T that dtype names.
 template <class F>

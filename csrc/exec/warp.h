@@ -35,6 +35,8 @@ enum class Reuse { Soon, Late };
 //   stage<Reuse>(src, bytes)              begins to read what the next copy or multicast is about to read, while the warp finds out where it goes
 //   sum<T, Reuse>(dst, srcs, mask, count)
 //                                     dst[i] = sum over the lanes in the mask of srcs[lane][i], in lane order, in fp32 (fp64 for fp64)
+//   weighted_sum<T, Reuse>(dst, srcs, weights, mask, count)
+//                                     the same of weights[lane] * srcs[lane][i]: a product is rounded, then added, also where it is the only one
 //   zero(dst, bytes)
 //   publish<Scope>(flag, value)       a store that whoever acquires it sees after all that the warp wrote before
 //   publish_lanes<Scope>(count, f)    the same for a flag per lane: f(lane, store) calls store(flag, value) or not
@@ -51,7 +53,8 @@ template <class W>
 concept WarpLike =
     requires(W& warp, uint64_t* flag, void* dst, const void* src, size_t bytes, void (*step)(int), bool (*test)(int),
              Need (*need)(int), typename W::template PerLane<int>& ints, typename W::template PerLane<uint32_t>& masks,
-             typename W::template PerLane<void*>& dsts, typename W::template PerLane<const void*>& srcs) {
+             typename W::template PerLane<void*>& dsts, typename W::template PerLane<const void*>& srcs,
+             typename W::template PerLane<float>& weights) {
         { warp.first_of(1, ints) } -> std::same_as<uint32_t>;
         warp.match(1, ints, masks);
         { W::kLanesAtOnce } -> std::convertible_to<int>;
@@ -67,6 +70,7 @@ concept WarpLike =
         warp.template multicast<Reuse::Late>(dsts, uint32_t{1}, src, bytes);
         warp.template stage<Reuse::Late>(src, bytes);
         warp.template sum<float, Reuse::Late>(dst, srcs, uint32_t{1}, bytes);
+        warp.template weighted_sum<float, Reuse::Late>(dst, srcs, weights, uint32_t{1}, bytes);
         warp.zero(dst, bytes);
         warp.template publish<Scope::System>(flag, uint64_t{1});
         warp.template publish_lanes<Scope::System>(1, PublishNothing{});

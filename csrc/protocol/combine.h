@@ -23,7 +23,8 @@ EP_FN void read_positions(W& warp, const CombineArgs& args, int64_t received,
 }
 
 // Serves the rings towards up to `most` source ranks, whichever has room: blocking on one could close a circle of full rings.
-template <class T, WarpLike W, FabricLike<W> F>
+// kWeighted: multiplies each expert's row by its weight; the sums of sums that follow have none.
+template <class T, bool kWeighted, WarpLike W, FabricLike<W> F>
 EP_FN void combine_nvl_sender(W& warp, F& fabric, const CombineArgs& args, int channel, int first_rank, int most = 32) {
     const Rings<F> rings{fabric, args, channel};
     const Topology& topology = args.topology();
@@ -33,6 +34,7 @@ EP_FN void combine_nvl_sender(W& warp, F& fabric, const CombineArgs& args, int c
     typename W::template PerLane<int> left, node_of, peer_of, position, following;
     typename W::template PerLane<uint64_t> room;
     typename W::template PerLane<const void*> part;
+    typename W::template PerLane<Accumulator<T>> row_weight;
     warp.lanes(count, [&](int lane) {
         left[lane] = args.layout.received(channel, first_rank + lane);
         node_of[lane] = topology.node_of(first_rank + lane);
@@ -61,14 +63,23 @@ EP_FN void combine_nvl_sender(W& warp, F& fabric, const CombineArgs& args, int c
                 char* slot = rings.nvl_out_slot(node, peer, next);
                 warp.lanes(format.topk, [&](int k) {
                     part[k] = args.x + static_cast<int64_t>(position[k]) * format.payload_bytes;
+                    if constexpr (kWeighted) {
+                        const auto* row_weights = static_cast<const Accumulator<T>*>(args.row_weights);
+                        row_weight[k] = position[k] < 0 ? 0 : row_weights[position[k]];
+                    }
                     const char* weight = args.weights + static_cast<int64_t>(position[k]) * format.weight_bytes;
                     store_weight(slot + format.weights() + k * format.weight_bytes,
                                  position[k] < 0 ? 0 : load_weight(weight, format.weight_bytes), format.weight_bytes);
                     if (k == 0) *reinterpret_cast<uint64_t*>(slot + format.tag()) = rings.tag;
                 });
                 const uint32_t parts = warp.ballot(format.topk, [&](int k) { return position[k] >= 0; });
-                warp.template sum<T, Reuse::Late>(slot + format.payload(), part, parts,
-                                                  format.payload_bytes / sizeof(T));
+                const size_t elements = format.payload_bytes / sizeof(T);
+                if constexpr (kWeighted) {
+                    warp.template weighted_sum<T, Reuse::Late>(slot + format.payload(), part, row_weight, parts,
+                                                               elements);
+                } else {
+                    warp.template sum<T, Reuse::Late>(slot + format.payload(), part, parts, elements);
+                }
             }
             warp.lanes(1, [&](int) { rings.nvl_out(node, peer).next = rings.nvl_out(node, peer).published = next; });
             warp.template publish<Scope::System>(rings.nvl_out_tail(node, peer), next);

@@ -122,6 +122,16 @@ void fill(std::mt19937_64& random, const Memory& memory, DType dtype) {
     }
 }
 
+// With all the bits that a weight can have, so that products are rounded.
+void fill_row_weights(std::mt19937_64& random, const Memory& memory, DType dtype) {
+    auto number = [&] { return static_cast<double>(static_cast<int64_t>(random() % 20001) - 10000) / 3; };
+    if (dtype == DType::fp64) {
+        for (size_t i = 0; i < memory.bytes() / sizeof(double); ++i) memory.as<double>()[i] = number();
+    } else {
+        for (size_t i = 0; i < memory.bytes() / sizeof(float); ++i) memory.as<float>()[i] = number();
+    }
+}
+
 Inputs make_inputs(Case& c, int tokens) {
     const size_t rows = static_cast<size_t>(tokens);
     Inputs in{Memory(rows * c.format.topk * c.index_bytes), Memory(rows * c.format.payload_bytes),
@@ -252,18 +262,10 @@ class Grid {
     std::vector<uint64_t> epochs_;
 };
 
+template <bool kWeighted>
 void combine_on(Grid& grid, const CombineJoint<Ranks::Params>& joint, DType dtype) {
     using J = CombineJoint<Ranks::Params>;
-    switch (dtype) {
-        case DType::bf16:
-            return grid.launch(kernels::combine_kernel<BFloat16, J>, joint);
-        case DType::fp16:
-            return grid.launch(kernels::combine_kernel<Float16, J>, joint);
-        case DType::fp32:
-            return grid.launch(kernels::combine_kernel<float, J>, joint);
-        case DType::fp64:
-            return grid.launch(kernels::combine_kernel<double, J>, joint);
-    }
+    with_type(dtype, [&]<class T>() { grid.launch(kernels::combine_kernel<T, kWeighted, J>, joint); });
 }
 
 void expect_equal(uint64_t seed, int rank, const char* what, const Memory& ours, const Memory& expected) {
@@ -290,6 +292,7 @@ void run_case(uint64_t seed) {
     Grid grid(c, gpu);
     uint64_t call = 0;
     for (uint64_t epoch = 1; epoch <= 2; ++epoch) {
+        const bool weighted = (epoch + seed) % 2;
         std::vector<Inputs> inputs;
         for (const int tokens : c.tokens) inputs.push_back(make_inputs(c, tokens));
         const auto host_layouts = layouts_of(c, host), gpu_layouts = layouts_of(c, gpu);
@@ -303,7 +306,7 @@ void run_case(uint64_t seed) {
             expect_equal(seed, rank, "layout", gpu.layouts[rank], host.layouts[rank]);
 
         std::vector<int64_t> rows;
-        std::vector<Memory> expert_out, gradients;
+        std::vector<Memory> expert_out, gradients, row_weights;
         for (Side* side : {&host, &gpu}) {
             const auto& layouts = side == &host ? host_layouts : gpu_layouts;
             side->tensors.clear();
@@ -327,6 +330,9 @@ void run_case(uint64_t seed) {
             expert_out.emplace_back(rows[rank] * c.format.payload_bytes);
             gradients.emplace_back(rows[rank] * c.format.weight_bytes, 0x55);
             fill(c.random, expert_out.back(), c.dtype);
+            row_weights.emplace_back(weighted ? rows[rank] * (c.dtype == DType::fp64 ? sizeof(double) : sizeof(float))
+                                              : 0);
+            fill_row_weights(c.random, row_weights.back(), c.dtype);
         }
         for (const int on_gpu : {0, 1}) {
             const Side& side = on_gpu ? gpu : host;
@@ -340,7 +346,7 @@ void run_case(uint64_t seed) {
                 RowFormat format = c.format;
                 combine[on_gpu].push_back({transfer_args(c, rank, layouts[rank], t, rows[rank], call + 1),
                                            expert_out[rank].data(), gradients[rank].data(), t.y.data(),
-                                           t.y_weights.data()});
+                                           t.y_weights.data(), weighted ? row_weights[rank].data() : nullptr});
                 combine[on_gpu].back().format = format;
             }
         }
@@ -358,7 +364,7 @@ void run_case(uint64_t seed) {
         auto combine_joint =
             grid.joint<CombineJoint<Ranks::Params>>(combine[1], combine_roles.warps() * c.heap.channels);
         combine_joint.roles = combine_roles;
-        combine_on(grid, combine_joint, c.dtype);
+        weighted ? combine_on<true>(grid, combine_joint, c.dtype) : combine_on<false>(grid, combine_joint, c.dtype);
         if (group.state(0).aborted()) simt::die("the host gave up");
         for (int rank = 0; rank < world; ++rank) {
             const Tensors &ours = gpu.tensors[rank], &expected = host.tensors[rank];

@@ -21,6 +21,10 @@ def main() -> None:
                 rows = ep.dispatch(x, ids, weights, buffer=cluster, expert_alignment=4)
                 for y, token in zip(ep.combine(rows.x, rows.handle), x, strict=True):
                     assert torch.equal(y, 3 * token)
+                wide = torch.float64 if dtype == torch.float64 else torch.float32
+                halves = [torch.full((len(r),), 0.5, dtype=wide, device="cuda") for r in rows.x]
+                for y, token in zip(ep.combine(rows.x, rows.handle, halves), x, strict=True):
+                    assert torch.equal(y, 1.5 * token)
                 ep.dispatch(x, ids, weights, buffer=cluster, max_recv_tokens=7)
             cluster.synchronize()
 

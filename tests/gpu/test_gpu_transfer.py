@@ -1,8 +1,10 @@
 """Dispatch and combine on a GPU: the same bits as on the host, which other tests hold to the reference."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from cases import Case
+from cases import DTYPES, Case
 from torch.autograd import gradcheck
 
 import megatron_ep as ep
@@ -40,6 +42,38 @@ def test_same_bits_as_on_the_host(block):
             gpu.synchronize()
 
 
+@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weighted_combine(seed, dtype):
+    """Sums and both gradients, in rows for the copy engine, for vectors, and for neither."""
+    case = Case(8000 + seed, max_tokens=60)
+    case.dtype, case.hidden = dtype, case.random.choice([1, 33, 64, 520, 1000, 4096])
+    if case.random.random() < 0.5:
+        case.topk = min(case.topk, 2)  # single rows are multiplied, too
+    tokens = case.num_tokens()
+    ids, x = case.ids(tokens), case.reals(tokens)
+    grads = case.reals(tokens)
+    row_bytes = case.hidden * dtype.itemsize + 1024
+    config = replace(case.config, nvl_ring_bytes=3 * row_bytes, rdma_ring_bytes=4 * row_bytes)
+    results = []
+    for device in ("cpu", "cuda"):
+        with ep.LocalCluster(case.nodes, case.ranks_per_node, config, device=device) as cluster:
+            sent, chosen = [t.to(device) for t in x], [t.to(device) for t in ids]
+            rows = ep.dispatch(sent, chosen, buffer=cluster, expert_alignment=case.alignment)
+            if not results:
+                out, weights = case.reals([len(r) for r in rows.x]), case.row_weights([len(r) for r in rows.x])
+            leaves = [t.detach().clone().to(device).requires_grad_() for t in (*out, *weights)]
+            y = ep.combine(leaves[: case.world], rows.handle, leaves[case.world :])
+            torch.autograd.backward(y, [grad.to(device) for grad in grads])
+            cluster.synchronize()
+        results.append(([t.detach() for t in y], [leaf.grad for leaf in leaves]))
+    (host_y, host_grads), (gpu_y, gpu_grads) = results
+    assert_same_bits(gpu_y, host_y)
+    assert_same_bits(gpu_grads[: case.world], host_grads[: case.world])
+    for ours, expected in zip(gpu_grads[case.world :], host_grads[case.world :], strict=True):
+        torch.testing.assert_close(ours.cpu(), expected, rtol=1e-4, atol=1e-3)  # torch sums over H in another order
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_many_calls_on_one_buffer(seed):
     """Shapes, dtypes and K change from call to call; nothing is cleared between them."""
@@ -67,8 +101,11 @@ def test_many_calls_on_one_buffer(seed):
             assert_same_bits(ours.x, expected.x)
             handles.append((ours.handle, expected.handle))
             for gpu_handle, host_handle in handles[-3:]:
-                out = case.reals([rank.rows for rank in host_handle.ranks])
+                num_rows = [rank.rows for rank in host_handle.ranks]
+                out, row_weights = case.reals(num_rows), case.row_weights(num_rows)
                 assert_same_bits(ep.combine(to_gpu(out), gpu_handle), ep.combine(out, host_handle))
+                weighted = ep.combine(to_gpu(out), gpu_handle, to_gpu(row_weights))
+                assert_same_bits(weighted, ep.combine(out, host_handle, row_weights))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -150,10 +187,13 @@ def test_whole_rows_with_the_default_channels(nodes, ranks_per_node):
     ):
         expected = ep.dispatch(x, ids, buffer=host)
         y = ep.combine(expected.x, expected.handle)
+        weights = [torch.randn(len(rows), generator=generator) for rows in expected.x]
+        weighted = ep.combine(expected.x, expected.handle, weights)
         for _ in range(3):
             ours = ep.dispatch(to_gpu(x), to_gpu(ids), buffer=gpu)
             assert_same_bits(ours.x, expected.x)
             assert_same_bits(ep.combine(ours.x, ours.handle), y)
+            assert_same_bits(ep.combine(ours.x, ours.handle, to_gpu(weights)), weighted)
 
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 2), (2, 2)])
@@ -171,4 +211,9 @@ def test_gradients(nodes, ranks_per_node):
             out = [torch.tanh(r) * p.unsqueeze(1) for r, p in zip(rows.x, rows.probs, strict=True)]
             return tuple(ep.combine(out, rows.handle))
 
+        def weighted_layer(*leaves):
+            rows = ep.dispatch(list(leaves[:world]), ids, list(leaves[world:]), buffer=cluster, expert_alignment=2)
+            return tuple(ep.combine([torch.tanh(r) for r in rows.x], rows.handle, rows.probs))
+
         assert gradcheck(layer, (*x, *weights))
+        assert gradcheck(weighted_layer, (*x, *weights))

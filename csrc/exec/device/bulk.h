@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "exec/device/ptx.h"
 #include "exec/device/rows.h"
@@ -77,24 +78,32 @@ class BulkCopier {
 
     // The sum of the rows of the lanes in the mask, in lane order. While a piece of each row is summed in one half of the buffers, the next
     // pieces are read into the other. There the pieces lie side by side, as large as they can be: the engine takes long over small ones.
-    template <class T, Reuse reuse>
-    __device__ __forceinline__ void sum(void* dst, const void* own_src, uint32_t mask, uint32_t bytes) {
+    // Weights, if any, lie behind the halves, since inactive lanes could not tell theirs to the others.
+    template <class T, Reuse reuse, class Weight>
+    __device__ __forceinline__ void sum(void* dst, const void* own_src, Weight own_weight, uint32_t mask,
+                                        uint32_t bytes) {
+        constexpr bool kWeighted = !std::is_same_v<Weight, rows::NoWeight>;
+        constexpr uint32_t kHalfBytes = (sizeof(BulkBuffers::data) - (kWeighted ? kWeightBytes : 0)) / 2;
+        static_assert(32 * sizeof(Weight) <= kWeightBytes && kHalfBytes % 16 == 0);
         const uint32_t count = __popc(mask);
         const uint32_t piece = kHalfBytes / count & ~15u;
-        char* own_place = buffers_.data[0] + __popc(mask & ((1u << rows::lane_id()) - 1)) * piece;
+        const uint32_t own_row = __popc(mask & ((1u << rows::lane_id()) - 1));
+        const bool takes_part = mask >> rows::lane_id() & 1;
+        char* own_place = buffers_.data[0] + own_row * piece;
         const char* in = static_cast<const char*>(own_src);
         auto size_of = [&](uint32_t at) { return bytes - at < piece ? bytes - at : piece; };
         auto read = [&](uint32_t at, uint32_t half) {
             uint64_t* barrier = &buffers_.half_filled[half];
             if (rows::lane_id() == 0) ptx::barrier_arrive_expect(barrier, count * size_of(at));
             __syncwarp();
-            if (mask >> rows::lane_id() & 1)
+            if (takes_part)
                 ptx::bulk_load<reuse == Reuse::Late>(own_place + half * kHalfBytes, in + at, size_of(at), barrier);
         };
         ptx::fence_proxy_async_global();
         ptx::bulk_wait_read<0>();
         __syncwarp();
         read(0, halves_ % 2);
+        const auto weights = share(own_weight, takes_part, own_row);
         for (uint32_t at = 0; at < bytes; at += piece, ++halves_) {
             const uint32_t half = halves_ % 2;
             if (at + piece < bytes) read(at + piece, half ^ 1);
@@ -102,7 +111,7 @@ class BulkCopier {
             }
             const char* pieces = buffers_.data[0] + half * kHalfBytes;
             for (uint32_t i = rows::lane_id() * sizeof(uint4); i < size_of(at); i += 32 * sizeof(uint4)) {
-                rows::sum_shared<T>(static_cast<char*>(dst) + at + i, pieces + i, count, piece);
+                rows::sum_shared<T>(static_cast<char*>(dst) + at + i, pieces + i, weights, count, piece);
             }
             __syncwarp();
         }
@@ -112,7 +121,19 @@ class BulkCopier {
     __device__ __forceinline__ void wait_written() { ptx::bulk_wait_written(); }
 
   private:
-    static constexpr uint32_t kHalfBytes = sizeof(BulkBuffers::data) / 2;
+    static constexpr uint32_t kWeightBytes = 32 * sizeof(double);
+
+    // Rows' weights side by side, in the order of their lanes.
+    __device__ __forceinline__ rows::NoWeights share(rows::NoWeight, bool, uint32_t) { return {}; }
+    template <class Weight>
+    __device__ __forceinline__ rows::SharedWeights<Weight> share(Weight own, bool takes_part, uint32_t own_row) {
+        char* end = reinterpret_cast<char*>(buffers_.data) + sizeof(BulkBuffers::data);
+        auto* first = reinterpret_cast<Weight*>(end - kWeightBytes);
+        if (takes_part) ptx::store_shared(first + own_row, own);
+        ptx::fence_proxy_async_shared();  // before rows are copied to this place again
+        __syncwarp();
+        return {first};
+    }
 
     static __device__ __forceinline__ uint32_t chunk(size_t rest) {
         return rest < BulkBuffers::kChunkBytes ? rest : BulkBuffers::kChunkBytes;

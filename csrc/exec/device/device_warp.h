@@ -128,14 +128,14 @@ class DeviceWarp {
             stage<reuse>(only, bytes);
             return move_row<Reuse::Soon>(dst, 1, only, bytes);
         }
-        if (rows::misalignment(srcs.value, mask, dst, bytes)) {
-            rows::sum_elements<T>(dst, srcs.value, mask, count);
-        } else if (is_bulk(bytes)) {
-            bulk_.sum<T, reuse>(dst, srcs.value, mask, bytes);
-        } else {
-            rows::sum_vectors<T>(dst, srcs.value, mask, bytes / sizeof(uint4));
-        }
-        __syncwarp();
+        add_rows<T, reuse>(dst, srcs.value, rows::NoWeight{}, mask, count);
+    }
+
+    template <class T, Reuse reuse>
+    __device__ __forceinline__ void weighted_sum(void* dst, const PerLane<const void*>& srcs,
+                                                 const PerLane<Accumulator<T>>& weights, uint32_t mask, size_t count) {
+        if (!mask) return zero(dst, count * sizeof(T));
+        add_rows<T, reuse>(dst, srcs.value, weights.value, mask, count);
     }
 
     __device__ __forceinline__ void zero(void* dst, size_t bytes) {
@@ -210,6 +210,20 @@ class DeviceWarp {
             bulk_.multicast<reuse>(own_dst, mask, src, bytes);
         } else {
             rows::multicast_vectors<reuse>(own_dst, mask, src, bytes);
+        }
+        __syncwarp();
+    }
+
+    template <class T, Reuse reuse, class Weight>
+    __device__ __forceinline__ void add_rows(void* dst, const void* own_src, Weight own_weight, uint32_t mask,
+                                             size_t count) {
+        const size_t bytes = count * sizeof(T);
+        if (rows::misalignment(own_src, mask, dst, bytes)) {
+            rows::sum_elements<T>(dst, own_src, own_weight, mask, count);
+        } else if (is_bulk(bytes)) {
+            bulk_.sum<T, reuse>(dst, own_src, own_weight, mask, bytes);
+        } else {
+            rows::sum_vectors<T>(dst, own_src, own_weight, mask, bytes / sizeof(uint4));
         }
         __syncwarp();
     }

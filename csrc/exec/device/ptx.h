@@ -106,6 +106,22 @@ __device__ __forceinline__ uint4 load_shared(const void* address) {
                  : "memory");
     return value;
 }
+__device__ __forceinline__ float load_shared(const float* address) {
+    float value;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(shared_address(address)) : "memory");
+    return value;
+}
+__device__ __forceinline__ double load_shared(const double* address) {
+    double value;
+    asm volatile("ld.shared.f64 %0, [%1];" : "=d"(value) : "r"(shared_address(address)) : "memory");
+    return value;
+}
+__device__ __forceinline__ void store_shared(float* address, float value) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(shared_address(address)), "f"(value) : "memory");
+}
+__device__ __forceinline__ void store_shared(double* address, double value) {
+    asm volatile("st.shared.f64 [%0], %1;" ::"r"(shared_address(address)), "d"(value) : "memory");
+}
 
 // ---- bulk copies through shared memory (sm_90): the copy engine of the SM reads and writes in the async proxy
 
@@ -118,6 +134,10 @@ __device__ __forceinline__ void fence_barrier_init() {
 }
 // Orders this thread's view of global memory before bulk copies that it issues later.
 __device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+// Orders what this thread has written to shared memory before bulk copies into the same place.
+__device__ __forceinline__ void fence_proxy_async_shared() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
 __device__ __forceinline__ void barrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)

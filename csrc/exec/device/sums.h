@@ -8,6 +8,7 @@
 #include "exec/device/rows.h"
 
 // Sums of rows, in the order of their lanes, in fp32 (fp64 for fp64). They start from -0, to which adding anything, -0 too, gives exactly that.
+// Weight: Accumulator<T>, a lane's own; or NoWeight, then nothing is multiplied.
 namespace ep::rows {
 
 __device__ __forceinline__ float widen(BFloat16 value) {
@@ -26,6 +27,22 @@ __device__ __forceinline__ void narrow(float value, Float16& out) {
 __device__ __forceinline__ void narrow(float value, float& out) { out = value; }
 __device__ __forceinline__ void narrow(double value, double& out) { out = value; }
 
+struct NoWeight {};
+
+template <class V>
+__device__ __forceinline__ V times(V value, NoWeight) {
+    return value;
+}
+// Rounded: the compiler never makes one operation of these and an addition.
+__device__ __forceinline__ float times(float value, float weight) { return __fmul_rn(value, weight); }
+__device__ __forceinline__ double times(double value, double weight) { return __dmul_rn(value, weight); }
+
+__device__ __forceinline__ NoWeight weight_of(NoWeight, int) { return {}; }
+template <class Weight>
+__device__ __forceinline__ Weight weight_of(Weight own, int lane) {
+    return __shfl_sync(kAllLanes, own, lane);
+}
+
 // The 16 bytes of a vector as numbers.
 template <class T>
 struct Elements {
@@ -34,7 +51,7 @@ struct Elements {
 };
 
 template <class T>
-__device__ __forceinline__ uint4 narrow_vector(const decltype(widen(T{}))* sums) {
+__device__ __forceinline__ uint4 narrow_vector(const Accumulator<T>* sums) {
     Elements<T> elements;
     uint4 vector;
     static_assert(sizeof(elements) == sizeof(vector));
@@ -52,18 +69,19 @@ __device__ __forceinline__ uint4 narrow_vector(const decltype(widen(T{}))* sums)
     return vector;
 }
 
-template <class T>
-__device__ __forceinline__ void accumulate(decltype(widen(T{}))* sums, const uint4& vector) {
+template <class T, class Weight>
+__device__ __forceinline__ void accumulate(Accumulator<T>* sums, const uint4& vector, Weight weight) {
     Elements<T> elements;
     memcpy(&elements, &vector, sizeof(vector));
 #pragma unroll
-    for (int i = 0; i < Elements<T>::kCount; ++i) sums[i] += widen(elements.values[i]);
+    for (int i = 0; i < Elements<T>::kCount; ++i) sums[i] += times(widen(elements.values[i]), weight);
 }
 
 // Short rows, a few of them at a time in registers. Everything aligned to 16 bytes.
-template <class T>
-__device__ __forceinline__ void sum_vectors(void* dst, const void* own_src, uint32_t mask, uint32_t vectors) {
-    using Sum = decltype(widen(T{}));
+template <class T, class Weight>
+__device__ __forceinline__ void sum_vectors(void* dst, const void* own_src, Weight own_weight, uint32_t mask,
+                                            uint32_t vectors) {
+    using Sum = Accumulator<T>;
     constexpr int kInFlight = 4;
     for (uint32_t first = 0; first < vectors; first += 32) {
         const uint32_t i = first + lane_id();
@@ -83,35 +101,50 @@ __device__ __forceinline__ void sum_vectors(void* dst, const void* own_src, uint
 #pragma unroll
             for (int r = 0; r < kInFlight; ++r) {
                 if (!rest) break;
+                const Weight weight = weight_of(own_weight, lowest_lane(rest));
                 rest &= rest - 1;
-                accumulate<T>(sums, values[r]);
+                accumulate<T>(sums, values[r], weight);
             }
         }
         if (i < vectors) ptx::store(static_cast<uint4*>(dst) + i, narrow_vector<T>(sums));
     }
 }
 
-// One vector of the sum of `count` rows in shared memory that lie `stride` bytes apart.
-template <class T>
-__device__ __forceinline__ void sum_shared(void* dst, const char* first, uint32_t count, uint32_t stride) {
-    decltype(widen(T{})) sums[Elements<T>::kCount];
+struct NoWeights {
+    __device__ __forceinline__ NoWeight operator[](uint32_t) const { return {}; }
+};
+template <class Weight>
+struct SharedWeights {
+    const Weight* first;
+    __device__ __forceinline__ Weight operator[](uint32_t row) const { return ptx::load_shared(first + row); }
+};
+
+// One vector of the sum of `count` rows in shared memory that lie `stride` bytes apart, as their weights lie side by side.
+template <class T, class Weights>
+__device__ __forceinline__ void sum_shared(void* dst, const char* first, Weights weights, uint32_t count,
+                                           uint32_t stride) {
+    using Sum = Accumulator<T>;
+    Sum sums[Elements<T>::kCount];
 #pragma unroll
-    for (auto& sum : sums) sum = -decltype(widen(T{})){0};
+    for (Sum& sum : sums) sum = -Sum{0};
 #pragma unroll 4
-    for (uint32_t row = 0; row < count; ++row) accumulate<T>(sums, ptx::load_shared(first + row * stride));
+    for (uint32_t row = 0; row < count; ++row)
+        accumulate<T>(sums, ptx::load_shared(first + row * stride), weights[row]);
     ptx::store(static_cast<uint4*>(dst), narrow_vector<T>(sums));
 }
 
 // The same order of additions, an element at a time.
-template <class T>
-__device__ __noinline__ inline void sum_elements(void* dst, const void* own_src, uint32_t mask, size_t count) {
+template <class T, class Weight>
+__device__ __noinline__ inline void sum_elements(void* dst, const void* own_src, Weight own_weight, uint32_t mask,
+                                                 size_t count) {
     T* out = static_cast<T*>(dst);
     for (size_t first = 0; first < count; first += 32) {
         const size_t i = first + lane_id();
-        auto sum = -decltype(widen(T{})){0};
+        Accumulator<T> sum = -Accumulator<T>{0};
         for_each_lane(mask, [&](int lane) {
             const T* in = static_cast<const T*>(shuffle_pointer(own_src, lane));
-            if (i < count) sum += widen(in[i]);
+            const Weight weight = weight_of(own_weight, lane);
+            if (i < count) sum += times(widen(in[i]), weight);
         });
         if (i < count) narrow(sum, out[i]);
     }

@@ -116,9 +116,18 @@ class BasicHostWarp {
     template <class T, Reuse reuse>
     void sum(void* dst, const PerLane<const void*>& srcs, uint32_t mask, size_t count) {
         const T* rows[32];
-        int num_rows = 0;
-        for_each_lane(mask, [&](int lane) { rows[num_rows++] = static_cast<const T*>(srcs[lane]); });
+        const int num_rows = gather(rows, srcs, mask);
         sum_rows(static_cast<T*>(dst), rows, num_rows, count);
+    }
+
+    template <class T, Reuse reuse>
+    void weighted_sum(void* dst, const PerLane<const void*>& srcs, const PerLane<Accumulator<T>>& weights,
+                      uint32_t mask, size_t count) {
+        const T* rows[32];
+        Accumulator<T> row_weights[32];
+        const int num_rows = gather(rows, srcs, mask);
+        gather(row_weights, weights, mask);
+        weighted_sum_rows(static_cast<T*>(dst), rows, row_weights, num_rows, count);
     }
 
     void zero(void* dst, size_t bytes) {
@@ -152,6 +161,14 @@ class BasicHostWarp {
     }
 
   private:
+    // The values of the lanes in the mask, side by side; returns how many.
+    template <class Out, class T>
+    static int gather(Out* out, const PerLane<T>& values, uint32_t mask) {
+        int count = 0;
+        for_each_lane(mask, [&](int lane) { out[count++] = static_cast<Out>(values[lane]); });
+        return count;
+    }
+
     template <class F, class C>
     bool wait_for(Wait wait, int count, F&& need, C& condition) {
         if (!executor_.preempts() && condition()) return true;

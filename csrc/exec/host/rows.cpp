@@ -16,6 +16,9 @@
 #define EP_WIDE
 #endif
 
+// A product is rounded before it is added, as on the GPU: never both by one instruction, which the wider machines have.
+#define EP_UNFUSED __attribute__((optimize("fp-contract=off")))
+
 namespace ep {
 namespace {
 
@@ -57,9 +60,15 @@ EP_INLINE Words narrow(Floats values, Float16) {
     return (magnitude >= 0x477ff000 ? special : finite) | (bits >> 16 & 0x8000);
 }
 
+// In place of the weights of a sum that has none.
+struct NoWeights {};
+EP_INLINE Floats times(Floats values, NoWeights, int) { return values; }
+EP_INLINE Floats times(Floats values, const float* weights, int row) { return values * weights[row]; }
+
 // dst[i] for kVectors vectors from `first` on; `size` is less only at the end of a row.
-template <class T>
-EP_INLINE void sum_narrow_block(T* dst, const T* const* rows, int num_rows, size_t first, size_t size) {
+template <class T, class Weights>
+EP_INLINE void sum_narrow_block(T* dst, const T* const* rows, Weights weights, int num_rows, size_t first,
+                                size_t size) {
     auto load = [&](const T* row, size_t vector) {
         Halves halves{};
         std::memcpy(&halves, row + first + vector * kLanes,
@@ -68,9 +77,9 @@ EP_INLINE void sum_narrow_block(T* dst, const T* const* rows, int num_rows, size
     };
     const size_t vectors = size == kLanes * kVectors ? kVectors : 1;
     Floats sums[kVectors];
-    for (size_t v = 0; v < vectors; ++v) sums[v] = load(rows[0], v);
+    for (size_t v = 0; v < vectors; ++v) sums[v] = times(load(rows[0], v), weights, 0);
     for (int row = 1; row < num_rows; ++row) {
-        for (size_t v = 0; v < vectors; ++v) sums[v] += load(rows[row], v);
+        for (size_t v = 0; v < vectors; ++v) sums[v] += times(load(rows[row], v), weights, row);
     }
     for (size_t v = 0; v < vectors; ++v) {
         const Halves halves = __builtin_convertvector(narrow(sums[v], T{}), Halves);
@@ -78,13 +87,13 @@ EP_INLINE void sum_narrow_block(T* dst, const T* const* rows, int num_rows, size
     }
 }
 
-template <class T>
-EP_INLINE void sum_narrow(T* dst, const T* const* rows, int num_rows, size_t count) {
+template <class T, class Weights>
+EP_INLINE void sum_narrow(T* dst, const T* const* rows, Weights weights, int num_rows, size_t count) {
     constexpr size_t kWhole = kLanes * kVectors;
     size_t first = 0;
-    for (; first + kWhole <= count; first += kWhole) sum_narrow_block(dst, rows, num_rows, first, kWhole);
+    for (; first + kWhole <= count; first += kWhole) sum_narrow_block(dst, rows, weights, num_rows, first, kWhole);
     for (; first < count; first += kLanes)
-        sum_narrow_block(dst, rows, num_rows, first, std::min(kLanes, count - first));
+        sum_narrow_block(dst, rows, weights, num_rows, first, std::min(kLanes, count - first));
 }
 
 template <class T>
@@ -101,25 +110,66 @@ EP_INLINE void sum_wide(T* __restrict dst, const T* const* rows, int num_rows, s
 }
 
 template <class T>
+EP_INLINE void weighted_sum_wide(T* __restrict dst, const T* const* rows, const T* weights, int num_rows,
+                                 size_t count) {
+    for (size_t first = 0; first < count; first += kBlock) {
+        const size_t size = std::min(kBlock, count - first);
+        T* __restrict out = dst + first;
+        for (int row = 0; row < num_rows; ++row) {
+            const T* __restrict in = rows[row] + first;
+            const T weight = weights[row];
+            if (row == 0) {
+                for (size_t i = 0; i < size; ++i) out[i] = in[i] * weight;
+            } else {
+                for (size_t i = 0; i < size; ++i) out[i] += in[i] * weight;
+            }
+        }
+    }
+}
+
+template <class T>
 bool sum_few(T* dst, const T* const* rows, int num_rows, size_t count) {
     if (num_rows == 0) std::memset(dst, 0, count * sizeof(T));
     if (num_rows == 1) std::memcpy(dst, rows[0], count * sizeof(T));
     return num_rows < 2;
 }
 
+template <class T>
+bool sum_none(T* dst, int num_rows, size_t count) {
+    if (num_rows == 0) std::memset(dst, 0, count * sizeof(T));
+    return num_rows == 0;
+}
+
 }  // namespace
 
 EP_WIDE void sum_rows(BFloat16* dst, const BFloat16* const* rows, int num_rows, size_t count) {
-    if (!sum_few(dst, rows, num_rows, count)) sum_narrow(dst, rows, num_rows, count);
+    if (!sum_few(dst, rows, num_rows, count)) sum_narrow(dst, rows, NoWeights{}, num_rows, count);
 }
 EP_WIDE void sum_rows(Float16* dst, const Float16* const* rows, int num_rows, size_t count) {
-    if (!sum_few(dst, rows, num_rows, count)) sum_narrow(dst, rows, num_rows, count);
+    if (!sum_few(dst, rows, num_rows, count)) sum_narrow(dst, rows, NoWeights{}, num_rows, count);
 }
 EP_WIDE void sum_rows(float* dst, const float* const* rows, int num_rows, size_t count) {
     if (!sum_few(dst, rows, num_rows, count)) sum_wide(dst, rows, num_rows, count);
 }
 EP_WIDE void sum_rows(double* dst, const double* const* rows, int num_rows, size_t count) {
     if (!sum_few(dst, rows, num_rows, count)) sum_wide(dst, rows, num_rows, count);
+}
+
+EP_WIDE EP_UNFUSED void weighted_sum_rows(BFloat16* dst, const BFloat16* const* rows, const float* weights,
+                                          int num_rows, size_t count) {
+    if (!sum_none(dst, num_rows, count)) sum_narrow(dst, rows, weights, num_rows, count);
+}
+EP_WIDE EP_UNFUSED void weighted_sum_rows(Float16* dst, const Float16* const* rows, const float* weights, int num_rows,
+                                          size_t count) {
+    if (!sum_none(dst, num_rows, count)) sum_narrow(dst, rows, weights, num_rows, count);
+}
+EP_WIDE EP_UNFUSED void weighted_sum_rows(float* dst, const float* const* rows, const float* weights, int num_rows,
+                                          size_t count) {
+    if (!sum_none(dst, num_rows, count)) weighted_sum_wide(dst, rows, weights, num_rows, count);
+}
+EP_WIDE EP_UNFUSED void weighted_sum_rows(double* dst, const double* const* rows, const double* weights, int num_rows,
+                                          size_t count) {
+    if (!sum_none(dst, num_rows, count)) weighted_sum_wide(dst, rows, weights, num_rows, count);
 }
 
 void copy_streaming(void* dst, const void* src, size_t bytes) {

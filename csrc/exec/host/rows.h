@@ -19,4 +19,10 @@ void sum_rows(Float16* dst, const Float16* const* rows, int num_rows, size_t cou
 void sum_rows(float* dst, const float* const* rows, int num_rows, size_t count);
 void sum_rows(double* dst, const double* const* rows, int num_rows, size_t count);
 
+// dst[i] = weights[0] * rows[0][i] + weights[1] * rows[1][i] + ..., each product rounded before it is added.
+void weighted_sum_rows(BFloat16* dst, const BFloat16* const* rows, const float* weights, int num_rows, size_t count);
+void weighted_sum_rows(Float16* dst, const Float16* const* rows, const float* weights, int num_rows, size_t count);
+void weighted_sum_rows(float* dst, const float* const* rows, const float* weights, int num_rows, size_t count);
+void weighted_sum_rows(double* dst, const double* const* rows, const double* weights, int num_rows, size_t count);
+
 }  // namespace ep

@@ -53,6 +53,8 @@ class CudaGroup {
     void reset();
 
   private:
+    template <bool kWeighted>
+    void launch_combine(const std::vector<CombineArgs>& args, DType dtype, CudaStream stream);
     template <class J, class Args>
     J joint(const std::vector<Args>& args, int blocks_per_rank) const;
     template <class Roles>

@@ -153,20 +153,9 @@ void CudaGroup<P>::dispatch(const std::vector<DispatchArgs>& args, CudaStream st
 
 template <class P>
 void CudaGroup<P>::combine(const std::vector<CombineArgs>& args, DType dtype, CudaStream stream) {
-    const DeviceGuard guard(device_);
-    const auto combine_roles = roles<CombineRoles>();
-    auto all = joint<CombineJoint<P>>(args, blocks_for(heap_.channels * combine_roles.warps()));
-    all.roles = combine_roles;
-    switch (dtype) {
-        case DType::bf16:
-            return launch(kernels::combine_kernel<BFloat16, CombineJoint<P>>, all, args.size(), stream);
-        case DType::fp16:
-            return launch(kernels::combine_kernel<Float16, CombineJoint<P>>, all, args.size(), stream);
-        case DType::fp32:
-            return launch(kernels::combine_kernel<float, CombineJoint<P>>, all, args.size(), stream);
-        case DType::fp64:
-            return launch(kernels::combine_kernel<double, CombineJoint<P>>, all, args.size(), stream);
-    }
+    // a rank without rows has no weights either
+    const bool weighted = std::any_of(args.begin(), args.end(), [](const CombineArgs& a) { return a.row_weights; });
+    weighted ? launch_combine<true>(args, dtype, stream) : launch_combine<false>(args, dtype, stream);
 }
 
 template <class P>

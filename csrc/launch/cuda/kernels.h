@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1) dispatch_kernel(const __grid
 
 // ---- combine
 
-template <class T, class F>
+template <class T, bool kWeighted, class F>
 __device__ __forceinline__ void run_combine_role(const DeviceRank& rank, BulkBuffers& buffers, F& fabric,
                                                  const CombineArgs& args, const CombineRoles& roles, int channel,
                                                  int role) {
@@ -150,7 +150,7 @@ __device__ __forceinline__ void run_combine_role(const DeviceRank& rank, BulkBuf
     } else if ((role -= 1) < roles.servers) {
         DeviceWarp w = warp(Role::CombineNvlSender);
         const int share = roles.ranks_per_server();
-        if (role * share < roles.world) combine_nvl_sender<T>(w, fabric, args, channel, role * share, share);
+        if (role * share < roles.world) combine_nvl_sender<T, kWeighted>(w, fabric, args, channel, role * share, share);
     } else if ((role -= roles.servers) < others) {
         DeviceWarp w = warp(Role::CombineForwarder);
         combine_forwarder<T>(w, fabric, args, channel, other_node(role));
@@ -164,14 +164,14 @@ __device__ __forceinline__ void run_combine_role(const DeviceRank& rank, BulkBuf
     }
 }
 
-template <class T, class J>
+template <class T, bool kWeighted, class J>
 __global__ void __launch_bounds__(kBlockThreads, 1) combine_kernel(const __grid_constant__ J joint) {
     const Place<J> place(joint);
     const CombineArgs& args = joint.args[place.index];
     if (place.warp >= joint.roles.warps() * args.layout.channels || is_aborted(joint.ranks[place.index])) return;
     typename J::Fabric fabric(joint.fabric, args.rank);
-    run_combine_role<T>(joint.ranks[place.index], bulk_buffers(), fabric, args, joint.roles,
-                        place.warp / joint.roles.warps(), place.warp % joint.roles.warps());
+    run_combine_role<T, kWeighted>(joint.ranks[place.index], bulk_buffers(), fabric, args, joint.roles,
+                                   place.warp / joint.roles.warps(), place.warp % joint.roles.warps());
 }
 
 }  // namespace ep::kernels

@@ -90,7 +90,8 @@ void HostGroup::add_combine_roles(std::vector<RoleTask>& tasks, size_t index, co
     auto add = [&](Role name, auto body) { tasks.push_back(role<Warp>(index, name, channel, body)); };
     for (int first = 0; first < heap_.topology.world(); first += 32) {
         add(Role::CombineNvlSender, [&args, channel, first](Warp& warp, HostFabric& fabric) {
-            combine_nvl_sender<T>(warp, fabric, args, channel, first);
+            if (args.row_weights) return combine_nvl_sender<T, true>(warp, fabric, args, channel, first);
+            combine_nvl_sender<T, false>(warp, fabric, args, channel, first);
         });
     }
     for (int node = 0; node < heap_.topology.nodes; ++node) {

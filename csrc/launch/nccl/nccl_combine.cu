@@ -1,8 +1,8 @@
 #include "fabric/nccl/nccl_fabric.h"
-#include "launch/cuda/group.inl"
+#include "launch/cuda/combine.inl"
 
 namespace ep {
 
-template void CudaGroup<NcclFabricParams>::combine(const std::vector<CombineArgs>&, DType, CudaStream);
+template void CudaGroup<NcclFabricParams>::launch_combine<false>(const std::vector<CombineArgs>&, DType, CudaStream);
 
 }  // namespace ep

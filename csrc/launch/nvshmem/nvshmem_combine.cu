@@ -2,10 +2,10 @@
 #include <nvshmemx.h>
 
 #include "fabric/nvshmem/nvshmem_fabric.h"
-#include "launch/cuda/group.inl"
+#include "launch/cuda/combine.inl"
 
 namespace ep {
 
-template void CudaGroup<NvshmemFabricParams>::combine(const std::vector<CombineArgs>&, DType, CudaStream);
+template void CudaGroup<NvshmemFabricParams>::launch_combine<false>(const std::vector<CombineArgs>&, DType, CudaStream);
 
 }  // namespace ep

@@ -114,3 +114,6 @@ inline unsigned __reduce_or_sync(unsigned, unsigned value) {
 }
 inline int __popc(unsigned bits) { return std::popcount(bits); }
 inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
+// Products that never become part of a fused operation.
+__attribute__((noinline)) inline float __fmul_rn(float a, float b) { return a * b; }
+__attribute__((noinline)) inline double __dmul_rn(double a, double b) { return a * b; }

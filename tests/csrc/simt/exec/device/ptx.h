@@ -31,6 +31,10 @@ inline void store(uint4* address, uint4 value) {
     *address = value;
 }
 inline uint4 load_shared(const void* address) { return load_no_allocate(static_cast<const uint4*>(address)); }
+inline float load_shared(const float* address) { return *address; }
+inline double load_shared(const double* address) { return *address; }
+inline void store_shared(float* address, float value) { *address = value; }
+inline void store_shared(double* address, double value) { *address = value; }
 inline void store_streaming(uint4* address, uint4 value) { store(address, value); }
 
 inline uint16_t narrow_bf16(float value) {
@@ -95,6 +99,7 @@ inline void end_of_launch() {
 inline void barrier_init(uint64_t* barrier, uint32_t arrivals) { barriers()[barrier] = {arrivals, arrivals}; }
 inline void fence_barrier_init() {}
 inline void fence_proxy_async_global() {}
+inline void fence_proxy_async_shared() {}
 inline void barrier_arrive_expect(uint64_t* address, uint32_t bytes) {
     Barrier& barrier = barriers()[address];
     if (barrier.left == 0) simt::die("more arrivals at a barrier than it expects");

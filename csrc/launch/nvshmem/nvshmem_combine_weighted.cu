@@ -1,0 +1,11 @@
+#include <nvshmem.h>
+#include <nvshmemx.h>
+
+#include "fabric/nvshmem/nvshmem_fabric.h"
+#include "launch/cuda/combine.inl"
+
+namespace ep {
+
+template void CudaGroup<NvshmemFabricParams>::launch_combine<true>(const std::vector<CombineArgs>&, DType, CudaStream);
+
+}  // namespace ep
