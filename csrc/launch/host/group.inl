@@ -111,20 +111,7 @@ void HostGroup::combine(std::vector<CombineArgs> args, DType dtype, const std::f
     for (size_t i = 0; i < ranks_.size(); ++i) {
         states_[i].call = args[i].call;
         for (int c = 0; c < heap_.channels; ++c) {
-            switch (dtype) {
-                case DType::bf16:
-                    add_combine_roles<BFloat16, Warp>(tasks[i], i, args[i], c);
-                    break;
-                case DType::fp16:
-                    add_combine_roles<Float16, Warp>(tasks[i], i, args[i], c);
-                    break;
-                case DType::fp32:
-                    add_combine_roles<float, Warp>(tasks[i], i, args[i], c);
-                    break;
-                case DType::fp64:
-                    add_combine_roles<double, Warp>(tasks[i], i, args[i], c);
-                    break;
-            }
+            with_type(dtype, [&]<class T>() { add_combine_roles<T, Warp>(tasks[i], i, args[i], c); });
         }
     }
     run(std::move(tasks), interrupted);
