@@ -20,8 +20,9 @@ CudaDevice CudaDevice::of(int device) {
 }
 
 int cuda_channels(const Topology& topology, int sms) {
-    // A receiver has more bytes to write than its sender: about as many rows as a token has experts on a node, against one.
-    constexpr int kServers = 3;
+    // Rows of a channel pass through one sender, so channels are worth more than warps within one; but a receiver writes a row to each of its
+    // experts where the sender writes it once.
+    constexpr int kServers = 2;
     const int servers = std::max(fewest_servers(topology), std::min(kServers, topology.world()));
     const int warps = DispatchRoles{{topology.nodes, topology.world(), servers}}.warps();
     return std::max(1, sms * kBlockWarps / warps);
