@@ -21,9 +21,9 @@ CudaDevice CudaDevice::of(int device) {
 
 int cuda_channels(const Topology& topology, int sms) {
     // Rows of a channel pass through one sender, so channels are worth more than warps within one; but a receiver writes a row to each of its
-    // experts where the sender writes it once.
-    constexpr int kServers = 2;
-    const int servers = std::max(fewest_servers(topology), std::min(kServers, topology.world()));
+    // experts where the sender writes it once, and with several nodes more than one sender feeds it.
+    const int enough = topology.nodes > 1 ? 3 : 2;
+    const int servers = std::max(fewest_servers(topology), std::min(enough, topology.world()));
     const int warps = DispatchRoles{{topology.nodes, topology.world(), servers}}.warps();
     return std::max(1, sms * kBlockWarps / warps);
 }
