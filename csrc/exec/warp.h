@@ -17,13 +17,14 @@ enum class Scope { Rank, System };
 // sum reads.
 enum class Reuse { Soon, Late };
 
-// What executes a role: 32 lanes that move together, kLanesAtOnce of them at the same time. Values that differ between lanes live in a PerLane; everything else is
-// the same in all lanes. Lambdas get the lane and run for lanes [0, count); on a GPU at the same time, on the host one by one.
+// What executes a role: 32 lanes that move together, kLanesAtOnce of them at the same time. Values that differ between lanes live in a
+// PerLane; everything else is the same in all lanes. Lambdas get the lane and run for lanes [0, count); on a GPU at the same time, on the
+// host one by one.
 //
 //   lanes(count, f)                   f(lane) for each lane; ordered before what the warp does next
 //   ballot(count, f)                  the lanes for which f is true, as bits
 //   first_of(count, keys)             the lanes whose key is >= 0 and appears in no lower lane, as bits
-//   match(count, keys, equal)       for each lane whose key is >= 0 the lanes with the same key, as bits; else 0
+//   match(count, keys, equal)         for each lane whose key is >= 0 the lanes with the same key, as bits; else 0
 //   broadcast(value, lane)            the value of one lane, in all lanes
 //   exclusive_scan(count, values)     prefix sums in place; returns the total
 //   met(count, need)                  need(lane) -> Need: has every lane what it needs?
@@ -32,7 +33,7 @@ enum class Reuse { Soon, Late };
 //   fail(outcome, wait, need)         records an incident and makes all waits of all ranks end
 //   copy<Reuse>(dst, src, bytes)
 //   multicast<Reuse>(dsts, mask, src, bytes)   one source, a destination per lane in the mask
-//   stage<Reuse>(src, bytes)              begins to read what the next copy or multicast is about to read, while the warp finds out where it goes
+//   stage<Reuse>(src, bytes)          begins to read what the next copy or multicast reads, while the warp finds out where it goes
 //   sum<T, Reuse>(dst, srcs, mask, count)
 //                                     dst[i] = sum over the lanes in the mask of srcs[lane][i], in lane order, in fp32 (fp64 for fp64)
 //   weighted_sum<T, Reuse>(dst, srcs, weights, mask, count)
