@@ -91,8 +91,8 @@ class CudaRanks:
     def incidents(self) -> list[dict[str, Any]]:
         return self._group.incidents()
 
-    def abort(self, failed: bool) -> None:
-        self._group.abort(failed=failed)
+    def abort(self, *, interrupted: bool, failed: bool) -> None:
+        self._group.abort(interrupted=interrupted, failed=failed)
 
     def drain(self) -> None:
         """Until all launches are done and what they sent is there. Raises RuntimeError when that takes too long."""
@@ -118,7 +118,7 @@ class CudaRanks:
                 if time.perf_counter() - started > SPIN_S:
                     time.sleep(POLL_S)
         except BaseException:
-            self._group.abort(interrupted=True)
+            self._group.abort(interrupted=True, failed=False)
             raise
 
     def synchronize(self) -> None:

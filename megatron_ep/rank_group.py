@@ -124,13 +124,14 @@ class RankGroup:
         except EPError:
             raise
         except BaseException as error:
-            self.refuse(failed=not isinstance(error, ValueError))
+            interrupted = isinstance(error, KeyboardInterrupt)
+            self.refuse(interrupted=interrupted, failed=not interrupted and not isinstance(error, ValueError))
             raise
 
-    def refuse(self, failed: bool = False) -> None:
-        """Ends the waits of the other ranks: this one has refused its arguments, or failed."""
+    def refuse(self, *, interrupted: bool = False, failed: bool = False) -> None:
+        """Ends the waits of the other ranks: this one has refused its arguments, was interrupted, or failed."""
         if self._group is not None and len(self.ranks) < self.topology.world_size:
-            self._group.abort(failed=failed)
+            self._group.abort(interrupted=interrupted, failed=failed)
 
     def format_of(
         self, topk: int, x: torch.Tensor, scales: Sequence[torch.Tensor] | None, weights: Sequence[torch.Tensor] | None

@@ -70,6 +70,25 @@ def test_topologies(ranks):
     assert shared_memory() <= before
 
 
+def run_one_interrupted():
+    """Ctrl-C on rank 2 in the middle of a call, where nothing waits."""
+    buffer = make_buffer()
+    x, ids, weights = inputs(8, 2)
+    if buffer.rank == 2:
+        with pytest.raises(KeyboardInterrupt), buffer.telling_others():
+            raise KeyboardInterrupt
+    else:
+        with pytest.raises(ep.EPAbortError, match="rank 2 was interrupted"):
+            ep.dispatch(x[buffer.rank], ids[buffer.rank], weights[buffer.rank], buffer=buffer)
+    buffer.reset()
+    round_trips(buffer)
+    buffer.close()
+
+
+def test_the_others_hear_that_a_rank_was_interrupted(ranks):
+    ranks.run(run_one_interrupted)
+
+
 def run_one_mistake(kind):
     """Rank 2 gives a wrong argument. Who is still in the call before may be stopped there."""
     buffer = make_buffer()

@@ -95,8 +95,7 @@ class PyCudaGroup {
             .def("aborted", &PyCudaGroup::aborted,
                  "(outcome, rank) of whoever gave up first, as far as this process has been told, or None.")
             .def("incidents", &PyCudaGroup::incidents)
-            .def("abort", &PyCudaGroup::abort, py::kw_only(), py::arg("interrupted") = false, py::arg("failed") = false,
-                 release)
+            .def("abort", &PyCudaGroup::abort, py::kw_only(), py::arg("interrupted"), py::arg("failed"), release)
             .def("drain", &PyCudaGroup::drain, release)
             .def("reset", &PyCudaGroup::reset, release);
     }

@@ -98,7 +98,9 @@ class Group {
         return all;
     }
 
-    void abort(bool failed) { group_.state(0).abort(failed ? Outcome::Failed : Outcome::BadInput); }
+    void abort(bool interrupted, bool failed) {
+        group_.state(0).abort(interrupted ? Outcome::Interrupted : failed ? Outcome::Failed : Outcome::BadInput);
+    }
 
     void reset() {
         const auto lock = use_alone();
@@ -241,7 +243,7 @@ void bind_group(py::module_& m) {
         .def("aborted", &Group::aborted)
         .def("finished", &Group::finished)
         .def("incidents", &Group::incidents)
-        .def("abort", &Group::abort, py::kw_only(), py::arg("failed"))
+        .def("abort", &Group::abort, py::kw_only(), py::arg("interrupted"), py::arg("failed"))
         .def("reset", &Group::reset)
         .def_property_readonly("seconds", &Group::seconds);
 }
