@@ -69,15 +69,25 @@ build/tsan/%.o: %.cpp Makefile
 	@mkdir -p $(@D)
 	$(CXX) $(TSAN_FLAGS) -c $< -o $@
 
-# ---- every kernel compiled for sm_90a, its registers held to tests/cuda_budget.txt
+# ---- every kernel compiled for sm_90a and sm_100a, its registers held to tests/cuda_budget.txt; those over NVSHMEM and NCCL where PYTHON has
+# the wheels with their headers
 
 NVCC := $(firstword $(shell command -v nvcc; ls "$$CUDA_HOME/bin/nvcc" /usr/local/cuda/bin/nvcc 2>/dev/null))
-NVCC_FLAGS := -std=c++20 -O3 -gencode=arch=compute_90a,code=sm_90a -Xptxas -v --expt-relaxed-constexpr -Icsrc
+NVCC_FLAGS := -std=c++20 -O3 -gencode=arch=compute_90a,code=sm_90a -gencode=arch=compute_100a,code=sm_100a -Xptxas -v --expt-relaxed-constexpr -Icsrc
+wheel = $(shell $(PYTHON) -c 'from importlib.util import find_spec as find; found = find("nvidia") and find("nvidia.$(1)"); print(found.submodule_search_locations[0] if found else "")')
+NVSHMEM := $(call wheel,nvshmem)
+NCCL := $(wildcard $(call wheel,nccl)/include/nccl_device.h)
 CUDA_SOURCES := $(wildcard csrc/launch/cuda/*.cu csrc/fabric/cuda/*.cu csrc/router/*.cu)
+CUDA_SOURCES += $(if $(NVSHMEM),$(wildcard csrc/launch/nvshmem/*.cu)) $(if $(NCCL),$(wildcard csrc/launch/nccl/*.cu))
+CUDA_BUDGETS := tests/cuda_budget.txt $(if $(NVSHMEM),tests/cuda_budget_nvshmem.txt)
 PTXAS_LOGS := $(CUDA_SOURCES:%.cu=build/cuda-check/%.ptxas)
 
 cuda-check: $(PTXAS_LOGS) | nvcc
-	$(PYTHON) tests/cuda_budget.py tests/cuda_budget.txt $^
+	cat $(CUDA_BUDGETS) > build/cuda-check/budget.txt
+	$(PYTHON) tests/cuda_budget.py build/cuda-check/budget.txt $^
+
+build/cuda-check/csrc/launch/nvshmem/%.ptxas: NVCC_FLAGS += -rdc=true -diag-suppress=3012,3013 -I$(NVSHMEM)/include
+build/cuda-check/csrc/launch/nccl/%.ptxas: NVCC_FLAGS += -I$(dir $(NCCL))
 
 nvcc:
 	@test -n '$(NVCC)' || { echo 'nvcc was not found in PATH, CUDA_HOME or /usr/local/cuda' >&2; exit 1; }

@@ -145,6 +145,8 @@ def test_no_bindings_is_an_error(tree: Path) -> None:
         ([FINE], "helper 95", 1, "'helper' fits no kernel"),
         ([FINE], "send<8>", 1, "line 1 of the budget is 'send<8>'"),
         ([FINE, SPILLS], "", 1, "forward() spills 68 bytes"),
+        ([FINE, SPILLS], "forward() 255 67", 1, "forward() spills 68 bytes"),
+        ([FINE, SPILLS], "forward() 255 68", 0, ""),
         (["an output that ptxas no longer writes"], "", 1, "nothing was checked"),
         ([], "", 0, "there are no CUDA sources to check"),
     ],
