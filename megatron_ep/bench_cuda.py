@@ -43,6 +43,18 @@ class Case:
     def world_size(self) -> int:
         return self.nodes * self.ranks_per_node
 
+    @property
+    def config(self) -> ep.Config:
+        slot_bytes = 2 * self.hidden + 1024  # generous for what travels beside a row
+        return ep.Config(
+            num_experts=self.experts,
+            channels=self.channels,
+            num_sms=self.num_sms,
+            timeout=10,
+            nvl_ring_bytes=self.ring_slots * slot_bytes,
+            rdma_ring_bytes=4 * self.ring_slots * slot_bytes,
+        )
+
     def __str__(self) -> str:
         sizes = f"T={self.tokens} H={self.hidden} K={self.topk} E={self.experts}"
         channels = f" channels={self.channels}" if self.channels else ""
@@ -94,32 +106,38 @@ def main(argv: Sequence[str]) -> int:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("megatron-ep bench cuda", description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--topology", nargs="+", default=["1x8", "2x4", "1x4"], metavar="NxG", help="(1x8 2x4 1x4)")
-    parser.add_argument("--num-sms", nargs="+", type=int, default=[4, 8, 12, 16, 24], help="of a rank (4 8 12 16 24)")
-    parser.add_argument("--channels", nargs="+", type=int, default=[0], help="0: those that fit the SMs (0)")
-    parser.add_argument("--ring-slots", nargs="+", type=int, default=[2], help="rows of an NVLink ring (2)")
+    add_arguments(parser, num_sms=[4, 8, 12, 16, 24], ring_slots=[2])
+    return parser.parse_args(argv)
+
+
+def add_arguments(parser: argparse.ArgumentParser, num_sms: list[int], ring_slots: list[int]) -> None:
+    """What the benchmarks of GPUs have in common, with these defaults."""
+    parser.add_argument("--num-sms", nargs="+", type=int, default=num_sms, help="of a rank (%(default)s)")
+    parser.add_argument("--channels", nargs="+", type=int, default=[0], help="0: those that fit the SMs (%(default)s)")
+    parser.add_argument("--ring-slots", nargs="+", type=int, default=ring_slots, help="rows of a ring (%(default)s)")
     parser.add_argument("--tokens", type=int, default=4096, metavar="T", help="tokens of a rank (%(default)s)")
     parser.add_argument("--hidden", type=int, default=7168, metavar="H", help="(%(default)s)")
     parser.add_argument("--topk", type=int, default=8, metavar="K", help="experts of a token (%(default)s)")
     parser.add_argument("--experts", type=int, default=256, metavar="E", help="in all (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurements there")
-    return parser.parse_args(argv)
+
+
+def cases_of(arguments: argparse.Namespace, nodes: int, ranks_per_node: int) -> list[Case]:
+    sizes = (arguments.tokens, arguments.hidden, arguments.topk, arguments.experts)
+    return [
+        Case(nodes, ranks_per_node, num_sms, channels or None, slots, *sizes)
+        for num_sms in arguments.num_sms
+        for channels in arguments.channels
+        for slots in arguments.ring_slots
+    ]
 
 
 def _cases(arguments: argparse.Namespace) -> list[Case]:
     """Those whose ranks fit on the GPU together."""
     sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    sizes = (arguments.tokens, arguments.hidden, arguments.topk, arguments.experts)
-    cases = []
-    for topology in arguments.topology:
-        nodes, ranks_per_node = map(int, topology.split("x"))
-        cases += [
-            Case(nodes, ranks_per_node, num_sms, channels or None, slots, *sizes)
-            for num_sms in arguments.num_sms
-            for channels in arguments.channels
-            for slots in arguments.ring_slots
-            if num_sms * nodes * ranks_per_node <= sms
-        ]
-    return cases
+    shapes = [map(int, topology.split("x")) for topology in arguments.topology]
+    cases = [case for shape in shapes for case in cases_of(arguments, *shape)]
+    return [case for case in cases if case.num_sms * case.world_size <= sms]
 
 
 def _megatron() -> ModuleType | None:
@@ -134,16 +152,7 @@ def _megatron() -> ModuleType | None:
 def measure(case: Case) -> list[dict[str, Any]]:
     """The records of one case. Raises AssertionError when dispatch does not give what torch gives."""
     tokens = Tokens(case)
-    slot_bytes = 2 * case.hidden + 1024  # generous for what travels beside a row
-    config = ep.Config(
-        num_experts=case.experts,
-        channels=case.channels,
-        num_sms=case.num_sms,
-        timeout=10,
-        nvl_ring_bytes=case.ring_slots * slot_bytes,
-        rdma_ring_bytes=4 * case.ring_slots * slot_bytes,
-    )
-    with ep.LocalCluster(case.nodes, case.ranks_per_node, config, device="cuda") as cluster, torch.no_grad():
+    with ep.LocalCluster(case.nodes, case.ranks_per_node, case.config, device="cuda") as cluster, torch.no_grad():
         return _measure(case, tokens, cluster)
 
 
@@ -199,35 +208,42 @@ def _measure(case: Case, tokens: Tokens, cluster: ep.LocalCluster) -> list[dict[
         del steps["dispatch bf16", "ours_with_counts"]
     records = []
     for (phase, implementation), (step, size) in steps.items():
-        seconds = _timed(step)
+        seconds = timed(step)
         cluster.synchronize()
         records.append(
             {
                 "case": f"{case} {phase}",
                 "implementation": implementation,
                 "phase": phase,
-                "seconds": median(seconds),
-                "seconds_min": min(seconds),
-                "seconds_max": max(seconds),
+                **seconds,
                 "bytes": size,
-                "gigabytes_per_second": size / median(seconds) / 1e9,
+                "gigabytes_per_second": size / seconds["seconds"] / 1e9,
                 **asdict(case),
             }
         )
     return records
 
 
-def _timed(step: Callable[[], Any]) -> list[float]:
-    """Seconds on the GPU of each iteration."""
+def timed(step: Callable[[], Any], meet: Callable[[], Any] = lambda: None) -> dict[str, float]:
+    """Seconds on the GPU of an iteration, for a record: the median, the least and the most. `meet` is called once
+    everything is warm."""
     for _ in range(WARMUP):
         step()
+    torch.cuda.synchronize()
+    meet()
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(ITERATIONS)]
     for start, end in events:
         start.record()
         step()
         end.record()
     torch.cuda.synchronize()
-    return [start.elapsed_time(end) / 1e3 for start, end in events]
+    seconds = [start.elapsed_time(end) / 1e3 for start, end in events]
+    return {"seconds": median(seconds), "seconds_min": min(seconds), "seconds_max": max(seconds)}
+
+
+def milliseconds(record: dict[str, Any]) -> str:
+    """Of what `timed` gives, as three columns of a table."""
+    return " ".join(f"{record[key] * 1e3:7.3f}ms" for key in ("seconds_min", "seconds", "seconds_max"))
 
 
 def _table(case: Case, records: list[dict[str, Any]]) -> str:
@@ -238,9 +254,8 @@ def _table(case: Case, records: list[dict[str, Any]]) -> str:
         f"  {'phase':14} {'implementation':20} {'min':>9} {'median':>9} {'max':>9} {'GB/s':>8}  {'of copy':>7}"
     )
     for r in records:
-        seconds = " ".join(f"{r[key] * 1e3:7.3f}ms" for key in ("seconds_min", "seconds", "seconds_max"))
         rate = r["gigabytes_per_second"]
-        lines.append(f"  {r['phase']:14} {r['implementation']:20} {seconds} {rate:8.1f}  {rate / copy:7.0%}")
+        lines.append(f"  {r['phase']:14} {r['implementation']:20} {milliseconds(r)} {rate:8.1f}  {rate / copy:7.0%}")
     return "\n".join(lines)
 
 

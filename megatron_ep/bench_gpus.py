@@ -11,9 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from statistics import median
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -21,28 +19,9 @@ import torch.distributed as dist
 
 import megatron_ep as ep
 from megatron_ep import env
+from megatron_ep.bench_cuda import Case, add_arguments, cases_of, milliseconds, timed
 from megatron_ep.cuda_group import check_device
 from megatron_ep.local_ranks import LocalRanks
-
-WARMUP, ITERATIONS = 3, 10
-
-
-@dataclass(frozen=True)
-class Case:
-    nodes: int
-    ranks_per_node: int
-    num_sms: int
-    channels: int | None
-    ring_slots: int  # rows of bf16 that an NVLink ring holds
-    tokens: int
-    hidden: int
-    topk: int
-    experts: int
-
-    def __str__(self) -> str:
-        channels = f" channels={self.channels}" if self.channels else ""
-        sizes = f"T={self.tokens} H={self.hidden} K={self.topk} E={self.experts}"
-        return f"{self.nodes}x{self.ranks_per_node} GPUs sms={self.num_sms}{channels} slots={self.ring_slots} {sizes}"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -58,13 +37,7 @@ def main(argv: Sequence[str]) -> int:
     nodes = arguments.nodes
     if gpus % nodes:
         raise SystemExit(f"megatron-ep bench gpus: --nodes {nodes} does not divide {gpus} GPUs")
-    sizes = (arguments.tokens, arguments.hidden, arguments.topk, arguments.experts)
-    cases = [
-        Case(nodes, gpus // nodes, num_sms, channels or None, slots, *sizes)
-        for num_sms in arguments.num_sms
-        for channels in arguments.channels
-        for slots in arguments.ring_slots
-    ]
+    cases = cases_of(arguments, nodes, gpus // nodes)
     ranks = LocalRanks(gpus, timeout=60.0 + 10.0 * len(cases))
     try:
         everyone = ranks.run(measure, cases)
@@ -81,14 +54,7 @@ def main(argv: Sequence[str]) -> int:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("megatron-ep bench gpus", description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--nodes", type=int, default=1, help="nodes that the GPUs are dealt to (1)")
-    parser.add_argument("--num-sms", nargs="+", type=int, default=[4, 8, 16, 24], help="of a rank (4 8 16 24)")
-    parser.add_argument("--channels", nargs="+", type=int, default=[0], help="0: those that fit the SMs (0)")
-    parser.add_argument("--ring-slots", nargs="+", type=int, default=[4], help="rows of an NVLink ring (4)")
-    parser.add_argument("--tokens", type=int, default=4096, metavar="T", help="tokens of a rank (%(default)s)")
-    parser.add_argument("--hidden", type=int, default=7168, metavar="H", help="(%(default)s)")
-    parser.add_argument("--topk", type=int, default=8, metavar="K", help="experts of a token (%(default)s)")
-    parser.add_argument("--experts", type=int, default=256, metavar="E", help="in all (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurements there")
+    add_arguments(parser, num_sms=[4, 8, 16, 24], ring_slots=[4])
     return parser.parse_args(argv)
 
 
@@ -149,17 +115,8 @@ def measure(cases: Sequence[Case]) -> list[dict[str, Any]]:
             _record("all", "copy", "to_a_neighbour", lambda: neighbour.copy_(source), size),
         ]
         for case in cases:
-            slot_bytes = 2 * case.hidden + 1024  # generous for what travels beside a row
-            config = ep.Config(
-                num_experts=case.experts,
-                channels=case.channels,
-                num_sms=case.num_sms,
-                timeout=10,
-                nvl_ring_bytes=case.ring_slots * slot_bytes,
-                rdma_ring_bytes=4 * case.ring_slots * slot_bytes,
-            )
             topology = ep.Topology(case.nodes, case.ranks_per_node)
-            with ep.Buffer(None, config, topology, device="cuda") as buffer:
+            with ep.Buffer(None, case.config, topology, device="cuda") as buffer:
                 steps = _steps(tokens, buffer, expected)
                 records += [
                     _record(str(case), phase, name, step, size) | asdict(case) for (phase, name), step in steps.items()
@@ -184,26 +141,8 @@ def _steps(tokens: Tokens, buffer: ep.Buffer, expected: torch.Tensor) -> dict[tu
 
 
 def _record(case: str, phase: str, implementation: str, step: Callable[[], Any], size: int) -> dict[str, Any]:
-    for _ in range(WARMUP):
-        step()
-    torch.cuda.synchronize()
-    dist.barrier()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(ITERATIONS)]
-    for start, end in events:
-        start.record()
-        step()
-        end.record()
-    torch.cuda.synchronize()
-    seconds = [start.elapsed_time(end) / 1e3 for start, end in events]
-    return {
-        "case": case,
-        "phase": phase,
-        "implementation": implementation,
-        "seconds": median(seconds),
-        "seconds_min": min(seconds),
-        "seconds_max": max(seconds),
-        "bytes": size,
-    }
+    seconds = timed(step, meet=dist.barrier)
+    return {"case": case, "phase": phase, "implementation": implementation, **seconds, "bytes": size}
 
 
 def slowest(same: list[dict[str, Any]]) -> dict[str, Any]:
@@ -213,12 +152,11 @@ def slowest(same: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _table(case: Case, records: list[dict[str, Any]]) -> str:
-    lines = [f"\n{case}: the slowest rank, its tokens counted once for each rank that they go to"]
+    lines = [f"\n{case}, a GPU each: the slowest rank, its tokens counted once for each rank that they go to"]
     lines.append(f"  {'phase':9} {'implementation':16} {'min':>9} {'median':>9} {'max':>9} {'GB/s':>8}")
     for record in sorted(records, key=lambda record: record["phase"]):
-        seconds = " ".join(f"{record[key] * 1e3:7.3f}ms" for key in ("seconds_min", "seconds", "seconds_max"))
         rate = record["gigabytes_per_second"]
-        lines.append(f"  {record['phase']:9} {record['implementation']:16} {seconds} {rate:8.1f}")
+        lines.append(f"  {record['phase']:9} {record['implementation']:16} {milliseconds(record)} {rate:8.1f}")
     return "\n".join(lines)
 
 
