@@ -66,7 +66,7 @@ class LocalCluster(RankGroup):
             if threads != 1 or seed is not None:
                 raise ValueError(f"threads is {threads} and seed is {seed}, must not be given with device {device!r}")
             sms = cuda_group.num_sms(config, self.device, len(self.ranks))
-            self._heap = self._make_heap(cuda_group.num_channels(self.topology, config, sms))
+            self._heap = self._make_heap(cuda_group.num_channels(self.topology, config, sms, len(self.ranks)))
             self._group = cuda_group.local_ranks(self.topology, config, self._heap, self.device, sms)
             return
         heap = self._make_heap(config.num_channels)
@@ -118,7 +118,7 @@ class Buffer(RankGroup):
         self._agree(lambda: self._check_members(everyone))
         if self.device.type == "cuda":
             sms = cuda_group.num_sms(config, self.device, 1)
-            self._heap = self._make_heap(cuda_group.num_channels(self.topology, config, sms))
+            self._heap = self._make_heap(cuda_group.num_channels(self.topology, config, sms, 1))
             hosts = [host for host, *_ in everyone]
             self._group = cuda_group.connect(self, self._heap, self.device, sms, hosts)
             return

@@ -51,11 +51,12 @@ def num_sms(config: Config, device: torch.device, local_ranks: int) -> int:
     return max(1, min(DEFAULT_SMS, torch.cuda.get_device_properties(device).multi_processor_count // local_ranks))
 
 
-def num_channels(topology: Topology, config: Config, sms: int) -> int:
+def num_channels(topology: Topology, config: Config, sms: int, local_ranks: int) -> int:
     """The channels of a buffer on a GPU: as many as keep the warps of its SMs busy."""
     if config.channels is not None:
         return config.channels
-    return _C.cuda_channels(nodes=topology.nodes, ranks_per_node=topology.ranks_per_node, num_sms=sms)
+    nodes, ranks_per_node = topology.nodes, topology.ranks_per_node
+    return _C.cuda_channels(nodes=nodes, ranks_per_node=ranks_per_node, num_sms=sms, local_ranks=local_ranks)
 
 
 class CudaRanks:

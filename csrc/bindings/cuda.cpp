@@ -62,9 +62,11 @@ void bind_cuda(py::module_& m) {
 
     m.def(
         "cuda_channels",
-        [](int nodes, int ranks_per_node, int num_sms) { return cuda_channels({nodes, ranks_per_node}, num_sms); },
-        py::kw_only(), py::arg("nodes"), py::arg("ranks_per_node"), py::arg("num_sms"),
-        "Channels that keep all warps of this many SMs of a rank busy.");
+        [](int nodes, int ranks_per_node, int num_sms, int local_ranks) {
+            return cuda_channels({nodes, ranks_per_node}, num_sms, local_ranks);
+        },
+        py::kw_only(), py::arg("nodes"), py::arg("ranks_per_node"), py::arg("num_sms"), py::arg("local_ranks"),
+        "Channels that keep all warps of this many SMs of a rank busy, where so many ranks share a GPU.");
 }
 
 }  // namespace ep

@@ -19,10 +19,11 @@ CudaDevice CudaDevice::of(int device) {
     return gpu;
 }
 
-int cuda_channels(const Topology& topology, int sms) {
+int cuda_channels(const Topology& topology, int sms, int local_ranks) {
     // Rows of a channel pass through one sender, so channels are worth more than warps within one; but a receiver writes a row to each of its
-    // experts where the sender writes it once, and with several nodes more than one sender feeds it.
-    const int enough = topology.nodes > 1 ? 3 : 2;
+    // experts where the sender writes it once, with several nodes more than one sender feeds it, and ranks that share a GPU share its
+    // cache: fewer channels have fewer rings.
+    const int enough = topology.nodes > 1 ? 3 : local_ranks > 1 ? 4 : 2;
     const int servers = std::max(fewest_servers(topology), std::min(enough, topology.world()));
     const int warps = DispatchRoles{{topology.nodes, topology.world(), servers}}.warps();
     return std::max(1, sms * kBlockWarps / warps);

@@ -1,0 +1,33 @@
+"""How many channels a GPU gets by default: as many as its warps can serve."""
+
+import pytest
+
+from megatron_ep import _C
+
+WARPS_PER_SM = 16
+pytestmark = pytest.mark.skipif(not hasattr(_C, "cuda_channels"), reason="megatron_ep was built without CUDA kernels")
+
+
+def channels(nodes: int, ranks_per_node: int, num_sms: int, local_ranks: int = 1) -> int:
+    return _C.cuda_channels(nodes=nodes, ranks_per_node=ranks_per_node, num_sms=num_sms, local_ranks=local_ranks)
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 8, 40])
+@pytest.mark.parametrize("ranks_per_node", [1, 2, 4, 8, 33])
+def test_every_role_of_every_channel_has_a_warp(nodes: int, ranks_per_node: int) -> None:
+    """A sender and a receiver for each 32 ranks; with several nodes also a sender and a forwarder for each other node,
+    and two coordinators for each 32 nodes."""
+    roles = 1 + -(-nodes * ranks_per_node // 32)
+    if nodes > 1:
+        roles += 2 * (nodes - 1) + 2 * -(-nodes // 32)
+    for num_sms in (1, 2, 4, 24, 132):
+        for local_ranks in {1, nodes * ranks_per_node}:
+            count = channels(nodes, ranks_per_node, num_sms, local_ranks)
+            assert count >= 1
+            assert count == 1 or num_sms * WARPS_PER_SM // count >= roles
+
+
+def test_what_was_measured() -> None:
+    assert channels(1, 4, 24) == 128
+    assert channels(1, 8, 12, local_ranks=8) == 38
+    assert channels(2, 4, 12, local_ranks=8) == 24
