@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -23,6 +22,7 @@ import torch.distributed as dist
 import megatron_ep as ep
 from megatron_ep import env
 from megatron_ep import megatron as megatron_side
+from megatron_ep.bench_common import positive, write_json
 from megatron_ep.local_ranks import LocalRanks
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -67,8 +67,7 @@ def main(argv: Sequence[str]) -> int:
                 measured = _records(case, ranks.run(measure, case, beside_megatron, arguments.warmup, arguments.iters))
                 print(_table(case, measured), flush=True)
                 records += measured
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(records, indent=2) + "\n")
+    write_json(arguments.json, records)
     return 0
 
 
@@ -79,17 +78,15 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "Without --nodes and --ranks-per-node: 1x2 and 2x2 ranks. 'bench router' times the router, "
         "'bench cuda' all ranks on one GPU, 'bench gpus' a rank on each.",
     )
-    parser.add_argument(
-        "--nodes", type=_positive, metavar="N", help="nodes; all ranks run on this machine all the same"
-    )
-    parser.add_argument("--ranks-per-node", type=_positive, metavar="G", help="ranks of a node")
-    parser.add_argument("--tokens", type=_positive, default=4096, metavar="T", help="tokens of a rank (%(default)s)")
-    parser.add_argument("--hidden", type=_positive, default=2048, metavar="H", help="(%(default)s)")
-    parser.add_argument("--topk", type=_positive, default=8, metavar="K", help="experts of a token (%(default)s)")
-    parser.add_argument("--experts", type=_positive, default=64, metavar="E", help="in all (%(default)s)")
+    parser.add_argument("--nodes", type=positive, metavar="N", help="nodes; all ranks run on this machine all the same")
+    parser.add_argument("--ranks-per-node", type=positive, metavar="G", help="ranks of a node")
+    parser.add_argument("--tokens", type=positive, default=4096, metavar="T", help="tokens of a rank (%(default)s)")
+    parser.add_argument("--hidden", type=positive, default=2048, metavar="H", help="(%(default)s)")
+    parser.add_argument("--topk", type=positive, default=8, metavar="K", help="experts of a token (%(default)s)")
+    parser.add_argument("--experts", type=positive, default=64, metavar="E", help="in all (%(default)s)")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["fp32", "bf16"], help="(fp32 bf16)")
-    parser.add_argument("--iters", type=_positive, default=5, metavar="N", help="timed rounds (%(default)s)")
-    parser.add_argument("--warmup", type=_positive, default=2, metavar="N", help="rounds before (%(default)s)")
+    parser.add_argument("--iters", type=positive, default=5, metavar="N", help="timed rounds (%(default)s)")
+    parser.add_argument("--warmup", type=positive, default=2, metavar="N", help="rounds before (%(default)s)")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="limit of one case (%(default)s s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurements there")
     arguments = parser.parse_args(argv)
@@ -103,12 +100,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if arguments.topk > min(arguments.experts, 32):
         parser.error(f"--topk {arguments.topk} is over {min(arguments.experts, 32)}: --experts, and at most 32")
     return arguments
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return int(text)
 
 
 # ---- on every rank

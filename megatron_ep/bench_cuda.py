@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 
 import megatron_ep as ep
 from megatron_ep import env
+from megatron_ep.bench_common import positive, write_json
 from megatron_ep.cuda_group import check_device
 from megatron_ep.functional import SCALE_BLOCK
 
@@ -92,40 +92,49 @@ def main(argv: Sequence[str]) -> int:
     for case in _cases(arguments):
         try:
             measured = measure(case)
-        except ep.EPError as error:  # a result too: the others are still worth having
+            print(_table(case, measured), flush=True)
+        except (ep.EPError, ValueError) as error:  # a result too: the others are still worth having
             print(f"\n{case}: {type(error).__name__}: {error}", flush=True)
-            records.append({"case": str(case), "error": str(error), **asdict(case)})
-            continue
-        print(_table(case, measured), flush=True)
+            measured = [{"case": str(case), "error": str(error), **asdict(case)}]
         records += measured
-        if arguments.json is not None:
-            arguments.json.write_text(json.dumps(records, indent=2) + "\n")
+        write_json(arguments.json, records)
     return 1 if any("error" in record for record in records) else 0
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("megatron-ep bench cuda", description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("--topology", nargs="+", default=["1x8", "2x4", "1x4"], metavar="NxG", help="(1x8 2x4 1x4)")
+    parser.add_argument(
+        "--topology", nargs="+", type=_shape, default=[(1, 8), (2, 4), (1, 4)], metavar="NxG", help="(1x8 2x4 1x4)"
+    )
     add_arguments(parser, num_sms=[4, 8, 12, 16, 24], ring_slots=[2])
     return parser.parse_args(argv)
 
 
+def _shape(text: str) -> tuple[int, int]:
+    nodes, x, ranks_per_node = text.partition("x")
+    if not x:
+        raise argparse.ArgumentTypeError(f"{text!r} is not nodes x ranks of a node, such as 2x4")
+    return positive(nodes), positive(ranks_per_node)
+
+
 def add_arguments(parser: argparse.ArgumentParser, num_sms: list[int], ring_slots: list[int]) -> None:
     """What the benchmarks of GPUs have in common, with these defaults."""
-    parser.add_argument("--num-sms", nargs="+", type=int, default=num_sms, help="of a rank (%(default)s)")
-    parser.add_argument("--channels", nargs="+", type=int, default=[0], help="0: those that fit the SMs (%(default)s)")
-    parser.add_argument("--ring-slots", nargs="+", type=int, default=ring_slots, help="rows of a ring (%(default)s)")
-    parser.add_argument("--tokens", type=int, default=4096, metavar="T", help="tokens of a rank (%(default)s)")
-    parser.add_argument("--hidden", type=int, default=7168, metavar="H", help="(%(default)s)")
-    parser.add_argument("--topk", type=int, default=8, metavar="K", help="experts of a token (%(default)s)")
-    parser.add_argument("--experts", type=int, default=256, metavar="E", help="in all (%(default)s)")
+    parser.add_argument("--num-sms", nargs="+", type=positive, default=num_sms, help="of a rank (%(default)s)")
+    parser.add_argument("--channels", nargs="+", type=positive, default=[None], help="(those that fit the SMs)")
+    parser.add_argument(
+        "--ring-slots", nargs="+", type=positive, default=ring_slots, help="rows of a ring (%(default)s)"
+    )
+    parser.add_argument("--tokens", type=positive, default=4096, metavar="T", help="tokens of a rank (%(default)s)")
+    parser.add_argument("--hidden", type=positive, default=7168, metavar="H", help="(%(default)s)")
+    parser.add_argument("--topk", type=positive, default=8, metavar="K", help="experts of a token (%(default)s)")
+    parser.add_argument("--experts", type=positive, default=256, metavar="E", help="in all (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurements there")
 
 
 def cases_of(arguments: argparse.Namespace, nodes: int, ranks_per_node: int) -> list[Case]:
     sizes = (arguments.tokens, arguments.hidden, arguments.topk, arguments.experts)
     return [
-        Case(nodes, ranks_per_node, num_sms, channels or None, slots, *sizes)
+        Case(nodes, ranks_per_node, num_sms, channels, slots, *sizes)
         for num_sms in arguments.num_sms
         for channels in arguments.channels
         for slots in arguments.ring_slots
@@ -135,8 +144,7 @@ def cases_of(arguments: argparse.Namespace, nodes: int, ranks_per_node: int) -> 
 def _cases(arguments: argparse.Namespace) -> list[Case]:
     """Those whose ranks fit on the GPU together."""
     sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    shapes = [map(int, topology.split("x")) for topology in arguments.topology]
-    cases = [case for shape in shapes for case in cases_of(arguments, *shape)]
+    cases = [case for shape in arguments.topology for case in cases_of(arguments, *shape)]
     return [case for case in cases if case.num_sms * case.world_size <= sms]
 
 

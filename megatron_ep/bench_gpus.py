@@ -9,7 +9,6 @@ to, which is what an expert-parallel dispatch must move at least; all-to-all mov
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -19,6 +18,7 @@ import torch.distributed as dist
 
 import megatron_ep as ep
 from megatron_ep import env
+from megatron_ep.bench_common import positive, write_json
 from megatron_ep.bench_cuda import Case, add_arguments, cases_of, milliseconds, timed
 from megatron_ep.cuda_group import check_device
 from megatron_ep.local_ranks import LocalRanks
@@ -33,10 +33,12 @@ def main(argv: Sequence[str]) -> int:
     gpus = torch.cuda.device_count()
     if gpus < 2:
         raise SystemExit(f"megatron-ep bench gpus: this machine has {gpus} GPU, must have at least 2")
-    print(env.render(), flush=True)
     nodes = arguments.nodes
     if gpus % nodes:
-        raise SystemExit(f"megatron-ep bench gpus: --nodes {nodes} does not divide {gpus} GPUs")
+        raise SystemExit(f"megatron-ep bench gpus: --nodes is {nodes}, must divide the {gpus} GPUs")
+    if arguments.experts % gpus:
+        raise SystemExit(f"megatron-ep bench gpus: --experts is {arguments.experts}, must be a multiple of {gpus} GPUs")
+    print(env.render(), flush=True)
     cases = cases_of(arguments, nodes, gpus // nodes)
     ranks = LocalRanks(gpus, timeout=60.0 + 10.0 * len(cases))
     try:
@@ -46,14 +48,13 @@ def main(argv: Sequence[str]) -> int:
     records = [slowest(list(same)) for same in zip(*everyone, strict=True)]
     for case in cases:
         print(_table(case, [r for r in records if r["case"] in (str(case), "all")]), flush=True)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(records, indent=2) + "\n")
+    write_json(arguments.json, records)
     return 0
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("megatron-ep bench gpus", description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("--nodes", type=int, default=1, help="nodes that the GPUs are dealt to (1)")
+    parser.add_argument("--nodes", type=positive, default=1, help="nodes that the GPUs are dealt to (1)")
     add_arguments(parser, num_sms=[4, 8, 16, 24], ring_slots=[4])
     return parser.parse_args(argv)
 

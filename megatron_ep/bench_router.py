@@ -8,7 +8,6 @@ a token.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ import torch
 
 from megatron_ep import _C, env
 from megatron_ep import megatron as megatron_side
+from megatron_ep.bench_common import positive, write_json
 from megatron_ep.router import grouped_topk
 
 PHASES = ("forward", "forward+backward")
@@ -39,8 +39,7 @@ def main(argv: Sequence[str]) -> int:
         measured = _measure(tokens, arguments, with_megatron)
         print(_table(measured), flush=True)
         records += measured
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(records, indent=2) + "\n")
+    write_json(arguments.json, records)
     return 0
 
 
@@ -49,13 +48,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "megatron-ep bench router",
         description="Times sigmoid routing with expert bias, groups, renormalisation and scaling in fp32.",
     )
-    parser.add_argument("--tokens", type=_positive, nargs="+", default=[1, 128, 4096, 40000], metavar="T")
-    parser.add_argument("--experts", type=_positive, default=256, metavar="E", help="(%(default)s)")
-    parser.add_argument("--topk", type=_positive, default=8, metavar="K", help="(%(default)s)")
-    parser.add_argument("--groups", type=_positive, default=8, help="(%(default)s)")
-    parser.add_argument("--group-topk", type=_positive, default=4, help="groups a token may use (%(default)s)")
-    parser.add_argument("--iters", type=_positive, default=15, metavar="N", help="timed rounds (%(default)s)")
-    parser.add_argument("--warmup", type=_positive, default=3, metavar="N", help="rounds before (%(default)s)")
+    parser.add_argument("--tokens", type=positive, nargs="+", default=[1, 128, 4096, 40000], metavar="T")
+    parser.add_argument("--experts", type=positive, default=256, metavar="E", help="(%(default)s)")
+    parser.add_argument("--topk", type=positive, default=8, metavar="K", help="(%(default)s)")
+    parser.add_argument("--groups", type=positive, default=8, help="(%(default)s)")
+    parser.add_argument("--group-topk", type=positive, default=4, help="groups a token may use (%(default)s)")
+    parser.add_argument("--iters", type=positive, default=15, metavar="N", help="timed rounds (%(default)s)")
+    parser.add_argument("--warmup", type=positive, default=3, metavar="N", help="rounds before (%(default)s)")
     parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile, which takes a minute")
     usable = torch.cuda.is_available() and hasattr(_C, "router_forward_cuda")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if usable else "cpu", help="(%(default)s)")
@@ -64,12 +63,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if arguments.device == "cuda" and not usable:
         parser.error("--device cuda needs a GPU and a build with CUDA kernels; see megatron-ep env")
     return arguments
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return int(text)
 
 
 def _measure(tokens: int, arguments: argparse.Namespace, with_megatron: bool) -> list[dict[str, Any]]:
