@@ -14,8 +14,8 @@ DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # csrc/core/dt
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [T, H] to float8_e4m3fn [T, H] and float32 scales [T, ceil(H / 128)]; x is about values * scale.
 
-    A scale is the largest |x| of its block divided by 448, or 1 where the block is all zeros. Computed in float32,
-    rounded to nearest even. On a GPU it is one kernel. No gradient.
+    A scale is the largest |x| of its block divided by 448, or 1 where that is 0. A block with a NaN becomes all NaN.
+    Computed in float32, rounded to nearest even. On a GPU it is one kernel. No gradient.
 
     Raises ValueError unless x is contiguous, [T, H] and bfloat16, float16 or float32.
     """
@@ -24,13 +24,13 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if x.dtype not in DTYPES:
         raise ValueError(f"x is {x.dtype}, must be one of {', '.join(map(str, DTYPES))}")
     x = x.detach()
-    if x.is_cuda and hasattr(_C, "quantize_cuda"):
+    if x.is_cuda and hasattr(_C, "quantize_cuda") and torch.cuda.get_device_capability(x.device) >= (9, 0):
         return _quantize_on_gpu(x)
     tokens, hidden = x.shape
     blocks = -(-hidden // SCALE_BLOCK)
     padded = torch.nn.functional.pad(x.float(), (0, blocks * SCALE_BLOCK - hidden)).view(tokens, blocks, SCALE_BLOCK)
-    largest = padded.abs().amax(dim=2)
-    scales = torch.where(largest == 0, 1.0, largest / LARGEST)
+    scales = padded.abs().amax(dim=2) / LARGEST
+    scales[scales == 0] = 1
     values = (padded / scales.unsqueeze(2)).view(tokens, blocks * SCALE_BLOCK)[:, :hidden]
     return values.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).contiguous(), scales
 

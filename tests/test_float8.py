@@ -24,6 +24,16 @@ def test_values_times_scales_are_close(hidden: int, dtype: torch.dtype) -> None:
     assert not values[3].float().any() and (scales[3] == 1).all()
 
 
+def test_tiny_blocks_are_zeros_and_blocks_with_nan_are_nan() -> None:
+    x = torch.zeros(3, 256)
+    x[0, 0], x[1, 1], x[1, 130], x[2] = 1e-44, torch.nan, 1, 1
+    values, scales = float8.quantize(x)
+    assert scales[0].tolist() == [1, 1] and not values[0].float().any()
+    assert scales[1, 0].isnan() and values[1, :128].float().isnan().all()
+    assert scales[2].eq(scales[2, 0]).all() and values[2].float().eq(float8.LARGEST).all()
+    assert values[1, 130].float() == float8.LARGEST
+
+
 def test_no_rows() -> None:
     values, scales = float8.quantize(torch.empty(0, 200))
     assert values.shape == (0, 200) and scales.shape == (0, 2)

@@ -87,6 +87,12 @@ __device__ __forceinline__ uint16_t pack_e4m3(float low, float high) {
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
     return pair;
 }
+// NaN if one of them is.
+__device__ __forceinline__ float max_nan(float a, float b) {
+    float larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+    return larger;
+}
 __device__ __forceinline__ float widen_fp16(uint16_t bits) {
     float value;
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));

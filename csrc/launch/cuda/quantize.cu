@@ -37,12 +37,13 @@ __global__ void __launch_bounds__(kThreads) quantize_kernel(const QuantizeArgs a
         }
         float largest = 0;
 #pragma unroll
-        for (int e = 0; e < kElements; ++e) largest = fmaxf(largest, fabsf(rows::widen(in.values[e])));
+        for (int e = 0; e < kElements; ++e) largest = ptx::max_nan(largest, fabsf(rows::widen(in.values[e])));
 #pragma unroll
         for (int distance = 16; distance; distance /= 2) {
-            largest = fmaxf(largest, __shfl_xor_sync(rows::kAllLanes, largest, distance));
+            largest = ptx::max_nan(largest, __shfl_xor_sync(rows::kAllLanes, largest, distance));
         }
-        const float scale = largest == 0 ? 1.0f : __fdiv_rn(largest, kLargest);
+        const float quotient = __fdiv_rn(largest, kLargest);
+        const float scale = quotient == 0 ? 1.0f : quotient;
         if (lane == 0) args.scales[i] = scale;
         auto divided = [&](int e) { return __fdiv_rn(rows::widen(in.values[e]), scale); };
         const uint32_t out = ptx::pack_e4m3(divided(0), divided(1)) |
