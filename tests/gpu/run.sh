@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds, tests and benchmarks the CUDA backend on a machine with one GPU, unattended, in less than 10 minutes and without a network.
+# Builds, tests and benchmarks the CUDA backend on a machine with a GPU or several, unattended, in less than 10 minutes and without a network.
 # $OUT (default: build/gpu) receives log.txt, bench.json, router.json, tune.json and, where megatron.core is installed, train.csv; the measurements
 # and a table of what passed are printed last.
 # PYTHON picks the interpreter, BUDGET the seconds for everything.
@@ -53,7 +53,7 @@ step() {
     return $status
 }
 
-# A sanitizer that this machine cannot run (containers may forbid it) is said to be skipped; 9 is its word for errors found.
+# A sanitizer that this machine cannot run (containers may forbid it) is said to be skipped.
 sanitize() {
     local tool=$1 started=$SECONDS limit=$((BUDGET - SECONDS)) sanitizer status log="$LOGS/${#results[@]}_$1.log"
     [ "$limit" -gt 60 ] && limit=60
@@ -64,15 +64,16 @@ sanitize() {
     fi
     timeout --kill-after=10 "$limit" "$sanitizer" --tool "$tool" --error-exitcode 9 "$PYTHON" tests/gpu/sanitize.py > "$log" 2>&1
     status=$?
-    case $status in
-        0) result "$tool" ok $((SECONDS - started)) "$log" ;;
-        9)
-            failed=1
-            grep -m 20 '=========' "$log"
-            result "$tool" FAILED $((SECONDS - started)) "$log"
-            ;;
-        *) result "$tool" "skip($status)" $((SECONDS - started)) "$log" ;;
-    esac
+    if [ $status -eq 0 ]; then
+        result "$tool" ok $((SECONDS - started)) "$log"
+    elif grep -q 'the GPU answers' "$log"; then
+        failed=1
+        echo "==== $tool: exit status $status"
+        grep -m 20 '=========' "$log" || tail -n 30 "$log"
+        result "$tool" FAILED $((SECONDS - started)) "$log"
+    else
+        result "$tool" "skip($status)" $((SECONDS - started)) "$log"
+    fi
 }
 
 test_with() { "$PYTHON" -m pytest -c /dev/null --rootdir . -p no:cacheprovider -q --maxfail=8 --durations=5 "$@"; }
