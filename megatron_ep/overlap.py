@@ -34,11 +34,12 @@ class Pending:
     """A call under way. `event` is reached when the GPU has finished it."""
 
     event: torch.cuda.Event
+    _device: torch.device
     _result: Any
 
     def wait(self) -> Any:
         """What the call returned. The current stream goes on when the GPU has finished it; the host does not wait."""
-        stream = torch.cuda.current_stream()
+        stream = torch.cuda.current_stream(self._device)
         stream.wait_event(self.event)
         for tensor in _tensors(self._result):
             tensor.record_stream(stream)
@@ -68,7 +69,7 @@ def start(
         event = stream.record_event()
     for tensor in tensors:
         tensor.record_stream(stream)  # its memory is not given to others before this stream is done with it
-    return Pending(event, result)
+    return Pending(event, device, result)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
