@@ -73,7 +73,7 @@ class LocalCluster(RankGroup):
         self._start(heap, [_C.Segment.anonymous(heap.bytes) for _ in self.ranks], threads, seed, lost_signal)
 
     def reset(self) -> None:
-        """Makes the buffer usable again after an error. Handles stay valid."""
+        """Makes the buffer usable again after an error. Handles of dispatches that succeeded stay valid."""
         self._live_group().reset()
 
     def _when_waits_expire(self) -> str:
@@ -90,7 +90,8 @@ class Buffer(RankGroup):
         take the same path as several machines: puts and signals along the rail.
     device: "cpu" or "cuda", the same on all ranks: where the tensors are. On a GPU (torch's current one, unless the
         index is given) launches go to torch's current stream and return at once; what fails later is raised by the next
-        call or by `synchronize`.
+        call or by `synchronize`. Calls on several streams wait for each other. Those that a CUDA graph has captured do
+        not: they must be captured on one stream, and a replay must be ordered with the buffer's other calls.
     Raises ValueError on every rank alike when configs differ or do not fit the group, EPError when the ranks cannot
     share memory.
     """
@@ -134,9 +135,10 @@ class Buffer(RankGroup):
     def reset(self) -> None:
         """Makes the buffer usable again after an error. Collective: returns when all ranks have called it.
 
-        Handles stay valid.
+        Handles of dispatches that succeeded stay valid.
 
-        Raises RuntimeError, from torch.distributed, when a rank does not come within a minute or Config.timeout.
+        Raises RuntimeError when a rank does not come within a minute or Config.timeout (from torch.distributed), and
+        when what was sent to other machines does not arrive in time.
         """
         if self.device.type == "cuda":
             self._live_group().drain()  # nothing of this rank reaches others after the barrier

@@ -16,7 +16,7 @@ import torch
 
 from megatron_ep import _C, fabrics
 from megatron_ep.config import Config, Topology
-from megatron_ep.handle import Handle, RankHandle
+from megatron_ep.handle import Handle, RankHandle, most_arrivals
 
 if TYPE_CHECKING:
     from megatron_ep.buffer import Buffer
@@ -301,7 +301,7 @@ def make_handle(
                 layout,
                 rows=max_recv_tokens,
                 ends=end,
-                received=max_recv_tokens,
+                received=most_arrivals(max_recv_tokens, expert_capacity, idx.shape[0], group.topology.world_size),
                 rail=other_nodes * max(idx.shape[0], max_recv_tokens),
             )
             for idx, layout, end in zip(topk_idx, layouts, ends, strict=True)

@@ -34,6 +34,8 @@ def describe(incident: dict[str, Any]) -> str:
         return f"{where}: what rank {incident['peer']} sent is not of this call"
     if incident["outcome"] == "bad_input":
         return f"{where}: invalid expert ids"
+    if incident["outcome"] == "no_layout":
+        return f"{where}: the counts of this handle's dispatch were never exchanged"
     if incident["outcome"] == "overflow":
         return f"{where}: room for {incident['seen']} rows, {incident['expected']} are needed"
     return (

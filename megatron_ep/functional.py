@@ -38,7 +38,8 @@ class Received:
         each.
     scales: [R, ceil(H / 128)], only for float8.
     probs: [R], the weight of each row, 0 where a row is padding; None when no weights were given.
-    tokens_per_expert: int64 [L] on the CPU, padding included; sums to R unless max_recv_tokens fixed R.
+    tokens_per_expert: int64 [L], padding included; sums to R unless max_recv_tokens fixed R. On the CPU, except with
+        max_recv_tokens on a GPU, where the host does not wait for it.
     overflow: int32 [1], not 0 when rows did not fit into expert_capacity or max_recv_tokens; those rows are missing.
     handle: for combine, or to dispatch again with the same layout.
     """
@@ -68,9 +69,10 @@ class _Dispatch(Function):
         n = ctx.num_ranks
         has_weights = len(ctx.needs_input_grad) > 3 + n
         grads = grads[: 2 * n if has_weights else n]
-        if ctx.is_float8:  # no gradient to x: only the weights' travel
-            grads = [*(grad.new_empty(grad.shape[0], 0, dtype=torch.float32) for grad in grads[:n]), *grads[n:]]
-        back = _Combine.apply(ctx.handle, n, *(grad.contiguous() for grad in grads))
+        with ctx.handle.buffer.telling_others():
+            if ctx.is_float8:  # no gradient to x: only the weights' travel
+                grads = [*(grad.new_empty(grad.shape[0], 0, dtype=torch.float32) for grad in grads[:n]), *grads[n:]]
+            back = _Combine.apply(ctx.handle, n, *(grad.contiguous() for grad in grads))
         return (None, None, None, *(None if ctx.is_float8 and i < n else grad for i, grad in enumerate(back)))
 
 
@@ -83,7 +85,8 @@ class _Combine(Function):
 
     @staticmethod
     def backward(ctx, *grads: torch.Tensor):
-        back = _Dispatch.apply(ctx.handle, ctx.num_ranks, None, *(grad.contiguous() for grad in grads))
+        with ctx.handle.buffer.telling_others():
+            back = _Dispatch.apply(ctx.handle, ctx.num_ranks, None, *(grad.contiguous() for grad in grads))
         return (None, None, *back)
 
 
@@ -99,20 +102,21 @@ class _WeightedCombine(Function):
     def backward(ctx, *grads: torch.Tensor):
         n, handle = ctx.num_ranks, ctx.handle
         x, weights = ctx.saved_tensors[:n], ctx.saved_tensors[n:]
-        # Ones travel along: they tell the rows of tokens from padding, where x and weights may hold anything.
-        ones = [torch.ones(len(g), handle.topk, device=g.device) for g in grads]
-        back = _Dispatch.apply(handle, n, None, *(grad.contiguous() for grad in grads), *ones)
-        rows, is_row = back[:n], [one > 0 for one in back[n:]]
         x_grads: list[torch.Tensor | None] = [None] * n
         weight_grads: list[torch.Tensor | None] = [None] * n
-        for i in range(n):
-            zero = weights[i].new_zeros(())
-            if ctx.needs_input_grad[2 + i]:
-                factors = torch.where(is_row[i], weights[i], zero).unsqueeze(1)
-                x_grads[i] = (rows[i] * factors).to(x[i].dtype)
-            if ctx.needs_input_grad[2 + n + i]:
-                products = rows[i].to(zero.dtype) * x[i]
-                weight_grads[i] = torch.where(is_row[i], products.sum(dim=1), zero)
+        with handle.buffer.telling_others():
+            # Ones travel along: they tell the rows of tokens from padding, where x and weights may hold anything.
+            ones = [torch.ones(len(g), handle.topk, device=g.device) for g in grads]
+            back = _Dispatch.apply(handle, n, None, *(grad.contiguous() for grad in grads), *ones)
+            rows, is_row = back[:n], [one > 0 for one in back[n:]]
+            for i in range(n):
+                zero = weights[i].new_zeros(())
+                if ctx.needs_input_grad[2 + i]:
+                    factors = torch.where(is_row[i], weights[i], zero).unsqueeze(1)
+                    x_grads[i] = (rows[i] * factors).to(x[i].dtype)
+                if ctx.needs_input_grad[2 + n + i]:
+                    products = rows[i].to(zero.dtype) * x[i]
+                    weight_grads[i] = torch.where(is_row[i], products.sum(dim=1), zero)
         return (None, None, *x_grads, *weight_grads)
 
 
@@ -142,11 +146,15 @@ def dispatch(
     scales: [T, ceil(H / 128)], float32 or float8_e8m0fnu, one per 128 elements of a float8 row. Get no gradient.
     expert_alignment: pads the rows of each expert with zero rows to a multiple of this.
     expert_capacity: gives each expert exactly this many rows; more than fit are left out and reported in `overflow`.
-    max_recv_tokens: R, fixed; rows of x beyond the last expert's are zeros. More rows than fit are left out and
-        reported in `overflow`.
+    max_recv_tokens: R, fixed; rows of x beyond the last expert's are zeros. Rows from the R-th on are left out, and so
+        is a token altogether (its rows are zeros) that is not among the first R to arrive in the order of (source rank,
+        token), or with expert_capacity the first max(R, W * T); either is reported in `overflow`. On a GPU the host
+        then waits for nothing, so wrong ids in topk_idx are found later, by the next call or `synchronize`; and with
+        several nodes, R must also be at least the number of tokens that any rank sends to another node.
 
     Raises ValueError for a wrong argument before anything is sent; other ranks then get EPAbortError. Raises
-    EPTimeoutError when another rank does not take part.
+    EPTimeoutError when another rank does not take part, EPOverflowError when max_recv_tokens is too small for the rows
+    that only pass through this rank.
     """
     with _telling_others(buffer, handle) as group:
         group.check_usable()

@@ -11,6 +11,15 @@ if TYPE_CHECKING:
     from megatron_ep.rank_group import RankGroup
 
 
+def most_arrivals(max_recv_tokens: int, expert_capacity: int, num_tokens: int, world_size: int) -> int:
+    """Tokens whose places a rank remembers when it does not ask how many arrive; those after them are left out.
+
+    Without a capacity, so many fill max_recv_tokens rows. With one, most tokens of a busy expert may take no row: then
+    it is all tokens, if no rank has more than this one.
+    """
+    return max_recv_tokens if expert_capacity == 0 else max(max_recv_tokens, world_size * num_tokens)
+
+
 @dataclass(eq=False)
 class RankHandle:
     """One rank's part of a handle. Users need only what `Handle` shows."""

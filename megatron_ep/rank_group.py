@@ -11,7 +11,7 @@ import torch
 from megatron_ep import _C, cuda_group
 from megatron_ep.config import Config, Topology
 from megatron_ep.errors import EPAbortError, EPError, EPOverflowError, EPTimeoutError, describe
-from megatron_ep.handle import Handle, RankHandle
+from megatron_ep.handle import Handle, RankHandle, most_arrivals
 
 # Rows after which an NVLink ring's flag is published even if nobody waits for it.
 NVL_BATCH = 8
@@ -84,7 +84,11 @@ class RankGroup:
         return self._live_group().seconds
 
     def close(self) -> None:
-        """Frees the heaps. Handles of this buffer can no longer be used. Closing twice is fine."""
+        """Gives the heaps back. Handles of this buffer can no longer be used. Closing twice is fine.
+
+        Heaps that other processes have mapped or registered stay allocated on a GPU for a later buffer of the same size
+        and group.
+        """
         self._group = None
         _C.release_pooled_memory()
 
@@ -183,14 +187,19 @@ class RankGroup:
         ranks = []
         for idx, layout, total in zip(topk_idx, layouts, totals, strict=True):
             starts = self._heap.expert_start_offset(idx.shape[0], topk)
+            rows, received = total.expert_rows, total.received_rows
+            if max_recv_tokens is not None:
+                rows = max_recv_tokens
+                most = most_arrivals(max_recv_tokens, expert_capacity, idx.shape[0], self.topology.world_size)
+                received = min(received, most)
             ends = layout[starts : starts + self.num_local_experts + 1].to(torch.int64)
             ranks.append(
                 RankHandle(
                     num_tokens=idx.shape[0],
                     layout=layout,
-                    rows=total.expert_rows if max_recv_tokens is None else max_recv_tokens,
+                    rows=rows,
                     tokens_per_expert=ends.diff(),
-                    positions=torch.empty(total.received_rows, topk, dtype=torch.int32),
+                    positions=torch.empty(received, topk, dtype=torch.int32),
                     rail_experts=torch.empty(total.rail_rows, topk, dtype=torch.int32),
                 )
             )
@@ -207,6 +216,9 @@ class RankGroup:
 
     def _tensors(self, handle: Handle, index: int) -> Any:
         rank = handle.ranks[index]
+        if self.device.type == "cuda":  # this launch may run on another stream than the one that made the handle
+            for tensor in (rank.layout, rank.positions, rank.rail_experts):
+                tensor.record_stream(torch.cuda.current_stream(self.device))
         t = _C.RankTensors()
         t.layout, t.num_tokens = rank.layout.data_ptr(), rank.num_tokens
         t.positions, t.rail_experts = rank.positions.data_ptr(), rank.rail_experts.data_ptr()
@@ -282,7 +294,9 @@ class RankGroup:
             "interrupted": f"rank {rank} was interrupted",
             "mismatch": f"rank {rank} met a row that was not meant for its call: the ranks issued different calls, "
             "or gave x of different H or dtype, another K, weights on some ranks only, or another handle",
-            "overflow": f"rank {rank} had no room for the rows that pass through it",
+            "no_layout": f"rank {rank} used the handle of a dispatch that failed",
+            "overflow": f"rank {rank} had no room for the rows that pass through it: max_recv_tokens is less than the "
+            "tokens that a rank of another node sends through it",
         }[outcome]
 
     def _when_waits_expire(self) -> str:
@@ -297,8 +311,8 @@ class RankGroup:
         incidents = self._group.incidents()
         # those that expired before those that were told to stop
         incidents.sort(key=lambda incident: incident["outcome"] == "aborted")
-        message = "\n  ".join([self._cause(*aborted), *map(describe, incidents)])
-        kind = {"timeout": EPTimeoutError, "mismatch": EPError, "overflow": EPOverflowError}.get(
-            aborted[0], EPAbortError
-        )
+        hint = "every rank must call reset() before the buffer is used again"
+        message = "\n  ".join([self._cause(*aborted), *map(describe, incidents), hint])
+        kinds = {"timeout": EPTimeoutError, "mismatch": EPError, "no_layout": EPError, "overflow": EPOverflowError}
+        kind = kinds.get(aborted[0], EPAbortError)
         raise kind(message, incidents)

@@ -21,6 +21,18 @@ def expert_rows(
     return token[:expert_capacity], k[:expert_capacity], max(0, expert_capacity - len(token))
 
 
+def left_out(
+    topk_idx: list[torch.Tensor], rank: int, num_experts: int, max_recv_tokens: int, expert_capacity: int | None
+) -> torch.Tensor:
+    """The tokens that a rank has no room for: those that arrive after max_recv_tokens others, in the order of (source
+    rank, token). With expert_capacity there is room for as many as this rank has itself from each rank, at least."""
+    most = max_recv_tokens
+    if expert_capacity is not None:
+        most = max(most, len(topk_idx) * len(topk_idx[rank]))
+    expert_rank = torch.cat(topk_idx).div(num_experts // len(topk_idx), rounding_mode="floor")
+    return (expert_rank == rank).any(dim=1).nonzero()[most:, 0]
+
+
 def dispatch(
     x: list[torch.Tensor],
     topk_idx: list[torch.Tensor],
@@ -28,25 +40,32 @@ def dispatch(
     num_experts: int,
     expert_alignment: int = 1,
     expert_capacity: int | None = None,
+    max_recv_tokens: int | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     """x [T, H], topk_idx [T, K], topk_weights [T, K] to x [R, H], probs [R], tokens_per_expert int64 [L].
 
     Expert e lives on rank e // L. A rank's rows are grouped by expert, each padded with zeros to a multiple of
-    expert_alignment, or cut or padded to expert_capacity. With max_recv_tokens it is the first so many rows of this
-    that arrive. Scales of float8 rows arrive as their rows do.
+    expert_alignment, or cut or padded to expert_capacity. With max_recv_tokens all of this is cut or padded to so many
+    rows, and those of tokens that are left out are zeros. Scales of float8 rows arrive as their rows do.
     """
     local_experts = num_experts // len(x)
-    all_x, all_weights = torch.cat(x), torch.cat(topk_weights)
     out_x, out_probs, out_counts = [], [], []
     for rank in range(len(x)):
+        all_x, all_weights = torch.cat(x), torch.cat(topk_weights)
+        if max_recv_tokens is not None:
+            absent = left_out(topk_idx, rank, num_experts, max_recv_tokens, expert_capacity)
+            all_x[absent], all_weights[absent] = 0, 0
         xs, probs, counts = [], [], []
         for expert in range(rank * local_experts, (rank + 1) * local_experts):
             token, k, padding = expert_rows(topk_idx, expert, expert_alignment, expert_capacity)
             xs += [all_x[token], all_x.new_zeros(padding, all_x.shape[1])]
             probs += [all_weights[token, k], all_weights.new_zeros(padding)]
             counts.append(len(token) + padding)
-        out_x.append(torch.cat(xs))
-        out_probs.append(torch.cat(probs))
+        rest = 0 if max_recv_tokens is None else max(0, max_recv_tokens - sum(counts))
+        xs.append(all_x.new_zeros(rest, all_x.shape[1]))
+        probs.append(all_weights.new_zeros(rest))
+        out_x.append(torch.cat(xs)[:max_recv_tokens])
+        out_probs.append(torch.cat(probs)[:max_recv_tokens])
         out_counts.append(torch.tensor(counts))
     return out_x, out_probs, out_counts
 
@@ -57,21 +76,29 @@ def combine(
     num_experts: int,
     expert_alignment: int = 1,
     expert_capacity: int | None = None,
+    max_recv_tokens: int | None = None,
     weights: list[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
     """expert_out [R, H], rows as dispatch gave them, to the sum of each token's rows, [T, H].
 
-    weights: [R], float32 (float64 for float64): each row is multiplied by its own, in their dtype.
+    Rows that dispatch left out count as zeros. weights: [R], float32 (float64 for float64): each row is multiplied by
+    its own, in their dtype.
     Sums in float64. The kernels sum in float32 and round to the dtype of x wherever a partial sum travels: per rank,
     then per node.
     """
-    all_out = torch.cat(expert_out)
-    terms = all_out if weights is None else all_out * torch.cat(weights).unsqueeze(1)
     num_tokens = [idx.shape[0] for idx in topk_idx]
-    sums = all_out.new_zeros(sum(num_tokens), all_out.shape[1], dtype=torch.float64)
-    first = 0
-    for expert in range(num_experts):
-        token, _, padding = expert_rows(topk_idx, expert, expert_alignment, expert_capacity)
-        sums.index_add_(0, token, terms[first : first + len(token)].to(torch.float64))
-        first += len(token) + padding
-    return list(sums.to(all_out.dtype).split(num_tokens))
+    hidden, local_experts = expert_out[0].shape[1], num_experts // len(expert_out)
+    sums = expert_out[0].new_zeros(sum(num_tokens), hidden, dtype=torch.float64)
+    for rank, out in enumerate(expert_out):
+        terms = (out if weights is None else out * weights[rank].unsqueeze(1)).to(torch.float64)
+        absent = sums.new_zeros(len(sums), dtype=torch.bool)
+        if max_recv_tokens is not None:
+            absent[left_out(topk_idx, rank, num_experts, max_recv_tokens, expert_capacity)] = True
+        first = 0
+        for expert in range(rank * local_experts, (rank + 1) * local_experts):
+            token, _, padding = expert_rows(topk_idx, expert, expert_alignment, expert_capacity)
+            row = first + torch.arange(len(token))
+            arrived = (row < len(terms)) & ~absent[token]
+            sums.index_add_(0, token[arrived], terms[row[arrived]])
+            first += len(token) + padding
+    return list(sums.to(expert_out[0].dtype).split(num_tokens))

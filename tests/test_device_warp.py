@@ -38,7 +38,12 @@ def test_kernels_lane_by_lane(tmp_path: Path) -> None:
     """One test, so that the programs are built once."""
     build(tmp_path)
     for name, cases in (("p2p", 30), ("nccl", 20)):
-        for arguments, says in ((["absent"], "an absent rank is reported\n"), (["0", str(cases)], f"{cases} cases\n")):
+        runs = {
+            ("absent",): "an absent rank is reported\n",
+            ("unfit",): "an unfit handle is reported\n",
+            ("0", str(cases)): f"{cases} cases\n",
+        }
+        for arguments, says in runs.items():
             done = subprocess.run([tmp_path / name, *arguments], capture_output=True, text=True, timeout=250)
             assert done.returncode == 0, f"{name}: {done.stderr[-2000:]}"
             assert done.stdout == says

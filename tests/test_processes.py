@@ -2,10 +2,12 @@
 
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import survivors
 import torch
+import torch.distributed as dist
 
 import megatron_ep as ep
 from megatron_ep import reference
@@ -87,6 +89,38 @@ def run_one_interrupted():
 
 def test_the_others_hear_that_a_rank_was_interrupted(ranks):
     ranks.run(run_one_interrupted)
+
+
+def run_no_memory_in_backward(kind):
+    """Rank 2 cannot have what the backward pass returns."""
+    buffer = make_buffer()
+    x, ids, weights = inputs(8, 2)
+    leaf = x[buffer.rank].clone().requires_grad_()
+    rows = ep.dispatch(leaf, ids[buffer.rank], weights[buffer.rank], buffer=buffer)
+    if kind == "dispatch":
+        result = rows.x
+    else:
+        out = rows.x.detach().requires_grad_()
+        result = ep.combine(out, rows.handle, rows.probs.requires_grad_() if kind == "weighted" else None)
+    dist.barrier()  # nobody is still in the call before
+    started = time.monotonic()
+    if buffer.rank == 2:
+        lack = mock.patch("megatron_ep.rank_group._new_output", side_effect=torch.OutOfMemoryError)
+        with pytest.raises(torch.OutOfMemoryError), lack:
+            result.sum().backward()
+    else:
+        with pytest.raises(ep.EPAbortError, match="rank 2 failed for a reason of its own"):
+            result.sum().backward()
+            ep.dispatch(leaf, handle=rows.handle)  # whoever needed nothing of rank 2 hears of it now
+    assert time.monotonic() - started < TIMEOUT, "the others waited until they timed out"
+    buffer.reset()
+    round_trips(buffer)
+    buffer.close()
+
+
+@pytest.mark.parametrize("kind", ["dispatch", "combine", "weighted"])
+def test_a_failure_in_the_backward_pass_reaches_all(ranks, kind):
+    ranks.run(run_no_memory_in_backward, kind)
 
 
 def run_one_mistake(kind):

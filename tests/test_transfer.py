@@ -146,29 +146,38 @@ def test_cached_dispatch(seed):
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("slack", [0, 1, 17, -1])
-def test_max_recv_tokens(seed, slack):
+@pytest.mark.parametrize("capacity", [None, 7])
+@pytest.mark.parametrize("share", [0.1, 0.4, 0.9, 1, 1.2])
+def test_max_recv_tokens(seed, share, capacity):
     case = Case(4000 + seed, max_tokens=60)
     tokens = case.num_tokens()
     ids, weights, x = case.ids(tokens), case.weights(tokens), case.integers(tokens)
-    expected, probs, counts = reference.dispatch(x, ids, weights, case.num_experts)
-    size = max(1, max(len(rows) for rows in expected) + slack)
+    all_counts = reference.dispatch(x, ids, weights, case.num_experts)[2]
+    counts = reference.dispatch(x, ids, weights, case.num_experts, expert_capacity=capacity)[2]
+    size = max(1, int(share * max(int(count.sum()) for count in counts)))
+    limits = {"expert_capacity": capacity, "max_recv_tokens": size}
+    expected, probs, _ = reference.dispatch(x, ids, weights, case.num_experts, **limits)
     with case.cluster() as cluster:
-        ours = ep.dispatch(x, ids, weights, buffer=cluster, max_recv_tokens=size)
-        for rank in range(case.world):
-            kept = min(size, len(expected[rank]))
-            assert ours.x[rank].shape[0] == size
-            assert torch.equal(ours.x[rank][:kept], expected[rank][:kept])
-            assert torch.equal(ours.probs[rank][:kept], probs[rank][:kept])
-            assert not ours.x[rank][kept:].any() and not ours.probs[rank][kept:].any()
-            assert bool(ours.overflow[rank]) == (len(expected[rank]) > size)
-            assert torch.equal(ours.tokens_per_expert[rank], counts[rank])
-        # what did not fit counts as zero
-        y = ep.combine(ours.x, ours.handle)
-        padded = [
-            torch.cat([rows[:size], rows.new_zeros(max(0, len(rows) - size), rows.shape[1])]) for rows in expected
-        ]
-        assert_all_equal(y, reference.combine(padded, ids, case.num_experts))
+        ours = ep.dispatch(x, ids, weights, buffer=cluster, **limits)
+        assert_all_equal(ours.x, expected)
+        assert_all_equal(ours.probs, probs)
+        assert_all_equal(ours.tokens_per_expert, counts)
+        placed = reference.dispatch(x, ids, [torch.ones_like(w) for w in weights], case.num_experts, **limits)[1]
+        for rank, every in enumerate(all_counts):
+            assert bool(ours.overflow[rank]) == (placed[rank].sum() < every.sum())
+        out = case.integers([size] * case.world)
+        y = ep.combine(out, ours.handle)
+        assert_all_equal(y, reference.combine(out, ids, case.num_experts, **limits))
+
+
+def test_max_recv_tokens_leaves_out_whole_tokens():
+    """Three tokens for expert 1 arrive before the one for expert 0, whose place comes first."""
+    ids = [torch.tensor([[1], [1], [1]]), torch.tensor([[0]])]
+    x = [torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[9.0]])]
+    with ep.LocalCluster(1, 2, ep.Config(num_experts=4)) as cluster:
+        rows = ep.dispatch(x, ids, buffer=cluster, max_recv_tokens=3)
+        assert rows.x[0].flatten().tolist() == [0, 1, 2]
+        assert [y.flatten().tolist() for y in ep.combine(rows.x, rows.handle)] == [[1, 2, 0], [0]]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -81,6 +81,8 @@ const char* name(Outcome outcome) {
             return "failed";
         case Outcome::Mismatch:
             return "mismatch";
+        case Outcome::NoLayout:
+            return "no_layout";
         case Outcome::Overflow:
             return "overflow";
     }

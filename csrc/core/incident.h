@@ -42,6 +42,7 @@ enum class Outcome : int {
     BadInput,     // a rank refused its arguments
     Failed,       // a rank failed for a reason of its own, such as a lack of memory
     Mismatch,     // a row arrived that was not meant: ranks issued different calls, or with different shapes or types
+    NoLayout,     // the handle is that of a dispatch that failed
     Overflow,     // a table that the protocol cannot do without is too small
 };
 

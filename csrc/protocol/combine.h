@@ -95,6 +95,7 @@ template <class T, WarpLike W, FabricLike<W> F>
 EP_FN void combine_forwarder(W& warp, F& fabric, const CombineArgs& args, int channel, int node) {
     const Rings<F> rings{fabric, args, channel};
     const RowFormat& format = args.format;
+    if (!has_room_for_rail(warp, args, channel, node)) return;
     if (!open_rdma_ring(warp, rings, node)) return;
     typename W::template PerLane<int> expert, peer;
     typename W::template PerLane<uint64_t> taken;

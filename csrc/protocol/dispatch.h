@@ -159,20 +159,27 @@ EP_FN void rdma_sender(W& warp, F& fabric, const DispatchArgs& args, int channel
     publish();
 }
 
+// Whether `rail_experts` can hold the rows of a channel that come from a node.
+template <WarpLike W>
+EP_FN bool has_room_for_rail(W& warp, const TransferArgs& args, int channel, int node) {
+    const int64_t end = static_cast<int64_t>(args.layout.rail_start(channel, node)) + args.layout.rail(channel, node);
+    if (end <= args.max_rail) return true;
+    warp.fail(Outcome::Overflow, Wait::None,
+              Need{static_cast<uint64_t>(args.max_rail), static_cast<uint64_t>(end), args.rank});
+    return false;
+}
+
 // Rows of another node, from the network ring into the NVLink rings of the local ranks that want them. Remembers their experts for combine.
 template <WarpLike W, FabricLike<W> F>
 EP_FN void forwarder(W& warp, F& fabric, const DispatchArgs& args, int channel, int node) {
     const Rings<F> rings{fabric, args, channel};
     const RowFormat& format = args.format;
+    if (!has_room_for_rail(warp, args, channel, node)) return;
     if (!open_nvl_rings(warp, rings, args.topology().rank(node, 0), args.topology().ranks_per_node)) return;
     typename W::template PerLane<int> expert, peer;
     typename W::template PerLane<void*> slot;
     const int rows = args.layout.rail(channel, node);
     const int64_t start = args.layout.rail_start(channel, node);
-    if (start + rows > args.max_rail) {
-        return warp.fail(Outcome::Overflow, Wait::None,
-                         Need{static_cast<uint64_t>(args.max_rail), static_cast<uint64_t>(start + rows), args.rank});
-    }
     uint64_t next = rings.rdma_in(node).next;
     int batch = 0;
     for (int i = 0; i < rows; ++i) {
@@ -196,12 +203,14 @@ EP_FN void forwarder(W& warp, F& fabric, const DispatchArgs& args, int channel, 
     publish_tails(warp, rings, node);
 }
 
-// Copies one row out of its ring to its place at each of its local experts, and remembers the places for combine.
+// Copies one row out of its ring to its place at each of its local experts, and remembers the places for combine. A row that combine's
+// table has no room for is left out: zeros lie in its places.
 template <WarpLike W>
 EP_FN void place_row(W& warp, const DispatchArgs& args, const char* slot, int source_rank, int64_t received) {
     const Layout& layout = args.layout;
     const RowFormat& format = args.format;
     const int first_expert = args.rank * layout.local_experts();
+    const bool remembered = received < args.max_received;
     typename W::template PerLane<int> position;
     typename W::template PerLane<void*> row, scales;
     warp.lanes(format.topk, [&](int lane) {
@@ -214,21 +223,26 @@ EP_FN void place_row(W& warp, const DispatchArgs& args, const char* slot, int so
             const bool fits = place >= 0 && place < layout.expert_start(expert + 1) && place < args.max_rows;
             position[lane] = fits ? static_cast<int>(place) : TransferArgs::kOverflowed;
         }
-        if (received < args.max_received) args.positions[received * format.topk + lane] = position[lane];
+        if (remembered) args.positions[received * format.topk + lane] = position[lane];
         if (position[lane] >= 0) {
             const size_t place = position[lane];
             row[lane] = args.recv_x + place * format.payload_bytes;
             scales[lane] = args.recv_scales + place * format.scale_bytes;
-            store_weight(args.recv_weights + place * format.weight_bytes, weight, format.weight_bytes);
+            store_weight(args.recv_weights + place * format.weight_bytes, remembered ? weight : 0, format.weight_bytes);
         }
     });
     const uint32_t overflowed =
         warp.ballot(format.topk, [&](int lane) { return position[lane] == TransferArgs::kOverflowed; });
-    if (overflowed || received >= args.max_received) layout.totals().overflow = 1;
+    if (overflowed || !remembered) layout.totals().overflow = 1;
     const uint32_t placed = warp.ballot(format.topk, [&](int lane) { return position[lane] >= 0; });
-    warp.template multicast<Reuse::Late>(row, placed, slot + format.payload(), format.payload_bytes);
+    const uint32_t written = remembered ? placed : 0;
+    warp.template multicast<Reuse::Late>(row, written, slot + format.payload(), format.payload_bytes);
     if (format.scale_bytes)
-        warp.template multicast<Reuse::Late>(scales, placed, slot + format.scales(), format.scale_bytes);
+        warp.template multicast<Reuse::Late>(scales, written, slot + format.scales(), format.scale_bytes);
+    for_each_lane(placed & ~written, [&](int lane) {
+        warp.zero(warp.broadcast(row, lane), format.payload_bytes);
+        warp.zero(warp.broadcast(scales, lane), format.scale_bytes);
+    });
 }
 
 // Serves the rings of up to `most` source ranks, a lane each, whichever has rows.

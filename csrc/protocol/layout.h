@@ -43,7 +43,7 @@ EP_FN void count_channel(W& warp, const NotifyArgs& args, int channel) {
     const int topk = layout.topk, local_experts = layout.local_experts();
     auto clear = [&](int32_t* counts, int count) {
         for (int first = 0; first < count; first += 32) {
-            warp.lanes(count - first < 32 ? count - first : 32, [&](int lane) { counts[first + lane] = 0; });
+            warp.lanes(lanes_from(first, count), [&](int lane) { counts[first + lane] = 0; });
         }
     };
     clear(layout.expert_counts(channel), layout.num_experts);
@@ -105,7 +105,7 @@ EP_FN void sum_channels(W& warp, const NotifyArgs& args, int first_expert, int n
     for (int expert = first_expert; expert < first_expert + num_experts; ++expert) {
         int sum = 0;
         for (int first = 0; first < channels; first += 32) {
-            const int lanes = channels - first < 32 ? channels - first : 32;
+            const int lanes = lanes_from(first, channels);
             auto here = [&](int lane) -> int32_t& { return args.layout.expert_counts(first + lane)[expert]; };
             warp.lanes(lanes, [&](int lane) { rows[lane] = here(lane); });
             const int total = warp.exclusive_scan(lanes, rows);

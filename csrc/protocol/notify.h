@@ -129,7 +129,7 @@ EP_FN bool receive_counts(W& warp, F& fabric, const NotifyArgs& args) {
     const Topology& topology = heap.topology;
     const int parity = args.epoch & 1;
     for (int first = 0; first < topology.ranks_per_node; first += 32) {
-        const int count = topology.ranks_per_node - first < 32 ? topology.ranks_per_node - first : 32;
+        const int count = lanes_from(first, topology.ranks_per_node);
         const bool here = warp.wait_all(Wait::NotifyNode, count, [&](int lane) {
             const size_t flag = heap.notify_node_flag(first + lane);
             return Need{W::template acquire<Scope::System>(fabric.template own<uint64_t>(flag)), args.epoch,
@@ -169,7 +169,7 @@ EP_FN bool receive_counts(W& warp, F& fabric, const NotifyArgs& args) {
     typename W::template PerLane<int> rows;
     int expert_rows = 0;
     for (int first = 0; first < local_experts; first += 32) {
-        const int lanes = local_experts - first < 32 ? local_experts - first : 32;
+        const int lanes = lanes_from(first, local_experts);
         warp.lanes(lanes, [&](int lane) {
             int count = 0;
             for (int rank = 0; rank < world; ++rank) count += layout.expert_base(rank)[first + lane];

@@ -2,6 +2,7 @@
 //
 //     device_warp FIRST_SEED END_SEED
 //     device_warp absent
+//     device_warp unfit
 //
 // Between the ranks lies the p2p fabric, or with OVER_NCCL that of NCCL.
 
@@ -313,11 +314,12 @@ void run_case(uint64_t seed) {
             rows.clear();
             for (int rank = 0; rank < world; ++rank) {
                 const Layout::Totals& totals = layouts[rank].totals();
-                rows.push_back(c.fixed_rows ? std::max(1, totals.expert_rows - 3 + static_cast<int>(seed % 7))
+                rows.push_back(c.fixed_rows ? 1 + totals.expert_rows * static_cast<int>(seed % 4 + 1) / 4
                                             : totals.expert_rows);
                 const size_t r = rows.back(), k = c.format.topk, t = c.tokens[rank];
+                const size_t received = std::min<size_t>(totals.received_rows, r);
                 side->tensors.push_back(
-                    {Memory(0), Memory(totals.received_rows * k * sizeof(int32_t), 0x22),
+                    {Memory(0), Memory(received * k * sizeof(int32_t), 0x22),
                      Memory(totals.rail_rows * k * sizeof(int32_t), 0x22), Memory(r * c.format.payload_bytes, 0x33),
                      Memory(r * c.format.scale_bytes, 0x33), Memory(r * c.format.weight_bytes, 0x33),
                      Memory(t * c.format.payload_bytes, 0x44), Memory(t * k * c.format.weight_bytes, 0x44)});
@@ -381,8 +383,8 @@ void run_case(uint64_t seed) {
     grid.check_settle();
 }
 
-// Rank 0 of two runs alone: every wait ends, says for what it waited, and tells the other rank and the host.
-void run_absent(bool several_nodes) {
+// Two ranks of 8 tokens.
+Case small_case(bool several_nodes) {
     Case c(1);
     c.topology = several_nodes ? Topology{2, 1} : Topology{1, 2};
     c.format = {64, 0, 4, 2};
@@ -390,6 +392,12 @@ void run_absent(bool several_nodes) {
               align_up(c.format.slot_bytes(), Heap::kLine)};
     c.tokens = {8, 8};
     c.servers = 2;
+    return c;
+}
+
+// Rank 0 of two runs alone: every wait ends, says for what it waited, and tells the other rank and the host.
+void run_absent(bool several_nodes) {
+    Case c = small_case(several_nodes);
     Side side;
     for (int rank = 0; rank < 2; ++rank) side.heaps.emplace_back(c.heap.bytes());
     std::vector<Inputs> inputs;
@@ -418,6 +426,60 @@ void run_absent(bool several_nodes) {
         simt::die("the host is not told that a rank gave up");
 }
 
+// What a handle of a call that failed may hold: a layout that was never made, or tables that are too small. Nothing is read or written
+// through them, and the host is told why.
+void run_unfit() {
+    Case c = small_case(true);
+    const auto expect = [](const Grid& grid, Outcome outcome, const char* what) {
+        const ControlBlock& report = grid.report(0);
+        if (report.abort >> 32 != static_cast<uint64_t>(outcome) || report.incidents[0].outcome != outcome)
+            simt::die(what);
+    };
+    const Tensors none{Memory(0), Memory(0), Memory(0), Memory(0), Memory(0), Memory(0), Memory(0), Memory(0)};
+    const auto args_of = [&](const std::vector<Layout>& layouts) {
+        std::vector<CombineArgs> args;
+        for (int rank = 0; rank < 2; ++rank) {
+            args.push_back({transfer_args(c, rank, layouts[rank], none, 0, 1)});
+            args.back().is_combine = true;
+        }
+        return args;
+    };
+    const auto make_side = [&] {
+        Side side;
+        for (int rank = 0; rank < 2; ++rank) side.heaps.emplace_back(c.heap.bytes());
+        return side;
+    };
+    {
+        Side side = make_side();
+        Grid grid(c, side);
+        const auto layouts = layouts_of(c, side);
+        std::vector<DispatchArgs> args;
+        for (const CombineArgs& a : args_of(layouts)) args.push_back({static_cast<const TransferArgs&>(a)});
+        for (DispatchArgs& a : args) a.max_rows = 1 << 20;
+        grid.run(kernels::clear_kernel<DispatchJoint<Ranks::Params>>,
+                 grid.joint<DispatchJoint<Ranks::Params>>(args, kBlockWarps), 2);
+        expect(grid, Outcome::NoLayout, "dispatch goes on without a layout");
+    }
+    for (const bool has_layout : {false, true}) {
+        Side side = make_side();
+        Grid grid(c, side);
+        const auto layouts = layouts_of(c, side);
+        if (has_layout) {
+            for (int rank = 0; rank < 2; ++rank) {
+                const Layout& layout = layouts[rank];
+                std::memset(layout.data, 0, layout.size() * sizeof(int32_t));
+                layout.totals().epoch = 1;
+                for (int channel = 0; channel < c.heap.channels; ++channel) layout.rail(channel, 1 - rank) = 1 << 20;
+            }
+        }
+        const auto roles = grid.roles<CombineRoles>();
+        auto joint = grid.joint<CombineJoint<Ranks::Params>>(args_of(layouts), roles.warps() * c.heap.channels);
+        joint.roles = roles;
+        grid.run(kernels::combine_kernel<float, false, CombineJoint<Ranks::Params>>, joint, 2);
+        expect(grid, has_layout ? Outcome::Overflow : Outcome::NoLayout, "combine goes on with an unfit handle");
+    }
+}
+
 }  // namespace
 }  // namespace ep
 
@@ -425,6 +487,11 @@ int main(int argc, char** argv) {
     if (argc == 2 && std::string(argv[1]) == "absent") {
         for (const bool several_nodes : {false, true}) ep::run_absent(several_nodes);
         std::printf("an absent rank is reported\n");
+        return 0;
+    }
+    if (argc == 2 && std::string(argv[1]) == "unfit") {
+        ep::run_unfit();
+        std::printf("an unfit handle is reported\n");
         return 0;
     }
     if (argc != 3) return 2;

@@ -150,6 +150,19 @@ def test_what_fails_without_a_wait_is_raised_by_the_next_call():
             ep.dispatch(x, ids, weights, buffer=buffer, max_recv_tokens=T)
 
 
+def test_the_handle_of_a_failed_dispatch_is_refused_after_a_reset():
+    with Alone(1, 2) as buffer:
+        x, ids, weights = inputs(1)
+        handle = ep.dispatch(x, ids, weights, buffer=buffer, max_recv_tokens=T).handle
+        with pytest.raises(ep.EPTimeoutError):
+            buffer.synchronize()
+        for call in (lambda: ep.dispatch(x, handle=handle), lambda: ep.combine(x, handle)):
+            buffer.reset()
+            call()
+            with pytest.raises(ep.EPError, match="rank 0 used the handle of a dispatch that failed"):
+                buffer.synchronize()
+
+
 def test_wrong_ids_are_named_and_the_cluster_stays_usable():
     with ep.LocalCluster(2, 2, config(), device="cuda") as cluster:
         x, ids, weights = inputs(4)

@@ -109,16 +109,19 @@ def test_many_calls_on_one_buffer(seed):
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("slack", [0, 17, -1])
-def test_max_recv_tokens(seed, slack):
+@pytest.mark.parametrize("capacity", [None, 7])
+@pytest.mark.parametrize("share", [0.1, 0.4, 0.9, 1, 1.2])
+def test_max_recv_tokens(seed, share, capacity):
     case = Case(4000 + seed, max_tokens=60)
     tokens = case.num_tokens()
     ids, weights, x = case.ids(tokens), case.weights(tokens), case.integers(tokens)
     with case.cluster() as host, case.cluster(device="cuda") as gpu:
         rows = max(len(received) for received in ep.dispatch(x, ids, buffer=host).x)
-        size = max(1, rows + slack, *(tokens if case.nodes > 1 else []))  # room for the rows that pass through, too
-        expected = ep.dispatch(x, ids, weights, buffer=host, max_recv_tokens=size)
-        ours = ep.dispatch(to_gpu(x), to_gpu(ids), to_gpu(weights), buffer=gpu, max_recv_tokens=size)
+        passing = max(tokens) if case.nodes > 1 else 1  # those that only pass through need room, too
+        size = max(1, passing, int(share * rows))
+        limits = {"expert_capacity": capacity, "max_recv_tokens": size}
+        expected = ep.dispatch(x, ids, weights, buffer=host, **limits)
+        ours = ep.dispatch(to_gpu(x), to_gpu(ids), to_gpu(weights), buffer=gpu, **limits)
         assert_same_bits(ours.x, expected.x)
         assert_same_bits(ours.probs, expected.probs)
         assert_same_bits(ours.tokens_per_expert, expected.tokens_per_expert)

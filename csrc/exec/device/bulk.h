@@ -13,8 +13,8 @@ namespace ep {
 // One warp's share of shared memory, through which the SM's copy engine moves rows, a chunk a buffer: many bytes under way, none of them in
 // registers.
 //
-// The engine works in the async proxy: a fence stands between what this warp has acquired and the engine's reads and writes, and
-// `wait_written` between the engine's writes and a flag that promises them.
+// The engine works in the async proxy: a fence stands between what this warp has acquired and what the engine reads, and `wait_written`
+// between what it writes and a flag that promises it. Its writes are issued only once the wait for their slots is over, whose readers are done.
 struct BulkBuffers {
     static constexpr uint32_t kChunkBytes = 3584;  // the buffers of 16 warps fill an SM
     static constexpr int kBuffers = 4;

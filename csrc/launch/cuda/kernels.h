@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1) count_kernel(const __grid_co
 template <class J>
 __global__ void __launch_bounds__(kBlockThreads, 1) sum_kernel(const __grid_constant__ J joint) {
     const Place<J> place(joint);
-    DeviceWarp warp(joint.ranks[place.index], 0, Role::Notify, 0, bulk_buffers());
+    DeviceWarp warp(joint.ranks[place.index], *joint.epochs[place.index] + 1, Role::Notify, 0, bulk_buffers());
     const NotifyArgs& args = joint.args[place.index];
     if (args.layout.totals().bad_token) {
         if (place.warp == 0) warp.fail(Outcome::BadInput, Wait::None, Need{});
@@ -61,32 +61,45 @@ __global__ void __launch_bounds__(kBlockThreads, 1) sum_kernel(const __grid_cons
 template <class J>
 __global__ void __launch_bounds__(kBlockThreads, 1) exchange_kernel(const __grid_constant__ J joint) {
     const Place<J> place(joint);
-    DeviceWarp warp(joint.ranks[place.index], 0, Role::Notify, 0, bulk_buffers());
-    if (joint.args[place.index].layout.totals().bad_token || is_aborted(joint.ranks[place.index])) return;
+    const DeviceRank& rank = joint.ranks[place.index];
+    NotifyArgs args = joint.args[place.index];
+    if (args.layout.totals().bad_token || is_aborted(rank)) return;
     if (place.warp == place.warps - 1) {
-        NotifyArgs args = joint.args[place.index];
         args.epoch = *joint.epochs[place.index] + 1;  // counted here, not by the host: a captured graph replays
+        DeviceWarp warp(rank, args.epoch, Role::Notify, 0, bulk_buffers());
         typename J::Fabric fabric(joint.fabric, args.rank);
         notify(warp, fabric, args);
         warp.lanes(1, [&](int) { *joint.epochs[place.index] = args.epoch; });
     } else {
-        const NotifyArgs& args = joint.args[place.index];
+        DeviceWarp warp(rank, 0, Role::Notify, 0, bulk_buffers());
         for (int channel = place.warp; channel < args.layout.channels; channel += place.warps - 1)
             index_channel(warp, args, channel);
     }
 }
 
-// ---- dispatch
+// ---- dispatch and combine
+
+// A notify that failed leaves no layout behind, and its handle may be used all the same once the buffer has been reset. Asked by the first
+// kernel of a launch.
+template <class J, class Args>
+__device__ __forceinline__ bool has_layout(const J& joint, const Place<J>& place, const Args& args) {
+    if (args.layout.totals().epoch) return true;
+    if (place.warp == 0) {
+        DeviceWarp warp(joint.ranks[place.index], args.call, Role::Launch, 0, bulk_buffers());
+        warp.fail(Outcome::NoLayout, Wait::None, Need{});
+    }
+    return false;
+}
 
 // Rows that no token fills, a piece a warp. Before the dispatch, which writes none of them.
 template <class J>
 __global__ void __launch_bounds__(kBlockThreads, 1) clear_kernel(const __grid_constant__ J joint) {
     constexpr int64_t kPiece = 16;  // rows
     const Place<J> place(joint);
-    if (is_aborted(joint.ranks[place.index])) return;  // then there may be no layout
-    DeviceWarp warp(joint.ranks[place.index], 0, Role::Launch, 0, bulk_buffers());
     const DispatchArgs& args = joint.args[place.index];
     const Layout& layout = args.layout;
+    if (is_aborted(joint.ranks[place.index]) || !has_layout(joint, place, args)) return;
+    DeviceWarp warp(joint.ranks[place.index], args.call, Role::Launch, 0, bulk_buffers());
     for (int expert = place.warp; expert < layout.local_experts(); expert += place.warps)
         clear_padding(warp, args, expert);
     const int64_t end = layout.expert_start(layout.local_experts());
@@ -135,8 +148,6 @@ __global__ void __launch_bounds__(kBlockThreads, 1) dispatch_kernel(const __grid
                       place.warp / joint.roles.warps(), place.warp % joint.roles.warps());
 }
 
-// ---- combine
-
 template <class T, bool kWeighted, class F>
 __device__ __forceinline__ void run_combine_role(const DeviceRank& rank, BulkBuffers& buffers, F& fabric,
                                                  const CombineArgs& args, const CombineRoles& roles, int channel,
@@ -169,6 +180,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1) combine_kernel(const __grid_
     const Place<J> place(joint);
     const CombineArgs& args = joint.args[place.index];
     if (place.warp >= joint.roles.warps() * args.layout.channels || is_aborted(joint.ranks[place.index])) return;
+    if (!has_layout(joint, place, args)) return;
     typename J::Fabric fabric(joint.fabric, args.rank);
     run_combine_role<T, kWeighted>(joint.ranks[place.index], bulk_buffers(), fabric, args, joint.roles,
                                    place.warp / joint.roles.warps(), place.warp % joint.roles.warps());
