@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds, tests and benchmarks the CUDA backend on a machine with a GPU or several, unattended, in less than 10 minutes and without a network.
-# $OUT (default: build/gpu) receives log.txt, bench.json, router.json, tune.json and, where megatron.core is installed, train.csv; the measurements
-# and a table of what passed are printed last.
+# $OUT (default: build/gpu) receives log.txt, bench.json, router.json, tune.json, gpus.json (of several GPUs) and, where megatron.core is installed,
+# train.csv; the measurements and a table of what passed are printed last.
 # PYTHON picks the interpreter, BUDGET the seconds for everything.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -91,7 +91,10 @@ step router 60 bash -c 'test_with tests/test_router.py'
 step gate 60 "$PYTHON" -m megatron_ep.bench_router --device cuda --tokens 1 4096 --json "$OUT/router.json"
 step bench 90 "$PYTHON" -m megatron_ep.bench_cuda --json "$OUT/bench.json"
 step processes 90 bash -c 'test_with tests/gpu/test_gpu_processes.py'
-step fabrics 150 bash -c 'test_with tests/gpu/test_gpu_fabrics.py' # of machines with several GPUs
+if [ "$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')" -gt 1 ]; then
+    step fabrics 150 bash -c 'test_with tests/gpu/test_gpu_fabrics.py'
+    step gpus_bench 90 "$PYTHON" -m megatron_ep.bench_gpus --json "$OUT/gpus.json"
+fi
 if "$PYTHON" -c 'import megatron.core, pydantic' > /dev/null 2>&1; then
     step train 90 "$PYTHON" -m megatron_ep.cli train recipes/tiny_moe_gpu.yaml --steps 30 --out "$LOGS/train" &&
         cp "$LOGS/train/loss.csv" "$OUT/train.csv"
