@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
@@ -87,6 +88,10 @@ def _train_parser() -> argparse.ArgumentParser:
 
 def _train(arguments: list[str]) -> int | None:
     options = _train_parser().parse_args(arguments)
+    for module in ("megatron.core", "pydantic", "yaml"):
+        if importlib.util.find_spec(module.partition(".")[0]) is None:
+            print(f"megatron-ep train: needs {module}: pip install 'megatron_ep[megatron,train]'", file=sys.stderr)
+            return 2
     from megatron_ep import launcher, recipe
 
     try:
@@ -155,7 +160,8 @@ def _check_run(loaded: recipe.Recipe, out: Path, resume: bool, is_rank: bool) ->
         raise ValueError(
             f"--out {out}: holds a run with checkpoints; --resume continues it, or choose another directory"
         )
-    if loaded.dataset.path is not None and not os.access(loaded.dataset.path, os.R_OK):
+    text = loaded.dataset.path
+    if text is not None and not (os.path.isfile(text) and os.access(text, os.R_OK)):
         raise ValueError(f"dataset.path (--data) {loaded.dataset.path}: no readable file")
     ranks = loaded.topology.world_size
     if is_rank and int(os.environ["WORLD_SIZE"]) != ranks:
@@ -166,6 +172,10 @@ def _check_run(loaded: recipe.Recipe, out: Path, resume: bool, is_rank: bool) ->
     if loaded.train.device == "cuda":
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", loaded.topology.ranks_per_node)) if is_rank else ranks
         _check_gpus(loaded, ranks_here)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {out}: {error.strerror}") from None
 
 
 def _check_gpus(loaded: recipe.Recipe, ranks_here: int) -> None:

@@ -57,7 +57,8 @@ class _Dispatch(Function):
     def forward(ctx, handle: Handle, num_ranks: int, scales: list[torch.Tensor] | None, *tensors: torch.Tensor):
         x, weights = tensors[:num_ranks], tensors[num_ranks:]
         ctx.handle, ctx.num_ranks, ctx.is_float8 = handle, num_ranks, x[0].dtype == torch.float8_e4m3fn
-        out, out_scales, out_weights = handle.buffer.dispatch(handle, x, scales, weights or None)
+        with handle.buffer.telling_others():
+            out, out_scales, out_weights = handle.buffer.dispatch(handle, x, scales, weights or None)
         if ctx.is_float8:
             ctx.mark_non_differentiable(*out)
         if out_scales:
@@ -80,7 +81,8 @@ class _Combine(Function):
     @staticmethod
     def forward(ctx, handle: Handle, num_ranks: int, *tensors: torch.Tensor):
         ctx.handle, ctx.num_ranks = handle, num_ranks
-        out, out_weights = handle.buffer.combine(handle, tensors[:num_ranks], tensors[num_ranks:] or None)
+        with handle.buffer.telling_others():
+            out, out_weights = handle.buffer.combine(handle, tensors[:num_ranks], tensors[num_ranks:] or None)
         return (*out, *(out_weights or ()))
 
     @staticmethod
@@ -95,13 +97,15 @@ class _WeightedCombine(Function):
     def forward(ctx, handle: Handle, num_ranks: int, *tensors: torch.Tensor):
         ctx.handle, ctx.num_ranks = handle, num_ranks
         ctx.save_for_backward(*tensors)
-        out, _ = handle.buffer.combine(handle, tensors[:num_ranks], None, tensors[num_ranks:])
+        with handle.buffer.telling_others():
+            out, _ = handle.buffer.combine(handle, tensors[:num_ranks], None, tensors[num_ranks:])
         return tuple(out)
 
     @staticmethod
     def backward(ctx, *grads: torch.Tensor):
         n, handle = ctx.num_ranks, ctx.handle
-        x, weights = ctx.saved_tensors[:n], ctx.saved_tensors[n:]
+        saved = ctx.saved_tensors  # once: a checkpoint unpacks them
+        x, weights = saved[:n], saved[n:]
         x_grads: list[torch.Tensor | None] = [None] * n
         weight_grads: list[torch.Tensor | None] = [None] * n
         with handle.buffer.telling_others():
@@ -183,8 +187,9 @@ def dispatch(
         group.format_of(topk, xs[0], row_scales, weights)
         if handle is None:
             handle = group.notify(ids, expert_alignment, expert_capacity or 0, max_recv_tokens)
-        n = len(group.ranks)
-        out = _Dispatch.apply(handle, n, row_scales, *xs, *(weights or ()))
+    # Behind the `with`: torch ends the recomputation of a checkpoint by an exception out of `apply`.
+    n = len(group.ranks)
+    out = _Dispatch.apply(handle, n, row_scales, *xs, *(weights or ()))
     parts = [list(out[i : i + n]) for i in range(0, len(out), n)]
     one = (lambda items: items) if isinstance(group, LocalCluster) else (lambda items: items[0])
     return Received(
@@ -227,10 +232,10 @@ def combine(x: Tensors, handle: Handle, weights: Tensors | None = None) -> Any:
         allowed = (torch.float64 if xs[0].dtype == torch.float64 else torch.float32,)
         _check_weights("weights", row_weights, [(count,) for count in rows], allowed)
         group.format_of(handle.topk, xs[0], None, None)
-        if row_weights is None:
-            out = _Combine.apply(handle, len(group.ranks), *xs)
-        else:
-            out = _WeightedCombine.apply(handle, len(group.ranks), *xs, *row_weights)
+    if row_weights is None:
+        out = _Combine.apply(handle, len(group.ranks), *xs)
+    else:
+        out = _WeightedCombine.apply(handle, len(group.ranks), *xs, *row_weights)
     return list(out) if isinstance(group, LocalCluster) else out[0]
 
 

@@ -43,7 +43,8 @@ def adopt(environment: MutableMapping[str, str] | None = None) -> bool:
     env = os.environ if environment is None else environment
     if "RANK" in env and "WORLD_SIZE" in env:
         return True
-    if "SLURM_PROCID" not in env or int(env.get("SLURM_NTASKS", "1")) < 2:
+    tasks = env.get("SLURM_STEP_NUM_TASKS", "1")  # srun alone sets it, unlike SLURM_NTASKS: a batch script is no task
+    if "SLURM_PROCID" not in env or int(tasks) < 2:
         return False
     if "MASTER_ADDR" not in env:
         nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
@@ -51,7 +52,7 @@ def adopt(environment: MutableMapping[str, str] | None = None) -> bool:
             raise ValueError("MASTER_ADDR: not set, and SLURM_NODELIST, to derive it from, is not set either")
         env["MASTER_ADDR"] = first_host(nodes)
     env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000))
-    env["RANK"], env["WORLD_SIZE"] = env["SLURM_PROCID"], env["SLURM_NTASKS"]
+    env["RANK"], env["WORLD_SIZE"] = env["SLURM_PROCID"], tasks
     env.setdefault("LOCAL_RANK", env.get("SLURM_LOCALID", "0"))
     return True
 

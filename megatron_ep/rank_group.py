@@ -125,12 +125,15 @@ class RankGroup:
         """An error inside that only this rank knows of reaches the others too, who would wait for this one."""
         try:
             yield
-        except EPError:
-            raise
         except BaseException as error:
+            self.tell_others(error)
+            raise
+
+    def tell_others(self, error: BaseException) -> None:
+        """Ends the waits of the other ranks for this one, who has met an error; of an EPError they have heard."""
+        if not isinstance(error, EPError):
             interrupted = isinstance(error, KeyboardInterrupt)
             self.refuse(interrupted=interrupted, failed=not interrupted and not isinstance(error, ValueError))
-            raise
 
     def refuse(self, *, interrupted: bool = False, failed: bool = False) -> None:
         """Ends the waits of the other ranks: this one has refused its arguments, was interrupted, or failed."""
@@ -153,8 +156,9 @@ class RankGroup:
             rings["rdma_ring_bytes"] = self._heap.rdma_ring_bytes
         for name, ring_bytes in rings.items():
             if ring_bytes < row.slot_bytes:
+                given = getattr(self.config, name) or ring_bytes  # that of the heap is rounded up
                 raise ValueError(
-                    f"Config.{name} is {ring_bytes}, must be at least {row.slot_bytes} for {x.shape[1]} x {x.dtype}"
+                    f"Config.{name} is {given}, must be at least {row.slot_bytes} for {x.shape[1]} x {x.dtype}"
                 )
         return row
 

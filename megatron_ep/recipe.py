@@ -17,6 +17,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from megatron_ep.config import LONGEST_TIMEOUT_S, Config
+
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -24,10 +26,15 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
 class Section(BaseModel):
     """A part of a recipe: no unknown keys, no silent conversions, no changes after loading."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class Topology(Section):
@@ -62,7 +69,9 @@ class Model(Section):
     hidden_dropout: Fraction = 0.0
     attention_dropout: Fraction = 0.0
     recompute_granularity: Literal["full", "selective"] | None = None
-    recompute_modules: list[str] | None = None  # of selective
+    recompute_modules: list[Literal["core_attn", "layernorm", "mlp", "moe", "shared_experts"]] | None = (
+        None  # of selective
+    )
     recompute_method: Literal["uniform", "block"] | None = None  # of full
     recompute_num_layers: Positive | None = None  # of full
 
@@ -109,18 +118,38 @@ class Model(Section):
             length = len(self.moe_layer_freq)
             _require(length == self.num_layers, f"moe_layer_freq has {length} entries, num_layers is {self.num_layers}")
             _require(1 in self.moe_layer_freq, "moe_layer_freq has no MoE layer (no 1)")
-        if self.moe_router_enable_expert_bias:
-            _require(
-                self.moe_router_score_function == "sigmoid",
-                f"moe_router_enable_expert_bias needs moe_router_score_function sigmoid, "
-                f"got {self.moe_router_score_function}",
-            )
+        softmax = self.moe_router_score_function == "softmax"
+        _require(
+            not (softmax and self.moe_router_enable_expert_bias),
+            "moe_router_enable_expert_bias needs moe_router_score_function sigmoid, got softmax",
+        )
+        _require(
+            softmax or not self.moe_router_pre_softmax, "moe_router_pre_softmax needs moe_router_score_function softmax"
+        )
+        _require(
+            not softmax or topk > 1 or self.moe_router_pre_softmax,
+            "moe_router_topk 1 with moe_router_score_function softmax needs moe_router_pre_softmax: "
+            "the softmax of a single score is 1",
+        )
+        _require(
+            "moe_router_bias_update_rate" not in self.model_fields_set or self.moe_router_enable_expert_bias,
+            "moe_router_bias_update_rate needs moe_router_enable_expert_bias",
+        )
+        _require(
+            (self.moe_router_load_balancing_type == "none") == (self.moe_aux_loss_coeff == 0),
+            f"moe_router_load_balancing_type {self.moe_router_load_balancing_type} with moe_aux_loss_coeff "
+            f"{self.moe_aux_loss_coeff}: neither does anything without the other",
+        )
         full = self.recompute_granularity == "full"
         for name in ("recompute_method", "recompute_num_layers"):
             _require((getattr(self, name) is not None) == full, f"{name} belongs to recompute_granularity full")
         _require(
             self.recompute_modules is None or self.recompute_granularity == "selective",
             "recompute_modules belongs to recompute_granularity selective",
+        )
+        _require(
+            self.moe_shared_expert_intermediate_size is not None or not self.moe_shared_expert_overlap,
+            "moe_shared_expert_overlap needs moe_shared_expert_intermediate_size",
         )
         _require(
             not self.add_bias_linear or self.moe_shared_expert_intermediate_size is None,
@@ -151,9 +180,10 @@ class Train(Section):
     train_iters: Positive
     global_batch_size: Positive
     micro_batch_size: Positive
-    seed: NonNegative = 1234
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 1234
     threads_per_rank: Positive = 1
-    distributed_timeout: PositiveFloat = 300.0  # seconds that a rank waits for the others in a collective
+    # seconds that a rank waits for the others in a collective
+    distributed_timeout: Annotated[float, Field(gt=0, le=LONGEST_TIMEOUT_S)] = 300.0
 
 
 class Optimizer(Section):
@@ -196,6 +226,11 @@ class Ddp(Section):
     overlap_grad_reduce: bool = False
     check_for_nan_in_grad: bool = True
     bucket_size: Positive | None = None
+
+    @model_validator(mode="after")
+    def _relations(self) -> Ddp:
+        _require(self.bucket_size is None or self.overlap_grad_reduce, "bucket_size needs overlap_grad_reduce")
+        return self
 
 
 class Dataset(Section):
@@ -240,6 +275,15 @@ class Dispatcher(Section):
     rdma_chunk_tokens: Positive | None = None
     num_sms: Positive | None = None
 
+    def settings(self) -> dict[str, Any]:
+        """What is given of `megatron_ep.Config`."""
+        return self.model_dump(exclude={"type", "router"}, exclude_none=True)
+
+    @model_validator(mode="after")
+    def _relations(self) -> Dispatcher:
+        Config(num_experts=1, **self.settings())  # raises ValueError for what is out of range
+        return self
+
 
 class Recipe(Section):
     """A whole recipe. `load` reads one from a file."""
@@ -272,6 +316,10 @@ class Recipe(Section):
         _require(
             self.train.device == "cpu" or not self.ddp.overlap_grad_reduce,
             "ddp.overlap_grad_reduce is true, must be false with train.device cuda: gloo cannot do it on a GPU",
+        )
+        _require(
+            self.dispatcher.type != "allgather" or not self.model.moe_shared_expert_overlap,
+            "model.moe_shared_expert_overlap is true, must be false with dispatcher.type allgather",
         )
         return self
 
@@ -311,6 +359,8 @@ class _Loader(yaml.SafeLoader):
         seen = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str):
+                raise yaml.constructor.ConstructorError(None, None, f"{key} is no name", key_node.start_mark)
             if key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"{key} appears twice", key_node.start_mark)
             seen.add(key)
@@ -334,11 +384,6 @@ def _apply(tree: dict, override: str) -> None:
         if not isinstance(tree, dict):
             raise ValueError(f"--set {override}: {section} is not a section")
     tree[key] = value
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
 
 
 def _explain(fault: Any) -> str:

@@ -1,3 +1,4 @@
+import importlib.util
 import os
 import subprocess
 import sys
@@ -103,6 +104,8 @@ def test_runs_without_out_get_a_directory_each(by_hand, tmp_path):
         ([TINY, "--resume"], ["--resume", "--out"]),
         ([TINY, "--resume", "--out", "empty"], ["--resume", "no checkpoint"]),
         ([TINY, "--out", "used"], ["used", "--resume continues it"]),
+        ([TINY, "--out", "/dev/null/here"], ["--out /dev/null/here", "Not a directory"]),
+        ([TINY, "--data", "used"], ["--data", "no readable file"]),
     ],
 )
 def test_mistakes_are_told_before_anything_starts(by_hand, tmp_path, capsys, arguments, words):
@@ -112,6 +115,13 @@ def test_mistakes_are_told_before_anything_starts(by_hand, tmp_path, capsys, arg
     text = capsys.readouterr().err
     assert all(word in text for word in words) and "Traceback" not in text
     assert not by_hand
+
+
+def test_what_training_needs_is_named(by_hand, capsys, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "yaml" else find_spec(name))
+    assert cli.main(["train", TINY]) == 2
+    assert "needs yaml: pip install 'megatron_ep[megatron,train]'" in capsys.readouterr().err and not by_hand
 
 
 def test_a_rank_in_a_world_of_the_wrong_size(monkeypatch, capsys):
@@ -159,13 +169,14 @@ def test_who_is_a_rank():
     assert not launcher.adopt({})
     assert launcher.adopt({"RANK": "0", "WORLD_SIZE": "1"})
     assert not launcher.adopt({"WORLD_SIZE": "4"})
-    assert not launcher.adopt({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"})
+    assert not launcher.adopt({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"})
+    assert not launcher.adopt({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}), "a batch script is no task"
     with pytest.raises(ValueError, match="MASTER_ADDR"):
-        launcher.adopt({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"})
+        launcher.adopt({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"})
 
 
 def test_slurm_variables_become_torchs():
-    task = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "123456"}
+    task = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "123456"}
     env = task | {"SLURM_NODELIST": "n[03-04]"}
     assert launcher.adopt(env)
     assert {k: v for k, v in env.items() if not k.startswith("SLURM")} == {

@@ -8,6 +8,7 @@ import pytest
 import survivors
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 import megatron_ep as ep
 from megatron_ep import reference
@@ -121,6 +122,31 @@ def run_no_memory_in_backward(kind):
 @pytest.mark.parametrize("kind", ["dispatch", "combine", "weighted"])
 def test_a_failure_in_the_backward_pass_reaches_all(ranks, kind):
     ranks.run(run_no_memory_in_backward, kind)
+
+
+def run_checkpointed():
+    """What the backward pass computes again is not told to anyone as a failure."""
+    buffer = make_buffer()
+    x, ids, weights = inputs(8, 2)
+    ids, gradient = ids[buffer.rank], x[buffer.rank] + 1
+
+    def moe(x, weights):
+        rows = ep.dispatch(x, ids, weights, buffer=buffer)
+        return ep.combine(torch.relu(rows.x), rows.handle, weights=rows.probs)
+
+    results = []
+    for reentrant in (None, False, True):
+        leaves = [t.clone().requires_grad_() for t in (x[buffer.rank], weights[buffer.rank])]
+        y = moe(*leaves) if reentrant is None else checkpoint(moe, *leaves, use_reentrant=reentrant)
+        y.backward(gradient)
+        results.append([y.detach(), *(leaf.grad for leaf in leaves)])
+    for result in results[1:]:
+        assert all(map(torch.equal, result, results[0]))
+    buffer.close()
+
+
+def test_checkpointed(ranks):
+    ranks.run(run_checkpointed)
 
 
 def run_one_mistake(kind):

@@ -96,7 +96,7 @@ def test_all_faults_are_reported_at_once(write):
         ("dispatcher.timeout=2.5", lambda r: r.dispatcher.timeout == 2.5),
         ("dispatcher.type=alltoall", lambda r: r.dispatcher.type == "alltoall"),
         ('dataset.path="a=b: c.txt"', lambda r: r.dataset.path == "a=b: c.txt"),
-        ("ddp.bucket_size=1000", lambda r: r.ddp.bucket_size == 1000),  # a section that the file does not have
+        ("ddp.overlap_grad_reduce=true", lambda r: r.ddp.overlap_grad_reduce),  # a section that the file does not have
     ],
 )
 def test_overrides(override, expected):
@@ -139,6 +139,18 @@ def test_the_last_override_wins():
         ("model.recompute_num_layers=1", ["recompute_num_layers", "full"]),
         ("model.recompute_modules=[moe]", ["recompute_modules", "selective"]),
         ("model.add_bias_linear=true", ["add_bias_linear", "shared experts"]),
+        ("model.moe_aux_loss_coeff=0.0", ["moe_router_load_balancing_type seq_aux_loss", "coeff 0.0"]),
+        ("model.moe_router_load_balancing_type=none", ["moe_router_load_balancing_type none", "coeff 0.0001"]),
+        ("model.moe_router_enable_expert_bias=false", ["moe_router_bias_update_rate needs"]),
+        ("model.moe_router_pre_softmax=true", ["moe_router_pre_softmax needs", "softmax"]),
+        ("model.recompute_modules=[foo]", ["recompute_modules.0", "'core_attn'", "'foo'"]),
+        ("ddp.bucket_size=1000", ["ddp: bucket_size needs overlap_grad_reduce"]),
+        ("dispatcher.channels=100000", ["dispatcher: Config.channels is 100000, must be"]),
+        ("dispatcher.nvl_ring_bytes=8", ["dispatcher: Config.nvl_ring_bytes is 8, must be"]),
+        ("dispatcher.timeout=.inf", ["dispatcher.timeout", "finite"]),
+        ("train.distributed_timeout=1e9", ["train.distributed_timeout", "1000000"]),
+        ("train.seed=99999999999", ["train.seed", "99999999999"]),
+        ("optimizer.lr=.inf", ["optimizer.lr", "finite"]),
         ("optimizer.min_lr=1", ["min_lr 1", "lr 0.002"]),
         ("scheduler.lr_warmup_iters=240", ["lr_warmup_iters 240", "lr_decay_iters 240"]),
     ],
@@ -147,6 +159,21 @@ def test_wrong_values_are_explained(override, words):
     message = fault(TINY, override)
     for word in words:
         assert word in message
+
+
+def test_shared_experts_overlap_what_can_be_overlapped():
+    overlap = "model.moe_shared_expert_overlap=true"
+    assert recipe.load(TINY, [overlap]).model.moe_shared_expert_overlap
+    assert "must be false with dispatcher.type allgather" in fault(TINY, overlap, "dispatcher.type=allgather")
+    assert "needs moe_shared_expert" in fault(TINY, overlap, "model.moe_shared_expert_intermediate_size=null")
+
+
+def test_one_softmax_expert_is_scored_before_it_is_chosen():
+    overrides = (
+        *("model.moe_router_topk=1", "model.moe_router_group_topk=null", "model.moe_router_num_groups=null"),
+        *("model.moe_router_score_function=softmax", "model.moe_router_enable_expert_bias=false"),
+    )
+    assert "needs moe_router_pre_softmax" in fault(TINY, *overrides)
 
 
 def test_no_overlapped_reduction_on_a_gpu():
@@ -165,7 +192,13 @@ def test_the_recipes_for_host_and_gpu_are_one_model():
 
 @pytest.mark.parametrize(
     ("text", "word"),
-    [("", "expected sections"), ("- 1", "expected sections"), ("a: [", "not YAML"), ("a: 1\na: 2", "a appears twice")],
+    [
+        ("", "expected sections"),
+        ("- 1", "expected sections"),
+        ("a: [", "not YAML"),
+        ("a: 1\na: 2", "a appears twice"),
+        ("? [a]\n: 1", "is no name"),
+    ],
 )
 def test_files_that_are_no_recipes(write, text, word):
     assert word in fault(write(text))

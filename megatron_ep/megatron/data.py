@@ -79,7 +79,7 @@ def tokenize(path: str | None, cache_dir: Path) -> Corpus:
     """Tokenizes a text into `cache_dir`, or finds it there; the cache is keyed by what the text says, not by its name.
 
     Raises:
-        ValueError: as `read_documents`.
+        ValueError: as `read_documents`; or cache_dir cannot be written.
     """
     documents = list(read_documents(path))
     digest = hashlib.sha256(b"byte\0")
@@ -91,7 +91,10 @@ def tokenize(path: str | None, cache_dir: Path) -> Corpus:
     if summary.is_file():
         return Corpus(**json.loads(summary.read_text()) | {"prefix": prefix})
 
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"dataset.cache_dir {cache_dir}: {error.strerror}") from None
     counts = np.zeros(END_OF_DOCUMENT + 1, dtype=np.int64)
     with _replaced(get_bin_path(prefix)) as binary, _replaced(get_idx_path(prefix)) as index:
         builder = IndexedDatasetBuilder(binary, dtype=np.uint16)

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import pad
 
 import megatron_ep as ep
-from megatron_ep.megatron.shared_buffers import close_buffers, comm_seconds, configure, shared_buffer
+from megatron_ep.megatron.shared_buffers import close_buffers, comm_seconds, configure, shared_buffer, telling_others
 
 __all__ = ["EPTokenDispatcher", "configure", "close_buffers", "comm_seconds"]
 
@@ -76,9 +76,10 @@ class EPTokenDispatcher(MoETokenDispatcher):
         self.drop_and_pad = config.moe_pad_expert_input_to_capacity
         self.moe_expert_capacity_factor = config.moe_expert_capacity_factor
 
-        self.cudagraph_attrs = ["topk_idx", "token_of_row"]
+        self.cudagraph_attrs = ["topk_idx", "split_rows"]
         self.topk_idx: torch.Tensor | None = None
-        self.token_of_row: torch.Tensor | None = None
+        self.split_rows: torch.Tensor | None = None
+        self.rows_per_token = 1
         self.hidden_shape: torch.Size | None = None
         self._probs_dtype: torch.dtype | None = None
         self._handle = None
@@ -112,12 +113,15 @@ class EPTokenDispatcher(MoETokenDispatcher):
             contributes nothing, and its probability gets no gradient.
 
         Raises:
-            ValueError: routing_map has another shape.
+            ValueError: routing_map or probs has another shape.
         """
         self.hidden_shape = hidden_states.shape
         tokens = hidden_states.reshape(-1, self.hidden_shape[-1]).contiguous()
         is_dense = routing_map.dtype == torch.bool
-        self._require_shape(routing_map, self.config.num_moe_experts if is_dense else self.config.moe_router_topk)
+        width = self.config.num_moe_experts if is_dense else self.config.moe_router_topk
+        with telling_others(self.tp_ep_group):
+            _require_shape("routing_map", routing_map, (self._num_tokens, width))
+            _require_shape("probs", probs, (self._num_tokens, width))
         if is_dense:
             if self.drop_and_pad:
                 # Megatron fills each expert up to its capacity with picks of probability 0: their place is kept free
@@ -126,7 +130,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
             topk_idx, weights = _picks(routing_map, probs, self._most_experts(routing_map))
         else:
             topk_idx, weights = routing_map, probs
-        self.token_of_row = None
+        self.split_rows = None
         if topk_idx.shape[1] != self.num_picks:
             tokens, topk_idx, weights = self._split_tokens(tokens, topk_idx, weights)
         weights = weights if weights.dtype == torch.float64 else weights.float()
@@ -184,9 +188,10 @@ class EPTokenDispatcher(MoETokenDispatcher):
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[T, H] in the shape that `dispatch_preprocess` was given, the shared experts' output added."""
-        if self.token_of_row is not None:
-            tokens = hidden_states.new_zeros(self._num_tokens, hidden_states.shape[1])
-            hidden_states = tokens.index_add(0, self.token_of_row, hidden_states)
+        if self.split_rows is not None:
+            rows = hidden_states.new_zeros(self._num_tokens * self.rows_per_token, hidden_states.shape[1])
+            rows = rows.index_copy(0, self.split_rows, hidden_states)
+            hidden_states = rows.view(self._num_tokens, self.rows_per_token, -1).sum(dim=1)
         output = hidden_states.view(self.hidden_shape)
         if self.shared_experts is not None:
             output = output + self.shared_experts.get_output()
@@ -195,13 +200,6 @@ class EPTokenDispatcher(MoETokenDispatcher):
     @property
     def _num_tokens(self) -> int:
         return math.prod(self.hidden_shape[:-1])
-
-    def _require_shape(self, routing_map: torch.Tensor, width: int) -> None:
-        if tuple(routing_map.shape) != (self._num_tokens, width):
-            raise ValueError(
-                f"routing_map is {routing_map.dtype} of shape {tuple(routing_map.shape)}, "
-                f"must be {(self._num_tokens, width)}"
-            )
 
     def _most_experts(self, routing_map: torch.Tensor) -> int:
         """Experts of the token with the most of them, or moe_router_topk if none has more."""
@@ -214,14 +212,18 @@ class EPTokenDispatcher(MoETokenDispatcher):
     def _split_tokens(
         self, tokens: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[T, more than K] picks -> [T', K], a row for each K: K must be the same on all ranks, whatever one needs."""
-        rows_per_token = -(-topk_idx.shape[1] // self.num_picks)
-        missing = rows_per_token * self.num_picks - topk_idx.shape[1]
+        """[T, more than K] picks -> [T', K], a row for each K: K must be the same on all ranks, whatever one needs.
+
+        Rows are taken from all that there could be, each at most once: the order in which a GPU adds what goes to the
+        same place is not fixed.
+        """
+        self.rows_per_token = -(-topk_idx.shape[1] // self.num_picks)
+        missing = self.rows_per_token * self.num_picks - topk_idx.shape[1]
         topk_idx = pad(topk_idx, (0, missing), value=-1).view(-1, self.num_picks)
         weights = pad(weights, (0, missing)).view(-1, self.num_picks)
-        used = (topk_idx >= 0).any(dim=1).nonzero().squeeze(1)
-        self.token_of_row = used // rows_per_token
-        return tokens.index_select(0, self.token_of_row), topk_idx.index_select(0, used), weights.index_select(0, used)
+        self.split_rows = (topk_idx >= 0).any(dim=1).nonzero().squeeze(1)
+        rows = tokens.unsqueeze(1).expand(-1, self.rows_per_token, -1).reshape(-1, tokens.shape[1])
+        return tuple(part.index_select(0, self.split_rows) for part in (rows, topk_idx, weights))
 
     def _replicate_over_tp(self, topk_idx: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Megatron's expert ids -> ids in the group, where expert e lives on TP ranks: [T, K] -> [T, K * TP]."""
@@ -258,6 +260,11 @@ class EPTokenDispatcher(MoETokenDispatcher):
         wait = getattr(self.shared_experts, "wait_current_stream", None)  # Megatron-Core 0.16 has none
         if wait is not None:
             wait()
+
+
+def _require_shape(name: str, tensor: torch.Tensor, shape: tuple[int, int]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, must be {shape}")
 
 
 def _is_capturing(tensor: torch.Tensor) -> bool:

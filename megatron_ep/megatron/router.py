@@ -29,7 +29,7 @@ class EPTopKRouter(TopKRouter):
 
     Args:
         config, pg_collection: as for `TopKRouter`.
-        sparse: return what a dispatcher sends instead of Megatron's dense interface, see `forward`.
+        sparse: return what a dispatcher sends instead of Megatron's dense interface, see `routing`.
         options: what newer versions of Megatron-Core pass on (is_mtp_layer).
 
     Raises:
@@ -60,8 +60,10 @@ class EPTopKRouter(TopKRouter):
 
         Returns:
             probs [T, E] in the logits' dtype and bool routing_map [T, E]; or, when sparse, weights [T, K] (fp32, or
-            fp64 for fp64 logits) and int64 expert ids [T, K]. The auxiliary losses hang on the first.
+            fp64 for fp64 logits) and int64 expert ids [T, K]. The auxiliary losses hang on the first. Dense while the
+            config has an expert capacity, which Megatron's inference code gives it for the time of decoding.
         """
+        sparse = self.sparse and self.config.moe_expert_capacity_factor is None
         seq_length, batch_size = logits.shape[:2]
         logits = logits.view(-1, self.config.num_moe_experts)
         if padding_mask is not None:
@@ -69,8 +71,8 @@ class EPTopKRouter(TopKRouter):
         logits = self.apply_z_loss(logits, padding_mask=padding_mask)
 
         balances = self.training and torch.is_grad_enabled() and self.is_aux_loss_enabled()
-        routing = self._choose(logits, dense=not self.sparse, aux=balances)
-        if self.sparse:
+        routing = self._choose(logits, dense=not sparse, aux=balances)
+        if sparse:
             weights, chosen = routing.weights, routing.ids
         else:
             weights, chosen = routing.probs, routing.routing_map
@@ -138,7 +140,7 @@ class EPTopKRouter(TopKRouter):
         if padding_mask is None and self.config.moe_expert_capacity_factor is None:
             self.local_tokens_per_expert += routing.tokens_per_expert
             return
-        if self.sparse:
+        if chosen.dtype != torch.bool:
             shape = (chosen.shape[0], self.config.num_moe_experts)
             chosen = chosen.new_zeros(shape, dtype=torch.bool).scatter(1, chosen, True)
         # The base class would broadcast a [T] mask along the experts.
@@ -165,8 +167,21 @@ def _check(config: TransformerConfig, sparse: bool) -> None:
         raise ValueError(f"moe_router_score_function is {config.moe_router_score_function!r}, must be of {allowed}")
     if config.moe_router_fusion:
         raise ValueError("moe_router_fusion is True, which asks for Transformer Engine's router: must be False")
-    if config.moe_router_topk > MAX_TOPK:
-        raise ValueError(f"moe_router_topk is {config.moe_router_topk}, must be at most {MAX_TOPK}")
+    experts, topk, group_topk = config.num_moe_experts, config.moe_router_topk, config.moe_router_group_topk
+    if topk > min(MAX_TOPK, experts):
+        raise ValueError(f"moe_router_topk is {topk}, must be at most {min(MAX_TOPK, experts)}")
+    if group_topk:
+        groups = config.moe_router_num_groups  # Megatron's config has seen to it that they divide the experts
+        if group_topk > groups or topk % group_topk:
+            raise ValueError(
+                f"moe_router_group_topk is {group_topk}, must divide moe_router_topk {topk} and be at most the "
+                f"{groups} groups"
+            )
+        if topk > group_topk * (experts // groups):
+            raise ValueError(
+                f"moe_router_topk is {topk}, must be at most the {group_topk * (experts // groups)} experts of "
+                f"{group_topk} groups"
+            )
     if sparse and config.moe_expert_capacity_factor is not None:
         raise ValueError(
             f"sparse is True with moe_expert_capacity_factor {config.moe_expert_capacity_factor}: must be False"

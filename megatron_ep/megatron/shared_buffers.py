@@ -6,6 +6,8 @@ A model has many MoE layers and they dispatch one after the other, so they share
 from __future__ import annotations
 
 import atexit
+import contextlib
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -58,6 +60,18 @@ def shared_buffer(group: dist.ProcessGroup, num_experts: int, device: torch.devi
     return buffer
 
 
+@contextlib.contextmanager
+def telling_others(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """An error inside ends the waits of the other ranks of a group (None: of all groups) in its buffers."""
+    try:
+        yield
+    except BaseException as error:
+        for (own, *_), buffer in _buffers.items():
+            if group is None or own is group:
+                buffer.tell_others(error)
+        raise
+
+
 def comm_seconds() -> float:
     """Seconds this process has spent in dispatch and combine of all layers so far, forward and backward."""
     return _closed_seconds + sum(buffer.seconds for buffer in _buffers.values())
@@ -65,7 +79,10 @@ def comm_seconds() -> float:
 
 @atexit.register
 def close_buffers() -> None:
-    """Closes every shared buffer. The next forward pass builds new ones. Call it before destroying the groups."""
+    """Closes every shared buffer. The next forward pass builds new ones.
+
+    Call it before destroying the groups; or on every rank after an `EPError`, to go on.
+    """
     global _closed_seconds
     while _buffers:
         _, buffer = _buffers.popitem()

@@ -37,13 +37,13 @@ def train(recipe: Recipe, out: Path, resume: bool) -> None:
     (gpu_runtime if recipe.train.device == "cuda" else host_runtime).enable()
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=recipe.train.distributed_timeout))
     _initialize_megatron(recipe)
-    try:
-        _run(recipe, out, resume)
-    finally:
-        if recipe.dispatcher.type == "ep":
-            from megatron_ep.megatron.shared_buffers import close_buffers
+    from megatron_ep.megatron.shared_buffers import close_buffers, telling_others
 
-            close_buffers()
+    try:
+        with telling_others():
+            _run(recipe, out, resume)
+    finally:
+        close_buffers()
     dist.destroy_process_group()
 
 

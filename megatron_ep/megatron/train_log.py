@@ -126,4 +126,5 @@ def _read(path: Path) -> list[Row]:
     if not path.is_file():
         return []
     with open(path, newline="", encoding="utf-8") as file:
-        return [Row(int(line.pop("step")), **{k: float(v) for k, v in line.items()}) for line in csv.DictReader(file)]
+        lines = [line for line in csv.DictReader(file) if None not in line.values()]  # the last may be cut short
+        return [Row(int(line.pop("step")), **{k: float(v) for k, v in line.items()}) for line in lines]

@@ -106,6 +106,6 @@ def _with_ep_dispatcher(recipe: Recipe, spec: TransformerBlockSubmodules) -> Tra
 
     shared_buffers.configure(
         Topology(recipe.topology.nodes, recipe.topology.ranks_per_node),
-        **recipe.dispatcher.model_dump(exclude_none=True, exclude={"type", "router"}),
+        **recipe.dispatcher.settings(),
     )
     return ep_layer_spec(spec, router=fused_router if recipe.dispatcher.router == "fused" else None)

@@ -292,13 +292,14 @@ def test_step_by_step_as_1f1b_overlap_runs_it(four_ranks):
 # ---- inference switches capacity padding on and off at run time
 
 
-def _compare_inference_padding():
+def _compare_inference_padding(router, tolerance):
     from megatron.core.inference import utils
 
     join_layout(1, W)
     options = {"num_moe_experts": 8, "moe_router_topk": 2}
     spec = get_moe_module_spec(use_te=False, num_experts=8, moe_grouped_gemm=False)
-    theirs, ours = spec(config=make_config(**options)), ep_layer_spec(spec)(config=make_config(**options))
+    theirs = spec(config=make_config(**options))
+    ours = ep_layer_spec(spec, router=router)(config=make_config(**options))
     ours.load_state_dict(theirs.state_dict())
     outputs = []
     for layer in (theirs, ours):
@@ -313,11 +314,12 @@ def _compare_inference_padding():
             results.append(layer(x)[0])
         outputs.append(results)
     for expected, actual in zip(*outputs, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
 
 
-def test_inference_flips_drop_and_pad(four_ranks):
-    four_ranks.run(_compare_inference_padding)
+@pytest.mark.parametrize(("router", "tolerance"), [(None, 1e-12), (fused_router, 1e-9)])  # Megatron's softmax is fp32
+def test_inference_flips_drop_and_pad(four_ranks, router, tolerance):
+    four_ranks.run(_compare_inference_padding, router, tolerance)
 
 
 # ---- buffers and mistakes
@@ -370,6 +372,7 @@ def test_overlap_must_be_declared_as_hybridep(four_ranks):
 
 def _wrong_shape():
     join_layout(1, W)
+    shared_buffers.close_buffers()
     dispatcher = make_dispatcher("ours", make_config())
     x = torch.randn(5, 32, dtype=torch.float64)
     for routing_map in (
@@ -379,10 +382,44 @@ def _wrong_shape():
     ):
         with pytest.raises(ValueError, match=r"routing_map is torch\.\w+ of shape .* must be \(5, [28]\)"):
             dispatcher.dispatch_preprocess(x, routing_map, routing_map.double())
+    routing_map = torch.ones(5, 8, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"probs is torch\.float64 of shape \(5, 2\), must be \(5, 8\)"):
+        dispatcher.dispatch_preprocess(x, routing_map, torch.ones(5, 2).double())
 
 
 def test_a_routing_map_of_another_shape_is_refused(four_ranks):
     four_ranks.run(_wrong_shape)
+
+
+def _one_fails(in_dispatcher):
+    """Rank 1, with a wrong argument or somewhere else, once the buffers are there."""
+    join_layout(1, W)
+    shared_buffers.close_buffers()
+    dispatcher = make_dispatcher("ours", make_config())
+    x = torch.randn(5, 32, dtype=torch.float64)
+    routing_map = torch.ones(5, 8, dtype=torch.bool)
+    run_dispatcher(dispatcher, x, routing_map, routing_map.double(), x)
+    dist.barrier()
+    try:
+        with shared_buffers.telling_others():
+            if dist.get_rank() == 1 and not in_dispatcher:
+                raise RuntimeError("anything")
+            rows = 4 if dist.get_rank() == 1 else 5
+            run_dispatcher(dispatcher, x, routing_map[:rows], routing_map.double(), x)
+            run_dispatcher(dispatcher, x, routing_map, routing_map.double(), x)
+    except (ValueError, RuntimeError) as error:
+        return str(error).partition("\n")[0]
+    finally:
+        shared_buffers.close_buffers()
+    return "nothing"
+
+
+@pytest.mark.parametrize("in_dispatcher", [False, True])
+def test_the_others_hear_of_a_failure_at_once(four_ranks, in_dispatcher):
+    others = four_ranks.run(_one_fails, in_dispatcher)
+    assert ("routing_map is" if in_dispatcher else "anything") in others.pop(1)
+    expected = "rank 1 refused its arguments" if in_dispatcher else "rank 1 failed for a reason of its own"
+    assert len(others) == W - 1 and all(other.startswith(expected) for other in others), others
 
 
 def _overflow():

@@ -312,6 +312,12 @@ def _refuse():
     for options, named in [
         (dict(moe_router_load_balancing_type="sinkhorn"), "sinkhorn"),
         (dict(moe_router_topk=33, num_moe_experts=64), "moe_router_topk is 33"),
+        (dict(moe_router_topk=9), "moe_router_topk is 9, must be at most 8"),
+        (dict(moe_router_num_groups=4, moe_router_group_topk=3), "moe_router_group_topk is 3, must divide"),
+        (
+            dict(moe_router_topk=4, moe_router_num_groups=4, moe_router_group_topk=1),
+            "moe_router_topk is 4, must be at most the 2 experts of 1 groups",
+        ),
         (dict(moe_expert_capacity_factor=1.0), "moe_expert_capacity_factor"),
     ]:
         with pytest.raises(ValueError, match=named):

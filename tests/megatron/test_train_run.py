@@ -127,7 +127,12 @@ def test_slurm_tasks_find_each_other(trained, cache, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    variables = {"SLURM_NTASKS": "2", "SLURM_NODELIST": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    variables = {
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_NODELIST": "localhost",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
     arguments = ("--steps", "2", "--set", "topology.nodes=1", "--set", "train.micro_batch_size=2")
     tasks = [
         start(cache, tmp_path, *arguments, **variables, SLURM_PROCID=str(task), SLURM_LOCALID=str(task))
