@@ -119,7 +119,7 @@ class Buffer(RankGroup):
         everyone = self._gather((socket.gethostname(), settings, asdict(self.topology), self.device.type))
         self._agree(lambda: self._check_members(everyone))
         if self.device.type == "cuda":
-            sms = cuda_group.num_sms(config, self.device, 1)
+            sms = self._agree(lambda: cuda_group.num_sms(config, self.device, 1))
             self._heap = self._make_heap(cuda_group.num_channels(self.topology, config, sms, 1))
             hosts = [host for host, *_ in everyone]
             self._group = cuda_connect.connect(self, self._heap, self.device, sms, hosts)

@@ -5,6 +5,7 @@ raised on all of them, and no wait for a rank that does not come is without a bo
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -26,15 +27,22 @@ T = TypeVar("T")
 def local_ranks(topology: Topology, config: Config, heap: Any, device: torch.device, sms: int) -> CudaRanks:
     """All ranks in this process, on one GPU."""
     ranks = list(range(topology.world_size))
-    memories = [_C.DeviceMemory.create(device.index, heap.bytes) for _ in ranks]
-    return _p2p(heap, ranks, memories, device, sms, config)
+    with torch.cuda.device(device):
+        memories = [_C.DeviceMemory.create(device.index, heap.bytes) for _ in ranks]
+        return _p2p(heap, ranks, memories, device, sms, config)
 
 
 def connect(buffer: Buffer, heap: Any, device: torch.device, sms: int, hosts: Sequence[str]) -> CudaRanks:
     """This process's rank, with the fabric that fits the hosts of all ranks."""
-    buffer._agree(lambda: torch.cuda.synchronize(device))  # nobody writes to an earlier buffer's memory any more
     connectors = {"p2p": _connect_p2p, "nvshmem": _connect_nvshmem, "nccl": _connect_nccl}
-    return connectors[fabrics.choose(hosts, buffer._gather)](buffer, heap, device, sms)
+    with contextlib.ExitStack() as stack:
+
+        def begin() -> None:
+            stack.enter_context(torch.cuda.device(device))
+            torch.cuda.synchronize()  # nobody writes to an earlier buffer's memory any more
+
+        buffer._agree(begin)
+        return connectors[fabrics.choose(hosts, buffer._gather)](buffer, heap, device, sms)
 
 
 def _connect_p2p(buffer: Buffer, heap: Any, device: torch.device, sms: int) -> CudaRanks:

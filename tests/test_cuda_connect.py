@@ -37,12 +37,23 @@ class Shell(ep.Buffer):
 
 
 GROUPS: dict[tuple[int, ...], dist.ProcessGroup] = {}
+DEVICE = torch.device("cuda", 1)
+CURRENT: list[torch.device] = []
 
 
 def connect(buffer: Shell, hosts: str = "aaa"):
     heap = SimpleNamespace(bytes=BYTES, nvl_ring_bytes=1 << 10)
-    with mock.patch.object(torch.cuda, "synchronize"):
-        return cuda_connect.connect(buffer, heap, torch.device("cuda", 0), 1, hosts[: buffer.topology.world_size])
+    with mock.patch.multiple(torch.cuda, synchronize=mock.DEFAULT, device=current_device):
+        return cuda_connect.connect(buffer, heap, DEVICE, 1, hosts[: buffer.topology.world_size])
+
+
+@contextlib.contextmanager
+def current_device(device: torch.device):
+    CURRENT.append(device)
+    try:
+        yield
+    finally:
+        CURRENT.pop()
 
 
 @contextlib.contextmanager
@@ -63,6 +74,7 @@ def ranks_with(fabric: str, **loads):
 
 def group_of(**settings):
     """Instead of any fabric's group."""
+    assert CURRENT == [DEVICE] and settings["device"] == DEVICE.index
     return SimpleNamespace(memory=settings.get("memory"), memories=settings.get("memories"))
 
 
@@ -109,6 +121,7 @@ class Memory:
 
     @classmethod
     def create(cls, device: int, size: int, group: str = "") -> "Memory":
+        assert CURRENT == [DEVICE]
         return cls(group)
 
     @classmethod

@@ -52,7 +52,7 @@ void test_a_group_gives_back_what_it_has() {
     EXPECT(calls > 10);
 }
 
-void test_the_device_that_is_current_stays_alone() {
+void test_the_current_device_is_left_alone() {
     std::string heap(kHeap.bytes(), 0);
     fake_cuda = {};
     fake_cuda.current = 1;
@@ -61,7 +61,7 @@ void test_the_device_that_is_current_stays_alone() {
         auto memory = ep::DeviceMemory::create(1, 64, "");
         auto other = ep::DeviceMemory::open(1, memory.handle(), 64);
     }
-    EXPECT(fake_cuda.current == 1);
+    EXPECT(fake_cuda.switches == 0);
     EXPECT(fake_cuda.contexts == std::set<int>{1});
 }
 
@@ -104,7 +104,7 @@ void test_memory_is_left_to_the_same_processes() {
 
 int main() {
     test_a_group_gives_back_what_it_has();
-    test_the_device_that_is_current_stays_alone();
+    test_the_current_device_is_left_alone();
     test_another_device_is_made_current_and_back();
     test_memory_is_left_to_the_same_processes();
 }

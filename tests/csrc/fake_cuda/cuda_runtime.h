@@ -47,6 +47,7 @@ struct cudaLaunchConfig_t {
 
 struct FakeCuda {
     int current = 0;
+    int switches = 0;
     std::set<int> contexts;
     std::set<void*> live;
     int fails_in = -1;  // calls of those that can fail; never
@@ -77,6 +78,7 @@ inline cudaError_t cudaGetDevice(int* device) {
 }
 inline cudaError_t cudaSetDevice(int device) {
     fake_cuda.current = device;
+    ++fake_cuda.switches;
     return fake_cuda.call();
 }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
