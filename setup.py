@@ -211,7 +211,8 @@ class NinjaFile:
         self._link(command, [*own, *self._shared()], product)
 
     def _shared(self) -> list[str]:
-        return [self._compile(f"{BINDINGS}/incidents.cpp"), self._compile_cuda("csrc/launch/cuda/device.cpp")]
+        callers = [self._compile_cuda(f"csrc/launch/cuda/{name}.cpp") for name in ("device", "owned")]
+        return [self._compile(f"{BINDINGS}/incidents.cpp"), *callers]
 
     def _rule(self, name: str, command: str, description: str) -> None:
         self.writer.rule(name, command=command, depfile="$out.d", deps="gcc", description=description)

@@ -6,12 +6,12 @@ import socket
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from megatron_ep import _C, cuda_group
+from megatron_ep import _C, cuda_connect, cuda_group
 from megatron_ep.config import Config, Topology, require_int, require_type
 from megatron_ep.errors import EPError
 from megatron_ep.rank_group import RankGroup
@@ -19,6 +19,8 @@ from megatron_ep.rank_group import RankGroup
 # Construction and reset wait this long for the other ranks, or Config.timeout if that is longer: they may still be in a
 # wait of their own.
 MEETING_S = 60.0
+
+T = TypeVar("T")
 
 
 class LocalCluster(RankGroup):
@@ -67,7 +69,7 @@ class LocalCluster(RankGroup):
                 raise ValueError(f"threads is {threads} and seed is {seed}, must not be given with device {device!r}")
             sms = cuda_group.num_sms(config, self.device, len(self.ranks))
             self._heap = self._make_heap(cuda_group.num_channels(self.topology, config, sms, len(self.ranks)))
-            self._group = cuda_group.local_ranks(self.topology, config, self._heap, self.device, sms)
+            self._group = cuda_connect.local_ranks(self.topology, config, self._heap, self.device, sms)
             return
         heap = self._make_heap(config.num_channels)
         self._start(heap, [_C.Segment.anonymous(heap.bytes) for _ in self.ranks], threads, seed, lost_signal)
@@ -118,18 +120,17 @@ class Buffer(RankGroup):
         everyone = self._gather((socket.gethostname(), settings, asdict(self.topology), self.device.type))
         self._agree(lambda: self._check_members(everyone))
         if self.device.type == "cuda":
-            sms = cuda_group.num_sms(config, self.device, 1)
+            sms = self._agree(lambda: cuda_group.num_sms(config, self.device, 1))
             self._heap = self._make_heap(cuda_group.num_channels(self.topology, config, sms, 1))
             hosts = [host for host, *_ in everyone]
-            self._group = cuda_group.connect(self, self._heap, self.device, sms, hosts)
+            self._group = cuda_connect.connect(self, self._heap, self.device, sms, hosts)
             return
 
         heap = self._make_heap(config.num_channels)
-        segments: list[Any] = [None] * world_size
-        self._agree(lambda: segments.__setitem__(self.rank, _C.Segment.shared(heap.bytes)))
-        addresses = self._gather(segments[self.rank].address())
-        self._agree(lambda: self._open_others(segments, addresses, heap.bytes))
-        segments[self.rank].close_to_others()
+        own = self._agree(lambda: _C.Segment.shared(heap.bytes))
+        addresses = self._gather(own.address())
+        segments = self._agree(lambda: self._open_others(own, addresses, heap.bytes))
+        own.close_to_others()
         self._start(heap, segments, threads=1, seed=None, lost_signal=0)
 
     def reset(self) -> None:
@@ -167,21 +168,20 @@ class Buffer(RankGroup):
             raise ValueError(f"topology is {self.topology}, must have the {len(everyone)} ranks of the group")
         self.config.check_ranks(self.topology)
 
-    def _open_others(self, segments: list[Any], addresses: list[Any], size: int) -> None:
-        for rank, address in enumerate(addresses):
-            if rank != self.rank:
-                segments[rank] = _C.Segment.open(address, size)
+    def _open_others(self, own: Any, addresses: list[Any], size: int) -> list[Any]:
+        others = enumerate(addresses)
+        return [own if rank == self.rank else _C.Segment.open(address, size) for rank, address in others]
 
     def _gather(self, mine: Any) -> list[Any]:
         everyone: list[Any] = [None] * dist.get_world_size(self._process_group)
         dist.all_gather_object(everyone, mine, group=self._process_group)
         return everyone
 
-    def _agree(self, step: Callable[[], None]) -> None:
-        """Runs a step that may fail on some ranks only, and fails on all of them then."""
+    def _agree(self, step: Callable[[], T]) -> T:
+        """Runs a step that may fail on some ranks only, and fails on all of them then. Returns this rank's result."""
         error: Exception | None = None
         try:
-            step()
+            result = step()
         except Exception as caught:
             error = caught
         messages = self._gather(None if error is None else (type(error).__name__, str(error)))
@@ -192,6 +192,7 @@ class Buffer(RankGroup):
         for rank, failed in enumerate(messages):
             if failed is not None:
                 raise EPError(f"rank {rank} could not set up the buffer: {failed[0]}: {failed[1]}")
+        return result
 
     def _barrier(self) -> None:
         if dist.get_backend(self._process_group) == "gloo":

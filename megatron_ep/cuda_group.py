@@ -1,4 +1,4 @@
-"""The CUDA backend's side of a buffer: launches on torch's streams, and how the ranks' heaps find each other.
+"""The CUDA backend's side of a buffer: launches on torch's streams.
 
 A launch goes to torch's current stream, as any operator does, and returns at once. What goes wrong on the GPU
 afterwards is raised by the next call, or by `synchronize`. The host waits in one place only: for the counts of a
@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_ep import _C, fabrics
+from megatron_ep import _C
 from megatron_ep.config import Config, Topology
 from megatron_ep.handle import Handle, RankHandle, most_arrivals
 
 if TYPE_CHECKING:
-    from megatron_ep.buffer import Buffer
     from megatron_ep.rank_group import RankGroup
 
 # What one rank needs to fill its NVLink: 450 GB/s each way (H100 and H200 data sheets) at about 20 GB/s of rows an SM.
@@ -143,129 +142,6 @@ class CudaRanks:
         self._timed.append((start, end))
         if len(self._timed) > 1000:
             _ = self.seconds
-
-
-def local_ranks(topology: Topology, config: Config, heap: Any, device: torch.device, sms: int) -> CudaRanks:
-    """All ranks in this process, on one GPU."""
-    ranks = list(range(topology.world_size))
-    memories = [_C.DeviceMemory.create(device.index, heap.bytes) for _ in ranks]
-    return _p2p(heap, ranks, memories, device, sms, config)
-
-
-def connect(buffer: Buffer, heap: Any, device: torch.device, sms: int, hosts: Sequence[str]) -> CudaRanks:
-    """This process's rank, with the fabric that fits the hosts of all ranks. Collective."""
-    chosen: list[str] = []
-    buffer._agree(lambda: torch.cuda.synchronize(device))  # nobody writes to an earlier buffer's memory any more
-    buffer._agree(lambda: chosen.append(fabrics.choose(hosts)))
-    connectors = {"p2p": _connect_p2p, "nvshmem": _connect_nvshmem, "nccl": _connect_nccl}
-    return connectors[chosen[0]](buffer, heap, device, sms)
-
-
-def _connect_p2p(buffer: Buffer, heap: Any, device: torch.device, sms: int) -> CudaRanks:
-    """The processes of the machine map each other's heaps through CUDA IPC."""
-    memories: list[Any] = [None] * buffer.topology.world_size
-
-    def create() -> None:
-        memories[buffer.rank] = _C.DeviceMemory.create(device.index, heap.bytes)
-
-    def open_others(handles: Sequence[bytes]) -> None:
-        for rank, handle in enumerate(handles):
-            if rank != buffer.rank:
-                memories[rank] = _C.DeviceMemory.open(device.index, handle, heap.bytes)
-
-    made: list[CudaRanks] = []
-    buffer._agree(create)
-    handles = buffer._gather(memories[buffer.rank].handle())
-    buffer._agree(lambda: open_others(handles))
-    buffer._agree(lambda: made.append(_p2p(heap, [buffer.rank], memories, device, sms, buffer.config)))
-    return made[0]
-
-
-def _connect_nvshmem(buffer: Buffer, heap: Any, device: torch.device, sms: int) -> CudaRanks:
-    nvshmem = fabrics.load_nvshmem()
-    ids: list[bytes] = [b""]
-    made: list[Any] = []
-
-    def make_heap() -> None:
-        made.append(
-            nvshmem.NvshmemHeap(
-                unique_id=ids[0],
-                rank=buffer.rank,
-                world=buffer.topology.world_size,
-                device=device.index,
-                bytes=heap.bytes,
-            )
-        )
-
-    def make_group() -> None:
-        made.append(
-            nvshmem.NvshmemGroup(
-                heap=heap,
-                rank=buffer.rank,
-                memory=made[0],
-                device=device.index,
-                num_sms=sms,
-                timeout=buffer.config.timeout_seconds,
-            )
-        )
-
-    buffer._agree(lambda: ids.__setitem__(0, nvshmem.unique_id() if buffer.rank == 0 else b""))
-    ids[0] = buffer._gather(ids[0])[0]
-    buffer._agree(make_heap)
-    buffer._agree(make_group)
-    return CudaRanks(made[1], device, heap.nvl_ring_bytes)
-
-
-def _connect_nccl(buffer: Buffer, heap: Any, device: torch.device, sms: int) -> CudaRanks:
-    nccl = fabrics.load_nccl()
-    ids: list[bytes] = [b""]
-    made: list[Any] = []
-
-    def make_heap() -> None:
-        made.append(
-            nccl.NcclHeap(
-                unique_id=ids[0],
-                heap=heap,
-                rank=buffer.rank,
-                device=device.index,
-                timeout=buffer._timeout.total_seconds(),
-            )
-        )
-
-    def make_group() -> None:
-        made.append(
-            nccl.NcclGroup(
-                heap=heap,
-                rank=buffer.rank,
-                memory=made[0],
-                device=device.index,
-                num_sms=sms,
-                timeout=buffer.config.timeout_seconds,
-            )
-        )
-
-    kept = buffer._gather(nccl.kept(heap=heap, rank=buffer.rank, device=device.index))
-    everyones = set.intersection(*map(set, kept))
-    if everyones:
-        ids[0] = min(everyones)
-    else:
-        buffer._agree(lambda: ids.__setitem__(0, nccl.unique_id() if buffer.rank == 0 else b""))
-        ids[0] = buffer._gather(ids[0])[0]
-    buffer._agree(make_heap)
-    buffer._agree(make_group)
-    return CudaRanks(made[1], device, heap.nvl_ring_bytes)
-
-
-def _p2p(heap: Any, ranks: list[int], memories: list[Any], device: torch.device, sms: int, config: Config) -> CudaRanks:
-    group = _C.CudaGroup(
-        heap=heap,
-        ranks=ranks,
-        memories=memories,
-        device=device.index,
-        num_sms=sms,
-        timeout=config.timeout_seconds,
-    )
-    return CudaRanks(group, device, heap.nvl_ring_bytes)
 
 
 def make_handle(

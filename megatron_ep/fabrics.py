@@ -2,8 +2,9 @@
 
 p2p: the processes of one machine map each other's memory through CUDA IPC; if it has several nodes, puts between them
 are copies. nvshmem and nccl: several machines, one-sided puts and signals between them (NCCL's GIN); a rank that gives
-up stops its own node at once, the other nodes when their own waits expire. The variable MEGATRON_EP_FABRIC forces one;
-otherwise ranks on one machine use p2p, and ranks on several nvshmem, or nccl where nvshmem cannot be loaded.
+up stops its own node at once, the other nodes when their own waits expire. NVSHMEM connects one group of ranks for as
+long as their processes live. The variable MEGATRON_EP_FABRIC, the same on all ranks, forces one; otherwise ranks on one
+machine use p2p, and ranks on several nvshmem, or nccl where some rank cannot load nvshmem.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from megatron_ep.errors import EPError
 
@@ -23,34 +25,56 @@ NVSHMEM_LIBRARY = "libnvshmem_host.so.3"
 NCCL_LIBRARY = "libnccl.so.2"
 
 
-def choose(hosts: Sequence[str]) -> str:
-    """The fabric for ranks on these hosts, one each. Raises ValueError for an unknown one, EPError for an unfit one."""
+def choose(hosts: Sequence[str], gather: Callable[[Any], list[Any]]) -> str:
+    """The fabric for ranks on these hosts, one each. Collective: gather returns what every rank gave to it.
+
+    Raises on all ranks alike: ValueError for an unknown fabric, EPError when none fits or ranks want different ones.
+    """
+    wanted = _wanted_by_all(gather)
     machines = sorted(set(hosts))
-    wanted = os.environ.get(VARIABLE)
-    fabrics = ("p2p", *NETWORKS)
-    if wanted and wanted not in fabrics:
-        raise ValueError(f"environment variable {VARIABLE} is {wanted!r}, must be one of {', '.join(fabrics)}")
-    if wanted in NETWORKS:
-        NETWORKS[wanted]()
-        return wanted
-    if len(machines) == 1:
+    if len(machines) == 1 and wanted in (None, "p2p"):
         return "p2p"
-    if wanted:
+    if wanted == "p2p":
         raise EPError(
             f"{VARIABLE}=p2p connects the processes of one machine, but the ranks run on {', '.join(machines)}"
         )
-    return _first_that_loads()
-
-
-def _first_that_loads() -> str:
     lacking = []
-    for name, load in NETWORKS.items():
-        try:
-            load()
+    for name in [wanted] if wanted else NETWORKS:
+        missing = gather(_missing(name))
+        if not any(missing):
             return name
-        except EPError as error:
-            lacking.append(str(error))
-    raise EPError(f"no fabric connects several machines here: {'; '.join(lacking)}")
+        lacking.append(_by_rank(missing))
+    raise EPError(("" if wanted else "no fabric connects several machines here: ") + "; ".join(lacking))
+
+
+def _wanted_by_all(gather: Callable[[Any], list[Any]]) -> str | None:
+    everyones = gather(os.environ.get(VARIABLE) or None)
+    values = f"environment variable {VARIABLE} is {_by_rank([repr(name) if name else 'unset' for name in everyones])}"
+    fabrics = ("p2p", *NETWORKS)
+    if any(name and name not in fabrics for name in everyones):
+        raise ValueError(f"{values}, must be one of {', '.join(fabrics)}")
+    if len(set(everyones)) > 1:
+        raise EPError(f"{values}, must be the same on all ranks")
+    return everyones[0]
+
+
+def _missing(name: str) -> str:
+    """What keeps this rank from loading the fabric, if anything."""
+    try:
+        NETWORKS[name]()
+        return ""
+    except Exception as error:  # of whatever kind: the others wait to hear of it
+        return str(error) or type(error).__name__
+
+
+def _by_rank(answers: Sequence[str]) -> str:
+    """What ranks answered, if anything: each answer once, with its ranks unless it is everyone's."""
+    if len(set(answers)) == 1:
+        return answers[0]
+    ranks: dict[str, list[str]] = {}
+    for rank, answer in enumerate(answers):
+        ranks.setdefault(answer, []).append(str(rank))
+    return ", ".join(f"{answer} on rank {' and '.join(those)}" for answer, those in ranks.items() if answer)
 
 
 def load_nvshmem() -> ModuleType:
@@ -109,9 +133,9 @@ def _in_wheel(package: str, library: str) -> Path | None:
 
 def _loaded(library: str) -> Path | None:
     """Where this process has it from already."""
-    with open("/proc/self/maps") as maps:
-        names = (line.rstrip().partition("/")[2] for line in maps)
-        return next((Path("/" + name) for name in names if name.endswith(f"/{library}")), None)
+    with open("/proc/self/maps") as maps:  # which name the file itself: libnccl.so.2 may be a link to libnccl.so.2.28.9
+        paths = (Path("/" + line.rstrip().partition("/")[2]) for line in maps)
+        return next((path for path in paths if f"{path.name}.".startswith(f"{library}.")), None)
 
 
 def _version(code: int) -> str:

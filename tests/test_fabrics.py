@@ -1,11 +1,14 @@
 """Which fabric is taken, and what is said when none fits. Needs no GPU."""
 
+import ctypes
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 import megatron_ep as ep
 from megatron_ep import _C, fabrics
@@ -26,6 +29,17 @@ def find_spec(monkeypatch: pytest.MonkeyPatch):
     return hide
 
 
+def choose(*hosts: str, answers: Sequence[dict[int, str]] = ()) -> str:
+    """What is chosen when all ranks answer each question as this process does, but for these answers of some."""
+    questions = iter(answers)
+
+    def gather(mine: str | None) -> list[str | None]:
+        others = next(questions, {})
+        return [others.get(rank, mine) for rank in range(len(hosts))]
+
+    return fabrics.choose(hosts, gather)
+
+
 def refuse(name: str):
     def load():
         raise ep.EPError(f"{name} lacks something")
@@ -35,38 +49,68 @@ def refuse(name: str):
 
 def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(fabrics.VARIABLE, raising=False)
-    assert fabrics.choose(["a", "a"]) == "p2p"
+    assert choose("a", "a") == "p2p"
     monkeypatch.setenv(fabrics.VARIABLE, "p2p")
-    assert fabrics.choose(["a", "a"]) == "p2p"
+    assert choose("a", "a") == "p2p"
     with pytest.raises(ep.EPError, match="p2p connects the processes of one machine, but the ranks run on a, b"):
-        fabrics.choose(["a", "b", "a"])
+        choose("a", "b", "a")
     monkeypatch.setenv(fabrics.VARIABLE, "carrier_pigeon")
     with pytest.raises(ValueError, match="'carrier_pigeon', must be one of p2p, nvshmem, nccl"):
-        fabrics.choose(["a"])
+        choose("a")
 
 
 def test_several_machines_take_the_first_network_that_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(fabrics.VARIABLE, raising=False)
     loads = dict.fromkeys(NETWORKS, lambda: None)
     monkeypatch.setattr(fabrics, "NETWORKS", loads)
-    assert fabrics.choose(["a", "b"]) == "nvshmem"
+    assert choose("a", "b") == "nvshmem"
     loads["nvshmem"] = refuse("nvshmem")
-    assert fabrics.choose(["a", "b"]) == "nccl"
+    assert choose("a", "b") == "nccl"
     loads["nccl"] = refuse("nccl")
     with pytest.raises(ep.EPError, match="nvshmem lacks something; nccl lacks something"):
-        fabrics.choose(["a", "b"])
-    assert fabrics.choose(["a", "a"]) == "p2p"
+        choose("a", "b")
+    assert choose("a", "a") == "p2p"
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_forced_network_is_taken_on_one_machine_too(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(fabrics.VARIABLE, name)
     monkeypatch.setattr(fabrics, "NETWORKS", dict.fromkeys(NETWORKS, lambda: None))
-    assert fabrics.choose(["a", "a"]) == name
+    assert choose("a", "a") == name
     monkeypatch.setattr(fabrics, "NETWORKS", {other: refuse(other) for other in NETWORKS})
     for hosts in (["a", "a"], ["a", "b"]):  # and no other one instead
         with pytest.raises(ep.EPError, match=f"^{name} lacks something$"):
-            fabrics.choose(hosts)
+            choose(*hosts)
+
+
+def test_ranks_that_want_different_fabrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(fabrics.VARIABLE, raising=False)
+    with pytest.raises(ep.EPError, match="is unset on rank 0 and 2, 'nccl' on rank 1, must be the same on all ranks"):
+        choose("a", "a", "a", answers=[{1: "nccl"}])
+    with pytest.raises(ValueError, match="is unset on rank 0, 'pigeon' on rank 1, must be one of p2p, nvshmem, nccl"):
+        choose("a", "a", answers=[{1: "pigeon"}])
+
+
+def test_the_first_network_that_loads_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(fabrics.VARIABLE, raising=False)
+    monkeypatch.setattr(fabrics, "NETWORKS", dict.fromkeys(NETWORKS, lambda: None))
+    assert choose("a", "b", answers=[{}, {1: "no nvshmem"}]) == "nccl"
+    with pytest.raises(ep.EPError, match=r"several machines here: no nvshmem on rank 1; no nccl on rank 0 and 2$"):
+        choose("a", "b", "c", answers=[{}, {1: "no nvshmem"}, {0: "no nccl", 2: "no nccl"}])
+    monkeypatch.setenv(fabrics.VARIABLE, "nvshmem")
+    with pytest.raises(ep.EPError, match=r"^no nvshmem on rank 1$"):
+        choose("a", "b", answers=[{}, {1: "no nvshmem"}])
+
+
+def test_a_library_that_is_loaded_through_a_link(tmp_path: Path) -> None:
+    source, library = tmp_path / "empty.cpp", tmp_path / "libthing.so.2.28.9"
+    source.touch()
+    subprocess.run(["g++", "-shared", "-fPIC", source, "-o", library], check=True)
+    (tmp_path / "libthing.so.2").symlink_to(library)
+    assert fabrics._loaded("libthing.so.2") is None
+    ctypes.CDLL(str(tmp_path / "libthing.so.2"))
+    assert fabrics._loaded("libthing.so.2") == fabrics._loaded("libthing.so.2.28.9") == library
+    assert fabrics._loaded("libthing.so.28") is None
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -84,7 +128,7 @@ def test_no_fabric_for_several_machines(find_spec) -> None:
     with pytest.raises(
         ep.EPError, match=r"no fabric connects several machines here: the nvshmem .*; the nccl fabric was"
     ):
-        fabrics.choose(["a", "b"])
+        choose("a", "b")
 
 
 def built(name: str) -> None:
@@ -108,8 +152,19 @@ def test_a_network_loads_without_a_driver(name: str, group: str) -> None:
     assert fabrics.report()[name].startswith("built, loads with /")
 
 
+def test_nvshmem_has_nothing_yet() -> None:
+    built("nvshmem")
+    nvshmem = fabrics.load_nvshmem()
+    assert nvshmem.initialised_for() is None and nvshmem.spare(bytes=1 << 20) == []
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="cudaSetDevice: "):
+            nvshmem.prepare(device=0, timeout=1.0)
+
+
 def test_a_network_is_loaded_when_it_is_needed() -> None:
-    script = "import megatron_ep, sys; from megatron_ep import fabrics; fabrics.choose(['a', 'a']); print(*sys.modules)"
+    script = (
+        "import sys; from megatron_ep import fabrics; fabrics.choose('a', lambda mine: [mine]); print(*sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert not {f"megatron_ep._{name}" for name in NETWORKS} & set(done.stdout.split())
 
@@ -119,7 +174,7 @@ def test_another_version_of_nccl_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     nccl = fabrics.load_nccl()
     assert nccl.library_version() == nccl.BUILT_FOR
     monkeypatch.setattr(nccl, "BUILT_FOR", 23104)
-    with pytest.raises(ep.EPError, match=r"built for NCCL 2\.31\.4, but /.*libnccl\.so\.2 is 2\.\d+\.\d+: build"):
+    with pytest.raises(ep.EPError, match=r"built for NCCL 2\.31\.4, but /.*libnccl\.so\.2\S* is 2\.\d+\.\d+: build"):
         fabrics.load_nccl()
 
 

@@ -35,7 +35,8 @@ std::unique_ptr<P2pGroup> make_group(const Heap& heap, std::vector<int> ranks,
 
 void bind_cuda(py::module_& m) {
     py::class_<DeviceMemory>(m, "DeviceMemory", "Memory of a GPU that holds the symmetric heap of one rank.")
-        .def_static("create", &DeviceMemory::create, py::arg("device"), py::arg("bytes"))
+        .def_static("create", &DeviceMemory::create, py::arg("device"), py::arg("bytes"), py::arg("group") = "",
+                    "group names the processes that may map it: theirs alone is the memory that is left of it.")
         .def_static(
             "open",
             [](int device, const py::bytes& handle, size_t bytes) { return DeviceMemory::open(device, handle, bytes); },

@@ -3,10 +3,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
 
+#include "bindings/alone.h"
 #include "bindings/incidents.h"
 #include "bindings/launch_args.h"
 #include "launch/cuda/group.h"
@@ -20,50 +22,59 @@ class PyCudaGroup {
     PyCudaGroup(const Heap& heap, const FabricParams& fabric, std::vector<int> ranks,
                 const std::vector<char*>& own_heaps, const std::vector<char*>& heaps, int device, int num_sms,
                 double timeout)
-        : group_(heap, fabric, std::move(ranks), own_heaps, heaps, device, num_sms, timeout) {}
+        : group_(std::make_unique<CudaGroup<FabricParams>>(heap, fabric, std::move(ranks), own_heaps, heaps, device,
+                                                           num_sms, timeout)) {}
+
+    ~PyCudaGroup() {
+        pybind11::gil_scoped_release release;  // it waits for what still runs on the GPU
+        group_.reset();
+    }
 
     void notify(const std::vector<RankTensors>& tensors, int topk, int index_bytes, int expert_alignment,
                 int expert_capacity, Address stream) {
+        const auto lock = alone_.use();
         std::vector<NotifyArgs> args;
         for (size_t i = 0; i < tensors.size(); ++i) {
-            args.push_back({group_.ranks()[i], group_.heap(), layout_of(group_.heap(), tensors[i], topk),
+            args.push_back({group_->ranks()[i], group_->heap(), layout_of(group_->heap(), tensors[i], topk),
                             at<void>(tensors[i].topk_idx), index_bytes, expert_alignment, expert_capacity, 0});
         }
-        group_.notify(args, at<void>(stream));
+        group_->notify(args, at<void>(stream));
     }
 
     void dispatch(const std::vector<RankTensors>& tensors, const RowFormat& format, int nvl_batch, int rdma_chunk,
                   Address stream) {
+        const auto lock = alone_.use();
         std::vector<DispatchArgs> args;
         ++call_;
         for (size_t i = 0; i < tensors.size(); ++i) {
             args.push_back(
-                dispatch_args(group_.heap(), group_.ranks()[i], tensors[i], format, call_, nvl_batch, rdma_chunk));
+                dispatch_args(group_->heap(), group_->ranks()[i], tensors[i], format, call_, nvl_batch, rdma_chunk));
         }
-        group_.dispatch(args, at<void>(stream));
+        group_->dispatch(args, at<void>(stream));
     }
 
     void combine(const std::vector<RankTensors>& tensors, const RowFormat& format, int nvl_batch, int rdma_chunk,
                  int dtype, Address stream) {
+        const auto lock = alone_.use();
         std::vector<CombineArgs> args;
         ++call_;
         for (size_t i = 0; i < tensors.size(); ++i) {
             args.push_back(
-                combine_args(group_.heap(), group_.ranks()[i], tensors[i], format, call_, nvl_batch, rdma_chunk));
+                combine_args(group_->heap(), group_->ranks()[i], tensors[i], format, call_, nvl_batch, rdma_chunk));
         }
-        group_.combine(args, static_cast<DType>(dtype), at<void>(stream));
+        group_->combine(args, static_cast<DType>(dtype), at<void>(stream));
     }
 
     std::optional<std::pair<const char*, int>> aborted() const {
-        const uint64_t word = group_.aborted();
+        const uint64_t word = group_->aborted();
         if (!word) return std::nullopt;
         return std::pair(name(static_cast<Outcome>(word >> 32)), static_cast<int>(static_cast<uint32_t>(word)));
     }
 
     std::vector<pybind11::dict> incidents() const {
         std::vector<pybind11::dict> all;
-        for (size_t i = 0; i < group_.ranks().size(); ++i) {
-            for (const Incident& incident : group_.report(i).incidents) {
+        for (size_t i = 0; i < group_->ranks().size(); ++i) {
+            for (const Incident& incident : group_->report(i).incidents) {
                 if (incident.outcome != Outcome::Ok) all.push_back(describe(incident));
             }
         }
@@ -71,13 +82,14 @@ class PyCudaGroup {
     }
 
     void abort(bool interrupted, bool failed) {
-        group_.abort(interrupted ? Outcome::Interrupted : failed ? Outcome::Failed : Outcome::BadInput);
+        group_->abort(interrupted ? Outcome::Interrupted : failed ? Outcome::Failed : Outcome::BadInput);
     }
 
-    void drain() const { group_.drain(); }
+    void drain() const { group_->drain(); }
 
     void reset() {
-        group_.reset();
+        const auto lock = alone_.use();
+        group_->reset();
         call_ = 0;
     }
 
@@ -101,7 +113,8 @@ class PyCudaGroup {
     }
 
   private:
-    CudaGroup<FabricParams> group_;
+    std::unique_ptr<CudaGroup<FabricParams>> group_;
+    Alone alone_;
     uint64_t call_ = 0;
 };
 

@@ -4,9 +4,9 @@
 
 #include <chrono>
 #include <cstdint>
-#include <mutex>
 #include <optional>
 
+#include "bindings/alone.h"
 #include "bindings/incidents.h"
 #include "bindings/launch_args.h"
 #include "fabric/shared_memory.h"
@@ -41,7 +41,7 @@ class Group {
 
     std::vector<Layout::Totals> notify(const std::vector<RankTensors>& tensors, int topk, int index_bytes,
                                        int expert_alignment, int expert_capacity) {
-        const auto lock = use_alone();
+        const auto lock = alone_.use();
         std::vector<NotifyArgs> args;
         ++epoch_;
         for (size_t i = 0; i < tensors.size(); ++i) {
@@ -57,7 +57,7 @@ class Group {
     }
 
     void dispatch(const std::vector<RankTensors>& tensors, const RowFormat& format, int nvl_batch, int rdma_chunk) {
-        const auto lock = use_alone();
+        const auto lock = alone_.use();
         std::vector<DispatchArgs> args;
         ++call_;
         for (size_t i = 0; i < tensors.size(); ++i) {
@@ -69,7 +69,7 @@ class Group {
 
     void combine(const std::vector<RankTensors>& tensors, const RowFormat& format, int nvl_batch, int rdma_chunk,
                  int dtype) {
-        const auto lock = use_alone();
+        const auto lock = alone_.use();
         std::vector<CombineArgs> args;
         ++call_;
         for (size_t i = 0; i < tensors.size(); ++i) {
@@ -103,7 +103,7 @@ class Group {
     }
 
     void reset() {
-        const auto lock = use_alone();
+        const auto lock = alone_.use();
         group_.reset();
         epoch_ = call_ = 0;
     }
@@ -115,12 +115,6 @@ class Group {
         std::vector<char*> data;
         for (const Segment* segment : segments) data.push_back(segment->data());
         return data;
-    }
-
-    std::unique_lock<std::mutex> use_alone() {
-        std::unique_lock lock(busy_, std::try_to_lock);
-        if (!lock) throw std::runtime_error("the buffer is in use by another thread");
-        return lock;
     }
 
     template <class F>
@@ -136,7 +130,7 @@ class Group {
     }
 
     HostGroup group_;
-    std::mutex busy_;
+    Alone alone_;
     uint64_t epoch_ = 0;
     uint64_t call_ = 0;
     std::chrono::duration<double> seconds_{0};

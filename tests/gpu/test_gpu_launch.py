@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import megatron_ep as ep
-from megatron_ep import _C, cuda_group
+from megatron_ep import _C, cuda_connect, cuda_group
 
 T, H, K, E = 64, 256, 2, 16
 
@@ -116,7 +116,7 @@ class Alone(ep.LocalCluster):
         self.ranks = [0]
         self._memories = [_C.DeviceMemory.create(self.device.index, self._heap.bytes) for _ in range(2)]
         sms = cuda_group.num_sms(self.config, self.device, 2)
-        self._group = cuda_group._p2p(self._heap, [0], self._memories, self.device, sms, self.config)
+        self._group = cuda_connect._p2p(self._heap, [0], self._memories, self.device, sms, self.config)
 
 
 @pytest.mark.parametrize(

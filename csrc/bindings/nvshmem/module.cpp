@@ -1,6 +1,9 @@
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <memory>
+#include <optional>
+#include <tuple>
 
 #include "bindings/cuda_group.h"
 #include "launch/nvshmem/nvshmem_heap.h"
@@ -28,13 +31,31 @@ PYBIND11_MODULE(_nvshmem, m) {
     py::module_::import("megatron_ep._C");  // has the types of the arguments
     m.doc() = "The CUDA backend over NVSHMEM. Its host library must have been loaded before: see megatron_ep.fabrics.";
     m.def("unique_id", [] { return py::bytes(NvshmemHeap::unique_id()); }, "Made by one rank, given to all: bytes.");
+    m.def("prepare", &NvshmemHeap::prepare, py::kw_only(), py::arg("device"), py::arg("timeout"),
+          py::call_guard<py::gil_scoped_release>(),
+          "Before the ranks agree on a heap: what can fail on one rank alone, and the end of what it has sent.");
+    m.def(
+        "initialised_for",
+        []() -> std::optional<std::tuple<py::bytes, int, int>> {
+            const auto ranks = NvshmemHeap::initialised_for();
+            if (!ranks) return std::nullopt;
+            return std::tuple(py::bytes(ranks->unique_id), ranks->rank, ranks->world);
+        },
+        "(unique id, rank, number of ranks) that NVSHMEM serves as long as this process lives, or None.");
+    m.def("spare", &NvshmemHeap::spare, py::kw_only(), py::arg("bytes"),
+          "Numbers of the heaps of this size that earlier buffers left here.");
     py::class_<NvshmemHeap>(m, "NvshmemHeap",
                             "Symmetric memory of NVSHMEM that holds the heaps of a group's ranks. Collective.")
-        .def(py::init([](const py::bytes& unique_id, int rank, int world, int device, size_t bytes) {
-                 return std::make_unique<NvshmemHeap>(unique_id, rank, world, device, bytes);
-             }),
-             py::kw_only(), py::arg("unique_id"), py::arg("rank"), py::arg("world"), py::arg("device"),
-             py::arg("bytes"));
+        .def_static(
+            "allocate",
+            [](const py::bytes& unique_id, int rank, int world, int device, size_t bytes) {
+                const NvshmemRanks ranks{unique_id, rank, world};
+                py::gil_scoped_release release;
+                return NvshmemHeap::allocate(ranks, device, bytes);
+            },
+            py::kw_only(), py::arg("unique_id"), py::arg("rank"), py::arg("world"), py::arg("device"), py::arg("bytes"),
+            "For a thread of its own: waits for the other ranks without a bound, and leaves the device current.")
+        .def_static("reuse", &NvshmemHeap::reuse, py::kw_only(), py::arg("number"), py::arg("device"));
     NvshmemGroup::bind(m, "NvshmemGroup", "The rank of a buffer that lives in this process.")
         .def(py::init(&make_group), py::kw_only(), py::arg("heap"), py::arg("rank"), py::arg("memory"),
              py::arg("device"), py::arg("num_sms"), py::arg("timeout"), py::keep_alive<1, 4>());

@@ -4,6 +4,7 @@
 
 #include <cstring>
 #include <map>
+#include <tuple>
 #include <utility>
 
 #include "launch/cuda/error.h"
@@ -11,17 +12,19 @@
 namespace ep {
 namespace {
 
-std::multimap<std::pair<int, size_t>, char*>& spare() {
-    static std::multimap<std::pair<int, size_t>, char*> memories;  // by device and size
+using Kind = std::tuple<int, size_t, std::string>;  // device, size, group
+
+std::multimap<Kind, char*>& spare() {
+    static std::multimap<Kind, char*> memories;
     return memories;
 }
 
 }  // namespace
 
-DeviceMemory DeviceMemory::create(int device, size_t bytes) {
+DeviceMemory DeviceMemory::create(int device, size_t bytes, const std::string& group) {
     const DeviceGuard guard(device);
     void* data = nullptr;
-    const auto found = spare().find({device, bytes});
+    const auto found = spare().find({device, bytes, group});
     const bool is_shared = found != spare().end();
     if (is_shared) {
         data = found->second;
@@ -30,7 +33,7 @@ DeviceMemory DeviceMemory::create(int device, size_t bytes) {
         check_cuda(cudaMalloc(&data, bytes),
                    ("allocating " + std::to_string(bytes) + " bytes of symmetric heap").c_str());
     }
-    DeviceMemory memory(device, static_cast<char*>(data), bytes, false);
+    DeviceMemory memory(device, static_cast<char*>(data), bytes, group, false);
     memory.is_shared_ = is_shared;
     check_cuda(cudaMemset(data, 0, bytes), "cudaMemset");
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
@@ -48,31 +51,29 @@ DeviceMemory DeviceMemory::open(int device, const std::string& handle, size_t by
     check_cuda(cudaIpcOpenMemHandle(&data, ipc, cudaIpcMemLazyEnablePeerAccess),
                "mapping another rank's symmetric heap by CUDA IPC (its GPU must be a peer of this one: see nvidia-smi "
                "topo -p2p r)");
-    return DeviceMemory(device, static_cast<char*>(data), bytes, true);
+    return DeviceMemory(device, static_cast<char*>(data), bytes, "", true);
 }
 
 DeviceMemory::DeviceMemory(DeviceMemory&& other) noexcept
     : device_(other.device_),
       data_(std::exchange(other.data_, nullptr)),
       bytes_(other.bytes_),
+      group_(std::move(other.group_)),
       is_mapped_(other.is_mapped_),
       is_shared_(other.is_shared_) {}
 
 DeviceMemory::~DeviceMemory() {
     if (!data_) return;
     if (is_shared_) {
-        spare().emplace(std::pair(device_, bytes_), data_);
+        spare().emplace(Kind(device_, bytes_, group_), data_);
         return;
     }
-    int before = 0;
-    cudaGetDevice(&before);
-    cudaSetDevice(device_);
+    const DeviceGuard guard(device_, std::nothrow);
     if (is_mapped_) {
         cudaIpcCloseMemHandle(data_);
     } else {
         cudaFree(data_);
     }
-    cudaSetDevice(before);
 }
 
 std::string DeviceMemory::handle() {

@@ -6,10 +6,12 @@
 namespace ep {
 
 // Zeroed memory of a GPU that holds the symmetric heap of one rank; another process of the machine may map it through its handle. Memory that
-// others may have mapped is not freed but kept for the next heap of its size: they write to it until they are done themselves.
+// others may have mapped is not freed but kept for the next heap of its size and group: they write to it until they are done themselves, and only
+// members of the group are known to be done when the next heap is made.
 class DeviceMemory {
   public:
-    static DeviceMemory create(int device, size_t bytes);
+    // group: names the processes that may map it.
+    static DeviceMemory create(int device, size_t bytes, const std::string& group);
     // Maps memory that another process created, on any GPU that this one reaches. Throws std::runtime_error when it does not.
     static DeviceMemory open(int device, const std::string& handle, size_t bytes);
 
@@ -22,12 +24,13 @@ class DeviceMemory {
     size_t bytes() const { return bytes_; }
 
   private:
-    DeviceMemory(int device, char* data, size_t bytes, bool is_mapped)
-        : device_(device), data_(data), bytes_(bytes), is_mapped_(is_mapped) {}
+    DeviceMemory(int device, char* data, size_t bytes, const std::string& group, bool is_mapped)
+        : device_(device), data_(data), bytes_(bytes), group_(group), is_mapped_(is_mapped) {}
 
     int device_;
     char* data_;
     size_t bytes_;
+    std::string group_;
     bool is_mapped_;  // belongs to another process
     bool is_shared_ = false;
 };

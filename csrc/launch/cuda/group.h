@@ -6,6 +6,7 @@
 #include "core/args.h"
 #include "core/dtypes.h"
 #include "exec/device/device_rank.h"
+#include "launch/cuda/owned.h"
 
 namespace ep {
 
@@ -67,13 +68,13 @@ class CudaGroup {
     int device_;
     int sms_;
     uint64_t timeout_ns_;
-    ControlBlock* reports_ = nullptr;         // [ranks], pinned
+    std::vector<uint64_t*> reachable_;  // abort words of the heaps
+    Owned<void> abort_stream_;
+    Owned<uint64_t*[]> abort_words_;          // reachable_, on the GPU
+    Owned<uint64_t[]> epochs_;                // [ranks], on the GPU
+    Owned<ControlBlock[]> reports_;           // [ranks], pinned
     ControlBlock* reports_on_gpu_ = nullptr;  // the same, mapped
-    uint64_t* epochs_ = nullptr;              // [ranks], on the GPU
-    uint64_t** abort_words_ = nullptr;        // on the GPU
-    std::vector<uint64_t*> reachable_;        // what abort_words_ holds
-    uint64_t* abort_source_ = nullptr;        // pinned
-    CudaStream abort_stream_ = nullptr;       // not held up by kernels
+    Owned<uint64_t[]> abort_source_;          // one, pinned
 };
 
 }  // namespace ep

@@ -72,36 +72,22 @@ CudaGroup<P>::CudaGroup(const Heap& heap, const P& fabric, std::vector<int> rank
 
     const DeviceGuard guard(device_);
     for (char* base : heaps) reachable_.push_back(&reinterpret_cast<ControlBlock*>(base + heap_.control())->abort);
-    void* stream = nullptr;
-    check_cuda(cudaStreamCreateWithFlags(reinterpret_cast<cudaStream_t*>(&stream), cudaStreamNonBlocking),
-               "cudaStreamCreate");
-    abort_stream_ = stream;
-    check_cuda(cudaMalloc(&abort_words_, reachable_.size() * sizeof(uint64_t*)), "cudaMalloc");
-    check_cuda(
-        cudaMemcpy(abort_words_, reachable_.data(), reachable_.size() * sizeof(uint64_t*), cudaMemcpyHostToDevice),
-        "cudaMemcpy");
-    check_cuda(cudaMalloc(&epochs_, ranks_.size() * sizeof(uint64_t)), "cudaMalloc");
-    check_cuda(
-        cudaHostAlloc(&reports_, ranks_.size() * sizeof(ControlBlock), cudaHostAllocMapped | cudaHostAllocPortable),
-        "cudaHostAlloc");
-    check_cuda(cudaHostGetDevicePointer(reinterpret_cast<void**>(&reports_on_gpu_), reports_, 0),
+    abort_stream_ = side_stream(device_);
+    const size_t words_bytes = reachable_.size() * sizeof(uint64_t*);
+    abort_words_ = as_array<uint64_t*>(device_memory(device_, words_bytes));
+    check_cuda(cudaMemcpy(abort_words_.get(), reachable_.data(), words_bytes, cudaMemcpyHostToDevice), "cudaMemcpy");
+    epochs_ = as_array<uint64_t>(device_memory(device_, ranks_.size() * sizeof(uint64_t)));
+    reports_ = as_array<ControlBlock>(pinned_memory(device_, ranks_.size() * sizeof(ControlBlock)));
+    check_cuda(cudaHostGetDevicePointer(reinterpret_cast<void**>(&reports_on_gpu_), reports_.get(), 0),
                "cudaHostGetDevicePointer");
-    check_cuda(cudaHostAlloc(&abort_source_, sizeof(uint64_t), cudaHostAllocPortable), "cudaHostAlloc");
+    abort_source_ = as_array<uint64_t>(pinned_memory(device_, sizeof(uint64_t)));
     reset();
 }
 
 template <class P>
 CudaGroup<P>::~CudaGroup() {
-    int before = 0;
-    cudaGetDevice(&before);
-    cudaSetDevice(device_);
+    const DeviceGuard guard(device_, std::nothrow);
     cudaDeviceSynchronize();  // kernels end by themselves: their waits are bounded
-    cudaFree(abort_words_);
-    cudaFree(epochs_);
-    cudaFreeHost(reports_);
-    cudaFreeHost(abort_source_);
-    if (abort_stream_) cudaStreamDestroy(static_cast<cudaStream_t>(abort_stream_));
-    cudaSetDevice(before);
 }
 
 template <class P>
@@ -112,10 +98,10 @@ J CudaGroup<P>::joint(const std::vector<Args>& args, int blocks_per_rank) const 
     joint.blocks_per_rank = blocks_per_rank;
     for (size_t i = 0; i < args.size(); ++i) {
         joint.args[i] = args[i];
-        joint.epochs[i] = epochs_ + i;
+        joint.epochs[i] = epochs_.get() + i;
         joint.ranks[i] = {ranks_[i],           static_cast<int>(reachable_.size()),
                           timeout_ns_,         reinterpret_cast<ControlBlock*>(own_heaps_[i] + heap_.control()),
-                          reports_on_gpu_ + i, abort_words_};
+                          reports_on_gpu_ + i, abort_words_.get()};
     }
     return joint;
 }
@@ -170,14 +156,14 @@ uint64_t CudaGroup<P>::aborted() const {
 template <class P>
 void CudaGroup<P>::abort(Outcome outcome) {
     const DeviceGuard guard(device_);
-    *abort_source_ = ControlBlock::abort_word(outcome, ranks_.front());
-    const auto stream = static_cast<cudaStream_t>(abort_stream_);
+    abort_source_[0] = ControlBlock::abort_word(outcome, ranks_.front());
+    const auto stream = static_cast<cudaStream_t>(abort_stream_.get());
     for (uint64_t* word : reachable_) {
-        check_cuda(cudaMemcpyAsync(word, abort_source_, sizeof(uint64_t), cudaMemcpyDefault, stream),
+        check_cuda(cudaMemcpyAsync(word, abort_source_.get(), sizeof(uint64_t), cudaMemcpyDefault, stream),
                    "cudaMemcpyAsync");
     }
     check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-    std::atomic_ref<uint64_t>(reports_[0].abort).store(*abort_source_, std::memory_order_release);
+    std::atomic_ref<uint64_t>(reports_[0].abort).store(abort_source_[0], std::memory_order_release);
 }
 
 template <class P>
@@ -193,7 +179,7 @@ void CudaGroup<P>::reset() {
     const DeviceGuard guard(device_);
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     for (char* base : own_heaps_) check_cuda(cudaMemset(base, 0, heap_.flags_end()), "cudaMemset");
-    check_cuda(cudaMemset(epochs_, 0, ranks_.size() * sizeof(uint64_t)), "cudaMemset");
+    check_cuda(cudaMemset(epochs_.get(), 0, ranks_.size() * sizeof(uint64_t)), "cudaMemset");
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     if constexpr (requires { fabric_.settle(0, timeout_ns_); }) fabric_.settle(ranks_.front(), timeout_ns_);
     for (size_t i = 0; i < ranks_.size(); ++i) reports_[i] = {};

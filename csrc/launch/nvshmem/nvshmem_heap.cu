@@ -1,9 +1,10 @@
 #include <nvshmem.h>
 #include <nvshmemx.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
-#include <map>
+#include <mutex>
 #include <stdexcept>
 #include <thread>
 
@@ -16,42 +17,43 @@ namespace {
 // With a bootstrap but no GPU, initialisation reports success and stays at status 1.
 constexpr int kInitialised = 2;
 
-void initialise(const std::string& unique_id, int rank, int world) {
-    if (nvshmemx_init_status() >= kInitialised) {
-        if (nvshmem_n_pes() == world && nvshmem_my_pe() == rank) return;
-        throw std::invalid_argument("NVSHMEM already serves a group of " + std::to_string(nvshmem_n_pes()) +
-                                    " ranks in this process, not " + std::to_string(world) +
-                                    " ranks with this one as rank " + std::to_string(rank));
-    }
-    int devices = 0;
-    check_cuda(cudaGetDeviceCount(&devices), "cudaGetDeviceCount");
+// The one set-up of this process that may be under way. NVSHMEM's calls must not be made by two threads at once.
+std::mutex setup;
+
+std::optional<NvshmemRanks> ranks_served;
+int device_used;
+
+// nvshmemx_init_attr is this call and exit(-1) when it fails.
+int initialise_library(nvshmemx_init_attr_t* attributes) {
+    const nvshmemi_version_t version{NVSHMEM_VENDOR_MAJOR_VERSION, NVSHMEM_VENDOR_MINOR_VERSION,
+                                     NVSHMEM_VENDOR_PATCH_VERSION};
+    int provided = 0;
+    return nvshmemi_init_thread(NVSHMEM_THREAD_SERIALIZED, &provided, NVSHMEMX_INIT_WITH_UNIQUEID, attributes, version);
+}
+
+void initialise(const NvshmemRanks& ranks, int device) {
     nvshmemx_uniqueid_t id = NVSHMEMX_UNIQUEID_INITIALIZER;
-    if (unique_id.size() != sizeof(id)) {
-        throw std::invalid_argument("unique_id has " + std::to_string(unique_id.size()) + " bytes, must have " +
+    if (ranks.unique_id.size() != sizeof(id)) {
+        throw std::invalid_argument("unique_id has " + std::to_string(ranks.unique_id.size()) + " bytes, must have " +
                                     std::to_string(sizeof(id)));
     }
-    std::memcpy(&id, unique_id.data(), sizeof(id));
+    std::memcpy(&id, ranks.unique_id.data(), sizeof(id));
     nvshmemx_init_attr_t attributes = NVSHMEMX_INIT_ATTR_INITIALIZER;
-    int error = nvshmemx_set_attr_uniqueid_args(rank, world, &id, &attributes);
-    if (!error) error = nvshmemx_init_attr(NVSHMEMX_INIT_WITH_UNIQUEID, &attributes);
+    int error = nvshmemx_set_attr_uniqueid_args(ranks.rank, ranks.world, &id, &attributes);
+    if (!error) error = initialise_library(&attributes);
     if (error || nvshmemx_init_status() < kInitialised) {
         throw std::runtime_error("NVSHMEM could not be initialised: error " + std::to_string(error) + ", status " +
                                  std::to_string(nvshmemx_init_status()) + " (NVSHMEM_DEBUG=WARN says more)");
     }
+    ranks_served = ranks;
+    device_used = device;
 }
 
 // NVSHMEM's own wait for puts has no bound: it is left to the GPU, and this thread looks whether it is over.
 __global__ void quiet_kernel() { nvshmem_quiet(); }
 
-std::multimap<size_t, char*>& spare() {
-    static std::multimap<size_t, char*> heaps;
-    return heaps;
-}
-
-}  // namespace
-
-void NvshmemFabricParams::drain(uint64_t timeout_ns) const {
-    const auto deadline = std::chrono::steady_clock::now() + std::chrono::nanoseconds(timeout_ns);
+void quiet(std::chrono::nanoseconds timeout) {
+    const auto deadline = std::chrono::steady_clock::now() + timeout;
     quiet_kernel<<<1, 1>>>();
     check_cuda(cudaGetLastError(), "kernel launch");
     for (cudaError_t state; (state = cudaStreamQuery(nullptr)) != cudaSuccess;) {
@@ -62,6 +64,10 @@ void NvshmemFabricParams::drain(uint64_t timeout_ns) const {
     }
 }
 
+}  // namespace
+
+void NvshmemFabricParams::drain(uint64_t timeout_ns) const { quiet(std::chrono::nanoseconds(timeout_ns)); }
+
 std::string NvshmemHeap::unique_id() {
     nvshmemx_uniqueid_t id = NVSHMEMX_UNIQUEID_INITIALIZER;
     if (const int error = nvshmemx_get_uniqueid(&id))
@@ -69,40 +75,82 @@ std::string NvshmemHeap::unique_id() {
     return std::string(reinterpret_cast<const char*>(&id), sizeof(id));
 }
 
-NvshmemHeap::NvshmemHeap(const std::string& unique_id, int rank, int world, int device, size_t bytes)
-    : rank_(rank), bytes_(bytes) {
-    const DeviceGuard guard(device);
-    initialise(unique_id, rank, world);
-    const auto found = spare().find(bytes);
-    if (found != spare().end()) {
-        data_ = found->second;
-        spare().erase(found);
-    } else {
-        data_ = static_cast<char*>(nvshmem_malloc(bytes));
-        if (!data_) {
-            throw std::runtime_error("nvshmem_malloc of " + std::to_string(bytes) +
-                                     " bytes of symmetric heap failed (see NVSHMEM_SYMMETRIC_SIZE)");
-        }
+void NvshmemHeap::prepare(int device, double timeout) {
+    const std::unique_lock alone(setup, std::try_to_lock);
+    if (!alone) throw std::runtime_error("NVSHMEM still waits for ranks that did not come to an earlier buffer");
+    if (ranks_served && device_used != device) {
+        throw std::invalid_argument("device is cuda:" + std::to_string(device) + ", must be cuda:" +
+                                    std::to_string(device_used) + ", which NVSHMEM uses in this process");
     }
-    nvshmem_barrier_all();  // nothing that was sent to an earlier heap here is still under way
-    check_cuda(cudaMemset(data_, 0, bytes), "cudaMemset");
-    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-    nvshmem_barrier_all();
+    if (!ranks_served && nvshmemx_init_status() >= kInitialised)
+        throw std::runtime_error("NVSHMEM serves somebody else in this process, and can serve nobody besides");
+    const DeviceGuard guard(device);
+    check_cuda(cudaFree(nullptr), "making a context on the GPU");
+    if (ranks_served)
+        quiet(std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(timeout)));
 }
 
-NvshmemHeap::~NvshmemHeap() { spare().emplace(bytes_, data_); }
+std::optional<NvshmemRanks> NvshmemHeap::initialised_for() { return ranks_served; }
+
+std::vector<NvshmemHeap::Memory>& NvshmemHeap::all_spare() {
+    static std::vector<Memory> memories;
+    return memories;
+}
+
+std::vector<int> NvshmemHeap::spare(size_t bytes) {
+    std::vector<int> numbers;
+    for (const Memory& memory : all_spare()) {
+        if (memory.bytes == bytes) numbers.push_back(memory.number);
+    }
+    return numbers;
+}
+
+std::unique_ptr<NvshmemHeap> NvshmemHeap::allocate(const NvshmemRanks& ranks, int device, size_t bytes) {
+    static int allocated = 0;
+    const std::lock_guard alone(setup);
+    check_cuda(cudaSetDevice(device), "cudaSetDevice");
+    check_cuda(cudaFree(nullptr), "cudaFree");  // NVSHMEM looks for a context of the calling thread
+    if (!ranks_served) initialise(ranks, device);
+    auto* data = static_cast<char*>(nvshmem_malloc(bytes));
+    if (!data) {
+        throw std::runtime_error("nvshmem_malloc of " + std::to_string(bytes) +
+                                 " bytes of symmetric heap failed (see NVSHMEM_SYMMETRIC_SIZE)");
+    }
+    const Memory memory{allocated++, bytes, data};
+    clear(memory);
+    return std::unique_ptr<NvshmemHeap>(new NvshmemHeap(memory));
+}
+
+std::unique_ptr<NvshmemHeap> NvshmemHeap::reuse(int number, int device) {
+    const DeviceGuard guard(device);
+    const auto found = std::find_if(all_spare().begin(), all_spare().end(),
+                                    [&](const Memory& memory) { return memory.number == number; });
+    if (found == all_spare().end()) throw std::invalid_argument("heap " + std::to_string(number) + " is not spare");
+    const Memory memory = *found;
+    clear(memory);
+    all_spare().erase(found);
+    return std::unique_ptr<NvshmemHeap>(new NvshmemHeap(memory));
+}
+
+void NvshmemHeap::clear(const Memory& memory) {
+    check_cuda(cudaMemset(memory.data, 0, memory.bytes), "cudaMemset");
+    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+}
+
+NvshmemHeap::~NvshmemHeap() { all_spare().push_back(memory_); }
 
 NvshmemFabricParams NvshmemHeap::fabric(const Topology& topology) const {
-    NvshmemFabricParams params{topology, data_, {}};
+    const int own = ranks_served->rank;
+    NvshmemFabricParams params{topology, memory_.data, {}};
     if (topology.ranks_per_node > NvshmemFabricParams::kMaxNodeRanks) {
         throw std::invalid_argument("ranks_per_node is " + std::to_string(topology.ranks_per_node) + ", at most " +
                                     std::to_string(NvshmemFabricParams::kMaxNodeRanks));
     }
     for (int local = 0; local < topology.ranks_per_node; ++local) {
-        const int rank = topology.rank(topology.node_of(rank_), local);
-        params.node[local] = static_cast<char*>(nvshmem_ptr(data_, rank));
+        const int rank = topology.rank(topology.node_of(own), local);
+        params.node[local] = static_cast<char*>(nvshmem_ptr(memory_.data, rank));
         if (!params.node[local]) {
-            throw std::invalid_argument("rank " + std::to_string(rank_) + " cannot load and store the memory of rank " +
+            throw std::invalid_argument("rank " + std::to_string(own) + " cannot load and store the memory of rank " +
                                         std::to_string(rank) + ", which topology puts on the same node");
         }
     }

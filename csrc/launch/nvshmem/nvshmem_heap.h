@@ -1,32 +1,56 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "fabric/nvshmem/nvshmem_fabric.h"
 
 namespace ep {
 
-// Symmetric memory of NVSHMEM. Its library is initialised with the first heap of the process, for that heap's group of ranks; another group
-// in the same process is refused. All members but data() are collective over the group, or return what a collective gave.
+// The ranks for whom NVSHMEM's library was initialised, and which of them this process is.
+struct NvshmemRanks {
+    std::string unique_id;
+    int rank, world;
+};
+
+// Symmetric memory of NVSHMEM. Its library is initialised with the first heap of the process, for the ranks of that heap, and serves no others. Heaps
+// are numbered as they were allocated, which all ranks did together, so a number is the same memory on all of them. Before a heap is made all
+// ranks must have prepared, and agreed on what they have then.
 class NvshmemHeap {
   public:
     static std::string unique_id();  // made by one rank, given to all
+    // What can fail on one rank alone; returns when what this one has sent to heaps that are left is there. Throws
+    // std::runtime_error, std::invalid_argument when NVSHMEM uses another GPU.
+    static void prepare(int device, double timeout);
+    static std::optional<NvshmemRanks> initialised_for();
+    static std::vector<int> spare(size_t bytes);  // numbers of heaps of this size that are not in use
 
-    // Throws std::runtime_error when NVSHMEM cannot be initialised, std::invalid_argument when it serves another group.
-    NvshmemHeap(const std::string& unique_id, int rank, int world, int device, size_t bytes);
-    // Keeps the memory for the next heap of this size: freeing is collective, and a rank may end alone.
+    // Collective, waits for the other ranks without a bound, and leaves `device` current: for a thread that is given up when that takes too long.
+    // Initialises NVSHMEM if it was not. Throws std::runtime_error when that or the allocation fails.
+    static std::unique_ptr<NvshmemHeap> allocate(const NvshmemRanks& ranks, int device, size_t bytes);
+    static std::unique_ptr<NvshmemHeap> reuse(int number, int device);  // a spare one
+    // Keeps the memory for later heaps of this size: freeing is collective, and a rank may end alone.
     ~NvshmemHeap();
     NvshmemHeap(const NvshmemHeap&) = delete;
 
-    char* data() const { return data_; }
+    char* data() const { return memory_.data; }
     // Throws std::invalid_argument when a rank of the own node is out of reach.
     NvshmemFabricParams fabric(const Topology& topology) const;
 
   private:
-    int rank_;
-    size_t bytes_;
-    char* data_;
+    struct Memory {
+        int number;
+        size_t bytes;
+        char* data;
+    };
+    explicit NvshmemHeap(const Memory& memory) : memory_(memory) {}
+    static std::vector<Memory>& all_spare();
+    static void clear(const Memory& memory);
+
+    Memory memory_;
 };
 
 }  // namespace ep

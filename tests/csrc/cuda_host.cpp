@@ -1,0 +1,110 @@
+// What the host code of the CUDA backend does with devices and memory, seen by a stand-in for the CUDA runtime.
+
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <string>
+
+#include "fabric/cuda/device_memory.h"
+#include "fabric/cuda/p2p_fabric.h"
+#include "launch/cuda/group.inl"
+
+namespace {
+
+#define EXPECT(condition)                                                                \
+    do {                                                                                 \
+        if (!(condition)) {                                                              \
+            std::fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition); \
+            std::exit(EXIT_FAILURE);                                                     \
+        }                                                                                \
+    } while (false)
+
+using Group = ep::CudaGroup<ep::P2pFabricParams>;
+
+constexpr ep::Heap kHeap{{1, 1}, 2, 1, 4096, 4096};
+
+// A group on device 1, with its heap.
+void use_group(char* heap) {
+    ep::P2pFabricParams fabric{kHeap.topology, {}};
+    fabric.heaps[0] = heap;
+    Group group(kHeap, fabric, {0}, {heap}, {heap}, 1, 1, 1.0);
+    EXPECT(!fake_cuda.live.empty());
+    EXPECT(group.aborted() == 0);
+}
+
+void test_a_group_gives_back_what_it_has() {
+    const std::string zeros(kHeap.bytes(), 0);
+    std::string heap = zeros;
+    fake_cuda = {};
+    use_group(heap.data());
+    EXPECT(fake_cuda.live.empty());
+    int calls = 0;
+    for (bool failed = true; failed; ++calls) {
+        fake_cuda = {};
+        fake_cuda.fails_in = calls;
+        try {
+            use_group(heap.data());
+            failed = fake_cuda.fails_in < 0;  // in the destructor, where nobody hears of it
+        } catch (const std::runtime_error&) {
+        }
+        EXPECT(fake_cuda.live.empty());
+    }
+    EXPECT(calls > 10);
+}
+
+void test_the_current_device_is_left_alone() {
+    std::string heap(kHeap.bytes(), 0);
+    fake_cuda = {};
+    fake_cuda.current = 1;
+    use_group(heap.data());
+    {
+        auto memory = ep::DeviceMemory::create(1, 64, "");
+        auto other = ep::DeviceMemory::open(1, memory.handle(), 64);
+    }
+    EXPECT(fake_cuda.switches == 0);
+    EXPECT(fake_cuda.contexts == std::set<int>{1});
+}
+
+void test_another_device_is_made_current_and_back() {
+    fake_cuda = {};
+    {
+        const ep::DeviceGuard guard(1);
+        EXPECT(fake_cuda.current == 1);
+    }
+    EXPECT(fake_cuda.current == 0);
+    fake_cuda.fails_in = 0;
+    try {
+        ep::DeviceMemory::create(1, 64, "");
+        EXPECT(!"an error is thrown");
+    } catch (const std::runtime_error&) {
+    }
+}
+
+void test_memory_is_left_to_the_same_processes() {
+    fake_cuda = {};
+    auto left = [](const std::string& group, size_t bytes = 64) {
+        auto memory = ep::DeviceMemory::create(0, bytes, group);
+        memory.handle();
+        return memory.data();
+    };
+    char* const ours = left("1 2");
+    EXPECT(left("1 2") == ours);
+    EXPECT(left("1 3") != ours);
+    EXPECT(left("1 2", 128) != ours);
+    EXPECT(left("1 2") == ours);
+    const auto in_use = ep::DeviceMemory::create(0, 64, "1 2");
+    EXPECT(in_use.data() == ours);
+    EXPECT(left("1 2") != ours);
+    const size_t live = fake_cuda.live.size();
+    ep::DeviceMemory::create(0, 256, "1 2");  // whom nobody mapped
+    EXPECT(fake_cuda.live.size() == live);
+}
+
+}  // namespace
+
+int main() {
+    test_a_group_gives_back_what_it_has();
+    test_the_current_device_is_left_alone();
+    test_another_device_is_made_current_and_back();
+    test_memory_is_left_to_the_same_processes();
+}

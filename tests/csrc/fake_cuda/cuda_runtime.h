@@ -1,0 +1,141 @@
+#pragma once
+
+// As much of the CUDA runtime as the host code of the CUDA backend calls, for two GPUs that run nothing: which contexts there are, what
+// is allocated, and the call that is to fail.
+
+#include <cstddef>
+#include <cstdlib>
+#include <cstring>
+#include <set>
+
+enum cudaError_t { cudaSuccess, cudaErrorMemoryAllocation };
+enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDefault };
+enum cudaDeviceAttr {
+    cudaDevAttrMultiProcessorCount,
+    cudaDevAttrComputeCapabilityMajor,
+    cudaDevAttrComputeCapabilityMinor
+};
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum {
+    cudaHostAllocMapped = 1,
+    cudaHostAllocPortable = 2,
+    cudaStreamNonBlocking = 1,
+    cudaIpcMemLazyEnablePeerAccess = 1
+};
+enum { cudaLaunchAttributeCooperative };
+
+using cudaStream_t = struct FakeStream*;
+struct cudaIpcMemHandle_t {
+    void* memory;
+};
+struct cudaLaunchAttribute {
+    int id;
+    struct {
+        int cooperative;
+    } val;
+};
+struct dim3 {
+    unsigned x;
+};
+struct cudaLaunchConfig_t {
+    dim3 gridDim, blockDim;
+    size_t dynamicSmemBytes;
+    cudaStream_t stream;
+    cudaLaunchAttribute* attrs;
+    int numAttrs;
+};
+
+struct FakeCuda {
+    int current = 0;
+    int switches = 0;
+    std::set<int> contexts;
+    std::set<void*> live;
+    int fails_in = -1;  // calls of those that can fail; never
+
+    cudaError_t call() {
+        contexts.insert(current);
+        return fails_in >= 0 && fails_in-- == 0 ? cudaErrorMemoryAllocation : cudaSuccess;
+    }
+    cudaError_t take(void** out, size_t bytes) {
+        if (const cudaError_t error = call()) return error;
+        live.insert(*out = std::calloc(1, bytes));
+        return cudaSuccess;
+    }
+    cudaError_t give(void* what) {
+        contexts.insert(current);
+        if (live.erase(what) != 1) std::abort();
+        std::free(what);
+        return cudaSuccess;
+    }
+};
+inline FakeCuda fake_cuda;
+
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline const char* cudaGetErrorString(cudaError_t) { return "as the test wants it"; }
+inline cudaError_t cudaGetDevice(int* device) {
+    *device = fake_cuda.current;
+    return cudaSuccess;
+}
+inline cudaError_t cudaSetDevice(int device) {
+    fake_cuda.current = device;
+    ++fake_cuda.switches;
+    return fake_cuda.call();
+}
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+    *value = attribute == cudaDevAttrMultiProcessorCount ? 132 : 9;
+    return cudaSuccess;
+}
+inline cudaError_t cudaDeviceSynchronize() { return fake_cuda.call(); }
+
+template <class T>
+cudaError_t cudaMalloc(T** out, size_t bytes) {
+    return fake_cuda.take(reinterpret_cast<void**>(out), bytes);
+}
+template <class T>
+cudaError_t cudaHostAlloc(T** out, size_t bytes, unsigned) {
+    return fake_cuda.take(reinterpret_cast<void**>(out), bytes);
+}
+inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* out, unsigned) {
+    return fake_cuda.take(reinterpret_cast<void**>(out), 1);
+}
+inline cudaError_t cudaFree(void* memory) { return fake_cuda.give(memory); }
+inline cudaError_t cudaFreeHost(void* memory) { return fake_cuda.give(memory); }
+inline cudaError_t cudaStreamDestroy(cudaStream_t stream) { return fake_cuda.give(stream); }
+inline cudaError_t cudaHostGetDevicePointer(void** out, void* memory, unsigned) {
+    *out = memory;
+    return fake_cuda.call();
+}
+inline cudaError_t cudaMemset(void* memory, int value, size_t bytes) {
+    std::memset(memory, value, bytes);
+    return fake_cuda.call();
+}
+inline cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t) {
+    return cudaMemset(memory, value, bytes);
+}
+inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+    std::memcpy(to, from, bytes);
+    return fake_cuda.call();
+}
+inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t) {
+    return cudaMemcpy(to, from, bytes, kind);
+}
+inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return fake_cuda.call(); }
+
+inline cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* memory) {
+    handle->memory = memory;
+    return fake_cuda.call();
+}
+inline cudaError_t cudaIpcOpenMemHandle(void** out, cudaIpcMemHandle_t handle, unsigned) {
+    *out = handle.memory;
+    return fake_cuda.call();
+}
+inline cudaError_t cudaIpcCloseMemHandle(void*) { return fake_cuda.call(); }
+
+template <class F>
+cudaError_t cudaFuncSetAttribute(F, cudaFuncAttribute, size_t) {
+    return fake_cuda.call();
+}
+template <class J>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t*, void (*)(J), const J&) {
+    return fake_cuda.call();
+}

@@ -1,0 +1,25 @@
+#pragma once
+
+#include "launch/cuda/joint.h"
+#include "launch/cuda/roles.h"
+
+// Nothing runs: names for what is launched.
+namespace ep {
+
+struct BulkBuffers {};
+
+namespace kernels {
+
+template <class J>
+void count_kernel(J);
+template <class J>
+void sum_kernel(J);
+template <class J>
+void exchange_kernel(J);
+template <class J>
+void clear_kernel(J);
+template <class J>
+void dispatch_kernel(J);
+
+}  // namespace kernels
+}  // namespace ep

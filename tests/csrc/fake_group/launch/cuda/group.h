@@ -1,0 +1,40 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/args.h"
+#include "core/dtypes.h"
+#include "core/incident.h"
+
+namespace ep {
+
+using CudaStream = void*;
+
+// A group without a GPU: where the real one has the host wait or work, this one waits at a gate.
+template <class Gate>
+class CudaGroup {
+  public:
+    CudaGroup(const Heap&, const Gate&, std::vector<int>, const std::vector<char*>&, const std::vector<char*>&, int,
+              int, double) {}
+    ~CudaGroup() { Gate::pass(); }
+
+    void notify(const std::vector<NotifyArgs>&, CudaStream) { Gate::pass(); }
+    void dispatch(const std::vector<DispatchArgs>&, CudaStream) { Gate::pass(); }
+    void combine(const std::vector<CombineArgs>&, DType, CudaStream) { Gate::pass(); }
+    void drain() const { Gate::pass(); }
+    void reset() { Gate::pass(); }
+
+    uint64_t aborted() const { return 0; }
+    void abort(Outcome) {}
+    const ControlBlock& report(size_t) const { return report_; }
+    const std::vector<int>& ranks() const { return ranks_; }
+    const Heap& heap() const { return heap_; }
+
+  private:
+    std::vector<int> ranks_{0};
+    Heap heap_{};
+    ControlBlock report_{};
+};
+
+}  // namespace ep
