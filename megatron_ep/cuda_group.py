@@ -40,6 +40,8 @@ def check_device(device: str | torch.device) -> torch.device:
         raise ValueError(f"device is {device!r}, but megatron_ep was built without the CUDA backend (it needs nvcc)")
     if not torch.cuda.is_available():
         raise ValueError(f"device is {device!r}, but torch {torch.__version__} finds no GPU")
+    if wanted.index is not None and wanted.index >= torch.cuda.device_count():
+        raise ValueError(f"device is {device!r}, must be one of the {torch.cuda.device_count()} GPUs that torch finds")
     return torch.device("cuda", torch.cuda.current_device() if wanted.index is None else wanted.index)
 
 

@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "bindings/cuda_group.h"
@@ -45,7 +46,9 @@ PYBIND11_MODULE(_nccl, m) {
         "Ids of communicators that an earlier buffer left and this one can have, if all its ranks have them.");
     py::class_<NcclHeap>(m, "NcclHeap", "Symmetric memory of NCCL that holds the heaps of a group's ranks. Collective.")
         .def(py::init([](const py::bytes& unique_id, const Heap& heap, int rank, int device, double timeout) {
-                 return std::make_unique<NcclHeap>(unique_id, heap, rank, device, timeout);
+                 const std::string id = unique_id;
+                 py::gil_scoped_release release;  // it waits for the other ranks
+                 return std::make_unique<NcclHeap>(id, heap, rank, device, timeout);
              }),
              py::kw_only(), py::arg("unique_id"), py::arg("heap"), py::arg("rank"), py::arg("device"),
              py::arg("timeout"));

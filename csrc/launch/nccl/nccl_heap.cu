@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "launch/cuda/error.h"
+#include "launch/cuda/owned.h"
 #include "launch/nccl/nccl_heap.h"
 #include "launch/nccl/settle.h"
 
@@ -161,12 +162,13 @@ NcclHeap::NcclHeap(const std::string& unique_id, const Heap& heap, int rank, int
     const auto found = std::find_if(all_kept().begin(), all_kept().end(),
                                     [&](const Connection* c) { return c->id == unique_id && c->rank == rank; });
     if (found != all_kept().end()) {
-        connection_ = *found;
+        connection_.reset(*found);
         all_kept().erase(found);
     } else {
         // Not freed when it fails: NCCL may go on writing to it in the background.
-        connection_ = new Connection{unique_id, rank, topology.world(), device, heap.bytes(), signals};
-        connection_->connect(timeout);
+        auto* connection = new Connection{unique_id, rank, topology.world(), device, heap.bytes(), signals};
+        connection->connect(timeout);
+        connection_.reset(connection);
     }
     const ncclDevComm& comm = connection_->device_comm;
     fabric_ = {heap, comm, connection_->window, connection_->settled, {}};
@@ -179,18 +181,16 @@ NcclHeap::NcclHeap(const std::string& unique_id, const Heap& heap, int rank, int
             std::to_string(rank) + ", who load and store each other's memory, is ranks " +
             std::to_string(first_of_team) + " to " + std::to_string(first_of_team + comm.lsaSize - 1));
     }
-    char** heaps = nullptr;
-    check_cuda(cudaMalloc(&heaps, sizeof(fabric_.node)), "cudaMalloc");
+    const auto heaps = as_array<char*>(device_memory(device, sizeof(fabric_.node)));
     find_heaps<<<1, NcclFabricParams::kMaxNodeRanks>>>(fabric_.window, first - first_of_team, topology.ranks_per_node,
-                                                       heaps);
+                                                       heaps.get());
     check_cuda(cudaGetLastError(), "kernel launch");
-    check_cuda(cudaMemcpy(fabric_.node, heaps, topology.ranks_per_node * sizeof(char*), cudaMemcpyDeviceToHost),
+    check_cuda(cudaMemcpy(fabric_.node, heaps.get(), topology.ranks_per_node * sizeof(char*), cudaMemcpyDeviceToHost),
                "cudaMemcpy");
-    check_cuda(cudaFree(heaps), "cudaFree");
     check_cuda(cudaMemset(fabric_.node[topology.local_of(rank)], 0, heap.bytes()), "cudaMemset");
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
 }
 
-NcclHeap::~NcclHeap() { all_kept().push_back(connection_); }
+void NcclHeap::Keep::operator()(Connection* connection) const { all_kept().push_back(connection); }
 
 }  // namespace ep

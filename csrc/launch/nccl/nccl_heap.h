@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -19,16 +20,16 @@ class NcclHeap {
 
     // Collective. Throws std::runtime_error when NCCL cannot do it, std::invalid_argument when the topology is not that of the machines.
     NcclHeap(const std::string& unique_id, const Heap& heap, int rank, int device, double timeout);
-    ~NcclHeap();
-    NcclHeap(const NcclHeap&) = delete;
-
     const NcclFabricParams& fabric() const { return fabric_; }
 
   private:
     struct Connection;
+    struct Keep {
+        void operator()(Connection* connection) const;
+    };
     static std::vector<Connection*>& all_kept();
 
-    Connection* connection_;
+    std::unique_ptr<Connection, Keep> connection_;
     NcclFabricParams fabric_;
 };
 
