@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+NVSHMEM_SETUP_S = 300.0  # at least: with many ranks it takes long, and one that is given up cannot be tried again
+
 
 def local_ranks(topology: Topology, config: Config, heap: Any, device: torch.device, sms: int) -> CudaRanks:
     """All ranks in this process, on one GPU."""
@@ -103,7 +105,7 @@ def _connect_nvshmem(buffer: Buffer, heap: Any, device: torch.device, sms: int) 
         memory = buffer._agree(lambda: nvshmem.NvshmemHeap.reuse(number=min(everyones), device=device.index))
     else:
         unique_id = unique_id or _new_id(buffer, nvshmem)
-        memory = buffer._agree(lambda: _within(seconds, "the set-up of NVSHMEM", allocate))
+        memory = buffer._agree(lambda: _within(max(seconds, NVSHMEM_SETUP_S), "the set-up of NVSHMEM", allocate))
     return _over_network(buffer, nvshmem.NvshmemGroup, memory, heap, device, sms)
 
 

@@ -7,6 +7,7 @@ dispatch whose number of rows is not given.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -67,6 +68,7 @@ class CudaRanks:
         self._group = group
         self._nvl_ring_bytes = nvl_ring_bytes
         self._device = device
+        self._busy = threading.Lock()
         self._last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
         self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._seconds = 0.0
@@ -134,13 +136,18 @@ class CudaRanks:
         if torch.cuda.is_current_stream_capturing():
             launch(stream.cuda_stream)  # a graph orders what it holds itself, and torch synchronizes before it captures
             return
-        if self._last is not None and self._last[0] != stream:
-            stream.wait_event(self._last[1])  # two launches at once would share the rings
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record(stream)
-        launch(stream.cuda_stream)
-        end.record(stream)
-        self._last = stream, end
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError("the buffer is in use by another thread")
+        try:
+            if self._last is not None and self._last[0] != stream:
+                stream.wait_event(self._last[1])  # two launches at once would share the rings
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record(stream)
+            launch(stream.cuda_stream)
+            end.record(stream)
+            self._last = stream, end
+        finally:
+            self._busy.release()
         self._timed.append((start, end))
         if len(self._timed) > 1000:
             _ = self.seconds

@@ -131,8 +131,10 @@ class RankGroup:
 
     def tell_others(self, error: BaseException) -> None:
         """Ends the waits of the other ranks for this one, who has met an error; of an EPError they have heard."""
-        if not isinstance(error, EPError):
-            interrupted = isinstance(error, KeyboardInterrupt)
+        if isinstance(error, EPError):
+            return
+        interrupted = isinstance(error, KeyboardInterrupt)
+        with contextlib.suppress(RuntimeError):  # of a GPU that no longer answers: the error itself says more
             self.refuse(interrupted=interrupted, failed=not interrupted and not isinstance(error, ValueError))
 
     def refuse(self, *, interrupted: bool = False, failed: bool = False) -> None:

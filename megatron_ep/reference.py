@@ -54,7 +54,7 @@ def dispatch(
         all_x, all_weights = torch.cat(x), torch.cat(topk_weights)
         if max_recv_tokens is not None:
             absent = left_out(topk_idx, rank, num_experts, max_recv_tokens, expert_capacity)
-            all_x[absent], all_weights[absent] = 0, 0
+            all_x.view(torch.uint8)[absent], all_weights[absent] = 0, 0  # bytes: not every type of scales can be set
         xs, probs, counts = [], [], []
         for expert in range(rank * local_experts, (rank + 1) * local_experts):
             token, k, padding = expert_rows(topk_idx, expert, expert_alignment, expert_capacity)

@@ -266,7 +266,7 @@ def run_lost_in_set_up() -> None:
     def fail() -> None:
         raise RuntimeError("NVSHMEM could not be initialised")
 
-    with over("nvshmem", Nvshmem()) as library:
+    with over("nvshmem", Nvshmem()) as library, mock.patch.object(cuda_connect, "NVSHMEM_SETUP_S", 1.0):
         library.before_allocation = fail if dist.get_rank() == 1 else lambda: time.sleep(100)
         started = time.monotonic()
         with pytest.raises(

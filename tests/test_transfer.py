@@ -218,6 +218,10 @@ def test_float8_with_scales(hidden, scale_dtype):
         assert_all_equal([rows.view(torch.uint8) for rows in ours.x], reference.dispatch(x, ids, detached, experts)[0])
         raw = [s.view(torch.uint8) if scale_dtype != torch.float32 else s for s in ours.scales]
         assert_all_equal(raw, reference.dispatch(scales, ids, detached, experts)[0])
+        of_type = [s.view(scale_dtype) for s in scales]
+        few = ep.dispatch(float8, ids, scales=of_type, buffer=cluster, max_recv_tokens=5)
+        expected = reference.dispatch(of_type, ids, detached, experts, max_recv_tokens=5)[0]
+        assert_all_equal([s.view(torch.uint8) for s in few.scales], [s.view(torch.uint8) for s in expected])
         # the weights' gradients travel without rows: here each is the place of its row
         sum((p * torch.arange(len(p))).sum() for p in ours.probs).backward()
         place = torch.zeros(sum(tokens), 3)

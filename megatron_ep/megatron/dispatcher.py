@@ -191,7 +191,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
         if self.split_rows is not None:
             rows = hidden_states.new_zeros(self._num_tokens * self.rows_per_token, hidden_states.shape[1])
             rows = rows.index_copy(0, self.split_rows, hidden_states)
-            hidden_states = rows.view(self._num_tokens, self.rows_per_token, -1).sum(dim=1)
+            hidden_states = rows.view(self._num_tokens, self.rows_per_token, hidden_states.shape[1]).sum(dim=1)
         output = hidden_states.view(self.hidden_shape)
         if self.shared_experts is not None:
             output = output + self.shared_experts.get_output()

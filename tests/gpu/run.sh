@@ -66,6 +66,8 @@ sanitize() {
     status=$?
     if [ $status -eq 0 ]; then
         result "$tool" ok $((SECONDS - started)) "$log"
+    elif [ $status -ge 124 ] && ! grep -qE '=========.*([Ee]rror|Invalid|[Hh]azard)' "$log"; then
+        result "$tool" 'no time' $((SECONDS - started)) "$log"
     elif grep -q 'the GPU answers' "$log"; then
         failed=1
         echo "==== $tool: exit status $status"

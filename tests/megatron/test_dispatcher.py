@@ -119,6 +119,27 @@ def test_picks_straight_from_the_fused_router(four_ranks, tp, ep_size, options):
 # ---- the dispatcher alone, on routing maps that no router makes
 
 
+def _compare_more_experts_than_fit_beside_a_row():
+    join_layout(1, W)
+    config = make_config(num_moe_experts=36, moe_router_topk=33)
+    own = torch.Generator().manual_seed(dist.get_rank())
+    tokens = 3 * dist.get_rank()
+    x, grad = torch.randn(2, tokens, 32, generator=own, dtype=torch.float64)
+    probs = torch.randn(tokens, 36, generator=own, dtype=torch.float64)
+    routing_map = torch.rand(tokens, 36, generator=own).argsort(dim=1) < 33
+    expected, actual = (
+        run_dispatcher(make_dispatcher(name, config), x, routing_map, probs, grad)
+        for name in ("megatron_alltoall", "ours")
+    )
+    for name in ("rows", "output", "x_grad", "probs_grad"):
+        torch.testing.assert_close(actual[name], expected[name], rtol=1e-12, atol=1e-12)
+    shared_buffers.close_buffers()
+
+
+def test_more_experts_than_fit_beside_a_row(four_ranks):
+    four_ranks.run(_compare_more_experts_than_fit_beside_a_row)
+
+
 def _compare_random_maps(first_seed, count):
     join_layout(1, W)
     for seed in range(first_seed, first_seed + count):
