@@ -25,6 +25,7 @@ PAYLOAD_TYPES = {
 }  # the first four as in csrc/core/dtypes.h
 COMBINE_DTYPES = tuple(PAYLOAD_TYPES)[:4]
 
+HOW_TO_GO_ON = "every rank must call reset() before the buffer is used again"
 POOLED_BYTES = 1 << 20  # outputs from this size on live in memory that is kept for later ones
 
 
@@ -111,7 +112,7 @@ class RankGroup:
         if aborted is not None and self.device.type == "cuda":
             self._raise_if_aborted()  # a launch that failed after it was enqueued: nobody has been told of it yet
         if aborted is not None:
-            raise EPAbortError(f"{self._cause(*aborted)}; every rank must call reset() before the buffer is used again")
+            raise EPAbortError(f"{self._cause(*aborted)}; {HOW_TO_GO_ON}")
 
     def synchronize(self) -> None:
         """Returns when all launches of this rank are done; on the host they always are. Raises what failed in them."""
@@ -223,8 +224,9 @@ class RankGroup:
     def _tensors(self, handle: Handle, index: int) -> Any:
         rank = handle.ranks[index]
         if self.device.type == "cuda":  # this launch may run on another stream than the one that made the handle
+            stream = torch.cuda.current_stream(self.device)
             for tensor in (rank.layout, rank.positions, rank.rail_experts):
-                tensor.record_stream(torch.cuda.current_stream(self.device))
+                tensor.record_stream(stream)
         t = _C.RankTensors()
         t.layout, t.num_tokens = rank.layout.data_ptr(), rank.num_tokens
         t.positions, t.rail_experts = rank.positions.data_ptr(), rank.rail_experts.data_ptr()
@@ -317,8 +319,7 @@ class RankGroup:
         incidents = self._group.incidents()
         # those that expired before those that were told to stop
         incidents.sort(key=lambda incident: incident["outcome"] == "aborted")
-        hint = "every rank must call reset() before the buffer is used again"
-        message = "\n  ".join([self._cause(*aborted), *map(describe, incidents), hint])
+        message = "\n  ".join([self._cause(*aborted), *map(describe, incidents), HOW_TO_GO_ON])
         kinds = {"timeout": EPTimeoutError, "mismatch": EPError, "no_layout": EPError, "overflow": EPOverflowError}
         kind = kinds.get(aborted[0], EPAbortError)
         raise kind(message, incidents)

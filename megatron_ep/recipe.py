@@ -69,9 +69,8 @@ class Model(Section):
     hidden_dropout: Fraction = 0.0
     attention_dropout: Fraction = 0.0
     recompute_granularity: Literal["full", "selective"] | None = None
-    recompute_modules: list[Literal["core_attn", "layernorm", "mlp", "moe", "shared_experts"]] | None = (
-        None  # of selective
-    )
+    # of selective
+    recompute_modules: list[Literal["core_attn", "layernorm", "mlp", "moe", "shared_experts"]] | None = None
     recompute_method: Literal["uniform", "block"] | None = None  # of full
     recompute_num_layers: Positive | None = None  # of full
 

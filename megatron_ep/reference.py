@@ -49,10 +49,12 @@ def dispatch(
     rows, and those of tokens that are left out are zeros. Scales of float8 rows arrive as their rows do.
     """
     local_experts = num_experts // len(x)
+    sent_x, sent_weights = torch.cat(x), torch.cat(topk_weights)
     out_x, out_probs, out_counts = [], [], []
     for rank in range(len(x)):
-        all_x, all_weights = torch.cat(x), torch.cat(topk_weights)
+        all_x, all_weights = sent_x, sent_weights
         if max_recv_tokens is not None:
+            all_x, all_weights = all_x.clone(), all_weights.clone()
             absent = left_out(topk_idx, rank, num_experts, max_recv_tokens, expert_capacity)
             all_x.view(torch.uint8)[absent], all_weights[absent] = 0, 0  # bytes: not every type of scales can be set
         xs, probs, counts = [], [], []

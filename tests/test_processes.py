@@ -56,6 +56,12 @@ def round_trips(rank_buffer, rounds=3):
         assert torch.equal(halves.grad, rows.x.detach().sum(dim=1))
 
 
+def is_usable_again(buffer):
+    buffer.reset()
+    round_trips(buffer)
+    buffer.close()
+
+
 def make_buffer(nodes=2, **config):
     return ep.Buffer(None, ep.Config(num_experts=8, timeout=TIMEOUT, **config), ep.Topology(nodes, W // nodes))
 
@@ -83,9 +89,7 @@ def run_one_interrupted():
     else:
         with pytest.raises(ep.EPAbortError, match="rank 2 was interrupted"):
             ep.dispatch(x[buffer.rank], ids[buffer.rank], weights[buffer.rank], buffer=buffer)
-    buffer.reset()
-    round_trips(buffer)
-    buffer.close()
+    is_usable_again(buffer)
 
 
 def test_the_others_hear_that_a_rank_was_interrupted(ranks):
@@ -114,9 +118,7 @@ def run_no_memory_in_backward(kind):
             result.sum().backward()
             ep.dispatch(leaf, handle=rows.handle)  # whoever needed nothing of rank 2 hears of it now
     assert time.monotonic() - started < TIMEOUT, "the others waited until they timed out"
-    buffer.reset()
-    round_trips(buffer)
-    buffer.close()
+    is_usable_again(buffer)
 
 
 @pytest.mark.parametrize("kind", ["dispatch", "combine", "weighted"])
@@ -169,9 +171,7 @@ def run_one_mistake(kind):
     assert time.monotonic() - started < TIMEOUT, "the others waited until they timed out"
     with pytest.raises(ep.EPAbortError, match="reset"):
         ep.dispatch(x, ids, weights, buffer=buffer)
-    buffer.reset()
-    round_trips(buffer)
-    buffer.close()
+    is_usable_again(buffer)
 
 
 @pytest.mark.parametrize("kind", ["dtype", "ids", "combine"])
@@ -199,9 +199,7 @@ def run_one_absent(phase):
         assert TIMEOUT / 2 < time.monotonic() - started < 4 * TIMEOUT
         assert caught.value.incidents, "a rank that waited says for what"
         message = str(caught.value)
-    buffer.reset()
-    round_trips(buffer)
-    buffer.close()
+    is_usable_again(buffer)
     return message
 
 
@@ -224,9 +222,7 @@ def run_different_calls():
             ep.combine(rows.x, rows.handle)
             ep.combine(rows.x, rows.handle)
             ep.combine(rows.x, rows.handle)
-    buffer.reset()
-    round_trips(buffer)
-    buffer.close()
+    is_usable_again(buffer)
 
 
 def test_different_sequences_of_calls_are_an_error(ranks):

@@ -5,7 +5,8 @@
 
 namespace ep {
 
-// One warp. Rounds are counted for the life of the connection: one that a rank missed, because the network failed, ends its use. A signal follows all that this rank sent before to the same rank in the same context.
+// One warp. A signal follows all that this rank sent before to the same rank in the same context. Rounds are counted for the life of the
+// connection: one that a rank missed, because the network failed, ends its use.
 static __global__ void settle_kernel(const __grid_constant__ NcclFabricParams params, int rank, uint64_t timeout_ns) {
     const Topology& topology = params.heap.topology;
     const int lane = threadIdx.x, own_node = topology.node_of(rank), own_local = topology.local_of(rank);
