@@ -26,84 +26,111 @@ struct Heap {
     size_t nvl_ring_bytes;
     size_t rdma_ring_bytes;
 
+    Heap() = default;
+    Heap(const Topology& ranks, int experts, int num_channels, size_t nvl_bytes, size_t rdma_bytes)
+        : topology(ranks),
+          num_experts(experts),
+          channels(num_channels),
+          nvl_ring_bytes(nvl_bytes),
+          rdma_ring_bytes(rdma_bytes) {
+        size_t end = align_up(sizeof(ControlBlock), kLine);  // the control block comes first
+        auto part = [&](size_t bytes) {
+            const size_t start = end;
+            end += bytes;
+            return start;
+        };
+        const size_t nvl_rings = static_cast<size_t>(channels) * topology.world();
+        notify_rail_flags_ = part(topology.nodes * kLine);
+        notify_node_flags_ = part(topology.ranks_per_node * kLine);
+        nvl_tails_ = part(nvl_rings * kLine);
+        nvl_heads_ = part(nvl_rings * kLine);
+        rdma_tails_ = part(rdma_rings() * kLine);
+        rdma_heads_ = part(rdma_rings() * kLine);
+        nvl_outs_ = part(nvl_rings * kLine);
+        nvl_ins_ = part(nvl_rings * kLine);
+        rdma_outs_ = part(rdma_rings() * kLine);
+        rdma_ins_ = part(rdma_rings() * kLine);
+        flags_end_ = end;
+        notify_staging_ = part(2 * topology.nodes * node_block_bytes());
+        notify_rail_ = part(2 * topology.nodes * node_block_bytes());
+        notify_node_ = part(2 * topology.world() * rank_block_bytes());
+        nvl_data_ = part(nvl_rings * nvl_ring_bytes);
+        rdma_staging_ = part(rdma_rings() * rdma_ring_bytes);
+        rdma_data_ = part(rdma_rings() * rdma_ring_bytes);
+        bytes_ = end;
+    }
+
     EP_HD int local_experts() const { return num_experts / topology.world(); }
+    EP_HD size_t bytes() const { return bytes_; }
 
-    // --- sizes of the parts, in the order in which they lie ---
-    EP_HD size_t nvl_rings() const { return static_cast<size_t>(channels) * topology.world(); }
-    EP_HD size_t rdma_rings() const { return topology.nodes > 1 ? static_cast<size_t>(channels) * topology.nodes : 0; }
-    // counts of one source rank for one destination rank: rows per expert, rows per channel
-    EP_HD size_t rank_counts() const { return local_experts() + channels; }
-    // counts of one source rank for one destination node: those of its ranks, tokens per channel
-    EP_HD size_t node_counts() const { return rank_counts() * topology.ranks_per_node + channels; }
-    EP_HD size_t node_block_bytes() const { return align_up(node_counts() * sizeof(int32_t), kLine); }
-    EP_HD size_t rank_block_bytes() const { return align_up(rank_counts() * sizeof(int32_t), kLine); }
-
+    // --- flags ---
     EP_HD size_t control() const { return 0; }
-    EP_HD size_t flags() const { return align_up(sizeof(ControlBlock), kLine); }
-    EP_HD size_t notify_rail_flag(int node) const { return flags() + node * kLine; }
-    EP_HD size_t notify_node_flag(int local) const { return notify_rail_flag(topology.nodes) + local * kLine; }
-    EP_HD size_t nvl_tail(int channel, int node, int peer) const {
-        return notify_node_flag(topology.ranks_per_node) + nvl_ring(channel, node, peer) * kLine;
-    }
-    EP_HD size_t nvl_head(int channel, int node, int peer) const {
-        return nvl_tail(channels, 0, 0) + nvl_ring(channel, node, peer) * kLine;
-    }
-    EP_HD size_t rdma_tail(int channel, int node) const {
-        return nvl_head(channels, 0, 0) + rdma_ring(channel, node) * kLine;
-    }
-    EP_HD size_t rdma_head(int channel, int node) const {
-        return rdma_tail(0, 0) + (rdma_rings() + rdma_ring(channel, node)) * kLine;
-    }
+    EP_HD size_t notify_rail_flag(int node) const { return notify_rail_flags_ + node * kLine; }
+    EP_HD size_t notify_node_flag(int local) const { return notify_node_flags_ + local * kLine; }
+    EP_HD size_t nvl_tail(int channel, int node, int peer) const { return nvl_line(nvl_tails_, channel, node, peer); }
+    EP_HD size_t nvl_head(int channel, int node, int peer) const { return nvl_line(nvl_heads_, channel, node, peer); }
+    EP_HD size_t rdma_tail(int channel, int node) const { return rdma_line(rdma_tails_, channel, node); }
+    EP_HD size_t rdma_head(int channel, int node) const { return rdma_line(rdma_heads_, channel, node); }
 
     // --- cursors of this rank's own roles ---
-    EP_HD size_t nvl_out(int channel, int node, int peer) const {
-        return rdma_tail(0, 0) + 2 * rdma_rings() * kLine + nvl_ring(channel, node, peer) * kLine;
-    }
-    EP_HD size_t nvl_in(int channel, int node, int peer) const {
-        return nvl_out(channels, 0, 0) + nvl_ring(channel, node, peer) * kLine;
-    }
-    EP_HD size_t rdma_out(int channel, int node) const {
-        return nvl_in(channels, 0, 0) + rdma_ring(channel, node) * kLine;
-    }
-    EP_HD size_t rdma_in(int channel, int node) const {
-        return rdma_out(0, 0) + (rdma_rings() + rdma_ring(channel, node)) * kLine;
-    }
-    EP_HD size_t flags_end() const { return rdma_out(0, 0) + 2 * rdma_rings() * kLine; }
+    EP_HD size_t nvl_out(int channel, int node, int peer) const { return nvl_line(nvl_outs_, channel, node, peer); }
+    EP_HD size_t nvl_in(int channel, int node, int peer) const { return nvl_line(nvl_ins_, channel, node, peer); }
+    EP_HD size_t rdma_out(int channel, int node) const { return rdma_line(rdma_outs_, channel, node); }
+    EP_HD size_t rdma_in(int channel, int node) const { return rdma_line(rdma_ins_, channel, node); }
+    EP_HD size_t flags_end() const { return flags_end_; }
 
     // --- the flags that other nodes write, numbered without gaps: for fabrics that keep them outside of the heap ---
     EP_HD size_t network_flags() const { return topology.nodes > 1 ? topology.nodes + 2 * rdma_rings() : 0; }
     EP_HD size_t network_flag(size_t flag) const {
-        return flag < rdma_tail(0, 0) ? (flag - flags()) / kLine : topology.nodes + (flag - rdma_tail(0, 0)) / kLine;
+        return flag < rdma_tails_ ? (flag - notify_rail_flags_) / kLine : topology.nodes + (flag - rdma_tails_) / kLine;
     }
 
     // --- counts that notify exchanges, double-buffered by the parity of its epoch ---
+    // of one source rank for one destination rank: rows per expert, rows per channel
+    EP_HD size_t rank_counts() const { return local_experts() + channels; }
+    // of one source rank for one destination node: those of its ranks, tokens per channel
+    EP_HD size_t node_counts() const { return rank_counts() * topology.ranks_per_node + channels; }
+    EP_HD size_t rank_block_bytes() const { return align_up(rank_counts() * sizeof(int32_t), kLine); }
+    EP_HD size_t node_block_bytes() const { return align_up(node_counts() * sizeof(int32_t), kLine); }
     EP_HD size_t notify_staging(int parity, int node) const {
-        return flags_end() + (static_cast<size_t>(parity) * topology.nodes + node) * node_block_bytes();
+        return notify_staging_ + (parity * topology.nodes + node) * node_block_bytes();
     }
     EP_HD size_t notify_rail(int parity, int node) const {
-        return notify_staging(2, 0) + notify_staging(parity, node) - flags_end();
+        return notify_rail_ + (parity * topology.nodes + node) * node_block_bytes();
     }
     EP_HD size_t notify_node(int parity, int rank) const {
-        return notify_rail(2, 0) + (static_cast<size_t>(parity) * topology.world() + rank) * rank_block_bytes();
+        return notify_node_ + (parity * topology.world() + rank) * rank_block_bytes();
     }
 
     // --- rings ---
     EP_HD size_t nvl_data(int channel, int node, int peer) const {
-        return notify_node(2, 0) + nvl_ring(channel, node, peer) * nvl_ring_bytes;
+        return nvl_data_ + nvl_ring(channel, node, peer) * nvl_ring_bytes;
     }
     EP_HD size_t rdma_staging(int channel, int node) const {
-        return nvl_data(channels, 0, 0) + rdma_ring(channel, node) * rdma_ring_bytes;
+        return rdma_staging_ + rdma_ring(channel, node) * rdma_ring_bytes;
     }
     EP_HD size_t rdma_data(int channel, int node) const {
-        return nvl_data(channels, 0, 0) + (rdma_rings() + rdma_ring(channel, node)) * rdma_ring_bytes;
+        return rdma_data_ + rdma_ring(channel, node) * rdma_ring_bytes;
     }
-    EP_HD size_t bytes() const { return nvl_data(channels, 0, 0) + 2 * rdma_rings() * rdma_ring_bytes; }
 
   private:
     EP_HD size_t nvl_ring(int channel, int node, int peer) const {
-        return (static_cast<size_t>(channel) * topology.nodes + node) * topology.ranks_per_node + peer;
+        return (channel * topology.nodes + node) * topology.ranks_per_node + peer;
     }
-    EP_HD size_t rdma_ring(int channel, int node) const { return static_cast<size_t>(channel) * topology.nodes + node; }
+    EP_HD size_t rdma_ring(int channel, int node) const { return channel * topology.nodes + node; }
+    EP_HD size_t nvl_line(size_t first, int channel, int node, int peer) const {
+        return first + nvl_ring(channel, node, peer) * kLine;
+    }
+    EP_HD size_t rdma_line(size_t first, int channel, int node) const {
+        return first + rdma_ring(channel, node) * kLine;
+    }
+
+    EP_HD size_t rdma_rings() const { return topology.nodes > 1 ? static_cast<size_t>(channels) * topology.nodes : 0; }
+
+    // Where the parts begin, in this order: kernels ask for every row.
+    size_t notify_rail_flags_, notify_node_flags_, nvl_tails_, nvl_heads_, rdma_tails_, rdma_heads_, nvl_outs_,
+        nvl_ins_, rdma_outs_, rdma_ins_, flags_end_, notify_staging_, notify_rail_, notify_node_, nvl_data_,
+        rdma_staging_, rdma_data_, bytes_;
 };
 
 }  // namespace ep

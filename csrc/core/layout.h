@@ -17,8 +17,40 @@ struct Layout {
     int channels;
     int32_t* data;
 
+    Layout() = default;
+    Layout(const Topology& ranks, int tokens, int k, int experts, int num_channels, int32_t* first)
+        : topology(ranks),
+          num_tokens(tokens),
+          topk(k),
+          num_experts(experts),
+          channels(num_channels),
+          data(first),
+          local_experts_(experts / ranks.world()) {
+        size_t end = kTotals;
+        auto part = [&](size_t count) {
+            const size_t start = end;
+            end += count;
+            return start;
+        };
+        const size_t picks = static_cast<size_t>(num_tokens) * topk;
+        experts_ = part(picks);
+        index_ = part(picks);
+        expert_counts_ = part(static_cast<size_t>(channels + 1) * num_experts);
+        rank_tokens_ = part(channels * world());
+        node_tokens_ = part(channels * topology.nodes);
+        received_ = part(channels * world());
+        received_start_ = part(channels * world());
+        expert_base_ = part(world() * local_experts());
+        expert_count_ = part(local_experts());
+        expert_start_ = part(local_experts() + 1);
+        rail_ = part(channels * topology.nodes);
+        rail_start_ = part(channels * topology.nodes);
+        size_ = end;
+    }
+
     EP_HD int world() const { return topology.world(); }
-    EP_HD int local_experts() const { return num_experts / topology.world(); }
+    EP_HD int local_experts() const { return local_experts_; }
+    EP_HD size_t size() const { return size_; }
 
     // Tokens of a channel: [first_token(c), first_token(c + 1)).
     EP_HD int first_token(int channel) const { return static_cast<int64_t>(num_tokens) * channel / channels; }
@@ -35,46 +67,50 @@ struct Layout {
     EP_HD Totals& totals() const { return *reinterpret_cast<Totals*>(data); }
 
     // --- of this rank's own tokens ---
-    EP_HD int32_t* experts(int token) const {
-        return data + kTotals + static_cast<size_t>(token) * topk;
-    }  // [T, K], -1: none
-    EP_HD int32_t* index(int token) const { return experts(num_tokens) + static_cast<size_t>(token) * topk; }  // [T, K]
+    // [T, K], -1: none
+    EP_HD int32_t* experts(int token) const { return data + experts_ + static_cast<size_t>(token) * topk; }
+    // [T, K]
+    EP_HD int32_t* index(int token) const { return data + index_ + static_cast<size_t>(token) * topk; }
+    // [C + 1, E]
     EP_HD int32_t* expert_counts(int channel) const {
-        return index(num_tokens) + static_cast<size_t>(channel) * num_experts;
-    }  // [C + 1, E]
-    EP_HD int32_t& rank_tokens(int channel, int rank) const {
-        return expert_counts(channels + 1)[channel * world() + rank];
-    }  // [C, W]
-    EP_HD int32_t& node_tokens(int channel, int node) const {  // [C, N]
-        return (&rank_tokens(channels, 0))[channel * topology.nodes + node];
+        return data + expert_counts_ + static_cast<size_t>(channel) * num_experts;
+    }
+    // [C, W]
+    EP_HD int32_t& rank_tokens(int channel, int rank) const { return data[rank_tokens_ + channel * world() + rank]; }
+    // [C, N]
+    EP_HD int32_t& node_tokens(int channel, int node) const {
+        return data[node_tokens_ + channel * topology.nodes + node];
     }
 
     // --- of the rows that this rank receives; the source rank names the ring ---
-    EP_HD int32_t& received(int channel, int rank) const {
-        return (&node_tokens(channels, 0))[channel * world() + rank];
-    }  // [C, W]
+    // [C, W]
+    EP_HD int32_t& received(int channel, int rank) const { return data[received_ + channel * world() + rank]; }
+    // [C, W]
     EP_HD int32_t& received_start(int channel, int rank) const {
-        return (&received(channels, 0))[channel * world() + rank];
-    }  // [C, W]
-    EP_HD int32_t* expert_base(int rank) const {
-        return &received_start(channels, 0) + static_cast<size_t>(rank) * local_experts();
-    }  // [W, L]
-    EP_HD int32_t& expert_count(int expert) const { return expert_base(world())[expert]; }  // [L], without padding
-    EP_HD int32_t& expert_start(int expert) const {
-        return (&expert_count(local_experts()))[expert];
-    }  // [L + 1], with padding
+        return data[received_start_ + channel * world() + rank];
+    }
+    // [W, L]
+    EP_HD int32_t* expert_base(int rank) const { return data + expert_base_ + rank * local_experts(); }
+    // [L], without padding
+    EP_HD int32_t& expert_count(int expert) const { return data[expert_count_ + expert]; }
+    // [L + 1], with padding
+    EP_HD int32_t& expert_start(int expert) const { return data[expert_start_ + expert]; }
 
     // --- of the rows that this rank forwards along its rail ---
-    EP_HD int32_t& rail(int channel, int node) const {
-        return (&expert_start(local_experts() + 1))[channel * topology.nodes + node];
-    }  // [C, N]
+    // [C, N]
+    EP_HD int32_t& rail(int channel, int node) const { return data[rail_ + channel * topology.nodes + node]; }
+    // [C, N]
     EP_HD int32_t& rail_start(int channel, int node) const {
-        return (&rail(channels, 0))[channel * topology.nodes + node];
-    }  // [C, N]
-
-    EP_HD size_t size() const { return &rail_start(channels, 0) - data; }
+        return data[rail_start_ + channel * topology.nodes + node];
+    }
 
     static constexpr size_t kTotals = sizeof(Totals) / sizeof(int32_t);
+
+  private:
+    int local_experts_;
+    // Where the parts begin, in this order: kernels ask for every row.
+    size_t experts_, index_, expert_counts_, rank_tokens_, node_tokens_, received_, received_start_, expert_base_,
+        expert_count_, expert_start_, rail_, rail_start_, size_;
 };
 
 }  // namespace ep

@@ -31,18 +31,29 @@ struct RowFormat {
     int scale_bytes;
     int weight_bytes;  // 0, 4 or 8
     int topk;
-    int payload_type = 0;  // a number for the element type: rows are bytes here, but the ranks must mean the same
+    int payload_type;  // a number for the element type: rows are bytes here, but the ranks must mean the same
+
+    RowFormat() = default;
+    RowFormat(int payload, int scale, int weight, int k, int type = 0)
+        : payload_bytes(payload), scale_bytes(scale), weight_bytes(weight), topk(k), payload_type(type) {
+        const size_t alignment = payload_bytes < kLongRow ? 16 : 128;
+        index_ = experts() + align_up(topk * sizeof(int32_t), 16);
+        weights_ = index_ + align_up(topk * sizeof(int32_t), 16);
+        payload_ = align_up(weights_ + topk * sizeof(uint64_t), alignment);
+        scales_ = payload_ + align_up(payload_bytes, 16);
+        slot_bytes_ = align_up(scales_ + scale_bytes, alignment);
+    }
 
     EP_HD size_t tag() const { return 0; }  // first, where also a rank finds it that expects rows of another size
     EP_HD size_t experts() const { return 16; }
-    EP_HD size_t index() const { return experts() + align_up(topk * sizeof(int32_t), 16); }
-    EP_HD size_t weights() const { return index() + align_up(topk * sizeof(int32_t), 16); }
-    EP_HD size_t payload() const { return align_up(weights() + topk * sizeof(uint64_t), alignment()); }
-    EP_HD size_t scales() const { return payload() + align_up(payload_bytes, 16); }
-    EP_HD size_t slot_bytes() const { return align_up(scales() + scale_bytes, alignment()); }
+    EP_HD size_t index() const { return index_; }
+    EP_HD size_t weights() const { return weights_; }
+    EP_HD size_t payload() const { return payload_; }
+    EP_HD size_t scales() const { return scales_; }
+    EP_HD size_t slot_bytes() const { return slot_bytes_; }
 
   private:
-    EP_HD size_t alignment() const { return payload_bytes < kLongRow ? 16 : 128; }
+    size_t index_, weights_, payload_, scales_, slot_bytes_;  // kernels ask for every row
 };
 
 }  // namespace ep

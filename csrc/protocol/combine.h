@@ -31,12 +31,13 @@ EP_FN void combine_nvl_sender(W& warp, F& fabric, const CombineArgs& args, int c
     const RowFormat& format = args.format;
     const int count = lanes_from(first_rank, topology.world(), most);
     if (!open_nvl_rings(warp, rings, first_rank, count)) return;
-    typename W::template PerLane<int> left, node_of, peer_of, position, following;
-    typename W::template PerLane<uint64_t> room;
+    typename W::template PerLane<int> left, end, node_of, peer_of, position, following;
+    typename W::template PerLane<uint64_t> room, filled;
     typename W::template PerLane<const void*> part;
     typename W::template PerLane<Accumulator<T>> row_weight;
     warp.lanes(count, [&](int lane) {
         left[lane] = args.layout.received(channel, first_rank + lane);
+        end[lane] = args.layout.received_start(channel, first_rank + lane) + left[lane];
         node_of[lane] = topology.node_of(first_rank + lane);
         peer_of[lane] = topology.local_of(first_rank + lane);
     });
@@ -45,21 +46,21 @@ EP_FN void combine_nvl_sender(W& warp, F& fabric, const CombineArgs& args, int c
             if (!left[lane]) return never();
             const Need need = nvl_credit<W>(rings, node_of[lane], peer_of[lane]);
             room[lane] = need.seen;
+            filled[lane] = need.expected - 1;
             return need;
         });
         if (!ready) return;
         for_each_lane(ready, [&](int lane) {
-            const int source = first_rank + lane;
             const int node = warp.broadcast(node_of, lane), peer = warp.broadcast(peer_of, lane);
             const int rows_left = warp.broadcast(left, lane);
+            const int first = warp.broadcast(end, lane) - rows_left;
             const uint64_t limit = warp.broadcast(room, lane);
-            uint64_t next = rings.nvl_out(node, peer).next;
-            const int64_t first = args.layout.received_start(channel, source) + args.layout.received(channel, source);
+            uint64_t next = warp.broadcast(filled, lane);
             int rows = 0;
-            read_positions(warp, args, first - rows_left, following);
+            read_positions(warp, args, first, following);
             for (; rows < rows_left && rows < args.nvl_batch && next != limit; ++rows, ++next) {
                 position = following;  // those of the next row are read while this one is summed
-                if (rows + 1 < rows_left) read_positions(warp, args, first - rows_left + rows + 1, following);
+                if (rows + 1 < rows_left) read_positions(warp, args, first + rows + 1, following);
                 char* slot = rings.nvl_out_slot(node, peer, next);
                 warp.lanes(format.topk, [&](int k) {
                     part[k] = args.x + static_cast<int64_t>(position[k]) * format.payload_bytes;

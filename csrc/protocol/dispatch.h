@@ -43,6 +43,15 @@ EP_FN void read_header(W& warp, const DispatchArgs& args, int token, Header<W>& 
 }
 
 template <WarpLike W>
+EP_FN void read_header(W& warp, const RowFormat& format, const char* slot, Header<W>& header) {
+    warp.lanes(format.topk, [&](int lane) {
+        header.expert[lane] = reinterpret_cast<const int32_t*>(slot + format.experts())[lane];
+        header.index[lane] = reinterpret_cast<const int32_t*>(slot + format.index())[lane];
+        header.weight[lane] = load_weight(slot + format.weights() + lane * format.weight_bytes, format.weight_bytes);
+    });
+}
+
+template <WarpLike W>
 EP_FN void write_header(W& warp, const DispatchArgs& args, char* slot, uint64_t tag, const Header<W>& header) {
     const RowFormat& format = args.format;
     warp.lanes(format.topk, [&](int lane) {
@@ -190,11 +199,10 @@ EP_FN void forwarder(W& warp, F& fabric, const DispatchArgs& args, int channel, 
         }
         const char* source = rings.rdma_in_slot(node, next);
         warp.template stage<Reuse::Soon>(source, format.slot_bytes());
+        warp.lanes(format.topk,
+                   [&](int lane) { expert[lane] = reinterpret_cast<const int32_t*>(source + format.experts())[lane]; });
         if (!belongs_to_call(warp, rings, source, rings.rank_at(node, args.local()))) return;
-        warp.lanes(format.topk, [&](int lane) {
-            expert[lane] = reinterpret_cast<const int32_t*>(source + format.experts())[lane];
-            args.rail_experts[(start + i) * format.topk + lane] = expert[lane];
-        });
+        warp.lanes(format.topk, [&](int lane) { args.rail_experts[(start + i) * format.topk + lane] = expert[lane]; });
         const uint32_t lanes = peers_on_node(warp, args, args.node(), expert, peer);
         if (!take_slots(warp, rings, node, lanes, peer, batch, slot)) return;
         warp.template multicast<Reuse::Soon>(slot, lanes, source, format.slot_bytes());
@@ -206,7 +214,8 @@ EP_FN void forwarder(W& warp, F& fabric, const DispatchArgs& args, int channel, 
 // Copies one row out of its ring to its place at each of its local experts, and remembers the places for combine. A row that combine's
 // table has no room for is left out: zeros lie in its places.
 template <WarpLike W>
-EP_FN void place_row(W& warp, const DispatchArgs& args, const char* slot, int source_rank, int64_t received) {
+EP_FN void place_row(W& warp, const DispatchArgs& args, const char* slot, const Header<W>& header, int source_rank,
+                     int64_t received) {
     const Layout& layout = args.layout;
     const RowFormat& format = args.format;
     const int first_expert = args.rank * layout.local_experts();
@@ -214,12 +223,10 @@ EP_FN void place_row(W& warp, const DispatchArgs& args, const char* slot, int so
     typename W::template PerLane<int> position;
     typename W::template PerLane<void*> row, scales;
     warp.lanes(format.topk, [&](int lane) {
-        const int expert = reinterpret_cast<const int32_t*>(slot + format.experts())[lane] - first_expert;
-        const int index = reinterpret_cast<const int32_t*>(slot + format.index())[lane];
-        const uint64_t weight = load_weight(slot + format.weights() + lane * format.weight_bytes, format.weight_bytes);
+        const int expert = header.expert[lane] - first_expert;
         position[lane] = TransferArgs::kElsewhere;
         if (expert >= 0 && expert < layout.local_experts()) {
-            const int64_t place = layout.expert_base(source_rank)[expert] + index;
+            const int64_t place = layout.expert_base(source_rank)[expert] + header.index[lane];
             const bool fits = place >= 0 && place < layout.expert_start(expert + 1) && place < args.max_rows;
             position[lane] = fits ? static_cast<int>(place) : TransferArgs::kOverflowed;
         }
@@ -228,7 +235,8 @@ EP_FN void place_row(W& warp, const DispatchArgs& args, const char* slot, int so
             const size_t place = position[lane];
             row[lane] = args.recv_x + place * format.payload_bytes;
             scales[lane] = args.recv_scales + place * format.scale_bytes;
-            store_weight(args.recv_weights + place * format.weight_bytes, remembered ? weight : 0, format.weight_bytes);
+            store_weight(args.recv_weights + place * format.weight_bytes, remembered ? header.weight[lane] : 0,
+                         format.weight_bytes);
         }
     });
     const uint32_t overflowed =
@@ -252,10 +260,12 @@ EP_FN void receiver(W& warp, F& fabric, const DispatchArgs& args, int channel, i
     const RowFormat& format = args.format;
     const Topology& topology = args.topology();
     const int count = lanes_from(first_rank, topology.world(), most);
-    typename W::template PerLane<int> left, node_of, peer_of;
-    typename W::template PerLane<uint64_t> arrived;
+    typename W::template PerLane<int> left, node_of, peer_of, end;
+    typename W::template PerLane<uint64_t> arrived, taken;
+    Header<W> header;
     warp.lanes(count, [&](int lane) {
         left[lane] = args.layout.received(channel, first_rank + lane);
+        end[lane] = args.layout.received_start(channel, first_rank + lane) + left[lane];
         node_of[lane] = topology.node_of(first_rank + lane);
         peer_of[lane] = topology.local_of(first_rank + lane);
     });
@@ -264,6 +274,7 @@ EP_FN void receiver(W& warp, F& fabric, const DispatchArgs& args, int channel, i
             if (!left[lane]) return never();
             const Need need = nvl_row<W>(rings, node_of[lane], peer_of[lane]);
             arrived[lane] = need.seen;
+            taken[lane] = need.expected - 1;
             return need;
         });
         if (!ready) return;
@@ -272,16 +283,16 @@ EP_FN void receiver(W& warp, F& fabric, const DispatchArgs& args, int channel, i
             const int source = first_rank + lane;
             const int node = warp.broadcast(node_of, lane), peer = warp.broadcast(peer_of, lane);
             const int rows_left = warp.broadcast(left, lane);
+            const int first = warp.broadcast(end, lane) - rows_left;
             const uint64_t tail = warp.broadcast(arrived, lane);
-            uint64_t next = rings.nvl_in(node, peer).next;
+            uint64_t next = warp.broadcast(taken, lane);
             int rows = 0;
             for (; same_call && rows < rows_left && rows < args.nvl_batch && next != tail; ++rows, ++next) {
                 const char* slot = rings.nvl_in_slot(node, peer, next);
                 warp.template stage<Reuse::Soon>(slot + format.payload(), format.payload_bytes);
+                read_header(warp, format, slot, header);
                 same_call = belongs_to_call(warp, rings, slot, source);
-                const int64_t received = args.layout.received_start(channel, source) +
-                                         args.layout.received(channel, source) - rows_left + rows;
-                if (same_call) place_row(warp, args, slot, source, received);
+                if (same_call) place_row(warp, args, slot, header, source, first + rows);
             }
             warp.lanes(1, [&](int) { rings.nvl_in(node, peer).next = rings.nvl_in(node, peer).published = next; });
             warp.template credit<Scope::System>(rings.nvl_in_head(node, peer), next);

@@ -155,15 +155,18 @@ EP_FN void publish_heads(W& warp, const Rings<F>& rings, int node) {
     }
 }
 
+// The own cursor is read first: what follows an acquire waits for it.
 template <WarpLike W, class F>
 EP_FN Need nvl_credit(const Rings<F>& rings, int node, int peer) {
-    return {W::template acquire<Scope::System>(rings.nvl_out_head(node, peer)) + rings.nvl_slots,
-            rings.nvl_out(node, peer).next + 1, rings.rank_at(rings.args.node(), peer)};
+    const uint64_t next = rings.nvl_out(node, peer).next;
+    return {W::template acquire<Scope::System>(rings.nvl_out_head(node, peer)) + rings.nvl_slots, next + 1,
+            rings.rank_at(rings.args.node(), peer)};
 }
 
 template <WarpLike W, class F>
 EP_FN Need nvl_row(const Rings<F>& rings, int node, int peer) {
-    return {W::template acquire<Scope::System>(rings.nvl_in_tail(node, peer)), rings.nvl_in(node, peer).next + 1,
+    const uint64_t next = rings.nvl_in(node, peer).next;
+    return {W::template acquire<Scope::System>(rings.nvl_in_tail(node, peer)), next + 1,
             rings.rank_at(rings.args.node(), peer)};
 }
 

@@ -21,7 +21,7 @@ namespace {
 
 using Group = ep::CudaGroup<ep::P2pFabricParams>;
 
-constexpr ep::Heap kHeap{{1, 1}, 2, 1, 4096, 4096};
+const ep::Heap kHeap{{1, 1}, 2, 1, 4096, 4096};
 
 // A group on device 1, with its heap.
 void use_group(char* heap) {

@@ -345,11 +345,9 @@ void run_case(uint64_t seed) {
                 dispatch[on_gpu].push_back({transfer_args(c, rank, layouts[rank], t, rows[rank], call), in.x.data(),
                                             in.scales.data(), in.weights.data(), t.out.data(), t.out_scales.data(),
                                             t.out_weights.data()});
-                RowFormat format = c.format;
                 combine[on_gpu].push_back({transfer_args(c, rank, layouts[rank], t, rows[rank], call + 1),
                                            expert_out[rank].data(), gradients[rank].data(), t.y.data(),
                                            t.y_weights.data(), weighted ? row_weights[rank].data() : nullptr});
-                combine[on_gpu].back().format = format;
             }
         }
         ++call;

@@ -16,17 +16,18 @@ namespace ep {
 // The engine works in the async proxy: a fence stands between what this warp has acquired and what the engine reads, and `wait_written`
 // between what it writes and a flag that promises it. Its writes are issued only once the wait for their slots is over, whose readers are done.
 struct BulkBuffers {
-    static constexpr uint32_t kChunkBytes = 3584;  // the buffers of 16 warps fill an SM
-    static constexpr int kBuffers = 4;
+    // The buffers of 16 warps fill an SM. Few and large: the engine takes long over small chunks.
+    static constexpr uint32_t kChunkBytes = 7168;
+    static constexpr int kBuffers = 2;
     alignas(128) char data[kBuffers][kChunkBytes];
     uint64_t filled[kBuffers];
-    uint64_t half_filled[2];
+    uint64_t pieces_filled;
 
     // By one warp, once, before use.
     __device__ __forceinline__ void init() {
         if (rows::lane_id() == 0) {
             for (uint64_t& barrier : filled) ptx::barrier_init(&barrier, 1);
-            for (uint64_t& barrier : half_filled) ptx::barrier_init(&barrier, 1);
+            ptx::barrier_init(&pieces_filled, 1);
             ptx::fence_barrier_init();
         }
         __syncwarp();
@@ -76,45 +77,38 @@ class BulkCopier {
         __syncwarp();
     }
 
-    // The sum of the rows of the lanes in the mask, in lane order. While a piece of each row is summed in one half of the buffers, the next
-    // pieces are read into the other. There the pieces lie side by side, as large as they can be: the engine takes long over small ones.
-    // Weights, if any, lie behind the halves, since inactive lanes could not tell theirs to the others.
+    // The sum of the rows of the lanes in the mask, in lane order, a piece of each at a time. The pieces lie side by side in the buffers, as
+    // large as they can be: while this warp waits for them the others of its SM add theirs. Behind them lie the weights, if any, since
+    // inactive lanes could not tell theirs to the others.
     template <class T, Reuse reuse, class Weight>
     __device__ __forceinline__ void sum(void* dst, const void* own_src, Weight own_weight, uint32_t mask,
                                         uint32_t bytes) {
         constexpr bool kWeighted = !std::is_same_v<Weight, rows::NoWeight>;
-        constexpr uint32_t kHalfBytes = (sizeof(BulkBuffers::data) - (kWeighted ? kWeightBytes : 0)) / 2;
-        static_assert(32 * sizeof(Weight) <= kWeightBytes && kHalfBytes % 16 == 0);
+        constexpr uint32_t kRoom = sizeof(BulkBuffers::data) - (kWeighted ? kWeightBytes : 0);
+        static_assert(32 * sizeof(Weight) <= kWeightBytes && kRoom % 16 == 0);
         const uint32_t count = __popc(mask);
-        const uint32_t piece = kHalfBytes / count & ~15u;
+        const uint32_t piece = kRoom / count & ~15u;
         const uint32_t own_row = __popc(mask & ((1u << rows::lane_id()) - 1));
         const bool takes_part = mask >> rows::lane_id() & 1;
-        char* own_place = buffers_.data[0] + own_row * piece;
+        char* pieces = buffers_.data[0];
         const char* in = static_cast<const char*>(own_src);
-        auto size_of = [&](uint32_t at) { return bytes - at < piece ? bytes - at : piece; };
-        auto read = [&](uint32_t at, uint32_t half) {
-            uint64_t* barrier = &buffers_.half_filled[half];
-            if (rows::lane_id() == 0) ptx::barrier_arrive_expect(barrier, count * size_of(at));
-            __syncwarp();
-            if (takes_part)
-                ptx::bulk_load<reuse == Reuse::Late>(own_place + half * kHalfBytes, in + at, size_of(at), barrier);
-        };
         ptx::fence_proxy_async_global();
         ptx::bulk_wait_read<0>();
         __syncwarp();
-        read(0, halves_ % 2);
         const auto weights = share(own_weight, takes_part, own_row);
-        for (uint32_t at = 0; at < bytes; at += piece, ++halves_) {
-            const uint32_t half = halves_ % 2;
-            if (at + piece < bytes) read(at + piece, half ^ 1);
-            while (!ptx::barrier_try_wait(&buffers_.half_filled[half], halves_ / 2 & 1)) {
+        for (uint32_t at = 0; at < bytes; at += piece, ++sums_) {
+            const uint32_t size = bytes - at < piece ? bytes - at : piece;
+            if (rows::lane_id() == 0) ptx::barrier_arrive_expect(&buffers_.pieces_filled, count * size);
+            __syncwarp();  // the pieces before these have been added by all lanes, too
+            if (takes_part)
+                ptx::bulk_load<reuse == Reuse::Late>(pieces + own_row * piece, in + at, size, &buffers_.pieces_filled);
+            while (!ptx::barrier_try_wait(&buffers_.pieces_filled, sums_ & 1)) {
             }
-            const char* pieces = buffers_.data[0] + half * kHalfBytes;
-            for (uint32_t i = rows::lane_id() * sizeof(uint4); i < size_of(at); i += 32 * sizeof(uint4)) {
+            for (uint32_t i = rows::lane_id() * sizeof(uint4); i < size; i += 32 * sizeof(uint4)) {
                 rows::sum_shared<T>(static_cast<char*>(dst) + at + i, pieces + i, weights, count, piece);
             }
-            __syncwarp();
         }
+        __syncwarp();
     }
 
     // Every lane, before another lane may release what was copied, and before the kernel ends.
@@ -178,7 +172,7 @@ class BulkCopier {
     uint32_t left_ = 0;
     uint32_t filled_ = 0;  // chunks over the life of the warp: they number the buffers and give the barriers' parity
     uint32_t emptied_ = 0;
-    uint32_t halves_ = 0;  // the same of sums
+    uint32_t sums_ = 0;  // pieces of sums, for the parity of theirs
 };
 
 }  // namespace ep

@@ -158,15 +158,16 @@ class DeviceWarp {
         __syncwarp();
     }
 
+    // Relaxed: a warp issues in order, so a load whose value it has used is over. A release would wait for all that the warp has written.
     template <Scope scope>
     __device__ __forceinline__ void credit(uint64_t* flag, uint64_t value) {
-        if (lane_id() == 0) store_release<scope>(flag, value);
+        if (lane_id() == 0) store_relaxed<scope>(flag, value);
         __syncwarp();
     }
 
     template <Scope scope, class F>
     __device__ __forceinline__ void credit_lanes(int count, F&& f) {
-        auto store = [](uint64_t* flag, uint64_t value) { store_release<scope>(flag, value); };
+        auto store = [](uint64_t* flag, uint64_t value) { store_relaxed<scope>(flag, value); };
         if (lane_id() < count) f(lane_id(), store);
         __syncwarp();
     }
@@ -197,6 +198,15 @@ class DeviceWarp {
             ptx::store_release_gpu(flag, value);
         } else {
             ptx::store_release_sys(flag, value);
+        }
+    }
+
+    template <Scope scope>
+    static __device__ __forceinline__ void store_relaxed(uint64_t* flag, uint64_t value) {
+        if constexpr (scope == Scope::Rank) {
+            ptx::store_relaxed_gpu(flag, value);
+        } else {
+            ptx::store_relaxed_sys(flag, value);
         }
     }
 

@@ -23,6 +23,13 @@ __device__ __forceinline__ void store_release_gpu(uint64_t* address, uint64_t va
 __device__ __forceinline__ void store_release_sys(uint64_t* address, uint64_t value) {
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
+__device__ __forceinline__ void store_relaxed_gpu(uint64_t* address, uint64_t value) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+__device__ __forceinline__ void store_relaxed_sys(uint64_t* address, uint64_t value) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
 // ---- atomics: for failures only
 
 __device__ __forceinline__ uint64_t fetch_add_sys(uint64_t* address, uint64_t value) {

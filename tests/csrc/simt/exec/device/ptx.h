@@ -9,6 +9,8 @@ inline uint64_t load_acquire_gpu(const uint64_t* address) { return *address; }
 inline uint64_t load_acquire_sys(const uint64_t* address) { return *address; }
 inline void store_release_gpu(uint64_t* address, uint64_t value) { *address = value; }
 inline void store_release_sys(uint64_t* address, uint64_t value) { *address = value; }
+inline void store_relaxed_gpu(uint64_t* address, uint64_t value) { *address = value; }
+inline void store_relaxed_sys(uint64_t* address, uint64_t value) { *address = value; }
 inline uint64_t fetch_add_sys(uint64_t* address, uint64_t value) { return std::exchange(*address, *address + value); }
 inline void compare_and_swap_sys(uint64_t* address, uint64_t expected, uint64_t value) {
     if (*address == expected) *address = value;
