@@ -33,7 +33,8 @@ class Case:
     ranks_per_node: int
     num_sms: int  # of each rank
     channels: int | None
-    ring_slots: int  # rows of bf16 that an NVLink ring holds; a network ring holds four times as many
+    ring_slots: int  # rows of bf16 that an NVLink ring holds
+    network_slots: int  # and a network ring
     tokens: int
     hidden: int
     topk: int
@@ -52,13 +53,14 @@ class Case:
             num_sms=self.num_sms,
             timeout=10,
             nvl_ring_bytes=self.ring_slots * slot_bytes,
-            rdma_ring_bytes=4 * self.ring_slots * slot_bytes,
+            rdma_ring_bytes=self.network_slots * slot_bytes,
         )
 
     def __str__(self) -> str:
         sizes = f"T={self.tokens} H={self.hidden} K={self.topk} E={self.experts}"
         channels = f" channels={self.channels}" if self.channels else ""
-        return f"{self.nodes}x{self.ranks_per_node} sms={self.num_sms}{channels} slots={self.ring_slots} {sizes}"
+        slots = f"{self.ring_slots}+{self.network_slots}" if self.nodes > 1 else f"{self.ring_slots}"
+        return f"{self.nodes}x{self.ranks_per_node} sms={self.num_sms}{channels} slots={slots} {sizes}"
 
 
 class Tokens:
@@ -124,6 +126,9 @@ def add_arguments(parser: argparse.ArgumentParser, num_sms: list[int], ring_slot
     parser.add_argument(
         "--ring-slots", nargs="+", type=positive, default=ring_slots, help="rows of a ring (%(default)s)"
     )
+    parser.add_argument(
+        "--network-slots", nargs="+", type=positive, default=[None], help="of one between nodes (four times as many)"
+    )
     parser.add_argument("--tokens", type=positive, default=4096, metavar="T", help="tokens of a rank (%(default)s)")
     parser.add_argument("--hidden", type=positive, default=7168, metavar="H", help="(%(default)s)")
     parser.add_argument("--topk", type=positive, default=8, metavar="K", help="experts of a token (%(default)s)")
@@ -134,10 +139,11 @@ def add_arguments(parser: argparse.ArgumentParser, num_sms: list[int], ring_slot
 def cases_of(arguments: argparse.Namespace, nodes: int, ranks_per_node: int) -> list[Case]:
     sizes = (arguments.tokens, arguments.hidden, arguments.topk, arguments.experts)
     return [
-        Case(nodes, ranks_per_node, num_sms, channels, slots, *sizes)
+        Case(nodes, ranks_per_node, num_sms, channels, slots, network_slots or 4 * slots, *sizes)
         for num_sms in arguments.num_sms
         for channels in arguments.channels
         for slots in arguments.ring_slots
+        for network_slots in (arguments.network_slots if nodes > 1 else [None])
     ]
 
 

@@ -27,12 +27,16 @@ finish() {
 }
 trap finish EXIT
 
+# The next step's, in the order of the steps.
+log_of() { printf '%s/%02d_%s.log' "$LOGS" ${#results[@]} "$1"; }
+
 # result NAME WORD SECONDS LOG
 result() { results+=("$(printf '%-12s %-8s %4s s  %s' "$1" "$2" "$3" "$(tail -n 1 "$4" 2> /dev/null | cut -c1-100)")"); }
 
 # step NAME LIMIT COMMAND...: within LIMIT seconds and what is left of the budget; the end of its output is shown when it fails
 step() {
-    local name=$1 limit=$2 started=$SECONDS status log="$LOGS/${#results[@]}_$1.log"
+    local name=$1 limit=$2 started=$SECONDS status log
+    log=$(log_of "$1")
     shift 2
     [ $((BUDGET - SECONDS)) -lt "$limit" ] && limit=$((BUDGET - SECONDS))
     if [ "$limit" -lt 5 ]; then
@@ -55,7 +59,8 @@ step() {
 
 # A sanitizer that this machine cannot run (containers may forbid it) is said to be skipped.
 sanitize() {
-    local tool=$1 started=$SECONDS limit=$((BUDGET - SECONDS)) sanitizer status log="$LOGS/${#results[@]}_$1.log"
+    local tool=$1 started=$SECONDS limit=$((BUDGET - SECONDS)) sanitizer status log
+    log=$(log_of "$1")
     [ "$limit" -gt 60 ] && limit=60
     sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2> /dev/null)
     if [ -z "$sanitizer" ] || [ "$limit" -lt 5 ]; then
@@ -102,10 +107,11 @@ if "$PYTHON" -c 'import megatron.core, pydantic' > /dev/null 2>&1; then
         cp "$LOGS/train/loss.csv" "$OUT/train.csv"
     step train_tests 200 bash -c 'test_with tests/gpu/test_gpu_train.py'
 else
-    echo 'megatron.core or pydantic is not installed' > "$LOGS/${#results[@]}_train.log"
-    result train skipped 0 "$LOGS/${#results[@]}_train.log"
+    log=$(log_of train)
+    echo 'megatron.core or pydantic is not installed' > "$log"
+    result train skipped 0 "$log"
 fi
 sanitize memcheck
 sanitize racecheck
-step tune 60 "$PYTHON" -m megatron_ep.bench_cuda --topology 1x8 --num-sms 12 --channels 24 36 48 --ring-slots 2 4 --json "$OUT/tune.json"
+step tune 60 "$PYTHON" -m megatron_ep.bench_cuda --topology 1x8 2x4 --num-sms 12 16 --channels 14 16 18 24 --network-slots 2 4 --json "$OUT/tune.json"
 exit $failed
