@@ -8,7 +8,7 @@
 
 namespace ep {
 
-// What notify learns about one dispatch, as views into one int32 array that the handle owns.
+// What notify learns about one dispatch, as views into one int32 array that the handle owns. Only `data` may be set once it is made.
 struct Layout {
     Topology topology;
     int num_tokens;
@@ -36,15 +36,15 @@ struct Layout {
         experts_ = part(picks);
         index_ = part(picks);
         expert_counts_ = part(static_cast<size_t>(channels + 1) * num_experts);
-        rank_tokens_ = part(channels * world());
-        node_tokens_ = part(channels * topology.nodes);
-        received_ = part(channels * world());
-        received_start_ = part(channels * world());
-        expert_base_ = part(world() * local_experts());
+        rank_tokens_ = part(static_cast<size_t>(channels) * world());
+        node_tokens_ = part(static_cast<size_t>(channels) * topology.nodes);
+        received_ = part(static_cast<size_t>(channels) * world());
+        received_start_ = part(static_cast<size_t>(channels) * world());
+        expert_base_ = part(num_experts);
         expert_count_ = part(local_experts());
         expert_start_ = part(local_experts() + 1);
-        rail_ = part(channels * topology.nodes);
-        rail_start_ = part(channels * topology.nodes);
+        rail_ = part(static_cast<size_t>(channels) * topology.nodes);
+        rail_start_ = part(static_cast<size_t>(channels) * topology.nodes);
         size_ = end;
     }
 
@@ -67,39 +67,39 @@ struct Layout {
     EP_HD Totals& totals() const { return *reinterpret_cast<Totals*>(data); }
 
     // --- of this rank's own tokens ---
-    // [T, K], -1: none
+    // [T, K], expert ids, -1: none
     EP_HD int32_t* experts(int token) const { return data + experts_ + static_cast<size_t>(token) * topk; }
-    // [T, K]
+    // [T, K], how many earlier rows go to that expert
     EP_HD int32_t* index(int token) const { return data + index_ + static_cast<size_t>(token) * topk; }
-    // [C + 1, E]
+    // [C + 1, E], rows in the channels before; row C: in all
     EP_HD int32_t* expert_counts(int channel) const {
         return data + expert_counts_ + static_cast<size_t>(channel) * num_experts;
     }
-    // [C, W]
+    // [C, W], tokens for a rank
     EP_HD int32_t& rank_tokens(int channel, int rank) const { return data[rank_tokens_ + channel * world() + rank]; }
-    // [C, N]
+    // [C, N], and for a node
     EP_HD int32_t& node_tokens(int channel, int node) const {
         return data[node_tokens_ + channel * topology.nodes + node];
     }
 
     // --- of the rows that this rank receives; the source rank names the ring ---
-    // [C, W]
+    // [C, W], rows
     EP_HD int32_t& received(int channel, int rank) const { return data[received_ + channel * world() + rank]; }
-    // [C, W]
+    // [C, W], rows before them
     EP_HD int32_t& received_start(int channel, int rank) const {
         return data[received_start_ + channel * world() + rank];
     }
-    // [W, L]
+    // [W, L], where a source rank's rows begin
     EP_HD int32_t* expert_base(int rank) const { return data + expert_base_ + rank * local_experts(); }
-    // [L], without padding
+    // [L], rows, without padding
     EP_HD int32_t& expert_count(int expert) const { return data[expert_count_ + expert]; }
-    // [L + 1], with padding
+    // [L + 1], where an expert's rows begin, with padding
     EP_HD int32_t& expert_start(int expert) const { return data[expert_start_ + expert]; }
 
     // --- of the rows that this rank forwards along its rail ---
-    // [C, N]
+    // [C, N], rows
     EP_HD int32_t& rail(int channel, int node) const { return data[rail_ + channel * topology.nodes + node]; }
-    // [C, N]
+    // [C, N], rows before them
     EP_HD int32_t& rail_start(int channel, int node) const {
         return data[rail_start_ + channel * topology.nodes + node];
     }

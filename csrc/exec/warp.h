@@ -41,7 +41,7 @@ enum class Reuse { Soon, Late };
 //   zero(dst, bytes)
 //   publish<Scope>(flag, value)       a store that whoever acquires it sees after all that the warp wrote before
 //   publish_lanes<Scope>(count, f)    the same for a flag per lane: f(lane, store) calls store(flag, value) or not
-//   credit<Scope>(flag, value)        a store after all that the warp has read, as far as its copies and sums have returned
+//   credit<Scope>(flag, value)        a store after all that the warp has read and used, or copied or summed; nothing that it wrote is ordered
 //   credit_lanes<Scope>(count, f)
 //   acquire<Scope>(flag)              the other half
 // For the concept, in which nvcc takes no lambdas.

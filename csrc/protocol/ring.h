@@ -155,7 +155,7 @@ EP_FN void publish_heads(W& warp, const Rings<F>& rings, int node) {
     }
 }
 
-// The own cursor is read first: what follows an acquire waits for it.
+// Here and below the own cursor is read before the flag is acquired: loads after an acquire wait for it.
 template <WarpLike W, class F>
 EP_FN Need nvl_credit(const Rings<F>& rings, int node, int peer) {
     const uint64_t next = rings.nvl_out(node, peer).next;

@@ -69,7 +69,7 @@ struct Case {
         const int experts = local_experts * topology.world();
         const int topk = pick(1, std::min(6, experts));
         dtype = static_cast<DType>(pick(0, 3));
-        const int hidden = std::vector<int>{8, 33, 64, 1, 520, 4100}[pick(0, 5)];
+        const int hidden = std::vector<int>{8, 33, 64, 1, 520, 3584, 4100}[pick(0, 6)];
         const int payload = hidden * static_cast<int>(size_of(dtype));
         format = {payload, pick(0, 2) ? 0 : pick(1, 1200), 4 * pick(0, 2), topk};
         const size_t slot = format.slot_bytes();

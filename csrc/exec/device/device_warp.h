@@ -158,7 +158,8 @@ class DeviceWarp {
         __syncwarp();
     }
 
-    // Relaxed: a warp issues in order, so a load whose value it has used is over. A release would wait for all that the warp has written.
+    // Relaxed, where PTX's memory model wants a release, which would wait for all that the warp has written. Enough on the hardware: a warp issues
+    // in order, so a load whose value it has used is over, and what the copy engine read has been waited for.
     template <Scope scope>
     __device__ __forceinline__ void credit(uint64_t* flag, uint64_t value) {
         if (lane_id() == 0) store_relaxed<scope>(flag, value);

@@ -20,6 +20,7 @@ inline int blocks_for(int warps) { return (warps + kBlockWarps - 1) / kBlockWarp
 // All blocks at once on the GPU, or an error: some wait for others.
 template <class J>
 void launch(void (*kernel)(J), const J& joint, size_t ranks, CudaStream stream) {
+    static_assert(sizeof(J) <= 32764, "the most that CUDA passes to a kernel");
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
                "cudaFuncSetAttribute");
     cudaLaunchAttribute cooperative{};
