@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 
 #include "core/function.h"
 #include "core/incident.h"
@@ -34,11 +35,7 @@ struct Heap {
           nvl_ring_bytes(nvl_bytes),
           rdma_ring_bytes(rdma_bytes) {
         size_t end = align_up(sizeof(ControlBlock), kLine);  // the control block comes first
-        auto part = [&](size_t bytes) {
-            const size_t start = end;
-            end += bytes;
-            return start;
-        };
+        auto part = [&](size_t bytes) { return std::exchange(end, end + bytes); };
         const size_t nvl_rings = static_cast<size_t>(channels) * topology.world();
         notify_rail_flags_ = part(topology.nodes * kLine);
         notify_node_flags_ = part(topology.ranks_per_node * kLine);

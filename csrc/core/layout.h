@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 
 #include "core/function.h"
 #include "core/topology.h"
@@ -27,11 +28,7 @@ struct Layout {
           data(first),
           local_experts_(experts / ranks.world()) {
         size_t end = kTotals;
-        auto part = [&](size_t count) {
-            const size_t start = end;
-            end += count;
-            return start;
-        };
+        auto part = [&](size_t count) { return std::exchange(end, end + count); };
         const size_t picks = static_cast<size_t>(num_tokens) * topk;
         experts_ = part(picks);
         index_ = part(picks);

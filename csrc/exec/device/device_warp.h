@@ -146,15 +146,14 @@ class DeviceWarp {
     template <Scope scope>
     __device__ __forceinline__ void publish(uint64_t* flag, uint64_t value) {
         finish_writes();
-        if (lane_id() == 0) store_release<scope>(flag, value);
+        if (lane_id() == 0) of_scope<scope>(ptx::store_release_gpu, ptx::store_release_sys)(flag, value);
         __syncwarp();
     }
 
     template <Scope scope, class F>
     __device__ __forceinline__ void publish_lanes(int count, F&& f) {
         finish_writes();
-        auto store = [](uint64_t* flag, uint64_t value) { store_release<scope>(flag, value); };
-        if (lane_id() < count) f(lane_id(), store);
+        if (lane_id() < count) f(lane_id(), of_scope<scope>(ptx::store_release_gpu, ptx::store_release_sys));
         __syncwarp();
     }
 
@@ -162,22 +161,19 @@ class DeviceWarp {
     // in order, so a load whose value it has used is over, and what the copy engine read has been waited for.
     template <Scope scope>
     __device__ __forceinline__ void credit(uint64_t* flag, uint64_t value) {
-        if (lane_id() == 0) store_relaxed<scope>(flag, value);
+        if (lane_id() == 0) of_scope<scope>(ptx::store_relaxed_gpu, ptx::store_relaxed_sys)(flag, value);
         __syncwarp();
     }
 
     template <Scope scope, class F>
     __device__ __forceinline__ void credit_lanes(int count, F&& f) {
-        auto store = [](uint64_t* flag, uint64_t value) { store_relaxed<scope>(flag, value); };
-        if (lane_id() < count) f(lane_id(), store);
+        if (lane_id() < count) f(lane_id(), of_scope<scope>(ptx::store_relaxed_gpu, ptx::store_relaxed_sys));
         __syncwarp();
     }
 
-    // The roles of a rank may run on different SMs of its GPU.
     template <Scope scope>
     static __device__ __forceinline__ uint64_t acquire(uint64_t* flag) {
-        if constexpr (scope == Scope::Rank) return ptx::load_acquire_gpu(flag);
-        return ptx::load_acquire_sys(flag);
+        return of_scope<scope>(ptx::load_acquire_gpu, ptx::load_acquire_sys)(flag);
     }
 
     // Everything this warp wrote is written: before it releases a flag by other means than publish.
@@ -193,22 +189,10 @@ class DeviceWarp {
     static __device__ __forceinline__ int lane_id() { return rows::lane_id(); }
     static __device__ __forceinline__ bool is_bulk(size_t bytes) { return bytes >= BulkCopier::kLeastBytes; }
 
-    template <Scope scope>
-    static __device__ __forceinline__ void store_release(uint64_t* flag, uint64_t value) {
-        if constexpr (scope == Scope::Rank) {
-            ptx::store_release_gpu(flag, value);
-        } else {
-            ptx::store_release_sys(flag, value);
-        }
-    }
-
-    template <Scope scope>
-    static __device__ __forceinline__ void store_relaxed(uint64_t* flag, uint64_t value) {
-        if constexpr (scope == Scope::Rank) {
-            ptx::store_relaxed_gpu(flag, value);
-        } else {
-            ptx::store_relaxed_sys(flag, value);
-        }
+    // The roles of a rank may run on different SMs of its GPU.
+    template <Scope scope, class Instruction>
+    static __device__ __forceinline__ constexpr Instruction* of_scope(Instruction* gpu, Instruction* sys) {
+        return scope == Scope::Rank ? gpu : sys;
     }
 
     template <Reuse reuse>
