@@ -13,6 +13,8 @@ namespace ep {
 // a release store, or both go through a simulated network.
 class HostFabric {
   public:
+    static constexpr bool kMapsRail = false;  // also without a simulated network, so that rows take the path of a real one
+
     HostFabric(Topology topology, int rank, std::vector<char*> heaps, SimulatedNetwork* network = nullptr)
         : topology_(topology), rank_(rank), heaps_(std::move(heaps)), network_(network) {}
 
@@ -37,6 +39,13 @@ class HostFabric {
         uint64_t* target = reinterpret_cast<uint64_t*>(on_rail(node) + flag);
         if (network_) return network_->signal({rank_, node, channel}, target, to - from);
         warp.template publish<Scope::System>(target, to);
+    }
+
+    template <class W>
+    void put_credit(W& warp, int channel, int node, size_t flag, uint64_t from, uint64_t to) {
+        uint64_t* target = reinterpret_cast<uint64_t*>(on_rail(node) + flag);
+        if (network_) return network_->credit({rank_, node, channel}, target, to - from);
+        warp.template credit<Scope::System>(target, to);
     }
 
     template <class W>

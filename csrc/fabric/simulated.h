@@ -5,32 +5,39 @@
 #include <deque>
 #include <map>
 #include <random>
+#include <utility>
 
 #include "exec/host/fibers.h"
 
 namespace ep {
 
 // A network between the nodes of one process that keeps only the promises a real one makes: puts arrive late and in any order, a put reads its source when
-// it leaves and not when it was posted, and a signal adds to its flag after the puts before it on its connection have arrived. One thread only.
+// it leaves and not when it was posted, and a signal adds to its flag after the puts before it on its connection have arrived; a credit does so at
+// any time. One thread only.
 class SimulatedNetwork : public Network {
   public:
     using Connection = std::array<int, 3>;  // source rank, destination node, channel
 
-    // lost_signal: which signal never arrives, counted from 1 over the network's life (0: none).
+    // lost_signal: which signal or credit never arrives, counted from 1 over the network's life (0: none).
     explicit SimulatedNetwork(uint64_t lost_signal = 0) : lost_signal_(lost_signal) {}
 
     void put(Connection connection, char* dst, const char* src, size_t bytes);
     void signal(Connection connection, uint64_t* flag, uint64_t increment);
+    void credit(Connection connection, uint64_t* flag, uint64_t increment);
     bool deliver(std::mt19937_64& random) override;
     void clear() { pending_.clear(); }
 
   private:
     struct Message {
         char* dst;
-        const char* src;  // null: a signal
+        const char* src;  // null: a signal or credit
         uint64_t bytes_or_increment;
     };
-    std::map<Connection, std::deque<Message>> pending_;
+    enum class Order { AfterPuts, Any };  // messages of the one kind are not ordered with those of the other
+
+    void add(Connection connection, Order order, uint64_t* flag, uint64_t increment);
+
+    std::map<std::pair<Connection, Order>, std::deque<Message>> pending_;
     uint64_t lost_signal_;
     uint64_t signals_ = 0;
 };

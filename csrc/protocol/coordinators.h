@@ -39,12 +39,26 @@ EP_FN void follow(W& warp, Wait wait, int count, uint64_t chunk, int rank, typen
     }
 }
 
-// Puts finished rows to their node and signals the tail after them.
+// Puts packed rows [from, to) of the network ring to their node, in pieces that do not wrap around.
+template <WarpLike W, FabricLike<W> F>
+EP_FN void put_rows(W& warp, const Rings<F>& rings, int node, uint64_t from, uint64_t to) {
+    const TransferArgs& args = rings.args;
+    const size_t data = args.heap.rdma_data(rings.channel, args.node());
+    const size_t staging = args.heap.rdma_staging(rings.channel, node);
+    for (uint64_t next = from; next != to;) {
+        const uint64_t room = rings.rdma_slots - (next & (rings.rdma_slots - 1));
+        const uint64_t rows = to - next < room ? to - next : room;
+        const size_t offset = rings.slot(next, rings.rdma_slots);
+        rings.fabric.put(warp, rings.channel, node, data + offset, staging + offset, rows * rings.slot_bytes);
+        next += rows;
+    }
+}
+
+// Puts finished rows to their node, unless they were packed there, and signals the tail after them.
 template <WarpLike W, FabricLike<W> F>
 EP_FN void sender_coordinator(W& warp, F& fabric, const TransferArgs& args, const RailCounts& counts, int channel,
                               int first_node) {
     const Rings<F> rings{fabric, args, channel};
-    const uint64_t slots = args.rdma_slots();
     const int count = lanes_from(first_node, args.topology().nodes);
     typename W::template PerLane<uint64_t> put{}, end{};
     warp.lanes(count, [&](int lane) {
@@ -52,19 +66,12 @@ EP_FN void sender_coordinator(W& warp, F& fabric, const TransferArgs& args, cons
         end[lane] = put[lane] + counts.put(channel, first_node + lane);
     });
     auto filled = [&](int lane) { return &rings.rdma_out(first_node + lane).next; };
-    auto put_rows = [&](int lane, uint64_t from, uint64_t to) {
+    auto send = [&](int lane, uint64_t from, uint64_t to) {
         const int node = first_node + lane;
-        for (uint64_t next = from; next != to;) {  // in pieces that do not wrap around
-            const uint64_t room = slots - (next & (slots - 1));
-            const uint64_t rows = to - next < room ? to - next : room;
-            const size_t offset = rings.slot(next, slots);
-            fabric.put(warp, channel, node, args.heap.rdma_data(channel, args.node()) + offset,
-                       args.heap.rdma_staging(channel, node) + offset, rows * args.format.slot_bytes());
-            next += rows;
-        }
+        if constexpr (!F::kMapsRail) put_rows(warp, rings, node, from, to);
         fabric.put_signal(warp, channel, node, args.heap.rdma_tail(channel, args.node()), from, to);
     };
-    follow(warp, Wait::PackedRow, count, args.chunk(), args.rank, put, end, filled, put_rows);
+    follow(warp, Wait::PackedRow, count, args.chunk(), args.rank, put, end, filled, send);
     warp.lanes(count, [&](int lane) { rings.rdma_out(first_node + lane).published = put[lane]; });
 }
 
@@ -81,7 +88,7 @@ EP_FN void forwarder_coordinator(W& warp, F& fabric, const TransferArgs& args, c
     });
     auto taken = [&](int lane) { return &rings.rdma_in(first_node + lane).next; };
     auto tell = [&](int lane, uint64_t from, uint64_t to) {
-        fabric.put_signal(warp, channel, first_node + lane, args.heap.rdma_head(channel, args.node()), from, to);
+        fabric.put_credit(warp, channel, first_node + lane, args.heap.rdma_head(channel, args.node()), from, to);
     };
     follow(warp, Wait::FreedRow, count, args.chunk(), args.rank, told, end, taken, tell);
     warp.lanes(count, [&](int lane) { rings.rdma_in(first_node + lane).published = told[lane]; });

@@ -51,14 +51,19 @@ EP_FN void read_header(W& warp, const RowFormat& format, const char* slot, Heade
     });
 }
 
+// Into the slots of the lanes in the mask.
 template <WarpLike W>
-EP_FN void write_header(W& warp, const DispatchArgs& args, char* slot, uint64_t tag, const Header<W>& header) {
-    const RowFormat& format = args.format;
-    warp.lanes(format.topk, [&](int lane) {
-        if (lane == 0) *reinterpret_cast<uint64_t*>(slot + format.tag()) = tag;
-        reinterpret_cast<int32_t*>(slot + format.experts())[lane] = header.expert[lane];
-        reinterpret_cast<int32_t*>(slot + format.index())[lane] = header.index[lane];
-        store_weight(slot + format.weights() + lane * format.weight_bytes, header.weight[lane], format.weight_bytes);
+EP_FN void write_header(W& warp, const RowFormat& format, const typename W::template PerLane<void*>& slots,
+                        uint32_t mask, uint64_t tag, const Header<W>& header) {
+    for_each_lane(mask, [&](int to) {
+        char* slot = static_cast<char*>(warp.broadcast(slots, to));
+        warp.lanes(format.topk, [&](int lane) {
+            if (lane == 0) *reinterpret_cast<uint64_t*>(slot + format.tag()) = tag;
+            reinterpret_cast<int32_t*>(slot + format.experts())[lane] = header.expert[lane];
+            reinterpret_cast<int32_t*>(slot + format.index())[lane] = header.index[lane];
+            store_weight(slot + format.weights() + lane * format.weight_bytes, header.weight[lane],
+                         format.weight_bytes);
+        });
     });
 }
 
@@ -103,6 +108,27 @@ EP_FN bool take_slots(W& warp, const Rings<F>& rings, int node, uint32_t lanes,
     return true;
 }
 
+// One part of a row, into the slots of the lanes in the mask.
+template <WarpLike W>
+EP_FN void write_part(W& warp, const DispatchArgs& args, const typename W::template PerLane<void*>& slot,
+                      uint32_t lanes, size_t offset, const char* part, size_t bytes) {
+    typename W::template PerLane<void*> to;
+    warp.lanes(args.format.topk, [&](int lane) {
+        if (lanes >> lane & 1) to[lane] = static_cast<char*>(slot[lane]) + offset;
+    });
+    warp.template multicast<Reuse::Soon>(to, lanes, part, bytes);
+}
+
+template <WarpLike W>
+EP_FN void write_token(W& warp, const DispatchArgs& args, const typename W::template PerLane<void*>& slot,
+                       uint32_t lanes, int token) {
+    const RowFormat& format = args.format;
+    const size_t row = token;
+    write_part(warp, args, slot, lanes, format.payload(), args.x + row * format.payload_bytes, format.payload_bytes);
+    if (format.scale_bytes)
+        write_part(warp, args, slot, lanes, format.scales(), args.scales + row * format.scale_bytes, format.scale_bytes);
+}
+
 // Own tokens for ranks of this node, straight into their NVLink rings.
 template <WarpLike W, FabricLike<W> F>
 EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel) {
@@ -111,7 +137,7 @@ EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel)
     const int node = args.node();
     if (!open_nvl_rings(warp, rings, args.topology().rank(node, 0), args.topology().ranks_per_node)) return;
     typename W::template PerLane<int> peer;
-    typename W::template PerLane<void*> slot, row, scales;
+    typename W::template PerLane<void*> slot;
     int batch = 0;
     for_each_token(warp, args, channel, [&](int token, const Header<W>& header) {
         const uint32_t lanes = peers_on_node(warp, args, node, header.expert, peer);
@@ -119,19 +145,8 @@ EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel)
         const char* x = args.x + static_cast<size_t>(token) * format.payload_bytes;
         warp.template stage<Reuse::Late>(x, format.payload_bytes);
         if (!take_slots(warp, rings, node, lanes, peer, batch, slot)) return false;
-        warp.lanes(format.topk, [&](int lane) {
-            if (!(lanes >> lane & 1)) return;
-            row[lane] = static_cast<char*>(slot[lane]) + format.payload();
-            scales[lane] = static_cast<char*>(slot[lane]) + format.scales();
-        });
-        warp.template multicast<Reuse::Soon>(row, lanes, x, format.payload_bytes);
-        if (format.scale_bytes) {
-            warp.template multicast<Reuse::Soon>(
-                scales, lanes, args.scales + static_cast<size_t>(token) * format.scale_bytes, format.scale_bytes);
-        }
-        for_each_lane(lanes, [&](int lane) {
-            write_header(warp, args, static_cast<char*>(warp.broadcast(slot, lane)), rings.tag, header);
-        });
+        write_token(warp, args, slot, lanes, token);
+        write_header(warp, format, slot, lanes, rings.tag, header);
         return true;
     });
     publish_tails(warp, rings, node);
@@ -144,6 +159,7 @@ EP_FN void rdma_sender(W& warp, F& fabric, const DispatchArgs& args, int channel
     const RowFormat& format = args.format;
     if (!open_rdma_ring(warp, rings, node)) return;
     typename W::template PerLane<int> peer;
+    typename W::template PerLane<void*> slot;
     uint64_t published = rings.rdma_out(node).next, next = published;
     auto publish = [&] {
         if (published != next) warp.template publish<Scope::Rank>(&rings.rdma_out(node).next, published = next);
@@ -154,14 +170,9 @@ EP_FN void rdma_sender(W& warp, F& fabric, const DispatchArgs& args, int channel
         warp.template stage<Reuse::Late>(x, format.payload_bytes);
         publish();
         if (!warp.wait_all(Wait::RdmaCredit, 1, [&](int) { return rdma_credit<W>(rings, node, next); })) return false;
-        char* slot = rings.rdma_out_slot(node, next);
-        warp.template copy<Reuse::Soon>(slot + format.payload(), x, format.payload_bytes);
-        if (format.scale_bytes) {
-            warp.template copy<Reuse::Soon>(slot + format.scales(),
-                                            args.scales + static_cast<size_t>(token) * format.scale_bytes,
-                                            format.scale_bytes);
-        }
-        write_header(warp, args, slot, rings.tag, header);
+        warp.lanes(1, [&](int lane) { slot[lane] = rings.rdma_out_slot(node, next); });
+        write_token(warp, args, slot, 1, token);
+        write_header(warp, format, slot, 1, rings.tag, header);
         ++next;
         return true;
     });
@@ -185,8 +196,10 @@ EP_FN void forwarder(W& warp, F& fabric, const DispatchArgs& args, int channel, 
     const RowFormat& format = args.format;
     if (!has_room_for_rail(warp, args, channel, node)) return;
     if (!open_nvl_rings(warp, rings, args.topology().rank(node, 0), args.topology().ranks_per_node)) return;
-    typename W::template PerLane<int> expert, peer;
+    typename W::template PerLane<int> peer;
     typename W::template PerLane<void*> slot;
+    Header<W> header;
+    const size_t body_bytes = format.slot_bytes() - format.payload();  // with the scales
     const int rows = args.layout.rail(channel, node);
     const int64_t start = args.layout.rail_start(channel, node);
     uint64_t next = rings.rdma_in(node).next;
@@ -198,14 +211,15 @@ EP_FN void forwarder(W& warp, F& fabric, const DispatchArgs& args, int channel, 
             if (!warp.wait_all(Wait::RdmaRow, 1, arrived)) return;
         }
         const char* source = rings.rdma_in_slot(node, next);
-        warp.template stage<Reuse::Soon>(source, format.slot_bytes());
-        warp.lanes(format.topk,
-                   [&](int lane) { expert[lane] = reinterpret_cast<const int32_t*>(source + format.experts())[lane]; });
+        warp.template stage<Reuse::Soon>(source + format.payload(), body_bytes);
+        read_header(warp, format, source, header);
         if (!belongs_to_call(warp, rings, source, rings.rank_at(node, args.local()))) return;
-        warp.lanes(format.topk, [&](int lane) { args.rail_experts[(start + i) * format.topk + lane] = expert[lane]; });
-        const uint32_t lanes = peers_on_node(warp, args, args.node(), expert, peer);
+        warp.lanes(format.topk,
+                   [&](int lane) { args.rail_experts[(start + i) * format.topk + lane] = header.expert[lane]; });
+        const uint32_t lanes = peers_on_node(warp, args, args.node(), header.expert, peer);
         if (!take_slots(warp, rings, node, lanes, peer, batch, slot)) return;
-        warp.template multicast<Reuse::Soon>(slot, lanes, source, format.slot_bytes());
+        write_part(warp, args, slot, lanes, format.payload(), source + format.payload(), body_bytes);
+        write_header(warp, format, slot, lanes, rings.tag, header);
         warp.template credit<Scope::Rank>(&rings.rdma_in(node).next, ++next);
     }
     publish_tails(warp, rings, node);

@@ -80,7 +80,12 @@ struct Rings {
         return fabric.template acquire_signal<W>(channel, args.heap.rdma_head(channel, node));
     }
     EP_FN char* rdma_out_slot(int node, uint64_t position) const {
-        return fabric.template own<char>(args.heap.rdma_staging(channel, node)) + slot(position, rdma_slots);
+        if constexpr (F::kMapsRail) {  // no put follows
+            return fabric.template rail<char>(node, args.heap.rdma_data(channel, args.node())) +
+                   slot(position, rdma_slots);
+        } else {
+            return fabric.template own<char>(args.heap.rdma_staging(channel, node)) + slot(position, rdma_slots);
+        }
     }
     EP_FN InCursor& rdma_in(int node) const { return *fabric.template own<InCursor>(args.heap.rdma_in(channel, node)); }
     template <class W>

@@ -83,7 +83,7 @@ struct Case {
         nvl_batch = pick(1, 8);
         const int slots = static_cast<int>(floor_power_of_two(heap.rdma_ring_bytes / slot));
         rdma_chunk = std::max(1, std::min(pick(1, 8), slots / 2));
-        servers = pick(1, topology.world());
+        servers = ceil_div(topology.world(), pick(1, topology.world()));  // each has ranks
         for (int rank = 0; rank < topology.world(); ++rank) tokens.push_back(pick(0, 3) ? pick(0, 14) : pick(0, 1));
     }
 };
@@ -241,7 +241,7 @@ class Grid {
 
     template <class Roles>
     Roles roles() const {
-        return {{case_.topology.nodes, case_.topology.world(), case_.servers}};
+        return {case_.topology.nodes, case_.topology.world(), case_.servers};
     }
 
   private:

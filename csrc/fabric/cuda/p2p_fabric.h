@@ -21,6 +21,8 @@ struct P2pFabricParams {
 
 class P2pFabric {
   public:
+    static constexpr bool kMapsRail = true;
+
     __device__ __forceinline__ P2pFabric(const P2pFabricParams& params, int rank)
         : params_(params), rank_(rank), own_(params.heaps[rank]) {}
 
@@ -34,14 +36,24 @@ class P2pFabric {
         return reinterpret_cast<T*>(heap_of(params_.topology.node_of(rank_), local) + offset);
     }
 
+    template <class T>
+    __device__ __forceinline__ T* rail(int node, size_t offset) const {
+        return reinterpret_cast<T*>(heap_of(node, params_.topology.local_of(rank_)) + offset);
+    }
+
     template <class W>
     __device__ __forceinline__ void put(W& warp, int, int node, size_t dst, size_t src, size_t bytes) const {
-        warp.template copy<Reuse::Soon>(on_rail(node) + dst, own<char>(src), bytes);
+        warp.template copy<Reuse::Soon>(rail<char>(node, dst), own<char>(src), bytes);
     }
 
     template <class W>
     __device__ __forceinline__ void put_signal(W& warp, int, int node, size_t flag, uint64_t, uint64_t to) const {
-        warp.template publish<Scope::System>(reinterpret_cast<uint64_t*>(on_rail(node) + flag), to);
+        warp.template publish<Scope::System>(rail<uint64_t>(node, flag), to);
+    }
+
+    template <class W>
+    __device__ __forceinline__ void put_credit(W& warp, int, int node, size_t flag, uint64_t, uint64_t to) const {
+        warp.template credit<Scope::System>(rail<uint64_t>(node, flag), to);
     }
 
     template <class W>
@@ -53,7 +65,6 @@ class P2pFabric {
     __device__ __forceinline__ char* heap_of(int node, int local) const {
         return params_.heaps[params_.topology.rank(node, local)];
     }
-    __device__ __forceinline__ char* on_rail(int node) const { return heap_of(node, params_.topology.local_of(rank_)); }
 
     const P2pFabricParams& params_;
     int rank_;

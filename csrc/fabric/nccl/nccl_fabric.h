@@ -55,12 +55,13 @@ __device__ __noinline__ inline void nccl_put(const NcclFabricParams& params, int
 }
 __device__ __noinline__ inline void nccl_signal(const ncclDevComm& comm, int channel, int rank, uint32_t signal,
                                                 uint64_t increment) {
-    __threadfence_system();
     gin_of(comm, channel).signal(ncclTeamWorld(comm), rank, ncclGin_SignalAdd{signal, increment}, ncclCoopWarp{});
 }
 
 class NcclFabric {
   public:
+    static constexpr bool kMapsRail = false;
+
     __device__ __forceinline__ NcclFabric(const NcclFabricParams& params, int rank)
         : params_(params), local_(params.heap.topology.local_of(rank)), own_(params.node[local_]) {}
 
@@ -84,6 +85,13 @@ class NcclFabric {
     __device__ __forceinline__ void put_signal(W& warp, int channel, int node, size_t flag, uint64_t from,
                                                uint64_t to) const {
         warp.finish_writes();
+        __threadfence_system();
+        nccl_signal(params_.comm, channel, on_rail(node), signal(flag), to - from);
+    }
+
+    template <class W>
+    __device__ __forceinline__ void put_credit(W&, int channel, int node, size_t flag, uint64_t from,
+                                               uint64_t to) const {
         nccl_signal(params_.comm, channel, on_rail(node), signal(flag), to - from);
     }
 

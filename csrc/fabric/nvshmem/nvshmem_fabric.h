@@ -35,9 +35,16 @@ __device__ __noinline__ inline void nvshmem_signal(uint64_t* flag, uint64_t valu
     if (threadIdx.x % 32 == 0) nvshmemx_signal_op(flag, value, NVSHMEM_SIGNAL_SET, rank);
     __syncwarp();
 }
+// Nothing orders credits with each other, hence a sum.
+__device__ __noinline__ inline void nvshmem_credit(uint64_t* flag, uint64_t increment, int rank) {
+    if (threadIdx.x % 32 == 0) nvshmemx_signal_op(flag, increment, NVSHMEM_SIGNAL_ADD, rank);
+    __syncwarp();
+}
 
 class NvshmemFabric {
   public:
+    static constexpr bool kMapsRail = false;
+
     __device__ __forceinline__ NvshmemFabric(const NvshmemFabricParams& params, int rank)
         : params_(params), local_(params.topology.local_of(rank)) {}
 
@@ -61,6 +68,11 @@ class NvshmemFabric {
     __device__ __forceinline__ void put_signal(W& warp, int, int node, size_t flag, uint64_t, uint64_t to) const {
         warp.finish_writes();
         nvshmem_signal(own<uint64_t>(flag), to, params_.topology.rank(node, local_));
+    }
+
+    template <class W>
+    __device__ __forceinline__ void put_credit(W&, int, int node, size_t flag, uint64_t from, uint64_t to) const {
+        nvshmem_credit(own<uint64_t>(flag), to - from, params_.topology.rank(node, local_));
     }
 
     template <class W>

@@ -11,7 +11,7 @@ void CudaGroup<P>::launch_combine(const std::vector<CombineArgs>& args, DType dt
     using J = CombineJoint<P>;
     const DeviceGuard guard(device_);
     const auto combine_roles = roles<CombineRoles>();
-    auto all = joint<J>(args, blocks_for(heap_.channels * combine_roles.warps()));
+    auto all = joint<J>(args, std::min(sms_, heap_.channels * combine_roles.warps()));
     all.roles = combine_roles;
     with_type(dtype, [&]<class T>() { launch(kernels::combine_kernel<T, kWeighted, J>, all, args.size(), stream); });
 }

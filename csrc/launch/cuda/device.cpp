@@ -25,7 +25,7 @@ int cuda_channels(const Topology& topology, int sms, int local_ranks) {
     // cache: fewer channels have fewer rings.
     const int enough = topology.nodes > 1 ? 3 : local_ranks > 1 ? 4 : 2;
     const int servers = std::max(fewest_servers(topology), std::min(enough, topology.world()));
-    const int warps = DispatchRoles{{topology.nodes, topology.world(), servers}}.warps();
+    const int warps = DispatchRoles{topology.nodes, topology.world(), servers}.warps();
     return std::max(1, sms * kBlockWarps / warps);
 }
 

@@ -65,7 +65,7 @@ CudaGroup<P>::CudaGroup(const Heap& heap, const P& fabric, std::vector<int> rank
     const int warps = sms_ * kBlockWarps / heap_.channels;
     if (servers_for<DispatchRoles>(heap_.topology, warps) < fewest_servers(heap_.topology)) {
         const int needed =
-            DispatchRoles{{heap_.topology.nodes, heap_.topology.world(), fewest_servers(heap_.topology)}}.warps();
+            DispatchRoles{heap_.topology.nodes, heap_.topology.world(), fewest_servers(heap_.topology)}.warps();
         refuse("num_sms is " + std::to_string(sms_) + ", must be at least " +
                std::to_string(blocks_for(heap_.channels * needed)) + " for " + std::to_string(heap_.channels) +
                " channels of " + std::to_string(needed) + " warps");
@@ -111,7 +111,7 @@ template <class P>
 template <class Roles>
 Roles CudaGroup<P>::roles() const {
     const int warps = sms_ * kBlockWarps / heap_.channels;
-    return {{heap_.topology.nodes, heap_.topology.world(), servers_for<Roles>(heap_.topology, warps)}};
+    return {heap_.topology.nodes, heap_.topology.world(), servers_for<Roles>(heap_.topology, warps)};
 }
 
 template <class P>
@@ -133,7 +133,7 @@ void CudaGroup<P>::dispatch(const std::vector<DispatchArgs>& args, CudaStream st
     const DeviceGuard guard(device_);
     launch(kernels::clear_kernel<DispatchJoint<P>>, joint<DispatchJoint<P>>(args, sms_), args.size(), stream);
     const auto dispatch_roles = roles<DispatchRoles>();
-    auto all = joint<DispatchJoint<P>>(args, blocks_for(heap_.channels * dispatch_roles.warps()));
+    auto all = joint<DispatchJoint<P>>(args, std::min(sms_, heap_.channels * dispatch_roles.warps()));
     all.roles = dispatch_roles;
     launch(kernels::dispatch_kernel<DispatchJoint<P>>, all, args.size(), stream);
 }

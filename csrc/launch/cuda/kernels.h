@@ -108,6 +108,14 @@ __global__ void __launch_bounds__(kBlockThreads, 1) clear_kernel(const __grid_co
     }
 }
 
+// Of `count` things that are dealt to the blocks of a rank in equal parts, that of this warp; -1: none is left for it.
+template <class J>
+__device__ __forceinline__ int dealt_to_warp(const J& joint, int count) {
+    const int block = blockIdx.x % joint.blocks_per_rank;
+    const int number = block * count / joint.blocks_per_rank + warp_of_block();
+    return number < (block + 1) * count / joint.blocks_per_rank ? number : -1;
+}
+
 template <class F>
 __device__ __forceinline__ void run_dispatch_role(const DeviceRank& rank, BulkBuffers& buffers, F& fabric,
                                                   const DispatchArgs& args, const DispatchRoles& roles, int channel,
@@ -121,7 +129,7 @@ __device__ __forceinline__ void run_dispatch_role(const DeviceRank& rank, BulkBu
     } else if ((role -= 1) < roles.servers) {
         DeviceWarp w = warp(Role::Receiver);
         const int share = roles.ranks_per_server();
-        if (role * share < roles.world) receiver(w, fabric, args, channel, role * share, share);
+        receiver(w, fabric, args, channel, role * share, share);
     } else if ((role -= roles.servers) < others) {
         DeviceWarp w = warp(Role::RdmaSender);
         rdma_sender(w, fabric, args, channel, other_node(role));
@@ -142,10 +150,11 @@ template <class J>
 __global__ void __launch_bounds__(kBlockThreads, 1) dispatch_kernel(const __grid_constant__ J joint) {
     const Place<J> place(joint);
     const DispatchArgs& args = joint.args[place.index];
-    if (place.warp >= joint.roles.warps() * args.layout.channels || is_aborted(joint.ranks[place.index])) return;
+    const int number = dealt_to_warp(joint, joint.roles.warps() * args.layout.channels);
+    if (number < 0 || is_aborted(joint.ranks[place.index])) return;
     typename J::Fabric fabric(joint.fabric, args.rank);
     run_dispatch_role(joint.ranks[place.index], bulk_buffers(), fabric, args, joint.roles,
-                      place.warp / joint.roles.warps(), place.warp % joint.roles.warps());
+                      number / joint.roles.warps(), number % joint.roles.warps());
 }
 
 template <class T, bool kWeighted, class F>
@@ -161,7 +170,7 @@ __device__ __forceinline__ void run_combine_role(const DeviceRank& rank, BulkBuf
     } else if ((role -= 1) < roles.servers) {
         DeviceWarp w = warp(Role::CombineNvlSender);
         const int share = roles.ranks_per_server();
-        if (role * share < roles.world) combine_nvl_sender<T, kWeighted>(w, fabric, args, channel, role * share, share);
+        combine_nvl_sender<T, kWeighted>(w, fabric, args, channel, role * share, share);
     } else if ((role -= roles.servers) < others) {
         DeviceWarp w = warp(Role::CombineForwarder);
         combine_forwarder<T>(w, fabric, args, channel, other_node(role));
@@ -179,11 +188,12 @@ template <class T, bool kWeighted, class J>
 __global__ void __launch_bounds__(kBlockThreads, 1) combine_kernel(const __grid_constant__ J joint) {
     const Place<J> place(joint);
     const CombineArgs& args = joint.args[place.index];
-    if (place.warp >= joint.roles.warps() * args.layout.channels || is_aborted(joint.ranks[place.index])) return;
+    const int number = dealt_to_warp(joint, joint.roles.warps() * args.layout.channels);
+    if (number < 0 || is_aborted(joint.ranks[place.index])) return;
     if (!has_layout(joint, place, args)) return;
     typename J::Fabric fabric(joint.fabric, args.rank);
     run_combine_role<T, kWeighted>(joint.ranks[place.index], bulk_buffers(), fabric, args, joint.roles,
-                                   place.warp / joint.roles.warps(), place.warp % joint.roles.warps());
+                                   number / joint.roles.warps(), number % joint.roles.warps());
 }
 
 }  // namespace ep::kernels

@@ -5,34 +5,34 @@
 
 namespace ep {
 
-// Which warp does what. Each channel has `warps()` roles, numbered from 0; the roles of all channels of a rank lie behind each other and are
-// dealt to the warps of its blocks in this order, so that a channel's roles are mostly on one SM.
+EP_HD int ceil_div(int count, int share) { return (count + share - 1) / share; }
+
+// Which warp does what. In each channel `servers` warps share the rings towards all ranks (dispatch's receivers, combine's NVLink senders), and the
+// others have a role of their own. The roles of all channels, one channel's behind the other's, are dealt to a rank's blocks in equal parts.
+template <int kPerNode>
 struct ChannelRoles {
     int nodes;
     int world;
-    int servers;  // warps that share the rings towards all ranks: dispatch's receivers, combine's NVLink senders
+    int servers;
 
-    EP_HD int coordinators() const { return nodes > 1 ? (nodes + 31) / 32 : 0; }  // of either kind
-    EP_HD int ranks_per_server() const { return (world + servers - 1) / servers; }
+    EP_HD int coordinators() const { return nodes > 1 ? ceil_div(nodes, 32) : 0; }  // of either kind
+    EP_HD int ranks_per_server() const { return ceil_div(world, servers); }
+    EP_HD int others() const { return 1 + kPerNode * (nodes - 1) + 2 * coordinators(); }
+    EP_HD int warps() const { return servers + others(); }
 };
 
 // sender, receivers, (sender, forwarder) of each other node, coordinators
-struct DispatchRoles : ChannelRoles {
-    EP_HD int warps() const { return 1 + servers + 2 * (nodes - 1) + 2 * coordinators(); }
-};
-
+using DispatchRoles = ChannelRoles<2>;
 // receiver, senders, forwarder of each other node, coordinators
-struct CombineRoles : ChannelRoles {
-    EP_HD int warps() const { return 1 + servers + (nodes - 1) + 2 * coordinators(); }
-};
+using CombineRoles = ChannelRoles<1>;
 
-// Servers that `warps` per channel leave room for: at most one a rank. Less than fewest_servers: a channel does not fit.
+// Servers that `warps` a channel have room for, none of them without ranks. Less than fewest_servers: a channel does not fit.
 template <class Roles>
 EP_HD int servers_for(const Topology& topology, int warps) {
-    const int others = Roles{{topology.nodes, topology.world(), 0}}.warps();
-    const int left = warps - others;
-    return left < topology.world() ? left : topology.world();
+    const int world = topology.world();
+    const int left = warps - Roles{topology.nodes, world, 0}.others();
+    return left < 1 ? left : ceil_div(world, ceil_div(world, left));
 }
-EP_HD int fewest_servers(const Topology& topology) { return (topology.world() + 31) / 32; }  // a lane a rank
+EP_HD int fewest_servers(const Topology& topology) { return ceil_div(topology.world(), 32); }  // a lane a rank
 
 }  // namespace ep
