@@ -108,7 +108,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--topology", nargs="+", type=_shape, default=[(1, 8), (2, 4), (1, 4)], metavar="NxG", help="(1x8 2x4 1x4)"
     )
-    add_arguments(parser, num_sms=[4, 8, 12, 16, 24], ring_slots=[2])
+    add_arguments(parser, num_sms=[4, 8, 12, 16, 24], ring_slots=[2], network_slots=[2])
     return parser.parse_args(argv)
 
 
@@ -119,7 +119,9 @@ def _shape(text: str) -> tuple[int, int]:
     return positive(nodes), positive(ranks_per_node)
 
 
-def add_arguments(parser: argparse.ArgumentParser, num_sms: list[int], ring_slots: list[int]) -> None:
+def add_arguments(
+    parser: argparse.ArgumentParser, num_sms: list[int], ring_slots: list[int], network_slots: list[int]
+) -> None:
     """What the benchmarks of GPUs have in common, with these defaults."""
     parser.add_argument("--num-sms", nargs="+", type=positive, default=num_sms, help="of a rank (%(default)s)")
     parser.add_argument("--channels", nargs="+", type=positive, default=[None], help="(those that fit the SMs)")
@@ -127,7 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser, num_sms: list[int], ring_slot
         "--ring-slots", nargs="+", type=positive, default=ring_slots, help="rows of a ring (%(default)s)"
     )
     parser.add_argument(
-        "--network-slots", nargs="+", type=positive, default=[None], help="of one between nodes (four times as many)"
+        "--network-slots", nargs="+", type=positive, default=network_slots, help="of one between nodes (%(default)s)"
     )
     parser.add_argument("--tokens", type=positive, default=4096, metavar="T", help="tokens of a rank (%(default)s)")
     parser.add_argument("--hidden", type=positive, default=7168, metavar="H", help="(%(default)s)")
@@ -139,11 +141,11 @@ def add_arguments(parser: argparse.ArgumentParser, num_sms: list[int], ring_slot
 def cases_of(arguments: argparse.Namespace, nodes: int, ranks_per_node: int) -> list[Case]:
     sizes = (arguments.tokens, arguments.hidden, arguments.topk, arguments.experts)
     return [
-        Case(nodes, ranks_per_node, num_sms, channels, slots, network_slots or 4 * slots, *sizes)
+        Case(nodes, ranks_per_node, num_sms, channels, slots, network_slots, *sizes)
         for num_sms in arguments.num_sms
         for channels in arguments.channels
         for slots in arguments.ring_slots
-        for network_slots in (arguments.network_slots if nodes > 1 else [None])
+        for network_slots in (arguments.network_slots if nodes > 1 else arguments.network_slots[:1])
     ]
 
 

@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("megatron-ep bench gpus", description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--nodes", type=positive, default=1, help="nodes that the GPUs are dealt to (1)")
-    add_arguments(parser, num_sms=[4, 8, 16, 24], ring_slots=[4])
+    add_arguments(parser, num_sms=[4, 8, 16, 24], ring_slots=[4], network_slots=[8])
     return parser.parse_args(argv)
 
 

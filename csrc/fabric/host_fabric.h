@@ -13,7 +13,7 @@ namespace ep {
 // a release store, or both go through a simulated network.
 class HostFabric {
   public:
-    static constexpr bool kMapsRail = false;  // also without a simulated network, so that rows take the path of a real one
+    static constexpr bool kMapsRail = false;  // though it could: so rows take the path that they take on a cluster
 
     HostFabric(Topology topology, int rank, std::vector<char*> heaps, SimulatedNetwork* network = nullptr)
         : topology_(topology), rank_(rank), heaps_(std::move(heaps)), network_(network) {}

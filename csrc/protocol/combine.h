@@ -22,73 +22,48 @@ EP_FN void read_positions(W& warp, const CombineArgs& args, int64_t received,
     });
 }
 
-// Serves the rings towards up to `most` source ranks, whichever has room: blocking on one could close a circle of full rings.
+// From the experts to the rings towards up to `most` source ranks.
 // kWeighted: multiplies each expert's row by its weight; the sums of sums that follow have none.
 template <class T, bool kWeighted, WarpLike W, FabricLike<W> F>
 EP_FN void combine_nvl_sender(W& warp, F& fabric, const CombineArgs& args, int channel, int first_rank, int most = 32) {
     const Rings<F> rings{fabric, args, channel};
-    const Topology& topology = args.topology();
     const RowFormat& format = args.format;
-    const int count = lanes_from(first_rank, topology.world(), most);
+    const int count = lanes_from(first_rank, args.topology().world(), most);
     if (!open_nvl_rings(warp, rings, first_rank, count)) return;
-    typename W::template PerLane<int> left, end, node_of, peer_of, position, following;
-    typename W::template PerLane<uint64_t> room, filled;
+    typename W::template PerLane<int> position, following;
     typename W::template PerLane<const void*> part;
     typename W::template PerLane<Accumulator<T>> row_weight;
-    warp.lanes(count, [&](int lane) {
-        left[lane] = args.layout.received(channel, first_rank + lane);
-        end[lane] = args.layout.received_start(channel, first_rank + lane) + left[lane];
-        node_of[lane] = topology.node_of(first_rank + lane);
-        peer_of[lane] = topology.local_of(first_rank + lane);
-    });
-    while (warp.ballot(count, [&](int lane) { return left[lane] > 0; })) {
-        const uint32_t ready = warp.wait_any(Wait::NvlCredit, count, [&](int lane) {
-            if (!left[lane]) return never();
-            const Need need = nvl_credit<W>(rings, node_of[lane], peer_of[lane]);
-            room[lane] = need.seen;
-            filled[lane] = need.expected - 1;
-            return need;
-        });
-        if (!ready) return;
-        for_each_lane(ready, [&](int lane) {
-            const int node = warp.broadcast(node_of, lane), peer = warp.broadcast(peer_of, lane);
-            const int rows_left = warp.broadcast(left, lane);
-            const int first = warp.broadcast(end, lane) - rows_left;
-            const uint64_t limit = warp.broadcast(room, lane);
-            uint64_t next = warp.broadcast(filled, lane);
-            int rows = 0;
-            read_positions(warp, args, first, following);
-            for (; rows < rows_left && rows < args.nvl_batch && next != limit; ++rows, ++next) {
-                position = following;  // those of the next row are read while this one is summed
-                if (rows + 1 < rows_left) read_positions(warp, args, first + rows + 1, following);
-                char* slot = rings.nvl_out_slot(node, peer, next);
-                warp.lanes(format.topk, [&](int k) {
-                    part[k] = args.x + static_cast<int64_t>(position[k]) * format.payload_bytes;
-                    if constexpr (kWeighted) {
-                        const auto* row_weights = static_cast<const Accumulator<T>*>(args.row_weights);
-                        row_weight[k] = position[k] < 0 ? 0 : row_weights[position[k]];
-                    }
-                    const char* weight = args.weights + static_cast<int64_t>(position[k]) * format.weight_bytes;
-                    store_weight(slot + format.weights() + k * format.weight_bytes,
-                                 position[k] < 0 ? 0 : load_weight(weight, format.weight_bytes), format.weight_bytes);
-                    if (k == 0) *reinterpret_cast<uint64_t*>(slot + format.tag()) = rings.tag;
-                });
-                const uint32_t parts = warp.ballot(format.topk, [&](int k) { return position[k] >= 0; });
-                const size_t elements = format.payload_bytes / sizeof(T);
+    serve_in_turn(warp, rings, first_rank, count, Wait::NvlCredit, nvl_credit<W, F>, [&](const Turn& turn) {
+        read_positions(warp, args, turn.first, following);
+        for (int i = 0; i < turn.rows; ++i) {
+            position = following;  // those of the next row are read while this one is summed
+            if (i + 1 < turn.rows) read_positions(warp, args, turn.first + i + 1, following);
+            char* slot = rings.nvl_out_slot(turn.node, turn.peer, turn.position + i);
+            warp.lanes(format.topk, [&](int k) {
+                part[k] = args.x + static_cast<int64_t>(position[k]) * format.payload_bytes;
                 if constexpr (kWeighted) {
-                    warp.template weighted_sum<T, Reuse::Late>(slot + format.payload(), part, row_weight, parts,
-                                                               elements);
-                } else {
-                    warp.template sum<T, Reuse::Late>(slot + format.payload(), part, parts, elements);
+                    const auto* row_weights = static_cast<const Accumulator<T>*>(args.row_weights);
+                    row_weight[k] = position[k] < 0 ? 0 : row_weights[position[k]];
                 }
-            }
-            warp.lanes(1, [&](int) { rings.nvl_out(node, peer).next = rings.nvl_out(node, peer).published = next; });
-            warp.template publish<Scope::System>(rings.nvl_out_tail(node, peer), next);
-            warp.lanes(count, [&](int other) {
-                if (other == lane) left[other] -= rows;
+                const char* weight = args.weights + static_cast<int64_t>(position[k]) * format.weight_bytes;
+                store_weight(slot + format.weights() + k * format.weight_bytes,
+                             position[k] < 0 ? 0 : load_weight(weight, format.weight_bytes), format.weight_bytes);
+                if (k == 0) *reinterpret_cast<uint64_t*>(slot + format.tag()) = rings.tag;
             });
-        });
-    }
+            const uint32_t parts = warp.ballot(format.topk, [&](int k) { return position[k] >= 0; });
+            const size_t elements = format.payload_bytes / sizeof(T);
+            if constexpr (kWeighted) {
+                warp.template weighted_sum<T, Reuse::Late>(slot + format.payload(), part, row_weight, parts, elements);
+            } else {
+                warp.template sum<T, Reuse::Late>(slot + format.payload(), part, parts, elements);
+            }
+        }
+        const uint64_t next = turn.position + turn.rows;
+        OutCursor& out = rings.nvl_out(turn.node, turn.peer);
+        warp.lanes(1, [&](int) { out.next = out.published = next; });
+        warp.template publish<Scope::System>(rings.nvl_out_tail(turn.node, turn.peer), next);
+        return true;
+    });
 }
 
 // Towards one other node: pops, for each of its tokens in turn, the rows of the local ranks that had it, and sums them.

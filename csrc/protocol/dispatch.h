@@ -1,6 +1,6 @@
 #pragma once
 
-#include "protocol/ring.h"
+#include "protocol/turns.h"
 
 namespace ep {
 
@@ -10,6 +10,7 @@ namespace ep {
 //                      \-rdma_sender-> staging -sender_coordinator-> network ring --forwarder--> NVLink ring --> receiver, on another node
 //                                          credit: receiver -> sender or forwarder; forwarder -> forwarder_coordinator -> rdma_sender
 //
+// Where a fabric maps the rail, rdma_sender packs rows in the network ring itself and its coordinator only signals.
 // Each ring carries rows of one source rank and channel in token order, so nobody needs to be told what comes next.
 
 // The distinct local ranks of `node` among a row's experts: `peer` per lane, and the first lane of each.
@@ -126,7 +127,8 @@ EP_FN void write_token(W& warp, const DispatchArgs& args, const typename W::temp
     const size_t row = token;
     write_part(warp, args, slot, lanes, format.payload(), args.x + row * format.payload_bytes, format.payload_bytes);
     if (format.scale_bytes)
-        write_part(warp, args, slot, lanes, format.scales(), args.scales + row * format.scale_bytes, format.scale_bytes);
+        write_part(warp, args, slot, lanes, format.scales(), args.scales + row * format.scale_bytes,
+                   format.scale_bytes);
 }
 
 // Own tokens for ranks of this node, straight into their NVLink rings.
@@ -267,55 +269,27 @@ EP_FN void place_row(W& warp, const DispatchArgs& args, const char* slot, const 
     });
 }
 
-// Serves the rings of up to `most` source ranks, a lane each, whichever has rows.
+// From the rings of up to `most` source ranks to the experts.
 template <WarpLike W, FabricLike<W> F>
 EP_FN void receiver(W& warp, F& fabric, const DispatchArgs& args, int channel, int first_rank, int most = 32) {
     const Rings<F> rings{fabric, args, channel};
     const RowFormat& format = args.format;
-    const Topology& topology = args.topology();
-    const int count = lanes_from(first_rank, topology.world(), most);
-    typename W::template PerLane<int> left, node_of, peer_of, end;
-    typename W::template PerLane<uint64_t> arrived, taken;
+    const int count = lanes_from(first_rank, args.topology().world(), most);
     Header<W> header;
-    warp.lanes(count, [&](int lane) {
-        left[lane] = args.layout.received(channel, first_rank + lane);
-        end[lane] = args.layout.received_start(channel, first_rank + lane) + left[lane];
-        node_of[lane] = topology.node_of(first_rank + lane);
-        peer_of[lane] = topology.local_of(first_rank + lane);
+    serve_in_turn(warp, rings, first_rank, count, Wait::NvlRow, nvl_row<W, F>, [&](const Turn& turn) {
+        for (int i = 0; i < turn.rows; ++i) {
+            const char* slot = rings.nvl_in_slot(turn.node, turn.peer, turn.position + i);
+            warp.template stage<Reuse::Soon>(slot + format.payload(), format.payload_bytes);
+            read_header(warp, format, slot, header);
+            if (!belongs_to_call(warp, rings, slot, turn.rank)) return false;
+            place_row(warp, args, slot, header, turn.rank, turn.first + i);
+        }
+        const uint64_t next = turn.position + turn.rows;
+        InCursor& in = rings.nvl_in(turn.node, turn.peer);
+        warp.lanes(1, [&](int) { in.next = in.published = next; });
+        warp.template credit<Scope::System>(rings.nvl_in_head(turn.node, turn.peer), next);
+        return true;
     });
-    while (warp.ballot(count, [&](int lane) { return left[lane] > 0; })) {
-        const uint32_t ready = warp.wait_any(Wait::NvlRow, count, [&](int lane) {
-            if (!left[lane]) return never();
-            const Need need = nvl_row<W>(rings, node_of[lane], peer_of[lane]);
-            arrived[lane] = need.seen;
-            taken[lane] = need.expected - 1;
-            return need;
-        });
-        if (!ready) return;
-        bool same_call = true;
-        for_each_lane(ready, [&](int lane) {
-            const int source = first_rank + lane;
-            const int node = warp.broadcast(node_of, lane), peer = warp.broadcast(peer_of, lane);
-            const int rows_left = warp.broadcast(left, lane);
-            const int first = warp.broadcast(end, lane) - rows_left;
-            const uint64_t tail = warp.broadcast(arrived, lane);
-            uint64_t next = warp.broadcast(taken, lane);
-            int rows = 0;
-            for (; same_call && rows < rows_left && rows < args.nvl_batch && next != tail; ++rows, ++next) {
-                const char* slot = rings.nvl_in_slot(node, peer, next);
-                warp.template stage<Reuse::Soon>(slot + format.payload(), format.payload_bytes);
-                read_header(warp, format, slot, header);
-                same_call = belongs_to_call(warp, rings, slot, source);
-                if (same_call) place_row(warp, args, slot, header, source, first + rows);
-            }
-            warp.lanes(1, [&](int) { rings.nvl_in(node, peer).next = rings.nvl_in(node, peer).published = next; });
-            warp.template credit<Scope::System>(rings.nvl_in_head(node, peer), next);
-            warp.lanes(count, [&](int other) {
-                if (other == lane) left[other] -= rows;
-            });
-        });
-        if (!same_call) return;
-    }
 }
 
 // Rows that no token fills hold zeros, and so do their scales and weights: the padding of an expert, and what lies behind the last expert.

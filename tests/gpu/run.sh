@@ -113,5 +113,5 @@ else
 fi
 sanitize memcheck
 sanitize racecheck
-step tune 60 "$PYTHON" -m megatron_ep.bench_cuda --topology 1x8 2x4 --num-sms 12 16 --channels 14 16 18 24 --network-slots 2 4 --json "$OUT/tune.json"
+step tune 60 "$PYTHON" -m megatron_ep.bench_cuda --topology 1x8 2x4 --num-sms 12 16 --channels 16 20 24 --network-slots 2 4 --json "$OUT/tune.json"
 exit $failed

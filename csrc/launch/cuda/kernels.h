@@ -153,8 +153,9 @@ __global__ void __launch_bounds__(kBlockThreads, 1) dispatch_kernel(const __grid
     const int number = dealt_to_warp(joint, joint.roles.warps() * args.layout.channels);
     if (number < 0 || is_aborted(joint.ranks[place.index])) return;
     typename J::Fabric fabric(joint.fabric, args.rank);
-    run_dispatch_role(joint.ranks[place.index], bulk_buffers(), fabric, args, joint.roles,
-                      number / joint.roles.warps(), number % joint.roles.warps());
+    const int warps = joint.roles.warps();
+    run_dispatch_role(joint.ranks[place.index], bulk_buffers(), fabric, args, joint.roles, number / warps,
+                      number % warps);
 }
 
 template <class T, bool kWeighted, class F>
@@ -192,8 +193,9 @@ __global__ void __launch_bounds__(kBlockThreads, 1) combine_kernel(const __grid_
     if (number < 0 || is_aborted(joint.ranks[place.index])) return;
     if (!has_layout(joint, place, args)) return;
     typename J::Fabric fabric(joint.fabric, args.rank);
-    run_combine_role<T, kWeighted>(joint.ranks[place.index], bulk_buffers(), fabric, args, joint.roles,
-                                   number / joint.roles.warps(), number % joint.roles.warps());
+    const int warps = joint.roles.warps();
+    run_combine_role<T, kWeighted>(joint.ranks[place.index], bulk_buffers(), fabric, args, joint.roles, number / warps,
+                                   number % warps);
 }
 
 }  // namespace ep::kernels
