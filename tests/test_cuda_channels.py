@@ -30,5 +30,5 @@ def test_every_role_of_every_channel_has_a_warp(nodes: int, ranks_per_node: int)
 def test_what_was_measured() -> None:
     assert channels(1, 4, 24) == 128
     assert channels(1, 8, 12, local_ranks=8) == 38
-    assert channels(2, 4, 12, local_ranks=8) == 18
+    assert channels(2, 4, 12, local_ranks=8) == 16
     assert channels(2, 4, 8, local_ranks=8) == 16

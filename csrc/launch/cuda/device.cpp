@@ -28,7 +28,7 @@ int cuda_channels(const Topology& topology, int sms, int local_ranks) {
         std::max(1, sms * kBlockWarps / DispatchRoles{topology.nodes, topology.world(), servers}.warps());
     if (topology.nodes == 1 || local_ranks == 1) return channels;
     // Ranks that share a GPU share its cache. About as many rings fit if they hold two rows of 14 KB; within one node combine wants more.
-    constexpr int kRingsInCache = 1300, kFewest = 8;
+    constexpr int kRingsInCache = 1200, kFewest = 8;
     const int rings = local_ranks * (topology.world() + topology.nodes - 1);
     return std::min(channels, std::max(kFewest, kRingsInCache / rings));
 }
