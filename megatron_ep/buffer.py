@@ -88,8 +88,9 @@ class Buffer(RankGroup):
 
     group: the expert-parallel process group; None: the default group.
     config: must be equal on all ranks.
-    topology: how the group's ranks form nodes. None: all ranks of a machine are one node. Several nodes on one machine
-        take the same path as several machines: puts and signals along the rail.
+    topology: how the group's ranks form nodes. None: all ranks of a machine are one node. On the host several nodes of
+        one machine take the same path as several machines: puts and signals along the rail. On GPUs that share memory
+        rows need no puts.
     device: "cpu" or "cuda", the same on all ranks: where the tensors are. On a GPU (torch's current one, unless the
         index is given) launches go to torch's current stream and return at once; what fails later is raised by the next
         call or by `synchronize`. Calls on several streams wait for each other. Those that a CUDA graph has captured do

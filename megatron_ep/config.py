@@ -55,13 +55,15 @@ class Config:
 
     num_experts: E, all experts of the group; a multiple of the number of ranks. Expert e lives on rank e // (E / W).
     channels: C, independent slices of the tokens, each with rings and roles of its own. None: 1 on the host, and on a
-        GPU as many as keep the warps of num_sms SMs busy.
+        GPU as many as keep the warps of num_sms SMs busy, or fewer if a LocalCluster has several nodes: all their rings
+        share one cache.
     timeout: seconds that a single wait may take. None: the environment variable MEGATRON_EP_TIMEOUT, else 100.
     nvl_ring_bytes: size of one ring between two ranks of a node; there are C * W of them in each rank's heap. A ring
         holds a power of two of rows, at least one. None: 256 KiB on the host, 64 KiB on a GPU, which has many channels
         and rows that stay in its cache if they are few.
     rdma_ring_bytes: size of one ring between two ranks of a rail; each rank's heap has 2 * C * N of them when N > 1.
-    rdma_chunk_tokens: rows that one put carries when they are ready; at most half a ring.
+        None: 512 KiB, but 64 KiB for a LocalCluster on a GPU.
+    rdma_chunk_tokens: rows after which another node is told of them; at most half a ring.
     num_sms: SMs that a launch uses for each rank on a GPU. None: 24, or an equal share of the GPU for each of a
         LocalCluster's ranks if that is less.
     """
@@ -70,7 +72,7 @@ class Config:
     channels: int | None = None
     timeout: float | None = None
     nvl_ring_bytes: int | None = None
-    rdma_ring_bytes: int = 512 << 10
+    rdma_ring_bytes: int | None = None
     rdma_chunk_tokens: int = 16
     num_sms: int | None = None
 
@@ -79,9 +81,9 @@ class Config:
         for name in ("channels", "num_sms"):
             if getattr(self, name) is not None:
                 require_int(f"Config.{name}", getattr(self, name), 1, MOST_CHANNELS)
-        if self.nvl_ring_bytes is not None:
-            require_int("Config.nvl_ring_bytes", self.nvl_ring_bytes, 64, LARGEST_RING)
-        require_int("Config.rdma_ring_bytes", self.rdma_ring_bytes, 64, LARGEST_RING)
+        for name in ("nvl_ring_bytes", "rdma_ring_bytes"):
+            if getattr(self, name) is not None:
+                require_int(f"Config.{name}", getattr(self, name), 64, LARGEST_RING)
         require_int("Config.rdma_chunk_tokens", self.rdma_chunk_tokens, 1, 1 << 20)
         if self.timeout is not None:
             ok = isinstance(self.timeout, (int, float)) and not isinstance(self.timeout, bool)

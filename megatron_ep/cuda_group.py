@@ -54,7 +54,7 @@ def num_sms(config: Config, device: torch.device, local_ranks: int) -> int:
 
 
 def num_channels(topology: Topology, config: Config, sms: int, local_ranks: int) -> int:
-    """The channels of a buffer on a GPU: as many as keep the warps of its SMs busy."""
+    """The channels of a buffer on a GPU."""
     if config.channels is not None:
         return config.channels
     nodes, ranks_per_node = topology.nodes, topology.ranks_per_node

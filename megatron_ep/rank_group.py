@@ -16,6 +16,8 @@ from megatron_ep.handle import Handle, RankHandle, most_arrivals
 # Rows after which an NVLink ring's flag is published even if nobody waits for it.
 NVL_BATCH = 8
 NVL_RING_BYTES = {"cpu": 256 << 10, "cuda": 64 << 10}
+RDMA_RING_BYTES = 512 << 10
+RDMA_RING_BYTES_OF_CLUSTER_ON_GPU = 64 << 10  # no network to keep busy, and one cache for all
 PAYLOAD_TYPES = {
     torch.bfloat16: 0,
     torch.float16: 1,
@@ -65,13 +67,15 @@ class RankGroup:
         )
 
     def _make_heap(self, channels: int) -> Any:
+        cluster_on_gpu = self.device.type == "cuda" and len(self.ranks) > 1
+        rdma_ring_bytes = RDMA_RING_BYTES_OF_CLUSTER_ON_GPU if cluster_on_gpu else RDMA_RING_BYTES
         return _C.Heap(
             nodes=self.topology.nodes,
             ranks_per_node=self.topology.ranks_per_node,
             num_experts=self.config.num_experts,
             channels=channels,
             nvl_ring_bytes=self.config.nvl_ring_bytes or NVL_RING_BYTES[self.device.type],
-            rdma_ring_bytes=self.config.rdma_ring_bytes,
+            rdma_ring_bytes=self.config.rdma_ring_bytes or rdma_ring_bytes,
         )
 
     @property

@@ -1,4 +1,4 @@
-"""How many channels a GPU gets by default: as many as its warps can serve."""
+"""How many channels a GPU gets by default."""
 
 import pytest
 
@@ -32,3 +32,8 @@ def test_what_was_measured() -> None:
     assert channels(1, 8, 12, local_ranks=8) == 38
     assert channels(2, 4, 12, local_ranks=8) == 16
     assert channels(2, 4, 8, local_ranks=8) == 16
+    assert channels(2, 2, 24) == 54
+
+
+def test_a_shared_cache_leaves_enough_channels() -> None:
+    assert channels(2, 8, 8, local_ranks=16) == 8

@@ -178,9 +178,10 @@ def test_another_version_of_nccl_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         fabrics.load_nccl()
 
 
-def test_network_flags_are_numbered(tmp_path: Path) -> None:
-    program = tmp_path / "network_flags"
-    source = ROOT / "tests/csrc/network_flags.cpp"
+@pytest.mark.parametrize("name", ["network_flags", "roles"])
+def test_numbering(name: str, tmp_path: Path) -> None:
+    program = tmp_path / name
+    source = ROOT / f"tests/csrc/{name}.cpp"
     subprocess.run(["g++", "-std=c++20", f"-I{ROOT}/csrc", source, "-o", program], check=True)
     done = subprocess.run([program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

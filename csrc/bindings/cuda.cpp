@@ -67,7 +67,7 @@ void bind_cuda(py::module_& m) {
             return cuda_channels({nodes, ranks_per_node}, num_sms, local_ranks);
         },
         py::kw_only(), py::arg("nodes"), py::arg("ranks_per_node"), py::arg("num_sms"), py::arg("local_ranks"),
-        "Channels that keep all warps of this many SMs of a rank busy, where so many ranks share a GPU.");
+        "Channels of a rank with this many SMs, where so many ranks share a GPU.");
 }
 
 }  // namespace ep

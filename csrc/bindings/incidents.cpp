@@ -54,7 +54,7 @@ const char* name(Wait wait) {
         case Wait::RdmaDrain:
             return "a network ring to run empty";
         case Wait::PackedRow:
-            return "rows to put";
+            return "rows for another node";
         case Wait::FreedRow:
             return "rows to be taken from a network ring";
         case Wait::PartialRow:

@@ -29,7 +29,7 @@ struct TransferArgs {
     RowFormat format;
     uint64_t call;          // counts the dispatches and combines of this buffer, from 1
     int nvl_batch;          // rows after which an NVLink ring's flag is published
-    int rdma_chunk;         // rows a put carries at most, if that many are ready
+    int rdma_chunk;         // rows after which a network ring's flag is signalled
     int32_t* positions;     // [received rows, K]: the row's place for each k, kElsewhere or kOverflowed
     int32_t* rail_experts;  // [rail rows, K]: expert ids of the rows that were forwarded
     int64_t max_received;   // rows that `positions` can hold

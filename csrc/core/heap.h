@@ -15,7 +15,8 @@ namespace ep {
 //
 // Rings are named by (channel, node, peer). For an NVLink ring `node` is the node that the token comes from and `peer` the local
 // rank at the other end; data and tail lie with the consumer (peer = producer), head with the producer (peer = consumer).
-// A network ring runs along the rail: data and tail lie with the consumer (node = source), staging and head with the producer.
+// A network ring runs along the rail: data and tail lie with the consumer (node = source), staging and head with the producer. Where
+// a fabric maps the rail nobody uses the staging.
 //
 // All flags and cursors only ever grow and are cleared by nobody but reset.
 struct Heap {

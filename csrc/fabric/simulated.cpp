@@ -28,7 +28,8 @@ bool SimulatedNetwork::deliver(std::mt19937_64& random) {
     std::deque<Message>& messages = queue->second;
     size_t puts = 0;
     while (puts < messages.size() && messages[puts].src) ++puts;
-    const size_t chosen = puts ? random() % puts : 0;
+    const size_t choices = queue->first.second == Order::Any ? messages.size() : puts;
+    const size_t chosen = choices ? random() % choices : 0;
     const Message message = messages[chosen];
     messages.erase(messages.begin() + chosen);
     if (messages.empty()) pending_.erase(queue);

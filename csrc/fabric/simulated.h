@@ -33,7 +33,7 @@ class SimulatedNetwork : public Network {
         const char* src;  // null: a signal or credit
         uint64_t bytes_or_increment;
     };
-    enum class Order { AfterPuts, Any };  // messages of the one kind are not ordered with those of the other
+    enum class Order { AfterPuts, Any };
 
     void add(Connection connection, Order order, uint64_t* flag, uint64_t increment);
 

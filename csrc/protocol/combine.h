@@ -9,7 +9,7 @@ namespace ep {
 //   expert rows --combine_nvl_sender (sums a rank's experts)--> NVLink ring -------------------------------> combine_receiver, same node
 //                  \--> NVLink ring --combine_forwarder (sums a node's ranks)--> staging -sender_coordinator-> network ring --> combine_receiver
 //
-// A ring belongs to one source rank and channel here too, so a full ring towards one node never holds up the rows of another. All
+// Without staging where the fabric maps the rail. A ring belongs to one source rank and channel here too, so a full ring towards one node never holds up the rows of another. All
 // sums run over k in the order of the token's experts: a rank, or a node, takes the place of its first expert.
 
 // Where the experts' rows for one row that arrived here lie.

@@ -10,7 +10,7 @@ namespace ep {
 //                      \-rdma_sender-> staging -sender_coordinator-> network ring --forwarder--> NVLink ring --> receiver, on another node
 //                                          credit: receiver -> sender or forwarder; forwarder -> forwarder_coordinator -> rdma_sender
 //
-// Where a fabric maps the rail, rdma_sender packs rows in the network ring itself and its coordinator only signals.
+// Where the fabric maps the rail, rows are packed in the network ring itself, and sender_coordinator only signals.
 // Each ring carries rows of one source rank and channel in token order, so nobody needs to be told what comes next.
 
 // The distinct local ranks of `node` among a row's experts: `peer` per lane, and the first lane of each.
@@ -52,7 +52,7 @@ EP_FN void read_header(W& warp, const RowFormat& format, const char* slot, Heade
     });
 }
 
-// Into the slots of the lanes in the mask.
+// Writes a row's header into the slots of the lanes in the mask.
 template <WarpLike W>
 EP_FN void write_header(W& warp, const RowFormat& format, const typename W::template PerLane<void*>& slots,
                         uint32_t mask, uint64_t tag, const Header<W>& header) {
@@ -111,10 +111,10 @@ EP_FN bool take_slots(W& warp, const Rings<F>& rings, int node, uint32_t lanes,
 
 // One part of a row, into the slots of the lanes in the mask.
 template <WarpLike W>
-EP_FN void write_part(W& warp, const DispatchArgs& args, const typename W::template PerLane<void*>& slot,
-                      uint32_t lanes, size_t offset, const char* part, size_t bytes) {
+EP_FN void write_part(W& warp, const RowFormat& format, const typename W::template PerLane<void*>& slot, uint32_t lanes,
+                      size_t offset, const char* part, size_t bytes) {
     typename W::template PerLane<void*> to;
-    warp.lanes(args.format.topk, [&](int lane) {
+    warp.lanes(format.topk, [&](int lane) {
         if (lanes >> lane & 1) to[lane] = static_cast<char*>(slot[lane]) + offset;
     });
     warp.template multicast<Reuse::Soon>(to, lanes, part, bytes);
@@ -125,9 +125,9 @@ EP_FN void write_token(W& warp, const DispatchArgs& args, const typename W::temp
                        uint32_t lanes, int token) {
     const RowFormat& format = args.format;
     const size_t row = token;
-    write_part(warp, args, slot, lanes, format.payload(), args.x + row * format.payload_bytes, format.payload_bytes);
+    write_part(warp, format, slot, lanes, format.payload(), args.x + row * format.payload_bytes, format.payload_bytes);
     if (format.scale_bytes)
-        write_part(warp, args, slot, lanes, format.scales(), args.scales + row * format.scale_bytes,
+        write_part(warp, format, slot, lanes, format.scales(), args.scales + row * format.scale_bytes,
                    format.scale_bytes);
 }
 
@@ -154,7 +154,7 @@ EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel)
     publish_tails(warp, rings, node);
 }
 
-// Own tokens for another node, once each, into the staging slots of the network ring. The coordinator hears of a row with the next one.
+// Own tokens for another node, once each, into slots of the network ring. The coordinator hears of a row with the next one.
 template <WarpLike W, FabricLike<W> F>
 EP_FN void rdma_sender(W& warp, F& fabric, const DispatchArgs& args, int channel, int node) {
     const Rings<F> rings{fabric, args, channel};
@@ -220,7 +220,7 @@ EP_FN void forwarder(W& warp, F& fabric, const DispatchArgs& args, int channel, 
                    [&](int lane) { args.rail_experts[(start + i) * format.topk + lane] = header.expert[lane]; });
         const uint32_t lanes = peers_on_node(warp, args, args.node(), header.expert, peer);
         if (!take_slots(warp, rings, node, lanes, peer, batch, slot)) return;
-        write_part(warp, args, slot, lanes, format.payload(), source + format.payload(), body_bytes);
+        write_part(warp, format, slot, lanes, format.payload(), source + format.payload(), body_bytes);
         write_header(warp, format, slot, lanes, rings.tag, header);
         warp.template credit<Scope::Rank>(&rings.rdma_in(node).next, ++next);
     }

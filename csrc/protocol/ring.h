@@ -9,7 +9,7 @@ namespace ep {
 // Cursors of the two ends of a ring, one line each in the heap of the rank that owns them.
 struct OutCursor {
     uint64_t next;       // slots filled so far
-    uint64_t published;  // of these, how many the consumer has been told of (network rings: how many were put)
+    uint64_t published;  // of these, how many the consumer has been told of (network rings: by sender_coordinator)
     uint64_t slot_bytes;
 };
 struct InCursor {

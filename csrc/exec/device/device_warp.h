@@ -158,7 +158,8 @@ class DeviceWarp {
     }
 
     // Relaxed, where PTX's memory model wants a release, which would wait for all that the warp has written. Enough on the hardware: a warp issues
-    // in order, so a load whose value it has used is over, and what the copy engine read has been waited for.
+    // in order, so a load whose value it has used is over, and what the copy engine read has been waited for. A warp that acquires this flag and
+    // stores another one passes that on.
     template <Scope scope>
     __device__ __forceinline__ void credit(uint64_t* flag, uint64_t value) {
         if (lane_id() == 0) of_scope<scope>(ptx::store_relaxed_gpu, ptx::store_relaxed_sys)(flag, value);

@@ -6,7 +6,7 @@
 namespace ep {
 
 // Heaps of all ranks mapped here: ranks of one process on one GPU, or of processes of one machine through CUDA IPC and peer access. Between nodes of
-// such a machine a put is a copy and a signal a release store.
+// such a machine rows are packed in place; a put (of counts) is a copy and a signal a release store.
 class P2pFabric;
 
 struct P2pFabricParams {

@@ -16,8 +16,8 @@ struct NcclSettled {
 };
 
 // Heaps are one symmetric window of an NCCL communicator, whose ranks are the buffer's. Ranks of a node lie in one LSA team and load and store each
-// other's memory. Between nodes GIN puts and adds to signals, which NCCL keeps outside of the window: it orders a signal after earlier puts to the
-// same rank in the same context, but promises nothing of the kind for a put word. So a flag of the network is the signal of its number, in the
+// other's memory. Between nodes GIN puts and adds to signals, which NCCL keeps outside of the window: it orders a signal after earlier puts and signals
+// to the same rank in the same context, but promises nothing of the kind for a put word. So a flag of the network is the signal of its number, in the
 // context of its channel at both ends.
 struct NcclFabricParams {
     using Fabric = NcclFabric;
@@ -45,7 +45,7 @@ __device__ __forceinline__ ncclGin gin_of(const ncclDevComm& comm, int channel) 
     return ncclGin(comm, channel % comm.ginContextCount);
 }
 
-// Calls, so that the library's code does not crowd the roles' registers. The network reads rows that other warps wrote, hence the fence.
+// Calls, so that the library's code does not crowd the roles' registers. Fences stand before what reads, or promises, rows of other warps.
 __device__ __noinline__ inline void nccl_put(const NcclFabricParams& params, int channel, int rank, size_t dst,
                                              size_t src, size_t bytes) {
     __threadfence_system();

@@ -35,7 +35,7 @@ __device__ __noinline__ inline void nvshmem_signal(uint64_t* flag, uint64_t valu
     if (threadIdx.x % 32 == 0) nvshmemx_signal_op(flag, value, NVSHMEM_SIGNAL_SET, rank);
     __syncwarp();
 }
-// Nothing orders credits with each other, hence a sum.
+// Nothing orders credits with each other, hence a sum: the flags of credits are only added to, all others only set.
 __device__ __noinline__ inline void nvshmem_credit(uint64_t* flag, uint64_t increment, int rank) {
     if (threadIdx.x % 32 == 0) nvshmemx_signal_op(flag, increment, NVSHMEM_SIGNAL_ADD, rank);
     __syncwarp();

@@ -15,15 +15,17 @@ namespace ep::kernels {
 
 __device__ __forceinline__ int warp_of_block() { return threadIdx.x / 32; }
 
-// This block's rank, and its warp's number among all of that rank's.
+// This block's rank, its number among that rank's, and its warp's among all of them.
 template <class J>
 struct Place {
     int index;
+    int block;
     int warp;
     int warps;
     __device__ __forceinline__ explicit Place(const J& joint)
         : index(blockIdx.x / joint.blocks_per_rank),
-          warp(blockIdx.x % joint.blocks_per_rank * (blockDim.x / 32) + warp_of_block()),
+          block(blockIdx.x % joint.blocks_per_rank),
+          warp(block * (blockDim.x / 32) + warp_of_block()),
           warps(joint.blocks_per_rank * (blockDim.x / 32)) {}
 };
 
@@ -108,20 +110,12 @@ __global__ void __launch_bounds__(kBlockThreads, 1) clear_kernel(const __grid_co
     }
 }
 
-// Of `count` things that are dealt to the blocks of a rank in equal parts, that of this warp; -1: none is left for it.
-template <class J>
-__device__ __forceinline__ int dealt_to_warp(const J& joint, int count) {
-    const int block = blockIdx.x % joint.blocks_per_rank;
-    const int number = block * count / joint.blocks_per_rank + warp_of_block();
-    return number < (block + 1) * count / joint.blocks_per_rank ? number : -1;
-}
-
 template <class F>
 __device__ __forceinline__ void run_dispatch_role(const DeviceRank& rank, BulkBuffers& buffers, F& fabric,
                                                   const DispatchArgs& args, const DispatchRoles& roles, int channel,
                                                   int role) {
     auto warp = [&](Role name) { return DeviceWarp(rank, args.call, name, channel, buffers); };
-    const int others = roles.nodes - 1;
+    const int other_nodes = roles.nodes - 1;
     auto other_node = [&](int i) { return i + (i >= args.node()); };
     if (role == 0) {
         DeviceWarp w = warp(Role::NvlSender);
@@ -130,13 +124,13 @@ __device__ __forceinline__ void run_dispatch_role(const DeviceRank& rank, BulkBu
         DeviceWarp w = warp(Role::Receiver);
         const int share = roles.ranks_per_server();
         receiver(w, fabric, args, channel, role * share, share);
-    } else if ((role -= roles.servers) < others) {
+    } else if ((role -= roles.servers) < other_nodes) {
         DeviceWarp w = warp(Role::RdmaSender);
         rdma_sender(w, fabric, args, channel, other_node(role));
-    } else if ((role -= others) < others) {
+    } else if ((role -= other_nodes) < other_nodes) {
         DeviceWarp w = warp(Role::Forwarder);
         forwarder(w, fabric, args, channel, other_node(role));
-    } else if ((role -= others) < roles.coordinators()) {
+    } else if ((role -= other_nodes) < roles.coordinators()) {
         DeviceWarp w = warp(Role::SenderCoordinator);
         sender_coordinator(w, fabric, args, RailCounts{args.layout, args.node(), false}, channel, 32 * role);
     } else {
@@ -150,10 +144,10 @@ template <class J>
 __global__ void __launch_bounds__(kBlockThreads, 1) dispatch_kernel(const __grid_constant__ J joint) {
     const Place<J> place(joint);
     const DispatchArgs& args = joint.args[place.index];
-    const int number = dealt_to_warp(joint, joint.roles.warps() * args.layout.channels);
+    const int warps = joint.roles.warps();
+    const int number = dealt(warps * args.layout.channels, place.block, joint.blocks_per_rank, warp_of_block());
     if (number < 0 || is_aborted(joint.ranks[place.index])) return;
     typename J::Fabric fabric(joint.fabric, args.rank);
-    const int warps = joint.roles.warps();
     run_dispatch_role(joint.ranks[place.index], bulk_buffers(), fabric, args, joint.roles, number / warps,
                       number % warps);
 }
@@ -163,7 +157,7 @@ __device__ __forceinline__ void run_combine_role(const DeviceRank& rank, BulkBuf
                                                  const CombineArgs& args, const CombineRoles& roles, int channel,
                                                  int role) {
     auto warp = [&](Role name) { return DeviceWarp(rank, args.call, name, channel, buffers); };
-    const int others = roles.nodes - 1;
+    const int other_nodes = roles.nodes - 1;
     auto other_node = [&](int i) { return i + (i >= args.node()); };
     if (role == 0) {
         DeviceWarp w = warp(Role::CombineReceiver);
@@ -172,10 +166,10 @@ __device__ __forceinline__ void run_combine_role(const DeviceRank& rank, BulkBuf
         DeviceWarp w = warp(Role::CombineNvlSender);
         const int share = roles.ranks_per_server();
         combine_nvl_sender<T, kWeighted>(w, fabric, args, channel, role * share, share);
-    } else if ((role -= roles.servers) < others) {
+    } else if ((role -= roles.servers) < other_nodes) {
         DeviceWarp w = warp(Role::CombineForwarder);
         combine_forwarder<T>(w, fabric, args, channel, other_node(role));
-    } else if ((role -= others) < roles.coordinators()) {
+    } else if ((role -= other_nodes) < roles.coordinators()) {
         DeviceWarp w = warp(Role::SenderCoordinator);
         sender_coordinator(w, fabric, args, RailCounts{args.layout, args.node(), true}, channel, 32 * role);
     } else {
@@ -189,11 +183,11 @@ template <class T, bool kWeighted, class J>
 __global__ void __launch_bounds__(kBlockThreads, 1) combine_kernel(const __grid_constant__ J joint) {
     const Place<J> place(joint);
     const CombineArgs& args = joint.args[place.index];
-    const int number = dealt_to_warp(joint, joint.roles.warps() * args.layout.channels);
+    const int warps = joint.roles.warps();
+    const int number = dealt(warps * args.layout.channels, place.block, joint.blocks_per_rank, warp_of_block());
     if (number < 0 || is_aborted(joint.ranks[place.index])) return;
     if (!has_layout(joint, place, args)) return;
     typename J::Fabric fabric(joint.fabric, args.rank);
-    const int warps = joint.roles.warps();
     run_combine_role<T, kWeighted>(joint.ranks[place.index], bulk_buffers(), fabric, args, joint.roles, number / warps,
                                    number % warps);
 }

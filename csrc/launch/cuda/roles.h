@@ -26,13 +26,23 @@ using DispatchRoles = ChannelRoles<2>;
 // receiver, senders, forwarder of each other node, coordinators
 using CombineRoles = ChannelRoles<1>;
 
-// Servers that `warps` a channel have room for, none of them without ranks. Less than fewest_servers: a channel does not fit.
+EP_HD int fewest_servers(const Topology& topology) { return ceil_div(topology.world(), 32); }  // a lane a rank
+// Of at most so many servers, as many as it takes to give none more ranks than the others need to: none is without.
+EP_HD int even_servers(const Topology& topology, int most) {
+    return ceil_div(topology.world(), ceil_div(topology.world(), most));
+}
+
+// Servers that `warps` a channel have room for. Less than fewest_servers: a channel does not fit.
 template <class Roles>
 EP_HD int servers_for(const Topology& topology, int warps) {
-    const int world = topology.world();
-    const int left = warps - Roles{topology.nodes, world, 0}.others();
-    return left < 1 ? left : ceil_div(world, ceil_div(world, left));
+    const int left = warps - Roles{topology.nodes, topology.world(), 0}.others();
+    return left < 1 ? left : even_servers(topology, left);
 }
-EP_HD int fewest_servers(const Topology& topology) { return ceil_div(topology.world(), 32); }  // a lane a rank
+
+// Of `count` things that are dealt to blocks in equal parts, that of a block's warp; -1: none is left for it.
+EP_HD int dealt(int count, int block, int blocks, int warp) {
+    const int number = block * count / blocks + warp;
+    return number < (block + 1) * count / blocks ? number : -1;
+}
 
 }  // namespace ep
