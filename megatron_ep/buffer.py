@@ -68,7 +68,9 @@ class LocalCluster(RankGroup):
             if threads != 1 or seed is not None:
                 raise ValueError(f"threads is {threads} and seed is {seed}, must not be given with device {device!r}")
             sms = cuda_group.num_sms(config, self.device, len(self.ranks))
-            self._heap = self._make_heap(cuda_group.num_channels(self.topology, config, sms, len(self.ranks)))
+            channels = cuda_group.num_channels(self.topology, config, sms, len(self.ranks))
+            # no network to keep busy, and one cache for all rings
+            self._heap = self._make_heap(channels, rdma_ring_bytes=64 << 10)
             self._group = cuda_connect.local_ranks(self.topology, config, self._heap, self.device, sms)
             return
         heap = self._make_heap(config.num_channels)

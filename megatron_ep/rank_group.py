@@ -16,8 +16,6 @@ from megatron_ep.handle import Handle, RankHandle, most_arrivals
 # Rows after which an NVLink ring's flag is published even if nobody waits for it.
 NVL_BATCH = 8
 NVL_RING_BYTES = {"cpu": 256 << 10, "cuda": 64 << 10}
-RDMA_RING_BYTES = 512 << 10
-RDMA_RING_BYTES_OF_CLUSTER_ON_GPU = 64 << 10  # no network to keep busy, and one cache for all
 PAYLOAD_TYPES = {
     torch.bfloat16: 0,
     torch.float16: 1,
@@ -66,9 +64,8 @@ class RankGroup:
             timeout=self.config.timeout_seconds,
         )
 
-    def _make_heap(self, channels: int) -> Any:
-        cluster_on_gpu = self.device.type == "cuda" and len(self.ranks) > 1
-        rdma_ring_bytes = RDMA_RING_BYTES_OF_CLUSTER_ON_GPU if cluster_on_gpu else RDMA_RING_BYTES
+    def _make_heap(self, channels: int, rdma_ring_bytes: int = 512 << 10) -> Any:
+        """rdma_ring_bytes: where the config leaves it open."""
         return _C.Heap(
             nodes=self.topology.nodes,
             ranks_per_node=self.topology.ranks_per_node,

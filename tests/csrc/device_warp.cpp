@@ -212,7 +212,7 @@ class Grid {
     J joint(const std::vector<Args>& args, int warps) {
         J joint{};
         joint.fabric = fabric_.params();
-        joint.blocks_per_rank = (warps + kBlockWarps - 1) / kBlockWarps;
+        joint.blocks_per_rank = ceil_div(warps, kBlockWarps);
         for (size_t i = 0; i < args.size(); ++i) {
             joint.args[i] = args[i];
             joint.epochs[i] = &epochs_[i];

@@ -10,9 +10,7 @@ template <bool kWeighted>
 void CudaGroup<P>::launch_combine(const std::vector<CombineArgs>& args, DType dtype, CudaStream stream) {
     using J = CombineJoint<P>;
     const DeviceGuard guard(device_);
-    const auto combine_roles = roles<CombineRoles>();
-    auto all = joint<J>(args, std::min(sms_, heap_.channels * combine_roles.warps()));
-    all.roles = combine_roles;
+    const J all = joint_of_roles<J>(args);
     with_type(dtype, [&]<class T>() { launch(kernels::combine_kernel<T, kWeighted, J>, all, args.size(), stream); });
 }
 

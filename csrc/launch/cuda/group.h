@@ -58,8 +58,9 @@ class CudaGroup {
     void launch_combine(const std::vector<CombineArgs>& args, DType dtype, CudaStream stream);
     template <class J, class Args>
     J joint(const std::vector<Args>& args, int blocks_per_rank) const;
-    template <class Roles>
-    Roles roles() const;
+    // The same, with as many servers as this group's SMs have warps for, on all of them.
+    template <class J, class Args>
+    J joint_of_roles(const std::vector<Args>& args) const;
 
     Heap heap_;
     FabricParams fabric_;

@@ -15,7 +15,7 @@ namespace {
 
 constexpr size_t kSharedBytes = kBlockWarps * sizeof(BulkBuffers);
 
-inline int blocks_for(int warps) { return (warps + kBlockWarps - 1) / kBlockWarps; }
+inline int blocks_for(int warps) { return ceil_div(warps, kBlockWarps); }
 
 // All blocks at once on the GPU, or an error: some wait for others.
 template <class J>
@@ -108,10 +108,14 @@ J CudaGroup<P>::joint(const std::vector<Args>& args, int blocks_per_rank) const 
 }
 
 template <class P>
-template <class Roles>
-Roles CudaGroup<P>::roles() const {
+template <class J, class Args>
+J CudaGroup<P>::joint_of_roles(const std::vector<Args>& args) const {
+    using Roles = decltype(J::roles);
     const int warps = sms_ * kBlockWarps / heap_.channels;
-    return {heap_.topology.nodes, heap_.topology.world(), servers_for<Roles>(heap_.topology, warps)};
+    const Roles roles{heap_.topology.nodes, heap_.topology.world(), servers_for<Roles>(heap_.topology, warps)};
+    J all = joint<J>(args, std::min(sms_, heap_.channels * roles.warps()));
+    all.roles = roles;
+    return all;
 }
 
 template <class P>
@@ -132,10 +136,7 @@ template <class P>
 void CudaGroup<P>::dispatch(const std::vector<DispatchArgs>& args, CudaStream stream) {
     const DeviceGuard guard(device_);
     launch(kernels::clear_kernel<DispatchJoint<P>>, joint<DispatchJoint<P>>(args, sms_), args.size(), stream);
-    const auto dispatch_roles = roles<DispatchRoles>();
-    auto all = joint<DispatchJoint<P>>(args, std::min(sms_, heap_.channels * dispatch_roles.warps()));
-    all.roles = dispatch_roles;
-    launch(kernels::dispatch_kernel<DispatchJoint<P>>, all, args.size(), stream);
+    launch(kernels::dispatch_kernel<DispatchJoint<P>>, joint_of_roles<DispatchJoint<P>>(args), args.size(), stream);
 }
 
 template <class P>
