@@ -37,7 +37,7 @@ $(VENV)/stamp-train $(VENV)/stamp-test: $(VENV)/stamp-torch pyproject.toml setup
 
 # ---- style
 
-CLANG_FORMAT = find csrc tests -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' | xargs -r $(BIN)/clang-format
+CLANG_FORMAT = find csrc tests -name '*.h' -o -name '*.inl' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' | xargs -r $(BIN)/clang-format
 
 lint: $(VENV)/stamp-test
 	$(BIN)/ruff check .
@@ -69,7 +69,7 @@ build/tsan/%.o: %.cpp Makefile
 	@mkdir -p $(@D)
 	$(CXX) $(TSAN_FLAGS) -c $< -o $@
 
-# ---- every kernel compiled for sm_90a and sm_100a, its registers held to tests/cuda_budget.txt; those over NVSHMEM and NCCL where PYTHON has
+# ---- every kernel compiled for sm_90a and sm_100a, its registers held to tests/packaging/cuda_budget.txt; those over NVSHMEM and NCCL where PYTHON has
 # the wheels with their headers
 
 NVCC := $(firstword $(shell command -v nvcc; ls "$$CUDA_HOME/bin/nvcc" /usr/local/cuda/bin/nvcc 2>/dev/null))
@@ -79,12 +79,12 @@ NVSHMEM := $(call wheel,nvshmem)
 NCCL := $(wildcard $(call wheel,nccl)/include/nccl_device.h)
 CUDA_SOURCES := $(wildcard csrc/launch/cuda/*.cu csrc/fabric/cuda/*.cu csrc/router/*.cu)
 CUDA_SOURCES += $(if $(NVSHMEM),$(wildcard csrc/launch/nvshmem/*.cu)) $(if $(NCCL),$(wildcard csrc/launch/nccl/*.cu))
-CUDA_BUDGETS := tests/cuda_budget.txt $(if $(NVSHMEM),tests/cuda_budget_nvshmem.txt)
+CUDA_BUDGETS := tests/packaging/cuda_budget.txt $(if $(NVSHMEM),tests/packaging/cuda_budget_nvshmem.txt)
 PTXAS_LOGS := $(CUDA_SOURCES:%.cu=build/cuda-check/%.ptxas)
 
 cuda-check: $(PTXAS_LOGS) | nvcc
 	cat $(CUDA_BUDGETS) > build/cuda-check/budget.txt
-	$(PYTHON) tests/cuda_budget.py build/cuda-check/budget.txt $^
+	$(PYTHON) tests/packaging/cuda_budget.py build/cuda-check/budget.txt $^
 
 build/cuda-check/csrc/launch/nvshmem/%.ptxas: NVCC_FLAGS += -rdc=true -diag-suppress=3012,3013 -I$(NVSHMEM)/include
 build/cuda-check/csrc/launch/nccl/%.ptxas: NVCC_FLAGS += -I$(dir $(NCCL))

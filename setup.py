@@ -197,7 +197,7 @@ class NinjaFile:
             f"$nvcc -gencode=arch=compute_90,code=sm_90 -dlink -Xcompiler=-fPIC $in {search} -lnvshmem_device -o $out",
         )
         self.writer.build(linked, "dlink", device_code)
-        # The wheel has no libnvshmem_host.so without a version. No rpath: megatron_ep.fabrics finds the library.
+        # The wheel has no libnvshmem_host.so without a version. No rpath: backends/fabrics.py finds the library.
         libraries = f"{search} -Xlinker -l:libnvshmem_host.so.3 -Xlinker -l:libnvshmem_device.a -lcudadevrt -ldl"
         command = f"$nvcc -nodlink -cudart static $in -o $out {LINK_FLAGS} {libraries}"
         self._link(command, [*device_code, *self._shared(), *own, linked], product)
@@ -211,7 +211,7 @@ class NinjaFile:
         self._link(command, [*own, *self._shared()], product)
 
     def _shared(self) -> list[str]:
-        callers = [self._compile_cuda(f"csrc/launch/cuda/{name}.cpp") for name in ("device", "owned")]
+        callers = [self._compile_cuda(f"csrc/launch/cuda/{name}.cpp") for name in ("device", "resource")]
         return [self._compile(f"{BINDINGS}/incidents.cpp"), *callers]
 
     def _rule(self, name: str, command: str, description: str) -> None:

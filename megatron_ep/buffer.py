@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_ep import _C, cuda_connect, cuda_group
+from megatron_ep import _C
+from megatron_ep.backends import connect, cuda
+from megatron_ep.backends.host import HostBackend
+from megatron_ep.backends.meeting import Meeting
 from megatron_ep.config import Config, Topology, require_int, require_type
 from megatron_ep.errors import EPError
 from megatron_ep.rank_group import RankGroup
@@ -19,8 +21,6 @@ from megatron_ep.rank_group import RankGroup
 # Construction and reset wait this long for the other ranks, or Config.timeout if that is longer: they may still be in a
 # wait of their own.
 MEETING_S = 60.0
-
-T = TypeVar("T")
 
 
 class LocalCluster(RankGroup):
@@ -63,22 +63,30 @@ class LocalCluster(RankGroup):
                 raise ValueError(f"threads is {threads}, must be 1 with a seed")
         self.ranks = list(range(self.topology.world_size))
         self._seed = seed
-        self.device = cuda_group.check_device(device)
+        self.device = cuda.check_device(device)
         if self.device.type == "cuda":
             if threads != 1 or seed is not None:
                 raise ValueError(f"threads is {threads} and seed is {seed}, must not be given with device {device!r}")
-            sms = cuda_group.num_sms(config, self.device, len(self.ranks))
-            channels = cuda_group.num_channels(self.topology, config, sms, len(self.ranks))
+            sms = cuda.num_sms(config, self.device, len(self.ranks))
+            channels = cuda.num_channels(self.topology, config, sms, len(self.ranks))
             # no network to keep busy, and one cache for all rings
             self._heap = self._make_heap(channels, rdma_ring_bytes=64 << 10)
-            self._group = cuda_connect.local_ranks(self.topology, config, self._heap, self.device, sms)
+            self._backend = connect.local_ranks(self.topology, config, self._heap, self.device, sms)
             return
-        heap = self._make_heap(config.num_channels)
-        self._start(heap, [_C.Segment.anonymous(heap.bytes) for _ in self.ranks], threads, seed, lost_signal)
+        self._heap = self._make_heap(config.num_channels)
+        self._backend = HostBackend(
+            self._heap,
+            self.ranks,
+            [_C.Segment.anonymous(self._heap.bytes) for _ in self.ranks],
+            timeout=config.timeout_seconds,
+            threads=threads,
+            seed=seed,
+            lost_signal=lost_signal,
+        )
 
     def reset(self) -> None:
         """Makes the buffer usable again after an error. Handles of dispatches that succeeded stay valid."""
-        self._live_group().reset()
+        self._live_backend().reset()
 
     def _when_waits_expire(self) -> str:
         return super()._when_waits_expire() if self._seed is None else "when no role could run any more"
@@ -109,32 +117,30 @@ class Buffer(RankGroup):
         *,
         device: str | torch.device = "cpu",
     ):
-        self._process_group = group if group is not None else dist.group.WORLD
-        self._timeout = timedelta(seconds=MEETING_S)
-        self._barrier()
-        self.rank = dist.get_rank(self._process_group)
-        world_size = dist.get_world_size(self._process_group)
-        self.topology = topology if topology is not None else Topology(1, world_size)
+        self._meeting = Meeting(group if group is not None else dist.group.WORLD, timedelta(seconds=MEETING_S))
+        self._meeting.barrier()
+        self.rank = self._meeting.rank
+        self.topology = topology if topology is not None else Topology(1, self._meeting.world_size)
         self.config = config
         self.ranks = [self.rank]
-        self._agree(lambda: self._check_own(device))
-        self._timeout = timedelta(seconds=max(MEETING_S, config.timeout_seconds))
+        self._meeting.agree(lambda: self._check_own(device))
+        self._meeting.timeout = timedelta(seconds=max(MEETING_S, config.timeout_seconds))
         settings = asdict(config) | {"timeout": config.timeout_seconds}
-        everyone = self._gather((socket.gethostname(), settings, asdict(self.topology), self.device.type))
-        self._agree(lambda: self._check_members(everyone))
+        everyone = self._meeting.gather((socket.gethostname(), settings, asdict(self.topology), self.device.type))
+        self._meeting.agree(lambda: self._check_members(everyone))
         if self.device.type == "cuda":
-            sms = self._agree(lambda: cuda_group.num_sms(config, self.device, 1))
-            self._heap = self._make_heap(cuda_group.num_channels(self.topology, config, sms, 1))
+            sms = self._meeting.agree(lambda: cuda.num_sms(config, self.device, 1))
+            self._heap = self._make_heap(cuda.num_channels(self.topology, config, sms, 1))
             hosts = [host for host, *_ in everyone]
-            self._group = cuda_connect.connect(self, self._heap, self.device, sms, hosts)
+            self._backend = connect.processes(self._meeting, self.topology, config, self._heap, self.device, sms, hosts)
             return
 
-        heap = self._make_heap(config.num_channels)
-        own = self._agree(lambda: _C.Segment.shared(heap.bytes))
-        addresses = self._gather(own.address())
-        segments = self._agree(lambda: self._open_others(own, addresses, heap.bytes))
+        self._heap = self._make_heap(config.num_channels)
+        own = self._meeting.agree(lambda: _C.Segment.shared(self._heap.bytes))
+        addresses = self._meeting.gather(own.address())
+        segments = self._meeting.agree(lambda: self._open_others(own, addresses, self._heap.bytes))
         own.close_to_others()
-        self._start(heap, segments, threads=1, seed=None, lost_signal=0)
+        self._backend = HostBackend(self._heap, self.ranks, segments, timeout=config.timeout_seconds)
 
     def reset(self) -> None:
         """Makes the buffer usable again after an error. Collective: returns when all ranks have called it.
@@ -144,17 +150,16 @@ class Buffer(RankGroup):
         Raises RuntimeError when a rank does not come within a minute or Config.timeout (from torch.distributed), and
         when what was sent to other machines does not arrive in time.
         """
-        if self.device.type == "cuda":
-            self._live_group().drain()  # nothing of this rank reaches others after the barrier
-        self._barrier()
-        self._live_group().reset()
-        self._barrier()
+        self._live_backend().drain()  # nothing of this rank reaches others after the barrier
+        self._meeting.barrier()
+        self._live_backend().reset()
+        self._meeting.barrier()
 
     def _check_own(self, device: str | torch.device) -> None:
         require_type("config", self.config, Config)
         require_type("topology", self.topology, Topology)
         assert self.config.timeout_seconds > 0  # raises if the environment has a bad one
-        self.device = cuda_group.check_device(device)
+        self.device = cuda.check_device(device)
 
     def _check_members(self, everyone: list[Any]) -> None:
         host, *own = everyone[self.rank]
@@ -174,31 +179,3 @@ class Buffer(RankGroup):
     def _open_others(self, own: Any, addresses: list[Any], size: int) -> list[Any]:
         others = enumerate(addresses)
         return [own if rank == self.rank else _C.Segment.open(address, size) for rank, address in others]
-
-    def _gather(self, mine: Any) -> list[Any]:
-        everyone: list[Any] = [None] * dist.get_world_size(self._process_group)
-        dist.all_gather_object(everyone, mine, group=self._process_group)
-        return everyone
-
-    def _agree(self, step: Callable[[], T]) -> T:
-        """Runs a step that may fail on some ranks only, and fails on all of them then. Returns this rank's result."""
-        error: Exception | None = None
-        try:
-            result = step()
-        except Exception as caught:
-            error = caught
-        messages = self._gather(None if error is None else (type(error).__name__, str(error)))
-        if isinstance(error, (ValueError, EPError)):
-            raise error
-        if error is not None:
-            raise EPError(f"rank {self.rank} could not set up the buffer: {error}") from error
-        for rank, failed in enumerate(messages):
-            if failed is not None:
-                raise EPError(f"rank {rank} could not set up the buffer: {failed[0]}: {failed[1]}")
-        return result
-
-    def _barrier(self) -> None:
-        if dist.get_backend(self._process_group) == "gloo":
-            dist.monitored_barrier(self._process_group, timeout=self._timeout)
-        else:
-            dist.barrier(self._process_group)

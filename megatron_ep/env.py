@@ -148,7 +148,7 @@ def _gpus() -> list[str]:
 
 def _fabrics() -> Any:
     """How ranks on GPUs can reach each other here, from a process of its own, for the extension's sake."""
-    script = "import json, megatron_ep.fabrics as f; print('\\n' + json.dumps(f.report()))"
+    script = "import json, megatron_ep.backends.fabrics as f; print('\\n' + json.dumps(f.report()))"
     status, output = _run([sys.executable, "-c", script], cwd=PACKAGE_DIR.parent)
     return json.loads(output.splitlines()[-1]) if status == 0 else "unknown: the extension does not import"
 

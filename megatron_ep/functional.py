@@ -57,8 +57,8 @@ class _Dispatch(Function):
     def forward(ctx, handle: Handle, num_ranks: int, scales: list[torch.Tensor] | None, *tensors: torch.Tensor):
         x, weights = tensors[:num_ranks], tensors[num_ranks:]
         ctx.handle, ctx.num_ranks, ctx.is_float8 = handle, num_ranks, x[0].dtype == torch.float8_e4m3fn
-        with handle.buffer.telling_others():
-            out, out_scales, out_weights = handle.buffer.dispatch(handle, x, scales, weights or None)
+        with handle.buffer.abort_peers_on_error():
+            out, out_scales, out_weights = handle.buffer.dispatch(handle.topk, handle.ranks, x, scales, weights or None)
         if ctx.is_float8:
             ctx.mark_non_differentiable(*out)
         if out_scales:
@@ -70,7 +70,7 @@ class _Dispatch(Function):
         n = ctx.num_ranks
         has_weights = len(ctx.needs_input_grad) > 3 + n
         grads = grads[: 2 * n if has_weights else n]
-        with ctx.handle.buffer.telling_others():
+        with ctx.handle.buffer.abort_peers_on_error():
             if ctx.is_float8:  # no gradient to x: only the weights' travel
                 grads = [*(grad.new_empty(grad.shape[0], 0, dtype=torch.float32) for grad in grads[:n]), *grads[n:]]
             back = _Combine.apply(ctx.handle, n, *(grad.contiguous() for grad in grads))
@@ -81,13 +81,15 @@ class _Combine(Function):
     @staticmethod
     def forward(ctx, handle: Handle, num_ranks: int, *tensors: torch.Tensor):
         ctx.handle, ctx.num_ranks = handle, num_ranks
-        with handle.buffer.telling_others():
-            out, out_weights = handle.buffer.combine(handle, tensors[:num_ranks], tensors[num_ranks:] or None)
+        with handle.buffer.abort_peers_on_error():
+            out, out_weights = handle.buffer.combine(
+                handle.topk, handle.ranks, tensors[:num_ranks], tensors[num_ranks:] or None
+            )
         return (*out, *(out_weights or ()))
 
     @staticmethod
     def backward(ctx, *grads: torch.Tensor):
-        with ctx.handle.buffer.telling_others():
+        with ctx.handle.buffer.abort_peers_on_error():
             back = _Dispatch.apply(ctx.handle, ctx.num_ranks, None, *(grad.contiguous() for grad in grads))
         return (None, None, *back)
 
@@ -97,8 +99,8 @@ class _WeightedCombine(Function):
     def forward(ctx, handle: Handle, num_ranks: int, *tensors: torch.Tensor):
         ctx.handle, ctx.num_ranks = handle, num_ranks
         ctx.save_for_backward(*tensors)
-        with handle.buffer.telling_others():
-            out, _ = handle.buffer.combine(handle, tensors[:num_ranks], None, tensors[num_ranks:])
+        with handle.buffer.abort_peers_on_error():
+            out, _ = handle.buffer.combine(handle.topk, handle.ranks, tensors[:num_ranks], None, tensors[num_ranks:])
         return tuple(out)
 
     @staticmethod
@@ -108,7 +110,7 @@ class _WeightedCombine(Function):
         x, weights = saved[:n], saved[n:]
         x_grads: list[torch.Tensor | None] = [None] * n
         weight_grads: list[torch.Tensor | None] = [None] * n
-        with handle.buffer.telling_others():
+        with handle.buffer.abort_peers_on_error():
             # Ones travel along: they tell the rows of tokens from padding, where x and weights may hold anything.
             ones = [torch.ones(len(g), handle.topk, device=g.device) for g in grads]
             back = _Dispatch.apply(handle, n, None, *(grad.contiguous() for grad in grads), *ones)
@@ -160,7 +162,7 @@ def dispatch(
     EPTimeoutError when another rank does not take part, EPOverflowError when max_recv_tokens is too small for the rows
     that only pass through this rank.
     """
-    with _telling_others(buffer, handle) as group:
+    with _checked_group(buffer, handle) as group:
         group.check_usable()
         _check_owner(buffer, handle)
         xs = _as_list("x", x, group)
@@ -186,7 +188,8 @@ def dispatch(
         _check_scales(xs, row_scales)
         group.format_of(topk, xs[0], row_scales, weights)
         if handle is None:
-            handle = group.notify(ids, expert_alignment, expert_capacity or 0, max_recv_tokens)
+            ranks = group.notify(ids, expert_alignment, expert_capacity or 0, max_recv_tokens)
+            handle = Handle(group, topk, ranks)
     # Behind the `with`: torch ends the recomputation of a checkpoint by an exception out of `apply`.
     n = len(group.ranks)
     out = _Dispatch.apply(handle, n, row_scales, *xs, *(weights or ()))
@@ -223,7 +226,7 @@ def combine(x: Tensors, handle: Handle, weights: Tensors | None = None) -> Any:
     Raises ValueError for a wrong argument before anything is sent; other ranks then get EPAbortError. Raises
     EPTimeoutError when another rank does not take part.
     """
-    with _telling_others(None, handle) as group:
+    with _checked_group(None, handle) as group:
         group.check_usable()
         xs = _as_list("x", x, group)
         rows = [rank.rows for rank in handle.ranks]
@@ -243,7 +246,7 @@ def combine(x: Tensors, handle: Handle, weights: Tensors | None = None) -> Any:
 
 
 @contextlib.contextmanager
-def _telling_others(buffer: RankGroup | None, handle: Handle | None) -> Iterator[RankGroup]:
+def _checked_group(buffer: RankGroup | None, handle: Handle | None) -> Iterator[RankGroup]:
     """The buffer to use. An error inside reaches the buffer's other ranks, who would wait for this one."""
     if handle is not None and not isinstance(handle, Handle):
         if isinstance(buffer, RankGroup):
@@ -256,7 +259,7 @@ def _telling_others(buffer: RankGroup | None, handle: Handle | None) -> Iterator
     if buffer is None and handle is None:
         raise ValueError("buffer is None, must be a Buffer or LocalCluster (or pass a handle)")
     group = buffer if buffer is not None else handle.buffer
-    with group.telling_others():
+    with group.abort_peers_on_error():
         yield group
 
 

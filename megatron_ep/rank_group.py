@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from megatron_ep import _C, cuda_group
+from megatron_ep import _C
+from megatron_ep.backends.interface import Backend, RankHandle
 from megatron_ep.config import Config, Topology
 from megatron_ep.errors import EPAbortError, EPError, EPOverflowError, EPTimeoutError, describe
-from megatron_ep.handle import Handle, RankHandle, most_arrivals
 
 # Rows after which an NVLink ring's flag is published even if nobody waits for it.
 NVL_BATCH = 8
@@ -26,17 +26,15 @@ PAYLOAD_TYPES = {
 COMBINE_DTYPES = tuple(PAYLOAD_TYPES)[:4]
 
 HOW_TO_GO_ON = "every rank must call reset() before the buffer is used again"
-POOLED_BYTES = 1 << 20  # outputs from this size on live in memory that is kept for later ones
 
 
-def _new_output(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Uninitialised [rows, columns]."""
-    out = torch.empty(0, dtype=dtype)
-    size = rows * columns * out.element_size()
-    if size < POOLED_BYTES or device.type != "cpu":  # torch itself keeps the memory of a GPU
-        return torch.empty(rows, columns, dtype=dtype, device=device)
-    storage = torch.from_dlpack(_C.pooled_bytes(size)).untyped_storage()
-    return out.set_(storage, 0, (rows, columns), (columns, 1))
+def most_arrivals(max_recv_tokens: int, expert_capacity: int, num_tokens: int, world_size: int) -> int:
+    """Tokens whose places a rank remembers when it does not ask how many arrive; those after them are left out.
+
+    Without a capacity, so many fill max_recv_tokens rows. With one, most tokens of a busy expert may take no row: then
+    it is all tokens, if no rank has more than this one.
+    """
+    return max_recv_tokens if expert_capacity == 0 else max(max_recv_tokens, world_size * num_tokens)
 
 
 class RankGroup:
@@ -50,19 +48,8 @@ class RankGroup:
     config: Config
     ranks: list[int]
     device: torch.device
-    _group: Any
-
-    def _start(self, heap: Any, segments: Sequence[Any], threads: int, seed: int | None, lost_signal: int) -> None:
-        self._heap = heap
-        self._group = _C.Group(
-            heap=heap,
-            ranks=self.ranks,
-            segments=list(segments),
-            threads=threads,
-            seed=seed,
-            lost_signal=lost_signal,
-            timeout=self.config.timeout_seconds,
-        )
+    _heap: Any
+    _backend: Backend | None
 
     def _make_heap(self, channels: int, rdma_ring_bytes: int = 512 << 10) -> Any:
         """rdma_ring_bytes: where the config leaves it open."""
@@ -83,7 +70,7 @@ class RankGroup:
     @property
     def seconds(self) -> float:
         """Seconds spent inside launches of this buffer so far, waits for other ranks included."""
-        return self._live_group().seconds
+        return self._live_backend().seconds
 
     def close(self) -> None:
         """Gives the heaps back. Handles of this buffer can no longer be used. Closing twice is fine.
@@ -91,7 +78,7 @@ class RankGroup:
         Heaps that other processes have mapped or registered stay allocated on a GPU for a later buffer of the same size
         and group.
         """
-        self._group = None
+        self._backend = None
         _C.release_pooled_memory()
 
     def __enter__(self):
@@ -100,16 +87,16 @@ class RankGroup:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _live_group(self) -> Any:
-        if self._group is None:
+    def _live_backend(self) -> Backend:
+        if self._backend is None:
             raise ValueError("buffer is closed")
-        return self._group
+        return self._backend
 
     # ---- launches
 
     def check_usable(self) -> None:
         """Raises ValueError if closed, EPAbortError if a launch failed since the last reset, on whatever rank."""
-        aborted = self._live_group().aborted()
+        aborted = self._live_backend().aborted()
         if aborted is not None and self.device.type == "cuda":
             self._raise_if_aborted()  # a launch that failed after it was enqueued: nobody has been told of it yet
         if aborted is not None:
@@ -117,21 +104,20 @@ class RankGroup:
 
     def synchronize(self) -> None:
         """Returns when all launches of this rank are done; on the host they always are. Raises what failed in them."""
-        group = self._live_group()
+        self._live_backend().synchronize()
         if self.device.type == "cuda":
-            group.synchronize()
             self._raise_if_aborted()
 
     @contextlib.contextmanager
-    def telling_others(self) -> Iterator[None]:
+    def abort_peers_on_error(self) -> Iterator[None]:
         """An error inside that only this rank knows of reaches the others too, who would wait for this one."""
         try:
             yield
         except BaseException as error:
-            self.tell_others(error)
+            self.abort_peers(error)
             raise
 
-    def tell_others(self, error: BaseException) -> None:
+    def abort_peers(self, error: BaseException) -> None:
         """Ends the waits of the other ranks for this one, who has met an error; of an EPError they have heard."""
         if isinstance(error, EPError):
             return
@@ -141,8 +127,8 @@ class RankGroup:
 
     def refuse(self, *, interrupted: bool = False, failed: bool = False) -> None:
         """Ends the waits of the other ranks: this one has refused its arguments, was interrupted, or failed."""
-        if self._group is not None and len(self.ranks) < self.topology.world_size:
-            self._group.abort(interrupted=interrupted, failed=failed)
+        if self._backend is not None and len(self.ranks) < self.topology.world_size:
+            self._backend.abort(interrupted=interrupted, failed=failed)
 
     def format_of(
         self, topk: int, x: torch.Tensor, scales: Sequence[torch.Tensor] | None, weights: Sequence[torch.Tensor] | None
@@ -168,66 +154,75 @@ class RankGroup:
 
     def notify(
         self, topk_idx: Sequence[torch.Tensor], expert_alignment: int, expert_capacity: int, max_recv_tokens: int | None
-    ) -> Handle:
-        """Exchanges counts. topk_idx: [T, K] int32 or int64, contiguous."""
-        if self.device.type == "cuda":
-            return cuda_group.make_handle(self, topk_idx, expert_alignment, expert_capacity, max_recv_tokens)
-        group = self._live_group()
-        topk = topk_idx[0].shape[1]
+    ) -> list[RankHandle]:
+        """Exchanges counts. topk_idx: [T, K] int32 or int64, contiguous.
+
+        With max_recv_tokens the host need not wait for them: tables then have room for the most.
+        """
+        topk, local_experts = topk_idx[0].shape[1], self.num_local_experts
         tensors, layouts = [], []
         for idx in topk_idx:
-            layout = torch.empty(self._heap.layout_size(idx.shape[0], topk), dtype=torch.int32)
+            size = self._heap.layout_size(idx.shape[0], topk)
+            layout = torch.empty(size, dtype=torch.int32, device=self.device)
             t = _C.RankTensors()
             t.layout, t.num_tokens, t.topk_idx = layout.data_ptr(), idx.shape[0], idx.data_ptr()
             tensors.append(t)
             layouts.append(layout)
-        totals = group.notify(
+        counts = self._live_backend().notify(
             tensors,
+            layouts,
+            wait=max_recv_tokens is None,
             topk=topk,
             index_bytes=topk_idx[0].element_size(),
             expert_alignment=expert_alignment,
             expert_capacity=expert_capacity,
         )
-        for rank, idx, total in zip(self.ranks, topk_idx, totals, strict=True):
-            if total.bad_token >= 0:
-                self._refuse_ids(rank, idx, total.bad_token)
-        self._raise_if_aborted()
+        if counts is not None:
+            for rank, idx, count in zip(self.ranks, topk_idx, counts, strict=True):
+                if count.bad_token >= 0:
+                    self._refuse_ids(rank, idx, count.bad_token)
+            self._raise_if_aborted()
         ranks = []
-        for idx, layout, total in zip(topk_idx, layouts, totals, strict=True):
-            starts = self._heap.expert_start_offset(idx.shape[0], topk)
-            rows, received = total.expert_rows, total.received_rows
-            if max_recv_tokens is not None:
+        for i, (idx, layout) in enumerate(zip(topk_idx, layouts, strict=True)):
+            num_tokens = idx.shape[0]
+            if counts is None:
+                first = self._heap.expert_start_offset(num_tokens, topk)
+                ends = layout[first : first + local_experts + 1]
+            else:
+                ends = counts[i].ends
+            if max_recv_tokens is None:
+                assert counts is not None, "a backend that was told to wait knows the counts"
+                rows, received, rail = counts[i].rows, counts[i].received, counts[i].rail
+            else:
                 rows = max_recv_tokens
-                most = most_arrivals(max_recv_tokens, expert_capacity, idx.shape[0], self.topology.world_size)
-                received = min(received, most)
-            ends = layout[starts : starts + self.num_local_experts + 1].to(torch.int64)
+                received = most_arrivals(max_recv_tokens, expert_capacity, num_tokens, self.topology.world_size)
+                rail = (self.topology.nodes - 1) * max(num_tokens, max_recv_tokens)
+                if counts is not None:
+                    received, rail = min(counts[i].received, received), counts[i].rail
             ranks.append(
                 RankHandle(
-                    num_tokens=idx.shape[0],
+                    num_tokens=num_tokens,
                     layout=layout,
                     rows=rows,
-                    tokens_per_expert=ends.diff(),
-                    positions=torch.empty(received, topk, dtype=torch.int32),
-                    rail_experts=torch.empty(total.rail_rows, topk, dtype=torch.int32),
+                    tokens_per_expert=ends.to(torch.int64).diff(),
+                    positions=torch.empty(received, topk, dtype=torch.int32, device=self.device),
+                    rail_experts=torch.empty(rail, topk, dtype=torch.int32, device=self.device),
                 )
             )
-        return Handle(self, topk, ranks)
+        return ranks
 
     def _refuse_ids(self, rank: int, topk_idx: torch.Tensor, token: int) -> None:
         if len(self.ranks) == self.topology.world_size:
-            self._group.reset()  # nobody else is waiting
+            self._backend.reset()  # nobody else is waiting
         where = f" of rank {rank}" if len(self.ranks) > 1 else ""
         raise ValueError(
             f"topk_idx{where} is {topk_idx[token].tolist()} at token {token}, must hold distinct ids in "
             f"[0, {self.config.num_experts}), or -1 for no expert"
         )
 
-    def _tensors(self, handle: Handle, index: int) -> Any:
-        rank = handle.ranks[index]
-        if self.device.type == "cuda":  # this launch may run on another stream than the one that made the handle
-            stream = torch.cuda.current_stream(self.device)
-            for tensor in (rank.layout, rank.positions, rank.rail_experts):
-                tensor.record_stream(stream)
+    def _tensors(self, rank: RankHandle) -> Any:
+        # this launch may run on another stream than the one that made the handle
+        self._live_backend().keep_for_launch((rank.layout, rank.positions, rank.rail_experts))
         t = _C.RankTensors()
         t.layout, t.num_tokens = rank.layout.data_ptr(), rank.num_tokens
         t.positions, t.rail_experts = rank.positions.data_ptr(), rank.rail_experts.data_ptr()
@@ -236,17 +231,18 @@ class RankGroup:
 
     def dispatch(
         self,
-        handle: Handle,
+        topk: int,
+        ranks: Sequence[RankHandle],
         x: Sequence[torch.Tensor],
         scales: Sequence[torch.Tensor] | None,
         weights: Sequence[torch.Tensor] | None,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None, list[torch.Tensor] | None]:
         """x [T, H], scales [T, S], weights [T, K] to [R, H], [R, S], [R], grouped by expert."""
-        group = self._live_group()
+        backend = self._live_backend()
         out, out_scales, out_weights, tensors = [], [], [], []
-        for i, rank in enumerate(handle.ranks):
-            out.append(_new_output(rank.rows, x[i].shape[1], x[i].dtype, self.device))
-            t = self._tensors(handle, i)
+        for i, rank in enumerate(ranks):
+            out.append(backend.new_output(rank.rows, x[i].shape[1], x[i].dtype))
+            t = self._tensors(rank)
             t.x, t.out = x[i].data_ptr(), out[i].data_ptr()
             if scales is not None:
                 out_scales.append(torch.empty(rank.rows, scales[i].shape[1], dtype=scales[i].dtype, device=self.device))
@@ -255,34 +251,35 @@ class RankGroup:
                 out_weights.append(torch.empty(rank.rows, dtype=weights[i].dtype, device=self.device))
                 t.weights, t.out_weights = weights[i].data_ptr(), out_weights[i].data_ptr()
             tensors.append(t)
-        row = self.format_of(handle.topk, x[0], scales, weights)
-        group.dispatch(tensors, row, nvl_batch=NVL_BATCH, rdma_chunk=self.config.rdma_chunk_tokens)
+        row = self.format_of(topk, x[0], scales, weights)
+        backend.dispatch(tensors, row, nvl_batch=NVL_BATCH, rdma_chunk=self.config.rdma_chunk_tokens)
         self._raise_if_aborted()
         return out, out_scales if scales is not None else None, out_weights if weights is not None else None
 
     def combine(
         self,
-        handle: Handle,
+        topk: int,
+        ranks: Sequence[RankHandle],
         x: Sequence[torch.Tensor],
         weights: Sequence[torch.Tensor] | None,
         row_weights: Sequence[torch.Tensor] | None = None,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
         """x [R, H], weights [R] to the sums [T, H] and the single values [T, K]; row_weights [R] multiply x."""
-        group = self._live_group()
+        backend = self._live_backend()
         out, out_weights, tensors = [], [], []
-        for i, rank in enumerate(handle.ranks):
-            out.append(_new_output(rank.num_tokens, x[i].shape[1], x[i].dtype, self.device))
-            t = self._tensors(handle, i)
+        for i, rank in enumerate(ranks):
+            out.append(backend.new_output(rank.num_tokens, x[i].shape[1], x[i].dtype))
+            t = self._tensors(rank)
             t.x, t.out = x[i].data_ptr(), out[i].data_ptr()
             if weights is not None:
-                size = (rank.num_tokens, handle.topk)
+                size = (rank.num_tokens, topk)
                 out_weights.append(torch.empty(size, dtype=weights[i].dtype, device=self.device))
                 t.weights, t.out_weights = weights[i].data_ptr(), out_weights[i].data_ptr()
             if row_weights is not None:
                 t.row_weights = row_weights[i].data_ptr()
             tensors.append(t)
-        row = self.format_of(handle.topk, x[0], None, weights)
-        group.combine(
+        row = self.format_of(topk, x[0], None, weights)
+        backend.combine(
             tensors, row, nvl_batch=NVL_BATCH, rdma_chunk=self.config.rdma_chunk_tokens, dtype=PAYLOAD_TYPES[x[0].dtype]
         )
         self._raise_if_aborted()
@@ -312,12 +309,12 @@ class RankGroup:
         return f"after {self.config.timeout_seconds:g} s"
 
     def _raise_if_aborted(self) -> None:
-        group = self._live_group()
-        aborted = group.aborted()
-        # On the host a launch is over by now: one that finished is good, whatever others have met since.
-        if aborted is None or (self.device.type == "cpu" and group.finished()):
+        backend = self._live_backend()
+        aborted = backend.aborted()
+        # A launch that is known to have finished is good, whatever others have met since.
+        if aborted is None or backend.finished():
             return
-        incidents = self._group.incidents()
+        incidents = backend.incidents()
         # those that expired before those that were told to stop
         incidents.sort(key=lambda incident: incident["outcome"] == "aborted")
         message = "\n  ".join([self._cause(*aborted), *map(describe, incidents), HOW_TO_GO_ON])

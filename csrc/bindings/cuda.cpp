@@ -18,28 +18,35 @@ namespace {
 using P2pGroup = PyCudaGroup<P2pFabricParams>;
 
 std::unique_ptr<P2pGroup> make_group(const Heap& heap, std::vector<int> ranks,
-                                     const std::vector<DeviceMemory*>& memories, int device, int num_sms,
-                                     double timeout) {
+                                     const std::vector<DeviceMemory*>& memories, int device,
+                                     int num_sms, double timeout) {
     if (memories.size() > P2pFabricParams::kMaxRanks) {
-        throw std::invalid_argument("ranks that share memory: " + std::to_string(memories.size()) + ", at most " +
-                                    std::to_string(P2pFabricParams::kMaxRanks));
+        throw std::invalid_argument("ranks that share memory: " + std::to_string(memories.size()) +
+                                    ", at most " + std::to_string(P2pFabricParams::kMaxRanks));
     }
     P2pFabricParams fabric{heap.topology, {}};
     std::vector<char*> heaps, own_heaps;
-    for (size_t rank = 0; rank < memories.size(); ++rank) heaps.push_back(fabric.heaps[rank] = memories[rank]->data());
+    for (size_t rank = 0; rank < memories.size(); ++rank)
+        heaps.push_back(fabric.heaps[rank] = memories[rank]->data());
     for (int rank : ranks) own_heaps.push_back(heaps[rank]);
-    return std::make_unique<P2pGroup>(heap, fabric, std::move(ranks), own_heaps, heaps, device, num_sms, timeout);
+    return std::make_unique<P2pGroup>(heap, fabric, std::move(ranks), own_heaps, heaps, device,
+                                      num_sms, timeout);
 }
 
 }  // namespace
 
 void bind_cuda(py::module_& m) {
-    py::class_<DeviceMemory>(m, "DeviceMemory", "Memory of a GPU that holds the symmetric heap of one rank.")
-        .def_static("create", &DeviceMemory::create, py::arg("device"), py::arg("bytes"), py::arg("group") = "",
-                    "group names the processes that may map it: theirs alone is the memory that is left of it.")
+    py::class_<DeviceMemory>(m, "DeviceMemory",
+                             "Memory of a GPU that holds the symmetric heap of one rank.")
+        .def_static("create", &DeviceMemory::create, py::arg("device"), py::arg("bytes"),
+                    py::arg("group") = "",
+                    "group names the processes that may map it: theirs alone is the memory that is "
+                    "left of it.")
         .def_static(
             "open",
-            [](int device, const py::bytes& handle, size_t bytes) { return DeviceMemory::open(device, handle, bytes); },
+            [](int device, const py::bytes& handle, size_t bytes) {
+                return DeviceMemory::open(device, handle, bytes);
+            },
             py::arg("device"), py::arg("handle"), py::arg("bytes"))
         .def(
             "handle", [](DeviceMemory& memory) { return py::bytes(memory.handle()); },
@@ -47,26 +54,31 @@ void bind_cuda(py::module_& m) {
         .def_property_readonly("bytes", &DeviceMemory::bytes);
 
     P2pGroup::bind(m, "CudaGroup",
-                   "The ranks of a buffer that live in this process, on one GPU; all ranks' heaps are mapped here.")
-        .def(py::init(&make_group), py::kw_only(), py::arg("heap"), py::arg("ranks"), py::arg("memories"),
-             py::arg("device"), py::arg("num_sms"), py::arg("timeout"), py::keep_alive<1, 4>());
+                   "The ranks of a buffer that live in this process, on one GPU; all ranks' heaps "
+                   "are mapped here.")
+        .def(py::init(&make_group), py::kw_only(), py::arg("heap"), py::arg("ranks"),
+             py::arg("memories"), py::arg("device"), py::arg("num_sms"), py::arg("timeout"),
+             py::keep_alive<1, 4>());
 
     m.def(
         "quantize_cuda",
-        [](int64_t rows, int hidden, int dtype, Address x, Address values, Address scales, Address stream) {
-            quantize_cuda(
-                {rows, hidden, static_cast<DType>(dtype), at<void>(x), at<uint8_t>(values), at<float>(scales)},
-                at<void>(stream));
+        [](int64_t rows, int hidden, int dtype, Address x, Address values, Address scales,
+           Address stream) {
+            quantize_cuda({rows, hidden, static_cast<DType>(dtype), at<void>(x),
+                           at<uint8_t>(values), at<float>(scales)},
+                          at<void>(stream));
         },
-        py::kw_only(), py::arg("rows"), py::arg("hidden"), py::arg("dtype"), py::arg("x"), py::arg("values"),
-        py::arg("scales"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
+        py::kw_only(), py::arg("rows"), py::arg("hidden"), py::arg("dtype"), py::arg("x"),
+        py::arg("values"), py::arg("scales"), py::arg("stream"),
+        py::call_guard<py::gil_scoped_release>());
 
     m.def(
         "cuda_channels",
         [](int nodes, int ranks_per_node, int num_sms, int local_ranks) {
             return cuda_channels({nodes, ranks_per_node}, num_sms, local_ranks);
         },
-        py::kw_only(), py::arg("nodes"), py::arg("ranks_per_node"), py::arg("num_sms"), py::arg("local_ranks"),
+        py::kw_only(), py::arg("nodes"), py::arg("ranks_per_node"), py::arg("num_sms"),
+        py::arg("local_ranks"),
         "Channels of a rank with this many SMs, where so many ranks share a GPU.");
 }
 

@@ -8,59 +8,61 @@
 #include <utility>
 #include <vector>
 
-#include "bindings/alone.h"
+#include "bindings/exclusive_call.h"
 #include "bindings/incidents.h"
 #include "bindings/launch_args.h"
 #include "launch/cuda/group.h"
 
 namespace ep {
 
-// A CudaGroup as Python sees it: the same methods as the host's Group, plus a stream. Each fabric adds its constructor.
+// A CudaGroup as Python sees it: the same methods as the host's Group, plus a stream. Each fabric
+// adds its constructor.
 template <class FabricParams>
 class PyCudaGroup {
   public:
     PyCudaGroup(const Heap& heap, const FabricParams& fabric, std::vector<int> ranks,
-                const std::vector<char*>& own_heaps, const std::vector<char*>& heaps, int device, int num_sms,
-                double timeout)
-        : group_(std::make_unique<CudaGroup<FabricParams>>(heap, fabric, std::move(ranks), own_heaps, heaps, device,
-                                                           num_sms, timeout)) {}
+                const std::vector<char*>& own_heaps, const std::vector<char*>& heaps, int device,
+                int num_sms, double timeout)
+        : group_(std::make_unique<CudaGroup<FabricParams>>(
+              heap, fabric, std::move(ranks), own_heaps, heaps, device, num_sms, timeout)) {}
 
     ~PyCudaGroup() {
         pybind11::gil_scoped_release release;  // it waits for what still runs on the GPU
         group_.reset();
     }
 
-    void notify(const std::vector<RankTensors>& tensors, int topk, int index_bytes, int expert_alignment,
-                int expert_capacity, Address stream) {
-        const auto lock = alone_.use();
+    void notify(const std::vector<RankTensors>& tensors, int topk, int index_bytes,
+                int expert_alignment, int expert_capacity, Address stream) {
+        const auto lock = exclusive_call_.enter();
         std::vector<NotifyArgs> args;
         for (size_t i = 0; i < tensors.size(); ++i) {
-            args.push_back({group_->ranks()[i], group_->heap(), layout_of(group_->heap(), tensors[i], topk),
-                            at<void>(tensors[i].topk_idx), index_bytes, expert_alignment, expert_capacity, 0});
+            args.push_back(
+                {group_->ranks()[i], group_->heap(), layout_of(group_->heap(), tensors[i], topk),
+                 at<void>(tensors[i].topk_idx), index_bytes, expert_alignment, expert_capacity, 0});
         }
         group_->notify(args, at<void>(stream));
     }
 
-    void dispatch(const std::vector<RankTensors>& tensors, const RowFormat& format, int nvl_batch, int rdma_chunk,
-                  Address stream) {
-        const auto lock = alone_.use();
+    void dispatch(const std::vector<RankTensors>& tensors, const RowFormat& format, int nvl_batch,
+                  int rdma_chunk, Address stream) {
+        const auto lock = exclusive_call_.enter();
         std::vector<DispatchArgs> args;
         ++call_;
         for (size_t i = 0; i < tensors.size(); ++i) {
-            args.push_back(
-                dispatch_args(group_->heap(), group_->ranks()[i], tensors[i], format, call_, nvl_batch, rdma_chunk));
+            args.push_back(dispatch_args(group_->heap(), group_->ranks()[i], tensors[i], format,
+                                         call_, nvl_batch, rdma_chunk));
         }
         group_->dispatch(args, at<void>(stream));
     }
 
-    void combine(const std::vector<RankTensors>& tensors, const RowFormat& format, int nvl_batch, int rdma_chunk,
-                 int dtype, Address stream) {
-        const auto lock = alone_.use();
+    void combine(const std::vector<RankTensors>& tensors, const RowFormat& format, int nvl_batch,
+                 int rdma_chunk, int dtype, Address stream) {
+        const auto lock = exclusive_call_.enter();
         std::vector<CombineArgs> args;
         ++call_;
         for (size_t i = 0; i < tensors.size(); ++i) {
-            args.push_back(
-                combine_args(group_->heap(), group_->ranks()[i], tensors[i], format, call_, nvl_batch, rdma_chunk));
+            args.push_back(combine_args(group_->heap(), group_->ranks()[i], tensors[i], format,
+                                        call_, nvl_batch, rdma_chunk));
         }
         group_->combine(args, static_cast<DType>(dtype), at<void>(stream));
     }
@@ -68,7 +70,8 @@ class PyCudaGroup {
     std::optional<std::pair<const char*, int>> aborted() const {
         const uint64_t word = group_->aborted();
         if (!word) return std::nullopt;
-        return std::pair(name(static_cast<Outcome>(word >> 32)), static_cast<int>(static_cast<uint32_t>(word)));
+        return std::pair(name(static_cast<Outcome>(word >> 32)),
+                         static_cast<int>(static_cast<uint32_t>(word)));
     }
 
     std::vector<pybind11::dict> incidents() const {
@@ -82,39 +85,46 @@ class PyCudaGroup {
     }
 
     void abort(bool interrupted, bool failed) {
-        group_->abort(interrupted ? Outcome::Interrupted : failed ? Outcome::Failed : Outcome::BadInput);
+        group_->abort(interrupted ? Outcome::Interrupted
+                      : failed    ? Outcome::Failed
+                                  : Outcome::BadInput);
     }
 
     void drain() const { group_->drain(); }
 
     void reset() {
-        const auto lock = alone_.use();
+        const auto lock = exclusive_call_.enter();
         group_->reset();
         call_ = 0;
     }
 
-    static pybind11::class_<PyCudaGroup> bind(pybind11::module_& m, const char* name, const char* doc) {
+    static pybind11::class_<PyCudaGroup> bind(pybind11::module_& m, const char* name,
+                                              const char* doc) {
         namespace py = pybind11;
         const auto release = py::call_guard<py::gil_scoped_release>();
         return py::class_<PyCudaGroup>(m, name, doc)
             .def("notify", &PyCudaGroup::notify, py::arg("tensors"), py::kw_only(), py::arg("topk"),
-                 py::arg("index_bytes"), py::arg("expert_alignment"), py::arg("expert_capacity"), py::arg("stream"),
+                 py::arg("index_bytes"), py::arg("expert_alignment"), py::arg("expert_capacity"),
+                 py::arg("stream"), release)
+            .def("dispatch", &PyCudaGroup::dispatch, py::arg("tensors"), py::arg("format"),
+                 py::kw_only(), py::arg("nvl_batch"), py::arg("rdma_chunk"), py::arg("stream"),
                  release)
-            .def("dispatch", &PyCudaGroup::dispatch, py::arg("tensors"), py::arg("format"), py::kw_only(),
-                 py::arg("nvl_batch"), py::arg("rdma_chunk"), py::arg("stream"), release)
-            .def("combine", &PyCudaGroup::combine, py::arg("tensors"), py::arg("format"), py::kw_only(),
-                 py::arg("nvl_batch"), py::arg("rdma_chunk"), py::arg("dtype"), py::arg("stream"), release)
+            .def("combine", &PyCudaGroup::combine, py::arg("tensors"), py::arg("format"),
+                 py::kw_only(), py::arg("nvl_batch"), py::arg("rdma_chunk"), py::arg("dtype"),
+                 py::arg("stream"), release)
             .def("aborted", &PyCudaGroup::aborted,
-                 "(outcome, rank) of whoever gave up first, as far as this process has been told, or None.")
+                 "(outcome, rank) of whoever gave up first, as far as this process has been told, "
+                 "or None.")
             .def("incidents", &PyCudaGroup::incidents)
-            .def("abort", &PyCudaGroup::abort, py::kw_only(), py::arg("interrupted"), py::arg("failed"), release)
+            .def("abort", &PyCudaGroup::abort, py::kw_only(), py::arg("interrupted"),
+                 py::arg("failed"), release)
             .def("drain", &PyCudaGroup::drain, release)
             .def("reset", &PyCudaGroup::reset, release);
     }
 
   private:
     std::unique_ptr<CudaGroup<FabricParams>> group_;
-    Alone alone_;
+    ExclusiveCall exclusive_call_;
     uint64_t call_ = 0;
 };
 

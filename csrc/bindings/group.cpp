@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <optional>
 
-#include "bindings/alone.h"
+#include "bindings/exclusive_call.h"
 #include "bindings/incidents.h"
 #include "bindings/launch_args.h"
 #include "fabric/shared_memory.h"
@@ -29,26 +29,28 @@ class SignalCheck {
     }
 
   private:
-    std::chrono::steady_clock::time_point next_ = std::chrono::steady_clock::now() + std::chrono::milliseconds(50);
+    std::chrono::steady_clock::time_point next_ =
+        std::chrono::steady_clock::now() + std::chrono::milliseconds(50);
 };
 
 class Group {
   public:
-    Group(const Heap& heap, std::vector<int> ranks, const std::vector<Segment*>& segments, int threads,
-          std::optional<uint64_t> seed, uint64_t lost_signal, double timeout)
-        : group_(heap, std::move(ranks), data_of(segments), Schedule{threads, seed, lost_signal, false},
+    Group(const Heap& heap, std::vector<int> ranks, const std::vector<Segment*>& segments,
+          int threads, std::optional<uint64_t> seed, uint64_t lost_signal, double timeout)
+        : group_(heap, std::move(ranks), data_of(segments),
+                 Schedule{threads, seed, lost_signal, false},
                  std::chrono::duration<double>(timeout)) {}
 
-    std::vector<Layout::Totals> notify(const std::vector<RankTensors>& tensors, int topk, int index_bytes,
-                                       int expert_alignment, int expert_capacity) {
-        const auto lock = alone_.use();
+    std::vector<Layout::Totals> notify(const std::vector<RankTensors>& tensors, int topk,
+                                       int index_bytes, int expert_alignment, int expert_capacity) {
+        const auto lock = exclusive_call_.enter();
         std::vector<NotifyArgs> args;
         ++epoch_;
         for (size_t i = 0; i < tensors.size(); ++i) {
             Layout layout = layout_of(group_.heap(), tensors[i], topk);
             layout.totals() = {};
-            args.push_back({group_.ranks()[i], group_.heap(), layout, at<void>(tensors[i].topk_idx), index_bytes,
-                            expert_alignment, expert_capacity, epoch_});
+            args.push_back({group_.ranks()[i], group_.heap(), layout, at<void>(tensors[i].topk_idx),
+                            index_bytes, expert_alignment, expert_capacity, epoch_});
         }
         launch([&](const auto& interrupted) { group_.notify(args, interrupted); });
         std::vector<Layout::Totals> totals;
@@ -56,34 +58,38 @@ class Group {
         return totals;
     }
 
-    void dispatch(const std::vector<RankTensors>& tensors, const RowFormat& format, int nvl_batch, int rdma_chunk) {
-        const auto lock = alone_.use();
+    void dispatch(const std::vector<RankTensors>& tensors, const RowFormat& format, int nvl_batch,
+                  int rdma_chunk) {
+        const auto lock = exclusive_call_.enter();
         std::vector<DispatchArgs> args;
         ++call_;
         for (size_t i = 0; i < tensors.size(); ++i) {
-            args.push_back(
-                dispatch_args(group_.heap(), group_.ranks()[i], tensors[i], format, call_, nvl_batch, rdma_chunk));
+            args.push_back(dispatch_args(group_.heap(), group_.ranks()[i], tensors[i], format,
+                                         call_, nvl_batch, rdma_chunk));
         }
         launch([&](const auto& interrupted) { group_.dispatch(args, interrupted); });
     }
 
-    void combine(const std::vector<RankTensors>& tensors, const RowFormat& format, int nvl_batch, int rdma_chunk,
-                 int dtype) {
-        const auto lock = alone_.use();
+    void combine(const std::vector<RankTensors>& tensors, const RowFormat& format, int nvl_batch,
+                 int rdma_chunk, int dtype) {
+        const auto lock = exclusive_call_.enter();
         std::vector<CombineArgs> args;
         ++call_;
         for (size_t i = 0; i < tensors.size(); ++i) {
-            args.push_back(
-                combine_args(group_.heap(), group_.ranks()[i], tensors[i], format, call_, nvl_batch, rdma_chunk));
+            args.push_back(combine_args(group_.heap(), group_.ranks()[i], tensors[i], format, call_,
+                                        nvl_batch, rdma_chunk));
         }
-        launch([&](const auto& interrupted) { group_.combine(args, static_cast<DType>(dtype), interrupted); });
+        launch([&](const auto& interrupted) {
+            group_.combine(args, static_cast<DType>(dtype), interrupted);
+        });
     }
 
     // (outcome, rank) of whoever gave up first, or None.
     std::optional<std::pair<const char*, int>> aborted() const {
         const uint64_t word = group_.state(0).abort_word().load();
         if (!word) return std::nullopt;
-        return std::pair(name(static_cast<Outcome>(word >> 32)), static_cast<int>(static_cast<uint32_t>(word)));
+        return std::pair(name(static_cast<Outcome>(word >> 32)),
+                         static_cast<int>(static_cast<uint32_t>(word)));
     }
 
     bool finished() const { return group_.finished(); }
@@ -92,18 +98,21 @@ class Group {
         std::vector<py::dict> all;
         for (size_t i = 0; i < group_.ranks().size(); ++i) {
             const ControlBlock& control = *group_.state(i).control;
-            const uint64_t count = std::min<uint64_t>(control.incident_count, ControlBlock::kMaxIncidents);
+            const uint64_t count =
+                std::min<uint64_t>(control.incident_count, ControlBlock::kMaxIncidents);
             for (uint64_t j = 0; j < count; ++j) all.push_back(describe(control.incidents[j]));
         }
         return all;
     }
 
     void abort(bool interrupted, bool failed) {
-        group_.state(0).abort(interrupted ? Outcome::Interrupted : failed ? Outcome::Failed : Outcome::BadInput);
+        group_.state(0).abort(interrupted ? Outcome::Interrupted
+                              : failed    ? Outcome::Failed
+                                          : Outcome::BadInput);
     }
 
     void reset() {
-        const auto lock = alone_.use();
+        const auto lock = exclusive_call_.enter();
         group_.reset();
         epoch_ = call_ = 0;
     }
@@ -130,7 +139,7 @@ class Group {
     }
 
     HostGroup group_;
-    Alone alone_;
+    ExclusiveCall exclusive_call_;
     uint64_t epoch_ = 0;
     uint64_t call_ = 0;
     std::chrono::duration<double> seconds_{0};
@@ -161,45 +170,53 @@ void bind_group(py::module_& m) {
         .def_property_readonly("bytes", &Segment::bytes);
 
     py::class_<Heap>(m, "Heap", "Layout of the symmetric heap.")
-        .def(py::init([](int nodes, int ranks_per_node, int num_experts, int channels, size_t nvl_ring_bytes,
-                         size_t rdma_ring_bytes) {
+        .def(py::init([](int nodes, int ranks_per_node, int num_experts, int channels,
+                         size_t nvl_ring_bytes, size_t rdma_ring_bytes) {
                  return Heap{{nodes, ranks_per_node},
                              num_experts,
                              channels,
                              align_up(nvl_ring_bytes, Heap::kLine),
                              align_up(rdma_ring_bytes, Heap::kLine)};
              }),
-             py::kw_only(), py::arg("nodes"), py::arg("ranks_per_node"), py::arg("num_experts"), py::arg("channels"),
-             py::arg("nvl_ring_bytes"), py::arg("rdma_ring_bytes"))
+             py::kw_only(), py::arg("nodes"), py::arg("ranks_per_node"), py::arg("num_experts"),
+             py::arg("channels"), py::arg("nvl_ring_bytes"), py::arg("rdma_ring_bytes"))
         .def_property_readonly("bytes", &Heap::bytes)
+        .def_property_readonly("local_experts", &Heap::local_experts)
         .def_readonly("nvl_ring_bytes", &Heap::nvl_ring_bytes)
         .def_readonly("rdma_ring_bytes", &Heap::rdma_ring_bytes)
-        .def_property_readonly_static("overflow_offset",
-                                      [](py::object) { return offsetof(Layout::Totals, overflow) / sizeof(int32_t); })
+        .def_property_readonly_static(
+            "overflow_offset",
+            [](py::object) { return offsetof(Layout::Totals, overflow) / sizeof(int32_t); })
         .def(
             "layout_size",
             [](const Heap& heap, int num_tokens, int topk) {
-                return Layout{heap.topology, num_tokens, topk, heap.num_experts, heap.channels, nullptr}.size();
+                return Layout{heap.topology,    num_tokens,    topk,
+                              heap.num_experts, heap.channels, nullptr}
+                    .size();
             },
             py::arg("num_tokens"), py::arg("topk"), "Number of int32 that a handle's layout takes.")
         .def(
             "expert_start_offset",
             [](const Heap& heap, int num_tokens, int topk) {
-                const Layout layout{heap.topology, num_tokens, topk, heap.num_experts, heap.channels, nullptr};
+                const Layout layout{heap.topology,    num_tokens,    topk,
+                                    heap.num_experts, heap.channels, nullptr};
                 return &layout.expert_start(0) - layout.data;
             },
             py::arg("num_tokens"), py::arg("topk"),
-            "Where in a handle's layout the prefix sums [L + 1] of the rows per local expert lie, padding included.");
+            "Where in a handle's layout the prefix sums [L + 1] of the rows per local expert lie, "
+            "padding included.");
 
     py::class_<RowFormat>(m, "RowFormat", "How one row travels.")
-        .def(py::init([](int payload_bytes, int scale_bytes, int weight_bytes, int topk, int payload_type) {
+        .def(py::init([](int payload_bytes, int scale_bytes, int weight_bytes, int topk,
+                         int payload_type) {
                  return RowFormat{payload_bytes, scale_bytes, weight_bytes, topk, payload_type};
              }),
-             py::kw_only(), py::arg("payload_bytes"), py::arg("scale_bytes"), py::arg("weight_bytes"), py::arg("topk"),
-             py::arg("payload_type"))
+             py::kw_only(), py::arg("payload_bytes"), py::arg("scale_bytes"),
+             py::arg("weight_bytes"), py::arg("topk"), py::arg("payload_type"))
         .def_property_readonly("slot_bytes", &RowFormat::slot_bytes);
 
-    py::class_<RankTensors>(m, "RankTensors", "Addresses of one rank's tensors; 0 where there is none.")
+    py::class_<RankTensors>(m, "RankTensors",
+                            "Addresses of one rank's tensors; 0 where there is none.")
         .def(py::init<>())
         .def_readwrite("layout", &RankTensors::layout)
         .def_readwrite("num_tokens", &RankTensors::num_tokens)
@@ -221,19 +238,21 @@ void bind_group(py::module_& m) {
         .def_readonly("received_rows", &Layout::Totals::received_rows)
         .def_readonly("expert_rows", &Layout::Totals::expert_rows)
         .def_readonly("rail_rows", &Layout::Totals::rail_rows)
-        .def_property_readonly("bad_token", [](const Layout::Totals& totals) { return totals.bad_token - 1; });
+        .def_property_readonly("bad_token",
+                               [](const Layout::Totals& totals) { return totals.bad_token - 1; });
 
     py::class_<Group>(m, "Group", "The ranks of a buffer that live in this process.")
-        .def(py::init<const Heap&, std::vector<int>, const std::vector<Segment*>&, int, std::optional<uint64_t>,
-                      uint64_t, double>(),
-             py::kw_only(), py::arg("heap"), py::arg("ranks"), py::arg("segments"), py::arg("threads"), py::arg("seed"),
-             py::arg("lost_signal"), py::arg("timeout"), py::keep_alive<1, 4>())
-        .def("notify", &Group::notify, py::arg("tensors"), py::kw_only(), py::arg("topk"), py::arg("index_bytes"),
-             py::arg("expert_alignment"), py::arg("expert_capacity"))
-        .def("dispatch", &Group::dispatch, py::arg("tensors"), py::arg("format"), py::kw_only(), py::arg("nvl_batch"),
-             py::arg("rdma_chunk"))
-        .def("combine", &Group::combine, py::arg("tensors"), py::arg("format"), py::kw_only(), py::arg("nvl_batch"),
-             py::arg("rdma_chunk"), py::arg("dtype"))
+        .def(py::init<const Heap&, std::vector<int>, const std::vector<Segment*>&, int,
+                      std::optional<uint64_t>, uint64_t, double>(),
+             py::kw_only(), py::arg("heap"), py::arg("ranks"), py::arg("segments"),
+             py::arg("threads"), py::arg("seed"), py::arg("lost_signal"), py::arg("timeout"),
+             py::keep_alive<1, 4>())
+        .def("notify", &Group::notify, py::arg("tensors"), py::kw_only(), py::arg("topk"),
+             py::arg("index_bytes"), py::arg("expert_alignment"), py::arg("expert_capacity"))
+        .def("dispatch", &Group::dispatch, py::arg("tensors"), py::arg("format"), py::kw_only(),
+             py::arg("nvl_batch"), py::arg("rdma_chunk"))
+        .def("combine", &Group::combine, py::arg("tensors"), py::arg("format"), py::kw_only(),
+             py::arg("nvl_batch"), py::arg("rdma_chunk"), py::arg("dtype"))
         .def("aborted", &Group::aborted)
         .def("finished", &Group::finished)
         .def("incidents", &Group::incidents)

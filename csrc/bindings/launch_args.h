@@ -20,17 +20,19 @@ struct RankTensors {
     Address topk_idx = 0;
     Address x = 0, scales = 0, weights = 0;            // what the call reads
     Address out = 0, out_scales = 0, out_weights = 0;  // what it writes
-    Address row_weights = 0;                           // combine: what it multiplies the rows of x by
+    Address row_weights = 0;  // combine: what it multiplies the rows of x by
     Address positions = 0, rail_experts = 0;
     int64_t max_received = 0, max_rail = 0, max_rows = 0;
 };
 
 inline Layout layout_of(const Heap& heap, const RankTensors& t, int topk) {
-    return {heap.topology, t.num_tokens, topk, heap.num_experts, heap.channels, at<int32_t>(t.layout)};
+    return {heap.topology,    t.num_tokens,  topk,
+            heap.num_experts, heap.channels, at<int32_t>(t.layout)};
 }
 
-inline TransferArgs transfer_args(const Heap& heap, int rank, const RankTensors& t, const RowFormat& format,
-                                  uint64_t call, int nvl_batch, int rdma_chunk) {
+inline TransferArgs transfer_args(const Heap& heap, int rank, const RankTensors& t,
+                                  const RowFormat& format, uint64_t call, int nvl_batch,
+                                  int rdma_chunk) {
     return {rank,
             heap,
             layout_of(heap, t, format.topk),
@@ -45,8 +47,9 @@ inline TransferArgs transfer_args(const Heap& heap, int rank, const RankTensors&
             t.max_rows};
 }
 
-inline DispatchArgs dispatch_args(const Heap& heap, int rank, const RankTensors& t, const RowFormat& format,
-                                  uint64_t call, int nvl_batch, int rdma_chunk) {
+inline DispatchArgs dispatch_args(const Heap& heap, int rank, const RankTensors& t,
+                                  const RowFormat& format, uint64_t call, int nvl_batch,
+                                  int rdma_chunk) {
     return {transfer_args(heap, rank, t, format, call, nvl_batch, rdma_chunk),
             at<char>(t.x),
             at<char>(t.scales),
@@ -56,12 +59,17 @@ inline DispatchArgs dispatch_args(const Heap& heap, int rank, const RankTensors&
             at<char>(t.out_weights)};
 }
 
-inline CombineArgs combine_args(const Heap& heap, int rank, const RankTensors& t, const RowFormat& format,
-                                uint64_t call, int nvl_batch, int rdma_chunk) {
+inline CombineArgs combine_args(const Heap& heap, int rank, const RankTensors& t,
+                                const RowFormat& format, uint64_t call, int nvl_batch,
+                                int rdma_chunk) {
     TransferArgs args = transfer_args(heap, rank, t, format, call, nvl_batch, rdma_chunk);
     args.is_combine = true;
-    return {
-        args, at<char>(t.x), at<char>(t.weights), at<char>(t.out), at<char>(t.out_weights), at<void>(t.row_weights)};
+    return {args,
+            at<char>(t.x),
+            at<char>(t.weights),
+            at<char>(t.out),
+            at<char>(t.out_weights),
+            at<void>(t.row_weights)};
 }
 
 }  // namespace ep

@@ -9,7 +9,8 @@ namespace py = pybind11;
 namespace ep {
 namespace {
 
-// The C structures of DLPack 0.8 (dlpack.h, DLManagedTensor), through which torch takes over memory together with its deleter.
+// The C structures of DLPack 0.8 (dlpack.h, DLManagedTensor), through which torch takes over memory
+// together with its deleter.
 struct DLTensor {
     void* data;
     int32_t device_type;
@@ -48,7 +49,9 @@ void release_capsule(PyObject* capsule) {
 
 py::capsule pooled_bytes(int64_t size) {
     auto* bytes = new Bytes{
-        {{MemoryPool::instance().allocate(size), kCpu, 0, 1, kUnsigned, 8, 1, nullptr, nullptr, 0}, nullptr, release},
+        {{MemoryPool::instance().allocate(size), kCpu, 0, 1, kUnsigned, 8, 1, nullptr, nullptr, 0},
+         nullptr,
+         release},
         size};
     bytes->managed.tensor.shape = &bytes->size;
     bytes->managed.context = bytes;
@@ -59,7 +62,8 @@ py::capsule pooled_bytes(int64_t size) {
 
 void bind_memory(py::module_& m) {
     m.def(
-        "release_pooled_memory", [] { MemoryPool::instance().trim(); }, "Returns unused pooled memory to the system.");
+        "release_pooled_memory", [] { MemoryPool::instance().trim(); },
+        "Returns unused pooled memory to the system.");
     m.def("pooled_bytes", &pooled_bytes, py::arg("size"),
           "A DLPack capsule of uint8 [size], not cleared, that returns to a pool when freed.");
 }

@@ -23,7 +23,9 @@ py::dict build_info() {
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
-    m.doc() = "Compiled kernels of megatron_ep. Takes raw pointers; megatron_ep.buffer checks what they point to.";
+    m.doc() =
+        "Compiled kernels of megatron_ep. Takes raw pointers; megatron_ep.buffer checks what they "
+        "point to.";
     m.def("build_info", &build_info);
     ep::bind_group(m);
     ep::bind_memory(m);

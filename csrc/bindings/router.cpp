@@ -16,13 +16,14 @@ T* at(Address address) {
     return reinterpret_cast<T*>(address);
 }
 
-RouterConfig make_config(int experts, int topk, int groups, int group_topk, ScoreFunction score, bool renormalize,
-                         double scaling_factor) {
+RouterConfig make_config(int experts, int topk, int groups, int group_topk, ScoreFunction score,
+                         bool renormalize, double scaling_factor) {
     return {experts, topk, groups, group_topk, score, renormalize, scaling_factor};
 }
 
-RouterForward make_forward(int64_t tokens, int dtype, Address logits, Address bias, Address padding, Address replay_ids,
-                           Address ids, Address weights, Address tokens_per_expert, Address probs, Address routing_map,
+RouterForward make_forward(int64_t tokens, int dtype, Address logits, Address bias, Address padding,
+                           Address replay_ids, Address ids, Address weights,
+                           Address tokens_per_expert, Address probs, Address routing_map,
                            Address aux_scores, Address aux_map) {
     return {tokens,           static_cast<DType>(dtype), at<void>(logits),
             at<float>(bias),  at<bool>(padding),         at<int64_t>(replay_ids),
@@ -31,8 +32,9 @@ RouterForward make_forward(int64_t tokens, int dtype, Address logits, Address bi
             at<bool>(aux_map)};
 }
 
-RouterBackward make_backward(int64_t tokens, int dtype, Address logits, Address padding, Address ids,
-                             Address grad_weights, Address grad_probs, Address grad_aux_scores, Address grad_logits) {
+RouterBackward make_backward(int64_t tokens, int dtype, Address logits, Address padding,
+                             Address ids, Address grad_weights, Address grad_probs,
+                             Address grad_aux_scores, Address grad_logits) {
     return {tokens,
             static_cast<DType>(dtype),
             at<void>(logits),
@@ -53,26 +55,29 @@ void bind_router(py::module_& m) {
         .value("POST_SOFTMAX", ScoreFunction::PostSoftmax);
 
     py::class_<RouterConfig>(m, "RouterConfig", "What the router computes.")
-        .def(py::init(&make_config), py::kw_only(), py::arg("experts"), py::arg("topk"), py::arg("groups"),
-             py::arg("group_topk"), py::arg("score"), py::arg("renormalize"), py::arg("scaling_factor"))
+        .def(py::init(&make_config), py::kw_only(), py::arg("experts"), py::arg("topk"),
+             py::arg("groups"), py::arg("group_topk"), py::arg("score"), py::arg("renormalize"),
+             py::arg("scaling_factor"))
         .def_readonly("topk", &RouterConfig::topk);
 
-    py::class_<RouterForward>(m, "RouterForward", "Addresses of the forward pass's tensors; 0 where there is none.")
-        .def(py::init(&make_forward), py::kw_only(), py::arg("tokens"), py::arg("dtype"), py::arg("logits"),
-             py::arg("bias"), py::arg("padding"), py::arg("replay_ids"), py::arg("ids"), py::arg("weights"),
-             py::arg("tokens_per_expert"), py::arg("probs"), py::arg("routing_map"), py::arg("aux_scores"),
-             py::arg("aux_map"));
+    py::class_<RouterForward>(m, "RouterForward",
+                              "Addresses of the forward pass's tensors; 0 where there is none.")
+        .def(py::init(&make_forward), py::kw_only(), py::arg("tokens"), py::arg("dtype"),
+             py::arg("logits"), py::arg("bias"), py::arg("padding"), py::arg("replay_ids"),
+             py::arg("ids"), py::arg("weights"), py::arg("tokens_per_expert"), py::arg("probs"),
+             py::arg("routing_map"), py::arg("aux_scores"), py::arg("aux_map"));
 
-    py::class_<RouterBackward>(m, "RouterBackward", "Addresses of the backward pass's tensors; 0 where there is none.")
-        .def(py::init(&make_backward), py::kw_only(), py::arg("tokens"), py::arg("dtype"), py::arg("logits"),
-             py::arg("padding"), py::arg("ids"), py::arg("grad_weights"), py::arg("grad_probs"),
-             py::arg("grad_aux_scores"), py::arg("grad_logits"));
+    py::class_<RouterBackward>(m, "RouterBackward",
+                               "Addresses of the backward pass's tensors; 0 where there is none.")
+        .def(py::init(&make_backward), py::kw_only(), py::arg("tokens"), py::arg("dtype"),
+             py::arg("logits"), py::arg("padding"), py::arg("ids"), py::arg("grad_weights"),
+             py::arg("grad_probs"), py::arg("grad_aux_scores"), py::arg("grad_logits"));
 
     const auto release = py::call_guard<py::gil_scoped_release>();
-    m.def("router_forward_host", &router_forward_host, py::arg("config"), py::arg("tensors"), py::kw_only(),
-          py::arg("max_threads"), release);
-    m.def("router_backward_host", &router_backward_host, py::arg("config"), py::arg("tensors"), py::kw_only(),
-          py::arg("max_threads"), release);
+    m.def("router_forward_host", &router_forward_host, py::arg("config"), py::arg("tensors"),
+          py::kw_only(), py::arg("max_threads"), release);
+    m.def("router_backward_host", &router_backward_host, py::arg("config"), py::arg("tensors"),
+          py::kw_only(), py::arg("max_threads"), release);
 #if defined(MEGATRON_EP_CUDA)
     m.def(
         "router_forward_cuda",

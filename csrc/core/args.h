@@ -27,10 +27,11 @@ struct TransferArgs {
     Heap heap;
     Layout layout;
     RowFormat format;
-    uint64_t call;          // counts the dispatches and combines of this buffer, from 1
-    int nvl_batch;          // rows after which an NVLink ring's flag is published
-    int rdma_chunk;         // rows after which a network ring's flag is signalled
-    int32_t* positions;     // [received rows, K]: the row's place for each k, kElsewhere or kOverflowed
+    uint64_t call;   // counts the dispatches and combines of this buffer, from 1
+    int nvl_batch;   // rows after which an NVLink ring's flag is published
+    int rdma_chunk;  // rows after which a network ring's flag is signalled
+    int32_t*
+        positions;  // [received rows, K]: the row's place for each k, kElsewhere or kOverflowed
     int32_t* rail_experts;  // [rail rows, K]: expert ids of the rows that were forwarded
     int64_t max_received;   // rows that `positions` can hold
     int64_t max_rail;       // rows that `rail_experts` can hold
@@ -43,10 +44,13 @@ struct TransferArgs {
     EP_HD const Topology& topology() const { return heap.topology; }
     EP_HD int node() const { return topology().node_of(rank); }
     EP_HD int local() const { return topology().local_of(rank); }
-    EP_HD uint64_t slots(size_t ring_bytes) const { return floor_power_of_two(ring_bytes / format.slot_bytes()); }
+    EP_HD uint64_t slots(size_t ring_bytes) const {
+        return floor_power_of_two(ring_bytes / format.slot_bytes());
+    }
     EP_HD uint64_t nvl_slots() const { return slots(heap.nvl_ring_bytes); }
     EP_HD uint64_t rdma_slots() const { return slots(heap.rdma_ring_bytes); }
-    // Rows and credits are held back until there is a chunk of them: two chunks, each one short of full, must leave room in the ring.
+    // Rows and credits are held back until there is a chunk of them: two chunks, each one short of
+    // full, must leave room in the ring.
     EP_HD uint64_t chunk() const {
         const uint64_t half = rdma_slots() / 2 > 0 ? rdma_slots() / 2 : 1;
         return static_cast<uint64_t>(rdma_chunk) < half ? rdma_chunk : half;
@@ -67,8 +71,8 @@ struct CombineArgs : TransferArgs {
     const char* weights;  // [max_rows, weight_bytes]
     char* y;              // [T, payload_bytes]
     char* y_weights;      // [T, K, weight_bytes]
-    // [max_rows], Accumulator of x's type: what each row of x is multiplied by before it is summed; null: nothing. Unlike `weights`, which only
-    // travel, they never leave the rank.
+    // [max_rows], Accumulator of x's type: what each row of x is multiplied by before it is summed;
+    // null: nothing. Unlike `weights`, which only travel, they never leave the rank.
     const void* row_weights = nullptr;
 };
 

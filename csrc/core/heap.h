@@ -11,16 +11,19 @@
 
 namespace ep {
 
-// Where everything lies in a rank's symmetric heap: the same offsets on every rank, so that an address is an offset.
+// Where everything lies in a rank's symmetric heap: the same offsets on every rank, so that an
+// address is an offset.
 //
-// Rings are named by (channel, node, peer). For an NVLink ring `node` is the node that the token comes from and `peer` the local
-// rank at the other end; data and tail lie with the consumer (peer = producer), head with the producer (peer = consumer).
-// A network ring runs along the rail: data and tail lie with the consumer (node = source), staging and head with the producer. Where
-// a fabric maps the rail nobody uses the staging.
+// Rings are named by (channel, node, peer). For an NVLink ring `node` is the node that the token
+// comes from and `peer` the local rank at the other end; data and tail lie with the consumer (peer
+// = producer), head with the producer (peer = consumer). A network ring runs along the rail: data
+// and tail lie with the consumer (node = source), staging and head with the producer. Where a
+// fabric maps the rail nobody uses the staging.
 //
 // All flags and cursors only ever grow and are cleared by nobody but reset.
 struct Heap {
-    static constexpr size_t kLine = 128;  // one cache line a flag: flags of different writers never share one
+    static constexpr size_t kLine =
+        128;  // one cache line a flag: flags of different writers never share one
 
     Topology topology;
     int num_experts;
@@ -65,22 +68,42 @@ struct Heap {
     EP_HD size_t control() const { return 0; }
     EP_HD size_t notify_rail_flag(int node) const { return notify_rail_flags_ + node * kLine; }
     EP_HD size_t notify_node_flag(int local) const { return notify_node_flags_ + local * kLine; }
-    EP_HD size_t nvl_tail(int channel, int node, int peer) const { return nvl_line(nvl_tails_, channel, node, peer); }
-    EP_HD size_t nvl_head(int channel, int node, int peer) const { return nvl_line(nvl_heads_, channel, node, peer); }
-    EP_HD size_t rdma_tail(int channel, int node) const { return rdma_line(rdma_tails_, channel, node); }
-    EP_HD size_t rdma_head(int channel, int node) const { return rdma_line(rdma_heads_, channel, node); }
+    EP_HD size_t nvl_tail(int channel, int node, int peer) const {
+        return nvl_line(nvl_tails_, channel, node, peer);
+    }
+    EP_HD size_t nvl_head(int channel, int node, int peer) const {
+        return nvl_line(nvl_heads_, channel, node, peer);
+    }
+    EP_HD size_t rdma_tail(int channel, int node) const {
+        return rdma_line(rdma_tails_, channel, node);
+    }
+    EP_HD size_t rdma_head(int channel, int node) const {
+        return rdma_line(rdma_heads_, channel, node);
+    }
 
     // --- cursors of this rank's own roles ---
-    EP_HD size_t nvl_out(int channel, int node, int peer) const { return nvl_line(nvl_outs_, channel, node, peer); }
-    EP_HD size_t nvl_in(int channel, int node, int peer) const { return nvl_line(nvl_ins_, channel, node, peer); }
-    EP_HD size_t rdma_out(int channel, int node) const { return rdma_line(rdma_outs_, channel, node); }
-    EP_HD size_t rdma_in(int channel, int node) const { return rdma_line(rdma_ins_, channel, node); }
+    EP_HD size_t nvl_out(int channel, int node, int peer) const {
+        return nvl_line(nvl_outs_, channel, node, peer);
+    }
+    EP_HD size_t nvl_in(int channel, int node, int peer) const {
+        return nvl_line(nvl_ins_, channel, node, peer);
+    }
+    EP_HD size_t rdma_out(int channel, int node) const {
+        return rdma_line(rdma_outs_, channel, node);
+    }
+    EP_HD size_t rdma_in(int channel, int node) const {
+        return rdma_line(rdma_ins_, channel, node);
+    }
     EP_HD size_t flags_end() const { return flags_end_; }
 
-    // --- the flags that other nodes write, numbered without gaps: for fabrics that keep them outside of the heap ---
-    EP_HD size_t network_flags() const { return topology.nodes > 1 ? topology.nodes + 2 * rdma_rings() : 0; }
+    // --- the flags that other nodes write, numbered without gaps: for fabrics that keep them
+    // outside of the heap ---
+    EP_HD size_t network_flags() const {
+        return topology.nodes > 1 ? topology.nodes + 2 * rdma_rings() : 0;
+    }
     EP_HD size_t network_flag(size_t flag) const {
-        return flag < rdma_tails_ ? (flag - notify_rail_flags_) / kLine : topology.nodes + (flag - rdma_tails_) / kLine;
+        return flag < rdma_tails_ ? (flag - notify_rail_flags_) / kLine
+                                  : topology.nodes + (flag - rdma_tails_) / kLine;
     }
 
     // --- counts that notify exchanges, double-buffered by the parity of its epoch ---
@@ -88,8 +111,12 @@ struct Heap {
     EP_HD size_t rank_counts() const { return local_experts() + channels; }
     // of one source rank for one destination node: those of its ranks, tokens per channel
     EP_HD size_t node_counts() const { return rank_counts() * topology.ranks_per_node + channels; }
-    EP_HD size_t rank_block_bytes() const { return align_up(rank_counts() * sizeof(int32_t), kLine); }
-    EP_HD size_t node_block_bytes() const { return align_up(node_counts() * sizeof(int32_t), kLine); }
+    EP_HD size_t rank_block_bytes() const {
+        return align_up(rank_counts() * sizeof(int32_t), kLine);
+    }
+    EP_HD size_t node_block_bytes() const {
+        return align_up(node_counts() * sizeof(int32_t), kLine);
+    }
     EP_HD size_t notify_staging(int parity, int node) const {
         return notify_staging_ + (parity * topology.nodes + node) * node_block_bytes();
     }
@@ -123,12 +150,14 @@ struct Heap {
         return first + rdma_ring(channel, node) * kLine;
     }
 
-    EP_HD size_t rdma_rings() const { return topology.nodes > 1 ? static_cast<size_t>(channels) * topology.nodes : 0; }
+    EP_HD size_t rdma_rings() const {
+        return topology.nodes > 1 ? static_cast<size_t>(channels) * topology.nodes : 0;
+    }
 
     // Where the parts begin, in this order: kernels ask for every row.
-    size_t notify_rail_flags_, notify_node_flags_, nvl_tails_, nvl_heads_, rdma_tails_, rdma_heads_, nvl_outs_,
-        nvl_ins_, rdma_outs_, rdma_ins_, flags_end_, notify_staging_, notify_rail_, notify_node_, nvl_data_,
-        rdma_staging_, rdma_data_, bytes_;
+    size_t notify_rail_flags_, notify_node_flags_, nvl_tails_, nvl_heads_, rdma_tails_, rdma_heads_,
+        nvl_outs_, nvl_ins_, rdma_outs_, rdma_ins_, flags_end_, notify_staging_, notify_rail_,
+        notify_node_, nvl_data_, rdma_staging_, rdma_data_, bytes_;
 };
 
 }  // namespace ep

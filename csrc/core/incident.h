@@ -4,7 +4,8 @@
 
 namespace ep {
 
-// What a role was waiting for when its wait ended badly. Names are shown to users: see bindings/incidents.cpp.
+// What a role was waiting for when its wait ended badly. Names are shown to users: see
+// bindings/incidents.cpp.
 enum class Wait : int {
     None,
     NotifyRail,
@@ -41,9 +42,10 @@ enum class Outcome : int {
     Interrupted,  // the user pressed Ctrl-C
     BadInput,     // a rank refused its arguments
     Failed,       // a rank failed for a reason of its own, such as a lack of memory
-    Mismatch,     // a row arrived that was not meant: ranks issued different calls, or with different shapes or types
-    NoLayout,     // the handle is that of a dispatch that failed
-    Overflow,     // a table that the protocol cannot do without is too small
+    Mismatch,  // a row arrived that was not meant: ranks issued different calls, or with different
+               // shapes or types
+    NoLayout,  // the handle is that of a dispatch that failed
+    Overflow,  // a table that the protocol cannot do without is too small
 };
 
 // A wait is over when `seen` has reached `expected`; `peer` is the rank whose progress would do it.
@@ -65,7 +67,8 @@ struct Incident {
     uint64_t call;
 };
 
-// One per rank, in its symmetric heap. `abort` is 0, or tells who gave up first and why; every wait reads it.
+// One per rank, in its symmetric heap. `abort` is 0, or tells who gave up first and why; every wait
+// reads it.
 struct ControlBlock {
     static constexpr int kMaxIncidents = 32;
     alignas(64) uint64_t abort;

@@ -9,7 +9,8 @@
 
 namespace ep {
 
-// What notify learns about one dispatch, as views into one int32 array that the handle owns. Only `data` may be set once it is made.
+// What notify learns about one dispatch, as views into one int32 array that the handle owns. Only
+// `data` may be set once it is made.
 struct Layout {
     Topology topology;
     int num_tokens;
@@ -50,7 +51,9 @@ struct Layout {
     EP_HD size_t size() const { return size_; }
 
     // Tokens of a channel: [first_token(c), first_token(c + 1)).
-    EP_HD int first_token(int channel) const { return static_cast<int64_t>(num_tokens) * channel / channels; }
+    EP_HD int first_token(int channel) const {
+        return static_cast<int64_t>(num_tokens) * channel / channels;
+    }
 
     struct Totals {
         int32_t received_rows;  // rows that arrive here, each for one or more local experts
@@ -65,15 +68,21 @@ struct Layout {
 
     // --- of this rank's own tokens ---
     // [T, K], expert ids, -1: none
-    EP_HD int32_t* experts(int token) const { return data + experts_ + static_cast<size_t>(token) * topk; }
+    EP_HD int32_t* experts(int token) const {
+        return data + experts_ + static_cast<size_t>(token) * topk;
+    }
     // [T, K], how many earlier rows go to that expert
-    EP_HD int32_t* index(int token) const { return data + index_ + static_cast<size_t>(token) * topk; }
+    EP_HD int32_t* index(int token) const {
+        return data + index_ + static_cast<size_t>(token) * topk;
+    }
     // [C + 1, E], rows in the channels before; row C: in all
     EP_HD int32_t* expert_counts(int channel) const {
         return data + expert_counts_ + static_cast<size_t>(channel) * num_experts;
     }
     // [C, W], tokens for a rank
-    EP_HD int32_t& rank_tokens(int channel, int rank) const { return data[rank_tokens_ + channel * world() + rank]; }
+    EP_HD int32_t& rank_tokens(int channel, int rank) const {
+        return data[rank_tokens_ + channel * world() + rank];
+    }
     // [C, N], and for a node
     EP_HD int32_t& node_tokens(int channel, int node) const {
         return data[node_tokens_ + channel * topology.nodes + node];
@@ -81,13 +90,17 @@ struct Layout {
 
     // --- of the rows that this rank receives; the source rank names the ring ---
     // [C, W], rows
-    EP_HD int32_t& received(int channel, int rank) const { return data[received_ + channel * world() + rank]; }
+    EP_HD int32_t& received(int channel, int rank) const {
+        return data[received_ + channel * world() + rank];
+    }
     // [C, W], rows before them
     EP_HD int32_t& received_start(int channel, int rank) const {
         return data[received_start_ + channel * world() + rank];
     }
     // [W, L], where a source rank's rows begin
-    EP_HD int32_t* expert_base(int rank) const { return data + expert_base_ + rank * local_experts(); }
+    EP_HD int32_t* expert_base(int rank) const {
+        return data + expert_base_ + rank * local_experts();
+    }
     // [L], rows, without padding
     EP_HD int32_t& expert_count(int expert) const { return data[expert_count_ + expert]; }
     // [L + 1], where an expert's rows begin, with padding
@@ -95,7 +108,9 @@ struct Layout {
 
     // --- of the rows that this rank forwards along its rail ---
     // [C, N], rows
-    EP_HD int32_t& rail(int channel, int node) const { return data[rail_ + channel * topology.nodes + node]; }
+    EP_HD int32_t& rail(int channel, int node) const {
+        return data[rail_ + channel * topology.nodes + node];
+    }
     // [C, N], rows before them
     EP_HD int32_t& rail_start(int channel, int node) const {
         return data[rail_start_ + channel * topology.nodes + node];
@@ -106,8 +121,8 @@ struct Layout {
   private:
     int local_experts_;
     // Where the parts begin, in this order: kernels ask for every row.
-    size_t experts_, index_, expert_counts_, rank_tokens_, node_tokens_, received_, received_start_, expert_base_,
-        expert_count_, expert_start_, rail_, rail_start_, size_;
+    size_t experts_, index_, expert_counts_, rank_tokens_, node_tokens_, received_, received_start_,
+        expert_base_, expert_count_, expert_start_, rail_, rail_start_, size_;
 };
 
 }  // namespace ep

@@ -9,7 +9,9 @@ namespace ep {
 
 constexpr int kMaxTopk = 32;  // one lane a (token, k)
 
-EP_HD size_t align_up(size_t bytes, size_t alignment) { return (bytes + alignment - 1) / alignment * alignment; }
+EP_HD size_t align_up(size_t bytes, size_t alignment) {
+    return (bytes + alignment - 1) / alignment * alignment;
+}
 
 EP_HD uint64_t floor_power_of_two(uint64_t value) {
     uint64_t power = value ? 1 : 0;
@@ -17,13 +19,16 @@ EP_HD uint64_t floor_power_of_two(uint64_t value) {
     return power;
 }
 
-// A row on the wire, in a ring slot:  tag | experts[K] | index[K] | weights[K] | payload | scales, each part aligned to 16 bytes, the payload
-// of a long row to 128: memory and NVLink move lines of that size.
+// A row on the wire, in a ring slot:  tag | experts[K] | index[K] | weights[K] | payload | scales,
+// each part aligned to 16 bytes, the payload of a long row to 128: memory and NVLink move lines of
+// that size.
 //   tag      which call the row belongs to, and of what shape and type: see row_tag
 //   experts  the token's expert ids (-1: none)                           dispatch only
 //   index    how many earlier rows of the source rank went to that expert   dispatch only
-//   weights  the token's weights (dispatch) or their gradients (combine), opaque words of weight_bytes
-// Dispatch and combine of the same payload use the same slot size, so that they can follow each other in one ring.
+//   weights  the token's weights (dispatch) or their gradients (combine), opaque words of
+//   weight_bytes
+// Dispatch and combine of the same payload use the same slot size, so that they can follow each
+// other in one ring.
 struct RowFormat {
     static constexpr int kLongRow = 1024;  // bytes
 
@@ -31,11 +36,16 @@ struct RowFormat {
     int scale_bytes;
     int weight_bytes;  // 0, 4 or 8
     int topk;
-    int payload_type;  // a number for the element type: rows are bytes here, but the ranks must mean the same
+    int payload_type;  // a number for the element type: rows are bytes here, but the ranks must
+                       // mean the same
 
     RowFormat() = default;
     RowFormat(int payload, int scale, int weight, int k, int type = 0)
-        : payload_bytes(payload), scale_bytes(scale), weight_bytes(weight), topk(k), payload_type(type) {
+        : payload_bytes(payload),
+          scale_bytes(scale),
+          weight_bytes(weight),
+          topk(k),
+          payload_type(type) {
         const size_t alignment = payload_bytes < kLongRow ? 16 : 128;
         index_ = experts() + align_up(topk * sizeof(int32_t), 16);
         weights_ = index_ + align_up(topk * sizeof(int32_t), 16);
@@ -44,7 +54,9 @@ struct RowFormat {
         slot_bytes_ = align_up(scales_ + scale_bytes, alignment);
     }
 
-    EP_HD size_t tag() const { return 0; }  // first, where also a rank finds it that expects rows of another size
+    EP_HD size_t tag() const {
+        return 0;
+    }  // first, where also a rank finds it that expects rows of another size
     EP_HD size_t experts() const { return 16; }
     EP_HD size_t index() const { return index_; }
     EP_HD size_t weights() const { return weights_; }

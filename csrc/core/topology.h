@@ -4,7 +4,8 @@
 
 namespace ep {
 
-// Nodes of equally many ranks. A rank is node * ranks_per_node + local; a rail is the ranks of equal local index.
+// Nodes of equally many ranks. A rank is node * ranks_per_node + local; a rail is the ranks of
+// equal local index.
 struct Topology {
     int nodes;
     int ranks_per_node;

@@ -13,35 +13,38 @@ namespace ep {
 // Who sees a flag: the roles of one rank, or every rank of the node.
 enum class Scope { Rank, System };
 
-// Whether bytes are needed again soon (a ring) or not (the first or final place of a row): those that a copy writes, those that a stage or a
-// sum reads.
+// Whether bytes are needed again soon (a ring) or not (the first or final place of a row): those
+// that a copy writes, those that a stage or a sum reads.
 enum class Reuse { Soon, Late };
 
-// What executes a role: 32 lanes that move together, kLanesAtOnce of them at the same time. Values that differ between lanes live in a
-// PerLane; everything else is the same in all lanes. Lambdas get the lane and run for lanes [0, count); on a GPU at the same time, on the
-// host one by one.
+// What executes a role: 32 lanes that move together, kLanesAtOnce of them at the same time. Values
+// that differ between lanes live in a PerLane; everything else is the same in all lanes. Lambdas
+// get the lane and run for lanes [0, count); on a GPU at the same time, on the host one by one.
 //
 //   lanes(count, f)                   f(lane) for each lane; ordered before what the warp does next
 //   ballot(count, f)                  the lanes for which f is true, as bits
-//   first_of(count, keys)             the lanes whose key is >= 0 and appears in no lower lane, as bits
-//   match(count, keys, equal)         for each lane whose key is >= 0 the lanes with the same key, as bits; else 0
-//   broadcast(value, lane)            the value of one lane, in all lanes
+//   first_of(count, keys)             the lanes whose key is >= 0 and appears in no lower lane, as
+//   bits match(count, keys, equal)         for each lane whose key is >= 0 the lanes with the same
+//   key, as bits; else 0 broadcast(value, lane)            the value of one lane, in all lanes
 //   exclusive_scan(count, values)     prefix sums in place; returns the total
 //   met(count, need)                  need(lane) -> Need: has every lane what it needs?
-//   wait_all(wait, count, need)       until every lane has; false: the wait ended badly and the role must return
-//   wait_any(wait, count, need)       until some lane has; returns the lanes that have, 0: as above
-//   fail(outcome, wait, need)         records an incident and makes all waits of all ranks end
-//   copy<Reuse>(dst, src, bytes)
-//   multicast<Reuse>(dsts, mask, src, bytes)   one source, a destination per lane in the mask
-//   stage<Reuse>(src, bytes)          begins to read what the next copy or multicast reads, while the warp finds out where it goes
-//   sum<T, Reuse>(dst, srcs, mask, count)
-//                                     dst[i] = sum over the lanes in the mask of srcs[lane][i], in lane order, in fp32 (fp64 for fp64)
+//   wait_all(wait, count, need)       until every lane has; false: the wait ended badly and the
+//   role must return wait_any(wait, count, need)       until some lane has; returns the lanes that
+//   have, 0: as above fail(outcome, wait, need)         records an incident and makes all waits of
+//   all ranks end copy<Reuse>(dst, src, bytes) multicast<Reuse>(dsts, mask, src, bytes)   one
+//   source, a destination per lane in the mask stage<Reuse>(src, bytes)          begins to read
+//   what the next copy or multicast reads, while the warp finds out where it goes sum<T,
+//   Reuse>(dst, srcs, mask, count)
+//                                     dst[i] = sum over the lanes in the mask of srcs[lane][i], in
+//                                     lane order, in fp32 (fp64 for fp64)
 //   weighted_sum<T, Reuse>(dst, srcs, weights, mask, count)
-//                                     the same of weights[lane] * srcs[lane][i]: a product is rounded, then added, also where it is the only one
+//                                     the same of weights[lane] * srcs[lane][i]: a product is
+//                                     rounded, then added, also where it is the only one
 //   zero(dst, bytes)
-//   publish<Scope>(flag, value)       a store that whoever acquires it sees after all that the warp wrote before
-//   publish_lanes<Scope>(count, f)    the same for a flag per lane: f(lane, store) calls store(flag, value) or not
-//   credit<Scope>(flag, value)        a store after all that the warp has read and used, or copied or summed; nothing that it wrote is ordered
+//   publish<Scope>(flag, value)       a store that whoever acquires it sees after all that the warp
+//   wrote before publish_lanes<Scope>(count, f)    the same for a flag per lane: f(lane, store)
+//   calls store(flag, value) or not credit<Scope>(flag, value)        a store after all that the
+//   warp has read and used, or copied or summed; nothing that it wrote is ordered
 //   credit_lanes<Scope>(count, f)
 //   acquire<Scope>(flag)              the other half
 // For the concept, in which nvcc takes no lambdas.
@@ -51,34 +54,34 @@ struct PublishNothing {
 };
 
 template <class W>
-concept WarpLike =
-    requires(W& warp, uint64_t* flag, void* dst, const void* src, size_t bytes, void (*step)(int), bool (*test)(int),
-             Need (*need)(int), typename W::template PerLane<int>& ints, typename W::template PerLane<uint32_t>& masks,
-             typename W::template PerLane<void*>& dsts, typename W::template PerLane<const void*>& srcs,
-             typename W::template PerLane<float>& weights) {
-        { warp.first_of(1, ints) } -> std::same_as<uint32_t>;
-        warp.match(1, ints, masks);
-        { W::kLanesAtOnce } -> std::convertible_to<int>;
-        { warp.broadcast(ints, 0) } -> std::same_as<int>;
-        { warp.exclusive_scan(1, ints) } -> std::same_as<int>;
-        { warp.wait_all(Wait::NvlRow, 1, need) } -> std::same_as<bool>;
-        { warp.wait_any(Wait::NvlRow, 1, need) } -> std::same_as<uint32_t>;
-        { warp.met(1, need) } -> std::same_as<bool>;
-        { warp.ballot(1, test) } -> std::same_as<uint32_t>;
-        warp.fail(Outcome::Mismatch, Wait::NvlRow, Need{});
-        warp.lanes(1, step);
-        warp.template copy<Reuse::Soon>(dst, src, bytes);
-        warp.template multicast<Reuse::Late>(dsts, uint32_t{1}, src, bytes);
-        warp.template stage<Reuse::Late>(src, bytes);
-        warp.template sum<float, Reuse::Late>(dst, srcs, uint32_t{1}, bytes);
-        warp.template weighted_sum<float, Reuse::Late>(dst, srcs, weights, uint32_t{1}, bytes);
-        warp.zero(dst, bytes);
-        warp.template publish<Scope::System>(flag, uint64_t{1});
-        warp.template publish_lanes<Scope::System>(1, PublishNothing{});
-        warp.template credit<Scope::System>(flag, uint64_t{1});
-        warp.template credit_lanes<Scope::System>(1, PublishNothing{});
-        { W::template acquire<Scope::System>(flag) } -> std::same_as<uint64_t>;
-    };
+concept WarpLike = requires(
+    W& warp, uint64_t* flag, void* dst, const void* src, size_t bytes, void (*step)(int),
+    bool (*test)(int), Need (*need)(int), typename W::template PerLane<int>& ints,
+    typename W::template PerLane<uint32_t>& masks, typename W::template PerLane<void*>& dsts,
+    typename W::template PerLane<const void*>& srcs, typename W::template PerLane<float>& weights) {
+    { warp.first_of(1, ints) } -> std::same_as<uint32_t>;
+    warp.match(1, ints, masks);
+    { W::kLanesAtOnce } -> std::convertible_to<int>;
+    { warp.broadcast(ints, 0) } -> std::same_as<int>;
+    { warp.exclusive_scan(1, ints) } -> std::same_as<int>;
+    { warp.wait_all(Wait::NvlRow, 1, need) } -> std::same_as<bool>;
+    { warp.wait_any(Wait::NvlRow, 1, need) } -> std::same_as<uint32_t>;
+    { warp.met(1, need) } -> std::same_as<bool>;
+    { warp.ballot(1, test) } -> std::same_as<uint32_t>;
+    warp.fail(Outcome::Mismatch, Wait::NvlRow, Need{});
+    warp.lanes(1, step);
+    warp.template copy<Reuse::Soon>(dst, src, bytes);
+    warp.template multicast<Reuse::Late>(dsts, uint32_t{1}, src, bytes);
+    warp.template stage<Reuse::Late>(src, bytes);
+    warp.template sum<float, Reuse::Late>(dst, srcs, uint32_t{1}, bytes);
+    warp.template weighted_sum<float, Reuse::Late>(dst, srcs, weights, uint32_t{1}, bytes);
+    warp.zero(dst, bytes);
+    warp.template publish<Scope::System>(flag, uint64_t{1});
+    warp.template publish_lanes<Scope::System>(1, PublishNothing{});
+    warp.template credit<Scope::System>(flag, uint64_t{1});
+    warp.template credit_lanes<Scope::System>(1, PublishNothing{});
+    { W::template acquire<Scope::System>(flag) } -> std::same_as<uint64_t>;
+};
 
 // A lane that takes no part in a wait.
 EP_HD Need nothing_to_wait_for() { return {0, 0, -1}; }
@@ -103,7 +106,9 @@ EP_HD int popcount(uint32_t mask) {
 }
 
 // Lanes for what is left of `count` items from `first` on.
-EP_HD int lanes_from(int first, int count, int most = 32) { return count - first < most ? count - first : most; }
+EP_HD int lanes_from(int first, int count, int most = 32) {
+    return count - first < most ? count - first : most;
+}
 
 // f(lane) for every lane of the mask, one after the other, by the whole warp.
 template <class F>

@@ -9,13 +9,16 @@
 
 namespace ep {
 
-// Ranks of one machine whose heaps are all mapped here: within a process or through POSIX shared memory. Between nodes, a put is a copy and a signal
-// a release store, or both go through a simulated network.
+// Ranks of one machine whose heaps are all mapped here: within a process or through POSIX shared
+// memory. Between nodes, a put is a copy and a signal a release store, or both go through a
+// simulated network.
 class HostFabric {
   public:
-    static constexpr bool kMapsRail = false;  // though it could: so rows take the path that they take on a cluster
+    static constexpr bool kMapsRail =
+        false;  // though it could: so rows take the path that they take on a cluster
 
-    HostFabric(Topology topology, int rank, std::vector<char*> heaps, SimulatedNetwork* network = nullptr)
+    HostFabric(Topology topology, int rank, std::vector<char*> heaps,
+               SimulatedNetwork* network = nullptr)
         : topology_(topology), rank_(rank), heaps_(std::move(heaps)), network_(network) {}
 
     template <class T>
@@ -25,12 +28,15 @@ class HostFabric {
 
     template <class T>
     T* peer(int local, size_t offset) const {
-        return reinterpret_cast<T*>(heaps_[topology_.rank(topology_.node_of(rank_), local)] + offset);
+        return reinterpret_cast<T*>(heaps_[topology_.rank(topology_.node_of(rank_), local)] +
+                                    offset);
     }
 
     template <class W>
     void put(W& warp, int channel, int node, size_t dst, size_t src, size_t bytes) {
-        if (network_) return network_->put({rank_, node, channel}, on_rail(node) + dst, own<char>(src), bytes);
+        if (network_)
+            return network_->put({rank_, node, channel}, on_rail(node) + dst, own<char>(src),
+                                 bytes);
         warp.template copy<Reuse::Soon>(on_rail(node) + dst, own<char>(src), bytes);
     }
 
@@ -54,7 +60,9 @@ class HostFabric {
     }
 
   private:
-    char* on_rail(int node) const { return heaps_[topology_.rank(node, topology_.local_of(rank_))]; }
+    char* on_rail(int node) const {
+        return heaps_[topology_.rank(node, topology_.local_of(rank_))];
+    }
 
     Topology topology_;
     int rank_;

@@ -61,14 +61,17 @@ Segment Segment::shared(size_t bytes) {
 }
 
 Segment Segment::open(const SegmentAddress& address, size_t bytes) {
-    const std::string path = "/proc/" + std::to_string(address.process) + "/fd/" + std::to_string(address.descriptor);
+    const std::string path =
+        "/proc/" + std::to_string(address.process) + "/fd/" + std::to_string(address.descriptor);
     const int descriptor = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
     if (descriptor < 0) fail(errno, "opening the shared memory of another rank, " + path);
     struct stat file;
-    if (fstat(descriptor, &file) != 0 || file.st_dev != address.device || file.st_ino != address.inode) {
+    if (fstat(descriptor, &file) != 0 || file.st_dev != address.device ||
+        file.st_ino != address.inode) {
         close(descriptor);
-        throw std::runtime_error(
-            path + " is not another rank's shared memory: do the ranks of this machine run in separate containers?");
+        throw std::runtime_error(path +
+                                 " is not another rank's shared memory: do the ranks of this "
+                                 "machine run in separate containers?");
     }
     Segment segment(bytes, MAP_SHARED, descriptor);
     segment.close_to_others();

@@ -6,7 +6,8 @@
 
 namespace ep {
 
-// Where another process of this machine finds a segment. The inode tells a wrong file from the right one.
+// Where another process of this machine finds a segment. The inode tells a wrong file from the
+// right one.
 struct SegmentAddress {
     pid_t process;
     int descriptor;
@@ -18,8 +19,9 @@ struct SegmentAddress {
 class Segment {
   public:
     static Segment anonymous(size_t bytes);
-    // POSIX shared memory that never has a name for longer than it takes to make it, so that no killed process leaves it behind: others open it
-    // through this process's file descriptor. Its memory is reserved here, so that a full /dev/shm is an error now and not a SIGBUS later.
+    // POSIX shared memory that never has a name for longer than it takes to make it, so that no
+    // killed process leaves it behind: others open it through this process's file descriptor. Its
+    // memory is reserved here, so that a full /dev/shm is an error now and not a SIGBUS later.
     static Segment shared(size_t bytes);
     static Segment open(const SegmentAddress& address, size_t bytes);
 

@@ -11,14 +11,16 @@
 
 namespace ep {
 
-// A network between the nodes of one process that keeps only the promises a real one makes: puts arrive late and in any order, a put reads its source when
-// it leaves and not when it was posted, and a signal adds to its flag after the puts before it on its connection have arrived; a credit does so at
-// any time. One thread only.
+// A network between the nodes of one process that keeps only the promises a real one makes: puts
+// arrive late and in any order, a put reads its source when it leaves and not when it was posted,
+// and a signal adds to its flag after the puts before it on its connection have arrived; a credit
+// does so at any time. One thread only.
 class SimulatedNetwork : public Network {
   public:
     using Connection = std::array<int, 3>;  // source rank, destination node, channel
 
-    // lost_signal: which signal or credit never arrives, counted from 1 over the network's life (0: none).
+    // lost_signal: which signal or credit never arrives, counted from 1 over the network's life (0:
+    // none).
     explicit SimulatedNetwork(uint64_t lost_signal = 0) : lost_signal_(lost_signal) {}
 
     void put(Connection connection, char* dst, const char* src, size_t bytes);

@@ -6,26 +6,30 @@ namespace ep {
 
 // Roles of combine: the pipe of dispatch run backwards.
 //
-//   expert rows --combine_nvl_sender (sums a rank's experts)--> NVLink ring -------------------------------> combine_receiver, same node
-//                  \--> NVLink ring --combine_forwarder (sums a node's ranks)--> staging -sender_coordinator-> network ring --> combine_receiver
+//   expert rows --combine_nvl_sender (sums a rank's experts)--> NVLink ring
+//   -------------------------------> combine_receiver, same node
+//                  \--> NVLink ring --combine_forwarder (sums a node's ranks)--> staging
+//                  -sender_coordinator-> network ring --> combine_receiver
 //
-// Without staging where the fabric maps the rail. A ring belongs to one source rank and channel here too, so a full ring towards one node never holds up the rows of another. All
-// sums run over k in the order of the token's experts: a rank, or a node, takes the place of its first expert.
+// Without staging where the fabric maps the rail. A ring belongs to one source rank and channel
+// here too, so a full ring towards one node never holds up the rows of another. All sums run over k
+// in the order of the token's experts: a rank, or a node, takes the place of its first expert.
 
 // Where the experts' rows for one row that arrived here lie.
 template <WarpLike W>
 EP_FN void read_positions(W& warp, const CombineArgs& args, int64_t received,
                           typename W::template PerLane<int>& position) {
     warp.lanes(args.format.topk, [&](int k) {
-        position[k] =
-            received < args.max_received ? args.positions[received * args.format.topk + k] : TransferArgs::kOverflowed;
+        position[k] = received < args.max_received ? args.positions[received * args.format.topk + k]
+                                                   : TransferArgs::kOverflowed;
     });
 }
 
 // From the experts to the rings towards up to `most` source ranks.
 // kWeighted: multiplies each expert's row by its weight; the sums of sums that follow have none.
 template <class T, bool kWeighted, WarpLike W, FabricLike<W> F>
-EP_FN void combine_nvl_sender(W& warp, F& fabric, const CombineArgs& args, int channel, int first_rank, int most = 32) {
+EP_FN void combine_nvl_sender(W& warp, F& fabric, const CombineArgs& args, int channel,
+                              int first_rank, int most = 32) {
     const Rings<F> rings{fabric, args, channel};
     const RowFormat& format = args.format;
     const int count = lanes_from(first_rank, args.topology().world(), most);
@@ -33,40 +37,48 @@ EP_FN void combine_nvl_sender(W& warp, F& fabric, const CombineArgs& args, int c
     typename W::template PerLane<int> position, following;
     typename W::template PerLane<const void*> part;
     typename W::template PerLane<Accumulator<T>> row_weight;
-    serve_in_turn(warp, rings, first_rank, count, Wait::NvlCredit, nvl_credit<W, F>, [&](const Turn& turn) {
-        read_positions(warp, args, turn.first, following);
-        for (int i = 0; i < turn.rows; ++i) {
-            position = following;  // those of the next row are read while this one is summed
-            if (i + 1 < turn.rows) read_positions(warp, args, turn.first + i + 1, following);
-            char* slot = rings.nvl_out_slot(turn.node, turn.peer, turn.position + i);
-            warp.lanes(format.topk, [&](int k) {
-                part[k] = args.x + static_cast<int64_t>(position[k]) * format.payload_bytes;
+    serve_in_turn(
+        warp, rings, first_rank, count, Wait::NvlCredit, nvl_credit<W, F>, [&](const Turn& turn) {
+            read_positions(warp, args, turn.first, following);
+            for (int i = 0; i < turn.rows; ++i) {
+                position = following;  // those of the next row are read while this one is summed
+                if (i + 1 < turn.rows) read_positions(warp, args, turn.first + i + 1, following);
+                char* slot = rings.nvl_out_slot(turn.node, turn.peer, turn.position + i);
+                warp.lanes(format.topk, [&](int k) {
+                    part[k] = args.x + static_cast<int64_t>(position[k]) * format.payload_bytes;
+                    if constexpr (kWeighted) {
+                        const auto* row_weights =
+                            static_cast<const Accumulator<T>*>(args.row_weights);
+                        row_weight[k] = position[k] < 0 ? 0 : row_weights[position[k]];
+                    }
+                    const char* weight =
+                        args.weights + static_cast<int64_t>(position[k]) * format.weight_bytes;
+                    store_weight(slot + format.weights() + k * format.weight_bytes,
+                                 position[k] < 0 ? 0 : load_weight(weight, format.weight_bytes),
+                                 format.weight_bytes);
+                    if (k == 0) *reinterpret_cast<uint64_t*>(slot + format.tag()) = rings.tag;
+                });
+                const uint32_t parts =
+                    warp.ballot(format.topk, [&](int k) { return position[k] >= 0; });
+                const size_t elements = format.payload_bytes / sizeof(T);
                 if constexpr (kWeighted) {
-                    const auto* row_weights = static_cast<const Accumulator<T>*>(args.row_weights);
-                    row_weight[k] = position[k] < 0 ? 0 : row_weights[position[k]];
+                    warp.template weighted_sum<T, Reuse::Late>(slot + format.payload(), part,
+                                                               row_weight, parts, elements);
+                } else {
+                    warp.template sum<T, Reuse::Late>(slot + format.payload(), part, parts,
+                                                      elements);
                 }
-                const char* weight = args.weights + static_cast<int64_t>(position[k]) * format.weight_bytes;
-                store_weight(slot + format.weights() + k * format.weight_bytes,
-                             position[k] < 0 ? 0 : load_weight(weight, format.weight_bytes), format.weight_bytes);
-                if (k == 0) *reinterpret_cast<uint64_t*>(slot + format.tag()) = rings.tag;
-            });
-            const uint32_t parts = warp.ballot(format.topk, [&](int k) { return position[k] >= 0; });
-            const size_t elements = format.payload_bytes / sizeof(T);
-            if constexpr (kWeighted) {
-                warp.template weighted_sum<T, Reuse::Late>(slot + format.payload(), part, row_weight, parts, elements);
-            } else {
-                warp.template sum<T, Reuse::Late>(slot + format.payload(), part, parts, elements);
             }
-        }
-        const uint64_t next = turn.position + turn.rows;
-        OutCursor& out = rings.nvl_out(turn.node, turn.peer);
-        warp.lanes(1, [&](int) { out.next = out.published = next; });
-        warp.template publish<Scope::System>(rings.nvl_out_tail(turn.node, turn.peer), next);
-        return true;
-    });
+            const uint64_t next = turn.position + turn.rows;
+            OutCursor& out = rings.nvl_out(turn.node, turn.peer);
+            warp.lanes(1, [&](int) { out.next = out.published = next; });
+            warp.template publish<Scope::System>(rings.nvl_out_tail(turn.node, turn.peer), next);
+            return true;
+        });
 }
 
-// Towards one other node: pops, for each of its tokens in turn, the rows of the local ranks that had it, and sums them.
+// Towards one other node: pops, for each of its tokens in turn, the rows of the local ranks that
+// had it, and sums them.
 template <class T, WarpLike W, FabricLike<W> F>
 EP_FN void combine_forwarder(W& warp, F& fabric, const CombineArgs& args, int channel, int node) {
     const Rings<F> rings{fabric, args, channel};
@@ -81,7 +93,9 @@ EP_FN void combine_forwarder(W& warp, F& fabric, const CombineArgs& args, int ch
     uint64_t next = rings.rdma_out(node).next;
     int batch = 0;
     for (int i = 0; i < rows; ++i) {
-        warp.lanes(format.topk, [&](int lane) { expert[lane] = args.rail_experts[(start + i) * format.topk + lane]; });
+        warp.lanes(format.topk, [&](int lane) {
+            expert[lane] = args.rail_experts[(start + i) * format.topk + lane];
+        });
         const uint32_t lanes = peers_on_node(warp, args, args.node(), expert, peer);
         auto arrived = [&](int lane) {
             if (peer[lane] < 0) return nothing_to_wait_for();
@@ -95,7 +109,9 @@ EP_FN void combine_forwarder(W& warp, F& fabric, const CombineArgs& args, int ch
             batch = 0;
         }
         if (!here && !warp.wait_all(Wait::NvlRow, format.topk, arrived)) return;
-        if (!warp.wait_all(Wait::RdmaCredit, 1, [&](int) { return rdma_credit<W>(rings, node, next); })) return;
+        if (!warp.wait_all(Wait::RdmaCredit, 1,
+                           [&](int) { return rdma_credit<W>(rings, node, next); }))
+            return;
         char* slot = rings.rdma_out_slot(node, next);
         warp.lanes(format.topk, [&](int lane) {
             if (lane == 0) *reinterpret_cast<uint64_t*>(slot + format.tag()) = rings.tag;
@@ -104,11 +120,15 @@ EP_FN void combine_forwarder(W& warp, F& fabric, const CombineArgs& args, int ch
             row[lane] = in;
             part[lane] = in + format.payload();
             const size_t weight = format.weights() + lane * format.weight_bytes;
-            store_weight(slot + weight, load_weight(in + weight, format.weight_bytes), format.weight_bytes);
+            store_weight(slot + weight, load_weight(in + weight, format.weight_bytes),
+                         format.weight_bytes);
         });
-        const auto rank_of = [&](int lane) { return rings.rank_at(args.node(), warp.broadcast(peer, lane)); };
+        const auto rank_of = [&](int lane) {
+            return rings.rank_at(args.node(), warp.broadcast(peer, lane));
+        };
         if (!belong_to_call(warp, rings, lanes, row, rank_of)) return;
-        warp.template sum<T, Reuse::Soon>(slot + format.payload(), part, lanes, format.payload_bytes / sizeof(T));
+        warp.template sum<T, Reuse::Soon>(slot + format.payload(), part, lanes,
+                                          format.payload_bytes / sizeof(T));
         warp.lanes(format.topk, [&](int lane) {
             if (lanes >> lane & 1) rings.nvl_in(node, peer[lane]).next = taken[lane];
         });
@@ -131,7 +151,8 @@ EP_FN void combine_receiver(W& warp, F& fabric, const CombineArgs& args, int cha
     auto is_local = [&](int source) { return source < topology.ranks_per_node; };
     auto node_of = [&](int source) { return source - topology.ranks_per_node; };
     auto read_experts = [&](int token) {
-        warp.lanes(format.topk, [&](int lane) { following[lane] = args.layout.experts(token)[lane]; });
+        warp.lanes(format.topk,
+                   [&](int lane) { following[lane] = args.layout.experts(token)[lane]; });
     };
     const int first = args.layout.first_token(channel), end = args.layout.first_token(channel + 1);
     if (first < end) read_experts(first);
@@ -142,14 +163,17 @@ EP_FN void combine_receiver(W& warp, F& fabric, const CombineArgs& args, int cha
         warp.lanes(format.topk, [&](int lane) {
             const int rank = expert[lane] < 0 ? -1 : expert[lane] / args.layout.local_experts();
             const int node = rank < 0 ? -1 : topology.node_of(rank);
-            source[lane] = rank < 0 ? -1 : node == own_node ? topology.local_of(rank) : topology.ranks_per_node + node;
+            source[lane] = rank < 0           ? -1
+                           : node == own_node ? topology.local_of(rank)
+                                              : topology.ranks_per_node + node;
         });
         const uint32_t lanes = warp.first_of(format.topk, source);
         auto arrived = [&](int lane) {
             if (source[lane] < 0) return nothing_to_wait_for();
             const int node = node_of(source[lane]);
-            const Need need = is_local(source[lane]) ? nvl_row<W>(rings, own_node, source[lane])
-                                                     : rdma_row<W>(rings, node, rings.rdma_in(node).next);
+            const Need need = is_local(source[lane])
+                                  ? nvl_row<W>(rings, own_node, source[lane])
+                                  : rdma_row<W>(rings, node, rings.rdma_in(node).next);
             taken[lane] = need.expected;
             return need;
         };
@@ -162,22 +186,27 @@ EP_FN void combine_receiver(W& warp, F& fabric, const CombineArgs& args, int cha
         warp.lanes(format.topk, [&](int lane) {
             uint64_t gradient = 0;
             if (source[lane] >= 0) {
-                const char* in = is_local(source[lane]) ? rings.nvl_in_slot(own_node, source[lane], taken[lane] - 1)
-                                                        : rings.rdma_in_slot(node_of(source[lane]), taken[lane] - 1);
+                const char* in = is_local(source[lane])
+                                     ? rings.nvl_in_slot(own_node, source[lane], taken[lane] - 1)
+                                     : rings.rdma_in_slot(node_of(source[lane]), taken[lane] - 1);
                 row[lane] = in;
                 part[lane] = in + format.payload();
-                gradient = load_weight(in + format.weights() + lane * format.weight_bytes, format.weight_bytes);
+                gradient = load_weight(in + format.weights() + lane * format.weight_bytes,
+                                       format.weight_bytes);
             }
-            char* weight = args.y_weights + (static_cast<size_t>(token) * format.topk + lane) * format.weight_bytes;
+            char* weight = args.y_weights +
+                           (static_cast<size_t>(token) * format.topk + lane) * format.weight_bytes;
             store_weight(weight, gradient, format.weight_bytes);
         });
         const auto rank_of = [&](int lane) {
             const int from = warp.broadcast(source, lane);
-            return is_local(from) ? rings.rank_at(own_node, from) : rings.rank_at(node_of(from), args.local());
+            return is_local(from) ? rings.rank_at(own_node, from)
+                                  : rings.rank_at(node_of(from), args.local());
         };
         if (!belong_to_call(warp, rings, lanes, row, rank_of)) return;
-        warp.template sum<T, Reuse::Soon>(args.y + static_cast<size_t>(token) * format.payload_bytes, part, lanes,
-                                          format.payload_bytes / sizeof(T));
+        warp.template sum<T, Reuse::Soon>(
+            args.y + static_cast<size_t>(token) * format.payload_bytes, part, lanes,
+            format.payload_bytes / sizeof(T));
         warp.template credit_lanes<Scope::Rank>(format.topk, [&](int lane, auto&& store) {
             if (!(lanes >> lane & 1)) return;
             if (is_local(source[lane])) {

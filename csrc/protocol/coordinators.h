@@ -4,35 +4,49 @@
 
 namespace ep {
 
-// Both coordinators serve up to 32 nodes of a channel with one warp, a lane a node, for dispatch and for combine alike.
+// Both coordinators serve up to 32 nodes of a channel with one warp, a lane a node, for dispatch
+// and for combine alike.
 
-// Rows that this rank puts towards a node in this channel, and takes from it. Dispatch sends own tokens and takes those of others;
-// combine sends back what became of others' tokens.
+// Rows that this rank puts towards a node in this channel, and takes from it. Dispatch sends own
+// tokens and takes those of others; combine sends back what became of others' tokens.
 struct RailCounts {
     const Layout& layout;
     int own_node;
     bool combine;
 
-    EP_FN int own(int channel, int node) const { return node == own_node ? 0 : layout.node_tokens(channel, node); }
-    EP_FN int others(int channel, int node) const { return node == own_node ? 0 : layout.rail(channel, node); }
-    EP_FN int put(int channel, int node) const { return combine ? others(channel, node) : own(channel, node); }
-    EP_FN int taken(int channel, int node) const { return combine ? own(channel, node) : others(channel, node); }
+    EP_FN int own(int channel, int node) const {
+        return node == own_node ? 0 : layout.node_tokens(channel, node);
+    }
+    EP_FN int others(int channel, int node) const {
+        return node == own_node ? 0 : layout.rail(channel, node);
+    }
+    EP_FN int put(int channel, int node) const {
+        return combine ? others(channel, node) : own(channel, node);
+    }
+    EP_FN int taken(int channel, int node) const {
+        return combine ? own(channel, node) : others(channel, node);
+    }
 };
 
-// Follows, for each lane, a cursor that another role of this rank moves up to an end: `forward(lane, from, to)` passes on what it moved,
-// `chunk` steps at a time (fewer at the end).
+// Follows, for each lane, a cursor that another role of this rank moves up to an end:
+// `forward(lane, from, to)` passes on what it moved, `chunk` steps at a time (fewer at the end).
 template <WarpLike W, class Cursor, class Forward>
-EP_FN void follow(W& warp, Wait wait, int count, uint64_t chunk, int rank, typename W::template PerLane<uint64_t>& done,
-                  const typename W::template PerLane<uint64_t>& end, Cursor&& cursor, Forward&& forward) {
+EP_FN void follow(W& warp, Wait wait, int count, uint64_t chunk, int rank,
+                  typename W::template PerLane<uint64_t>& done,
+                  const typename W::template PerLane<uint64_t>& end, Cursor&& cursor,
+                  Forward&& forward) {
     typename W::template PerLane<uint64_t> moved;
     while (warp.ballot(count, [&](int lane) { return done[lane] != end[lane]; })) {
         const uint32_t ready = warp.wait_any(wait, count, [&](int lane) {
             if (done[lane] == end[lane]) return never();
             moved[lane] = W::template acquire<Scope::Rank>(cursor(lane));
-            return Need{moved[lane], done[lane] + chunk < end[lane] ? done[lane] + chunk : end[lane], rank};
+            return Need{moved[lane],
+                        done[lane] + chunk < end[lane] ? done[lane] + chunk : end[lane], rank};
         });
         if (!ready) return;
-        for_each_lane(ready, [&](int lane) { forward(lane, warp.broadcast(done, lane), warp.broadcast(moved, lane)); });
+        for_each_lane(ready, [&](int lane) {
+            forward(lane, warp.broadcast(done, lane), warp.broadcast(moved, lane));
+        });
         warp.lanes(count, [&](int lane) {
             if (ready >> lane & 1) done[lane] = moved[lane];
         });
@@ -49,15 +63,16 @@ EP_FN void put_rows(W& warp, const Rings<F>& rings, int node, uint64_t from, uin
         const uint64_t room = rings.rdma_slots - (next & (rings.rdma_slots - 1));
         const uint64_t rows = to - next < room ? to - next : room;
         const size_t offset = rings.slot(next, rings.rdma_slots);
-        rings.fabric.put(warp, rings.channel, node, data + offset, staging + offset, rows * rings.slot_bytes);
+        rings.fabric.put(warp, rings.channel, node, data + offset, staging + offset,
+                         rows * rings.slot_bytes);
         next += rows;
     }
 }
 
 // Puts finished rows to their node, unless they were packed there, and signals the tail after them.
 template <WarpLike W, FabricLike<W> F>
-EP_FN void sender_coordinator(W& warp, F& fabric, const TransferArgs& args, const RailCounts& counts, int channel,
-                              int first_node) {
+EP_FN void sender_coordinator(W& warp, F& fabric, const TransferArgs& args,
+                              const RailCounts& counts, int channel, int first_node) {
     const Rings<F> rings{fabric, args, channel};
     const int count = lanes_from(first_node, args.topology().nodes);
     typename W::template PerLane<uint64_t> put{}, end{};
@@ -77,8 +92,8 @@ EP_FN void sender_coordinator(W& warp, F& fabric, const TransferArgs& args, cons
 
 // Returns credit: tells each node how many of its rows were taken out of the network ring.
 template <WarpLike W, FabricLike<W> F>
-EP_FN void forwarder_coordinator(W& warp, F& fabric, const TransferArgs& args, const RailCounts& counts, int channel,
-                                 int first_node) {
+EP_FN void forwarder_coordinator(W& warp, F& fabric, const TransferArgs& args,
+                                 const RailCounts& counts, int channel, int first_node) {
     const Rings<F> rings{fabric, args, channel};
     const int count = lanes_from(first_node, args.topology().nodes);
     typename W::template PerLane<uint64_t> told{}, end{};
@@ -88,7 +103,8 @@ EP_FN void forwarder_coordinator(W& warp, F& fabric, const TransferArgs& args, c
     });
     auto taken = [&](int lane) { return &rings.rdma_in(first_node + lane).next; };
     auto tell = [&](int lane, uint64_t from, uint64_t to) {
-        fabric.put_credit(warp, channel, first_node + lane, args.heap.rdma_head(channel, args.node()), from, to);
+        fabric.put_credit(warp, channel, first_node + lane,
+                          args.heap.rdma_head(channel, args.node()), from, to);
     };
     follow(warp, Wait::FreedRow, count, args.chunk(), args.rank, told, end, taken, tell);
     warp.lanes(count, [&](int lane) { rings.rdma_in(first_node + lane).published = told[lane]; });

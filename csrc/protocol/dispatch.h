@@ -6,21 +6,29 @@ namespace ep {
 
 // Roles of dispatch, one warp each:
 //
-//   token of this rank --nvl_sender--> NVLink ring ------------------------------------------------> receiver, on a rank of this node
-//                      \-rdma_sender-> staging -sender_coordinator-> network ring --forwarder--> NVLink ring --> receiver, on another node
-//                                          credit: receiver -> sender or forwarder; forwarder -> forwarder_coordinator -> rdma_sender
+//   token of this rank --nvl_sender--> NVLink ring
+//   ------------------------------------------------> receiver, on a rank of this node
+//                      \-rdma_sender-> staging -sender_coordinator-> network ring --forwarder-->
+//                      NVLink ring --> receiver, on another node
+//                                          credit: receiver -> sender or forwarder; forwarder ->
+//                                          forwarder_coordinator -> rdma_sender
 //
-// Where the fabric maps the rail, rows are packed in the network ring itself, and sender_coordinator only signals.
-// Each ring carries rows of one source rank and channel in token order, so nobody needs to be told what comes next.
+// Where the fabric maps the rail, rows are packed in the network ring itself, and
+// sender_coordinator only signals. Each ring carries rows of one source rank and channel in token
+// order, so nobody needs to be told what comes next.
 
-// The distinct local ranks of `node` among a row's experts: `peer` per lane, and the first lane of each.
+// The distinct local ranks of `node` among a row's experts: `peer` per lane, and the first lane of
+// each.
 template <WarpLike W>
 EP_FN uint32_t peers_on_node(W& warp, const TransferArgs& args, int node,
-                             const typename W::template PerLane<int>& expert, typename W::template PerLane<int>& peer) {
+                             const typename W::template PerLane<int>& expert,
+                             typename W::template PerLane<int>& peer) {
     const int local_experts = args.layout.local_experts();
     warp.lanes(args.layout.topk, [&](int lane) {
         const int rank = expert[lane] < 0 ? -1 : expert[lane] / local_experts;
-        peer[lane] = rank >= 0 && args.topology().node_of(rank) == node ? args.topology().local_of(rank) : -1;
+        peer[lane] = rank >= 0 && args.topology().node_of(rank) == node
+                         ? args.topology().local_of(rank)
+                         : -1;
     });
     return warp.first_of(args.layout.topk, peer);
 }
@@ -38,7 +46,8 @@ EP_FN void read_header(W& warp, const DispatchArgs& args, int token, Header<W>& 
     warp.lanes(format.topk, [&](int lane) {
         header.expert[lane] = args.layout.experts(token)[lane];
         header.index[lane] = args.layout.index(token)[lane];
-        const size_t weight = (static_cast<size_t>(token) * format.topk + lane) * format.weight_bytes;
+        const size_t weight =
+            (static_cast<size_t>(token) * format.topk + lane) * format.weight_bytes;
         header.weight[lane] = load_weight(args.weights + weight, format.weight_bytes);
     });
 }
@@ -48,14 +57,16 @@ EP_FN void read_header(W& warp, const RowFormat& format, const char* slot, Heade
     warp.lanes(format.topk, [&](int lane) {
         header.expert[lane] = reinterpret_cast<const int32_t*>(slot + format.experts())[lane];
         header.index[lane] = reinterpret_cast<const int32_t*>(slot + format.index())[lane];
-        header.weight[lane] = load_weight(slot + format.weights() + lane * format.weight_bytes, format.weight_bytes);
+        header.weight[lane] =
+            load_weight(slot + format.weights() + lane * format.weight_bytes, format.weight_bytes);
     });
 }
 
 // Writes a row's header into the slots of the lanes in the mask.
 template <WarpLike W>
-EP_FN void write_header(W& warp, const RowFormat& format, const typename W::template PerLane<void*>& slots,
-                        uint32_t mask, uint64_t tag, const Header<W>& header) {
+EP_FN void write_header(W& warp, const RowFormat& format,
+                        const typename W::template PerLane<void*>& slots, uint32_t mask,
+                        uint64_t tag, const Header<W>& header) {
     for_each_lane(mask, [&](int to) {
         char* slot = static_cast<char*>(warp.broadcast(slots, to));
         warp.lanes(format.topk, [&](int lane) {
@@ -68,7 +79,8 @@ EP_FN void write_header(W& warp, const RowFormat& format, const typename W::temp
     });
 }
 
-// f(token, header) for the tokens of a channel, until it returns false. A header is read while the token before it is served.
+// f(token, header) for the tokens of a channel, until it returns false. A header is read while the
+// token before it is served.
 template <WarpLike W, class F>
 EP_FN void for_each_token(W& warp, const DispatchArgs& args, int channel, F&& f) {
     const int first = args.layout.first_token(channel), end = args.layout.first_token(channel + 1);
@@ -81,8 +93,9 @@ EP_FN void for_each_token(W& warp, const DispatchArgs& args, int channel, F&& f)
     }
 }
 
-// The next slot of the NVLink ring towards each lane's peer, once there is room in all of them. Before it waits, and from batch to batch, it
-// tells the consumers of what they have: they may be waiting for that very row.
+// The next slot of the NVLink ring towards each lane's peer, once there is room in all of them.
+// Before it waits, and from batch to batch, it tells the consumers of what they have: they may be
+// waiting for that very row.
 template <WarpLike W, class F>
 EP_FN bool take_slots(W& warp, const Rings<F>& rings, int node, uint32_t lanes,
                       const typename W::template PerLane<int>& peer, int& batch,
@@ -111,7 +124,8 @@ EP_FN bool take_slots(W& warp, const Rings<F>& rings, int node, uint32_t lanes,
 
 // One part of a row, into the slots of the lanes in the mask.
 template <WarpLike W>
-EP_FN void write_part(W& warp, const RowFormat& format, const typename W::template PerLane<void*>& slot, uint32_t lanes,
+EP_FN void write_part(W& warp, const RowFormat& format,
+                      const typename W::template PerLane<void*>& slot, uint32_t lanes,
                       size_t offset, const char* part, size_t bytes) {
     typename W::template PerLane<void*> to;
     warp.lanes(format.topk, [&](int lane) {
@@ -121,14 +135,15 @@ EP_FN void write_part(W& warp, const RowFormat& format, const typename W::templa
 }
 
 template <WarpLike W>
-EP_FN void write_token(W& warp, const DispatchArgs& args, const typename W::template PerLane<void*>& slot,
-                       uint32_t lanes, int token) {
+EP_FN void write_token(W& warp, const DispatchArgs& args,
+                       const typename W::template PerLane<void*>& slot, uint32_t lanes, int token) {
     const RowFormat& format = args.format;
     const size_t row = token;
-    write_part(warp, format, slot, lanes, format.payload(), args.x + row * format.payload_bytes, format.payload_bytes);
+    write_part(warp, format, slot, lanes, format.payload(), args.x + row * format.payload_bytes,
+               format.payload_bytes);
     if (format.scale_bytes)
-        write_part(warp, format, slot, lanes, format.scales(), args.scales + row * format.scale_bytes,
-                   format.scale_bytes);
+        write_part(warp, format, slot, lanes, format.scales(),
+                   args.scales + row * format.scale_bytes, format.scale_bytes);
 }
 
 // Own tokens for ranks of this node, straight into their NVLink rings.
@@ -137,7 +152,8 @@ EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel)
     const Rings<F> rings{fabric, args, channel};
     const RowFormat& format = args.format;
     const int node = args.node();
-    if (!open_nvl_rings(warp, rings, args.topology().rank(node, 0), args.topology().ranks_per_node)) return;
+    if (!open_nvl_rings(warp, rings, args.topology().rank(node, 0), args.topology().ranks_per_node))
+        return;
     typename W::template PerLane<int> peer;
     typename W::template PerLane<void*> slot;
     int batch = 0;
@@ -154,7 +170,8 @@ EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel)
     publish_tails(warp, rings, node);
 }
 
-// Own tokens for another node, once each, into slots of the network ring. The coordinator hears of a row with the next one.
+// Own tokens for another node, once each, into slots of the network ring. The coordinator hears of
+// a row with the next one.
 template <WarpLike W, FabricLike<W> F>
 EP_FN void rdma_sender(W& warp, F& fabric, const DispatchArgs& args, int channel, int node) {
     const Rings<F> rings{fabric, args, channel};
@@ -164,14 +181,17 @@ EP_FN void rdma_sender(W& warp, F& fabric, const DispatchArgs& args, int channel
     typename W::template PerLane<void*> slot;
     uint64_t published = rings.rdma_out(node).next, next = published;
     auto publish = [&] {
-        if (published != next) warp.template publish<Scope::Rank>(&rings.rdma_out(node).next, published = next);
+        if (published != next)
+            warp.template publish<Scope::Rank>(&rings.rdma_out(node).next, published = next);
     };
     for_each_token(warp, args, channel, [&](int token, const Header<W>& header) {
         if (!peers_on_node(warp, args, node, header.expert, peer)) return true;
         const char* x = args.x + static_cast<size_t>(token) * format.payload_bytes;
         warp.template stage<Reuse::Late>(x, format.payload_bytes);
         publish();
-        if (!warp.wait_all(Wait::RdmaCredit, 1, [&](int) { return rdma_credit<W>(rings, node, next); })) return false;
+        if (!warp.wait_all(Wait::RdmaCredit, 1,
+                           [&](int) { return rdma_credit<W>(rings, node, next); }))
+            return false;
         warp.lanes(1, [&](int lane) { slot[lane] = rings.rdma_out_slot(node, next); });
         write_token(warp, args, slot, 1, token);
         write_header(warp, format, slot, 1, rings.tag, header);
@@ -184,20 +204,23 @@ EP_FN void rdma_sender(W& warp, F& fabric, const DispatchArgs& args, int channel
 // Whether `rail_experts` can hold the rows of a channel that come from a node.
 template <WarpLike W>
 EP_FN bool has_room_for_rail(W& warp, const TransferArgs& args, int channel, int node) {
-    const int64_t end = static_cast<int64_t>(args.layout.rail_start(channel, node)) + args.layout.rail(channel, node);
+    const int64_t end = static_cast<int64_t>(args.layout.rail_start(channel, node)) +
+                        args.layout.rail(channel, node);
     if (end <= args.max_rail) return true;
     warp.fail(Outcome::Overflow, Wait::None,
               Need{static_cast<uint64_t>(args.max_rail), static_cast<uint64_t>(end), args.rank});
     return false;
 }
 
-// Rows of another node, from the network ring into the NVLink rings of the local ranks that want them. Remembers their experts for combine.
+// Rows of another node, from the network ring into the NVLink rings of the local ranks that want
+// them. Remembers their experts for combine.
 template <WarpLike W, FabricLike<W> F>
 EP_FN void forwarder(W& warp, F& fabric, const DispatchArgs& args, int channel, int node) {
     const Rings<F> rings{fabric, args, channel};
     const RowFormat& format = args.format;
     if (!has_room_for_rail(warp, args, channel, node)) return;
-    if (!open_nvl_rings(warp, rings, args.topology().rank(node, 0), args.topology().ranks_per_node)) return;
+    if (!open_nvl_rings(warp, rings, args.topology().rank(node, 0), args.topology().ranks_per_node))
+        return;
     typename W::template PerLane<int> peer;
     typename W::template PerLane<void*> slot;
     Header<W> header;
@@ -216,22 +239,25 @@ EP_FN void forwarder(W& warp, F& fabric, const DispatchArgs& args, int channel, 
         warp.template stage<Reuse::Soon>(source + format.payload(), body_bytes);
         read_header(warp, format, source, header);
         if (!belongs_to_call(warp, rings, source, rings.rank_at(node, args.local()))) return;
-        warp.lanes(format.topk,
-                   [&](int lane) { args.rail_experts[(start + i) * format.topk + lane] = header.expert[lane]; });
+        warp.lanes(format.topk, [&](int lane) {
+            args.rail_experts[(start + i) * format.topk + lane] = header.expert[lane];
+        });
         const uint32_t lanes = peers_on_node(warp, args, args.node(), header.expert, peer);
         if (!take_slots(warp, rings, node, lanes, peer, batch, slot)) return;
-        write_part(warp, format, slot, lanes, format.payload(), source + format.payload(), body_bytes);
+        write_part(warp, format, slot, lanes, format.payload(), source + format.payload(),
+                   body_bytes);
         write_header(warp, format, slot, lanes, rings.tag, header);
         warp.template credit<Scope::Rank>(&rings.rdma_in(node).next, ++next);
     }
     publish_tails(warp, rings, node);
 }
 
-// Copies one row out of its ring to its place at each of its local experts, and remembers the places for combine. A row that combine's
-// table has no room for is left out: zeros lie in its places.
+// Copies one row out of its ring to its place at each of its local experts, and remembers the
+// places for combine. A row that combine's table has no room for is left out: zeros lie in its
+// places.
 template <WarpLike W>
-EP_FN void place_row(W& warp, const DispatchArgs& args, const char* slot, const Header<W>& header, int source_rank,
-                     int64_t received) {
+EP_FN void place_row(W& warp, const DispatchArgs& args, const char* slot, const Header<W>& header,
+                     int source_rank, int64_t received) {
     const Layout& layout = args.layout;
     const RowFormat& format = args.format;
     const int first_expert = args.rank * layout.local_experts();
@@ -243,7 +269,8 @@ EP_FN void place_row(W& warp, const DispatchArgs& args, const char* slot, const 
         position[lane] = TransferArgs::kElsewhere;
         if (expert >= 0 && expert < layout.local_experts()) {
             const int64_t place = layout.expert_base(source_rank)[expert] + header.index[lane];
-            const bool fits = place >= 0 && place < layout.expert_start(expert + 1) && place < args.max_rows;
+            const bool fits =
+                place >= 0 && place < layout.expert_start(expert + 1) && place < args.max_rows;
             position[lane] = fits ? static_cast<int>(place) : TransferArgs::kOverflowed;
         }
         if (remembered) args.positions[received * format.topk + lane] = position[lane];
@@ -251,18 +278,20 @@ EP_FN void place_row(W& warp, const DispatchArgs& args, const char* slot, const 
             const size_t place = position[lane];
             row[lane] = args.recv_x + place * format.payload_bytes;
             scales[lane] = args.recv_scales + place * format.scale_bytes;
-            store_weight(args.recv_weights + place * format.weight_bytes, remembered ? header.weight[lane] : 0,
-                         format.weight_bytes);
+            store_weight(args.recv_weights + place * format.weight_bytes,
+                         remembered ? header.weight[lane] : 0, format.weight_bytes);
         }
     });
-    const uint32_t overflowed =
-        warp.ballot(format.topk, [&](int lane) { return position[lane] == TransferArgs::kOverflowed; });
+    const uint32_t overflowed = warp.ballot(
+        format.topk, [&](int lane) { return position[lane] == TransferArgs::kOverflowed; });
     if (overflowed || !remembered) layout.totals().overflow = 1;
     const uint32_t placed = warp.ballot(format.topk, [&](int lane) { return position[lane] >= 0; });
     const uint32_t written = remembered ? placed : 0;
-    warp.template multicast<Reuse::Late>(row, written, slot + format.payload(), format.payload_bytes);
+    warp.template multicast<Reuse::Late>(row, written, slot + format.payload(),
+                                         format.payload_bytes);
     if (format.scale_bytes)
-        warp.template multicast<Reuse::Late>(scales, written, slot + format.scales(), format.scale_bytes);
+        warp.template multicast<Reuse::Late>(scales, written, slot + format.scales(),
+                                             format.scale_bytes);
     for_each_lane(placed & ~written, [&](int lane) {
         warp.zero(warp.broadcast(row, lane), format.payload_bytes);
         warp.zero(warp.broadcast(scales, lane), format.scale_bytes);
@@ -271,28 +300,31 @@ EP_FN void place_row(W& warp, const DispatchArgs& args, const char* slot, const 
 
 // From the rings of up to `most` source ranks to the experts.
 template <WarpLike W, FabricLike<W> F>
-EP_FN void receiver(W& warp, F& fabric, const DispatchArgs& args, int channel, int first_rank, int most = 32) {
+EP_FN void receiver(W& warp, F& fabric, const DispatchArgs& args, int channel, int first_rank,
+                    int most = 32) {
     const Rings<F> rings{fabric, args, channel};
     const RowFormat& format = args.format;
     const int count = lanes_from(first_rank, args.topology().world(), most);
     Header<W> header;
-    serve_in_turn(warp, rings, first_rank, count, Wait::NvlRow, nvl_row<W, F>, [&](const Turn& turn) {
-        for (int i = 0; i < turn.rows; ++i) {
-            const char* slot = rings.nvl_in_slot(turn.node, turn.peer, turn.position + i);
-            warp.template stage<Reuse::Soon>(slot + format.payload(), format.payload_bytes);
-            read_header(warp, format, slot, header);
-            if (!belongs_to_call(warp, rings, slot, turn.rank)) return false;
-            place_row(warp, args, slot, header, turn.rank, turn.first + i);
-        }
-        const uint64_t next = turn.position + turn.rows;
-        InCursor& in = rings.nvl_in(turn.node, turn.peer);
-        warp.lanes(1, [&](int) { in.next = in.published = next; });
-        warp.template credit<Scope::System>(rings.nvl_in_head(turn.node, turn.peer), next);
-        return true;
-    });
+    serve_in_turn(
+        warp, rings, first_rank, count, Wait::NvlRow, nvl_row<W, F>, [&](const Turn& turn) {
+            for (int i = 0; i < turn.rows; ++i) {
+                const char* slot = rings.nvl_in_slot(turn.node, turn.peer, turn.position + i);
+                warp.template stage<Reuse::Soon>(slot + format.payload(), format.payload_bytes);
+                read_header(warp, format, slot, header);
+                if (!belongs_to_call(warp, rings, slot, turn.rank)) return false;
+                place_row(warp, args, slot, header, turn.rank, turn.first + i);
+            }
+            const uint64_t next = turn.position + turn.rows;
+            InCursor& in = rings.nvl_in(turn.node, turn.peer);
+            warp.lanes(1, [&](int) { in.next = in.published = next; });
+            warp.template credit<Scope::System>(rings.nvl_in_head(turn.node, turn.peer), next);
+            return true;
+        });
 }
 
-// Rows that no token fills hold zeros, and so do their scales and weights: the padding of an expert, and what lies behind the last expert.
+// Rows that no token fills hold zeros, and so do their scales and weights: the padding of an
+// expert, and what lies behind the last expert.
 template <WarpLike W>
 EP_FN void clear_rows(W& warp, const DispatchArgs& args, int64_t first, int64_t end) {
     const RowFormat& format = args.format;

@@ -5,7 +5,8 @@
 
 namespace ep {
 
-// The layout of one rank's own tokens, in three steps that each need the one before on all channels. Nobody else is asked.
+// The layout of one rank's own tokens, in three steps that each need the one before on all
+// channels. Nobody else is asked.
 
 // Tokens that fit the lanes, for a warp whose lanes run at the same time: a lane each (token, k).
 template <WarpLike W>
@@ -21,22 +22,26 @@ EP_FN void for_some_tokens(const Layout& layout, int channel, F&& f) {
         f(token, end - token < most ? end - token : most);
 }
 
-// Adds 1 to counts[key] for every lane with a key; before[lane]: what its key's count was, with the lower lanes that have the same key.
+// Adds 1 to counts[key] for every lane with a key; before[lane]: what its key's count was, with the
+// lower lanes that have the same key.
 template <WarpLike W>
-EP_FN void count_keys(W& warp, int lanes, const typename W::template PerLane<int>& key, int32_t* counts,
-                      typename W::template PerLane<int>& before) {
+EP_FN void count_keys(W& warp, int lanes, const typename W::template PerLane<int>& key,
+                      int32_t* counts, typename W::template PerLane<int>& before) {
     typename W::template PerLane<uint32_t> equal;
     warp.match(lanes, key, equal);
     warp.lanes(lanes, [&](int lane) {
-        if (equal[lane]) before[lane] = counts[key[lane]] + popcount(equal[lane] & ((uint32_t{1} << lane) - 1));
+        if (equal[lane])
+            before[lane] = counts[key[lane]] + popcount(equal[lane] & ((uint32_t{1} << lane) - 1));
     });
     warp.lanes(lanes, [&](int lane) {
-        if (equal[lane] && lowest_lane(equal[lane]) == lane) counts[key[lane]] += popcount(equal[lane]);
+        if (equal[lane] && lowest_lane(equal[lane]) == lane)
+            counts[key[lane]] += popcount(equal[lane]);
     });
 }
 
-// Step 1, a warp a channel: reads the ids and counts them. A token with an id outside [-1, E) or with the same id twice counts
-// as going nowhere and is reported, so that no later step can meet an invalid id.
+// Step 1, a warp a channel: reads the ids and counts them. A token with an id outside [-1, E) or
+// with the same id twice counts as going nowhere and is reported, so that no later step can meet an
+// invalid id.
 template <WarpLike W>
 EP_FN void count_channel(W& warp, const NotifyArgs& args, int channel) {
     const Layout& layout = args.layout;
@@ -57,18 +62,21 @@ EP_FN void count_channel(W& warp, const NotifyArgs& args, int channel) {
         const size_t first = static_cast<size_t>(token) * topk;
         // The lanes of a mask that belong to the same token as this one.
         auto of_token = [&](uint32_t mask, int lane) {
-            return mask >> lane / topk * topk & (topk < 32 ? (uint32_t{1} << topk) - 1 : ~uint32_t{0});
+            return mask >> lane / topk * topk &
+                   (topk < 32 ? (uint32_t{1} << topk) - 1 : ~uint32_t{0});
         };
         warp.lanes(lanes, [&](int lane) {
-            id[lane] = args.index_bytes == 8 ? static_cast<const int64_t*>(args.topk_idx)[first + lane]
-                                             : static_cast<const int32_t*>(args.topk_idx)[first + lane];
+            id[lane] = args.index_bytes == 8
+                           ? static_cast<const int64_t*>(args.topk_idx)[first + lane]
+                           : static_cast<const int32_t*>(args.topk_idx)[first + lane];
             const bool named = id[lane] >= 0 && id[lane] < layout.num_experts;
             expert[lane] = named ? static_cast<int>(id[lane]) : -1;
             key[lane] = named ? lane / topk * layout.num_experts + expert[lane] : -1;
         });
         const uint32_t firsts = warp.first_of(lanes, key);
         const uint32_t invalid = warp.ballot(lanes, [&](int lane) {
-            return id[lane] < -1 || id[lane] >= layout.num_experts || (expert[lane] >= 0 && !(firsts >> lane & 1));
+            return id[lane] < -1 || id[lane] >= layout.num_experts ||
+                   (expert[lane] >= 0 && !(firsts >> lane & 1));
         });
         if (invalid) {
             const int bad = lowest_lane(invalid) / topk;
@@ -97,7 +105,8 @@ EP_FN void count_channel(W& warp, const NotifyArgs& args, int channel) {
     });
 }
 
-// Step 2, any warp any experts: counts per channel become sums over the channels before; row C holds the totals.
+// Step 2, any warp any experts: counts per channel become sums over the channels before; row C
+// holds the totals.
 template <WarpLike W>
 EP_FN void sum_channels(W& warp, const NotifyArgs& args, int first_expert, int num_experts) {
     const int channels = args.layout.channels;
@@ -106,7 +115,9 @@ EP_FN void sum_channels(W& warp, const NotifyArgs& args, int first_expert, int n
         int sum = 0;
         for (int first = 0; first < channels; first += 32) {
             const int lanes = lanes_from(first, channels);
-            auto here = [&](int lane) -> int32_t& { return args.layout.expert_counts(first + lane)[expert]; };
+            auto here = [&](int lane) -> int32_t& {
+                return args.layout.expert_counts(first + lane)[expert];
+            };
             warp.lanes(lanes, [&](int lane) { rows[lane] = here(lane); });
             const int total = warp.exclusive_scan(lanes, rows);
             warp.lanes(lanes, [&](int lane) { here(lane) = sum + rows[lane]; });
@@ -116,8 +127,9 @@ EP_FN void sum_channels(W& warp, const NotifyArgs& args, int first_expert, int n
     }
 }
 
-// Step 3, a warp a channel: every (token, k) learns how many rows of this rank go to the same expert before it. That number and
-// the start of the rank's rows at the expert are a row's position: no counter is shared by anyone.
+// Step 3, a warp a channel: every (token, k) learns how many rows of this rank go to the same
+// expert before it. That number and the start of the rank's rows at the expert are a row's
+// position: no counter is shared by anyone.
 template <WarpLike W>
 EP_FN void index_channel(W& warp, const NotifyArgs& args, int channel) {
     const Layout& layout = args.layout;

@@ -6,19 +6,22 @@
 
 namespace ep {
 
-// Counts travel as rows do: along the rail to the node, then inside the node to the rank. One block goes to a node (the counts of each of
-// its ranks, then tokens per channel); one block of it goes on to a rank (rows per local expert, then rows per channel).
+// Counts travel as rows do: along the rail to the node, then inside the node to the rank. One block
+// goes to a node (the counts of each of its ranks, then tokens per channel); one block of it goes
+// on to a rank (rows per local expert, then rows per channel).
 //
-// Blocks are double-buffered by the epoch's parity. That suffices: a rank that is done with epoch e has heard from all ranks that
-// they entered e, so all of them are done reading e - 1.
+// Blocks are double-buffered by the epoch's parity. That suffices: a rank that is done with epoch e
+// has heard from all ranks that they entered e, so all of them are done reading e - 1.
 
-// One warp moves all counts of a rank, so it reads some before it writes the first: those of a lane.
+// One warp moves all counts of a rank, so it reads some before it writes the first: those of a
+// lane.
 struct Counts {
     static constexpr int kSize = 8;
     int32_t values[kSize];
 };
 
-// f(lane, i, number) for numbers from `first` on, as far as they lie below `count`; i is the place in the lane's Counts.
+// f(lane, i, number) for numbers from `first` on, as far as they lie below `count`; i is the place
+// in the lane's Counts.
 template <WarpLike W, class F>
 EP_FN void for_counts(W& warp, int first, int count, F&& f) {
     warp.lanes(lanes_from(first, count), [&](int lane) {
@@ -34,8 +37,10 @@ template <WarpLike W, class Load, class Store>
 EP_FN void move_counts(W& warp, int count, Load&& load, Store&& store) {
     typename W::template PerLane<Counts> counts;
     for (int first = 0; first < count; first += 32 * Counts::kSize) {
-        for_counts(warp, first, count, [&](int lane, int i, int number) { counts[lane].values[i] = load(number); });
-        for_counts(warp, first, count, [&](int lane, int i, int number) { store(number, counts[lane].values[i]); });
+        for_counts(warp, first, count,
+                   [&](int lane, int i, int number) { counts[lane].values[i] = load(number); });
+        for_counts(warp, first, count,
+                   [&](int lane, int i, int number) { store(number, counts[lane].values[i]); });
     }
 }
 
@@ -46,7 +51,8 @@ EP_FN int scan_counts(W& warp, int count, Load&& load, Store&& store) {
     typename W::template PerLane<int> row;
     int sum = 0;
     for (int first = 0; first < count; first += 32 * Counts::kSize) {
-        for_counts(warp, first, count, [&](int lane, int i, int number) { counts[lane].values[i] = load(number); });
+        for_counts(warp, first, count,
+                   [&](int lane, int i, int number) { counts[lane].values[i] = load(number); });
         for (int i = 0; i < Counts::kSize && first + 32 * i < count; ++i) {
             const int lanes = lanes_from(first + 32 * i, count);
             warp.lanes(lanes, [&](int lane) { row[lane] = counts[lane].values[i]; });
@@ -54,7 +60,8 @@ EP_FN int scan_counts(W& warp, int count, Load&& load, Store&& store) {
             warp.lanes(lanes, [&](int lane) { counts[lane].values[i] = sum + row[lane]; });
             sum += total;
         }
-        for_counts(warp, first, count, [&](int lane, int i, int number) { store(number, counts[lane].values[i]); });
+        for_counts(warp, first, count,
+                   [&](int lane, int i, int number) { store(number, counts[lane].values[i]); });
     }
     return sum;
 }
@@ -66,23 +73,27 @@ EP_FN void send_counts(W& warp, F& fabric, const NotifyArgs& args) {
     const Topology& topology = heap.topology;
     const int own_node = topology.node_of(args.rank);
     const int parity = args.epoch & 1;
-    const int local_experts = layout.local_experts(), rank_counts = static_cast<int>(heap.rank_counts());
+    const int local_experts = layout.local_experts(),
+              rank_counts = static_cast<int>(heap.rank_counts());
     for (int node = 0; node < topology.nodes; ++node) {
-        const size_t staging =
-            node == own_node ? heap.notify_rail(parity, own_node) : heap.notify_staging(parity, node);
+        const size_t staging = node == own_node ? heap.notify_rail(parity, own_node)
+                                                : heap.notify_staging(parity, node);
         int32_t* block = fabric.template own<int32_t>(staging);
         auto count_of = [&](int number) -> int32_t {
             const int local = number / rank_counts, item = number % rank_counts;
             if (local == topology.ranks_per_node) return layout.node_tokens(item, node);
             const int rank = topology.rank(node, local);
-            return item < local_experts ? layout.expert_counts(layout.channels)[rank * local_experts + item]
-                                        : layout.rank_tokens(item - local_experts, rank);
+            return item < local_experts
+                       ? layout.expert_counts(layout.channels)[rank * local_experts + item]
+                       : layout.rank_tokens(item - local_experts, rank);
         };
         move_counts(warp, static_cast<int>(heap.node_counts()), count_of,
                     [&](int number, int32_t count) { block[number] = count; });
         if (node == own_node) continue;
-        fabric.put(warp, heap.channels, node, heap.notify_rail(parity, own_node), staging, heap.node_block_bytes());
-        fabric.put_signal(warp, heap.channels, node, heap.notify_rail_flag(own_node), args.epoch - 1, args.epoch);
+        fabric.put(warp, heap.channels, node, heap.notify_rail(parity, own_node), staging,
+                   heap.node_block_bytes());
+        fabric.put_signal(warp, heap.channels, node, heap.notify_rail_flag(own_node),
+                          args.epoch - 1, args.epoch);
     }
 }
 
@@ -98,8 +109,9 @@ EP_FN bool relay_counts(W& warp, F& fabric, const NotifyArgs& args) {
     for (int node = 0; node < topology.nodes; ++node) {
         const bool here = warp.wait_all(Wait::NotifyRail, 1, [&](int) {
             if (node == own_node) return nothing_to_wait_for();
-            return Need{fabric.template acquire_signal<W>(heap.channels, heap.notify_rail_flag(node)), args.epoch,
-                        topology.rank(node, own_local)};
+            return Need{
+                fabric.template acquire_signal<W>(heap.channels, heap.notify_rail_flag(node)),
+                args.epoch, topology.rank(node, own_local)};
         });
         if (!here) return false;
         const int32_t* block = fabric.template own<int32_t>(heap.notify_rail(parity, node));
@@ -112,16 +124,19 @@ EP_FN bool relay_counts(W& warp, F& fabric, const NotifyArgs& args) {
                 fabric.template peer<int32_t>(local, target)[item] = count;
             }
         };
-        move_counts(warp, static_cast<int>(heap.node_counts()), [&](int number) { return block[number]; }, pass_on);
+        move_counts(
+            warp, static_cast<int>(heap.node_counts()), [&](int number) { return block[number]; },
+            pass_on);
     }
     for (int local = 0; local < topology.ranks_per_node; ++local) {
-        warp.template publish<Scope::System>(fabric.template peer<uint64_t>(local, heap.notify_node_flag(own_local)),
-                                             args.epoch);
+        warp.template publish<Scope::System>(
+            fabric.template peer<uint64_t>(local, heap.notify_node_flag(own_local)), args.epoch);
     }
     return true;
 }
 
-// Everything that dispatch needs to know: where each source rank's rows start at each expert and how many rows each ring will carry.
+// Everything that dispatch needs to know: where each source rank's rows start at each expert and
+// how many rows each ring will carry.
 template <WarpLike W, FabricLike<W> F>
 EP_FN bool receive_counts(W& warp, F& fabric, const NotifyArgs& args) {
     const Layout& layout = args.layout;
@@ -132,15 +147,17 @@ EP_FN bool receive_counts(W& warp, F& fabric, const NotifyArgs& args) {
         const int count = lanes_from(first, topology.ranks_per_node);
         const bool here = warp.wait_all(Wait::NotifyNode, count, [&](int lane) {
             const size_t flag = heap.notify_node_flag(first + lane);
-            return Need{W::template acquire<Scope::System>(fabric.template own<uint64_t>(flag)), args.epoch,
-                        topology.rank(topology.node_of(args.rank), first + lane)};
+            return Need{W::template acquire<Scope::System>(fabric.template own<uint64_t>(flag)),
+                        args.epoch, topology.rank(topology.node_of(args.rank), first + lane)};
         });
         if (!here) return false;
     }
-    const int world = layout.world(), local_experts = layout.local_experts(), channels = layout.channels;
+    const int world = layout.world(), local_experts = layout.local_experts(),
+              channels = layout.channels;
     const int rank_counts = static_cast<int>(heap.rank_counts());
     auto count_of = [&](int number) {
-        return fabric.template own<int32_t>(heap.notify_node(parity, number / rank_counts))[number % rank_counts];
+        return fabric.template own<int32_t>(
+            heap.notify_node(parity, number / rank_counts))[number % rank_counts];
     };
     auto keep = [&](int number, int32_t count) {
         const int rank = number / rank_counts, item = number % rank_counts;
@@ -152,7 +169,9 @@ EP_FN bool receive_counts(W& warp, F& fabric, const NotifyArgs& args) {
     };
     move_counts(warp, world * rank_counts, count_of, keep);
     // rank (or node) after rank, channel after channel
-    auto received = [&](int number) { return layout.received(number % channels, number / channels); };
+    auto received = [&](int number) {
+        return layout.received(number % channels, number / channels);
+    };
     auto received_start = [&](int number, int32_t start) {
         layout.received_start(number % channels, number / channels) = start;
     };
@@ -172,10 +191,12 @@ EP_FN bool receive_counts(W& warp, F& fabric, const NotifyArgs& args) {
         const int lanes = lanes_from(first, local_experts);
         warp.lanes(lanes, [&](int lane) {
             int count = 0;
-            for (int rank = 0; rank < world; ++rank) count += layout.expert_base(rank)[first + lane];
+            for (int rank = 0; rank < world; ++rank)
+                count += layout.expert_base(rank)[first + lane];
             layout.expert_count(first + lane) = count;
-            rows[lane] = args.expert_capacity > 0 ? args.expert_capacity
-                                                  : static_cast<int>(align_up(count, args.expert_alignment));
+            rows[lane] = args.expert_capacity > 0
+                             ? args.expert_capacity
+                             : static_cast<int>(align_up(count, args.expert_alignment));
         });
         const int total = warp.exclusive_scan(lanes, rows);
         warp.lanes(lanes, [&](int lane) {

@@ -9,7 +9,8 @@ namespace ep {
 // Cursors of the two ends of a ring, one line each in the heap of the rank that owns them.
 struct OutCursor {
     uint64_t next;       // slots filled so far
-    uint64_t published;  // of these, how many the consumer has been told of (network rings: by sender_coordinator)
+    uint64_t published;  // of these, how many the consumer has been told of (network rings: by
+                         // sender_coordinator)
     uint64_t slot_bytes;
 };
 struct InCursor {
@@ -17,7 +18,8 @@ struct InCursor {
     uint64_t published;  // of these, how many the producer has been told of
 };
 
-// What both ends of a ring must agree on for a row to make sense, as one number: the call, the layout it uses and the rows' shape and type.
+// What both ends of a ring must agree on for a row to make sense, as one number: the call, the
+// layout it uses and the rows' shape and type.
 EP_FN uint64_t row_tag(const TransferArgs& args) {
     uint64_t tag = args.is_combine;
     auto add = [&](uint64_t value) {
@@ -26,12 +28,15 @@ EP_FN uint64_t row_tag(const TransferArgs& args) {
     };
     add(args.call);
     add(args.layout.totals().epoch);
-    add(static_cast<uint64_t>(args.format.payload_bytes) << 32 | static_cast<uint32_t>(args.format.payload_type));
-    add(static_cast<uint64_t>(args.format.scale_bytes) << 32 | args.format.weight_bytes << 16 | args.format.topk);
+    add(static_cast<uint64_t>(args.format.payload_bytes) << 32 |
+        static_cast<uint32_t>(args.format.payload_type));
+    add(static_cast<uint64_t>(args.format.scale_bytes) << 32 | args.format.weight_bytes << 16 |
+        args.format.topk);
     return tag | 1;  // never that of a ring that was not written yet
 }
 
-// The rings of one channel as the roles of one rank see them. `peer` is the local rank at the other end.
+// The rings of one channel as the roles of one rank see them. `peer` is the local rank at the other
+// end.
 template <class F>
 struct Rings {
     F& fabric;
@@ -50,7 +55,8 @@ struct Rings {
         return fabric.template own<uint64_t>(args.heap.nvl_head(channel, node, peer));
     }
     EP_FN uint64_t* nvl_out_tail(int node, int peer) const {
-        return fabric.template peer<uint64_t>(peer, args.heap.nvl_tail(channel, node, args.local()));
+        return fabric.template peer<uint64_t>(peer,
+                                              args.heap.nvl_tail(channel, node, args.local()));
     }
     EP_FN char* nvl_out_slot(int node, int peer, uint64_t position) const {
         return fabric.template peer<char>(peer, args.heap.nvl_data(channel, node, args.local())) +
@@ -65,13 +71,16 @@ struct Rings {
         return fabric.template own<uint64_t>(args.heap.nvl_tail(channel, node, peer));
     }
     EP_FN uint64_t* nvl_in_head(int node, int peer) const {
-        return fabric.template peer<uint64_t>(peer, args.heap.nvl_head(channel, node, args.local()));
+        return fabric.template peer<uint64_t>(peer,
+                                              args.heap.nvl_head(channel, node, args.local()));
     }
     EP_FN const char* nvl_in_slot(int node, int peer, uint64_t position) const {
-        return fabric.template own<char>(args.heap.nvl_data(channel, node, peer)) + slot(position, nvl_slots);
+        return fabric.template own<char>(args.heap.nvl_data(channel, node, peer)) +
+               slot(position, nvl_slots);
     }
 
-    // Network rings. `next` is shared between the role that fills (drains) slots and its coordinator.
+    // Network rings. `next` is shared between the role that fills (drains) slots and its
+    // coordinator.
     EP_FN OutCursor& rdma_out(int node) const {
         return *fabric.template own<OutCursor>(args.heap.rdma_out(channel, node));
     }
@@ -84,25 +93,32 @@ struct Rings {
             return fabric.template rail<char>(node, args.heap.rdma_data(channel, args.node())) +
                    slot(position, rdma_slots);
         } else {
-            return fabric.template own<char>(args.heap.rdma_staging(channel, node)) + slot(position, rdma_slots);
+            return fabric.template own<char>(args.heap.rdma_staging(channel, node)) +
+                   slot(position, rdma_slots);
         }
     }
-    EP_FN InCursor& rdma_in(int node) const { return *fabric.template own<InCursor>(args.heap.rdma_in(channel, node)); }
+    EP_FN InCursor& rdma_in(int node) const {
+        return *fabric.template own<InCursor>(args.heap.rdma_in(channel, node));
+    }
     template <class W>
     EP_FN uint64_t acquire_rdma_tail(int node) const {
         return fabric.template acquire_signal<W>(channel, args.heap.rdma_tail(channel, node));
     }
     EP_FN const char* rdma_in_slot(int node, uint64_t position) const {
-        return fabric.template own<char>(args.heap.rdma_data(channel, node)) + slot(position, rdma_slots);
+        return fabric.template own<char>(args.heap.rdma_data(channel, node)) +
+               slot(position, rdma_slots);
     }
 
-    EP_FN size_t slot(uint64_t position, uint64_t slots) const { return (position & (slots - 1)) * slot_bytes; }
+    EP_FN size_t slot(uint64_t position, uint64_t slots) const {
+        return (position & (slots - 1)) * slot_bytes;
+    }
 
     EP_FN int rank_at(int node, int peer) const { return args.topology().rank(node, peer); }
 };
 
-// The role's rings towards `count` ranks from `first_rank` on, by the source rank of what they carry (dispatch: all of its own node).
-// A call may use slots of another size than the call before it: then the ring must have run empty first, or the two would overlap.
+// The role's rings towards `count` ranks from `first_rank` on, by the source rank of what they
+// carry (dispatch: all of its own node). A call may use slots of another size than the call before
+// it: then the ring must have run empty first, or the two would overlap.
 template <WarpLike W, class F>
 EP_FN bool open_nvl_rings(W& warp, const Rings<F>& rings, int first_rank, int count) {
     const uint64_t slot_bytes = rings.slot_bytes;
@@ -115,8 +131,8 @@ EP_FN bool open_nvl_rings(W& warp, const Rings<F>& rings, int first_rank, int co
         const bool drained = warp.wait_all(Wait::NvlDrain, lanes, [&](int lane) {
             if (out(lane).slot_bytes == slot_bytes) return nothing_to_wait_for();
             const int node = topology.node_of(first + lane), peer = topology.local_of(first + lane);
-            return Need{W::template acquire<Scope::System>(rings.nvl_out_head(node, peer)), out(lane).next,
-                        rings.rank_at(rings.args.node(), peer)};
+            return Need{W::template acquire<Scope::System>(rings.nvl_out_head(node, peer)),
+                        out(lane).next, rings.rank_at(rings.args.node(), peer)};
         });
         if (!drained) return false;
         warp.lanes(lanes, [&](int lane) { out(lane).slot_bytes = slot_bytes; });
@@ -130,7 +146,8 @@ EP_FN bool open_rdma_ring(W& warp, const Rings<F>& rings, int node) {
     const uint64_t slot_bytes = rings.slot_bytes;
     const bool drained = warp.wait_all(Wait::RdmaDrain, 1, [&](int) {
         if (out.slot_bytes == slot_bytes) return nothing_to_wait_for();
-        return Need{rings.template acquire_rdma_head<W>(node), out.next, rings.rank_at(node, rings.args.local())};
+        return Need{rings.template acquire_rdma_head<W>(node), out.next,
+                    rings.rank_at(node, rings.args.local())};
     });
     if (drained) warp.lanes(1, [&](int) { out.slot_bytes = slot_bytes; });
     return drained;
@@ -141,10 +158,12 @@ template <WarpLike W, class F>
 EP_FN void publish_tails(W& warp, const Rings<F>& rings, int node) {
     const int peers = rings.args.topology().ranks_per_node;
     for (int first = 0; first < peers; first += 32) {
-        warp.template publish_lanes<Scope::System>(lanes_from(first, peers), [&](int lane, auto&& store) {
-            OutCursor& out = rings.nvl_out(node, first + lane);
-            if (out.published != out.next) store(rings.nvl_out_tail(node, first + lane), out.published = out.next);
-        });
+        warp.template publish_lanes<Scope::System>(
+            lanes_from(first, peers), [&](int lane, auto&& store) {
+                OutCursor& out = rings.nvl_out(node, first + lane);
+                if (out.published != out.next)
+                    store(rings.nvl_out_tail(node, first + lane), out.published = out.next);
+            });
     }
 }
 
@@ -153,19 +172,22 @@ template <WarpLike W, class F>
 EP_FN void publish_heads(W& warp, const Rings<F>& rings, int node) {
     const int peers = rings.args.topology().ranks_per_node;
     for (int first = 0; first < peers; first += 32) {
-        warp.template credit_lanes<Scope::System>(lanes_from(first, peers), [&](int lane, auto&& store) {
-            InCursor& in = rings.nvl_in(node, first + lane);
-            if (in.published != in.next) store(rings.nvl_in_head(node, first + lane), in.published = in.next);
-        });
+        warp.template credit_lanes<Scope::System>(
+            lanes_from(first, peers), [&](int lane, auto&& store) {
+                InCursor& in = rings.nvl_in(node, first + lane);
+                if (in.published != in.next)
+                    store(rings.nvl_in_head(node, first + lane), in.published = in.next);
+            });
     }
 }
 
-// Here and below the own cursor is read before the flag is acquired: loads after an acquire wait for it.
+// Here and below the own cursor is read before the flag is acquired: loads after an acquire wait
+// for it.
 template <WarpLike W, class F>
 EP_FN Need nvl_credit(const Rings<F>& rings, int node, int peer) {
     const uint64_t next = rings.nvl_out(node, peer).next;
-    return {W::template acquire<Scope::System>(rings.nvl_out_head(node, peer)) + rings.nvl_slots, next + 1,
-            rings.rank_at(rings.args.node(), peer)};
+    return {W::template acquire<Scope::System>(rings.nvl_out_head(node, peer)) + rings.nvl_slots,
+            next + 1, rings.rank_at(rings.args.node(), peer)};
 }
 
 template <WarpLike W, class F>
@@ -183,22 +205,26 @@ EP_FN Need rdma_credit(const Rings<F>& rings, int node, uint64_t next) {
 
 template <WarpLike W, class F>
 EP_FN Need rdma_row(const Rings<F>& rings, int node, uint64_t next) {
-    return {rings.template acquire_rdma_tail<W>(node), next + 1, rings.rank_at(node, rings.args.local())};
+    return {rings.template acquire_rdma_tail<W>(node), next + 1,
+            rings.rank_at(node, rings.args.local())};
 }
 
-// Rows of another call mean that the ranks issued different sequences of calls. A row per lane in the mask: its slot and the rank it is from.
+// Rows of another call mean that the ranks issued different sequences of calls. A row per lane in
+// the mask: its slot and the rank it is from.
 template <WarpLike W, class F, class RankOf>
 EP_FN bool belong_to_call(W& warp, const Rings<F>& rings, uint32_t mask,
                           const typename W::template PerLane<const void*>& slot, RankOf&& rank_of) {
     typename W::template PerLane<uint64_t> tag;
     const uint32_t strangers = warp.ballot(rings.args.format.topk, [&](int lane) {
         if (!(mask >> lane & 1)) return false;
-        tag[lane] = *reinterpret_cast<const uint64_t*>(static_cast<const char*>(slot[lane]) + rings.args.format.tag());
+        tag[lane] = *reinterpret_cast<const uint64_t*>(static_cast<const char*>(slot[lane]) +
+                                                       rings.args.format.tag());
         return tag[lane] != rings.tag;
     });
     if (!strangers) return true;
     const int lane = lowest_lane(strangers);
-    warp.fail(Outcome::Mismatch, Wait::None, Need{warp.broadcast(tag, lane), rings.tag, rank_of(lane)});
+    warp.fail(Outcome::Mismatch, Wait::None,
+              Need{warp.broadcast(tag, lane), rings.tag, rank_of(lane)});
     return false;
 }
 

@@ -13,11 +13,13 @@ struct Turn {
     uint64_t position;  // of the first in its ring
 };
 
-// Serves the rows of `count` source ranks from `first_rank` on, a lane each, whichever is ready: blocking on one could close a circle of full rings.
-// `need(rings, node, peer)` is what a lane waits for: to see more rows, or more room, than its ring's position. `serve(turn)`: false ends it all.
+// Serves the rows of `count` source ranks from `first_rank` on, a lane each, whichever is ready:
+// blocking on one could close a circle of full rings. `need(rings, node, peer)` is what a lane
+// waits for: to see more rows, or more room, than its ring's position. `serve(turn)`: false ends it
+// all.
 template <WarpLike W, class F, class NeedOf, class Serve>
-EP_FN void serve_in_turn(W& warp, const Rings<F>& rings, int first_rank, int count, Wait wait, NeedOf&& need,
-                         Serve&& serve) {
+EP_FN void serve_in_turn(W& warp, const Rings<F>& rings, int first_rank, int count, Wait wait,
+                         NeedOf&& need, Serve&& serve) {
     const Layout& layout = rings.args.layout;
     const Topology& topology = rings.args.topology();
     typename W::template PerLane<int> left, end, node_of, peer_of;
@@ -40,10 +42,12 @@ EP_FN void serve_in_turn(W& warp, const Rings<F>& rings, int first_rank, int cou
         bool go_on = true;
         for_each_lane(ready, [&](int lane) {
             const int rows_left = warp.broadcast(left, lane);
-            const uint64_t from = warp.broadcast(position, lane), seen = warp.broadcast(limit, lane) - from;
+            const uint64_t from = warp.broadcast(position, lane),
+                           seen = warp.broadcast(limit, lane) - from;
             const int most = rows_left < rings.args.nvl_batch ? rows_left : rings.args.nvl_batch;
             const int rows = seen < static_cast<uint64_t>(most) ? static_cast<int>(seen) : most;
-            go_on = go_on && serve(Turn{first_rank + lane, warp.broadcast(node_of, lane), warp.broadcast(peer_of, lane),
+            go_on = go_on && serve(Turn{first_rank + lane, warp.broadcast(node_of, lane),
+                                        warp.broadcast(peer_of, lane),
                                         warp.broadcast(end, lane) - rows_left, rows, from});
             warp.lanes(count, [&](int other) {
                 if (other == lane) left[other] -= rows;

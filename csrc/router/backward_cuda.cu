@@ -13,7 +13,8 @@ size_t backward_bytes(const RouterConfig& config) {
 
 template <class Storage>
 __global__ void __launch_bounds__(kMaxThreads)
-    router_backward(const RouterConfig config, const RouterBackward args, const int bytes_per_warp) {
+    router_backward(const RouterConfig config, const RouterBackward args,
+                    const int bytes_per_warp) {
     using R = Real<Storage>;
     extern __shared__ __align__(16) unsigned char memory[];
     const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
@@ -31,13 +32,15 @@ __global__ void __launch_bounds__(kMaxThreads)
 
 template <class Storage>
 void launch(const RouterConfig& config, const RouterBackward& args, cudaStream_t stream) {
-    launch_rows(router_backward<Storage>, config, args, backward_bytes<Real<Storage>>(config), stream);
+    launch_rows(router_backward<Storage>, config, args, backward_bytes<Real<Storage>>(config),
+                stream);
 }
 
 }  // namespace
 }  // namespace router
 
-void router_backward_cuda(const RouterConfig& config, const RouterBackward& args, void* stream_handle) {
+void router_backward_cuda(const RouterConfig& config, const RouterBackward& args,
+                          void* stream_handle) {
     const auto stream = static_cast<cudaStream_t>(stream_handle);
     with_type(args.dtype, [&]<class T>() { router::launch<T>(config, args, stream); });
 }

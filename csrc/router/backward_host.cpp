@@ -10,17 +10,21 @@ namespace router {
 namespace {
 
 template <class Storage>
-void backward_rows_of(const RouterConfig& config, const RouterBackward& args, int64_t first, int64_t last) {
+void backward_rows_of(const RouterConfig& config, const RouterBackward& args, int64_t first,
+                      int64_t last) {
     using R = Real<Storage>;
-    std::vector<R> scores(config.experts), grads(config.experts), pick_scores(kMaxTopk), pick_grads(kMaxTopk);
+    std::vector<R> scores(config.experts), grads(config.experts), pick_scores(kMaxTopk),
+        pick_grads(kMaxTopk);
     std::vector<int32_t> ids(kMaxTopk);
-    const BackwardScratch<R> scratch{scores.data(), grads.data(), pick_scores.data(), pick_grads.data(), ids.data()};
+    const BackwardScratch<R> scratch{scores.data(), grads.data(), pick_scores.data(),
+                                     pick_grads.data(), ids.data()};
     HostTeam team;
-    for (int64_t row = first; row < last; ++row) backward_row<Storage>(team, config, args, row, scratch);
+    for (int64_t row = first; row < last; ++row)
+        backward_row<Storage>(team, config, args, row, scratch);
 }
 
-EP_ROUTER_CLONES void backward_rows(const RouterConfig& config, const RouterBackward& args, int64_t first,
-                                    int64_t last) {
+EP_ROUTER_CLONES void backward_rows(const RouterConfig& config, const RouterBackward& args,
+                                    int64_t first, int64_t last) {
     with_type(args.dtype, [&]<class T>() { backward_rows_of<T>(config, args, first, last); });
 }
 
@@ -29,8 +33,9 @@ EP_ROUTER_CLONES void backward_rows(const RouterConfig& config, const RouterBack
 
 void router_backward_host(const RouterConfig& config, const RouterBackward& args, int max_threads) {
     const int parts = router::count_parts(args.tokens, config.experts, max_threads);
-    router::in_parallel(args.tokens, parts,
-                        [&](int, int64_t first, int64_t last) { router::backward_rows(config, args, first, last); });
+    router::in_parallel(args.tokens, parts, [&](int, int64_t first, int64_t last) {
+        router::backward_rows(config, args, first, last);
+    });
 }
 
 }  // namespace ep

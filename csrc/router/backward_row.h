@@ -31,14 +31,16 @@ EP_FN void divide_by_sum_gradient(Team& team, int n, const R* x, R* grad) {
 
 // s.pick_grad from the gradients of the weights and of the dense probs.
 template <class Storage, class Team>
-EP_FN void pick_gradients(Team& team, const RouterConfig& config, const RouterBackward& args, int64_t row,
-                          const Storage* logits, const BackwardScratch<Real<Storage>>& s) {
+EP_FN void pick_gradients(Team& team, const RouterConfig& config, const RouterBackward& args,
+                          int64_t row, const Storage* logits,
+                          const BackwardScratch<Real<Storage>>& s) {
     using R = Real<Storage>;
     const int64_t* const ids = args.ids + row * config.topk;
     const R* const grad_weights =
         args.grad_weights ? static_cast<const R*>(args.grad_weights) + row * config.topk : nullptr;
     const Storage* const grad_probs =
-        args.grad_probs ? static_cast<const Storage*>(args.grad_probs) + row * config.experts : nullptr;
+        args.grad_probs ? static_cast<const Storage*>(args.grad_probs) + row * config.experts
+                        : nullptr;
     const R scale = static_cast<R>(config.scaling_factor);
     team.each(config.topk, [=](int k) {
         const int32_t id = s.id[k] = static_cast<int32_t>(ids[k]);
@@ -49,7 +51,8 @@ EP_FN void pick_gradients(Team& team, const RouterConfig& config, const RouterBa
     });
     if (config.score == ScoreFunction::PostSoftmax) {
         const R none = -kInfinity<R>;
-        softmax(team, config.topk, s.pick_score, [=](int k) { return s.id[k] < 0 ? none : to_real(logits[s.id[k]]); });
+        softmax(team, config.topk, s.pick_score,
+                [=](int k) { return s.id[k] < 0 ? none : to_real(logits[s.id[k]]); });
         softmax_gradient(team, config.topk, s.pick_score, s.pick_grad);
         return;
     }
@@ -75,8 +78,9 @@ EP_FN void write_sparse_gradient(Team& team, const RouterConfig& config, Storage
 
 // Every expert's score has a gradient: it entered a softmax or the scores of the auxiliary loss.
 template <class Storage, class Team>
-EP_FN void write_dense_gradient(Team& team, const RouterConfig& config, const Real<Storage>* grad_aux_scores,
-                                Storage* out, const BackwardScratch<Real<Storage>>& s) {
+EP_FN void write_dense_gradient(Team& team, const RouterConfig& config,
+                                const Real<Storage>* grad_aux_scores, Storage* out,
+                                const BackwardScratch<Real<Storage>>& s) {
     using R = Real<Storage>;
     const int experts = config.experts;
     const R* const score = s.score;
@@ -106,8 +110,8 @@ EP_FN void write_dense_gradient(Team& team, const RouterConfig& config, const Re
 }
 
 template <class Storage, class Team>
-EP_FN void backward_row(Team& team, const RouterConfig& config, const RouterBackward& args, int64_t row,
-                        const BackwardScratch<Real<Storage>>& s) {
+EP_FN void backward_row(Team& team, const RouterConfig& config, const RouterBackward& args,
+                        int64_t row, const BackwardScratch<Real<Storage>>& s) {
     using R = Real<Storage>;
     const Storage* const logits = static_cast<const Storage*>(args.logits) + row * config.experts;
     Storage* const out = static_cast<Storage*>(args.grad_logits) + row * config.experts;

@@ -9,7 +9,8 @@
 
 namespace ep::router {
 
-// Cuts a warp's part of shared memory into arrays; all element types have 4 or 8 bytes, the wide ones come first.
+// Cuts a warp's part of shared memory into arrays; all element types have 4 or 8 bytes, the wide
+// ones come first.
 class Carver {
   public:
     __device__ explicit Carver(unsigned char* memory) : memory_(memory) {}
@@ -27,13 +28,14 @@ class Carver {
 
 inline void check_cuda(cudaError_t error, const char* what) {
     if (error == cudaSuccess) return;
-    throw std::runtime_error(std::string("grouped_topk: ") + what + ": " + cudaGetErrorString(error));
+    throw std::runtime_error(std::string("grouped_topk: ") + what + ": " +
+                             cudaGetErrorString(error));
 }
 
 // Launches kernel(config, args, bytes_per_warp) with a warp per row.
 template <class Args>
-void launch_rows(void (*kernel)(RouterConfig, Args, int), const RouterConfig& config, const Args& args,
-                 size_t bytes_per_warp, cudaStream_t stream) {
+void launch_rows(void (*kernel)(RouterConfig, Args, int), const RouterConfig& config,
+                 const Args& args, size_t bytes_per_warp, cudaStream_t stream) {
     constexpr size_t kWithoutOptIn = 48 * 1024;
     if (args.tokens == 0) return;
     int warps = 4;
@@ -45,16 +47,18 @@ void launch_rows(void (*kernel)(RouterConfig, Args, int), const RouterConfig& co
         check_cuda(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
                    "cudaDeviceGetAttribute");
         if (shared > static_cast<size_t>(most)) {
-            throw std::invalid_argument("logits has " + std::to_string(config.experts) + " experts, which need " +
-                                        std::to_string(shared) + " bytes of shared memory; this GPU has " +
+            throw std::invalid_argument("logits has " + std::to_string(config.experts) +
+                                        " experts, which need " + std::to_string(shared) +
+                                        " bytes of shared memory; this GPU has " +
                                         std::to_string(most));
         }
-        check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)),
+        check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                        static_cast<int>(shared)),
                    "cudaFuncSetAttribute");
     }
     const int64_t blocks = (args.tokens + warps - 1) / warps;
-    kernel<<<dim3(static_cast<unsigned>(blocks)), dim3(32, warps), shared, stream>>>(config, args,
-                                                                                     static_cast<int>(bytes_per_warp));
+    kernel<<<dim3(static_cast<unsigned>(blocks)), dim3(32, warps), shared, stream>>>(
+        config, args, static_cast<int>(bytes_per_warp));
     check_cuda(cudaGetLastError(), "kernel launch");
 }
 

@@ -10,17 +10,21 @@ namespace router {
 namespace {
 
 template <class Storage>
-void forward_rows_of(const RouterConfig& config, const RouterForward& args, int64_t first, int64_t last) {
+void forward_rows_of(const RouterConfig& config, const RouterForward& args, int64_t first,
+                     int64_t last) {
     using R = Real<Storage>;
     std::vector<R> scores(config.experts), weights(kMaxTopk);
     std::vector<Key<R>> keys(config.experts), group_keys(config.groups);
     std::vector<int32_t> ids(kMaxTopk);
-    const ForwardScratch<R> scratch{scores.data(), keys.data(), group_keys.data(), weights.data(), ids.data()};
+    const ForwardScratch<R> scratch{scores.data(), keys.data(), group_keys.data(), weights.data(),
+                                    ids.data()};
     HostTeam team;
-    for (int64_t row = first; row < last; ++row) forward_row<Storage>(team, config, args, row, scratch);
+    for (int64_t row = first; row < last; ++row)
+        forward_row<Storage>(team, config, args, row, scratch);
 }
 
-EP_ROUTER_CLONES void forward_rows(const RouterConfig& config, const RouterForward& args, int64_t first, int64_t last) {
+EP_ROUTER_CLONES void forward_rows(const RouterConfig& config, const RouterForward& args,
+                                   int64_t first, int64_t last) {
     with_type(args.dtype, [&]<class T>() { forward_rows_of<T>(config, args, first, last); });
 }
 

@@ -14,7 +14,8 @@ struct ForwardScratch {
     int32_t* id;        // [kMaxTopk]
 };
 
-// The sum of the `count` largest keys as reals, added best first. Where they are does not matter, so equal ones are counted.
+// The sum of the `count` largest keys as reals, added best first. Where they are does not matter,
+// so equal ones are counted.
 template <class R, class Team>
 EP_FN R sum_top(Team& team, const Key<R>* keys, int n, int count) {
     Key<R> key = kNanKey<Key<R>>;  // nothing is above it
@@ -29,13 +30,14 @@ EP_FN R sum_top(Team& team, const Key<R>* keys, int n, int count) {
     }
 }
 
-// Takes the experts of all but the best groups out of the choice. A group's score is the sum of its best
-// topk / group_topk scores.
+// Takes the experts of all but the best groups out of the choice. A group's score is the sum of its
+// best topk / group_topk scores.
 template <class Team, class R>
 EP_FN void keep_best_groups(Team& team, const RouterConfig& config, const ForwardScratch<R>& s) {
     const int group_size = config.experts / config.groups;
     for (int group = 0; group < config.groups; ++group) {
-        const R sum = sum_top<R>(team, s.key + group * group_size, group_size, config.topk / config.group_topk);
+        const R sum = sum_top<R>(team, s.key + group * group_size, group_size,
+                                 config.topk / config.group_topk);
         team.once([&] { s.group_key[group] = to_key(sum); });
     }
     team.take_top(s.group_key, config.groups, config.group_topk, [](int, int) {});
@@ -48,7 +50,8 @@ EP_FN void keep_best_groups(Team& team, const RouterConfig& config, const Forwar
 
 // s.id from s.score.
 template <class Team, class R>
-EP_FN void choose(Team& team, const RouterConfig& config, const float* bias, const ForwardScratch<R>& s) {
+EP_FN void choose(Team& team, const RouterConfig& config, const float* bias,
+                  const ForwardScratch<R>& s) {
     Key<R>* const keys = s.key;
     const R* const scores = s.score;
     if (bias) {
@@ -57,7 +60,8 @@ EP_FN void choose(Team& team, const RouterConfig& config, const float* bias, con
         team.each(config.experts, [=](int e) { keys[e] = to_key(scores[e]); });
     }
     if (config.groups > 1) keep_best_groups(team, config, s);
-    team.take_top(keys, config.experts, config.topk, [&](int rank, int e) { team.once([&] { s.id[rank] = e; }); });
+    team.take_top(keys, config.experts, config.topk,
+                  [&](int rank, int e) { team.once([&] { s.id[rank] = e; }); });
 }
 
 // s.weight from s.id and s.score; 0 where there is no expert.
@@ -69,7 +73,8 @@ EP_FN void weigh(Team& team, const RouterConfig& config, const ForwardScratch<R>
     const R scale = static_cast<R>(config.scaling_factor);
     if (config.score == ScoreFunction::PostSoftmax) {
         const R none = -kInfinity<R>;
-        softmax(team, config.topk, weights, [=](int k) { return ids[k] < 0 ? none : scores[ids[k]]; });
+        softmax(team, config.topk, weights,
+                [=](int k) { return ids[k] < 0 ? none : scores[ids[k]]; });
     } else {
         team.each(config.topk, [=](int k) { weights[k] = ids[k] < 0 ? R(0) : scores[ids[k]]; });
         if (config.renormalize) divide_by_sum(team, config.topk, weights);
@@ -77,10 +82,11 @@ EP_FN void weigh(Team& team, const RouterConfig& config, const ForwardScratch<R>
     team.each(config.topk, [=](int k) { weights[k] = ids[k] < 0 ? R(0) : weights[k] * scale; });
 }
 
-// Turns s.score into the scores of the auxiliary loss, over all experts and without bias, groups or scaling.
+// Turns s.score into the scores of the auxiliary loss, over all experts and without bias, groups or
+// scaling.
 template <class Team, class R>
-EP_FN void write_auxiliary(Team& team, const RouterConfig& config, const RouterForward& args, int64_t row, bool padded,
-                           const ForwardScratch<R>& s) {
+EP_FN void write_auxiliary(Team& team, const RouterConfig& config, const RouterForward& args,
+                           int64_t row, bool padded, const ForwardScratch<R>& s) {
     R* const out = static_cast<R*>(args.aux_scores) + row * config.experts;
     bool* const map = args.aux_map + row * config.experts;
     R* const scores = s.score;
@@ -98,12 +104,13 @@ EP_FN void write_auxiliary(Team& team, const RouterConfig& config, const RouterF
         out[e] = scores[e];
         keys[e] = to_key(scores[e]);
     });
-    team.take_top(keys, config.experts, config.topk, [&](int, int e) { team.once([&] { map[e] = true; }); });
+    team.take_top(keys, config.experts, config.topk,
+                  [&](int, int e) { team.once([&] { map[e] = true; }); });
 }
 
 template <class Storage, class Team>
-EP_FN void write_dense(Team& team, const RouterConfig& config, const RouterForward& args, int64_t row,
-                       const ForwardScratch<Real<Storage>>& s) {
+EP_FN void write_dense(Team& team, const RouterConfig& config, const RouterForward& args,
+                       int64_t row, const ForwardScratch<Real<Storage>>& s) {
     const int32_t* const ids = s.id;
     const Real<Storage>* const weights = s.weight;
     if (args.probs) {
@@ -123,8 +130,8 @@ EP_FN void write_dense(Team& team, const RouterConfig& config, const RouterForwa
 }
 
 template <class Storage, class Team>
-EP_FN void forward_row(Team& team, const RouterConfig& config, const RouterForward& args, int64_t row,
-                       const ForwardScratch<Real<Storage>>& s) {
+EP_FN void forward_row(Team& team, const RouterConfig& config, const RouterForward& args,
+                       int64_t row, const ForwardScratch<Real<Storage>>& s) {
     const Storage* const logits = static_cast<const Storage*>(args.logits) + row * config.experts;
     const int experts = config.experts;
     int32_t* const chosen = s.id;

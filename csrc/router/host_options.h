@@ -1,13 +1,16 @@
 #pragma once
 
-// Every .cpp of the router includes this first: functions that were compiled with other options are not inlined.
+// Every .cpp of the router includes this first: functions that were compiled with other options are
+// not inlined.
 //
-// No contraction to fused multiply-adds: every clone and machine computes the same bits, and so makes the same choices.
-// No trapping math: nobody reads the floating-point exception flags, and keeping them would keep loops from vectorising.
+// No contraction to fused multiply-adds: every clone and machine computes the same bits, and so
+// makes the same choices. No trapping math: nobody reads the floating-point exception flags, and
+// keeping them would keep loops from vectorising.
 #pragma GCC optimize("fp-contract=off", "no-trapping-math")
 
-// Compiled for AVX2 besides the baseline, chosen when the library is loaded; "flatten" carries the choice into all that is
-// called. Not under ThreadSanitizer, whose run time is not up yet at that moment.
+// Compiled for AVX2 besides the baseline, chosen when the library is loaded; "flatten" carries the
+// choice into all that is called. Not under ThreadSanitizer, whose run time is not up yet at that
+// moment.
 #if defined(__x86_64__) && !defined(__SANITIZE_THREAD__)
 #define EP_ROUTER_CLONES __attribute__((target_clones("avx2", "default"), flatten))
 #else

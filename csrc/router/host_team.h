@@ -75,10 +75,12 @@ constexpr int64_t kMinElementsPerThread = 1 << 16;
 
 inline int count_parts(int64_t rows, int experts, int max_threads) {
     const int64_t worthwhile = rows * experts / kMinElementsPerThread;
-    return static_cast<int>(std::max<int64_t>(1, std::min<int64_t>({worthwhile, rows, max_threads})));
+    return static_cast<int>(
+        std::max<int64_t>(1, std::min<int64_t>({worthwhile, rows, max_threads})));
 }
 
-// Calls f(part, first, last) for contiguous parts of [0, rows), a thread each, the first on the caller's.
+// Calls f(part, first, last) for contiguous parts of [0, rows), a thread each, the first on the
+// caller's.
 template <class F>
 void in_parallel(int64_t rows, int parts, F f) {
     std::vector<std::jthread> threads;

@@ -18,7 +18,8 @@ K find_largest(const K* keys, int n) {
     return largest;
 }
 
-// The lowest index that holds `key`, as a minimum over all: a search that stops early does not vectorise.
+// The lowest index that holds `key`, as a minimum over all: a search that stops early does not
+// vectorise.
 template <class K>
 int find(const K* keys, int n, K key) {
     int lowest = n;
@@ -29,7 +30,8 @@ int find(const K* keys, int n, K key) {
     return lowest;
 }
 
-// A tournament: the largest key of each block is at hand, so that a pick looks at those and at one block.
+// A tournament: the largest key of each block is at hand, so that a pick looks at those and at one
+// block.
 template <class K>
 void take_top_by_blocks(K* keys, int n, int count, Pick<K>* picks) {
     constexpr int kMaxBlocks = 64;

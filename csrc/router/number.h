@@ -1,7 +1,8 @@
 #pragma once
 
-// Numbers as the router sees them: storage types to real (float or double) and back, keys that order like the reals,
-// exp and sigmoid. Host loops over these functions vectorise: no branches, no tables.
+// Numbers as the router sees them: storage types to real (float or double) and back, keys that
+// order like the reals, exp and sigmoid. Host loops over these functions vectorise: no branches, no
+// tables.
 
 #include <cmath>
 #include <cstdint>
@@ -75,7 +76,8 @@ EP_FN void from_real(float value, Float16& to) {
     const uint32_t magnitude = bits & 0x7fffffffu;
     const uint32_t normal = (magnitude + (magnitude >> 13 & 1u) + 0xfffu - (112u << 23)) >> 13;
     // Adding 0.5 makes the addition round at 2^-24, the unit of subnormal halves.
-    const uint32_t subnormal = bits_as<uint32_t>(bits_as<float>(magnitude) + 0.5f) - bits_as<uint32_t>(0.5f);
+    const uint32_t subnormal =
+        bits_as<uint32_t>(bits_as<float>(magnitude) + 0.5f) - bits_as<uint32_t>(0.5f);
     const uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
     uint32_t half = magnitude < 0x38800000u ? subnormal : normal;  // below 2^-14
     half = magnitude >= 0x47800000u ? special : half;              // 2^16 and more, NaN
@@ -127,14 +129,16 @@ EP_FN R from_key(Key<R> key) {
 
 EP_FN double exponential(double x) { return exp(x); }
 
-// On the host within 1.1 ulp of exp(x), subnormal results included, and the same to the bit on every machine.
+// On the host within 1.1 ulp of exp(x), subnormal results included, and the same to the bit on
+// every machine.
 EP_FN float exponential(float x) {
 #if defined(__CUDACC__)
     return expf(x);
 #else
     x = x < -104.0f ? -104.0f : x;  // exp(-104) rounds to 0
     x = x > 89.0f ? 89.0f : x;      // exp(89) overflows to infinity
-    // x = n ln 2 + r, |r| <= ln 2 / 2. Adding 1.5 * 2^23 rounds to an integer, which is then in the sum's low bits.
+    // x = n ln 2 + r, |r| <= ln 2 / 2. Adding 1.5 * 2^23 rounds to an integer, which is then in the
+    // sum's low bits.
     const float shifted = x * 1.44269504f + 0x1.8p23f;
     const float n = shifted - 0x1.8p23f;
     // ln 2 in two parts (Cody and Waite): n * 355/512 is exact.
@@ -155,7 +159,8 @@ EP_FN float exponential(float x) {
 #endif
 }
 
-// torch's formula, so that its roundings, which can decide a choice, are mostly torch's as well. 0 below -88.8 in fp32.
+// torch's formula, so that its roundings, which can decide a choice, are mostly torch's as well. 0
+// below -88.8 in fp32.
 template <class R>
 EP_FN R sigmoid(R x) {
     return R(1) / (R(1) + exponential(-x));

@@ -9,7 +9,8 @@ namespace ep {
 
 // Words for shapes: T tokens, E experts, K picks of a token (top-k). All arrays are contiguous.
 
-// What the weight of a pick is taken from: sigmoid(logit), the softmax over all experts, or the softmax over the picks.
+// What the weight of a pick is taken from: sigmoid(logit), the softmax over all experts, or the
+// softmax over the picks.
 enum class ScoreFunction : int { Sigmoid = 0, PreSoftmax = 1, PostSoftmax = 2 };
 
 struct RouterConfig {
@@ -22,7 +23,8 @@ struct RouterConfig {
     double scaling_factor;  // of the weights
 };
 
-// fp32 and 16-bit logits are computed in fp32 ("real" below), fp64 logits in fp64. Null: not given, or not wanted.
+// fp32 and 16-bit logits are computed in fp32 ("real" below), fp64 logits in fp64. Null: not given,
+// or not wanted.
 struct RouterForward {
     int64_t tokens;             // T
     DType dtype;                // of the logits and the dense probs
@@ -37,10 +39,11 @@ struct RouterForward {
     void* probs;                 // [T, E], 0 where not picked | null
     bool* routing_map;           // [T, E] | null
     void* aux_scores;            // [T, E], real: scores normalised over all experts | null
-    bool* aux_map;               // [T, E]: top K of the aux_scores | null, exactly when aux_scores is
+    bool* aux_map;  // [T, E]: top K of the aux_scores | null, exactly when aux_scores is
 };
 
-// The gradient of the logits from those of weights, probs and aux_scores, each of which may be null.
+// The gradient of the logits from those of weights, probs and aux_scores, each of which may be
+// null.
 struct RouterBackward {
     int64_t tokens;
     DType dtype;          // of the logits, the dense probs and their gradients
@@ -58,8 +61,8 @@ struct RouterBackward {
 void router_forward_host(const RouterConfig& config, const RouterForward& args, int max_threads);
 void router_backward_host(const RouterConfig& config, const RouterBackward& args, int max_threads);
 
-// Enqueued on the CUDA stream of the current device. Throws std::invalid_argument when E is too large for the device's
-// shared memory, std::runtime_error when the launch fails.
+// Enqueued on the CUDA stream of the current device. Throws std::invalid_argument when E is too
+// large for the device's shared memory, std::runtime_error when the launch fails.
 void router_forward_cuda(const RouterConfig& config, const RouterForward& args, void* stream);
 void router_backward_cuda(const RouterConfig& config, const RouterBackward& args, void* stream);
 

@@ -1,14 +1,14 @@
 #pragma once
 
-// What the router computes for one token is written once for both backends, over a Team: the host's is one thread whose
-// loops are vectorised, CUDA's is a warp. A Team offers
+// What the router computes for one token is written once for both backends, over a Team: the host's
+// is one thread whose loops are vectorised, CUDA's is a warp. A Team offers
 //
-//   each(n, f)                   f(i) for every i in [0, n), in any order; done before what the team does next
-//   once(f)                      f() by one member; done before what the team does next
-//   sum<R>(n, f)                 f(0) + ... + f(n - 1)
-//   max<R>(n, f)                 the largest f(i), ignoring NaN; -inf when there is none
-//   count_and_next(keys, n, k)   how many keys equal k, and the largest key below it, kNoKey when there is none
-//   take_top(keys, n, count, f)  f(rank, index) for the `count` largest keys, best first, among equals the lowest index
+//   each(n, f)                   f(i) for every i in [0, n), in any order; done before what the
+//   team does next once(f)                      f() by one member; done before what the team does
+//   next sum<R>(n, f)                 f(0) + ... + f(n - 1) max<R>(n, f)                 the
+//   largest f(i), ignoring NaN; -inf when there is none count_and_next(keys, n, k)   how many keys
+//   equal k, and the largest key below it, kNoKey when there is none take_top(keys, n, count, f)
+//   f(rank, index) for the `count` largest keys, best first, among equals the lowest index
 //                                first; those keys become kNoKey; count <= n
 //   increment(counter)           adds 1 to a counter that all teams share
 
@@ -21,8 +21,8 @@ namespace ep::router {
 // Added to every sum that divides, as in Megatron-Core.
 constexpr double kEpsilon = 1e-20;
 
-// out[i] = softmax(f(0), ..., f(n - 1))[i]. As in torch, all are NaN with a NaN or +inf among them, or nothing but
-// -inf.
+// out[i] = softmax(f(0), ..., f(n - 1))[i]. As in torch, all are NaN with a NaN or +inf among them,
+// or nothing but -inf.
 template <class R, class Team, class F>
 EP_FN void softmax(Team& team, int n, R* out, F f) {
     const R largest = team.template max<R>(n, f);

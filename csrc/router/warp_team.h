@@ -6,8 +6,9 @@
 
 namespace ep::router {
 
-// A Team of the 32 lanes of a warp: see team.h. Every row is one warp's; arrays of the scratch are in shared memory, and lane
-// l works on the elements l, l + 32, ..., so that global accesses coalesce and shared ones have no bank conflicts.
+// A Team of the 32 lanes of a warp: see team.h. Every row is one warp's; arrays of the scratch are
+// in shared memory, and lane l works on the elements l, l + 32, ..., so that global accesses
+// coalesce and shared ones have no bank conflicts.
 struct WarpTeam {
     static constexpr unsigned kAll = 0xffffffffu;
     int lane;
@@ -31,7 +32,8 @@ struct WarpTeam {
     __device__ R sum(int n, F f) {
         R total = 0;
         for (int i = lane; i < n; i += 32) total += f(i);
-        for (int distance = 16; distance; distance /= 2) total += __shfl_xor_sync(kAll, total, distance);
+        for (int distance = 16; distance; distance /= 2)
+            total += __shfl_xor_sync(kAll, total, distance);
         return total;
     }
 
@@ -73,7 +75,9 @@ struct WarpTeam {
         __syncwarp();
     }
 
-    __device__ void increment(int64_t* counter) { atomicAdd(reinterpret_cast<unsigned long long*>(counter), 1ull); }
+    __device__ void increment(int64_t* counter) {
+        atomicAdd(reinterpret_cast<unsigned long long*>(counter), 1ull);
+    }
 
   private:
     template <class K>

@@ -19,7 +19,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import pad
 
 import megatron_ep as ep
-from megatron_ep.megatron.shared_buffers import close_buffers, comm_seconds, configure, shared_buffer, telling_others
+from megatron_ep.megatron.shared_buffers import (
+    abort_peers_on_error,
+    close_buffers,
+    comm_seconds,
+    configure,
+    shared_buffer,
+)
 
 __all__ = ["EPTokenDispatcher", "configure", "close_buffers", "comm_seconds"]
 
@@ -119,7 +125,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
         tokens = hidden_states.reshape(-1, self.hidden_shape[-1]).contiguous()
         is_dense = routing_map.dtype == torch.bool
         width = self.config.num_moe_experts if is_dense else self.config.moe_router_topk
-        with telling_others(self.tp_ep_group):
+        with abort_peers_on_error(self.tp_ep_group):
             _require_shape("routing_map", routing_map, (self._num_tokens, width))
             _require_shape("probs", probs, (self._num_tokens, width))
         if is_dense:

@@ -61,14 +61,14 @@ def shared_buffer(group: dist.ProcessGroup, num_experts: int, device: torch.devi
 
 
 @contextlib.contextmanager
-def telling_others(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+def abort_peers_on_error(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """An error inside ends the waits of the other ranks of a group (None: of all groups) in its buffers."""
     try:
         yield
     except BaseException as error:
         for (own, *_), buffer in _buffers.items():
             if group is None or own is group:
-                buffer.tell_others(error)
+                buffer.abort_peers(error)
         raise
 
 

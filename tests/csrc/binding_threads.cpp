@@ -33,8 +33,8 @@ using Group = ep::PyCudaGroup<Gate>;
 PYBIND11_MODULE(binding_threads, m) {
     py::module_::import("megatron_ep._C");
     Group::bind(m, "Group", "").def(py::init([] {
-        return std::make_unique<Group>(ep::Heap{}, Gate{}, std::vector<int>{0}, std::vector<char*>{},
-                                       std::vector<char*>{}, 0, 1, 1.0);
+        return std::make_unique<Group>(ep::Heap{}, Gate{}, std::vector<int>{0},
+                                       std::vector<char*>{}, std::vector<char*>{}, 0, 1, 1.0);
     }));
     m.def("set_open", [](bool open) {
         Gate::is_open = open;

@@ -1,4 +1,5 @@
-// What the host code of the CUDA backend does with devices and memory, seen by a stand-in for the CUDA runtime.
+// What the host code of the CUDA backend does with devices and memory, seen by a stand-in for the
+// CUDA runtime.
 
 #include <cstdio>
 #include <cstdlib>

@@ -1,4 +1,5 @@
-// The CUDA kernels, lane by lane on the host (simt/simt.h): for random cases they must give the bits that the host gives.
+// The CUDA kernels, lane by lane on the host (simt/simt.h): for random cases they must give the
+// bits that the host gives.
 //
 //     device_warp FIRST_SEED END_SEED
 //     device_warp absent
@@ -23,15 +24,18 @@ namespace {
 class Memory {
   public:
     explicit Memory(size_t bytes, char fill = 0)
-        : bytes_(bytes), data_(static_cast<char*>(std::aligned_alloc(256, align_up(bytes + 2 * kGuard, 256)))) {
+        : bytes_(bytes),
+          data_(static_cast<char*>(std::aligned_alloc(256, align_up(bytes + 2 * kGuard, 256)))) {
         std::memset(data_, kMark, bytes_ + 2 * kGuard);
         std::memset(data(), fill, bytes_);
     }
-    Memory(Memory&& other) noexcept : bytes_(other.bytes_), data_(std::exchange(other.data_, nullptr)) {}
+    Memory(Memory&& other) noexcept
+        : bytes_(other.bytes_), data_(std::exchange(other.data_, nullptr)) {}
     ~Memory() {
         if (!data_) return;
         for (size_t i = 0; i < kGuard; ++i) {
-            if (data_[i] != kMark || data()[bytes_ + i] != kMark) simt::die("a write outside of its memory");
+            if (data_[i] != kMark || data()[bytes_ + i] != kMark)
+                simt::die("a write outside of its memory");
         }
         std::free(data_);
     }
@@ -84,7 +88,8 @@ struct Case {
         const int slots = static_cast<int>(floor_power_of_two(heap.rdma_ring_bytes / slot));
         rdma_chunk = std::max(1, std::min(pick(1, 8), slots / 2));
         servers = ceil_div(topology.world(), pick(1, topology.world()));  // each has ranks
-        for (int rank = 0; rank < topology.world(); ++rank) tokens.push_back(pick(0, 3) ? pick(0, 14) : pick(0, 1));
+        for (int rank = 0; rank < topology.world(); ++rank)
+            tokens.push_back(pick(0, 3) ? pick(0, 14) : pick(0, 1));
     }
 };
 
@@ -104,14 +109,17 @@ struct Inputs {
 };
 
 void fill(std::mt19937_64& random, const Memory& memory, DType dtype) {
-    auto number = [&] { return static_cast<double>(static_cast<int64_t>(random() % 20001) - 10000) / 512; };
+    auto number = [&] {
+        return static_cast<double>(static_cast<int64_t>(random() % 20001) - 10000) / 512;
+    };
     for (size_t i = 0; i < memory.bytes() / size_of(dtype); ++i) {
         switch (dtype) {
             case DType::bf16:
                 memory.as<uint16_t>()[i] = ptx::narrow_bf16(static_cast<float>(number()));
                 break;
             case DType::fp16:
-                memory.as<uint16_t>()[i] = static_cast<uint16_t>(ptx::pack_fp16(static_cast<float>(number()), 0));
+                memory.as<uint16_t>()[i] =
+                    static_cast<uint16_t>(ptx::pack_fp16(static_cast<float>(number()), 0));
                 break;
             case DType::fp32:
                 memory.as<float>()[i] = static_cast<float>(number());
@@ -125,18 +133,23 @@ void fill(std::mt19937_64& random, const Memory& memory, DType dtype) {
 
 // With all the bits that a weight can have, so that products are rounded.
 void fill_row_weights(std::mt19937_64& random, const Memory& memory, DType dtype) {
-    auto number = [&] { return static_cast<double>(static_cast<int64_t>(random() % 20001) - 10000) / 3; };
+    auto number = [&] {
+        return static_cast<double>(static_cast<int64_t>(random() % 20001) - 10000) / 3;
+    };
     if (dtype == DType::fp64) {
-        for (size_t i = 0; i < memory.bytes() / sizeof(double); ++i) memory.as<double>()[i] = number();
+        for (size_t i = 0; i < memory.bytes() / sizeof(double); ++i)
+            memory.as<double>()[i] = number();
     } else {
-        for (size_t i = 0; i < memory.bytes() / sizeof(float); ++i) memory.as<float>()[i] = number();
+        for (size_t i = 0; i < memory.bytes() / sizeof(float); ++i)
+            memory.as<float>()[i] = number();
     }
 }
 
 Inputs make_inputs(Case& c, int tokens) {
     const size_t rows = static_cast<size_t>(tokens);
     Inputs in{Memory(rows * c.format.topk * c.index_bytes), Memory(rows * c.format.payload_bytes),
-              Memory(rows * c.format.scale_bytes), Memory(rows * c.format.topk * c.format.weight_bytes)};
+              Memory(rows * c.format.scale_bytes),
+              Memory(rows * c.format.topk * c.format.weight_bytes)};
     for (int token = 0; token < tokens; ++token) {
         std::vector<int> experts(c.heap.num_experts);
         for (int e = 0; e < c.heap.num_experts; ++e) experts[e] = e;
@@ -153,7 +166,8 @@ Inputs make_inputs(Case& c, int tokens) {
     }
     fill(c.random, in.x, c.dtype);
     for (const Memory* memory : {&in.scales, &in.weights}) {
-        for (size_t i = 0; i < memory->bytes(); ++i) memory->data()[i] = static_cast<char>(c.random());
+        for (size_t i = 0; i < memory->bytes(); ++i)
+            memory->data()[i] = static_cast<char>(c.random());
     }
     return in;
 }
@@ -162,14 +176,14 @@ std::vector<NotifyArgs> notify_args(const Case& c, const std::vector<Inputs>& in
                                     const std::vector<Layout>& layouts, uint64_t epoch) {
     std::vector<NotifyArgs> args;
     for (size_t rank = 0; rank < inputs.size(); ++rank) {
-        args.push_back({static_cast<int>(rank), c.heap, layouts[rank], inputs[rank].ids.data(), c.index_bytes,
-                        c.alignment, c.capacity, epoch});
+        args.push_back({static_cast<int>(rank), c.heap, layouts[rank], inputs[rank].ids.data(),
+                        c.index_bytes, c.alignment, c.capacity, epoch});
     }
     return args;
 }
 
-TransferArgs transfer_args(const Case& c, int rank, const Layout& layout, const Tensors& t, int64_t rows,
-                           uint64_t call) {
+TransferArgs transfer_args(const Case& c, int rank, const Layout& layout, const Tensors& t,
+                           int64_t rows, uint64_t call) {
     return {rank,
             c.heap,
             layout,
@@ -188,7 +202,8 @@ std::vector<Layout> layouts_of(const Case& c, Side& side) {
     std::vector<Layout> layouts;
     side.layouts.clear();
     for (const int tokens : c.tokens) {
-        Layout layout{c.topology, tokens, c.format.topk, c.heap.num_experts, c.heap.channels, nullptr};
+        Layout layout{c.topology,         tokens,          c.format.topk,
+                      c.heap.num_experts, c.heap.channels, nullptr};
         side.layouts.emplace_back(layout.size() * sizeof(int32_t), 0x11);
         layout.data = side.layouts.back().as<int32_t>();
         layout.totals() = {};
@@ -202,8 +217,12 @@ std::vector<Layout> layouts_of(const Case& c, Side& side) {
 class Grid {
   public:
     Grid(Case& c, Side& side, uint64_t timeout_ns = 60'000'000'000)
-        : case_(c), timeout_ns_(timeout_ns), heaps_(addresses(side)), fabric_(c.heap, heaps_, c.random()) {
-        for (int rank = 0; rank < c.topology.world(); ++rank) abort_words_.push_back(&control(rank)->abort);
+        : case_(c),
+          timeout_ns_(timeout_ns),
+          heaps_(addresses(side)),
+          fabric_(c.heap, heaps_, c.random()) {
+        for (int rank = 0; rank < c.topology.world(); ++rank)
+            abort_words_.push_back(&control(rank)->abort);
         reports_.resize(c.topology.world());
         epochs_.resize(c.topology.world());
     }
@@ -224,7 +243,8 @@ class Grid {
 
     template <class J>
     void run(void (*kernel)(J), const J& joint, int ranks) {
-        simt::run(joint.blocks_per_rank * ranks, kBlockThreads, case_.random(), [&] { kernel(joint); });
+        simt::run(joint.blocks_per_rank * ranks, kBlockThreads, case_.random(),
+                  [&] { kernel(joint); });
         ptx::end_of_launch();
     }
 
@@ -237,7 +257,7 @@ class Grid {
     }
 
     const ControlBlock& report(int rank) const { return reports_[rank]; }
-    void check_settle() { fabric_.check_settle(case_.random()); }
+    void check_reset_signals() { fabric_.check_reset_signals(case_.random()); }
 
     template <class Roles>
     Roles roles() const {
@@ -266,15 +286,17 @@ class Grid {
 template <bool kWeighted>
 void combine_on(Grid& grid, const CombineJoint<Ranks::Params>& joint, DType dtype) {
     using J = CombineJoint<Ranks::Params>;
-    with_type(dtype, [&]<class T>() { grid.launch(kernels::combine_kernel<T, kWeighted, J>, joint); });
+    with_type(dtype,
+              [&]<class T>() { grid.launch(kernels::combine_kernel<T, kWeighted, J>, joint); });
 }
 
-void expect_equal(uint64_t seed, int rank, const char* what, const Memory& ours, const Memory& expected) {
+void expect_equal(uint64_t seed, int rank, const char* what, const Memory& ours,
+                  const Memory& expected) {
     if (std::memcmp(ours.data(), expected.data(), expected.bytes()) == 0) return;
     size_t i = 0;
     while (ours.data()[i] == expected.data()[i]) ++i;
-    std::fprintf(stderr, "seed %llu: %s of rank %d differs at byte %zu of %zu\n", static_cast<unsigned long long>(seed),
-                 what, rank, i, expected.bytes());
+    std::fprintf(stderr, "seed %llu: %s of rank %d differs at byte %zu of %zu\n",
+                 static_cast<unsigned long long>(seed), what, rank, i, expected.bytes());
     std::exit(1);
 }
 
@@ -298,8 +320,8 @@ void run_case(uint64_t seed) {
         for (const int tokens : c.tokens) inputs.push_back(make_inputs(c, tokens));
         const auto host_layouts = layouts_of(c, host), gpu_layouts = layouts_of(c, gpu);
         group.notify<HostWarp>(notify_args(c, inputs, host_layouts, epoch));
-        const auto notify =
-            grid.joint<NotifyJoint<Ranks::Params>>(notify_args(c, inputs, gpu_layouts, 0), c.heap.channels + 1);
+        const auto notify = grid.joint<NotifyJoint<Ranks::Params>>(
+            notify_args(c, inputs, gpu_layouts, 0), c.heap.channels + 1);
         grid.launch(kernels::count_kernel<NotifyJoint<Ranks::Params>>, notify);
         grid.launch(kernels::sum_kernel<NotifyJoint<Ranks::Params>>, notify);
         grid.launch(kernels::exchange_kernel<NotifyJoint<Ranks::Params>>, notify);
@@ -314,15 +336,18 @@ void run_case(uint64_t seed) {
             rows.clear();
             for (int rank = 0; rank < world; ++rank) {
                 const Layout::Totals& totals = layouts[rank].totals();
-                rows.push_back(c.fixed_rows ? 1 + totals.expert_rows * static_cast<int>(seed % 4 + 1) / 4
-                                            : totals.expert_rows);
+                rows.push_back(c.fixed_rows
+                                   ? 1 + totals.expert_rows * static_cast<int>(seed % 4 + 1) / 4
+                                   : totals.expert_rows);
                 const size_t r = rows.back(), k = c.format.topk, t = c.tokens[rank];
                 const size_t received = std::min<size_t>(totals.received_rows, r);
-                side->tensors.push_back(
-                    {Memory(0), Memory(received * k * sizeof(int32_t), 0x22),
-                     Memory(totals.rail_rows * k * sizeof(int32_t), 0x22), Memory(r * c.format.payload_bytes, 0x33),
-                     Memory(r * c.format.scale_bytes, 0x33), Memory(r * c.format.weight_bytes, 0x33),
-                     Memory(t * c.format.payload_bytes, 0x44), Memory(t * k * c.format.weight_bytes, 0x44)});
+                side->tensors.push_back({Memory(0), Memory(received * k * sizeof(int32_t), 0x22),
+                                         Memory(totals.rail_rows * k * sizeof(int32_t), 0x22),
+                                         Memory(r * c.format.payload_bytes, 0x33),
+                                         Memory(r * c.format.scale_bytes, 0x33),
+                                         Memory(r * c.format.weight_bytes, 0x33),
+                                         Memory(t * c.format.payload_bytes, 0x44),
+                                         Memory(t * k * c.format.weight_bytes, 0x44)});
             }
         }
         std::vector<DispatchArgs> dispatch[2];
@@ -332,8 +357,9 @@ void run_case(uint64_t seed) {
             expert_out.emplace_back(rows[rank] * c.format.payload_bytes);
             gradients.emplace_back(rows[rank] * c.format.weight_bytes, 0x55);
             fill(c.random, expert_out.back(), c.dtype);
-            row_weights.emplace_back(weighted ? rows[rank] * (c.dtype == DType::fp64 ? sizeof(double) : sizeof(float))
-                                              : 0);
+            row_weights.emplace_back(
+                weighted ? rows[rank] * (c.dtype == DType::fp64 ? sizeof(double) : sizeof(float))
+                         : 0);
             fill_row_weights(c.random, row_weights.back(), c.dtype);
         }
         for (const int on_gpu : {0, 1}) {
@@ -342,12 +368,14 @@ void run_case(uint64_t seed) {
             for (int rank = 0; rank < world; ++rank) {
                 const Tensors& t = side.tensors[rank];
                 const Inputs& in = inputs[rank];
-                dispatch[on_gpu].push_back({transfer_args(c, rank, layouts[rank], t, rows[rank], call), in.x.data(),
-                                            in.scales.data(), in.weights.data(), t.out.data(), t.out_scales.data(),
-                                            t.out_weights.data()});
-                combine[on_gpu].push_back({transfer_args(c, rank, layouts[rank], t, rows[rank], call + 1),
-                                           expert_out[rank].data(), gradients[rank].data(), t.y.data(),
-                                           t.y_weights.data(), weighted ? row_weights[rank].data() : nullptr});
+                dispatch[on_gpu].push_back(
+                    {transfer_args(c, rank, layouts[rank], t, rows[rank], call), in.x.data(),
+                     in.scales.data(), in.weights.data(), t.out.data(), t.out_scales.data(),
+                     t.out_weights.data()});
+                combine[on_gpu].push_back(
+                    {transfer_args(c, rank, layouts[rank], t, rows[rank], call + 1),
+                     expert_out[rank].data(), gradients[rank].data(), t.y.data(),
+                     t.y_weights.data(), weighted ? row_weights[rank].data() : nullptr});
             }
         }
         ++call;
@@ -355,16 +383,17 @@ void run_case(uint64_t seed) {
         grid.launch(kernels::clear_kernel<DispatchJoint<Ranks::Params>>,
                     grid.joint<DispatchJoint<Ranks::Params>>(dispatch[1], kBlockWarps));
         const auto dispatch_roles = grid.roles<DispatchRoles>();
-        auto dispatch_joint =
-            grid.joint<DispatchJoint<Ranks::Params>>(dispatch[1], dispatch_roles.warps() * c.heap.channels);
+        auto dispatch_joint = grid.joint<DispatchJoint<Ranks::Params>>(
+            dispatch[1], dispatch_roles.warps() * c.heap.channels);
         dispatch_joint.roles = dispatch_roles;
         grid.launch(kernels::dispatch_kernel<DispatchJoint<Ranks::Params>>, dispatch_joint);
         group.combine<HostWarp>(combine[0], c.dtype);
         const auto combine_roles = grid.roles<CombineRoles>();
-        auto combine_joint =
-            grid.joint<CombineJoint<Ranks::Params>>(combine[1], combine_roles.warps() * c.heap.channels);
+        auto combine_joint = grid.joint<CombineJoint<Ranks::Params>>(
+            combine[1], combine_roles.warps() * c.heap.channels);
         combine_joint.roles = combine_roles;
-        weighted ? combine_on<true>(grid, combine_joint, c.dtype) : combine_on<false>(grid, combine_joint, c.dtype);
+        weighted ? combine_on<true>(grid, combine_joint, c.dtype)
+                 : combine_on<false>(grid, combine_joint, c.dtype);
         if (group.state(0).aborted()) simt::die("the host gave up");
         for (int rank = 0; rank < world; ++rank) {
             const Tensors &ours = gpu.tensors[rank], &expected = host.tensors[rank];
@@ -378,7 +407,7 @@ void run_case(uint64_t seed) {
             expect_equal(seed, rank, "gradients of weights", ours.y_weights, expected.y_weights);
         }
     }
-    grid.check_settle();
+    grid.check_reset_signals();
 }
 
 // Two ranks of 8 tokens.
@@ -393,7 +422,8 @@ Case small_case(bool several_nodes) {
     return c;
 }
 
-// Rank 0 of two runs alone: every wait ends, says for what it waited, and tells the other rank and the host.
+// Rank 0 of two runs alone: every wait ends, says for what it waited, and tells the other rank and
+// the host.
 void run_absent(bool several_nodes) {
     Case c = small_case(several_nodes);
     Side side;
@@ -412,8 +442,9 @@ void run_absent(bool several_nodes) {
     const ControlBlock& report = grid.report(0);
     const Incident& incident = report.incidents[0];
     const Wait wait = several_nodes ? Wait::NotifyRail : Wait::NotifyNode;
-    const bool named = incident.outcome == Outcome::Timeout && incident.role == Role::Notify && incident.wait == wait &&
-                       incident.rank == 0 && incident.peer == 1 && incident.seen == 0 && incident.expected == 1;
+    const bool named = incident.outcome == Outcome::Timeout && incident.role == Role::Notify &&
+                       incident.wait == wait && incident.rank == 0 && incident.peer == 1 &&
+                       incident.seen == 0 && incident.expected == 1;
     if (!named || report.incidents[1].outcome != Outcome::Ok)
         simt::die("the wait for an absent rank is not reported as it was");
     for (const Memory& heap : side.heaps) {
@@ -424,16 +455,18 @@ void run_absent(bool several_nodes) {
         simt::die("the host is not told that a rank gave up");
 }
 
-// What a handle of a call that failed may hold: a layout that was never made, or tables that are too small. Nothing is read or written
-// through them, and the host is told why.
+// What a handle of a call that failed may hold: a layout that was never made, or tables that are
+// too small. Nothing is read or written through them, and the host is told why.
 void run_unfit() {
     Case c = small_case(true);
     const auto expect = [](const Grid& grid, Outcome outcome, const char* what) {
         const ControlBlock& report = grid.report(0);
-        if (report.abort >> 32 != static_cast<uint64_t>(outcome) || report.incidents[0].outcome != outcome)
+        if (report.abort >> 32 != static_cast<uint64_t>(outcome) ||
+            report.incidents[0].outcome != outcome)
             simt::die(what);
     };
-    const Tensors none{Memory(0), Memory(0), Memory(0), Memory(0), Memory(0), Memory(0), Memory(0), Memory(0)};
+    const Tensors none{Memory(0), Memory(0), Memory(0), Memory(0),
+                       Memory(0), Memory(0), Memory(0), Memory(0)};
     const auto args_of = [&](const std::vector<Layout>& layouts) {
         std::vector<CombineArgs> args;
         for (int rank = 0; rank < 2; ++rank) {
@@ -452,7 +485,8 @@ void run_unfit() {
         Grid grid(c, side);
         const auto layouts = layouts_of(c, side);
         std::vector<DispatchArgs> args;
-        for (const CombineArgs& a : args_of(layouts)) args.push_back({static_cast<const TransferArgs&>(a)});
+        for (const CombineArgs& a : args_of(layouts))
+            args.push_back({static_cast<const TransferArgs&>(a)});
         for (DispatchArgs& a : args) a.max_rows = 1 << 20;
         grid.run(kernels::clear_kernel<DispatchJoint<Ranks::Params>>,
                  grid.joint<DispatchJoint<Ranks::Params>>(args, kBlockWarps), 2);
@@ -467,14 +501,17 @@ void run_unfit() {
                 const Layout& layout = layouts[rank];
                 std::memset(layout.data, 0, layout.size() * sizeof(int32_t));
                 layout.totals().epoch = 1;
-                for (int channel = 0; channel < c.heap.channels; ++channel) layout.rail(channel, 1 - rank) = 1 << 20;
+                for (int channel = 0; channel < c.heap.channels; ++channel)
+                    layout.rail(channel, 1 - rank) = 1 << 20;
             }
         }
         const auto roles = grid.roles<CombineRoles>();
-        auto joint = grid.joint<CombineJoint<Ranks::Params>>(args_of(layouts), roles.warps() * c.heap.channels);
+        auto joint = grid.joint<CombineJoint<Ranks::Params>>(args_of(layouts),
+                                                             roles.warps() * c.heap.channels);
         joint.roles = roles;
         grid.run(kernels::combine_kernel<float, false, CombineJoint<Ranks::Params>>, joint, 2);
-        expect(grid, has_layout ? Outcome::Overflow : Outcome::NoLayout, "combine goes on with an unfit handle");
+        expect(grid, has_layout ? Outcome::Overflow : Outcome::NoLayout,
+               "combine goes on with an unfit handle");
     }
 }
 
@@ -493,7 +530,8 @@ int main(int argc, char** argv) {
         return 0;
     }
     if (argc != 3) return 2;
-    const uint64_t first = std::strtoull(argv[1], nullptr, 10), end = std::strtoull(argv[2], nullptr, 10);
+    const uint64_t first = std::strtoull(argv[1], nullptr, 10),
+                   end = std::strtoull(argv[2], nullptr, 10);
     for (uint64_t seed = first; seed < end; ++seed) {
         std::fprintf(stderr, "seed %llu\n", static_cast<unsigned long long>(seed));
         ep::run_case(seed);

@@ -14,8 +14,9 @@ int count_flags(const ep::Heap& heap) {
     auto take = [&](size_t flag) {
         const size_t number = heap.network_flag(flag);
         if (number >= used.size() || used[number]++) {
-            std::fprintf(stderr, "%d x %d, %d channels: flag at %zu has number %zu of %zu\n", heap.topology.nodes,
-                         heap.topology.ranks_per_node, heap.channels, flag, number, used.size());
+            std::fprintf(stderr, "%d x %d, %d channels: flag at %zu has number %zu of %zu\n",
+                         heap.topology.nodes, heap.topology.ranks_per_node, heap.channels, flag,
+                         number, used.size());
             std::exit(EXIT_FAILURE);
         }
         ++flags;
@@ -38,14 +39,16 @@ int main() {
             for (int channels : {1, 2, 7, 48}) {
                 const ep::Heap heap{{nodes, ranks}, nodes * ranks, channels, 1024, 1024};
                 if (count_flags(heap) != static_cast<int>(heap.network_flags())) {
-                    std::fprintf(stderr, "%d x %d, %d channels: numbers have gaps\n", nodes, ranks, channels);
+                    std::fprintf(stderr, "%d x %d, %d channels: numbers have gaps\n", nodes, ranks,
+                                 channels);
                     return EXIT_FAILURE;
                 }
             }
         }
     }
     const ep::Heap alone{{1, 8}, 8, 4, 1024, 1024};
-    if (alone.network_flags() != 0) return std::fprintf(stderr, "one node has network flags\n"), EXIT_FAILURE;
+    if (alone.network_flags() != 0)
+        return std::fprintf(stderr, "one node has network flags\n"), EXIT_FAILURE;
 
     // node 1 of 3 nodes with 2 ranks is ranks 2 and 3
     const ep::Topology topology{3, 2};

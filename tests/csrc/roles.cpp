@@ -1,4 +1,5 @@
-// Which warp of a GPU does what: every role of every channel belongs to one warp, on no more SMs than there are.
+// Which warp of a GPU does what: every role of every channel belongs to one warp, on no more SMs
+// than there are.
 
 #include "launch/cuda/roles.h"
 
@@ -15,8 +16,8 @@ template <class Roles>
 void check(const ep::Topology& topology, int sms, int channels) {
     auto require = [&](bool holds, const char* what) {
         if (holds) return;
-        std::fprintf(stderr, "%d x %d, %d SMs, %d channels: %s\n", topology.nodes, topology.ranks_per_node, sms,
-                     channels, what);
+        std::fprintf(stderr, "%d x %d, %d SMs, %d channels: %s\n", topology.nodes,
+                     topology.ranks_per_node, sms, channels, what);
         std::exit(EXIT_FAILURE);
     };
     const int world = topology.world();
@@ -34,9 +35,9 @@ void check(const ep::Topology& topology, int sms, int channels) {
     const int count = roles.warps() * channels, blocks = std::min(sms, count);
     std::vector<int> warps(count);
     for (int block = 0; block < blocks; ++block) {
-        require(ep::dealt(count, block, blocks, 0) >= 0, "a block has nothing to do");
+        require(ep::role_of_warp(count, block, blocks, 0) >= 0, "a block has nothing to do");
         for (int warp = 0; warp < kBlockWarps; ++warp) {
-            const int number = ep::dealt(count, block, blocks, warp);
+            const int number = ep::role_of_warp(count, block, blocks, warp);
             if (number >= 0) ++warps.at(number);
         }
     }

@@ -9,14 +9,16 @@
 
 namespace ep {
 
-// Dispatch and combine between 2 x 2 ranks, every role a thread: what each rank gets is compared with what it must get.
+// Dispatch and combine between 2 x 2 ranks, every role a thread: what each rank gets is compared
+// with what it must get.
 template <class Warp>
 int run_transfers(int rounds) {
-    constexpr int kNodes = 2, kPerNode = 2, kWorld = kNodes * kPerNode, kExperts = 8, kTopk = 3, kHidden = 5,
-                  kChannels = 2;
+    constexpr int kNodes = 2, kPerNode = 2, kWorld = kNodes * kPerNode, kExperts = 8, kTopk = 3,
+                  kHidden = 5, kChannels = 2;
     const RowFormat format{kHidden * static_cast<int>(sizeof(float)), 0, sizeof(float), kTopk};
     // rings of two rows: every role has to wait for every other all the time
-    const Heap heap{{kNodes, kPerNode}, kExperts, kChannels, 2 * format.slot_bytes(), 2 * format.slot_bytes()};
+    const Heap heap{
+        {kNodes, kPerNode}, kExperts, kChannels, 2 * format.slot_bytes(), 2 * format.slot_bytes()};
     std::vector<Segment> segments;
     std::vector<char*> heaps;
     std::vector<int> ranks;
@@ -41,8 +43,10 @@ int run_transfers(int rounds) {
             Rank& d = data[rank];
             const int tokens = 7 + 3 * rank;
             for (int token = 0; token < tokens; ++token) {
-                for (int k = 0; k < kTopk; ++k) d.ids.push_back((token * 5 + rank + round + k * 3) % kExperts);
-                for (int i = 0; i < kHidden; ++i) d.x.push_back(static_cast<float>(rank * 1000 + token * 10 + i));
+                for (int k = 0; k < kTopk; ++k)
+                    d.ids.push_back((token * 5 + rank + round + k * 3) % kExperts);
+                for (int i = 0; i < kHidden; ++i)
+                    d.x.push_back(static_cast<float>(rank * 1000 + token * 10 + i));
             }
             d.weights.assign(d.ids.begin(), d.ids.end());
             d.y.assign(d.x.size(), -1);
@@ -50,7 +54,8 @@ int run_transfers(int rounds) {
             Layout layout{heap.topology, tokens, kTopk, kExperts, kChannels, nullptr};
             d.layout.assign(layout.size(), 0);
             layout.data = d.layout.data();
-            notify.push_back({rank, heap, layout, d.ids.data(), 4, 1, 0, static_cast<uint64_t>(round)});
+            notify.push_back(
+                {rank, heap, layout, d.ids.data(), 4, 1, 0, static_cast<uint64_t>(round)});
         }
         group.notify<Warp>(notify);
         std::vector<DispatchArgs> dispatch;
@@ -75,16 +80,20 @@ int run_transfers(int rounds) {
                               totals.received_rows,
                               totals.rail_rows,
                               totals.expert_rows};
-            auto bytes = [](std::vector<float>& values) { return reinterpret_cast<char*>(values.data()); };
-            dispatch.push_back(
-                {args, bytes(d.x), nullptr, bytes(d.weights), bytes(d.recv_x), nullptr, bytes(d.recv_weights)});
+            auto bytes = [](std::vector<float>& values) {
+                return reinterpret_cast<char*>(values.data());
+            };
+            dispatch.push_back({args, bytes(d.x), nullptr, bytes(d.weights), bytes(d.recv_x),
+                                nullptr, bytes(d.recv_weights)});
             args.call = 2ull * round;
             args.is_combine = true;
-            combine.push_back({args, bytes(d.recv_x), bytes(d.recv_weights), bytes(d.y), bytes(d.y_weights)});
+            combine.push_back(
+                {args, bytes(d.recv_x), bytes(d.recv_weights), bytes(d.y), bytes(d.y_weights)});
         }
         group.dispatch<Warp>(dispatch);
         group.combine<Warp>(combine, DType::fp32);
-        if (!group.finished()) return std::fprintf(stderr, "round %d: aborted\n", round), EXIT_FAILURE;
+        if (!group.finished())
+            return std::fprintf(stderr, "round %d: aborted\n", round), EXIT_FAILURE;
         for (const Rank& d : data) {
             for (size_t i = 0; i < d.x.size(); ++i) errors += d.y[i] != kTopk * d.x[i];
             errors += d.y_weights != d.weights;

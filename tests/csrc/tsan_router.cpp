@@ -1,5 +1,5 @@
-// The router's threads under ThreadSanitizer: rows in parts, counts of every part added up. Results must not depend on the
-// number of threads.
+// The router's threads under ThreadSanitizer: rows in parts, counts of every part added up. Results
+// must not depend on the number of threads.
 
 #include <cstdio>
 #include <random>
@@ -13,8 +13,10 @@ constexpr int kExperts = 96, kTopk = 6;
 constexpr int64_t kTokens = 8200;  // enough work for 12 threads
 
 struct Outputs {
-    std::vector<int64_t> ids = std::vector<int64_t>(kTokens * kTopk), counts = std::vector<int64_t>(kExperts);
-    std::vector<float> weights = std::vector<float>(kTokens * kTopk), probs = std::vector<float>(kTokens * kExperts);
+    std::vector<int64_t> ids = std::vector<int64_t>(kTokens * kTopk),
+                         counts = std::vector<int64_t>(kExperts);
+    std::vector<float> weights = std::vector<float>(kTokens * kTopk),
+                       probs = std::vector<float>(kTokens * kExperts);
     std::vector<float> aux_scores = std::vector<float>(kTokens * kExperts),
                        grad = std::vector<float>(kTokens * kExperts);
     std::vector<char> routing_map = std::vector<char>(kTokens * kExperts),
@@ -23,8 +25,8 @@ struct Outputs {
     bool operator==(const Outputs&) const = default;
 };
 
-Outputs run(const std::vector<float>& logits, const std::vector<float>& bias, const std::vector<char>& padding,
-            int threads) {
+Outputs run(const std::vector<float>& logits, const std::vector<float>& bias,
+            const std::vector<char>& padding, int threads) {
     const ep::RouterConfig config{kExperts, kTopk, 8, 3, ep::ScoreFunction::Sigmoid, true, 2.5};
     Outputs out;
     ep::RouterForward forward{};

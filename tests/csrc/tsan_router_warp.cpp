@@ -1,5 +1,6 @@
-// The router's code for a CUDA warp, its 32 lanes as threads: results must be the host's, and ThreadSanitizer must find every
-// exchange through shared or global memory ordered by a __syncwarp or a shuffle.
+// The router's code for a CUDA warp, its 32 lanes as threads: results must be the host's, and
+// ThreadSanitizer must find every exchange through shared or global memory ordered by a __syncwarp
+// or a shuffle.
 
 #include <algorithm>
 #include <array>
@@ -41,10 +42,12 @@ T __shfl_xor_sync(unsigned, T value, int distance) {
     return exchange(value, [=](const auto& values) { return values[this_lane ^ distance]; });
 }
 int __reduce_max_sync(unsigned, int value) {
-    return exchange(value, [](const auto& values) { return *std::max_element(values.begin(), values.end()); });
+    return exchange(
+        value, [](const auto& values) { return *std::max_element(values.begin(), values.end()); });
 }
 int __reduce_min_sync(unsigned, int value) {
-    return exchange(value, [](const auto& values) { return *std::min_element(values.begin(), values.end()); });
+    return exchange(
+        value, [](const auto& values) { return *std::min_element(values.begin(), values.end()); });
 }
 int __reduce_add_sync(unsigned, int value) {
     return exchange(value, [](const auto& values) {
@@ -126,8 +129,10 @@ ep::RouterBackward backward_of(const Inputs<R>& in, Results<R>& out, bool with_a
 }
 
 template <class R>
-void run_as_warp(const ep::RouterConfig& config, const ep::RouterForward& forward, const ep::RouterBackward& backward) {
-    std::vector<R> score(config.experts), grad(config.experts), weight(ep::kMaxTopk), pick_grad(ep::kMaxTopk);
+void run_as_warp(const ep::RouterConfig& config, const ep::RouterForward& forward,
+                 const ep::RouterBackward& backward) {
+    std::vector<R> score(config.experts), grad(config.experts), weight(ep::kMaxTopk),
+        pick_grad(ep::kMaxTopk);
     std::vector<Key<R>> key(config.experts), group_key(config.groups);
     std::vector<int32_t> id(ep::kMaxTopk);
     std::vector<std::jthread> lanes;
@@ -136,10 +141,12 @@ void run_as_warp(const ep::RouterConfig& config, const ep::RouterForward& forwar
             this_lane = lane;
             ep::router::WarpTeam team{lane};
             for (int64_t row = 0; row < forward.tokens; ++row) {
-                ep::router::forward_row<R>(team, config, forward, row,
-                                           {score.data(), key.data(), group_key.data(), weight.data(), id.data()});
-                ep::router::backward_row<R>(team, config, backward, row,
-                                            {score.data(), grad.data(), weight.data(), pick_grad.data(), id.data()});
+                ep::router::forward_row<R>(
+                    team, config, forward, row,
+                    {score.data(), key.data(), group_key.data(), weight.data(), id.data()});
+                ep::router::backward_row<R>(
+                    team, config, backward, row,
+                    {score.data(), grad.data(), weight.data(), pick_grad.data(), id.data()});
             }
         });
     }
@@ -166,20 +173,25 @@ bool test(const ep::RouterConfig& config, int seed) {
         const float value = normal(generator);
         in.logits.push_back(seed % 2 ? std::round(value) : value);  // odd seeds: ties
     }
-    if (seed % 5 == 4) in.logits[0] = NAN, in.logits[config.experts] = -INFINITY, in.logits[config.experts + 1] = -0.0f;
+    if (seed % 5 == 4)
+        in.logits[0] = NAN, in.logits[config.experts] = -INFINITY,
+        in.logits[config.experts + 1] = -0.0f;
     for (int e = 0; e < config.experts; ++e) in.bias.push_back(float(e % 3) / 8);
 
     Results<R> host(in.tokens, config), warp(in.tokens, config);
     ep::router_forward_host(config, forward_of(config, in, host), 1);
     ep::router_backward_host(config, backward_of(in, host, seed % 3), 1);
     run_as_warp<R>(config, forward_of(config, in, warp), backward_of(in, warp, seed % 3));
-    const bool same = warp.ids == host.ids && warp.counts == host.counts && warp.routing_map == host.routing_map &&
-                      warp.aux_map == host.aux_map && near(warp.weights, host.weights, "weights") &&
-                      near(warp.probs, host.probs, "probs") && near(warp.aux_scores, host.aux_scores, "aux_scores") &&
+    const bool same = warp.ids == host.ids && warp.counts == host.counts &&
+                      warp.routing_map == host.routing_map && warp.aux_map == host.aux_map &&
+                      near(warp.weights, host.weights, "weights") &&
+                      near(warp.probs, host.probs, "probs") &&
+                      near(warp.aux_scores, host.aux_scores, "aux_scores") &&
                       near(warp.grad, host.grad, "grad_logits");
     if (!same) {
-        std::printf("E %d, K %d, groups %d of %d, score function %d, seed %d differ from the host\n", config.experts,
-                    config.topk, config.group_topk, config.groups, int(config.score), seed);
+        std::printf(
+            "E %d, K %d, groups %d of %d, score function %d, seed %d differ from the host\n",
+            config.experts, config.topk, config.group_topk, config.groups, int(config.score), seed);
     }
     return same;
 }
@@ -189,9 +201,12 @@ bool test(const ep::RouterConfig& config, int seed) {
 int main() {
     using ep::ScoreFunction;
     const ep::RouterConfig configs[] = {
-        {64, 8, 8, 4, ScoreFunction::Sigmoid, true, 2.5},    {96, 4, 1, 1, ScoreFunction::Sigmoid, false, 1.0},
-        {60, 6, 5, 3, ScoreFunction::PreSoftmax, true, 1.0}, {33, 32, 1, 1, ScoreFunction::PreSoftmax, false, 0.5},
-        {40, 5, 4, 2, ScoreFunction::PostSoftmax, false, 2}, {7, 1, 7, 1, ScoreFunction::Sigmoid, false, 2.5},
+        {64, 8, 8, 4, ScoreFunction::Sigmoid, true, 2.5},
+        {96, 4, 1, 1, ScoreFunction::Sigmoid, false, 1.0},
+        {60, 6, 5, 3, ScoreFunction::PreSoftmax, true, 1.0},
+        {33, 32, 1, 1, ScoreFunction::PreSoftmax, false, 0.5},
+        {40, 5, 4, 2, ScoreFunction::PostSoftmax, false, 2},
+        {7, 1, 7, 1, ScoreFunction::Sigmoid, false, 2.5},
     };
     int seed = 0;
     for (const ep::RouterConfig& config : configs) {

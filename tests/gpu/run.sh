@@ -95,15 +95,15 @@ step smoke 60 bash -c 'test_with tests/gpu/test_gpu_transfer.py -k many_calls'
 step transfer 90 bash -c 'test_with tests/gpu/test_gpu_transfer.py'
 step launch 60 bash -c 'test_with tests/gpu/test_gpu_launch.py tests/gpu/test_gpu_overlap.py tests/gpu/test_gpu_float8.py'
 step router 60 bash -c 'test_with tests/test_router.py'
-step gate 60 "$PYTHON" -m megatron_ep.bench_router --device cuda --tokens 1 4096 --json "$OUT/router.json"
-step bench 90 "$PYTHON" -m megatron_ep.bench_cuda --json "$OUT/bench.json"
+step gate 60 "$PYTHON" -m megatron_ep.bench.router --device cuda --tokens 1 4096 --json "$OUT/router.json"
+step bench 90 "$PYTHON" -m megatron_ep.bench.cuda --json "$OUT/bench.json"
 step processes 90 bash -c 'test_with tests/gpu/test_gpu_processes.py'
 if [ "$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')" -gt 1 ]; then
     step fabrics 150 bash -c 'test_with tests/gpu/test_gpu_fabrics.py'
-    step gpus_bench 90 "$PYTHON" -m megatron_ep.bench_gpus --json "$OUT/gpus.json"
+    step gpus_bench 90 "$PYTHON" -m megatron_ep.bench.gpus --json "$OUT/gpus.json"
 fi
 if "$PYTHON" -c 'import megatron.core, pydantic' > /dev/null 2>&1; then
-    step train 90 "$PYTHON" -m megatron_ep.cli train recipes/tiny_moe_gpu.yaml --steps 30 --out "$LOGS/train" &&
+    step train 90 "$PYTHON" -m megatron_ep.cli.main train recipes/tiny_moe_gpu.yaml --steps 30 --out "$LOGS/train" &&
         cp "$LOGS/train/loss.csv" "$OUT/train.csv"
     step train_tests 200 bash -c 'test_with tests/gpu/test_gpu_train.py'
 else
@@ -113,5 +113,5 @@ else
 fi
 sanitize memcheck
 sanitize racecheck
-step tune 60 "$PYTHON" -m megatron_ep.bench_cuda --topology 1x8 2x4 --num-sms 12 16 --channels 16 20 24 --network-slots 2 4 --json "$OUT/tune.json"
+step tune 60 "$PYTHON" -m megatron_ep.bench.cuda --topology 1x8 2x4 --num-sms 12 16 --channels 16 20 24 --network-slots 2 4 --json "$OUT/tune.json"
 exit $failed

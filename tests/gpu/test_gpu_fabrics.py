@@ -9,8 +9,8 @@ import torch.distributed as dist
 from test_gpu_processes import inputs, make_buffer, round_trips
 
 import megatron_ep as ep
-from megatron_ep import fabrics
-from megatron_ep.local_ranks import LocalRanks
+from megatron_ep.backends import fabrics
+from megatron_ep.bench.local_ranks import LocalRanks
 
 CASES = [
     (fabric, nodes, ranks) for fabric in ("p2p", *fabrics.NETWORKS) for nodes, ranks in ((1, 2), (2, 1), (1, 4), (2, 2))

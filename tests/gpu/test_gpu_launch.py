@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import megatron_ep as ep
-from megatron_ep import _C, cuda_connect, cuda_group
+from megatron_ep import _C
+from megatron_ep.backends import connect, cuda
 
 T, H, K, E = 64, 256, 2, 16
 
@@ -108,22 +109,22 @@ def test_launches_on_two_streams_keep_their_order():
                 assert torch.equal(a, b)
 
 
-class Alone(ep.LocalCluster):
+class LoneRank(ep.LocalCluster):
     """Rank 0 of two: the other one never comes."""
 
     def __init__(self, nodes, ranks_per_node):
         super().__init__(nodes, ranks_per_node, config(timeout=1), device="cuda")
         self.ranks = [0]
         self._memories = [_C.DeviceMemory.create(self.device.index, self._heap.bytes) for _ in range(2)]
-        sms = cuda_group.num_sms(self.config, self.device, 2)
-        self._group = cuda_connect._p2p(self._heap, [0], self._memories, self.device, sms, self.config)
+        sms = cuda.num_sms(self.config, self.device, 2)
+        self._backend = connect.p2p(self._heap, [0], self._memories, self.device, sms, self.config)
 
 
 @pytest.mark.parametrize(
     ("nodes", "ranks_per_node", "waits_for"), [(1, 2, "a rank of this node"), (2, 1, "another node")]
 )
 def test_an_absent_rank_is_a_timeout_and_the_context_lives(nodes, ranks_per_node, waits_for):
-    with Alone(nodes, ranks_per_node) as buffer:
+    with LoneRank(nodes, ranks_per_node) as buffer:
         x, ids, weights = inputs(1)
         for _ in range(2):
             started = time.monotonic()
@@ -141,7 +142,7 @@ def test_an_absent_rank_is_a_timeout_and_the_context_lives(nodes, ranks_per_node
 
 
 def test_what_fails_without_a_wait_is_raised_by_the_next_call():
-    with Alone(1, 2) as buffer:
+    with LoneRank(1, 2) as buffer:
         x, ids, weights = inputs(1)
         ep.dispatch(x, ids, weights, buffer=buffer, max_recv_tokens=T)  # returns at once
         with pytest.raises(ep.EPTimeoutError, match="rank 0 timed out first"):
@@ -151,7 +152,7 @@ def test_what_fails_without_a_wait_is_raised_by_the_next_call():
 
 
 def test_the_handle_of_a_failed_dispatch_is_refused_after_a_reset():
-    with Alone(1, 2) as buffer:
+    with LoneRank(1, 2) as buffer:
         x, ids, weights = inputs(1)
         handle = ep.dispatch(x, ids, weights, buffer=buffer, max_recv_tokens=T).handle
         with pytest.raises(ep.EPTimeoutError):

@@ -1,6 +1,6 @@
 import pytest
 
-from megatron_ep.local_ranks import LocalRanks
+from megatron_ep.bench.local_ranks import LocalRanks
 
 
 @pytest.fixture(scope="session")

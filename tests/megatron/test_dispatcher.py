@@ -422,7 +422,7 @@ def _one_fails(in_dispatcher):
     run_dispatcher(dispatcher, x, routing_map, routing_map.double(), x)
     dist.barrier()
     try:
-        with shared_buffers.telling_others():
+        with shared_buffers.abort_peers_on_error():
             if dist.get_rank() == 1 and not in_dispatcher:
                 raise RuntimeError("anything")
             rows = 4 if dist.get_rank() == 1 else 5

@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection, g
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
-from megatron_ep.local_ranks import LocalRanks
+from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.megatron.equivalence import join_layout, make_config
 from megatron_ep.megatron.router import EPTopKRouter, fused_router
 from megatron_ep.router import grouped_topk

@@ -15,12 +15,13 @@ namespace {
 
 using NvshmemGroup = PyCudaGroup<NvshmemFabricParams>;
 
-std::unique_ptr<NvshmemGroup> make_group(const Heap& heap, int rank, const NvshmemHeap& memory, int device, int num_sms,
-                                         double timeout) {
+std::unique_ptr<NvshmemGroup> make_group(const Heap& heap, int rank, const NvshmemHeap& memory,
+                                         int device, int num_sms, double timeout) {
     const NvshmemFabricParams fabric = memory.fabric(heap.topology);
     const std::vector<char*> reachable(fabric.node, fabric.node + heap.topology.ranks_per_node);
-    return std::make_unique<NvshmemGroup>(heap, fabric, std::vector<int>{rank}, std::vector<char*>{memory.data()},
-                                          reachable, device, num_sms, timeout);
+    return std::make_unique<NvshmemGroup>(heap, fabric, std::vector<int>{rank},
+                                          std::vector<char*>{memory.data()}, reachable, device,
+                                          num_sms, timeout);
 }
 
 }  // namespace
@@ -29,11 +30,16 @@ std::unique_ptr<NvshmemGroup> make_group(const Heap& heap, int rank, const Nvshm
 PYBIND11_MODULE(_nvshmem, m) {
     using namespace ep;
     py::module_::import("megatron_ep._C");  // has the types of the arguments
-    m.doc() = "The CUDA backend over NVSHMEM. Its host library must have been loaded before: see megatron_ep.fabrics.";
-    m.def("unique_id", [] { return py::bytes(NvshmemHeap::unique_id()); }, "Made by one rank, given to all: bytes.");
+    m.doc() =
+        "The CUDA backend over NVSHMEM. Its host library must have been loaded before: see "
+        "megatron_ep.backends.fabrics.";
+    m.def(
+        "unique_id", [] { return py::bytes(NvshmemHeap::unique_id()); },
+        "Made by one rank, given to all: bytes.");
     m.def("prepare", &NvshmemHeap::prepare, py::kw_only(), py::arg("device"), py::arg("timeout"),
           py::call_guard<py::gil_scoped_release>(),
-          "Before the ranks agree on a heap: what can fail on one rank alone, and the end of what it has sent.");
+          "Before the ranks agree on a heap: what can fail on one rank alone, and the end of what "
+          "it has sent.");
     m.def(
         "initialised_for",
         []() -> std::optional<std::tuple<py::bytes, int, int>> {
@@ -41,11 +47,13 @@ PYBIND11_MODULE(_nvshmem, m) {
             if (!ranks) return std::nullopt;
             return std::tuple(py::bytes(ranks->unique_id), ranks->rank, ranks->world);
         },
-        "(unique id, rank, number of ranks) that NVSHMEM serves as long as this process lives, or None.");
+        "(unique id, rank, number of ranks) that NVSHMEM serves as long as this process lives, or "
+        "None.");
     m.def("spare", &NvshmemHeap::spare, py::kw_only(), py::arg("bytes"),
           "Numbers of the heaps of this size that earlier buffers left here.");
-    py::class_<NvshmemHeap>(m, "NvshmemHeap",
-                            "Symmetric memory of NVSHMEM that holds the heaps of a group's ranks. Collective.")
+    py::class_<NvshmemHeap>(
+        m, "NvshmemHeap",
+        "Symmetric memory of NVSHMEM that holds the heaps of a group's ranks. Collective.")
         .def_static(
             "allocate",
             [](const py::bytes& unique_id, int rank, int world, int device, size_t bytes) {
@@ -53,10 +61,14 @@ PYBIND11_MODULE(_nvshmem, m) {
                 py::gil_scoped_release release;
                 return NvshmemHeap::allocate(ranks, device, bytes);
             },
-            py::kw_only(), py::arg("unique_id"), py::arg("rank"), py::arg("world"), py::arg("device"), py::arg("bytes"),
-            "For a thread of its own: waits for the other ranks without a bound, and leaves the device current.")
-        .def_static("reuse", &NvshmemHeap::reuse, py::kw_only(), py::arg("number"), py::arg("device"));
+            py::kw_only(), py::arg("unique_id"), py::arg("rank"), py::arg("world"),
+            py::arg("device"), py::arg("bytes"),
+            "For a thread of its own: waits for the other ranks without a bound, and leaves the "
+            "device current.")
+        .def_static("reuse", &NvshmemHeap::reuse, py::kw_only(), py::arg("number"),
+                    py::arg("device"));
     NvshmemGroup::bind(m, "NvshmemGroup", "The rank of a buffer that lives in this process.")
-        .def(py::init(&make_group), py::kw_only(), py::arg("heap"), py::arg("rank"), py::arg("memory"),
-             py::arg("device"), py::arg("num_sms"), py::arg("timeout"), py::keep_alive<1, 4>());
+        .def(py::init(&make_group), py::kw_only(), py::arg("heap"), py::arg("rank"),
+             py::arg("memory"), py::arg("device"), py::arg("num_sms"), py::arg("timeout"),
+             py::keep_alive<1, 4>());
 }

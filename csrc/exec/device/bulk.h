@@ -10,11 +10,12 @@
 
 namespace ep {
 
-// One warp's share of shared memory, through which the SM's copy engine moves rows, a chunk a buffer: many bytes under way, none of them in
-// registers.
+// One warp's share of shared memory, through which the SM's copy engine moves rows, a chunk a
+// buffer: many bytes under way, none of them in registers.
 //
-// The engine works in the async proxy: a fence stands between what this warp has acquired and what the engine reads, and `wait_written`
-// between what it writes and a flag that promises it. Its writes are issued only once the wait for their slots is over, whose readers are done.
+// The engine works in the async proxy: a fence stands between what this warp has acquired and what
+// the engine reads, and `wait_written` between what it writes and a flag that promises it. Its
+// writes are issued only once the wait for their slots is over, whose readers are done.
 struct BulkBuffers {
     // The buffers of 16 warps fill an SM. Few and large: the engine takes long over small chunks.
     static constexpr uint32_t kChunkBytes = 7168;
@@ -50,15 +51,19 @@ class BulkCopier {
         stage_chunks<reuse, BulkBuffers::kBuffers - 1>();
     }
 
-    // Each lane's own destination in the mask gets the row, which is read once. Returns when it has been read.
+    // Each lane's own destination in the mask gets the row, which is read once. Returns when it has
+    // been read.
     template <Reuse reuse>
-    __device__ __forceinline__ void multicast(void* own_dst, uint32_t mask, const void* src, size_t bytes) {
+    __device__ __forceinline__ void multicast(void* own_dst, uint32_t mask, const void* src,
+                                              size_t bytes) {
         const bool writes = mask >> rows::lane_id() & 1;
         char* out = static_cast<char*>(own_dst);
         if (filled_ == emptied_) stage<Reuse::Soon>(src, bytes);
         for (size_t done = 0; done < bytes; done += BulkBuffers::kChunkBytes) {
             wait_filled();
-            if (writes) ptx::bulk_store<reuse == Reuse::Late>(out + done, buffer(emptied_), chunk(bytes - done));
+            if (writes)
+                ptx::bulk_store<reuse == Reuse::Late>(out + done, buffer(emptied_),
+                                                      chunk(bytes - done));
             ptx::bulk_commit();
             ++emptied_;
             // the buffer before this one, whose writes are older
@@ -77,12 +82,13 @@ class BulkCopier {
         __syncwarp();
     }
 
-    // The sum of the rows of the lanes in the mask, in lane order, a piece of each at a time. The pieces lie side by side in the buffers, as
-    // large as they can be: while this warp waits for them the others of its SM add theirs. Behind them lie the weights, if any, since
-    // inactive lanes could not tell theirs to the others.
+    // The sum of the rows of the lanes in the mask, in lane order, a piece of each at a time. The
+    // pieces lie side by side in the buffers, as large as they can be: while this warp waits for
+    // them the others of its SM add theirs. Behind them lie the weights, if any, since inactive
+    // lanes could not tell theirs to the others.
     template <class T, Reuse reuse, class Weight>
-    __device__ __forceinline__ void sum(void* dst, const void* own_src, Weight own_weight, uint32_t mask,
-                                        uint32_t bytes) {
+    __device__ __forceinline__ void sum(void* dst, const void* own_src, Weight own_weight,
+                                        uint32_t mask, uint32_t bytes) {
         constexpr bool kWeighted = !std::is_same_v<Weight, rows::NoWeight>;
         constexpr uint32_t kRoom = sizeof(BulkBuffers::data) - (kWeighted ? kWeightBytes : 0);
         static_assert(32 * sizeof(Weight) <= kWeightBytes && kRoom % 16 == 0);
@@ -98,14 +104,17 @@ class BulkCopier {
         const auto weights = share(own_weight, takes_part, own_row);
         for (uint32_t at = 0; at < bytes; at += piece, ++sums_) {
             const uint32_t size = bytes - at < piece ? bytes - at : piece;
-            if (rows::lane_id() == 0) ptx::barrier_arrive_expect(&buffers_.pieces_filled, count * size);
+            if (rows::lane_id() == 0)
+                ptx::barrier_arrive_expect(&buffers_.pieces_filled, count * size);
             __syncwarp();  // the pieces before these have been added by all lanes, too
             if (takes_part)
-                ptx::bulk_load<reuse == Reuse::Late>(pieces + own_row * piece, in + at, size, &buffers_.pieces_filled);
+                ptx::bulk_load<reuse == Reuse::Late>(pieces + own_row * piece, in + at, size,
+                                                     &buffers_.pieces_filled);
             while (!ptx::barrier_try_wait(&buffers_.pieces_filled, sums_ & 1)) {
             }
             for (uint32_t i = rows::lane_id() * sizeof(uint4); i < size; i += 32 * sizeof(uint4)) {
-                rows::sum_shared<T>(static_cast<char*>(dst) + at + i, pieces + i, weights, count, piece);
+                rows::sum_shared<T>(static_cast<char*>(dst) + at + i, pieces + i, weights, count,
+                                    piece);
             }
         }
         __syncwarp();
@@ -120,7 +129,8 @@ class BulkCopier {
     // Rows' weights side by side, in the order of their lanes.
     __device__ __forceinline__ rows::NoWeights share(rows::NoWeight, bool, uint32_t) { return {}; }
     template <class Weight>
-    __device__ __forceinline__ rows::SharedWeights<Weight> share(Weight own, bool takes_part, uint32_t own_row) {
+    __device__ __forceinline__ rows::SharedWeights<Weight> share(Weight own, bool takes_part,
+                                                                 uint32_t own_row) {
         char* end = reinterpret_cast<char*>(buffers_.data) + sizeof(BulkBuffers::data);
         auto* first = reinterpret_cast<Weight*>(end - kWeightBytes);
         if (takes_part) ptx::store_shared(first + own_row, own);
@@ -143,7 +153,8 @@ class BulkCopier {
         }
     }
 
-    // Into the oldest buffer first: its writes are done while those of the kYounger others may still read theirs.
+    // Into the oldest buffer first: its writes are done while those of the kYounger others may
+    // still read theirs.
     template <Reuse reuse, int kYounger>
     __device__ __forceinline__ void stage_chunks() {
         if (!left_) return;
@@ -151,7 +162,8 @@ class BulkCopier {
         if constexpr (kYounger > 0) stage_chunks<reuse, kYounger - 1>();
     }
 
-    // Starts to read the next chunk, once all but the kPending newest writes have read their buffers.
+    // Starts to read the next chunk, once all but the kPending newest writes have read their
+    // buffers.
     template <Reuse reuse, int kPending>
     __device__ __forceinline__ void fill() {
         ptx::bulk_wait_read<kPending>();
@@ -170,7 +182,8 @@ class BulkCopier {
     BulkBuffers& buffers_;
     const char* in_ = nullptr;  // what is read next of the row that was staged
     uint32_t left_ = 0;
-    uint32_t filled_ = 0;  // chunks over the life of the warp: they number the buffers and give the barriers' parity
+    uint32_t filled_ = 0;  // chunks over the life of the warp: they number the buffers and give the
+                           // barriers' parity
     uint32_t emptied_ = 0;
     uint32_t sums_ = 0;  // pieces of sums, for the parity of theirs
 };

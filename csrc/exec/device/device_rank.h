@@ -14,14 +14,17 @@ struct DeviceRank {
     int rank;
     int num_reachable;
     uint64_t timeout_ns;    // of every single wait
-    ControlBlock* control;  // in the rank's own heap: `abort` is what waits poll, the count gives incidents their place
-    ControlBlock* report;   // in memory of the host: what it sees of them, while a kernel runs and after
+    ControlBlock* control;  // in the rank's own heap: `abort` is what waits poll, the count gives
+                            // incidents their place
+    ControlBlock*
+        report;  // in memory of the host: what it sees of them, while a kernel runs and after
     uint64_t** abort_words;  // of the ranks whose memory this one can write, its own among them
 };
 
 #if defined(__CUDACC__)
 
-// Memory of the host sees no atomics, which not every bus has: all who write this word write the same value.
+// Memory of the host sees no atomics, which not every bus has: all who write this word write the
+// same value.
 __device__ __forceinline__ void report_abort(const DeviceRank& rank) {
     ptx::store_release_sys(&rank.report->abort, ptx::load_acquire_sys(&rank.control->abort));
 }
@@ -30,16 +33,19 @@ __device__ __forceinline__ void report_abort(const DeviceRank& rank) {
 __device__ __noinline__ inline void give_up(const DeviceRank& rank, const Incident& incident) {
     if (incident.outcome != Outcome::Aborted) {
         const uint64_t word = ControlBlock::abort_word(incident.outcome, rank.rank);
-        for (int i = 0; i < rank.num_reachable; ++i) ptx::compare_and_swap_sys(rank.abort_words[i], 0, word);
+        for (int i = 0; i < rank.num_reachable; ++i)
+            ptx::compare_and_swap_sys(rank.abort_words[i], 0, word);
     }
     const uint64_t index = ptx::fetch_add_sys(&rank.control->incident_count, 1);
     if (index < ControlBlock::kMaxIncidents) rank.report->incidents[index] = incident;
     report_abort(rank);
 }
 
-// By a warp, before it takes part in anything: whether an earlier launch failed, here or elsewhere, and left the rings unusable.
+// By a warp, before it takes part in anything: whether an earlier launch failed, here or elsewhere,
+// and left the rings unusable.
 __device__ __forceinline__ bool is_aborted(const DeviceRank& rank) {
-    const bool aborted = __shfl_sync(0xffffffffu, ptx::load_acquire_sys(&rank.control->abort) != 0, 0);
+    const bool aborted =
+        __shfl_sync(0xffffffffu, ptx::load_acquire_sys(&rank.control->abort) != 0, 0);
     if (aborted && threadIdx.x % 32 == 0) report_abort(rank);
     return aborted;
 }

@@ -23,8 +23,8 @@ class DeviceWarp {
         __device__ __forceinline__ const T& operator[](int) const { return value; }
     };
 
-    __device__ __forceinline__ DeviceWarp(const DeviceRank& rank, uint64_t call, Role role, int channel,
-                                          BulkBuffers& buffers)
+    __device__ __forceinline__ DeviceWarp(const DeviceRank& rank, uint64_t call, Role role,
+                                          int channel, BulkBuffers& buffers)
         : rank_(rank), call_(call), role_(role), channel_(channel), bulk_(buffers) {}
     // Nothing that the copy engine does for this warp outlives it.
     __device__ __forceinline__ ~DeviceWarp() {
@@ -50,7 +50,8 @@ class DeviceWarp {
         return __ballot_sync(kAll, key >= 0 && lowest_lane(equal) == lane_id());
     }
 
-    __device__ __forceinline__ void match(int count, const PerLane<int>& keys, PerLane<uint32_t>& equal) {
+    __device__ __forceinline__ void match(int count, const PerLane<int>& keys,
+                                          PerLane<uint32_t>& equal) {
         const int key = lane_id() < count ? keys.value : -1;
         const uint32_t lanes = __match_any_sync(kAll, key);
         equal.value = key < 0 ? 0 : lanes;
@@ -61,7 +62,8 @@ class DeviceWarp {
         if constexpr (std::is_pointer_v<T>) {
             return rows::shuffle_pointer(values.value, lane);
         } else if constexpr (sizeof(T) == 8) {
-            return static_cast<T>(__shfl_sync(kAll, static_cast<unsigned long long>(values.value), lane));
+            return static_cast<T>(
+                __shfl_sync(kAll, static_cast<unsigned long long>(values.value), lane));
         } else {
             return __shfl_sync(kAll, values.value, lane);
         }
@@ -86,7 +88,9 @@ class DeviceWarp {
 
     template <class F>
     __device__ __forceinline__ bool wait_all(Wait wait, int count, F&& need) {
-        return poll(wait, count, need, [](uint32_t met) { return met == kAll; }, nothing_to_wait_for()) != 0;
+        return poll(
+                   wait, count, need, [](uint32_t met) { return met == kAll; },
+                   nothing_to_wait_for()) != 0;
     }
 
     template <class F>
@@ -105,8 +109,8 @@ class DeviceWarp {
     }
 
     template <Reuse reuse>
-    __device__ __forceinline__ void multicast(const PerLane<void*>& dsts, uint32_t mask, const void* src,
-                                              size_t bytes) {
+    __device__ __forceinline__ void multicast(const PerLane<void*>& dsts, uint32_t mask,
+                                              const void* src, size_t bytes) {
         if (mask) {
             move_row<reuse>(dsts.value, mask, src, bytes);
         } else {
@@ -116,11 +120,13 @@ class DeviceWarp {
 
     template <Reuse reuse>
     __device__ __forceinline__ void stage(const void* src, size_t bytes) {
-        if (is_bulk(bytes) && !rows::misalignment(src, 0, src, bytes)) bulk_.stage<reuse>(src, bytes);
+        if (is_bulk(bytes) && !rows::misalignment(src, 0, src, bytes))
+            bulk_.stage<reuse>(src, bytes);
     }
 
     template <class T, Reuse reuse>
-    __device__ __forceinline__ void sum(void* dst, const PerLane<const void*>& srcs, uint32_t mask, size_t count) {
+    __device__ __forceinline__ void sum(void* dst, const PerLane<const void*>& srcs, uint32_t mask,
+                                        size_t count) {
         const size_t bytes = count * sizeof(T);
         if (!mask) return zero(dst, bytes);
         if (!(mask & (mask - 1))) {
@@ -133,7 +139,8 @@ class DeviceWarp {
 
     template <class T, Reuse reuse>
     __device__ __forceinline__ void weighted_sum(void* dst, const PerLane<const void*>& srcs,
-                                                 const PerLane<Accumulator<T>>& weights, uint32_t mask, size_t count) {
+                                                 const PerLane<Accumulator<T>>& weights,
+                                                 uint32_t mask, size_t count) {
         if (!mask) return zero(dst, count * sizeof(T));
         add_rows<T, reuse>(dst, srcs.value, weights.value, mask, count);
     }
@@ -146,29 +153,34 @@ class DeviceWarp {
     template <Scope scope>
     __device__ __forceinline__ void publish(uint64_t* flag, uint64_t value) {
         finish_writes();
-        if (lane_id() == 0) of_scope<scope>(ptx::store_release_gpu, ptx::store_release_sys)(flag, value);
+        if (lane_id() == 0)
+            of_scope<scope>(ptx::store_release_gpu, ptx::store_release_sys)(flag, value);
         __syncwarp();
     }
 
     template <Scope scope, class F>
     __device__ __forceinline__ void publish_lanes(int count, F&& f) {
         finish_writes();
-        if (lane_id() < count) f(lane_id(), of_scope<scope>(ptx::store_release_gpu, ptx::store_release_sys));
+        if (lane_id() < count)
+            f(lane_id(), of_scope<scope>(ptx::store_release_gpu, ptx::store_release_sys));
         __syncwarp();
     }
 
-    // Relaxed, where PTX's memory model wants a release, which would wait for all that the warp has written. Enough on the hardware: a warp issues
-    // in order, so a load whose value it has used is over, and what the copy engine read has been waited for. A warp that acquires this flag and
+    // Relaxed, where PTX's memory model wants a release, which would wait for all that the warp has
+    // written. Enough on the hardware: a warp issues in order, so a load whose value it has used is
+    // over, and what the copy engine read has been waited for. A warp that acquires this flag and
     // stores another one passes that on.
     template <Scope scope>
     __device__ __forceinline__ void credit(uint64_t* flag, uint64_t value) {
-        if (lane_id() == 0) of_scope<scope>(ptx::store_relaxed_gpu, ptx::store_relaxed_sys)(flag, value);
+        if (lane_id() == 0)
+            of_scope<scope>(ptx::store_relaxed_gpu, ptx::store_relaxed_sys)(flag, value);
         __syncwarp();
     }
 
     template <Scope scope, class F>
     __device__ __forceinline__ void credit_lanes(int count, F&& f) {
-        if (lane_id() < count) f(lane_id(), of_scope<scope>(ptx::store_relaxed_gpu, ptx::store_relaxed_sys));
+        if (lane_id() < count)
+            f(lane_id(), of_scope<scope>(ptx::store_relaxed_gpu, ptx::store_relaxed_sys));
         __syncwarp();
     }
 
@@ -188,20 +200,25 @@ class DeviceWarp {
     static constexpr uint32_t kPollsBetweenChecks = 64;
 
     static __device__ __forceinline__ int lane_id() { return rows::lane_id(); }
-    static __device__ __forceinline__ bool is_bulk(size_t bytes) { return bytes >= BulkCopier::kLeastBytes; }
+    static __device__ __forceinline__ bool is_bulk(size_t bytes) {
+        return bytes >= BulkCopier::kLeastBytes;
+    }
 
     // The roles of a rank may run on different SMs of its GPU.
     template <Scope scope, class Instruction>
-    static __device__ __forceinline__ constexpr Instruction* of_scope(Instruction* gpu, Instruction* sys) {
+    static __device__ __forceinline__ constexpr Instruction* of_scope(Instruction* gpu,
+                                                                      Instruction* sys) {
         return scope == Scope::Rank ? gpu : sys;
     }
 
     template <Reuse reuse>
-    __device__ __forceinline__ void move_row(void* own_dst, uint32_t mask, const void* src, size_t bytes) {
+    __device__ __forceinline__ void move_row(void* own_dst, uint32_t mask, const void* src,
+                                             size_t bytes) {
         if (rows::misalignment(own_dst, mask, src, bytes)) {
             bulk_.drop();
-            for_each_lane(mask,
-                          [&](int lane) { rows::copy_misaligned(rows::shuffle_pointer(own_dst, lane), src, bytes); });
+            for_each_lane(mask, [&](int lane) {
+                rows::copy_misaligned(rows::shuffle_pointer(own_dst, lane), src, bytes);
+            });
         } else if (is_bulk(bytes)) {
             bulk_.multicast<reuse>(own_dst, mask, src, bytes);
         } else {
@@ -211,8 +228,8 @@ class DeviceWarp {
     }
 
     template <class T, Reuse reuse, class Weight>
-    __device__ __forceinline__ void add_rows(void* dst, const void* own_src, Weight own_weight, uint32_t mask,
-                                             size_t count) {
+    __device__ __forceinline__ void add_rows(void* dst, const void* own_src, Weight own_weight,
+                                             uint32_t mask, size_t count) {
         const size_t bytes = count * sizeof(T);
         if (rows::misalignment(own_src, mask, dst, bytes)) {
             rows::sum_elements<T>(dst, own_src, own_weight, mask, count);
@@ -224,9 +241,11 @@ class DeviceWarp {
         __syncwarp();
     }
 
-    // The lanes whose need is met, once `enough` is true of them; 0 if the wait ended badly. Lanes from `count` on need `other`.
+    // The lanes whose need is met, once `enough` is true of them; 0 if the wait ended badly. Lanes
+    // from `count` on need `other`.
     template <class F, class Enough>
-    __device__ __forceinline__ uint32_t poll(Wait wait, int count, F&& need, Enough&& enough, const Need& other) {
+    __device__ __forceinline__ uint32_t poll(Wait wait, int count, F&& need, Enough&& enough,
+                                             const Need& other) {
         uint64_t start = 0;
         for (uint32_t polls = 1;; ++polls) {
             const Need mine = lane_id() < count ? need(lane_id()) : other;
@@ -237,7 +256,8 @@ class DeviceWarp {
             }
             if (polls % kPollsBetweenChecks) continue;
             // One lane decides for all, or some of them might go on.
-            const auto end = static_cast<Outcome>(__shfl_sync(kAll, static_cast<int>(outcome_so_far(start)), 0));
+            const auto end =
+                static_cast<Outcome>(__shfl_sync(kAll, static_cast<int>(outcome_so_far(start)), 0));
             if (end == Outcome::Ok) continue;
             const uint32_t missing = __ballot_sync(kAll, !is_met(mine) && mine.peer >= 0);
             if (lane_id() == (missing ? lowest_lane(missing) : 0)) {
@@ -255,8 +275,10 @@ class DeviceWarp {
         return now - start > rank_.timeout_ns ? Outcome::Timeout : Outcome::Ok;
     }
 
-    __device__ __forceinline__ Incident incident(Outcome outcome, Wait wait, const Need& need) const {
-        return {outcome, role_, wait, rank_.rank, channel_, need.peer, need.seen, need.expected, call_};
+    __device__ __forceinline__ Incident incident(Outcome outcome, Wait wait,
+                                                 const Need& need) const {
+        return {outcome,   role_,     wait,          rank_.rank, channel_,
+                need.peer, need.seen, need.expected, call_};
     }
 
     const DeviceRank& rank_;

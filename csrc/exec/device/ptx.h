@@ -2,7 +2,8 @@
 
 #include <cstdint>
 
-// PTX instructions, named by order and scope. All are compiler barriers for memory where the order demands it.
+// PTX instructions, named by order and scope. All are compiler barriers for memory where the order
+// demands it.
 namespace ep::ptx {
 
 // ---- flags
@@ -34,10 +35,14 @@ __device__ __forceinline__ void store_relaxed_sys(uint64_t* address, uint64_t va
 
 __device__ __forceinline__ uint64_t fetch_add_sys(uint64_t* address, uint64_t value) {
     uint64_t before;
-    asm volatile("atom.relaxed.sys.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(address), "l"(value) : "memory");
+    asm volatile("atom.relaxed.sys.global.add.u64 %0, [%1], %2;"
+                 : "=l"(before)
+                 : "l"(address), "l"(value)
+                 : "memory");
     return before;
 }
-__device__ __forceinline__ void compare_and_swap_sys(uint64_t* address, uint64_t expected, uint64_t value) {
+__device__ __forceinline__ void compare_and_swap_sys(uint64_t* address, uint64_t expected,
+                                                     uint64_t value) {
     [[maybe_unused]] uint64_t before;
     asm volatile("atom.relaxed.sys.global.cas.b64 %0, [%1], %2, %3;"
                  : "=l"(before)
@@ -53,8 +58,8 @@ __device__ __forceinline__ uint64_t globaltimer() {
     return nanoseconds;
 }
 
-// ---- rows: read once and written once, so the first-level cache keeps nothing of them. Not the read-only path: another SM may have
-// written them during this launch.
+// ---- rows: read once and written once, so the first-level cache keeps nothing of them. Not the
+// read-only path: another SM may have written them during this launch.
 
 __device__ __forceinline__ uint4 load_no_allocate(const uint4* address) {
     uint4 value;
@@ -65,14 +70,14 @@ __device__ __forceinline__ uint4 load_no_allocate(const uint4* address) {
     return value;
 }
 __device__ __forceinline__ void store(uint4* address, uint4 value) {
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(value.x), "r"(value.y), "r"(value.z),
-                 "r"(value.w)
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(value.x),
+                 "r"(value.y), "r"(value.z), "r"(value.w)
                  : "memory");
 }
 // First to leave the second-level cache: it is not read again soon.
 __device__ __forceinline__ void store_streaming(uint4* address, uint4 value) {
-    asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(value.x), "r"(value.y), "r"(value.z),
-                 "r"(value.w)
+    asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(value.x),
+                 "r"(value.y), "r"(value.z), "r"(value.w)
                  : "memory");
 }
 
@@ -136,25 +141,32 @@ __device__ __forceinline__ void store_shared(double* address, double value) {
     asm volatile("st.shared.f64 [%0], %1;" ::"r"(shared_address(address)), "d"(value) : "memory");
 }
 
-// ---- bulk copies through shared memory (sm_90): the copy engine of the SM reads and writes in the async proxy
+// ---- bulk copies through shared memory (sm_90): the copy engine of the SM reads and writes in the
+// async proxy
 
 __device__ __forceinline__ void barrier_init(uint64_t* barrier, uint32_t arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+                 "r"(arrivals)
+                 : "memory");
 }
 // Makes the initialisation of barriers visible to the async proxy.
 __device__ __forceinline__ void fence_barrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 // Orders this thread's view of global memory before bulk copies that it issues later.
-__device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+__device__ __forceinline__ void fence_proxy_async_global() {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+}
 // Orders what this thread has written to shared memory before bulk copies into the same place.
 __device__ __forceinline__ void fence_proxy_async_shared() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 __device__ __forceinline__ void barrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-                 : "memory");
+    asm volatile(
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+        "r"(bytes)
+        : "memory");
 }
 __device__ __forceinline__ bool barrier_try_wait(uint64_t* barrier, uint32_t parity) {
     uint32_t done;
@@ -171,23 +183,26 @@ __device__ __forceinline__ bool barrier_try_wait(uint64_t* barrier, uint32_t par
 }
 // kStreaming: first to leave the second-level cache, here and below.
 template <bool kStreaming>
-__device__ __forceinline__ void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
+__device__ __forceinline__ void bulk_load(void* shared, const void* global, uint32_t bytes,
+                                          uint64_t* barrier) {
     if constexpr (kStreaming) {
         asm volatile(
             "{\n\t"
             ".reg .b64 policy;\n\t"
             "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n\t"
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], "
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+            "[%0], [%1], %2, [%3], "
             "policy;\n\t"
             "}" ::"r"(shared_address(shared)),
             "l"(global), "r"(bytes), "r"(shared_address(barrier))
             : "memory");
         return;
     }
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     shared_address(shared)),
-                 "l"(global), "r"(bytes), "r"(shared_address(barrier))
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+            "r"(shared_address(shared)),
+        "l"(global), "r"(bytes), "r"(shared_address(barrier))
+        : "memory");
 }
 template <bool kStreaming>
 __device__ __forceinline__ void bulk_store(void* global, const void* shared, uint32_t bytes) {
@@ -206,13 +221,17 @@ __device__ __forceinline__ void bulk_store(void* global, const void* shared, uin
                      : "memory");
     }
 }
-__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void bulk_commit() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
 // Until all but the newest kGroups groups of this thread's bulk stores have read their source.
 template <int kGroups>
 __device__ __forceinline__ void bulk_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kGroups) : "memory");
 }
 // Until all bulk stores of this thread have been written.
-__device__ __forceinline__ void bulk_wait_written() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+__device__ __forceinline__ void bulk_wait_written() {
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
 
 }  // namespace ep::ptx

@@ -7,8 +7,8 @@
 #include "exec/device/ptx.h"
 #include "exec/warp.h"
 
-// The loops in which the GPU's bandwidth is won. All 32 lanes take part in each; pointers and sizes are the same in all lanes unless they
-// are said to be a lane's own.
+// The loops in which the GPU's bandwidth is won. All 32 lanes take part in each; pointers and sizes
+// are the same in all lanes unless they are said to be a lane's own.
 namespace ep::rows {
 
 constexpr uint32_t kAllLanes = 0xffffffffu;
@@ -17,14 +17,17 @@ __device__ __forceinline__ int lane_id() { return threadIdx.x & 31; }
 
 template <class T>
 __device__ __forceinline__ T* shuffle_pointer(T* pointer, int lane) {
-    return reinterpret_cast<T*>(__shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(pointer), lane));
+    return reinterpret_cast<T*>(
+        __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(pointer), lane));
 }
 
 // The bits below 16 that are set in the size or in an address that takes part.
-__device__ __forceinline__ uint32_t misalignment(const void* own, uint32_t mask, const void* shared, size_t bytes) {
+__device__ __forceinline__ uint32_t misalignment(const void* own, uint32_t mask, const void* shared,
+                                                 size_t bytes) {
     const bool takes_part = mask >> lane_id() & 1;
     const auto bits = takes_part ? static_cast<uint32_t>(reinterpret_cast<uintptr_t>(own)) : 0u;
-    return (__reduce_or_sync(kAllLanes, bits) | static_cast<uint32_t>(reinterpret_cast<uintptr_t>(shared)) | bytes) &
+    return (__reduce_or_sync(kAllLanes, bits) |
+            static_cast<uint32_t>(reinterpret_cast<uintptr_t>(shared)) | bytes) &
            15;
 }
 
@@ -39,7 +42,8 @@ __device__ __forceinline__ void store(uint4* address, uint4 value) {
 
 // Each lane's own destination in the mask gets the row. Everything aligned to 16 bytes.
 template <Reuse reuse>
-__device__ __forceinline__ void multicast_vectors(void* own_dst, uint32_t mask, const void* src, size_t bytes) {
+__device__ __forceinline__ void multicast_vectors(void* own_dst, uint32_t mask, const void* src,
+                                                  size_t bytes) {
     constexpr int kInFlight = 2;  // long rows go through shared memory
     const uint4* in = static_cast<const uint4*>(src);
     const uint32_t vectors = bytes / sizeof(uint4);
@@ -69,8 +73,8 @@ __device__ __forceinline__ void copy_units(void* dst, const void* src, size_t by
 
 // A row that is not aligned to 16 bytes, in the widest units that it allows.
 __device__ __noinline__ inline void copy_misaligned(void* dst, const void* src, size_t bytes) {
-    const uint32_t bits =
-        static_cast<uint32_t>(reinterpret_cast<uintptr_t>(dst) | reinterpret_cast<uintptr_t>(src) | bytes);
+    const uint32_t bits = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(dst) |
+                                                reinterpret_cast<uintptr_t>(src) | bytes);
     if (!(bits & 3)) return copy_units<uint32_t>(dst, src, bytes);
     if (!(bits & 1)) return copy_units<uint16_t>(dst, src, bytes);
     copy_units<uint8_t>(dst, src, bytes);

@@ -7,8 +7,9 @@
 #include "exec/device/ptx.h"
 #include "exec/device/rows.h"
 
-// Sums of rows, in the order of their lanes, in fp32 (fp64 for fp64). They start from -0, to which adding anything, -0 too, gives exactly that.
-// Weight: Accumulator<T>, a lane's own; or NoWeight, then nothing is multiplied.
+// Sums of rows, in the order of their lanes, in fp32 (fp64 for fp64). They start from -0, to which
+// adding anything, -0 too, gives exactly that. Weight: Accumulator<T>, a lane's own; or NoWeight,
+// then nothing is multiplied.
 namespace ep::rows {
 
 __device__ __forceinline__ float widen(BFloat16 value) {
@@ -34,8 +35,12 @@ __device__ __forceinline__ V times(V value, NoWeight) {
     return value;
 }
 // Rounded: the compiler never makes one operation of these and an addition.
-__device__ __forceinline__ float times(float value, float weight) { return __fmul_rn(value, weight); }
-__device__ __forceinline__ double times(double value, double weight) { return __dmul_rn(value, weight); }
+__device__ __forceinline__ float times(float value, float weight) {
+    return __fmul_rn(value, weight);
+}
+__device__ __forceinline__ double times(double value, double weight) {
+    return __dmul_rn(value, weight);
+}
 
 __device__ __forceinline__ NoWeight weight_of(NoWeight, int) { return {}; }
 template <class Weight>
@@ -70,17 +75,19 @@ __device__ __forceinline__ uint4 narrow_vector(const Accumulator<T>* sums) {
 }
 
 template <class T, class Weight>
-__device__ __forceinline__ void accumulate(Accumulator<T>* sums, const uint4& vector, Weight weight) {
+__device__ __forceinline__ void accumulate(Accumulator<T>* sums, const uint4& vector,
+                                           Weight weight) {
     Elements<T> elements;
     memcpy(&elements, &vector, sizeof(vector));
 #pragma unroll
-    for (int i = 0; i < Elements<T>::kCount; ++i) sums[i] += times(widen(elements.values[i]), weight);
+    for (int i = 0; i < Elements<T>::kCount; ++i)
+        sums[i] += times(widen(elements.values[i]), weight);
 }
 
 // Short rows, a few of them at a time in registers. Everything aligned to 16 bytes.
 template <class T, class Weight>
-__device__ __forceinline__ void sum_vectors(void* dst, const void* own_src, Weight own_weight, uint32_t mask,
-                                            uint32_t vectors) {
+__device__ __forceinline__ void sum_vectors(void* dst, const void* own_src, Weight own_weight,
+                                            uint32_t mask, uint32_t vectors) {
     using Sum = Accumulator<T>;
     constexpr int kInFlight = 4;
     for (uint32_t first = 0; first < vectors; first += 32) {
@@ -94,7 +101,8 @@ __device__ __forceinline__ void sum_vectors(void* dst, const void* own_src, Weig
 #pragma unroll
             for (int r = 0; r < kInFlight; ++r) {
                 if (!taken) break;
-                const uint4* in = static_cast<const uint4*>(shuffle_pointer(own_src, lowest_lane(taken)));
+                const uint4* in =
+                    static_cast<const uint4*>(shuffle_pointer(own_src, lowest_lane(taken)));
                 taken &= taken - 1;
                 if (i < vectors) values[r] = ptx::load_no_allocate(in + i);
             }
@@ -116,13 +124,16 @@ struct NoWeights {
 template <class Weight>
 struct SharedWeights {
     const Weight* first;
-    __device__ __forceinline__ Weight operator[](uint32_t row) const { return ptx::load_shared(first + row); }
+    __device__ __forceinline__ Weight operator[](uint32_t row) const {
+        return ptx::load_shared(first + row);
+    }
 };
 
-// One vector of the sum of `count` rows in shared memory that lie `stride` bytes apart, as their weights lie side by side.
+// One vector of the sum of `count` rows in shared memory that lie `stride` bytes apart, as their
+// weights lie side by side.
 template <class T, class Weights>
-__device__ __forceinline__ void sum_shared(void* dst, const char* first, Weights weights, uint32_t count,
-                                           uint32_t stride) {
+__device__ __forceinline__ void sum_shared(void* dst, const char* first, Weights weights,
+                                           uint32_t count, uint32_t stride) {
     using Sum = Accumulator<T>;
     Sum sums[Elements<T>::kCount];
 #pragma unroll
@@ -135,8 +146,8 @@ __device__ __forceinline__ void sum_shared(void* dst, const char* first, Weights
 
 // The same order of additions, an element at a time.
 template <class T, class Weight>
-__device__ __noinline__ inline void sum_elements(void* dst, const void* own_src, Weight own_weight, uint32_t mask,
-                                                 size_t count) {
+__device__ __noinline__ inline void sum_elements(void* dst, const void* own_src, Weight own_weight,
+                                                 uint32_t mask, size_t count) {
     T* out = static_cast<T*>(dst);
     for (size_t first = 0; first < count; first += 32) {
         const size_t i = first + lane_id();

@@ -14,7 +14,8 @@ class Condition {
   public:
     template <class F>
         requires(!std::is_same_v<std::remove_cvref_t<F>, Condition>)
-    explicit Condition(F& f) : object_(&f), call_([](void* object) -> bool { return (*static_cast<F*>(object))(); }) {}
+    explicit Condition(F& f)
+        : object_(&f), call_([](void* object) -> bool { return (*static_cast<F*>(object))(); }) {}
 
     bool operator()() const { return call_(object_); }
 
@@ -30,7 +31,8 @@ class Executor {
   public:
     virtual ~Executor() = default;
 
-    // Returns once the condition holds, the rank's abort flag is up, or the rank's timeout has passed.
+    // Returns once the condition holds, the rank's abort flag is up, or the rank's timeout has
+    // passed.
     virtual WaitEnd wait(Condition condition, const RankState& rank) = 0;
 
     // Whether a role whose wait is already over should let others run first all the same.

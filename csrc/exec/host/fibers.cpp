@@ -30,7 +30,8 @@ struct FiberExecutor::Fiber {
     bool done = false;
 
     Fiber() {
-        stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_STACK, -1, 0);
+        stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE,
+                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_STACK, -1, 0);
         if (stack == MAP_FAILED) throw std::bad_alloc();
         mprotect(stack, 4096, PROT_NONE);  // an overflow faults instead of corrupting
     }
@@ -167,7 +168,8 @@ void FiberExecutor::idle() {
     if (idle_passes_ <= kYields) {
         sched_yield();
     } else {
-        const timespec pause{0, std::min(kLongestSleep, kFirstSleep << std::min(6, (idle_passes_ - kYields) / 8))};
+        const timespec pause{
+            0, std::min(kLongestSleep, kFirstSleep << std::min(6, (idle_passes_ - kYields) / 8))};
         nanosleep(&pause, nullptr);
     }
 }

@@ -10,21 +10,24 @@
 
 namespace ep {
 
-// One OS thread that runs any number of roles as fibers, switching only where a role waits. When nobody can run it yields its core, then
-// sleeps for longer and longer: other ranks may need the core to make the progress that is waited for.
+// One OS thread that runs any number of roles as fibers, switching only where a role waits. When
+// nobody can run it yields its core, then sleeps for longer and longer: other ranks may need the
+// core to make the progress that is waited for.
 class FiberExecutor : public Executor {
   public:
     FiberExecutor();
     ~FiberExecutor() override;
 
-    // `interrupted` is asked now and then while idle, and ends all waits when it returns true. Throws what a role threw, after all have ended.
+    // `interrupted` is asked now and then while idle, and ends all waits when it returns true.
+    // Throws what a role threw, after all have ended.
     void run(std::vector<RoleTask> tasks, std::function<bool()> interrupted = {});
     WaitEnd wait(Condition condition, const RankState& rank) override;
 
   protected:
     struct Fiber;
 
-    // One pass over all fibers, or one scheduling decision: returns false when there was nothing to do.
+    // One pass over all fibers, or one scheduling decision: returns false when there was nothing to
+    // do.
     virtual bool step();
     // Called when step found nothing to do.
     virtual void idle();
@@ -57,8 +60,9 @@ class Network {
     virtual bool deliver(std::mt19937_64& random) = 0;
 };
 
-// Picks at random, from a seed, which role runs next and when the network delivers: the same seed is the same interleaving. Time does not pass here: a
-// wait expires exactly when no role can ever run again.
+// Picks at random, from a seed, which role runs next and when the network delivers: the same seed
+// is the same interleaving. Time does not pass here: a wait expires exactly when no role can ever
+// run again.
 class SeededExecutor : public FiberExecutor {
   public:
     SeededExecutor(uint64_t seed, Network* network) : random_(seed), network_(network) {}

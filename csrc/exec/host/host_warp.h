@@ -9,8 +9,8 @@
 
 namespace ep {
 
-// A warp on the host: one role, its lanes run one after the other. Waits go to the executor. The order of publish is a parameter so that a
-// test can weaken it and see the data race reported.
+// A warp on the host: one role, its lanes run one after the other. Waits go to the executor. The
+// order of publish is a parameter so that a test can weaken it and see the data race reported.
 template <std::memory_order kPublish = std::memory_order_release>
 class BasicHostWarp {
   public:
@@ -34,7 +34,8 @@ class BasicHostWarp {
     template <class F>
     uint32_t ballot(int count, F&& f) {
         uint32_t mask = 0;
-        for (int lane = 0; lane < count; ++lane) mask |= static_cast<uint32_t>(static_cast<bool>(f(lane))) << lane;
+        for (int lane = 0; lane < count; ++lane)
+            mask |= static_cast<uint32_t>(static_cast<bool>(f(lane))) << lane;
         return mask;
     }
 
@@ -50,7 +51,9 @@ class BasicHostWarp {
 
     void match(int count, const PerLane<int>& keys, PerLane<uint32_t>& equal) {
         for (int lane = 0; lane < count; ++lane) {
-            equal[lane] = keys[lane] < 0 ? 0 : ballot(count, [&](int other) { return keys[other] == keys[lane]; });
+            equal[lane] = keys[lane] < 0
+                              ? 0
+                              : ballot(count, [&](int other) { return keys[other] == keys[lane]; });
         }
     }
 
@@ -86,7 +89,9 @@ class BasicHostWarp {
     template <class F>
     uint32_t wait_any(Wait wait, int count, F&& need) {
         uint32_t mask = 0;
-        auto condition = [&] { return (mask = ballot(count, [&](int lane) { return is_met(need(lane)); })) != 0; };
+        auto condition = [&] {
+            return (mask = ballot(count, [&](int lane) { return is_met(need(lane)); })) != 0;
+        };
         return wait_for(wait, count, need, condition) ? mask : 0;
     }
 
@@ -121,8 +126,8 @@ class BasicHostWarp {
     }
 
     template <class T, Reuse reuse>
-    void weighted_sum(void* dst, const PerLane<const void*>& srcs, const PerLane<Accumulator<T>>& weights,
-                      uint32_t mask, size_t count) {
+    void weighted_sum(void* dst, const PerLane<const void*>& srcs,
+                      const PerLane<Accumulator<T>>& weights, uint32_t mask, size_t count) {
         const T* rows[32];
         Accumulator<T> row_weights[32];
         const int num_rows = gather(rows, srcs, mask);
@@ -179,7 +184,8 @@ class BasicHostWarp {
         for (int lane = 0; lane < count; ++lane) {
             const Need missing = need(lane);
             if (!is_met(missing) && missing.peer >= 0) {
-                record(end == WaitEnd::Expired ? Outcome::Timeout : Outcome::Aborted, wait, missing);
+                record(end == WaitEnd::Expired ? Outcome::Timeout : Outcome::Aborted, wait,
+                       missing);
                 break;
             }
         }
@@ -187,7 +193,8 @@ class BasicHostWarp {
     }
 
     void record(Outcome outcome, Wait wait, const Need& need) {
-        rank_.record({outcome, role_, wait, rank_.rank, channel_, need.peer, need.seen, need.expected, rank_.call});
+        rank_.record({outcome, role_, wait, rank_.rank, channel_, need.peer, need.seen,
+                      need.expected, rank_.call});
     }
 
     Executor& executor_;

@@ -19,7 +19,9 @@ struct RankState {
 
     bool aborted() const { return abort_word().load(std::memory_order_acquire) != 0; }
 
-    std::atomic_ref<uint64_t> abort_word() const { return std::atomic_ref<uint64_t>(control->abort); }
+    std::atomic_ref<uint64_t> abort_word() const {
+        return std::atomic_ref<uint64_t>(control->abort);
+    }
 
     // Makes every wait of every rank end. The first to give up is the one that is remembered.
     void abort(Outcome outcome) const {

@@ -16,15 +16,18 @@
 #define EP_WIDE
 #endif
 
-// A product is rounded before it is added, as on the GPU: never both by one instruction, which the wider machines have.
+// A product is rounded before it is added, as on the GPU: never both by one instruction, which the
+// wider machines have.
 #define EP_UNFUSED __attribute__((optimize("fp-contract=off")))
 
 namespace ep {
 namespace {
 
-constexpr size_t kBlock = 1024;  // elements of a wide row summed at a time: they stay in the first-level cache
+constexpr size_t kBlock =
+    1024;  // elements of a wide row summed at a time: they stay in the first-level cache
 
-// 16-bit elements are summed in registers, a few vectors at a time. Vectors are the compiler's: it maps them to what the machine has.
+// 16-bit elements are summed in registers, a few vectors at a time. Vectors are the compiler's: it
+// maps them to what the machine has.
 constexpr size_t kLanes = 8;
 constexpr size_t kVectors = 4;
 using Halves = uint16_t __attribute__((vector_size(kLanes * 2)));
@@ -42,9 +45,11 @@ EP_INLINE Words narrow(Floats values, BFloat16) {
     return (bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : rounded;
 }
 
-// IEEE half by way of fp32 arithmetic: scaling by a power of two moves the exponent's bias and handles subnormals.
+// IEEE half by way of fp32 arithmetic: scaling by a power of two moves the exponent's bias and
+// handles subnormals.
 EP_INLINE Floats widen(Words bits, Float16) {
-    const Words scaled = std::bit_cast<Words>(std::bit_cast<Floats>((bits & 0x7fff) << 13) * 0x1p112f);
+    const Words scaled =
+        std::bit_cast<Words>(std::bit_cast<Floats>((bits & 0x7fff) << 13) * 0x1p112f);
     const Words infinity = std::bit_cast<Words>((bits & 0x7c00) == 0x7c00) & 0x7f800000;
     return std::bit_cast<Floats>(scaled | infinity | (bits & 0x8000) << 16);
 }
@@ -54,7 +59,8 @@ EP_INLINE Words narrow(Floats values, Float16) {
     const Words magnitude = bits & 0x7fffffff;
     const Words normal = (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13;
     // adding 0.5 leaves the rounded multiple of 2^-24 in the low bits
-    const Words subnormal = std::bit_cast<Words>(std::bit_cast<Floats>(magnitude) + 0.5f) - 0x3f000000;
+    const Words subnormal =
+        std::bit_cast<Words>(std::bit_cast<Floats>(magnitude) + 0.5f) - 0x3f000000;
     const Words finite = magnitude < 0x38800000 ? subnormal : normal;
     const Words special = magnitude > 0x7f800000 ? Words{} + 0x7e00 : Words{} + 0x7c00;
     return (magnitude >= 0x477ff000 ? special : finite) | (bits >> 16 & 0x8000);
@@ -63,12 +69,14 @@ EP_INLINE Words narrow(Floats values, Float16) {
 // In place of the weights of a sum that has none.
 struct NoWeights {};
 EP_INLINE Floats times(Floats values, NoWeights, int) { return values; }
-EP_INLINE Floats times(Floats values, const float* weights, int row) { return values * weights[row]; }
+EP_INLINE Floats times(Floats values, const float* weights, int row) {
+    return values * weights[row];
+}
 
 // dst[i] for kVectors vectors from `first` on; `size` is less only at the end of a row.
 template <class T, class Weights>
-EP_INLINE void sum_narrow_block(T* dst, const T* const* rows, Weights weights, int num_rows, size_t first,
-                                size_t size) {
+EP_INLINE void sum_narrow_block(T* dst, const T* const* rows, Weights weights, int num_rows,
+                                size_t first, size_t size) {
     auto load = [&](const T* row, size_t vector) {
         Halves halves{};
         std::memcpy(&halves, row + first + vector * kLanes,
@@ -83,15 +91,18 @@ EP_INLINE void sum_narrow_block(T* dst, const T* const* rows, Weights weights, i
     }
     for (size_t v = 0; v < vectors; ++v) {
         const Halves halves = __builtin_convertvector(narrow(sums[v], T{}), Halves);
-        std::memcpy(dst + first + v * kLanes, &halves, size == kLanes * kVectors ? sizeof(Halves) : size * sizeof(T));
+        std::memcpy(dst + first + v * kLanes, &halves,
+                    size == kLanes * kVectors ? sizeof(Halves) : size * sizeof(T));
     }
 }
 
 template <class T, class Weights>
-EP_INLINE void sum_narrow(T* dst, const T* const* rows, Weights weights, int num_rows, size_t count) {
+EP_INLINE void sum_narrow(T* dst, const T* const* rows, Weights weights, int num_rows,
+                          size_t count) {
     constexpr size_t kWhole = kLanes * kVectors;
     size_t first = 0;
-    for (; first + kWhole <= count; first += kWhole) sum_narrow_block(dst, rows, weights, num_rows, first, kWhole);
+    for (; first + kWhole <= count; first += kWhole)
+        sum_narrow_block(dst, rows, weights, num_rows, first, kWhole);
     for (; first < count; first += kLanes)
         sum_narrow_block(dst, rows, weights, num_rows, first, std::min(kLanes, count - first));
 }
@@ -110,8 +121,8 @@ EP_INLINE void sum_wide(T* __restrict dst, const T* const* rows, int num_rows, s
 }
 
 template <class T>
-EP_INLINE void weighted_sum_wide(T* __restrict dst, const T* const* rows, const T* weights, int num_rows,
-                                 size_t count) {
+EP_INLINE void weighted_sum_wide(T* __restrict dst, const T* const* rows, const T* weights,
+                                 int num_rows, size_t count) {
     for (size_t first = 0; first < count; first += kBlock) {
         const size_t size = std::min(kBlock, count - first);
         T* __restrict out = dst + first;
@@ -155,20 +166,20 @@ EP_WIDE void sum_rows(double* dst, const double* const* rows, int num_rows, size
     if (!sum_few(dst, rows, num_rows, count)) sum_wide(dst, rows, num_rows, count);
 }
 
-EP_WIDE EP_UNFUSED void weighted_sum_rows(BFloat16* dst, const BFloat16* const* rows, const float* weights,
-                                          int num_rows, size_t count) {
+EP_WIDE EP_UNFUSED void weighted_sum_rows(BFloat16* dst, const BFloat16* const* rows,
+                                          const float* weights, int num_rows, size_t count) {
     if (!sum_none(dst, num_rows, count)) sum_narrow(dst, rows, weights, num_rows, count);
 }
-EP_WIDE EP_UNFUSED void weighted_sum_rows(Float16* dst, const Float16* const* rows, const float* weights, int num_rows,
-                                          size_t count) {
+EP_WIDE EP_UNFUSED void weighted_sum_rows(Float16* dst, const Float16* const* rows,
+                                          const float* weights, int num_rows, size_t count) {
     if (!sum_none(dst, num_rows, count)) sum_narrow(dst, rows, weights, num_rows, count);
 }
-EP_WIDE EP_UNFUSED void weighted_sum_rows(float* dst, const float* const* rows, const float* weights, int num_rows,
-                                          size_t count) {
+EP_WIDE EP_UNFUSED void weighted_sum_rows(float* dst, const float* const* rows,
+                                          const float* weights, int num_rows, size_t count) {
     if (!sum_none(dst, num_rows, count)) weighted_sum_wide(dst, rows, weights, num_rows, count);
 }
-EP_WIDE EP_UNFUSED void weighted_sum_rows(double* dst, const double* const* rows, const double* weights, int num_rows,
-                                          size_t count) {
+EP_WIDE EP_UNFUSED void weighted_sum_rows(double* dst, const double* const* rows,
+                                          const double* weights, int num_rows, size_t count) {
     if (!sum_none(dst, num_rows, count)) weighted_sum_wide(dst, rows, weights, num_rows, count);
 }
 

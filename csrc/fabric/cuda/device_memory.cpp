@@ -44,12 +44,13 @@ DeviceMemory DeviceMemory::open(int device, const std::string& handle, size_t by
     const DeviceGuard guard(device);
     cudaIpcMemHandle_t ipc;
     if (handle.size() != sizeof(ipc))
-        throw std::invalid_argument("handle has " + std::to_string(handle.size()) + " bytes, must have " +
-                                    std::to_string(sizeof(ipc)));
+        throw std::invalid_argument("handle has " + std::to_string(handle.size()) +
+                                    " bytes, must have " + std::to_string(sizeof(ipc)));
     std::memcpy(&ipc, handle.data(), sizeof(ipc));
     void* data = nullptr;
     check_cuda(cudaIpcOpenMemHandle(&data, ipc, cudaIpcMemLazyEnablePeerAccess),
-               "mapping another rank's symmetric heap by CUDA IPC (its GPU must be a peer of this one: see nvidia-smi "
+               "mapping another rank's symmetric heap by CUDA IPC (its GPU must be a peer of this "
+               "one: see nvidia-smi "
                "topo -p2p r)");
     return DeviceMemory(device, static_cast<char*>(data), bytes, "", true);
 }

@@ -5,14 +5,16 @@
 
 namespace ep {
 
-// Zeroed memory of a GPU that holds the symmetric heap of one rank; another process of the machine may map it through its handle. Memory that
-// others may have mapped is not freed but kept for the next heap of its size and group: they write to it until they are done themselves, and only
+// Zeroed memory of a GPU that holds the symmetric heap of one rank; another process of the machine
+// may map it through its handle. Memory that others may have mapped is not freed but kept for the
+// next heap of its size and group: they write to it until they are done themselves, and only
 // members of the group are known to be done when the next heap is made.
 class DeviceMemory {
   public:
     // group: names the processes that may map it.
     static DeviceMemory create(int device, size_t bytes, const std::string& group);
-    // Maps memory that another process created, on any GPU that this one reaches. Throws std::runtime_error when it does not.
+    // Maps memory that another process created, on any GPU that this one reaches. Throws
+    // std::runtime_error when it does not.
     static DeviceMemory open(int device, const std::string& handle, size_t bytes);
 
     DeviceMemory(DeviceMemory&& other) noexcept;

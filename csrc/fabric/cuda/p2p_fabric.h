@@ -5,8 +5,9 @@
 
 namespace ep {
 
-// Heaps of all ranks mapped here: ranks of one process on one GPU, or of processes of one machine through CUDA IPC and peer access. Between nodes of
-// such a machine rows are packed in place; a put (of counts) is a copy and a signal a release store.
+// Heaps of all ranks mapped here: ranks of one process on one GPU, or of processes of one machine
+// through CUDA IPC and peer access. Between nodes of such a machine rows are packed in place; a put
+// (of counts) is a copy and a signal a release store.
 class P2pFabric;
 
 struct P2pFabricParams {
@@ -42,17 +43,20 @@ class P2pFabric {
     }
 
     template <class W>
-    __device__ __forceinline__ void put(W& warp, int, int node, size_t dst, size_t src, size_t bytes) const {
+    __device__ __forceinline__ void put(W& warp, int, int node, size_t dst, size_t src,
+                                        size_t bytes) const {
         warp.template copy<Reuse::Soon>(rail<char>(node, dst), own<char>(src), bytes);
     }
 
     template <class W>
-    __device__ __forceinline__ void put_signal(W& warp, int, int node, size_t flag, uint64_t, uint64_t to) const {
+    __device__ __forceinline__ void put_signal(W& warp, int, int node, size_t flag, uint64_t,
+                                               uint64_t to) const {
         warp.template publish<Scope::System>(rail<uint64_t>(node, flag), to);
     }
 
     template <class W>
-    __device__ __forceinline__ void put_credit(W& warp, int, int node, size_t flag, uint64_t, uint64_t to) const {
+    __device__ __forceinline__ void put_credit(W& warp, int, int node, size_t flag, uint64_t,
+                                               uint64_t to) const {
         warp.template credit<Scope::System>(rail<uint64_t>(node, flag), to);
     }
 

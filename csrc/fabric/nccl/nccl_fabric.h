@@ -9,16 +9,17 @@ namespace ep {
 
 class NcclFabric;
 
-// What a launch of `settle` leaves behind, on the GPU.
-struct NcclSettled {
+// What a launch of `reset_signals` leaves behind, on the GPU.
+struct NcclSignalReset {
     uint64_t rounds;
     int absent;  // 1 + a rank that did not come
 };
 
-// Heaps are one symmetric window of an NCCL communicator, whose ranks are the buffer's. Ranks of a node lie in one LSA team and load and store each
-// other's memory. Between nodes GIN puts and adds to signals, which NCCL keeps outside of the window: it orders a signal after earlier puts and signals
-// to the same rank in the same context, but promises nothing of the kind for a put word. So a flag of the network is the signal of its number, in the
-// context of its channel at both ends.
+// Heaps are one symmetric window of an NCCL communicator, whose ranks are the buffer's. Ranks of a
+// node lie in one LSA team and load and store each other's memory. Between nodes GIN puts and adds
+// to signals, which NCCL keeps outside of the window: it orders a signal after earlier puts and
+// signals to the same rank in the same context, but promises nothing of the kind for a put word. So
+// a flag of the network is the signal of its number, in the context of its channel at both ends.
 struct NcclFabricParams {
     using Fabric = NcclFabric;
     static constexpr int kMaxNodeRanks = 72;  // of the largest NVLink domain
@@ -26,17 +27,18 @@ struct NcclFabricParams {
     Heap heap;
     ncclDevComm comm;
     ncclWindow_t window;
-    NcclSettled* settled;
+    NcclSignalReset* signal_reset;
     char* node[kMaxNodeRanks];  // heaps of the ranks of this node, by local rank
 
-    // Of one rank: its flags, then one for each node to settle with.
+    // Of one rank: its flags, then one for each node to exchange a last signal with.
     static size_t signals(const Heap& heap) {
         return heap.topology.nodes > 1 ? heap.network_flags() + heap.topology.nodes : 0;
     }
 
-    // Waits until all that the rail sent to this rank before it came here has arrived, and clears the flags of the network. Collective: nobody may send
-    // until all ranks are done. Throws std::runtime_error when a rank does not come in time.
-    void settle(int rank, uint64_t timeout_ns) const;
+    // Waits until all that the rail sent to this rank before it came here has arrived, and clears
+    // the flags of the network. Collective: nobody may send until all ranks are done. Throws
+    // std::runtime_error when a rank does not come in time.
+    void reset_signals(int rank, uint64_t timeout_ns) const;
 };
 
 #if defined(__CUDACC__)
@@ -45,17 +47,19 @@ __device__ __forceinline__ ncclGin gin_of(const ncclDevComm& comm, int channel) 
     return ncclGin(comm, channel % comm.ginContextCount);
 }
 
-// Calls, so that the library's code does not crowd the roles' registers. Fences stand before what reads, or promises, rows of other warps.
-__device__ __noinline__ inline void nccl_put(const NcclFabricParams& params, int channel, int rank, size_t dst,
-                                             size_t src, size_t bytes) {
+// Calls, so that the library's code does not crowd the roles' registers. Fences stand before what
+// reads, or promises, rows of other warps.
+__device__ __noinline__ inline void nccl_put(const NcclFabricParams& params, int channel, int rank,
+                                             size_t dst, size_t src, size_t bytes) {
     __threadfence_system();
     gin_of(params.comm, channel)
-        .put(ncclTeamWorld(params.comm), rank, params.window, dst, params.window, src, bytes, ncclGin_None{},
-             ncclGin_None{}, ncclCoopWarp{});
+        .put(ncclTeamWorld(params.comm), rank, params.window, dst, params.window, src, bytes,
+             ncclGin_None{}, ncclGin_None{}, ncclCoopWarp{});
 }
-__device__ __noinline__ inline void nccl_signal(const ncclDevComm& comm, int channel, int rank, uint32_t signal,
-                                                uint64_t increment) {
-    gin_of(comm, channel).signal(ncclTeamWorld(comm), rank, ncclGin_SignalAdd{signal, increment}, ncclCoopWarp{});
+__device__ __noinline__ inline void nccl_signal(const ncclDevComm& comm, int channel, int rank,
+                                                uint32_t signal, uint64_t increment) {
+    gin_of(comm, channel)
+        .signal(ncclTeamWorld(comm), rank, ncclGin_SignalAdd{signal, increment}, ncclCoopWarp{});
 }
 
 class NcclFabric {
@@ -76,22 +80,23 @@ class NcclFabric {
     }
 
     template <class W>
-    __device__ __forceinline__ void put(W& warp, int channel, int node, size_t dst, size_t src, size_t bytes) const {
+    __device__ __forceinline__ void put(W& warp, int channel, int node, size_t dst, size_t src,
+                                        size_t bytes) const {
         warp.finish_writes();  // by the copy engine, too, before the network reads them
         nccl_put(params_, channel, on_rail(node), dst, src, bytes);
     }
 
     template <class W>
-    __device__ __forceinline__ void put_signal(W& warp, int channel, int node, size_t flag, uint64_t from,
-                                               uint64_t to) const {
+    __device__ __forceinline__ void put_signal(W& warp, int channel, int node, size_t flag,
+                                               uint64_t from, uint64_t to) const {
         warp.finish_writes();
         __threadfence_system();
         nccl_signal(params_.comm, channel, on_rail(node), signal(flag), to - from);
     }
 
     template <class W>
-    __device__ __forceinline__ void put_credit(W&, int channel, int node, size_t flag, uint64_t from,
-                                               uint64_t to) const {
+    __device__ __forceinline__ void put_credit(W&, int channel, int node, size_t flag,
+                                               uint64_t from, uint64_t to) const {
         nccl_signal(params_.comm, channel, on_rail(node), signal(flag), to - from);
     }
 
@@ -101,7 +106,9 @@ class NcclFabric {
     }
 
   private:
-    __device__ __forceinline__ int on_rail(int node) const { return params_.heap.topology.rank(node, local_); }
+    __device__ __forceinline__ int on_rail(int node) const {
+        return params_.heap.topology.rank(node, local_);
+    }
     __device__ __forceinline__ uint32_t signal(size_t flag) const {
         return static_cast<uint32_t>(params_.heap.network_flag(flag));
     }

@@ -14,9 +14,11 @@ inline void check_cuda(cudaError_t error, const char* what) {
     throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
-// The calling thread uses this device until the end of the scope. cudaSetDevice creates a context on a device that has none, hundreds of megabytes, so
-// it is called only for another device than the current one. The way back must be taken all the same: what the thread does next would go to the
-// wrong GPU. A buffer's set-up therefore makes its GPU current with torch, which goes back only when the other one is used.
+// The calling thread uses this device until the end of the scope. cudaSetDevice creates a context
+// on a device that has none, hundreds of megabytes, so it is called only for another device than
+// the current one. The way back must be taken all the same: what the thread does next would go to
+// the wrong GPU. A buffer's set-up therefore makes its GPU current with torch, which goes back only
+// when the other one is used.
 class DeviceGuard {
   public:
     explicit DeviceGuard(int device) { check_cuda(enter(device), "cudaSetDevice"); }

@@ -6,7 +6,7 @@
 #include "core/args.h"
 #include "core/dtypes.h"
 #include "exec/device/device_rank.h"
-#include "launch/cuda/owned.h"
+#include "launch/cuda/resource.h"
 
 namespace ep {
 
@@ -21,23 +21,27 @@ struct CudaDevice {
     static CudaDevice of(int device);
 };
 
-// Channels that keep all warps of `sms` SMs busy, or fewer where ranks of several nodes share a GPU, whose cache holds only so many rings.
+// Channels that keep all warps of `sms` SMs busy, or fewer where ranks of several nodes share a
+// GPU, whose cache holds only so many rings.
 int cuda_channels(const Topology& topology, int sms, int local_ranks);
 
-// The ranks of a buffer that live in this process, on one GPU. A launch runs one phase on all of them together: its blocks are the blocks of all
-// ranks, all on the GPU at once. Launches only enqueue; whether they failed shows in aborted(), at the latest when they are done.
-// FabricParams: how they reach the other ranks, a kernel parameter (see launch/cuda/joint.h).
+// The ranks of a buffer that live in this process, on one GPU. A launch runs one phase on all of
+// them together: its blocks are the blocks of all ranks, all on the GPU at once. Launches only
+// enqueue; whether they failed shows in aborted(), at the latest when they are done. FabricParams:
+// how they reach the other ranks, a kernel parameter (see launch/cuda/joint.h).
 template <class FabricParams>
 class CudaGroup {
   public:
-    // heaps: of those ranks whose memory this process can write, in any order; own_heaps: of `ranks`, in their order.
-    // sms: how many SMs a launch may use for each rank.
-    CudaGroup(const Heap& heap, const FabricParams& fabric, std::vector<int> ranks, const std::vector<char*>& own_heaps,
-              const std::vector<char*>& heaps, int device, int sms, double timeout);
+    // heaps: of those ranks whose memory this process can write, in any order; own_heaps: of
+    // `ranks`, in their order. sms: how many SMs a launch may use for each rank.
+    CudaGroup(const Heap& heap, const FabricParams& fabric, std::vector<int> ranks,
+              const std::vector<char*>& own_heaps, const std::vector<char*>& heaps, int device,
+              int sms, double timeout);
     ~CudaGroup();
     CudaGroup(const CudaGroup&) = delete;
 
-    // One argument per rank of this process, in the order of `ranks`. Args of notify need no epoch: it is counted on the GPU.
+    // One argument per rank of this process, in the order of `ranks`. Args of notify need no epoch:
+    // it is counted on the GPU.
     void notify(const std::vector<NotifyArgs>& args, CudaStream stream);
     void dispatch(const std::vector<DispatchArgs>& args, CudaStream stream);
     void combine(const std::vector<CombineArgs>& args, DType dtype, CudaStream stream);
@@ -48,7 +52,8 @@ class CudaGroup {
     const ControlBlock& report(size_t index) const { return reports_[index]; }
     // Makes the waits of all ranks in reach end, also while this process's own kernels run.
     void abort(Outcome outcome);
-    // Until what this process's ranks sent to other nodes is there. Throws std::runtime_error when that takes longer than a wait may.
+    // Until what this process's ranks sent to other nodes is there. Throws std::runtime_error when
+    // that takes longer than a wait may.
     void drain() const;
     // Back to the state of a new buffer, once nothing runs and all ranks have drained.
     void reset();
@@ -70,12 +75,12 @@ class CudaGroup {
     int sms_;
     uint64_t timeout_ns_;
     std::vector<uint64_t*> reachable_;  // abort words of the heaps
-    Owned<void> abort_stream_;
-    Owned<uint64_t*[]> abort_words_;          // reachable_, on the GPU
-    Owned<uint64_t[]> epochs_;                // [ranks], on the GPU
-    Owned<ControlBlock[]> reports_;           // [ranks], pinned
+    Resource<void> abort_stream_;
+    Resource<uint64_t*[]> abort_words_;       // reachable_, on the GPU
+    Resource<uint64_t[]> epochs_;             // [ranks], on the GPU
+    Resource<ControlBlock[]> reports_;        // [ranks], pinned
     ControlBlock* reports_on_gpu_ = nullptr;  // the same, mapped
-    Owned<uint64_t[]> abort_source_;          // one, pinned
+    Resource<uint64_t[]> abort_source_;       // one, pinned
 };
 
 }  // namespace ep

@@ -21,8 +21,9 @@ inline int blocks_for(int warps) { return ceil_div(warps, kBlockWarps); }
 template <class J>
 void launch(void (*kernel)(J), const J& joint, size_t ranks, CudaStream stream) {
     static_assert(sizeof(J) <= 32764, "the most that CUDA passes to a kernel");
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
-               "cudaFuncSetAttribute");
+    check_cuda(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
+        "cudaFuncSetAttribute");
     cudaLaunchAttribute cooperative{};
     cooperative.id = cudaLaunchAttributeCooperative;
     cooperative.val.cooperative = 1;
@@ -39,8 +40,9 @@ void launch(void (*kernel)(J), const J& joint, size_t ranks, CudaStream stream) 
 }  // namespace
 
 template <class P>
-CudaGroup<P>::CudaGroup(const Heap& heap, const P& fabric, std::vector<int> ranks, const std::vector<char*>& own_heaps,
-                        const std::vector<char*>& heaps, int device, int sms, double timeout)
+CudaGroup<P>::CudaGroup(const Heap& heap, const P& fabric, std::vector<int> ranks,
+                        const std::vector<char*>& own_heaps, const std::vector<char*>& heaps,
+                        int device, int sms, double timeout)
     : heap_(heap),
       fabric_(fabric),
       ranks_(std::move(ranks)),
@@ -55,32 +57,40 @@ CudaGroup<P>::CudaGroup(const Heap& heap, const P& fabric, std::vector<int> rank
     }
     const CudaDevice gpu = CudaDevice::of(device_);
     if (gpu.major < 9) {
-        refuse("GPU " + std::to_string(device_) + " has compute capability " + std::to_string(gpu.major) + "." +
-               std::to_string(gpu.minor) + ", must be at least 9.0");
+        refuse("GPU " + std::to_string(device_) + " has compute capability " +
+               std::to_string(gpu.major) + "." + std::to_string(gpu.minor) +
+               ", must be at least 9.0");
     }
     if (sms_ * ranks_.size() > static_cast<size_t>(gpu.sms)) {
-        refuse("num_sms is " + std::to_string(sms_) + " for each of " + std::to_string(ranks_.size()) +
-               " ranks, but the GPU has " + std::to_string(gpu.sms) + " SMs and all of their kernels must run at once");
+        refuse("num_sms is " + std::to_string(sms_) + " for each of " +
+               std::to_string(ranks_.size()) + " ranks, but the GPU has " +
+               std::to_string(gpu.sms) + " SMs and all of their kernels must run at once");
     }
     const int warps = sms_ * kBlockWarps / heap_.channels;
     if (servers_for<DispatchRoles>(heap_.topology, warps) < fewest_servers(heap_.topology)) {
-        const int needed =
-            DispatchRoles{heap_.topology.nodes, heap_.topology.world(), fewest_servers(heap_.topology)}.warps();
+        const int needed = DispatchRoles{heap_.topology.nodes, heap_.topology.world(),
+                                         fewest_servers(heap_.topology)}
+                               .warps();
         refuse("num_sms is " + std::to_string(sms_) + ", must be at least " +
-               std::to_string(blocks_for(heap_.channels * needed)) + " for " + std::to_string(heap_.channels) +
-               " channels of " + std::to_string(needed) + " warps");
+               std::to_string(blocks_for(heap_.channels * needed)) + " for " +
+               std::to_string(heap_.channels) + " channels of " + std::to_string(needed) +
+               " warps");
     }
 
     const DeviceGuard guard(device_);
-    for (char* base : heaps) reachable_.push_back(&reinterpret_cast<ControlBlock*>(base + heap_.control())->abort);
+    for (char* base : heaps)
+        reachable_.push_back(&reinterpret_cast<ControlBlock*>(base + heap_.control())->abort);
     abort_stream_ = side_stream(device_);
     const size_t words_bytes = reachable_.size() * sizeof(uint64_t*);
     abort_words_ = as_array<uint64_t*>(device_memory(device_, words_bytes));
-    check_cuda(cudaMemcpy(abort_words_.get(), reachable_.data(), words_bytes, cudaMemcpyHostToDevice), "cudaMemcpy");
+    check_cuda(
+        cudaMemcpy(abort_words_.get(), reachable_.data(), words_bytes, cudaMemcpyHostToDevice),
+        "cudaMemcpy");
     epochs_ = as_array<uint64_t>(device_memory(device_, ranks_.size() * sizeof(uint64_t)));
     reports_ = as_array<ControlBlock>(pinned_memory(device_, ranks_.size() * sizeof(ControlBlock)));
-    check_cuda(cudaHostGetDevicePointer(reinterpret_cast<void**>(&reports_on_gpu_), reports_.get(), 0),
-               "cudaHostGetDevicePointer");
+    check_cuda(
+        cudaHostGetDevicePointer(reinterpret_cast<void**>(&reports_on_gpu_), reports_.get(), 0),
+        "cudaHostGetDevicePointer");
     abort_source_ = as_array<uint64_t>(pinned_memory(device_, sizeof(uint64_t)));
     reset();
 }
@@ -100,9 +110,10 @@ J CudaGroup<P>::joint(const std::vector<Args>& args, int blocks_per_rank) const 
     for (size_t i = 0; i < args.size(); ++i) {
         joint.args[i] = args[i];
         joint.epochs[i] = epochs_.get() + i;
-        joint.ranks[i] = {ranks_[i],           static_cast<int>(reachable_.size()),
-                          timeout_ns_,         reinterpret_cast<ControlBlock*>(own_heaps_[i] + heap_.control()),
-                          reports_on_gpu_ + i, abort_words_.get()};
+        joint.ranks[i] = {
+            ranks_[i],           static_cast<int>(reachable_.size()),
+            timeout_ns_,         reinterpret_cast<ControlBlock*>(own_heaps_[i] + heap_.control()),
+            reports_on_gpu_ + i, abort_words_.get()};
     }
     return joint;
 }
@@ -112,7 +123,8 @@ template <class J, class Args>
 J CudaGroup<P>::joint_of_roles(const std::vector<Args>& args) const {
     using Roles = decltype(J::roles);
     const int warps = sms_ * kBlockWarps / heap_.channels;
-    const Roles roles{heap_.topology.nodes, heap_.topology.world(), servers_for<Roles>(heap_.topology, warps)};
+    const Roles roles{heap_.topology.nodes, heap_.topology.world(),
+                      servers_for<Roles>(heap_.topology, warps)};
     J all = joint<J>(args, std::min(sms_, heap_.channels * roles.warps()));
     all.roles = roles;
     return all;
@@ -122,7 +134,8 @@ template <class P>
 void CudaGroup<P>::notify(const std::vector<NotifyArgs>& args, CudaStream stream) {
     const DeviceGuard guard(device_);
     for (const NotifyArgs& a : args) {
-        check_cuda(cudaMemsetAsync(a.layout.data, 0, sizeof(Layout::Totals), static_cast<cudaStream_t>(stream)),
+        check_cuda(cudaMemsetAsync(a.layout.data, 0, sizeof(Layout::Totals),
+                                   static_cast<cudaStream_t>(stream)),
                    "cudaMemsetAsync");
     }
     const int blocks = std::min(blocks_for(heap_.channels + 1), sms_);
@@ -135,21 +148,26 @@ void CudaGroup<P>::notify(const std::vector<NotifyArgs>& args, CudaStream stream
 template <class P>
 void CudaGroup<P>::dispatch(const std::vector<DispatchArgs>& args, CudaStream stream) {
     const DeviceGuard guard(device_);
-    launch(kernels::clear_kernel<DispatchJoint<P>>, joint<DispatchJoint<P>>(args, sms_), args.size(), stream);
-    launch(kernels::dispatch_kernel<DispatchJoint<P>>, joint_of_roles<DispatchJoint<P>>(args), args.size(), stream);
+    launch(kernels::clear_kernel<DispatchJoint<P>>, joint<DispatchJoint<P>>(args, sms_),
+           args.size(), stream);
+    launch(kernels::dispatch_kernel<DispatchJoint<P>>, joint_of_roles<DispatchJoint<P>>(args),
+           args.size(), stream);
 }
 
 template <class P>
 void CudaGroup<P>::combine(const std::vector<CombineArgs>& args, DType dtype, CudaStream stream) {
     // a rank without rows has no weights either
-    const bool weighted = std::any_of(args.begin(), args.end(), [](const CombineArgs& a) { return a.row_weights; });
-    weighted ? launch_combine<true>(args, dtype, stream) : launch_combine<false>(args, dtype, stream);
+    const bool weighted =
+        std::any_of(args.begin(), args.end(), [](const CombineArgs& a) { return a.row_weights; });
+    weighted ? launch_combine<true>(args, dtype, stream)
+             : launch_combine<false>(args, dtype, stream);
 }
 
 template <class P>
 uint64_t CudaGroup<P>::aborted() const {
     for (size_t i = 0; i < ranks_.size(); ++i) {
-        const uint64_t word = std::atomic_ref<uint64_t>(reports_[i].abort).load(std::memory_order_acquire);
+        const uint64_t word =
+            std::atomic_ref<uint64_t>(reports_[i].abort).load(std::memory_order_acquire);
         if (word) return word;
     }
     return 0;
@@ -161,8 +179,9 @@ void CudaGroup<P>::abort(Outcome outcome) {
     abort_source_[0] = ControlBlock::abort_word(outcome, ranks_.front());
     const auto stream = static_cast<cudaStream_t>(abort_stream_.get());
     for (uint64_t* word : reachable_) {
-        check_cuda(cudaMemcpyAsync(word, abort_source_.get(), sizeof(uint64_t), cudaMemcpyDefault, stream),
-                   "cudaMemcpyAsync");
+        check_cuda(
+            cudaMemcpyAsync(word, abort_source_.get(), sizeof(uint64_t), cudaMemcpyDefault, stream),
+            "cudaMemcpyAsync");
     }
     check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
     std::atomic_ref<uint64_t>(reports_[0].abort).store(abort_source_[0], std::memory_order_release);
@@ -183,7 +202,8 @@ void CudaGroup<P>::reset() {
     for (char* base : own_heaps_) check_cuda(cudaMemset(base, 0, heap_.flags_end()), "cudaMemset");
     check_cuda(cudaMemset(epochs_.get(), 0, ranks_.size() * sizeof(uint64_t)), "cudaMemset");
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-    if constexpr (requires { fabric_.settle(0, timeout_ns_); }) fabric_.settle(ranks_.front(), timeout_ns_);
+    if constexpr (requires { fabric_.reset_signals(0, timeout_ns_); })
+        fabric_.reset_signals(ranks_.front(), timeout_ns_);
     for (size_t i = 0; i < ranks_.size(); ++i) reports_[i] = {};
 }
 

@@ -12,8 +12,8 @@ constexpr int kBlockWarps = kBlockThreads / 32;
 
 struct NoRoles {};
 
-// A launch for all ranks of this process together. All of it is a kernel parameter: it travels with the launch, so a captured graph keeps it.
-// FabricParams names its device side `Fabric`.
+// A launch for all ranks of this process together. All of it is a kernel parameter: it travels with
+// the launch, so a captured graph keeps it. FabricParams names its device side `Fabric`.
 template <class FabricParams, class Args, class Roles = NoRoles>
 struct Joint {
     using Fabric = typename FabricParams::Fabric;

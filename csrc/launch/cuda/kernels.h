@@ -10,7 +10,8 @@
 #include "protocol/layout.h"
 #include "protocol/notify.h"
 
-// The protocol's roles as kernels, for any fabric. Blocks [i * blocks, (i + 1) * blocks) of a grid belong to the i-th rank of this process.
+// The protocol's roles as kernels, for any fabric. Blocks [i * blocks, (i + 1) * blocks) of a grid
+// belong to the i-th rank of this process.
 namespace ep::kernels {
 
 __device__ __forceinline__ int warp_of_block() { return threadIdx.x / 32; }
@@ -49,7 +50,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1) count_kernel(const __grid_co
 template <class J>
 __global__ void __launch_bounds__(kBlockThreads, 1) sum_kernel(const __grid_constant__ J joint) {
     const Place<J> place(joint);
-    DeviceWarp warp(joint.ranks[place.index], *joint.epochs[place.index] + 1, Role::Notify, 0, bulk_buffers());
+    DeviceWarp warp(joint.ranks[place.index], *joint.epochs[place.index] + 1, Role::Notify, 0,
+                    bulk_buffers());
     const NotifyArgs& args = joint.args[place.index];
     if (args.layout.totals().bad_token) {
         if (place.warp == 0) warp.fail(Outcome::BadInput, Wait::None, Need{});
@@ -61,13 +63,15 @@ __global__ void __launch_bounds__(kBlockThreads, 1) sum_kernel(const __grid_cons
 
 // The last warp exchanges counts, which needs the sums only, while the others number the rows.
 template <class J>
-__global__ void __launch_bounds__(kBlockThreads, 1) exchange_kernel(const __grid_constant__ J joint) {
+__global__ void __launch_bounds__(kBlockThreads, 1)
+    exchange_kernel(const __grid_constant__ J joint) {
     const Place<J> place(joint);
     const DeviceRank& rank = joint.ranks[place.index];
     NotifyArgs args = joint.args[place.index];
     if (args.layout.totals().bad_token || is_aborted(rank)) return;
     if (place.warp == place.warps - 1) {
-        args.epoch = *joint.epochs[place.index] + 1;  // counted here, not by the host: a captured graph replays
+        args.epoch = *joint.epochs[place.index] +
+                     1;  // counted here, not by the host: a captured graph replays
         DeviceWarp warp(rank, args.epoch, Role::Notify, 0, bulk_buffers());
         typename J::Fabric fabric(joint.fabric, args.rank);
         notify(warp, fabric, args);
@@ -81,10 +85,11 @@ __global__ void __launch_bounds__(kBlockThreads, 1) exchange_kernel(const __grid
 
 // ---- dispatch and combine
 
-// A notify that failed leaves no layout behind, and its handle may be used all the same once the buffer has been reset. Asked by the first
-// kernel of a launch.
+// A notify that failed leaves no layout behind, and its handle may be used all the same once the
+// buffer has been reset. Asked by the first kernel of a launch.
 template <class J, class Args>
-__device__ __forceinline__ bool has_layout(const J& joint, const Place<J>& place, const Args& args) {
+__device__ __forceinline__ bool has_layout(const J& joint, const Place<J>& place,
+                                           const Args& args) {
     if (args.layout.totals().epoch) return true;
     if (place.warp == 0) {
         DeviceWarp warp(joint.ranks[place.index], args.call, Role::Launch, 0, bulk_buffers());
@@ -105,14 +110,16 @@ __global__ void __launch_bounds__(kBlockThreads, 1) clear_kernel(const __grid_co
     for (int expert = place.warp; expert < layout.local_experts(); expert += place.warps)
         clear_padding(warp, args, expert);
     const int64_t end = layout.expert_start(layout.local_experts());
-    for (int64_t first = end + kPiece * place.warp; first < args.max_rows; first += kPiece * place.warps) {
+    for (int64_t first = end + kPiece * place.warp; first < args.max_rows;
+         first += kPiece * place.warps) {
         clear_rows(warp, args, first, first + kPiece);
     }
 }
 
 template <class F>
-__device__ __forceinline__ void run_dispatch_role(const DeviceRank& rank, BulkBuffers& buffers, F& fabric,
-                                                  const DispatchArgs& args, const DispatchRoles& roles, int channel,
+__device__ __forceinline__ void run_dispatch_role(const DeviceRank& rank, BulkBuffers& buffers,
+                                                  F& fabric, const DispatchArgs& args,
+                                                  const DispatchRoles& roles, int channel,
                                                   int role) {
     auto warp = [&](Role name) { return DeviceWarp(rank, args.call, name, channel, buffers); };
     const int other_nodes = roles.nodes - 1;
@@ -132,7 +139,8 @@ __device__ __forceinline__ void run_dispatch_role(const DeviceRank& rank, BulkBu
         forwarder(w, fabric, args, channel, other_node(role));
     } else if ((role -= other_nodes) < roles.coordinators()) {
         DeviceWarp w = warp(Role::SenderCoordinator);
-        sender_coordinator(w, fabric, args, RailCounts{args.layout, args.node(), false}, channel, 32 * role);
+        sender_coordinator(w, fabric, args, RailCounts{args.layout, args.node(), false}, channel,
+                           32 * role);
     } else {
         DeviceWarp w = warp(Role::ForwarderCoordinator);
         forwarder_coordinator(w, fabric, args, RailCounts{args.layout, args.node(), false}, channel,
@@ -141,21 +149,23 @@ __device__ __forceinline__ void run_dispatch_role(const DeviceRank& rank, BulkBu
 }
 
 template <class J>
-__global__ void __launch_bounds__(kBlockThreads, 1) dispatch_kernel(const __grid_constant__ J joint) {
+__global__ void __launch_bounds__(kBlockThreads, 1)
+    dispatch_kernel(const __grid_constant__ J joint) {
     const Place<J> place(joint);
     const DispatchArgs& args = joint.args[place.index];
     const int warps = joint.roles.warps();
-    const int number = dealt(warps * args.layout.channels, place.block, joint.blocks_per_rank, warp_of_block());
+    const int number = role_of_warp(warps * args.layout.channels, place.block,
+                                    joint.blocks_per_rank, warp_of_block());
     if (number < 0 || is_aborted(joint.ranks[place.index])) return;
     typename J::Fabric fabric(joint.fabric, args.rank);
-    run_dispatch_role(joint.ranks[place.index], bulk_buffers(), fabric, args, joint.roles, number / warps,
-                      number % warps);
+    run_dispatch_role(joint.ranks[place.index], bulk_buffers(), fabric, args, joint.roles,
+                      number / warps, number % warps);
 }
 
 template <class T, bool kWeighted, class F>
-__device__ __forceinline__ void run_combine_role(const DeviceRank& rank, BulkBuffers& buffers, F& fabric,
-                                                 const CombineArgs& args, const CombineRoles& roles, int channel,
-                                                 int role) {
+__device__ __forceinline__ void run_combine_role(const DeviceRank& rank, BulkBuffers& buffers,
+                                                 F& fabric, const CombineArgs& args,
+                                                 const CombineRoles& roles, int channel, int role) {
     auto warp = [&](Role name) { return DeviceWarp(rank, args.call, name, channel, buffers); };
     const int other_nodes = roles.nodes - 1;
     auto other_node = [&](int i) { return i + (i >= args.node()); };
@@ -171,7 +181,8 @@ __device__ __forceinline__ void run_combine_role(const DeviceRank& rank, BulkBuf
         combine_forwarder<T>(w, fabric, args, channel, other_node(role));
     } else if ((role -= other_nodes) < roles.coordinators()) {
         DeviceWarp w = warp(Role::SenderCoordinator);
-        sender_coordinator(w, fabric, args, RailCounts{args.layout, args.node(), true}, channel, 32 * role);
+        sender_coordinator(w, fabric, args, RailCounts{args.layout, args.node(), true}, channel,
+                           32 * role);
     } else {
         DeviceWarp w = warp(Role::ForwarderCoordinator);
         forwarder_coordinator(w, fabric, args, RailCounts{args.layout, args.node(), true}, channel,
@@ -180,16 +191,18 @@ __device__ __forceinline__ void run_combine_role(const DeviceRank& rank, BulkBuf
 }
 
 template <class T, bool kWeighted, class J>
-__global__ void __launch_bounds__(kBlockThreads, 1) combine_kernel(const __grid_constant__ J joint) {
+__global__ void __launch_bounds__(kBlockThreads, 1)
+    combine_kernel(const __grid_constant__ J joint) {
     const Place<J> place(joint);
     const CombineArgs& args = joint.args[place.index];
     const int warps = joint.roles.warps();
-    const int number = dealt(warps * args.layout.channels, place.block, joint.blocks_per_rank, warp_of_block());
+    const int number = role_of_warp(warps * args.layout.channels, place.block,
+                                    joint.blocks_per_rank, warp_of_block());
     if (number < 0 || is_aborted(joint.ranks[place.index])) return;
     if (!has_layout(joint, place, args)) return;
     typename J::Fabric fabric(joint.fabric, args.rank);
-    run_combine_role<T, kWeighted>(joint.ranks[place.index], bulk_buffers(), fabric, args, joint.roles, number / warps,
-                                   number % warps);
+    run_combine_role<T, kWeighted>(joint.ranks[place.index], bulk_buffers(), fabric, args,
+                                   joint.roles, number / warps, number % warps);
 }
 
 }  // namespace ep::kernels

@@ -3,6 +3,7 @@
 
 namespace ep {
 
-template void CudaGroup<P2pFabricParams>::launch_combine<false>(const std::vector<CombineArgs>&, DType, CudaStream);
+template void CudaGroup<P2pFabricParams>::launch_combine<false>(const std::vector<CombineArgs>&,
+                                                                DType, CudaStream);
 
 }  // namespace ep

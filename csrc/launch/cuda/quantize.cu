@@ -14,7 +14,8 @@ constexpr int kElements = 4;  // of a lane: 32 lanes make a block
 
 // A warp a block of a row; a lane's elements lie side by side where rows allow wide accesses.
 template <class T, bool wide>
-__global__ void __launch_bounds__(kThreads) quantize_kernel(const QuantizeArgs args, int blocks_per_row) {
+__global__ void __launch_bounds__(kThreads)
+    quantize_kernel(const QuantizeArgs args, int blocks_per_row) {
     const int lane = rows::lane_id();
     const int64_t warps = static_cast<int64_t>(gridDim.x) * (kThreads / 32);
     for (int64_t i = static_cast<int64_t>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
@@ -37,7 +38,8 @@ __global__ void __launch_bounds__(kThreads) quantize_kernel(const QuantizeArgs a
         }
         float largest = 0;
 #pragma unroll
-        for (int e = 0; e < kElements; ++e) largest = ptx::max_nan(largest, fabsf(rows::widen(in.values[e])));
+        for (int e = 0; e < kElements; ++e)
+            largest = ptx::max_nan(largest, fabsf(rows::widen(in.values[e])));
 #pragma unroll
         for (int distance = 16; distance; distance /= 2) {
             largest = ptx::max_nan(largest, __shfl_xor_sync(rows::kAllLanes, largest, distance));
@@ -53,7 +55,8 @@ __global__ void __launch_bounds__(kThreads) quantize_kernel(const QuantizeArgs a
         } else {
 #pragma unroll
             for (int e = 0; e < kElements; ++e) {
-                if (index(e) < left) args.values[first + index(e)] = static_cast<uint8_t>(out >> 8 * e);
+                if (index(e) < left)
+                    args.values[first + index(e)] = static_cast<uint8_t>(out >> 8 * e);
             }
         }
     }
@@ -61,14 +64,16 @@ __global__ void __launch_bounds__(kThreads) quantize_kernel(const QuantizeArgs a
 
 template <class T>
 void launch(const QuantizeArgs& args, cudaStream_t stream) {
-    const int blocks_per_row = (args.hidden + QuantizeArgs::kScaleBlock - 1) / QuantizeArgs::kScaleBlock;
+    const int blocks_per_row =
+        (args.hidden + QuantizeArgs::kScaleBlock - 1) / QuantizeArgs::kScaleBlock;
     const int64_t blocks = (args.rows * blocks_per_row + kThreads / 32 - 1) / (kThreads / 32);
     if (blocks == 0) return;
     const bool wide = args.hidden % kElements == 0 &&
                       reinterpret_cast<uintptr_t>(args.x) % (sizeof(T) * kElements) == 0 &&
                       reinterpret_cast<uintptr_t>(args.values) % kElements == 0;
     auto kernel = wide ? quantize_kernel<T, true> : quantize_kernel<T, false>;
-    kernel<<<static_cast<unsigned>(std::min<int64_t>(blocks, 1 << 16)), kThreads, 0, stream>>>(args, blocks_per_row);
+    kernel<<<static_cast<unsigned>(std::min<int64_t>(blocks, 1 << 16)), kThreads, 0, stream>>>(
+        args, blocks_per_row);
     check_cuda(cudaGetLastError(), "kernel launch");
 }
 

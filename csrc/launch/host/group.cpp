@@ -9,22 +9,24 @@
 
 namespace ep {
 
-HostGroup::HostGroup(const Heap& heap, std::vector<int> ranks, std::vector<char*> heaps, Schedule schedule,
-                     std::chrono::duration<double> timeout)
+HostGroup::HostGroup(const Heap& heap, std::vector<int> ranks, std::vector<char*> heaps,
+                     Schedule schedule, std::chrono::duration<double> timeout)
     : heap_(heap), ranks_(std::move(ranks)), schedule_(schedule) {
     if (schedule_.seed) {
         network_ = std::make_unique<SimulatedNetwork>(schedule_.lost_signal);
         seeded_ = std::make_unique<SeededExecutor>(*schedule_.seed, network_.get());
     }
     std::vector<ControlBlock*> controls;
-    for (char* base : heaps) controls.push_back(reinterpret_cast<ControlBlock*>(base + heap_.control()));
+    for (char* base : heaps)
+        controls.push_back(reinterpret_cast<ControlBlock*>(base + heap_.control()));
     for (int rank : ranks_) {
         states_.push_back({rank, controls[rank], controls, timeout});
         fabrics_.emplace_back(heap_.topology, rank, heaps, network_.get());
     }
 }
 
-void HostGroup::run(std::vector<std::vector<RoleTask>> tasks_of_rank, const std::function<bool()>& interrupted) {
+void HostGroup::run(std::vector<std::vector<RoleTask>> tasks_of_rank,
+                    const std::function<bool()>& interrupted) {
     auto share = [&](size_t thread, size_t threads) {
         std::vector<RoleTask> tasks;
         for (size_t i = thread; i < tasks_of_rank.size(); i += threads) {
@@ -50,7 +52,8 @@ void HostGroup::run(std::vector<std::vector<RoleTask>> tasks_of_rank, const std:
     };
     {
         std::vector<std::jthread> others;
-        for (size_t thread = 1; thread < threads; ++thread) others.emplace_back(run_share, thread, nullptr);
+        for (size_t thread = 1; thread < threads; ++thread)
+            others.emplace_back(run_share, thread, nullptr);
         run_share(0, interrupted);
     }
     for (const std::exception_ptr& error : errors) {
@@ -59,16 +62,20 @@ void HostGroup::run(std::vector<std::vector<RoleTask>> tasks_of_rank, const std:
 }
 
 bool HostGroup::finished() const {
-    return std::all_of(states_.begin(), states_.end(), [](const RankState& state) { return state.unfinished == 0; });
+    return std::all_of(states_.begin(), states_.end(),
+                       [](const RankState& state) { return state.unfinished == 0; });
 }
 
 void HostGroup::reset() {
-    for (size_t i = 0; i < ranks_.size(); ++i) std::memset(fabrics_[i].own<char>(0), 0, heap_.flags_end());
+    for (size_t i = 0; i < ranks_.size(); ++i)
+        std::memset(fabrics_[i].own<char>(0), 0, heap_.flags_end());
     if (network_) network_->clear();
 }
 
 template void HostGroup::notify<HostWarp>(std::vector<NotifyArgs>, const std::function<bool()>&);
-template void HostGroup::dispatch<HostWarp>(std::vector<DispatchArgs>, const std::function<bool()>&);
-template void HostGroup::combine<HostWarp>(std::vector<CombineArgs>, DType, const std::function<bool()>&);
+template void HostGroup::dispatch<HostWarp>(std::vector<DispatchArgs>,
+                                            const std::function<bool()>&);
+template void HostGroup::combine<HostWarp>(std::vector<CombineArgs>, DType,
+                                           const std::function<bool()>&);
 
 }  // namespace ep

@@ -15,45 +15,53 @@ namespace ep {
 
 // How the roles of a launch are run.
 struct Schedule {
-    int threads = 1;               // OS threads, each with the roles of some ranks as fibers
-    std::optional<uint64_t> seed;  // one thread, random interleaving, simulated network between nodes
-    uint64_t lost_signal = 0;      // with a seed: which signal the network loses
+    int threads = 1;  // OS threads, each with the roles of some ranks as fibers
+    std::optional<uint64_t>
+        seed;                  // one thread, random interleaving, simulated network between nodes
+    uint64_t lost_signal = 0;  // with a seed: which signal the network loses
     bool thread_per_role = false;  // for ThreadSanitizer
 };
 
-// The ranks of a buffer that live in this process: one, or all of them. A launch runs one phase on all of them together.
+// The ranks of a buffer that live in this process: one, or all of them. A launch runs one phase on
+// all of them together.
 class HostGroup {
   public:
     // heaps: of all ranks, mapped here. ranks: those that this process runs.
     HostGroup(const Heap& heap, std::vector<int> ranks, std::vector<char*> heaps, Schedule schedule,
               std::chrono::duration<double> timeout);
 
-    // One argument per rank of this process, in the order of `ranks`. They return when all roles have, for whatever reason: see finished().
-    // `interrupted` is asked from time to time on the calling thread while it waits.
+    // One argument per rank of this process, in the order of `ranks`. They return when all roles
+    // have, for whatever reason: see finished(). `interrupted` is asked from time to time on the
+    // calling thread while it waits.
     template <class Warp = HostWarp>
     void notify(std::vector<NotifyArgs> args, const std::function<bool()>& interrupted = {});
     template <class Warp = HostWarp>
     void dispatch(std::vector<DispatchArgs> args, const std::function<bool()>& interrupted = {});
     template <class Warp = HostWarp>
-    void combine(std::vector<CombineArgs> args, DType dtype, const std::function<bool()>& interrupted = {});
+    void combine(std::vector<CombineArgs> args, DType dtype,
+                 const std::function<bool()>& interrupted = {});
 
     const std::vector<int>& ranks() const { return ranks_; }
     const Heap& heap() const { return heap_; }
-    // Whether the last launch did all that it had to on the ranks of this process. Another rank may have given up since.
+    // Whether the last launch did all that it had to on the ranks of this process. Another rank may
+    // have given up since.
     bool finished() const;
     const RankState& state(size_t index) const { return states_[index]; }
-    // Back to the state of a new buffer. No rank may be in a launch, and none may launch before all have reset.
+    // Back to the state of a new buffer. No rank may be in a launch, and none may launch before all
+    // have reset.
     void reset();
 
   private:
     template <class Warp, class Body>
     RoleTask role(size_t index, Role role, int channel, Body body);
     template <class Warp>
-    void add_rail_roles(std::vector<RoleTask>& tasks, size_t index, const TransferArgs& args, int channel,
-                        bool combine);
+    void add_rail_roles(std::vector<RoleTask>& tasks, size_t index, const TransferArgs& args,
+                        int channel, bool combine);
     template <class T, class Warp>
-    void add_combine_roles(std::vector<RoleTask>& tasks, size_t index, const CombineArgs& args, int channel);
-    void run(std::vector<std::vector<RoleTask>> tasks_of_rank, const std::function<bool()>& interrupted);
+    void add_combine_roles(std::vector<RoleTask>& tasks, size_t index, const CombineArgs& args,
+                           int channel);
+    void run(std::vector<std::vector<RoleTask>> tasks_of_rank,
+             const std::function<bool()>& interrupted);
 
     Heap heap_;
     std::vector<int> ranks_;

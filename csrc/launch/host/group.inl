@@ -27,10 +27,13 @@ void HostGroup::notify(std::vector<NotifyArgs> args, const std::function<bool()>
         const NotifyArgs& a = args[i];
         states_[i].call = a.epoch;
         tasks[i].push_back(role<Warp>(i, Role::Notify, 0, [&a](Warp& warp, HostFabric& fabric) {
-            for (int channel = 0; channel < a.layout.channels; ++channel) count_channel(warp, a, channel);
-            if (a.layout.totals().bad_token) return warp.fail(Outcome::BadInput, Wait::None, Need{});
+            for (int channel = 0; channel < a.layout.channels; ++channel)
+                count_channel(warp, a, channel);
+            if (a.layout.totals().bad_token)
+                return warp.fail(Outcome::BadInput, Wait::None, Need{});
             sum_channels(warp, a, 0, a.layout.num_experts);
-            for (int channel = 0; channel < a.layout.channels; ++channel) index_channel(warp, a, channel);
+            for (int channel = 0; channel < a.layout.channels; ++channel)
+                index_channel(warp, a, channel);
             ep::notify(warp, fabric, a);
         }));
     }
@@ -38,19 +41,21 @@ void HostGroup::notify(std::vector<NotifyArgs> args, const std::function<bool()>
 }
 
 template <class Warp>
-void HostGroup::add_rail_roles(std::vector<RoleTask>& tasks, size_t index, const TransferArgs& args, int channel,
-                               bool combine) {
+void HostGroup::add_rail_roles(std::vector<RoleTask>& tasks, size_t index, const TransferArgs& args,
+                               int channel, bool combine) {
     const int nodes = heap_.topology.nodes;
     if (nodes == 1) return;
     const RailCounts counts{args.layout, args.node(), combine};
     for (int first = 0; first < nodes; first += 32) {
         tasks.push_back(role<Warp>(index, Role::SenderCoordinator, channel,
                                    [&args, counts, channel, first](Warp& warp, HostFabric& fabric) {
-                                       sender_coordinator(warp, fabric, args, counts, channel, first);
+                                       sender_coordinator(warp, fabric, args, counts, channel,
+                                                          first);
                                    }));
         tasks.push_back(role<Warp>(index, Role::ForwarderCoordinator, channel,
                                    [&args, counts, channel, first](Warp& warp, HostFabric& fabric) {
-                                       forwarder_coordinator(warp, fabric, args, counts, channel, first);
+                                       forwarder_coordinator(warp, fabric, args, counts, channel,
+                                                             first);
                                    }));
     }
 }
@@ -62,23 +67,30 @@ void HostGroup::dispatch(std::vector<DispatchArgs> args, const std::function<boo
         const DispatchArgs& a = args[i];
         states_[i].call = a.call;
         for (int c = 0; c < heap_.channels; ++c) {
-            auto add = [&](Role name, auto body) { tasks[i].push_back(role<Warp>(i, name, c, body)); };
+            auto add = [&](Role name, auto body) {
+                tasks[i].push_back(role<Warp>(i, name, c, body));
+            };
             for (int node = 0; node < heap_.topology.nodes; ++node) {
                 if (node == a.node()) continue;
-                add(Role::RdmaSender,
-                    [&a, c, node](Warp& warp, HostFabric& fabric) { rdma_sender(warp, fabric, a, c, node); });
-                add(Role::Forwarder,
-                    [&a, c, node](Warp& warp, HostFabric& fabric) { forwarder(warp, fabric, a, c, node); });
+                add(Role::RdmaSender, [&a, c, node](Warp& warp, HostFabric& fabric) {
+                    rdma_sender(warp, fabric, a, c, node);
+                });
+                add(Role::Forwarder, [&a, c, node](Warp& warp, HostFabric& fabric) {
+                    forwarder(warp, fabric, a, c, node);
+                });
             }
             add_rail_roles<Warp>(tasks[i], i, a, c, false);
-            add(Role::NvlSender, [&a, c](Warp& warp, HostFabric& fabric) { nvl_sender(warp, fabric, a, c); });
+            add(Role::NvlSender,
+                [&a, c](Warp& warp, HostFabric& fabric) { nvl_sender(warp, fabric, a, c); });
             for (int first = 0; first < heap_.topology.world(); first += 32) {
-                add(Role::Receiver,
-                    [&a, c, first](Warp& warp, HostFabric& fabric) { receiver(warp, fabric, a, c, first); });
+                add(Role::Receiver, [&a, c, first](Warp& warp, HostFabric& fabric) {
+                    receiver(warp, fabric, a, c, first);
+                });
             }
         }
         tasks[i].push_back(role<Warp>(i, Role::Launch, 0, [&a](Warp& warp, HostFabric&) {
-            for (int expert = 0; expert < a.layout.local_experts(); ++expert) clear_padding(warp, a, expert);
+            for (int expert = 0; expert < a.layout.local_experts(); ++expert)
+                clear_padding(warp, a, expert);
             clear_rest(warp, a);
         }));
     }
@@ -86,11 +98,15 @@ void HostGroup::dispatch(std::vector<DispatchArgs> args, const std::function<boo
 }
 
 template <class T, class Warp>
-void HostGroup::add_combine_roles(std::vector<RoleTask>& tasks, size_t index, const CombineArgs& args, int channel) {
-    auto add = [&](Role name, auto body) { tasks.push_back(role<Warp>(index, name, channel, body)); };
+void HostGroup::add_combine_roles(std::vector<RoleTask>& tasks, size_t index,
+                                  const CombineArgs& args, int channel) {
+    auto add = [&](Role name, auto body) {
+        tasks.push_back(role<Warp>(index, name, channel, body));
+    };
     for (int first = 0; first < heap_.topology.world(); first += 32) {
         add(Role::CombineNvlSender, [&args, channel, first](Warp& warp, HostFabric& fabric) {
-            if (args.row_weights) return combine_nvl_sender<T, true>(warp, fabric, args, channel, first);
+            if (args.row_weights)
+                return combine_nvl_sender<T, true>(warp, fabric, args, channel, first);
             combine_nvl_sender<T, false>(warp, fabric, args, channel, first);
         });
     }
@@ -101,17 +117,20 @@ void HostGroup::add_combine_roles(std::vector<RoleTask>& tasks, size_t index, co
         });
     }
     add_rail_roles<Warp>(tasks, index, args, channel, true);
-    add(Role::CombineReceiver,
-        [&args, channel](Warp& warp, HostFabric& fabric) { combine_receiver<T>(warp, fabric, args, channel); });
+    add(Role::CombineReceiver, [&args, channel](Warp& warp, HostFabric& fabric) {
+        combine_receiver<T>(warp, fabric, args, channel);
+    });
 }
 
 template <class Warp>
-void HostGroup::combine(std::vector<CombineArgs> args, DType dtype, const std::function<bool()>& interrupted) {
+void HostGroup::combine(std::vector<CombineArgs> args, DType dtype,
+                        const std::function<bool()>& interrupted) {
     std::vector<std::vector<RoleTask>> tasks(ranks_.size());
     for (size_t i = 0; i < ranks_.size(); ++i) {
         states_[i].call = args[i].call;
         for (int c = 0; c < heap_.channels; ++c) {
-            with_type(dtype, [&]<class T>() { add_combine_roles<T, Warp>(tasks[i], i, args[i], c); });
+            with_type(dtype,
+                      [&]<class T>() { add_combine_roles<T, Warp>(tasks[i], i, args[i], c); });
         }
     }
     run(std::move(tasks), interrupted);

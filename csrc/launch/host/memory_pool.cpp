@@ -29,7 +29,8 @@ void* MemoryPool::allocate(size_t bytes) {
         spare_bytes_ -= block.bytes;
         spare_.erase(best);
     } else {
-        block.data = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        block.data =
+            mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (block.data == MAP_FAILED) throw std::bad_alloc();
     }
     live_[block.data] = block.bytes;

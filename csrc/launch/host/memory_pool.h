@@ -7,8 +7,8 @@
 
 namespace ep {
 
-// Memory for large outputs that is kept when they are freed. The system would hand out fresh pages for every call, and clearing those takes several
-// times as long as moving the rows. Thread-safe.
+// Memory for large outputs that is kept when they are freed. The system would hand out fresh pages
+// for every call, and clearing those takes several times as long as moving the rows. Thread-safe.
 class MemoryPool {
   public:
     static MemoryPool& instance();

@@ -3,6 +3,7 @@
 
 namespace ep {
 
-template void CudaGroup<NcclFabricParams>::launch_combine<true>(const std::vector<CombineArgs>&, DType, CudaStream);
+template void CudaGroup<NcclFabricParams>::launch_combine<true>(const std::vector<CombineArgs>&,
+                                                                DType, CudaStream);
 
 }  // namespace ep

@@ -5,9 +5,9 @@
 #include <thread>
 
 #include "launch/cuda/error.h"
-#include "launch/cuda/owned.h"
+#include "launch/cuda/resource.h"
 #include "launch/nccl/nccl_heap.h"
-#include "launch/nccl/settle.h"
+#include "launch/nccl/reset_signals.h"
 
 namespace ep {
 namespace {
@@ -24,7 +24,8 @@ struct Setup {
     ncclComm_t& comm;
     Clock::time_point deadline;
 
-    // A call may report success when its work has only begun, so the communicator is asked after each.
+    // A call may report success when its work has only begun, so the communicator is asked after
+    // each.
     void finish(ncclResult_t result, const std::string& what) const {
         ncclResult_t state = ncclInProgress;
         while (result == ncclSuccess || result == ncclInProgress) {
@@ -33,22 +34,23 @@ struct Setup {
             if (result == ncclSuccess) result = state;
             if (result != ncclInProgress) break;
             if (Clock::now() > deadline) {
-                throw std::runtime_error(what +
-                                         " was not done in time: other ranks did not come, or cannot be reached " +
-                                         "(NCCL_DEBUG=INFO says more)");
+                throw std::runtime_error(
+                    what +
+                    " was not done in time: other ranks did not come, or cannot be reached " +
+                    "(NCCL_DEBUG=INFO says more)");
             }
             std::this_thread::sleep_for(std::chrono::milliseconds(1));
         }
-        throw std::runtime_error(what + ": " + ncclGetErrorString(result) + ": " + ncclGetLastError(comm) +
-                                 " (NCCL_DEBUG=INFO says more)");
+        throw std::runtime_error(what + ": " + ncclGetErrorString(result) + ": " +
+                                 ncclGetLastError(comm) + " (NCCL_DEBUG=INFO says more)");
     }
 };
 
 ncclUniqueId parse(const std::string& unique_id) {
     ncclUniqueId id;
     if (unique_id.size() != sizeof(id)) {
-        throw std::invalid_argument("unique_id has " + std::to_string(unique_id.size()) + " bytes, must have " +
-                                    std::to_string(sizeof(id)));
+        throw std::invalid_argument("unique_id has " + std::to_string(unique_id.size()) +
+                                    " bytes, must have " + std::to_string(sizeof(id)));
     }
     std::memcpy(&id, unique_id.data(), sizeof(id));
     return id;
@@ -56,17 +58,18 @@ ncclUniqueId parse(const std::string& unique_id) {
 
 __global__ void find_heaps(ncclWindow_t window, int first, int count, char** heaps) {
     const int local = threadIdx.x;
-    if (local < count) heaps[local] = static_cast<char*>(ncclGetLsaPointer(window, 0, first + local));
+    if (local < count)
+        heaps[local] = static_cast<char*>(ncclGetLsaPointer(window, 0, first + local));
 }
 
 }  // namespace
 
-void NcclFabricParams::settle(int rank, uint64_t timeout_ns) const {
+void NcclFabricParams::reset_signals(int rank, uint64_t timeout_ns) const {
     if (heap.topology.nodes == 1) return;
-    settle_kernel<<<1, 32>>>(*this, rank, timeout_ns);
+    reset_signals_kernel<<<1, 32>>>(*this, rank, timeout_ns);
     check_cuda(cudaGetLastError(), "kernel launch");
-    NcclSettled now;
-    check_cuda(cudaMemcpy(&now, settled, sizeof(now), cudaMemcpyDeviceToHost), "cudaMemcpy");
+    NcclSignalReset now;
+    check_cuda(cudaMemcpy(&now, signal_reset, sizeof(now), cudaMemcpyDeviceToHost), "cudaMemcpy");
     if (now.absent) {
         throw std::runtime_error("rank " + std::to_string(rank) + " heard nothing from rank " +
                                  std::to_string(now.absent - 1) + " over the network in time");
@@ -81,21 +84,25 @@ struct NcclHeap::Connection {
     void* data = nullptr;
     ncclWindow_t window = nullptr;
     ncclDevComm device_comm{};
-    NcclSettled* settled = nullptr;
+    NcclSignalReset* signal_reset = nullptr;
 
     void connect(double timeout) {
-        const Setup setup{
-            comm, Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout))};
+        const Setup setup{comm, Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                                   std::chrono::duration<double>(timeout))};
         ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
         config.blocking = 0;
-        setup.finish(ncclCommInitRankConfig(&comm, world, parse(id), rank, &config), "ncclCommInitRankConfig");
-        setup.finish(ncclMemAlloc(&data, bytes), "ncclMemAlloc of " + std::to_string(bytes) + " bytes");
+        setup.finish(ncclCommInitRankConfig(&comm, world, parse(id), rank, &config),
+                     "ncclCommInitRankConfig");
+        setup.finish(ncclMemAlloc(&data, bytes),
+                     "ncclMemAlloc of " + std::to_string(bytes) + " bytes");
         setup.finish(ncclCommWindowRegister(comm, data, bytes, &window, NCCL_WIN_COLL_SYMMETRIC),
                      "ncclCommWindowRegister");
         if (!window) {
             throw std::runtime_error(
-                "NCCL has no symmetric memory for these ranks: every GPU of a machine must be a peer of the others "
-                "(nvidia-smi topo -p2p r), and NCCL_CUMEM_ENABLE and NCCL_WIN_ENABLE must not be 0");
+                "NCCL has no symmetric memory for these ranks: every GPU of a machine must be a "
+                "peer of the others "
+                "(nvidia-smi topo -p2p r), and NCCL_CUMEM_ENABLE and NCCL_WIN_ENABLE must not be "
+                "0");
         }
 #if defined(NCCL_DEV_COMM_REQUIREMENTS_INITIALIZER)  // from 2.29
         ncclDevCommRequirements needs = NCCL_DEV_COMM_REQUIREMENTS_INITIALIZER;
@@ -107,14 +114,15 @@ struct NcclHeap::Connection {
         needs.ginContextCount = signals > 0 ? kContexts : 0;
         needs.ginSignalCount = static_cast<int>(signals);
         const std::string gin =
-            "several nodes need GIN, NCCL's puts from a GPU: network cards that it supports and NCCL_GIN_ENABLE not 0";
+            "several nodes need GIN, NCCL's puts from a GPU: network cards that it supports and "
+            "NCCL_GIN_ENABLE not 0";
         setup.finish(ncclDevCommCreate(comm, &needs, &device_comm),
                      signals > 0 ? "ncclDevCommCreate (" + gin + ")" : "ncclDevCommCreate");
         if (signals > 0 && device_comm.ginContextCount == 0) {
             throw std::runtime_error("NCCL gave these ranks no GIN, and " + gin);
         }
-        check_cuda(cudaMalloc(&settled, sizeof(*settled)), "cudaMalloc");
-        check_cuda(cudaMemset(settled, 0, sizeof(*settled)), "cudaMemset");
+        check_cuda(cudaMalloc(&signal_reset, sizeof(*signal_reset)), "cudaMalloc");
+        check_cuda(cudaMemset(signal_reset, 0, sizeof(*signal_reset)), "cudaMemset");
     }
 };
 
@@ -132,60 +140,67 @@ int NcclHeap::library_version() {
 std::string NcclHeap::unique_id() {
     ncclUniqueId id;
     const ncclResult_t result = ncclGetUniqueId(&id);
-    if (result != ncclSuccess) throw std::runtime_error(std::string("ncclGetUniqueId: ") + ncclGetErrorString(result));
+    if (result != ncclSuccess)
+        throw std::runtime_error(std::string("ncclGetUniqueId: ") + ncclGetErrorString(result));
     return std::string(id.internal, sizeof(id.internal));
 }
 
 std::vector<std::string> NcclHeap::kept(const Heap& heap, int rank, int device) {
     std::vector<std::string> ids;
     for (const Connection* c : all_kept()) {
-        if (c->rank == rank && c->world == heap.topology.world() && c->device == device && c->bytes == heap.bytes() &&
-            c->signals == NcclFabricParams::signals(heap))
+        if (c->rank == rank && c->world == heap.topology.world() && c->device == device &&
+            c->bytes == heap.bytes() && c->signals == NcclFabricParams::signals(heap))
             ids.push_back(c->id);
     }
     return ids;
 }
 
-NcclHeap::NcclHeap(const std::string& unique_id, const Heap& heap, int rank, int device, double timeout) {
+NcclHeap::NcclHeap(const std::string& unique_id, const Heap& heap, int rank, int device,
+                   double timeout) {
     const Topology& topology = heap.topology;
     const size_t signals = NcclFabricParams::signals(heap);
     if (topology.ranks_per_node > NcclFabricParams::kMaxNodeRanks) {
-        throw std::invalid_argument("ranks_per_node is " + std::to_string(topology.ranks_per_node) + ", at most " +
-                                    std::to_string(NcclFabricParams::kMaxNodeRanks));
+        throw std::invalid_argument("ranks_per_node is " + std::to_string(topology.ranks_per_node) +
+                                    ", at most " + std::to_string(NcclFabricParams::kMaxNodeRanks));
     }
     if (signals > kMostSignals) {
         throw std::invalid_argument("channels is " + std::to_string(heap.channels) + ": with " +
-                                    std::to_string(topology.nodes) + " nodes that takes " + std::to_string(signals) +
-                                    " signals of NCCL, at most " + std::to_string(kMostSignals));
+                                    std::to_string(topology.nodes) + " nodes that takes " +
+                                    std::to_string(signals) + " signals of NCCL, at most " +
+                                    std::to_string(kMostSignals));
     }
     const DeviceGuard guard(device);
-    const auto found = std::find_if(all_kept().begin(), all_kept().end(),
-                                    [&](const Connection* c) { return c->id == unique_id && c->rank == rank; });
+    const auto found = std::find_if(all_kept().begin(), all_kept().end(), [&](const Connection* c) {
+        return c->id == unique_id && c->rank == rank;
+    });
     if (found != all_kept().end()) {
         connection_.reset(*found);
         all_kept().erase(found);
     } else {
         // Not freed when it fails: NCCL may go on writing to it in the background.
-        auto* connection = new Connection{unique_id, rank, topology.world(), device, heap.bytes(), signals};
+        auto* connection =
+            new Connection{unique_id, rank, topology.world(), device, heap.bytes(), signals};
         connection->connect(timeout);
         connection_.reset(connection);
     }
     const ncclDevComm& comm = connection_->device_comm;
-    fabric_ = {heap, comm, connection_->window, connection_->settled, {}};
+    fabric_ = {heap, comm, connection_->window, connection_->signal_reset, {}};
     const int first = topology.rank(topology.node_of(rank), 0);
     const int first_of_team = rank - comm.lsaRank;
     if (!topology.node_is_within(rank, first_of_team, comm.lsaSize)) {
         throw std::invalid_argument(
             "topology puts ranks " + std::to_string(first) + " to " +
-            std::to_string(first + topology.ranks_per_node - 1) + " on one node, but NCCL's LSA team of rank " +
-            std::to_string(rank) + ", who load and store each other's memory, is ranks " +
-            std::to_string(first_of_team) + " to " + std::to_string(first_of_team + comm.lsaSize - 1));
+            std::to_string(first + topology.ranks_per_node - 1) +
+            " on one node, but NCCL's LSA team of rank " + std::to_string(rank) +
+            ", who load and store each other's memory, is ranks " + std::to_string(first_of_team) +
+            " to " + std::to_string(first_of_team + comm.lsaSize - 1));
     }
     const auto heaps = as_array<char*>(device_memory(device, sizeof(fabric_.node)));
-    find_heaps<<<1, NcclFabricParams::kMaxNodeRanks>>>(fabric_.window, first - first_of_team, topology.ranks_per_node,
-                                                       heaps.get());
+    find_heaps<<<1, NcclFabricParams::kMaxNodeRanks>>>(fabric_.window, first - first_of_team,
+                                                       topology.ranks_per_node, heaps.get());
     check_cuda(cudaGetLastError(), "kernel launch");
-    check_cuda(cudaMemcpy(fabric_.node, heaps.get(), topology.ranks_per_node * sizeof(char*), cudaMemcpyDeviceToHost),
+    check_cuda(cudaMemcpy(fabric_.node, heaps.get(), topology.ranks_per_node * sizeof(char*),
+                          cudaMemcpyDeviceToHost),
                "cudaMemcpy");
     check_cuda(cudaMemset(fabric_.node[topology.local_of(rank)], 0, heap.bytes()), "cudaMemset");
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");

@@ -9,8 +9,9 @@
 
 namespace ep {
 
-// Symmetric memory in an NCCL communicator of its own. Ending either is collective, or waits for the other ranks, and a rank may end alone: so both are
-// kept, and serve the next heap of the same ranks. Setting up waits no longer than `timeout` seconds for the other ranks.
+// Symmetric memory in an NCCL communicator of its own. Ending either is collective, or waits for
+// the other ranks, and a rank may end alone: so both are kept, and serve the next heap of the same
+// ranks. Setting up waits no longer than `timeout` seconds for the other ranks.
 class NcclHeap {
   public:
     static int library_version();
@@ -18,7 +19,8 @@ class NcclHeap {
     // Of communicators that are kept and fit. One that all ranks have may be taken again.
     static std::vector<std::string> kept(const Heap& heap, int rank, int device);
 
-    // Collective. Throws std::runtime_error when NCCL cannot do it, std::invalid_argument when the topology is not that of the machines.
+    // Collective. Throws std::runtime_error when NCCL cannot do it, std::invalid_argument when the
+    // topology is not that of the machines.
     NcclHeap(const std::string& unique_id, const Heap& heap, int rank, int device, double timeout);
     const NcclFabricParams& fabric() const { return fabric_; }
 

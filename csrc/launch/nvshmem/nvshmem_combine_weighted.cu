@@ -6,6 +6,7 @@
 
 namespace ep {
 
-template void CudaGroup<NvshmemFabricParams>::launch_combine<true>(const std::vector<CombineArgs>&, DType, CudaStream);
+template void CudaGroup<NvshmemFabricParams>::launch_combine<true>(const std::vector<CombineArgs>&,
+                                                                   DType, CudaStream);
 
 }  // namespace ep

@@ -17,7 +17,8 @@ namespace {
 // With a bootstrap but no GPU, initialisation reports success and stays at status 1.
 constexpr int kInitialised = 2;
 
-// The one set-up of this process that may be under way. NVSHMEM's calls must not be made by two threads at once.
+// The one set-up of this process that may be under way. NVSHMEM's calls must not be made by two
+// threads at once.
 std::mutex setup;
 
 std::optional<NvshmemRanks> ranks_served;
@@ -28,28 +29,31 @@ int initialise_library(nvshmemx_init_attr_t* attributes) {
     const nvshmemi_version_t version{NVSHMEM_VENDOR_MAJOR_VERSION, NVSHMEM_VENDOR_MINOR_VERSION,
                                      NVSHMEM_VENDOR_PATCH_VERSION};
     int provided = 0;
-    return nvshmemi_init_thread(NVSHMEM_THREAD_SERIALIZED, &provided, NVSHMEMX_INIT_WITH_UNIQUEID, attributes, version);
+    return nvshmemi_init_thread(NVSHMEM_THREAD_SERIALIZED, &provided, NVSHMEMX_INIT_WITH_UNIQUEID,
+                                attributes, version);
 }
 
 void initialise(const NvshmemRanks& ranks, int device) {
     nvshmemx_uniqueid_t id = NVSHMEMX_UNIQUEID_INITIALIZER;
     if (ranks.unique_id.size() != sizeof(id)) {
-        throw std::invalid_argument("unique_id has " + std::to_string(ranks.unique_id.size()) + " bytes, must have " +
-                                    std::to_string(sizeof(id)));
+        throw std::invalid_argument("unique_id has " + std::to_string(ranks.unique_id.size()) +
+                                    " bytes, must have " + std::to_string(sizeof(id)));
     }
     std::memcpy(&id, ranks.unique_id.data(), sizeof(id));
     nvshmemx_init_attr_t attributes = NVSHMEMX_INIT_ATTR_INITIALIZER;
     int error = nvshmemx_set_attr_uniqueid_args(ranks.rank, ranks.world, &id, &attributes);
     if (!error) error = initialise_library(&attributes);
     if (error || nvshmemx_init_status() < kInitialised) {
-        throw std::runtime_error("NVSHMEM could not be initialised: error " + std::to_string(error) + ", status " +
-                                 std::to_string(nvshmemx_init_status()) + " (NVSHMEM_DEBUG=WARN says more)");
+        throw std::runtime_error(
+            "NVSHMEM could not be initialised: error " + std::to_string(error) + ", status " +
+            std::to_string(nvshmemx_init_status()) + " (NVSHMEM_DEBUG=WARN says more)");
     }
     ranks_served = ranks;
     device_used = device;
 }
 
-// NVSHMEM's own wait for puts has no bound: it is left to the GPU, and this thread looks whether it is over.
+// NVSHMEM's own wait for puts has no bound: it is left to the GPU, and this thread looks whether it
+// is over.
 __global__ void quiet_kernel() { nvshmem_quiet(); }
 
 void quiet(std::chrono::nanoseconds timeout) {
@@ -66,7 +70,9 @@ void quiet(std::chrono::nanoseconds timeout) {
 
 }  // namespace
 
-void NvshmemFabricParams::drain(uint64_t timeout_ns) const { quiet(std::chrono::nanoseconds(timeout_ns)); }
+void NvshmemFabricParams::drain(uint64_t timeout_ns) const {
+    quiet(std::chrono::nanoseconds(timeout_ns));
+}
 
 std::string NvshmemHeap::unique_id() {
     nvshmemx_uniqueid_t id = NVSHMEMX_UNIQUEID_INITIALIZER;
@@ -77,17 +83,22 @@ std::string NvshmemHeap::unique_id() {
 
 void NvshmemHeap::prepare(int device, double timeout) {
     const std::unique_lock alone(setup, std::try_to_lock);
-    if (!alone) throw std::runtime_error("NVSHMEM still waits for ranks that did not come to an earlier buffer");
+    if (!alone)
+        throw std::runtime_error(
+            "NVSHMEM still waits for ranks that did not come to an earlier buffer");
     if (ranks_served && device_used != device) {
-        throw std::invalid_argument("device is cuda:" + std::to_string(device) + ", must be cuda:" +
-                                    std::to_string(device_used) + ", which NVSHMEM uses in this process");
+        throw std::invalid_argument("device is cuda:" + std::to_string(device) +
+                                    ", must be cuda:" + std::to_string(device_used) +
+                                    ", which NVSHMEM uses in this process");
     }
     if (!ranks_served && nvshmemx_init_status() >= kInitialised)
-        throw std::runtime_error("NVSHMEM serves somebody else in this process, and can serve nobody besides");
+        throw std::runtime_error(
+            "NVSHMEM serves somebody else in this process, and can serve nobody besides");
     const DeviceGuard guard(device);
     check_cuda(cudaFree(nullptr), "making a context on the GPU");
     if (ranks_served)
-        quiet(std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(timeout)));
+        quiet(std::chrono::duration_cast<std::chrono::nanoseconds>(
+            std::chrono::duration<double>(timeout)));
 }
 
 std::optional<NvshmemRanks> NvshmemHeap::initialised_for() { return ranks_served; }
@@ -105,7 +116,8 @@ std::vector<int> NvshmemHeap::spare(size_t bytes) {
     return numbers;
 }
 
-std::unique_ptr<NvshmemHeap> NvshmemHeap::allocate(const NvshmemRanks& ranks, int device, size_t bytes) {
+std::unique_ptr<NvshmemHeap> NvshmemHeap::allocate(const NvshmemRanks& ranks, int device,
+                                                   size_t bytes) {
     static int allocated = 0;
     const std::lock_guard alone(setup);
     check_cuda(cudaSetDevice(device), "cudaSetDevice");
@@ -125,7 +137,8 @@ std::unique_ptr<NvshmemHeap> NvshmemHeap::reuse(int number, int device) {
     const DeviceGuard guard(device);
     const auto found = std::find_if(all_spare().begin(), all_spare().end(),
                                     [&](const Memory& memory) { return memory.number == number; });
-    if (found == all_spare().end()) throw std::invalid_argument("heap " + std::to_string(number) + " is not spare");
+    if (found == all_spare().end())
+        throw std::invalid_argument("heap " + std::to_string(number) + " is not spare");
     const Memory memory = *found;
     clear(memory);
     all_spare().erase(found);
@@ -143,15 +156,17 @@ NvshmemFabricParams NvshmemHeap::fabric(const Topology& topology) const {
     const int own = ranks_served->rank;
     NvshmemFabricParams params{topology, memory_.data, {}};
     if (topology.ranks_per_node > NvshmemFabricParams::kMaxNodeRanks) {
-        throw std::invalid_argument("ranks_per_node is " + std::to_string(topology.ranks_per_node) + ", at most " +
+        throw std::invalid_argument("ranks_per_node is " + std::to_string(topology.ranks_per_node) +
+                                    ", at most " +
                                     std::to_string(NvshmemFabricParams::kMaxNodeRanks));
     }
     for (int local = 0; local < topology.ranks_per_node; ++local) {
         const int rank = topology.rank(topology.node_of(own), local);
         params.node[local] = static_cast<char*>(nvshmem_ptr(memory_.data, rank));
         if (!params.node[local]) {
-            throw std::invalid_argument("rank " + std::to_string(own) + " cannot load and store the memory of rank " +
-                                        std::to_string(rank) + ", which topology puts on the same node");
+            throw std::invalid_argument(
+                "rank " + std::to_string(own) + " cannot load and store the memory of rank " +
+                std::to_string(rank) + ", which topology puts on the same node");
         }
     }
     return params;

@@ -16,23 +16,28 @@ struct NvshmemRanks {
     int rank, world;
 };
 
-// Symmetric memory of NVSHMEM. Its library is initialised with the first heap of the process, for the ranks of that heap, and serves no others. Heaps
-// are numbered as they were allocated, which all ranks did together, so a number is the same memory on all of them. Before a heap is made all
+// Symmetric memory of NVSHMEM. Its library is initialised with the first heap of the process, for
+// the ranks of that heap, and serves no others. Heaps are numbered as they were allocated, which
+// all ranks did together, so a number is the same memory on all of them. Before a heap is made all
 // ranks must have prepared, and agreed on what they have then.
 class NvshmemHeap {
   public:
     static std::string unique_id();  // made by one rank, given to all
-    // What can fail on one rank alone; returns when what this one has sent to heaps that are left is there. Throws
-    // std::runtime_error, std::invalid_argument when NVSHMEM uses another GPU.
+    // What can fail on one rank alone; returns when what this one has sent to heaps that are left
+    // is there. Throws std::runtime_error, std::invalid_argument when NVSHMEM uses another GPU.
     static void prepare(int device, double timeout);
     static std::optional<NvshmemRanks> initialised_for();
-    static std::vector<int> spare(size_t bytes);  // numbers of heaps of this size that are not in use
+    static std::vector<int> spare(
+        size_t bytes);  // numbers of heaps of this size that are not in use
 
-    // Collective, waits for the other ranks without a bound, and leaves `device` current: for a thread that is given up when that takes too long.
-    // Initialises NVSHMEM if it was not. Throws std::runtime_error when that or the allocation fails.
-    static std::unique_ptr<NvshmemHeap> allocate(const NvshmemRanks& ranks, int device, size_t bytes);
+    // Collective, waits for the other ranks without a bound, and leaves `device` current: for a
+    // thread that is given up when that takes too long. Initialises NVSHMEM if it was not. Throws
+    // std::runtime_error when that or the allocation fails.
+    static std::unique_ptr<NvshmemHeap> allocate(const NvshmemRanks& ranks, int device,
+                                                 size_t bytes);
     static std::unique_ptr<NvshmemHeap> reuse(int number, int device);  // a spare one
-    // Keeps the memory for later heaps of this size: freeing is collective, and a rank may end alone.
+    // Keeps the memory for later heaps of this size: freeing is collective, and a rank may end
+    // alone.
     ~NvshmemHeap();
     NvshmemHeap(const NvshmemHeap&) = delete;
 

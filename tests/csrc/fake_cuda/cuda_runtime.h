@@ -1,7 +1,7 @@
 #pragma once
 
-// As much of the CUDA runtime as the host code of the CUDA backend calls, for two GPUs that run nothing: which contexts there are, what
-// is allocated, and the call that is to fail.
+// As much of the CUDA runtime as the host code of the CUDA backend calls, for two GPUs that run
+// nothing: which contexts there are, what is allocated, and the call that is to fail.
 
 #include <cstddef>
 #include <cstdlib>
@@ -116,7 +116,8 @@ inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemc
     std::memcpy(to, from, bytes);
     return fake_cuda.call();
 }
-inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t) {
+inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
+                                   cudaStream_t) {
     return cudaMemcpy(to, from, bytes, kind);
 }
 inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return fake_cuda.call(); }

@@ -5,8 +5,9 @@
 
 inline void __threadfence_system() {}
 
-// What NCCL's device API promises of GIN, for the ranks of one process, over a network that delays and reorders: a signal adds to a word of the
-// receiver's context, after the puts before it to the same rank in the same context. Each context has its own words.
+// What NCCL's device API promises of GIN, for the ranks of one process, over a network that delays
+// and reorders: a signal adds to a word of the receiver's context, after the puts before it to the
+// same rank in the same context. Each context has its own words.
 namespace simt {
 
 struct Gin {
@@ -46,16 +47,18 @@ struct ncclGin {
         if (index >= comm.ginContextCount) simt::die("a context that there is not");
     }
 
-    void put(ncclTeam team, int peer, ncclWindow_t to, size_t dst, ncclWindow_t from, size_t src, size_t bytes,
-             ncclGin_None, ncclGin_None, ncclCoopWarp) const {
+    void put(ncclTeam team, int peer, ncclWindow_t to, size_t dst, ncclWindow_t from, size_t src,
+             size_t bytes, ncclGin_None, ncclGin_None, ncclCoopWarp) const {
         if (to != from) simt::die("a put between windows");
         by_one_lane([&] {
-            comm.gin->network.put(connection(team, peer), comm.gin->heaps[peer] + dst, comm.gin->heaps[comm.rank] + src,
-                                  bytes);
+            comm.gin->network.put(connection(team, peer), comm.gin->heaps[peer] + dst,
+                                  comm.gin->heaps[comm.rank] + src, bytes);
         });
     }
     void signal(ncclTeam team, int peer, ncclGin_SignalAdd add, ncclCoopWarp) const {
-        by_one_lane([&] { comm.gin->network.signal(connection(team, peer), &word(peer, add.signal), add.value); });
+        by_one_lane([&] {
+            comm.gin->network.signal(connection(team, peer), &word(peer, add.signal), add.value);
+        });
     }
     uint64_t readSignal(uint32_t signal) const {
         comm.gin->network.deliver(comm.gin->random);
@@ -72,11 +75,13 @@ struct ncclGin {
         __syncwarp();
     }
     ep::SimulatedNetwork::Connection connection(ncclTeam team, int peer) const {
-        if (team.stride != 1 || team.nRanks != comm.nRanks || peer == comm.rank) simt::die("a put to a wrong rank");
+        if (team.stride != 1 || team.nRanks != comm.nRanks || peer == comm.rank)
+            simt::die("a put to a wrong rank");
         return {comm.rank, peer, context};
     }
     uint64_t& word(int rank, uint32_t signal) const {
-        if (signal >= static_cast<uint32_t>(comm.ginSignalCount)) simt::die("a signal that was not asked for");
+        if (signal >= static_cast<uint32_t>(comm.ginSignalCount))
+            simt::die("a signal that was not asked for");
         return comm.gin->signals[rank][static_cast<size_t>(context) * comm.ginSignalCount + signal];
     }
 };

@@ -16,7 +16,7 @@ class Ranks {
         std::copy(heaps.begin(), heaps.end(), params_.heaps);
     }
     const Params& params() const { return params_; }
-    void check_settle(uint64_t) {}
+    void check_reset_signals(uint64_t) {}
 
   private:
     Params params_{};

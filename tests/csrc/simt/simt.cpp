@@ -51,13 +51,15 @@ void run(unsigned blocks, unsigned threads, uint64_t seed, const std::function<v
     body = &kernel;
     memories.clear();
     for (unsigned block = 0; block < blocks; ++block) {
-        memories.emplace_back(static_cast<char*>(std::aligned_alloc(128, kSharedBytes)), &std::free);
+        memories.emplace_back(static_cast<char*>(std::aligned_alloc(128, kSharedBytes)),
+                              &std::free);
         std::memset(memories.back().get(), 0xcd, kSharedBytes);
     }
     std::vector<Warp> warps(blocks * threads / 32);
     std::vector<Lane> lanes(blocks * threads);
-    char* stacks = static_cast<char*>(mmap(nullptr, lanes.size() * kStackBytes, PROT_READ | PROT_WRITE,
-                                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    char* stacks =
+        static_cast<char*>(mmap(nullptr, lanes.size() * kStackBytes, PROT_READ | PROT_WRITE,
+                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
     if (stacks == MAP_FAILED) die("no memory for stacks");
     for (size_t i = 0; i < lanes.size(); ++i) {
         Lane& lane = lanes[i];
@@ -90,7 +92,8 @@ void run(unsigned blocks, unsigned threads, uint64_t seed, const std::function<v
             }
         }
         std::erase_if(order, [&](size_t w) {
-            return std::all_of(&lanes[w * 32], &lanes[w * 32] + 32, [](const Lane& lane) { return lane.done; });
+            return std::all_of(&lanes[w * 32], &lanes[w * 32] + 32,
+                               [](const Lane& lane) { return lane.done; });
         });
         if (!progress && !order.empty()) die("lanes wait for a collective that others never reach");
     }

@@ -1,8 +1,9 @@
 #pragma once
 
-// Just enough of CUDA to run the kernels' own source on the host: every lane of a grid is a fiber, and a seed picks which one runs next. A
-// collective of a warp waits for its 32 lanes, and lanes that meet at different ones, or not at all, end the program. What the copy
-// engine does happens as late as its waits allow, so that a missing wait shows.
+// Just enough of CUDA to run the kernels' own source on the host: every lane of a grid is a fiber,
+// and a seed picks which one runs next. A collective of a warp waits for its 32 lanes, and lanes
+// that meet at different ones, or not at all, end the program. What the copy engine does happens as
+// late as its waits allow, so that a missing wait shows.
 
 #include <algorithm>
 #include <atomic>
@@ -48,7 +49,8 @@ Index block_index();
 Index block_size();
 char* block_memory();  // shared memory of the current block
 
-// The 32 values that the lanes of the current warp bring to their next collective, which must be of the same kind.
+// The 32 values that the lanes of the current warp bring to their next collective, which must be of
+// the same kind.
 enum class Kind { Sync, Ballot, Shuffle, ShuffleUp, Match, Or };
 std::vector<uint64_t> exchange(Kind kind, uint64_t value);
 
@@ -89,7 +91,9 @@ inline unsigned __ballot_sync(unsigned, bool value) {
     for (unsigned i = 0; i < 32; ++i) mask |= static_cast<unsigned>(values[i] != 0) << i;
     return mask;
 }
-inline bool __all_sync(unsigned mask, bool value) { return __ballot_sync(mask, value) == 0xffffffffu; }
+inline bool __all_sync(unsigned mask, bool value) {
+    return __ballot_sync(mask, value) == 0xffffffffu;
+}
 
 template <class T>
 T __shfl_sync(unsigned, T value, int lane) {
@@ -104,12 +108,14 @@ T __shfl_up_sync(unsigned, T value, int distance) {
 inline unsigned __match_any_sync(unsigned, int value) {
     const auto values = simt::exchange(simt::Kind::Match, simt::to_word(value));
     unsigned mask = 0;
-    for (unsigned i = 0; i < 32; ++i) mask |= static_cast<unsigned>(values[i] == simt::to_word(value)) << i;
+    for (unsigned i = 0; i < 32; ++i)
+        mask |= static_cast<unsigned>(values[i] == simt::to_word(value)) << i;
     return mask;
 }
 inline unsigned __reduce_or_sync(unsigned, unsigned value) {
     unsigned all = 0;
-    for (const uint64_t other : simt::exchange(simt::Kind::Or, value)) all |= static_cast<unsigned>(other);
+    for (const uint64_t other : simt::exchange(simt::Kind::Or, value))
+        all |= static_cast<unsigned>(other);
     return all;
 }
 inline int __popc(unsigned bits) { return std::popcount(bits); }

@@ -15,8 +15,8 @@ using CudaStream = void*;
 template <class Gate>
 class CudaGroup {
   public:
-    CudaGroup(const Heap&, const Gate&, std::vector<int>, const std::vector<char*>&, const std::vector<char*>&, int,
-              int, double) {}
+    CudaGroup(const Heap&, const Gate&, std::vector<int>, const std::vector<char*>&,
+              const std::vector<char*>&, int, int, double) {}
     ~CudaGroup() { Gate::pass(); }
 
     void notify(const std::vector<NotifyArgs>&, CudaStream) { Gate::pass(); }

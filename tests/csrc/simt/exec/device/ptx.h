@@ -11,13 +11,16 @@ inline void store_release_gpu(uint64_t* address, uint64_t value) { *address = va
 inline void store_release_sys(uint64_t* address, uint64_t value) { *address = value; }
 inline void store_relaxed_gpu(uint64_t* address, uint64_t value) { *address = value; }
 inline void store_relaxed_sys(uint64_t* address, uint64_t value) { *address = value; }
-inline uint64_t fetch_add_sys(uint64_t* address, uint64_t value) { return std::exchange(*address, *address + value); }
+inline uint64_t fetch_add_sys(uint64_t* address, uint64_t value) {
+    return std::exchange(*address, *address + value);
+}
 inline void compare_and_swap_sys(uint64_t* address, uint64_t expected, uint64_t value) {
     if (*address == expected) *address = value;
 }
 
 inline uint64_t globaltimer() {
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(
+               std::chrono::steady_clock::now().time_since_epoch())
         .count();
 }
 
@@ -32,7 +35,9 @@ inline void store(uint4* address, uint4 value) {
     require_aligned(address);
     *address = value;
 }
-inline uint4 load_shared(const void* address) { return load_no_allocate(static_cast<const uint4*>(address)); }
+inline uint4 load_shared(const void* address) {
+    return load_no_allocate(static_cast<const uint4*>(address));
+}
 inline float load_shared(const float* address) { return *address; }
 inline double load_shared(const double* address) { return *address; }
 inline void store_shared(float* address, float value) { *address = value; }
@@ -47,7 +52,9 @@ inline uint32_t pack_bf16(float low, float high) {
     return narrow_bf16(low) | static_cast<uint32_t>(narrow_bf16(high)) << 16;
 }
 inline uint32_t pack_fp16(float low, float high) {
-    auto narrow = [](float value) -> uint32_t { return std::bit_cast<uint16_t>(static_cast<_Float16>(value)); };
+    auto narrow = [](float value) -> uint32_t {
+        return std::bit_cast<uint16_t>(static_cast<_Float16>(value));
+    };
     return narrow(low) | narrow(high) << 16;
 }
 inline float widen_fp16(uint16_t bits) { return static_cast<float>(std::bit_cast<_Float16>(bits)); }
@@ -98,7 +105,9 @@ inline void end_of_launch() {
     barriers().clear();
 }
 
-inline void barrier_init(uint64_t* barrier, uint32_t arrivals) { barriers()[barrier] = {arrivals, arrivals}; }
+inline void barrier_init(uint64_t* barrier, uint32_t arrivals) {
+    barriers()[barrier] = {arrivals, arrivals};
+}
 inline void fence_barrier_init() {}
 inline void fence_proxy_async_global() {}
 inline void fence_proxy_async_shared() {}
@@ -121,7 +130,8 @@ inline bool barrier_try_wait(uint64_t* address, uint32_t parity) {
             barrier.left = barrier.arrivals;
             barrier.polls = 0;
         } else {
-            if (barrier.left == 0 && ++barrier.polls > 100'000) simt::die("a barrier expects other bytes than come");
+            if (barrier.left == 0 && ++barrier.polls > 100'000)
+                simt::die("a barrier expects other bytes than come");
             simt::yield();  // another lane has not yet said what to expect, or what to load
         }
     }
@@ -157,14 +167,16 @@ template <int kGroups>
 void bulk_wait_read() {
     Lane& own = lane();
     for (; own.read + kGroups < own.committed.size(); ++own.read) {
-        for (Store& store : own.committed[own.read]) std::memcpy(store.read.data(), store.shared, store.read.size());
+        for (Store& store : own.committed[own.read])
+            std::memcpy(store.read.data(), store.shared, store.read.size());
     }
 }
 inline void bulk_wait_written() {
     bulk_wait_read<0>();
     Lane& own = lane();
     for (const Group& group : own.committed) {
-        for (const Store& store : group) std::memcpy(store.global, store.read.data(), store.read.size());
+        for (const Store& store : group)
+            std::memcpy(store.global, store.read.data(), store.read.size());
     }
     own.committed.clear();
     own.read = 0;

@@ -1,0 +1,36 @@
+#include "launch/cuda/resource.h"
+
+#include <cuda_runtime.h>
+
+#include "launch/cuda/error.h"
+
+namespace ep {
+
+void Release::operator()(void* what) const {
+    const DeviceGuard guard(device, std::nothrow);
+    release(what);
+}
+
+Resource<void> device_memory(int device, size_t bytes) {
+    const DeviceGuard guard(device);
+    void* data = nullptr;
+    check_cuda(cudaMalloc(&data, bytes), "cudaMalloc");
+    return {data, {device, [](void* memory) { cudaFree(memory); }}};
+}
+
+Resource<void> pinned_memory(int device, size_t bytes) {
+    const DeviceGuard guard(device);
+    void* data = nullptr;
+    check_cuda(cudaHostAlloc(&data, bytes, cudaHostAllocMapped | cudaHostAllocPortable),
+               "cudaHostAlloc");
+    return {data, {device, [](void* memory) { cudaFreeHost(memory); }}};
+}
+
+Resource<void> side_stream(int device) {
+    const DeviceGuard guard(device);
+    cudaStream_t stream = nullptr;
+    check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+    return {stream, {device, [](void* it) { cudaStreamDestroy(static_cast<cudaStream_t>(it)); }}};
+}
+
+}  // namespace ep

@@ -1,0 +1,158 @@
+"""How the ranks of a buffer on GPUs reach each other, and what each way needs.
+
+p2p: the processes of one machine map each other's memory through CUDA IPC; if it has several nodes, puts between them
+are copies. nvshmem and nccl: several machines, one-sided puts and signals between them (NCCL's GIN); a rank that gives
+up stops its own node at once, the other nodes when their own waits expire. NVSHMEM connects one group of ranks for as
+long as their processes live. The variable MEGATRON_EP_FABRIC, the same on all ranks, forces one; otherwise ranks on one
+machine use p2p, and ranks on several nvshmem, or nccl where some rank cannot load nvshmem.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from megatron_ep.errors import EPError
+
+VARIABLE = "MEGATRON_EP_FABRIC"
+NVSHMEM_LIBRARY = "libnvshmem_host.so.3"
+NCCL_LIBRARY = "libnccl.so.2"
+
+
+def choose(hosts: Sequence[str], gather: Callable[[Any], list[Any]]) -> str:
+    """The fabric for ranks on these hosts, one each. Collective: gather returns what every rank gave to it.
+
+    Raises on all ranks alike: ValueError for an unknown fabric, EPError when none fits or ranks want different ones.
+    """
+    wanted = _wanted_by_all(gather)
+    machines = sorted(set(hosts))
+    if len(machines) == 1 and wanted in (None, "p2p"):
+        return "p2p"
+    if wanted == "p2p":
+        raise EPError(
+            f"{VARIABLE}=p2p connects the processes of one machine, but the ranks run on {', '.join(machines)}"
+        )
+    lacking = []
+    for name in [wanted] if wanted else NETWORKS:
+        missing = gather(_missing(name))
+        if not any(missing):
+            return name
+        lacking.append(_by_rank(missing))
+    raise EPError(("" if wanted else "no fabric connects several machines here: ") + "; ".join(lacking))
+
+
+def _wanted_by_all(gather: Callable[[Any], list[Any]]) -> str | None:
+    wanted = gather(os.environ.get(VARIABLE) or None)
+    values = f"environment variable {VARIABLE} is {_by_rank([repr(name) if name else 'unset' for name in wanted])}"
+    fabrics = ("p2p", *NETWORKS)
+    if any(name and name not in fabrics for name in wanted):
+        raise ValueError(f"{values}, must be one of {', '.join(fabrics)}")
+    if len(set(wanted)) > 1:
+        raise EPError(f"{values}, must be the same on all ranks")
+    return wanted[0]
+
+
+def _missing(name: str) -> str:
+    """What keeps this rank from loading the fabric, if anything."""
+    try:
+        NETWORKS[name]()
+        return ""
+    except Exception as error:  # of whatever kind: the others wait to hear of it
+        return str(error) or type(error).__name__
+
+
+def _by_rank(answers: Sequence[str]) -> str:
+    """What ranks answered, if anything: each answer once, with its ranks unless it is everyone's."""
+    if len(set(answers)) == 1:
+        return answers[0]
+    ranks: dict[str, list[str]] = {}
+    for rank, answer in enumerate(answers):
+        ranks.setdefault(answer, []).append(str(rank))
+    return ", ".join(f"{answer} on rank {' and '.join(those)}" for answer, those in ranks.items() if answer)
+
+
+def load_nvshmem() -> ModuleType:
+    """The extension for NVSHMEM with the library that it needs. Raises EPError that says what is missing."""
+    _check_built("nvshmem", "the package nvidia-nvshmem-cu13")
+    library = _in_wheel("nvidia.nvshmem", NVSHMEM_LIBRARY)
+    if library is None:
+        raise EPError("the nvshmem fabric needs the package nvidia-nvshmem-cu13, whose library was not found")
+    return _load("nvshmem", library)
+
+
+def load_nccl() -> ModuleType:
+    """The extension for NCCL's device API with the library that it was built for: the one that torch has loaded, or
+    that of the wheel. Raises EPError that says what is missing."""
+    _check_built("nccl", "the package nvidia-nccl-cu13 >= 2.28.7")
+    library = _loaded(NCCL_LIBRARY) or _in_wheel("nvidia.nccl", NCCL_LIBRARY)
+    if library is None:
+        raise EPError("the nccl fabric needs the package nvidia-nccl-cu13, whose library was not found")
+    module = _load("nccl", library)
+    built, found = module.BUILT_FOR, module.library_version()
+    if built != found:  # its structures are not the same in every version
+        raise EPError(
+            f"the nccl fabric was built for NCCL {_version(built)}, but {library} is {_version(found)}: "
+            "build megatron_ep where it runs"
+        )
+    return module
+
+
+NETWORKS: dict[str, Callable[[], ModuleType]] = {"nvshmem": load_nvshmem, "nccl": load_nccl}
+
+
+def _check_built(name: str, package: str) -> None:
+    if importlib.util.find_spec(f"megatron_ep._{name}") is None:
+        raise EPError(
+            f"the {name} fabric was not built: it needs nvcc and {package} at build time "
+            "(pip install --no-build-isolation)"
+        )
+
+
+def _load(name: str, library: Path) -> ModuleType:
+    try:
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+        return importlib.import_module(f"megatron_ep._{name}")
+    except (OSError, ImportError) as error:
+        raise EPError(f"the {name} fabric cannot be loaded with {library}: {error}") from error
+
+
+def _in_wheel(package: str, library: str) -> Path | None:
+    try:
+        spec = importlib.util.find_spec(package)
+    except ModuleNotFoundError:
+        return None
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()] if spec else []
+    return next((path for folder in folders if (path := folder / "lib" / library).is_file()), None)
+
+
+def _loaded(library: str) -> Path | None:
+    """Where this process has it from already."""
+    with open("/proc/self/maps") as maps:  # which name the file itself: libnccl.so.2 may be a link to libnccl.so.2.28.9
+        paths = (Path("/" + line.rstrip().partition("/")[2]) for line in maps)
+        return next((path for path in paths if f"{path.name}.".startswith(f"{library}.")), None)
+
+
+def _version(code: int) -> str:
+    """NCCL's NCCL_VERSION_CODE, as NCCL writes it since 2.9."""
+    return f"{code // 10000}.{code // 100 % 100}.{code % 100}"
+
+
+def report() -> dict[str, str]:
+    """What each fabric lacks here, for `megatron-ep env`."""
+    from megatron_ep import _C
+
+    facts = {"p2p": "built" if hasattr(_C, "CudaGroup") else "not built: there was no nvcc"}
+    for name, load in NETWORKS.items():
+        try:
+            load()
+            facts[name] = f"built, loads with {_loaded(NVSHMEM_LIBRARY if name == 'nvshmem' else NCCL_LIBRARY)}"
+        except EPError as error:
+            facts[name] = str(error)
+    facts["chosen"] = os.environ.get(VARIABLE) or "p2p on one machine, nvshmem or else nccl on several"
+    return facts

@@ -1,0 +1,99 @@
+"""The host backend: launches run to their end on the calling thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron_ep import _C
+from megatron_ep.backends.interface import Counts
+
+POOLED_BYTES = 1 << 20  # outputs from this size on live in memory that is kept for later ones
+
+
+class HostBackend:
+    """See `interface.Backend`."""
+
+    def __init__(
+        self,
+        heap: Any,
+        ranks: list[int],
+        segments: Sequence[Any],
+        *,
+        timeout: float,
+        threads: int = 1,
+        seed: int | None = None,
+        lost_signal: int = 0,
+    ):
+        self._heap = heap
+        self._group = _C.Group(
+            heap=heap,
+            ranks=ranks,
+            segments=list(segments),
+            threads=threads,
+            seed=seed,
+            lost_signal=lost_signal,
+            timeout=timeout,
+        )
+
+    def notify(
+        self, tensors: Sequence[Any], layouts: Sequence[torch.Tensor], *, wait: bool, topk: int, **settings: int
+    ) -> list[Counts]:
+        totals = self._group.notify(list(tensors), topk=topk, **settings)
+        counts = []
+        for t, layout, total in zip(tensors, layouts, totals, strict=True):
+            first = self._heap.expert_start_offset(t.num_tokens, topk)
+            counts.append(
+                Counts(
+                    rows=total.expert_rows,
+                    received=total.received_rows,
+                    rail=total.rail_rows,
+                    bad_token=total.bad_token,
+                    ends=layout[first : first + self._heap.local_experts + 1],
+                )
+            )
+        return counts
+
+    def dispatch(self, tensors: Sequence[Any], row: Any, *, nvl_batch: int, rdma_chunk: int) -> None:
+        self._group.dispatch(list(tensors), row, nvl_batch=nvl_batch, rdma_chunk=rdma_chunk)
+
+    def combine(self, tensors: Sequence[Any], row: Any, *, nvl_batch: int, rdma_chunk: int, dtype: int) -> None:
+        self._group.combine(list(tensors), row, nvl_batch=nvl_batch, rdma_chunk=rdma_chunk, dtype=dtype)
+
+    def new_output(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        out = torch.empty(0, dtype=dtype)
+        size = rows * columns * out.element_size()
+        if size < POOLED_BYTES:
+            return torch.empty(rows, columns, dtype=dtype)
+        storage = torch.from_dlpack(_C.pooled_bytes(size)).untyped_storage()
+        return out.set_(storage, 0, (rows, columns), (columns, 1))
+
+    def keep_for_launch(self, tensors: Sequence[torch.Tensor]) -> None:
+        pass
+
+    def aborted(self) -> tuple[str, int] | None:
+        return self._group.aborted()
+
+    def finished(self) -> bool:
+        return self._group.finished()
+
+    def incidents(self) -> list[dict[str, Any]]:
+        return self._group.incidents()
+
+    def abort(self, *, interrupted: bool, failed: bool) -> None:
+        self._group.abort(interrupted=interrupted, failed=failed)
+
+    def synchronize(self) -> None:
+        pass
+
+    def drain(self) -> None:
+        pass
+
+    def reset(self) -> None:
+        self._group.reset()
+
+    @property
+    def seconds(self) -> float:
+        return self._group.seconds

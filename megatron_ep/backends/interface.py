@@ -1,0 +1,86 @@
+"""What a backend does for a buffer: launches on the ranks of this process, and what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass
+class RankHandle:
+    """One rank's part of a handle: what notify learned, and tables that dispatch fills."""
+
+    num_tokens: int  # T
+    layout: torch.Tensor  # int32, as csrc/core/layout.h lays it out
+    rows: int  # R, rows of the expert-grouped tensors, padding included
+    tokens_per_expert: torch.Tensor  # int64 [L], padding included
+    positions: torch.Tensor  # int32 [received rows, K]
+    rail_experts: torch.Tensor  # int32 [rail rows, K]
+
+
+@dataclass
+class Counts:
+    """What notify tells the host about one rank."""
+
+    rows: int  # expert-grouped, padding included
+    received: int  # tokens that arrive
+    rail: int  # tokens that pass through this rank to others of its node
+    bad_token: int  # the first token of this rank with invalid expert ids, -1: none
+    ends: torch.Tensor  # [L + 1], prefix sums of the rows per local expert
+
+
+class Backend(Protocol):
+    """The ranks of a buffer that live in this process.
+
+    Tensors are handed over as `_C.RankTensors`, one per rank: addresses that stay valid until the launch is done.
+    """
+
+    def notify(
+        self, tensors: Sequence[Any], layouts: Sequence[torch.Tensor], *, wait: bool, topk: int, **settings: int
+    ) -> list[Counts] | None:
+        """Exchanges counts into the layouts. None instead of counts where `wait` is off and the host knows none yet."""
+        ...
+
+    def dispatch(self, tensors: Sequence[Any], row: Any, *, nvl_batch: int, rdma_chunk: int) -> None: ...
+
+    def combine(self, tensors: Sequence[Any], row: Any, *, nvl_batch: int, rdma_chunk: int, dtype: int) -> None: ...
+
+    def new_output(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised [rows, columns]."""
+        ...
+
+    def keep_for_launch(self, tensors: Sequence[torch.Tensor]) -> None:
+        """The tensors' memory is not given to others before the launches issued next are done."""
+        ...
+
+    def aborted(self) -> tuple[str, int] | None:
+        """Why and by which rank the first launch failed since the last reset, as far as this process has heard."""
+        ...
+
+    def finished(self) -> bool:
+        """Whether the last launch is known to have done all its work."""
+        ...
+
+    def incidents(self) -> list[dict[str, Any]]: ...
+
+    def abort(self, *, interrupted: bool, failed: bool) -> None:
+        """Ends all waits of all ranks that this process can reach."""
+        ...
+
+    def synchronize(self) -> None:
+        """Until all launches are done."""
+        ...
+
+    def drain(self) -> None:
+        """Until all launches are done and what they sent is there. Raises RuntimeError when that takes too long."""
+        ...
+
+    def reset(self) -> None: ...
+
+    @property
+    def seconds(self) -> float:
+        """Seconds spent in launches so far, as far as they have finished."""
+        ...

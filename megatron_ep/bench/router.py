@@ -1,0 +1,212 @@
+"""`megatron-ep bench router`: the fused gate beside Megatron's unfused function and its torch.compile, in one run.
+
+All take the same logits, in turns. `ours` computes what our dispatcher takes (ids, weights, counts), `ours_dense` also
+what Megatron's interface wants (probs and map [T, E]), as `megatron` and `compiled` do. T tokens, E experts, K picks of
+a token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from megatron_ep import _C, env
+from megatron_ep import megatron as megatron_side
+from megatron_ep.bench.common import positive, write_json
+from megatron_ep.router import grouped_topk
+
+PHASES = ("forward", "forward+backward")
+GRAPH_CALLS = 20  # forward passes in one CUDA graph, so that Python's share of a call is not measured
+Gate = Callable[[torch.Tensor], torch.Tensor]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the benchmark; see --help."""
+    arguments = _parse(argv)
+    print(env.render(), flush=True)
+    with_megatron = megatron_side.is_installed()
+    if not with_megatron:
+        print("\nmegatron and compiled skipped: megatron-core is not installed", flush=True)
+    records = []
+    for tokens in arguments.tokens:
+        measured = _measure(tokens, arguments, with_megatron)
+        print(_table(measured), flush=True)
+        records += measured
+    write_json(arguments.json, records)
+    return 0
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "megatron-ep bench router",
+        description="Times sigmoid routing with expert bias, groups, renormalisation and scaling in fp32.",
+    )
+    parser.add_argument("--tokens", type=positive, nargs="+", default=[1, 128, 4096, 40000], metavar="T")
+    parser.add_argument("--experts", type=positive, default=256, metavar="E", help="(%(default)s)")
+    parser.add_argument("--topk", type=positive, default=8, metavar="K", help="(%(default)s)")
+    parser.add_argument("--groups", type=positive, default=8, help="(%(default)s)")
+    parser.add_argument("--group-topk", type=positive, default=4, help="groups a token may use (%(default)s)")
+    parser.add_argument("--iters", type=positive, default=15, metavar="N", help="timed rounds (%(default)s)")
+    parser.add_argument("--warmup", type=positive, default=3, metavar="N", help="rounds before (%(default)s)")
+    parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile, which takes a minute")
+    usable = torch.cuda.is_available() and hasattr(_C, "router_forward_cuda")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if usable else "cpu", help="(%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurements there")
+    arguments = parser.parse_args(argv)
+    if arguments.device == "cuda" and not usable:
+        parser.error("--device cuda needs a GPU and a build with CUDA kernels; see megatron-ep env")
+    return arguments
+
+
+def _measure(tokens: int, arguments: argparse.Namespace, with_megatron: bool) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(tokens, arguments.experts, generator=generator).to(arguments.device).requires_grad_()
+    bias = (torch.randn(arguments.experts, generator=generator) / 100).to(arguments.device)
+    gates = _make_gates(arguments, bias, with_megatron)
+    if "compiled" in gates and not _compiles(gates["compiled"], logits):
+        del gates["compiled"]
+    _check_equal(gates, logits)
+
+    seconds: dict[tuple[str, str], list[float]] = {(name, phase): [] for name in gates for phase in PHASES}
+    timers = {(name, phase): _make_timer(gates[name], logits, phase) for name, phase in seconds}
+    order, shuffler = list(timers), random.Random(0)
+    for iteration in range(arguments.warmup + arguments.iters):
+        shuffler.shuffle(order)  # what ran before leaves caches and spinning threads behind
+        for key in order:
+            elapsed = timers[key]()
+            if iteration >= arguments.warmup:
+                seconds[key].append(elapsed)
+    return [
+        {
+            "case": f"T={tokens} E={arguments.experts} K={arguments.topk} groups "
+            f"{arguments.group_topk}/{arguments.groups} {arguments.device} {phase}",
+            "implementation": name,
+            "phase": phase,
+            "device": arguments.device,
+            "threads": torch.get_num_threads() if arguments.device == "cpu" else None,
+            "tokens": tokens,
+            "seconds": median(times),
+            "seconds_min": min(times),
+            "seconds_max": max(times),
+            "bytes": _bytes(name, phase, tokens, arguments),
+        }
+        for (name, phase), times in seconds.items()
+    ]
+
+
+def _make_gates(arguments: argparse.Namespace, bias: torch.Tensor, with_megatron: bool) -> dict[str, Gate]:
+    """Each returns the tensor that the backward pass starts from."""
+    groups = dict(num_groups=arguments.groups, group_topk=arguments.group_topk)
+    scoring = dict(score_function="sigmoid", expert_bias=bias, scaling_factor=2.5)
+    gates: dict[str, Gate] = {
+        "ours": lambda logits: grouped_topk(logits, arguments.topk, **groups, **scoring).weights,
+        "ours_dense": lambda logits: grouped_topk(logits, arguments.topk, **groups, **scoring, dense=True).probs,
+    }
+    if with_megatron:
+        from megatron_ep.megatron.router import topk_routing_with_score_function as unfused
+
+        gates["megatron"] = lambda logits: unfused(logits, arguments.topk, **groups, **scoring)[0]
+        if not arguments.no_compile:
+            compiled = torch.compile(unfused)
+            gates["compiled"] = lambda logits: compiled(logits, arguments.topk, **groups, **scoring)[0]
+    return gates
+
+
+def _compiles(gate: Gate, logits: torch.Tensor) -> bool:
+    try:
+        gate(logits).sum().backward()
+        return True
+    except Exception as error:  # whatever a compiler may run into on the machine at hand
+        first_line = str(error).strip().partition("\n")[0]
+        print(f"\ncompiled skipped: torch.compile failed: {type(error).__name__}: {first_line}", flush=True)
+        return False
+
+
+def _check_equal(gates: dict[str, Gate], logits: torch.Tensor) -> None:
+    """What is timed must be the same work. Rounding may decide a tie of two scores, so single rows may differ."""
+    with torch.no_grad():
+        outputs = {name: gate(logits) for name, gate in gates.items() if name != "ours"}
+    for name, probs in outputs.items():
+        differs = ~torch.isclose(probs, outputs["ours_dense"], rtol=1e-4, atol=1e-6).all(dim=1)
+        assert differs.sum() <= len(logits) // 1000, f"{name} differs in {int(differs.sum())} of {len(logits)} rows"
+
+
+def _make_timer(gate: Gate, logits: torch.Tensor, phase: str) -> Callable[[], float]:
+    """A function that runs one phase and returns seconds."""
+    if phase == "forward":
+        leaf = logits.detach()
+        return _graph_timer(lambda: gate(leaf)) if logits.is_cuda else _timer(lambda: gate(leaf), cuda=False)
+    grad = torch.randn_like(gate(logits))
+
+    def forward_and_backward() -> None:
+        logits.grad = None
+        gate(logits).backward(grad)
+
+    return _timer(forward_and_backward, cuda=logits.is_cuda)
+
+
+def _timer(function: Callable[[], Any], cuda: bool) -> Callable[[], float]:
+    def run() -> float:
+        if cuda:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        function()
+        if cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    return run
+
+
+def _graph_timer(function: Callable[[], Any]) -> Callable[[], float]:
+    for _ in range(3):
+        function()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(GRAPH_CALLS):
+            function()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def run() -> float:
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3 / GRAPH_CALLS
+
+    return run
+
+
+def _bytes(name: str, phase: str, tokens: int, arguments: argparse.Namespace) -> int:
+    """What has to be read and written at least."""
+    logits = tokens * arguments.experts * 4
+    outputs = tokens * arguments.topk * (8 + 4) if name == "ours" else tokens * arguments.experts * (4 + 1)
+    backward = 2 * logits + outputs  # logits and gradients of the outputs in, gradients of the logits out
+    return logits + outputs + (backward if phase == "forward+backward" else 0)
+
+
+def _table(records: list[dict[str, Any]]) -> str:
+    ours = {record["phase"]: record["seconds"] for record in records if record["implementation"] == "ours"}
+    case = records[0]["case"].rpartition(" ")[0]
+    lines = [
+        f"\n{case}",
+        f"  {'implementation':15} {'phase':17} {'min':>10} {'median':>10} {'max':>10}    {'/ ours':>6}",
+    ]
+    for record in records:
+        times = " ".join(f"{record[key] * 1e3:8.3f}ms" for key in ("seconds_min", "seconds", "seconds_max"))
+        ratio = record["seconds"] / ours[record["phase"]]
+        lines.append(f"  {record['implementation']:15} {record['phase']:17} {times}    {ratio:6.2f}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    import sys
+
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,202 @@
+"""The command `megatron-ep`. A sub-command imports what it needs when it runs: `env` works when nothing else does."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_ep.training import recipe
+
+USAGE = """usage: megatron-ep COMMAND ...
+
+Megatron-Core MoE training through compiled expert-parallel dispatch.
+
+commands:
+  train    train a model from a recipe
+  check    gradients, and this dispatcher against Megatron's, on this machine
+  bench    time dispatch and combine beside Megatron's dispatcher and a memory copy
+  env      what this installation found: versions, compilers, extension, devices
+
+megatron-ep COMMAND --help tells more."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit status: 2 for a user's mistake, 1 for a failed run, 128 + N for signal N."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    commands = {"train": _train, "check": _check, "bench": _bench, "env": _env}
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0 if arguments else 2
+    command = commands.get(arguments[0])
+    if command is None:
+        print(f"megatron-ep: no command {arguments[0]!r}; there are {', '.join(commands)}", file=sys.stderr)
+        return 2
+    try:
+        return command(arguments[1:]) or 0
+    except KeyboardInterrupt:
+        print("megatron-ep: interrupted", file=sys.stderr)
+        return 130
+
+
+def _check(arguments: list[str]) -> int | None:
+    from megatron_ep.cli import check
+
+    return check.main(arguments)
+
+
+def _bench(arguments: list[str]) -> int | None:
+    from megatron_ep.bench import layer as bench
+
+    return bench.main(arguments)
+
+
+def _env(arguments: list[str]) -> int | None:
+    argparse.ArgumentParser("megatron-ep env", description="Prints what this installation found.").parse_args(arguments)
+    from megatron_ep import env
+
+    print(env.render())
+    return 0
+
+
+def _train_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "megatron-ep train",
+        description="Trains the model of a recipe. By hand: starts the recipe's ranks on this machine. Under torchrun "
+        "or in a Slurm job step: this process is one of the ranks.",
+        epilog="example: megatron-ep train recipes/tiny_moe_cpu.yaml --steps 200 --set dispatcher.type=alltoall",
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help="YAML file, see recipes/")
+    parser.add_argument("--steps", type=int, metavar="N", help="train until step N (train.train_iters)")
+    parser.add_argument("--data", metavar="FILE", help="text to train on, UTF-8 (dataset.path)")
+    parser.add_argument(
+        "--out", metavar="DIR", help="receives loss.csv, loss.png, checkpoints/ and logs/ (default: runs/RECIPE-TIME)"
+    )
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --out DIR")
+    parser.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override a recipe's value"
+    )
+    return parser
+
+
+def _train(arguments: list[str]) -> int | None:
+    options = _train_parser().parse_args(arguments)
+    for module in ("megatron.core", "pydantic", "yaml"):
+        if importlib.util.find_spec(module.partition(".")[0]) is None:
+            print(f"megatron-ep train: needs {module}: pip install 'megatron_ep[megatron,train]'", file=sys.stderr)
+            return 2
+    from megatron_ep.training import launcher, recipe
+
+    try:
+        is_rank = launcher.adopt()
+        overrides = list(options.overrides)
+        if options.steps is not None:
+            overrides.append(f"train.train_iters={options.steps}")
+        if options.data is not None:
+            overrides.append(f"dataset.path={json.dumps(os.path.abspath(options.data))}")
+        loaded = recipe.load(options.recipe, overrides)
+        out = _output_directory(options, is_rank)
+        _check_run(loaded, out, options.resume, is_rank)
+    except ValueError as error:
+        print(f"megatron-ep: {error}", file=sys.stderr)
+        return 2
+
+    if is_rank:
+        return _train_rank(loaded, out, options.resume)
+    try:
+        launcher.launch(
+            loaded.topology.world_size,
+            ["train", *arguments, "--out", str(out)],
+            log_dir=out / "logs",
+            threads_per_rank=loaded.train.threads_per_rank,
+        )
+    except launcher.Interrupted as stop:
+        print(f"megatron-ep: {stop}; no rank is left running", file=sys.stderr)
+        return 128 + stop.signal
+    except launcher.LaunchError as error:
+        print(f"megatron-ep: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _train_rank(loaded: recipe.Recipe, out: Path, resume: bool) -> int:
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    from megatron_ep.training import launcher
+
+    launcher.die_with_parent()
+
+    def run() -> None:
+        from megatron_ep.training.loop import train
+
+        train(loaded, out, resume)
+
+    record(run)()
+    return 0
+
+
+def _output_directory(options: argparse.Namespace, is_rank: bool) -> Path:
+    if options.out is not None:
+        return Path(options.out).resolve()
+    if options.resume:
+        raise ValueError("--resume: needs --out DIR, the directory of the run to continue")
+    if is_rank:
+        raise ValueError("--out: under torchrun or Slurm every rank needs the same --out DIR")
+    return Path("runs", f"{Path(options.recipe).stem}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
+
+
+def _check_run(loaded: recipe.Recipe, out: Path, resume: bool, is_rank: bool) -> None:
+    saved = sorted((out / "checkpoints").glob("step_*[0-9]"))
+    if resume and not saved:
+        raise ValueError(f"--resume: no checkpoint in {out / 'checkpoints'}")
+    if saved and not resume:
+        raise ValueError(
+            f"--out {out}: holds a run with checkpoints; --resume continues it, or choose another directory"
+        )
+    text = loaded.dataset.path
+    if text is not None and not (os.path.isfile(text) and os.access(text, os.R_OK)):
+        raise ValueError(f"dataset.path (--data) {loaded.dataset.path}: no readable file")
+    ranks = loaded.topology.world_size
+    if is_rank and int(os.environ["WORLD_SIZE"]) != ranks:
+        shape = f"{loaded.topology.nodes} x {loaded.topology.ranks_per_node}"
+        raise ValueError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the recipe's topology is {shape} = {ranks} ranks"
+        )
+    if loaded.train.device == "cuda":
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", loaded.topology.ranks_per_node)) if is_rank else ranks
+        _check_gpus(loaded, ranks_here)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {out}: {error.strerror}") from None
+
+
+def _check_gpus(loaded: recipe.Recipe, ranks_here: int) -> None:
+    import torch
+
+    from megatron_ep.backends.cuda import DEFAULT_SMS, check_device
+
+    try:
+        check_device("cuda")
+    except ValueError as error:
+        raise ValueError(f"train.device: {error}") from None
+    gpus = torch.cuda.device_count()
+    ranks = -(-ranks_here // gpus)
+    wanted = ranks * (loaded.dispatcher.num_sms or DEFAULT_SMS)
+    sms = min(torch.cuda.get_device_properties(gpu).multi_processor_count for gpu in range(gpus))
+    if loaded.dispatcher.type == "ep" and wanted > sms:
+        raise ValueError(
+            f"dispatcher.num_sms is {loaded.dispatcher.num_sms or f'{DEFAULT_SMS} by default'}, must be at most "
+            f"{sms // ranks} for {ranks} ranks on a GPU of {sms} SMs: they wait for each other"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

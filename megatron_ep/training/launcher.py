@@ -1,0 +1,136 @@
+"""How ranks come to life: started here, or by torchrun, or by Slurm.
+
+`megatron-ep train` is both the parent and the rank. Run by hand it starts one process a rank with torch's elastic
+launcher, each running the same command; a rank finds RANK and WORLD_SIZE (torchrun's variables) and trains.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import re
+import signal
+import sys
+from collections.abc import Mapping, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any
+
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+class LaunchError(RuntimeError):
+    """A rank failed; the message names it, says why, and where its log lies."""
+
+
+class Interrupted(Exception):
+    """A signal ended the run; every rank has been stopped. `signal` is its number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.signal = number
+
+
+def adopt(environment: MutableMapping[str, str] | None = None) -> bool:
+    """Tells whether this process is a rank, and makes it one: True under torchrun or in a Slurm task of several.
+
+    Slurm's variables are translated to torch.distributed's (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) in
+    `environment`; those that are set already win.
+
+    Raises:
+        ValueError: Slurm gives no node list to take MASTER_ADDR from.
+    """
+    env = os.environ if environment is None else environment
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return True
+    tasks = env.get("SLURM_STEP_NUM_TASKS", "1")  # srun alone sets it, unlike SLURM_NTASKS: a batch script is no task
+    if "SLURM_PROCID" not in env or int(tasks) < 2:
+        return False
+    if "MASTER_ADDR" not in env:
+        nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
+        if not nodes:
+            raise ValueError("MASTER_ADDR: not set, and SLURM_NODELIST, to derive it from, is not set either")
+        env["MASTER_ADDR"] = first_host(nodes)
+    env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000))
+    env["RANK"], env["WORLD_SIZE"] = env["SLURM_PROCID"], tasks
+    env.setdefault("LOCAL_RANK", env.get("SLURM_LOCALID", "0"))
+    return True
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a Slurm node list: "gpu[007-009,12],login" gives "gpu007"."""
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodelist.strip())
+    if match is None:
+        raise ValueError(f"SLURM_NODELIST: {nodelist!r} names no host")
+    return "".join(part or "" for part in match.groups())
+
+
+def die_with_parent() -> None:
+    """Makes this rank end at once on Ctrl-C, without a Python traceback, and with the launcher, even a killed one."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def launch(world_size: int, arguments: Sequence[str], log_dir: Path, threads_per_rank: int) -> None:
+    """Runs `megatron-ep ARGUMENTS` as `world_size` ranks on this machine and waits until all have ended.
+
+    Rank 0 keeps the terminal; what the others print, and everyone's stderr, goes to files below `log_dir`.
+
+    Raises:
+        LaunchError: a rank failed; the others have been stopped.
+        Interrupted: SIGINT, SIGTERM, SIGHUP or SIGQUIT arrived; all ranks have been stopped.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.disable(logging.ERROR)  # the elastic agent's account of the end: the caller gives a shorter one
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank))
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here; host names need not resolve
+    log_dir.mkdir(parents=True, exist_ok=True)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=world_size,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        run_id="run",
+        max_restarts=0,
+        monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(
+            log_dir=str(log_dir), redirects={rank: Std.ALL if rank else Std.ERR for rank in range(world_size)}
+        ),
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "megatron_ep.cli.main", *arguments)
+    except SignalException as stop:
+        raise Interrupted(stop.sigval) from None
+    except ChildFailedError as error:
+        raise LaunchError(_explain(error.failures, log_dir)) from None
+
+
+def _explain(failures: Mapping[int, Any], log_dir: Path) -> str:
+    """Names the first failure; a rank killed from outside comes before those that then missed it.
+
+    failures: torch's ProcessFailure by rank. Its own time stamps count whole seconds, so files' times decide.
+    """
+
+    def order(item: tuple[int, Any]) -> tuple[bool, float]:
+        _, failure = item
+        reported = os.path.isfile(failure.error_file)
+        killed = failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM
+        return not killed, os.path.getmtime(failure.error_file) if reported else failure.timestamp + 1.0
+
+    rank, failure = min(failures.items(), key=order)
+    logs = sorted(log_dir.glob(f"*/attempt_0/{rank}/stderr.log"), key=os.path.getmtime)
+    said = [line for line in logs[-1].read_text(errors="replace").splitlines() if line.strip()] if logs else []
+    if isinstance(failure.message, dict):
+        reason = failure.message["message"]
+    elif failure.exitcode < 0:
+        reason = f"killed by {signal.Signals(-failure.exitcode).name}"
+    else:
+        reason = f"exit code {failure.exitcode}" + (f", {said[-1]}" if said else "")
+    return f"rank {rank} failed: {reason}" + (f"\n  its log: {logs[-1]}" if logs else "")

@@ -1,0 +1,130 @@
+"""What a run shows and leaves behind: a progress line, loss.csv, loss.png. Rank 0 alone."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from megatron_ep.training.data import Corpus
+from megatron_ep.training.recipe import Recipe
+
+LAST = 10  # steps that the summary averages
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of loss.csv.
+
+    step: counted from 1. loss: cross-entropy, nats a token, mean over the global batch. tokens_per_second: all ranks
+    together. dispatch_share: of rank 0's step time, 0 to 1. lr: used in this step. grad_norm: before clipping.
+    seconds: of the step.
+    """
+
+    step: int
+    loss: float
+    tokens_per_second: float
+    dispatch_share: float
+    lr: float
+    grad_norm: float
+    seconds: float
+
+
+class TrainLog:
+    """Use as a context manager around the steps; `write` once a step, `finish` at the end.
+
+    Args:
+        out: directory for loss.csv and loss.png, created if need be.
+        first_step: steps already done; rows of loss.csv up to there are kept, later ones dropped.
+    """
+
+    def __init__(self, out: Path, recipe: Recipe, corpus: Corpus, parameters: int, first_step: int) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        self._out, self._recipe, self._corpus = out, recipe, corpus
+        self._rows = [row for row in _read(out / "loss.csv") if row.step <= first_step] if first_step else []
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._file = open(out / "loss.csv", "w", newline="", encoding="utf-8")  # noqa: SIM115, closed in __exit__
+        self._csv = csv.DictWriter(self._file, [field.name for field in fields(Row)])
+        self._csv.writeheader()
+        self._csv.writerows(asdict(row) for row in self._rows)
+        self._progress = Progress(
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        total = recipe.train.train_iters
+        self._task = self._progress.add_task("", total=total, completed=first_step)
+        self._header(parameters, first_step)
+
+    def __enter__(self) -> TrainLog:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+        self._file.close()
+
+    def write(self, row: Row) -> None:
+        """Takes a step's figures to the file, the progress line and, every log_interval steps, the screen."""
+        self._rows.append(row)
+        self._csv.writerow(asdict(row))
+        self._file.flush()
+        text = f"loss {row.loss:.4f}  {row.tokens_per_second:,.0f} tokens/s  dispatch {row.dispatch_share:.0%}"
+        self._progress.update(self._task, completed=row.step, description=text)
+        if row.step % self._recipe.logger.log_interval == 0:
+            self._console.print(f"step {row.step}/{self._recipe.train.train_iters}  {text}  lr {row.lr:.2e}")
+
+    def finish(self) -> None:
+        """Prints the summary and draws loss.png."""
+        last = self._rows[-LAST:]
+        loss = statistics.fmean(row.loss for row in last)
+        speed = statistics.median(row.tokens_per_second for row in self._rows)
+        share = statistics.median(row.dispatch_share for row in self._rows)
+        self._console.print(
+            f"loss {loss:.4f} (mean of the last {len(last)} steps), unigram entropy {self._corpus.unigram_entropy:.4f} "
+            f"nats a token\n{speed:,.0f} tokens/s, dispatch {share:.0%} of a step (medians)\n"
+            f"wrote {self._out / 'loss.csv'}, {self._out / 'loss.png'}"
+        )
+        self._plot()
+
+    def _header(self, parameters: int, first_step: int) -> None:
+        recipe, model, corpus = self._recipe, self._recipe.model, self._corpus
+        nodes, ranks = recipe.topology.nodes, recipe.topology.ranks_per_node
+        tokens = recipe.train.global_batch_size * recipe.dataset.seq_length
+        self._console.print(
+            f"{nodes} x {ranks} ranks on {recipe.train.device}, dispatcher {recipe.dispatcher.type}\n"
+            f"model: {model.num_layers} layers, hidden {model.hidden_size}, {model.num_moe_experts} experts, "
+            f"top-{model.moe_router_topk}, {parameters:,} parameters\n"
+            f"corpus: {corpus.name}, {corpus.documents} documents, {corpus.tokens:,} tokens, "
+            f"unigram entropy {corpus.unigram_entropy:.4f} nats a token\n"
+            f"{tokens:,} tokens a step" + (f", resumed after step {first_step}" if first_step else "")
+        )
+
+    def _plot(self) -> None:
+        import matplotlib
+
+        matplotlib.use("agg")
+        from matplotlib import pyplot
+
+        figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+        axes.plot([row.step for row in self._rows], [row.loss for row in self._rows], label="loss")
+        axes.axhline(self._corpus.unigram_entropy, color="gray", linestyle="--", label="unigram entropy of the corpus")
+        axes.set(xlabel="step", ylabel="nats a token", title=f"dispatcher {self._recipe.dispatcher.type}")
+        axes.legend()
+        figure.savefig(self._out / "loss.png", dpi=120)
+        pyplot.close(figure)
+
+
+def _read(path: Path) -> list[Row]:
+    if not path.is_file():
+        return []
+    with open(path, newline="", encoding="utf-8") as file:
+        lines = [line for line in csv.DictReader(file) if None not in line.values()]  # the last may be cut short
+        return [Row(int(line.pop("step")), **{k: float(v) for k, v in line.items()}) for line in lines]

@@ -1,0 +1,159 @@
+"""One rank of a training run."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ep.megatron import gpu_runtime, host_runtime
+from megatron_ep.training.recipe import Recipe
+
+if TYPE_CHECKING:
+    from megatron_ep.training.data import Samples
+
+
+def train(recipe: Recipe, out: Path, resume: bool) -> None:
+    """Trains the recipe's model as rank RANK of WORLD_SIZE (torchrun's variables) and returns after the last step.
+
+    Args:
+        recipe: the same on every rank.
+        out: a directory that all ranks share; receives loss.csv, loss.png and checkpoints/.
+        resume: continue from the latest checkpoint in `out`.
+
+    Raises:
+        ValueError: corpus or checkpoint do not fit the recipe.
+        megatron_ep.EPError: the dispatcher gave up waiting for another rank, or another rank gave up.
+    """
+    torch.set_num_threads(recipe.train.threads_per_rank)
+    warnings.filterwarnings("ignore", module=r"megatron\.core")  # what it would use if Transformer Engine were here
+    (gpu_runtime if recipe.train.device == "cuda" else host_runtime).enable()
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=recipe.train.distributed_timeout))
+    _initialize_megatron(recipe)
+    from megatron_ep.megatron.shared_buffers import abort_peers_on_error, close_buffers
+
+    try:
+        with abort_peers_on_error():
+            _run(recipe, out, resume)
+    finally:
+        close_buffers()
+    dist.destroy_process_group()
+
+
+def _initialize_megatron(recipe: Recipe) -> None:
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel(
+        expert_model_parallel_size=recipe.topology.world_size,
+        expert_tensor_parallel_size=1,
+        distributed_timeout_minutes=recipe.train.distributed_timeout / 60,
+        create_gloo_process_groups=False,  # the default groups are gloo already
+    )
+    torch.manual_seed(recipe.train.seed)
+    model_parallel_cuda_manual_seed(recipe.train.seed)
+
+
+def _run(recipe: Recipe, out: Path, resume: bool) -> None:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megatron_ep.training import data
+    from megatron_ep.training.checkpoint import Checkpoints
+    from megatron_ep.training.dispatch_timer import DispatchTimer
+    from megatron_ep.training.log import Row, TrainLog
+    from megatron_ep.training.model import build_model, build_optimizer
+
+    corpus = data.prepare(recipe)
+    samples = data.Samples(recipe, corpus, dist.get_rank())
+    model = build_model(recipe, data.ByteTokenizer().vocab_size)
+    optimizer, scheduler = build_optimizer(recipe, model)
+    checkpoints = Checkpoints(out / "checkpoints", recipe, corpus, model, optimizer, scheduler)
+    start = checkpoints.load() if resume else 0
+    if start >= recipe.train.train_iters:
+        raise ValueError(
+            f"--resume: the run is at step {start}, train.train_iters (--steps) is {recipe.train.train_iters}"
+        )
+    timer = DispatchTimer(model, recipe.train.device)
+    forward_backward = get_forward_backward_func()
+    batch_tokens = recipe.train.global_batch_size * recipe.dataset.seq_length
+    num_microbatches = recipe.train.global_batch_size // (recipe.train.micro_batch_size * recipe.topology.world_size)
+
+    log: Any = contextlib.nullcontext()
+    parameters = _count_parameters(model)
+    if dist.get_rank() == 0:
+        log = TrainLog(out, recipe, corpus, parameters, start)
+    with log:
+        for step in range(start, recipe.train.train_iters):
+            began, dispatched = time.perf_counter(), timer.seconds
+            lr = optimizer.param_groups[0]["lr"]
+            model.zero_grad_buffer()
+            optimizer.zero_grad()
+            losses = forward_backward(
+                forward_step_func=_forward_step,
+                data_iterator=_batches(samples, step, num_microbatches, recipe.train.device),
+                model=model,
+                num_microbatches=num_microbatches,
+                seq_length=recipe.dataset.seq_length,
+                micro_batch_size=recipe.train.micro_batch_size,
+            )
+            _, grad_norm, _ = optimizer.step()
+            scheduler.step(increment=1)
+            loss = _mean(torch.stack(losses))
+            seconds = time.perf_counter() - began
+            if dist.get_rank() == 0:
+                log.write(
+                    Row(
+                        step=step + 1,
+                        loss=loss,
+                        tokens_per_second=batch_tokens / seconds,
+                        dispatch_share=(timer.seconds - dispatched) / seconds,
+                        lr=lr,
+                        grad_norm=float(grad_norm),
+                        seconds=seconds,
+                    )
+                )
+            if (step + 1) % recipe.checkpoint.save_interval == 0 or step + 1 == recipe.train.train_iters:
+                checkpoints.save(step + 1)
+        if dist.get_rank() == 0:
+            log.finish()
+
+
+def _batches(samples: Samples, step: int, count: int, device: str) -> Iterator[dict[str, torch.Tensor]]:
+    for microbatch in range(count):
+        yield {name: part.to(device) for name, part in samples.batch(step, microbatch).items()}
+
+
+def _forward_step(batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    """Megatron's forward_step_func: per-token losses [B, S], and the function that makes them one."""
+    batch = next(batches)
+    losses = model(input_ids=batch["tokens"], position_ids=None, attention_mask=None, labels=batch["labels"])
+
+    def reduce(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mask = batch["loss_mask"]
+        loss = (output.float() * mask).sum() / mask.sum()
+        return loss, loss.detach().clone()  # the schedule divides loss itself by the number of microbatches
+
+    return losses, reduce
+
+
+def _mean(losses: torch.Tensor) -> float:
+    """Mean over microbatches and ranks."""
+    total = losses.double().mean().cpu()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+def _count_parameters(model: torch.nn.Module) -> int:
+    """Parameters of the whole model: experts from every rank, the rest once."""
+    experts = sum(p.numel() for p in model.parameters() if not getattr(p, "allreduce", True))
+    shared = sum(p.numel() for p in model.parameters() if getattr(p, "allreduce", True))
+    total = torch.tensor(experts)
+    dist.all_reduce(total)
+    return int(total) + shared

@@ -1,0 +1,321 @@
+"""Buffers between processes: shared memory, and what happens when a rank misbehaves."""
+
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import survivors
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+import megatron_ep as ep
+from megatron_ep import reference
+from megatron_ep.bench.local_ranks import LocalRanks
+
+W = 4
+TIMEOUT = 2.5
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with LocalRanks(W, 120) as ranks:
+        yield ranks
+
+
+def shared_memory():
+    return {path.name for path in Path("/dev/shm").glob("megatron_ep-*")}
+
+
+def inputs(experts, topk, hidden=33, tokens=(5, 0, 17, 64)):
+    generator = torch.Generator().manual_seed(experts)
+    ids = [torch.rand(t, experts, generator=generator).topk(topk, dim=1).indices for t in tokens]
+    x = [torch.randint(-8, 9, (t, hidden), generator=generator).float() for t in tokens]
+    weights = [torch.rand(t, topk, generator=generator) for t in tokens]
+    return x, ids, weights
+
+
+def round_trips(rank_buffer, rounds=3):
+    rank = rank_buffer.rank
+    for topk in range(1, rounds + 1):
+        x, ids, weights = inputs(8, topk)
+        leaf = x[rank].clone().requires_grad_()
+        rows = ep.dispatch(leaf, ids[rank], weights[rank], buffer=rank_buffer)
+        expected, probs, counts = reference.dispatch(x, ids, weights, 8)
+        assert torch.equal(rows.x, expected[rank]) and torch.equal(rows.probs, probs[rank])
+        assert torch.equal(rows.tokens_per_expert, counts[rank])
+        y = ep.combine(rows.x, rows.handle)
+        assert torch.equal(y, topk * leaf)
+        y.sum().backward()
+        assert torch.equal(leaf.grad, torch.full_like(leaf, topk))
+        halves = torch.full_like(rows.probs, 0.5).requires_grad_()
+        y = ep.combine(rows.x.detach(), rows.handle, halves)
+        assert torch.equal(y, topk * x[rank] / 2)
+        y.sum().backward()
+        assert torch.equal(halves.grad, rows.x.detach().sum(dim=1))
+
+
+def is_usable_again(buffer):
+    buffer.reset()
+    round_trips(buffer)
+    buffer.close()
+
+
+def make_buffer(nodes=2, **config):
+    return ep.Buffer(None, ep.Config(num_experts=8, timeout=TIMEOUT, **config), ep.Topology(nodes, W // nodes))
+
+
+def run_topologies():
+    for nodes in (1, 2, 4):
+        for config in ({}, {"nvl_ring_bytes": 400, "rdma_ring_bytes": 400, "channels": 3}):
+            with make_buffer(nodes, **config) as buffer:
+                round_trips(buffer)
+
+
+def test_topologies(ranks):
+    before = shared_memory()
+    ranks.run(run_topologies)
+    assert shared_memory() <= before
+
+
+def run_one_interrupted():
+    """Ctrl-C on rank 2 in the middle of a call, where nothing waits."""
+    buffer = make_buffer()
+    x, ids, weights = inputs(8, 2)
+    if buffer.rank == 2:
+        with pytest.raises(KeyboardInterrupt), buffer.abort_peers_on_error():
+            raise KeyboardInterrupt
+    else:
+        with pytest.raises(ep.EPAbortError, match="rank 2 was interrupted"):
+            ep.dispatch(x[buffer.rank], ids[buffer.rank], weights[buffer.rank], buffer=buffer)
+    is_usable_again(buffer)
+
+
+def test_the_others_hear_that_a_rank_was_interrupted(ranks):
+    ranks.run(run_one_interrupted)
+
+
+def run_no_memory_in_backward(kind):
+    """Rank 2 cannot have what the backward pass returns."""
+    buffer = make_buffer()
+    x, ids, weights = inputs(8, 2)
+    leaf = x[buffer.rank].clone().requires_grad_()
+    rows = ep.dispatch(leaf, ids[buffer.rank], weights[buffer.rank], buffer=buffer)
+    if kind == "dispatch":
+        result = rows.x
+    else:
+        out = rows.x.detach().requires_grad_()
+        result = ep.combine(out, rows.handle, rows.probs.requires_grad_() if kind == "weighted" else None)
+    dist.barrier()  # nobody is still in the call before
+    started = time.monotonic()
+    if buffer.rank == 2:
+        lack = mock.patch("megatron_ep.backends.host.HostBackend.new_output", side_effect=torch.OutOfMemoryError)
+        with pytest.raises(torch.OutOfMemoryError), lack:
+            result.sum().backward()
+    else:
+        with pytest.raises(ep.EPAbortError, match="rank 2 failed for a reason of its own"):
+            result.sum().backward()
+            ep.dispatch(leaf, handle=rows.handle)  # whoever needed nothing of rank 2 hears of it now
+    assert time.monotonic() - started < TIMEOUT, "the others waited until they timed out"
+    is_usable_again(buffer)
+
+
+@pytest.mark.parametrize("kind", ["dispatch", "combine", "weighted"])
+def test_a_failure_in_the_backward_pass_reaches_all(ranks, kind):
+    ranks.run(run_no_memory_in_backward, kind)
+
+
+def run_checkpointed():
+    """What the backward pass computes again is not told to anyone as a failure."""
+    buffer = make_buffer()
+    x, ids, weights = inputs(8, 2)
+    ids, gradient = ids[buffer.rank], x[buffer.rank] + 1
+
+    def moe(x, weights):
+        rows = ep.dispatch(x, ids, weights, buffer=buffer)
+        return ep.combine(torch.relu(rows.x), rows.handle, weights=rows.probs)
+
+    results = []
+    for reentrant in (None, False, True):
+        leaves = [t.clone().requires_grad_() for t in (x[buffer.rank], weights[buffer.rank])]
+        y = moe(*leaves) if reentrant is None else checkpoint(moe, *leaves, use_reentrant=reentrant)
+        y.backward(gradient)
+        results.append([y.detach(), *(leaf.grad for leaf in leaves)])
+    for result in results[1:]:
+        assert all(map(torch.equal, result, results[0]))
+    buffer.close()
+
+
+def test_checkpointed(ranks):
+    ranks.run(run_checkpointed)
+
+
+def run_one_mistake(kind):
+    """Rank 2 gives a wrong argument. Who is still in the call before may be stopped there."""
+    buffer = make_buffer()
+    x, ids, weights = inputs(8, 2)
+    x, ids, weights = x[buffer.rank], ids[buffer.rank], weights[buffer.rank]
+    wrong = buffer.rank == 2
+    if wrong and kind == "dtype":
+        x = x.int()
+    if wrong and kind == "ids":
+        ids = torch.full_like(ids, 8)
+    expected = ValueError if wrong else ep.EPAbortError
+    started = time.monotonic()
+    with pytest.raises(expected, match=None if wrong else "rank 2 refused its arguments"):
+        rows = ep.dispatch(x, ids, weights, buffer=buffer)
+        assert kind == "combine"
+        ep.combine(rows.x[:-1] if wrong else rows.x, rows.handle)
+        ep.dispatch(x, ids, weights, buffer=buffer)  # whoever needed nothing of rank 2 so far hears of it now
+    assert time.monotonic() - started < TIMEOUT, "the others waited until they timed out"
+    with pytest.raises(ep.EPAbortError, match="reset"):
+        ep.dispatch(x, ids, weights, buffer=buffer)
+    is_usable_again(buffer)
+
+
+@pytest.mark.parametrize("kind", ["dtype", "ids", "combine"])
+def test_a_mistake_on_one_rank_reaches_all(ranks, kind):
+    ranks.run(run_one_mistake, kind)
+
+
+def run_one_absent(phase):
+    """Rank 3 does not call."""
+    buffer = make_buffer(rdma_ring_bytes=400, nvl_ring_bytes=400)
+    x, ids, weights = inputs(8, 2)
+    absent = buffer.rank == 3
+    mine = (x[buffer.rank], ids[buffer.rank], weights[buffer.rank])
+    rows = ep.dispatch(*mine, buffer=buffer) if phase == "combine" else None
+    started = time.monotonic()
+    if absent:
+        time.sleep(2 * TIMEOUT)
+        message = ""
+    else:
+        with pytest.raises(ep.EPTimeoutError) as caught:
+            if rows is None:
+                ep.dispatch(*mine, buffer=buffer)
+            else:
+                ep.combine(rows.x, rows.handle)
+        assert TIMEOUT / 2 < time.monotonic() - started < 4 * TIMEOUT
+        assert caught.value.incidents, "a rank that waited says for what"
+        message = str(caught.value)
+    is_usable_again(buffer)
+    return message
+
+
+@pytest.mark.parametrize(("phase", "role"), [("notify", "notify"), ("combine", "combine_receiver")])
+def test_an_absent_rank_is_named(ranks, phase, role):
+    messages = ranks.run(run_one_absent, phase)
+    assert any(f"{role}, channel 0" in m and "from rank 3: seen" in m for m in messages), messages
+
+
+def run_different_calls():
+    """Rank 0 dispatches again where the others combine."""
+    buffer = make_buffer()
+    x, ids, weights = inputs(8, 2)
+    rows = ep.dispatch(x[buffer.rank], ids[buffer.rank], weights[buffer.rank], buffer=buffer)
+    with pytest.raises(ep.EPError):
+        if buffer.rank == 0:
+            ep.dispatch(x[buffer.rank], handle=rows.handle)
+            ep.combine(rows.x, rows.handle)
+        else:
+            ep.combine(rows.x, rows.handle)
+            ep.combine(rows.x, rows.handle)
+            ep.combine(rows.x, rows.handle)
+    is_usable_again(buffer)
+
+
+def test_different_sequences_of_calls_are_an_error(ranks):
+    ranks.run(run_different_calls)
+
+
+def dispatch_differently(buffer, kind):
+    """What ranks must agree on and do not: odd ranks do something else than even ones."""
+    odd = buffer.rank % 2
+    tokens = 9
+    generator = torch.Generator().manual_seed(buffer.rank)
+    hidden, dtype, topk, weights_dtype = 8, torch.float32, 3, torch.float32
+    if kind == "hidden":
+        hidden = 5 if odd else 8
+    if kind == "dtype":
+        hidden, dtype = (16, torch.bfloat16) if odd else (8, torch.float32)
+    if kind == "topk":
+        topk = 4 if odd else 3
+    if kind == "weight dtype":
+        weights_dtype = torch.float64 if odd else torch.float32
+    ids = torch.rand(tokens, 8, generator=generator).topk(topk, dim=1).indices
+    x = torch.ones(tokens, hidden, dtype=dtype)
+    weights = None if kind == "weights" and odd else torch.ones(tokens, topk, dtype=weights_dtype)
+    if kind not in ("other call", "other handle"):
+        return ep.dispatch(x, ids, weights, buffer=buffer)
+    first = ep.dispatch(x, ids, weights, buffer=buffer)
+    second = ep.dispatch(x, ids, weights, buffer=buffer)
+    if kind == "other handle":
+        return ep.dispatch(x, handle=(first if odd else second).handle)
+    return ep.dispatch(x, handle=second.handle) if odd else ep.combine(second.x, second.handle)
+
+
+def run_disagreement(kind):
+    buffer = make_buffer()
+    with pytest.raises(ep.EPError, match=r"rank . met a row that was not meant for its call|timed out"):
+        dispatch_differently(buffer, kind)
+    buffer.reset()
+    round_trips(buffer, rounds=1)
+    buffer.close()
+
+
+@pytest.mark.parametrize("kind", ["hidden", "dtype", "topk", "weights", "weight dtype", "other call", "other handle"])
+def test_ranks_that_disagree_never_get_wrong_rows(ranks, kind):
+    ranks.run(run_disagreement, kind)
+
+
+def run_mistakes_outside_the_tensors(kind):
+    """Rank 2's mistake is not a wrong tensor; the others must hear of it all the same."""
+    buffer = make_buffer()
+    x, ids, weights = (part[buffer.rank] for part in inputs(8, 2))
+    wrong = buffer.rank == 2
+    options = {"expert_capacity": 2**40} if kind == "number" else {}
+    handle = "handle" if kind == "handle" else None
+    if kind == "memory" and wrong:
+        buffer._heap = None  # any error inside the library
+    started = time.monotonic()
+    with pytest.raises((ValueError, AttributeError) if wrong else ep.EPAbortError):
+        if wrong and handle:
+            ep.dispatch(x, handle=handle, buffer=buffer)
+        ep.dispatch(x, ids, weights, buffer=buffer, **(options if wrong else {}))
+    assert time.monotonic() - started < TIMEOUT
+
+
+@pytest.mark.parametrize("kind", ["number", "handle", "memory"])
+def test_any_failure_of_one_rank_reaches_all(ranks, kind):
+    ranks.run(run_mistakes_outside_the_tensors, kind)
+
+
+def run_bad_construction():
+    rank = torch.distributed.get_rank()
+    with pytest.raises(ValueError, match="must be equal"):
+        ep.Buffer(None, ep.Config(num_experts=8 if rank else 16, timeout=5))
+    with pytest.raises(ValueError, match="must have the 4 ranks of the group"):
+        ep.Buffer(None, ep.Config(num_experts=8, timeout=5), ep.Topology(3, 2))
+    with pytest.raises(ValueError, match="must be a multiple of the 4 ranks"):
+        ep.Buffer(None, ep.Config(num_experts=6, timeout=5))
+    with pytest.raises(ep.EPError, match="could not set up the buffer: reserving"):
+        ep.Buffer(None, ep.Config(num_experts=8, timeout=5, channels=1 << 12, nvl_ring_bytes=1 << 32))
+    with pytest.raises((ValueError, ep.EPError), match=r"topology is .*, must be a megatron_ep.Topology"):
+        ep.Buffer(None, ep.Config(num_experts=8), (2, 2) if rank == 1 else None)
+
+
+def test_bad_construction_is_the_same_error_everywhere(ranks):
+    before = shared_memory()
+    ranks.run(run_bad_construction)
+    assert shared_memory() <= before
+
+
+def test_survivors_of_a_killed_rank(tmp_path):
+    before = shared_memory()
+    survivors.check_killed(tmp_path)
+    assert shared_memory() <= before
+
+
+def test_ctrl_c_on_one_rank_ends_all(tmp_path):
+    survivors.check_interrupted(tmp_path)

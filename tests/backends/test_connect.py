@@ -1,0 +1,316 @@
+"""How ranks on GPUs set up a connection together, with stand-ins for CUDA, NVSHMEM and NCCL. Needs no GPU."""
+
+import contextlib
+import os
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatron_ep as ep
+from megatron_ep import _C
+from megatron_ep.backends import connect, fabrics
+from megatron_ep.backends.meeting import Meeting
+from megatron_ep.bench.local_ranks import LocalRanks
+
+W = 3
+BYTES = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with LocalRanks(W, 120) as ranks:
+        yield ranks
+
+
+def meeting_of(members: tuple[int, ...] = tuple(range(W)), seconds: float = 60.0) -> Meeting:
+    return Meeting(GROUPS[members], timedelta(seconds=seconds))
+
+
+GROUPS: dict[tuple[int, ...], dist.ProcessGroup] = {}
+DEVICE = torch.device("cuda", 1)
+CURRENT: list[torch.device] = []
+
+
+def connected(meeting: Meeting, hosts: str = "aaa"):
+    heap = SimpleNamespace(bytes=BYTES, nvl_ring_bytes=1 << 10)
+    topology, config = ep.Topology(1, meeting.world_size), ep.Config(num_experts=8)
+    with mock.patch.multiple(torch.cuda, synchronize=mock.DEFAULT, device=current_device):
+        return connect.processes(meeting, topology, config, heap, DEVICE, 1, hosts[: meeting.world_size])
+
+
+@contextlib.contextmanager
+def current_device(device: torch.device):
+    CURRENT.append(device)
+    try:
+        yield
+    finally:
+        CURRENT.pop()
+
+
+@contextlib.contextmanager
+def ranks_with(fabric: str, **loads):
+    """This process wants this fabric, "" for none, and loads these."""
+    for members in ((0, 1, 2), (0, 1), (0, 2)):  # all ranks take part in making each
+        if members not in GROUPS:
+            GROUPS[members] = dist.new_group(members)
+    loaders = {f"load_{name}": load for name, load in loads.items()}
+    with (
+        mock.patch.dict(os.environ, {fabrics.VARIABLE: fabric}),
+        mock.patch.dict(fabrics.NETWORKS, loads),
+        mock.patch.dict(vars(fabrics), loaders),
+        mock.patch.multiple(_C, create=True, DeviceMemory=Memory, CudaGroup=group_of),
+    ):
+        yield
+
+
+def group_of(**settings):
+    """Instead of any fabric's group."""
+    assert CURRENT == [DEVICE] and settings["device"] == DEVICE.index
+    return SimpleNamespace(memory=settings.get("memory"), memories=settings.get("memories"))
+
+
+# ---- which fabric
+
+
+def run_different_wishes() -> None:
+    refused = pytest.raises(ep.EPError, match="is unset on rank 0 and 2, 'nccl' on rank 1, must be the same")
+    with ranks_with("nccl" if dist.get_rank() == 1 else ""), refused:
+        connected(meeting_of())
+
+
+def test_ranks_that_want_different_fabrics(ranks) -> None:
+    ranks.run(run_different_wishes)
+
+
+def run_different_libraries() -> None:
+    def lack():
+        raise ep.EPError("it lacks something")
+
+    library = Nccl()
+    lacking = lack if dist.get_rank() == 1 else lambda: None
+    with ranks_with("", nvshmem=lacking, nccl=lambda: library):
+        assert connected(meeting_of(), "abc")._group.memory.endswith(b"by NCCL")
+    refused = pytest.raises(ep.EPError, match=r"machines here: it lacks something on rank 1; it lacks .* on rank 1$")
+    with ranks_with("", nvshmem=lacking, nccl=lacking), refused:
+        connected(meeting_of(), "abc")
+
+
+def test_ranks_that_load_different_libraries_take_one_that_all_load(ranks) -> None:
+    ranks.run(run_different_libraries)
+
+
+# ---- CUDA IPC
+
+
+class Memory:
+    """Says which processes its memory may be mapped by, as DeviceMemory is told."""
+
+    refuses = False
+
+    def __init__(self, group: str):
+        self.group = group
+
+    @classmethod
+    def create(cls, device: int, size: int, group: str = "") -> "Memory":
+        assert CURRENT == [DEVICE]
+        return cls(group)
+
+    @classmethod
+    def open(cls, device: int, handle: bytes, size: int) -> "Memory":
+        return cls(handle.decode())
+
+    def handle(self) -> bytes:
+        if self.refuses:
+            raise RuntimeError("cudaIpcGetMemHandle: out of luck")
+        return self.group.encode()
+
+
+def groups_of_memories(*members: tuple[int, ...]) -> list[str]:
+    """By the buffers that this rank is a member of."""
+    seen = []
+    with ranks_with(""):
+        for these in members:
+            if dist.get_rank() in these:
+                memories = connected(meeting_of(these))._group.memories
+                assert len({memory.group for memory in memories}) == 1, "members of a buffer name it differently"
+                seen.append(memories[0].group)
+    return seen
+
+
+def test_memory_is_reused_by_the_same_processes_only(ranks) -> None:
+    names, *_ = ranks.run(groups_of_memories, (0, 1), (0, 2), (0, 1), (0, 1, 2))
+    assert names[0] == names[2] and len(set(names)) == 3
+
+
+def run_no_handle() -> None:
+    refused = pytest.raises(ep.EPError, match=r"rank 1 could not set up the buffer: .*out of luck")
+    with ranks_with(""), mock.patch.object(Memory, "refuses", dist.get_rank() == 1), refused:
+        connected(meeting_of())
+
+
+def test_a_memory_without_a_handle_is_an_error_everywhere(ranks) -> None:
+    ranks.run(run_no_handle)
+
+
+# ---- NVSHMEM
+
+
+class Nvshmem:
+    """One process's library: what it was initialised for, and the heaps that were allocated in it."""
+
+    def __init__(self):
+        self.served = None
+        self.allocated = 0
+        self.left: set[int] = set()
+        self.NvshmemGroup = group_of
+        self.NvshmemHeap = SimpleNamespace(allocate=self.allocate, reuse=self.reuse)
+        self.prepare = mock.Mock()
+        self.before_allocation = lambda: None
+
+    def unique_id(self) -> bytes:
+        return f"of process {os.getpid()}".encode()
+
+    def initialised_for(self):
+        return self.served
+
+    def spare(self, *, bytes: int) -> list[int]:
+        assert bytes == BYTES
+        return sorted(self.left, reverse=True)
+
+    def allocate(self, *, unique_id: bytes, rank: int, world: int, device: int, bytes: int) -> int:
+        self.before_allocation()
+        self.served = self.served or (unique_id, rank, world)
+        assert self.served == (unique_id, rank, world)
+        self.allocated += 1
+        return self.allocated - 1
+
+    def reuse(self, *, number: int, device: int) -> int:
+        self.left.remove(number)
+        return number
+
+
+@contextlib.contextmanager
+def over(fabric: str, library):
+    with ranks_with(fabric, **{fabric: lambda: library}):
+        yield library
+
+
+def heap_of(meeting: Meeting) -> int:
+    return connected(meeting)._group.memory
+
+
+def run_spares() -> None:
+    rank = dist.get_rank()
+    with over("nvshmem", Nvshmem()) as library:
+        assert [heap_of(meeting_of()) for _ in range(3)] == [0, 1, 2]
+        if rank != 1:
+            library.left.add(0)  # collected there, and not yet on rank 1
+        assert heap_of(meeting_of()) == 3
+        library.left |= {0, 2} if rank == 1 else {1, 2, 3}
+        assert heap_of(meeting_of()) == 0 and heap_of(meeting_of()) == 2
+        assert heap_of(meeting_of()) == 4
+
+
+def test_nvshmem_heaps_that_all_ranks_have_left_are_reused(ranks) -> None:
+    ranks.run(run_spares)
+
+
+def run_other_group() -> None:
+    rank = dist.get_rank()
+    with over("nvshmem", Nvshmem()) as library:
+        if rank != 2:
+            assert heap_of(meeting_of((0, 1))) == 0
+        if rank != 1:
+            with pytest.raises(ep.EPError, match=r"one group of ranks .* another one than this on rank 0 already"):
+                heap_of(meeting_of((0, 2)))
+            assert library.allocated == (rank == 0)
+        with pytest.raises(ep.EPError, match="another one than this on rank 0, 1 already"):
+            heap_of(meeting_of())
+        if rank != 2:
+            assert heap_of(meeting_of((0, 1))) == 1
+
+
+def test_nvshmem_serves_one_group_of_ranks(ranks) -> None:
+    ranks.run(run_other_group)
+
+
+def run_no_preparation() -> None:
+    with over("nvshmem", Nvshmem()) as library:
+        if dist.get_rank() == 1:
+            library.prepare.side_effect = ValueError("device is cuda:0, must be cuda:1")
+        with pytest.raises(
+            ValueError if dist.get_rank() == 1 else ep.EPError, match=r"device is cuda:0, must be cuda:1$"
+        ):
+            heap_of(meeting_of())
+        assert library.allocated == 0
+        library.prepare.side_effect = None
+        assert heap_of(meeting_of()) == 0
+
+
+def test_what_fails_on_one_rank_keeps_all_out_of_nvshmem(ranks) -> None:
+    ranks.run(run_no_preparation)
+
+
+def run_lost_in_set_up() -> None:
+    """NVSHMEM's set-up fails on rank 1, and waits for it elsewhere."""
+
+    def fail() -> None:
+        raise RuntimeError("NVSHMEM could not be initialised")
+
+    with over("nvshmem", Nvshmem()) as library, mock.patch.object(connect, "NVSHMEM_SETUP_S", 1.0):
+        library.before_allocation = fail if dist.get_rank() == 1 else lambda: time.sleep(100)
+        started = time.monotonic()
+        with pytest.raises(
+            ep.EPError,
+            match="could not be initialised"
+            if dist.get_rank() == 1
+            else "set-up of NVSHMEM was not done after 1 s: other ranks did not come",
+        ):
+            heap_of(meeting_of(seconds=1))
+        assert time.monotonic() - started < 10
+
+
+def test_a_wait_in_nvshmem_is_bounded() -> None:
+    with LocalRanks(W, 60) as ranks:  # of their own, since threads are left waiting in them
+        ranks.run(run_lost_in_set_up)
+
+
+# ---- NCCL
+
+
+class Nccl:
+    def __init__(self):
+        self.ids = 0
+        self.left: list[bytes] = []
+        self.NcclGroup = group_of
+
+    def unique_id(self) -> bytes:
+        self.ids += 1
+        return f"{self.ids} of process {os.getpid()} by NCCL".encode()
+
+    def kept(self, *, heap, rank: int, device: int) -> list[bytes]:
+        return self.left
+
+    def NcclHeap(self, *, unique_id: bytes, heap, rank: int, device: int, timeout: float) -> bytes:
+        return unique_id
+
+
+def run_kept() -> list[bytes]:
+    with over("nccl", Nccl()) as library:
+        first = heap_of(meeting_of())
+        library.left = [] if dist.get_rank() == 1 else [first]
+        second = heap_of(meeting_of())
+        library.left = [second, first]
+        return [first, second, heap_of(meeting_of())]
+
+
+def test_nccl_connections_that_all_ranks_have_left_are_reused(ranks) -> None:
+    by_rank = ranks.run(run_kept)
+    assert by_rank[1:] == by_rank[:-1]
+    first, second, third = by_rank[0]
+    assert first != second and third == min(first, second)

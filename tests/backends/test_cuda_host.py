@@ -1,0 +1,91 @@
+"""The host code of the CUDA backend without a GPU: devices, memory, and the bindings between threads."""
+
+import importlib.util
+import subprocess
+import sysconfig
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pybind11
+import pytest
+
+from megatron_ep import _C
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def compile_with(fake: str, target: Path, sources: list[str], *flags: str) -> None:
+    includes = [f"-I{ROOT}/tests/csrc/{fake}", f"-I{ROOT}/csrc"]
+    files = [ROOT / source for source in sources]
+    subprocess.run(["g++", "-std=c++20", *flags, *includes, *files, "-o", target], check=True)
+
+
+def test_devices_and_memory(tmp_path: Path) -> None:
+    sources = ["tests/csrc/cuda_host.cpp", "csrc/fabric/cuda/device_memory.cpp"]
+    sources += [f"csrc/launch/cuda/{name}.cpp" for name in ("device", "resource")]
+    program = tmp_path / "cuda_host"
+    compile_with("fake_cuda", program, sources)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def gated(tmp_path_factory: pytest.TempPathFactory):
+    """The bindings over a group whose calls wait until set_open(True)."""
+    library = tmp_path_factory.mktemp("gated") / "binding_threads.so"
+    sources = ["tests/csrc/binding_threads.cpp", "csrc/bindings/incidents.cpp"]
+    headers = [f"-I{folder}" for folder in (sysconfig.get_path("include"), pybind11.get_include())]
+    compile_with("fake_group", library, sources, "-shared", "-fPIC", "-fvisibility=hidden", *headers)
+    spec = importlib.util.spec_from_file_location("binding_threads", library)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
+
+
+def test_two_threads_do_not_launch_at_once(gated) -> None:
+    group, row = gated.Group(), _C.RowFormat(payload_bytes=16, scale_bytes=0, weight_bytes=0, topk=1, payload_type=0)
+    settings = {"nvl_batch": 1, "rdma_chunk": 1, "stream": 0}
+    calls = [
+        lambda: group.notify([], topk=1, index_bytes=4, expert_alignment=1, expert_capacity=0, stream=0),
+        lambda: group.dispatch([], row, **settings),
+        lambda: group.combine([], row, **settings, dtype=0),
+        group.reset,
+    ]
+    for first in calls:
+        gated.set_open(False)
+        thread = threading.Thread(target=first)
+        thread.start()
+        wait_for(gated.is_reached)
+        for second in calls:
+            with pytest.raises(RuntimeError, match="the buffer is in use by another thread"):
+                second()
+        gated.set_open(True)
+        thread.join()
+    for call in calls:
+        call()
+    assert not gated.gave_up()
+
+
+def test_other_threads_run_while_a_group_ends(gated) -> None:
+    group = gated.Group()
+    gated.set_open(False)
+
+    def open_then() -> None:
+        wait_for(gated.is_reached)
+        gated.set_open(True)
+
+    thread = threading.Thread(target=open_then)
+    thread.start()
+    del group
+    assert not gated.gave_up()
+    thread.join()

@@ -1,0 +1,195 @@
+"""Which fabric is taken, and what is said when none fits. Needs no GPU."""
+
+import ctypes
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+import megatron_ep as ep
+from megatron_ep import _C
+from megatron_ep.backends import fabrics
+
+ROOT = Path(__file__).resolve().parents[2]
+NETWORKS = list(fabrics.NETWORKS)
+
+
+@pytest.fixture
+def find_spec(monkeypatch: pytest.MonkeyPatch):
+    """Call it to make a module look as if it was not there."""
+    found = importlib.util.find_spec
+
+    def hide(*names: str) -> None:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in names else found(name))
+
+    monkeypatch.delenv(fabrics.VARIABLE, raising=False)
+    return hide
+
+
+def choose(*hosts: str, answers: Sequence[dict[int, str]] = ()) -> str:
+    """What is chosen when all ranks answer each question as this process does, but for these answers of some."""
+    questions = iter(answers)
+
+    def gather(mine: str | None) -> list[str | None]:
+        others = next(questions, {})
+        return [others.get(rank, mine) for rank in range(len(hosts))]
+
+    return fabrics.choose(hosts, gather)
+
+
+def refuse(name: str):
+    def load():
+        raise ep.EPError(f"{name} lacks something")
+
+    return load
+
+
+def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(fabrics.VARIABLE, raising=False)
+    assert choose("a", "a") == "p2p"
+    monkeypatch.setenv(fabrics.VARIABLE, "p2p")
+    assert choose("a", "a") == "p2p"
+    with pytest.raises(ep.EPError, match="p2p connects the processes of one machine, but the ranks run on a, b"):
+        choose("a", "b", "a")
+    monkeypatch.setenv(fabrics.VARIABLE, "carrier_pigeon")
+    with pytest.raises(ValueError, match="'carrier_pigeon', must be one of p2p, nvshmem, nccl"):
+        choose("a")
+
+
+def test_several_machines_take_the_first_network_that_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(fabrics.VARIABLE, raising=False)
+    loads = dict.fromkeys(NETWORKS, lambda: None)
+    monkeypatch.setattr(fabrics, "NETWORKS", loads)
+    assert choose("a", "b") == "nvshmem"
+    loads["nvshmem"] = refuse("nvshmem")
+    assert choose("a", "b") == "nccl"
+    loads["nccl"] = refuse("nccl")
+    with pytest.raises(ep.EPError, match="nvshmem lacks something; nccl lacks something"):
+        choose("a", "b")
+    assert choose("a", "a") == "p2p"
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_forced_network_is_taken_on_one_machine_too(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(fabrics.VARIABLE, name)
+    monkeypatch.setattr(fabrics, "NETWORKS", dict.fromkeys(NETWORKS, lambda: None))
+    assert choose("a", "a") == name
+    monkeypatch.setattr(fabrics, "NETWORKS", {other: refuse(other) for other in NETWORKS})
+    for hosts in (["a", "a"], ["a", "b"]):  # and no other one instead
+        with pytest.raises(ep.EPError, match=f"^{name} lacks something$"):
+            choose(*hosts)
+
+
+def test_ranks_that_want_different_fabrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(fabrics.VARIABLE, raising=False)
+    with pytest.raises(ep.EPError, match="is unset on rank 0 and 2, 'nccl' on rank 1, must be the same on all ranks"):
+        choose("a", "a", "a", answers=[{1: "nccl"}])
+    with pytest.raises(ValueError, match="is unset on rank 0, 'pigeon' on rank 1, must be one of p2p, nvshmem, nccl"):
+        choose("a", "a", answers=[{1: "pigeon"}])
+
+
+def test_the_first_network_that_loads_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(fabrics.VARIABLE, raising=False)
+    monkeypatch.setattr(fabrics, "NETWORKS", dict.fromkeys(NETWORKS, lambda: None))
+    assert choose("a", "b", answers=[{}, {1: "no nvshmem"}]) == "nccl"
+    with pytest.raises(ep.EPError, match=r"several machines here: no nvshmem on rank 1; no nccl on rank 0 and 2$"):
+        choose("a", "b", "c", answers=[{}, {1: "no nvshmem"}, {0: "no nccl", 2: "no nccl"}])
+    monkeypatch.setenv(fabrics.VARIABLE, "nvshmem")
+    with pytest.raises(ep.EPError, match=r"^no nvshmem on rank 1$"):
+        choose("a", "b", answers=[{}, {1: "no nvshmem"}])
+
+
+def test_a_library_that_is_loaded_through_a_link(tmp_path: Path) -> None:
+    source, library = tmp_path / "empty.cpp", tmp_path / "libthing.so.2.28.9"
+    source.touch()
+    subprocess.run(["g++", "-shared", "-fPIC", source, "-o", library], check=True)
+    (tmp_path / "libthing.so.2").symlink_to(library)
+    assert fabrics._loaded("libthing.so.2") is None
+    ctypes.CDLL(str(tmp_path / "libthing.so.2"))
+    assert fabrics._loaded("libthing.so.2") == fabrics._loaded("libthing.so.2.28.9") == library
+    assert fabrics._loaded("libthing.so.28") is None
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_fabric_that_was_not_built(find_spec, name: str) -> None:
+    find_spec(f"megatron_ep._{name}")
+    with pytest.raises(
+        ep.EPError, match=f"{name} fabric was not built: it needs nvcc and the package nvidia-{name}-cu13"
+    ):
+        fabrics.NETWORKS[name]()
+    assert f"nvidia-{name}-cu13" in fabrics.report()[name]
+
+
+def test_no_fabric_for_several_machines(find_spec) -> None:
+    find_spec(*(f"megatron_ep._{name}" for name in NETWORKS))
+    with pytest.raises(
+        ep.EPError, match=r"no fabric connects several machines here: the nvshmem .*; the nccl fabric was"
+    ):
+        choose("a", "b")
+
+
+def built(name: str) -> None:
+    if importlib.util.find_spec(f"megatron_ep._{name}") is None:
+        pytest.skip(f"this build has no {name} fabric")
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_library_that_is_missing(find_spec, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    built(name)
+    find_spec(f"nvidia.{name}")
+    monkeypatch.setattr(fabrics, "_loaded", lambda library: None)
+    with pytest.raises(ep.EPError, match=f"needs the package nvidia-{name}-cu13, whose library was not found"):
+        fabrics.NETWORKS[name]()
+
+
+@pytest.mark.parametrize(("name", "group"), [("nvshmem", "NvshmemGroup"), ("nccl", "NcclGroup")])
+def test_a_network_loads_without_a_driver(name: str, group: str) -> None:
+    built(name)
+    assert hasattr(fabrics.NETWORKS[name](), group)
+    assert fabrics.report()[name].startswith("built, loads with /")
+
+
+def test_nvshmem_has_nothing_yet() -> None:
+    built("nvshmem")
+    nvshmem = fabrics.load_nvshmem()
+    assert nvshmem.initialised_for() is None and nvshmem.spare(bytes=1 << 20) == []
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="cudaSetDevice: "):
+            nvshmem.prepare(device=0, timeout=1.0)
+
+
+def test_a_network_is_loaded_when_it_is_needed() -> None:
+    script = (
+        "import sys; from megatron_ep.backends import fabrics\n"
+        "fabrics.choose('a', lambda mine: [mine]); print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert not {f"megatron_ep._{name}" for name in NETWORKS} & set(done.stdout.split())
+
+
+def test_another_version_of_nccl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    built("nccl")
+    nccl = fabrics.load_nccl()
+    assert nccl.library_version() == nccl.BUILT_FOR
+    monkeypatch.setattr(nccl, "BUILT_FOR", 23104)
+    with pytest.raises(ep.EPError, match=r"built for NCCL 2\.31\.4, but /.*libnccl\.so\.2[.\d]* is 2\.\d+\.\d+: build"):
+        fabrics.load_nccl()
+
+
+@pytest.mark.parametrize("name", ["network_flags", "roles"])
+def test_numbering(name: str, tmp_path: Path) -> None:
+    program = tmp_path / name
+    source = ROOT / f"tests/csrc/{name}.cpp"
+    subprocess.run(["g++", "-std=c++20", f"-I{ROOT}/csrc", source, "-o", program], check=True)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(hasattr(_C, "CudaGroup"), reason="this build has the CUDA backend")
+def test_a_build_without_cuda_says_so() -> None:
+    with pytest.raises(ValueError, match=r"built without the CUDA backend \(it needs nvcc\)"):
+        ep.LocalCluster(1, 2, ep.Config(num_experts=2), device="cuda")

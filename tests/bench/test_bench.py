@@ -1,0 +1,81 @@
+"""`megatron-ep bench`: what it writes, and what it refuses. Nothing here judges a time."""
+
+import json
+import sys
+import types
+
+import pytest
+import torch
+
+from megatron_ep import megatron as megatron_side
+from megatron_ep.bench import layer as bench
+
+SIZES = ["--tokens", "24", "--hidden", "40", "--topk", "3", "--experts", "8", "--iters", "2", "--warmup", "1"]
+PHASES = {"dispatch", "combine", "dispatch+combine"}
+
+
+def _run(tmp_path, *arguments):
+    file = tmp_path / "bench.json"
+    assert bench.main([*SIZES, "--timeout", "60", "--json", str(file), *arguments]) == 0
+    return json.loads(file.read_text())
+
+
+@pytest.mark.skipif(not megatron_side.is_installed(), reason="megatron-core is not installed")
+def test_records_beside_megatron(tmp_path, capsys):
+    records = _run(tmp_path, "--nodes", "2", "--ranks-per-node", "2", "--dtype", "fp32", "bf16")
+    by_case = {(record["case"], record["implementation"]): record for record in records}
+    assert len(by_case) == len(records) == 2 * 3 * 3, "2 dtypes, 3 implementations, 3 phases"
+    assert {record["implementation"] for record in records} == {"ours", "megatron_alltoall", "memcpy"}
+    assert {record["phase"] for record in records} == PHASES
+    for record in records:
+        element = 4 if record["dtype"] == "fp32" else 2
+        passes = 2 if record["phase"] == "dispatch+combine" else 1
+        assert 0 < record["seconds_min"] <= record["seconds"] <= record["seconds_max"]
+        assert record["bytes"] % (passes * 40 * element) == 0, "whole rows"
+        assert 0 < record["bytes"] <= passes * 4 * 24 * 3 * 40 * element, "at most what all ranks send"
+    text = capsys.readouterr().out
+    assert "2x2 fp32 T=24 H=40 K=3 E=8" in text and "packages:" in text
+
+
+def test_records_without_megatron(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(megatron_side, "is_installed", lambda: False)
+    records = _run(tmp_path, "--nodes", "1", "--ranks-per-node", "2", "--dtype", "fp64")
+    assert {record["implementation"] for record in records} == {"ours", "memcpy"}
+    assert "megatron_alltoall skipped: megatron-core is not installed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nodes", "2"], "go together"),
+        (["--tokens", "0"], "'0' is not a positive whole number"),
+        (["--experts", "6"], "--experts 6 is not a multiple of 2x2 ranks"),
+        (["--topk", "65"], "--topk 65 is over 32"),
+        (["--topk", "5", "--experts", "4"], "--topk 5 is over 4"),
+        (["--dtype", "int8"], "invalid choice: 'int8'"),
+    ],
+)
+def test_mistakes_are_refused_before_anything_starts(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        bench.main(arguments)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_router_has_its_own_benchmark(monkeypatch):
+    router = types.ModuleType("megatron_ep.bench.router")
+    router.main = lambda argv: ("router", argv)
+    monkeypatch.setitem(sys.modules, "megatron_ep.bench.router", router)
+    monkeypatch.setattr("megatron_ep.bench.router", router, raising=False)
+    assert bench.main(["router", "--tokens", "1"]) == ("router", ["--tokens", "1"])
+
+
+def test_what_differs_from_megatron_is_not_timed():
+    def steps(rows, output):
+        return (lambda: rows), (lambda _: output)
+
+    rows, output = torch.arange(6.0).view(3, 2), torch.ones(2, 2)
+    bench._check_equal({"ours": steps(rows, output), "megatron_alltoall": steps(rows.clone(), output.clone())})
+    for wrong in (steps(rows.flip(0), output), steps(rows, output + 0.01)):
+        with pytest.raises(AssertionError):
+            bench._check_equal({"ours": wrong, "megatron_alltoall": steps(rows, output)})

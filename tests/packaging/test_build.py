@@ -1,0 +1,201 @@
+"""The build: what the extension links, what a rebuild compiles, and what the Makefile's checks accept and refuse."""
+
+import importlib.util
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Extensions to the C API alone: they compile at once, and what is tested is which files are compiled.
+BINDING = """
+#include <Python.h>
+#include "core/answer.h"
+static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_C", "", answer()};
+PyMODINIT_FUNC PyInit__C() { return PyModule_Create(&definition); }
+"""
+FABRIC = "int unrelated() { return 1; }\n"
+
+FINE = """\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_Z4sendILi8EEvi' for 'sm_90a'
+ptxas info    : Function properties for _Z4sendILi8EEvi
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 96 registers, used 1 barriers, 2048 bytes smem, 360 bytes cmem[0]
+ptxas info    : Function properties for _Z6helperv
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+"""
+SPILLS = """\
+ptxas info    : Compiling entry function '_Z7forwardv' for 'sm_90a'
+ptxas info    : Function properties for _Z7forwardv
+    64 bytes stack frame, 60 bytes spill stores, 8 bytes spill loads
+ptxas info    : Used 32 registers, used 0 barriers
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A source tree with the project's build files, one binding with a header, and one other source."""
+    for name in ("setup.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name, text in {
+        "README.md": "",
+        "megatron_ep/__init__.py": "",
+        "csrc/core/answer.h": "constexpr int answer() { return -1; }\n",
+        "csrc/bindings/module.cpp": BINDING,
+        "csrc/fabric/fabric.cpp": FABRIC,
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def build(tree: Path, **environment: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "setup.py", "build_ext", "--inplace"],
+        cwd=tree,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    return done.returncode, done.stdout
+
+
+def compiled(output: str) -> set[str]:
+    return {line.split()[-1] for line in output.splitlines() if "] c++ " in line}
+
+
+def script(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def test_extension_links_neither_torch_nor_a_driver() -> None:
+    extension = importlib.util.find_spec("megatron_ep._C")
+    assert extension is not None
+    dynamic = subprocess.run(["readelf", "-d", extension.origin], capture_output=True, text=True, check=True).stdout
+    needed = [line for line in dynamic.splitlines() if "(NEEDED)" in line]
+    assert needed
+    assert not [line for line in needed if any(name in line for name in ("torch", "c10", "libcuda", "libpython"))]
+
+
+def test_rebuild_compiles_only_what_changed(tree: Path) -> None:
+    status, output = build(tree)
+    assert status == 0, output
+    assert compiled(output) == {"csrc/bindings/module.cpp", "csrc/fabric/fabric.cpp"}
+    assert "host backend only" in output
+    assert "no work to do" in build(tree)[1]
+
+    (tree / "csrc/core/answer.h").write_text("constexpr int answer() { return 0; }\n")
+    assert compiled(build(tree)[1]) == {"csrc/bindings/module.cpp"}
+
+    (tree / "csrc/router").mkdir()
+    (tree / "csrc/router/gate.cpp").write_text("int gate() { return 2; }\n")
+    assert compiled(build(tree)[1]) == {"csrc/router/gate.cpp"}
+    imported = subprocess.run([sys.executable, "-c", "import megatron_ep._C"], cwd=tree, capture_output=True, text=True)
+    assert imported.returncode == 0, imported.stderr
+
+
+def test_compile_error_fails_the_build_and_is_shown(tree: Path) -> None:
+    (tree / "csrc/fabric/fabric.cpp").write_text("int unrelated() { return undeclared; }\n")
+    status, output = build(tree)
+    assert status != 0
+    assert "undeclared" in output
+
+
+def test_function_without_its_return_is_an_error(tree: Path) -> None:
+    (tree / "csrc/fabric/fabric.cpp").write_text("int unrelated() {}\n")
+    assert build(tree)[0] != 0
+
+
+def test_compilers_that_cannot_build_are_named(tree: Path) -> None:
+    for compiler, found in (
+        (str(tree / "missing"), "cannot be run"),
+        (script(tree / "old", "echo 11.4.0"), "is 11.4.0"),
+        (script(tree / "other", "exit 1"), "is no version of g++"),
+    ):
+        status, output = build(tree, CXX=compiler)
+        assert status != 0
+        assert "megatron_ep needs g++ >= 12" in output
+        assert compiler in output
+        assert found in output
+
+
+def test_no_bindings_is_an_error(tree: Path) -> None:
+    (tree / "csrc/bindings/module.cpp").unlink()
+    status, output = build(tree)
+    assert status != 0
+    assert "no source file in csrc/bindings" in output
+
+
+@pytest.mark.parametrize(
+    ("logs", "budget", "status", "says"),
+    [
+        ([FINE], "", 0, "96    2048      0  void send<8>(int) [sm_90a]"),
+        ([FINE], "# a comment\n\nsend<8> 96  # all of it\n", 0, ""),
+        ([FINE], "send<8> 95", 1, "void send<8>(int) uses 96 registers, 95 allowed"),
+        ([FINE], "send<9> 95", 1, "'send<9>' fits no kernel"),
+        ([FINE], "helper 95", 1, "'helper' fits no kernel"),
+        ([FINE], "send<8>", 1, "line 1 of the budget is 'send<8>'"),
+        ([FINE, SPILLS], "", 1, "forward() spills 68 bytes"),
+        ([FINE, SPILLS], "forward() 255 67", 1, "forward() spills 68 bytes"),
+        ([FINE, SPILLS], "forward() 255 68", 0, ""),
+        (["an output that ptxas no longer writes"], "", 1, "nothing was checked"),
+        ([], "", 0, "there are no CUDA sources to check"),
+    ],
+)
+def test_cuda_budget(tmp_path: Path, logs: list[str], budget: str, status: int, says: str) -> None:
+    files = [tmp_path / "budget.txt", *(tmp_path / f"{number}.ptxas" for number in range(len(logs)))]
+    for file, text in zip(files, [budget, *logs], strict=True):
+        file.write_text(text)
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests/packaging/cuda_budget.py", *files], capture_output=True, text=True
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    assert says in done.stdout + done.stderr
+
+
+def run_tsan(*binaries: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([ROOT / "tests/csrc/run_tsan.sh", *binaries], capture_output=True, text=True)
+
+
+def test_tsan_runner_on_a_real_race(tmp_path: Path) -> None:
+    source = tmp_path / "race.cpp"
+    source.write_text(
+        "#include <atomic>\n#include <thread>\n"
+        "COUNTER counter{0};\n"
+        "int main() { std::thread other([] { counter += 1; }); counter += 1; other.join(); }\n"
+    )
+    binaries = {name: str(tmp_path / name) for name in ("tsan_clean", "tsan_racy", "tsan_racy_negative")}
+    for name, counter in {"tsan_clean": "std::atomic<int>", "tsan_racy": "int"}.items():
+        flags = ["-std=c++20", "-O1", "-g", "-fsanitize=thread", f"-DCOUNTER={counter}"]
+        subprocess.run(["g++", *flags, source, "-o", binaries[name], "-lpthread"], check=True)
+    shutil.copy(binaries["tsan_racy"], binaries["tsan_racy_negative"])
+    assert run_tsan(binaries["tsan_clean"], binaries["tsan_racy_negative"]).returncode == 0
+    assert run_tsan(binaries["tsan_clean"], binaries["tsan_racy"]).returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tsan_fails", "exit 3"),
+        ("tsan_missed_negative", "exit 0"),
+        ("tsan_crashed_negative", "exit 139"),
+        ("tsan_refused_negative", "echo 'FATAL: ThreadSanitizer: unexpected memory mapping'; exit 66"),
+    ],
+)
+def test_tsan_runner_refuses(tmp_path: Path, name: str, text: str) -> None:
+    done = run_tsan(script(tmp_path / name, text))
+    assert done.returncode == 1
+    assert f"FAILED  {name}" in done.stdout
+
+
+def test_tsan_runner_with_nothing_to_run() -> None:
+    assert run_tsan().returncode == 1

@@ -1,0 +1,87 @@
+"""Whole training runs, several processes each, for the tests of what they leave behind and how they end."""
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LIMIT = 240  # seconds; a run takes about 25
+
+
+def clean_environment(**variables):
+    kept = {k: v for k, v in os.environ.items() if k not in LAUNCHERS and not k.startswith(("SLURM_", "TORCHELASTIC_"))}
+    return kept | variables
+
+
+def start(recipe, cache, out, *arguments, **variables):
+    command = [sys.executable, "-m", "megatron_ep.cli.main", "train", str(recipe), "--out", str(out)]
+    return subprocess.Popen(
+        [*command, "--set", f"dataset.cache_dir={cache}", *arguments],
+        env=clean_environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process):
+    try:
+        text, _ = process.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return text
+
+
+def run(recipe, cache, out, *arguments):
+    process = start(recipe, cache, out, *arguments)
+    text = finish(process)
+    assert process.returncode == 0, text
+    return text
+
+
+def rows(out):
+    with open(out / "loss.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def deterministic(row):
+    return {key: row[key] for key in ("step", "loss", "lr", "grad_norm")}
+
+
+def until_training(process, out, limit=120):
+    deadline = time.monotonic() + limit
+    while not (out / "loss.csv").exists() or len((out / "loss.csv").read_text().splitlines()) < 3:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "no step within the time"
+        time.sleep(0.05)
+
+
+def running(out):
+    """Processes of the run that writes to `out`."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if str(out).encode() in (entry / "cmdline").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def kill_rank(out, rank):
+    victim = next(pid for pid in running(out) if b"RANK=%d\0" % rank in Path(f"/proc/{pid}/environ").read_bytes())
+    os.kill(victim, signal.SIGKILL)
+
+
+def settle(condition, limit=10):
+    deadline = time.monotonic() + limit
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
