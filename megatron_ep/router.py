@@ -3,6 +3,24 @@
 Shapes: T tokens, E experts, K picks of a token. The semantics are those of Megatron-Core's
 `topk_routing_with_score_function` and `group_limited_topk` (megatron/core/transformer/moe/moe_utils.py, version 0.19),
 made definite where those leave a choice to torch.topk.
+
+What rounding may decide, for logits computed in fp32 (for float64 the same with u = 2^-53). An expert is chosen by its
+score plus its bias; M is the largest score, or score plus bias, of the token, and u = 2^-24, so that u M is at most one
+unit in the last place (ulp) of M. A score is within 4.2 u of its value (an exp within 1.1 ulp, a sum, a quotient),
+adding the bias rounds once more: 6 u M at most. A group's score adds up m = K // group_topk of these with m - 1
+roundings of at most m u M: m (m + 5) u M at most. Therefore, whatever the CPU or GPU:
+
+- The choice is the exact one wherever the last expert taken and the first left out are more than 12 ulps of M apart,
+  and the last group taken and the first left out more than 2 m (m + 5), which is 12 for m = 1 and 28 for m = 2.
+- In a nearer tie any choice between those candidates is right. Megatron-Core's function, whose scores come from torch's
+  exp, keeps the same bounds, so the two agree but for near ties; which of these they decide differently depends on the
+  instruction set.
+- A weight is within n + 11 ulps of its value, where n scores are in the sum that divides it; behind a softmax d more
+  for a logit that is d below the largest one.
+- On the host equal logits of 32 or 16 bits give equal bits, whatever the CPU.
+
+So two runs that differ in a rounding anywhere, as in Megatron's own dispatchers, may part at a near tie; a comparison
+of their loss curves has to replay the choices of one in the other (`replay_ids`, Megatron's RouterReplay).
 """
 
 from __future__ import annotations

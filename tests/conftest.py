@@ -1,10 +1,38 @@
-"""The tensors are small: threads of torch's own would mostly wait for each other."""
+"""What all tests share."""
 
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
-torch.set_num_threads(1)
-# Helpers that tests of several rooms share: cases.py, survivors.py, training_runs.py.
-sys.path[:0] = [str(Path(__file__).parent / room) for room in ("api", "training")]
+from megatron_ep.bench.local_ranks import LocalRanks
+
+sys.path.insert(0, str(Path(__file__).parent / "helpers"))
+
+import left_out
+
+torch.set_num_threads(1)  # the tensors are small: threads of torch's own would mostly wait for each other
+
+
+@pytest.fixture(scope="session")
+def four_ranks():
+    """Processes that stay up: starting Megatron in each takes seconds. `run` bounds every test."""
+    with LocalRanks(4, timeout=60.0) as ranks:
+        yield ranks
+
+
+def pytest_generate_tests(metafunc):
+    """A test with an argument `device` runs on the host and on a GPU, where there is one."""
+    if "device" in metafunc.fixturenames:
+        devices = ["cpu"] if left_out.no_gpu() else ["cpu", "cuda"]
+        metafunc.parametrize("device", devices, scope="module")
+
+
+def pytest_collection_modifyitems(items):
+    left_out.collapse(items)
+
+
+def pytest_terminal_summary(terminalreporter):
+    for line in left_out.summary(terminalreporter.stats.get("skipped", [])):
+        terminalreporter.write_line(line)

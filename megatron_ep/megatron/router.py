@@ -1,6 +1,7 @@
 """Megatron's top-k router on the fused gate of `megatron_ep.router`.
 
-T tokens on this rank, E experts, K picks of a token.
+T tokens on this rank, E experts, K picks of a token. Chooses as Megatron's router does wherever rounding does not
+decide; `megatron_ep.router` says how near a tie must be for that.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ BALANCING_TYPES = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
 class EPTopKRouter(TopKRouter):
-    """Drop-in for Megatron's `TopKRouter`: same parameters, buffers, losses and results.
+    """Drop-in for Megatron's `TopKRouter`: same parameters, buffers and losses, and the same results but for near ties.
 
     The gate, the scores for the auxiliary losses and their gradients are computed by our kernels, in fp32 whatever the
     logits' dtype, as in Megatron-Core 0.17 and newer; all else is the base class's code: input jitter, gating, z-loss,

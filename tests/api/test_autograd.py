@@ -6,6 +6,8 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import megatron_ep as ep
 
+pytestmark = pytest.mark.numerical
+
 TOKENS = [3, 0, 2, 4, 1, 2]
 
 

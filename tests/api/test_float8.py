@@ -6,6 +6,8 @@ import torch
 import megatron_ep as ep
 from megatron_ep import float8
 
+pytestmark = pytest.mark.numerical
+
 
 @pytest.mark.parametrize("hidden", [1, 128, 200, 1000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

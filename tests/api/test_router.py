@@ -13,6 +13,8 @@ import torch
 
 from megatron_ep.router import Routing, grouped_topk
 
+pytestmark = pytest.mark.numerical
+
 EPSILON = 1e-20
 TOLERANCE = {
     torch.float32: dict(rtol=2e-6, atol=1e-9),
@@ -20,18 +22,6 @@ TOLERANCE = {
     torch.bfloat16: dict(rtol=8e-3, atol=1e-9),
     torch.float16: dict(rtol=2e-3, atol=1e-6),
 }
-
-
-@pytest.fixture(params=["cpu", "cuda"], scope="module")
-def device(request):
-    if request.param == "cuda":
-        if not torch.cuda.is_available():
-            pytest.skip("this machine has no GPU")
-        from megatron_ep import _C
-
-        if not hasattr(_C, "router_forward_cuda"):
-            pytest.skip("megatron_ep was built without CUDA kernels")
-    return request.param
 
 
 # ---- the specification

@@ -5,7 +5,7 @@ import pytest
 from megatron_ep import _C
 
 WARPS_PER_SM = 16
-pytestmark = pytest.mark.skipif(not hasattr(_C, "cuda_channels"), reason="megatron_ep was built without CUDA kernels")
+pytestmark = pytest.mark.needs(None if hasattr(_C, "cuda_channels") else "megatron_ep was built without CUDA kernels")
 
 
 def channels(nodes: int, ranks_per_node: int, num_sms: int, local_ranks: int = 1) -> int:

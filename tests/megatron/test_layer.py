@@ -23,6 +23,8 @@ from megatron_ep.megatron.equivalence import join_layout, make_config
 from megatron_ep.megatron.layer import EPMoELayer, ep_layer_spec
 from megatron_ep.megatron.router import fused_router
 
+pytestmark = pytest.mark.numerical
+
 
 def _block_spec(moe_layer_freq):
     config = TransformerConfig(

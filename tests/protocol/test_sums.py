@@ -5,6 +5,8 @@ import torch
 
 import megatron_ep as ep
 
+pytestmark = pytest.mark.numerical
+
 
 def combined(terms, weights=None):
     """combine of one token per row of the terms, each term for an expert of its own."""
