@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import socket
-from dataclasses import asdict
+import logging
 from datetime import timedelta
 from typing import Any
 
@@ -11,16 +10,18 @@ import torch
 import torch.distributed as dist
 
 from megatron_ep import _C
-from megatron_ep.backends import connect, cuda
+from megatron_ep.backends import connect, cuda, fabrics
 from megatron_ep.backends.host import HostBackend
 from megatron_ep.backends.meeting import Meeting
+from megatron_ep.backends.members import Member, agreed_topology, introduce
 from megatron_ep.config import Config, Topology, require_int, require_type
-from megatron_ep.errors import EPError
 from megatron_ep.rank_group import RankGroup
 
 # Construction and reset wait this long for the other ranks, or Config.timeout if that is longer: they may still be in a
 # wait of their own.
 MEETING_S = 60.0
+
+log = logging.getLogger(__name__)
 
 
 class LocalCluster(RankGroup):
@@ -72,6 +73,7 @@ class LocalCluster(RankGroup):
             # no network to keep busy, and one cache for all rings
             self._heap = self._make_heap(channels, rdma_ring_bytes=64 << 10)
             self._backend = connect.local_ranks(self.topology, config, self._heap, self.device, sms)
+            _log_set_up(self, "p2p (one GPU)", self._heap, sms)
             return
         self._heap = self._make_heap(config.num_channels)
         self._backend = HostBackend(
@@ -83,6 +85,8 @@ class LocalCluster(RankGroup):
             seed=seed,
             lost_signal=lost_signal,
         )
+        network = "" if seed is None else f", a simulated network of seed {seed}"
+        _log_set_up(self, f"memory of this process{network}", self._heap)
 
     def reset(self) -> None:
         """Makes the buffer usable again after an error. Handles of dispatches that succeeded stay valid."""
@@ -98,15 +102,21 @@ class Buffer(RankGroup):
 
     group: the expert-parallel process group; None: the default group.
     config: must be equal on all ranks.
-    topology: how the group's ranks form nodes. None: all ranks of a machine are one node. On the host several nodes of
-        one machine take the same path as several machines: puts and signals along the rail. On GPUs that share memory
-        rows need no puts.
+    topology: how the group's ranks form nodes. None: those of the variable MEGATRON_EP_RANKS_PER_NODE, if it is set;
+        else the ranks of a host are one node, and so are those of an NVLink domain that spans hosts, as NVML tells.
+        Nodes need equally many ranks, one after the other. On the host backend several nodes of one machine take the
+        same path as several machines: puts and signals along the rail. On GPUs that share memory rows need no puts.
     device: "cpu" or "cuda", the same on all ranks: where the tensors are. On a GPU (torch's current one, unless the
         index is given) launches go to torch's current stream and return at once; what fails later is raised by the next
         call or by `synchronize`. Calls on several streams wait for each other. Those that a CUDA graph has captured do
         not: they must be captured on one stream, and a replay must be ordered with the buffer's other calls.
-    Raises ValueError on every rank alike when configs differ or do not fit the group, EPError when the ranks cannot
-    share memory.
+    fabric: what carries the bytes: "shared memory" on the host; "p2p", "nvshmem" or "nccl" between GPUs.
+
+    The ranks meet through the store of torch.distributed: no collective of the group runs. Rank 0 logs one line about
+    the set-up (logger megatron_ep.buffer, level INFO).
+
+    Raises ValueError on every rank alike when configs differ or do not fit the group, or no topology can be told;
+    EPError when the ranks cannot share memory, or one does not come within a minute or Config.timeout.
     """
 
     def __init__(
@@ -117,65 +127,81 @@ class Buffer(RankGroup):
         *,
         device: str | torch.device = "cpu",
     ):
-        self._meeting = Meeting(group if group is not None else dist.group.WORLD, timedelta(seconds=MEETING_S))
-        self._meeting.barrier()
+        self._meeting = Meeting(group if group is not None else dist.group.WORLD, timedelta(seconds=_patience(config)))
         self.rank = self._meeting.rank
-        self.topology = topology if topology is not None else Topology(1, self._meeting.world_size)
         self.config = config
         self.ranks = [self.rank]
-        self._meeting.agree(lambda: self._check_own(device))
-        self._meeting.timeout = timedelta(seconds=max(MEETING_S, config.timeout_seconds))
-        settings = asdict(config) | {"timeout": config.timeout_seconds}
-        everyone = self._meeting.gather((socket.gethostname(), settings, asdict(self.topology), self.device.type))
-        self._meeting.agree(lambda: self._check_members(everyone))
+        _, members = self._meeting.exchange(lambda: (None, self._introduce(topology, device)))
+        self.topology = agreed_topology(members, config)
         if self.device.type == "cuda":
-            sms = self._meeting.agree(lambda: cuda.num_sms(config, self.device, 1))
+            sms = cuda.num_sms(config, self.device, 1)
             self._heap = self._make_heap(cuda.num_channels(self.topology, config, sms, 1))
-            hosts = [host for host, *_ in everyone]
-            self._backend = connect.processes(self._meeting, self.topology, config, self._heap, self.device, sms, hosts)
-            return
-
-        self._heap = self._make_heap(config.num_channels)
-        own = self._meeting.agree(lambda: _C.Segment.shared(self._heap.bytes))
-        addresses = self._meeting.gather(own.address())
-        segments = self._meeting.agree(lambda: self._open_others(own, addresses, self._heap.bytes))
-        own.close_to_others()
-        self._backend = HostBackend(self._heap, self.ranks, segments, timeout=config.timeout_seconds)
+            self._backend, fabric = connect.processes(
+                self._meeting, self.topology, config, self._heap, self.device, sms, members
+            )
+        else:
+            sms = None
+            self._heap = self._make_heap(config.num_channels)
+            self._backend = self._share_memory()
+            fabric = fabrics.Choice("shared memory", "host backend")
+        self.fabric = fabric.name
+        if self.rank == 0:
+            _log_set_up(self, f"{fabric.name} ({fabric.reason})", self._heap, sms)
 
     def reset(self) -> None:
         """Makes the buffer usable again after an error. Collective: returns when all ranks have called it.
 
         Handles of dispatches that succeeded stay valid.
 
-        Raises RuntimeError when a rank does not come within a minute or Config.timeout (from torch.distributed), and
-        when what was sent to other machines does not arrive in time.
+        Raises EPError when a rank does not come within a minute or Config.timeout, and RuntimeError when what was sent
+        to other machines does not arrive in time.
         """
         self._live_backend().drain()  # nothing of this rank reaches others after the barrier
         self._meeting.barrier()
         self._live_backend().reset()
         self._meeting.barrier()
 
-    def _check_own(self, device: str | torch.device) -> None:
+    def _introduce(self, topology: Topology | None, device: str | torch.device) -> Member:
         require_type("config", self.config, Config)
-        require_type("topology", self.topology, Topology)
-        assert self.config.timeout_seconds > 0  # raises if the environment has a bad one
+        if topology is not None:
+            require_type("topology", topology, Topology)
         self.device = cuda.check_device(device)
+        return introduce(self.config, topology, self.device)
 
-    def _check_members(self, everyone: list[Any]) -> None:
-        host, *own = everyone[self.rank]
-        for rank, (other_host, *others) in enumerate(everyone):
-            for name, mine, theirs in zip(("config", "topology", "device"), own, others, strict=True):
-                if mine != theirs:
-                    raise ValueError(f"{name} is {mine} on rank {self.rank} and {theirs} on rank {rank}, must be equal")
-            if other_host != host and self.device.type == "cpu":
-                raise EPError(
-                    f"rank {self.rank} runs on {host} and rank {rank} on {other_host}: "
-                    "the host backend connects the processes of one machine only"
-                )
-        if self.topology.world_size != len(everyone):
-            raise ValueError(f"topology is {self.topology}, must have the {len(everyone)} ranks of the group")
-        self.config.check_ranks(self.topology)
+    def _share_memory(self) -> HostBackend:
+        def create() -> tuple[Any, Any]:
+            own = _C.Segment.shared(self._heap.bytes)
+            return own, own.address()
 
-    def _open_others(self, own: Any, addresses: list[Any], size: int) -> list[Any]:
-        others = enumerate(addresses)
-        return [own if rank == self.rank else _C.Segment.open(address, size) for rank, address in others]
+        own, addresses = self._meeting.exchange(create)
+        segments = self._meeting.agree(
+            lambda: [
+                own if rank == self.rank else _C.Segment.open(address, self._heap.bytes)
+                for rank, address in enumerate(addresses)
+            ]
+        )
+        own.close_to_others()
+        return HostBackend(self._heap, self.ranks, segments, timeout=self.config.timeout_seconds)
+
+
+def _log_set_up(group: RankGroup, fabric: str, heap: Any, sms: int | None = None) -> None:
+    topology = group.topology
+    log.info(
+        "%d ranks, %d nodes x %d; fabric: %s; %d channels%s, %.1f MiB of heap a rank; a wait ends after %g s",
+        topology.world_size,
+        topology.nodes,
+        topology.ranks_per_node,
+        fabric,
+        heap.channels,
+        "" if sms is None else f", {sms} SMs a rank",
+        heap.bytes / 2**20,
+        group.config.timeout_seconds,
+    )
+
+
+def _patience(config: Config) -> float:
+    """Seconds to wait for the other ranks of a buffer with this config, which may be none: then all ranks refuse it."""
+    try:
+        return max(MEETING_S, config.timeout_seconds)
+    except (AttributeError, ValueError):
+        return MEETING_S

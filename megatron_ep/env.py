@@ -56,7 +56,7 @@ def collect() -> Report:
         "system": _system(),
         "memory": _memory(),
         "packages": {name: _version(name) for name in PACKAGES},
-        "cuda": {"nvcc": _nvcc(), "gpus": _gpus(), "fabrics": _fabrics()},
+        "cuda": {"nvcc": _nvcc(), "gpus": _gpus(), "nvlink domains": _domains(), "fabrics": _fabrics()},
         "extension": _extension(),
         "environment": _environment(),
     }
@@ -144,6 +144,21 @@ def _nvcc() -> str:
 def _gpus() -> list[str]:
     status, output = _run(["nvidia-smi", f"--query-gpu={GPU_FIELDS}", "--format=csv,noheader"])
     return output.splitlines() if status == 0 and output else [f"none: nvidia-smi: {output or 'printed nothing'}"]
+
+
+def _domains() -> Any:
+    """The NVLink domains of several hosts that the GPUs here have joined: their ranks can be one node."""
+    status, output = _run(["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"])
+    if status != 0 or not output:
+        return None
+    script = (
+        "import json, sys; from megatron_ep.backends.nodes import nvlink_domain as domain; "
+        "print('\\n' + json.dumps([domain(gpu) for gpu in sys.argv[1:]]))"
+    )
+    status, output = _run([sys.executable, "-c", script, *output.split()], cwd=PACKAGE_DIR.parent)
+    if status != 0:
+        return f"unknown: {output}"
+    return sorted({domain or "none of several hosts" for domain in json.loads(output.splitlines()[-1])})
 
 
 def _fabrics() -> Any:

@@ -182,6 +182,7 @@ void bind_group(py::module_& m) {
              py::arg("channels"), py::arg("nvl_ring_bytes"), py::arg("rdma_ring_bytes"))
         .def_property_readonly("bytes", &Heap::bytes)
         .def_property_readonly("local_experts", &Heap::local_experts)
+        .def_readonly("channels", &Heap::channels)
         .def_readonly("nvl_ring_bytes", &Heap::nvl_ring_bytes)
         .def_readonly("rdma_ring_bytes", &Heap::rdma_ring_bytes)
         .def_property_readonly_static(

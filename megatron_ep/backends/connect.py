@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -17,6 +16,7 @@ from megatron_ep import _C
 from megatron_ep.backends import fabrics
 from megatron_ep.backends.cuda import CudaBackend
 from megatron_ep.backends.meeting import Meeting
+from megatron_ep.backends.members import Member
 from megatron_ep.config import Config, Topology
 from megatron_ep.errors import EPError
 
@@ -40,41 +40,48 @@ def processes(
     heap: Any,
     device: torch.device,
     sms: int,
-    hosts: Sequence[str],
-) -> CudaBackend:
+    members: Sequence[Member],
+) -> tuple[CudaBackend, fabrics.Choice]:
     """This process's rank, with the fabric that fits the hosts of all ranks."""
     connectors = {"p2p": _connect_p2p, "nvshmem": _connect_nvshmem, "nccl": _connect_nccl}
+    hosts, wanted = [member.host for member in members], [member.fabric for member in members]
+    fabric = fabrics.choose(hosts, wanted, meeting.gather)
     with contextlib.ExitStack() as stack:
 
         def begin() -> None:
             stack.enter_context(torch.cuda.device(device))
             torch.cuda.synchronize()  # nobody writes to an earlier buffer's memory any more
 
-        meeting.agree(begin)
-        return connectors[fabrics.choose(hosts, meeting.gather)](meeting, topology, config, heap, device, sms)
+        connect = connectors[fabric.name]
+        return connect(meeting, begin, config, heap, device, sms, members), fabric
 
 
 def _connect_p2p(
-    meeting: Meeting, topology: Topology, config: Config, heap: Any, device: torch.device, sms: int
+    meeting: Meeting,
+    begin: Callable[[], None],
+    config: Config,
+    heap: Any,
+    device: torch.device,
+    sms: int,
+    members: Sequence[Member],
 ) -> CudaBackend:
     """The processes of the machine map each other's heaps through CUDA IPC."""
-    members = " ".join(map(str, meeting.gather(os.getpid())))
 
     def create() -> tuple[Any, bytes]:
-        memory = _C.DeviceMemory.create(device.index, heap.bytes, members)
+        begin()
+        memory = _C.DeviceMemory.create(device.index, heap.bytes, " ".join(str(member.pid) for member in members))
         return memory, memory.handle()
 
-    own, handle = meeting.agree(create)
-    handles = meeting.gather(handle)
+    own, handles = meeting.exchange(create)
 
-    def open_all() -> list[Any]:
-        return [
+    def open_all() -> CudaBackend:
+        memories = [
             own if rank == meeting.rank else _C.DeviceMemory.open(device.index, other, heap.bytes)
             for rank, other in enumerate(handles)
         ]
+        return p2p(heap, [meeting.rank], memories, device, sms, config)
 
-    memories = meeting.agree(open_all)
-    return meeting.agree(lambda: p2p(heap, [meeting.rank], memories, device, sms, config))
+    return meeting.agree(open_all)
 
 
 def p2p(
@@ -92,17 +99,26 @@ def p2p(
 
 
 def _connect_nvshmem(
-    meeting: Meeting, topology: Topology, config: Config, heap: Any, device: torch.device, sms: int
+    meeting: Meeting,
+    begin: Callable[[], None],
+    config: Config,
+    heap: Any,
+    device: torch.device,
+    sms: int,
+    members: Sequence[Member],
 ) -> CudaBackend:
     nvshmem = fabrics.load_nvshmem()
     seconds = meeting.timeout.total_seconds()
 
-    def prepare() -> tuple[Any, list[int]]:
+    def prepare() -> tuple[None, tuple[Any, list[int], bytes]]:
+        begin()
         nvshmem.prepare(device=device.index, timeout=seconds)
-        return nvshmem.initialised_for(), nvshmem.spare(bytes=heap.bytes)
+        served = nvshmem.initialised_for()
+        return None, (served, nvshmem.spare(bytes=heap.bytes), _new_id(meeting, nvshmem) if served is None else b"")
 
-    served, spares = zip(*meeting.gather(meeting.agree(prepare)), strict=True)
-    unique_id = _nvshmem_id(served)
+    _, prepared = meeting.exchange(prepare, seconds)
+    served, spares, ids = zip(*prepared, strict=True)
+    unique_id = _nvshmem_id(served) or ids[0]
     common = set.intersection(*map(set, spares))
 
     def allocate() -> Any:
@@ -114,12 +130,16 @@ def _connect_nvshmem(
             bytes=heap.bytes,
         )
 
-    if common:
-        memory = meeting.agree(lambda: nvshmem.NvshmemHeap.reuse(number=min(common), device=device.index))
-    else:
-        unique_id = unique_id or _new_id(meeting, nvshmem)
-        memory = meeting.agree(lambda: _within(max(seconds, NVSHMEM_SETUP_S), "the set-up of NVSHMEM", allocate))
-    return _over_network(meeting, config, nvshmem.NvshmemGroup, memory, heap, device, sms)
+    limit = max(seconds, NVSHMEM_SETUP_S)
+
+    def take() -> CudaBackend:
+        if common:
+            memory = nvshmem.NvshmemHeap.reuse(number=min(common), device=device.index)
+        else:
+            memory = _within(limit, "the set-up of NVSHMEM", allocate)
+        return _over_network(meeting, config, nvshmem.NvshmemGroup, memory, heap, device, sms)
+
+    return meeting.agree(take, limit)
 
 
 def _nvshmem_id(served: Sequence[tuple[bytes, int, int] | None]) -> bytes | None:
@@ -152,27 +172,38 @@ def _within(seconds: float, what: str, collective: Callable[[], T]) -> T:
 
 
 def _connect_nccl(
-    meeting: Meeting, topology: Topology, config: Config, heap: Any, device: torch.device, sms: int
+    meeting: Meeting,
+    begin: Callable[[], None],
+    config: Config,
+    heap: Any,
+    device: torch.device,
+    sms: int,
+    members: Sequence[Member],
 ) -> CudaBackend:
     nccl = fabrics.load_nccl()
-    kept = meeting.gather(nccl.kept(heap=heap, rank=meeting.rank, device=device.index))
+    seconds = meeting.timeout.total_seconds()
+
+    def prepare() -> tuple[None, list[bytes]]:
+        begin()
+        return None, nccl.kept(heap=heap, rank=meeting.rank, device=device.index)
+
+    _, kept = meeting.exchange(prepare)
     common = set.intersection(*map(set, kept))
-    unique_id = min(common) if common else _new_id(meeting, nccl)
+    unique_id = min(common) if common else meeting.exchange(lambda: (None, _new_id(meeting, nccl)))[1][0]
+
     memory = meeting.agree(
-        lambda: nccl.NcclHeap(
-            unique_id=unique_id,
-            heap=heap,
-            rank=meeting.rank,
-            device=device.index,
-            timeout=meeting.timeout.total_seconds(),
-        )
+        lambda: nccl.NcclHeap(unique_id=unique_id, heap=heap, rank=meeting.rank, device=device.index, timeout=seconds),
+        seconds,
     )
-    return _over_network(meeting, config, nccl.NcclGroup, memory, heap, device, sms)
+    # clears the signals of an earlier buffer, for which it waits as a launch does
+    return meeting.agree(
+        lambda: _over_network(meeting, config, nccl.NcclGroup, memory, heap, device, sms), config.timeout_seconds
+    )
 
 
 def _new_id(meeting: Meeting, library: Any) -> bytes:
     """What the ranks of a new connection know each other by: rank 0 makes it."""
-    return meeting.gather(meeting.agree(lambda: library.unique_id() if meeting.rank == 0 else b""))[0]
+    return library.unique_id() if meeting.rank == 0 else b""
 
 
 def _over_network(
@@ -184,14 +215,12 @@ def _over_network(
     device: torch.device,
     sms: int,
 ) -> CudaBackend:
-    ranks = meeting.agree(
-        lambda: group(
-            heap=heap,
-            rank=meeting.rank,
-            memory=memory,
-            device=device.index,
-            num_sms=sms,
-            timeout=config.timeout_seconds,
-        )
+    ranks = group(
+        heap=heap,
+        rank=meeting.rank,
+        memory=memory,
+        device=device.index,
+        num_sms=sms,
+        timeout=config.timeout_seconds,
     )
     return CudaBackend(ranks, heap, device)

@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,30 +26,39 @@ NVSHMEM_LIBRARY = "libnvshmem_host.so.3"
 NCCL_LIBRARY = "libnccl.so.2"
 
 
-def choose(hosts: Sequence[str], gather: Callable[[Any], list[Any]]) -> str:
-    """The fabric for ranks on these hosts, one each. Collective: gather returns what every rank gave to it.
+@dataclass(frozen=True)
+class Choice:
+    """A fabric's name, and why it is this one."""
 
+    name: str
+    reason: str
+
+
+def choose(hosts: Sequence[str], wanted: Sequence[str | None], gather: Callable[[Any], list[Any]]) -> Choice:
+    """The fabric for ranks on these hosts, whose environments want these, one each.
+
+    Collective where a network may be needed: gather returns what every rank gave to it.
     Raises on all ranks alike: ValueError for an unknown fabric, EPError when none fits or ranks want different ones.
     """
-    wanted = _wanted_by_all(gather)
+    forced = _wanted_by_all(wanted)
     machines = sorted(set(hosts))
-    if len(machines) == 1 and wanted in (None, "p2p"):
-        return "p2p"
-    if wanted == "p2p":
+    reason = f"{VARIABLE} says so" if forced else f"{len(machines)} machines" if len(machines) > 1 else "one machine"
+    if len(machines) == 1 and forced in (None, "p2p"):
+        return Choice("p2p", reason)
+    if forced == "p2p":
         raise EPError(
             f"{VARIABLE}=p2p connects the processes of one machine, but the ranks run on {', '.join(machines)}"
         )
     lacking = []
-    for name in [wanted] if wanted else NETWORKS:
+    for name in [forced] if forced else NETWORKS:
         missing = gather(_missing(name))
         if not any(missing):
-            return name
+            return Choice(name, "; ".join([reason, *lacking]))
         lacking.append(_by_rank(missing))
-    raise EPError(("" if wanted else "no fabric connects several machines here: ") + "; ".join(lacking))
+    raise EPError(("" if forced else "no fabric connects several machines here: ") + "; ".join(lacking))
 
 
-def _wanted_by_all(gather: Callable[[Any], list[Any]]) -> str | None:
-    wanted = gather(os.environ.get(VARIABLE) or None)
+def _wanted_by_all(wanted: Sequence[str | None]) -> str | None:
     values = f"environment variable {VARIABLE} is {_by_rank([repr(name) if name else 'unset' for name in wanted])}"
     fabrics = ("p2p", *NETWORKS)
     if any(name and name not in fabrics for name in wanted):

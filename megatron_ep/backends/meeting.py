@@ -2,58 +2,149 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_ep.errors import EPError
 
-T = TypeVar("T")
+Kept = TypeVar("Kept")
+Told = TypeVar("Told")
+
+AGREED = "agreed"
+VERDICT_S = 10.0  # the first rank's word takes no longer than this once its own wait has ended
 
 
 class Meeting:
-    """The ranks of a process group. Every method is collective.
+    """The ranks of a process group, who talk through the store that torch.distributed was started with: no collective
+    of the group's own backend runs, for which NCCL would make a communicator. Every method is collective, and so is
+    construction: meetings of a group are numbered as its ranks come to them.
+
+    In each exchange the first rank collects what all ranks have to tell and gives it to all of them. If somebody does
+    not come within `timeout`, all who came raise the same EPError, and so does whoever comes later.
 
     group: the process group.
-    timeout: how long one rank waits for the others where torch can bound it (gloo).
+    timeout: how long the ranks wait for one that has not come.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta):
-        self.group = group
-        self.timeout = timeout
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
+        self.timeout = timeout
+        self.exchanges = 0  # so far
+        store = dist.PrefixStore(f"megatron_ep/{group.group_name}", _get_default_store())
+        self._store = dist.PrefixStore(str(store.add(f"meetings/{self.rank}", 1)), store)
 
-    def gather(self, mine: Any) -> list[Any]:
-        """What every rank gave, by rank."""
-        everyone: list[Any] = [None] * self.world_size
-        dist.all_gather_object(everyone, mine, group=self.group)
-        return everyone
+    def exchange(self, step: Callable[[], tuple[Kept, Told]], seconds: float = 0.0) -> tuple[Kept, list[Told]]:
+        """Runs a step that may fail on some ranks only, and fails on all of them then.
 
-    def agree(self, step: Callable[[], T]) -> T:
-        """Runs a step that may fail on some ranks only, and fails on all of them then. Returns this rank's result.
+        Args:
+            step: returns what it keeps for this rank, and what it tells the others: anything that can be pickled.
+            seconds: what the step may take by itself, which the others wait in addition.
 
-        Raises what the step raised here if that is a ValueError or an EPError, else EPError with the rank and reason.
+        Returns:
+            What the step kept here, and what all ranks were told, by rank.
+
+        Raises:
+            ValueError, EPError: the step's own.
+            EPError: with rank and reason, when the step failed otherwise or elsewhere, or a rank did not come.
         """
-        error: Exception | None = None
+        kept = told = own = failure = None
         try:
-            result = step()
-        except Exception as caught:
-            error = caught
-        messages = self.gather(None if error is None else (type(error).__name__, str(error)))
-        if isinstance(error, (ValueError, EPError)):
-            raise error
-        if error is not None:
-            raise EPError(f"rank {self.rank} could not set up the buffer: {error}") from error
-        for rank, failed in enumerate(messages):
+            kept, told = step()
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+            own = error
+            if not isinstance(error, (ValueError, EPError)):
+                own = EPError(self._blame(self.rank, str(error)))
+                own.__cause__ = error
+        try:
+            answers = [pickle.loads(answer) for answer in self._all(pickle.dumps((failure, told)), seconds)]
+        except EPError as lost:
+            raise own or lost from None
+        if own is not None:
+            raise own
+        for rank, (failed, _) in enumerate(answers):
             if failed is not None:
-                raise EPError(f"rank {rank} could not set up the buffer: {failed[0]}: {failed[1]}")
-        return result
+                raise EPError(self._blame(rank, failed))
+        return kept, [told for _, told in answers]
+
+    def gather(self, mine: Told) -> list[Told]:
+        """What every rank gave, by rank."""
+        return self.exchange(lambda: (None, mine))[1]
+
+    def agree(self, step: Callable[[], Kept], seconds: float = 0.0) -> Kept:
+        """Runs a step that may fail on some ranks only, and fails on all of them then. Returns this rank's result."""
+        return self.exchange(lambda: (step(), None), seconds)[0]
 
     def barrier(self) -> None:
-        if dist.get_backend(self.group) == "gloo":
-            dist.monitored_barrier(self.group, timeout=self.timeout)
-        else:
-            dist.barrier(self.group)
+        self.gather(None)
+
+    def _blame(self, rank: int, reason: str) -> str:
+        return f"rank {rank} could not set up the buffer: {reason}"
+
+    # ---- one exchange
+
+    def _all(self, mine: bytes, seconds: float) -> list[bytes]:
+        """What all ranks gave. Raises EPError when one did not come, or the store does not answer."""
+        self.exchanges += 1
+        wait = self.timeout + timedelta(seconds=seconds)
+        try:
+            self._store.set(self._key(self.rank), mine)
+            verdict = self._collect(wait) if self.rank == 0 else self._hear(wait)
+            if verdict != AGREED:
+                raise EPError(verdict)
+            return pickle.loads(self._store.get(self._key("all")))
+        except EPError:
+            raise
+        except RuntimeError as error:
+            raise EPError(f"rank {self.rank} lost the store of torch.distributed: {error}") from error
+
+    def _collect(self, wait: timedelta) -> str:
+        """By the first rank: everyone's answers for all, or who is missing."""
+        keys = [self._key(rank) for rank in range(self.world_size)]
+        if not self._came(keys, wait):
+            return self._decide(self._absence([rank for rank, key in enumerate(keys) if not self._is_there(key)], wait))
+        self._store.set(self._key("all"), pickle.dumps(self._store.multi_get(keys)))
+        verdict = self._decide(AGREED)
+        for name in (*range(self.world_size), "all", "verdict"):  # all have come here, so nobody needs them any more
+            self._store.delete_key(f"{self.exchanges - 1}/{name}")
+        return verdict
+
+    def _hear(self, wait: timedelta) -> str:
+        """By the others: what the first rank decided, or that it did not come."""
+        verdict = self._key("verdict")
+        if not self._is_there(verdict) and not self._came([self._key(0)], wait):
+            return self._decide(self._absence([0], wait))
+        if not self._came([verdict], wait + timedelta(seconds=VERDICT_S)):
+            return self._decide(f"rank 0 came to {self._name()}, and did not say whether all had")
+        return self._store.get(verdict).decode()
+
+    def _decide(self, verdict: str) -> str:
+        """Whoever decides first decides for all, those too who come later."""
+        return self._store.compare_set(self._key("verdict"), "", verdict).decode()
+
+    def _came(self, keys: list[str], wait: timedelta) -> bool:
+        """Whether all keys are there in time. Raises RuntimeError when the store does not answer."""
+        try:
+            self._store.wait(keys, wait)
+            return True
+        except RuntimeError:  # a wait that expired has no type of its own in some stores; one that is lost raises again
+            return self._store.check(keys)
+
+    def _is_there(self, key: str) -> bool:
+        return self._store.check([key])
+
+    def _absence(self, missing: list[int], wait: timedelta) -> str:
+        ranks = ", ".join(map(str, missing))
+        return f"rank {ranks} did not come to {self._name()} within {wait.total_seconds():g} s"
+
+    def _name(self) -> str:
+        return f"step {self.exchanges} of the buffer's set-up or reset"
+
+    def _key(self, name: object) -> str:
+        return f"{self.exchanges}/{name}"

@@ -26,7 +26,8 @@ def configure(topology: ep.Topology | None = None, **config: Any) -> None:
     """Sets what the buffers of all later layers are made with; every rank calls it with the same arguments.
 
     Args:
-        topology: how the ranks of one group lie on nodes; None takes the ranks of one host as a node.
+        topology: how the ranks of one group lie on nodes; None leaves it to MEGATRON_EP_RANKS_PER_NODE in the
+            environment, or takes the ranks of a host (or of an NVLink domain of several hosts) as a node.
         config: fields of `megatron_ep.Config` other than num_experts, which the model knows.
 
     Raises:

@@ -98,3 +98,11 @@ def test_environment_shows_what_matters_and_no_secret(monkeypatch: pytest.Monkey
     shown = env.collect()["environment"]
     assert (shown["MEGATRON_EP_TIMEOUT"], shown["RANK"], shown["SLURM_JWT"]) == ("7", "3", "(set)")
     assert "UNRELATED" not in shown
+
+
+def test_nvlink_domains_of_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho GPU-01234567-89ab-cdef-0123-456789abcdef\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert env.collect()["cuda"]["nvlink domains"] == ["none of several hosts"]

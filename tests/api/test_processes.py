@@ -1,5 +1,6 @@
 """Buffers between processes: shared memory, and what happens when a rank misbehaves."""
 
+import re
 import time
 from pathlib import Path
 from unittest import mock
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import megatron_ep as ep
 from megatron_ep import reference
+from megatron_ep.backends.nodes import VARIABLE
 from megatron_ep.bench.local_ranks import LocalRanks
 
 W = 4
@@ -309,6 +311,64 @@ def test_bad_construction_is_the_same_error_everywhere(ranks):
     before = shared_memory()
     ranks.run(run_bad_construction)
     assert shared_memory() <= before
+
+
+def run_topology_of_the_environment():
+    rank = dist.get_rank()
+    with ep.Buffer(None, ep.Config(num_experts=8)) as buffer:
+        assert buffer.topology == ep.Topology(1, W), "one machine is one node"
+    with mock.patch.dict("os.environ", {VARIABLE: "2"}):
+        with ep.Buffer(None, ep.Config(num_experts=8)) as buffer:
+            assert buffer.topology == ep.Topology(2, 2)
+            round_trips(buffer, rounds=1)
+        with make_buffer(nodes=4) as buffer:
+            assert buffer.topology == ep.Topology(4, 1), "what the caller gives stands"
+    for values, says in (
+        (["3"] * W, "is '3', must be a divisor of the 4 ranks"),
+        (["2", "2", "4", "2"], "is '2' on rank 0 and '4' on rank 2, must be equal"),
+    ):
+        refused = pytest.raises(ValueError, match=f"environment variable {VARIABLE} {says}")
+        with mock.patch.dict("os.environ", {VARIABLE: values[rank]}), refused:
+            ep.Buffer(None, ep.Config(num_experts=8))
+
+
+def test_topology_of_the_environment(ranks):
+    ranks.run(run_topology_of_the_environment)
+
+
+def run_two_machines():
+    """What differs there is told on all ranks alike, before anything is set up."""
+    rank = dist.get_rank()
+    refused = pytest.raises(ep.EPError, match="rank 0 runs on machine 0 and rank 2 on machine 1: the host backend")
+    with mock.patch("socket.gethostname", lambda: f"machine {rank // 2}"), refused:
+        ep.Buffer(None, ep.Config(num_experts=8))
+    with pytest.raises(ValueError, match=r"^Config.channels is 1 on rank 0 and 2 on rank 3, must be equal$"):
+        ep.Buffer(None, ep.Config(num_experts=8, channels=1 + rank // 3))
+
+
+def test_two_machines(ranks):
+    ranks.run(run_two_machines)
+
+
+def run_set_up():
+    """What rank 0 logs, how often the ranks talked, and whether the group had a collective."""
+    before = dist.group.WORLD._get_sequence_number_for_group()
+    with mock.patch("megatron_ep.buffer.log.info") as info, make_buffer(channels=3) as buffer:
+        buffer.reset()
+    assert dist.group.WORLD._get_sequence_number_for_group() == before
+    return [call.args[0] % call.args[1:] for call in info.mock_calls], buffer._meeting.exchanges
+
+
+def test_a_set_up_is_logged_once_and_takes_no_collective(ranks):
+    logged, exchanges = zip(*ranks.run(run_set_up), strict=True)
+    assert exchanges == (3 + 2,) * W  # a reset takes two
+    assert logged[1:] == ([],) * (W - 1)
+    (line,) = logged[0]
+    assert re.fullmatch(
+        r"4 ranks, 2 nodes x 2; fabric: shared memory \(host backend\); 3 channels, \d+\.\d MiB of heap a rank; "
+        r"a wait ends after 2.5 s",
+        line,
+    )
 
 
 def test_survivors_of_a_killed_rank(tmp_path):

@@ -15,6 +15,7 @@ import megatron_ep as ep
 from megatron_ep import _C
 from megatron_ep.backends import connect, fabrics
 from megatron_ep.backends.meeting import Meeting
+from megatron_ep.backends.members import Member
 from megatron_ep.bench.local_ranks import LocalRanks
 
 W = 3
@@ -36,11 +37,19 @@ DEVICE = torch.device("cuda", 1)
 CURRENT: list[torch.device] = []
 
 
+def member(host: str) -> Member:
+    wanted = os.environ[fabrics.VARIABLE] or None
+    return Member(host, host, os.getpid(), "cuda", {}, None, 1, wanted, None)
+
+
 def connected(meeting: Meeting, hosts: str = "aaa"):
     heap = SimpleNamespace(bytes=BYTES, nvl_ring_bytes=1 << 10)
     topology, config = ep.Topology(1, meeting.world_size), ep.Config(num_experts=8)
+    members = meeting.gather(member(hosts[meeting.rank]))
     with mock.patch.multiple(torch.cuda, synchronize=mock.DEFAULT, device=current_device):
-        return connect.processes(meeting, topology, config, heap, DEVICE, 1, hosts[: meeting.world_size])
+        backend, fabric = connect.processes(meeting, topology, config, heap, DEVICE, 1, members)
+    backend.fabric = fabric
+    return backend
 
 
 @contextlib.contextmanager
@@ -94,7 +103,9 @@ def run_different_libraries() -> None:
     library = Nccl()
     lacking = lack if dist.get_rank() == 1 else lambda: None
     with ranks_with("", nvshmem=lacking, nccl=lambda: library):
-        assert connected(meeting_of(), "abc")._group.memory.endswith(b"by NCCL")
+        backend = connected(meeting_of(), "abc")
+        assert backend._group.memory.endswith(b"by NCCL")
+        assert (backend.fabric.name, backend.fabric.reason) == ("nccl", "3 machines; it lacks something on rank 1")
     refused = pytest.raises(ep.EPError, match=r"machines here: it lacks something on rank 1; it lacks .* on rank 1$")
     with ranks_with("", nvshmem=lacking, nccl=lacking), refused:
         connected(meeting_of(), "abc")
@@ -102,6 +113,23 @@ def run_different_libraries() -> None:
 
 def test_ranks_that_load_different_libraries_take_one_that_all_load(ranks) -> None:
     ranks.run(run_different_libraries)
+
+
+def run_exchanges(fabric: str) -> int:
+    """How often the ranks talk to each other, the introduction included."""
+    library = {"p2p": None, "nvshmem": Nvshmem, "nccl": Nccl}[fabric]
+    with over(fabric, library()) if library else ranks_with(fabric):
+        groups = [group for group in (dist.group.WORLD, *GROUPS.values()) if isinstance(group, dist.ProcessGroup)]
+        before = [group._get_sequence_number_for_group() for group in groups]  # of the last collective
+        meeting = meeting_of()
+        connected(meeting)
+        assert before == [group._get_sequence_number_for_group() for group in groups]
+        return meeting.exchanges
+
+
+@pytest.mark.parametrize(("fabric", "exchanges"), [("p2p", 3), ("nvshmem", 4), ("nccl", 6)])
+def test_a_set_up_takes_few_exchanges_and_no_collective(ranks, fabric: str, exchanges: int) -> None:
+    assert ranks.run(run_exchanges, fabric) == [exchanges] * W
 
 
 # ---- CUDA IPC

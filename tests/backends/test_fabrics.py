@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib.util
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -30,15 +31,16 @@ def find_spec(monkeypatch: pytest.MonkeyPatch):
     return hide
 
 
-def choose(*hosts: str, answers: Sequence[dict[int, str]] = ()) -> str:
-    """What is chosen when all ranks answer each question as this process does, but for these answers of some."""
+def choose(*hosts: str, wanted: dict[int, str] | None = None, answers: Sequence[dict[int, str]] = ()) -> str:
+    """What is chosen when all ranks want and answer what this process does, but for what some of them say."""
     questions = iter(answers)
+    wish = os.environ.get(fabrics.VARIABLE)
 
     def gather(mine: str | None) -> list[str | None]:
         others = next(questions, {})
         return [others.get(rank, mine) for rank in range(len(hosts))]
 
-    return fabrics.choose(hosts, gather)
+    return fabrics.choose(hosts, [(wanted or {}).get(rank, wish) for rank in range(len(hosts))], gather).name
 
 
 def refuse(name: str):
@@ -84,23 +86,34 @@ def test_a_forced_network_is_taken_on_one_machine_too(monkeypatch: pytest.Monkey
             choose(*hosts)
 
 
+def test_why_a_fabric_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fabrics, "NETWORKS", {"nvshmem": refuse("nvshmem"), "nccl": lambda: None})
+
+    def reason(hosts: str, wanted: str | None = None) -> str:
+        return fabrics.choose(hosts, [wanted] * len(hosts), lambda mine: [mine] * len(hosts)).reason
+
+    assert reason("aa") == "one machine"
+    assert reason("ab") == "2 machines; nvshmem lacks something"
+    assert reason("aa", "nccl") == "MEGATRON_EP_FABRIC says so"
+
+
 def test_ranks_that_want_different_fabrics(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(fabrics.VARIABLE, raising=False)
     with pytest.raises(ep.EPError, match="is unset on rank 0 and 2, 'nccl' on rank 1, must be the same on all ranks"):
-        choose("a", "a", "a", answers=[{1: "nccl"}])
+        choose("a", "a", "a", wanted={1: "nccl"})
     with pytest.raises(ValueError, match="is unset on rank 0, 'pigeon' on rank 1, must be one of p2p, nvshmem, nccl"):
-        choose("a", "a", answers=[{1: "pigeon"}])
+        choose("a", "a", wanted={1: "pigeon"})
 
 
 def test_the_first_network_that_loads_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(fabrics.VARIABLE, raising=False)
     monkeypatch.setattr(fabrics, "NETWORKS", dict.fromkeys(NETWORKS, lambda: None))
-    assert choose("a", "b", answers=[{}, {1: "no nvshmem"}]) == "nccl"
+    assert choose("a", "b", answers=[{1: "no nvshmem"}]) == "nccl"
     with pytest.raises(ep.EPError, match=r"several machines here: no nvshmem on rank 1; no nccl on rank 0 and 2$"):
-        choose("a", "b", "c", answers=[{}, {1: "no nvshmem"}, {0: "no nccl", 2: "no nccl"}])
+        choose("a", "b", "c", answers=[{1: "no nvshmem"}, {0: "no nccl", 2: "no nccl"}])
     monkeypatch.setenv(fabrics.VARIABLE, "nvshmem")
     with pytest.raises(ep.EPError, match=r"^no nvshmem on rank 1$"):
-        choose("a", "b", answers=[{}, {1: "no nvshmem"}])
+        choose("a", "b", answers=[{1: "no nvshmem"}])
 
 
 def test_a_library_that_is_loaded_through_a_link(tmp_path: Path) -> None:
@@ -165,7 +178,7 @@ def test_nvshmem_has_nothing_yet() -> None:
 def test_a_network_is_loaded_when_it_is_needed() -> None:
     script = (
         "import sys; from megatron_ep.backends import fabrics\n"
-        "fabrics.choose('a', lambda mine: [mine]); print(*sys.modules)"
+        "fabrics.choose('a', [None], lambda mine: [mine]); print(*sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert not {f"megatron_ep._{name}" for name in NETWORKS} & set(done.stdout.split())
