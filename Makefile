@@ -54,7 +54,7 @@ format: $(VENV)/stamp-test
 # ---- ThreadSanitizer: tests/csrc/tsan_NAME.cpp must run clean, tests/csrc/tsan_NAME_negative.cpp must be reported
 
 TSAN_FLAGS := -std=c++20 -O1 -g -fsanitize=thread -Wall -Wextra -Werror=return-type -Wno-psabi -Icsrc -MMD -MP
-TSAN_HOST := $(wildcard csrc/exec/host/*.cpp csrc/fabric/*.cpp csrc/router/*.cpp csrc/launch/host/*.cpp)
+TSAN_HOST := $(wildcard csrc/exec/host/*.cpp csrc/fabric/*.cpp csrc/router/*/host/*.cpp csrc/launch/host/*.cpp)
 TSAN_TESTS := $(patsubst %.cpp,build/tsan/%,$(wildcard tests/csrc/tsan_*.cpp))
 
 tsan: $(TSAN_TESTS)
@@ -79,7 +79,7 @@ NVCC_FLAGS := -std=c++20 -O3 -gencode=arch=compute_90a,code=sm_90a -gencode=arch
 wheel = $(shell $(PYTHON) -c 'from importlib.util import find_spec as find; found = find("nvidia") and find("nvidia.$(1)"); print(found.submodule_search_locations[0] if found else "")')
 NVSHMEM := $(call wheel,nvshmem)
 NCCL := $(wildcard $(call wheel,nccl)/include/nccl_device.h)
-CUDA_SOURCES := $(wildcard csrc/launch/cuda/*.cu csrc/fabric/cuda/*.cu csrc/router/*.cu)
+CUDA_SOURCES := $(wildcard csrc/launch/cuda/*.cu csrc/fabric/cuda/*.cu csrc/router/launch/cuda/*.cu)
 CUDA_SOURCES += $(if $(NVSHMEM),$(wildcard csrc/launch/nvshmem/*.cu)) $(if $(NCCL),$(wildcard csrc/launch/nccl/*.cu))
 CUDA_BUDGETS := tests/packaging/cuda_budget.txt $(if $(NVSHMEM),tests/packaging/cuda_budget_nvshmem.txt)
 PTXAS_LOGS := $(CUDA_SOURCES:%.cu=build/cuda-check/%.ptxas)

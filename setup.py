@@ -25,7 +25,7 @@ from setuptools.errors import CompileError
 
 ROOT = Path(__file__).resolve().parent
 BINDINGS = "csrc/bindings"
-SOURCE_DIRS = ("csrc/exec/host", "csrc/fabric", "csrc/router", "csrc/launch/host", BINDINGS)
+SOURCE_DIRS = ("csrc/exec/host", "csrc/fabric", "csrc/router/exec/host", "csrc/router/launch/host", "csrc/launch/host", BINDINGS)
 COMPILE_FLAGS = "-std=c++20 -O3 -fPIC -fvisibility=hidden -Wall -Wextra -Werror=return-type -Wno-psabi -Icsrc"
 LINK_FLAGS = "-shared -lrt -lpthread"
 NVSHMEM = "megatron_ep._nvshmem"
@@ -34,7 +34,7 @@ NVSHMEM_DIRS = ("csrc/launch/nvshmem", "csrc/bindings/nvshmem")
 NVSHMEM_FLAGS = "-gencode=arch=compute_90,code=sm_90 -rdc=true -diag-suppress=3012,3013"
 NCCL = "megatron_ep._nccl"
 NCCL_DIRS = ("csrc/launch/nccl", "csrc/bindings/nccl")
-CUDA_DIRS = ("csrc/fabric/cuda", "csrc/router", "csrc/launch/cuda")
+CUDA_DIRS = ("csrc/fabric/cuda", "csrc/router/launch/cuda", "csrc/launch/cuda")
 # Machine code for Hopper; later GPUs compile the PTX when they first load it.
 CUDA_TARGETS = "-gencode=arch=compute_90,code=[sm_90,compute_90]"
 CUDA_FLAGS = (

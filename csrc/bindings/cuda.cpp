@@ -20,9 +20,9 @@ using P2pGroup = PyCudaGroup<P2pFabricParams>;
 std::unique_ptr<P2pGroup> make_group(const Heap& heap, std::vector<int> ranks,
                                      const std::vector<DeviceMemory*>& memories, int device,
                                      int num_sms, double timeout) {
-    if (memories.size() > P2pFabricParams::kMaxRanks) {
+    if (memories.size() > kMaxNodeRanks) {
         throw std::invalid_argument("ranks that share memory: " + std::to_string(memories.size()) +
-                                    ", at most " + std::to_string(P2pFabricParams::kMaxRanks));
+                                    ", at most " + std::to_string(kMaxNodeRanks));
     }
     P2pFabricParams fabric{heap.topology, {}};
     std::vector<char*> heaps, own_heaps;

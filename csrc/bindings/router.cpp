@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "router/router.h"
+#include "router/launch/router.h"
 
 namespace py = pybind11;
 

@@ -10,23 +10,26 @@ namespace ep {
 
 // How bytes leave a rank. Offsets are into the symmetric heap.
 //
-//   own<T>(offset), peer<T>(local, offset)      memory of this rank, and of a rank of the same
-//   node: plain loads and stores rail<T>(node, offset)                       memory of the rank of
-//   this rail on another node, where kMapsRail: plain stores put(warp, channel, node, dst, src,
-//   bytes)   one-sided write to that rank. `src` lies in the own heap and must keep its value until
-//   the
-//                                               other side is known to have it
-//   put_signal(warp, channel, node, flag, from, to)   moves the flag there on; seen after all puts
-//   before it on that (channel, node), and after
-//                                               all stores to the rail that this warp wrote or
-//                                               acquired. The last one left the flag at `from`: a
-//                                               fabric may set it, or add to it
-//   put_credit(warp, channel, node, flag, from, to)   the same for what was read, by this warp or
-//   those that it acquired from. In no order with
-//                                               puts, nor with other credits: a fabric may set the
-//                                               flag only if its own keep theirs
-//   acquire_signal<W>(channel, flag)            this rank's flag, by a lane; whoever sees a signal
-//   sees the puts before it
+//   own<T>(offset)             memory of this rank
+//   peer<T>(local, offset)     memory of a rank of the same node: plain loads and stores
+//   rail<T>(node, offset)      memory of the rank of this rail on another node: plain stores. Only
+//                              where kMapsRail
+//   put(warp, channel, node, dst, src, bytes)
+//                              one-sided write to that rank. `src` lies in the own heap and must
+//                              keep its value until the other side is known to have it: a put may
+//                              read it late
+//   put_signal(warp, channel, node, flag, from, to)
+//                              moves the flag there from `from`, where the last signal left it, to
+//                              `to`; a fabric may set it, or add to it. Whoever sees it there sees
+//                              all puts before it on that (channel, node), and all stores to the
+//                              rail that this warp wrote or acquired
+//   put_credit(warp, channel, node, flag, from, to)
+//                              the same for what was read: once it is seen, this warp, and those
+//                              that it acquired from, are done reading. In no order with puts, nor
+//                              with other credits: a fabric may set the flag only if its own
+//                              credits keep their order, or an old one would undo a new one
+//   acquire_signal<W>(channel, flag)
+//                              this rank's flag, by a lane: the other half of put_signal
 template <class F, class W>
 concept FabricLike =
     WarpLike<W> && requires(F& fabric, W& warp, size_t offset, uint64_t from, uint64_t to) {
@@ -38,5 +41,22 @@ concept FabricLike =
         fabric.put_credit(warp, 0, 0, offset, from, to);
         { fabric.template acquire_signal<W>(0, offset) } -> std::same_as<uint64_t>;
     };
+
+// The host's side of a fabric between GPUs: a kernel parameter of which `Fabric`, its device side,
+// is made. What recovery asks of it, after a failure and when nothing runs any more on this rank:
+//
+//   drain(timeout_ns)                until what this rank put and signalled is there: else it would
+//                                    arrive in rings that are in use again
+//   reset_signals(rank, timeout_ns)  clears the flags of the network that lie outside of the heap.
+//                                    Collective: all ranks have drained, and nobody sends before
+//                                    all are done
+//
+// Both throw std::runtime_error when the time is over; empty where there is nothing to do.
+template <class P>
+concept FabricParamsLike = requires(const P& params, int rank, uint64_t timeout_ns) {
+    typename P::Fabric;
+    { params.drain(timeout_ns) } -> std::same_as<void>;
+    { params.reset_signals(rank, timeout_ns) } -> std::same_as<void>;
+};
 
 }  // namespace ep

@@ -5,7 +5,7 @@
 #include <random>
 #include <vector>
 
-#include "router/router.h"
+#include "router/launch/router.h"
 
 namespace {
 

@@ -62,9 +62,10 @@ void atomicAdd(unsigned long long* counter, unsigned long long value) {
 
 }  // namespace
 
-#include "router/backward_row.h"
-#include "router/forward_row.h"
-#include "router/warp_team.h"
+#include "router/exec/device/warp_team.h"
+#include "router/launch/router.h"
+#include "router/row/backward_row.h"
+#include "router/row/forward_row.h"
 
 namespace {
 

@@ -7,7 +7,7 @@
 #include <tuple>
 #include <utility>
 
-#include "launch/cuda/error.h"
+#include "core/cuda/runtime.h"
 
 namespace ep {
 namespace {

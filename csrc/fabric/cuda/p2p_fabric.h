@@ -12,10 +12,13 @@ class P2pFabric;
 
 struct P2pFabricParams {
     using Fabric = P2pFabric;
-    static constexpr int kMaxRanks = 72;  // of the largest NVLink domain
-
     Topology topology;
-    char* heaps[kMaxRanks];
+    char* heaps[kMaxNodeRanks];  // of all ranks
+
+    // Nothing to do: stores and signals are over with the kernel that made them, and all flags lie
+    // in the heap.
+    void drain(uint64_t) const {}
+    void reset_signals(int, uint64_t) const {}
 };
 
 #if defined(__CUDACC__)

@@ -22,7 +22,6 @@ struct NcclSignalReset {
 // a flag of the network is the signal of its number, in the context of its channel at both ends.
 struct NcclFabricParams {
     using Fabric = NcclFabric;
-    static constexpr int kMaxNodeRanks = 72;  // of the largest NVLink domain
 
     Heap heap;
     ncclDevComm comm;
@@ -35,9 +34,9 @@ struct NcclFabricParams {
         return heap.topology.nodes > 1 ? heap.network_flags() + heap.topology.nodes : 0;
     }
 
+    void drain(uint64_t) const {}  // reset_signals waits at the receiver
     // Waits until all that the rail sent to this rank before it came here has arrived, and clears
-    // the flags of the network. Collective: nobody may send until all ranks are done. Throws
-    // std::runtime_error when a rank does not come in time.
+    // the flags of the network.
     void reset_signals(int rank, uint64_t timeout_ns) const;
 };
 

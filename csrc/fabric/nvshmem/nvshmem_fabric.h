@@ -13,15 +13,13 @@ class NvshmemFabric;
 // store each other's memory, puts go along the rail.
 struct NvshmemFabricParams {
     using Fabric = NvshmemFabric;
-    static constexpr int kMaxNodeRanks = 72;  // of the largest NVLink domain
 
     Topology topology;
     char* own;
     char* node[kMaxNodeRanks];  // heaps of the ranks of this node, by local rank
 
-    // Until what this rank's launches have put and signalled is there. Throws std::runtime_error
-    // when the time is over.
     void drain(uint64_t timeout_ns) const;
+    void reset_signals(int, uint64_t) const {}  // all flags lie in the heap
 };
 
 #if defined(__CUDACC__) && defined(NVSHMEM_VENDOR_MAJOR_VERSION)

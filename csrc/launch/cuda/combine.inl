@@ -2,19 +2,13 @@
 
 #include "launch/cuda/group.inl"
 
-// In a file of its own because its kernels take the compiler longest: those with weights and those
-// without are compiled side by side.
 namespace ep {
 
-template <class P>
-template <bool kWeighted>
-void CudaGroup<P>::launch_combine(const std::vector<CombineArgs>& args, DType dtype,
-                                  CudaStream stream) {
-    using J = CombineJoint<P>;
-    const DeviceGuard guard(device_);
-    const J all = joint_of_roles<J>(args);
+template <class P, bool kWeighted>
+void CombineLaunch<P, kWeighted>::run(const CombineJoint<P>& joint, size_t ranks, DType dtype,
+                                      CudaStream stream) {
     with_type(dtype, [&]<class T>() {
-        launch(kernels::combine_kernel<T, kWeighted, J>, all, args.size(), stream);
+        launch(kernels::combine_kernel<T, kWeighted, CombineJoint<P>>, joint, ranks, stream);
     });
 }
 

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "launch/cuda/error.h"
+#include "core/cuda/runtime.h"
 #include "launch/cuda/group.h"
 #include "launch/cuda/joint.h"
 

@@ -6,6 +6,7 @@
 #include "core/args.h"
 #include "core/dtypes.h"
 #include "exec/device/device_rank.h"
+#include "fabric/fabric.h"
 #include "launch/cuda/resource.h"
 
 namespace ep {
@@ -31,6 +32,8 @@ int cuda_channels(const Topology& topology, int sms, int local_ranks);
 // how they reach the other ranks, a kernel parameter (see launch/cuda/joint.h).
 template <class FabricParams>
 class CudaGroup {
+    static_assert(FabricParamsLike<FabricParams>);
+
   public:
     // heaps: of those ranks whose memory this process can write, in any order; own_heaps: of
     // `ranks`, in their order. sms: how many SMs a launch may use for each rank.
@@ -59,8 +62,6 @@ class CudaGroup {
     void reset();
 
   private:
-    template <bool kWeighted>
-    void launch_combine(const std::vector<CombineArgs>& args, DType dtype, CudaStream stream);
     template <class J, class Args>
     J joint(const std::vector<Args>& args, int blocks_per_rank) const;
     // The same, with as many servers as this group's SMs have warps for, on all of them.

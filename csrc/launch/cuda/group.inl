@@ -6,7 +6,7 @@
 #include <atomic>
 #include <string>
 
-#include "launch/cuda/error.h"
+#include "core/cuda/runtime.h"
 #include "launch/cuda/group.h"
 #include "launch/cuda/kernels.h"
 
@@ -38,6 +38,13 @@ void launch(void (*kernel)(J), const J& joint, size_t ranks, CudaStream stream) 
 }
 
 }  // namespace
+
+// The launch of combine's kernels, which take the compiler longest: its definition is in
+// combine.inl, and those with weights and those without are compiled side by side.
+template <class P, bool kWeighted>
+struct CombineLaunch {
+    static void run(const CombineJoint<P>& joint, size_t ranks, DType dtype, CudaStream stream);
+};
 
 template <class P>
 CudaGroup<P>::CudaGroup(const Heap& heap, const P& fabric, std::vector<int> ranks,
@@ -159,8 +166,10 @@ void CudaGroup<P>::combine(const std::vector<CombineArgs>& args, DType dtype, Cu
     // a rank without rows has no weights either
     const bool weighted =
         std::any_of(args.begin(), args.end(), [](const CombineArgs& a) { return a.row_weights; });
-    weighted ? launch_combine<true>(args, dtype, stream)
-             : launch_combine<false>(args, dtype, stream);
+    const DeviceGuard guard(device_);
+    const auto all = joint_of_roles<CombineJoint<P>>(args);
+    const auto run = weighted ? CombineLaunch<P, true>::run : CombineLaunch<P, false>::run;
+    run(all, args.size(), dtype, stream);
 }
 
 template <class P>
@@ -189,10 +198,8 @@ void CudaGroup<P>::abort(Outcome outcome) {
 
 template <class P>
 void CudaGroup<P>::drain() const {
-    if constexpr (requires { fabric_.drain(timeout_ns_); }) {
-        const DeviceGuard guard(device_);
-        fabric_.drain(timeout_ns_);
-    }
+    const DeviceGuard guard(device_);
+    fabric_.drain(timeout_ns_);
 }
 
 template <class P>
@@ -202,8 +209,7 @@ void CudaGroup<P>::reset() {
     for (char* base : own_heaps_) check_cuda(cudaMemset(base, 0, heap_.flags_end()), "cudaMemset");
     check_cuda(cudaMemset(epochs_.get(), 0, ranks_.size() * sizeof(uint64_t)), "cudaMemset");
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-    if constexpr (requires { fabric_.reset_signals(0, timeout_ns_); })
-        fabric_.reset_signals(ranks_.front(), timeout_ns_);
+    fabric_.reset_signals(ranks_.front(), timeout_ns_);
     for (size_t i = 0; i < ranks_.size(); ++i) reports_[i] = {};
 }
 

@@ -3,7 +3,6 @@
 
 namespace ep {
 
-template void CudaGroup<P2pFabricParams>::launch_combine<false>(const std::vector<CombineArgs>&,
-                                                                DType, CudaStream);
+template struct CombineLaunch<P2pFabricParams, false>;
 
 }  // namespace ep

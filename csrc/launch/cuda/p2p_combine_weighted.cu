@@ -3,7 +3,6 @@
 
 namespace ep {
 
-template void CudaGroup<P2pFabricParams>::launch_combine<true>(const std::vector<CombineArgs>&,
-                                                               DType, CudaStream);
+template struct CombineLaunch<P2pFabricParams, true>;
 
 }  // namespace ep

@@ -1,8 +1,8 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "core/cuda/runtime.h"
 #include "exec/device/sums.h"
-#include "launch/cuda/error.h"
 #include "launch/cuda/quantize.h"
 
 namespace ep {

@@ -2,7 +2,7 @@
 
 #include <cuda_runtime.h>
 
-#include "launch/cuda/error.h"
+#include "core/cuda/runtime.h"
 
 namespace ep {
 

@@ -3,7 +3,6 @@
 
 namespace ep {
 
-template void CudaGroup<NcclFabricParams>::launch_combine<true>(const std::vector<CombineArgs>&,
-                                                                DType, CudaStream);
+template struct CombineLaunch<NcclFabricParams, true>;
 
 }  // namespace ep

@@ -4,7 +4,7 @@
 #include <stdexcept>
 #include <thread>
 
-#include "launch/cuda/error.h"
+#include "core/cuda/runtime.h"
 #include "launch/cuda/resource.h"
 #include "launch/nccl/nccl_heap.h"
 #include "launch/nccl/reset_signals.h"
@@ -159,9 +159,9 @@ NcclHeap::NcclHeap(const std::string& unique_id, const Heap& heap, int rank, int
                    double timeout) {
     const Topology& topology = heap.topology;
     const size_t signals = NcclFabricParams::signals(heap);
-    if (topology.ranks_per_node > NcclFabricParams::kMaxNodeRanks) {
+    if (topology.ranks_per_node > kMaxNodeRanks) {
         throw std::invalid_argument("ranks_per_node is " + std::to_string(topology.ranks_per_node) +
-                                    ", at most " + std::to_string(NcclFabricParams::kMaxNodeRanks));
+                                    ", at most " + std::to_string(kMaxNodeRanks));
     }
     if (signals > kMostSignals) {
         throw std::invalid_argument("channels is " + std::to_string(heap.channels) + ": with " +
@@ -196,8 +196,8 @@ NcclHeap::NcclHeap(const std::string& unique_id, const Heap& heap, int rank, int
             " to " + std::to_string(first_of_team + comm.lsaSize - 1));
     }
     const auto heaps = as_array<char*>(device_memory(device, sizeof(fabric_.node)));
-    find_heaps<<<1, NcclFabricParams::kMaxNodeRanks>>>(fabric_.window, first - first_of_team,
-                                                       topology.ranks_per_node, heaps.get());
+    find_heaps<<<1, kMaxNodeRanks>>>(fabric_.window, first - first_of_team, topology.ranks_per_node,
+                                     heaps.get());
     check_cuda(cudaGetLastError(), "kernel launch");
     check_cuda(cudaMemcpy(fabric_.node, heaps.get(), topology.ranks_per_node * sizeof(char*),
                           cudaMemcpyDeviceToHost),

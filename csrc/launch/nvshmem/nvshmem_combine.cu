@@ -6,7 +6,6 @@
 
 namespace ep {
 
-template void CudaGroup<NvshmemFabricParams>::launch_combine<false>(const std::vector<CombineArgs>&,
-                                                                    DType, CudaStream);
+template struct CombineLaunch<NvshmemFabricParams, false>;
 
 }  // namespace ep

@@ -6,7 +6,6 @@
 
 namespace ep {
 
-template void CudaGroup<NvshmemFabricParams>::launch_combine<true>(const std::vector<CombineArgs>&,
-                                                                   DType, CudaStream);
+template struct CombineLaunch<NvshmemFabricParams, true>;
 
 }  // namespace ep

@@ -8,7 +8,7 @@
 #include <stdexcept>
 #include <thread>
 
-#include "launch/cuda/error.h"
+#include "core/cuda/runtime.h"
 #include "launch/nvshmem/nvshmem_heap.h"
 
 namespace ep {
@@ -155,10 +155,9 @@ NvshmemHeap::~NvshmemHeap() { all_spare().push_back(memory_); }
 NvshmemFabricParams NvshmemHeap::fabric(const Topology& topology) const {
     const int own = ranks_served->rank;
     NvshmemFabricParams params{topology, memory_.data, {}};
-    if (topology.ranks_per_node > NvshmemFabricParams::kMaxNodeRanks) {
+    if (topology.ranks_per_node > kMaxNodeRanks) {
         throw std::invalid_argument("ranks_per_node is " + std::to_string(topology.ranks_per_node) +
-                                    ", at most " +
-                                    std::to_string(NvshmemFabricParams::kMaxNodeRanks));
+                                    ", at most " + std::to_string(kMaxNodeRanks));
     }
     for (int local = 0; local < topology.ranks_per_node; ++local) {
         const int rank = topology.rank(topology.node_of(own), local);

@@ -1,9 +1,11 @@
 // clang-format off
-#include "router/host_options.h"
+#include "router/exec/host/options.h"
 // clang-format on
 
-#include "router/forward_row.h"
-#include "router/host_team.h"
+#include "router/exec/host/host_team.h"
+#include "router/launch/host/parallel.h"
+#include "router/launch/router.h"
+#include "router/row/forward_row.h"
 
 namespace ep {
 namespace router {

@@ -1,5 +1,6 @@
-#include "router/cuda_launch.h"
-#include "router/forward_row.h"
+#include "router/launch/cuda/launch_rows.h"
+#include "router/launch/router.h"
+#include "router/row/forward_row.h"
 
 namespace ep {
 namespace router {
@@ -18,13 +19,13 @@ __global__ void __launch_bounds__(kMaxThreads)
     extern __shared__ __align__(16) unsigned char memory[];
     const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
     if (row >= args.tokens) return;
-    Carver carver(memory + threadIdx.y * bytes_per_warp);
+    ScratchArrays arrays(memory + threadIdx.y * bytes_per_warp);
     ForwardScratch<R> scratch;
-    scratch.score = carver.take<R>(config.experts);
-    scratch.key = carver.take<Key<R>>(config.experts);
-    scratch.group_key = carver.take<Key<R>>(config.groups);
-    scratch.weight = carver.take<R>(kMaxTopk);
-    scratch.id = carver.take<int32_t>(kMaxTopk);
+    scratch.score = arrays.take<R>(config.experts);
+    scratch.key = arrays.take<Key<R>>(config.experts);
+    scratch.group_key = arrays.take<Key<R>>(config.groups);
+    scratch.weight = arrays.take<R>(kMaxTopk);
+    scratch.id = arrays.take<int32_t>(kMaxTopk);
     WarpTeam team{static_cast<int>(threadIdx.x)};
     forward_row<Storage>(team, config, args, row, scratch);
 }
@@ -41,9 +42,8 @@ void launch(const RouterConfig& config, const RouterForward& args, cudaStream_t 
 void router_forward_cuda(const RouterConfig& config, const RouterForward& args,
                          void* stream_handle) {
     const auto stream = static_cast<cudaStream_t>(stream_handle);
-    router::check_cuda(
-        cudaMemsetAsync(args.tokens_per_expert, 0, config.experts * sizeof(int64_t), stream),
-        "cudaMemsetAsync");
+    check_cuda(cudaMemsetAsync(args.tokens_per_expert, 0, config.experts * sizeof(int64_t), stream),
+               "cudaMemsetAsync");
     with_type(args.dtype, [&]<class T>() { router::launch<T>(config, args, stream); });
 }
 

@@ -10,7 +10,7 @@ struct Pick {
     int index;
 };
 
-// Team::take_top (team.h): writes count picks.
+// Team::take_top (exec/team.h): writes count picks.
 void take_top(int32_t* keys, int n, int count, Pick<int32_t>* picks);
 void take_top(int64_t* keys, int n, int count, Pick<int64_t>* picks);
 

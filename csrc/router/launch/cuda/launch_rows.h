@@ -5,15 +5,17 @@
 #include <stdexcept>
 #include <string>
 
-#include "router/warp_team.h"
+#include "core/cuda/runtime.h"
+#include "router/core/args.h"
+#include "router/exec/device/warp_team.h"
 
 namespace ep::router {
 
-// Cuts a warp's part of shared memory into arrays; all element types have 4 or 8 bytes, the wide
-// ones come first.
-class Carver {
+// The arrays of a row's scratch, one behind the other in a warp's part of shared memory. All
+// element types have 4 or 8 bytes: who takes the wide ones first keeps every array aligned.
+class ScratchArrays {
   public:
-    __device__ explicit Carver(unsigned char* memory) : memory_(memory) {}
+    __device__ explicit ScratchArrays(unsigned char* memory) : memory_(memory) {}
 
     template <class T>
     __device__ T* take(int count) {
@@ -26,11 +28,8 @@ class Carver {
     unsigned char* memory_;
 };
 
-inline void check_cuda(cudaError_t error, const char* what) {
-    if (error == cudaSuccess) return;
-    throw std::runtime_error(std::string("grouped_topk: ") + what + ": " +
-                             cudaGetErrorString(error));
-}
+constexpr int kMaxWarps = 4;  // of a block
+constexpr int kMaxThreads = 32 * kMaxWarps;
 
 // Launches kernel(config, args, bytes_per_warp) with a warp per row.
 template <class Args>
@@ -38,7 +37,7 @@ void launch_rows(void (*kernel)(RouterConfig, Args, int), const RouterConfig& co
                  const Args& args, size_t bytes_per_warp, cudaStream_t stream) {
     constexpr size_t kWithoutOptIn = 48 * 1024;
     if (args.tokens == 0) return;
-    int warps = 4;
+    int warps = kMaxWarps;
     while (warps > 1 && warps * bytes_per_warp > kWithoutOptIn) warps /= 2;
     const size_t shared = warps * bytes_per_warp;
     if (shared > kWithoutOptIn) {
@@ -61,7 +60,5 @@ void launch_rows(void (*kernel)(RouterConfig, Args, int), const RouterConfig& co
         config, args, static_cast<int>(bytes_per_warp));
     check_cuda(cudaGetLastError(), "kernel launch");
 }
-
-constexpr int kMaxThreads = 128;
 
 }  // namespace ep::router

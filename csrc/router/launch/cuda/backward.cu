@@ -1,5 +1,6 @@
-#include "router/backward_row.h"
-#include "router/cuda_launch.h"
+#include "router/launch/cuda/launch_rows.h"
+#include "router/launch/router.h"
+#include "router/row/backward_row.h"
 
 namespace ep {
 namespace router {
@@ -19,13 +20,13 @@ __global__ void __launch_bounds__(kMaxThreads)
     extern __shared__ __align__(16) unsigned char memory[];
     const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
     if (row >= args.tokens) return;
-    Carver carver(memory + threadIdx.y * bytes_per_warp);
+    ScratchArrays arrays(memory + threadIdx.y * bytes_per_warp);
     BackwardScratch<R> scratch;
-    scratch.score = carver.take<R>(config.experts);
-    scratch.grad = carver.take<R>(config.experts);
-    scratch.pick_score = carver.take<R>(kMaxTopk);
-    scratch.pick_grad = carver.take<R>(kMaxTopk);
-    scratch.id = carver.take<int32_t>(kMaxTopk);
+    scratch.score = arrays.take<R>(config.experts);
+    scratch.grad = arrays.take<R>(config.experts);
+    scratch.pick_score = arrays.take<R>(kMaxTopk);
+    scratch.pick_grad = arrays.take<R>(kMaxTopk);
+    scratch.id = arrays.take<int32_t>(kMaxTopk);
     WarpTeam team{static_cast<int>(threadIdx.x)};
     backward_row<Storage>(team, config, args, row, scratch);
 }

@@ -2,13 +2,14 @@
 
 #include <climits>
 
-#include "router/team.h"
+#include "router/core/number.h"
+#include "router/exec/team.h"
 
 namespace ep::router {
 
-// A Team of the 32 lanes of a warp: see team.h. Every row is one warp's; arrays of the scratch are
-// in shared memory, and lane l works on the elements l, l + 32, ..., so that global accesses
-// coalesce and shared ones have no bank conflicts.
+// A Team of the 32 lanes of a warp: see exec/team.h. Every row is one warp's and its scratch lies
+// in shared memory. Lane l works on the elements l, l + 32, ..., so that global accesses coalesce
+// and shared ones have no bank conflicts.
 struct WarpTeam {
     static constexpr unsigned kAll = 0xffffffffu;
     int lane;

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "router/team.h"
+#include "router/row/scores.h"
 
 namespace ep::router {
 

@@ -1,20 +1,9 @@
 #pragma once
 
-// What the router computes for one token is written once for both backends, over a Team: the host's
-// is one thread whose loops are vectorised, CUDA's is a warp. A Team offers
-//
-//   each(n, f)                   f(i) for every i in [0, n), in any order; done before what the
-//   team does next once(f)                      f() by one member; done before what the team does
-//   next sum<R>(n, f)                 f(0) + ... + f(n - 1) max<R>(n, f)                 the
-//   largest f(i), ignoring NaN; -inf when there is none count_and_next(keys, n, k)   how many keys
-//   equal k, and the largest key below it, kNoKey when there is none take_top(keys, n, count, f)
-//   f(rank, index) for the `count` largest keys, best first, among equals the lowest index
-//                                first; those keys become kNoKey; count <= n
-//   increment(counter)           adds 1 to a counter that all teams share
-
 #include "core/row.h"
-#include "router/number.h"
-#include "router/router.h"
+#include "router/core/args.h"
+#include "router/core/number.h"
+#include "router/exec/team.h"
 
 namespace ep::router {
 
@@ -30,12 +19,6 @@ EP_FN void softmax(Team& team, int n, R* out, F f) {
     const R total = team.template sum<R>(n, [=](int i) { return out[i]; });
     team.each(n, [=](int i) { out[i] /= total; });
 }
-
-template <class K>
-struct KeyCount {
-    int count;
-    K next;
-};
 
 template <class R, class Team>
 EP_FN void divide_by_sum(Team& team, int n, R* values) {

@@ -1,12 +1,12 @@
 // clang-format off
-#include "router/host_options.h"
+#include "router/exec/host/options.h"
 // clang-format on
 
-#include "router/host_top.h"
+#include "router/exec/host/take_top.h"
 
 #include <algorithm>
 
-#include "router/number.h"
+#include "router/core/number.h"
 
 namespace ep::router {
 namespace {
