@@ -1,0 +1,146 @@
+"""Who imports whom in megatron_ep: no circle between files, one direction between rooms, Megatron-Core in two of them.
+
+Read from the source, so that imports for types, inside functions and by `importlib.import_module` count as well.
+"""
+
+import ast
+import graphlib
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "megatron_ep"
+API = "the API"  # the files directly in megatron_ep
+# Each room may import itself, those in lines below it, and what FURTHER says.
+ROOMS = [{"cli"}, {"bench", "training"}, {"megatron"}, {API}, {"backends"}, {"_C"}]
+LINE = {room: number for number, rooms in enumerate(ROOMS) for room in rooms}
+FURTHER = {"backends": {"megatron_ep.config", "megatron_ep.errors"}}
+MAY_IMPORT_MEGATRON_CORE = {"megatron", "training"}
+
+
+def read_imports(package):
+    """For each module of a package, by its full name: the names of the modules, of any package, that it imports."""
+    modules = {_module_name(path, package): path for path in package.rglob("*.py")}
+    return {name: set(_imported(path, name, modules)) for name, path in modules.items()}
+
+
+def find_faults(package):
+    """What is wrong, a line each."""
+    imports = read_imports(package)
+    try:
+        own = {name: sorted(imports[name] & imports.keys()) for name in sorted(imports)}
+        graphlib.TopologicalSorter(own).prepare()
+    except graphlib.CycleError as error:
+        yield f"circle: {' -> '.join(reversed(error.args[1]))}"
+    for name, names in sorted(imports.items()):
+        room = _room(name, package)
+        if room not in LINE:
+            yield f"{name}: the room {room} has no place in ROOMS"
+            continue
+        for other in sorted(names):
+            if other.split(".")[0] == "megatron" and room not in MAY_IMPORT_MEGATRON_CORE:
+                yield f"{name} imports {other}"
+            if other.split(".")[0] == package.name and other not in FURTHER.get(room, ()):
+                target = _room(other, package)
+                if target != room and LINE.get(target, -1) <= LINE[room]:
+                    yield f"{name} imports {other}: from {room} to {target}"
+
+
+def _module_name(path, package):
+    parts = path.relative_to(package.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _room(name, package):
+    first = name.split(".")[1] if "." in name else ""
+    return first if first == "_C" or (first and (package / first).is_dir()) else API
+
+
+def _imported(path, name, modules):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            origin = node.module or ""
+            if node.level:
+                parts = name.split(".")
+                parents = parts[: len(parts) - node.level + (path.name == "__init__.py")]
+                origin = ".".join([*parents, *origin.split(".")] if origin else parents)
+            for alias in node.names:
+                full = f"{origin}.{alias.name}"
+                yield full if full in modules or alias.name == "_C" else origin
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from (argument.value for argument in node.args if isinstance(argument, ast.Constant))
+
+
+def test_the_rooms_of_the_package():
+    imports = read_imports(PACKAGE)
+    assert "megatron_ep.buffer" in imports["megatron_ep"] and "megatron_ep._C" in imports["megatron_ep.router"]
+    assert list(find_faults(PACKAGE)) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "code", "fault"),
+    [
+        ("buffer", "import megatron_ep", "circle: megatron_ep -> megatron_ep.buffer -> megatron_ep"),
+        (
+            "config",
+            "from . import buffer",
+            "circle: megatron_ep.buffer -> megatron_ep.backends.host -> megatron_ep.config -> megatron_ep.buffer",
+        ),
+        (
+            "config",
+            "if TYPE_CHECKING:\n    from megatron_ep.buffer import Buffer",
+            "circle: megatron_ep.buffer -> megatron_ep.backends.host -> megatron_ep.config -> megatron_ep.buffer",
+        ),
+        (
+            "backends/host",
+            "def f():\n    from ..buffer import Buffer",
+            "megatron_ep.backends.host imports megatron_ep.buffer: from backends to the API",
+        ),
+        (
+            "buffer",
+            "import megatron_ep.cli.main",
+            "megatron_ep.buffer imports megatron_ep.cli.main: from the API to cli",
+        ),
+        (
+            "bench/layer",
+            "from megatron_ep.training import loop",
+            "megatron_ep.bench.layer imports megatron_ep.training.loop: from bench to training",
+        ),
+        (
+            "megatron/layer",
+            "importlib.import_module('megatron_ep.bench.layer')",
+            "megatron_ep.megatron.layer imports megatron_ep.bench.layer: from megatron to bench",
+        ),
+        (
+            "bench/layer",
+            "def f():\n    from megatron.core import x",
+            "megatron_ep.bench.layer imports megatron.core",
+        ),
+        ("new/file", "", "megatron_ep.new.file: the room new has no place in ROOMS"),
+    ],
+)
+def test_what_would_be_wrong_is_found(tmp_path, file, code, fault):
+    package = tmp_path / "megatron_ep"
+    files = {
+        "__init__": "from megatron_ep.buffer import Buffer",
+        "buffer": "from megatron_ep.config import Config\nfrom megatron_ep.backends import host",
+        "config": "",
+        "backends/host": "from megatron_ep.config import Config\nfrom megatron_ep import _C",
+        "megatron/layer": "import megatron_ep as ep\nfrom megatron.core import parallel_state",
+        "training/loop": "from megatron_ep.megatron import layer\nimport megatron.core",
+        "bench/layer": "from megatron_ep.megatron import layer",
+        "cli/main": "from megatron_ep.bench import layer\nfrom megatron_ep.training import loop",
+    }
+
+    def write(name, text):
+        path = package / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    for name, text in files.items():
+        write(name, text)
+    assert list(find_faults(package)) == []
+    write(file, f"{files.get(file, '')}\n{code}")
+    assert fault in list(find_faults(package))
