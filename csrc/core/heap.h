@@ -15,15 +15,16 @@ namespace ep {
 // address is an offset.
 //
 // Rings are named by (channel, node, peer). For an NVLink ring `node` is the node that the token
-// comes from and `peer` the local rank at the other end; data and tail lie with the consumer (peer
-// = producer), head with the producer (peer = consumer). A network ring runs along the rail: data
-// and tail lie with the consumer (node = source), staging and head with the producer. Where a
-// fabric maps the rail nobody uses the staging.
+// comes from, and `peer` the local rank at the other end. Data and tail lie with the consumer (its
+// peer is the producer), the head lies with the producer (its peer is the consumer).
+//
+// A network ring runs along the rail. Data and tail lie with the consumer (node = source), staging
+// and head with the producer. Where a fabric maps the rail nobody uses the staging.
 //
 // All flags and cursors only ever grow and are cleared by nobody but reset.
 struct Heap {
-    static constexpr size_t kLine =
-        128;  // one cache line a flag: flags of different writers never share one
+    // One cache line a flag: flags of different writers never share one.
+    static constexpr size_t kLine = 128;
 
     Topology topology;
     int num_experts;

@@ -25,8 +25,7 @@ EP_HD uint64_t floor_power_of_two(uint64_t value) {
 //   tag      which call the row belongs to, and of what shape and type: see row_tag
 //   experts  the token's expert ids (-1: none)                           dispatch only
 //   index    how many earlier rows of the source rank went to that expert   dispatch only
-//   weights  the token's weights (dispatch) or their gradients (combine), opaque words of
-//   weight_bytes
+//   weights  the token's weights (dispatch) or their gradients (combine): words of weight_bytes
 // Dispatch and combine of the same payload use the same slot size, so that they can follow each
 // other in one ring.
 struct RowFormat {
@@ -36,8 +35,7 @@ struct RowFormat {
     int scale_bytes;
     int weight_bytes;  // 0, 4 or 8
     int topk;
-    int payload_type;  // a number for the element type: rows are bytes here, but the ranks must
-                       // mean the same
+    int payload_type;  // a number for the element type, on which the ranks must agree
 
     RowFormat() = default;
     RowFormat(int payload, int scale, int weight, int k, int type = 0)
@@ -54,9 +52,8 @@ struct RowFormat {
         slot_bytes_ = align_up(scales_ + scale_bytes, alignment);
     }
 
-    EP_HD size_t tag() const {
-        return 0;
-    }  // first, where also a rank finds it that expects rows of another size
+    // First, where even a rank that expects rows of another size finds it.
+    EP_HD size_t tag() const { return 0; }
     EP_HD size_t experts() const { return 16; }
     EP_HD size_t index() const { return index_; }
     EP_HD size_t weights() const { return weights_; }

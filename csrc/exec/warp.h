@@ -13,40 +13,53 @@ namespace ep {
 // Who sees a flag: the roles of one rank, or every rank of the node.
 enum class Scope { Rank, System };
 
-// Whether bytes are needed again soon (a ring) or not (the first or final place of a row): those
-// that a copy writes, those that a stage or a sum reads.
+// Whether the bytes that a copy writes, or that a stage or a sum reads, are needed again soon (a
+// ring) or late (the first or final place of a row): what is needed late leaves the cache first.
 enum class Reuse { Soon, Late };
 
 // What executes a role: 32 lanes that move together, kLanesAtOnce of them at the same time. Values
 // that differ between lanes live in a PerLane; everything else is the same in all lanes. Lambdas
 // get the lane and run for lanes [0, count); on a GPU at the same time, on the host one by one.
 //
-//   lanes(count, f)                   f(lane) for each lane; ordered before what the warp does next
-//   ballot(count, f)                  the lanes for which f is true, as bits
-//   first_of(count, keys)             the lanes whose key is >= 0 and appears in no lower lane, as
-//   bits match(count, keys, equal)         for each lane whose key is >= 0 the lanes with the same
-//   key, as bits; else 0 broadcast(value, lane)            the value of one lane, in all lanes
-//   exclusive_scan(count, values)     prefix sums in place; returns the total
-//   met(count, need)                  need(lane) -> Need: has every lane what it needs?
-//   wait_all(wait, count, need)       until every lane has; false: the wait ended badly and the
-//   role must return wait_any(wait, count, need)       until some lane has; returns the lanes that
-//   have, 0: as above fail(outcome, wait, need)         records an incident and makes all waits of
-//   all ranks end copy<Reuse>(dst, src, bytes) multicast<Reuse>(dsts, mask, src, bytes)   one
-//   source, a destination per lane in the mask stage<Reuse>(src, bytes)          begins to read
-//   what the next copy or multicast reads, while the warp finds out where it goes sum<T,
-//   Reuse>(dst, srcs, mask, count)
-//                                     dst[i] = sum over the lanes in the mask of srcs[lane][i], in
-//                                     lane order, in fp32 (fp64 for fp64)
+// Steps of the lanes
+//   lanes(count, f)                  f(lane) for each lane; ordered before what the warp does next
+//   ballot(count, f)                 the lanes for which f is true, as bits
+//   first_of(count, keys)            the lanes whose key is >= 0 and in no lower lane, as bits
+//   match(count, keys, equal)        for each lane whose key is >= 0 the lanes with its key, as
+//                                    bits; for the others 0
+//   broadcast(value, lane)           the value of one lane, in all lanes
+//   exclusive_scan(count, values)    prefix sums in place; returns the total
+//
+// Waits. They are bounded: false, or 0, means that the wait ended badly and the role must return
+//   met(count, need)                 need(lane) -> Need: has every lane what it needs? No wait
+//   wait_all(wait, count, need)      until every lane has
+//   wait_any(wait, count, need)      until some lane has; returns the lanes that have
+//   fail(outcome, wait, need)        records an incident and ends the waits of all ranks
+//
+// Rows
+//   copy<Reuse>(dst, src, bytes)
+//   multicast<Reuse>(dsts, mask, src, bytes)
+//                                    one source, a destination per lane in the mask
+//   stage<Reuse>(src, bytes)         begins to read what the next copy or multicast reads, while
+//                                    the warp finds out where it goes
+//   sum<T, Reuse>(dst, srcs, mask, count)
+//                                    dst[i] = sum over the lanes in the mask of srcs[lane][i], in
+//                                    lane order, in fp32 (fp64 for fp64)
 //   weighted_sum<T, Reuse>(dst, srcs, weights, mask, count)
-//                                     the same of weights[lane] * srcs[lane][i]: a product is
-//                                     rounded, then added, also where it is the only one
+//                                    the same of weights[lane] * srcs[lane][i]: a product is
+//                                    rounded, then added, also where it is the only one
 //   zero(dst, bytes)
-//   publish<Scope>(flag, value)       a store that whoever acquires it sees after all that the warp
-//   wrote before publish_lanes<Scope>(count, f)    the same for a flag per lane: f(lane, store)
-//   calls store(flag, value) or not credit<Scope>(flag, value)        a store after all that the
-//   warp has read and used, or copied or summed; nothing that it wrote is ordered
+//
+// Flags. A scope says who may acquire them
+//   publish<Scope>(flag, value)      a store: whoever acquires it sees all that the warp wrote
+//                                    before
+//   publish_lanes<Scope>(count, f)   the same for a flag per lane: f(lane, store) calls
+//                                    store(flag, value) or not
+//   credit<Scope>(flag, value)       a store: when it is seen, the warp is done with all that it
+//                                    read, copied or summed before. What it wrote is in no order
 //   credit_lanes<Scope>(count, f)
-//   acquire<Scope>(flag)              the other half
+//   acquire<Scope>(flag)             a load: the other half of both
+
 // For the concept, in which nvcc takes no lambdas.
 struct PublishNothing {
     template <class Store>

@@ -4,12 +4,13 @@
 
 namespace ep {
 
-// Roles of combine: the pipe of dispatch run backwards.
+// Roles of combine: the pipe of dispatch run backwards. The experts' rows for a token go
 //
-//   expert rows --combine_nvl_sender (sums a rank's experts)--> NVLink ring
-//   -------------------------------> combine_receiver, same node
-//                  \--> NVLink ring --combine_forwarder (sums a node's ranks)--> staging
-//                  -sender_coordinator-> network ring --> combine_receiver
+//   to a rank of this node:
+//     combine_nvl_sender (sums a rank's experts) -> NVLink ring -> combine_receiver
+//   to a rank of another node:
+//     combine_nvl_sender -> NVLink ring -> combine_forwarder (sums a node's ranks) -> staging
+//     -> sender_coordinator -> network ring -> combine_receiver (sums the nodes)
 //
 // Without staging where the fabric maps the rail. A ring belongs to one source rank and channel
 // here too, so a full ring towards one node never holds up the rows of another. All sums run over k
@@ -144,8 +145,9 @@ EP_FN void combine_receiver(W& warp, F& fabric, const CombineArgs& args, int cha
     const RowFormat& format = args.format;
     const Topology& topology = args.topology();
     const int own_node = args.node();
-    typename W::template PerLane<int> expert, following,
-        source;  // the ring of each k: a local rank, or ranks_per_node + another node
+    typename W::template PerLane<int> expert, following;
+    // The ring of each k: a local rank, or ranks_per_node + another node.
+    typename W::template PerLane<int> source;
     typename W::template PerLane<uint64_t> taken;
     typename W::template PerLane<const void*> row, part;
     auto is_local = [&](int source) { return source < topology.ranks_per_node; };

@@ -4,14 +4,18 @@
 
 namespace ep {
 
-// Roles of dispatch, one warp each:
+// Roles of dispatch, one warp each. A token of this rank goes
 //
-//   token of this rank --nvl_sender--> NVLink ring
-//   ------------------------------------------------> receiver, on a rank of this node
-//                      \-rdma_sender-> staging -sender_coordinator-> network ring --forwarder-->
-//                      NVLink ring --> receiver, on another node
-//                                          credit: receiver -> sender or forwarder; forwarder ->
-//                                          forwarder_coordinator -> rdma_sender
+//   to ranks of this node:
+//     nvl_sender -> NVLink ring -> receiver
+//   to ranks of another node, once for all of them:
+//     rdma_sender -> staging -> sender_coordinator -> network ring -> forwarder -> NVLink ring
+//     -> receiver
+//
+// and credit for the slots comes back
+//
+//   from receiver to nvl_sender or forwarder,
+//   from forwarder over forwarder_coordinator to rdma_sender.
 //
 // Where the fabric maps the rail, rows are packed in the network ring itself, and
 // sender_coordinator only signals. Each ring carries rows of one source rank and channel in token
@@ -171,7 +175,7 @@ EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel)
 }
 
 // Own tokens for another node, once each, into slots of the network ring. The coordinator hears of
-// a row with the next one.
+// a row with the next one: by then the row has been written, and nobody waits for that.
 template <WarpLike W, FabricLike<W> F>
 EP_FN void rdma_sender(W& warp, F& fabric, const DispatchArgs& args, int channel, int node) {
     const Rings<F> rings{fabric, args, channel};

@@ -9,13 +9,12 @@ namespace ep {
 // Cursors of the two ends of a ring, one line each in the heap of the rank that owns them.
 struct OutCursor {
     uint64_t next;       // slots filled so far
-    uint64_t published;  // of these, how many the consumer has been told of (network rings: by
-                         // sender_coordinator)
+    uint64_t published;  // of these, how many the consumer knows (network rings: their coordinator)
     uint64_t slot_bytes;
 };
 struct InCursor {
     uint64_t next;       // slots read so far
-    uint64_t published;  // of these, how many the producer has been told of
+    uint64_t published;  // of these, how many the producer knows
 };
 
 // What both ends of a ring must agree on for a row to make sense, as one number: the call, the
@@ -116,9 +115,10 @@ struct Rings {
     EP_FN int rank_at(int node, int peer) const { return args.topology().rank(node, peer); }
 };
 
-// The role's rings towards `count` ranks from `first_rank` on, by the source rank of what they
-// carry (dispatch: all of its own node). A call may use slots of another size than the call before
-// it: then the ring must have run empty first, or the two would overlap.
+// Opens the role's rings towards `count` ranks from `first_rank` on, by the source rank of what
+// they carry (dispatch: all of its own node). A call may use slots of another size than the call
+// before it: then the ring must have run empty first, or a new row would overwrite an unread old
+// one.
 template <WarpLike W, class F>
 EP_FN bool open_nvl_rings(W& warp, const Rings<F>& rings, int first_rank, int count) {
     const uint64_t slot_bytes = rings.slot_bytes;
@@ -181,8 +181,8 @@ EP_FN void publish_heads(W& warp, const Rings<F>& rings, int node) {
     }
 }
 
-// Here and below the own cursor is read before the flag is acquired: loads after an acquire wait
-// for it.
+// Here and below the own cursor is read before the flag is acquired, for speed only: loads after an
+// acquire wait for it.
 template <WarpLike W, class F>
 EP_FN Need nvl_credit(const Rings<F>& rings, int node, int peer) {
     const uint64_t next = rings.nvl_out(node, peer).next;

@@ -13,9 +13,13 @@ namespace ep {
 // One warp's share of shared memory, through which the SM's copy engine moves rows, a chunk a
 // buffer: many bytes under way, none of them in registers.
 //
-// The engine works in the async proxy: a fence stands between what this warp has acquired and what
-// the engine reads, and `wait_written` between what it writes and a flag that promises it. Its
-// writes are issued only once the wait for their slots is over, whose readers are done.
+// The engine works in the async proxy, which sees memory apart from the warp's loads and stores:
+//   - a fence stands between what this warp has acquired and what the engine reads, or it might
+//     read what lay there before;
+//   - `wait_written` stands between what the engine writes and a flag that promises it, or a reader
+//     might find the old bytes;
+//   - what the engine writes is issued only after the wait for credit, when the slot's readers are
+//     done.
 struct BulkBuffers {
     // The buffers of 16 warps fill an SM. Few and large: the engine takes long over small chunks.
     static constexpr uint32_t kChunkBytes = 7168;
@@ -84,8 +88,8 @@ class BulkCopier {
 
     // The sum of the rows of the lanes in the mask, in lane order, a piece of each at a time. The
     // pieces lie side by side in the buffers, as large as they can be: while this warp waits for
-    // them the others of its SM add theirs. Behind them lie the weights, if any, since inactive
-    // lanes could not tell theirs to the others.
+    // them the others of its SM add theirs. Behind them lie the weights, if any: a shuffle would
+    // not do, because the lanes beyond a piece's end do not take part in its loop.
     template <class T, Reuse reuse, class Weight>
     __device__ __forceinline__ void sum(void* dst, const void* own_src, Weight own_weight,
                                         uint32_t mask, uint32_t bytes) {
@@ -100,7 +104,7 @@ class BulkCopier {
         const char* in = static_cast<const char*>(own_src);
         ptx::fence_proxy_async_global();
         ptx::bulk_wait_read<0>();
-        __syncwarp();
+        __syncwarp();  // now no lane's writes read the buffers any more
         const auto weights = share(own_weight, takes_part, own_row);
         for (uint32_t at = 0; at < bytes; at += piece, ++sums_) {
             const uint32_t size = bytes - at < piece ? bytes - at : piece;
@@ -120,7 +124,8 @@ class BulkCopier {
         __syncwarp();
     }
 
-    // Every lane, before another lane may release what was copied, and before the kernel ends.
+    // By every lane, whose writes are its own: before any lane releases what was copied, and before
+    // the kernel ends.
     __device__ __forceinline__ void wait_written() { ptx::bulk_wait_written(); }
 
   private:
@@ -134,7 +139,9 @@ class BulkCopier {
         char* end = reinterpret_cast<char*>(buffers_.data) + sizeof(BulkBuffers::data);
         auto* first = reinterpret_cast<Weight*>(end - kWeightBytes);
         if (takes_part) ptx::store_shared(first + own_row, own);
-        ptx::fence_proxy_async_shared();  // before rows are copied to this place again
+        // Between these stores and a later copy of rows to the same place, or the copy might come
+        // first and the weights lie in the row.
+        ptx::fence_proxy_async_shared();
         __syncwarp();
         return {first};
     }

@@ -13,11 +13,11 @@ namespace ep {
 struct DeviceRank {
     int rank;
     int num_reachable;
-    uint64_t timeout_ns;    // of every single wait
-    ControlBlock* control;  // in the rank's own heap: `abort` is what waits poll, the count gives
-                            // incidents their place
-    ControlBlock*
-        report;  // in memory of the host: what it sees of them, while a kernel runs and after
+    uint64_t timeout_ns;  // of every single wait
+    // In the rank's own heap: `abort` is what waits poll, the count gives incidents their place.
+    ControlBlock* control;
+    // In memory of the host: what it sees of them, while a kernel runs and after.
+    ControlBlock* report;
     uint64_t** abort_words;  // of the ranks whose memory this one can write, its own among them
 };
 

@@ -166,10 +166,13 @@ class DeviceWarp {
         __syncwarp();
     }
 
-    // Relaxed, where PTX's memory model wants a release, which would wait for all that the warp has
-    // written. Enough on the hardware: a warp issues in order, so a load whose value it has used is
-    // over, and what the copy engine read has been waited for. A warp that acquires this flag and
-    // stores another one passes that on.
+    // Between this warp's reads of a slot and the producer's next write to it: were the flag seen
+    // first, the producer would overwrite a row that is still being read.
+    //
+    // Relaxed, where PTX's memory model wants a release, which would also wait for all that the
+    // warp has written. Enough on the hardware: a warp issues in order, so a load whose value it
+    // has used is over, and what the copy engine read has been waited for. A warp that acquires
+    // this flag and stores another one passes that on.
     template <Scope scope>
     __device__ __forceinline__ void credit(uint64_t* flag, uint64_t value) {
         if (lane_id() == 0)
@@ -189,7 +192,9 @@ class DeviceWarp {
         return of_scope<scope>(ptx::load_acquire_gpu, ptx::load_acquire_sys)(flag);
     }
 
-    // Everything this warp wrote is written: before it releases a flag by other means than publish.
+    // Between what the copy engine wrote for this warp and a flag that promises it: the engine's
+    // writes are in no order with the warp's stores, so a reader might see the flag first. Publish
+    // does this itself; a fabric that releases flags by other means has to.
     __device__ __forceinline__ void finish_writes() {
         bulk_.wait_written();
         __syncwarp();

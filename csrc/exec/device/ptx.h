@@ -141,7 +141,7 @@ __device__ __forceinline__ void store_shared(double* address, double value) {
     asm volatile("st.shared.f64 [%0], %1;" ::"r"(shared_address(address)), "d"(value) : "memory");
 }
 
-// ---- bulk copies through shared memory (sm_90): the copy engine of the SM reads and writes in the
+// ---- bulk copies through shared memory (sm_90): the SM's copy engine reads and writes in the
 // async proxy
 
 __device__ __forceinline__ void barrier_init(uint64_t* barrier, uint32_t arrivals) {
@@ -149,15 +149,17 @@ __device__ __forceinline__ void barrier_init(uint64_t* barrier, uint32_t arrival
                  "r"(arrivals)
                  : "memory");
 }
-// Makes the initialisation of barriers visible to the async proxy.
+// Between the initialisation of barriers and the copies that arrive at them.
 __device__ __forceinline__ void fence_barrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-// Orders this thread's view of global memory before bulk copies that it issues later.
+// Between what this thread has acquired or written in global memory and bulk copies that it issues
+// later, which might else read what was there before.
 __device__ __forceinline__ void fence_proxy_async_global() {
     asm volatile("fence.proxy.async.global;" ::: "memory");
 }
-// Orders what this thread has written to shared memory before bulk copies into the same place.
+// Between this thread's accesses to shared memory and bulk copies that it, or another thread after
+// a barrier, issues into the same place.
 __device__ __forceinline__ void fence_proxy_async_shared() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

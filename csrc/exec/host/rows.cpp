@@ -23,8 +23,8 @@
 namespace ep {
 namespace {
 
-constexpr size_t kBlock =
-    1024;  // elements of a wide row summed at a time: they stay in the first-level cache
+// Elements of a wide row that are summed at a time: they stay in the first-level cache.
+constexpr size_t kBlock = 1024;
 
 // 16-bit elements are summed in registers, a few vectors at a time. Vectors are the compiler's: it
 // maps them to what the machine has.

@@ -70,8 +70,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     NotifyArgs args = joint.args[place.index];
     if (args.layout.totals().bad_token || is_aborted(rank)) return;
     if (place.warp == place.warps - 1) {
-        args.epoch = *joint.epochs[place.index] +
-                     1;  // counted here, not by the host: a captured graph replays
+        // Counted here and not by the host, because a captured graph replays.
+        args.epoch = *joint.epochs[place.index] + 1;
         DeviceWarp warp(rank, args.epoch, Role::Notify, 0, bulk_buffers());
         typename J::Fabric fabric(joint.fabric, args.rank);
         notify(warp, fabric, args);

@@ -9,17 +9,15 @@ EP_HD int ceil_div(int count, int share) { return (count + share - 1) / share; }
 
 // Which warp does what. In each channel `servers` warps share the rings towards all ranks
 // (dispatch's receivers, combine's NVLink senders), and the others have a role of their own. The
-// roles of all channels, one channel's behind the other's, are dealt to a rank's blocks in equal
-// parts.
+// roles of all channels, channel after channel, are divided among a rank's blocks in equal parts.
 template <int kPerNode>
 struct ChannelRoles {
     int nodes;
     int world;
     int servers;
 
-    EP_HD int coordinators() const {
-        return nodes > 1 ? ceil_div(nodes, 32) : 0;
-    }  // of either kind
+    // Of either kind.
+    EP_HD int coordinators() const { return nodes > 1 ? ceil_div(nodes, 32) : 0; }
     EP_HD int ranks_per_server() const { return ceil_div(world, servers); }
     EP_HD int others() const { return 1 + kPerNode * (nodes - 1) + 2 * coordinators(); }
     EP_HD int warps() const { return servers + others(); }
@@ -30,11 +28,11 @@ using DispatchRoles = ChannelRoles<2>;
 // receiver, senders, forwarder of each other node, coordinators
 using CombineRoles = ChannelRoles<1>;
 
-EP_HD int fewest_servers(const Topology& topology) {
-    return ceil_div(topology.world(), 32);
-}  // a lane a rank
-// Of at most so many servers, as many as it takes to give none more ranks than the others need to:
-// none is without.
+// A server has a lane for each rank that it serves.
+EP_HD int fewest_servers(const Topology& topology) { return ceil_div(topology.world(), 32); }
+
+// The least number of servers, at most `most`, for which the busiest one has as few ranks as with
+// `most`: more of them would be idle.
 EP_HD int even_servers(const Topology& topology, int most) {
     return ceil_div(topology.world(), ceil_div(topology.world(), most));
 }
@@ -46,8 +44,8 @@ EP_HD int servers_for(const Topology& topology, int warps) {
     return left < 1 ? left : even_servers(topology, left);
 }
 
-// Of `count` things that are dealt to blocks in equal parts, that of a block's warp; -1: none is
-// left for it.
+// Of `count` roles that are divided among blocks in equal parts, the one of a block's warp; -1:
+// none is left for it.
 EP_HD int role_of_warp(int count, int block, int blocks, int warp) {
     const int number = block * count / blocks + warp;
     return number < (block + 1) * count / blocks ? number : -1;

@@ -16,9 +16,9 @@ namespace ep {
 // How the roles of a launch are run.
 struct Schedule {
     int threads = 1;  // OS threads, each with the roles of some ranks as fibers
-    std::optional<uint64_t>
-        seed;                  // one thread, random interleaving, simulated network between nodes
-    uint64_t lost_signal = 0;  // with a seed: which signal the network loses
+    // One thread, random interleaving, a simulated network between nodes.
+    std::optional<uint64_t> seed;
+    uint64_t lost_signal = 0;      // with a seed: which signal the network loses
     bool thread_per_role = false;  // for ThreadSanitizer
 };
 

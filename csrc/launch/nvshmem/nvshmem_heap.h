@@ -27,8 +27,8 @@ class NvshmemHeap {
     // is there. Throws std::runtime_error, std::invalid_argument when NVSHMEM uses another GPU.
     static void prepare(int device, double timeout);
     static std::optional<NvshmemRanks> initialised_for();
-    static std::vector<int> spare(
-        size_t bytes);  // numbers of heaps of this size that are not in use
+    // Numbers of heaps of this size that are not in use.
+    static std::vector<int> spare(size_t bytes);
 
     // Collective, waits for the other ranks without a bound, and leaves `device` current: for a
     // thread that is given up when that takes too long. Initialises NVSHMEM if it was not. Throws
