@@ -10,57 +10,18 @@ from __future__ import annotations
 import argparse
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from statistics import median
+from dataclasses import asdict
 from types import ModuleType
 from typing import Any
 
 import torch
 
 import megatron_ep as ep
-from megatron_ep import env
-from megatron_ep.backends.cuda import check_device
-from megatron_ep.bench.common import positive, write_json
+from megatron_ep.bench.arguments import shape
+from megatron_ep.bench.gpu_case import Case, add_arguments, cases_of, require_gpu
+from megatron_ep.bench.report import EXTREMES, RATE, WHAT, Columns, Record, Report, make_record
+from megatron_ep.bench.timing import cuda_timer, time_rounds
 from megatron_ep.functional import SCALE_BLOCK
-
-WARMUP, ITERATIONS = 3, 10
-
-
-@dataclass(frozen=True)
-class Case:
-    nodes: int
-    ranks_per_node: int
-    num_sms: int  # of each rank
-    channels: int | None
-    ring_slots: int  # rows of bf16 that an NVLink ring holds
-    network_slots: int  # and a network ring
-    tokens: int
-    hidden: int
-    topk: int
-    experts: int
-
-    @property
-    def world_size(self) -> int:
-        return self.nodes * self.ranks_per_node
-
-    @property
-    def config(self) -> ep.Config:
-        slot_bytes = 2 * self.hidden + 1024  # generous for what travels beside a row
-        return ep.Config(
-            num_experts=self.experts,
-            channels=self.channels,
-            num_sms=self.num_sms,
-            timeout=10,
-            nvl_ring_bytes=self.ring_slots * slot_bytes,
-            rdma_ring_bytes=self.network_slots * slot_bytes,
-        )
-
-    def __str__(self) -> str:
-        sizes = f"T={self.tokens} H={self.hidden} K={self.topk} E={self.experts}"
-        channels = f" channels={self.channels}" if self.channels else ""
-        slots = f"{self.ring_slots}+{self.network_slots}" if self.nodes > 1 else f"{self.ring_slots}"
-        return f"{self.nodes}x{self.ranks_per_node} sms={self.num_sms}{channels} slots={slots} {sizes}"
 
 
 class Tokens:
@@ -82,71 +43,38 @@ class Tokens:
 
 
 def main(argv: Sequence[str]) -> int:
+    """Runs the benchmark; see --help."""
     arguments = _parse(argv)
-    try:
-        check_device("cuda")
-    except ValueError as error:
-        raise SystemExit(f"megatron-ep bench cuda: {error}") from None
-    print(env.render(), flush=True)
+    require_gpu("megatron-ep bench cuda")
+    report = Report(arguments.json)
     if _megatron() is None:
-        print("\nmegatron.core is not installed: its permute and unpermute are left out", flush=True)
-    records = []
+        report.say("\nmegatron.core is not installed: its permute and unpermute are left out")
+    failed = False
     for case in _cases(arguments):
+        sms = case.num_sms * case.world_size
+        title = f"{case}: {sms} SMs in all; every row counted once, where it is written"
         try:
-            measured = measure(case)
-            print(_table(case, measured), flush=True)
+            records = measure(case, arguments.warmup, arguments.iters)
+            report.add(title, records, WHAT | EXTREMES | RATE | _of_copy(records))
         except (ep.EPError, ValueError) as error:  # a result too: the others are still worth having
-            print(f"\n{case}: {type(error).__name__}: {error}", flush=True)
-            measured = [{"case": str(case), "error": str(error), **asdict(case)}]
-        records += measured
-        write_json(arguments.json, records)
-    return 1 if any("error" in record for record in records) else 0
+            failed = True
+            report.say(f"\n{case}: {type(error).__name__}: {error}")
+            report.keep([{"case": str(case), "error": str(error), **asdict(case)}])
+    return 1 if failed else 0
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("megatron-ep bench cuda", description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument(
-        "--topology", nargs="+", type=_shape, default=[(1, 8), (2, 4), (1, 4)], metavar="NxG", help="(1x8 2x4 1x4)"
+        "--topology", nargs="+", type=shape, default=[(1, 8), (2, 4), (1, 4)], metavar="NxG", help="(1x8 2x4 1x4)"
     )
-    add_arguments(parser, num_sms=[4, 8, 12, 16, 24], ring_slots=[2], network_slots=[2])
+    add_arguments(parser, num_sms=[4, 8, 12, 16, 24], ring_slots=[2], network_slots=[2], iters=10)
     return parser.parse_args(argv)
 
 
-def _shape(text: str) -> tuple[int, int]:
-    nodes, x, ranks_per_node = text.partition("x")
-    if not x:
-        raise argparse.ArgumentTypeError(f"{text!r} is not nodes x ranks of a node, such as 2x4")
-    return positive(nodes), positive(ranks_per_node)
-
-
-def add_arguments(
-    parser: argparse.ArgumentParser, num_sms: list[int], ring_slots: list[int], network_slots: list[int]
-) -> None:
-    """What the benchmarks of GPUs have in common, with these defaults."""
-    parser.add_argument("--num-sms", nargs="+", type=positive, default=num_sms, help="of a rank (%(default)s)")
-    parser.add_argument("--channels", nargs="+", type=positive, default=[None], help="(those that fit the SMs)")
-    parser.add_argument(
-        "--ring-slots", nargs="+", type=positive, default=ring_slots, help="rows of a ring (%(default)s)"
-    )
-    parser.add_argument(
-        "--network-slots", nargs="+", type=positive, default=network_slots, help="of one between nodes (%(default)s)"
-    )
-    parser.add_argument("--tokens", type=positive, default=4096, metavar="T", help="tokens of a rank (%(default)s)")
-    parser.add_argument("--hidden", type=positive, default=7168, metavar="H", help="(%(default)s)")
-    parser.add_argument("--topk", type=positive, default=8, metavar="K", help="experts of a token (%(default)s)")
-    parser.add_argument("--experts", type=positive, default=256, metavar="E", help="in all (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurements there")
-
-
-def cases_of(arguments: argparse.Namespace, nodes: int, ranks_per_node: int) -> list[Case]:
-    sizes = (arguments.tokens, arguments.hidden, arguments.topk, arguments.experts)
-    return [
-        Case(nodes, ranks_per_node, num_sms, channels, slots, network_slots, *sizes)
-        for num_sms in arguments.num_sms
-        for channels in arguments.channels
-        for slots in arguments.ring_slots
-        for network_slots in (arguments.network_slots if nodes > 1 else arguments.network_slots[:1])
-    ]
+def _of_copy(records: Sequence[Record]) -> Columns:
+    copy = next(record for record in records if record["implementation"] == "copy")["gigabytes_per_second"]
+    return {"of copy": lambda record: f"{record['gigabytes_per_second'] / copy:.0%}"}
 
 
 def _cases(arguments: argparse.Namespace) -> list[Case]:
@@ -165,14 +93,14 @@ def _megatron() -> ModuleType | None:
         return None
 
 
-def measure(case: Case) -> list[dict[str, Any]]:
+def measure(case: Case, warmup: int, iterations: int) -> list[Record]:
     """The records of one case. Raises AssertionError when dispatch does not give what torch gives."""
     tokens = Tokens(case)
     with ep.LocalCluster(case.nodes, case.ranks_per_node, case.config, device="cuda") as cluster, torch.no_grad():
-        return _measure(case, tokens, cluster)
+        return _measure(case, tokens, cluster, warmup, iterations)
 
 
-def _measure(case: Case, tokens: Tokens, cluster: ep.LocalCluster) -> list[dict[str, Any]]:
+def _measure(case: Case, tokens: Tokens, cluster: ep.LocalCluster, warmup: int, iterations: int) -> list[Record]:
     x, ids, weights = tokens.split(tokens.x), tokens.split(tokens.ids), tokens.split(tokens.weights)
     received = ep.dispatch(x, ids, weights, buffer=cluster)
     handle = received.handle
@@ -223,56 +151,11 @@ def _measure(case: Case, tokens: Tokens, cluster: ep.LocalCluster) -> list[dict[
     if max(tokens.rows) * case.world_size * row_bytes > torch.cuda.mem_get_info()[0] / 2:
         del steps["dispatch bf16", "ours_with_counts"]
     records = []
-    for (phase, implementation), (step, size) in steps.items():
-        seconds = timed(step)
+    for (phase, implementation), (step, size) in steps.items():  # one by one: nobody meets another's cache
+        [seconds] = time_rounds({0: cuda_timer(step)}, warmup, iterations, torch.cuda.synchronize).values()
         cluster.synchronize()
-        records.append(
-            {
-                "case": f"{case} {phase}",
-                "implementation": implementation,
-                "phase": phase,
-                **seconds,
-                "bytes": size,
-                "gigabytes_per_second": size / seconds["seconds"] / 1e9,
-                **asdict(case),
-            }
-        )
+        records.append(make_record(case, phase, implementation, seconds, size, **asdict(case)))
     return records
-
-
-def timed(step: Callable[[], Any], meet: Callable[[], Any] = lambda: None) -> dict[str, float]:
-    """Seconds on the GPU of an iteration, for a record: the median, the least and the most. `meet` is called once
-    everything is warm."""
-    for _ in range(WARMUP):
-        step()
-    torch.cuda.synchronize()
-    meet()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(ITERATIONS)]
-    for start, end in events:
-        start.record()
-        step()
-        end.record()
-    torch.cuda.synchronize()
-    seconds = [start.elapsed_time(end) / 1e3 for start, end in events]
-    return {"seconds": median(seconds), "seconds_min": min(seconds), "seconds_max": max(seconds)}
-
-
-def milliseconds(record: dict[str, Any]) -> str:
-    """Of what `timed` gives, as three columns of a table."""
-    return " ".join(f"{record[key] * 1e3:7.3f}ms" for key in ("seconds_min", "seconds", "seconds_max"))
-
-
-def _table(case: Case, records: list[dict[str, Any]]) -> str:
-    copy = next(r for r in records if r["implementation"] == "copy")["gigabytes_per_second"]
-    sms = case.num_sms * case.world_size
-    lines = [f"\n{case}: {sms} SMs in all; every row counted once, where it is written"]
-    lines.append(
-        f"  {'phase':14} {'implementation':20} {'min':>9} {'median':>9} {'max':>9} {'GB/s':>8}  {'of copy':>7}"
-    )
-    for r in records:
-        rate = r["gigabytes_per_second"]
-        lines.append(f"  {r['phase']:14} {r['implementation']:20} {milliseconds(r)} {rate:8.1f}  {rate / copy:7.0%}")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 Beside them, in the same run: NCCL's all-to-all with the copies that Megatron-Core's all-to-all dispatcher makes around
 it (rows into the order of their ranks, then into that of their experts, and back), and a copy to a neighbouring GPU.
+A round's time is that of its slowest rank.
 T tokens of a rank, H hidden, K picks of a token, E experts. A rank's bytes: its tokens, once for each rank that they go
 to, which is what an expert-parallel dispatch must move at least; all-to-all moves a row for each expert.
 """
@@ -9,27 +10,28 @@ to, which is what an expert-parallel dispatch must move at least; all-to-all mov
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import megatron_ep as ep
-from megatron_ep import env
-from megatron_ep.backends.cuda import check_device
-from megatron_ep.bench.common import positive, write_json
-from megatron_ep.bench.cuda import Case, add_arguments, cases_of, milliseconds, timed
+from megatron_ep.bench.arguments import positive
+from megatron_ep.bench.gpu_case import Case, add_arguments, cases_of, require_gpu
 from megatron_ep.bench.local_ranks import LocalRanks
+from megatron_ep.bench.report import PERCENTILES, RATE, WHAT, Record, Report, make_record
+from megatron_ep.bench.timing import Step, cuda_timer, time_rounds
+
+Steps = dict[tuple[str, str], Step]  # by phase and implementation
 
 
 def main(argv: Sequence[str]) -> int:
+    """Runs the benchmark; see --help."""
     arguments = _parse(argv)
-    try:
-        check_device("cuda")
-    except ValueError as error:
-        raise SystemExit(f"megatron-ep bench gpus: {error}") from None
+    require_gpu("megatron-ep bench gpus")
     gpus = torch.cuda.device_count()
     if gpus < 2:
         raise SystemExit(f"megatron-ep bench gpus: this machine has {gpus} GPU, must have at least 2")
@@ -38,24 +40,26 @@ def main(argv: Sequence[str]) -> int:
         raise SystemExit(f"megatron-ep bench gpus: --nodes is {nodes}, must divide the {gpus} GPUs")
     if arguments.experts % gpus:
         raise SystemExit(f"megatron-ep bench gpus: --experts is {arguments.experts}, must be a multiple of {gpus} GPUs")
-    print(env.render(), flush=True)
+    report = Report(arguments.json)
     cases = cases_of(arguments, nodes, gpus // nodes)
     ranks = LocalRanks(gpus, timeout=60.0 + 10.0 * len(cases))
     try:
-        everyone = ranks.run(measure, cases)
+        by_rank = ranks.run(measure, cases, arguments.warmup, arguments.iters)
     finally:
         ranks.close()
-    records = [slowest(list(same)) for same in zip(*everyone, strict=True)]
-    for case in cases:
-        print(_table(case, [r for r in records if r["case"] in (str(case), "all")]), flush=True)
-    write_json(arguments.json, records)
+    columns = WHAT | PERCENTILES | RATE
+    by_case: dict[str, list[Record]] = {}
+    for same in zip(*by_rank, strict=True):
+        by_case.setdefault(same[0].case, []).append(slowest(same))
+    for case, records in by_case.items():
+        report.add(f"{case}: the slowest rank, its tokens counted once for each rank that they go to", records, columns)
     return 0
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("megatron-ep bench gpus", description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--nodes", type=positive, default=1, help="nodes that the GPUs are dealt to (1)")
-    add_arguments(parser, num_sms=[4, 8, 16, 24], ring_slots=[4], network_slots=[8])
+    add_arguments(parser, num_sms=[4, 8, 16, 24], ring_slots=[4], network_slots=[8], iters=30)
     return parser.parse_args(argv)
 
 
@@ -83,14 +87,32 @@ class Tokens:
         self.ungrouped = self.grouped.argsort()
 
 
-def measure(cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """The records of this rank. Raises AssertionError when dispatch does not give what all-to-all gives."""
+@dataclass(frozen=True)
+class Measured:
+    """What a rank timed."""
+
+    case: str
+    phase: str
+    implementation: str
+    seconds: list[float]  # of each round
+    size: int  # bytes
+    settings: dict[str, Any]
+
+
+def measure(cases: Sequence[Case], warmup: int, iterations: int) -> list[Measured]:
+    """Runs on every rank. Raises AssertionError when dispatch does not give what all-to-all gives."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.cuda.set_device(rank)
     nccl = dist.new_group(backend="nccl")
     tokens = Tokens(cases[0], rank, world_size)
     size = tokens.distinct_rows * 2 * cases[0].hidden
     sums = torch.zeros(tokens.x.shape, device="cuda", dtype=torch.float32)
+    measured = []
+
+    def run(case: str, steps: Steps, **settings: Any) -> None:
+        for (phase, implementation), step in steps.items():  # one by one: nobody meets another's cache
+            [seconds] = time_rounds({0: cuda_timer(step)}, warmup, iterations, when_warm=_meet).values()
+            measured.append(Measured(case, phase, implementation, seconds, size, settings))
 
     def exchange(rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         out = torch.empty(sum(received), rows.shape[1], device="cuda", dtype=rows.dtype)
@@ -110,23 +132,26 @@ def measure(cases: Sequence[Case]) -> list[dict[str, Any]]:
         neighbour = torch.empty(tokens.distinct_rows, cases[0].hidden, device=f"cuda:{(rank + 1) % world_size}")
         neighbour = neighbour.to(torch.bfloat16)
         source = torch.randn(neighbour.shape, device="cuda").to(torch.bfloat16)
-        records = [
-            _record("all", "dispatch", "nccl_all_to_all", nccl_dispatch, size),
-            _record("all", "combine", "nccl_all_to_all", nccl_combine, size),
-            _record("all", "copy", "to_a_neighbour", lambda: neighbour.copy_(source), size),
-        ]
+        baselines: Steps = {
+            ("dispatch", "nccl_all_to_all"): nccl_dispatch,
+            ("combine", "nccl_all_to_all"): nccl_combine,
+            ("copy", "to_a_neighbour"): lambda: neighbour.copy_(source),
+        }
+        run(f"{world_size} GPUs {cases[0].sizes}", baselines)
         for case in cases:
             topology = ep.Topology(case.nodes, case.ranks_per_node)
             with ep.Buffer(None, case.config, topology, device="cuda") as buffer:
-                steps = _steps(tokens, buffer, expected)
-                records += [
-                    _record(str(case), phase, name, step, size) | asdict(case) for (phase, name), step in steps.items()
-                ]
+                run(str(case), _steps(tokens, buffer, expected), **asdict(case))
                 buffer.synchronize()
-    return records
+    return measured
 
 
-def _steps(tokens: Tokens, buffer: ep.Buffer, expected: torch.Tensor) -> dict[tuple[str, str], Callable[[], Any]]:
+def _meet() -> None:
+    torch.cuda.synchronize()
+    dist.barrier()
+
+
+def _steps(tokens: Tokens, buffer: ep.Buffer, expected: torch.Tensor) -> Steps:
     received = ep.dispatch(tokens.x, tokens.ids, tokens.weights, buffer=buffer)
     assert torch.equal(received.x, expected), "dispatch differs from all-to-all"
     handle, most = received.handle, len(received.x)
@@ -141,24 +166,12 @@ def _steps(tokens: Tokens, buffer: ep.Buffer, expected: torch.Tensor) -> dict[tu
     }
 
 
-def _record(case: str, phase: str, implementation: str, step: Callable[[], Any], size: int) -> dict[str, Any]:
-    seconds = timed(step, meet=dist.barrier)
-    return {"case": case, "phase": phase, "implementation": implementation, **seconds, "bytes": size}
-
-
-def slowest(same: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of the records that the ranks made of one thing."""
-    record = max(same, key=lambda record: record["seconds"])
-    return record | {"gigabytes_per_second": record["bytes"] / record["seconds"] / 1e9}
-
-
-def _table(case: Case, records: list[dict[str, Any]]) -> str:
-    lines = [f"\n{case}, a GPU each: the slowest rank, its tokens counted once for each rank that they go to"]
-    lines.append(f"  {'phase':9} {'implementation':16} {'min':>9} {'median':>9} {'max':>9} {'GB/s':>8}")
-    for record in sorted(records, key=lambda record: record["phase"]):
-        rate = record["gigabytes_per_second"]
-        lines.append(f"  {record['phase']:9} {record['implementation']:16} {milliseconds(record)} {rate:8.1f}")
-    return "\n".join(lines)
+def slowest(same: Sequence[Measured]) -> Record:
+    """The record of one thing that every rank timed: each round's slowest rank, and what a rank moves on average."""
+    first = same[0]
+    seconds = [max(of_round) for of_round in zip(*(measured.seconds for measured in same), strict=True)]
+    size = fmean(measured.size for measured in same)
+    return make_record(first.case, first.phase, first.implementation, seconds, size, **first.settings)
 
 
 if __name__ == "__main__":

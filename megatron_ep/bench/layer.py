@@ -8,11 +8,8 @@ back. T tokens on this rank, H hidden, E experts, K picks of a token, R rows rec
 from __future__ import annotations
 
 import argparse
-import importlib
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -20,14 +17,23 @@ import torch
 import torch.distributed as dist
 
 import megatron_ep as ep
-from megatron_ep import env
 from megatron_ep import megatron as megatron_side
-from megatron_ep.bench.common import positive, write_json
+from megatron_ep.bench.arguments import add_rounds, add_sizes, positive
 from megatron_ep.bench.local_ranks import LocalRanks
+from megatron_ep.bench.report import EXTREMES, RATE, WHAT, Record, Report, make_record, relative
+from megatron_ep.bench.timing import Timer, host_timer, time_rounds
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 PHASES = ("dispatch", "combine", "dispatch+combine")
 Steps = tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a rank timed: the bytes of its rows, and the seconds of each round by (implementation, phase)."""
+
+    size: int
+    seconds: dict[tuple[str, str], list[float]]
 
 
 @dataclass(frozen=True)
@@ -50,24 +56,21 @@ class Case:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the benchmark, or the one that the first argument names."""
-    if argv and argv[0] in ("router", "cuda", "gpus"):
-        return importlib.import_module(f"megatron_ep.bench.{argv[0]}").main(argv[1:])
+    """Runs the benchmark; see --help."""
     arguments = _parse(argv)
-    print(env.render(), flush=True)
+    report = Report(arguments.json)
     beside_megatron = megatron_side.is_installed()
     if not beside_megatron:
-        print("\nmegatron_alltoall skipped: megatron-core is not installed", flush=True)
-    records = []
+        report.say("\nmegatron_alltoall skipped: megatron-core is not installed")
     for nodes, ranks_per_node in arguments.topologies:
         with LocalRanks(nodes * ranks_per_node, arguments.timeout) as ranks:
             for dtype in arguments.dtype:
                 sizes = (arguments.tokens, arguments.hidden, arguments.topk, arguments.experts)
                 case = Case(nodes, ranks_per_node, dtype, *sizes)
-                measured = _records(case, ranks.run(measure, case, beside_megatron, arguments.warmup, arguments.iters))
-                print(_table(case, measured), flush=True)
-                records += measured
-    write_json(arguments.json, records)
+                by_rank = ranks.run(measure, case, beside_megatron, arguments.warmup, arguments.iters)
+                records = _records(case, by_rank)
+                title = f"{case}: a rank receives {records[0]['bytes'] / 1e6:.1f} MB of expert-grouped rows"
+                report.add(title, records, WHAT | EXTREMES | RATE | relative("/ ours", "ours", records))
     return 0
 
 
@@ -80,15 +83,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--nodes", type=positive, metavar="N", help="nodes; all ranks run on this machine all the same")
     parser.add_argument("--ranks-per-node", type=positive, metavar="G", help="ranks of a node")
-    parser.add_argument("--tokens", type=positive, default=4096, metavar="T", help="tokens of a rank (%(default)s)")
-    parser.add_argument("--hidden", type=positive, default=2048, metavar="H", help="(%(default)s)")
-    parser.add_argument("--topk", type=positive, default=8, metavar="K", help="experts of a token (%(default)s)")
-    parser.add_argument("--experts", type=positive, default=64, metavar="E", help="in all (%(default)s)")
+    add_sizes(parser, hidden=2048, experts=64)
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["fp32", "bf16"], help="(fp32 bf16)")
-    parser.add_argument("--iters", type=positive, default=5, metavar="N", help="timed rounds (%(default)s)")
-    parser.add_argument("--warmup", type=positive, default=2, metavar="N", help="rounds before (%(default)s)")
+    add_rounds(parser, warmup=2, iters=5)
     parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="limit of one case (%(default)s s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurements there")
     arguments = parser.parse_args(argv)
     if (arguments.nodes is None) != (arguments.ranks_per_node is None):
         parser.error("--nodes and --ranks-per-node go together")
@@ -105,8 +103,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 # ---- on every rank
 
 
-def measure(case: Case, beside_megatron: bool, warmup: int, iterations: int) -> dict[str, dict[str, Any]]:
-    """Runs on every rank of a gloo world. Returns for each implementation seconds [iterations] of each phase, bytes."""
+def measure(case: Case, beside_megatron: bool, warmup: int, iterations: int) -> Measured:
+    """Runs on every rank of a gloo world."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     x = torch.randn(case.tokens, case.hidden, generator=generator).to(DTYPES[case.dtype])
     scores = torch.rand(case.tokens, case.experts, generator=generator)
@@ -122,7 +120,7 @@ def measure(case: Case, beside_megatron: bool, warmup: int, iterations: int) -> 
 
 def _measure_beside_megatron(
     case: Case, x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor, warmup: int, iterations: int
-) -> dict[str, dict[str, Any]]:
+) -> Measured:
     from megatron_ep.megatron import equivalence
     from megatron_ep.megatron.dispatcher import close_buffers, configure
 
@@ -182,69 +180,56 @@ def _check_equal(steps: dict[str, Steps]) -> None:
     torch.testing.assert_close(combine(rows), their_combine(their_rows), rtol=tolerance, atol=tolerance)
 
 
-def _measure_in_turns(steps: dict[str, Steps], warmup: int, iterations: int) -> dict[str, dict[str, Any]]:
-    rows = steps["ours"][0]()
-    steps["ours"][1](rows)
+def _measure_in_turns(steps: dict[str, Steps], warmup: int, iterations: int) -> Measured:
+    dispatch, combine = steps["ours"]
+    rows = dispatch()
+    combine(rows)
     source, target = torch.zeros_like(rows), torch.zeros_like(rows)
     steps = {**steps, "memcpy": (lambda: target.copy_(source), source.copy_)}
-    results: dict[str, dict[str, Any]] = {name: {"bytes": rows.nbytes, "dispatch": [], "combine": []} for name in steps}
+    size = rows.nbytes
     del rows
-    for iteration in range(warmup + iterations):
-        for name, (dispatch, combine) in steps.items():
-            seconds, rows = _timed(dispatch)
-            combine_seconds, _ = _timed(combine, rows)
-            del rows
-            if iteration >= warmup:
-                results[name]["dispatch"].append(seconds)
-                results[name]["combine"].append(combine_seconds)
-    return results
+    timers = {
+        (name, phase): timer
+        for name, both in steps.items()
+        for phase, timer in zip(PHASES[:2], _timers(*both), strict=True)
+    }
+    return Measured(size, time_rounds(timers, warmup, iterations))
 
 
-def _timed(function: Callable[..., torch.Tensor], *args: torch.Tensor) -> tuple[float, torch.Tensor]:
-    dist.barrier()
-    start = time.perf_counter()
-    result = function(*args)
-    return time.perf_counter() - start, result
+def _timers(
+    dispatch: Callable[[], torch.Tensor], combine: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[Timer, Timer]:
+    """Of a dispatch, and of the combine of what it returned; all ranks start together."""
+    received: list[torch.Tensor] = []
+
+    def combine_received() -> tuple[torch.Tensor, torch.Tensor]:
+        rows = received.pop()
+        return rows, combine(rows)  # to free them takes time as well
+
+    return (
+        host_timer(lambda: received.append(dispatch()), before=dist.barrier),
+        host_timer(combine_received, before=dist.barrier),
+    )
 
 
 # ---- in the parent
 
 
-def _records(case: Case, by_rank: list[dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """One record for each implementation and phase; seconds are medians of a rank's rounds, then over the ranks."""
+def _records(case: Case, by_rank: Sequence[Measured]) -> list[Record]:
+    """One record for each implementation and phase; the seconds are the medians of each rank's rounds."""
+    size = median(rank.size for rank in by_rank)
     records = []
-    for name in by_rank[0]:
-        for rank in by_rank:
-            both = zip(rank[name]["dispatch"], rank[name]["combine"], strict=True)
-            rank[name]["dispatch+combine"] = list(map(sum, both))
+    for name in dict.fromkeys(name for name, _ in by_rank[0].seconds):
         for phase in PHASES:
-            seconds = [median(rank[name][phase]) for rank in by_rank]
-            moved = median(rank[name]["bytes"] for rank in by_rank) * (2 if phase == "dispatch+combine" else 1)
-            records.append(
-                {
-                    "case": f"{case} {phase}",
-                    "implementation": name,
-                    "phase": phase,
-                    "seconds": median(seconds),
-                    "seconds_min": min(seconds),
-                    "seconds_max": max(seconds),
-                    "bytes": moved,
-                    "gigabytes_per_second": moved / median(seconds) / 1e9,
-                    **asdict(case),
-                }
-            )
+            parts = [part for part in PHASES[:2] if part in phase]
+            seconds = [
+                median(map(sum, zip(*(rank.seconds[name, part] for part in parts), strict=True))) for rank in by_rank
+            ]
+            records.append(make_record(case, phase, name, seconds, len(parts) * size, **asdict(case)))
     return records
 
 
-def _table(case: Case, records: list[dict[str, Any]]) -> str:
-    megabytes = records[0]["bytes"] / 1e6
-    lines = [
-        f"\n{case}: a rank receives {megabytes:.1f} MB of expert-grouped rows",
-        f"  {'implementation':18} {'phase':17} {'min':>9} {'median':>9} {'max':>9}    {'GB/s':>6}  {'/ ours':>6}",
-    ]
-    ours = {record["phase"]: record["seconds"] for record in records if record["implementation"] == "ours"}
-    for record in records:
-        seconds = [f"{record[key] * 1e3:7.1f}ms" for key in ("seconds_min", "seconds", "seconds_max")]
-        rate = f"{record['gigabytes_per_second']:6.2f}  {record['seconds'] / ours[record['phase']]:6.2f}"
-        lines.append(f"  {record['implementation']:18} {record['phase']:17} {' '.join(seconds)}    {rate}")
-    return "\n".join(lines)
+if __name__ == "__main__":
+    import sys
+
+    sys.exit(main(sys.argv[1:]))

@@ -8,18 +8,17 @@ a token.
 from __future__ import annotations
 
 import argparse
-import random
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from statistics import median
+from random import Random
 from typing import Any
 
 import torch
 
-from megatron_ep import _C, env
+from megatron_ep import _C
 from megatron_ep import megatron as megatron_side
-from megatron_ep.bench.common import positive, write_json
+from megatron_ep.bench.arguments import add_rounds, positive
+from megatron_ep.bench.report import EXTREMES, RATE, WHAT, Record, Report, make_record, relative
+from megatron_ep.bench.timing import Timer, cuda_timer, host_timer, time_rounds
 from megatron_ep.router import grouped_topk
 
 PHASES = ("forward", "forward+backward")
@@ -30,16 +29,13 @@ Gate = Callable[[torch.Tensor], torch.Tensor]
 def main(argv: Sequence[str]) -> int:
     """Runs the benchmark; see --help."""
     arguments = _parse(argv)
-    print(env.render(), flush=True)
+    report = Report(arguments.json)
     with_megatron = megatron_side.is_installed()
     if not with_megatron:
-        print("\nmegatron and compiled skipped: megatron-core is not installed", flush=True)
-    records = []
+        report.say("\nmegatron and compiled skipped: megatron-core is not installed")
     for tokens in arguments.tokens:
-        measured = _measure(tokens, arguments, with_megatron)
-        print(_table(measured), flush=True)
-        records += measured
-    write_json(arguments.json, records)
+        records = _measure(tokens, arguments, with_megatron, report)
+        report.add(records[0]["case"], records, WHAT | EXTREMES | RATE | relative("/ ours", "ours", records))
     return 0
 
 
@@ -53,50 +49,36 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--topk", type=positive, default=8, metavar="K", help="(%(default)s)")
     parser.add_argument("--groups", type=positive, default=8, help="(%(default)s)")
     parser.add_argument("--group-topk", type=positive, default=4, help="groups a token may use (%(default)s)")
-    parser.add_argument("--iters", type=positive, default=15, metavar="N", help="timed rounds (%(default)s)")
-    parser.add_argument("--warmup", type=positive, default=3, metavar="N", help="rounds before (%(default)s)")
+    add_rounds(parser, warmup=3, iters=15)
     parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile, which takes a minute")
     usable = torch.cuda.is_available() and hasattr(_C, "router_forward_cuda")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if usable else "cpu", help="(%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurements there")
     arguments = parser.parse_args(argv)
     if arguments.device == "cuda" and not usable:
         parser.error("--device cuda needs a GPU and a build with CUDA kernels; see megatron-ep env")
     return arguments
 
 
-def _measure(tokens: int, arguments: argparse.Namespace, with_megatron: bool) -> list[dict[str, Any]]:
+def _measure(tokens: int, arguments: argparse.Namespace, with_megatron: bool, report: Report) -> list[Record]:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(tokens, arguments.experts, generator=generator).to(arguments.device).requires_grad_()
     bias = (torch.randn(arguments.experts, generator=generator) / 100).to(arguments.device)
     gates = _make_gates(arguments, bias, with_megatron)
-    if "compiled" in gates and not _compiles(gates["compiled"], logits):
+    if "compiled" in gates and not _compiles(gates["compiled"], logits, report):
         del gates["compiled"]
     _check_equal(gates, logits)
 
-    seconds: dict[tuple[str, str], list[float]] = {(name, phase): [] for name in gates for phase in PHASES}
-    timers = {(name, phase): _make_timer(gates[name], logits, phase) for name, phase in seconds}
-    order, shuffler = list(timers), random.Random(0)
-    for iteration in range(arguments.warmup + arguments.iters):
-        shuffler.shuffle(order)  # what ran before leaves caches and spinning threads behind
-        for key in order:
-            elapsed = timers[key]()
-            if iteration >= arguments.warmup:
-                seconds[key].append(elapsed)
+    timers = {(name, phase): _make_timer(gates[name], logits, phase) for name in gates for phase in PHASES}
+    # What ran before leaves caches and spinning threads behind.
+    seconds = time_rounds(timers, arguments.warmup, arguments.iters, shuffler=Random(0))
+    sizes = f"T={tokens} E={arguments.experts} K={arguments.topk} groups {arguments.group_topk}/{arguments.groups}"
+    more = dict(
+        device=arguments.device,
+        threads=torch.get_num_threads() if arguments.device == "cpu" else None,
+        tokens=tokens,
+    )
     return [
-        {
-            "case": f"T={tokens} E={arguments.experts} K={arguments.topk} groups "
-            f"{arguments.group_topk}/{arguments.groups} {arguments.device} {phase}",
-            "implementation": name,
-            "phase": phase,
-            "device": arguments.device,
-            "threads": torch.get_num_threads() if arguments.device == "cpu" else None,
-            "tokens": tokens,
-            "seconds": median(times),
-            "seconds_min": min(times),
-            "seconds_max": max(times),
-            "bytes": _bytes(name, phase, tokens, arguments),
-        }
+        make_record(f"{sizes} {arguments.device}", phase, name, times, _bytes(name, phase, tokens, arguments), **more)
         for (name, phase), times in seconds.items()
     ]
 
@@ -119,13 +101,13 @@ def _make_gates(arguments: argparse.Namespace, bias: torch.Tensor, with_megatron
     return gates
 
 
-def _compiles(gate: Gate, logits: torch.Tensor) -> bool:
+def _compiles(gate: Gate, logits: torch.Tensor, report: Report) -> bool:
     try:
         gate(logits).sum().backward()
         return True
     except Exception as error:  # whatever a compiler may run into on the machine at hand
         first_line = str(error).strip().partition("\n")[0]
-        print(f"\ncompiled skipped: torch.compile failed: {type(error).__name__}: {first_line}", flush=True)
+        report.say(f"\ncompiled skipped: torch.compile failed: {type(error).__name__}: {first_line}")
         return False
 
 
@@ -138,50 +120,28 @@ def _check_equal(gates: dict[str, Gate], logits: torch.Tensor) -> None:
         assert differs.sum() <= len(logits) // 1000, f"{name} differs in {int(differs.sum())} of {len(logits)} rows"
 
 
-def _make_timer(gate: Gate, logits: torch.Tensor, phase: str) -> Callable[[], float]:
-    """A function that runs one phase and returns seconds."""
+def _make_timer(gate: Gate, logits: torch.Tensor, phase: str) -> Timer:
+    wait = torch.cuda.synchronize if logits.is_cuda else lambda: None
     if phase == "forward":
         leaf = logits.detach()
-        return _graph_timer(lambda: gate(leaf)) if logits.is_cuda else _timer(lambda: gate(leaf), cuda=False)
+        return _graph_timer(lambda: gate(leaf)) if logits.is_cuda else host_timer(lambda: gate(leaf))
     grad = torch.randn_like(gate(logits))
 
     def forward_and_backward() -> None:
         logits.grad = None
         gate(logits).backward(grad)
 
-    return _timer(forward_and_backward, cuda=logits.is_cuda)
+    return host_timer(forward_and_backward, before=wait, after=wait)
 
 
-def _timer(function: Callable[[], Any], cuda: bool) -> Callable[[], float]:
-    def run() -> float:
-        if cuda:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        function()
-        if cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
-
-    return run
-
-
-def _graph_timer(function: Callable[[], Any]) -> Callable[[], float]:
+def _graph_timer(function: Callable[[], Any]) -> Timer:
     for _ in range(3):
         function()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(GRAPH_CALLS):
             function()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-
-    def run() -> float:
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3 / GRAPH_CALLS
-
-    return run
+    return cuda_timer(graph.replay, GRAPH_CALLS)
 
 
 def _bytes(name: str, phase: str, tokens: int, arguments: argparse.Namespace) -> int:
@@ -190,20 +150,6 @@ def _bytes(name: str, phase: str, tokens: int, arguments: argparse.Namespace) ->
     outputs = tokens * arguments.topk * (8 + 4) if name == "ours" else tokens * arguments.experts * (4 + 1)
     backward = 2 * logits + outputs  # logits and gradients of the outputs in, gradients of the logits out
     return logits + outputs + (backward if phase == "forward+backward" else 0)
-
-
-def _table(records: list[dict[str, Any]]) -> str:
-    ours = {record["phase"]: record["seconds"] for record in records if record["implementation"] == "ours"}
-    case = records[0]["case"].rpartition(" ")[0]
-    lines = [
-        f"\n{case}",
-        f"  {'implementation':15} {'phase':17} {'min':>10} {'median':>10} {'max':>10}    {'/ ours':>6}",
-    ]
-    for record in records:
-        times = " ".join(f"{record[key] * 1e3:8.3f}ms" for key in ("seconds_min", "seconds", "seconds_max"))
-        ratio = record["seconds"] / ours[record["phase"]]
-        lines.append(f"  {record['implementation']:15} {record['phase']:17} {times}    {ratio:6.2f}")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -25,7 +26,7 @@ commands:
   bench    time dispatch and combine beside Megatron's dispatcher and a memory copy
   env      what this installation found: versions, compilers, extension, devices
 
-megatron-ep COMMAND --help tells more."""
+megatron-ep COMMAND --help tells more, megatron-ep --version which one this is."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(f"megatron-ep {importlib.metadata.version('megatron_ep')}")
+        return 0
     command = commands.get(arguments[0])
     if command is None:
         print(f"megatron-ep: no command {arguments[0]!r}; there are {', '.join(commands)}", file=sys.stderr)
@@ -53,7 +57,7 @@ def _check(arguments: list[str]) -> int | None:
 
 
 def _bench(arguments: list[str]) -> int | None:
-    from megatron_ep.bench import layer as bench
+    from megatron_ep.bench import main as bench
 
     return bench.main(arguments)
 

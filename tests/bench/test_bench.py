@@ -7,8 +7,10 @@ import types
 import pytest
 import torch
 
+from megatron_ep import _C
 from megatron_ep import megatron as megatron_side
-from megatron_ep.bench import layer as bench
+from megatron_ep.bench import layer, router
+from megatron_ep.bench import main as bench
 
 SIZES = ["--tokens", "24", "--hidden", "40", "--topk", "3", "--experts", "8", "--iters", "2", "--warmup", "1"]
 PHASES = {"dispatch", "combine", "dispatch+combine"}
@@ -17,13 +19,15 @@ PHASES = {"dispatch", "combine", "dispatch+combine"}
 def _run(tmp_path, *arguments):
     file = tmp_path / "bench.json"
     assert bench.main([*SIZES, "--timeout", "60", "--json", str(file), *arguments]) == 0
-    return json.loads(file.read_text())
+    content = json.loads(file.read_text())
+    assert content["environment"]["packages"]["torch"] == torch.__version__
+    return content["records"]
 
 
 @pytest.mark.skipif(not megatron_side.is_installed(), reason="megatron-core is not installed")
 def test_records_beside_megatron(tmp_path, capsys):
     records = _run(tmp_path, "--nodes", "2", "--ranks-per-node", "2", "--dtype", "fp32", "bf16")
-    by_case = {(record["case"], record["implementation"]): record for record in records}
+    by_case = {(record["case"], record["phase"], record["implementation"]): record for record in records}
     assert len(by_case) == len(records) == 2 * 3 * 3, "2 dtypes, 3 implementations, 3 phases"
     assert {record["implementation"] for record in records} == {"ours", "megatron_alltoall", "memcpy"}
     assert {record["phase"] for record in records} == PHASES
@@ -62,12 +66,33 @@ def test_mistakes_are_refused_before_anything_starts(arguments, message, capsys)
     assert message in capsys.readouterr().err
 
 
-def test_router_has_its_own_benchmark(monkeypatch):
-    router = types.ModuleType("megatron_ep.bench.router")
-    router.main = lambda argv: ("router", argv)
-    monkeypatch.setitem(sys.modules, "megatron_ep.bench.router", router)
-    monkeypatch.setattr("megatron_ep.bench.router", router, raising=False)
-    assert bench.main(["router", "--tokens", "1"]) == ("router", ["--tokens", "1"])
+@pytest.mark.parametrize("name", ["router", "cuda", "gpus"])
+def test_benchmarks_with_a_name(monkeypatch, name):
+    named = types.ModuleType(f"megatron_ep.bench.{name}")
+    named.main = lambda argv: (name, argv)
+    monkeypatch.setitem(sys.modules, f"megatron_ep.bench.{name}", named)
+    monkeypatch.setattr(f"megatron_ep.bench.{name}", named, raising=False)
+    assert bench.main([name, "--tokens", "1"]) == (name, ["--tokens", "1"])
+
+
+def test_the_gate(tmp_path, capsys):
+    file = tmp_path / "router.json"
+    sizes = ("--tokens", "7", "9", "--experts", "32", "--topk", "4", "--groups", "4", "--group-topk", "2")
+    rounds = ("--iters", "2", "--warmup", "1", "--no-compile", "--device", "cpu")
+    assert router.main([*sizes, *rounds, "--json", str(file)]) == 0
+    records = json.loads(file.read_text())["records"]
+    gates = {"ours", "ours_dense"} | ({"megatron"} if megatron_side.is_installed() else set())
+    assert {(record["tokens"], record["implementation"], record["phase"]) for record in records} == {
+        (tokens, gate, phase) for tokens in (7, 9) for gate in gates for phase in ("forward", "forward+backward")
+    }
+    assert "T=9 E=32 K=4 groups 2/4 cpu" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(hasattr(_C, "CudaGroup") and torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("name", ["cuda", "gpus"])
+def test_a_gpu_is_asked_for(name):
+    with pytest.raises(SystemExit, match=f"megatron-ep bench {name}: device is 'cuda', but"):
+        bench.main([name])
 
 
 def test_what_differs_from_megatron_is_not_timed():
@@ -75,7 +100,7 @@ def test_what_differs_from_megatron_is_not_timed():
         return (lambda: rows), (lambda _: output)
 
     rows, output = torch.arange(6.0).view(3, 2), torch.ones(2, 2)
-    bench._check_equal({"ours": steps(rows, output), "megatron_alltoall": steps(rows.clone(), output.clone())})
+    layer._check_equal({"ours": steps(rows, output), "megatron_alltoall": steps(rows.clone(), output.clone())})
     for wrong in (steps(rows.flip(0), output), steps(rows, output + 0.01)):
         with pytest.raises(AssertionError):
-            bench._check_equal({"ours": wrong, "megatron_alltoall": steps(rows, output)})
+            layer._check_equal({"ours": wrong, "megatron_alltoall": steps(rows, output)})

@@ -1,3 +1,4 @@
+import importlib.metadata
 import importlib.util
 import os
 import subprocess
@@ -33,6 +34,11 @@ def test_help_names_the_commands(capsys):
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
     assert all(command in text for command in ("train", "check", "bench", "env"))
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"megatron-ep {importlib.metadata.version('megatron_ep')}\n"
 
 
 def test_no_command_is_a_mistake(capsys):

@@ -18,7 +18,7 @@ failed=0
 finish() {
     for log in "$LOGS"/*.log; do printf '\n######## %s\n' "$(basename "$log" .log)" && cat "$log"; done > "$OUT/log.txt"
     echo "==== bench"
-    grep -hE '^[0-9]+x|^T=|^  (dispatch|combine|ours|megatron) ' "$LOGS"/*bench.log "$LOGS"/*gate.log "$LOGS"/*tune.log 2> /dev/null
+    grep -hE '^[0-9]+(x| GPUs )|^T=|^  (phase|dispatch|combine|copy|forward)' "$LOGS"/*bench.log "$LOGS"/*gate.log "$LOGS"/*tune.log 2> /dev/null
     echo "==== train"
     grep -hE '^(step |loss |[0-9,]+ tokens/s|megatron.core )' "$LOGS"/*train.log 2> /dev/null
     echo "==== summary"

@@ -1,0 +1,36 @@
+"""Arguments that several benchmarks have."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def positive(text: str) -> int:
+    """The type of an argument that counts something."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+def shape(text: str) -> tuple[int, int]:
+    """The type of an argument NxG, nodes x ranks of a node."""
+    nodes, x, ranks_per_node = text.partition("x")
+    if not x:
+        raise argparse.ArgumentTypeError(f"{text!r} is not nodes x ranks of a node, such as 2x4")
+    return positive(nodes), positive(ranks_per_node)
+
+
+def add_sizes(parser: argparse.ArgumentParser, hidden: int, experts: int) -> None:
+    """--tokens, --hidden, --topk, --experts, with these defaults."""
+    parser.add_argument("--tokens", type=positive, default=4096, metavar="T", help="tokens of a rank (%(default)s)")
+    parser.add_argument("--hidden", type=positive, default=hidden, metavar="H", help="(%(default)s)")
+    parser.add_argument("--topk", type=positive, default=8, metavar="K", help="experts of a token (%(default)s)")
+    parser.add_argument("--experts", type=positive, default=experts, metavar="E", help="in all (%(default)s)")
+
+
+def add_rounds(parser: argparse.ArgumentParser, warmup: int, iters: int) -> None:
+    """--iters, --warmup and --json, with these defaults."""
+    parser.add_argument("--iters", type=positive, default=iters, metavar="N", help="timed rounds (%(default)s)")
+    parser.add_argument("--warmup", type=positive, default=warmup, metavar="N", help="rounds before (%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurements there")

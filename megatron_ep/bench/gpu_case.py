@@ -1,0 +1,84 @@
+"""What the benchmarks of GPUs dispatch, and with which settings. T tokens of a rank, H hidden, K picks, E experts."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+import megatron_ep as ep
+from megatron_ep.backends.cuda import check_device
+from megatron_ep.bench.arguments import add_rounds, add_sizes, positive
+
+
+@dataclass(frozen=True)
+class Case:
+    nodes: int
+    ranks_per_node: int
+    num_sms: int  # of each rank
+    channels: int | None
+    ring_slots: int  # rows of bf16 that an NVLink ring holds
+    network_slots: int  # and a network ring
+    tokens: int
+    hidden: int
+    topk: int
+    experts: int
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def config(self) -> ep.Config:
+        slot_bytes = 2 * self.hidden + 1024  # generous for what travels beside a row
+        return ep.Config(
+            num_experts=self.experts,
+            channels=self.channels,
+            num_sms=self.num_sms,
+            timeout=10,
+            nvl_ring_bytes=self.ring_slots * slot_bytes,
+            rdma_ring_bytes=self.network_slots * slot_bytes,
+        )
+
+    @property
+    def sizes(self) -> str:
+        return f"T={self.tokens} H={self.hidden} K={self.topk} E={self.experts}"
+
+    def __str__(self) -> str:
+        channels = f" channels={self.channels}" if self.channels else ""
+        slots = f"{self.ring_slots}+{self.network_slots}" if self.nodes > 1 else f"{self.ring_slots}"
+        return f"{self.nodes}x{self.ranks_per_node} sms={self.num_sms}{channels} slots={slots} {self.sizes}"
+
+
+def add_arguments(
+    parser: argparse.ArgumentParser, num_sms: list[int], ring_slots: list[int], network_slots: list[int], iters: int
+) -> None:
+    """Settings, several values of each, sizes and rounds, with these defaults."""
+    parser.add_argument("--num-sms", nargs="+", type=positive, default=num_sms, help="of a rank (%(default)s)")
+    parser.add_argument("--channels", nargs="+", type=positive, default=[None], help="(those that fit the SMs)")
+    parser.add_argument(
+        "--ring-slots", nargs="+", type=positive, default=ring_slots, help="rows of a ring (%(default)s)"
+    )
+    parser.add_argument(
+        "--network-slots", nargs="+", type=positive, default=network_slots, help="of one between nodes (%(default)s)"
+    )
+    add_sizes(parser, hidden=7168, experts=256)
+    add_rounds(parser, warmup=3, iters=iters)
+
+
+def cases_of(arguments: argparse.Namespace, nodes: int, ranks_per_node: int) -> list[Case]:
+    sizes = (arguments.tokens, arguments.hidden, arguments.topk, arguments.experts)
+    return [
+        Case(nodes, ranks_per_node, num_sms, channels, slots, network_slots, *sizes)
+        for num_sms in arguments.num_sms
+        for channels in arguments.channels
+        for slots in arguments.ring_slots
+        for network_slots in (arguments.network_slots if nodes > 1 else arguments.network_slots[:1])
+    ]
+
+
+def require_gpu(command: str) -> None:
+    """Ends the program where this build or machine has no GPU for it."""
+    try:
+        check_device("cuda")
+    except ValueError as error:
+        raise SystemExit(f"{command}: {error}") from None

@@ -1,0 +1,115 @@
+"""What a benchmark leaves behind: the machine, a table for each case, and all records in a JSON file.
+
+A record is a dict of case, phase, implementation, seconds (the median, as seconds_p50), seconds_min, _p90, _p99 and
+_max, bytes, gigabytes_per_second (of the median), and whatever else tells cases apart.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_ep import env
+
+Record = dict[str, Any]
+Columns = Mapping[str, Callable[[Record], str]]
+
+
+def make_record(
+    case: object, phase: str, implementation: str, seconds: Sequence[float], size: float, **more: Any
+) -> Record:
+    """The record of one thing that was timed.
+
+    Args:
+        seconds: of each round, or of each rank; not empty.
+        size: bytes that a round moves.
+    """
+    ordered = sorted(seconds)
+    return {
+        "case": str(case),
+        "phase": phase,
+        "implementation": implementation,
+        "seconds": median(ordered),
+        "seconds_min": ordered[0],
+        "seconds_p90": _percentile(ordered, 0.9),
+        "seconds_p99": _percentile(ordered, 0.99),
+        "seconds_max": ordered[-1],
+        "bytes": size,
+        "gigabytes_per_second": size / median(ordered) / 1e9,
+        **more,
+    }
+
+
+def _percentile(ordered: Sequence[float], fraction: float) -> float:
+    """The smallest that at least this fraction of all do not exceed (nearest rank)."""
+    return ordered[math.ceil(fraction * len(ordered)) - 1]
+
+
+def milliseconds(key: str) -> Callable[[Record], str]:
+    """A column's cell."""
+    return lambda record: f"{record[key] * 1e3:.3f}"
+
+
+WHAT: Columns = {"phase": lambda record: record["phase"], "implementation": lambda record: record["implementation"]}
+EXTREMES: Columns = {
+    "min ms": milliseconds("seconds_min"),
+    "median": milliseconds("seconds"),
+    "max": milliseconds("seconds_max"),
+}
+PERCENTILES: Columns = {
+    "p50 ms": milliseconds("seconds"),
+    "p90": milliseconds("seconds_p90"),
+    "p99": milliseconds("seconds_p99"),
+}
+RATE: Columns = {"GB/s": lambda record: f"{record['gigabytes_per_second']:.2f}"}
+
+
+def relative(title: str, baseline: str, records: Iterable[Record]) -> Columns:
+    """A column: a record's median over that of the implementation `baseline` in the same phase."""
+    base = {record["phase"]: record["seconds"] for record in records if record["implementation"] == baseline}
+    return {title: lambda record: f"{record['seconds'] / base[record['phase']]:.2f}"}
+
+
+class Report:
+    """Prints the machine at once, then tables as they come, and keeps the JSON file up to date.
+
+    Args:
+        path: of the file: {"environment": ..., "records": [...]}; None: none.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._environment = env.collect()
+        self._records: list[Record] = []
+        # A file is wide enough for every table.
+        self._console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
+        self.say(env.render(self._environment))
+
+    def say(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True)
+
+    def add(self, title: str, records: Sequence[Record], columns: Columns) -> None:
+        """Prints the records as a table below its title, and writes all records so far to the file."""
+        table = Table(box=None, padding=(0, 0, 0, 2))
+        for name in columns:
+            table.add_column(name, justify="left" if name in WHAT else "right", no_wrap=True)
+        for record in records:
+            table.add_row(*(cell(record) for cell in columns.values()))
+        self.say(f"\n{title}")
+        self._console.print(table)
+        self.keep(records)
+
+    def keep(self, records: Sequence[Record]) -> None:
+        """Writes records to the file without a table."""
+        self._records += records
+        if self._path is not None:
+            content = {"environment": self._environment, "records": self._records}
+            self._path.write_text(json.dumps(content, indent=2) + "\n")

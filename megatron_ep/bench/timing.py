@@ -1,0 +1,80 @@
+"""The loop in which every benchmark times, with the host's clock or with a GPU's.
+
+A timer runs a step once and returns a reading: a function that gives the seconds which the step took. Readings of CUDA
+events are asked when all rounds are done, so that a GPU's rounds follow each other without a gap.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from random import Random
+from typing import Any, TypeVar
+
+import torch
+
+Step = Callable[[], Any]
+Reading = Callable[[], float]
+Timer = Callable[[], Reading]
+Name = TypeVar("Name")
+
+
+def host_timer(step: Step, before: Step = lambda: None, after: Step = lambda: None) -> Timer:
+    """By the host's clock, from when `before` is done, a barrier, say, until `after` is, a wait for a GPU, say."""
+
+    def timer() -> Reading:
+        before()
+        start = time.perf_counter()
+        result = step()
+        after()
+        seconds = time.perf_counter() - start
+        del result  # not within the time
+        return lambda: seconds
+
+    return timer
+
+
+def cuda_timer(step: Step, calls: int = 1) -> Timer:
+    """By CUDA events around the step on the current stream; the time of one of its `calls`."""
+
+    def timer() -> Reading:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        step()
+        end.record()
+
+        def reading() -> float:
+            end.synchronize()
+            return start.elapsed_time(end) / 1e3 / calls
+
+        return reading
+
+    return timer
+
+
+def time_rounds(
+    timers: Mapping[Name, Timer],
+    warmup: int,
+    iterations: int,
+    when_warm: Step = lambda: None,
+    shuffler: Random | None = None,
+) -> dict[Name, list[float]]:
+    """Seconds [iterations] of each timer, all of which take their turn in every round.
+
+    Args:
+        warmup: rounds before those that count.
+        when_warm: called between the two.
+        shuffler: draws each round's order; None keeps that of `timers`.
+    """
+    order = list(timers)
+    readings: dict[Name, list[Reading]] = {name: [] for name in timers}
+    for iteration in range(warmup + iterations):
+        if iteration == warmup:
+            when_warm()
+        if shuffler is not None:
+            shuffler.shuffle(order)
+        for name in order:
+            reading = timers[name]()
+            if iteration >= warmup:
+                readings[name].append(reading)
+    return {name: [reading() for reading in of_name] for name, of_name in readings.items()}
