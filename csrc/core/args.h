@@ -58,12 +58,13 @@ struct TransferArgs {
 };
 
 struct DispatchArgs : TransferArgs {
-    const char* x;        // [T, payload_bytes]
-    const char* scales;   // [T, scale_bytes]
-    const char* weights;  // [T, K, weight_bytes]
-    char* recv_x;         // [max_rows, payload_bytes]
-    char* recv_scales;    // [max_rows, scale_bytes]
-    char* recv_weights;   // [max_rows, weight_bytes]
+    const char* x;            // [T, payload_bytes]
+    const char* scales;       // [T, scale_bytes]
+    const char* weights;      // [T, K, weight_bytes]
+    char* recv_x;             // [max_rows, payload_bytes]
+    char* recv_scales;        // [max_rows, scale_bytes]
+    char* recv_weights;       // [max_rows, weight_bytes]
+    bool zero_unused = true;  // the payload of rows behind the last expert's, too
 };
 
 struct CombineArgs : TransferArgs {

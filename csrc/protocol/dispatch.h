@@ -327,27 +327,31 @@ EP_FN void receiver(W& warp, F& fabric, const DispatchArgs& args, int channel, i
         });
 }
 
-// Rows that no token fills hold zeros, and so do their scales and weights: the padding of an
-// expert, and what lies behind the last expert.
 template <WarpLike W>
-EP_FN void clear_rows(W& warp, const DispatchArgs& args, int64_t first, int64_t end) {
+EP_FN void clear_rows(W& warp, const DispatchArgs& args, int64_t first, int64_t end,
+                      bool with_payload) {
     const RowFormat& format = args.format;
     if (end > args.max_rows) end = args.max_rows;
     if (first >= end) return;
-    warp.zero(args.recv_x + first * format.payload_bytes, (end - first) * format.payload_bytes);
+    if (with_payload)
+        warp.zero(args.recv_x + first * format.payload_bytes, (end - first) * format.payload_bytes);
     warp.zero(args.recv_scales + first * format.scale_bytes, (end - first) * format.scale_bytes);
     warp.zero(args.recv_weights + first * format.weight_bytes, (end - first) * format.weight_bytes);
 }
 
+// Rows that no token fills hold zeros, and so do their scales and weights: the padding of an
+// expert, and what lies behind the last expert. One of `parts` warps that share them.
 template <WarpLike W>
-EP_FN void clear_padding(W& warp, const DispatchArgs& args, int expert) {
-    clear_rows(warp, args, args.layout.expert_start(expert) + args.layout.expert_count(expert),
-               args.layout.expert_start(expert + 1));
-}
-
-template <WarpLike W>
-EP_FN void clear_rest(W& warp, const DispatchArgs& args) {
-    clear_rows(warp, args, args.layout.expert_start(args.layout.local_experts()), args.max_rows);
+EP_FN void clear_unfilled(W& warp, const DispatchArgs& args, int part, int parts) {
+    const Layout& layout = args.layout;
+    for (int expert = part; expert < layout.local_experts(); expert += parts) {
+        clear_rows(warp, args, layout.expert_start(expert) + layout.expert_count(expert),
+                   layout.expert_start(expert + 1), true);
+    }
+    const int64_t piece = args.zero_unused ? 16 : 512;  // rows
+    for (int64_t first = layout.expert_start(layout.local_experts()) + piece * part;
+         first < args.max_rows; first += piece * parts)
+        clear_rows(warp, args, first, first + piece, args.zero_unused);
 }
 
 }  // namespace ep

@@ -40,10 +40,10 @@ EP_FN void count_keys(W& warp, int lanes, const typename W::template PerLane<int
 }
 
 // Step 1, a warp a channel: reads the ids and counts them. A token with an id outside [-1, E) or
-// with the same id twice counts as going nowhere and is reported, so that no later step can meet an
-// invalid id.
+// with the same id twice counts as going nowhere, so that no later step can meet an invalid id.
+// Returns 1 + such a token, 0 if there is none.
 template <WarpLike W>
-EP_FN void count_channel(W& warp, const NotifyArgs& args, int channel) {
+EP_FN int count_channel(W& warp, const NotifyArgs& args, int channel) {
     const Layout& layout = args.layout;
     const int topk = layout.topk, local_experts = layout.local_experts();
     auto clear = [&](int32_t* counts, int count) {
@@ -57,6 +57,7 @@ EP_FN void count_channel(W& warp, const NotifyArgs& args, int channel) {
 
     typename W::template PerLane<int64_t> id;
     typename W::template PerLane<int> expert, rank, node, key, unused;
+    int bad_token = 0;
     for_some_tokens<W>(layout, channel, [&](int token, int count) {
         const int lanes = count * topk;
         const size_t first = static_cast<size_t>(token) * topk;
@@ -78,10 +79,7 @@ EP_FN void count_channel(W& warp, const NotifyArgs& args, int channel) {
             return id[lane] < -1 || id[lane] >= layout.num_experts ||
                    (expert[lane] >= 0 && !(firsts >> lane & 1));
         });
-        if (invalid) {
-            const int bad = lowest_lane(invalid) / topk;
-            layout.totals().bad_token = token + bad + 1;
-        }
+        if (invalid) bad_token = token + lowest_lane(invalid) / topk + 1;
         warp.lanes(lanes, [&](int lane) {
             if (of_token(invalid, lane)) expert[lane] = -1;
             layout.experts(0)[first + lane] = expert[lane];
@@ -103,6 +101,7 @@ EP_FN void count_channel(W& warp, const NotifyArgs& args, int channel) {
         count_keys(warp, lanes, rank, &layout.rank_tokens(channel, 0), unused);
         count_keys(warp, lanes, node, &layout.node_tokens(channel, 0), unused);
     });
+    return bad_token;
 }
 
 // Step 2, any warp any experts: counts per channel become sums over the channels before; row C

@@ -66,39 +66,40 @@ EP_FN int scan_counts(W& warp, int count, Load&& load, Store&& store) {
     return sum;
 }
 
+// What a rank tells another about its own tokens: rows for each of its experts, rows per channel.
+EP_FN int32_t rank_count(const Layout& layout, int rank, int item) {
+    const int local_experts = layout.local_experts();
+    return item < local_experts ? layout.expert_counts(layout.channels)[rank * local_experts + item]
+                                : layout.rank_tokens(item - local_experts, rank);
+}
+
+// Own counts for the ranks of another node, along the rail.
 template <WarpLike W, FabricLike<W> F>
-EP_FN void send_counts(W& warp, F& fabric, const NotifyArgs& args) {
+EP_FN void send_counts(W& warp, F& fabric, const NotifyArgs& args, int node) {
     const Layout& layout = args.layout;
     const Heap& heap = args.heap;
     const Topology& topology = heap.topology;
     const int own_node = topology.node_of(args.rank);
     const int parity = args.epoch & 1;
-    const int local_experts = layout.local_experts(),
-              rank_counts = static_cast<int>(heap.rank_counts());
-    for (int node = 0; node < topology.nodes; ++node) {
-        const size_t staging = node == own_node ? heap.notify_rail(parity, own_node)
-                                                : heap.notify_staging(parity, node);
-        int32_t* block = fabric.template own<int32_t>(staging);
-        auto count_of = [&](int number) -> int32_t {
-            const int local = number / rank_counts, item = number % rank_counts;
-            if (local == topology.ranks_per_node) return layout.node_tokens(item, node);
-            const int rank = topology.rank(node, local);
-            return item < local_experts
-                       ? layout.expert_counts(layout.channels)[rank * local_experts + item]
-                       : layout.rank_tokens(item - local_experts, rank);
-        };
-        move_counts(warp, static_cast<int>(heap.node_counts()), count_of,
-                    [&](int number, int32_t count) { block[number] = count; });
-        if (node == own_node) continue;
-        fabric.put(warp, heap.channels, node, heap.notify_rail(parity, own_node), staging,
-                   heap.node_block_bytes());
-        fabric.put_signal(warp, heap.channels, node, heap.notify_rail_flag(own_node),
-                          args.epoch - 1, args.epoch);
-    }
+    const int rank_counts = static_cast<int>(heap.rank_counts());
+    int32_t* block = fabric.template own<int32_t>(heap.notify_staging(parity, node));
+    auto count_of = [&](int number) -> int32_t {
+        const int local = number / rank_counts, item = number % rank_counts;
+        if (local == topology.ranks_per_node) return layout.node_tokens(item, node);
+        return rank_count(layout, topology.rank(node, local), item);
+    };
+    move_counts(warp, static_cast<int>(heap.node_counts()), count_of,
+                [&](int number, int32_t count) { block[number] = count; });
+    fabric.put(warp, heap.channels, node, heap.notify_rail(parity, own_node),
+               heap.notify_staging(parity, node), heap.node_block_bytes());
+    fabric.put_signal(warp, heap.channels, node, heap.notify_rail_flag(own_node), args.epoch - 1,
+                      args.epoch);
 }
 
+// What this rank has to tell, and what its rail told it, to a rank of its node. The role towards
+// itself also keeps how many rows will pass through here.
 template <WarpLike W, FabricLike<W> F>
-EP_FN bool relay_counts(W& warp, F& fabric, const NotifyArgs& args) {
+EP_FN bool relay_counts(W& warp, F& fabric, const NotifyArgs& args, int local) {
     const Layout& layout = args.layout;
     const Heap& heap = args.heap;
     const Topology& topology = heap.topology;
@@ -107,31 +108,34 @@ EP_FN bool relay_counts(W& warp, F& fabric, const NotifyArgs& args) {
     const int parity = args.epoch & 1;
     const int rank_counts = static_cast<int>(heap.rank_counts());
     for (int node = 0; node < topology.nodes; ++node) {
+        int32_t* target = fabric.template peer<int32_t>(
+            local, heap.notify_node(parity, topology.rank(node, own_local)));
+        auto pass_on = [&](int item, int32_t count) { target[item] = count; };
+        if (node == own_node) {
+            const int rank = topology.rank(node, local);
+            move_counts(
+                warp, rank_counts, [&](int item) { return rank_count(layout, rank, item); },
+                pass_on);
+            continue;
+        }
         const bool here = warp.wait_all(Wait::NotifyRail, 1, [&](int) {
-            if (node == own_node) return nothing_to_wait_for();
             return Need{
                 fabric.template acquire_signal<W>(heap.channels, heap.notify_rail_flag(node)),
                 args.epoch, topology.rank(node, own_local)};
         });
         if (!here) return false;
         const int32_t* block = fabric.template own<int32_t>(heap.notify_rail(parity, node));
-        const size_t target = heap.notify_node(parity, topology.rank(node, own_local));
-        auto pass_on = [&](int number, int32_t count) {
-            const int local = number / rank_counts, item = number % rank_counts;
-            if (local == topology.ranks_per_node) {
-                layout.rail(item, node) = count;
-            } else {
-                fabric.template peer<int32_t>(local, target)[item] = count;
-            }
-        };
         move_counts(
-            warp, static_cast<int>(heap.node_counts()), [&](int number) { return block[number]; },
+            warp, rank_counts, [&](int item) { return block[local * rank_counts + item]; },
             pass_on);
+        if (local != own_local) continue;
+        const int32_t* tokens = block + topology.ranks_per_node * rank_counts;
+        move_counts(
+            warp, layout.channels, [&](int channel) { return tokens[channel]; },
+            [&](int channel, int32_t count) { layout.rail(channel, node) = count; });
     }
-    for (int local = 0; local < topology.ranks_per_node; ++local) {
-        warp.template publish<Scope::System>(
-            fabric.template peer<uint64_t>(local, heap.notify_node_flag(own_local)), args.epoch);
-    }
+    warp.template publish<Scope::System>(
+        fabric.template peer<uint64_t>(local, heap.notify_node_flag(own_local)), args.epoch);
     return true;
 }
 
@@ -220,10 +224,25 @@ EP_FN bool receive_counts(W& warp, F& fabric, const NotifyArgs& args) {
     return true;
 }
 
+// The roles of the exchange: one sends to each other node, one relays to each rank of the own node,
+// one receives. A warp that has several runs them in this order: no role waits for a later one,
+// here or on another rank.
+EP_HD int num_exchange_roles(const Topology& topology) {
+    return topology.nodes - 1 + topology.ranks_per_node + 1;
+}
+
+// False: a wait ended badly, and the warp must return.
 template <WarpLike W, FabricLike<W> F>
-EP_FN bool notify(W& warp, F& fabric, const NotifyArgs& args) {
-    send_counts(warp, fabric, args);
-    return relay_counts(warp, fabric, args) && receive_counts(warp, fabric, args);
+EP_FN bool run_exchange_role(W& warp, F& fabric, const NotifyArgs& args, int role) {
+    const Topology& topology = args.heap.topology;
+    const int other_nodes = topology.nodes - 1;
+    if (role < other_nodes) {
+        send_counts(warp, fabric, args, role + (role >= topology.node_of(args.rank)));
+        return true;
+    }
+    role -= other_nodes;
+    if (role < topology.ranks_per_node) return relay_counts(warp, fabric, args, role);
+    return receive_counts(warp, fabric, args);
 }
 
 }  // namespace ep

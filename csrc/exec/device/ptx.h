@@ -50,6 +50,17 @@ __device__ __forceinline__ void compare_and_swap_sys(uint64_t* address, uint64_t
                  : "memory");
 }
 
+// ---- warps of a launch that meet
+
+__device__ __forceinline__ uint64_t fetch_add_acq_rel_gpu(uint64_t* address, uint64_t value) {
+    uint64_t before;
+    asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;"
+                 : "=l"(before)
+                 : "l"(address), "l"(value)
+                 : "memory");
+    return before;
+}
+
 // ---- time
 
 __device__ __forceinline__ uint64_t globaltimer() {

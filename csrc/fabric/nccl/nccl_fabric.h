@@ -22,6 +22,7 @@ struct NcclSignalReset {
 // a flag of the network is the signal of its number, in the context of its channel at both ends.
 struct NcclFabricParams {
     using Fabric = NcclFabric;
+    static constexpr int kMostLocalRanks = 1;  // in one process
 
     Heap heap;
     ncclDevComm comm;

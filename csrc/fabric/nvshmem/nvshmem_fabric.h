@@ -13,6 +13,7 @@ class NvshmemFabric;
 // store each other's memory, puts go along the rail.
 struct NvshmemFabricParams {
     using Fabric = NvshmemFabric;
+    static constexpr int kMostLocalRanks = 1;  // in one process
 
     Topology topology;
     char* own;

@@ -7,6 +7,7 @@
 #include "core/dtypes.h"
 #include "exec/device/device_rank.h"
 #include "fabric/fabric.h"
+#include "launch/cuda/joint.h"
 #include "launch/cuda/resource.h"
 
 namespace ep {
@@ -62,11 +63,15 @@ class CudaGroup {
     void reset();
 
   private:
+    template <class F>
+    void for_local_ranks(F&& f) const;
     template <class J, class Args>
     J joint(const std::vector<Args>& args, int blocks_per_rank) const;
     // The same, with as many servers as this group's SMs have warps for, on all of them.
     template <class J, class Args>
     J joint_of_roles(const std::vector<Args>& args) const;
+
+    size_t progress_bytes() const { return ranks_.size() * Progress::kWords * sizeof(uint64_t); }
 
     Heap heap_;
     FabricParams fabric_;
@@ -78,7 +83,7 @@ class CudaGroup {
     std::vector<uint64_t*> reachable_;  // abort words of the heaps
     Resource<void> abort_stream_;
     Resource<uint64_t*[]> abort_words_;       // reachable_, on the GPU
-    Resource<uint64_t[]> epochs_;             // [ranks], on the GPU
+    Resource<uint64_t[]> progress_;           // of each rank, on the GPU: see Progress
     Resource<ControlBlock[]> reports_;        // [ranks], pinned
     ControlBlock* reports_on_gpu_ = nullptr;  // the same, mapped
     Resource<uint64_t[]> abort_source_;       // one, pinned

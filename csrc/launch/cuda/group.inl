@@ -41,9 +41,10 @@ void launch(void (*kernel)(J), const J& joint, size_t ranks, CudaStream stream) 
 
 // The launch of combine's kernels, which take the compiler longest: its definition is in
 // combine.inl, and those with weights and those without are compiled side by side.
-template <class P, bool kWeighted>
+template <class P, int kRanks, bool kWeighted>
 struct CombineLaunch {
-    static void run(const CombineJoint<P>& joint, size_t ranks, DType dtype, CudaStream stream);
+    static void run(const CombineJoint<P, kRanks>& joint, size_t ranks, DType dtype,
+                    CudaStream stream);
 };
 
 template <class P>
@@ -58,9 +59,9 @@ CudaGroup<P>::CudaGroup(const Heap& heap, const P& fabric, std::vector<int> rank
       sms_(sms),
       timeout_ns_(static_cast<uint64_t>(timeout * 1e9)) {
     auto refuse = [](const std::string& message) { throw std::invalid_argument(message); };
-    if (ranks_.size() > kMaxJointRanks) {
+    if (ranks_.size() > P::kMostLocalRanks) {
         refuse("ranks in one process: " + std::to_string(ranks_.size()) + ", at most " +
-               std::to_string(kMaxJointRanks) + " on one GPU");
+               std::to_string(P::kMostLocalRanks) + " on one GPU");
     }
     const CudaDevice gpu = CudaDevice::of(device_);
     if (gpu.major < 9) {
@@ -93,7 +94,7 @@ CudaGroup<P>::CudaGroup(const Heap& heap, const P& fabric, std::vector<int> rank
     check_cuda(
         cudaMemcpy(abort_words_.get(), reachable_.data(), words_bytes, cudaMemcpyHostToDevice),
         "cudaMemcpy");
-    epochs_ = as_array<uint64_t>(device_memory(device_, ranks_.size() * sizeof(uint64_t)));
+    progress_ = as_array<uint64_t>(device_memory(device_, progress_bytes()));
     reports_ = as_array<ControlBlock>(pinned_memory(device_, ranks_.size() * sizeof(ControlBlock)));
     check_cuda(
         cudaHostGetDevicePointer(reinterpret_cast<void**>(&reports_on_gpu_), reports_.get(), 0),
@@ -108,6 +109,16 @@ CudaGroup<P>::~CudaGroup() {
     cudaDeviceSynchronize();  // kernels end by themselves: their waits are bounded
 }
 
+// f.operator()<kRanks>() with room for this process's ranks.
+template <class P>
+template <class F>
+void CudaGroup<P>::for_local_ranks(F&& f) const {
+    if constexpr (P::kMostLocalRanks > 1) {
+        if (ranks_.size() > 1) return f.template operator()<P::kMostLocalRanks>();
+    }
+    f.template operator()<1>();
+}
+
 template <class P>
 template <class J, class Args>
 J CudaGroup<P>::joint(const std::vector<Args>& args, int blocks_per_rank) const {
@@ -116,7 +127,7 @@ J CudaGroup<P>::joint(const std::vector<Args>& args, int blocks_per_rank) const 
     joint.blocks_per_rank = blocks_per_rank;
     for (size_t i = 0; i < args.size(); ++i) {
         joint.args[i] = args[i];
-        joint.epochs[i] = epochs_.get() + i;
+        joint.progress[i] = {progress_.get() + i * Progress::kWords};
         joint.ranks[i] = {
             ranks_[i],           static_cast<int>(reachable_.size()),
             timeout_ns_,         reinterpret_cast<ControlBlock*>(own_heaps_[i] + heap_.control()),
@@ -140,25 +151,20 @@ J CudaGroup<P>::joint_of_roles(const std::vector<Args>& args) const {
 template <class P>
 void CudaGroup<P>::notify(const std::vector<NotifyArgs>& args, CudaStream stream) {
     const DeviceGuard guard(device_);
-    for (const NotifyArgs& a : args) {
-        check_cuda(cudaMemsetAsync(a.layout.data, 0, sizeof(Layout::Totals),
-                                   static_cast<cudaStream_t>(stream)),
-                   "cudaMemsetAsync");
-    }
     const int blocks = std::min(blocks_for(heap_.channels + 1), sms_);
-    const auto all = joint<NotifyJoint<P>>(args, blocks);
-    launch(kernels::count_kernel<NotifyJoint<P>>, all, args.size(), stream);
-    launch(kernels::sum_kernel<NotifyJoint<P>>, all, args.size(), stream);
-    launch(kernels::exchange_kernel<NotifyJoint<P>>, all, args.size(), stream);
+    for_local_ranks([&]<int kRanks>() {
+        using J = NotifyJoint<P, kRanks>;
+        launch(kernels::notify_kernel<J>, joint<J>(args, blocks), args.size(), stream);
+    });
 }
 
 template <class P>
 void CudaGroup<P>::dispatch(const std::vector<DispatchArgs>& args, CudaStream stream) {
     const DeviceGuard guard(device_);
-    launch(kernels::clear_kernel<DispatchJoint<P>>, joint<DispatchJoint<P>>(args, sms_),
-           args.size(), stream);
-    launch(kernels::dispatch_kernel<DispatchJoint<P>>, joint_of_roles<DispatchJoint<P>>(args),
-           args.size(), stream);
+    for_local_ranks([&]<int kRanks>() {
+        using J = DispatchJoint<P, kRanks>;
+        launch(kernels::dispatch_kernel<J>, joint_of_roles<J>(args), args.size(), stream);
+    });
 }
 
 template <class P>
@@ -167,9 +173,12 @@ void CudaGroup<P>::combine(const std::vector<CombineArgs>& args, DType dtype, Cu
     const bool weighted =
         std::any_of(args.begin(), args.end(), [](const CombineArgs& a) { return a.row_weights; });
     const DeviceGuard guard(device_);
-    const auto all = joint_of_roles<CombineJoint<P>>(args);
-    const auto run = weighted ? CombineLaunch<P, true>::run : CombineLaunch<P, false>::run;
-    run(all, args.size(), dtype, stream);
+    for_local_ranks([&]<int kRanks>() {
+        const auto all = joint_of_roles<CombineJoint<P, kRanks>>(args);
+        const auto run =
+            weighted ? CombineLaunch<P, kRanks, true>::run : CombineLaunch<P, kRanks, false>::run;
+        run(all, args.size(), dtype, stream);
+    });
 }
 
 template <class P>
@@ -207,7 +216,7 @@ void CudaGroup<P>::reset() {
     const DeviceGuard guard(device_);
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     for (char* base : own_heaps_) check_cuda(cudaMemset(base, 0, heap_.flags_end()), "cudaMemset");
-    check_cuda(cudaMemset(epochs_.get(), 0, ranks_.size() * sizeof(uint64_t)), "cudaMemset");
+    check_cuda(cudaMemset(progress_.get(), 0, progress_bytes()), "cudaMemset");
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     fabric_.reset_signals(ranks_.front(), timeout_ns_);
     for (size_t i = 0; i < ranks_.size(); ++i) reports_[i] = {};

@@ -1,36 +1,46 @@
 #pragma once
 
 #include "core/args.h"
+#include "core/function.h"
 #include "exec/device/device_rank.h"
 #include "launch/cuda/roles.h"
 
 namespace ep {
 
-constexpr int kMaxJointRanks = 32;
 constexpr int kBlockThreads = 512;
 constexpr int kBlockWarps = kBlockThreads / 32;
 
 struct NoRoles {};
 
-// A launch for all ranks of this process together. All of it is a kernel parameter: it travels with
-// the launch, so a captured graph keeps it. FabricParams names its device side `Fabric`.
-template <class FabricParams, class Args, class Roles = NoRoles>
+// What a rank counts on the GPU, over all launches: two words, in memory of their own lines.
+struct Progress {
+    static constexpr int kWords = 32;
+    uint64_t* words;
+
+    EP_HD uint64_t& notifies() const { return words[0]; }
+    EP_HD uint64_t* arrivals_of_notify() const { return words + kWords / 2; }
+};
+
+// A launch for all ranks of this process together, at most kRanks. All of it is a kernel parameter:
+// it travels with the launch, so a captured graph keeps it. A process with one rank has kernels of
+// its own, whose launches are lighter. FabricParams names its device side `Fabric`.
+template <class FabricParams, class Args, int kRanks, class Roles = NoRoles>
 struct Joint {
     using Fabric = typename FabricParams::Fabric;
 
     FabricParams fabric;
     Roles roles;
     int blocks_per_rank;
-    Args args[kMaxJointRanks];
-    DeviceRank ranks[kMaxJointRanks];
-    uint64_t* epochs[kMaxJointRanks];  // notifies so far
+    Args args[kRanks];
+    DeviceRank ranks[kRanks];
+    Progress progress[kRanks];
 };
 
-template <class P>
-using NotifyJoint = Joint<P, NotifyArgs>;
-template <class P>
-using DispatchJoint = Joint<P, DispatchArgs, DispatchRoles>;
-template <class P>
-using CombineJoint = Joint<P, CombineArgs, CombineRoles>;
+template <class P, int kRanks>
+using NotifyJoint = Joint<P, NotifyArgs, kRanks>;
+template <class P, int kRanks>
+using DispatchJoint = Joint<P, DispatchArgs, kRanks, DispatchRoles>;
+template <class P, int kRanks>
+using CombineJoint = Joint<P, CombineArgs, kRanks, CombineRoles>;
 
 }  // namespace ep

@@ -36,57 +36,65 @@ __device__ __forceinline__ BulkBuffers& bulk_buffers() {
     return buffers;
 }
 
-// ---- notify, in three launches, since each step needs the one before on all channels
+// ---- notify: each step needs the one before on all channels
 
-template <class J>
-__global__ void __launch_bounds__(kBlockThreads, 1) count_kernel(const __grid_constant__ J joint) {
-    const Place<J> place(joint);
-    DeviceWarp warp(joint.ranks[place.index], 0, Role::Notify, 0, bulk_buffers());
-    const NotifyArgs& args = joint.args[place.index];
-    for (int channel = place.warp; channel < args.layout.channels; channel += place.warps)
-        count_channel(warp, args, channel);
+// All warps of a rank's blocks meet, and see what the others wrote before. They are on the GPU
+// together, and nothing before a meeting waits for another rank: it ends.
+__device__ __forceinline__ void meet(uint64_t* arrivals, uint64_t warps) {
+    __syncwarp();
+    const bool first = rows::lane_id() == 0;
+    uint64_t all = 0;
+    if (first) all = (ptx::fetch_add_acq_rel_gpu(arrivals, 1) / warps + 1) * warps;
+    while (!__shfl_sync(rows::kAllLanes, !first || ptx::load_acquire_gpu(arrivals) >= all, 0)) {
+    }
 }
 
+// Some warps exchange counts, which needs the sums only, while the others number the rows.
 template <class J>
-__global__ void __launch_bounds__(kBlockThreads, 1) sum_kernel(const __grid_constant__ J joint) {
+__global__ void __launch_bounds__(kBlockThreads, 1) notify_kernel(const __grid_constant__ J joint) {
     const Place<J> place(joint);
-    DeviceWarp warp(joint.ranks[place.index], *joint.epochs[place.index] + 1, Role::Notify, 0,
-                    bulk_buffers());
-    const NotifyArgs& args = joint.args[place.index];
-    if (args.layout.totals().bad_token) {
+    const DeviceRank& rank = joint.ranks[place.index];
+    uint64_t* arrivals = joint.progress[place.index].arrivals_of_notify();
+    NotifyArgs args = joint.args[place.index];
+    // counted here, not by the host: a captured graph replays
+    args.epoch = joint.progress[place.index].notifies() + 1;
+    const Layout& layout = args.layout;
+    DeviceWarp warp(rank, args.epoch, Role::Notify, 0, bulk_buffers());
+    if (place.warp == 0) warp.lanes(1, [&](int) { layout.totals() = {}; });
+    int bad_token = 0;
+    for (int channel = place.warp; channel < layout.channels; channel += place.warps) {
+        if (const int bad = count_channel(warp, args, channel)) bad_token = bad;
+    }
+    meet(arrivals, place.warps);
+    if (bad_token) warp.lanes(1, [&](int) { layout.totals().bad_token = bad_token; });
+    for (int expert = place.warp; expert < layout.num_experts; expert += place.warps)
+        sum_channels(warp, args, expert, 1);
+    meet(arrivals, place.warps);
+    if (layout.totals().bad_token) {
         if (place.warp == 0) warp.fail(Outcome::BadInput, Wait::None, Need{});
         return;
     }
-    for (int expert = place.warp; expert < args.layout.num_experts; expert += place.warps)
-        sum_channels(warp, args, expert, 1);
-}
-
-// The last warp exchanges counts, which needs the sums only, while the others number the rows.
-template <class J>
-__global__ void __launch_bounds__(kBlockThreads, 1)
-    exchange_kernel(const __grid_constant__ J joint) {
-    const Place<J> place(joint);
-    const DeviceRank& rank = joint.ranks[place.index];
-    NotifyArgs args = joint.args[place.index];
-    if (args.layout.totals().bad_token || is_aborted(rank)) return;
-    if (place.warp == place.warps - 1) {
-        // Counted here and not by the host, because a captured graph replays.
-        args.epoch = *joint.epochs[place.index] + 1;
-        DeviceWarp warp(rank, args.epoch, Role::Notify, 0, bulk_buffers());
-        typename J::Fabric fabric(joint.fabric, args.rank);
-        notify(warp, fabric, args);
-        warp.lanes(1, [&](int) { *joint.epochs[place.index] = args.epoch; });
-    } else {
-        DeviceWarp warp(rank, 0, Role::Notify, 0, bulk_buffers());
-        for (int channel = place.warp; channel < args.layout.channels; channel += place.warps - 1)
+    if (is_aborted(rank)) return;
+    const int roles = num_exchange_roles(args.heap.topology);
+    const int half = (place.warps + 1) / 2, exchangers = roles < half ? roles : half;
+    if (place.warp >= exchangers) {
+        for (int channel = place.warp - exchangers; channel < layout.channels;
+             channel += place.warps - exchangers)
             index_channel(warp, args, channel);
+        return;
+    }
+    typename J::Fabric fabric(joint.fabric, args.rank);
+    for (int role = place.warp; role < roles; role += exchangers) {
+        if (!run_exchange_role(warp, fabric, args, role)) return;
+        if (role == roles - 1)
+            warp.lanes(1, [&](int) { joint.progress[place.index].notifies() = args.epoch; });
     }
 }
 
 // ---- dispatch and combine
 
 // A notify that failed leaves no layout behind, and its handle may be used all the same once the
-// buffer has been reset. Asked by the first kernel of a launch.
+// buffer has been reset.
 template <class J, class Args>
 __device__ __forceinline__ bool has_layout(const J& joint, const Place<J>& place,
                                            const Args& args) {
@@ -96,24 +104,6 @@ __device__ __forceinline__ bool has_layout(const J& joint, const Place<J>& place
         warp.fail(Outcome::NoLayout, Wait::None, Need{});
     }
     return false;
-}
-
-// Rows that no token fills, a piece a warp. Before the dispatch, which writes none of them.
-template <class J>
-__global__ void __launch_bounds__(kBlockThreads, 1) clear_kernel(const __grid_constant__ J joint) {
-    constexpr int64_t kPiece = 16;  // rows
-    const Place<J> place(joint);
-    const DispatchArgs& args = joint.args[place.index];
-    const Layout& layout = args.layout;
-    if (is_aborted(joint.ranks[place.index]) || !has_layout(joint, place, args)) return;
-    DeviceWarp warp(joint.ranks[place.index], args.call, Role::Launch, 0, bulk_buffers());
-    for (int expert = place.warp; expert < layout.local_experts(); expert += place.warps)
-        clear_padding(warp, args, expert);
-    const int64_t end = layout.expert_start(layout.local_experts());
-    for (int64_t first = end + kPiece * place.warp; first < args.max_rows;
-         first += kPiece * place.warps) {
-        clear_rows(warp, args, first, first + kPiece);
-    }
 }
 
 template <class F>
@@ -157,9 +147,13 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     const int number = role_of_warp(warps * args.layout.channels, place.block,
                                     joint.blocks_per_rank, warp_of_block());
     if (number < 0 || is_aborted(joint.ranks[place.index])) return;
+    if (!has_layout(joint, place, args)) return;
     typename J::Fabric fabric(joint.fabric, args.rank);
-    run_dispatch_role(joint.ranks[place.index], bulk_buffers(), fabric, args, joint.roles,
-                      number / warps, number % warps);
+    const DeviceRank& rank = joint.ranks[place.index];
+    BulkBuffers& buffers = bulk_buffers();
+    run_dispatch_role(rank, buffers, fabric, args, joint.roles, number / warps, number % warps);
+    DeviceWarp warp(rank, args.call, Role::Launch, 0, buffers);
+    clear_unfilled(warp, args, number, warps * args.layout.channels);
 }
 
 template <class T, bool kWeighted, class F>

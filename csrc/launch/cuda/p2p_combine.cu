@@ -3,6 +3,7 @@
 
 namespace ep {
 
-template struct CombineLaunch<P2pFabricParams, false>;
+template struct CombineLaunch<P2pFabricParams, 1, false>;
+template struct CombineLaunch<P2pFabricParams, P2pFabricParams::kMostLocalRanks, false>;
 
 }  // namespace ep

@@ -3,6 +3,7 @@
 
 namespace ep {
 
-template struct CombineLaunch<P2pFabricParams, true>;
+template struct CombineLaunch<P2pFabricParams, 1, true>;
+template struct CombineLaunch<P2pFabricParams, P2pFabricParams::kMostLocalRanks, true>;
 
 }  // namespace ep

@@ -27,14 +27,18 @@ void HostGroup::notify(std::vector<NotifyArgs> args, const std::function<bool()>
         const NotifyArgs& a = args[i];
         states_[i].call = a.epoch;
         tasks[i].push_back(role<Warp>(i, Role::Notify, 0, [&a](Warp& warp, HostFabric& fabric) {
-            for (int channel = 0; channel < a.layout.channels; ++channel)
-                count_channel(warp, a, channel);
+            for (int channel = 0; channel < a.layout.channels; ++channel) {
+                if (const int bad = count_channel(warp, a, channel))
+                    a.layout.totals().bad_token = bad;
+            }
             if (a.layout.totals().bad_token)
                 return warp.fail(Outcome::BadInput, Wait::None, Need{});
             sum_channels(warp, a, 0, a.layout.num_experts);
             for (int channel = 0; channel < a.layout.channels; ++channel)
                 index_channel(warp, a, channel);
-            ep::notify(warp, fabric, a);
+            for (int role = 0; role < num_exchange_roles(a.heap.topology); ++role) {
+                if (!run_exchange_role(warp, fabric, a, role)) return;
+            }
         }));
     }
     run(std::move(tasks), interrupted);
@@ -88,11 +92,8 @@ void HostGroup::dispatch(std::vector<DispatchArgs> args, const std::function<boo
                 });
             }
         }
-        tasks[i].push_back(role<Warp>(i, Role::Launch, 0, [&a](Warp& warp, HostFabric&) {
-            for (int expert = 0; expert < a.layout.local_experts(); ++expert)
-                clear_padding(warp, a, expert);
-            clear_rest(warp, a);
-        }));
+        tasks[i].push_back(role<Warp>(
+            i, Role::Launch, 0, [&a](Warp& warp, HostFabric&) { clear_unfilled(warp, a, 0, 1); }));
     }
     run(std::move(tasks), interrupted);
 }

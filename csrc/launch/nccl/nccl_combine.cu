@@ -3,6 +3,6 @@
 
 namespace ep {
 
-template struct CombineLaunch<NcclFabricParams, false>;
+template struct CombineLaunch<NcclFabricParams, 1, false>;
 
 }  // namespace ep

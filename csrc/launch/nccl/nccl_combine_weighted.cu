@@ -3,6 +3,6 @@
 
 namespace ep {
 
-template struct CombineLaunch<NcclFabricParams, true>;
+template struct CombineLaunch<NcclFabricParams, 1, true>;
 
 }  // namespace ep

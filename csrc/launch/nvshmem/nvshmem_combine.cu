@@ -6,6 +6,6 @@
 
 namespace ep {
 
-template struct CombineLaunch<NvshmemFabricParams, false>;
+template struct CombineLaunch<NvshmemFabricParams, 1, false>;
 
 }  // namespace ep

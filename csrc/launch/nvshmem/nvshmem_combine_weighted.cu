@@ -6,6 +6,6 @@
 
 namespace ep {
 
-template struct CombineLaunch<NvshmemFabricParams, true>;
+template struct CombineLaunch<NvshmemFabricParams, 1, true>;
 
 }  // namespace ep

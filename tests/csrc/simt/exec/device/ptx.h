@@ -11,6 +11,9 @@ inline void store_release_gpu(uint64_t* address, uint64_t value) { *address = va
 inline void store_release_sys(uint64_t* address, uint64_t value) { *address = value; }
 inline void store_relaxed_gpu(uint64_t* address, uint64_t value) { *address = value; }
 inline void store_relaxed_sys(uint64_t* address, uint64_t value) { *address = value; }
+inline uint64_t fetch_add_acq_rel_gpu(uint64_t* address, uint64_t value) {
+    return std::exchange(*address, *address + value);
+}
 inline uint64_t fetch_add_sys(uint64_t* address, uint64_t value) {
     return std::exchange(*address, *address + value);
 }
