@@ -39,7 +39,8 @@ EP_FN void combine_nvl_sender(W& warp, F& fabric, const CombineArgs& args, int c
     typename W::template PerLane<const void*> part;
     typename W::template PerLane<Accumulator<T>> row_weight;
     serve_in_turn(
-        warp, rings, first_rank, count, Wait::NvlCredit, nvl_credit<W, F>, [&](const Turn& turn) {
+        warp, rings, first_rank, count, Wait::NvlCredit, nvl_credit<W, F>, [](int) { return true; },
+        [&](const Turn& turn) {
             read_positions(warp, args, turn.first, following);
             for (int i = 0; i < turn.rows; ++i) {
                 position = following;  // those of the next row are read while this one is summed

@@ -150,7 +150,59 @@ EP_FN void write_token(W& warp, const DispatchArgs& args,
                    args.scales + row * format.scale_bytes, format.scale_bytes);
 }
 
-// Own tokens for ranks of this node, straight into their NVLink rings.
+// Where a row lies at each of its local experts, a lane each k, for the lanes in `placed`. A row
+// that combine's table has no room for is left out: zeros lie in its places, and `written` is
+// empty.
+template <WarpLike W>
+struct Places {
+    typename W::template PerLane<void*> row, scales;
+    uint32_t placed, written;
+};
+
+// Finds a row's places, remembers them for combine, and stores its weights there.
+template <WarpLike W>
+EP_FN void take_places(W& warp, const DispatchArgs& args, const Header<W>& header, int source_rank,
+                       int64_t received, Places<W>& places) {
+    const Layout& layout = args.layout;
+    const RowFormat& format = args.format;
+    const int first_expert = args.rank * layout.local_experts();
+    const bool remembered = received < args.max_received;
+    typename W::template PerLane<int> position;
+    warp.lanes(format.topk, [&](int lane) {
+        const int expert = header.expert[lane] - first_expert;
+        position[lane] = TransferArgs::kElsewhere;
+        if (expert >= 0 && expert < layout.local_experts()) {
+            const int64_t place = layout.expert_base(source_rank)[expert] + header.index[lane];
+            const bool fits =
+                place >= 0 && place < layout.expert_start(expert + 1) && place < args.max_rows;
+            position[lane] = fits ? static_cast<int>(place) : TransferArgs::kOverflowed;
+        }
+        if (remembered) args.positions[received * format.topk + lane] = position[lane];
+        if (position[lane] >= 0) {
+            const size_t place = position[lane];
+            places.row[lane] = args.recv_x + place * format.payload_bytes;
+            places.scales[lane] = args.recv_scales + place * format.scale_bytes;
+            store_weight(args.recv_weights + place * format.weight_bytes,
+                         remembered ? header.weight[lane] : 0, format.weight_bytes);
+        }
+    });
+    const uint32_t overflowed = warp.ballot(
+        format.topk, [&](int lane) { return position[lane] == TransferArgs::kOverflowed; });
+    if (overflowed || !remembered) layout.totals().overflow = 1;
+    places.placed = warp.ballot(format.topk, [&](int lane) { return position[lane] >= 0; });
+    places.written = remembered ? places.placed : 0;
+}
+
+template <WarpLike W>
+EP_FN void zero_unwritten(W& warp, const RowFormat& format, const Places<W>& places) {
+    for_each_lane(places.placed & ~places.written, [&](int lane) {
+        warp.zero(warp.broadcast(places.row, lane), format.payload_bytes);
+        warp.zero(warp.broadcast(places.scales, lane), format.scale_bytes);
+    });
+}
+
+// Own tokens for ranks of this node: straight into their NVLink rings, and those for this rank to
+// their places.
 template <WarpLike W, FabricLike<W> F>
 EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel) {
     const Rings<F> rings{fabric, args, channel};
@@ -159,16 +211,37 @@ EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel)
     if (!open_nvl_rings(warp, rings, args.topology().rank(node, 0), args.topology().ranks_per_node))
         return;
     typename W::template PerLane<int> peer;
-    typename W::template PerLane<void*> slot;
+    typename W::template PerLane<void*> slot, to;
+    Places<W> places;
+    int64_t received = args.layout.received_start(channel, args.rank);
     int batch = 0;
     for_each_token(warp, args, channel, [&](int token, const Header<W>& header) {
-        const uint32_t lanes = peers_on_node(warp, args, node, header.expert, peer);
-        if (!lanes) return true;
+        const uint32_t firsts = peers_on_node(warp, args, node, header.expert, peer);
+        if (!firsts) return true;
         const char* x = args.x + static_cast<size_t>(token) * format.payload_bytes;
         warp.template stage<Reuse::Late>(x, format.payload_bytes);
-        if (!take_slots(warp, rings, node, lanes, peer, batch, slot)) return false;
-        write_token(warp, args, slot, lanes, token);
-        write_header(warp, format, slot, lanes, rings.tag, header);
+        const uint32_t own =
+            warp.ballot(format.topk, [&](int lane) { return peer[lane] == args.local(); });
+        const uint32_t others = firsts & ~own;
+        if (others && !take_slots(warp, rings, node, others, peer, batch, slot)) return false;
+        places.placed = places.written = 0;
+        if (own) take_places(warp, args, header, args.rank, received++, places);
+        auto copy_part = [&](size_t offset, const typename W::template PerLane<void*>& place,
+                             const char* part, size_t bytes) {
+            warp.lanes(format.topk, [&](int lane) {
+                to[lane] =
+                    others >> lane & 1 ? static_cast<char*>(slot[lane]) + offset : place[lane];
+            });
+            warp.template multicast<Reuse::Soon>(to, others | places.written, part, bytes);
+        };
+        copy_part(format.payload(), places.row, x, format.payload_bytes);
+        if (format.scale_bytes) {
+            copy_part(format.scales(), places.scales,
+                      args.scales + static_cast<size_t>(token) * format.scale_bytes,
+                      format.scale_bytes);
+        }
+        zero_unwritten(warp, format, places);
+        write_header(warp, format, slot, others, rings.tag, header);
         return true;
     });
     publish_tails(warp, rings, node);
@@ -256,53 +329,7 @@ EP_FN void forwarder(W& warp, F& fabric, const DispatchArgs& args, int channel, 
     publish_tails(warp, rings, node);
 }
 
-// Copies one row out of its ring to its place at each of its local experts, and remembers the
-// places for combine. A row that combine's table has no room for is left out: zeros lie in its
-// places.
-template <WarpLike W>
-EP_FN void place_row(W& warp, const DispatchArgs& args, const char* slot, const Header<W>& header,
-                     int source_rank, int64_t received) {
-    const Layout& layout = args.layout;
-    const RowFormat& format = args.format;
-    const int first_expert = args.rank * layout.local_experts();
-    const bool remembered = received < args.max_received;
-    typename W::template PerLane<int> position;
-    typename W::template PerLane<void*> row, scales;
-    warp.lanes(format.topk, [&](int lane) {
-        const int expert = header.expert[lane] - first_expert;
-        position[lane] = TransferArgs::kElsewhere;
-        if (expert >= 0 && expert < layout.local_experts()) {
-            const int64_t place = layout.expert_base(source_rank)[expert] + header.index[lane];
-            const bool fits =
-                place >= 0 && place < layout.expert_start(expert + 1) && place < args.max_rows;
-            position[lane] = fits ? static_cast<int>(place) : TransferArgs::kOverflowed;
-        }
-        if (remembered) args.positions[received * format.topk + lane] = position[lane];
-        if (position[lane] >= 0) {
-            const size_t place = position[lane];
-            row[lane] = args.recv_x + place * format.payload_bytes;
-            scales[lane] = args.recv_scales + place * format.scale_bytes;
-            store_weight(args.recv_weights + place * format.weight_bytes,
-                         remembered ? header.weight[lane] : 0, format.weight_bytes);
-        }
-    });
-    const uint32_t overflowed = warp.ballot(
-        format.topk, [&](int lane) { return position[lane] == TransferArgs::kOverflowed; });
-    if (overflowed || !remembered) layout.totals().overflow = 1;
-    const uint32_t placed = warp.ballot(format.topk, [&](int lane) { return position[lane] >= 0; });
-    const uint32_t written = remembered ? placed : 0;
-    warp.template multicast<Reuse::Late>(row, written, slot + format.payload(),
-                                         format.payload_bytes);
-    if (format.scale_bytes)
-        warp.template multicast<Reuse::Late>(scales, written, slot + format.scales(),
-                                             format.scale_bytes);
-    for_each_lane(placed & ~written, [&](int lane) {
-        warp.zero(warp.broadcast(row, lane), format.payload_bytes);
-        warp.zero(warp.broadcast(scales, lane), format.scale_bytes);
-    });
-}
-
-// From the rings of up to `most` source ranks to the experts.
+// From the rings of up to `most` source ranks to the experts. This rank's own rows need no ring.
 template <WarpLike W, FabricLike<W> F>
 EP_FN void receiver(W& warp, F& fabric, const DispatchArgs& args, int channel, int first_rank,
                     int most = 32) {
@@ -310,14 +337,24 @@ EP_FN void receiver(W& warp, F& fabric, const DispatchArgs& args, int channel, i
     const RowFormat& format = args.format;
     const int count = lanes_from(first_rank, args.topology().world(), most);
     Header<W> header;
+    Places<W> places;
     serve_in_turn(
-        warp, rings, first_rank, count, Wait::NvlRow, nvl_row<W, F>, [&](const Turn& turn) {
+        warp, rings, first_rank, count, Wait::NvlRow, nvl_row<W, F>,
+        [&](int rank) { return rank != args.rank; },
+        [&](const Turn& turn) {
             for (int i = 0; i < turn.rows; ++i) {
                 const char* slot = rings.nvl_in_slot(turn.node, turn.peer, turn.position + i);
                 warp.template stage<Reuse::Soon>(slot + format.payload(), format.payload_bytes);
                 read_header(warp, format, slot, header);
                 if (!belongs_to_call(warp, rings, slot, turn.rank)) return false;
-                place_row(warp, args, slot, header, turn.rank, turn.first + i);
+                take_places(warp, args, header, turn.rank, turn.first + i, places);
+                warp.template multicast<Reuse::Late>(places.row, places.written,
+                                                     slot + format.payload(), format.payload_bytes);
+                if (format.scale_bytes) {
+                    warp.template multicast<Reuse::Late>(
+                        places.scales, places.written, slot + format.scales(), format.scale_bytes);
+                }
+                zero_unwritten(warp, format, places);
             }
             const uint64_t next = turn.position + turn.rows;
             InCursor& in = rings.nvl_in(turn.node, turn.peer);

@@ -15,18 +15,19 @@ struct Turn {
 
 // Serves the rows of `count` source ranks from `first_rank` on, a lane each, whichever is ready:
 // blocking on one could close a circle of full rings. `need(rings, node, peer)` is what a lane
-// waits for: to see more rows, or more room, than its ring's position. `serve(turn)`: false ends it
-// all.
-template <WarpLike W, class F, class NeedOf, class Serve>
+// waits for: to see more rows, or more room, than its ring's position. `through_ring(rank)`:
+// whether the rank's rows come that way. `serve(turn)`: false ends it all.
+template <WarpLike W, class F, class NeedOf, class Through, class Serve>
 EP_FN void serve_in_turn(W& warp, const Rings<F>& rings, int first_rank, int count, Wait wait,
-                         NeedOf&& need, Serve&& serve) {
+                         NeedOf&& need, Through&& through_ring, Serve&& serve) {
     const Layout& layout = rings.args.layout;
     const Topology& topology = rings.args.topology();
     typename W::template PerLane<int> left, end, node_of, peer_of;
     typename W::template PerLane<uint64_t> limit, position;
     warp.lanes(count, [&](int lane) {
-        left[lane] = layout.received(rings.channel, first_rank + lane);
-        end[lane] = layout.received_start(rings.channel, first_rank + lane) + left[lane];
+        const int rank = first_rank + lane;
+        left[lane] = through_ring(rank) ? layout.received(rings.channel, rank) : 0;
+        end[lane] = layout.received_start(rings.channel, rank) + left[lane];
         node_of[lane] = topology.node_of(first_rank + lane);
         peer_of[lane] = topology.local_of(first_rank + lane);
     });
