@@ -224,25 +224,27 @@ EP_FN bool receive_counts(W& warp, F& fabric, const NotifyArgs& args) {
     return true;
 }
 
-// The roles of the exchange: one sends to each other node, one relays to each rank of the own node,
-// one receives. A warp that has several runs them in this order: no role waits for a later one,
-// here or on another rank.
+// The roles of the exchange: one sends to each other node, one relays to each rank of the own node.
+// The last relays to its own rank, which it then serves as receiver: it waits for this rank's rail
+// before it waits for others, and so does not blame them. A warp that has several roles runs them
+// in this order: no role waits for a later one, here or on another rank.
 EP_HD int num_exchange_roles(const Topology& topology) {
-    return topology.nodes - 1 + topology.ranks_per_node + 1;
+    return topology.nodes - 1 + topology.ranks_per_node;
 }
 
 // False: a wait ended badly, and the warp must return.
 template <WarpLike W, FabricLike<W> F>
 EP_FN bool run_exchange_role(W& warp, F& fabric, const NotifyArgs& args, int role) {
     const Topology& topology = args.heap.topology;
-    const int other_nodes = topology.nodes - 1;
+    const int other_nodes = topology.nodes - 1, ranks = topology.ranks_per_node;
     if (role < other_nodes) {
         send_counts(warp, fabric, args, role + (role >= topology.node_of(args.rank)));
         return true;
     }
     role -= other_nodes;
-    if (role < topology.ranks_per_node) return relay_counts(warp, fabric, args, role);
-    return receive_counts(warp, fabric, args);
+    const int local = (topology.local_of(args.rank) + 1 + role) % ranks;  // this rank is last
+    if (!relay_counts(warp, fabric, args, local)) return false;
+    return role < ranks - 1 || receive_counts(warp, fabric, args);
 }
 
 }  // namespace ep

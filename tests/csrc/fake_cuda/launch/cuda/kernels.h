@@ -11,13 +11,7 @@ struct BulkBuffers {};
 namespace kernels {
 
 template <class J>
-void count_kernel(J);
-template <class J>
-void sum_kernel(J);
-template <class J>
-void exchange_kernel(J);
-template <class J>
-void clear_kernel(J);
+void notify_kernel(J);
 template <class J>
 void dispatch_kernel(J);
 
