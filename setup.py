@@ -25,7 +25,14 @@ from setuptools.errors import CompileError
 
 ROOT = Path(__file__).resolve().parent
 BINDINGS = "csrc/bindings"
-SOURCE_DIRS = ("csrc/exec/host", "csrc/fabric", "csrc/router/exec/host", "csrc/router/launch/host", "csrc/launch/host", BINDINGS)
+SOURCE_DIRS = (
+    "csrc/exec/host",
+    "csrc/fabric",
+    "csrc/router/exec/host",
+    "csrc/router/launch/host",
+    "csrc/launch/host",
+    BINDINGS,
+)
 COMPILE_FLAGS = "-std=c++20 -O3 -fPIC -fvisibility=hidden -Wall -Wextra -Werror=return-type -Wno-psabi -Icsrc"
 LINK_FLAGS = "-shared -lrt -lpthread"
 NVSHMEM = "megatron_ep._nvshmem"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization, get_capacity
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
@@ -19,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import pad
 
 import megatron_ep as ep
+from megatron_ep.megatron.announce import announce, count_layer
 from megatron_ep.megatron.shared_buffers import (
     abort_peers_on_error,
     close_buffers,
@@ -78,6 +80,8 @@ class EPTokenDispatcher(MoETokenDispatcher):
                 f"'{config.moe_flex_dispatcher_backend}'"
             )
         self.alignment = _expert_alignment(config)
+        self._groups = pg_collection
+        count_layer(self.tp_ep_group)
         # Public and under these names because Megatron's inference code flips them at run time.
         self.drop_and_pad = config.moe_pad_expert_input_to_capacity
         self.moe_expert_capacity_factor = config.moe_expert_capacity_factor
@@ -154,11 +158,13 @@ class EPTokenDispatcher(MoETokenDispatcher):
         """
         self._wait_before_shared_experts()
         num_experts = self.config.num_moe_experts * self.tp_size
+        buffer = shared_buffer(self.tp_ep_group, num_experts, hidden_states.device)
+        announce(self.tp_ep_group, self._groups, buffer)
         received = ep.dispatch(
             hidden_states,
             self.topk_idx,
             probs,
-            buffer=shared_buffer(self.tp_ep_group, num_experts, hidden_states.device),
+            buffer=buffer,
             expert_alignment=1 if self.drop_and_pad else self.alignment,
             expert_capacity=self._expert_capacity() if self.drop_and_pad else None,
         )
@@ -291,9 +297,13 @@ def _declares_hybridep(config: TransformerConfig) -> bool:
 
 
 def _expert_alignment(config: TransformerConfig) -> int:
-    """Rows of an expert are padded to a multiple of this. Declared as HybridEP, the experts trust it to pad."""
-    fused = getattr(config, "use_transformer_engine_op_fuser", False)
-    quantized = config.fp8 or config.fp4 or fused
-    if config.moe_router_padding_for_quantization or (_declares_hybridep(config) and quantized):
-        return max(1, get_align_size_for_quantization(config))
-    return 1
+    """Rows of an expert are padded to a multiple of this: what the installed Megatron asks of a dispatcher that its
+    experts trust to pad; 1 where they pad for themselves."""
+    trusts = getattr(moe_utils, "skip_routed_expert_padding", None)  # absent from older versions
+    if trusts is not None:
+        trusted = trusts(config)
+    else:
+        trusted = config.moe_router_padding_for_quantization or (
+            _declares_hybridep(config) and bool(config.fp8 or config.fp4)
+        )
+    return max(1, get_align_size_for_quantization(config)) if trusted else 1

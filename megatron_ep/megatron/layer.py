@@ -44,30 +44,52 @@ class EPMoELayer(MoELayer):
         pg_collection: ProcessGroupCollection | None = None,
         **options: Any,
     ) -> None:
-        if pg_collection is None:
-            pg_collection = get_default_pg_collection()
-        # The base class builds one of its own dispatchers. All-gather's needs no stream, no DeepEP and no buffers.
-        declared = config.moe_token_dispatcher_type
-        config.moe_token_dispatcher_type = "allgather"
-        try:
-            super().__init__(config, submodules, layer_number, pg_collection, **options)
-        finally:
-            config.moe_token_dispatcher_type = declared
-        for module in self.modules():  # experts keep copies of the config
-            if isinstance(getattr(module, "config", None), TransformerConfig):
-                module.config.moe_token_dispatcher_type = declared
+        initialize(self, super().__init__, config, submodules, layer_number, pg_collection, **options)
 
-        self.token_dispatcher = EPTokenDispatcher(
-            self.num_local_experts, self.local_expert_indices, config=config, pg_collection=pg_collection
-        )
-        if self.shared_experts is not None and self.shared_expert_overlap:
-            self.token_dispatcher.set_shared_experts(self.shared_experts)
-        if hasattr(self, "_training_token_dispatcher"):  # an inference-optimized layer switches between two
-            self._training_token_dispatcher = self.token_dispatcher
+
+def initialize(
+    layer: MoELayer,
+    base: Callable[..., None],
+    config: TransformerConfig,
+    submodules: MoESubmodules | None,
+    layer_number: int | None,
+    pg_collection: ProcessGroupCollection | None,
+    **options: Any,
+) -> None:
+    """Megatron's own constructor of a MoE layer, and then our dispatcher in place of the one it made.
+
+    Args:
+        layer: not yet initialised.
+        base: `MoELayer.__init__`, bound to it.
+        config, submodules, layer_number, pg_collection, options: as for `EPMoELayer`.
+    """
+    if pg_collection is None:
+        pg_collection = get_default_pg_collection()
+    # The base class builds one of its own dispatchers. All-gather's needs no stream, no DeepEP and no buffers.
+    declared = config.moe_token_dispatcher_type
+    config.moe_token_dispatcher_type = "allgather"
+    try:
+        base(config, submodules, layer_number, pg_collection, **options)
+    finally:
+        config.moe_token_dispatcher_type = declared
+    for module in layer.modules():  # experts keep copies of the config
+        if isinstance(getattr(module, "config", None), TransformerConfig):
+            module.config.moe_token_dispatcher_type = declared
+
+    layer.token_dispatcher = EPTokenDispatcher(
+        layer.num_local_experts, layer.local_expert_indices, config=config, pg_collection=pg_collection
+    )
+    if layer.shared_experts is not None and layer.shared_expert_overlap:
+        layer.token_dispatcher.set_shared_experts(layer.shared_experts)
+    if hasattr(layer, "_training_token_dispatcher"):  # an inference-optimized layer switches between two
+        layer._training_token_dispatcher = layer.token_dispatcher
 
 
 def ep_layer_spec(
-    spec: Spec, pg_collection: ProcessGroupCollection | None = None, router: Callable[..., TopKRouter] | None = None
+    spec: Spec,
+    pg_collection: ProcessGroupCollection | None = None,
+    router: Callable[..., TopKRouter] | None = None,
+    required: bool = True,
 ) -> Spec:
     """A copy of a spec in which every `MoELayer` is an `EPMoELayer`; everything else is as it was.
 
@@ -77,9 +99,10 @@ def ep_layer_spec(
         pg_collection: needed only with megatron-core 0.16 and process groups other than Megatron's global ones: that
             version passes a model's groups to no layer class but its own.
         router: builder of the layers' routers, as `megatron_ep.megatron.router.fused_router`; None keeps the spec's.
+        required: whether a spec without a `MoELayer` is an error; otherwise it is returned as it is.
 
     Raises:
-        ValueError: no `MoELayer` in the spec.
+        ValueError: no `MoELayer` in the spec, and required.
     """
 
     def replace_layer(node: Any) -> Any:
@@ -97,7 +120,7 @@ def ep_layer_spec(
         return submodules if router is None else dataclasses.replace(submodules, router=router)
 
     copy = _replaced(spec, replace_layer, {})
-    if copy is spec:
+    if copy is spec and required:
         raise ValueError(f"spec: no MoELayer in this {type(spec).__name__}; is num_moe_experts set?")
     return copy
 

@@ -1,0 +1,38 @@
+"""The line that says, once a pipeline stage, how many MoE layers use this dispatcher, and over what."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+import megatron_ep as ep
+
+_layers: dict[dist.ProcessGroup, int] = {}  # built, not yet announced
+
+
+def count_layer(group: dist.ProcessGroup) -> None:
+    """Notes that one more layer of this process exchanges tokens over the group."""
+    _layers[group] = _layers.get(group, 0) + 1
+
+
+def announce(group: dist.ProcessGroup, groups: ProcessGroupCollection | None, buffer: ep.Buffer) -> None:
+    """Prints the line for the layers counted since the last one, on the first rank of a pipeline stage.
+
+    Args:
+        group: over which they exchange tokens.
+        groups: the model's; with None, or where they lack expt_dp and pp, every group speaks for itself.
+        buffer: of the group.
+    """
+    layers = _layers.pop(group, 0)
+    copies, stages = getattr(groups, "expt_dp", None), getattr(groups, "pp", None)
+    if layers == 0 or group.rank() != 0 or (copies is not None and copies.rank() != 0):
+        return
+    topology = buffer.topology
+    many = f"{copies.size()} groups of " if copies is not None and copies.size() > 1 else ""
+    stage = f", pipeline stage {stages.rank()} of {stages.size()}" if stages is not None and stages.size() > 1 else ""
+    print(
+        f"megatron_ep: {layers} MoE layer{'s' if layers > 1 else ''} dispatch over {many}{topology.world_size} "
+        f"rank{'s' if topology.world_size > 1 else ''} ({topology.nodes} x {topology.ranks_per_node}, {buffer.fabric})"
+        f"{stage}",
+        flush=True,
+    )

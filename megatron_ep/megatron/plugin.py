@@ -1,0 +1,74 @@
+"""Opt-in: every MoE layer that Megatron builds in this process takes our dispatcher, whoever builds the model.
+
+For frameworks whose layer specs one does not want to touch. `enable` replaces one attribute, `MoELayer.__init__`, which
+decoder layers, hybrid stacks and multi-token-prediction blocks of every pipeline stage have in common; `disable` puts
+it back. Layers keep their class, names and parameters, so checkpoints stay the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_ep.megatron.layer import EPMoELayer, initialize
+
+_original: Callable[..., None] | None = None
+
+
+def enable(router: Callable[..., TopKRouter] | None = None) -> None:
+    """From now on every `MoELayer` built in this process moves its tokens with `EPTokenDispatcher`.
+
+    A line on the standard output says at the first step how many layers, and over which groups. Call it before the
+    model is built; `megatron_ep.megatron.dispatcher.configure` sets what the buffers are made with. Declare the
+    dispatcher type "alltoall"; with 1F1B overlap "flex" with the backend "hybridep".
+
+    Args:
+        router: builder of the layers' routers in place of Megatron's `TopKRouter`, as
+            `megatron_ep.megatron.router.fused_router`; other routers, and with None all, stay.
+
+    Raises:
+        RuntimeError: it is enabled already.
+    """
+    global _original
+    if _original is not None:
+        raise RuntimeError("plugin.enable(): already enabled; disable() first")
+    original = _original = MoELayer.__init__
+
+    @functools.wraps(original)
+    def with_ep_dispatcher(
+        layer: MoELayer,
+        config: TransformerConfig,
+        submodules: MoESubmodules | None = None,
+        layer_number: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **options: Any,
+    ) -> None:
+        base = functools.partial(original, layer)
+        if isinstance(layer, EPMoELayer):  # from a spec; it does the same by itself
+            base(config, submodules, layer_number, pg_collection, **options)
+            return
+        if router is not None and submodules is not None and submodules.router is TopKRouter:
+            submodules = dataclasses.replace(submodules, router=router)
+        initialize(layer, base, config, submodules, layer_number, pg_collection, **options)
+
+    MoELayer.__init__ = with_ep_dispatcher
+
+
+def is_enabled() -> bool:
+    """Whether layers built now take our dispatcher."""
+    return _original is not None
+
+
+def disable() -> None:
+    """Layers built from now on are Megatron's own again; those that exist keep their dispatcher. Idempotent."""
+    global _original
+    if _original is not None:
+        MoELayer.__init__ = _original
+        _original = None

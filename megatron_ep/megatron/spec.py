@@ -1,0 +1,60 @@
+"""Layer specs by name, for frameworks that take a function: `--spec megatron_ep.megatron.spec gpt` of Megatron-LM's
+pretrain_gpt.py from 0.19 on, and `transformer_layer_spec` of Megatron-Bridge's model providers.
+
+Megatron-LM before 0.19 takes no function there: `python -m megatron_ep.pretrain` works with every version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from megatron_ep.megatron import plugin
+from megatron_ep.megatron.layer import ep_layer_spec
+from megatron_ep.megatron.router import fused_router
+
+
+def gpt(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """Megatron's decoder block for this model, its MoE layers with our dispatcher.
+
+    A multi-token-prediction block's spec is made elsewhere and in no way that a function could reach, so for a model
+    with mtp_num_layers this enables `megatron_ep.megatron.plugin` in the process.
+
+    Args:
+        config: a TransformerConfig, as Bridge's providers are, or what holds one as `transformer` (Megatron-LM).
+        vp_stage: the virtual pipeline stage, if there are several.
+
+    Raises:
+        ValueError: the model has no experts, or an attention for which Megatron has another block.
+    """
+    return _gpt(config, vp_stage, None)
+
+
+def gpt_fused_router(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """As `gpt`, and with this project's router in the place of Megatron's."""
+    return _gpt(config, vp_stage, fused_router)
+
+
+def _gpt(config: Any, vp_stage: int | None, router: Callable[..., TopKRouter] | None) -> TransformerBlockSubmodules:
+    config = getattr(config, "transformer", config)
+    if config.num_moe_experts is None:
+        raise ValueError("num_moe_experts is None: a dense model has nothing to dispatch")
+    if config.experimental_attention_variant is not None:
+        raise ValueError(
+            f"experimental_attention_variant is {config.experimental_attention_variant}, which needs another block: "
+            "use python -m megatron_ep.pretrain or megatron_ep.megatron.plugin.enable()"
+        )
+    if config.mtp_num_layers and not plugin.is_enabled():
+        plugin.enable(router)
+    spec = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=config.transformer_impl == "transformer_engine",
+        normalization=config.normalization,
+        qk_l2_norm=config.qk_l2_norm,
+        vp_stage=vp_stage,
+    )
+    return ep_layer_spec(spec, router=router, required=False)  # a pipeline stage may have dense layers only

@@ -1,0 +1,102 @@
+"""`python -m megatron_ep.pretrain [--ep-...] SCRIPT ARGS...`: a training script of Megatron's, with our dispatcher.
+
+The script runs unchanged and as __main__, from Megatron-LM 0.16.1 on: every MoE layer that it builds, in GPT and hybrid
+models, multi-token-prediction blocks and any pipeline stage, moves its tokens with `EPTokenDispatcher`. Works by hand,
+under `torchrun -m` and in Slurm's job steps. A door: nobody imports it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from megatron_ep.config import Config
+
+SETTINGS = {  # of Config: type and help
+    "num_sms": (int, "SMs that dispatch and combine use on a GPU"),
+    "channels": (int, "slices of the tokens, each with rings of its own"),
+    "timeout": (float, "seconds that one wait for another rank may take"),
+    "nvl_ring_bytes": (int, "size of a ring between two ranks of a node"),
+    "rdma_ring_bytes": (int, "size of a ring between nodes"),
+    "rdma_chunk_tokens": (int, "rows after which another node is told of them"),
+}
+assert {"num_experts", *SETTINGS} == {field.name for field in fields(Config)}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the script in this process, as rank RANK of WORLD_SIZE; ends it with status 2 for a user's mistake."""
+    options = _parser().parse_args(argv)
+    from megatron_ep.training import launcher
+
+    script = Path(options.script)
+    if not script.is_file():
+        _refuse(f"no script {script}")
+    sys.path.insert(0, str(script.parent.resolve()))  # its Megatron comes before an installed one
+    try:
+        launcher.adopt()
+        from megatron_ep.megatron import flags
+
+        arguments = flags.with_dispatcher(options.arguments, options.ep_router == "fused")
+        settings = {name: getattr(options, f"ep_{name}") for name in SETTINGS}
+        settings = {name: value for name, value in settings.items() if value is not None}
+        Config(num_experts=1, **settings)
+    except ValueError as error:
+        _refuse(str(error))
+    if flags.OVERLAP in arguments:
+        # Two streams that share one hardware queue do not overlap.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    if options.ep_host:
+        from megatron_ep.megatron import host_script
+
+        host_script.enable()
+
+    from megatron_ep.megatron import plugin, shared_buffers
+
+    router = None
+    if options.ep_router == "fused":
+        from megatron_ep.megatron.router import fused_router as router
+    shared_buffers.configure(**settings)
+    plugin.enable(router)
+    sys.argv = [str(script), *arguments]
+    with shared_buffers.abort_peers_on_error():
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as end:  # Megatron leaves by it when all is well, too
+            if end.code:
+                raise
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m megatron_ep.pretrain",
+        description="Runs a training script of Megatron's with this project's token dispatcher in every MoE layer.",
+        epilog="example: torchrun --nproc-per-node 8 -m megatron_ep.pretrain --ep-num-sms 16 pretrain_gpt.py ...",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--ep-router",
+        choices=("megatron", "fused"),
+        default="megatron",
+        help="fused: this project's router, whose picks go straight to the dispatcher (default: Megatron's)",
+    )
+    parser.add_argument("--ep-host", action="store_true", help="run on a machine without a GPU")
+    for name, (kind, text) in SETTINGS.items():
+        parser.add_argument(f"--ep-{name.replace('_', '-')}", type=kind, metavar="N", help=text)
+    parser.add_argument("script", metavar="SCRIPT", help="for example pretrain_gpt.py")
+    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="of the script")
+    return parser
+
+
+def _refuse(message: str) -> Any:
+    print(f"megatron_ep.pretrain: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

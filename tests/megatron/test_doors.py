@@ -1,0 +1,140 @@
+"""The ways into a model that somebody else builds: flags, the plugin, specs by name."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+from megatron_ep.megatron import dispatcher, flags, plugin, shared_buffers
+from megatron_ep.megatron.dispatcher import EPTokenDispatcher
+from megatron_ep.megatron.equivalence import join_layout, make_config
+from megatron_ep.megatron.layer import ep_layer_spec
+from megatron_ep.megatron.router import EPTopKRouter, fused_router
+
+HYBRIDEP = ["--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "hybridep"]
+
+
+# ---- flags
+
+
+def test_what_megatron_must_be_told_is_set():
+    assert flags.with_dispatcher(["--bf16"]) == ["--bf16", "--moe-token-dispatcher-type", "alltoall"]
+    overlap = ["--overlap-moe-expert-parallel-comm"]
+    assert flags.with_dispatcher(overlap) == overlap + HYBRIDEP
+    assert flags.with_dispatcher(HYBRIDEP)[-4:] == HYBRIDEP
+    assert flags.with_dispatcher(["--moe-token-dispatcher-type=alltoall"])[-1] == "alltoall"
+
+
+@pytest.mark.parametrize(
+    ("given", "router", "words"),
+    [
+        ("--moe-token-dispatcher-type allgather", False, "--moe-token-dispatcher-type is allgather"),
+        (
+            "--moe-token-dispatcher-type alltoall --overlap-moe-expert-parallel-comm",
+            False,
+            "--moe-token-dispatcher-type is alltoall with --overlap-moe-expert-parallel-comm",
+        ),
+        (
+            "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep",
+            False,
+            "--moe-flex-dispatcher-backend is deepep",
+        ),
+        ("--moe-enable-deepep", False, "--moe-enable-deepep"),
+        ("--moe-deepep-num-sms 20", False, "--moe-deepep-num-sms .* --ep-num-sms"),
+        ("--moe-router-fusion", True, "--moe-router-fusion .* --ep-router fused"),
+    ],
+)
+def test_a_contradicting_flag_is_named(given, router, words):
+    with pytest.raises(ValueError, match=words):
+        flags.with_dispatcher(given.split(), router)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere.py"], "no script nowhere.py"),
+        (["--ep-num-sms", "0", __file__], "Config.num_sms is 0"),
+        ([__file__, "--moe-enable-deepep"], "--moe-enable-deepep asks for another dispatcher"),
+    ],
+)
+def test_the_door_refuses_before_anything_starts(arguments, words):
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_ep.pretrain", *arguments], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
+
+
+# ---- the plugin
+
+
+def _build(layer_number=1):
+    return get_moe_module_spec(use_te=False, num_experts=8)(config=make_config(), layer_number=layer_number)
+
+
+def _plugged():
+    join_layout(1, 4)
+    before = MoELayer.__init__
+    plugin.enable(fused_router)
+    try:
+        with pytest.raises(RuntimeError, match="already enabled"):
+            plugin.enable()
+        layer = _build()
+        assert type(layer) is MoELayer, "checkpoints and isinstance see Megatron's own class"
+        assert isinstance(layer.token_dispatcher, EPTokenDispatcher) and isinstance(layer.router, EPTopKRouter)
+        assert layer.config.moe_token_dispatcher_type == "alltoall"
+        own = ep_layer_spec(get_moe_module_spec(use_te=False, num_experts=8))(config=make_config())
+        assert isinstance(own.token_dispatcher, EPTokenDispatcher) and type(own.router) is TopKRouter
+    finally:
+        plugin.disable()
+    assert MoELayer.__init__ is before
+    assert isinstance(_build().token_dispatcher, MoEAlltoAllTokenDispatcher)
+
+
+def test_the_plugin_takes_every_layer_and_gives_them_back(four_ranks):
+    four_ranks.run(_plugged)
+
+
+def _announced():
+    """What each rank prints in two steps of two layers."""
+    import contextlib
+    import io
+
+    import torch
+
+    join_layout(1, 2)
+    shared_buffers.close_buffers()
+    dispatcher.announce.__globals__["_layers"].clear()  # of earlier tests in this process
+    spec = ep_layer_spec(get_moe_module_spec(use_te=False, num_experts=8))
+    layers = [spec(config=make_config(), layer_number=number) for number in (1, 2)]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        for _ in range(2):
+            x = torch.randn(3, 1, 32, dtype=torch.float64)
+            for layer in layers:
+                x, _ = layer(x)
+    shared_buffers.close_buffers()
+    return printed.getvalue()
+
+
+def test_one_line_says_what_is_used(four_ranks):
+    line = "megatron_ep: 2 MoE layers dispatch over 2 groups of 2 ranks (1 x 2, shared memory)\n"
+    assert four_ranks.run(_announced) == [line, "", "", ""]
+
+
+# ---- alignment
+
+
+@pytest.mark.parametrize("size", [0, 16, 32, 128, 256])
+@pytest.mark.parametrize("trusted", [False, True])
+def test_the_installed_megatron_says_what_experts_are_padded_to(monkeypatch, size, trusted):
+    config = SimpleNamespace(moe_router_padding_for_quantization=False, moe_token_dispatcher_type="flex")
+    monkeypatch.setattr(dispatcher.moe_utils, "skip_routed_expert_padding", lambda _: trusted, raising=False)
+    monkeypatch.setattr(dispatcher, "get_align_size_for_quantization", lambda _: size)
+    assert dispatcher._expert_alignment(config) == (max(1, size) if trusted else 1)

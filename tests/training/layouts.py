@@ -1,0 +1,84 @@
+"""How pretrain_gpt.py is spread over ranks in the tests.
+
+Every run starts from the same checkpoint of one rank. `equal_to`: "single": the run of one rank; "alltoall": Megatron's
+dispatcher in the same layout.
+"""
+
+from dataclasses import dataclass
+
+MODEL = """--num-layers 4 --moe-layer-freq [0,1,1,1] --moe-shared-expert-intermediate-size 24 --mtp-num-layers 1
+    --mtp-loss-scaling-factor 0.3"""
+EP2, EP4 = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4"
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+ADAM = "--optimizer adam --adam-eps 1"  # steps in proportion to the gradients, as SGD's, or noise decides over signs
+DISTRIBUTED = f"{ADAM} --use-distributed-optimizer"
+SIGMOID = """--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-num-groups 4
+    --moe-router-group-topk 2 --moe-router-topk-scaling-factor 2.5"""
+
+
+@dataclass(frozen=True)
+class Layout:
+    world: int
+    parallel: str  # flags that change nothing of what is computed
+    model: str = ""  # flags that do, of the runs that it is compared with, too
+    door: tuple = ()
+    equal_to: tuple = ("single", "alltoall")
+    tolerance: float = 2e-5  # of losses, norms and the largest change of a parameter
+
+    @property
+    def flags(self):
+        return self.parallel.split() + self.model.split()
+
+
+# A few that combine much, for every day; those of `ALL` take minutes.
+FEW = {
+    "TP 2, ETP 2, EP 2, sequence parallel": Layout(
+        4,
+        f"{TP2} {EP2} --expert-tensor-parallel-size 2",
+        equal_to=("single",),  # Megatron's all-to-all gathers unequal counts over TP ranks, which gloo cannot
+    ),
+    "PP 2, VPP 2, EP 2, full recompute": Layout(
+        4,
+        f"--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 {EP2} "
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        equal_to=("single",),
+    ),
+    "EP 4, distributed optimizer, fused sigmoid router": Layout(
+        4, f"{EP4} {DISTRIBUTED}", SIGMOID, door=("--ep-router", "fused"), equal_to=("single",)
+    ),
+}
+BF16 = "--bf16 --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32"
+OVERLAP = "--overlap-moe-expert-parallel-comm"
+PAD = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
+ALL = FEW | {
+    "EP 2": Layout(2, EP2),
+    "EP 4": Layout(4, EP4),
+    "EP 8": Layout(8, "--expert-model-parallel-size 8"),
+    "TP 2, EP 2, PP 2": Layout(8, f"{TP2} {EP2} --expert-tensor-parallel-size 1 --pipeline-model-parallel-size 2"),
+    "TP 2, EP 4, ETP 1": Layout(4, f"{TP2} {EP4} --expert-tensor-parallel-size 1"),
+    "VPP 2": Layout(4, f"--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 {EP2}"),
+    "DP 2, EP 4, distributed optimizer": Layout(8, f"{EP4} {DISTRIBUTED}"),
+    "distributed optimizer, overlapped reduction": Layout(
+        4, f"{EP2} {DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather"
+    ),
+    "shared experts overlapped": Layout(4, f"{EP4} --moe-shared-expert-overlap"),
+    "TP 2, shared experts overlapped": Layout(
+        4, f"{TP2} {EP4} --expert-tensor-parallel-size 1 --moe-shared-expert-overlap"
+    ),
+    "selective recompute": Layout(
+        4, f"{EP4} --recompute-granularity selective --recompute-modules moe shared_experts core_attn"
+    ),
+    "capacity": Layout(4, EP4, "--moe-expert-capacity-factor 1.0"),
+    "capacity with padding": Layout(4, EP4, PAD),
+    "sigmoid router": Layout(4, EP4, SIGMOID),
+    "fused router": Layout(4, EP4, door=("--ep-router", "fused")),
+    "fused router, PP 2, TP 2": Layout(
+        8,
+        f"{TP2} {EP2} --expert-tensor-parallel-size 1 --pipeline-model-parallel-size 2",
+        SIGMOID,
+        door=("--ep-router", "fused"),
+        equal_to=("single",),
+    ),
+    "global auxiliary loss": Layout(4, EP4, "--moe-router-load-balancing-type global_aux_loss --moe-z-loss-coeff 1e-3"),
+    "bf16": Layout(4, f"{EP4}", BF16, equal_to=("alltoall",)),
+}

@@ -1,0 +1,130 @@
+"""`python -m megatron_ep.pretrain` around Megatron-LM's own pretrain_gpt.py: loss, norms and every parameter after two
+steps against Megatron's dispatcher and against a run of one rank, in many layouts."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from layouts import ADAM, ALL, FEW, MODEL, Layout
+from script_ranks import Scripts
+
+TREE = os.environ.get("MEGATRON_LM")
+pytestmark = [
+    pytest.mark.skipif(not TREE, reason="MEGATRON_LM names no Megatron-LM"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
+SAVE = ("--no-save-optim", "--no-save-rng", "--save-interval", "1000")
+CONTINUE = (*SAVE, "--finetune", "--no-load-optim", "--no-load-rng", "--train-iters", "2")
+
+
+class Runs:
+    """Runs of one rank, made when a layout asks for them; one for each model."""
+
+    def __init__(self, scripts, out):
+        self.scripts, self.out, self._single, self._start = scripts, out, {}, {}
+
+    def start(self, model):
+        """The checkpoint from which all runs of a model begin."""
+        if model not in self._start:
+            name = f"start {len(self._start)}"
+            saved = self.out / f"{name} saved"
+            self.scripts.run(
+                name,
+                1,
+                *MODEL.split(),
+                *model.split(),
+                "--train-iters",
+                1,
+                "--save",
+                saved,
+                "--save-interval",
+                1,
+                door=None,
+            )
+            self._start[model] = saved
+        return self._start[model]
+
+    def single(self, model, optimizer):
+        if (model, optimizer) not in self._single:
+            name = f"single {len(self._single)}"
+            records = self.train(name, Layout(1, optimizer, model), None)
+            self._single[model, optimizer] = (records, weights(self.out / f"{name} saved"))
+        return self._single[model, optimizer]
+
+    def train(self, name, layout, door):
+        load = ("--load", self.start(layout.model), "--save", self.out / f"{name} saved")
+        return self.scripts.run(name, layout.world, *MODEL.split(), *layout.flags, *load, *CONTINUE, door=door)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs")
+    with Scripts(TREE, out) as scripts:
+        yield Runs(scripts, out)
+
+
+def weights(saved):
+    """The parameters of the last checkpoint, whole, by their names in it."""
+    last = sorted(saved.glob("iter_*"))[-1]
+    reader = dcp.FileSystemReader(last)
+    found = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in reader.read_metadata().state_dict_metadata.items()
+        if hasattr(entry, "size")
+    }
+    dcp.load(found, storage_reader=reader, no_dist=True)
+    return found
+
+
+def check_records(ours, expected, tolerance):
+    """Losses of the last pipeline stage, and the norms, which every rank has."""
+    losses, wanted = (next(rank["losses"] for rank in ranks if rank["losses"][0]) for ranks in (ours, expected))
+    for mine, theirs in zip(losses, wanted, strict=True):
+        assert mine.keys() == theirs.keys() and "lm loss" in mine
+        for key in mine:
+            assert mine[key] == pytest.approx(theirs[key], rel=tolerance), key
+    for rank in ours:
+        assert rank["norms"] == pytest.approx(expected[0]["norms"], rel=tolerance)
+
+
+def check_weights(ours, expected, start, tolerance):
+    assert ours.keys() == expected.keys() == start.keys()
+    for key in expected:
+        change = (expected[key] - start[key]).abs().max().item()
+        assert (ours[key] - expected[key]).abs().max().item() <= tolerance * max(change, 1e-3), key
+
+
+def check_layout(runs, name, layout):
+    ours = runs.train(name, layout, layout.door)
+    kinds = {kind for rank in ours for kind in rank["dispatchers"]}
+    assert kinds == {"EPTokenDispatcher"}, "in every MoE layer, the multi-token-prediction block's included"
+    assert any("megatron_ep: " in runs.scripts.text(name, rank) for rank in range(layout.world))
+    saved = weights(runs.out / f"{name} saved")
+    start = weights(runs.start(layout.model))
+    if "single" in layout.equal_to:
+        optimizer = ADAM if "adam" in layout.parallel else ""
+        expected, expected_weights = runs.single(layout.model, optimizer)
+        check_records(ours, expected, layout.tolerance)
+        check_weights(saved, expected_weights, start, layout.tolerance)
+    if "alltoall" in layout.equal_to:
+        flags = f"{layout.parallel} --moe-token-dispatcher-type alltoall"
+        theirs = runs.train(f"{name}, alltoall", Layout(layout.world, flags, layout.model), None)
+        assert {kind for rank in theirs for kind in rank["dispatchers"]} == {"MoEAlltoAllTokenDispatcher"}
+        check_records(ours, theirs, layout.tolerance)
+        for mine, other in zip(ours, theirs, strict=True):
+            assert mine["gradients"].keys() == other["gradients"].keys()
+            for key, gradient in other["gradients"].items():
+                scale = max(gradient.abs().max().item(), 1e-4)
+                assert (mine["gradients"][key] - gradient).abs().max().item() <= layout.tolerance * scale, key
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_few_layouts(runs, name):
+    check_layout(runs, name, FEW[name])
+
+
+@pytest.mark.layouts
+@pytest.mark.parametrize("name", [name for name in ALL if name not in FEW])
+def test_every_layout(runs, name):
+    check_layout(runs, name, ALL[name])
