@@ -10,7 +10,7 @@ CXX ?= g++
 BIN := $(VENV)/bin
 NATIVE := $(shell find csrc)
 
-.PHONY: install demo test lint format tsan cuda-check nvcc clean
+.PHONY: install demo test layouts lint format tsan cuda-check nvcc clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/stamp-test ## everything that the targets below need
@@ -23,6 +23,10 @@ test: $(VENV)/stamp-test
 ifndef PYTEST_ARGS # torch takes its kernels by the CPU: what compares floating-point results must hold with the plainest too
 	OMP_NUM_THREADS=1 ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest -q -n 2 -m numerical
 endif
+
+# MEGATRON_LM: a tree of Megatron-LM, of the installed megatron-core's version. About half an hour on two cores.
+layouts: $(VENV)/stamp-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m layouts tests/training/test_pretrain.py
 
 $(VENV)/stamp-torch:
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("megatron_ep needs Python >= 3.10, $(PYTHON) is " + sys.version)'

@@ -8,6 +8,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 import functools
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -61,7 +62,7 @@ def test_the_fused_router_by_name():
 
 
 def test_a_pipeline_stage_of_dense_layers():
-    block = spec.gpt(_config(pipeline_model_parallel_size=2, pipeline_dtype=None))
+    block = spec.gpt(_config(pipeline_model_parallel_size=2, pipeline_dtype=torch.float32))
     assert len(block.layer_specs) == 2 and not {EPMoELayer, MoELayer} & set(_classes(block))
 
 

@@ -11,7 +11,7 @@ from script_ranks import Scripts
 
 TREE = os.environ.get("MEGATRON_LM")
 pytestmark = [
-    pytest.mark.skipif(not TREE, reason="MEGATRON_LM names no Megatron-LM"),
+    pytest.mark.needs(None if TREE else "the variable MEGATRON_LM names no tree of Megatron-LM"),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
 ]
 SAVE = ("--no-save-optim", "--no-save-rng", "--save-interval", "1000")
