@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from megatron_ep.errors import EPAbortError, EPError, EPOverflowError, EPTimeoutError
     from megatron_ep.functional import Received, combine, dispatch
     from megatron_ep.handle import Handle
+    from megatron_ep.low_latency import LowLatency, LowLatencyReceived
     from megatron_ep.router import grouped_topk
 
 # Imported on first use, so that `megatron_ep.env` works where torch or the extension does not.
@@ -27,6 +28,8 @@ _HOMES = {
     "EPAbortError": "errors",
     "EPOverflowError": "errors",
     "Handle": "handle",
+    "LowLatency": "low_latency",
+    "LowLatencyReceived": "low_latency",
     "Received": "functional",
     "combine": "functional",
     "dispatch": "functional",
@@ -43,6 +46,8 @@ __all__ = [
     "EPAbortError",
     "EPOverflowError",
     "Handle",
+    "LowLatency",
+    "LowLatencyReceived",
     "Received",
     "combine",
     "dispatch",

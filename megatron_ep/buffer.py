@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -142,7 +143,8 @@ class Buffer(RankGroup):
         else:
             sms = None
             self._heap = self._make_heap(config.num_channels)
-            self._backend = self._share_memory()
+            segments = self.shared_segments(self._heap.bytes)
+            self._backend = HostBackend(self._heap, self.ranks, segments, timeout=config.timeout_seconds)
             fabric = fabrics.Choice("shared memory", "host backend")
         self.fabric = fabric.name
         if self.rank == 0:
@@ -161,6 +163,24 @@ class Buffer(RankGroup):
         self._live_backend().reset()
         self._meeting.barrier()
 
+    def agree_on(self, check: Callable[[], None], settings: dict[str, Any]) -> None:
+        """Runs a check that may fail on some ranks only, and on all then. Raises ValueError unless settings are equal.
+
+        Collective.
+        """
+
+        def tell() -> tuple[None, dict[str, Any]]:
+            check()
+            return None, settings
+
+        _, everyone = self._meeting.exchange(tell)
+        for rank, others in enumerate(everyone):
+            for name, mine in settings.items():
+                if others[name] != mine:
+                    raise ValueError(
+                        f"{name} is {mine} on rank {self.rank} and {others[name]} on rank {rank}, must be equal"
+                    )
+
     def _introduce(self, topology: Topology | None, device: str | torch.device) -> Member:
         require_type("config", self.config, Config)
         if topology is not None:
@@ -168,20 +188,21 @@ class Buffer(RankGroup):
         self.device = cuda.check_device(device)
         return introduce(self.config, topology, self.device)
 
-    def _share_memory(self) -> HostBackend:
+    def shared_segments(self, size: int) -> list[Any]:
+        """Memory of the host of so many bytes for each rank, mapped by all. Collective."""
+
         def create() -> tuple[Any, Any]:
-            own = _C.Segment.shared(self._heap.bytes)
+            own = _C.Segment.shared(size)
             return own, own.address()
 
         own, addresses = self._meeting.exchange(create)
         segments = self._meeting.agree(
             lambda: [
-                own if rank == self.rank else _C.Segment.open(address, self._heap.bytes)
-                for rank, address in enumerate(addresses)
+                own if rank == self.rank else _C.Segment.open(address, size) for rank, address in enumerate(addresses)
             ]
         )
         own.close_to_others()
-        return HostBackend(self._heap, self.ranks, segments, timeout=self.config.timeout_seconds)
+        return segments
 
 
 def _log_set_up(group: RankGroup, fabric: str, heap: Any, sms: int | None = None) -> None:

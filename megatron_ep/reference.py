@@ -104,3 +104,69 @@ def combine(
             sums.index_add_(0, token[arrived], terms[row[arrived]])
             first += len(token) + padding
     return list(sums.to(expert_out[0].dtype).split(num_tokens))
+
+
+def places(
+    topk_idx: list[torch.Tensor], rank: int, num_experts: int, expert_alignment: int = 1
+) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Of each expert of a rank: where its rows begin, and the tokens (over all ranks) and k in their order."""
+    local_experts, first, out = num_experts // len(topk_idx), 0, []
+    for expert in range(rank * local_experts, (rank + 1) * local_experts):
+        token, k, padding = expert_rows(topk_idx, expert, expert_alignment)
+        out.append((first, token, k))
+        first += len(token) + padding
+    return out
+
+
+def low_latency_combine(
+    expert_out: list[torch.Tensor],
+    topk_idx: list[torch.Tensor],
+    num_experts: int,
+    expert_alignment: int = 1,
+    max_recv_tokens: int | None = None,
+    weights: list[torch.Tensor] | None = None,
+    sum_at: str = "token",
+) -> list[torch.Tensor]:
+    """expert_out [R, H], rows as dispatch gave them, to the sum of each token's rows, [T, H], bit by bit.
+
+    Products and sums in float32 (float64 for float64), in the order of k, rounded to the dtype of expert_out at the
+    end. weights: [T, K] with sum_at="token", [R] with "expert": then the rows of a rank's experts are summed first, and
+    their sum takes the place of the first of them and is rounded, too. Rows from max_recv_tokens on, which dispatch
+    left out, count as zeros.
+    """
+    dtype, world = expert_out[0].dtype, len(expert_out)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    ids = torch.cat(topk_idx)
+    experts_rank = ids.div(num_experts // world, rounding_mode="floor").masked_fill(ids < 0, -1)
+    terms = torch.zeros(*ids.shape, expert_out[0].shape[1], dtype=wide)
+    for rank, out in enumerate(expert_out):
+        rows = out.to(wide)
+        if weights is not None and sum_at == "expert":
+            rows = rows * weights[rank].unsqueeze(1)
+        for first, token, k in places(topk_idx, rank, num_experts, expert_alignment):
+            row = first + torch.arange(len(token))
+            there = row < (len(out) if max_recv_tokens is None else max_recv_tokens)
+            terms[token[there], k[there]] = rows[row[there]]
+    if weights is not None and sum_at == "token":
+        terms = terms * torch.cat(weights).unsqueeze(2)
+
+    def in_order(chosen: torch.Tensor) -> torch.Tensor:
+        """The sums of the terms that are chosen, [T, K]."""
+        total = terms.new_zeros(len(ids), terms.shape[2])
+        for k in range(ids.shape[1]):
+            total = torch.where(chosen[:, k : k + 1], total + terms[:, k], total)
+        return total
+
+    if sum_at == "expert":
+        sums = [in_order(experts_rank == rank) for rank in range(world)]
+        is_first = (experts_rank.unsqueeze(2) == experts_rank.unsqueeze(1)).int().argmax(dim=2)
+        for k in range(ids.shape[1]):
+            leads = ((is_first[:, k] == k) & (ids[:, k] >= 0)).nonzero()[:, 0]
+            for token in leads.tolist():
+                terms[token, k] = sums[experts_rank[token, k]][token].to(dtype)
+        return list(in_order((ids >= 0) & (is_first == torch.arange(ids.shape[1]))).to(dtype).split(_lengths(topk_idx)))
+    return list(in_order(ids >= 0).to(dtype).split(_lengths(topk_idx)))
+
+
+def _lengths(tensors: list[torch.Tensor]) -> list[int]:
+    return [len(tensor) for tensor in tensors]

@@ -33,7 +33,7 @@ class SignalCheck {
         std::chrono::steady_clock::now() + std::chrono::milliseconds(50);
 };
 
-class Group {
+class Group : public HostLauncher {
   public:
     Group(const Heap& heap, std::vector<int> ranks, const std::vector<Segment*>& segments,
           int threads, std::optional<uint64_t> seed, uint64_t lost_signal, double timeout)
@@ -118,6 +118,13 @@ class Group {
     }
 
     double seconds() const { return seconds_.count(); }
+
+    HostGroup& host_group() override { return group_; }
+    void launch_alone(
+        const std::function<void(const std::function<bool()>& interrupted)>& run) override {
+        const auto lock = exclusive_call_.enter();
+        launch(run);
+    }
 
   private:
     static std::vector<char*> data_of(const std::vector<Segment*>& segments) {
@@ -242,7 +249,8 @@ void bind_group(py::module_& m) {
         .def_property_readonly("bad_token",
                                [](const Layout::Totals& totals) { return totals.bad_token - 1; });
 
-    py::class_<Group>(m, "Group", "The ranks of a buffer that live in this process.")
+    py::class_<HostLauncher>(m, "HostLauncher");
+    py::class_<Group, HostLauncher>(m, "Group", "The ranks of a buffer that live in this process.")
         .def(py::init<const Heap&, std::vector<int>, const std::vector<Segment*>&, int,
                       std::optional<uint64_t>, uint64_t, double>(),
              py::kw_only(), py::arg("heap"), py::arg("ranks"), py::arg("segments"),

@@ -29,6 +29,14 @@ const char* name(Role role) {
             return "combine_forwarder";
         case Role::CombineReceiver:
             return "combine_receiver";
+        case Role::LowLatencySender:
+            return "low_latency_sender";
+        case Role::LowLatencyReceiver:
+            return "low_latency_receiver";
+        case Role::LowLatencyCombineSender:
+            return "low_latency_combine_sender";
+        case Role::LowLatencyCombineReceiver:
+            return "low_latency_combine_receiver";
     }
     return "?";
 }
@@ -59,6 +67,14 @@ const char* name(Wait wait) {
             return "rows to be taken from a network ring";
         case Wait::PartialRow:
             return "a token's partial sums";
+        case Wait::Release:
+            return "a low-latency bank to be received";
+        case Wait::Choices:
+            return "the experts that a rank's tokens chose";
+        case Wait::PutRows:
+            return "rows that a warp puts through the network";
+        case Wait::TaggedRow:
+            return "a row in its slot";
     }
     return "?";
 }

@@ -2,6 +2,7 @@
 
 #include "bindings/cuda.h"
 #include "bindings/group.h"
+#include "bindings/low_latency.h"
 #include "bindings/memory.h"
 #include "bindings/router.h"
 
@@ -28,6 +29,7 @@ PYBIND11_MODULE(_C, m) {
         "point to.";
     m.def("build_info", &build_info);
     ep::bind_group(m);
+    ep::bind_low_latency(m);
     ep::bind_memory(m);
     ep::bind_router(m);
 #if defined(MEGATRON_EP_CUDA)

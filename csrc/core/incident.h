@@ -18,7 +18,11 @@ enum class Wait : int {
     RdmaDrain,
     PackedRow,
     FreedRow,
-    PartialRow
+    PartialRow,
+    Release,
+    Choices,
+    PutRows,
+    TaggedRow
 };
 
 enum class Role : int {
@@ -32,7 +36,11 @@ enum class Role : int {
     Receiver,
     CombineNvlSender,
     CombineForwarder,
-    CombineReceiver
+    CombineReceiver,
+    LowLatencySender,
+    LowLatencyReceiver,
+    LowLatencyCombineSender,
+    LowLatencyCombineReceiver
 };
 
 enum class Outcome : int {

@@ -59,6 +59,8 @@ enum class Reuse { Soon, Late };
 //                                    read, copied or summed before. What it wrote is in no order
 //   credit_lanes<Scope>(count, f)
 //   acquire<Scope>(flag)             a load: the other half of both
+//   arrive<Scope>(counter)           adds 1 and returns what it was: after all that the warp did
+//                                    before, and before what it does next are all who came earlier
 
 // For the concept, in which nvcc takes no lambdas.
 struct PublishNothing {
@@ -94,6 +96,7 @@ concept WarpLike = requires(
     warp.template credit<Scope::System>(flag, uint64_t{1});
     warp.template credit_lanes<Scope::System>(1, PublishNothing{});
     { W::template acquire<Scope::System>(flag) } -> std::same_as<uint64_t>;
+    { warp.template arrive<Scope::Rank>(flag) } -> std::same_as<uint64_t>;
 };
 
 // A lane that takes no part in a wait.

@@ -59,4 +59,22 @@ concept FabricParamsLike = requires(const P& params, int rank, uint64_t timeout_
     { params.reset_signals(rank, timeout_ns) } -> std::same_as<void>;
 };
 
+// What the low-latency mode, which knows no rails, asks of a fabric besides.
+//
+//   maps(rank)                                  whether this rank stores to that rank's memory
+//   at<T>(rank, offset)                         that memory
+//   put_to, signal_to, credit_to                as above, to any rank. To one whose memory is
+//   mapped
+//                                               put_to is not needed, and signals and credits
+//                                               are stores
+template <class F, class W>
+concept ReachesAllRanks =
+    FabricLike<F, W> && requires(F& fabric, W& warp, size_t offset, uint64_t from, uint64_t to) {
+        { fabric.maps(0) } -> std::same_as<bool>;
+        { fabric.template at<uint64_t>(0, offset) } -> std::same_as<uint64_t*>;
+        fabric.put_to(warp, 0, 0, offset, offset, offset);
+        fabric.signal_to(warp, 0, 0, offset, from, to);
+        fabric.credit_to(warp, 0, 0, offset, from, to);
+    };
+
 }  // namespace ep

@@ -54,6 +54,39 @@ class HostFabric {
         warp.template credit<Scope::System>(target, to);
     }
 
+    // ---- to any rank: stores within the node, the network between nodes
+
+    bool maps(int rank) const { return topology_.node_of(rank) == topology_.node_of(rank_); }
+
+    template <class T>
+    T* at(int rank, size_t offset) const {
+        return reinterpret_cast<T*>(heaps_[rank] + offset);
+    }
+
+    template <class W>
+    void put_to(W& warp, int channel, int rank, size_t dst, size_t src, size_t bytes) {
+        if (network_)
+            return network_->put(connection_to(rank, channel), at<char>(rank, dst), own<char>(src),
+                                 bytes);
+        warp.template copy<Reuse::Soon>(at<char>(rank, dst), own<char>(src), bytes);
+    }
+
+    template <class W>
+    void signal_to(W& warp, int channel, int rank, size_t flag, uint64_t from, uint64_t to) {
+        uint64_t* target = at<uint64_t>(rank, flag);
+        if (network_ && !maps(rank))
+            return network_->signal(connection_to(rank, channel), target, to - from);
+        warp.template publish<Scope::System>(target, to);
+    }
+
+    template <class W>
+    void credit_to(W& warp, int channel, int rank, size_t flag, uint64_t from, uint64_t to) {
+        uint64_t* target = at<uint64_t>(rank, flag);
+        if (network_ && !maps(rank))
+            return network_->credit(connection_to(rank, channel), target, to - from);
+        warp.template credit<Scope::System>(target, to);
+    }
+
     template <class W>
     uint64_t acquire_signal(int, size_t flag) const {
         return W::template acquire<Scope::System>(own<uint64_t>(flag));
@@ -62,6 +95,11 @@ class HostFabric {
   private:
     char* on_rail(int node) const {
         return heaps_[topology_.rank(node, topology_.local_of(rank_))];
+    }
+
+    // Apart from those along the rail.
+    SimulatedNetwork::Connection connection_to(int rank, int channel) const {
+        return {rank_, topology_.nodes + rank, channel};
     }
 
     Topology topology_;

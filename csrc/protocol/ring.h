@@ -3,6 +3,7 @@
 #include "core/args.h"
 #include "exec/warp.h"
 #include "fabric/fabric.h"
+#include "protocol/weights.h"
 
 namespace ep {
 
@@ -234,19 +235,6 @@ EP_FN bool belongs_to_call(W& warp, const Rings<F>& rings, const char* slot, int
     if (tag == rings.tag) return true;
     warp.fail(Outcome::Mismatch, Wait::None, Need{tag, rings.tag, peer});
     return false;
-}
-
-// One word of weight_bytes: a weight or its gradient. Moved, never computed with.
-EP_FN uint64_t load_weight(const char* src, int weight_bytes) {
-    if (weight_bytes == 8) return *reinterpret_cast<const uint64_t*>(src);
-    return weight_bytes == 4 ? *reinterpret_cast<const uint32_t*>(src) : 0;
-}
-EP_FN void store_weight(char* dst, uint64_t weight, int weight_bytes) {
-    if (weight_bytes == 8) {
-        *reinterpret_cast<uint64_t*>(dst) = weight;
-    } else if (weight_bytes == 4) {
-        *reinterpret_cast<uint32_t*>(dst) = static_cast<uint32_t>(weight);
-    }
 }
 
 }  // namespace ep

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from megatron_ep import _C
-from megatron_ep.backends.interface import Counts
+from megatron_ep.backends.interface import Counts, Resettable
 from megatron_ep.config import Config, Topology
 
 # What one rank needs to fill its NVLink: 450 GB/s each way (H100 and H200 data sheets) at about 20 GB/s of rows an SM.
@@ -69,6 +70,7 @@ class CudaBackend:
         self._heap = heap
         self._device = device
         self._busy = threading.Lock()
+        self._parts: weakref.WeakSet[Resettable] = weakref.WeakSet()
         self._last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
         self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._seconds = 0.0
@@ -139,8 +141,13 @@ class CudaBackend:
         self.synchronize()
         self._group.drain()
 
+    def attach(self, part: Resettable) -> None:
+        self._parts.add(part)
+
     def reset(self) -> None:
         self._group.reset()
+        for part in self._parts:
+            part.reset()
 
     @property
     def seconds(self) -> float:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from megatron_ep import _C
-from megatron_ep.backends.interface import Counts
+from megatron_ep.backends.interface import Counts, Resettable
 
 POOLED_BYTES = 1 << 20  # outputs from this size on live in memory that is kept for later ones
 
@@ -28,7 +29,9 @@ class HostBackend:
         lost_signal: int = 0,
     ):
         self._heap = heap
-        self._group = _C.Group(
+        self._parts: weakref.WeakSet[Resettable] = weakref.WeakSet()
+        self.is_seeded = seed is not None
+        self.group = _C.Group(
             heap=heap,
             ranks=ranks,
             segments=list(segments),
@@ -41,7 +44,7 @@ class HostBackend:
     def notify(
         self, tensors: Sequence[Any], layouts: Sequence[torch.Tensor], *, wait: bool, topk: int, **settings: int
     ) -> list[Counts]:
-        totals = self._group.notify(list(tensors), topk=topk, **settings)
+        totals = self.group.notify(list(tensors), topk=topk, **settings)
         counts = []
         for t, layout, total in zip(tensors, layouts, totals, strict=True):
             first = self._heap.expert_start_offset(t.num_tokens, topk)
@@ -57,10 +60,10 @@ class HostBackend:
         return counts
 
     def dispatch(self, tensors: Sequence[Any], row: Any, *, nvl_batch: int, rdma_chunk: int) -> None:
-        self._group.dispatch(list(tensors), row, nvl_batch=nvl_batch, rdma_chunk=rdma_chunk)
+        self.group.dispatch(list(tensors), row, nvl_batch=nvl_batch, rdma_chunk=rdma_chunk)
 
     def combine(self, tensors: Sequence[Any], row: Any, *, nvl_batch: int, rdma_chunk: int, dtype: int) -> None:
-        self._group.combine(list(tensors), row, nvl_batch=nvl_batch, rdma_chunk=rdma_chunk, dtype=dtype)
+        self.group.combine(list(tensors), row, nvl_batch=nvl_batch, rdma_chunk=rdma_chunk, dtype=dtype)
 
     def new_output(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
         out = torch.empty(0, dtype=dtype)
@@ -74,16 +77,16 @@ class HostBackend:
         pass
 
     def aborted(self) -> tuple[str, int] | None:
-        return self._group.aborted()
+        return self.group.aborted()
 
     def finished(self) -> bool:
-        return self._group.finished()
+        return self.group.finished()
 
     def incidents(self) -> list[dict[str, Any]]:
-        return self._group.incidents()
+        return self.group.incidents()
 
     def abort(self, *, interrupted: bool, failed: bool) -> None:
-        self._group.abort(interrupted=interrupted, failed=failed)
+        self.group.abort(interrupted=interrupted, failed=failed)
 
     def synchronize(self) -> None:
         pass
@@ -91,9 +94,14 @@ class HostBackend:
     def drain(self) -> None:
         pass
 
+    def attach(self, part: Resettable) -> None:
+        self._parts.add(part)
+
     def reset(self) -> None:
-        self._group.reset()
+        self.group.reset()
+        for part in self._parts:
+            part.reset()
 
     @property
     def seconds(self) -> float:
-        return self._group.seconds
+        return self.group.seconds

@@ -32,6 +32,10 @@ class Counts:
     ends: torch.Tensor  # [L + 1], prefix sums of the rows per local expert
 
 
+class Resettable(Protocol):
+    def reset(self) -> None: ...
+
+
 class Backend(Protocol):
     """The ranks of a buffer that live in this process.
 
@@ -76,6 +80,10 @@ class Backend(Protocol):
 
     def drain(self) -> None:
         """Until all launches are done and what they sent is there. Raises RuntimeError when that takes too long."""
+        ...
+
+    def attach(self, part: Resettable) -> None:
+        """`part` is reset with this backend, as long as it lives."""
         ...
 
     def reset(self) -> None: ...

@@ -43,7 +43,8 @@ struct FiberExecutor::Fiber {
             timing = true;
             wait_start = Clock::now();
         }
-        return Clock::now() - wait_start > task.rank->timeout;
+        const Clock::time_point now = Clock::now();
+        return now - wait_start > task.rank->timeout || now > task.rank->deadline;
     }
 };
 

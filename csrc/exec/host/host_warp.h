@@ -165,6 +165,11 @@ class BasicHostWarp {
         return std::atomic_ref<uint64_t>(*flag).load(std::memory_order_acquire);
     }
 
+    template <Scope scope>
+    uint64_t arrive(uint64_t* counter) {
+        return std::atomic_ref<uint64_t>(*counter).fetch_add(1, std::memory_order_acq_rel);
+    }
+
   private:
     // The values of the lanes in the mask, side by side; returns how many.
     template <class Out, class T>

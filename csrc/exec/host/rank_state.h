@@ -14,6 +14,8 @@ struct RankState {
     ControlBlock* control;                  // in the rank's own heap
     std::vector<ControlBlock*> everyone;    // of all ranks, this one too
     std::chrono::duration<double> timeout;  // of every single wait
+    std::chrono::steady_clock::time_point deadline =
+        std::chrono::steady_clock::time_point::max();  // of all waits of the current launch
     uint64_t call = 0;
     mutable uint64_t unfinished = 0;  // roles of the current launch that gave up
 

@@ -18,7 +18,8 @@ class ThreadExecutor : public Executor {
         const auto start = std::chrono::steady_clock::now();
         while (!condition()) {
             if (rank.aborted()) return WaitEnd::Aborted;
-            if (std::chrono::steady_clock::now() - start > rank.timeout) return WaitEnd::Expired;
+            const auto now = std::chrono::steady_clock::now();
+            if (now - start > rank.timeout || now > rank.deadline) return WaitEnd::Expired;
             std::this_thread::yield();
         }
         return WaitEnd::Met;

@@ -52,6 +52,8 @@ class HostGroup {
     void reset();
 
   private:
+    friend class HostLowLatency;
+
     template <class Warp, class Body>
     RoleTask role(size_t index, Role role, int channel, Body body);
     template <class Warp>

@@ -1,0 +1,120 @@
+#include "bindings/low_latency.h"
+
+#include <pybind11/stl.h>
+
+#include "bindings/group.h"
+#include "bindings/low_latency_args.h"
+#include "fabric/shared_memory.h"
+#include "launch/host/low_latency.h"
+
+namespace py = pybind11;
+
+namespace ep {
+namespace {
+
+class LowLatencyGroup {
+  public:
+    LowLatencyGroup(HostLauncher& launcher, const LowLatencyHeap& heap,
+                    const std::vector<Segment*>& segments, int warps)
+        : launcher_(launcher), ranks_(launcher.host_group(), heap, data_of(segments), warps) {}
+
+    void dispatch(bool receive, const std::vector<LowLatencyTensors>& tensors,
+                  const RowFormat& format, const LowLatencyOptions& options) {
+        const auto args = args_of_ranks(low_latency_dispatch_args, ranks_.heap(), ranks_.warps(),
+                                        ranks_.group().ranks(), tensors, format, options);
+        launcher_.launch_alone([&](const auto& interrupted) {
+            receive ? ranks_.dispatch_receive(args, interrupted)
+                    : ranks_.dispatch_send(args, interrupted);
+        });
+    }
+
+    void combine(bool receive, const std::vector<LowLatencyTensors>& tensors,
+                 const RowFormat& format, const LowLatencyOptions& options, int dtype) {
+        const auto args = args_of_ranks(low_latency_combine_args, ranks_.heap(), ranks_.warps(),
+                                        ranks_.group().ranks(), tensors, format, options);
+        const auto type = static_cast<DType>(dtype);
+        launcher_.launch_alone([&](const auto& interrupted) {
+            receive ? ranks_.combine_receive(args, type, interrupted)
+                    : ranks_.combine_send(args, type, interrupted);
+        });
+    }
+
+    void reset() { ranks_.reset(); }
+
+  private:
+    static std::vector<char*> data_of(const std::vector<Segment*>& segments) {
+        std::vector<char*> data;
+        for (const Segment* segment : segments) data.push_back(segment->data());
+        return data;
+    }
+
+    HostLauncher& launcher_;
+    HostLowLatency ranks_;
+};
+
+}  // namespace
+
+void bind_low_latency(py::module_& m) {
+    py::class_<LowLatencyHeap>(m, "LowLatencyHeap",
+                               "Layout of the low-latency mode's symmetric heap.")
+        .def(py::init([](int nodes, int ranks_per_node, int num_experts, int max_tokens,
+                         const RowFormat& largest, bool staged, int channels) {
+                 return LowLatencyHeap{
+                     {nodes, ranks_per_node}, num_experts, max_tokens, largest.topk,
+                     largest.slot_bytes(),    staged,      channels};
+             }),
+             py::kw_only(), py::arg("nodes"), py::arg("ranks_per_node"), py::arg("num_experts"),
+             py::arg("max_tokens"), py::arg("largest"), py::arg("staged"), py::arg("channels"))
+        .def_property_readonly("bytes", &LowLatencyHeap::bytes)
+        .def(
+            "layout",
+            [](const LowLatencyHeap& heap, int topk, int warps) {
+                const LowLatencyLayout layout{heap, topk, warps, nullptr};
+                py::dict offsets;
+                offsets["size"] = layout.size();
+                offsets["overflow"] = LowLatencyLayout::kOverflow;
+                offsets["counts"] = layout.counts_offset();
+                offsets["starts"] = layout.starts_offset();
+                offsets["experts"] = layout.experts_offset();
+                return offsets;
+            },
+            py::kw_only(), py::arg("topk"), py::arg("warps"),
+            "Number of int32 of a handle, and where its parts begin.");
+
+    py::class_<LowLatencyTensors>(m, "LowLatencyTensors",
+                                  "Addresses of one rank's tensors; 0 where there is none.")
+        .def(py::init<>())
+        .def_readwrite("layout", &LowLatencyTensors::layout)
+        .def_readwrite("call", &LowLatencyTensors::call)
+        .def_readwrite("num_tokens", &LowLatencyTensors::num_tokens)
+        .def_readwrite("max_rows", &LowLatencyTensors::max_rows)
+        .def_readwrite("topk_idx", &LowLatencyTensors::topk_idx)
+        .def_readwrite("x", &LowLatencyTensors::x)
+        .def_readwrite("scales", &LowLatencyTensors::scales)
+        .def_readwrite("weights", &LowLatencyTensors::weights)
+        .def_readwrite("out", &LowLatencyTensors::out)
+        .def_readwrite("out_scales", &LowLatencyTensors::out_scales)
+        .def_readwrite("out_weights", &LowLatencyTensors::out_weights)
+        .def_readwrite("row_weights", &LowLatencyTensors::row_weights)
+        .def_readwrite("token_weights", &LowLatencyTensors::token_weights);
+
+    py::class_<LowLatencyOptions>(m, "LowLatencyOptions", "What all ranks of a call agree on.")
+        .def(py::init<>())
+        .def_readwrite("index_bytes", &LowLatencyOptions::index_bytes)
+        .def_readwrite("expert_alignment", &LowLatencyOptions::expert_alignment)
+        .def_readwrite("expert_rows", &LowLatencyOptions::expert_rows)
+        .def_readwrite("sum_at_expert", &LowLatencyOptions::sum_at_expert);
+
+    py::class_<LowLatencyGroup>(m, "LowLatencyGroup",
+                                "The low-latency mode of the ranks that live in this process.")
+        .def(py::init<HostLauncher&, const LowLatencyHeap&, const std::vector<Segment*>&, int>(),
+             py::kw_only(), py::arg("group"), py::arg("heap"), py::arg("segments"),
+             py::arg("warps"), py::keep_alive<1, 2>(), py::keep_alive<1, 4>())
+        .def("dispatch", &LowLatencyGroup::dispatch, py::kw_only(), py::arg("receive"),
+             py::arg("tensors"), py::arg("format"), py::arg("options"))
+        .def("combine", &LowLatencyGroup::combine, py::kw_only(), py::arg("receive"),
+             py::arg("tensors"), py::arg("format"), py::arg("options"), py::arg("dtype"))
+        .def("reset", &LowLatencyGroup::reset);
+}
+
+}  // namespace ep

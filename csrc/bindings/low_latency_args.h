@@ -1,0 +1,82 @@
+#pragma once
+
+#include <vector>
+
+#include "bindings/launch_args.h"
+#include "core/low_latency_args.h"
+
+namespace ep {
+
+// Where the tensors of one rank are; 0: none.
+struct LowLatencyTensors {
+    Address layout = 0, call = 0;
+    int num_tokens = 0;
+    int64_t max_rows = 0;
+    Address topk_idx = 0;
+    Address x = 0, scales = 0, weights = 0;            // what the call reads
+    Address out = 0, out_scales = 0, out_weights = 0;  // what it writes
+    Address row_weights = 0, token_weights = 0;        // combine
+};
+
+struct LowLatencyOptions {
+    int index_bytes = 0;         // dispatch
+    int expert_alignment = 1;    // dispatch
+    int64_t expert_rows = 0;     // dispatch
+    bool sum_at_expert = false;  // combine
+};
+
+inline LowLatencyArgs low_latency_args(const LowLatencyHeap& heap, int warps, int rank,
+                                       const LowLatencyTensors& t, const RowFormat& format) {
+    return {
+        rank,      heap,         LowLatencyLayout{heap, format.topk, warps, at<int32_t>(t.layout)},
+        format,    t.num_tokens, at<uint64_t>(t.call),
+        t.max_rows};
+}
+
+inline LowLatencyDispatchArgs low_latency_dispatch_args(const LowLatencyHeap& heap, int warps,
+                                                        int rank, const LowLatencyTensors& t,
+                                                        const RowFormat& format,
+                                                        const LowLatencyOptions& options) {
+    return {low_latency_args(heap, warps, rank, t, format),
+            at<void>(t.topk_idx),
+            options.index_bytes,
+            options.expert_alignment,
+            options.expert_rows,
+            at<char>(t.x),
+            at<char>(t.scales),
+            at<char>(t.weights),
+            at<char>(t.out),
+            at<char>(t.out_scales),
+            at<char>(t.out_weights)};
+}
+
+inline LowLatencyCombineArgs low_latency_combine_args(const LowLatencyHeap& heap, int warps,
+                                                      int rank, const LowLatencyTensors& t,
+                                                      const RowFormat& format,
+                                                      const LowLatencyOptions& options) {
+    return {low_latency_args(heap, warps, rank, t, format),
+            at<char>(t.x),
+            at<char>(t.weights),
+            at<char>(t.out),
+            at<char>(t.out_weights),
+            options.sum_at_expert,
+            at<void>(t.row_weights),
+            at<void>(t.token_weights)};
+}
+
+// Those of all ranks of this process.
+template <class Args>
+std::vector<Args> args_of_ranks(Args (*make)(const LowLatencyHeap&, int, int,
+                                             const LowLatencyTensors&, const RowFormat&,
+                                             const LowLatencyOptions&),
+                                const LowLatencyHeap& heap, int warps,
+                                const std::vector<int>& ranks,
+                                const std::vector<LowLatencyTensors>& tensors,
+                                const RowFormat& format, const LowLatencyOptions& options) {
+    std::vector<Args> args;
+    for (size_t i = 0; i < tensors.size(); ++i)
+        args.push_back(make(heap, warps, ranks[i], tensors[i], format, options));
+    return args;
+}
+
+}  // namespace ep

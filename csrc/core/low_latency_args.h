@@ -1,0 +1,122 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+#include "core/low_latency_heap.h"
+#include "core/row.h"
+
+namespace ep {
+
+// What a low-latency dispatch learned, as views into one int32 array that the handle owns.
+struct LowLatencyLayout {
+    int world;
+    int local_experts;
+    int chunks;
+    int topk;
+    int max_tokens;
+    int32_t* data;
+
+    LowLatencyLayout() = default;
+    LowLatencyLayout(const LowLatencyHeap& heap, int k, int warps, int32_t* first)
+        : world(heap.topology.world()),
+          local_experts(heap.local_experts()),
+          chunks(heap.chunks()),
+          topk(k),
+          max_tokens(heap.max_tokens),
+          data(first) {
+        size_t end = kOverflow + 1;
+        auto part = [&](size_t count) { return std::exchange(end, end + count); };
+        counts_ = part(local_experts);
+        starts_ = part(local_experts + 1);
+        experts_ = part(static_cast<size_t>(max_tokens) * topk);
+        present_ = part(static_cast<size_t>(world) * chunks);
+        positions_ = part(static_cast<size_t>(world) * max_tokens * topk);
+        scratch_ = part(static_cast<size_t>(warps) * local_experts);
+        size_ = end;
+    }
+
+    static constexpr size_t kOverflow = 0;
+
+    EP_HD size_t size() const { return size_; }
+    EP_HD size_t counts_offset() const { return counts_; }
+    EP_HD size_t starts_offset() const { return starts_; }
+    EP_HD size_t experts_offset() const { return experts_; }
+
+    // Set to 1 once rows did not fit.
+    EP_HD int32_t& overflow() const { return data[kOverflow]; }
+    // [L], rows, without padding
+    EP_HD int32_t& count(int expert) const { return data[counts_ + expert]; }
+    // [L + 1], where an expert's rows begin
+    EP_HD int32_t& start(int expert) const { return data[starts_ + expert]; }
+    // [T, K], expert ids of the own tokens, -1: none
+    EP_HD int32_t* experts(int token) const {
+        return data + experts_ + static_cast<size_t>(token) * topk;
+    }
+    // [W, chunks], bits: the tokens that arrived, in words of 32
+    EP_HD uint32_t& present(int word) const {
+        return reinterpret_cast<uint32_t*>(data)[present_ + word];
+    }
+    // [W, max_tokens, K], the row for each k of a token that arrived
+    EP_HD int32_t* positions(int rank, int token) const {
+        return data + positions_ + (static_cast<size_t>(rank) * max_tokens + token) * topk;
+    }
+    // [warps, L], where an expert's rows begin, each warp for itself
+    EP_HD int32_t* scratch(int warp) const {
+        return data + scratch_ + static_cast<size_t>(warp) * local_experts;
+    }
+
+  private:
+    size_t counts_, starts_, experts_, present_, positions_, scratch_, size_;
+};
+
+// What the halves of both kinds share. No number of a call is among them: a captured launch can be
+// replayed.
+struct LowLatencyArgs {
+    int rank;
+    LowLatencyHeap heap;
+    LowLatencyLayout layout;
+    RowFormat format;
+    int num_tokens;
+    uint64_t* call;    // the call's number: written by its sending half, read by its receiving half
+    int64_t max_rows;  // of the expert-grouped tensor
+
+    static constexpr int32_t kElsewhere = -1;   // that expert lives on another rank
+    static constexpr int32_t kOverflowed = -2;  // the expert-grouped tensor had no room
+};
+
+struct LowLatencyDispatchArgs : LowLatencyArgs {
+    static constexpr LowLatencyKind kKind = LowLatencyKind::Dispatch;
+
+    const void* topk_idx;  // [T, K], int32 or int64
+    int index_bytes;       // 4 or 8
+    int expert_alignment;  // rows of an expert are padded to a multiple of this
+    int64_t expert_rows;   // > 0: every expert's rows begin at a multiple of this
+    const char* x;         // [T, payload_bytes]
+    const char* scales;    // [T, scale_bytes]
+    const char* weights;   // [T, K, weight_bytes]
+    char* recv_x;          // [max_rows, payload_bytes]
+    char* recv_scales;     // [max_rows, scale_bytes]
+    char* recv_weights;    // [max_rows, weight_bytes]
+
+    EP_HD uint64_t shape() const { return 0; }
+};
+
+struct LowLatencyCombineArgs : LowLatencyArgs {
+    static constexpr LowLatencyKind kKind = LowLatencyKind::Combine;
+
+    const char* x;       // [max_rows, payload_bytes]
+    const char* values;  // [max_rows, weight_bytes]: travel beside the rows
+    char* y;             // [T, payload_bytes]
+    char* y_values;      // [T, K, weight_bytes]
+    bool sum_at_expert;  // a rank sums its experts' rows of a token before one row travels
+    // Accumulator of x's type; null: none. What a row is multiplied by before it is summed at the
+    // expert, [max_rows], or at the token's rank, [T, K].
+    const void* row_weights;
+    const void* token_weights;
+
+    EP_HD uint64_t shape() const { return 1 + sum_at_expert; }
+};
+
+}  // namespace ep

@@ -1,0 +1,135 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+#include "core/function.h"
+#include "core/heap.h"
+#include "core/row.h"
+#include "core/topology.h"
+
+namespace ep {
+
+enum class LowLatencyKind : int { Dispatch, Combine };
+
+// The low-latency mode's own symmetric heap, beside the buffer's.
+//
+// A dispatch's row lies in the slot of its source rank and token, a combine's in that of its token
+// and k: nobody counts slots. Each kind of call has two banks, used in turn; one is free again once
+// its reader has released it. Call numbers, flags and tags only ever grow and are cleared by nobody
+// but reset.
+struct LowLatencyHeap {
+    static constexpr size_t kLine = Heap::kLine;
+    static constexpr int kBanks = 2;
+    static constexpr int kKinds = 2;
+
+    Topology topology;
+    int num_experts;
+    int max_tokens;  // of a rank
+    int max_topk;
+    int channels;       // warps that put rows to ranks whose memory is not mapped
+    bool staged;        // whether there are such ranks
+    size_t slot_bytes;  // of the largest row
+
+    LowLatencyHeap() = default;
+    LowLatencyHeap(const Topology& ranks, int experts, int tokens, int topk, size_t slot,
+                   bool has_staging, int num_channels)
+        : topology(ranks),
+          num_experts(experts),
+          max_tokens(tokens),
+          max_topk(topk),
+          channels(num_channels),
+          staged(has_staging),
+          slot_bytes(slot) {
+        size_t end = 0;
+        auto part = [&](size_t bytes) { return std::exchange(end, end + align_up(bytes, kLine)); };
+        const size_t world = topology.world(), banks = kBanks;
+        sent_ = part(kKinds * kLine);
+        send_joins_ = part(kKinds * kLine);
+        receive_joins_ = part(kKinds * kLine);
+        released_ = part(kKinds * banks * world * kLine);
+        choice_flags_ = part(world * kLine);
+        row_flags_ = part(staged ? kKinds * channels * world * kLine : 0);
+        choices_ = part(banks * world * choice_bytes());
+        rows_ = part(banks * world * max_tokens * slot_bytes);
+        parts_ = part(banks * max_tokens * max_topk * slot_bytes);
+        staged_choices_ = part(staged ? banks * world * choice_bytes() : 0);
+        staged_rows_ = part(staged ? banks * max_tokens * slot_bytes : 0);
+        staged_parts_ =
+            part(staged ? banks * world * max_tokens * picks_per_rank() * slot_bytes : 0);
+        bytes_ = end;
+    }
+
+    EP_HD int local_experts() const { return num_experts / topology.world(); }
+    EP_HD int chunks() const { return (max_tokens + 31) / 32; }  // of 32 tokens
+    // Most experts of one rank that a token can choose.
+    EP_HD int picks_per_rank() const {
+        return local_experts() < max_topk ? local_experts() : max_topk;
+    }
+    EP_HD size_t bytes() const { return bytes_; }
+
+    // --- of this rank ---
+    // Calls sent so far.
+    EP_HD size_t sent(LowLatencyKind kind) const { return line(sent_, kind); }
+    // Warps that were done with their share of a sending or receiving half, over all calls.
+    EP_HD size_t send_joins(LowLatencyKind kind) const { return line(send_joins_, kind); }
+    EP_HD size_t receive_joins(LowLatencyKind kind) const { return line(receive_joins_, kind); }
+
+    // --- flags that others write: numbers of calls ---
+    // The last call of a bank that `rank` has received: its memory is free for the next.
+    EP_HD size_t released(LowLatencyKind kind, int bank, int rank) const {
+        return released_ +
+               ((static_cast<int>(kind) * kBanks + bank) * topology.world() + rank) * kLine;
+    }
+    // The last dispatch whose choices `rank` has sent.
+    EP_HD size_t choice_flag(int rank) const { return choice_flags_ + rank * kLine; }
+    // The last call whose rows a warp of `rank` has put here. Only of ranks without mapped memory.
+    EP_HD size_t row_flag(LowLatencyKind kind, int channel, int rank) const {
+        return row_flags_ +
+               ((static_cast<int>(kind) * channels + channel) * topology.world() + rank) * kLine;
+    }
+
+    // --- what the tokens of one rank chose at another, as 32-bit words:
+    //     present[chunks], bits: tokens with any expert there; counts[L]: rows of an expert;
+    //     tokens[chunks, L], bits: tokens that chose an expert ---
+    EP_HD size_t choice_words() const {
+        return chunks() + static_cast<size_t>(local_experts()) * (chunks() + 1);
+    }
+    EP_HD size_t choice_bytes() const { return align_up(choice_words() * sizeof(uint32_t), kLine); }
+    EP_HD size_t choices(int bank, int rank) const {
+        return choices_ + (bank * topology.world() + rank) * choice_bytes();
+    }
+    EP_HD size_t staged_choices(int bank, int rank) const {
+        return staged_choices_ + (bank * topology.world() + rank) * choice_bytes();
+    }
+
+    // --- rows ---
+    EP_HD size_t row(int bank, int rank, int token) const {
+        return rows_ +
+               slot((bank * topology.world() + rank) * static_cast<size_t>(max_tokens) + token);
+    }
+    EP_HD size_t part(int bank, int token, int k) const {
+        return parts_ + slot((bank * static_cast<size_t>(max_tokens) + token) * max_topk + k);
+    }
+    EP_HD size_t staged_row(int bank, int token) const {
+        return staged_rows_ + slot(bank * static_cast<size_t>(max_tokens) + token);
+    }
+    // pick: which of the token's experts at this rank.
+    EP_HD size_t staged_part(int bank, int rank, int token, int pick) const {
+        const size_t row =
+            (bank * topology.world() + rank) * static_cast<size_t>(max_tokens) + token;
+        return staged_parts_ + slot(row * picks_per_rank() + pick);
+    }
+
+  private:
+    EP_HD size_t line(size_t first, LowLatencyKind kind) const {
+        return first + static_cast<int>(kind) * kLine;
+    }
+    EP_HD size_t slot(size_t number) const { return number * slot_bytes; }
+
+    size_t sent_, send_joins_, receive_joins_, released_, choice_flags_, row_flags_, choices_,
+        rows_, parts_, staged_choices_, staged_rows_, staged_parts_, bytes_;
+};
+
+}  // namespace ep

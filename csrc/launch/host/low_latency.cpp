@@ -1,0 +1,30 @@
+#include "launch/host/low_latency.h"
+
+#include <cstring>
+
+#include "launch/host/low_latency.inl"
+
+namespace ep {
+
+HostLowLatency::HostLowLatency(HostGroup& group, const LowLatencyHeap& heap,
+                               const std::vector<char*>& heaps, int warps)
+    : group_(group), heap_(heap), warps_(warps) {
+    for (const int rank : group.ranks())
+        fabrics_.emplace_back(heap.topology, rank, heaps, group.network_.get());
+}
+
+void HostLowLatency::reset() {
+    for (const HostFabric& fabric : fabrics_) std::memset(fabric.own<char>(0), 0, heap_.bytes());
+}
+
+using Interrupted = std::function<bool()>;
+template void HostLowLatency::dispatch_send<HostWarp>(const std::vector<LowLatencyDispatchArgs>&,
+                                                      const Interrupted&);
+template void HostLowLatency::dispatch_receive<HostWarp>(const std::vector<LowLatencyDispatchArgs>&,
+                                                         const Interrupted&);
+template void HostLowLatency::combine_send<HostWarp>(const std::vector<LowLatencyCombineArgs>&,
+                                                     DType, const Interrupted&);
+template void HostLowLatency::combine_receive<HostWarp>(const std::vector<LowLatencyCombineArgs>&,
+                                                        DType, const Interrupted&);
+
+}  // namespace ep

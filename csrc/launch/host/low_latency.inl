@@ -1,0 +1,81 @@
+#pragma once
+
+#include "launch/host/group.inl"
+#include "launch/host/low_latency.h"
+#include "protocol/low_latency_combine.h"
+#include "protocol/low_latency_dispatch.h"
+
+namespace ep {
+
+// body(warp, fabric, args, team) on every warp of every rank.
+template <class Warp, class Args, class Body>
+void HostLowLatency::launch(Role role, const std::vector<Args>& args,
+                            const std::function<bool()>& interrupted, Body body) {
+    static_assert(ReachesAllRanks<HostFabric, Warp>);
+    std::vector<std::vector<RoleTask>> tasks(args.size());
+    const auto deadline = std::chrono::steady_clock::now() +
+                          std::chrono::duration_cast<std::chrono::steady_clock::duration>(
+                              group_.states_.front().timeout);
+    for (size_t i = 0; i < args.size(); ++i) {
+        RankState& state = group_.states_[i];
+        state.deadline = deadline;
+        state.call = *fabrics_[i].own<uint64_t>(heap_.sent(Args::kKind)) + 1;
+        for (int number = 0; number < warps_; ++number) {
+            tasks[i].push_back(
+                {&state, [&state, role, number, body, this, i, &args](Executor& executor) {
+                     Warp warp(executor, state, role, number);
+                     body(warp, fabrics_[i], args[i], Team{number, warps_});
+                 }});
+        }
+    }
+    struct EndOfCall {
+        std::vector<RankState>& states;
+        ~EndOfCall() {
+            for (RankState& state : states)
+                state.deadline = std::chrono::steady_clock::time_point::max();
+        }
+    } end{group_.states_};
+    group_.run(std::move(tasks), interrupted);
+}
+
+template <class Warp>
+void HostLowLatency::dispatch_send(const std::vector<LowLatencyDispatchArgs>& args,
+                                   const std::function<bool()>& interrupted) {
+    launch<Warp>(Role::LowLatencySender, args, interrupted,
+                 [](Warp& warp, HostFabric& fabric, const auto& a, const Team& team) {
+                     low_latency_dispatch_send(warp, fabric, a, team);
+                 });
+}
+
+template <class Warp>
+void HostLowLatency::dispatch_receive(const std::vector<LowLatencyDispatchArgs>& args,
+                                      const std::function<bool()>& interrupted) {
+    launch<Warp>(Role::LowLatencyReceiver, args, interrupted,
+                 [](Warp& warp, HostFabric& fabric, const auto& a, const Team& team) {
+                     low_latency_dispatch_receive(warp, fabric, a, team);
+                 });
+}
+
+template <class Warp>
+void HostLowLatency::combine_send(const std::vector<LowLatencyCombineArgs>& args, DType dtype,
+                                  const std::function<bool()>& interrupted) {
+    with_type(dtype, [&]<class T>() {
+        launch<Warp>(Role::LowLatencyCombineSender, args, interrupted,
+                     [](Warp& warp, HostFabric& fabric, const auto& a, const Team& team) {
+                         low_latency_combine_send<T>(warp, fabric, a, team);
+                     });
+    });
+}
+
+template <class Warp>
+void HostLowLatency::combine_receive(const std::vector<LowLatencyCombineArgs>& args, DType dtype,
+                                     const std::function<bool()>& interrupted) {
+    with_type(dtype, [&]<class T>() {
+        launch<Warp>(Role::LowLatencyCombineReceiver, args, interrupted,
+                     [](Warp& warp, HostFabric& fabric, const auto& a, const Team& team) {
+                         low_latency_combine_receive<T>(warp, fabric, a, team);
+                     });
+    });
+}
+
+}  // namespace ep

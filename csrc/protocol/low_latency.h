@@ -1,0 +1,224 @@
+#pragma once
+
+#include "core/low_latency_args.h"
+#include "exec/warp.h"
+#include "fabric/fabric.h"
+#include "protocol/weights.h"
+
+namespace ep {
+
+// The low-latency mode: a token goes straight to each rank that wants it, in one hop. A call has a
+// sending and a receiving half, each a launch of its own, so that none of their warps ever waits
+// for another of its own launch, or for anyone who can only run after it.
+//
+// A sender writes into memory that its reader has released, and waits for nothing else. A receiver
+// waits for the numbers and tags of its call. Two calls of a kind may be under way, each in a bank
+// of its own; their receiving halves may come in any order. If all ranks send in the same order and
+// receive a call before they send the second one after it, nobody waits in a circle: give a
+// sending half its place in that order and a receiving half that of its call; whoever waits at the
+// smallest number waits for someone at a smaller one.
+
+// This warp's number among those that share a half.
+struct Team {
+    int warp;
+    int warps;
+};
+
+// One call as one rank sees it.
+template <class F, class Args>
+struct LowLatencyCall {
+    F& fabric;
+    const Args& args;
+    uint64_t number;
+    int bank = static_cast<int>(number % LowLatencyHeap::kBanks);
+    uint64_t tag = tag_of(args, number);
+
+    static constexpr LowLatencyKind kKind = Args::kKind;
+    static constexpr int kShapeBits = 24;
+
+    // A row's tag: the call's number, and what both ends must agree on for the row to make sense.
+    static EP_FN uint64_t tag_of(const Args& args, uint64_t number) {
+        uint64_t shape = args.shape();
+        auto add = [&](uint64_t value) {
+            shape = (shape ^ value) * 0x9e3779b97f4a7c15;
+            shape ^= shape >> 32;
+        };
+        add(static_cast<uint64_t>(args.format.payload_bytes) << 32 |
+            static_cast<uint32_t>(args.format.payload_type));
+        add(static_cast<uint64_t>(args.format.scale_bytes) << 32 | args.format.weight_bytes << 16 |
+            args.format.topk);
+        return number << kShapeBits | shape >> (64 - kShapeBits);
+    }
+
+    // The call before this one in its bank; 0: none.
+    EP_FN uint64_t previous() const {
+        return number > LowLatencyHeap::kBanks ? number - LowLatencyHeap::kBanks : 0;
+    }
+    EP_FN const LowLatencyHeap& heap() const { return args.heap; }
+    EP_FN int world() const { return args.heap.topology.world(); }
+};
+
+// The call that a sending half begins.
+template <class F, class Args>
+EP_FN LowLatencyCall<F, Args> next_call(F& fabric, const Args& args) {
+    return {fabric, args, *fabric.template own<uint64_t>(args.heap.sent(Args::kKind)) + 1};
+}
+
+// The call that a receiving half ends.
+template <class F, class Args>
+EP_FN LowLatencyCall<F, Args> begun_call(F& fabric, const Args& args) {
+    return {fabric, args, *args.call};
+}
+
+template <class W, class F>
+EP_FN uint64_t acquire_flag(F& fabric, int channel, int rank, size_t flag) {
+    if (fabric.maps(rank))
+        return W::template acquire<Scope::System>(fabric.template own<uint64_t>(flag));
+    return fabric.template acquire_signal<W>(channel, flag);
+}
+
+// Until every rank is done with what the call before in this bank left there.
+template <WarpLike W, class F, class Args>
+EP_FN bool wait_released(W& warp, const LowLatencyCall<F, Args>& call) {
+    for (int first = 0; first < call.world(); first += 32) {
+        const bool free =
+            warp.wait_all(Wait::Release, lanes_from(first, call.world()), [&](int lane) {
+                const size_t flag = call.heap().released(Args::kKind, call.bank, first + lane);
+                return Need{acquire_flag<W>(call.fabric, call.heap().channels, first + lane, flag),
+                            call.previous(), first + lane};
+            });
+        if (!free) return false;
+    }
+    return true;
+}
+
+// By every warp at the end of its share of a half: whether all others are done, too.
+template <WarpLike W>
+EP_FN bool is_last(W& warp, uint64_t* joins, const Team& team) {
+    return (warp.template arrive<Scope::Rank>(joins) + 1) % team.warps == 0;
+}
+
+template <WarpLike W, class F, class Args>
+EP_FN void end_sending(W& warp, const LowLatencyCall<F, Args>& call, const Team& team) {
+    if (!is_last(warp, call.fabric.template own<uint64_t>(call.heap().send_joins(Args::kKind)),
+                 team))
+        return;
+    warp.lanes(1, [&](int) {
+        *call.fabric.template own<uint64_t>(call.heap().sent(Args::kKind)) = call.number;
+        *call.args.call = call.number;
+    });
+}
+
+// All ranks may use this call's bank again.
+template <WarpLike W, class F, class Args>
+EP_FN void end_receiving(W& warp, const LowLatencyCall<F, Args>& call, const Team& team) {
+    if (!is_last(warp, call.fabric.template own<uint64_t>(call.heap().receive_joins(Args::kKind)),
+                 team))
+        return;
+    const size_t flag = call.heap().released(Args::kKind, call.bank, call.args.rank);
+    for (int first = 0; first < call.world(); first += 32) {
+        const int lanes = lanes_from(first, call.world());
+        warp.template credit_lanes<Scope::System>(lanes, [&](int lane, auto&& store) {
+            if (call.fabric.maps(first + lane))
+                store(call.fabric.template at<uint64_t>(first + lane, flag), call.number);
+        });
+        const uint32_t far =
+            warp.ballot(lanes, [&](int lane) { return !call.fabric.maps(first + lane); });
+        for_each_lane(far, [&](int lane) {
+            call.fabric.credit_to(warp, call.heap().channels, first + lane, flag, call.previous(),
+                                  call.number);
+        });
+    }
+}
+
+// After a warp's puts: tells the ranks that it cannot store to, whether or not it had a row for
+// them.
+template <WarpLike W, class F, class Args>
+EP_FN void signal_rows(W& warp, const LowLatencyCall<F, Args>& call, const Team& team) {
+    for (int rank = 0; rank < call.world(); ++rank) {
+        if (call.fabric.maps(rank)) continue;
+        call.fabric.signal_to(warp, team.warp, rank,
+                              call.heap().row_flag(Args::kKind, team.warp, call.args.rank),
+                              call.number - 1, call.number);
+    }
+}
+
+template <WarpLike W, class F, class Args>
+EP_FN bool wait_rows_put(W& warp, const LowLatencyCall<F, Args>& call) {
+    for (int rank = 0; rank < call.world(); ++rank) {
+        if (call.fabric.maps(rank)) continue;
+        for (int first = 0; first < call.heap().channels; first += 32) {
+            const int lanes = lanes_from(first, call.heap().channels);
+            const bool here = warp.wait_all(Wait::PutRows, lanes, [&](int lane) {
+                const size_t flag = call.heap().row_flag(Args::kKind, first + lane, rank);
+                return Need{acquire_flag<W>(call.fabric, first + lane, rank, flag), call.number,
+                            rank};
+            });
+            if (!here) return false;
+        }
+    }
+    return true;
+}
+
+// Until the slots of the lanes in the mask hold rows of this call, from rank_of(lane).
+template <WarpLike W, class F, class Args, class RankOf>
+EP_FN bool wait_tags(W& warp, const LowLatencyCall<F, Args>& call, int count, uint32_t mask,
+                     const typename W::template PerLane<char*>& slot, RankOf&& rank_of) {
+    constexpr int kShapeBits = LowLatencyCall<F, Args>::kShapeBits;
+    typename W::template PerLane<uint64_t> tag;
+    const bool here = warp.wait_all(Wait::TaggedRow, count, [&](int lane) {
+        if (!(mask >> lane & 1)) return nothing_to_wait_for();
+        tag[lane] = W::template acquire<Scope::System>(reinterpret_cast<uint64_t*>(slot[lane]));
+        return Need{tag[lane] >> kShapeBits, call.number, rank_of(lane)};
+    });
+    if (!here) return false;
+    const uint32_t strangers =
+        warp.ballot(count, [&](int lane) { return mask >> lane & 1 && tag[lane] != call.tag; });
+    if (!strangers) return true;
+    typename W::template PerLane<int> rank;
+    warp.lanes(count, [&](int lane) { rank[lane] = mask >> lane & 1 ? rank_of(lane) : -1; });
+    const int lane = lowest_lane(strangers);
+    warp.fail(Outcome::Mismatch, Wait::None,
+              Need{warp.broadcast(tag, lane), call.tag, warp.broadcast(rank, lane)});
+    return false;
+}
+
+// f(rank, token) for every warps-th of the rows whose bits are set, from the warp's own number on,
+// until it returns false: equal shares, whatever the choices. bits(word): those of tokens
+// [32 * chunk, 32 * (chunk + 1)) of a rank, word = rank * chunks + chunk.
+template <WarpLike W, class Bits, class F>
+EP_FN bool for_own_rows(W& warp, const LowLatencyArgs& args, const Team& team, Bits&& bits, F&& f) {
+    const int chunks = args.heap.chunks(), words = args.heap.topology.world() * chunks;
+    typename W::template PerLane<uint32_t> rows;
+    typename W::template PerLane<int> before;
+    int total = 0;
+    bool go_on = true;
+    for (int first = 0; first < words && go_on; first += 32) {
+        const int lanes = lanes_from(first, words);
+        warp.lanes(lanes, [&](int lane) {
+            rows[lane] = bits(first + lane);
+            before[lane] = popcount(rows[lane]);
+        });
+        const int sum = warp.exclusive_scan(lanes, before);
+        // becomes: how many rows of the word to pass over before this warp's first
+        warp.lanes(lanes, [&](int lane) {
+            const int dealt = (total + before[lane]) % team.warps;
+            before[lane] = dealt <= team.warp ? team.warp - dealt : team.warp - dealt + team.warps;
+        });
+        const uint32_t own =
+            warp.ballot(lanes, [&](int lane) { return before[lane] < popcount(rows[lane]); });
+        for_each_lane(own, [&](int lane) {
+            const int word = first + lane;
+            int skip = warp.broadcast(before, lane);
+            for (uint32_t rest = warp.broadcast(rows, lane); rest && go_on; rest &= rest - 1) {
+                if (skip--) continue;
+                skip = team.warps - 1;
+                go_on = f(word / chunks, word % chunks * 32 + lowest_lane(rest));
+            }
+        });
+        total += sum;
+    }
+    return go_on;
+}
+
+}  // namespace ep

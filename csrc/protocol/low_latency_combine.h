@@ -1,0 +1,165 @@
+#pragma once
+
+#include "protocol/low_latency.h"
+
+namespace ep {
+
+// The two halves of a low-latency combine.
+//
+// Sending: the experts' rows of every token that arrived go back to the slots of the token's k:
+// each by itself, or their sum to that of the first k that chose this rank.
+//
+// Receiving: a token's rows are summed in the order of k. Nobody needs to be told what comes: the
+// token's rank knows.
+
+template <class F>
+using LowLatencyCombine = LowLatencyCall<F, LowLatencyCombineArgs>;
+
+// What the sums of T multiply rows by; `at` counts them.
+template <class T>
+EP_FN Accumulator<T> weight_at(const void* weights, int64_t at) {
+    return static_cast<const Accumulator<T>*>(weights)[at];
+}
+
+// One row to `slot`: that of the lanes in the mask, or their sum.
+template <class T, WarpLike W>
+EP_FN void write_partial(W& warp, const LowLatencyCombineArgs& args, char* slot, uint32_t mask,
+                         const typename W::template PerLane<int>& position) {
+    const RowFormat& format = args.format;
+    typename W::template PerLane<const void*> part;
+    typename W::template PerLane<Accumulator<T>> weight;
+    warp.lanes(format.topk, [&](int k) {
+        const int64_t row = position[k] < 0 ? 0 : position[k];
+        part[k] = args.x + row * format.payload_bytes;
+        if (args.row_weights && mask >> k & 1)
+            weight[k] = position[k] < 0 ? 0 : weight_at<T>(args.row_weights, row);
+        if (mask >> k & 1) {
+            const uint64_t value =
+                position[k] < 0
+                    ? 0
+                    : load_weight(args.values + row * format.weight_bytes, format.weight_bytes);
+            store_weight(slot + format.weights() + k * format.weight_bytes, value,
+                         format.weight_bytes);
+        }
+    });
+    const uint32_t rows =
+        warp.ballot(format.topk, [&](int k) { return mask >> k & 1 && position[k] >= 0; });
+    const size_t elements = format.payload_bytes / sizeof(T);
+    if (args.row_weights) {
+        warp.template weighted_sum<T, Reuse::Late>(slot + format.payload(), part, weight, rows,
+                                                   elements);
+    } else {
+        warp.template sum<T, Reuse::Late>(slot + format.payload(), part, rows, elements);
+    }
+}
+
+// What the experts here made of one token.
+template <class T, WarpLike W, class F>
+EP_FN void return_token(W& warp, const LowLatencyCombine<F>& call, const Team& team, int source,
+                        int token) {
+    const LowLatencyCombineArgs& args = call.args;
+    const RowFormat& format = args.format;
+    const LowLatencyHeap& heap = args.heap;
+    typename W::template PerLane<int> position;
+    warp.lanes(format.topk, [&](int k) { position[k] = args.layout.positions(source, token)[k]; });
+    const uint32_t own =
+        warp.ballot(format.topk, [&](int k) { return position[k] != LowLatencyArgs::kElsewhere; });
+    const bool near = call.fabric.maps(source);
+    // the rows that travel, each named by its first k
+    const uint32_t parts = args.sum_at_expert ? own & (~own + 1) : own;
+    int pick = 0;
+    auto slot_of = [&](int k, int pick) {
+        return near ? call.fabric.template at<char>(source, heap.part(call.bank, token, k))
+                    : call.fabric.template own<char>(
+                          heap.staged_part(call.bank, source, token, pick));
+    };
+    for_each_lane(parts, [&](int k) {
+        write_partial<T>(warp, args, slot_of(k, pick++),
+                         args.sum_at_expert ? own : uint32_t{1} << k, position);
+    });
+    if (near) {
+        warp.template publish_lanes<Scope::System>(format.topk, [&](int k, auto&& store) {
+            if (parts >> k & 1) store(reinterpret_cast<uint64_t*>(slot_of(k, 0)), call.tag);
+        });
+        return;
+    }
+    pick = 0;
+    for_each_lane(parts, [&](int k) {
+        warp.lanes(1, [&](int) { *reinterpret_cast<uint64_t*>(slot_of(k, pick)) = call.tag; });
+        call.fabric.put_to(warp, team.warp, source, heap.part(call.bank, token, k),
+                           heap.staged_part(call.bank, source, token, pick), format.slot_bytes());
+        ++pick;
+    });
+}
+
+template <class T, WarpLike W, class F>
+EP_FN void low_latency_combine_send(W& warp, F& fabric, const LowLatencyCombineArgs& args,
+                                    const Team& team) {
+    const LowLatencyCombine<F> call = next_call(fabric, args);
+    if (!wait_released(warp, call)) return;
+    for_own_rows(
+        warp, args, team, [&](int word) { return args.layout.present(word); },
+        [&](int source, int token) {
+            return_token<T>(warp, call, team, source, token);
+            return true;
+        });
+    signal_rows(warp, call, team);
+    end_sending(warp, call, team);
+}
+
+template <class T, WarpLike W, class F>
+EP_FN bool sum_token(W& warp, const LowLatencyCombine<F>& call, int token) {
+    const LowLatencyCombineArgs& args = call.args;
+    const RowFormat& format = args.format;
+    typename W::template PerLane<int> rank;
+    typename W::template PerLane<uint32_t> same_rank;
+    typename W::template PerLane<char*> slot;
+    typename W::template PerLane<const void*> part;
+    typename W::template PerLane<Accumulator<T>> weight;
+    const size_t first = static_cast<size_t>(token) * format.topk;
+    warp.lanes(format.topk, [&](int k) {
+        const int expert = args.layout.experts(token)[k];
+        rank[k] = expert < 0 ? -1 : expert / args.heap.local_experts();
+    });
+    warp.match(format.topk, rank, same_rank);
+    // the row that carries what belongs to this k
+    warp.lanes(format.topk, [&](int k) {
+        const int carrier = rank[k] < 0 || !args.sum_at_expert ? k : lowest_lane(same_rank[k]);
+        slot[k] = call.fabric.template own<char>(call.heap().part(call.bank, token, carrier));
+        part[k] = slot[k] + format.payload();
+        if (args.token_weights) weight[k] = weight_at<T>(args.token_weights, first + k);
+    });
+    const uint32_t parts = warp.ballot(format.topk, [&](int k) {
+        return rank[k] >= 0 && (!args.sum_at_expert || lowest_lane(same_rank[k]) == k);
+    });
+    if (!wait_tags(warp, call, format.topk, parts, slot, [&](int k) { return rank[k]; }))
+        return false;
+    warp.lanes(format.topk, [&](int k) {
+        const uint64_t value =
+            rank[k] < 0 ? 0
+                        : load_weight(slot[k] + format.weights() + k * format.weight_bytes,
+                                      format.weight_bytes);
+        store_weight(args.y_values + (first + k) * format.weight_bytes, value, format.weight_bytes);
+    });
+    char* y = args.y + static_cast<size_t>(token) * format.payload_bytes;
+    const size_t elements = format.payload_bytes / sizeof(T);
+    if (args.token_weights) {
+        warp.template weighted_sum<T, Reuse::Soon>(y, part, weight, parts, elements);
+    } else {
+        warp.template sum<T, Reuse::Soon>(y, part, parts, elements);
+    }
+    return true;
+}
+
+template <class T, WarpLike W, class F>
+EP_FN void low_latency_combine_receive(W& warp, F& fabric, const LowLatencyCombineArgs& args,
+                                       const Team& team) {
+    const LowLatencyCombine<F> call = begun_call(fabric, args);
+    if (!wait_rows_put(warp, call)) return;
+    for (int token = team.warp; token < args.num_tokens; token += team.warps) {
+        if (!sum_token<T>(warp, call, token)) return;
+    }
+    end_receiving(warp, call, team);
+}
+
+}  // namespace ep

@@ -1,0 +1,356 @@
+#pragma once
+
+#include "protocol/low_latency.h"
+
+namespace ep {
+
+// The two halves of a low-latency dispatch.
+//
+// Sending: for every rank one warp sends which tokens chose which of its experts, as bits, and
+// every token goes to the slot of its own number at each rank that wants it.
+//
+// Receiving: the bits of all ranks give every row its place, in the order of (expert, source rank,
+// token). A row is read from its slot as soon as its tag is there.
+
+template <class F>
+using LowLatencyDispatch = LowLatencyCall<F, LowLatencyDispatchArgs>;
+
+EP_FN int64_t chosen_expert(const LowLatencyDispatchArgs& args, int token, int k) {
+    const size_t i = static_cast<size_t>(token) * args.format.topk + k;
+    return args.index_bytes == 8 ? static_cast<const int64_t*>(args.topk_idx)[i]
+                                 : static_cast<const int32_t*>(args.topk_idx)[i];
+}
+
+// Bit t of the result: token 32 * chunk + t chose one of `count` experts from `first` on. picks: of
+// these experts those of each lane's token, as bits.
+template <WarpLike W>
+EP_FN uint32_t read_picks(W& warp, const LowLatencyDispatchArgs& args, int chunk, int first,
+                          int count, typename W::template PerLane<uint32_t>& picks) {
+    const int left = args.num_tokens - 32 * chunk;
+    const int tokens = left < 0 ? 0 : left < 32 ? left : 32;
+    warp.lanes(32, [&](int lane) {
+        picks[lane] = 0;
+        for (int k = 0; lane < tokens && k < args.format.topk; ++k) {
+            const int64_t expert = chosen_expert(args, 32 * chunk + lane, k) - first;
+            if (expert >= 0 && expert < count) picks[lane] |= uint32_t{1} << expert;
+        }
+    });
+    return warp.ballot(tokens, [&](int lane) { return picks[lane] != 0; });
+}
+
+// Which tokens chose which experts of a rank.
+template <WarpLike W, class F>
+EP_FN void send_choices(W& warp, const LowLatencyDispatch<F>& call, int rank) {
+    const LowLatencyDispatchArgs& args = call.args;
+    const LowLatencyHeap& heap = args.heap;
+    const int chunks = heap.chunks(), local_experts = heap.local_experts();
+    const size_t target = heap.choices(call.bank, args.rank);
+    uint32_t* words =
+        call.fabric.maps(rank)
+            ? call.fabric.template at<uint32_t>(rank, target)
+            : call.fabric.template own<uint32_t>(heap.staged_choices(call.bank, rank));
+    typename W::template PerLane<uint32_t> picks, tokens, present;
+    typename W::template PerLane<int> rows;
+    for (int first = 0; first < local_experts; first += 32) {
+        const int experts = lanes_from(first, local_experts);
+        warp.lanes(experts, [&](int lane) { rows[lane] = 0; });
+        for (int chunk = 0; chunk < chunks; ++chunk) {
+            read_picks(warp, args, chunk, rank * local_experts + first, experts, picks);
+            for (int expert = 0; expert < experts; ++expert) {
+                const uint32_t chose =
+                    warp.ballot(32, [&](int lane) { return picks[lane] >> expert & 1; });
+                warp.lanes(experts, [&](int lane) {
+                    if (lane == expert) tokens[lane] = chose;
+                });
+            }
+            warp.lanes(experts, [&](int lane) {
+                words[chunks + (1 + chunk) * local_experts + first + lane] = tokens[lane];
+                rows[lane] += popcount(tokens[lane]);
+            });
+        }
+        warp.lanes(experts, [&](int lane) { words[chunks + first + lane] = rows[lane]; });
+    }
+    for (int first = 0; first < chunks; first += 32) {
+        const int count = lanes_from(first, chunks);
+        for (int chunk = 0; chunk < count; ++chunk) {
+            uint32_t any = 0;
+            for (int group = 0; group < local_experts; group += 32) {
+                any |= read_picks(warp, args, first + chunk, rank * local_experts + group,
+                                  lanes_from(group, local_experts), picks);
+            }
+            warp.lanes(count, [&](int lane) {
+                if (lane == chunk) present[lane] = any;
+            });
+        }
+        warp.lanes(count, [&](int lane) { words[first + lane] = present[lane]; });
+    }
+    if (!call.fabric.maps(rank)) {
+        call.fabric.put_to(warp, heap.channels, rank, target, heap.staged_choices(call.bank, rank),
+                           heap.choice_bytes());
+    }
+    call.fabric.signal_to(warp, heap.channels, rank, heap.choice_flag(args.rank), call.number - 1,
+                          call.number);
+}
+
+// What travels beside a token, a lane each k.
+template <WarpLike W>
+struct Choice {
+    typename W::template PerLane<int> expert;
+    typename W::template PerLane<uint64_t> weight;
+};
+
+// A token's experts and weights; false: the ids are invalid.
+template <WarpLike W>
+EP_FN bool read_choice(W& warp, const LowLatencyDispatchArgs& args, int token, Choice<W>& choice) {
+    const int topk = args.format.topk;
+    typename W::template PerLane<int64_t> id;
+    warp.lanes(topk, [&](int lane) {
+        id[lane] = chosen_expert(args, token, lane);
+        const bool named = id[lane] >= 0 && id[lane] < args.heap.num_experts;
+        choice.expert[lane] = named ? static_cast<int>(id[lane]) : -1;
+        const size_t weight = (static_cast<size_t>(token) * topk + lane) * args.format.weight_bytes;
+        choice.weight[lane] = load_weight(args.weights + weight, args.format.weight_bytes);
+    });
+    const uint32_t firsts = warp.first_of(topk, choice.expert);
+    return !warp.ballot(topk, [&](int lane) {
+        return id[lane] < -1 || id[lane] >= args.heap.num_experts ||
+               (id[lane] >= 0 && !(firsts >> lane & 1));
+    });
+}
+
+// Into the slots of the lanes in the mask: all of a row but its tag.
+template <WarpLike W>
+EP_FN void write_row(W& warp, const LowLatencyDispatchArgs& args,
+                     const typename W::template PerLane<char*>& slot, uint32_t mask, int token,
+                     const Choice<W>& choice) {
+    const RowFormat& format = args.format;
+    typename W::template PerLane<void*> to;
+    auto write = [&](size_t offset, const char* part, size_t bytes) {
+        warp.lanes(format.topk, [&](int lane) {
+            if (mask >> lane & 1) to[lane] = slot[lane] + offset;
+        });
+        warp.template multicast<Reuse::Soon>(to, mask, part, bytes);
+    };
+    const size_t row = token;
+    write(format.payload(), args.x + row * format.payload_bytes, format.payload_bytes);
+    if (format.scale_bytes)
+        write(format.scales(), args.scales + row * format.scale_bytes, format.scale_bytes);
+    for_each_lane(mask, [&](int lane) {
+        char* out = warp.broadcast(slot, lane);
+        warp.lanes(format.topk, [&](int k) {
+            reinterpret_cast<int32_t*>(out + format.experts())[k] = choice.expert[k];
+            store_weight(out + format.weights() + k * format.weight_bytes, choice.weight[k],
+                         format.weight_bytes);
+        });
+    });
+}
+
+template <WarpLike W, class F>
+EP_FN bool send_token(W& warp, const LowLatencyDispatch<F>& call, const Team& team, int token) {
+    const LowLatencyDispatchArgs& args = call.args;
+    const RowFormat& format = args.format;
+    const LowLatencyHeap& heap = args.heap;
+    warp.template stage<Reuse::Late>(args.x + static_cast<size_t>(token) * format.payload_bytes,
+                                     format.payload_bytes);
+    Choice<W> choice;
+    if (!read_choice(warp, args, token, choice)) {
+        warp.fail(Outcome::BadInput, Wait::None, Need{static_cast<uint64_t>(token), 0, args.rank});
+        return false;
+    }
+    typename W::template PerLane<int> rank;
+    typename W::template PerLane<char*> slot;
+    warp.lanes(format.topk, [&](int lane) {
+        args.layout.experts(token)[lane] = choice.expert[lane];
+        rank[lane] = choice.expert[lane] < 0 ? -1 : choice.expert[lane] / heap.local_experts();
+    });
+    const uint32_t ranks = warp.first_of(format.topk, rank);
+    const uint32_t near = warp.ballot(
+        format.topk, [&](int lane) { return ranks >> lane & 1 && call.fabric.maps(rank[lane]); });
+    const size_t target = heap.row(call.bank, args.rank, token);
+    warp.lanes(format.topk, [&](int lane) {
+        if (near >> lane & 1) slot[lane] = call.fabric.template at<char>(rank[lane], target);
+    });
+    write_row(warp, args, slot, near, token, choice);
+    warp.template publish_lanes<Scope::System>(format.topk, [&](int lane, auto&& store) {
+        if (near >> lane & 1) store(reinterpret_cast<uint64_t*>(slot[lane]), call.tag);
+    });
+    const uint32_t far = ranks & ~near;
+    if (!far) return true;
+    const size_t staged = heap.staged_row(call.bank, token);
+    warp.lanes(1, [&](int lane) {
+        slot[lane] = call.fabric.template own<char>(staged);
+        *reinterpret_cast<uint64_t*>(slot[lane]) = call.tag;
+    });
+    write_row(warp, args, slot, 1, token, choice);
+    for_each_lane(far, [&](int lane) {
+        call.fabric.put_to(warp, team.warp, warp.broadcast(rank, lane), target, staged,
+                           format.slot_bytes());
+    });
+    return true;
+}
+
+template <WarpLike W, class F>
+EP_FN void low_latency_dispatch_send(W& warp, F& fabric, const LowLatencyDispatchArgs& args,
+                                     const Team& team) {
+    const LowLatencyDispatch<F> call = next_call(fabric, args);
+    if (!wait_released(warp, call)) return;
+    if (team.warp == 0) warp.lanes(1, [&](int) { args.layout.overflow() = 0; });
+    for (int rank = team.warp; rank < call.world(); rank += team.warps)
+        send_choices(warp, call, rank);
+    // from the other end: the first warps have had choices to send
+    for (int token = team.warps - 1 - team.warp; token < args.num_tokens; token += team.warps) {
+        if (!send_token(warp, call, team, token)) return;
+    }
+    signal_rows(warp, call, team);
+    end_sending(warp, call, team);
+}
+
+// ---- receiving
+
+template <WarpLike W, class F>
+EP_FN bool wait_choices(W& warp, const LowLatencyDispatch<F>& call) {
+    for (int first = 0; first < call.world(); first += 32) {
+        const bool here =
+            warp.wait_all(Wait::Choices, lanes_from(first, call.world()), [&](int lane) {
+                const size_t flag = call.heap().choice_flag(first + lane);
+                return Need{acquire_flag<W>(call.fabric, call.heap().channels, first + lane, flag),
+                            call.number, first + lane};
+            });
+        if (!here) return false;
+    }
+    return true;
+}
+
+// The choices that reached this rank.
+template <class F>
+struct Choices {
+    const LowLatencyDispatch<F>& call;
+    int chunks = call.heap().chunks();
+    int local_experts = call.heap().local_experts();
+
+    EP_FN const uint32_t* of(int rank) const {
+        return call.fabric.template own<uint32_t>(call.heap().choices(call.bank, rank));
+    }
+    EP_FN uint32_t present(int rank, int chunk) const { return of(rank)[chunk]; }
+    EP_FN int count(int rank, int expert) const { return of(rank)[chunks + expert]; }
+    EP_FN uint32_t tokens(int rank, int chunk, int expert) const {
+        return of(rank)[chunks + (1 + chunk) * local_experts + expert];
+    }
+    // Rows of ranks before this one, and of its tokens before this one.
+    EP_FN int rows_before(int rank, int token, int expert) const {
+        int rows = 0;
+        for (int other = 0; other < rank; ++other) rows += count(other, expert);
+        for (int chunk = 0; chunk < token / 32; ++chunk)
+            rows += popcount(tokens(rank, chunk, expert));
+        return rows +
+               popcount(tokens(rank, token / 32, expert) & ((uint32_t{1} << token % 32) - 1));
+    }
+};
+
+// Where each expert's rows begin. Every warp finds out for itself, the first one for the handle.
+template <WarpLike W, class F>
+EP_FN void find_starts(W& warp, const Choices<F>& choices, const Team& team) {
+    const LowLatencyDispatchArgs& args = choices.call.args;
+    const LowLatencyLayout& layout = args.layout;
+    int32_t* starts = layout.scratch(team.warp);
+    typename W::template PerLane<int> rows, start;
+    int64_t total = 0;
+    for (int first = 0; first < choices.local_experts; first += 32) {
+        const int lanes = lanes_from(first, choices.local_experts);
+        warp.lanes(lanes, [&](int lane) {
+            rows[lane] = 0;
+            for (int rank = 0; rank < choices.call.world(); ++rank)
+                rows[lane] += choices.count(rank, first + lane);
+            start[lane] = static_cast<int>(align_up(rows[lane], args.expert_alignment));
+        });
+        const int sum = warp.exclusive_scan(lanes, start);
+        warp.lanes(lanes, [&](int lane) {
+            start[lane] = static_cast<int>(args.expert_rows ? args.expert_rows * (first + lane)
+                                                            : total + start[lane]);
+            starts[first + lane] = start[lane];
+            if (team.warp) return;
+            layout.count(first + lane) = rows[lane];
+            layout.start(first + lane) = start[lane];
+        });
+        total += sum;
+    }
+    if (team.warp) return;
+    warp.lanes(1, [&](int) {
+        layout.start(choices.local_experts) =
+            static_cast<int>(args.expert_rows ? args.expert_rows * choices.local_experts : total);
+    });
+    const int words = choices.call.world() * choices.chunks;
+    for (int first = 0; first < words; first += 32) {
+        warp.lanes(lanes_from(first, words), [&](int lane) {
+            const int word = first + lane;
+            layout.present(word) = choices.present(word / choices.chunks, word % choices.chunks);
+        });
+    }
+}
+
+// From its slot to its place at each of its experts here.
+template <WarpLike W, class F>
+EP_FN bool receive_token(W& warp, const Choices<F>& choices, const Team& team, int source,
+                         int token) {
+    const LowLatencyDispatch<F>& call = choices.call;
+    const LowLatencyDispatchArgs& args = call.args;
+    const RowFormat& format = args.format;
+    char* slot = call.fabric.template own<char>(call.heap().row(call.bank, source, token));
+    typename W::template PerLane<char*> slots;
+    warp.lanes(1, [&](int lane) { slots[lane] = slot; });
+    if (!wait_tags(warp, call, 1, 1, slots, [&](int) { return source; })) return false;
+    warp.template stage<Reuse::Soon>(slot + format.payload(), format.payload_bytes);
+    const int first_expert = args.rank * choices.local_experts;
+    const int32_t* starts = args.layout.scratch(team.warp);
+    typename W::template PerLane<int> position;
+    typename W::template PerLane<void*> row, scales;
+    warp.lanes(format.topk, [&](int lane) {
+        const int expert =
+            reinterpret_cast<const int32_t*>(slot + format.experts())[lane] - first_expert;
+        position[lane] = LowLatencyArgs::kElsewhere;
+        if (expert >= 0 && expert < choices.local_experts) {
+            const int64_t place =
+                starts[expert] + static_cast<int64_t>(choices.rows_before(source, token, expert));
+            position[lane] =
+                place < args.max_rows ? static_cast<int>(place) : LowLatencyArgs::kOverflowed;
+        }
+        args.layout.positions(source, token)[lane] = position[lane];
+        if (position[lane] < 0) return;
+        const size_t place = position[lane];
+        row[lane] = args.recv_x + place * format.payload_bytes;
+        scales[lane] = args.recv_scales + place * format.scale_bytes;
+        store_weight(
+            args.recv_weights + place * format.weight_bytes,
+            load_weight(slot + format.weights() + lane * format.weight_bytes, format.weight_bytes),
+            format.weight_bytes);
+    });
+    const uint32_t placed = warp.ballot(format.topk, [&](int lane) { return position[lane] >= 0; });
+    if (warp.ballot(format.topk,
+                    [&](int lane) { return position[lane] == LowLatencyArgs::kOverflowed; })) {
+        warp.lanes(1, [&](int) { args.layout.overflow() = 1; });
+    }
+    warp.template multicast<Reuse::Late>(row, placed, slot + format.payload(),
+                                         format.payload_bytes);
+    if (format.scale_bytes)
+        warp.template multicast<Reuse::Late>(scales, placed, slot + format.scales(),
+                                             format.scale_bytes);
+    return true;
+}
+
+template <WarpLike W, class F>
+EP_FN void low_latency_dispatch_receive(W& warp, F& fabric, const LowLatencyDispatchArgs& args,
+                                        const Team& team) {
+    const LowLatencyDispatch<F> call = begun_call(fabric, args);
+    if (!wait_choices(warp, call) || !wait_rows_put(warp, call)) return;
+    const Choices<F> choices{call};
+    find_starts(warp, choices, team);
+    const auto bits = [&](int word) {
+        return choices.present(word / choices.chunks, word % choices.chunks);
+    };
+    const bool all = for_own_rows(warp, args, team, bits, [&](int source, int token) {
+        return receive_token(warp, choices, team, source, token);
+    });
+    if (all) end_receiving(warp, call, team);
+}
+
+}  // namespace ep

@@ -1,0 +1,310 @@
+"""The halves of low-latency calls as launches, and both calls as differentiable functions.
+
+A call's sending half is launched when it is made; its receiving half by `Pending.receive`, at once or when the caller
+calls the hook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd import Function
+
+from megatron_ep import _C
+from megatron_ep.backends.low_latency import Call, InFlight, LowLatencyRanks
+from megatron_ep.rank_group import PAYLOAD_TYPES, RankGroup
+
+
+@dataclass
+class RankPart:
+    """One rank's part of a handle."""
+
+    num_tokens: int  # T
+    layout: torch.Tensor  # int32, as csrc/core/low_latency_args.h lays it out
+    rows: int  # of the expert-grouped tensors
+
+
+@dataclass(eq=False)
+class LowLatencyHandle:
+    """What a low-latency dispatch learned. Belongs to the `LowLatency` that made it.
+
+    topk: K of the dispatch.
+    masked: whether rows are laid out as [L, W * max_tokens].
+    """
+
+    calls: LowLatencyCalls
+    topk: int
+    masked: bool
+    expert_alignment: int
+    ranks: list[RankPart] = field(repr=False)
+
+    def again(self) -> LowLatencyHandle:
+        """For another dispatch of the same tokens."""
+        ranks = [self.calls.new_part(self.topk, rank.num_tokens, rank.rows) for rank in self.ranks]
+        return LowLatencyHandle(self.calls, self.topk, self.masked, self.expert_alignment, ranks)
+
+    def ids(self) -> list[torch.Tensor]:
+        """topk_idx of the dispatch, int32 [T, K] per rank."""
+        first = self.calls.offsets(self.topk)["experts"]
+        sizes = [(rank.num_tokens, self.topk) for rank in self.ranks]
+        return [
+            rank.layout[first : first + size[0] * size[1]].view(size)
+            for rank, size in zip(self.ranks, sizes, strict=True)
+        ]
+
+    def counts(self, rank: RankPart) -> torch.Tensor:
+        """int32 [L], a view: rows per local expert, without padding."""
+        first = self.calls.offsets(self.topk)["counts"]
+        return rank.layout[first : first + self.calls.group.num_local_experts]
+
+    def starts(self, rank: RankPart) -> torch.Tensor:
+        """int32 [L + 1], a view: where the rows of each local expert begin."""
+        first = self.calls.offsets(self.topk)["starts"]
+        return rank.layout[first : first + self.calls.group.num_local_experts + 1]
+
+    def overflow(self, rank: RankPart) -> torch.Tensor:
+        """int32 [1], a view: not 0 once rows did not fit."""
+        return rank.layout[: self.calls.offsets(self.topk)["overflow"] + 1]
+
+    def is_row(self, rank: RankPart) -> torch.Tensor:
+        """bool [rows]: which rows hold a token."""
+        place = torch.arange(rank.rows, device=rank.layout.device)
+        starts, counts = self.starts(rank), self.counts(rank)
+        expert = torch.searchsorted(starts[1:].contiguous(), place, right=True).clamp_max(len(counts) - 1)
+        return place < starts[expert] + counts[expert]
+
+
+class Pending(Call):
+    """A call whose receiving half can be launched."""
+
+    def __init__(self, calls: LowLatencyCalls, launch: Any, tensors: Sequence[Any]):
+        self._calls = calls
+        self._launch = launch
+        self._tensors = tensors  # whose memory the launches use
+
+    def receive(self) -> None:
+        """Launches the receiving half. Raises ValueError the second time."""
+        if self.received:
+            raise ValueError("the hook of a low-latency call was called twice, must be called once")
+        with self._calls.group.abort_peers_on_error():
+            self._calls.group.check_usable()
+            self._calls.keep(self._tensors)
+            self._launch(receive=True)
+            self.received = True
+            self._tensors = ()
+            self._calls.group._raise_if_aborted()
+
+
+class LowLatencyCalls:
+    """Launches low-latency calls on a buffer's ranks of this process. Arguments were checked before."""
+
+    def __init__(self, group: RankGroup, heap: Any, ranks: LowLatencyRanks):
+        self.group = group
+        self.heap = heap
+        self._ranks = ranks
+        self._offsets: dict[int, dict[str, int]] = {}
+        self.in_flight = {"dispatch": InFlight("dispatch"), "combine": InFlight("combine")}
+        group._live_backend().attach(self)
+
+    def offsets(self, topk: int) -> dict[str, int]:
+        if topk not in self._offsets:
+            self._offsets[topk] = self.heap.layout(topk=topk, warps=self._ranks.warps)
+        return self._offsets[topk]
+
+    def new_part(self, topk: int, num_tokens: int, rows: int) -> RankPart:
+        layout = torch.empty(self.offsets(topk)["size"], dtype=torch.int32, device=self.group.device)
+        return RankPart(num_tokens, layout, rows)
+
+    def keep(self, tensors: Sequence[Any]) -> None:
+        self.group._live_backend().keep_for_launch([tensor for tensor in tensors if tensor is not None])
+
+    def reset(self) -> None:
+        self._ranks.reset()
+        for calls in self.in_flight.values():
+            calls.clear()
+
+    def dispatch(
+        self,
+        handle: LowLatencyHandle,
+        ids: Sequence[torch.Tensor],
+        x: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor] | None,
+        *,
+        zero: bool,
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None, Pending]:
+        """x [T, H] and weights [T, K] to [rows, H] and [rows]. zero: whether rows without a token hold zeros."""
+        new = torch.zeros if zero else torch.empty
+        out, out_weights, tensors = [], [], []
+        kept: list[torch.Tensor] = []
+        for i, rank in enumerate(handle.ranks):
+            t, call = self._tensors(rank)
+            out.append(new(rank.rows, x[i].shape[1], dtype=x[i].dtype, device=x[i].device))
+            t.topk_idx, t.x, t.out = ids[i].data_ptr(), x[i].data_ptr(), out[i].data_ptr()
+            kept += [rank.layout, call, ids[i], x[i], out[i]]
+            if weights is not None:
+                out_weights.append(new(rank.rows, dtype=weights[i].dtype, device=x[i].device))
+                t.weights, t.out_weights = weights[i].data_ptr(), out_weights[i].data_ptr()
+                kept += [weights[i], out_weights[i]]
+            tensors.append(t)
+        options = _C.LowLatencyOptions()
+        options.index_bytes = ids[0].element_size()
+        options.expert_alignment = handle.expert_alignment
+        options.expert_rows = handle.ranks[0].rows // self.group.num_local_experts if handle.masked else 0
+        row = self.format_of(handle.topk, x[0], weights)
+
+        def launch(receive: bool) -> None:
+            self._ranks.dispatch(tensors, row, options, receive=receive)
+
+        return out, out_weights if weights is not None else None, self._send("dispatch", launch, kept)
+
+    def combine(
+        self,
+        handle: LowLatencyHandle,
+        x: Sequence[torch.Tensor],
+        *,
+        values: Sequence[torch.Tensor] | None = None,
+        row_weights: Sequence[torch.Tensor] | None = None,
+        token_weights: Sequence[torch.Tensor] | None = None,
+        sum_at_expert: bool = False,
+        out: Sequence[torch.Tensor] | None = None,
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None, Pending]:
+        """x [rows, H] and values [rows] to sums [T, H] and single values [T, K]."""
+        y, y_values, tensors = [], [], []
+        kept: list[torch.Tensor] = []
+        for i, rank in enumerate(handle.ranks):
+            t, call = self._tensors(rank)
+            shape = (rank.num_tokens, x[i].shape[1])
+            y.append(torch.empty(shape, dtype=x[i].dtype, device=x[i].device) if out is None else out[i])
+            t.x, t.out = x[i].data_ptr(), y[i].data_ptr()
+            kept += [rank.layout, call, x[i], y[i]]
+            if values is not None:
+                y_values.append(torch.empty(rank.num_tokens, handle.topk, dtype=values[i].dtype, device=x[i].device))
+                t.weights, t.out_weights = values[i].data_ptr(), y_values[i].data_ptr()
+                kept += [values[i], y_values[i]]
+            for name, weights in (("row_weights", row_weights), ("token_weights", token_weights)):
+                if weights is not None:
+                    setattr(t, name, weights[i].data_ptr())
+                    kept.append(weights[i])
+            tensors.append(t)
+        options = _C.LowLatencyOptions()
+        options.sum_at_expert = sum_at_expert
+        row, dtype = self.format_of(handle.topk, x[0], values), PAYLOAD_TYPES[x[0].dtype]
+
+        def launch(receive: bool) -> None:
+            self._ranks.combine(tensors, row, options, receive=receive, dtype=dtype)
+
+        return y, y_values if values is not None else None, self._send("combine", launch, kept)
+
+    def format_of(self, topk: int, x: torch.Tensor, weights: Sequence[torch.Tensor] | None) -> Any:
+        """How rows of these tensors travel."""
+        return _C.RowFormat(
+            payload_bytes=x.shape[1] * x.element_size(),
+            scale_bytes=0,
+            weight_bytes=weights[0].element_size() if weights is not None else 0,
+            topk=topk,
+            payload_type=PAYLOAD_TYPES[x.dtype],
+        )
+
+    def _tensors(self, rank: RankPart) -> tuple[Any, torch.Tensor]:
+        call = torch.empty(1, dtype=torch.int64, device=self.group.device)
+        t = _C.LowLatencyTensors()
+        t.layout, t.call = rank.layout.data_ptr(), call.data_ptr()
+        t.num_tokens, t.max_rows = rank.num_tokens, rank.rows
+        return t, call
+
+    def _send(self, kind: str, launch: Any, tensors: list[torch.Tensor]) -> Pending:
+        self.in_flight[kind].check()
+        self.keep(tensors)
+        launch(receive=False)
+        self.group._raise_if_aborted()
+        call = Pending(self, launch, tensors)
+        self.in_flight[kind].add(call)
+        return call
+
+
+class Dispatch(Function):
+    """(x, weights) per rank -> (rows, probs) per rank. pending: a list to which the call is added."""
+
+    @staticmethod
+    def forward(ctx, handle: LowLatencyHandle, ids, zero: bool, pending: list[Pending], *tensors: torch.Tensor):
+        n = len(handle.ranks)
+        ctx.handle = handle
+        with handle.calls.group.abort_peers_on_error():
+            out, probs, call = handle.calls.dispatch(handle, ids, tensors[:n], tensors[n:] or None, zero=zero)
+        pending.append(call)
+        return (*out, *(probs or ()))
+
+    @staticmethod
+    def backward(ctx, *grads: torch.Tensor):
+        pending: list[Pending] = []
+        back = Combine.apply(ctx.handle, False, None, pending, *(grad.contiguous() for grad in grads))
+        pending[0].receive()
+        return (None, None, None, None, *back)
+
+
+class Combine(Function):
+    """(rows, values) per rank -> (sums, values [T, K]) per rank."""
+
+    @staticmethod
+    def forward(ctx, handle: LowLatencyHandle, sum_at_expert: bool, out, pending, *tensors: torch.Tensor):
+        n = len(handle.ranks)
+        ctx.handle = handle
+        x, values = tensors[:n], tensors[n:] or None
+        with handle.calls.group.abort_peers_on_error():
+            y, y_values, call = handle.calls.combine(handle, x, values=values, sum_at_expert=sum_at_expert, out=out)
+        pending.append(call)
+        return (*y, *(y_values or ()))
+
+    @staticmethod
+    def backward(ctx, *grads: torch.Tensor):
+        return (None, None, None, None, *spread(ctx.handle, grads))
+
+
+class WeightedCombine(Function):
+    """(rows, weights) per rank -> sums per rank; the weights lie with the rows or, [T, K], with the tokens."""
+
+    @staticmethod
+    def forward(ctx, handle: LowLatencyHandle, sum_at_expert: bool, out, pending, *tensors: torch.Tensor):
+        n = len(handle.ranks)
+        ctx.handle, ctx.sum_at_expert = handle, sum_at_expert
+        ctx.save_for_backward(*tensors)
+        weights = {"row_weights" if sum_at_expert else "token_weights": tensors[n:]}
+        with handle.calls.group.abort_peers_on_error():
+            y, _, call = handle.calls.combine(handle, tensors[:n], sum_at_expert=sum_at_expert, out=out, **weights)
+        pending.append(call)
+        return tuple(y)
+
+    @staticmethod
+    def backward(ctx, *grads: torch.Tensor):
+        handle = ctx.handle
+        n = len(handle.ranks)
+        saved = ctx.saved_tensors
+        x, weights = saved[:n], saved[n:]
+        back = spread(handle, (*grads, *(() if ctx.sum_at_expert else weights)))
+        rows, row_weights = back[:n], weights if ctx.sum_at_expert else back[n:]
+        is_row = [handle.is_row(rank) for rank in handle.ranks]
+        x_grads, products = [], []
+        for i in range(n):
+            zero = row_weights[i].new_zeros(())
+            factors = torch.where(is_row[i], row_weights[i], zero).unsqueeze(1)
+            x_grads.append((rows[i] * factors).to(x[i].dtype))
+            products.append(torch.where(is_row[i], (rows[i].to(zero.dtype) * x[i]).sum(dim=1), zero))
+        if ctx.sum_at_expert or not any(ctx.needs_input_grad[4 + n :]):
+            return (None, None, None, None, *x_grads, *products)
+        # Each product goes to its token's rank, beside rows without elements.
+        pending: list[Pending] = []
+        nothing = [grad.new_empty(rank.rows, 0) for grad, rank in zip(x_grads, handle.ranks, strict=True)]
+        weight_grads = Combine.apply(handle, False, None, pending, *nothing, *products)[n:]
+        pending[0].receive()
+        return (None, None, None, None, *x_grads, *weight_grads)
+
+
+def spread(handle: LowLatencyHandle, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """What lies with the tokens of a dispatch, at their rows; zeros elsewhere."""
+    pending: list[Pending] = []
+    out = Dispatch.apply(handle.again(), handle.ids(), True, pending, *(tensor.contiguous() for tensor in tensors))
+    pending[0].receive()
+    return out

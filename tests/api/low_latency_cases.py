@@ -1,0 +1,54 @@
+"""Random shapes for the tests of the low-latency mode."""
+
+from __future__ import annotations
+
+import torch
+from cases import Case
+
+import megatron_ep as ep
+from megatron_ep import reference
+
+
+class LowLatencyCase(Case):
+    """A random case. Everything follows from the seed."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        r = self.random
+        self.topk = r.choice([1, min(8, self.num_experts), r.randint(1, min(32, self.num_experts))])
+        self.hidden = r.choice([1, 8, 128, r.randint(1, 300)])
+        self.max_tokens = r.choice([1, r.randint(1, 40), r.randint(1, 70), r.randint(1, 100)])
+        self.masked = r.random() < 0.5
+        self.layout = "masked" if self.masked else "grouped"
+        self.alignment = 1 if self.masked else r.choice([1, 4, 16])
+
+    def low_latency(self, cluster: ep.LocalCluster) -> ep.LowLatency:
+        return ep.LowLatency(cluster, max_tokens=self.max_tokens, hidden=self.hidden, topk=self.topk, dtype=self.dtype)
+
+    def dispatch_options(self) -> dict:
+        return {"layout": self.layout} | ({} if self.masked else {"expert_alignment": self.alignment})
+
+    def new_round(self) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        """ids, weights, x of one call."""
+        tokens = self.num_tokens()
+        return self.ids(tokens), self.weights(tokens), self.reals(tokens)
+
+    def check_rows(
+        self, received: ep.LowLatencyReceived, expected: list[torch.Tensor], ids: list[torch.Tensor]
+    ) -> None:
+        """What each row with a token holds, and where it lies."""
+        local_experts = self.num_experts // self.world
+        for rank in range(self.world):
+            at = reference.places(ids, rank, self.num_experts, self.alignment)
+            counts = [len(token) for _, token, _ in at]
+            assert received.tokens_per_expert[rank].tolist() == counts
+            starts = received.expert_starts[rank].tolist()
+            rows = received.x[rank].reshape(-1, received.x[rank].shape[-1])
+            for expert in range(local_experts):
+                first, count = at[expert][0], counts[expert]
+                if self.masked:
+                    assert starts[expert] == expert * self.world * self.max_tokens
+                else:
+                    assert starts[expert] == first
+                ours = rows[starts[expert] : starts[expert] + count]
+                assert torch.equal(ours, expected[rank][first : first + count]), f"rank {rank}, expert {expert}"

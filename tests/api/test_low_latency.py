@@ -1,0 +1,287 @@
+"""The low-latency mode against the reference, bit by bit."""
+
+import pytest
+import torch
+from low_latency_cases import LowLatencyCase
+
+import megatron_ep as ep
+from megatron_ep import reference
+
+BLOCKS, CASES_PER_BLOCK = 10, 20
+
+
+def assert_all_equal(ours, expected):
+    for rank, (a, b) in enumerate(zip(ours, expected, strict=True)):
+        assert a.dtype == b.dtype and torch.equal(a, b), f"rank {rank}"
+
+
+def fill(case, received, rows, ids):
+    """Tensors in the layout of what was received: `rows` where tokens are, NaN elsewhere."""
+    out = []
+    for rank in range(case.world):
+        shape = received.x[rank].shape
+        lead = shape[:2] if case.masked else shape[:1]
+        tensor = torch.full((*lead, *rows[rank].shape[1:]), torch.nan, dtype=rows[rank].dtype)
+        flat = tensor.view(-1, *rows[rank].shape[1:])
+        starts = received.expert_starts[rank].tolist()
+        for (first, token, _), start in zip(
+            reference.places(ids, rank, case.num_experts, case.alignment), starts[:-1], strict=True
+        ):
+            flat[start : start + len(token)] = rows[rank][first : first + len(token)]
+        out.append(tensor)
+    return out
+
+
+def check_round(case, low_latency):
+    ids, weights, x = case.new_round()
+    if case.random.random() < 0.3:
+        ids = [idx.int() for idx in ids]
+    received = low_latency.dispatch(x, ids, weights, **case.dispatch_options())
+    expected, probs, _ = reference.dispatch(x, ids, weights, case.num_experts, case.alignment)
+    case.check_rows(received, expected, ids)
+    columns = ep.LowLatencyReceived(**(vars(received) | {"x": [p.unsqueeze(-1) for p in received.probs]}))
+    case.check_rows(columns, [p.unsqueeze(1) for p in probs], ids)
+    assert not any(received.overflow)
+    out = case.reals([len(rows) for rows in expected])
+    at_rows = case.row_weights([len(rows) for rows in expected])
+    at_tokens = [w.to(case.wide()) for w in weights]
+    ours = fill(case, received, out, ids)
+    options = (case.num_experts, case.alignment)
+    for sum_at, factors, given in (
+        ("token", None, None),
+        ("expert", None, None),
+        ("token", at_tokens, at_tokens),
+        ("expert", at_rows, fill(case, received, at_rows, ids)),
+    ):
+        y = low_latency.combine(ours, received.handle, given, sum_at=sum_at)
+        assert_all_equal(y, reference.low_latency_combine(out, ids, *options, weights=factors, sum_at=sum_at))
+
+
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_equals_reference(block):
+    for seed in range(block * CASES_PER_BLOCK, (block + 1) * CASES_PER_BLOCK):
+        case = LowLatencyCase(seed)
+        with case.cluster() as cluster:
+            low_latency = case.low_latency(cluster)
+            for _ in range(3):
+                check_round(case, low_latency)
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])
+def test_max_recv_tokens(seed, share):
+    """Rows from the limit on are left out of the dispatch, and count as zeros in the combine."""
+    case = LowLatencyCase(1000 + seed)
+    case.masked, case.layout = False, "grouped"
+    ids, _, x = case.new_round()
+    expected, _, counts = reference.dispatch(
+        x, ids, [torch.ones(i.shape) for i in ids], case.num_experts, case.alignment
+    )
+    limit = max(1, int(share * max(int(count.sum()) for count in counts)))
+    with case.cluster() as cluster:
+        low_latency = case.low_latency(cluster)
+        received = low_latency.dispatch(x, ids, **case.dispatch_options(), max_recv_tokens=limit)
+        for rank, rows in enumerate(received.x):
+            assert len(rows) == limit
+            last = 0
+            for first, token, _ in reference.places(ids, rank, case.num_experts, case.alignment):
+                end = min(limit, first + len(token))
+                assert torch.equal(rows[first:end], expected[rank][first:end])
+                last = first + len(token) if len(token) else last
+            assert bool(received.overflow[rank]) == (last > limit)
+        out = case.reals([limit] * case.world)
+        for sum_at in ("token", "expert"):
+            y = low_latency.combine(out, received.handle, sum_at=sum_at)
+            options = {"max_recv_tokens": limit, "sum_at": sum_at}
+            assert_all_equal(y, reference.low_latency_combine(out, ids, case.num_experts, case.alignment, **options))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_shapes_change_from_call_to_call(seed):
+    """Smaller rows and fewer experts in the same memory, and calls of the normal mode in between."""
+    case = LowLatencyCase(2000 + seed)
+    with case.cluster() as cluster:
+        low_latency = ep.LowLatency(cluster, max_tokens=60, hidden=80, topk=case.topk, dtype=torch.float64)
+        case.max_tokens = 60
+        for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float16) * 2:
+            case.topk = case.random.randint(1, case.topk)
+            case.hidden, case.dtype = case.random.randint(1, 80), dtype
+            case.masked = not case.masked
+            case.layout, case.alignment = ("masked", 1) if case.masked else ("grouped", case.random.choice([1, 4]))
+            check_round(case, low_latency)
+            if case.hidden >= 8:
+                continue
+            ids, weights, x = case.new_round()
+            rows = ep.dispatch(x, ids, weights, buffer=cluster)
+            assert_all_equal(rows.x, reference.dispatch(x, ids, weights, case.num_experts)[0])
+
+
+def hooked(case, low_latency, log):
+    """Starts a dispatch; what its hook and its checks are."""
+    ids, weights, x = case.new_round()
+    received, hook = low_latency.dispatch(x, ids, weights, **case.dispatch_options(), return_recv_hook=True)
+    x = [tensor.clone() for tensor in x]
+    expected, _, _ = reference.dispatch(x, ids, weights, case.num_experts, case.alignment)
+
+    def receive():
+        hook()
+        case.check_rows(received, expected, ids)
+        log.append((received, ids, expected))
+
+    return receive
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_hooks_in_any_order(seed):
+    """Up to two dispatches and two combines under way; the receiving halves come in any order."""
+    case = LowLatencyCase(3000 + seed, max_tokens=20)
+    r = case.random
+    with case.cluster() as cluster:
+        low_latency = case.low_latency(cluster)
+        done, under_way = [], {"dispatch": [], "combine": []}
+        for _ in range(12):
+            kind = r.choice(["dispatch", "combine"]) if done else "dispatch"
+            calls = under_way[kind]
+            if len(calls) == 2 or (calls and calls[0] is None):
+                while calls and calls[0] is None:
+                    calls.pop(0)
+            if len(calls) == 2:
+                calls.pop(0)()
+            if kind == "dispatch":
+                calls.append(hooked(case, low_latency, done))
+            else:
+                received, ids, rows = r.choice(done)
+                out = case.reals([len(part) for part in rows])
+                y, hook = low_latency.combine(fill(case, received, out, ids), received.handle, return_recv_hook=True)
+                expected = reference.low_latency_combine(out, ids, case.num_experts, case.alignment)
+
+                def receive(y=y, hook=hook, expected=expected):
+                    hook()
+                    assert_all_equal(y, expected)
+
+                calls.append(receive)
+            for calls in under_way.values():
+                if calls and r.random() < 0.5:
+                    late = r.randrange(len(calls))
+                    if calls[late] is not None:
+                        calls[late]()
+                        calls[late] = None
+                if calls and calls[0] is None:
+                    calls.pop(0)
+        for calls in under_way.values():
+            for receive in filter(None, calls):
+                receive()
+
+
+def two_ranks(**options):
+    cluster = ep.LocalCluster(1, 2, ep.Config(num_experts=4, timeout=5), **options)
+    x = [torch.randn(3, 8), torch.randn(2, 8)]
+    ids = [torch.tensor([[0, 2], [3, -1], [1, 0]]), torch.tensor([[3, 1], [-1, -1]])]
+    return cluster, ep.LowLatency(cluster, max_tokens=4, hidden=8, topk=2, dtype=torch.float32), x, ids
+
+
+def test_a_third_call_under_way_is_refused_and_nothing_is_lost():
+    cluster, low_latency, x, ids = two_ranks()
+    hooks = [low_latency.dispatch(x, ids, return_recv_hook=True) for _ in range(2)]
+    with pytest.raises(ValueError, match="the dispatch before the last has not been received"):
+        low_latency.dispatch(x, ids)
+    hooks[1][1]()  # the newer one: the older one still holds the bank of the next
+    with pytest.raises(ValueError, match="the dispatch before the last has not been received"):
+        low_latency.dispatch(x, ids)
+    received, hook = hooks[0]
+    hook()
+    third = low_latency.dispatch(x, ids)
+    for first, last in zip(received.x, third.x, strict=True):
+        for a, b, count in zip(first, last, third.tokens_per_expert[0], strict=True):
+            assert torch.equal(a[:count], b[:count])
+    with pytest.raises(ValueError, match="called twice"):
+        hook()
+    combines = [low_latency.combine(received.x, received.handle, return_recv_hook=True) for _ in range(2)]
+    with pytest.raises(ValueError, match="the combine before the last has not been received"):
+        low_latency.combine(received.x, received.handle)
+    for y, hook in combines:
+        hook()
+        assert torch.equal(y[0], x[0] * torch.tensor([[2.0], [1.0], [2.0]]))
+    cluster.close()
+
+
+def test_out_gets_the_sums():
+    _, low_latency, x, ids = two_ranks()
+    received = low_latency.dispatch(x, ids)
+    out = [torch.full_like(tensor, 7) for tensor in x]
+    y = low_latency.combine(received.x, received.handle, out=out)
+    assert all(a is b for a, b in zip(y, out, strict=True))
+    assert_all_equal(out, low_latency.combine(received.x, received.handle))
+
+
+def test_mistakes_are_named():
+    cluster, low_latency, x, ids = two_ranks()
+    received = low_latency.dispatch(x, ids)
+    wide = [torch.randn(3, 9), torch.randn(2, 9)]
+    many = [torch.randn(5, 8), torch.randn(2, 8)]
+    dispatches = [
+        ((wide, ids), {}, "x has rows of 9 x torch.float32, must have at most the 32 bytes"),
+        ((many, [torch.zeros(5, 1, dtype=torch.int64), ids[1]]), {}, "on one rank and 2 on another"),
+        (
+            (many, [torch.zeros(5, 2, dtype=torch.int64), ids[1]]),
+            {},
+            "x has 5 tokens, must have at most max_tokens = 4",
+        ),
+        ((x, [i.repeat(1, 2) for i in ids]), {}, "topk_idx has K = 4, must be at most the 2"),
+        ((x, [ids[0].clone().fill_(4), ids[1]]), {}, r"topk_idx of rank 0 is \[4, 4\] at token 0, must hold distinct"),
+        ((x, [ids[0], torch.tensor([[0, -1], [1, 1]])]), {}, r"topk_idx of rank 1 is \[1, 1\] at token 1"),
+        ((x, ids), {"layout": "columns"}, "layout is 'columns', must be one of 'masked', 'grouped'"),
+        ((x, ids), {"expert_alignment": 2}, "must be left out with layout 'masked'"),
+        ((x, ids), {"layout": "grouped", "expert_alignment": 0}, "expert_alignment is 0"),
+        ((x, ids), {"layout": "grouped", "max_recv_tokens": 0}, "max_recv_tokens is 0"),
+        ((x, ids, [torch.ones(3, 1), torch.ones(2, 1)]), {}, r"topk_weights has shape \(3, 1\), must be \(3, 2\)"),
+        (([t.int() for t in x], ids), {}, "x is torch.int32"),
+    ]
+    for arguments, options, message in dispatches:
+        with pytest.raises(ValueError, match=message):
+            low_latency.dispatch(*arguments, **options)
+    combines = [
+        ((received.x, None), {}, "handle is a NoneType"),
+        (([t[:, 1:].contiguous() for t in received.x], received.handle), {}, r"must be \[2, 8, H\]"),
+        ((received.x, received.handle), {"sum_at": "rank"}, "sum_at is 'rank', must be one of"),
+        ((received.x, received.handle, x), {}, r"weights has shape \(3, 8\), must be \(3, 2\)"),
+        ((received.x, received.handle, x), {"sum_at": "expert"}, r"weights has shape \(3, 8\), must be \[2, 8\]"),
+        ((received.x, received.handle), {"out": [t.double() for t in x]}, "out is torch.float64"),
+        ((received.x, received.handle), {"out": [x[1], x[0]]}, r"out has shape \(2, 8\), must be \(3, 8\)"),
+    ]
+    for arguments, options, message in combines:
+        with pytest.raises(ValueError, match=message):
+            low_latency.combine(*arguments, **options)
+    for options, message in (
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"topk": 33}, "topk is 33"),
+        ({"dtype": torch.int32}, "dtype is torch.int32"),
+        ({"hidden": 0}, "hidden is 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ep.LowLatency(cluster, **({"max_tokens": 4, "hidden": 8, "topk": 2} | options))
+    with pytest.raises(ValueError, match="buffer is a int"):
+        ep.LowLatency(3, max_tokens=4, hidden=8, topk=2)
+    again = low_latency.dispatch(x, ids)  # nothing was sent, nothing is lost
+    assert_all_equal(again.tokens_per_expert, received.tokens_per_expert)
+
+
+def test_memory():
+    """What the docstring says, for the sizes of DeepSeek-V3 on 8 ranks."""
+    with ep.LocalCluster(1, 8, ep.Config(num_experts=256)) as cluster:
+        low_latency = ep.LowLatency(cluster, max_tokens=128, hidden=7168, topk=8)
+        assert low_latency.memory_bytes <= 60e6
+        about = 2 * (8 + 8) * 128 * 7168 * 2
+        assert about <= low_latency.memory_bytes <= 1.05 * about
+
+
+def test_usable_after_reset():
+    """A dispatch that was never received, and handles from before, do not survive a reset; the memory does."""
+    cluster, low_latency, x, ids = two_ranks(seed=3)
+    low_latency.dispatch(x, ids, return_recv_hook=True)
+    low_latency.dispatch(x, ids, return_recv_hook=True)
+    cluster.reset()
+    for _ in range(3):
+        received = low_latency.dispatch(x, ids)
+        y = low_latency.combine(received.x, received.handle)
+        assert torch.equal(y[0], x[0] * torch.tensor([[2.0], [1.0], [2.0]]))

@@ -1,0 +1,92 @@
+"""Gradients of the low-latency mode: dispatch and combine are each other's transpose."""
+
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+
+import megatron_ep as ep
+
+TOKENS = [3, 0, 2, 4]
+
+
+def leaves(world, experts, topk, hidden=3):
+    generator = torch.Generator().manual_seed(world)
+    ids = [torch.rand(t, experts, generator=generator).topk(topk, dim=1).indices for t in TOKENS[:world]]
+    ids[0][0, 0] = -1
+    x = [torch.randn(t, hidden, generator=generator, dtype=torch.float64, requires_grad=True) for t in TOKENS[:world]]
+    w = [torch.rand(t, topk, generator=generator, dtype=torch.float64, requires_grad=True) for t in TOKENS[:world]]
+    return ids, x, w
+
+
+LAYOUTS = ({"layout": "masked"}, {"layout": "grouped", "expert_alignment": 4})
+
+
+@pytest.mark.parametrize("sum_at", ["token", "expert"])
+@pytest.mark.parametrize("options", LAYOUTS)
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 1), (1, 4), (2, 2)])
+def test_gradcheck_through_experts(nodes, ranks_per_node, options, sum_at):
+    world = nodes * ranks_per_node
+    ids, x, w = leaves(world, 2 * world, min(3, 2 * world))
+    with ep.LocalCluster(nodes, ranks_per_node, ep.Config(num_experts=2 * world)) as cluster:
+        low_latency = ep.LowLatency(cluster, max_tokens=4, hidden=3, topk=3, dtype=torch.float64)
+
+        def layer(*inputs):
+            rows = low_latency.dispatch(list(inputs[:world]), ids, list(inputs[world:]), **options)
+            out = [
+                torch.tanh(r * (1.3 + 0.1 * i)) * p.unsqueeze(-1) for i, (r, p) in enumerate(zip(rows.x, rows.probs, strict=True))
+            ]
+            return tuple(low_latency.combine(out, rows.handle, sum_at=sum_at))
+
+        def weights_at_token(*inputs):
+            rows = low_latency.dispatch(list(inputs[:world]), ids, **options)
+            out = [torch.tanh(r) for r in rows.x]
+            return tuple(low_latency.combine(out, rows.handle, list(inputs[world:])))
+
+        def weights_at_expert(*inputs):
+            rows = low_latency.dispatch(list(inputs[:world]), ids, list(inputs[world:]), **options)
+            out = [torch.tanh(r) for r in rows.x]
+            return tuple(low_latency.combine(out, rows.handle, rows.probs, sum_at="expert"))
+
+        assert gradcheck(layer, (*x, *w))
+        assert gradcheck(weights_at_token if sum_at == "token" else weights_at_expert, (*x, *w))
+        if world == 1:
+            assert gradgradcheck(weights_at_token if sum_at == "token" else weights_at_expert, (*x, *w))
+
+
+@pytest.mark.parametrize("options", LAYOUTS)
+def test_rows_without_a_token_get_zeros(options):
+    """Whatever they hold, nothing of them reaches a gradient."""
+    ids, x, w = leaves(4, 8, 3)
+    w = [weight.detach().float().requires_grad_() for weight in w]
+    with ep.LocalCluster(2, 2, ep.Config(num_experts=8)) as cluster:
+        low_latency = ep.LowLatency(cluster, max_tokens=4, hidden=3, topk=3, dtype=torch.float64)
+        rows = low_latency.dispatch([tensor.detach().float() for tensor in x], ids, **options)
+        out = []
+        for rank, part in enumerate(rows.handle.ranks):
+            there = rows.handle.is_row(part).view(rows.x[rank].shape[:-1])
+            assert there.sum() == rows.tokens_per_expert[rank].sum() < there.numel()
+            noise = torch.where(there.unsqueeze(-1), torch.ones_like(rows.x[rank]), torch.nan)
+            out.append(noise.requires_grad_())
+        y = low_latency.combine(out, rows.handle, w)
+        sum(t.sum() for t in y).backward()
+        for rank, part in enumerate(rows.handle.ranks):
+            there = rows.handle.is_row(part).view(rows.x[rank].shape[:-1])
+            assert torch.equal(out[rank].grad != 0, there.unsqueeze(-1).expand_as(out[rank]))
+            assert torch.equal(w[rank].grad, torch.where(ids[rank] >= 0, 3.0, 0.0))
+
+
+def test_gradients_through_hooks():
+    ids, x, w = leaves(2, 4, 2)
+    with ep.LocalCluster(1, 2, ep.Config(num_experts=4)) as cluster:
+        low_latency = ep.LowLatency(cluster, max_tokens=4, hidden=3, topk=2, dtype=torch.float64)
+
+        def layer(*inputs):
+            rows, hook = low_latency.dispatch(list(inputs[:2]), ids, return_recv_hook=True)
+            hook()
+            y, hook = low_latency.combine(
+                [torch.sin(r) for r in rows.x], rows.handle, list(inputs[2:]), return_recv_hook=True
+            )
+            hook()
+            return tuple(y)
+
+        assert gradcheck(layer, (*x, *w))
