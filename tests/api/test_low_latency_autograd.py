@@ -33,7 +33,8 @@ def test_gradcheck_through_experts(nodes, ranks_per_node, options, sum_at):
         def layer(*inputs):
             rows = low_latency.dispatch(list(inputs[:world]), ids, list(inputs[world:]), **options)
             out = [
-                torch.tanh(r * (1.3 + 0.1 * i)) * p.unsqueeze(-1) for i, (r, p) in enumerate(zip(rows.x, rows.probs, strict=True))
+                torch.tanh(r * (1.3 + 0.1 * i)) * p.unsqueeze(-1)
+                for i, (r, p) in enumerate(zip(rows.x, rows.probs, strict=True))
             ]
             return tuple(low_latency.combine(out, rows.handle, sum_at=sum_at))
 

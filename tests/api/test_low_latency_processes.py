@@ -1,0 +1,247 @@
+"""The low-latency mode between processes: shared memory, and what happens when a rank misbehaves."""
+
+import random
+import time
+
+import pytest
+import survivors
+import torch
+
+import megatron_ep as ep
+from megatron_ep import reference
+from megatron_ep.bench.local_ranks import LocalRanks
+
+W, EXPERTS, HIDDEN, MAX_TOKENS = 4, 8, 5, 20
+TIMEOUT = 2.5
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with LocalRanks(W, 120) as ranks:
+        yield ranks
+
+
+def make(nodes=2, timeout=TIMEOUT, **options):
+    buffer = ep.Buffer(None, ep.Config(num_experts=EXPERTS, timeout=timeout), ep.Topology(nodes, W // nodes))
+    sizes = {"max_tokens": MAX_TOKENS, "hidden": HIDDEN, "topk": 3, "dtype": torch.float32} | options
+    return buffer, ep.LowLatency(buffer, **sizes)
+
+
+def inputs(seed):
+    r, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    tokens = [r.choice([0, 1, r.randint(0, MAX_TOKENS)]) for _ in range(W)]
+    ids = [torch.rand(t, EXPERTS, generator=generator).topk(3, dim=1).indices for t in tokens]
+    x = [torch.randint(-8, 9, (t, HIDDEN), generator=generator).float() for t in tokens]
+    return x, ids
+
+
+def start(low_latency, seed):
+    """A dispatch under way, and what to do with its hook."""
+    rank = low_latency.buffer.rank
+    x, ids = inputs(seed)
+    received, hook = low_latency.dispatch(x[rank], ids[rank], return_recv_hook=True)
+    expected, _, counts = reference.dispatch(x, ids, [torch.ones(i.shape) for i in ids], EXPERTS)
+
+    def receive():
+        hook()
+        assert torch.equal(received.tokens_per_expert, counts[rank].int())
+        rows = torch.cat([part[:count] for part, count in zip(received.x, counts[rank], strict=True)])
+        assert torch.equal(rows, expected[rank])
+        return received
+
+    return receive, x[rank]
+
+
+def round_trips(low_latency, rounds=6):
+    for seed in range(rounds):
+        receive, x = start(low_latency, seed)
+        received = receive()
+        assert torch.equal(low_latency.combine(received.x, received.handle), 3 * x)
+
+
+def run_topologies():
+    for nodes in (1, 2, 4):
+        buffer, low_latency = make(nodes)
+        with buffer:
+            round_trips(low_latency)
+
+
+def test_topologies(ranks):
+    ranks.run(run_topologies)
+
+
+def run_hooks_at_different_places(nodes):
+    """All ranks send the same calls in the same order; each receives them when it likes, within the rule of two."""
+    buffer, low_latency = make(nodes)
+    with buffer:
+        r, shared = random.Random(100 + buffer.rank), random.Random(7)
+        done, under_way = [], {"dispatch": [], "combine": []}
+
+        def combine(number):
+            x, received = done_in_order[number]
+            y, hook = low_latency.combine(received.x, received.handle, return_recv_hook=True)
+
+            def receive():
+                hook()
+                assert torch.equal(y, 3 * x)
+
+            return receive
+
+        done_in_order = {}
+        for step in range(60):
+            # the numbers of calls that every rank has received by now, whatever it received besides
+            ready = max(0, len(done) - 2)
+            kind = shared.choice(["dispatch", "combine"]) if ready else "dispatch"
+            calls = under_way[kind]
+            if len(calls) == 2 and calls[0] is not None:
+                calls[0]()
+            if kind == "dispatch":
+                receive, x = start(low_latency, step)
+                number = len(done)
+                done.append(number)
+
+                def receive_and_keep(receive=receive, number=number, x=x):
+                    done_in_order[number] = (x, receive())
+
+                call = receive_and_keep
+            else:
+                number = shared.randrange(ready)
+                call = combine(number)
+            under_way[kind] = [*calls[-1:], call]
+            for calls in under_way.values():
+                for i, receive in enumerate(calls):
+                    if receive is not None and r.random() < 0.3:
+                        receive()
+                        calls[i] = None
+        for calls in under_way.values():
+            for receive in filter(None, calls):
+                receive()
+
+
+@pytest.mark.parametrize("nodes", [1, 4])
+def test_hooks_at_different_places(ranks, nodes):
+    ranks.run(run_hooks_at_different_places, nodes)
+
+
+def run_one_stops_between_halves():
+    """Rank 1 receives a dispatch only after the others have finished two whole calls."""
+    buffer, low_latency = make()
+    with buffer:
+        first, _ = start(low_latency, 1)
+        if buffer.rank != 1:
+            first()
+        second, _ = start(low_latency, 2)
+        if buffer.rank != 1:
+            second()
+        else:
+            time.sleep(0.5)
+            second()
+            first()
+        round_trips(low_latency)
+
+
+def test_a_rank_that_stops_between_halves(ranks):
+    ranks.run(run_one_stops_between_halves)
+
+
+def run_one_absent(phase):
+    buffer, low_latency = make(timeout=1.0)
+    x, ids = inputs(3)
+    x, ids = x[buffer.rank], ids[buffer.rank]
+    received = low_latency.dispatch(x, ids) if phase == "combine" else None
+    started = time.monotonic()
+    message = ""
+    if buffer.rank == 3:
+        time.sleep(2.0)
+    else:
+        with pytest.raises(ep.EPTimeoutError) as caught:
+            for _ in range(3):  # a combine may need nothing of rank 3 until it needs its bank
+                if phase == "dispatch":
+                    low_latency.dispatch(x, ids)
+                else:
+                    low_latency.combine(received.x, received.handle)
+        assert time.monotonic() - started < 5
+        message = str(caught.value)
+    buffer.reset()
+    round_trips(low_latency)
+    buffer.close()
+    return message
+
+
+@pytest.mark.parametrize(("phase", "role"), [("dispatch", "low_latency_receiver"), ("combine", "low_latency_combine")])
+def test_an_absent_rank_is_named(ranks, phase, role):
+    messages = ranks.run(run_one_absent, phase)
+    assert any(role in m and "from rank 3: seen" in m for m in messages), messages
+
+
+def run_disagreement(kind):
+    """Odd ranks give rows of another shape: nobody ever gets the other's bytes."""
+    buffer, low_latency = make(timeout=1.0)
+    odd = buffer.rank % 2
+    hidden, dtype, topk = HIDDEN, torch.float32, 2
+    if kind == "hidden":
+        hidden = 4 if odd else 5
+    if kind == "dtype":
+        hidden, dtype = (8, torch.bfloat16) if odd else (4, torch.float32)
+    if kind == "topk":
+        topk = 3 if odd else 2
+    generator = torch.Generator().manual_seed(buffer.rank)
+    ids = torch.rand(9, EXPERTS, generator=generator).topk(topk, dim=1).indices
+    weights = torch.ones(9, topk) if kind == "weights" and odd else None
+    with pytest.raises(ep.EPError, match=r"rank . met a row that was not meant for its call"):
+        received = low_latency.dispatch(torch.ones(9, hidden, dtype=dtype), ids, weights)
+        assert kind == "sum_at"
+        low_latency.combine(received.x, received.handle, sum_at="token" if odd else "expert")
+        low_latency.dispatch(torch.ones(9, hidden, dtype=dtype), ids)  # whoever saw no difference hears of it now
+    buffer.reset()
+    round_trips(low_latency, rounds=2)
+    buffer.close()
+
+
+@pytest.mark.parametrize("kind", ["hidden", "dtype", "topk", "weights", "sum_at"])
+def test_ranks_that_disagree_never_get_wrong_rows(ranks, kind):
+    ranks.run(run_disagreement, kind)
+
+
+def run_one_mistake():
+    buffer, low_latency = make()
+    x, ids = inputs(3)
+    x, ids = x[buffer.rank], ids[buffer.rank]
+    started = time.monotonic()
+    wrong = buffer.rank == 2
+    with pytest.raises(ValueError if wrong else ep.EPAbortError):
+        low_latency.dispatch(x.int() if wrong else x, ids)
+        low_latency.dispatch(x, ids)
+    assert time.monotonic() - started < TIMEOUT, "the others waited until they timed out"
+    buffer.reset()
+    round_trips(low_latency, rounds=2)
+    buffer.close()
+
+
+def test_a_mistake_on_one_rank_reaches_all(ranks):
+    ranks.run(run_one_mistake)
+
+
+def run_different_sizes():
+    buffer = ep.Buffer(None, ep.Config(num_experts=EXPERTS, timeout=TIMEOUT))
+    with pytest.raises(ValueError, match=r"max_tokens is . on rank . and . on rank ., must be equal"):
+        ep.LowLatency(buffer, max_tokens=4 + buffer.rank % 2, hidden=8, topk=2)
+    with pytest.raises((ValueError, ep.EPError), match="topk is 33"):
+        ep.LowLatency(buffer, max_tokens=4, hidden=8, topk=33 if buffer.rank == 1 else 2)
+    buffer.close()
+
+
+def test_sizes_must_be_equal(ranks):
+    ranks.run(run_different_sizes)
+
+
+@pytest.mark.parametrize("check", [survivors.check_killed, survivors.check_interrupted])
+def test_survivors(tmp_path, monkeypatch, check):
+    """One rank is killed, or interrupted, between two calls or in one."""
+    script = survivors.SURVIVOR.replace("ep.dispatch(x, ids, buffer=buffer)", "low_latency.dispatch(x, ids)")
+    script = script.replace("ep.combine(", "low_latency.combine(")
+    made = "    low_latency = ep.LowLatency(buffer, max_tokens=64, hidden=16, topk=3, dtype=torch.float32)\n"
+    before = "    x = torch.ones("
+    assert "low_latency.dispatch" in script and "low_latency.combine" in script and before in script
+    monkeypatch.setattr(survivors, "SURVIVOR", script.replace(before, made + before))
+    check(tmp_path)

@@ -1,0 +1,303 @@
+#pragma once
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "exec/host/host_warp.h"
+#include "fabric/host_fabric.h"
+#include "protocol/low_latency_combine.h"
+#include "protocol/low_latency_dispatch.h"
+
+namespace ep {
+
+// Random programs of low-latency calls: all ranks send the same calls in the same order, and each
+// rank receives them where it likes, at the latest before it sends the second one after of its
+// kind. Launches of a rank follow each other, as on a stream; those of different ranks do not.
+//
+// A program runs several times over the same arguments, as a captured graph does. Numbers are
+// small integers, so sums are exact: a combine of rows as they came gives each token times its
+// picks.
+struct LowLatencyProgram {
+    struct Half {
+        int call;
+        bool receive;
+    };
+    struct Call {
+        bool is_combine;
+        int dispatch;  // combine: the call whose rows it brings back
+        bool sum_at_expert;
+    };
+    // One rank's part of a call.
+    struct Part {
+        std::vector<int32_t> ids, layout;
+        std::vector<float> x, weights, rows, row_weights, y, y_values;
+        uint64_t number = 0;
+        LowLatencyDispatchArgs dispatch{};
+        LowLatencyCombineArgs combine{};
+    };
+
+    std::mt19937_64 random;
+    Topology topology;
+    int experts, topk, hidden, max_tokens, warps, under_way;
+    LowLatencyHeap heap;
+    std::vector<Call> calls;
+    std::vector<std::vector<Half>> halves;  // of each rank
+    std::vector<std::vector<Part>> parts;   // [rank][call]
+    std::vector<std::unique_ptr<char[]>> memory;
+    std::vector<ControlBlock> controls;
+    std::vector<RankState> states;
+    std::vector<HostFabric> fabrics;
+
+    int pick(int low, int high) { return low + static_cast<int>(random() % (high - low + 1)); }
+
+    // under_way: how many calls of a kind may be; more than two is against the rules.
+    LowLatencyProgram(uint64_t seed, SimulatedNetwork* network, int most_under_way = 2)
+        : random(seed), under_way(most_under_way) {
+        topology = {pick(1, 3), pick(1, 2)};
+        const int world = topology.world();
+        experts = world * pick(1, 3);
+        topk = pick(1, std::min(3, experts));
+        hidden = pick(1, 5);
+        max_tokens = pick(1, 40) > 34 ? 35 : pick(1, 4);
+        warps = pick(1, 3);
+        const RowFormat format{hidden * 4, 0, 4, topk, 2};
+        heap = {topology,           experts, max_tokens, topk, format.slot_bytes(),
+                topology.nodes > 1, warps};
+        controls.resize(world);
+        std::vector<char*> heaps;
+        std::vector<ControlBlock*> everyone;
+        for (int rank = 0; rank < world; ++rank) {
+            memory.push_back(std::make_unique<char[]>(heap.bytes() + 128));
+            char* base = memory.back().get();
+            heaps.push_back(base + (-reinterpret_cast<uintptr_t>(base) & 127));
+            everyone.push_back(&controls[rank]);
+            controls[rank] = {};
+        }
+        for (int rank = 0; rank < world; ++rank) {
+            states.push_back({rank, &controls[rank], everyone, std::chrono::seconds(60)});
+            fabrics.emplace_back(topology, rank, heaps, network);
+        }
+        make_calls(pick(3, 10));
+        make_halves();
+        make_parts(format);
+    }
+
+    void make_calls(int count) {
+        for (int call = 0; call < count; ++call) {
+            std::vector<int> dispatches;
+            for (int other = 0; other < call; ++other) {
+                if (!calls[other].is_combine) dispatches.push_back(other);
+            }
+            const bool combine = !dispatches.empty() && pick(0, 1);
+            calls.push_back({combine, combine ? dispatches[pick(0, dispatches.size() - 1)] : 0,
+                             pick(0, 1) == 1});
+        }
+    }
+
+    void make_halves() {
+        halves.resize(topology.world());
+        for (std::vector<Half>& own : halves) {
+            std::vector<int> waiting[2];  // for their receiving half, by kind
+            auto receive = [&](bool kind, size_t i) {
+                own.push_back({waiting[kind][i], true});
+                waiting[kind].erase(waiting[kind].begin() + i);
+            };
+            int sent[2] = {0, 0};
+            std::vector<int> number(calls.size());
+            for (int call = 0; call < static_cast<int>(calls.size()); ++call) {
+                const bool kind = calls[call].is_combine;
+                number[call] = sent[kind]++;
+                // a combine needs its rows
+                for (size_t i = 0; kind && i < waiting[0].size(); ++i) {
+                    if (waiting[0][i] == calls[call].dispatch) receive(false, i--);
+                }
+                for (size_t i = 0; i < waiting[kind].size(); ++i) {
+                    if (number[waiting[kind][i]] + under_way <= number[call]) receive(kind, i--);
+                }
+                own.push_back({call, false});
+                waiting[kind].push_back(call);
+                for (const bool any : {false, true}) {
+                    while (!waiting[any].empty() && pick(0, 2) == 0)
+                        receive(any, pick(0, waiting[any].size() - 1));
+                }
+            }
+            for (const bool any : {false, true}) {
+                while (!waiting[any].empty()) receive(any, pick(0, waiting[any].size() - 1));
+            }
+        }
+    }
+
+    void make_parts(const RowFormat& format) {
+        parts.resize(topology.world());
+        for (int rank = 0; rank < topology.world(); ++rank) {
+            parts[rank].resize(calls.size());
+            for (size_t c = 0; c < calls.size(); ++c) {
+                Part& part = parts[rank][c];
+                const Call& call = calls[c];
+                Part& rows = call.is_combine ? parts[rank][call.dispatch] : part;
+                if (!call.is_combine) make_dispatch(part, rank, format);
+                const int tokens = static_cast<int>(rows.ids.size()) / topk;
+                const LowLatencyLayout layout{heap, topk, warps, rows.layout.data()};
+                const LowLatencyArgs args{rank,
+                                          heap,
+                                          layout,
+                                          format,
+                                          tokens,
+                                          &part.number,
+                                          static_cast<int64_t>(rows.row_weights.size())};
+                auto bytes = [](std::vector<float>& values) {
+                    return reinterpret_cast<char*>(values.data());
+                };
+                if (!call.is_combine) {
+                    part.dispatch = {args,
+                                     part.ids.data(),
+                                     4,
+                                     1,
+                                     0,
+                                     bytes(part.x),
+                                     nullptr,
+                                     bytes(part.weights),
+                                     bytes(part.rows),
+                                     nullptr,
+                                     bytes(part.row_weights)};
+                    continue;
+                }
+                part.y.resize(static_cast<size_t>(tokens) * hidden);
+                part.y_values.resize(static_cast<size_t>(tokens) * topk);
+                part.combine = {args,
+                                bytes(rows.rows),
+                                bytes(rows.row_weights),
+                                bytes(part.y),
+                                bytes(part.y_values),
+                                call.sum_at_expert,
+                                nullptr,
+                                nullptr};
+            }
+        }
+    }
+
+    void make_dispatch(Part& part, int rank, const RowFormat&) {
+        const int tokens = pick(0, 2) ? pick(0, max_tokens) : 0;
+        for (int token = 0; token < tokens; ++token) {
+            const int first = pick(0, experts - 1);
+            for (int k = 0; k < topk; ++k)
+                part.ids.push_back(pick(0, 5) ? (first + k) % experts : -1);
+            for (int i = 0; i < hidden; ++i) part.x.push_back(rank * 50 + token + 7 * i);
+        }
+        for (size_t i = 0; i < part.ids.size(); ++i) part.weights.push_back(1 + rank + 3 * i);
+        const LowLatencyLayout layout{heap, topk, warps, nullptr};
+        part.layout.resize(layout.size());
+        const size_t rows =
+            static_cast<size_t>(topology.world()) * max_tokens * heap.picks_per_rank();
+        part.rows.resize(rows * hidden);
+        part.row_weights.resize(rows);
+    }
+
+    // The roles of all ranks. Each warp goes through its rank's halves, and waits after each for
+    // the others: a launch follows the one before.
+    template <class Warp>
+    std::vector<RoleTask> tasks(int replays, std::vector<uint64_t>& finished) {
+        finished.assign(topology.world(), 0);
+        std::vector<RoleTask> all;
+        for (int rank = 0; rank < topology.world(); ++rank) {
+            for (int number = 0; number < warps; ++number) {
+                all.push_back({&states[rank], [=, this, &finished](Executor& executor) {
+                                   Warp warp(executor, states[rank], Role::Launch, number);
+                                   uint64_t launches = 0;
+                                   for (int replay = 0; replay < replays; ++replay) {
+                                       for (const Half& half : halves[rank]) {
+                                           run_half(warp, rank, half, Team{number, warps});
+                                           if (states[rank].aborted()) return;
+                                           ++launches;
+                                           std::atomic_ref<uint64_t> done(finished[rank]);
+                                           done.fetch_add(1);
+                                           auto all_done = [&] {
+                                               return done.load() >= launches * warps;
+                                           };
+                                           if (all_done()) continue;
+                                           if (executor.wait(Condition(all_done), states[rank]) !=
+                                               WaitEnd::Met)
+                                               return;
+                                       }
+                                   }
+                               }});
+            }
+        }
+        return all;
+    }
+
+    template <class Warp>
+    void run_half(Warp& warp, int rank, const Half& half, const Team& team) {
+        Part& part = parts[rank][half.call];
+        HostFabric& fabric = fabrics[rank];
+        if (calls[half.call].is_combine) {
+            half.receive ? low_latency_combine_receive<float>(warp, fabric, part.combine, team)
+                         : low_latency_combine_send<float>(warp, fabric, part.combine, team);
+        } else {
+            half.receive ? low_latency_dispatch_receive(warp, fabric, part.dispatch, team)
+                         : low_latency_dispatch_send(warp, fabric, part.dispatch, team);
+        }
+    }
+
+    bool aborted() const {
+        for (const RankState& state : states) {
+            if (state.aborted()) return true;
+        }
+        return false;
+    }
+
+    // Wrong values of all outputs.
+    int errors() {
+        int wrong = 0;
+        for (int rank = 0; rank < topology.world(); ++rank) {
+            for (size_t c = 0; c < calls.size(); ++c)
+                wrong += calls[c].is_combine ? combine_errors(rank, c) : dispatch_errors(rank, c);
+        }
+        return wrong;
+    }
+
+    int dispatch_errors(int rank, size_t c) const {
+        const Part& own = parts[rank][c];
+        const int local_experts = experts / topology.world();
+        size_t row = 0;
+        int wrong = 0;
+        for (int expert = rank * local_experts; expert < (rank + 1) * local_experts; ++expert) {
+            for (int source = 0; source < topology.world(); ++source) {
+                const Part& from = parts[source][c];
+                for (size_t i = 0; i < from.ids.size(); ++i) {
+                    if (from.ids[i] != expert) continue;
+                    const size_t token = i / topk;
+                    wrong += std::memcmp(&own.rows[row * hidden], &from.x[token * hidden],
+                                         hidden * sizeof(float)) != 0;
+                    wrong += own.row_weights[row] != from.weights[i];
+                    ++row;
+                }
+            }
+        }
+        return wrong + (own.dispatch.layout.start(local_experts) != static_cast<int>(row));
+    }
+
+    int combine_errors(int rank, size_t c) const {
+        const Part& own = parts[rank][c];
+        const Part& sent = parts[rank][calls[c].dispatch];
+        int wrong = 0;
+        for (size_t token = 0; token < sent.ids.size() / topk; ++token) {
+            int picks = 0;
+            for (int k = 0; k < topk; ++k) {
+                const bool chose = sent.ids[token * topk + k] >= 0;
+                picks += chose;
+                wrong +=
+                    own.y_values[token * topk + k] != (chose ? sent.weights[token * topk + k] : 0);
+            }
+            for (int i = 0; i < hidden; ++i)
+                wrong += own.y[token * hidden + i] != picks * sent.x[token * hidden + i];
+        }
+        return wrong;
+    }
+};
+
+}  // namespace ep

@@ -1,0 +1,23 @@
+#pragma once
+
+#include "exec/host/threads.h"
+#include "low_latency_programs.h"
+
+namespace ep {
+
+// Random programs, every warp of every rank a thread.
+template <class Warp>
+int run_low_latency(int programs) {
+    for (int seed = 0; seed < programs; ++seed) {
+        LowLatencyProgram program(seed, nullptr);
+        std::vector<uint64_t> finished;
+        ThreadExecutor().run(program.tasks<Warp>(3, finished));
+        if (program.aborted())
+            return std::fprintf(stderr, "program %d: aborted\n", seed), EXIT_FAILURE;
+        if (const int wrong = program.errors())
+            return std::fprintf(stderr, "program %d: %d wrong values\n", seed, wrong), EXIT_FAILURE;
+    }
+    return EXIT_SUCCESS;
+}
+
+}  // namespace ep
