@@ -61,12 +61,11 @@ concept FabricParamsLike = requires(const P& params, int rank, uint64_t timeout_
 
 // What the low-latency mode, which knows no rails, asks of a fabric besides.
 //
-//   maps(rank)                                  whether this rank stores to that rank's memory
-//   at<T>(rank, offset)                         that memory
-//   put_to, signal_to, credit_to                as above, to any rank. To one whose memory is
-//   mapped
-//                                               put_to is not needed, and signals and credits
-//                                               are stores
+//   maps(rank)                 whether this rank stores to that rank's memory
+//   at<T>(rank, offset)        that memory: plain loads and stores. Only where it is mapped
+//   put_to, signal_to, credit_to
+//                              as above, to any rank. To one whose memory is mapped signals and
+//                              credits are stores, and puts are not needed
 template <class F, class W>
 concept ReachesAllRanks =
     FabricLike<F, W> && requires(F& fabric, W& warp, size_t offset, uint64_t from, uint64_t to) {
