@@ -5,13 +5,11 @@
 PYTHON ?= python3
 VENV := .venv
 TORCH ?= $(shell $(PYTHON) -c 'import sys; print("torch==2.13.0" if sys.version_info[:2] == (3, 11) else "torch")')
-CXX ?= g++
 
 BIN := $(VENV)/bin
 NATIVE := $(shell find csrc)
 
-.PHONY: install demo test layouts lint format tsan cuda-check nvcc clean
-.DELETE_ON_ERROR:
+.PHONY: install demo test layouts lint format tsan cuda-check clean
 
 install: $(VENV)/stamp-test ## everything that the targets below need
 
@@ -32,7 +30,7 @@ $(VENV)/stamp-torch:
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("megatron_ep needs Python >= 3.10, $(PYTHON) is " + sys.version)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(TORCH)
-	$(BIN)/python -m pip install setuptools pybind11 ninja
+	$(BIN)/python -m pip install setuptools pybind11 cmake ninja
 	touch $@
 
 $(VENV)/stamp-train: EXTRAS := megatron,train
@@ -55,54 +53,18 @@ format: $(VENV)/stamp-test
 	$(BIN)/ruff format .
 	$(CLANG_FORMAT) -i
 
-# ---- ThreadSanitizer: tests/csrc/tsan_NAME.cpp must run clean, tests/csrc/tsan_NAME_negative.cpp must be reported
+# ---- C++ checks, which csrc/CMakeLists.txt and tests/csrc/CMakeLists.txt describe
 
-TSAN_FLAGS := -std=c++20 -O1 -g -fsanitize=thread -Wall -Wextra -Werror=return-type -Wno-psabi -Icsrc -MMD -MP
-TSAN_HOST := $(wildcard csrc/exec/host/*.cpp csrc/fabric/*.cpp csrc/router/*/host/*.cpp csrc/launch/host/*.cpp)
-TSAN_TESTS := $(patsubst %.cpp,build/tsan/%,$(wildcard tests/csrc/tsan_*.cpp))
+BUILD = build/$(shell $(BIN)/python -c 'import sys; print(sys.implementation.cache_tag)')
+tsan cuda-check: export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-tsan: $(TSAN_TESTS)
-	tests/csrc/run_tsan.sh $^
+tsan: $(VENV)/stamp-test ## the protocol's threads under ThreadSanitizer, and a planted race that it must report
+	cmake --build $(BUILD) --target tsan
+	ctest --test-dir $(BUILD) -L '^tsan$$' --output-on-failure --no-tests=error
 
-$(TSAN_TESTS): %: %.o build/tsan/host.a
-	$(CXX) -fsanitize=thread $^ -lrt -lpthread -o $@
-
-build/tsan/host.a: $(TSAN_HOST:%.cpp=build/tsan/%.o)
-	rm -f $@
-	ar rcs $@ $^
-
-build/tsan/%.o: %.cpp Makefile
-	@mkdir -p $(@D)
-	$(CXX) $(TSAN_FLAGS) -c $< -o $@
-
-# ---- every kernel compiled for sm_90a and sm_100a, its registers held to tests/packaging/cuda_budget.txt; those over NVSHMEM and NCCL where PYTHON has
-# the wheels with their headers
-
-NVCC := $(firstword $(shell command -v nvcc; ls "$$CUDA_HOME/bin/nvcc" /usr/local/cuda/bin/nvcc 2>/dev/null))
-NVCC_FLAGS := -std=c++20 -O3 -gencode=arch=compute_90a,code=sm_90a -gencode=arch=compute_100a,code=sm_100a -Xptxas -v --expt-relaxed-constexpr -Icsrc
-wheel = $(shell $(PYTHON) -c 'from importlib.util import find_spec as find; found = find("nvidia") and find("nvidia.$(1)"); print(found.submodule_search_locations[0] if found else "")')
-NVSHMEM := $(call wheel,nvshmem)
-NCCL := $(wildcard $(call wheel,nccl)/include/nccl_device.h)
-CUDA_SOURCES := $(wildcard csrc/launch/cuda/*.cu csrc/fabric/cuda/*.cu csrc/router/launch/cuda/*.cu)
-CUDA_SOURCES += $(if $(NVSHMEM),$(wildcard csrc/launch/nvshmem/*.cu)) $(if $(NCCL),$(wildcard csrc/launch/nccl/*.cu))
-CUDA_BUDGETS := tests/packaging/cuda_budget.txt $(if $(NVSHMEM),tests/packaging/cuda_budget_nvshmem.txt)
-PTXAS_LOGS := $(CUDA_SOURCES:%.cu=build/cuda-check/%.ptxas)
-
-cuda-check: $(PTXAS_LOGS) | nvcc
-	cat $(CUDA_BUDGETS) > build/cuda-check/budget.txt
-	$(PYTHON) tests/packaging/cuda_budget.py build/cuda-check/budget.txt $^
-
-build/cuda-check/csrc/launch/nvshmem/%.ptxas: NVCC_FLAGS += -rdc=true -diag-suppress=3012,3013 -I$(NVSHMEM)/include
-build/cuda-check/csrc/launch/nccl/%.ptxas: NVCC_FLAGS += -I$(dir $(NCCL))
-
-nvcc:
-	@test -n '$(NVCC)' || { echo 'nvcc was not found in PATH, CUDA_HOME or /usr/local/cuda' >&2; exit 1; }
-
-build/cuda-check/%.ptxas: %.cu Makefile | nvcc
-	@mkdir -p $(@D)
-	$(NVCC) $(NVCC_FLAGS) -MD -MP -MT $@ -MF $(@:.ptxas=.d) -c $< -o $(@:.ptxas=.o) > $@ 2>&1 || { cat $@ >&2; exit 1; }
+cuda-check: $(VENV)/stamp-test ## every kernel for sm_90a and sm_100a, its registers and spills within tests/packaging/cuda_budget.txt
+	cmake -S csrc --preset cuda
+	cmake --build build/cuda --target cuda-check
 
 clean:
 	rm -rf build
-
--include $(shell find build/tsan build/cuda-check -name '*.d' 2>/dev/null)

@@ -1,43 +1,19 @@
-"""The host code of the CUDA backend without a GPU: devices, memory, and the bindings between threads."""
+"""The bindings between threads, over a group whose calls wait until set_open(True)."""
 
 import importlib.util
-import subprocess
-import sysconfig
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-import pybind11
+import cpp
 import pytest
 
 from megatron_ep import _C
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def compile_with(fake: str, target: Path, sources: list[str], *flags: str) -> None:
-    includes = [f"-I{ROOT}/tests/csrc/{fake}", f"-I{ROOT}/csrc"]
-    files = [ROOT / source for source in sources]
-    subprocess.run(["g++", "-std=c++20", *flags, *includes, *files, "-o", target], check=True)
-
-
-def test_devices_and_memory(tmp_path: Path) -> None:
-    sources = ["tests/csrc/cuda_host.cpp", "csrc/fabric/cuda/device_memory.cpp"]
-    sources += [f"csrc/launch/cuda/{name}.cpp" for name in ("device", "resource")]
-    program = tmp_path / "cuda_host"
-    compile_with("fake_cuda", program, sources)
-    done = subprocess.run([program], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-
 
 @pytest.fixture(scope="module")
-def gated(tmp_path_factory: pytest.TempPathFactory):
-    """The bindings over a group whose calls wait until set_open(True)."""
-    library = tmp_path_factory.mktemp("gated") / "binding_threads.so"
-    sources = ["tests/csrc/binding_threads.cpp", "csrc/bindings/incidents.cpp"]
-    headers = [f"-I{folder}" for folder in (sysconfig.get_path("include"), pybind11.get_include())]
-    compile_with("fake_group", library, sources, "-shared", "-fPIC", "-fvisibility=hidden", *headers)
+def gated():
+    library = cpp.build("binding_threads") / "binding_threads.so"
     spec = importlib.util.spec_from_file_location("binding_threads", library)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
