@@ -22,6 +22,7 @@ Megatron-Core MoE training through compiled expert-parallel dispatch.
 
 commands:
   train    train a model from a recipe
+  recipe   show a recipe as flags, environment, torchrun line or Slurm script
   check    gradients, and this dispatcher against Megatron's, on this machine
   bench    time dispatch and combine beside Megatron's dispatcher and a memory copy
   env      what this installation found: versions, compilers, extension, devices
@@ -32,7 +33,7 @@ megatron-ep COMMAND --help tells more, megatron-ep --version which one this is."
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status: 2 for a user's mistake, 1 for a failed run, 128 + N for signal N."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    commands = {"train": _train, "check": _check, "bench": _bench, "env": _env}
+    commands = {"train": _train, "recipe": _recipe, "check": _check, "bench": _bench, "env": _env}
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if arguments else 2
@@ -48,6 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("megatron-ep: interrupted", file=sys.stderr)
         return 130
+
+
+def _recipe(arguments: list[str]) -> int | None:
+    from megatron_ep.cli import recipe
+
+    return recipe.main(arguments)
 
 
 def _check(arguments: list[str]) -> int | None:
@@ -85,6 +92,11 @@ def _train_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --out DIR")
     parser.add_argument(
+        "--megatron-lm",
+        metavar="DIR",
+        help="Megatron-LM's tree, for recipes with a section parallel (default: the variable MEGATRON_LM)",
+    )
+    parser.add_argument(
         "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override a recipe's value"
     )
     return parser
@@ -96,13 +108,20 @@ def _train(arguments: list[str]) -> int | None:
         if importlib.util.find_spec(module.partition(".")[0]) is None:
             print(f"megatron-ep train: needs {module}: pip install 'megatron_ep[megatron,train]'", file=sys.stderr)
             return 2
-    from megatron_ep.training import launcher, recipe
+    from megatron_ep.training import launcher, recipe, script_launch, script_recipe
 
     try:
         is_rank = launcher.adopt()
         overrides = list(options.overrides)
         if options.steps is not None:
             overrides.append(f"train.train_iters={options.steps}")
+        if script_recipe.is_script_recipe(options.recipe):
+            for name in ("data", "out", "resume"):
+                if getattr(options, name):
+                    raise ValueError(
+                        f"--{name}: of small recipes; this one has dataset.data_path, checkpoint.save, load"
+                    )
+            script_launch.run(script_recipe.load(options.recipe, overrides), options.megatron_lm, is_rank)
         if options.data is not None:
             overrides.append(f"dataset.path={json.dumps(os.path.abspath(options.data))}")
         loaded = recipe.load(options.recipe, overrides)

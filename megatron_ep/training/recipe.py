@@ -323,16 +323,8 @@ class Recipe(Section):
         return self
 
 
-def load(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-    """Reads and checks a recipe.
-
-    Args:
-        path: a YAML file.
-        overrides: "section.key=value" strings, the value in YAML, applied in order before the check.
-
-    Raises:
-        ValueError: the file cannot be read, is not YAML, or a key or value is wrong; one line a fault.
-    """
+def read(path: str | Path) -> dict[str, Any]:
+    """The sections of a recipe's file, unchecked. Raises ValueError: it cannot be read, or is no YAML of sections."""
     try:
         tree = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
     except OSError as error:
@@ -341,14 +333,28 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
         raise ValueError(f"recipe {path} is not YAML: {error}") from None
     if not isinstance(tree, dict):
         raise ValueError(f"recipe {path}: expected sections ({', '.join(Recipe.model_fields)})")
+    return tree
+
+
+def load(path: str | Path, overrides: Iterable[str] = (), schema: Any = Recipe) -> Any:
+    """Reads and checks a recipe.
+
+    Args:
+        path: a YAML file.
+        overrides: "section.key=value" strings, the value in YAML, applied in order before the check.
+        schema: what it is checked against and returned as.
+
+    Raises:
+        ValueError: the file cannot be read, is not YAML, or a key or value is wrong; one line a fault.
+    """
+    tree = read(path)
     for override in overrides:
         _apply(tree, override)
     try:
-        return Recipe.model_validate(tree)
+        return schema.model_validate(tree)
     except ValidationError as error:
-        raise ValueError(
-            "\n".join([f"recipe {path}:", *(f"  {_explain(fault)}" for fault in error.errors())])
-        ) from None
+        faults = [f"  {_explain(fault, schema)}" for fault in error.errors()]
+        raise ValueError("\n".join([f"recipe {path}:", *faults])) from None
 
 
 class _Loader(yaml.SafeLoader):
@@ -385,11 +391,11 @@ def _apply(tree: dict, override: str) -> None:
     tree[key] = value
 
 
-def _explain(fault: Any) -> str:
+def _explain(fault: Any, schema: Any) -> str:
     path = [str(part) for part in fault["loc"]]
     where = ".".join(path)
     if fault["type"] == "extra_forbidden":
-        section: Any = Recipe
+        section = schema
         for part in path[:-1]:
             section = section.model_fields[part].annotation
         known = list(section.model_fields)

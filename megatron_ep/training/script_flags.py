@@ -1,0 +1,128 @@
+"""A recipe of a real model in the words of launchers: flags, environment, a torchrun line, a Slurm script."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from megatron_ep.training.script_recipe import ScriptRecipe
+
+# Where a flag of pretrain_gpt.py has another name than the field of Megatron's TransformerConfig.
+RENAMED = {"num_moe_experts": "num_experts", "layernorm_epsilon": "norm_epsilon"}
+SPECIAL = {"activation_func", "gated_linear_unit", "add_bias_linear", "share_embeddings_and_output_weights"}
+
+
+def flags(recipe: ScriptRecipe) -> list[str]:
+    """Arguments of Megatron-LM's pretrain_gpt.py, 0.16.1 and newer. What chooses the dispatcher is the door's."""
+    words: list[str] = []
+    model = recipe.model
+    for section in (recipe.parallel, recipe.precision, recipe.model, recipe.train, recipe.optimizer, recipe.scheduler):
+        words += _section(section.model_dump(exclude_none=True, exclude=SPECIAL))
+    for section in (recipe.dataset, recipe.tokenizer, recipe.checkpoint, recipe.logger):
+        words += _section(section.model_dump(exclude_none=True, exclude=SPECIAL))
+    words += ["--optimizer", "adam", "--position-embedding-type", "rope"]
+    if model.gated_linear_unit:
+        words.append("--swiglu")
+    elif model.activation_func == "silu":
+        raise ValueError("model.activation_func is silu, which pretrain_gpt.py has with gated_linear_unit alone")
+    if not model.add_bias_linear:
+        words.append("--disable-bias-linear")
+    if not model.share_embeddings_and_output_weights:
+        words.append("--untie-embeddings-and-output-weights")
+    if model.num_query_groups is not None:
+        words.append("--group-query-attention")
+    words += ["--attention-softmax-in-fp32", "--no-create-attention-mask-in-dataloader"]
+    return words
+
+
+def door(recipe: ScriptRecipe) -> list[str]:
+    """Options of `megatron_ep.pretrain`, without the script."""
+    if recipe.dispatcher.type != "ep":
+        raise ValueError(f"dispatcher.type is {recipe.dispatcher.type}: pretrain_gpt.py has that one without this door")
+    words = [] if recipe.dispatcher.router == "megatron" else ["--ep-router", "fused"]
+    for name, value in recipe.dispatcher.settings().items():
+        words += [f"--ep-{name.replace('_', '-')}", str(value)]
+    return words
+
+
+def environment(recipe: ScriptRecipe) -> dict[str, str]:
+    """Variables of every rank; the recipe's own section comes last."""
+    overlap = recipe.parallel.overlap_moe_expert_parallel_comm
+    # One hardware queue keeps Megatron's TP overlap in order; 1F1B overlap needs streams that really are several.
+    connections = {"CUDA_DEVICE_MAX_CONNECTIONS": "32" if overlap else "1"}
+    margins = {"NVTE_FWD_LAYERNORM_SM_MARGIN": "24", "NVTE_BWD_LAYERNORM_SM_MARGIN": "24"} if overlap else {}
+    allocator = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    return connections | margins | allocator | recipe.environment
+
+
+def command(recipe: ScriptRecipe, script: str) -> list[str]:
+    """What one rank runs after the interpreter: -m megatron_ep.pretrain ... SCRIPT ARGS."""
+    return ["-m", "megatron_ep.pretrain", *door(recipe), script, *flags(recipe)]
+
+
+def torchrun(recipe: ScriptRecipe, script: str = "$MEGATRON_LM/pretrain_gpt.py") -> str:
+    """A line for the shell of every node; of several nodes, MASTER_ADDR names the first."""
+    nodes, ranks = recipe.topology.nodes, recipe.topology.ranks_per_node
+    words = ["torchrun", "--nnodes", str(nodes), "--nproc-per-node", str(ranks)]
+    if nodes == 1:
+        words.append("--standalone")
+    else:
+        words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "$MASTER_ADDR:29500"]
+    variables = [f"{name}={shlex.quote(value)}" for name, value in environment(recipe).items()]
+    return broken([*variables, *map(_quoted, [*words, *command(recipe, script)])])
+
+
+def sbatch(recipe: ScriptRecipe, name: str, script: str = "$MEGATRON_LM/pretrain_gpt.py") -> str:
+    """A Slurm batch script: a task a GPU, requeued when a node fails; continues from the recipe's checkpoint.load."""
+    exports = "\n".join(f"export {key}={shlex.quote(value)}" for key, value in environment(recipe).items())
+    body = broken(map(_quoted, ["srun", "--kill-on-bad-exit=1", "python", *command(recipe, script)]))
+    return f"""#!/bin/bash
+#SBATCH --job-name={name}
+#SBATCH --nodes={recipe.topology.nodes}
+#SBATCH --ntasks-per-node={recipe.topology.ranks_per_node}
+#SBATCH --gpus-per-node={recipe.topology.ranks_per_node}
+#SBATCH --exclusive
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output={name}-%j.log
+set -euo pipefail
+: "${{MEGATRON_LM:?names the Megatron-LM tree}}"
+# Ranks meet at the first node; megatron_ep.pretrain makes torch's variables of Slurm's.
+export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+{exports}
+
+{body}
+"""
+
+
+def _section(values: dict[str, Any]) -> list[str]:
+    words = []
+    for name, value in values.items():
+        flag = "--" + RENAMED.get(name, name).replace("_", "-")
+        if value is True:
+            words.append(flag)
+        elif value is False:
+            continue
+        elif name == "moe_layer_freq" and isinstance(value, list):
+            words += [flag, "[" + ",".join(map(str, value)) + "]"]
+        elif isinstance(value, list):
+            words += [flag, *map(str, value)]
+        else:
+            words += [flag, str(value)]
+    return words
+
+
+def _quoted(word: str) -> str:
+    return f'"{word}"' if "$" in word else shlex.quote(word)
+
+
+def broken(words: Any) -> str:
+    """One command over lines, a flag with its values on each."""
+    lines: list[str] = []
+    for word in words:
+        if word.startswith("--") or word == "-m" or not lines:
+            lines.append(word)
+        else:
+            lines[-1] += f" {word}"
+    return " \\\n    ".join(lines)

@@ -1,0 +1,216 @@
+"""Recipes of real models: those with a section `parallel`, which Megatron-LM's own pretrain_gpt.py trains.
+
+The file names layout, precision and architecture by Megatron's names; `script_flags` turns it into that script's flags,
+and `script_launch` runs it through `megatron_ep.pretrain`. Unknown keys are refused, as in the small recipes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from megatron_ep.training import recipe
+from megatron_ep.training.recipe import (
+    Dispatcher,
+    Optimizer,
+    Positive,
+    PositiveFloat,
+    Scheduler,
+    Section,
+    _require,
+)
+
+
+class Cluster(Section):
+    """The machines of a run: a process a GPU."""
+
+    nodes: Positive
+    ranks_per_node: Positive
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+class Verified(Section):
+    """What has been run, and the file in the repository that shows it."""
+
+    on: Literal["cpu", "1 GPU", "2 GPUs", "4 GPUs", "not run"]
+    results: str | None = None
+
+    @model_validator(mode="after")
+    def _relations(self) -> Verified:
+        _require((self.on == "not run") == (self.results is None), "results: a file if, and only if, it was run")
+        return self
+
+
+class Parallel(Section):
+    """How the model is spread, by the names of Megatron-LM's flags."""
+
+    tensor_model_parallel_size: Positive = 1
+    sequence_parallel: bool = False
+    pipeline_model_parallel_size: Positive = 1
+    num_layers_per_virtual_pipeline_stage: Positive | None = None
+    pipeline_model_parallel_layout: str | None = None
+    decoder_first_pipeline_num_layers: Positive | None = None
+    decoder_last_pipeline_num_layers: Positive | None = None
+    context_parallel_size: Positive = 1
+    expert_model_parallel_size: Positive
+    expert_tensor_parallel_size: Positive = 1
+    use_distributed_optimizer: bool = True
+    overlap_grad_reduce: bool = True
+    overlap_param_gather: bool = True
+    overlap_moe_expert_parallel_comm: bool = False
+    delay_wgrad_compute: bool = False
+    distributed_timeout_minutes: Positive | None = None
+
+
+class Precision(Section):
+    """Types of weights, moments and products."""
+
+    bf16: bool = True
+    fp8_format: Literal["e4m3", "hybrid"] | None = None
+    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None = None
+    fp8_param_gather: bool = False
+    moe_router_padding_for_quantization: bool = False
+    use_precision_aware_optimizer: bool = False
+    main_grads_dtype: Literal["fp32", "bf16"] | None = None
+    exp_avg_dtype: Literal["fp32", "fp16", "bf16", "fp8"] | None = None
+    exp_avg_sq_dtype: Literal["fp32", "fp16", "bf16", "fp8"] | None = None
+
+    @model_validator(mode="after")
+    def _relations(self) -> Precision:
+        fp8 = self.fp8_format is not None
+        _require(fp8 == (self.fp8_recipe is not None), "fp8_format and fp8_recipe must be given together")
+        return self
+
+
+class ScriptModel(recipe.Model):
+    """The small recipes' model, and what real models have besides."""
+
+    vocab_size: Positive
+    max_position_embeddings: Positive
+    multi_latent_attention: bool = False
+    q_lora_rank: Positive | None = None
+    kv_lora_rank: Positive | None = None
+    qk_head_dim: Positive | None = None
+    qk_pos_emb_head_dim: Positive | None = None
+    v_head_dim: Positive | None = None
+    rotary_scaling_factor: PositiveFloat | None = None
+    mscale: PositiveFloat | None = None
+    mscale_all_dim: PositiveFloat | None = None
+    mtp_num_layers: Positive | None = None
+    mtp_loss_scaling_factor: PositiveFloat | None = None
+    moe_grouped_gemm: bool = True
+    transformer_impl: Literal["transformer_engine", "local"] = "transformer_engine"
+
+    @model_validator(mode="after")
+    def _latent(self) -> ScriptModel:
+        for name in ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "q_lora_rank"):
+            _require(self.multi_latent_attention or getattr(self, name) is None, f"{name} needs multi_latent_attention")
+        _require(
+            self.mtp_num_layers is not None or self.mtp_loss_scaling_factor is None,
+            "mtp_loss_scaling_factor needs mtp_num_layers",
+        )
+        return self
+
+
+class ScriptTrain(Section):
+    train_iters: Positive
+    global_batch_size: Positive
+    micro_batch_size: Positive
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 1234
+    eval_iters: Annotated[int, Field(ge=0)] = 0
+    eval_interval: Positive = 1000
+
+
+class Data(Section):
+    """Megatron's indexed datasets (.bin and .idx), or its mock data.
+
+    data_path: prefixes, or weights and prefixes in turn. split: of training, validation and test.
+    """
+
+    seq_length: Positive
+    mock_data: bool = False
+    data_path: list[str | float] | None = None
+    split: str | None = None
+    num_workers: Annotated[int, Field(ge=0)] = 2
+
+    @model_validator(mode="after")
+    def _relations(self) -> Data:
+        _require(self.mock_data == (self.data_path is None), "exactly one of mock_data and data_path is needed")
+        return self
+
+
+class ScriptTokenizer(Section):
+    tokenizer_type: str = "NullTokenizer"
+    tokenizer_model: str | None = None
+
+
+class ScriptCheckpoint(Section):
+    save: str | None = None
+    load: str | None = None
+    save_interval: Positive = 500
+    ckpt_format: Literal["torch_dist"] = "torch_dist"
+
+
+class ScriptLogger(Section):
+    log_interval: Positive = 1
+    log_throughput: bool = True
+    tensorboard_dir: str | None = None
+
+
+class ScriptRecipe(Section):
+    """A recipe for pretrain_gpt.py. `load` reads one from a file."""
+
+    topology: Cluster
+    verified: Verified
+    parallel: Parallel
+    precision: Precision = Precision()
+    model: ScriptModel
+    train: ScriptTrain
+    optimizer: Optimizer
+    scheduler: Scheduler
+    dataset: Data
+    tokenizer: ScriptTokenizer = ScriptTokenizer()
+    checkpoint: ScriptCheckpoint = ScriptCheckpoint()
+    logger: ScriptLogger = ScriptLogger()
+    dispatcher: Dispatcher = Dispatcher()
+    environment: dict[str, str] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _relations(self) -> ScriptRecipe:
+        world, p = self.topology.world_size, self.parallel
+        dense = p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
+        _require(world % dense == 0, f"parallel: TP x PP x CP is {dense}, which does not divide the {world} ranks")
+        experts = p.expert_tensor_parallel_size * p.expert_model_parallel_size * p.pipeline_model_parallel_size
+        _require(world % experts == 0, f"parallel: ETP x EP x PP is {experts}, which does not divide the {world} ranks")
+        _require(
+            self.model.num_moe_experts % p.expert_model_parallel_size == 0,
+            f"model.num_moe_experts {self.model.num_moe_experts} is not a multiple of "
+            f"parallel.expert_model_parallel_size {p.expert_model_parallel_size}",
+        )
+        batch = world // dense * self.train.micro_batch_size
+        _require(
+            self.train.global_batch_size % batch == 0,
+            f"train.global_batch_size {self.train.global_batch_size} is not a multiple of train.micro_batch_size "
+            f"{self.train.micro_batch_size} x {world // dense} data-parallel ranks",
+        )
+        _require(
+            p.tensor_model_parallel_size == 1 or p.sequence_parallel,
+            "parallel.sequence_parallel is false, must be true with experts and tensor_model_parallel_size over 1",
+        )
+        return self
+
+
+def is_script_recipe(path: str | Path) -> bool:
+    """Whether the file is a recipe for pretrain_gpt.py, by its section `parallel`. Raises ValueError as `load` does."""
+    return "parallel" in recipe.read(path)
+
+
+def load(path: str | Path, overrides: Iterable[str] = ()) -> ScriptRecipe:
+    """As `recipe.load`, for a recipe with a section `parallel`."""
+    return recipe.load(path, overrides, ScriptRecipe)

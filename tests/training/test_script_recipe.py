@@ -1,0 +1,202 @@
+"""Recipes of real models: their keys, their flags in the eyes of Megatron-LM's own parser, and how they are started."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pydantic")
+
+from megatron_ep.cli import main as cli
+from megatron_ep.training import script_flags, script_launch, script_recipe
+
+ROOT = Path(__file__).parents[2]
+RECIPES = [path for path in sorted(ROOT.glob("recipes/*.yaml")) if script_recipe.is_script_recipe(path)]
+SLICE = ROOT / "recipes" / "deepseek_v3_slice_4gpu.yaml"
+DEEPSEEK = ROOT / "recipes" / "deepseek_v3.yaml"
+TREE = os.environ.get("MEGATRON_LM")
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def test_the_models_that_are_promised():
+    names = {path.stem for path in RECIPES}
+    assert names == {
+        *("deepseek_v3", "deepseek_v3_slice_4gpu", "qwen3_30b_a3b", "qwen3_235b_a22b", "mixtral_8x7b", "mixtral_8x22b")
+    }
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_what_is_verified_can_be_looked_up(path):
+    verified = script_recipe.load(path).verified
+    assert verified.on == "not run" or (ROOT / verified.results).is_file()
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("parallel.expert_parallel_size=4", "parallel.expert_parallel_size: unknown key; did you mean expert_"),
+        ("model.num_expert=4", "model.num_expert: unknown key; did you mean num_moe_experts?"),
+        ("parallel.expert_model_parallel_size=3", "ETP x EP x PP is 3, which does not divide the 4 ranks"),
+        ("parallel.tensor_model_parallel_size=2", "sequence_parallel is false, must be true"),
+        ("train.global_batch_size=6", "not a multiple of train.micro_batch_size 1 x 4 data-parallel ranks"),
+        ("precision.fp8_format=e4m3", "fp8_format and fp8_recipe must be given together"),
+        ("model.multi_latent_attention=false", "kv_lora_rank needs multi_latent_attention"),
+        ('dataset.data_path=["a"]', "exactly one of mock_data and data_path"),
+        ("verified.results=tests/gpu/RESULTS.md", "results: a file if, and only if, it was run"),
+    ],
+)
+def test_mistakes_are_named(override, words):
+    with pytest.raises(ValueError) as error:
+        script_recipe.load(SLICE, [override])
+    assert words in str(error.value)
+
+
+def test_flags_of_one_model():
+    words = " ".join(script_flags.flags(script_recipe.load(SLICE))) + " "
+    for flag in (
+        "--num-experts 32 --moe-layer-freq [0,1,1,1] ",
+        "--expert-model-parallel-size 4 ",
+        "--multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 ",
+        "--moe-router-enable-expert-bias ",
+        "--bf16 ",
+        "--swiglu --disable-bias-linear --untie-embeddings-and-output-weights ",
+        "--mock-data ",
+    ):
+        assert flag in words
+    assert "False" not in words and "None" not in words and "--moe-token-dispatcher-type" not in words
+    data = script_recipe.load(SLICE, ["dataset.mock_data=false", "dataset.data_path=[0.3, a, 0.7, b]"])
+    assert "--data-path 0.3 a 0.7 b" in " ".join(script_flags.flags(data)) and "--mock-data" not in data
+
+
+def test_overlap_takes_more_than_one_hardware_queue():
+    connections = "CUDA_DEVICE_MAX_CONNECTIONS"
+    assert script_flags.environment(script_recipe.load(SLICE))[connections] == "1"
+    overlapped = script_recipe.load(SLICE, ["parallel.overlap_moe_expert_parallel_comm=true"])
+    assert script_flags.environment(overlapped)[connections] == "32"
+    own = script_recipe.load(SLICE, ["environment.CUDA_DEVICE_MAX_CONNECTIONS='8'"])
+    assert script_flags.environment(own)[connections] == "8"
+
+
+@pytest.mark.parametrize("form", ["flags", "env", "torchrun", "sbatch"])
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_show(path, form, capsys):
+    assert cli.main(["recipe", "show", str(path), "--as", form]) == 0
+    shown = capsys.readouterr().out
+    checked = subprocess.run(["bash", "-n"], input=shown if form != "flags" else f"x {shown}", text=True, check=False)
+    assert checked.returncode == 0
+    if form == "sbatch":
+        topology = script_recipe.load(path).topology
+        for line in (
+            f"#SBATCH --nodes={topology.nodes}\n",
+            f"#SBATCH --ntasks-per-node={topology.ranks_per_node}\n",
+            "#SBATCH --requeue\n",
+            "export MASTER_ADDR=",
+            "srun \\\n    --kill-on-bad-exit=1 python \\\n    -m megatron_ep.pretrain",
+        ):
+            assert line in shown
+
+
+SCRIPT = """
+import json, os, sys
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron_ep.megatron import plugin, shared_buffers
+print(json.dumps([os.environ["RANK"], os.environ["CUDA_DEVICE_MAX_CONNECTIONS"], plugin.is_enabled(),
+                  shared_buffers._config, sys.argv[1:]]), flush=True)
+"""
+
+
+def _start(tree, *arguments, **variables):
+    environment = {key: value for key, value in os.environ.items() if key not in (*LAUNCHERS, "MEGATRON_LM")}
+    return subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "megatron_ep.cli.main",
+            "train",
+            str(SLICE),
+            "--set",
+            "dispatcher.num_sms=8",
+            *arguments,
+        ],
+        env=environment | {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"} | variables,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def test_train_runs_the_script_in_all_ranks_through_the_door(tmp_path):
+    pytest.importorskip("megatron.core")
+    (tmp_path / "pretrain_gpt.py").write_text(SCRIPT)
+    done = _start(
+        tmp_path,
+        *("--megatron-lm", str(tmp_path), "--steps", "3"),
+        *("--set", "topology.ranks_per_node=2", "--set", "parallel.expert_model_parallel_size=2"),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen = [ast.literal_eval(line.replace("true", "True")) for line in done.stdout.splitlines() if line[:2] == '["']
+    assert sorted(rank for rank, *_ in seen) == ["0", "1"]
+    for _, connections, enabled, settings, words in seen:
+        assert connections == "1" and enabled is True and settings == {"num_sms": 8}
+        assert words[words.index("--train-iters") + 1] == "3"
+        assert words[-2:] == ["--moe-token-dispatcher-type", "alltoall"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "words"),
+    [
+        ([], {}, "--megatron-lm: needed for this recipe"),
+        (["--megatron-lm", "/nowhere"], {}, "has no pretrain_gpt.py"),
+        (["--data", "x"], {}, "--data: of small recipes"),
+        (["--megatron-lm", "."], {"RANK": "0", "WORLD_SIZE": "2"}, "WORLD_SIZE is 2"),
+        (["--megatron-lm", ".", "--set", "topology.nodes=2"], {}, "megatron-ep recipe show --as sbatch"),
+    ],
+)
+def test_train_refuses(tmp_path, monkeypatch, capsys, arguments, variables, words):
+    (tmp_path / "pretrain_gpt.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    for name in (*LAUNCHERS, "MEGATRON_LM", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(script_launch.os, "execve", lambda *_: pytest.fail("started"))
+    assert cli.main(["train", str(SLICE), *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not TREE, reason="MEGATRON_LM names no tree of Megatron-LM")
+def test_megatron_accepts_the_flags_of_every_recipe():
+    helper = ROOT / "tests" / "helpers" / "script_arguments.py"
+    done = subprocess.run(
+        [sys.executable, helper, TREE, *map(str, RECIPES)],
+        env=os.environ | {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line.split(" ", 2) for line in done.stdout.splitlines() if line.startswith("FIGURES ")]
+    assert [path for _, path, _ in lines] == [str(path) for path in RECIPES]
+    for _, path, text in lines:
+        figures, recipe = ast.literal_eval(text), script_recipe.load(path)
+        model, parallel = recipe.model, recipe.parallel
+        assert figures == {
+            "layers": model.num_layers,
+            "experts": model.num_moe_experts,
+            "hidden": model.hidden_size,
+            "topk": model.moe_router_topk,
+            "data_parallel": recipe.topology.world_size
+            // parallel.tensor_model_parallel_size
+            // parallel.pipeline_model_parallel_size,
+            "expert_parallel": parallel.expert_model_parallel_size,
+            "mtp": model.mtp_num_layers,
+            "latent": model.multi_latent_attention,
+            "epsilon": model.layernorm_epsilon,
+            "gated": model.gated_linear_unit,
+            "bias": model.add_bias_linear,
+            "kv": model.num_query_groups or model.num_attention_heads,
+            "dispatcher": "flex" if parallel.overlap_moe_expert_parallel_comm else "alltoall",
+        }
