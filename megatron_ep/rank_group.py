@@ -159,54 +159,50 @@ class RankGroup:
 
         With max_recv_tokens the host need not wait for them: tables then have room for the most.
         """
-        topk, local_experts = topk_idx[0].shape[1], self.num_local_experts
-        tensors, layouts = [], []
+        topk, wait = topk_idx[0].shape[1], max_recv_tokens is None
+        backend = self._live_backend()
+        tensors, layouts, counts = [], [], []
         for idx in topk_idx:
             size = self._heap.layout_size(idx.shape[0], topk)
-            layout = torch.empty(size, dtype=torch.int32, device=self.device)
+            layouts.append(torch.empty(size, dtype=torch.int32, device=self.device))
+            counts.append(backend.new_counts(self.num_local_experts, wait=wait))
             t = _C.RankTensors()
-            t.layout, t.num_tokens, t.topk_idx = layout.data_ptr(), idx.shape[0], idx.data_ptr()
+            t.layout, t.num_tokens, t.topk_idx = layouts[-1].data_ptr(), idx.shape[0], idx.data_ptr()
+            t.tokens_per_expert = counts[-1].data_ptr()
             tensors.append(t)
-            layouts.append(layout)
-        counts = self._live_backend().notify(
+        totals = backend.notify(
             tensors,
-            layouts,
-            wait=max_recv_tokens is None,
+            wait=wait,
             topk=topk,
             index_bytes=topk_idx[0].element_size(),
             expert_alignment=expert_alignment,
             expert_capacity=expert_capacity,
         )
-        if counts is not None:
-            for rank, idx, count in zip(self.ranks, topk_idx, counts, strict=True):
-                if count.bad_token >= 0:
-                    self._refuse_ids(rank, idx, count.bad_token)
+        for rank, idx, total in zip(self.ranks, topk_idx, totals, strict=False):
+            if total.bad_token >= 0:
+                self._refuse_ids(rank, idx, total.bad_token)
+        if wait or totals:
             self._raise_if_aborted()
         ranks = []
         for i, (idx, layout) in enumerate(zip(topk_idx, layouts, strict=True)):
             num_tokens = idx.shape[0]
-            if counts is None:
-                first = self._heap.expert_start_offset(num_tokens, topk)
-                ends = layout[first : first + local_experts + 1]
-            else:
-                ends = counts[i].ends
             if max_recv_tokens is None:
-                assert counts is not None, "a backend that was told to wait knows the counts"
-                rows, received, rail = counts[i].rows, counts[i].received, counts[i].rail
+                rows, received, rail = totals[i].expert_rows, totals[i].received_rows, totals[i].rail_rows
             else:
                 rows = max_recv_tokens
                 received = most_arrivals(max_recv_tokens, expert_capacity, num_tokens, self.topology.world_size)
                 rail = (self.topology.nodes - 1) * max(num_tokens, max_recv_tokens)
-                if counts is not None:
-                    received, rail = min(counts[i].received, received), counts[i].rail
+                if totals:
+                    received, rail = min(totals[i].received_rows, received), totals[i].rail_rows
             ranks.append(
                 RankHandle(
                     num_tokens=num_tokens,
                     layout=layout,
                     rows=rows,
-                    tokens_per_expert=ends.to(torch.int64).diff(),
+                    tokens_per_expert=counts[i],
                     positions=torch.empty(received, topk, dtype=torch.int32, device=self.device),
                     rail_experts=torch.empty(rail, topk, dtype=torch.int32, device=self.device),
+                    made_on=backend.current_stream(),
                 )
             )
         return ranks
@@ -222,7 +218,8 @@ class RankGroup:
 
     def _tensors(self, rank: RankHandle) -> Any:
         # this launch may run on another stream than the one that made the handle
-        self._live_backend().keep_for_launch((rank.layout, rank.positions, rank.rail_experts))
+        tables = (rank.layout, rank.positions, rank.rail_experts)
+        self._live_backend().keep_for_launch(tables, rank.made_on)
         t = _C.RankTensors()
         t.layout, t.num_tokens = rank.layout.data_ptr(), rank.num_tokens
         t.positions, t.rail_experts = rank.positions.data_ptr(), rank.rail_experts.data_ptr()

@@ -31,16 +31,29 @@ class PyCudaGroup {
         group_.reset();
     }
 
-    void notify(const std::vector<RankTensors>& tensors, int topk, int index_bytes,
-                int expert_alignment, int expert_capacity, Address stream) {
+    // wait: until the totals are there, which it returns; none where it does not, or when the
+    // launch was given up.
+    std::vector<Layout::Totals> notify(const std::vector<RankTensors>& tensors, bool wait, int topk,
+                                       int index_bytes, int expert_alignment, int expert_capacity,
+                                       Address stream) {
         const auto lock = exclusive_call_.enter();
         std::vector<NotifyArgs> args;
         for (size_t i = 0; i < tensors.size(); ++i) {
-            args.push_back(
-                {group_->ranks()[i], group_->heap(), layout_of(group_->heap(), tensors[i], topk),
-                 at<void>(tensors[i].topk_idx), index_bytes, expert_alignment, expert_capacity, 0});
+            args.push_back({group_->ranks()[i], group_->heap(),
+                            layout_of(group_->heap(), tensors[i], topk),
+                            at<void>(tensors[i].topk_idx), index_bytes, expert_alignment,
+                            expert_capacity, 0, at<int64_t>(tensors[i].tokens_per_expert)});
         }
-        group_->notify(args, at<void>(stream));
+        if (!wait) {
+            group_->notify(args, at<void>(stream));
+            return {};
+        }
+        return group_->notify_and_wait(args, at<void>(stream), [&] {
+            const pybind11::gil_scoped_acquire gil;
+            if (PyErr_CheckSignals() == 0) return;
+            group_->abort(Outcome::Interrupted);
+            throw pybind11::error_already_set();
+        });
     }
 
     void dispatch(const std::vector<RankTensors>& tensors, const RowFormat& format, int nvl_batch,
@@ -103,9 +116,9 @@ class PyCudaGroup {
         namespace py = pybind11;
         const auto release = py::call_guard<py::gil_scoped_release>();
         return py::class_<PyCudaGroup>(m, name, doc)
-            .def("notify", &PyCudaGroup::notify, py::arg("tensors"), py::kw_only(), py::arg("topk"),
-                 py::arg("index_bytes"), py::arg("expert_alignment"), py::arg("expert_capacity"),
-                 py::arg("stream"), release)
+            .def("notify", &PyCudaGroup::notify, py::arg("tensors"), py::kw_only(), py::arg("wait"),
+                 py::arg("topk"), py::arg("index_bytes"), py::arg("expert_alignment"),
+                 py::arg("expert_capacity"), py::arg("stream"), release)
             .def("dispatch", &PyCudaGroup::dispatch, py::arg("tensors"), py::arg("format"),
                  py::kw_only(), py::arg("nvl_batch"), py::arg("rdma_chunk"), py::arg("stream"),
                  release)

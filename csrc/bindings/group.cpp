@@ -50,7 +50,8 @@ class Group : public HostLauncher {
             Layout layout = layout_of(group_.heap(), tensors[i], topk);
             layout.totals() = {};
             args.push_back({group_.ranks()[i], group_.heap(), layout, at<void>(tensors[i].topk_idx),
-                            index_bytes, expert_alignment, expert_capacity, epoch_});
+                            index_bytes, expert_alignment, expert_capacity, epoch_,
+                            at<int64_t>(tensors[i].tokens_per_expert)});
         }
         launch([&](const auto& interrupted) { group_.notify(args, interrupted); });
         std::vector<Layout::Totals> totals;
@@ -229,6 +230,7 @@ void bind_group(py::module_& m) {
         .def_readwrite("layout", &RankTensors::layout)
         .def_readwrite("num_tokens", &RankTensors::num_tokens)
         .def_readwrite("topk_idx", &RankTensors::topk_idx)
+        .def_readwrite("tokens_per_expert", &RankTensors::tokens_per_expert)
         .def_readwrite("x", &RankTensors::x)
         .def_readwrite("scales", &RankTensors::scales)
         .def_readwrite("weights", &RankTensors::weights)

@@ -17,7 +17,7 @@ T* at(Address address) {
 struct RankTensors {
     Address layout = 0;
     int num_tokens = 0;
-    Address topk_idx = 0;
+    Address topk_idx = 0, tokens_per_expert = 0;       // notify reads, and writes
     Address x = 0, scales = 0, weights = 0;            // what the call reads
     Address out = 0, out_scales = 0, out_weights = 0;  // what it writes
     Address row_weights = 0;  // combine: what it multiplies the rows of x by

@@ -14,11 +14,16 @@ struct NotifyArgs {
     int rank;
     Heap heap;
     Layout layout;
-    const void* topk_idx;  // [T, K], int32 or int64
-    int index_bytes;       // 4 or 8
-    int expert_alignment;  // rows of an expert are padded to a multiple of this
-    int expert_capacity;   // > 0: every expert gets exactly this many rows
-    uint64_t epoch;        // counts the notifies of this buffer, from 1
+    const void* topk_idx;        // [T, K], int32 or int64
+    int index_bytes;             // 4 or 8
+    int expert_alignment;        // rows of an expert are padded to a multiple of this
+    int expert_capacity;         // > 0: every expert gets exactly this many rows
+    uint64_t epoch;              // counts the notifies of this buffer, from 1
+    int64_t* tokens_per_expert;  // [L], padding included: where the counts go besides the layout
+    // Memory of the host that waits for the totals, and the number that says they are those of this
+    // call; null where nobody waits.
+    Layout::Totals* host_totals = nullptr;
+    uint64_t ticket = 0;
 };
 
 // What the roles of dispatch and combine share.

@@ -62,7 +62,7 @@ struct Layout {
         int32_t bad_token;      // 1 + the token whose ids are invalid (0: none)
         int32_t overflow;       // set when rows did not fit into the output
         uint32_t epoch;         // of the notify that made this layout
-        int32_t unused[2];
+        uint64_t ticket;        // in a copy for the host: which notify it is of
     };
     EP_HD Totals& totals() const { return *reinterpret_cast<Totals*>(data); }
 

@@ -139,6 +139,18 @@ EP_FN bool relay_counts(W& warp, F& fabric, const NotifyArgs& args, int local) {
     return true;
 }
 
+// The host reads the totals, and the counts that this warp wrote before, once it sees the ticket.
+template <WarpLike W>
+EP_FN void tell_host(W& warp, const NotifyArgs& args) {
+    if (!args.host_totals) return;
+    warp.lanes(1, [&](int) {
+        const uint64_t earlier = args.host_totals->ticket;
+        *args.host_totals = args.layout.totals();
+        args.host_totals->ticket = earlier;
+    });
+    warp.template publish<Scope::System>(&args.host_totals->ticket, args.ticket);
+}
+
 // Everything that dispatch needs to know: where each source rank's rows start at each expert and
 // how many rows each ring will carry.
 template <WarpLike W, FabricLike<W> F>
@@ -202,6 +214,7 @@ EP_FN bool receive_counts(W& warp, F& fabric, const NotifyArgs& args) {
                              ? args.expert_capacity
                              : static_cast<int>(align_up(count, args.expert_alignment));
         });
+        warp.lanes(lanes, [&](int lane) { args.tokens_per_expert[first + lane] = rows[lane]; });
         const int total = warp.exclusive_scan(lanes, rows);
         warp.lanes(lanes, [&](int lane) {
             int start = expert_rows + rows[lane];
@@ -221,6 +234,7 @@ EP_FN bool receive_counts(W& warp, F& fabric, const NotifyArgs& args) {
         layout.totals().rail_rows = rail_rows;
         layout.totals().epoch = static_cast<uint32_t>(args.epoch);
     });
+    tell_host(warp, args);
     return true;
 }
 

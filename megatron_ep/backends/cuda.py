@@ -12,18 +12,18 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from megatron_ep import _C
-from megatron_ep.backends.interface import Counts, Resettable
+from megatron_ep.backends.interface import Resettable, Totals
 from megatron_ep.config import Config, Topology
+
+T = TypeVar("T")
 
 # What one rank needs to fill its NVLink: 450 GB/s each way (H100 and H200 data sheets) at about 20 GB/s of rows an SM.
 DEFAULT_SMS = 24
-# Where csrc/core/layout.h keeps the totals of a layout.
-RECEIVED_ROWS, EXPERT_ROWS, RAIL_ROWS, BAD_TOKEN = range(4)
 SPIN_S = 500e-6  # the counts are usually there by then
 POLL_S = 50e-6
 
@@ -71,30 +71,19 @@ class CudaBackend:
         self._device = device
         self._busy = threading.Lock()
         self._parts: weakref.WeakSet[Resettable] = weakref.WeakSet()
-        self._last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
+        self._last: torch.cuda.Stream | None = None  # of the last launch
+        self._measures = False
         self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._seconds = 0.0
 
-    def notify(
-        self, tensors: Sequence[Any], layouts: Sequence[torch.Tensor], *, wait: bool, topk: int, **settings: int
-    ) -> list[Counts] | None:
-        self._launch(lambda stream: self._group.notify(list(tensors), topk=topk, **settings, stream=stream))
-        if not wait:
-            return None
-        starts = [self._heap.expert_start_offset(t.num_tokens, topk) for t in tensors]
-        size = self._heap.local_experts + 1
-        ends = [layout[start : start + size] for layout, start in zip(layouts, starts, strict=True)]
-        copies = self._to_host([layout[: BAD_TOKEN + 1] for layout in layouts] + ends)
-        return [
-            Counts(
-                rows=int(total[EXPERT_ROWS]),
-                received=int(total[RECEIVED_ROWS]),
-                rail=int(total[RAIL_ROWS]),
-                bad_token=int(total[BAD_TOKEN]) - 1,
-                ends=end,
-            )
-            for total, end in zip(copies[: len(layouts)], copies[len(layouts) :], strict=True)
-        ]
+    def notify(self, tensors: Sequence[Any], *, wait: bool, topk: int, **settings: int) -> Sequence[Totals]:
+        return self._launch(
+            lambda stream: self._group.notify(list(tensors), wait=wait, topk=topk, **settings, stream=stream)
+        )
+
+    def new_counts(self, size: int, *, wait: bool) -> torch.Tensor:
+        # in memory of the host that the GPU reaches, or its own
+        return torch.empty(size, dtype=torch.int64, **({"pin_memory": True} if wait else {"device": self._device}))
 
     def dispatch(self, tensors: Sequence[Any], row: Any, *, nvl_batch: int, rdma_chunk: int) -> None:
         batch = min(nvl_batch, self._batch(row))
@@ -115,10 +104,14 @@ class CudaBackend:
     def new_output(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(rows, columns, dtype=dtype, device=self._device)  # torch keeps the memory of a GPU
 
-    def keep_for_launch(self, tensors: Sequence[torch.Tensor]) -> None:
+    def keep_for_launch(self, tensors: Sequence[torch.Tensor], made_on: int) -> None:
         stream = torch.cuda.current_stream(self._device)
-        for tensor in tensors:
-            tensor.record_stream(stream)
+        if stream.cuda_stream != made_on:
+            for tensor in tensors:
+                tensor.record_stream(stream)
+
+    def current_stream(self) -> int:
+        return torch.cuda.current_stream(self._device).cuda_stream
 
     def _batch(self, row: Any) -> int:
         """Rows after which a ring's other end hears of them: half a ring, so that both ends can work at once."""
@@ -151,7 +144,9 @@ class CudaBackend:
 
     @property
     def seconds(self) -> float:
-        """Seconds that launches took on the GPU, as far as they have finished; captured graphs are not counted."""
+        """Of launches on the GPU since this was first asked: until then nobody pays for the events. As far as they have
+        finished; captured graphs are not counted."""
+        self._measures = True
         while self._timed and self._timed[0][1].query():
             start, end = self._timed.popleft()
             self._seconds += start.elapsed_time(end) / 1e3
@@ -171,36 +166,29 @@ class CudaBackend:
     def synchronize(self) -> None:
         """Until all launches are done, those of captured graphs too."""
         if self._last is not None:
-            self.wait(self._last[1])
+            self.wait(self._last.record_event())
         torch.cuda.synchronize(self._device)
 
-    def _to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies in pinned memory, once they are there."""
-        copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
-        for copy, tensor in zip(copies, tensors, strict=True):
-            copy.copy_(tensor, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        self.wait(event)
-        return copies
-
-    def _launch(self, launch: Callable[[int], None]) -> None:
+    def _launch(self, launch: Callable[[int], T]) -> T:
         stream = torch.cuda.current_stream(self._device)
         if torch.cuda.is_current_stream_capturing():
-            launch(stream.cuda_stream)  # a graph orders what it holds itself, and torch synchronizes before it captures
-            return
+            # a graph orders what it holds itself, and torch synchronizes before it captures
+            return launch(stream.cuda_stream)
         if not self._busy.acquire(blocking=False):
             raise RuntimeError("the buffer is in use by another thread")
         try:
-            if self._last is not None and self._last[0] != stream:
-                stream.wait_event(self._last[1])  # two launches at once would share the rings
+            if self._last is not None and self._last != stream:
+                stream.wait_event(self._last.record_event())  # two launches at once would share the rings
+            self._last = stream
+            if not self._measures:
+                return launch(stream.cuda_stream)
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record(stream)
-            launch(stream.cuda_stream)
+            result = launch(stream.cuda_stream)
             end.record(stream)
-            self._last = stream, end
+            self._timed.append((start, end))
+            if len(self._timed) > 1000:
+                _ = self.seconds
+            return result
         finally:
             self._busy.release()
-        self._timed.append((start, end))
-        if len(self._timed) > 1000:
-            _ = self.seconds

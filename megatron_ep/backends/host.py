@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_ep import _C
-from megatron_ep.backends.interface import Counts, Resettable
+from megatron_ep.backends.interface import Resettable, Totals
 
 POOLED_BYTES = 1 << 20  # outputs from this size on live in memory that is kept for later ones
 
@@ -28,7 +28,6 @@ class HostBackend:
         seed: int | None = None,
         lost_signal: int = 0,
     ):
-        self._heap = heap
         self._parts: weakref.WeakSet[Resettable] = weakref.WeakSet()
         self.is_seeded = seed is not None
         self.group = _C.Group(
@@ -41,23 +40,11 @@ class HostBackend:
             timeout=timeout,
         )
 
-    def notify(
-        self, tensors: Sequence[Any], layouts: Sequence[torch.Tensor], *, wait: bool, topk: int, **settings: int
-    ) -> list[Counts]:
-        totals = self.group.notify(list(tensors), topk=topk, **settings)
-        counts = []
-        for t, layout, total in zip(tensors, layouts, totals, strict=True):
-            first = self._heap.expert_start_offset(t.num_tokens, topk)
-            counts.append(
-                Counts(
-                    rows=total.expert_rows,
-                    received=total.received_rows,
-                    rail=total.rail_rows,
-                    bad_token=total.bad_token,
-                    ends=layout[first : first + self._heap.local_experts + 1],
-                )
-            )
-        return counts
+    def notify(self, tensors: Sequence[Any], *, wait: bool, topk: int, **settings: int) -> Sequence[Totals]:
+        return self.group.notify(list(tensors), topk=topk, **settings)
+
+    def new_counts(self, size: int, *, wait: bool) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.int64)
 
     def dispatch(self, tensors: Sequence[Any], row: Any, *, nvl_batch: int, rdma_chunk: int) -> None:
         self.group.dispatch(list(tensors), row, nvl_batch=nvl_batch, rdma_chunk=rdma_chunk)
@@ -73,8 +60,11 @@ class HostBackend:
         storage = torch.from_dlpack(_C.pooled_bytes(size)).untyped_storage()
         return out.set_(storage, 0, (rows, columns), (columns, 1))
 
-    def keep_for_launch(self, tensors: Sequence[torch.Tensor]) -> None:
+    def keep_for_launch(self, tensors: Sequence[torch.Tensor], made_on: int) -> None:
         pass
+
+    def current_stream(self) -> int:
+        return 0
 
     def aborted(self) -> tuple[str, int] | None:
         return self.group.aborted()

@@ -19,17 +19,16 @@ class RankHandle:
     tokens_per_expert: torch.Tensor  # int64 [L], padding included
     positions: torch.Tensor  # int32 [received rows, K]
     rail_experts: torch.Tensor  # int32 [rail rows, K]
+    made_on: int  # the stream, see Backend.current_stream
 
 
-@dataclass
-class Counts:
-    """What notify tells the host about one rank."""
+class Totals(Protocol):
+    """What notify tells the host about one rank (`_C.Totals`)."""
 
-    rows: int  # expert-grouped, padding included
-    received: int  # tokens that arrive
-    rail: int  # tokens that pass through this rank to others of its node
-    bad_token: int  # the first token of this rank with invalid expert ids, -1: none
-    ends: torch.Tensor  # [L + 1], prefix sums of the rows per local expert
+    expert_rows: int  # of the expert-grouped output, padding included
+    received_rows: int  # tokens that arrive
+    rail_rows: int  # tokens that pass through this rank to others of its node
+    bad_token: int  # a token of this rank with invalid expert ids, -1: none
 
 
 class Resettable(Protocol):
@@ -42,10 +41,12 @@ class Backend(Protocol):
     Tensors are handed over as `_C.RankTensors`, one per rank: addresses that stay valid until the launch is done.
     """
 
-    def notify(
-        self, tensors: Sequence[Any], layouts: Sequence[torch.Tensor], *, wait: bool, topk: int, **settings: int
-    ) -> list[Counts] | None:
-        """Exchanges counts into the layouts. None instead of counts where `wait` is off and the host knows none yet."""
+    def notify(self, tensors: Sequence[Any], *, wait: bool, topk: int, **settings: int) -> Sequence[Totals]:
+        """Exchanges counts. Nothing is returned where `wait` is off and the host knows none yet, or if it failed."""
+        ...
+
+    def new_counts(self, size: int, *, wait: bool) -> torch.Tensor:
+        """int64 [size], uninitialised, for what notify writes: on the CPU if the host waits for it."""
         ...
 
     def dispatch(self, tensors: Sequence[Any], row: Any, *, nvl_batch: int, rdma_chunk: int) -> None: ...
@@ -56,8 +57,15 @@ class Backend(Protocol):
         """Uninitialised [rows, columns]."""
         ...
 
-    def keep_for_launch(self, tensors: Sequence[torch.Tensor]) -> None:
-        """The tensors' memory is not given to others before the launches issued next are done."""
+    def keep_for_launch(self, tensors: Sequence[torch.Tensor], made_on: int) -> None:
+        """The tensors' memory is not given to others before the launches issued next are done.
+
+        made_on: the stream that was current when they were made.
+        """
+        ...
+
+    def current_stream(self) -> int:
+        """That launches go to now; 0 where there are none."""
         ...
 
     def aborted(self) -> tuple[str, int] | None:
@@ -90,5 +98,5 @@ class Backend(Protocol):
 
     @property
     def seconds(self) -> float:
-        """Seconds spent in launches so far, as far as they have finished."""
+        """Seconds spent in launches that have finished: all on the host, on a GPU those since it was first asked."""
         ...

@@ -105,7 +105,7 @@ struct Tensors {
 
 struct Side {
     std::vector<Memory> heaps;
-    std::vector<Memory> layouts;
+    std::vector<Memory> layouts, counts;
     std::vector<Tensors> tensors;
 };
 
@@ -178,11 +178,15 @@ Inputs make_inputs(Case& c, int tokens) {
 }
 
 std::vector<NotifyArgs> notify_args(const Case& c, const std::vector<Inputs>& inputs,
-                                    const std::vector<Layout>& layouts, uint64_t epoch) {
+                                    const std::vector<Layout>& layouts, uint64_t epoch,
+                                    Side& side) {
     std::vector<NotifyArgs> args;
+    side.counts.clear();
     for (size_t rank = 0; rank < inputs.size(); ++rank) {
+        side.counts.emplace_back(c.heap.local_experts() * sizeof(int64_t), 0x66);
         args.push_back({static_cast<int>(rank), c.heap, layouts[rank], inputs[rank].ids.data(),
-                        c.index_bytes, c.alignment, c.capacity, epoch});
+                        c.index_bytes, c.alignment, c.capacity, epoch,
+                        side.counts.back().as<int64_t>()});
     }
     return args;
 }
@@ -324,12 +328,14 @@ void run_case(uint64_t seed) {
         std::vector<Inputs> inputs;
         for (const int tokens : c.tokens) inputs.push_back(make_inputs(c, tokens));
         const auto host_layouts = layouts_of(c, host), gpu_layouts = layouts_of(c, gpu);
-        group.notify<HostWarp>(notify_args(c, inputs, host_layouts, epoch));
+        group.notify<HostWarp>(notify_args(c, inputs, host_layouts, epoch, host));
         const auto notify =
-            grid.joint<Notify>(notify_args(c, inputs, gpu_layouts, 0), c.heap.channels + 1);
+            grid.joint<Notify>(notify_args(c, inputs, gpu_layouts, 0, gpu), c.heap.channels + 1);
         grid.launch(kernels::notify_kernel<Notify>, notify);
-        for (int rank = 0; rank < world; ++rank)
+        for (int rank = 0; rank < world; ++rank) {
             expect_equal(seed, rank, "layout", gpu.layouts[rank], host.layouts[rank]);
+            expect_equal(seed, rank, "tokens per expert", gpu.counts[rank], host.counts[rank]);
+        }
 
         std::vector<int64_t> rows;
         std::vector<Memory> expert_out, gradients, row_weights;
@@ -433,7 +439,7 @@ void run_absent(bool several_nodes) {
     for (const int tokens : c.tokens) inputs.push_back(make_inputs(c, tokens));
     const auto layouts = layouts_of(c, side);
     Grid grid(c, side, 50'000'000);
-    auto notify = notify_args(c, inputs, layouts, 0);
+    auto notify = notify_args(c, inputs, layouts, 0, side);
     notify.pop_back();
     const auto joint = grid.joint<Notify>(notify, c.heap.channels + 1);
     grid.run(kernels::notify_kernel<Notify>, joint, 1);

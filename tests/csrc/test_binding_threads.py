@@ -32,7 +32,7 @@ def test_two_threads_do_not_launch_at_once(gated) -> None:
     group, row = gated.Group(), _C.RowFormat(payload_bytes=16, scale_bytes=0, weight_bytes=0, topk=1, payload_type=0)
     settings = {"nvl_batch": 1, "rdma_chunk": 1, "stream": 0}
     calls = [
-        lambda: group.notify([], topk=1, index_bytes=4, expert_alignment=1, expert_capacity=0, stream=0),
+        lambda: group.notify([], wait=False, topk=1, index_bytes=4, expert_alignment=1, expert_capacity=0, stream=0),
         lambda: group.dispatch([], row, **settings),
         lambda: group.combine([], row, **settings, dtype=0),
         group.reset,

@@ -33,6 +33,7 @@ int run_transfers(int rounds) {
 
     struct Rank {
         std::vector<int32_t> ids, layout, positions, rail;
+        std::vector<int64_t> tokens_per_expert;
         std::vector<float> x, weights, recv_x, recv_weights, y, y_weights;
     };
     int errors = 0;
@@ -54,8 +55,9 @@ int run_transfers(int rounds) {
             Layout layout{heap.topology, tokens, kTopk, kExperts, kChannels, nullptr};
             d.layout.assign(layout.size(), 0);
             layout.data = d.layout.data();
-            notify.push_back(
-                {rank, heap, layout, d.ids.data(), 4, 1, 0, static_cast<uint64_t>(round)});
+            d.tokens_per_expert.resize(heap.local_experts());
+            notify.push_back({rank, heap, layout, d.ids.data(), 4, 1, 0,
+                              static_cast<uint64_t>(round), d.tokens_per_expert.data()});
         }
         group.notify<Warp>(notify);
         std::vector<DispatchArgs> dispatch;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "core/args.h"
@@ -47,6 +48,10 @@ class CudaGroup {
     // One argument per rank of this process, in the order of `ranks`. Args of notify need no epoch:
     // it is counted on the GPU.
     void notify(const std::vector<NotifyArgs>& args, CudaStream stream);
+    // The same, and waits for the totals of each rank; none if the launch was given up. Now and
+    // then it calls `idle`, which may throw. Throws std::runtime_error when the GPU fails.
+    std::vector<Layout::Totals> notify_and_wait(std::vector<NotifyArgs> args, CudaStream stream,
+                                                const std::function<void()>& idle);
     void dispatch(const std::vector<DispatchArgs>& args, CudaStream stream);
     void combine(const std::vector<CombineArgs>& args, DType dtype, CudaStream stream);
 
@@ -82,11 +87,14 @@ class CudaGroup {
     uint64_t timeout_ns_;
     std::vector<uint64_t*> reachable_;  // abort words of the heaps
     Resource<void> abort_stream_;
-    Resource<uint64_t*[]> abort_words_;       // reachable_, on the GPU
-    Resource<uint64_t[]> progress_;           // of each rank, on the GPU: see Progress
-    Resource<ControlBlock[]> reports_;        // [ranks], pinned
-    ControlBlock* reports_on_gpu_ = nullptr;  // the same, mapped
-    Resource<uint64_t[]> abort_source_;       // one, pinned
+    Resource<uint64_t*[]> abort_words_;        // reachable_, on the GPU
+    Resource<uint64_t[]> progress_;            // of each rank, on the GPU: see Progress
+    Resource<Layout::Totals[]> totals_;        // [ranks], pinned: what notify tells the host
+    Layout::Totals* totals_on_gpu_ = nullptr;  // the same, mapped
+    uint64_t ticket_ = 0;                      // of the last notify that the host waited for
+    Resource<ControlBlock[]> reports_;         // [ranks], pinned
+    ControlBlock* reports_on_gpu_ = nullptr;   // the same, mapped
+    Resource<uint64_t[]> abort_source_;        // one, pinned
 };
 
 }  // namespace ep

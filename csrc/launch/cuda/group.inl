@@ -13,6 +13,7 @@
 namespace ep {
 namespace {
 
+constexpr size_t kPollsOfCounts = 1 << 12;  // between two looks at signals and at the stream
 constexpr size_t kSharedBytes = kBlockWarps * sizeof(BulkBuffers);
 
 inline int blocks_for(int warps) { return ceil_div(warps, kBlockWarps); }
@@ -95,6 +96,12 @@ CudaGroup<P>::CudaGroup(const Heap& heap, const P& fabric, std::vector<int> rank
         cudaMemcpy(abort_words_.get(), reachable_.data(), words_bytes, cudaMemcpyHostToDevice),
         "cudaMemcpy");
     progress_ = as_array<uint64_t>(device_memory(device_, progress_bytes()));
+    totals_ =
+        as_array<Layout::Totals>(pinned_memory(device_, ranks_.size() * sizeof(Layout::Totals)));
+    std::fill_n(totals_.get(), ranks_.size(), Layout::Totals{});
+    check_cuda(
+        cudaHostGetDevicePointer(reinterpret_cast<void**>(&totals_on_gpu_), totals_.get(), 0),
+        "cudaHostGetDevicePointer");
     reports_ = as_array<ControlBlock>(pinned_memory(device_, ranks_.size() * sizeof(ControlBlock)));
     check_cuda(
         cudaHostGetDevicePointer(reinterpret_cast<void**>(&reports_on_gpu_), reports_.get(), 0),
@@ -156,6 +163,37 @@ void CudaGroup<P>::notify(const std::vector<NotifyArgs>& args, CudaStream stream
         using J = NotifyJoint<P, kRanks>;
         launch(kernels::notify_kernel<J>, joint<J>(args, blocks), args.size(), stream);
     });
+}
+
+template <class P>
+std::vector<Layout::Totals> CudaGroup<P>::notify_and_wait(std::vector<NotifyArgs> args,
+                                                          CudaStream stream,
+                                                          const std::function<void()>& idle) {
+    const DeviceGuard guard(device_);
+    ++ticket_;
+    for (size_t i = 0; i < args.size(); ++i) {
+        args[i].host_totals = totals_on_gpu_ + i;
+        args[i].ticket = ticket_;
+    }
+    notify(args, stream);
+    auto ticket_of = [&](size_t rank) {
+        return std::atomic_ref<uint64_t>(totals_[rank].ticket).load(std::memory_order_acquire);
+    };
+    // The kernel's own waits are bounded: it tells, gives up, or its end shows on the stream.
+    bool ended = false;
+    for (size_t rank = 0, polls = 0; rank < args.size();) {
+        if (ticket_of(rank) == ticket_) {
+            ++rank;
+            continue;
+        }
+        if (ended || aborted()) return {};
+        if (++polls % kPollsOfCounts) continue;
+        idle();
+        const cudaError_t state = cudaStreamQuery(static_cast<cudaStream_t>(stream));
+        if (state != cudaErrorNotReady) check_cuda(state, "waiting for counts");
+        ended = state == cudaSuccess;  // what it told is there by now
+    }
+    return {totals_.get(), totals_.get() + args.size()};
 }
 
 template <class P>

@@ -71,7 +71,10 @@ __global__ void __launch_bounds__(kBlockThreads, 1) notify_kernel(const __grid_c
         sum_channels(warp, args, expert, 1);
     meet(arrivals, place.warps);
     if (layout.totals().bad_token) {
-        if (place.warp == 0) warp.fail(Outcome::BadInput, Wait::None, Need{});
+        if (place.warp == 0) {
+            tell_host(warp, args);
+            warp.fail(Outcome::BadInput, Wait::None, Need{});
+        }
         return;
     }
     if (is_aborted(rank)) return;
