@@ -8,7 +8,7 @@
 #include <cstring>
 #include <set>
 
-enum cudaError_t { cudaSuccess, cudaErrorMemoryAllocation };
+enum cudaError_t { cudaSuccess, cudaErrorMemoryAllocation, cudaErrorNotReady };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDefault };
 enum cudaDeviceAttr {
     cudaDevAttrMultiProcessorCount,
@@ -121,6 +121,7 @@ inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cud
     return cudaMemcpy(to, from, bytes, kind);
 }
 inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return fake_cuda.call(); }
+inline cudaError_t cudaStreamQuery(cudaStream_t) { return fake_cuda.call(); }
 
 inline cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* memory) {
     handle->memory = memory;
