@@ -39,7 +39,7 @@ class Received:
     scales: [R, ceil(H / 128)], only for float8.
     probs: [R], the weight of each row, 0 where a row is padding; None when no weights were given.
     tokens_per_expert: int64 [L], padding included; sums to R unless max_recv_tokens fixed R. On the CPU, except with
-        max_recv_tokens on a GPU, where the host does not wait for it. The handle's own: not to be written.
+        max_recv_tokens on a GPU, where the host does not wait for it.
     overflow: int32 [1], not 0 when rows did not fit into expert_capacity or max_recv_tokens; those rows are missing.
     handle: for combine, or to dispatch again with the same layout.
     """
@@ -199,7 +199,7 @@ def dispatch(
         x=one(parts[0]),
         probs=one(parts[1]) if weights is not None else None,
         scales=one(parts[-1]) if row_scales is not None else None,
-        tokens_per_expert=one([rank.tokens_per_expert for rank in handle.ranks]),
+        tokens_per_expert=one([rank.tokens_per_expert.clone() for rank in handle.ranks]),
         overflow=one([group.overflow_of(rank) for rank in handle.ranks]),
         handle=handle,
     )
