@@ -82,9 +82,9 @@ def _train_parser() -> argparse.ArgumentParser:
         "megatron-ep train",
         description="Trains the model of a recipe. By hand: starts the recipe's ranks on this machine. Under torchrun "
         "or in a Slurm job step: this process is one of the ranks.",
-        epilog="example: megatron-ep train recipes/tiny_moe_cpu.yaml --steps 200 --set dispatcher.type=alltoall",
+        epilog="example: megatron-ep train tiny_moe_cpu --steps 200 --set dispatcher.type=alltoall",
     )
-    parser.add_argument("recipe", metavar="RECIPE", help="YAML file, see recipes/")
+    parser.add_argument("recipe", metavar="RECIPE", help="YAML file, or the name of one that comes with megatron_ep")
     parser.add_argument("--steps", type=int, metavar="N", help="train until step N (train.train_iters)")
     parser.add_argument("--data", metavar="FILE", help="text to train on, UTF-8 (dataset.path)")
     parser.add_argument(

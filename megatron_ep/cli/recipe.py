@@ -14,7 +14,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("megatron-ep recipe", description="Shows recipes in the words of launchers.")
     actions = parser.add_subparsers(dest="action", required=True, metavar="show")
     show = actions.add_parser("show", help="print a recipe's flags, environment, torchrun line or Slurm script")
-    show.add_argument("recipe", metavar="RECIPE", help="YAML file with a section parallel, see recipes/")
+    show.add_argument("recipe", metavar="RECIPE", help="as for train; one with a section parallel")
     show.add_argument(
         "--as",
         dest="form",

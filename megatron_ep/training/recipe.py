@@ -323,10 +323,16 @@ class Recipe(Section):
         return self
 
 
+def find(name: str | Path) -> Path:
+    """The file of a recipe: a file of that name, or else the one that comes with megatron_ep (`tiny_moe_cpu`)."""
+    own = Path(__file__).parents[1] / "recipes" / f"{name}.yaml"
+    return own if own.is_file() and not Path(name).exists() else Path(name)
+
+
 def read(path: str | Path) -> dict[str, Any]:
     """The sections of a recipe's file, unchecked. Raises ValueError: it cannot be read, or is no YAML of sections."""
     try:
-        tree = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+        tree = yaml.load(find(path).read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise ValueError(f"recipe {path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -340,7 +346,7 @@ def load(path: str | Path, overrides: Iterable[str] = (), schema: Any = Recipe) 
     """Reads and checks a recipe.
 
     Args:
-        path: a YAML file.
+        path: a YAML file, or the name of one that comes with megatron_ep (`tiny_moe_cpu`).
         overrides: "section.key=value" strings, the value in YAML, applied in order before the check.
         schema: what it is checked against and returned as.
 

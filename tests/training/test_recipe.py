@@ -206,3 +206,10 @@ def test_files_that_are_no_recipes(write, text, word):
 
 def test_a_file_that_is_not_there():
     assert "no/such.yaml: No such file" in fault("no/such.yaml")
+
+
+def test_a_recipe_by_its_name(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert recipe.load("tiny_moe_cpu") == recipe.load(TINY)
+    Path("tiny_moe_cpu").write_text("- a file of that name comes first")
+    assert "recipe tiny_moe_cpu: expected sections" in fault("tiny_moe_cpu")
