@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -187,6 +188,14 @@ class Buffer(RankGroup):
             require_type("topology", topology, Topology)
         self.device = cuda.check_device(device)
         return introduce(self.config, topology, self.device)
+
+    def device_memories(self, size: int) -> list[Any]:
+        """Memory of so many bytes on the GPU of each rank, mapped by all of this machine. Collective."""
+        pids = self._meeting.gather(os.getpid())
+        with torch.cuda.device(self.device):
+            return connect.peer_memories(
+                self._meeting, torch.cuda.synchronize, self.device, size, " ".join(map(str, pids))
+            )
 
     def shared_segments(self, size: int) -> list[Any]:
         """Memory of the host of so many bytes for each rank, mapped by all. Collective."""

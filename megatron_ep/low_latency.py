@@ -76,7 +76,7 @@ class LowLatency:
     order.
 
     buffer: a Buffer or LocalCluster.
-    max_tokens: the most tokens that any rank dispatches.
+    max_tokens: the most tokens that any rank dispatches, at most 1024.
     hidden, dtype: of the largest row. Others may be used as long as they have no more bytes.
     topk: the largest K, at most 32.
 
@@ -104,7 +104,8 @@ class LowLatency:
 
         def check() -> None:
             buffer.check_usable()
-            require_int("max_tokens", max_tokens, 1, MOST_PADDED_ROWS // buffer.config.num_experts)
+            most = min(_C.LowLatencyHeap.most_tokens, MOST_PADDED_ROWS // buffer.config.num_experts)
+            require_int("max_tokens", max_tokens, 1, most)
             require_int("topk", topk, 1, MAX_TOPK)
             if dtype not in COMBINE_DTYPES:
                 raise ValueError(f"dtype is {dtype}, must be one of {', '.join(map(str, COMBINE_DTYPES))}")

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "bindings/cuda_group.h"
+#include "bindings/cuda_low_latency.h"
 #include "fabric/cuda/device_memory.h"
 #include "fabric/cuda/p2p_fabric.h"
 #include "launch/cuda/quantize.h"
@@ -17,6 +18,25 @@ namespace {
 
 using P2pGroup = PyCudaGroup<P2pFabricParams>;
 
+using P2pLowLatency = PyCudaLowLatency<P2pFabricParams>;
+
+// Of the heaps of all ranks.
+P2pFabricParams fabric_over(const Topology& topology, const std::vector<DeviceMemory*>& memories) {
+    P2pFabricParams fabric{topology, {}};
+    for (size_t rank = 0; rank < memories.size(); ++rank)
+        fabric.heaps[rank] = memories[rank]->data();
+    return fabric;
+}
+
+std::unique_ptr<P2pLowLatency> make_low_latency(const P2pGroup& group, const LowLatencyHeap& heap,
+                                                const std::vector<DeviceMemory*>& memories,
+                                                int blocks) {
+    std::vector<char*> own_heaps;
+    for (const int rank : group.group().ranks()) own_heaps.push_back(memories[rank]->data());
+    return std::make_unique<P2pLowLatency>(group, heap, fabric_over(heap.topology, memories),
+                                           own_heaps, blocks);
+}
+
 std::unique_ptr<P2pGroup> make_group(const Heap& heap, std::vector<int> ranks,
                                      const std::vector<DeviceMemory*>& memories, int device,
                                      int num_sms, double timeout) {
@@ -24,10 +44,9 @@ std::unique_ptr<P2pGroup> make_group(const Heap& heap, std::vector<int> ranks,
         throw std::invalid_argument("ranks that share memory: " + std::to_string(memories.size()) +
                                     ", at most " + std::to_string(kMaxNodeRanks));
     }
-    P2pFabricParams fabric{heap.topology, {}};
-    std::vector<char*> heaps, own_heaps;
-    for (size_t rank = 0; rank < memories.size(); ++rank)
-        heaps.push_back(fabric.heaps[rank] = memories[rank]->data());
+    const P2pFabricParams fabric = fabric_over(heap.topology, memories);
+    std::vector<char*> own_heaps;
+    const std::vector<char*> heaps(fabric.heaps, fabric.heaps + memories.size());
     for (int rank : ranks) own_heaps.push_back(heaps[rank]);
     return std::make_unique<P2pGroup>(heap, fabric, std::move(ranks), own_heaps, heaps, device,
                                       num_sms, timeout);
@@ -58,6 +77,11 @@ void bind_cuda(py::module_& m) {
                    "are mapped here.")
         .def(py::init(&make_group), py::kw_only(), py::arg("heap"), py::arg("ranks"),
              py::arg("memories"), py::arg("device"), py::arg("num_sms"), py::arg("timeout"),
+             py::keep_alive<1, 4>());
+
+    P2pLowLatency::bind(m, "CudaLowLatency")
+        .def(py::init(&make_low_latency), py::kw_only(), py::arg("group"), py::arg("heap"),
+             py::arg("memories"), py::arg("blocks"), py::keep_alive<1, 2>(),
              py::keep_alive<1, 4>());
 
     m.def(

@@ -111,6 +111,8 @@ class PyCudaGroup {
         call_ = 0;
     }
 
+    const CudaGroup<FabricParams>& group() const { return *group_; }
+
     static pybind11::class_<PyCudaGroup> bind(pybind11::module_& m, const char* name,
                                               const char* doc) {
         namespace py = pybind11;

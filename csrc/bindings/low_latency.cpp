@@ -66,6 +66,8 @@ void bind_low_latency(py::module_& m) {
              py::kw_only(), py::arg("nodes"), py::arg("ranks_per_node"), py::arg("num_experts"),
              py::arg("max_tokens"), py::arg("largest"), py::arg("staged"), py::arg("channels"))
         .def_property_readonly("bytes", &LowLatencyHeap::bytes)
+        .def_property_readonly_static("most_tokens",
+                                      [](py::object) { return LowLatencyHeap::kMostTokens; })
         .def(
             "layout",
             [](const LowLatencyHeap& heap, int topk, int warps) {

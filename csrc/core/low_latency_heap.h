@@ -23,6 +23,7 @@ struct LowLatencyHeap {
     static constexpr size_t kLine = Heap::kLine;
     static constexpr int kBanks = 2;
     static constexpr int kKinds = 2;
+    static constexpr int kMostTokens = 1024;  // 32 chunks: a lane a chunk
 
     Topology topology;
     int num_experts;

@@ -28,11 +28,18 @@ EP_FN uint32_t read_picks(W& warp, const LowLatencyDispatchArgs& args, int chunk
                           int count, typename W::template PerLane<uint32_t>& picks) {
     const int left = args.num_tokens - 32 * chunk;
     const int tokens = left < 0 ? 0 : left < 32 ? left : 32;
+    constexpr int kAtOnce = 8;  // loads under way
     warp.lanes(32, [&](int lane) {
         picks[lane] = 0;
-        for (int k = 0; lane < tokens && k < args.format.topk; ++k) {
-            const int64_t expert = chosen_expert(args, 32 * chunk + lane, k) - first;
-            if (expert >= 0 && expert < count) picks[lane] |= uint32_t{1} << expert;
+        for (int k = 0; lane < tokens && k < args.format.topk; k += kAtOnce) {
+            int64_t expert[kAtOnce];
+            for (int i = 0; i < kAtOnce; ++i)
+                expert[i] = k + i < args.format.topk
+                                ? chosen_expert(args, 32 * chunk + lane, k + i) - first
+                                : -1;
+            for (int i = 0; i < kAtOnce; ++i) {
+                if (expert[i] >= 0 && expert[i] < count) picks[lane] |= uint32_t{1} << expert[i];
+            }
         }
     });
     return warp.ballot(tokens, [&](int lane) { return picks[lane] != 0; });
@@ -49,13 +56,18 @@ EP_FN void send_choices(W& warp, const LowLatencyDispatch<F>& call, int rank) {
         call.fabric.maps(rank)
             ? call.fabric.template at<uint32_t>(rank, target)
             : call.fabric.template own<uint32_t>(heap.staged_choices(call.bank, rank));
-    typename W::template PerLane<uint32_t> picks, tokens, present;
+    typename W::template PerLane<uint32_t> picks, tokens, present;  // present: a lane a chunk
     typename W::template PerLane<int> rows;
+    warp.lanes(chunks, [&](int lane) { present[lane] = 0; });
     for (int first = 0; first < local_experts; first += 32) {
         const int experts = lanes_from(first, local_experts);
         warp.lanes(experts, [&](int lane) { rows[lane] = 0; });
         for (int chunk = 0; chunk < chunks; ++chunk) {
-            read_picks(warp, args, chunk, rank * local_experts + first, experts, picks);
+            const uint32_t any =
+                read_picks(warp, args, chunk, rank * local_experts + first, experts, picks);
+            warp.lanes(chunks, [&](int lane) {
+                if (lane == chunk) present[lane] |= any;
+            });
             for (int expert = 0; expert < experts; ++expert) {
                 const uint32_t chose =
                     warp.ballot(32, [&](int lane) { return picks[lane] >> expert & 1; });
@@ -70,20 +82,7 @@ EP_FN void send_choices(W& warp, const LowLatencyDispatch<F>& call, int rank) {
         }
         warp.lanes(experts, [&](int lane) { words[chunks + first + lane] = rows[lane]; });
     }
-    for (int first = 0; first < chunks; first += 32) {
-        const int count = lanes_from(first, chunks);
-        for (int chunk = 0; chunk < count; ++chunk) {
-            uint32_t any = 0;
-            for (int group = 0; group < local_experts; group += 32) {
-                any |= read_picks(warp, args, first + chunk, rank * local_experts + group,
-                                  lanes_from(group, local_experts), picks);
-            }
-            warp.lanes(count, [&](int lane) {
-                if (lane == chunk) present[lane] = any;
-            });
-        }
-        warp.lanes(count, [&](int lane) { words[first + lane] = present[lane]; });
-    }
+    warp.lanes(chunks, [&](int lane) { words[lane] = present[lane]; });
     if (!call.fabric.maps(rank)) {
         call.fabric.put_to(warp, heap.channels, rank, target, heap.staged_choices(call.bank, rank),
                            heap.choice_bytes());

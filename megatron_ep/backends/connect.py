@@ -66,22 +66,28 @@ def _connect_p2p(
     members: Sequence[Member],
 ) -> CudaBackend:
     """The processes of the machine map each other's heaps through CUDA IPC."""
+    group = " ".join(str(member.pid) for member in members)
+    memories = peer_memories(meeting, begin, device, heap.bytes, group)
+    return meeting.agree(lambda: p2p(heap, [meeting.rank], memories, device, sms, config))
+
+
+def peer_memories(
+    meeting: Meeting, begin: Callable[[], None], device: torch.device, size: int, group: str
+) -> list[Any]:
+    """Memory of so many bytes on each rank's GPU, mapped by all processes of the machine."""
 
     def create() -> tuple[Any, bytes]:
         begin()
-        memory = _C.DeviceMemory.create(device.index, heap.bytes, " ".join(str(member.pid) for member in members))
+        memory = _C.DeviceMemory.create(device.index, size, group)
         return memory, memory.handle()
 
     own, handles = meeting.exchange(create)
-
-    def open_all() -> CudaBackend:
-        memories = [
-            own if rank == meeting.rank else _C.DeviceMemory.open(device.index, other, heap.bytes)
+    return meeting.agree(
+        lambda: [
+            own if rank == meeting.rank else _C.DeviceMemory.open(device.index, other, size)
             for rank, other in enumerate(handles)
         ]
-        return p2p(heap, [meeting.rank], memories, device, sms, config)
-
-    return meeting.agree(open_all)
+    )
 
 
 def p2p(

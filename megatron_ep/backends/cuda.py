@@ -66,7 +66,7 @@ class CudaBackend:
     """
 
     def __init__(self, group: Any, heap: Any, device: torch.device):
-        self._group = group
+        self.group = group
         self._heap = heap
         self._device = device
         self._busy = threading.Lock()
@@ -77,8 +77,8 @@ class CudaBackend:
         self._seconds = 0.0
 
     def notify(self, tensors: Sequence[Any], *, wait: bool, topk: int, **settings: int) -> Sequence[Totals]:
-        return self._launch(
-            lambda stream: self._group.notify(list(tensors), wait=wait, topk=topk, **settings, stream=stream)
+        return self.launch(
+            lambda stream: self.group.notify(list(tensors), wait=wait, topk=topk, **settings, stream=stream)
         )
 
     def new_counts(self, size: int, *, wait: bool) -> torch.Tensor:
@@ -87,16 +87,16 @@ class CudaBackend:
 
     def dispatch(self, tensors: Sequence[Any], row: Any, *, nvl_batch: int, rdma_chunk: int) -> None:
         batch = min(nvl_batch, self._batch(row))
-        self._launch(
-            lambda stream: self._group.dispatch(
+        self.launch(
+            lambda stream: self.group.dispatch(
                 list(tensors), row, nvl_batch=batch, rdma_chunk=rdma_chunk, stream=stream
             )
         )
 
     def combine(self, tensors: Sequence[Any], row: Any, *, nvl_batch: int, rdma_chunk: int, dtype: int) -> None:
         batch = min(nvl_batch, self._batch(row))
-        self._launch(
-            lambda stream: self._group.combine(
+        self.launch(
+            lambda stream: self.group.combine(
                 list(tensors), row, nvl_batch=batch, rdma_chunk=rdma_chunk, dtype=dtype, stream=stream
             )
         )
@@ -119,26 +119,26 @@ class CudaBackend:
         return 1 << max(0, slots.bit_length() - 2)
 
     def aborted(self) -> tuple[str, int] | None:
-        return self._group.aborted()
+        return self.group.aborted()
 
     def finished(self) -> bool:
         return False  # a launch that was enqueued tells nothing yet
 
     def incidents(self) -> list[dict[str, Any]]:
-        return self._group.incidents()
+        return self.group.incidents()
 
     def abort(self, *, interrupted: bool, failed: bool) -> None:
-        self._group.abort(interrupted=interrupted, failed=failed)
+        self.group.abort(interrupted=interrupted, failed=failed)
 
     def drain(self) -> None:
         self.synchronize()
-        self._group.drain()
+        self.group.drain()
 
     def attach(self, part: Resettable) -> None:
         self._parts.add(part)
 
     def reset(self) -> None:
-        self._group.reset()
+        self.group.reset()
         for part in self._parts:
             part.reset()
 
@@ -160,7 +160,7 @@ class CudaBackend:
                 if time.perf_counter() - started > SPIN_S:
                     time.sleep(POLL_S)
         except BaseException:
-            self._group.abort(interrupted=True, failed=False)
+            self.group.abort(interrupted=True, failed=False)
             raise
 
     def synchronize(self) -> None:
@@ -169,7 +169,7 @@ class CudaBackend:
             self.wait(self._last.record_event())
         torch.cuda.synchronize(self._device)
 
-    def _launch(self, launch: Callable[[int], T]) -> T:
+    def launch(self, launch: Callable[[int], T]) -> T:
         stream = torch.cuda.current_stream(self._device)
         if torch.cuda.is_current_stream_capturing():
             # a graph orders what it holds itself, and torch synchronizes before it captures

@@ -6,7 +6,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
+
 from megatron_ep import _C
+from megatron_ep.backends import cuda
+from megatron_ep.backends.cuda import CudaBackend
 from megatron_ep.backends.host import HostBackend
 from megatron_ep.errors import EPError
 
@@ -74,21 +78,64 @@ class InFlight:
         self._calls.clear()
 
 
+class CudaLowLatencyRanks:
+    """See `LowLatencyRanks`: on torch's current stream."""
+
+    def __init__(self, backend: CudaBackend, heap: Any, memories: Sequence[Any], blocks: int):
+        self._backend = backend
+        self._group = _C.CudaLowLatency(group=backend.group, heap=heap, memories=list(memories), blocks=blocks)
+        self.warps = self._group.warps
+
+    def dispatch(self, tensors: Sequence[Any], row: Any, options: Any, *, receive: bool) -> None:
+        self._backend.launch(
+            lambda stream: self._group.dispatch(
+                receive=receive, tensors=list(tensors), format=row, options=options, stream=stream
+            )
+        )
+
+    def combine(self, tensors: Sequence[Any], row: Any, options: Any, *, receive: bool, dtype: int) -> None:
+        self._backend.launch(
+            lambda stream: self._group.combine(
+                receive=receive, tensors=list(tensors), format=row, options=options, dtype=dtype, stream=stream
+            )
+        )
+
+    def reset(self) -> None:
+        self._group.reset()
+
+
 def connect(buffer: Any, max_tokens: int, largest: Any) -> tuple[Any, LowLatencyRanks]:
     """The heap and the ranks of a buffer's low-latency mode. Collective."""
     backend, topology = buffer._live_backend(), buffer.topology
-    if not isinstance(backend, HostBackend):
-        raise EPError(f"the low-latency mode is not there yet on device {str(buffer.device)!r}, only on the host")
     local = len(buffer.ranks) == topology.world_size
-    warps = SEEDED_WARPS if backend.is_seeded else HOST_WARPS
-    heap = _C.LowLatencyHeap(
-        nodes=topology.nodes,
-        ranks_per_node=topology.ranks_per_node,
-        num_experts=buffer.config.num_experts,
-        max_tokens=max_tokens,
-        largest=largest,
-        staged=topology.nodes > 1,
-        channels=warps,
-    )
-    segments = [_C.Segment.anonymous(heap.bytes) for _ in buffer.ranks] if local else buffer.shared_segments(heap.bytes)
-    return heap, HostLowLatencyRanks(backend, heap, segments, warps)
+
+    def make_heap(warps: int, staged: bool) -> Any:
+        return _C.LowLatencyHeap(
+            nodes=topology.nodes,
+            ranks_per_node=topology.ranks_per_node,
+            num_experts=buffer.config.num_experts,
+            max_tokens=max_tokens,
+            largest=largest,
+            staged=staged,
+            channels=warps,
+        )
+
+    if isinstance(backend, HostBackend):
+        warps = SEEDED_WARPS if backend.is_seeded else HOST_WARPS
+        heap = make_heap(warps, staged=topology.nodes > 1)
+        anonymous = [_C.Segment.anonymous(heap.bytes) for _ in buffer.ranks] if local else None
+        return heap, HostLowLatencyRanks(backend, heap, anonymous or buffer.shared_segments(heap.bytes), warps)
+    if not isinstance(backend.group, _C.CudaGroup):
+        raise EPError(
+            "the low-latency mode works between GPUs that share memory (fabric p2p) and on the host; it does not yet "
+            f"over this buffer's fabric, {buffer.fabric}"
+        )
+    heap = make_heap(1, staged=False)
+    if local:
+        with torch.cuda.device(buffer.device):
+            memories = [_C.DeviceMemory.create(buffer.device.index, heap.bytes) for _ in buffer.ranks]
+    else:
+        memories = buffer.device_memories(heap.bytes)
+    # the ranks of this process are launched one after the other
+    blocks = cuda.num_sms(buffer.config, buffer.device, len(buffer.ranks)) * len(buffer.ranks)
+    return heap, CudaLowLatencyRanks(backend, heap, memories, blocks)

@@ -36,6 +36,9 @@ class Measured:
     seconds: dict[tuple[str, str], list[float]]
 
 
+MOST_LOW_LATENCY_TOKENS = 1024  # that the mode takes
+
+
 @dataclass(frozen=True)
 class Case:
     nodes: int
@@ -79,7 +82,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "megatron-ep bench",
         description="Times dispatch and combine, ours, Megatron's all-to-all over gloo, and a copy of the same bytes. "
         "Without --nodes and --ranks-per-node: 1x2 and 2x2 ranks. 'bench router' times the router, "
-        "'bench cuda' all ranks on one GPU, 'bench gpus' a rank on each.",
+        "'bench cuda' all ranks on one GPU, 'bench gpus' a rank on each, 'bench low-latency' the low-latency mode on "
+        "GPUs.",
     )
     parser.add_argument("--nodes", type=positive, metavar="N", help="nodes; all ranks run on this machine all the same")
     parser.add_argument("--ranks-per-node", type=positive, metavar="G", help="ranks of a node")
@@ -109,17 +113,26 @@ def measure(case: Case, beside_megatron: bool, warmup: int, iterations: int) -> 
     x = torch.randn(case.tokens, case.hidden, generator=generator).to(DTYPES[case.dtype])
     scores = torch.rand(case.tokens, case.experts, generator=generator)
     weights, topk_idx = scores.softmax(dim=1).topk(case.topk, dim=1)
-    with torch.no_grad():
+    config = ep.Config(num_experts=case.experts)
+    topology = ep.Topology(case.nodes, case.ranks_per_node)
+    with torch.no_grad(), ep.Buffer(dist.group.WORLD, config, topology) as buffer:
+        others = {}
+        if case.tokens <= MOST_LOW_LATENCY_TOKENS:
+            others["low_latency"] = _steps_of_low_latency(buffer, case, x, topk_idx)
         if beside_megatron:
-            return _measure_beside_megatron(case, x, topk_idx, weights, warmup, iterations)
-        config = ep.Config(num_experts=case.experts)
-        with ep.Buffer(dist.group.WORLD, config, ep.Topology(case.nodes, case.ranks_per_node)) as buffer:
-            steps = {"ours": _steps_of_buffer(buffer, x, topk_idx, weights)}
-            return _measure_in_turns(steps, warmup, iterations)
+            return _measure_beside_megatron(case, x, topk_idx, weights, others, warmup, iterations)
+        steps = {"ours": _steps_of_buffer(buffer, x, topk_idx, weights), **others}
+        return _measure_in_turns(steps, warmup, iterations)
 
 
 def _measure_beside_megatron(
-    case: Case, x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor, warmup: int, iterations: int
+    case: Case,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    weights: torch.Tensor,
+    others: dict[str, Steps],
+    warmup: int,
+    iterations: int,
 ) -> Measured:
     from megatron_ep.megatron import equivalence
     from megatron_ep.megatron.dispatcher import close_buffers, configure
@@ -142,7 +155,7 @@ def _measure_beside_megatron(
     }
     _check_equal(steps)
     try:
-        return _measure_in_turns(steps, warmup, iterations)
+        return _measure_in_turns(steps | others, warmup, iterations)
     finally:
         close_buffers()
 
@@ -156,6 +169,18 @@ def _steps_of_buffer(buffer: ep.Buffer, x: torch.Tensor, topk_idx: torch.Tensor,
         return received.x
 
     return dispatch, lambda rows: ep.combine(rows, handles.pop())
+
+
+def _steps_of_low_latency(buffer: ep.Buffer, case: Case, x: torch.Tensor, topk_idx: torch.Tensor) -> Steps:
+    low_latency = ep.LowLatency(buffer, max_tokens=case.tokens, hidden=case.hidden, topk=case.topk, dtype=x.dtype)
+    handles = []
+
+    def dispatch() -> torch.Tensor:
+        received = low_latency.dispatch(x, topk_idx, layout="grouped")
+        handles.append(received.handle)
+        return received.x
+
+    return dispatch, lambda rows: low_latency.combine(rows, handles.pop())
 
 
 def _steps_of_dispatcher(dispatcher: Any, x: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor) -> Steps:

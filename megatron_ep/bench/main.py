@@ -1,4 +1,4 @@
-"""`megatron-ep bench [router | cuda | gpus]`: without a name, the exchange of a layer on the host."""
+"""`megatron-ep bench [router | cuda | gpus | low-latency]`: without a name, the exchange of a layer on the host."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ def main(argv: Sequence[str]) -> int:
         from megatron_ep.bench import gpus
 
         return gpus.main(argv[1:])
+    if argv and argv[0] == "low-latency":
+        from megatron_ep.bench import low_latency
+
+        return low_latency.main(argv[1:])
     from megatron_ep.bench import layer
 
     return layer.main(argv)

@@ -104,7 +104,7 @@ def run_different_libraries() -> None:
     lacking = lack if dist.get_rank() == 1 else lambda: None
     with ranks_with("", nvshmem=lacking, nccl=lambda: library):
         backend = connected(meeting_of(), "abc")
-        assert backend._group.memory.endswith(b"by NCCL")
+        assert backend.group.memory.endswith(b"by NCCL")
         assert (backend.fabric.name, backend.fabric.reason) == ("nccl", "3 machines; it lacks something on rank 1")
     refused = pytest.raises(ep.EPError, match=r"machines here: it lacks something on rank 1; it lacks .* on rank 1$")
     with ranks_with("", nvshmem=lacking, nccl=lacking), refused:
@@ -164,7 +164,7 @@ def groups_of_memories(*members: tuple[int, ...]) -> list[str]:
     with ranks_with(""):
         for these in members:
             if dist.get_rank() in these:
-                memories = connected(meeting_of(these))._group.memories
+                memories = connected(meeting_of(these)).group.memories
                 assert len({memory.group for memory in memories}) == 1, "members of a buffer name it differently"
                 seen.append(memories[0].group)
     return seen
@@ -229,7 +229,7 @@ def over(fabric: str, library):
 
 
 def heap_of(meeting: Meeting) -> int:
-    return connected(meeting)._group.memory
+    return connected(meeting).group.memory
 
 
 def run_spares() -> None:

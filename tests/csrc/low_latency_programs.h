@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -54,8 +55,13 @@ struct LowLatencyProgram {
 
     int pick(int low, int high) { return low + static_cast<int>(random() % (high - low + 1)); }
 
-    // under_way: how many calls of a kind may be; more than two is against the rules.
-    LowLatencyProgram(uint64_t seed, SimulatedNetwork* network, int most_under_way = 2)
+    // OfWarps: few warps and short rows. OfBlocks: whole blocks of warps, and rows for the copy
+    // engine, too.
+    enum class Sizes { OfWarps, OfBlocks };
+
+    // most_under_way: how many calls of a kind may be; more than two is against the rules.
+    LowLatencyProgram(uint64_t seed, SimulatedNetwork* network, int most_under_way = 2,
+                      Sizes sizes = Sizes::OfWarps)
         : random(seed), under_way(most_under_way) {
         topology = {pick(1, 3), pick(1, 2)};
         const int world = topology.world();
@@ -64,6 +70,11 @@ struct LowLatencyProgram {
         hidden = pick(1, 5);
         max_tokens = pick(1, 40) > 34 ? 35 : pick(1, 4);
         warps = pick(1, 3);
+        if (sizes == Sizes::OfBlocks) {
+            warps = 16 * pick(1, 2);
+            hidden = std::array{3, 40, 400, 2000}[pick(0, 3)];
+            if (pick(0, 5) == 0) experts = 40 * world;  // more than there are lanes
+        }
         const RowFormat format{hidden * 4, 0, 4, topk, 2};
         heap = {topology,           experts, max_tokens, topk, format.slot_bytes(),
                 topology.nodes > 1, warps};

@@ -34,6 +34,16 @@ SURVIVOR = """
 """
 
 
+def with_low_latency(script):
+    """The same with the low-latency mode's dispatches and combines."""
+    changed = script.replace("ep.dispatch(x, ids, buffer=buffer)", "low_latency.dispatch(x, ids)")
+    changed = changed.replace("ep.combine(", "low_latency.combine(")
+    made = "    low_latency = ep.LowLatency(buffer, max_tokens=64, hidden=16, topk=3, dtype=torch.float32)\n"
+    before = "    x = torch.ones("
+    assert "low_latency.dispatch" in changed and "low_latency.combine" in changed and before in changed
+    return changed.replace(before, made + before)
+
+
 def start_survivors(tmp_path, device="cpu"):
     script = textwrap.dedent(SURVIVOR)
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}

@@ -192,6 +192,18 @@ class DeviceWarp {
         return of_scope<scope>(ptx::load_acquire_gpu, ptx::load_acquire_sys)(flag);
     }
 
+    template <Scope scope>
+    __device__ __forceinline__ uint64_t arrive(uint64_t* counter) {
+        static_assert(scope == Scope::Rank);
+        finish_writes();
+        uint64_t before = 0;
+        if (lane_id() == 0) before = ptx::fetch_add_acq_rel_gpu(counter, 1);
+        return static_cast<uint64_t>(__shfl_sync(kAll, static_cast<unsigned long long>(before), 0));
+    }
+
+    // From now on the timeout is that of all waits together.
+    __device__ __forceinline__ void start_deadline() { deadline_start_ = ptx::globaltimer(); }
+
     // Between what the copy engine wrote for this warp and a flag that promises it: the engine's
     // writes are in no order with the warp's stores, so a reader might see the flag first. Publish
     // does this itself; a fabric that releases flags by other means has to.
@@ -251,7 +263,7 @@ class DeviceWarp {
     template <class F, class Enough>
     __device__ __forceinline__ uint32_t poll(Wait wait, int count, F&& need, Enough&& enough,
                                              const Need& other) {
-        uint64_t start = 0;
+        uint64_t start = deadline_start_;
         for (uint32_t polls = 1;; ++polls) {
             const Need mine = lane_id() < count ? need(lane_id()) : other;
             const uint32_t met = __ballot_sync(kAll, is_met(mine));
@@ -290,6 +302,7 @@ class DeviceWarp {
     uint64_t call_;
     Role role_;
     int channel_;
+    uint64_t deadline_start_ = 0;  // 0: each wait has its own
     BulkCopier bulk_;
 };
 

@@ -65,6 +65,33 @@ class P2pFabric {
         warp.template credit<Scope::System>(rail<uint64_t>(node, flag), to);
     }
 
+    // ---- to any rank
+
+    static __device__ __forceinline__ constexpr bool maps(int) { return true; }
+
+    template <class T>
+    __device__ __forceinline__ T* at(int rank, size_t offset) const {
+        return reinterpret_cast<T*>(params_.heaps[rank] + offset);
+    }
+
+    template <class W>
+    __device__ __forceinline__ void put_to(W& warp, int, int rank, size_t dst, size_t src,
+                                           size_t bytes) const {
+        warp.template copy<Reuse::Soon>(at<char>(rank, dst), own<char>(src), bytes);
+    }
+
+    template <class W>
+    __device__ __forceinline__ void signal_to(W& warp, int, int rank, size_t flag, uint64_t,
+                                              uint64_t to) const {
+        warp.template publish<Scope::System>(at<uint64_t>(rank, flag), to);
+    }
+
+    template <class W>
+    __device__ __forceinline__ void credit_to(W& warp, int, int rank, size_t flag, uint64_t,
+                                              uint64_t to) const {
+        warp.template credit<Scope::System>(at<uint64_t>(rank, flag), to);
+    }
+
     template <class W>
     __device__ __forceinline__ uint64_t acquire_signal(int, size_t flag) const {
         return W::template acquire<Scope::System>(own<uint64_t>(flag));

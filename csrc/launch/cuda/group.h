@@ -57,6 +57,16 @@ class CudaGroup {
 
     const std::vector<int>& ranks() const { return ranks_; }
     const Heap& heap() const { return heap_; }
+    int device() const { return device_; }
+    // What the kernels of the rank at `index` need to wait and to give up.
+    DeviceRank device_rank(size_t index) const {
+        return {ranks_[index],
+                static_cast<int>(reachable_.size()),
+                timeout_ns_,
+                reinterpret_cast<ControlBlock*>(own_heaps_[index] + heap_.control()),
+                reports_on_gpu_ + index,
+                abort_words_.get()};
+    }
     uint64_t aborted() const;
     const ControlBlock& report(size_t index) const { return reports_[index]; }
     // Makes the waits of all ranks in reach end, also while this process's own kernels run.

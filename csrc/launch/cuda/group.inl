@@ -135,10 +135,7 @@ J CudaGroup<P>::joint(const std::vector<Args>& args, int blocks_per_rank) const 
     for (size_t i = 0; i < args.size(); ++i) {
         joint.args[i] = args[i];
         joint.progress[i] = {progress_.get() + i * Progress::kWords};
-        joint.ranks[i] = {
-            ranks_[i],           static_cast<int>(reachable_.size()),
-            timeout_ns_,         reinterpret_cast<ControlBlock*>(own_heaps_[i] + heap_.control()),
-            reports_on_gpu_ + i, abort_words_.get()};
+        joint.ranks[i] = device_rank(i);
     }
     return joint;
 }

@@ -105,6 +105,7 @@ void yield() { swapcontext(&current->context, &scheduler); }
 Index thread_index() { return {current->thread}; }
 Index block_index() { return {current->block}; }
 Index block_size() { return {threads_per_block}; }
+Index grid_size() { return {static_cast<unsigned>(memories.size())}; }
 char* block_memory() { return memories[current->block].get(); }
 
 std::vector<uint64_t> exchange(Kind kind, uint64_t value) {

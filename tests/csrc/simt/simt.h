@@ -47,6 +47,7 @@ void yield();
 Index thread_index();
 Index block_index();
 Index block_size();
+Index grid_size();
 char* block_memory();  // shared memory of the current block
 
 // The 32 values that the lanes of the current warp bring to their next collective, which must be of
@@ -82,6 +83,7 @@ T from_word(uint64_t word) {
 #define threadIdx (simt::thread_index())
 #define blockIdx (simt::block_index())
 #define blockDim (simt::block_size())
+#define gridDim (simt::grid_size())
 
 inline void __syncwarp() { simt::exchange(simt::Kind::Sync, 0); }
 

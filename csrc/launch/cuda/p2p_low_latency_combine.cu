@@ -1,0 +1,10 @@
+#include "fabric/cuda/p2p_fabric.h"
+#include "launch/cuda/low_latency.inl"
+
+namespace ep {
+
+template void CudaLowLatency<P2pFabricParams>::combine(bool,
+                                                       const std::vector<LowLatencyCombineArgs>&,
+                                                       DType, CudaStream) const;
+
+}  // namespace ep

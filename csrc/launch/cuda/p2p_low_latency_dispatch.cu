@@ -1,0 +1,15 @@
+#include "fabric/cuda/p2p_fabric.h"
+#include "launch/cuda/low_latency.inl"
+
+namespace ep {
+
+using P = P2pFabricParams;
+
+template CudaLowLatency<P>::CudaLowLatency(const CudaGroup<P>&, const LowLatencyHeap&, const P&,
+                                           const std::vector<char*>&, int);
+template int CudaLowLatency<P>::warps() const;
+template void CudaLowLatency<P>::dispatch(bool, const std::vector<LowLatencyDispatchArgs>&,
+                                          CudaStream) const;
+template void CudaLowLatency<P>::reset();
+
+}  // namespace ep

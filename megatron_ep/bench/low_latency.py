@@ -1,0 +1,207 @@
+"""`megatron-ep bench low-latency`: the low-latency mode on GPUs, by CUDA events: a rank on each GPU of this machine, or
+all ranks on one.
+
+Each call as it is (`eager`, with the host's work where the GPU waits for it) and captured in a CUDA graph of many calls
+(`graph`: the GPU's time of one). A round's time is that of its slowest rank. The host's row is one of `megatron-ep
+bench`. T tokens of a rank, H hidden, K picks of a token, E experts. A rank's bytes: its tokens, once for each rank that
+they go to.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import megatron_ep as ep
+from megatron_ep.bench.arguments import add_rounds, add_sizes, positive
+from megatron_ep.bench.gpu_case import require_gpu
+from megatron_ep.bench.local_ranks import LocalRanks
+from megatron_ep.bench.report import PERCENTILES, RATE, WHAT, Record, Report, make_record
+from megatron_ep.bench.timing import Step, cuda_timer, host_timer, time_rounds
+
+CALLS = 20  # of a graph
+
+
+@dataclass(frozen=True)
+class Case:
+    world_size: int
+    on_one_gpu: bool
+    num_sms: int
+    max_tokens: int
+    tokens: int
+    hidden: int
+    topk: int
+    experts: int
+
+    def __str__(self) -> str:
+        where = "on one GPU" if self.on_one_gpu else "GPUs"
+        sizes = f"T={self.tokens} of {self.max_tokens} H={self.hidden} K={self.topk} E={self.experts}"
+        return f"{self.world_size} {where} sms={self.num_sms} {sizes}"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a rank timed."""
+
+    phase: str
+    implementation: str
+    seconds: list[float]  # of each round
+    size: int  # bytes
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the benchmark; see --help."""
+    arguments = _parse(argv)
+    require_gpu("megatron-ep bench low-latency")
+    gpus = torch.cuda.device_count()
+    on_one_gpu = arguments.ranks is not None or gpus == 1
+    world_size = arguments.ranks or (8 if on_one_gpu else gpus)
+    if arguments.experts % world_size:
+        raise SystemExit(f"--experts is {arguments.experts}, must be a multiple of {world_size} ranks")
+    report = Report(arguments.json)
+    sizes = (arguments.hidden, arguments.topk, arguments.experts)
+    first = Case(world_size, on_one_gpu, 1, arguments.max_tokens, 1, *sizes)
+    cases = [replace(first, num_sms=sms, tokens=t) for sms in arguments.num_sms for t in arguments.batch]
+    if on_one_gpu:
+        by_rank = [[measure_on_one_gpu(case, arguments.warmup, arguments.iters) for case in cases]]
+    else:
+        with LocalRanks(world_size, timeout=60.0 + 30.0 * len(cases)) as ranks:
+            by_rank = ranks.run(measure_rank, cases, arguments.warmup, arguments.iters)
+    for case, of_ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
+        records = [_slowest(case, same) for same in zip(*of_ranks, strict=True)]
+        report.add(f"{case}: the slowest rank", records, WHAT | PERCENTILES | RATE)
+    return 0
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("megatron-ep bench low-latency", description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--ranks", type=positive, metavar="W", help="all on one GPU (a rank on each; 8 if it is one)")
+    parser.add_argument("--num-sms", nargs="+", type=positive, default=[16, 24, 32], help="of a rank (%(default)s)")
+    parser.add_argument("--batch", nargs="+", type=positive, default=[1, 8, 32, 128], metavar="T", help="(%(default)s)")
+    parser.add_argument("--max-tokens", type=positive, default=128, help="of a rank (%(default)s)")
+    add_sizes(parser, hidden=7168, experts=256)
+    add_rounds(parser, warmup=5, iters=30)
+    arguments = parser.parse_args(argv)
+    if max(arguments.batch) > arguments.max_tokens:
+        parser.error(f"--batch {max(arguments.batch)} is over --max-tokens {arguments.max_tokens}")
+    return arguments
+
+
+def _inputs(case: Case, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(rank)
+    x = torch.randn(case.tokens, case.hidden, generator=generator, device="cuda", dtype=torch.bfloat16)
+    scores = torch.rand(case.tokens, case.experts, generator=generator, device="cuda")
+    weights, ids = scores.topk(case.topk, dim=1)
+    return x, ids, weights
+
+
+def _size(case: Case, ids: torch.Tensor) -> int:
+    ranks = ids // (case.experts // case.world_size)
+    return sum(int((ranks == rank).any(dim=1).sum()) for rank in range(case.world_size)) * 2 * case.hidden
+
+
+def measure_on_one_gpu(case: Case, warmup: int, iterations: int) -> list[Measured]:
+    """All ranks of a LocalCluster, whose launches follow each other."""
+    config = ep.Config(num_experts=case.experts, num_sms=case.num_sms, timeout=10)
+    sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    if case.num_sms * case.world_size > sms:
+        config = replace(config, num_sms=sms // case.world_size)
+    with ep.LocalCluster(1, case.world_size, config, device="cuda") as cluster, torch.no_grad():
+        x, ids, weights = (list(part) for part in zip(*(_inputs(case, r) for r in range(case.world_size)), strict=True))
+        size = sum(_size(case, idx) for idx in ids)
+        return _measure(case, cluster, x, ids, weights, size, warmup, iterations, torch.cuda.synchronize)
+
+
+def measure_rank(cases: Sequence[Case], warmup: int, iterations: int) -> list[list[Measured]]:
+    """Runs on every rank, each with a GPU of its own."""
+    rank = dist.get_rank()
+    torch.cuda.set_device(rank)
+
+    def meet() -> None:
+        torch.cuda.synchronize()
+        dist.barrier()
+
+    measured = []
+    for case in cases:
+        config = ep.Config(num_experts=case.experts, num_sms=case.num_sms, timeout=10)
+        with ep.Buffer(None, config, device="cuda") as buffer, torch.no_grad():
+            inputs = _inputs(case, rank)
+            measured.append(_measure(case, buffer, *inputs, _size(case, inputs[1]), warmup, iterations, meet))
+    return measured
+
+
+def _measure(
+    case: Case, buffer: Any, x: Any, ids: Any, weights: Any, size: int, warmup: int, iterations: int, meet: Step
+) -> list[Measured]:
+    low_latency = ep.LowLatency(buffer, max_tokens=case.max_tokens, hidden=case.hidden, topk=case.topk)
+    received = low_latency.dispatch(x, ids, weights)
+    rows, handle = received.x, received.handle
+
+    def pair() -> None:
+        got = low_latency.dispatch(x, ids)
+        low_latency.combine(got.x, got.handle, weights)
+
+    def hooks() -> None:
+        got, hook = low_latency.dispatch(x, ids, return_recv_hook=True)
+        hook()
+        _, hook = low_latency.combine(got.x, got.handle, weights, return_recv_hook=True)
+        hook()
+
+    def pair_at_expert() -> None:
+        got = low_latency.dispatch(x, ids, weights)
+        low_latency.combine(got.x, got.handle, got.probs, sum_at="expert")
+
+    phases: dict[str, tuple[Callable[[], Any], int]] = {
+        "dispatch": (lambda: low_latency.dispatch(x, ids), size),
+        "combine": (lambda: low_latency.combine(rows, handle, weights), size),
+        "combine at expert": (lambda: low_latency.combine(rows, handle, received.probs, sum_at="expert"), size),
+        "pair": (pair, 2 * size),
+        "pair, hooks": (hooks, 2 * size),
+        "pair at expert": (pair_at_expert, 2 * size),
+    }
+    measured = []
+    for phase, (step, moved) in phases.items():
+        graph = _captured(step, meet)
+        timers = {
+            "eager": cuda_timer(step),
+            "host": host_timer(step, before=torch.cuda.synchronize),
+            "graph": cuda_timer(graph.replay, CALLS),
+        }
+        for name, timer in timers.items():
+            [seconds] = time_rounds({0: timer}, warmup, iterations, when_warm=meet).values()
+            measured.append(Measured(phase, name, seconds, moved))
+        meet()
+        buffer.synchronize()
+        meet()
+        del graph
+    return measured
+
+
+def _captured(step: Step, meet: Step) -> torch.cuda.CUDAGraph:
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    meet()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            step()
+    meet()
+    return graph
+
+
+def _slowest(case: Case, same: Sequence[Measured]) -> Record:
+    seconds = [max(of_round) for of_round in zip(*(rank.seconds for rank in same), strict=True)]
+    first = same[0]
+    return make_record(case, first.phase, first.implementation, seconds, first.size, **asdict(case))
+
+
+if __name__ == "__main__":
+    import sys
+
+    sys.exit(main(sys.argv[1:]))

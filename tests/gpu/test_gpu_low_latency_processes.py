@@ -1,0 +1,119 @@
+"""The low-latency mode between processes, through CUDA IPC: on one GPU, or a GPU for each."""
+
+import time
+
+import pytest
+import survivors
+import torch
+import torch.distributed as dist
+
+import megatron_ep as ep
+from megatron_ep import reference
+from megatron_ep.bench.local_ranks import LocalRanks
+
+W, E, K, H, MAX = 4, 8, 3, 520, 40
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with LocalRanks(W, 120) as ranks:
+        yield ranks
+
+
+def make(spread, timeout=10.0):
+    torch.cuda.set_device(dist.get_rank() if spread else 0)
+    buffer = ep.Buffer(None, ep.Config(num_experts=E, timeout=timeout, num_sms=2), device="cuda")
+    return buffer, ep.LowLatency(buffer, max_tokens=MAX, hidden=H, topk=K)
+
+
+def inputs(seed):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = [5, 0, 17, MAX]
+    ids = [torch.rand(t, E, generator=generator).topk(K, dim=1).indices for t in tokens]
+    return [torch.randint(-8, 9, (t, H), generator=generator).bfloat16() for t in tokens], ids
+
+
+def round_trips(low_latency, rounds=6):
+    rank = low_latency.buffer.rank
+    for seed in range(rounds):
+        x, ids = inputs(seed)
+        own = x[rank].cuda()
+        received = low_latency.dispatch(own, ids[rank].cuda())
+        expected, _, counts = reference.dispatch(x, ids, [torch.ones(i.shape) for i in ids], E)
+        assert torch.equal(received.tokens_per_expert.cpu(), counts[rank].int())
+        rows = torch.cat([part[:count] for part, count in zip(received.x.cpu(), counts[rank], strict=True)])
+        assert torch.equal(rows, expected[rank])
+        assert torch.equal(low_latency.combine(received.x, received.handle), 3 * own)
+    low_latency.buffer.synchronize()
+
+
+def run_round_trips(spread):
+    buffer, low_latency = make(spread)
+    with buffer:
+        round_trips(low_latency)
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_round_trips(ranks, spread):
+    if spread and torch.cuda.device_count() < W:
+        pytest.skip(f"needs {W} GPUs")
+    ranks.run(run_round_trips, spread)
+
+
+def run_beside_nccl():
+    """NCCL's kernels and ours on two streams, in another order on every rank: nobody waits in a circle."""
+    buffer, low_latency = make(True, timeout=20.0)
+    nccl = dist.new_group(backend="nccl")
+    rank, side = buffer.rank, torch.cuda.Stream()
+    x, ids = (part[rank].cuda() for part in inputs(1))
+    big = torch.ones(1 << 24, device="cuda")
+    with buffer:
+        for round in range(10):
+
+            def reduce():
+                with torch.cuda.stream(side):
+                    dist.all_reduce(big, group=nccl)
+
+            if (rank + round) % 2:
+                reduce()
+            received = low_latency.dispatch(x, ids)
+            y = low_latency.combine(received.x, received.handle)
+            if not (rank + round) % 2:
+                reduce()
+            assert torch.equal(y, 3 * x)
+        torch.cuda.synchronize()
+        buffer.synchronize()
+
+
+def test_beside_nccl(ranks):
+    if torch.cuda.device_count() < W:
+        pytest.skip(f"needs {W} GPUs")
+    ranks.run(run_beside_nccl)
+
+
+def run_one_absent():
+    buffer, low_latency = make(False, timeout=2.0)
+    x, ids = (part[buffer.rank].cuda() for part in inputs(2))
+    message = ""
+    if buffer.rank == 3:
+        time.sleep(6)
+    else:
+        with pytest.raises(ep.EPTimeoutError) as caught:
+            low_latency.dispatch(x, ids)
+            buffer.synchronize()
+        message = str(caught.value)
+    buffer.reset()
+    round_trips(low_latency, rounds=1)
+    buffer.close()
+    return message
+
+
+def test_an_absent_rank_is_named(ranks):
+    messages = ranks.run(run_one_absent)
+    assert any("low_latency_receiver" in message and "from rank 3: seen" in message for message in messages), messages
+
+
+@pytest.mark.parametrize("check", [survivors.check_killed, survivors.check_interrupted])
+def test_survivors(tmp_path, monkeypatch, check):
+    monkeypatch.setattr(survivors, "SURVIVOR", survivors.with_low_latency(survivors.SURVIVOR))
+    check(tmp_path, "cuda")
