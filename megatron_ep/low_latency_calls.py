@@ -14,6 +14,7 @@ import torch
 from torch.autograd import Function
 
 from megatron_ep import _C
+from megatron_ep.backends.interface import Backend
 from megatron_ep.backends.low_latency import Call, InFlight, LowLatencyRanks
 from megatron_ep.rank_group import PAYLOAD_TYPES, RankGroup
 
@@ -25,6 +26,7 @@ class RankPart:
     num_tokens: int  # T
     layout: torch.Tensor  # int32, as csrc/core/low_latency_args.h lays it out
     rows: int  # of the expert-grouped tensors
+    made_on: int  # the stream, see Backend.current_stream
 
 
 @dataclass(eq=False)
@@ -84,6 +86,7 @@ class Pending(Call):
         self._calls = calls
         self._launch = launch
         self._tensors = tensors  # whose memory the launches use
+        self._made_on = calls.backend.current_stream()
 
     def receive(self) -> None:
         """Launches the receiving half. Raises ValueError the second time."""
@@ -91,7 +94,7 @@ class Pending(Call):
             raise ValueError("the hook of a low-latency call was called twice, must be called once")
         with self._calls.group.abort_peers_on_error():
             self._calls.group.check_usable()
-            self._calls.keep(self._tensors)
+            self._calls.backend.keep_for_launch(self._tensors, self._made_on)
             self._launch(receive=True)
             self.received = True
             self._tensors = ()
@@ -107,7 +110,7 @@ class LowLatencyCalls:
         self._ranks = ranks
         self._offsets: dict[int, dict[str, int]] = {}
         self.in_flight = {"dispatch": InFlight("dispatch"), "combine": InFlight("combine")}
-        group._live_backend().attach(self)
+        self.backend.attach(self)
 
     def offsets(self, topk: int) -> dict[str, int]:
         if topk not in self._offsets:
@@ -116,10 +119,11 @@ class LowLatencyCalls:
 
     def new_part(self, topk: int, num_tokens: int, rows: int) -> RankPart:
         layout = torch.empty(self.offsets(topk)["size"], dtype=torch.int32, device=self.group.device)
-        return RankPart(num_tokens, layout, rows)
+        return RankPart(num_tokens, layout, rows, self.backend.current_stream())
 
-    def keep(self, tensors: Sequence[Any]) -> None:
-        self.group._live_backend().keep_for_launch([tensor for tensor in tensors if tensor is not None])
+    @property
+    def backend(self) -> Backend:
+        return self.group._live_backend()
 
     def reset(self) -> None:
         self._ranks.reset()
@@ -209,6 +213,7 @@ class LowLatencyCalls:
         )
 
     def _tensors(self, rank: RankPart) -> tuple[Any, torch.Tensor]:
+        self.backend.keep_for_launch([rank.layout], rank.made_on)
         call = torch.empty(1, dtype=torch.int64, device=self.group.device)
         t = _C.LowLatencyTensors()
         t.layout, t.call = rank.layout.data_ptr(), call.data_ptr()
@@ -217,10 +222,9 @@ class LowLatencyCalls:
 
     def _send(self, kind: str, launch: Any, tensors: list[torch.Tensor]) -> Pending:
         self.in_flight[kind].check()
-        self.keep(tensors)
+        call = Pending(self, launch, tensors)
         launch(receive=False)
         self.group._raise_if_aborted()
-        call = Pending(self, launch, tensors)
         self.in_flight[kind].add(call)
         return call
 
