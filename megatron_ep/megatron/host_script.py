@@ -97,7 +97,7 @@ def enable() -> None:
         module.get_context = _forking(module.get_context)
     send = functools.partial(_send_copy, torch.distributed.isend)
     torch.distributed.isend = torch.distributed.distributed_c10d.isend = send
-    _take_installed_helpers()
+    take_installed_helpers()
     _mark_norms()
     sys.modules[_KERNELS] = _module(_KERNELS, load=lambda _: None)
     if importlib.util.find_spec("triton") is None:
@@ -141,7 +141,8 @@ def _forking(get_context: Any) -> Any:
     return lambda method=None: get_context("fork" if method == "spawn" else method)
 
 
-def _take_installed_helpers() -> None:
+def take_installed_helpers() -> None:
+    """The index builder of an installed megatron-core, if sys.path has one, in place of compiling the tree's own."""
     found = [
         file
         for path in sys.path

@@ -1,0 +1,56 @@
+"""One rank of `train_slice.py`: pretrain_gpt.py of MEGATRON_LM, its steps measured. RESULT: where rank 0 leaves them.
+
+TIMED_FROM: the step from which dispatchers are timed, after the steps whose own time counts; 0: never.
+"""
+
+import json
+import os
+import runpy
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from megatron_ep.megatron.host_script import take_installed_helpers
+from megatron_ep.training.dispatch_timer import DispatchTimer
+
+
+def measure():
+    """Every step's wall time between synchronizations, loss, norm, and the seconds inside the dispatchers' steps."""
+    from megatron.training import training
+
+    step, timed_from = training.train_step, int(os.environ["TIMED_FROM"])
+    steps, timers = [], []
+
+    def measured(*args, **kwargs):
+        if timed_from and len(steps) == timed_from:
+            timers.extend(DispatchTimer(chunk, "cuda") for chunk in args[2])
+        before = sum(timer.seconds for timer in timers)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        result = step(*args, **kwargs)
+        torch.cuda.synchronize()
+        row = {"seconds": time.perf_counter() - began, "norm": float(result[5])}
+        row["loss"] = float(result[0]["lm loss"]) if "lm loss" in result[0] else None
+        row["dispatch"] = sum(timer.seconds for timer in timers) - before if timers else None
+        steps.append(row)
+        if torch.distributed.get_rank() == 0:
+            kinds = {
+                type(module.token_dispatcher).__name__
+                for chunk in args[2]
+                for module in chunk.modules()
+                if getattr(module, "token_dispatcher", None) is not None
+            }
+            peak = torch.cuda.max_memory_allocated()
+            result_file = {"steps": steps, "dispatchers": sorted(kinds), "peak_bytes": peak}
+            Path(os.environ["RESULT"]).write_text(json.dumps(result_file))
+        return result
+
+    training.train_step = measured
+
+
+take_installed_helpers()
+measure()
+sys.argv[0] = str(Path(os.environ["MEGATRON_LM"], "pretrain_gpt.py"))
+runpy.run_path(sys.argv[0], run_name="__main__")
