@@ -36,6 +36,8 @@ REPLACED: dict[str, str] = {
     "torch.cuda.empty_cache, set_rng_state, memory_allocated, max_memory_allocated, memory_reserved, "
     "max_memory_reserved, memory_stats, mem_get_info, reset_peak_memory_stats": "the caching allocator is emptied and "
     "asked at start and for every log line; there is none, and it holds 0 bytes",
+    "torch.cuda.nvtx.range_push, range_pop": "the 1F1B overlap schedule names its steps for a profiler of GPUs; nobody "
+    "listens",
     "torch.Tensor.record_stream, pin_memory, is_pinned": "memory is handed between streams and pinned for copies to a "
     "GPU; the host has one stream and copies nothing",
     "torch.distributed.init_process_group, new_group": "backend nccl is asked for; gloo connects hosts",
@@ -87,6 +89,7 @@ def enable() -> None:
         ),
     }.items():
         setattr(torch.cuda, name, value)
+    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_: None
     torch.accelerator.current_accelerator = lambda *_, **__: None
     torch.Tensor.record_stream = lambda *_: None
     torch.Tensor.pin_memory = lambda tensor, *_: tensor

@@ -128,3 +128,33 @@ def test_a_few_layouts(runs, name):
 @pytest.mark.parametrize("name", [name for name in ALL if name not in FEW])
 def test_every_layout(runs, name):
     check_layout(runs, name, ALL[name])
+
+
+def test_a_checkpoint_goes_on_under_the_other_dispatcher(runs):
+    """Bit for bit, in both directions, optimizer and random states included. (EP changes in every layout above.)"""
+    flags = (*MODEL.split(), *ADAM.split(), "--save-interval", "1000", "--override-opt_param-scheduler")
+    alltoall = ("--moe-token-dispatcher-type", "alltoall")
+
+    def train(name, ranks, until, load, door):
+        layout = ("--expert-model-parallel-size", ranks, "--train-iters", until, *(() if door == () else alltoall))
+        saves = (
+            "--save",
+            runs.out / f"{name} saved",
+            *(() if load is None else ("--load", runs.out / f"{load} saved")),
+        )
+        return runs.scripts.run(name, ranks, *flags, *layout, *saves, door=door)
+
+    train("theirs to 1", 2, 1, None, None)
+    for first, start, doors in (("theirs to 1", 1, ((), None)), ("() to 2", 2, (None, ()))):
+        results = [train(f"{door} to {start + 1}", 2, start + 1, first, door) for door in doors]
+        assert [rank["dispatchers"][0] for rank in (results[0][0], results[1][0])] == [
+            "MoEAlltoAllTokenDispatcher" if door is None else "EPTokenDispatcher" for door in doors
+        ]
+        ours, theirs = results
+        assert len(ours[0]["losses"]) == 1, "it went on where the other had stopped"
+        for mine, other in zip(ours, theirs, strict=True):
+            assert mine["losses"] == other["losses"] and mine["norms"] == other["norms"]
+        saved = [weights(runs.out / f"{door} to {start + 1} saved") for door in doors]
+        assert saved[0].keys() == saved[1].keys() and any("exp_avg" in key for key in saved[0])
+        for key, value in saved[0].items():
+            assert torch.equal(value, saved[1][key]), key
