@@ -46,6 +46,7 @@ CLANG_FORMAT = find csrc tests -name '*.h' -o -name '*.inl' -o -name '*.cuh' -o 
 lint: $(VENV)/stamp-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 	$(CLANG_FORMAT) --dry-run -Werror
 
 format: $(VENV)/stamp-test

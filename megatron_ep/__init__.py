@@ -5,7 +5,7 @@ N nodes, G ranks per node, W = N * G ranks.
 """
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_ep import reference
@@ -56,7 +56,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name == "reference":
         return importlib.import_module("megatron_ep.reference")
     if name in _HOMES:

@@ -129,7 +129,7 @@ class Buffer(RankGroup):
         *,
         device: str | torch.device = "cpu",
     ):
-        self._meeting = Meeting(group if group is not None else dist.group.WORLD, timedelta(seconds=_patience(config)))
+        self._meeting = Meeting(group, timedelta(seconds=_patience(config)))
         self.rank = self._meeting.rank
         self.config = config
         self.ranks = [self.rank]
@@ -200,7 +200,7 @@ class Buffer(RankGroup):
     def shared_segments(self, size: int) -> list[Any]:
         """Memory of the host of so many bytes for each rank, mapped by all. Collective."""
 
-        def create() -> tuple[Any, Any]:
+        def create() -> tuple[_C.Segment, tuple[int, int, int, int]]:
             own = _C.Segment.shared(size)
             return own, own.address()
 
@@ -214,7 +214,7 @@ class Buffer(RankGroup):
         return segments
 
 
-def _log_set_up(group: RankGroup, fabric: str, heap: Any, sms: int | None = None) -> None:
+def _log_set_up(group: RankGroup, fabric: str, heap: _C.Heap, sms: int | None = None) -> None:
     topology = group.topology
     log.info(
         "%d ranks, %d nodes x %d; fabric: %s; %d channels%s, %.1f MiB of heap a rank; a wait ends after %g s",

@@ -54,7 +54,9 @@ class Received:
 
 class _Dispatch(Function):
     @staticmethod
-    def forward(ctx, handle: Handle, num_ranks: int, scales: list[torch.Tensor] | None, *tensors: torch.Tensor):
+    def forward(
+        ctx: Any, handle: Handle, num_ranks: int, scales: list[torch.Tensor] | None, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         x, weights = tensors[:num_ranks], tensors[num_ranks:]
         ctx.handle, ctx.num_ranks, ctx.is_float8 = handle, num_ranks, x[0].dtype == torch.float8_e4m3fn
         with handle.buffer.abort_peers_on_error():
@@ -66,20 +68,20 @@ class _Dispatch(Function):
         return (*out, *(out_weights or ()), *(out_scales or ()))
 
     @staticmethod
-    def backward(ctx, *grads: torch.Tensor):
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         n = ctx.num_ranks
         has_weights = len(ctx.needs_input_grad) > 3 + n
         grads = grads[: 2 * n if has_weights else n]
         with ctx.handle.buffer.abort_peers_on_error():
             if ctx.is_float8:  # no gradient to x: only the weights' travel
-                grads = [*(grad.new_empty(grad.shape[0], 0, dtype=torch.float32) for grad in grads[:n]), *grads[n:]]
+                grads = (*(grad.new_empty(grad.shape[0], 0, dtype=torch.float32) for grad in grads[:n]), *grads[n:])
             back = _Combine.apply(ctx.handle, n, *(grad.contiguous() for grad in grads))
         return (None, None, None, *(None if ctx.is_float8 and i < n else grad for i, grad in enumerate(back)))
 
 
 class _Combine(Function):
     @staticmethod
-    def forward(ctx, handle: Handle, num_ranks: int, *tensors: torch.Tensor):
+    def forward(ctx: Any, handle: Handle, num_ranks: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.handle, ctx.num_ranks = handle, num_ranks
         with handle.buffer.abort_peers_on_error():
             out, out_weights = handle.buffer.combine(
@@ -88,7 +90,7 @@ class _Combine(Function):
         return (*out, *(out_weights or ()))
 
     @staticmethod
-    def backward(ctx, *grads: torch.Tensor):
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         with ctx.handle.buffer.abort_peers_on_error():
             back = _Dispatch.apply(ctx.handle, ctx.num_ranks, None, *(grad.contiguous() for grad in grads))
         return (None, None, *back)
@@ -96,7 +98,7 @@ class _Combine(Function):
 
 class _WeightedCombine(Function):
     @staticmethod
-    def forward(ctx, handle: Handle, num_ranks: int, *tensors: torch.Tensor):
+    def forward(ctx: Any, handle: Handle, num_ranks: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.handle, ctx.num_ranks = handle, num_ranks
         ctx.save_for_backward(*tensors)
         with handle.buffer.abort_peers_on_error():
@@ -104,7 +106,7 @@ class _WeightedCombine(Function):
         return tuple(out)
 
     @staticmethod
-    def backward(ctx, *grads: torch.Tensor):
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         n, handle = ctx.num_ranks, ctx.handle
         saved = ctx.saved_tensors  # once: a checkpoint unpacks them
         x, weights = saved[:n], saved[n:]
@@ -256,9 +258,9 @@ def _checked_group(buffer: RankGroup | None, handle: Handle | None) -> Iterator[
         if handle is not None:
             handle.buffer.refuse()
         raise ValueError(f"buffer is a {type(buffer).__name__}, must be a Buffer or LocalCluster")
-    if buffer is None and handle is None:
+    group = buffer if handle is None or buffer is not None else handle.buffer
+    if group is None:
         raise ValueError("buffer is None, must be a Buffer or LocalCluster (or pass a handle)")
-    group = buffer if buffer is not None else handle.buffer
     with group.abort_peers_on_error():
         yield group
 

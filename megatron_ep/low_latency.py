@@ -293,7 +293,13 @@ class LowLatency:
             flat.append(tensor.flatten(0, 1))
         return flat
 
-    def _check_out(self, outs, xs, factors, handle: LowLatencyHandle) -> list[torch.Tensor]:
+    def _check_out(
+        self,
+        outs: list[torch.Tensor],
+        xs: list[torch.Tensor],
+        factors: list[torch.Tensor] | None,
+        handle: LowLatencyHandle,
+    ) -> list[torch.Tensor]:
         if torch.is_grad_enabled() and any(t.requires_grad for t in (*xs, *(factors or ()), *outs)):
             raise ValueError("out must not be given where a gradient is needed")
         for tensor, x, rank in zip(outs, xs, handle.ranks, strict=True):
@@ -302,7 +308,9 @@ class LowLatency:
                 raise ValueError(f"out has shape {tuple(tensor.shape)}, must be {(rank.num_tokens, x.shape[1])}")
         return outs
 
-    def _received(self, handle: LowLatencyHandle, x, probs) -> LowLatencyReceived:
+    def _received(
+        self, handle: LowLatencyHandle, x: list[torch.Tensor], probs: list[torch.Tensor] | None
+    ) -> LowLatencyReceived:
         if handle.masked:
             local_experts = self.buffer.num_local_experts
             x = [rows.unflatten(0, (local_experts, -1)) for rows in x]

@@ -104,7 +104,7 @@ class Pending(Call):
 class LowLatencyCalls:
     """Launches low-latency calls on a buffer's ranks of this process. Arguments were checked before."""
 
-    def __init__(self, group: RankGroup, heap: Any, ranks: LowLatencyRanks):
+    def __init__(self, group: RankGroup, heap: _C.LowLatencyHeap, ranks: LowLatencyRanks):
         self.group = group
         self.heap = heap
         self._ranks = ranks
@@ -202,7 +202,7 @@ class LowLatencyCalls:
 
         return y, y_values if values is not None else None, self._send("combine", launch, kept)
 
-    def format_of(self, topk: int, x: torch.Tensor, weights: Sequence[torch.Tensor] | None) -> Any:
+    def format_of(self, topk: int, x: torch.Tensor, weights: Sequence[torch.Tensor] | None) -> _C.RowFormat:
         """How rows of these tensors travel."""
         return _C.RowFormat(
             payload_bytes=x.shape[1] * x.element_size(),
@@ -233,7 +233,14 @@ class Dispatch(Function):
     """(x, weights) per rank -> (rows, probs) per rank. pending: a list to which the call is added."""
 
     @staticmethod
-    def forward(ctx, handle: LowLatencyHandle, ids, zero: bool, pending: list[Pending], *tensors: torch.Tensor):
+    def forward(
+        ctx: Any,
+        handle: LowLatencyHandle,
+        ids: Sequence[torch.Tensor],
+        zero: bool,
+        pending: list[Pending],
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
         n = len(handle.ranks)
         ctx.handle = handle
         with handle.calls.group.abort_peers_on_error():
@@ -242,7 +249,7 @@ class Dispatch(Function):
         return (*out, *(probs or ()))
 
     @staticmethod
-    def backward(ctx, *grads: torch.Tensor):
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         pending: list[Pending] = []
         back = Combine.apply(ctx.handle, False, None, pending, *(grad.contiguous() for grad in grads))
         pending[0].receive()
@@ -253,7 +260,14 @@ class Combine(Function):
     """(rows, values) per rank -> (sums, values [T, K]) per rank."""
 
     @staticmethod
-    def forward(ctx, handle: LowLatencyHandle, sum_at_expert: bool, out, pending, *tensors: torch.Tensor):
+    def forward(
+        ctx: Any,
+        handle: LowLatencyHandle,
+        sum_at_expert: bool,
+        out: Sequence[torch.Tensor] | None,
+        pending: list[Pending],
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
         n = len(handle.ranks)
         ctx.handle = handle
         x, values = tensors[:n], tensors[n:] or None
@@ -263,7 +277,7 @@ class Combine(Function):
         return (*y, *(y_values or ()))
 
     @staticmethod
-    def backward(ctx, *grads: torch.Tensor):
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return (None, None, None, None, *spread(ctx.handle, grads))
 
 
@@ -271,7 +285,14 @@ class WeightedCombine(Function):
     """(rows, weights) per rank -> sums per rank; the weights lie with the rows or, [T, K], with the tokens."""
 
     @staticmethod
-    def forward(ctx, handle: LowLatencyHandle, sum_at_expert: bool, out, pending, *tensors: torch.Tensor):
+    def forward(
+        ctx: Any,
+        handle: LowLatencyHandle,
+        sum_at_expert: bool,
+        out: Sequence[torch.Tensor] | None,
+        pending: list[Pending],
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
         n = len(handle.ranks)
         ctx.handle, ctx.sum_at_expert = handle, sum_at_expert
         ctx.save_for_backward(*tensors)
@@ -282,7 +303,7 @@ class WeightedCombine(Function):
         return tuple(y)
 
     @staticmethod
-    def backward(ctx, *grads: torch.Tensor):
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         handle = ctx.handle
         n = len(handle.ranks)
         saved = ctx.saved_tensors

@@ -60,7 +60,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     router = None
     if options.ep_router == "fused":
-        from megatron_ep.megatron.router import fused_router as router
+        from megatron_ep.megatron.router import fused_router
+
+        router = fused_router
     shared_buffers.configure(**settings)
     plugin.enable(router)
     sys.argv = [str(script), *arguments]

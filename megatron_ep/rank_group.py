@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TypeVar
 
 import torch
 
@@ -12,6 +12,8 @@ from megatron_ep import _C
 from megatron_ep.backends.interface import Backend, RankHandle
 from megatron_ep.config import Config, Topology
 from megatron_ep.errors import EPAbortError, EPError, EPOverflowError, EPTimeoutError, describe
+
+Own = TypeVar("Own", bound="RankGroup")
 
 # Rows after which an NVLink ring's flag is published even if nobody waits for it.
 NVL_BATCH = 8
@@ -48,10 +50,10 @@ class RankGroup:
     config: Config
     ranks: list[int]
     device: torch.device
-    _heap: Any
+    _heap: _C.Heap
     _backend: Backend | None
 
-    def _make_heap(self, channels: int, rdma_ring_bytes: int = 512 << 10) -> Any:
+    def _make_heap(self, channels: int, rdma_ring_bytes: int = 512 << 10) -> _C.Heap:
         """rdma_ring_bytes: where the config leaves it open."""
         return _C.Heap(
             nodes=self.topology.nodes,
@@ -81,7 +83,7 @@ class RankGroup:
         self._backend = None
         _C.release_pooled_memory()
 
-    def __enter__(self):
+    def __enter__(self: Own) -> Own:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -132,7 +134,7 @@ class RankGroup:
 
     def format_of(
         self, topk: int, x: torch.Tensor, scales: Sequence[torch.Tensor] | None, weights: Sequence[torch.Tensor] | None
-    ) -> Any:
+    ) -> _C.RowFormat:
         """How rows of these tensors travel. Raises ValueError when a ring cannot hold even one."""
         row = _C.RowFormat(
             payload_bytes=x.shape[1] * x.element_size(),
@@ -209,14 +211,14 @@ class RankGroup:
 
     def _refuse_ids(self, rank: int, topk_idx: torch.Tensor, token: int) -> None:
         if len(self.ranks) == self.topology.world_size:
-            self._backend.reset()  # nobody else is waiting
+            self._live_backend().reset()  # nobody else is waiting
         where = f" of rank {rank}" if len(self.ranks) > 1 else ""
         raise ValueError(
             f"topk_idx{where} is {topk_idx[token].tolist()} at token {token}, must hold distinct ids in "
             f"[0, {self.config.num_experts}), or -1 for no expert"
         )
 
-    def _tensors(self, rank: RankHandle) -> Any:
+    def _tensors(self, rank: RankHandle) -> _C.RankTensors:
         # this launch may run on another stream than the one that made the handle
         tables = (rank.layout, rank.positions, rank.rail_experts)
         self._live_backend().keep_for_launch(tables, rank.made_on)

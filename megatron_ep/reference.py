@@ -160,10 +160,10 @@ def low_latency_combine(
     if sum_at == "expert":
         sums = [in_order(experts_rank == rank) for rank in range(world)]
         is_first = (experts_rank.unsqueeze(2) == experts_rank.unsqueeze(1)).int().argmax(dim=2)
-        for k in range(ids.shape[1]):
-            leads = ((is_first[:, k] == k) & (ids[:, k] >= 0)).nonzero()[:, 0]
-            for token in leads.tolist():
-                terms[token, k] = sums[experts_rank[token, k]][token].to(dtype)
+        for pick in range(ids.shape[1]):
+            leads = ((is_first[:, pick] == pick) & (ids[:, pick] >= 0)).nonzero()[:, 0]
+            for lead in leads.tolist():
+                terms[lead, pick] = sums[experts_rank[lead, pick]][lead].to(dtype)
         return list(in_order((ids >= 0) & (is_first == torch.arange(ids.shape[1]))).to(dtype).split(_lengths(topk_idx)))
     return list(in_order(ids >= 0).to(dtype).split(_lengths(topk_idx)))
 

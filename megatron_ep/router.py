@@ -150,7 +150,8 @@ class _GroupedTopk(Function):
         dense: bool,
         aux: bool,
     ) -> tuple[torch.Tensor | None, ...]:
-        logits, bias, padding, replay_ids = map(_contiguous, (logits, bias, padding, replay_ids))
+        logits = logits.contiguous()
+        bias, padding, replay_ids = map(_contiguous, (bias, padding, replay_ids))
         shape, real = logits.shape, torch.promote_types(logits.dtype, torch.float32)
         ids = logits.new_empty(shape[0], config.topk, dtype=torch.int64)
         weights = logits.new_empty(shape[0], config.topk, dtype=real)
@@ -264,7 +265,7 @@ def _check_logits(logits: torch.Tensor, k: int) -> None:
 def _check_groups(num_experts: int, k: int, num_groups: int | None, group_topk: int | None) -> None:
     if (num_groups is None) != (group_topk is None):
         raise ValueError(f"num_groups is {num_groups} and group_topk {group_topk}: give both or neither")
-    if num_groups is None:
+    if num_groups is None or group_topk is None:
         return
     if num_groups < 1 or num_experts % num_groups:
         raise ValueError(f"num_groups is {num_groups}, must divide the {num_experts} experts of logits")

@@ -25,7 +25,7 @@ T = TypeVar("T")
 NVSHMEM_SETUP_S = 300.0  # at least: with many ranks it takes long, and one that is given up cannot be tried again
 
 
-def local_ranks(topology: Topology, config: Config, heap: Any, device: torch.device, sms: int) -> CudaBackend:
+def local_ranks(topology: Topology, config: Config, heap: _C.Heap, device: torch.device, sms: int) -> CudaBackend:
     """All ranks in this process, on one GPU."""
     ranks = list(range(topology.world_size))
     with torch.cuda.device(device):
@@ -37,7 +37,7 @@ def processes(
     meeting: Meeting,
     topology: Topology,
     config: Config,
-    heap: Any,
+    heap: _C.Heap,
     device: torch.device,
     sms: int,
     members: Sequence[Member],
@@ -60,7 +60,7 @@ def _connect_p2p(
     meeting: Meeting,
     begin: Callable[[], None],
     config: Config,
-    heap: Any,
+    heap: _C.Heap,
     device: torch.device,
     sms: int,
     members: Sequence[Member],
@@ -76,7 +76,7 @@ def peer_memories(
 ) -> list[Any]:
     """Memory of so many bytes on each rank's GPU, mapped by all processes of the machine."""
 
-    def create() -> tuple[Any, bytes]:
+    def create() -> tuple[_C.DeviceMemory, bytes]:
         begin()
         memory = _C.DeviceMemory.create(device.index, size, group)
         return memory, memory.handle()
@@ -91,7 +91,7 @@ def peer_memories(
 
 
 def p2p(
-    heap: Any, ranks: list[int], memories: list[Any], device: torch.device, sms: int, config: Config
+    heap: _C.Heap, ranks: list[int], memories: list[_C.DeviceMemory], device: torch.device, sms: int, config: Config
 ) -> CudaBackend:
     group = _C.CudaGroup(
         heap=heap,
@@ -108,7 +108,7 @@ def _connect_nvshmem(
     meeting: Meeting,
     begin: Callable[[], None],
     config: Config,
-    heap: Any,
+    heap: _C.Heap,
     device: torch.device,
     sms: int,
     members: Sequence[Member],
@@ -181,7 +181,7 @@ def _connect_nccl(
     meeting: Meeting,
     begin: Callable[[], None],
     config: Config,
-    heap: Any,
+    heap: _C.Heap,
     device: torch.device,
     sms: int,
     members: Sequence[Member],
@@ -215,9 +215,9 @@ def _new_id(meeting: Meeting, library: Any) -> bytes:
 def _over_network(
     meeting: Meeting,
     config: Config,
-    group: Callable[..., Any],
+    group: Callable[..., _C.CudaGroup],
     memory: Any,
-    heap: Any,
+    heap: _C.Heap,
     device: torch.device,
     sms: int,
 ) -> CudaBackend:

@@ -85,7 +85,9 @@ class CudaBackend:
         # in memory of the host that the GPU reaches, or its own
         return torch.empty(size, dtype=torch.int64, **({"pin_memory": True} if wait else {"device": self._device}))
 
-    def dispatch(self, tensors: Sequence[Any], row: Any, *, nvl_batch: int, rdma_chunk: int) -> None:
+    def dispatch(
+        self, tensors: Sequence[_C.RankTensors], row: _C.RowFormat, *, nvl_batch: int, rdma_chunk: int
+    ) -> None:
         batch = min(nvl_batch, self._batch(row))
         self.launch(
             lambda stream: self.group.dispatch(
@@ -93,7 +95,9 @@ class CudaBackend:
             )
         )
 
-    def combine(self, tensors: Sequence[Any], row: Any, *, nvl_batch: int, rdma_chunk: int, dtype: int) -> None:
+    def combine(
+        self, tensors: Sequence[_C.RankTensors], row: _C.RowFormat, *, nvl_batch: int, rdma_chunk: int, dtype: int
+    ) -> None:
         batch = min(nvl_batch, self._batch(row))
         self.launch(
             lambda stream: self.group.combine(
@@ -113,7 +117,7 @@ class CudaBackend:
     def current_stream(self) -> int:
         return torch.cuda.current_stream(self._device).cuda_stream
 
-    def _batch(self, row: Any) -> int:
+    def _batch(self, row: _C.RowFormat) -> int:
         """Rows after which a ring's other end hears of them: half a ring, so that both ends can work at once."""
         slots = self._heap.nvl_ring_bytes // row.slot_bytes
         return 1 << max(0, slots.bit_length() - 2)

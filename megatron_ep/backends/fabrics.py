@@ -49,7 +49,7 @@ def choose(hosts: Sequence[str], wanted: Sequence[str | None], gather: Callable[
         raise EPError(
             f"{VARIABLE}=p2p connects the processes of one machine, but the ranks run on {', '.join(machines)}"
         )
-    lacking = []
+    lacking: list[str] = []
     for name in [forced] if forced else NETWORKS:
         missing = gather(_missing(name))
         if not any(missing):

@@ -19,9 +19,9 @@ class HostBackend:
 
     def __init__(
         self,
-        heap: Any,
+        heap: _C.Heap,
         ranks: list[int],
-        segments: Sequence[Any],
+        segments: Sequence[_C.Segment],
         *,
         timeout: float,
         threads: int = 1,
@@ -40,16 +40,20 @@ class HostBackend:
             timeout=timeout,
         )
 
-    def notify(self, tensors: Sequence[Any], *, wait: bool, topk: int, **settings: int) -> Sequence[Totals]:
+    def notify(self, tensors: Sequence[_C.RankTensors], *, wait: bool, topk: int, **settings: int) -> Sequence[Totals]:
         return self.group.notify(list(tensors), topk=topk, **settings)
 
     def new_counts(self, size: int, *, wait: bool) -> torch.Tensor:
         return torch.empty(size, dtype=torch.int64)
 
-    def dispatch(self, tensors: Sequence[Any], row: Any, *, nvl_batch: int, rdma_chunk: int) -> None:
+    def dispatch(
+        self, tensors: Sequence[_C.RankTensors], row: _C.RowFormat, *, nvl_batch: int, rdma_chunk: int
+    ) -> None:
         self.group.dispatch(list(tensors), row, nvl_batch=nvl_batch, rdma_chunk=rdma_chunk)
 
-    def combine(self, tensors: Sequence[Any], row: Any, *, nvl_batch: int, rdma_chunk: int, dtype: int) -> None:
+    def combine(
+        self, tensors: Sequence[_C.RankTensors], row: _C.RowFormat, *, nvl_batch: int, rdma_chunk: int, dtype: int
+    ) -> None:
         self.group.combine(list(tensors), row, nvl_batch=nvl_batch, rdma_chunk=rdma_chunk, dtype=dtype)
 
     def new_output(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:

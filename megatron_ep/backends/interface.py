@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from megatron_ep import _C
+
 
 @dataclass
 class RankHandle:
@@ -41,7 +43,7 @@ class Backend(Protocol):
     Tensors are handed over as `_C.RankTensors`, one per rank: addresses that stay valid until the launch is done.
     """
 
-    def notify(self, tensors: Sequence[Any], *, wait: bool, topk: int, **settings: int) -> Sequence[Totals]:
+    def notify(self, tensors: Sequence[_C.RankTensors], *, wait: bool, topk: int, **settings: int) -> Sequence[Totals]:
         """Exchanges counts. Nothing is returned where `wait` is off and the host knows none yet, or if it failed."""
         ...
 
@@ -49,9 +51,13 @@ class Backend(Protocol):
         """int64 [size], uninitialised, for what notify writes: on the CPU if the host waits for it."""
         ...
 
-    def dispatch(self, tensors: Sequence[Any], row: Any, *, nvl_batch: int, rdma_chunk: int) -> None: ...
+    def dispatch(
+        self, tensors: Sequence[_C.RankTensors], row: _C.RowFormat, *, nvl_batch: int, rdma_chunk: int
+    ) -> None: ...
 
-    def combine(self, tensors: Sequence[Any], row: Any, *, nvl_batch: int, rdma_chunk: int, dtype: int) -> None: ...
+    def combine(
+        self, tensors: Sequence[_C.RankTensors], row: _C.RowFormat, *, nvl_batch: int, rdma_chunk: int, dtype: int
+    ) -> None: ...
 
     def new_output(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised [rows, columns]."""

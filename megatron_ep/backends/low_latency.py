@@ -32,9 +32,24 @@ class LowLatencyRanks(Protocol):
 
     warps: int  # of a rank in a launch
 
-    def dispatch(self, tensors: Sequence[Any], row: Any, options: Any, *, receive: bool) -> None: ...
+    def dispatch(
+        self,
+        tensors: Sequence[_C.LowLatencyTensors],
+        row: _C.RowFormat,
+        options: _C.LowLatencyOptions,
+        *,
+        receive: bool,
+    ) -> None: ...
 
-    def combine(self, tensors: Sequence[Any], row: Any, options: Any, *, receive: bool, dtype: int) -> None: ...
+    def combine(
+        self,
+        tensors: Sequence[_C.LowLatencyTensors],
+        row: _C.RowFormat,
+        options: _C.LowLatencyOptions,
+        *,
+        receive: bool,
+        dtype: int,
+    ) -> None: ...
 
     def reset(self) -> None: ...
 
@@ -42,14 +57,29 @@ class LowLatencyRanks(Protocol):
 class HostLowLatencyRanks:
     """See `LowLatencyRanks`."""
 
-    def __init__(self, backend: HostBackend, heap: Any, segments: Sequence[Any], warps: int):
+    def __init__(self, backend: HostBackend, heap: _C.LowLatencyHeap, segments: Sequence[_C.Segment], warps: int):
         self.warps = warps
         self._group = _C.LowLatencyGroup(group=backend.group, heap=heap, segments=list(segments), warps=warps)
 
-    def dispatch(self, tensors: Sequence[Any], row: Any, options: Any, *, receive: bool) -> None:
+    def dispatch(
+        self,
+        tensors: Sequence[_C.LowLatencyTensors],
+        row: _C.RowFormat,
+        options: _C.LowLatencyOptions,
+        *,
+        receive: bool,
+    ) -> None:
         self._group.dispatch(receive=receive, tensors=list(tensors), format=row, options=options)
 
-    def combine(self, tensors: Sequence[Any], row: Any, options: Any, *, receive: bool, dtype: int) -> None:
+    def combine(
+        self,
+        tensors: Sequence[_C.LowLatencyTensors],
+        row: _C.RowFormat,
+        options: _C.LowLatencyOptions,
+        *,
+        receive: bool,
+        dtype: int,
+    ) -> None:
         self._group.combine(receive=receive, tensors=list(tensors), format=row, options=options, dtype=dtype)
 
     def reset(self) -> None:

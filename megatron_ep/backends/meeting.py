@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -27,12 +27,14 @@ class Meeting:
     In each exchange the first rank collects what all ranks have to tell and gives it to all of them. If somebody does
     not come within `timeout`, all who came raise the same EPError, and so does whoever comes later.
 
-    group: the process group.
+    group: the process group; None: the default group.
     timeout: how long the ranks wait for one that has not come.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: timedelta):
+    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta):
         self.rank = dist.get_rank(group)
+        group = group or dist.group.WORLD
+        assert group is not None, "it has a rank"
         self.world_size = dist.get_world_size(group)
         self.timeout = timeout
         self.exchanges = 0  # so far
@@ -53,7 +55,10 @@ class Meeting:
             ValueError, EPError: the step's own.
             EPError: with rank and reason, when the step failed otherwise or elsewhere, or a rank did not come.
         """
-        kept = told = own = failure = None
+        kept: Any = None
+        told: Any = None
+        own: Exception | None = None
+        failure = None
         try:
             kept, told = step()
         except Exception as error:

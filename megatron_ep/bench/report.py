@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,7 +20,7 @@ from rich.table import Table
 from megatron_ep import env
 
 Record = dict[str, Any]
-Columns = Mapping[str, Callable[[Record], str]]
+Columns = dict[str, Callable[[Record], str]]
 
 
 def make_record(

@@ -85,19 +85,30 @@ def _measure(tokens: int, arguments: argparse.Namespace, with_megatron: bool, re
 
 def _make_gates(arguments: argparse.Namespace, bias: torch.Tensor, with_megatron: bool) -> dict[str, Gate]:
     """Each returns the tensor that the backward pass starts from."""
-    groups = dict(num_groups=arguments.groups, group_topk=arguments.group_topk)
-    scoring = dict(score_function="sigmoid", expert_bias=bias, scaling_factor=2.5)
+    options: dict[str, Any] = dict(
+        num_groups=arguments.groups,
+        group_topk=arguments.group_topk,
+        score_function="sigmoid",
+        expert_bias=bias,
+        scaling_factor=2.5,
+    )
+
+    def ours_dense(logits: torch.Tensor) -> torch.Tensor:
+        probs = grouped_topk(logits, arguments.topk, **options, dense=True).probs
+        assert probs is not None
+        return probs
+
     gates: dict[str, Gate] = {
-        "ours": lambda logits: grouped_topk(logits, arguments.topk, **groups, **scoring).weights,
-        "ours_dense": lambda logits: grouped_topk(logits, arguments.topk, **groups, **scoring, dense=True).probs,
+        "ours": lambda logits: grouped_topk(logits, arguments.topk, **options).weights,
+        "ours_dense": ours_dense,
     }
     if with_megatron:
         from megatron_ep.megatron.router import topk_routing_with_score_function as unfused
 
-        gates["megatron"] = lambda logits: unfused(logits, arguments.topk, **groups, **scoring)[0]
+        gates["megatron"] = lambda logits: unfused(logits, arguments.topk, **options)[0]
         if not arguments.no_compile:
             compiled = torch.compile(unfused)
-            gates["compiled"] = lambda logits: compiled(logits, arguments.topk, **groups, **scoring)[0]
+            gates["compiled"] = lambda logits: compiled(logits, arguments.topk, **options)[0]
     return gates
 
 

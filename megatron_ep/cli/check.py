@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -57,12 +58,12 @@ def _checks() -> Iterator[tuple[str, Callable[[], str]]]:
     for nodes, ranks_per_node in TOPOLOGIES:
         yield (
             f"gradients in fp64, {nodes}x{ranks_per_node} ranks",
-            lambda n=nodes, g=ranks_per_node: check_gradients(n, g),
+            functools.partial(check_gradients, nodes, ranks_per_node),
         )
     for nodes, ranks_per_node in TOPOLOGIES:
         yield (
             f"the specification, {nodes}x{ranks_per_node} ranks",
-            lambda n=nodes, g=ranks_per_node: check_reference(n, g),
+            functools.partial(check_reference, nodes, ranks_per_node),
         )
     if not megatron_side.is_installed():
         print("skipped: megatron-core is not installed, so there is nothing of Megatron's to compare with")
@@ -71,7 +72,7 @@ def _checks() -> Iterator[tuple[str, Callable[[], str]]]:
         for name, layout in MEGATRON_LAYERS.items():
             yield (
                 f"a layer as with Megatron's dispatcher, {name}",
-                lambda arguments=layout: check_megatron(ranks, *arguments),
+                functools.partial(check_megatron, ranks, *layout),
             )
 
 

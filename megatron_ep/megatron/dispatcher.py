@@ -92,7 +92,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
         self.rows_per_token = 1
         self.hidden_shape: torch.Size | None = None
         self._probs_dtype: torch.dtype | None = None
-        self._handle = None
+        self._handle: ep.Handle | None = None
         self._comm_manager = StepState()
 
     def set_shared_experts(self, shared_experts: SharedExpertMLP) -> None:
@@ -181,6 +181,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Rows [R, H], int64 [L] rows of each local expert (padding included), probs [R]. The rows are in place."""
         tokens_per_expert = self._comm_manager.tokens_per_expert
+        assert tokens_per_expert is not None, "token_dispatch comes first"
         if getattr(self.config, "use_transformer_engine_op_fuser", False):
             tokens_per_expert = tokens_per_expert.to(hidden_states.device)
         return hidden_states, tokens_per_expert, probs
@@ -192,6 +193,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
         """Returns the experts' rows [R, H] to their tokens and sums them: [T, H]; collective over the tp_ep group."""
         self._wait_before_shared_experts()
         handle, self._handle = self._handle, None
+        assert handle is not None, "token_dispatch comes first"
         output = ep.combine(hidden_states.contiguous(), handle)
         if self.shared_experts is not None:
             self.shared_experts.linear_fc2_forward(output)
@@ -204,6 +206,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
             rows = hidden_states.new_zeros(self._num_tokens * self.rows_per_token, hidden_states.shape[1])
             rows = rows.index_copy(0, self.split_rows, hidden_states)
             hidden_states = rows.view(self._num_tokens, self.rows_per_token, hidden_states.shape[1]).sum(dim=1)
+        assert self.hidden_shape is not None, "dispatch_preprocess comes first"
         output = hidden_states.view(self.hidden_shape)
         if self.shared_experts is not None:
             output = output + self.shared_experts.get_output()
@@ -211,6 +214,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
 
     @property
     def _num_tokens(self) -> int:
+        assert self.hidden_shape is not None, "dispatch_preprocess comes first"
         return math.prod(self.hidden_shape[:-1])
 
     def _most_experts(self, routing_map: torch.Tensor) -> int:
@@ -235,7 +239,8 @@ class EPTokenDispatcher(MoETokenDispatcher):
         weights = pad(weights, (0, missing)).view(-1, self.num_picks)
         self.split_rows = (topk_idx >= 0).any(dim=1).nonzero().squeeze(1)
         rows = tokens.unsqueeze(1).expand(-1, self.rows_per_token, -1).reshape(-1, tokens.shape[1])
-        return tuple(part.index_select(0, self.split_rows) for part in (rows, topk_idx, weights))
+        rows, topk_idx, weights = (part.index_select(0, self.split_rows) for part in (rows, topk_idx, weights))
+        return rows, topk_idx, weights
 
     def _replicate_over_tp(self, topk_idx: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Megatron's expert ids -> ids in the group, where expert e lives on TP ranks: [T, K] -> [T, K * TP]."""

@@ -153,6 +153,7 @@ def take_installed_helpers() -> None:
     ]
     if found:
         spec = importlib.util.spec_from_file_location(_HELPERS, found[0])
+        assert spec is not None and spec.loader is not None, f"{found[0]} is no extension of this Python"
         sys.modules[_HELPERS] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[_HELPERS])
         importlib.import_module(_UTILS).compile_helpers = lambda: None

@@ -138,11 +138,11 @@ def _rebuild(node: Any, copy_child: Callable[[Any], Any]) -> Any:
         keywords = copy_child(node.keywords)
         return node if keywords is node.keywords else functools.partial(node.func, *node.args, **keywords)
     if isinstance(node, dict):
-        children = {key: copy_child(value) for key, value in node.items()}
-        return node if all(children[key] is node[key] for key in node) else children
+        entries = {key: copy_child(value) for key, value in node.items()}
+        return node if all(entries[key] is node[key] for key in node) else entries
     if isinstance(node, list):
-        children = [copy_child(value) for value in node]
-        return node if all(map(operator.is_, children, node)) else children
+        items = [copy_child(value) for value in node]
+        return node if all(map(operator.is_, items, node)) else items
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         children = {f.name: copy_child(getattr(node, f.name)) for f in dataclasses.fields(node) if f.init}
         changed = {name: child for name, child in children.items() if child is not getattr(node, name)}

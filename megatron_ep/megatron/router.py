@@ -76,6 +76,7 @@ class EPTopKRouter(TopKRouter):
         if sparse:
             weights, chosen = routing.weights, routing.ids
         else:
+            assert routing.probs is not None and routing.routing_map is not None
             weights, chosen = routing.probs, routing.routing_map
         if self.config.moe_expert_capacity_factor is not None:
             weights, chosen = apply_router_token_dropping(
@@ -126,6 +127,7 @@ class EPTopKRouter(TopKRouter):
     ) -> torch.Tensor:
         """Hangs Megatron's auxiliary losses on the weights; their scores and map leave padding out."""
         scores, chosen = routing.aux_scores, routing.aux_map
+        assert scores is not None and chosen is not None
         if padding_mask is not None:
             valid = ~padding_mask.unsqueeze(-1)
             scores, chosen = scores * valid, chosen & valid

@@ -1,0 +1,298 @@
+"""The compiled host backend, and with CUDA that of GPUs on one machine. Addresses are those of contiguous tensors, 0
+where there is none; a stream is a cudaStream_t."""
+
+from collections.abc import Sequence
+from typing import Any
+
+def build_info() -> dict[str, Any]: ...
+
+# ---- memory
+
+class Segment:
+    @staticmethod
+    def anonymous(bytes: int) -> Segment: ...
+    @staticmethod
+    def shared(bytes: int) -> Segment: ...
+    @staticmethod
+    def open(address: tuple[int, int, int, int], bytes: int) -> Segment: ...
+    def address(self) -> tuple[int, int, int, int]: ...
+    def close_to_others(self) -> None: ...
+    @property
+    def bytes(self) -> int: ...
+
+def pooled_bytes(size: int) -> object: ...
+def release_pooled_memory() -> None: ...
+
+# ---- dispatch and combine
+
+class Heap:
+    def __init__(
+        self,
+        *,
+        nodes: int,
+        ranks_per_node: int,
+        num_experts: int,
+        channels: int,
+        nvl_ring_bytes: int,
+        rdma_ring_bytes: int,
+    ) -> None: ...
+    overflow_offset: int
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def local_experts(self) -> int: ...
+    @property
+    def channels(self) -> int: ...
+    @property
+    def nvl_ring_bytes(self) -> int: ...
+    @property
+    def rdma_ring_bytes(self) -> int: ...
+    def layout_size(self, num_tokens: int, topk: int) -> int: ...
+    def expert_start_offset(self, num_tokens: int, topk: int) -> int: ...
+
+class RowFormat:
+    def __init__(
+        self, *, payload_bytes: int, scale_bytes: int, weight_bytes: int, topk: int, payload_type: int
+    ) -> None: ...
+    @property
+    def slot_bytes(self) -> int: ...
+
+class RankTensors:
+    def __init__(self) -> None: ...
+    layout: int
+    num_tokens: int
+    topk_idx: int
+    x: int
+    scales: int
+    weights: int
+    out: int
+    out_scales: int
+    out_weights: int
+    row_weights: int
+    positions: int
+    rail_experts: int
+    max_received: int
+    max_rail: int
+    max_rows: int
+
+class Totals:
+    @property
+    def received_rows(self) -> int: ...
+    @property
+    def expert_rows(self) -> int: ...
+    @property
+    def rail_rows(self) -> int: ...
+    @property
+    def bad_token(self) -> int: ...
+
+class HostLauncher: ...
+
+class Group(HostLauncher):
+    def __init__(
+        self,
+        *,
+        heap: Heap,
+        ranks: Sequence[int],
+        segments: Sequence[Segment],
+        threads: int,
+        seed: int | None,
+        lost_signal: int,
+        timeout: float,
+    ) -> None: ...
+    def notify(
+        self,
+        tensors: Sequence[RankTensors],
+        *,
+        topk: int,
+        index_bytes: int,
+        expert_alignment: int,
+        expert_capacity: int,
+    ) -> list[Totals]: ...
+    def dispatch(
+        self, tensors: Sequence[RankTensors], format: RowFormat, *, nvl_batch: int, rdma_chunk: int
+    ) -> None: ...
+    def combine(
+        self, tensors: Sequence[RankTensors], format: RowFormat, *, nvl_batch: int, rdma_chunk: int, dtype: int
+    ) -> None: ...
+    def aborted(self) -> tuple[str, int] | None: ...
+    def finished(self) -> bool: ...
+    def incidents(self) -> list[dict[str, Any]]: ...
+    def abort(self, *, interrupted: bool, failed: bool) -> None: ...
+    def reset(self) -> None: ...
+    @property
+    def seconds(self) -> float: ...
+
+# ---- low-latency mode
+
+class LowLatencyHeap:
+    def __init__(
+        self,
+        *,
+        nodes: int,
+        ranks_per_node: int,
+        num_experts: int,
+        max_tokens: int,
+        largest: RowFormat,
+        staged: bool,
+        channels: int,
+    ) -> None: ...
+    @property
+    def bytes(self) -> int: ...
+    def layout(self, *, topk: int, warps: int) -> dict[str, int]: ...
+
+class LowLatencyTensors:
+    def __init__(self) -> None: ...
+    layout: int
+    call: int
+    num_tokens: int
+    max_rows: int
+    topk_idx: int
+    x: int
+    scales: int
+    weights: int
+    out: int
+    out_scales: int
+    out_weights: int
+    row_weights: int
+    token_weights: int
+
+class LowLatencyOptions:
+    def __init__(self) -> None: ...
+    index_bytes: int
+    expert_alignment: int
+    expert_rows: int
+    sum_at_expert: bool
+
+class LowLatencyGroup:
+    def __init__(
+        self, *, group: HostLauncher, heap: LowLatencyHeap, segments: Sequence[Segment], warps: int
+    ) -> None: ...
+    def dispatch(
+        self, *, receive: bool, tensors: Sequence[LowLatencyTensors], format: RowFormat, options: LowLatencyOptions
+    ) -> None: ...
+    def combine(
+        self,
+        *,
+        receive: bool,
+        tensors: Sequence[LowLatencyTensors],
+        format: RowFormat,
+        options: LowLatencyOptions,
+        dtype: int,
+    ) -> None: ...
+    def reset(self) -> None: ...
+
+# ---- with CUDA
+
+class DeviceMemory:
+    @staticmethod
+    def create(device: int, bytes: int, group: str = "") -> DeviceMemory: ...
+    @staticmethod
+    def open(device: int, handle: bytes, bytes: int) -> DeviceMemory: ...
+    def handle(self) -> bytes: ...
+    @property
+    def bytes(self) -> int: ...
+
+class CudaGroup:
+    def __init__(
+        self,
+        *,
+        heap: Heap,
+        ranks: Sequence[int],
+        memories: Sequence[DeviceMemory],
+        device: int,
+        num_sms: int,
+        timeout: float,
+    ) -> None: ...
+    def notify(
+        self,
+        tensors: Sequence[RankTensors],
+        *,
+        topk: int,
+        index_bytes: int,
+        expert_alignment: int,
+        expert_capacity: int,
+        stream: int,
+    ) -> None: ...
+    def dispatch(
+        self, tensors: Sequence[RankTensors], format: RowFormat, *, nvl_batch: int, rdma_chunk: int, stream: int
+    ) -> None: ...
+    def combine(
+        self,
+        tensors: Sequence[RankTensors],
+        format: RowFormat,
+        *,
+        nvl_batch: int,
+        rdma_chunk: int,
+        dtype: int,
+        stream: int,
+    ) -> None: ...
+    def aborted(self) -> tuple[str, int] | None: ...
+    def incidents(self) -> list[dict[str, Any]]: ...
+    def abort(self, *, interrupted: bool, failed: bool) -> None: ...
+    def drain(self) -> None: ...
+    def reset(self) -> None: ...
+
+def cuda_channels(*, nodes: int, ranks_per_node: int, num_sms: int, local_ranks: int) -> int: ...
+def quantize_cuda(*, rows: int, hidden: int, dtype: int, x: int, values: int, scales: int, stream: int) -> None: ...
+
+# ---- the gate
+
+class ScoreFunction:
+    def __init__(self, value: int) -> None: ...
+    SIGMOID: ScoreFunction
+    PRE_SOFTMAX: ScoreFunction
+    POST_SOFTMAX: ScoreFunction
+
+class RouterConfig:
+    def __init__(
+        self,
+        *,
+        experts: int,
+        topk: int,
+        groups: int,
+        group_topk: int,
+        score: ScoreFunction,
+        renormalize: bool,
+        scaling_factor: float,
+    ) -> None: ...
+    @property
+    def topk(self) -> int: ...
+
+class RouterForward:
+    def __init__(
+        self,
+        *,
+        tokens: int,
+        dtype: int,
+        logits: int,
+        bias: int,
+        padding: int,
+        replay_ids: int,
+        ids: int,
+        weights: int,
+        tokens_per_expert: int,
+        probs: int,
+        routing_map: int,
+        aux_scores: int,
+        aux_map: int,
+    ) -> None: ...
+
+class RouterBackward:
+    def __init__(
+        self,
+        *,
+        tokens: int,
+        dtype: int,
+        logits: int,
+        padding: int,
+        ids: int,
+        grad_weights: int,
+        grad_probs: int,
+        grad_aux_scores: int,
+        grad_logits: int,
+    ) -> None: ...
+
+def router_forward_host(config: RouterConfig, tensors: RouterForward, *, max_threads: int) -> None: ...
+def router_backward_host(config: RouterConfig, tensors: RouterBackward, *, max_threads: int) -> None: ...
+def router_forward_cuda(config: RouterConfig, tensors: RouterForward, *, stream: int) -> None: ...
+def router_backward_cuda(config: RouterConfig, tensors: RouterBackward, *, stream: int) -> None: ...
