@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
+from megatron_ep.training.recipe import Section
 from megatron_ep.training.script_recipe import ScriptRecipe
 
 # Where a flag of pretrain_gpt.py has another name than the field of Megatron's TransformerConfig.
@@ -16,9 +17,11 @@ def flags(recipe: ScriptRecipe) -> list[str]:
     """Arguments of Megatron-LM's pretrain_gpt.py, 0.16.1 and newer. What chooses the dispatcher is the door's."""
     words: list[str] = []
     model = recipe.model
-    for section in (recipe.parallel, recipe.precision, recipe.model, recipe.train, recipe.optimizer, recipe.scheduler):
-        words += _section(section.model_dump(exclude_none=True, exclude=SPECIAL))
-    for section in (recipe.dataset, recipe.tokenizer, recipe.checkpoint, recipe.logger):
+    sections: tuple[Section, ...] = (
+        *(recipe.parallel, recipe.precision, recipe.model, recipe.train, recipe.optimizer, recipe.scheduler),
+        *(recipe.dataset, recipe.tokenizer, recipe.checkpoint, recipe.logger),
+    )
+    for section in sections:
         words += _section(section.model_dump(exclude_none=True, exclude=SPECIAL))
     words += ["--optimizer", "adam", "--position-embedding-type", "rope"]
     if model.gated_linear_unit:
