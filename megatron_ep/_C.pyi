@@ -62,6 +62,7 @@ class RankTensors:
     layout: int
     num_tokens: int
     topk_idx: int
+    tokens_per_expert: int
     x: int
     scales: int
     weights: int
@@ -76,14 +77,10 @@ class RankTensors:
     max_rows: int
 
 class Totals:
-    @property
-    def received_rows(self) -> int: ...
-    @property
-    def expert_rows(self) -> int: ...
-    @property
-    def rail_rows(self) -> int: ...
-    @property
-    def bad_token(self) -> int: ...
+    received_rows: int
+    expert_rows: int
+    rail_rows: int
+    bad_token: int
 
 class HostLauncher: ...
 
@@ -136,6 +133,7 @@ class LowLatencyHeap:
         staged: bool,
         channels: int,
     ) -> None: ...
+    most_tokens: int
     @property
     def bytes(self) -> int: ...
     def layout(self, *, topk: int, warps: int) -> dict[str, int]: ...
@@ -207,12 +205,13 @@ class CudaGroup:
         self,
         tensors: Sequence[RankTensors],
         *,
+        wait: bool,
         topk: int,
         index_bytes: int,
         expert_alignment: int,
         expert_capacity: int,
         stream: int,
-    ) -> None: ...
+    ) -> list[Totals]: ...
     def dispatch(
         self, tensors: Sequence[RankTensors], format: RowFormat, *, nvl_batch: int, rdma_chunk: int, stream: int
     ) -> None: ...
@@ -230,6 +229,33 @@ class CudaGroup:
     def incidents(self) -> list[dict[str, Any]]: ...
     def abort(self, *, interrupted: bool, failed: bool) -> None: ...
     def drain(self) -> None: ...
+    def reset(self) -> None: ...
+
+class CudaLowLatency:
+    def __init__(
+        self, *, group: CudaGroup, heap: LowLatencyHeap, memories: Sequence[DeviceMemory], blocks: int
+    ) -> None: ...
+    @property
+    def warps(self) -> int: ...
+    def dispatch(
+        self,
+        *,
+        receive: bool,
+        tensors: Sequence[LowLatencyTensors],
+        format: RowFormat,
+        options: LowLatencyOptions,
+        stream: int,
+    ) -> None: ...
+    def combine(
+        self,
+        *,
+        receive: bool,
+        tensors: Sequence[LowLatencyTensors],
+        format: RowFormat,
+        options: LowLatencyOptions,
+        dtype: int,
+        stream: int,
+    ) -> None: ...
     def reset(self) -> None: ...
 
 def cuda_channels(*, nodes: int, ranks_per_node: int, num_sms: int, local_ranks: int) -> int: ...

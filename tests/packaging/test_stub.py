@@ -10,6 +10,7 @@ STUB = Path(_C.__file__).parent / "_C.pyi"
 WITH_CUDA = {
     "DeviceMemory",
     "CudaGroup",
+    "CudaLowLatency",
     "cuda_channels",
     "quantize_cuda",
     "router_forward_cuda",
