@@ -28,11 +28,12 @@ using Combine = CombineJoint<Ranks::Params, kMostRanks>;
 // Memory that nothing may write outside of, aligned as the GPU's allocator does.
 class Memory {
   public:
-    explicit Memory(size_t bytes, char fill = 0)
+    explicit Memory(size_t bytes, char fill = 0, const char* name = "a tensor")
         : bytes_(bytes),
           data_(static_cast<char*>(std::aligned_alloc(256, align_up(bytes + 2 * kGuard, 256)))) {
         std::memset(data_, kMark, bytes_ + 2 * kGuard);
         std::memset(data(), fill, bytes_);
+        simt::order::track(data(), bytes_, name);
     }
     Memory(Memory&& other) noexcept
         : bytes_(other.bytes_), data_(std::exchange(other.data_, nullptr)) {}
@@ -42,6 +43,7 @@ class Memory {
             if (data_[i] != kMark || data()[bytes_ + i] != kMark)
                 simt::die("a write outside of its memory");
         }
+        simt::order::forget(data());
         std::free(data_);
     }
     char* data() const { return data_ + kGuard; }
@@ -213,9 +215,11 @@ std::vector<Layout> layouts_of(const Case& c, Side& side) {
     for (const int tokens : c.tokens) {
         Layout layout{c.topology,         tokens,          c.format.topk,
                       c.heap.num_experts, c.heap.channels, nullptr};
-        side.layouts.emplace_back(layout.size() * sizeof(int32_t), 0x11);
+        side.layouts.emplace_back(layout.size() * sizeof(int32_t), 0x11, "a layout");
         layout.data = side.layouts.back().as<int32_t>();
         layout.totals() = {};
+        simt::order::ignore(&layout.totals().overflow, sizeof(int32_t));
+        simt::order::ignore(&layout.totals().bad_token, sizeof(int32_t));
         layouts.push_back(layout);
     }
     return layouts;
@@ -252,7 +256,7 @@ class Grid {
 
     template <class J>
     void run(void (*kernel)(J), const J& joint, int ranks) {
-        simt::run(joint.blocks_per_rank * ranks, kBlockThreads, case_.random(),
+        simt::run(ranks, joint.blocks_per_rank, kBlockThreads, case_.random(),
                   [&] { kernel(joint); });
         ptx::end_of_launch();
     }
@@ -317,7 +321,7 @@ void run_case(uint64_t seed) {
     std::vector<char*> host_heaps;
     for (int rank = 0; rank < world; ++rank) {
         ranks.push_back(rank);
-        for (Side* side : {&host, &gpu}) side->heaps.emplace_back(c.heap.bytes());
+        for (Side* side : {&host, &gpu}) side->heaps.emplace_back(c.heap.bytes(), 0, "a heap");
         host_heaps.push_back(host.heaps.back().data());
     }
     HostGroup group(c.heap, ranks, host_heaps, Schedule{}, std::chrono::seconds(20));
@@ -434,7 +438,7 @@ Case small_case(bool several_nodes) {
 void run_absent(bool several_nodes) {
     Case c = small_case(several_nodes);
     Side side;
-    for (int rank = 0; rank < 2; ++rank) side.heaps.emplace_back(c.heap.bytes());
+    for (int rank = 0; rank < 2; ++rank) side.heaps.emplace_back(c.heap.bytes(), 0, "a heap");
     std::vector<Inputs> inputs;
     for (const int tokens : c.tokens) inputs.push_back(make_inputs(c, tokens));
     const auto layouts = layouts_of(c, side);
@@ -481,7 +485,7 @@ void run_unfit() {
     };
     const auto make_side = [&] {
         Side side;
-        for (int rank = 0; rank < 2; ++rank) side.heaps.emplace_back(c.heap.bytes());
+        for (int rank = 0; rank < 2; ++rank) side.heaps.emplace_back(c.heap.bytes(), 0, "a heap");
         return side;
     };
     {

@@ -83,7 +83,9 @@ class DeviceWarp {
 
     template <class F>
     __device__ __forceinline__ bool met(int count, F&& need) {
-        return __all_sync(kAll, lane_id() >= count || is_met(need(lane_id())));
+        const bool all = __all_sync(kAll, lane_id() >= count || is_met(need(lane_id())));
+        __syncwarp();  // what a lane has acquired is there for all: a vote orders nothing
+        return all;
     }
 
     template <class F>

@@ -1,9 +1,10 @@
 #pragma once
 
 #include "fabric/simulated.h"
+#include "order.h"
 #include "simt.h"
 
-inline void __threadfence_system() {}
+inline void __threadfence_system() { simt::order::fence(simt::order::Fence::System); }
 
 // What NCCL's device API promises of GIN, for the ranks of one process, over a network that delays
 // and reorders: a signal adds to a word of the receiver's context, after the puts before it to the
@@ -17,6 +18,7 @@ struct Gin {
     std::mt19937_64 random;
     std::vector<char*> heaps;
     std::vector<std::vector<uint64_t>> signals;  // of each rank, context after context
+    std::map<const uint64_t*, uint64_t> sent;    // what was added to each of them in all
 };
 
 }  // namespace simt
@@ -51,21 +53,32 @@ struct ncclGin {
              size_t bytes, ncclGin_None, ncclGin_None, ncclCoopWarp) const {
         if (to != from) simt::die("a put between windows");
         by_one_lane([&] {
-            comm.gin->network.put(connection(team, peer), comm.gin->heaps[peer] + dst,
-                                  comm.gin->heaps[comm.rank] + src, bytes);
+            char* to = comm.gin->heaps[peer] + dst;
+            const char* from = comm.gin->heaps[comm.rank] + src;
+            simt::order::Actor& puts = actor(team, peer);
+            read_by(puts, puts.steps, from, bytes, simt::order::Fence::System);
+            write_by(puts, puts.steps, to, bytes, simt::order::Fence::System);
+            ++puts.steps;
+            comm.gin->network.put(connection(team, peer), to, from, bytes);
         });
     }
     void signal(ncclTeam team, int peer, ncclGin_SignalAdd add, ncclCoopWarp) const {
         by_one_lane([&] {
-            comm.gin->network.signal(connection(team, peer), &word(peer, add.signal), add.value);
+            uint64_t* to = &word(peer, add.signal);
+            simt::order::signal(actor(team, peer), to, comm.gin->sent[to] += add.value);
+            comm.gin->network.signal(connection(team, peer), to, add.value);
         });
     }
     uint64_t readSignal(uint32_t signal) const {
         comm.gin->network.deliver(comm.gin->random);
         simt::yield();
-        return word(comm.rank, signal);
+        const uint64_t* own = &word(comm.rank, signal);
+        simt::order::acquire_signal(own, *own);
+        return *own;
     }
-    void resetSignal(uint32_t signal) const { word(comm.rank, signal) = 0; }
+    void resetSignal(uint32_t signal) const {
+        comm.gin->sent[&word(comm.rank, signal)] = word(comm.rank, signal) = 0;
+    }
 
   private:
     template <class F>
@@ -78,6 +91,11 @@ struct ncclGin {
         if (team.stride != 1 || team.nRanks != comm.nRanks || peer == comm.rank)
             simt::die("a put to a wrong rank");
         return {comm.rank, peer, context};
+    }
+    simt::order::Actor& actor(ncclTeam team, int peer) const {
+        const auto [from, to, channel] = connection(team, peer);
+        return simt::order::actor({static_cast<uintptr_t>(from), static_cast<uintptr_t>(to),
+                                   static_cast<uintptr_t>(channel)});
     }
     uint64_t& word(int rank, uint32_t signal) const {
         if (signal >= static_cast<uint32_t>(comm.ginSignalCount))

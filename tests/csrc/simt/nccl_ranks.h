@@ -47,7 +47,7 @@ class Ranks {
     void check_reset_signals(uint64_t seed) {
         if (heap_.topology.nodes == 1) return;
         const size_t used = count_flags();
-        simt::run(heap_.topology.world(), 32, seed, [&] {
+        simt::run(heap_.topology.world(), 1, 32, seed, [&] {
             reset_signals_kernel(params_->ranks[blockIdx.x], static_cast<int>(blockIdx.x),
                                  20'000'000'000);
         });

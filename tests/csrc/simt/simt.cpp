@@ -3,6 +3,8 @@
 #include <sys/mman.h>
 #include <ucontext.h>
 
+#include "order.h"
+
 namespace simt {
 namespace {
 
@@ -45,8 +47,11 @@ void die(const char* what) {
     std::exit(1);
 }
 
-void run(unsigned blocks, unsigned threads, uint64_t seed, const std::function<void()>& kernel) {
+void run(unsigned ranks, unsigned blocks_per_rank, unsigned threads, uint64_t seed,
+         const std::function<void()>& kernel) {
+    const unsigned blocks = ranks * blocks_per_rank;
     std::mt19937_64 random(seed);
+    order::begin(blocks * threads / 32, blocks_per_rank * threads / 32);
     threads_per_block = threads;
     body = &kernel;
     memories.clear();
@@ -54,6 +59,7 @@ void run(unsigned blocks, unsigned threads, uint64_t seed, const std::function<v
         memories.emplace_back(static_cast<char*>(std::aligned_alloc(128, kSharedBytes)),
                               &std::free);
         std::memset(memories.back().get(), 0xcd, kSharedBytes);
+        order::track(memories.back().get(), kSharedBytes, "shared memory");
     }
     std::vector<Warp> warps(blocks * threads / 32);
     std::vector<Lane> lanes(blocks * threads);
@@ -98,10 +104,14 @@ void run(unsigned blocks, unsigned threads, uint64_t seed, const std::function<v
         if (!progress && !order.empty()) die("lanes wait for a collective that others never reach");
     }
     munmap(stacks, lanes.size() * kStackBytes);
+    for (const auto& memory : memories) order::forget(memory.get());
+    order::end();
 }
 
 void yield() { swapcontext(&current->context, &scheduler); }
 
+bool in_lane() { return current; }
+unsigned warp_index() { return (current->block * threads_per_block + current->thread) / 32; }
 Index thread_index() { return {current->thread}; }
 Index block_index() { return {current->block}; }
 Index block_size() { return {threads_per_block}; }
@@ -117,6 +127,7 @@ std::vector<uint64_t> exchange(Kind kind, uint64_t value) {
     if (++warp.arrived == 32) {
         warp.arrived = 0;
         ++warp.generation;
+        if (kind == Kind::Sync) order::sync(warp_index());
     }
     current->waits_for = generation + 1;
     swapcontext(&current->context, &scheduler);

@@ -3,7 +3,8 @@
 // Just enough of CUDA to run the kernels' own source on the host: every lane of a grid is a fiber,
 // and a seed picks which one runs next. A collective of a warp waits for its 32 lanes, and lanes
 // that meet at different ones, or not at all, end the program. What the copy engine does happens as
-// late as its waits allow, so that a missing wait shows.
+// late as its waits allow, so that a missing wait shows. What no rule orders ends the program, too:
+// see order.h.
 
 #include <algorithm>
 #include <atomic>
@@ -38,8 +39,10 @@ struct Index {
 
 [[noreturn]] void die(const char* what);
 
-// Runs kernel() once for each thread of the grid, until all have returned.
-void run(unsigned blocks, unsigned threads, uint64_t seed, const std::function<void()>& kernel);
+// Runs kernel() once for each thread of the grid, until all have returned. A rank has as many of
+// the blocks as any other, one after the other.
+void run(unsigned ranks, unsigned blocks_per_rank, unsigned threads, uint64_t seed,
+         const std::function<void()>& kernel);
 
 // Lets other lanes run: for a loop that waits for one of them without a collective.
 void yield();
@@ -55,6 +58,8 @@ char* block_memory();  // shared memory of the current block
 enum class Kind { Sync, Ballot, Shuffle, ShuffleUp, Match, Or };
 std::vector<uint64_t> exchange(Kind kind, uint64_t value);
 
+bool in_lane();         // a thread of the grid is running
+unsigned warp_index();  // of the grid
 inline unsigned lane() { return thread_index().x % 32; }
 
 template <class T>
