@@ -233,11 +233,11 @@ class Grid {
         : case_(c),
           timeout_ns_(timeout_ns),
           heaps_(addresses(side)),
-          fabric_(c.heap, heaps_, c.random()) {
+          fabric_(c.heap, heaps_, c.random()),
+          progress_(c.topology.world() * Progress::kWords * sizeof(uint64_t), 0, "progress") {
         for (int rank = 0; rank < c.topology.world(); ++rank)
             abort_words_.push_back(&control(rank)->abort);
         reports_.resize(c.topology.world());
-        progress_.resize(c.topology.world() * Progress::kWords);
     }
 
     template <class J, class Args>
@@ -247,7 +247,7 @@ class Grid {
         joint.blocks_per_rank = ceil_div(warps, kBlockWarps);
         for (size_t i = 0; i < args.size(); ++i) {
             joint.args[i] = args[i];
-            joint.progress[i] = {&progress_[i * Progress::kWords]};
+            joint.progress[i] = {progress_.as<uint64_t>() + i * Progress::kWords};
             joint.ranks[i] = {static_cast<int>(i), case_.topology.world(), timeout_ns_,
                               control(i),          &reports_[i],           abort_words_.data()};
         }
@@ -293,7 +293,7 @@ class Grid {
     Ranks fabric_;
     std::vector<uint64_t*> abort_words_;
     std::vector<ControlBlock> reports_;
-    std::vector<uint64_t> progress_;
+    Memory progress_;
 };
 
 template <bool kWeighted>

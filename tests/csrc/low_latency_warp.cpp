@@ -57,7 +57,8 @@ class Grid {
   private:
     template <class L>
     void run_kernel(void (*kernel)(L), const L& launch) {
-        simt::run(program_.warps / kBlockWarps, kBlockThreads, random_(), [&] { kernel(launch); });
+        simt::run(1, program_.warps / kBlockWarps, kBlockThreads, random_(),
+                  [&] { kernel(launch); });
         ptx::end_of_launch();
     }
 

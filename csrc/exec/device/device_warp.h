@@ -200,6 +200,7 @@ class DeviceWarp {
         finish_writes();
         uint64_t before = 0;
         if (lane_id() == 0) before = ptx::fetch_add_acq_rel_gpu(counter, 1);
+        __syncwarp();  // what lane 0 has acquired is there for all: a shuffle orders nothing
         return static_cast<uint64_t>(__shfl_sync(kAll, static_cast<unsigned long long>(before), 0));
     }
 

@@ -47,6 +47,7 @@ __device__ __forceinline__ void meet(uint64_t* arrivals, uint64_t warps) {
     if (first) all = (ptx::fetch_add_acq_rel_gpu(arrivals, 1) / warps + 1) * warps;
     while (!__shfl_sync(rows::kAllLanes, !first || ptx::load_acquire_gpu(arrivals) >= all, 0)) {
     }
+    __syncwarp();  // what lane 0 has acquired is there for all: a shuffle orders nothing
 }
 
 // Some warps exchange counts, which needs the sums only, while the others number the rows.
