@@ -1,11 +1,12 @@
 """Which ranks form a node when the user does not say."""
 
 import re
+import shutil
 import socket
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
+import cpp
 import pytest
 import torch
 
@@ -14,7 +15,6 @@ from megatron_ep.backends import nodes
 from megatron_ep.backends.members import introduce
 from megatron_ep.backends.nodes import VARIABLE, nvlink_domain, topology_of
 
-ROOT = Path(__file__).resolve().parents[2]
 GPU = "GPU-01234567-89ab-cdef-0123-456789abcdef"
 
 
@@ -62,7 +62,7 @@ def test_the_environment_must_make_sense(value: str) -> None:
 
 @pytest.fixture
 def nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Builds a library in NVML's place, with these flags, for a process that may use an IMEX channel."""
+    """Puts a library in NVML's place, for a process that may use an IMEX channel."""
     channels = tmp_path / "channels"
     channels.mkdir()
     (channels / "channel0").touch()
@@ -70,12 +70,11 @@ def nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name, value in {"CLUSTER": 7, "STATE": 3, "STATUS": 0, "INIT": 0}.items():
         monkeypatch.setenv(f"FAKE_NVML_{name}", str(value))
 
-    def build(*flags: str) -> None:
-        library, source = tmp_path / "libnvidia-ml.so.1", ROOT / "tests/csrc/fake_nvml.cpp"
-        subprocess.run(["g++", "-shared", "-fPIC", *flags, source, "-o", library], check=True)
+    def use(age: str = "new") -> None:
+        library = shutil.copy(cpp.build("fake_nvml") / f"libfake_nvml_{age}.so", tmp_path / "libnvidia-ml.so.1")
         monkeypatch.setattr(nodes, "NVML", str(library))
 
-    return build
+    return use
 
 
 def test_an_nvlink_domain(nvml, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +105,7 @@ def test_a_rank_on_a_gpu_tells_its_domain(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_no_nvlink_domain_without_a_driver_that_tells(nvml) -> None:
-    nvml("-DOLD")
+    nvml("old")
     assert nvlink_domain(GPU) is None
     Path(nodes.NVML).unlink()
     assert nvlink_domain(GPU) is None
