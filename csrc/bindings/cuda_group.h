@@ -31,8 +31,7 @@ class PyCudaGroup {
         group_.reset();
     }
 
-    // wait: until the totals are there, which it returns; none where it does not, or when the
-    // launch was given up.
+    // wait: until the totals are there, which it returns; none where it does not.
     std::vector<Layout::Totals> notify(const std::vector<RankTensors>& tensors, bool wait, int topk,
                                        int index_bytes, int expert_alignment, int expert_capacity,
                                        Address stream) {

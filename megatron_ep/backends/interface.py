@@ -44,7 +44,10 @@ class Backend(Protocol):
     """
 
     def notify(self, tensors: Sequence[_C.RankTensors], *, wait: bool, topk: int, **settings: int) -> Sequence[Totals]:
-        """Exchanges counts. Nothing is returned where `wait` is off and the host knows none yet, or if it failed."""
+        """Exchanges counts. Nothing is returned where `wait` is off and the host knows none yet.
+
+        Of a rank that gave up before it knew them all numbers are 0: ask `aborted`.
+        """
         ...
 
     def new_counts(self, size: int, *, wait: bool) -> torch.Tensor:

@@ -201,6 +201,7 @@ def test_what_cannot_run_at_once_is_refused():
 def test_seconds():
     with ep.LocalCluster(1, 2, config(), device="cuda") as cluster:
         x, ids, weights = inputs(2)
+        assert cluster.seconds == 0  # from now on launches are timed
         ep.dispatch(x, ids, weights, buffer=cluster)
         torch.cuda.synchronize()
         assert 0 < cluster.seconds < 5

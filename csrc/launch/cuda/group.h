@@ -48,8 +48,9 @@ class CudaGroup {
     // One argument per rank of this process, in the order of `ranks`. Args of notify need no epoch:
     // it is counted on the GPU.
     void notify(const std::vector<NotifyArgs>& args, CudaStream stream);
-    // The same, and waits for the totals of each rank; none if the launch was given up. Now and
-    // then it calls `idle`, which may throw. Throws std::runtime_error when the GPU fails.
+    // The same, and waits for the totals of each rank; zeros for a rank that gave up before it knew
+    // any. Now and then it calls `idle`, which may throw. Throws std::runtime_error when the GPU
+    // fails.
     std::vector<Layout::Totals> notify_and_wait(std::vector<NotifyArgs> args, CudaStream stream,
                                                 const std::function<void()>& idle);
     void dispatch(const std::vector<DispatchArgs>& args, CudaStream stream);

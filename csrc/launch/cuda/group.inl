@@ -173,24 +173,31 @@ std::vector<Layout::Totals> CudaGroup<P>::notify_and_wait(std::vector<NotifyArgs
         args[i].ticket = ticket_;
     }
     notify(args, stream);
-    auto ticket_of = [&](size_t rank) {
-        return std::atomic_ref<uint64_t>(totals_[rank].ticket).load(std::memory_order_acquire);
+    auto has_told = [&](size_t rank) {
+        return std::atomic_ref<uint64_t>(totals_[rank].ticket).load(std::memory_order_acquire) ==
+               ticket_;
     };
     // The kernel's own waits are bounded: it tells, gives up, or its end shows on the stream.
     bool ended = false;
-    for (size_t rank = 0, polls = 0; rank < args.size();) {
-        if (ticket_of(rank) == ticket_) {
+    for (size_t rank = 0, polls = 0; rank < args.size() && !ended;) {
+        if (has_told(rank)) {
             ++rank;
             continue;
         }
-        if (ended || aborted()) return {};
+        ended = aborted();
         if (++polls % kPollsOfCounts) continue;
         idle();
         const cudaError_t state = cudaStreamQuery(static_cast<cudaStream_t>(stream));
         if (state != cudaErrorNotReady) check_cuda(state, "waiting for counts");
-        ended = state == cudaSuccess;  // what it told is there by now
+        ended = ended || state == cudaSuccess;
     }
-    return {totals_.get(), totals_.get() + args.size()};
+    std::vector<Layout::Totals> totals(args.size());
+    for (size_t rank = 0; rank < args.size(); ++rank) {
+        if (has_told(rank)) totals[rank] = totals_[rank];
+        if (!has_told(rank) && !aborted())
+            throw std::runtime_error("notify ended and told no counts");
+    }
+    return totals;
 }
 
 template <class P>
