@@ -127,7 +127,7 @@ def run_exchanges(fabric: str) -> int:
         return meeting.exchanges
 
 
-@pytest.mark.parametrize(("fabric", "exchanges"), [("p2p", 3), ("nvshmem", 4), ("nccl", 6)])
+@pytest.mark.parametrize(("fabric", "exchanges"), [("p2p", 4), ("nvshmem", 4), ("nccl", 6)])
 def test_a_set_up_takes_few_exchanges_and_no_collective(ranks, fabric: str, exchanges: int) -> None:
     assert ranks.run(run_exchanges, fabric) == [exchanges] * W
 
