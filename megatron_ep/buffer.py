@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ep import _C
+from megatron_ep import _C, failures
 from megatron_ep.backends import connect, cuda, fabrics
 from megatron_ep.backends.host import HostBackend
 from megatron_ep.backends.meeting import Meeting
@@ -52,6 +52,7 @@ class LocalCluster(RankGroup):
         seed: int | None = None,
         lost_signal: int = 0,
     ):
+        failures.watch(self)
         self.topology = Topology(nodes, ranks_per_node)
         require_type("config", config, Config)
         self.config = config
@@ -91,8 +92,9 @@ class LocalCluster(RankGroup):
         _log_set_up(self, f"memory of this process{network}", self._heap)
 
     def reset(self) -> None:
-        """Makes the buffer usable again after an error. Handles of dispatches that succeeded stay valid."""
+        """Makes the buffer usable again after an error: see `Buffer.reset`, but there is nobody to wait for."""
         self._live_backend().reset()
+        self._is_seen = False
 
     def _when_waits_expire(self) -> str:
         return super()._when_waits_expire() if self._seed is None else "when no role could run any more"
@@ -129,6 +131,7 @@ class Buffer(RankGroup):
         *,
         device: str | torch.device = "cpu",
     ):
+        failures.watch(self)
         self._meeting = Meeting(group, timedelta(seconds=_patience(config)))
         self.rank = self._meeting.rank
         self.config = config
@@ -156,12 +159,19 @@ class Buffer(RankGroup):
 
         Handles of dispatches that succeeded stay valid.
 
+        After a failure in a backward pass the parameters are those of the last step, provided that `raise_if_failed`
+        was asked before the optimizer's next one. The gradients are not to be used: some hold NaN, and what earlier
+        microbatches have added to them is still there (in Megatron's main_grad as well). Random states have moved on,
+        and a router may have updated its expert bias. So every rank zeroes all gradients and repeats the whole step; or
+        goes back to a checkpoint, where the steps have to be the same bit for bit.
+
         Raises EPError when a rank does not come within a minute or Config.timeout, and RuntimeError when what was sent
         to other machines does not arrive in time.
         """
         self._live_backend().drain()  # nothing of this rank reaches others after the barrier
         self._meeting.barrier()
         self._live_backend().reset()
+        self._is_seen = False
         self._meeting.barrier()
 
     def agree_on(self, check: Callable[[], None], settings: dict[str, Any]) -> None:

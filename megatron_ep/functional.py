@@ -113,10 +113,11 @@ class _WeightedCombine(Function):
         x_grads: list[torch.Tensor | None] = [None] * n
         weight_grads: list[torch.Tensor | None] = [None] * n
         with handle.buffer.abort_peers_on_error():
-            # Ones travel along: they tell the rows of tokens from padding, where x and weights may hold anything.
+            # Ones travel along: they tell the rows of tokens from padding, where x and weights may hold anything. They
+            # are NaN, not 0, if the call failed.
             ones = [torch.ones(len(g), handle.topk, device=g.device) for g in grads]
             back = _Dispatch.apply(handle, n, None, *(grad.contiguous() for grad in grads), *ones)
-            rows, is_row = back[:n], [one > 0 for one in back[n:]]
+            rows, is_row = back[:n], [one != 0 for one in back[n:]]
             for i in range(n):
                 zero = weights[i].new_zeros(())
                 if ctx.needs_input_grad[2 + i]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import sys
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
@@ -26,6 +28,8 @@ PAYLOAD_TYPES = {
     torch.float8_e4m3fn: 4,
 }  # the first four as in csrc/core/dtypes.h
 COMBINE_DTYPES = tuple(PAYLOAD_TYPES)[:4]
+
+log = logging.getLogger(__name__)
 
 HOW_TO_GO_ON = "every rank must call reset() before the buffer is used again"
 
@@ -51,7 +55,13 @@ class RankGroup:
     ranks: list[int]
     device: torch.device
     _heap: _C.Heap
-    _backend: Backend | None
+    _backend: Backend | None = None
+    _is_seen = False  # whether somebody was told of the failure since the last reset, if there was one
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the buffer can be used: until it is closed."""
+        return self._backend is not None
 
     def _make_heap(self, channels: int, rdma_ring_bytes: int = 512 << 10) -> _C.Heap:
         """rdma_ring_bytes: where the config leaves it open."""
@@ -75,19 +85,40 @@ class RankGroup:
         return self._live_backend().seconds
 
     def close(self) -> None:
-        """Gives the heaps back. Handles of this buffer can no longer be used. Closing twice is fine.
+        """Gives the heaps back, whatever other ranks do. Handles of this buffer can no longer be used. Closing twice is
+        fine. On a GPU it first waits for the launches of this rank, whose waits are bounded.
 
         Heaps that other processes have mapped or registered stay allocated on a GPU for a later buffer of the same size
         and group.
+
+        Raises EPError, once the buffer is closed, if a launch has failed and nobody has been told. As a context manager
+        the buffer logs that as an error instead when another exception ends the block.
         """
-        self._backend = None
-        _C.release_pooled_memory()
+        failure = self._close()
+        if failure is not None:
+            raise failure
+
+    def _close(self) -> EPError | None:
+        try:
+            return self._unseen_failure()
+        finally:
+            self._backend = None
+            _C.release_pooled_memory()
 
     def __enter__(self: Own) -> Own:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+            return
+        self.report_unseen()
+        self._is_seen = True
         self.close()
+
+    def __del__(self) -> None:
+        if self.is_open and not sys.is_finalizing():  # at exit `failures` has reported already
+            self.report_unseen()
 
     def _live_backend(self) -> Backend:
         if self._backend is None:
@@ -100,15 +131,42 @@ class RankGroup:
         """Raises ValueError if closed, EPAbortError if a launch failed since the last reset, on whatever rank."""
         aborted = self._live_backend().aborted()
         if aborted is not None and self.device.type == "cuda":
-            self._raise_if_aborted()  # a launch that failed after it was enqueued: nobody has been told of it yet
+            raise self._failure(*aborted)  # a launch that failed after it was enqueued
         if aborted is not None:
+            self._is_seen = True
             raise EPAbortError(f"{self._cause(*aborted)}; {HOW_TO_GO_ON}")
 
     def synchronize(self) -> None:
         """Returns when all launches of this rank are done; on the host they always are. Raises what failed in them."""
         self._live_backend().synchronize()
-        if self.device.type == "cuda":
-            self._raise_if_aborted()
+        self._raise_if_aborted()
+
+    def raise_if_failed(self) -> None:
+        """As `megatron_ep.raise_if_failed`, for this buffer alone."""
+        backend = self._live_backend()
+        backend.settle()
+        aborted = backend.aborted()
+        if aborted is not None:
+            raise self._failure(*aborted)
+
+    def report_unseen(self) -> None:
+        """Logs, as an error, a failure that nobody has been told of. Raises nothing."""
+        try:
+            failure = self._unseen_failure()
+        except Exception as error:
+            log.error("a buffer of megatron_ep cannot tell whether its last calls failed: %s", error)
+        else:
+            if failure is not None:
+                log.error("a call of megatron_ep failed and nobody has asked for it: %s", failure)
+
+    def _unseen_failure(self) -> EPError | None:
+        if self._backend is None or self._is_seen:
+            return None
+        self._backend.synchronize()
+        aborted = self._backend.aborted()
+        if aborted is None or self._backend.finished():
+            return None
+        return self._failure(*aborted)
 
     @contextlib.contextmanager
     def abort_peers_on_error(self) -> Iterator[None]:
@@ -124,6 +182,7 @@ class RankGroup:
         if isinstance(error, EPError):
             return
         interrupted = isinstance(error, KeyboardInterrupt)
+        self._is_seen |= interrupted  # that ended the waits of this process too
         with contextlib.suppress(RuntimeError):  # of a GPU that no longer answers: the error itself says more
             self.refuse(interrupted=interrupted, failed=not interrupted and not isinstance(error, ValueError))
 
@@ -131,6 +190,9 @@ class RankGroup:
         """Ends the waits of the other ranks: this one has refused its arguments, was interrupted, or failed."""
         if self._backend is not None and len(self.ranks) < self.topology.world_size:
             self._backend.abort(interrupted=interrupted, failed=failed)
+            outcome = "interrupted" if interrupted else "failed" if failed else "bad_input"
+            # unless a call had failed before, of which the error may be but a consequence
+            self._is_seen |= self._backend.aborted() == (outcome, self.ranks[0])
 
     def format_of(
         self, topk: int, x: torch.Tensor, scales: Sequence[torch.Tensor] | None, weights: Sequence[torch.Tensor] | None
@@ -243,6 +305,7 @@ class RankGroup:
             out.append(backend.new_output(rank.rows, x[i].shape[1], x[i].dtype))
             t = self._tensors(rank)
             t.x, t.out = x[i].data_ptr(), out[i].data_ptr()
+            t.fills_tables, rank.has_tables = not rank.has_tables, True
             if scales is not None:
                 out_scales.append(torch.empty(rank.rows, scales[i].shape[1], dtype=scales[i].dtype, device=self.device))
                 t.scales, t.out_scales = scales[i].data_ptr(), out_scales[i].data_ptr()
@@ -313,10 +376,14 @@ class RankGroup:
         # A launch that is known to have finished is good, whatever others have met since.
         if aborted is None or backend.finished():
             return
-        incidents = backend.incidents()
+        raise self._failure(*aborted)
+
+    def _failure(self, outcome: str, rank: int) -> EPError:
+        """What is raised, by those who call this, because a rank gave up."""
+        self._is_seen = True
+        incidents = self._live_backend().incidents()
         # those that expired before those that were told to stop
         incidents.sort(key=lambda incident: incident["outcome"] == "aborted")
-        message = "\n  ".join([self._cause(*aborted), *map(describe, incidents), HOW_TO_GO_ON])
+        message = "\n  ".join([self._cause(outcome, rank), *map(describe, incidents), HOW_TO_GO_ON])
         kinds = {"timeout": EPTimeoutError, "mismatch": EPError, "no_layout": EPError, "overflow": EPOverflowError}
-        kind = kinds.get(aborted[0], EPAbortError)
-        raise kind(message, incidents)
+        return kinds.get(outcome, EPAbortError)(message, incidents)

@@ -102,6 +102,8 @@ class PyCudaGroup {
                                   : Outcome::BadInput);
     }
 
+    void listen() { group_->listen(); }
+
     void drain() const { group_->drain(); }
 
     void reset() {
@@ -132,6 +134,9 @@ class PyCudaGroup {
             .def("incidents", &PyCudaGroup::incidents)
             .def("abort", &PyCudaGroup::abort, py::kw_only(), py::arg("interrupted"),
                  py::arg("failed"), release)
+            .def("listen", &PyCudaGroup::listen, release,
+                 "Afterwards aborted() knows also of those who gave up while no kernel of this "
+                 "process ran.")
             .def("drain", &PyCudaGroup::drain, release)
             .def("reset", &PyCudaGroup::reset, release);
     }

@@ -242,7 +242,8 @@ void bind_group(py::module_& m) {
         .def_readwrite("rail_experts", &RankTensors::rail_experts)
         .def_readwrite("max_received", &RankTensors::max_received)
         .def_readwrite("max_rail", &RankTensors::max_rail)
-        .def_readwrite("max_rows", &RankTensors::max_rows);
+        .def_readwrite("max_rows", &RankTensors::max_rows)
+        .def_readwrite("fills_tables", &RankTensors::fills_tables);
 
     py::class_<Layout::Totals>(m, "Totals", "What notify tells the host about one rank.")
         .def_readonly("received_rows", &Layout::Totals::received_rows)

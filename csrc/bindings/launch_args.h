@@ -23,6 +23,7 @@ struct RankTensors {
     Address row_weights = 0;  // combine: what it multiplies the rows of x by
     Address positions = 0, rail_experts = 0;
     int64_t max_received = 0, max_rail = 0, max_rows = 0;
+    bool fills_tables = false;  // dispatch: the first with its layout
 };
 
 inline Layout layout_of(const Heap& heap, const RankTensors& t, int topk) {
@@ -50,7 +51,9 @@ inline TransferArgs transfer_args(const Heap& heap, int rank, const RankTensors&
 inline DispatchArgs dispatch_args(const Heap& heap, int rank, const RankTensors& t,
                                   const RowFormat& format, uint64_t call, int nvl_batch,
                                   int rdma_chunk) {
-    return {transfer_args(heap, rank, t, format, call, nvl_batch, rdma_chunk),
+    TransferArgs args = transfer_args(heap, rank, t, format, call, nvl_batch, rdma_chunk);
+    args.fills_tables = t.fills_tables;
+    return {args,
             at<char>(t.x),
             at<char>(t.scales),
             at<char>(t.weights),

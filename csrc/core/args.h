@@ -42,6 +42,7 @@ struct TransferArgs {
     int64_t max_rail;       // rows that `rail_experts` can hold
     int64_t max_rows;       // rows that the expert-grouped tensor can hold
     bool is_combine = false;
+    bool fills_tables = false;  // the dispatch that makes the handle
 
     static constexpr int32_t kElsewhere = -1;   // that expert lives on another rank
     static constexpr int32_t kOverflowed = -2;  // the expert-grouped tensor had no room

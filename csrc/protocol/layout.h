@@ -39,6 +39,18 @@ EP_FN void count_keys(W& warp, int lanes, const typename W::template PerLane<int
     });
 }
 
+// Before step 1, by any warp: what a caller finds who does not wait for the counts, if they never
+// come. Nobody can take it for numbers of rows; and no call uses a layout without an epoch.
+template <WarpLike W>
+EP_FN void mark_unknown(W& warp, const NotifyArgs& args) {
+    const int local_experts = args.layout.local_experts();
+    for (int first = 0; first < local_experts; first += 32) {
+        warp.lanes(lanes_from(first, local_experts),
+                   [&](int lane) { args.tokens_per_expert[first + lane] = -1; });
+    }
+    warp.lanes(1, [&](int) { args.layout.totals().overflow = -1; });
+}
+
 // Step 1, a warp a channel: reads the ids and counts them. A token with an id outside [-1, E) or
 // with the same id twice counts as going nowhere, so that no later step can meet an invalid id.
 // Returns 1 + such a token, 0 if there is none.

@@ -232,6 +232,7 @@ EP_FN bool receive_counts(W& warp, F& fabric, const NotifyArgs& args) {
         layout.totals().received_rows = received_rows;
         layout.totals().expert_rows = expert_rows;
         layout.totals().rail_rows = rail_rows;
+        layout.totals().overflow = 0;
         layout.totals().epoch = static_cast<uint32_t>(args.epoch);
     });
     tell_host(warp, args);

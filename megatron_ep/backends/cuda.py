@@ -75,6 +75,7 @@ class CudaBackend:
         self._measures = False
         self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._seconds = 0.0
+        self._is_captured = False  # any launch, by a CUDA graph
 
     def notify(self, tensors: Sequence[Any], *, wait: bool, topk: int, **settings: int) -> Sequence[Totals]:
         return self.launch(
@@ -134,6 +135,13 @@ class CudaBackend:
     def abort(self, *, interrupted: bool, failed: bool) -> None:
         self.group.abort(interrupted=interrupted, failed=failed)
 
+    def settle(self) -> None:
+        if self._last is not None:
+            self.wait(self._last.record_event())
+        if self._is_captured:  # nobody tells of replays, but what comes next on this stream depends on them
+            self.wait(torch.cuda.current_stream(self._device).record_event())
+        self._group.listen()
+
     def drain(self) -> None:
         self.synchronize()
         self.group.drain()
@@ -176,6 +184,7 @@ class CudaBackend:
     def launch(self, launch: Callable[[int], T]) -> T:
         stream = torch.cuda.current_stream(self._device)
         if torch.cuda.is_current_stream_capturing():
+            self._is_captured = True
             # a graph orders what it holds itself, and torch synchronizes before it captures
             return launch(stream.cuda_stream)
         if not self._busy.acquire(blocking=False):

@@ -85,6 +85,9 @@ class HostBackend:
     def synchronize(self) -> None:
         pass
 
+    def settle(self) -> None:
+        pass
+
     def drain(self) -> None:
         pass
 

@@ -22,6 +22,7 @@ class RankHandle:
     positions: torch.Tensor  # int32 [received rows, K]
     rail_experts: torch.Tensor  # int32 [rail rows, K]
     made_on: int  # the stream, see Backend.current_stream
+    has_tables: bool = False  # whether a dispatch that fills the two was launched
 
 
 class Totals(Protocol):
@@ -93,6 +94,11 @@ class Backend(Protocol):
 
     def synchronize(self) -> None:
         """Until all launches are done."""
+        ...
+
+    def settle(self) -> None:
+        """Until all launches are done that this process knows of, and what the current stream holds if a CUDA graph
+        has captured any. `aborted` then knows of what failed in them, and of all ranks in reach that have given up."""
         ...
 
     def drain(self) -> None:

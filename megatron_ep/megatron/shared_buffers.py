@@ -78,14 +78,29 @@ def comm_seconds() -> float:
     return _closed_seconds + sum(buffer.seconds for buffer in _buffers.values())
 
 
-@atexit.register
 def close_buffers() -> None:
     """Closes every shared buffer. The next forward pass builds new ones.
 
     Call it before destroying the groups; or on every rank after an `EPError`, to go on.
+
+    Raises:
+        EPError: once all are closed, if a call has failed and nobody has been told.
     """
     global _closed_seconds
+    failures = []
     while _buffers:
         _, buffer = _buffers.popitem()
         _closed_seconds += buffer.seconds
-        buffer.close()
+        try:
+            buffer.close()
+        except ep.EPError as failure:
+            failures.append(failure)
+    if failures:
+        raise failures[0]
+
+
+@atexit.register
+def _close_at_exit() -> None:
+    for buffer in _buffers.values():
+        buffer.report_unseen()
+    close_buffers()

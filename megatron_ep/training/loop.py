@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+import megatron_ep as ep
 from megatron_ep.megatron import gpu_runtime, host_runtime
 from megatron_ep.training.recipe import Recipe
 
@@ -103,6 +104,7 @@ def _run(recipe: Recipe, out: Path, resume: bool) -> None:
                 seq_length=recipe.dataset.seq_length,
                 micro_batch_size=recipe.train.micro_batch_size,
             )
+            ep.raise_if_failed()
             _, grad_norm, _ = optimizer.step()
             scheduler.step(increment=1)
             loss = _mean(torch.stack(losses))
@@ -120,6 +122,7 @@ def _run(recipe: Recipe, out: Path, resume: bool) -> None:
                     )
                 )
             if (step + 1) % recipe.checkpoint.save_interval == 0 or step + 1 == recipe.train.train_iters:
+                ep.raise_if_failed()
                 checkpoints.save(step + 1)
         if dist.get_rank() == 0:
             log.finish()

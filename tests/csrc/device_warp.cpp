@@ -3,6 +3,7 @@
 //
 //     device_warp FIRST_SEED END_SEED
 //     device_warp absent
+//     device_warp given_up
 //     device_warp unfit
 //
 // Between the ranks lies the p2p fabric, or with OVER_NCCL that of NCCL.
@@ -24,6 +25,7 @@ constexpr int kMostRanks = 9;
 using Notify = NotifyJoint<Ranks::Params, kMostRanks>;
 using Dispatch = DispatchJoint<Ranks::Params, kMostRanks>;
 using Combine = CombineJoint<Ranks::Params, kMostRanks>;
+using Finish = FinishJoint<kMostRanks>;
 
 // Memory that nothing may write outside of, aligned as the GPU's allocator does.
 class Memory {
@@ -248,17 +250,26 @@ class Grid {
         for (size_t i = 0; i < args.size(); ++i) {
             joint.args[i] = args[i];
             joint.progress[i] = {progress_.as<uint64_t>() + i * Progress::kWords};
-            joint.ranks[i] = {static_cast<int>(i), case_.topology.world(), timeout_ns_,
-                              control(i),          &reports_[i],           abort_words_.data()};
+            joint.ranks[i] = device_rank(i);
         }
         return joint;
     }
 
     template <class J>
-    void run(void (*kernel)(J), const J& joint, int ranks) {
-        simt::run(ranks, joint.blocks_per_rank, kBlockThreads, case_.random(),
-                  [&] { kernel(joint); });
+    void run(void (*kernel)(J), const J& joint, int ranks, unsigned threads = kBlockThreads) {
+        simt::run(ranks, joint.blocks_per_rank, threads, case_.random(), [&] { kernel(joint); });
         ptx::end_of_launch();
+    }
+
+    template <class Args>
+    void finish(const std::vector<Args>& args) {
+        Finish joint{};
+        joint.blocks_per_rank = kFinishBlocks;
+        for (size_t i = 0; i < args.size(); ++i) {
+            joint.ranks[i] = device_rank(i);
+            joint.outputs[i] = outputs_of(args[i]);
+        }
+        run(kernels::finish_kernel<Finish>, joint, static_cast<int>(args.size()), kFinishThreads);
     }
 
     template <class J>
@@ -282,6 +293,10 @@ class Grid {
         std::vector<char*> all;
         for (const Memory& heap : side.heaps) all.push_back(heap.data());
         return all;
+    }
+    DeviceRank device_rank(size_t rank) {
+        return {static_cast<int>(rank), case_.topology.world(), timeout_ns_,
+                control(rank),          &reports_[rank],        abort_words_.data()};
     }
     ControlBlock* control(size_t rank) const {
         return reinterpret_cast<ControlBlock*>(heaps_[rank] + case_.heap.control());
@@ -398,6 +413,7 @@ void run_case(uint64_t seed) {
             grid.joint<Dispatch>(dispatch[1], dispatch_roles.warps() * c.heap.channels);
         dispatch_joint.roles = dispatch_roles;
         grid.launch(kernels::dispatch_kernel<Dispatch>, dispatch_joint);
+        grid.finish(dispatch[1]);
         group.combine<HostWarp>(combine[0], c.dtype);
         const auto combine_roles = grid.roles<CombineRoles>();
         auto combine_joint =
@@ -405,6 +421,7 @@ void run_case(uint64_t seed) {
         combine_joint.roles = combine_roles;
         weighted ? combine_on<true>(grid, combine_joint, c.dtype)
                  : combine_on<false>(grid, combine_joint, c.dtype);
+        grid.finish(combine[1]);
         if (group.state(0).aborted()) simt::die("the host gave up");
         for (int rank = 0; rank < world; ++rank) {
             const Tensors &ours = gpu.tensors[rank], &expected = host.tensors[rank];
@@ -461,6 +478,99 @@ void run_absent(bool several_nodes) {
     }
     if (report.abort != ControlBlock::abort_word(Outcome::Timeout, 0))
         simt::die("the host is not told that a rank gave up");
+}
+
+bool is_poison(const Memory& memory) {
+    return std::all_of(memory.data(), memory.data() + memory.bytes(),
+                       [](char byte) { return static_cast<uint8_t>(byte) == Outputs::kPoison; });
+}
+
+// Rank 1 of two comes to the notify, but not to the dispatch, or the combine, of `tokens` each:
+// nobody can take for data what rank 0 made of it, nor what a rank gets that comes too late; and
+// the handle of such a dispatch is refused.
+void run_given_up(bool several_nodes, bool in_notify, int tokens) {
+    Case c = small_case(several_nodes);
+    c.tokens = {tokens, tokens};
+    c.format.scale_bytes = 12;
+    c.format.payload_bytes = 66;  // no piece of the outputs is aligned
+    c.heap = {c.topology, 4, 2, align_up(c.format.slot_bytes(), Heap::kLine),
+              align_up(c.format.slot_bytes(), Heap::kLine)};
+    Side side;
+    std::vector<Inputs> inputs;
+    for (int rank = 0; rank < 2; ++rank) {
+        side.heaps.emplace_back(c.heap.bytes());
+        inputs.push_back(make_inputs(c, tokens));
+        for (int i = 0; i < tokens * c.format.topk; ++i) {  // all of them go to the other rank
+            const int expert = 2 * (1 - rank) + i % 2;
+            if (c.index_bytes == 8) {
+                inputs.back().ids.as<int64_t>()[i] = expert;
+            } else {
+                inputs.back().ids.as<int32_t>()[i] = expert;
+            }
+        }
+    }
+    const auto layouts = layouts_of(c, side);
+    Grid grid(c, side, 50'000'000);
+    auto notify = notify_args(c, inputs, layouts, 0, side);
+    if (in_notify) notify.pop_back();
+    grid.run(kernels::notify_kernel<Notify>, grid.joint<Notify>(notify, c.heap.channels + 1),
+             static_cast<int>(notify.size()));
+    if ((grid.report(0).abort != 0) != in_notify) simt::die("the wrong step gave up");
+    for (int expert = 0; expert < c.heap.local_experts(); ++expert) {
+        const int64_t rows = side.counts[0].as<int64_t>()[expert];
+        if ((rows == -1) != in_notify) simt::die("numbers of rows that nobody has exchanged");
+    }
+    if ((layouts[0].totals().overflow != 0) != in_notify)
+        simt::die("no overflow where nobody knows the rows");
+
+    const size_t rows = tokens * c.format.topk;
+    for (int rank = 0; rank < 2; ++rank) {
+        side.tensors.push_back({Memory(0), Memory(rows * c.format.topk * sizeof(int32_t), 0x22),
+                                Memory(rows * c.format.topk * sizeof(int32_t), 0x22),
+                                Memory(rows * c.format.payload_bytes, 0x33),
+                                Memory(rows * c.format.scale_bytes, 0x33),
+                                Memory(rows * c.format.weight_bytes, 0x33),
+                                Memory(tokens * c.format.payload_bytes, 0x44),
+                                Memory(rows * c.format.weight_bytes, 0x44)});
+    }
+    std::vector<DispatchArgs> dispatch;
+    std::vector<CombineArgs> combine;
+    for (int rank = 0; rank < 2; ++rank) {
+        const Tensors& t = side.tensors[rank];
+        TransferArgs args = transfer_args(c, rank, layouts[rank], t, rows, 1);
+        args.fills_tables = true;
+        const Inputs& in = inputs[rank];
+        dispatch.push_back({args, in.x.data(), in.scales.data(), in.weights.data(), t.out.data(),
+                            t.out_scales.data(), t.out_weights.data()});
+        args.is_combine = true;
+        args.fills_tables = false;
+        combine.push_back(
+            {args, t.out.data(), t.out_weights.data(), t.y.data(), t.y_weights.data()});
+    }
+    const std::vector<DispatchArgs> alone{dispatch[0]};
+    const auto dispatch_roles = grid.roles<DispatchRoles>();
+    auto dispatch_joint = grid.joint<Dispatch>(alone, dispatch_roles.warps() * c.heap.channels);
+    dispatch_joint.roles = dispatch_roles;
+    grid.run(kernels::dispatch_kernel<Dispatch>, dispatch_joint, 1);
+    grid.finish(alone);
+    if (!grid.report(0).abort) simt::die("rank 0 did without rank 1");
+    const Tensors& lone = side.tensors[0];
+    for (const Memory* memory : {&lone.out, &lone.out_scales, &lone.out_weights}) {
+        if (!is_poison(*memory))
+            simt::die("what a dispatch that was given up left looks like data");
+    }
+    if (layouts[0].totals().epoch) simt::die("the handle of a dispatch that was given up is good");
+    if (in_notify) return;
+    const auto roles = grid.roles<CombineRoles>();
+    auto all = grid.joint<Combine>(combine, roles.warps() * c.heap.channels);
+    all.roles = roles;
+    grid.run(kernels::combine_kernel<float, false, Combine>, all, 2);
+    grid.finish(combine);
+    for (const Tensors& t : side.tensors) {
+        if (!is_poison(t.y) || !is_poison(t.y_weights))
+            simt::die("what a combine after it left looks like data");
+    }
+    if (!layouts[1].totals().epoch) simt::die("a combine made a handle useless");
 }
 
 // What a handle of a call that failed may hold: a layout that was never made, or tables that are
@@ -530,6 +640,17 @@ int main(int argc, char** argv) {
     if (argc == 2 && std::string(argv[1]) == "absent") {
         for (const bool several_nodes : {false, true}) ep::run_absent(several_nodes);
         std::printf("an absent rank is reported\n");
+        return 0;
+    }
+    if (argc == 2 && std::string(argv[1]) == "given_up") {
+        for (const bool several_nodes : {false, true}) {
+            for (const bool in_notify : {false, true}) {
+                for (const int tokens : {1, 9, 40}) {
+                    ep::run_given_up(several_nodes, in_notify, tokens);
+                }
+            }
+        }
+        std::printf("what was given up is no data\n");
         return 0;
     }
     if (argc == 2 && std::string(argv[1]) == "unfit") {

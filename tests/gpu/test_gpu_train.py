@@ -103,3 +103,9 @@ def test_a_killed_rank_ends_the_run(cache, tmp_path):
     assert process.returncode == 1
     assert "rank 1 failed: killed by SIGKILL" in text and "Traceback" not in text
     assert not running(out)
+
+
+def test_nothing_of_a_pass_that_a_rank_stalled_is_kept(cache, tmp_path):
+    """Two ranks, on two GPUs where there are two."""
+    texts = training_runs.run_with_a_stalled_rank(ON_GPU, cache, tmp_path / "run", "cuda", "prompt")
+    training_runs.assert_nothing_was_kept(texts, tmp_path / "run")

@@ -3,6 +3,7 @@
 import csv
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -85,3 +86,35 @@ def settle(condition, limit=10):
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)
     return condition()
+
+
+def run_with_a_stalled_rank(recipe, cache, out, device, lateness):
+    """What the two ranks of stalled_rank.py printed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, str(Path(__file__).parent / "stalled_rank.py"), str(recipe), str(out), str(cache)]
+    places = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [*command, device, lateness],
+            env=clean_environment(**places, RANK=str(rank), LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        for rank in range(2)
+    ]
+    return [finish(rank) for rank in ranks]
+
+
+def assert_nothing_was_kept(texts, out):
+    """All ranks ended with the named error, before a step or a checkpoint took what the failed pass had left."""
+    first, second = texts
+    assert "\nEPTimeoutError: rank 0 timed out first, after 2 s" in first, first
+    assert any(f"\n{name}: rank 0 timed out first" in second for name in ("EPTimeoutError", "EPAbortError")), second
+    for text in texts:
+        assert "2 steps, parameters unchanged" in text, text
+    saved = sorted(path.name for path in (out / "checkpoints").iterdir())
+    assert saved == ["step_00000001", "step_00000002"]

@@ -148,7 +148,7 @@ class DeviceWarp {
     }
 
     __device__ __forceinline__ void zero(void* dst, size_t bytes) {
-        rows::zero(dst, bytes);
+        rows::fill<0>(dst, bytes);
         __syncwarp();
     }
 

@@ -80,16 +80,19 @@ __device__ __noinline__ inline void copy_misaligned(void* dst, const void* src, 
     copy_units<uint8_t>(dst, src, bytes);
 }
 
-__device__ __forceinline__ void zero(void* dst, size_t bytes) {
+// Every byte of the row.
+template <uint8_t kByte>
+__device__ __forceinline__ void fill(void* dst, size_t bytes) {
+    constexpr uint32_t kWord = kByte * 0x01010101u;
     char* out = static_cast<char*>(dst);
     const size_t to_aligned = -reinterpret_cast<uintptr_t>(out) & 15;
     const size_t head = bytes < to_aligned ? bytes : to_aligned;
     const size_t body = (bytes - head) & ~size_t{15};
-    for (size_t i = lane_id(); i < head; i += 32) out[i] = 0;
+    for (size_t i = lane_id(); i < head; i += 32) out[i] = static_cast<char>(kByte);
     for (size_t i = head + lane_id() * 16; i < head + body; i += 32 * 16) {
-        ptx::store_streaming(reinterpret_cast<uint4*>(out + i), uint4{});
+        ptx::store_streaming(reinterpret_cast<uint4*>(out + i), uint4{kWord, kWord, kWord, kWord});
     }
-    for (size_t i = head + body + lane_id(); i < bytes; i += 32) out[i] = 0;
+    for (size_t i = head + body + lane_id(); i < bytes; i += 32) out[i] = static_cast<char>(kByte);
 }
 
 }  // namespace ep::rows

@@ -72,6 +72,8 @@ class CudaGroup {
     const ControlBlock& report(size_t index) const { return reports_[index]; }
     // Makes the waits of all ranks in reach end, also while this process's own kernels run.
     void abort(Outcome outcome);
+    // Afterwards aborted() knows also of those who gave up while no kernel of this process ran.
+    void listen();
     // Until what this process's ranks sent to other nodes is there. Throws std::runtime_error when
     // that takes longer than a wait may.
     void drain() const;
@@ -83,6 +85,8 @@ class CudaGroup {
     void for_local_ranks(F&& f) const;
     template <class J, class Args>
     J joint(const std::vector<Args>& args, int blocks_per_rank) const;
+    template <class Args>
+    void finish(const std::vector<Args>& args, CudaStream stream) const;
     // The same, with as many servers as this group's SMs have warps for, on all of them.
     template <class J, class Args>
     J joint_of_roles(const std::vector<Args>& args) const;
@@ -106,6 +110,7 @@ class CudaGroup {
     Resource<ControlBlock[]> reports_;         // [ranks], pinned
     ControlBlock* reports_on_gpu_ = nullptr;   // the same, mapped
     Resource<uint64_t[]> abort_source_;        // one, pinned
+    Resource<uint64_t[]> heard_;               // [ranks], pinned
 };
 
 }  // namespace ep

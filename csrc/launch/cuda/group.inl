@@ -107,6 +107,7 @@ CudaGroup<P>::CudaGroup(const Heap& heap, const P& fabric, std::vector<int> rank
         cudaHostGetDevicePointer(reinterpret_cast<void**>(&reports_on_gpu_), reports_.get(), 0),
         "cudaHostGetDevicePointer");
     abort_source_ = as_array<uint64_t>(pinned_memory(device_, sizeof(uint64_t)));
+    heard_ = as_array<uint64_t>(pinned_memory(device_, ranks_.size() * sizeof(uint64_t)));
     reset();
 }
 
@@ -207,6 +208,7 @@ void CudaGroup<P>::dispatch(const std::vector<DispatchArgs>& args, CudaStream st
         using J = DispatchJoint<P, kRanks>;
         launch(kernels::dispatch_kernel<J>, joint_of_roles<J>(args), args.size(), stream);
     });
+    finish(args, stream);
 }
 
 template <class P>
@@ -220,6 +222,26 @@ void CudaGroup<P>::combine(const std::vector<CombineArgs>& args, DType dtype, Cu
         const auto run =
             weighted ? CombineLaunch<P, kRanks, true>::run : CombineLaunch<P, kRanks, false>::run;
         run(all, args.size(), dtype, stream);
+    });
+    finish(args, stream);
+}
+
+template <class P>
+template <class Args>
+void CudaGroup<P>::finish(const std::vector<Args>& args, CudaStream stream) const {
+    for_local_ranks([&]<int kRanks>() {
+        using J = FinishJoint<kRanks>;
+        J joint{};
+        joint.blocks_per_rank = kFinishBlocks;
+        for (size_t i = 0; i < args.size(); ++i) {
+            joint.ranks[i] = device_rank(i);
+            joint.outputs[i] = outputs_of(args[i]);
+        }
+        cudaLaunchConfig_t config{};
+        config.gridDim = dim3(static_cast<unsigned>(kFinishBlocks * args.size()));
+        config.blockDim = dim3(kFinishThreads);
+        config.stream = static_cast<cudaStream_t>(stream);
+        check_cuda(cudaLaunchKernelEx(&config, kernels::finish_kernel<J>, joint), "kernel launch");
     });
 }
 
@@ -245,6 +267,21 @@ void CudaGroup<P>::abort(Outcome outcome) {
     }
     check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
     std::atomic_ref<uint64_t>(reports_[0].abort).store(abort_source_[0], std::memory_order_release);
+}
+
+template <class P>
+void CudaGroup<P>::listen() {
+    const DeviceGuard guard(device_);
+    const auto stream = static_cast<cudaStream_t>(abort_stream_.get());
+    for (size_t i = 0; i < ranks_.size(); ++i) {
+        check_cuda(cudaMemcpyAsync(heard_.get() + i, &device_rank(i).control->abort,
+                                   sizeof(uint64_t), cudaMemcpyDefault, stream),
+                   "cudaMemcpyAsync");
+    }
+    check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+    for (size_t i = 0; i < ranks_.size(); ++i) {
+        if (heard_[i]) std::atomic_ref<uint64_t>(reports_[i].abort).store(heard_[i]);
+    }
 }
 
 template <class P>

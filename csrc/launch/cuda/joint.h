@@ -2,6 +2,7 @@
 
 #include "core/args.h"
 #include "core/function.h"
+#include "core/outputs.h"
 #include "exec/device/device_rank.h"
 #include "launch/cuda/roles.h"
 
@@ -9,6 +10,8 @@ namespace ep {
 
 constexpr int kBlockThreads = 512;
 constexpr int kBlockWarps = kBlockThreads / 32;
+constexpr int kFinishBlocks = 4;  // of a rank: they almost never have anything to do
+constexpr int kFinishThreads = 256;
 
 struct NoRoles {};
 
@@ -42,5 +45,13 @@ template <class P, int kRanks>
 using DispatchJoint = Joint<P, DispatchArgs, kRanks, DispatchRoles>;
 template <class P, int kRanks>
 using CombineJoint = Joint<P, CombineArgs, kRanks, CombineRoles>;
+
+// What comes behind a dispatch or combine of all ranks of this process.
+template <int kRanks>
+struct FinishJoint {
+    int blocks_per_rank;
+    DeviceRank ranks[kRanks];
+    Outputs outputs[kRanks];
+};
 
 }  // namespace ep

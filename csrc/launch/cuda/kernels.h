@@ -61,7 +61,10 @@ __global__ void __launch_bounds__(kBlockThreads, 1) notify_kernel(const __grid_c
     args.epoch = joint.progress[place.index].notifies() + 1;
     const Layout& layout = args.layout;
     DeviceWarp warp(rank, args.epoch, Role::Notify, 0, bulk_buffers());
-    if (place.warp == 0) warp.lanes(1, [&](int) { layout.totals() = {}; });
+    if (place.warp == 0) {
+        warp.lanes(1, [&](int) { layout.totals() = {}; });
+        mark_unknown(warp, args);
+    }
     int bad_token = 0;
     for (int channel = place.warp; channel < layout.channels; channel += place.warps) {
         if (const int bad = count_channel(warp, args, channel)) bad_token = bad;
@@ -201,6 +204,25 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     typename J::Fabric fabric(joint.fabric, args.rank);
     run_combine_role<T, kWeighted>(joint.ranks[place.index], bulk_buffers(), fabric, args,
                                    joint.roles, number / warps, number % warps);
+}
+
+// ---- behind both
+
+// If the call was given up nobody can take its outputs for data. A kernel of its own: the blocks of
+// one give up at different times, and go on writing until then.
+template <class J>
+__global__ void __launch_bounds__(kFinishThreads) finish_kernel(const __grid_constant__ J joint) {
+    const Place<J> place(joint);
+    if (!is_aborted(joint.ranks[place.index])) return;
+    const Outputs& outputs = joint.outputs[place.index];
+    for (const Outputs::Part& part : outputs.parts) {
+        const size_t share = align_up(part.bytes / place.warps + 1, sizeof(uint4));
+        const size_t first = share * place.warp;
+        if (first >= part.bytes) continue;
+        const size_t left = part.bytes - first;
+        rows::fill<Outputs::kPoison>(part.data + first, left < share ? left : share);
+    }
+    if (outputs.epoch && place.warp == 0 && rows::lane_id() == 0) *outputs.epoch = 0;
 }
 
 }  // namespace ep::kernels

@@ -35,7 +35,15 @@ void HostGroup::run(std::vector<std::vector<RoleTask>> tasks_of_rank,
         }
         return tasks;
     };
-    for (RankState& state : states_) state.unfinished = 0;
+    bool aborted = false;
+    for (RankState& state : states_) {
+        state.unfinished = 0;
+        aborted |= state.aborted();
+    }
+    if (aborted) {  // the rings are unusable, and so may be what earlier launches left
+        for (RankState& state : states_) state.give_up();
+        return;
+    }
     if (seeded_) return seeded_->run(share(0, 1));
     if (schedule_.thread_per_role) return ThreadExecutor().run(share(0, 1));
     const size_t threads = std::min<size_t>(schedule_.threads, ranks_.size());

@@ -64,6 +64,11 @@ class HostGroup {
                            int channel);
     void run(std::vector<std::vector<RoleTask>> tasks_of_rank,
              const std::function<bool()>& interrupted);
+    // The same, and if not all of it was done nobody can take the outputs for data.
+    template <class Args>
+    void run_to_outputs(const std::vector<Args>& args,
+                        std::vector<std::vector<RoleTask>> tasks_of_rank,
+                        const std::function<bool()>& interrupted);
 
     Heap heap_;
     std::vector<int> ranks_;

@@ -1,5 +1,8 @@
 #pragma once
 
+#include <cstring>
+
+#include "core/outputs.h"
 #include "launch/host/group.h"
 #include "protocol/combine.h"
 #include "protocol/coordinators.h"
@@ -27,6 +30,7 @@ void HostGroup::notify(std::vector<NotifyArgs> args, const std::function<bool()>
         const NotifyArgs& a = args[i];
         states_[i].call = a.epoch;
         tasks[i].push_back(role<Warp>(i, Role::Notify, 0, [&a](Warp& warp, HostFabric& fabric) {
+            mark_unknown(warp, a);
             for (int channel = 0; channel < a.layout.channels; ++channel) {
                 if (const int bad = count_channel(warp, a, channel))
                     a.layout.totals().bad_token = bad;
@@ -42,6 +46,26 @@ void HostGroup::notify(std::vector<NotifyArgs> args, const std::function<bool()>
         }));
     }
     run(std::move(tasks), interrupted);
+}
+
+template <class Args>
+void HostGroup::run_to_outputs(const std::vector<Args>& args,
+                               std::vector<std::vector<RoleTask>> tasks_of_rank,
+                               const std::function<bool()>& interrupted) {
+    auto poison = [&] {
+        for (const Args& a : args) {
+            for (const Outputs::Part& part : outputs_of(a).parts) {
+                if (part.bytes) std::memset(part.data, Outputs::kPoison, part.bytes);
+            }
+        }
+    };
+    try {
+        run(std::move(tasks_of_rank), interrupted);
+    } catch (...) {
+        poison();
+        throw;
+    }
+    if (!finished()) poison();
 }
 
 template <class Warp>
@@ -95,7 +119,7 @@ void HostGroup::dispatch(std::vector<DispatchArgs> args, const std::function<boo
         tasks[i].push_back(role<Warp>(
             i, Role::Launch, 0, [&a](Warp& warp, HostFabric&) { clear_unfilled(warp, a, 0, 1); }));
     }
-    run(std::move(tasks), interrupted);
+    run_to_outputs(args, std::move(tasks), interrupted);
 }
 
 template <class T, class Warp>
@@ -134,7 +158,7 @@ void HostGroup::combine(std::vector<CombineArgs> args, DType dtype,
                       [&]<class T>() { add_combine_roles<T, Warp>(tasks[i], i, args[i], c); });
         }
     }
-    run(std::move(tasks), interrupted);
+    run_to_outputs(args, std::move(tasks), interrupted);
 }
 
 }  // namespace ep

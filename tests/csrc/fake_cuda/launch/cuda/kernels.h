@@ -14,6 +14,8 @@ template <class J>
 void notify_kernel(J);
 template <class J>
 void dispatch_kernel(J);
+template <class J>
+void finish_kernel(J);
 
 }  // namespace kernels
 }  // namespace ep

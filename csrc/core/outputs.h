@@ -1,0 +1,41 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/args.h"
+
+namespace ep {
+
+// What a dispatch or combine of one rank writes for its caller. When the call is given up all of it
+// is filled with kPoison, which nobody can take for data: NaN in every type of float (e8m0 too), -1
+// in every type of integer.
+struct Outputs {
+    static constexpr uint8_t kPoison = 0xff;
+    static constexpr int kParts = 3;
+
+    struct Part {
+        char* data;
+        size_t bytes;
+    };
+    Part parts[kParts];
+    uint32_t* epoch;  // of a layout whose tables the call fills: 0, and no call uses it. Or null
+};
+
+inline Outputs outputs_of(const DispatchArgs& args) {
+    const size_t rows = args.max_rows;
+    return {{{args.recv_x, rows * args.format.payload_bytes},
+             {args.recv_scales, rows * args.format.scale_bytes},
+             {args.recv_weights, rows * args.format.weight_bytes}},
+            args.fills_tables ? &args.layout.totals().epoch : nullptr};
+}
+
+inline Outputs outputs_of(const CombineArgs& args) {
+    const size_t tokens = args.layout.num_tokens;
+    return {{{args.y, tokens * args.format.payload_bytes},
+             {args.y_weights, tokens * args.format.topk * args.format.weight_bytes},
+             {nullptr, 0}},
+            nullptr};
+}
+
+}  // namespace ep

@@ -1,0 +1,60 @@
+"""Failures that nobody has been told of.
+
+A launch on a GPU returns before it has run, so it can fail behind the back of a program that goes on. What it should
+have written is then NaN (-1 in tensors of integers), and so is all that is computed from it; before a program keeps
+what it has computed, it asks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import weakref
+from typing import Protocol
+
+
+class Watched(Protocol):
+    """What is asked of a buffer: see `rank_group.RankGroup`."""
+
+    @property
+    def is_open(self) -> bool: ...
+
+    def raise_if_failed(self) -> None: ...
+
+    def report_unseen(self) -> None: ...
+
+
+_numbers = itertools.count()
+_groups: weakref.WeakValueDictionary[int, Watched] = weakref.WeakValueDictionary()
+
+
+def watch(group: Watched) -> None:
+    """Counts a buffer among those of this process, until it is closed or nobody has it any more."""
+    _groups[next(_numbers)] = group
+
+
+def open_groups() -> list[Watched]:
+    """This process's buffers that are not closed, in the order in which they were made."""
+    groups = [reference() for reference in _groups.valuerefs()]
+    return [group for group in groups if group is not None and group.is_open]
+
+
+def raise_if_failed() -> None:
+    """Raises what failed in any dispatch, combine or backward pass of any buffer of this process.
+
+    Call it after the backward pass and before whatever keeps its results: `optimizer.step()`, a checkpoint. On a GPU it
+    waits for those launches that are not known to be done, and for the current stream if a CUDA graph has captured
+    launches; on the host there is nothing to wait for. Also raises when another rank, whose failure this one can be
+    told of (on a network: of the same node), gave up in a call that this rank had no part in.
+
+    Raises EPTimeoutError, EPAbortError or another EPError.
+    """
+    for group in open_groups():
+        group.raise_if_failed()
+
+
+@atexit.register
+def report_unseen() -> None:
+    """Logs, as errors, the failures of open buffers that nobody has been told of."""
+    for group in open_groups():
+        group.report_unseen()

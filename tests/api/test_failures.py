@@ -1,0 +1,203 @@
+"""What a call that was given up leaves behind, and who is told of it: nothing of it can be taken for data."""
+
+import logging
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from late import late
+
+import megatron_ep as ep
+from megatron_ep import float8
+
+E, T, H, K = 4, 6, 256, 2
+# With these rings every row takes a signal of its own, and so does its credit.
+CONFIG = ep.Config(num_experts=E, nvl_ring_bytes=2 << 10, rdma_ring_bytes=2 << 10)
+
+
+def inputs(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    x = [torch.randn(T, H, generator=generator).to(dtype) for _ in range(2)]
+    ids = [torch.rand(T, E, generator=generator).topk(K, dim=1).indices for _ in range(2)]
+    weights = [torch.rand(T, K, generator=generator) for _ in range(2)]
+    return x, ids, weights
+
+
+def lost_in(*steps):
+    """The first network signal whose loss lets the last of these steps fail, and those before it succeed.
+
+    A step gets the cluster and what the one before it returned."""
+    for lost in range(1, 1000):
+        cluster, result = ep.LocalCluster(2, 1, CONFIG, seed=0, lost_signal=lost), None
+        done = 0
+        try:
+            for step in steps:
+                result = step(cluster, result)
+                done += 1
+        except ep.EPError:
+            if done == len(steps) - 1:
+                return lost
+    raise AssertionError("no signal is missed")
+
+
+class Kept:
+    """Remembers what torch.empty has made."""
+
+    def __init__(self):
+        self.tensors, self._empty = [], torch.empty
+
+    def __call__(self, *args, **kwargs):
+        tensor = self._empty(*args, **kwargs)
+        self.tensors.append(tensor)
+        return tensor
+
+
+def dispatch(cluster, _):
+    x, ids, weights = inputs()
+    for part in (*x, *weights):
+        part.requires_grad_()
+    return ep.dispatch(x, ids, weights, buffer=cluster)
+
+
+def dispatch_float8(cluster, _):
+    x, ids, weights = inputs()
+    values, scales = zip(*(float8.quantize(part) for part in x), strict=True)
+    return ep.dispatch(list(values), ids, weights, buffer=cluster, scales=list(scales))
+
+
+def combine(_, rows):
+    return ep.combine(rows.x, rows.handle, rows.probs)
+
+
+def backward(_, y):
+    sum(part.sum() for part in y).backward()
+
+
+@pytest.mark.parametrize("step", [dispatch, dispatch_float8])
+def test_a_dispatch_that_was_given_up_leaves_nan(step):
+    cluster = ep.LocalCluster(2, 1, CONFIG, seed=0, lost_signal=3)  # after the counts
+    kept = Kept()
+    with mock.patch("torch.empty", kept), pytest.raises(ep.EPTimeoutError):
+        step(cluster, None)
+    outputs = [tensor for tensor in kept.tensors if tensor.dtype.is_floating_point and tensor.numel()]
+    assert len(outputs) == (6 if step is dispatch_float8 else 4), "rows and weights, and scales, of both ranks"
+    for tensor in outputs:
+        assert tensor.float().isnan().all(), tensor.dtype
+
+
+def test_a_combine_that_was_given_up_leaves_nan():
+    cluster = ep.LocalCluster(2, 1, CONFIG, seed=0, lost_signal=lost_in(dispatch, combine))
+    rows = dispatch(cluster, None)
+    kept = Kept()
+    with mock.patch("torch.empty", kept), pytest.raises(ep.EPTimeoutError):
+        combine(cluster, rows)
+    outputs = [tensor for tensor in kept.tensors if tensor.dtype.is_floating_point and tensor.numel()]
+    assert len(outputs) == 2 and all(tensor.isnan().all() for tensor in outputs)
+
+
+def test_counts_that_never_came_are_no_counts():
+    cluster = ep.LocalCluster(2, 1, CONFIG, seed=0, lost_signal=1)
+    kept = Kept()
+    with mock.patch("torch.empty", kept), pytest.raises(ep.EPTimeoutError):
+        dispatch(cluster, None)
+    counts = [tensor for tensor in kept.tensors if tensor.dtype == torch.int64]
+    assert len(counts) == 2 and any((tensor == -1).all() for tensor in counts)
+
+
+@pytest.fixture
+def stalled():
+    """A cluster as late as a GPU that loses a signal in the backward pass; the leaves of the graph, and its end."""
+    lost = lost_in(dispatch, combine, backward)
+    with late():
+        cluster = ep.LocalCluster(2, 1, CONFIG, seed=0, lost_signal=lost)
+    x, ids, weights = inputs()
+    leaves = [part.requires_grad_() for part in (*x, *weights)]
+    rows = ep.dispatch(x, ids, weights, buffer=cluster)
+    loss = sum(part.sum() for part in combine(cluster, rows))
+    assert loss.isfinite()
+    return cluster, leaves, loss
+
+
+def test_a_failure_in_the_backward_pass_reaches_no_step(stalled):
+    cluster, leaves, loss = stalled
+    before = [leaf.detach().clone() for leaf in leaves]
+    optimizer = torch.optim.AdamW(leaves)
+    loss.backward()  # returns
+    with pytest.raises(ep.EPTimeoutError, match="timed out first"):
+        ep.raise_if_failed()
+        optimizer.step()
+    assert all(map(torch.equal, leaves, before))
+    with pytest.raises(ep.EPTimeoutError):
+        ep.raise_if_failed()  # until somebody resets
+    cluster.reset()
+    ep.raise_if_failed()
+    for leaf in leaves:
+        assert leaf.grad.isnan().all(), "whoever does not ask gets no number either"
+    cluster.close()
+
+
+def test_closing_tells_of_a_failure_that_nobody_has_seen(stalled):
+    cluster, _, loss = stalled
+    loss.backward()
+    with pytest.raises(ep.EPTimeoutError, match="timed out first"):
+        cluster.close()
+    assert not cluster.is_open
+    cluster.close()
+    ep.raise_if_failed()
+
+
+def test_closing_is_silent_once_somebody_was_told(stalled):
+    cluster, _, loss = stalled
+    loss.backward()
+    with pytest.raises(ep.EPTimeoutError):
+        cluster.synchronize()
+    cluster.close()
+
+
+def test_another_error_is_not_hidden_by_the_failure(stalled, caplog):
+    cluster, _, loss = stalled
+    with pytest.raises(ZeroDivisionError), cluster:
+        loss.backward()
+        _ = 1 / 0
+    assert "timed out first" in caplog.text and caplog.records[0].levelno == logging.ERROR
+    assert not cluster.is_open
+
+
+EXIT = """
+    import sys
+    sys.path[:0] = {paths!r}
+    import test_failures as t
+    from late import late
+    lost = t.lost_in(t.dispatch, t.combine, t.backward)
+    with late():
+        cluster = t.ep.LocalCluster(2, 1, t.CONFIG, seed=0, lost_signal=lost)
+    rows = t.dispatch(cluster, None)
+    t.backward(cluster, t.combine(cluster, rows))
+    {then}
+"""
+
+
+@pytest.mark.parametrize("then", ["pass", "del cluster, rows"], ids=["at_exit", "collected"])
+def test_the_end_of_the_process_tells(then):
+    here = Path(__file__).parent
+    script = textwrap.dedent(EXIT).format(paths=[str(here), str(here.parent / "helpers")], then=then)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("timed out first") == 1, done.stderr
+    assert "nobody has asked for it" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_rank_that_only_heard_of_it_is_told_too():
+    """Nothing of this rank failed: another one gave up in a call that this one had no part in."""
+    with ep.LocalCluster(1, 2, ep.Config(num_experts=E)) as cluster:
+        dispatch(cluster, None)
+        cluster._backend.abort(interrupted=False, failed=True)
+        with pytest.raises(ep.EPAbortError, match="rank 0 failed for a reason of its own"):
+            ep.raise_if_failed()
+        cluster.reset()
+        dispatch(cluster, None)
+        ep.raise_if_failed()

@@ -1,0 +1,43 @@
+"""A host backend that is as late as a GPU: a call returns as if nothing had happened, its failure is known later."""
+
+from unittest import mock
+
+from megatron_ep.backends.host import HostBackend
+
+
+class LateBackend(HostBackend):
+    _is_known = False
+
+    def notify(self, *args, **kwargs):
+        counts = super().notify(*args, **kwargs)
+        self._is_known = True  # whoever has waited for the counts
+        return counts
+
+    def dispatch(self, *args, **kwargs):
+        super().dispatch(*args, **kwargs)
+        self._is_known = False
+
+    def combine(self, *args, **kwargs):
+        super().combine(*args, **kwargs)
+        self._is_known = False
+
+    def aborted(self):
+        return super().aborted() if self._is_known else None
+
+    def finished(self):
+        return self._is_known and super().finished()
+
+    def abort(self, **kwargs):
+        super().abort(**kwargs)
+        self._is_known = True
+
+    def settle(self):
+        self._is_known = True
+
+    def synchronize(self):
+        self._is_known = True
+
+
+def late():
+    """Buffers on the host that are made inside have such a backend."""
+    return mock.patch("megatron_ep.buffer.HostBackend", LateBackend)
