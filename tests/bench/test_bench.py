@@ -28,8 +28,8 @@ def _run(tmp_path, *arguments):
 def test_records_beside_megatron(tmp_path, capsys):
     records = _run(tmp_path, "--nodes", "2", "--ranks-per-node", "2", "--dtype", "fp32", "bf16")
     by_case = {(record["case"], record["phase"], record["implementation"]): record for record in records}
-    assert len(by_case) == len(records) == 2 * 3 * 3, "2 dtypes, 3 implementations, 3 phases"
-    assert {record["implementation"] for record in records} == {"ours", "megatron_alltoall", "memcpy"}
+    assert len(by_case) == len(records) == 2 * 4 * 3, "2 dtypes, 4 implementations, 3 phases"
+    assert {record["implementation"] for record in records} == {"ours", "low_latency", "megatron_alltoall", "memcpy"}
     assert {record["phase"] for record in records} == PHASES
     for record in records:
         element = 4 if record["dtype"] == "fp32" else 2
@@ -44,7 +44,7 @@ def test_records_beside_megatron(tmp_path, capsys):
 def test_records_without_megatron(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(megatron_side, "is_installed", lambda: False)
     records = _run(tmp_path, "--nodes", "1", "--ranks-per-node", "2", "--dtype", "fp64")
-    assert {record["implementation"] for record in records} == {"ours", "memcpy"}
+    assert {record["implementation"] for record in records} == {"ours", "low_latency", "memcpy"}
     assert "megatron_alltoall skipped: megatron-core is not installed" in capsys.readouterr().out
 
 
