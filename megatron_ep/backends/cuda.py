@@ -140,7 +140,7 @@ class CudaBackend:
             self.wait(self._last.record_event())
         if self._is_captured:  # nobody tells of replays, but what comes next on this stream depends on them
             self.wait(torch.cuda.current_stream(self._device).record_event())
-        self._group.listen()
+        self.group.listen()
 
     def drain(self) -> None:
         self.synchronize()
