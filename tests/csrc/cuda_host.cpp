@@ -53,6 +53,23 @@ void test_a_group_gives_back_what_it_has() {
     EXPECT(calls > 10);
 }
 
+void test_the_first_reason_stays() {
+    const uint64_t timeout = ep::ControlBlock::abort_word(ep::Outcome::Timeout, 1);
+    const uint64_t refusal = ep::ControlBlock::abort_word(ep::Outcome::BadInput, 0);
+    for (const bool was_given : {false, true}) {
+        std::string heap(kHeap.bytes(), 0);
+        fake_cuda = {};
+        ep::P2pFabricParams fabric{kHeap.topology, {}};
+        fabric.heaps[0] = heap.data();
+        Group group(kHeap, fabric, {0}, {heap.data()}, {heap.data()}, 1, 1, 1.0);
+        uint64_t& word = reinterpret_cast<ep::ControlBlock*>(heap.data() + kHeap.control())->abort;
+        if (was_given) word = timeout;  // by another rank's kernel: the host has not heard of it
+        group.abort(ep::Outcome::BadInput);
+        EXPECT(word == (was_given ? timeout : refusal));
+        EXPECT(group.aborted() == word);
+    }
+}
+
 void test_the_current_device_is_left_alone() {
     std::string heap(kHeap.bytes(), 0);
     fake_cuda = {};
@@ -105,6 +122,7 @@ void test_memory_is_left_to_the_same_processes() {
 
 int main() {
     test_a_group_gives_back_what_it_has();
+    test_the_first_reason_stays();
     test_the_current_device_is_left_alone();
     test_another_device_is_made_current_and_back();
     test_memory_is_left_to_the_same_processes();

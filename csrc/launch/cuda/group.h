@@ -70,7 +70,8 @@ class CudaGroup {
     }
     uint64_t aborted() const;
     const ControlBlock& report(size_t index) const { return reports_[index]; }
-    // Makes the waits of all ranks in reach end, also while this process's own kernels run.
+    // Makes the waits of all ranks in reach end, also while this process's own kernels run. Leaves
+    // a reason that this process's ranks have been given before as it is.
     void abort(Outcome outcome);
     // Afterwards aborted() knows also of those who gave up while no kernel of this process ran.
     void listen();

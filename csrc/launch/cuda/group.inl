@@ -258,6 +258,8 @@ uint64_t CudaGroup<P>::aborted() const {
 template <class P>
 void CudaGroup<P>::abort(Outcome outcome) {
     const DeviceGuard guard(device_);
+    listen();
+    if (aborted()) return;  // the first reason stays: a later one may be but its consequence
     abort_source_[0] = ControlBlock::abort_word(outcome, ranks_.front());
     const auto stream = static_cast<cudaStream_t>(abort_stream_.get());
     for (uint64_t* word : reachable_) {
