@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from megatron_ep.buffer import Buffer, LocalCluster
     from megatron_ep.config import Config, Topology
     from megatron_ep.errors import EPAbortError, EPError, EPOverflowError, EPTimeoutError
-    from megatron_ep.failures import raise_if_failed
+    from megatron_ep.failures import abort_all, raise_if_failed
     from megatron_ep.functional import Received, combine, dispatch
     from megatron_ep.handle import Handle
     from megatron_ep.low_latency import LowLatency, LowLatencyReceived
@@ -28,6 +28,7 @@ _HOMES = {
     "EPTimeoutError": "errors",
     "EPAbortError": "errors",
     "EPOverflowError": "errors",
+    "abort_all": "failures",
     "raise_if_failed": "failures",
     "Handle": "handle",
     "LowLatency": "low_latency",
@@ -47,6 +48,7 @@ __all__ = [
     "EPTimeoutError",
     "EPAbortError",
     "EPOverflowError",
+    "abort_all",
     "raise_if_failed",
     "Handle",
     "LowLatency",

@@ -94,7 +94,7 @@ class LocalCluster(RankGroup):
     def reset(self) -> None:
         """Makes the buffer usable again after an error: see `Buffer.reset`, but there is nobody to wait for."""
         self._live_backend().reset()
-        self._is_seen = False
+        self._is_seen, self._reason = False, None
 
     def _when_waits_expire(self) -> str:
         return super()._when_waits_expire() if self._seed is None else "when no role could run any more"
@@ -171,7 +171,7 @@ class Buffer(RankGroup):
         self._live_backend().drain()  # nothing of this rank reaches others after the barrier
         self._meeting.barrier()
         self._live_backend().reset()
-        self._is_seen = False
+        self._is_seen, self._reason = False, None
         self._meeting.barrier()
 
     def agree_on(self, check: Callable[[], None], settings: dict[str, Any]) -> None:

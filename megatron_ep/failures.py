@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import logging
 import weakref
 from typing import Protocol
 
@@ -21,8 +22,12 @@ class Watched(Protocol):
 
     def raise_if_failed(self) -> None: ...
 
+    def abort(self, reason: str) -> None: ...
+
     def report_unseen(self) -> None: ...
 
+
+log = logging.getLogger(__name__)
 
 _numbers = itertools.count()
 _groups: weakref.WeakValueDictionary[int, Watched] = weakref.WeakValueDictionary()
@@ -51,6 +56,15 @@ def raise_if_failed() -> None:
     """
     for group in open_groups():
         group.raise_if_failed()
+
+
+def abort_all(reason: str) -> None:
+    """`Buffer.abort` on every open buffer of this process, from any thread. Logs what goes wrong; raises nothing."""
+    for group in open_groups():
+        try:
+            group.abort(reason)
+        except Exception as error:
+            log.error("a buffer of megatron_ep could not be told to stop: %s", error)
 
 
 @atexit.register

@@ -56,6 +56,7 @@ class RankGroup:
     device: torch.device
     _heap: _C.Heap
     _backend: Backend | None = None
+    _reason: str | None = None  # given to abort() since the last reset
     _is_seen = False  # whether somebody was told of the failure since the last reset, if there was one
 
     @property
@@ -148,6 +149,21 @@ class RankGroup:
         aborted = backend.aborted()
         if aborted is not None:
             raise self._failure(*aborted)
+
+    def abort(self, reason: str) -> None:
+        """Ends the waits of all ranks in reach, this one's too, until `reset`. From any thread; waits for no rank.
+
+        Calls under way and later ones raise EPAbortError: on this rank with the reason, on others as a failure of this
+        rank. An earlier failure stays what they are told. The buffer can be closed, and another one built. Does nothing
+        once it is closed.
+        """
+        backend = self._backend
+        if backend is None:
+            return
+        if self._reason is None and backend.aborted() is None:
+            self._reason = reason
+        backend.abort(interrupted=False, failed=True)
+        self._is_seen |= backend.aborted() == ("failed", self.ranks[0])
 
     def report_unseen(self) -> None:
         """Logs, as an error, a failure that nobody has been told of. Raises nothing."""
@@ -355,6 +371,8 @@ class RankGroup:
     # ---- failures
 
     def _cause(self, outcome: str, rank: int) -> str:
+        if outcome == "failed" and rank == self.ranks[0] and self._reason is not None:
+            return f"rank {rank} was told to stop: {self._reason}"
         return {
             "timeout": f"rank {rank} timed out first, {self._when_waits_expire()}",
             "bad_input": f"rank {rank} refused its arguments",

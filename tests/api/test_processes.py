@@ -1,6 +1,7 @@
 """Buffers between processes: shared memory, and what happens when a rank misbehaves."""
 
 import re
+import threading
 import time
 from pathlib import Path
 from unittest import mock
@@ -379,3 +380,24 @@ def test_survivors_of_a_killed_rank(tmp_path):
 
 def test_ctrl_c_on_one_rank_ends_all(tmp_path):
     survivors.check_interrupted(tmp_path)
+
+
+def run_one_told_to_stop():
+    """Rank 3 never calls. The others wait for it until a thread of rank 0 ends that, long before their time is over."""
+    buffer = ep.Buffer(None, ep.Config(num_experts=8, timeout=60), ep.Topology(2, W // 2))
+    x, ids, weights = (part[buffer.rank] for part in inputs(8, 2))
+    started = time.monotonic()
+    if buffer.rank == 0:
+        threading.Timer(0.5, ep.abort_all, ["the job restarts"]).start()
+    if buffer.rank != 3:
+        cause = "told to stop: the job restarts" if buffer.rank == 0 else "rank 0 failed for a reason of its own"
+        with pytest.raises(ep.EPAbortError, match=cause):
+            ep.dispatch(x, ids, weights, buffer=buffer)
+    assert time.monotonic() - started < 30
+    buffer.close()  # whatever the others do
+    with make_buffer() as another:
+        round_trips(another)
+
+
+def test_a_thread_ends_the_waits_of_all(ranks):
+    ranks.run(run_one_told_to_stop)
