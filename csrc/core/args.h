@@ -70,7 +70,6 @@ struct DispatchArgs : TransferArgs {
     char* recv_x;             // [max_rows, payload_bytes]
     char* recv_scales;        // [max_rows, scale_bytes]
     char* recv_weights;       // [max_rows, weight_bytes]
-    bool zero_unused = true;  // the payload of rows behind the last expert's, too
 };
 
 struct CombineArgs : TransferArgs {

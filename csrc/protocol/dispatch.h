@@ -365,13 +365,11 @@ EP_FN void receiver(W& warp, F& fabric, const DispatchArgs& args, int channel, i
 }
 
 template <WarpLike W>
-EP_FN void clear_rows(W& warp, const DispatchArgs& args, int64_t first, int64_t end,
-                      bool with_payload) {
+EP_FN void clear_rows(W& warp, const DispatchArgs& args, int64_t first, int64_t end) {
     const RowFormat& format = args.format;
     if (end > args.max_rows) end = args.max_rows;
     if (first >= end) return;
-    if (with_payload)
-        warp.zero(args.recv_x + first * format.payload_bytes, (end - first) * format.payload_bytes);
+    warp.zero(args.recv_x + first * format.payload_bytes, (end - first) * format.payload_bytes);
     warp.zero(args.recv_scales + first * format.scale_bytes, (end - first) * format.scale_bytes);
     warp.zero(args.recv_weights + first * format.weight_bytes, (end - first) * format.weight_bytes);
 }
@@ -383,12 +381,12 @@ EP_FN void clear_unfilled(W& warp, const DispatchArgs& args, int part, int parts
     const Layout& layout = args.layout;
     for (int expert = part; expert < layout.local_experts(); expert += parts) {
         clear_rows(warp, args, layout.expert_start(expert) + layout.expert_count(expert),
-                   layout.expert_start(expert + 1), true);
+                   layout.expert_start(expert + 1));
     }
-    const int64_t piece = args.zero_unused ? 16 : 512;  // rows
-    for (int64_t first = layout.expert_start(layout.local_experts()) + piece * part;
-         first < args.max_rows; first += piece * parts)
-        clear_rows(warp, args, first, first + piece, args.zero_unused);
+    constexpr int64_t kPiece = 16;  // rows
+    for (int64_t first = layout.expert_start(layout.local_experts()) + kPiece * part;
+         first < args.max_rows; first += kPiece * parts)
+        clear_rows(warp, args, first, first + kPiece);
 }
 
 }  // namespace ep

@@ -36,7 +36,7 @@ def join_layout(tensor_parallel_size: int, expert_parallel_size: int) -> None:
     host_runtime.enable()
     if _layout is not None:
         close_buffers()
-        parallel_state.destroy_model_parallel()
+        _destroy_groups()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_parallel_size,
         expert_model_parallel_size=expert_parallel_size,
@@ -44,6 +44,14 @@ def join_layout(tensor_parallel_size: int, expert_parallel_size: int) -> None:
         create_gloo_process_groups=False,
     )
     _layout = (tensor_parallel_size, expert_parallel_size)
+
+
+def _destroy_groups() -> None:
+    """`destroy_model_parallel` only forgets the groups, and each of gloo's has threads that go on polling."""
+    groups = [group for group in parallel_state._global_process_group_list or () if group is not None]
+    parallel_state.destroy_model_parallel()
+    for group in groups:
+        dist.destroy_process_group(group)
 
 
 def make_config(**options: Any) -> TransformerConfig:

@@ -120,16 +120,16 @@ def test_function_without_its_return_is_an_error(tree: Path) -> None:
 
 def test_compilers_that_cannot_build_are_named(tree: Path) -> None:
     for compiler, found in (
-        (str(tree / "missing"), "No such file or directory"),
+        (str(tree / "missing"), "no such file or directory"),
         (script(tree / "old", "echo 11.4.0"), "is 11.4.0"),
         (script(tree / "other", "exit 1"), "is not one"),
     ):
         status, output = build(tree, CXX=compiler)
-        said = " ".join(output.split())  # CMake breaks the lines
+        said = " ".join(output.split())  # CMake breaks the lines, and its versions spell differently
         assert status != 0
         assert "megatron_ep needs g++ >= 12" in said
         assert compiler in said
-        assert found in said
+        assert found in said.lower()
 
 
 def test_another_compiler_for_the_same_folder_is_refused(tree: Path) -> None:
