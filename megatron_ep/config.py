@@ -57,7 +57,8 @@ class Config:
     channels: C, independent slices of the tokens, each with rings and roles of its own. None: 1 on the host, and on a
         GPU as many as keep the warps of num_sms SMs busy, or fewer if a LocalCluster has several nodes: all their rings
         share one cache.
-    timeout: seconds that a single wait may take. None: the environment variable MEGATRON_EP_TIMEOUT, else 100.
+    timeout: seconds that a single wait may take: longer than one rank may keep the others waiting, as for a save. None:
+        the environment variable MEGATRON_EP_TIMEOUT, else 100.
     nvl_ring_bytes: size of one ring between two ranks of a node; there are C * W of them in each rank's heap. A ring
         holds a power of two of rows, at least one. None: 256 KiB on the host, 64 KiB on a GPU, which has many channels
         and rows that stay in its cache if they are few.

@@ -8,6 +8,7 @@ under `torchrun -m` and in Slurm's job steps. A door: nobody imports it.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import runpy
 import sys
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         settings = {name: getattr(options, f"ep_{name}") for name in SETTINGS}
         settings = {name: value for name, value in settings.items() if value is not None}
         Config(num_experts=1, **settings)
+        flags.fitting_timeout(arguments, settings.get("timeout"))
     except ValueError as error:
         _refuse(str(error))
     if flags.OVERLAP in arguments:
@@ -65,6 +67,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         router = fused_router
     shared_buffers.configure(**settings)
     plugin.enable(router)
+    if flags.has_restarter(arguments) and importlib.util.find_spec("nvidia_resiliency_ext"):  # or Megatron warns
+        from megatron_ep.megatron import restart
+
+        restart.enable()
     sys.argv = [str(script), *arguments]
     with shared_buffers.abort_peers_on_error():
         try:

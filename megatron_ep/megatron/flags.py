@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
+
+from megatron_ep.config import TIMEOUT_VARIABLE, Config
 
 OVERLAP = "--overlap-moe-expert-parallel-comm"
 TYPE = "--moe-token-dispatcher-type"
 BACKEND = "--moe-flex-dispatcher-backend"
 DEEPEP = "--moe-enable-deepep"
 ROUTER_FUSION = "--moe-router-fusion"
+RESTART = "--inprocess-restart"
+SOFT_TIMEOUT = "--inprocess-soft-timeout"
+SOFT_TIMEOUT_S = 60.0  # Megatron's own default
+# For one wait, which begins after the last sign of life and whose report takes a while.
+SHARE_OF_SOFT_TIMEOUT = 0.75
 # They set up dispatchers that never run here: to take them and do nothing would be a lie.
 OF_OTHERS = {
     "--moe-deepep-num-sms": "--ep-num-sms",
@@ -60,3 +68,41 @@ def with_dispatcher(arguments: Sequence[str], fused_router: bool = False) -> lis
     if chosen == "flex":
         flags += [BACKEND, "hybridep"]
     return [*arguments, *flags]
+
+
+def has_restarter(arguments: Sequence[str]) -> bool:
+    """Whether a training script with these arguments restarts in its processes (nvidia-resiliency-ext)."""
+    return RESTART in arguments
+
+
+def fitting_timeout(arguments: Sequence[str], timeout: float | None) -> float | None:
+    """Config.timeout for a training script with these arguments.
+
+    The in-process restarter takes a process that runs no Python for its soft timeout for hung, and one that waits for
+    another rank on the host runs none. So that the report of who was missing comes first, the default becomes
+    three quarters of the soft timeout if that is less.
+
+    Args:
+        arguments: of the script, without its name.
+        timeout: what the user wants, in seconds; None: MEGATRON_EP_TIMEOUT, or the default.
+
+    Raises:
+        ValueError: the user's own is not below the soft timeout: a rank that keeps the others waiting as long as he
+            allows, for a save say, would be restarted; or it is no number of seconds.
+    """
+    seconds = Config(num_experts=1, timeout=timeout).timeout_seconds
+    if not has_restarter(arguments):
+        return timeout
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(SOFT_TIMEOUT, dest="soft", type=float, default=SOFT_TIMEOUT_S)
+    soft = parser.parse_known_args(arguments)[0].soft
+    is_chosen = timeout is not None or bool(os.environ.get(TIMEOUT_VARIABLE))
+    if not is_chosen:
+        return min(seconds, SHARE_OF_SOFT_TIMEOUT * soft)
+    if seconds >= soft:
+        name = TIMEOUT_VARIABLE if timeout is None else "timeout (--ep-timeout)"
+        raise ValueError(
+            f"{name} is {seconds:g} s, must be below {SOFT_TIMEOUT} ({soft:g} s), or the restarter takes a rank that "
+            f"waits for hung: raise {SOFT_TIMEOUT}, and --inprocess-hard-timeout above it"
+        )
+    return seconds

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_ep as ep
+from megatron_ep.megatron.flags import fitting_timeout
 
 _topology: ep.Topology | None = None
 _config: dict[str, Any] = {}
@@ -53,10 +55,15 @@ def shared_buffer(group: dist.ProcessGroup, num_experts: int, device: torch.devi
         group: the ranks that exchange tokens.
         num_experts: E in the whole group; a multiple of its size.
         device: where this rank's tokens are.
+
+    Raises:
+        ValueError: its timeout does not fit Megatron-LM's flags of in-process restart, with which this process was
+            started (`flags.fitting_timeout`); and as `megatron_ep.Buffer`.
     """
     buffer = _buffers.get((group, num_experts, device))
     if buffer is None:
-        buffer = ep.Buffer(group, ep.Config(num_experts=num_experts, **_config), _topology, device=device)
+        settings = _config | {"timeout": fitting_timeout(sys.argv[1:], _config.get("timeout"))}
+        buffer = ep.Buffer(group, ep.Config(num_experts=num_experts, **settings), _topology, device=device)
         _buffers[group, num_experts, device] = buffer
     return buffer
 

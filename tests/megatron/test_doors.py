@@ -5,6 +5,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -58,9 +59,53 @@ def test_a_contradicting_flag_is_named(given, router, words):
 
 
 @pytest.mark.parametrize(
+    ("given", "timeout", "variable", "fitting"),
+    [
+        ("", None, None, None),
+        ("", 600, None, 600),
+        ("--inprocess-soft-timeout 20", None, None, None),  # without a restarter it is nobody's
+        ("--inprocess-restart", None, None, 45),
+        ("--inprocess-restart --inprocess-soft-timeout=20", None, None, 15),
+        ("--inprocess-restart --inprocess-soft-timeout 600", None, None, 100),
+        ("--inprocess-restart --inprocess-soft-timeout 600", 300, None, 300),
+        ("--inprocess-restart --inprocess-soft-timeout 600", None, "300", 300),
+        (
+            "--inprocess-restart",
+            60,
+            None,
+            "--ep-timeout. is 60 s, must be below --inprocess-soft-timeout .60 s",
+        ),
+        ("--inprocess-restart", None, "90", "MEGATRON_EP_TIMEOUT is 90 s, must be below --inprocess-soft-timeout"),
+    ],
+)
+def test_waits_end_before_the_restarter_loses_patience(given, timeout, variable, fitting, monkeypatch):
+    monkeypatch.delenv("MEGATRON_EP_TIMEOUT", raising=False)
+    if variable:
+        monkeypatch.setenv("MEGATRON_EP_TIMEOUT", variable)
+    if isinstance(fitting, str):
+        with pytest.raises(ValueError, match=fitting):
+            flags.fitting_timeout(given.split(), timeout)
+    else:
+        assert flags.fitting_timeout(given.split(), timeout) == fitting
+
+
+def _timeout_in_force(*arguments):
+    sys.argv = ["pretrain_gpt.py", *arguments]
+    buffer = shared_buffers.shared_buffer(torch.distributed.group.WORLD, 8, torch.device("cpu"))
+    shared_buffers.close_buffers()
+    return buffer.config.timeout_seconds
+
+
+def test_layers_see_the_restarter_whichever_door_they_came_through(four_ranks):
+    assert four_ranks.run(_timeout_in_force, "--inprocess-restart", "--inprocess-soft-timeout", "30") == [22.5] * 4
+    assert four_ranks.run(_timeout_in_force) == [100] * 4
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["nowhere.py"], "no script nowhere.py"),
+        (["--ep-timeout", "80", __file__, "--inprocess-restart"], "--ep-timeout) is 80 s, must be below --inprocess-"),
         (["--ep-num-sms", "0", __file__], "Config.num_sms is 0"),
         ([__file__, "--moe-enable-deepep"], "--moe-enable-deepep asks for another dispatcher"),
     ],
@@ -106,8 +151,6 @@ def _announced():
     """What each rank prints in two steps of two layers."""
     import contextlib
     import io
-
-    import torch
 
     join_layout(1, 2)
     shared_buffers.close_buffers()

@@ -1,0 +1,165 @@
+"""Restarts in the same processes: nvidia-resiliency-ext's own, and what its interface promises without it."""
+
+import abc
+import importlib
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatron_ep as ep
+from megatron_ep import config
+from megatron_ep.megatron import shared_buffers
+
+PACKAGE = "nvidia_resiliency_ext"
+HELPER = Path(__file__).parents[1] / "helpers" / "restarted_rank.py"
+
+
+def stand_in():
+    """The package's interface as far as it is used: https://nvidia.github.io/nvidia-resiliency-ext/inprocess"""
+    modules = {name: types.ModuleType(name) for name in (PACKAGE, f"{PACKAGE}.inprocess")}
+    for name in ("Abort", "Finalize"):
+        module = modules[f"{PACKAGE}.inprocess.{name.lower()}"] = types.ModuleType(name)
+        setattr(module, name, abc.ABCMeta(name, (), {"__call__": abc.abstractmethod(lambda self, state: None)}))
+    return modules
+
+
+def loaded_with(modules):
+    """megatron_ep.megatron.restart as it is where these modules are installed."""
+    before = {name: sys.modules.get(name) for name in [*modules, "megatron_ep.megatron.restart"]}
+    sys.modules.update(modules)
+    sys.modules.pop("megatron_ep.megatron.restart", None)
+    try:
+        return importlib.import_module("megatron_ep.megatron.restart")
+    finally:
+        for name, module in before.items():
+            if module is None:
+                sys.modules.pop(name, None)
+            else:
+                sys.modules[name] = module
+
+
+def test_without_the_package_one_sentence_says_what_is_missing():
+    restart = loaded_with({PACKAGE: None})
+    for use in (restart.AbortEP, restart.FinalizeEP, restart.enable):
+        with pytest.raises(ImportError, match=r"(AbortEP|FinalizeEP) needs nvidia-resiliency-ext: pip install '"):
+            use()
+
+
+def dispatch_over(buffer):
+    ids = torch.arange(12).view(6, 2) % 8
+    return ep.dispatch(torch.ones(6, 16), ids, buffer=buffer)
+
+
+def run_aborted_and_again():
+    """Rank 3 does not come; a thread of every rank is told that it failed, as the restarter's is. Then all go on."""
+    restart = loaded_with(stand_in())
+    rank, state = dist.get_rank(), object()
+    shared_buffers.configure(timeout=300)
+    buffer = shared_buffers.shared_buffer(dist.group.WORLD, 8, torch.device("cpu"))
+    answers = []
+    abort = threading.Timer(0.3, lambda: answers.append(restart.AbortEP()(state)))
+    abort.start()
+    started = time.monotonic()
+    if rank != 3:
+        with pytest.raises(ep.EPAbortError, match=r"told to stop: the job restarts|rank \d failed"):
+            dispatch_over(buffer)
+    assert time.monotonic() - started < 30
+    abort.join()
+    assert answers == [state], "the state goes on to the next in the chain"
+    if rank == 2:
+        time.sleep(0.3)  # nobody waits for anybody else's
+    assert restart.FinalizeEP()(state) is state
+    assert not buffer.is_open and not shared_buffers._buffers
+    again = shared_buffers.shared_buffer(dist.group.WORLD, 8, torch.device("cpu"))
+    rows = dispatch_over(again)
+    assert torch.equal(ep.combine(rows.x, rows.handle), torch.full((6, 16), 2.0))
+    shared_buffers.close_buffers()
+    shared_buffers.configure()
+
+
+def test_waits_end_and_buffers_can_be_built_again(four_ranks):
+    four_ranks.run(run_aborted_and_again)
+
+
+def run_closed_alone():
+    """Rank 0 closes while nobody else does, and no other rank takes part: they sleep."""
+    buffer = ep.Buffer(None, ep.Config(num_experts=8, timeout=300))
+    dispatch_over(buffer)
+    dist.barrier()
+    if buffer.rank == 0:
+        started = time.monotonic()
+        buffer.close()
+        assert time.monotonic() - started < 1
+        assert not buffer.is_open
+    else:
+        time.sleep(1.5)
+        assert buffer.is_open
+        buffer.close()
+
+
+def test_closing_needs_no_peer(four_ranks):
+    four_ranks.run(run_closed_alone)
+
+
+def run_slow_save(timeout):
+    """Rank 1 is as late as a save that takes three times the default wait."""
+    with mock.patch.object(config, "DEFAULT_TIMEOUT_S", 0.3):
+        shared_buffers.configure(timeout=timeout)
+        try:
+            buffer = shared_buffers.shared_buffer(dist.group.WORLD, 8, torch.device("cpu"))
+            for _ in range(2):
+                rows = dispatch_over(buffer)
+                ep.combine(rows.x, rows.handle)
+                ep.raise_if_failed()
+                if buffer.rank == 1:
+                    time.sleep(0.9)
+            return "done"
+        except ep.EPError as error:
+            return f"{error}".splitlines()[0]
+        finally:
+            shared_buffers.close_buffers()
+            shared_buffers.configure()
+
+
+def test_a_slow_save_ends_no_job_that_allows_for_it(four_ranks):
+    assert four_ranks.run(run_slow_save, 30) == ["done"] * 4
+    assert all("timed out first, after 0.3 s" in said for said in four_ranks.run(run_slow_save, None)[2:])
+
+
+def test_the_restarter_itself(tmp_path):
+    pytest.importorskip(f"{PACKAGE}.inprocess", reason="nvidia-resiliency-ext is not installed", exc_type=ImportError)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    variables = {"WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "fatal"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, HELPER, str(port)],
+            env=os.environ | variables | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=(tmp_path / f"{rank}.log").open("w"),
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        texts = [rank.communicate(timeout=60)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    logs = "\n".join((tmp_path / f"{rank}.log").read_text()[-2000:] for rank in range(2))
+    assert [rank.returncode for rank in ranks] == [0, 0], (texts, logs)
+    # by its own thread or the other rank's, whichever came first
+    assert re.match(r"run 0: \d s, EPAbortError rank (0 was told to stop|1 failed for a reason)", texts[0]), texts
+    assert [text.splitlines()[-1] for text in texts] == ["run 1: trained with 1 buffer"] * 2, texts
