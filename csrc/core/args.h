@@ -64,12 +64,12 @@ struct TransferArgs {
 };
 
 struct DispatchArgs : TransferArgs {
-    const char* x;            // [T, payload_bytes]
-    const char* scales;       // [T, scale_bytes]
-    const char* weights;      // [T, K, weight_bytes]
-    char* recv_x;             // [max_rows, payload_bytes]
-    char* recv_scales;        // [max_rows, scale_bytes]
-    char* recv_weights;       // [max_rows, weight_bytes]
+    const char* x;        // [T, payload_bytes]
+    const char* scales;   // [T, scale_bytes]
+    const char* weights;  // [T, K, weight_bytes]
+    char* recv_x;         // [max_rows, payload_bytes]
+    char* recv_scales;    // [max_rows, scale_bytes]
+    char* recv_weights;   // [max_rows, weight_bytes]
 };
 
 struct CombineArgs : TransferArgs {
