@@ -16,10 +16,12 @@ install: $(VENV)/stamp-test ## everything that the targets below need
 demo: $(VENV)/stamp-train
 	$(BIN)/megatron-ep train recipes/tiny_moe_cpu.yaml
 
+PYTEST_N = -n 2 --dist loadgroup
+
 test: $(VENV)/stamp-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PYTEST_N) $(PYTEST_ARGS)
 ifndef PYTEST_ARGS # torch takes its kernels by the CPU: what compares floating-point results must hold with the plainest too
-	OMP_NUM_THREADS=1 ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest -q -n 2 -m numerical
+	OMP_NUM_THREADS=1 ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest -q $(PYTEST_N) -m numerical
 endif
 
 # MEGATRON_LM: a tree of Megatron-LM, of the installed megatron-core's version. About half an hour on two cores.

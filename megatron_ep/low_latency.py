@@ -214,6 +214,7 @@ class LowLatency:
         with self._checked() as group:
             if not isinstance(handle, LowLatencyHandle) or handle.calls is not self._calls:
                 raise ValueError(f"handle is a {type(handle).__name__}, must be of a dispatch of this LowLatency")
+            handle.check()
             if sum_at not in PLACES:
                 raise ValueError(f"sum_at is {sum_at!r}, must be one of {', '.join(map(repr, PLACES))}")
             xs = self._flat("x", _as_list("x", x, group), handle, 1)

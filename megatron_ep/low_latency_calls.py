@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.autograd import Function
@@ -42,9 +43,25 @@ class LowLatencyHandle:
     masked: bool
     expert_alignment: int
     ranks: list[RankPart] = field(repr=False)
+    call: Pending | None = field(default=None, repr=False)  # the dispatch
+    _was_given_up: bool = field(default=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.calls.handles.add(self)
+
+    def note_reset(self) -> None:
+        """After a reset nothing else tells a dispatch that was given up, or never received, from one that was not."""
+        done = self.call is not None and self.call.received
+        self._was_given_up |= not done or any(int(self.overflow(rank)) == -1 for rank in self.ranks)
+
+    def check(self) -> None:
+        """Raises ValueError if the dispatch was given up."""
+        if self._was_given_up:
+            raise ValueError("handle is of a dispatch that was given up before the buffer's reset, must be of a later one")
 
     def again(self) -> LowLatencyHandle:
         """For another dispatch of the same tokens."""
+        self.check()
         ranks = [self.calls.new_part(self.topk, rank.num_tokens, rank.rows) for rank in self.ranks]
         return LowLatencyHandle(self.calls, self.topk, self.masked, self.expert_alignment, ranks)
 
@@ -109,6 +126,7 @@ class LowLatencyCalls:
         self.heap = heap
         self._ranks = ranks
         self._offsets: dict[int, dict[str, int]] = {}
+        self.handles: WeakSet[LowLatencyHandle] = WeakSet()
         self.in_flight = {"dispatch": InFlight("dispatch"), "combine": InFlight("combine")}
         self.backend.attach(self)
 
@@ -126,6 +144,8 @@ class LowLatencyCalls:
         return self.group._live_backend()
 
     def reset(self) -> None:
+        for handle in self.handles:
+            handle.note_reset()
         self._ranks.reset()
         for calls in self.in_flight.values():
             calls.clear()
@@ -162,7 +182,8 @@ class LowLatencyCalls:
         def launch(receive: bool) -> None:
             self._ranks.dispatch(tensors, row, options, receive=receive)
 
-        return out, out_weights if weights is not None else None, self._send("dispatch", launch, kept)
+        handle.call = self._send("dispatch", launch, kept)
+        return out, out_weights if weights is not None else None, handle.call
 
     def combine(
         self,
@@ -176,6 +197,7 @@ class LowLatencyCalls:
         out: Sequence[torch.Tensor] | None = None,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None, Pending]:
         """x [rows, H] and values [rows] to sums [T, H] and single values [T, K]."""
+        handle.check()
         y, y_values, tensors = [], [], []
         kept: list[torch.Tensor] = []
         for i, rank in enumerate(handle.ranks):

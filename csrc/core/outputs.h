@@ -2,8 +2,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "core/args.h"
+#include "core/low_latency_args.h"
 
 namespace ep {
 
@@ -12,7 +14,7 @@ namespace ep {
 // in every type of integer.
 struct Outputs {
     static constexpr uint8_t kPoison = 0xff;
-    static constexpr int kParts = 3;
+    static constexpr int kParts = 4;
 
     struct Part {
         char* data;
@@ -26,7 +28,8 @@ inline Outputs outputs_of(const DispatchArgs& args) {
     const size_t rows = args.max_rows;
     return {{{args.recv_x, rows * args.format.payload_bytes},
              {args.recv_scales, rows * args.format.scale_bytes},
-             {args.recv_weights, rows * args.format.weight_bytes}},
+             {args.recv_weights, rows * args.format.weight_bytes},
+             {nullptr, 0}},
             args.fills_tables ? &args.layout.totals().epoch : nullptr};
 }
 
@@ -34,8 +37,35 @@ inline Outputs outputs_of(const CombineArgs& args) {
     const size_t tokens = args.layout.num_tokens;
     return {{{args.y, tokens * args.format.payload_bytes},
              {args.y_weights, tokens * args.format.topk * args.format.weight_bytes},
+             {nullptr, 0},
              {nullptr, 0}},
             nullptr};
+}
+
+// The layout, too: its counts and places are read by whoever computes with the rows.
+inline Outputs outputs_of(const LowLatencyDispatchArgs& args) {
+    const size_t rows = args.max_rows;
+    return {{{args.recv_x, rows * args.format.payload_bytes},
+             {args.recv_scales, rows * args.format.scale_bytes},
+             {args.recv_weights, rows * args.format.weight_bytes},
+             {reinterpret_cast<char*>(args.layout.data), args.layout.size() * sizeof(int32_t)}},
+            nullptr};
+}
+
+inline Outputs outputs_of(const LowLatencyCombineArgs& args) {
+    const size_t tokens = args.num_tokens;
+    return {{{args.y, tokens * args.format.payload_bytes},
+             {args.y_values, tokens * args.format.topk * args.format.weight_bytes},
+             {nullptr, 0},
+             {nullptr, 0}},
+            nullptr};
+}
+
+template <class Args>
+std::vector<Outputs> outputs_of(const std::vector<Args>& args) {
+    std::vector<Outputs> all;
+    for (const Args& a : args) all.push_back(outputs_of(a));
+    return all;
 }
 
 }  // namespace ep

@@ -201,3 +201,58 @@ def test_a_rank_that_only_heard_of_it_is_told_too():
         cluster.reset()
         dispatch(cluster, None)
         ep.raise_if_failed()
+
+
+# ---- the low-latency mode
+
+
+def low_latency_of(cluster):
+    return ep.LowLatency(cluster, max_tokens=T, hidden=H, topk=K, dtype=torch.float32)
+
+
+def low_latency_steps():
+    """Dispatch and combine; a cluster gets its mode with the first."""
+
+    def send(cluster, _):
+        x, ids, weights = inputs()
+        mode = low_latency_of(cluster)
+        return mode, mode.dispatch(x, ids, weights)
+
+    def bring_back(_, sent):
+        mode, received = sent
+        return mode.combine([torch.nan_to_num(x) for x in received.x], received.handle)
+
+    return send, bring_back
+
+
+@pytest.mark.parametrize("failing", [0, 1], ids=["dispatch", "combine"])
+def test_a_low_latency_call_that_was_given_up_leaves_no_data(failing):
+    steps = low_latency_steps()[: failing + 1]
+    cluster, result = ep.LocalCluster(2, 1, CONFIG, seed=0, lost_signal=lost_in(*steps)), None
+    for step in steps[:-1]:
+        result = step(cluster, result)
+    kept = Kept()
+    with mock.patch("torch.empty", kept), pytest.raises(ep.EPTimeoutError):
+        steps[-1](cluster, result)
+    outputs = [tensor for tensor in kept.tensors if tensor.dtype.is_floating_point and tensor.numel()]
+    assert len(outputs) == (4, 2)[failing], "rows and weights of both ranks, or the sums of both"
+    assert all(tensor.isnan().all() for tensor in outputs)
+    layouts = [tensor for tensor in kept.tensors if tensor.dtype == torch.int32]
+    assert len(layouts) == (2, 0)[failing] and all((tensor == -1).all() for tensor in layouts)
+
+
+def test_the_handle_of_a_low_latency_dispatch_that_was_given_up_stays_useless():
+    send, _ = low_latency_steps()
+    lost = lost_in(send)
+    with late():
+        cluster = ep.LocalCluster(2, 1, CONFIG, seed=0, lost_signal=lost)
+    mode, received = send(cluster, None)  # returns, as on a GPU
+    with pytest.raises(ep.EPTimeoutError):
+        ep.raise_if_failed()
+    cluster.reset()
+    good = mode.dispatch(*inputs())
+    cluster.reset()
+    rows = [torch.nan_to_num(x) for x in good.x]
+    with pytest.raises(ValueError, match="handle is of a dispatch that was given up"):
+        mode.combine(rows, received.handle)
+    assert all(y.isfinite().all() for y in mode.combine(rows, good.handle))

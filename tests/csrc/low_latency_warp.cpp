@@ -27,11 +27,7 @@ class Grid {
 
     template <class Args>
     LowLatencyLaunch<P2pFabricParams, Args> launch_of(const Args& args) {
-        const int rank = args.rank;
-        return {params_,
-                args,
-                {rank, program_.topology.world(), timeout_ns_, &program_.controls[rank],
-                 &reports_[rank], abort_words_.data()}};
+        return {params_, args, device_rank(args.rank)};
     }
 
     // A rank's half, by as many blocks as its program has warps.
@@ -52,9 +48,31 @@ class Grid {
         }
     }
 
+    // Behind a receiving half, as a launch has it.
+    void finish(int rank, int call) {
+        const auto& part = program_.parts[rank][call];
+        FinishJoint<1> joint{};
+        joint.blocks_per_rank = kFinishBlocks;
+        joint.ranks[0] = device_rank(rank);
+        joint.outputs[0] =
+            program_.calls[call].is_combine ? outputs_of(part.combine) : outputs_of(part.dispatch);
+        simt::run(1, kFinishBlocks, kFinishThreads, random_(),
+                  [&] { kernels::finish_kernel(joint); });
+        ptx::end_of_launch();
+    }
+
     const ControlBlock& report(int rank) const { return reports_[rank]; }
 
   private:
+    DeviceRank device_rank(int rank) {
+        return {rank,
+                program_.topology.world(),
+                timeout_ns_,
+                &program_.controls[rank],
+                &reports_[rank],
+                abort_words_.data()};
+    }
+
     template <class L>
     void run_kernel(void (*kernel)(L), const L& launch) {
         simt::run(1, program_.warps / kBlockWarps, kBlockThreads, random_(),
@@ -79,6 +97,7 @@ void run_program(uint64_t seed) {
             for (const bool receive : {false, true}) {
                 for (int rank = 0; rank < program.topology.world(); ++rank) {
                     grid.run(rank, call, receive);
+                    if (receive) grid.finish(rank, call);
                     if (grid.report(rank).abort) simt::die("a wait ended badly");
                 }
             }
@@ -91,7 +110,17 @@ void run_program(uint64_t seed) {
     }
 }
 
-// Rank 0 receives what rank 1 has not sent: all its waits end by one deadline, and say for what.
+bool is_poison(const Outputs& outputs) {
+    for (const Outputs::Part& part : outputs.parts) {
+        for (size_t i = 0; i < part.bytes; ++i) {
+            if (static_cast<uint8_t>(part.data[i]) != Outputs::kPoison) return false;
+        }
+    }
+    return true;
+}
+
+// Rank 0 receives what rank 1 has not sent: all its waits end by one deadline, and say for what;
+// and what it wrote is no data.
 void run_absent() {
     uint64_t seed = 0;
     const auto fits = [](uint64_t seed) {
@@ -104,6 +133,9 @@ void run_absent() {
     grid.run(0, 0, false);
     if (grid.report(0).abort) simt::die("a half that asks nobody gave up");
     grid.run(0, 0, true);
+    grid.finish(0, 0);
+    if (!is_poison(outputs_of(program.parts[0][0].dispatch)))
+        simt::die("what a call that was given up left looks like data");
     const Incident& incident = grid.report(0).incidents[0];
     const bool named = incident.outcome == Outcome::Timeout &&
                        incident.role == Role::LowLatencyReceiver &&

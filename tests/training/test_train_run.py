@@ -1,6 +1,5 @@
 """Whole training runs, several processes each: what they leave behind, how they continue, and how they end."""
 
-import functools
 import os
 import shutil
 import signal
@@ -13,11 +12,19 @@ import training_runs
 from training_runs import deterministic, finish, kill_rank, rows, running, settle, until_training
 
 pytest.importorskip("megatron.core")
+pytestmark = pytest.mark.xdist_group("train_run")  # one process trains for all tests that look at a run
 
 TINY = training_runs.RECIPES / "tiny_moe_cpu.yaml"
-STEPS, SAVED = 50, 45
-start = functools.partial(training_runs.start, TINY)
-run = functools.partial(training_runs.run, TINY)
+STEPS, SAVED = 25, 20
+SOON = ("--set", "scheduler.lr_warmup_iters=5")  # a short run learns, too
+
+
+def start(*arguments, **variables):
+    return training_runs.start(TINY, *arguments, *SOON, **variables)
+
+
+def run(*arguments):
+    return training_runs.run(TINY, *arguments, *SOON)
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +50,8 @@ def test_a_run_learns_and_leaves_its_figures(trained):
     for row in table:
         assert 0 < float(row["dispatch_share"]) < 1 and float(row["tokens_per_second"]) > 0
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert [path.name for path in sorted((out / "checkpoints").iterdir())] == ["step_00000045", "step_00000050"]
-    assert "dispatcher ep" in text and "step 50/50" in text and "Traceback" not in text
+    assert [path.name for path in sorted((out / "checkpoints").iterdir())] == ["step_00000020", "step_00000025"]
+    assert "dispatcher ep" in text and "step 25/25" in text and "Traceback" not in text
 
 
 def test_a_resumed_run_continues_bit_for_bit(trained, cache, tmp_path):
@@ -72,13 +79,13 @@ def test_resuming_something_else_names_the_difference(trained, cache):
     assert len(rows(out)) == STEPS
 
 
-def test_a_run_with_megatrons_dispatcher_starts_with_the_same_losses(trained, cache, tmp_path):
-    """Two steps, in which a token whose expert rounding decides cannot move the mean this far; see test_loss_curve."""
-    out = tmp_path / "alltoall"
-    text = run(cache, out, "--steps", "2", "--set", "dispatcher.type=alltoall")
+def test_a_run_with_megatrons_dispatcher_starts_alike(trained, cache, tmp_path):
+    """One rank sees the batches that 4 do; only the experts start differently. test_loss_curve compares exactly."""
+    one_rank = ("--set", "topology.nodes=1", "--set", "topology.ranks_per_node=1")
+    text = run(cache, tmp_path, "--steps", "2", "--set", "dispatcher.type=alltoall", *one_rank)
     assert "dispatcher alltoall" in text
-    for theirs, ours in zip(rows(out), rows(trained[0])[:2], strict=True):
-        assert float(ours["loss"]) == pytest.approx(float(theirs["loss"]), rel=1e-4)
+    for theirs, ours in zip(rows(tmp_path), rows(trained[0])[:2], strict=True):
+        assert float(ours["loss"]) == pytest.approx(float(theirs["loss"]), rel=0.02)
 
 
 def segments():
@@ -88,9 +95,9 @@ def segments():
 
 def test_ctrl_c_ends_everything_quietly(cache, tmp_path):
     out, before = tmp_path / "run", segments()
-    process = start(cache, out)
+    process = start(cache, out, "--set", "topology.nodes=1")
     until_training(process, out)
-    assert len(running(out)) == 5
+    assert len(running(out)) == 3
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the launcher's group
     began = time.monotonic()
     text = finish(process)

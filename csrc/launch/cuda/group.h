@@ -70,6 +70,9 @@ class CudaGroup {
     }
     uint64_t aborted() const;
     const ControlBlock& report(size_t index) const { return reports_[index]; }
+    // Behind a call whose outputs these are, one per rank: nobody can take them for data if it was
+    // given up.
+    void finish(const std::vector<Outputs>& outputs, CudaStream stream) const;
     // Makes the waits of all ranks in reach end, also while this process's own kernels run. Leaves
     // a reason that this process's ranks have been given before as it is.
     void abort(Outcome outcome);
@@ -86,8 +89,6 @@ class CudaGroup {
     void for_local_ranks(F&& f) const;
     template <class J, class Args>
     J joint(const std::vector<Args>& args, int blocks_per_rank) const;
-    template <class Args>
-    void finish(const std::vector<Args>& args, CudaStream stream) const;
     // The same, with as many servers as this group's SMs have warps for, on all of them.
     template <class J, class Args>
     J joint_of_roles(const std::vector<Args>& args) const;

@@ -208,7 +208,7 @@ void CudaGroup<P>::dispatch(const std::vector<DispatchArgs>& args, CudaStream st
         using J = DispatchJoint<P, kRanks>;
         launch(kernels::dispatch_kernel<J>, joint_of_roles<J>(args), args.size(), stream);
     });
-    finish(args, stream);
+    finish(outputs_of(args), stream);
 }
 
 template <class P>
@@ -223,22 +223,21 @@ void CudaGroup<P>::combine(const std::vector<CombineArgs>& args, DType dtype, Cu
             weighted ? CombineLaunch<P, kRanks, true>::run : CombineLaunch<P, kRanks, false>::run;
         run(all, args.size(), dtype, stream);
     });
-    finish(args, stream);
+    finish(outputs_of(args), stream);
 }
 
 template <class P>
-template <class Args>
-void CudaGroup<P>::finish(const std::vector<Args>& args, CudaStream stream) const {
+void CudaGroup<P>::finish(const std::vector<Outputs>& outputs, CudaStream stream) const {
     for_local_ranks([&]<int kRanks>() {
         using J = FinishJoint<kRanks>;
         J joint{};
         joint.blocks_per_rank = kFinishBlocks;
-        for (size_t i = 0; i < args.size(); ++i) {
+        for (size_t i = 0; i < outputs.size(); ++i) {
             joint.ranks[i] = device_rank(i);
-            joint.outputs[i] = outputs_of(args[i]);
+            joint.outputs[i] = outputs[i];
         }
         cudaLaunchConfig_t config{};
-        config.gridDim = dim3(static_cast<unsigned>(kFinishBlocks * args.size()));
+        config.gridDim = dim3(static_cast<unsigned>(kFinishBlocks * outputs.size()));
         config.blockDim = dim3(kFinishThreads);
         config.stream = static_cast<cudaStream_t>(stream);
         check_cuda(cudaLaunchKernelEx(&config, kernels::finish_kernel<J>, joint), "kernel launch");

@@ -39,8 +39,8 @@ class HostLowLatency {
 
   private:
     template <class Warp, class Args, class Body>
-    void launch(Role role, const std::vector<Args>& args, const std::function<bool()>& interrupted,
-                Body body);
+    void launch(Role role, bool receive, const std::vector<Args>& args,
+                const std::function<bool()>& interrupted, Body body);
 
     HostGroup& group_;
     LowLatencyHeap heap_;

@@ -9,7 +9,7 @@ namespace ep {
 
 // body(warp, fabric, args, team) on every warp of every rank.
 template <class Warp, class Args, class Body>
-void HostLowLatency::launch(Role role, const std::vector<Args>& args,
+void HostLowLatency::launch(Role role, bool receive, const std::vector<Args>& args,
                             const std::function<bool()>& interrupted, Body body) {
     static_assert(ReachesAllRanks<HostFabric, Warp>);
     std::vector<std::vector<RoleTask>> tasks(args.size());
@@ -35,13 +35,17 @@ void HostLowLatency::launch(Role role, const std::vector<Args>& args,
                 state.deadline = std::chrono::steady_clock::time_point::max();
         }
     } end{group_.states_};
-    group_.run(std::move(tasks), interrupted);
+    if (receive) {
+        group_.run_to_outputs(args, std::move(tasks), interrupted);
+    } else {
+        group_.run(std::move(tasks), interrupted);
+    }
 }
 
 template <class Warp>
 void HostLowLatency::dispatch_send(const std::vector<LowLatencyDispatchArgs>& args,
                                    const std::function<bool()>& interrupted) {
-    launch<Warp>(Role::LowLatencySender, args, interrupted,
+    launch<Warp>(Role::LowLatencySender, false, args, interrupted,
                  [](Warp& warp, HostFabric& fabric, const auto& a, const Team& team) {
                      low_latency_dispatch_send(warp, fabric, a, team);
                  });
@@ -50,7 +54,7 @@ void HostLowLatency::dispatch_send(const std::vector<LowLatencyDispatchArgs>& ar
 template <class Warp>
 void HostLowLatency::dispatch_receive(const std::vector<LowLatencyDispatchArgs>& args,
                                       const std::function<bool()>& interrupted) {
-    launch<Warp>(Role::LowLatencyReceiver, args, interrupted,
+    launch<Warp>(Role::LowLatencyReceiver, true, args, interrupted,
                  [](Warp& warp, HostFabric& fabric, const auto& a, const Team& team) {
                      low_latency_dispatch_receive(warp, fabric, a, team);
                  });
@@ -60,7 +64,7 @@ template <class Warp>
 void HostLowLatency::combine_send(const std::vector<LowLatencyCombineArgs>& args, DType dtype,
                                   const std::function<bool()>& interrupted) {
     with_type(dtype, [&]<class T>() {
-        launch<Warp>(Role::LowLatencyCombineSender, args, interrupted,
+        launch<Warp>(Role::LowLatencyCombineSender, false, args, interrupted,
                      [](Warp& warp, HostFabric& fabric, const auto& a, const Team& team) {
                          low_latency_combine_send<T>(warp, fabric, a, team);
                      });
@@ -71,7 +75,7 @@ template <class Warp>
 void HostLowLatency::combine_receive(const std::vector<LowLatencyCombineArgs>& args, DType dtype,
                                      const std::function<bool()>& interrupted) {
     with_type(dtype, [&]<class T>() {
-        launch<Warp>(Role::LowLatencyCombineReceiver, args, interrupted,
+        launch<Warp>(Role::LowLatencyCombineReceiver, true, args, interrupted,
                      [](Warp& warp, HostFabric& fabric, const auto& a, const Team& team) {
                          low_latency_combine_receive<T>(warp, fabric, a, team);
                      });
