@@ -37,8 +37,7 @@ class Group : public HostLauncher {
   public:
     Group(const Heap& heap, std::vector<int> ranks, const std::vector<Segment*>& segments,
           int threads, std::optional<uint64_t> seed, uint64_t lost_signal, double timeout)
-        : group_(heap, std::move(ranks), data_of(segments),
-                 Schedule{threads, seed, lost_signal, false},
+        : group_(heap, std::move(ranks), data_of(segments), Schedule{threads, seed, lost_signal},
                  std::chrono::duration<double>(timeout)) {}
 
     std::vector<Layout::Totals> notify(const std::vector<RankTensors>& tensors, int topk,

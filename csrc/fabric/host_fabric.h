@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "core/topology.h"
+#include "exec/warp.h"
 #include "fabric/simulated.h"
 
 namespace ep {
@@ -14,8 +15,7 @@ namespace ep {
 // simulated network.
 class HostFabric {
   public:
-    static constexpr bool kMapsRail =
-        false;  // though it could: so rows take the path that they take on a cluster
+    static constexpr bool kMapsRail = false;  // so rows take the path that they take on a cluster
 
     HostFabric(Topology topology, int rank, std::vector<char*> heaps,
                SimulatedNetwork* network = nullptr)
@@ -92,11 +92,12 @@ class HostFabric {
         return W::template acquire<Scope::System>(own<uint64_t>(flag));
     }
 
-  private:
+  protected:
     char* on_rail(int node) const {
         return heaps_[topology_.rank(node, topology_.local_of(rank_))];
     }
 
+  private:
     // Apart from those along the rail.
     SimulatedNetwork::Connection connection_to(int rank, int channel) const {
         return {rank_, topology_.nodes + rank, channel};
@@ -106,6 +107,20 @@ class HostFabric {
     int rank_;
     std::vector<char*> heaps_;
     SimulatedNetwork* network_;
+};
+
+// The same with a rail that is mapped: rows for another node are packed in its ring itself, as
+// between the GPUs of one machine, and only signals and counts go through the network.
+class MappedHostFabric : public HostFabric {
+  public:
+    static constexpr bool kMapsRail = true;
+
+    using HostFabric::HostFabric;
+
+    template <class T>
+    T* rail(int node, size_t offset) const {
+        return reinterpret_cast<T*>(on_rail(node) + offset);
+    }
 };
 
 }  // namespace ep

@@ -230,9 +230,11 @@ struct LowLatencyProgram {
                                                return done.load() >= launches * warps;
                                            };
                                            if (all_done()) continue;
-                                           if (executor.wait(Condition(all_done), states[rank]) !=
-                                               WaitEnd::Met)
-                                               return;
+                                           const WaitEnd end =
+                                               executor.wait(Condition(all_done), states[rank]);
+                                           if (end == WaitEnd::Expired)
+                                               states[rank].abort(Outcome::Timeout);
+                                           if (end != WaitEnd::Met) return;
                                        }
                                    }
                                }});
@@ -259,6 +261,15 @@ struct LowLatencyProgram {
             if (state.aborted()) return true;
         }
         return false;
+    }
+
+    // As before the first call: what reset does, when nothing runs any more.
+    void reset() {
+        for (const HostFabric& fabric : fabrics) std::memset(fabric.own<char>(0), 0, heap.bytes());
+        for (RankState& state : states) {
+            *state.control = {};
+            state.unfinished = 0;
+        }
     }
 
     // Wrong values of all outputs.

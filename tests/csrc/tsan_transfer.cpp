@@ -1,5 +1,5 @@
-// Dispatch and combine under ThreadSanitizer: no data race, every value right.
+// Notify, dispatch and combine under ThreadSanitizer: no data race, every value right.
 
-#include "transfer_threads.h"
+#include "tsan_transfer.h"
 
-int main() { return ep::run_transfers<ep::HostWarp>(20); }
+int main() { return ep::run_transfers<ep::HostWarp, ep::HostFabric>(40); }

@@ -1,5 +1,7 @@
 // The same with every publish relaxed instead of release: ThreadSanitizer must report the race.
 
-#include "transfer_threads.h"
+#include "tsan_transfer.h"
 
-int main() { return ep::run_transfers<ep::BasicHostWarp<std::memory_order_relaxed>>(20); }
+int main() {
+    return ep::run_transfers<ep::BasicHostWarp<std::memory_order_relaxed>, ep::HostFabric>(40);
+}

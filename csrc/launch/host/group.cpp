@@ -4,7 +4,6 @@
 #include <cstring>
 #include <thread>
 
-#include "exec/host/threads.h"
 #include "launch/host/group.inl"
 
 namespace ep {
@@ -45,7 +44,6 @@ void HostGroup::run(std::vector<std::vector<RoleTask>> tasks_of_rank,
         return;
     }
     if (seeded_) return seeded_->run(share(0, 1));
-    if (schedule_.thread_per_role) return ThreadExecutor().run(share(0, 1));
     const size_t threads = std::min<size_t>(schedule_.threads, ranks_.size());
     while (executors_.size() < threads) executors_.push_back(std::make_unique<FiberExecutor>());
     std::vector<std::exception_ptr> errors(threads);

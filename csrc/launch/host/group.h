@@ -18,8 +18,7 @@ struct Schedule {
     int threads = 1;  // OS threads, each with the roles of some ranks as fibers
     // One thread, random interleaving, a simulated network between nodes.
     std::optional<uint64_t> seed;
-    uint64_t lost_signal = 0;      // with a seed: which signal the network loses
-    bool thread_per_role = false;  // for ThreadSanitizer
+    uint64_t lost_signal = 0;  // with a seed: which signal the network loses
 };
 
 // The ranks of a buffer that live in this process: one, or all of them. A launch runs one phase on
@@ -54,14 +53,8 @@ class HostGroup {
   private:
     friend class HostLowLatency;
 
-    template <class Warp, class Body>
-    RoleTask role(size_t index, Role role, int channel, Body body);
     template <class Warp>
-    void add_rail_roles(std::vector<RoleTask>& tasks, size_t index, const TransferArgs& args,
-                        int channel, bool combine);
-    template <class T, class Warp>
-    void add_combine_roles(std::vector<RoleTask>& tasks, size_t index, const CombineArgs& args,
-                           int channel);
+    auto adder(std::vector<RoleTask>& tasks, size_t index);
     void run(std::vector<std::vector<RoleTask>> tasks_of_rank,
              const std::function<bool()>& interrupted);
     // The same, and if not all of it was done nobody can take the outputs for data.

@@ -1,0 +1,95 @@
+#pragma once
+
+#include "protocol/combine.h"
+#include "protocol/coordinators.h"
+#include "protocol/dispatch.h"
+#include "protocol/layout.h"
+#include "protocol/notify.h"
+
+namespace ep {
+
+// The roles of one rank in each phase: add(role, channel, body) for each, and body(warp, fabric)
+// runs it. `args` outlives the bodies.
+
+template <class Add>
+void add_notify_roles(const NotifyArgs& args, Add&& add) {
+    add(Role::Notify, 0, [&args](auto& warp, auto& fabric) {
+        mark_unknown(warp, args);
+        for (int channel = 0; channel < args.layout.channels; ++channel) {
+            if (const int bad = count_channel(warp, args, channel))
+                args.layout.totals().bad_token = bad;
+        }
+        if (args.layout.totals().bad_token) return warp.fail(Outcome::BadInput, Wait::None, Need{});
+        sum_channels(warp, args, 0, args.layout.num_experts);
+        for (int channel = 0; channel < args.layout.channels; ++channel)
+            index_channel(warp, args, channel);
+        for (int role = 0; role < num_exchange_roles(args.heap.topology); ++role) {
+            if (!run_exchange_role(warp, fabric, args, role)) return;
+        }
+    });
+}
+
+template <class Add>
+void add_rail_roles(const TransferArgs& args, int channel, bool combine, Add&& add) {
+    const int nodes = args.topology().nodes;
+    if (nodes == 1) return;
+    const RailCounts counts{args.layout, args.node(), combine};
+    for (int first = 0; first < nodes; first += 32) {
+        add(Role::SenderCoordinator, channel,
+            [&args, counts, channel, first](auto& warp, auto& fabric) {
+                sender_coordinator(warp, fabric, args, counts, channel, first);
+            });
+        add(Role::ForwarderCoordinator, channel,
+            [&args, counts, channel, first](auto& warp, auto& fabric) {
+                forwarder_coordinator(warp, fabric, args, counts, channel, first);
+            });
+    }
+}
+
+template <class Add>
+void add_dispatch_roles(const DispatchArgs& args, Add&& add) {
+    for (int c = 0; c < args.heap.channels; ++c) {
+        for (int node = 0; node < args.topology().nodes; ++node) {
+            if (node == args.node()) continue;
+            add(Role::RdmaSender, c, [&args, c, node](auto& warp, auto& fabric) {
+                rdma_sender(warp, fabric, args, c, node);
+            });
+            add(Role::Forwarder, c, [&args, c, node](auto& warp, auto& fabric) {
+                forwarder(warp, fabric, args, c, node);
+            });
+        }
+        add_rail_roles(args, c, false, add);
+        add(Role::NvlSender, c,
+            [&args, c](auto& warp, auto& fabric) { nvl_sender(warp, fabric, args, c); });
+        for (int first = 0; first < args.topology().world(); first += 32) {
+            add(Role::Receiver, c, [&args, c, first](auto& warp, auto& fabric) {
+                receiver(warp, fabric, args, c, first);
+            });
+        }
+    }
+    add(Role::Launch, 0, [&args](auto& warp, auto&) { clear_unfilled(warp, args, 0, 1); });
+}
+
+template <class T, class Add>
+void add_combine_roles(const CombineArgs& args, Add&& add) {
+    for (int c = 0; c < args.heap.channels; ++c) {
+        for (int first = 0; first < args.topology().world(); first += 32) {
+            add(Role::CombineNvlSender, c, [&args, c, first](auto& warp, auto& fabric) {
+                if (args.row_weights)
+                    return combine_nvl_sender<T, true>(warp, fabric, args, c, first);
+                combine_nvl_sender<T, false>(warp, fabric, args, c, first);
+            });
+        }
+        for (int node = 0; node < args.topology().nodes; ++node) {
+            if (node == args.node()) continue;
+            add(Role::CombineForwarder, c, [&args, c, node](auto& warp, auto& fabric) {
+                combine_forwarder<T>(warp, fabric, args, c, node);
+            });
+        }
+        add_rail_roles(args, c, true, add);
+        add(Role::CombineReceiver, c,
+            [&args, c](auto& warp, auto& fabric) { combine_receiver<T>(warp, fabric, args, c); });
+    }
+}
+
+}  // namespace ep

@@ -1,0 +1,196 @@
+// Random clusters and programs of both modes under the seeded scheduler, with a network between
+// nodes that delays and reorders. In some of them something fails: then no call that a rank
+// finished is wrong, the report leads to the rank that stalled, and after a reset all is right.
+//
+//     fuzz FIRST_SEED END_SEED
+//     fuzz seconds SECONDS [FIRST_SEED]     on all cores, from a random seed on
+//     fuzz without_credits FIRST_SEED END_SEED
+//                                           programs of the normal mode in which nobody gives
+//                                           credit: those that need some must be seen to fail
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "exec/host/fibers.h"
+#include "low_latency_programs.h"
+#include "transfer_programs.h"
+
+namespace ep {
+namespace {
+
+// What goes wrong, from a rank's n-th wait on: it never goes on, or it gives up.
+struct Fault {
+    enum class Kind { None, Stall, Abort, LostSignal } kind = Kind::None;
+    int rank = 0;
+    uint64_t after = 0;  // waits of the rank; or which signal the network loses
+};
+
+class FaultyExecutor : public SeededExecutor {
+  public:
+    FaultyExecutor(uint64_t seed, Network* network, const Fault& fault)
+        : SeededExecutor(seed, network), fault_(fault) {}
+
+    WaitEnd wait(Condition condition, const RankState& rank) override {
+        if (rank.rank != fault_.rank || ++waits_ <= fault_.after)
+            return SeededExecutor::wait(condition, rank);
+        auto never = [] { return false; };
+        if (fault_.kind == Fault::Kind::Stall) return SeededExecutor::wait(Condition(never), rank);
+        if (fault_.kind == Fault::Kind::Abort) rank.abort(Outcome::Failed);
+        return SeededExecutor::wait(condition, rank);
+    }
+
+  private:
+    Fault fault_;
+    uint64_t waits_ = 0;
+};
+
+struct NoCredits : HostWarp {
+    using HostWarp::HostWarp;
+    template <Scope>
+    void credit(uint64_t*, uint64_t) {}
+    template <Scope, class F>
+    void credit_lanes(int, F&&) {}
+};
+
+// Whether somebody who waited for the stalled rank said so, unless nobody did or some were not
+// recorded.
+bool leads_to(const std::vector<RankState>& states, int stalled) {
+    bool nobody = true;
+    for (const RankState& state : states) {
+        const ControlBlock& control = *state.control;
+        if (control.incident_count > ControlBlock::kMaxIncidents) return true;
+        if (state.rank == stalled) continue;
+        nobody &= control.incident_count == 0;
+        for (uint64_t i = 0; i < control.incident_count; ++i) {
+            if (control.incidents[i].peer == stalled) return true;
+        }
+    }
+    return nobody;
+}
+
+// What went wrong that should not have; null: nothing.
+template <class Fabric>
+const char* run_transfers(uint64_t seed, const Fault& fault) {
+    SimulatedNetwork network(fault.kind == Fault::Kind::LostSignal ? fault.after : 0);
+    TransferProgram program(seed, &network);
+    const auto tasks = program.tasks<HostWarp, Fabric>();
+    FaultyExecutor(seed, &network, fault).run(tasks);
+    if (program.errors(tasks)) return "wrong values, or an unfinished call without a failure";
+    if (!program.aborted()) return nullptr;
+    if (fault.kind == Fault::Kind::None) return "aborted";
+    if (fault.kind == Fault::Kind::Stall && !leads_to(program.states, fault.rank))
+        return "nobody names the rank that stalled";
+    network.clear();
+    program.reset();
+    SeededExecutor(seed + 1, &network).run(tasks);
+    return program.errors(tasks) || program.aborted() ? "wrong after a reset" : nullptr;
+}
+
+const char* run_low_latency(uint64_t seed, const Fault& fault) {
+    SimulatedNetwork network(fault.kind == Fault::Kind::LostSignal ? fault.after : 0);
+    LowLatencyProgram program(seed, &network);
+    std::vector<uint64_t> finished;
+    FaultyExecutor(seed, &network, fault).run(program.tasks<HostWarp>(3, finished));
+    if (!program.aborted()) return program.errors() ? "wrong values" : nullptr;
+    if (fault.kind == Fault::Kind::None) return "aborted";
+    if (fault.kind == Fault::Kind::Stall && !leads_to(program.states, fault.rank))
+        return "nobody names the rank that stalled";
+    network.clear();
+    program.reset();
+    SeededExecutor(seed + 1, &network).run(program.tasks<HostWarp>(3, finished));
+    return program.errors() || program.aborted() ? "wrong after a reset" : nullptr;
+}
+
+const char* run(uint64_t seed) {
+    std::mt19937_64 random(~seed);
+    Fault fault;
+    if (random() % 3 == 0) {
+        fault = {static_cast<Fault::Kind>(1 + random() % 3), static_cast<int>(random() % 4),
+                 1 + random() % (1 << random() % 9)};
+    }
+    switch (random() % 3) {
+        case 0:
+            return run_low_latency(seed, fault);
+        case 1:
+            return run_transfers<HostFabric>(seed, fault);
+        default:
+            return run_transfers<MappedHostFabric>(seed, fault);
+    }
+}
+
+bool fails_without_credits(uint64_t seed) {
+    SimulatedNetwork network;
+    TransferProgram program(seed, &network);
+    SeededExecutor(seed, &network).run(program.tasks<NoCredits, HostFabric>());
+    return program.aborted();
+}
+
+int run_for(std::chrono::seconds limit, uint64_t first, const char* program) {
+    using Clock = std::chrono::steady_clock;
+    constexpr int kLongestSeconds = 60;  // a program takes milliseconds
+    const auto end = Clock::now() + limit;
+    std::atomic<uint64_t> next = first;
+    std::atomic<bool> failed = false;
+    std::mutex printing;
+    auto fail = [&](uint64_t seed, const char* wrong) {
+        const std::lock_guard lock(printing);
+        std::printf("seed %lu: %s. Again: %s %lu %lu\n", seed, wrong, program, seed, seed + 1);
+        std::fflush(stdout);
+        failed = true;
+    };
+    auto work = [&] {
+        std::atomic<uint64_t> seed = 0;
+        std::atomic<Clock::time_point> started = Clock::now();
+        std::jthread watch([&](const std::stop_token& stop) {
+            while (!stop.stop_requested()) {
+                std::this_thread::sleep_for(std::chrono::milliseconds(100));
+                if (Clock::now() - started.load() > std::chrono::seconds(kLongestSeconds)) {
+                    fail(seed, "it does not end");
+                    std::_Exit(1);
+                }
+            }
+        });
+        while (!failed && Clock::now() < end) {
+            started = Clock::now();
+            seed = next++;
+            if (const char* wrong = run(seed)) fail(seed, wrong);
+        }
+    };
+    {
+        std::vector<std::jthread> threads;
+        for (unsigned i = 0; i < std::max(1u, std::thread::hardware_concurrency()); ++i)
+            threads.emplace_back(work);
+    }
+    std::printf("%lu schedules from seed %lu on, %s\n", next - first, first,
+                failed ? "one wrong" : "none wrong");
+    return failed;
+}
+
+}  // namespace
+}  // namespace ep
+
+int main(int argc, char** argv) {
+    const std::string mode = argc > 1 ? argv[1] : "";
+    auto number = [&](int i) { return std::strtoull(argv[i], nullptr, 10); };
+    if (mode == "seconds" && (argc == 3 || argc == 4)) {
+        const uint64_t first = argc == 4 ? number(3) : std::random_device()() * 1'000'000ull;
+        return ep::run_for(std::chrono::seconds(number(2)), first, argv[0]);
+    }
+    if (mode == "without_credits" && argc == 4) {
+        uint64_t failed = 0;
+        for (uint64_t seed = number(2); seed < number(3); ++seed)
+            failed += ep::fails_without_credits(seed);
+        std::printf("%lu of %llu programs fail\n", failed, number(3) - number(2));
+        return 0;
+    }
+    if (argc != 3) return 2;
+    for (uint64_t seed = number(1); seed < number(2); ++seed) {
+        if (const char* wrong = ep::run(seed))
+            return std::fprintf(stderr, "seed %lu: %s\n", seed, wrong), 1;
+    }
+    std::printf("%llu schedules, none wrong\n", number(2) - number(1));
+}

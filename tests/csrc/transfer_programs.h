@@ -1,0 +1,403 @@
+#pragma once
+
+#include <array>
+#include <bit>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <utility>
+#include <vector>
+
+#include "exec/host/host_warp.h"
+#include "fabric/host_fabric.h"
+#include "fabric/shared_memory.h"
+#include "launch/host/roles.h"
+
+namespace ep {
+
+// Random programs of notify, dispatch and combine. All ranks make the same calls in the same order,
+// and no rank waits for another but through the protocol: they may be calls apart. Dispatches and
+// combines use any earlier handle, and rows of any type and size.
+//
+// Numbers are small integers, so sums are exact in every type.
+struct TransferProgram {
+    enum class Kind { Notify, Dispatch, Combine };
+    struct Row {
+        int source = -1, token = 0, k = 0;  // -1: padding
+    };
+    // What one rank puts into a notify, gets of it, and must get.
+    struct Share {
+        std::vector<int32_t> ids, layout, positions, rail;
+        std::vector<int64_t> counts;
+        std::vector<Row> rows;
+        NotifyArgs notify{};
+    };
+    struct Handle {
+        int topk, alignment;
+        std::vector<Share> shares;
+        bool dispatched = false;  // which fills the tables that combine reads
+    };
+    struct Call {
+        Kind kind;
+        int handle;
+        DType dtype{};
+        RowFormat format{};
+        bool weighted = false;
+    };
+    // One rank's part of a dispatch or combine.
+    struct Part {
+        std::vector<char> x, scales, weights, row_weights;
+        std::vector<char> out, out_scales, out_weights;                 // combine: y, y_weights
+        std::vector<char> expected, expected_scales, expected_weights;  // of these
+        DispatchArgs dispatch{};
+        CombineArgs combine{};
+    };
+
+    static constexpr int kMostTopk = 4, kMostHidden = 6, kMostScales = 20;
+
+    std::mt19937_64 random;
+    Topology topology;
+    Heap heap;
+    int experts;
+    std::vector<Call> calls;
+    std::vector<Handle> handles;
+    std::vector<std::vector<Part>> parts;  // [call][rank]
+    std::vector<Segment> memory;
+    std::vector<RankState> states;
+    SimulatedNetwork* network;
+    std::vector<char*> heaps;
+    std::vector<uint64_t> arrived;  // of each rank's warps, at the ends of calls
+
+    int pick(int low, int high) { return low + static_cast<int>(random() % (high - low + 1)); }
+
+    TransferProgram(uint64_t seed, SimulatedNetwork* between_nodes)
+        : random(seed), network(between_nodes) {
+        topology = {pick(1, 3), pick(1, 3)};
+        const int world = topology.world();
+        experts = world * pick(1, 3);
+        const size_t largest = RowFormat(kMostHidden * 8, kMostScales, 8, kMostTopk).slot_bytes();
+        heap = {topology, experts, pick(1, 3), align_up(largest * pick(1, 4), Heap::kLine),
+                align_up(largest * pick(1, 4), Heap::kLine)};
+        std::vector<ControlBlock*> controls;
+        for (int rank = 0; rank < world; ++rank) {
+            memory.push_back(Segment::anonymous(heap.bytes()));
+            heaps.push_back(memory.back().data());
+            controls.push_back(reinterpret_cast<ControlBlock*>(heaps.back() + heap.control()));
+        }
+        for (int rank = 0; rank < world; ++rank)
+            states.push_back({rank, controls[rank], controls, std::chrono::seconds(60)});
+        arrived.assign(world, 0);
+        const int count = pick(2, 8);
+        for (int call = 0; call < count; ++call) add_call();
+    }
+
+    void add_call() {
+        Kind kind = handles.empty() ? Kind::Notify : static_cast<Kind>(pick(0, 5) / 2);
+        Call call{kind, pick(0, std::max<int>(0, handles.size() - 1))};
+        if (kind != Kind::Notify && !std::exchange(handles[call.handle].dispatched, true))
+            call.kind = kind = Kind::Dispatch;
+        parts.emplace_back(topology.world());
+        if (kind == Kind::Notify) {
+            call.handle = handles.size();
+            calls.push_back(call);
+            return add_handle();
+        }
+        call.dtype = static_cast<DType>(pick(0, 3));
+        const int topk = handles[call.handle].topk;
+        const int scales = kind == Kind::Dispatch && pick(0, 2) == 0 ? pick(1, kMostScales) : 0;
+        call.format = {pick(1, kMostHidden) * size_of(call.dtype), scales, 4 * pick(0, 2), topk,
+                       static_cast<int>(call.dtype)};
+        call.weighted = kind == Kind::Combine && pick(0, 1);
+        calls.push_back(call);
+        for (int rank = 0; rank < topology.world(); ++rank)
+            kind == Kind::Dispatch ? make_dispatch(rank) : make_combine(rank);
+    }
+
+    void add_handle() {
+        const int world = topology.world(), topk = pick(1, std::min(kMostTopk, experts));
+        const uint64_t epoch = handles.size() + 1;
+        handles.push_back({topk, pick(0, 2) ? 1 : 4, std::vector<Share>(world)});
+        Handle& handle = handles.back();
+        const int most = std::array{0, 3, 12, 40}[pick(0, 3)];
+        for (Share& share : handle.shares) {
+            const int tokens = pick(0, most), spread = pick(1, experts);
+            for (int token = 0; token < tokens; ++token) {
+                const int first = pick(0, spread - 1);
+                for (int k = 0; k < topk; ++k)
+                    share.ids.push_back(pick(0, 5) ? (first + k) % experts : -1);
+            }
+        }
+        for (int rank = 0; rank < world; ++rank) {
+            Share& share = handle.shares[rank];
+            for (int local = 0; local < heap.local_experts(); ++local) {
+                const size_t before = share.rows.size();
+                for (int source = 0; source < world; ++source) {
+                    const std::vector<int32_t>& ids = handle.shares[source].ids;
+                    for (int i = 0; i < static_cast<int>(ids.size()); ++i) {
+                        if (ids[i] == rank * heap.local_experts() + local)
+                            share.rows.push_back({source, i / topk, i % topk});
+                    }
+                }
+                share.rows.resize(before + align_up(share.rows.size() - before, handle.alignment));
+                share.counts.push_back(0);
+            }
+            // as many as there can be, so that nobody has to be asked before the next call
+            size_t sent = 0;
+            for (const Share& source : handle.shares) sent += source.ids.size();
+            share.positions.resize(sent);
+            share.rail.resize(sent);
+            Layout layout{topology,      static_cast<int>(share.ids.size()) / topk,
+                          topk,          experts,
+                          heap.channels, nullptr};
+            share.layout.resize(layout.size());
+            layout.data = share.layout.data();
+            share.notify = {rank,
+                            heap,
+                            layout,
+                            share.ids.data(),
+                            4,
+                            handle.alignment,
+                            0,
+                            epoch,
+                            share.counts.data()};
+        }
+    }
+
+    static int size_of(DType dtype) {
+        return dtype == DType::fp64 ? 8 : dtype == DType::fp32 ? 4 : 2;
+    }
+    static void append(std::vector<char>& bytes, DType dtype, double value) {
+        auto add = [&](auto number) {
+            const auto raw = std::bit_cast<std::array<char, sizeof(number)>>(number);
+            bytes.insert(bytes.end(), raw.begin(), raw.end());
+        };
+        switch (dtype) {
+            case DType::bf16:
+                return add(static_cast<uint16_t>(
+                    std::bit_cast<uint32_t>(static_cast<float>(value)) >> 16));
+            case DType::fp16:
+                return add(static_cast<_Float16>(value));
+            case DType::fp32:
+                return add(static_cast<float>(value));
+            case DType::fp64:
+                return add(value);
+        }
+    }
+    // What the elements, and the bytes beside a row, are: different for most rows and calls.
+    int number(const Row& row, int i) const {
+        return static_cast<int>(calls.size() * 3 + row.source * 7 + row.token * 5 + i) % 19 - 9;
+    }
+    void append_beside(std::vector<char>& bytes, const Row& row, int count) const {
+        const uint64_t word = (calls.size() << 48 | static_cast<uint64_t>(row.source) << 32 |
+                               static_cast<uint64_t>(row.token) << 8 | row.k) *
+                              0x9e3779b97f4a7c15;
+        for (int i = 0; i < count; ++i) bytes.push_back(static_cast<char>(word >> 8 * (i % 8)));
+    }
+    static int row_weight(int expert) { return 1 + expert % 3; }
+
+    TransferArgs transfer_args(int rank) {
+        Handle& handle = handles[calls.back().handle];
+        Share& share = handle.shares[rank];
+        const auto tables = static_cast<int64_t>(share.positions.size()) / handle.topk;
+        uint64_t number = 0;
+        for (const Call& call : calls) number += call.kind != Kind::Notify;
+        return {rank,
+                heap,
+                share.notify.layout,
+                calls.back().format,
+                number,
+                1 + static_cast<int>(calls.size() % 5),
+                1 + static_cast<int>(calls.size() % 3),
+                share.positions.data(),
+                share.rail.data(),
+                tables,
+                tables,
+                static_cast<int64_t>(share.rows.size())};
+    }
+
+    void make_dispatch(int rank) {
+        const Call& call = calls.back();
+        const RowFormat& format = call.format;
+        Part& part = parts.back()[rank];
+        const Share& share = handles[call.handle].shares[rank];
+        auto append_elements = [&](std::vector<char>& bytes, const Row& row) {
+            for (int i = 0; i < format.payload_bytes / size_of(call.dtype); ++i)
+                append(bytes, call.dtype, number(row, i));
+        };
+        const int tokens = static_cast<int>(share.ids.size()) / format.topk;
+        for (int token = 0; token < tokens; ++token) {
+            append_elements(part.x, {rank, token, 0});
+            append_beside(part.scales, {rank, token, 0}, format.scale_bytes);
+            for (int k = 0; k < format.topk; ++k)
+                append_beside(part.weights, {rank, token, k}, format.weight_bytes);
+        }
+        for (const Row& row : share.rows) {
+            const size_t before = part.expected.size(), before_scales = part.expected_scales.size(),
+                         before_weights = part.expected_weights.size();
+            if (row.source >= 0) {
+                append_elements(part.expected, row);
+                append_beside(part.expected_scales, {row.source, row.token, 0}, format.scale_bytes);
+                append_beside(part.expected_weights, row, format.weight_bytes);
+            }
+            part.expected.resize(before + format.payload_bytes);
+            part.expected_scales.resize(before_scales + format.scale_bytes);
+            part.expected_weights.resize(before_weights + format.weight_bytes);
+        }
+        clear_outputs(part);
+        part.dispatch = {transfer_args(rank),    part.x.data(),   part.scales.data(),
+                         part.weights.data(),    part.out.data(), part.out_scales.data(),
+                         part.out_weights.data()};
+    }
+
+    void make_combine(int rank) {
+        const Call& call = calls.back();
+        const RowFormat& format = call.format;
+        Handle& handle = handles[call.handle];
+        Part& part = parts.back()[rank];
+        const int elements = format.payload_bytes / size_of(call.dtype);
+        for (const Row& row : handle.shares[rank].rows) {
+            const bool padding = row.source < 0;
+            for (int i = 0; i < elements; ++i)
+                append(part.x, call.dtype, padding ? 99 : number(row, i));
+            append_beside(part.weights, row, format.weight_bytes);
+            const int id =
+                padding ? 0 : handle.shares[row.source].ids[row.token * format.topk + row.k];
+            append(part.row_weights, call.dtype == DType::fp64 ? DType::fp64 : DType::fp32,
+                   row_weight(id));
+        }
+        const std::vector<int32_t>& ids = handle.shares[rank].ids;
+        for (int token = 0; token < static_cast<int>(ids.size()) / format.topk; ++token) {
+            int times = 0;
+            for (int k = 0; k < format.topk; ++k) {
+                const int id = ids[token * format.topk + k];
+                if (id >= 0) times += call.weighted ? row_weight(id) : 1;
+                const size_t before = part.expected_weights.size();
+                if (id >= 0)
+                    append_beside(part.expected_weights, {rank, token, k}, format.weight_bytes);
+                part.expected_weights.resize(before + format.weight_bytes);
+            }
+            for (int i = 0; i < elements; ++i)
+                append(part.expected, call.dtype, times * number({rank, token, 0}, i));
+        }
+        clear_outputs(part);
+        TransferArgs args = transfer_args(rank);
+        args.is_combine = true;
+        part.combine = {args,
+                        part.x.data(),
+                        part.weights.data(),
+                        part.out.data(),
+                        part.out_weights.data(),
+                        call.weighted ? part.row_weights.data() : nullptr};
+    }
+
+    static void clear_outputs(Part& part) {
+        part.out.assign(part.expected.size(), 0x77);
+        part.out_scales.assign(part.expected_scales.size(), 0x77);
+        part.out_weights.assign(part.expected_weights.size(), 0x77);
+    }
+
+    // The roles of all ranks. Each warp goes through the calls of its rank, in each of which it has
+    // one role or none, and waits after each for the others: a launch follows the one before.
+    template <class Warp, class Fabric>
+    std::vector<RoleTask> tasks() {
+        std::vector<RoleTask> all;
+        for (int rank = 0; rank < topology.world(); ++rank) {
+            std::vector<std::vector<RoleTask>> roles;
+            size_t warps = 0;
+            for (size_t call = 0; call < calls.size(); ++call) {
+                roles.push_back(roles_of<Warp, Fabric>(rank, call));
+                warps = std::max(warps, roles.back().size());
+            }
+            for (size_t number = 0; number < warps; ++number) {
+                std::vector<RoleTask> own;
+                for (const std::vector<RoleTask>& call : roles)
+                    own.push_back(number < call.size() ? call[number] : RoleTask{});
+                all.push_back({&states[rank], [=, this](Executor& executor) {
+                                   run_warp(executor, rank, own, warps);
+                               }});
+            }
+        }
+        return all;
+    }
+
+    template <class Warp, class Fabric>
+    std::vector<RoleTask> roles_of(int rank, size_t number) {
+        std::vector<RoleTask> roles;
+        const RankState* state = &states[rank];
+        const auto fabric = std::make_shared<Fabric>(topology, rank, heaps, network);
+        auto add = [&](Role role, int channel, auto body) {
+            roles.push_back({nullptr, [=](Executor& executor) {
+                                 Warp warp(executor, *state, role, channel);
+                                 body(warp, *fabric);
+                             }});
+        };
+        const Call& call = calls[number];
+        const Part& part = parts[number][rank];
+        switch (call.kind) {
+            case Kind::Notify:
+                add_notify_roles(handles[call.handle].shares[rank].notify, add);
+                break;
+            case Kind::Dispatch:
+                add_dispatch_roles(part.dispatch, add);
+                break;
+            case Kind::Combine:
+                with_type(call.dtype, [&]<class T>() { add_combine_roles<T>(part.combine, add); });
+        }
+        return roles;
+    }
+
+    void run_warp(Executor& executor, int rank, const std::vector<RoleTask>& own, size_t warps) {
+        const RankState& state = states[rank];
+        std::atomic_ref<uint64_t> arrivals(arrived[rank]);
+        for (size_t call = 0; call < own.size(); ++call) {
+            if (own[call].run) own[call].run(executor);
+            if (std::atomic_ref<uint64_t>(state.unfinished).load()) return;
+            arrivals.fetch_add(1);
+            auto all_arrived = [&] { return arrivals.load() >= (call + 1) * warps; };
+            if (all_arrived()) continue;
+            const WaitEnd end = executor.wait(Condition(all_arrived), state);
+            if (end == WaitEnd::Expired) state.abort(Outcome::Timeout);
+            if (end != WaitEnd::Met) return;
+        }
+    }
+
+    bool aborted() const {
+        for (const RankState& state : states) {
+            if (state.aborted()) return true;
+        }
+        return false;
+    }
+
+    // Wrong outputs, of calls that a rank finished. warps_of[rank]: as many as it has tasks.
+    int errors(const std::vector<size_t>& warps_of) const {
+        int wrong = 0;
+        for (int rank = 0; rank < topology.world(); ++rank) {
+            const size_t finished = arrived[rank] / warps_of[rank];
+            if (finished < calls.size() && !aborted()) ++wrong;
+            for (size_t call = 0; call < finished; ++call) {
+                const Part& part = parts[call][rank];
+                wrong += part.out != part.expected || part.out_scales != part.expected_scales ||
+                         part.out_weights != part.expected_weights;
+            }
+        }
+        return wrong;
+    }
+    int errors(const std::vector<RoleTask>& tasks) const {
+        std::vector<size_t> warps(topology.world());
+        for (const RoleTask& task : tasks) ++warps[task.rank->rank];
+        return errors(warps);
+    }
+
+    // As before the first call: what reset does, when nothing runs any more.
+    void reset() {
+        for (const Segment& segment : memory) std::memset(segment.data(), 0, heap.flags_end());
+        for (RankState& state : states) state.unfinished = 0;
+        arrived.assign(arrived.size(), 0);
+        for (std::vector<Part>& ranks : parts) {
+            for (Part& part : ranks) clear_outputs(part);
+        }
+    }
+};
+
+}  // namespace ep

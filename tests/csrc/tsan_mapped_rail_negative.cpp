@@ -1,0 +1,20 @@
+// The same with the signals of the rail relaxed, and nothing else: ThreadSanitizer must report the
+// race of what was written to the other node.
+
+#include "tsan_transfer.h"
+
+namespace ep {
+namespace {
+
+struct RelaxedSignals : MappedHostFabric {
+    using MappedHostFabric::MappedHostFabric;
+    template <class W>
+    void put_signal(W&, int, int node, size_t flag, uint64_t, uint64_t to) {
+        std::atomic_ref<uint64_t>(*rail<uint64_t>(node, flag)).store(to, std::memory_order_relaxed);
+    }
+};
+
+}  // namespace
+}  // namespace ep
+
+int main() { return ep::run_transfers<ep::HostWarp, ep::RelaxedSignals>(40); }

@@ -1,0 +1,25 @@
+#pragma once
+
+#include <cstdlib>
+
+#include "exec/host/threads.h"
+#include "transfer_programs.h"
+
+namespace ep {
+
+// Random programs, every warp of every rank a thread.
+template <class Warp, class Fabric>
+int run_transfers(int programs) {
+    for (int seed = 0; seed < programs; ++seed) {
+        TransferProgram program(seed, nullptr);
+        const auto tasks = program.tasks<Warp, Fabric>();
+        ThreadExecutor().run(tasks);
+        if (program.aborted())
+            return std::fprintf(stderr, "program %d: aborted\n", seed), EXIT_FAILURE;
+        if (program.errors(tasks))
+            return std::fprintf(stderr, "program %d: wrong values\n", seed), EXIT_FAILURE;
+    }
+    return EXIT_SUCCESS;
+}
+
+}  // namespace ep
