@@ -57,7 +57,9 @@ class LowLatencyHandle:
     def check(self) -> None:
         """Raises ValueError if the dispatch was given up."""
         if self._was_given_up:
-            raise ValueError("handle is of a dispatch that was given up before the buffer's reset, must be of a later one")
+            raise ValueError(
+                "handle is of a dispatch that was given up before the buffer's reset, must be of a later one"
+            )
 
     def again(self) -> LowLatencyHandle:
         """For another dispatch of the same tokens."""

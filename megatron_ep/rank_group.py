@@ -87,7 +87,8 @@ class RankGroup:
 
     def close(self) -> None:
         """Gives the heaps back, whatever other ranks do. Handles of this buffer can no longer be used. Closing twice is
-        fine. On a GPU it first waits for the launches of this rank, whose waits are bounded.
+        fine. On a GPU it first waits for the launches of this rank, whose waits are bounded. What CUDA graphs have
+        captured stays allocated as long as they do; to replay it then only fills its outputs with NaN (-1 in integers).
 
         Heaps that other processes have mapped or registered stay allocated on a GPU for a later buffer of the same size
         and group.
@@ -103,8 +104,13 @@ class RankGroup:
         try:
             return self._unseen_failure()
         finally:
-            self._backend = None
+            self._let_go()
             _C.release_pooled_memory()
+
+    def _let_go(self) -> None:
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            backend.close()
 
     def __enter__(self: Own) -> Own:
         return self
@@ -120,6 +126,7 @@ class RankGroup:
     def __del__(self) -> None:
         if self.is_open and not sys.is_finalizing():  # at exit `failures` has reported already
             self.report_unseen()
+            self._let_go()
 
     def _live_backend(self) -> Backend:
         if self._backend is None:

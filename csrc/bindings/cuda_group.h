@@ -106,6 +106,12 @@ class PyCudaGroup {
 
     void drain() const { group_->drain(); }
 
+    void note_capture(Address stream) { group_->note_capture(at<void>(stream)); }
+
+    int graphs() const { return group_->graphs(); }
+
+    void retire() { group_->retire(); }
+
     void reset() {
         const auto lock = exclusive_call_.enter();
         group_->reset();
@@ -137,6 +143,13 @@ class PyCudaGroup {
             .def("listen", &PyCudaGroup::listen, release,
                  "Afterwards aborted() knows also of those who gave up while no kernel of this "
                  "process ran.")
+            .def("note_capture", &PyCudaGroup::note_capture, py::arg("stream"),
+                 "Before launches on a stream that is being captured.")
+            .def("graphs", &PyCudaGroup::graphs,
+                 "How many CUDA graphs may replay launches of this group, which must stay as long.")
+            .def("retire", &PyCudaGroup::retire, release,
+                 "Once all launches are done: those that are replayed from now on only fill their "
+                 "outputs with what nobody can take for data.")
             .def("drain", &PyCudaGroup::drain, release)
             .def("reset", &PyCudaGroup::reset, release);
     }

@@ -59,6 +59,10 @@ def num_channels(topology: Topology, config: Config, sms: int, local_ranks: int)
     return _C.cuda_channels(nodes=nodes, ranks_per_node=ranks_per_node, num_sms=sms, local_ranks=local_ranks)
 
 
+# Closed, but a CUDA graph may still replay their launches.
+_replayable: list[CudaBackend] = []
+
+
 class CudaBackend:
     """See `interface.Backend`: the ranks of this process are on one GPU.
 
@@ -66,6 +70,7 @@ class CudaBackend:
     """
 
     def __init__(self, group: Any, heap: Any, device: torch.device):
+        _forget_graphs_that_are_gone()
         self.group = group
         self._heap = heap
         self._device = device
@@ -76,6 +81,7 @@ class CudaBackend:
         self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._seconds = 0.0
         self._is_captured = False  # any launch, by a CUDA graph
+        self._captured_parts: list[object] = []  # whose launches graphs may replay
 
     def notify(self, tensors: Sequence[Any], *, wait: bool, topk: int, **settings: int) -> Sequence[Totals]:
         return self.launch(
@@ -154,6 +160,14 @@ class CudaBackend:
         for part in self._parts:
             part.reset()
 
+    def close(self) -> None:
+        """What CUDA graphs may still replay stays as long as they do, and then does nothing but fill its outputs with
+        NaN: other ranks, and their memory, may be gone."""
+        _forget_graphs_that_are_gone()
+        if self.group.graphs():
+            self.group.retire()
+            _replayable.append(self)
+
     @property
     def seconds(self) -> float:
         """Of launches on the GPU since this was first asked: until then nobody pays for the events. As far as they have
@@ -181,10 +195,16 @@ class CudaBackend:
             self.wait(self._last.record_event())
         torch.cuda.synchronize(self._device)
 
-    def launch(self, launch: Callable[[int], T]) -> T:
+    def launch(self, launch: Callable[[int], T], part: object = None) -> T:
+        """part: what the launch uses besides the group."""
         stream = torch.cuda.current_stream(self._device)
         if torch.cuda.is_current_stream_capturing():
             self._is_captured = True
+            if not self.group.graphs():
+                self._captured_parts.clear()
+            if part is not None and part not in self._captured_parts:
+                self._captured_parts.append(part)
+            self.group.note_capture(stream.cuda_stream)
             # a graph orders what it holds itself, and torch synchronizes before it captures
             return launch(stream.cuda_stream)
         if not self._busy.acquire(blocking=False):
@@ -205,3 +225,7 @@ class CudaBackend:
             return result
         finally:
             self._busy.release()
+
+
+def _forget_graphs_that_are_gone() -> None:
+    _replayable[:] = [backend for backend in _replayable if backend.group.graphs()]

@@ -99,6 +99,9 @@ class HostBackend:
         for part in self._parts:
             part.reset()
 
+    def close(self) -> None:
+        pass
+
     @property
     def seconds(self) -> float:
         return self.group.seconds

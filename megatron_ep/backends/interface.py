@@ -111,6 +111,10 @@ class Backend(Protocol):
 
     def reset(self) -> None: ...
 
+    def close(self) -> None:
+        """Nothing is launched any more. Waits for this rank's launches only."""
+        ...
+
     @property
     def seconds(self) -> float:
         """Seconds spent in launches that have finished: all on the host, on a GPU those since it was first asked."""

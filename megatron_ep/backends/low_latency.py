@@ -120,14 +120,16 @@ class CudaLowLatencyRanks:
         self._backend.launch(
             lambda stream: self._group.dispatch(
                 receive=receive, tensors=list(tensors), format=row, options=options, stream=stream
-            )
+            ),
+            self,
         )
 
     def combine(self, tensors: Sequence[Any], row: Any, options: Any, *, receive: bool, dtype: int) -> None:
         self._backend.launch(
             lambda stream: self._group.combine(
                 receive=receive, tensors=list(tensors), format=row, options=options, dtype=dtype, stream=stream
-            )
+            ),
+            self,
         )
 
     def reset(self) -> None:

@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
+#include <memory>
 #include <string>
 
 #include "fabric/cuda/device_memory.h"
@@ -70,6 +71,48 @@ void test_the_first_reason_stays() {
     }
 }
 
+void test_graphs_count_until_they_are_gone() {
+    fake_cuda = {};
+    ep::CudaGraphs graphs;
+    graphs.note(nullptr);  // no capture
+    EXPECT(graphs.alive() == 0);
+    auto first = std::make_unique<FakeGraph>(), second = std::make_unique<FakeGraph>();
+    auto capture = [&](FakeGraph& graph) {
+        fake_cuda.captured = &graph;
+        ++fake_cuda.capture;
+        graphs.note(nullptr);
+        graphs.note(nullptr);  // a second launch
+    };
+    capture(*first);
+    capture(*second);
+    EXPECT(graphs.alive() == 2 && first->objects.size() == 1);
+    for (const int calls : {0, 1, 2}) {
+        ++fake_cuda.capture;
+        fake_cuda.fails_in = calls;
+        try {
+            graphs.note(nullptr);
+            EXPECT(!"an error is thrown");
+        } catch (const std::runtime_error&) {
+        }
+        EXPECT(graphs.alive() == 2);
+    }
+    first.reset();
+    EXPECT(graphs.alive() == 1);
+    graphs = {};  // the buffer goes before the graph
+    second.reset();
+}
+
+void test_a_retired_group_leaves_others_alone() {
+    std::string own(kHeap.bytes(), 0), other(kHeap.bytes(), 0);
+    fake_cuda = {};
+    ep::P2pFabricParams fabric{kHeap.topology, {}};
+    fabric.heaps[0] = own.data();
+    Group group(kHeap, fabric, {0}, {own.data()}, {own.data(), other.data()}, 1, 1, 1.0);
+    group.retire();
+    EXPECT(reinterpret_cast<ep::ControlBlock*>(own.data() + kHeap.control())->abort != 0);
+    EXPECT(reinterpret_cast<ep::ControlBlock*>(other.data() + kHeap.control())->abort == 0);
+}
+
 void test_the_current_device_is_left_alone() {
     std::string heap(kHeap.bytes(), 0);
     fake_cuda = {};
@@ -123,6 +166,8 @@ void test_memory_is_left_to_the_same_processes() {
 int main() {
     test_a_group_gives_back_what_it_has();
     test_the_first_reason_stays();
+    test_graphs_count_until_they_are_gone();
+    test_a_retired_group_leaves_others_alone();
     test_the_current_device_is_left_alone();
     test_another_device_is_made_current_and_back();
     test_memory_is_left_to_the_same_processes();

@@ -1,5 +1,6 @@
 """Launches on a GPU: streams, graphs, errors that leave the context alive, refusals before anything runs."""
 
+import gc
 import time
 
 import pytest
@@ -77,6 +78,43 @@ def test_graph_of_a_cached_dispatch():
             for a, b in zip((*rows.x, *y), (*expected.x, *ep.combine(expected.x, handle)), strict=True):
                 assert torch.equal(a, b)
             cluster.synchronize()
+
+
+@pytest.mark.parametrize("how", ["close", "collect"])
+def test_a_graph_that_outlives_its_buffer_reads_nothing_that_was_freed(how):
+    """What it needs stays as long as the graph, and a replay gives NaN; run it under compute-sanitizer, too."""
+    cluster = ep.LocalCluster(1, 4, config(), device="cuda")
+    x, ids, weights = inputs(4)
+    handle = ep.dispatch(x, ids, weights, buffer=cluster).handle
+    cluster.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), torch.no_grad():
+        rows = ep.dispatch(x, topk_weights=weights, handle=handle)
+        y = ep.combine(rows.x, handle)
+    outputs = (*rows.x, *rows.probs, *y)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(part.isfinite().all() for part in outputs)
+    if how == "close":
+        cluster.close()
+    del cluster, handle, rows
+    gc.collect()
+    assert len(cuda._replayable) == 1
+    taken = torch.full((256 << 20,), 0x5A, dtype=torch.uint8, device="cuda")  # whatever was freed is somebody else's
+    for _ in range(2):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(part.isnan().all() for part in outputs)
+    assert (taken == 0x5A).all()
+    graph.reset()
+    torch.cuda.synchronize()
+    deadline = time.monotonic() + 10
+    while cuda._replayable and time.monotonic() < deadline:  # CUDA tells on a thread of its own
+        with ep.LocalCluster(1, 2, config(), device="cuda") as another:
+            x, ids, weights = inputs(2)
+            again = ep.dispatch(x, ids, weights, buffer=another)
+            assert all(part.isfinite().all() for part in ep.combine(again.x, again.handle))
+    assert not cuda._replayable
 
 
 def test_no_synchronisation_of_torch():

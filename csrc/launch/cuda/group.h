@@ -8,12 +8,11 @@
 #include "core/dtypes.h"
 #include "exec/device/device_rank.h"
 #include "fabric/fabric.h"
+#include "launch/cuda/graphs.h"
 #include "launch/cuda/joint.h"
 #include "launch/cuda/resource.h"
 
 namespace ep {
-
-using CudaStream = void*;  // a cudaStream_t, for those who do not include CUDA's headers
 
 // The SMs of a GPU, and what fits on them.
 struct CudaDevice {
@@ -81,6 +80,13 @@ class CudaGroup {
     // Until what this process's ranks sent to other nodes is there. Throws std::runtime_error when
     // that takes longer than a wait may.
     void drain() const;
+    // Before launches on a stream that is being captured: see graphs().
+    void note_capture(CudaStream stream) { graphs_.note(stream); }
+    // How many CUDA graphs may replay launches of this process's ranks. What those use must stay.
+    int graphs() const { return graphs_.alive(); }
+    // Once all launches are done: whatever is replayed from now on uses no other rank's memory, and
+    // fills its outputs with what nobody can take for data.
+    void retire();
     // Back to the state of a new buffer, once nothing runs and all ranks have drained.
     void reset();
 
@@ -113,6 +119,7 @@ class CudaGroup {
     ControlBlock* reports_on_gpu_ = nullptr;   // the same, mapped
     Resource<uint64_t[]> abort_source_;        // one, pinned
     Resource<uint64_t[]> heard_;               // [ranks], pinned
+    CudaGraphs graphs_;
 };
 
 }  // namespace ep

@@ -286,6 +286,18 @@ void CudaGroup<P>::listen() {
 }
 
 template <class P>
+void CudaGroup<P>::retire() {
+    const DeviceGuard guard(device_);
+    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    const uint64_t word = ControlBlock::abort_word(Outcome::Failed, ranks_.front());
+    for (size_t i = 0; i < ranks_.size(); ++i) {
+        check_cuda(
+            cudaMemcpy(&device_rank(i).control->abort, &word, sizeof(word), cudaMemcpyHostToDevice),
+            "cudaMemcpy");
+    }
+}
+
+template <class P>
 void CudaGroup<P>::drain() const {
     const DeviceGuard guard(device_);
     fabric_.drain(timeout_ns_);

@@ -7,6 +7,10 @@
 #include <cstdlib>
 #include <cstring>
 #include <set>
+#include <utility>
+#include <vector>
+
+#define CUDART_VERSION 13000
 
 enum cudaError_t { cudaSuccess, cudaErrorMemoryAllocation, cudaErrorNotReady };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDefault };
@@ -24,7 +28,27 @@ enum {
 };
 enum { cudaLaunchAttributeCooperative };
 
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
+enum { cudaUserObjectNoDestructorSync = 1, cudaGraphUserObjectMove = 1 };
+
 using cudaStream_t = struct FakeStream*;
+using cudaHostFn_t = void (*)(void*);
+struct FakeObject {
+    void* data;
+    cudaHostFn_t destroy;
+};
+using cudaUserObject_t = FakeObject*;
+struct FakeGraph {
+    std::vector<FakeObject*> objects;
+
+    ~FakeGraph() {
+        for (FakeObject* object : objects) {
+            object->destroy(object->data);
+            delete object;
+        }
+    }
+};
+using cudaGraph_t = FakeGraph*;
 struct cudaIpcMemHandle_t {
     void* memory;
 };
@@ -50,6 +74,8 @@ struct FakeCuda {
     int switches = 0;
     std::set<int> contexts;
     std::set<void*> live;
+    FakeGraph* captured = nullptr;  // by every stream
+    unsigned long long capture = 0;
     int fails_in = -1;  // calls of those that can fail; never
 
     cudaError_t call() {
@@ -140,4 +166,29 @@ cudaError_t cudaFuncSetAttribute(F, cudaFuncAttribute, size_t) {
 template <class J>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t*, void (*)(J), const J&) {
     return fake_cuda.call();
+}
+
+inline cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status,
+                                            unsigned long long* capture, cudaGraph_t* graph, void*,
+                                            void*, void*) {
+    *status = fake_cuda.captured ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+    *capture = fake_cuda.capture;
+    *graph = fake_cuda.captured;
+    return fake_cuda.call();
+}
+inline cudaError_t cudaUserObjectCreate(cudaUserObject_t* object, void* data, cudaHostFn_t destroy,
+                                        unsigned, unsigned) {
+    if (const cudaError_t error = fake_cuda.call()) return error;
+    *object = new FakeObject{data, destroy};
+    return cudaSuccess;
+}
+inline cudaError_t cudaUserObjectRelease(cudaUserObject_t object, unsigned) {
+    FakeGraph{{object}};
+    return cudaSuccess;
+}
+inline cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t object, unsigned,
+                                             unsigned) {
+    if (const cudaError_t error = fake_cuda.call()) return error;
+    graph->objects.push_back(object);
+    return cudaSuccess;
 }

@@ -29,6 +29,9 @@ class CudaGroup {
     void combine(const std::vector<CombineArgs>&, DType, CudaStream) { Gate::pass(); }
     void drain() const { Gate::pass(); }
     void listen() {}
+    void note_capture(CudaStream) {}
+    int graphs() const { return 0; }
+    void retire() {}
     void reset() { Gate::pass(); }
 
     uint64_t aborted() const { return 0; }
