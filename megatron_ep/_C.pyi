@@ -1,7 +1,7 @@
 """The compiled host backend, and with CUDA that of GPUs on one machine. Addresses are those of contiguous tensors, 0
 where there is none; a stream is a cudaStream_t."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 def build_info() -> dict[str, Any]: ...
@@ -192,6 +192,7 @@ class DeviceMemory:
     def bytes(self) -> int: ...
 
 class CudaGroup:
+    watch: Callable[[], None] | None  # called now and then while notify waits: what it raises ends the wait
     def __init__(
         self,
         *,

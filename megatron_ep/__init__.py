@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from megatron_ep import reference
     from megatron_ep.buffer import Buffer, LocalCluster
     from megatron_ep.config import Config, Topology
-    from megatron_ep.errors import EPAbortError, EPError, EPOverflowError, EPTimeoutError
+    from megatron_ep.errors import EPAbortError, EPError, EPOverflowError, EPStuckError, EPTimeoutError
     from megatron_ep.failures import abort_all, raise_if_failed
     from megatron_ep.functional import Received, combine, dispatch
     from megatron_ep.handle import Handle
@@ -26,6 +26,7 @@ _HOMES = {
     "Topology": "config",
     "EPError": "errors",
     "EPTimeoutError": "errors",
+    "EPStuckError": "errors",
     "EPAbortError": "errors",
     "EPOverflowError": "errors",
     "abort_all": "failures",
@@ -46,6 +47,7 @@ __all__ = [
     "Topology",
     "EPError",
     "EPTimeoutError",
+    "EPStuckError",
     "EPAbortError",
     "EPOverflowError",
     "abort_all",

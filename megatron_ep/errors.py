@@ -19,6 +19,11 @@ class EPTimeoutError(EPError):
     """A wait took longer than `Config.timeout`, on this rank or on another one that this rank was waiting with."""
 
 
+class EPStuckError(EPTimeoutError):
+    """A launch does not end, because a call of NVSHMEM's or NCCL's inside it waits for a network or rank that does not
+    answer. It cannot be ended: the GPU is lost to this process, which has to end (`os._exit`, a signal)."""
+
+
 class EPAbortError(EPError):
     """Another rank gave up: it refused its arguments, was interrupted, or failed in an earlier call."""
 

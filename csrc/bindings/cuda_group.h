@@ -49,9 +49,11 @@ class PyCudaGroup {
         }
         return group_->notify_and_wait(args, at<void>(stream), [&] {
             const pybind11::gil_scoped_acquire gil;
-            if (PyErr_CheckSignals() == 0) return;
-            group_->abort(Outcome::Interrupted);
-            throw pybind11::error_already_set();
+            if (PyErr_CheckSignals() != 0) {
+                group_->abort(Outcome::Interrupted);
+                throw pybind11::error_already_set();
+            }
+            if (!watch.is_none()) watch();
         });
     }
 
@@ -78,6 +80,8 @@ class PyCudaGroup {
         }
         group_->combine(args, static_cast<DType>(dtype), at<void>(stream));
     }
+
+    pybind11::object watch = pybind11::none();  // called while notify waits, may raise
 
     std::optional<std::pair<const char*, int>> aborted() const {
         const uint64_t word = group_->aborted();
@@ -134,6 +138,8 @@ class PyCudaGroup {
             .def("combine", &PyCudaGroup::combine, py::arg("tensors"), py::arg("format"),
                  py::kw_only(), py::arg("nvl_batch"), py::arg("rdma_chunk"), py::arg("dtype"),
                  py::arg("stream"), release)
+            .def_readwrite("watch", &PyCudaGroup::watch,
+                           "Called now and then while notify waits: what it raises ends the wait.")
             .def("aborted", &PyCudaGroup::aborted,
                  "(outcome, rank) of whoever gave up first, as far as this process has been told, "
                  "or None.")

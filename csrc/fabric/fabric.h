@@ -18,6 +18,9 @@ namespace ep {
 //                              one-sided write to that rank. `src` lies in the own heap and must
 //                              keep its value until the other side is known to have it: a put may
 //                              read it late
+//   kOrdersWarps               whether puts and signals of different warps, be it in different
+//   calls,
+//                              keep what put_signal promises of those of one warp in one call
 //   put_signal(warp, channel, node, flag, from, to)
 //                              moves the flag there from `from`, where the last signal left it, to
 //                              `to`; a fabric may set it, or add to it. Whoever sees it there sees
@@ -35,6 +38,7 @@ concept FabricLike =
     WarpLike<W> && requires(F& fabric, W& warp, size_t offset, uint64_t from, uint64_t to) {
         { fabric.template own<uint64_t>(offset) } -> std::same_as<uint64_t*>;
         { fabric.template peer<uint64_t>(0, offset) } -> std::same_as<uint64_t*>;
+        { F::kOrdersWarps } -> std::convertible_to<bool>;
         requires !F::kMapsRail || requires { fabric.template rail<uint64_t>(0, offset); };
         fabric.put(warp, 0, 0, offset, offset, offset);
         fabric.put_signal(warp, 0, 0, offset, from, to);

@@ -16,6 +16,7 @@ namespace ep {
 class HostFabric {
   public:
     static constexpr bool kMapsRail = false;  // so rows take the path that they take on a cluster
+    static constexpr bool kOrdersWarps = true;
 
     HostFabric(Topology topology, int rank, std::vector<char*> heaps,
                SimulatedNetwork* network = nullptr)

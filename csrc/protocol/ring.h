@@ -141,12 +141,14 @@ EP_FN bool open_nvl_rings(W& warp, const Rings<F>& rings, int first_rank, int co
     return true;
 }
 
+// Where nothing orders this call's puts after those of an earlier one, which other warps made, the
+// ring must have run empty in any case: a new flag might be seen before an old row is there.
 template <WarpLike W, class F>
 EP_FN bool open_rdma_ring(W& warp, const Rings<F>& rings, int node) {
     OutCursor& out = rings.rdma_out(node);
     const uint64_t slot_bytes = rings.slot_bytes;
     const bool drained = warp.wait_all(Wait::RdmaDrain, 1, [&](int) {
-        if (out.slot_bytes == slot_bytes) return nothing_to_wait_for();
+        if (F::kOrdersWarps && out.slot_bytes == slot_bytes) return nothing_to_wait_for();
         return Need{rings.template acquire_rdma_head<W>(node), out.next,
                     rings.rank_at(node, rings.args.local())};
     });

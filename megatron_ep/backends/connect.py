@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -13,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from megatron_ep import _C
-from megatron_ep.backends import fabrics
+from megatron_ep.backends import cuda, fabrics, ibgda
 from megatron_ep.backends.cuda import CudaBackend
 from megatron_ep.backends.meeting import Meeting
 from megatron_ep.backends.members import Member
@@ -49,11 +51,13 @@ def processes(
     with contextlib.ExitStack() as stack:
 
         def begin() -> None:
+            cuda.check_not_stuck()
             stack.enter_context(torch.cuda.device(device))
             torch.cuda.synchronize()  # nobody writes to an earlier buffer's memory any more
 
         connect = connectors[fabric.name]
-        return connect(meeting, begin, config, heap, device, sms, members), fabric
+        backend, found = connect(meeting, begin, config, heap, device, sms, members)
+        return backend, dataclasses.replace(fabric, reason="; ".join(filter(None, (fabric.reason, found))))
 
 
 def _connect_p2p(
@@ -64,11 +68,11 @@ def _connect_p2p(
     device: torch.device,
     sms: int,
     members: Sequence[Member],
-) -> CudaBackend:
+) -> tuple[CudaBackend, str]:
     """The processes of the machine map each other's heaps through CUDA IPC."""
     group = " ".join(str(member.pid) for member in members)
     memories = peer_memories(meeting, begin, device, heap.bytes, group)
-    return meeting.agree(lambda: p2p(heap, [meeting.rank], memories, device, sms, config))
+    return meeting.agree(lambda: p2p(heap, [meeting.rank], memories, device, sms, config)), ""
 
 
 def peer_memories(
@@ -112,14 +116,16 @@ def _connect_nvshmem(
     device: torch.device,
     sms: int,
     members: Sequence[Member],
-) -> CudaBackend:
+) -> tuple[CudaBackend, str]:
     nvshmem = fabrics.load_nvshmem()
     seconds = meeting.timeout.total_seconds()
 
     def prepare() -> tuple[None, tuple[Any, list[int], bytes]]:
         begin()
-        nvshmem.prepare(device=device.index, timeout=seconds)
         served = nvshmem.initialised_for()
+        if served is None and len({member.host for member in members}) > 1:
+            ibgda.prepare(queue_pairs=min(heap.channels, sms))  # one for each block that has a channel's coordinators
+        nvshmem.prepare(device=device.index, timeout=seconds)
         return None, (served, nvshmem.spare(bytes=heap.bytes), _new_id(meeting, nvshmem) if served is None else b"")
 
     _, prepared = meeting.exchange(prepare, seconds)
@@ -138,12 +144,14 @@ def _connect_nvshmem(
 
     limit = max(seconds, NVSHMEM_SETUP_S)
 
-    def take() -> CudaBackend:
+    def take() -> tuple[CudaBackend, str]:
         if common:
             memory = nvshmem.NvshmemHeap.reuse(number=min(common), device=device.index)
         else:
             memory = _within(limit, "the set-up of NVSHMEM", allocate)
-        return _over_network(meeting, config, nvshmem.NvshmemGroup, memory, heap, device, sms)
+        fence, found = ibgda.judge(memory.transport(heap=heap))
+        group = functools.partial(nvshmem.NvshmemGroup, fence=fence)
+        return _over_network(meeting, config, group, memory, heap, device, sms), found
 
     return meeting.agree(take, limit)
 
@@ -185,7 +193,7 @@ def _connect_nccl(
     device: torch.device,
     sms: int,
     members: Sequence[Member],
-) -> CudaBackend:
+) -> tuple[CudaBackend, str]:
     nccl = fabrics.load_nccl()
     seconds = meeting.timeout.total_seconds()
 
@@ -197,14 +205,19 @@ def _connect_nccl(
     common = set.intersection(*map(set, kept))
     unique_id = min(common) if common else meeting.exchange(lambda: (None, _new_id(meeting, nccl)))[1][0]
 
-    memory = meeting.agree(
-        lambda: nccl.NcclHeap(unique_id=unique_id, heap=heap, rank=meeting.rank, device=device.index, timeout=seconds),
-        seconds,
-    )
+    def take() -> tuple[Any, int]:
+        free, _ = torch.cuda.mem_get_info(device)
+        memory = nccl.NcclHeap(unique_id=unique_id, heap=heap, rank=meeting.rank, device=device.index, timeout=seconds)
+        return memory, free - torch.cuda.mem_get_info(device)[0] - heap.bytes
+
+    memory, besides = meeting.agree(take, seconds)
     # clears the signals of an earlier buffer, for which it waits as a launch does
-    return meeting.agree(
+    backend = meeting.agree(
         lambda: _over_network(meeting, config, nccl.NcclGroup, memory, heap, device, sms), config.timeout_seconds
     )
+    if common:
+        return backend, "the communicator of an earlier buffer"
+    return backend, f"a communicator of its own, {besides / 2**20:.1f} MiB beside the heap"
 
 
 def _new_id(meeting: Meeting, library: Any) -> bytes:
@@ -229,4 +242,4 @@ def _over_network(
         num_sms=sms,
         timeout=config.timeout_seconds,
     )
-    return CudaBackend(ranks, heap, device)
+    return CudaBackend(ranks, heap, device, config.timeout_seconds)

@@ -7,18 +7,21 @@ dispatch whose number of rows is not given.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from megatron_ep import _C
 from megatron_ep.backends.interface import Resettable, Totals
+from megatron_ep.backends.launches import Launches
 from megatron_ep.config import Config, Topology
+from megatron_ep.errors import EPError, EPStuckError
 
 T = TypeVar("T")
 
@@ -66,20 +69,24 @@ _replayable: list[CudaBackend] = []
 class CudaBackend:
     """See `interface.Backend`: the ranks of this process are on one GPU.
 
+    Where a library carries the puts, and may wait for ever inside a launch, whoever waits here for that launch is told
+    by an EPStuckError.
+
     group: the compiled group over one of the fabrics.
+    timeout: where a library carries its puts, seconds after which each of a launch's own waits ends.
     """
 
-    def __init__(self, group: Any, heap: Any, device: torch.device):
+    def __init__(self, group: Any, heap: Any, device: torch.device, timeout: float | None = None):
         _forget_graphs_that_are_gone()
         self.group = group
+        self._launches = Launches(timeout)
+        if timeout is not None:
+            self.group.watch = self._launches.check
         self._heap = heap
         self._device = device
         self._busy = threading.Lock()
         self._parts: weakref.WeakSet[Resettable] = weakref.WeakSet()
         self._last: torch.cuda.Stream | None = None  # of the last launch
-        self._measures = False
-        self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-        self._seconds = 0.0
         self._is_captured = False  # any launch, by a CUDA graph
         self._captured_parts: list[object] = []  # whose launches graphs may replay
 
@@ -172,19 +179,19 @@ class CudaBackend:
     def seconds(self) -> float:
         """Of launches on the GPU since this was first asked: until then nobody pays for the events. As far as they have
         finished; captured graphs are not counted."""
-        self._measures = True
-        while self._timed and self._timed[0][1].query():
-            start, end = self._timed.popleft()
-            self._seconds += start.elapsed_time(end) / 1e3
-        return self._seconds
+        return self._launches.measured()
 
     def wait(self, event: torch.cuda.Event) -> None:
         """Until the event is reached; Ctrl-C ends the waits on the GPU too."""
         started = time.perf_counter()
         try:
-            while not event.query():
-                if time.perf_counter() - started > SPIN_S:
-                    time.sleep(POLL_S)
+            with self._watched():
+                while not event.query():
+                    if time.perf_counter() - started > SPIN_S:
+                        self._launches.check()
+                        time.sleep(POLL_S)
+        except EPStuckError:
+            raise
         except BaseException:
             self.group.abort(interrupted=True, failed=False)
             raise
@@ -213,19 +220,38 @@ class CudaBackend:
             if self._last is not None and self._last != stream:
                 stream.wait_event(self._last.record_event())  # two launches at once would share the rings
             self._last = stream
-            if not self._measures:
+            with self._watched(), self._launches.record(stream):
                 return launch(stream.cuda_stream)
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record(stream)
-            result = launch(stream.cuda_stream)
-            end.record(stream)
-            self._timed.append((start, end))
-            if len(self._timed) > 1000:
-                _ = self.seconds
-            return result
         finally:
             self._busy.release()
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """A launch inside which a library waits for ever ends the use of the GPU by this process, not its errors."""
+        try:
+            yield
+        except EPStuckError:
+            _keep_for_ever(self.group)
+            with contextlib.suppress(RuntimeError):
+                self.group.abort(interrupted=False, failed=True)
+            raise
 
 
 def _forget_graphs_that_are_gone() -> None:
     _replayable[:] = [backend for backend in _replayable if backend.group.graphs()]
+
+
+_stuck: list[Any] = []
+
+
+def check_not_stuck() -> None:
+    """Raises EPError if a launch of this process does not end: CUDA would wait for it for ever."""
+    if _stuck:
+        raise EPError("an earlier launch of this process does not end, so this process can use its GPU no more")
+
+
+def _keep_for_ever(group: Any) -> None:
+    """Its destructor would wait for its launches."""
+    if group not in _stuck:
+        _stuck.append(group)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # at the end of the process too

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from megatron_ep.backends import ibgda
 from megatron_ep.errors import EPError
 
 VARIABLE = "MEGATRON_EP_FABRIC"
@@ -93,7 +94,15 @@ def load_nvshmem() -> ModuleType:
     library = _in_wheel("nvidia.nvshmem", NVSHMEM_LIBRARY)
     if library is None:
         raise EPError("the nvshmem fabric needs the package nvidia-nvshmem-cu13, whose library was not found")
-    return _load("nvshmem", library)
+    module = _load("nvshmem", library)
+    built, found = module.BUILT_FOR, module.library_version()
+    if built[0] != found[0] or built > found:
+        raise EPError(
+            f"the nvshmem fabric was built for NVSHMEM {_dotted(built)}, of which it uses what is not public "
+            f"(nvshmemi_init_thread): it works with {built[0]}.x from {_dotted(built)} on, but {library} is "
+            f"{_dotted(found)}: build megatron_ep where it runs"
+        )
+    return module
 
 
 def load_nccl() -> ModuleType:
@@ -150,7 +159,11 @@ def _loaded(library: str) -> Path | None:
 
 def _version(code: int) -> str:
     """NCCL's NCCL_VERSION_CODE, as NCCL writes it since 2.9."""
-    return f"{code // 10000}.{code // 100 % 100}.{code % 100}"
+    return _dotted((code // 10000, code // 100 % 100, code % 100))
+
+
+def _dotted(version: Sequence[int]) -> str:
+    return ".".join(map(str, version))
 
 
 def report() -> dict[str, str]:
@@ -164,5 +177,6 @@ def report() -> dict[str, str]:
             facts[name] = f"built, loads with {_loaded(NVSHMEM_LIBRARY if name == 'nvshmem' else NCCL_LIBRARY)}"
         except EPError as error:
             facts[name] = str(error)
+    facts["ibgda"] = ibgda.report()
     facts["chosen"] = os.environ.get(VARIABLE) or "p2p on one machine, nvshmem or else nccl on several"
     return facts

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import megatron_ep as ep
 from megatron_ep import _C
-from megatron_ep.backends import connect, fabrics
+from megatron_ep.backends import connect, cuda, fabrics, ibgda
 from megatron_ep.backends.meeting import Meeting
 from megatron_ep.backends.members import Member
 from megatron_ep.bench.local_ranks import LocalRanks
@@ -35,6 +35,7 @@ def meeting_of(members: tuple[int, ...] = tuple(range(W)), seconds: float = 60.0
 GROUPS: dict[tuple[int, ...], dist.ProcessGroup] = {}
 DEVICE = torch.device("cuda", 1)
 CURRENT: list[torch.device] = []
+FREE = [40 << 30]  # bytes of memory on the GPU
 
 
 def member(host: str) -> Member:
@@ -43,11 +44,12 @@ def member(host: str) -> Member:
 
 
 def connected(meeting: Meeting, hosts: str = "aaa"):
-    heap = SimpleNamespace(bytes=BYTES, nvl_ring_bytes=1 << 10)
+    heap = SimpleNamespace(bytes=BYTES, nvl_ring_bytes=1 << 10, channels=5)
     topology, config = ep.Topology(1, meeting.world_size), ep.Config(num_experts=8)
     members = meeting.gather(member(hosts[meeting.rank]))
-    with mock.patch.multiple(torch.cuda, synchronize=mock.DEFAULT, device=current_device):
-        backend, fabric = connect.processes(meeting, topology, config, heap, DEVICE, 1, members)
+    fakes = {"synchronize": mock.DEFAULT, "device": current_device, "mem_get_info": lambda device: (FREE[0], 80 << 30)}
+    with mock.patch.multiple(torch.cuda, **fakes):
+        backend, fabric = connect.processes(meeting, topology, config, heap, DEVICE, 24, members)
     backend.fabric = fabric
     return backend
 
@@ -80,7 +82,7 @@ def ranks_with(fabric: str, **loads):
 def group_of(**settings):
     """Instead of any fabric's group."""
     assert CURRENT == [DEVICE] and settings["device"] == DEVICE.index
-    return SimpleNamespace(memory=settings.get("memory"), memories=settings.get("memories"))
+    return SimpleNamespace(**settings)
 
 
 # ---- which fabric
@@ -105,7 +107,10 @@ def run_different_libraries() -> None:
     with ranks_with("", nvshmem=lacking, nccl=lambda: library):
         backend = connected(meeting_of(), "abc")
         assert backend.group.memory.endswith(b"by NCCL")
-        assert (backend.fabric.name, backend.fabric.reason) == ("nccl", "3 machines; it lacks something on rank 1")
+        assert backend.fabric.name == "nccl"
+        assert backend.fabric.reason == (
+            "3 machines; it lacks something on rank 1; a communicator of its own, 64.0 MiB beside the heap"
+        )
     refused = pytest.raises(ep.EPError, match=r"machines here: it lacks something on rank 1; it lacks .* on rank 1$")
     with ranks_with("", nvshmem=lacking, nccl=lacking), refused:
         connected(meeting_of(), "abc")
@@ -188,10 +193,20 @@ def test_a_memory_without_a_handle_is_an_error_everywhere(ranks) -> None:
 # ---- NVSHMEM
 
 
+class HeapNumber(int):
+    """A heap of NVSHMEM's, by which the library tells how it reaches the other ranks."""
+
+    reaches = SimpleNamespace(mapped=0, networked=2, ibgda=True, writes_ordered=True)
+
+    def transport(self, *, heap) -> SimpleNamespace:
+        return self.reaches
+
+
 class Nvshmem:
     """One process's library: what it was initialised for, and the heaps that were allocated in it."""
 
     def __init__(self):
+        self.environment: dict[str, str] = {}  # when it was initialised
         self.served = None
         self.allocated = 0
         self.left: set[int] = set()
@@ -212,14 +227,16 @@ class Nvshmem:
 
     def allocate(self, *, unique_id: bytes, rank: int, world: int, device: int, bytes: int) -> int:
         self.before_allocation()
+        if self.served is None:
+            self.environment = {name: value for name, value in os.environ.items() if name.startswith("NVSHMEM_")}
         self.served = self.served or (unique_id, rank, world)
         assert self.served == (unique_id, rank, world)
         self.allocated += 1
-        return self.allocated - 1
+        return HeapNumber(self.allocated - 1)
 
     def reuse(self, *, number: int, device: int) -> int:
         self.left.remove(number)
-        return number
+        return HeapNumber(number)
 
 
 @contextlib.contextmanager
@@ -308,6 +325,103 @@ def test_a_wait_in_nvshmem_is_bounded() -> None:
         ranks.run(run_lost_in_set_up)
 
 
+@contextlib.contextmanager
+def network_cards(*names: str, **variables: str):
+    """This machine's network cards that IBGDA can use, and what its user has set for NVSHMEM."""
+    with mock.patch.dict(os.environ, variables), mock.patch.object(ibgda, "cards", lambda: list(names)):
+        yield
+
+
+def run_environment(hosts: str, names: list[str], variables: dict[str, str]) -> tuple[dict[str, str], bool, str]:
+    with over("nvshmem", Nvshmem()) as library, network_cards(*names, **variables):
+        backend = connected(meeting_of(), hosts)
+        assert heap_of(meeting_of()) == 1  # is not initialised again
+        return library.environment, backend.group.fence, backend.fabric.reason
+
+
+def test_ibgda_is_switched_on_between_machines(ranks) -> None:
+    (environment, fence, reason), *others = ranks.run(run_environment, "abc", ["mlx5_0"], {})
+    assert others == [(environment, fence, reason)] * (W - 1)
+    assert environment == {
+        "NVSHMEM_IB_ENABLE_IBGDA": "1",
+        "NVSHMEM_IBGDA_NUM_RC_PER_PE": "5",  # channels
+        "NVSHMEM_IBGDA_RC_MAP_BY": "cta",
+        "NVSHMEM_MAX_TEAMS": "7",
+        "NVSHMEM_DISABLE_NVLS": "1",
+    }
+    assert not fence and reason.endswith("; IBGDA, 5 queue pairs a rank")
+
+
+@pytest.mark.parametrize(("hosts", "names"), [("aaa", ["mlx5_0"]), ("abc", [])])
+def test_nvshmem_is_left_as_it_is_without_a_network_or_a_card(ranks, hosts: str, names: list[str]) -> None:
+    assert ranks.run(run_environment, hosts, names, {})[0][0] == {}
+
+
+def test_what_the_user_has_set_for_nvshmem_stays(ranks) -> None:
+    set_by_user = {"NVSHMEM_IBGDA_NUM_RC_PER_PE": "3", "NVSHMEM_IBGDA_RC_MAP_BY": "warp", "NVSHMEM_MAX_TEAMS": "40"}
+    environment = ranks.run(run_environment, "abc", ["mlx5_0"], set_by_user)[0][0]
+    assert environment == set_by_user | {"NVSHMEM_IB_ENABLE_IBGDA": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+    off = {"NVSHMEM_IB_ENABLE_IBGDA": "0", "NVSHMEM_IBGDA_RC_MAP_BY": "sm"}
+    assert ranks.run(run_environment, "abc", ["mlx5_0"], off)[0][0] == off
+
+
+def run_bad_environment(name: str, value: str, match: str) -> None:
+    own = {name: value} if dist.get_rank() == 1 else {}
+    with over("nvshmem", Nvshmem()) as library, network_cards("mlx5_0", **own):
+        with pytest.raises(ValueError if own else ep.EPError, match=match):
+            connected(meeting_of(), "abc")
+        assert library.allocated == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("NVSHMEM_IBGDA_ENABLE_MULTI_PORT", "1", "0 or unset"),
+        ("NVSHMEM_IBGDA_ENABLE_MULTI_PORT", "", "0 or unset"),
+        ("NVSHMEM_ENABLE_MULTI_PORT", "true", "0 or unset"),
+        ("NVSHMEM_IBGDA_RC_MAP_BY", "sm", "cta or warp"),
+    ],
+)
+def test_settings_that_break_the_order_are_refused_before_nvshmem_is_initialised(
+    ranks, name: str, value: str, allowed: str
+) -> None:
+    ranks.run(run_bad_environment, name, value, f"environment variable {name} is '{value}', must be {allowed}: ")
+
+
+def run_transport(reaches: dict[str, object], variables: dict[str, str]) -> tuple[bool, str]:
+    reached = SimpleNamespace(**(vars(HeapNumber.reaches) | reaches))
+    cards, transport = network_cards("mlx5_0", **variables), mock.patch.object(HeapNumber, "reaches", reached)
+    with over("nvshmem", Nvshmem()), cards, transport:
+        backend = connected(meeting_of(), "abc")
+    return backend.group.fence, backend.fabric.reason.partition("; ")[2]
+
+
+@pytest.mark.parametrize(
+    ("reaches", "queue_pairs", "fence", "words"),
+    [
+        ({}, "9", False, "IBGDA, 9 queue pairs a rank"),
+        ({"networked": 0, "mapped": 2, "writes_ordered": False}, "9", True, "no network: all ranks share memory"),
+        ({"ibgda": False}, "9", True, "without IBGDA"),
+        ({}, "0", True, "IBGDA, NVSHMEM_IBGDA_NUM_RC_PER_PE is 0: signals behind fences"),
+        ({"networked": 1, "mapped": 1}, "9", True, "IBGDA, ranks of other nodes share memory: signals behind fences"),
+    ],
+)
+def test_signals_go_without_a_fence_only_where_queue_pairs_keep_the_order(
+    ranks, reaches: dict[str, object], queue_pairs: str, fence: bool, words: str
+) -> None:
+    variables = {"NVSHMEM_IBGDA_NUM_RC_PER_PE": queue_pairs}
+    assert ranks.run(run_transport, reaches, variables) == [(fence, words)] * W
+
+
+def run_unordered_writes() -> None:
+    with pytest.raises(ep.EPError, match="cudaDevAttrGPUDirectRDMAWritesOrdering is none"):
+        run_transport({"writes_ordered": dist.get_rank() != 1}, {})
+
+
+def test_a_gpu_that_sees_writes_out_of_order_is_an_error_everywhere(ranks) -> None:
+    ranks.run(run_unordered_writes)
+
+
 # ---- NCCL
 
 
@@ -325,6 +439,7 @@ class Nccl:
         return self.left
 
     def NcclHeap(self, *, unique_id: bytes, heap, rank: int, device: int, timeout: float) -> bytes:
+        FREE[0] -= heap.bytes + (64 << 20)
         return unique_id
 
 
@@ -342,3 +457,17 @@ def test_nccl_connections_that_all_ranks_have_left_are_reused(ranks) -> None:
     assert by_rank[1:] == by_rank[:-1]
     first, second, third = by_rank[0]
     assert first != second and third == min(first, second)
+
+
+# ---- a launch that does not end
+
+
+def run_after_a_stuck_launch() -> None:
+    stuck = mock.patch.object(cuda, "_stuck", [object()] if dist.get_rank() == 1 else [])
+    refused = pytest.raises(ep.EPError, match="an earlier launch of this process does not end")
+    with over("nccl", Nccl()), stuck, refused:
+        connected(meeting_of())
+
+
+def test_no_buffer_is_made_where_a_launch_does_not_end(ranks) -> None:
+    ranks.run(run_after_a_stuck_launch)

@@ -1,3 +1,4 @@
+#include <non_abi/nvshmem_version.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -16,8 +17,8 @@ namespace {
 using NvshmemGroup = PyCudaGroup<NvshmemFabricParams>;
 
 std::unique_ptr<NvshmemGroup> make_group(const Heap& heap, int rank, const NvshmemHeap& memory,
-                                         int device, int num_sms, double timeout) {
-    const NvshmemFabricParams fabric = memory.fabric(heap.topology);
+                                         int device, int num_sms, double timeout, bool fence) {
+    const NvshmemFabricParams fabric = memory.fabric(heap.topology, fence);
     const std::vector<char*> reachable(fabric.node, fabric.node + heap.topology.ranks_per_node);
     return std::make_unique<NvshmemGroup>(heap, fabric, std::vector<int>{rank},
                                           std::vector<char*>{memory.data()}, reachable, device,
@@ -33,6 +34,11 @@ PYBIND11_MODULE(_nvshmem, m) {
     m.doc() =
         "The CUDA backend over NVSHMEM. Its host library must have been loaded before: see "
         "megatron_ep.backends.fabrics.";
+    m.attr("BUILT_FOR") = py::make_tuple(NVSHMEM_VENDOR_MAJOR_VERSION, NVSHMEM_VENDOR_MINOR_VERSION,
+                                         NVSHMEM_VENDOR_PATCH_VERSION);
+    m.def(
+        "library_version", [] { return py::tuple(py::cast(NvshmemHeap::library_version())); },
+        "Of the library that was loaded, as BUILT_FOR is written.");
     m.def(
         "unique_id", [] { return py::bytes(NvshmemHeap::unique_id()); },
         "Made by one rank, given to all: bytes.");
@@ -51,6 +57,11 @@ PYBIND11_MODULE(_nvshmem, m) {
         "None.");
     m.def("spare", &NvshmemHeap::spare, py::kw_only(), py::arg("bytes"),
           "Numbers of the heaps of this size that earlier buffers left here.");
+    py::class_<NvshmemTransport>(m, "Transport", "See megatron_ep.backends.ibgda.Transport.")
+        .def_readonly("mapped", &NvshmemTransport::mapped)
+        .def_readonly("networked", &NvshmemTransport::networked)
+        .def_readonly("ibgda", &NvshmemTransport::ibgda)
+        .def_readonly("writes_ordered", &NvshmemTransport::writes_ordered);
     py::class_<NvshmemHeap>(
         m, "NvshmemHeap",
         "Symmetric memory of NVSHMEM that holds the heaps of a group's ranks. Collective.")
@@ -65,10 +76,16 @@ PYBIND11_MODULE(_nvshmem, m) {
             py::arg("device"), py::arg("bytes"),
             "For a thread of its own: waits for the other ranks without a bound, and leaves the "
             "device current.")
+        .def(
+            "transport",
+            [](const NvshmemHeap& memory, const Heap& heap) {
+                return memory.transport(heap.topology);
+            },
+            py::kw_only(), py::arg("heap"))
         .def_static("reuse", &NvshmemHeap::reuse, py::kw_only(), py::arg("number"),
                     py::arg("device"));
     NvshmemGroup::bind(m, "NvshmemGroup", "The rank of a buffer that lives in this process.")
         .def(py::init(&make_group), py::kw_only(), py::arg("heap"), py::arg("rank"),
              py::arg("memory"), py::arg("device"), py::arg("num_sms"), py::arg("timeout"),
-             py::keep_alive<1, 4>());
+             py::arg("fence"), py::keep_alive<1, 4>());
 }

@@ -65,6 +65,7 @@ __device__ __noinline__ inline void nccl_signal(const ncclDevComm& comm, int cha
 class NcclFabric {
   public:
     static constexpr bool kMapsRail = false;
+    static constexpr bool kOrdersWarps = true;
 
     __device__ __forceinline__ NcclFabric(const NcclFabricParams& params, int rank)
         : params_(params), local_(params.heap.topology.local_of(rank)), own_(params.node[local_]) {}

@@ -10,7 +10,12 @@ namespace ep {
 class NvshmemFabric;
 
 // Heaps are NVSHMEM symmetric memory; processing element r is rank r. Ranks of a node load and
-// store each other's memory, puts go along the rail.
+// store each other's memory, puts go along the rail. Flags are only added to, by atomics: a sum is
+// never more than what was sent, in whatever order its parts arrive.
+//
+// A flag must not be seen before the rows that it promises. With IBGDA both are in one queue pair,
+// which NVSHMEM chooses by the block, or the warp, that calls: the network card at the other end
+// carries out an atomic when the writes before it are done. Any other transport needs a fence.
 struct NvshmemFabricParams {
     using Fabric = NvshmemFabric;
     static constexpr int kMostLocalRanks = 1;  // in one process
@@ -18,6 +23,7 @@ struct NvshmemFabricParams {
     Topology topology;
     char* own;
     char* node[kMaxNodeRanks];  // heaps of the ranks of this node, by local rank
+    bool needs_fence;           // before a signal
 
     void drain(uint64_t timeout_ns) const;
     void reset_signals(int, uint64_t) const {}  // all flags lie in the heap
@@ -30,23 +36,21 @@ __device__ __noinline__ inline void nvshmem_put(void* dst, const void* src, size
                                                 int rank) {
     nvshmemx_putmem_nbi_warp(dst, src, bytes, rank);
 }
-// The fence orders the puts before it and the signal after it, on the way to each rank.
-__device__ __noinline__ inline void nvshmem_signal(uint64_t* flag, uint64_t value, int rank) {
-    nvshmem_fence();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) nvshmemx_signal_op(flag, value, NVSHMEM_SIGNAL_SET, rank);
-    __syncwarp();
-}
-// Nothing orders credits with each other, hence a sum: the flags of credits are only added to, all
-// others only set.
-__device__ __noinline__ inline void nvshmem_credit(uint64_t* flag, uint64_t increment, int rank) {
-    if (threadIdx.x % 32 == 0) nvshmemx_signal_op(flag, increment, NVSHMEM_SIGNAL_ADD, rank);
+// The fence orders the puts before it and the signal after it, on the way to each rank. Over IBGDA
+// it waits for all that this GPU has put to any rank, without a bound.
+__device__ __noinline__ inline void nvshmem_add(uint64_t* flag, uint64_t increment, int rank,
+                                                bool fence) {
+    if (threadIdx.x % 32 == 0) {
+        if (fence) nvshmem_fence();
+        nvshmemx_signal_op(flag, increment, NVSHMEM_SIGNAL_ADD, rank);
+    }
     __syncwarp();
 }
 
 class NvshmemFabric {
   public:
     static constexpr bool kMapsRail = false;
+    static constexpr bool kOrdersWarps = false;  // they may have different queue pairs
 
     __device__ __forceinline__ NvshmemFabric(const NvshmemFabricParams& params, int rank)
         : params_(params), local_(params.topology.local_of(rank)) {}
@@ -70,16 +74,17 @@ class NvshmemFabric {
     }
 
     template <class W>
-    __device__ __forceinline__ void put_signal(W& warp, int, int node, size_t flag, uint64_t,
+    __device__ __forceinline__ void put_signal(W& warp, int, int node, size_t flag, uint64_t from,
                                                uint64_t to) const {
         warp.finish_writes();
-        nvshmem_signal(own<uint64_t>(flag), to, params_.topology.rank(node, local_));
+        nvshmem_add(own<uint64_t>(flag), to - from, params_.topology.rank(node, local_),
+                    params_.needs_fence);
     }
 
     template <class W>
     __device__ __forceinline__ void put_credit(W&, int, int node, size_t flag, uint64_t from,
                                                uint64_t to) const {
-        nvshmem_credit(own<uint64_t>(flag), to - from, params_.topology.rank(node, local_));
+        nvshmem_add(own<uint64_t>(flag), to - from, params_.topology.rank(node, local_), false);
     }
 
     template <class W>

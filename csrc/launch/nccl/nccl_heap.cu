@@ -91,6 +91,9 @@ struct NcclHeap::Connection {
                                                    std::chrono::duration<double>(timeout))};
         ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
         config.blocking = 0;
+        config.commName = "megatron_ep";
+        // It runs no collective: what NCCL keeps for those is to be as small as it can be.
+        config.minCTAs = config.maxCTAs = 1;
         setup.finish(ncclCommInitRankConfig(&comm, world, parse(id), rank, &config),
                      "ncclCommInitRankConfig");
         setup.finish(ncclMemAlloc(&data, bytes),

@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "core/cuda/runtime.h"
+#include "launch/cuda/resource.h"
 #include "launch/nvshmem/nvshmem_heap.h"
 
 namespace ep {
@@ -24,7 +25,10 @@ std::mutex setup;
 std::optional<NvshmemRanks> ranks_served;
 int device_used;
 
-// nvshmemx_init_attr is this call and exit(-1) when it fails.
+// nvshmemx_init_attr is this call and exit(-1) when it fails. The call is none of the public ones.
+static_assert(NVSHMEM_VENDOR_MAJOR_VERSION == 3 && NVSHMEM_VENDOR_MINOR_VERSION >= 4,
+              "the nvshmem fabric is made for NVSHMEM 3, from 3.4 on: MEGATRON_EP_NVSHMEM=0 builds "
+              "without it");
 int initialise_library(nvshmemx_init_attr_t* attributes) {
     const nvshmemi_version_t version{NVSHMEM_VENDOR_MAJOR_VERSION, NVSHMEM_VENDOR_MINOR_VERSION,
                                      NVSHMEM_VENDOR_PATCH_VERSION};
@@ -52,6 +56,11 @@ void initialise(const NvshmemRanks& ranks, int device) {
     device_used = device;
 }
 
+// What only the library's device code is told.
+__global__ void read_ibgda(bool* is_initialised) {
+    *is_initialised = nvshmemi_device_state_d.ibgda_is_initialized;
+}
+
 // NVSHMEM's own wait for puts has no bound: it is left to the GPU, and this thread looks whether it
 // is over.
 __global__ void quiet_kernel() { nvshmem_quiet(); }
@@ -72,6 +81,12 @@ void quiet(std::chrono::nanoseconds timeout) {
 
 void NvshmemFabricParams::drain(uint64_t timeout_ns) const {
     quiet(std::chrono::nanoseconds(timeout_ns));
+}
+
+std::array<int, 3> NvshmemHeap::library_version() {
+    std::array<int, 3> version{};
+    nvshmemx_vendor_get_version_info(&version[0], &version[1], &version[2]);
+    return version;
 }
 
 std::string NvshmemHeap::unique_id() {
@@ -152,9 +167,31 @@ void NvshmemHeap::clear(const Memory& memory) {
 
 NvshmemHeap::~NvshmemHeap() { all_spare().push_back(memory_); }
 
-NvshmemFabricParams NvshmemHeap::fabric(const Topology& topology) const {
+NvshmemTransport NvshmemHeap::transport(const Topology& topology) const {
+    const DeviceGuard guard(device_used);
+    NvshmemTransport transport{};
+    const auto ibgda = as_array<bool>(device_memory(device_used, sizeof(bool)));
+    read_ibgda<<<1, 1>>>(ibgda.get());
+    check_cuda(cudaGetLastError(), "kernel launch");
+    check_cuda(cudaMemcpy(&transport.ibgda, ibgda.get(), sizeof(bool), cudaMemcpyDeviceToHost),
+               "cudaMemcpy");
     const int own = ranks_served->rank;
-    NvshmemFabricParams params{topology, memory_.data, {}};
+    for (int node = 0; node < topology.nodes; ++node) {
+        const int rank = topology.rank(node, topology.local_of(own));
+        if (rank != own)
+            ++(nvshmem_ptr(memory_.data, rank) ? transport.mapped : transport.networked);
+    }
+    int ordering = cudaGPUDirectRDMAWritesOrderingNone;
+    check_cuda(
+        cudaDeviceGetAttribute(&ordering, cudaDevAttrGPUDirectRDMAWritesOrdering, device_used),
+        "cudaDeviceGetAttribute");
+    transport.writes_ordered = ordering >= cudaGPUDirectRDMAWritesOrderingOwner;
+    return transport;
+}
+
+NvshmemFabricParams NvshmemHeap::fabric(const Topology& topology, bool needs_fence) const {
+    const int own = ranks_served->rank;
+    NvshmemFabricParams params{topology, memory_.data, {}, needs_fence};
     if (topology.ranks_per_node > kMaxNodeRanks) {
         throw std::invalid_argument("ranks_per_node is " + std::to_string(topology.ranks_per_node) +
                                     ", at most " + std::to_string(kMaxNodeRanks));

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <memory>
 #include <optional>
@@ -16,13 +17,22 @@ struct NvshmemRanks {
     int rank, world;
 };
 
+// How NVSHMEM reaches the other ranks of a rail.
+struct NvshmemTransport {
+    int mapped;           // those whose memory this GPU loads and stores
+    int networked;        // the others
+    bool ibgda;           // its transport in which a GPU hands its puts to the network card
+    bool writes_ordered;  // the GPU sees the network's writes in the order in which they are made
+};
+
 // Symmetric memory of NVSHMEM. Its library is initialised with the first heap of the process, for
 // the ranks of that heap, and serves no others. Heaps are numbered as they were allocated, which
 // all ranks did together, so a number is the same memory on all of them. Before a heap is made all
 // ranks must have prepared, and agreed on what they have then.
 class NvshmemHeap {
   public:
-    static std::string unique_id();  // made by one rank, given to all
+    static std::array<int, 3> library_version();  // of the one on the host
+    static std::string unique_id();               // made by one rank, given to all
     // What can fail on one rank alone; returns when what this one has sent to heaps that are left
     // is there. Throws std::runtime_error, std::invalid_argument when NVSHMEM uses another GPU.
     static void prepare(int device, double timeout);
@@ -42,8 +52,9 @@ class NvshmemHeap {
     NvshmemHeap(const NvshmemHeap&) = delete;
 
     char* data() const { return memory_.data; }
+    NvshmemTransport transport(const Topology& topology) const;
     // Throws std::invalid_argument when a rank of the own node is out of reach.
-    NvshmemFabricParams fabric(const Topology& topology) const;
+    NvshmemFabricParams fabric(const Topology& topology, bool needs_fence) const;
 
   private:
     struct Memory {

@@ -1,0 +1,136 @@
+"""IBGDA: NVSHMEM's transport in which a GPU hands its puts to the network card by itself, for NVIDIA's InfiniBand and
+RoCE cards (driver mlx5). NVSHMEM leaves it off unless its environment says otherwise, and a thread of the host carries
+every put. What is set here before NVSHMEM is initialised gives way to what the user has set. The names are those of
+NVSHMEM's documentation, "Environment Variables".
+
+Order between machines rests on its queue pairs: a network card carries out what is in one of them in turn. NVSHMEM
+chooses the queue pair by the block, or the warp, that calls, so a warp's puts and signals to a rank share one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from megatron_ep.errors import EPError
+
+ENABLE = "NVSHMEM_IB_ENABLE_IBGDA"
+QUEUE_PAIRS = "NVSHMEM_IBGDA_NUM_RC_PER_PE"
+MAP_BY = "NVSHMEM_IBGDA_RC_MAP_BY"
+ORDERED_BY = ("cta", "warp")  # a block or warp; by SM, two launches of a block may take different ones
+MULTI_PORT = ("NVSHMEM_IBGDA_ENABLE_MULTI_PORT", "NVSHMEM_ENABLE_MULTI_PORT")  # the latter from NVSHMEM 3.5
+DEFAULTS = {
+    MAP_BY: "cta",
+    "NVSHMEM_MAX_TEAMS": "7",  # instead of 32, each of which takes memory: its own six and one more
+    "NVSHMEM_DISABLE_NVLS": "1",  # memory for multicast, which is not used
+}
+CARDS, DEVICES = Path("/sys/class/infiniband"), Path("/dev/infiniband")
+
+log = logging.getLogger(__name__)
+
+
+class Transport(Protocol):
+    """How NVSHMEM reaches the other ranks of a rail, once it is initialised (`_nvshmem.Transport`)."""
+
+    mapped: int  # those whose memory this GPU loads and stores
+    networked: int  # the others
+    ibgda: bool
+    writes_ordered: bool  # the GPU sees the network's writes in the order in which they were made
+
+
+def cards() -> list[str]:
+    """The network cards of this machine that IBGDA can use, and that this process may open."""
+    if not any(DEVICES.glob("uverbs*")):
+        return []
+    drivers = {card.name: card / "device" / "driver" for card in CARDS.glob("*")}
+    return sorted(card for card, driver in drivers.items() if driver.resolve().name.startswith("mlx5"))
+
+
+def is_wanted(environment: Mapping[str, str]) -> bool:
+    """Whether the user leaves IBGDA on."""
+    return ENABLE not in environment or _is_true(environment[ENABLE])
+
+
+def check(environment: Mapping[str, str] = os.environ) -> None:
+    """Raises ValueError for settings with which flags may overtake rows."""
+    if not is_wanted(environment):
+        return
+    for name in MULTI_PORT:
+        if _is_true(environment.get(name, "0")):
+            raise ValueError(
+                f"environment variable {name} is {environment[name]!r}, must be 0 or unset: with several network cards "
+                "a rank, NVSHMEM's fences miss some of the queue pairs, and flags may overtake rows"
+            )
+    if environment.get(MAP_BY, ORDERED_BY[0]) not in ORDERED_BY:
+        raise ValueError(
+            f"environment variable {MAP_BY} is {environment[MAP_BY]!r}, must be {' or '.join(ORDERED_BY)}: a channel "
+            "needs the same queue pair for its rows and their flag"
+        )
+
+
+def settings(queue_pairs: int | str) -> dict[str, str]:
+    """What NVSHMEM's environment should hold for ranks on several machines, where the user has not set it."""
+    return {ENABLE: "1", QUEUE_PAIRS: str(queue_pairs), **DEFAULTS}
+
+
+def prepare(queue_pairs: int) -> None:
+    """Before NVSHMEM is initialised for ranks on several machines. Raises ValueError as `check` does.
+
+    queue_pairs: to each rank: one for each block of a launch that puts.
+    """
+    check()
+    if not is_wanted(os.environ):
+        log.warning("%s=%s: a thread of the host carries NVSHMEM's puts", ENABLE, os.environ[ENABLE])
+        return
+    if not cards():
+        log.warning("no network card here for NVSHMEM's IBGDA (driver mlx5, %s): a thread of the host may do", DEVICES)
+        return
+    for name, value in settings(queue_pairs).items():
+        os.environ.setdefault(name, value)
+
+
+def judge(transport: Transport) -> tuple[bool, str]:
+    """What NVSHMEM has set up, in this environment.
+
+    Returns whether signals need a fence before them, which waits for all puts of the rank to all ranks, and what to say
+    of the transport. Raises ValueError as `check` does, EPError if flags could overtake rows all the same.
+    """
+    if not transport.networked:
+        return True, "no network: all ranks share memory"
+    if not transport.writes_ordered:
+        raise EPError(
+            "this GPU may see what the network writes in another order than it was written (CUDA: "
+            "cudaDevAttrGPUDirectRDMAWritesOrdering is none), which the nvshmem fabric does not provide for"
+        )
+    if not transport.ibgda:
+        log.warning("NVSHMEM does not use IBGDA: a thread of the host carries its puts (NVSHMEM_DEBUG=INFO says why)")
+        return True, "without IBGDA"
+    check()
+    queue_pairs = os.environ.get(QUEUE_PAIRS, "2")
+    if not transport.mapped and queue_pairs.isdigit() and int(queue_pairs):
+        return False, f"IBGDA, {queue_pairs} queue pairs a rank"
+    why = "ranks of other nodes share memory" if transport.mapped else f"{QUEUE_PAIRS} is {queue_pairs}"
+    log.warning("every signal of the nvshmem fabric waits for all puts of its rank: %s", why)
+    return True, f"IBGDA, {why}: signals behind fences"
+
+
+def report() -> str:
+    """For `megatron-ep env`."""
+    try:
+        check()
+    except ValueError as error:
+        return str(error)
+    if not is_wanted(os.environ):
+        return f"off: {ENABLE} is {os.environ[ENABLE]!r}"
+    if not (found := cards()):
+        return "no network card for it (driver mlx5)"
+    own = [f"{name}={os.environ.get(name, value)}" for name, value in settings("(a block each)").items()]
+    return f"{', '.join(found)}; between machines {' '.join(own)}"
+
+
+def _is_true(value: str) -> bool:
+    """As NVSHMEM reads a switch."""
+    return value[:1] not in tuple("0nNfF")

@@ -1,0 +1,82 @@
+"""When the launches of a buffer on a GPU begin and end."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Iterator
+
+import torch
+
+from megatron_ep.errors import EPStuckError
+
+# A launch of which each wait ends after a timeout has a few of them, one after the other; this is long for all of them.
+MOST_TIMEOUTS = 3
+
+
+class Launches:
+    """Events around launches, in their order; those that a CUDA graph captures are not among them.
+
+    timeout: seconds after which each wait of a launch ends, where there may be waits besides that do not: those of the
+        library that carries its puts. None: where there are none.
+    """
+
+    def __init__(self, timeout: float | None = None):
+        self._timeout = timeout
+        self._measures = False
+        self._seconds = 0.0
+        self._pending: deque[list[torch.cuda.Event]] = deque()  # start and, once it is all enqueued, end of each
+        self._begun: torch.cuda.Event | None = None  # start of the oldest, once it has been seen to have begun
+        self._seen = 0.0  # when that was
+
+    @contextlib.contextmanager
+    def record(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """Around what enqueues a launch."""
+        if not self._measures and self._timeout is None:  # nobody pays for events that nobody asks for
+            yield
+            return
+        events = [_recorded(stream)]
+        self._pending.append(events)
+        try:
+            yield
+        finally:
+            events.append(_recorded(stream))
+            if len(self._pending) > 1000:
+                self._take_finished()
+
+    def measured(self) -> float:
+        """Seconds on the GPU of launches since this was first asked, as far as they have finished."""
+        self._take_finished()
+        self._measures = True
+        return self._seconds
+
+    def _take_finished(self) -> None:
+        while self._pending and len(self._pending[0]) == 2 and self._pending[0][1].query():
+            start, end = self._pending.popleft()
+            if self._measures:
+                self._seconds += start.elapsed_time(end) / 1e3
+
+    def check(self) -> None:
+        """For those who wait on the host. Raises EPStuckError when the oldest launch has run for too long."""
+        if self._timeout is None:
+            return
+        self._take_finished()
+        if not self._pending or not self._pending[0][0].query():
+            return
+        begun = self._pending[0][0]
+        if begun is not self._begun:
+            self._begun, self._seen = begun, time.monotonic()
+        seconds = time.monotonic() - self._seen
+        if seconds > MOST_TIMEOUTS * self._timeout:
+            raise EPStuckError(
+                f"a launch has been on the GPU for {seconds:.1f} s, though each of its own waits ends after "
+                f"{self._timeout:g} s: a call of NVSHMEM's or NCCL's inside it waits for a network or rank that does "
+                "not answer, and nothing can end it; this process has to end"
+            )
+
+
+def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream)
+    return event

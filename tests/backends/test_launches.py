@@ -1,0 +1,158 @@
+"""Launches inside which a library waits for ever end the waits of those who wait for them. Needs no GPU."""
+
+import itertools
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+import megatron_ep as ep
+from megatron_ep.backends import cuda
+from megatron_ep.backends.launches import MOST_TIMEOUTS, Launches
+
+TIMEOUT = 0.05
+DEVICE = torch.device("cuda", 0)
+
+
+class Stream:
+    """Events are reached one after the other, as far as it is told."""
+
+    cuda_stream = 7
+
+    def __init__(self):
+        self.events: list[Event] = []
+        self.reached = 0
+
+    def record_event(self) -> "Event":
+        event = Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: "Event") -> None: ...
+
+
+class Event:
+    def __init__(self, enable_timing: bool = False):
+        self.number = -1
+
+    def record(self, stream: Stream) -> None:
+        self.stream, self.number = stream, len(stream.events)
+        stream.events.append(self)
+
+    def query(self) -> bool:
+        return self.number < self.stream.reached
+
+    def elapsed_time(self, end: "Event") -> float:
+        return 1e3 * (end.number - self.number)
+
+
+@pytest.fixture
+def stream():
+    stream = Stream()
+    fakes = {
+        "Event": Event,
+        "current_stream": lambda device: stream,
+        "is_current_stream_capturing": lambda: False,
+        "synchronize": lambda device: None,
+    }
+    with mock.patch.multiple(torch.cuda, **fakes), mock.patch.object(cuda, "_stuck", []):
+        yield stream
+
+
+def backend_of(timeout: float | None):
+    group = SimpleNamespace(abort=mock.Mock(), aborted=lambda: None)
+    return cuda.CudaBackend(group, None, DEVICE, timeout), group
+
+
+def test_a_launch_that_does_not_end_is_told_to_whoever_waits(stream: Stream) -> None:
+    backend, group = backend_of(TIMEOUT)
+    backend.launch(lambda number: None)
+    stream.reached = 1  # it has begun
+    started = time.monotonic()
+    with pytest.raises(
+        ep.EPStuckError, match=r"on the GPU for 0\.\d s, though each of its own waits ends after 0\.05 s"
+    ):
+        backend.synchronize()
+    assert MOST_TIMEOUTS * TIMEOUT < time.monotonic() - started < 5
+    group.abort.assert_called_once_with(interrupted=False, failed=True)
+    with pytest.raises(ep.EPError, match="an earlier launch of this process does not end"):
+        cuda.check_not_stuck()
+    started = time.monotonic()
+    with pytest.raises(ep.EPStuckError):  # the next to wait is told at once
+        backend.settle()
+    assert time.monotonic() - started < TIMEOUT
+
+
+def test_what_waits_before_a_launch_is_not_its_time(stream: Stream) -> None:
+    backend, group = backend_of(TIMEOUT)
+    backend.launch(lambda number: None)
+    ends = itertools.chain([0] * 6, itertools.repeat(3))  # a kernel of somebody else, then all at once
+
+    def sleep(seconds: float) -> None:
+        time.sleep(TIMEOUT)
+        stream.reached = next(ends)
+
+    with mock.patch.object(cuda, "time", SimpleNamespace(perf_counter=time.perf_counter, sleep=sleep)):
+        backend.synchronize()
+    group.abort.assert_not_called()
+
+
+def test_each_launch_has_its_own_time(stream: Stream) -> None:
+    launches = Launches(TIMEOUT)
+    for _ in range(4):
+        with launches.record(stream):
+            pass
+    for reached in range(1, 9):  # of the next a start, or an end
+        stream.reached = reached
+        launches.check()
+        time.sleep(2 * TIMEOUT)
+        launches.check()
+    assert launches.measured() == 0
+
+
+def test_a_wait_for_counts_ends_too(stream: Stream) -> None:
+    backend, group = backend_of(TIMEOUT)
+
+    def notify(number: int) -> None:  # as the compiled group does
+        stream.reached = 1
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline:
+            group.watch()
+            time.sleep(1e-3)
+
+    with pytest.raises(ep.EPStuckError):
+        backend.launch(notify)
+    group.abort.assert_called_once_with(interrupted=False, failed=True)
+
+
+def test_without_a_library_nothing_is_watched(stream: Stream) -> None:
+    backend, group = backend_of(None)
+    assert not hasattr(group, "watch")
+    backend.launch(lambda number: None)
+    assert stream.events == []
+    assert backend.seconds == 0  # from now on launches are measured
+    backend.launch(lambda number: None)
+    backend.launch(lambda number: None)
+    stream.reached = 3
+    assert backend.seconds == 1
+    stream.reached = 4
+    assert backend.seconds == 2
+
+
+def test_a_group_that_is_stuck_is_never_destroyed() -> None:
+    script = (
+        "import sys\n"
+        "from megatron_ep.backends import cuda\n"
+        "class Group:\n"
+        "    def __del__(self): print('destroyed', flush=True)\n"
+        "group = Group()\n"
+        "if sys.argv[1:]: cuda._keep_for_ever(group); cuda._keep_for_ever(group)\n"
+        "del group\n"
+    )
+    for arguments, printed in ([], "destroyed\n"), (["stuck"], ""):
+        done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True)
+        assert done.stdout == printed
