@@ -7,13 +7,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import megatron_ep as ep
 from megatron_ep import _C
-from megatron_ep.backends import fabrics
+from megatron_ep.backends import fabrics, ibgda
 
 NETWORKS = list(fabrics.NETWORKS)
 
@@ -190,6 +191,90 @@ def test_another_version_of_nccl_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(nccl, "BUILT_FOR", 23104)
     with pytest.raises(ep.EPError, match=r"built for NCCL 2\.31\.4, but /.*libnccl\.so\.2[.\d]* is 2\.\d+\.\d+: build"):
         fabrics.load_nccl()
+
+
+@pytest.mark.parametrize(
+    ("found", "works"),
+    [
+        ((3, 4, 5), True),
+        ((3, 4, 6), True),
+        ((3, 8, 0), True),
+        ((3, 4, 4), False),
+        ((3, 3, 9), False),
+        ((4, 0, 0), False),
+    ],
+)
+def test_which_versions_of_nvshmem_are_taken(
+    monkeypatch: pytest.MonkeyPatch, found: tuple[int, int, int], works: bool
+) -> None:
+    module = SimpleNamespace(BUILT_FOR=(3, 4, 5), library_version=lambda: found)
+    monkeypatch.setattr(fabrics, "_check_built", lambda name, package: None)
+    monkeypatch.setattr(fabrics, "_in_wheel", lambda package, library: Path("/lib") / library)
+    monkeypatch.setattr(fabrics, "_load", lambda name, library: module)
+    if works:
+        assert fabrics.load_nvshmem() is module
+        return
+    number = ".".join(map(str, found))
+    with pytest.raises(ep.EPError, match=rf"3\.x from 3\.4\.5 on, but /lib/libnvshmem_host\.so\.3 is {number}: build"):
+        fabrics.load_nvshmem()
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Call it to give this machine network cards, by name and driver, and whether they can be opened."""
+    for name in [name for name in os.environ if name.startswith("NVSHMEM_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(ibgda, "CARDS", tmp_path / "infiniband")
+    monkeypatch.setattr(ibgda, "DEVICES", tmp_path / "dev")
+
+    def has(usable: bool, **cards: str) -> None:
+        for card, driver in cards.items():
+            (tmp_path / "drivers" / driver).mkdir(parents=True, exist_ok=True)
+            (tmp_path / "infiniband" / card / "device").mkdir(parents=True)
+            (tmp_path / "infiniband" / card / "device" / "driver").symlink_to(tmp_path / "drivers" / driver)
+        if usable:
+            (tmp_path / "dev").mkdir()
+            (tmp_path / "dev" / "uverbs0").touch()
+
+    return has
+
+
+def test_which_network_cards_ibgda_can_use(machine) -> None:
+    assert ibgda.cards() == []
+    machine(True, mlx5_1="mlx5_core", mlx5_0="mlx5_core", rdmap3="efa")
+    assert ibgda.cards() == ["mlx5_0", "mlx5_1"]
+
+
+def test_a_card_that_this_process_cannot_open_is_none(machine) -> None:
+    machine(False, mlx5_0="mlx5_core")
+    assert ibgda.cards() == [] and fabrics.report()["ibgda"] == "no network card for it (driver mlx5)"
+
+
+def test_the_environment_of_nvshmem_is_reported(machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(True, mlx5_0="mlx5_core")
+    monkeypatch.setenv("NVSHMEM_MAX_TEAMS", "9")
+    assert fabrics.report()["ibgda"] == (
+        "mlx5_0; between machines NVSHMEM_IB_ENABLE_IBGDA=1 NVSHMEM_IBGDA_NUM_RC_PER_PE=(a block each) "
+        "NVSHMEM_IBGDA_RC_MAP_BY=cta NVSHMEM_MAX_TEAMS=9 NVSHMEM_DISABLE_NVLS=1"
+    )
+    monkeypatch.setenv("NVSHMEM_IBGDA_RC_MAP_BY", "sm")
+    assert "must be cta or warp" in fabrics.report()["ibgda"]
+    monkeypatch.setenv("NVSHMEM_IB_ENABLE_IBGDA", "0")
+    assert fabrics.report()["ibgda"] == "off: NVSHMEM_IB_ENABLE_IBGDA is '0'"
+
+
+@pytest.mark.parametrize(
+    ("usable", "value", "warning"), [(True, "no", "IBGDA=no: a thread"), (False, None, "no network card here")]
+)
+def test_a_network_without_ibgda_is_warned_of(
+    machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, usable: bool, value: str, warning: str
+) -> None:
+    machine(usable, mlx5_0="mlx5_core")
+    if value:
+        monkeypatch.setenv("NVSHMEM_IB_ENABLE_IBGDA", value)
+    ibgda.prepare(queue_pairs=4)
+    [record] = caplog.records
+    assert warning in record.getMessage() and record.levelname == "WARNING"
 
 
 @pytest.mark.skipif(hasattr(_C, "CudaGroup"), reason="this build has the CUDA backend")

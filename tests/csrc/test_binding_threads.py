@@ -65,3 +65,20 @@ def test_other_threads_run_while_a_group_ends(gated) -> None:
     del group
     assert not gated.gave_up()
     thread.join()
+
+
+def test_a_wait_for_counts_calls_whoever_watches(gated) -> None:
+    settings = {"topk": 1, "index_bytes": 4, "expert_alignment": 1, "expert_capacity": 0, "stream": 0}
+    group = gated.Group()
+    group.notify([], wait=True, **settings)
+    calls = []
+    group.watch = lambda: calls.append(1)
+    group.notify([], wait=True, **settings)
+    assert calls == [1]
+
+    def give_up() -> None:
+        raise TimeoutError("enough")
+
+    group.watch = give_up
+    with pytest.raises(TimeoutError, match="enough"):
+        group.notify([], wait=True, **settings)
