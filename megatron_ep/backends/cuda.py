@@ -171,7 +171,7 @@ class CudaBackend:
         """What CUDA graphs may still replay stays as long as they do, and then does nothing but fill its outputs with
         NaN: other ranks, and their memory, may be gone."""
         _forget_graphs_that_are_gone()
-        if self.group.graphs():
+        if self.group not in _stuck and self.group.graphs():
             self.group.retire()
             _replayable.append(self)
 
