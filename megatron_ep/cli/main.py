@@ -126,13 +126,15 @@ def _train(arguments: list[str]) -> int | None:
             overrides.append(f"dataset.path={json.dumps(os.path.abspath(options.data))}")
         loaded = recipe.load(options.recipe, overrides)
         out = _output_directory(options, is_rank)
-        _check_run(loaded, out, options.resume, is_rank)
+        # A launcher that restarts a rank repeats the command of a new run.
+        resume = options.resume or (launcher.is_restarted() and bool(_saved(out)))
+        _check_run(loaded, out, resume, is_rank)
     except ValueError as error:
         print(f"megatron-ep: {error}", file=sys.stderr)
         return 2
 
     if is_rank:
-        return _train_rank(loaded, out, options.resume)
+        return _train_rank(loaded, out, resume)
     try:
         launcher.launch(
             loaded.topology.world_size,
@@ -175,14 +177,21 @@ def _output_directory(options: argparse.Namespace, is_rank: bool) -> Path:
     return Path("runs", f"{Path(options.recipe).stem}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
 
 
+def _saved(out: Path) -> list[Path]:
+    return sorted((out / "checkpoints").glob("step_*[0-9]"))
+
+
 def _check_run(loaded: recipe.Recipe, out: Path, resume: bool, is_rank: bool) -> None:
-    saved = sorted((out / "checkpoints").glob("step_*[0-9]"))
+    saved = _saved(out)
     if resume and not saved:
         raise ValueError(f"--resume: no checkpoint in {out / 'checkpoints'}")
     if saved and not resume:
         raise ValueError(
             f"--out {out}: holds a run with checkpoints; --resume continues it, or choose another directory"
         )
+    board = loaded.logger.tensorboard_dir
+    if board is not None and importlib.util.find_spec("tensorboard") is None:
+        raise ValueError(f"logger.tensorboard_dir is {board}, which needs tensorboard: pip install tensorboard")
     text = loaded.dataset.path
     if text is not None and not (os.path.isfile(text) and os.access(text, os.R_OK)):
         raise ValueError(f"dataset.path (--data) {loaded.dataset.path}: no readable file")

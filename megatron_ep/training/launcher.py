@@ -57,6 +57,12 @@ def adopt(environment: MutableMapping[str, str] | None = None) -> bool:
     return True
 
 
+def is_restarted(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether this rank runs in place of one that failed: torchrun --max-restarts, or a job that Slurm has requeued."""
+    env = os.environ if environment is None else environment
+    return any(int(env.get(name) or 0) > 0 for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+
+
 def first_host(nodelist: str) -> str:
     """The first host of a Slurm node list: "gpu[007-009,12],login" gives "gpu007"."""
     match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodelist.strip())

@@ -6,6 +6,7 @@ import csv
 import statistics
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -21,8 +22,10 @@ class Row:
     """A line of loss.csv.
 
     step: counted from 1. loss: cross-entropy, nats a token, mean over the global batch. tokens_per_second: all ranks
-    together. dispatch_share: of rank 0's step time, 0 to 1. lr: used in this step. grad_norm: before clipping.
-    seconds: of the step.
+    together. dispatch_share: of rank 0's step time, 0 to 1, dispatch and combine. lr: used in this step. grad_norm:
+    before clipping. seconds: of the step. tflops: 10^12 floating-point operations a second of each rank, on average
+    (`flops`). memory_gib: the most so far of rank 0: on a GPU what torch has allocated, on the host what its process
+    has resident.
     """
 
     step: int
@@ -32,6 +35,15 @@ class Row:
     lr: float
     grad_norm: float
     seconds: float
+    tflops: float
+    memory_gib: float
+
+    @property
+    def text(self) -> str:
+        return (
+            f"loss {self.loss:.4f}  {self.tokens_per_second:,.0f} tokens/s  {self.tflops:.3g} TFLOP/s a rank  "
+            f"dispatch {self.dispatch_share:.0%}  {self.memory_gib:.1f} GiB"
+        )
 
 
 class TrainLog:
@@ -59,6 +71,7 @@ class TrainLog:
             console=self._console,
             disable=not self._console.is_terminal,
         )
+        self._board = _board(recipe.logger.tensorboard_dir, first_step)
         total = recipe.train.train_iters
         self._task = self._progress.add_task("", total=total, completed=first_step)
         self._header(parameters, first_step)
@@ -70,16 +83,19 @@ class TrainLog:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
         self._file.close()
+        if self._board is not None:
+            self._board.close()
 
     def write(self, row: Row) -> None:
         """Takes a step's figures to the file, the progress line and, every log_interval steps, the screen."""
         self._rows.append(row)
         self._csv.writerow(asdict(row))
         self._file.flush()
-        text = f"loss {row.loss:.4f}  {row.tokens_per_second:,.0f} tokens/s  dispatch {row.dispatch_share:.0%}"
-        self._progress.update(self._task, completed=row.step, description=text)
+        self._progress.update(self._task, completed=row.step, description=row.text)
         if row.step % self._recipe.logger.log_interval == 0:
-            self._console.print(f"step {row.step}/{self._recipe.train.train_iters}  {text}  lr {row.lr:.2e}")
+            self._console.print(f"step {row.step}/{self._recipe.train.train_iters}  {row.text}  lr {row.lr:.2e}")
+            if self._board is not None:
+                self._to_board(self._board, row)
 
     def finish(self) -> None:
         """Prints the summary and draws loss.png."""
@@ -93,6 +109,24 @@ class TrainLog:
             f"wrote {self._out / 'loss.csv'}, {self._out / 'loss.png'}"
         )
         self._plot()
+
+    def _to_board(self, board: Any, row: Row) -> None:
+        """By the names, and at the steps, of Megatron-LM's training_log; dispatch-share is ours."""
+        samples = row.step * self._recipe.train.global_batch_size
+        for name, value in {
+            "lm loss": row.loss,
+            "learning-rate": row.lr,
+            "batch-size": self._recipe.train.global_batch_size,
+            "grad-norm": row.grad_norm,
+        }.items():
+            board.add_scalar(name, value, row.step)
+            board.add_scalar(f"{name} vs samples", value, samples)
+        for name, value in {
+            "iteration-time": row.seconds,
+            "throughput": row.tflops,
+            "dispatch-share": row.dispatch_share,
+        }.items():
+            board.add_scalar(name, value, row.step)
 
     def _header(self, parameters: int, first_step: int) -> None:
         recipe, model, corpus = self._recipe, self._recipe.model, self._corpus
@@ -122,9 +156,19 @@ class TrainLog:
         pyplot.close(figure)
 
 
+def _board(directory: str | None, first_step: int) -> Any:
+    if directory is None:
+        return None
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(directory, purge_step=first_step + 1)
+
+
 def _read(path: Path) -> list[Row]:
     if not path.is_file():
         return []
     with open(path, newline="", encoding="utf-8") as file:
         lines = [line for line in csv.DictReader(file) if None not in line.values()]  # the last may be cut short
-        return [Row(int(line.pop("step")), **{k: float(v) for k, v in line.items()}) for line in lines]
+    names = [field.name for field in fields(Row) if field.name != "step"]
+    # a run of an earlier version has fewer columns
+    return [Row(int(line["step"]), **{name: float(line.get(name, "nan")) for name in names}) for line in lines]

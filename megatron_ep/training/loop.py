@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
+import resource
 import time
 import warnings
 from collections.abc import Iterator
@@ -36,7 +38,7 @@ def train(recipe: Recipe, out: Path, resume: bool) -> None:
     torch.set_num_threads(recipe.train.threads_per_rank)
     warnings.filterwarnings("ignore", module=r"megatron\.core")  # what it would use if Transformer Engine were here
     (gpu_runtime if recipe.train.device == "cuda" else host_runtime).enable()
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=recipe.train.distributed_timeout))
+    _join(datetime.timedelta(seconds=recipe.train.distributed_timeout))
     _initialize_megatron(recipe)
     from megatron_ep.megatron.shared_buffers import abort_peers_on_error, close_buffers
 
@@ -46,6 +48,15 @@ def train(recipe: Recipe, out: Path, resume: bool) -> None:
     finally:
         close_buffers()
     dist.destroy_process_group()
+
+
+def _join(timeout: datetime.timedelta) -> None:
+    """Makes the default group. torchrun keeps one store while it restarts ranks, and what the failed ones have left
+    there, such as their addresses, is no longer true; with several agents their counts of restarts may differ."""
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def _initialize_megatron(recipe: Recipe) -> None:
@@ -65,7 +76,7 @@ def _initialize_megatron(recipe: Recipe) -> None:
 def _run(recipe: Recipe, out: Path, resume: bool) -> None:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_ep.training import data
+    from megatron_ep.training import data, flops
     from megatron_ep.training.checkpoint import Checkpoints
     from megatron_ep.training.dispatch_timer import DispatchTimer
     from megatron_ep.training.log import Row, TrainLog
@@ -88,6 +99,9 @@ def _run(recipe: Recipe, out: Path, resume: bool) -> None:
 
     log: Any = contextlib.nullcontext()
     parameters = _count_parameters(model)
+    operations = flops.of_step(
+        recipe.model, recipe.train.global_batch_size, recipe.dataset.seq_length, data.ByteTokenizer().vocab_size
+    )
     if dist.get_rank() == 0:
         log = TrainLog(out, recipe, corpus, parameters, start)
     with log:
@@ -119,6 +133,8 @@ def _run(recipe: Recipe, out: Path, resume: bool) -> None:
                         lr=lr,
                         grad_norm=float(grad_norm),
                         seconds=seconds,
+                        tflops=operations / seconds / recipe.topology.world_size / 1e12,
+                        memory_gib=_most_memory(recipe.train.device) / 2**30,
                     )
                 )
             if (step + 1) % recipe.checkpoint.save_interval == 0 or step + 1 == recipe.train.train_iters:
@@ -144,6 +160,13 @@ def _forward_step(batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, A
         return loss, loss.detach().clone()  # the schedule divides loss itself by the number of microbatches
 
     return losses, reduce
+
+
+def _most_memory(device: str) -> int:
+    """Bytes: see `log.Row`."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _mean(losses: torch.Tensor) -> float:

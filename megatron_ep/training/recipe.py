@@ -253,9 +253,10 @@ class Checkpoint(Section):
 
 
 class Logger(Section):
-    """log_interval in steps; loss.csv gets every step."""
+    """log_interval in steps; loss.csv gets every step. tensorboard_dir: receives what Megatron-LM writes there."""
 
     log_interval: Positive = 10
+    tensorboard_dir: str | None = None
 
 
 class Dispatcher(Section):

@@ -56,9 +56,9 @@ def deterministic(row):
     return {key: row[key] for key in ("step", "loss", "lr", "grad_norm")}
 
 
-def until_training(process, out, limit=120):
+def until_training(process, out, limit=120, steps=2):
     deadline = time.monotonic() + limit
-    while not (out / "loss.csv").exists() or len((out / "loss.csv").read_text().splitlines()) < 3:
+    while not (out / "loss.csv").exists() or len((out / "loss.csv").read_text().splitlines()) <= steps:
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline, "no step within the time"
         time.sleep(0.05)
@@ -76,9 +76,13 @@ def running(out):
     return found
 
 
-def kill_rank(out, rank):
+def signal_rank(out, rank, number):
     victim = next(pid for pid in running(out) if b"RANK=%d\0" % rank in Path(f"/proc/{pid}/environ").read_bytes())
-    os.kill(victim, signal.SIGKILL)
+    os.kill(victim, number)
+
+
+def kill_rank(out, rank):
+    signal_rank(out, rank, signal.SIGKILL)
 
 
 def settle(condition, limit=10):

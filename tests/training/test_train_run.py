@@ -1,15 +1,18 @@
 """Whole training runs, several processes each: what they leave behind, how they continue, and how they end."""
 
 import os
+import re
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import training_runs
-from training_runs import deterministic, finish, kill_rank, rows, running, settle, until_training
+from training_runs import deterministic, finish, kill_rank, rows, running, settle, signal_rank, until_training
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.xdist_group("train_run")  # one process trains for all tests that look at a run
@@ -130,6 +133,37 @@ def test_ranks_end_with_a_killed_launcher(cache, tmp_path):
     process.wait(timeout=10)
     assert settle(lambda: not running(out)), running(out)
     process.stdout.close()
+
+
+def test_torchrun_restarts_from_the_checkpoint_with_the_same_losses(cache, tmp_path):
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "localhost"]
+    arguments = ["--steps", "12", "--set", "topology.nodes=1"]
+    arguments += ["--set", "train.global_batch_size=8", "--set", "dataset.seq_length=32"]
+    arguments += ["--set", "checkpoint.save_interval=4", "--set", f"dataset.cache_dir={cache}"]
+    process = subprocess.Popen(
+        [*command, "-m", "megatron_ep.cli.main", "train", str(TINY), "--out", str(out), *arguments],
+        env=training_runs.clean_environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    until_training(process, out, steps=5)
+    signal_rank(out, 1, signal.SIGSTOP)
+    time.sleep(0.3)  # the other one waits for it, and its file is complete
+    first = rows(out)
+    signal_rank(out, 1, signal.SIGKILL)
+    text = finish(process)
+    assert process.returncode == 0, text
+    saved = int(re.search(r"resumed after step (\d+)", text)[1])
+    table = rows(out)
+    assert [int(row["step"]) for row in table] == list(range(1, 13))
+    assert saved % 4 == 0 and table[:saved] == first[:saved], "kept as they were"
+    again, before = table[saved : len(first)], first[saved:]
+    assert [deterministic(row) for row in again] == [deterministic(row) for row in before]
+    assert all(mine["seconds"] != other["seconds"] for mine, other in zip(again, before, strict=True)), "trained again"
 
 
 def test_slurm_tasks_find_each_other(trained, cache, tmp_path):
