@@ -69,7 +69,7 @@ def render(report: Report | None = None) -> str:
         lines.append(f"{section}:")
         width = max((len(name) for name in facts), default=0)
         for name, value in facts.items():
-            first, *rest = _text(value).splitlines() or ["-"]
+            first, *rest = text(value).splitlines() or ["-"]
             lines.append(f"  {name:<{width}}  {first}")
             lines += [" " * (width + 4) + line for line in rest]
         if not facts:
@@ -78,7 +78,8 @@ def render(report: Report | None = None) -> str:
     return "\n".join(lines[:-1])
 
 
-def _text(value: object) -> str:
+def text(value: object) -> str:
+    """A fact's value, on as many lines as it takes."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -93,12 +94,24 @@ def _text(value: object) -> str:
 def _system() -> dict[str, Any]:
     model = re.search(r"^model name\s*:\s*(.+)$", _read("/proc/cpuinfo") or "", re.MULTILINE)
     return {
+        "host": platform.node(),
         "python": f"{platform.python_version()} ({sys.executable})",
         "platform": platform.platform(),
         "libc": " ".join(platform.libc_ver()) or None,
         "cpu": model[1] if model else platform.processor() or platform.machine(),
         "cpus": f"{os.cpu_count()}, of which this process may use {len(os.sched_getaffinity(0))}",
+        "network cards": _cards(),
     }
+
+
+def _cards(devices: Path = Path("/sys/class/infiniband")) -> list[str]:
+    """Those with RDMA, a line a port: name, firmware, link, state, rate."""
+    lines = []
+    for card in sorted(devices.glob("*")):
+        for port in sorted((card / "ports").glob("*")):
+            facts = [_read(card / "fw_ver"), *(_read(port / name) for name in ("link_layer", "state", "rate"))]
+            lines.append(f"{card.name} port {port.name}: {', '.join(fact or '-' for fact in facts)}")
+    return lines or ["none"]
 
 
 def _memory() -> dict[str, Any]:

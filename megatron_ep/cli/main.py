@@ -25,7 +25,7 @@ commands:
   recipe   show a recipe as flags, environment, torchrun line or Slurm script
   check    gradients, and this dispatcher against Megatron's, on this machine
   bench    time dispatch and combine beside Megatron's dispatcher and a memory copy
-  env      what this installation found: versions, compilers, extension, devices
+  env      what this installation found: versions, compilers, extension, devices; or in what ranks differ
 
 megatron-ep COMMAND --help tells more, megatron-ep --version which one this is."""
 
@@ -70,11 +70,9 @@ def _bench(arguments: list[str]) -> int | None:
 
 
 def _env(arguments: list[str]) -> int | None:
-    argparse.ArgumentParser("megatron-ep env", description="Prints what this installation found.").parse_args(arguments)
-    from megatron_ep import env
+    from megatron_ep.cli import env
 
-    print(env.render())
-    return 0
+    return env.main(arguments)
 
 
 def _train_parser() -> argparse.ArgumentParser:

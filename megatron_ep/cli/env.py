@@ -1,0 +1,188 @@
+"""`megatron-ep env`: what this installation found; with --all-ranks, in what the ranks of a job differ."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from megatron_ep import env
+
+PATIENCE_S = 120.0  # for a rank that does not report: its node may still be starting
+GOODBYE_S = 10.0
+
+# Facts of a report that have to be the same on all ranks, or results, speed or the set-up itself would suffer.
+MATTERING = {
+    "system": ("python", "network cards"),
+    "packages": env.PACKAGES,
+    "cuda": ("gpus", "fabrics"),
+    "extension": ("imports", "build"),
+}
+# Those that may well differ, and explain much when something is odd.
+TELLING = {"system": ("cpu", "platform"), "memory": ("total", "huge pages in /dev/shm"), "cuda": ("nvcc",)}
+MATTERING_VARIABLES = ("MEGATRON_EP_",)
+TELLING_VARIABLES = ("NCCL_", "NVSHMEM_", "UCX_", "GLOO_", "CUDA_DEVICE_", "LD_", "OMP_", "PYTHONPATH")
+
+Facts = dict[str, str]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the report; with --all-ranks rank 0 prints the comparison. Returns 1 if ranks differ in what matters, 2
+    for a user's mistake."""
+    parser = argparse.ArgumentParser("megatron-ep env", description="Prints what this installation found.")
+    parser.add_argument(
+        "--all-ranks",
+        action="store_true",
+        help="under torchrun or in a Slurm job step: compare versions, GPUs, network cards and fabrics of all ranks; "
+        "status 1 if they differ in what matters",
+    )
+    if not parser.parse_args(argv).all_ranks:
+        print(env.render())
+        return 0
+    from megatron_ep.training import launcher
+
+    try:
+        is_rank = launcher.adopt()
+    except ValueError as error:
+        print(f"megatron-ep env: {error}", file=sys.stderr)
+        return 2
+    if not is_rank:
+        print("megatron-ep env: --all-ranks: start it under torchrun or srun, a process a rank", file=sys.stderr)
+        return 2
+    return _compare_all()
+
+
+def _compare_all() -> int:
+    from torch.distributed import PrefixStore, rendezvous
+
+    timeout = timedelta(seconds=PATIENCE_S)
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    store = PrefixStore(f"megatron-ep env {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    try:
+        text, status = exchange(store, rank, world_size, env.collect(), timeout)
+    except RuntimeError as error:
+        print(f"megatron-ep env: rank {rank} lost the others: {error}", file=sys.stderr)
+        return 1
+    if rank == 0:
+        print(text, flush=True)
+    return status
+
+
+def exchange(store: Any, rank: int, world_size: int, report: env.Report, timeout: timedelta) -> tuple[str, int]:
+    """Collective over the ranks: the comparison's text and exit status, the same on all of them.
+
+    Args:
+        store: of torch.distributed, which all ranks reach; kept by rank 0 or somebody else.
+        report: of this rank.
+        timeout: how long rank 0 waits for the others. Who does not come is part of the text.
+
+    Raises:
+        RuntimeError: rank 0 does not answer.
+    """
+    store.set(f"report {rank}", json.dumps(report))
+    if rank == 0:
+        missing = _wait(store, [f"report {other}" for other in range(world_size)], timeout)
+        reports = {
+            other: json.loads(store.get(f"report {other}")) for other in range(world_size) if other not in missing
+        }
+        store.set("verdict", json.dumps(compare(reports, world_size, timeout.total_seconds())))
+        if world_size > 1:  # the store may end with this process
+            _wait(store, [f"heard {other}" for other in reports if other], timedelta(seconds=GOODBYE_S))
+    else:
+        store.wait(["verdict"], timeout + timedelta(seconds=GOODBYE_S))
+    text, status = json.loads(store.get("verdict"))
+    store.set(f"heard {rank}", "")
+    return text, status
+
+
+def _wait(store: Any, keys: list[str], timeout: timedelta) -> set[int]:
+    """The places of the keys that did not come in time."""
+    if keys:
+        try:
+            store.wait(keys, timeout)
+        except RuntimeError:  # some stores have no error of their own for a wait that expired
+            return {place for place, key in enumerate(keys) if not store.check([key])}
+    return set()
+
+
+def compare(reports: dict[int, env.Report], world_size: int, patience: float) -> tuple[str, int]:
+    """What a user reads, and 1 if ranks are missing or differ in what matters, else 0.
+
+    Args:
+        reports: of those ranks that have sent theirs.
+        patience: seconds that the others were waited for.
+    """
+    by_host: dict[str, list[int]] = {}
+    for rank, report in reports.items():
+        by_host.setdefault(report["system"]["host"], []).append(rank)
+    lines = [f"{world_size} ranks on {len(by_host)} host{'s' if len(by_host) > 1 else ''}:"]
+    lines += [f"  {host}  {_ranks(ranks)}" for host, ranks in by_host.items()]
+    missing = [rank for rank in range(world_size) if rank not in reports]
+    if missing:
+        lines.append(f"did not report within {patience:g} s: {_ranks(missing)}")
+    status = int(bool(missing))
+    equal: Facts = {}
+    for title, sections, variables in (
+        ("differs, and must not:", MATTERING, MATTERING_VARIABLES),
+        ("differs, which may be meant:", TELLING, TELLING_VARIABLES),
+    ):
+        differing = _differing({rank: _facts(report, sections, variables) for rank, report in reports.items()}, equal)
+        if differing:
+            lines += ["", title, *differing]
+            status |= int(sections is MATTERING)
+    lines += ["", "equal on all ranks:"]
+    lines += [f"  {name}: {_one_line(value)}" for name, value in equal.items()]
+    return "\n".join(lines), status
+
+
+def _differing(facts: dict[int, Facts], equal: Facts) -> list[str]:
+    lines = []
+    for name in dict.fromkeys(name for own in facts.values() for name in own):
+        ranks_of: dict[str, list[int]] = {}
+        for rank, own in facts.items():
+            ranks_of.setdefault(own.get(name, "not set"), []).append(rank)
+        if len(ranks_of) == 1:
+            equal[name] = next(iter(ranks_of))
+        else:
+            lines.append(f"  {name}:")
+            lines += [f"    {_ranks(ranks)}: {_one_line(value)}" for value, ranks in ranks_of.items()]
+    return lines
+
+
+def _facts(report: env.Report, sections: Mapping[str, Sequence[str]], variables: tuple[str, ...]) -> Facts:
+    """By the name that is shown."""
+    facts = {}
+    for section, names in sections.items():
+        for name in names:
+            value: Any = report[section].get(name)
+            if name == "python":
+                value = str(value).split()[0]  # without the interpreter's place
+            elif name == "gpus":
+                value = _counted([re.sub(r"^\d+, ", "", gpu) for gpu in value])
+            for key, part in value.items() if isinstance(value, dict) else [("", value)]:
+                facts[" ".join(filter(None, (name, key)))] = env.text(part)
+    environment = report["environment"]
+    return facts | {f"${name}": value for name, value in environment.items() if name.startswith(variables)}
+
+
+def _counted(items: list[str]) -> str:
+    return "\n".join(f"{len(list(group))} x {item}" for item, group in itertools.groupby(items))
+
+
+def _one_line(value: str) -> str:
+    return "; ".join(value.splitlines()) or "-"
+
+
+def _ranks(ranks: list[int]) -> str:
+    """As in "ranks 0-3, 8"."""
+    parts = []
+    for _, run in itertools.groupby(enumerate(ranks), lambda place_and_rank: place_and_rank[1] - place_and_rank[0]):
+        numbers = [rank for _, rank in run]
+        parts.append(f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}")
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(parts)}"
