@@ -2,10 +2,12 @@
 
 import os
 import time
+from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
+from cases import slot_bytes
 from test_gpu_processes import inputs, make_buffer, round_trips
 
 import megatron_ep as ep
@@ -56,6 +58,58 @@ def test_round_trips(fabric, nodes, ranks_per_node):
     need(fabric, world)
     with LocalRanks(world, 120) as ranks:
         refusal = ranks.run(run_round_trips, fabric, nodes)[0]
+    if refusal is not None:
+        assert fabric == "nccl" and nodes > 1 and "GIN" in refusal, refusal
+        pytest.skip(refusal)
+
+
+TOKENS = (512, 1024, 700, 513)  # of each rank
+TOPK = 3
+# Several chunks of the copy engine, the last one full or not; and rows that it does not copy.
+ROWS = ((7168, torch.bfloat16), (4100, torch.float64), (4104, torch.float16), (65, torch.float32))
+
+
+def run_small_rings(fabric, nodes):
+    """Hundreds of rows through rings of one or two: all but the first wait for credit. The host's bits, there and back.
+
+    Returns why the fabric refused these ranks, or None.
+    """
+    world = choose(fabric)
+    generator = torch.Generator().manual_seed(nodes)
+    ids = [torch.rand(t, 8, generator=generator).topk(TOPK, dim=1).indices for t in TOKENS[:world]]
+    weights = [torch.rand(t, TOPK, generator=generator) for t in TOKENS[:world]]
+    for (hidden, dtype), rows_of_ring in product(ROWS, (1, 2)):
+        ring_bytes = rows_of_ring * slot_bytes(hidden, dtype, TOPK)
+        try:
+            buffer = make_buffer(nodes, 60.0, world, channels=2, nvl_ring_bytes=ring_bytes, rdma_ring_bytes=ring_bytes)
+        except ep.EPError as error:
+            return str(error)
+        with buffer, ep.LocalCluster(nodes, world // nodes, ep.Config(num_experts=8)) as host:
+            mine = buffer.rank
+            reals = [torch.randn(t, hidden, generator=generator).to(dtype) for t in TOKENS[:world]]
+            expected = ep.dispatch(reals, ids, weights, buffer=host)
+            ours = ep.dispatch(reals[mine].cuda(), ids[mine].cuda(), weights[mine].cuda(), buffer=buffer)
+            assert torch.equal(ours.probs.cpu(), expected.probs[mine])
+            for again in range(2):  # then with the handle
+                assert torch.equal(ours.x.cpu(), expected.x[mine]), (hidden, dtype, again)
+                wide = torch.float64 if dtype == torch.float64 else torch.float32
+                scale = [torch.rand(len(rows), generator=generator).to(wide) for rows in expected.x]
+                for factor in (None, scale):
+                    y = ep.combine(ours.x, ours.handle, None if factor is None else factor[mine].cuda())
+                    assert torch.equal(y.cpu(), ep.combine(expected.x, expected.handle, factor)[mine]), (hidden, dtype)
+                if not again:
+                    ours = ep.dispatch(reals[mine].cuda(), handle=ours.handle)
+                    expected = ep.dispatch(reals, handle=expected.handle)
+            buffer.synchronize()
+    return None
+
+
+@pytest.mark.parametrize(("fabric", "nodes", "ranks_per_node"), CASES)
+def test_small_rings(fabric, nodes, ranks_per_node):
+    world = nodes * ranks_per_node
+    need(fabric, world)
+    with LocalRanks(world, 240) as ranks:
+        refusal = ranks.run(run_small_rings, fabric, nodes)[0]
     if refusal is not None:
         assert fabric == "nccl" and nodes > 1 and "GIN" in refusal, refusal
         pytest.skip(refusal)
