@@ -8,26 +8,50 @@ namespace ep::ptx {
 
 // ---- flags
 
+// In a build whose MEGATRON_EP_DELAYS is a seed, and in no other: sleeps at this flag for a random
+// time that follows from seed, thread, flag and value, so that roles meet in other orders.
+__device__ __forceinline__ void delay([[maybe_unused]] const void* flag,
+                                      [[maybe_unused]] uint64_t value) {
+#if defined(MEGATRON_EP_DELAYS)
+    constexpr uint32_t kLongest = 8192;  // ns
+    uint64_t hash = MEGATRON_EP_DELAYS;
+    auto mix = [&](uint64_t word) {
+        hash = (hash ^ word) * 0x9e3779b97f4a7c15;
+        hash ^= hash >> 32;
+    };
+    mix(reinterpret_cast<uint64_t>(flag));
+    mix(value);
+    mix(static_cast<uint64_t>(blockIdx.x) << 32 | threadIdx.x);
+    if (hash % 4 == 0) __nanosleep(hash / 4 % kLongest);
+#endif
+}
+
 __device__ __forceinline__ uint64_t load_acquire_gpu(const uint64_t* address) {
     uint64_t value;
     asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+    delay(address, value);
     return value;
 }
 __device__ __forceinline__ uint64_t load_acquire_sys(const uint64_t* address) {
     uint64_t value;
     asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+    delay(address, value);
     return value;
 }
 __device__ __forceinline__ void store_release_gpu(uint64_t* address, uint64_t value) {
+    delay(address, value);
     asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 __device__ __forceinline__ void store_release_sys(uint64_t* address, uint64_t value) {
+    delay(address, value);
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 __device__ __forceinline__ void store_relaxed_gpu(uint64_t* address, uint64_t value) {
+    delay(address, value);
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 __device__ __forceinline__ void store_relaxed_sys(uint64_t* address, uint64_t value) {
+    delay(address, value);
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
@@ -54,6 +78,7 @@ __device__ __forceinline__ void compare_and_swap_sys(uint64_t* address, uint64_t
 
 __device__ __forceinline__ uint64_t fetch_add_acq_rel_gpu(uint64_t* address, uint64_t value) {
     uint64_t before;
+    delay(address, value);
     asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;"
                  : "=l"(before)
                  : "l"(address), "l"(value)

@@ -5,6 +5,10 @@
 #include "core/heap.h"
 #include "exec/warp.h"
 
+#if defined(__CUDACC__)
+#include "exec/device/ptx.h"
+#endif
+
 namespace ep {
 
 class NcclFabric;
@@ -58,6 +62,7 @@ __device__ __noinline__ inline void nccl_put(const NcclFabricParams& params, int
 }
 __device__ __noinline__ inline void nccl_signal(const ncclDevComm& comm, int channel, int rank,
                                                 uint32_t signal, uint64_t increment) {
+    ptx::delay(&comm, signal + increment);
     gin_of(comm, channel)
         .signal(ncclTeamWorld(comm), rank, ncclGin_SignalAdd{signal, increment}, ncclCoopWarp{});
 }

@@ -5,6 +5,10 @@
 #include "core/topology.h"
 #include "exec/warp.h"
 
+#if defined(__CUDACC__) && defined(NVSHMEM_VENDOR_MAJOR_VERSION)
+#include "exec/device/ptx.h"
+#endif
+
 namespace ep {
 
 class NvshmemFabric;
@@ -42,6 +46,7 @@ __device__ __noinline__ inline void nvshmem_add(uint64_t* flag, uint64_t increme
                                                 bool fence) {
     if (threadIdx.x % 32 == 0) {
         if (fence) nvshmem_fence();
+        ptx::delay(flag, increment);
         nvshmemx_signal_op(flag, increment, NVSHMEM_SIGNAL_ADD, rank);
     }
     __syncwarp();

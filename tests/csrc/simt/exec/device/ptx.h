@@ -8,6 +8,8 @@ namespace ep::ptx {
 
 using simt::order::Scope;
 
+inline void delay(const void*, uint64_t) {}
+
 inline uint64_t load_acquire_gpu(const uint64_t* address) {
     return simt::order::acquire(address, Scope::Gpu);
 }

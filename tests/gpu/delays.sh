@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# The GPU tests with kernels that sleep for random times at every flag, of SEED (default: 1); further arguments go to pytest. In
+# the end the extension is built as it was. PYTHON picks the interpreter.
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+
+PYTHON=${PYTHON:-python3}
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" MEGATRON_EP_CUDA=1
+build() { MEGATRON_EP_DELAYS=$1 "$PYTHON" setup.py build_ext --inplace; }
+
+trap 'build "" > /dev/null' EXIT
+build "${SEED:-1}" || exit 1
+"$PYTHON" -m pytest -c /dev/null --rootdir . -p no:cacheprovider -q --durations=5 "$@" \
+    tests/gpu/test_gpu_transfer.py tests/gpu/test_gpu_fabrics.py tests/gpu/test_gpu_low_latency.py tests/gpu/test_gpu_low_latency_processes.py
