@@ -9,7 +9,7 @@ TORCH ?= $(shell $(PYTHON) -c 'import sys; print("torch==2.13.0" if sys.version_
 BIN := $(VENV)/bin
 NATIVE := $(shell find csrc)
 
-.PHONY: install demo test layouts lint format tsan fuzz cuda-check clean
+.PHONY: install demo test layouts lint format tsan fuzz mutants cuda-check clean
 
 install: $(VENV)/stamp-test ## everything that the targets below need
 
@@ -59,7 +59,7 @@ format: $(VENV)/stamp-test
 # ---- C++ checks, which csrc/CMakeLists.txt and tests/csrc/CMakeLists.txt describe
 
 BUILD = build/$(shell $(BIN)/python -c 'import sys; print(sys.implementation.cache_tag)')
-tsan fuzz cuda-check: export PATH := $(CURDIR)/$(BIN):$(PATH)
+tsan fuzz mutants cuda-check: export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 tsan: $(VENV)/stamp-test ## the protocol's threads under ThreadSanitizer, and a planted race that it must report
 	cmake --build $(BUILD) --target tsan
@@ -70,6 +70,10 @@ fuzz: SECONDS ?= 60
 fuzz: $(VENV)/stamp-test
 	cmake --build $(BUILD) --target fuzz
 	$(BUILD)/tests/fuzz seconds $(SECONDS)
+
+mutants: $(VENV)/stamp-test ## without each fence, wait or order of the kernels in turn a lane-by-lane program must fail; half an hour
+	cmake --build $(BUILD) --target simt
+	$(BIN)/python tests/mutants.py --build $(BUILD)
 
 cuda-check: $(VENV)/stamp-test ## every kernel for sm_90a and sm_100a, its registers and spills within tests/packaging/cuda_budget.txt
 	cmake -S csrc --preset cuda

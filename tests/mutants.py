@@ -1,331 +1,140 @@
 """Removes one fence, wait or order after the other from the kernels' source, and expects a test to fail each time.
 
-    python tests/mutants.py [--build build/cpython-311] [--jobs 1] [NAME ...]
+    python tests/mutants.py [--build build/cpython-311] [NAME ...]
 
-A mutant is the source with one text replaced, compiled into the lane-by-lane program that its row names (`cmake --build
-BUILD --target simt` must have built it). It is killed by a run that fails, and survives when all runs pass. Prints a
-table; the exit status is 1 if one survives. NAME: only mutants in whose name it is.
+A mutant is a statement of the source replaced by another one. All of them are compiled at once into each of the
+lane-by-lane programs, behind a number that the variable MUTANT chooses; `cmake --build BUILD --target simt` must have
+built the programs as they are. A mutant is killed by a run that fails, and survives when all runs pass. Prints a table;
+the exit status is 1 if one survives. NAME: only mutants in whose name it is.
 """
 
 import argparse
+import os
+import resource
+import signal
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+
+from mutants_table import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"
-# Cheap runs first: the first that fails is enough.
+SOURCES = {"p2p": "device_warp", "nccl": "device_warp", "low_latency": "low_latency_warp"}
+# The first run that fails is enough.
+SEEDS = [["0", "2"], ["2", "5"], ["5", "10"], ["10", "15"], ["15", "20"], ["20", "25"], ["25", "30"]]
 RUNS = {
-    "p2p": [["0", "4"], ["4", "10"], ["10", "20"], ["20", "30"], ["absent"], ["unfit"]],
-    "nccl": [["0", "4"], ["4", "10"], ["10", "20"]],
+    "p2p": [["given_up"], *SEEDS, ["absent"], ["unfit"]],
+    "nccl": SEEDS[:5],
+    "low_latency": [["0", "4"], ["4", "8"]],
 }
-RUN_LIMIT_S = 300  # a run that hangs has failed, too
-
-BULK, WARP = "exec/device/bulk.h", "exec/device/device_warp.h"
-RING, DISPATCH, COMBINE = "protocol/ring.h", "protocol/dispatch.h", "protocol/combine.h"
-COORDINATORS, NOTIFY, NCCL = "protocol/coordinators.h", "protocol/notify.h", "fabric/nccl/nccl_fabric.h"
+LIMIT_S = 60  # of a run's time on a core: one that hangs has failed, too
 
 
 @dataclass(frozen=True)
-class Mutant:
-    name: str
-    file: str  # below csrc
-    text: str  # occurs exactly once
-    replacement: str
-    program: str = "p2p"
+class Place:
+    """Where a mutant's statement stands in its file."""
+
+    start: int
+    end: int
 
 
-MUTANTS = [
-    # ---- the copy engine
-    Mutant("init: no fence after the barriers", BULK, "            ptx::fence_barrier_init();\n", ""),
-    Mutant("init: lanes do not meet", BULK, "        }\n        __syncwarp();\n    }\n};", "        }\n    }\n};"),
-    Mutant("stage: no proxy fence", BULK, "        ptx::fence_proxy_async_global();\n        in_ =", "        in_ ="),
-    Mutant(
-        "multicast: the buffer is not waited for",
-        BULK,
-        "            wait_filled();\n            if (writes)",
-        "            if (writes)",
-    ),
-    Mutant(
-        "multicast: writes are not committed",
-        BULK,
-        "            ptx::bulk_commit();\n            ++emptied_;",
-        "            ++emptied_;",
-    ),
-    Mutant(
-        "drop: the buffer is not waited for",
-        BULK,
-        "            wait_filled();\n            ptx::bulk_commit();",
-        "            ptx::bulk_commit();",
-    ),
-    Mutant(
-        "sum: no proxy fence",
-        BULK,
-        "        ptx::fence_proxy_async_global();\n        ptx::bulk_wait_read<0>();",
-        "        ptx::bulk_wait_read<0>();",
-    ),
-    Mutant("sum: older writes are not waited for", BULK, "        ptx::bulk_wait_read<0>();\n", ""),
-    Mutant(
-        "sum: lanes do not meet before the first piece",
-        BULK,
-        "        __syncwarp();  // now no lane's writes read the buffers any more\n",
-        "",
-    ),
-    Mutant(
-        "sum: lanes do not meet between pieces",
-        BULK,
-        "            __syncwarp();  // the pieces before these have been added by all lanes, too\n",
-        "",
-    ),
-    Mutant(
-        "sum: pieces are not waited for",
-        BULK,
-        "            while (!ptx::barrier_try_wait(&buffers_.pieces_filled, sums_ & 1)) {\n            }\n",
-        "",
-    ),
-    Mutant(
-        "wait_written: nothing is waited for",
-        BULK,
-        "void wait_written() { ptx::bulk_wait_written(); }",
-        "void wait_written() {}",
-    ),
-    Mutant("share: no proxy fence", BULK, "        ptx::fence_proxy_async_shared();\n", ""),
-    Mutant(
-        "share: lanes do not meet", BULK, "        __syncwarp();\n        return {first};", "        return {first};"
-    ),
-    Mutant("fill: older writes are not waited for", BULK, "        ptx::bulk_wait_read<kPending>();\n", ""),
-    Mutant(
-        "fill: lanes do not meet",
-        BULK,
-        "        ptx::bulk_wait_read<kPending>();\n        __syncwarp();\n",
-        "        ptx::bulk_wait_read<kPending>();\n",
-    ),
-    # ---- the warp
-    Mutant(
-        "end of a warp: staged rows are left",
-        WARP,
-        "        bulk_.drop();\n        finish_writes();",
-        "        finish_writes();",
-    ),
-    Mutant(
-        "end of a warp: writes are left",
-        WARP,
-        "        bulk_.drop();\n        finish_writes();",
-        "        bulk_.drop();",
-    ),
-    Mutant(
-        "lanes: they do not meet",
-        WARP,
-        "        if (lane_id() < count) f(lane_id());\n        __syncwarp();",
-        "        if (lane_id() < count) f(lane_id());",
-    ),
-    Mutant(
-        "met: lanes do not meet",
-        WARP,
-        "        __syncwarp();  // what a lane has acquired is there for all: a vote orders nothing\n",
-        "",
-    ),
-    Mutant(
-        "wait: lanes do not meet",
-        WARP,
-        "            if (enough(met)) {\n                __syncwarp();",
-        "            if (enough(met)) {",
-    ),
-    Mutant(
-        "finish_writes: the engine is not waited for",
-        WARP,
-        "        bulk_.wait_written();\n        __syncwarp();",
-        "        __syncwarp();",
-    ),
-    Mutant(
-        "finish_writes: lanes do not meet",
-        WARP,
-        "        bulk_.wait_written();\n        __syncwarp();",
-        "        bulk_.wait_written();",
-    ),
-    Mutant(
-        "publish: writes are not finished",
-        WARP,
-        " void publish(uint64_t* flag, uint64_t value) {\n        finish_writes();",
-        " void publish(uint64_t* flag, uint64_t value) {",
-    ),
-    Mutant(
-        "publish: relaxed",
-        WARP,
-        "            of_scope<scope>(ptx::store_release_gpu, ptx::store_release_sys)(flag, value);",
-        "            of_scope<scope>(ptx::store_relaxed_gpu, ptx::store_relaxed_sys)(flag, value);",
-    ),
-    Mutant(
-        "publish_lanes: writes are not finished",
-        WARP,
-        " void publish_lanes(int count, F&& f) {\n        finish_writes();",
-        " void publish_lanes(int count, F&& f) {",
-    ),
-    Mutant(
-        "publish_lanes: relaxed",
-        WARP,
-        "            f(lane_id(), of_scope<scope>(ptx::store_release_gpu, ptx::store_release_sys));",
-        "            f(lane_id(), of_scope<scope>(ptx::store_relaxed_gpu, ptx::store_relaxed_sys));",
-    ),
-    Mutant(
-        "acquire: a plain load",
-        WARP,
-        "        return of_scope<scope>(ptx::load_acquire_gpu, ptx::load_acquire_sys)(flag);",
-        "        return *flag;",
-    ),
-    Mutant(
-        "scopes: all are the GPU's", WARP, "        return scope == Scope::Rank ? gpu : sys;", "        return gpu;"
-    ),
-    # ---- NVLink rings
-    Mutant("publish_tails: the rank's scope", RING, "publish_lanes<Scope::System>(", "publish_lanes<Scope::Rank>("),
-    Mutant("publish_tails: a credit", RING, "publish_lanes<Scope::System>(", "credit_lanes<Scope::System>("),
-    Mutant("publish_heads: the rank's scope", RING, "credit_lanes<Scope::System>(", "credit_lanes<Scope::Rank>("),
-    Mutant(
-        "nvl_credit: the rank's scope",
-        RING,
-        "acquire<Scope::System>(rings.nvl_out_head(node, peer)) + rings",
-        "acquire<Scope::Rank>(rings.nvl_out_head(node, peer)) + rings",
-    ),
-    Mutant(
-        "nvl_credit: a plain load",
-        RING,
-        "W::template acquire<Scope::System>(rings.nvl_out_head(node, peer)) + rings",
-        "*rings.nvl_out_head(node, peer) + rings",
-    ),
-    Mutant(
-        "nvl_row: the rank's scope",
-        RING,
-        "acquire<Scope::System>(rings.nvl_in_tail(node, peer))",
-        "acquire<Scope::Rank>(rings.nvl_in_tail(node, peer))",
-    ),
-    Mutant(
-        "nvl_row: a plain load",
-        RING,
-        "W::template acquire<Scope::System>(rings.nvl_in_tail(node, peer))",
-        "*rings.nvl_in_tail(node, peer)",
-    ),
-    # ---- dispatch
-    Mutant(
-        "take_slots: no wait for room",
-        DISPATCH,
-        "if (!room && !warp.wait_all(Wait::NvlCredit, topk, credit)) return false;",
-        "(void)room;",
-    ),
-    Mutant(
-        "receiver: credit within the rank",
-        DISPATCH,
-        "credit<Scope::System>(rings.nvl_in_head",
-        "credit<Scope::Rank>(rings.nvl_in_head",
-    ),
-    Mutant(
-        "rdma_sender: a credit for a packed row",
-        DISPATCH,
-        "publish<Scope::Rank>(&rings.rdma_out(node).next",
-        "credit<Scope::Rank>(&rings.rdma_out(node).next",
-    ),
-    # ---- combine
-    Mutant(
-        "combine_nvl_sender: the rank's scope",
-        COMBINE,
-        "publish<Scope::System>(rings.nvl_out_tail",
-        "publish<Scope::Rank>(rings.nvl_out_tail",
-    ),
-    Mutant(
-        "combine_nvl_sender: a credit",
-        COMBINE,
-        "publish<Scope::System>(rings.nvl_out_tail",
-        "credit<Scope::System>(rings.nvl_out_tail",
-    ),
-    Mutant(
-        "combine_forwarder: a credit for a packed row",
-        COMBINE,
-        "publish<Scope::Rank>(&rings.rdma_out(node).next",
-        "credit<Scope::Rank>(&rings.rdma_out(node).next",
-    ),
-    # ---- coordinators and notify
-    Mutant("follow: a plain load", COORDINATORS, "W::template acquire<Scope::Rank>(cursor(lane))", "*cursor(lane)"),
-    Mutant(
-        "relay_counts: the rank's scope",
-        NOTIFY,
-        "publish<Scope::System>(\n        fabric",
-        "publish<Scope::Rank>(\n        fabric",
-    ),
-    Mutant(
-        "relay_counts: a credit",
-        NOTIFY,
-        "publish<Scope::System>(\n        fabric",
-        "credit<Scope::System>(\n        fabric",
-    ),
-    Mutant(
-        "receive_counts: a plain load",
-        NOTIFY,
-        "W::template acquire<Scope::System>(fabric.template own<uint64_t>(flag))",
-        "*fabric.template own<uint64_t>(flag)",
-    ),
-    # ---- the network
-    Mutant("nccl put: no fence", NCCL, "    __threadfence_system();\n    gin_of", "    gin_of", "nccl"),
-]
+def place_of(mutant: Mutant, source: str) -> Place:
+    """Raises ValueError unless the mutant's text occurs exactly once."""
+    before, statement, after = mutant.parts()
+    text = before + statement + after
+    if source.count(text) != 1:
+        raise ValueError(f"'{mutant.name}': its text occurs {source.count(text)} times in {mutant.file}, must once")
+    start = source.index(text) + len(before)
+    return Place(start, start + len(statement))
 
 
-def mutated(mutant: Mutant) -> str:
-    """The file with the text replaced. Raises ValueError unless it occurs exactly once."""
-    source = (CSRC / mutant.file).read_text()
-    if source.count(mutant.text) != 1:
-        raise ValueError(
-            f"'{mutant.name}': its text occurs {source.count(mutant.text)} times in {mutant.file}, must once"
-        )
-    return source.replace(mutant.text, mutant.replacement)
+def with_all_mutants(file: str, mutants: dict[int, Mutant]) -> str:
+    """The file with each of its mutants behind its number."""
+    source = (CSRC / file).read_text()
+    at: dict[Place, dict[int, Mutant]] = {}
+    for number, mutant in mutants.items():
+        if mutant.file == file:
+            at.setdefault(place_of(mutant, source), {})[number] = mutant
+    places = sorted(at, key=lambda place: place.start)
+    for one, other in pairwise(places):
+        if one.end > other.start:
+            raise ValueError(f"{file}: mutants' statements overlap at {source[other.start : one.end]!r}")
+    for place in reversed(places):
+        choices = "".join(f"if (chosen_mutant == {n}) {{ {m.replacement} }} else " for n, m in at[place].items())
+        source = f"{source[: place.start]}{choices}{{ {source[place.start : place.end]} }}{source[place.end :]}"
+    return source.replace("#pragma once\n", "#pragma once\nextern const int chosen_mutant;\n", 1)
 
 
-def commands_of(build: Path, program: str) -> tuple[str, str]:
-    """How CMake's build compiles the kernels for a program, and links it."""
-    listed = subprocess.run(["ninja", "-t", "commands", program], cwd=build, capture_output=True, text=True, check=True)
-    lines = listed.stdout.splitlines()
-    return next(line for line in lines if line.endswith("/device_warp.cpp")), lines[-1]
+def build_program(name: str, mutants: dict[int, Mutant], build: Path, folder: Path) -> Path:
+    """The lane-by-lane program with the mutants that concern it."""
+    target, source = f"simt_{name}", SOURCES[name]
+    mine = {number: mutant for number, mutant in mutants.items() if name in mutant.programs}
+    includes = folder / f"{name}_csrc"
+    for file in {mutant.file for mutant in mine.values()}:
+        (includes / file).parent.mkdir(parents=True, exist_ok=True)
+        (includes / file).write_text(with_all_mutants(file, mine))
+    choice = folder / "chosen_mutant.cpp"
+    choice.write_text('#include <cstdlib>\nextern const int chosen_mutant = std::atoi(std::getenv("MUTANT"));\n')
+    commands = subprocess.run(
+        ["ninja", "-t", "commands", target], cwd=build, capture_output=True, text=True, check=True
+    )
+    lines = commands.stdout.splitlines()
+    compile_line = next(line for line in lines if line.endswith(f"/{source}.cpp"))
+    built, ours, program = f"tests/CMakeFiles/{target}.dir/{source}.cpp.o", folder / f"{name}.o", folder / name
+    # a changed file is found before the one in csrc
+    compile_line = compile_line.replace(built, str(ours)).replace(f"-I{CSRC} ", f"-I{includes} -I{CSRC} ", 1)
+    link_line = lines[-1].replace(built, f"{ours} {choice}").replace(f"-o tests/{target}", f"-o {program}")
+    for line in (compile_line, link_line):
+        done = subprocess.run(line, shell=True, cwd=build, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise RuntimeError(f"{target} does not compile with its mutants:\n{done.stderr[-3000:]}")
+    return program
 
 
-def outcome(mutant: Mutant, build: Path) -> str:
-    """What killed it, or an empty text."""
-    program = f"simt_{mutant.program}"
-    compile_command, link_command = commands_of(build, program)
-    with tempfile.TemporaryDirectory() as folder:
-        changed = Path(folder, mutant.file)
-        changed.parent.mkdir(parents=True)
-        changed.write_text(mutated(mutant))
-        built = f"tests/CMakeFiles/{program}.dir/device_warp.cpp.o"
-        ours = f"{folder}/device_warp.o"
-        # the changed file is found before the one in csrc
-        compile_command = compile_command.replace(built, ours).replace(f"-I{CSRC} ", f"-I{folder} -I{CSRC} ", 1)
-        link_command = link_command.replace(built, ours).replace(f"-o tests/{program}", f"-o {folder}/program")
-        for command in (compile_command, link_command):
-            done = subprocess.run(command, shell=True, cwd=build, capture_output=True, text=True)
-            if done.returncode != 0:
-                raise RuntimeError(f"'{mutant.name}' does not compile:\n{done.stderr[-2000:]}")
-        for arguments in RUNS[mutant.program]:
-            try:
-                run = subprocess.run(
-                    [f"{folder}/program", *arguments], capture_output=True, text=True, timeout=RUN_LIMIT_S
-                )
-            except subprocess.TimeoutExpired:
-                return f"{program} {' '.join(arguments)}: hangs"
-            if run.returncode != 0:
-                return f"{program} {' '.join(arguments)}: {(run.stderr.splitlines() or ['?'])[-1]}"
-    return ""
+def limit_time() -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S))
+
+
+def killers(number: int, programs: dict[str, Path]) -> Iterator[str]:
+    """The runs that fail with a mutant; of no mutant if the number is 0."""
+    for name, program in programs.items():
+        for arguments in RUNS[name]:
+            what = f"simt_{name} {' '.join(arguments)}"
+            run = subprocess.run(
+                [program, *arguments],
+                env=os.environ | {"MUTANT": str(number)},
+                capture_output=True,
+                text=True,
+                preexec_fn=limit_time,
+            )
+            if run.returncode < 0:
+                yield f"{what}: {signal.Signals(-run.returncode).name}"
+            elif run.returncode != 0:
+                yield f"{what}: {(run.stderr.splitlines() or ['?'])[-1]}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME")
-    parser.add_argument("--build", type=Path, default=ROOT / "build" / sys.implementation.cache_tag)
-    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--build", type=Path, default=ROOT / "build" / str(sys.implementation.cache_tag))
     arguments = parser.parse_args()
-    chosen = [m for m in MUTANTS if not arguments.names or any(name in m.name for name in arguments.names)]
+    mutants = dict(enumerate(MUTANTS, 1))
+    chosen = {
+        n: m for n, m in mutants.items() if not arguments.names or any(part in m.name for part in arguments.names)
+    }
     survivors = 0
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        for mutant, killer in zip(chosen, pool.map(lambda m: outcome(m, arguments.build), chosen), strict=True):
+    with tempfile.TemporaryDirectory() as folder:
+        used = sorted({name for mutant in chosen.values() for name in mutant.programs})
+        programs = {name: build_program(name, mutants, arguments.build.resolve(), Path(folder)) for name in used}
+        for killer in killers(0, programs):
+            raise RuntimeError(f"without any mutant: {killer}")
+        for number, mutant in chosen.items():
+            killer = next(killers(number, {name: programs[name] for name in mutant.programs}), "")
             survivors += not killer
             print(f"{'killed' if killer else 'SURVIVED':9} {mutant.file}: {mutant.name}  [{killer[:110]}]", flush=True)
     print(f"{len(chosen) - survivors} of {len(chosen)} mutants killed")

@@ -1,0 +1,197 @@
+"""The mutants that mutants.py makes: each takes a fence, a wait or an order from the kernels."""
+
+from dataclasses import dataclass
+
+BULK, WARP, KERNELS = "exec/device/bulk.h", "exec/device/device_warp.h", "launch/cuda/kernels.h"
+RING, DISPATCH, COMBINE = "protocol/ring.h", "protocol/dispatch.h", "protocol/combine.h"
+COORDINATORS, NOTIFY, LOW_LATENCY = "protocol/coordinators.h", "protocol/notify.h", "protocol/low_latency.h"
+P2P, NCCL = "fabric/cuda/p2p_fabric.h", "fabric/nccl/nccl_fabric.h"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    file: str  # below csrc
+    text: str  # occurs exactly once; the statement in « », or all of it
+    replacement: str = ""
+    programs: tuple[str, ...] = ("p2p",)
+
+    def parts(self) -> tuple[str, str, str]:
+        """What stands before the statement, the statement, what stands behind it."""
+        before, mark, rest = self.text.partition("«")
+        if not mark:
+            return "", self.text, ""
+        statement, _, after = rest.partition("»")
+        return before, statement, after
+
+
+def changed(name: str, file: str, statement: str, old: str, new: str, programs: tuple[str, ...] = ("p2p",)) -> Mutant:
+    """A statement in which one text is replaced by another."""
+    assert old in statement, name
+    mark = Mutant(name, file, statement).parts()[1]
+    return Mutant(name, file, statement, mark.replace(old, new), programs)
+
+
+SYSTEM, RANK = "<Scope::System>", "<Scope::Rank>"
+
+PUBLISH_TAILS = """«warp.template publish_lanes<Scope::System>(
+            lanes_from(first, peers), [&](int lane, auto&& store) {
+                OutCursor& out = rings.nvl_out(node, first + lane);
+                if (out.published != out.next)
+                    store(rings.nvl_out_tail(node, first + lane), out.published = out.next);
+            });»"""
+PUBLISH_HEADS = """«warp.template credit_lanes<Scope::System>(
+            lanes_from(first, peers), [&](int lane, auto&& store) {
+                InCursor& in = rings.nvl_in(node, first + lane);
+                if (in.published != in.next)
+                    store(rings.nvl_in_head(node, first + lane), in.published = in.next);
+            });»"""
+NVL_CREDIT = """return {W::template acquire<Scope::System>(rings.nvl_out_head(node, peer)) + rings.nvl_slots,
+            next + 1, rings.rank_at(rings.args.node(), peer)};"""
+NVL_ROW = """return {W::template acquire<Scope::System>(rings.nvl_in_tail(node, peer)), next + 1,
+            rings.rank_at(rings.args.node(), peer)};"""
+TAKE_SLOTS = "if (!room && !warp.wait_all(Wait::NvlCredit, topk, credit)) return false;"
+RECEIVER = "warp.template credit<Scope::System>(rings.nvl_in_head(turn.node, turn.peer), next);"
+SENDER = "warp.template publish<Scope::Rank>(&rings.rdma_out(node).next, published = next);"
+FORWARDER = "warp.template credit<Scope::Rank>(&rings.rdma_in(node).next, ++next);"
+NVL_SENDER = "warp.template publish<Scope::System>(rings.nvl_out_tail(turn.node, turn.peer), next);"
+COMBINE_FORWARDER = "warp.template publish<Scope::Rank>(&rings.rdma_out(node).next, ++next);"
+FOLLOW = "moved[lane] = W::template acquire<Scope::Rank>(cursor(lane));"
+RELAY = """warp.template publish<Scope::System>(
+        fabric.template peer<uint64_t>(local, heap.notify_node_flag(own_local)), args.epoch);"""
+COUNTS = """return Need{W::template acquire<Scope::System>(fabric.template own<uint64_t>(flag)),
+                        args.epoch, topology.rank(topology.node_of(args.rank), first + lane)};"""
+POINTS = (
+    "if (lane_id() == 0)\n            of_scope<scope>(ptx::store_release_gpu, ptx::store_release_sys)(flag, value);"
+)
+LANES = "f(lane_id(), of_scope<scope>(ptx::store_release_gpu, ptx::store_release_sys));"
+ARRIVE = "if (lane_id() == 0) before = ptx::fetch_add_acq_rel_gpu(counter, 1);"
+PUT_SIGNAL = "warp.template publish<Scope::System>(rail<uint64_t>(node, flag), to);"
+PUT_CREDIT = "warp.template credit<Scope::System>(rail<uint64_t>(node, flag), to);"
+ACQUIRE_SIGNAL = "return W::template acquire<Scope::System>(own<uint64_t>(flag));"
+
+MUTANTS = [
+    # ---- the copy engine
+    Mutant("init: no fence after the barriers", BULK, "ptx::fence_barrier_init();"),
+    Mutant("init: lanes do not meet", BULK, "ptx::fence_barrier_init();\n        }\n        «__syncwarp();»"),
+    Mutant("stage: no proxy fence", BULK, "«ptx::fence_proxy_async_global();»\n        in_ ="),
+    Mutant("multicast: the buffer is not waited for", BULK, "«wait_filled();»\n            if (writes)"),
+    Mutant("multicast: writes are not committed", BULK, "«ptx::bulk_commit();»\n            ++emptied_;"),
+    Mutant("drop: the buffer is not waited for", BULK, "«wait_filled();»\n            ptx::bulk_commit();"),
+    Mutant("sum: no proxy fence", BULK, "«ptx::fence_proxy_async_global();»\n        ptx::bulk_wait_read<0>();"),
+    Mutant("sum: older writes are not waited for", BULK, "ptx::bulk_wait_read<0>();"),
+    Mutant("sum: lanes do not meet before the first piece", BULK, "«__syncwarp();»  // now no lane's writes"),
+    Mutant("sum: lanes do not meet between pieces", BULK, "«__syncwarp();»  // the pieces before these"),
+    Mutant(
+        "sum: pieces are not waited for",
+        BULK,
+        "while (!ptx::barrier_try_wait(&buffers_.pieces_filled, sums_ & 1)) {\n            }",
+    ),
+    Mutant("wait_written: nothing is waited for", BULK, "ptx::bulk_wait_written();"),
+    Mutant("share: no proxy fence", BULK, "ptx::fence_proxy_async_shared();"),
+    Mutant("share: lanes do not meet", BULK, "«__syncwarp();»\n        return {first};"),
+    Mutant("fill: older writes are not waited for", BULK, "ptx::bulk_wait_read<kPending>();"),
+    Mutant("fill: lanes do not meet", BULK, "ptx::bulk_wait_read<kPending>();\n        «__syncwarp();»"),
+    # ---- the warp
+    Mutant("end of a warp: staged rows are left", WARP, "«bulk_.drop();»\n        finish_writes();"),
+    Mutant("end of a warp: writes are left", WARP, "bulk_.drop();\n        «finish_writes();»"),
+    Mutant("lanes: they do not meet", WARP, "if (lane_id() < count) f(lane_id());\n        «__syncwarp();»"),
+    Mutant("met: lanes do not meet", WARP, "«__syncwarp();»  // what a lane has acquired is there for all: a vote"),
+    Mutant("wait: lanes do not meet", WARP, "if (enough(met)) {\n                «__syncwarp();»"),
+    Mutant("finish_writes: the engine is not waited for", WARP, "bulk_.wait_written();"),
+    Mutant("finish_writes: lanes do not meet", WARP, "bulk_.wait_written();\n        «__syncwarp();»"),
+    Mutant(
+        "publish: writes are not finished",
+        WARP,
+        " void publish(uint64_t* flag, uint64_t value) {\n        «finish_writes();»",
+    ),
+    Mutant("publish: relaxed", WARP, POINTS, POINTS.replace("release", "relaxed")),
+    Mutant(
+        "publish_lanes: writes are not finished",
+        WARP,
+        " void publish_lanes(int count, F&& f) {\n        «finish_writes();»",
+    ),
+    Mutant("publish_lanes: relaxed", WARP, LANES, LANES.replace("release", "relaxed")),
+    Mutant(
+        "acquire: a plain load",
+        WARP,
+        "return of_scope<scope>(ptx::load_acquire_gpu, ptx::load_acquire_sys)(flag);",
+        "return *flag;",
+    ),
+    Mutant("scopes: all are the GPU's", WARP, "return scope == Scope::Rank ? gpu : sys;", "return gpu;"),
+    Mutant(
+        "arrive: writes are not finished",
+        WARP,
+        "static_assert(scope == Scope::Rank);\n        «finish_writes();»",
+        programs=("low_latency",),
+    ),
+    changed("arrive: relaxed", WARP, ARRIVE, "fetch_add_acq_rel_gpu", "fetch_add_sys", ("low_latency",)),
+    Mutant(
+        "arrive: lanes do not meet",
+        WARP,
+        "«__syncwarp();»  // what lane 0 has acquired is there for all: a shuffle orders nothing",
+        programs=("low_latency",),
+    ),
+    # ---- warps that meet
+    Mutant("meet: lanes do not meet before", KERNELS, "«__syncwarp();»\n    const bool first = rows::lane_id() == 0;"),
+    Mutant(
+        "meet: lanes do not meet behind",
+        KERNELS,
+        "«__syncwarp();»  // what lane 0 has acquired is there for all: a shuffle orders nothing",
+    ),
+    changed(
+        "meet: relaxed",
+        KERNELS,
+        "if (first) all = (ptx::fetch_add_acq_rel_gpu(arrivals, 1) / warps + 1) * warps;",
+        "fetch_add_acq_rel_gpu",
+        "fetch_add_sys",
+    ),
+    # ---- NVLink rings
+    changed("publish_tails: the rank's scope", RING, PUBLISH_TAILS, SYSTEM, RANK),
+    changed("publish_tails: a credit", RING, PUBLISH_TAILS, "publish_lanes", "credit_lanes"),
+    changed("publish_heads: the rank's scope", RING, PUBLISH_HEADS, SYSTEM, RANK),
+    changed("nvl_credit: the rank's scope", RING, NVL_CREDIT, SYSTEM, RANK),
+    changed("nvl_credit: a plain load", RING, NVL_CREDIT, "W::template acquire<Scope::System>", "*"),
+    changed("nvl_row: the rank's scope", RING, NVL_ROW, SYSTEM, RANK),
+    changed("nvl_row: a plain load", RING, NVL_ROW, "W::template acquire<Scope::System>", "*"),
+    # ---- dispatch
+    Mutant("take_slots: no wait for room", DISPATCH, TAKE_SLOTS, "(void)room;"),
+    changed("receiver: credit within the rank", DISPATCH, RECEIVER, SYSTEM, RANK),
+    changed("rdma_sender: a credit for a packed row", DISPATCH, SENDER, "publish<", "credit<"),
+    changed("forwarder: no credit", DISPATCH, FORWARDER, FORWARDER, "++next;"),
+    # ---- combine
+    changed("combine_nvl_sender: the rank's scope", COMBINE, NVL_SENDER, SYSTEM, RANK),
+    changed("combine_nvl_sender: a credit", COMBINE, NVL_SENDER, "publish<", "credit<"),
+    changed("combine_forwarder: a credit for a packed row", COMBINE, COMBINE_FORWARDER, "publish<", "credit<"),
+    # ---- coordinators and notify
+    changed("follow: a plain load", COORDINATORS, FOLLOW, "W::template acquire<Scope::Rank>", "*"),
+    changed("relay_counts: the rank's scope", NOTIFY, RELAY, SYSTEM, RANK),
+    changed("relay_counts: a credit", NOTIFY, RELAY, "publish<", "credit<"),
+    changed("receive_counts: the rank's scope", NOTIFY, COUNTS, SYSTEM, RANK),
+    changed("receive_counts: a plain load", NOTIFY, COUNTS, "W::template acquire<Scope::System>", "*"),
+    # ---- between nodes
+    changed("p2p put_signal: the rank's scope", P2P, PUT_SIGNAL, SYSTEM, RANK),
+    changed("p2p put_signal: a credit", P2P, PUT_SIGNAL, "publish<", "credit<"),
+    changed("p2p put_credit: the rank's scope", P2P, PUT_CREDIT, SYSTEM, RANK),
+    changed("p2p acquire_signal: the rank's scope", P2P, ACQUIRE_SIGNAL, SYSTEM, RANK),
+    changed("p2p acquire_signal: a plain load", P2P, ACQUIRE_SIGNAL, "W::template acquire<Scope::System>", "*"),
+    Mutant("nccl put: no fence", NCCL, "«__threadfence_system();»\n    gin_of(params", programs=("nccl",)),
+    Mutant(
+        "nccl put: writes are not finished",
+        NCCL,
+        "«warp.finish_writes();»  // by the copy engine, too, before the network reads them",
+        programs=("nccl",),
+    ),
+    Mutant(
+        "nccl put_signal: writes are not finished",
+        NCCL,
+        "«warp.finish_writes();»\n        __threadfence_system();",
+        programs=("nccl",),
+    ),
+    Mutant(
+        "nccl put_signal: no fence",
+        NCCL,
+        "«__threadfence_system();»\n        nccl_signal(",
+        programs=("nccl",),
+    ),
+]

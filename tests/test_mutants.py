@@ -1,0 +1,16 @@
+"""What `make mutants` needs of the source as it is; the mutants themselves take too long for here."""
+
+import mutants
+import pytest
+from mutants_table import MUTANTS
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_mutants_text_occurs_once(mutant: mutants.Mutant) -> None:
+    mutants.place_of(mutant, (mutants.CSRC / mutant.file).read_text())
+
+
+def test_names_and_statements() -> None:
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+    for file in {mutant.file for mutant in MUTANTS}:
+        assert "chosen_mutant == " in mutants.with_all_mutants(file, dict(enumerate(MUTANTS, 1)))
