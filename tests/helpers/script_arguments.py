@@ -1,11 +1,30 @@
 """`python script_arguments.py TREE RECIPE...`: each recipe's flags through the parser, the validator and the model's
 configuration of a Megatron-LM tree, for rank 0 of the recipe's ranks. Prints a line of figures for each."""
 
+import importlib.util
 import os
 import sys
+import types
+import typing
+from unittest import mock
+
+import typing_extensions
+
+PAGED_STASH = "megatron.core.transformer.moe.ops.paged_stash"
+
+
+def stand_in():
+    """What Megatron 0.19 imports at start and need not be here: Triton, for kernels that nobody calls, and a name of
+    Python 3.12's."""
+    if not hasattr(typing, "override"):
+        typing.override = typing_extensions.override
+    if importlib.util.find_spec("triton") is None:
+        module = sys.modules[PAGED_STASH] = types.ModuleType(PAGED_STASH)
+        module.__getattr__ = lambda name: mock.MagicMock()
 
 
 def main(tree, *paths):
+    stand_in()
     sys.path.insert(0, tree)
     from megatron_ep.megatron import flags, host_script
 
@@ -32,6 +51,8 @@ def main(tree, *paths):
             "expert_parallel": config.expert_model_parallel_size,
             "mtp": config.mtp_num_layers,
             "latent": type(config).__name__ == "MLATransformerConfig",
+            "head": args.kv_channels if recipe.model.kv_channels else None,
+            "query_norm": config.qk_layernorm,
             "epsilon": config.layernorm_epsilon,
             "gated": config.gated_linear_unit,
             "bias": config.add_bias_linear,

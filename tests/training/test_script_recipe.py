@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[2]
 RECIPES = [path for path in sorted(ROOT.glob("recipes/*.yaml")) if script_recipe.is_script_recipe(path)]
 SLICE = ROOT / "recipes" / "deepseek_v3_slice_4gpu.yaml"
 DEEPSEEK = ROOT / "recipes" / "deepseek_v3.yaml"
-TREE = os.environ.get("MEGATRON_LM")
+# The installed Megatron-Core's, and of other versions.
+TREES = [tree for name in ("MEGATRON_LM", "MEGATRON_LM_OTHERS") for tree in os.environ.get(name, "").split(":") if tree]
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -167,18 +168,31 @@ def test_train_refuses(tmp_path, monkeypatch, capsys, arguments, variables, word
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.skipif(not TREE, reason="MEGATRON_LM names no tree of Megatron-LM")
-def test_megatron_accepts_the_flags_of_every_recipe():
+@pytest.fixture(scope="module")
+def parsers():
+    """For each tree a process that takes all recipes: to import Megatron takes seconds, so they do it side by side."""
     helper = ROOT / "tests" / "helpers" / "script_arguments.py"
-    done = subprocess.run(
-        [sys.executable, helper, TREE, *map(str, RECIPES)],
-        env=os.environ | {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [line.split(" ", 2) for line in done.stdout.splitlines() if line.startswith("FIGURES ")]
+    processes = {
+        tree: subprocess.Popen(
+            [sys.executable, helper, tree, *map(str, RECIPES)],
+            env=os.environ | {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for tree in TREES
+    }
+    yield processes
+    for process in processes.values():
+        process.kill()
+
+
+@pytest.mark.skipif(not TREES, reason="MEGATRON_LM names no tree of Megatron-LM")
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: Path(tree).name)
+def test_megatron_accepts_the_flags_of_every_recipe(parsers, tree):
+    shown, errors = parsers[tree].communicate(timeout=240)
+    assert parsers[tree].returncode == 0, errors[-3000:]
+    lines = [line.split(" ", 2) for line in shown.splitlines() if line.startswith("FIGURES ")]
     assert [path for _, path, _ in lines] == [str(path) for path in RECIPES]
     for _, path, text in lines:
         figures, recipe = ast.literal_eval(text), script_recipe.load(path)
@@ -194,6 +208,8 @@ def test_megatron_accepts_the_flags_of_every_recipe():
             "expert_parallel": parallel.expert_model_parallel_size,
             "mtp": model.mtp_num_layers,
             "latent": model.multi_latent_attention,
+            "head": model.kv_channels,
+            "query_norm": model.qk_layernorm,
             "epsilon": model.layernorm_epsilon,
             "gated": model.gated_linear_unit,
             "bias": model.add_bias_linear,
