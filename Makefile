@@ -75,9 +75,8 @@ mutants: $(VENV)/stamp-test ## without each fence, wait or order of the kernels 
 	cmake --build $(BUILD) --target simt
 	$(BIN)/python tests/mutants.py --build $(BUILD)
 
-cuda-check: $(VENV)/stamp-test ## every kernel for sm_90a and sm_100a, its registers and spills within tests/packaging/cuda_budget.txt
-	cmake -S csrc --preset cuda
-	cmake --build build/cuda --target cuda-check
+cuda-check: $(VENV)/stamp-test ## every kernel for sm_90 and sm_100a, its registers and spills within tests/packaging/cuda_budget.txt
+	cmake --build $(BUILD) --target cuda-check
 
 clean:
 	rm -rf build

@@ -7,7 +7,7 @@ from cases import Case
 import megatron_ep as ep
 from megatron_ep import reference
 
-BLOCKS, CASES_PER_BLOCK = 40, 50
+BLOCKS, CASES_PER_BLOCK = 20, 50
 
 
 def assert_all_equal(ours, expected):

@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# What only a host with four GPUs can show, unattended, within BUDGET seconds (default: 570). A step that has passed leaves OUT/NAME.ok and is
+# not repeated: start it again, with the same OUT (default: build/four), until nothing is left.
+# PEERS: a folder with run_peers.sh, which times this project beside others. MEGATRON_LM: a tree of Megatron-LM 0.19, for the training step, which
+# also needs Transformer Engine. PYTHON picks the interpreter.
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+
+PYTHON=${PYTHON:-python3}
+BUDGET=${BUDGET:-570}
+OUT=$(realpath -m "${OUT:-build/four}")
+mkdir -p "$OUT"
+export OUT PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 MEGATRON_EP_CUDA=1
+left=()
+
+# step NAME LIMIT COMMAND...
+step() {
+    local name=$1 limit=$2 started=$SECONDS
+    shift 2
+    [ -e "$OUT/$name.ok" ] && echo "$name: done before" && return
+    [ $((BUDGET - SECONDS)) -lt "$limit" ] && limit=$((BUDGET - SECONDS))
+    if [ "$limit" -ge 20 ] && timeout --kill-after=10 "$limit" "$@" > "$OUT/$name.log" 2>&1; then
+        touch "$OUT/$name.ok"
+        echo "$name: ok, $((SECONDS - started)) s"
+    else
+        left+=("$name")
+        echo "$name: LEFT after $((SECONDS - started)) s: $(tail -n 1 "$OUT/$name.log" 2> /dev/null)"
+    fi
+}
+
+tests() { echo "$PYTHON" -m pytest -c /dev/null --rootdir . -p no:cacheprovider -q --durations=5 "$@"; }
+
+gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
+[ "${gpus:-0}" -ge 4 ] || { echo "$PYTHON finds ${gpus:-no torch and no} GPUs, not 4" && exit 2; }
+"$PYTHON" setup.py build_ext --inplace > "$OUT/build.log" 2>&1 || { tail "$OUT/build.log" && exit 1; }
+step fabrics 240 $(tests tests/gpu/test_gpu_fabrics.py)
+step low_latency 90 $(tests tests/gpu/test_gpu_low_latency_processes.py)
+step processes 90 $(tests tests/gpu/test_gpu_processes.py)
+[ -n "${PEERS:-}" ] && step peers 420 "$PEERS/run_peers.sh"
+step bench 90 "$PYTHON" -m megatron_ep.bench.gpus --json "$OUT/gpus.json"
+step low_latency_bench 60 "$PYTHON" -m megatron_ep.bench.low_latency --json "$OUT/low_latency.json"
+if [ -n "${MEGATRON_LM:-}" ]; then
+    step stalled 90 $(tests tests/gpu/test_gpu_train.py -k "stalled or killed")
+    step slice 470 env BUDGET=460 "$PYTHON" tests/gpu/train_slice.py
+fi
+echo "left: ${left[*]:-nothing}"
+[ ${#left[@]} -eq 0 ]
