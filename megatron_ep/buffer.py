@@ -15,7 +15,7 @@ from megatron_ep import _C, failures
 from megatron_ep.backends import connect, cuda, fabrics
 from megatron_ep.backends.host import HostBackend
 from megatron_ep.backends.meeting import Meeting
-from megatron_ep.backends.members import Member, agreed_topology, introduce
+from megatron_ep.backends.members import Member, agreed_topology, introduce, process_fate
 from megatron_ep.config import Config, Topology, require_int, require_type
 from megatron_ep.rank_group import RankGroup
 
@@ -94,7 +94,7 @@ class LocalCluster(RankGroup):
     def reset(self) -> None:
         """Makes the buffer usable again after an error: see `Buffer.reset`, but there is nobody to wait for."""
         self._live_backend().reset()
-        self._is_seen, self._reason = False, None
+        self._is_seen = False
 
     def _when_waits_expire(self) -> str:
         return super()._when_waits_expire() if self._seed is None else "when no role could run any more"
@@ -138,6 +138,8 @@ class Buffer(RankGroup):
         self.ranks = [self.rank]
         _, members = self._meeting.exchange(lambda: (None, self._introduce(topology, device)))
         self.topology = agreed_topology(members, config)
+        own = members[self.rank]
+        self._neighbours = {rank: other.pid for rank, other in enumerate(members) if other.host == own.host}
         if self.device.type == "cuda":
             sms = cuda.num_sms(config, self.device, 1)
             self._heap = self._make_heap(cuda.num_channels(self.topology, config, sms, 1))
@@ -171,8 +173,11 @@ class Buffer(RankGroup):
         self._live_backend().drain()  # nothing of this rank reaches others after the barrier
         self._meeting.barrier()
         self._live_backend().reset()
-        self._is_seen, self._reason = False, None
+        self._is_seen = False
         self._meeting.barrier()
+
+    def _fate_of(self, rank: int) -> str | None:
+        return process_fate(self._neighbours[rank]) if rank in self._neighbours else None
 
     def agree_on(self, check: Callable[[], None], settings: dict[str, Any]) -> None:
         """Runs a check that may fail on some ranks only, and on all then. Raises ValueError unless settings are equal.

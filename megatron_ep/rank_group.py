@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import torch
 
-from megatron_ep import _C
+from megatron_ep import _C, blame
 from megatron_ep.backends.interface import Backend, RankHandle
+from megatron_ep.blame import Standing
 from megatron_ep.config import Config, Topology
 from megatron_ep.errors import EPAbortError, EPError, EPOverflowError, EPTimeoutError, describe
 
@@ -28,6 +30,10 @@ PAYLOAD_TYPES = {
     torch.float8_e4m3fn: 4,
 }  # the first four as in csrc/core/dtypes.h
 COMBINE_DTYPES = tuple(PAYLOAD_TYPES)[:4]
+
+# How long the ranks that are in a call have to say what they waited for when it was given up.
+ANSWER_S = 0.2
+TOLD_TO_STOP = "was told to stop: "
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +62,6 @@ class RankGroup:
     device: torch.device
     _heap: _C.Heap
     _backend: Backend | None = None
-    _reason: str | None = None  # given to abort() since the last reset
     _is_seen = False  # whether somebody was told of the failure since the last reset, if there was one
 
     @property
@@ -160,16 +165,14 @@ class RankGroup:
     def abort(self, reason: str) -> None:
         """Ends the waits of all ranks in reach, this one's too, until `reset`. From any thread; waits for no rank.
 
-        Calls under way and later ones raise EPAbortError: on this rank with the reason, on others as a failure of this
-        rank. An earlier failure stays what they are told. The buffer can be closed, and another one built. Does nothing
-        once it is closed.
+        Calls under way and later ones raise EPAbortError with the reason (its first 300 bytes or so) on all of them. An
+        earlier failure stays what they are told. The buffer can be closed, and another one built. Does nothing once it
+        is closed.
         """
         backend = self._backend
         if backend is None:
             return
-        if self._reason is None and backend.aborted() is None:
-            self._reason = reason
-        backend.abort(interrupted=False, failed=True)
+        backend.abort(interrupted=False, failed=True, reason=f"{TOLD_TO_STOP}{reason}")
         self._is_seen |= backend.aborted() == ("failed", self.ranks[0])
 
     def report_unseen(self) -> None:
@@ -207,12 +210,14 @@ class RankGroup:
         interrupted = isinstance(error, KeyboardInterrupt)
         self._is_seen |= interrupted  # that ended the waits of this process too
         with contextlib.suppress(RuntimeError):  # of a GPU that no longer answers: the error itself says more
-            self.refuse(interrupted=interrupted, failed=not interrupted and not isinstance(error, ValueError))
+            failed = not interrupted and not isinstance(error, ValueError)
+            reason = "" if interrupted else f"{type(error).__name__}: {error}" if failed else str(error)
+            self.refuse(interrupted=interrupted, failed=failed, reason=reason)
 
-    def refuse(self, *, interrupted: bool = False, failed: bool = False) -> None:
+    def refuse(self, *, interrupted: bool = False, failed: bool = False, reason: str = "") -> None:
         """Ends the waits of the other ranks: this one has refused its arguments, was interrupted, or failed."""
         if self._backend is not None and len(self.ranks) < self.topology.world_size:
-            self._backend.abort(interrupted=interrupted, failed=failed)
+            self._backend.abort(interrupted=interrupted, failed=failed, reason=reason)
             outcome = "interrupted" if interrupted else "failed" if failed else "bad_input"
             # unless a call had failed before, of which the error may be but a consequence
             self._is_seen |= self._backend.aborted() == (outcome, self.ranks[0])
@@ -378,12 +383,17 @@ class RankGroup:
     # ---- failures
 
     def _cause(self, outcome: str, rank: int) -> str:
-        if outcome == "failed" and rank == self.ranks[0] and self._reason is not None:
-            return f"rank {rank} was told to stop: {self._reason}"
+        standings = self._standings(waited=outcome == "timeout")
+        reason = next((standing.reason for standing in standings if standing.rank == rank), "")
+        why = f": {reason}" if reason else ""
+        if outcome == "failed" and reason.startswith(TOLD_TO_STOP):
+            return f"rank {rank} {reason}"
+        if outcome == "timeout":
+            root = blame.root(rank, standings, self._fate_of)
+            return f"rank {rank} timed out first, {self._when_waits_expire()}" + (f": {root}" if root else "")
         return {
-            "timeout": f"rank {rank} timed out first, {self._when_waits_expire()}",
-            "bad_input": f"rank {rank} refused its arguments",
-            "failed": f"rank {rank} failed for a reason of its own",
+            "bad_input": f"rank {rank} refused its arguments{why}",
+            "failed": f"rank {rank} failed for a reason of its own{why}",
             "interrupted": f"rank {rank} was interrupted",
             "mismatch": f"rank {rank} met a row that was not meant for its call: the ranks issued different calls, "
             "or gave x of different H or dtype, another K, weights on some ranks only, or another handle",
@@ -391,6 +401,24 @@ class RankGroup:
             "overflow": f"rank {rank} had no room for the rows that pass through it: max_recv_tokens is less than the "
             "tokens that a rank of another node sends through it",
         }[outcome]
+
+    def _standings(self, waited: bool) -> list[Standing]:
+        """Of all ranks in reach. Those in a call say what they wait for as soon as they have heard of the failure: if
+        `waited` they have a moment for it."""
+        deadline = time.monotonic() + (ANSWER_S if waited and len(self.ranks) < self.topology.world_size else 0.0)
+        try:
+            while True:
+                standings = self._live_backend().standings()
+                silent = [s for s in standings if s.inside and not s.incidents and not self._fate_of(s.rank)]
+                if not silent or time.monotonic() > deadline:
+                    return standings
+                time.sleep(1e-3)
+        except RuntimeError:  # a GPU that no longer answers
+            return []
+
+    def _fate_of(self, rank: int) -> str | None:
+        """What has become of a rank's process, as far as that can be seen here: see `blame.root`."""
+        return None
 
     def _when_waits_expire(self) -> str:
         return f"after {self.config.timeout_seconds:g} s"
@@ -406,9 +434,10 @@ class RankGroup:
     def _failure(self, outcome: str, rank: int) -> EPError:
         """What is raised, by those who call this, because a rank gave up."""
         self._is_seen = True
+        cause = self._cause(outcome, rank)
         incidents = self._live_backend().incidents()
         # those that expired before those that were told to stop
         incidents.sort(key=lambda incident: incident["outcome"] == "aborted")
-        message = "\n  ".join([self._cause(outcome, rank), *map(describe, incidents), HOW_TO_GO_ON])
+        message = "\n  ".join([cause, *map(describe, incidents), HOW_TO_GO_ON])
         kinds = {"timeout": EPTimeoutError, "mismatch": EPError, "no_layout": EPError, "overflow": EPOverflowError}
         return kinds.get(outcome, EPAbortError)(message, incidents)

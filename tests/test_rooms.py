@@ -14,7 +14,7 @@ API = "the API"  # the files directly in megatron_ep
 # Each room may import itself, those in lines below it, and what FURTHER says. pretrain.py is a door: it is run.
 ROOMS = [{"cli", "pretrain"}, {"bench", "training"}, {"megatron"}, {API}, {"backends"}, {"_C"}]
 LINE = {room: number for number, rooms in enumerate(ROOMS) for room in rooms}
-FURTHER = {"backends": {"megatron_ep.config", "megatron_ep.errors"}}
+FURTHER = {"backends": {"megatron_ep.blame", "megatron_ep.config", "megatron_ep.errors"}}
 MAY_IMPORT_MEGATRON_CORE = {"megatron", "training"}
 
 

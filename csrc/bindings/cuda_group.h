@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -50,7 +51,7 @@ class PyCudaGroup {
         return group_->notify_and_wait(args, at<void>(stream), [&] {
             const pybind11::gil_scoped_acquire gil;
             if (PyErr_CheckSignals() != 0) {
-                group_->abort(Outcome::Interrupted);
+                group_->abort(Outcome::Interrupted, "");
                 throw pybind11::error_already_set();
             }
             if (!watch.is_none()) watch();
@@ -84,26 +85,36 @@ class PyCudaGroup {
     pybind11::object watch = pybind11::none();  // called while notify waits, may raise
 
     std::optional<std::pair<const char*, int>> aborted() const {
-        const uint64_t word = group_->aborted();
-        if (!word) return std::nullopt;
-        return std::pair(name(static_cast<Outcome>(word >> 32)),
-                         static_cast<int>(static_cast<uint32_t>(word)));
+        return first_reason(group_->aborted());
     }
 
     std::vector<pybind11::dict> incidents() const {
         std::vector<pybind11::dict> all;
         for (size_t i = 0; i < group_->ranks().size(); ++i) {
-            for (const Incident& incident : group_->report(i).incidents) {
-                if (incident.outcome != Outcome::Ok) all.push_back(describe(incident));
-            }
+            const auto own = incidents_of(group_->report(i));
+            all.insert(all.end(), own.begin(), own.end());
         }
         return all;
     }
 
-    void abort(bool interrupted, bool failed) {
+    // Of all ranks in reach.
+    std::vector<pybind11::dict> standings() {
+        std::vector<ControlBlock> blocks;
+        {
+            const pybind11::gil_scoped_release release;
+            blocks = group_->control_blocks();
+        }
+        std::vector<pybind11::dict> all;
+        for (size_t i = 0; i < blocks.size(); ++i)
+            all.push_back(standing_of(group_->first_in_reach() + static_cast<int>(i), blocks[i]));
+        return all;
+    }
+
+    void abort(bool interrupted, bool failed, const std::string& reason) {
         group_->abort(interrupted ? Outcome::Interrupted
                       : failed    ? Outcome::Failed
-                                  : Outcome::BadInput);
+                                  : Outcome::BadInput,
+                      reason);
     }
 
     void listen() { group_->listen(); }
@@ -144,8 +155,9 @@ class PyCudaGroup {
                  "(outcome, rank) of whoever gave up first, as far as this process has been told, "
                  "or None.")
             .def("incidents", &PyCudaGroup::incidents)
+            .def("standings", &PyCudaGroup::standings)
             .def("abort", &PyCudaGroup::abort, py::kw_only(), py::arg("interrupted"),
-                 py::arg("failed"), release)
+                 py::arg("failed"), py::arg("reason"), release)
             .def("listen", &PyCudaGroup::listen, release,
                  "Afterwards aborted() knows also of those who gave up while no kernel of this "
                  "process ran.")

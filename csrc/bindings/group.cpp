@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdint>
 #include <optional>
+#include <string>
 
 #include "bindings/exclusive_call.h"
 #include "bindings/incidents.h"
@@ -86,10 +87,7 @@ class Group : public HostLauncher {
 
     // (outcome, rank) of whoever gave up first, or None.
     std::optional<std::pair<const char*, int>> aborted() const {
-        const uint64_t word = group_.state(0).abort_word().load();
-        if (!word) return std::nullopt;
-        return std::pair(name(static_cast<Outcome>(word >> 32)),
-                         static_cast<int>(static_cast<uint32_t>(word)));
+        return first_reason(group_.state(0).abort_word().load(std::memory_order_acquire));
     }
 
     bool finished() const { return group_.finished(); }
@@ -97,18 +95,26 @@ class Group : public HostLauncher {
     std::vector<py::dict> incidents() const {
         std::vector<py::dict> all;
         for (size_t i = 0; i < group_.ranks().size(); ++i) {
-            const ControlBlock& control = *group_.state(i).control;
-            const uint64_t count =
-                std::min<uint64_t>(control.incident_count, ControlBlock::kMaxIncidents);
-            for (uint64_t j = 0; j < count; ++j) all.push_back(describe(control.incidents[j]));
+            const auto own = incidents_of(*group_.state(i).control);
+            all.insert(all.end(), own.begin(), own.end());
         }
         return all;
     }
 
-    void abort(bool interrupted, bool failed) {
-        group_.state(0).abort(interrupted ? Outcome::Interrupted
-                              : failed    ? Outcome::Failed
-                                          : Outcome::BadInput);
+    // Of all ranks.
+    std::vector<py::dict> standings() const {
+        std::vector<py::dict> all;
+        const auto& blocks = group_.state(0).everyone;
+        for (size_t rank = 0; rank < blocks.size(); ++rank)
+            all.push_back(standing_of(static_cast<int>(rank), *blocks[rank]));
+        return all;
+    }
+
+    void abort(bool interrupted, bool failed, const std::string& reason) {
+        group_.abort(interrupted ? Outcome::Interrupted
+                     : failed    ? Outcome::Failed
+                                 : Outcome::BadInput,
+                     reason);
     }
 
     void reset() {
@@ -267,7 +273,9 @@ void bind_group(py::module_& m) {
         .def("aborted", &Group::aborted)
         .def("finished", &Group::finished)
         .def("incidents", &Group::incidents)
-        .def("abort", &Group::abort, py::kw_only(), py::arg("interrupted"), py::arg("failed"))
+        .def("standings", &Group::standings)
+        .def("abort", &Group::abort, py::kw_only(), py::arg("interrupted"), py::arg("failed"),
+             py::arg("reason"))
         .def("reset", &Group::reset)
         .def_property_readonly("seconds", &Group::seconds);
 }

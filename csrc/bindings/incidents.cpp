@@ -1,5 +1,11 @@
 #include "bindings/incidents.h"
 
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <atomic>
+#include <string>
+
 namespace py = pybind11;
 
 namespace ep {
@@ -79,6 +85,26 @@ const char* name(Wait wait) {
     return "?";
 }
 
+// Others may be writing.
+uint64_t load(const uint64_t& word) {
+    return std::atomic_ref<uint64_t>(const_cast<uint64_t&>(word)).load(std::memory_order_acquire);
+}
+
+py::dict counts(const Calls& calls) {
+    py::dict d;
+    d["notify"] = load(calls.notify);
+    d["transfer"] = load(calls.transfer);
+    for (const int is_combine : {0, 1}) {
+        const std::string kind = is_combine ? "combine" : "dispatch";
+        d[py::str(kind + "_sent")] = load(calls.sent[is_combine]);
+        for (const int bank : {0, 1}) {
+            d[py::str(kind + "_received_" + std::to_string(bank))] =
+                load(calls.received[is_combine][bank]);
+        }
+    }
+    return d;
+}
+
 }  // namespace
 
 const char* name(Outcome outcome) {
@@ -116,6 +142,31 @@ py::dict describe(const Incident& incident) {
     d["seen"] = incident.seen;
     d["expected"] = incident.expected;
     d["call"] = incident.call;
+    return d;
+}
+
+std::optional<std::pair<const char*, int>> first_reason(uint64_t abort_word) {
+    if (!abort_word) return std::nullopt;
+    return std::pair(name(ControlBlock::outcome_of(abort_word)), ControlBlock::rank_of(abort_word));
+}
+
+std::vector<py::dict> incidents_of(const ControlBlock& block) {
+    std::vector<py::dict> all;
+    for (int i = 0; i < ControlBlock::kMaxIncidents; ++i) {
+        if (load(block.complete[i])) all.push_back(describe(block.incidents[i]));
+    }
+    return all;
+}
+
+py::dict standing_of(int rank, const ControlBlock& block) {
+    const uint64_t bytes = std::min<uint64_t>(load(block.reason.bytes), Reason::kMostBytes);
+    py::dict d;
+    d["rank"] = rank;
+    d["entered"] = counts(block.entered);
+    d["finished"] = counts(block.finished);
+    d["incidents"] = incidents_of(block);
+    d["reason"] = py::reinterpret_steal<py::str>(
+        PyUnicode_DecodeUTF8(block.reason.text, static_cast<Py_ssize_t>(bytes), "replace"));
     return d;
 }
 

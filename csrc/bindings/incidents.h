@@ -2,6 +2,10 @@
 
 #include <pybind11/pybind11.h>
 
+#include <optional>
+#include <utility>
+#include <vector>
+
 #include "core/incident.h"
 
 namespace ep {
@@ -9,5 +13,11 @@ namespace ep {
 // How incidents are shown to users.
 const char* name(Outcome outcome);
 pybind11::dict describe(const Incident& incident);
+// Who gave up first, and why, by an abort word; nothing for 0.
+std::optional<std::pair<const char*, int>> first_reason(uint64_t abort_word);
+// Those of a control block that can be read, as far as it is known that others are still written.
+std::vector<pybind11::dict> incidents_of(const ControlBlock& block);
+// What others can see of a rank: see backends/interface.py.
+pybind11::dict standing_of(int rank, const ControlBlock& block);
 
 }  // namespace ep

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 namespace ep {
@@ -43,6 +44,8 @@ enum class Role : int {
     LowLatencyCombineReceiver
 };
 
+constexpr Role kLastOfTransfers = Role::CombineReceiver;
+
 enum class Outcome : int {
     Ok,
     Timeout,      // this wait expired
@@ -75,17 +78,53 @@ struct Incident {
     uint64_t call;
 };
 
-// One per rank, in its symmetric heap. `abort` is 0, or tells who gave up first and why; every wait
-// reads it.
+// The last call of each kind, by number, all kinds counted from 1. Of the low-latency mode a pair
+// is a dispatch's and a combine's, and receiving halves, which may come in any order, have one a
+// bank.
+struct Calls {
+    uint64_t notify;
+    uint64_t transfer;  // dispatches and combines
+    uint64_t sent[2];
+    uint64_t received[2][2];
+};
+
+// What a rank's host gives as the reason when it ends the waits of all.
+struct Reason {
+    static constexpr size_t kMostBytes = 376;
+    uint64_t bytes;  // of the text; written after it
+    char text[kMostBytes];
+};
+
+// One per rank, in its symmetric heap, for all ranks in reach to read: whoever waits too long can
+// say who never came.
 struct ControlBlock {
     static constexpr int kMaxIncidents = 32;
+    // 0, or tells who gave up first and why (see first_reason); every wait reads it.
     alignas(64) uint64_t abort;
     alignas(64) uint64_t incident_count;
+    uint64_t complete[kMaxIncidents];  // 1 once the incident can be read
     Incident incidents[kMaxIncidents];
+    Reason reason;
+    alignas(64) Calls entered;  // this rank's, unless it found the abort word set
+    Calls finished;             // and of these what it has done
 
+    // Who gives up swaps it for 0. The host of a GPU, which cannot, stores the upper half: a lower
+    // one that stands beside it was there first, or it could not have been swapped for 0.
     static constexpr uint64_t abort_word(Outcome outcome, int rank) {
-        return (static_cast<uint64_t>(outcome) << 32) | static_cast<uint32_t>(rank);
+        return static_cast<uint64_t>(outcome) << kRankBits | static_cast<uint32_t>(rank);
     }
+    static constexpr uint64_t first_reason(uint64_t word) {
+        return word & 0xffffffff ? word & 0xffffffff : word >> 32;
+    }
+    static constexpr Outcome outcome_of(uint64_t word) {
+        return static_cast<Outcome>(first_reason(word) >> kRankBits);
+    }
+    static constexpr int rank_of(uint64_t word) {
+        return static_cast<int>(first_reason(word) & ((1 << kRankBits) - 1));
+    }
+
+  private:
+    static constexpr int kRankBits = 24;
 };
 
 }  // namespace ep

@@ -99,22 +99,23 @@ EP_FN bool is_last(W& warp, uint64_t* joins, const Team& team) {
 }
 
 template <WarpLike W, class F, class Args>
-EP_FN void end_sending(W& warp, const LowLatencyCall<F, Args>& call, const Team& team) {
+EP_FN bool end_sending(W& warp, const LowLatencyCall<F, Args>& call, const Team& team) {
     if (!is_last(warp, call.fabric.template own<uint64_t>(call.heap().send_joins(Args::kKind)),
                  team))
-        return;
+        return false;
     warp.lanes(1, [&](int) {
         *call.fabric.template own<uint64_t>(call.heap().sent(Args::kKind)) = call.number;
         *call.args.call = call.number;
     });
+    return true;
 }
 
-// All ranks may use this call's bank again.
+// All ranks may use this call's bank again. Whether this warp was the last, here and above.
 template <WarpLike W, class F, class Args>
-EP_FN void end_receiving(W& warp, const LowLatencyCall<F, Args>& call, const Team& team) {
+EP_FN bool end_receiving(W& warp, const LowLatencyCall<F, Args>& call, const Team& team) {
     if (!is_last(warp, call.fabric.template own<uint64_t>(call.heap().receive_joins(Args::kKind)),
                  team))
-        return;
+        return false;
     const size_t flag = call.heap().released(Args::kKind, call.bank, call.args.rank);
     for (int first = 0; first < call.world(); first += 32) {
         const int lanes = lanes_from(first, call.world());
@@ -129,6 +130,7 @@ EP_FN void end_receiving(W& warp, const LowLatencyCall<F, Args>& call, const Tea
                                   call.number);
         });
     }
+    return true;
 }
 
 // After a warp's puts: tells the ranks that it cannot store to, whether or not it had a row for

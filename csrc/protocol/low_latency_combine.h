@@ -93,10 +93,10 @@ EP_FN void return_token(W& warp, const LowLatencyCombine<F>& call, const Team& t
 }
 
 template <class T, WarpLike W, class F>
-EP_FN void low_latency_combine_send(W& warp, F& fabric, const LowLatencyCombineArgs& args,
+EP_FN bool low_latency_combine_send(W& warp, F& fabric, const LowLatencyCombineArgs& args,
                                     const Team& team) {
     const LowLatencyCombine<F> call = next_call(fabric, args);
-    if (!wait_released(warp, call)) return;
+    if (!wait_released(warp, call)) return false;
     for_own_rows(
         warp, args, team, [&](int word) { return args.layout.present(word); },
         [&](int source, int token) {
@@ -104,7 +104,7 @@ EP_FN void low_latency_combine_send(W& warp, F& fabric, const LowLatencyCombineA
             return true;
         });
     signal_rows(warp, call, team);
-    end_sending(warp, call, team);
+    return end_sending(warp, call, team);
 }
 
 template <class T, WarpLike W, class F>
@@ -152,14 +152,14 @@ EP_FN bool sum_token(W& warp, const LowLatencyCombine<F>& call, int token) {
 }
 
 template <class T, WarpLike W, class F>
-EP_FN void low_latency_combine_receive(W& warp, F& fabric, const LowLatencyCombineArgs& args,
+EP_FN bool low_latency_combine_receive(W& warp, F& fabric, const LowLatencyCombineArgs& args,
                                        const Team& team) {
     const LowLatencyCombine<F> call = begun_call(fabric, args);
-    if (!wait_rows_put(warp, call)) return;
+    if (!wait_rows_put(warp, call)) return false;
     for (int token = team.warp; token < args.num_tokens; token += team.warps) {
-        if (!sum_token<T>(warp, call, token)) return;
+        if (!sum_token<T>(warp, call, token)) return false;
     }
-    end_receiving(warp, call, team);
+    return end_receiving(warp, call, team);
 }
 
 }  // namespace ep

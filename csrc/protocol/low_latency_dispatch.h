@@ -189,19 +189,19 @@ EP_FN bool send_token(W& warp, const LowLatencyDispatch<F>& call, const Team& te
 }
 
 template <WarpLike W, class F>
-EP_FN void low_latency_dispatch_send(W& warp, F& fabric, const LowLatencyDispatchArgs& args,
+EP_FN bool low_latency_dispatch_send(W& warp, F& fabric, const LowLatencyDispatchArgs& args,
                                      const Team& team) {
     const LowLatencyDispatch<F> call = next_call(fabric, args);
-    if (!wait_released(warp, call)) return;
+    if (!wait_released(warp, call)) return false;
     if (team.warp == 0) warp.lanes(1, [&](int) { args.layout.overflow() = 0; });
     for (int rank = team.warp; rank < call.world(); rank += team.warps)
         send_choices(warp, call, rank);
     // from the other end: the first warps have had choices to send
     for (int token = team.warps - 1 - team.warp; token < args.num_tokens; token += team.warps) {
-        if (!send_token(warp, call, team, token)) return;
+        if (!send_token(warp, call, team, token)) return false;
     }
     signal_rows(warp, call, team);
-    end_sending(warp, call, team);
+    return end_sending(warp, call, team);
 }
 
 // ---- receiving
@@ -337,10 +337,10 @@ EP_FN bool receive_token(W& warp, const Choices<F>& choices, const Team& team, i
 }
 
 template <WarpLike W, class F>
-EP_FN void low_latency_dispatch_receive(W& warp, F& fabric, const LowLatencyDispatchArgs& args,
+EP_FN bool low_latency_dispatch_receive(W& warp, F& fabric, const LowLatencyDispatchArgs& args,
                                         const Team& team) {
     const LowLatencyDispatch<F> call = begun_call(fabric, args);
-    if (!wait_choices(warp, call) || !wait_rows_put(warp, call)) return;
+    if (!wait_choices(warp, call) || !wait_rows_put(warp, call)) return false;
     const Choices<F> choices{call};
     find_starts(warp, choices, team);
     const auto bits = [&](int word) {
@@ -349,7 +349,7 @@ EP_FN void low_latency_dispatch_receive(W& warp, F& fabric, const LowLatencyDisp
     const bool all = for_own_rows(warp, args, team, bits, [&](int source, int token) {
         return receive_token(warp, choices, team, source, token);
     });
-    if (all) end_receiving(warp, call, team);
+    return all && end_receiving(warp, call, team);
 }
 
 }  // namespace ep

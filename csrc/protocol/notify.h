@@ -16,7 +16,7 @@ namespace ep {
 // One warp moves all counts of a rank, so it reads some before it writes the first: those of a
 // lane.
 struct Counts {
-    static constexpr int kSize = 8;
+    static constexpr int kSize = 6;
     int32_t values[kSize];
 };
 

@@ -20,6 +20,7 @@ import torch
 from megatron_ep import _C
 from megatron_ep.backends.interface import Resettable, Totals
 from megatron_ep.backends.launches import Launches
+from megatron_ep.blame import Standing
 from megatron_ep.config import Config, Topology
 from megatron_ep.errors import EPError, EPStuckError
 
@@ -145,8 +146,11 @@ class CudaBackend:
     def incidents(self) -> list[dict[str, Any]]:
         return self.group.incidents()
 
-    def abort(self, *, interrupted: bool, failed: bool) -> None:
-        self.group.abort(interrupted=interrupted, failed=failed)
+    def standings(self) -> list[Standing]:
+        return [Standing(**standing) for standing in self.group.standings()]
+
+    def abort(self, *, interrupted: bool, failed: bool, reason: str = "") -> None:
+        self.group.abort(interrupted=interrupted, failed=failed, reason=reason)
 
     def settle(self) -> None:
         if self._last is not None:
@@ -193,7 +197,7 @@ class CudaBackend:
         except EPStuckError:
             raise
         except BaseException:
-            self.group.abort(interrupted=True, failed=False)
+            self.abort(interrupted=True, failed=False)
             raise
 
     def synchronize(self) -> None:
@@ -230,10 +234,10 @@ class CudaBackend:
         """A launch inside which a library waits for ever ends the use of the GPU by this process, not its errors."""
         try:
             yield
-        except EPStuckError:
+        except EPStuckError as error:
             _keep_for_ever(self.group)
             with contextlib.suppress(RuntimeError):
-                self.group.abort(interrupted=False, failed=True)
+                self.abort(interrupted=False, failed=True, reason=str(error))
             raise
 
 

@@ -10,6 +10,7 @@ import torch
 
 from megatron_ep import _C
 from megatron_ep.backends.interface import Resettable, Totals
+from megatron_ep.blame import Standing
 
 POOLED_BYTES = 1 << 20  # outputs from this size on live in memory that is kept for later ones
 
@@ -79,8 +80,11 @@ class HostBackend:
     def incidents(self) -> list[dict[str, Any]]:
         return self.group.incidents()
 
-    def abort(self, *, interrupted: bool, failed: bool) -> None:
-        self.group.abort(interrupted=interrupted, failed=failed)
+    def standings(self) -> list[Standing]:
+        return [Standing(**standing) for standing in self.group.standings()]
+
+    def abort(self, *, interrupted: bool, failed: bool, reason: str = "") -> None:
+        self.group.abort(interrupted=interrupted, failed=failed, reason=reason)
 
     def synchronize(self) -> None:
         pass

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron_ep import _C
+from megatron_ep.blame import Standing
 
 
 @dataclass
@@ -88,8 +89,12 @@ class Backend(Protocol):
 
     def incidents(self) -> list[dict[str, Any]]: ...
 
-    def abort(self, *, interrupted: bool, failed: bool) -> None:
-        """Ends all waits of all ranks that this process can reach."""
+    def standings(self) -> list[Standing]:
+        """What can be seen of all ranks in reach, this process's own among them. Waits for none."""
+        ...
+
+    def abort(self, *, interrupted: bool, failed: bool, reason: str = "") -> None:
+        """Ends all waits of all ranks that this process can reach, unless they have ended; tells them why."""
         ...
 
     def synchronize(self) -> None:

@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,6 +59,15 @@ def introduce(config: Config, topology: Topology | None, device: torch.device) -
         fabric=os.environ.get(fabrics.VARIABLE) or None,
         ranks_per_node=os.environ.get(nodes.VARIABLE) or None,
     )
+
+
+def process_fate(pid: int) -> str | None:
+    """What has become of a process of this host: "has ended", "is stopped"; None while it runs."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "has ended"
+    return {"Z": "has ended", "X": "has ended", "T": "is stopped", "t": "is stopped"}.get(state)
 
 
 def agreed_topology(members: Sequence[Member], config: Config) -> Topology:

@@ -1,6 +1,7 @@
 """The low-latency mode between processes: shared memory, and what happens when a rank misbehaves."""
 
 import random
+import re
 import time
 
 import pytest
@@ -172,6 +173,8 @@ def run_one_absent(phase):
 def test_an_absent_rank_is_named(ranks, phase, role):
     messages = ranks.run(run_one_absent, phase)
     assert any(role in m and "from rank 3: seen" in m for m in messages), messages
+    says = re.compile(rf": rank 3 has not (sent|received) low-latency {phase} \d \(it finished \d\)\n")
+    assert all(says.search(m) for m in messages[:3]), messages
 
 
 def run_disagreement(kind):

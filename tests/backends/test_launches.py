@@ -78,7 +78,7 @@ def test_a_launch_that_does_not_end_is_told_to_whoever_waits(stream: Stream) -> 
     ):
         backend.synchronize()
     assert MOST_TIMEOUTS * TIMEOUT < time.monotonic() - started < 5
-    group.abort.assert_called_once_with(interrupted=False, failed=True)
+    group.abort.assert_called_once_with(interrupted=False, failed=True, reason=mock.ANY)
     with pytest.raises(ep.EPError, match="an earlier launch of this process does not end"):
         cuda.check_not_stuck()
     started = time.monotonic()
@@ -127,7 +127,7 @@ def test_a_wait_for_counts_ends_too(stream: Stream) -> None:
 
     with pytest.raises(ep.EPStuckError):
         backend.launch(notify)
-    group.abort.assert_called_once_with(interrupted=False, failed=True)
+    group.abort.assert_called_once_with(interrupted=False, failed=True, reason=mock.ANY)
 
 
 def test_without_a_library_nothing_is_watched(stream: Stream) -> None:

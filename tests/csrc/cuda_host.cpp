@@ -54,20 +54,48 @@ void test_a_group_gives_back_what_it_has() {
     EXPECT(calls > 10);
 }
 
+// Ranks 0 and 1 of one process. The host of rank 0 gives up while a kernel does, too.
 void test_the_first_reason_stays() {
+    const ep::Heap layout{{1, 2}, 2, 1, 4096, 4096};
     const uint64_t timeout = ep::ControlBlock::abort_word(ep::Outcome::Timeout, 1);
     const uint64_t refusal = ep::ControlBlock::abort_word(ep::Outcome::BadInput, 0);
-    for (const bool was_given : {false, true}) {
-        std::string heap(kHeap.bytes(), 0);
+    for (const std::string kernel : {"never", "before", "meanwhile", "after"}) {
+        std::string own(layout.bytes(), 0), other(layout.bytes(), 0);
         fake_cuda = {};
-        ep::P2pFabricParams fabric{kHeap.topology, {}};
-        fabric.heaps[0] = heap.data();
-        Group group(kHeap, fabric, {0}, {heap.data()}, {heap.data()}, 1, 1, 1.0);
-        uint64_t& word = reinterpret_cast<ep::ControlBlock*>(heap.data() + kHeap.control())->abort;
-        if (was_given) word = timeout;  // by another rank's kernel: the host has not heard of it
-        group.abort(ep::Outcome::BadInput);
-        EXPECT(word == (was_given ? timeout : refusal));
-        EXPECT(group.aborted() == word);
+        ep::P2pFabricParams fabric{layout.topology, {own.data(), other.data()}};
+        Group group(layout, fabric, {0}, {own.data()}, {own.data(), other.data()}, 1, 1, 1.0);
+        auto block = [&](std::string& heap) {
+            return reinterpret_cast<ep::ControlBlock*>(heap.data() + layout.control());
+        };
+        auto give_up = [&] {  // by another rank's kernel: the host has not heard of it
+            for (std::string* heap : {&own, &other}) {
+                uint64_t& word = block(*heap)->abort;
+                if (word == 0) word = timeout;
+            }
+        };
+        if (kernel == "before") give_up();
+        fake_cuda.before_copy = [&](void* to) {
+            const char* first = reinterpret_cast<char*>(&block(own)->abort);
+            const bool is_word = to >= first && to < first + sizeof(uint64_t);
+            if (kernel == "meanwhile" && is_word) give_up();
+        };
+        group.abort(ep::Outcome::BadInput, "a \"reason\"");
+        fake_cuda.before_copy = nullptr;
+        if (kernel == "after") give_up();
+        const bool was_first = kernel == "before" || kernel == "meanwhile";
+        for (std::string* heap : {&own, &other}) {
+            const uint64_t reason = ep::ControlBlock::first_reason(block(*heap)->abort);
+            EXPECT(reason == (was_first ? timeout : refusal));
+        }
+        EXPECT(ep::ControlBlock::first_reason(group.aborted()) == (was_first ? timeout : refusal));
+        group.abort(ep::Outcome::Failed, "another");
+        EXPECT(ep::ControlBlock::first_reason(group.aborted()) == (was_first ? timeout : refusal));
+        const auto blocks = group.control_blocks();
+        EXPECT(blocks.size() == 2 && group.first_in_reach() == 0);
+        EXPECT(std::string(blocks[0].reason.text, blocks[0].reason.bytes) == "a \"reason\"");
+        EXPECT(blocks[1].reason.bytes == 0);
+        group.reset();
+        EXPECT(group.aborted() == 0 && block(own)->reason.bytes == 0);
     }
 }
 

@@ -3,6 +3,7 @@
 //
 //     device_warp FIRST_SEED END_SEED
 //     device_warp absent
+//     device_warp incident
 //     device_warp given_up
 //     device_warp unfit
 //
@@ -265,6 +266,7 @@ class Grid {
     void finish(const std::vector<Args>& args) {
         Finish joint{};
         joint.blocks_per_rank = kFinishBlocks;
+        joint.is_transfer = true;
         for (size_t i = 0; i < args.size(); ++i) {
             joint.ranks[i] = device_rank(i);
             joint.outputs[i] = outputs_of(args[i]);
@@ -422,6 +424,13 @@ void run_case(uint64_t seed) {
         weighted ? combine_on<true>(grid, combine_joint, c.dtype)
                  : combine_on<false>(grid, combine_joint, c.dtype);
         grid.finish(combine[1]);
+        for (const Memory& heap : gpu.heaps) {
+            const ControlBlock* block = heap.as<ControlBlock>();
+            const bool is_counted =
+                block->entered.notify == epoch && block->finished.notify == epoch &&
+                block->entered.transfer == call && block->finished.transfer == call;
+            if (!is_counted) simt::die("calls are not counted");
+        }
         if (group.state(0).aborted()) simt::die("the host gave up");
         for (int rank = 0; rank < world; ++rank) {
             const Tensors &ours = gpu.tensors[rank], &expected = host.tensors[rank];
@@ -478,6 +487,36 @@ void run_absent(bool several_nodes) {
     }
     if (report.abort != ControlBlock::abort_word(Outcome::Timeout, 0))
         simt::die("the host is not told that a rank gave up");
+    const ControlBlock* blocks[] = {side.heaps[0].as<ControlBlock>(),
+                                    side.heaps[1].as<ControlBlock>()};
+    const bool is_counted = blocks[0]->entered.notify == 1 && blocks[0]->finished.notify == 0 &&
+                            blocks[1]->entered.notify == 0;
+    if (!is_counted) simt::die("it cannot be seen who has not come");
+}
+
+// Rank 1 finds its abort word set: then it can read what rank 0 was waiting for, whole.
+void run_incident(uint64_t seed) {
+    Case c = small_case(false);
+    c.random.seed(seed);
+    Side side;
+    for (int rank = 0; rank < 2; ++rank) side.heaps.emplace_back(c.heap.bytes(), 0, "a heap");
+    Grid grid(c, side);
+    const auto joint = grid.joint<Notify>(std::vector<NotifyArgs>(2), 1);
+    ControlBlock* blocks[] = {side.heaps[0].as<ControlBlock>(), side.heaps[1].as<ControlBlock>()};
+    // of one lane's writes only those before its warp last met are known to be released
+    simt::order::ignore(blocks[0]->incidents, sizeof(blocks[0]->incidents));
+    simt::run(2, 1, 32, seed, [&] {
+        const DeviceRank& rank = joint.ranks[blockIdx.x];
+        DeviceWarp warp(rank, 7, Role::Receiver, 0, kernels::bulk_buffers());
+        if (rank.rank == 0) return warp.fail(Outcome::Mismatch, Wait::None, Need{11, 12, 1});
+        warp.lanes(1, [&](int) {
+            while (!ptx::load_acquire_sys(&rank.control->abort)) simt::yield();
+            const Incident& incident = blocks[0]->incidents[0];
+            if (!ptx::load_acquire_sys(&blocks[0]->complete[0]) || incident.expected != 12 ||
+                !grid.report(0).complete[0])
+                simt::die("a rank is told that another gave up before it can see why");
+        });
+    });
 }
 
 bool is_poison(const Memory& memory) {
@@ -554,6 +593,11 @@ void run_given_up(bool several_nodes, bool in_notify, int tokens) {
     grid.run(kernels::dispatch_kernel<Dispatch>, dispatch_joint, 1);
     grid.finish(alone);
     if (!grid.report(0).abort) simt::die("rank 0 did without rank 1");
+    const ControlBlock* blocks[] = {side.heaps[0].as<ControlBlock>(),
+                                    side.heaps[1].as<ControlBlock>()};
+    const bool is_counted = blocks[0]->entered.transfer == !in_notify &&
+                            blocks[0]->finished.transfer == 0 && blocks[1]->entered.transfer == 0;
+    if (!is_counted) simt::die("it cannot be seen who has not come to the dispatch");
     const Tensors& lone = side.tensors[0];
     for (const Memory* memory : {&lone.out, &lone.out_scales, &lone.out_weights}) {
         if (!is_poison(*memory))
@@ -579,7 +623,7 @@ void run_unfit() {
     Case c = small_case(true);
     const auto expect = [](const Grid& grid, Outcome outcome, const char* what) {
         const ControlBlock& report = grid.report(0);
-        if (report.abort >> 32 != static_cast<uint64_t>(outcome) ||
+        if (ControlBlock::outcome_of(report.abort) != outcome ||
             report.incidents[0].outcome != outcome)
             simt::die(what);
     };
@@ -640,6 +684,11 @@ int main(int argc, char** argv) {
     if (argc == 2 && std::string(argv[1]) == "absent") {
         for (const bool several_nodes : {false, true}) ep::run_absent(several_nodes);
         std::printf("an absent rank is reported\n");
+        return 0;
+    }
+    if (argc == 2 && std::string(argv[1]) == "incident") {
+        for (uint64_t seed = 0; seed < 50; ++seed) ep::run_incident(seed);
+        std::printf("an incident is there before the word\n");
         return 0;
     }
     if (argc == 2 && std::string(argv[1]) == "given_up") {

@@ -102,6 +102,22 @@ void run_program(uint64_t seed) {
                 }
             }
         }
+        for (const ControlBlock& control : program.controls) {
+            const Calls &in = control.entered, &out = control.finished;
+            uint64_t calls[2] = {};
+            for (const auto& call : program.calls) calls[call.is_combine] += replay + 1;
+            for (const int kind : {0, 1}) {
+                const bool is_counted =
+                    in.sent[kind] == calls[kind] && out.sent[kind] == calls[kind];
+                if (!is_counted) simt::die("calls are not counted");
+                for (const int bank : {0, 1}) {
+                    const uint64_t last = calls[kind] < 2 ? (calls[kind] % 2 == bank) * calls[kind]
+                                                          : calls[kind] - (calls[kind] % 2 != bank);
+                    if (in.received[kind][bank] != last || out.received[kind][bank] != last)
+                        simt::die("receiving halves are not counted");
+                }
+            }
+        }
         if (program.errors()) {
             std::fprintf(stderr, "seed %llu: wrong values\n",
                          static_cast<unsigned long long>(seed));

@@ -58,6 +58,9 @@ def test_graph_of_a_dispatch_without_counts(nodes, ranks_per_node):
             for a, b in zip(y, ep.combine(expected.x, expected.handle), strict=True):
                 assert torch.equal(a, b)
             cluster.synchronize()
+        for standing in cluster._backend.standings():  # counted on the GPU, replays too
+            assert standing.entered == standing.finished
+            assert (standing.entered["notify"], standing.entered["transfer"]) == (1, 1 + 3 * 4)
 
 
 def test_graph_of_a_cached_dispatch():
@@ -169,6 +172,9 @@ def test_an_absent_rank_is_a_timeout_and_the_context_lives(nodes, ranks_per_node
             with pytest.raises(ep.EPTimeoutError) as caught:
                 ep.dispatch(x, ids, weights, buffer=buffer)
             assert 0.9 < time.monotonic() - started < 4
+            assert "rank 0 timed out first, after 1 s: rank 1 has not entered notify 1 (it finished 0)" in str(
+                caught.value
+            )
             (incident,) = caught.value.incidents
             assert incident["role"] == "notify" and incident["peer"] == 1 and incident["outcome"] == "timeout"
             assert incident["waiting_for"] == f"counts from {waits_for}"

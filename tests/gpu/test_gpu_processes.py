@@ -1,5 +1,7 @@
 """Processes that share one GPU through CUDA IPC. Their kernels take turns on it, so these cases are small."""
 
+import re
+import threading
 import time
 
 import pytest
@@ -80,6 +82,48 @@ def run_one_absent():
 def test_an_absent_rank_is_named(ranks):
     messages = ranks.run(run_one_absent)
     assert any("notify" in message and "from rank 3: seen" in message for message in messages), messages
+    assert all(": rank 3 has not entered notify 1 (it finished 0)\n" in message for message in messages[:3]), messages
+
+
+def run_one_absent_from_a_combine():
+    buffer = make_buffer(2, timeout=2.0)
+    x, ids, weights = (part[buffer.rank].cuda() for part in inputs(2))
+    rows = ep.dispatch(x, ids, weights, buffer=buffer)
+    buffer.synchronize()
+    message = ""
+    if buffer.rank == 3:
+        time.sleep(6)
+    else:
+        with pytest.raises(ep.EPTimeoutError) as caught:
+            ep.combine(rows.x, rows.handle)
+            buffer.synchronize()
+            ep.dispatch(x, ids, weights, buffer=buffer)  # whoever needed nothing of rank 3
+        message = str(caught.value)
+    buffer.reset()
+    round_trips(buffer, rounds=1)
+    buffer.close()
+    return message
+
+
+def test_a_rank_that_is_absent_from_a_combine_is_named(ranks):
+    messages = ranks.run(run_one_absent_from_a_combine)
+    says = re.compile(r": rank 3 has not entered (call|notify) 2 \(it finished 1\)\n")
+    assert all(says.search(message) for message in messages[:3]), messages
+
+
+def run_one_told_to_stop():
+    buffer = make_buffer(2, timeout=30.0)
+    x, ids, weights = (part[buffer.rank].cuda() for part in inputs(2))
+    if buffer.rank == 0:
+        threading.Timer(1.0, ep.abort_all, ["the job restarts"]).start()
+    if buffer.rank != 3:
+        with pytest.raises(ep.EPAbortError, match="rank 0 was told to stop: the job restarts"):
+            ep.dispatch(x, ids, weights, buffer=buffer)
+    buffer.close()
+
+
+def test_the_reason_of_an_abort_reaches_all(ranks):
+    ranks.run(run_one_told_to_stop)
 
 
 def run_one_mistake():

@@ -1,6 +1,7 @@
 """Four ranks, 2x2, that dispatch and combine until something happens to one of them."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -78,6 +79,9 @@ def check_killed(tmp_path, device="cpu"):
     assert statuses == [7, -signal.SIGKILL, 7, 7], outputs
     assert all("EPTimeoutError" in outputs[rank] for rank in (0, 2, 3))
     assert any("from rank 1: seen" in outputs[rank] for rank in (0, 2, 3)), outputs
+    # whatever it was doing, and whoever else the others wait for
+    verdict = re.compile(r"rank \d timed out first, after 2 s: rank 1 .*; the process of rank 1 has ended\n")
+    assert all(verdict.search(outputs[rank]) for rank in (0, 2, 3)), outputs
 
 
 def check_interrupted(tmp_path, device="cpu"):

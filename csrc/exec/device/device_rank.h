@@ -23,21 +23,33 @@ struct DeviceRank {
 
 #if defined(__CUDACC__)
 
-// Memory of the host sees no atomics, which not every bus has: all who write this word write the
-// same value.
+// Memory of the host sees no atomics, which not every bus has: all who write this word tell the
+// same reason.
 __device__ __forceinline__ void report_abort(const DeviceRank& rank) {
     ptx::store_release_sys(&rank.report->abort, ptx::load_acquire_sys(&rank.control->abort));
 }
 
-// By one thread: makes all waits of all ranks in reach end, and tells the host.
-__device__ __noinline__ inline void give_up(const DeviceRank& rank, const Incident& incident) {
+// By one thread: makes all waits of all ranks in reach end, and tells the host. Whoever finds the
+// abort word can read the incident.
+__device__ __noinline__ inline void give_up(const DeviceRank& rank, Incident incident) {
+    // Counted on the GPU: a captured launch brings the same number each time.
+    const bool is_transfer = incident.role >= Role::NvlSender && incident.role <= kLastOfTransfers;
+    const bool has_waited =
+        incident.outcome == Outcome::Timeout || incident.outcome == Outcome::Aborted;
+    if (is_transfer && has_waited)
+        incident.call = ptx::load_acquire_sys(&rank.control->entered.transfer);
+    const uint64_t index = ptx::fetch_add_sys(&rank.control->incident_count, 1);
+    if (index < ControlBlock::kMaxIncidents) {
+        for (ControlBlock* block : {rank.control, rank.report}) {
+            block->incidents[index] = incident;
+            ptx::store_release_sys(&block->complete[index], 1);
+        }
+    }
     if (incident.outcome != Outcome::Aborted) {
         const uint64_t word = ControlBlock::abort_word(incident.outcome, rank.rank);
         for (int i = 0; i < rank.num_reachable; ++i)
-            ptx::compare_and_swap_sys(rank.abort_words[i], 0, word);
+            ptx::compare_and_swap_release_sys(rank.abort_words[i], 0, word);
     }
-    const uint64_t index = ptx::fetch_add_sys(&rank.control->incident_count, 1);
-    if (index < ControlBlock::kMaxIncidents) rank.report->incidents[index] = incident;
     report_abort(rank);
 }
 

@@ -65,13 +65,20 @@ __device__ __forceinline__ uint64_t fetch_add_sys(uint64_t* address, uint64_t va
                  : "memory");
     return before;
 }
-__device__ __forceinline__ void compare_and_swap_sys(uint64_t* address, uint64_t expected,
-                                                     uint64_t value) {
+// Orders this thread's writes before it.
+__device__ __forceinline__ void compare_and_swap_release_sys(uint64_t* address, uint64_t expected,
+                                                             uint64_t value) {
     [[maybe_unused]] uint64_t before;
-    asm volatile("atom.relaxed.sys.global.cas.b64 %0, [%1], %2, %3;"
+    asm volatile("atom.release.sys.global.cas.b64 %0, [%1], %2, %3;"
                  : "=l"(before)
                  : "l"(address), "l"(expected), "l"(value)
                  : "memory");
+}
+
+// ---- counters that others read, for failures only: nobody waits for the sum
+
+__device__ __forceinline__ void add_sys(uint64_t* address, uint64_t value) {
+    asm volatile("red.relaxed.sys.global.add.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
 // ---- warps of a launch that meet

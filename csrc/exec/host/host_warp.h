@@ -97,8 +97,8 @@ class BasicHostWarp {
 
     void fail(Outcome outcome, Wait wait, const Need& need) {
         rank_.give_up();
-        rank_.abort(outcome);
         record(outcome, wait, need);
+        rank_.abort(outcome);
     }
 
     template <Reuse reuse>
@@ -184,16 +184,18 @@ class BasicHostWarp {
         if (!executor_.preempts() && condition()) return true;
         const WaitEnd end = executor_.wait(Condition(condition), rank_);
         if (end == WaitEnd::Met) return true;
+        int lane = 0;
+        Need missing{};
+        auto is_missing = [&] {
+            missing = need(lane);
+            return !is_met(missing) && missing.peer >= 0;
+        };
+        while (lane < count && !is_missing()) ++lane;
+        if (lane == count && condition()) return true;  // in the last moment
         rank_.give_up();
-        if (end == WaitEnd::Expired) rank_.abort(Outcome::Timeout);
-        for (int lane = 0; lane < count; ++lane) {
-            const Need missing = need(lane);
-            if (!is_met(missing) && missing.peer >= 0) {
-                record(end == WaitEnd::Expired ? Outcome::Timeout : Outcome::Aborted, wait,
-                       missing);
-                break;
-            }
-        }
+        const Outcome outcome = end == WaitEnd::Expired ? Outcome::Timeout : Outcome::Aborted;
+        if (lane < count) record(outcome, wait, missing);
+        if (end == WaitEnd::Expired) rank_.abort(outcome);
         return false;
     }
 

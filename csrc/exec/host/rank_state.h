@@ -25,7 +25,8 @@ struct RankState {
         return std::atomic_ref<uint64_t>(control->abort);
     }
 
-    // Makes every wait of every rank end. The first to give up is the one that is remembered.
+    // Makes every wait of every rank end. The first to give up is the one that is remembered; what
+    // it has recorded before can be read by whoever finds its word.
     void abort(Outcome outcome) const {
         for (ControlBlock* block : everyone) {
             uint64_t nobody = 0;
@@ -38,7 +39,14 @@ struct RankState {
 
     void record(const Incident& incident) const {
         const uint64_t index = std::atomic_ref<uint64_t>(control->incident_count).fetch_add(1);
-        if (index < ControlBlock::kMaxIncidents) control->incidents[index] = incident;
+        if (index >= ControlBlock::kMaxIncidents) return;
+        control->incidents[index] = incident;
+        std::atomic_ref<uint64_t>(control->complete[index]).store(1, std::memory_order_release);
+    }
+
+    // For others to read: counts[what] in `entered` or `finished`.
+    static void note(uint64_t& count, uint64_t call) {
+        std::atomic_ref<uint64_t>(count).store(call, std::memory_order_relaxed);
     }
 };
 

@@ -2,6 +2,8 @@
 
 #include <cstdint>
 #include <functional>
+#include <mutex>
+#include <string>
 #include <vector>
 
 #include "core/args.h"
@@ -36,8 +38,9 @@ class CudaGroup {
     static_assert(FabricParamsLike<FabricParams>);
 
   public:
-    // heaps: of those ranks whose memory this process can write, in any order; own_heaps: of
-    // `ranks`, in their order. sms: how many SMs a launch may use for each rank.
+    // heaps: of those ranks whose memory this process can write, all of them or those of the node,
+    // in their order; own_heaps: of `ranks`, in theirs. sms: how many SMs a launch may use for each
+    // rank.
     CudaGroup(const Heap& heap, const FabricParams& fabric, std::vector<int> ranks,
               const std::vector<char*>& own_heaps, const std::vector<char*>& heaps, int device,
               int sms, double timeout);
@@ -70,12 +73,17 @@ class CudaGroup {
     uint64_t aborted() const;
     const ControlBlock& report(size_t index) const { return reports_[index]; }
     // Behind a call whose outputs these are, one per rank: nobody can take them for data if it was
-    // given up.
-    void finish(const std::vector<Outputs>& outputs, CudaStream stream) const;
-    // Makes the waits of all ranks in reach end, also while this process's own kernels run. Leaves
-    // a reason that this process's ranks have been given before as it is.
-    void abort(Outcome outcome);
-    // Afterwards aborted() knows also of those who gave up while no kernel of this process ran.
+    // given up. is_transfer: a dispatch or combine of the normal mode.
+    void finish(const std::vector<Outputs>& outputs, CudaStream stream, bool is_transfer) const;
+    // Makes the waits of all ranks in reach end, also while this process's own kernels run, unless
+    // they have ended: then the reason that they were given stays. From any thread. Of several
+    // processes whose hosts do so in the same moment the last is remembered.
+    void abort(Outcome outcome, const std::string& reason);
+    // Of the ranks in reach, from first_in_reach() on.
+    std::vector<ControlBlock> control_blocks() const;
+    int first_in_reach() const { return first_in_reach_; }
+    // From any thread. Afterwards aborted() knows also of those who gave up while no kernel of this
+    // process ran.
     void listen();
     // Until what this process's ranks sent to other nodes is there. Throws std::runtime_error when
     // that takes longer than a wait may.
@@ -91,6 +99,8 @@ class CudaGroup {
     void reset();
 
   private:
+    void hear(const std::vector<ControlBlock*>& blocks);
+    void hear_own();
     template <class F>
     void for_local_ranks(F&& f) const;
     template <class J, class Args>
@@ -108,17 +118,21 @@ class CudaGroup {
     int device_;
     int sms_;
     uint64_t timeout_ns_;
-    std::vector<uint64_t*> reachable_;  // abort words of the heaps
+    std::vector<ControlBlock*> reachable_;  // of the heaps
+    int first_in_reach_;
+    std::mutex abort_mutex_;  // for what abort and listen pass through
+    bool has_reason_ = false;
     Resource<void> abort_stream_;
-    Resource<uint64_t*[]> abort_words_;        // reachable_, on the GPU
+    Resource<uint64_t*[]> abort_words_;        // of reachable_, on the GPU
     Resource<uint64_t[]> progress_;            // of each rank, on the GPU: see Progress
     Resource<Layout::Totals[]> totals_;        // [ranks], pinned: what notify tells the host
     Layout::Totals* totals_on_gpu_ = nullptr;  // the same, mapped
     uint64_t ticket_ = 0;                      // of the last notify that the host waited for
     Resource<ControlBlock[]> reports_;         // [ranks], pinned
     ControlBlock* reports_on_gpu_ = nullptr;   // the same, mapped
-    Resource<uint64_t[]> abort_source_;        // one, pinned
-    Resource<uint64_t[]> heard_;               // [ranks], pinned
+    Resource<Reason[]> reason_source_;         // one, pinned
+    Resource<uint32_t[]> abort_source_;        // one, pinned
+    Resource<uint64_t[]> heard_;               // [heaps], pinned
     CudaGraphs graphs_;
 };
 

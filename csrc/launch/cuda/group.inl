@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <string>
 
 #include "core/cuda/runtime.h"
@@ -88,13 +89,18 @@ CudaGroup<P>::CudaGroup(const Heap& heap, const P& fabric, std::vector<int> rank
 
     const DeviceGuard guard(device_);
     for (char* base : heaps)
-        reachable_.push_back(&reinterpret_cast<ControlBlock*>(base + heap_.control())->abort);
+        reachable_.push_back(reinterpret_cast<ControlBlock*>(base + heap_.control()));
+    const Topology& topology = heap_.topology;
+    first_in_reach_ = heaps.size() == static_cast<size_t>(topology.world())
+                          ? 0
+                          : topology.rank(topology.node_of(ranks_.front()), 0);
     abort_stream_ = side_stream(device_);
-    const size_t words_bytes = reachable_.size() * sizeof(uint64_t*);
+    std::vector<uint64_t*> words;
+    for (ControlBlock* block : reachable_) words.push_back(&block->abort);
+    const size_t words_bytes = words.size() * sizeof(uint64_t*);
     abort_words_ = as_array<uint64_t*>(device_memory(device_, words_bytes));
-    check_cuda(
-        cudaMemcpy(abort_words_.get(), reachable_.data(), words_bytes, cudaMemcpyHostToDevice),
-        "cudaMemcpy");
+    check_cuda(cudaMemcpy(abort_words_.get(), words.data(), words_bytes, cudaMemcpyHostToDevice),
+               "cudaMemcpy");
     progress_ = as_array<uint64_t>(device_memory(device_, progress_bytes()));
     totals_ =
         as_array<Layout::Totals>(pinned_memory(device_, ranks_.size() * sizeof(Layout::Totals)));
@@ -106,8 +112,9 @@ CudaGroup<P>::CudaGroup(const Heap& heap, const P& fabric, std::vector<int> rank
     check_cuda(
         cudaHostGetDevicePointer(reinterpret_cast<void**>(&reports_on_gpu_), reports_.get(), 0),
         "cudaHostGetDevicePointer");
-    abort_source_ = as_array<uint64_t>(pinned_memory(device_, sizeof(uint64_t)));
-    heard_ = as_array<uint64_t>(pinned_memory(device_, ranks_.size() * sizeof(uint64_t)));
+    reason_source_ = as_array<Reason>(pinned_memory(device_, sizeof(Reason)));
+    abort_source_ = as_array<uint32_t>(pinned_memory(device_, sizeof(uint32_t)));
+    heard_ = as_array<uint64_t>(pinned_memory(device_, reachable_.size() * sizeof(uint64_t)));
     reset();
 }
 
@@ -208,7 +215,7 @@ void CudaGroup<P>::dispatch(const std::vector<DispatchArgs>& args, CudaStream st
         using J = DispatchJoint<P, kRanks>;
         launch(kernels::dispatch_kernel<J>, joint_of_roles<J>(args), args.size(), stream);
     });
-    finish(outputs_of(args), stream);
+    finish(outputs_of(args), stream, true);
 }
 
 template <class P>
@@ -223,15 +230,17 @@ void CudaGroup<P>::combine(const std::vector<CombineArgs>& args, DType dtype, Cu
             weighted ? CombineLaunch<P, kRanks, true>::run : CombineLaunch<P, kRanks, false>::run;
         run(all, args.size(), dtype, stream);
     });
-    finish(outputs_of(args), stream);
+    finish(outputs_of(args), stream, true);
 }
 
 template <class P>
-void CudaGroup<P>::finish(const std::vector<Outputs>& outputs, CudaStream stream) const {
+void CudaGroup<P>::finish(const std::vector<Outputs>& outputs, CudaStream stream,
+                          bool is_transfer) const {
     for_local_ranks([&]<int kRanks>() {
         using J = FinishJoint<kRanks>;
         J joint{};
         joint.blocks_per_rank = kFinishBlocks;
+        joint.is_transfer = is_transfer;
         for (size_t i = 0; i < outputs.size(); ++i) {
             joint.ranks[i] = device_rank(i);
             joint.outputs[i] = outputs[i];
@@ -255,33 +264,61 @@ uint64_t CudaGroup<P>::aborted() const {
 }
 
 template <class P>
-void CudaGroup<P>::abort(Outcome outcome) {
+void CudaGroup<P>::abort(Outcome outcome, const std::string& reason) {
     const DeviceGuard guard(device_);
-    listen();
-    if (aborted()) return;  // the first reason stays: a later one may be but its consequence
-    abort_source_[0] = ControlBlock::abort_word(outcome, ranks_.front());
+    const std::lock_guard lock(abort_mutex_);
     const auto stream = static_cast<cudaStream_t>(abort_stream_.get());
-    for (uint64_t* word : reachable_) {
+    hear(reachable_);
+    if (!has_reason_) {
+        has_reason_ = true;
+        Reason& source = reason_source_[0];
+        source.bytes = std::min(reason.size(), Reason::kMostBytes);
+        std::memcpy(source.text, reason.data(), source.bytes);
+        check_cuda(cudaMemcpyAsync(&device_rank(0).control->reason, &source, sizeof(Reason),
+                                   cudaMemcpyDefault, stream),
+                   "cudaMemcpyAsync");
+    }
+    abort_source_[0] = static_cast<uint32_t>(ControlBlock::abort_word(outcome, ranks_.front()));
+    for (size_t i = 0; i < reachable_.size(); ++i) {
+        if (heard_[i]) continue;  // the first reason stays: a later one may be but its consequence
+        // the upper half: a kernel may set the lower one until then
         check_cuda(
-            cudaMemcpyAsync(word, abort_source_.get(), sizeof(uint64_t), cudaMemcpyDefault, stream),
+            cudaMemcpyAsync(reinterpret_cast<uint32_t*>(&reachable_[i]->abort) + 1,
+                            abort_source_.get(), sizeof(uint32_t), cudaMemcpyDefault, stream),
             "cudaMemcpyAsync");
     }
     check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-    std::atomic_ref<uint64_t>(reports_[0].abort).store(abort_source_[0], std::memory_order_release);
+    hear_own();
 }
 
 template <class P>
 void CudaGroup<P>::listen() {
     const DeviceGuard guard(device_);
+    const std::lock_guard lock(abort_mutex_);
+    hear_own();
+}
+
+// Copies the abort words of control blocks to heard_.
+template <class P>
+void CudaGroup<P>::hear(const std::vector<ControlBlock*>& blocks) {
     const auto stream = static_cast<cudaStream_t>(abort_stream_.get());
-    for (size_t i = 0; i < ranks_.size(); ++i) {
-        check_cuda(cudaMemcpyAsync(heard_.get() + i, &device_rank(i).control->abort,
-                                   sizeof(uint64_t), cudaMemcpyDefault, stream),
+    for (size_t i = 0; i < blocks.size(); ++i) {
+        check_cuda(cudaMemcpyAsync(heard_.get() + i, &blocks[i]->abort, sizeof(uint64_t),
+                                   cudaMemcpyDefault, stream),
                    "cudaMemcpyAsync");
     }
     check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+}
+
+template <class P>
+void CudaGroup<P>::hear_own() {
+    std::vector<ControlBlock*> own;
+    for (size_t i = 0; i < ranks_.size(); ++i) own.push_back(device_rank(i).control);
+    hear(own);
     for (size_t i = 0; i < ranks_.size(); ++i) {
-        if (heard_[i]) std::atomic_ref<uint64_t>(reports_[i].abort).store(heard_[i]);
+        if (heard_[i])
+            std::atomic_ref<uint64_t>(reports_[i].abort)
+                .store(heard_[i], std::memory_order_release);
     }
 }
 
@@ -295,6 +332,20 @@ void CudaGroup<P>::retire() {
             cudaMemcpy(&device_rank(i).control->abort, &word, sizeof(word), cudaMemcpyHostToDevice),
             "cudaMemcpy");
     }
+}
+
+template <class P>
+std::vector<ControlBlock> CudaGroup<P>::control_blocks() const {
+    const DeviceGuard guard(device_);
+    const auto stream = static_cast<cudaStream_t>(abort_stream_.get());
+    std::vector<ControlBlock> blocks(reachable_.size());
+    for (size_t i = 0; i < blocks.size(); ++i) {
+        check_cuda(cudaMemcpyAsync(&blocks[i], reachable_[i], sizeof(ControlBlock),
+                                   cudaMemcpyDefault, stream),
+                   "cudaMemcpyAsync");
+    }
+    check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+    return blocks;
 }
 
 template <class P>
@@ -312,6 +363,7 @@ void CudaGroup<P>::reset() {
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     fabric_.reset_signals(ranks_.front(), timeout_ns_);
     for (size_t i = 0; i < ranks_.size(); ++i) reports_[i] = {};
+    has_reason_ = false;
 }
 
 }  // namespace ep

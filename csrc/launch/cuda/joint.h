@@ -50,6 +50,7 @@ using CombineJoint = Joint<P, CombineArgs, kRanks, CombineRoles>;
 template <int kRanks>
 struct FinishJoint {
     int blocks_per_rank;
+    bool is_transfer;  // and counted as such; not a receiving half
     DeviceRank ranks[kRanks];
     Outputs outputs[kRanks];
 };

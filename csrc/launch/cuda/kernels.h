@@ -36,6 +36,12 @@ __device__ __forceinline__ BulkBuffers& bulk_buffers() {
     return buffers;
 }
 
+// For the others to see, by one warp of a rank: a number in its control block.
+__device__ __forceinline__ void count_one(uint64_t& calls) {
+    if (rows::lane_id() == 0) ptx::add_sys(&calls, 1);
+    __syncwarp();
+}
+
 // ---- notify: each step needs the one before on all channels
 
 // All warps of a rank's blocks meet, and see what the others wrote before. They are on the GPU
@@ -82,6 +88,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1) notify_kernel(const __grid_c
         return;
     }
     if (is_aborted(rank)) return;
+    if (place.warp == 0) count_one(rank.control->entered.notify);
     const int roles = num_exchange_roles(args.heap.topology);
     const int half = (place.warps + 1) / 2, exchangers = roles < half ? roles : half;
     if (place.warp >= exchangers) {
@@ -93,8 +100,10 @@ __global__ void __launch_bounds__(kBlockThreads, 1) notify_kernel(const __grid_c
     typename J::Fabric fabric(joint.fabric, args.rank);
     for (int role = place.warp; role < roles; role += exchangers) {
         if (!run_exchange_role(warp, fabric, args, role)) return;
-        if (role == roles - 1)
+        if (role == roles - 1) {
             warp.lanes(1, [&](int) { joint.progress[place.index].notifies() = args.epoch; });
+            count_one(rank.control->finished.notify);
+        }
     }
 }
 
@@ -154,6 +163,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     const int number = role_of_warp(warps * args.layout.channels, place.block,
                                     joint.blocks_per_rank, warp_of_block());
     if (number < 0 || is_aborted(joint.ranks[place.index])) return;
+    if (number == 0) count_one(joint.ranks[place.index].control->entered.transfer);
     if (!has_layout(joint, place, args)) return;
     typename J::Fabric fabric(joint.fabric, args.rank);
     const DeviceRank& rank = joint.ranks[place.index];
@@ -200,6 +210,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     const int number = role_of_warp(warps * args.layout.channels, place.block,
                                     joint.blocks_per_rank, warp_of_block());
     if (number < 0 || is_aborted(joint.ranks[place.index])) return;
+    if (number == 0) count_one(joint.ranks[place.index].control->entered.transfer);
     if (!has_layout(joint, place, args)) return;
     typename J::Fabric fabric(joint.fabric, args.rank);
     run_combine_role<T, kWeighted>(joint.ranks[place.index], bulk_buffers(), fabric, args,
@@ -213,7 +224,11 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 template <class J>
 __global__ void __launch_bounds__(kFinishThreads) finish_kernel(const __grid_constant__ J joint) {
     const Place<J> place(joint);
-    if (!is_aborted(joint.ranks[place.index])) return;
+    const DeviceRank& rank = joint.ranks[place.index];
+    if (!is_aborted(rank)) {
+        if (joint.is_transfer && place.warp == 0) count_one(rank.control->finished.transfer);
+        return;
+    }
     const Outputs& outputs = joint.outputs[place.index];
     for (const Outputs::Part& part : outputs.parts) {
         const size_t share = align_up(part.bytes / place.warps + 1, sizeof(uint4));

@@ -43,7 +43,7 @@ void CudaLowLatency<P>::dispatch(bool receive, const std::vector<LowLatencyDispa
     launch_half(receive ? kernels::low_latency_dispatch_receive_kernel<L>
                         : kernels::low_latency_dispatch_send_kernel<L>,
                 group_, fabric_, args, blocks_, stream);
-    if (receive) group_.finish(outputs_of(args), stream);
+    if (receive) group_.finish(outputs_of(args), stream, false);
 }
 
 template <class P>
@@ -55,7 +55,7 @@ void CudaLowLatency<P>::combine(bool receive, const std::vector<LowLatencyCombin
                             : kernels::low_latency_combine_send_kernel<T, L>,
                     group_, fabric_, args, blocks_, stream);
     });
-    if (receive) group_.finish(outputs_of(args), stream);
+    if (receive) group_.finish(outputs_of(args), stream, false);
 }
 
 template <class P>

@@ -32,7 +32,7 @@ __device__ __forceinline__ Team team_of_grid() {
             static_cast<int>(gridDim.x * (blockDim.x / 32))};
 }
 
-// half(warp, fabric, args, team), under one deadline.
+// half(warp, fabric, args, team), under one deadline. It returns whether this warp was the last.
 template <class L, class Half>
 __device__ __forceinline__ void run_half(const L& launch, Role role, bool receive, Half&& half) {
     if (is_aborted(launch.rank)) return;
@@ -41,9 +41,16 @@ __device__ __forceinline__ void run_half(const L& launch, Role role, bool receiv
     const uint64_t call =
         receive ? *launch.args.call
                 : *fabric.template own<uint64_t>(launch.args.heap.sent(L::Args::kKind)) + 1;
+    constexpr int kKind = static_cast<int>(L::Args::kKind);
+    auto count = [&](Calls& calls) -> uint64_t* {
+        return receive ? &calls.received[kKind][call % LowLatencyHeap::kBanks] : &calls.sent[kKind];
+    };
     DeviceWarp warp(launch.rank, call, role, team.warp, bulk_buffers());
+    if (team.warp == 0)
+        warp.template credit<Scope::System>(count(launch.rank.control->entered), call);
     warp.start_deadline();
-    half(warp, fabric, launch.args, team);
+    if (half(warp, fabric, launch.args, team))
+        warp.template credit<Scope::System>(count(launch.rank.control->finished), call);
 }
 
 template <class L>
@@ -51,7 +58,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     low_latency_dispatch_send_kernel(const __grid_constant__ L launch) {
     run_half(launch, Role::LowLatencySender, false,
              [](auto& warp, auto& fabric, const auto& args, const Team& team) {
-                 low_latency_dispatch_send(warp, fabric, args, team);
+                 return low_latency_dispatch_send(warp, fabric, args, team);
              });
 }
 
@@ -60,7 +67,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     low_latency_dispatch_receive_kernel(const __grid_constant__ L launch) {
     run_half(launch, Role::LowLatencyReceiver, true,
              [](auto& warp, auto& fabric, const auto& args, const Team& team) {
-                 low_latency_dispatch_receive(warp, fabric, args, team);
+                 return low_latency_dispatch_receive(warp, fabric, args, team);
              });
 }
 
@@ -69,7 +76,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     low_latency_combine_send_kernel(const __grid_constant__ L launch) {
     run_half(launch, Role::LowLatencyCombineSender, false,
              [](auto& warp, auto& fabric, const auto& args, const Team& team) {
-                 low_latency_combine_send<T>(warp, fabric, args, team);
+                 return low_latency_combine_send<T>(warp, fabric, args, team);
              });
 }
 
@@ -78,7 +85,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     low_latency_combine_receive_kernel(const __grid_constant__ L launch) {
     run_half(launch, Role::LowLatencyCombineReceiver, true,
              [](auto& warp, auto& fabric, const auto& args, const Team& team) {
-                 low_latency_combine_receive<T>(warp, fabric, args, team);
+                 return low_latency_combine_receive<T>(warp, fabric, args, team);
              });
 }
 

@@ -24,16 +24,8 @@ HostGroup::HostGroup(const Heap& heap, std::vector<int> ranks, std::vector<char*
     }
 }
 
-void HostGroup::run(std::vector<std::vector<RoleTask>> tasks_of_rank,
+void HostGroup::run(Count count, std::vector<std::vector<RoleTask>> tasks_of_rank,
                     const std::function<bool()>& interrupted) {
-    auto share = [&](size_t thread, size_t threads) {
-        std::vector<RoleTask> tasks;
-        for (size_t i = thread; i < tasks_of_rank.size(); i += threads) {
-            tasks.insert(tasks.end(), std::make_move_iterator(tasks_of_rank[i].begin()),
-                         std::make_move_iterator(tasks_of_rank[i].end()));
-        }
-        return tasks;
-    };
     bool aborted = false;
     for (RankState& state : states_) {
         state.unfinished = 0;
@@ -43,6 +35,25 @@ void HostGroup::run(std::vector<std::vector<RoleTask>> tasks_of_rank,
         for (RankState& state : states_) state.give_up();
         return;
     }
+    for (RankState& state : states_)
+        RankState::note(count(state.control->entered, state.call), state.call);
+    run_roles(std::move(tasks_of_rank), interrupted);
+    for (RankState& state : states_) {
+        if (state.unfinished == 0)
+            RankState::note(count(state.control->finished, state.call), state.call);
+    }
+}
+
+void HostGroup::run_roles(std::vector<std::vector<RoleTask>> tasks_of_rank,
+                          const std::function<bool()>& interrupted) {
+    auto share = [&](size_t thread, size_t threads) {
+        std::vector<RoleTask> tasks;
+        for (size_t i = thread; i < tasks_of_rank.size(); i += threads) {
+            tasks.insert(tasks.end(), std::make_move_iterator(tasks_of_rank[i].begin()),
+                         std::make_move_iterator(tasks_of_rank[i].end()));
+        }
+        return tasks;
+    };
     if (seeded_) return seeded_->run(share(0, 1));
     const size_t threads = std::min<size_t>(schedule_.threads, ranks_.size());
     while (executors_.size() < threads) executors_.push_back(std::make_unique<FiberExecutor>());
@@ -72,7 +83,18 @@ bool HostGroup::finished() const {
                        [](const RankState& state) { return state.unfinished == 0; });
 }
 
+void HostGroup::abort(Outcome outcome, const std::string& text) {
+    Reason& reason = states_.front().control->reason;
+    if (!has_reason_.exchange(true)) {
+        const size_t bytes = std::min(text.size(), Reason::kMostBytes);
+        std::memcpy(reason.text, text.data(), bytes);
+        std::atomic_ref<uint64_t>(reason.bytes).store(bytes, std::memory_order_release);
+    }
+    states_.front().abort(outcome);
+}
+
 void HostGroup::reset() {
+    has_reason_ = false;
     for (size_t i = 0; i < ranks_.size(); ++i)
         std::memset(fabrics_[i].own<char>(0), 0, heap_.flags_end());
     if (network_) network_->clear();

@@ -1,9 +1,11 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "core/args.h"
@@ -46,6 +48,8 @@ class HostGroup {
     // have given up since.
     bool finished() const;
     const RankState& state(size_t index) const { return states_[index]; }
+    // Makes every wait of every rank end. The first reason since the last reset is kept for all.
+    void abort(Outcome outcome, const std::string& reason);
     // Back to the state of a new buffer. No rank may be in a launch, and none may launch before all
     // have reset.
     void reset();
@@ -55,11 +59,16 @@ class HostGroup {
 
     template <class Warp>
     auto adder(std::vector<RoleTask>& tasks, size_t index);
-    void run(std::vector<std::vector<RoleTask>> tasks_of_rank,
+    // count(calls, number): where calls of this kind are counted.
+    using Count = uint64_t& (*)(Calls& calls, uint64_t number);
+    void run(Count count, std::vector<std::vector<RoleTask>> tasks_of_rank,
              const std::function<bool()>& interrupted);
+    void run_roles(std::vector<std::vector<RoleTask>> tasks_of_rank,
+                   const std::function<bool()>& interrupted);
+    static uint64_t& count_transfers(Calls& calls, uint64_t) { return calls.transfer; }
     // The same, and if not all of it was done nobody can take the outputs for data.
     template <class Args>
-    void run_to_outputs(const std::vector<Args>& args,
+    void run_to_outputs(Count count, const std::vector<Args>& args,
                         std::vector<std::vector<RoleTask>> tasks_of_rank,
                         const std::function<bool()>& interrupted);
 
@@ -71,6 +80,7 @@ class HostGroup {
     std::unique_ptr<SimulatedNetwork> network_;
     std::unique_ptr<SeededExecutor> seeded_;
     std::vector<std::unique_ptr<FiberExecutor>> executors_;
+    std::atomic<bool> has_reason_ = false;
 };
 
 }  // namespace ep

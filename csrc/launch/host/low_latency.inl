@@ -19,7 +19,8 @@ void HostLowLatency::launch(Role role, bool receive, const std::vector<Args>& ar
     for (size_t i = 0; i < args.size(); ++i) {
         RankState& state = group_.states_[i];
         state.deadline = deadline;
-        state.call = *fabrics_[i].own<uint64_t>(heap_.sent(Args::kKind)) + 1;
+        state.call =
+            receive ? *args[i].call : *fabrics_[i].own<uint64_t>(heap_.sent(Args::kKind)) + 1;
         for (int number = 0; number < warps_; ++number) {
             tasks[i].push_back(
                 {&state, [&state, role, number, body, this, i, &args](Executor& executor) {
@@ -35,10 +36,17 @@ void HostLowLatency::launch(Role role, bool receive, const std::vector<Args>& ar
                 state.deadline = std::chrono::steady_clock::time_point::max();
         }
     } end{group_.states_};
+    constexpr int kKind = static_cast<int>(Args::kKind);
+    const HostGroup::Count received = [](Calls& calls, uint64_t number) -> uint64_t& {
+        return calls.received[kKind][number % LowLatencyHeap::kBanks];
+    };
+    const HostGroup::Count sent = [](Calls& calls, uint64_t) -> uint64_t& {
+        return calls.sent[kKind];
+    };
     if (receive) {
-        group_.run_to_outputs(args, std::move(tasks), interrupted);
+        group_.run_to_outputs(received, args, std::move(tasks), interrupted);
     } else {
-        group_.run(std::move(tasks), interrupted);
+        group_.run(sent, std::move(tasks), interrupted);
     }
 }
 

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <set>
 #include <utility>
 #include <vector>
@@ -76,7 +77,8 @@ struct FakeCuda {
     std::set<void*> live;
     FakeGraph* captured = nullptr;  // by every stream
     unsigned long long capture = 0;
-    int fails_in = -1;  // calls of those that can fail; never
+    int fails_in = -1;                       // calls of those that can fail; never
+    std::function<void(void*)> before_copy;  // what a kernel does in the meantime
 
     cudaError_t call() {
         contexts.insert(current);
@@ -139,6 +141,7 @@ inline cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaSt
     return cudaMemset(memory, value, bytes);
 }
 inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
+    if (fake_cuda.before_copy) fake_cuda.before_copy(to);
     std::memcpy(to, from, bytes);
     return fake_cuda.call();
 }

@@ -301,8 +301,8 @@ uint64_t fetch_add_acq_rel(uint64_t* address, uint64_t value, Scope scope) {
 uint64_t fetch_add_relaxed(uint64_t* address, uint64_t value) {
     return std::exchange(*address, *address + value);
 }
-void compare_and_swap_relaxed(uint64_t* address, uint64_t expected, uint64_t value) {
-    if (*address == expected) *address = value;
+void compare_and_swap_release(uint64_t* address, uint64_t expected, uint64_t value) {
+    if (*address == expected) release(address, value, Scope::System);
 }
 
 void fence(Fence fence) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "core/args.h"
@@ -36,7 +37,9 @@ class CudaGroup {
     void reset() { Gate::pass(); }
 
     uint64_t aborted() const { return 0; }
-    void abort(Outcome) {}
+    void abort(Outcome, const std::string&) {}
+    std::vector<ControlBlock> control_blocks() const { return {}; }
+    int first_in_reach() const { return 0; }
     const ControlBlock& report(size_t) const { return report_; }
     const std::vector<int>& ranks() const { return ranks_; }
     const Heap& heap() const { return heap_; }

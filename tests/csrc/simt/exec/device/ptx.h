@@ -34,8 +34,12 @@ inline uint64_t fetch_add_acq_rel_gpu(uint64_t* address, uint64_t value) {
 inline uint64_t fetch_add_sys(uint64_t* address, uint64_t value) {
     return simt::order::fetch_add_relaxed(address, value);
 }
-inline void compare_and_swap_sys(uint64_t* address, uint64_t expected, uint64_t value) {
-    simt::order::compare_and_swap_relaxed(address, expected, value);
+inline void compare_and_swap_release_sys(uint64_t* address, uint64_t expected, uint64_t value) {
+    simt::order::compare_and_swap_release(address, expected, value);
+    simt::yield();  // what the others find now must hold already
+}
+inline void add_sys(uint64_t* address, uint64_t value) {
+    simt::order::fetch_add_relaxed(address, value);
 }
 
 inline uint64_t globaltimer() {

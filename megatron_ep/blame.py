@@ -1,0 +1,141 @@
+"""Who is to blame for a wait that took too long: not the next hop that the wait names, but the rank that never came.
+
+Every rank counts its calls where the others can read it, and writes there what its roles were waiting for when they
+gave up. From the rank that gave up first the waits are followed until one is reached who waits for nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MOST_NAMED = 8  # ranks, in a message
+
+# What a low-latency role waits for that a receiving half brings; all else comes from sending halves.
+RELEASE = "a low-latency bank to be received"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What others can see of a rank.
+
+    entered, finished: the number of the last call of each kind, from 1: "notify"; "transfer" (dispatches and combines
+        together); of the low-latency mode "dispatch_sent", "combine_sent", and, for receiving halves of even and of odd
+        numbers, "dispatch_received_0", "dispatch_received_1", "combine_received_0", "combine_received_1". A rank that
+        came to a call after it had been given up did not enter it.
+    incidents: see `errors.EPError`.
+    reason: given to `Buffer.abort` there, or the text of the error that ended its part; "" for none.
+    """
+
+    rank: int
+    entered: Mapping[str, int]
+    finished: Mapping[str, int]
+    incidents: Sequence[dict[str, Any]]
+    reason: str
+
+    @property
+    def inside(self) -> str | None:
+        """The kind of call that it has begun and not finished."""
+        return next((kind for kind, number in self.entered.items() if number > self.finished[kind]), None)
+
+    @property
+    def begun(self) -> int:
+        """Calls of the normal mode, of which all ranks make the same in the same order."""
+        return self.entered["notify"] + self.entered["transfer"]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A call that is being waited in or for."""
+
+    counter: str
+    number: int
+
+    def __str__(self) -> str:
+        kind, _, half = self.counter.partition("_")
+        return f"low-latency {kind} {self.number}" if half else f"{NAMES[kind]} {self.number}"
+
+    @property
+    def verb(self) -> str:
+        return "received" if "received" in self.counter else "sent" if "sent" in self.counter else "entered"
+
+
+NAMES = {"notify": "notify", "transfer": "call"}
+
+
+def root(first: int, standings: Sequence[Standing], fate: Callable[[int], str | None]) -> str | None:
+    """The rank that all others wait for, and how far it got, as a clause; None where that cannot be told.
+
+    Args:
+        first: the rank whose wait expired first.
+        standings: of all ranks in reach.
+        fate: what has become of a rank's process, "has ended" say; None: nothing that is known.
+    """
+    known = {standing.rank: standing for standing in standings}
+    waiting, path = first, list[int]()
+    while waiting in known and known[waiting].incidents:
+        path.append(waiting)
+        step, candidates = _waits(known[waiting], known)
+        silent = [rank for rank in candidates if rank in known and not known[rank].incidents]
+        missing = [rank for rank in silent if known[rank].inside or _is_behind(known[rank], step)]
+        # whose process is gone will not come, whoever else is waited for
+        ended = [s.rank for s in standings if fate(s.rank) and (s.inside or _is_behind(s, step))]
+        missing = ended or missing
+        if missing:
+            return _sentence(missing, step, known, fate)
+        following = [rank for rank in candidates if rank in known and rank not in silent]
+        if not following:
+            unknown = [rank for rank in candidates if rank not in known]
+            if unknown:
+                return f"{_named(unknown[:1])}, of which no more is known here"
+            return f"{_sentence(silent, step, known, fate)}, but rank {waiting} misses it" if silent else None
+        waiting = next((rank for rank in following if rank not in path), path[0])
+        if waiting in path:
+            return f"{_named(sorted(path))} wait for each other in {step}" if len(path) > 1 else None
+    return None
+
+
+def _waits(standing: Standing, known: Mapping[int, Standing]) -> tuple[_Step, list[int]]:
+    """The call that this rank waits in, and the ranks that it may wait for: those who have begun fewer calls, the last
+    of them first; if there are none, the peers of its waits."""
+    incidents = sorted(standing.incidents, key=lambda incident: incident["outcome"] == "aborted")
+    peers = list(dict.fromkeys(i["peer"] for i in incidents if i["peer"] not in (standing.rank, -1)))
+    incident = incidents[0]
+    if incident["role"].startswith("low_latency"):
+        kind = "combine" if "combine" in incident["role"] else "dispatch"
+        if incident["waiting_for"] == RELEASE:
+            return _Step(f"{kind}_received_{incident['expected'] % 2}", incident["expected"]), peers
+        return _Step(f"{kind}_sent", incident["call"]), peers
+    counter = "notify" if incident["role"] == "notify" else "transfer"
+    late = sorted((rank for rank in known if known[rank].begun < standing.begun), key=lambda rank: known[rank].begun)
+    return _Step(counter, standing.entered[counter]), late or peers
+
+
+def _is_behind(standing: Standing, step: _Step) -> bool:
+    return standing.entered[step.counter] < step.number
+
+
+def _sentence(
+    ranks: Sequence[int], step: _Step, known: Mapping[int, Standing], fate: Callable[[int], str | None]
+) -> str:
+    """What the first of these ranks has not done, and which others have got no further."""
+    first = known[ranks[0]]
+    alike = [rank for rank in ranks if known[rank].entered == first.entered and known[rank].inside == first.inside]
+    several = len(alike) > 1
+    if first.inside:
+        call = _Step(first.inside, first.entered[first.inside])
+        text = f"{'are' if several else 'is'} in {call} and {'do' if several else 'does'} not go on"
+    elif not _is_behind(first, step):
+        text = f"{'have' if several else 'has'} done all of {step}"
+    else:
+        text = (
+            f"{'have' if several else 'has'} not {step.verb} {step} "
+            f"({'they' if several else 'it'} finished {first.finished[step.counter]})"
+        )
+    ends = fate(ranks[0])
+    return f"{_named(alike)} {text}" + (f"; the process of rank {ranks[0]} {ends}" if ends else "")
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return "rank " + ", ".join(map(str, ranks[:MOST_NAMED])) + (", ..." if len(ranks) > MOST_NAMED else "")

@@ -1,0 +1,226 @@
+"""Whose fault a wait was that took too long."""
+
+import re
+import time
+
+import pytest
+import torch
+from thread_ranks import run_together, thread_ranks
+
+import megatron_ep as ep
+from megatron_ep import blame
+
+TOPOLOGIES = [(1, 3), (3, 1), (2, 2)]
+T, H, K = 12, 8, 2
+TIMEOUT = 0.25
+
+
+def make_ranks(nodes, ranks_per_node, timeout=TIMEOUT):
+    # rings of one row: everybody waits for everybody's credit
+    config = ep.Config(num_experts=12, timeout=timeout, nvl_ring_bytes=128, rdma_ring_bytes=128)
+    return thread_ranks(nodes, ranks_per_node, config)
+
+
+def inputs(rank):
+    generator = torch.Generator().manual_seed(rank)
+    ids = torch.rand(T, 12, generator=generator).topk(K, dim=1).indices
+    return [torch.ones(T, H)], [ids], [torch.ones(T, K)]
+
+
+def dispatch(buffer):
+    x, ids, weights = inputs(buffer.ranks[0])
+    return ep.dispatch(x, ids, weights, buffer=buffer)
+
+
+# Of each step: what the rank makes of the rows of the call before; the call that nobody but the absent one enters.
+STEPS = {
+    "notify": (lambda rows, buffer: dispatch(buffer), "notify 2 (it finished 1)"),
+    "dispatch": (lambda rows, buffer: ep.dispatch(inputs(0)[0], handle=rows.handle), "call 2 (it finished 1)"),
+    "combine": (lambda rows, buffer: ep.combine(rows.x, rows.handle), "call 2 (it finished 1)"),
+}
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
+@pytest.mark.parametrize("step", STEPS)
+def test_an_absent_rank_is_named_by_all(topology, step):
+    buffers = make_ranks(*topology)
+    absent = len(buffers) - 2
+    rows = run_together(buffers, dispatch)
+    call, says = STEPS[step]
+    errors = run_together(
+        [buffer for buffer in buffers if buffer.ranks != [absent]], lambda b: call(rows[b.ranks[0]], b)
+    )
+    for error in errors:
+        assert isinstance(error, ep.EPTimeoutError), error
+        first = str(error).splitlines()[0]
+        assert re.match(rf"rank \d timed out first, after {TIMEOUT} s: ", first)
+        assert first.endswith(f": rank {absent} has not entered {says}"), error
+    # so does it itself, when it comes
+    with pytest.raises(ep.EPAbortError, match=re.escape(f"rank {absent} has not entered {says}")):
+        call(rows[absent], buffers[absent])
+
+
+def test_several_absent_ranks_are_named():
+    buffers = make_ranks(2, 2)
+    rows = run_together(buffers, dispatch)
+    errors = run_together(buffers[:2], lambda b: ep.combine(rows[b.ranks[0]].x, rows[b.ranks[0]].handle))
+    for error in errors:
+        assert ": rank 2, 3 have not entered call 2 (they finished 1)\n" in str(error)
+
+
+def test_who_waits_in_an_earlier_call_is_not_to_blame():
+    """Rank 0 is done with the combine, in which nobody sends it a row; rank 1 waits in it for rank 2."""
+    buffers = make_ranks(1, 3)
+
+    def first(buffer):
+        mine = {0: [0], 1: [8], 2: [0]}[buffer.ranks[0]]  # rank 0 keeps its tokens, those of rank 1 go to rank 2
+        return ep.dispatch(inputs(0)[0], [torch.tensor([mine] * T)], [torch.ones(T, 1)], buffer=buffer)
+
+    rows = run_together(buffers, first)
+
+    def then(buffer):
+        mine = rows[buffer.ranks[0]]
+        ep.combine(mine.x, mine.handle)
+        dispatch(buffer)
+
+    for error in run_together(buffers[:2], then):
+        assert re.search(r": rank 2 has not entered (call|notify) 2 \(it finished 1\)\n", str(error)), error
+
+
+def test_a_rank_that_is_late_by_less_than_the_limit_fails_nobody():
+    buffers = make_ranks(2, 2, timeout=5)
+
+    def late(buffer):
+        time.sleep(0.3 * (buffer.ranks[0] == 1))
+        return dispatch(buffer)
+
+    assert all(isinstance(rows, ep.Received) for rows in run_together(buffers, late))
+
+
+def test_the_reason_reaches_all():
+    buffers = make_ranks(2, 2, timeout=20)
+
+    def work(buffer):
+        if buffer.ranks == [3]:
+            time.sleep(0.2)
+            buffer.abort("the job restarts" + 600 * ".")
+            buffer.abort("another reason")
+        else:
+            dispatch(buffer)
+
+    for error in run_together(buffers, work)[:3]:
+        assert isinstance(error, ep.EPAbortError) and str(error).startswith(
+            "rank 3 was told to stop: the job restarts.."
+        )
+
+
+def test_a_mistake_on_one_rank_says_what_it_was_on_all():
+    buffers = make_ranks(1, 3, timeout=20)
+
+    def work(buffer):
+        x, ids, weights = inputs(0)
+        if buffer.ranks == [2]:
+            x = [x[0].int()]
+        return ep.dispatch(x, ids, weights, buffer=buffer)
+
+    errors = run_together(buffers, work)
+    assert isinstance(errors[2], ValueError)
+    for error in errors[:2]:
+        assert str(error).startswith(f"rank 2 refused its arguments: {errors[2]}"), error
+
+
+def test_the_first_reason_stays():
+    buffers = make_ranks(1, 3)
+    run_together(buffers[:2], dispatch)
+    buffers[2].abort("too late")
+    buffers[2].refuse(reason="x is wrong")
+    for buffer in buffers:
+        with pytest.raises(ep.EPAbortError, match=r"timed out first, .*: rank 2 has not entered notify 1"):
+            dispatch(buffer)
+
+
+# ---- the verdict alone
+
+
+def standing(rank, notify, transfer, inside=None, waits=(), **low_latency):
+    """waits: (role, what for, peer, call or expected)."""
+    entered = dict.fromkeys(
+        (
+            "notify",
+            "transfer",
+            *(f"{k}_{h}" for k in ("dispatch", "combine") for h in ("sent", "received_0", "received_1")),
+        ),
+        0,
+    )
+    entered |= {"notify": notify, "transfer": transfer, **low_latency}
+    finished = entered | ({inside: entered[inside] - 1} if inside else {})
+    incidents = [
+        {"outcome": outcome, "role": role, "waiting_for": what, "peer": peer, "call": call, "expected": call}
+        for outcome, role, what, peer, call in waits
+    ]
+    return blame.Standing(rank, entered, finished, incidents, "")
+
+
+def waits(peer, role="receiver", outcome="timeout", what="a row in an NVLink ring", call=5):
+    return (outcome, role, what, peer, call)
+
+
+def alive(rank):
+    return None
+
+
+def test_the_waits_of_others_are_followed_within_a_call():
+    standings = [
+        standing(0, 3, 5, "transfer", [waits(0), waits(1)]),
+        standing(1, 3, 5, "transfer", [waits(2, outcome="aborted")]),
+        standing(2, 3, 5, "transfer"),
+        standing(3, 3, 5),
+    ]
+    assert blame.root(0, standings, alive) == "rank 2 is in call 5 and does not go on"
+    stopped = {2: "is stopped"}.get
+    assert blame.root(0, standings, stopped).endswith("does not go on; the process of rank 2 is stopped")
+    ended = {3: "has ended"}.get  # after it had done its part
+    assert blame.root(0, standings, ended) == "rank 2 is in call 5 and does not go on"
+
+
+def test_ranks_that_wait_for_each_other():
+    standings = [standing(0, 3, 5, "transfer", [waits(1)]), standing(1, 3, 5, "transfer", [waits(0)])]
+    assert blame.root(0, standings, alive) == "rank 0, 1 wait for each other in call 5"
+
+
+def test_a_rank_out_of_reach_is_named():
+    assert blame.root(0, [standing(0, 3, 5, "transfer", [waits(4)])], alive) == "rank 4, of which no more is known here"
+
+
+def test_a_rank_in_another_kind_of_call():
+    standings = [standing(0, 4, 5, "notify", [waits(1, "notify")]), standing(1, 3, 5, "transfer")]
+    assert blame.root(0, standings, alive) == "rank 1 is in call 5 and does not go on"
+
+
+def test_an_ended_process_is_to_blame_whoever_else_is_late():
+    standings = [standing(0, 4, 5, "notify", [waits(1, "notify")]), standing(1, 3, 5), standing(2, 3, 5)]
+    says = blame.root(0, standings, {2: "has ended"}.get)
+    assert says == "rank 2 has not entered notify 4 (it finished 3); the process of rank 2 has ended"
+
+
+@pytest.mark.parametrize(
+    ("role", "what", "counts", "says"),
+    [
+        ("low_latency_receiver", "a row in its slot", {}, "rank 1 has not sent low-latency dispatch 7 (it finished 0)"),
+        (
+            "low_latency_combine_sender",
+            blame.RELEASE,
+            {"combine_received_1": 5},
+            "rank 1 has not received low-latency combine 7 (it finished 5)",
+        ),
+        (
+            "low_latency_combine_receiver",
+            "rows that a warp puts through the network",
+            {"combine_sent": 7},
+            "rank 1 has done all of low-latency combine 7, but rank 0 misses it",
+        ),
+    ],
+)
+def test_low_latency(role, what, counts, says):
+    standings = [standing(0, 0, 0, None, [waits(1, role, what=what, call=7)]), standing(1, 0, 0, **counts)]
+    assert blame.root(0, standings, alive) == says

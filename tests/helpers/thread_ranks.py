@@ -1,0 +1,34 @@
+"""The ranks of a host buffer as threads of this process, each with a backend of its own, as if in its own process."""
+
+import concurrent.futures
+
+import megatron_ep as ep
+from megatron_ep import _C
+from megatron_ep.backends.host import HostBackend
+
+
+class ThreadRank(ep.LocalCluster):
+    """One of them."""
+
+    def __init__(self, nodes, ranks_per_node, config, rank, segments, heap):
+        super().__init__(nodes, ranks_per_node, config)
+        self.ranks, self._heap = [rank], heap
+        self._backend = HostBackend(heap, [rank], segments, timeout=config.timeout_seconds)
+
+    def shared_segments(self, size):
+        raise AssertionError("low-latency heaps are made by thread_ranks")
+
+
+def thread_ranks(nodes, ranks_per_node, config):
+    """A buffer for each rank."""
+    heap = ep.LocalCluster(nodes, ranks_per_node, config)._heap
+    world = nodes * ranks_per_node
+    segments = [_C.Segment.anonymous(heap.bytes) for _ in range(world)]
+    return [ThreadRank(nodes, ranks_per_node, config, rank, segments, heap) for rank in range(world)]
+
+
+def run_together(buffers, work):
+    """work(buffer) on all of them at once; what each returned or raised."""
+    with concurrent.futures.ThreadPoolExecutor(len(buffers)) as pool:
+        futures = [pool.submit(work, buffer) for buffer in buffers]
+        return [future.exception() or future.result() for future in futures]
