@@ -79,8 +79,8 @@ def root(first: int, standings: Sequence[Standing], fate: Callable[[int], str | 
         step, candidates = _waits(known[waiting], known)
         silent = [rank for rank in candidates if rank in known and not known[rank].incidents]
         missing = [rank for rank in silent if known[rank].inside or _is_behind(known[rank], step)]
-        # whose process is gone will not come, whoever else is waited for
-        ended = [s.rank for s in standings if fate(s.rank) and (s.inside or _is_behind(s, step))]
+        # Who ended without a word will not come, whoever else is waited for. Who gave up before is not to blame.
+        ended = [s.rank for s in standings if not s.incidents and (s.inside or _is_behind(s, step)) and fate(s.rank)]
         missing = ended or missing
         if missing:
             return _sentence(missing, step, known, fate)

@@ -203,6 +203,17 @@ def test_an_ended_process_is_to_blame_whoever_else_is_late():
     assert says == "rank 2 has not entered notify 4 (it finished 3); the process of rank 2 has ended"
 
 
+def test_whoever_ended_because_of_the_failure_is_not_to_blame():
+    waiting = [waits(1, outcome="aborted")]
+    standings = [
+        standing(0, 3, 5, "transfer", waiting),
+        standing(1, 3, 5, "transfer"),
+        standing(2, 3, 5, "transfer", waiting),
+    ]
+    says = blame.root(2, standings, {0: "has ended", 1: "has ended"}.get)
+    assert says == "rank 1 is in call 5 and does not go on; the process of rank 1 has ended"
+
+
 @pytest.mark.parametrize(
     ("role", "what", "counts", "says"),
     [
