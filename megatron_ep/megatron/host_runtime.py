@@ -25,7 +25,7 @@ _RNG = "megatron.core.tensor_parallel.random"
 
 REPLACED: dict[str, str] = {
     "torch." + ", ".join(FACTORIES): "optimizers, gradient clipping, schedules and the auxiliary-loss tracker allocate "
-    "with device='cuda'; the host allocates instead",
+    "with device='cuda', context parallelism in pinned memory; the host allocates instead, and pins nothing",
     "torch.Tensor.cuda, to": "the same for tensors that are moved, and so for torch.nn.Module.cuda and to",
     "torch.Tensor.type without arguments": "the optimizers and gradient clipping recognise gradients by the name "
     "'torch.cuda.FloatTensor'; host tensors answer with that name",
@@ -82,12 +82,14 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _on_host(call: Callable) -> Callable:
-    """`call`, with a device of 'cuda' among its arguments taken for the host."""
+    """`call`, with a device of 'cuda' among its arguments taken for the host, and memory that is not pinned for one."""
 
     @functools.wraps(call)
     def on_host(*args: Any, **kwargs: Any) -> Any:
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = _HOST
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
         return call(*(_HOST if _is_cuda(value) else value for value in args), **kwargs)
 
     return on_host

@@ -10,6 +10,8 @@ MODEL = """--num-layers 4 --moe-layer-freq [0,1,1,1] --moe-shared-expert-interme
     --mtp-loss-scaling-factor 0.3"""
 EP2, EP4 = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+CP2 = "--context-parallel-size 2"  # with the attention of context_attention.py
+NO_MTP = "--mtp-loss-scaling-factor 0"  # its mean is over a context-parallel rank, in Megatron
 ADAM = "--optimizer adam --adam-eps 1"  # steps in proportion to the gradients, as SGD's, or noise decides over signs
 DISTRIBUTED = f"{ADAM} --use-distributed-optimizer"
 SIGMOID = """--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-num-groups 4
@@ -57,6 +59,9 @@ ALL = FEW | {
     "TP 2, EP 2, PP 2": Layout(8, f"{TP2} {EP2} --expert-tensor-parallel-size 1 --pipeline-model-parallel-size 2"),
     "TP 2, EP 4, ETP 1": Layout(4, f"{TP2} {EP4} --expert-tensor-parallel-size 1"),
     "VPP 2": Layout(4, f"--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 {EP2}"),
+    "CP 2, EP 2": Layout(4, f"{CP2} {EP2}", NO_MTP),
+    "CP 2, EP 4": Layout(4, f"{CP2} {EP4}", NO_MTP),
+    "CP 2, TP 2, EP 4, ETP 1": Layout(4, f"{CP2} {TP2} {EP4} --expert-tensor-parallel-size 1", NO_MTP),
     "DP 2, EP 4, distributed optimizer": Layout(8, f"{EP4} {DISTRIBUTED}"),
     "distributed optimizer, overlapped reduction": Layout(
         4, f"{EP2} {DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather"

@@ -92,10 +92,13 @@ def serve(tree):
 
     torch.set_num_threads(1)
     host_script.enable()
+    import context_attention
     import pretrain_gpt  # noqa: F401
 
     import megatron_ep.megatron.plugin
     import megatron_ep.megatron.router  # noqa: F401
+
+    context_attention.install()
 
     for line in sys.stdin:
         print(_run(Path(tree, "pretrain_gpt.py"), json.loads(line)), file=answers, flush=True)
