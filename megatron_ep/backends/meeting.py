@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,6 +18,14 @@ Told = TypeVar("Told")
 
 AGREED = "agreed"
 VERDICT_S = 10.0  # the first rank's word takes no longer than this once its own wait has ended
+
+
+def of_this_attempt(store: dist.Store) -> dist.Store:
+    """torchrun keeps one store while it restarts ranks (torch 2.13), and what those that failed have left there is no
+    longer true. One agent's count of restarts tells the attempts apart; the counts of several may differ."""
+    if os.environ.get("GROUP_WORLD_SIZE") != "1":
+        return store
+    return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
 class Meeting:
@@ -38,7 +47,7 @@ class Meeting:
         self.world_size = dist.get_world_size(group)
         self.timeout = timeout
         self.exchanges = 0  # so far
-        store = dist.PrefixStore(f"megatron_ep/{group.group_name}", _get_default_store())
+        store = dist.PrefixStore(f"megatron_ep/{group.group_name}", of_this_attempt(_get_default_store()))
         self._store = dist.PrefixStore(str(store.add(f"meetings/{self.rank}", 1)), store)
 
     def exchange(self, step: Callable[[], tuple[Kept, Told]], seconds: float = 0.0) -> tuple[Kept, list[Told]]:

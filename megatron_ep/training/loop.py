@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import os
 import resource
 import time
 import warnings
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_ep as ep
+from megatron_ep.backends.meeting import of_this_attempt
 from megatron_ep.megatron import gpu_runtime, host_runtime
 from megatron_ep.training.recipe import Recipe
 
@@ -51,11 +51,9 @@ def train(recipe: Recipe, out: Path, resume: bool) -> None:
 
 
 def _join(timeout: datetime.timedelta) -> None:
-    """Makes the default group. torchrun keeps one store while it restarts ranks, and what the failed ones have left
-    there, such as their addresses, is no longer true; with several agents their counts of restarts may differ."""
+    """Makes the default group. Its store is this attempt's: gloo would meet the addresses of ranks that are gone."""
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-    if os.environ.get("GROUP_WORLD_SIZE") == "1":
-        store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    store = of_this_attempt(store)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 

@@ -1,8 +1,10 @@
 """How ranks agree over the store of torch.distributed: what one cannot do fails on all, and every wait has a bound."""
 
+import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -45,6 +47,20 @@ def run_exchanges() -> None:
 
 def test_exchanges(ranks) -> None:
     ranks.run(run_exchanges)
+
+
+def run_attempts() -> None:
+    """Ranks as torchrun restarts them, over one store: rank 2 ended before it had come to the first attempt's meeting,
+    so the others' second one is its first."""
+    with mock.patch.dict(os.environ, GROUP_WORLD_SIZE="1", TORCHELASTIC_RESTART_COUNT="0"):
+        if dist.get_rank() != 2:
+            meet()
+    with mock.patch.dict(os.environ, GROUP_WORLD_SIZE="1", TORCHELASTIC_RESTART_COUNT="1"):
+        assert meet(5).gather(dist.get_rank()) == [0, 1, 2]
+
+
+def test_ranks_that_are_restarted_meet_anew(ranks) -> None:
+    ranks.run(run_attempts)
 
 
 def run_failure(kind: type[Exception]) -> None:
