@@ -1,4 +1,4 @@
-"""`megatron-ep bench [router | cuda | gpus | low-latency]`: without a name, the exchange of a layer on the host."""
+"""`megatron-ep bench [router | cuda | gpus | low-latency | compare]`: without a name, a layer on the host."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ def main(argv: Sequence[str]) -> int:
         from megatron_ep.bench import low_latency
 
         return low_latency.main(argv[1:])
+    if argv and argv[0] == "compare":
+        from megatron_ep.bench import compare
+
+        return compare.main(argv[1:])
     from megatron_ep.bench import layer
 
     return layer.main(argv)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -21,6 +21,9 @@ from megatron_ep import env
 
 Record = dict[str, Any]
 Columns = dict[str, Callable[[Record], str]]
+T = TypeVar("T")
+
+LEFT = ("case", "phase", "implementation")  # columns of words
 
 
 def make_record(
@@ -78,6 +81,21 @@ def relative(title: str, baseline: str, records: Iterable[Record]) -> Columns:
     return {title: lambda record: f"{record['seconds'] / base[record['phase']]:.2f}"}
 
 
+def print_table(console: Console, columns: Mapping[str, Callable[[T], str]], rows: Iterable[T]) -> None:
+    """A row for each of `rows`, its cells by `columns`, which say what is written from the left."""
+    table = Table(box=None, padding=(0, 0, 0, 2))
+    for name in columns:
+        table.add_column(name, justify="left" if name in LEFT else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(cell(row) for cell in columns.values()))
+    console.print(table)
+
+
+def make_console() -> Console:
+    """A file is wide enough for every table."""
+    return Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
+
+
 class Report:
     """Prints the machine at once, then tables as they come, and keeps the JSON file up to date.
 
@@ -89,8 +107,7 @@ class Report:
         self._path = path
         self._environment = env.collect()
         self._records: list[Record] = []
-        # A file is wide enough for every table.
-        self._console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
+        self._console = make_console()
         self.say(env.render(self._environment))
 
     def say(self, text: str) -> None:
@@ -98,13 +115,8 @@ class Report:
 
     def add(self, title: str, records: Sequence[Record], columns: Columns) -> None:
         """Prints the records as a table below its title, and writes all records so far to the file."""
-        table = Table(box=None, padding=(0, 0, 0, 2))
-        for name in columns:
-            table.add_column(name, justify="left" if name in WHAT else "right", no_wrap=True)
-        for record in records:
-            table.add_row(*(cell(record) for cell in columns.values()))
         self.say(f"\n{title}")
-        self._console.print(table)
+        print_table(self._console, columns, records)
         self.keep(records)
 
     def keep(self, records: Sequence[Record]) -> None:
