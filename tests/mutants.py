@@ -24,12 +24,18 @@ from mutants_table import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"
-SOURCES = {"p2p": "device_warp", "nccl": "device_warp", "low_latency": "low_latency_warp"}
+SOURCES = {
+    "p2p": "device_warp",
+    "nccl": "device_warp",
+    "nvshmem": "device_warp",
+    "low_latency": "low_latency_warp",
+}
 # The first run that fails is enough.
 SEEDS = [["0", "2"], ["2", "5"], ["5", "10"], ["10", "15"], ["15", "20"], ["20", "25"], ["25", "30"]]
 RUNS = {
     "p2p": [["given_up"], *SEEDS, ["absent"], ["unfit"]],
     "nccl": SEEDS[:5],
+    "nvshmem": SEEDS,
     "low_latency": [["0", "4"], ["4", "8"]],
 }
 LIMIT_S = 60  # of a run's time on a core: one that hangs has failed, too

@@ -6,6 +6,7 @@ BULK, WARP, KERNELS = "exec/device/bulk.h", "exec/device/device_warp.h", "launch
 RING, DISPATCH, COMBINE = "protocol/ring.h", "protocol/dispatch.h", "protocol/combine.h"
 COORDINATORS, NOTIFY, LOW_LATENCY = "protocol/coordinators.h", "protocol/notify.h", "protocol/low_latency.h"
 P2P, NCCL = "fabric/cuda/p2p_fabric.h", "fabric/nccl/nccl_fabric.h"
+NVSHMEM, RESET = "fabric/nvshmem/nvshmem_fabric.h", "launch/nccl/reset_signals.h"
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,14 @@ def changed(name: str, file: str, statement: str, old: str, new: str, programs: 
 
 
 SYSTEM, RANK = "<Scope::System>", "<Scope::Rank>"
+
+NCCL_COUNT = "params.sent[signal + topology.node_of(rank) - topology.node_of(comm.rank)] += increment;"
+NCCL_ARRIVED = "return total > 0 && gin.readSignal(static_cast<uint32_t>(number)) == total - 1;"
+NVSHMEM_ADD = "nvshmemx_signal_op(flag, increment, NVSHMEM_SIGNAL_ADD, rank);"
+NVSHMEM_ACQUIRE = "return W::template acquire<Scope::System>(own<uint64_t>(flag));"
+RDMA_DRAIN = "if (F::kOrdersWarps && out.slot_bytes == slot_bytes) return nothing_to_wait_for();"
+ROWS_THEN_SIGNAL = """if constexpr (!F::kMapsRail) put_rows(warp, rings, node, from, to);
+        fabric.put_signal(warp, channel, node, args.heap.rdma_tail(channel, args.node()), from, to);"""
 
 PUBLISH_TAILS = """«warp.template publish_lanes<Scope::System>(
             lanes_from(first, peers), [&](int lane, auto&& store) {
@@ -193,5 +202,43 @@ MUTANTS = [
         NCCL,
         "«__threadfence_system();»\n        nccl_signal(",
         programs=("nccl",),
+    ),
+    changed("nccl signal: not counted", NCCL, NCCL_COUNT, "+= increment", "+= 0", ("nccl",)),
+    changed("nccl reset: totals say nothing", RESET, NCCL_ARRIVED, "total > 0 &&", "total > 0 ||", ("nccl",)),
+    Mutant("nccl reset: counts stay", RESET, "params.sent[number] = 0;", programs=("nccl",)),
+    Mutant("nvshmem signal: no fence", NVSHMEM, "if (fence) nvshmem_fence();", programs=("nvshmem",)),
+    changed(
+        "nvshmem signal: a fence that nothing needs",
+        NVSHMEM,
+        "«if (fence) nvshmem_fence();»",
+        "(fence)",
+        "(true)",
+        ("nvshmem",),
+    ),
+    Mutant("nvshmem signal: none", NVSHMEM, NVSHMEM_ADD, programs=("nvshmem",)),
+    Mutant(
+        "nvshmem signal: sets",
+        NVSHMEM,
+        NVSHMEM_ADD,
+        "nvshmemx_signal_op(flag, increment, NVSHMEM_SIGNAL_ADD - 1, rank);",
+        ("nvshmem",),
+    ),
+    changed("nvshmem acquire_signal: the rank's scope", NVSHMEM, NVSHMEM_ACQUIRE, SYSTEM, RANK, ("nvshmem",)),
+    changed(
+        "nvshmem acquire_signal: a plain load",
+        NVSHMEM,
+        NVSHMEM_ACQUIRE,
+        "W::template acquire<Scope::System>",
+        "*",
+        ("nvshmem",),
+    ),
+    changed("open_rdma_ring: not run empty", RING, RDMA_DRAIN, "F::kOrdersWarps && ", "", ("nvshmem",)),
+    Mutant(
+        "sender_coordinator: the signal before the rows",
+        COORDINATORS,
+        ROWS_THEN_SIGNAL,
+        "fabric.put_signal(warp, channel, node, args.heap.rdma_tail(channel, args.node()), from, to); "
+        "if constexpr (!F::kMapsRail) put_rows(warp, rings, node, from, to);",
+        ("nccl", "nvshmem"),
     ),
 ]

@@ -106,6 +106,15 @@ struct Heap {
         return flag < rdma_tails_ ? (flag - notify_rail_flags_) / kLine
                                   : topology.nodes + (flag - rdma_tails_) / kLine;
     }
+    // of the flag with that number: the node that writes it, and the channel, that of notify behind
+    // all others
+    EP_HD int network_flag_node(size_t number) const {
+        return static_cast<int>(number % topology.nodes);
+    }
+    EP_HD int network_flag_channel(size_t number) const {
+        const int line = static_cast<int>(number / topology.nodes);
+        return line == 0 ? channels : (line - 1) % channels;
+    }
 
     // --- counts that notify exchanges, double-buffered by the parity of its epoch ---
     // of one source rank for one destination rank: rows per expert, rows per channel

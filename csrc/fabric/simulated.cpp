@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <cstring>
+#include <vector>
 
 namespace ep {
 
@@ -26,10 +27,14 @@ bool SimulatedNetwork::deliver(std::mt19937_64& random) {
     if (pending_.empty()) return false;
     auto queue = std::next(pending_.begin(), random() % pending_.size());
     std::deque<Message>& messages = queue->second;
-    size_t puts = 0;
-    while (puts < messages.size() && messages[puts].src) ++puts;
-    const size_t choices = queue->first.second == Order::Any ? messages.size() : puts;
-    const size_t chosen = choices ? random() % choices : 0;
+    std::vector<size_t> choices;
+    bool after_put = false;
+    for (size_t i = 0; i < messages.size(); ++i) {
+        const bool waits = !messages[i].src && after_put && queue->first.second == Order::AfterPuts;
+        if (!waits) choices.push_back(i);
+        after_put |= messages[i].src != nullptr;
+    }
+    const size_t chosen = choices[random() % choices.size()];
     const Message message = messages[chosen];
     messages.erase(messages.begin() + chosen);
     if (messages.empty()) pending_.erase(queue);

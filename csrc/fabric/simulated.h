@@ -13,8 +13,8 @@ namespace ep {
 
 // A network between the nodes of one process that keeps only the promises a real one makes: puts
 // arrive late and in any order, a put reads its source when it leaves and not when it was posted,
-// and a signal adds to its flag after the puts before it on its connection have arrived; a credit
-// does so at any time. One thread only.
+// and a signal adds to its flag after the puts before it on its connection have arrived, though not
+// the signals before it; a credit does so at any time. One thread only.
 class SimulatedNetwork : public Network {
   public:
     using Connection = std::array<int, 3>;  // source rank, destination node, channel

@@ -7,12 +7,14 @@
 //     device_warp given_up
 //     device_warp unfit
 //
-// Between the ranks lies the p2p fabric, or with OVER_NCCL that of NCCL.
+// Between the ranks lies the p2p fabric, or with OVER_NCCL or OVER_NVSHMEM that of NCCL or NVSHMEM.
 
 #include "simt.h"
 // after it
 #if defined(OVER_NCCL)
 #include "nccl_ranks.h"
+#elif defined(OVER_NVSHMEM)
+#include "nvshmem_ranks.h"
 #else
 #include "p2p_ranks.h"
 #endif

@@ -11,9 +11,10 @@ namespace {
 int count_flags(const ep::Heap& heap) {
     std::vector<int> used(heap.network_flags(), 0);
     int flags = 0;
-    auto take = [&](size_t flag) {
+    auto take = [&](size_t flag, int node, int channel) {
         const size_t number = heap.network_flag(flag);
-        if (number >= used.size() || used[number]++) {
+        if (number >= used.size() || used[number]++ || heap.network_flag_node(number) != node ||
+            heap.network_flag_channel(number) != channel) {
             std::fprintf(stderr, "%d x %d, %d channels: flag at %zu has number %zu of %zu\n",
                          heap.topology.nodes, heap.topology.ranks_per_node, heap.channels, flag,
                          number, used.size());
@@ -22,10 +23,10 @@ int count_flags(const ep::Heap& heap) {
         ++flags;
     };
     for (int node = 0; node < heap.topology.nodes; ++node) {
-        take(heap.notify_rail_flag(node));
+        take(heap.notify_rail_flag(node), node, heap.channels);
         for (int channel = 0; channel < heap.channels; ++channel) {
-            take(heap.rdma_tail(channel, node));
-            take(heap.rdma_head(channel, node));
+            take(heap.rdma_tail(channel, node), node, channel);
+            take(heap.rdma_head(channel, node), node, channel);
         }
     }
     return flags;

@@ -13,16 +13,10 @@ namespace ep {
 
 class NcclFabric;
 
-// What a launch of `reset_signals` leaves behind, on the GPU.
-struct NcclSignalReset {
-    uint64_t rounds;
-    int absent;  // 1 + a rank that did not come
-};
-
 // Heaps are one symmetric window of an NCCL communicator, whose ranks are the buffer's. Ranks of a
 // node lie in one LSA team and load and store each other's memory. Between nodes GIN puts and adds
-// to signals, which NCCL keeps outside of the window: it orders a signal after earlier puts and
-// signals to the same rank in the same context, but promises nothing of the kind for a put word. So
+// to signals, which NCCL keeps outside of the window: it orders a signal after earlier puts to the
+// same rank in the same context, though not after earlier signals, and a put word after nothing. So
 // a flag of the network is the signal of its number, in the context of its channel at both ends.
 struct NcclFabricParams {
     using Fabric = NcclFabric;
@@ -31,17 +25,17 @@ struct NcclFabricParams {
     Heap heap;
     ncclDevComm comm;
     ncclWindow_t window;
-    NcclSignalReset* signal_reset;
+    uint64_t* sent;  // on the GPU, by a flag's number: how much went to that flag of its node
+    int* absent;     // on the GPU: 1 + a rank whose signals the last reset has missed
+    bool* broken;    // on the host: a reset has failed, and signals are still under way
     char* node[kMaxNodeRanks];  // heaps of the ranks of this node, by local rank
 
-    // Of one rank: its flags, then one for each node to exchange a last signal with.
-    static size_t signals(const Heap& heap) {
-        return heap.topology.nodes > 1 ? heap.network_flags() + heap.topology.nodes : 0;
-    }
+    // Of one rank: its flags, then for each of them one that tells how much was sent to it.
+    static size_t signals(const Heap& heap) { return 2 * heap.network_flags(); }
 
     void drain(uint64_t) const {}  // reset_signals waits at the receiver
-    // Waits until all that the rail sent to this rank before it came here has arrived, and clears
-    // the flags of the network.
+    // Waits until all that the rail has signalled to this rank is there, and so all that it put,
+    // and clears the flags of the network. A failure ends the use of the connection.
     void reset_signals(int rank, uint64_t timeout_ns) const;
 };
 
@@ -60,11 +54,18 @@ __device__ __noinline__ inline void nccl_put(const NcclFabricParams& params, int
         .put(ncclTeamWorld(params.comm), rank, params.window, dst, params.window, src, bytes,
              ncclGin_None{}, ncclGin_None{}, ncclCoopWarp{});
 }
-__device__ __noinline__ inline void nccl_signal(const ncclDevComm& comm, int channel, int rank,
-                                                uint32_t signal, uint64_t increment) {
+__device__ __noinline__ inline void nccl_signal(const NcclFabricParams& params, int channel,
+                                                int rank, uint32_t signal, uint64_t increment) {
+    const ncclDevComm& comm = params.comm;
     ptx::delay(&comm, signal + increment);
     gin_of(comm, channel)
         .signal(ncclTeamWorld(comm), rank, ncclGin_SignalAdd{signal, increment}, ncclCoopWarp{});
+    // A flag has one writer. There it has this node's number, here it is counted under that of its
+    // own.
+    const Topology& topology = params.heap.topology;
+    if (threadIdx.x % 32 == 0 && signal < params.heap.network_flags())
+        params.sent[signal + topology.node_of(rank) - topology.node_of(comm.rank)] += increment;
+    __syncwarp();
 }
 
 class NcclFabric {
@@ -97,13 +98,13 @@ class NcclFabric {
                                                uint64_t from, uint64_t to) const {
         warp.finish_writes();
         __threadfence_system();
-        nccl_signal(params_.comm, channel, on_rail(node), signal(flag), to - from);
+        nccl_signal(params_, channel, on_rail(node), signal(flag), to - from);
     }
 
     template <class W>
     __device__ __forceinline__ void put_credit(W&, int channel, int node, size_t flag,
                                                uint64_t from, uint64_t to) const {
-        nccl_signal(params_.comm, channel, on_rail(node), signal(flag), to - from);
+        nccl_signal(params_, channel, on_rail(node), signal(flag), to - from);
     }
 
     template <class W>

@@ -66,13 +66,18 @@ __global__ void find_heaps(ncclWindow_t window, int first, int count, char** hea
 
 void NcclFabricParams::reset_signals(int rank, uint64_t timeout_ns) const {
     if (heap.topology.nodes == 1) return;
+    if (*broken) {
+        throw std::runtime_error(
+            "the connection over NCCL cannot be used any more: what it had sent did not arrive");
+    }
     reset_signals_kernel<<<1, 32>>>(*this, rank, timeout_ns);
     check_cuda(cudaGetLastError(), "kernel launch");
-    NcclSignalReset now;
-    check_cuda(cudaMemcpy(&now, signal_reset, sizeof(now), cudaMemcpyDeviceToHost), "cudaMemcpy");
-    if (now.absent) {
-        throw std::runtime_error("rank " + std::to_string(rank) + " heard nothing from rank " +
-                                 std::to_string(now.absent - 1) + " over the network in time");
+    int found = 0;
+    check_cuda(cudaMemcpy(&found, absent, sizeof(found), cudaMemcpyDeviceToHost), "cudaMemcpy");
+    if (found) {
+        *broken = true;
+        throw std::runtime_error("what rank " + std::to_string(found - 1) + " sent to rank " +
+                                 std::to_string(rank) + " over the network did not arrive in time");
     }
 }
 
@@ -84,7 +89,8 @@ struct NcclHeap::Connection {
     void* data = nullptr;
     ncclWindow_t window = nullptr;
     ncclDevComm device_comm{};
-    NcclSignalReset* signal_reset = nullptr;
+    uint64_t* sent = nullptr;  // and `absent` behind it
+    bool broken = false;
 
     void connect(double timeout) {
         const Setup setup{comm, Clock::now() + std::chrono::duration_cast<Clock::duration>(
@@ -124,8 +130,8 @@ struct NcclHeap::Connection {
         if (signals > 0 && device_comm.ginContextCount == 0) {
             throw std::runtime_error("NCCL gave these ranks no GIN, and " + gin);
         }
-        check_cuda(cudaMalloc(&signal_reset, sizeof(*signal_reset)), "cudaMalloc");
-        check_cuda(cudaMemset(signal_reset, 0, sizeof(*signal_reset)), "cudaMemset");
+        check_cuda(cudaMalloc(&sent, (signals + 1) * sizeof(uint64_t)), "cudaMalloc");
+        check_cuda(cudaMemset(sent, 0, (signals + 1) * sizeof(uint64_t)), "cudaMemset");
     }
 };
 
@@ -152,7 +158,7 @@ std::vector<std::string> NcclHeap::kept(const Heap& heap, int rank, int device) 
     std::vector<std::string> ids;
     for (const Connection* c : all_kept()) {
         if (c->rank == rank && c->world == heap.topology.world() && c->device == device &&
-            c->bytes == heap.bytes() && c->signals == NcclFabricParams::signals(heap))
+            c->bytes == heap.bytes() && c->signals == NcclFabricParams::signals(heap) && !c->broken)
             ids.push_back(c->id);
     }
     return ids;
@@ -187,7 +193,13 @@ NcclHeap::NcclHeap(const std::string& unique_id, const Heap& heap, int rank, int
         connection_.reset(connection);
     }
     const ncclDevComm& comm = connection_->device_comm;
-    fabric_ = {heap, comm, connection_->window, connection_->signal_reset, {}};
+    fabric_ = {heap,
+               comm,
+               connection_->window,
+               connection_->sent,
+               reinterpret_cast<int*>(connection_->sent + signals),
+               &connection_->broken,
+               {}};
     const int first = topology.rank(topology.node_of(rank), 0);
     const int first_of_team = rank - comm.lsaRank;
     if (!topology.node_is_within(rank, first_of_team, comm.lsaSize)) {

@@ -8,7 +8,7 @@ inline void __threadfence_system() { simt::order::fence(simt::order::Fence::Syst
 
 // What NCCL's device API promises of GIN, for the ranks of one process, over a network that delays
 // and reorders: a signal adds to a word of the receiver's context, after the puts before it to the
-// same rank in the same context. Each context has its own words.
+// same rank in the same context, in any order with other signals. Each context has its own words.
 namespace simt {
 
 struct Gin {

@@ -23,7 +23,10 @@ class Ranks {
     using Params = RankFabricParams;
 
     Ranks(const Heap& heap, const std::vector<char*>& heaps, uint64_t seed)
-        : heap_(heap), signal_resets_(heaps.size()), params_(std::make_unique<Params>()) {
+        : heap_(heap),
+          sent_(heaps.size(), std::vector<uint64_t>(heap.network_flags())),
+          absent_(heaps.size()),
+          params_(std::make_unique<Params>()) {
         const Topology& topology = heap.topology;
         const int signals = static_cast<int>(NcclFabricParams::signals(heap));
         const int contexts = signals ? simt::Gin::kContexts : 0;
@@ -35,7 +38,9 @@ class Ranks {
             own = {heap,
                    {rank, topology.world(), rank, topology.world(), contexts, signals, &gin_},
                    this,
-                   &signal_resets_[rank],
+                   sent_[rank].data(),
+                   &absent_[rank],
+                   nullptr,
                    {}};
             for (int local = 0; local < topology.ranks_per_node; ++local)
                 own.node[local] = heaps[topology.rank(topology.node_of(rank), local)];
@@ -43,36 +48,50 @@ class Ranks {
     }
     const Params& params() const { return *params_; }
 
-    // When all have reset their signals, nothing is under way and all flags of the network read 0.
+    // When all have reset their signals, of which many were under way, nothing is under way any
+    // more and all signals read 0; that can be done again.
     void check_reset_signals(uint64_t seed) {
         if (heap_.topology.nodes == 1) return;
-        const size_t used = count_flags();
-        simt::run(heap_.topology.world(), 1, 32, seed, [&] {
-            reset_signals_kernel(params_->ranks[blockIdx.x], static_cast<int>(blockIdx.x),
-                                 20'000'000'000);
-        });
-        for (const NcclSignalReset& reset : signal_resets_) {
-            if (reset.absent) simt::die("a rank did not reset its signals");
+        if (!signals_in_use()) simt::die("no signal was used");
+        for (int round = 0; round < 2; ++round) {
+            simt::run(heap_.topology.world(), 1, 32, seed + round, [&] {
+                const int rank = static_cast<int>(blockIdx.x);
+                send_credits(rank);
+                reset_signals_kernel(params_->ranks[rank], rank, 20'000'000'000);
+            });
+            for (const int absent : absent_) {
+                if (absent) simt::die("a rank did not reset its signals");
+            }
+            if (gin_.network.deliver(gin_.random))
+                simt::die("something arrives after all have reset their signals");
+            if (signals_in_use()) simt::die("signals are not cleared");
         }
-        if (gin_.network.deliver(gin_.random))
-            simt::die("something arrives after all have reset their signals");
-        if (!used || count_flags()) simt::die("flags are not cleared");
     }
 
   private:
-    size_t count_flags() const {
-        size_t used = 0;
-        const size_t signals = NcclFabricParams::signals(heap_);
-        for (const auto& words : gin_.signals) {
-            for (size_t i = 0; i < words.size(); ++i)
-                used += i % signals < heap_.network_flags() && words[i] != 0;
+    void send_credits(int rank) {
+        const Topology& topology = heap_.topology;
+        const int own_node = topology.node_of(rank);
+        for (int node = 0; node < topology.nodes; ++node) {
+            for (int credit = 0; node != own_node && credit < 10 * heap_.channels; ++credit) {
+                const int channel = credit % heap_.channels;
+                const size_t flag = heap_.network_flag(heap_.rdma_head(channel, own_node));
+                nccl_signal(params_->ranks[rank], channel,
+                            topology.rank(node, topology.local_of(rank)),
+                            static_cast<uint32_t>(flag), 1);
+            }
         }
-        return used;
+    }
+    bool signals_in_use() const {
+        return std::any_of(gin_.signals.begin(), gin_.signals.end(), [](const auto& words) {
+            return std::any_of(words.begin(), words.end(), [](uint64_t word) { return word != 0; });
+        });
     }
 
     Heap heap_;
     simt::Gin gin_;
-    std::vector<NcclSignalReset> signal_resets_;
+    std::vector<std::vector<uint64_t>> sent_;
+    std::vector<int> absent_;
     std::unique_ptr<Params> params_;
 };
 

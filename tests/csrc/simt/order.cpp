@@ -279,7 +279,9 @@ uint64_t acquire(const uint64_t* address, Scope scope) {
                               (scope == Scope::System && flag->second.scope == Scope::System);
         if (in_scope) learn_from(address, flag->second.knowledge);
     }
-    return *address;
+    const uint64_t value = *address;
+    if (scope == Scope::System && signals.contains(address)) acquire_signal(address, value);
+    return value;
 }
 
 void release(uint64_t* address, uint64_t value, Scope scope) {

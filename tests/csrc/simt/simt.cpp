@@ -88,6 +88,7 @@ void run(unsigned ranks, unsigned blocks_per_rank, unsigned threads, uint64_t se
         for (const size_t w : order) {
             // the lanes of a warp go to their next collective in any order
             std::shuffle(lane_order.begin(), lane_order.end(), random);
+            if (background) background();
             for (const int i : lane_order) {
                 Lane& lane = lanes[w * 32 + i];
                 if (lane.done || lane.warp->generation < lane.waits_for) continue;

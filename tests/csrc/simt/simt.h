@@ -44,6 +44,9 @@ struct Index {
 void run(unsigned ranks, unsigned blocks_per_rank, unsigned threads, uint64_t seed,
          const std::function<void()>& kernel);
 
+// What goes on beside the kernel, a step at a time.
+inline std::function<void()> background;
+
 // Lets other lanes run: for a loop that waits for one of them without a collective.
 void yield();
 

@@ -1,0 +1,49 @@
+#pragma once
+
+#include "nvshmem.h"
+// after it
+#include "core/heap.h"
+#include "fabric/nvshmem/nvshmem_fabric.h"
+
+namespace ep {
+
+// Every rank has parameters of its own: in a grid of all ranks they travel together.
+class RankFabric;
+struct RankFabricParams {
+    using Fabric = RankFabric;
+    NvshmemFabricParams ranks[9];
+};
+class RankFabric : public NvshmemFabric {
+  public:
+    RankFabric(const RankFabricParams& params, int rank)
+        : NvshmemFabric(params.ranks[rank], rank) {}
+};
+
+// The ranks of a grid, over NVSHMEM's interface: with IBGDA or without it, as the seed has it.
+class Ranks {
+  public:
+    using Params = RankFabricParams;
+
+    Ranks(const Heap& heap, const std::vector<char*>& heaps, uint64_t seed)
+        : library_(heaps, heap.bytes(), seed % 3 != 0, seed), params_(std::make_unique<Params>()) {
+        const Topology& topology = heap.topology;
+        for (int rank = 0; rank < topology.world(); ++rank) {
+            NvshmemFabricParams& own = params_->ranks[rank];
+            own = {topology, heaps[rank], {}, seed % 3 == 0};
+            for (int local = 0; local < topology.ranks_per_node; ++local)
+                own.node[local] = heaps[topology.rank(topology.node_of(rank), local)];
+        }
+        simt::nvshmem = &library_;
+        simt::background = [this] { library_.step(); };
+    }
+    ~Ranks() { simt::background = nullptr; }
+    Ranks(const Ranks&) = delete;
+    const Params& params() const { return *params_; }
+    void check_reset_signals(uint64_t) {}
+
+  private:
+    simt::Nvshmem library_;
+    std::unique_ptr<Params> params_;
+};
+
+}  // namespace ep
