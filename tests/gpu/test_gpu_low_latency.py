@@ -1,5 +1,7 @@
 """The low-latency mode on a GPU: the same bits as on the host, which other tests hold to the reference."""
 
+import gc
+
 import pytest
 import torch
 from low_latency_cases import LowLatencyCase
@@ -130,6 +132,31 @@ def captured(step):
     with torch.cuda.graph(graph), torch.no_grad():
         result = step()
     return graph, result
+
+
+def test_a_graph_outlives_the_buffer():
+    """What it needs, the heap of the low-latency mode too, stays as long as the graph; a replay gives NaN."""
+    cluster, low_latency = cluster_of_four()
+    x, ids = inputs(0)
+
+    def step():
+        received, hook = low_latency.dispatch(x, ids, return_recv_hook=True)
+        hook()
+        return low_latency.combine(received.x, received.handle)
+
+    graph, y = captured(step)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_thrice(y, x)
+    cluster.close()
+    del cluster, low_latency, step
+    gc.collect()
+    taken = torch.full((256 << 20,), 0x5A, dtype=torch.uint8, device="cuda")  # whatever was freed is somebody else's
+    for _ in range(2):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(part.isnan().all() for part in y)
+    assert (taken == 0x5A).all()
 
 
 def test_graphs_in_any_mix():
