@@ -1,5 +1,6 @@
 """The low-latency mode on a GPU: the same bits as on the host, which other tests hold to the reference."""
 
+import functools
 import gc
 
 import pytest
@@ -139,17 +140,17 @@ def test_a_graph_outlives_the_buffer():
     cluster, low_latency = cluster_of_four()
     x, ids = inputs(0)
 
-    def step():
-        received, hook = low_latency.dispatch(x, ids, return_recv_hook=True)
+    def step(mode):
+        received, hook = mode.dispatch(x, ids, return_recv_hook=True)
         hook()
-        return low_latency.combine(received.x, received.handle)
+        return mode.combine(received.x, received.handle)
 
-    graph, y = captured(step)
+    graph, y = captured(functools.partial(step, low_latency))
     graph.replay()
     torch.cuda.synchronize()
     assert_thrice(y, x)
     cluster.close()
-    del cluster, low_latency, step
+    del cluster, low_latency
     gc.collect()
     taken = torch.full((256 << 20,), 0x5A, dtype=torch.uint8, device="cuda")  # whatever was freed is somebody else's
     for _ in range(2):
