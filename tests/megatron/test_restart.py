@@ -22,7 +22,8 @@ from megatron_ep import config
 from megatron_ep.megatron import shared_buffers
 
 PACKAGE = "nvidia_resiliency_ext"
-HELPER = Path(__file__).parents[1] / "helpers" / "restarted_rank.py"
+ROOT = Path(__file__).parents[2]
+HELPER = ROOT / "tests" / "helpers" / "restarted_rank.py"
 
 
 def stand_in():
@@ -135,6 +136,44 @@ def run_slow_save(timeout):
 def test_a_slow_save_ends_no_job_that_allows_for_it(four_ranks):
     assert four_ranks.run(run_slow_save, 30) == ["done"] * 4
     assert all("timed out first, after 0.3 s" in said for said in four_ranks.run(run_slow_save, None)[2:])
+
+
+STEP = "import abc\nclass {}(abc.ABC):\n    @abc.abstractmethod\n    def __call__(self, state): ..."
+WRAPPER = """
+from . import abort, finalize
+class Compose:
+    def __init__(self, *steps): self.steps = steps
+class Wrapper:
+    def __init__(self, *, abort=None, finalize=None): self.abort, self.finalize = abort, finalize
+"""
+SCRIPT = """
+import nvidia_resiliency_ext.inprocess as inprocess
+class Theirs(inprocess.abort.Abort):
+    def __call__(self, state): return state
+wrapper = inprocess.Wrapper(abort=Theirs())
+print([type(step).__name__ for step in wrapper.abort.steps], type(wrapper.finalize).__name__)
+"""
+
+
+def test_the_door_completes_a_scripts_chain(tmp_path):
+    """Compose runs from right to left."""
+    pytest.importorskip("megatron.core")
+    package = tmp_path / PACKAGE / "inprocess"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    for name in ("Abort", "Finalize"):
+        (package / f"{name.lower()}.py").write_text(STEP.format(name))
+    (package / "__init__.py").write_text(WRAPPER)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_ep.pretrain", tmp_path / "script.py", "--inprocess-restart"],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines()[-1] == "['Theirs', 'AbortEP'] FinalizeEP"
 
 
 def test_the_restarter_itself(tmp_path):
