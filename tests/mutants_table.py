@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 BULK, WARP, KERNELS = "exec/device/bulk.h", "exec/device/device_warp.h", "launch/cuda/kernels.h"
 RING, DISPATCH, COMBINE = "protocol/ring.h", "protocol/dispatch.h", "protocol/combine.h"
-COORDINATORS, NOTIFY, LOW_LATENCY = "protocol/coordinators.h", "protocol/notify.h", "protocol/low_latency.h"
+COORDINATORS, NOTIFY = "protocol/coordinators.h", "protocol/notify.h"
 P2P, NCCL = "fabric/cuda/p2p_fabric.h", "fabric/nccl/nccl_fabric.h"
 NVSHMEM, RESET = "fabric/nvshmem/nvshmem_fabric.h", "launch/nccl/reset_signals.h"
 
@@ -33,6 +33,7 @@ def changed(name: str, file: str, statement: str, old: str, new: str, programs: 
     return Mutant(name, file, statement, mark.replace(old, new), programs)
 
 
+ROWS = ("rows",)
 SYSTEM, RANK = "<Scope::System>", "<Scope::Rank>"
 
 NCCL_COUNT = "params.sent[signal + topology.node_of(rank) - topology.node_of(comm.rank)] += increment;"
@@ -74,32 +75,36 @@ POINTS = (
     "if (lane_id() == 0)\n            of_scope<scope>(ptx::store_release_gpu, ptx::store_release_sys)(flag, value);"
 )
 LANES = "f(lane_id(), of_scope<scope>(ptx::store_release_gpu, ptx::store_release_sys));"
-ARRIVE = "if (lane_id() == 0) before = ptx::fetch_add_acq_rel_gpu(counter, 1);"
 PUT_SIGNAL = "warp.template publish<Scope::System>(rail<uint64_t>(node, flag), to);"
 PUT_CREDIT = "warp.template credit<Scope::System>(rail<uint64_t>(node, flag), to);"
 ACQUIRE_SIGNAL = "return W::template acquire<Scope::System>(own<uint64_t>(flag));"
 
 MUTANTS = [
     # ---- the copy engine
-    Mutant("init: no fence after the barriers", BULK, "ptx::fence_barrier_init();"),
-    Mutant("init: lanes do not meet", BULK, "ptx::fence_barrier_init();\n        }\n        «__syncwarp();»"),
+    Mutant("init: no fence after the barriers", BULK, "ptx::fence_barrier_init();", programs=ROWS),
     Mutant("stage: no proxy fence", BULK, "«ptx::fence_proxy_async_global();»\n        in_ ="),
-    Mutant("multicast: the buffer is not waited for", BULK, "«wait_filled();»\n            if (writes)"),
-    Mutant("multicast: writes are not committed", BULK, "«ptx::bulk_commit();»\n            ++emptied_;"),
-    Mutant("drop: the buffer is not waited for", BULK, "«wait_filled();»\n            ptx::bulk_commit();"),
+    Mutant("multicast: the buffer is not waited for", BULK, "«wait_filled();»\n            if (writes)", programs=ROWS),
+    Mutant(
+        "multicast: writes are not committed", BULK, "«ptx::bulk_commit();»\n            ++emptied_;", programs=ROWS
+    ),
+    Mutant(
+        "drop: the buffer is not waited for", BULK, "«wait_filled();»\n            ptx::bulk_commit();", programs=ROWS
+    ),
     Mutant("sum: no proxy fence", BULK, "«ptx::fence_proxy_async_global();»\n        ptx::bulk_wait_read<0>();"),
-    Mutant("sum: older writes are not waited for", BULK, "ptx::bulk_wait_read<0>();"),
-    Mutant("sum: lanes do not meet before the first piece", BULK, "«__syncwarp();»  // now no lane's writes"),
-    Mutant("sum: lanes do not meet between pieces", BULK, "«__syncwarp();»  // the pieces before these"),
+    Mutant("sum: older writes are not waited for", BULK, "ptx::bulk_wait_read<0>();", programs=ROWS),
+    Mutant(
+        "sum: lanes do not meet before the first piece", BULK, "«__syncwarp();»  // now no lane's writes", programs=ROWS
+    ),
+    Mutant("sum: lanes do not meet between pieces", BULK, "«__syncwarp();»  // the pieces before these", programs=ROWS),
     Mutant(
         "sum: pieces are not waited for",
         BULK,
         "while (!ptx::barrier_try_wait(&buffers_.pieces_filled, sums_ & 1)) {\n            }",
+        programs=ROWS,
     ),
-    Mutant("wait_written: nothing is waited for", BULK, "ptx::bulk_wait_written();"),
-    Mutant("share: no proxy fence", BULK, "ptx::fence_proxy_async_shared();"),
-    Mutant("share: lanes do not meet", BULK, "«__syncwarp();»\n        return {first};"),
-    Mutant("fill: older writes are not waited for", BULK, "ptx::bulk_wait_read<kPending>();"),
+    Mutant("wait_written: nothing is waited for", BULK, "ptx::bulk_wait_written();", programs=ROWS),
+    Mutant("share: no proxy fence", BULK, "ptx::fence_proxy_async_shared();", programs=ROWS),
+    Mutant("fill: older writes are not waited for", BULK, "ptx::bulk_wait_read<kPending>();", programs=ROWS),
     Mutant("fill: lanes do not meet", BULK, "ptx::bulk_wait_read<kPending>();\n        «__syncwarp();»"),
     # ---- the warp
     Mutant("end of a warp: staged rows are left", WARP, "«bulk_.drop();»\n        finish_writes();"),
@@ -128,21 +133,7 @@ MUTANTS = [
         "return *flag;",
     ),
     Mutant("scopes: all are the GPU's", WARP, "return scope == Scope::Rank ? gpu : sys;", "return gpu;"),
-    Mutant(
-        "arrive: writes are not finished",
-        WARP,
-        "static_assert(scope == Scope::Rank);\n        «finish_writes();»",
-        programs=("low_latency",),
-    ),
-    changed("arrive: relaxed", WARP, ARRIVE, "fetch_add_acq_rel_gpu", "fetch_add_sys", ("low_latency",)),
-    Mutant(
-        "arrive: lanes do not meet",
-        WARP,
-        "«__syncwarp();»  // what lane 0 has acquired is there for all: a shuffle orders nothing",
-        programs=("low_latency",),
-    ),
     # ---- warps that meet
-    Mutant("meet: lanes do not meet before", KERNELS, "«__syncwarp();»\n    const bool first = rows::lane_id() == 0;"),
     Mutant(
         "meet: lanes do not meet behind",
         KERNELS,

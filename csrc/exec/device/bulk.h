@@ -28,14 +28,13 @@ struct BulkBuffers {
     uint64_t filled[kBuffers];
     uint64_t pieces_filled;
 
-    // By one warp, once, before use.
+    // By one warp, once, before use: its lanes meet before any of them waits at a barrier.
     __device__ __forceinline__ void init() {
         if (rows::lane_id() == 0) {
             for (uint64_t& barrier : filled) ptx::barrier_init(&barrier, 1);
             ptx::barrier_init(&pieces_filled, 1);
             ptx::fence_barrier_init();
         }
-        __syncwarp();
     }
 };
 
@@ -131,7 +130,7 @@ class BulkCopier {
   private:
     static constexpr uint32_t kWeightBytes = 32 * sizeof(double);
 
-    // Rows' weights side by side, in the order of their lanes.
+    // Rows' weights side by side, in the order of their lanes: there once these have met.
     __device__ __forceinline__ rows::NoWeights share(rows::NoWeight, bool, uint32_t) { return {}; }
     template <class Weight>
     __device__ __forceinline__ rows::SharedWeights<Weight> share(Weight own, bool takes_part,
@@ -142,7 +141,6 @@ class BulkCopier {
         // Between these stores and a later copy of rows to the same place, or the copy might come
         // first and the weights lie in the row.
         ptx::fence_proxy_async_shared();
-        __syncwarp();
         return {first};
     }
 

@@ -45,9 +45,9 @@ __device__ __forceinline__ void count_one(uint64_t& calls) {
 // ---- notify: each step needs the one before on all channels
 
 // All warps of a rank's blocks meet, and see what the others wrote before. They are on the GPU
-// together, and nothing before a meeting waits for another rank: it ends.
+// together, and nothing before a meeting waits for another rank: it ends. The lanes of a warp have
+// met: every step of theirs ends so.
 __device__ __forceinline__ void meet(uint64_t* arrivals, uint64_t warps) {
-    __syncwarp();
     const bool first = rows::lane_id() == 0;
     uint64_t all = 0;
     if (first) all = (ptx::fetch_add_acq_rel_gpu(arrivals, 1) / warps + 1) * warps;

@@ -1,0 +1,127 @@
+// What a warp of a GPU does with rows, lane by lane on the host (simt/simt.h): random sequences of
+// copies and sums, which leave behind what the host's warp leaves.
+//
+//     rows_warp FIRST_SEED END_SEED
+
+#include "simt.h"
+// after it
+#include <random>
+
+#include "exec/device/device_warp.h"
+#include "exec/device/shared_memory.h"
+#include "exec/host/fibers.h"
+#include "exec/host/host_warp.h"
+
+namespace ep {
+namespace {
+
+constexpr size_t kRowBytes = 20480;
+constexpr int kSources = 6, kOps = 10;
+
+enum class Kind { Copy, Multicast, Stage, Drop, Sum, WeightedSum, Publish };
+
+// Each writes rows of its own.
+struct Op {
+    Kind kind;
+    uint32_t mask;
+    size_t bytes;
+    int source[32];
+    float weight[32];
+};
+
+struct Memory {
+    std::vector<char> storage;
+    char* rows;
+
+    Memory(size_t count, const char* name) : storage(count * kRowBytes + 128) {
+        rows = storage.data() + (-reinterpret_cast<uintptr_t>(storage.data()) & 127);
+        simt::order::track(rows, count * kRowBytes, name);
+    }
+    ~Memory() { simt::order::forget(rows); }
+    Memory(const Memory&) = delete;
+    char* row(int number) const { return rows + number * kRowBytes; }
+};
+
+template <class W>
+void run_op(W& warp, const Op& op, const Memory& sources, const Memory& out, int number,
+            uint64_t* flag) {
+    typename W::template PerLane<void*> dst;
+    typename W::template PerLane<const void*> src;
+    typename W::template PerLane<float> weight;
+    warp.lanes(32, [&](int lane) {
+        dst[lane] = out.row(32 * number + lane);
+        src[lane] = sources.row(op.source[lane]);
+        weight[lane] = op.weight[lane];
+    });
+    char* first = out.row(32 * number);
+    const char* source = sources.row(op.source[0]);
+    switch (op.kind) {
+        case Kind::Copy:
+            return warp.template copy<Reuse::Soon>(first, source, op.bytes);
+        case Kind::Stage:
+            warp.template stage<Reuse::Late>(source, op.bytes);
+            [[fallthrough]];
+        case Kind::Multicast:
+            return warp.template multicast<Reuse::Soon>(dst, op.mask, source, op.bytes);
+        case Kind::Drop:
+            warp.template stage<Reuse::Late>(source, op.bytes);
+            return warp.template multicast<Reuse::Soon>(dst, 0, source, op.bytes);
+        case Kind::Sum:
+            return warp.template sum<float, Reuse::Late>(first, src, op.mask, op.bytes / 4);
+        case Kind::WeightedSum:
+            return warp.template weighted_sum<float, Reuse::Late>(first, src, weight, op.mask,
+                                                                  op.bytes / 4);
+        case Kind::Publish:
+            return warp.template publish<Scope::System>(flag, number);
+    }
+}
+
+void run_sequence(uint64_t seed) {
+    std::mt19937_64 random(seed);
+    auto pick = [&](int low, int high) {
+        return low + static_cast<int>(random() % (high - low + 1));
+    };
+    Memory sources(kSources, "a source"), ours(kOps * 32, "a result"), expected(kOps * 32, "host");
+    for (size_t i = 0; i < kSources * kRowBytes / 4; ++i)
+        reinterpret_cast<float*>(sources.rows)[i] = static_cast<float>(pick(-999, 999)) / 7;
+    std::vector<Op> ops(kOps);
+    for (Op& op : ops) {
+        op.kind = static_cast<Kind>(pick(0, 6));
+        op.mask = static_cast<uint32_t>(random() & (pick(0, 1) ? random() & random() : ~0u)) | 1;
+        op.bytes = std::array{16, 496, 1024, 4096, 7168, 7184, 14336, 20000}[pick(0, 7)];
+        for (int lane = 0; lane < 32; ++lane) {
+            op.source[lane] = pick(0, kSources - 1);
+            op.weight[lane] = static_cast<float>(pick(-99, 99)) / 3;
+        }
+    }
+    uint64_t flag = 0;
+    ControlBlock control{}, report{};
+    FiberExecutor executor;
+    const RankState state{0, &control, {&control}, std::chrono::seconds(1)};
+    HostWarp host(executor, state, Role::Launch, 0);
+    for (int i = 0; i < kOps; ++i) run_op(host, ops[i], sources, expected, i, &flag);
+    uint64_t* abort_word = &control.abort;
+    const DeviceRank rank{0, 1, 1'000'000'000, &control, &report, &abort_word};
+    simt::run(1, 1, 32, random(), [&] {
+        BulkBuffers& buffers = *reinterpret_cast<BulkBuffers*>(dynamic_shared_memory());
+        buffers.init();
+        DeviceWarp warp(rank, 1, Role::Launch, 0, buffers);
+        for (int i = 0; i < kOps; ++i) run_op(warp, ops[i], sources, ours, i, &flag);
+    });
+    ptx::end_of_launch();
+    if (std::memcmp(ours.rows, expected.rows, kOps * 32 * kRowBytes) != 0) {
+        std::fprintf(stderr, "seed %llu: other rows\n", static_cast<unsigned long long>(seed));
+        std::exit(1);
+    }
+}
+
+}  // namespace
+}  // namespace ep
+
+int main(int argc, char** argv) {
+    if (argc != 3) return 2;
+    const uint64_t first = std::strtoull(argv[1], nullptr, 10),
+                   end = std::strtoull(argv[2], nullptr, 10);
+    for (uint64_t seed = first; seed < end; ++seed) ep::run_sequence(seed);
+    std::printf("%llu sequences\n", static_cast<unsigned long long>(end - first));
+}
