@@ -90,6 +90,20 @@ class RankGroup:
         """Seconds spent inside launches of this buffer so far, waits for other ranks included."""
         return self._live_backend().seconds
 
+    def statistics(self) -> dict[str, torch.Tensor]:
+        """Whom this process's ranks had to wait for: int64 [ranks of this process, W] on the CPU, nanoseconds.
+
+        "wait_ns": in all calls since the buffer was made or reset; "last_wait_ns": in the last one, a dispatch with its
+        exchange of counts, a combine, or both halves of a low-latency call. Column p: for rank p, that is until what p
+        had to send or to take was there; p may itself have waited for somebody else. 0 for the rank itself.
+
+        Summed over the roles that waited, each channel has some: compare peers with each other, not with a clock. On
+        the host only time counts in which there was nothing else to do on the thread; on a GPU only waits of about 50
+        us or more, from then on. On a GPU these are figures of what has run so far: `synchronize` first.
+        """
+        last, total = zip(*self._live_backend().waited(), strict=True)
+        return {"wait_ns": torch.tensor(total), "last_wait_ns": torch.tensor(last)}
+
     def close(self) -> None:
         """Gives the heaps back, whatever other ranks do. Handles of this buffer can no longer be used. Closing twice is
         fine. On a GPU it first waits for the launches of this rank, whose waits are bounded. What CUDA graphs have

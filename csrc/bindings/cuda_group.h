@@ -110,6 +110,12 @@ class PyCudaGroup {
         return all;
     }
 
+    std::vector<std::pair<std::vector<uint64_t>, std::vector<uint64_t>>> waited() const {
+        std::vector<std::pair<std::vector<uint64_t>, std::vector<uint64_t>>> all;
+        for (size_t i = 0; i < group_->ranks().size(); ++i) all.push_back(group_->waited(i));
+        return all;
+    }
+
     void abort(bool interrupted, bool failed, const std::string& reason) {
         group_->abort(interrupted ? Outcome::Interrupted
                       : failed    ? Outcome::Failed
@@ -156,6 +162,7 @@ class PyCudaGroup {
                  "or None.")
             .def("incidents", &PyCudaGroup::incidents)
             .def("standings", &PyCudaGroup::standings)
+            .def("waited", &PyCudaGroup::waited, release)
             .def("abort", &PyCudaGroup::abort, py::kw_only(), py::arg("interrupted"),
                  py::arg("failed"), py::arg("reason"), release)
             .def("listen", &PyCudaGroup::listen, release,

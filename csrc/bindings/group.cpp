@@ -110,6 +110,13 @@ class Group : public HostLauncher {
         return all;
     }
 
+    // Of each rank of this process: [world], ns, in the last call and in all.
+    std::vector<std::pair<std::vector<uint64_t>, std::vector<uint64_t>>> waited() const {
+        std::vector<std::pair<std::vector<uint64_t>, std::vector<uint64_t>>> all;
+        for (size_t i = 0; i < group_.ranks().size(); ++i) all.push_back(group_.waited(i));
+        return all;
+    }
+
     void abort(bool interrupted, bool failed, const std::string& reason) {
         group_.abort(interrupted ? Outcome::Interrupted
                      : failed    ? Outcome::Failed
@@ -274,6 +281,7 @@ void bind_group(py::module_& m) {
         .def("finished", &Group::finished)
         .def("incidents", &Group::incidents)
         .def("standings", &Group::standings)
+        .def("waited", &Group::waited)
         .def("abort", &Group::abort, py::kw_only(), py::arg("interrupted"), py::arg("failed"),
              py::arg("reason"))
         .def("reset", &Group::reset)

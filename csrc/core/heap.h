@@ -41,6 +41,7 @@ struct Heap {
           rdma_ring_bytes(rdma_bytes) {
         size_t end = align_up(sizeof(ControlBlock), kLine);  // the control block comes first
         auto part = [&](size_t bytes) { return std::exchange(end, end + bytes); };
+        waited_ = part(2 * waited_bytes(topology.world()));
         const size_t nvl_rings = static_cast<size_t>(channels) * topology.world();
         notify_rail_flags_ = part(topology.nodes * kLine);
         notify_node_flags_ = part(topology.ranks_per_node * kLine);
@@ -67,6 +68,13 @@ struct Heap {
 
     // --- flags ---
     EP_HD size_t control() const { return 0; }
+    // Nanoseconds that this rank's roles have waited for each rank, a word each, and what that was
+    // when the last call began.
+    EP_HD size_t waited() const { return waited_; }
+    EP_HD size_t waited_before() const { return waited_ + waited_bytes(topology.world()); }
+    static EP_HD size_t waited_bytes(int world) {
+        return align_up(world * sizeof(uint64_t), kLine);
+    }
     EP_HD size_t notify_rail_flag(int node) const { return notify_rail_flags_ + node * kLine; }
     EP_HD size_t notify_node_flag(int local) const { return notify_node_flags_ + local * kLine; }
     EP_HD size_t nvl_tail(int channel, int node, int peer) const {
@@ -165,9 +173,9 @@ struct Heap {
     }
 
     // Where the parts begin, in this order: kernels ask for every row.
-    size_t notify_rail_flags_, notify_node_flags_, nvl_tails_, nvl_heads_, rdma_tails_, rdma_heads_,
-        nvl_outs_, nvl_ins_, rdma_outs_, rdma_ins_, flags_end_, notify_staging_, notify_rail_,
-        notify_node_, nvl_data_, rdma_staging_, rdma_data_, bytes_;
+    size_t waited_, notify_rail_flags_, notify_node_flags_, nvl_tails_, nvl_heads_, rdma_tails_,
+        rdma_heads_, nvl_outs_, nvl_ins_, rdma_outs_, rdma_ins_, flags_end_, notify_staging_,
+        notify_rail_, notify_node_, nvl_data_, rdma_staging_, rdma_data_, bytes_;
 };
 
 }  // namespace ep

@@ -149,6 +149,9 @@ class CudaBackend:
     def standings(self) -> list[Standing]:
         return [Standing(**standing) for standing in self.group.standings()]
 
+    def waited(self) -> list[tuple[list[int], list[int]]]:
+        return self.group.waited()
+
     def abort(self, *, interrupted: bool, failed: bool, reason: str = "") -> None:
         self.group.abort(interrupted=interrupted, failed=failed, reason=reason)
 

@@ -93,6 +93,10 @@ class Backend(Protocol):
         """What can be seen of all ranks in reach, this process's own among them. Waits for none."""
         ...
 
+    def waited(self) -> list[tuple[list[int], list[int]]]:
+        """For each rank of this process: ns that it waited for each rank, in the last call and in all since a reset."""
+        ...
+
     def abort(self, *, interrupted: bool, failed: bool, reason: str = "") -> None:
         """Ends all waits of all ranks that this process can reach, unless they have ended; tells them why."""
         ...

@@ -85,6 +85,18 @@ def comm_seconds() -> float:
     return _closed_seconds + sum(buffer.seconds for buffer in _buffers.values())
 
 
+def wait_ns(group: dist.ProcessGroup | None = None) -> torch.Tensor | None:
+    """int64 [ranks of the group] on the CPU: how long this rank waited for each of them in its open buffers, as
+    `Buffer.statistics` counts it; None before the first one is made. None as the group: any that all ranks are in."""
+    size = dist.get_world_size(group)
+    counts = [
+        buffer.statistics()["wait_ns"][0]
+        for (own, *_), buffer in _buffers.items()
+        if own is group or (group is None and dist.get_world_size(own) == size)
+    ]
+    return torch.stack(counts).sum(dim=0) if counts else None
+
+
 def close_buffers() -> None:
     """Closes every shared buffer. The next forward pass builds new ones.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import statistics
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -86,14 +87,17 @@ class TrainLog:
         if self._board is not None:
             self._board.close()
 
-    def write(self, row: Row) -> None:
-        """Takes a step's figures to the file, the progress line and, every log_interval steps, the screen."""
+    def write(self, row: Row, slowest: Callable[[], str]) -> None:
+        """Takes a step's figures to the file, the progress line and, every log_interval steps, the screen; there with
+        what `slowest` says of the peer that was waited for longest."""
         self._rows.append(row)
         self._csv.writerow(asdict(row))
         self._file.flush()
         self._progress.update(self._task, completed=row.step, description=row.text)
         if row.step % self._recipe.logger.log_interval == 0:
-            self._console.print(f"step {row.step}/{self._recipe.train.train_iters}  {row.text}  lr {row.lr:.2e}")
+            self._console.print(
+                f"step {row.step}/{self._recipe.train.train_iters}  {row.text}  lr {row.lr:.2e}{slowest()}"
+            )
             if self._board is not None:
                 self._to_board(self._board, row)
 

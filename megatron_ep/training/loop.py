@@ -102,6 +102,7 @@ def _run(recipe: Recipe, out: Path, resume: bool) -> None:
     )
     if dist.get_rank() == 0:
         log = TrainLog(out, recipe, corpus, parameters, start)
+    slowest = _SlowestPeer()
     with log:
         for step in range(start, recipe.train.train_iters):
             began, dispatched = time.perf_counter(), timer.seconds
@@ -133,13 +134,33 @@ def _run(recipe: Recipe, out: Path, resume: bool) -> None:
                         seconds=seconds,
                         tflops=operations / seconds / recipe.topology.world_size / 1e12,
                         memory_gib=_most_memory(recipe.train.device) / 2**30,
-                    )
+                    ),
+                    slowest,
                 )
             if (step + 1) % recipe.checkpoint.save_interval == 0 or step + 1 == recipe.train.train_iters:
                 ep.raise_if_failed()
                 checkpoints.save(step + 1)
         if dist.get_rank() == 0:
             log.finish()
+
+
+class _SlowestPeer:
+    """Says for whom this rank waited longest since it was last asked."""
+
+    def __init__(self) -> None:
+        self._before: torch.Tensor | int = 0
+
+    def __call__(self) -> str:
+        from megatron_ep.megatron.shared_buffers import wait_ns
+
+        total = wait_ns()
+        if total is None:  # another dispatcher than ours
+            return ""
+        waits, self._before = total - self._before, total
+        if not waits.sum():
+            return ""
+        rank = int(waits.argmax())
+        return f"  waits for rank {rank}: {waits[rank] / waits.sum():.0%} of all"
 
 
 def _batches(samples: Samples, step: int, count: int, device: str) -> Iterator[dict[str, torch.Tensor]]:

@@ -4,6 +4,7 @@
 //     device_warp FIRST_SEED END_SEED
 //     device_warp absent
 //     device_warp incident
+//     device_warp waits
 //     device_warp given_up
 //     device_warp unfit
 //
@@ -299,8 +300,11 @@ class Grid {
         return all;
     }
     DeviceRank device_rank(size_t rank) {
-        return {static_cast<int>(rank), case_.topology.world(), timeout_ns_,
-                control(rank),          &reports_[rank],        abort_words_.data()};
+        return {static_cast<int>(rank), case_.topology.world(), timeout_ns_, control(rank),
+                &reports_[rank],        abort_words_.data(),    waited(rank)};
+    }
+    uint64_t* waited(size_t rank) const {
+        return reinterpret_cast<uint64_t*>(heaps_[rank] + case_.heap.waited());
     }
     ControlBlock* control(size_t rank) const {
         return reinterpret_cast<ControlBlock*>(heaps_[rank] + case_.heap.control());
@@ -494,6 +498,8 @@ void run_absent(bool several_nodes) {
     const bool is_counted = blocks[0]->entered.notify == 1 && blocks[0]->finished.notify == 0 &&
                             blocks[1]->entered.notify == 0;
     if (!is_counted) simt::die("it cannot be seen who has not come");
+    const uint64_t* waited = reinterpret_cast<uint64_t*>(side.heaps[0].data() + c.heap.waited());
+    if (waited[0] || waited[1]) simt::die("a wait that never ended is counted");
 }
 
 // Rank 1 finds its abort word set: then it can read what rank 0 was waiting for, whole.
@@ -519,6 +525,40 @@ void run_incident(uint64_t seed) {
                 simt::die("a rank is told that another gave up before it can see why");
         });
     });
+}
+
+// Only what a wait took that lasted is counted, and only for the rank that was missing in the end.
+void run_waits() {
+    Case c = small_case(false);
+    Side side;
+    for (int rank = 0; rank < 2; ++rank) side.heaps.emplace_back(c.heap.bytes(), 0, "a heap");
+    Grid grid(c, side);
+    const auto joint = grid.joint<Notify>(std::vector<NotifyArgs>(2), 1);
+    constexpr uint64_t kLate = 20'000'000;  // ns
+    char* heap = side.heaps[0].data();
+    uint64_t* flag = reinterpret_cast<uint64_t*>(heap + c.heap.nvl_tail(0, 0, 1));
+    const uint64_t* waited = reinterpret_cast<uint64_t*>(heap + c.heap.waited());
+    simt::run(2, 1, 32, 1, [&] {
+        const DeviceRank& rank = joint.ranks[blockIdx.x];
+        DeviceWarp warp(rank, 7, Role::Receiver, 0, kernels::bulk_buffers());
+        const auto need = [&](int lane) {
+            if (lane == 0) return Need{1, 1, 0};
+            return Need{DeviceWarp::acquire<Scope::System>(flag), 1, 1};
+        };
+        if (rank.rank == 0) {
+            warp.wait_all(Wait::NvlRow, 2, need);
+            const uint64_t once = ptx::load_relaxed_sys(waited + 1);
+            warp.wait_all(Wait::NvlRow, 2, need);
+            if (ptx::load_relaxed_sys(waited + 1) != once) simt::die("a met wait is counted");
+        } else {
+            warp.lanes(1, [&](int) {
+                const uint64_t start = ptx::globaltimer();
+                while (ptx::globaltimer() - start < kLate) simt::yield();
+                ptx::store_release_sys(flag, 1);
+            });
+        }
+    });
+    if (waited[1] < kLate / 2 || waited[0]) simt::die("a wait is not counted for whom it was");
 }
 
 bool is_poison(const Memory& memory) {
@@ -691,6 +731,11 @@ int main(int argc, char** argv) {
     if (argc == 2 && std::string(argv[1]) == "incident") {
         for (uint64_t seed = 0; seed < 50; ++seed) ep::run_incident(seed);
         std::printf("an incident is there before the word\n");
+        return 0;
+    }
+    if (argc == 2 && std::string(argv[1]) == "waits") {
+        ep::run_waits();
+        std::printf("waits are counted\n");
         return 0;
     }
     if (argc == 2 && std::string(argv[1]) == "given_up") {

@@ -21,6 +21,8 @@ class Grid {
         for (int rank = 0; rank < program.topology.world(); ++rank) {
             params_.heaps[rank] = program.fabrics[rank].own<char>(0);
             abort_words_.push_back(&program.controls[rank].abort);
+            waited_.emplace_back(2 * Heap::waited_bytes(program.topology.world()) /
+                                 sizeof(uint64_t));
         }
         reports_.resize(program.topology.world());
     }
@@ -70,7 +72,8 @@ class Grid {
                 timeout_ns_,
                 &program_.controls[rank],
                 &reports_[rank],
-                abort_words_.data()};
+                abort_words_.data(),
+                waited_[rank].data()};
     }
 
     template <class L>
@@ -85,6 +88,7 @@ class Grid {
     uint64_t timeout_ns_;
     P2pFabricParams params_{};
     std::vector<uint64_t*> abort_words_;
+    std::vector<std::vector<uint64_t>> waited_;
     std::vector<ControlBlock> reports_;
 };
 

@@ -111,6 +111,30 @@ def test_a_rank_that_is_absent_from_a_combine_is_named(ranks):
     assert all(says.search(message) for message in messages[:3]), messages
 
 
+def run_one_late():
+    buffer = make_buffer(1)
+    x, ids, weights = (part[buffer.rank].cuda() for part in inputs(2))
+    for _ in range(2):  # kernels are loaded in the first round
+        buffer.synchronize()
+        torch.distributed.barrier()
+        if buffer.rank == 1:
+            time.sleep(0.5)
+        ep.dispatch(x, ids, weights, buffer=buffer)
+    buffer.synchronize()
+    statistics = {name: part[0].tolist() for name, part in buffer.statistics().items()}
+    torch.distributed.barrier()
+    buffer.close()
+    return statistics
+
+
+def test_a_late_rank_is_seen(ranks):
+    for rank, statistics in enumerate(ranks.run(run_one_late)):
+        last, total = statistics["last_wait_ns"], statistics["wait_ns"]
+        assert last[rank] == 0 and all(a <= b for a, b in zip(last, total, strict=True)), statistics
+        if rank != 1:
+            assert last.index(max(last)) == 1 and last[1] > 0.3e9, statistics
+
+
 def run_one_told_to_stop():
     buffer = make_buffer(2, timeout=30.0)
     x, ids, weights = (part[buffer.rank].cuda() for part in inputs(2))

@@ -12,7 +12,7 @@ import training_runs
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_ep.cli import main as cli
-from megatron_ep.training import flops, recipe
+from megatron_ep.training import flops, loop, recipe
 from megatron_ep.training import log as train_log
 
 TINY = training_runs.RECIPES / "tiny_moe_cpu.yaml"
@@ -60,6 +60,20 @@ def test_the_line_has_a_runs_figures():
     assert row(1).text == "loss 5.5000  9 tokens/s  0.25 TFLOP/s a rank  dispatch 50%  1.5 GiB"
 
 
+def test_the_slowest_peer_is_that_since_the_last_time(monkeypatch):
+    counts = [None, [0, 0, 0], [0, 30, 10], [0, 30, 70]]
+    monkeypatch.setattr(
+        "megatron_ep.megatron.shared_buffers.wait_ns",
+        lambda: None if counts[0] is None else torch.tensor(counts[0]),
+    )
+    slowest = loop._SlowestPeer()
+    says = []
+    while counts:
+        says.append(slowest())
+        counts.pop(0)
+    assert says == ["", "", "  waits for rank 1: 75% of all", "  waits for rank 2: 100% of all"]
+
+
 def test_a_row_that_was_cut_short_is_left_out(tmp_path) -> None:
     path = tmp_path / "loss.csv"
     first = row(1)
@@ -85,7 +99,7 @@ def test_tensorboard_gets_megatrons_names(tmp_path):
     for first, last in ((0, 6), (2, 4)):  # the second run goes on from a checkpoint: what came later is gone
         with train_log.TrainLog(tmp_path, loaded, Corpus, 10, first) as log:
             for step in range(first + 1, last + 1):
-                log.write(row(step, loss=5.0 - step / 10 - first))
+                log.write(row(step, loss=5.0 - step / 10 - first), lambda: "")
     events = EventAccumulator(str(board)).Reload()
     assert {"lm loss", "lm loss vs samples", "learning-rate", "batch-size", "grad-norm", "iteration-time",
             "throughput", "dispatch-share"} <= set(events.Tags()["scalars"])  # fmt: skip

@@ -19,6 +19,7 @@ struct DeviceRank {
     // In memory of the host: what it sees of them, while a kernel runs and after.
     ControlBlock* report;
     uint64_t** abort_words;  // of the ranks whose memory this one can write, its own among them
+    uint64_t* waited;        // [world], ns, see Heap
 };
 
 #if defined(__CUDACC__)

@@ -267,14 +267,19 @@ class DeviceWarp {
     __device__ __forceinline__ uint32_t poll(Wait wait, int count, F&& need, Enough&& enough,
                                              const Need& other) {
         uint64_t start = deadline_start_;
+        uint64_t began = 0;  // only a wait that lasts is measured: one that does not costs nothing
+        int peer = -1;
         for (uint32_t polls = 1;; ++polls) {
             const Need mine = lane_id() < count ? need(lane_id()) : other;
             const uint32_t met = __ballot_sync(kAll, is_met(mine));
             if (enough(met)) {
+                if (began) note_wait(peer, began);
                 __syncwarp();
                 return met;
             }
             if (polls % kPollsBetweenChecks) continue;
+            if (!began) began = ptx::globaltimer();
+            peer = is_met(mine) ? -1 : mine.peer;
             // One lane decides for all, or some of them might go on.
             const auto end =
                 static_cast<Outcome>(__shfl_sync(kAll, static_cast<int>(outcome_so_far(start)), 0));
@@ -286,6 +291,12 @@ class DeviceWarp {
             __syncwarp();
             return 0;
         }
+    }
+
+    // By every lane: what it was still waiting for when the wait was last looked at.
+    __device__ __forceinline__ void note_wait(int peer, uint64_t began) const {
+        if (peer >= 0 && peer != rank_.rank)
+            ptx::add_sys(rank_.waited + peer, ptx::globaltimer() - began);
     }
 
     __device__ __forceinline__ Outcome outcome_so_far(uint64_t& start) const {

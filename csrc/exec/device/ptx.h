@@ -81,6 +81,12 @@ __device__ __forceinline__ void add_sys(uint64_t* address, uint64_t value) {
     asm volatile("red.relaxed.sys.global.add.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
+__device__ __forceinline__ uint64_t load_relaxed_sys(const uint64_t* address) {
+    uint64_t value;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+    return value;
+}
+
 // ---- warps of a launch that meet
 
 __device__ __forceinline__ uint64_t fetch_add_acq_rel_gpu(uint64_t* address, uint64_t value) {

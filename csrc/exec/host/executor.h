@@ -35,6 +35,9 @@ class Executor {
     // passed.
     virtual WaitEnd wait(Condition condition, const RankState& rank) = 0;
 
+    // How long there was nothing to do but wait, so far. 0 where time does not pass.
+    virtual uint64_t idle_ns() { return 0; }
+
     // Whether a role whose wait is already over should let others run first all the same.
     virtual bool preempts() { return false; }
 };

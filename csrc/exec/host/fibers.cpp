@@ -94,8 +94,10 @@ void FiberExecutor::run(std::vector<RoleTask> tasks, std::function<bool()> inter
     retire();
     while (!fibers_.empty()) {
         if (step()) {
+            if (idle_passes_) idle_ = std::chrono::nanoseconds(idle_ns());
             idle_passes_ = 0;
         } else {
+            if (!idle_passes_) idle_since_ = Clock::now();
             idle();
         }
         retire();
@@ -125,6 +127,11 @@ WaitEnd FiberExecutor::wait(Condition condition, const RankState&) {
     fiber.condition = condition;
     swapcontext(&fiber.context, &fiber.scheduler);
     return fiber.end;
+}
+
+uint64_t FiberExecutor::idle_ns() {
+    const auto now = idle_passes_ ? Clock::now() - idle_since_ : Clock::duration(0);
+    return (idle_ + std::chrono::duration_cast<std::chrono::nanoseconds>(now)).count();
 }
 
 bool FiberExecutor::try_resume(Fiber& fiber) {

@@ -22,6 +22,7 @@ class FiberExecutor : public Executor {
     // Throws what a role threw, after all have ended.
     void run(std::vector<RoleTask> tasks, std::function<bool()> interrupted = {});
     WaitEnd wait(Condition condition, const RankState& rank) override;
+    uint64_t idle_ns() override;
 
   protected:
     struct Fiber;
@@ -50,6 +51,8 @@ class FiberExecutor : public Executor {
     std::function<bool()> interrupted_;
     std::exception_ptr error_;  // what a role threw
     int idle_passes_ = 0;
+    std::chrono::steady_clock::time_point idle_since_;  // if idle_passes_
+    std::chrono::nanoseconds idle_{0};                  // before
 };
 
 // What a step of a simulated network looks like to the scheduler.
@@ -68,6 +71,7 @@ class SeededExecutor : public FiberExecutor {
     SeededExecutor(uint64_t seed, Network* network) : random_(seed), network_(network) {}
 
     bool preempts() override { return random_() % 4 == 0; }
+    uint64_t idle_ns() override { return 0; }
 
   protected:
     bool step() override;

@@ -82,8 +82,17 @@ class BasicHostWarp {
 
     template <class F>
     bool wait_all(Wait wait, int count, F&& need) {
-        auto condition = [&] { return met(count, need); };
-        return wait_for(wait, count, need, condition);
+        int last = -1;  // whom the wait is for in the end
+        auto condition = [&] {
+            for (int lane = 0; lane < count; ++lane) {
+                const Need mine = need(lane);
+                if (is_met(mine)) continue;
+                last = mine.peer;
+                return false;
+            }
+            return true;
+        };
+        return wait_for(wait, count, need, condition, [&](auto&& f) { f(last); });
     }
 
     template <class F>
@@ -92,7 +101,10 @@ class BasicHostWarp {
         auto condition = [&] {
             return (mask = ballot(count, [&](int lane) { return is_met(need(lane)); })) != 0;
         };
-        return wait_for(wait, count, need, condition) ? mask : 0;
+        auto for_each_peer = [&](auto&& f) {
+            for (int lane = 0; lane < count; ++lane) f(need(lane).peer);
+        };
+        return wait_for(wait, count, need, condition, for_each_peer) ? mask : 0;
     }
 
     void fail(Outcome outcome, Wait wait, const Need& need) {
@@ -179,10 +191,14 @@ class BasicHostWarp {
         return count;
     }
 
-    template <class F, class C>
-    bool wait_for(Wait wait, int count, F&& need, C& condition) {
+    // for_each_peer(f): the ranks without which this wait could not end.
+    template <class F, class C, class Peers>
+    bool wait_for(Wait wait, int count, F&& need, C& condition, Peers&& for_each_peer) {
         if (!executor_.preempts() && condition()) return true;
+        const uint64_t before = executor_.idle_ns();
         const WaitEnd end = executor_.wait(Condition(condition), rank_);
+        if (const uint64_t idle = executor_.idle_ns() - before)
+            for_each_peer([&](int peer) { rank_.note_wait(peer, idle); });
         if (end == WaitEnd::Met) return true;
         int lane = 0;
         Need missing{};

@@ -18,6 +18,7 @@ struct RankState {
         std::chrono::steady_clock::time_point::max();  // of all waits of the current launch
     uint64_t call = 0;
     mutable uint64_t unfinished = 0;  // roles of the current launch that gave up
+    uint64_t* waited = nullptr;       // [world], ns, see Heap; null: nobody asks
 
     bool aborted() const { return abort_word().load(std::memory_order_acquire) != 0; }
 
@@ -42,6 +43,11 @@ struct RankState {
         if (index >= ControlBlock::kMaxIncidents) return;
         control->incidents[index] = incident;
         std::atomic_ref<uint64_t>(control->complete[index]).store(1, std::memory_order_release);
+    }
+
+    void note_wait(int peer, uint64_t ns) const {
+        if (waited && peer >= 0 && peer != rank)
+            std::atomic_ref<uint64_t>(waited[peer]).fetch_add(ns, std::memory_order_relaxed);
     }
 
     // For others to read: counts[what] in `entered` or `finished`.

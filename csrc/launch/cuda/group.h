@@ -4,6 +4,7 @@
 #include <functional>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/args.h"
@@ -68,7 +69,8 @@ class CudaGroup {
                 timeout_ns_,
                 reinterpret_cast<ControlBlock*>(own_heaps_[index] + heap_.control()),
                 reports_on_gpu_ + index,
-                abort_words_.get()};
+                abort_words_.get(),
+                reinterpret_cast<uint64_t*>(own_heaps_[index] + heap_.waited())};
     }
     uint64_t aborted() const;
     const ControlBlock& report(size_t index) const { return reports_[index]; }
@@ -79,6 +81,8 @@ class CudaGroup {
     // they have ended: then the reason that they were given stays. From any thread. Of several
     // processes whose hosts do so in the same moment the last is remembered.
     void abort(Outcome outcome, const std::string& reason);
+    // [world] of nanoseconds, see Heap: in the last call and in all, of waits that lasted.
+    std::pair<std::vector<uint64_t>, std::vector<uint64_t>> waited(size_t index) const;
     // Of the ranks in reach, from first_in_reach() on.
     std::vector<ControlBlock> control_blocks() const;
     int first_in_reach() const { return first_in_reach_; }

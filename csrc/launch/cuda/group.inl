@@ -335,6 +335,23 @@ void CudaGroup<P>::retire() {
 }
 
 template <class P>
+std::pair<std::vector<uint64_t>, std::vector<uint64_t>> CudaGroup<P>::waited(size_t index) const {
+    const DeviceGuard guard(device_);
+    const auto stream = static_cast<cudaStream_t>(abort_stream_.get());
+    const size_t world = heap_.topology.world();
+    std::vector<uint64_t> all(world), last(world);
+    for (const auto& [to, offset] :
+         {std::pair(&all, heap_.waited()), std::pair(&last, heap_.waited_before())}) {
+        check_cuda(cudaMemcpyAsync(to->data(), own_heaps_[index] + offset, world * sizeof(uint64_t),
+                                   cudaMemcpyDefault, stream),
+                   "cudaMemcpyAsync");
+    }
+    check_cuda(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+    for (size_t rank = 0; rank < world; ++rank) last[rank] = all[rank] - last[rank];
+    return {last, all};
+}
+
+template <class P>
 std::vector<ControlBlock> CudaGroup<P>::control_blocks() const {
     const DeviceGuard guard(device_);
     const auto stream = static_cast<cudaStream_t>(abort_stream_.get());

@@ -42,6 +42,14 @@ __device__ __forceinline__ void count_one(uint64_t& calls) {
     __syncwarp();
 }
 
+// By the same warp, at the start of a call: from here on it is the last one.
+__device__ __forceinline__ void begin_call(const DeviceRank& rank, int world) {
+    uint64_t* before = rank.waited + Heap::waited_bytes(world) / sizeof(uint64_t);
+    for (int other = rows::lane_id(); other < world; other += 32)
+        before[other] = ptx::load_relaxed_sys(rank.waited + other);
+    __syncwarp();
+}
+
 // ---- notify: each step needs the one before on all channels
 
 // All warps of a rank's blocks meet, and see what the others wrote before. They are on the GPU
@@ -88,7 +96,10 @@ __global__ void __launch_bounds__(kBlockThreads, 1) notify_kernel(const __grid_c
         return;
     }
     if (is_aborted(rank)) return;
-    if (place.warp == 0) count_one(rank.control->entered.notify);
+    if (place.warp == 0) {
+        count_one(rank.control->entered.notify);
+        begin_call(rank, args.layout.world());
+    }
     const int roles = num_exchange_roles(args.heap.topology);
     const int half = (place.warps + 1) / 2, exchangers = roles < half ? roles : half;
     if (place.warp >= exchangers) {
@@ -163,7 +174,10 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     const int number = role_of_warp(warps * args.layout.channels, place.block,
                                     joint.blocks_per_rank, warp_of_block());
     if (number < 0 || is_aborted(joint.ranks[place.index])) return;
-    if (number == 0) count_one(joint.ranks[place.index].control->entered.transfer);
+    if (number == 0) {
+        count_one(joint.ranks[place.index].control->entered.transfer);
+        if (!args.fills_tables) begin_call(joint.ranks[place.index], args.layout.world());
+    }
     if (!has_layout(joint, place, args)) return;
     typename J::Fabric fabric(joint.fabric, args.rank);
     const DeviceRank& rank = joint.ranks[place.index];
@@ -210,7 +224,10 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     const int number = role_of_warp(warps * args.layout.channels, place.block,
                                     joint.blocks_per_rank, warp_of_block());
     if (number < 0 || is_aborted(joint.ranks[place.index])) return;
-    if (number == 0) count_one(joint.ranks[place.index].control->entered.transfer);
+    if (number == 0) {
+        count_one(joint.ranks[place.index].control->entered.transfer);
+        if (!args.fills_tables) begin_call(joint.ranks[place.index], args.layout.world());
+    }
     if (!has_layout(joint, place, args)) return;
     typename J::Fabric fabric(joint.fabric, args.rank);
     run_combine_role<T, kWeighted>(joint.ranks[place.index], bulk_buffers(), fabric, args,

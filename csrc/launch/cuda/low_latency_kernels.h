@@ -46,8 +46,10 @@ __device__ __forceinline__ void run_half(const L& launch, Role role, bool receiv
         return receive ? &calls.received[kKind][call % LowLatencyHeap::kBanks] : &calls.sent[kKind];
     };
     DeviceWarp warp(launch.rank, call, role, team.warp, bulk_buffers());
-    if (team.warp == 0)
+    if (team.warp == 0) {
         warp.template credit<Scope::System>(count(launch.rank.control->entered), call);
+        if (!receive) begin_call(launch.rank, launch.args.heap.topology.world());
+    }
     warp.start_deadline();
     if (half(warp, fabric, launch.args, team))
         warp.template credit<Scope::System>(count(launch.rank.control->finished), call);

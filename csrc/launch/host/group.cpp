@@ -20,11 +20,12 @@ HostGroup::HostGroup(const Heap& heap, std::vector<int> ranks, std::vector<char*
         controls.push_back(reinterpret_cast<ControlBlock*>(base + heap_.control()));
     for (int rank : ranks_) {
         states_.push_back({rank, controls[rank], controls, timeout});
+        states_.back().waited = reinterpret_cast<uint64_t*>(heaps[rank] + heap_.waited());
         fabrics_.emplace_back(heap_.topology, rank, heaps, network_.get());
     }
 }
 
-void HostGroup::run(Count count, std::vector<std::vector<RoleTask>> tasks_of_rank,
+void HostGroup::run(Count count, bool begins_call, std::vector<std::vector<RoleTask>> tasks_of_rank,
                     const std::function<bool()>& interrupted) {
     bool aborted = false;
     for (RankState& state : states_) {
@@ -37,6 +38,13 @@ void HostGroup::run(Count count, std::vector<std::vector<RoleTask>> tasks_of_ran
     }
     for (RankState& state : states_)
         RankState::note(count(state.control->entered, state.call), state.call);
+    if (begins_call) {
+        for (size_t i = 0; i < ranks_.size(); ++i) {
+            std::memcpy(fabrics_[i].own<char>(heap_.waited_before()),
+                        fabrics_[i].own<char>(heap_.waited()),
+                        heap_.topology.world() * sizeof(uint64_t));
+        }
+    }
     run_roles(std::move(tasks_of_rank), interrupted);
     for (RankState& state : states_) {
         if (state.unfinished == 0)
@@ -81,6 +89,16 @@ void HostGroup::run_roles(std::vector<std::vector<RoleTask>> tasks_of_rank,
 bool HostGroup::finished() const {
     return std::all_of(states_.begin(), states_.end(),
                        [](const RankState& state) { return state.unfinished == 0; });
+}
+
+std::pair<std::vector<uint64_t>, std::vector<uint64_t>> HostGroup::waited(size_t index) const {
+    const HostFabric& fabric = fabrics_[index];
+    const size_t world = heap_.topology.world();
+    const auto* all = fabric.own<uint64_t>(heap_.waited());
+    const auto* before = fabric.own<uint64_t>(heap_.waited_before());
+    std::vector<uint64_t> last(all, all + world);
+    for (size_t rank = 0; rank < world; ++rank) last[rank] -= before[rank];
+    return {last, {all, all + world}};
 }
 
 void HostGroup::abort(Outcome outcome, const std::string& text) {

@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/args.h"
@@ -48,6 +49,8 @@ class HostGroup {
     // have given up since.
     bool finished() const;
     const RankState& state(size_t index) const { return states_[index]; }
+    // [world] of nanoseconds, see Heap: in the last call and in all.
+    std::pair<std::vector<uint64_t>, std::vector<uint64_t>> waited(size_t index) const;
     // Makes every wait of every rank end. The first reason since the last reset is kept for all.
     void abort(Outcome outcome, const std::string& reason);
     // Back to the state of a new buffer. No rank may be in a launch, and none may launch before all
@@ -61,14 +64,15 @@ class HostGroup {
     auto adder(std::vector<RoleTask>& tasks, size_t index);
     // count(calls, number): where calls of this kind are counted.
     using Count = uint64_t& (*)(Calls& calls, uint64_t number);
-    void run(Count count, std::vector<std::vector<RoleTask>> tasks_of_rank,
+    // begins_call: whether the launch is the first of a dispatch or combine.
+    void run(Count count, bool begins_call, std::vector<std::vector<RoleTask>> tasks_of_rank,
              const std::function<bool()>& interrupted);
     void run_roles(std::vector<std::vector<RoleTask>> tasks_of_rank,
                    const std::function<bool()>& interrupted);
     static uint64_t& count_transfers(Calls& calls, uint64_t) { return calls.transfer; }
     // The same, and if not all of it was done nobody can take the outputs for data.
     template <class Args>
-    void run_to_outputs(Count count, const std::vector<Args>& args,
+    void run_to_outputs(Count count, bool begins_call, const std::vector<Args>& args,
                         std::vector<std::vector<RoleTask>> tasks_of_rank,
                         const std::function<bool()>& interrupted);
 

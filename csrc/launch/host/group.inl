@@ -27,12 +27,12 @@ void HostGroup::notify(std::vector<NotifyArgs> args, const std::function<bool()>
         states_[i].call = args[i].epoch;
         add_notify_roles(args[i], adder<Warp>(tasks[i], i));
     }
-    run([](Calls& calls, uint64_t) -> uint64_t& { return calls.notify; }, std::move(tasks),
+    run([](Calls& calls, uint64_t) -> uint64_t& { return calls.notify; }, true, std::move(tasks),
         interrupted);
 }
 
 template <class Args>
-void HostGroup::run_to_outputs(Count count, const std::vector<Args>& args,
+void HostGroup::run_to_outputs(Count count, bool begins_call, const std::vector<Args>& args,
                                std::vector<std::vector<RoleTask>> tasks_of_rank,
                                const std::function<bool()>& interrupted) {
     auto poison = [&] {
@@ -43,7 +43,7 @@ void HostGroup::run_to_outputs(Count count, const std::vector<Args>& args,
         }
     };
     try {
-        run(count, std::move(tasks_of_rank), interrupted);
+        run(count, begins_call, std::move(tasks_of_rank), interrupted);
     } catch (...) {
         poison();
         throw;
@@ -58,7 +58,8 @@ void HostGroup::dispatch(std::vector<DispatchArgs> args, const std::function<boo
         states_[i].call = args[i].call;
         add_dispatch_roles(args[i], adder<Warp>(tasks[i], i));
     }
-    run_to_outputs(count_transfers, args, std::move(tasks), interrupted);
+    run_to_outputs(count_transfers, !args.front().fills_tables, args, std::move(tasks),
+                   interrupted);
 }
 
 template <class Warp>
@@ -70,7 +71,7 @@ void HostGroup::combine(std::vector<CombineArgs> args, DType dtype,
         with_type(dtype,
                   [&]<class T>() { add_combine_roles<T>(args[i], adder<Warp>(tasks[i], i)); });
     }
-    run_to_outputs(count_transfers, args, std::move(tasks), interrupted);
+    run_to_outputs(count_transfers, true, args, std::move(tasks), interrupted);
 }
 
 }  // namespace ep

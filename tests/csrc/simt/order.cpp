@@ -300,6 +300,7 @@ uint64_t fetch_add_acq_rel(uint64_t* address, uint64_t value, Scope scope) {
     return before;
 }
 
+uint64_t load_relaxed(const uint64_t* address) { return *address; }
 uint64_t fetch_add_relaxed(uint64_t* address, uint64_t value) {
     return std::exchange(*address, *address + value);
 }

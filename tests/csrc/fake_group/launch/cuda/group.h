@@ -40,6 +40,7 @@ class CudaGroup {
     void abort(Outcome, const std::string&) {}
     std::vector<ControlBlock> control_blocks() const { return {}; }
     int first_in_reach() const { return 0; }
+    std::pair<std::vector<uint64_t>, std::vector<uint64_t>> waited(size_t) const { return {}; }
     const ControlBlock& report(size_t) const { return report_; }
     const std::vector<int>& ranks() const { return ranks_; }
     const Heap& heap() const { return heap_; }

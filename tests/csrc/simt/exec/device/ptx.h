@@ -38,6 +38,9 @@ inline void compare_and_swap_release_sys(uint64_t* address, uint64_t expected, u
     simt::order::compare_and_swap_release(address, expected, value);
     simt::yield();  // what the others find now must hold already
 }
+inline uint64_t load_relaxed_sys(const uint64_t* address) {
+    return simt::order::load_relaxed(address);
+}
 inline void add_sys(uint64_t* address, uint64_t value) {
     simt::order::fetch_add_relaxed(address, value);
 }
