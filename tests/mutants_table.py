@@ -111,7 +111,7 @@ MUTANTS = [
     Mutant("end of a warp: writes are left", WARP, "bulk_.drop();\n        «finish_writes();»"),
     Mutant("lanes: they do not meet", WARP, "if (lane_id() < count) f(lane_id());\n        «__syncwarp();»"),
     Mutant("met: lanes do not meet", WARP, "«__syncwarp();»  // what a lane has acquired is there for all: a vote"),
-    Mutant("wait: lanes do not meet", WARP, "if (enough(met)) {\n                «__syncwarp();»"),
+    Mutant("wait: lanes do not meet", WARP, "if (began) note_wait(peer, began);\n                «__syncwarp();»"),
     Mutant("finish_writes: the engine is not waited for", WARP, "bulk_.wait_written();"),
     Mutant("finish_writes: lanes do not meet", WARP, "bulk_.wait_written();\n        «__syncwarp();»"),
     Mutant(
