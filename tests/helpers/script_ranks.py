@@ -4,6 +4,7 @@ As a program: `python script_ranks.py TREE` reads a job a line (JSON, see `Scrip
 with a line that is empty or says what went wrong.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -114,6 +115,7 @@ def _run(script, job):
         if pid == 0:
             _become_rank(script, job, rank, port)
         children[pid] = rank
+    groups = list(children)
     deadline = time.monotonic() + LIMIT
     verdict = "done"
     while children:
@@ -131,11 +133,15 @@ def _run(script, job):
                 verdict = f"rank {rank} failed"
         for other in children:
             os.kill(other, signal.SIGKILL)
+    for group in groups:  # the processes that help a rank to write checkpoints outlive it
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
     return verdict
 
 
 def _become_rank(script, job, rank, port):
     code = 1
+    os.setpgid(0, 0)
     try:
         out = Path(job["out"])
         log = os.open(out / f"rank{rank}.log", os.O_CREAT | os.O_WRONLY)
