@@ -107,7 +107,7 @@ MUTANTS = [
     Mutant("fill: older writes are not waited for", BULK, "ptx::bulk_wait_read<kPending>();", programs=ROWS),
     Mutant("fill: lanes do not meet", BULK, "ptx::bulk_wait_read<kPending>();\n        «__syncwarp();»"),
     # ---- the warp
-    Mutant("end of a warp: staged rows are left", WARP, "«bulk_.drop();»\n        finish_writes();"),
+    Mutant("end of a warp: staged rows are left", WARP, "«bulk_.drop();»\n        finish_writes();", programs=ROWS),
     Mutant("end of a warp: writes are left", WARP, "bulk_.drop();\n        «finish_writes();»"),
     Mutant("lanes: they do not meet", WARP, "if (lane_id() < count) f(lane_id());\n        «__syncwarp();»"),
     Mutant("met: lanes do not meet", WARP, "«__syncwarp();»  // what a lane has acquired is there for all: a vote"),
@@ -176,24 +176,9 @@ MUTANTS = [
     changed("p2p acquire_signal: the rank's scope", P2P, ACQUIRE_SIGNAL, SYSTEM, RANK),
     changed("p2p acquire_signal: a plain load", P2P, ACQUIRE_SIGNAL, "W::template acquire<Scope::System>", "*"),
     Mutant("nccl put: no fence", NCCL, "«__threadfence_system();»\n    gin_of(params", programs=("nccl",)),
-    Mutant(
-        "nccl put: writes are not finished",
-        NCCL,
-        "«warp.finish_writes();»  // by the copy engine, too, before the network reads them",
-        programs=("nccl",),
-    ),
-    Mutant(
-        "nccl put_signal: writes are not finished",
-        NCCL,
-        "«warp.finish_writes();»\n        __threadfence_system();",
-        programs=("nccl",),
-    ),
-    Mutant(
-        "nccl put_signal: no fence",
-        NCCL,
-        "«__threadfence_system();»\n        nccl_signal(",
-        programs=("nccl",),
-    ),
+    # What else stands before NCCL's puts and signals (finish_writes; a fence before a signal) is not here: the roles
+    # put only what other warps, or plain stores, have written, and a signal follows puts without it. It stays for what
+    # the fabric promises to roles to come.
     changed("nccl signal: not counted", NCCL, NCCL_COUNT, "+= increment", "+= 0", ("nccl",)),
     changed("nccl reset: totals say nothing", RESET, NCCL_ARRIVED, "total > 0 &&", "total > 0 ||", ("nccl",)),
     Mutant("nccl reset: counts stay", RESET, "params.sent[number] = 0;", programs=("nccl",)),

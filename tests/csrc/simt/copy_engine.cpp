@@ -63,6 +63,9 @@ void end_of_launch() {
             if (!group.empty()) simt::die("a kernel ended before a bulk store was written");
         }
     }
+    for (const auto& [_, barrier] : barriers) {
+        if (!barrier.loads.empty()) simt::die("a kernel ended before a bulk load had come");
+    }
     lanes.clear();
     barriers.clear();
 }
