@@ -31,7 +31,7 @@ RUNS = {
     "rows": [["0", "300"]],
     "p2p": [["given_up"], *SEEDS, ["absent"], ["unfit"]],
     "nccl": SEEDS[:5],
-    "nvshmem": SEEDS,
+    "nvshmem": [["drain"], *SEEDS],
 }
 LIMIT_S = 60  # of a run's time on a core: one that hangs has failed, too
 

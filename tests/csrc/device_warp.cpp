@@ -6,6 +6,7 @@
 //     device_warp incident
 //     device_warp waits
 //     device_warp given_up
+//     device_warp drain
 //     device_warp unfit
 //
 // Between the ranks lies the p2p fabric, or with OVER_NCCL or OVER_NVSHMEM that of NCCL or NVSHMEM.
@@ -502,6 +503,34 @@ void run_absent(bool several_nodes) {
     if (waited[0] || waited[1]) simt::die("a wait that never ended is counted");
 }
 
+template <class J>
+void open_ring(const J joint) {
+    typename J::Fabric fabric(joint.fabric, 0);
+    DeviceWarp warp(joint.ranks[0], 1, Role::RdmaSender, 0, kernels::bulk_buffers());
+    const Rings<typename J::Fabric> rings{fabric, joint.args[0], 0};
+    open_rdma_ring(warp, rings, 1);
+}
+
+// A network ring of which the other node has not read the last call's row: a call does not begin to
+// use it where nothing orders the puts of two calls.
+void run_drain() {
+    Case c = small_case(true);
+    Side side;
+    for (int rank = 0; rank < 2; ++rank) side.heaps.emplace_back(c.heap.bytes(), 0, "a heap");
+    const auto layouts = layouts_of(c, side);
+    const Tensors none{Memory(0), Memory(0), Memory(0), Memory(0),
+                       Memory(0), Memory(0), Memory(0), Memory(0)};
+    Grid grid(c, side, 50'000'000);
+    const std::vector<DispatchArgs> args{{transfer_args(c, 0, layouts[0], none, 0, 1)}};
+    *reinterpret_cast<OutCursor*>(side.heaps[0].data() + c.heap.rdma_out(0, 1)) = {
+        1, 1, c.format.slot_bytes()};
+    grid.run(open_ring<Dispatch>, grid.joint<Dispatch>(args, 1), 1, 32);
+    const Incident& incident = grid.report(0).incidents[0];
+    if (Ranks::Params::Fabric::kOrdersWarps ? incident.outcome != Outcome::Ok
+                                            : incident.wait != Wait::RdmaDrain)
+        simt::die("a ring is not opened as it should be");
+}
+
 // Rank 1 finds its abort word set: then it can read what rank 0 was waiting for, whole.
 void run_incident(uint64_t seed) {
     Case c = small_case(false);
@@ -747,6 +776,11 @@ int main(int argc, char** argv) {
             }
         }
         std::printf("what was given up is no data\n");
+        return 0;
+    }
+    if (argc == 2 && std::string(argv[1]) == "drain") {
+        ep::run_drain();
+        std::printf("a ring runs empty between calls\n");
         return 0;
     }
     if (argc == 2 && std::string(argv[1]) == "unfit") {
