@@ -37,13 +37,20 @@ class FaultyExecutor : public SeededExecutor {
     WaitEnd wait(Condition condition, const RankState& rank) override {
         if (rank.rank != fault_.rank || ++waits_ <= fault_.after)
             return SeededExecutor::wait(condition, rank);
-        auto never = [] { return false; };
-        if (fault_.kind == Fault::Kind::Stall) return SeededExecutor::wait(Condition(never), rank);
+        if (fault_.kind == Fault::Kind::Stall) return stall(rank);
         if (fault_.kind == Fault::Kind::Abort) rank.abort(Outcome::Failed);
         return SeededExecutor::wait(condition, rank);
     }
 
   private:
+    // Twice: once its own wait has expired a role might still go on, before the others have given
+    // up.
+    WaitEnd stall(const RankState& rank) {
+        auto never = [] { return false; };
+        SeededExecutor::wait(Condition(never), rank);
+        return SeededExecutor::wait(Condition(never), rank);
+    }
+
     Fault fault_;
     uint64_t waits_ = 0;
 };
