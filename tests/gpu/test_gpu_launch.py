@@ -60,7 +60,7 @@ def test_graph_of_a_dispatch_without_counts(nodes, ranks_per_node):
             cluster.synchronize()
         for standing in cluster._backend.standings():  # counted on the GPU, replays too
             assert standing.entered == standing.finished
-            assert (standing.entered["notify"], standing.entered["transfer"]) == (1, 1 + 3 * 4)
+            assert (standing.entered["notify"], standing.entered["transfer"]) == (1 + 5 * 2, 2 + 5 * 4)
 
 
 def test_graph_of_a_cached_dispatch():
