@@ -12,6 +12,21 @@ sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 
 import left_out
 
+# Files whose tests take longest: processes that share the tests end together if these come first.
+LONGEST = (
+    "test_train_run.py",
+    "test_ctest.py",
+    "test_pretrain.py",
+    "test_package.py",
+    "test_examples.py",
+    "test_script_recipe.py",
+    "test_loss_curve.py",
+    "test_stalled_rank.py",
+    "test_transfer.py",
+    "test_build.py",
+    "test_binding_threads.py",
+)
+
 torch.set_num_threads(1)  # the tensors are small: threads of torch's own would mostly wait for each other
 
 
@@ -31,6 +46,8 @@ def pytest_generate_tests(metafunc):
 
 def pytest_collection_modifyitems(items):
     left_out.collapse(items)
+    rank = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -11,7 +11,6 @@ from script_ranks import Scripts
 
 TREE = os.environ.get("MEGATRON_LM")
 pytestmark = [
-    pytest.mark.xdist_group("pretrain"),  # they share a process and runs of one rank
     pytest.mark.needs(None if TREE else "the variable MEGATRON_LM names no tree of Megatron-LM"),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
 ]

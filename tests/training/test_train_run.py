@@ -15,7 +15,6 @@ import training_runs
 from training_runs import deterministic, finish, kill_rank, rows, running, settle, signal_rank, until_training
 
 pytest.importorskip("megatron.core")
-pytestmark = pytest.mark.xdist_group("train_run")  # one process trains for all tests that look at a run
 
 TINY = training_runs.RECIPES / "tiny_moe_cpu.yaml"
 STEPS, SAVED = 25, 20
