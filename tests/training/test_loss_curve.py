@@ -27,7 +27,7 @@ pytestmark = pytest.mark.numerical
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny_moe_cpu.yaml"
 SMALLER = ("train.global_batch_size=4", "train.micro_batch_size=1")
-STEPS = 30
+STEPS = 16
 
 
 class Training:
@@ -90,7 +90,7 @@ def _curves(cache_dir):
 def test_the_loss_curve_is_that_of_megatrons_dispatcher(tmp_path):
     with LocalRanks(4, timeout=300.0) as ranks:
         curves = ranks.run(_curves, tmp_path)[0]
-    assert curves[-1][0] < curves[0][0] - 1
+    assert curves[-1][0] < curves[0][0] - 0.5
     for theirs, same_router, fused_router in curves:
         assert abs(same_router - theirs) < 1e-6 * theirs
         assert abs(fused_router - theirs) < 1e-6 * theirs
