@@ -117,10 +117,7 @@ class PyCudaGroup {
     }
 
     void abort(bool interrupted, bool failed, const std::string& reason) {
-        group_->abort(interrupted ? Outcome::Interrupted
-                      : failed    ? Outcome::Failed
-                                  : Outcome::BadInput,
-                      reason);
+        group_->abort(outcome_of(interrupted, failed), reason);
     }
 
     void listen() { group_->listen(); }

@@ -118,10 +118,7 @@ class Group : public HostLauncher {
     }
 
     void abort(bool interrupted, bool failed, const std::string& reason) {
-        group_.abort(interrupted ? Outcome::Interrupted
-                     : failed    ? Outcome::Failed
-                                 : Outcome::BadInput,
-                     reason);
+        group_.abort(outcome_of(interrupted, failed), reason);
     }
 
     void reset() {

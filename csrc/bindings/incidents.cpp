@@ -145,6 +145,11 @@ py::dict describe(const Incident& incident) {
     return d;
 }
 
+Outcome outcome_of(bool interrupted, bool failed) {
+    if (interrupted) return Outcome::Interrupted;
+    return failed ? Outcome::Failed : Outcome::BadInput;
+}
+
 std::optional<std::pair<const char*, int>> first_reason(uint64_t abort_word) {
     if (!abort_word) return std::nullopt;
     return std::pair(name(ControlBlock::outcome_of(abort_word)), ControlBlock::rank_of(abort_word));

@@ -13,6 +13,8 @@ namespace ep {
 // How incidents are shown to users.
 const char* name(Outcome outcome);
 pybind11::dict describe(const Incident& incident);
+// Why the host of a rank ends the waits of all.
+Outcome outcome_of(bool interrupted, bool failed);
 // Who gave up first, and why, by an abort word; nothing for 0.
 std::optional<std::pair<const char*, int>> first_reason(uint64_t abort_word);
 // Those of a control block that can be read, as far as it is known that others are still written.

@@ -11,16 +11,15 @@ import contextlib
 import ctypes
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from megatron_ep import _C
-from megatron_ep.backends.interface import Resettable, Totals
+from megatron_ep.backends.interface import Totals
 from megatron_ep.backends.launches import Launches
-from megatron_ep.blame import Standing
+from megatron_ep.backends.of_group import OfGroup
 from megatron_ep.config import Config, Topology
 from megatron_ep.errors import EPError, EPStuckError
 
@@ -67,7 +66,7 @@ def num_channels(topology: Topology, config: Config, sms: int, local_ranks: int)
 _replayable: list[CudaBackend] = []
 
 
-class CudaBackend:
+class CudaBackend(OfGroup):
     """See `interface.Backend`: the ranks of this process are on one GPU.
 
     Where a library carries the puts, and may wait for ever inside a launch, whoever waits here for that launch is told
@@ -79,14 +78,13 @@ class CudaBackend:
 
     def __init__(self, group: Any, heap: Any, device: torch.device, timeout: float | None = None):
         _forget_graphs_that_are_gone()
-        self.group = group
+        super().__init__(group)
         self._launches = Launches(timeout)
         if timeout is not None:
             self.group.watch = self._launches.check
         self._heap = heap
         self._device = device
         self._busy = threading.Lock()
-        self._parts: weakref.WeakSet[Resettable] = weakref.WeakSet()
         self._last: torch.cuda.Stream | None = None  # of the last launch
         self._is_captured = False  # any launch, by a CUDA graph
         self._captured_parts: list[object] = []  # whose launches graphs may replay
@@ -137,23 +135,8 @@ class CudaBackend:
         slots = self._heap.nvl_ring_bytes // row.slot_bytes
         return 1 << max(0, slots.bit_length() - 2)
 
-    def aborted(self) -> tuple[str, int] | None:
-        return self.group.aborted()
-
     def finished(self) -> bool:
         return False  # a launch that was enqueued tells nothing yet
-
-    def incidents(self) -> list[dict[str, Any]]:
-        return self.group.incidents()
-
-    def standings(self) -> list[Standing]:
-        return [Standing(**standing) for standing in self.group.standings()]
-
-    def waited(self) -> list[tuple[list[int], list[int]]]:
-        return self.group.waited()
-
-    def abort(self, *, interrupted: bool, failed: bool, reason: str = "") -> None:
-        self.group.abort(interrupted=interrupted, failed=failed, reason=reason)
 
     def settle(self) -> None:
         if self._last is not None:
@@ -165,14 +148,6 @@ class CudaBackend:
     def drain(self) -> None:
         self.synchronize()
         self.group.drain()
-
-    def attach(self, part: Resettable) -> None:
-        self._parts.add(part)
-
-    def reset(self) -> None:
-        self.group.reset()
-        for part in self._parts:
-            part.reset()
 
     def close(self) -> None:
         """What CUDA graphs may still replay stays as long as they do, and then does nothing but fill its outputs with
@@ -227,6 +202,8 @@ class CudaBackend:
             if self._last is not None and self._last != stream:
                 stream.wait_event(self._last.record_event())  # two launches at once would share the rings
             self._last = stream
+            if not self._launches.are_recorded:
+                return launch(stream.cuda_stream)
             with self._watched(), self._launches.record(stream):
                 return launch(stream.cuda_stream)
         finally:

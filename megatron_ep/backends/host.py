@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from megatron_ep import _C
-from megatron_ep.backends.interface import Resettable, Totals
-from megatron_ep.blame import Standing
+from megatron_ep.backends.interface import Totals
+from megatron_ep.backends.of_group import OfGroup
 
 POOLED_BYTES = 1 << 20  # outputs from this size on live in memory that is kept for later ones
 
 
-class HostBackend:
+class HostBackend(OfGroup):
     """See `interface.Backend`."""
 
     def __init__(
@@ -29,9 +27,8 @@ class HostBackend:
         seed: int | None = None,
         lost_signal: int = 0,
     ):
-        self._parts: weakref.WeakSet[Resettable] = weakref.WeakSet()
         self.is_seeded = seed is not None
-        self.group = _C.Group(
+        group = _C.Group(
             heap=heap,
             ranks=ranks,
             segments=list(segments),
@@ -40,6 +37,7 @@ class HostBackend:
             lost_signal=lost_signal,
             timeout=timeout,
         )
+        super().__init__(group)
 
     def notify(self, tensors: Sequence[_C.RankTensors], *, wait: bool, topk: int, **settings: int) -> Sequence[Totals]:
         return self.group.notify(list(tensors), topk=topk, **settings)
@@ -71,23 +69,8 @@ class HostBackend:
     def current_stream(self) -> int:
         return 0
 
-    def aborted(self) -> tuple[str, int] | None:
-        return self.group.aborted()
-
     def finished(self) -> bool:
         return self.group.finished()
-
-    def incidents(self) -> list[dict[str, Any]]:
-        return self.group.incidents()
-
-    def standings(self) -> list[Standing]:
-        return [Standing(**standing) for standing in self.group.standings()]
-
-    def waited(self) -> list[tuple[list[int], list[int]]]:
-        return self.group.waited()
-
-    def abort(self, *, interrupted: bool, failed: bool, reason: str = "") -> None:
-        self.group.abort(interrupted=interrupted, failed=failed, reason=reason)
 
     def synchronize(self) -> None:
         pass
@@ -97,14 +80,6 @@ class HostBackend:
 
     def drain(self) -> None:
         pass
-
-    def attach(self, part: Resettable) -> None:
-        self._parts.add(part)
-
-    def reset(self) -> None:
-        self.group.reset()
-        for part in self._parts:
-            part.reset()
 
     def close(self) -> None:
         pass

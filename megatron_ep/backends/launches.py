@@ -30,12 +30,14 @@ class Launches:
         self._begun: torch.cuda.Event | None = None  # start of the oldest, once it has been seen to have begun
         self._seen = 0.0  # when that was
 
+    @property
+    def are_recorded(self) -> bool:
+        """Nobody pays for events that nobody asks for."""
+        return self._measures or self._timeout is not None
+
     @contextlib.contextmanager
     def record(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        """Around what enqueues a launch."""
-        if not self._measures and self._timeout is None:  # nobody pays for events that nobody asks for
-            yield
-            return
+        """Around what enqueues a launch, if they are recorded."""
         events = [_recorded(stream)]
         self._pending.append(events)
         try:

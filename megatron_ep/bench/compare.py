@@ -9,11 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ep.bench.report import Record, make_console, milliseconds, print_table
+from megatron_ep.bench.report import KEY, Record, make_console, milliseconds, print_table
 
 Pair = tuple[Record, Record]
-
-KEY = ("case", "phase", "implementation")
 
 
 def main(argv: Sequence[str]) -> int:

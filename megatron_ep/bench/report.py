@@ -23,7 +23,7 @@ Record = dict[str, Any]
 Columns = dict[str, Callable[[Record], str]]
 T = TypeVar("T")
 
-LEFT = ("case", "phase", "implementation")  # columns of words
+KEY = ("case", "phase", "implementation")  # what was timed; written from the left
 
 
 def make_record(
@@ -85,7 +85,7 @@ def print_table(console: Console, columns: Mapping[str, Callable[[T], str]], row
     """A row for each of `rows`, its cells by `columns`, which say what is written from the left."""
     table = Table(box=None, padding=(0, 0, 0, 2))
     for name in columns:
-        table.add_column(name, justify="left" if name in LEFT else "right", no_wrap=True)
+        table.add_column(name, justify="left" if name in KEY else "right", no_wrap=True)
     for row in rows:
         table.add_row(*(cell(row) for cell in columns.values()))
     console.print(table)

@@ -37,6 +37,17 @@ def choose(fabric):
     return dist.get_world_size()
 
 
+def run_or_skip(function, fabric, nodes, ranks_per_node, limit):
+    """function(fabric, nodes) on every rank; it returns why the fabric refused these ranks, or None."""
+    world = nodes * ranks_per_node
+    need(fabric, world)
+    with LocalRanks(world, limit) as ranks:
+        refusal = ranks.run(function, fabric, nodes)[0]
+    if refusal is not None:
+        assert fabric == "nccl" and nodes > 1 and "GIN" in refusal, refusal
+        pytest.skip(refusal)
+
+
 def run_round_trips(fabric, nodes):
     """Returns why the fabric refused these ranks, or None."""
     world = choose(fabric)
@@ -54,13 +65,7 @@ def run_round_trips(fabric, nodes):
 
 @pytest.mark.parametrize(("fabric", "nodes", "ranks_per_node"), CASES)
 def test_round_trips(fabric, nodes, ranks_per_node):
-    world = nodes * ranks_per_node
-    need(fabric, world)
-    with LocalRanks(world, 120) as ranks:
-        refusal = ranks.run(run_round_trips, fabric, nodes)[0]
-    if refusal is not None:
-        assert fabric == "nccl" and nodes > 1 and "GIN" in refusal, refusal
-        pytest.skip(refusal)
+    run_or_skip(run_round_trips, fabric, nodes, ranks_per_node, 120)
 
 
 TOKENS = (512, 1024, 700, 513)  # of each rank
@@ -106,13 +111,7 @@ def run_small_rings(fabric, nodes):
 
 @pytest.mark.parametrize(("fabric", "nodes", "ranks_per_node"), CASES)
 def test_small_rings(fabric, nodes, ranks_per_node):
-    world = nodes * ranks_per_node
-    need(fabric, world)
-    with LocalRanks(world, 240) as ranks:
-        refusal = ranks.run(run_small_rings, fabric, nodes)[0]
-    if refusal is not None:
-        assert fabric == "nccl" and nodes > 1 and "GIN" in refusal, refusal
-        pytest.skip(refusal)
+    run_or_skip(run_small_rings, fabric, nodes, ranks_per_node, 240)
 
 
 def run_one_absent(fabric):
