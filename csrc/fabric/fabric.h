@@ -19,8 +19,8 @@ namespace ep {
 //                              keep its value until the other side is known to have it: a put may
 //                              read it late
 //   kOrdersWarps               whether puts and signals of different warps, be it in different
-//   calls,
-//                              keep what put_signal promises of those of one warp in one call
+//                              calls, keep what put_signal promises of those of one warp in one
+//                              call
 //   put_signal(warp, channel, node, flag, from, to)
 //                              moves the flag there from `from`, where the last signal left it, to
 //                              `to`; a fabric may set it, or add to it. Whoever sees it there sees

@@ -50,6 +50,12 @@ __device__ __forceinline__ void begin_call(const DeviceRank& rank, int world) {
     __syncwarp();
 }
 
+// The same for a dispatch or combine; one that fills the tables belongs to the call of its notify.
+__device__ __forceinline__ void begin_transfer(const DeviceRank& rank, const TransferArgs& args) {
+    count_one(rank.control->entered.transfer);
+    if (!args.fills_tables) begin_call(rank, args.layout.world());
+}
+
 // ---- notify: each step needs the one before on all channels
 
 // All warps of a rank's blocks meet, and see what the others wrote before. They are on the GPU
@@ -174,10 +180,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     const int number = role_of_warp(warps * args.layout.channels, place.block,
                                     joint.blocks_per_rank, warp_of_block());
     if (number < 0 || is_aborted(joint.ranks[place.index])) return;
-    if (number == 0) {
-        count_one(joint.ranks[place.index].control->entered.transfer);
-        if (!args.fills_tables) begin_call(joint.ranks[place.index], args.layout.world());
-    }
+    if (number == 0) begin_transfer(joint.ranks[place.index], args);
     if (!has_layout(joint, place, args)) return;
     typename J::Fabric fabric(joint.fabric, args.rank);
     const DeviceRank& rank = joint.ranks[place.index];
@@ -224,10 +227,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     const int number = role_of_warp(warps * args.layout.channels, place.block,
                                     joint.blocks_per_rank, warp_of_block());
     if (number < 0 || is_aborted(joint.ranks[place.index])) return;
-    if (number == 0) {
-        count_one(joint.ranks[place.index].control->entered.transfer);
-        if (!args.fills_tables) begin_call(joint.ranks[place.index], args.layout.world());
-    }
+    if (number == 0) begin_transfer(joint.ranks[place.index], args);
     if (!has_layout(joint, place, args)) return;
     typename J::Fabric fabric(joint.fabric, args.rank);
     run_combine_role<T, kWeighted>(joint.ranks[place.index], bulk_buffers(), fabric, args,
