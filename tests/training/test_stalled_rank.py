@@ -6,7 +6,8 @@ import training_runs
 pytest.importorskip("megatron.core")
 
 
-def test_nothing_of_the_failed_pass_is_kept(tmp_path):
+@pytest.mark.parametrize("lateness", ["prompt", "late"])
+def test_nothing_of_the_failed_pass_is_kept(tmp_path, lateness):
     recipe, out = training_runs.RECIPES / "tiny_moe_cpu.yaml", tmp_path / "run"
-    texts = training_runs.run_with_a_stalled_rank(recipe, tmp_path / "cache", out, "cpu", "late")
+    texts = training_runs.run_with_a_stalled_rank(recipe, tmp_path / "cache", out, "cpu", lateness)
     training_runs.assert_nothing_was_kept(texts, out)

@@ -81,13 +81,13 @@ def test_resuming_something_else_names_the_difference(trained, cache):
     assert len(rows(out)) == STEPS
 
 
-def test_a_run_with_megatrons_dispatcher_starts_alike(trained, cache, tmp_path):
-    """One rank sees the batches that 4 do; only the experts start differently. test_loss_curve compares exactly."""
-    one_rank = ("--set", "topology.nodes=1", "--set", "topology.ranks_per_node=1")
-    text = run(cache, tmp_path, "--steps", "2", "--set", "dispatcher.type=alltoall", *one_rank)
+def test_a_run_with_megatrons_dispatcher_starts_with_the_same_losses(trained, cache, tmp_path):
+    """Two steps, in which a token whose expert rounding decides cannot move the mean this far; see test_loss_curve."""
+    out = tmp_path / "alltoall"
+    text = run(cache, out, "--steps", "2", "--set", "dispatcher.type=alltoall")
     assert "dispatcher alltoall" in text
-    for theirs, ours in zip(rows(tmp_path), rows(trained[0])[:2], strict=True):
-        assert float(ours["loss"]) == pytest.approx(float(theirs["loss"]), rel=0.02)
+    for theirs, ours in zip(rows(out), rows(trained[0])[:2], strict=True):
+        assert float(ours["loss"]) == pytest.approx(float(theirs["loss"]), rel=1e-4)
 
 
 def segments():
