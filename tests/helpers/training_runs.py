@@ -85,7 +85,7 @@ def kill_rank(out, rank):
     signal_rank(out, rank, signal.SIGKILL)
 
 
-def settle(condition, limit=40):
+def settle(condition, limit=10):
     deadline = time.monotonic() + limit
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -103,7 +103,7 @@ def test_ctrl_c_ends_everything_quietly(cache, tmp_path):
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the launcher's group
     began = time.monotonic()
     text = finish(process)
-    assert time.monotonic() - began < 40
+    assert time.monotonic() - began < 10
     assert process.returncode == 130
     assert text.count("SIGINT") == 1 and "Traceback" not in text
     assert not running(out)
@@ -117,7 +117,7 @@ def test_a_killed_rank_ends_all_and_is_named_once(cache, tmp_path):
     kill_rank(out, 1)
     began = time.monotonic()
     text = finish(process)
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 20
     assert process.returncode == 1
     assert "rank 1 failed: killed by SIGKILL" in text and text.count("failed") == 1 and "Traceback" not in text
     assert not running(out)
@@ -129,7 +129,7 @@ def test_ranks_end_with_a_killed_launcher(cache, tmp_path):
     process = start(cache, out, "--set", "topology.nodes=1")
     until_training(process, out)
     process.kill()
-    process.wait(timeout=40)
+    process.wait(timeout=10)
     assert settle(lambda: not running(out)), running(out)
     process.stdout.close()
 
