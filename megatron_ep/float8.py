@@ -35,6 +35,20 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).contiguous(), scales
 
 
+def dequantize(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """float8_e4m3fn [T, H] and float32 [T, ceil(H / 128)] to values * scale, [T, H] in dtype (bfloat16, float16 or
+    float32), multiplied in float32 and rounded once. No gradient."""
+    tokens, hidden = values.shape
+    out = torch.empty(tokens, hidden, dtype=dtype, device=values.device)
+    exact = values.to(dtype)  # all three hold every e4m3
+    if hidden % SCALE_BLOCK:
+        torch.mul(exact, scales.repeat_interleave(SCALE_BLOCK, dim=1)[:, :hidden], out=out)
+    else:
+        blocks = (tokens, hidden // SCALE_BLOCK, SCALE_BLOCK)
+        torch.mul(exact.view(blocks), scales.unsqueeze(2), out=out.view(blocks))
+    return out
+
+
 def _quantize_on_gpu(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(x.shape[0], -(-x.shape[1] // SCALE_BLOCK), device=x.device)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
+from megatron_ep import float8
 from megatron_ep.buffer import LocalCluster
 from megatron_ep.config import require_int
 from megatron_ep.handle import Handle
@@ -79,6 +80,31 @@ class _Dispatch(Function):
         return (None, None, None, *(None if ctx.is_float8 and i < n else grad for i, grad in enumerate(back)))
 
 
+class _Float8Dispatch(Function):
+    """Rows travel as fp8; their gradients do not (straight-through)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, handle: Handle, num_ranks: int, scales: list[torch.Tensor], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        x, values, weights = tensors[:num_ranks], tensors[num_ranks : 2 * num_ranks], tensors[2 * num_ranks :]
+        ctx.handle, ctx.num_ranks = handle, num_ranks
+        with handle.buffer.abort_peers_on_error():
+            out, out_scales, out_weights = handle.buffer.dispatch(
+                handle.topk, handle.ranks, values, scales, weights or None
+            )
+            assert out_scales is not None
+            rows = [float8.dequantize(*parts, x[0].dtype) for parts in zip(out, out_scales, strict=True)]
+        return (*rows, *(out_weights or ()))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        n = ctx.num_ranks
+        with ctx.handle.buffer.abort_peers_on_error():
+            back = _Combine.apply(ctx.handle, n, *(grad.contiguous() for grad in grads))
+        return (None, None, None, *back[:n], *(None,) * n, *back[n:])
+
+
 class _Combine(Function):
     @staticmethod
     def forward(ctx: Any, handle: Handle, num_ranks: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -140,6 +166,7 @@ def dispatch(
     expert_alignment: int = 1,
     expert_capacity: int | None = None,
     max_recv_tokens: int | None = None,
+    forward_dtype: torch.dtype | None = None,
 ) -> Received:
     """Sends every token to the ranks of its experts.
 
@@ -160,6 +187,9 @@ def dispatch(
         token), or with expert_capacity the first max(R, W * T); either is reported in `overflow`. On a GPU the host
         then waits for nothing, so wrong ids in topk_idx are found later, by the next call or `synchronize`; and with
         several nodes, R must also be at least the number of tokens that any rank sends to another node.
+    forward_dtype: torch.float8_e4m3fn: rows of bfloat16, float16 or float32 travel as `float8.quantize` makes them and
+        arrive as `float8.dequantize` does, in x's dtype. Their gradient is that of rows that were not rounded, and
+        travels in x's dtype. None: as they are.
 
     Raises ValueError for a wrong argument before anything is sent; other ranks then get EPAbortError. Raises
     EPTimeoutError when another rank does not take part, EPOverflowError when max_recv_tokens is too small for the rows
@@ -189,13 +219,21 @@ def dispatch(
         _check_payload("x", xs, num_tokens, PAYLOAD_DTYPES)
         _check_weights("topk_weights", weights, [(tokens, topk) for tokens in num_tokens], WEIGHT_DTYPES)
         _check_scales(xs, row_scales)
-        group.format_of(topk, xs[0], row_scales, weights)
+        group.format_of(topk, xs[0], row_scales, weights)  # of a combine in the backward pass, too
+        values: list[torch.Tensor] = []
+        if forward_dtype is not None:
+            _check_forward_dtype(forward_dtype, xs[0])
+            values, row_scales = (list(part) for part in zip(*map(float8.quantize, xs), strict=True))
+            group.format_of(topk, values[0], row_scales, weights)
         if handle is None:
             ranks = group.notify(ids, expert_alignment, expert_capacity or 0, max_recv_tokens)
             handle = Handle(group, topk, ranks)
     # Behind the `with`: torch ends the recomputation of a checkpoint by an exception out of `apply`.
     n = len(group.ranks)
-    out = _Dispatch.apply(handle, n, row_scales, *xs, *(weights or ()))
+    if values:
+        out, row_scales = _Float8Dispatch.apply(handle, n, row_scales, *xs, *values, *(weights or ())), None
+    else:
+        out = _Dispatch.apply(handle, n, row_scales, *xs, *(weights or ()))
     parts = [list(out[i : i + n]) for i in range(0, len(out), n)]
     one = (lambda items: items) if isinstance(group, LocalCluster) else (lambda items: items[0])
     return Received(
@@ -346,6 +384,12 @@ def _check_weights(
     for weight, shape in zip(weights, shapes, strict=True):
         if tuple(weight.shape) != shape:
             raise ValueError(f"{name} has shape {tuple(weight.shape)}, must be {shape}")
+
+
+def _check_forward_dtype(forward_dtype: torch.dtype, x: torch.Tensor) -> None:
+    if forward_dtype != torch.float8_e4m3fn:
+        raise ValueError(f"forward_dtype is {forward_dtype}, must be torch.float8_e4m3fn or None")
+    _check_dtype("x with forward_dtype", x, tuple(float8.DTYPES))
 
 
 def _check_scales(xs: list[torch.Tensor], scales: list[torch.Tensor] | None) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ep.config import Config
+from megatron_ep.megatron.options import NAMES, Options
 
 SETTINGS = {  # of Config: type and help
     "num_sms": (int, "SMs that dispatch and combine use on a GPU"),
@@ -28,6 +29,15 @@ SETTINGS = {  # of Config: type and help
     "rdma_chunk_tokens": (int, "rows after which another node is told of them"),
 }
 assert {"num_experts", *SETTINGS} == {field.name for field in fields(Config)}
+OPTIONS: dict[str, tuple[dict[str, Any], str]] = {  # of Options
+    "moe_expert_rank_capacity_factor": (
+        {"type": float, "metavar": "F"},
+        "room for F times the rows of an even load, and no wait of the host for counts",
+    ),
+    "moe_apply_probs_on_combine": ({"action": "store_true"}, "combine applies the probabilities, not the experts"),
+    "moe_dispatch_fwd_dtype": ({"choices": ("fp8",)}, "rows travel to the experts as e4m3"),
+}
+assert {*OPTIONS} == {*NAMES}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -44,9 +54,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         from megatron_ep.megatron import flags
 
         arguments = flags.with_dispatcher(options.arguments, options.ep_router == "fused")
-        settings = {name: getattr(options, f"ep_{name}") for name in SETTINGS}
-        settings = {name: value for name, value in settings.items() if value is not None}
-        Config(num_experts=1, **settings)
+        given = {name: getattr(options, f"ep_{name}") for name in (*SETTINGS, *OPTIONS)}
+        settings = {name: value for name, value in given.items() if value is not None and value is not False}
+        Config(num_experts=1, **{name: value for name, value in settings.items() if name in SETTINGS})
+        Options(**{name: value for name, value in settings.items() if name in OPTIONS})
         flags.fitting_timeout(arguments, settings.get("timeout"))
     except ValueError as error:
         _refuse(str(error))
@@ -96,6 +107,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ep-host", action="store_true", help="run on a machine without a GPU")
     for name, (kind, text) in SETTINGS.items():
         parser.add_argument(f"--ep-{name.replace('_', '-')}", type=kind, metavar="N", help=text)
+    for name, (how, text) in OPTIONS.items():
+        parser.add_argument(f"--ep-{name.replace('_', '-')}", help=text, **how)
     parser.add_argument("script", metavar="SCRIPT", help="for example pretrain_gpt.py")
     parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="of the script")
     return parser

@@ -21,11 +21,14 @@ from torch.nn.functional import pad
 
 import megatron_ep as ep
 from megatron_ep.megatron.announce import announce, count_layer
+from megatron_ep.megatron.options import Options
+from megatron_ep.megatron.rank_capacity import RankCapacity
 from megatron_ep.megatron.shared_buffers import (
     abort_peers_on_error,
     close_buffers,
     comm_seconds,
     configure,
+    options_for,
     shared_buffer,
 )
 
@@ -36,8 +39,10 @@ MAX_PICKS = 32  # megatron_ep.dispatch carries at most this many picks beside a 
 
 @dataclass
 class StepState:
-    """What one step leaves for the next one; Megatron's 1F1B overlap sets the probs by name between the steps."""
+    """What one step leaves for the next one. By these names Megatron's 1F1B overlap sets the probs between the steps,
+    and its trainer takes the factor away to repeat a step that was over budget."""
 
+    moe_expert_rank_capacity_factor: float | None
     token_probs: torch.Tensor | None = None
     dispatched_probs: torch.Tensor | None = None
     tokens_per_expert: torch.Tensor | None = None
@@ -52,11 +57,13 @@ class EPTokenDispatcher(MoETokenDispatcher):
     Args:
         num_local_experts: L, experts on this rank.
         local_expert_indices: their ids, consecutive.
-        config: the model's; read are num_moe_experts, moe_router_topk, the capacity, padding and overlap settings.
+        config: the model's; read are num_moe_experts, moe_router_topk, the capacity, padding and overlap settings, and
+            the fields that `options.Options` names.
         pg_collection: groups ep, expt_tp and tp_ep; tokens move over tp_ep.
 
     Raises:
-        ValueError: TP is over 32; 1F1B overlap without flex + hybridep declared.
+        ValueError: TP is over 32; 1F1B overlap without flex + hybridep declared; options that are out of range or that
+            contradict the config.
     """
 
     def __init__(
@@ -80,12 +87,15 @@ class EPTokenDispatcher(MoETokenDispatcher):
                 f"'{config.moe_flex_dispatcher_backend}'"
             )
         self.alignment = _expert_alignment(config)
+        self.options = options_for(config)
+        _check_options(self.options, config)
         self._groups = pg_collection
         count_layer(self.tp_ep_group)
         # Public and under these names because Megatron's inference code flips them at run time.
         self.drop_and_pad = config.moe_pad_expert_input_to_capacity
         self.moe_expert_capacity_factor = config.moe_expert_capacity_factor
 
+        self.trusts_router = False  # to choose at most moe_router_topk experts for a token
         self.cudagraph_attrs = ["topk_idx", "split_rows"]
         self.topk_idx: torch.Tensor | None = None
         self.split_rows: torch.Tensor | None = None
@@ -93,7 +103,11 @@ class EPTokenDispatcher(MoETokenDispatcher):
         self.hidden_shape: torch.Size | None = None
         self._probs_dtype: torch.dtype | None = None
         self._handle: ep.Handle | None = None
-        self._comm_manager = StepState()
+        self._row_probs: torch.Tensor | None = None
+        self._comm_manager = StepState(self.options.moe_expert_rank_capacity_factor)
+        # The trainer of a Megatron that has the field asks `check_over_budget`, and repeats the step.
+        repeats = getattr(config, "moe_expert_rank_capacity_factor", None) is not None
+        self._rank_capacity = RankCapacity(poisons=not repeats)
 
     def set_shared_experts(self, shared_experts: SharedExpertMLP) -> None:
         super().set_shared_experts(shared_experts)
@@ -104,6 +118,14 @@ class EPTokenDispatcher(MoETokenDispatcher):
     def get_expert_zero_copy_buffers(self) -> tuple[None, None]:
         """No expert writes into communication buffers here."""
         return None, None
+
+    def check_over_budget(self) -> torch.Tensor | None:
+        """bool [1] on the device: whether a dispatch since the last reset had more rows than
+        moe_expert_rank_capacity_factor makes room for; None before the first one. Megatron's trainer asks."""
+        return self._rank_capacity.over_budget
+
+    def reset_over_budget(self) -> None:
+        self._rank_capacity.reset()
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -121,6 +143,10 @@ class EPTokenDispatcher(MoETokenDispatcher):
             moe_router_topk, or as much of it as fits beside a row; a token with more experts than that is there more
             than once, and T counts it so. With drop-and-pad a pick of probability exactly 0 counts as padding: it
             contributes nothing, and its probability gets no gradient.
+
+        A routing_map of Megatron's own router, or under a CUDA graph, is not searched for a token with more than
+        moe_router_topk experts, for which the host would have to wait: there one is refused by the dispatch, as
+        topk_idx with ids that are none.
 
         Raises:
             ValueError: routing_map or probs has another shape.
@@ -154,10 +180,12 @@ class EPTokenDispatcher(MoETokenDispatcher):
         """Sends tokens [T, H] with weights [T, K * TP] to their experts; collective over the tp_ep group.
 
         Returns:
-            Rows [R, H] grouped by local expert and probs [R] in the dtype of the router's.
+            Rows [R, H] grouped by local expert and probs [R] in the dtype of the router's, ones if combine applies
+            them. With moe_expert_rank_capacity_factor zero rows fill up R, and where it was too small probs are NaN.
         """
         self._wait_before_shared_experts()
         num_experts = self.config.num_moe_experts * self.tp_size
+        max_rows = None if self.drop_and_pad else self._max_rows(hidden_states.shape[0])
         buffer = shared_buffer(self.tp_ep_group, num_experts, hidden_states.device)
         announce(self.tp_ep_group, self._groups, buffer)
         received = ep.dispatch(
@@ -167,19 +195,27 @@ class EPTokenDispatcher(MoETokenDispatcher):
             buffer=buffer,
             expert_alignment=1 if self.drop_and_pad else self.alignment,
             expert_capacity=self._expert_capacity() if self.drop_and_pad else None,
+            max_recv_tokens=max_rows,
+            forward_dtype=torch.float8_e4m3fn if self.options.moe_dispatch_fwd_dtype == "fp8" else None,
         )
         if self.drop_and_pad:
             self._require_no_overflow(received)
+        counts, row_probs = received.tokens_per_expert, received.probs
+        if max_rows is not None:
+            counts, row_probs = self._rank_capacity.admit(received)
         self._handle = received.handle
-        self._comm_manager.tokens_per_expert = received.tokens_per_expert
+        self._comm_manager.tokens_per_expert = counts
         if self.shared_experts is not None:
             self.shared_experts.linear_fc1_forward_and_act(received.x)
-        return received.x, received.probs.to(self._probs_dtype)
+        if self.options.moe_apply_probs_on_combine:
+            self._row_probs, row_probs = row_probs, torch.ones_like(row_probs)
+        return received.x, row_probs.to(self._probs_dtype)
 
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rows [R, H], int64 [L] rows of each local expert (padding included), probs [R]. The rows are in place."""
+        """Rows [R, H], int64 [L] rows of each local expert (padding included), probs [R]. The rows are in place. The
+        counts are on the CPU, where experts take them from, unless nothing has told the host of them."""
         tokens_per_expert = self._comm_manager.tokens_per_expert
         assert tokens_per_expert is not None, "token_dispatch comes first"
         if getattr(self.config, "use_transformer_engine_op_fuser", False):
@@ -193,8 +229,11 @@ class EPTokenDispatcher(MoETokenDispatcher):
         """Returns the experts' rows [R, H] to their tokens and sums them: [T, H]; collective over the tp_ep group."""
         self._wait_before_shared_experts()
         handle, self._handle = self._handle, None
+        row_probs, self._row_probs = self._row_probs, None
         assert handle is not None, "token_dispatch comes first"
-        output = ep.combine(hidden_states.contiguous(), handle)
+        if row_probs is not None:
+            row_probs = row_probs.to(torch.promote_types(hidden_states.dtype, torch.float32))
+        output = ep.combine(hidden_states.contiguous(), handle, row_probs)
         if self.shared_experts is not None:
             self.shared_experts.linear_fc2_forward(output)
             self.shared_experts.post_forward_comm()
@@ -218,12 +257,11 @@ class EPTokenDispatcher(MoETokenDispatcher):
         return math.prod(self.hidden_shape[:-1])
 
     def _most_experts(self, routing_map: torch.Tensor) -> int:
-        """Experts of the token with the most of them, or moe_router_topk if none has more."""
+        """Experts of the token with the most of them, or moe_router_topk if none has more, or should have."""
         topk = self.config.moe_router_topk
-        if _is_capturing(routing_map):  # a graph's shapes are fixed
-            torch._assert_async(routing_map.sum(dim=1).amax() <= topk, "a token has more than moe_router_topk experts")
+        if self.trusts_router or routing_map.shape[0] == 0 or _is_capturing(routing_map):  # a graph's shapes are fixed
             return topk
-        return max(topk, int(routing_map.sum(dim=1).amax())) if routing_map.shape[0] > 0 else topk
+        return max(topk, int(routing_map.sum(dim=1).amax()))  # the host waits
 
     def _split_tokens(
         self, tokens: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor
@@ -253,6 +291,14 @@ class EPTokenDispatcher(MoETokenDispatcher):
         replicas = replicas.masked_fill(topk_idx.unsqueeze(-1) < 0, -1)
         weights = weights.unsqueeze(-1).expand(-1, -1, self.tp_size)
         return replicas.flatten(1), weights.flatten(1)
+
+    def _max_rows(self, num_tokens: int) -> int | None:
+        """R for T tokens of this rank, as Megatron's budget; None: as many as come."""
+        factor = self._comm_manager.moe_expert_rank_capacity_factor
+        if factor is None:
+            return None
+        budget = int(num_tokens * self.config.moe_router_topk * self.tp_size * factor)
+        return max(1, -(-budget // self.alignment)) * self.alignment
 
     def _expert_capacity(self) -> int:
         """Rows of every local expert with drop-and-pad: what each of the ranks may send it, times the ranks."""
@@ -289,12 +335,26 @@ def _is_capturing(tensor: torch.Tensor) -> bool:
 
 
 def _picks(routing_map: torch.Tensor, probs: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[T, E] map and probs -> ids [T, width] in ascending order, -1 after the last, and weights [T, width], 0 there."""
+    """[T, E] map and probs -> ids [T, width] in ascending order, -1 after the last, and weights [T, width], 0 there. A
+    token with more experts than that gets an id that is none, which dispatch refuses when it has the counts."""
     num_experts = routing_map.shape[1]
     order = torch.arange(num_experts, 0, -1, dtype=torch.int32, device=routing_map.device)
     chosen = (routing_map * order).topk(width, dim=1).values
     topk_idx = (num_experts - chosen).masked_fill(chosen == 0, -1).long()
-    return topk_idx, probs.gather(1, topk_idx.clamp(min=0)).masked_fill(topk_idx < 0, 0)
+    weights = probs.gather(1, topk_idx.clamp(min=0)).masked_fill(topk_idx < 0, 0)
+    too_many = routing_map.sum(dim=1, keepdim=True) > width
+    return topk_idx.masked_fill(too_many, num_experts), weights
+
+
+def _check_options(options: Options, config: TransformerConfig) -> None:
+    for name, excluded in {
+        "moe_expert_rank_capacity_factor": ("moe_pad_expert_input_to_capacity",),
+        # The overlap frees the rows that combine would keep for its backward pass.
+        "moe_apply_probs_on_combine": ("moe_apply_probs_on_input", "overlap_moe_expert_parallel_comm"),
+    }.items():
+        for other in excluded:
+            if getattr(options, name) and getattr(config, other):
+                raise ValueError(f"{name} is {getattr(options, name)} with {other}: give one of the two")
 
 
 def _declares_hybridep(config: TransformerConfig) -> bool:

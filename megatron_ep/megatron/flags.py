@@ -13,6 +13,7 @@ TYPE = "--moe-token-dispatcher-type"
 BACKEND = "--moe-flex-dispatcher-backend"
 DEEPEP = "--moe-enable-deepep"
 ROUTER_FUSION = "--moe-router-fusion"
+RANK_CAPACITY = "--moe-expert-rank-capacity-factor"
 RESTART = "--inprocess-restart"
 SOFT_TIMEOUT = "--inprocess-soft-timeout"
 SOFT_TIMEOUT_S = 60.0  # Megatron's own default
@@ -29,8 +30,8 @@ OF_OTHERS = {
 def with_dispatcher(arguments: Sequence[str], fused_router: bool = False) -> list[str]:
     """The arguments of a training script, completed by what Megatron must be told about the dispatcher.
 
-    Megatron is to believe in "alltoall", or, with 1F1B overlap, "flex" with "hybridep": by this it decides what to
-    validate and which rows it may free early.
+    Megatron is to believe in "alltoall", or, with 1F1B overlap or its own rank capacity, "flex" with "hybridep": by
+    this it decides what to validate and which rows it may free early.
 
     Args:
         arguments: of the script, without its name.
@@ -43,7 +44,7 @@ def with_dispatcher(arguments: Sequence[str], fused_router: bool = False) -> lis
     parser.add_argument(OVERLAP, action="store_true")
     parser.add_argument(DEEPEP, action="store_true")
     parser.add_argument(ROUTER_FUSION, action="store_true")
-    for flag in (TYPE, BACKEND, *OF_OTHERS):
+    for flag in (TYPE, BACKEND, RANK_CAPACITY, *OF_OTHERS):
         parser.add_argument(flag, dest=flag)
     given, _ = parser.parse_known_args(arguments)
     chosen, backend = getattr(given, TYPE), getattr(given, BACKEND)
@@ -55,15 +56,19 @@ def with_dispatcher(arguments: Sequence[str], fused_router: bool = False) -> lis
         raise ValueError(f"{DEEPEP} asks for another dispatcher; leave it out")
     if fused_router and given.moe_router_fusion:
         raise ValueError(f"{ROUTER_FUSION} asks for Transformer Engine's router, --ep-router fused for another one")
-    overlap = given.overlap_moe_expert_parallel_comm
-    allowed = ("flex",) if overlap else ("alltoall", "flex")
+    reasons = {
+        OVERLAP: given.overlap_moe_expert_parallel_comm,
+        RANK_CAPACITY: getattr(given, RANK_CAPACITY) is not None,
+    }
+    needs_flex = [flag for flag, is_given in reasons.items() if is_given]
+    allowed = ("flex",) if needs_flex else ("alltoall", "flex")
     if chosen is not None and chosen not in allowed:
-        why = f" with {OVERLAP}" if overlap else ""
+        why = f" with {needs_flex[0]}" if needs_flex else ""
         raise ValueError(f"{TYPE} is {chosen}{why}; leave it out, or give {' or '.join(allowed)}")
     if backend is not None and backend != "hybridep":
         raise ValueError(f"{BACKEND} is {backend}, which asks for another dispatcher; leave it out, or give hybridep")
     if chosen is None:
-        chosen = "flex" if overlap or backend is not None else "alltoall"
+        chosen = "flex" if needs_flex or backend is not None else "alltoall"
     flags = [TYPE, chosen]
     if chosen == "flex":
         flags += [BACKEND, "hybridep"]

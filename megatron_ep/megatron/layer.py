@@ -11,7 +11,9 @@ import operator
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe import experts as megatron_experts
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.router import TopKRouter
@@ -19,6 +21,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_ep.megatron.dispatcher import EPTokenDispatcher
+from megatron_ep.megatron.router import EPTopKRouter
 
 Spec = TypeVar("Spec")
 
@@ -62,6 +65,10 @@ def initialize(
         layer: not yet initialised.
         base: `MoELayer.__init__`, bound to it.
         config, submodules, layer_number, pg_collection, options: as for `EPMoELayer`.
+
+    Raises:
+        ValueError: as the dispatcher; or moe_expert_rank_capacity_factor is set and the experts take their counts from
+            the host.
     """
     if pg_collection is None:
         pg_collection = get_default_pg_collection()
@@ -79,10 +86,29 @@ def initialize(
     layer.token_dispatcher = EPTokenDispatcher(
         layer.num_local_experts, layer.local_expert_indices, config=config, pg_collection=pg_collection
     )
+    # Their choices have at most moe_router_topk experts; what others make is measured.
+    layer.token_dispatcher.trusts_router = type(layer.router) in (TopKRouter, EPTopKRouter)
+    factor = layer.token_dispatcher.options.moe_expert_rank_capacity_factor
+    if factor is not None and _needs_host_counts(layer.experts):
+        raise ValueError(
+            f"moe_expert_rank_capacity_factor is {factor}, but {type(layer.experts).__name__} wants to know on the "
+            "host how many rows each expert has: use TEGroupedMLP with use_transformer_engine_op_fuser, experts of "
+            "your own that read tokens_per_expert on the device, or one expert a rank"
+        )
     if layer.shared_experts is not None and layer.shared_expert_overlap:
         layer.token_dispatcher.set_shared_experts(layer.shared_experts)
     if hasattr(layer, "_training_token_dispatcher"):  # an inference-optimized layer switches between two
         layer._training_token_dispatcher = layer.token_dispatcher
+
+
+def _needs_host_counts(experts: torch.nn.Module) -> bool:
+    """Whether experts of Megatron's read tokens_per_expert on the host; of others that is theirs to know."""
+    kinds = [getattr(megatron_experts, name, None) for name in ("SequentialMLP", "GroupedMLP", "TEGroupedMLP")]
+    if not isinstance(experts, tuple(kind for kind in kinds if kind is not None)):
+        return False
+    if isinstance(experts, megatron_experts.SequentialMLP):
+        return experts.num_local_experts > 1  # a single one takes all rows
+    return not getattr(experts, "_with_fused_impl", False)
 
 
 def ep_layer_spec(

@@ -16,36 +16,50 @@ import torch
 import torch.distributed as dist
 
 import megatron_ep as ep
+from megatron_ep.megatron import options
 from megatron_ep.megatron.flags import fitting_timeout
 
 _topology: ep.Topology | None = None
 _config: dict[str, Any] = {}
+_options = options.Options()
 _buffers: dict[tuple[dist.ProcessGroup, int, torch.device], ep.Buffer] = {}
 _closed_seconds = 0.0
 
 
-def configure(topology: ep.Topology | None = None, **config: Any) -> None:
-    """Sets what the buffers of all later layers are made with; every rank calls it with the same arguments.
+def configure(topology: ep.Topology | None = None, **settings: Any) -> None:
+    """Sets what the buffers of all later layers are made with, and what layers built from now on do; every rank calls
+    it with the same arguments. What is not given is at its default again.
 
     Args:
         topology: how the ranks of one group lie on nodes; None leaves it to MEGATRON_EP_RANKS_PER_NODE in the
             environment, or takes the ranks of a host (or of an NVLink domain of several hosts) as a node.
-        config: fields of `megatron_ep.Config` other than num_experts, which the model knows.
+        settings: fields of `megatron_ep.Config` other than num_experts, which the model knows, and of
+            `options.Options`.
 
     Raises:
-        ValueError: a name that is no such field.
+        ValueError: a name that is no such field, or an option out of range.
         RuntimeError: buffers are already in use; call it before the first forward pass or after `close_buffers`.
     """
-    global _topology, _config
-    allowed = sorted(field.name for field in fields(ep.Config) if field.name != "num_experts")
-    unknown = sorted(set(config) - set(allowed))
+    global _topology, _config, _options
+    allowed = sorted({*(field.name for field in fields(ep.Config)), *options.NAMES} - {"num_experts"})
+    unknown = sorted(set(settings) - set(allowed))
     if unknown:
         raise ValueError(f"configure: {', '.join(unknown)} is no setting; allowed: topology, {', '.join(allowed)}")
     if _buffers:
         raise RuntimeError(
             "configure: buffers are already in use; call it before the first forward pass or after close_buffers()"
         )
-    _topology, _config = topology, config
+    _options = options.Options(**{name: settings.pop(name) for name in options.NAMES if name in settings})
+    _topology, _config = topology, settings
+
+
+def options_for(config: Any) -> options.Options:
+    """Those of a layer with this TransformerConfig, of `configure` and of its own fields.
+
+    Raises:
+        ValueError: as `options.merged`.
+    """
+    return options.merged(_options, config)
 
 
 def shared_buffer(group: dist.ProcessGroup, num_experts: int, device: torch.device) -> ep.Buffer:

@@ -18,6 +18,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megatron_ep.config import LONGEST_TIMEOUT_S, Config
+from megatron_ep.megatron.options import NAMES, Options
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -263,7 +264,8 @@ class Dispatcher(Section):
     """ep: this project's dispatcher; alltoall and allgather: Megatron-Core's. The other keys are read by ep alone.
 
     router: fused: this project's router, whose picks go straight to the dispatcher; megatron: Megatron-Core's.
-    The rest go to `megatron_ep.Config` (None: its default); num_sms matters with train.device cuda alone.
+    moe_...: see `megatron_ep.megatron.options.Options`. The rest go to `megatron_ep.Config` (None: its default);
+    num_sms matters with train.device cuda alone.
     """
 
     type: Literal["ep", "alltoall", "allgather"] = "ep"
@@ -274,14 +276,19 @@ class Dispatcher(Section):
     rdma_ring_bytes: Positive | None = None
     rdma_chunk_tokens: Positive | None = None
     num_sms: Positive | None = None
+    moe_expert_rank_capacity_factor: PositiveFloat | None = None
+    moe_apply_probs_on_combine: bool = False
+    moe_dispatch_fwd_dtype: Literal["fp8"] | None = None
 
     def settings(self) -> dict[str, Any]:
-        """What is given of `megatron_ep.Config`."""
-        return self.model_dump(exclude={"type", "router"}, exclude_none=True)
+        """What is given of `megatron_ep.Config` and of the options."""
+        return self.model_dump(exclude={"type", "router"}, exclude_defaults=True)
 
     @model_validator(mode="after")
     def _relations(self) -> Dispatcher:
-        Config(num_experts=1, **self.settings())  # raises ValueError for what is out of range
+        settings = self.settings()
+        Options(**{name: settings.pop(name) for name in NAMES if name in settings})
+        Config(num_experts=1, **settings)  # both raise ValueError for what is out of range
         return self
 
 

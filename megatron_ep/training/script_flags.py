@@ -44,7 +44,7 @@ def door(recipe: ScriptRecipe) -> list[str]:
         raise ValueError(f"dispatcher.type is {recipe.dispatcher.type}: pretrain_gpt.py has that one without this door")
     words = [] if recipe.dispatcher.router == "megatron" else ["--ep-router", "fused"]
     for name, value in recipe.dispatcher.settings().items():
-        words += [f"--ep-{name.replace('_', '-')}", str(value)]
+        words += [f"--ep-{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     return words
 
 

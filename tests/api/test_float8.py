@@ -1,10 +1,13 @@
-"""megatron_ep.float8.quantize on the host."""
+"""megatron_ep.float8 on the host, and rows that travel as it makes them."""
+
+from dataclasses import replace
 
 import pytest
 import torch
+from cases import Case
 
 import megatron_ep as ep
-from megatron_ep import float8
+from megatron_ep import float8, reference
 
 pytestmark = pytest.mark.numerical
 
@@ -61,3 +64,51 @@ def test_what_it_makes_can_be_dispatched() -> None:
 def test_wrong_arguments(x: torch.Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         float8.quantize(x)
+
+
+@pytest.mark.parametrize("hidden", [1, 128, 200, 1024])
+@pytest.mark.parametrize("dtype", float8.DTYPES)
+def test_back_to_values(hidden: int, dtype: torch.dtype) -> None:
+    x = (torch.randn(9, hidden, generator=torch.Generator().manual_seed(1)) * 30).to(dtype)
+    values, scales = float8.quantize(x)
+    rows = float8.dequantize(values, scales, dtype)
+    expected = (values.double() * scales.repeat_interleave(128, dim=1)[:, :hidden]).float()
+    assert rows.dtype == dtype and torch.equal(rows, expected.to(dtype))
+    assert float8.dequantize(values[:0], scales[:0], dtype).shape == (0, hidden)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_travel_as_float8_and_their_gradients_as_they_are(seed: int) -> None:
+    case = Case(6000 + seed, max_tokens=40)
+    case.dtype = tuple(float8.DTYPES)[seed % 3]
+    case.config = replace(case.config, nvl_ring_bytes=1 << 14, rdma_ring_bytes=1 << 14)
+    tokens = case.num_tokens()
+    ids, weights, x = case.ids(tokens), case.weights(tokens), case.reals(tokens)
+    results = []
+    with case.cluster() as cluster:
+        for forward_dtype in (None, torch.float8_e4m3fn):
+            leaves = [rows.clone().requires_grad_() for rows in x]
+            weight_leaves = [one.clone().requires_grad_() for one in weights]
+            sent = {"expert_alignment": case.alignment, "forward_dtype": forward_dtype}
+            received = ep.dispatch(leaves, ids, weight_leaves, buffer=cluster, **sent)
+            again = ep.dispatch(leaves, handle=received.handle, forward_dtype=forward_dtype)
+            assert received.scales is None and all(torch.equal(*two) for two in zip(again.x, received.x, strict=True))
+            outputs = (*received.x, *received.probs)
+            grads = [torch.arange(float(part.numel())).sin().view_as(part).to(part.dtype) for part in outputs]
+            torch.autograd.backward(outputs, grads)
+            results.append([leaf.grad for leaf in (*leaves, *weight_leaves)])
+    rounded = [float8.dequantize(*float8.quantize(rows), case.dtype) for rows in x]
+    expected = reference.dispatch(rounded, ids, weights, case.num_experts, case.alignment)
+    for ours, theirs in zip((*received.x, *received.probs), (*expected[0], *expected[1]), strict=True):
+        assert torch.equal(ours, theirs)
+    for straight, plain in zip(*results, strict=True):
+        assert torch.equal(straight, plain)
+
+
+def test_other_types_on_the_way_are_refused() -> None:
+    x, ids = [torch.ones(3, 8)], [torch.zeros(3, 1, dtype=torch.int64)]
+    with ep.LocalCluster(1, 1, ep.Config(num_experts=1)) as cluster:
+        with pytest.raises(ValueError, match=r"forward_dtype is torch\.float8_e5m2, must be torch\.float8_e4m3fn"):
+            ep.dispatch(x, ids, buffer=cluster, forward_dtype=torch.float8_e5m2)
+        with pytest.raises(ValueError, match=r"x with forward_dtype is torch\.float64, must be one of torch\.bfloat16"):
+            ep.dispatch([x[0].double()], ids, buffer=cluster, forward_dtype=torch.float8_e4m3fn)

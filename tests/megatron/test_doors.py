@@ -31,6 +31,8 @@ def test_what_megatron_must_be_told_is_set():
     overlap = ["--overlap-moe-expert-parallel-comm"]
     assert flags.with_dispatcher(overlap) == overlap + HYBRIDEP
     assert flags.with_dispatcher(HYBRIDEP)[-4:] == HYBRIDEP
+    room = ["--moe-expert-rank-capacity-factor", "1.5"]
+    assert flags.with_dispatcher(room) == room + HYBRIDEP
     assert flags.with_dispatcher(["--moe-token-dispatcher-type=alltoall"])[-1] == "alltoall"
 
 
@@ -107,6 +109,7 @@ def test_layers_see_the_restarter_whichever_door_they_came_through(four_ranks):
         (["nowhere.py"], "no script nowhere.py"),
         (["--ep-timeout", "80", __file__, "--inprocess-restart"], "--ep-timeout) is 80 s, must be below --inprocess-"),
         (["--ep-num-sms", "0", __file__], "Config.num_sms is 0"),
+        (["--ep-moe-expert-rank-capacity-factor", "-1", __file__], "moe_expert_rank_capacity_factor is -1.0, must be"),
         ([__file__, "--moe-enable-deepep"], "--moe-enable-deepep asks for another dispatcher"),
     ],
 )

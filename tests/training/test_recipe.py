@@ -95,6 +95,7 @@ def test_all_faults_are_reported_at_once(write):
         ("model.moe_layer_freq=1", lambda r: r.model.moe_layer_freq == 1),
         ("dispatcher.timeout=2.5", lambda r: r.dispatcher.timeout == 2.5),
         ("dispatcher.type=alltoall", lambda r: r.dispatcher.type == "alltoall"),
+        ("dispatcher.moe_dispatch_fwd_dtype=fp8", lambda r: r.dispatcher.settings()["moe_dispatch_fwd_dtype"] == "fp8"),
         ('dataset.path="a=b: c.txt"', lambda r: r.dataset.path == "a=b: c.txt"),
         ("ddp.overlap_grad_reduce=true", lambda r: r.ddp.overlap_grad_reduce),  # a section that the file does not have
     ],
@@ -116,6 +117,8 @@ def test_the_last_override_wins():
         ("train.seed=-1", ["train.seed", "-1"]),
         ("train.device=gpu", ["train.device", "'cpu'", "'cuda'", "'gpu'"]),
         ("dispatcher.num_sms=0", ["dispatcher.num_sms", "0"]),
+        ("dispatcher.moe_dispatch_fwd_dtype=mxfp8", ["dispatcher.moe_dispatch_fwd_dtype", "'fp8'"]),
+        ("dispatcher.moe_rank_capacity_factor=1", ["unknown key; did you mean moe_expert_rank_capacity_factor?"]),
         ("dispatcher.type=deepep", ["dispatcher.type", "'ep'", "'alltoall'", "'allgather'", "'deepep'"]),
         ("model.add_bias_linear=0", ["model.add_bias_linear", "boolean"]),
         ("seed", ["--set seed", "section.key=value"]),

@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("pydantic")
 
+from megatron_ep import pretrain
 from megatron_ep.cli import main as cli
 from megatron_ep.training import script_flags, script_launch, script_recipe
 
@@ -127,6 +128,15 @@ def _start(tree, *arguments, **variables):
         text=True,
         timeout=240,
     )
+
+
+def test_the_doors_options():
+    changes = ("moe_apply_probs_on_combine=true", "moe_expert_rank_capacity_factor=1.5", "router=fused")
+    words = script_flags.door(script_recipe.load(SLICE, [f"dispatcher.{change}" for change in changes]))
+    room = ["--ep-moe-expert-rank-capacity-factor", "1.5"]
+    assert words == ["--ep-router", "fused", "--ep-num-sms", "24", *room, "--ep-moe-apply-probs-on-combine"]
+    parsed = vars(pretrain._parser().parse_args([*words, "pretrain_gpt.py"]))
+    assert (parsed["ep_moe_expert_rank_capacity_factor"], parsed["ep_moe_apply_probs_on_combine"]) == (1.5, True)
 
 
 def test_train_runs_the_script_in_all_ranks_through_the_door(tmp_path):

@@ -1,0 +1,61 @@
+"""What the dispatchers of a model do besides: options by the names of Megatron's TransformerConfig, in its newest
+version or in its style. A recipe's section `dispatcher`, the door's `--ep-` flags and `configure` set them; a config
+that has a field of that name sets it too."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Options:
+    """T tokens on this rank, K picks of a token, TP ranks that share an expert.
+
+    moe_expert_rank_capacity_factor: F. A rank makes room for int(T * K * TP * F) rows, rounded up to what experts are
+        padded to, and the host waits for no counts: 1 is what every rank would get if the load were even. The experts
+        must read tokens_per_expert on the device. None: as many rows as come, for whose number the host waits once.
+    moe_apply_probs_on_combine: combine multiplies the rows by their probabilities, and the experts are given ones.
+        Saves their pass over the rows, and keeps the rows for the backward pass.
+    moe_dispatch_fwd_dtype: "fp8": rows of bf16, fp16 or fp32 travel to the experts as e4m3 with a scale for each 128
+        elements and arrive in their own dtype; gradients travel as they are. None: as they are.
+
+    Raises ValueError for a value out of range.
+    """
+
+    moe_expert_rank_capacity_factor: float | None = None
+    moe_apply_probs_on_combine: bool = False
+    moe_dispatch_fwd_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        factor = self.moe_expert_rank_capacity_factor
+        if factor is not None:
+            is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
+            if not (is_number and math.isfinite(factor) and factor > 0):
+                raise ValueError(f"moe_expert_rank_capacity_factor is {factor!r}, must be a number over 0")
+        if not isinstance(self.moe_apply_probs_on_combine, bool):
+            raise ValueError(f"moe_apply_probs_on_combine is {self.moe_apply_probs_on_combine!r}, must be a bool")
+        if self.moe_dispatch_fwd_dtype not in (None, "fp8"):
+            raise ValueError(f"moe_dispatch_fwd_dtype is {self.moe_dispatch_fwd_dtype!r}, must be 'fp8' or None")
+
+
+NAMES = tuple(field.name for field in fields(Options))
+
+
+def merged(options: Options, config: Any) -> Options:
+    """The options, and what a TransformerConfig says under the same names.
+
+    Raises:
+        ValueError: they contradict, or the config's value is none of ours.
+    """
+    chosen = {}
+    for name in NAMES:
+        ours, theirs = getattr(options, name), getattr(config, name, None)
+        if theirs is None or theirs is False or theirs == "bf16":  # Megatron's words for: nothing was asked for
+            chosen[name] = ours
+        elif ours is None or ours is False or ours == theirs:
+            chosen[name] = theirs
+        else:
+            raise ValueError(f"{name} is {ours!r} for the dispatcher and {theirs!r} in Megatron's config: give one")
+    return Options(**chosen)

@@ -1,0 +1,340 @@
+"""The dispatcher's options: a fixed number of rows, probabilities applied in combine, rows that travel as fp8.
+
+A test is a function that runs on all four ranks.
+"""
+
+import contextlib
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+import torch
+import torch.distributed as dist
+from counted_experts import CountedExperts, make_layer
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import megatron_ep as ep
+from megatron_ep.megatron import options, shared_buffers
+from megatron_ep.megatron.equivalence import compare_layers, join_layout, make_config, make_dispatcher, run_dispatcher
+from megatron_ep.megatron.layer import ep_layer_spec
+from megatron_ep.megatron.router import fused_router
+
+pytestmark = pytest.mark.numerical
+
+W = 4
+FACTOR = "moe_expert_rank_capacity_factor"
+
+
+@contextlib.contextmanager
+def configured(**settings):
+    shared_buffers.close_buffers()
+    shared_buffers.configure(**settings)
+    try:
+        yield
+    finally:
+        shared_buffers.close_buffers()
+        shared_buffers.configure()
+
+
+def run_layer(layer, x, grad):
+    leaf = x.clone().requires_grad_()
+    layer.zero_grad()
+    output, _ = layer(leaf)
+    output.backward(grad)
+    return [output.detach(), leaf.grad, *(parameter.grad.clone() for parameter in layer.parameters())]
+
+
+def inputs(config, tokens=24):
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return torch.randn(2, tokens, 1, config.hidden_size, generator=generator, dtype=config.params_dtype)
+
+
+# ---- a fixed number of rows
+
+
+def _same_with_room(tp, ep_size, router):
+    join_layout(tp, ep_size)
+    config = make_config(num_moe_experts=8, moe_router_topk=3)
+    plain = make_layer(config, router=router)
+    x, grad = inputs(config)
+    expected = run_layer(plain, x, grad)
+    with configured(**{FACTOR: 3.5}):
+        fixed = make_layer(config, router=router)
+        fixed.load_state_dict(plain.state_dict())
+        assert fixed.token_dispatcher.check_over_budget() is None
+        actual = run_layer(fixed, x, grad)
+        assert fixed.token_dispatcher._max_rows(24) == int(24 * 3 * tp * 3.5)
+        assert not fixed.token_dispatcher.check_over_budget()
+        ep.raise_if_failed()
+    for ours, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("tp", "ep_size", "router"), [(1, 4, None), (2, 2, None), (1, 4, fused_router)])
+def test_same_layer_with_rows_enough(four_ranks, tp, ep_size, router):
+    four_ranks.run(_same_with_room, tp, ep_size, router)
+
+
+def _too_few_rows(is_megatrons):
+    """All tokens want the experts of rank 0, and one of each rank's those of rank 3."""
+    join_layout(1, W)
+    config = make_config()
+    if is_megatrons:
+        setattr(config, FACTOR, 1.0)
+    with configured(**({} if is_megatrons else {FACTOR: 1.0})):
+        dispatcher = make_dispatcher("ours", config)
+        x = torch.randn(10, 32, dtype=torch.float64)
+        routing_map = torch.zeros(10, 8, dtype=torch.bool)
+        routing_map[:, :2] = True
+        routing_map[0] = torch.arange(8) > 5
+        sent, weights = dispatcher.dispatch_preprocess(x, routing_map, routing_map.double())
+        rows, counts, probs = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(sent, weights))
+        assert rows.shape == (20, 32) and probs.shape == (20,) and counts.sum() <= 20
+        over = dist.get_rank() == 0
+        assert bool(dispatcher.check_over_budget()) is over
+        assert bool(probs.isnan().all()) is (over and not is_megatrons) and not rows.isnan().any()
+        output = dispatcher.combine_postprocess(dispatcher.token_combine(rows * probs.unsqueeze(1)))
+        # what has lost a row is no number
+        lost = (output.detach() != 2 * x).any(dim=1)
+        assert lost[1:].any() or dist.get_rank() < 2
+        assert is_megatrons or output[lost].isnan().all() or dist.get_rank() > 1
+        if over:
+            with pytest.raises(ep.EPOverflowError, match="raise the factor"):
+                ep.raise_if_failed()
+            assert not dispatcher.check_over_budget(), "told once"
+        dist.barrier()
+        if not over:
+            with pytest.raises(ep.EPAbortError, match="moe_expert_rank_capacity_factor makes room for"):
+                ep.raise_if_failed()
+
+
+@pytest.mark.parametrize("is_megatrons", [False, True])
+def test_too_few_rows_are_told(four_ranks, is_megatrons):
+    four_ranks.run(_too_few_rows, is_megatrons)
+
+
+def _megatrons_trainer_repeats():
+    """What Megatron's trainer does with a step that was over budget."""
+    join_layout(1, W)
+    config = make_config()
+    setattr(config, FACTOR, 0.25)
+    shared_buffers.close_buffers()
+    layer = make_layer(config)
+    x, grad = inputs(config)
+    run_layer(layer, x, grad)
+    dispatcher, manager = layer.token_dispatcher, layer.token_dispatcher._comm_manager
+    assert dispatcher.check_over_budget()
+    manager.moe_expert_rank_capacity_factor = None
+    dispatcher.reset_over_budget()
+    repeated = run_layer(layer, x, grad)
+    assert not dispatcher.check_over_budget()
+    setattr(config, FACTOR, None)
+    plain = make_layer(config)
+    plain.load_state_dict(layer.state_dict())
+    for ours, theirs in zip(repeated, run_layer(plain, x, grad), strict=True):
+        assert torch.equal(ours, theirs)
+    ep.raise_if_failed()
+
+
+def test_megatrons_trainer_repeats_a_step_without_a_budget(four_ranks):
+    four_ranks.run(_megatrons_trainer_repeats)
+
+
+def _experts_that_ask_the_host():
+    spec = get_moe_module_spec(use_te=False, num_experts=8, moe_grouped_gemm=False)
+    with configured(**{FACTOR: 4.0}):
+        join_layout(1, 2)
+        with pytest.raises(ValueError, match=r"moe_expert_rank_capacity_factor is 4.0, but SequentialMLP wants"):
+            ep_layer_spec(spec)(config=make_config())
+        join_layout(1, W)
+        config = make_config(num_moe_experts=4, moe_router_topk=1, moe_router_pre_softmax=True)
+        layer = ep_layer_spec(get_moe_module_spec(use_te=False, num_experts=4, moe_grouped_gemm=False))(config=config)
+        x, grad = inputs(config)
+        run_layer(layer, x, grad)  # one expert a rank: all rows are its
+        config = make_config(moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True)
+        with pytest.raises(ValueError, match=r"is 4\.0 with moe_pad_expert_input_to_capacity"):
+            make_dispatcher("ours", config)
+
+
+def test_experts_that_ask_the_host_are_refused(four_ranks):
+    four_ranks.run(_experts_that_ask_the_host)
+
+
+# ---- what the host waits for
+
+
+class Asked(TorchDispatchMode):
+    """Operations whose result the host needs before it can go on."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "item", "is_nonzero"):
+            self.names.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def _asks_nothing(router, factor):
+    join_layout(1, W)
+    config = make_config(num_moe_experts=8, moe_router_topk=3)
+    with configured(**({FACTOR: factor} if factor else {})):
+        layer = make_layer(config, router=router)
+        x, grad = inputs(config)
+        with Asked() as asked:
+            run_layer(layer, x, grad)
+        assert asked.names == [], "between the router and combine nothing but notify tells the host anything"
+        layer.token_dispatcher.trusts_router = False
+        with Asked() as asked:
+            run_layer(layer, x, grad)
+        assert asked.names == ["_local_scalar_dense"] * (router is None)
+
+
+@pytest.mark.parametrize(("router", "factor"), [(None, None), (None, 4.0), (fused_router, 4.0)])
+def test_the_router_tells_the_host_nothing(four_ranks, router, factor):
+    four_ranks.run(_asks_nothing, router, factor)
+
+
+def _router_with_too_many():
+    join_layout(1, W)
+    shared_buffers.close_buffers()
+    dispatcher = make_dispatcher("ours", make_config())
+    dispatcher.trusts_router = True
+    x = torch.randn(5, 32, dtype=torch.float64)
+    routing_map = torch.zeros(5, 8, dtype=torch.bool)
+    routing_map[:, 0] = True
+    routing_map[3, :3] = dist.get_rank() == 2
+    try:
+        run_dispatcher(dispatcher, x, routing_map, routing_map.double(), x)
+    except (ValueError, ep.EPAbortError) as error:
+        return str(error)
+    finally:
+        shared_buffers.close_buffers()
+
+
+def test_a_router_that_chose_too_many_is_refused(four_ranks):
+    answers = four_ranks.run(_router_with_too_many)
+    assert "topk_idx is [8, 8] at token 3, must hold distinct ids" in answers.pop(2)
+    assert all("rank 2" in answer for answer in answers), answers
+
+
+# ---- probabilities in combine
+
+
+ON_COMBINE = {
+    "fp64": (1, 4, {}),
+    "TP 2 in EP 2": (2, 2, {"moe_token_dispatcher_type": "allgather"}),
+    "recompute": (1, 4, {"recompute_granularity": "selective", "recompute_modules": ["moe"]}),
+    "capacity": (1, 4, {"moe_expert_capacity_factor": 0.7, "moe_pad_expert_input_to_capacity": True}),
+    "bf16": (1, 4, {"params_dtype": torch.bfloat16, "bf16": True}),
+}
+
+
+def _compare_on_combine(tp, ep_size, settings):
+    with configured(moe_apply_probs_on_combine=True):
+        return compare_layers(tp, ep_size, 24, 1, settings)
+
+
+@pytest.mark.parametrize(("tp", "ep_size", "settings"), ON_COMBINE.values(), ids=ON_COMBINE)
+def test_probs_on_combine_equal_megatrons_layer(four_ranks, tp, ep_size, settings):
+    tolerance = 0.03 if settings.get("bf16") else 1e-12
+    for differences in four_ranks.run(_compare_on_combine, tp, ep_size, settings):
+        assert all(difference <= tolerance for difference in differences.values()), differences
+
+
+def _experts_get_ones():
+    join_layout(1, W)
+    seen = []
+
+    class Experts(CountedExperts):
+        def forward(self, rows, tokens_per_expert, probs):
+            seen.append(probs)
+            return super().forward(rows, tokens_per_expert, probs)
+
+    config = make_config()
+    with configured(moe_apply_probs_on_combine=True):
+        run_layer(make_layer(config, Experts), *inputs(config))
+        (probs,) = seen
+        assert bool((probs == 1).all()) and not probs.requires_grad
+        for name in ("moe_apply_probs_on_input", "overlap_moe_expert_parallel_comm"):
+            config = make_config(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="hybridep")
+            setattr(config, name, True)
+            with pytest.raises(ValueError, match=f"moe_apply_probs_on_combine is True with {name}"):
+                make_dispatcher("ours", config)
+
+
+def test_experts_are_given_ones(four_ranks):
+    four_ranks.run(_experts_get_ones)
+
+
+# ---- rows as fp8
+
+
+def _compare_float8(dtype, hidden):
+    join_layout(1, W)
+    config = make_config(
+        hidden_size=hidden, num_attention_heads=1, num_moe_experts=8, params_dtype=dtype, bf16=dtype == torch.bfloat16
+    )
+    plain = make_layer(config)
+    x, grad = inputs(config, 64)
+    expected = run_layer(plain, x, grad)
+    with configured(moe_dispatch_fwd_dtype="fp8"):
+        rounded = make_layer(config)
+        rounded.load_state_dict(plain.state_dict())
+        actual = run_layer(rounded, x, grad)
+    return [float((a - e).double().norm() / e.double().norm()) for a, e in zip(actual, expected, strict=True)]
+
+
+@pytest.mark.parametrize(("dtype", "hidden"), [(torch.bfloat16, 256), (torch.float32, 200)])
+def test_float8_rows_change_little(four_ranks, dtype, hidden):
+    """e4m3 has 3 bits behind the point: an element is off by at most 1/16, and by about 0.027 in the mean square."""
+    for differences in four_ranks.run(_compare_float8, dtype, hidden):
+        assert 1e-3 < differences[0] < 0.06 and max(differences) < 0.08, differences
+
+
+def _refuses_float8():
+    join_layout(1, W)
+    with configured(moe_dispatch_fwd_dtype="fp8"):
+        layer = make_layer(make_config())
+        words = r"x with forward_dtype is torch.float64, must be one of torch.bfloat16"
+        with pytest.raises((ValueError, ep.EPAbortError), match=words):
+            layer(inputs(layer.config)[0])
+
+
+def test_float8_rows_of_fp64_are_refused(four_ranks):
+    four_ranks.run(_refuses_float8)
+
+
+# ---- where options come from
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({FACTOR: 0}, f"{FACTOR} is 0, must be a number over 0"),
+        ({FACTOR: float("nan")}, f"{FACTOR} is nan"),
+        ({"moe_apply_probs_on_combine": 1}, "moe_apply_probs_on_combine is 1, must be a bool"),
+        ({"moe_dispatch_fwd_dtype": "mxfp8"}, "moe_dispatch_fwd_dtype is 'mxfp8', must be 'fp8' or None"),
+    ],
+)
+def test_options_out_of_range(settings, words):
+    with pytest.raises(ValueError) as error:
+        options.Options(**settings)
+    assert words in str(error.value)
+
+
+def test_options_of_megatrons_config():
+    class Config:
+        moe_expert_rank_capacity_factor = 1.5
+        moe_dispatch_fwd_dtype = "bf16"
+
+    assert options.merged(options.Options(), Config()) == options.Options(1.5)
+    assert options.merged(options.Options(1.5, True, "fp8"), Config()) == options.Options(1.5, True, "fp8")
+    with pytest.raises(ValueError, match=f"{FACTOR} is 2.0 for the dispatcher and 1.5 in Megatron's config"):
+        options.merged(options.Options(2.0), Config())
+    Config.moe_dispatch_fwd_dtype = "mxfp8"
+    with pytest.raises(ValueError, match="moe_dispatch_fwd_dtype is 'mxfp8', must be 'fp8'"):
+        options.merged(options.Options(), Config())
