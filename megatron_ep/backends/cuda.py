@@ -20,6 +20,7 @@ from megatron_ep import _C
 from megatron_ep.backends.interface import Totals
 from megatron_ep.backends.launches import Launches
 from megatron_ep.backends.of_group import OfGroup
+from megatron_ep.blame import NAMES
 from megatron_ep.config import Config, Topology
 from megatron_ep.errors import EPError, EPStuckError
 
@@ -74,19 +75,20 @@ class CudaBackend(OfGroup):
 
     group: the compiled group over one of the fabrics.
     timeout: where a library carries its puts, seconds after which each of a launch's own waits ends.
+    rank: in this case, that of this process.
     """
 
-    def __init__(self, group: Any, heap: Any, device: torch.device, timeout: float | None = None):
+    def __init__(self, group: Any, heap: Any, device: torch.device, timeout: float | None = None, rank: int = 0):
         _forget_graphs_that_are_gone()
         super().__init__(group)
-        self._launches = Launches(timeout)
+        self._launches = Launches(timeout, self._under_way)
         if timeout is not None:
             self.group.watch = self._launches.check
+        self._rank = rank
         self._heap = heap
         self._device = device
         self._busy = threading.Lock()
         self._last: torch.cuda.Stream | None = None  # of the last launch
-        self._is_captured = False  # any launch, by a CUDA graph
         self._captured_parts: list[object] = []  # whose launches graphs may replay
 
     def notify(self, tensors: Sequence[Any], *, wait: bool, topk: int, **settings: int) -> Sequence[Totals]:
@@ -141,7 +143,7 @@ class CudaBackend(OfGroup):
     def settle(self) -> None:
         if self._last is not None:
             self.wait(self._last.record_event())
-        if self._is_captured:  # nobody tells of replays, but what comes next on this stream depends on them
+        if self._launches.are_captured:  # nobody tells of replays, but what comes next on this stream depends on them
             self.wait(torch.cuda.current_stream(self._device).record_event())
         self.group.listen()
 
@@ -165,10 +167,13 @@ class CudaBackend(OfGroup):
 
     def wait(self, event: torch.cuda.Event) -> None:
         """Until the event is reached; Ctrl-C ends the waits on the GPU too."""
+        self._wait_until(event.query)
+
+    def _wait_until(self, is_over: Callable[[], bool]) -> None:
         started = time.perf_counter()
         try:
             with self._watched():
-                while not event.query():
+                while not is_over():
                     if time.perf_counter() - started > SPIN_S:
                         self._launches.check()
                         time.sleep(POLL_S)
@@ -182,13 +187,22 @@ class CudaBackend(OfGroup):
         """Until all launches are done, those of captured graphs too."""
         if self._last is not None:
             self.wait(self._last.record_event())
+        if self._launches.are_watched and self._launches.are_captured:
+            self._wait_until(_in_thread(torch.cuda.synchronize, self._device))
         torch.cuda.synchronize(self._device)
+
+    def _under_way(self) -> tuple[str, bool] | None:
+        """See `Launches`."""
+        own = next(standing for standing in self.standings() if standing.rank == self._rank)
+        if own.inside is None:
+            return None
+        return f"{NAMES[own.inside]} {own.entered[own.inside]}", self.aborted() is not None
 
     def launch(self, launch: Callable[[int], T], part: object = None) -> T:
         """part: what the launch uses besides the group."""
         stream = torch.cuda.current_stream(self._device)
         if torch.cuda.is_current_stream_capturing():
-            self._is_captured = True
+            self._launches.are_captured = True
             if not self.group.graphs():
                 self._captured_parts.clear()
             if part is not None and part not in self._captured_parts:
@@ -223,6 +237,13 @@ class CudaBackend(OfGroup):
 
 def _forget_graphs_that_are_gone() -> None:
     _replayable[:] = [backend for backend in _replayable if backend.group.graphs()]
+
+
+def _in_thread(wait: Callable[..., object], *arguments: Any) -> Callable[[], bool]:
+    """Whether it has returned, of what may never do so."""
+    thread = threading.Thread(target=wait, args=arguments, daemon=True)
+    thread.start()
+    return lambda: not thread.is_alive()
 
 
 _stuck: list[Any] = []

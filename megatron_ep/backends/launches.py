@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -13,6 +13,11 @@ from megatron_ep.errors import EPStuckError
 
 # A launch of which each wait ends after a timeout has a few of them, one after the other; this is long for all of them.
 MOST_TIMEOUTS = 3
+LOOKS_PER_TIMEOUT = 10  # at the calls that the GPU counts, which costs a copy
+
+WAITS_INSIDE = (
+    "a call of NVSHMEM's or NCCL's inside it waits for a network or rank that does not answer, and nothing can end it"
+)
 
 
 class Launches:
@@ -20,10 +25,16 @@ class Launches:
 
     timeout: seconds after which each wait of a launch ends, where there may be waits besides that do not: those of the
         library that carries its puts. None: where there are none.
+    under_way: the name of the call that the GPU has entered and not finished, as its kernels count, and whether it was
+        given up, since when they do not; None if there is none. A captured launch shows in no other way.
     """
 
-    def __init__(self, timeout: float | None = None):
+    def __init__(self, timeout: float | None = None, under_way: Callable[[], tuple[str, bool] | None] = lambda: None):
         self._timeout = timeout
+        self._under_way = under_way
+        self._call: tuple[str, bool] | None = None
+        self._call_seen = self._next_look = 0.0
+        self.are_captured = False  # some are replayed by CUDA graphs
         self._measures = False
         self._seconds = 0.0
         self._pending: deque[list[torch.cuda.Event]] = deque()  # start and, once it is all enqueued, end of each
@@ -33,7 +44,11 @@ class Launches:
     @property
     def are_recorded(self) -> bool:
         """Nobody pays for events that nobody asks for."""
-        return self._measures or self._timeout is not None
+        return self._measures or self.are_watched
+
+    @property
+    def are_watched(self) -> bool:
+        return self._timeout is not None
 
     @contextlib.contextmanager
     def record(self, stream: torch.cuda.Stream) -> Iterator[None]:
@@ -60,9 +75,12 @@ class Launches:
                 self._seconds += start.elapsed_time(end) / 1e3
 
     def check(self) -> None:
-        """For those who wait on the host. Raises EPStuckError when the oldest launch has run for too long."""
+        """For those who wait on the host. Raises EPStuckError when the oldest launch has run for too long, or a call of
+        a captured one."""
         if self._timeout is None:
             return
+        if self.are_captured:
+            self._check_call(self._timeout)
         self._take_finished()
         if not self._pending or not self._pending[0][0].query():
             return
@@ -73,8 +91,24 @@ class Launches:
         if seconds > MOST_TIMEOUTS * self._timeout:
             raise EPStuckError(
                 f"a launch has been on the GPU for {seconds:.1f} s, though each of its own waits ends after "
-                f"{self._timeout:g} s: a call of NVSHMEM's or NCCL's inside it waits for a network or rank that does "
-                "not answer, and nothing can end it; this process has to end"
+                f"{self._timeout:g} s: {WAITS_INSIDE}; this process has to end"
+            )
+
+    def _check_call(self, timeout: float) -> None:
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + timeout / LOOKS_PER_TIMEOUT
+        call = self._under_way()
+        if call is None or self._call is None or call[0] != self._call[0]:
+            self._call, self._call_seen = call, now
+            return
+        name, given_up = call
+        if now - self._call_seen > MOST_TIMEOUTS * timeout:
+            raise EPStuckError(
+                f"{name} has been on the GPU for {now - self._call_seen:.1f} s, though each of its own waits ends "
+                f"after {timeout:g} s: {WAITS_INSIDE}{', or other work behind it does not end' if given_up else ''}; "
+                "this process has to end"
             )
 
 

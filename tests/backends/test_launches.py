@@ -66,7 +66,9 @@ def stream():
 
 
 def backend_of(timeout: float | None):
-    group = SimpleNamespace(abort=mock.Mock(), aborted=lambda: None, graphs=lambda: 1)
+    group = SimpleNamespace(
+        abort=mock.Mock(), aborted=lambda: None, graphs=lambda: 1, note_capture=lambda stream: None, listen=lambda: None
+    )
     return cuda.CudaBackend(group, None, DEVICE, timeout), group
 
 
@@ -130,6 +132,56 @@ def test_a_wait_for_counts_ends_too(stream: Stream) -> None:
     with pytest.raises(ep.EPStuckError):
         backend.launch(notify)
     group.abort.assert_called_once_with(interrupted=False, failed=True, reason=mock.ANY)
+
+
+def test_a_replay_that_does_not_end_is_told_to_whoever_waits(stream: Stream) -> None:
+    """Nothing records it, but the GPU counts the call as begun."""
+    backend, group = backend_of(TIMEOUT)
+    with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
+        backend.launch(lambda number: None)
+    counts = dict.fromkeys(("notify", "transfer"), 4)
+    group.standings = lambda: [
+        {"rank": rank, "entered": counts | {"transfer": 5 - rank}, "finished": counts, "incidents": [], "reason": ""}
+        for rank in (0, 1)
+    ]
+    stream.record_event()  # of the replay
+    started = time.monotonic()
+    with pytest.raises(ep.EPStuckError, match=r"^call 5 has been on the GPU for .* and nothing can end it; this"):
+        backend.settle()
+    assert MOST_TIMEOUTS * TIMEOUT < time.monotonic() - started < 5
+    group.abort.assert_called_once_with(interrupted=False, failed=True, reason=mock.ANY)
+    started = time.monotonic()
+    with pytest.raises(ep.EPStuckError, match="call 5"):  # the next to wait is told at once
+        backend.settle()
+    assert time.monotonic() - started < TIMEOUT
+
+
+def test_replays_that_go_on_are_not_stuck(stream: Stream) -> None:
+    launches = Launches(TIMEOUT, lambda: next(calls))
+    launches.are_captured = True
+    calls = itertools.chain.from_iterable([(f"call {n}", False)] * 10 + [None] for n in range(4))
+    for _ in range(44):
+        launches.check()
+        time.sleep(1.1 * TIMEOUT / 10)
+    calls = itertools.repeat(("call 5", True))  # given up: its kernel may have ended, what is behind it has not
+    with pytest.raises(ep.EPStuckError, match=r"or other work behind it does not end; this process has to end$"):
+        for _ in range(100):
+            launches.check()
+            time.sleep(TIMEOUT / 10)
+
+
+def test_the_end_of_all_replays_is_waited_for_with_a_bound(stream: Stream) -> None:
+    backend, group = backend_of(TIMEOUT)
+    backend._launches.are_captured = True
+    counts = dict.fromkeys(("notify", "transfer"), 0)
+    group.standings = lambda: [
+        {"rank": 0, "entered": counts | {"notify": 1}, "finished": counts, "incidents": [], "reason": ""}
+    ]
+    with (
+        mock.patch.object(torch.cuda, "synchronize", lambda device: time.sleep(5)),
+        pytest.raises(ep.EPStuckError, match=r"^notify 1 has been on the GPU"),
+    ):
+        backend.synchronize()
 
 
 def test_without_a_library_nothing_is_watched(stream: Stream) -> None:
