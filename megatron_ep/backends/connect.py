@@ -119,18 +119,25 @@ def _connect_nvshmem(
 ) -> tuple[CudaBackend, str]:
     nvshmem = fabrics.load_nvshmem()
     seconds = meeting.timeout.total_seconds()
+    between_machines = len({member.host for member in members}) > 1
+    queue_pairs = min(heap.channels, sms)  # one for each block that has a channel's coordinators
 
-    def prepare() -> tuple[None, tuple[Any, list[int], bytes]]:
+    def prepare() -> tuple[None, tuple[Any, list[int], bytes, dict[str, str]]]:
         begin()
         served = nvshmem.initialised_for()
-        if served is None and len({member.host for member in members}) > 1:
-            ibgda.prepare(queue_pairs=min(heap.channels, sms))  # one for each block that has a channel's coordinators
+        given = ibgda.given() if served is None else {}
+        if served is None and between_machines:
+            ibgda.check()
         nvshmem.prepare(device=device.index, timeout=seconds)
-        return None, (served, nvshmem.spare(bytes=heap.bytes), _new_id(meeting, nvshmem) if served is None else b"")
+        unique_id = _new_id(meeting, nvshmem) if served is None else b""
+        return None, (served, nvshmem.spare(bytes=heap.bytes), unique_id, given)
 
     _, prepared = meeting.exchange(prepare, seconds)
-    served, spares, ids = zip(*prepared, strict=True)
+    served, spares, ids, given = zip(*prepared, strict=True)
     unique_id = _nvshmem_id(served) or ids[0]
+    ibgda.check_alike(given, queue_pairs)
+    if between_machines and not any(served):
+        ibgda.prepare(queue_pairs)
     common = set.intersection(*map(set, spares))
 
     def allocate() -> Any:
@@ -242,4 +249,4 @@ def _over_network(
         num_sms=sms,
         timeout=config.timeout_seconds,
     )
-    return CudaBackend(ranks, heap, device, config.timeout_seconds)
+    return CudaBackend(ranks, heap, device, config.timeout_seconds, meeting.rank)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -27,6 +27,9 @@ DEFAULTS = {
     "NVSHMEM_MAX_TEAMS": "7",  # instead of 32, each of which takes memory: its own six and one more
     "NVSHMEM_DISABLE_NVLS": "1",  # memory for multicast, which is not used
 }
+# These, and all that begin with the prefix, must hold on all ranks alike; others, of cards say, belong to a machine.
+PREFIX = "NVSHMEM_IBGDA_"
+ALIKE = (ENABLE, *MULTI_PORT, *DEFAULTS, "NVSHMEM_REMOTE_TRANSPORT")
 CARDS, DEVICES = Path("/sys/class/infiniband"), Path("/dev/infiniband")
 
 log = logging.getLogger(__name__)
@@ -69,6 +72,27 @@ def check(environment: Mapping[str, str] = os.environ) -> None:
             f"environment variable {MAP_BY} is {environment[MAP_BY]!r}, must be {' or '.join(ORDERED_BY)}: a channel "
             "needs the same queue pair for its rows and their flag"
         )
+
+
+def given(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What is set of all that ranks must set alike."""
+    return {name: value for name, value in environment.items() if name.startswith(PREFIX) or name in ALIKE}
+
+
+def check_alike(by_rank: Sequence[Mapping[str, str]], queue_pairs: int) -> None:
+    """by_rank: what `given` says on each rank. Raises ValueError, on all ranks alike, where what holds there differs.
+
+    queue_pairs: see `prepare`.
+    """
+    defaults: Mapping[str, str] = settings(queue_pairs)
+    for name in sorted({name for environment in by_rank for name in environment}):
+        held = [environment.get(name, defaults.get(name)) for environment in by_rank]
+        other = next((rank for rank, value in enumerate(held) if value != held[0]), None)
+        if other is not None:
+            first, second = (repr(by_rank[rank][name]) if name in by_rank[rank] else "unset" for rank in (0, other))
+            raise ValueError(
+                f"environment variable {name} is {first} on rank 0 and {second} on rank {other}, must be equal"
+            )
 
 
 def settings(queue_pairs: int | str) -> dict[str, str]:

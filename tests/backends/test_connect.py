@@ -388,6 +388,34 @@ def test_settings_that_break_the_order_are_refused_before_nvshmem_is_initialised
     ranks.run(run_bad_environment, name, value, f"environment variable {name} is '{value}', must be {allowed}: ")
 
 
+def run_different_environments(name: str, values: list[str | None], match: str) -> None:
+    value = values[dist.get_rank()]
+    with over("nvshmem", Nvshmem()) as library, network_cards("mlx5_0", **({name: value} if value else {})):
+        if not match:
+            assert heap_of(meeting_of()) == 0
+            return
+        for hosts in ("abc", "abc", "aaa"):  # a failed attempt sets nothing
+            with pytest.raises(ValueError, match=match):
+                connected(meeting_of(), hosts)
+        assert library.allocated == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "says"),
+    [
+        ("NVSHMEM_IBGDA_NUM_RC_PER_PE", ["3", "3", "4"], "is '3' on rank 0 and '4' on rank 2"),
+        ("NVSHMEM_IBGDA_NUM_RC_PER_PE", [None, "7", None], "is unset on rank 0 and '7' on rank 1"),
+        ("NVSHMEM_IB_ENABLE_IBGDA", ["0", None, None], "is '0' on rank 0 and unset on rank 1"),
+        ("NVSHMEM_IBGDA_NUM_RC_PER_PE", [None, "5", None], ""),  # what the others will have
+        ("NVSHMEM_HCA_LIST", ["mlx5_0", "mlx5_1", None], ""),
+    ],
+)
+def test_ranks_that_set_nvshmem_differently_are_refused_alike(
+    ranks, name: str, values: list[str | None], says: str
+) -> None:
+    ranks.run(run_different_environments, name, values, says and f"^environment variable {name} {says}, must be equal$")
+
+
 def run_transport(reaches: dict[str, object], variables: dict[str, str]) -> tuple[bool, str]:
     reached = SimpleNamespace(**(vars(HeapNumber.reaches) | reaches))
     cards, transport = network_cards("mlx5_0", **variables), mock.patch.object(HeapNumber, "reaches", reached)
