@@ -72,9 +72,11 @@ fuzz: $(VENV)/stamp-test
 	cmake --build $(BUILD) --target fuzz
 	$(BUILD)/tests/fuzz seconds $(SECONDS)
 
-mutants: $(VENV)/stamp-test ## without each fence, wait or order of the kernels in turn a lane-by-lane program must fail; half an hour
-	cmake --build $(BUILD) --target simt
-	$(BIN)/python tests/mutants.py --build $(BUILD)
+# Without each fence, wait or order of the kernels in turn a lane-by-lane program must fail. About half an hour of one core.
+mutants: JOBS ?= $(shell nproc)
+mutants: $(VENV)/stamp-test
+	cmake --build $(BUILD) --target simt -j $(JOBS)
+	$(BIN)/python tests/mutants.py --build $(BUILD) --jobs $(JOBS)
 
 cuda-check: $(VENV)/stamp-test ## every kernel for sm_90 and sm_100a, its registers and spills within tests/packaging/cuda_budget.txt
 	cmake --build $(BUILD) --target cuda-check

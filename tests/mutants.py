@@ -1,37 +1,51 @@
 """Removes one fence, wait or order after the other from the kernels' source, and expects a test to fail each time.
 
-    python tests/mutants.py [--build build/cpython-311] [NAME ...]
+    python tests/mutants.py [--build build/cpython-311] [--jobs N] [NAME ...]
 
 A mutant is a statement of the source replaced by another one. All of them are compiled at once into each of the
 lane-by-lane programs, behind a number that the variable MUTANT chooses; `cmake --build BUILD --target simt` must have
-built the programs as they are. A mutant is killed by a run that fails, and survives when all runs pass. Prints a table;
-the exit status is 1 if one survives. NAME: only mutants in whose name it is.
+built the programs as they are. A mutant is killed by a run that fails, and survives when all runs pass. Prints a table,
+a line a mutant: the run that killed it, and the seconds that took. The exit status is 1 if one survives. N: mutants
+that are tried at the same time, by default as many as there are cores. NAME: only mutants in whose name it is.
 """
 
 import argparse
+import contextlib
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from mutants_table import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"
-SOURCES = {"rows": "rows_warp", "p2p": "device_warp", "nccl": "device_warp", "nvshmem": "device_warp"}
+SOURCES = {
+    "rows": "rows_warp",
+    "p2p": "device_warp",
+    "nccl": "device_warp",
+    "nvshmem": "device_warp",
+    "low_latency": "low_latency_warp",
+}
 # The first run that fails is enough.
 SEEDS = [["0", "2"], ["2", "5"], ["5", "10"], ["10", "15"], ["15", "20"], ["20", "25"], ["25", "30"]]
 RUNS = {
     "rows": [["0", "300"]],
     "p2p": [["given_up"], *SEEDS, ["absent"], ["unfit"]],
-    "nccl": SEEDS[:5],
-    "nvshmem": [["drain"], *SEEDS],
+    "nccl": [["put"], *SEEDS[:5]],
+    "nvshmem": [["drain"], ["put"], *SEEDS],
+    "low_latency": [["arrive"], *SEEDS, ["absent"]],
 }
 LIMIT_S = 60  # of a run's time on a core: one that hangs has failed, too
 
@@ -71,6 +85,26 @@ def with_all_mutants(file: str, mutants: dict[int, Mutant]) -> str:
     return source.replace("#pragma once\n", "#pragma once\nextern const int chosen_mutant;\n", 1)
 
 
+_running: set[subprocess.Popen[str]] = set()
+
+
+def run_command(
+    command: str | Sequence[str | Path], cpu_seconds: int | None = None, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Its output as text. It ends with this process, at the latest."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, shell=isinstance(command, str), **pipes, **options) as process:
+        _running.add(process)
+        try:
+            if cpu_seconds is not None:
+                with contextlib.suppress(ProcessLookupError):  # it has ended
+                    resource.prlimit(process.pid, resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds))
+            output, errors = process.communicate()
+        finally:
+            _running.discard(process)
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
 def build_program(name: str, mutants: dict[int, Mutant], build: Path, folder: Path) -> Path:
     """The lane-by-lane program with the mutants that concern it."""
     target, source = f"simt_{name}", SOURCES[name]
@@ -79,68 +113,96 @@ def build_program(name: str, mutants: dict[int, Mutant], build: Path, folder: Pa
     for file in {mutant.file for mutant in mine.values()}:
         (includes / file).parent.mkdir(parents=True, exist_ok=True)
         (includes / file).write_text(with_all_mutants(file, mine))
-    choice = folder / "chosen_mutant.cpp"
+    choice = folder / f"{name}_chosen_mutant.cpp"
     choice.write_text('#include <cstdlib>\nextern const int chosen_mutant = std::atoi(std::getenv("MUTANT"));\n')
-    commands = subprocess.run(
-        ["ninja", "-t", "commands", target], cwd=build, capture_output=True, text=True, check=True
-    )
+    # the package of ninja may lie beside an interpreter whose environment is not activated
+    ninja = shutil.which("ninja", path=os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]]))
+    if ninja is None:
+        raise RuntimeError("ninja was not found: pip install ninja")
+    commands = run_command([ninja, "-t", "commands", target], cwd=build)
     lines = commands.stdout.splitlines()
+    if commands.returncode != 0 or not lines:
+        raise RuntimeError(f"{build} does not know how to build {target}: {commands.stderr or commands.stdout}")
     compile_line = next(line for line in lines if line.endswith(f"/{source}.cpp"))
     built, ours, program = f"tests/CMakeFiles/{target}.dir/{source}.cpp.o", folder / f"{name}.o", folder / name
     # a changed file is found before the one in csrc
     compile_line = compile_line.replace(built, str(ours)).replace(f"-I{CSRC} ", f"-I{includes} -I{CSRC} ", 1)
     link_line = lines[-1].replace(built, f"{ours} {choice}").replace(f"-o tests/{target}", f"-o {program}")
     for line in (compile_line, link_line):
-        done = subprocess.run(line, shell=True, cwd=build, capture_output=True, text=True)
+        done = run_command(line, cwd=build)
         if done.returncode != 0:
             raise RuntimeError(f"{target} does not compile with its mutants:\n{done.stderr[-3000:]}")
     return program
 
 
-def limit_time() -> None:
-    resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S))
+def failure(number: int, name: str, program: Path, arguments: Sequence[str]) -> str:
+    """Of a run with a mutant, or with none if the number is 0; empty: it passes."""
+    done = run_command([program, *arguments], LIMIT_S, env=os.environ | {"MUTANT": str(number)})
+    if done.returncode == 0:
+        return ""
+    why = signal.Signals(-done.returncode).name if done.returncode < 0 else (done.stderr.splitlines() or ["?"])[-1]
+    return f"simt_{name} {' '.join(arguments)}: {why}"
 
 
-def killers(number: int, programs: dict[str, Path]) -> Iterator[str]:
-    """The runs that fail with a mutant; of no mutant if the number is 0."""
-    for name, program in programs.items():
-        for arguments in RUNS[name]:
-            what = f"simt_{name} {' '.join(arguments)}"
-            run = subprocess.run(
-                [program, *arguments],
-                env=os.environ | {"MUTANT": str(number)},
-                capture_output=True,
-                text=True,
-                preexec_fn=limit_time,
-            )
-            if run.returncode < 0:
-                yield f"{what}: {signal.Signals(-run.returncode).name}"
-            elif run.returncode != 0:
-                yield f"{what}: {(run.stderr.splitlines() or ['?'])[-1]}"
+def killer(number: int, mutant: Mutant, programs: dict[str, Path]) -> tuple[str, float]:
+    """The first run that fails with this mutant, or nothing; and the seconds until then."""
+    started = time.monotonic()
+    runs = ((name, arguments) for name in mutant.programs for arguments in RUNS[name])
+    said = next(filter(None, (failure(number, name, programs[name], arguments) for name, arguments in runs)), "")
+    return said, time.monotonic() - started
+
+
+def try_all(chosen: dict[int, Mutant], programs: dict[str, Path], pool: Executor) -> int:
+    """Prints the table; returns how many survive. Raises RuntimeError if a run fails without any mutant."""
+    runs = [(name, arguments) for name in programs for arguments in RUNS[name]]
+    for said in pool.map(lambda run: failure(0, run[0], programs[run[0]], run[1]), runs):
+        if said:
+            raise RuntimeError(f"without any mutant: {said}")
+    survivors = 0
+    results = pool.map(lambda number: killer(number, chosen[number], programs), chosen)
+    for mutant, (said, seconds) in zip(chosen.values(), results, strict=True):
+        survivors += not said
+        print(
+            f"{'killed' if said else 'SURVIVED':8} {seconds:6.1f} s  {mutant.file}: {mutant.name}  [{said[:110]}]",
+            flush=True,
+        )
+    return survivors
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--build", type=Path, default=ROOT / "build" / str(sys.implementation.cache_tag))
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
     arguments = parser.parse_args()
     mutants = dict(enumerate(MUTANTS, 1))
     chosen = {
         n: m for n, m in mutants.items() if not arguments.names or any(part in m.name for part in arguments.names)
     }
-    survivors = 0
-    with tempfile.TemporaryDirectory() as folder:
-        used = [name for name in SOURCES if any(name in mutant.programs for mutant in chosen.values())]
-        programs = {name: build_program(name, mutants, arguments.build.resolve(), Path(folder)) for name in used}
-        for killer in killers(0, programs):
-            raise RuntimeError(f"without any mutant: {killer}")
-        for number, mutant in chosen.items():
-            killer = next(killers(number, {name: programs[name] for name in mutant.programs}), "")
-            survivors += not killer
-            print(f"{'killed' if killer else 'SURVIVED':9} {mutant.file}: {mutant.name}  [{killer[:110]}]", flush=True)
-    print(f"{len(chosen) - survivors} of {len(chosen)} mutants killed")
+    if not chosen:
+        parser.error(f"no mutant has {' or '.join(arguments.names)} in its name")
+    if arguments.jobs < 1:
+        parser.error(f"--jobs is {arguments.jobs}, must be at least 1")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.jobs) as pool:
+        try:
+            used = [name for name in SOURCES if any(name in mutant.programs for mutant in chosen.values())]
+            build = arguments.build.resolve()
+            built = pool.map(lambda name: build_program(name, mutants, build, Path(folder)), used)
+            programs = dict(zip(used, built, strict=True))
+            survivors = try_all(chosen, programs, pool)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(_running):
+                process.kill()
+            raise
+    print(f"{len(chosen) - survivors} of {len(chosen)} mutants killed, {time.monotonic() - started:.0f} s")
     return 1 if survivors else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -6,6 +6,8 @@ BULK, WARP, KERNELS = "exec/device/bulk.h", "exec/device/device_warp.h", "launch
 RING, DISPATCH, COMBINE = "protocol/ring.h", "protocol/dispatch.h", "protocol/combine.h"
 COORDINATORS, NOTIFY = "protocol/coordinators.h", "protocol/notify.h"
 P2P, NCCL = "fabric/cuda/p2p_fabric.h", "fabric/nccl/nccl_fabric.h"
+LOW_LATENCY = "protocol/low_latency.h"
+LL_DISPATCH, LL_COMBINE = "protocol/low_latency_dispatch.h", "protocol/low_latency_combine.h"
 NVSHMEM, RESET = "fabric/nvshmem/nvshmem_fabric.h", "launch/nccl/reset_signals.h"
 
 
@@ -78,6 +80,27 @@ LANES = "f(lane_id(), of_scope<scope>(ptx::store_release_gpu, ptx::store_release
 PUT_SIGNAL = "warp.template publish<Scope::System>(rail<uint64_t>(node, flag), to);"
 PUT_CREDIT = "warp.template credit<Scope::System>(rail<uint64_t>(node, flag), to);"
 ACQUIRE_SIGNAL = "return W::template acquire<Scope::System>(own<uint64_t>(flag));"
+
+LL = ("low_latency",)
+LL_ARRIVE = "if (lane_id() == 0) before = ptx::fetch_add_acq_rel_gpu(counter, 1);"
+LL_ACQUIRE = "return W::template acquire<Scope::System>(fabric.template own<uint64_t>(flag));"
+LL_CREDIT = """«warp.template credit_lanes<Scope::System>(lanes, [&](int lane, auto&& store) {
+            if (call.fabric.maps(first + lane))
+                store(call.fabric.template at<uint64_t>(first + lane, flag), call.number);
+        });»"""
+LL_TAG = "tag[lane] = W::template acquire<Scope::System>(reinterpret_cast<uint64_t*>(slot[lane]));"
+LL_SIGNAL = "warp.template publish<Scope::System>(at<uint64_t>(rank, flag), to);"
+LL_BANK = "if (!wait_released(warp, call)) return false;"
+LL_TOKEN = """«warp.template publish_lanes<Scope::System>(format.topk, [&](int lane, auto&& store) {
+        if (near >> lane & 1) store(reinterpret_cast<uint64_t*>(slot[lane]), call.tag);
+    });»"""
+LL_CHOICES = "if (!wait_choices(warp, call) || !wait_rows_put(warp, call)) return false;"
+LL_TAGS = "if (!wait_tags(warp, call, 1, 1, slots, [&](int) { return source; })) return false;"
+LL_PART = """«warp.template publish_lanes<Scope::System>(format.topk, [&](int k, auto&& store) {
+            if (parts >> k & 1) store(reinterpret_cast<uint64_t*>(slot_of(k, 0)), call.tag);
+        });»"""
+LL_PARTS = """if (!wait_tags(warp, call, format.topk, parts, slot, [&](int k) { return rank[k]; }))
+        return false;"""
 
 MUTANTS = [
     # ---- the copy engine
@@ -176,12 +199,21 @@ MUTANTS = [
     changed("p2p acquire_signal: the rank's scope", P2P, ACQUIRE_SIGNAL, SYSTEM, RANK),
     changed("p2p acquire_signal: a plain load", P2P, ACQUIRE_SIGNAL, "W::template acquire<Scope::System>", "*"),
     Mutant("nccl put: no fence", NCCL, "«__threadfence_system();»\n    gin_of(params", programs=("nccl",)),
-    # What else stands before NCCL's puts and signals (finish_writes; a fence before a signal) is not here: the roles
-    # put only what other warps, or plain stores, have written, and a signal follows puts without it. It stays for what
-    # the fabric promises to roles to come.
+    Mutant(
+        "nccl put: writes are not finished",
+        NCCL,
+        "«warp.finish_writes();»  // by the copy engine",
+        programs=("nccl",),
+    ),
     changed("nccl signal: not counted", NCCL, NCCL_COUNT, "+= increment", "+= 0", ("nccl",)),
     changed("nccl reset: totals say nothing", RESET, NCCL_ARRIVED, "total > 0 &&", "total > 0 ||", ("nccl",)),
     Mutant("nccl reset: counts stay", RESET, "params.sent[number] = 0;", programs=("nccl",)),
+    Mutant(
+        "nvshmem put: writes are not finished",
+        NVSHMEM,
+        "«warp.finish_writes();»  // by the copy engine",
+        programs=("nvshmem",),
+    ),
     Mutant("nvshmem signal: no fence", NVSHMEM, "if (fence) nvshmem_fence();", programs=("nvshmem",)),
     changed(
         "nvshmem signal: a fence that nothing needs",
@@ -217,4 +249,35 @@ MUTANTS = [
         "if constexpr (!F::kMapsRail) put_rows(warp, rings, node, from, to);",
         ("nccl", "nvshmem"),
     ),
+    # ---- the low-latency mode
+    Mutant("arrive: writes are not finished", WARP, "«finish_writes();»\n        uint64_t before = 0;", programs=LL),
+    changed("arrive: relaxed", WARP, LL_ARRIVE, "fetch_add_acq_rel_gpu", "fetch_add_sys", LL),
+    Mutant(
+        "arrive: lanes do not meet behind",
+        WARP,
+        LL_ARRIVE + "\n        «__syncwarp();»",
+        programs=LL,
+    ),
+    changed("acquire_flag: the rank's scope", LOW_LATENCY, LL_ACQUIRE, SYSTEM, RANK, LL),
+    changed("acquire_flag: a plain load", LOW_LATENCY, LL_ACQUIRE, "W::template acquire<Scope::System>", "*", LL),
+    changed("end_receiving: credit within the rank", LOW_LATENCY, LL_CREDIT, SYSTEM, RANK, LL),
+    changed("wait_tags: the rank's scope", LOW_LATENCY, LL_TAG, SYSTEM, RANK, LL),
+    changed("wait_tags: a plain load", LOW_LATENCY, LL_TAG, "W::template acquire<Scope::System>", "*", LL),
+    changed("p2p signal_to: the rank's scope", P2P, LL_SIGNAL, SYSTEM, RANK, LL),
+    changed("p2p signal_to: a credit", P2P, LL_SIGNAL, "publish<", "credit<", LL),
+    Mutant("dispatch: sends into a bank that is not released", LL_DISPATCH, LL_BANK, "", LL),
+    changed("send_token: the rank's scope", LL_DISPATCH, LL_TOKEN, SYSTEM, RANK, LL),
+    changed("send_token: a credit", LL_DISPATCH, LL_TOKEN, "publish_lanes", "credit_lanes", LL),
+    Mutant(
+        "dispatch: choices are not waited for",
+        LL_DISPATCH,
+        LL_CHOICES,
+        "if (!wait_rows_put(warp, call)) return false;",
+        LL,
+    ),
+    Mutant("dispatch: rows are not waited for", LL_DISPATCH, LL_TAGS, "(void)slots;", LL),
+    Mutant("combine: sends into a bank that is not released", LL_COMBINE, LL_BANK, "", LL),
+    changed("return_token: the rank's scope", LL_COMBINE, LL_PART, SYSTEM, RANK, LL),
+    changed("return_token: a credit", LL_COMBINE, LL_PART, "publish_lanes", "credit_lanes", LL),
+    Mutant("combine: rows are not waited for", LL_COMBINE, LL_PARTS, "(void)parts;", LL),
 ]

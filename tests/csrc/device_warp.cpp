@@ -7,6 +7,7 @@
 //     device_warp waits
 //     device_warp given_up
 //     device_warp drain
+//     device_warp put
 //     device_warp unfit
 //
 // Between the ranks lies the p2p fabric, or with OVER_NCCL or OVER_NVSHMEM that of NCCL or NVSHMEM.
@@ -531,6 +532,40 @@ void run_drain() {
         simt::die("a ring is not opened as it should be");
 }
 
+// A row that the copy engine has written is put, and its flag after it: the other node finds it.
+void run_put(uint64_t seed) {
+    constexpr size_t kBytes = 4096;
+    Case c = small_case(true);
+    c.random.seed(seed);
+    c.heap = {c.topology, 4, 1, Heap::kLine, kBytes};
+    Side side;
+    for (int rank = 0; rank < 2; ++rank) side.heaps.emplace_back(c.heap.bytes(), 0, "a heap");
+    const Memory row(kBytes, 0x12);
+    Grid grid(c, side, 1'000'000'000);
+    const auto joint = grid.joint<Notify>(std::vector<NotifyArgs>(2), 1);
+    simt::run(2, 1, 32, seed, [&] {
+        const int rank = static_cast<int>(blockIdx.x);
+        Notify::Fabric fabric(joint.fabric, rank);
+        DeviceWarp warp(joint.ranks[rank], 1, Role::SenderCoordinator, 0, kernels::bulk_buffers());
+        const size_t data = c.heap.rdma_data(0, 0), flag = c.heap.rdma_tail(0, 0);
+        if (rank == 0) {
+            const size_t staging = c.heap.rdma_staging(0, 1);
+            warp.copy<Reuse::Soon>(fabric.own<char>(staging), row.data(), kBytes);
+            fabric.put(warp, 0, 1, data, staging, kBytes);
+            fabric.put_signal(warp, 0, 1, flag, 0, 1);
+            return;
+        }
+        warp.wait_all(Wait::RdmaRow, 1,
+                      [&](int) { return Need{fabric.acquire_signal<DeviceWarp>(0, flag), 1, 0}; });
+        warp.lanes(32, [&](int lane) {
+            for (size_t i = lane; i < kBytes; i += 32) {
+                if (fabric.own<char>(data)[i] != row.data()[i]) simt::die("a flag without its row");
+            }
+        });
+    });
+    ptx::end_of_launch();
+}
+
 // Rank 1 finds its abort word set: then it can read what rank 0 was waiting for, whole.
 void run_incident(uint64_t seed) {
     Case c = small_case(false);
@@ -781,6 +816,11 @@ int main(int argc, char** argv) {
     if (argc == 2 && std::string(argv[1]) == "drain") {
         ep::run_drain();
         std::printf("a ring runs empty between calls\n");
+        return 0;
+    }
+    if (argc == 2 && std::string(argv[1]) == "put") {
+        for (uint64_t seed = 0; seed < 20; ++seed) ep::run_put(seed);
+        std::printf("a row is there before its flag\n");
         return 0;
     }
     if (argc == 2 && std::string(argv[1]) == "unfit") {

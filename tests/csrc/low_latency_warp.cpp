@@ -1,11 +1,16 @@
-// The low-latency kernels, lane by lane on the host (simt/simt.h): random programs, the ranks'
-// halves one launch after the other, replayed over the same arguments.
+// The low-latency kernels, lane by lane on the host (simt/simt.h): random programs, replayed over
+// the same arguments. Halves of any ranks are launched at the same time, unless one of them could
+// only wait for a launch that has not been made.
 //
 //     low_latency_warp FIRST_SEED END_SEED
 //     low_latency_warp absent
+//     low_latency_warp arrive
 
 #include "simt.h"
 // after it
+#include <array>
+#include <ranges>
+
 #include "launch/cuda/low_latency_kernels.h"
 #include "low_latency_programs.h"
 #include "p2p_ranks.h"
@@ -25,6 +30,38 @@ class Grid {
                                  sizeof(uint64_t));
         }
         reports_.resize(program.topology.world());
+        for (const auto& memory : program.memory)
+            simt::order::track(memory.get(), program.heap.bytes() + 128, "a heap");
+        for (auto& parts : program.parts) {
+            for (auto& part : parts)
+                for_tensors(part, [](auto& data, const char* name) {
+                    simt::order::track(data.data(), data.size() * sizeof(data[0]), name);
+                });
+        }
+    }
+    ~Grid() {
+        for (const auto& memory : program_.memory) simt::order::forget(memory.get());
+        for (auto& parts : program_.parts) {
+            for (auto& part : parts)
+                for_tensors(part, [](auto& data, auto) { simt::order::forget(data.data()); });
+        }
+    }
+    Grid(const Grid&) = delete;
+
+    // f(vector, name) for all that a rank reads and writes in a call, beside its heap.
+    template <class F>
+    static void for_tensors(LowLatencyProgram::Part& part, F&& f) {
+        const auto each = [&](auto& data, const char* name) {
+            if (!data.empty()) f(data, name);
+        };
+        each(part.ids, "ids");
+        each(part.layout, "a layout");
+        each(part.x, "x");
+        each(part.weights, "weights");
+        each(part.rows, "rows");
+        each(part.row_weights, "weights of rows");
+        each(part.y, "y");
+        each(part.y_values, "values of y");
     }
 
     template <class Args>
@@ -32,22 +69,31 @@ class Grid {
         return {params_, args, device_rank(args.rank)};
     }
 
-    // A rank's half, by as many blocks as its program has warps.
-    void run(int rank, int call, bool receive) {
+    // These halves, each with the rank whose it is, by as many blocks as the program has warps.
+    using Halves = std::vector<std::pair<int, LowLatencyProgram::Half>>;
+    void run(const Halves& halves) {
+        std::vector<std::function<void()>> kernels;
+        for (const auto& [rank, half] : halves) kernels.push_back(kernel_of(rank, half));
+        simt::run_at_once(kernels, program_.warps / kBlockWarps, kBlockThreads, random_());
+        ptx::end_of_launch();
+    }
+
+    std::function<void()> kernel_of(int rank, const LowLatencyProgram::Half& half) {
         using Dispatch = LowLatencyDispatchLaunch<P2pFabricParams>;
         using Combine = LowLatencyCombineLaunch<P2pFabricParams>;
-        const auto& part = program_.parts[rank][call];
-        if (program_.calls[call].is_combine) {
-            const auto launch = launch_of(part.combine);
-            run_kernel(receive ? kernels::low_latency_combine_receive_kernel<float, Combine>
-                               : kernels::low_latency_combine_send_kernel<float, Combine>,
-                       launch);
-        } else {
-            const auto launch = launch_of(part.dispatch);
-            run_kernel(receive ? kernels::low_latency_dispatch_receive_kernel<Dispatch>
-                               : kernels::low_latency_dispatch_send_kernel<Dispatch>,
-                       launch);
+        const auto& part = program_.parts[rank][half.call];
+        const auto launched = [](auto kernel, const auto& launch) {
+            return [=] { kernel(launch); };
+        };
+        if (program_.calls[half.call].is_combine) {
+            return launched(half.receive
+                                ? kernels::low_latency_combine_receive_kernel<float, Combine>
+                                : kernels::low_latency_combine_send_kernel<float, Combine>,
+                            launch_of(part.combine));
         }
+        return launched(half.receive ? kernels::low_latency_dispatch_receive_kernel<Dispatch>
+                                     : kernels::low_latency_dispatch_send_kernel<Dispatch>,
+                        launch_of(part.dispatch));
     }
 
     // Behind a receiving half, as a launch has it.
@@ -76,13 +122,6 @@ class Grid {
                 waited_[rank].data()};
     }
 
-    template <class L>
-    void run_kernel(void (*kernel)(L), const L& launch) {
-        simt::run(1, program_.warps / kBlockWarps, kBlockThreads, random_(),
-                  [&] { kernel(launch); });
-        ptx::end_of_launch();
-    }
-
     LowLatencyProgram& program_;
     std::mt19937_64 random_;
     uint64_t timeout_ns_;
@@ -92,20 +131,68 @@ class Grid {
     std::vector<ControlBlock> reports_;
 };
 
-// Each rank goes as far as it can; one that waits for a launch that has not been made stays behind.
+// One replay of a program: launch after launch some ranks, by chance, run their next half.
+void run_halves(const LowLatencyProgram& program, Grid& grid, std::mt19937_64& random) {
+    const int world = program.topology.world();
+    using Half = LowLatencyProgram::Half;
+    std::vector<size_t> next(world);
+    std::vector<std::array<std::vector<bool>, 2>> launched(world);  // [rank][receive][call]
+    for (auto& own : launched) own.fill(std::vector<bool>(program.calls.size()));
+    std::vector<int> previous(program.calls.size(), -1);  // the call before in the same bank
+    std::vector<int> of_kind[2];
+    for (size_t call = 0; call < program.calls.size(); ++call) {
+        std::vector<int>& before = of_kind[program.calls[call].is_combine];
+        if (before.size() >= LowLatencyHeap::kBanks)
+            previous[call] = before[before.size() - LowLatencyHeap::kBanks];
+        before.push_back(static_cast<int>(call));
+    }
+    const auto is_done = [&](int rank) { return next[rank] == program.halves[rank].size(); };
+    const auto next_half = [&](int rank) -> const Half& {
+        return program.halves[rank][next[rank]];
+    };
+    for (;;) {
+        std::vector<int> chosen;
+        for (int rank = 0; rank < world; ++rank) {
+            if (!is_done(rank) && random() % 3) chosen.push_back(rank);
+        }
+        // Of all ranks: what they send of this call, or that they are done with its bank.
+        const auto waits_in_vain = [&](const std::vector<int>& at_once, int rank) {
+            const Half& half = next_half(rank);
+            const int call = half.receive ? half.call : previous[half.call];
+            if (call < 0) return false;
+            return std::ranges::any_of(std::views::iota(0, world), [&](int other) {
+                if (launched[other][!half.receive][call]) return false;
+                return std::ranges::find(at_once, other) == at_once.end() ||
+                       next_half(other).call != call || next_half(other).receive == half.receive;
+            });
+        };
+        std::vector<int> at_once;
+        do {
+            at_once = chosen;
+            std::erase_if(chosen, [&](int rank) { return waits_in_vain(at_once, rank); });
+        } while (chosen.size() != at_once.size());
+        if (chosen.empty()) {
+            if (std::ranges::all_of(std::views::iota(0, world), is_done)) return;
+            continue;
+        }
+        Grid::Halves halves;
+        for (const int rank : chosen) halves.emplace_back(rank, next_half(rank));
+        grid.run(halves);
+        for (const auto& [rank, half] : halves) {
+            launched[rank][half.receive][half.call] = true;
+            ++next[rank];
+            if (half.receive) grid.finish(rank, half.call);
+            if (grid.report(rank).abort) simt::die("a wait ended badly");
+        }
+    }
+}
+
 void run_program(uint64_t seed) {
     LowLatencyProgram program(seed, nullptr, 2, LowLatencyProgram::Sizes::OfBlocks);
     Grid grid(program, seed);
+    std::mt19937_64 random(~seed);
     for (int replay = 0; replay < 2; ++replay) {
-        for (size_t call = 0; call < program.calls.size(); ++call) {
-            for (const bool receive : {false, true}) {
-                for (int rank = 0; rank < program.topology.world(); ++rank) {
-                    grid.run(rank, call, receive);
-                    if (receive) grid.finish(rank, call);
-                    if (grid.report(rank).abort) simt::die("a wait ended badly");
-                }
-            }
-        }
+        run_halves(program, grid, random);
         for (const ControlBlock& control : program.controls) {
             const Calls &in = control.entered, &out = control.finished;
             uint64_t calls[2] = {};
@@ -150,9 +237,9 @@ void run_absent() {
     while (!fits(seed)) ++seed;
     LowLatencyProgram program(seed, nullptr, 2, LowLatencyProgram::Sizes::OfBlocks);
     Grid grid(program, seed, 50'000'000);
-    grid.run(0, 0, false);
+    grid.run({{0, {0, false}}});
     if (grid.report(0).abort) simt::die("a half that asks nobody gave up");
-    grid.run(0, 0, true);
+    grid.run({{0, {0, true}}});
     grid.finish(0, 0);
     if (!is_poison(outputs_of(program.parts[0][0].dispatch)))
         simt::die("what a call that was given up left looks like data");
@@ -168,6 +255,33 @@ void run_absent() {
     }
 }
 
+// Each warp writes a row, by the copy engine, and arrives: the last one can read all of them.
+void run_arrive(uint64_t seed) {
+    constexpr size_t kBytes = 4096;
+    constexpr int kWarps = 4;
+    std::vector<uint4> row(kBytes / sizeof(uint4), uint4{1, 2, 3, 4}), rows(kWarps * row.size());
+    simt::order::track(rows.data(), kWarps * kBytes, "rows");
+    uint64_t counter = 0;
+    ControlBlock control{}, report{};
+    const DeviceRank rank{0, 1, 1'000'000'000, &control, &report, nullptr, nullptr};
+    int last = 0;
+    simt::run(1, 1, 32 * kWarps, seed, [&] {
+        const int number = static_cast<int>(threadIdx.x / 32);
+        DeviceWarp warp(rank, 1, Role::Launch, number, kernels::bulk_buffers());
+        warp.copy<Reuse::Soon>(rows.data() + number * row.size(), row.data(), kBytes);
+        if (warp.arrive<Scope::Rank>(&counter) != kWarps - 1) return;
+        warp.lanes(32, [&](int lane) {
+            for (size_t i = lane; i < rows.size(); i += 32) {
+                if (rows[i].w != 4) simt::die("a warp has arrived before its row");
+            }
+            last += lane == 0;
+        });
+    });
+    ptx::end_of_launch();
+    simt::order::forget(rows.data());
+    if (last != 1) simt::die("not one warp is the last");
+}
+
 }  // namespace
 }  // namespace ep
 
@@ -175,6 +289,11 @@ int main(int argc, char** argv) {
     if (argc == 2 && std::string(argv[1]) == "absent") {
         ep::run_absent();
         std::printf("an absent rank is reported\n");
+        return 0;
+    }
+    if (argc == 2 && std::string(argv[1]) == "arrive") {
+        for (uint64_t seed = 0; seed < 20; ++seed) ep::run_arrive(seed);
+        std::printf("the last to arrive sees all\n");
         return 0;
     }
     if (argc != 3) return 2;

@@ -45,8 +45,8 @@ __device__ __forceinline__ ncclGin gin_of(const ncclDevComm& comm, int channel) 
     return ncclGin(comm, channel % comm.ginContextCount);
 }
 
-// Calls, so that the library's code does not crowd the roles' registers. Fences stand before what
-// reads, or promises, rows of other warps.
+// Calls, so that the library's code does not crowd the roles' registers. A fence stands before what
+// reads rows of other warps. A signal needs none: all that it promises was put, in its context.
 __device__ __noinline__ inline void nccl_put(const NcclFabricParams& params, int channel, int rank,
                                              size_t dst, size_t src, size_t bytes) {
     __threadfence_system();
@@ -94,10 +94,8 @@ class NcclFabric {
     }
 
     template <class W>
-    __device__ __forceinline__ void put_signal(W& warp, int channel, int node, size_t flag,
+    __device__ __forceinline__ void put_signal(W&, int channel, int node, size_t flag,
                                                uint64_t from, uint64_t to) const {
-        warp.finish_writes();
-        __threadfence_system();
         nccl_signal(params_, channel, on_rail(node), signal(flag), to - from);
     }
 

@@ -34,7 +34,7 @@ struct Lane {
 std::map<uint64_t*, Barrier> barriers;
 std::map<std::pair<unsigned, unsigned>, Lane> lanes;
 
-Lane& lane() { return lanes[{simt::block_index().x, simt::thread_index().x}]; }
+Lane& lane() { return lanes[{simt::warp_index(), simt::lane()}]; }
 
 Barrier& ready(uint64_t* address) {
     order::read(address, sizeof(*address));  // of what initialised it

@@ -21,20 +21,20 @@ struct Warp {
 struct Lane {
     ucontext_t context;
     void* stack = nullptr;
-    unsigned thread, block;
+    unsigned thread, block;  // that among the blocks of all grids
+    const std::function<void()>* kernel;
     Warp* warp;
     bool done = false;
     uint64_t waits_for = 0;  // the generation of its warp at which it goes on
 };
 
-unsigned threads_per_block;
+unsigned threads_per_block, blocks_per_grid;
 std::vector<std::unique_ptr<char, decltype(&std::free)>> memories;
 ucontext_t scheduler;
 Lane* current;
-const std::function<void()>* body;
 
 void enter() {
-    (*body)();
+    (*current->kernel)();
     current->done = true;
     swapcontext(&current->context, &scheduler);
 }
@@ -47,13 +47,13 @@ void die(const char* what) {
     std::exit(1);
 }
 
-void run(unsigned ranks, unsigned blocks_per_rank, unsigned threads, uint64_t seed,
-         const std::function<void()>& kernel) {
-    const unsigned blocks = ranks * blocks_per_rank;
+static void run_grids(const std::vector<std::function<void()>>& kernels, unsigned blocks_each,
+                      unsigned blocks_per_rank, unsigned threads, uint64_t seed) {
+    const unsigned blocks = kernels.size() * blocks_each;
     std::mt19937_64 random(seed);
     order::begin(blocks * threads / 32, blocks_per_rank * threads / 32);
     threads_per_block = threads;
-    body = &kernel;
+    blocks_per_grid = blocks_each;
     memories.clear();
     for (unsigned block = 0; block < blocks; ++block) {
         memories.emplace_back(static_cast<char*>(std::aligned_alloc(128, kSharedBytes)),
@@ -71,6 +71,7 @@ void run(unsigned ranks, unsigned blocks_per_rank, unsigned threads, uint64_t se
         Lane& lane = lanes[i];
         lane.block = i / threads;
         lane.thread = i % threads;
+        lane.kernel = &kernels[lane.block / blocks_each];
         lane.warp = &warps[i / 32];
         getcontext(&lane.context);
         lane.context.uc_stack.ss_sp = stacks + i * kStackBytes;
@@ -109,14 +110,23 @@ void run(unsigned ranks, unsigned blocks_per_rank, unsigned threads, uint64_t se
     order::end();
 }
 
+void run(unsigned ranks, unsigned blocks_per_rank, unsigned threads, uint64_t seed,
+         const std::function<void()>& kernel) {
+    run_grids({kernel}, ranks * blocks_per_rank, blocks_per_rank, threads, seed);
+}
+void run_at_once(const std::vector<std::function<void()>>& kernels, unsigned blocks,
+                 unsigned threads, uint64_t seed) {
+    run_grids(kernels, blocks, blocks, threads, seed);
+}
+
 void yield() { swapcontext(&current->context, &scheduler); }
 
 bool in_lane() { return current; }
 unsigned warp_index() { return (current->block * threads_per_block + current->thread) / 32; }
 Index thread_index() { return {current->thread}; }
-Index block_index() { return {current->block}; }
+Index block_index() { return {current->block % blocks_per_grid}; }
 Index block_size() { return {threads_per_block}; }
-Index grid_size() { return {static_cast<unsigned>(memories.size())}; }
+Index grid_size() { return {blocks_per_grid}; }
 char* block_memory() { return memories[current->block].get(); }
 
 std::vector<uint64_t> exchange(Kind kind, uint64_t value) {

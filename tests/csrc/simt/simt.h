@@ -43,6 +43,10 @@ struct Index {
 // the blocks as any other, one after the other.
 void run(unsigned ranks, unsigned blocks_per_rank, unsigned threads, uint64_t seed,
          const std::function<void()>& kernel);
+// The same for launches of so many ranks that happen to be on their GPUs at the same time: a grid
+// of `blocks` for each.
+void run_at_once(const std::vector<std::function<void()>>& kernels, unsigned blocks,
+                 unsigned threads, uint64_t seed);
 
 // What goes on beside the kernel, a step at a time.
 inline std::function<void()> background;
@@ -62,7 +66,7 @@ enum class Kind { Sync, Ballot, Shuffle, ShuffleUp, Match, Or };
 std::vector<uint64_t> exchange(Kind kind, uint64_t value);
 
 bool in_lane();         // a thread of the grid is running
-unsigned warp_index();  // of the grid
+unsigned warp_index();  // among those of all grids
 inline unsigned lane() { return thread_index().x % 32; }
 
 template <class T>
