@@ -1,0 +1,249 @@
+"""A whole MoE layer of Megatron's, router and experts included, without a wait of the host, and in a CUDA graph.
+
+Two ranks, a process each, on two GPUs where there are two.
+"""
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+from megatron_ep.bench.local_ranks import LocalRanks
+
+NEEDED = "megatron.core"
+try:
+    found = importlib.util.find_spec(NEEDED)
+except ModuleNotFoundError:
+    found = None
+pytestmark = pytest.mark.skipif(found is None, reason=f"{NEEDED} is not installed")
+
+W, T, FACTOR = 2, 96, "moe_expert_rank_capacity_factor"
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with LocalRanks(W, 180) as ranks:
+        yield ranks
+
+
+def join():
+    """This process's GPU and Megatron's groups, with EP over all ranks. Idempotent."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    from megatron_ep.megatron import gpu_runtime, shared_buffers
+
+    if not parallel_state.is_initialized():
+        os.environ["RANK"] = str(torch.distributed.get_rank())
+        gpu_runtime.enable()
+        torch.use_deterministic_algorithms(False)  # or torch waits for the host in some of them
+        parallel_state.initialize_model_parallel(
+            expert_model_parallel_size=W, expert_tensor_parallel_size=1, create_gloo_process_groups=False
+        )
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    shared_buffers.close_buffers()
+
+
+def make_config(**options):
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    defaults = dict(
+        num_layers=1,
+        hidden_size=256,
+        num_attention_heads=4,
+        moe_ffn_hidden_size=64,
+        num_moe_experts=8,
+        moe_router_topk=3,
+        moe_router_load_balancing_type="none",
+        moe_router_dtype="fp32",
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_token_dispatcher_type="alltoall",
+        expert_model_parallel_size=W,
+        expert_tensor_parallel_size=1,
+        params_dtype=torch.float32,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        bias_activation_fusion=False,
+        gradient_accumulation_fusion=False,
+    )
+    return TransformerConfig(**{**defaults, **options})
+
+
+def configure(**settings):
+    from megatron_ep.megatron import shared_buffers
+
+    shared_buffers.configure(num_sms=4, timeout=30.0, **settings)
+
+
+def inputs(config, seed):
+    generator = torch.Generator().manual_seed(10 * seed + torch.distributed.get_rank())
+    x = torch.randn(T, 1, config.hidden_size, generator=generator) * (1 + seed % 3)
+    return x.to("cuda", config.params_dtype)
+
+
+def step(layer, x, grad):
+    """Forward and backward: the output, and the gradients of x and of every parameter that has one."""
+    output, _ = layer(x)
+    output.backward(grad)
+    return [output.detach(), x.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]
+
+
+def fresh(layer, x):
+    layer.zero_grad(set_to_none=True)
+    x.grad = None
+
+
+def capture(layer, x, grad):
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            fresh(layer, x)
+            step(layer, x, grad)
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    fresh(layer, x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step(layer, x, grad)
+    return graph, results
+
+
+def replay_with_other_routing(kind, router, settings):
+    import counted_experts
+
+    from megatron_ep import raise_if_failed
+    from megatron_ep.megatron import shared_buffers
+    from megatron_ep.megatron.router import fused_router
+
+    join()
+    configure(**{FACTOR: 4.0}, **settings)
+    config = make_config(**({"params_dtype": torch.bfloat16, "bf16": True} if kind == "GroupedExperts" else {}))
+    builder = fused_router if router == "fused" else None
+    layer = counted_experts.make_layer(config, getattr(counted_experts, kind), builder).cuda()
+    x, grad = inputs(config, 0).requires_grad_(), inputs(config, 100)
+    graph, captured = capture(layer, x, grad)
+    manager, counts = layer.token_dispatcher._comm_manager, []
+    tolerance = 2e-2 if kind == "GroupedExperts" else 1e-4
+    for seed in range(1, 6):
+        with torch.no_grad():
+            x.copy_(inputs(config, seed))
+        graph.replay()
+        torch.cuda.synchronize()
+        results = [part.clone() for part in captured]
+        for factor in (4.0, None):  # without a graph; and with rows as many as come
+            manager.moe_expert_rank_capacity_factor = factor
+            leaf = x.detach().clone().requires_grad_()
+            fresh(layer, leaf)
+            expected = step(layer, leaf, grad)
+            if factor is not None:
+                counts.append(manager.tokens_per_expert.tolist())
+            for ours, theirs in zip(results, expected, strict=True):
+                assert ours.isfinite().all() and ours.abs().sum() > 0
+                scale = theirs.float().abs().max().item()
+                torch.testing.assert_close(ours.float(), theirs.float(), rtol=tolerance, atol=tolerance * scale)
+            torch.cuda.synchronize()
+    raise_if_failed()
+    assert len({tuple(count) for count in counts}) == 5, "the routing did not change"
+    del graph, captured
+    shared_buffers.close_buffers()
+    shared_buffers.configure()
+
+
+@pytest.mark.parametrize("router", ["megatron", "fused"])
+@pytest.mark.parametrize("kind", ["CountedExperts", "GroupedExperts"])
+def test_a_layer_is_replayed_with_other_routing(ranks, kind, router):
+    if kind == "GroupedExperts" and not hasattr(torch, "_grouped_mm"):
+        pytest.skip(f"torch {torch.__version__} has no grouped product")
+    ranks.run(replay_with_other_routing, kind, router, {})
+
+
+@pytest.mark.parametrize("settings", [{"moe_apply_probs_on_combine": True}, {"moe_dispatch_fwd_dtype": "fp8"}])
+def test_a_layer_with_other_options_in_a_graph(ranks, settings):
+    ranks.run(replay_with_other_routing, "CountedExperts", "fused", settings)
+
+
+def overflow_in_a_graph():
+    import counted_experts
+
+    import megatron_ep as ep
+    from megatron_ep.megatron import shared_buffers
+
+    join()
+    configure(**{FACTOR: 0.9})  # a rank with fewer rows than that leaves more to the other one
+    config = make_config()
+    layer = counted_experts.make_layer(config).cuda()
+    x, grad = inputs(config, 0).requires_grad_(), inputs(config, 100)
+    graph, captured = capture(layer, x, grad)
+    dispatcher = layer.token_dispatcher
+    torch.cuda.synchronize()
+    dispatcher.reset_over_budget()
+    torch.distributed.barrier()
+    graph.replay()
+    torch.cuda.synchronize()
+    over = bool(dispatcher.check_over_budget())
+    assert captured[0].isnan().any(), "of some tokens, wherever the rows were too few"
+    torch.distributed.barrier()
+    try:
+        ep.raise_if_failed()
+    except (ep.EPOverflowError, ep.EPAbortError) as error:
+        assert "moe_expert_rank_capacity_factor makes room for" in str(error)
+        told = True
+    else:
+        told = False
+    assert told or not over
+    torch.distributed.barrier()
+    if not told:
+        with pytest.raises(ep.EPAbortError):
+            ep.raise_if_failed()
+    del graph, captured
+    shared_buffers.close_buffers()
+    shared_buffers.configure()
+    return over
+
+
+def test_an_overflow_in_a_graph_is_told(ranks):
+    assert any(ranks.run(overflow_in_a_graph))
+
+
+def wait_for_notify_alone(kind, router, settings):
+    import counted_experts
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    from megatron_ep import raise_if_failed
+    from megatron_ep.megatron import shared_buffers
+    from megatron_ep.megatron.layer import ep_layer_spec
+    from megatron_ep.megatron.router import fused_router
+
+    join()
+    configure(**settings)
+    config = make_config()
+    builder = fused_router if router == "fused" else None
+    if kind == "SequentialMLP":
+        from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+
+        spec = get_moe_module_spec(use_te=False, num_experts=8, moe_grouped_gemm=False)
+        layer = ep_layer_spec(spec, router=builder)(config=config).cuda()
+        assert isinstance(layer.experts, SequentialMLP)
+    else:
+        layer = counted_experts.make_layer(config, router=builder).cuda()
+    x, grad = inputs(config, 0).requires_grad_(), inputs(config, 100)
+    step(layer, x, grad)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        fresh(layer, x)
+        step(layer, x, grad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    raise_if_failed()
+    shared_buffers.close_buffers()
+    shared_buffers.configure()
+
+
+@pytest.mark.parametrize("router", ["megatron", "fused"])
+@pytest.mark.parametrize("kind", ["SequentialMLP", "CountedExperts"])
+def test_torch_waits_for_nothing(ranks, kind, router):
+    """SequentialMLP takes the counts that the host has by notify, which is the one wait of a layer, and not torch's."""
+    ranks.run(wait_for_notify_alone, kind, router, {FACTOR: 4.0} if kind == "CountedExperts" else {})
