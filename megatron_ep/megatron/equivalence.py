@@ -6,7 +6,7 @@ what they return. T tokens on this rank, H hidden, E experts, L local experts, R
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -90,19 +90,21 @@ def make_config(**options: Any) -> TransformerConfig:
 def compare_layers(
     tensor_parallel_size: int,
     expert_parallel_size: int,
-    tokens: int,
+    tokens: int | Sequence[int],
     seed: int,
     options: Mapping[str, Any],
     router: Callable[..., TopKRouter] | None = None,
+    padding: int = 0,
 ) -> dict[str, float]:
     """A whole MoE layer, router included, with Megatron's all-to-all dispatcher and with ours.
 
     Args:
         tensor_parallel_size, expert_parallel_size: the layout; their product divides the world.
-        tokens: T of every rank.
+        tokens: T of every rank, or of each.
         seed: of weights and inputs.
         options: see `make_config`.
         router: of our layer; None: Megatron's own.
+        padding: so many of a rank's tokens, its last, are declared to be padding.
 
     Returns:
         For the output, the input's gradient and each parameter's gradient: the largest difference over the largest
@@ -118,11 +120,13 @@ def compare_layers(
     ours.load_state_dict(theirs.state_dict())
 
     generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
-    x, grad = torch.randn(2, tokens, 1, config.hidden_size, generator=generator, dtype=config.params_dtype)
+    own = tokens if isinstance(tokens, int) else tokens[dist.get_rank()]
+    x, grad = torch.randn(2, own, 1, config.hidden_size, generator=generator, dtype=config.params_dtype)
+    mask = None if padding == 0 else torch.arange(own).unsqueeze(0) >= own - padding  # [B, S]
     results = []
     for layer in (theirs, ours):
         leaf = x.clone().requires_grad_()
-        output, _ = layer(leaf)
+        output, _ = layer(leaf, padding_mask=mask)
         output.backward(grad)
         gradients = {name: parameter.grad for name, parameter in layer.named_parameters()}
         results.append({"output": output.detach(), "input gradient": leaf.grad, **gradients})

@@ -3,6 +3,8 @@
 A test is a function that runs on all four ranks.
 """
 
+from unittest import mock
+
 import choices
 import pytest
 
@@ -97,6 +99,40 @@ def test_layer_equals_megatrons(four_ranks, tp, ep_size, options):
 def test_layer_equals_megatrons_in_training_dtypes(four_ranks, dtype, tolerance, router_dtype):
     options = {"params_dtype": dtype, "moe_router_dtype": router_dtype, "bf16": dtype is torch.bfloat16}
     differences = four_ranks.run(compare_layers, 1, 4, 24, 1, options)
+    assert all(difference <= tolerance for rank in differences for difference in rank.values()), _worst(differences)
+
+
+# Of packed sequences every rank has as many tokens as it happens to have, and padding behind them.
+AUX_LOSS = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.01}
+UNEVEN = {
+    "uneven": ([24, 1, 5, 60], 0, {}),
+    "uneven, padding, auxiliary loss": ([24, 8, 9, 60], 7, AUX_LOSS),
+    "uneven, padding, groups": (
+        [24, 8, 9, 60],
+        7,
+        {"moe_router_score_function": "sigmoid", "moe_router_num_groups": 4, "moe_router_group_topk": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("router", [None, fused_router])
+@pytest.mark.parametrize(("tokens", "padding", "options"), UNEVEN.values(), ids=UNEVEN)
+def test_layer_with_as_many_tokens_as_a_rank_has(four_ranks, tokens, padding, options, router):
+    differences = four_ranks.run(compare_layers, 1, 4, tokens, 1, options, router, padding)
+    tolerance = 1e-12 if router is None else 1e-6  # Megatron's scores are fp32
+    assert all(difference <= tolerance for rank in differences for difference in rank.values()), _worst(differences)
+
+
+def _compare_layer_with_padded_experts(router):
+    options = {"fp8": "e4m3", "fp8_recipe": "delayed", "moe_router_padding_for_quantization": True}
+    with mock.patch("megatron.core.transformer.transformer_config.is_te_min_version", lambda *_: True):
+        return compare_layers(1, 4, 50, 1, options, router)  # the local spec's products stay fp64 all the same
+
+
+@pytest.mark.parametrize("router", [None, fused_router])
+def test_layer_whose_experts_are_padded_for_quantization(four_ranks, router):
+    differences = four_ranks.run(_compare_layer_with_padded_experts, router)
+    tolerance = 1e-12 if router is None else 1e-6
     assert all(difference <= tolerance for rank in differences for difference in rank.values()), _worst(differences)
 
 
