@@ -4,7 +4,6 @@ Two ranks, a process each, on two GPUs where there are two.
 """
 
 import importlib.util
-import os
 
 import pytest
 import torch
@@ -27,50 +26,6 @@ def ranks():
         yield ranks
 
 
-def join():
-    """This process's GPU and Megatron's groups, with EP over all ranks. Idempotent."""
-    from megatron.core import parallel_state, tensor_parallel
-
-    from megatron_ep.megatron import gpu_runtime, shared_buffers
-
-    if not parallel_state.is_initialized():
-        os.environ["RANK"] = str(torch.distributed.get_rank())
-        gpu_runtime.enable()
-        torch.use_deterministic_algorithms(False)  # or torch waits for the host in some of them
-        parallel_state.initialize_model_parallel(
-            expert_model_parallel_size=W, expert_tensor_parallel_size=1, create_gloo_process_groups=False
-        )
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    shared_buffers.close_buffers()
-
-
-def make_config(**options):
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    defaults = dict(
-        num_layers=1,
-        hidden_size=256,
-        num_attention_heads=4,
-        moe_ffn_hidden_size=64,
-        num_moe_experts=8,
-        moe_router_topk=3,
-        moe_router_load_balancing_type="none",
-        moe_router_dtype="fp32",
-        moe_router_score_function="sigmoid",
-        moe_router_enable_expert_bias=True,
-        moe_token_dispatcher_type="alltoall",
-        expert_model_parallel_size=W,
-        expert_tensor_parallel_size=1,
-        params_dtype=torch.float32,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        bias_activation_fusion=False,
-        gradient_accumulation_fusion=False,
-    )
-    return TransformerConfig(**{**defaults, **options})
-
-
 def configure(**settings):
     from megatron_ep.megatron import shared_buffers
 
@@ -83,19 +38,9 @@ def inputs(config, seed):
     return x.to("cuda", config.params_dtype)
 
 
-def step(layer, x, grad):
-    """Forward and backward: the output, and the gradients of x and of every parameter that has one."""
-    output, _ = layer(x)
-    output.backward(grad)
-    return [output.detach(), x.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]
-
-
-def fresh(layer, x):
-    layer.zero_grad(set_to_none=True)
-    x.grad = None
-
-
 def capture(layer, x, grad):
+    from gpu_layers import fresh, step
+
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -113,6 +58,7 @@ def capture(layer, x, grad):
 
 def replay_with_other_routing(kind, router, settings):
     import counted_experts
+    from gpu_layers import fresh, join, make_config, step
 
     from megatron_ep import raise_if_failed
     from megatron_ep.megatron import shared_buffers
@@ -167,6 +113,7 @@ def test_a_layer_with_other_options_in_a_graph(ranks, settings):
 
 def overflow_in_a_graph():
     import counted_experts
+    from gpu_layers import join, make_config
 
     import megatron_ep as ep
     from megatron_ep.megatron import shared_buffers
@@ -210,6 +157,7 @@ def test_an_overflow_in_a_graph_is_told(ranks):
 
 def wait_for_notify_alone(kind, router, settings):
     import counted_experts
+    from gpu_layers import fresh, join, make_config, step
     from megatron.core.transformer.moe.experts import SequentialMLP
 
     from megatron_ep import raise_if_failed

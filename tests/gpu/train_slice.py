@@ -102,6 +102,7 @@ def run(name, gpus, tree, out, limit):
     variables |= {
         "PYTHONPATH": os.pathsep.join([str(Path(tree).resolve()), str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "RESULT": str(result),
+        "STEPS": str(steps),
         # Timing what overlaps says nothing of what it costs.
         "TIMED_FROM": "0" if overlap else str(steps - TIMED),
     }

@@ -1,8 +1,10 @@
 """One rank of `train_slice.py`: pretrain_gpt.py of MEGATRON_LM, its steps measured. RESULT: where rank 0 leaves them.
 
 TIMED_FROM: the step from which dispatchers are timed, after the steps whose own time counts; 0: never.
+TRACE: a file, which receives the profiler's trace of rank 0's last step.
 """
 
+import contextlib
 import json
 import os
 import runpy
@@ -14,6 +16,17 @@ import torch
 
 from megatron_ep.megatron.host_script import take_installed_helpers
 from megatron_ep.training.dispatch_timer import DispatchTimer
+
+
+@contextlib.contextmanager
+def traced(step):
+    """Traces the step if it is the last one, and a trace is wanted of this rank."""
+    if not os.environ.get("TRACE") or step + 1 < int(os.environ["STEPS"]) or torch.distributed.get_rank() > 0:
+        yield
+        return
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        yield
+    profile.export_chrome_trace(os.environ["TRACE"])
 
 
 def measure():
@@ -29,8 +42,9 @@ def measure():
         before = sum(timer.seconds for timer in timers)
         torch.cuda.synchronize()
         began = time.perf_counter()
-        result = step(*args, **kwargs)
-        torch.cuda.synchronize()
+        with traced(len(steps)):
+            result = step(*args, **kwargs)
+            torch.cuda.synchronize()
         row = {"seconds": time.perf_counter() - began, "norm": float(result[5])}
         row["loss"] = float(result[0]["lm loss"]) if "lm loss" in result[0] else None
         row["dispatch"] = sum(timer.seconds for timer in timers) - before if timers else None

@@ -1,0 +1,212 @@
+"""What runs beside dispatch and combine on a GPU: traces of torch's profiler, pictures of them, and in figures how much
+of the time of dispatch and combine has products beside it.
+
+    PYTHONPATH=$PWD [MEGATRON_LM=tree-of-0.19] python tests/gpu/timeline.py
+
+A MoE layer of DeepSeek-V3's width with and without shared-expert overlap, a process a GPU; and, where MEGATRON_LM names
+a tree and Transformer Engine is there, the last step of `train_slice.py` with and without 1F1B overlap (two GPUs or
+more). OUT: folder for timeline.json, the traces (chrome://tracing, ui.perfetto.dev) and an .svg of each (build/gpu).
+NUM_SMS: of dispatch and combine (24).
+"""
+
+import gzip
+import html
+import json
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tests" / "helpers"), str(ROOT)]
+
+# The first that matches; kernels of cuBLAS and CUTLASS are products.
+KINDS = {
+    "dispatch": r"\b(notify|dispatch)_kernel<",
+    "combine": r"\bcombine_kernel<",
+    "product": r"gemm|nvjet|cutlass|xmma|cublas|flash|fmha|attention",
+}
+COLOURS = {"dispatch": "#d1495b", "combine": "#edae49", "product": "#00798c", "other": "#b0b0b0"}
+
+
+def read(trace):
+    """The kernels of a trace: (start, end, stream, kind) in microseconds, in the order of their starts."""
+    events = json.loads(gzip.decompress(Path(trace).read_bytes()))["traceEvents"]
+    kernels = [event for event in events if event.get("cat") == "kernel" and event.get("ph") == "X"]
+    return sorted((e["ts"], e["ts"] + e["dur"], e["args"].get("stream", e["tid"]), kind_of(e["name"])) for e in kernels)
+
+
+def kind_of(name):
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), "other")
+
+
+def union(spans):
+    """Spans that do not touch each other and cover the same time."""
+    merged = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], end)
+        else:
+            merged.append([start, end])
+    return merged
+
+
+def length(spans):
+    return sum(end - start for start, end in spans)
+
+
+def common(some, others):
+    """How long both of two unions last."""
+    total, i, j = 0.0, 0, 0
+    while i < len(some) and j < len(others):
+        total += max(0.0, min(some[i][1], others[j][1]) - max(some[i][0], others[j][0]))
+        if some[i][1] < others[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total
+
+
+def summary(kernels):
+    """Microseconds: of all, of each kind, and of dispatch and combine while a product runs."""
+    spans = {kind: union((s, e) for s, e, _, k in kernels if k == kind) for kind in (*KINDS, "other")}
+    figures = {"all": length(union((s, e) for s, e, *_ in kernels))}
+    figures |= {kind: length(parts) for kind, parts in spans.items()}
+    for kind in ("dispatch", "combine"):
+        figures[f"{kind} beside products"] = common(spans[kind], spans["product"])
+    return figures
+
+
+def line(name, figures):
+    moved = figures["dispatch"] + figures["combine"]
+    beside = figures["dispatch beside products"] + figures["combine beside products"]
+    share = beside / moved if moved else 0.0
+    return (
+        f"{name:24} {figures['all']:9,.0f} us on the GPU; products {figures['product']:9,.0f}, dispatch "
+        f"{figures['dispatch']:8,.0f}, combine {figures['combine']:8,.0f}; beside products {beside:8,.0f} = {share:.0%}"
+    )
+
+
+def draw(kernels, path, title, most_us=40_000.0, width=1200):
+    """An SVG of the trace's middle: a row a stream."""
+    first, last = kernels[0][0], max(end for _, end, *_ in kernels)
+    start = max(first, (first + last - most_us) / 2)
+    end = min(last, start + most_us)
+    shown = [kernel for kernel in kernels if kernel[1] > start and kernel[0] < end]
+    rows = {stream: number for number, stream in enumerate(sorted({kernel[2] for kernel in shown}))}
+    parts = [f'<text x="0" y="14">{html.escape(title)}, {(end - start) / 1e3:.1f} ms</text>']
+    for number, (kind, colour) in enumerate(COLOURS.items()):
+        parts.append(f'<rect x="{500 + 110 * number}" y="4" width="12" height="12" fill="{colour}"/>')
+        parts.append(f'<text x="{516 + 110 * number}" y="14">{kind}</text>')
+    for stream, row in rows.items():
+        parts.append(f'<text x="0" y="{44 + 30 * row}">stream {stream}</text>')
+    for begin, stop, stream, kind in shown:
+        left = 80 + (width - 80) * (max(begin, start) - start) / (end - start)
+        size = (width - 80) * (min(stop, end) - max(begin, start)) / (end - start)
+        where = f'x="{left:.1f}" y="{28 + 30 * rows[stream]}" width="{max(size, 0.2):.1f}" height="22"'
+        parts.append(f'<rect {where} fill="{COLOURS[kind]}"/>')
+    height = 34 + 30 * len(rows)
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
+    Path(path).write_text(head + 'font-size="12">\n' + "\n".join(parts) + "\n</svg>\n")
+
+
+def trace_layer(overlap, num_sms, trace):
+    """A rank: a layer's forward and backward passes, three of them traced; seconds of one that is not."""
+    import torch
+    import torch.distributed as dist
+    from gpu_layers import fresh, join, make_config, step
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+
+    from megatron_ep.megatron import shared_buffers
+    from megatron_ep.megatron.layer import ep_layer_spec
+
+    join()
+    shared_buffers.configure(num_sms=num_sms)
+    config = make_config(
+        hidden_size=7168,
+        moe_ffn_hidden_size=2048,
+        num_moe_experts=8 * dist.get_world_size(),
+        moe_router_topk=8,
+        moe_shared_expert_intermediate_size=2048,
+        moe_shared_expert_overlap=overlap,
+        params_dtype=torch.bfloat16,
+        bf16=True,
+    )
+    spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    layer = ep_layer_spec(spec)(config=config).cuda()
+    x, grad = torch.randn(2, 4096, 1, 7168, device="cuda", dtype=torch.bfloat16)
+    x.requires_grad_()
+
+    def rounds(count):
+        torch.cuda.synchronize()
+        dist.barrier()
+        began = time.perf_counter()
+        for _ in range(count):
+            fresh(layer, x)
+            step(layer, x, grad)
+        torch.cuda.synchronize()
+        return (time.perf_counter() - began) / count
+
+    rounds(3)
+    seconds = rounds(5)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        rounds(3)
+    if dist.get_rank() == 0:
+        profile.export_chrome_trace(trace)
+    shared_buffers.close_buffers()
+    shared_buffers.configure()
+    return seconds
+
+
+def layers(out, gpus, num_sms):
+    """(name, trace, seconds of a forward and backward pass of the slowest rank)."""
+    from megatron_ep.bench.local_ranks import LocalRanks
+
+    with LocalRanks(gpus, 240.0) as ranks:
+        for overlap in (False, True):
+            name = f"shared experts {'beside' if overlap else 'before'}"
+            trace = out / f"timeline_shared_{'on' if overlap else 'off'}.json.gz"
+            yield name, trace, max(ranks.run(trace_layer, overlap, num_sms, str(trace)))
+
+
+def slices(out, gpus, num_sms):
+    """The same of steps of pretrain_gpt.py."""
+    import train_slice
+
+    for overlap in (False, True):
+        name, case = f"1F1B overlap {'on' if overlap else 'off'}", (num_sms, overlap, ())
+        trace = out / f"timeline_1f1b_{'on' if overlap else 'off'}.json.gz"
+        os.environ["TRACE"] = str(trace)
+        train_slice.CASES[name] = case
+        row = train_slice.run(name, gpus, os.environ["MEGATRON_LM"], out, 240.0)
+        if row is not None:
+            yield name, trace, row["step_ms"] / 1e3
+
+
+def main():
+    import torch
+
+    out = Path(os.environ.get("OUT", ROOT / "build" / "gpu"))
+    out.mkdir(parents=True, exist_ok=True)
+    gpus, num_sms = torch.cuda.device_count(), int(os.environ.get("NUM_SMS", "24"))
+    gpus = max(count for count in (1, 2, 4) if count <= gpus)
+    runs = [layers(out, gpus, num_sms)]
+    if os.environ.get("MEGATRON_LM") and gpus > 1:
+        runs.append(slices(out, gpus, num_sms))
+    else:
+        print("1F1B overlap: left out, needs MEGATRON_LM, Transformer Engine and two GPUs", flush=True)
+    report = {"gpus": gpus, "gpu": torch.cuda.get_device_name(0), "num_sms": num_sms, "cases": {}}
+    for name, trace, seconds in (case for cases in runs for case in cases):
+        kernels = read(trace)
+        figures = {"seconds": seconds, **summary(kernels)}
+        if not figures["dispatch"] or not figures["combine"] or not figures["product"]:
+            sys.exit(f"{name}: {trace} lacks a kind of kernel: {figures}")
+        report["cases"][name] = figures
+        draw(kernels, str(trace).replace(".json.gz", ".svg"), name)
+        print(line(name, figures) + f"; a step takes {1e3 * seconds:.2f} ms", flush=True)
+        (out / "timeline.json").write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()
