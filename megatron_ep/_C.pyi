@@ -157,11 +157,20 @@ class LowLatencyTensors:
     row_weights: int
     token_weights: int
 
+class ScaleFormat:
+    def __init__(self, value: int) -> None: ...
+    none: ScaleFormat
+    fp32: ScaleFormat
+    pow2: ScaleFormat
+    ue8m0: ScaleFormat
+
 class LowLatencyOptions:
     def __init__(self) -> None: ...
     index_bytes: int
     expert_alignment: int
     expert_rows: int
+    quantize: ScaleFormat
+    scale_column: int
     sum_at_expert: bool
 
 class LowLatencyGroup:

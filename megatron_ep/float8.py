@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from megatron_ep import _C
+from megatron_ep import _C, reference
+from megatron_ep.reference import SCALE_BLOCK
 
-LARGEST = 448.0  # of e4m3 (OCP 8-bit floating point specification, 2023, table 1)
-SCALE_BLOCK = 128
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # csrc/core/dtypes.h
 
 
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [T, H] to float8_e4m3fn [T, H] and float32 scales [T, ceil(H / 128)]; x is about values * scale.
 
-    A scale is the largest |x| of its block divided by 448, or 1 where that is 0. A block with a NaN becomes all NaN.
-    Computed in float32, rounded to nearest even. On a GPU it is one kernel. No gradient.
+    What `megatron_ep.reference.quantize` gives: a scale is the largest |x| of its block divided by 448, or 1 where that
+    is 0; a block with an infinity or NaN becomes NaN. On a GPU it is one kernel. No gradient.
 
     Raises ValueError unless x is contiguous, [T, H] and bfloat16, float16 or float32.
     """
@@ -26,27 +27,44 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     x = x.detach()
     if x.is_cuda and hasattr(_C, "quantize_cuda") and torch.cuda.get_device_capability(x.device) >= (9, 0):
         return _quantize_on_gpu(x)
-    tokens, hidden = x.shape
-    blocks = -(-hidden // SCALE_BLOCK)
-    padded = torch.nn.functional.pad(x.float(), (0, blocks * SCALE_BLOCK - hidden)).view(tokens, blocks, SCALE_BLOCK)
-    scales = padded.abs().amax(dim=2) / LARGEST
-    scales[scales == 0] = 1
-    values = (padded / scales.unsqueeze(2)).view(tokens, blocks * SCALE_BLOCK)[:, :hidden]
-    return values.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).contiguous(), scales
+    return reference.quantize(x)
 
 
-def dequantize(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """float8_e4m3fn [T, H] and float32 [T, ceil(H / 128)] to values * scale, [T, H] in dtype (bfloat16, float16 or
-    float32), multiplied in float32 and rounded once. No gradient."""
-    tokens, hidden = values.shape
-    out = torch.empty(tokens, hidden, dtype=dtype, device=values.device)
+def dequantize(
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    dtype: torch.dtype = torch.bfloat16,
+    straight_through: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """values * scales, [..., H] in dtype (bfloat16, float16 or float32), multiplied in float32 and rounded once.
+
+    values: float8_e4m3fn [..., H], contiguous.
+    scales: [..., ceil(H / 128)], float32 or float8_e8m0fnu, with any strides; or int32 [..., H / 512], of four
+        float8_e8m0fnu each.
+    straight_through: of a low-latency dispatch: gets the gradient, in its own dtype. None: no gradient.
+    """
+    if scales.dtype == torch.int32:
+        scales = scales.contiguous().view(torch.float8_e8m0fnu)
+    factors, hidden = scales.float(), values.shape[-1]
+    rows = torch.empty(values.shape, dtype=dtype, device=values.device)
     exact = values.to(dtype)  # all three hold every e4m3
     if hidden % SCALE_BLOCK:
-        torch.mul(exact, scales.repeat_interleave(SCALE_BLOCK, dim=1)[:, :hidden], out=out)
+        torch.mul(exact, factors.repeat_interleave(SCALE_BLOCK, dim=-1)[..., :hidden], out=rows)
     else:
-        blocks = (tokens, hidden // SCALE_BLOCK, SCALE_BLOCK)
-        torch.mul(exact.view(blocks), scales.unsqueeze(2), out=out.view(blocks))
-    return out
+        blocks = (*values.shape[:-1], hidden // SCALE_BLOCK, SCALE_BLOCK)
+        torch.mul(exact.view(blocks), factors.unsqueeze(-1), out=rows.view(blocks))
+    return rows if straight_through is None else _StraightThrough.apply(rows, straight_through)
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, straight_through: torch.Tensor) -> torch.Tensor:
+        ctx.dtype = straight_through.dtype
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, grad.to(ctx.dtype)
 
 
 def _quantize_on_gpu(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,6 +19,7 @@ from megatron_ep.buffer import LocalCluster
 from megatron_ep.config import require_int
 from megatron_ep.handle import Handle
 from megatron_ep.rank_group import COMBINE_DTYPES, PAYLOAD_TYPES, RankGroup
+from megatron_ep.reference import SCALE_BLOCK
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 
@@ -26,7 +27,6 @@ MAX_TOPK = 32
 PAYLOAD_DTYPES = tuple(PAYLOAD_TYPES)
 WEIGHT_DTYPES = (torch.float32, torch.float64)
 SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
-SCALE_BLOCK = 128  # elements of a row that share a scale
 # Rows and bytes of a row are counted in 32 bits; the rows that padding adds must leave room for others.
 MOST_ROWS, MOST_PADDED_ROWS, MOST_ROW_BYTES = 2**31 - 1, 2**30, 2**31 - 1
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ from megatron_ep.functional import (
     MOST_PADDED_ROWS,
     MOST_ROW_BYTES,
     MOST_ROWS,
+    PAYLOAD_DTYPES,
     WEIGHT_DTYPES,
     Tensors,
     _as_list,
@@ -35,7 +35,8 @@ from megatron_ep.low_latency_calls import (
     Pending,
     WeightedCombine,
 )
-from megatron_ep.rank_group import COMBINE_DTYPES, PAYLOAD_TYPES, RankGroup
+from megatron_ep.low_latency_rows import Float8, float8_of, row_format
+from megatron_ep.rank_group import COMBINE_DTYPES, RankGroup
 
 LAYOUTS = ("masked", "grouped")
 PLACES = ("token", "expert")
@@ -46,9 +47,13 @@ class LowLatencyReceived:
     """What a low-latency dispatch returns: tensors, or lists of them with a LocalCluster. All of them are on the
     buffer's device, and good once the call has been received.
 
-    x: [L, W * max_tokens, H] (layout "masked") or [R, H] ("grouped"), the dtype of what was dispatched; the rows of a
-        local expert lie together, in the order of (source rank, token). Rows without a token hold anything, or zeros if
-        what was dispatched needs a gradient.
+    x: [L, W * max_tokens, H] (layout "masked") or [R, H] ("grouped"), the dtype of what was dispatched, float8_e4m3fn
+        with `fp8`; the rows of a local expert lie together, in the order of (source rank, token). Rows without a token
+        hold anything, or zeros if what was dispatched needs a gradient.
+    scales: of float8 rows, else None: the shape of x with ceil(H / 128) in place of H, float32 or float8_e8m0fnu.
+        Column-major float8_e8m0fnu are int32 with H / 512 in its place, four scales each, the first in the low byte.
+    straight_through: if bfloat16 x became float8 and needs a gradient, else None: the shape of x, bfloat16. Takes no
+        memory and must not be read; the gradient of the rows is what it gets, as from `float8.dequantize`.
     probs: [L, W * max_tokens] or [R], the weight of each row; None when no weights were given.
     tokens_per_expert: int32 [L], rows of each local expert, without padding.
     expert_starts: int32 [L + 1], where each expert's rows begin, counted in rows of x; the last: where they end.
@@ -57,6 +62,8 @@ class LowLatencyReceived:
     """
 
     x: Any
+    scales: Any
+    straight_through: Any
     probs: Any
     tokens_per_expert: Any
     expert_starts: Any
@@ -77,7 +84,8 @@ class LowLatency:
 
     buffer: a Buffer or LocalCluster.
     max_tokens: the most tokens that any rank dispatches, at most 1024.
-    hidden, dtype: of the largest row. Others may be used as long as they have no more bytes.
+    hidden, dtype: of the largest row. Others may be used as long as they have no more bytes; rows of `hidden` elements
+        as float8 always fit.
     topk: the largest K, at most 32.
 
     Takes about 2 * (W + topk) * max_tokens * hidden * itemsize bytes of memory on each rank, and more between nodes of
@@ -117,10 +125,9 @@ class LowLatency:
         else:
             buffer.agree_on(check, settings)
         self._row_bytes = hidden * dtype.itemsize
-        largest = _C.RowFormat(
-            payload_bytes=self._row_bytes, scale_bytes=0, weight_bytes=8, topk=topk, payload_type=PAYLOAD_TYPES[dtype]
-        )
-        self._calls = LowLatencyCalls(buffer, *backends.connect(buffer, max_tokens, largest))
+        rows = (row_format(topk, hidden, dtype, None), row_format(topk, hidden, torch.float8_e4m3fn, torch.float32))
+        self._largest = max(rows, key=lambda row: row.slot_bytes)
+        self._calls = LowLatencyCalls(buffer, *backends.connect(buffer, max_tokens, self._largest))
 
     @property
     def memory_bytes(self) -> int:
@@ -136,12 +143,15 @@ class LowLatency:
         layout: str = "masked",
         expert_alignment: int = 1,
         max_recv_tokens: int | None = None,
+        fp8: str | None = None,
+        scales: Tensors | None = None,
+        scale_layout: str = "row",
         return_recv_hook: bool = False,
     ) -> Any:
         """Sends every token to the ranks of its experts.
 
-        x: [T, H], contiguous; bfloat16, float16, float32 or float64. T may differ between ranks and be 0. Gets a
-            gradient.
+        x: [T, H], contiguous; bfloat16, float16, float32, float64, or float8_e4m3fn with scales. T may differ between
+            ranks and be 0. Gets a gradient, unless float8.
         topk_idx: [T, K], int32 or int64: distinct expert ids in [0, E), or -1 for no expert. On a GPU wrong ids are
             found later, by the next call or `synchronize`.
         topk_weights: [T, K], float32 or float64: arrives with the rows as `probs`. Gets a gradient.
@@ -149,6 +159,14 @@ class LowLatency:
             the other's, for a contiguous grouped GEMM.
         expert_alignment: grouped: pads each expert's rows to a multiple of this.
         max_recv_tokens: grouped: R. None: as many rows as may come, W * max_tokens * min(K, L), and their padding.
+        fp8: bfloat16 x becomes float8_e4m3fn on the way: each 128 elements of a row get a scale, their largest |x| /
+            448, kept as "fp32", rounded up to a power of two ("pow2"), or that as float8_e8m0fnu ("ue8m0"). Bit by bit
+            what `megatron_ep.reference.quantize` gives; a block with an infinity or NaN becomes NaN. The gradient of x
+            is that of the rows (straight through), in bfloat16: see `LowLatencyReceived.straight_through`.
+        scales: [T, ceil(H / 128)], float32 or float8_e8m0fnu, of float8 x.
+        scale_layout: "row": as [.., ceil(H / 128)] lies in memory. "column": the same shape, its last two dimensions
+            transposed in memory and columns aligned to 16 bytes, as grouped fp8 GEMMs want them (DeepGEMM's MN-major
+            scales for TMA); float8_e8m0fnu four to an int32, and H a multiple of 512.
         return_recv_hook: returns (received, hook): the call is received when hook() is called, on torch's then current
             stream, and what was received is good only from then on. x may be overwritten before.
 
@@ -168,8 +186,10 @@ class LowLatency:
             for tokens in num_tokens:
                 if tokens > self.max_tokens:
                     raise ValueError(f"x has {tokens} tokens, must have at most max_tokens = {self.max_tokens}")
-            _check_payload("x", xs, num_tokens, COMBINE_DTYPES)
-            self._check_row("x", xs[0])
+            row_scales = None if scales is None else _as_list("scales", scales, group)
+            _check_payload("x", xs, num_tokens, PAYLOAD_DTYPES)
+            float8 = float8_of(xs, fp8, row_scales, scale_layout)
+            self._check_row("x", xs[0], float8)
             _check_weights("topk_weights", weights, [(tokens, topk) for tokens in num_tokens], WEIGHT_DTYPES)
             rows = self._rows(layout, topk, expert_alignment, max_recv_tokens)
             if group.device.type == "cpu":
@@ -178,10 +198,8 @@ class LowLatency:
             handle = LowLatencyHandle(self._calls, topk, layout == "masked", expert_alignment, parts)
         zero = torch.is_grad_enabled() and any(t.requires_grad for t in (*xs, *(weights or ())))
         pending: list[Pending] = []
-        n = len(group.ranks)
-        out = Dispatch.apply(handle, ids, zero, pending, *xs, *(weights or ()))
-        received = self._received(handle, out[:n], out[n:] or None)
-        return self._finish(received, pending[0], return_recv_hook)
+        out = Dispatch.apply(handle, ids, zero, pending, float8, *xs, *(weights or ()))
+        return self._finish(self._received(handle, float8, weights is not None, out), pending[0], return_recv_hook)
 
     def combine(
         self,
@@ -245,8 +263,15 @@ class LowLatency:
             self.buffer.check_usable()
             yield self.buffer
 
-    def _check_row(self, name: str, x: torch.Tensor) -> None:
-        if x.shape[1] * x.element_size() > self._row_bytes:
+    def _check_row(self, name: str, x: torch.Tensor, float8: Float8 | None = None) -> None:
+        if float8 is not None:
+            row = row_format(self._topk, x.shape[1], torch.float8_e4m3fn, float8.scale_dtype)
+            if row.slot_bytes > self._largest.slot_bytes:
+                raise ValueError(
+                    f"{name} has rows of {x.shape[1]} x torch.float8_e4m3fn and their scales, must have at most the "
+                    f"{self._row_bytes} bytes of LowLatency's hidden and dtype"
+                )
+        elif x.shape[1] * x.element_size() > self._row_bytes:
             raise ValueError(
                 f"{name} has rows of {x.shape[1]} x {x.dtype}, must have at most the {self._row_bytes} bytes of "
                 "LowLatency's hidden and dtype"
@@ -310,16 +335,30 @@ class LowLatency:
         return outs
 
     def _received(
-        self, handle: LowLatencyHandle, x: list[torch.Tensor], probs: list[torch.Tensor] | None
+        self, handle: LowLatencyHandle, float8: Float8 | None, has_probs: bool, out: tuple[torch.Tensor, ...]
     ) -> LowLatencyReceived:
+        n = len(handle.ranks)
+        is_there = {
+            "x": True,
+            "probs": has_probs,
+            "scales": float8 is not None,
+            "straight_through": float8 is not None and float8.straight_through,
+        }
+        names = [name for name, there in is_there.items() if there]
+        parts = {name: list(out[i * n : i * n + n]) for i, name in enumerate(names)}
         if handle.masked:
-            local_experts = self.buffer.num_local_experts
-            x = [rows.unflatten(0, (local_experts, -1)) for rows in x]
-            probs = probs and [p.unflatten(0, (local_experts, -1)) for p in probs]
-        one: Callable = list if isinstance(self.buffer, LocalCluster) else operator.itemgetter(0)
+            for name in set(names) - {"scales"}:
+                parts[name] = [tensor.unflatten(0, (self.buffer.num_local_experts, -1)) for tensor in parts[name]]
+        of_all = isinstance(self.buffer, LocalCluster)
+
+        def one(tensors: list[torch.Tensor] | None) -> Any:
+            return tensors if of_all or tensors is None else tensors[0]
+
         return LowLatencyReceived(
-            x=one(x),
-            probs=one(probs) if probs else None,
+            x=one(parts["x"]),
+            scales=one(parts.get("scales")),
+            straight_through=one(parts.get("straight_through")),
+            probs=one(parts.get("probs")),
             tokens_per_expert=one([handle.counts(rank) for rank in handle.ranks]),
             expert_starts=one([handle.starts(rank) for rank in handle.ranks]),
             overflow=one([handle.overflow(rank) for rank in handle.ranks]),

@@ -17,6 +17,7 @@ from torch.autograd import Function
 from megatron_ep import _C
 from megatron_ep.backends.interface import Backend
 from megatron_ep.backends.low_latency import Call, InFlight, LowLatencyRanks
+from megatron_ep.low_latency_rows import Float8, aligned_column, new_tensor, row_format
 from megatron_ep.rank_group import PAYLOAD_TYPES, RankGroup
 
 
@@ -158,34 +159,52 @@ class LowLatencyCalls:
         ids: Sequence[torch.Tensor],
         x: Sequence[torch.Tensor],
         weights: Sequence[torch.Tensor] | None,
+        fp8: Float8 | None = None,
         *,
         zero: bool,
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None, Pending]:
-        """x [T, H] and weights [T, K] to [rows, H] and [rows]. zero: whether rows without a token hold zeros."""
-        new = torch.zeros if zero else torch.empty
-        out, out_weights, tensors = [], [], []
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], Pending]:
+        """x [T, H] and weights [T, K] to [rows, H] and [rows], and to scales: no tensors where there are none.
+
+        zero: whether rows without a token hold zeros.
+        """
+        out: list[torch.Tensor] = []
+        out_weights: list[torch.Tensor] = []
+        out_scales: list[torch.Tensor] = []
         kept: list[torch.Tensor] = []
+        tensors = []
+        hidden, device = x[0].shape[1], self.group.device
         for i, rank in enumerate(handle.ranks):
             t, call = self._tensors(rank)
-            out.append(new(rank.rows, x[i].shape[1], dtype=x[i].dtype, device=x[i].device))
+            out.append(new_tensor((rank.rows, hidden), torch.float8_e4m3fn if fp8 else x[i].dtype, device, zero=zero))
             t.topk_idx, t.x, t.out = ids[i].data_ptr(), x[i].data_ptr(), out[i].data_ptr()
             kept += [rank.layout, call, ids[i], x[i], out[i]]
             if weights is not None:
-                out_weights.append(new(rank.rows, dtype=weights[i].dtype, device=x[i].device))
+                out_weights.append(new_tensor((rank.rows,), weights[i].dtype, device, zero=zero))
                 t.weights, t.out_weights = weights[i].data_ptr(), out_weights[i].data_ptr()
                 kept += [weights[i], out_weights[i]]
+            if fp8 is not None:
+                out_scales.append(fp8.new_scales(self.shape_of(rank, handle), hidden, device, zero=zero))
+                t.out_scales = out_scales[i].data_ptr()
+                kept.append(out_scales[i])
+                if fp8.scales is not None:
+                    t.scales = fp8.scales[i].data_ptr()
+                    kept.append(fp8.scales[i])
             tensors.append(t)
         options = _C.LowLatencyOptions()
         options.index_bytes = ids[0].element_size()
         options.expert_alignment = handle.expert_alignment
-        options.expert_rows = handle.ranks[0].rows // self.group.num_local_experts if handle.masked else 0
-        row = self.format_of(handle.topk, x[0], weights)
+        rows = self.shape_of(handle.ranks[0], handle)[-1]
+        options.expert_rows = rows if handle.masked else 0
+        if fp8 is not None:
+            options.quantize = getattr(_C.ScaleFormat, fp8.scale_format or "none")
+            options.scale_column = aligned_column(rows) if fp8.column else 0
+        row = self.format_of(handle.topk, x[0], weights, fp8)
 
         def launch(receive: bool) -> None:
             self._ranks.dispatch(tensors, row, options, receive=receive)
 
         handle.call = self._send("dispatch", launch, kept)
-        return out, out_weights if weights is not None else None, handle.call
+        return out, out_weights, out_scales, handle.call
 
     def combine(
         self,
@@ -226,14 +245,21 @@ class LowLatencyCalls:
 
         return y, y_values if values is not None else None, self._send("combine", launch, kept)
 
-    def format_of(self, topk: int, x: torch.Tensor, weights: Sequence[torch.Tensor] | None) -> _C.RowFormat:
+    def shape_of(self, rank: RankPart, handle: LowLatencyHandle) -> tuple[int, ...]:
+        """Of a rank's rows."""
+        local_experts = self.group.num_local_experts
+        return (local_experts, rank.rows // local_experts) if handle.masked else (rank.rows,)
+
+    def format_of(
+        self, topk: int, x: torch.Tensor, weights: Sequence[torch.Tensor] | None, fp8: Float8 | None = None
+    ) -> _C.RowFormat:
         """How rows of these tensors travel."""
-        return _C.RowFormat(
-            payload_bytes=x.shape[1] * x.element_size(),
-            scale_bytes=0,
+        return row_format(
+            topk,
+            x.shape[1],
+            torch.float8_e4m3fn if fp8 else x.dtype,
+            fp8.scale_dtype if fp8 else None,
             weight_bytes=weights[0].element_size() if weights is not None else 0,
-            topk=topk,
-            payload_type=PAYLOAD_TYPES[x.dtype],
         )
 
     def _tensors(self, rank: RankPart) -> tuple[Any, torch.Tensor]:
@@ -254,7 +280,10 @@ class LowLatencyCalls:
 
 
 class Dispatch(Function):
-    """(x, weights) per rank -> (rows, probs) per rank. pending: a list to which the call is added."""
+    """(x, weights) per rank -> (rows, probs) per rank. pending: a list to which the call is added.
+
+    As float8 -> (rows, probs, scales, and, if x gets a gradient, what stands in for the rows to get theirs) per rank.
+    """
 
     @staticmethod
     def forward(
@@ -263,21 +292,35 @@ class Dispatch(Function):
         ids: Sequence[torch.Tensor],
         zero: bool,
         pending: list[Pending],
+        fp8: Float8 | None,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         n = len(handle.ranks)
-        ctx.handle = handle
+        x = tensors[:n]
+        ctx.handle, ctx.fp8, ctx.has_probs = handle, fp8, len(tensors) > n
         with handle.calls.group.abort_peers_on_error():
-            out, probs, call = handle.calls.dispatch(handle, ids, tensors[:n], tensors[n:] or None, zero=zero)
+            out, probs, scales, call = handle.calls.dispatch(handle, ids, x, tensors[n:] or None, fp8, zero=zero)
         pending.append(call)
-        return (*out, *(probs or ()))
+        stand_ins = []
+        if fp8 is not None:
+            ctx.mark_non_differentiable(*out, *scales)
+            if fp8.straight_through:
+                stand_ins = [x[0].new_empty(()).expand_as(rows) for rows in out]
+        return (*out, *probs, *scales, *stand_ins)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         pending: list[Pending] = []
+        n, no_x_grads = len(ctx.handle.ranks), 0
+        if ctx.fp8 is not None:
+            rows, probs = grads[-n:], grads[n : 2 * n] if ctx.has_probs else ()
+            if not ctx.fp8.straight_through:  # the weights' gradients alone travel, beside rows without elements
+                rows = tuple(grad.new_empty(len(grad), 0) for grad in probs)
+                no_x_grads = n
+            grads = (*rows, *probs)
         back = Combine.apply(ctx.handle, False, None, pending, *(grad.contiguous() for grad in grads))
         pending[0].receive()
-        return (None, None, None, None, *back)
+        return (None, None, None, None, None, *(None for _ in back[:no_x_grads]), *back[no_x_grads:])
 
 
 class Combine(Function):
@@ -354,6 +397,8 @@ class WeightedCombine(Function):
 def spread(handle: LowLatencyHandle, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """What lies with the tokens of a dispatch, at their rows; zeros elsewhere."""
     pending: list[Pending] = []
-    out = Dispatch.apply(handle.again(), handle.ids(), True, pending, *(tensor.contiguous() for tensor in tensors))
+    out = Dispatch.apply(
+        handle.again(), handle.ids(), True, pending, None, *(tensor.contiguous() for tensor in tensors)
+    )
     pending[0].receive()
     return out

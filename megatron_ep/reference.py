@@ -7,6 +7,32 @@ from __future__ import annotations
 
 import torch
 
+E4M3_MAX = 448.0  # the largest float8_e4m3fn (OCP 8-bit Floating Point Specification 1.0, table 1)
+SCALE_BLOCK = 128  # elements of a row that share a scale
+SCALE_FORMATS = ("fp32", "pow2", "ue8m0")
+
+
+def quantize(x: torch.Tensor, scale_format: str = "fp32") -> tuple[torch.Tensor, torch.Tensor]:
+    """x [T, H], bfloat16, float16 or float32, to float8_e4m3fn [T, H] and scales [T, ceil(H / 128)], about x together.
+
+    A scale is the largest |x| of its block of 128 elements (fewer at a row's end) divided by 448, or 1 where that is 0:
+    the blocks of DeepSeek-V3 (its technical report, section 3.3.2). It is kept as "fp32", as the next power of two that
+    is not smaller, at least 2^-126 ("pow2"), or that as float8_e8m0fnu ("ue8m0": OCP Microscaling Formats 1.0, section
+    5.4.1). A value is x / scale, at most 448 in size. A block with an infinity or NaN becomes NaN, values and scale.
+    Computed in float32, rounded to nearest even.
+    """
+    tokens, hidden = x.shape
+    blocks = -(-hidden // SCALE_BLOCK)
+    padded = torch.nn.functional.pad(x.float(), (0, blocks * SCALE_BLOCK - hidden)).view(tokens, blocks, SCALE_BLOCK)
+    quotients = padded.abs().amax(dim=2) / E4M3_MAX
+    scales = torch.where(quotients == 0, 1.0, quotients)
+    if scale_format != "fp32":
+        scales = ((scales.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    scales = torch.where(quotients.isfinite(), scales, torch.nan)
+    values = (padded / scales.unsqueeze(2)).view(tokens, blocks * SCALE_BLOCK)[:, :hidden]
+    values = values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).contiguous()
+    return values, scales.to(torch.float8_e8m0fnu) if scale_format == "ue8m0" else scales
+
 
 def expert_rows(
     topk_idx: list[torch.Tensor], expert: int, expert_alignment: int = 1, expert_capacity: int | None = None

@@ -100,11 +100,19 @@ void bind_low_latency(py::module_& m) {
         .def_readwrite("row_weights", &LowLatencyTensors::row_weights)
         .def_readwrite("token_weights", &LowLatencyTensors::token_weights);
 
+    py::enum_<ScaleFormat>(m, "ScaleFormat", "How the scales of fp8 rows are rounded and stored.")
+        .value("none", ScaleFormat::None)
+        .value("fp32", ScaleFormat::Fp32)
+        .value("pow2", ScaleFormat::PowerOf2)
+        .value("ue8m0", ScaleFormat::Ue8m0);
+
     py::class_<LowLatencyOptions>(m, "LowLatencyOptions", "What all ranks of a call agree on.")
         .def(py::init<>())
         .def_readwrite("index_bytes", &LowLatencyOptions::index_bytes)
         .def_readwrite("expert_alignment", &LowLatencyOptions::expert_alignment)
         .def_readwrite("expert_rows", &LowLatencyOptions::expert_rows)
+        .def_readwrite("quantize", &LowLatencyOptions::quantize)
+        .def_readwrite("scale_column", &LowLatencyOptions::scale_column)
         .def_readwrite("sum_at_expert", &LowLatencyOptions::sum_at_expert);
 
     py::class_<LowLatencyGroup>(m, "LowLatencyGroup",

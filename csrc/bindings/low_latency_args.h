@@ -19,10 +19,12 @@ struct LowLatencyTensors {
 };
 
 struct LowLatencyOptions {
-    int index_bytes = 0;         // dispatch
-    int expert_alignment = 1;    // dispatch
-    int64_t expert_rows = 0;     // dispatch
-    bool sum_at_expert = false;  // combine
+    int index_bytes = 0;                       // dispatch
+    int expert_alignment = 1;                  // dispatch
+    int64_t expert_rows = 0;                   // dispatch
+    ScaleFormat quantize = ScaleFormat::None;  // dispatch
+    int64_t scale_column = 0;                  // dispatch
+    bool sum_at_expert = false;                // combine
 };
 
 inline LowLatencyArgs low_latency_args(const LowLatencyHeap& heap, int warps, int rank,
@@ -47,7 +49,9 @@ inline LowLatencyDispatchArgs low_latency_dispatch_args(const LowLatencyHeap& he
             at<char>(t.weights),
             at<char>(t.out),
             at<char>(t.out_scales),
-            at<char>(t.out_weights)};
+            at<char>(t.out_weights),
+            options.quantize,
+            options.scale_column};
 }
 
 inline LowLatencyCombineArgs low_latency_combine_args(const LowLatencyHeap& heap, int warps,

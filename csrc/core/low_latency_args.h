@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <utility>
 
+#include "core/float8.h"
 #include "core/low_latency_heap.h"
 #include "core/row.h"
 
@@ -93,14 +94,29 @@ struct LowLatencyDispatchArgs : LowLatencyArgs {
     int index_bytes;       // 4 or 8
     int expert_alignment;  // rows of an expert are padded to a multiple of this
     int64_t expert_rows;   // > 0: every expert's rows begin at a multiple of this
-    const char* x;         // [T, payload_bytes]
+    const char* x;         // [T, payload_bytes], or bf16 that becomes fp8 on the way
     const char* scales;    // [T, scale_bytes]
     const char* weights;   // [T, K, weight_bytes]
     char* recv_x;          // [max_rows, payload_bytes]
-    char* recv_scales;     // [max_rows, scale_bytes]
+    char* recv_scales;     // [max_rows, scale_bytes], or in columns
     char* recv_weights;    // [max_rows, weight_bytes]
+    ScaleFormat quantize = ScaleFormat::None;  // of what becomes fp8
+    // > 0: recv_scales is [max_rows / expert_rows, words, scale_column] (one matrix without
+    // expert_rows): each word of 4 bytes of the rows' scales has a column for itself.
+    int64_t scale_column = 0;
 
     EP_HD uint64_t shape() const { return 0; }
+    EP_HD int64_t scale_words() const { return format.scale_bytes / 4; }
+    // The first column's word of a row.
+    EP_HD size_t scale_word(int64_t row) const {
+        if (!expert_rows) return row;
+        return row / expert_rows * scale_words() * scale_column + row % expert_rows;
+    }
+    EP_HD size_t recv_scale_bytes() const {
+        if (!scale_column) return static_cast<size_t>(max_rows) * format.scale_bytes;
+        const size_t matrices = expert_rows ? max_rows / expert_rows : 1;
+        return matrices * scale_words() * scale_column * 4;
+    }
 };
 
 struct LowLatencyCombineArgs : LowLatencyArgs {

@@ -46,7 +46,7 @@ inline Outputs outputs_of(const CombineArgs& args) {
 inline Outputs outputs_of(const LowLatencyDispatchArgs& args) {
     const size_t rows = args.max_rows;
     return {{{args.recv_x, rows * args.format.payload_bytes},
-             {args.recv_scales, rows * args.format.scale_bytes},
+             {args.recv_scales, args.recv_scale_bytes()},
              {args.recv_weights, rows * args.format.weight_bytes},
              {reinterpret_cast<char*>(args.layout.data), args.layout.size() * sizeof(int32_t)}},
             nullptr};

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "core/dtypes.h"
+#include "core/float8.h"
 #include "core/function.h"
 #include "core/incident.h"
 
@@ -48,6 +49,10 @@ enum class Reuse { Soon, Late };
 //   weighted_sum<T, Reuse>(dst, srcs, weights, mask, count)
 //                                    the same of weights[lane] * srcs[lane][i]: a product is
 //                                    rounded, then added, also where it is the only one
+//   quantize(dsts, mask, src, count, scales_at, format)
+//                                    multicast of a row of bf16 as fp8 (core/float8.h): `count`
+//                                    values to each destination, and scales_at bytes from there
+//                                    their scales
 //   zero(dst, bytes)
 //
 // Flags. A scope says who may acquire them
@@ -90,6 +95,7 @@ concept WarpLike = requires(
     warp.template stage<Reuse::Late>(src, bytes);
     warp.template sum<float, Reuse::Late>(dst, srcs, uint32_t{1}, bytes);
     warp.template weighted_sum<float, Reuse::Late>(dst, srcs, weights, uint32_t{1}, bytes);
+    warp.quantize(dsts, uint32_t{1}, src, bytes, bytes, ScaleFormat::Fp32);
     warp.zero(dst, bytes);
     warp.template publish<Scope::System>(flag, uint64_t{1});
     warp.template publish_lanes<Scope::System>(1, PublishNothing{});

@@ -117,23 +117,38 @@ EP_FN bool read_choice(W& warp, const LowLatencyDispatchArgs& args, int token, C
     });
 }
 
+// Bytes of a row of x.
+template <bool kQuantize>
+EP_FN size_t bytes_of_row(const RowFormat& format) {
+    return static_cast<size_t>(format.payload_bytes) * (kQuantize ? sizeof(BFloat16) : 1);
+}
+
 // Into the slots of the lanes in the mask: all of a row but its tag.
-template <WarpLike W>
+template <bool kQuantize, WarpLike W>
 EP_FN void write_row(W& warp, const LowLatencyDispatchArgs& args,
                      const typename W::template PerLane<char*>& slot, uint32_t mask, int token,
                      const Choice<W>& choice) {
     const RowFormat& format = args.format;
     typename W::template PerLane<void*> to;
-    auto write = [&](size_t offset, const char* part, size_t bytes) {
+    auto to_part = [&](size_t offset) {
         warp.lanes(format.topk, [&](int lane) {
             if (mask >> lane & 1) to[lane] = slot[lane] + offset;
         });
-        warp.template multicast<Reuse::Soon>(to, mask, part, bytes);
     };
     const size_t row = token;
-    write(format.payload(), args.x + row * format.payload_bytes, format.payload_bytes);
-    if (format.scale_bytes)
-        write(format.scales(), args.scales + row * format.scale_bytes, format.scale_bytes);
+    const char* x = args.x + row * bytes_of_row<kQuantize>(format);
+    to_part(format.payload());
+    if constexpr (kQuantize) {
+        warp.quantize(to, mask, x, format.payload_bytes, format.scales() - format.payload(),
+                      args.quantize);
+    } else {
+        warp.template multicast<Reuse::Soon>(to, mask, x, format.payload_bytes);
+        if (format.scale_bytes) {
+            to_part(format.scales());
+            warp.template multicast<Reuse::Soon>(to, mask, args.scales + row * format.scale_bytes,
+                                                 format.scale_bytes);
+        }
+    }
     for_each_lane(mask, [&](int lane) {
         char* out = warp.broadcast(slot, lane);
         warp.lanes(format.topk, [&](int k) {
@@ -144,13 +159,13 @@ EP_FN void write_row(W& warp, const LowLatencyDispatchArgs& args,
     });
 }
 
-template <WarpLike W, class F>
+template <bool kQuantize, WarpLike W, class F>
 EP_FN bool send_token(W& warp, const LowLatencyDispatch<F>& call, const Team& team, int token) {
     const LowLatencyDispatchArgs& args = call.args;
     const RowFormat& format = args.format;
     const LowLatencyHeap& heap = args.heap;
-    warp.template stage<Reuse::Late>(args.x + static_cast<size_t>(token) * format.payload_bytes,
-                                     format.payload_bytes);
+    const size_t bytes = bytes_of_row<kQuantize>(format);
+    warp.template stage<Reuse::Late>(args.x + token * bytes, bytes);
     Choice<W> choice;
     if (!read_choice(warp, args, token, choice)) {
         warp.fail(Outcome::BadInput, Wait::None, Need{static_cast<uint64_t>(token), 0, args.rank});
@@ -169,7 +184,7 @@ EP_FN bool send_token(W& warp, const LowLatencyDispatch<F>& call, const Team& te
     warp.lanes(format.topk, [&](int lane) {
         if (near >> lane & 1) slot[lane] = call.fabric.template at<char>(rank[lane], target);
     });
-    write_row(warp, args, slot, near, token, choice);
+    write_row<kQuantize>(warp, args, slot, near, token, choice);
     warp.template publish_lanes<Scope::System>(format.topk, [&](int lane, auto&& store) {
         if (near >> lane & 1) store(reinterpret_cast<uint64_t*>(slot[lane]), call.tag);
     });
@@ -180,7 +195,7 @@ EP_FN bool send_token(W& warp, const LowLatencyDispatch<F>& call, const Team& te
         slot[lane] = call.fabric.template own<char>(staged);
         *reinterpret_cast<uint64_t*>(slot[lane]) = call.tag;
     });
-    write_row(warp, args, slot, 1, token, choice);
+    write_row<kQuantize>(warp, args, slot, 1, token, choice);
     for_each_lane(far, [&](int lane) {
         call.fabric.put_to(warp, team.warp, warp.broadcast(rank, lane), target, staged,
                            format.slot_bytes());
@@ -188,7 +203,8 @@ EP_FN bool send_token(W& warp, const LowLatencyDispatch<F>& call, const Team& te
     return true;
 }
 
-template <WarpLike W, class F>
+// kQuantize: whether x, bf16, becomes fp8 on the way.
+template <bool kQuantize, WarpLike W, class F>
 EP_FN bool low_latency_dispatch_send(W& warp, F& fabric, const LowLatencyDispatchArgs& args,
                                      const Team& team) {
     const LowLatencyDispatch<F> call = next_call(fabric, args);
@@ -198,7 +214,7 @@ EP_FN bool low_latency_dispatch_send(W& warp, F& fabric, const LowLatencyDispatc
         send_choices(warp, call, rank);
     // from the other end: the first warps have had choices to send
     for (int token = team.warps - 1 - team.warp; token < args.num_tokens; token += team.warps) {
-        if (!send_token(warp, call, team, token)) return false;
+        if (!send_token<kQuantize>(warp, call, team, token)) return false;
     }
     signal_rows(warp, call, team);
     return end_sending(warp, call, team);
@@ -287,6 +303,31 @@ EP_FN void find_starts(W& warp, const Choices<F>& choices, const Team& team) {
     }
 }
 
+// A row's scales to its places: as they came, or each word into its column.
+template <WarpLike W>
+EP_FN void place_scales(W& warp, const LowLatencyDispatchArgs& args, uint32_t placed,
+                        const typename W::template PerLane<int>& position, const char* scales) {
+    if (!args.scale_column) {
+        const size_t bytes = args.format.scale_bytes;
+        typename W::template PerLane<void*> row;
+        warp.lanes(args.format.topk, [&](int lane) {
+            if (placed >> lane & 1) row[lane] = args.recv_scales + position[lane] * bytes;
+        });
+        warp.template multicast<Reuse::Late>(row, placed, scales, bytes);
+        return;
+    }
+    const auto* words = reinterpret_cast<const uint32_t*>(scales);
+    for_each_lane(placed, [&](int lane) {
+        auto* column = reinterpret_cast<uint32_t*>(args.recv_scales) +
+                       args.scale_word(warp.broadcast(position, lane));
+        for (int first = 0; first < args.scale_words(); first += 32) {
+            warp.lanes(lanes_from(first, args.scale_words()), [&](int word) {
+                column[(first + word) * args.scale_column] = words[first + word];
+            });
+        }
+    });
+}
+
 // From its slot to its place at each of its experts here.
 template <WarpLike W, class F>
 EP_FN bool receive_token(W& warp, const Choices<F>& choices, const Team& team, int source,
@@ -302,7 +343,7 @@ EP_FN bool receive_token(W& warp, const Choices<F>& choices, const Team& team, i
     const int first_expert = args.rank * choices.local_experts;
     const int32_t* starts = args.layout.scratch(team.warp);
     typename W::template PerLane<int> position;
-    typename W::template PerLane<void*> row, scales;
+    typename W::template PerLane<void*> row;
     warp.lanes(format.topk, [&](int lane) {
         const int expert =
             reinterpret_cast<const int32_t*>(slot + format.experts())[lane] - first_expert;
@@ -317,7 +358,6 @@ EP_FN bool receive_token(W& warp, const Choices<F>& choices, const Team& team, i
         if (position[lane] < 0) return;
         const size_t place = position[lane];
         row[lane] = args.recv_x + place * format.payload_bytes;
-        scales[lane] = args.recv_scales + place * format.scale_bytes;
         store_weight(
             args.recv_weights + place * format.weight_bytes,
             load_weight(slot + format.weights() + lane * format.weight_bytes, format.weight_bytes),
@@ -330,9 +370,7 @@ EP_FN bool receive_token(W& warp, const Choices<F>& choices, const Team& team, i
     }
     warp.template multicast<Reuse::Late>(row, placed, slot + format.payload(),
                                          format.payload_bytes);
-    if (format.scale_bytes)
-        warp.template multicast<Reuse::Late>(scales, placed, slot + format.scales(),
-                                             format.scale_bytes);
+    if (format.scale_bytes) place_scales(warp, args, placed, position, slot + format.scales());
     return true;
 }
 

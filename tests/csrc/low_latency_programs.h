@@ -1,6 +1,7 @@
 #pragma once
 
 #include <array>
+#include <bit>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -22,6 +23,8 @@ namespace ep {
 // A program runs several times over the same arguments, as a captured graph does. Numbers are
 // small integers, so sums are exact: a combine of rows as they came gives each token times its
 // picks.
+//
+// Some programs are of dispatches alone, whose rows become fp8 on the way.
 struct LowLatencyProgram {
     struct Half {
         int call;
@@ -36,6 +39,8 @@ struct LowLatencyProgram {
     struct Part {
         std::vector<int32_t> ids, layout;
         std::vector<float> x, weights, rows, row_weights, y, y_values;
+        std::vector<BFloat16> bf16_x;
+        std::vector<uint32_t> scales;
         uint64_t number = 0;
         LowLatencyDispatchArgs dispatch{};
         LowLatencyCombineArgs combine{};
@@ -44,6 +49,7 @@ struct LowLatencyProgram {
     std::mt19937_64 random;
     Topology topology;
     int experts, topk, hidden, max_tokens, warps, under_way;
+    bool fp8;
     LowLatencyHeap heap;
     std::vector<Call> calls;
     std::vector<std::vector<Half>> halves;  // of each rank
@@ -75,7 +81,10 @@ struct LowLatencyProgram {
             hidden = std::array{3, 40, 400, 2000}[pick(0, 3)];
             if (pick(0, 5) == 0) experts = 40 * world;  // more than there are lanes
         }
-        const RowFormat format{hidden * 4, 0, 4, topk, 2};
+        fp8 = seed % 3 == 2;
+        if (fp8) hidden *= 4;  // a float has as many bytes
+        const RowFormat format = fp8 ? RowFormat{hidden, 4 * scale_blocks(hidden), 4, topk, 4}
+                                     : RowFormat{hidden * 4, 0, 4, topk, 2};
         heap = {topology,           experts, max_tokens, topk, format.slot_bytes(),
                 topology.nodes > 1, warps};
         controls.resize(world);
@@ -103,7 +112,7 @@ struct LowLatencyProgram {
             for (int other = 0; other < call; ++other) {
                 if (!calls[other].is_combine) dispatches.push_back(other);
             }
-            const bool combine = !dispatches.empty() && pick(0, 1);
+            const bool combine = !dispatches.empty() && pick(0, 1) && !fp8;
             calls.push_back({combine, combine ? dispatches[pick(0, dispatches.size() - 1)] : 0,
                              pick(0, 1) == 1});
         }
@@ -173,8 +182,12 @@ struct LowLatencyProgram {
                                      nullptr,
                                      bytes(part.weights),
                                      bytes(part.rows),
-                                     nullptr,
+                                     reinterpret_cast<char*>(part.scales.data()),
                                      bytes(part.row_weights)};
+                    if (!fp8) continue;
+                    part.dispatch.x = reinterpret_cast<char*>(part.bf16_x.data());
+                    part.dispatch.quantize = format_of(c);
+                    part.dispatch.scale_column = c % 2 ? args.max_rows : 0;
                     continue;
                 }
                 part.y.resize(static_cast<size_t>(tokens) * hidden);
@@ -197,7 +210,11 @@ struct LowLatencyProgram {
             const int first = pick(0, experts - 1);
             for (int k = 0; k < topk; ++k)
                 part.ids.push_back(pick(0, 5) ? (first + k) % experts : -1);
-            for (int i = 0; i < hidden; ++i) part.x.push_back(rank * 50 + token + 7 * i);
+            for (int i = 0; i < hidden; ++i) {
+                part.x.push_back(rank * 50 + token + 7 * i);
+                part.bf16_x.push_back(
+                    {static_cast<uint16_t>(std::bit_cast<uint32_t>(part.x.back()) >> 16)});
+            }
         }
         for (size_t i = 0; i < part.ids.size(); ++i) part.weights.push_back(1 + rank + 3 * i);
         const LowLatencyLayout layout{heap, topk, warps, nullptr};
@@ -206,6 +223,11 @@ struct LowLatencyProgram {
             static_cast<size_t>(topology.world()) * max_tokens * heap.picks_per_rank();
         part.rows.resize(rows * hidden);
         part.row_weights.resize(rows);
+        if (fp8) part.scales.resize(rows * scale_blocks(hidden));
+    }
+
+    static ScaleFormat format_of(size_t call) {
+        return call % 3 ? ScaleFormat::PowerOf2 : ScaleFormat::Fp32;
     }
 
     // The roles of all ranks. Each warp goes through its rank's halves, and waits after each for
@@ -252,7 +274,8 @@ struct LowLatencyProgram {
                          : low_latency_combine_send<float>(warp, fabric, part.combine, team);
         } else {
             half.receive ? low_latency_dispatch_receive(warp, fabric, part.dispatch, team)
-                         : low_latency_dispatch_send(warp, fabric, part.dispatch, team);
+            : fp8        ? low_latency_dispatch_send<true>(warp, fabric, part.dispatch, team)
+                         : low_latency_dispatch_send<false>(warp, fabric, part.dispatch, team);
         }
     }
 
@@ -293,14 +316,29 @@ struct LowLatencyProgram {
                 for (size_t i = 0; i < from.ids.size(); ++i) {
                     if (from.ids[i] != expert) continue;
                     const size_t token = i / topk;
-                    wrong += std::memcmp(&own.rows[row * hidden], &from.x[token * hidden],
-                                         hidden * sizeof(float)) != 0;
+                    wrong += fp8 ? fp8_row_differs(own, row, from, token, format_of(c))
+                                 : std::memcmp(&own.rows[row * hidden], &from.x[token * hidden],
+                                               hidden * sizeof(float)) != 0;
                     wrong += own.row_weights[row] != from.weights[i];
                     ++row;
                 }
             }
         }
         return wrong + (own.dispatch.layout.start(local_experts) != static_cast<int>(row));
+    }
+
+    bool fp8_row_differs(const Part& own, size_t row, const Part& from, size_t token,
+                         ScaleFormat format) const {
+        const size_t blocks = scale_blocks(hidden), column = own.dispatch.scale_column;
+        std::vector<uint8_t> values(hidden);
+        std::vector<uint32_t> scales(blocks);
+        quantize_row(values.data(), reinterpret_cast<char*>(scales.data()),
+                     &from.bf16_x[token * hidden], hidden, format);
+        for (size_t block = 0; block < blocks; ++block) {
+            const size_t at = column ? block * column + row : row * blocks + block;
+            if (own.scales[at] != scales[block]) return true;
+        }
+        return std::memcmp(own.dispatch.recv_x + row * hidden, values.data(), hidden) != 0;
     }
 
     int combine_errors(int rank, size_t c) const {

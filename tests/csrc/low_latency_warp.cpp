@@ -57,6 +57,8 @@ class Grid {
         each(part.ids, "ids");
         each(part.layout, "a layout");
         each(part.x, "x");
+        each(part.bf16_x, "x of bf16");
+        each(part.scales, "scales");
         each(part.weights, "weights");
         each(part.rows, "rows");
         each(part.row_weights, "weights of rows");
@@ -91,9 +93,11 @@ class Grid {
                                 : kernels::low_latency_combine_send_kernel<float, Combine>,
                             launch_of(part.combine));
         }
-        return launched(half.receive ? kernels::low_latency_dispatch_receive_kernel<Dispatch>
-                                     : kernels::low_latency_dispatch_send_kernel<Dispatch>,
-                        launch_of(part.dispatch));
+        const auto send = program_.fp8 ? kernels::low_latency_dispatch_send_kernel<true, Dispatch>
+                                       : kernels::low_latency_dispatch_send_kernel<false, Dispatch>;
+        return launched(
+            half.receive ? kernels::low_latency_dispatch_receive_kernel<Dispatch> : send,
+            launch_of(part.dispatch));
     }
 
     // Behind a receiving half, as a launch has it.

@@ -7,6 +7,7 @@
 // after it
 #include <random>
 
+#include "core/row.h"
 #include "exec/device/device_warp.h"
 #include "exec/device/shared_memory.h"
 #include "exec/host/fibers.h"
@@ -18,7 +19,7 @@ namespace {
 constexpr size_t kRowBytes = 20480;
 constexpr int kSources = 6, kOps = 10;
 
-enum class Kind { Copy, Multicast, Stage, Drop, Sum, WeightedSum, Publish };
+enum class Kind { Copy, Multicast, Stage, Drop, Sum, WeightedSum, Quantize, Publish };
 
 // Each writes rows of its own.
 struct Op {
@@ -27,6 +28,7 @@ struct Op {
     size_t bytes;
     int source[32];
     float weight[32];
+    ScaleFormat format;
 };
 
 struct Memory {
@@ -71,6 +73,11 @@ void run_op(W& warp, const Op& op, const Memory& sources, const Memory& out, int
         case Kind::WeightedSum:
             return warp.template weighted_sum<float, Reuse::Late>(first, src, weight, op.mask,
                                                                   op.bytes / 4);
+        case Kind::Quantize: {
+            const size_t elements = op.bytes / sizeof(BFloat16);
+            if (op.source[1] % 2) warp.template stage<Reuse::Late>(source, op.bytes);
+            return warp.quantize(dst, op.mask, source, elements, align_up(elements, 16), op.format);
+        }
         case Kind::Publish:
             return warp.template publish<Scope::System>(flag, number);
     }
@@ -86,9 +93,11 @@ void run_sequence(uint64_t seed) {
         reinterpret_cast<float*>(sources.rows)[i] = static_cast<float>(pick(-999, 999)) / 7;
     std::vector<Op> ops(kOps);
     for (Op& op : ops) {
-        op.kind = static_cast<Kind>(pick(0, 6));
+        op.kind = static_cast<Kind>(pick(0, 7));
         op.mask = static_cast<uint32_t>(random() & (pick(0, 1) ? random() & random() : ~0u)) | 1;
         op.bytes = std::array{16, 496, 1024, 4096, 7168, 7184, 14336, 20000}[pick(0, 7)];
+        if (op.kind == Kind::Quantize) op.bytes += pick(0, 2) ? 0 : 2 * pick(1, 40);
+        op.format = static_cast<ScaleFormat>(pick(1, 3));
         for (int lane = 0; lane < 32; ++lane) {
             op.source[lane] = pick(0, kSources - 1);
             op.weight[lane] = static_cast<float>(pick(-99, 99)) / 3;
@@ -116,6 +125,24 @@ void run_sequence(uint64_t seed) {
     }
 }
 
+// What the GPU's quotients become is what the host's become: of any block, and all that is in it
+// and not far smaller than its largest.
+void check_quotients() {
+    auto bf16 = [](uint32_t bits) { return std::bit_cast<float>(bits << 16); };
+    for (const uint32_t exponent : {0, 1, 60, 66, 67, 68, 75, 127, 254}) {
+        for (uint32_t largest = exponent << 7; largest < (exponent + 1) << 7; ++largest) {
+            const float scale = scale_of(bf16(largest), ScaleFormat::Fp32);
+            const rows::Divider divided(scale);
+            for (uint32_t bits = largest - std::min(largest, 20u << 7); bits <= largest; ++bits) {
+                for (const uint32_t sign : {0u, 0x8000u}) {
+                    const float x = bf16(bits | sign);
+                    if (to_e4m3(divided(x)) != to_e4m3(x / scale)) simt::die("another quotient");
+                }
+            }
+        }
+    }
+}
+
 }  // namespace
 }  // namespace ep
 
@@ -123,6 +150,7 @@ int main(int argc, char** argv) {
     if (argc != 3) return 2;
     const uint64_t first = std::strtoull(argv[1], nullptr, 10),
                    end = std::strtoull(argv[2], nullptr, 10);
+    ep::check_quotients();
     for (uint64_t seed = first; seed < end; ++seed) ep::run_sequence(seed);
     std::printf("%llu sequences\n", static_cast<unsigned long long>(end - first));
 }

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "exec/device/ptx.h"
+#include "exec/device/quantize.h"
 #include "exec/device/rows.h"
 #include "exec/device/sums.h"
 
@@ -61,18 +62,27 @@ class BulkCopier {
                                               size_t bytes) {
         const bool writes = mask >> rows::lane_id() & 1;
         char* out = static_cast<char*>(own_dst);
-        if (filled_ == emptied_) stage<Reuse::Soon>(src, bytes);
-        for (size_t done = 0; done < bytes; done += BulkBuffers::kChunkBytes) {
-            wait_filled();
-            if (writes)
-                ptx::bulk_store<reuse == Reuse::Late>(out + done, buffer(emptied_),
-                                                      chunk(bytes - done));
-            ptx::bulk_commit();
-            ++emptied_;
-            // the buffer before this one, whose writes are older
-            if (left_ && filled_ - emptied_ < BulkBuffers::kBuffers - 1) fill<Reuse::Soon, 1>();
-        }
-        __syncwarp();
+        for_each_chunk(src, bytes, [&](char* part, uint32_t done, uint32_t size) {
+            if (writes) ptx::bulk_store<reuse == Reuse::Late>(out + done, part, size);
+        });
+    }
+
+    // The same of bf16 as fp8: the first half of each buffer becomes what is written.
+    __device__ __forceinline__ void quantize(void* own_dst, uint32_t mask, const void* src,
+                                             uint32_t count, uint32_t scales_at,
+                                             ScaleFormat format) {
+        static_assert(BulkBuffers::kChunkBytes % (2 * kScaleBlock) == 0);
+        const bool writes = mask >> rows::lane_id() & 1;
+        char* out = static_cast<char*>(own_dst);
+        for_each_chunk(src, 2 * count, [&](char* part, uint32_t done, uint32_t size) {
+            const float scale = rows::quantize_shared(part, size / 2, format);
+            // Between these stores and the engine's reads, or it might read what was there before.
+            ptx::fence_proxy_async_shared();
+            __syncwarp();
+            if (writes) ptx::bulk_store<false>(out + done / 2, part, size / 2);
+            rows::store_scales(out + scales_at, mask, scale, done / (2 * kScaleBlock),
+                               scale_blocks(size / 2), format);
+        });
     }
 
     // Gives up what was staged.
@@ -142,6 +152,21 @@ class BulkCopier {
         // first and the weights lie in the row.
         ptx::fence_proxy_async_shared();
         return {first};
+    }
+
+    // f(buffer, bytes before it, bytes in it) for each chunk of a row, once it is there.
+    template <class F>
+    __device__ __forceinline__ void for_each_chunk(const void* src, size_t bytes, F&& f) {
+        if (filled_ == emptied_) stage<Reuse::Soon>(src, bytes);
+        for (size_t done = 0; done < bytes; done += BulkBuffers::kChunkBytes) {
+            wait_filled();
+            f(buffer(emptied_), done, chunk(bytes - done));
+            ptx::bulk_commit();
+            ++emptied_;
+            // the buffer before this one, whose writes are older
+            if (left_ && filled_ - emptied_ < BulkBuffers::kBuffers - 1) fill<Reuse::Soon, 1>();
+        }
+        __syncwarp();
     }
 
     static __device__ __forceinline__ uint32_t chunk(size_t rest) {

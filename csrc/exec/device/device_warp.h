@@ -5,6 +5,7 @@
 #include "exec/device/bulk.h"
 #include "exec/device/device_rank.h"
 #include "exec/device/ptx.h"
+#include "exec/device/quantize.h"
 #include "exec/device/rows.h"
 #include "exec/device/sums.h"
 #include "exec/warp.h"
@@ -145,6 +146,18 @@ class DeviceWarp {
                                                  uint32_t mask, size_t count) {
         if (!mask) return zero(dst, count * sizeof(T));
         add_rows<T, reuse>(dst, srcs.value, weights.value, mask, count);
+    }
+
+    __device__ __forceinline__ void quantize(const PerLane<void*>& dsts, uint32_t mask,
+                                             const void* src, size_t count, size_t scales_at,
+                                             ScaleFormat format) {
+        if (mask && is_bulk(2 * count) && !rows::misalignment(dsts.value, mask, src, count)) {
+            bulk_.quantize(dsts.value, mask, src, count, scales_at, format);
+        } else {
+            bulk_.drop();
+            if (mask) rows::quantize_elements(dsts.value, mask, src, count, scales_at, format);
+        }
+        __syncwarp();
     }
 
     __device__ __forceinline__ void zero(void* dst, size_t bytes) {

@@ -154,6 +154,12 @@ __device__ __forceinline__ float max_nan(float a, float b) {
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
     return larger;
 }
+// Of each half by itself.
+__device__ __forceinline__ uint32_t max_u16x2(uint32_t a, uint32_t b) {
+    uint32_t larger;
+    asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    return larger;
+}
 __device__ __forceinline__ float widen_fp16(uint16_t bits) {
     float value;
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
@@ -182,6 +188,11 @@ __device__ __forceinline__ double load_shared(const double* address) {
     double value;
     asm volatile("ld.shared.f64 %0, [%1];" : "=d"(value) : "r"(shared_address(address)) : "memory");
     return value;
+}
+__device__ __forceinline__ void store_shared(void* address, uint2 value) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(shared_address(address)), "r"(value.x),
+                 "r"(value.y)
+                 : "memory");
 }
 __device__ __forceinline__ void store_shared(float* address, float value) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(shared_address(address)), "f"(value) : "memory");

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "exec/host/executor.h"
+#include "exec/host/quantize.h"
 #include "exec/host/rows.h"
 #include "exec/warp.h"
 
@@ -145,6 +146,23 @@ class BasicHostWarp {
         const int num_rows = gather(rows, srcs, mask);
         gather(row_weights, weights, mask);
         weighted_sum_rows(static_cast<T*>(dst), rows, row_weights, num_rows, count);
+    }
+
+    void quantize(const PerLane<void*>& dsts, uint32_t mask, const void* src, size_t count,
+                  size_t scales_at, ScaleFormat format) {
+        const size_t scales = scale_blocks(count) * scale_bytes(format);
+        const char* first = nullptr;
+        for_each_lane(mask, [&](int lane) {
+            char* dst = static_cast<char*>(dsts[lane]);
+            if (first) {
+                std::memcpy(dst, first, count);
+                std::memcpy(dst + scales_at, first + scales_at, scales);
+            } else {
+                quantize_row(reinterpret_cast<uint8_t*>(dst), dst + scales_at,
+                             static_cast<const BFloat16*>(src), count, format);
+                first = dst;
+            }
+        });
     }
 
     void zero(void* dst, size_t bytes) {

@@ -5,15 +5,10 @@
 #include <cstdint>
 #include <cstring>
 
+#include "exec/host/wide.h"
+
 #if defined(__SSE2__)
 #include <emmintrin.h>
-#endif
-
-// The same loop compiled for wider vectors too, chosen when the library is loaded.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_THREAD__)
-#define EP_WIDE __attribute__((target_clones("arch=x86-64-v3", "default")))
-#else
-#define EP_WIDE
 #endif
 
 // A product is rounded before it is added, as on the GPU: never both by one instruction, which the
@@ -33,8 +28,6 @@ constexpr size_t kVectors = 4;
 using Halves = uint16_t __attribute__((vector_size(kLanes * 2)));
 using Words = uint32_t __attribute__((vector_size(kLanes * 4)));
 using Floats = float __attribute__((vector_size(kLanes * 4)));
-
-#define EP_INLINE inline __attribute__((always_inline))
 
 EP_INLINE Floats widen(Words bits, BFloat16) { return std::bit_cast<Floats>(bits << 16); }
 

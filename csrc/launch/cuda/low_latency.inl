@@ -40,9 +40,11 @@ template <class P>
 void CudaLowLatency<P>::dispatch(bool receive, const std::vector<LowLatencyDispatchArgs>& args,
                                  CudaStream stream) const {
     using L = LowLatencyDispatchLaunch<P>;
-    launch_half(receive ? kernels::low_latency_dispatch_receive_kernel<L>
-                        : kernels::low_latency_dispatch_send_kernel<L>,
-                group_, fabric_, args, blocks_, stream);
+    const auto send = args.front().quantize == ScaleFormat::None
+                          ? kernels::low_latency_dispatch_send_kernel<false, L>
+                          : kernels::low_latency_dispatch_send_kernel<true, L>;
+    launch_half(receive ? kernels::low_latency_dispatch_receive_kernel<L> : send, group_, fabric_,
+                args, blocks_, stream);
     if (receive) group_.finish(outputs_of(args), stream, false);
 }
 

@@ -55,12 +55,12 @@ __device__ __forceinline__ void run_half(const L& launch, Role role, bool receiv
         warp.template credit<Scope::System>(count(launch.rank.control->finished), call);
 }
 
-template <class L>
+template <bool kQuantize, class L>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     low_latency_dispatch_send_kernel(const __grid_constant__ L launch) {
     run_half(launch, Role::LowLatencySender, false,
              [](auto& warp, auto& fabric, const auto& args, const Team& team) {
-                 return low_latency_dispatch_send(warp, fabric, args, team);
+                 return low_latency_dispatch_send<kQuantize>(warp, fabric, args, team);
              });
 }
 

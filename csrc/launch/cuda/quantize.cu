@@ -2,13 +2,13 @@
 #include <stdexcept>
 
 #include "core/cuda/runtime.h"
+#include "core/float8.h"
 #include "exec/device/sums.h"
 #include "launch/cuda/quantize.h"
 
 namespace ep {
 namespace {
 
-constexpr float kLargest = 448;  // of e4m3
 constexpr int kThreads = 256;
 constexpr int kElements = 4;  // of a lane: 32 lanes make a block
 
@@ -21,8 +21,8 @@ __global__ void __launch_bounds__(kThreads)
     for (int64_t i = static_cast<int64_t>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
          i < args.rows * blocks_per_row; i += warps) {
         const int block = static_cast<int>(i % blocks_per_row);
-        const int64_t first = i / blocks_per_row * args.hidden + block * QuantizeArgs::kScaleBlock;
-        const int left = args.hidden - block * QuantizeArgs::kScaleBlock;
+        const int64_t first = i / blocks_per_row * args.hidden + block * kScaleBlock;
+        const int left = args.hidden - block * kScaleBlock;
         auto index = [&](int e) { return wide ? kElements * lane + e : lane + 32 * e; };
         const T* x = static_cast<const T*>(args.x) + first;
         struct alignas(sizeof(T) * kElements) Wide {
@@ -44,8 +44,7 @@ __global__ void __launch_bounds__(kThreads)
         for (int distance = 16; distance; distance /= 2) {
             largest = ptx::max_nan(largest, __shfl_xor_sync(rows::kAllLanes, largest, distance));
         }
-        const float quotient = __fdiv_rn(largest, kLargest);
-        const float scale = quotient == 0 ? 1.0f : quotient;
+        const float scale = scale_of(largest, ScaleFormat::Fp32);
         if (lane == 0) args.scales[i] = scale;
         auto divided = [&](int e) { return __fdiv_rn(rows::widen(in.values[e]), scale); };
         const uint32_t out = ptx::pack_e4m3(divided(0), divided(1)) |
@@ -64,8 +63,7 @@ __global__ void __launch_bounds__(kThreads)
 
 template <class T>
 void launch(const QuantizeArgs& args, cudaStream_t stream) {
-    const int blocks_per_row =
-        (args.hidden + QuantizeArgs::kScaleBlock - 1) / QuantizeArgs::kScaleBlock;
+    const int blocks_per_row = (args.hidden + kScaleBlock - 1) / kScaleBlock;
     const int64_t blocks = (args.rows * blocks_per_row + kThreads / 32 - 1) / (kThreads / 32);
     if (blocks == 0) return;
     const bool wide = args.hidden % kElements == 0 &&

@@ -6,18 +6,14 @@
 
 namespace ep {
 
-// Rows of numbers to fp8 e4m3, with a scale for each kScaleBlock elements of a row (the last one
-// may be shorter).
+// Rows of numbers to fp8, as core/float8.h has it for bf16.
 struct QuantizeArgs {
-    static constexpr int kScaleBlock = 128;
-
     int64_t rows;
     int hidden;
     DType dtype;      // bf16, fp16 or fp32
     const void* x;    // [rows, hidden]
     uint8_t* values;  // [rows, hidden], e4m3: x / scale
-    float* scales;    // [rows, ceil(hidden / 128)]: the largest |x| of the block / 448, or 1 where
-                      // all are 0
+    float* scales;    // [rows, ceil(hidden / 128)]
 };
 
 // Enqueued on the stream of the current device. Throws std::runtime_error when the launch fails.

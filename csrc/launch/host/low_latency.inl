@@ -55,7 +55,9 @@ void HostLowLatency::dispatch_send(const std::vector<LowLatencyDispatchArgs>& ar
                                    const std::function<bool()>& interrupted) {
     launch<Warp>(Role::LowLatencySender, false, args, interrupted,
                  [](Warp& warp, HostFabric& fabric, const auto& a, const Team& team) {
-                     low_latency_dispatch_send(warp, fabric, a, team);
+                     a.quantize == ScaleFormat::None
+                         ? low_latency_dispatch_send<false>(warp, fabric, a, team)
+                         : low_latency_dispatch_send<true>(warp, fabric, a, team);
                  });
 }
 

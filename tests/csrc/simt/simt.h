@@ -10,6 +10,7 @@
 #include <atomic>
 #include <bit>
 #include <chrono>
+#include <cmath>
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
@@ -29,6 +30,10 @@
 
 struct alignas(16) uint4 {
     unsigned x, y, z, w;
+};
+
+struct uint2 {
+    unsigned x, y;
 };
 
 namespace simt {
@@ -119,6 +124,10 @@ T __shfl_up_sync(unsigned, T value, int distance) {
     const int source = static_cast<int>(simt::lane()) - distance;
     return source < 0 ? value : simt::from_word<T>(values[source]);
 }
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int distance) {
+    return __shfl_sync(mask, value, static_cast<int>(simt::lane()) ^ distance);
+}
 inline unsigned __match_any_sync(unsigned, int value) {
     const auto values = simt::exchange(simt::Kind::Match, simt::to_word(value));
     unsigned mask = 0;
@@ -137,3 +146,5 @@ inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits);
 // Products that never become part of a fused operation.
 __attribute__((noinline)) inline float __fmul_rn(float a, float b) { return a * b; }
 __attribute__((noinline)) inline double __dmul_rn(double a, double b) { return a * b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __frcp_rn(float value) { return 1 / value; }

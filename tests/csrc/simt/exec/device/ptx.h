@@ -1,5 +1,6 @@
 #pragma once
 
+#include "exec/host/quantize.h"
 #include "order.h"
 #include "simt.h"
 
@@ -67,6 +68,10 @@ inline uint4 load_shared(const void* address) {
 }
 inline float load_shared(const float* address) { return *address; }
 inline double load_shared(const double* address) { return *address; }
+inline void store_shared(void* address, uint2 value) {
+    if (reinterpret_cast<uintptr_t>(address) % 8) simt::die("an 8-byte access is not aligned");
+    std::memcpy(address, &value, sizeof(value));
+}
 inline void store_shared(float* address, float value) { *address = value; }
 inline void store_shared(double* address, double value) { *address = value; }
 inline void store_streaming(uint4* address, uint4 value) { store(address, value); }
@@ -83,6 +88,12 @@ inline uint32_t pack_fp16(float low, float high) {
         return std::bit_cast<uint16_t>(static_cast<_Float16>(value));
     };
     return narrow(low) | narrow(high) << 16;
+}
+inline uint16_t pack_e4m3(float low, float high) {
+    return static_cast<uint16_t>(to_e4m3(low) | to_e4m3(high) << 8);
+}
+inline uint32_t max_u16x2(uint32_t a, uint32_t b) {
+    return std::max(a & 0xffff, b & 0xffff) | std::max(a >> 16, b >> 16) << 16;
 }
 inline float widen_fp16(uint16_t bits) { return static_cast<float>(std::bit_cast<_Float16>(bits)); }
 

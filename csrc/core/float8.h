@@ -1,0 +1,55 @@
+#pragma once
+
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+
+#include "core/function.h"
+
+namespace ep {
+
+// Rows of bf16 as fp8 e4m3, with a scale for each kScaleBlock elements (fewer at a row's end):
+// value = x / scale in fp32, then e4m3, both rounded to nearest even; larger ones become 448.
+// megatron_ep/reference.py is the specification.
+constexpr int kScaleBlock = 128;
+constexpr float kLargestE4m3 = 448;
+constexpr uint8_t kNanE4m3 = 0x7f;
+
+// What a block's scale is, the largest |x| / 448, rounded to and stored as.
+//   Fp32      fp32; 1 for a block of zeros
+//   PowerOf2  the next power of two that is not smaller, and at least 2^-126, as fp32
+//   Ue8m0     the same as its exponent's byte alone
+// A block with an infinity or NaN has NaN for its scale and all its values.
+enum class ScaleFormat : int { None, Fp32, PowerOf2, Ue8m0 };
+
+EP_HD int scale_bytes(ScaleFormat format) { return format == ScaleFormat::Ue8m0 ? 1 : 4; }
+EP_HD int scale_blocks(size_t elements) {
+    return static_cast<int>((elements + kScaleBlock - 1) / kScaleBlock);
+}
+
+// largest: of |x|, infinity or NaN if there is one.
+EP_HD float scale_of(float largest, ScaleFormat format) {
+    constexpr uint32_t kInfinity = 0x7f800000, kFraction = 0x007fffff, kNan = 0x7fffffff;
+    const float quotient = largest / kLargestE4m3;
+    uint32_t bits = std::bit_cast<uint32_t>(quotient == 0 ? 1.0f : quotient);
+    if (bits >= kInfinity) {
+        bits = kNan;
+    } else if (format != ScaleFormat::Fp32) {
+        bits = (bits + kFraction) & kInfinity;
+    }
+    return std::bit_cast<float>(bits);
+}
+
+EP_HD uint8_t ue8m0(float scale) {
+    return static_cast<uint8_t>(std::bit_cast<uint32_t>(scale) >> 23);
+}
+
+EP_HD void store_scale(char* dst, float scale, ScaleFormat format) {
+    if (format == ScaleFormat::Ue8m0) {
+        *reinterpret_cast<uint8_t*>(dst) = ue8m0(scale);
+    } else {
+        *reinterpret_cast<float*>(dst) = scale;
+    }
+}
+
+}  // namespace ep

@@ -1,0 +1,138 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/float8.h"
+#include "exec/device/ptx.h"
+#include "exec/device/rows.h"
+
+// Rows of bf16 to fp8, as core/float8.h has it.
+namespace ep::rows {
+
+// x / scale, rounded to nearest even, of all bf16 x of a block: a quotient by the reciprocal, and a
+// step of Newton's that makes it exact, signs of zeros too.
+struct Divider {
+    float scale, inverse;
+    float lift;  // of both sides, where the scale is so small that its reciprocal is no number
+
+    __device__ __forceinline__ explicit Divider(float of) {
+        lift = of < 0x1p-60f ? 0x1p64f : 1.0f;
+        scale = of * lift;
+        inverse = __frcp_rn(scale);
+    }
+    __device__ __forceinline__ float operator()(float x) const {
+        const float lifted = __fmul_rn(x, lift);
+        const float quotient = __fmul_rn(lifted, inverse);
+        const float excess = __fmaf_rn(quotient, scale, -lifted);
+        return __fmaf_rn(-excess, inverse, quotient);
+    }
+};
+
+__device__ __forceinline__ float bf16_low(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float bf16_high(uint32_t pair) {
+    return __uint_as_float(pair & 0xffff0000u);
+}
+
+// Bits without their signs are in the order of what they stand for, NaN last.
+__device__ __forceinline__ uint32_t magnitudes(uint32_t pair) { return pair & 0x7fff7fffu; }
+__device__ __forceinline__ float larger_of(uint32_t magnitude_pair) {
+    return bf16_high(ptx::max_u16x2(magnitude_pair, magnitude_pair << 16));
+}
+
+__device__ __forceinline__ uint32_t quantize_four(const Divider& divided, uint32_t a, uint32_t b) {
+    return ptx::pack_e4m3(divided(bf16_low(a)), divided(bf16_high(a))) |
+           static_cast<uint32_t>(ptx::pack_e4m3(divided(bf16_low(b)), divided(bf16_high(b)))) << 16;
+}
+
+// A vector of 8 elements a lane, so 16 lanes a block, and several vectors at once. A lane keeps the
+// scale of one block.
+constexpr int kElements = 8, kBlockLanes = kScaleBlock / kElements, kVectors = 7;
+__device__ __forceinline__ uint32_t block_of_lane() {
+    return 2 * (lane_id() % kBlockLanes) + lane_id() / kBlockLanes;
+}
+
+// A part of a row in shared memory, at most 32 blocks, in place: its first half holds the values
+// then. Returns each lane's scale. count is a multiple of 8.
+
+__device__ __forceinline__ float quantize_shared(char* row, uint32_t count, ScaleFormat format) {
+    float own_scale = 0;
+    for (uint32_t first = 0; first < count; first += 32 * kElements * kVectors) {
+        uint4 in[kVectors];
+        uint32_t largest[kVectors];
+        auto element = [&](int i) { return first + kElements * (32 * i + lane_id()); };
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) {
+            in[i] = element(i) < count ? ptx::load_shared(row + 2 * element(i)) : uint4{};
+            largest[i] = ptx::max_u16x2(ptx::max_u16x2(magnitudes(in[i].x), magnitudes(in[i].y)),
+                                        ptx::max_u16x2(magnitudes(in[i].z), magnitudes(in[i].w)));
+        }
+#pragma unroll
+        for (int distance = kBlockLanes / 2; distance; distance /= 2) {
+#pragma unroll
+            for (int i = 0; i < kVectors; ++i)
+                largest[i] =
+                    ptx::max_u16x2(largest[i], __shfl_xor_sync(kAllLanes, largest[i], distance));
+        }
+        __syncwarp();  // all have read what is overwritten now
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) {
+            const float scale = scale_of(larger_of(largest[i]), format);
+            const Divider divided(scale);
+            const uint2 out = {quantize_four(divided, in[i].x, in[i].y),
+                               quantize_four(divided, in[i].z, in[i].w)};
+            if (element(i) < count) ptx::store_shared(row + element(i), out);
+            const uint32_t pair = first / (32 * kElements) + i;  // of blocks
+            if (lane_id() % kBlockLanes == pair) own_scale = scale;
+        }
+    }
+    return own_scale;
+}
+
+// The scales of quantize_shared, of `count` blocks from `first` on, to each lane's own destination
+// in the mask.
+__device__ __forceinline__ void store_scales(void* own_dst, uint32_t mask, float own_scale,
+                                             uint32_t first, uint32_t count, ScaleFormat format) {
+    for_each_lane(mask, [&](int lane) {
+        char* dst = static_cast<char*>(shuffle_pointer(own_dst, lane));
+        if (block_of_lane() < count)
+            store_scale(dst + (first + block_of_lane()) * scale_bytes(format), own_scale, format);
+    });
+}
+
+// A row that is not aligned to 16 bytes, or is short. Each lane's own destination in the mask gets
+// the values and, scales_at bytes from there, the scales.
+__device__ __noinline__ inline void quantize_elements(void* own_dst, uint32_t mask, const void* src,
+                                                      uint32_t count, uint32_t scales_at,
+                                                      ScaleFormat format) {
+    constexpr int kElements = kScaleBlock / 32;  // of a lane
+    const uint16_t* x = static_cast<const uint16_t*>(src);
+    for (uint32_t first = 0; first < count; first += kScaleBlock) {
+        uint32_t in[kElements];
+        uint32_t largest = 0;
+        auto element = [&](int i) { return first + 32 * i + lane_id(); };
+#pragma unroll
+        for (int i = 0; i < kElements; ++i) {
+            in[i] = element(i) < count ? x[element(i)] : 0;
+            largest = ptx::max_u16x2(largest, magnitudes(in[i]));
+        }
+#pragma unroll
+        for (int distance = 16; distance; distance /= 2)
+            largest = ptx::max_u16x2(largest, __shfl_xor_sync(kAllLanes, largest, distance));
+        const float scale = scale_of(larger_of(largest), format);
+        const Divider divided(scale);
+        const uint32_t out = quantize_four(divided, in[0] | in[1] << 16, in[2] | in[3] << 16);
+        for_each_lane(mask, [&](int lane) {
+            char* dst = static_cast<char*>(shuffle_pointer(own_dst, lane));
+#pragma unroll
+            for (int i = 0; i < kElements; ++i) {
+                if (element(i) < count) dst[element(i)] = static_cast<char>(out >> 8 * i);
+            }
+            if (lane_id() == 0)
+                store_scale(dst + scales_at + first / kScaleBlock * scale_bytes(format), scale,
+                            format);
+        });
+    }
+}
+
+}  // namespace ep::rows

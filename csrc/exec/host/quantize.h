@@ -1,0 +1,18 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/dtypes.h"
+#include "core/float8.h"
+
+namespace ep {
+
+// Rounded to nearest even; larger numbers become 448.
+uint8_t to_e4m3(float value);
+
+// A row as core/float8.h has it: count values, and their blocks' scales.
+void quantize_row(uint8_t* values, char* scales, const BFloat16* row, size_t count,
+                  ScaleFormat format);
+
+}  // namespace ep

@@ -1,0 +1,104 @@
+"""How rows of the low-latency mode travel, above all as float8."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_ep import _C
+from megatron_ep.functional import _check_scales
+from megatron_ep.rank_group import PAYLOAD_TYPES
+from megatron_ep.reference import SCALE_BLOCK, SCALE_FORMATS
+
+SCALE_LAYOUTS = ("row", "column")
+BLOCKS_OF_WORD = 4  # float8_e8m0fnu in an int32
+
+
+@dataclass
+class Float8:
+    """How the rows of a dispatch travel as float8_e4m3fn.
+
+    scale_format: one of `reference.SCALE_FORMATS`, of bfloat16 rows that become float8 on the way.
+    scales: one tensor per rank, of rows that are float8 already.
+    column: whether the scales arrive column-major.
+    straight_through: whether the rows get a gradient.
+    """
+
+    scale_format: str | None
+    scales: Sequence[torch.Tensor] | None
+    column: bool
+    straight_through: bool
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        if self.scales is not None:
+            return self.scales[0].dtype
+        return torch.float8_e8m0fnu if self.scale_format == "ue8m0" else torch.float32
+
+    def new_scales(self, rows: Sequence[int], hidden: int, device: torch.device, *, zero: bool) -> torch.Tensor:
+        """[*rows, ceil(H / 128)], or column-major."""
+        blocks = -(-hidden // SCALE_BLOCK)
+        if not self.column:
+            return new_tensor((*rows, blocks), self.scale_dtype, device, zero=zero)
+        words, dtype = blocks, torch.float32
+        if self.scale_dtype != torch.float32:
+            words, dtype = blocks // BLOCKS_OF_WORD, torch.int32
+        columns = new_tensor((*rows[:-1], words, aligned_column(rows[-1])), dtype, device, zero=zero)
+        return columns.transpose(-1, -2)[..., : rows[-1], :]
+
+
+def float8_of(
+    xs: list[torch.Tensor], fp8: str | None, scales: list[torch.Tensor] | None, scale_layout: str
+) -> Float8 | None:
+    """What the arguments of a dispatch ask for. Raises ValueError if they do not fit each other."""
+    if scale_layout not in SCALE_LAYOUTS:
+        raise ValueError(f"scale_layout is {scale_layout!r}, must be one of {', '.join(map(repr, SCALE_LAYOUTS))}")
+    if fp8 is not None:
+        if fp8 not in SCALE_FORMATS:
+            raise ValueError(f"fp8 is {fp8!r}, must be None or one of {', '.join(map(repr, SCALE_FORMATS))}")
+        if scales is not None:
+            raise ValueError(f"scales must not be given with fp8={fp8!r}, which makes them")
+        if xs[0].dtype != torch.bfloat16:
+            raise ValueError(f"x is {xs[0].dtype}, must be torch.bfloat16 with fp8={fp8!r}")
+        straight_through = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
+        float8 = Float8(fp8, None, scale_layout == "column", straight_through)
+    else:
+        _check_scales(xs, scales)
+        if scales is None:
+            if scale_layout != "row":
+                raise ValueError(f"scale_layout is {scale_layout!r}, must be left out where there are no scales")
+            return None
+        float8 = Float8(None, scales, scale_layout == "column", straight_through=False)
+    hidden, of_word = xs[0].shape[-1], SCALE_BLOCK * BLOCKS_OF_WORD
+    if float8.column and float8.scale_dtype != torch.float32 and hidden % of_word:
+        raise ValueError(
+            f"x has H = {hidden}, must be a multiple of {of_word} with column-major scales of {float8.scale_dtype}: "
+            "four make an int32"
+        )
+    return float8
+
+
+def aligned_column(rows: int) -> int:
+    """Words of 4 bytes from one column of scales to the next: a multiple of 16 bytes."""
+    return -(-rows // 4) * 4
+
+
+def new_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, zero: bool) -> torch.Tensor:
+    tensor = torch.empty(shape, dtype=dtype, device=device)
+    if zero:
+        tensor.view(torch.uint8).zero_()  # not every type of scales can be set
+    return tensor
+
+
+def row_format(
+    topk: int, hidden: int, dtype: torch.dtype, scale_dtype: torch.dtype | None, weight_bytes: int = 8
+) -> _C.RowFormat:
+    return _C.RowFormat(
+        payload_bytes=hidden * dtype.itemsize,
+        scale_bytes=-(-hidden // SCALE_BLOCK) * scale_dtype.itemsize if scale_dtype else 0,
+        weight_bytes=weight_bytes,
+        topk=topk,
+        payload_type=PAYLOAD_TYPES[dtype],
+    )
