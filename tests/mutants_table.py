@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+QUANTIZE = "exec/device/quantize.h"
 BULK, WARP, KERNELS = "exec/device/bulk.h", "exec/device/device_warp.h", "launch/cuda/kernels.h"
 RING, DISPATCH, COMBINE = "protocol/ring.h", "protocol/dispatch.h", "protocol/combine.h"
 COORDINATORS, NOTIFY = "protocol/coordinators.h", "protocol/notify.h"
@@ -106,9 +107,14 @@ MUTANTS = [
     # ---- the copy engine
     Mutant("init: no fence after the barriers", BULK, "ptx::fence_barrier_init();", programs=ROWS),
     Mutant("stage: no proxy fence", BULK, "«ptx::fence_proxy_async_global();»\n        in_ ="),
-    Mutant("multicast: the buffer is not waited for", BULK, "«wait_filled();»\n            if (writes)", programs=ROWS),
     Mutant(
-        "multicast: writes are not committed", BULK, "«ptx::bulk_commit();»\n            ++emptied_;", programs=ROWS
+        "for_each_chunk: the buffer is not waited for", BULK, "«wait_filled();»\n            f(buffer", programs=ROWS
+    ),
+    Mutant(
+        "for_each_chunk: writes are not committed",
+        BULK,
+        "«ptx::bulk_commit();»\n            ++emptied_;",
+        programs=ROWS,
     ),
     Mutant(
         "drop: the buffer is not waited for", BULK, "«wait_filled();»\n            ptx::bulk_commit();", programs=ROWS
@@ -126,7 +132,17 @@ MUTANTS = [
         programs=ROWS,
     ),
     Mutant("wait_written: nothing is waited for", BULK, "ptx::bulk_wait_written();", programs=ROWS),
-    Mutant("share: no proxy fence", BULK, "ptx::fence_proxy_async_shared();", programs=ROWS),
+    Mutant("share: no proxy fence", BULK, "«ptx::fence_proxy_async_shared();»\n        return {first};", programs=ROWS),
+    Mutant(
+        "quantize: no proxy fence", BULK, "«ptx::fence_proxy_async_shared();»\n            __syncwarp();", programs=ROWS
+    ),
+    Mutant(
+        "quantize: lanes do not meet",
+        BULK,
+        "ptx::fence_proxy_async_shared();\n            «__syncwarp();»",
+        programs=ROWS,
+    ),
+    Mutant("quantize_shared: lanes do not meet", QUANTIZE, "«__syncwarp();»  // all have read", programs=ROWS),
     Mutant("fill: older writes are not waited for", BULK, "ptx::bulk_wait_read<kPending>();", programs=ROWS),
     Mutant("fill: lanes do not meet", BULK, "ptx::bulk_wait_read<kPending>();\n        «__syncwarp();»"),
     # ---- the warp

@@ -8,6 +8,7 @@ import torch
 from low_latency_cases import LowLatencyCase
 
 import megatron_ep as ep
+from megatron_ep import float8
 
 BLOCKS, CASES_PER_BLOCK = 8, 10
 
@@ -84,6 +85,78 @@ def test_max_recv_tokens(seed):
             for sum_at in ("token", "expert"):
                 y = on_host.combine(out, expected.handle, sum_at=sum_at)
                 assert_same_bits(on_gpu.combine(to_gpu(out), ours.handle, sum_at=sum_at), y)
+
+
+def fp8_inputs(case):
+    """With blocks of zeros, of subnormals, and with infinities and NaN."""
+    ids, weights, x = case.new_round()
+    for rows in x:
+        kind = torch.rand(rows.shape, generator=case.generator)
+        rows[kind < 0.01] = 0
+        rows[(kind > 0.99).any(dim=1)] *= 1e-38
+        rows[(kind > 0.9999)] = torch.nan
+        rows[(kind < 0.0001)] = torch.inf
+    return ids, weights, x
+
+
+def without_nan_signs(tensors):
+    return [t.view(torch.int32) if t.dtype == torch.int32 else t.float().cpu().nan_to_num(nan=12345.0) for t in tensors]
+
+
+@pytest.mark.parametrize("block", range(6))
+def test_fp8_same_bits_as_on_the_host(block):
+    """Hidden sizes of the copy engine, of one chunk or several, and others; all formats and layouts of scales."""
+    for seed in range(4 * block, 4 * block + 4):
+        case = LowLatencyCase(5000 + seed, max_tokens=40)
+        case.dtype = torch.bfloat16
+        case.hidden = [7168, 200, 4096, 520, 3600, 7, 1024, 8192][seed % 8]
+        with case.cluster() as host, case.cluster(device="cuda") as gpu:
+            on_host, on_gpu = case.low_latency(host), case.low_latency(gpu)
+            for fp8 in ("fp32", "pow2", "ue8m0"):
+                ids, weights, x = fp8_inputs(case)
+                column = fp8 != "ue8m0" or case.hidden % 512 == 0
+                for layout in ("row", "column") if column else ("row",):
+                    options = case.dispatch_options() | {"fp8": fp8, "scale_layout": layout}
+                    expected = on_host.dispatch(x, ids, weights, **options)
+                    ours = on_gpu.dispatch(to_gpu(x), to_gpu(ids), to_gpu(weights), **options)
+                    for a, b in ((ours.x, expected.x), (ours.scales, expected.scales), (ours.probs, expected.probs)):
+                        assert [t.stride() for t in a] == [t.stride() for t in b]
+                        a, b = rows_of_tokens(ours, a), rows_of_tokens(expected, b)
+                        assert_same_bits(without_nan_signs(a), without_nan_signs(b))
+                gpu.synchronize()
+
+
+def test_fp8_in_a_graph_and_backward():
+    cluster, low_latency = cluster_of_four()
+    x, ids = inputs(7)
+
+    def step():
+        received = low_latency.dispatch(x, ids, fp8="pow2", scale_layout="column")
+        return received.x, received.scales, received.handle
+
+    with cluster:
+        graph, (rows, scales, handle) = captured(step)
+        for seed in range(5):
+            fresh, ids_now = inputs(seed)
+            for static, new in zip((*x, *ids), (*fresh, *ids_now), strict=True):
+                static.copy_(new)
+            graph.replay()
+            again = low_latency.dispatch(x, ids, fp8="pow2", scale_layout="column")
+            for rank in range(W):
+                is_row = handle.is_row(handle.ranks[rank])
+                for a, b in ((rows, again.x), (scales, again.scales)):
+                    assert torch.equal(a[rank].flatten(0, 1)[is_row].float(), b[rank].flatten(0, 1)[is_row].float())
+        leaves = [t.clone().requires_grad_() for t in x]
+        received = low_latency.dispatch(leaves, ids, fp8="fp32")
+        out = [
+            float8.dequantize(*parts)
+            for parts in zip(received.x, received.scales, received.straight_through, strict=True)
+        ]
+        y = low_latency.combine(out, received.handle)
+        torch.autograd.backward(y, [torch.ones_like(t) for t in y])
+        for leaf in leaves:
+            assert torch.equal(leaf.grad, torch.full_like(leaf, 3))
+        cluster.synchronize()
 
 
 W, E, K, H, MAX = 4, 16, 3, 520, 32
