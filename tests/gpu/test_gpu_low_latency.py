@@ -93,7 +93,7 @@ def fp8_inputs(case):
     for rows in x:
         kind = torch.rand(rows.shape, generator=case.generator)
         rows[kind < 0.01] = 0
-        rows[(kind > 0.99).any(dim=1)] *= 1e-38
+        rows[::3] *= 1e-38
         rows[(kind > 0.9999)] = torch.nan
         rows[(kind < 0.0001)] = torch.inf
     return ids, weights, x
