@@ -148,10 +148,8 @@ def test_fp8_in_a_graph_and_backward():
                     assert torch.equal(a[rank].flatten(0, 1)[is_row].float(), b[rank].flatten(0, 1)[is_row].float())
         leaves = [t.clone().requires_grad_() for t in x]
         received = low_latency.dispatch(leaves, ids, fp8="fp32")
-        out = [
-            float8.dequantize(*parts)
-            for parts in zip(received.x, received.scales, received.straight_through, strict=True)
-        ]
+        parts = zip(received.x, received.scales, received.straight_through, strict=True)
+        out = [float8.dequantize(*rows, straight_through=stand_in) for *rows, stand_in in parts]
         y = low_latency.combine(out, received.handle)
         torch.autograd.backward(y, [torch.ones_like(t) for t in y])
         for leaf in leaves:
