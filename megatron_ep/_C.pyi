@@ -95,6 +95,7 @@ class Group(HostLauncher):
         threads: int,
         seed: int | None,
         lost_signal: int,
+        stalled: tuple[int, int],
         timeout: float,
     ) -> None: ...
     def notify(

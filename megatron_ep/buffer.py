@@ -38,6 +38,8 @@ class LocalCluster(RankGroup):
         same seed gives the same interleaving; a wait expires when no role can run any more, whatever Config.timeout
         says.
     lost_signal: with a seed, the number (from 1) of the network signal that is lost, to see what happens then. 0: none.
+    stalled: with a seed, a rank and the number (from 1) of the wait at which that rank stops for ever, to see whom the
+        others blame.
     Raises ValueError for arguments that are out of range.
     """
 
@@ -51,6 +53,7 @@ class LocalCluster(RankGroup):
         threads: int = 1,
         seed: int | None = None,
         lost_signal: int = 0,
+        stalled: tuple[int, int] | None = None,
     ):
         failures.watch(self)
         self.topology = Topology(nodes, ranks_per_node)
@@ -61,6 +64,11 @@ class LocalCluster(RankGroup):
         require_int("lost_signal", lost_signal, 0, 2**63)
         if lost_signal and seed is None:
             raise ValueError(f"lost_signal is {lost_signal}, must be 0 without a seed")
+        if stalled is not None:
+            if seed is None:
+                raise ValueError(f"stalled is {stalled}, must be None without a seed")
+            require_int("stalled's rank", stalled[0], 0, self.topology.world_size - 1)
+            require_int("stalled's wait", stalled[1], 1, 2**63)
         if seed is not None:
             require_int("seed", seed, 0, 2**63)
             if threads != 1:
@@ -87,6 +95,7 @@ class LocalCluster(RankGroup):
             threads=threads,
             seed=seed,
             lost_signal=lost_signal,
+            stalled=stalled or (0, 0),
         )
         network = "" if seed is None else f", a simulated network of seed {seed}"
         _log_set_up(self, f"memory of this process{network}", self._heap)

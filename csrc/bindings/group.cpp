@@ -37,8 +37,10 @@ class SignalCheck {
 class Group : public HostLauncher {
   public:
     Group(const Heap& heap, std::vector<int> ranks, const std::vector<Segment*>& segments,
-          int threads, std::optional<uint64_t> seed, uint64_t lost_signal, double timeout)
-        : group_(heap, std::move(ranks), data_of(segments), Schedule{threads, seed, lost_signal},
+          int threads, std::optional<uint64_t> seed, uint64_t lost_signal,
+          const std::pair<int, uint64_t>& stalled, double timeout)
+        : group_(heap, std::move(ranks), data_of(segments),
+                 Schedule{threads, seed, lost_signal, {stalled.first, stalled.second}},
                  std::chrono::duration<double>(timeout)) {}
 
     std::vector<Layout::Totals> notify(const std::vector<RankTensors>& tensors, int topk,
@@ -264,10 +266,10 @@ void bind_group(py::module_& m) {
     py::class_<HostLauncher>(m, "HostLauncher");
     py::class_<Group, HostLauncher>(m, "Group", "The ranks of a buffer that live in this process.")
         .def(py::init<const Heap&, std::vector<int>, const std::vector<Segment*>&, int,
-                      std::optional<uint64_t>, uint64_t, double>(),
+                      std::optional<uint64_t>, uint64_t, const std::pair<int, uint64_t>&, double>(),
              py::kw_only(), py::arg("heap"), py::arg("ranks"), py::arg("segments"),
-             py::arg("threads"), py::arg("seed"), py::arg("lost_signal"), py::arg("timeout"),
-             py::keep_alive<1, 4>())
+             py::arg("threads"), py::arg("seed"), py::arg("lost_signal"), py::arg("stalled"),
+             py::arg("timeout"), py::keep_alive<1, 4>())
         .def("notify", &Group::notify, py::arg("tensors"), py::kw_only(), py::arg("topk"),
              py::arg("index_bytes"), py::arg("expert_alignment"), py::arg("expert_capacity"))
         .def("dispatch", &Group::dispatch, py::arg("tensors"), py::arg("format"), py::kw_only(),

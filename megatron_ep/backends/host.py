@@ -26,6 +26,7 @@ class HostBackend(OfGroup):
         threads: int = 1,
         seed: int | None = None,
         lost_signal: int = 0,
+        stalled: tuple[int, int] = (0, 0),
     ):
         self.is_seeded = seed is not None
         group = _C.Group(
@@ -35,6 +36,7 @@ class HostBackend(OfGroup):
             threads=threads,
             seed=seed,
             lost_signal=lost_signal,
+            stalled=stalled,
             timeout=timeout,
         )
         super().__init__(group)

@@ -32,24 +32,18 @@ struct Fault {
 class FaultyExecutor : public SeededExecutor {
   public:
     FaultyExecutor(uint64_t seed, Network* network, const Fault& fault)
-        : SeededExecutor(seed, network), fault_(fault) {}
+        : SeededExecutor(seed, network, {fault.rank, is_stall(fault) ? fault.after + 1 : 0}),
+          fault_(fault) {}
 
     WaitEnd wait(Condition condition, const RankState& rank) override {
-        if (rank.rank != fault_.rank || ++waits_ <= fault_.after)
-            return SeededExecutor::wait(condition, rank);
-        if (fault_.kind == Fault::Kind::Stall) return stall(rank);
-        if (fault_.kind == Fault::Kind::Abort) rank.abort(Outcome::Failed);
+        if (fault_.kind == Fault::Kind::Abort && rank.rank == fault_.rank &&
+            ++waits_ > fault_.after)
+            rank.abort(Outcome::Failed);
         return SeededExecutor::wait(condition, rank);
     }
 
   private:
-    // Twice: once its own wait has expired a role might still go on, before the others have given
-    // up.
-    WaitEnd stall(const RankState& rank) {
-        auto never = [] { return false; };
-        SeededExecutor::wait(Condition(never), rank);
-        return SeededExecutor::wait(Condition(never), rank);
-    }
+    static bool is_stall(const Fault& fault) { return fault.kind == Fault::Kind::Stall; }
 
     Fault fault_;
     uint64_t waits_ = 0;
@@ -62,6 +56,13 @@ struct NoCredits : HostWarp {
     template <Scope, class F>
     void credit_lanes(int, F&&) {}
 };
+
+// If nobody has missed the rank that stalled, it ends the others itself.
+void end_stalled(const std::vector<RankState>& states) {
+    for (const RankState& state : states) {
+        if (state.stalled && !state.aborted()) state.abort(Outcome::Failed);
+    }
+}
 
 // Whether somebody who waited for the stalled rank said so, unless nobody did or some were not
 // recorded.
@@ -86,6 +87,7 @@ const char* run_transfers(uint64_t seed, const Fault& fault) {
     TransferProgram program(seed, &network);
     const auto tasks = program.tasks<HostWarp, Fabric>();
     FaultyExecutor(seed, &network, fault).run(tasks);
+    end_stalled(program.states);
     if (program.errors(tasks)) return "wrong values, or an unfinished call without a failure";
     if (!program.aborted()) return nullptr;
     if (fault.kind == Fault::Kind::None) return "aborted";
@@ -102,6 +104,7 @@ const char* run_low_latency(uint64_t seed, const Fault& fault) {
     LowLatencyProgram program(seed, &network);
     std::vector<uint64_t> finished;
     FaultyExecutor(seed, &network, fault).run(program.tasks<HostWarp>(3, finished));
+    end_stalled(program.states);
     if (!program.aborted()) return program.errors() ? "wrong values" : nullptr;
     if (fault.kind == Fault::Kind::None) return "aborted";
     if (fault.kind == Fault::Kind::Stall && !leads_to(program.states, fault.rank))

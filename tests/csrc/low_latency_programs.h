@@ -292,6 +292,7 @@ struct LowLatencyProgram {
         for (RankState& state : states) {
             *state.control = {};
             state.unfinished = 0;
+            state.stalled = false;
         }
     }
 

@@ -392,7 +392,10 @@ struct TransferProgram {
     // As before the first call: what reset does, when nothing runs any more.
     void reset() {
         for (const Segment& segment : memory) std::memset(segment.data(), 0, heap.flags_end());
-        for (RankState& state : states) state.unfinished = 0;
+        for (RankState& state : states) {
+            state.unfinished = 0;
+            state.stalled = false;
+        }
         arrived.assign(arrived.size(), 0);
         for (std::vector<Part>& ranks : parts) {
             for (Part& part : ranks) clear_outputs(part);

@@ -16,6 +16,10 @@ namespace ep {
 
 using Clock = std::chrono::steady_clock;
 
+namespace {
+struct Stalled {};  // ends a role as if it had never gone on
+}  // namespace
+
 struct FiberExecutor::Fiber {
     static constexpr size_t kStackBytes = 256 << 10;
 
@@ -66,7 +70,10 @@ void FiberExecutor::begin(Fiber& fiber) {
 void FiberExecutor::body() {
     Fiber& fiber = *current_;
     try {
+        if (fiber.task.rank->stalled) throw Stalled{};
         fiber.task.run(*this);
+    } catch (const Stalled&) {
+        fiber.task.rank->give_up();
     } catch (...) {
         error_ = std::current_exception();
         fiber.task.rank->give_up();
@@ -122,10 +129,11 @@ void FiberExecutor::resume(Fiber& fiber) {
     current_ = nullptr;
 }
 
-WaitEnd FiberExecutor::wait(Condition condition, const RankState&) {
+WaitEnd FiberExecutor::wait(Condition condition, const RankState& rank) {
     Fiber& fiber = *current_;
     fiber.condition = condition;
     swapcontext(&fiber.context, &fiber.scheduler);
+    if (rank.stalled) throw Stalled{};
     return fiber.end;
 }
 
@@ -180,6 +188,11 @@ void FiberExecutor::idle() {
             0, std::min(kLongestSleep, kFirstSleep << std::min(6, (idle_passes_ - kYields) / 8))};
         nanosleep(&pause, nullptr);
     }
+}
+
+WaitEnd SeededExecutor::wait(Condition condition, const RankState& rank) {
+    if (rank.rank == stall_.rank && ++waits_ == stall_.wait) rank.stalled = true;
+    return FiberExecutor::wait(condition, rank);
 }
 
 bool SeededExecutor::step() {

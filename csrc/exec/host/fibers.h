@@ -63,13 +63,21 @@ class Network {
     virtual bool deliver(std::mt19937_64& random) = 0;
 };
 
+// A rank that stops for ever when it begins so many waits, counted from 1; 0: none does.
+struct Stall {
+    int rank = 0;
+    uint64_t wait = 0;
+};
+
 // Picks at random, from a seed, which role runs next and when the network delivers: the same seed
 // is the same interleaving. Time does not pass here: a wait expires exactly when no role can ever
 // run again.
 class SeededExecutor : public FiberExecutor {
   public:
-    SeededExecutor(uint64_t seed, Network* network) : random_(seed), network_(network) {}
+    SeededExecutor(uint64_t seed, Network* network, Stall stall = {})
+        : random_(seed), network_(network), stall_(stall) {}
 
+    WaitEnd wait(Condition condition, const RankState& rank) override;
     bool preempts() override { return random_() % 4 == 0; }
     uint64_t idle_ns() override { return 0; }
 
@@ -80,6 +88,8 @@ class SeededExecutor : public FiberExecutor {
   private:
     std::mt19937_64 random_;
     Network* network_;
+    Stall stall_;
+    uint64_t waits_ = 0;  // of the rank that stalls
 };
 
 }  // namespace ep

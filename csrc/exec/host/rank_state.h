@@ -18,6 +18,7 @@ struct RankState {
         std::chrono::steady_clock::time_point::max();  // of all waits of the current launch
     uint64_t call = 0;
     mutable uint64_t unfinished = 0;  // roles of the current launch that gave up
+    mutable bool stalled = false;     // by the schedule: none of its roles goes on, or begins
     uint64_t* waited = nullptr;       // [world], ns, see Heap; null: nobody asks
 
     bool aborted() const { return abort_word().load(std::memory_order_acquire) != 0; }

@@ -13,7 +13,8 @@ HostGroup::HostGroup(const Heap& heap, std::vector<int> ranks, std::vector<char*
     : heap_(heap), ranks_(std::move(ranks)), schedule_(schedule) {
     if (schedule_.seed) {
         network_ = std::make_unique<SimulatedNetwork>(schedule_.lost_signal);
-        seeded_ = std::make_unique<SeededExecutor>(*schedule_.seed, network_.get());
+        seeded_ =
+            std::make_unique<SeededExecutor>(*schedule_.seed, network_.get(), schedule_.stall);
     }
     std::vector<ControlBlock*> controls;
     for (char* base : heaps)
@@ -36,8 +37,9 @@ void HostGroup::run(Count count, bool begins_call, std::vector<std::vector<RoleT
         for (RankState& state : states_) state.give_up();
         return;
     }
-    for (RankState& state : states_)
-        RankState::note(count(state.control->entered, state.call), state.call);
+    for (RankState& state : states_) {
+        if (!state.stalled) RankState::note(count(state.control->entered, state.call), state.call);
+    }
     if (begins_call) {
         for (size_t i = 0; i < ranks_.size(); ++i) {
             std::memcpy(fabrics_[i].own<char>(heap_.waited_before()),
@@ -113,8 +115,10 @@ void HostGroup::abort(Outcome outcome, const std::string& text) {
 
 void HostGroup::reset() {
     has_reason_ = false;
-    for (size_t i = 0; i < ranks_.size(); ++i)
+    for (size_t i = 0; i < ranks_.size(); ++i) {
         std::memset(fabrics_[i].own<char>(0), 0, heap_.flags_end());
+        states_[i].stalled = false;
+    }
     if (network_) network_->clear();
 }
 

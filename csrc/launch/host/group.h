@@ -22,6 +22,7 @@ struct Schedule {
     // One thread, random interleaving, a simulated network between nodes.
     std::optional<uint64_t> seed;
     uint64_t lost_signal = 0;  // with a seed: which signal the network loses
+    Stall stall = {};          // with a seed
 };
 
 // The ranks of a buffer that live in this process: one, or all of them. A launch runs one phase on

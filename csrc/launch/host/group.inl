@@ -35,9 +35,11 @@ template <class Args>
 void HostGroup::run_to_outputs(Count count, bool begins_call, const std::vector<Args>& args,
                                std::vector<std::vector<RoleTask>> tasks_of_rank,
                                const std::function<bool()>& interrupted) {
-    auto poison = [&] {
-        for (const Args& a : args) {
-            for (const Outputs::Part& part : outputs_of(a).parts) {
+    const auto poison = [&] {
+        const bool by_stall = !states_.front().aborted();  // the other ranks have done their part
+        for (size_t i = 0; i < args.size(); ++i) {
+            if (by_stall && !states_[i].unfinished) continue;
+            for (const Outputs::Part& part : outputs_of(args[i]).parts) {
                 if (part.bytes) std::memset(part.data, Outputs::kPoison, part.bytes);
             }
         }

@@ -1,0 +1,90 @@
+"""Whom the others blame when a rank stops for ever, or ends, at any wait of any step. Time does not pass here."""
+
+import itertools
+
+import pytest
+import torch
+
+import megatron_ep as ep
+from megatron_ep import blame
+
+TOPOLOGIES = [(1, 3), (3, 1), (2, 2)]
+EXPERTS, T, H, K = 12, 3, 4, 2
+# rings of one row: everybody waits for everybody's credit
+CONFIG = ep.Config(num_experts=EXPERTS, channels=1, nvl_ring_bytes=128, rdma_ring_bytes=128)
+
+
+def inputs(world):
+    generator = torch.Generator().manual_seed(world)
+    ids = [torch.rand(T, EXPERTS, generator=generator).topk(K, dim=1).indices for _ in range(world)]
+    return [torch.ones(T, H)] * world, ids, [torch.ones(T, K)] * world
+
+
+def transfers(cluster):
+    """Two of each step. Nobody can do the second notify without all others."""
+    for _ in range(2):
+        rows = ep.dispatch(*inputs(cluster.topology.world_size), buffer=cluster)
+        ep.combine(rows.x, rows.handle)
+
+
+def low_latency(cluster):
+    """Three of each half. Nobody can send the third without what all others have done of the first."""
+    x, ids, _ = inputs(cluster.topology.world_size)
+    mode = ep.LowLatency(cluster, max_tokens=T, hidden=H, topk=K, dtype=torch.float32)
+    for _ in range(3):
+        received, receive = mode.dispatch(x, ids, return_recv_hook=True)
+        receive()
+        _, receive = mode.combine(received.x, received.handle, return_recv_hook=True)
+        receive()
+
+
+STEPS = {
+    transfers: {"notify", "dispatch", "combine"},
+    low_latency: {"dispatch_sent", "dispatch_received", "combine_sent", "combine_received"},
+}
+
+
+def step_of(standing):
+    """The step in which this rank is, as it counts, and its name in a report."""
+    kind, number = standing.inside, standing.entered[standing.inside]
+    step = ("combine", "dispatch")[number % 2] if kind == "transfer" else kind.removesuffix("_0").removesuffix("_1")
+    return step, str(blame._Step(kind, number))
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
+@pytest.mark.parametrize("program", STEPS)
+def test_the_rank_that_stops_is_named(program, topology):
+    steps = set()
+    world = topology[0] * topology[1]
+    for wait in itertools.count(1):
+        stalled = wait % world
+        with ep.LocalCluster(*topology, CONFIG, seed=wait, stalled=(stalled, wait)) as cluster:
+            try:
+                program(cluster)
+            except ep.EPTimeoutError as error:
+                slow = error
+            else:
+                break  # it has made fewer waits
+            step, name = step_of(cluster._backend.standings()[stalled])
+            steps.add(step)
+            cluster._fate_of = {stalled: "has ended"}.get
+            with pytest.raises(ep.EPTimeoutError) as dead:
+                cluster.raise_if_failed()
+            for said, fate in (slow, ""), (dead.value, f"; the process of rank {stalled} has ended"):
+                assert str(said).splitlines()[0].endswith(f": rank {stalled} is in {name} and does not go on{fate}")
+            cluster.reset()
+            program(cluster)  # it goes on
+    assert steps == STEPS[program]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"stalled": (0, 1)}, r"stalled is \(0, 1\), must be None without a seed"),
+        ({"stalled": (3, 1), "seed": 0}, "stalled's rank is 3"),
+        ({"stalled": (0, 0), "seed": 0}, "stalled's wait is 0"),
+    ],
+)
+def test_who_can_stall(arguments, says):
+    with pytest.raises(ValueError, match=says):
+        ep.LocalCluster(1, 3, CONFIG, **arguments)
