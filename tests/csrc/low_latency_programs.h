@@ -297,13 +297,29 @@ struct LowLatencyProgram {
     }
 
     // Wrong values of all outputs.
-    int errors() {
+    int errors() const {
         int wrong = 0;
         for (int rank = 0; rank < topology.world(); ++rank) {
-            for (size_t c = 0; c < calls.size(); ++c)
-                wrong += calls[c].is_combine ? combine_errors(rank, c) : dispatch_errors(rank, c);
+            for (size_t c = 0; c < calls.size(); ++c) wrong += errors_of(rank, c);
         }
         return wrong;
+    }
+
+    // The same, of the calls that each rank has received; finished: by how many of its tasks'
+    // halves, in the first replay.
+    int errors(const std::vector<uint64_t>& finished) const {
+        int wrong = 0;
+        for (int rank = 0; rank < topology.world(); ++rank) {
+            for (size_t half = 0; half < finished[rank] / warps && half < halves[rank].size();
+                 ++half) {
+                if (halves[rank][half].receive) wrong += errors_of(rank, halves[rank][half].call);
+            }
+        }
+        return wrong;
+    }
+
+    int errors_of(int rank, size_t c) const {
+        return calls[c].is_combine ? combine_errors(rank, c) : dispatch_errors(rank, c);
     }
 
     int dispatch_errors(int rank, size_t c) const {
