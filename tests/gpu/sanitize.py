@@ -28,7 +28,21 @@ def main() -> None:
                 for y, token in zip(ep.combine(rows.x, rows.handle, halves), x, strict=True):
                     assert torch.equal(y, 1.5 * token)
                 ep.dispatch(x, ids, weights, buffer=cluster, max_recv_tokens=7)
+            low_latency_round_trip(cluster, generator)
             cluster.synchronize()
+            print(f"{nodes} x {ranks_per_node}: done", flush=True)
+
+
+def low_latency_round_trip(cluster: ep.LocalCluster, generator: torch.Generator) -> None:
+    world, experts = cluster.topology.world_size, cluster.config.num_experts
+    for hidden, dtype in ((1536, torch.bfloat16), (33, torch.float32)):
+        low_latency = ep.LowLatency(cluster, max_tokens=9, hidden=hidden, topk=3, dtype=dtype)
+        ids = [torch.rand(9, experts, generator=generator).topk(3, dim=1).indices.cuda() for _ in range(world)]
+        x = [torch.randint(-4, 5, (9, hidden), generator=generator).to(dtype).cuda() for _ in range(world)]
+        for sum_at in ("token", "expert", "token"):  # so a bank is used again
+            received = low_latency.dispatch(x, ids)
+            for y, token in zip(low_latency.combine(received.x, received.handle, sum_at=sum_at), x, strict=True):
+                assert torch.equal(y, 3 * token)
 
 
 if __name__ == "__main__":
