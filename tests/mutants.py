@@ -91,9 +91,9 @@ _running: set[subprocess.Popen[str]] = set()
 def run_command(
     command: str | Sequence[str | Path], cpu_seconds: int | None = None, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Its output as text. It ends with this process, at the latest."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, shell=isinstance(command, str), **pipes, **options) as process:
+    """Its output as text. It and all that it starts are a process group, which `main` ends."""
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen(command, shell=isinstance(command, str), **options) as process:
         _running.add(process)
         try:
             if cpu_seconds is not None:
@@ -195,7 +195,8 @@ def main() -> int:
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in list(_running):
-                process.kill()
+                with contextlib.suppress(ProcessLookupError):  # it has ended
+                    os.killpg(process.pid, signal.SIGKILL)
             raise
     print(f"{len(chosen) - survivors} of {len(chosen)} mutants killed, {time.monotonic() - started:.0f} s")
     return 1 if survivors else 0
