@@ -157,6 +157,8 @@ class LowLatencyTensors:
     out_weights: int
     row_weights: int
     token_weights: int
+    recv_wait_ns: int
+    recv_rows: int
 
 class ScaleFormat:
     def __init__(self, value: int) -> None: ...

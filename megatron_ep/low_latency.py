@@ -29,6 +29,7 @@ from megatron_ep.functional import (
 )
 from megatron_ep.low_latency_calls import (
     Combine,
+    Counters,
     Dispatch,
     LowLatencyCalls,
     LowLatencyHandle,
@@ -146,6 +147,8 @@ class LowLatency:
         fp8: str | None = None,
         scales: Tensors | None = None,
         scale_layout: str = "row",
+        recv_rows: Tensors | None = None,
+        recv_wait_ns: Tensors | None = None,
         return_recv_hook: bool = False,
     ) -> Any:
         """Sends every token to the ranks of its experts.
@@ -167,6 +170,11 @@ class LowLatency:
         scale_layout: "row": as [.., ceil(H / 128)] lies in memory. "column": the same shape, its last two dimensions
             transposed in memory and columns aligned to 16 bytes, as grouped fp8 GEMMs want them (DeepGEMM's MN-major
             scales for TMA); float8_e8m0fnu four to an int32, and H a multiple of 512.
+        recv_rows: int64 [W]: to each rank's number is added how many tokens came from it, each once, however many
+            experts here it chose. Added on the buffer's device, when the call is received; in CUDA graphs too.
+        recv_wait_ns: int64 [W]: to each rank's number are added the nanoseconds from the beginning of the receiving
+            half until the last for which it had to wait for that rank was here; 0 if all was here already. On a GPU its
+            clock may tick as slowly as once in a microsecond. Added as recv_rows are.
         return_recv_hook: returns (received, hook): the call is received when hook() is called, on torch's then current
             stream, and what was received is good only from then on. x may be overwritten before.
 
@@ -191,6 +199,7 @@ class LowLatency:
             float8 = float8_of(xs, fp8, row_scales, scale_layout)
             self._check_row("x", xs[0], float8)
             _check_weights("topk_weights", weights, [(tokens, topk) for tokens in num_tokens], WEIGHT_DTYPES)
+            counters = self._counters(recv_rows=recv_rows, recv_wait_ns=recv_wait_ns)
             rows = self._rows(layout, topk, expert_alignment, max_recv_tokens)
             if group.device.type == "cpu":
                 self._check_id_values(ids)
@@ -198,7 +207,7 @@ class LowLatency:
             handle = LowLatencyHandle(self._calls, topk, layout == "masked", expert_alignment, parts)
         zero = torch.is_grad_enabled() and any(t.requires_grad for t in (*xs, *(weights or ())))
         pending: list[Pending] = []
-        out = Dispatch.apply(handle, ids, zero, pending, float8, *xs, *(weights or ()))
+        out = Dispatch.apply(handle, ids, zero, pending, float8, counters, *xs, *(weights or ()))
         return self._finish(self._received(handle, float8, weights is not None, out), pending[0], return_recv_hook)
 
     def combine(
@@ -209,6 +218,7 @@ class LowLatency:
         *,
         sum_at: str = "token",
         out: Tensors | None = None,
+        recv_wait_ns: Tensors | None = None,
         return_recv_hook: bool = False,
     ) -> Any:
         """Brings the rows of a dispatch back and sums them per token.
@@ -223,6 +233,7 @@ class LowLatency:
             a rank first sums the rows of its experts, so that one row a (token, rank) travels, about 1.5 times fewer
             with 8 ranks and K = 8; such a partial sum is rounded to x's dtype.
         out: [T, H], x's dtype: gets the sums. Not where a gradient is needed.
+        recv_wait_ns: as of `dispatch`.
         return_recv_hook: returns (y, hook): y is good once hook() has been called, and x may be overwritten before.
 
         Returns [T, H] in x's dtype; zeros for a token without experts. Products and sums run in float32 (float64 for
@@ -247,11 +258,12 @@ class LowLatency:
                     shapes = [(rank.rows,) for rank in handle.ranks]
                 _check_weights("weights", factors, shapes, allowed)
             outs = None if out is None else self._check_out(_as_list("out", out, group), xs, factors, handle)
+            counters = self._counters(recv_wait_ns=recv_wait_ns)
         pending: list[Pending] = []
         if factors is None:
-            y = Combine.apply(handle, sum_at == "expert", outs, pending, *xs)
+            y = Combine.apply(handle, sum_at == "expert", outs, pending, counters, *xs)
         else:
-            y = WeightedCombine.apply(handle, sum_at == "expert", outs, pending, *xs, *factors)
+            y = WeightedCombine.apply(handle, sum_at == "expert", outs, pending, counters, *xs, *factors)
         y = y if outs is None else outs
         return self._finish(list(y) if isinstance(group, LocalCluster) else y[0], pending[0], return_recv_hook)
 
@@ -262,6 +274,18 @@ class LowLatency:
         with self.buffer.abort_peers_on_error():
             self.buffer.check_usable()
             yield self.buffer
+
+    def _counters(self, **tensors: Tensors | None) -> Counters:
+        counters = {name: _as_list(name, given, self.buffer) for name, given in tensors.items() if given is not None}
+        world = self.buffer.topology.world_size
+        for name, of_ranks in counters.items():
+            for tensor in of_ranks:
+                if tensor.dtype != torch.int64 or tuple(tensor.shape) != (world,):
+                    raise ValueError(
+                        f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, must be torch.int64 of shape "
+                        f"({world},)"
+                    )
+        return counters
 
     def _check_row(self, name: str, x: torch.Tensor, float8: Float8 | None = None) -> None:
         if float8 is not None:

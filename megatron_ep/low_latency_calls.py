@@ -6,7 +6,7 @@ calls the hook.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
@@ -19,6 +19,8 @@ from megatron_ep.backends.interface import Backend
 from megatron_ep.backends.low_latency import Call, InFlight, LowLatencyRanks
 from megatron_ep.low_latency_rows import Float8, aligned_column, new_tensor, row_format
 from megatron_ep.rank_group import PAYLOAD_TYPES, RankGroup
+
+Counters = Mapping[str, Sequence[torch.Tensor]]  # the callers', one a rank: recv_rows, recv_wait_ns
 
 
 @dataclass
@@ -160,6 +162,7 @@ class LowLatencyCalls:
         x: Sequence[torch.Tensor],
         weights: Sequence[torch.Tensor] | None,
         fp8: Float8 | None = None,
+        counters: Counters | None = None,
         *,
         zero: bool,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], Pending]:
@@ -190,6 +193,7 @@ class LowLatencyCalls:
                     t.scales = fp8.scales[i].data_ptr()
                     kept.append(fp8.scales[i])
             tensors.append(t)
+        kept += self._count(counters, tensors)
         options = _C.LowLatencyOptions()
         options.index_bytes = ids[0].element_size()
         options.expert_alignment = handle.expert_alignment
@@ -216,6 +220,7 @@ class LowLatencyCalls:
         token_weights: Sequence[torch.Tensor] | None = None,
         sum_at_expert: bool = False,
         out: Sequence[torch.Tensor] | None = None,
+        counters: Counters | None = None,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None, Pending]:
         """x [rows, H] and values [rows] to sums [T, H] and single values [T, K]."""
         handle.check()
@@ -236,6 +241,7 @@ class LowLatencyCalls:
                     setattr(t, name, weights[i].data_ptr())
                     kept.append(weights[i])
             tensors.append(t)
+        kept += self._count(counters, tensors)
         options = _C.LowLatencyOptions()
         options.sum_at_expert = sum_at_expert
         row, dtype = self.format_of(handle.topk, x[0], values), PAYLOAD_TYPES[x[0].dtype]
@@ -244,6 +250,15 @@ class LowLatencyCalls:
             self._ranks.combine(tensors, row, options, receive=receive, dtype=dtype)
 
         return y, y_values if values is not None else None, self._send("combine", launch, kept)
+
+    @staticmethod
+    def _count(counters: Counters | None, of_ranks: Sequence[Any]) -> list[torch.Tensor]:
+        kept = []
+        for name, tensors in (counters or {}).items():
+            for t, tensor in zip(of_ranks, tensors, strict=True):
+                setattr(t, name, tensor.data_ptr())
+                kept.append(tensor)
+        return kept
 
     def shape_of(self, rank: RankPart, handle: LowLatencyHandle) -> tuple[int, ...]:
         """Of a rank's rows."""
@@ -293,13 +308,16 @@ class Dispatch(Function):
         zero: bool,
         pending: list[Pending],
         fp8: Float8 | None,
+        counters: Counters | None,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         n = len(handle.ranks)
         x = tensors[:n]
         ctx.handle, ctx.fp8, ctx.has_probs = handle, fp8, len(tensors) > n
         with handle.calls.group.abort_peers_on_error():
-            out, probs, scales, call = handle.calls.dispatch(handle, ids, x, tensors[n:] or None, fp8, zero=zero)
+            out, probs, scales, call = handle.calls.dispatch(
+                handle, ids, x, tensors[n:] or None, fp8, counters, zero=zero
+            )
         pending.append(call)
         stand_ins = []
         if fp8 is not None:
@@ -318,9 +336,9 @@ class Dispatch(Function):
                 rows = tuple(grad.new_empty(len(grad), 0) for grad in probs)
                 no_x_grads = n
             grads = (*rows, *probs)
-        back = Combine.apply(ctx.handle, False, None, pending, *(grad.contiguous() for grad in grads))
+        back = Combine.apply(ctx.handle, False, None, pending, None, *(grad.contiguous() for grad in grads))
         pending[0].receive()
-        return (None, None, None, None, None, *(None for _ in back[:no_x_grads]), *back[no_x_grads:])
+        return (*(None,) * (6 + no_x_grads), *back[no_x_grads:])
 
 
 class Combine(Function):
@@ -333,19 +351,22 @@ class Combine(Function):
         sum_at_expert: bool,
         out: Sequence[torch.Tensor] | None,
         pending: list[Pending],
+        counters: Counters | None,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         n = len(handle.ranks)
         ctx.handle = handle
         x, values = tensors[:n], tensors[n:] or None
         with handle.calls.group.abort_peers_on_error():
-            y, y_values, call = handle.calls.combine(handle, x, values=values, sum_at_expert=sum_at_expert, out=out)
+            y, y_values, call = handle.calls.combine(
+                handle, x, values=values, sum_at_expert=sum_at_expert, out=out, counters=counters
+            )
         pending.append(call)
         return (*y, *(y_values or ()))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return (None, None, None, None, *spread(ctx.handle, grads))
+        return (None, None, None, None, None, *spread(ctx.handle, grads))
 
 
 class WeightedCombine(Function):
@@ -358,6 +379,7 @@ class WeightedCombine(Function):
         sum_at_expert: bool,
         out: Sequence[torch.Tensor] | None,
         pending: list[Pending],
+        counters: Counters | None,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         n = len(handle.ranks)
@@ -365,7 +387,9 @@ class WeightedCombine(Function):
         ctx.save_for_backward(*tensors)
         weights = {"row_weights" if sum_at_expert else "token_weights": tensors[n:]}
         with handle.calls.group.abort_peers_on_error():
-            y, _, call = handle.calls.combine(handle, tensors[:n], sum_at_expert=sum_at_expert, out=out, **weights)
+            y, _, call = handle.calls.combine(
+                handle, tensors[:n], sum_at_expert=sum_at_expert, out=out, counters=counters, **weights
+            )
         pending.append(call)
         return tuple(y)
 
@@ -384,21 +408,21 @@ class WeightedCombine(Function):
             factors = torch.where(is_row[i], row_weights[i], zero).unsqueeze(1)
             x_grads.append((rows[i] * factors).to(x[i].dtype))
             products.append(torch.where(is_row[i], (rows[i].to(zero.dtype) * x[i]).sum(dim=1), zero))
-        if ctx.sum_at_expert or not any(ctx.needs_input_grad[4 + n :]):
-            return (None, None, None, None, *x_grads, *products)
+        if ctx.sum_at_expert or not any(ctx.needs_input_grad[5 + n :]):
+            return (None, None, None, None, None, *x_grads, *products)
         # Each product goes to its token's rank, beside rows without elements.
         pending: list[Pending] = []
         nothing = [grad.new_empty(rank.rows, 0) for grad, rank in zip(x_grads, handle.ranks, strict=True)]
-        weight_grads = Combine.apply(handle, False, None, pending, *nothing, *products)[n:]
+        weight_grads = Combine.apply(handle, False, None, pending, None, *nothing, *products)[n:]
         pending[0].receive()
-        return (None, None, None, None, *x_grads, *weight_grads)
+        return (None, None, None, None, None, *x_grads, *weight_grads)
 
 
 def spread(handle: LowLatencyHandle, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """What lies with the tokens of a dispatch, at their rows; zeros elsewhere."""
     pending: list[Pending] = []
     out = Dispatch.apply(
-        handle.again(), handle.ids(), True, pending, None, *(tensor.contiguous() for tensor in tensors)
+        handle.again(), handle.ids(), True, pending, None, None, *(tensor.contiguous() for tensor in tensors)
     )
     pending[0].receive()
     return out

@@ -98,7 +98,9 @@ void bind_low_latency(py::module_& m) {
         .def_readwrite("out_scales", &LowLatencyTensors::out_scales)
         .def_readwrite("out_weights", &LowLatencyTensors::out_weights)
         .def_readwrite("row_weights", &LowLatencyTensors::row_weights)
-        .def_readwrite("token_weights", &LowLatencyTensors::token_weights);
+        .def_readwrite("token_weights", &LowLatencyTensors::token_weights)
+        .def_readwrite("recv_wait_ns", &LowLatencyTensors::recv_wait_ns)
+        .def_readwrite("recv_rows", &LowLatencyTensors::recv_rows);
 
     py::enum_<ScaleFormat>(m, "ScaleFormat", "How the scales of fp8 rows are rounded and stored.")
         .value("none", ScaleFormat::None)

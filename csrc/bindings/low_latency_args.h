@@ -16,6 +16,7 @@ struct LowLatencyTensors {
     Address x = 0, scales = 0, weights = 0;            // what the call reads
     Address out = 0, out_scales = 0, out_weights = 0;  // what it writes
     Address row_weights = 0, token_weights = 0;        // combine
+    Address recv_wait_ns = 0, recv_rows = 0;           // what the caller counts
 };
 
 struct LowLatencyOptions {
@@ -29,10 +30,14 @@ struct LowLatencyOptions {
 
 inline LowLatencyArgs low_latency_args(const LowLatencyHeap& heap, int warps, int rank,
                                        const LowLatencyTensors& t, const RowFormat& format) {
-    return {
-        rank,      heap,         LowLatencyLayout{heap, format.topk, warps, at<int32_t>(t.layout)},
-        format,    t.num_tokens, at<uint64_t>(t.call),
-        t.max_rows};
+    return {rank,
+            heap,
+            LowLatencyLayout{heap, format.topk, warps, at<int32_t>(t.layout)},
+            format,
+            t.num_tokens,
+            at<uint64_t>(t.call),
+            t.max_rows,
+            at<int64_t>(t.recv_wait_ns)};
 }
 
 inline LowLatencyDispatchArgs low_latency_dispatch_args(const LowLatencyHeap& heap, int warps,
@@ -51,7 +56,8 @@ inline LowLatencyDispatchArgs low_latency_dispatch_args(const LowLatencyHeap& he
             at<char>(t.out_scales),
             at<char>(t.out_weights),
             options.quantize,
-            options.scale_column};
+            options.scale_column,
+            at<int64_t>(t.recv_rows)};
 }
 
 inline LowLatencyCombineArgs low_latency_combine_args(const LowLatencyHeap& heap, int warps,

@@ -27,8 +27,9 @@ struct LowLatencyLayout {
           topk(k),
           max_tokens(heap.max_tokens),
           data(first) {
-        size_t end = kOverflow + 1;
+        size_t end = kWaited;
         auto part = [&](size_t count) { return std::exchange(end, end + count); };
+        part(2 * world);  // kWaited
         counts_ = part(local_experts);
         starts_ = part(local_experts + 1);
         experts_ = part(static_cast<size_t>(max_tokens) * topk);
@@ -39,6 +40,7 @@ struct LowLatencyLayout {
     }
 
     static constexpr size_t kOverflow = 0;
+    static constexpr size_t kWaited = 2;  // a multiple of 8 bytes
 
     EP_HD size_t size() const { return size_; }
     EP_HD size_t counts_offset() const { return counts_; }
@@ -47,6 +49,10 @@ struct LowLatencyLayout {
 
     // Set to 1 once rows did not fit.
     EP_HD int32_t& overflow() const { return data[kOverflow]; }
+    // [W], nanoseconds: 0 outside of a receiving half, in which all warps raise it
+    EP_HD uint64_t* waited(int rank) const {
+        return reinterpret_cast<uint64_t*>(data + kWaited) + rank;
+    }
     // [L], rows, without padding
     EP_HD int32_t& count(int expert) const { return data[counts_ + expert]; }
     // [L + 1], where an expert's rows begin
@@ -82,6 +88,8 @@ struct LowLatencyArgs {
     int num_tokens;
     uint64_t* call;    // the call's number: written by its sending half, read by its receiving half
     int64_t max_rows;  // of the expert-grouped tensor
+    // [W], the caller's: to which a receiving half adds how long it waited for each rank. Or null
+    int64_t* recv_wait_ns;
 
     static constexpr int32_t kElsewhere = -1;   // that expert lives on another rank
     static constexpr int32_t kOverflowed = -2;  // the expert-grouped tensor had no room
@@ -104,6 +112,8 @@ struct LowLatencyDispatchArgs : LowLatencyArgs {
     // > 0: recv_scales is [max_rows / expert_rows, words, scale_column] (one matrix without
     // expert_rows): each word of 4 bytes of the rows' scales has a column for itself.
     int64_t scale_column = 0;
+    int64_t* recv_rows =
+        nullptr;  // [W], the caller's: to which each rank's rows are added. Or null
 
     EP_HD uint64_t shape() const { return 0; }
     EP_HD int64_t scale_words() const { return format.scale_bytes / 4; }

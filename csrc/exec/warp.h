@@ -35,6 +35,7 @@ enum class Reuse { Soon, Late };
 //   met(count, need)                 need(lane) -> Need: has every lane what it needs? No wait
 //   wait_all(wait, count, need)      until every lane has
 //   wait_any(wait, count, need)      until some lane has; returns the lanes that have
+//   age()                            nanoseconds since the launch, or its deadline, began
 //   fail(outcome, wait, need)        records an incident and ends the waits of all ranks
 //
 // Rows
@@ -64,6 +65,8 @@ enum class Reuse { Soon, Late };
 //                                    read, copied or summed before. What it wrote is in no order
 //   credit_lanes<Scope>(count, f)
 //   acquire<Scope>(flag)             a load: the other half of both
+//   raise(word, least)               by a lane: the word of this rank becomes `least` if it is
+//                                    less. Orders nothing
 //   arrive<Scope>(counter)           adds 1 and returns what it was: after all that the warp did
 //                                    before, and before what it does next are all who came earlier
 
@@ -102,6 +105,8 @@ concept WarpLike = requires(
     warp.template credit<Scope::System>(flag, uint64_t{1});
     warp.template credit_lanes<Scope::System>(1, PublishNothing{});
     { W::template acquire<Scope::System>(flag) } -> std::same_as<uint64_t>;
+    { warp.age() } -> std::same_as<uint64_t>;
+    W::raise(flag, uint64_t{1});
     { warp.template arrive<Scope::Rank>(flag) } -> std::same_as<uint64_t>;
 };
 

@@ -70,6 +70,39 @@ EP_FN LowLatencyCall<F, Args> begun_call(F& fabric, const Args& args) {
     return {fabric, args, *args.call};
 }
 
+// wait_all. Where waits are counted, notes for whom this one lasted, and until when.
+template <WarpLike W, class F, class Args, class NeedOf>
+EP_FN bool wait_counted(W& warp, const LowLatencyCall<F, Args>& call, Wait wait, int count,
+                        NeedOf&& need) {
+    if (call.args.recv_wait_ns) {
+        uint32_t missing = warp.ballot(count, [&](int lane) { return !is_met(need(lane)); });
+        while (missing) {
+            const uint32_t met = warp.wait_any(
+                wait, count, [&](int lane) { return missing >> lane & 1 ? need(lane) : never(); });
+            if (!met) return false;
+            const uint64_t lasted = warp.age();
+            warp.lanes(count, [&](int lane) {
+                if (met >> lane & 1) W::raise(call.args.layout.waited(need(lane).peer), lasted);
+            });
+            missing &= ~met;
+        }
+    }
+    return warp.wait_all(wait, count, need);
+}
+
+// By the last warp of a receiving half: to what the caller counts.
+template <WarpLike W, class F, class Args>
+EP_FN void count_waits(W& warp, const LowLatencyCall<F, Args>& call) {
+    if (!call.args.recv_wait_ns) return;
+    for (int first = 0; first < call.world(); first += 32) {
+        warp.lanes(lanes_from(first, call.world()), [&](int lane) {
+            uint64_t* waited = call.args.layout.waited(first + lane);
+            call.args.recv_wait_ns[first + lane] += *waited;
+            *waited = 0;
+        });
+    }
+}
+
 template <class W, class F>
 EP_FN uint64_t acquire_flag(F& fabric, int channel, int rank, size_t flag) {
     if (fabric.maps(rank))
@@ -116,6 +149,7 @@ EP_FN bool end_receiving(W& warp, const LowLatencyCall<F, Args>& call, const Tea
     if (!is_last(warp, call.fabric.template own<uint64_t>(call.heap().receive_joins(Args::kKind)),
                  team))
         return false;
+    count_waits(warp, call);
     const size_t flag = call.heap().released(Args::kKind, call.bank, call.args.rank);
     for (int first = 0; first < call.world(); first += 32) {
         const int lanes = lanes_from(first, call.world());
@@ -151,7 +185,7 @@ EP_FN bool wait_rows_put(W& warp, const LowLatencyCall<F, Args>& call) {
         if (call.fabric.maps(rank)) continue;
         for (int first = 0; first < call.heap().channels; first += 32) {
             const int lanes = lanes_from(first, call.heap().channels);
-            const bool here = warp.wait_all(Wait::PutRows, lanes, [&](int lane) {
+            const bool here = wait_counted(warp, call, Wait::PutRows, lanes, [&](int lane) {
                 const size_t flag = call.heap().row_flag(Args::kKind, first + lane, rank);
                 return Need{acquire_flag<W>(call.fabric, first + lane, rank, flag), call.number,
                             rank};
@@ -168,7 +202,7 @@ EP_FN bool wait_tags(W& warp, const LowLatencyCall<F, Args>& call, int count, ui
                      const typename W::template PerLane<char*>& slot, RankOf&& rank_of) {
     constexpr int kShapeBits = LowLatencyCall<F, Args>::kShapeBits;
     typename W::template PerLane<uint64_t> tag;
-    const bool here = warp.wait_all(Wait::TaggedRow, count, [&](int lane) {
+    const bool here = wait_counted(warp, call, Wait::TaggedRow, count, [&](int lane) {
         if (!(mask >> lane & 1)) return nothing_to_wait_for();
         tag[lane] = W::template acquire<Scope::System>(reinterpret_cast<uint64_t*>(slot[lane]));
         return Need{tag[lane] >> kShapeBits, call.number, rank_of(lane)};

@@ -209,7 +209,13 @@ EP_FN bool low_latency_dispatch_send(W& warp, F& fabric, const LowLatencyDispatc
                                      const Team& team) {
     const LowLatencyDispatch<F> call = next_call(fabric, args);
     if (!wait_released(warp, call)) return false;
-    if (team.warp == 0) warp.lanes(1, [&](int) { args.layout.overflow() = 0; });
+    if (team.warp == 0) {
+        warp.lanes(1, [&](int) { args.layout.overflow() = 0; });
+        for (int first = 0; first < call.world(); first += 32) {
+            warp.lanes(lanes_from(first, call.world()),
+                       [&](int lane) { *args.layout.waited(first + lane) = 0; });
+        }
+    }
     for (int rank = team.warp; rank < call.world(); rank += team.warps)
         send_choices(warp, call, rank);
     // from the other end: the first warps have had choices to send
@@ -226,7 +232,7 @@ template <WarpLike W, class F>
 EP_FN bool wait_choices(W& warp, const LowLatencyDispatch<F>& call) {
     for (int first = 0; first < call.world(); first += 32) {
         const bool here =
-            warp.wait_all(Wait::Choices, lanes_from(first, call.world()), [&](int lane) {
+            wait_counted(warp, call, Wait::Choices, lanes_from(first, call.world()), [&](int lane) {
                 const size_t flag = call.heap().choice_flag(first + lane);
                 return Need{acquire_flag<W>(call.fabric, call.heap().channels, first + lane, flag),
                             call.number, first + lane};
@@ -374,6 +380,19 @@ EP_FN bool receive_token(W& warp, const Choices<F>& choices, const Team& team, i
     return true;
 }
 
+// By the last warp: the tokens that came from each rank, to what the caller counts.
+template <WarpLike W>
+EP_FN void count_rows(W& warp, const LowLatencyDispatchArgs& args) {
+    const int world = args.heap.topology.world(), chunks = args.heap.chunks();
+    for (int first = 0; args.recv_rows && first < world; first += 32) {
+        warp.lanes(lanes_from(first, world), [&](int lane) {
+            for (int chunk = 0; chunk < chunks; ++chunk)
+                args.recv_rows[first + lane] +=
+                    popcount(args.layout.present((first + lane) * chunks + chunk));
+        });
+    }
+}
+
 template <WarpLike W, class F>
 EP_FN bool low_latency_dispatch_receive(W& warp, F& fabric, const LowLatencyDispatchArgs& args,
                                         const Team& team) {
@@ -387,7 +406,9 @@ EP_FN bool low_latency_dispatch_receive(W& warp, F& fabric, const LowLatencyDisp
     const bool all = for_own_rows(warp, args, team, bits, [&](int source, int token) {
         return receive_token(warp, choices, team, source, token);
     });
-    return all && end_receiving(warp, call, team);
+    if (!all || !end_receiving(warp, call, team)) return false;
+    count_rows(warp, args);
+    return true;
 }
 
 }  // namespace ep

@@ -214,6 +214,26 @@ def test_out_gets_the_sums():
     assert_all_equal(out, low_latency.combine(received.x, received.handle))
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_are_counted_by_source(seed):
+    """Added up over calls, once they are received."""
+    case = LowLatencyCase(6000 + seed)
+    with case.cluster() as cluster:
+        low_latency = case.low_latency(cluster)
+        rows = [torch.full((case.world,), 7) for _ in range(case.world)]
+        expected = [count.clone() for count in rows]
+        for _ in range(2):
+            ids, _, x = case.new_round()
+            _, hook = low_latency.dispatch(x, ids, **case.dispatch_options(), recv_rows=rows, return_recv_hook=True)
+            assert_all_equal(rows, expected)
+            hook()
+            for rank in range(case.world):
+                for source, idx in enumerate(ids):
+                    here = idx.div(case.num_experts // case.world, rounding_mode="floor") == rank
+                    expected[rank][source] += here.any(dim=1).sum()
+            assert_all_equal(rows, expected)
+
+
 def test_mistakes_are_named():
     cluster, low_latency, x, ids = two_ranks()
     received = low_latency.dispatch(x, ids)
@@ -236,6 +256,16 @@ def test_mistakes_are_named():
         ((x, ids), {"layout": "grouped", "max_recv_tokens": 0}, "max_recv_tokens is 0"),
         ((x, ids, [torch.ones(3, 1), torch.ones(2, 1)]), {}, r"topk_weights has shape \(3, 1\), must be \(3, 2\)"),
         (([t.int() for t in x], ids), {}, "x is torch.int32"),
+        (
+            (x, ids),
+            {"recv_rows": [torch.zeros(2)] * 2},
+            r"recv_rows is torch.float32 of shape \(2,\), must be torch.int64",
+        ),
+        (
+            (x, ids),
+            {"recv_wait_ns": [torch.zeros(3).long()] * 2},
+            r"recv_wait_ns is torch.int64 of shape \(3,\), must be",
+        ),
     ]
     for arguments, options, message in dispatches:
         with pytest.raises(ValueError, match=message):

@@ -71,6 +71,52 @@ def test_topologies(ranks):
     ranks.run(run_topologies)
 
 
+LATE_S = 0.3
+
+
+def run_counting(nodes):
+    """All others wait for a rank that comes late."""
+    buffer, low_latency = make(nodes)
+    with buffer:
+        rank = buffer.rank
+        ids = [torch.arange(3 * t).view(t, 3) % EXPERTS for t in (16, 20, 5, 0)]
+        x = torch.ones(len(ids[rank]), HIDDEN)
+        from_each = torch.tensor([int((idx // (EXPERTS // W) == rank).any(dim=1).sum()) for idx in ids])
+        rows, dispatch_ns, combine_ns = (torch.zeros(W, dtype=torch.int64) for _ in range(3))
+
+        def without(late, call, nanoseconds, waits):
+            before = nanoseconds.clone()
+            torch.distributed.barrier()
+            if rank == late:
+                time.sleep(LATE_S)
+            result = call()
+            waited = nanoseconds - before
+            assert waited[rank] == 0 and (waited >= 0).all()
+            if waits and rank != late:
+                assert waited.argmax() == late and waited[late] >= 0.8 * LATE_S * 1e9, waited
+            return result
+
+        for calls, late in enumerate((1, 3), 1):
+            received = without(
+                late,
+                lambda: low_latency.dispatch(x, ids[rank], recv_rows=rows, recv_wait_ns=dispatch_ns),
+                dispatch_ns,
+                waits=True,
+            )
+            assert torch.equal(rows, calls * from_each)
+            without(
+                late,
+                lambda received=received: low_latency.combine(received.x, received.handle, recv_wait_ns=combine_ns),
+                combine_ns,
+                waits=len(x),
+            )
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_rows_and_waits_are_counted_by_rank(ranks, nodes):
+    ranks.run(run_counting, nodes)
+
+
 def run_hooks_at_different_places(nodes):
     """All ranks send the same calls in the same order; each receives them when it likes, within the rule of two."""
     buffer, low_latency = make(nodes)

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cstdio>
@@ -41,6 +42,7 @@ struct LowLatencyProgram {
         std::vector<float> x, weights, rows, row_weights, y, y_values;
         std::vector<BFloat16> bf16_x;
         std::vector<uint32_t> scales;
+        std::vector<int64_t> recv_rows, recv_wait_ns;
         uint64_t number = 0;
         LowLatencyDispatchArgs dispatch{};
         LowLatencyCombineArgs combine{};
@@ -162,13 +164,16 @@ struct LowLatencyProgram {
                 if (!call.is_combine) make_dispatch(part, rank, format);
                 const int tokens = static_cast<int>(rows.ids.size()) / topk;
                 const LowLatencyLayout layout{heap, topk, warps, rows.layout.data()};
+                part.recv_rows.resize(topology.world());
+                part.recv_wait_ns.resize(topology.world());
                 const LowLatencyArgs args{rank,
                                           heap,
                                           layout,
                                           format,
                                           tokens,
                                           &part.number,
-                                          static_cast<int64_t>(rows.row_weights.size())};
+                                          static_cast<int64_t>(rows.row_weights.size()),
+                                          c % 2 ? part.recv_wait_ns.data() : nullptr};
                 auto bytes = [](std::vector<float>& values) {
                     return reinterpret_cast<char*>(values.data());
                 };
@@ -184,6 +189,7 @@ struct LowLatencyProgram {
                                      bytes(part.rows),
                                      reinterpret_cast<char*>(part.scales.data()),
                                      bytes(part.row_weights)};
+                    part.dispatch.recv_rows = part.recv_rows.data();
                     if (!fp8) continue;
                     part.dispatch.x = reinterpret_cast<char*>(part.bf16_x.data());
                     part.dispatch.quantize = format_of(c);
@@ -340,6 +346,17 @@ struct LowLatencyProgram {
                     ++row;
                 }
             }
+        }
+        for (int source = 0; source < topology.world(); ++source) {
+            const std::vector<int32_t>& ids = parts[source][c].ids;
+            int64_t tokens = 0;
+            for (size_t first = 0; first < ids.size(); first += topk)
+                tokens += std::any_of(&ids[first], &ids[first] + topk, [&](int32_t expert) {
+                    return expert >= 0 && expert / local_experts == rank;
+                });
+            const int64_t counted = own.recv_rows[source];  // over all replays so far
+            wrong += tokens ? counted <= 0 || counted % tokens : counted;
+            wrong += own.recv_wait_ns[source] < 0 || (source == rank && own.recv_wait_ns[source]);
         }
         return wrong + (own.dispatch.layout.start(local_experts) != static_cast<int>(row));
     }

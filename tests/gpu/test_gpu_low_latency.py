@@ -131,16 +131,23 @@ def test_fp8_in_a_graph_and_backward():
     x, ids = inputs(7)
 
     def step():
-        received = low_latency.dispatch(x, ids, fp8="pow2", scale_layout="column")
+        received = low_latency.dispatch(x, ids, fp8="pow2", scale_layout="column", recv_rows=counts, recv_wait_ns=waits)
         return received.x, received.scales, received.handle
 
+    counts = [torch.zeros(W, dtype=torch.int64, device="cuda") for _ in range(W)]
+    waits = [torch.zeros(W, dtype=torch.int64, device="cuda") for _ in range(W)]
     with cluster:
         graph, (rows, scales, handle) = captured(step)
+        expected = torch.stack(counts).cpu()  # of the warm-up
         for seed in range(5):
             fresh, ids_now = inputs(seed)
             for static, new in zip((*x, *ids), (*fresh, *ids_now), strict=True):
                 static.copy_(new)
             graph.replay()
+            for rank in range(W):
+                expected[rank] += torch.tensor([int((i // (E // W) == rank).any(dim=1).sum()) for i in ids])
+            assert torch.equal(torch.stack(counts).cpu(), expected)
+            assert all(int(wait[rank]) == 0 and bool((wait >= 0).all()) for rank, wait in enumerate(waits))
             again = low_latency.dispatch(x, ids, fp8="pow2", scale_layout="column")
             for rank in range(W):
                 is_row = handle.is_row(handle.ranks[rank])

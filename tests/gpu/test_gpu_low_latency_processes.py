@@ -91,6 +91,34 @@ def test_beside_nccl(ranks):
     ranks.run(run_beside_nccl)
 
 
+def run_counting():
+    """Rank 3 comes late: all others wait for it, in both kinds of call."""
+    buffer, low_latency = make(False)
+    rank, late = buffer.rank, 3
+    with buffer:
+        round_trips(low_latency, rounds=1)
+        x, ids = inputs(1)
+        counters = [torch.zeros(W, dtype=torch.int64, device="cuda") for _ in range(3)]
+        rows, dispatch_ns, combine_ns = counters
+        own = x[rank].cuda(), ids[rank].cuda()
+        for calls in (1, 2):
+            dist.barrier()
+            if rank == late:
+                time.sleep(0.5)
+            received = low_latency.dispatch(*own, recv_rows=rows, recv_wait_ns=dispatch_ns)
+            low_latency.combine(received.x, received.handle, recv_wait_ns=combine_ns)
+            buffer.synchronize()
+            here = torch.tensor([int((idx // (E // W) == rank).any(dim=1).sum()) for idx in ids])
+            assert torch.equal(rows.cpu(), calls * here)
+            assert dispatch_ns[rank] == 0 and (combine_ns >= 0).all()
+            if rank != late:
+                assert dispatch_ns.argmax() == late and dispatch_ns[late] >= calls * 0.4e9, dispatch_ns
+
+
+def test_rows_and_waits_are_counted_by_rank(ranks):
+    ranks.run(run_counting)
+
+
 def run_one_absent():
     buffer, low_latency = make(False, timeout=2.0)
     x, ids = (part[buffer.rank].cuda() for part in inputs(2))

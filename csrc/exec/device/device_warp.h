@@ -207,6 +207,12 @@ class DeviceWarp {
         return of_scope<scope>(ptx::load_acquire_gpu, ptx::load_acquire_sys)(flag);
     }
 
+    __device__ __forceinline__ uint64_t age() const { return ptx::globaltimer() - deadline_start_; }
+
+    static __device__ __forceinline__ void raise(uint64_t* word, uint64_t least) {
+        ptx::max_gpu(word, least);
+    }
+
     template <Scope scope>
     __device__ __forceinline__ uint64_t arrive(uint64_t* counter) {
         static_assert(scope == Scope::Rank);

@@ -75,10 +75,14 @@ __device__ __forceinline__ void compare_and_swap_release_sys(uint64_t* address, 
                  : "memory");
 }
 
-// ---- counters that others read, for failures only: nobody waits for the sum
+// ---- counters that others read, for failures and statistics only: nobody waits for them
 
 __device__ __forceinline__ void add_sys(uint64_t* address, uint64_t value) {
     asm volatile("red.relaxed.sys.global.add.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ void max_gpu(uint64_t* address, uint64_t value) {
+    asm volatile("red.relaxed.gpu.global.max.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
 __device__ __forceinline__ uint64_t load_relaxed_sys(const uint64_t* address) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstring>
 
 #include "exec/host/executor.h"
@@ -195,12 +196,26 @@ class BasicHostWarp {
         return std::atomic_ref<uint64_t>(*flag).load(std::memory_order_acquire);
     }
 
+    uint64_t age() const {
+        return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - began_).count();
+    }
+
+    static void raise(uint64_t* word, uint64_t least) {
+        const std::atomic_ref<uint64_t> all(*word);
+        uint64_t before = all.load(std::memory_order_relaxed);
+        while (before < least &&
+               !all.compare_exchange_weak(before, least, std::memory_order_relaxed)) {
+        }
+    }
+
     template <Scope scope>
     uint64_t arrive(uint64_t* counter) {
         return std::atomic_ref<uint64_t>(*counter).fetch_add(1, std::memory_order_acq_rel);
     }
 
   private:
+    using Clock = std::chrono::steady_clock;
+
     // The values of the lanes in the mask, side by side; returns how many.
     template <class Out, class T>
     static int gather(Out* out, const PerLane<T>& values, uint32_t mask) {
@@ -242,6 +257,7 @@ class BasicHostWarp {
     const RankState& rank_;
     Role role_;
     int channel_;
+    Clock::time_point began_ = Clock::now();
 };
 
 using HostWarp = BasicHostWarp<>;

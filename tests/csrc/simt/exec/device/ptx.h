@@ -46,6 +46,11 @@ inline void add_sys(uint64_t* address, uint64_t value) {
     simt::order::fetch_add_relaxed(address, value);
 }
 
+inline void max_gpu(uint64_t* address, uint64_t value) {
+    const uint64_t before = simt::order::load_relaxed(address);
+    if (before < value) simt::order::fetch_add_relaxed(address, value - before);
+}
+
 inline uint64_t globaltimer() {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(
                std::chrono::steady_clock::now().time_since_epoch())
