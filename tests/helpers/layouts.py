@@ -77,6 +77,7 @@ ALL = FEW | {
     "capacity with padding": Layout(4, EP4, PAD),
     "sigmoid router": Layout(4, EP4, SIGMOID),
     "fused router": Layout(4, EP4, door=("--ep-router", "fused")),
+    "probabilities on combine": Layout(4, EP4, door=("--ep-moe-apply-probs-on-combine",)),
     "fused router, PP 2, TP 2": Layout(
         8,
         f"{TP2} {EP2} --expert-tensor-parallel-size 1 --pipeline-model-parallel-size 2",

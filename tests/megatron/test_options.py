@@ -285,6 +285,8 @@ def _compare_float8(dtype, hidden):
         rounded = make_layer(config)
         rounded.load_state_dict(plain.state_dict())
         actual = run_layer(rounded, x, grad)
+    for ours, theirs in zip(actual[:2], expected[:2], strict=True):  # Megatron's own bounds for rows of mxfp8
+        torch.testing.assert_close(ours, theirs, rtol=0.2, atol=0.2)
     return [float((a - e).double().norm() / e.double().norm()) for a, e in zip(actual, expected, strict=True)]
 
 

@@ -71,7 +71,12 @@ def _curves(cache_dir):
     base = (*SMALLER, f"dataset.cache_dir={cache_dir}")
     theirs, *ours = [
         Training(recipe.load(TINY, [*base, *overrides]))
-        for overrides in (("dispatcher.type=alltoall",), ("dispatcher.router=megatron",), ("dispatcher.router=fused",))
+        for overrides in (
+            ("dispatcher.type=alltoall",),
+            ("dispatcher.router=megatron",),
+            ("dispatcher.router=fused",),
+            ("dispatcher.router=fused", "dispatcher.moe_dispatch_fwd_dtype=fp8"),
+        )
     ]
     loaded = recipe.load(TINY, base)
     samples = data.Samples(loaded, data.prepare(loaded), dist.get_rank())
@@ -91,6 +96,8 @@ def test_the_loss_curve_is_that_of_megatrons_dispatcher(tmp_path):
     with LocalRanks(4, timeout=300.0) as ranks:
         curves = ranks.run(_curves, tmp_path)[0]
     assert curves[-1][0] < curves[0][0] - 0.5
-    for theirs, same_router, fused_router in curves:
+    for theirs, same_router, fused_router, float8 in curves:
         assert abs(same_router - theirs) < 1e-6 * theirs
         assert abs(fused_router - theirs) < 1e-6 * theirs
+        assert abs(float8 - theirs) < 1e-3 * theirs
+    assert max(abs(float8 - theirs) for theirs, *_, float8 in curves) > 1e-5, "no row was rounded"

@@ -1,6 +1,7 @@
 """Recipes of real models: their keys, their flags in the eyes of Megatron-LM's own parser, and how they are started."""
 
 import ast
+import json
 import os
 import subprocess
 import sys
@@ -106,7 +107,7 @@ import json, os, sys
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron_ep.megatron import plugin, shared_buffers
 print(json.dumps([os.environ["RANK"], os.environ["CUDA_DEVICE_MAX_CONNECTIONS"], plugin.is_enabled(),
-                  shared_buffers._config, sys.argv[1:]]), flush=True)
+                  shared_buffers._config | vars(shared_buffers._options), sys.argv[1:]]), flush=True)
 """
 
 
@@ -146,12 +147,15 @@ def test_train_runs_the_script_in_all_ranks_through_the_door(tmp_path):
         tmp_path,
         *("--megatron-lm", str(tmp_path), "--steps", "3"),
         *("--set", "topology.ranks_per_node=2", "--set", "parallel.expert_model_parallel_size=2"),
+        *("--set", "dispatcher.moe_apply_probs_on_combine=true", "--set", "dispatcher.moe_dispatch_fwd_dtype=fp8"),
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    seen = [ast.literal_eval(line.replace("true", "True")) for line in done.stdout.splitlines() if line[:2] == '["']
+    seen = [json.loads(line) for line in done.stdout.splitlines() if line[:2] == '["']
+    options = {"moe_expert_rank_capacity_factor": None, "moe_apply_probs_on_combine": True}
+    options |= {"moe_dispatch_fwd_dtype": "fp8"}
     assert sorted(rank for rank, *_ in seen) == ["0", "1"]
     for _, connections, enabled, settings, words in seen:
-        assert connections == "1" and enabled is True and settings == {"num_sms": 8}
+        assert connections == "1" and enabled is True and settings == {"num_sms": 8} | options
         assert words[words.index("--train-iters") + 1] == "3"
         assert words[-2:] == ["--moe-token-dispatcher-type", "alltoall"]
 
