@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 import megatron_ep as ep
 from megatron_ep.megatron.announce import announce, count_layer
 from megatron_ep.megatron.options import Options
-from megatron_ep.megatron.rank_capacity import RankCapacity
+from megatron_ep.megatron.row_limit import RowLimit, counts_within
 from megatron_ep.megatron.shared_buffers import (
     abort_peers_on_error,
     close_buffers,
@@ -34,6 +34,10 @@ from megatron_ep.megatron.shared_buffers import (
 
 __all__ = ["EPTokenDispatcher", "configure", "close_buffers", "comm_seconds"]
 
+OVER_BUDGET = (
+    "a rank was sent more rows than moe_expert_rank_capacity_factor makes room for, and tokens lost experts; raise it"
+)
+OVER_CAPACITY = "an expert was sent more rows than its capacity; does the router drop tokens over capacity?"
 MAX_PICKS = 32  # megatron_ep.dispatch carries at most this many picks beside a row
 
 
@@ -107,7 +111,8 @@ class EPTokenDispatcher(MoETokenDispatcher):
         self._comm_manager = StepState(self.options.moe_expert_rank_capacity_factor)
         # The trainer of a Megatron that has the field asks `check_over_budget`, and repeats the step.
         repeats = getattr(config, "moe_expert_rank_capacity_factor", None) is not None
-        self._rank_capacity = RankCapacity(poisons=not repeats)
+        self._of_rank = RowLimit(OVER_BUDGET, poisons=not repeats)
+        self._of_expert = RowLimit(OVER_CAPACITY)
 
     def set_shared_experts(self, shared_experts: SharedExpertMLP) -> None:
         super().set_shared_experts(shared_experts)
@@ -122,10 +127,10 @@ class EPTokenDispatcher(MoETokenDispatcher):
     def check_over_budget(self) -> torch.Tensor | None:
         """bool [1] on the device: whether a dispatch since the last reset had more rows than
         moe_expert_rank_capacity_factor makes room for; None before the first one. Megatron's trainer asks."""
-        return self._rank_capacity.over_budget
+        return self._of_rank.over_budget
 
     def reset_over_budget(self) -> None:
-        self._rank_capacity.reset()
+        self._of_rank.reset()
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -181,11 +186,13 @@ class EPTokenDispatcher(MoETokenDispatcher):
 
         Returns:
             Rows [R, H] grouped by local expert and probs [R] in the dtype of the router's, ones if combine applies
-            them. With moe_expert_rank_capacity_factor zero rows fill up R, and where it was too small probs are NaN.
+            them. With moe_expert_rank_capacity_factor zero rows fill up R. Where R or, with drop-and-pad, an expert's
+            capacity is too small, probs are NaN and `megatron_ep.raise_if_failed` raises EPOverflowError.
         """
         self._wait_before_shared_experts()
         num_experts = self.config.num_moe_experts * self.tp_size
-        max_rows = None if self.drop_and_pad else self._max_rows(hidden_states.shape[0])
+        capacity = self._expert_capacity() if self.drop_and_pad else None
+        max_rows = self._max_rows() if capacity is None else capacity * self.num_local_experts
         buffer = shared_buffer(self.tp_ep_group, num_experts, hidden_states.device)
         announce(self.tp_ep_group, self._groups, buffer)
         received = ep.dispatch(
@@ -193,16 +200,18 @@ class EPTokenDispatcher(MoETokenDispatcher):
             self.topk_idx,
             probs,
             buffer=buffer,
-            expert_alignment=1 if self.drop_and_pad else self.alignment,
-            expert_capacity=self._expert_capacity() if self.drop_and_pad else None,
+            expert_alignment=self.alignment if capacity is None else 1,
+            expert_capacity=capacity,
             max_recv_tokens=max_rows,
             forward_dtype=torch.float8_e4m3fn if self.options.moe_dispatch_fwd_dtype == "fp8" else None,
         )
-        if self.drop_and_pad:
-            self._require_no_overflow(received)
         counts, row_probs = received.tokens_per_expert, received.probs
-        if max_rows is not None:
-            counts, row_probs = self._rank_capacity.admit(received)
+        if capacity is not None:
+            row_probs = self._of_expert.admit(received)
+            if not self._counts_on_device:  # everybody knows them
+                counts = torch.full((self.num_local_experts,), capacity)
+        elif max_rows is not None:
+            row_probs, counts = self._of_rank.admit(received), counts_within(counts, max_rows)
         self._handle = received.handle
         self._comm_manager.tokens_per_expert = counts
         if self.shared_experts is not None:
@@ -218,7 +227,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
         counts are on the CPU, where experts take them from, unless nothing has told the host of them."""
         tokens_per_expert = self._comm_manager.tokens_per_expert
         assert tokens_per_expert is not None, "token_dispatch comes first"
-        if getattr(self.config, "use_transformer_engine_op_fuser", False):
+        if self._counts_on_device:
             tokens_per_expert = tokens_per_expert.to(hidden_states.device)
         return hidden_states, tokens_per_expert, probs
 
@@ -292,12 +301,16 @@ class EPTokenDispatcher(MoETokenDispatcher):
         weights = weights.unsqueeze(-1).expand(-1, -1, self.tp_size)
         return replicas.flatten(1), weights.flatten(1)
 
-    def _max_rows(self, num_tokens: int) -> int | None:
-        """R for T tokens of this rank, as Megatron's budget; None: as many as come."""
+    @property
+    def _counts_on_device(self) -> bool:
+        return getattr(self.config, "use_transformer_engine_op_fuser", False)
+
+    def _max_rows(self) -> int | None:
+        """R, by Megatron's rule for a rank's budget; None: as many as come."""
         factor = self._comm_manager.moe_expert_rank_capacity_factor
         if factor is None:
             return None
-        budget = int(num_tokens * self.config.moe_router_topk * self.tp_size * factor)
+        budget = int(self._num_tokens * self.config.moe_router_topk * self.tp_size * factor)
         return max(1, -(-budget // self.alignment)) * self.alignment
 
     def _expert_capacity(self) -> int:
@@ -308,15 +321,6 @@ class EPTokenDispatcher(MoETokenDispatcher):
             capacity_factor=self.moe_expert_capacity_factor,
         )
         return capacity * self.tp_size * self.ep_size
-
-    def _require_no_overflow(self, received: ep.Received) -> None:
-        """The router keeps to the capacity; one that does not would lose tokens here."""
-        message = "an expert was sent more rows than its capacity; does the router drop tokens over capacity?"
-        if _is_capturing(received.x):
-            torch._assert_async(received.overflow == 0, message)
-        elif int(received.overflow):
-            received.handle.buffer.refuse()  # the other ranks go on to the combine, this one does not
-            raise ep.EPOverflowError(message)
 
     def _wait_before_shared_experts(self) -> None:
         """Keeps the shared experts from running beside the work before the communication they should overlap."""

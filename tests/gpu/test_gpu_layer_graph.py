@@ -111,6 +111,47 @@ def test_a_layer_with_other_options_in_a_graph(ranks, settings):
     ranks.run(replay_with_other_routing, "CountedExperts", "fused", settings)
 
 
+def replay_megatrons_experts():
+    from gpu_layers import fresh, join, make_config, step
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    from megatron_ep import raise_if_failed
+    from megatron_ep.megatron import shared_buffers
+    from megatron_ep.megatron.layer import ep_layer_spec
+
+    join()
+    configure()
+    config = make_config(moe_expert_capacity_factor=1.25, moe_pad_expert_input_to_capacity=True)
+    layer = ep_layer_spec(get_moe_module_spec(use_te=False, num_experts=8, moe_grouped_gemm=False))(
+        config=config
+    ).cuda()
+    assert isinstance(layer.experts, SequentialMLP)
+    x, grad = inputs(config, 0).requires_grad_(), inputs(config, 100)
+    graph, captured = capture(layer, x, grad)
+    for seed in range(1, 6):
+        with torch.no_grad():
+            x.copy_(inputs(config, seed))
+        graph.replay()
+        torch.cuda.synchronize()
+        results = [part.clone() for part in captured]
+        leaf = x.detach().clone().requires_grad_()
+        fresh(layer, leaf)
+        for ours, theirs in zip(results, step(layer, leaf, grad), strict=True):
+            assert ours.isfinite().all() and ours.abs().sum() > 0
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * theirs.abs().max().item())
+        torch.cuda.synchronize()
+    raise_if_failed()
+    del graph, captured
+    shared_buffers.close_buffers()
+    shared_buffers.configure()
+
+
+def test_drop_and_pad_with_megatrons_experts_in_a_graph(ranks):
+    """Every expert's rows are its capacity, which the host knows."""
+    ranks.run(replay_megatrons_experts)
+
+
 def overflow_in_a_graph():
     import counted_experts
     from gpu_layers import join, make_config

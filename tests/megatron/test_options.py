@@ -65,7 +65,7 @@ def _same_with_room(tp, ep_size, router):
         fixed.load_state_dict(plain.state_dict())
         assert fixed.token_dispatcher.check_over_budget() is None
         actual = run_layer(fixed, x, grad)
-        assert fixed.token_dispatcher._max_rows(24) == int(24 * 3 * tp * 3.5)
+        assert fixed.token_dispatcher._max_rows() == int(24 * 3 * tp * 3.5)
         assert not fixed.token_dispatcher.check_over_budget()
         ep.raise_if_failed()
     for ours, theirs in zip(actual, expected, strict=True):
@@ -101,7 +101,7 @@ def _too_few_rows(is_megatrons):
         assert lost[1:].any() or dist.get_rank() < 2
         assert is_megatrons or output[lost].isnan().all() or dist.get_rank() > 1
         if over:
-            with pytest.raises(ep.EPOverflowError, match="raise the factor"):
+            with pytest.raises(ep.EPOverflowError, match="room for, and tokens lost experts; raise it"):
                 ep.raise_if_failed()
             assert not dispatcher.check_over_budget(), "told once"
         dist.barrier()
@@ -178,9 +178,9 @@ class Asked(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def _asks_nothing(router, factor):
+def _asks_nothing(router, factor, padding):
     join_layout(1, W)
-    config = make_config(num_moe_experts=8, moe_router_topk=3)
+    config = make_config(num_moe_experts=8, moe_router_topk=3, **padding)
     with configured(**({FACTOR: factor} if factor else {})):
         layer = make_layer(config, router=router)
         x, grad = inputs(config)
@@ -193,9 +193,14 @@ def _asks_nothing(router, factor):
         assert asked.names == ["_local_scalar_dense"] * (router is None)
 
 
-@pytest.mark.parametrize(("router", "factor"), [(None, None), (None, 4.0), (fused_router, 4.0)])
-def test_the_router_tells_the_host_nothing(four_ranks, router, factor):
-    four_ranks.run(_asks_nothing, router, factor)
+PAD = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+
+
+@pytest.mark.parametrize(
+    ("router", "factor", "padding"), [(None, None, {}), (None, 4.0, {}), (fused_router, 4.0, {}), (None, None, PAD)]
+)
+def test_the_router_tells_the_host_nothing(four_ranks, router, factor, padding):
+    four_ranks.run(_asks_nothing, router, factor, padding)
 
 
 def _router_with_too_many():
@@ -228,7 +233,7 @@ ON_COMBINE = {
     "fp64": (1, 4, {}),
     "TP 2 in EP 2": (2, 2, {"moe_token_dispatcher_type": "allgather"}),
     "recompute": (1, 4, {"recompute_granularity": "selective", "recompute_modules": ["moe"]}),
-    "capacity": (1, 4, {"moe_expert_capacity_factor": 0.7, "moe_pad_expert_input_to_capacity": True}),
+    "capacity": (1, 4, {**PAD, "moe_expert_capacity_factor": 0.7}),
     "bf16": (1, 4, {"params_dtype": torch.bfloat16, "bf16": True}),
 }
 

@@ -12,28 +12,25 @@ import megatron_ep as ep
 from megatron_ep import failures
 from megatron_ep.rank_group import RankGroup
 
-MESSAGE = (
-    "a rank was sent more rows than moe_expert_rank_capacity_factor makes room for, and tokens lost experts: nothing "
-    "of this step is to be kept; raise the factor"
-)
 
-
-class RankCapacity:
-    """One layer's rows, and whether they have been too few.
+class RowLimit:
+    """One layer's fixed number of rows, and whether it has been too few.
 
     Args:
+        reason: what is said of an overflow.
         poisons: whether the rows' probabilities are NaN after an overflow, so that the loss is, and no step is taken by
             a trainer that only looks at that. Otherwise tokens lose experts, and somebody must ask.
     """
 
-    def __init__(self, poisons: bool) -> None:
+    def __init__(self, reason: str, poisons: bool = True) -> None:
+        self._reason = f"{reason}: nothing of this step is to be kept"
         self._poisons = poisons
         self._buffer: RankGroup | None = None
         self.over_budget: torch.Tensor | None = None  # bool [1], once the layer has run
         failures.watch(self)
 
-    def admit(self, received: ep.Received) -> tuple[torch.Tensor, torch.Tensor]:
-        """Notes whether rows are missing; counts int64 [L] that end within the rows, and probs [R].
+    def admit(self, received: ep.Received) -> torch.Tensor:
+        """Notes whether rows are missing; the probs [R].
 
         Raises:
             RuntimeError: a CUDA graph captures the layer's first run.
@@ -45,13 +42,10 @@ class RankCapacity:
             self.over_budget = torch.zeros_like(over)
         self._buffer = received.handle.buffer
         self.over_budget.logical_or_(over)
-        counts = received.tokens_per_expert
-        ends = counts.cumsum(0).clamp_(max=received.x.shape[0])  # dispatch counts those without a place too
-        counts = ends.diff(prepend=ends.new_zeros(1))
         if not self._poisons:
-            return counts, received.probs
+            return received.probs
         nothing = torch.zeros_like(over, dtype=received.probs.dtype)
-        return counts, received.probs + nothing.masked_fill_(over, float("nan"))
+        return received.probs + nothing.masked_fill_(over, float("nan"))
 
     def reset(self) -> None:
         """Forgets the overflow."""
@@ -70,12 +64,18 @@ class RankCapacity:
         self._buffer.synchronize()  # whatever stream a dispatch was on
         if bool(self.over_budget):
             self.reset()
-            self._buffer.refuse(failed=True, reason=MESSAGE)
-            raise ep.EPOverflowError(MESSAGE)
+            self._buffer.refuse(failed=True, reason=self._reason)
+            raise ep.EPOverflowError(self._reason)
 
     def abort(self, reason: str) -> None:
         """Nothing waits here: the buffer is told by itself."""
 
     def report_unseen(self) -> None:
         if self.is_open and self.over_budget is not None and bool(self.over_budget):
-            failures.log.error("a call of megatron_ep overflowed and nobody has asked for it: %s", MESSAGE)
+            failures.log.error("a call of megatron_ep overflowed and nobody has asked for it: %s", self._reason)
+
+
+def counts_within(counts: torch.Tensor, rows: int) -> torch.Tensor:
+    """The rows of each expert, int64 [L], that lie within the first R: dispatch counts those without a place too."""
+    ends = counts.cumsum(0).clamp_(max=rows)
+    return ends.diff(prepend=ends.new_zeros(1))
