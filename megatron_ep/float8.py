@@ -25,7 +25,7 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if x.dtype not in DTYPES:
         raise ValueError(f"x is {x.dtype}, must be one of {', '.join(map(str, DTYPES))}")
     x = x.detach()
-    if x.is_cuda and hasattr(_C, "quantize_cuda") and torch.cuda.get_device_capability(x.device) >= (9, 0):
+    if _has_kernels(x):
         return _quantize_on_gpu(x)
     return reference.quantize(x)
 
@@ -36,7 +36,8 @@ def dequantize(
     dtype: torch.dtype = torch.bfloat16,
     straight_through: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """values * scales, [..., H] in dtype (bfloat16, float16 or float32), multiplied in float32 and rounded once.
+    """values * scales, [..., H] in dtype (bfloat16, float16 or float32), multiplied in float32 and rounded once. On a GPU
+    it is one kernel if scales are float32 and contiguous.
 
     values: float8_e4m3fn [..., H], contiguous.
     scales: [..., ceil(H / 128)], float32 or float8_e8m0fnu, with any strides; or int32 [..., H / 512], of four
@@ -46,13 +47,14 @@ def dequantize(
     if scales.dtype == torch.int32:
         scales = scales.contiguous().view(torch.float8_e8m0fnu)
     factors, hidden = scales.float(), values.shape[-1]
-    rows = torch.empty(values.shape, dtype=dtype, device=values.device)
-    exact = values.to(dtype)  # all three hold every e4m3
-    if hidden % SCALE_BLOCK:
-        torch.mul(exact, factors.repeat_interleave(SCALE_BLOCK, dim=-1)[..., :hidden], out=rows)
+    rows = torch.empty(values.shape, dtype=dtype, device=values.device)  # all three types hold every e4m3
+    if _has_kernels(values) and factors is scales and scales.is_contiguous():
+        _dequantize_on_gpu(values, scales, rows)
+    elif hidden % SCALE_BLOCK:
+        torch.mul(values.to(dtype), factors.repeat_interleave(SCALE_BLOCK, dim=-1)[..., :hidden], out=rows)
     else:
         blocks = (*values.shape[:-1], hidden // SCALE_BLOCK, SCALE_BLOCK)
-        torch.mul(exact.view(blocks), factors.unsqueeze(-1), out=rows.view(blocks))
+        torch.mul(values.to(dtype).view(blocks), factors.unsqueeze(-1), out=rows.view(blocks))
     return rows if straight_through is None else _StraightThrough.apply(rows, straight_through)
 
 
@@ -65,6 +67,24 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
         return None, grad.to(ctx.dtype)
+
+
+def _has_kernels(x: torch.Tensor) -> bool:
+    return x.is_cuda and hasattr(_C, "quantize_cuda") and torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
+def _dequantize_on_gpu(values: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    hidden = values.shape[-1]
+    with torch.cuda.device(values.device):
+        _C.dequantize_cuda(
+            rows=values.numel() // hidden,
+            hidden=hidden,
+            dtype=DTYPES[out.dtype],
+            values=values.data_ptr(),
+            scales=scales.data_ptr(),
+            out=out.data_ptr(),
+            stream=torch.cuda.current_stream().cuda_stream,
+        )
 
 
 def _quantize_on_gpu(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -97,6 +97,18 @@ void bind_cuda(py::module_& m) {
         py::call_guard<py::gil_scoped_release>());
 
     m.def(
+        "dequantize_cuda",
+        [](int64_t rows, int hidden, int dtype, Address values, Address scales, Address out,
+           Address stream) {
+            dequantize_cuda({rows, hidden, static_cast<DType>(dtype), at<uint8_t>(values),
+                             at<float>(scales), at<void>(out)},
+                            at<void>(stream));
+        },
+        py::kw_only(), py::arg("rows"), py::arg("hidden"), py::arg("dtype"), py::arg("values"),
+        py::arg("scales"), py::arg("out"), py::arg("stream"),
+        py::call_guard<py::gil_scoped_release>());
+
+    m.def(
         "cuda_channels",
         [](int nodes, int ranks_per_node, int num_sms, int local_ranks) {
             return cuda_channels({nodes, ranks_per_node}, num_sms, local_ranks);

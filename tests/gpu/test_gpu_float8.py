@@ -1,4 +1,4 @@
-"""megatron_ep.float8.quantize: the kernel gives the bits that torch gives on the host."""
+"""megatron_ep.float8: the kernels give the bits that torch gives on the host."""
 
 import pytest
 import torch
@@ -14,6 +14,8 @@ def test_same_bits_as_on_the_host(hidden, dtype):
     for rows in (x, x[:0]):
         values, scales = float8.quantize(rows)
         on_gpu, gpu_scales = float8.quantize(rows.cuda())
+        back, host_back = float8.dequantize(on_gpu, gpu_scales, dtype).cpu(), float8.dequantize(values, scales, dtype)
+        assert back.dtype == dtype and torch.equal(back.nan_to_num(-1.5), host_back.nan_to_num(-1.5))
         for ours, expected in ((on_gpu.cpu(), values), (gpu_scales.cpu(), scales)):
             is_nan = expected.float().isnan()
             assert torch.equal(ours.float().isnan(), is_nan)

@@ -12,6 +12,7 @@ WITH_CUDA = {
     "CudaGroup",
     "CudaLowLatency",
     "cuda_channels",
+    "dequantize_cuda",
     "quantize_cuda",
     "router_forward_cuda",
     "router_backward_cuda",

@@ -152,6 +152,12 @@ __device__ __forceinline__ uint16_t pack_e4m3(float low, float high) {
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
     return pair;
 }
+// Two of e4m3 to two of fp16, which has room for them all.
+__device__ __forceinline__ uint32_t unpack_e4m3(uint16_t pair) {
+    uint32_t halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
+    return halves;
+}
 // NaN if one of them is.
 __device__ __forceinline__ float max_nan(float a, float b) {
     float larger;

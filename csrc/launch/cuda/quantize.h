@@ -16,7 +16,18 @@ struct QuantizeArgs {
     float* scales;    // [rows, ceil(hidden / 128)]
 };
 
-// Enqueued on the stream of the current device. Throws std::runtime_error when the launch fails.
+// The way back: values * scale, in fp32, rounded once.
+struct DequantizeArgs {
+    int64_t rows;
+    int hidden;
+    DType dtype;            // bf16, fp16 or fp32
+    const uint8_t* values;  // [rows, hidden], e4m3
+    const float* scales;    // [rows, ceil(hidden / 128)]
+    void* out;              // [rows, hidden]
+};
+
+// Enqueued on the stream of the current device. Throw std::runtime_error when the launch fails.
 void quantize_cuda(const QuantizeArgs& args, void* stream);
+void dequantize_cuda(const DequantizeArgs& args, void* stream);
 
 }  // namespace ep
