@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_ep as ep
+from megatron_ep import failures
 from megatron_ep.megatron import options
 from megatron_ep.megatron.flags import fitting_timeout
 
@@ -120,20 +121,19 @@ def close_buffers() -> None:
         EPError: once all are closed, if a call has failed and nobody has been told.
     """
     global _closed_seconds
-    failures = []
+    unseen = []
     while _buffers:
         _, buffer = _buffers.popitem()
         _closed_seconds += buffer.seconds
         try:
             buffer.close()
         except ep.EPError as failure:
-            failures.append(failure)
-    if failures:
-        raise failures[0]
+            unseen.append(failure)
+    if unseen:
+        raise unseen[0]
 
 
 @atexit.register
 def _close_at_exit() -> None:
-    for buffer in _buffers.values():
-        buffer.report_unseen()
+    failures.report_unseen()  # of the layers, too, before nobody can tell any more
     close_buffers()

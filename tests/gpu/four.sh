@@ -42,6 +42,7 @@ step low_latency_bench 60 "$PYTHON" -m megatron_ep.bench.low_latency --json "$OU
 if [ -n "${MEGATRON_LM:-}" ]; then
     step stalled 90 $(tests tests/gpu/test_gpu_train.py -k "stalled or killed")
     step slice 470 env BUDGET=460 "$PYTHON" tests/gpu/train_slice.py
+    step timeline 400 "$PYTHON" tests/gpu/timeline.py
 fi
 echo "left: ${left[*]:-nothing}"
 [ ${#left[@]} -eq 0 ]

@@ -4,6 +4,7 @@ A test is a function that runs on all four ranks.
 """
 
 import contextlib
+import dataclasses
 
 import pytest
 
@@ -16,7 +17,8 @@ from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_ep as ep
-from megatron_ep.megatron import options, shared_buffers
+from megatron_ep import failures
+from megatron_ep.megatron import options, row_limit, shared_buffers
 from megatron_ep.megatron.equivalence import compare_layers, join_layout, make_config, make_dispatcher, run_dispatcher
 from megatron_ep.megatron.layer import ep_layer_spec
 from megatron_ep.megatron.router import fused_router
@@ -113,6 +115,22 @@ def _too_few_rows(is_megatrons):
 @pytest.mark.parametrize("is_megatrons", [False, True])
 def test_too_few_rows_are_told(four_ranks, is_megatrons):
     four_ranks.run(_too_few_rows, is_megatrons)
+
+
+def test_an_overflow_that_nobody_asked_for_is_logged_at_the_end(caplog):
+    limit = row_limit.RowLimit("the rows were too few")
+    with ep.LocalCluster(1, 1, ep.Config(num_experts=2)) as cluster:
+        received = ep.dispatch(
+            [torch.ones(3, 4)], [torch.tensor([[0], [1], [1]])], [torch.ones(3, 1)], buffer=cluster, max_recv_tokens=2
+        )
+        parts = {name: getattr(received, name)[0] for name in ("x", "probs", "tokens_per_expert", "overflow")}
+        assert limit.admit(dataclasses.replace(received, **parts)).isnan().all()
+        assert row_limit.counts_within(parts["tokens_per_expert"], 2).tolist() == [1, 1]
+        failures.report_unseen()
+        assert "overflowed and nobody has asked for it: the rows were too few" in caplog.text
+        with pytest.raises(ep.EPOverflowError, match="the rows were too few: nothing of this step is to be kept"):
+            ep.raise_if_failed()
+        ep.raise_if_failed()
 
 
 def _megatrons_trainer_repeats():
