@@ -36,8 +36,8 @@ def dequantize(
     dtype: torch.dtype = torch.bfloat16,
     straight_through: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """values * scales, [..., H] in dtype (bfloat16, float16 or float32), multiplied in float32 and rounded once. On a GPU
-    it is one kernel if scales are float32 and contiguous.
+    """values * scales, [..., H] in dtype (bfloat16, float16 or float32), multiplied in float32 and rounded once. On a
+    GPU it is one kernel if scales are float32 and contiguous.
 
     values: float8_e4m3fn [..., H], contiguous.
     scales: [..., ceil(H / 128)], float32 or float8_e8m0fnu, with any strides; or int32 [..., H / 512], of four
