@@ -60,6 +60,72 @@ def test_an_absent_rank_is_named_by_all(topology, step):
         call(rows[absent], buffers[absent])
 
 
+class Halves:
+    """One rank's low-latency calls."""
+
+    def __init__(self, buffer):
+        self._mode = ep.LowLatency(buffer, max_tokens=T, hidden=H, topk=K, dtype=torch.float32)
+        self._inputs = inputs(buffer.ranks[0])[:2]
+        self._rows = None
+
+    def send_dispatch(self):
+        self._rows, receive = self._mode.dispatch(*self._inputs, return_recv_hook=True)
+        return receive
+
+    def send_combine(self):
+        return self._mode.combine(self._rows.x, self._rows.handle, return_recv_hook=True)[1]
+
+
+# Of each step: what the absent rank does before it; what the others do; the half that it has not done.
+def dispatch_twice(halves):
+    halves.send_dispatch()
+    halves.send_dispatch()
+
+
+def combine_twice(halves):
+    halves.send_dispatch()()
+    halves.send_combine()
+    halves.send_combine()
+
+
+LOW_LATENCY_STEPS = {
+    "dispatch sent": (lambda h: h.send_dispatch()(), lambda h: h.send_dispatch()(), "not sent low-latency dispatch 2"),
+    "dispatch received": (
+        dispatch_twice,
+        lambda h: [h.send_dispatch()() for _ in range(3)],
+        "not received low-latency dispatch 1",
+    ),
+    "combine sent": (lambda h: h.send_dispatch()(), lambda h: h.send_combine()(), "not sent low-latency combine 1"),
+    "combine received": (
+        combine_twice,
+        lambda h: [h.send_combine()() for _ in range(3)],
+        "not received low-latency combine 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
+@pytest.mark.parametrize("step", LOW_LATENCY_STEPS)
+def test_a_rank_that_is_absent_from_a_low_latency_half_is_named(topology, step):
+    before, then, says = LOW_LATENCY_STEPS[step]
+    buffers = make_ranks(*topology)
+    absent = len(buffers) - 2
+
+    def work(buffer):
+        halves = Halves(buffer)
+        if buffer.ranks == [absent]:
+            return before(halves)
+        if step != "dispatch received":
+            halves.send_dispatch()()
+        return then(halves)
+
+    for rank, error in enumerate(run_together(buffers, work)):
+        if rank != absent:
+            assert isinstance(error, ep.EPTimeoutError), error
+            finished = int(says[-1]) - 1
+            assert str(error).splitlines()[0].endswith(f": rank {absent} has {says} (it finished {finished})"), error
+
+
 def test_several_absent_ranks_are_named():
     buffers = make_ranks(2, 2)
     rows = run_together(buffers, dispatch)

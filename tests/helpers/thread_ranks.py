@@ -10,13 +10,14 @@ from megatron_ep.backends.host import HostBackend
 class ThreadRank(ep.LocalCluster):
     """One of them."""
 
-    def __init__(self, nodes, ranks_per_node, config, rank, segments, heap):
+    def __init__(self, nodes, ranks_per_node, config, rank, segments, heap, low_latency):
         super().__init__(nodes, ranks_per_node, config)
-        self.ranks, self._heap = [rank], heap
+        self.ranks, self._heap, self._low_latency = [rank], heap, low_latency
         self._backend = HostBackend(heap, [rank], segments, timeout=config.timeout_seconds)
 
     def shared_segments(self, size):
-        raise AssertionError("low-latency heaps are made by thread_ranks")
+        """Of one low-latency mode: all ranks that make one share it."""
+        return self._low_latency.setdefault(size, [_C.Segment.anonymous(size) for _ in range(self.topology.world_size)])
 
 
 def thread_ranks(nodes, ranks_per_node, config):
@@ -24,7 +25,8 @@ def thread_ranks(nodes, ranks_per_node, config):
     heap = ep.LocalCluster(nodes, ranks_per_node, config)._heap
     world = nodes * ranks_per_node
     segments = [_C.Segment.anonymous(heap.bytes) for _ in range(world)]
-    return [ThreadRank(nodes, ranks_per_node, config, rank, segments, heap) for rank in range(world)]
+    low_latency = {}
+    return [ThreadRank(nodes, ranks_per_node, config, rank, segments, heap, low_latency) for rank in range(world)]
 
 
 def run_together(buffers, work):
