@@ -152,3 +152,36 @@ def test_a_rank_may_end_alone(fabric):
     with LocalRanks(2, 120) as ranks:
         ranks.run(run_one_dead, fabric)
     assert time.monotonic() - started < 60
+
+
+def run_late_replay(fabric):
+    """Rank 0 replays a dispatch in which it waits for rank 1, and sees it under way."""
+    choose(fabric)
+    with make_buffer(1, timeout=4.0, world=2) as buffer:
+        x, ids, weights = (part[buffer.rank].cuda() for part in inputs(3, world=2))
+        handle = ep.dispatch(x, ids, weights, buffer=buffer).handle
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph), torch.no_grad():
+            rows = ep.dispatch(x, topk_weights=weights, handle=handle)
+        expected = ep.dispatch(x, topk_weights=weights, handle=handle).x
+        buffer.synchronize()
+        launches, seen = buffer._backend._launches, []
+        under_way = launches._under_way
+        launches._under_way = lambda: seen.append(under_way()) or seen[-1]
+        dist.barrier()
+        if buffer.rank == 1:
+            time.sleep(2.0)
+        graph.replay()
+        buffer.raise_if_failed()
+        assert torch.equal(rows.x, expected)
+        assert buffer.rank == 1 or ("call 3", False) in seen, seen
+        graph.replay()
+        buffer.synchronize()
+        assert torch.equal(rows.x, expected)
+
+
+@pytest.mark.parametrize("fabric", fabrics.NETWORKS)
+def test_a_replay_is_watched(fabric):
+    need(fabric, 2)
+    with LocalRanks(2, 120) as ranks:
+        ranks.run(run_late_replay, fabric)
