@@ -76,6 +76,9 @@ class RankTensors:
     max_rail: int
     max_rows: int
     fills_tables: bool
+    first_places_only: bool
+    clears_end: bool
+    sums: int
 
 class Totals:
     received_rows: int

@@ -67,6 +67,9 @@ class Config:
     rdma_chunk_tokens: rows after which another node is told of them; at most half a ring.
     num_sms: SMs that a launch uses for each rank on a GPU. None: 24, or an equal share of the GPU for each of a
         LocalCluster's ranks if that is less.
+    local_pass: whether a token that goes to several experts of a rank is written once by these SMs, and copied to the
+        other experts by a short launch behind, on all SMs of the GPU; and whether combine sums a token's experts of a
+        rank in a short launch before. The same bits either way. None: on a GPU, where it saves time.
     """
 
     num_experts: int
@@ -76,6 +79,7 @@ class Config:
     rdma_ring_bytes: int | None = None
     rdma_chunk_tokens: int = 16
     num_sms: int | None = None
+    local_pass: bool | None = None
 
     def __post_init__(self) -> None:
         require_int("Config.num_experts", self.num_experts, 1, MOST_EXPERTS)
@@ -86,6 +90,9 @@ class Config:
             if getattr(self, name) is not None:
                 require_int(f"Config.{name}", getattr(self, name), 64, LARGEST_RING)
         require_int("Config.rdma_chunk_tokens", self.rdma_chunk_tokens, 1, 1 << 20)
+        if self.local_pass is not None:
+            ok = isinstance(self.local_pass, bool)
+            _require(ok, "Config.local_pass", self.local_pass, "True, False or None")
         if self.timeout is not None:
             ok = isinstance(self.timeout, (int, float)) and not isinstance(self.timeout, bool)
             _require(ok and 0 < self.timeout <= LONGEST_TIMEOUT_S, "Config.timeout", self.timeout, TIMEOUT_ALLOWED)

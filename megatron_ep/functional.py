@@ -56,12 +56,19 @@ class Received:
 class _Dispatch(Function):
     @staticmethod
     def forward(
-        ctx: Any, handle: Handle, num_ranks: int, scales: list[torch.Tensor] | None, *tensors: torch.Tensor
+        ctx: Any,
+        handle: Handle,
+        num_ranks: int,
+        scales: list[torch.Tensor] | None,
+        clears_end: bool,
+        *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         x, weights = tensors[:num_ranks], tensors[num_ranks:]
         ctx.handle, ctx.num_ranks, ctx.is_float8 = handle, num_ranks, x[0].dtype == torch.float8_e4m3fn
         with handle.buffer.abort_peers_on_error():
-            out, out_scales, out_weights = handle.buffer.dispatch(handle.topk, handle.ranks, x, scales, weights or None)
+            out, out_scales, out_weights = handle.buffer.dispatch(
+                handle.topk, handle.ranks, x, scales, weights or None, clears_end=clears_end
+            )
         if ctx.is_float8:
             ctx.mark_non_differentiable(*out)
         if out_scales:
@@ -71,13 +78,13 @@ class _Dispatch(Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         n = ctx.num_ranks
-        has_weights = len(ctx.needs_input_grad) > 3 + n
+        has_weights = len(ctx.needs_input_grad) > 4 + n
         grads = grads[: 2 * n if has_weights else n]
         with ctx.handle.buffer.abort_peers_on_error():
             if ctx.is_float8:  # no gradient to x: only the weights' travel
                 grads = (*(grad.new_empty(grad.shape[0], 0, dtype=torch.float32) for grad in grads[:n]), *grads[n:])
             back = _Combine.apply(ctx.handle, n, *(grad.contiguous() for grad in grads))
-        return (None, None, None, *(None if ctx.is_float8 and i < n else grad for i, grad in enumerate(back)))
+        return (None, None, None, None, *(None if ctx.is_float8 and i < n else grad for i, grad in enumerate(back)))
 
 
 class _Float8Dispatch(Function):
@@ -85,13 +92,18 @@ class _Float8Dispatch(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, handle: Handle, num_ranks: int, scales: list[torch.Tensor], *tensors: torch.Tensor
+        ctx: Any,
+        handle: Handle,
+        num_ranks: int,
+        scales: list[torch.Tensor],
+        clears_end: bool,
+        *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         x, values, weights = tensors[:num_ranks], tensors[num_ranks : 2 * num_ranks], tensors[2 * num_ranks :]
         ctx.handle, ctx.num_ranks = handle, num_ranks
         with handle.buffer.abort_peers_on_error():
             out, out_scales, out_weights = handle.buffer.dispatch(
-                handle.topk, handle.ranks, values, scales, weights or None
+                handle.topk, handle.ranks, values, scales, weights or None, clears_end=clears_end
             )
             assert out_scales is not None
             rows = [float8.dequantize(*parts, x[0].dtype) for parts in zip(out, out_scales, strict=True)]
@@ -102,7 +114,7 @@ class _Float8Dispatch(Function):
         n = ctx.num_ranks
         with ctx.handle.buffer.abort_peers_on_error():
             back = _Combine.apply(ctx.handle, n, *(grad.contiguous() for grad in grads))
-        return (None, None, None, *back[:n], *(None,) * n, *back[n:])
+        return (None, None, None, None, *back[:n], *(None,) * n, *back[n:])
 
 
 class _Combine(Function):
@@ -118,7 +130,7 @@ class _Combine(Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         with ctx.handle.buffer.abort_peers_on_error():
-            back = _Dispatch.apply(ctx.handle, ctx.num_ranks, None, *(grad.contiguous() for grad in grads))
+            back = _Dispatch.apply(ctx.handle, ctx.num_ranks, None, True, *(grad.contiguous() for grad in grads))
         return (None, None, *back)
 
 
@@ -142,7 +154,7 @@ class _WeightedCombine(Function):
             # Ones travel along: they tell the rows of tokens from padding, where x and weights may hold anything. They
             # are NaN, not 0, if the call failed.
             ones = [torch.ones(len(g), handle.topk, device=g.device) for g in grads]
-            back = _Dispatch.apply(handle, n, None, *(grad.contiguous() for grad in grads), *ones)
+            back = _Dispatch.apply(handle, n, None, True, *(grad.contiguous() for grad in grads), *ones)
             rows, is_row = back[:n], [one != 0 for one in back[n:]]
             for i in range(n):
                 zero = weights[i].new_zeros(())
@@ -182,11 +194,12 @@ def dispatch(
     scales: [T, ceil(H / 128)], float32 or float8_e8m0fnu, one per 128 elements of a float8 row. Get no gradient.
     expert_alignment: pads the rows of each expert with zero rows to a multiple of this.
     expert_capacity: gives each expert exactly this many rows; more than fit are left out and reported in `overflow`.
-    max_recv_tokens: R, fixed; rows of x beyond the last expert's are zeros. Rows from the R-th on are left out, and so
-        is a token altogether (its rows are zeros) that is not among the first R to arrive in the order of (source rank,
-        token), or with expert_capacity the first max(R, W * T); either is reported in `overflow`. On a GPU the host
-        then waits for nothing, so wrong ids in topk_idx are found later, by the next call or `synchronize`; and with
-        several nodes, R must also be at least the number of tokens that any rank sends to another node.
+    max_recv_tokens: R, fixed; rows of x beyond the last expert's hold anything, or zeros if x or topk_weights needs a
+        gradient. Rows from the R-th on are left out, and so is a token altogether (its rows are zeros) that is not
+        among the first R to arrive in the order of (source rank, token), or with expert_capacity the first
+        max(R, W * T); either is reported in `overflow`. On a GPU the host then waits for nothing, so wrong ids in
+        topk_idx are found later, by the next call or `synchronize`; and with several nodes, R must also be at least the
+        number of tokens that any rank sends to another node.
     forward_dtype: torch.float8_e4m3fn: rows of bfloat16, float16 or float32 travel as `float8.quantize` makes them and
         arrive as `float8.dequantize` does, in x's dtype. Their gradient is that of rows that were not rounded, and
         travels in x's dtype. None: as they are.
@@ -230,10 +243,12 @@ def dispatch(
             handle = Handle(group, topk, ranks)
     # Behind the `with`: torch ends the recomputation of a checkpoint by an exception out of `apply`.
     n = len(group.ranks)
+    needs_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (*xs, *(weights or ())))
     if values:
-        out, row_scales = _Float8Dispatch.apply(handle, n, row_scales, *xs, *values, *(weights or ())), None
+        tensors = (*xs, *values, *(weights or ()))
+        out, row_scales = _Float8Dispatch.apply(handle, n, row_scales, needs_gradient, *tensors), None
     else:
-        out = _Dispatch.apply(handle, n, row_scales, *xs, *(weights or ()))
+        out = _Dispatch.apply(handle, n, row_scales, needs_gradient, *xs, *(weights or ()))
     parts = [list(out[i : i + n]) for i in range(0, len(out), n)]
     one = (lambda items: items) if isinstance(group, LocalCluster) else (lambda items: items[0])
     return Received(

@@ -20,6 +20,13 @@ from typing import Any
 from megatron_ep.config import Config
 from megatron_ep.megatron.options import NAMES, Options
 
+
+def _truth(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text!r}, must be true or false")
+    return text.lower() == "true"
+
+
 SETTINGS = {  # of Config: type and help
     "num_sms": (int, "SMs that dispatch and combine use on a GPU"),
     "channels": (int, "slices of the tokens, each with rings of its own"),
@@ -27,6 +34,7 @@ SETTINGS = {  # of Config: type and help
     "nvl_ring_bytes": (int, "size of a ring between two ranks of a node"),
     "rdma_ring_bytes": (int, "size of a ring between nodes"),
     "rdma_chunk_tokens": (int, "rows after which another node is told of them"),
+    "local_pass": (_truth, "true or false: copies and sums inside a rank in a short launch on all SMs"),
 }
 assert {"num_experts", *SETTINGS} == {field.name for field in fields(Config)}
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {  # of Options

@@ -339,8 +339,12 @@ class RankGroup:
         x: Sequence[torch.Tensor],
         scales: Sequence[torch.Tensor] | None,
         weights: Sequence[torch.Tensor] | None,
+        *,
+        clears_end: bool,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None, list[torch.Tensor] | None]:
-        """x [T, H], scales [T, S], weights [T, K] to [R, H], [R, S], [R], grouped by expert."""
+        """x [T, H], scales [T, S], weights [T, K] to [R, H], [R, S], [R], grouped by expert.
+
+        clears_end: whether rows behind the last expert's are zeros, too."""
         backend = self._live_backend()
         out, out_scales, out_weights, tensors = [], [], [], []
         for i, rank in enumerate(ranks):
@@ -348,6 +352,7 @@ class RankGroup:
             t = self._tensors(rank)
             t.x, t.out = x[i].data_ptr(), out[i].data_ptr()
             t.fills_tables, rank.has_tables = not rank.has_tables, True
+            t.first_places_only, t.clears_end = self._has_local_pass(rank, x[i]), clears_end
             if scales is not None:
                 out_scales.append(torch.empty(rank.rows, scales[i].shape[1], dtype=scales[i].dtype, device=self.device))
                 t.scales, t.out_scales = scales[i].data_ptr(), out_scales[i].data_ptr()
@@ -370,7 +375,7 @@ class RankGroup:
     ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
         """x [R, H], weights [R] to the sums [T, H] and the single values [T, K]; row_weights [R] multiply x."""
         backend = self._live_backend()
-        out, out_weights, tensors = [], [], []
+        out, out_weights, sums, tensors = [], [], [], []
         for i, rank in enumerate(ranks):
             out.append(backend.new_output(rank.num_tokens, x[i].shape[1], x[i].dtype))
             t = self._tensors(rank)
@@ -381,6 +386,9 @@ class RankGroup:
                 t.weights, t.out_weights = weights[i].data_ptr(), out_weights[i].data_ptr()
             if row_weights is not None:
                 t.row_weights = row_weights[i].data_ptr()
+            if self._has_local_pass(rank, x[i]):
+                sums.append(torch.empty(rank.positions.shape[0], x[i].shape[1], dtype=x[i].dtype, device=self.device))
+                t.sums = sums[-1].data_ptr()
             tensors.append(t)
         row = self.format_of(topk, x[0], None, weights)
         backend.combine(
@@ -388,6 +396,13 @@ class RankGroup:
         )
         self._raise_if_aborted()
         return out, out_weights if weights is not None else None
+
+    def _has_local_pass(self, rank: RankHandle, x: torch.Tensor) -> bool:
+        """Whether rows that arrive once and have several places are copied, or summed, there by a launch of its own."""
+        if self.config.local_pass is not None:
+            return self.config.local_pass
+        copies = max(0, rank.rows - rank.positions.shape[0])
+        return copies * x.shape[1] * x.element_size() >= self._live_backend().least_local_bytes
 
     def overflow_of(self, rank: RankHandle) -> torch.Tensor:
         """int32 [1], a view: not 0 once rows did not fit."""

@@ -254,7 +254,10 @@ void bind_group(py::module_& m) {
         .def_readwrite("max_received", &RankTensors::max_received)
         .def_readwrite("max_rail", &RankTensors::max_rail)
         .def_readwrite("max_rows", &RankTensors::max_rows)
-        .def_readwrite("fills_tables", &RankTensors::fills_tables);
+        .def_readwrite("fills_tables", &RankTensors::fills_tables)
+        .def_readwrite("first_places_only", &RankTensors::first_places_only)
+        .def_readwrite("clears_end", &RankTensors::clears_end)
+        .def_readwrite("sums", &RankTensors::sums);
 
     py::class_<Layout::Totals>(m, "Totals", "What notify tells the host about one rank.")
         .def_readonly("received_rows", &Layout::Totals::received_rows)

@@ -23,7 +23,9 @@ struct RankTensors {
     Address row_weights = 0;  // combine: what it multiplies the rows of x by
     Address positions = 0, rail_experts = 0;
     int64_t max_received = 0, max_rail = 0, max_rows = 0;
-    bool fills_tables = false;  // dispatch: the first with its layout
+    bool fills_tables = false;                          // dispatch: the first with its layout
+    bool first_places_only = false, clears_end = true;  // dispatch, see DispatchArgs
+    Address sums = 0;                                   // combine, see CombineArgs
 };
 
 inline Layout layout_of(const Heap& heap, const RankTensors& t, int topk) {
@@ -59,7 +61,9 @@ inline DispatchArgs dispatch_args(const Heap& heap, int rank, const RankTensors&
             at<char>(t.weights),
             at<char>(t.out),
             at<char>(t.out_scales),
-            at<char>(t.out_weights)};
+            at<char>(t.out_weights),
+            t.first_places_only,
+            t.clears_end};
 }
 
 inline CombineArgs combine_args(const Heap& heap, int rank, const RankTensors& t,
@@ -72,7 +76,8 @@ inline CombineArgs combine_args(const Heap& heap, int rank, const RankTensors& t
             at<char>(t.weights),
             at<char>(t.out),
             at<char>(t.out_weights),
-            at<void>(t.row_weights)};
+            at<void>(t.row_weights),
+            at<char>(t.sums)};
 }
 
 }  // namespace ep

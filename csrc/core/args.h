@@ -70,6 +70,9 @@ struct DispatchArgs : TransferArgs {
     char* recv_x;         // [max_rows, payload_bytes]
     char* recv_scales;    // [max_rows, scale_bytes]
     char* recv_weights;   // [max_rows, weight_bytes]
+    // Of a row's places here only the first gets it: the local pass copies it to the others.
+    bool first_places_only = false;
+    bool clears_end = true;  // rows behind those of the last expert, too
 };
 
 struct CombineArgs : TransferArgs {
@@ -80,6 +83,9 @@ struct CombineArgs : TransferArgs {
     // [max_rows], Accumulator of x's type: what each row of x is multiplied by before it is summed;
     // null: nothing. Unlike `weights`, which only travel, they never leave the rank.
     const void* row_weights = nullptr;
+    // [received rows, payload_bytes]: of each row that has several places here their sum, which the
+    // local pass has made; null: rows are summed when they are sent.
+    char* sums = nullptr;
 };
 
 }  // namespace ep

@@ -63,7 +63,12 @@ EP_FN void combine_nvl_sender(W& warp, F& fabric, const CombineArgs& args, int c
                 const uint32_t parts =
                     warp.ballot(format.topk, [&](int k) { return position[k] >= 0; });
                 const size_t elements = format.payload_bytes / sizeof(T);
-                if constexpr (kWeighted) {
+                if (args.sums && parts & (parts - 1)) {
+                    const int64_t received = turn.first + i;
+                    warp.template copy<Reuse::Soon>(slot + format.payload(),
+                                                    args.sums + received * format.payload_bytes,
+                                                    format.payload_bytes);
+                } else if constexpr (kWeighted) {
                     warp.template weighted_sum<T, Reuse::Late>(slot + format.payload(), part,
                                                                row_weight, parts, elements);
                 } else {

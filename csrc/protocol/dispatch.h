@@ -150,13 +150,12 @@ EP_FN void write_token(W& warp, const DispatchArgs& args,
                    args.scales + row * format.scale_bytes, format.scale_bytes);
 }
 
-// Where a row lies at each of its local experts, a lane each k, for the lanes in `placed`. A row
-// that combine's table has no room for is left out: zeros lie in its places, and `written` is
-// empty.
+// Where a row lies at each of its local experts, a lane each k: those where it is written now, and
+// those that get zeros, because combine's table has no room for the row and it is left out.
 template <WarpLike W>
 struct Places {
     typename W::template PerLane<void*> row, scales;
-    uint32_t placed, written;
+    uint32_t written, cleared;
 };
 
 // Finds a row's places, remembers them for combine, and stores its weights there.
@@ -189,13 +188,15 @@ EP_FN void take_places(W& warp, const DispatchArgs& args, const Header<W>& heade
     const uint32_t overflowed = warp.ballot(
         format.topk, [&](int lane) { return position[lane] == TransferArgs::kOverflowed; });
     if (overflowed || !remembered) layout.totals().overflow = 1;
-    places.placed = warp.ballot(format.topk, [&](int lane) { return position[lane] >= 0; });
-    places.written = remembered ? places.placed : 0;
+    const uint32_t placed = warp.ballot(format.topk, [&](int lane) { return position[lane] >= 0; });
+    const uint32_t now = args.first_places_only ? placed & -placed : placed;
+    places.written = remembered ? now : 0;
+    places.cleared = remembered ? 0 : placed;
 }
 
 template <WarpLike W>
-EP_FN void zero_unwritten(W& warp, const RowFormat& format, const Places<W>& places) {
-    for_each_lane(places.placed & ~places.written, [&](int lane) {
+EP_FN void clear_places(W& warp, const RowFormat& format, const Places<W>& places) {
+    for_each_lane(places.cleared, [&](int lane) {
         warp.zero(warp.broadcast(places.row, lane), format.payload_bytes);
         warp.zero(warp.broadcast(places.scales, lane), format.scale_bytes);
     });
@@ -224,7 +225,7 @@ EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel)
             warp.ballot(format.topk, [&](int lane) { return peer[lane] == args.local(); });
         const uint32_t others = firsts & ~own;
         if (others && !take_slots(warp, rings, node, others, peer, batch, slot)) return false;
-        places.placed = places.written = 0;
+        places.written = places.cleared = 0;
         if (own) take_places(warp, args, header, args.rank, received++, places);
         auto copy_part = [&](size_t offset, const typename W::template PerLane<void*>& place,
                              const char* part, size_t bytes) {
@@ -240,7 +241,7 @@ EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel)
                       args.scales + static_cast<size_t>(token) * format.scale_bytes,
                       format.scale_bytes);
         }
-        zero_unwritten(warp, format, places);
+        clear_places(warp, format, places);
         write_header(warp, format, slot, others, rings.tag, header);
         return true;
     });
@@ -354,7 +355,7 @@ EP_FN void receiver(W& warp, F& fabric, const DispatchArgs& args, int channel, i
                     warp.template multicast<Reuse::Late>(
                         places.scales, places.written, slot + format.scales(), format.scale_bytes);
                 }
-                zero_unwritten(warp, format, places);
+                clear_places(warp, format, places);
             }
             const uint64_t next = turn.position + turn.rows;
             InCursor& in = rings.nvl_in(turn.node, turn.peer);
@@ -362,31 +363,6 @@ EP_FN void receiver(W& warp, F& fabric, const DispatchArgs& args, int channel, i
             warp.template credit<Scope::System>(rings.nvl_in_head(turn.node, turn.peer), next);
             return true;
         });
-}
-
-template <WarpLike W>
-EP_FN void clear_rows(W& warp, const DispatchArgs& args, int64_t first, int64_t end) {
-    const RowFormat& format = args.format;
-    if (end > args.max_rows) end = args.max_rows;
-    if (first >= end) return;
-    warp.zero(args.recv_x + first * format.payload_bytes, (end - first) * format.payload_bytes);
-    warp.zero(args.recv_scales + first * format.scale_bytes, (end - first) * format.scale_bytes);
-    warp.zero(args.recv_weights + first * format.weight_bytes, (end - first) * format.weight_bytes);
-}
-
-// Rows that no token fills hold zeros, and so do their scales and weights: the padding of an
-// expert, and what lies behind the last expert. One of `parts` warps that share them.
-template <WarpLike W>
-EP_FN void clear_unfilled(W& warp, const DispatchArgs& args, int part, int parts) {
-    const Layout& layout = args.layout;
-    for (int expert = part; expert < layout.local_experts(); expert += parts) {
-        clear_rows(warp, args, layout.expert_start(expert) + layout.expert_count(expert),
-                   layout.expert_start(expert + 1));
-    }
-    constexpr int64_t kPiece = 16;  // rows
-    for (int64_t first = layout.expert_start(layout.local_experts()) + kPiece * part;
-         first < args.max_rows; first += kPiece * parts)
-        clear_rows(warp, args, first, first + kPiece);
 }
 
 }  // namespace ep

@@ -78,6 +78,9 @@ class CudaBackend(OfGroup):
     rank: in this case, that of this process.
     """
 
+    # What such a launch costs, about 4 us, its SMs more than make up for: docs/benchmarks.md
+    least_local_bytes = 8 << 20
+
     def __init__(self, group: Any, heap: Any, device: torch.device, timeout: float | None = None, rank: int = 0):
         _forget_graphs_that_are_gone()
         super().__init__(group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +16,8 @@ POOLED_BYTES = 1 << 20  # outputs from this size on live in memory that is kept 
 
 class HostBackend(OfGroup):
     """See `interface.Backend`."""
+
+    least_local_bytes = math.inf  # the same threads would run it
 
     def __init__(
         self,

@@ -45,6 +45,11 @@ class Backend(Protocol):
     Tensors are handed over as `_C.RankTensors`, one per rank: addresses that stay valid until the launch is done.
     """
 
+    @property
+    def least_local_bytes(self) -> float:
+        """Rows to copy or add inside a rank, in bytes, from which a launch of its own for them saves time."""
+        ...
+
     def notify(self, tensors: Sequence[_C.RankTensors], *, wait: bool, topk: int, **settings: int) -> Sequence[Totals]:
         """Exchanges counts. Nothing is returned where `wait` is off and the host knows none yet.
 

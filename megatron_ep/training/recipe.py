@@ -276,6 +276,7 @@ class Dispatcher(Section):
     rdma_ring_bytes: Positive | None = None
     rdma_chunk_tokens: Positive | None = None
     num_sms: Positive | None = None
+    local_pass: bool | None = None
     moe_expert_rank_capacity_factor: PositiveFloat | None = None
     moe_apply_probs_on_combine: bool = False
     moe_dispatch_fwd_dtype: Literal["fp8"] | None = None

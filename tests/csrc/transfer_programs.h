@@ -49,6 +49,7 @@ struct TransferProgram {
     struct Part {
         std::vector<char> x, scales, weights, row_weights;
         std::vector<char> out, out_scales, out_weights;                 // combine: y, y_weights
+        std::vector<char> sums;                                         // combine, of a local pass
         std::vector<char> expected, expected_scales, expected_weights;  // of these
         DispatchArgs dispatch{};
         CombineArgs combine{};
@@ -67,7 +68,8 @@ struct TransferProgram {
     std::vector<RankState> states;
     SimulatedNetwork* network;
     std::vector<char*> heaps;
-    std::vector<uint64_t> arrived;  // of each rank's warps, at the ends of calls
+    std::vector<uint64_t> arrived;                 // of each rank's warps, at the ends of launches
+    std::vector<std::vector<size_t>> last_launch;  // [rank][call], launches up to its end
 
     int pick(int low, int high) { return low + static_cast<int>(random() % (high - low + 1)); }
 
@@ -245,9 +247,9 @@ struct TransferProgram {
             part.expected_weights.resize(before_weights + format.weight_bytes);
         }
         clear_outputs(part);
-        part.dispatch = {transfer_args(rank),    part.x.data(),   part.scales.data(),
-                         part.weights.data(),    part.out.data(), part.out_scales.data(),
-                         part.out_weights.data()};
+        part.dispatch = {transfer_args(rank),     part.x.data(),   part.scales.data(),
+                         part.weights.data(),     part.out.data(), part.out_scales.data(),
+                         part.out_weights.data(), pick(0, 1) == 0};
     }
 
     void make_combine(int rank) {
@@ -281,6 +283,8 @@ struct TransferProgram {
                 append(part.expected, call.dtype, times * number({rank, token, 0}, i));
         }
         clear_outputs(part);
+        part.sums.resize(pick(0, 1) * handle.shares[rank].positions.size() / handle.topk *
+                         format.payload_bytes);
         TransferArgs args = transfer_args(rank);
         args.is_combine = true;
         part.combine = {args,
@@ -288,7 +292,8 @@ struct TransferProgram {
                         part.weights.data(),
                         part.out.data(),
                         part.out_weights.data(),
-                        call.weighted ? part.row_weights.data() : nullptr};
+                        call.weighted ? part.row_weights.data() : nullptr,
+                        part.sums.empty() ? nullptr : part.sums.data()};
     }
 
     static void clear_outputs(Part& part) {
@@ -297,22 +302,26 @@ struct TransferProgram {
         part.out_weights.assign(part.expected_weights.size(), 0x77);
     }
 
-    // The roles of all ranks. Each warp goes through the calls of its rank, in each of which it has
-    // one role or none, and waits after each for the others: a launch follows the one before.
+    // The roles of all ranks. Each warp goes through the launches of its rank, in each of which it
+    // has one role or none, and waits after each for the others: a launch follows the one before.
     template <class Warp, class Fabric>
     std::vector<RoleTask> tasks() {
         std::vector<RoleTask> all;
+        last_launch.assign(topology.world(), {});
         for (int rank = 0; rank < topology.world(); ++rank) {
-            std::vector<std::vector<RoleTask>> roles;
+            std::vector<std::vector<RoleTask>> launches;
             size_t warps = 0;
             for (size_t call = 0; call < calls.size(); ++call) {
-                roles.push_back(roles_of<Warp, Fabric>(rank, call));
-                warps = std::max(warps, roles.back().size());
+                for (std::vector<RoleTask>& roles : launches_of<Warp, Fabric>(rank, call)) {
+                    warps = std::max(warps, roles.size());
+                    if (!roles.empty()) launches.push_back(std::move(roles));
+                }
+                last_launch[rank].push_back(launches.size());
             }
             for (size_t number = 0; number < warps; ++number) {
                 std::vector<RoleTask> own;
-                for (const std::vector<RoleTask>& call : roles)
-                    own.push_back(number < call.size() ? call[number] : RoleTask{});
+                for (const std::vector<RoleTask>& roles : launches)
+                    own.push_back(number < roles.size() ? roles[number] : RoleTask{});
                 all.push_back({&states[rank], [=, this](Executor& executor) {
                                    run_warp(executor, rank, own, warps);
                                }});
@@ -321,40 +330,48 @@ struct TransferProgram {
         return all;
     }
 
+    // What comes before the roles of a call, these, and what comes behind them.
     template <class Warp, class Fabric>
-    std::vector<RoleTask> roles_of(int rank, size_t number) {
-        std::vector<RoleTask> roles;
+    std::array<std::vector<RoleTask>, 3> launches_of(int rank, size_t number) {
+        std::array<std::vector<RoleTask>, 3> launches;
         const RankState* state = &states[rank];
         const auto fabric = std::make_shared<Fabric>(topology, rank, heaps, network);
-        auto add = [&](Role role, int channel, auto body) {
-            roles.push_back({nullptr, [=](Executor& executor) {
-                                 Warp warp(executor, *state, role, channel);
-                                 body(warp, *fabric);
-                             }});
+        auto adder = [&](std::vector<RoleTask>& roles) {
+            return [=, &roles](Role role, int channel, auto body) {
+                roles.push_back({nullptr, [=](Executor& executor) {
+                                     Warp warp(executor, *state, role, channel);
+                                     body(warp, *fabric);
+                                 }});
+            };
         };
+        auto& [before, roles, behind] = launches;
         const Call& call = calls[number];
         const Part& part = parts[number][rank];
         switch (call.kind) {
             case Kind::Notify:
-                add_notify_roles(handles[call.handle].shares[rank].notify, add);
+                add_notify_roles(handles[call.handle].shares[rank].notify, adder(roles));
                 break;
             case Kind::Dispatch:
-                add_dispatch_roles(part.dispatch, add);
+                add_dispatch_roles(part.dispatch, adder(roles));
+                add_local_pass(part.dispatch, adder(behind));
                 break;
             case Kind::Combine:
-                with_type(call.dtype, [&]<class T>() { add_combine_roles<T>(part.combine, add); });
+                with_type(call.dtype, [&]<class T>() {
+                    add_local_pass<T>(part.combine, adder(before));
+                    add_combine_roles<T>(part.combine, adder(roles));
+                });
         }
-        return roles;
+        return launches;
     }
 
     void run_warp(Executor& executor, int rank, const std::vector<RoleTask>& own, size_t warps) {
         const RankState& state = states[rank];
         std::atomic_ref<uint64_t> arrivals(arrived[rank]);
-        for (size_t call = 0; call < own.size(); ++call) {
-            if (own[call].run) own[call].run(executor);
+        for (size_t launch = 0; launch < own.size(); ++launch) {
+            if (own[launch].run) own[launch].run(executor);
             if (std::atomic_ref<uint64_t>(state.unfinished).load()) return;
             arrivals.fetch_add(1);
-            auto all_arrived = [&] { return arrivals.load() >= (call + 1) * warps; };
+            auto all_arrived = [&] { return arrivals.load() >= (launch + 1) * warps; };
             if (all_arrived()) continue;
             const WaitEnd end = executor.wait(Condition(all_arrived), state);
             if (end == WaitEnd::Expired) state.abort(Outcome::Timeout);
@@ -374,8 +391,9 @@ struct TransferProgram {
         int wrong = 0;
         for (int rank = 0; rank < topology.world(); ++rank) {
             const size_t finished = arrived[rank] / warps_of[rank];
-            if (finished < calls.size() && !aborted()) ++wrong;
-            for (size_t call = 0; call < finished; ++call) {
+            if (finished < last_launch[rank].back() && !aborted()) ++wrong;
+            for (size_t call = 0; call < calls.size(); ++call) {
+                if (finished < last_launch[rank][call]) break;
                 const Part& part = parts[call][rank];
                 wrong += part.out != part.expected || part.out_scales != part.expected_scales ||
                          part.out_weights != part.expected_weights;

@@ -49,6 +49,7 @@ class Case:
             nvl_ring_bytes=row * r.choice([1, 2, 3, 8]),
             rdma_ring_bytes=row * r.choice([1, 2, 5, 8]),
             rdma_chunk_tokens=r.choice([1, 2, 16]),
+            local_pass=self.seed % 2 == 1,
         )
 
     def num_tokens(self) -> list[int]:

@@ -121,6 +121,7 @@ class CudaGroup {
     std::vector<char*> own_heaps_;
     int device_;
     int sms_;
+    int all_sms_;
     uint64_t timeout_ns_;
     std::vector<ControlBlock*> reachable_;  // of the heaps
     int first_in_reach_;

@@ -19,24 +19,38 @@ constexpr size_t kSharedBytes = kBlockWarps * sizeof(BulkBuffers);
 
 inline int blocks_for(int warps) { return ceil_div(warps, kBlockWarps); }
 
-// All blocks at once on the GPU, or an error: some wait for others.
+// cooperative: all blocks at once on the GPU, or an error, because some wait for others.
 template <class J>
-void launch(void (*kernel)(J), const J& joint, size_t ranks, CudaStream stream) {
+void launch(void (*kernel)(J), const J& joint, size_t ranks, CudaStream stream,
+            bool cooperative = true) {
     static_assert(sizeof(J) <= 32764, "the most that CUDA passes to a kernel");
     check_cuda(
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
         "cudaFuncSetAttribute");
-    cudaLaunchAttribute cooperative{};
-    cooperative.id = cudaLaunchAttributeCooperative;
-    cooperative.val.cooperative = 1;
+    cudaLaunchAttribute at_once{};
+    at_once.id = cudaLaunchAttributeCooperative;
+    at_once.val.cooperative = cooperative;
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(static_cast<unsigned>(joint.blocks_per_rank * ranks));
     config.blockDim = dim3(kBlockThreads);
     config.dynamicSmemBytes = kSharedBytes;
     config.stream = static_cast<cudaStream_t>(stream);
-    config.attrs = &cooperative;
+    config.attrs = &at_once;
     config.numAttrs = 1;
     check_cuda(cudaLaunchKernelEx(&config, kernel, joint), "kernel launch");
+}
+
+// On all of the GPU's SMs: it has nobody to wait for.
+template <int kRanks, class Args>
+LocalJoint<Args, kRanks> local_joint(const Args* args, const DeviceRank* ranks, size_t count,
+                                     int sms) {
+    LocalJoint<Args, kRanks> joint{};
+    joint.blocks_per_rank = std::max<int>(1, sms / static_cast<int>(count));
+    for (size_t i = 0; i < count; ++i) {
+        joint.args[i] = args[i];
+        joint.ranks[i] = ranks[i];
+    }
+    return joint;
 }
 
 }  // namespace
@@ -46,7 +60,7 @@ void launch(void (*kernel)(J), const J& joint, size_t ranks, CudaStream stream) 
 template <class P, int kRanks, bool kWeighted>
 struct CombineLaunch {
     static void run(const CombineJoint<P, kRanks>& joint, size_t ranks, DType dtype,
-                    CudaStream stream);
+                    CudaStream stream, int all_sms);
 };
 
 template <class P>
@@ -66,6 +80,7 @@ CudaGroup<P>::CudaGroup(const Heap& heap, const P& fabric, std::vector<int> rank
                std::to_string(P::kMostLocalRanks) + " on one GPU");
     }
     const CudaDevice gpu = CudaDevice::of(device_);
+    all_sms_ = gpu.sms;
     if (gpu.major < 9) {
         refuse("GPU " + std::to_string(device_) + " has compute capability " +
                std::to_string(gpu.major) + "." + std::to_string(gpu.minor) +
@@ -213,7 +228,14 @@ void CudaGroup<P>::dispatch(const std::vector<DispatchArgs>& args, CudaStream st
     const DeviceGuard guard(device_);
     for_local_ranks([&]<int kRanks>() {
         using J = DispatchJoint<P, kRanks>;
-        launch(kernels::dispatch_kernel<J>, joint_of_roles<J>(args), args.size(), stream);
+        const J all = joint_of_roles<J>(args);
+        launch(kernels::dispatch_kernel<J>, all, args.size(), stream);
+        if (std::none_of(args.begin(), args.end(), [](auto& a) { return a.first_places_only; }))
+            return;
+        using L = LocalJoint<DispatchArgs, kRanks>;
+        launch(kernels::local_pass_of_dispatch_kernel<L>,
+               local_joint<kRanks>(all.args, all.ranks, args.size(), all_sms_), args.size(), stream,
+               false);
     });
     finish(outputs_of(args), stream, true);
 }
@@ -228,7 +250,7 @@ void CudaGroup<P>::combine(const std::vector<CombineArgs>& args, DType dtype, Cu
         const auto all = joint_of_roles<CombineJoint<P, kRanks>>(args);
         const auto run =
             weighted ? CombineLaunch<P, kRanks, true>::run : CombineLaunch<P, kRanks, false>::run;
-        run(all, args.size(), dtype, stream);
+        run(all, args.size(), dtype, stream, all_sms_);
     });
     finish(outputs_of(args), stream, true);
 }

@@ -8,6 +8,7 @@
 #include "protocol/coordinators.h"
 #include "protocol/dispatch.h"
 #include "protocol/layout.h"
+#include "protocol/local_pass.h"
 #include "protocol/notify.h"
 
 // The protocol's roles as kernels, for any fabric. Blocks [i * blocks, (i + 1) * blocks) of a grid
@@ -186,8 +187,38 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     const DeviceRank& rank = joint.ranks[place.index];
     BulkBuffers& buffers = bulk_buffers();
     run_dispatch_role(rank, buffers, fabric, args, joint.roles, number / warps, number % warps);
+    if (args.first_places_only) return;
     DeviceWarp warp(rank, args.call, Role::Launch, 0, buffers);
     clear_unfilled(warp, args, number, warps * args.layout.channels);
+}
+
+// Whether a rank's part of the exchange has gone well, or may begin, as far as it knows.
+template <class Args>
+__device__ __forceinline__ bool is_sound(const DeviceRank& rank, const Args& args) {
+    return args.layout.totals().epoch && !is_aborted(rank);
+}
+
+template <class J>
+__global__ void __launch_bounds__(kBlockThreads, 1)
+    local_pass_of_dispatch_kernel(const __grid_constant__ J joint) {
+    const Place<J> place(joint);
+    const DispatchArgs& args = joint.args[place.index];
+    const DeviceRank& rank = joint.ranks[place.index];
+    if (!args.first_places_only || !is_sound(rank, args)) return;
+    DeviceWarp warp(rank, args.call, Role::Launch, 0, bulk_buffers());
+    copy_to_other_places(warp, args, place.warp, place.warps);
+    clear_unfilled(warp, args, place.warp, place.warps);
+}
+
+template <class T, bool kWeighted, class J>
+__global__ void __launch_bounds__(kBlockThreads, 1)
+    local_pass_of_combine_kernel(const __grid_constant__ J joint) {
+    const Place<J> place(joint);
+    const CombineArgs& args = joint.args[place.index];
+    const DeviceRank& rank = joint.ranks[place.index];
+    if (!args.sums || !is_sound(rank, args)) return;
+    DeviceWarp warp(rank, args.call, Role::Launch, 0, bulk_buffers());
+    sum_places<T, kWeighted>(warp, args, place.warp, place.warps);
 }
 
 template <class T, bool kWeighted, class F>

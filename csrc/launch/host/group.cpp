@@ -26,7 +26,7 @@ HostGroup::HostGroup(const Heap& heap, std::vector<int> ranks, std::vector<char*
     }
 }
 
-void HostGroup::run(Count count, bool begins_call, std::vector<std::vector<RoleTask>> tasks_of_rank,
+void HostGroup::run(Count count, bool begins_call, std::vector<Tasks> phases,
                     const std::function<bool()>& interrupted) {
     bool aborted = false;
     for (RankState& state : states_) {
@@ -47,15 +47,18 @@ void HostGroup::run(Count count, bool begins_call, std::vector<std::vector<RoleT
                         heap_.topology.world() * sizeof(uint64_t));
         }
     }
-    run_roles(std::move(tasks_of_rank), interrupted);
+    for (Tasks& tasks : phases) {
+        const bool any = std::any_of(tasks.begin(), tasks.end(),
+                                     [](const auto& roles) { return !roles.empty(); });
+        if (any && finished()) run_roles(std::move(tasks), interrupted);
+    }
     for (RankState& state : states_) {
         if (state.unfinished == 0)
             RankState::note(count(state.control->finished, state.call), state.call);
     }
 }
 
-void HostGroup::run_roles(std::vector<std::vector<RoleTask>> tasks_of_rank,
-                          const std::function<bool()>& interrupted) {
+void HostGroup::run_roles(Tasks tasks_of_rank, const std::function<bool()>& interrupted) {
     auto share = [&](size_t thread, size_t threads) {
         std::vector<RoleTask> tasks;
         for (size_t i = thread; i < tasks_of_rank.size(); i += threads) {

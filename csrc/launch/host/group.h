@@ -61,21 +61,21 @@ class HostGroup {
   private:
     friend class HostLowLatency;
 
+    using Tasks = std::vector<std::vector<RoleTask>>;  // of each rank
     template <class Warp>
-    auto adder(std::vector<RoleTask>& tasks, size_t index);
+    auto adder(Tasks& tasks, size_t index);
     // count(calls, number): where calls of this kind are counted.
     using Count = uint64_t& (*)(Calls& calls, uint64_t number);
     // begins_call: whether the launch is the first of a dispatch or combine.
-    void run(Count count, bool begins_call, std::vector<std::vector<RoleTask>> tasks_of_rank,
+    // The phases one after the other, as long as all goes well.
+    void run(Count count, bool begins_call, std::vector<Tasks> phases,
              const std::function<bool()>& interrupted);
-    void run_roles(std::vector<std::vector<RoleTask>> tasks_of_rank,
-                   const std::function<bool()>& interrupted);
+    void run_roles(Tasks tasks_of_rank, const std::function<bool()>& interrupted);
     static uint64_t& count_transfers(Calls& calls, uint64_t) { return calls.transfer; }
     // The same, and if not all of it was done nobody can take the outputs for data.
     template <class Args>
     void run_to_outputs(Count count, bool begins_call, const std::vector<Args>& args,
-                        std::vector<std::vector<RoleTask>> tasks_of_rank,
-                        const std::function<bool()>& interrupted);
+                        std::vector<Tasks> phases, const std::function<bool()>& interrupted);
 
     Heap heap_;
     std::vector<int> ranks_;

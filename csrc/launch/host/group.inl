@@ -10,9 +10,9 @@ namespace ep {
 
 // Makes each role a task of the rank at `index`.
 template <class Warp>
-auto HostGroup::adder(std::vector<RoleTask>& tasks, size_t index) {
-    return [&tasks, state = &states_[index], fabric = &fabrics_[index]](Role role, int channel,
-                                                                        auto body) {
+auto HostGroup::adder(Tasks& tasks_of_rank, size_t index) {
+    return [&tasks = tasks_of_rank[index], state = &states_[index], fabric = &fabrics_[index]](
+               Role role, int channel, auto body) {
         tasks.push_back({state, [=](Executor& executor) {
                              Warp warp(executor, *state, role, channel);
                              body(warp, *fabric);
@@ -22,18 +22,18 @@ auto HostGroup::adder(std::vector<RoleTask>& tasks, size_t index) {
 
 template <class Warp>
 void HostGroup::notify(std::vector<NotifyArgs> args, const std::function<bool()>& interrupted) {
-    std::vector<std::vector<RoleTask>> tasks(ranks_.size());
+    Tasks tasks(ranks_.size());
     for (size_t i = 0; i < ranks_.size(); ++i) {
         states_[i].call = args[i].epoch;
-        add_notify_roles(args[i], adder<Warp>(tasks[i], i));
+        add_notify_roles(args[i], adder<Warp>(tasks, i));
     }
-    run([](Calls& calls, uint64_t) -> uint64_t& { return calls.notify; }, true, std::move(tasks),
+    run([](Calls& calls, uint64_t) -> uint64_t& { return calls.notify; }, true, {std::move(tasks)},
         interrupted);
 }
 
 template <class Args>
 void HostGroup::run_to_outputs(Count count, bool begins_call, const std::vector<Args>& args,
-                               std::vector<std::vector<RoleTask>> tasks_of_rank,
+                               std::vector<Tasks> phases,
                                const std::function<bool()>& interrupted) {
     const auto poison = [&] {
         const bool by_stall = !states_.front().aborted();  // the other ranks have done their part
@@ -45,7 +45,7 @@ void HostGroup::run_to_outputs(Count count, bool begins_call, const std::vector<
         }
     };
     try {
-        run(count, begins_call, std::move(tasks_of_rank), interrupted);
+        run(count, begins_call, std::move(phases), interrupted);
     } catch (...) {
         poison();
         throw;
@@ -55,25 +55,28 @@ void HostGroup::run_to_outputs(Count count, bool begins_call, const std::vector<
 
 template <class Warp>
 void HostGroup::dispatch(std::vector<DispatchArgs> args, const std::function<bool()>& interrupted) {
-    std::vector<std::vector<RoleTask>> tasks(ranks_.size());
+    Tasks roles(ranks_.size()), local(ranks_.size());
     for (size_t i = 0; i < ranks_.size(); ++i) {
         states_[i].call = args[i].call;
-        add_dispatch_roles(args[i], adder<Warp>(tasks[i], i));
+        add_dispatch_roles(args[i], adder<Warp>(roles, i));
+        add_local_pass(args[i], adder<Warp>(local, i));
     }
-    run_to_outputs(count_transfers, !args.front().fills_tables, args, std::move(tasks),
-                   interrupted);
+    run_to_outputs(count_transfers, !args.front().fills_tables, args,
+                   {std::move(roles), std::move(local)}, interrupted);
 }
 
 template <class Warp>
 void HostGroup::combine(std::vector<CombineArgs> args, DType dtype,
                         const std::function<bool()>& interrupted) {
-    std::vector<std::vector<RoleTask>> tasks(ranks_.size());
+    Tasks local(ranks_.size()), roles(ranks_.size());
     for (size_t i = 0; i < ranks_.size(); ++i) {
         states_[i].call = args[i].call;
-        with_type(dtype,
-                  [&]<class T>() { add_combine_roles<T>(args[i], adder<Warp>(tasks[i], i)); });
+        with_type(dtype, [&]<class T>() {
+            add_local_pass<T>(args[i], adder<Warp>(local, i));
+            add_combine_roles<T>(args[i], adder<Warp>(roles, i));
+        });
     }
-    run_to_outputs(count_transfers, true, args, std::move(tasks), interrupted);
+    run_to_outputs(count_transfers, true, args, {std::move(local), std::move(roles)}, interrupted);
 }
 
 }  // namespace ep

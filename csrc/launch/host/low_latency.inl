@@ -44,9 +44,9 @@ void HostLowLatency::launch(Role role, bool receive, const std::vector<Args>& ar
         return calls.sent[kKind];
     };
     if (receive) {
-        group_.run_to_outputs(received, false, args, std::move(tasks), interrupted);
+        group_.run_to_outputs(received, false, args, {std::move(tasks)}, interrupted);
     } else {
-        group_.run(sent, true, std::move(tasks), interrupted);
+        group_.run(sent, true, {std::move(tasks)}, interrupted);
     }
 }
 

@@ -4,6 +4,7 @@
 #include "protocol/coordinators.h"
 #include "protocol/dispatch.h"
 #include "protocol/layout.h"
+#include "protocol/local_pass.h"
 #include "protocol/notify.h"
 
 namespace ep {
@@ -68,6 +69,23 @@ void add_dispatch_roles(const DispatchArgs& args, Add&& add) {
         }
     }
     add(Role::Launch, 0, [&args](auto& warp, auto&) { clear_unfilled(warp, args, 0, 1); });
+}
+
+// Once all of those are done.
+template <class Add>
+void add_local_pass(const DispatchArgs& args, Add&& add) {
+    if (!args.first_places_only) return;
+    add(Role::Launch, 0, [&args](auto& warp, auto&) { copy_to_other_places(warp, args, 0, 1); });
+}
+
+// Before the roles of combine.
+template <class T, class Add>
+void add_local_pass(const CombineArgs& args, Add&& add) {
+    if (!args.sums) return;
+    add(Role::Launch, 0, [&args](auto& warp, auto&) {
+        if (args.row_weights) return sum_places<T, true>(warp, args, 0, 1);
+        sum_places<T, false>(warp, args, 0, 1);
+    });
 }
 
 template <class T, class Add>
