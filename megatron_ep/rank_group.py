@@ -387,7 +387,8 @@ class RankGroup:
             if row_weights is not None:
                 t.row_weights = row_weights[i].data_ptr()
             if self._has_local_pass(rank, x[i]):
-                sums.append(torch.empty(rank.positions.shape[0], x[i].shape[1], dtype=x[i].dtype, device=self.device))
+                known = rank.positions.shape[0] + 1
+                sums.append(torch.empty(known, x[i].shape[1], dtype=x[i].dtype, device=self.device))
                 t.sums = sums[-1].data_ptr()
             tensors.append(t)
         row = self.format_of(topk, x[0], None, weights)

@@ -50,6 +50,9 @@ struct TransferArgs {
     EP_HD const Topology& topology() const { return heap.topology; }
     EP_HD int node() const { return topology().node_of(rank); }
     EP_HD int local() const { return topology().local_of(rank); }
+    // The ranks but this one, from the next one on: its own rows pass through no NVLink ring.
+    EP_HD int other_ranks() const { return topology().world() - 1; }
+    EP_HD int other_rank(int i) const { return (rank + 1 + i) % topology().world(); }
     EP_HD uint64_t slots(size_t ring_bytes) const {
         return floor_power_of_two(ring_bytes / format.slot_bytes());
     }
@@ -83,8 +86,8 @@ struct CombineArgs : TransferArgs {
     // [max_rows], Accumulator of x's type: what each row of x is multiplied by before it is summed;
     // null: nothing. Unlike `weights`, which only travel, they never leave the rank.
     const void* row_weights = nullptr;
-    // [received rows, payload_bytes]: of each row that has several places here their sum, which the
-    // local pass has made; null: rows are summed when they are sent.
+    // [max_received + 1, payload_bytes]: what the local pass has made of the rows that arrived
+    // here, see ExpertRows; the last row is zeros. Null: there is no local pass.
     char* sums = nullptr;
 };
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "protocol/dispatch.h"
+#include "protocol/places.h"
 
 namespace ep {
 
@@ -12,68 +13,41 @@ namespace ep {
 //     combine_nvl_sender -> NVLink ring -> combine_forwarder (sums a node's ranks) -> staging
 //     -> sender_coordinator -> network ring -> combine_receiver (sums the nodes)
 //
-// Without staging where the fabric maps the rail. A ring belongs to one source rank and channel
-// here too, so a full ring towards one node never holds up the rows of another. All sums run over k
-// in the order of the token's experts: a rank, or a node, takes the place of its first expert.
+// Without staging where the fabric maps the rail. Those for a token of this very rank pass through
+// no ring: combine_receiver sums them itself. A ring belongs to one source rank and channel here
+// too, so a full ring towards one node never holds up the rows of another. All sums run over k in
+// the order of the token's experts: a rank, or a node, takes the place of its first expert.
 
-// Where the experts' rows for one row that arrived here lie.
-template <WarpLike W>
-EP_FN void read_positions(W& warp, const CombineArgs& args, int64_t received,
-                          typename W::template PerLane<int>& position) {
-    warp.lanes(args.format.topk, [&](int k) {
-        position[k] = received < args.max_received ? args.positions[received * args.format.topk + k]
-                                                   : TransferArgs::kOverflowed;
-    });
-}
-
-// From the experts to the rings towards up to `most` source ranks.
+// From the experts to the rings towards up to `most` source ranks, from the first-th other rank on.
 // kWeighted: multiplies each expert's row by its weight; the sums of sums that follow have none.
 template <class T, bool kWeighted, WarpLike W, FabricLike<W> F>
-EP_FN void combine_nvl_sender(W& warp, F& fabric, const CombineArgs& args, int channel,
-                              int first_rank, int most = 32) {
+EP_FN void combine_nvl_sender(W& warp, F& fabric, const CombineArgs& args, int channel, int first,
+                              int most = 32) {
     const Rings<F> rings{fabric, args, channel};
     const RowFormat& format = args.format;
-    const int count = lanes_from(first_rank, args.topology().world(), most);
-    if (!open_nvl_rings(warp, rings, first_rank, count)) return;
+    const int count = lanes_from(first, args.other_ranks(), most);
+    if (!open_nvl_rings(warp, rings, count, [&](int i) { return args.other_rank(first + i); }))
+        return;
     typename W::template PerLane<int> position, following;
-    typename W::template PerLane<const void*> part;
-    typename W::template PerLane<Accumulator<T>> row_weight;
     serve_in_turn(
-        warp, rings, first_rank, count, Wait::NvlCredit, nvl_credit<W, F>, [](int) { return true; },
-        [&](const Turn& turn) {
+        warp, rings, first, count, Wait::NvlCredit, nvl_credit<W, F>, [&](const Turn& turn) {
             read_positions(warp, args, turn.first, following);
             for (int i = 0; i < turn.rows; ++i) {
                 position = following;  // those of the next row are read while this one is summed
                 if (i + 1 < turn.rows) read_positions(warp, args, turn.first + i + 1, following);
                 char* slot = rings.nvl_out_slot(turn.node, turn.peer, turn.position + i);
                 warp.lanes(format.topk, [&](int k) {
-                    part[k] = args.x + static_cast<int64_t>(position[k]) * format.payload_bytes;
-                    if constexpr (kWeighted) {
-                        const auto* row_weights =
-                            static_cast<const Accumulator<T>*>(args.row_weights);
-                        row_weight[k] = position[k] < 0 ? 0 : row_weights[position[k]];
-                    }
-                    const char* weight =
-                        args.weights + static_cast<int64_t>(position[k]) * format.weight_bytes;
                     store_weight(slot + format.weights() + k * format.weight_bytes,
-                                 position[k] < 0 ? 0 : load_weight(weight, format.weight_bytes),
-                                 format.weight_bytes);
+                                 weight_at(args, position[k]), format.weight_bytes);
                     if (k == 0) *reinterpret_cast<uint64_t*>(slot + format.tag()) = rings.tag;
                 });
-                const uint32_t parts =
-                    warp.ballot(format.topk, [&](int k) { return position[k] >= 0; });
-                const size_t elements = format.payload_bytes / sizeof(T);
-                if (args.sums && parts & (parts - 1)) {
-                    const int64_t received = turn.first + i;
+                const ExpertRows<T, kWeighted, W> rows(warp, args, position);
+                if (args.sums) {
                     warp.template copy<Reuse::Soon>(slot + format.payload(),
-                                                    args.sums + received * format.payload_bytes,
+                                                    rows.summed(warp, args, turn.first + i),
                                                     format.payload_bytes);
-                } else if constexpr (kWeighted) {
-                    warp.template weighted_sum<T, Reuse::Late>(slot + format.payload(), part,
-                                                               row_weight, parts, elements);
                 } else {
-                    warp.template sum<T, Reuse::Late>(slot + format.payload(), part, parts,
-                                                      elements);
+                    rows.sum(warp, args, slot + format.payload());
                 }
             }
             const uint64_t next = turn.position + turn.rows;
@@ -144,18 +118,32 @@ EP_FN void combine_forwarder(W& warp, F& fabric, const CombineArgs& args, int ch
     publish_heads(warp, rings, node);
 }
 
+// What this rank's experts made of a token of its own. Where that has yet to be summed it comes to
+// lie in the slot of a ring that no row passes through.
+template <class T, bool kWeighted, WarpLike W, class F>
+EP_FN const char* sum_of_own(W& warp, const Rings<F>& rings, const CombineArgs& args,
+                             int64_t received, const typename W::template PerLane<int>& position) {
+    const ExpertRows<T, kWeighted, W> rows(warp, args, position);
+    if (args.sums || rows.is_one_row()) return rows.summed(warp, args, received);
+    char* sum = rings.nvl_own_slot() + args.format.payload();
+    rows.sum(warp, args, sum);
+    return sum;
+}
+
 // Own tokens in order: sums what the ranks of this node and the other nodes made of each.
-template <class T, WarpLike W, FabricLike<W> F>
+template <class T, bool kWeighted, WarpLike W, FabricLike<W> F>
 EP_FN void combine_receiver(W& warp, F& fabric, const CombineArgs& args, int channel) {
     const Rings<F> rings{fabric, args, channel};
     const RowFormat& format = args.format;
     const Topology& topology = args.topology();
     const int own_node = args.node();
     typename W::template PerLane<int> expert, following;
-    // The ring of each k: a local rank, or ranks_per_node + another node.
+    // Where it comes from, for each k: a local rank, or ranks_per_node + another node.
     typename W::template PerLane<int> source;
+    typename W::template PerLane<int> position, following_position;  // of this rank's rows
     typename W::template PerLane<uint64_t> taken;
     typename W::template PerLane<const void*> row, part;
+    auto is_own = [&](int source) { return source == args.local(); };
     auto is_local = [&](int source) { return source < topology.ranks_per_node; };
     auto node_of = [&](int source) { return source - topology.ranks_per_node; };
     auto read_experts = [&](int token) {
@@ -164,6 +152,8 @@ EP_FN void combine_receiver(W& warp, F& fabric, const CombineArgs& args, int cha
     };
     const int first = args.layout.first_token(channel), end = args.layout.first_token(channel + 1);
     if (first < end) read_experts(first);
+    int64_t received = args.layout.received_start(channel, args.rank);
+    read_positions(warp, args, received, following_position);
     int batch = 0;
     for (int token = first; token < end; ++token) {
         expert = following;
@@ -175,9 +165,18 @@ EP_FN void combine_receiver(W& warp, F& fabric, const CombineArgs& args, int cha
                            : node == own_node ? topology.local_of(rank)
                                               : topology.ranks_per_node + node;
         });
-        const uint32_t lanes = warp.first_of(format.topk, source);
+        const uint32_t sources = warp.first_of(format.topk, source);
+        const uint32_t own = warp.ballot(
+            format.topk, [&](int lane) { return sources >> lane & 1 && is_own(source[lane]); });
+        const uint32_t others = sources & ~own;
+        const char* own_sum = nullptr;
+        if (own) {
+            position = following_position;
+            read_positions(warp, args, received + 1, following_position);
+            own_sum = sum_of_own<T, kWeighted>(warp, rings, args, received++, position);
+        }
         auto arrived = [&](int lane) {
-            if (source[lane] < 0) return nothing_to_wait_for();
+            if (source[lane] < 0 || is_own(source[lane])) return nothing_to_wait_for();
             const int node = node_of(source[lane]);
             const Need need = is_local(source[lane])
                                   ? nvl_row<W>(rings, own_node, source[lane])
@@ -193,7 +192,10 @@ EP_FN void combine_receiver(W& warp, F& fabric, const CombineArgs& args, int cha
         if (!here && !warp.wait_all(Wait::PartialRow, format.topk, arrived)) return;
         warp.lanes(format.topk, [&](int lane) {
             uint64_t gradient = 0;
-            if (source[lane] >= 0) {
+            if (source[lane] >= 0 && is_own(source[lane])) {
+                part[lane] = own_sum;
+                gradient = weight_at(args, position[lane]);
+            } else if (source[lane] >= 0) {
                 const char* in = is_local(source[lane])
                                      ? rings.nvl_in_slot(own_node, source[lane], taken[lane] - 1)
                                      : rings.rdma_in_slot(node_of(source[lane]), taken[lane] - 1);
@@ -211,12 +213,12 @@ EP_FN void combine_receiver(W& warp, F& fabric, const CombineArgs& args, int cha
             return is_local(from) ? rings.rank_at(own_node, from)
                                   : rings.rank_at(node_of(from), args.local());
         };
-        if (!belong_to_call(warp, rings, lanes, row, rank_of)) return;
+        if (!belong_to_call(warp, rings, others, row, rank_of)) return;
         warp.template sum<T, Reuse::Soon>(
-            args.y + static_cast<size_t>(token) * format.payload_bytes, part, lanes,
+            args.y + static_cast<size_t>(token) * format.payload_bytes, part, sources,
             format.payload_bytes / sizeof(T));
         warp.template credit_lanes<Scope::Rank>(format.topk, [&](int lane, auto&& store) {
-            if (!(lanes >> lane & 1)) return;
+            if (!(others >> lane & 1)) return;
             if (is_local(source[lane])) {
                 rings.nvl_in(own_node, source[lane]).next = taken[lane];
             } else {

@@ -209,8 +209,7 @@ EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel)
     const Rings<F> rings{fabric, args, channel};
     const RowFormat& format = args.format;
     const int node = args.node();
-    if (!open_nvl_rings(warp, rings, args.topology().rank(node, 0), args.topology().ranks_per_node))
-        return;
+    if (!open_rings_of_node(warp, rings, node)) return;
     typename W::template PerLane<int> peer;
     typename W::template PerLane<void*> slot, to;
     Places<W> places;
@@ -297,8 +296,7 @@ EP_FN void forwarder(W& warp, F& fabric, const DispatchArgs& args, int channel, 
     const Rings<F> rings{fabric, args, channel};
     const RowFormat& format = args.format;
     if (!has_room_for_rail(warp, args, channel, node)) return;
-    if (!open_nvl_rings(warp, rings, args.topology().rank(node, 0), args.topology().ranks_per_node))
-        return;
+    if (!open_rings_of_node(warp, rings, node)) return;
     typename W::template PerLane<int> peer;
     typename W::template PerLane<void*> slot;
     Header<W> header;
@@ -330,39 +328,36 @@ EP_FN void forwarder(W& warp, F& fabric, const DispatchArgs& args, int channel, 
     publish_tails(warp, rings, node);
 }
 
-// From the rings of up to `most` source ranks to the experts. This rank's own rows need no ring.
+// From the rings of up to `most` source ranks, from the first-th other rank on, to the experts.
 template <WarpLike W, FabricLike<W> F>
-EP_FN void receiver(W& warp, F& fabric, const DispatchArgs& args, int channel, int first_rank,
+EP_FN void receiver(W& warp, F& fabric, const DispatchArgs& args, int channel, int first,
                     int most = 32) {
     const Rings<F> rings{fabric, args, channel};
     const RowFormat& format = args.format;
-    const int count = lanes_from(first_rank, args.topology().world(), most);
+    const int count = lanes_from(first, args.other_ranks(), most);
     Header<W> header;
     Places<W> places;
-    serve_in_turn(
-        warp, rings, first_rank, count, Wait::NvlRow, nvl_row<W, F>,
-        [&](int rank) { return rank != args.rank; },
-        [&](const Turn& turn) {
-            for (int i = 0; i < turn.rows; ++i) {
-                const char* slot = rings.nvl_in_slot(turn.node, turn.peer, turn.position + i);
-                warp.template stage<Reuse::Soon>(slot + format.payload(), format.payload_bytes);
-                read_header(warp, format, slot, header);
-                if (!belongs_to_call(warp, rings, slot, turn.rank)) return false;
-                take_places(warp, args, header, turn.rank, turn.first + i, places);
-                warp.template multicast<Reuse::Late>(places.row, places.written,
-                                                     slot + format.payload(), format.payload_bytes);
-                if (format.scale_bytes) {
-                    warp.template multicast<Reuse::Late>(
-                        places.scales, places.written, slot + format.scales(), format.scale_bytes);
-                }
-                clear_places(warp, format, places);
+    serve_in_turn(warp, rings, first, count, Wait::NvlRow, nvl_row<W, F>, [&](const Turn& turn) {
+        for (int i = 0; i < turn.rows; ++i) {
+            const char* slot = rings.nvl_in_slot(turn.node, turn.peer, turn.position + i);
+            warp.template stage<Reuse::Soon>(slot + format.payload(), format.payload_bytes);
+            read_header(warp, format, slot, header);
+            if (!belongs_to_call(warp, rings, slot, turn.rank)) return false;
+            take_places(warp, args, header, turn.rank, turn.first + i, places);
+            warp.template multicast<Reuse::Late>(places.row, places.written,
+                                                 slot + format.payload(), format.payload_bytes);
+            if (format.scale_bytes) {
+                warp.template multicast<Reuse::Late>(places.scales, places.written,
+                                                     slot + format.scales(), format.scale_bytes);
             }
-            const uint64_t next = turn.position + turn.rows;
-            InCursor& in = rings.nvl_in(turn.node, turn.peer);
-            warp.lanes(1, [&](int) { in.next = in.published = next; });
-            warp.template credit<Scope::System>(rings.nvl_in_head(turn.node, turn.peer), next);
-            return true;
-        });
+            clear_places(warp, format, places);
+        }
+        const uint64_t next = turn.position + turn.rows;
+        InCursor& in = rings.nvl_in(turn.node, turn.peer);
+        warp.lanes(1, [&](int) { in.next = in.published = next; });
+        warp.template credit<Scope::System>(rings.nvl_in_head(turn.node, turn.peer), next);
+        return true;
+    });
 }
 
 }  // namespace ep

@@ -2,6 +2,7 @@
 
 #include "core/args.h"
 #include "exec/warp.h"
+#include "protocol/places.h"
 
 namespace ep {
 
@@ -16,21 +17,16 @@ EP_FN int64_t known_rows(const TransferArgs& args) {
     return received < args.max_received ? received : args.max_received;
 }
 
-// f(row, places): for each row that arrived here, `position` of each k set and those >= 0 as bits.
+// f(row, position): each of these rows, and where its experts' rows lie.
 template <WarpLike W, class F>
-EP_FN void for_known_rows(W& warp, const TransferArgs& args, int part, int parts,
-                          typename W::template PerLane<int>& position, F&& f) {
-    typename W::template PerLane<int> following;
-    const int topk = args.format.topk;
+EP_FN void for_known_rows(W& warp, const TransferArgs& args, int part, int parts, F&& f) {
+    typename W::template PerLane<int> position, following;
     const int64_t rows = known_rows(args);
-    auto read = [&](int64_t row) {
-        warp.lanes(topk, [&](int k) { following[k] = args.positions[row * topk + k]; });
-    };
-    if (part < rows) read(part);
+    read_positions(warp, args, part, following);
     for (int64_t row = part; row < rows; row += parts) {
         position = following;
-        if (row + parts < rows) read(row + parts);
-        f(row, warp.ballot(topk, [&](int k) { return position[k] >= 0; }));
+        read_positions(warp, args, row + parts, following);
+        f(row, position);
     }
 }
 
@@ -38,9 +34,9 @@ EP_FN void for_known_rows(W& warp, const TransferArgs& args, int part, int parts
 template <WarpLike W>
 EP_FN void copy_to_other_places(W& warp, const DispatchArgs& args, int part, int parts) {
     const RowFormat& format = args.format;
-    typename W::template PerLane<int> position;
     typename W::template PerLane<void*> to;
-    for_known_rows(warp, args, part, parts, position, [&](int64_t, uint32_t places) {
+    for_known_rows(warp, args, part, parts, [&](int64_t, const auto& position) {
+        const uint32_t places = warp.ballot(format.topk, [&](int k) { return position[k] >= 0; });
         const uint32_t others = places & (places - 1);
         if (!others) return;
         const int64_t first = warp.broadcast(position, lowest_lane(places));
@@ -83,28 +79,14 @@ EP_FN void clear_unfilled(W& warp, const DispatchArgs& args, int part, int parts
         clear_rows(warp, args, first, first + kPiece);
 }
 
-// What combine sends for a row that has several places.
-// kWeighted: multiplies the row of each expert by its weight.
+// The sum of a row's places, where that is more than the one row.
 template <class T, bool kWeighted, WarpLike W>
 EP_FN void sum_places(W& warp, const CombineArgs& args, int part, int parts) {
     const size_t bytes = args.format.payload_bytes;
-    typename W::template PerLane<int> position;
-    typename W::template PerLane<const void*> row;
-    typename W::template PerLane<Accumulator<T>> weight;
-    for_known_rows(warp, args, part, parts, position, [&](int64_t received, uint32_t places) {
-        if (!(places & (places - 1))) return;
-        warp.lanes(args.format.topk, [&](int k) {
-            if (position[k] < 0) return;
-            row[k] = args.x + position[k] * bytes;
-            if constexpr (kWeighted)
-                weight[k] = static_cast<const Accumulator<T>*>(args.row_weights)[position[k]];
-        });
-        char* sum = args.sums + received * bytes;
-        if constexpr (kWeighted) {
-            warp.template weighted_sum<T, Reuse::Late>(sum, row, weight, places, bytes / sizeof(T));
-        } else {
-            warp.template sum<T, Reuse::Late>(sum, row, places, bytes / sizeof(T));
-        }
+    if (part == 0) warp.zero(args.sums + args.max_received * bytes, bytes);
+    for_known_rows(warp, args, part, parts, [&](int64_t received, const auto& position) {
+        const ExpertRows<T, kWeighted, W> rows(warp, args, position);
+        if (rows.lanes && !rows.is_one_row()) rows.sum(warp, args, args.sums + received * bytes);
     });
 }
 

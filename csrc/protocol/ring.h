@@ -74,6 +74,10 @@ struct Rings {
         return fabric.template peer<uint64_t>(peer,
                                               args.heap.nvl_head(channel, node, args.local()));
     }
+    // Of the ring to this rank itself, which no row passes through.
+    EP_FN char* nvl_own_slot() const {
+        return fabric.template own<char>(args.heap.nvl_data(channel, args.node(), args.local()));
+    }
     EP_FN const char* nvl_in_slot(int node, int peer, uint64_t position) const {
         return fabric.template own<char>(args.heap.nvl_data(channel, node, peer)) +
                slot(position, nvl_slots);
@@ -116,22 +120,24 @@ struct Rings {
     EP_FN int rank_at(int node, int peer) const { return args.topology().rank(node, peer); }
 };
 
-// Opens the role's rings towards `count` ranks from `first_rank` on, by the source rank of what
-// they carry (dispatch: all of its own node). A call may use slots of another size than the call
+// Opens the role's rings towards `count` ranks, by the source rank of what they carry: those that
+// rank_of(i) names. A call may use slots of another size than the call
 // before it: then the ring must have run empty first, or a new row would overwrite an unread old
 // one.
-template <WarpLike W, class F>
-EP_FN bool open_nvl_rings(W& warp, const Rings<F>& rings, int first_rank, int count) {
+template <WarpLike W, class F, class RankOf>
+EP_FN bool open_nvl_rings(W& warp, const Rings<F>& rings, int count, RankOf&& rank_of) {
     const uint64_t slot_bytes = rings.slot_bytes;
     const Topology& topology = rings.args.topology();
-    for (int first = first_rank; first < first_rank + count; first += 32) {
-        const int lanes = lanes_from(first, first_rank + count);
+    for (int first = 0; first < count; first += 32) {
+        const int lanes = lanes_from(first, count);
         auto out = [&](int lane) -> OutCursor& {
-            return rings.nvl_out(topology.node_of(first + lane), topology.local_of(first + lane));
+            const int rank = rank_of(first + lane);
+            return rings.nvl_out(topology.node_of(rank), topology.local_of(rank));
         };
         const bool drained = warp.wait_all(Wait::NvlDrain, lanes, [&](int lane) {
             if (out(lane).slot_bytes == slot_bytes) return nothing_to_wait_for();
-            const int node = topology.node_of(first + lane), peer = topology.local_of(first + lane);
+            const int rank = rank_of(first + lane);
+            const int node = topology.node_of(rank), peer = topology.local_of(rank);
             return Need{W::template acquire<Scope::System>(rings.nvl_out_head(node, peer)),
                         out(lane).next, rings.rank_at(rings.args.node(), peer)};
         });
@@ -139,6 +145,14 @@ EP_FN bool open_nvl_rings(W& warp, const Rings<F>& rings, int first_rank, int co
         warp.lanes(lanes, [&](int lane) { out(lane).slot_bytes = slot_bytes; });
     }
     return true;
+}
+
+// Those that dispatch fills with rows of a node.
+template <WarpLike W, class F>
+EP_FN bool open_rings_of_node(W& warp, const Rings<F>& rings, int node) {
+    const Topology& topology = rings.args.topology();
+    return open_nvl_rings(warp, rings, topology.ranks_per_node,
+                          [&](int i) { return topology.rank(node, i); });
 }
 
 // Where nothing orders this call's puts after those of an earlier one, which other warps made, the

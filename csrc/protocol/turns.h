@@ -13,23 +13,23 @@ struct Turn {
     uint64_t position;  // of the first in its ring
 };
 
-// Serves the rows of `count` source ranks from `first_rank` on, a lane each, whichever is ready:
-// blocking on one could close a circle of full rings. `need(rings, node, peer)` is what a lane
-// waits for: to see more rows, or more room, than its ring's position. `through_ring(rank)`:
-// whether the rank's rows come that way. `serve(turn)`: false ends it all.
-template <WarpLike W, class F, class NeedOf, class Through, class Serve>
-EP_FN void serve_in_turn(W& warp, const Rings<F>& rings, int first_rank, int count, Wait wait,
-                         NeedOf&& need, Through&& through_ring, Serve&& serve) {
+// Serves the rows of `count` source ranks from the first-th other rank on, a lane each, whichever
+// is ready: blocking on one could close a circle of full rings. `need(rings, node, peer)` is what a
+// lane waits for: to see more rows, or more room, than its ring's position. `serve(turn)`: false
+// ends it all.
+template <WarpLike W, class F, class NeedOf, class Serve>
+EP_FN void serve_in_turn(W& warp, const Rings<F>& rings, int first, int count, Wait wait,
+                         NeedOf&& need, Serve&& serve) {
     const Layout& layout = rings.args.layout;
     const Topology& topology = rings.args.topology();
-    typename W::template PerLane<int> left, end, node_of, peer_of;
+    typename W::template PerLane<int> rank_of, left, end, node_of, peer_of;
     typename W::template PerLane<uint64_t> limit, position;
     warp.lanes(count, [&](int lane) {
-        const int rank = first_rank + lane;
-        left[lane] = through_ring(rank) ? layout.received(rings.channel, rank) : 0;
+        const int rank = rank_of[lane] = rings.args.other_rank(first + lane);
+        left[lane] = layout.received(rings.channel, rank);
         end[lane] = layout.received_start(rings.channel, rank) + left[lane];
-        node_of[lane] = topology.node_of(first_rank + lane);
-        peer_of[lane] = topology.local_of(first_rank + lane);
+        node_of[lane] = topology.node_of(rank);
+        peer_of[lane] = topology.local_of(rank);
     });
     while (warp.ballot(count, [&](int lane) { return left[lane] > 0; })) {
         const uint32_t ready = warp.wait_any(wait, count, [&](int lane) {
@@ -47,9 +47,10 @@ EP_FN void serve_in_turn(W& warp, const Rings<F>& rings, int first_rank, int cou
                            seen = warp.broadcast(limit, lane) - from;
             const int most = rows_left < rings.args.nvl_batch ? rows_left : rings.args.nvl_batch;
             const int rows = seen < static_cast<uint64_t>(most) ? static_cast<int>(seen) : most;
-            go_on = go_on && serve(Turn{first_rank + lane, warp.broadcast(node_of, lane),
-                                        warp.broadcast(peer_of, lane),
-                                        warp.broadcast(end, lane) - rows_left, rows, from});
+            go_on =
+                go_on && serve(Turn{warp.broadcast(rank_of, lane), warp.broadcast(node_of, lane),
+                                    warp.broadcast(peer_of, lane),
+                                    warp.broadcast(end, lane) - rows_left, rows, from});
             warp.lanes(count, [&](int other) {
                 if (other == lane) left[other] -= rows;
             });

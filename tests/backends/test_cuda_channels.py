@@ -15,9 +15,9 @@ def channels(nodes: int, ranks_per_node: int, num_sms: int, local_ranks: int = 1
 @pytest.mark.parametrize("nodes", [1, 2, 3, 8, 40])
 @pytest.mark.parametrize("ranks_per_node", [1, 2, 4, 8, 33])
 def test_every_role_of_every_channel_has_a_warp(nodes: int, ranks_per_node: int) -> None:
-    """A sender and a receiver for each 32 ranks; with several nodes also a sender and a forwarder for each other node,
+    """A sender, and a receiver for each 32 other ranks; with several nodes also a sender and a forwarder for each other node,
     and two coordinators for each 32 nodes."""
-    roles = 1 + -(-nodes * ranks_per_node // 32)
+    roles = 1 + -((1 - nodes * ranks_per_node) // 32)
     if nodes > 1:
         roles += 2 * (nodes - 1) + 2 * -(-nodes // 32)
     for num_sms in (1, 2, 4, 24, 132):
@@ -28,6 +28,7 @@ def test_every_role_of_every_channel_has_a_warp(nodes: int, ranks_per_node: int)
 
 
 def test_what_was_measured() -> None:
+    assert channels(1, 2, 24) == 192
     assert channels(1, 4, 24) == 128
     assert channels(1, 8, 12, local_ranks=8) == 38
     assert channels(2, 4, 12, local_ranks=8) == 16

@@ -102,7 +102,7 @@ struct Case {
         nvl_batch = pick(1, 8);
         const int slots = static_cast<int>(floor_power_of_two(heap.rdma_ring_bytes / slot));
         rdma_chunk = std::max(1, std::min(pick(1, 8), slots / 2));
-        servers = ceil_div(topology.world(), pick(1, topology.world()));  // each has ranks
+        servers = even_servers(topology, pick(1, topology.world()));
         for (int rank = 0; rank < topology.world(); ++rank)
             tokens.push_back(pick(0, 3) ? pick(0, 14) : pick(0, 1));
     }
@@ -111,6 +111,7 @@ struct Case {
 // One rank's tensors for one side, host or GPU.
 struct Tensors {
     Memory layout, positions, rail, out, out_scales, out_weights, y, y_weights;
+    Memory sums{0};
 };
 
 struct Side {
@@ -261,6 +262,15 @@ class Grid {
         return joint;
     }
 
+    template <class L, class J>
+    L local_joint(const J& joint) {
+        L local{};
+        local.blocks_per_rank = case_.pick(1, 2);
+        std::copy(std::begin(joint.args), std::end(joint.args), local.args);
+        std::copy(std::begin(joint.ranks), std::end(joint.ranks), local.ranks);
+        return local;
+    }
+
     template <class J>
     void run(void (*kernel)(J), const J& joint, int ranks, unsigned threads = kBlockThreads) {
         simt::run(ranks, joint.blocks_per_rank, threads, case_.random(), [&] { kernel(joint); });
@@ -324,6 +334,9 @@ class Grid {
 template <bool kWeighted>
 void combine_on(Grid& grid, const Combine& joint, DType dtype) {
     with_type(dtype, [&]<class T>() {
+        using LocalCombine = LocalJoint<CombineArgs, kMostRanks>;
+        grid.launch(kernels::local_pass_of_combine_kernel<T, kWeighted, LocalCombine>,
+                    grid.local_joint<LocalCombine>(joint));
         grid.launch(kernels::combine_kernel<T, kWeighted, Combine>, joint);
     });
 }
@@ -385,7 +398,8 @@ void run_case(uint64_t seed) {
                                          Memory(r * c.format.scale_bytes, 0x33),
                                          Memory(r * c.format.weight_bytes, 0x33),
                                          Memory(t * c.format.payload_bytes, 0x44),
-                                         Memory(t * k * c.format.weight_bytes, 0x44)});
+                                         Memory(t * k * c.format.weight_bytes, 0x44),
+                                         Memory((received + 1) * c.format.payload_bytes, 0x22)});
             }
         }
         std::vector<DispatchArgs> dispatch[2];
@@ -409,11 +423,12 @@ void run_case(uint64_t seed) {
                 dispatch[on_gpu].push_back(
                     {transfer_args(c, rank, layouts[rank], t, rows[rank], call), in.x.data(),
                      in.scales.data(), in.weights.data(), t.out.data(), t.out_scales.data(),
-                     t.out_weights.data()});
+                     t.out_weights.data(), c.pick(0, 1) == 0});
                 combine[on_gpu].push_back(
                     {transfer_args(c, rank, layouts[rank], t, rows[rank], call + 1),
                      expert_out[rank].data(), gradients[rank].data(), t.y.data(),
-                     t.y_weights.data(), weighted ? row_weights[rank].data() : nullptr});
+                     t.y_weights.data(), weighted ? row_weights[rank].data() : nullptr,
+                     c.pick(0, 1) ? t.sums.data() : nullptr});
             }
         }
         ++call;
@@ -423,6 +438,9 @@ void run_case(uint64_t seed) {
             grid.joint<Dispatch>(dispatch[1], dispatch_roles.warps() * c.heap.channels);
         dispatch_joint.roles = dispatch_roles;
         grid.launch(kernels::dispatch_kernel<Dispatch>, dispatch_joint);
+        using LocalDispatch = LocalJoint<DispatchArgs, kMostRanks>;
+        grid.launch(kernels::local_pass_of_dispatch_kernel<LocalDispatch>,
+                    grid.local_joint<LocalDispatch>(dispatch_joint));
         grid.finish(dispatch[1]);
         group.combine<HostWarp>(combine[0], c.dtype);
         const auto combine_roles = grid.roles<CombineRoles>();
@@ -463,7 +481,7 @@ Case small_case(bool several_nodes) {
     c.heap = {c.topology, 4, 2, align_up(c.format.slot_bytes(), Heap::kLine),
               align_up(c.format.slot_bytes(), Heap::kLine)};
     c.tokens = {8, 8};
-    c.servers = 2;
+    c.servers = 1;
     return c;
 }
 
@@ -735,11 +753,14 @@ void run_unfit() {
     };
     const Tensors none{Memory(0), Memory(0), Memory(0), Memory(0),
                        Memory(0), Memory(0), Memory(0), Memory(0)};
+    const Memory y(8 * c.format.payload_bytes), weights(8 * c.format.topk * c.format.weight_bytes);
     const auto args_of = [&](const std::vector<Layout>& layouts) {
         std::vector<CombineArgs> args;
         for (int rank = 0; rank < 2; ++rank) {
             args.push_back({transfer_args(c, rank, layouts[rank], none, 0, 1)});
             args.back().is_combine = true;
+            args.back().y = y.data();  // rank 0's: all tokens are for its first expert
+            args.back().y_weights = weights.data();
         }
         return args;
     };

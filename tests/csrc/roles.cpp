@@ -29,8 +29,9 @@ void check(const ep::Topology& topology, int sms, int channels) {
 
     const Roles roles{topology.nodes, world, servers};
     require(roles.ranks_per_server() <= 32, "a server has more ranks than lanes");
-    require((servers - 1) * roles.ranks_per_server() < world, "a server has no ranks");
-    require(servers * roles.ranks_per_server() >= world, "a rank has no server");
+    const int share = roles.ranks_per_server();
+    require(!servers || (servers - 1) * share < world - 1, "a server has no ranks");
+    require(servers * share >= world - 1, "a rank has no server");
 
     const int count = roles.warps() * channels, blocks = std::min(sms, count);
     std::vector<int> warps(count);

@@ -283,8 +283,8 @@ struct TransferProgram {
                 append(part.expected, call.dtype, times * number({rank, token, 0}, i));
         }
         clear_outputs(part);
-        part.sums.resize(pick(0, 1) * handle.shares[rank].positions.size() / handle.topk *
-                         format.payload_bytes);
+        const size_t known = handle.shares[rank].positions.size() / handle.topk;
+        part.sums.resize(pick(0, 1) * (known + 1) * format.payload_bytes);
         TransferArgs args = transfer_args(rank);
         args.is_combine = true;
         part.combine = {args,

@@ -52,8 +52,9 @@ def test_graph_of_a_dispatch_without_counts(nodes, ranks_per_node):
             torch.cuda.synchronize()
             expected = ep.dispatch(x, ids, weights, buffer=cluster, max_recv_tokens=size)
             for rank in range(world):
-                assert torch.equal(rows.x[rank], expected.x[rank])
-                assert torch.equal(rows.probs[rank], expected.probs[rank])
+                end = int(expected.tokens_per_expert[rank].sum())
+                assert torch.equal(rows.x[rank][:end], expected.x[rank][:end])
+                assert torch.equal(rows.probs[rank][:end], expected.probs[rank][:end])
                 assert torch.equal(rows.tokens_per_expert[rank], expected.tokens_per_expert[rank])
             for a, b in zip(y, ep.combine(expected.x, expected.handle), strict=True):
                 assert torch.equal(a, b)

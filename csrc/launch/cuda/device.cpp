@@ -23,7 +23,9 @@ int cuda_channels(const Topology& topology, int sms, int local_ranks) {
     // Rows of a channel pass through one sender, so channels are worth more than warps within one;
     // but a receiver writes a row to each of its experts where the sender writes it once, and with
     // several nodes more than one sender feeds it.
-    const int enough = topology.nodes > 1 ? 3 : local_ranks > 1 ? 4 : 2;
+    const int enough = topology.nodes > 1 ? std::min(3, topology.world() / 2)
+                       : local_ranks > 1  ? 4
+                                          : 2;
     const int servers = even_servers(topology, std::max(fewest_servers(topology), enough));
     const int channels = std::max(
         1, sms * kBlockWarps / DispatchRoles{topology.nodes, topology.world(), servers}.warps());

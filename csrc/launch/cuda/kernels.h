@@ -230,7 +230,7 @@ __device__ __forceinline__ void run_combine_role(const DeviceRank& rank, BulkBuf
     auto other_node = [&](int i) { return i + (i >= args.node()); };
     if (role == 0) {
         DeviceWarp w = warp(Role::CombineReceiver);
-        combine_receiver<T>(w, fabric, args, channel);
+        combine_receiver<T, kWeighted>(w, fabric, args, channel);
     } else if ((role -= 1) < roles.servers) {
         DeviceWarp w = warp(Role::CombineNvlSender);
         const int share = roles.ranks_per_server();

@@ -62,7 +62,7 @@ void add_dispatch_roles(const DispatchArgs& args, Add&& add) {
         add_rail_roles(args, c, false, add);
         add(Role::NvlSender, c,
             [&args, c](auto& warp, auto& fabric) { nvl_sender(warp, fabric, args, c); });
-        for (int first = 0; first < args.topology().world(); first += 32) {
+        for (int first = 0; first < args.other_ranks(); first += 32) {
             add(Role::Receiver, c, [&args, c, first](auto& warp, auto& fabric) {
                 receiver(warp, fabric, args, c, first);
             });
@@ -91,7 +91,7 @@ void add_local_pass(const CombineArgs& args, Add&& add) {
 template <class T, class Add>
 void add_combine_roles(const CombineArgs& args, Add&& add) {
     for (int c = 0; c < args.heap.channels; ++c) {
-        for (int first = 0; first < args.topology().world(); first += 32) {
+        for (int first = 0; first < args.other_ranks(); first += 32) {
             add(Role::CombineNvlSender, c, [&args, c, first](auto& warp, auto& fabric) {
                 if (args.row_weights)
                     return combine_nvl_sender<T, true>(warp, fabric, args, c, first);
@@ -105,8 +105,10 @@ void add_combine_roles(const CombineArgs& args, Add&& add) {
             });
         }
         add_rail_roles(args, c, true, add);
-        add(Role::CombineReceiver, c,
-            [&args, c](auto& warp, auto& fabric) { combine_receiver<T>(warp, fabric, args, c); });
+        add(Role::CombineReceiver, c, [&args, c](auto& warp, auto& fabric) {
+            if (args.row_weights) return combine_receiver<T, true>(warp, fabric, args, c);
+            combine_receiver<T, false>(warp, fabric, args, c);
+        });
     }
 }
 

@@ -1,0 +1,64 @@
+#pragma once
+
+#include "core/args.h"
+#include "exec/warp.h"
+#include "protocol/weights.h"
+
+namespace ep {
+
+// Where the experts' rows for one row that arrived here lie.
+template <WarpLike W>
+EP_FN void read_positions(W& warp, const TransferArgs& args, int64_t received,
+                          typename W::template PerLane<int>& position) {
+    warp.lanes(args.format.topk, [&](int k) {
+        position[k] = received < args.max_received ? args.positions[received * args.format.topk + k]
+                                                   : TransferArgs::kOverflowed;
+    });
+}
+
+// What travels beside the row in a place.
+EP_FN uint64_t weight_at(const CombineArgs& args, int position) {
+    if (position < 0) return 0;
+    return load_weight(args.weights + static_cast<int64_t>(position) * args.format.weight_bytes,
+                       args.format.weight_bytes);
+}
+
+// The experts' rows themselves, and what each is multiplied by before they are summed.
+template <class T, bool kWeighted, WarpLike W>
+struct ExpertRows {
+    typename W::template PerLane<const void*> row;
+    typename W::template PerLane<Accumulator<T>> weight;
+    uint32_t lanes;
+
+    EP_FN ExpertRows(W& warp, const CombineArgs& args,
+                     const typename W::template PerLane<int>& position) {
+        const int topk = args.format.topk;
+        warp.lanes(topk, [&](int k) {
+            if (position[k] < 0) return;
+            row[k] = args.x + static_cast<int64_t>(position[k]) * args.format.payload_bytes;
+            if constexpr (kWeighted)
+                weight[k] = static_cast<const Accumulator<T>*>(args.row_weights)[position[k]];
+        });
+        lanes = warp.ballot(topk, [&](int k) { return position[k] >= 0; });
+    }
+
+    EP_FN void sum(W& warp, const CombineArgs& args, char* to) const {
+        const size_t elements = args.format.payload_bytes / sizeof(T);
+        if constexpr (kWeighted) {
+            warp.template weighted_sum<T, Reuse::Late>(to, row, weight, lanes, elements);
+        } else {
+            warp.template sum<T, Reuse::Late>(to, row, lanes, elements);
+        }
+    }
+
+    // Whether the sum is one of the rows as it is.
+    EP_FN bool is_one_row() const { return !kWeighted && lanes && !(lanes & (lanes - 1)); }
+
+    // Where the sum lies, once the local pass has made it.
+    EP_FN const char* summed(W& warp, const CombineArgs& args, int64_t received) const {
+        if (is_one_row()) return static_cast<const char*>(warp.broadcast(row, lowest_lane(lanes)));
+        return args.sums + (lanes ? received : args.max_received) * args.format.payload_bytes;
+    }
+};
+
+}  // namespace ep
