@@ -12,7 +12,7 @@ import importlib.util
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ def _truth(text: str) -> bool:
     return text.lower() == "true"
 
 
-SETTINGS = {  # of Config: type and help
+SETTINGS: dict[str, tuple[Callable[[str], Any], str]] = {  # of Config: type and help
     "num_sms": (int, "SMs that dispatch and combine use on a GPU"),
     "channels": (int, "slices of the tokens, each with rings of its own"),
     "timeout": (float, "seconds that one wait for another rank may take"),

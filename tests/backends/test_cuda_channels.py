@@ -15,8 +15,8 @@ def channels(nodes: int, ranks_per_node: int, num_sms: int, local_ranks: int = 1
 @pytest.mark.parametrize("nodes", [1, 2, 3, 8, 40])
 @pytest.mark.parametrize("ranks_per_node", [1, 2, 4, 8, 33])
 def test_every_role_of_every_channel_has_a_warp(nodes: int, ranks_per_node: int) -> None:
-    """A sender, and a receiver for each 32 other ranks; with several nodes also a sender and a forwarder for each other node,
-    and two coordinators for each 32 nodes."""
+    """A sender, and a receiver for each 32 other ranks; with several nodes also a sender and a forwarder for each other
+    node, and two coordinators for each 32 nodes."""
     roles = 1 + -((1 - nodes * ranks_per_node) // 32)
     if nodes > 1:
         roles += 2 * (nodes - 1) + 2 * -(-nodes // 32)
