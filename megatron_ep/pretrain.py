@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         host_script.enable()
 
-    from megatron_ep.megatron import plugin, shared_buffers
+    from megatron_ep.megatron import plugin, row_limit, shared_buffers
 
     router = None
     if options.ep_router == "fused":
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         restart.enable()
     sys.argv = [str(script), *arguments]
-    with shared_buffers.abort_peers_on_error():
+    with row_limit.explained(), shared_buffers.abort_peers_on_error():
         try:
             runpy.run_path(str(script), run_name="__main__")
         except SystemExit as end:  # Megatron leaves by it when all is well, too

@@ -6,11 +6,17 @@ R rows in all, L local experts.
 
 from __future__ import annotations
 
+import contextlib
+import weakref
+from collections.abc import Iterator
+
 import torch
 
 import megatron_ep as ep
 from megatron_ep import failures
 from megatron_ep.rank_group import RankGroup
+
+_limits: weakref.WeakSet[RowLimit] = weakref.WeakSet()
 
 
 class RowLimit:
@@ -23,11 +29,12 @@ class RowLimit:
     """
 
     def __init__(self, reason: str, poisons: bool = True) -> None:
-        self._reason = f"{reason}: nothing of this step is to be kept"
+        self.reason = f"{reason}: nothing of this step is to be kept"
         self._poisons = poisons
         self._buffer: RankGroup | None = None
         self.over_budget: torch.Tensor | None = None  # bool [1], once the layer has run
         failures.watch(self)
+        _limits.add(self)
 
     def admit(self, received: ep.Received) -> torch.Tensor:
         """Notes whether rows are missing; the probs [R].
@@ -47,6 +54,10 @@ class RowLimit:
         nothing = torch.zeros_like(over, dtype=received.probs.dtype)
         return received.probs + nothing.masked_fill_(over, float("nan"))
 
+    def is_over(self) -> bool:
+        """Whether there was an overflow since the last reset, as far as the current stream has come."""
+        return self.is_open and self.over_budget is not None and bool(self.over_budget)
+
     def reset(self) -> None:
         """Forgets the overflow."""
         if self.over_budget is not None:
@@ -62,17 +73,33 @@ class RowLimit:
         """Raises EPOverflowError, once for an overflow; the other ranks then get EPAbortError."""
         assert self._buffer is not None and self.over_budget is not None, "asked of what is not open"
         self._buffer.synchronize()  # whatever stream a dispatch was on
-        if bool(self.over_budget):
+        if self.is_over():
             self.reset()
-            self._buffer.refuse(failed=True, reason=self._reason)
-            raise ep.EPOverflowError(self._reason)
+            self._buffer.refuse(failed=True, reason=self.reason)
+            raise ep.EPOverflowError(self.reason)
 
     def abort(self, reason: str) -> None:
         """Nothing waits here: the buffer is told by itself."""
 
     def report_unseen(self) -> None:
-        if self.is_open and self.over_budget is not None and bool(self.over_budget):
-            failures.log.error("a call of megatron_ep overflowed and nobody has asked for it: %s", self._reason)
+        if self.is_over():
+            failures.log.error("a call of megatron_ep overflowed and nobody has asked for it: %s", self.reason)
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """An error inside is an EPOverflowError if the rows of a layer were too few: it is NaN that somebody has found."""
+    try:
+        yield
+    except ep.EPError:
+        raise
+    except Exception as error:
+        over = None
+        with contextlib.suppress(RuntimeError):  # of a GPU that no longer answers: the error itself says more
+            over = next((limit for limit in list(_limits) if limit.is_over()), None)
+        if over is None:
+            raise
+        raise ep.EPOverflowError(over.reason) from error
 
 
 def counts_within(counts: torch.Tensor, rows: int) -> torch.Tensor:

@@ -40,10 +40,11 @@ def train(recipe: Recipe, out: Path, resume: bool) -> None:
     (gpu_runtime if recipe.train.device == "cuda" else host_runtime).enable()
     _join(datetime.timedelta(seconds=recipe.train.distributed_timeout))
     _initialize_megatron(recipe)
+    from megatron_ep.megatron.row_limit import explained
     from megatron_ep.megatron.shared_buffers import abort_peers_on_error, close_buffers
 
     try:
-        with abort_peers_on_error():
+        with explained(), abort_peers_on_error():
             _run(recipe, out, resume)
     finally:
         close_buffers()

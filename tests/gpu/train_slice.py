@@ -33,6 +33,8 @@ CASES = {  # num_sms (None: Megatron's all-to-all), overlap, options of the door
     "ours, 16 SMs": (16, False, ()),
     "ours, 8 SMs": (8, False, ()),
     "ours, 24 SMs, fused router": (24, False, ("--ep-router", "fused")),
+    "ours, 24 SMs, fp8 rows": (24, False, ("--ep-moe-dispatch-fwd-dtype", "fp8")),
+    "ours, 24 SMs, probs on combine": (24, False, ("--ep-moe-apply-probs-on-combine",)),
     "ours, 16 SMs, overlap": (16, True, ()),
     "ours, 8 SMs, overlap": (8, True, ()),
 }
@@ -139,14 +141,14 @@ def run(name, gpus, tree, out, limit):
     }
 
 
-HEAD = f"{'':28} {'step ms':>8} {'tokens/s':>9} {'dispatch + combine':>20} {'peak GiB':>9} {'first, last loss':>18}"
+HEAD = f"{'':32} {'step ms':>8} {'tokens/s':>9} {'dispatch + combine':>20} {'peak GiB':>9} {'first, last loss':>18}"
 
 
 def line(name, row):
     share = "-" if row["dispatch_ms"] is None else f"{row['dispatch_ms']:.1f} ms, {row['dispatch_share']:.1%}"
     losses = f"{row['losses'][0]:.4f} {row['losses'][-1]:.4f}"
     return (
-        f"{name:28} {row['step_ms']:8.1f} {row['tokens_per_second']:9,.0f} {share:>20} {row['peak_gib']:9.1f} "
+        f"{name:32} {row['step_ms']:8.1f} {row['tokens_per_second']:9,.0f} {share:>20} {row['peak_gib']:9.1f} "
         f"{losses:>18}"
     )
 

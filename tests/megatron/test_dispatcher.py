@@ -300,8 +300,10 @@ def _step(*inputs):
     return [tensor.detach().requires_grad_() for tensor in inputs]
 
 
-def _compare_overlapped():
+def _compare_overlapped(options):
     join_layout(1, W)
+    shared_buffers.close_buffers()
+    shared_buffers.configure(**options)
     config = make_config()
     config.moe_token_dispatcher_type, config.moe_flex_dispatcher_backend = "flex", "hybridep"
     config.overlap_moe_expert_parallel_comm = True
@@ -347,10 +349,13 @@ def _compare_overlapped():
     torch.autograd.backward([sent, sent_probs], [rows_in.grad, row_probs_in.grad])
     torch.autograd.backward([tokens, weights], [tokens_in.grad, weights_in.grad])
     assert torch.equal(x_in.grad, leaf.grad) and torch.equal(probs_in.grad, leaf_probs.grad)
+    shared_buffers.close_buffers()
+    shared_buffers.configure()
 
 
-def test_step_by_step_as_1f1b_overlap_runs_it(four_ranks):
-    four_ranks.run(_compare_overlapped)
+@pytest.mark.parametrize("options", [{}, {"moe_expert_rank_capacity_factor": 4.0}], ids=["exact", "fixed rows"])
+def test_step_by_step_as_1f1b_overlap_runs_it(four_ranks, options):
+    four_ranks.run(_compare_overlapped, options)
 
 
 # ---- inference switches capacity padding on and off at run time

@@ -102,6 +102,7 @@ def _too_few_rows(is_megatrons):
         lost = (output.detach() != 2 * x).any(dim=1)
         assert lost[1:].any() or dist.get_rank() < 2
         assert is_megatrons or output[lost].isnan().all() or dist.get_rank() > 1
+        dist.barrier()  # or a rank is told in its combine
         if over:
             with pytest.raises(ep.EPOverflowError, match="room for, and tokens lost experts; raise it"):
                 ep.raise_if_failed()
@@ -126,11 +127,16 @@ def test_an_overflow_that_nobody_asked_for_is_logged_at_the_end(caplog):
         parts = {name: getattr(received, name)[0] for name in ("x", "probs", "tokens_per_expert", "overflow")}
         assert limit.admit(dataclasses.replace(received, **parts)).isnan().all()
         assert row_limit.counts_within(parts["tokens_per_expert"], 2).tolist() == [1, 1]
+        with pytest.raises(ep.EPOverflowError, match="the rows were too few") as caught, row_limit.explained():
+            raise ValueError("NaN in the loss")
+        assert str(caught.value.__cause__) == "NaN in the loss"
         failures.report_unseen()
         assert "overflowed and nobody has asked for it: the rows were too few" in caplog.text
         with pytest.raises(ep.EPOverflowError, match="the rows were too few: nothing of this step is to be kept"):
             ep.raise_if_failed()
         ep.raise_if_failed()
+        with pytest.raises(ValueError, match="anything"), row_limit.explained():
+            raise ValueError("anything else")
 
 
 def _megatrons_trainer_repeats():
