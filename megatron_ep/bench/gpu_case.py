@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import megatron_ep as ep
 from megatron_ep.backends.cuda import check_device
 from megatron_ep.bench.arguments import add_rounds, add_sizes, positive
+from megatron_ep.reference import SCALE_BLOCK
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,11 @@ def cases_of(arguments: argparse.Namespace, nodes: int, ranks_per_node: int) -> 
         for slots in arguments.ring_slots
         for network_slots in (arguments.network_slots if nodes > 1 else arguments.network_slots[:1])
     ]
+
+
+def row_bytes(hidden: int, *, fp8: bool = False) -> int:
+    """Of a row of bf16, or of fp8 with its scales."""
+    return hidden + 4 * -(-hidden // SCALE_BLOCK) if fp8 else 2 * hidden
 
 
 def require_gpu(command: str) -> None:

@@ -4,7 +4,8 @@ Beside them, in the same run: NCCL's all-to-all with the copies that Megatron-Co
 it (rows into the order of their ranks, then into that of their experts, and back), and a copy to a neighbouring GPU.
 A round's time is that of its slowest rank.
 T tokens of a rank, H hidden, K picks of a token, E experts. A rank's bytes: its tokens, once for each rank that they go
-to, which is what an expert-parallel dispatch must move at least; all-to-all moves a row for each expert.
+to, which is what an expert-parallel dispatch must move at least; all-to-all moves a row for each expert. bf16, but for
+"dispatch fp8": rows that are fp8 already, and their scales.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import torch
 import torch.distributed as dist
 
 import megatron_ep as ep
+from megatron_ep import float8
 from megatron_ep.bench.arguments import positive
-from megatron_ep.bench.gpu_case import Case, add_arguments, cases_of, require_gpu
+from megatron_ep.bench.gpu_case import Case, add_arguments, cases_of, require_gpu, row_bytes
 from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.bench.report import PERCENTILES, RATE, WHAT, Record, Report, make_record
 from megatron_ep.bench.timing import Step, cuda_timer, time_rounds
@@ -105,13 +107,13 @@ def measure(cases: Sequence[Case], warmup: int, iterations: int) -> list[Measure
     torch.cuda.set_device(rank)
     nccl = dist.new_group(backend="nccl")
     tokens = Tokens(cases[0], rank, world_size)
-    size = tokens.distinct_rows * 2 * cases[0].hidden
     sums = torch.zeros(tokens.x.shape, device="cuda", dtype=torch.float32)
     measured = []
 
     def run(case: str, steps: Steps, **settings: Any) -> None:
         for (phase, implementation), step in steps.items():  # one by one: nobody meets another's cache
             [seconds] = time_rounds({0: cuda_timer(step)}, warmup, iterations, when_warm=_meet).values()
+            size = tokens.distinct_rows * row_bytes(cases[0].hidden, fp8="fp8" in phase)
             measured.append(Measured(case, phase, implementation, seconds, size, settings))
 
     def exchange(rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
@@ -155,6 +157,7 @@ def _steps(tokens: Tokens, buffer: ep.Buffer, expected: torch.Tensor) -> Steps:
     received = ep.dispatch(tokens.x, tokens.ids, tokens.weights, buffer=buffer)
     assert torch.equal(received.x, expected), "dispatch differs from all-to-all"
     handle, most = received.handle, len(received.x)
+    values, scales = float8.quantize(tokens.x)
 
     def with_counts() -> Any:
         return ep.dispatch(tokens.x, tokens.ids, tokens.weights, buffer=buffer, max_recv_tokens=most)
@@ -162,6 +165,9 @@ def _steps(tokens: Tokens, buffer: ep.Buffer, expected: torch.Tensor) -> Steps:
     return {
         ("dispatch", "ours"): lambda: ep.dispatch(tokens.x, topk_weights=tokens.weights, handle=handle),
         ("dispatch", "ours_with_counts"): with_counts,
+        ("dispatch fp8", "ours"): lambda: ep.dispatch(
+            values, topk_weights=tokens.weights, scales=scales, handle=handle
+        ),
         ("combine", "ours"): lambda: ep.combine(expected, handle),
     }
 

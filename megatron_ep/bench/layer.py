@@ -2,7 +2,8 @@
 
 All three move the same tokens, in turns, each rank a process with one thread. Dispatch is everything from a layer's
 hidden states, routing map and probabilities to expert-grouped rows, counts and their probabilities; combine is the way
-back. T tokens on this rank, H hidden, E experts, K picks of a token, R rows received.
+back. low_latency_fp8 sends bf16 rows as fp8 and brings bf16 rows back. T tokens on this rank, H hidden, E experts, K
+picks of a token, R rows received.
 """
 
 from __future__ import annotations
@@ -119,6 +120,8 @@ def measure(case: Case, beside_megatron: bool, warmup: int, iterations: int) -> 
         others = {}
         if case.tokens <= MOST_LOW_LATENCY_TOKENS:
             others["low_latency"] = _steps_of_low_latency(buffer, case, x, topk_idx)
+            if x.dtype == torch.bfloat16:
+                others["low_latency_fp8"] = _steps_of_low_latency(buffer, case, x, topk_idx, fp8="fp32")
         if beside_megatron:
             return _measure_beside_megatron(case, x, topk_idx, weights, others, warmup, iterations)
         steps = {"ours": _steps_of_buffer(buffer, x, topk_idx, weights), **others}
@@ -171,16 +174,20 @@ def _steps_of_buffer(buffer: ep.Buffer, x: torch.Tensor, topk_idx: torch.Tensor,
     return dispatch, lambda rows: ep.combine(rows, handles.pop())
 
 
-def _steps_of_low_latency(buffer: ep.Buffer, case: Case, x: torch.Tensor, topk_idx: torch.Tensor) -> Steps:
+def _steps_of_low_latency(
+    buffer: ep.Buffer, case: Case, x: torch.Tensor, topk_idx: torch.Tensor, fp8: str | None = None
+) -> Steps:
+    """fp8: rows of bf16 become fp8 on the way; what comes back is bf16."""
     low_latency = ep.LowLatency(buffer, max_tokens=case.tokens, hidden=case.hidden, topk=case.topk, dtype=x.dtype)
     handles = []
+    outputs = None if fp8 is None else torch.zeros_like(low_latency.dispatch(x, topk_idx, layout="grouped").x)
 
     def dispatch() -> torch.Tensor:
-        received = low_latency.dispatch(x, topk_idx, layout="grouped")
+        received = low_latency.dispatch(x, topk_idx, layout="grouped", fp8=fp8)
         handles.append(received.handle)
         return received.x
 
-    return dispatch, lambda rows: low_latency.combine(rows, handles.pop())
+    return dispatch, lambda rows: low_latency.combine(rows if outputs is None else outputs, handles.pop())
 
 
 def _steps_of_dispatcher(dispatcher: Any, x: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor) -> Steps:

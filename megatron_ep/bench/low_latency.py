@@ -2,9 +2,9 @@
 all ranks on one.
 
 Each call as it is (`eager`, with the host's work where the GPU waits for it) and captured in a CUDA graph of many calls
-(`graph`: the GPU's time of one). A round's time is that of its slowest rank. The host's row is one of `megatron-ep
-bench`. T tokens of a rank, H hidden, K picks of a token, E experts. A rank's bytes: its tokens, once for each rank that
-they go to.
+(`graph`: the GPU's time of one). A round's time is that of its slowest rank. Rows for the host: `megatron-ep bench`. T
+tokens of a rank, H hidden, K picks of a token, E experts. A rank's bytes: its tokens, once for each rank that they go
+to. fp8: rows of bf16 become fp8 on the way, with scales by columns; what comes back is bf16.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 import megatron_ep as ep
 from megatron_ep.bench.arguments import add_rounds, add_sizes, positive
-from megatron_ep.bench.gpu_case import require_gpu
+from megatron_ep.bench.gpu_case import require_gpu, row_bytes
 from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.bench.report import PERCENTILES, RATE, WHAT, Record, Report, make_record
 from megatron_ep.bench.timing import Step, cuda_timer, host_timer, time_rounds
@@ -100,9 +101,9 @@ def _inputs(case: Case, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     return x, ids, weights
 
 
-def _size(case: Case, ids: torch.Tensor) -> int:
+def _rows(case: Case, ids: torch.Tensor) -> int:
     ranks = ids // (case.experts // case.world_size)
-    return sum(int((ranks == rank).any(dim=1).sum()) for rank in range(case.world_size)) * 2 * case.hidden
+    return sum(int((ranks == rank).any(dim=1).sum()) for rank in range(case.world_size))
 
 
 def measure_on_one_gpu(case: Case, warmup: int, iterations: int) -> list[Measured]:
@@ -113,8 +114,8 @@ def measure_on_one_gpu(case: Case, warmup: int, iterations: int) -> list[Measure
         config = replace(config, num_sms=sms // case.world_size)
     with ep.LocalCluster(1, case.world_size, config, device="cuda") as cluster, torch.no_grad():
         x, ids, weights = (list(part) for part in zip(*(_inputs(case, r) for r in range(case.world_size)), strict=True))
-        size = sum(_size(case, idx) for idx in ids)
-        return _measure(case, cluster, x, ids, weights, size, warmup, iterations, torch.cuda.synchronize)
+        rows = sum(_rows(case, idx) for idx in ids)
+        return _measure(case, cluster, x, ids, weights, rows, warmup, iterations, torch.cuda.synchronize)
 
 
 def measure_rank(cases: Sequence[Case], warmup: int, iterations: int) -> list[list[Measured]]:
@@ -131,13 +132,14 @@ def measure_rank(cases: Sequence[Case], warmup: int, iterations: int) -> list[li
         config = ep.Config(num_experts=case.experts, num_sms=case.num_sms, timeout=10)
         with ep.Buffer(None, config, device="cuda") as buffer, torch.no_grad():
             inputs = _inputs(case, rank)
-            measured.append(_measure(case, buffer, *inputs, _size(case, inputs[1]), warmup, iterations, meet))
+            measured.append(_measure(case, buffer, *inputs, _rows(case, inputs[1]), warmup, iterations, meet))
     return measured
 
 
 def _measure(
-    case: Case, buffer: Any, x: Any, ids: Any, weights: Any, size: int, warmup: int, iterations: int, meet: Step
+    case: Case, buffer: Any, x: Any, ids: Any, weights: Any, num_rows: int, warmup: int, iterations: int, meet: Step
 ) -> list[Measured]:
+    size, fp8_size = num_rows * row_bytes(case.hidden), num_rows * row_bytes(case.hidden, fp8=True)
     low_latency = ep.LowLatency(buffer, max_tokens=case.max_tokens, hidden=case.hidden, topk=case.topk)
     received = low_latency.dispatch(x, ids, weights)
     rows, handle = received.x, received.handle
@@ -156,13 +158,28 @@ def _measure(
         got = low_latency.dispatch(x, ids, weights)
         low_latency.combine(got.x, got.handle, got.probs, sum_at="expert")
 
+    dispatch_fp8 = partial(low_latency.dispatch, x, ids, fp8="fp32", scale_layout="column")
+
+    def pair_fp8() -> None:
+        got = dispatch_fp8()
+        low_latency.combine(rows, got.handle, weights)
+
+    def hooks_fp8() -> None:
+        got, hook = dispatch_fp8(return_recv_hook=True)
+        hook()
+        _, hook = low_latency.combine(rows, got.handle, weights, return_recv_hook=True)
+        hook()
+
     phases: dict[str, tuple[Callable[[], Any], int]] = {
         "dispatch": (lambda: low_latency.dispatch(x, ids), size),
+        "dispatch fp8": (dispatch_fp8, fp8_size),
         "combine": (lambda: low_latency.combine(rows, handle, weights), size),
         "combine at expert": (lambda: low_latency.combine(rows, handle, received.probs, sum_at="expert"), size),
         "pair": (pair, 2 * size),
         "pair, hooks": (hooks, 2 * size),
         "pair at expert": (pair_at_expert, 2 * size),
+        "pair fp8": (pair_fp8, size + fp8_size),
+        "pair fp8, hooks": (hooks_fp8, size + fp8_size),
     }
     measured = []
     for phase, (step, moved) in phases.items():

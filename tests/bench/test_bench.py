@@ -28,8 +28,10 @@ def _run(tmp_path, *arguments):
 def test_records_beside_megatron(tmp_path, capsys):
     records = _run(tmp_path, "--nodes", "2", "--ranks-per-node", "2", "--dtype", "fp32", "bf16")
     by_case = {(record["case"], record["phase"], record["implementation"]): record for record in records}
-    assert len(by_case) == len(records) == 2 * 4 * 3, "2 dtypes, 4 implementations, 3 phases"
-    assert {record["implementation"] for record in records} == {"ours", "low_latency", "megatron_alltoall", "memcpy"}
+    assert len(by_case) == len(records) == (4 + 5) * 3, "4 implementations, with bf16 one more, 3 phases"
+    implementations = {"ours", "low_latency", "megatron_alltoall", "memcpy"}
+    for dtype, more in (("fp32", set()), ("bf16", {"low_latency_fp8"})):
+        assert {r["implementation"] for r in records if r["dtype"] == dtype} == implementations | more
     assert {record["phase"] for record in records} == PHASES
     for record in records:
         element = 4 if record["dtype"] == "fp32" else 2
