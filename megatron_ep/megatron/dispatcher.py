@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 import megatron_ep as ep
 from megatron_ep.megatron.announce import announce, count_layer
 from megatron_ep.megatron.options import Options
-from megatron_ep.megatron.row_limit import RowLimit, counts_within
+from megatron_ep.megatron.row_limit import RowLimit, clear_behind, counts_within
 from megatron_ep.megatron.shared_buffers import (
     abort_peers_on_error,
     close_buffers,
@@ -186,8 +186,9 @@ class EPTokenDispatcher(MoETokenDispatcher):
 
         Returns:
             Rows [R, H] grouped by local expert and probs [R] in the dtype of the router's, ones if combine applies
-            them. With moe_expert_rank_capacity_factor zero rows fill up R. Where R or, with drop-and-pad, an expert's
-            capacity is too small, probs are NaN and `megatron_ep.raise_if_failed` raises EPOverflowError.
+            them. With moe_expert_rank_capacity_factor R is fixed, and rows behind the last expert's are zeros, or
+            anything without gradients. Where R or, with drop-and-pad, an expert's capacity is too small, probs are NaN
+            and `megatron_ep.raise_if_failed` raises EPOverflowError.
         """
         self._wait_before_shared_experts()
         num_experts = self.config.num_moe_experts * self.tp_size
@@ -212,6 +213,8 @@ class EPTokenDispatcher(MoETokenDispatcher):
                 counts = torch.full((self.num_local_experts,), capacity)
         elif max_rows is not None:
             row_probs, counts = self._of_rank.admit(received), counts_within(counts, max_rows)
+            if not torch.is_grad_enabled() and (self.config.fp8 or self.config.fp4):
+                clear_behind(received.x, counts)  # quantization looks at all rows
         self._handle = received.handle
         self._comm_manager.tokens_per_expert = counts
         if self.shared_experts is not None:

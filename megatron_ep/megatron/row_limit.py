@@ -102,6 +102,12 @@ def explained() -> Iterator[None]:
         raise ep.EPOverflowError(over.reason) from error
 
 
+def clear_behind(rows: torch.Tensor, counts: torch.Tensor) -> None:
+    """Makes zeros of the rows [R, H] behind the last expert's, where a dispatch without gradients leaves anything."""
+    place = torch.arange(rows.shape[0], device=rows.device)
+    rows.masked_fill_((place >= counts.sum()).unsqueeze(1), 0)
+
+
 def counts_within(counts: torch.Tensor, rows: int) -> torch.Tensor:
     """The rows of each expert, int64 [L], that lie within the first R: dispatch counts those without a place too."""
     ends = counts.cumsum(0).clamp_(max=rows)
