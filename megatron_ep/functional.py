@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd import Function
 
-from megatron_ep import float8
+from megatron_ep import autograd, float8
 from megatron_ep.buffer import LocalCluster
 from megatron_ep.config import require_int
 from megatron_ep.handle import Handle
@@ -51,120 +50,6 @@ class Received:
     tokens_per_expert: Any
     overflow: Any
     handle: Handle
-
-
-class _Dispatch(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        handle: Handle,
-        num_ranks: int,
-        scales: list[torch.Tensor] | None,
-        clears_end: bool,
-        *tensors: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        x, weights = tensors[:num_ranks], tensors[num_ranks:]
-        ctx.handle, ctx.num_ranks, ctx.is_float8 = handle, num_ranks, x[0].dtype == torch.float8_e4m3fn
-        with handle.buffer.abort_peers_on_error():
-            out, out_scales, out_weights = handle.buffer.dispatch(
-                handle.topk, handle.ranks, x, scales, weights or None, clears_end=clears_end
-            )
-        if ctx.is_float8:
-            ctx.mark_non_differentiable(*out)
-        if out_scales:
-            ctx.mark_non_differentiable(*out_scales)
-        return (*out, *(out_weights or ()), *(out_scales or ()))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        n = ctx.num_ranks
-        has_weights = len(ctx.needs_input_grad) > 4 + n
-        grads = grads[: 2 * n if has_weights else n]
-        with ctx.handle.buffer.abort_peers_on_error():
-            if ctx.is_float8:  # no gradient to x: only the weights' travel
-                grads = (*(grad.new_empty(grad.shape[0], 0, dtype=torch.float32) for grad in grads[:n]), *grads[n:])
-            back = _Combine.apply(ctx.handle, n, *(grad.contiguous() for grad in grads))
-        return (None, None, None, None, *(None if ctx.is_float8 and i < n else grad for i, grad in enumerate(back)))
-
-
-class _Float8Dispatch(Function):
-    """Rows travel as fp8; their gradients do not (straight-through)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        handle: Handle,
-        num_ranks: int,
-        scales: list[torch.Tensor],
-        clears_end: bool,
-        *tensors: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        x, values, weights = tensors[:num_ranks], tensors[num_ranks : 2 * num_ranks], tensors[2 * num_ranks :]
-        ctx.handle, ctx.num_ranks = handle, num_ranks
-        with handle.buffer.abort_peers_on_error():
-            out, out_scales, out_weights = handle.buffer.dispatch(
-                handle.topk, handle.ranks, values, scales, weights or None, clears_end=clears_end
-            )
-            assert out_scales is not None
-            rows = [float8.dequantize(*parts, x[0].dtype) for parts in zip(out, out_scales, strict=True)]
-        return (*rows, *(out_weights or ()))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        n = ctx.num_ranks
-        with ctx.handle.buffer.abort_peers_on_error():
-            back = _Combine.apply(ctx.handle, n, *(grad.contiguous() for grad in grads))
-        return (None, None, None, None, *back[:n], *(None,) * n, *back[n:])
-
-
-class _Combine(Function):
-    @staticmethod
-    def forward(ctx: Any, handle: Handle, num_ranks: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.handle, ctx.num_ranks = handle, num_ranks
-        with handle.buffer.abort_peers_on_error():
-            out, out_weights = handle.buffer.combine(
-                handle.topk, handle.ranks, tensors[:num_ranks], tensors[num_ranks:] or None
-            )
-        return (*out, *(out_weights or ()))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        with ctx.handle.buffer.abort_peers_on_error():
-            back = _Dispatch.apply(ctx.handle, ctx.num_ranks, None, True, *(grad.contiguous() for grad in grads))
-        return (None, None, *back)
-
-
-class _WeightedCombine(Function):
-    @staticmethod
-    def forward(ctx: Any, handle: Handle, num_ranks: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.handle, ctx.num_ranks = handle, num_ranks
-        ctx.save_for_backward(*tensors)
-        with handle.buffer.abort_peers_on_error():
-            out, _ = handle.buffer.combine(handle.topk, handle.ranks, tensors[:num_ranks], None, tensors[num_ranks:])
-        return tuple(out)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        n, handle = ctx.num_ranks, ctx.handle
-        saved = ctx.saved_tensors  # once: a checkpoint unpacks them
-        x, weights = saved[:n], saved[n:]
-        x_grads: list[torch.Tensor | None] = [None] * n
-        weight_grads: list[torch.Tensor | None] = [None] * n
-        with handle.buffer.abort_peers_on_error():
-            # Ones travel along: they tell the rows of tokens from padding, where x and weights may hold anything. They
-            # are NaN, not 0, if the call failed.
-            ones = [torch.ones(len(g), handle.topk, device=g.device) for g in grads]
-            back = _Dispatch.apply(handle, n, None, True, *(grad.contiguous() for grad in grads), *ones)
-            rows, is_row = back[:n], [one != 0 for one in back[n:]]
-            for i in range(n):
-                zero = weights[i].new_zeros(())
-                if ctx.needs_input_grad[2 + i]:
-                    factors = torch.where(is_row[i], weights[i], zero).unsqueeze(1)
-                    x_grads[i] = (rows[i] * factors).to(x[i].dtype)
-                if ctx.needs_input_grad[2 + n + i]:
-                    products = rows[i].to(zero.dtype) * x[i]
-                    weight_grads[i] = torch.where(is_row[i], products.sum(dim=1), zero)
-        return (None, None, *x_grads, *weight_grads)
 
 
 def dispatch(
@@ -246,9 +131,9 @@ def dispatch(
     needs_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (*xs, *(weights or ())))
     if values:
         tensors = (*xs, *values, *(weights or ()))
-        out, row_scales = _Float8Dispatch.apply(handle, n, row_scales, needs_gradient, *tensors), None
+        out, row_scales = autograd.Float8Dispatch.apply(handle, n, row_scales, needs_gradient, *tensors), None
     else:
-        out = _Dispatch.apply(handle, n, row_scales, needs_gradient, *xs, *(weights or ()))
+        out = autograd.Dispatch.apply(handle, n, row_scales, needs_gradient, *xs, *(weights or ()))
     parts = [list(out[i : i + n]) for i in range(0, len(out), n)]
     one = (lambda items: items) if isinstance(group, LocalCluster) else (lambda items: items[0])
     return Received(
@@ -292,9 +177,9 @@ def combine(x: Tensors, handle: Handle, weights: Tensors | None = None) -> Any:
         _check_weights("weights", row_weights, [(count,) for count in rows], allowed)
         group.format_of(handle.topk, xs[0], None, None)
     if row_weights is None:
-        out = _Combine.apply(handle, len(group.ranks), *xs)
+        out = autograd.Combine.apply(handle, len(group.ranks), *xs)
     else:
-        out = _WeightedCombine.apply(handle, len(group.ranks), *xs, *row_weights)
+        out = autograd.WeightedCombine.apply(handle, len(group.ranks), *xs, *row_weights)
     return list(out) if isinstance(group, LocalCluster) else out[0]
 
 
