@@ -139,6 +139,7 @@ class LowLatencyHeap:
         largest: RowFormat,
         staged: bool,
         channels: int,
+        masking: bool,
     ) -> None: ...
     most_tokens: int
     @property
@@ -162,6 +163,10 @@ class LowLatencyTensors:
     token_weights: int
     recv_wait_ns: int
     recv_rows: int
+    active: int
+    shown: int
+    dropped: int
+    required: int
 
 class ScaleFormat:
     def __init__(self, value: int) -> None: ...
@@ -178,6 +183,10 @@ class LowLatencyOptions:
     quantize: ScaleFormat
     scale_column: int
     sum_at_expert: bool
+    renormalize: bool
+    slice_ns: int
+    silent_slices: int
+    most_slices: int
 
 class LowLatencyGroup:
     def __init__(

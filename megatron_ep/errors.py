@@ -41,6 +41,8 @@ def describe(incident: dict[str, Any]) -> str:
         return f"{where}: invalid expert ids"
     if incident["outcome"] == "no_layout":
         return f"{where}: the counts of this handle's dispatch were never exchanged"
+    if incident["outcome"] == "masked":
+        return f"{where}: rank {incident['peer']} was masked since the forward pass"
     if incident["outcome"] == "overflow":
         return f"{where}: room for {incident['seen']} rows, {incident['expected']} are needed"
     return (

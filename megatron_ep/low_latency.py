@@ -32,11 +32,12 @@ from megatron_ep.low_latency_calls import (
     Counters,
     Dispatch,
     LowLatencyCalls,
-    LowLatencyHandle,
     Pending,
     WeightedCombine,
 )
+from megatron_ep.low_latency_handle import LowLatencyHandle
 from megatron_ep.low_latency_rows import Float8, float8_of, row_format
+from megatron_ep.masked_ranks import MaskedRanks, check_policy
 from megatron_ep.rank_group import COMBINE_DTYPES, RankGroup
 
 LAYOUTS = ("masked", "grouped")
@@ -72,7 +73,7 @@ class LowLatencyReceived:
     handle: LowLatencyHandle
 
 
-class LowLatency:
+class LowLatency(MaskedRanks):
     """Dispatch and combine of at most max_tokens tokens a rank: a token goes straight to each rank that wants it.
 
     For inference, mostly: latency counts, batches are small, and the host must not wait. max_tokens fixes all shapes.
@@ -89,8 +90,17 @@ class LowLatency:
         as float8 always fit.
     topk: the largest K, at most 32.
 
-    Takes about 2 * (W + topk) * max_tokens * hidden * itemsize bytes of memory on each rank, and more between nodes of
-    the host, where rows take the path that they take on a network and are staged.
+    on_dead_rank: what becomes of a call when a rank does not take part. "raise": EPTimeoutError on all ranks. "mask":
+        calls go on without that rank, from then on; `active_ranks` shows it. A masked rank r is as if every pick of its
+        experts were -1 and it had no tokens. A rank that reports an error of its own (wrong arguments, Ctrl-C, an
+        exception) ends the calls of all as ever. The same on all ranks.
+    mask_timeout: seconds after which a rank that others wait for, and that waits for nobody itself, is masked; a tenth
+        of a second up to a few for inference, more than the ranks ever are apart. At most Config.timeout, which bounds
+        any wait. None: a tenth of Config.timeout.
+
+    Takes about 2 * (W + topk) * max_tokens * hidden * itemsize bytes of memory on each rank, with "mask" 2 * W * (1 +
+    min(topk, L)) * max_tokens * hidden * itemsize; and more between nodes of the host, where rows take the path that
+    they take on a network and are staged.
 
     Raises ValueError for arguments that are out of range or differ between ranks, EPError where the buffer's fabric
     does not have the low-latency mode.
@@ -104,6 +114,8 @@ class LowLatency:
         hidden: int,
         topk: int,
         dtype: torch.dtype = torch.bfloat16,
+        on_dead_rank: str = "raise",
+        mask_timeout: float | None = None,
     ):
         if not isinstance(buffer, (Buffer, LocalCluster)):
             raise ValueError(f"buffer is a {type(buffer).__name__}, must be a Buffer or LocalCluster")
@@ -119,8 +131,16 @@ class LowLatency:
             if dtype not in COMBINE_DTYPES:
                 raise ValueError(f"dtype is {dtype}, must be one of {', '.join(map(str, COMBINE_DTYPES))}")
             require_int("hidden", hidden, 1, MOST_ROW_BYTES // dtype.itemsize)
+            check_policy(on_dead_rank, mask_timeout, buffer.config.timeout_seconds)
 
-        settings = {"max_tokens": max_tokens, "hidden": hidden, "topk": topk, "dtype": dtype}
+        settings = {
+            "max_tokens": max_tokens,
+            "hidden": hidden,
+            "topk": topk,
+            "dtype": dtype,
+            "on_dead_rank": on_dead_rank,
+            "mask_timeout": mask_timeout,
+        }
         if isinstance(buffer, LocalCluster):
             check()
         else:
@@ -128,7 +148,10 @@ class LowLatency:
         self._row_bytes = hidden * dtype.itemsize
         rows = (row_format(topk, hidden, dtype, None), row_format(topk, hidden, torch.float8_e4m3fn, torch.float32))
         self._largest = max(rows, key=lambda row: row.slot_bytes)
-        self._calls = LowLatencyCalls(buffer, *backends.connect(buffer, max_tokens, self._largest))
+        patience = None
+        if on_dead_rank == "mask":
+            patience = buffer.config.timeout_seconds / 10 if mask_timeout is None else float(mask_timeout)
+        self._calls = LowLatencyCalls(buffer, *backends.connect(buffer, max_tokens, self._largest, patience))
 
     @property
     def memory_bytes(self) -> int:
@@ -179,7 +202,8 @@ class LowLatency:
             stream, and what was received is good only from then on. x may be overwritten before.
 
         Returns LowLatencyReceived. Raises ValueError for a wrong argument, and for a third dispatch under way, before
-        anything is sent; EPTimeoutError when another rank does not take part.
+        anything is sent; EPTimeoutError when another rank does not take part, unless those are masked. Then the
+        backward pass raises EPError if a rank was masked since the forward pass.
         """
         self._calls.in_flight["dispatch"].check()
         with self._checked() as group:
@@ -217,6 +241,7 @@ class LowLatency:
         weights: Tensors | None = None,
         *,
         sum_at: str = "token",
+        renormalize: bool = False,
         out: Tensors | None = None,
         recv_wait_ns: Tensors | None = None,
         return_recv_hook: bool = False,
@@ -232,6 +257,9 @@ class LowLatency:
         sum_at: "token": each expert's row travels, and they are summed in the order of k and rounded once. "expert":
             a rank first sums the rows of its experts, so that one row a (token, rank) travels, about 1.5 times fewer
             with 8 ranks and K = 8; such a partial sum is rounded to x's dtype.
+        renormalize: where picks of masked ranks are left out, a token's other weights are multiplied by the sum of all
+            over the sum of the others (unless that is 0). Only with weights at the token, without a gradient and with
+            on_dead_rank="mask".
         out: [T, H], x's dtype: gets the sums. Not where a gradient is needed.
         recv_wait_ns: as of `dispatch`.
         return_recv_hook: returns (y, hook): y is good once hook() has been called, and x may be overwritten before.
@@ -259,8 +287,16 @@ class LowLatency:
                 _check_weights("weights", factors, shapes, allowed)
             outs = None if out is None else self._check_out(_as_list("out", out, group), xs, factors, handle)
             counters = self._counters(recv_wait_ns=recv_wait_ns)
+            if renormalize:
+                self._check_renormalize(xs, factors, sum_at)
         pending: list[Pending] = []
-        if factors is None:
+        if renormalize:
+            with group.abort_peers_on_error():
+                y, _, call = self._calls.combine(
+                    handle, xs, token_weights=factors, renormalize=True, out=outs, counters=counters
+                )
+            pending.append(call)
+        elif factors is None:
             y = Combine.apply(handle, sum_at == "expert", outs, pending, counters, *xs)
         else:
             y = WeightedCombine.apply(handle, sum_at == "expert", outs, pending, counters, *xs, *factors)

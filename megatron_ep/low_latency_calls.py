@@ -7,7 +7,6 @@ calls the hook.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
@@ -17,88 +16,12 @@ from torch.autograd import Function
 from megatron_ep import _C
 from megatron_ep.backends.interface import Backend
 from megatron_ep.backends.low_latency import Call, InFlight, LowLatencyRanks
+from megatron_ep.backends.low_latency_mask import Masks
+from megatron_ep.low_latency_handle import LowLatencyHandle, RankPart
 from megatron_ep.low_latency_rows import Float8, aligned_column, new_tensor, row_format
 from megatron_ep.rank_group import PAYLOAD_TYPES, RankGroup
 
 Counters = Mapping[str, Sequence[torch.Tensor]]  # the callers', one a rank: recv_rows, recv_wait_ns
-
-
-@dataclass
-class RankPart:
-    """One rank's part of a handle."""
-
-    num_tokens: int  # T
-    layout: torch.Tensor  # int32, as csrc/core/low_latency_args.h lays it out
-    rows: int  # of the expert-grouped tensors
-    made_on: int  # the stream, see Backend.current_stream
-
-
-@dataclass(eq=False)
-class LowLatencyHandle:
-    """What a low-latency dispatch learned. Belongs to the `LowLatency` that made it.
-
-    topk: K of the dispatch.
-    masked: whether rows are laid out as [L, W * max_tokens].
-    """
-
-    calls: LowLatencyCalls
-    topk: int
-    masked: bool
-    expert_alignment: int
-    ranks: list[RankPart] = field(repr=False)
-    call: Pending | None = field(default=None, repr=False)  # the dispatch
-    _was_given_up: bool = field(default=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self.calls.handles.add(self)
-
-    def note_reset(self) -> None:
-        """After a reset nothing else tells a dispatch that was given up, or never received, from one that was not."""
-        done = self.call is not None and self.call.received
-        self._was_given_up |= not done or any(int(self.overflow(rank)) == -1 for rank in self.ranks)
-
-    def check(self) -> None:
-        """Raises ValueError if the dispatch was given up."""
-        if self._was_given_up:
-            raise ValueError(
-                "handle is of a dispatch that was given up before the buffer's reset, must be of a later one"
-            )
-
-    def again(self) -> LowLatencyHandle:
-        """For another dispatch of the same tokens."""
-        self.check()
-        ranks = [self.calls.new_part(self.topk, rank.num_tokens, rank.rows) for rank in self.ranks]
-        return LowLatencyHandle(self.calls, self.topk, self.masked, self.expert_alignment, ranks)
-
-    def ids(self) -> list[torch.Tensor]:
-        """topk_idx of the dispatch, int32 [T, K] per rank."""
-        first = self.calls.offsets(self.topk)["experts"]
-        sizes = [(rank.num_tokens, self.topk) for rank in self.ranks]
-        return [
-            rank.layout[first : first + size[0] * size[1]].view(size)
-            for rank, size in zip(self.ranks, sizes, strict=True)
-        ]
-
-    def counts(self, rank: RankPart) -> torch.Tensor:
-        """int32 [L], a view: rows per local expert, without padding."""
-        first = self.calls.offsets(self.topk)["counts"]
-        return rank.layout[first : first + self.calls.group.num_local_experts]
-
-    def starts(self, rank: RankPart) -> torch.Tensor:
-        """int32 [L + 1], a view: where the rows of each local expert begin."""
-        first = self.calls.offsets(self.topk)["starts"]
-        return rank.layout[first : first + self.calls.group.num_local_experts + 1]
-
-    def overflow(self, rank: RankPart) -> torch.Tensor:
-        """int32 [1], a view: not 0 once rows did not fit."""
-        return rank.layout[: self.calls.offsets(self.topk)["overflow"] + 1]
-
-    def is_row(self, rank: RankPart) -> torch.Tensor:
-        """bool [rows]: which rows hold a token."""
-        place = torch.arange(rank.rows, device=rank.layout.device)
-        starts, counts = self.starts(rank), self.counts(rank)
-        expert = torch.searchsorted(starts[1:].contiguous(), place, right=True).clamp_max(len(counts) - 1)
-        return place < starts[expert] + counts[expert]
 
 
 class Pending(Call):
@@ -126,9 +49,10 @@ class Pending(Call):
 class LowLatencyCalls:
     """Launches low-latency calls on a buffer's ranks of this process. Arguments were checked before."""
 
-    def __init__(self, group: RankGroup, heap: _C.LowLatencyHeap, ranks: LowLatencyRanks):
+    def __init__(self, group: RankGroup, heap: _C.LowLatencyHeap, ranks: LowLatencyRanks, masks: Masks | None):
         self.group = group
         self.heap = heap
+        self.masks = masks
         self._ranks = ranks
         self._offsets: dict[int, dict[str, int]] = {}
         self.handles: WeakSet[LowLatencyHandle] = WeakSet()
@@ -152,6 +76,8 @@ class LowLatencyCalls:
         for handle in self.handles:
             handle.note_reset()
         self._ranks.reset()
+        if self.masks is not None:
+            self.masks.reset()
         for calls in self.in_flight.values():
             calls.clear()
 
@@ -177,7 +103,7 @@ class LowLatencyCalls:
         tensors = []
         hidden, device = x[0].shape[1], self.group.device
         for i, rank in enumerate(handle.ranks):
-            t, call = self._tensors(rank)
+            t, call = self._tensors(handle, i)
             out.append(new_tensor((rank.rows, hidden), torch.float8_e4m3fn if fp8 else x[i].dtype, device, zero=zero))
             t.topk_idx, t.x, t.out = ids[i].data_ptr(), x[i].data_ptr(), out[i].data_ptr()
             kept += [rank.layout, call, ids[i], x[i], out[i]]
@@ -194,7 +120,7 @@ class LowLatencyCalls:
                     kept.append(fp8.scales[i])
             tensors.append(t)
         kept += self._count(counters, tensors)
-        options = _C.LowLatencyOptions()
+        options = self._options()
         options.index_bytes = ids[0].element_size()
         options.expert_alignment = handle.expert_alignment
         rows = self.shape_of(handle.ranks[0], handle)[-1]
@@ -219,6 +145,7 @@ class LowLatencyCalls:
         row_weights: Sequence[torch.Tensor] | None = None,
         token_weights: Sequence[torch.Tensor] | None = None,
         sum_at_expert: bool = False,
+        renormalize: bool = False,
         out: Sequence[torch.Tensor] | None = None,
         counters: Counters | None = None,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None, Pending]:
@@ -227,7 +154,7 @@ class LowLatencyCalls:
         y, y_values, tensors = [], [], []
         kept: list[torch.Tensor] = []
         for i, rank in enumerate(handle.ranks):
-            t, call = self._tensors(rank)
+            t, call = self._tensors(handle, i)
             shape = (rank.num_tokens, x[i].shape[1])
             y.append(torch.empty(shape, dtype=x[i].dtype, device=x[i].device) if out is None else out[i])
             t.x, t.out = x[i].data_ptr(), y[i].data_ptr()
@@ -242,8 +169,8 @@ class LowLatencyCalls:
                     kept.append(weights[i])
             tensors.append(t)
         kept += self._count(counters, tensors)
-        options = _C.LowLatencyOptions()
-        options.sum_at_expert = sum_at_expert
+        options = self._options()
+        options.sum_at_expert, options.renormalize = sum_at_expert, renormalize
         row, dtype = self.format_of(handle.topk, x[0], values), PAYLOAD_TYPES[x[0].dtype]
 
         def launch(receive: bool) -> None:
@@ -277,12 +204,25 @@ class LowLatencyCalls:
             weight_bytes=weights[0].element_size() if weights is not None else 0,
         )
 
-    def _tensors(self, rank: RankPart) -> tuple[Any, torch.Tensor]:
+    def _options(self) -> Any:
+        options = _C.LowLatencyOptions()
+        if self.masks is not None:
+            self.masks.fill_options(options)
+        return options
+
+    def _tensors(self, handle: LowLatencyHandle, i: int) -> tuple[Any, torch.Tensor]:
+        rank = handle.ranks[i]
         self.backend.keep_for_launch([rank.layout], rank.made_on)
         call = torch.empty(1, dtype=torch.int64, device=self.group.device)
         t = _C.LowLatencyTensors()
         t.layout, t.call = rank.layout.data_ptr(), call.data_ptr()
         t.num_tokens, t.max_rows = rank.num_tokens, rank.rows
+        if self.masks is not None:
+            self.masks.fill(t, i)
+            if handle.forward is not None:
+                forward = handle.forward.ranks[i]
+                self.backend.keep_for_launch([forward.layout], forward.made_on)
+                t.required = handle.active(forward).data_ptr()
         return t, call
 
     def _send(self, kind: str, launch: Any, tensors: list[torch.Tensor]) -> Pending:
@@ -336,7 +276,9 @@ class Dispatch(Function):
                 rows = tuple(grad.new_empty(len(grad), 0) for grad in probs)
                 no_x_grads = n
             grads = (*rows, *probs)
-        back = Combine.apply(ctx.handle, False, None, pending, None, *(grad.contiguous() for grad in grads))
+        back = Combine.apply(
+            ctx.handle.in_backward(), False, None, pending, None, *(grad.contiguous() for grad in grads)
+        )
         pending[0].receive()
         return (*(None,) * (6 + no_x_grads), *back[no_x_grads:])
 
@@ -413,7 +355,7 @@ class WeightedCombine(Function):
         # Each product goes to its token's rank, beside rows without elements.
         pending: list[Pending] = []
         nothing = [grad.new_empty(rank.rows, 0) for grad, rank in zip(x_grads, handle.ranks, strict=True)]
-        weight_grads = Combine.apply(handle, False, None, pending, None, *nothing, *products)[n:]
+        weight_grads = Combine.apply(handle.in_backward(), False, None, pending, None, *nothing, *products)[n:]
         pending[0].receive()
         return (None, None, None, None, None, *x_grads, *weight_grads)
 
@@ -422,7 +364,7 @@ def spread(handle: LowLatencyHandle, tensors: Sequence[torch.Tensor]) -> tuple[t
     """What lies with the tokens of a dispatch, at their rows; zeros elsewhere."""
     pending: list[Pending] = []
     out = Dispatch.apply(
-        handle.again(), handle.ids(), True, pending, None, None, *(tensor.contiguous() for tensor in tensors)
+        handle.again(), handle.sent_ids(), True, pending, None, None, *(tensor.contiguous() for tensor in tensors)
     )
     pending[0].receive()
     return out

@@ -421,6 +421,9 @@ class RankGroup:
         if outcome == "timeout":
             root = blame.root(rank, standings, self._fate_of)
             return f"rank {rank} timed out first, {self._when_waits_expire()}" + (f": {root}" if root else "")
+        if outcome == "masked":
+            told = [i["peer"] for s in standings if s.rank == rank for i in s.incidents if i["outcome"] == "masked"]
+            return f"rank {rank} met rank {told[0] if told else '?'} in a backward pass, masked since its forward pass"
         return {
             "bad_input": f"rank {rank} refused its arguments{why}",
             "failed": f"rank {rank} failed for a reason of its own{why}",
@@ -469,5 +472,6 @@ class RankGroup:
         # those that expired before those that were told to stop
         incidents.sort(key=lambda incident: incident["outcome"] == "aborted")
         message = "\n  ".join([cause, *map(describe, incidents), HOW_TO_GO_ON])
-        kinds = {"timeout": EPTimeoutError, "mismatch": EPError, "no_layout": EPError, "overflow": EPOverflowError}
+        kinds = {"timeout": EPTimeoutError, "overflow": EPOverflowError}
+        kinds |= dict.fromkeys(("mismatch", "no_layout", "masked"), EPError)
         return kinds.get(outcome, EPAbortError)(message, incidents)

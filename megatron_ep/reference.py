@@ -196,3 +196,30 @@ def low_latency_combine(
 
 def _lengths(tensors: list[torch.Tensor]) -> list[int]:
     return [len(tensor) for tensor in tensors]
+
+
+def without_masked(topk_idx: list[torch.Tensor], active: list[torch.Tensor], num_experts: int) -> list[torch.Tensor]:
+    """topk_idx as it counts where ranks are masked: -1 for picks of a rank that the token's has masked, or that has
+    masked the token's. active: int32 [W] of each rank, 0 for those that it has masked.
+
+    All that the low-latency mode computes with masked ranks is what it computes of these without.
+    """
+    local_experts, out = num_experts // len(topk_idx), []
+    for rank, idx in enumerate(topk_idx):
+        linked = torch.stack([other[rank] for other in active]) * active[rank] > 0
+        linked[rank] = True
+        picks = linked[idx.clamp_min(0).div(local_experts, rounding_mode="floor")]
+        out.append(idx.masked_fill(~picks, -1))
+    return out
+
+
+def renormalized(weights: torch.Tensor, topk_idx: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """weights [T, K] where only the picks of `kept` are left of those of topk_idx, both [T, K]: times the sum of all
+    weights of picks over that of those left, in the order of k, unless that is 0; as they are where all are left."""
+    picked, left = topk_idx >= 0, kept >= 0
+    sums = weights.new_zeros(2, len(weights))
+    for k in range(weights.shape[1]):
+        for total, counts in zip(sums, (picked, left), strict=True):
+            total += torch.where(counts[:, k], weights[:, k], weights.new_zeros(()))
+    factor = torch.where((picked == left).all(dim=1) | (sums[1] == 0), weights.new_ones(()), sums[0] / sums[1])
+    return weights * factor.unsqueeze(1)

@@ -83,22 +83,22 @@ PUT_CREDIT = "warp.template credit<Scope::System>(rail<uint64_t>(node, flag), to
 ACQUIRE_SIGNAL = "return W::template acquire<Scope::System>(own<uint64_t>(flag));"
 
 LL = ("low_latency",)
-LL_ARRIVE = "if (lane_id() == 0) before = ptx::fetch_add_acq_rel_gpu(counter, 1);"
+LL_ARRIVE = "if (lane_id() == 0) before = ptx::fetch_add_acq_rel_gpu(counter, n);"
 LL_ACQUIRE = "return W::template acquire<Scope::System>(fabric.template own<uint64_t>(flag));"
 LL_CREDIT = """«warp.template credit_lanes<Scope::System>(lanes, [&](int lane, auto&& store) {
-            if (call.fabric.maps(first + lane))
-                store(call.fabric.template at<uint64_t>(first + lane, flag), call.number);
+            if (call.fabric.maps(first + lane) && names(first + lane))
+                store(call.fabric.template at<uint64_t>(first + lane, flag), to);
         });»"""
 LL_TAG = "tag[lane] = W::template acquire<Scope::System>(reinterpret_cast<uint64_t*>(slot[lane]));"
 LL_SIGNAL = "warp.template publish<Scope::System>(at<uint64_t>(rank, flag), to);"
-LL_BANK = "if (!wait_released(warp, call)) return false;"
+LL_BANK = "if (!may_send(warp, call, team)) return false;"
 LL_TOKEN = """«warp.template publish_lanes<Scope::System>(format.topk, [&](int lane, auto&& store) {
         if (near >> lane & 1) store(reinterpret_cast<uint64_t*>(slot[lane]), call.tag);
     });»"""
-LL_CHOICES = "if (!wait_choices(warp, call) || !wait_rows_put(warp, call)) return false;"
+LL_CHOICES = "if (!may_receive(warp, call, team)) return false;"
 LL_TAGS = "if (!wait_tags(warp, call, 1, 1, slots, [&](int) { return source; })) return false;"
 LL_PART = """«warp.template publish_lanes<Scope::System>(format.topk, [&](int k, auto&& store) {
-            if (parts >> k & 1) store(reinterpret_cast<uint64_t*>(slot_of(k, 0)), call.tag);
+            if (parts >> k & 1) store(reinterpret_cast<uint64_t*>(slot_of(k)), call.tag);
         });»"""
 LL_PARTS = """if (!wait_tags(warp, call, format.topk, parts, slot, [&](int k) { return rank[k]; }))
         return false;"""

@@ -81,6 +81,8 @@ const char* name(Wait wait) {
             return "rows that a warp puts through the network";
         case Wait::TaggedRow:
             return "a row in its slot";
+        case Wait::Rows:
+            return "all rows of a rank";
     }
     return "?";
 }
@@ -127,6 +129,8 @@ const char* name(Outcome outcome) {
             return "no_layout";
         case Outcome::Overflow:
             return "overflow";
+        case Outcome::Masked:
+            return "masked";
     }
     return "?";
 }

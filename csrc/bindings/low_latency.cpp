@@ -58,13 +58,14 @@ void bind_low_latency(py::module_& m) {
     py::class_<LowLatencyHeap>(m, "LowLatencyHeap",
                                "Layout of the low-latency mode's symmetric heap.")
         .def(py::init([](int nodes, int ranks_per_node, int num_experts, int max_tokens,
-                         const RowFormat& largest, bool staged, int channels) {
+                         const RowFormat& largest, bool staged, int channels, bool masking) {
                  return LowLatencyHeap{
                      {nodes, ranks_per_node}, num_experts, max_tokens, largest.topk,
-                     largest.slot_bytes(),    staged,      channels};
+                     largest.slot_bytes(),    staged,      channels,   masking};
              }),
              py::kw_only(), py::arg("nodes"), py::arg("ranks_per_node"), py::arg("num_experts"),
-             py::arg("max_tokens"), py::arg("largest"), py::arg("staged"), py::arg("channels"))
+             py::arg("max_tokens"), py::arg("largest"), py::arg("staged"), py::arg("channels"),
+             py::arg("masking"))
         .def_property_readonly("bytes", &LowLatencyHeap::bytes)
         .def_property_readonly_static("most_tokens",
                                       [](py::object) { return LowLatencyHeap::kMostTokens; })
@@ -78,6 +79,7 @@ void bind_low_latency(py::module_& m) {
                 offsets["counts"] = layout.counts_offset();
                 offsets["starts"] = layout.starts_offset();
                 offsets["experts"] = layout.experts_offset();
+                offsets["active"] = layout.active_offset();
                 return offsets;
             },
             py::kw_only(), py::arg("topk"), py::arg("warps"),
@@ -100,7 +102,11 @@ void bind_low_latency(py::module_& m) {
         .def_readwrite("row_weights", &LowLatencyTensors::row_weights)
         .def_readwrite("token_weights", &LowLatencyTensors::token_weights)
         .def_readwrite("recv_wait_ns", &LowLatencyTensors::recv_wait_ns)
-        .def_readwrite("recv_rows", &LowLatencyTensors::recv_rows);
+        .def_readwrite("recv_rows", &LowLatencyTensors::recv_rows)
+        .def_readwrite("active", &LowLatencyTensors::active)
+        .def_readwrite("shown", &LowLatencyTensors::shown)
+        .def_readwrite("dropped", &LowLatencyTensors::dropped)
+        .def_readwrite("required", &LowLatencyTensors::required);
 
     py::enum_<ScaleFormat>(m, "ScaleFormat", "How the scales of fp8 rows are rounded and stored.")
         .value("none", ScaleFormat::None)
@@ -115,7 +121,11 @@ void bind_low_latency(py::module_& m) {
         .def_readwrite("expert_rows", &LowLatencyOptions::expert_rows)
         .def_readwrite("quantize", &LowLatencyOptions::quantize)
         .def_readwrite("scale_column", &LowLatencyOptions::scale_column)
-        .def_readwrite("sum_at_expert", &LowLatencyOptions::sum_at_expert);
+        .def_readwrite("sum_at_expert", &LowLatencyOptions::sum_at_expert)
+        .def_readwrite("renormalize", &LowLatencyOptions::renormalize)
+        .def_readwrite("slice_ns", &LowLatencyOptions::slice_ns)
+        .def_readwrite("silent_slices", &LowLatencyOptions::silent_slices)
+        .def_readwrite("most_slices", &LowLatencyOptions::most_slices);
 
     py::class_<LowLatencyGroup>(m, "LowLatencyGroup",
                                 "The low-latency mode of the ranks that live in this process.")

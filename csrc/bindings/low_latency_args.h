@@ -13,10 +13,11 @@ struct LowLatencyTensors {
     int num_tokens = 0;
     int64_t max_rows = 0;
     Address topk_idx = 0;
-    Address x = 0, scales = 0, weights = 0;            // what the call reads
-    Address out = 0, out_scales = 0, out_weights = 0;  // what it writes
-    Address row_weights = 0, token_weights = 0;        // combine
-    Address recv_wait_ns = 0, recv_rows = 0;           // what the caller counts
+    Address x = 0, scales = 0, weights = 0;                    // what the call reads
+    Address out = 0, out_scales = 0, out_weights = 0;          // what it writes
+    Address row_weights = 0, token_weights = 0;                // combine
+    Address recv_wait_ns = 0, recv_rows = 0;                   // what the caller counts
+    Address active = 0, shown = 0, dropped = 0, required = 0;  // with masking
 };
 
 struct LowLatencyOptions {
@@ -26,10 +27,22 @@ struct LowLatencyOptions {
     ScaleFormat quantize = ScaleFormat::None;  // dispatch
     int64_t scale_column = 0;                  // dispatch
     bool sum_at_expert = false;                // combine
+    bool renormalize = false;                  // combine
+    uint64_t slice_ns = 0;                     // with masking, as the next two
+    int silent_slices = 0;
+    int most_slices = 0;
 };
 
+inline LowLatencyMask low_latency_mask(const LowLatencyTensors& t,
+                                       const LowLatencyOptions& options) {
+    return {at<int32_t>(t.active),   at<int32_t>(t.shown), at<uint64_t>(t.dropped),
+            at<int32_t>(t.required), options.slice_ns,     options.silent_slices,
+            options.most_slices};
+}
+
 inline LowLatencyArgs low_latency_args(const LowLatencyHeap& heap, int warps, int rank,
-                                       const LowLatencyTensors& t, const RowFormat& format) {
+                                       const LowLatencyTensors& t, const RowFormat& format,
+                                       const LowLatencyOptions& options) {
     return {rank,
             heap,
             LowLatencyLayout{heap, format.topk, warps, at<int32_t>(t.layout)},
@@ -37,14 +50,15 @@ inline LowLatencyArgs low_latency_args(const LowLatencyHeap& heap, int warps, in
             t.num_tokens,
             at<uint64_t>(t.call),
             t.max_rows,
-            at<int64_t>(t.recv_wait_ns)};
+            at<int64_t>(t.recv_wait_ns),
+            low_latency_mask(t, options)};
 }
 
 inline LowLatencyDispatchArgs low_latency_dispatch_args(const LowLatencyHeap& heap, int warps,
                                                         int rank, const LowLatencyTensors& t,
                                                         const RowFormat& format,
                                                         const LowLatencyOptions& options) {
-    return {low_latency_args(heap, warps, rank, t, format),
+    return {low_latency_args(heap, warps, rank, t, format, options),
             at<void>(t.topk_idx),
             options.index_bytes,
             options.expert_alignment,
@@ -64,14 +78,15 @@ inline LowLatencyCombineArgs low_latency_combine_args(const LowLatencyHeap& heap
                                                       int rank, const LowLatencyTensors& t,
                                                       const RowFormat& format,
                                                       const LowLatencyOptions& options) {
-    return {low_latency_args(heap, warps, rank, t, format),
+    return {low_latency_args(heap, warps, rank, t, format, options),
             at<char>(t.x),
             at<char>(t.weights),
             at<char>(t.out),
             at<char>(t.out_weights),
             options.sum_at_expert,
             at<void>(t.row_weights),
-            at<void>(t.token_weights)};
+            at<void>(t.token_weights),
+            options.renormalize};
 }
 
 // Those of all ranks of this process.

@@ -23,7 +23,8 @@ enum class Wait : int {
     Release,
     Choices,
     PutRows,
-    TaggedRow
+    TaggedRow,
+    Rows
 };
 
 enum class Role : int {
@@ -57,6 +58,7 @@ enum class Outcome : int {
                // shapes or types
     NoLayout,  // the handle is that of a dispatch that failed
     Overflow,  // a table that the protocol cannot do without is too small
+    Masked,    // a backward pass meets a rank that was masked since its forward pass
 };
 
 // A wait is over when `seen` has reached `expected`; `peer` is the rank whose progress would do it.

@@ -35,6 +35,7 @@ struct LowLatencyLayout {
         experts_ = part(static_cast<size_t>(max_tokens) * topk);
         present_ = part(static_cast<size_t>(world) * chunks);
         positions_ = part(static_cast<size_t>(world) * max_tokens * topk);
+        active_ = part(world);
         scratch_ = part(static_cast<size_t>(warps) * local_experts);
         size_ = end;
     }
@@ -46,6 +47,7 @@ struct LowLatencyLayout {
     EP_HD size_t counts_offset() const { return counts_; }
     EP_HD size_t starts_offset() const { return starts_; }
     EP_HD size_t experts_offset() const { return experts_; }
+    EP_HD size_t active_offset() const { return active_; }
 
     // Set to 1 once rows did not fit.
     EP_HD int32_t& overflow() const { return data[kOverflow]; }
@@ -57,7 +59,7 @@ struct LowLatencyLayout {
     EP_HD int32_t& count(int expert) const { return data[counts_ + expert]; }
     // [L + 1], where an expert's rows begin
     EP_HD int32_t& start(int expert) const { return data[starts_ + expert]; }
-    // [T, K], expert ids of the own tokens, -1: none
+    // [T, K], expert ids of the own tokens, -1: none, -2 - id: not sent, its rank is masked
     EP_HD int32_t* experts(int token) const {
         return data + experts_ + static_cast<size_t>(token) * topk;
     }
@@ -69,13 +71,26 @@ struct LowLatencyLayout {
     EP_HD int32_t* positions(int rank, int token) const {
         return data + positions_ + (static_cast<size_t>(rank) * max_tokens + token) * topk;
     }
+    // [W], with masking: whether the dispatch went to that rank, and took what came from it
+    EP_HD int32_t& active(int rank) const { return data[active_ + rank]; }
     // [warps, L], where an expert's rows begin, each warp for itself
     EP_HD int32_t* scratch(int warp) const {
         return data + scratch_ + static_cast<size_t>(warp) * local_experts;
     }
 
   private:
-    size_t counts_, starts_, experts_, present_, positions_, scratch_, size_;
+    size_t counts_, starts_, experts_, present_, positions_, active_, scratch_, size_;
+};
+
+// How calls go on without ranks that stay away. Only with a heap that has masking.
+struct LowLatencyMask {
+    int32_t* active;          // [W], the caller's: 0 leaves a rank out for good, or says that it is
+    int32_t* shown;           // [W], the same for the host to read at any time
+    uint64_t* dropped;        // picks whose rank was left out: in dispatches, in combines
+    const int32_t* required;  // [W], not null: a rank that has 1 there must not be left out
+    uint64_t slice_ns;        // how long a rank that waits is silent
+    int silent_slices;        // after so many a rank that is not heard of is left out
+    int most_slices;          // after so many any that is missing
 };
 
 // What the halves of both kinds share. No number of a call is among them: a captured launch can be
@@ -90,9 +105,11 @@ struct LowLatencyArgs {
     int64_t max_rows;  // of the expert-grouped tensor
     // [W], the caller's: to which a receiving half adds how long it waited for each rank. Or null
     int64_t* recv_wait_ns;
+    LowLatencyMask mask;
 
     static constexpr int32_t kElsewhere = -1;   // that expert lives on another rank
     static constexpr int32_t kOverflowed = -2;  // the expert-grouped tensor had no room
+    static constexpr int32_t kDropped = -2;     // minus the id of an expert whose rank is masked
 };
 
 struct LowLatencyDispatchArgs : LowLatencyArgs {
@@ -141,6 +158,7 @@ struct LowLatencyCombineArgs : LowLatencyArgs {
     // expert, [max_rows], or at the token's rank, [T, K].
     const void* row_weights;
     const void* token_weights;
+    bool renormalize;  // token_weights of the picks that are left make up for the others
 
     EP_HD uint64_t shape() const { return 1 + sum_at_expert; }
 };

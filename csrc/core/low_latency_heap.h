@@ -12,6 +12,7 @@
 namespace ep {
 
 enum class LowLatencyKind : int { Dispatch, Combine };
+enum class LowLatencyHalf : int { Send, Receive };
 
 // The low-latency mode's own symmetric heap, beside the buffer's.
 //
@@ -19,10 +20,14 @@ enum class LowLatencyKind : int { Dispatch, Combine };
 // and k: nobody counts slots. Each kind of call has two banks, used in turn; one is free again once
 // its reader has released it. Call numbers, flags and tags only ever grow and are cleared by nobody
 // but reset.
+//
+// With masking a combine's row lies in the slot of its sender, token and pick instead: then
+// whatever another rank writes has one writer, and once that one is masked nobody reads it again.
 struct LowLatencyHeap {
     static constexpr size_t kLine = Heap::kLine;
     static constexpr int kBanks = 2;
     static constexpr int kKinds = 2;
+    static constexpr int kHalves = 2;
     static constexpr int kMostTokens = 1024;  // 32 chunks: a lane a chunk
 
     Topology topology;
@@ -32,17 +37,19 @@ struct LowLatencyHeap {
     int channels;       // warps that put rows to ranks whose memory is not mapped
     bool staged;        // whether there are such ranks
     size_t slot_bytes;  // of the largest row
+    bool masking;       // whether calls go on without ranks that stay away
 
     LowLatencyHeap() = default;
     LowLatencyHeap(const Topology& ranks, int experts, int tokens, int topk, size_t slot,
-                   bool has_staging, int num_channels)
+                   bool has_staging, int num_channels, bool has_masks = false)
         : topology(ranks),
           num_experts(experts),
           max_tokens(tokens),
           max_topk(topk),
           channels(num_channels),
           staged(has_staging),
-          slot_bytes(slot) {
+          slot_bytes(slot),
+          masking(has_masks) {
         size_t end = 0;
         auto part = [&](size_t bytes) { return std::exchange(end, end + align_up(bytes, kLine)); };
         const size_t world = topology.world(), banks = kBanks;
@@ -54,11 +61,19 @@ struct LowLatencyHeap {
         row_flags_ = part(staged ? kKinds * channels * world * kLine : 0);
         choices_ = part(banks * world * choice_bytes());
         rows_ = part(banks * world * max_tokens * slot_bytes);
-        parts_ = part(banks * max_tokens * max_topk * slot_bytes);
+        parts_ = part(banks * max_tokens * slot_bytes *
+                      (masking ? world * picks_per_rank() : static_cast<size_t>(max_topk)));
         staged_choices_ = part(staged ? banks * world * choice_bytes() : 0);
         staged_rows_ = part(staged ? banks * max_tokens * slot_bytes : 0);
         staged_parts_ =
             part(staged ? banks * world * max_tokens * picks_per_rank() * slot_bytes : 0);
+        verdicts_ = part(masking ? kHalves * kKinds * banks * world * sizeof(uint64_t) : 0);
+        cuts_ = part(masking ? world * sizeof(uint64_t) : 0);
+        cut_flags_ = part(masking ? world * kLine : 0);
+        own_beats_ = part(masking ? kLine : 0);
+        beat_flags_ = part(masking ? world * kLine : 0);
+        all_sent_flags_ = part(masking ? kKinds * world * kLine : 0);
+        no_choices_ = part(masking ? choice_bytes() : 0);
         bytes_ = end;
     }
 
@@ -110,7 +125,9 @@ struct LowLatencyHeap {
         return rows_ +
                slot((bank * topology.world() + rank) * static_cast<size_t>(max_tokens) + token);
     }
-    EP_HD size_t part(int bank, int token, int k) const {
+    // Of the experts of `rank`; pick: which of the token's there.
+    EP_HD size_t part(int bank, int rank, int token, int k, int pick) const {
+        if (masking) return parts_ + slot(picked(bank, rank, token, pick));
         return parts_ + slot((bank * static_cast<size_t>(max_tokens) + token) * max_topk + k);
     }
     EP_HD size_t staged_row(int bank, int token) const {
@@ -118,19 +135,47 @@ struct LowLatencyHeap {
     }
     // pick: which of the token's experts at this rank.
     EP_HD size_t staged_part(int bank, int rank, int token, int pick) const {
-        const size_t row =
-            (bank * topology.world() + rank) * static_cast<size_t>(max_tokens) + token;
-        return staged_parts_ + slot(row * picks_per_rank() + pick);
+        return staged_parts_ + slot(picked(bank, rank, token, pick));
+    }
+
+    // --- with masking, of this rank ---
+    // 2 * number of a call + whether the rank takes part in this half of it, for this rank.
+    EP_HD size_t verdict(LowLatencyHalf half, LowLatencyKind kind, int bank, int rank) const {
+        const int which =
+            (static_cast<int>(half) * kKinds + static_cast<int>(kind)) * kBanks + bank;
+        return verdicts_ +
+               (which * static_cast<size_t>(topology.world()) + rank) * sizeof(uint64_t);
+    }
+    // Not 0: this rank has nothing to do with that one any more.
+    EP_HD size_t cut(int rank) const { return cuts_ + rank * sizeof(uint64_t); }
+    EP_HD size_t own_beats() const { return own_beats_; }
+    // What a rank without tokens has chosen.
+    EP_HD size_t no_choices() const { return no_choices_; }
+    // --- flags that others write ---
+    // Not 0: `rank` has nothing to do with this one any more.
+    EP_HD size_t cut_flag(int rank) const { return cut_flags_ + rank * kLine; }
+    // Grows while `rank` waits.
+    EP_HD size_t beat_flag(int rank) const { return beat_flags_ + rank * kLine; }
+    // The last call of which all that `rank` has to store here is here. Only of mapped ranks.
+    EP_HD size_t all_sent_flag(LowLatencyKind kind, int rank) const {
+        return all_sent_flags_ +
+               (static_cast<int>(kind) * static_cast<size_t>(topology.world()) + rank) * kLine;
     }
 
   private:
+    EP_HD size_t picked(int bank, int rank, int token, int pick) const {
+        const size_t row =
+            (bank * topology.world() + rank) * static_cast<size_t>(max_tokens) + token;
+        return row * picks_per_rank() + pick;
+    }
     EP_HD size_t line(size_t first, LowLatencyKind kind) const {
         return first + static_cast<int>(kind) * kLine;
     }
     EP_HD size_t slot(size_t number) const { return number * slot_bytes; }
 
     size_t sent_, send_joins_, receive_joins_, released_, choice_flags_, row_flags_, choices_,
-        rows_, parts_, staged_choices_, staged_rows_, staged_parts_, bytes_;
+        rows_, parts_, staged_choices_, staged_rows_, staged_parts_, verdicts_, cuts_, cut_flags_,
+        own_beats_, beat_flags_, all_sent_flags_, no_choices_, bytes_;
 };
 
 }  // namespace ep

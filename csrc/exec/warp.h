@@ -35,6 +35,8 @@ enum class Reuse { Soon, Late };
 //   met(count, need)                 need(lane) -> Need: has every lane what it needs? No wait
 //   wait_all(wait, count, need)      until every lane has
 //   wait_any(wait, count, need)      until some lane has; returns the lanes that have
+//   wait_a_while(wait, count, need, ns)
+//                                    until some lane has, for so long at most -> Waited
 //   age()                            nanoseconds since the launch, or its deadline, began
 //   fail(outcome, wait, need)        records an incident and ends the waits of all ranks
 //
@@ -67,8 +69,13 @@ enum class Reuse { Soon, Late };
 //   acquire<Scope>(flag)             a load: the other half of both
 //   raise(word, least)               by a lane: the word of this rank becomes `least` if it is
 //                                    less. Orders nothing
-//   arrive<Scope>(counter)           adds 1 and returns what it was: after all that the warp did
+//   arrive<Scope>(counter, n = 1)    adds n and returns what it was: after all that the warp did
 //                                    before, and before what it does next are all who came earlier
+//   settle<Scope>(word, from, to)    by a lane: makes a word that is `from` `to`, unless another
+//                                    was first. Who acquires it sees what the lane has acquired
+
+// How a wait that may go on without what it waits for has ended; badly: the role must return.
+enum class Waited { Met, Over, Badly };
 
 // For the concept, in which nvcc takes no lambdas.
 struct PublishNothing {
@@ -89,6 +96,7 @@ concept WarpLike = requires(
     { warp.exclusive_scan(1, ints) } -> std::same_as<int>;
     { warp.wait_all(Wait::NvlRow, 1, need) } -> std::same_as<bool>;
     { warp.wait_any(Wait::NvlRow, 1, need) } -> std::same_as<uint32_t>;
+    { warp.wait_a_while(Wait::NvlRow, 1, need, uint64_t{1}) } -> std::same_as<Waited>;
     { warp.met(1, need) } -> std::same_as<bool>;
     { warp.ballot(1, test) } -> std::same_as<uint32_t>;
     warp.fail(Outcome::Mismatch, Wait::NvlRow, Need{});
@@ -107,7 +115,8 @@ concept WarpLike = requires(
     { W::template acquire<Scope::System>(flag) } -> std::same_as<uint64_t>;
     { warp.age() } -> std::same_as<uint64_t>;
     W::raise(flag, uint64_t{1});
-    { warp.template arrive<Scope::Rank>(flag) } -> std::same_as<uint64_t>;
+    { warp.template arrive<Scope::Rank>(flag, uint64_t{1}) } -> std::same_as<uint64_t>;
+    W::template settle<Scope::Rank>(flag, uint64_t{0}, uint64_t{1});
 };
 
 // A lane that takes no part in a wait.
@@ -129,6 +138,15 @@ EP_HD int popcount(uint32_t mask) {
     return __popc(mask);
 #else
     return __builtin_popcount(mask);
+#endif
+}
+
+// A word whose value stays, though warps of this rank may still try to settle it.
+EP_HD uint64_t settled(const uint64_t* word) {
+#if defined(__CUDA_ARCH__)
+    return *word;
+#else
+    return __atomic_load_n(word, __ATOMIC_RELAXED);
 #endif
 }
 

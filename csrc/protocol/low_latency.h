@@ -56,6 +56,14 @@ struct LowLatencyCall {
     }
     EP_FN const LowLatencyHeap& heap() const { return args.heap; }
     EP_FN int world() const { return args.heap.topology.world(); }
+    // Where the verdict on a rank is written, see low_latency_mask.h; and, once it has been,
+    // whether the rank takes part.
+    EP_FN uint64_t* verdict(LowLatencyHalf half, int rank) const {
+        return fabric.template own<uint64_t>(heap().verdict(half, kKind, bank, rank));
+    }
+    EP_FN bool takes_part(LowLatencyHalf half, int rank) const {
+        return !heap().masking || settled(verdict(half, rank)) & 1;
+    }
 };
 
 // The call that a sending half begins.
@@ -111,15 +119,18 @@ EP_FN uint64_t acquire_flag(F& fabric, int channel, int rank, size_t flag) {
 }
 
 // Until every rank is done with what the call before in this bank left there.
+template <class W, class F, class Args>
+EP_FN Need need_release(const LowLatencyCall<F, Args>& call, int rank) {
+    const size_t flag = call.heap().released(Args::kKind, call.bank, rank);
+    return {acquire_flag<W>(call.fabric, call.heap().channels, rank, flag), call.previous(), rank};
+}
+
 template <WarpLike W, class F, class Args>
 EP_FN bool wait_released(W& warp, const LowLatencyCall<F, Args>& call) {
     for (int first = 0; first < call.world(); first += 32) {
         const bool free =
-            warp.wait_all(Wait::Release, lanes_from(first, call.world()), [&](int lane) {
-                const size_t flag = call.heap().released(Args::kKind, call.bank, first + lane);
-                return Need{acquire_flag<W>(call.fabric, call.heap().channels, first + lane, flag),
-                            call.previous(), first + lane};
-            });
+            warp.wait_all(Wait::Release, lanes_from(first, call.world()),
+                          [&](int lane) { return need_release<W>(call, first + lane); });
         if (!free) return false;
     }
     return true;
@@ -131,11 +142,67 @@ EP_FN bool is_last(W& warp, uint64_t* joins, const Team& team) {
     return (warp.template arrive<Scope::Rank>(joins) + 1) % team.warps == 0;
 }
 
+// With masking, by the last warp: tells the ranks that it can store to that all is there.
+template <WarpLike W, class F, class Args>
+EP_FN void publish_all_sent(W& warp, const LowLatencyCall<F, Args>& call) {
+    const size_t flag = call.heap().all_sent_flag(Args::kKind, call.args.rank);
+    for (int first = 0; first < call.world(); first += 32) {
+        const int lanes = lanes_from(first, call.world());
+        warp.template publish_lanes<Scope::System>(lanes, [&](int lane, auto&& store) {
+            const int rank = first + lane;
+            if (call.fabric.maps(rank) && call.takes_part(LowLatencyHalf::Send, rank))
+                store(call.fabric.template at<uint64_t>(rank, flag), call.number);
+        });
+    }
+}
+
+// The credit of one flag a rank, for those that the lambda names.
+template <WarpLike W, class F, class Args, class Names>
+EP_FN void credit_ranks(W& warp, const LowLatencyCall<F, Args>& call, size_t flag, uint64_t from,
+                        uint64_t to, Names&& names) {
+    for (int first = 0; first < call.world(); first += 32) {
+        const int lanes = lanes_from(first, call.world());
+        warp.template credit_lanes<Scope::System>(lanes, [&](int lane, auto&& store) {
+            if (call.fabric.maps(first + lane) && names(first + lane))
+                store(call.fabric.template at<uint64_t>(first + lane, flag), to);
+        });
+        const uint32_t far = warp.ballot(lanes, [&](int lane) {
+            return !call.fabric.maps(first + lane) && names(first + lane);
+        });
+        for_each_lane(far, [&](int lane) {
+            call.fabric.credit_to(warp, call.heap().channels, first + lane, flag, from, to);
+        });
+    }
+}
+
+// With masking, by the last warp: this rank has nothing more to do with those that this half was
+// without, and says so, to them too.
+template <WarpLike W, class F, class Args>
+EP_FN void cut_links(W& warp, const LowLatencyCall<F, Args>& call, LowLatencyHalf half) {
+    const LowLatencyMask& mask = call.args.mask;
+    auto cut = [&](int rank) { return call.fabric.template own<uint64_t>(call.heap().cut(rank)); };
+    credit_ranks(warp, call, call.heap().cut_flag(call.args.rank), 0, 1,
+                 [&](int rank) { return !call.takes_part(half, rank) && !*cut(rank); });
+    for (int first = 0; first < call.world(); first += 32) {
+        warp.lanes(lanes_from(first, call.world()), [&](int lane) {
+            const int rank = first + lane;
+            if (call.takes_part(half, rank)) return;
+            *cut(rank) = 1;
+            mask.active[rank] = 0;
+            mask.shown[rank] = 0;
+        });
+    }
+}
+
 template <WarpLike W, class F, class Args>
 EP_FN bool end_sending(W& warp, const LowLatencyCall<F, Args>& call, const Team& team) {
     if (!is_last(warp, call.fabric.template own<uint64_t>(call.heap().send_joins(Args::kKind)),
                  team))
         return false;
+    if (call.heap().masking) {
+        publish_all_sent(warp, call);
+        cut_links(warp, call, LowLatencyHalf::Send);
+    }
     warp.lanes(1, [&](int) {
         *call.fabric.template own<uint64_t>(call.heap().sent(Args::kKind)) = call.number;
         *call.args.call = call.number;
@@ -150,20 +217,10 @@ EP_FN bool end_receiving(W& warp, const LowLatencyCall<F, Args>& call, const Tea
                  team))
         return false;
     count_waits(warp, call);
-    const size_t flag = call.heap().released(Args::kKind, call.bank, call.args.rank);
-    for (int first = 0; first < call.world(); first += 32) {
-        const int lanes = lanes_from(first, call.world());
-        warp.template credit_lanes<Scope::System>(lanes, [&](int lane, auto&& store) {
-            if (call.fabric.maps(first + lane))
-                store(call.fabric.template at<uint64_t>(first + lane, flag), call.number);
-        });
-        const uint32_t far =
-            warp.ballot(lanes, [&](int lane) { return !call.fabric.maps(first + lane); });
-        for_each_lane(far, [&](int lane) {
-            call.fabric.credit_to(warp, call.heap().channels, first + lane, flag, call.previous(),
-                                  call.number);
-        });
-    }
+    credit_ranks(warp, call, call.heap().released(Args::kKind, call.bank, call.args.rank),
+                 call.previous(), call.number,
+                 [&](int rank) { return call.takes_part(LowLatencyHalf::Receive, rank); });
+    if (call.heap().masking) cut_links(warp, call, LowLatencyHalf::Receive);
     return true;
 }
 
@@ -172,11 +229,17 @@ EP_FN bool end_receiving(W& warp, const LowLatencyCall<F, Args>& call, const Tea
 template <WarpLike W, class F, class Args>
 EP_FN void signal_rows(W& warp, const LowLatencyCall<F, Args>& call, const Team& team) {
     for (int rank = 0; rank < call.world(); ++rank) {
-        if (call.fabric.maps(rank)) continue;
+        if (call.fabric.maps(rank) || !call.takes_part(LowLatencyHalf::Send, rank)) continue;
         call.fabric.signal_to(warp, team.warp, rank,
                               call.heap().row_flag(Args::kKind, team.warp, call.args.rank),
                               call.number - 1, call.number);
     }
+}
+
+template <class W, class F, class Args>
+EP_FN Need need_put_rows(const LowLatencyCall<F, Args>& call, int channel, int rank) {
+    const size_t flag = call.heap().row_flag(Args::kKind, channel, rank);
+    return {acquire_flag<W>(call.fabric, channel, rank, flag), call.number, rank};
 }
 
 template <WarpLike W, class F, class Args>
@@ -186,9 +249,7 @@ EP_FN bool wait_rows_put(W& warp, const LowLatencyCall<F, Args>& call) {
         for (int first = 0; first < call.heap().channels; first += 32) {
             const int lanes = lanes_from(first, call.heap().channels);
             const bool here = wait_counted(warp, call, Wait::PutRows, lanes, [&](int lane) {
-                const size_t flag = call.heap().row_flag(Args::kKind, first + lane, rank);
-                return Need{acquire_flag<W>(call.fabric, first + lane, rank, flag), call.number,
-                            rank};
+                return need_put_rows<W>(call, first + lane, rank);
             });
             if (!here) return false;
         }

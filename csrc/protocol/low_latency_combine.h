@@ -1,6 +1,6 @@
 #pragma once
 
-#include "protocol/low_latency.h"
+#include "protocol/low_latency_mask.h"
 
 namespace ep {
 
@@ -67,28 +67,26 @@ EP_FN void return_token(W& warp, const LowLatencyCombine<F>& call, const Team& t
     const bool near = call.fabric.maps(source);
     // the rows that travel, each named by its first k
     const uint32_t parts = args.sum_at_expert ? own & (~own + 1) : own;
-    int pick = 0;
-    auto slot_of = [&](int k, int pick) {
-        return near ? call.fabric.template at<char>(source, heap.part(call.bank, token, k))
-                    : call.fabric.template own<char>(
-                          heap.staged_part(call.bank, source, token, pick));
+    auto pick_of = [&](int k) { return popcount(parts & ((uint32_t{1} << k) - 1)); };
+    auto part_of = [&](int k) { return heap.part(call.bank, args.rank, token, k, pick_of(k)); };
+    auto staged_of = [&](int k) { return heap.staged_part(call.bank, source, token, pick_of(k)); };
+    auto slot_of = [&](int k) {
+        return near ? call.fabric.template at<char>(source, part_of(k))
+                    : call.fabric.template own<char>(staged_of(k));
     };
     for_each_lane(parts, [&](int k) {
-        write_partial<T>(warp, args, slot_of(k, pick++),
-                         args.sum_at_expert ? own : uint32_t{1} << k, position);
+        write_partial<T>(warp, args, slot_of(k), args.sum_at_expert ? own : uint32_t{1} << k,
+                         position);
     });
     if (near) {
         warp.template publish_lanes<Scope::System>(format.topk, [&](int k, auto&& store) {
-            if (parts >> k & 1) store(reinterpret_cast<uint64_t*>(slot_of(k, 0)), call.tag);
+            if (parts >> k & 1) store(reinterpret_cast<uint64_t*>(slot_of(k)), call.tag);
         });
         return;
     }
-    pick = 0;
     for_each_lane(parts, [&](int k) {
-        warp.lanes(1, [&](int) { *reinterpret_cast<uint64_t*>(slot_of(k, pick)) = call.tag; });
-        call.fabric.put_to(warp, team.warp, source, heap.part(call.bank, token, k),
-                           heap.staged_part(call.bank, source, token, pick), format.slot_bytes());
-        ++pick;
+        warp.lanes(1, [&](int) { *reinterpret_cast<uint64_t*>(slot_of(k)) = call.tag; });
+        call.fabric.put_to(warp, team.warp, source, part_of(k), staged_of(k), format.slot_bytes());
     });
 }
 
@@ -96,15 +94,48 @@ template <class T, WarpLike W, class F>
 EP_FN bool low_latency_combine_send(W& warp, F& fabric, const LowLatencyCombineArgs& args,
                                     const Team& team) {
     const LowLatencyCombine<F> call = next_call(fabric, args);
-    if (!wait_released(warp, call)) return false;
+    if (!may_send(warp, call, team)) return false;
     for_own_rows(
-        warp, args, team, [&](int word) { return args.layout.present(word); },
+        warp, args, team,
+        [&](int word) {
+            const int source = word / args.heap.chunks();
+            return call.takes_part(LowLatencyHalf::Send, source) ? args.layout.present(word) : 0;
+        },
         [&](int source, int token) {
             return_token<T>(warp, call, team, source, token);
             return true;
         });
     signal_rows(warp, call, team);
     return end_sending(warp, call, team);
+}
+
+// Leaves out what ranks that do not take part would have brought; of a token's weights, those that
+// are left then make up for the others.
+template <class T, WarpLike W, class F>
+EP_FN void drop_ranks(W& warp, const LowLatencyCombine<F>& call, int token,
+                      typename W::template PerLane<int>& rank,
+                      typename W::template PerLane<Accumulator<T>>& weight) {
+    const LowLatencyCombineArgs& args = call.args;
+    const int topk = args.format.topk;
+    const uint32_t dropped = warp.ballot(topk, [&](int k) {
+        return args.layout.experts(token)[k] <= LowLatencyArgs::kDropped ||
+               (rank[k] >= 0 && !call.takes_part(LowLatencyHalf::Receive, rank[k]));
+    });
+    if (!dropped) return;
+    count_dropped(warp, call, dropped);
+    warp.lanes(topk, [&](int k) {
+        if (dropped >> k & 1) rank[k] = -1;
+    });
+    if (!args.renormalize) return;
+    const uint32_t left = warp.ballot(topk, [&](int k) { return rank[k] >= 0; });
+    Accumulator<T> all = 0, kept = 0;
+    for_each_lane(left | dropped, [&](int k) {
+        const Accumulator<T> own = warp.broadcast(weight, k);
+        all += own;
+        if (left >> k & 1) kept += own;
+    });
+    if (kept == 0) return;
+    warp.lanes(topk, [&](int k) { weight[k] *= all / kept; });
 }
 
 template <class T, WarpLike W, class F>
@@ -120,14 +151,17 @@ EP_FN bool sum_token(W& warp, const LowLatencyCombine<F>& call, int token) {
     warp.lanes(format.topk, [&](int k) {
         const int expert = args.layout.experts(token)[k];
         rank[k] = expert < 0 ? -1 : expert / args.heap.local_experts();
+        if (args.token_weights) weight[k] = weight_at<T>(args.token_weights, first + k);
     });
+    if (args.heap.masking) drop_ranks<T>(warp, call, token, rank, weight);
     warp.match(format.topk, rank, same_rank);
     // the row that carries what belongs to this k
     warp.lanes(format.topk, [&](int k) {
         const int carrier = rank[k] < 0 || !args.sum_at_expert ? k : lowest_lane(same_rank[k]);
-        slot[k] = call.fabric.template own<char>(call.heap().part(call.bank, token, carrier));
+        const int pick = popcount(same_rank[k] & ((uint32_t{1} << carrier) - 1));
+        slot[k] = call.fabric.template own<char>(
+            call.heap().part(call.bank, rank[k] < 0 ? 0 : rank[k], token, carrier, pick));
         part[k] = slot[k] + format.payload();
-        if (args.token_weights) weight[k] = weight_at<T>(args.token_weights, first + k);
     });
     const uint32_t parts = warp.ballot(format.topk, [&](int k) {
         return rank[k] >= 0 && (!args.sum_at_expert || lowest_lane(same_rank[k]) == k);
@@ -151,11 +185,18 @@ EP_FN bool sum_token(W& warp, const LowLatencyCombine<F>& call, int token) {
     return true;
 }
 
+template <WarpLike W, class F>
+EP_FN bool may_receive(W& warp, const LowLatencyCombine<F>& call, const Team& team) {
+    if (!call.heap().masking) return wait_rows_put(warp, call);
+    return settle_ranks(warp, call, team, LowLatencyHalf::Receive, Wait::Rows,
+                        [&](int rank) { return need_rows<W>(call, rank); });
+}
+
 template <class T, WarpLike W, class F>
 EP_FN bool low_latency_combine_receive(W& warp, F& fabric, const LowLatencyCombineArgs& args,
                                        const Team& team) {
     const LowLatencyCombine<F> call = begun_call(fabric, args);
-    if (!wait_rows_put(warp, call)) return false;
+    if (!may_receive(warp, call, team)) return false;
     for (int token = team.warp; token < args.num_tokens; token += team.warps) {
         if (!sum_token<T>(warp, call, token)) return false;
     }

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "protocol/low_latency.h"
+#include "protocol/low_latency_mask.h"
 
 namespace ep {
 
@@ -177,6 +177,7 @@ EP_FN bool send_token(W& warp, const LowLatencyDispatch<F>& call, const Team& te
         args.layout.experts(token)[lane] = choice.expert[lane];
         rank[lane] = choice.expert[lane] < 0 ? -1 : choice.expert[lane] / heap.local_experts();
     });
+    if (heap.masking) drop_picks(warp, call, token, rank);
     const uint32_t ranks = warp.first_of(format.topk, rank);
     const uint32_t near = warp.ballot(
         format.topk, [&](int lane) { return ranks >> lane & 1 && call.fabric.maps(rank[lane]); });
@@ -208,16 +209,18 @@ template <bool kQuantize, WarpLike W, class F>
 EP_FN bool low_latency_dispatch_send(W& warp, F& fabric, const LowLatencyDispatchArgs& args,
                                      const Team& team) {
     const LowLatencyDispatch<F> call = next_call(fabric, args);
-    if (!wait_released(warp, call)) return false;
+    if (!may_send(warp, call, team)) return false;
     if (team.warp == 0) {
         warp.lanes(1, [&](int) { args.layout.overflow() = 0; });
         for (int first = 0; first < call.world(); first += 32) {
             warp.lanes(lanes_from(first, call.world()),
                        [&](int lane) { *args.layout.waited(first + lane) = 0; });
         }
+        if (args.heap.masking) note_active(warp, call, LowLatencyHalf::Send);
     }
-    for (int rank = team.warp; rank < call.world(); rank += team.warps)
-        send_choices(warp, call, rank);
+    for (int rank = team.warp; rank < call.world(); rank += team.warps) {
+        if (call.takes_part(LowLatencyHalf::Send, rank)) send_choices(warp, call, rank);
+    }
     // from the other end: the first warps have had choices to send
     for (int token = team.warps - 1 - team.warp; token < args.num_tokens; token += team.warps) {
         if (!send_token<kQuantize>(warp, call, team, token)) return false;
@@ -228,18 +231,30 @@ EP_FN bool low_latency_dispatch_send(W& warp, F& fabric, const LowLatencyDispatc
 
 // ---- receiving
 
+template <class W, class F>
+EP_FN Need need_choices(const LowLatencyDispatch<F>& call, int rank) {
+    const size_t flag = call.heap().choice_flag(rank);
+    return {acquire_flag<W>(call.fabric, call.heap().channels, rank, flag), call.number, rank};
+}
+
 template <WarpLike W, class F>
 EP_FN bool wait_choices(W& warp, const LowLatencyDispatch<F>& call) {
     for (int first = 0; first < call.world(); first += 32) {
         const bool here =
-            wait_counted(warp, call, Wait::Choices, lanes_from(first, call.world()), [&](int lane) {
-                const size_t flag = call.heap().choice_flag(first + lane);
-                return Need{acquire_flag<W>(call.fabric, call.heap().channels, first + lane, flag),
-                            call.number, first + lane};
-            });
+            wait_counted(warp, call, Wait::Choices, lanes_from(first, call.world()),
+                         [&](int lane) { return need_choices<W>(call, first + lane); });
         if (!here) return false;
     }
     return true;
+}
+
+template <WarpLike W, class F>
+EP_FN bool may_receive(W& warp, const LowLatencyDispatch<F>& call, const Team& team) {
+    if (!call.heap().masking) return wait_choices(warp, call) && wait_rows_put(warp, call);
+    return settle_ranks(warp, call, team, LowLatencyHalf::Receive, Wait::Choices, [&](int rank) {
+        const Need choices = need_choices<W>(call, rank);
+        return is_met(choices) ? need_rows<W>(call, rank) : choices;
+    });
 }
 
 // The choices that reached this rank.
@@ -250,7 +265,10 @@ struct Choices {
     int local_experts = call.heap().local_experts();
 
     EP_FN const uint32_t* of(int rank) const {
-        return call.fabric.template own<uint32_t>(call.heap().choices(call.bank, rank));
+        const LowLatencyHeap& heap = call.heap();
+        return call.fabric.template own<uint32_t>(call.takes_part(LowLatencyHalf::Receive, rank)
+                                                      ? heap.choices(call.bank, rank)
+                                                      : heap.no_choices());
     }
     EP_FN uint32_t present(int rank, int chunk) const { return of(rank)[chunk]; }
     EP_FN int count(int rank, int expert) const { return of(rank)[chunks + expert]; }
@@ -397,7 +415,8 @@ template <WarpLike W, class F>
 EP_FN bool low_latency_dispatch_receive(W& warp, F& fabric, const LowLatencyDispatchArgs& args,
                                         const Team& team) {
     const LowLatencyDispatch<F> call = begun_call(fabric, args);
-    if (!wait_choices(warp, call) || !wait_rows_put(warp, call)) return false;
+    if (!may_receive(warp, call, team)) return false;
+    if (args.heap.masking && team.warp == 0) note_active(warp, call, LowLatencyHalf::Receive);
     const Choices<F> choices{call};
     find_starts(warp, choices, team);
     const auto bits = [&](int word) {

@@ -12,6 +12,7 @@ from megatron_ep import _C
 from megatron_ep.backends import cuda
 from megatron_ep.backends.cuda import CudaBackend
 from megatron_ep.backends.host import HostBackend
+from megatron_ep.backends.low_latency_mask import Masks
 from megatron_ep.errors import EPError
 
 HOST_WARPS = 1
@@ -111,8 +112,9 @@ class InFlight:
 class CudaLowLatencyRanks:
     """See `LowLatencyRanks`: on torch's current stream."""
 
-    def __init__(self, backend: CudaBackend, heap: Any, memories: Sequence[Any], blocks: int):
+    def __init__(self, backend: CudaBackend, heap: Any, memories: Sequence[Any], blocks: int, masks: Masks | None):
         self._backend = backend
+        self._masks = masks  # for as long as there are launches, those in graphs too
         self._group = _C.CudaLowLatency(group=backend.group, heap=heap, memories=list(memories), blocks=blocks)
         self.warps = self._group.warps
 
@@ -136,10 +138,21 @@ class CudaLowLatencyRanks:
         self._group.reset()
 
 
-def connect(buffer: Any, max_tokens: int, largest: Any) -> tuple[Any, LowLatencyRanks]:
-    """The heap and the ranks of a buffer's low-latency mode. Collective."""
+def connect(
+    buffer: Any, max_tokens: int, largest: Any, mask_timeout: float | None
+) -> tuple[Any, LowLatencyRanks, Masks | None]:
+    """The heap, the ranks and the masks of a buffer's low-latency mode. Collective."""
     backend, topology = buffer._live_backend(), buffer.topology
     local = len(buffer.ranks) == topology.world_size
+    masks = None
+    if mask_timeout is not None:
+        masks = Masks(
+            len(buffer.ranks),
+            topology.world_size,
+            buffer.device,
+            mask_timeout=mask_timeout,
+            timeout=buffer.config.timeout_seconds,
+        )
 
     def make_heap(warps: int, staged: bool) -> Any:
         return _C.LowLatencyHeap(
@@ -150,13 +163,15 @@ def connect(buffer: Any, max_tokens: int, largest: Any) -> tuple[Any, LowLatency
             largest=largest,
             staged=staged,
             channels=warps,
+            masking=masks is not None,
         )
 
     if isinstance(backend, HostBackend):
         warps = SEEDED_WARPS if backend.is_seeded else HOST_WARPS
         heap = make_heap(warps, staged=topology.nodes > 1)
         anonymous = [_C.Segment.anonymous(heap.bytes) for _ in buffer.ranks] if local else None
-        return heap, HostLowLatencyRanks(backend, heap, anonymous or buffer.shared_segments(heap.bytes), warps)
+        segments = anonymous or buffer.shared_segments(heap.bytes)
+        return heap, HostLowLatencyRanks(backend, heap, segments, warps), masks
     if not isinstance(backend.group, _C.CudaGroup):
         raise EPError(
             "the low-latency mode works between GPUs that share memory (fabric p2p) and on the host; it does not yet "
@@ -170,4 +185,4 @@ def connect(buffer: Any, max_tokens: int, largest: Any) -> tuple[Any, LowLatency
         memories = buffer.device_memories(heap.bytes)
     # the ranks of this process are launched one after the other
     blocks = cuda.num_sms(buffer.config, buffer.device, len(buffer.ranks)) * len(buffer.ranks)
-    return heap, CudaLowLatencyRanks(backend, heap, memories, blocks)
+    return heap, CudaLowLatencyRanks(backend, heap, memories, blocks, masks), masks

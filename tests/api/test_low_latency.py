@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from low_latency_cases import LowLatencyCase
+from low_latency_cases import LowLatencyCase, fill
 
 import megatron_ep as ep
 from megatron_ep import reference
@@ -13,23 +13,6 @@ BLOCKS, CASES_PER_BLOCK = 10, 20
 def assert_all_equal(ours, expected):
     for rank, (a, b) in enumerate(zip(ours, expected, strict=True)):
         assert a.dtype == b.dtype and torch.equal(a, b), f"rank {rank}"
-
-
-def fill(case, received, rows, ids):
-    """Tensors in the layout of what was received: `rows` where tokens are, NaN elsewhere."""
-    out = []
-    for rank in range(case.world):
-        shape = received.x[rank].shape
-        lead = shape[:2] if case.masked else shape[:1]
-        tensor = torch.full((*lead, *rows[rank].shape[1:]), torch.nan, dtype=rows[rank].dtype)
-        flat = tensor.view(-1, *rows[rank].shape[1:])
-        starts = received.expert_starts[rank].tolist()
-        for (first, token, _), start in zip(
-            reference.places(ids, rank, case.num_experts, case.alignment), starts[:-1], strict=True
-        ):
-            flat[start : start + len(token)] = rows[rank][first : first + len(token)]
-        out.append(tensor)
-    return out
 
 
 def check_round(case, low_latency):

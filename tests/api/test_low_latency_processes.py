@@ -284,8 +284,96 @@ def test_sizes_must_be_equal(ranks):
     ranks.run(run_different_sizes)
 
 
+def masked_trip(low_latency, seed, active):
+    """A dispatch and its combine, as they are with these active ranks of every rank."""
+    rank = low_latency.buffer.rank
+    x, ids = inputs(seed)
+    kept = reference.without_masked(ids, active, EXPERTS)
+    expected, _, counts = reference.dispatch(x, kept, [torch.ones(i.shape) for i in ids], EXPERTS)
+    received = low_latency.dispatch(x[rank], ids[rank])
+    assert torch.equal(received.tokens_per_expert, counts[rank].int())
+    rows = torch.cat([part[:count] for part, count in zip(received.x, counts[rank], strict=True)])
+    assert torch.equal(rows, expected[rank])
+    picks = (kept[rank] >= 0).sum(dim=1, keepdim=True)
+    assert torch.equal(low_latency.combine(received.x, received.handle), picks * x[rank])
+
+
+def run_one_masked(nodes):
+    """Rank 3 is late: the others go on without it, and it without them; a reset brings it back."""
+    buffer, low_latency = make(nodes, timeout=30.0, on_dead_rank="mask", mask_timeout=0.3)
+    with buffer:
+        round_trips(low_latency, rounds=3)
+        started = time.monotonic()
+        without = torch.ones(W, W, dtype=torch.int32)
+        without[3, :3] = without[:3, 3] = 0
+        if buffer.rank == 3:
+            time.sleep(1.5)
+        for seed in range(8):
+            masked_trip(low_latency, seed, without)
+        took = time.monotonic() - started
+        assert low_latency.active_ranks.tolist() == without[buffer.rank].tolist()
+        assert low_latency.masked_ranks() == ([0, 1, 2] if buffer.rank == 3 else [3])
+        buffer.reset()
+        round_trips(low_latency, rounds=2)
+    return took
+
+
+@pytest.mark.parametrize("nodes", [1, 4])
+def test_a_late_rank_is_masked(ranks, nodes):
+    took = ranks.run(run_one_masked, nodes)
+    assert 0.3 < max(took[:3]) < 1.3, took  # one wait for it, and no other
+    assert took[3] < 2.5, took  # it is told
+
+
+def run_different_masks():
+    """Rank 0 leaves out rank 1, rank 2 rank 3: what is said of two ranks concerns these two alone."""
+    buffer, low_latency = make(2, timeout=30.0, on_dead_rank="mask", mask_timeout=5.0)
+    with buffer:
+        active = torch.ones(W, W, dtype=torch.int32)
+        active[0, 1] = active[2, 3] = 0
+        low_latency.active_ranks.copy_(active[buffer.rank])
+        for seed in range(4):
+            masked_trip(low_latency, seed, active)
+        assert low_latency.active_ranks.tolist() == (active * active.T)[buffer.rank].tolist()
+
+
+def test_different_masks(ranks):
+    ranks.run(run_different_masks)
+
+
+def run_masked_in_between():
+    """A rank that stays away from the backward pass is an error, on whatever rank."""
+    buffer, low_latency = make(2, timeout=30.0, on_dead_rank="mask", mask_timeout=0.3)
+    x, ids = inputs(3)
+    x = x[buffer.rank].requires_grad_()
+    received = low_latency.dispatch(x, ids[buffer.rank])
+    y = low_latency.combine(received.x, received.handle)
+    message = ""
+    if buffer.rank != 1:
+        with pytest.raises(ep.EPError) as caught:
+            y.sum().backward()
+        message = str(caught.value)
+    buffer.reset()
+    round_trips(low_latency, rounds=2)
+    buffer.close()
+    return message
+
+
+def test_a_rank_that_stays_away_from_the_backward_pass(ranks):
+    messages = ranks.run(run_masked_in_between)
+    said = re.compile(r"^rank [023] met rank 1 in a backward pass, masked since its forward pass\n")
+    assert all(said.search(messages[rank]) for rank in (0, 2, 3)), messages
+
+
 @pytest.mark.parametrize("check", [survivors.check_killed, survivors.check_interrupted])
 def test_survivors(tmp_path, monkeypatch, check):
     """One rank is killed, or interrupted, between two calls or in one."""
     monkeypatch.setattr(survivors, "SURVIVOR", survivors.with_low_latency(survivors.SURVIVOR))
     check(tmp_path)
+
+
+def test_survivors_go_on(tmp_path, monkeypatch):
+    """One rank is killed, which the others mask."""
+    script = survivors.masking(survivors.with_low_latency(survivors.SURVIVOR))
+    monkeypatch.setattr(survivors, "SURVIVOR", script)
+    survivors.check_masked(tmp_path)

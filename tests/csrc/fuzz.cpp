@@ -16,7 +16,7 @@
 #include <thread>
 
 #include "exec/host/fibers.h"
-#include "low_latency_programs.h"
+#include "masked_programs.h"
 #include "transfer_programs.h"
 
 namespace ep {
@@ -35,11 +35,12 @@ class FaultyExecutor : public SeededExecutor {
         : SeededExecutor(seed, network, {fault.rank, is_stall(fault) ? fault.after + 1 : 0}),
           fault_(fault) {}
 
-    WaitEnd wait(Condition condition, const RankState& rank) override {
+    using SeededExecutor::wait;
+    WaitEnd wait(Condition condition, const RankState& rank, uint64_t most_ns) override {
         if (fault_.kind == Fault::Kind::Abort && rank.rank == fault_.rank &&
             ++waits_ > fault_.after)
             rank.abort(Outcome::Failed);
-        return SeededExecutor::wait(condition, rank);
+        return SeededExecutor::wait(condition, rank, most_ns);
     }
 
   private:
@@ -125,11 +126,14 @@ const char* run(uint64_t seed) {
         fault = {static_cast<Fault::Kind>(1 + random() % 3), static_cast<int>(random() % 4),
                  1 + random() % (1 << random() % 9)};
     }
-    switch (random() % 3) {
+    int cut = 0;
+    switch (random() % 4) {
         case 0:
             return run_low_latency(seed, fault);
         case 1:
             return run_transfers<HostFabric>(seed, fault);
+        case 2:
+            return run_masked(seed, cut);
         default:
             return run_transfers<MappedHostFabric>(seed, fault);
     }

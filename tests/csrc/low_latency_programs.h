@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <bit>
 #include <cstdio>
 #include <cstdlib>
@@ -26,6 +27,9 @@ namespace ep {
 // picks.
 //
 // Some programs are of dispatches alone, whose rows become fp8 on the way.
+//
+// With masking every receiving half is checked when it ends: what it took of a rank is all or
+// nothing, and nothing for ever once it was nothing.
 struct LowLatencyProgram {
     struct Half {
         int call;
@@ -60,6 +64,13 @@ struct LowLatencyProgram {
     std::vector<ControlBlock> controls;
     std::vector<RankState> states;
     std::vector<HostFabric> fabrics;
+    // with masking
+    std::vector<std::vector<int32_t>> active;     // [rank][rank], the callers'
+    std::vector<std::vector<int>> left_out_at;    // [rank][half]: whom the caller masks before it
+    std::vector<std::vector<bool>> gone, masked;  // [rank][rank]: as seen, and by the caller
+    std::vector<std::array<uint64_t, 2>> dropped;
+    std::atomic<int> wrong = 0;
+    std::vector<uint64_t> launches;  // that a rank has done
 
     int pick(int low, int high) { return low + static_cast<int>(random() % (high - low + 1)); }
 
@@ -69,7 +80,7 @@ struct LowLatencyProgram {
 
     // most_under_way: how many calls of a kind may be; more than two is against the rules.
     LowLatencyProgram(uint64_t seed, SimulatedNetwork* network, int most_under_way = 2,
-                      Sizes sizes = Sizes::OfWarps)
+                      Sizes sizes = Sizes::OfWarps, bool masking = false)
         : random(seed), under_way(most_under_way) {
         topology = {pick(1, 3), pick(1, 2)};
         const int world = topology.world();
@@ -88,7 +99,11 @@ struct LowLatencyProgram {
         const RowFormat format = fp8 ? RowFormat{hidden, 4 * scale_blocks(hidden), 4, topk, 4}
                                      : RowFormat{hidden * 4, 0, 4, topk, 2};
         heap = {topology,           experts, max_tokens, topk, format.slot_bytes(),
-                topology.nodes > 1, warps};
+                topology.nodes > 1, warps,   masking};
+        active.assign(world, std::vector<int32_t>(world, 1));
+        gone.assign(world, std::vector<bool>(world));
+        masked = gone;
+        dropped.resize(world);
         controls.resize(world);
         std::vector<char*> heaps;
         std::vector<ControlBlock*> everyone;
@@ -106,6 +121,14 @@ struct LowLatencyProgram {
         make_calls(pick(3, 10));
         make_halves();
         make_parts(format);
+        left_out_at.resize(world);
+        const bool masks_some = masking && world > 1 && pick(0, 2) == 0;
+        for (int rank = 0; rank < world; ++rank) {
+            for (size_t half = 0; half < halves[rank].size(); ++half) {
+                const bool now = masks_some && pick(0, 20) == 0;
+                left_out_at[rank].push_back(now ? (rank + pick(1, world - 1)) % world : -1);
+            }
+        }
     }
 
     void make_calls(int count) {
@@ -173,7 +196,9 @@ struct LowLatencyProgram {
                                           tokens,
                                           &part.number,
                                           static_cast<int64_t>(rows.row_weights.size()),
-                                          c % 2 ? part.recv_wait_ns.data() : nullptr};
+                                          c % 2 ? part.recv_wait_ns.data() : nullptr,
+                                          {active[rank].data(), active[rank].data(),
+                                           dropped[rank].data(), nullptr, 60'000'000'000, 4, 1000}};
                 auto bytes = [](std::vector<float>& values) {
                     return reinterpret_cast<char*>(values.data());
                 };
@@ -205,7 +230,8 @@ struct LowLatencyProgram {
                                 bytes(part.y_values),
                                 call.sum_at_expert,
                                 nullptr,
-                                nullptr};
+                                nullptr,
+                                false};
             }
         }
     }
@@ -241,34 +267,44 @@ struct LowLatencyProgram {
     template <class Warp>
     std::vector<RoleTask> tasks(int replays, std::vector<uint64_t>& finished) {
         finished.assign(topology.world(), 0);
+        launches.assign(topology.world(), 0);
         std::vector<RoleTask> all;
         for (int rank = 0; rank < topology.world(); ++rank) {
             for (int number = 0; number < warps; ++number) {
                 all.push_back({&states[rank], [=, this, &finished](Executor& executor) {
                                    Warp warp(executor, states[rank], Role::Launch, number);
-                                   uint64_t launches = 0;
-                                   for (int replay = 0; replay < replays; ++replay) {
-                                       for (const Half& half : halves[rank]) {
-                                           run_half(warp, rank, half, Team{number, warps});
-                                           if (states[rank].aborted()) return;
-                                           ++launches;
-                                           std::atomic_ref<uint64_t> done(finished[rank]);
-                                           done.fetch_add(1);
-                                           auto all_done = [&] {
-                                               return done.load() >= launches * warps;
-                                           };
-                                           if (all_done()) continue;
-                                           const WaitEnd end =
-                                               executor.wait(Condition(all_done), states[rank]);
-                                           if (end == WaitEnd::Expired)
-                                               states[rank].abort(Outcome::Timeout);
-                                           if (end != WaitEnd::Met) return;
-                                       }
-                                   }
+                                   run_rank(warp, executor, rank, number, replays, finished[rank]);
                                }});
             }
         }
         return all;
+    }
+
+    template <class Warp>
+    void run_rank(Warp& warp, Executor& executor, int rank, int number, int replays,
+                  uint64_t& finished) {
+        std::atomic_ref<uint64_t> shares(finished), ended(launches[rank]);
+        uint64_t launch = 0;
+        for (int replay = 0; replay < replays; ++replay) {
+            for (size_t half = 0; half < halves[rank].size(); ++half) {
+                run_half(warp, rank, halves[rank][half], Team{number, warps});
+                if (states[rank].aborted() || std::atomic_ref(states[rank].unfinished).load())
+                    return;
+                ++launch;
+                if (shares.fetch_add(1) + 1 == launch * warps) {
+                    end_launch(rank, half);
+                    ended.store(launch);
+                }
+                auto over = [&] { return ended.load() >= launch; };
+                WaitEnd end = over() ? WaitEnd::Met : WaitEnd::Expired;
+                while (end == WaitEnd::Expired) {
+                    end = executor.wait(Condition(over), states[rank]);
+                    if (end == WaitEnd::Expired && !heap.masking)
+                        states[rank].abort(Outcome::Timeout);
+                }
+                if (end != WaitEnd::Met) return;
+            }
+        }
     }
 
     template <class Warp>
@@ -283,6 +319,53 @@ struct LowLatencyProgram {
             : fp8        ? low_latency_dispatch_send<true>(warp, fabric, part.dispatch, team)
                          : low_latency_dispatch_send<false>(warp, fabric, part.dispatch, team);
         }
+    }
+
+    // By one warp, between two launches.
+    void end_launch(int rank, size_t half) {
+        if (!heap.masking) return;
+        const auto [call, receive] = halves[rank][half];
+        if (receive) wrong += calls[call].is_combine ? take_back(rank, call) : take(rank, call);
+        // writing 1 brings nobody back
+        if (half % 4 == 3) std::fill(active[rank].begin(), active[rank].end(), 1);
+        const size_t next = (half + 1) % halves[rank].size();
+        if (const int other = left_out_at[rank][next]; other >= 0) {
+            active[rank][other] = 0;
+            masked[rank][other] = true;
+        }
+    }
+
+    // What a rank has seen of another in a call: whether that is wrong.
+    bool see(int rank, int other, bool takes_part) {
+        if (gone[rank][other] && takes_part) return true;
+        gone[rank][other] = !takes_part;
+        return !takes_part && (rank == other || active[rank][other]);
+    }
+
+    int take(int rank, int call) {
+        int errors = 0;
+        for (int other = 0; other < topology.world(); ++other)
+            errors += see(rank, other, parts[rank][call].dispatch.layout.active(other));
+        return errors + dispatch_errors(rank, call);
+    }
+
+    int take_back(int rank, int call) {
+        const Part& own = parts[rank][call];
+        const Part& sent = parts[rank][calls[call].dispatch];
+        int errors = 0;
+        for (int other = 0; other < topology.world(); ++other) {
+            int picks = 0, kept = 0;
+            for (size_t i = 0; i < sent.ids.size(); ++i) {
+                if (sent.ids[i] < 0 || sent.ids[i] / heap.local_experts() != other) continue;
+                ++picks;
+                kept += own.y_values[i] != 0;
+            }
+            if (!picks) continue;
+            errors += kept && kept < picks;
+            errors += kept && !sent.dispatch.layout.active(other);
+            errors += see(rank, other, kept);
+        }
+        return errors + combine_errors(rank, call);
     }
 
     bool aborted() const {
@@ -335,6 +418,7 @@ struct LowLatencyProgram {
         int wrong = 0;
         for (int expert = rank * local_experts; expert < (rank + 1) * local_experts; ++expert) {
             for (int source = 0; source < topology.world(); ++source) {
+                if (heap.masking && !own.dispatch.layout.active(source)) continue;
                 const Part& from = parts[source][c];
                 for (size_t i = 0; i < from.ids.size(); ++i) {
                     if (from.ids[i] != expert) continue;
@@ -355,7 +439,8 @@ struct LowLatencyProgram {
                     return expert >= 0 && expert / local_experts == rank;
                 });
             const int64_t counted = own.recv_rows[source];  // over all replays so far
-            wrong += tokens ? counted <= 0 || counted % tokens : counted;
+            const int64_t least = tokens && !heap.masking;
+            wrong += tokens ? counted < least || counted % tokens : counted;
             wrong += own.recv_wait_ns[source] < 0 || (source == rank && own.recv_wait_ns[source]);
         }
         return wrong + (own.dispatch.layout.start(local_experts) != static_cast<int>(row));
@@ -382,7 +467,8 @@ struct LowLatencyProgram {
         for (size_t token = 0; token < sent.ids.size() / topk; ++token) {
             int picks = 0;
             for (int k = 0; k < topk; ++k) {
-                const bool chose = sent.ids[token * topk + k] >= 0;
+                bool chose = sent.ids[token * topk + k] >= 0;
+                if (heap.masking) chose &= own.y_values[token * topk + k] != 0;
                 picks += chose;
                 wrong +=
                     own.y_values[token * topk + k] != (chose ? sent.weights[token * topk + k] : 0);

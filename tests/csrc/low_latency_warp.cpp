@@ -4,6 +4,7 @@
 //
 //     low_latency_warp FIRST_SEED END_SEED
 //     low_latency_warp absent
+//     low_latency_warp masked
 //     low_latency_warp arrive
 
 #include "simt.h"
@@ -136,7 +137,7 @@ class Grid {
 };
 
 // One replay of a program: launch after launch some ranks, by chance, run their next half.
-void run_halves(const LowLatencyProgram& program, Grid& grid, std::mt19937_64& random) {
+void run_halves(LowLatencyProgram& program, Grid& grid, std::mt19937_64& random) {
     const int world = program.topology.world();
     using Half = LowLatencyProgram::Half;
     std::vector<size_t> next(world);
@@ -184,7 +185,7 @@ void run_halves(const LowLatencyProgram& program, Grid& grid, std::mt19937_64& r
         grid.run(halves);
         for (const auto& [rank, half] : halves) {
             launched[rank][half.receive][half.call] = true;
-            ++next[rank];
+            program.end_launch(rank, next[rank]++);
             if (half.receive) grid.finish(rank, half.call);
             if (grid.report(rank).abort) simt::die("a wait ended badly");
         }
@@ -192,7 +193,7 @@ void run_halves(const LowLatencyProgram& program, Grid& grid, std::mt19937_64& r
 }
 
 void run_program(uint64_t seed) {
-    LowLatencyProgram program(seed, nullptr, 2, LowLatencyProgram::Sizes::OfBlocks);
+    LowLatencyProgram program(seed, nullptr, 2, LowLatencyProgram::Sizes::OfBlocks, seed % 2);
     Grid grid(program, seed);
     std::mt19937_64 random(~seed);
     for (int replay = 0; replay < 2; ++replay) {
@@ -213,7 +214,7 @@ void run_program(uint64_t seed) {
                 }
             }
         }
-        if (program.errors()) {
+        if (program.errors() || program.wrong) {
             std::fprintf(stderr, "seed %llu: wrong values\n",
                          static_cast<unsigned long long>(seed));
             std::exit(1);
@@ -230,15 +231,35 @@ bool is_poison(const Outputs& outputs) {
     return true;
 }
 
-// Rank 0 receives what rank 1 has not sent: all its waits end by one deadline, and say for what;
-// and what it wrote is no data.
-void run_absent() {
-    uint64_t seed = 0;
+uint64_t seed_of_two_ranks() {
     const auto fits = [](uint64_t seed) {
         return LowLatencyProgram(seed, nullptr, 2, LowLatencyProgram::Sizes::OfBlocks)
                    .topology.world() == 2;
     };
+    uint64_t seed = 0;
     while (!fits(seed)) ++seed;
+    return seed;
+}
+
+// The same with masking: rank 0 receives what there is, and so does rank 1, when it comes at last.
+void run_masked() {
+    const uint64_t seed = seed_of_two_ranks();
+    LowLatencyProgram program(seed, nullptr, 2, LowLatencyProgram::Sizes::OfBlocks, true);
+    for (auto& parts : program.parts) parts[0].dispatch.mask.slice_ns = 5'000'000;
+    Grid grid(program, seed, 10'000'000'000);
+    for (const int rank : {0, 1}) {
+        for (const bool receive : {false, true}) grid.run({{rank, {0, receive}}});
+        if (grid.report(rank).abort) simt::die("a call was given up");
+        if (program.active[rank] != std::vector<int32_t>{rank == 0, rank == 1})
+            simt::die("the other rank was not masked");
+        if (program.dispatch_errors(rank, 0)) simt::die("wrong values");
+    }
+}
+
+// Rank 0 receives what rank 1 has not sent: all its waits end by one deadline, and say for what;
+// and what it wrote is no data.
+void run_absent() {
+    const uint64_t seed = seed_of_two_ranks();
     LowLatencyProgram program(seed, nullptr, 2, LowLatencyProgram::Sizes::OfBlocks);
     Grid grid(program, seed, 50'000'000);
     grid.run({{0, {0, false}}});
@@ -293,6 +314,11 @@ int main(int argc, char** argv) {
     if (argc == 2 && std::string(argv[1]) == "absent") {
         ep::run_absent();
         std::printf("an absent rank is reported\n");
+        return 0;
+    }
+    if (argc == 2 && std::string(argv[1]) == "masked") {
+        ep::run_masked();
+        std::printf("an absent rank is masked\n");
         return 0;
     }
     if (argc == 2 && std::string(argv[1]) == "arrive") {

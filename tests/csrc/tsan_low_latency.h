@@ -9,12 +9,12 @@ namespace ep {
 template <class Warp>
 int run_low_latency(int programs) {
     for (int seed = 0; seed < programs; ++seed) {
-        LowLatencyProgram program(seed, nullptr);
+        LowLatencyProgram program(seed, nullptr, 2, LowLatencyProgram::Sizes::OfWarps, seed % 2);
         std::vector<uint64_t> finished;
         ThreadExecutor().run(program.tasks<Warp>(3, finished));
         if (program.aborted())
             return std::fprintf(stderr, "program %d: aborted\n", seed), EXIT_FAILURE;
-        if (const int wrong = program.errors())
+        if (const int wrong = program.errors() + program.wrong)
             return std::fprintf(stderr, "program %d: %d wrong values\n", seed, wrong), EXIT_FAILURE;
     }
     return EXIT_SUCCESS;

@@ -22,8 +22,9 @@ class LowLatencyCase(Case):
         self.layout = "masked" if self.masked else "grouped"
         self.alignment = 1 if self.masked else r.choice([1, 4, 16])
 
-    def low_latency(self, cluster: ep.LocalCluster) -> ep.LowLatency:
-        return ep.LowLatency(cluster, max_tokens=self.max_tokens, hidden=self.hidden, topk=self.topk, dtype=self.dtype)
+    def low_latency(self, cluster: ep.LocalCluster, **options: object) -> ep.LowLatency:
+        sizes = {"max_tokens": self.max_tokens, "hidden": self.hidden, "topk": self.topk, "dtype": self.dtype}
+        return ep.LowLatency(cluster, **sizes, **options)
 
     def dispatch_options(self) -> dict:
         return {"layout": self.layout} | ({} if self.masked else {"expert_alignment": self.alignment})
@@ -52,3 +53,22 @@ class LowLatencyCase(Case):
                     assert starts[expert] == first
                 ours = rows[starts[expert] : starts[expert] + count]
                 assert torch.equal(ours, expected[rank][first : first + count]), f"rank {rank}, expert {expert}"
+
+
+def fill(
+    case: LowLatencyCase, received: ep.LowLatencyReceived, rows: list[torch.Tensor], ids: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Tensors in the layout of what was received: `rows` where tokens are, NaN elsewhere."""
+    out = []
+    for rank in range(case.world):
+        shape = received.x[rank].shape
+        lead = shape[:2] if case.masked else shape[:1]
+        tensor = torch.full((*lead, *rows[rank].shape[1:]), torch.nan, dtype=rows[rank].dtype)
+        flat = tensor.view(-1, *rows[rank].shape[1:])
+        starts = received.expert_starts[rank].tolist()
+        for (first, token, _), start in zip(
+            reference.places(ids, rank, case.num_experts, case.alignment), starts[:-1], strict=True
+        ):
+            flat[start : start + len(token)] = rows[rank][first : first + len(token)]
+        out.append(tensor)
+    return out

@@ -95,3 +95,34 @@ def check_interrupted(tmp_path, device="cpu"):
     statuses, outputs = finish(processes)
     assert statuses == [8, 9, 9, 9], outputs
     assert all("rank 0 was interrupted" in outputs[rank] for rank in (1, 2, 3)), outputs
+
+
+def masking(script):
+    """The script of `with_low_latency` with dead ranks masked: 20 calls after one was, all is well."""
+    changed = script.replace("dtype=torch.float32)", 'dtype=torch.float32, on_dead_rank="mask", mask_timeout=0.5)')
+    loop = """    while True:
+            rows = low_latency.dispatch(x, ids)
+            low_latency.combine(rows.x, rows.handle)
+"""
+    until = """    after = 0
+        while after < 20:
+            rows = low_latency.dispatch(x, ids)
+            y = low_latency.combine(rows.x, rows.handle)
+            after += bool(low_latency.masked_ranks())
+        kept = (ids // 2 != 1).sum(dim=1, keepdim=True)
+        assert torch.equal(y, kept * x), "not the sum of what is left"
+        print("masked", low_latency.masked_ranks(), flush=True)
+        buffer.close()
+        os._exit(5)
+"""
+    assert loop in changed and "masked" not in script
+    return changed.replace(loop, until)
+
+
+def check_masked(tmp_path, device="cpu"):
+    """SIGKILL to one rank: the others go on without it."""
+    processes = start_survivors(tmp_path, device)
+    processes[1].send_signal(signal.SIGKILL)
+    statuses, outputs = finish(processes)
+    assert statuses == [5, -signal.SIGKILL, 5, 5], outputs
+    assert all(outputs[rank] == "masked [1]\n" for rank in (0, 2, 3)), outputs

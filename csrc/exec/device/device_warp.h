@@ -97,6 +97,14 @@ class DeviceWarp {
     }
 
     template <class F>
+    __device__ __forceinline__ Waited wait_a_while(Wait wait, int count, F&& need, uint64_t ns) {
+        bool over = false;
+        const uint32_t met =
+            poll(wait, count, need, [](uint32_t met) { return met != 0; }, never(), ns, &over);
+        return over ? Waited::Over : met ? Waited::Met : Waited::Badly;
+    }
+
+    template <class F>
     __device__ __forceinline__ uint32_t wait_any(Wait wait, int count, F&& need) {
         return poll(wait, count, need, [](uint32_t met) { return met != 0; }, never());
     }
@@ -214,13 +222,19 @@ class DeviceWarp {
     }
 
     template <Scope scope>
-    __device__ __forceinline__ uint64_t arrive(uint64_t* counter) {
+    __device__ __forceinline__ uint64_t arrive(uint64_t* counter, uint64_t n = 1) {
         static_assert(scope == Scope::Rank);
         finish_writes();
         uint64_t before = 0;
-        if (lane_id() == 0) before = ptx::fetch_add_acq_rel_gpu(counter, 1);
+        if (lane_id() == 0) before = ptx::fetch_add_acq_rel_gpu(counter, n);
         __syncwarp();  // what lane 0 has acquired is there for all: a shuffle orders nothing
         return static_cast<uint64_t>(__shfl_sync(kAll, static_cast<unsigned long long>(before), 0));
+    }
+
+    template <Scope scope>
+    static __device__ __forceinline__ void settle(uint64_t* word, uint64_t from, uint64_t to) {
+        static_assert(scope == Scope::Rank);
+        ptx::compare_and_swap_release_gpu(word, from, to);
     }
 
     // From now on the timeout is that of all waits together.
@@ -281,10 +295,12 @@ class DeviceWarp {
     }
 
     // The lanes whose need is met, once `enough` is true of them; 0 if the wait ended badly. Lanes
-    // from `count` on need `other`.
+    // from `count` on need `other`. over: set, instead of giving up, after most_ns or with the
+    // deadline.
     template <class F, class Enough>
     __device__ __forceinline__ uint32_t poll(Wait wait, int count, F&& need, Enough&& enough,
-                                             const Need& other) {
+                                             const Need& other, uint64_t most_ns = 0,
+                                             bool* over = nullptr) {
         uint64_t start = deadline_start_;
         uint64_t began = 0;  // only a wait that lasts is measured: one that does not costs nothing
         int peer = -1;
@@ -300,9 +316,17 @@ class DeviceWarp {
             if (!began) began = ptx::globaltimer();
             peer = is_met(mine) ? -1 : mine.peer;
             // One lane decides for all, or some of them might go on.
-            const auto end =
-                static_cast<Outcome>(__shfl_sync(kAll, static_cast<int>(outcome_so_far(start)), 0));
+            Outcome so_far = outcome_so_far(start);
+            if (over && so_far == Outcome::Ok && ptx::globaltimer() - began > most_ns)
+                so_far = Outcome::Timeout;
+            const auto end = static_cast<Outcome>(__shfl_sync(kAll, static_cast<int>(so_far), 0));
             if (end == Outcome::Ok) continue;
+            if (over && end == Outcome::Timeout) {
+                note_wait(peer, began);
+                *over = true;
+                __syncwarp();
+                return 0;
+            }
             const uint32_t missing = __ballot_sync(kAll, !is_met(mine) && mine.peer >= 0);
             if (lane_id() == (missing ? lowest_lane(missing) : 0)) {
                 give_up(rank_, incident(end, wait, mine));

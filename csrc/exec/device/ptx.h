@@ -103,6 +103,17 @@ __device__ __forceinline__ uint64_t fetch_add_acq_rel_gpu(uint64_t* address, uin
     return before;
 }
 
+// Who reads the word with an acquire, of this GPU, sees what this thread wrote or acquired before.
+__device__ __forceinline__ void compare_and_swap_release_gpu(uint64_t* address, uint64_t expected,
+                                                             uint64_t value) {
+    [[maybe_unused]] uint64_t before;
+    delay(address, value);
+    asm volatile("atom.release.gpu.global.cas.b64 %0, [%1], %2, %3;"
+                 : "=l"(before)
+                 : "l"(address), "l"(expected), "l"(value)
+                 : "memory");
+}
+
 // ---- time
 
 __device__ __forceinline__ uint64_t globaltimer() {

@@ -31,9 +31,12 @@ class Executor {
   public:
     virtual ~Executor() = default;
 
-    // Returns once the condition holds, the rank's abort flag is up, or the rank's timeout has
-    // passed.
-    virtual WaitEnd wait(Condition condition, const RankState& rank) = 0;
+    // Returns once the condition holds, the rank's abort flag is up, or the rank's timeout or so
+    // many ns have passed.
+    virtual WaitEnd wait(Condition condition, const RankState& rank, uint64_t most_ns) = 0;
+    WaitEnd wait(Condition condition, const RankState& rank) {
+        return wait(condition, rank, ~uint64_t{0});
+    }
 
     // How long there was nothing to do but wait, so far. 0 where time does not pass.
     virtual uint64_t idle_ns() { return 0; }

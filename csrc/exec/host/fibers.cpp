@@ -28,6 +28,7 @@ struct FiberExecutor::Fiber {
     void* stack;
     RoleTask task;
     std::optional<Condition> condition;  // what it waits for, if it waits
+    uint64_t most_ns = 0;                // that it waits
     Clock::time_point wait_start;
     bool timing = false;  // wait_start is set: only once the executor has been idle
     WaitEnd end = WaitEnd::Met;
@@ -47,8 +48,7 @@ struct FiberExecutor::Fiber {
             timing = true;
             wait_start = Clock::now();
         }
-        const Clock::time_point now = Clock::now();
-        return now - wait_start > task.rank->timeout || now > task.rank->deadline;
+        return task.rank->expired(wait_start, most_ns);
     }
 };
 
@@ -129,9 +129,10 @@ void FiberExecutor::resume(Fiber& fiber) {
     current_ = nullptr;
 }
 
-WaitEnd FiberExecutor::wait(Condition condition, const RankState& rank) {
+WaitEnd FiberExecutor::wait(Condition condition, const RankState& rank, uint64_t most_ns) {
     Fiber& fiber = *current_;
     fiber.condition = condition;
+    fiber.most_ns = most_ns;
     swapcontext(&fiber.context, &fiber.scheduler);
     if (rank.stalled) throw Stalled{};
     return fiber.end;
@@ -190,9 +191,9 @@ void FiberExecutor::idle() {
     }
 }
 
-WaitEnd SeededExecutor::wait(Condition condition, const RankState& rank) {
+WaitEnd SeededExecutor::wait(Condition condition, const RankState& rank, uint64_t most_ns) {
     if (rank.rank == stall_.rank && ++waits_ == stall_.wait) rank.stalled = true;
-    return FiberExecutor::wait(condition, rank);
+    return FiberExecutor::wait(condition, rank, most_ns);
 }
 
 bool SeededExecutor::step() {

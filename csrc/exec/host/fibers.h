@@ -21,7 +21,8 @@ class FiberExecutor : public Executor {
     // `interrupted` is asked now and then while idle, and ends all waits when it returns true.
     // Throws what a role threw, after all have ended.
     void run(std::vector<RoleTask> tasks, std::function<bool()> interrupted = {});
-    WaitEnd wait(Condition condition, const RankState& rank) override;
+    using Executor::wait;
+    WaitEnd wait(Condition condition, const RankState& rank, uint64_t most_ns) override;
     uint64_t idle_ns() override;
 
   protected:
@@ -77,7 +78,8 @@ class SeededExecutor : public FiberExecutor {
     SeededExecutor(uint64_t seed, Network* network, Stall stall = {})
         : random_(seed), network_(network), stall_(stall) {}
 
-    WaitEnd wait(Condition condition, const RankState& rank) override;
+    using Executor::wait;
+    WaitEnd wait(Condition condition, const RankState& rank, uint64_t most_ns) override;
     bool preempts() override { return random_() % 4 == 0; }
     uint64_t idle_ns() override { return 0; }
 

@@ -94,19 +94,19 @@ class BasicHostWarp {
             }
             return true;
         };
-        return wait_for(wait, count, need, condition, [&](auto&& f) { f(last); });
+        return wait_for(wait, count, need, condition, [&](auto&& f) { f(last); }) == Waited::Met;
     }
 
     template <class F>
     uint32_t wait_any(Wait wait, int count, F&& need) {
         uint32_t mask = 0;
-        auto condition = [&] {
-            return (mask = ballot(count, [&](int lane) { return is_met(need(lane)); })) != 0;
-        };
-        auto for_each_peer = [&](auto&& f) {
-            for (int lane = 0; lane < count; ++lane) f(need(lane).peer);
-        };
-        return wait_for(wait, count, need, condition, for_each_peer) ? mask : 0;
+        return wait_some(wait, count, need, mask, kForever) == Waited::Met ? mask : 0;
+    }
+
+    template <class F>
+    Waited wait_a_while(Wait wait, int count, F&& need, uint64_t ns) {
+        uint32_t mask = 0;
+        return wait_some(wait, count, need, mask, ns);
     }
 
     void fail(Outcome outcome, Wait wait, const Need& need) {
@@ -209,12 +209,19 @@ class BasicHostWarp {
     }
 
     template <Scope scope>
-    uint64_t arrive(uint64_t* counter) {
-        return std::atomic_ref<uint64_t>(*counter).fetch_add(1, std::memory_order_acq_rel);
+    uint64_t arrive(uint64_t* counter, uint64_t n = 1) {
+        return std::atomic_ref<uint64_t>(*counter).fetch_add(n, std::memory_order_acq_rel);
+    }
+
+    template <Scope scope>
+    static void settle(uint64_t* word, uint64_t from, uint64_t to) {
+        std::atomic_ref<uint64_t>(*word).compare_exchange_strong(from, to, kPublish,
+                                                                 std::memory_order_relaxed);
     }
 
   private:
     using Clock = std::chrono::steady_clock;
+    static constexpr uint64_t kForever = ~uint64_t{0};
 
     // The values of the lanes in the mask, side by side; returns how many.
     template <class Out, class T>
@@ -224,15 +231,29 @@ class BasicHostWarp {
         return count;
     }
 
+    // mask: gets the lanes whose need is met.
+    template <class F>
+    Waited wait_some(Wait wait, int count, F&& need, uint32_t& mask, uint64_t ns) {
+        auto condition = [&] {
+            return (mask = ballot(count, [&](int lane) { return is_met(need(lane)); })) != 0;
+        };
+        auto for_each_peer = [&](auto&& f) {
+            for (int lane = 0; lane < count; ++lane) f(need(lane).peer);
+        };
+        return wait_for(wait, count, need, condition, for_each_peer, ns);
+    }
+
     // for_each_peer(f): the ranks without which this wait could not end.
     template <class F, class C, class Peers>
-    bool wait_for(Wait wait, int count, F&& need, C& condition, Peers&& for_each_peer) {
-        if (!executor_.preempts() && condition()) return true;
+    Waited wait_for(Wait wait, int count, F&& need, C& condition, Peers&& for_each_peer,
+                    uint64_t ns = kForever) {
+        if (!executor_.preempts() && condition()) return Waited::Met;
         const uint64_t before = executor_.idle_ns();
-        const WaitEnd end = executor_.wait(Condition(condition), rank_);
+        const WaitEnd end = executor_.wait(Condition(condition), rank_, ns);
         if (const uint64_t idle = executor_.idle_ns() - before)
             for_each_peer([&](int peer) { rank_.note_wait(peer, idle); });
-        if (end == WaitEnd::Met) return true;
+        if (end == WaitEnd::Met) return Waited::Met;
+        if (end == WaitEnd::Expired && ns != kForever) return Waited::Over;
         int lane = 0;
         Need missing{};
         auto is_missing = [&] {
@@ -240,12 +261,12 @@ class BasicHostWarp {
             return !is_met(missing) && missing.peer >= 0;
         };
         while (lane < count && !is_missing()) ++lane;
-        if (lane == count && condition()) return true;  // in the last moment
+        if (lane == count && condition()) return Waited::Met;  // in the last moment
         rank_.give_up();
         const Outcome outcome = end == WaitEnd::Expired ? Outcome::Timeout : Outcome::Aborted;
         if (lane < count) record(outcome, wait, missing);
         if (end == WaitEnd::Expired) rank_.abort(outcome);
-        return false;
+        return Waited::Badly;
     }
 
     void record(Outcome outcome, Wait wait, const Need& need) {

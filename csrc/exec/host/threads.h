@@ -14,12 +14,12 @@ class ThreadExecutor : public Executor {
         for (RoleTask& task : tasks) threads.emplace_back([this, &task] { task.run(*this); });
     }
 
-    WaitEnd wait(Condition condition, const RankState& rank) override {
+    using Executor::wait;
+    WaitEnd wait(Condition condition, const RankState& rank, uint64_t most_ns) override {
         const auto start = std::chrono::steady_clock::now();
         while (!condition()) {
             if (rank.aborted()) return WaitEnd::Aborted;
-            const auto now = std::chrono::steady_clock::now();
-            if (now - start > rank.timeout || now > rank.deadline) return WaitEnd::Expired;
+            if (rank.expired(start, most_ns)) return WaitEnd::Expired;
             std::this_thread::yield();
         }
         return WaitEnd::Met;

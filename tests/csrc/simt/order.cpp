@@ -304,8 +304,8 @@ uint64_t load_relaxed(const uint64_t* address) { return *address; }
 uint64_t fetch_add_relaxed(uint64_t* address, uint64_t value) {
     return std::exchange(*address, *address + value);
 }
-void compare_and_swap_release(uint64_t* address, uint64_t expected, uint64_t value) {
-    if (*address == expected) release(address, value, Scope::System);
+void compare_and_swap_release(uint64_t* address, uint64_t expected, uint64_t value, Scope scope) {
+    if (*address == expected) release(address, value, scope);
 }
 
 void fence(Fence fence) {

@@ -42,7 +42,7 @@ void relaxed(uint64_t* flag, uint64_t value, Scope scope);
 uint64_t fetch_add_acq_rel(uint64_t* flag, uint64_t value, Scope scope);
 uint64_t load_relaxed(const uint64_t* word);
 uint64_t fetch_add_relaxed(uint64_t* word, uint64_t value);
-void compare_and_swap_release(uint64_t* word, uint64_t expected, uint64_t value);
+void compare_and_swap_release(uint64_t* word, uint64_t expected, uint64_t value, Scope scope);
 void fence(Fence fence);
 
 // Its bulk stores: what they read until they have, what they write until they have.

@@ -36,8 +36,11 @@ inline uint64_t fetch_add_sys(uint64_t* address, uint64_t value) {
     return simt::order::fetch_add_relaxed(address, value);
 }
 inline void compare_and_swap_release_sys(uint64_t* address, uint64_t expected, uint64_t value) {
-    simt::order::compare_and_swap_release(address, expected, value);
+    simt::order::compare_and_swap_release(address, expected, value, Scope::System);
     simt::yield();  // what the others find now must hold already
+}
+inline void compare_and_swap_release_gpu(uint64_t* address, uint64_t expected, uint64_t value) {
+    simt::order::compare_and_swap_release(address, expected, value, Scope::Gpu);
 }
 inline uint64_t load_relaxed_sys(const uint64_t* address) {
     return simt::order::load_relaxed(address);

@@ -1,0 +1,177 @@
+#pragma once
+
+#include "protocol/low_latency.h"
+
+namespace ep {
+
+// Calls that go on without ranks that stay away.
+//
+// Before a half does anything it has a verdict on every rank: it takes part, because all that the
+// half needs of it is there, or it is left out. The first warp to have one writes it down and all
+// others follow, so none waits for another. A rank that was left out once is so for good: the link
+// to it is cut, on both ends, as this one tells it.
+//
+// A link that is whole carries what it carries without masking. Of one that is cut nothing is read
+// or written any more, and what may still arrive goes to memory that nobody else writes.
+
+// Whether this rank has nothing to do with that one any more, or is not meant to have.
+template <class W, class F, class Args>
+EP_FN bool is_cut(const LowLatencyCall<F, Args>& call, int rank) {
+    if (rank == call.args.rank) return false;
+    if (!call.args.mask.active[rank] || *call.fabric.template own<uint64_t>(call.heap().cut(rank)))
+        return true;
+    return acquire_flag<W>(call.fabric, call.heap().channels, rank, call.heap().cut_flag(rank));
+}
+
+// To the ranks that may wait for this one: it waits, too, and is alive.
+template <WarpLike W, class F, class Args>
+EP_FN void send_beat(W& warp, const LowLatencyCall<F, Args>& call) {
+    typename W::template PerLane<uint64_t> before;
+    warp.lanes(1, [&](int lane) {
+        uint64_t* own = call.fabric.template own<uint64_t>(call.heap().own_beats());
+        before[lane] = *own;
+        *own = before[lane] + 1;
+    });
+    const uint64_t beats = warp.broadcast(before, 0);
+    credit_ranks(warp, call, call.heap().beat_flag(call.args.rank), beats, beats + 1,
+                 [&](int rank) { return !is_cut<W>(call, rank); });
+}
+
+// Until there is a verdict on every rank. need(rank): all that this half needs of it. A rank is
+// left out once it has been silent for so long that it is not waiting, either. false: the wait
+// ended badly, or a rank is missing that must not be.
+template <WarpLike W, class F, class Args, class NeedOf>
+EP_FN bool settle_ranks(W& warp, const LowLatencyCall<F, Args>& call, const Team& team,
+                        LowLatencyHalf half, Wait wait, NeedOf&& need) {
+    const LowLatencyMask& mask = call.args.mask;
+    auto verdict_on = [&](int rank) {
+        return W::template acquire<Scope::Rank>(call.verdict(half, rank));
+    };
+    auto is_settled = [&](int rank) { return verdict_on(rank) >> 1 == call.number; };
+    auto beats_of = [&](int rank) {
+        const size_t flag = call.heap().beat_flag(rank);
+        return acquire_flag<W>(call.fabric, call.heap().channels, rank, flag);
+    };
+    typename W::template PerLane<uint64_t> beats;
+    typename W::template PerLane<int> silent;
+    for (int first = 0; first < call.world(); first += 32) {
+        const int lanes = lanes_from(first, call.world());
+        warp.lanes(lanes, [&](int lane) {
+            beats[lane] = beats_of(first + lane);
+            silent[lane] = 0;
+        });
+        uint32_t open = warp.ballot(lanes, [](int) { return true; });
+        bool has_waited = false, over = false;
+        for (int slices = 0;; slices += over) {
+            // Whether the lane's rank keeps this warp waiting.
+            auto is_missing = [&](int lane) {
+                const int rank = first + lane;
+                const uint64_t before = verdict_on(rank);
+                if (before >> 1 == call.number) return false;
+                bool takes_part = !is_cut<W>(call, rank);
+                if (takes_part && !is_met(need(rank))) {
+                    const uint64_t heard = beats_of(rank);
+                    silent[lane] = heard == beats[lane] ? silent[lane] + over : 0;
+                    beats[lane] = heard;
+                    if (silent[lane] < mask.silent_slices && slices < mask.most_slices) return true;
+                    takes_part = false;
+                }
+                W::template settle<Scope::Rank>(call.verdict(half, rank), before,
+                                                call.number << 1 | takes_part);
+                return !is_settled(rank);
+            };
+            const uint32_t missing =
+                warp.ballot(lanes, [&](int lane) { return open >> lane & 1 && is_missing(lane); });
+            if (has_waited && half == LowLatencyHalf::Receive && call.args.recv_wait_ns) {
+                const uint64_t lasted = warp.age();
+                warp.lanes(lanes, [&](int lane) {
+                    if ((open & ~missing) >> lane & 1)
+                        W::raise(call.args.layout.waited(first + lane), lasted);
+                });
+            }
+            if (!missing) break;
+            open = missing;
+            const Waited end = warp.wait_a_while(
+                wait, lanes,
+                [&](int lane) {
+                    const int rank = first + lane;
+                    if (!(open >> lane & 1)) return never();
+                    return is_settled(rank) || is_cut<W>(call, rank) ? nothing_to_wait_for()
+                                                                     : need(rank);
+                },
+                mask.slice_ns);
+            if (end == Waited::Badly) return false;
+            has_waited = true;
+            over = end == Waited::Over;
+            if (over && team.warp == 0) send_beat(warp, call);
+        }
+    }
+    if (!mask.required) return true;
+    for (int rank = 0; rank < call.world(); ++rank) {
+        if (!mask.required[rank] || call.takes_part(half, rank)) continue;
+        if (team.warp == 0) warp.fail(Outcome::Masked, wait, Need{0, 1, rank});
+        return false;
+    }
+    return true;
+}
+
+// ---- what both kinds of call need of the others
+
+template <WarpLike W, class F, class Args>
+EP_FN bool may_send(W& warp, const LowLatencyCall<F, Args>& call, const Team& team) {
+    if (!call.heap().masking) return wait_released(warp, call);
+    return settle_ranks(warp, call, team, LowLatencyHalf::Send, Wait::Release,
+                        [&](int rank) { return need_release<W>(call, rank); });
+}
+
+// All of a rank's rows.
+template <class W, class F, class Args>
+EP_FN Need need_rows(const LowLatencyCall<F, Args>& call, int rank) {
+    if (call.fabric.maps(rank)) {
+        const size_t flag = call.heap().all_sent_flag(Args::kKind, rank);
+        return {acquire_flag<W>(call.fabric, 0, rank, flag), call.number, rank};
+    }
+    Need need = nothing_to_wait_for();
+    for (int channel = 0; channel < call.heap().channels && is_met(need); ++channel)
+        need = need_put_rows<W>(call, channel, rank);
+    return need;
+}
+
+// Picks that a half was without.
+template <WarpLike W, class F, class Args>
+EP_FN void count_dropped(W& warp, const LowLatencyCall<F, Args>& call, uint32_t picks) {
+    if (picks)
+        warp.template arrive<Scope::Rank>(call.args.mask.dropped + static_cast<int>(Args::kKind),
+                                          popcount(picks));
+}
+
+// A dispatch leaves out the picks of such ranks: what is not sent is remembered as such. rank: of
+// each pick, -1 for none.
+template <WarpLike W, class F, class Args>
+EP_FN void drop_picks(W& warp, const LowLatencyCall<F, Args>& call, int token,
+                      typename W::template PerLane<int>& rank) {
+    const uint32_t dropped = warp.ballot(call.args.format.topk, [&](int lane) {
+        return rank[lane] >= 0 && !call.takes_part(LowLatencyHalf::Send, rank[lane]);
+    });
+    warp.lanes(call.args.format.topk, [&](int lane) {
+        if (!(dropped >> lane & 1)) return;
+        int32_t& expert = call.args.layout.experts(token)[lane];
+        expert = LowLatencyArgs::kDropped - expert;
+        rank[lane] = -1;
+    });
+    count_dropped(warp, call, dropped);
+}
+
+// For the handle: with whom the dispatch was exchanged, in both directions.
+template <WarpLike W, class F, class Args>
+EP_FN void note_active(W& warp, const LowLatencyCall<F, Args>& call, LowLatencyHalf half) {
+    for (int first = 0; first < call.world(); first += 32) {
+        warp.lanes(lanes_from(first, call.world()), [&](int lane) {
+            int32_t& active = call.args.layout.active(first + lane);
+            const bool both = half == LowLatencyHalf::Send || active;
+            active = both && call.takes_part(half, first + lane);
+        });
+    }
+}
+
+}  // namespace ep

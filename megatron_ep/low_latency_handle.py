@@ -1,0 +1,107 @@
+"""What a low-latency dispatch learned, for its combines and backward passes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from megatron_ep.backends.low_latency import Call
+
+
+@dataclass
+class RankPart:
+    """One rank's part of a handle."""
+
+    num_tokens: int  # T
+    layout: torch.Tensor  # int32, as csrc/core/low_latency_args.h lays it out
+    rows: int  # of the expert-grouped tensors
+    made_on: int  # the stream, see Backend.current_stream
+
+
+@dataclass(eq=False)
+class LowLatencyHandle:
+    """What a low-latency dispatch learned. Belongs to the `LowLatency` that made it.
+
+    topk: K of the dispatch.
+    masked: whether rows are laid out as [L, W * max_tokens].
+    """
+
+    calls: Any  # the LowLatencyCalls
+    topk: int
+    masked: bool
+    expert_alignment: int
+    ranks: list[RankPart] = field(repr=False)
+    call: Call | None = field(default=None, repr=False)  # the dispatch
+    # whose ranks must not have been masked since: in a backward pass, that of the forward pass
+    forward: LowLatencyHandle | None = field(default=None, repr=False)
+    _unfit: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self.calls.handles.add(self)
+
+    def note_reset(self) -> None:
+        """After a reset nothing else tells a dispatch that was given up, or never received, from one that was not."""
+        done = self.call is not None and self.call.received
+        if not done or any(int(self.overflow(rank)) == -1 for rank in self.ranks):
+            self._unfit = "was given up"
+        elif self.calls.masks is not None and any(not self.active(rank).all() for rank in self.ranks):
+            self._unfit = "left masked ranks out"
+
+    def check(self) -> None:
+        """Raises ValueError if the dispatch was given up, or left ranks out that a reset has brought back."""
+        if self._unfit is not None:
+            raise ValueError(
+                f"handle is of a dispatch that {self._unfit} before the buffer's reset, must be of a later one"
+            )
+
+    def again(self) -> LowLatencyHandle:
+        """For another dispatch of the same tokens."""
+        self.check()
+        ranks = [self.calls.new_part(self.topk, rank.num_tokens, rank.rows) for rank in self.ranks]
+        forward = self.forward or self
+        return LowLatencyHandle(self.calls, self.topk, self.masked, self.expert_alignment, ranks, forward=forward)
+
+    def in_backward(self) -> LowLatencyHandle:
+        """The same, for a combine in a backward pass."""
+        return replace(self, forward=self.forward or self)
+
+    def ids(self) -> list[torch.Tensor]:
+        """topk_idx of the dispatch, int32 [T, K] per rank; -2 - id where that expert's rank was masked."""
+        first = self.calls.offsets(self.topk)["experts"]
+        sizes = [(rank.num_tokens, self.topk) for rank in self.ranks]
+        return [
+            rank.layout[first : first + size[0] * size[1]].view(size)
+            for rank, size in zip(self.ranks, sizes, strict=True)
+        ]
+
+    def sent_ids(self) -> list[torch.Tensor]:
+        """The same, with -1 for picks of ranks that were masked."""
+        return self.ids() if self.calls.masks is None else [ids.clamp_min(-1) for ids in self.ids()]
+
+    def active(self, rank: RankPart) -> torch.Tensor:
+        """int32 [W], a view: with whom the dispatch was exchanged. Only with masks."""
+        first = self.calls.offsets(self.topk)["active"]
+        return rank.layout[first : first + self.calls.group.topology.world_size]
+
+    def counts(self, rank: RankPart) -> torch.Tensor:
+        """int32 [L], a view: rows per local expert, without padding."""
+        first = self.calls.offsets(self.topk)["counts"]
+        return rank.layout[first : first + self.calls.group.num_local_experts]
+
+    def starts(self, rank: RankPart) -> torch.Tensor:
+        """int32 [L + 1], a view: where the rows of each local expert begin."""
+        first = self.calls.offsets(self.topk)["starts"]
+        return rank.layout[first : first + self.calls.group.num_local_experts + 1]
+
+    def overflow(self, rank: RankPart) -> torch.Tensor:
+        """int32 [1], a view: not 0 once rows did not fit."""
+        return rank.layout[: self.calls.offsets(self.topk)["overflow"] + 1]
+
+    def is_row(self, rank: RankPart) -> torch.Tensor:
+        """bool [rows]: which rows hold a token."""
+        place = torch.arange(rank.rows, device=rank.layout.device)
+        starts, counts = self.starts(rank), self.counts(rank)
+        expert = torch.searchsorted(starts[1:].contiguous(), place, right=True).clamp_max(len(counts) - 1)
+        return place < starts[expert] + counts[expert]

@@ -1,0 +1,116 @@
+#pragma once
+
+#include <algorithm>
+
+#include "exec/host/fibers.h"
+#include "low_latency_programs.h"
+
+namespace ep {
+
+// A rank stops at its n-th wait: for ever (0 slices), or for so many slices, and then for a while
+// in which the others may go on.
+class LateExecutor : public SeededExecutor {
+  public:
+    LateExecutor(uint64_t seed, Network* network, int late, uint64_t wait, int slices, int looks)
+        : SeededExecutor(seed, network, slices ? Stall{} : Stall{late, wait}),
+          late_(late),
+          wait_(wait),
+          slices_(slices),
+          looks_(looks) {}
+
+    using SeededExecutor::wait;
+    WaitEnd wait(Condition condition, const RankState& rank, uint64_t ns) override {
+        if (rank.rank == late_ && ++waits_ >= wait_) {
+            auto never = [] { return false; };
+            for (; slices_ > 0; --slices_) SeededExecutor::wait(Condition(never), rank, ns);
+            auto later = [this] { return --looks_ < 0; };
+            if (looks_ > 0) SeededExecutor::wait(Condition(later), rank, ns);
+        }
+        return SeededExecutor::wait(condition, rank, ns);
+    }
+    bool was_late() const { return waits_ >= wait_; }
+
+  private:
+    int late_;
+    uint64_t wait_, waits_ = 0;
+    int slices_, looks_;
+};
+
+// Others may come between any two of its steps, and a rank that stops may stop at any.
+class HesitantWarp : public HostWarp {
+    using Base = HostWarp;
+
+  public:
+    HesitantWarp(Executor& executor, const RankState& rank, Role role, int channel)
+        : Base(executor, rank, role, channel), executor_(executor), rank_(rank) {}
+
+    template <Reuse reuse>
+    void multicast(const PerLane<void*>& dsts, uint32_t mask, const void* src, size_t bytes) {
+        hesitate();
+        Base::multicast<reuse>(dsts, mask, src, bytes);
+    }
+    template <class T, Reuse reuse>
+    void sum(void* dst, const PerLane<const void*>& srcs, uint32_t mask, size_t count) {
+        hesitate();
+        Base::sum<T, reuse>(dst, srcs, mask, count);
+    }
+    template <Scope scope, class F>
+    void publish_lanes(int count, F&& f) {
+        hesitate();
+        Base::publish_lanes<scope>(count, f);
+    }
+    template <Scope scope, class F>
+    void credit_lanes(int count, F&& f) {
+        hesitate();
+        Base::credit_lanes<scope>(count, f);
+    }
+    template <Scope scope>
+    uint64_t arrive(uint64_t* counter, uint64_t n = 1) {
+        hesitate();
+        return Base::arrive<scope>(counter, n);
+    }
+
+  private:
+    void hesitate() {
+        auto at_any_time = [] { return true; };
+        executor_.wait(Condition(at_any_time), rank_);
+    }
+
+    Executor& executor_;
+    const RankState& rank_;
+};
+
+// Random programs with masking: one rank may stop for good or for a while, callers mask others.
+// What went wrong, null: nothing. gone: counts the links that were cut, from each end.
+inline const char* run_masked(uint64_t seed, int& gone) {
+    constexpr int kReplays = 3;
+    std::mt19937_64 random(~seed);
+    SimulatedNetwork network;
+    LowLatencyProgram program(seed, &network, 2, LowLatencyProgram::Sizes::OfWarps, true);
+    const int world = program.topology.world();
+    const int late = random() % 4 ? static_cast<int>(random() % world) : -1;
+    LateExecutor executor(seed, &network, late, 1 + random() % (1 << random() % 10),
+                          random() % 4 ? 1 + static_cast<int>(random() % 10) : 0,
+                          static_cast<int>(random() % (1 << random() % 12)));
+    std::vector<uint64_t> finished;
+    auto tasks = program.tasks<HesitantWarp>(kReplays, finished);
+    std::shuffle(tasks.begin(), tasks.end(), random);
+    executor.run(tasks);
+    if (program.wrong) return "wrong values, or no single verdict";
+    for (int rank = 0; rank < world; ++rank) {
+        const bool is_late = rank == late && executor.was_late();
+        if (!is_late && program.states[rank].aborted()) return "aborted";
+        if (!is_late && program.launches[rank] != kReplays * program.halves[rank].size())
+            return "a rank did not finish";
+        for (int other = 0; other < world; ++other) {
+            if (!program.gone[rank][other]) continue;
+            ++gone;
+            const bool asked = program.masked[rank][other] || program.masked[other][rank];
+            if (!asked && !is_late && (other != late || !executor.was_late()))
+                return "a rank that took part was masked";
+        }
+    }
+    return nullptr;
+}
+
+}  // namespace ep
