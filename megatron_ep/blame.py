@@ -40,6 +40,11 @@ class Standing:
         return next((kind for kind, number in self.entered.items() if number > self.finished[kind]), None)
 
     @property
+    def call(self) -> str | None:
+        """The name of that call."""
+        return None if self.inside is None else str(_Step(self.inside, self.entered[self.inside]))
+
+    @property
     def begun(self) -> int:
         """Calls of the normal mode, of which all ranks make the same in the same order."""
         return self.entered["notify"] + self.entered["transfer"]
@@ -124,8 +129,7 @@ def _sentence(
     alike = [rank for rank in ranks if known[rank].entered == first.entered and known[rank].inside == first.inside]
     several = len(alike) > 1
     if first.inside:
-        call = _Step(first.inside, first.entered[first.inside])
-        text = f"{'are' if several else 'is'} in {call} and {'do' if several else 'does'} not go on"
+        text = f"{'are' if several else 'is'} in {first.call} and {'do' if several else 'does'} not go on"
     elif not _is_behind(first, step):
         text = f"{'have' if several else 'has'} done all of {step}"
     else:

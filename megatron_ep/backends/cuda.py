@@ -20,7 +20,6 @@ from megatron_ep import _C
 from megatron_ep.backends.interface import Totals
 from megatron_ep.backends.launches import Launches
 from megatron_ep.backends.of_group import OfGroup
-from megatron_ep.blame import NAMES
 from megatron_ep.config import Config, Topology
 from megatron_ep.errors import EPError, EPStuckError
 
@@ -197,9 +196,7 @@ class CudaBackend(OfGroup):
     def _under_way(self) -> tuple[str, bool] | None:
         """See `Launches`."""
         own = next(standing for standing in self.standings() if standing.rank == self._rank)
-        if own.inside is None:
-            return None
-        return f"{NAMES[own.inside]} {own.entered[own.inside]}", self.aborted() is not None
+        return None if own.call is None else (own.call, self.aborted() is not None)
 
     def launch(self, launch: Callable[[int], T], part: object = None) -> T:
         """part: what the launch uses besides the group."""
