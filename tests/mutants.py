@@ -42,7 +42,7 @@ SOURCES = {
 SEEDS = [["0", "2"], ["2", "5"], ["5", "10"], ["10", "15"], ["15", "20"], ["20", "25"], ["25", "30"]]
 RUNS = {
     "rows": [["0", "300"]],
-    "p2p": [["given_up"], *SEEDS, ["absent"], ["unfit"]],
+    "p2p": [["given_up"], ["drain"], *SEEDS, ["absent"], ["unfit"]],
     "nccl": [["put"], *SEEDS[:5]],
     "nvshmem": [["drain"], ["put"], *SEEDS],
     "low_latency": [["arrive"], *SEEDS, ["absent"]],

@@ -70,6 +70,12 @@ FORWARDER = "warp.template credit<Scope::Rank>(&rings.rdma_in(node).next, ++next
 NVL_SENDER = "warp.template publish<Scope::System>(rings.nvl_out_tail(turn.node, turn.peer), next);"
 COMBINE_FORWARDER = "warp.template publish<Scope::Rank>(&rings.rdma_out(node).next, ++next);"
 FOLLOW = "moved[lane] = W::template acquire<Scope::Rank>(cursor(lane));"
+RAIL_COUNTS = """return Need{
+                fabric.template acquire_signal<W>(heap.channels, heap.notify_rail_flag(node)),
+                args.epoch, topology.rank(node, own_local)};"""
+RDMA_CREDIT = """return {rings.template acquire_rdma_head<W>(node) + rings.rdma_slots, next + 1,
+            rings.rank_at(node, rings.args.local())};"""
+MET = "return nothing_to_wait_for();"
 RELAY = """warp.template publish<Scope::System>(
         fabric.template peer<uint64_t>(local, heap.notify_node_flag(own_local)), args.epoch);"""
 COUNTS = """return Need{W::template acquire<Scope::System>(fabric.template own<uint64_t>(flag)),
@@ -191,19 +197,41 @@ MUTANTS = [
     changed("publish_heads: the rank's scope", RING, PUBLISH_HEADS, SYSTEM, RANK),
     changed("nvl_credit: the rank's scope", RING, NVL_CREDIT, SYSTEM, RANK),
     changed("nvl_credit: a plain load", RING, NVL_CREDIT, "W::template acquire<Scope::System>", "*"),
+    Mutant("rdma_credit: no wait for room", RING, RDMA_CREDIT, MET),
+    Mutant(
+        "open_nvl_rings: not run empty",
+        RING,
+        "if (out(lane).slot_bytes == slot_bytes) return nothing_to_wait_for();",
+        MET,
+    ),
     changed("nvl_row: the rank's scope", RING, NVL_ROW, SYSTEM, RANK),
     changed("nvl_row: a plain load", RING, NVL_ROW, "W::template acquire<Scope::System>", "*"),
     # ---- dispatch
+    Mutant("forwarder: rows are not waited for", DISPATCH, "if (!warp.wait_all(Wait::RdmaRow, 1, arrived)) return;"),
     Mutant("take_slots: no wait for room", DISPATCH, TAKE_SLOTS, "(void)room;"),
     changed("receiver: credit within the rank", DISPATCH, RECEIVER, SYSTEM, RANK),
     changed("rdma_sender: a credit for a packed row", DISPATCH, SENDER, "publish<", "credit<"),
     changed("forwarder: no credit", DISPATCH, FORWARDER, FORWARDER, "++next;"),
     # ---- combine
+    Mutant(
+        "combine_forwarder: partial rows are not waited for",
+        COMBINE,
+        "if (!here && !warp.wait_all(Wait::NvlRow, format.topk, arrived)) return;",
+        "(void)here;",
+    ),
+    Mutant(
+        "combine_receiver: partial rows are not waited for",
+        COMBINE,
+        "if (!here && !warp.wait_all(Wait::PartialRow, format.topk, arrived)) return;",
+        "(void)here;",
+    ),
     changed("combine_nvl_sender: the rank's scope", COMBINE, NVL_SENDER, SYSTEM, RANK),
     changed("combine_nvl_sender: a credit", COMBINE, NVL_SENDER, "publish<", "credit<"),
     changed("combine_forwarder: a credit for a packed row", COMBINE, COMBINE_FORWARDER, "publish<", "credit<"),
     # ---- coordinators and notify
     changed("follow: a plain load", COORDINATORS, FOLLOW, "W::template acquire<Scope::Rank>", "*"),
+    Mutant("relay_counts: the rail is not waited for", NOTIFY, RAIL_COUNTS, MET),
+    Mutant("receive_counts: the node is not waited for", NOTIFY, COUNTS, MET),
     changed("relay_counts: the rank's scope", NOTIFY, RELAY, SYSTEM, RANK),
     changed("relay_counts: a credit", NOTIFY, RELAY, "publish<", "credit<"),
     changed("receive_counts: the rank's scope", NOTIFY, COUNTS, SYSTEM, RANK),

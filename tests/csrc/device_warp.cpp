@@ -522,18 +522,19 @@ void run_absent(bool several_nodes) {
     if (waited[0] || waited[1]) simt::die("a wait that never ended is counted");
 }
 
-template <class J>
+template <bool kNetwork, class J>
 void open_ring(const J joint) {
     typename J::Fabric fabric(joint.fabric, 0);
     DeviceWarp warp(joint.ranks[0], 1, Role::RdmaSender, 0, kernels::bulk_buffers());
     const Rings<typename J::Fabric> rings{fabric, joint.args[0], 0};
-    open_rdma_ring(warp, rings, 1);
+    kNetwork ? open_rdma_ring(warp, rings, 1) : open_rings_of_node(warp, rings, 0);
 }
 
-// A network ring of which the other node has not read the last call's row: a call does not begin to
-// use it where nothing orders the puts of two calls.
-void run_drain() {
-    Case c = small_case(true);
+// A ring to rank 1 whose last row has not been read: a call with rows of another size does not
+// begin to use it, nor does any where nothing orders the puts of two calls.
+template <bool kNetwork>
+void run_drain(bool same_size) {
+    Case c = small_case(kNetwork);
     Side side;
     for (int rank = 0; rank < 2; ++rank) side.heaps.emplace_back(c.heap.bytes(), 0, "a heap");
     const auto layouts = layouts_of(c, side);
@@ -541,12 +542,13 @@ void run_drain() {
                        Memory(0), Memory(0), Memory(0), Memory(0)};
     Grid grid(c, side, 50'000'000);
     const std::vector<DispatchArgs> args{{transfer_args(c, 0, layouts[0], none, 0, 1)}};
-    *reinterpret_cast<OutCursor*>(side.heaps[0].data() + c.heap.rdma_out(0, 1)) = {
-        1, 1, c.format.slot_bytes()};
-    grid.run(open_ring<Dispatch>, grid.joint<Dispatch>(args, 1), 1, 32);
+    const size_t ring = kNetwork ? c.heap.rdma_out(0, 1) : c.heap.nvl_out(0, 0, 1);
+    *reinterpret_cast<OutCursor*>(side.heaps[0].data() + ring) = {
+        1, 1, c.format.slot_bytes() / (same_size ? 1 : 2)};
+    grid.run(open_ring<kNetwork, Dispatch>, grid.joint<Dispatch>(args, 1), 1, 32);
     const Incident& incident = grid.report(0).incidents[0];
-    if (Ranks::Params::Fabric::kOrdersWarps ? incident.outcome != Outcome::Ok
-                                            : incident.wait != Wait::RdmaDrain)
+    const bool drains = !same_size || (kNetwork && !Ranks::Params::Fabric::kOrdersWarps);
+    if (incident.wait != (!drains ? Wait::None : kNetwork ? Wait::RdmaDrain : Wait::NvlDrain))
         simt::die("a ring is not opened as it should be");
 }
 
@@ -835,7 +837,10 @@ int main(int argc, char** argv) {
         return 0;
     }
     if (argc == 2 && std::string(argv[1]) == "drain") {
-        ep::run_drain();
+        for (const bool same_size : {false, true}) {
+            ep::run_drain<false>(same_size);
+            ep::run_drain<true>(same_size);
+        }
         std::printf("a ring runs empty between calls\n");
         return 0;
     }
