@@ -5,6 +5,7 @@ A test is a function that runs on all four ranks.
 
 import contextlib
 import dataclasses
+from unittest import mock
 
 import pytest
 
@@ -212,9 +213,11 @@ def _asks_nothing(router, factor, padding):
     with configured(**({FACTOR: factor} if factor else {})):
         layer = make_layer(config, router=router)
         x, grad = inputs(config)
-        with Asked() as asked:
+        with Asked() as asked, mock.patch.object(ep, "dispatch", wraps=ep.dispatch) as dispatch:
             run_layer(layer, x, grad)
         assert asked.names == [], "between the router and combine nothing but notify tells the host anything"
+        waits = [call.kwargs["max_recv_tokens"] is None for call in dispatch.call_args_list]
+        assert waits == [factor is None and not padding], "nor does notify where the number of rows is fixed"
         layer.token_dispatcher.trusts_router = False
         with Asked() as asked:
             run_layer(layer, x, grad)
