@@ -16,6 +16,8 @@ NAMES = {
     "void ep::kernels::dispatch_kernel<ep::cuda::Joint<ep::P2p> >(ep::cuda::Joint<ep::P2p>)": "dispatch",
     "void ep::kernels::notify_kernel<ep::cuda::Joint<ep::P2p> >(ep::cuda::Joint<ep::P2p>)": "dispatch",
     "void ep::kernels::combine_kernel<__nv_bfloat16, false, ep::cuda::Joint<ep::P2p> >()": "combine",
+    "void ep::kernels::local_pass_of_dispatch_kernel<ep::cuda::Joint<ep::P2p> >()": "dispatch",
+    "void ep::kernels::local_pass_of_combine_kernel<float, ep::cuda::Joint<ep::P2p> >()": "combine",
     "nvjet_tst_192x192_64x4_2x1_v_bz_coopB_NNT": "product",
     "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x>": "product",
     "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>": "other",
@@ -29,7 +31,7 @@ def test_kinds_of_kernels(name, kind):
 
 
 def test_figures_of_a_trace(tmp_path):
-    dispatch, _, combine, product, _, other, _ = NAMES
+    dispatch, _, combine, _, _, product, _, other, _ = NAMES
     kernels = [(0, 10, 7, dispatch), (4, 3, 13, product), (6, 8, 14, product), (20, 5, 13, combine), (22, 1, 7, other)]
     events = [
         {"cat": "kernel", "ph": "X", "name": name, "ts": start, "dur": took, "tid": 1, "args": {"stream": stream}}
