@@ -57,9 +57,9 @@ def inputs(config, tokens=24):
 # ---- a fixed number of rows
 
 
-def _same_with_room(tp, ep_size, router):
+def _same_with_room(tp, ep_size, router, settings):
     join_layout(tp, ep_size)
-    config = make_config(num_moe_experts=8, moe_router_topk=3)
+    config = make_config(num_moe_experts=8, moe_router_topk=3, **settings)
     plain = make_layer(config, router=router)
     x, grad = inputs(config)
     expected = run_layer(plain, x, grad)
@@ -75,9 +75,15 @@ def _same_with_room(tp, ep_size, router):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("tp", "ep_size", "router"), [(1, 4, None), (2, 2, None), (1, 4, fused_router)])
-def test_same_layer_with_rows_enough(four_ranks, tp, ep_size, router):
-    four_ranks.run(_same_with_room, tp, ep_size, router)
+RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+
+
+@pytest.mark.parametrize(
+    ("tp", "ep_size", "router", "settings"),
+    [(1, 4, None, {}), (2, 2, None, {}), (1, 4, fused_router, {}), (1, 4, None, RECOMPUTE)],
+)
+def test_same_layer_with_rows_enough(four_ranks, tp, ep_size, router, settings):
+    four_ranks.run(_same_with_room, tp, ep_size, router, settings)
 
 
 def _too_few_rows(is_megatrons):
@@ -263,7 +269,7 @@ def test_a_router_that_chose_too_many_is_refused(four_ranks):
 ON_COMBINE = {
     "fp64": (1, 4, {}),
     "TP 2 in EP 2": (2, 2, {"moe_token_dispatcher_type": "allgather"}),
-    "recompute": (1, 4, {"recompute_granularity": "selective", "recompute_modules": ["moe"]}),
+    "recompute": (1, 4, RECOMPUTE),
     "capacity": (1, 4, {**PAD, "moe_expert_capacity_factor": 0.7}),
     "bf16": (1, 4, {"params_dtype": torch.bfloat16, "bf16": True}),
 }
@@ -309,10 +315,14 @@ def test_experts_are_given_ones(four_ranks):
 # ---- rows as fp8
 
 
-def _compare_float8(dtype, hidden):
+def _compare_float8(dtype, hidden, settings):
     join_layout(1, W)
     config = make_config(
-        hidden_size=hidden, num_attention_heads=1, num_moe_experts=8, params_dtype=dtype, bf16=dtype == torch.bfloat16
+        hidden_size=hidden,
+        num_attention_heads=1,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        **settings,
     )
     plain = make_layer(config)
     x, grad = inputs(config, 64)
@@ -326,10 +336,13 @@ def _compare_float8(dtype, hidden):
     return [float((a - e).double().norm() / e.double().norm()) for a, e in zip(actual, expected, strict=True)]
 
 
-@pytest.mark.parametrize(("dtype", "hidden"), [(torch.bfloat16, 256), (torch.float32, 200)])
-def test_float8_rows_change_little(four_ranks, dtype, hidden):
+@pytest.mark.parametrize(
+    ("dtype", "hidden", "settings"),
+    [(torch.bfloat16, 256, {}), (torch.float32, 200, {}), (torch.float32, 200, RECOMPUTE)],
+)
+def test_float8_rows_change_little(four_ranks, dtype, hidden, settings):
     """e4m3 has 3 bits behind the point: an element is off by at most 1/16, and by about 0.027 in the mean square."""
-    for differences in four_ranks.run(_compare_float8, dtype, hidden):
+    for differences in four_ranks.run(_compare_float8, dtype, hidden, settings):
         assert 1e-3 < differences[0] < 0.06 and max(differences) < 0.08, differences
 
 
