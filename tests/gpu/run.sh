@@ -95,7 +95,7 @@ step router 60 bash -c 'test_with tests/api/test_router.py tests/api/test_router
 step gate 60 "$PYTHON" -m megatron_ep.bench.router --device cuda --tokens 1 4096 --json "$OUT/router.json"
 step bench 90 "$PYTHON" -m megatron_ep.bench.cuda --json "$OUT/bench.json"
 step processes 90 bash -c 'test_with tests/gpu/test_gpu_processes.py'
-step low_latency 120 bash -c 'test_with tests/gpu/test_gpu_low_latency.py tests/gpu/test_gpu_low_latency_processes.py'
+step low_latency 120 bash -c 'test_with tests/gpu/test_gpu_low_latency.py tests/gpu/test_gpu_low_latency_processes.py tests/gpu/test_gpu_low_latency_masks.py'
 step low_latency_bench 90 "$PYTHON" -m megatron_ep.bench.low_latency --json "$OUT/low_latency.json"
 if [ "$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')" -gt 1 ]; then
     step fabrics 270 bash -c 'test_with tests/gpu/test_gpu_fabrics.py'

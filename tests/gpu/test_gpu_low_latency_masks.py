@@ -1,0 +1,208 @@
+"""Masked ranks in the low-latency mode on GPUs: the host's bits, in graphs, and when processes are late or killed."""
+
+import re
+import time
+
+import pytest
+import survivors
+import torch
+import torch.distributed as dist
+from low_latency_cases import LowLatencyCase
+
+import megatron_ep as ep
+from megatron_ep import reference
+from megatron_ep.bench.local_ranks import LocalRanks
+
+W, E, K, H, MAX = 4, 8, 3, 520, 40
+
+
+def masked_round(case, low_latency, x, ids, weights, out):
+    """What a dispatch and its combines give, as bytes of the host: of rows, those that hold a token."""
+    received = low_latency.dispatch(x, ids, weights, **case.dispatch_options())
+    handle = received.handle
+    ends = 2 if handle.masked else 1
+    rows = [
+        tensor.flatten(0, ends - 1)[handle.is_row(rank)] for tensor, rank in zip(received.x, handle.ranks, strict=True)
+    ]
+    out = [o.to(r.device).view(r.shape) for o, r in zip(out, received.x, strict=True)]
+    at_tokens = [w.to(case.wide()) for w in weights]
+    results = (
+        rows,
+        received.tokens_per_expert,
+        low_latency.combine(out, handle),
+        low_latency.combine(out, handle, sum_at="expert"),
+        low_latency.combine(out, handle, at_tokens),
+        low_latency.combine(out, handle, at_tokens, renormalize=True),
+    )
+    return [tensor.cpu().contiguous().view(torch.uint8) for part in results for tensor in part]
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_same_bits_as_on_the_host(block):
+    for seed in range(8 * block, 8 * (block + 1)):
+        case = LowLatencyCase(7000 + seed, max_tokens=40)
+        if seed % 2:  # rows for the copy engine
+            case.hidden = case.random.choice([512, 520, 2052])
+        with case.cluster() as host, case.cluster(device="cuda") as gpu:
+            modes = [case.low_latency(cluster, on_dead_rank="mask") for cluster in (host, gpu)]
+            for _ in range(3):
+                for rank in range(case.world):
+                    for other in range(case.world):
+                        if other != rank and case.random.random() < 0.15:
+                            for mode in modes:
+                                mode.active_ranks[rank][other] = 0
+                ids, weights, x = case.new_round()
+                rows = modes[0]._rows(case.layout, case.topk, case.alignment, None)
+                out = case.reals([rows] * case.world)
+                expected = masked_round(case, modes[0], x, ids, weights, out)
+                on_gpu = ([tensor.cuda() for tensor in tensors] for tensors in (x, ids, weights))
+                ours = masked_round(case, modes[1], *on_gpu, out)
+                for a, b in zip(ours, expected, strict=True):
+                    assert a.equal(b)
+                gpu.synchronize()
+            assert modes[1].masked_ranks() == modes[0].masked_ranks()
+            for name in ("active_ranks", "dropped_picks"):
+                for a, b in zip(getattr(modes[1], name), getattr(modes[0], name), strict=True):
+                    assert a.cpu().equal(b), name
+
+
+def inputs(seed):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = [5, 0, 17, MAX]
+    ids = [torch.rand(t, E, generator=generator).topk(K, dim=1).indices for t in tokens]
+    return [torch.randint(-8, 9, (t, H), generator=generator).bfloat16() for t in tokens], ids
+
+
+def test_in_a_graph():
+    """Who is masked between two replays is left out by the second."""
+    with ep.LocalCluster(1, W, ep.Config(num_experts=E, timeout=10), device="cuda") as cluster:
+        low_latency = ep.LowLatency(cluster, max_tokens=MAX, hidden=H, topk=K, on_dead_rank="mask")
+        x, ids = ([tensor.cuda() for tensor in tensors] for tensors in inputs(0))
+
+        def step():
+            received = low_latency.dispatch(x, ids)
+            return low_latency.combine(received.x, received.handle)
+
+        with torch.no_grad():
+            side = torch.cuda.Stream()
+            with torch.cuda.stream(side):
+                step()
+            side.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = step()
+        for masked in ((), ((0, 1),), ((0, 1), (3, 2))):
+            for rank, other in masked:
+                low_latency.active_ranks[rank][other] = 0
+            for _ in range(2):
+                graph.replay()
+            active = torch.ones(W, W, dtype=torch.int32)
+            for rank, other in masked:
+                active[rank, other] = 0
+            kept = reference.without_masked([idx.cpu() for idx in ids], list(active), E)
+            for rank in range(W):
+                picks = (kept[rank] >= 0).sum(dim=1, keepdim=True)
+                assert torch.equal(y[rank].cpu(), picks * x[rank].cpu())
+        cluster.synchronize()
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with LocalRanks(W, 120) as ranks:
+        yield ranks
+
+
+def make(spread):
+    torch.cuda.set_device(dist.get_rank() if spread else 0)
+    buffer = ep.Buffer(None, ep.Config(num_experts=E, timeout=30.0, num_sms=2), device="cuda")
+    options = {"on_dead_rank": "mask", "mask_timeout": 0.5}
+    return buffer, ep.LowLatency(buffer, max_tokens=MAX, hidden=H, topk=K, **options)
+
+
+def trip(low_latency, seed, active):
+    rank = low_latency.buffer.rank
+    x, ids = inputs(seed)
+    kept = reference.without_masked(ids, active, E)
+    own = x[rank].cuda()
+    received = low_latency.dispatch(own, ids[rank].cuda())
+    expected, _, counts = reference.dispatch(x, kept, [torch.ones(i.shape) for i in ids], E)
+    assert torch.equal(received.tokens_per_expert.cpu(), counts[rank].int())
+    rows = torch.cat([part[:count] for part, count in zip(received.x.cpu(), counts[rank], strict=True)])
+    assert torch.equal(rows, expected[rank])
+    picks = (kept[rank] >= 0).sum(dim=1, keepdim=True).cuda()
+    assert torch.equal(low_latency.combine(received.x, received.handle), picks * own)
+
+
+def run_late(spread):
+    """Rank 3 is late: the others go on without it, and it without them; a reset brings it back."""
+    buffer, low_latency = make(spread)
+    everyone, without = torch.ones(W, W, dtype=torch.int32), torch.ones(W, W, dtype=torch.int32)
+    without[3, :3] = without[:3, 3] = 0
+    with buffer:
+        for _ in range(2):
+            dist.barrier()  # kernels are loaded in the first round
+            trip(low_latency, 0, everyone)
+        dist.barrier()
+        started = time.monotonic()
+        if buffer.rank == 3:
+            time.sleep(2)
+        for seed in range(8):
+            trip(low_latency, seed, without)
+        took = time.monotonic() - started
+        assert low_latency.masked_ranks() == ([0, 1, 2] if buffer.rank == 3 else [3])
+        buffer.reset()
+        dist.barrier()
+        trip(low_latency, 0, everyone)
+    return took
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_a_late_rank_is_masked(ranks, spread):
+    if spread and torch.cuda.device_count() < W:
+        pytest.skip(f"needs {W} GPUs")
+    took = ranks.run(run_late, spread)
+    assert 0.5 < max(took[:3]) < 1.8, took
+    assert took[3] < 3, took
+
+
+def run_backward():
+    buffer, low_latency = make(False)
+    rank = buffer.rank
+    for _ in range(2):
+        dist.barrier()
+        trip(low_latency, 0, torch.ones(W, W, dtype=torch.int32))
+    x, ids = inputs(0)
+    own = x[rank].cuda().requires_grad_()
+    received = low_latency.dispatch(own, ids[rank].cuda())
+    y = low_latency.combine(received.x, received.handle)
+    buffer.synchronize()
+    message = ""
+    if rank != 1:
+        with pytest.raises(ep.EPError) as caught:
+            y.sum().backward()
+            buffer.synchronize()
+        message = str(caught.value)
+    buffer.reset()
+    buffer.close()
+    return message
+
+
+def test_a_rank_that_stays_away_from_the_backward_pass(ranks):
+    messages = ranks.run(run_backward)
+    said = re.compile(r"^rank [023] met rank 1 in a backward pass, masked since its forward pass\n")
+    assert all(said.search(messages[rank]) for rank in (0, 2, 3)), messages
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_survivors_go_on(tmp_path, monkeypatch, spread):
+    """One rank is killed, whose memory the others have mapped; with several GPUs, that of another GPU, too."""
+    script = survivors.masking(survivors.with_low_latency(survivors.SURVIVOR))
+    if spread:
+        if torch.cuda.device_count() < 2:
+            pytest.skip("needs 2 GPUs")
+        device = "    device = f'cuda:{rank % torch.cuda.device_count()}'\n    torch.cuda.set_device(device)\n"
+        before = "    config = ep.Config("
+        assert before in script
+        script = script.replace(before, device + before)
+    monkeypatch.setattr(survivors, "SURVIVOR", script)
+    survivors.check_masked(tmp_path, "cuda")
