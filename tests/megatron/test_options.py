@@ -28,6 +28,7 @@ pytestmark = pytest.mark.numerical
 
 W = 4
 FACTOR = "moe_expert_rank_capacity_factor"
+PAD = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
 
 
 @contextlib.contextmanager
@@ -57,13 +58,13 @@ def inputs(config, tokens=24):
 # ---- a fixed number of rows
 
 
-def _same_with_room(tp, ep_size, router, settings):
+def _same_with_room(tp, ep_size, router, settings, topology=None):
     join_layout(tp, ep_size)
     config = make_config(num_moe_experts=8, moe_router_topk=3, **settings)
     plain = make_layer(config, router=router)
     x, grad = inputs(config)
     expected = run_layer(plain, x, grad)
-    with configured(**{FACTOR: 3.5}):
+    with configured(topology=topology, **{FACTOR: 3.5}):
         fixed = make_layer(config, router=router)
         fixed.load_state_dict(plain.state_dict())
         assert fixed.token_dispatcher.check_over_budget() is None
@@ -84,6 +85,20 @@ RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 )
 def test_same_layer_with_rows_enough(four_ranks, tp, ep_size, router, settings):
     four_ranks.run(_same_with_room, tp, ep_size, router, settings)
+
+
+def test_same_layer_with_rows_enough_on_two_nodes(four_ranks):
+    four_ranks.run(_same_with_room, 1, 4, None, {}, ep.Topology(2, 2))
+
+
+def _pads_on_two_nodes():
+    with configured(topology=ep.Topology(2, 2)):
+        return compare_layers(1, 4, 24, 1, PAD)
+
+
+def test_drop_and_pad_on_two_nodes(four_ranks):
+    for differences in four_ranks.run(_pads_on_two_nodes):
+        assert all(difference <= 1e-12 for difference in differences.values()), differences
 
 
 def _too_few_rows(is_megatrons):
@@ -228,9 +243,6 @@ def _asks_nothing(router, factor, padding):
         with Asked() as asked:
             run_layer(layer, x, grad)
         assert asked.names == ["_local_scalar_dense"] * (router is None)
-
-
-PAD = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
 
 
 @pytest.mark.parametrize(
