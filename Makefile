@@ -72,7 +72,7 @@ fuzz: $(VENV)/stamp-test
 	cmake --build $(BUILD) --target fuzz
 	$(BUILD)/tests/fuzz seconds $(SECONDS)
 
-# Without each fence, wait or order of the kernels in turn a lane-by-lane program must fail. About half an hour of one core.
+# Without each fence, wait or order of the kernels in turn a lane-by-lane program must fail. About a quarter of an hour of one core.
 mutants: JOBS ?= $(shell nproc)
 mutants: $(VENV)/stamp-test
 	cmake --build $(BUILD) --target simt -j $(JOBS)
