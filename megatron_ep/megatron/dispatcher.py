@@ -187,7 +187,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
         Returns:
             Rows [R, H] grouped by local expert and probs [R] in the dtype of the router's, ones if combine applies
             them. With moe_expert_rank_capacity_factor R is fixed, and rows behind the last expert's are zeros, or
-            anything without gradients. Where R or, with drop-and-pad, an expert's capacity is too small, probs are NaN
+            anything under no_grad. Where R or, with drop-and-pad, an expert's capacity is too small, probs are NaN
             and `megatron_ep.raise_if_failed` raises EPOverflowError.
         """
         self._wait_before_shared_experts()
@@ -210,11 +210,12 @@ class EPTokenDispatcher(MoETokenDispatcher):
         if capacity is not None:
             row_probs = self._of_expert.admit(received)
             if not self._counts_on_device:  # everybody knows them
-                counts = torch.full((self.num_local_experts,), capacity)
+                counts = torch.full((self.num_local_experts,), capacity, device="cpu")
         elif max_rows is not None:
             row_probs, counts = self._of_rank.admit(received), counts_within(counts, max_rows)
-            if not torch.is_grad_enabled() and (self.config.fp8 or self.config.fp4):
-                clear_behind(received.x, counts)  # quantization looks at all rows
+            # Gradients of weights, and quantization, look at all rows.
+            if not received.x.requires_grad and (torch.is_grad_enabled() or self.config.fp8 or self.config.fp4):
+                clear_behind(received.x, counts)
         self._handle = received.handle
         self._comm_manager.tokens_per_expert = counts
         if self.shared_experts is not None:

@@ -119,7 +119,7 @@ def _too_few_rows(is_megatrons):
         over = dist.get_rank() == 0
         assert bool(dispatcher.check_over_budget()) is over
         assert bool(probs.isnan().all()) is (over and not is_megatrons)
-        assert not rows[: counts.sum()].isnan().any(), "the others hold anything without gradients"
+        assert not rows.isnan().any() and not rows[counts.sum() :].any(), "whether or not they need a gradient"
         output = dispatcher.combine_postprocess(dispatcher.token_combine(rows * probs.unsqueeze(1)))
         # what has lost a row is no number
         lost = (output.detach() != 2 * x).any(dim=1)
