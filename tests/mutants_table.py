@@ -8,7 +8,8 @@ RING, DISPATCH, COMBINE = "protocol/ring.h", "protocol/dispatch.h", "protocol/co
 COORDINATORS, NOTIFY = "protocol/coordinators.h", "protocol/notify.h"
 P2P, NCCL = "fabric/cuda/p2p_fabric.h", "fabric/nccl/nccl_fabric.h"
 LOW_LATENCY = "protocol/low_latency.h"
-LL_DISPATCH, LL_COMBINE = "protocol/low_latency_dispatch.h", "protocol/low_latency_combine.h"
+LL_COMBINE = "protocol/low_latency_combine.h"
+LL_SEND, LL_RECEIVE = "protocol/low_latency_dispatch_send.h", "protocol/low_latency_dispatch_receive.h"
 NVSHMEM, RESET = "fabric/nvshmem/nvshmem_fabric.h", "launch/nccl/reset_signals.h"
 
 
@@ -309,17 +310,17 @@ MUTANTS = [
     changed("wait_tags: a plain load", LOW_LATENCY, LL_TAG, "W::template acquire<Scope::System>", "*", LL),
     changed("p2p signal_to: the rank's scope", P2P, LL_SIGNAL, SYSTEM, RANK, LL),
     changed("p2p signal_to: a credit", P2P, LL_SIGNAL, "publish<", "credit<", LL),
-    Mutant("dispatch: sends into a bank that is not released", LL_DISPATCH, LL_BANK, "", LL),
-    changed("send_token: the rank's scope", LL_DISPATCH, LL_TOKEN, SYSTEM, RANK, LL),
-    changed("send_token: a credit", LL_DISPATCH, LL_TOKEN, "publish_lanes", "credit_lanes", LL),
+    Mutant("dispatch: sends into a bank that is not released", LL_SEND, LL_BANK, "", LL),
+    changed("send_token: the rank's scope", LL_SEND, LL_TOKEN, SYSTEM, RANK, LL),
+    changed("send_token: a credit", LL_SEND, LL_TOKEN, "publish_lanes", "credit_lanes", LL),
     Mutant(
         "dispatch: choices are not waited for",
-        LL_DISPATCH,
+        LL_RECEIVE,
         LL_CHOICES,
         "if (!wait_rows_put(warp, call)) return false;",
         LL,
     ),
-    Mutant("dispatch: rows are not waited for", LL_DISPATCH, LL_TAGS, "(void)slots;", LL),
+    Mutant("dispatch: rows are not waited for", LL_RECEIVE, LL_TAGS, "(void)slots;", LL),
     Mutant("combine: sends into a bank that is not released", LL_COMBINE, LL_BANK, "", LL),
     changed("return_token: the rank's scope", LL_COMBINE, LL_PART, SYSTEM, RANK, LL),
     changed("return_token: a credit", LL_COMBINE, LL_PART, "publish_lanes", "credit_lanes", LL),

@@ -66,6 +66,11 @@ struct LowLatencyCall {
     }
 };
 
+template <class F>
+using LowLatencyDispatch = LowLatencyCall<F, LowLatencyDispatchArgs>;
+template <class F>
+using LowLatencyCombine = LowLatencyCall<F, LowLatencyCombineArgs>;
+
 // The call that a sending half begins.
 template <class F, class Args>
 EP_FN LowLatencyCall<F, Args> next_call(F& fabric, const Args& args) {

@@ -12,9 +12,6 @@ namespace ep {
 // Receiving: a token's rows are summed in the order of k. Nobody needs to be told what comes: the
 // token's rank knows.
 
-template <class F>
-using LowLatencyCombine = LowLatencyCall<F, LowLatencyCombineArgs>;
-
 // What the sums of T multiply rows by; `at` counts them.
 template <class T>
 EP_FN Accumulator<T> weight_at(const void* weights, int64_t at) {

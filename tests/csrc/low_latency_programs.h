@@ -14,7 +14,8 @@
 #include "exec/host/host_warp.h"
 #include "fabric/host_fabric.h"
 #include "protocol/low_latency_combine.h"
-#include "protocol/low_latency_dispatch.h"
+#include "protocol/low_latency_dispatch_receive.h"
+#include "protocol/low_latency_dispatch_send.h"
 
 namespace ep {
 

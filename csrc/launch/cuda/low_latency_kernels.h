@@ -2,7 +2,8 @@
 
 #include "launch/cuda/kernels.h"
 #include "protocol/low_latency_combine.h"
-#include "protocol/low_latency_dispatch.h"
+#include "protocol/low_latency_dispatch_receive.h"
+#include "protocol/low_latency_dispatch_send.h"
 
 namespace ep {
 

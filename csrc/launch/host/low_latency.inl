@@ -3,7 +3,8 @@
 #include "launch/host/group.inl"
 #include "launch/host/low_latency.h"
 #include "protocol/low_latency_combine.h"
-#include "protocol/low_latency_dispatch.h"
+#include "protocol/low_latency_dispatch_receive.h"
+#include "protocol/low_latency_dispatch_send.h"
 
 namespace ep {
 
