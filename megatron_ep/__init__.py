@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from megatron_ep.failures import abort_all, raise_if_failed
     from megatron_ep.functional import Received, combine, dispatch
     from megatron_ep.handle import Handle
-    from megatron_ep.low_latency import LowLatency, LowLatencyReceived
+    from megatron_ep.low_latency import LowLatency
+    from megatron_ep.low_latency_received import LowLatencyReceived
     from megatron_ep.router import grouped_topk
 
 # Imported on first use, so that `megatron_ep.env` works where torch or the extension does not.
@@ -33,7 +34,7 @@ _HOMES = {
     "raise_if_failed": "failures",
     "Handle": "handle",
     "LowLatency": "low_latency",
-    "LowLatencyReceived": "low_latency",
+    "LowLatencyReceived": "low_latency_received",
     "Received": "functional",
     "combine": "functional",
     "dispatch": "functional",
