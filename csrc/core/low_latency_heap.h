@@ -64,7 +64,7 @@ struct LowLatencyHeap {
         parts_ = part(banks * max_tokens * slot_bytes *
                       (masking ? world * picks_per_rank() : static_cast<size_t>(max_topk)));
         staged_choices_ = part(staged ? banks * world * choice_bytes() : 0);
-        staged_rows_ = part(staged ? banks * max_tokens * slot_bytes : 0);
+        staged_rows_ = part(staged ? banks * (masking ? world : 1) * max_tokens * slot_bytes : 0);
         staged_parts_ =
             part(staged ? banks * world * max_tokens * picks_per_rank() * slot_bytes : 0);
         verdicts_ = part(masking ? kHalves * kKinds * banks * world * sizeof(uint64_t) : 0);
@@ -130,8 +130,11 @@ struct LowLatencyHeap {
         if (masking) return parts_ + slot(picked(bank, rank, token, pick));
         return parts_ + slot((bank * static_cast<size_t>(max_tokens) + token) * max_topk + k);
     }
-    EP_HD size_t staged_row(int bank, int token) const {
-        return staged_rows_ + slot(bank * static_cast<size_t>(max_tokens) + token);
+    // To all ranks, but with masking to `rank`: nobody waits for what was put to a rank that is
+    // masked then, and its memory must not be written anew for others.
+    EP_HD size_t staged_row(int bank, int rank, int token) const {
+        const int region = masking ? bank * topology.world() + rank : bank;
+        return staged_rows_ + slot(region * static_cast<size_t>(max_tokens) + token);
     }
     // pick: which of the token's experts at this rank.
     EP_HD size_t staged_part(int bank, int rank, int token, int pick) const {

@@ -184,14 +184,16 @@ EP_FN bool send_token(W& warp, const LowLatencyDispatch<F>& call, const Team& te
     });
     const uint32_t far = ranks & ~near;
     if (!far) return true;
-    const size_t staged = heap.staged_row(call.bank, token);
-    warp.lanes(1, [&](int lane) {
-        slot[lane] = call.fabric.template own<char>(staged);
+    const uint32_t copies = heap.masking ? far : far & (~far + 1);
+    warp.lanes(format.topk, [&](int lane) {
+        if (!(copies >> lane & 1)) return;
+        slot[lane] = call.fabric.template own<char>(heap.staged_row(call.bank, rank[lane], token));
         *reinterpret_cast<uint64_t*>(slot[lane]) = call.tag;
     });
-    write_row<kQuantize>(warp, args, slot, 1, token, choice);
+    write_row<kQuantize>(warp, args, slot, copies, token, choice);
     for_each_lane(far, [&](int lane) {
-        call.fabric.put_to(warp, team.warp, warp.broadcast(rank, lane), target, staged,
+        const int to = warp.broadcast(rank, lane);
+        call.fabric.put_to(warp, team.warp, to, target, heap.staged_row(call.bank, to, token),
                            format.slot_bytes());
     });
     return true;
