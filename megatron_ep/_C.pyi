@@ -76,7 +76,7 @@ class RankTensors:
     max_rail: int
     max_rows: int
     fills_tables: bool
-    first_places_only: bool
+    has_local_pass: bool
     clears_end: bool
     sums: int
 

@@ -352,7 +352,7 @@ class RankGroup:
             t = self._tensors(rank)
             t.x, t.out = x[i].data_ptr(), out[i].data_ptr()
             t.fills_tables, rank.has_tables = not rank.has_tables, True
-            t.first_places_only, t.clears_end = self._has_local_pass(rank, x[i]), clears_end
+            t.has_local_pass, t.clears_end = self._has_local_pass(rank, topk, x[i]), clears_end
             if scales is not None:
                 out_scales.append(torch.empty(rank.rows, scales[i].shape[1], dtype=scales[i].dtype, device=self.device))
                 t.scales, t.out_scales = scales[i].data_ptr(), out_scales[i].data_ptr()
@@ -386,7 +386,7 @@ class RankGroup:
                 t.weights, t.out_weights = weights[i].data_ptr(), out_weights[i].data_ptr()
             if row_weights is not None:
                 t.row_weights = row_weights[i].data_ptr()
-            if self._has_local_pass(rank, x[i]):
+            if self._has_local_pass(rank, topk, x[i]):
                 known = rank.positions.shape[0] + 1
                 sums.append(torch.empty(known, x[i].shape[1], dtype=x[i].dtype, device=self.device))
                 t.sums = sums[-1].data_ptr()
@@ -398,12 +398,17 @@ class RankGroup:
         self._raise_if_aborted()
         return out, out_weights if weights is not None else None
 
-    def _has_local_pass(self, rank: RankHandle, x: torch.Tensor) -> bool:
-        """Whether rows that arrive once and have several places are copied, or summed, there by a launch of its own."""
+    def _has_local_pass(self, rank: RankHandle, topk: int, x: torch.Tensor) -> bool:
+        """Whether rows that arrive once and have several places are copied, or summed, there by launches of their own.
+
+        With experts drawn evenly, K of them lie on W * (1 - (1 - 1 / W)^K) ranks.
+        """
         if self.config.local_pass is not None:
             return self.config.local_pass
-        copies = max(0, rank.rows - rank.positions.shape[0])
-        return copies * x.shape[1] * x.element_size() >= self._live_backend().least_local_bytes
+        world = self.topology.world_size
+        arrivals = world * (1 - (1 - 1 / world) ** topk) / topk  # for each row
+        row_bytes = x.shape[1] * x.element_size()
+        return rank.rows * (1 - arrivals) * row_bytes >= self._live_backend().least_local_bytes
 
     def overflow_of(self, rank: RankHandle) -> torch.Tensor:
         """int32 [1], a view: not 0 once rows did not fit."""

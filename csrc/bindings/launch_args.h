@@ -23,9 +23,9 @@ struct RankTensors {
     Address row_weights = 0;  // combine: what it multiplies the rows of x by
     Address positions = 0, rail_experts = 0;
     int64_t max_received = 0, max_rail = 0, max_rows = 0;
-    bool fills_tables = false;                          // dispatch: the first with its layout
-    bool first_places_only = false, clears_end = true;  // dispatch, see DispatchArgs
-    Address sums = 0;                                   // combine, see CombineArgs
+    bool fills_tables = false;                       // dispatch: the first with its layout
+    bool has_local_pass = false, clears_end = true;  // dispatch, see DispatchArgs
+    Address sums = 0;                                // combine, see CombineArgs
 };
 
 inline Layout layout_of(const Heap& heap, const RankTensors& t, int topk) {
@@ -62,7 +62,7 @@ inline DispatchArgs dispatch_args(const Heap& heap, int rank, const RankTensors&
             at<char>(t.out),
             at<char>(t.out_scales),
             at<char>(t.out_weights),
-            t.first_places_only,
+            t.has_local_pass,
             t.clears_end};
 }
 

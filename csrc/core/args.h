@@ -73,8 +73,9 @@ struct DispatchArgs : TransferArgs {
     char* recv_x;         // [max_rows, payload_bytes]
     char* recv_scales;    // [max_rows, scale_bytes]
     char* recv_weights;   // [max_rows, weight_bytes]
-    // Of a row's places here only the first gets it: the local pass copies it to the others.
-    bool first_places_only = false;
+    // The exchange brings a row of another rank to its first place here; the rest, and the rows of
+    // this rank, are left to the local pass.
+    bool has_local_pass = false;
     bool clears_end = true;  // rows behind those of the last expert, too
 };
 

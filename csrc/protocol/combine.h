@@ -14,9 +14,10 @@ namespace ep {
 //     -> sender_coordinator -> network ring -> combine_receiver (sums the nodes)
 //
 // Without staging where the fabric maps the rail. Those for a token of this very rank pass through
-// no ring: combine_receiver sums them itself. A ring belongs to one source rank and channel here
-// too, so a full ring towards one node never holds up the rows of another. All sums run over k in
-// the order of the token's experts: a rank, or a node, takes the place of its first expert.
+// no ring: combine_receiver sums them itself, or waits until the local pass has. A ring belongs to
+// one source rank and channel here too, so a full ring towards one node never holds up the rows of
+// another. All sums run over k in the order of the token's experts: a rank, or a node, takes the
+// place of its first expert.
 
 // From the experts to the rings towards up to `most` source ranks, from the first-th other rank on.
 // kWeighted: multiplies each expert's row by its weight; the sums of sums that follow have none.
@@ -118,8 +119,37 @@ EP_FN void combine_forwarder(W& warp, F& fabric, const CombineArgs& args, int ch
     publish_heads(warp, rings, node);
 }
 
-// What this rank's experts made of a token of its own. Where that has yet to be summed it comes to
-// lie in the slot of a ring that no row passes through.
+// What this rank's experts made of its own tokens, of the local pass: in the order of the tokens,
+// as the tail of a ring tells combine_receiver that carries nothing else.
+template <class T, bool kWeighted, WarpLike W, FabricLike<W> F>
+EP_FN void sum_own_rows(W& warp, F& fabric, const CombineArgs& args, int channel) {
+    const Rings<F> rings{fabric, args, channel};
+    const int64_t first = args.layout.received_start(channel, args.rank);
+    const int64_t end = first + args.layout.received(channel, args.rank);
+    OutCursor& out = rings.nvl_out(args.node(), args.local());
+    uint64_t next = out.next;
+    typename W::template PerLane<int> position, following;
+    read_positions(warp, args, first, following);
+    for (int64_t row = first; row < end; ++row) {
+        position = following;
+        read_positions(warp, args, row + 1, following);
+        const ExpertRows<T, kWeighted, W> rows(warp, args, position);
+        if (rows.lanes && !rows.is_one_row())
+            rows.sum(warp, args, args.sums + row * args.format.payload_bytes);
+        warp.lanes(1, [&](int) { out.next = out.published = next + 1; });
+        warp.template publish<Scope::Rank>(rings.nvl_out_tail(args.node(), args.local()), ++next);
+    }
+}
+
+template <WarpLike W, class F>
+EP_FN Need own_sum_of_pass(const Rings<F>& rings) {
+    const TransferArgs& args = rings.args;
+    const uint64_t next = rings.nvl_in(args.node(), args.local()).next;
+    return {W::template acquire<Scope::Rank>(rings.nvl_in_tail(args.node(), args.local())),
+            next + 1, args.rank};
+}
+
+// The same for one of them, by combine_receiver itself: into the slot of that ring.
 template <class T, bool kWeighted, WarpLike W, class F>
 EP_FN const char* sum_of_own(W& warp, const Rings<F>& rings, const CombineArgs& args,
                              int64_t received, const typename W::template PerLane<int>& position) {
@@ -176,7 +206,13 @@ EP_FN void combine_receiver(W& warp, F& fabric, const CombineArgs& args, int cha
             own_sum = sum_of_own<T, kWeighted>(warp, rings, args, received++, position);
         }
         auto arrived = [&](int lane) {
-            if (source[lane] < 0 || is_own(source[lane])) return nothing_to_wait_for();
+            if (source[lane] < 0) return nothing_to_wait_for();
+            if (is_own(source[lane])) {
+                if (!args.sums) return nothing_to_wait_for();
+                const Need need = own_sum_of_pass<W>(rings);
+                taken[lane] = need.expected;
+                return need;
+            }
             const int node = node_of(source[lane]);
             const Need need = is_local(source[lane])
                                   ? nvl_row<W>(rings, own_node, source[lane])
@@ -217,8 +253,9 @@ EP_FN void combine_receiver(W& warp, F& fabric, const CombineArgs& args, int cha
         warp.template sum<T, Reuse::Soon>(
             args.y + static_cast<size_t>(token) * format.payload_bytes, part, sources,
             format.payload_bytes / sizeof(T));
+        const uint32_t counted = args.sums ? sources : others;
         warp.template credit_lanes<Scope::Rank>(format.topk, [&](int lane, auto&& store) {
-            if (!(others >> lane & 1)) return;
+            if (!(counted >> lane & 1)) return;
             if (is_local(source[lane])) {
                 rings.nvl_in(own_node, source[lane]).next = taken[lane];
             } else {

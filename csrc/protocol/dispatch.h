@@ -158,10 +158,11 @@ struct Places {
     uint32_t written, cleared;
 };
 
-// Finds a row's places, remembers them for combine, and stores its weights there.
+// Finds a row's places, remembers them for combine, and stores its weights there. The row itself is
+// to be written to all of them, or to the first.
 template <WarpLike W>
 EP_FN void take_places(W& warp, const DispatchArgs& args, const Header<W>& header, int source_rank,
-                       int64_t received, Places<W>& places) {
+                       int64_t received, bool first_only, Places<W>& places) {
     const Layout& layout = args.layout;
     const RowFormat& format = args.format;
     const int first_expert = args.rank * layout.local_experts();
@@ -189,7 +190,7 @@ EP_FN void take_places(W& warp, const DispatchArgs& args, const Header<W>& heade
         format.topk, [&](int lane) { return position[lane] == TransferArgs::kOverflowed; });
     if (overflowed || !remembered) layout.totals().overflow = 1;
     const uint32_t placed = warp.ballot(format.topk, [&](int lane) { return position[lane] >= 0; });
-    const uint32_t now = args.first_places_only ? placed & -placed : placed;
+    const uint32_t now = first_only ? placed & -placed : placed;
     places.written = remembered ? now : 0;
     places.cleared = remembered ? 0 : placed;
 }
@@ -203,7 +204,7 @@ EP_FN void clear_places(W& warp, const RowFormat& format, const Places<W>& place
 }
 
 // Own tokens for ranks of this node: straight into their NVLink rings, and those for this rank to
-// their places.
+// their places, unless the local pass does that.
 template <WarpLike W, FabricLike<W> F>
 EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel) {
     const Rings<F> rings{fabric, args, channel};
@@ -218,14 +219,16 @@ EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel)
     for_each_token(warp, args, channel, [&](int token, const Header<W>& header) {
         const uint32_t firsts = peers_on_node(warp, args, node, header.expert, peer);
         if (!firsts) return true;
-        const char* x = args.x + static_cast<size_t>(token) * format.payload_bytes;
-        warp.template stage<Reuse::Late>(x, format.payload_bytes);
         const uint32_t own =
             warp.ballot(format.topk, [&](int lane) { return peer[lane] == args.local(); });
         const uint32_t others = firsts & ~own;
+        const bool places_own = own && !args.has_local_pass;
+        if (!others && !places_own) return true;
+        const char* x = args.x + static_cast<size_t>(token) * format.payload_bytes;
+        warp.template stage<Reuse::Late>(x, format.payload_bytes);
         if (others && !take_slots(warp, rings, node, others, peer, batch, slot)) return false;
         places.written = places.cleared = 0;
-        if (own) take_places(warp, args, header, args.rank, received++, places);
+        if (places_own) take_places(warp, args, header, args.rank, received++, false, places);
         auto copy_part = [&](size_t offset, const typename W::template PerLane<void*>& place,
                              const char* part, size_t bytes) {
             warp.lanes(format.topk, [&](int lane) {
@@ -343,7 +346,7 @@ EP_FN void receiver(W& warp, F& fabric, const DispatchArgs& args, int channel, i
             warp.template stage<Reuse::Soon>(slot + format.payload(), format.payload_bytes);
             read_header(warp, format, slot, header);
             if (!belongs_to_call(warp, rings, slot, turn.rank)) return false;
-            take_places(warp, args, header, turn.rank, turn.first + i, places);
+            take_places(warp, args, header, turn.rank, turn.first + i, args.has_local_pass, places);
             warp.template multicast<Reuse::Late>(places.row, places.written,
                                                  slot + format.payload(), format.payload_bytes);
             if (format.scale_bytes) {

@@ -2,31 +2,73 @@
 
 #include "core/args.h"
 #include "exec/warp.h"
+#include "protocol/dispatch.h"
 #include "protocol/places.h"
 
 namespace ep {
 
-// What concerns one rank alone, and waits for nobody: behind dispatch, to bring a row to all of its
-// places and to clear those that no row has; before combine, to sum what lies in a row's places. A
-// launch of its own may do it with more warps than exchange the rows. Each of `parts` warps does
-// its part.
+// What concerns one rank alone, and waits for nobody: beside the exchange of dispatch, to bring its
+// own rows to their places; behind it, to bring those of other ranks from the first of their places
+// to the others, and to clear what no row fills; before combine, to sum what lies in a row's
+// places. Launches of their own may do it with more warps than exchange the rows. Each of `parts`
+// warps does its part.
 
-// Rows that arrived here and that `positions` knows.
-EP_FN int64_t known_rows(const TransferArgs& args) {
-    const int64_t received = args.layout.totals().received_rows;
-    return received < args.max_received ? received : args.max_received;
+// Own tokens for experts of this rank.
+template <WarpLike W>
+EP_FN void place_own_rows(W& warp, const DispatchArgs& args, int channel) {
+    const RowFormat& format = args.format;
+    Places<W> places;
+    int64_t received = args.layout.received_start(channel, args.rank);
+    for_each_token(warp, args, channel, [&](int token, const Header<W>& header) {
+        const int local_experts = args.layout.local_experts();
+        const uint32_t own = warp.ballot(format.topk, [&](int lane) {
+            return header.expert[lane] >= 0 && header.expert[lane] / local_experts == args.rank;
+        });
+        if (!own) return true;
+        const size_t row = token;
+        const char* x = args.x + row * format.payload_bytes;
+        warp.template stage<Reuse::Late>(x, format.payload_bytes);
+        take_places(warp, args, header, args.rank, received++, false, places);
+        warp.template multicast<Reuse::Late>(places.row, places.written, x, format.payload_bytes);
+        if (format.scale_bytes) {
+            warp.template multicast<Reuse::Late>(places.scales, places.written,
+                                                 args.scales + row * format.scale_bytes,
+                                                 format.scale_bytes);
+        }
+        clear_places(warp, format, places);
+        return true;
+    });
 }
+
+// Rows of other ranks that arrived here and that `positions` knows. Those of a rank follow those of
+// the rank before.
+struct KnownRows {
+    int64_t count, own_first, own_count;
+
+    explicit EP_FN KnownRows(const TransferArgs& args) {
+        const Layout& layout = args.layout;
+        const int next = args.rank + 1;
+        const int64_t received = layout.totals().received_rows;
+        const int64_t end = next < layout.world() ? layout.received_start(0, next) : received;
+        const int64_t known = received < args.max_received ? received : args.max_received;
+        auto known_before = [&](int64_t row) { return row < known ? row : known; };
+        own_first = known_before(layout.received_start(0, args.rank));
+        own_count = known_before(end) - own_first;
+        count = known - own_count;
+    }
+    EP_FN int64_t row(int64_t i) const { return i < own_first ? i : i + own_count; }
+};
 
 // f(row, position): each of these rows, and where its experts' rows lie.
 template <WarpLike W, class F>
-EP_FN void for_known_rows(W& warp, const TransferArgs& args, int part, int parts, F&& f) {
+EP_FN void for_rows(W& warp, const TransferArgs& args, const KnownRows& rows, int part, int parts,
+                    F&& f) {
     typename W::template PerLane<int> position, following;
-    const int64_t rows = known_rows(args);
-    read_positions(warp, args, part, following);
-    for (int64_t row = part; row < rows; row += parts) {
+    read_positions(warp, args, rows.row(part), following);
+    for (int64_t i = part; i < rows.count; i += parts) {
         position = following;
-        read_positions(warp, args, row + parts, following);
-        f(row, position);
+        read_positions(warp, args, rows.row(i + parts), following);
+        f(rows.row(i), position);
     }
 }
 
@@ -35,7 +77,8 @@ template <WarpLike W>
 EP_FN void copy_to_other_places(W& warp, const DispatchArgs& args, int part, int parts) {
     const RowFormat& format = args.format;
     typename W::template PerLane<void*> to;
-    for_known_rows(warp, args, part, parts, [&](int64_t, const auto& position) {
+    const KnownRows rows_of_others(args);
+    for_rows(warp, args, rows_of_others, part, parts, [&](int64_t, const auto& position) {
         const uint32_t places = warp.ballot(format.topk, [&](int k) { return position[k] >= 0; });
         const uint32_t others = places & (places - 1);
         if (!others) return;
@@ -84,7 +127,8 @@ template <class T, bool kWeighted, WarpLike W>
 EP_FN void sum_places(W& warp, const CombineArgs& args, int part, int parts) {
     const size_t bytes = args.format.payload_bytes;
     if (part == 0) warp.zero(args.sums + args.max_received * bytes, bytes);
-    for_known_rows(warp, args, part, parts, [&](int64_t received, const auto& position) {
+    const KnownRows rows_of_others(args);
+    for_rows(warp, args, rows_of_others, part, parts, [&](int64_t received, const auto& position) {
         const ExpertRows<T, kWeighted, W> rows(warp, args, position);
         if (rows.lanes && !rows.is_one_row()) rows.sum(warp, args, args.sums + received * bytes);
     });

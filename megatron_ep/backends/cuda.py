@@ -77,8 +77,8 @@ class CudaBackend(OfGroup):
     rank: in this case, that of this process.
     """
 
-    # What such a launch costs, about 4 us, its SMs more than make up for: docs/benchmarks.md
-    least_local_bytes = 8 << 20
+    # Two H200, H = 7168, K = 8, dispatch + combine: even at T = 450, which is so much
+    least_local_bytes = 32 << 20
 
     def __init__(self, group: Any, heap: Any, device: torch.device, timeout: float | None = None, rank: int = 0):
         _forget_graphs_that_are_gone()

@@ -337,6 +337,7 @@ void combine_on(Grid& grid, const Combine& joint, DType dtype) {
         using LocalCombine = LocalJoint<CombineArgs, kMostRanks>;
         grid.launch(kernels::local_pass_of_combine_kernel<T, kWeighted, LocalCombine>,
                     grid.local_joint<LocalCombine>(joint));
+        grid.launch(kernels::own_sums_kernel<T, kWeighted, Combine>, joint);
         grid.launch(kernels::combine_kernel<T, kWeighted, Combine>, joint);
     });
 }
@@ -439,6 +440,8 @@ void run_case(uint64_t seed) {
         dispatch_joint.roles = dispatch_roles;
         grid.launch(kernels::dispatch_kernel<Dispatch>, dispatch_joint);
         using LocalDispatch = LocalJoint<DispatchArgs, kMostRanks>;
+        grid.launch(kernels::own_rows_kernel<LocalDispatch>,
+                    grid.local_joint<LocalDispatch>(dispatch_joint));
         grid.launch(kernels::local_pass_of_dispatch_kernel<LocalDispatch>,
                     grid.local_joint<LocalDispatch>(dispatch_joint));
         grid.finish(dispatch[1]);

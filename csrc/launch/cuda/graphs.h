@@ -3,9 +3,9 @@
 #include <atomic>
 #include <memory>
 
-namespace ep {
+#include "launch/cuda/stream.h"
 
-using CudaStream = void*;  // a cudaStream_t, for those who do not include CUDA's headers
+namespace ep {
 
 // The CUDA graphs that have captured launches of a buffer and may still replay them.
 class CudaGraphs {

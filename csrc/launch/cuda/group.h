@@ -11,6 +11,7 @@
 #include "core/dtypes.h"
 #include "exec/device/device_rank.h"
 #include "fabric/fabric.h"
+#include "launch/cuda/beside.h"
 #include "launch/cuda/graphs.h"
 #include "launch/cuda/joint.h"
 #include "launch/cuda/resource.h"
@@ -121,13 +122,15 @@ class CudaGroup {
     std::vector<char*> own_heaps_;
     int device_;
     int sms_;
-    int all_sms_;
+    Beside beside_;
     uint64_t timeout_ns_;
     std::vector<ControlBlock*> reachable_;  // of the heaps
     int first_in_reach_;
     std::mutex abort_mutex_;  // for what abort and listen pass through
     bool has_reason_ = false;
     Resource<void> abort_stream_;
+    Resource<void> local_stream_;              // beside the one of a launch,
+    Resource<void> forked_, joined_;           // from which it parts, and which then waits for it
     Resource<uint64_t*[]> abort_words_;        // of reachable_, on the GPU
     Resource<uint64_t[]> progress_;            // of each rank, on the GPU: see Progress
     Resource<Layout::Totals[]> totals_;        // [ranks], pinned: what notify tells the host

@@ -40,7 +40,7 @@ void launch(void (*kernel)(J), const J& joint, size_t ranks, CudaStream stream,
     check_cuda(cudaLaunchKernelEx(&config, kernel, joint), "kernel launch");
 }
 
-// On all of the GPU's SMs: it has nobody to wait for.
+// Such blocks have nobody to wait for: they run wherever there is room.
 template <int kRanks, class Args>
 LocalJoint<Args, kRanks> local_joint(const Args* args, const DeviceRank* ranks, size_t count,
                                      int sms) {
@@ -60,7 +60,7 @@ LocalJoint<Args, kRanks> local_joint(const Args* args, const DeviceRank* ranks, 
 template <class P, int kRanks, bool kWeighted>
 struct CombineLaunch {
     static void run(const CombineJoint<P, kRanks>& joint, size_t ranks, DType dtype,
-                    CudaStream stream, int all_sms);
+                    CudaStream stream, const Beside& beside);
 };
 
 template <class P>
@@ -73,6 +73,7 @@ CudaGroup<P>::CudaGroup(const Heap& heap, const P& fabric, std::vector<int> rank
       own_heaps_(own_heaps),
       device_(device),
       sms_(sms),
+      beside_(device, CudaDevice::of(device).sms, sms * static_cast<int>(ranks_.size())),
       timeout_ns_(static_cast<uint64_t>(timeout * 1e9)) {
     auto refuse = [](const std::string& message) { throw std::invalid_argument(message); };
     if (ranks_.size() > P::kMostLocalRanks) {
@@ -80,7 +81,6 @@ CudaGroup<P>::CudaGroup(const Heap& heap, const P& fabric, std::vector<int> rank
                std::to_string(P::kMostLocalRanks) + " on one GPU");
     }
     const CudaDevice gpu = CudaDevice::of(device_);
-    all_sms_ = gpu.sms;
     if (gpu.major < 9) {
         refuse("GPU " + std::to_string(device_) + " has compute capability " +
                std::to_string(gpu.major) + "." + std::to_string(gpu.minor) +
@@ -229,13 +229,19 @@ void CudaGroup<P>::dispatch(const std::vector<DispatchArgs>& args, CudaStream st
     for_local_ranks([&]<int kRanks>() {
         using J = DispatchJoint<P, kRanks>;
         const J all = joint_of_roles<J>(args);
-        launch(kernels::dispatch_kernel<J>, all, args.size(), stream);
-        if (std::none_of(args.begin(), args.end(), [](auto& a) { return a.first_places_only; }))
-            return;
+        const bool has_local_pass = std::any_of(
+            args.begin(), args.end(), [](const DispatchArgs& a) { return a.has_local_pass; });
+        if (!has_local_pass) return launch(kernels::dispatch_kernel<J>, all, args.size(), stream);
         using L = LocalJoint<DispatchArgs, kRanks>;
-        launch(kernels::local_pass_of_dispatch_kernel<L>,
-               local_joint<kRanks>(all.args, all.ranks, args.size(), all_sms_), args.size(), stream,
-               false);
+        auto local = [&](int sms) {
+            return local_joint<kRanks>(all.args, all.ranks, args.size(), sms);
+        };
+        const CudaStream side = beside_.fork(stream);
+        launch(kernels::own_rows_kernel<L>, local(beside_.sms), args.size(), side, false);
+        launch(kernels::dispatch_kernel<J>, all, args.size(), stream);
+        beside_.join(stream);
+        launch(kernels::local_pass_of_dispatch_kernel<L>, local(beside_.all_sms), args.size(),
+               stream, false);
     });
     finish(outputs_of(args), stream, true);
 }
@@ -250,7 +256,7 @@ void CudaGroup<P>::combine(const std::vector<CombineArgs>& args, DType dtype, Cu
         const auto all = joint_of_roles<CombineJoint<P, kRanks>>(args);
         const auto run =
             weighted ? CombineLaunch<P, kRanks, true>::run : CombineLaunch<P, kRanks, false>::run;
-        run(all, args.size(), dtype, stream, all_sms_);
+        run(all, args.size(), dtype, stream, beside_);
     });
     finish(outputs_of(args), stream, true);
 }

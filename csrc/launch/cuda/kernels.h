@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     const DeviceRank& rank = joint.ranks[place.index];
     BulkBuffers& buffers = bulk_buffers();
     run_dispatch_role(rank, buffers, fabric, args, joint.roles, number / warps, number % warps);
-    if (args.first_places_only) return;
+    if (args.has_local_pass) return;
     DeviceWarp warp(rank, args.call, Role::Launch, 0, buffers);
     clear_unfilled(warp, args, number, warps * args.layout.channels);
 }
@@ -198,13 +198,27 @@ __device__ __forceinline__ bool is_sound(const DeviceRank& rank, const Args& arg
     return args.layout.totals().epoch && !is_aborted(rank);
 }
 
+// Beside the exchange: a warp a channel, of as many blocks as there are.
+template <class J>
+__global__ void __launch_bounds__(kBlockThreads, 1)
+    own_rows_kernel(const __grid_constant__ J joint) {
+    const Place<J> place(joint);
+    const DispatchArgs& args = joint.args[place.index];
+    const DeviceRank& rank = joint.ranks[place.index];
+    if (!args.has_local_pass || !is_sound(rank, args)) return;
+    DeviceWarp warp(rank, args.call, Role::Launch, 0, bulk_buffers());
+    for (int channel = place.block + warp_of_block() * joint.blocks_per_rank;
+         channel < args.layout.channels; channel += place.warps)
+        place_own_rows(warp, args, channel);
+}
+
 template <class J>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     local_pass_of_dispatch_kernel(const __grid_constant__ J joint) {
     const Place<J> place(joint);
     const DispatchArgs& args = joint.args[place.index];
     const DeviceRank& rank = joint.ranks[place.index];
-    if (!args.first_places_only || !is_sound(rank, args)) return;
+    if (!args.has_local_pass || !is_sound(rank, args)) return;
     DeviceWarp warp(rank, args.call, Role::Launch, 0, bulk_buffers());
     copy_to_other_places(warp, args, place.warp, place.warps);
     clear_unfilled(warp, args, place.warp, place.warps);
@@ -219,6 +233,21 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     if (!args.sums || !is_sound(rank, args)) return;
     DeviceWarp warp(rank, args.call, Role::Launch, 0, bulk_buffers());
     sum_places<T, kWeighted>(warp, args, place.warp, place.warps);
+}
+
+// Beside the exchange, which waits for it: a warp a channel, of as many blocks as there are.
+template <class T, bool kWeighted, class J>
+__global__ void __launch_bounds__(kBlockThreads, 1)
+    own_sums_kernel(const __grid_constant__ J joint) {
+    const Place<J> place(joint);
+    const CombineArgs& args = joint.args[place.index];
+    const DeviceRank& rank = joint.ranks[place.index];
+    if (!args.sums || !is_sound(rank, args)) return;
+    typename J::Fabric fabric(joint.fabric, args.rank);
+    DeviceWarp warp(rank, args.call, Role::Launch, 0, bulk_buffers());
+    for (int channel = place.block + warp_of_block() * joint.blocks_per_rank;
+         channel < args.layout.channels; channel += place.warps)
+        sum_own_rows<T, kWeighted>(warp, fabric, args, channel);
 }
 
 template <class T, bool kWeighted, class F>

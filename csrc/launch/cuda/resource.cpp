@@ -33,4 +33,11 @@ Resource<void> side_stream(int device) {
     return {stream, {device, [](void* it) { cudaStreamDestroy(static_cast<cudaStream_t>(it)); }}};
 }
 
+Resource<void> event(int device) {
+    const DeviceGuard guard(device);
+    cudaEvent_t event = nullptr;
+    check_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
+    return {event, {device, [](void* it) { cudaEventDestroy(static_cast<cudaEvent_t>(it)); }}};
+}
+
 }  // namespace ep

@@ -21,6 +21,7 @@ using Resource = std::unique_ptr<T, Release>;
 Resource<void> device_memory(int device, size_t bytes);
 Resource<void> pinned_memory(int device, size_t bytes);  // of the host, where all devices reach it
 Resource<void> side_stream(int device);  // a cudaStream_t that is not held up by kernels of others
+Resource<void> event(int device);        // a cudaEvent_t
 
 template <class T>
 Resource<T[]> as_array(Resource<void> memory) {

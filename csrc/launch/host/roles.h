@@ -62,6 +62,8 @@ void add_dispatch_roles(const DispatchArgs& args, Add&& add) {
         add_rail_roles(args, c, false, add);
         add(Role::NvlSender, c,
             [&args, c](auto& warp, auto& fabric) { nvl_sender(warp, fabric, args, c); });
+        if (args.has_local_pass)
+            add(Role::Launch, c, [&args, c](auto& warp, auto&) { place_own_rows(warp, args, c); });
         for (int first = 0; first < args.other_ranks(); first += 32) {
             add(Role::Receiver, c, [&args, c, first](auto& warp, auto& fabric) {
                 receiver(warp, fabric, args, c, first);
@@ -74,7 +76,7 @@ void add_dispatch_roles(const DispatchArgs& args, Add&& add) {
 // Once all of those are done.
 template <class Add>
 void add_local_pass(const DispatchArgs& args, Add&& add) {
-    if (!args.first_places_only) return;
+    if (!args.has_local_pass) return;
     add(Role::Launch, 0, [&args](auto& warp, auto&) { copy_to_other_places(warp, args, 0, 1); });
 }
 
@@ -105,6 +107,12 @@ void add_combine_roles(const CombineArgs& args, Add&& add) {
             });
         }
         add_rail_roles(args, c, true, add);
+        if (args.sums) {
+            add(Role::Launch, c, [&args, c](auto& warp, auto& fabric) {
+                if (args.row_weights) return sum_own_rows<T, true>(warp, fabric, args, c);
+                sum_own_rows<T, false>(warp, fabric, args, c);
+            });
+        }
         add(Role::CombineReceiver, c, [&args, c](auto& warp, auto& fabric) {
             if (args.row_weights) return combine_receiver<T, true>(warp, fabric, args, c);
             combine_receiver<T, false>(warp, fabric, args, c);

@@ -25,6 +25,7 @@ enum {
     cudaHostAllocMapped = 1,
     cudaHostAllocPortable = 2,
     cudaStreamNonBlocking = 1,
+    cudaEventDisableTiming = 2,
     cudaIpcMemLazyEnablePeerAccess = 1
 };
 enum { cudaLaunchAttributeCooperative };
@@ -33,6 +34,7 @@ enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureSta
 enum { cudaUserObjectNoDestructorSync = 1, cudaGraphUserObjectMove = 1 };
 
 using cudaStream_t = struct FakeStream*;
+using cudaEvent_t = struct FakeEvent*;
 using cudaHostFn_t = void (*)(void*);
 struct FakeObject {
     void* data;
@@ -126,8 +128,16 @@ cudaError_t cudaHostAlloc(T** out, size_t bytes, unsigned) {
 inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* out, unsigned) {
     return fake_cuda.take(reinterpret_cast<void**>(out), 1);
 }
+inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* out, unsigned) {
+    return fake_cuda.take(reinterpret_cast<void**>(out), 1);
+}
+inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return fake_cuda.call(); }
+inline cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) {
+    return fake_cuda.call();
+}
 inline cudaError_t cudaFree(void* memory) { return fake_cuda.give(memory); }
 inline cudaError_t cudaFreeHost(void* memory) { return fake_cuda.give(memory); }
+inline cudaError_t cudaEventDestroy(cudaEvent_t event) { return fake_cuda.give(event); }
 inline cudaError_t cudaStreamDestroy(cudaStream_t stream) { return fake_cuda.give(stream); }
 inline cudaError_t cudaHostGetDevicePointer(void** out, void* memory, unsigned) {
     *out = memory;

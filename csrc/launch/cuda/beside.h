@@ -1,0 +1,27 @@
+#pragma once
+
+#include "launch/cuda/resource.h"
+#include "launch/cuda/stream.h"
+
+namespace ep {
+
+// A stream for launches that run beside one of the caller's, on the SMs that this leaves free.
+class Beside {
+  public:
+    Beside(int device, int all_sms, int busy_sms);
+
+    // What is launched on the stream that this returns waits for what the caller's holds now:
+    // another stream, or the caller's own where no SM is free.
+    CudaStream fork(CudaStream caller) const;
+    // What is launched on the caller's stream from now on waits for that.
+    void join(CudaStream caller) const;
+
+    const int all_sms;
+    const bool has_room;
+    const int sms;  // for launches beside
+
+  private:
+    Resource<void> stream_, forked_, joined_;
+};
+
+}  // namespace ep
