@@ -62,7 +62,7 @@ class DeviceWarp {
     __device__ __forceinline__ T broadcast(const PerLane<T>& values, int lane) {
         if constexpr (std::is_pointer_v<T>) {
             return rows::shuffle_pointer(values.value, lane);
-        } else if constexpr (sizeof(T) == 8) {
+        } else if constexpr (std::is_integral_v<T> && sizeof(T) == 8) {
             return static_cast<T>(
                 __shfl_sync(kAll, static_cast<unsigned long long>(values.value), lane));
         } else {
