@@ -23,6 +23,7 @@ class Case:
     hidden: int
     topk: int
     experts: int
+    local_pass: bool | None = None
 
     @property
     def world_size(self) -> int:
@@ -38,6 +39,7 @@ class Case:
             timeout=10,
             nvl_ring_bytes=self.ring_slots * slot_bytes,
             rdma_ring_bytes=self.network_slots * slot_bytes,
+            local_pass=self.local_pass,
         )
 
     @property
@@ -47,7 +49,8 @@ class Case:
     def __str__(self) -> str:
         channels = f" channels={self.channels}" if self.channels else ""
         slots = f"{self.ring_slots}+{self.network_slots}" if self.nodes > 1 else f"{self.ring_slots}"
-        return f"{self.nodes}x{self.ranks_per_node} sms={self.num_sms}{channels} slots={slots} {self.sizes}"
+        local_pass = {True: " local pass", False: " no local pass", None: ""}[self.local_pass]
+        return f"{self.nodes}x{self.ranks_per_node} sms={self.num_sms}{channels} slots={slots}{local_pass} {self.sizes}"
 
 
 def add_arguments(
@@ -62,6 +65,9 @@ def add_arguments(
     parser.add_argument(
         "--network-slots", nargs="+", type=positive, default=network_slots, help="of one between nodes (%(default)s)"
     )
+    parser.add_argument(
+        "--local-pass", nargs="+", choices=("on", "off"), default=[None], help="Config.local_pass (where it saves time)"
+    )
     add_sizes(parser, hidden=7168, experts=256)
     add_rounds(parser, warmup=3, iters=iters)
 
@@ -69,11 +75,21 @@ def add_arguments(
 def cases_of(arguments: argparse.Namespace, nodes: int, ranks_per_node: int) -> list[Case]:
     sizes = (arguments.tokens, arguments.hidden, arguments.topk, arguments.experts)
     return [
-        Case(nodes, ranks_per_node, num_sms, channels, slots, network_slots, *sizes)
+        Case(
+            nodes,
+            ranks_per_node,
+            num_sms,
+            channels,
+            slots,
+            network_slots,
+            *sizes,
+            {"on": True, "off": False}.get(local),
+        )
         for num_sms in arguments.num_sms
         for channels in arguments.channels
         for slots in arguments.ring_slots
         for network_slots in (arguments.network_slots if nodes > 1 else arguments.network_slots[:1])
+        for local in arguments.local_pass
     ]
 
 
