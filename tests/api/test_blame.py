@@ -5,11 +5,12 @@ import time
 
 import pytest
 import torch
-from thread_ranks import run_together, thread_ranks
+from thread_ranks import closed_afterwards, run_together, thread_ranks  # noqa: F401
 
 import megatron_ep as ep
 from megatron_ep import blame
 
+pytestmark = pytest.mark.usefixtures("closed_afterwards")
 TOPOLOGIES = [(1, 3), (3, 1), (2, 2)]
 T, H, K = 12, 8, 2
 TIMEOUT = 0.25

@@ -4,10 +4,11 @@ import time
 
 import pytest
 import torch
-from thread_ranks import run_together, thread_ranks
+from thread_ranks import closed_afterwards, run_together, thread_ranks  # noqa: F401
 
 import megatron_ep as ep
 
+pytestmark = pytest.mark.usefixtures("closed_afterwards")
 T, H = 12, 8
 LATE_S = 0.3
 

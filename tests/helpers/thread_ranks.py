@@ -1,10 +1,15 @@
 """The ranks of a host buffer as threads of this process, each with a backend of its own, as if in its own process."""
 
 import concurrent.futures
+import contextlib
+
+import pytest
 
 import megatron_ep as ep
 from megatron_ep import _C
 from megatron_ep.backends.host import HostBackend
+
+_made = []
 
 
 class ThreadRank(ep.LocalCluster):
@@ -26,7 +31,18 @@ def thread_ranks(nodes, ranks_per_node, config):
     world = nodes * ranks_per_node
     segments = [_C.Segment.anonymous(heap.bytes) for _ in range(world)]
     low_latency = {}
-    return [ThreadRank(nodes, ranks_per_node, config, rank, segments, heap, low_latency) for rank in range(world)]
+    ranks = [ThreadRank(nodes, ranks_per_node, config, rank, segments, heap, low_latency) for rank in range(world)]
+    _made.extend(ranks)
+    return ranks
+
+
+@pytest.fixture
+def closed_afterwards():
+    """Failures that a test leaves behind are told to no other one: `raise_if_failed` looks at all buffers alive."""
+    yield
+    while _made:
+        with contextlib.suppress(ep.EPError):
+            _made.pop().close()
 
 
 def run_together(buffers, work):
