@@ -152,9 +152,11 @@ class Buffer(RankGroup):
         if self.device.type == "cuda":
             sms = cuda.num_sms(config, self.device, 1)
             self._heap = self._make_heap(cuda.num_channels(self.topology, config, sms, 1))
-            self._backend, fabric = connect.processes(
+            backend, fabric = connect.processes(
                 self._meeting, self.topology, config, self._heap, self.device, sms, members
             )
+            backend.shares_gpu = sum(member.gpu == own.gpu for member in members) > 1
+            self._backend = backend
         else:
             sms = None
             self._heap = self._make_heap(config.num_channels)

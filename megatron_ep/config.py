@@ -67,9 +67,9 @@ class Config:
     rdma_chunk_tokens: rows after which another node is told of them; at most half a ring.
     num_sms: SMs that a launch uses for each rank on a GPU. None: 24, or an equal share of the GPU for each of a
         LocalCluster's ranks if that is less.
-    local_pass: whether a token that goes to several experts of a rank is written once by these SMs, and copied to the
-        other experts by a short launch behind, on all SMs of the GPU; and whether combine sums a token's experts of a
-        rank in a short launch before. The same bits either way. None: on a GPU, where it saves time.
+    local_pass: whether what concerns a rank alone is left to launches of their own, on the GPU's other SMs: its own
+        tokens, a token's way to further experts of a rank, and in combine the sums over a rank's experts (not in a
+        captured graph, nor where processes share a GPU). The same bits either way. None: on a GPU, where it saves time.
     """
 
     num_experts: int

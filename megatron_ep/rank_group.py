@@ -386,7 +386,7 @@ class RankGroup:
                 t.weights, t.out_weights = weights[i].data_ptr(), out_weights[i].data_ptr()
             if row_weights is not None:
                 t.row_weights = row_weights[i].data_ptr()
-            if self._has_local_pass(rank, topk, x[i]):
+            if backend.may_wait_beside() and self._has_local_pass(rank, topk, x[i]):
                 known = rank.positions.shape[0] + 1
                 sums.append(torch.empty(known, x[i].shape[1], dtype=x[i].dtype, device=self.device))
                 t.sums = sums[-1].data_ptr()

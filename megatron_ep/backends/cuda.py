@@ -87,6 +87,7 @@ class CudaBackend(OfGroup):
         if timeout is not None:
             self.group.watch = self._launches.check
         self._rank = rank
+        self.shares_gpu = False  # with other processes of the buffer
         self._heap = heap
         self._device = device
         self._busy = threading.Lock()
@@ -130,6 +131,10 @@ class CudaBackend(OfGroup):
         if stream.cuda_stream != made_on:
             for tensor in tensors:
                 tensor.record_stream(stream)
+
+    def may_wait_beside(self) -> bool:
+        # A graph's branches may run one after the other in any order, and other processes may take all SMs.
+        return not self.shares_gpu and not torch.cuda.is_current_stream_capturing()
 
     def current_stream(self) -> int:
         return torch.cuda.current_stream(self._device).cuda_stream

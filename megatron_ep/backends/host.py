@@ -71,6 +71,9 @@ class HostBackend(OfGroup):
     def keep_for_launch(self, tensors: Sequence[torch.Tensor], made_on: int) -> None:
         pass
 
+    def may_wait_beside(self) -> bool:
+        return True
+
     def current_stream(self) -> int:
         return 0
 

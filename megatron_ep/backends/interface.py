@@ -80,6 +80,10 @@ class Backend(Protocol):
         """
         ...
 
+    def may_wait_beside(self) -> bool:
+        """Whether a launch may wait for another one of the same rank that is to run beside it."""
+        ...
+
     def current_stream(self) -> int:
         """That launches go to now; 0 where there are none."""
         ...

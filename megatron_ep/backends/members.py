@@ -27,6 +27,7 @@ class Member:
     settings: dict[str, Any]  # the fields of Config, with the timeout in force
     topology: Topology | None  # as it was given
     num_sms: int | None  # on a GPU
+    gpu: str | None  # its UUID
     fabric: str | None  # what the environment wants
     ranks_per_node: str | None  # likewise
 
@@ -44,10 +45,11 @@ class Member:
 def introduce(config: Config, topology: Topology | None, device: torch.device) -> Member:
     """This process's rank. Raises ValueError for a timeout in the environment that is none."""
     host = socket.gethostname()
-    domain, sms = None, None
+    domain, sms, gpu = None, None, None
     if device.type == "cuda":
         sms = cuda.num_sms(config, device, 1)
-        domain = nodes.nvlink_domain(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        domain = nodes.nvlink_domain(gpu)
     return Member(
         host=host,
         place=domain or host,
@@ -56,6 +58,7 @@ def introduce(config: Config, topology: Topology | None, device: torch.device) -
         settings=asdict(config) | {"timeout": config.timeout_seconds},
         topology=topology,
         num_sms=sms,
+        gpu=gpu,
         fabric=os.environ.get(fabrics.VARIABLE) or None,
         ranks_per_node=os.environ.get(nodes.VARIABLE) or None,
     )

@@ -26,10 +26,11 @@ def config(**settings):
 
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 4), (2, 2)])
-def test_graph_of_a_dispatch_without_counts(nodes, ranks_per_node):
+@pytest.mark.parametrize("local_pass", [None, True])
+def test_graph_of_a_dispatch_without_counts(nodes, ranks_per_node, local_pass):
     """max_recv_tokens: captured once, replayed with other tokens and other experts."""
     world, size = nodes * ranks_per_node, T * nodes * ranks_per_node * K
-    with ep.LocalCluster(nodes, ranks_per_node, config(), device="cuda") as cluster:
+    with ep.LocalCluster(nodes, ranks_per_node, config(local_pass=local_pass), device="cuda") as cluster:
         x, ids, weights = inputs(world)
 
         def step():

@@ -129,8 +129,6 @@ class CudaGroup {
     std::mutex abort_mutex_;  // for what abort and listen pass through
     bool has_reason_ = false;
     Resource<void> abort_stream_;
-    Resource<void> local_stream_;              // beside the one of a launch,
-    Resource<void> forked_, joined_;           // from which it parts, and which then waits for it
     Resource<uint64_t*[]> abort_words_;        // of reachable_, on the GPU
     Resource<uint64_t[]> progress_;            // of each rank, on the GPU: see Progress
     Resource<Layout::Totals[]> totals_;        // [ranks], pinned: what notify tells the host

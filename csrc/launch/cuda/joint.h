@@ -46,7 +46,7 @@ using DispatchJoint = Joint<P, DispatchArgs, kRanks, DispatchRoles>;
 template <class P, int kRanks>
 using CombineJoint = Joint<P, CombineArgs, kRanks, CombineRoles>;
 
-// A launch that concerns each rank alone, behind a dispatch or before a combine.
+// A launch that concerns each rank alone: see local_pass.h.
 template <class Args, int kRanks>
 struct LocalJoint {
     int blocks_per_rank;

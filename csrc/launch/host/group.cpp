@@ -48,9 +48,18 @@ void HostGroup::run(Count count, bool begins_call, std::vector<Tasks> phases,
         }
     }
     for (Tasks& tasks : phases) {
-        const bool any = std::any_of(tasks.begin(), tasks.end(),
-                                     [](const auto& roles) { return !roles.empty(); });
-        if (any && finished()) run_roles(std::move(tasks), interrupted);
+        bool any = false;
+        for (size_t i = 0; i < ranks_.size(); ++i) {
+            if (tasks[i].empty()) continue;
+            // what a phase leaves undone must not be taken up by the next
+            const bool goes_on = states_[i].unfinished == 0 && !states_[i].aborted();
+            if (!goes_on) {
+                tasks[i].clear();
+                states_[i].give_up();
+            }
+            any |= goes_on;
+        }
+        if (any) run_roles(std::move(tasks), interrupted);
     }
     for (RankState& state : states_) {
         if (state.unfinished == 0)

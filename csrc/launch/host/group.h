@@ -67,7 +67,7 @@ class HostGroup {
     // count(calls, number): where calls of this kind are counted.
     using Count = uint64_t& (*)(Calls& calls, uint64_t number);
     // begins_call: whether the launch is the first of a dispatch or combine.
-    // The phases one after the other, as long as all goes well.
+    // The phases one after the other: on each rank as long as all goes well there.
     void run(Count count, bool begins_call, std::vector<Tasks> phases,
              const std::function<bool()>& interrupted);
     void run_roles(Tasks tasks_of_rank, const std::function<bool()>& interrupted);
