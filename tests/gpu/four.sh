@@ -28,19 +28,22 @@ step() {
     fi
 }
 
-tests() { echo "$PYTHON" -m pytest -c /dev/null --rootdir . -p no:cacheprovider -q --durations=5 "$@"; }
+"$PYTHON" -c 'import xdist' 2> /dev/null && workers='-n 8' || workers=''
+tests() { echo "$PYTHON" -m pytest -c /dev/null --rootdir . -p no:cacheprovider -q --durations=5 "$workers" "$@"; }
 
 gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
 [ "${gpus:-0}" -ge 4 ] || { echo "$PYTHON finds ${gpus:-no torch and no} GPUs, not 4" && exit 2; }
 "$PYTHON" setup.py build_ext --inplace > "$OUT/build.log" 2>&1 || { tail "$OUT/build.log" && exit 1; }
 step fabrics 240 $(tests tests/gpu/test_gpu_fabrics.py)
-step low_latency 90 $(tests tests/gpu/test_gpu_low_latency_processes.py)
+step low_latency 120 $(tests tests/gpu/test_gpu_low_latency*.py)
 step processes 90 $(tests tests/gpu/test_gpu_processes.py)
+step one_gpu 120 $(tests tests/gpu/test_gpu_{transfer,launch,float8,overlap}.py)
 [ -n "${PEERS:-}" ] && step peers 420 "$PEERS/run_peers.sh"
 step bench 90 "$PYTHON" -m megatron_ep.bench.gpus --json "$OUT/gpus.json"
 step low_latency_bench 60 "$PYTHON" -m megatron_ep.bench.low_latency --json "$OUT/low_latency.json"
 if [ -n "${MEGATRON_LM:-}" ]; then
-    step stalled 90 $(tests tests/gpu/test_gpu_train.py -k "stalled or killed")
+    step train 240 $(tests tests/gpu/test_gpu_train.py)
+    step layer_graph 120 $(tests tests/gpu/test_gpu_layer_graph.py)
     step slice 470 env BUDGET=460 "$PYTHON" tests/gpu/train_slice.py
     step timeline 400 "$PYTHON" tests/gpu/timeline.py
 fi
