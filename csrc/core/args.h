@@ -92,4 +92,7 @@ struct CombineArgs : TransferArgs {
     char* sums = nullptr;
 };
 
+EP_HD bool has_local_pass(const DispatchArgs& args) { return args.has_local_pass; }
+EP_HD bool has_local_pass(const CombineArgs& args) { return args.sums != nullptr; }
+
 }  // namespace ep

@@ -203,6 +203,18 @@ EP_FN void clear_places(W& warp, const RowFormat& format, const Places<W>& place
     });
 }
 
+// Each is read once.
+template <WarpLike W>
+EP_FN void write_places(W& warp, const RowFormat& format, const Places<W>& places, const char* row,
+                        const char* scales) {
+    warp.template multicast<Reuse::Late>(places.row, places.written, row, format.payload_bytes);
+    if (format.scale_bytes) {
+        warp.template multicast<Reuse::Late>(places.scales, places.written, scales,
+                                             format.scale_bytes);
+    }
+    clear_places(warp, format, places);
+}
+
 // Own tokens for ranks of this node: straight into their NVLink rings, and those for this rank to
 // their places, unless the local pass does that.
 template <WarpLike W, FabricLike<W> F>
@@ -347,13 +359,7 @@ EP_FN void receiver(W& warp, F& fabric, const DispatchArgs& args, int channel, i
             read_header(warp, format, slot, header);
             if (!belongs_to_call(warp, rings, slot, turn.rank)) return false;
             take_places(warp, args, header, turn.rank, turn.first + i, args.has_local_pass, places);
-            warp.template multicast<Reuse::Late>(places.row, places.written,
-                                                 slot + format.payload(), format.payload_bytes);
-            if (format.scale_bytes) {
-                warp.template multicast<Reuse::Late>(places.scales, places.written,
-                                                     slot + format.scales(), format.scale_bytes);
-            }
-            clear_places(warp, format, places);
+            write_places(warp, format, places, slot + format.payload(), slot + format.scales());
         }
         const uint64_t next = turn.position + turn.rows;
         InCursor& in = rings.nvl_in(turn.node, turn.peer);

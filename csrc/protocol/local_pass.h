@@ -29,13 +29,7 @@ EP_FN void place_own_rows(W& warp, const DispatchArgs& args, int channel) {
         const char* x = args.x + row * format.payload_bytes;
         warp.template stage<Reuse::Late>(x, format.payload_bytes);
         take_places(warp, args, header, args.rank, received++, false, places);
-        warp.template multicast<Reuse::Late>(places.row, places.written, x, format.payload_bytes);
-        if (format.scale_bytes) {
-            warp.template multicast<Reuse::Late>(places.scales, places.written,
-                                                 args.scales + row * format.scale_bytes,
-                                                 format.scale_bytes);
-        }
-        clear_places(warp, format, places);
+        write_places(warp, format, places, x, args.scales + row * format.scale_bytes);
         return true;
     });
 }

@@ -262,13 +262,11 @@ class Grid {
         return joint;
     }
 
-    template <class L, class J>
-    L local_joint(const J& joint) {
-        L local{};
-        local.blocks_per_rank = case_.pick(1, 2);
-        std::copy(std::begin(joint.args), std::end(joint.args), local.args);
-        std::copy(std::begin(joint.ranks), std::end(joint.ranks), local.ranks);
-        return local;
+    // A launch of the local pass.
+    template <class J>
+    void launch_spread(void (*kernel)(J), J joint) {
+        joint.blocks_per_rank = case_.pick(1, 2);
+        launch(kernel, joint);
     }
 
     template <class J>
@@ -334,10 +332,8 @@ class Grid {
 template <bool kWeighted>
 void combine_on(Grid& grid, const Combine& joint, DType dtype) {
     with_type(dtype, [&]<class T>() {
-        using LocalCombine = LocalJoint<CombineArgs, kMostRanks>;
-        grid.launch(kernels::local_pass_of_combine_kernel<T, kWeighted, LocalCombine>,
-                    grid.local_joint<LocalCombine>(joint));
-        grid.launch(kernels::own_sums_kernel<T, kWeighted, Combine>, joint);
+        grid.launch_spread(kernels::local_pass_of_combine_kernel<T, kWeighted, Combine>, joint);
+        grid.launch_spread(kernels::own_sums_kernel<T, kWeighted, Combine>, joint);
         grid.launch(kernels::combine_kernel<T, kWeighted, Combine>, joint);
     });
 }
@@ -439,11 +435,8 @@ void run_case(uint64_t seed) {
             grid.joint<Dispatch>(dispatch[1], dispatch_roles.warps() * c.heap.channels);
         dispatch_joint.roles = dispatch_roles;
         grid.launch(kernels::dispatch_kernel<Dispatch>, dispatch_joint);
-        using LocalDispatch = LocalJoint<DispatchArgs, kMostRanks>;
-        grid.launch(kernels::own_rows_kernel<LocalDispatch>,
-                    grid.local_joint<LocalDispatch>(dispatch_joint));
-        grid.launch(kernels::local_pass_of_dispatch_kernel<LocalDispatch>,
-                    grid.local_joint<LocalDispatch>(dispatch_joint));
+        grid.launch_spread(kernels::own_rows_kernel<Dispatch>, dispatch_joint);
+        grid.launch_spread(kernels::local_pass_of_dispatch_kernel<Dispatch>, dispatch_joint);
         grid.finish(dispatch[1]);
         group.combine<HostWarp>(combine[0], c.dtype);
         const auto combine_roles = grid.roles<CombineRoles>();

@@ -40,16 +40,10 @@ void launch(void (*kernel)(J), const J& joint, size_t ranks, CudaStream stream,
     check_cuda(cudaLaunchKernelEx(&config, kernel, joint), "kernel launch");
 }
 
-// Such blocks have nobody to wait for: they run wherever there is room.
-template <int kRanks, class Args>
-LocalJoint<Args, kRanks> local_joint(const Args* args, const DeviceRank* ranks, size_t count,
-                                     int sms) {
-    LocalJoint<Args, kRanks> joint{};
-    joint.blocks_per_rank = std::max<int>(1, sms / static_cast<int>(count));
-    for (size_t i = 0; i < count; ++i) {
-        joint.args[i] = args[i];
-        joint.ranks[i] = ranks[i];
-    }
+// The same launch on so many SMs in all: blocks that wait for nobody run wherever there is room.
+template <class J>
+J spread(J joint, size_t ranks, int sms) {
+    joint.blocks_per_rank = std::max<int>(1, sms / static_cast<int>(ranks));
     return joint;
 }
 
@@ -229,19 +223,15 @@ void CudaGroup<P>::dispatch(const std::vector<DispatchArgs>& args, CudaStream st
     for_local_ranks([&]<int kRanks>() {
         using J = DispatchJoint<P, kRanks>;
         const J all = joint_of_roles<J>(args);
-        const bool has_local_pass = std::any_of(
-            args.begin(), args.end(), [](const DispatchArgs& a) { return a.has_local_pass; });
-        if (!has_local_pass) return launch(kernels::dispatch_kernel<J>, all, args.size(), stream);
-        using L = LocalJoint<DispatchArgs, kRanks>;
-        auto local = [&](int sms) {
-            return local_joint<kRanks>(all.args, all.ranks, args.size(), sms);
-        };
-        const CudaStream side = beside_.fork(stream);
-        launch(kernels::own_rows_kernel<L>, local(beside_.sms), args.size(), side, false);
-        launch(kernels::dispatch_kernel<J>, all, args.size(), stream);
+        const size_t ranks = args.size();
+        if (std::none_of(args.begin(), args.end(), [](const auto& a) { return has_local_pass(a); }))
+            return launch(kernels::dispatch_kernel<J>, all, ranks, stream);
+        launch(kernels::own_rows_kernel<J>, spread(all, ranks, beside_.sms), ranks,
+               beside_.fork(stream), false);
+        launch(kernels::dispatch_kernel<J>, all, ranks, stream);
         beside_.join(stream);
-        launch(kernels::local_pass_of_dispatch_kernel<L>, local(beside_.all_sms), args.size(),
-               stream, false);
+        launch(kernels::local_pass_of_dispatch_kernel<J>, spread(all, ranks, beside_.all_sms),
+               ranks, stream, false);
     });
     finish(outputs_of(args), stream, true);
 }

@@ -46,14 +46,6 @@ using DispatchJoint = Joint<P, DispatchArgs, kRanks, DispatchRoles>;
 template <class P, int kRanks>
 using CombineJoint = Joint<P, CombineArgs, kRanks, CombineRoles>;
 
-// A launch that concerns each rank alone: see local_pass.h.
-template <class Args, int kRanks>
-struct LocalJoint {
-    int blocks_per_rank;
-    Args args[kRanks];
-    DeviceRank ranks[kRanks];
-};
-
 // What comes behind a dispatch or combine of all ranks of this process.
 template <int kRanks>
 struct FinishJoint {

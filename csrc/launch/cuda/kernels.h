@@ -187,67 +187,67 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     const DeviceRank& rank = joint.ranks[place.index];
     BulkBuffers& buffers = bulk_buffers();
     run_dispatch_role(rank, buffers, fabric, args, joint.roles, number / warps, number % warps);
-    if (args.has_local_pass) return;
+    if (has_local_pass(args)) return;
     DeviceWarp warp(rank, args.call, Role::Launch, 0, buffers);
     clear_unfilled(warp, args, number, warps * args.layout.channels);
 }
 
-// Whether a rank's part of the exchange has gone well, or may begin, as far as it knows.
-template <class Args>
-__device__ __forceinline__ bool is_sound(const DeviceRank& rank, const Args& args) {
-    return args.layout.totals().epoch && !is_aborted(rank);
+// work(warp, args, place), unless an earlier launch of the call has failed as far as a rank knows.
+template <class J, class Work>
+__device__ __forceinline__ void run_local_pass(const J& joint, Work&& work) {
+    const Place<J> place(joint);
+    const auto& args = joint.args[place.index];
+    const DeviceRank& rank = joint.ranks[place.index];
+    if (!has_local_pass(args) || !args.layout.totals().epoch || is_aborted(rank)) return;
+    DeviceWarp warp(rank, args.call, Role::Launch, 0, bulk_buffers());
+    work(warp, args, place);
 }
 
-// Beside the exchange: a warp a channel, of as many blocks as there are.
+// f(channel) for those of a warp: few warps take many SMs.
+template <class J, class F>
+__device__ __forceinline__ void for_channels(const Place<J>& place, const J& joint, int channels,
+                                             F&& f) {
+    for (int channel = place.block + warp_of_block() * joint.blocks_per_rank; channel < channels;
+         channel += place.warps)
+        f(channel);
+}
+
+// Beside the exchange.
 template <class J>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     own_rows_kernel(const __grid_constant__ J joint) {
-    const Place<J> place(joint);
-    const DispatchArgs& args = joint.args[place.index];
-    const DeviceRank& rank = joint.ranks[place.index];
-    if (!args.has_local_pass || !is_sound(rank, args)) return;
-    DeviceWarp warp(rank, args.call, Role::Launch, 0, bulk_buffers());
-    for (int channel = place.block + warp_of_block() * joint.blocks_per_rank;
-         channel < args.layout.channels; channel += place.warps)
-        place_own_rows(warp, args, channel);
+    run_local_pass(joint, [&](auto& warp, const auto& args, const auto& place) {
+        for_channels(place, joint, args.layout.channels,
+                     [&](int channel) { place_own_rows(warp, args, channel); });
+    });
 }
 
 template <class J>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     local_pass_of_dispatch_kernel(const __grid_constant__ J joint) {
-    const Place<J> place(joint);
-    const DispatchArgs& args = joint.args[place.index];
-    const DeviceRank& rank = joint.ranks[place.index];
-    if (!args.has_local_pass || !is_sound(rank, args)) return;
-    DeviceWarp warp(rank, args.call, Role::Launch, 0, bulk_buffers());
-    copy_to_other_places(warp, args, place.warp, place.warps);
-    clear_unfilled(warp, args, place.warp, place.warps);
+    run_local_pass(joint, [](auto& warp, const auto& args, const auto& place) {
+        copy_to_other_places(warp, args, place.warp, place.warps);
+        clear_unfilled(warp, args, place.warp, place.warps);
+    });
 }
 
 template <class T, bool kWeighted, class J>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     local_pass_of_combine_kernel(const __grid_constant__ J joint) {
-    const Place<J> place(joint);
-    const CombineArgs& args = joint.args[place.index];
-    const DeviceRank& rank = joint.ranks[place.index];
-    if (!args.sums || !is_sound(rank, args)) return;
-    DeviceWarp warp(rank, args.call, Role::Launch, 0, bulk_buffers());
-    sum_places<T, kWeighted>(warp, args, place.warp, place.warps);
+    run_local_pass(joint, [](auto& warp, const auto& args, const auto& place) {
+        sum_places<T, kWeighted>(warp, args, place.warp, place.warps);
+    });
 }
 
-// Beside the exchange, which waits for it: a warp a channel, of as many blocks as there are.
+// Beside the exchange, which waits for it.
 template <class T, bool kWeighted, class J>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     own_sums_kernel(const __grid_constant__ J joint) {
-    const Place<J> place(joint);
-    const CombineArgs& args = joint.args[place.index];
-    const DeviceRank& rank = joint.ranks[place.index];
-    if (!args.sums || !is_sound(rank, args)) return;
-    typename J::Fabric fabric(joint.fabric, args.rank);
-    DeviceWarp warp(rank, args.call, Role::Launch, 0, bulk_buffers());
-    for (int channel = place.block + warp_of_block() * joint.blocks_per_rank;
-         channel < args.layout.channels; channel += place.warps)
-        sum_own_rows<T, kWeighted>(warp, fabric, args, channel);
+    run_local_pass(joint, [&](auto& warp, const auto& args, const auto& place) {
+        typename J::Fabric fabric(joint.fabric, args.rank);
+        for_channels(place, joint, args.layout.channels,
+                     [&](int channel) { sum_own_rows<T, kWeighted>(warp, fabric, args, channel); });
+    });
 }
 
 template <class T, bool kWeighted, class F>
