@@ -137,6 +137,7 @@ class LowLatency(MaskedRanks):
         *,
         layout: str = "masked",
         expert_alignment: int = 1,
+        expert_capacity: int | None = None,
         max_recv_tokens: int | None = None,
         fp8: str | None = None,
         scales: Tensors | None = None,
@@ -154,6 +155,8 @@ class LowLatency(MaskedRanks):
         topk_weights: [T, K], float32 or float64: arrives with the rows as `probs`. Gets a gradient.
         layout: "masked": each expert has W * max_tokens rows, for a masked GEMM. "grouped": one expert's rows follow
             the other's, for a contiguous grouped GEMM.
+        expert_capacity: masked: gives each expert this many rows instead; more than fit are left out and reported in
+            `overflow`. W times the most tokens of a rank are enough.
         expert_alignment: grouped: pads each expert's rows to a multiple of this.
         max_recv_tokens: grouped: R. None: as many rows as may come, W * max_tokens * min(K, L), and their padding.
         fp8: bfloat16 x becomes float8_e4m3fn on the way: each 128 elements of a row get a scale, their largest |x| /
@@ -195,7 +198,7 @@ class LowLatency(MaskedRanks):
             self._check_row("x", xs[0], float8)
             _check_weights("topk_weights", weights, [(tokens, topk) for tokens in num_tokens], WEIGHT_DTYPES)
             counters = self._counters(recv_rows=recv_rows, recv_wait_ns=recv_wait_ns)
-            rows = self._rows(layout, topk, expert_alignment, max_recv_tokens)
+            rows = self._rows(layout, topk, expert_alignment, expert_capacity, max_recv_tokens)
             if group.device.type == "cpu":
                 self._check_id_values(ids)
             parts = [self._calls.new_part(topk, tokens, rows) for tokens in num_tokens]
@@ -308,7 +311,14 @@ class LowLatency(MaskedRanks):
                 "LowLatency's hidden and dtype"
             )
 
-    def _rows(self, layout: str, topk: int, expert_alignment: int, max_recv_tokens: int | None) -> int:
+    def _rows(
+        self,
+        layout: str,
+        topk: int,
+        expert_alignment: int,
+        expert_capacity: int | None,
+        max_recv_tokens: int | None,
+    ) -> int:
         world, local_experts = self.buffer.topology.world_size, self.buffer.num_local_experts
         require_int("expert_alignment", expert_alignment, 1, MOST_PADDED_ROWS // local_experts)
         if layout == "masked":
@@ -317,7 +327,12 @@ class LowLatency(MaskedRanks):
                     f"expert_alignment is {expert_alignment} and max_recv_tokens {max_recv_tokens}, must be left out "
                     "with layout 'masked'"
                 )
-            return local_experts * world * self.max_tokens
+            if expert_capacity is None:
+                return local_experts * world * self.max_tokens
+            require_int("expert_capacity", expert_capacity, 1, MOST_PADDED_ROWS // local_experts)
+            return local_experts * expert_capacity
+        if expert_capacity is not None:
+            raise ValueError(f"expert_capacity is {expert_capacity}, must be left out with layout 'grouped'")
         if max_recv_tokens is not None:
             require_int("max_recv_tokens", max_recv_tokens, 1, MOST_ROWS)
             return max_recv_tokens

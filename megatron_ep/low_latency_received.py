@@ -17,17 +17,18 @@ class LowLatencyReceived:
     """What a low-latency dispatch returns: tensors, or lists of them with a LocalCluster. All of them are on the
     buffer's device, and good once the call has been received.
 
-    x: [L, W * max_tokens, H] (layout "masked") or [R, H] ("grouped"), the dtype of what was dispatched, float8_e4m3fn
-        with `fp8`; the rows of a local expert lie together, in the order of (source rank, token). Rows without a token
-        hold anything, or zeros if what was dispatched needs a gradient.
+    x: [L, W * max_tokens, H], or with expert_capacity that many rows for each expert (layout "masked"), or [R, H]
+        ("grouped"), the dtype of what was dispatched, float8_e4m3fn with `fp8`; the rows of a local expert lie
+        together, in the order of (source rank, token). Rows without a token hold anything, or zeros if what was
+        dispatched needs a gradient.
     scales: of float8 rows, else None: the shape of x with ceil(H / 128) in place of H, float32 or float8_e8m0fnu.
         Column-major float8_e8m0fnu are int32 with H / 512 in its place, four scales each, the first in the low byte.
     straight_through: if bfloat16 x became float8 and needs a gradient, else None: the shape of x, bfloat16. Takes no
         memory and must not be read; the gradient of the rows is what it gets, as from `float8.dequantize`.
-    probs: [L, W * max_tokens] or [R], the weight of each row; None when no weights were given.
+    probs: x's shape without H, the weight of each row; None when no weights were given.
     tokens_per_expert: int32 [L], rows of each local expert, without padding.
     expert_starts: int32 [L + 1], where each expert's rows begin, counted in rows of x; the last: where they end.
-    overflow: int32 [1], not 0 when rows did not fit into max_recv_tokens; those rows are missing.
+    overflow: int32 [1], not 0 when rows did not fit into expert_capacity or max_recv_tokens; those rows are missing.
     handle: for combine.
     """
 

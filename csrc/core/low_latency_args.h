@@ -118,7 +118,7 @@ struct LowLatencyDispatchArgs : LowLatencyArgs {
     const void* topk_idx;  // [T, K], int32 or int64
     int index_bytes;       // 4 or 8
     int expert_alignment;  // rows of an expert are padded to a multiple of this
-    int64_t expert_rows;   // > 0: every expert's rows begin at a multiple of this
+    int64_t expert_rows;   // > 0: every expert has so many, begins at a multiple of this
     const char* x;         // [T, payload_bytes], or bf16 that becomes fp8 on the way
     const char* scales;    // [T, scale_bytes]
     const char* weights;   // [T, K, weight_bytes]

@@ -150,10 +150,10 @@ EP_FN bool receive_token(W& warp, const Choices<F>& choices, const Team& team, i
             reinterpret_cast<const int32_t*>(slot + format.experts())[lane] - first_expert;
         position[lane] = LowLatencyArgs::kElsewhere;
         if (expert >= 0 && expert < choices.local_experts) {
-            const int64_t place =
-                starts[expert] + static_cast<int64_t>(choices.rows_before(source, token, expert));
-            position[lane] =
-                place < args.max_rows ? static_cast<int>(place) : LowLatencyArgs::kOverflowed;
+            const int64_t before = choices.rows_before(source, token, expert);
+            const int64_t place = starts[expert] + before;
+            const bool fits = args.expert_rows ? before < args.expert_rows : place < args.max_rows;
+            position[lane] = fits ? static_cast<int>(place) : LowLatencyArgs::kOverflowed;
         }
         args.layout.positions(source, token)[lane] = position[lane];
         if (position[lane] < 0) return;

@@ -80,6 +80,39 @@ def test_max_recv_tokens(seed, share):
 
 
 @pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0, 1.3])
+def test_expert_capacity(seed, share):
+    """Each expert has its rows; more than those are left out of the dispatch, and count as zeros in the combine."""
+    case = LowLatencyCase(2000 + seed)
+    case.masked, case.layout, case.alignment = True, "masked", 1
+    ids, weights, x = case.new_round()
+    expected, probs, counts = reference.dispatch(x, ids, weights, case.num_experts)
+    capacity = max(1, int(share * max(int(count.max()) for count in counts)))
+    with case.cluster() as cluster:
+        low_latency = case.low_latency(cluster)
+        received = low_latency.dispatch(x, ids, weights, expert_capacity=capacity)
+        for rank in range(case.world):
+            assert received.x[rank].shape[1] == received.probs[rank].shape[1] == capacity
+            assert received.tokens_per_expert[rank].tolist() == counts[rank].tolist()
+            assert bool(received.overflow[rank]) == bool((counts[rank] > capacity).any())
+            at = reference.places(ids, rank, case.num_experts)
+            for expert, (first, token, _) in enumerate(at):
+                end = min(capacity, len(token))
+                assert torch.equal(received.x[rank][expert, :end], expected[rank][first : first + end])
+                assert torch.equal(received.probs[rank][expert, :end], probs[rank][first : first + end])
+        rows = [case.reals([len(part)])[0] for part in expected]
+        out = [torch.full_like(part, torch.nan) for part in received.x]
+        for rank in range(case.world):
+            for expert, (first, token, _) in enumerate(reference.places(ids, rank, case.num_experts)):
+                end = min(capacity, len(token))
+                out[rank][expert, :end] = rows[rank][first : first + end]
+                rows[rank][first + end : first + len(token)] = 0
+        for sum_at in ("token", "expert"):
+            y = low_latency.combine(out, received.handle, sum_at=sum_at)
+            assert_all_equal(y, reference.low_latency_combine(rows, ids, case.num_experts, sum_at=sum_at))
+
+
+@pytest.mark.parametrize("seed", range(10))
 def test_shapes_change_from_call_to_call(seed):
     """Smaller rows and fewer experts in the same memory, and calls of the normal mode in between."""
     case = LowLatencyCase(2000 + seed)
@@ -237,6 +270,8 @@ def test_mistakes_are_named():
         ((x, ids), {"expert_alignment": 2}, "must be left out with layout 'masked'"),
         ((x, ids), {"layout": "grouped", "expert_alignment": 0}, "expert_alignment is 0"),
         ((x, ids), {"layout": "grouped", "max_recv_tokens": 0}, "max_recv_tokens is 0"),
+        ((x, ids), {"expert_capacity": 0}, "expert_capacity is 0"),
+        ((x, ids), {"layout": "grouped", "expert_capacity": 4}, "expert_capacity is 4, must be left out with layout"),
         ((x, ids, [torch.ones(3, 1), torch.ones(2, 1)]), {}, r"topk_weights has shape \(3, 1\), must be \(3, 2\)"),
         (([t.int() for t in x], ids), {}, "x is torch.int32"),
         (
