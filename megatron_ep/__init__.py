@@ -67,6 +67,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "reference":
         return importlib.import_module("megatron_ep.reference")
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"megatron_ep.{_HOMES[name]}"), name)
-    raise AttributeError(f"module 'megatron_ep' has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'megatron_ep' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"megatron_ep.{_HOMES[name]}"), name)
+    return value

@@ -5,13 +5,58 @@ Tensors come one after the other: the rows of each rank of this process, then th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd import Function
 
-from megatron_ep import float8
+from megatron_ep import float8, transfers
 from megatron_ep.handle import Handle
+
+
+def _need_gradient(tensors: Sequence[torch.Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def dispatch(
+    handle: Handle, num_ranks: int, scales: list[torch.Tensor] | None, clears_end: bool, *tensors: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """As `Dispatch`, which takes torch longer and is for gradients."""
+    if _need_gradient(tensors):
+        return Dispatch.apply(handle, num_ranks, scales, clears_end, *tensors)
+    return _dispatch(handle, num_ranks, scales, clears_end, *tensors)
+
+
+def combine(handle: Handle, num_ranks: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """As `Combine`."""
+    return (Combine.apply if _need_gradient(tensors) else _combine)(handle, num_ranks, *tensors)
+
+
+def weighted_combine(handle: Handle, num_ranks: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """As `WeightedCombine`."""
+    return (WeightedCombine.apply if _need_gradient(tensors) else _weighted_combine)(handle, num_ranks, *tensors)
+
+
+def _dispatch(
+    handle: Handle, num_ranks: int, scales: list[torch.Tensor] | None, clears_end: bool, *tensors: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    x, weights = tensors[:num_ranks], tensors[num_ranks:]
+    with handle.buffer.abort_peers_on_error():
+        out, out_scales, out_weights = transfers.dispatch(handle, x, scales, weights or None, clears_end=clears_end)
+    return (*out, *(out_weights or ()), *(out_scales or ()))
+
+
+def _combine(handle: Handle, num_ranks: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    with handle.buffer.abort_peers_on_error():
+        out, out_weights = transfers.combine(handle, tensors[:num_ranks], tensors[num_ranks:] or None)
+    return (*out, *(out_weights or ()))
+
+
+def _weighted_combine(handle: Handle, num_ranks: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    with handle.buffer.abort_peers_on_error():
+        out, _ = transfers.combine(handle, tensors[:num_ranks], None, tensors[num_ranks:])
+    return tuple(out)
 
 
 class Dispatch(Function):
@@ -24,17 +69,13 @@ class Dispatch(Function):
         clears_end: bool,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        x, weights = tensors[:num_ranks], tensors[num_ranks:]
-        ctx.handle, ctx.num_ranks, ctx.is_float8 = handle, num_ranks, x[0].dtype == torch.float8_e4m3fn
-        with handle.buffer.abort_peers_on_error():
-            out, out_scales, out_weights = handle.buffer.dispatch(
-                handle.topk, handle.ranks, x, scales, weights or None, clears_end=clears_end
-            )
+        ctx.handle, ctx.num_ranks, ctx.is_float8 = handle, num_ranks, tensors[0].dtype == torch.float8_e4m3fn
+        out = _dispatch(handle, num_ranks, scales, clears_end, *tensors)
         if ctx.is_float8:
-            ctx.mark_non_differentiable(*out)
-        if out_scales:
-            ctx.mark_non_differentiable(*out_scales)
-        return (*out, *(out_weights or ()), *(out_scales or ()))
+            ctx.mark_non_differentiable(*out[:num_ranks])
+        if scales:
+            ctx.mark_non_differentiable(*out[-num_ranks:])
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -44,7 +85,7 @@ class Dispatch(Function):
         with ctx.handle.buffer.abort_peers_on_error():
             if ctx.is_float8:  # no gradient to x: only the weights' travel
                 grads = (*(grad.new_empty(grad.shape[0], 0, dtype=torch.float32) for grad in grads[:n]), *grads[n:])
-            back = Combine.apply(ctx.handle, n, *(grad.contiguous() for grad in grads))
+            back = combine(ctx.handle, n, *(grad.contiguous() for grad in grads))
         return (None, None, None, None, *(None if ctx.is_float8 and i < n else grad for i, grad in enumerate(back)))
 
 
@@ -63,8 +104,8 @@ class Float8Dispatch(Function):
         x, values, weights = tensors[:num_ranks], tensors[num_ranks : 2 * num_ranks], tensors[2 * num_ranks :]
         ctx.handle, ctx.num_ranks = handle, num_ranks
         with handle.buffer.abort_peers_on_error():
-            out, out_scales, out_weights = handle.buffer.dispatch(
-                handle.topk, handle.ranks, values, scales, weights or None, clears_end=clears_end
+            out, out_scales, out_weights = transfers.dispatch(
+                handle, values, scales, weights or None, clears_end=clears_end
             )
             assert out_scales is not None
             rows = [float8.dequantize(*parts, x[0].dtype) for parts in zip(out, out_scales, strict=True)]
@@ -74,7 +115,7 @@ class Float8Dispatch(Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         n = ctx.num_ranks
         with ctx.handle.buffer.abort_peers_on_error():
-            back = Combine.apply(ctx.handle, n, *(grad.contiguous() for grad in grads))
+            back = combine(ctx.handle, n, *(grad.contiguous() for grad in grads))
         return (None, None, None, None, *back[:n], *(None,) * n, *back[n:])
 
 
@@ -82,16 +123,12 @@ class Combine(Function):
     @staticmethod
     def forward(ctx: Any, handle: Handle, num_ranks: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.handle, ctx.num_ranks = handle, num_ranks
-        with handle.buffer.abort_peers_on_error():
-            out, out_weights = handle.buffer.combine(
-                handle.topk, handle.ranks, tensors[:num_ranks], tensors[num_ranks:] or None
-            )
-        return (*out, *(out_weights or ()))
+        return _combine(handle, num_ranks, *tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         with ctx.handle.buffer.abort_peers_on_error():
-            back = Dispatch.apply(ctx.handle, ctx.num_ranks, None, True, *(grad.contiguous() for grad in grads))
+            back = dispatch(ctx.handle, ctx.num_ranks, None, True, *(grad.contiguous() for grad in grads))
         return (None, None, *back)
 
 
@@ -100,9 +137,7 @@ class WeightedCombine(Function):
     def forward(ctx: Any, handle: Handle, num_ranks: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.handle, ctx.num_ranks = handle, num_ranks
         ctx.save_for_backward(*tensors)
-        with handle.buffer.abort_peers_on_error():
-            out, _ = handle.buffer.combine(handle.topk, handle.ranks, tensors[:num_ranks], None, tensors[num_ranks:])
-        return tuple(out)
+        return _weighted_combine(handle, num_ranks, *tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -115,7 +150,7 @@ class WeightedCombine(Function):
             # Ones travel along: they tell the rows of tokens from padding, where x and weights may hold anything. They
             # are NaN, not 0, if the call failed.
             ones = [torch.ones(len(g), handle.topk, device=g.device) for g in grads]
-            back = Dispatch.apply(handle, n, None, True, *(grad.contiguous() for grad in grads), *ones)
+            back = dispatch(handle, n, None, True, *(grad.contiguous() for grad in grads), *ones)
             rows, is_row = back[:n], [one != 0 for one in back[n:]]
             for i in range(n):
                 zero = weights[i].new_zeros(())

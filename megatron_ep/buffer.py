@@ -82,15 +82,15 @@ class LocalCluster(RankGroup):
             sms = cuda.num_sms(config, self.device, len(self.ranks))
             channels = cuda.num_channels(self.topology, config, sms, len(self.ranks))
             # no network to keep busy, and one cache for all rings
-            self._heap = self._make_heap(channels, rdma_ring_bytes=64 << 10)
-            self._backend = connect.local_ranks(self.topology, config, self._heap, self.device, sms)
-            _log_set_up(self, "p2p (one GPU)", self._heap, sms)
+            self.heap = self._make_heap(channels, rdma_ring_bytes=64 << 10)
+            self._backend = connect.local_ranks(self.topology, config, self.heap, self.device, sms)
+            _log_set_up(self, "p2p (one GPU)", self.heap, sms)
             return
-        self._heap = self._make_heap(config.num_channels)
+        self.heap = self._make_heap(config.num_channels)
         self._backend = HostBackend(
-            self._heap,
+            self.heap,
             self.ranks,
-            [_C.Segment.anonymous(self._heap.bytes) for _ in self.ranks],
+            [_C.Segment.anonymous(self.heap.bytes) for _ in self.ranks],
             timeout=config.timeout_seconds,
             threads=threads,
             seed=seed,
@@ -98,11 +98,11 @@ class LocalCluster(RankGroup):
             stalled=stalled or (0, 0),
         )
         network = "" if seed is None else f", a simulated network of seed {seed}"
-        _log_set_up(self, f"memory of this process{network}", self._heap)
+        _log_set_up(self, f"memory of this process{network}", self.heap)
 
     def reset(self) -> None:
         """Makes the buffer usable again after an error: see `Buffer.reset`, but there is nobody to wait for."""
-        self._live_backend().reset()
+        self.live_backend().reset()
         self._is_seen = False
 
     def _when_waits_expire(self) -> str:
@@ -151,21 +151,21 @@ class Buffer(RankGroup):
         self._neighbours = {rank: other.pid for rank, other in enumerate(members) if other.host == own.host}
         if self.device.type == "cuda":
             sms = cuda.num_sms(config, self.device, 1)
-            self._heap = self._make_heap(cuda.num_channels(self.topology, config, sms, 1))
+            self.heap = self._make_heap(cuda.num_channels(self.topology, config, sms, 1))
             backend, fabric = connect.processes(
-                self._meeting, self.topology, config, self._heap, self.device, sms, members
+                self._meeting, self.topology, config, self.heap, self.device, sms, members
             )
             backend.shares_gpu = sum(member.gpu == own.gpu for member in members) > 1
             self._backend = backend
         else:
             sms = None
-            self._heap = self._make_heap(config.num_channels)
-            segments = self.shared_segments(self._heap.bytes)
-            self._backend = HostBackend(self._heap, self.ranks, segments, timeout=config.timeout_seconds)
+            self.heap = self._make_heap(config.num_channels)
+            segments = self.shared_segments(self.heap.bytes)
+            self._backend = HostBackend(self.heap, self.ranks, segments, timeout=config.timeout_seconds)
             fabric = fabrics.Choice("shared memory", "host backend")
         self.fabric = fabric.name
         if self.rank == 0:
-            _log_set_up(self, f"{fabric.name} ({fabric.reason})", self._heap, sms)
+            _log_set_up(self, f"{fabric.name} ({fabric.reason})", self.heap, sms)
 
     def reset(self) -> None:
         """Makes the buffer usable again after an error. Collective: returns when all ranks have called it.
@@ -181,9 +181,9 @@ class Buffer(RankGroup):
         Raises EPError when a rank does not come within a minute or Config.timeout, and RuntimeError when what was sent
         to other machines does not arrive in time.
         """
-        self._live_backend().drain()  # nothing of this rank reaches others after the barrier
+        self.live_backend().drain()  # nothing of this rank reaches others after the barrier
         self._meeting.barrier()
-        self._live_backend().reset()
+        self.live_backend().reset()
         self._is_seen = False
         self._meeting.barrier()
 

@@ -6,17 +6,16 @@ and combine are each other's transpose, so the backward pass of each is the othe
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megatron_ep import autograd, float8
+from megatron_ep import autograd, float8, transfers
 from megatron_ep.buffer import LocalCluster
 from megatron_ep.config import require_int
-from megatron_ep.handle import Handle
+from megatron_ep.handle import CountsToAskFor, Handle
 from megatron_ep.rank_group import COMBINE_DTYPES, PAYLOAD_TYPES, RankGroup
 from megatron_ep.reference import SCALE_BLOCK
 
@@ -93,7 +92,8 @@ def dispatch(
     EPTimeoutError when another rank does not take part, EPOverflowError when max_recv_tokens is too small for the rows
     that only pass through this rank.
     """
-    with _checked_group(buffer, handle) as group:
+    group = _group_of(buffer, handle)
+    with group.abort_peers_on_error():
         group.check_usable()
         _check_owner(buffer, handle)
         xs = _as_list("x", x, group)
@@ -117,15 +117,14 @@ def dispatch(
         _check_payload("x", xs, num_tokens, PAYLOAD_DTYPES)
         _check_weights("topk_weights", weights, [(tokens, topk) for tokens in num_tokens], WEIGHT_DTYPES)
         _check_scales(xs, row_scales)
-        group.format_of(topk, xs[0], row_scales, weights)  # of a combine in the backward pass, too
         values: list[torch.Tensor] = []
         if forward_dtype is not None:
             _check_forward_dtype(forward_dtype, xs[0])
+            transfers.format_of(group, topk, xs[0], None, weights)  # of the combine in the backward pass
             values, row_scales = (list(part) for part in zip(*map(float8.quantize, xs), strict=True))
-            group.format_of(topk, values[0], row_scales, weights)
         if handle is None:
-            ranks = group.notify(ids, expert_alignment, expert_capacity or 0, max_recv_tokens)
-            handle = Handle(group, topk, ranks)
+            request = CountsToAskFor(ids, expert_alignment, expert_capacity or 0, max_recv_tokens)
+            handle = Handle(group, topk, [], request)
     # Behind the `with`: torch ends the recomputation of a checkpoint by an exception out of `apply`.
     n = len(group.ranks)
     needs_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (*xs, *(weights or ())))
@@ -133,7 +132,7 @@ def dispatch(
         tensors = (*xs, *values, *(weights or ()))
         out, row_scales = autograd.Float8Dispatch.apply(handle, n, row_scales, needs_gradient, *tensors), None
     else:
-        out = autograd.Dispatch.apply(handle, n, row_scales, needs_gradient, *xs, *(weights or ()))
+        out = autograd.dispatch(handle, n, row_scales, needs_gradient, *xs, *(weights or ()))
     parts = [list(out[i : i + n]) for i in range(0, len(out), n)]
     one = (lambda items: items) if isinstance(group, LocalCluster) else (lambda items: items[0])
     return Received(
@@ -141,7 +140,7 @@ def dispatch(
         probs=one(parts[1]) if weights is not None else None,
         scales=one(parts[-1]) if row_scales is not None else None,
         tokens_per_expert=one([rank.tokens_per_expert.clone() for rank in handle.ranks]),
-        overflow=one([group.overflow_of(rank) for rank in handle.ranks]),
+        overflow=one(transfers.overflow_of(handle)),
         handle=handle,
     )
 
@@ -167,7 +166,8 @@ def combine(x: Tensors, handle: Handle, weights: Tensors | None = None) -> Any:
     Raises ValueError for a wrong argument before anything is sent; other ranks then get EPAbortError. Raises
     EPTimeoutError when another rank does not take part.
     """
-    with _checked_group(None, handle) as group:
+    group = _group_of(None, handle)
+    with group.abort_peers_on_error():
         group.check_usable()
         xs = _as_list("x", x, group)
         rows = [rank.rows for rank in handle.ranks]
@@ -175,20 +175,18 @@ def combine(x: Tensors, handle: Handle, weights: Tensors | None = None) -> Any:
         row_weights = None if weights is None else _as_list("weights", weights, group)
         allowed = (torch.float64 if xs[0].dtype == torch.float64 else torch.float32,)
         _check_weights("weights", row_weights, [(count,) for count in rows], allowed)
-        group.format_of(handle.topk, xs[0], None, None)
     if row_weights is None:
-        out = autograd.Combine.apply(handle, len(group.ranks), *xs)
+        out = autograd.combine(handle, len(group.ranks), *xs)
     else:
-        out = autograd.WeightedCombine.apply(handle, len(group.ranks), *xs, *row_weights)
+        out = autograd.weighted_combine(handle, len(group.ranks), *xs, *row_weights)
     return list(out) if isinstance(group, LocalCluster) else out[0]
 
 
 # ---- arguments
 
 
-@contextlib.contextmanager
-def _checked_group(buffer: RankGroup | None, handle: Handle | None) -> Iterator[RankGroup]:
-    """The buffer to use. An error inside reaches the buffer's other ranks, who would wait for this one."""
+def _group_of(buffer: RankGroup | None, handle: Handle | None) -> RankGroup:
+    """The buffer to use. If it is not known which one is meant, the other ranks of the one that may be are told."""
     if handle is not None and not isinstance(handle, Handle):
         if isinstance(buffer, RankGroup):
             buffer.refuse()
@@ -200,8 +198,7 @@ def _checked_group(buffer: RankGroup | None, handle: Handle | None) -> Iterator[
     group = buffer if handle is None or buffer is not None else handle.buffer
     if group is None:
         raise ValueError("buffer is None, must be a Buffer or LocalCluster (or pass a handle)")
-    with group.abort_peers_on_error():
-        yield group
+    return group
 
 
 def _check_owner(buffer: RankGroup | None, handle: Handle | None) -> None:

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import torch
 
 from megatron_ep.backends.interface import RankHandle
 from megatron_ep.rank_group import RankGroup
+
+
+@dataclass
+class CountsToAskFor:
+    """Arguments of `megatron_ep.dispatch`. topk_idx: [T, K] a rank; expert_capacity: 0 for none."""
+
+    topk_idx: Sequence[torch.Tensor]
+    expert_alignment: int
+    expert_capacity: int
+    max_recv_tokens: int | None
 
 
 @dataclass(eq=False)
@@ -13,8 +26,10 @@ class Handle:
     """The layout of one dispatch. Belongs to the buffer that made it and is useless once that is closed.
 
     topk: K of the dispatch that made it.
+    ranks: empty until that dispatch has asked for the counts.
     """
 
     buffer: RankGroup
     topk: int
     ranks: list[RankHandle] = field(repr=False)
+    to_ask_for: CountsToAskFor | None = field(default=None, repr=False)

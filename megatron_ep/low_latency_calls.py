@@ -43,7 +43,7 @@ class Pending(Call):
             self._launch(receive=True)
             self.received = True
             self._tensors = ()
-            self._calls.group._raise_if_aborted()
+            self._calls.group.raise_if_aborted()
 
 
 class LowLatencyCalls:
@@ -70,7 +70,7 @@ class LowLatencyCalls:
 
     @property
     def backend(self) -> Backend:
-        return self.group._live_backend()
+        return self.group.live_backend()
 
     def reset(self) -> None:
         for handle in self.handles:
@@ -229,7 +229,7 @@ class LowLatencyCalls:
         self.in_flight[kind].check()
         call = Pending(self, launch, tensors)
         launch(receive=False)
-        self.group._raise_if_aborted()
+        self.group.raise_if_aborted()
         self.in_flight[kind].add(call)
         return call
 

@@ -1,4 +1,4 @@
-"""The ranks of a buffer that live in this process, and the launches on them."""
+"""The ranks of a buffer that live in this process: their life, and what becomes of the launches on them."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from types import TracebackType
 from typing import TypeVar
 
 import torch
 
 from megatron_ep import _C, blame
-from megatron_ep.backends.interface import Backend, RankHandle
+from megatron_ep.backends.interface import Backend
 from megatron_ep.blame import Standing
 from megatron_ep.config import Config, Topology
 from megatron_ep.errors import EPAbortError, EPError, EPOverflowError, EPTimeoutError, describe
 
 Own = TypeVar("Own", bound="RankGroup")
 
-# Rows after which an NVLink ring's flag is published even if nobody waits for it.
-NVL_BATCH = 8
 NVL_RING_BYTES = {"cpu": 256 << 10, "cuda": 64 << 10}
 PAYLOAD_TYPES = {
     torch.bfloat16: 0,
@@ -40,27 +38,30 @@ log = logging.getLogger(__name__)
 HOW_TO_GO_ON = "every rank must call reset() before the buffer is used again"
 
 
-def most_arrivals(max_recv_tokens: int, expert_capacity: int, num_tokens: int, world_size: int) -> int:
-    """Tokens whose places a rank remembers when it does not ask how many arrive; those after them are left out.
+class AbortPeersOnError:
+    """See `RankGroup.abort_peers_on_error`."""
 
-    Without a capacity, so many fill max_recv_tokens rows. With one, most tokens of a busy expert may take no row: then
-    it is all tokens, if no rank has more than this one.
-    """
-    return max_recv_tokens if expert_capacity == 0 else max(max_recv_tokens, world_size * num_tokens)
+    __slots__ = ("_group",)
+
+    def __init__(self, group: RankGroup):
+        self._group = group
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is not None:
+            self._group.abort_peers(error)
 
 
 class RankGroup:
-    """The ranks of a buffer that live in this process, and what can be launched on them.
-
-    Launches take and return lists with one entry per rank of this process. Arguments were checked by
-    `megatron_ep.functional`.
-    """
+    """The ranks of a buffer that live in this process. What is launched on them: `megatron_ep.transfers`."""
 
     topology: Topology
     config: Config
     ranks: list[int]
     device: torch.device
-    _heap: _C.Heap
+    heap: _C.Heap
     _backend: Backend | None = None
     _is_seen = False  # whether somebody was told of the failure since the last reset, if there was one
 
@@ -81,6 +82,14 @@ class RankGroup:
         )
 
     @property
+    def ring_bytes(self) -> dict[str, int]:
+        """Of the rings that a row passes through, by the setting of `Config` that says so."""
+        rings = {"nvl_ring_bytes": self.heap.nvl_ring_bytes}
+        if self.topology.nodes > 1:
+            rings["rdma_ring_bytes"] = self.heap.rdma_ring_bytes
+        return rings
+
+    @property
     def num_local_experts(self) -> int:
         """L, experts per rank."""
         return self.config.num_experts // self.topology.world_size
@@ -88,7 +97,7 @@ class RankGroup:
     @property
     def seconds(self) -> float:
         """Seconds spent inside launches of this buffer so far, waits for other ranks included."""
-        return self._live_backend().seconds
+        return self.live_backend().seconds
 
     def statistics(self) -> dict[str, torch.Tensor]:
         """Whom this process's ranks had to wait for: int64 [ranks of this process, W] on the CPU, nanoseconds.
@@ -101,7 +110,7 @@ class RankGroup:
         the host only time counts in which there was nothing else to do on the thread; on a GPU only waits of about 50
         us or more, from then on. On a GPU these are figures of what has run so far: `synchronize` first.
         """
-        last, total = zip(*self._live_backend().waited(), strict=True)
+        last, total = zip(*self.live_backend().waited(), strict=True)
         return {"wait_ns": torch.tensor(total), "last_wait_ns": torch.tensor(last)}
 
     def close(self) -> None:
@@ -147,7 +156,8 @@ class RankGroup:
             self.report_unseen()
             self._let_go()
 
-    def _live_backend(self) -> Backend:
+    def live_backend(self) -> Backend:
+        """Raises ValueError if closed."""
         if self._backend is None:
             raise ValueError("buffer is closed")
         return self._backend
@@ -156,7 +166,7 @@ class RankGroup:
 
     def check_usable(self) -> None:
         """Raises ValueError if closed, EPAbortError if a launch failed since the last reset, on whatever rank."""
-        aborted = self._live_backend().aborted()
+        aborted = self.live_backend().aborted()
         if aborted is not None and self.device.type == "cuda":
             raise self._failure(*aborted)  # a launch that failed after it was enqueued
         if aborted is not None:
@@ -165,12 +175,12 @@ class RankGroup:
 
     def synchronize(self) -> None:
         """Returns when all launches of this rank are done; on the host they always are. Raises what failed in them."""
-        self._live_backend().synchronize()
-        self._raise_if_aborted()
+        self.live_backend().synchronize()
+        self.raise_if_aborted()
 
     def raise_if_failed(self) -> None:
         """As `megatron_ep.raise_if_failed`, for this buffer alone."""
-        backend = self._live_backend()
+        backend = self.live_backend()
         backend.settle()
         aborted = backend.aborted()
         if aborted is not None:
@@ -208,14 +218,9 @@ class RankGroup:
             return None
         return self._failure(*aborted)
 
-    @contextlib.contextmanager
-    def abort_peers_on_error(self) -> Iterator[None]:
+    def abort_peers_on_error(self) -> AbortPeersOnError:
         """An error inside that only this rank knows of reaches the others too, who would wait for this one."""
-        try:
-            yield
-        except BaseException as error:
-            self.abort_peers(error)
-            raise
+        return AbortPeersOnError(self)
 
     def abort_peers(self, error: BaseException) -> None:
         """Ends the waits of the other ranks for this one, who has met an error; of an EPError they have heard."""
@@ -235,185 +240,6 @@ class RankGroup:
             outcome = "interrupted" if interrupted else "failed" if failed else "bad_input"
             # unless a call had failed before, of which the error may be but a consequence
             self._is_seen |= self._backend.aborted() == (outcome, self.ranks[0])
-
-    def format_of(
-        self, topk: int, x: torch.Tensor, scales: Sequence[torch.Tensor] | None, weights: Sequence[torch.Tensor] | None
-    ) -> _C.RowFormat:
-        """How rows of these tensors travel. Raises ValueError when a ring cannot hold even one."""
-        row = _C.RowFormat(
-            payload_bytes=x.shape[1] * x.element_size(),
-            scale_bytes=scales[0].shape[1] * scales[0].element_size() if scales is not None else 0,
-            weight_bytes=weights[0].element_size() if weights is not None else 0,
-            topk=topk,
-            payload_type=PAYLOAD_TYPES[x.dtype],
-        )
-        rings = {"nvl_ring_bytes": self._heap.nvl_ring_bytes}
-        if self.topology.nodes > 1:
-            rings["rdma_ring_bytes"] = self._heap.rdma_ring_bytes
-        for name, ring_bytes in rings.items():
-            if ring_bytes < row.slot_bytes:
-                given = getattr(self.config, name) or ring_bytes  # that of the heap is rounded up
-                raise ValueError(
-                    f"Config.{name} is {given}, must be at least {row.slot_bytes} for {x.shape[1]} x {x.dtype}"
-                )
-        return row
-
-    def notify(
-        self, topk_idx: Sequence[torch.Tensor], expert_alignment: int, expert_capacity: int, max_recv_tokens: int | None
-    ) -> list[RankHandle]:
-        """Exchanges counts. topk_idx: [T, K] int32 or int64, contiguous.
-
-        With max_recv_tokens the host need not wait for them: tables then have room for the most.
-        """
-        topk, wait = topk_idx[0].shape[1], max_recv_tokens is None
-        backend = self._live_backend()
-        tensors, layouts, counts = [], [], []
-        for idx in topk_idx:
-            size = self._heap.layout_size(idx.shape[0], topk)
-            layouts.append(torch.empty(size, dtype=torch.int32, device=self.device))
-            counts.append(backend.new_counts(self.num_local_experts, wait=wait))
-            t = _C.RankTensors()
-            t.layout, t.num_tokens, t.topk_idx = layouts[-1].data_ptr(), idx.shape[0], idx.data_ptr()
-            t.tokens_per_expert = counts[-1].data_ptr()
-            tensors.append(t)
-        totals = backend.notify(
-            tensors,
-            wait=wait,
-            topk=topk,
-            index_bytes=topk_idx[0].element_size(),
-            expert_alignment=expert_alignment,
-            expert_capacity=expert_capacity,
-        )
-        for rank, idx, total in zip(self.ranks, topk_idx, totals, strict=False):
-            if total.bad_token >= 0:
-                self._refuse_ids(rank, idx, total.bad_token)
-        if wait or totals:
-            self._raise_if_aborted()
-        ranks = []
-        for i, (idx, layout) in enumerate(zip(topk_idx, layouts, strict=True)):
-            num_tokens = idx.shape[0]
-            if max_recv_tokens is None:
-                rows, received, rail = totals[i].expert_rows, totals[i].received_rows, totals[i].rail_rows
-            else:
-                rows = max_recv_tokens
-                received = most_arrivals(max_recv_tokens, expert_capacity, num_tokens, self.topology.world_size)
-                rail = (self.topology.nodes - 1) * max(num_tokens, max_recv_tokens)
-                if totals:
-                    received, rail = min(totals[i].received_rows, received), totals[i].rail_rows
-            ranks.append(
-                RankHandle(
-                    num_tokens=num_tokens,
-                    layout=layout,
-                    rows=rows,
-                    tokens_per_expert=counts[i],
-                    positions=torch.empty(received, topk, dtype=torch.int32, device=self.device),
-                    rail_experts=torch.empty(rail, topk, dtype=torch.int32, device=self.device),
-                    made_on=backend.current_stream(),
-                )
-            )
-        return ranks
-
-    def _refuse_ids(self, rank: int, topk_idx: torch.Tensor, token: int) -> None:
-        if len(self.ranks) == self.topology.world_size:
-            self._live_backend().reset()  # nobody else is waiting
-        where = f" of rank {rank}" if len(self.ranks) > 1 else ""
-        raise ValueError(
-            f"topk_idx{where} is {topk_idx[token].tolist()} at token {token}, must hold distinct ids in "
-            f"[0, {self.config.num_experts}), or -1 for no expert"
-        )
-
-    def _tensors(self, rank: RankHandle) -> _C.RankTensors:
-        # this launch may run on another stream than the one that made the handle
-        tables = (rank.layout, rank.positions, rank.rail_experts)
-        self._live_backend().keep_for_launch(tables, rank.made_on)
-        t = _C.RankTensors()
-        t.layout, t.num_tokens = rank.layout.data_ptr(), rank.num_tokens
-        t.positions, t.rail_experts = rank.positions.data_ptr(), rank.rail_experts.data_ptr()
-        t.max_received, t.max_rail, t.max_rows = rank.positions.shape[0], rank.rail_experts.shape[0], rank.rows
-        return t
-
-    def dispatch(
-        self,
-        topk: int,
-        ranks: Sequence[RankHandle],
-        x: Sequence[torch.Tensor],
-        scales: Sequence[torch.Tensor] | None,
-        weights: Sequence[torch.Tensor] | None,
-        *,
-        clears_end: bool,
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None, list[torch.Tensor] | None]:
-        """x [T, H], scales [T, S], weights [T, K] to [R, H], [R, S], [R], grouped by expert.
-
-        clears_end: whether rows behind the last expert's are zeros, too."""
-        backend = self._live_backend()
-        out, out_scales, out_weights, tensors = [], [], [], []
-        for i, rank in enumerate(ranks):
-            out.append(backend.new_output(rank.rows, x[i].shape[1], x[i].dtype))
-            t = self._tensors(rank)
-            t.x, t.out = x[i].data_ptr(), out[i].data_ptr()
-            t.fills_tables, rank.has_tables = not rank.has_tables, True
-            t.has_local_pass, t.clears_end = self._has_local_pass(rank, topk, x[i]), clears_end
-            if scales is not None:
-                out_scales.append(torch.empty(rank.rows, scales[i].shape[1], dtype=scales[i].dtype, device=self.device))
-                t.scales, t.out_scales = scales[i].data_ptr(), out_scales[i].data_ptr()
-            if weights is not None:
-                out_weights.append(torch.empty(rank.rows, dtype=weights[i].dtype, device=self.device))
-                t.weights, t.out_weights = weights[i].data_ptr(), out_weights[i].data_ptr()
-            tensors.append(t)
-        row = self.format_of(topk, x[0], scales, weights)
-        backend.dispatch(tensors, row, nvl_batch=NVL_BATCH, rdma_chunk=self.config.rdma_chunk_tokens)
-        self._raise_if_aborted()
-        return out, out_scales if scales is not None else None, out_weights if weights is not None else None
-
-    def combine(
-        self,
-        topk: int,
-        ranks: Sequence[RankHandle],
-        x: Sequence[torch.Tensor],
-        weights: Sequence[torch.Tensor] | None,
-        row_weights: Sequence[torch.Tensor] | None = None,
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
-        """x [R, H], weights [R] to the sums [T, H] and the single values [T, K]; row_weights [R] multiply x."""
-        backend = self._live_backend()
-        out, out_weights, sums, tensors = [], [], [], []
-        for i, rank in enumerate(ranks):
-            out.append(backend.new_output(rank.num_tokens, x[i].shape[1], x[i].dtype))
-            t = self._tensors(rank)
-            t.x, t.out = x[i].data_ptr(), out[i].data_ptr()
-            if weights is not None:
-                size = (rank.num_tokens, topk)
-                out_weights.append(torch.empty(size, dtype=weights[i].dtype, device=self.device))
-                t.weights, t.out_weights = weights[i].data_ptr(), out_weights[i].data_ptr()
-            if row_weights is not None:
-                t.row_weights = row_weights[i].data_ptr()
-            if backend.may_wait_beside() and self._has_local_pass(rank, topk, x[i]):
-                known = rank.positions.shape[0] + 1
-                sums.append(torch.empty(known, x[i].shape[1], dtype=x[i].dtype, device=self.device))
-                t.sums = sums[-1].data_ptr()
-            tensors.append(t)
-        row = self.format_of(topk, x[0], None, weights)
-        backend.combine(
-            tensors, row, nvl_batch=NVL_BATCH, rdma_chunk=self.config.rdma_chunk_tokens, dtype=PAYLOAD_TYPES[x[0].dtype]
-        )
-        self._raise_if_aborted()
-        return out, out_weights if weights is not None else None
-
-    def _has_local_pass(self, rank: RankHandle, topk: int, x: torch.Tensor) -> bool:
-        """Whether rows that arrive once and have several places are copied, or summed, there by launches of their own.
-
-        With experts drawn evenly, K of them lie on W * (1 - (1 - 1 / W)^K) ranks.
-        """
-        if self.config.local_pass is not None:
-            return self.config.local_pass
-        world = self.topology.world_size
-        arrivals = world * (1 - (1 - 1 / world) ** topk) / topk  # for each row
-        row_bytes = x.shape[1] * x.element_size()
-        return rank.rows * (1 - arrivals) * row_bytes >= self._live_backend().least_local_bytes
-
-    def overflow_of(self, rank: RankHandle) -> torch.Tensor:
-        """int32 [1], a view: not 0 once rows did not fit."""
-        index = self._heap.overflow_offset
-        return rank.layout[index : index + 1]
 
     # ---- failures
 
@@ -446,7 +272,7 @@ class RankGroup:
         deadline = time.monotonic() + (ANSWER_S if waited and len(self.ranks) < self.topology.world_size else 0.0)
         try:
             while True:
-                standings = self._live_backend().standings()
+                standings = self.live_backend().standings()
                 silent = [s for s in standings if s.inside and not s.incidents and not self._fate_of(s.rank)]
                 if not silent or time.monotonic() > deadline:
                     return standings
@@ -461,8 +287,9 @@ class RankGroup:
     def _when_waits_expire(self) -> str:
         return f"after {self.config.timeout_seconds:g} s"
 
-    def _raise_if_aborted(self) -> None:
-        backend = self._live_backend()
+    def raise_if_aborted(self) -> None:
+        """Raises what is known to have failed. Waits for nothing."""
+        backend = self.live_backend()
         aborted = backend.aborted()
         # A launch that is known to have finished is good, whatever others have met since.
         if aborted is None or backend.finished():
@@ -473,7 +300,7 @@ class RankGroup:
         """What is raised, by those who call this, because a rank gave up."""
         self._is_seen = True
         cause = self._cause(outcome, rank)
-        incidents = self._live_backend().incidents()
+        incidents = self.live_backend().incidents()
         # those that expired before those that were told to stop
         incidents.sort(key=lambda incident: incident["outcome"] == "aborted")
         message = "\n  ".join([cause, *map(describe, incidents), HOW_TO_GO_ON])

@@ -233,6 +233,8 @@ void bind_group(py::module_& m) {
              }),
              py::kw_only(), py::arg("payload_bytes"), py::arg("scale_bytes"),
              py::arg("weight_bytes"), py::arg("topk"), py::arg("payload_type"))
+        .def_readonly("payload_bytes", &RowFormat::payload_bytes)
+        .def_readonly("topk", &RowFormat::topk)
         .def_property_readonly("slot_bytes", &RowFormat::slot_bytes);
 
     py::class_<RankTensors>(m, "RankTensors",

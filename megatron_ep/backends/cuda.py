@@ -127,8 +127,8 @@ class CudaBackend(OfGroup):
         return torch.empty(rows, columns, dtype=dtype, device=self._device)  # torch keeps the memory of a GPU
 
     def keep_for_launch(self, tensors: Sequence[torch.Tensor], made_on: int) -> None:
-        stream = torch.cuda.current_stream(self._device)
-        if stream.cuda_stream != made_on:
+        if self.current_stream() != made_on:
+            stream = torch.cuda.current_stream(self._device)
             for tensor in tensors:
                 tensor.record_stream(stream)
 
@@ -137,7 +137,8 @@ class CudaBackend(OfGroup):
         return not self.shares_gpu and not torch.cuda.is_current_stream_capturing()
 
     def current_stream(self) -> int:
-        return torch.cuda.current_stream(self._device).cuda_stream
+        # what torch.cuda.current_stream is made of: a call asks often
+        return torch._C._cuda_getCurrentRawStream(self._device.index)
 
     def _batch(self, row: _C.RowFormat) -> int:
         """Rows after which a ring's other end hears of them: half a ring, so that both ends can work at once."""
@@ -205,26 +206,28 @@ class CudaBackend(OfGroup):
 
     def launch(self, launch: Callable[[int], T], part: object = None) -> T:
         """part: what the launch uses besides the group."""
-        stream = torch.cuda.current_stream(self._device)
+        stream = self.current_stream()
         if torch.cuda.is_current_stream_capturing():
             self._launches.are_captured = True
             if not self.group.graphs():
                 self._captured_parts.clear()
             if part is not None and part not in self._captured_parts:
                 self._captured_parts.append(part)
-            self.group.note_capture(stream.cuda_stream)
+            self.group.note_capture(stream)
             # a graph orders what it holds itself, and torch synchronizes before it captures
-            return launch(stream.cuda_stream)
+            return launch(stream)
         if not self._busy.acquire(blocking=False):
             raise RuntimeError("the buffer is in use by another thread")
         try:
-            if self._last is not None and self._last != stream:
-                stream.wait_event(self._last.record_event())  # two launches at once would share the rings
-            self._last = stream
+            if self._last is None or self._last.cuda_stream != stream:
+                current = torch.cuda.current_stream(self._device)
+                if self._last is not None:
+                    current.wait_event(self._last.record_event())  # two launches at once would share the rings
+                self._last = current
             if not self._launches.are_recorded:
-                return launch(stream.cuda_stream)
-            with self._watched(), self._launches.record(stream):
-                return launch(stream.cuda_stream)
+                return launch(stream)
+            with self._watched(), self._launches.record(self._last):
+                return launch(stream)
         finally:
             self._busy.release()
 

@@ -21,7 +21,8 @@ class RankHandle:
     rows: int  # R, rows of the expert-grouped tensors, padding included
     tokens_per_expert: torch.Tensor  # int64 [L], padding included
     positions: torch.Tensor  # int32 [received rows, K]
-    rail_experts: torch.Tensor  # int32 [rail rows, K]
+    rail_experts: torch.Tensor  # int32 [rail rows, K]; anything if there are none
+    rail_rows: int
     made_on: int  # the stream, see Backend.current_stream
     has_tables: bool = False  # whether a dispatch that fills the two was launched
 

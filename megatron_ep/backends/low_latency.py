@@ -142,7 +142,7 @@ def connect(
     buffer: Any, max_tokens: int, largest: Any, mask_timeout: float | None
 ) -> tuple[Any, LowLatencyRanks, Masks | None]:
     """The heap, the ranks and the masks of a buffer's low-latency mode. Collective."""
-    backend, topology = buffer._live_backend(), buffer.topology
+    backend, topology = buffer.live_backend(), buffer.topology
     local = len(buffer.ranks) == topology.world_size
     masks = None
     if mask_timeout is not None:

@@ -287,7 +287,7 @@ def run_mistakes_outside_the_tensors(kind):
     options = {"expert_capacity": 2**40} if kind == "number" else {}
     handle = "handle" if kind == "handle" else None
     if kind == "memory" and wrong:
-        buffer._heap = None  # any error inside the library
+        buffer.heap = None  # any error inside the library
     started = time.monotonic()
     with pytest.raises((ValueError, AttributeError) if wrong else ep.EPAbortError):
         if wrong and handle:

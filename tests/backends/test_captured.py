@@ -38,6 +38,7 @@ def capturing():
     stream = mock.Mock(cuda_stream=7)
     with (
         mock.patch("torch.cuda.current_stream", return_value=stream),
+        mock.patch("torch._C._cuda_getCurrentRawStream", return_value=7, create=True),
         mock.patch("torch.cuda.is_current_stream_capturing", return_value=True),
     ):
         yield

@@ -61,7 +61,11 @@ def stream():
         "is_current_stream_capturing": lambda: False,
         "synchronize": lambda device: None,
     }
-    with mock.patch.multiple(torch.cuda, **fakes), mock.patch.object(cuda, "_stuck", []):
+    with (
+        mock.patch.multiple(torch.cuda, **fakes),
+        mock.patch("torch._C._cuda_getCurrentRawStream", lambda index: stream.cuda_stream, create=True),
+        mock.patch.object(cuda, "_stuck", []),
+    ):
         yield stream
 
 

@@ -158,9 +158,9 @@ class LoneRank(ep.LocalCluster):
     def __init__(self, nodes, ranks_per_node):
         super().__init__(nodes, ranks_per_node, config(timeout=1), device="cuda")
         self.ranks = [0]
-        self._memories = [_C.DeviceMemory.create(self.device.index, self._heap.bytes) for _ in range(2)]
+        self._memories = [_C.DeviceMemory.create(self.device.index, self.heap.bytes) for _ in range(2)]
         sms = cuda.num_sms(self.config, self.device, 2)
-        self._backend = connect.p2p(self._heap, [0], self._memories, self.device, sms, self.config)
+        self._backend = connect.p2p(self.heap, [0], self._memories, self.device, sms, self.config)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ class ThreadRank(ep.LocalCluster):
 
     def __init__(self, nodes, ranks_per_node, config, rank, segments, heap, low_latency):
         super().__init__(nodes, ranks_per_node, config)
-        self.ranks, self._heap, self._low_latency = [rank], heap, low_latency
+        self.ranks, self.heap, self._low_latency = [rank], heap, low_latency
         self._backend = HostBackend(heap, [rank], segments, timeout=config.timeout_seconds)
 
     def shared_segments(self, size):
@@ -27,7 +27,7 @@ class ThreadRank(ep.LocalCluster):
 
 def thread_ranks(nodes, ranks_per_node, config):
     """A buffer for each rank."""
-    heap = ep.LocalCluster(nodes, ranks_per_node, config)._heap
+    heap = ep.LocalCluster(nodes, ranks_per_node, config).heap
     world = nodes * ranks_per_node
     segments = [_C.Segment.anonymous(heap.bytes) for _ in range(world)]
     low_latency = {}

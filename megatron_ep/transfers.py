@@ -1,0 +1,218 @@
+"""The launches of the normal mode: counts, dispatch and combine. `megatron_ep.functional` has checked their arguments.
+
+Lists have one entry per rank of this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron_ep import _C
+from megatron_ep.backends.interface import RankHandle
+from megatron_ep.handle import CountsToAskFor, Handle
+from megatron_ep.rank_group import PAYLOAD_TYPES, RankGroup
+
+# Rows after which an NVLink ring's flag is published even if nobody waits for it.
+NVL_BATCH = 8
+
+
+def most_arrivals(max_recv_tokens: int, expert_capacity: int, num_tokens: int, world_size: int) -> int:
+    """Tokens whose places a rank remembers when it does not ask how many arrive; those after them are left out.
+
+    Without a capacity, so many fill max_recv_tokens rows. With one, most tokens of a busy expert may take no row: then
+    it is all tokens, if no rank has more than this one.
+    """
+    return max_recv_tokens if expert_capacity == 0 else max(max_recv_tokens, world_size * num_tokens)
+
+
+def format_of(
+    group: RankGroup,
+    topk: int,
+    x: torch.Tensor,
+    scales: Sequence[torch.Tensor] | None,
+    weights: Sequence[torch.Tensor] | None,
+) -> _C.RowFormat:
+    """How rows of these tensors travel. Raises ValueError when a ring cannot hold even one."""
+    row = _C.RowFormat(
+        payload_bytes=x.shape[1] * x.element_size(),
+        scale_bytes=scales[0].shape[1] * scales[0].element_size() if scales is not None else 0,
+        weight_bytes=weights[0].element_size() if weights is not None else 0,
+        topk=topk,
+        payload_type=PAYLOAD_TYPES[x.dtype],
+    )
+    least_bytes = row.slot_bytes
+    for name, ring_bytes in group.ring_bytes.items():
+        if ring_bytes < least_bytes:
+            given = getattr(group.config, name) or ring_bytes  # that of the heap is rounded up
+            raise ValueError(f"Config.{name} is {given}, must be at least {least_bytes} for {x.shape[1]} x {x.dtype}")
+    return row
+
+
+def dispatch(
+    handle: Handle,
+    x: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor] | None,
+    weights: Sequence[torch.Tensor] | None,
+    *,
+    clears_end: bool,
+) -> tuple[list[torch.Tensor], list[torch.Tensor] | None, list[torch.Tensor] | None]:
+    """x [T, H], scales [T, S], weights [T, K] to [R, H], [R, S], [R], grouped by expert. The first dispatch of a handle
+    asks for its counts.
+
+    clears_end: whether rows behind the last expert's are zeros, too.
+    """
+    group, topk = handle.buffer, handle.topk
+    backend = group.live_backend()
+    # While the host waits for counts the GPU waits for the host: what does not depend on them comes before.
+    row = format_of(group, topk, x[0], scales, weights)
+    tensors = []
+    for i in range(len(x)):
+        t = _C.RankTensors()
+        t.x, t.clears_end = x[i].data_ptr(), clears_end
+        if scales is not None:
+            t.scales = scales[i].data_ptr()
+        if weights is not None:
+            t.weights = weights[i].data_ptr()
+        tensors.append(t)
+    if handle.to_ask_for is not None:
+        handle.ranks = _exchange_counts(group, handle.to_ask_for, tensors)
+        handle.to_ask_for = None
+    else:
+        _take_tables(group, handle.ranks, tensors)
+    out, out_scales, out_weights = [], [], []
+    for i, (rank, t) in enumerate(zip(handle.ranks, tensors, strict=True)):
+        out.append(backend.new_output(rank.rows, x[i].shape[1], x[i].dtype))
+        t.out = out[i].data_ptr()
+        if scales is not None:
+            out_scales.append(torch.empty(rank.rows, scales[i].shape[1], dtype=scales[i].dtype, device=group.device))
+            t.out_scales = out_scales[i].data_ptr()
+        if weights is not None:
+            out_weights.append(torch.empty(rank.rows, dtype=weights[i].dtype, device=group.device))
+            t.out_weights = out_weights[i].data_ptr()
+        t.fills_tables, rank.has_tables = not rank.has_tables, True
+        t.has_local_pass = _has_local_pass(group, rank, row)
+    backend.dispatch(tensors, row, nvl_batch=NVL_BATCH, rdma_chunk=group.config.rdma_chunk_tokens)
+    group.raise_if_aborted()
+    return out, out_scales if scales is not None else None, out_weights if weights is not None else None
+
+
+def combine(
+    handle: Handle,
+    x: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor] | None,
+    row_weights: Sequence[torch.Tensor] | None = None,
+) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
+    """x [R, H], weights [R] to the sums [T, H] and the single values [T, K]; row_weights [R] multiply x."""
+    group, topk = handle.buffer, handle.topk
+    backend = group.live_backend()
+    row = format_of(group, topk, x[0], None, weights)
+    out, out_weights, sums = [], [], []
+    tensors = [_C.RankTensors() for _ in handle.ranks]
+    _take_tables(group, handle.ranks, tensors)
+    for i, (rank, t) in enumerate(zip(handle.ranks, tensors, strict=True)):
+        out.append(backend.new_output(rank.num_tokens, x[i].shape[1], x[i].dtype))
+        t.x, t.out = x[i].data_ptr(), out[i].data_ptr()
+        if weights is not None:
+            size = (rank.num_tokens, topk)
+            out_weights.append(torch.empty(size, dtype=weights[i].dtype, device=group.device))
+            t.weights, t.out_weights = weights[i].data_ptr(), out_weights[i].data_ptr()
+        if row_weights is not None:
+            t.row_weights = row_weights[i].data_ptr()
+        if _has_local_pass(group, rank, row) and backend.may_wait_beside():
+            known = rank.positions.shape[0] + 1
+            sums.append(torch.empty(known, x[i].shape[1], dtype=x[i].dtype, device=group.device))
+            t.sums = sums[-1].data_ptr()
+    backend.combine(
+        tensors,
+        row,
+        nvl_batch=NVL_BATCH,
+        rdma_chunk=group.config.rdma_chunk_tokens,
+        dtype=PAYLOAD_TYPES[x[0].dtype],
+    )
+    group.raise_if_aborted()
+    return out, out_weights if weights is not None else None
+
+
+def overflow_of(handle: Handle) -> list[torch.Tensor]:
+    """int32 [1], views: not 0 once rows did not fit."""
+    return [rank.layout.narrow(0, _C.Heap.overflow_offset, 1) for rank in handle.ranks]
+
+
+def _exchange_counts(group: RankGroup, request: CountsToAskFor, tensors: Sequence[_C.RankTensors]) -> list[RankHandle]:
+    """Fills in where the tables lie that come of it.
+
+    With max_recv_tokens the host need not wait for the counts: tables then have room for the most.
+    """
+    backend, topk_idx, most = group.live_backend(), request.topk_idx, request.max_recv_tokens
+    topk, wait = topk_idx[0].shape[1], most is None
+    layouts, counts = [], []
+    for idx, t in zip(topk_idx, tensors, strict=True):
+        size = group.heap.layout_size(idx.shape[0], topk)
+        layouts.append(torch.empty(size, dtype=torch.int32, device=group.device))
+        counts.append(backend.new_counts(group.num_local_experts, wait=wait))
+        t.layout, t.num_tokens, t.topk_idx = layouts[-1].data_ptr(), idx.shape[0], idx.data_ptr()
+        t.tokens_per_expert = counts[-1].data_ptr()
+    totals = backend.notify(
+        tensors,
+        wait=wait,
+        topk=topk,
+        index_bytes=topk_idx[0].element_size(),
+        expert_alignment=request.expert_alignment,
+        expert_capacity=request.expert_capacity,
+    )
+    for number, idx, total in zip(group.ranks, topk_idx, totals, strict=False):
+        if total.bad_token >= 0:
+            _refuse_ids(group, number, idx, total.bad_token)
+    if wait or totals:
+        group.raise_if_aborted()
+    made_on, ranks = backend.current_stream(), []
+    for i, (idx, t) in enumerate(zip(topk_idx, tensors, strict=True)):
+        num_tokens = idx.shape[0]
+        if most is None:
+            rows, received, rail = totals[i].expert_rows, totals[i].received_rows, totals[i].rail_rows
+        else:
+            rows = most
+            received = most_arrivals(most, request.expert_capacity, num_tokens, group.topology.world_size)
+            rail = (group.topology.nodes - 1) * max(num_tokens, most)
+            if totals:
+                received, rail = min(totals[i].received_rows, received), totals[i].rail_rows
+        positions = torch.empty(received, topk, dtype=torch.int32, device=group.device)
+        rail_experts = torch.empty(rail, topk, dtype=torch.int32, device=group.device) if rail else positions
+        t.positions, t.rail_experts = positions.data_ptr(), rail_experts.data_ptr()
+        t.max_received, t.max_rail, t.max_rows = received, rail, rows
+        ranks.append(RankHandle(num_tokens, layouts[i], rows, counts[i], positions, rail_experts, rail, made_on))
+    return ranks
+
+
+def _take_tables(group: RankGroup, ranks: Sequence[RankHandle], tensors: Sequence[_C.RankTensors]) -> None:
+    backend = group.live_backend()
+    for rank, t in zip(ranks, tensors, strict=True):
+        # this launch may run on another stream than the one that made the handle
+        backend.keep_for_launch((rank.layout, rank.positions, rank.rail_experts), rank.made_on)
+        t.layout, t.num_tokens = rank.layout.data_ptr(), rank.num_tokens
+        t.positions, t.rail_experts = rank.positions.data_ptr(), rank.rail_experts.data_ptr()
+        t.max_received, t.max_rail, t.max_rows = rank.positions.shape[0], rank.rail_rows, rank.rows
+
+
+def _refuse_ids(group: RankGroup, rank: int, topk_idx: torch.Tensor, token: int) -> None:
+    if len(group.ranks) == group.topology.world_size:
+        group.live_backend().reset()  # nobody else is waiting
+    where = f" of rank {rank}" if len(group.ranks) > 1 else ""
+    raise ValueError(
+        f"topk_idx{where} is {topk_idx[token].tolist()} at token {token}, must hold distinct ids in "
+        f"[0, {group.config.num_experts}), or -1 for no expert"
+    )
+
+
+def _has_local_pass(group: RankGroup, rank: RankHandle, row: _C.RowFormat) -> bool:
+    """Whether rows that arrive once and have several places are copied, or summed, there by launches of their own.
+
+    With experts drawn evenly, K of them lie on W * (1 - (1 - 1 / W)^K) ranks.
+    """
+    if group.config.local_pass is not None:
+        return group.config.local_pass
+    world, topk = group.topology.world_size, row.topk
+    arrivals = world * (1 - (1 - 1 / world) ** topk) / topk  # for each row
+    return rank.rows * (1 - arrivals) * row.payload_bytes >= group.live_backend().least_local_bytes
