@@ -198,7 +198,7 @@ class LowLatency(MaskedRanks):
             self._check_row("x", xs[0], float8)
             _check_weights("topk_weights", weights, [(tokens, topk) for tokens in num_tokens], WEIGHT_DTYPES)
             counters = self._counters(recv_rows=recv_rows, recv_wait_ns=recv_wait_ns)
-            rows = self._rows(layout, topk, expert_alignment, expert_capacity, max_recv_tokens)
+            rows = self._rows(layout, topk, expert_alignment, max_recv_tokens, expert_capacity)
             if group.device.type == "cpu":
                 self._check_id_values(ids)
             parts = [self._calls.new_part(topk, tokens, rows) for tokens in num_tokens]
@@ -316,8 +316,8 @@ class LowLatency(MaskedRanks):
         layout: str,
         topk: int,
         expert_alignment: int,
-        expert_capacity: int | None,
         max_recv_tokens: int | None,
+        expert_capacity: int | None = None,
     ) -> int:
         world, local_experts = self.buffer.topology.world_size, self.buffer.num_local_experts
         require_int("expert_alignment", expert_alignment, 1, MOST_PADDED_ROWS // local_experts)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megatron_ep.backends.low_latency import Call
+from megatron_ep.rank_group import RankGroup
 
 
 @dataclass
@@ -40,6 +41,10 @@ class LowLatencyHandle:
 
     def __post_init__(self) -> None:
         self.calls.handles.add(self)
+
+    @property
+    def buffer(self) -> RankGroup:
+        return self.calls.group
 
     def note_reset(self) -> None:
         """After a reset nothing else tells a dispatch that was given up, or never received, from one that was not."""

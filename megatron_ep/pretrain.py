@@ -44,6 +44,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {  # of Options
     ),
     "moe_apply_probs_on_combine": ({"action": "store_true"}, "combine applies the probabilities, not the experts"),
     "moe_dispatch_fwd_dtype": ({"choices": ("fp8",)}, "rows travel to the experts as e4m3"),
+    "moe_low_latency_max_tokens": (
+        {"type": int, "metavar": "N"},
+        "decoding steps of at most N tokens a rank take the low-latency mode",
+    ),
 }
 assert {*OPTIONS} == {*NAMES}
 

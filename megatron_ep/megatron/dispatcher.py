@@ -20,8 +20,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import pad
 
 import megatron_ep as ep
+from megatron_ep.low_latency_handle import LowLatencyHandle
+from megatron_ep.megatron import decoding
 from megatron_ep.megatron.announce import announce, count_layer
 from megatron_ep.megatron.options import Options
+from megatron_ep.megatron.picks import picks_of, replicated
 from megatron_ep.megatron.row_limit import RowLimit, clear_behind, counts_within
 from megatron_ep.megatron.shared_buffers import (
     abort_peers_on_error,
@@ -30,6 +33,7 @@ from megatron_ep.megatron.shared_buffers import (
     configure,
     options_for,
     shared_buffer,
+    shared_low_latency,
 )
 
 __all__ = ["EPTokenDispatcher", "configure", "close_buffers", "comm_seconds"]
@@ -68,6 +72,8 @@ class EPTokenDispatcher(MoETokenDispatcher):
     Raises:
         ValueError: TP is over 32; 1F1B overlap without flex + hybridep declared; options that are out of range or that
             contradict the config.
+
+    A decoding step of Megatron's inference takes the low-latency mode, see `_decodes`.
     """
 
     def __init__(
@@ -106,7 +112,8 @@ class EPTokenDispatcher(MoETokenDispatcher):
         self.rows_per_token = 1
         self.hidden_shape: torch.Size | None = None
         self._probs_dtype: torch.dtype | None = None
-        self._handle: ep.Handle | None = None
+        self._handle: ep.Handle | LowLatencyHandle | None = None
+        self._low_latency: ep.LowLatency | None = None
         self._row_probs: torch.Tensor | None = None
         self._comm_manager = StepState(self.options.moe_expert_rank_capacity_factor)
         # The trainer of a Megatron that has the field asks `check_over_budget`, and repeats the step.
@@ -168,14 +175,14 @@ class EPTokenDispatcher(MoETokenDispatcher):
                 # Megatron fills each expert up to its capacity with picks of probability 0: their place is kept free
                 # by expert_capacity at the receiver, and their rows need not travel.
                 routing_map = routing_map & (probs != 0)
-            topk_idx, weights = _picks(routing_map, probs, self._most_experts(routing_map))
+            topk_idx, weights = picks_of(routing_map, probs, self._most_experts(routing_map))
         else:
             topk_idx, weights = routing_map, probs
         self.split_rows = None
         if topk_idx.shape[1] != self.num_picks:
             tokens, topk_idx, weights = self._split_tokens(tokens, topk_idx, weights)
         weights = weights if weights.dtype == torch.float64 else weights.float()
-        self.topk_idx, weights = self._replicate_over_tp(topk_idx, weights)
+        self.topk_idx, weights = replicated(topk_idx, weights, self.tp_size, self.num_local_experts)
         self._probs_dtype = probs.dtype
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(hidden_states)
@@ -196,16 +203,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
         max_rows = self._max_rows() if capacity is None else capacity * self.num_local_experts
         buffer = shared_buffer(self.tp_ep_group, num_experts, hidden_states.device)
         announce(self.tp_ep_group, self._groups, buffer)
-        received = ep.dispatch(
-            hidden_states,
-            self.topk_idx,
-            probs,
-            buffer=buffer,
-            expert_alignment=self.alignment if capacity is None else 1,
-            expert_capacity=capacity,
-            max_recv_tokens=max_rows,
-            forward_dtype=torch.float8_e4m3fn if self.options.moe_dispatch_fwd_dtype == "fp8" else None,
-        )
+        received = self._send(buffer, hidden_states, probs, capacity, max_rows)
         counts, row_probs = received.tokens_per_expert, received.probs
         if capacity is not None:
             row_probs = self._of_expert.admit(received)
@@ -246,7 +244,12 @@ class EPTokenDispatcher(MoETokenDispatcher):
         assert handle is not None, "token_dispatch comes first"
         if row_probs is not None:
             row_probs = row_probs.to(torch.promote_types(hidden_states.dtype, torch.float32))
-        output = ep.combine(hidden_states.contiguous(), handle, row_probs)
+        hidden_states = hidden_states.contiguous()
+        if isinstance(handle, ep.Handle):
+            output = ep.combine(hidden_states, handle, row_probs)
+        else:
+            assert self._low_latency is not None, "it made the handle"
+            output = decoding.combine(self._low_latency, hidden_states, handle, row_probs)
         if self.shared_experts is not None:
             self.shared_experts.linear_fc2_forward(output)
             self.shared_experts.post_forward_comm()
@@ -263,6 +266,41 @@ class EPTokenDispatcher(MoETokenDispatcher):
         if self.shared_experts is not None:
             output = output + self.shared_experts.get_output()
         return output
+
+    def _send(
+        self, buffer: ep.Buffer, x: torch.Tensor, probs: torch.Tensor, capacity: int | None, max_rows: int | None
+    ) -> ep.Received:
+        assert self.topk_idx is not None, "dispatch_preprocess comes first"
+        as_float8 = self.options.moe_dispatch_fwd_dtype == "fp8"
+        most = self.options.moe_low_latency_max_tokens
+        if most is not None:  # made by the first step, which is in no CUDA graph
+            self._low_latency = shared_low_latency(buffer, x, self.topk_idx.shape[1], most)
+            if capacity is not None and self._decodes(most):
+                clear = bool(self.config.fp8 or self.config.fp4)
+                options = decoding.Options(capacity, as_float8=as_float8, clear=clear)
+                return decoding.dispatch(self._low_latency, x, self.topk_idx, probs, options)
+        return ep.dispatch(
+            x,
+            self.topk_idx,
+            probs,
+            buffer=buffer,
+            expert_alignment=self.alignment if capacity is None else 1,
+            expert_capacity=capacity,
+            max_recv_tokens=max_rows,
+            forward_dtype=torch.float8_e4m3fn if as_float8 else None,
+        )
+
+    def _decodes(self, most_tokens: int) -> bool:
+        """Whether this step takes the low-latency mode. Ranks that differ in it would wait for each other in vain, so
+        all that decides is the same on all ranks of the group: that Megatron's inference pads the experts, and how many
+        tokens a step then has, are what its own all-to-all needs to be equal as well."""
+        return (
+            self.drop_and_pad
+            and not torch.is_grad_enabled()
+            and self.trusts_router
+            and self.num_picks == self.config.moe_router_topk
+            and self._num_tokens <= most_tokens
+        )
 
     @property
     def _num_tokens(self) -> int:
@@ -293,18 +331,6 @@ class EPTokenDispatcher(MoETokenDispatcher):
         rows, topk_idx, weights = (part.index_select(0, self.split_rows) for part in (rows, topk_idx, weights))
         return rows, topk_idx, weights
 
-    def _replicate_over_tp(self, topk_idx: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Megatron's expert ids -> ids in the group, where expert e lives on TP ranks: [T, K] -> [T, K * TP]."""
-        if self.tp_size == 1:
-            return topk_idx, weights
-        ep_rank = topk_idx.div(self.num_local_experts, rounding_mode="floor").unsqueeze(-1)
-        tp_rank = torch.arange(self.tp_size, device=topk_idx.device)
-        local_id = topk_idx.remainder(self.num_local_experts).unsqueeze(-1)
-        replicas = (ep_rank * self.tp_size + tp_rank) * self.num_local_experts + local_id
-        replicas = replicas.masked_fill(topk_idx.unsqueeze(-1) < 0, -1)
-        weights = weights.unsqueeze(-1).expand(-1, -1, self.tp_size)
-        return replicas.flatten(1), weights.flatten(1)
-
     @property
     def _counts_on_device(self) -> bool:
         return getattr(self.config, "use_transformer_engine_op_fuser", False)
@@ -318,9 +344,11 @@ class EPTokenDispatcher(MoETokenDispatcher):
         return max(1, -(-budget // self.alignment)) * self.alignment
 
     def _expert_capacity(self) -> int:
-        """Rows of every local expert with drop-and-pad: what each of the ranks may send it, times the ranks."""
+        """Rows of every local expert with drop-and-pad: what each of the ranks may send it, times the ranks. Without
+        tokens of its own a rank makes room for as many as the others may have."""
+        num_tokens = self._num_tokens or self.options.moe_low_latency_max_tokens or 0
         capacity = get_capacity(
-            num_tokens=self._num_tokens * self.config.moe_router_topk,
+            num_tokens=num_tokens * self.config.moe_router_topk,
             num_experts=self.config.num_moe_experts,
             capacity_factor=self.moe_expert_capacity_factor,
         )
@@ -340,18 +368,6 @@ def _require_shape(name: str, tensor: torch.Tensor, shape: tuple[int, int]) -> N
 
 def _is_capturing(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _picks(routing_map: torch.Tensor, probs: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[T, E] map and probs -> ids [T, width] in ascending order, -1 after the last, and weights [T, width], 0 there. A
-    token with more experts than that gets an id that is none, which dispatch refuses when it has the counts."""
-    num_experts = routing_map.shape[1]
-    order = torch.arange(num_experts, 0, -1, dtype=torch.int32, device=routing_map.device)
-    chosen = (routing_map * order).topk(width, dim=1).values
-    topk_idx = (num_experts - chosen).masked_fill(chosen == 0, -1).long()
-    weights = probs.gather(1, topk_idx.clamp(min=0)).masked_fill(topk_idx < 0, 0)
-    too_many = routing_map.sum(dim=1, keepdim=True) > width
-    return topk_idx.masked_fill(too_many, num_experts), weights
 
 
 def _check_options(options: Options, config: TransformerConfig) -> None:

@@ -12,6 +12,7 @@ import functools
 import importlib
 import logging
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -63,8 +64,15 @@ class _Stream:
 class _Event:
     """An event that has already happened."""
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-    def record(self, *_: Any) -> None: ...
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self._at = 0.0
+
+    def record(self, *_: Any) -> None:
+        self._at = time.perf_counter()
+
+    def elapsed_time(self, end: _Event) -> float:
+        return 1e3 * (end._at - self._at)
+
     def wait(self, *_: Any) -> None: ...
     def synchronize(self) -> None: ...
     def query(self) -> bool:

@@ -8,6 +8,10 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
+from megatron_ep.config import require_int
+
+MOST_DECODED = 1024  # what megatron_ep.LowLatency takes
+
 
 @dataclass(frozen=True)
 class Options:
@@ -18,6 +22,9 @@ class Options:
         must read tokens_per_expert on the device. None: as many rows as come, for whose number the host waits once.
     moe_apply_probs_on_combine: combine multiplies the rows by their probabilities, and the experts are given ones.
         Saves their pass over the rows, and keeps the rows for the backward pass.
+    moe_low_latency_max_tokens: at most so many tokens of each rank take the low-latency mode where Megatron's inference
+        pads the experts to decode (moe_pad_experts_for_cuda_graph_inference). More than that, and all else, take the
+        normal mode. None: everything does.
     moe_dispatch_fwd_dtype: "fp8": rows of bf16, fp16 or fp32 travel to the experts as e4m3 with a scale for each 128
         elements and arrive in their own dtype; gradients travel as they are. None: as they are.
 
@@ -27,6 +34,7 @@ class Options:
     moe_expert_rank_capacity_factor: float | None = None
     moe_apply_probs_on_combine: bool = False
     moe_dispatch_fwd_dtype: str | None = None
+    moe_low_latency_max_tokens: int | None = None
 
     def __post_init__(self) -> None:
         factor = self.moe_expert_rank_capacity_factor
@@ -38,6 +46,8 @@ class Options:
             raise ValueError(f"moe_apply_probs_on_combine is {self.moe_apply_probs_on_combine!r}, must be a bool")
         if self.moe_dispatch_fwd_dtype not in (None, "fp8"):
             raise ValueError(f"moe_dispatch_fwd_dtype is {self.moe_dispatch_fwd_dtype!r}, must be 'fp8' or None")
+        if self.moe_low_latency_max_tokens is not None:
+            require_int("moe_low_latency_max_tokens", self.moe_low_latency_max_tokens, 1, MOST_DECODED)
 
 
 NAMES = tuple(field.name for field in fields(Options))

@@ -46,7 +46,8 @@ class RowLimit:
         if self.over_budget is None:
             if over.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("run the layer once before a CUDA graph captures it: what counts overflows is new")
-            self.over_budget = torch.zeros_like(over)
+            with torch.inference_mode(False):  # it is reset outside, too
+                self.over_budget = torch.zeros_like(over)
         self._buffer = received.handle.buffer
         self.over_budget.logical_or_(over)
         if not self._poisons:

@@ -24,6 +24,7 @@ _topology: ep.Topology | None = None
 _config: dict[str, Any] = {}
 _options = options.Options()
 _buffers: dict[tuple[dist.ProcessGroup, int, torch.device], ep.Buffer] = {}
+_low_latency: dict[tuple[ep.Buffer, int, int, torch.dtype, int], ep.LowLatency] = {}
 _closed_seconds = 0.0
 
 
@@ -78,9 +79,26 @@ def shared_buffer(group: dist.ProcessGroup, num_experts: int, device: torch.devi
     buffer = _buffers.get((group, num_experts, device))
     if buffer is None:
         settings = _config | {"timeout": fitting_timeout(sys.argv[1:], _config.get("timeout"))}
-        buffer = ep.Buffer(group, ep.Config(num_experts=num_experts, **settings), _topology, device=device)
+        with torch.inference_mode(False):  # it lives longer than an inference in which it may be built
+            buffer = ep.Buffer(group, ep.Config(num_experts=num_experts, **settings), _topology, device=device)
         _buffers[group, num_experts, device] = buffer
     return buffer
+
+
+def shared_low_latency(buffer: ep.Buffer, x: torch.Tensor, topk: int, max_tokens: int) -> ep.LowLatency:
+    """The low-latency mode on a shared buffer for rows like those of x [T, H] and K picks of a token, built at the
+    first call, which is therefore collective.
+
+    Raises:
+        ValueError, EPError: as `megatron_ep.LowLatency`.
+    """
+    hidden, dtype = x.shape[1], x.dtype
+    key = (buffer, topk, hidden, dtype, max_tokens)
+    if key not in _low_latency:
+        with torch.inference_mode(False):
+            made = ep.LowLatency(buffer, max_tokens=max_tokens, hidden=hidden, topk=topk, dtype=dtype)
+        _low_latency[key] = made
+    return _low_latency[key]
 
 
 @contextlib.contextmanager
@@ -122,6 +140,7 @@ def close_buffers() -> None:
     """
     global _closed_seconds
     unseen = []
+    _low_latency.clear()
     while _buffers:
         _, buffer = _buffers.popitem()
         _closed_seconds += buffer.seconds

@@ -280,6 +280,7 @@ class Dispatcher(Section):
     moe_expert_rank_capacity_factor: PositiveFloat | None = None
     moe_apply_probs_on_combine: bool = False
     moe_dispatch_fwd_dtype: Literal["fp8"] | None = None
+    moe_low_latency_max_tokens: int | None = None
 
     def settings(self) -> dict[str, Any]:
         """What is given of `megatron_ep.Config` and of the options."""

@@ -133,11 +133,14 @@ def _start(tree, *arguments, **variables):
 
 def test_the_doors_options():
     changes = ("moe_apply_probs_on_combine=true", "moe_expert_rank_capacity_factor=1.5", "router=fused")
+    changes += ("moe_low_latency_max_tokens=64",)
     words = script_flags.door(script_recipe.load(SLICE, [f"dispatcher.{change}" for change in changes]))
     room = ["--ep-moe-expert-rank-capacity-factor", "1.5"]
-    assert words == ["--ep-router", "fused", "--ep-num-sms", "24", *room, "--ep-moe-apply-probs-on-combine"]
+    decoding = ["--ep-moe-low-latency-max-tokens", "64"]
+    assert words == ["--ep-router", "fused", "--ep-num-sms", "24", *room, "--ep-moe-apply-probs-on-combine", *decoding]
     parsed = vars(pretrain._parser().parse_args([*words, "pretrain_gpt.py"]))
     assert (parsed["ep_moe_expert_rank_capacity_factor"], parsed["ep_moe_apply_probs_on_combine"]) == (1.5, True)
+    assert parsed["ep_moe_low_latency_max_tokens"] == 64
 
 
 def test_train_runs_the_script_in_all_ranks_through_the_door(tmp_path):
@@ -152,7 +155,7 @@ def test_train_runs_the_script_in_all_ranks_through_the_door(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     seen = [json.loads(line) for line in done.stdout.splitlines() if line[:2] == '["']
     options = {"moe_expert_rank_capacity_factor": None, "moe_apply_probs_on_combine": True}
-    options |= {"moe_dispatch_fwd_dtype": "fp8"}
+    options |= {"moe_dispatch_fwd_dtype": "fp8", "moe_low_latency_max_tokens": None}
     assert sorted(rank for rank, *_ in seen) == ["0", "1"]
     for _, connections, enabled, settings, words in seen:
         assert connections == "1" and enabled is True and settings == {"num_sms": 8} | options

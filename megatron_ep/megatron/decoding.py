@@ -1,0 +1,72 @@
+"""The low-latency mode under a layer, for the few tokens of a decoding step.
+
+T tokens on this rank, H hidden, K picks of a token, L local experts, C rows of an expert, R = L * C.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+import megatron_ep as ep
+from megatron_ep import float8
+from megatron_ep.low_latency_handle import LowLatencyHandle
+
+
+@dataclass(frozen=True)
+class Options:
+    """How rows arrive.
+
+    capacity: C.
+    as_float8: they travel as with `forward_dtype` of `megatron_ep.dispatch`.
+    clear: rows without a token are zeros; otherwise they are anything.
+    """
+
+    capacity: int
+    as_float8: bool
+    clear: bool
+
+
+def dispatch(
+    low_latency: ep.LowLatency, x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor, options: Options
+) -> ep.Received:
+    """Rows [R, H] and probs [R] as `megatron_ep.dispatch` gives them with expert_capacity, except in rows without a
+    token.
+
+    Args:
+        x: [T, H].
+        topk_idx, weights: [T, K].
+    """
+    values, scales = float8.quantize(x) if options.as_float8 else (x, None)
+    received = low_latency.dispatch(values, topk_idx, weights, expert_capacity=options.capacity, scales=scales)
+    rows = float8.dequantize(received.x, received.scales, x.dtype) if options.as_float8 else received.x
+    if options.clear:
+        place = torch.arange(options.capacity, device=x.device)
+        rows.masked_fill_((place >= received.tokens_per_expert.unsqueeze(1)).unsqueeze(2), 0)
+    return ep.Received(
+        x=rows.flatten(0, 1),
+        probs=received.probs.flatten(),
+        scales=None,
+        tokens_per_expert=received.tokens_per_expert.long(),
+        overflow=received.overflow,
+        handle=received.handle,
+    )
+
+
+def combine(
+    low_latency: ep.LowLatency, x: torch.Tensor, handle: LowLatencyHandle, weights: torch.Tensor | None
+) -> torch.Tensor:
+    """Sums [T, H] of each token's rows.
+
+    A rank first sums the rows of its experts, and what the ranks send is summed in their order, as the normal mode does
+    within a node: there the results are equal bit by bit.
+
+    Args:
+        x: [R, H].
+        weights: [R], fp32 or fp64, what each row is multiplied by; or None.
+    """
+    num_experts = low_latency.buffer.num_local_experts
+    by_expert = x.unflatten(0, (num_experts, -1))
+    factors = None if weights is None else weights.unflatten(0, (num_experts, -1))
+    return low_latency.combine(by_expert, handle, factors, sum_at="expert")

@@ -1,0 +1,35 @@
+"""What a router of Megatron's has chosen, as the picks that a dispatch takes.
+
+T tokens on this rank, E experts, K picks of a token, TP ranks that share an expert.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def picks_of(routing_map: torch.Tensor, probs: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T, E] map and probs -> ids [T, width] in ascending order, -1 after the last, and weights [T, width], 0 there. A
+    token with more experts than that gets an id that is none, which dispatch refuses when it has the counts."""
+    num_experts = routing_map.shape[1]
+    order = torch.arange(num_experts, 0, -1, dtype=torch.int32, device=routing_map.device)
+    chosen = (routing_map * order).topk(width, dim=1).values
+    topk_idx = (num_experts - chosen).masked_fill(chosen == 0, -1).long()
+    weights = probs.gather(1, topk_idx.clamp(min=0)).masked_fill(topk_idx < 0, 0)
+    too_many = routing_map.sum(dim=1, keepdim=True) > width
+    return topk_idx.masked_fill(too_many, num_experts), weights
+
+
+def replicated(
+    topk_idx: torch.Tensor, weights: torch.Tensor, tp_size: int, num_local_experts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Megatron's expert ids -> ids in the group, where expert e lives on TP ranks: [T, K] -> [T, K * TP]."""
+    if tp_size == 1:
+        return topk_idx, weights
+    ep_rank = topk_idx.div(num_local_experts, rounding_mode="floor").unsqueeze(-1)
+    tp_rank = torch.arange(tp_size, device=topk_idx.device)
+    local_id = topk_idx.remainder(num_local_experts).unsqueeze(-1)
+    replicas = (ep_rank * tp_size + tp_rank) * num_local_experts + local_id
+    replicas = replicas.masked_fill(topk_idx.unsqueeze(-1) < 0, -1)
+    weights = weights.unsqueeze(-1).expand(-1, -1, tp_size)
+    return replicas.flatten(1), weights.flatten(1)

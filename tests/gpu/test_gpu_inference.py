@@ -1,0 +1,169 @@
+"""Megatron's inference engine on GPUs with our dispatcher: it decodes in the low-latency mode, in its own CUDA graphs.
+
+Two ranks, a process each, on two GPUs where there are two.
+"""
+
+import importlib.util
+
+import pytest
+import torch
+
+from megatron_ep.bench.local_ranks import LocalRanks
+
+NEEDED = "megatron.core"
+try:
+    found = importlib.util.find_spec(NEEDED)
+except ModuleNotFoundError:
+    found = None
+pytestmark = pytest.mark.skipif(found is None, reason=f"{NEEDED} is not installed")
+
+W, BATCH, NEW, MOST = 2, 4, 8, "moe_low_latency_max_tokens"
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with LocalRanks(W, 180) as ranks:
+        yield ranks
+
+
+def prompts():
+    rank = torch.distributed.get_rank()
+    return [" ".join(str((7 * i + 3 * rank + j) % 64) for j in range(9)) for i in range(BATCH)]
+
+
+def config_of(**options):
+    from generation import MODEL
+    from gpu_layers import make_config
+
+    return make_config(**MODEL, moe_router_enable_expert_bias=False, **options)
+
+
+def configured(**settings):
+    from megatron_ep.megatron import shared_buffers
+
+    shared_buffers.close_buffers()
+    shared_buffers.configure(num_sms=4, timeout=30.0, **settings)
+
+
+def megatrons_tokens():
+    """By its all-to-all, and the weights that it took."""
+    from generation import generate, make_model
+    from gpu_layers import join
+
+    join()
+    model = make_model(config_of(), ours=False)
+    return generate(model, prompts(), NEW), {name: part.cpu() for name, part in model.state_dict().items()}
+
+
+def engine_without_graphs():
+    from generation import counted, generate, make_model
+
+    expected, weights = megatrons_tokens()
+    configured(**{MOST: BATCH})
+    with counted() as calls:
+        model = make_model(config_of(), ours=True, weights=weights)
+        assert generate(model, prompts(), NEW) == expected
+    assert (calls.normal, calls.low_latency) == (2, 2 * (NEW - 1)), "two layers; the prefill makes the first token"
+    configured()
+
+
+def test_the_engine_generates_megatrons_tokens(ranks):
+    ranks.run(engine_without_graphs)
+
+
+def engine_with_graphs():
+    from generation import counted, generate, make_model
+    from megatron.core import tensor_parallel
+    from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
+
+    expected, weights = megatrons_tokens()
+    configured(**{MOST: BATCH})
+    options = {"cuda_graph_impl": "local", "flash_decode": True}
+    tracker = {"inference_rng_tracker": True, "use_cudagraphable_rng": True}
+    with counted() as calls:
+        model = make_model(config_of(**options), ours=True, weights=weights, **tracker)
+        results = [generate(model, prompts(), NEW) for _ in range(3)]
+        captured = calls.low_latency
+    managers = [layer.cudagraph_manager for layer in model.decoder.layers]
+    graphs = [runner for manager in managers for runner in manager.cudagraph_runners]
+    assert results == [expected] * 3
+    assert graphs and all(runner.fwd_graph is not None for runner in graphs)
+    assert calls.normal == 3 * 2, "the prefills alone, two layers each"
+    assert 0 < captured < 3 * 2 * (NEW - 1), "graphs are replayed without a call"
+    torch.cuda.synchronize()
+    del graphs, managers, model
+    delete_cuda_graphs()
+    configured()
+    tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+
+
+def test_the_engine_decodes_in_its_own_graphs(ranks):
+    ranks.run(engine_with_graphs)
+
+
+def layer_in_a_graph(kind, settings):
+    """A decoding step of one layer, captured once and replayed with other tokens: the bits of the normal mode."""
+    from generation import counted
+    from gpu_layers import join
+    from megatron.core.inference import utils
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+
+    import megatron_ep as ep
+    from megatron_ep.megatron.layer import ep_layer_spec
+    from megatron_ep.megatron.router import fused_router
+
+    join()
+    config = config_of(params_dtype=torch.bfloat16, bf16=True)
+    spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    steps = torch.randn(4, BATCH, 1, config.hidden_size, generator=generator).to("cuda", torch.bfloat16)
+
+    def make_layer(weights=None):
+        layer = ep_layer_spec(spec, router=fused_router if kind == "fused" else None)(config=config).cuda().eval()
+        if weights is not None:
+            layer.load_state_dict(weights)
+        utils.moe_layer_cache = None  # Megatron looks for the layers of one model only
+        utils.set_decode_expert_padding(layer, True, capacity_factor=config.num_moe_experts / config.moe_router_topk)
+        return layer
+
+    def run(layer, x):
+        with torch.inference_mode(), counted() as calls:
+            return layer(x)[0], (calls.normal, calls.low_latency)
+
+    configured(**settings)
+    layer = make_layer()
+    expected = []
+    for x in steps:
+        output, calls = run(layer, x)
+        assert calls == (1, 0)
+        expected.append(output.clone())
+    utils.set_decode_expert_padding(layer, False)
+    configured(**settings, **{MOST: BATCH})
+    layer, x = make_layer(layer.state_dict()), steps[0].clone()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run(layer, x)
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output, calls = run(layer, x)
+    assert calls == (0, 1)
+    for step, result in zip(steps, expected, strict=True):
+        x.copy_(step)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert result.abs().sum() > 0 and torch.equal(output, result)
+    utils.set_decode_expert_padding(layer, False)
+    ep.raise_if_failed()
+    del graph, output
+    configured()
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"moe_apply_probs_on_combine": True}, {"moe_dispatch_fwd_dtype": "fp8"}], ids=str
+)
+@pytest.mark.parametrize("kind", ["megatron", "fused"])
+def test_a_layer_decodes_in_a_graph(ranks, kind, settings):
+    ranks.run(layer_in_a_graph, kind, settings)

@@ -1,0 +1,123 @@
+"""Megatron's own inference engine on a small model. Functions of a rank, on the host or on a GPU."""
+
+import contextlib
+import warnings
+from types import SimpleNamespace
+from unittest import mock
+
+import cached_attention
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.inference.contexts import StaticInferenceContext
+from megatron.core.inference.engines import static_engine
+from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron.core.inference.sampling_params import SamplingParams
+from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
+from megatron.core.inference.utils import set_decode_expert_padding
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.enums import AttnBackend
+
+import megatron_ep as ep
+from megatron_ep.megatron import decoding
+from megatron_ep.megatron.layer import ep_layer_spec
+
+VOCABULARY, MOST_TOKENS = 64, 32  # the longest a sequence gets
+MODEL = dict(
+    num_layers=2,
+    attention_backend=AttnBackend.local,
+    masked_softmax_fusion=False,
+    attention_dropout=0.0,
+    hidden_dropout=0.0,
+    normalization="RMSNorm",
+    apply_rope_fusion=False,
+    persist_layer_norm=False,
+)
+PADDING = "moe_pad_experts_for_cuda_graph_inference"
+
+
+class Tokenizer:
+    """Prompts are numbers with blanks between them."""
+
+    vocab_size, eod, bos = VOCABULARY, -1, None
+
+    def tokenize(self, text):
+        return [int(word) for word in text.split()]
+
+    def detokenize(self, tokens):
+        return " ".join(map(str, tokens))
+
+
+def make_model(config, ours, weights=None, **tracker):
+    """A GPTModel with Megatron's all-to-all or our dispatcher; tracker: of its random states, where graphs need one."""
+    tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True, **tracker)
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    if ours:
+        spec = ep_layer_spec(spec)
+    model = GPTModel(config, spec, VOCABULARY, MOST_TOKENS, position_embedding_type="rope")
+    if torch.cuda.is_available():
+        model.cuda()
+    if weights is not None:
+        model.load_state_dict(weights)
+    return model.to(config.params_dtype)
+
+
+def generate(model, prompts, new_tokens, pads=True):
+    """What the static engine makes of prompts, all in one batch: their new tokens, as lists."""
+    config = model.config
+    context = StaticInferenceContext(max_batch_size=len(prompts), max_sequence_length=MOST_TOKENS)
+    if hasattr(config, PADDING):  # Megatron-Core 0.19
+        setattr(config, PADDING, pads)
+        wrapped = GPTInferenceWrapper(model, context)
+    else:
+        from megatron.core.inference.model_inference_wrappers.inference_wrapper_config import InferenceWrapperConfig
+
+        settings = InferenceWrapperConfig(
+            hidden_size=config.hidden_size,
+            params_dtype=config.params_dtype,
+            inference_batch_times_seqlen_threshold=-1,
+            padded_vocab_size=VOCABULARY,
+            inference_max_requests=len(prompts),
+            inference_max_seq_length=MOST_TOKENS,
+            moe_pad_experts_for_cuda_graph_inference=pads,
+        )
+        wrapped = GPTInferenceWrapper(model, settings, context)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_quiet())
+        stack.enter_context(cached_attention.installed())
+        # It draws a progress bar, and wants the library for it.
+        stack.enter_context(mock.patch.multiple(static_engine, HAVE_TQDM=True, tqdm=mock.MagicMock()))
+        # A process may hold several models, but Megatron looks for the first one's layers.
+        stack.enter_context(mock.patch("megatron.core.inference.utils.moe_layer_cache", None))
+        engine = static_engine.StaticInferenceEngine(TextGenerationController(wrapped, Tokenizer()), legacy=True)
+        sampling = SamplingParams(num_tokens_to_generate=new_tokens, top_k=1)
+        sampling.no_early_termination = True
+        results = engine.generate(prompts=prompts, sampling_params=sampling)
+        set_decode_expert_padding(model, False)
+    return [result.generated_tokens.tolist() for result in results]
+
+
+@contextlib.contextmanager
+def _quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextlib.contextmanager
+def counted():
+    """Counts dispatches by mode."""
+    calls = SimpleNamespace(normal=0, low_latency=0)
+
+    def count(name, function):
+        def counting(*arguments, **options):
+            setattr(calls, name, getattr(calls, name) + 1)
+            return function(*arguments, **options)
+
+        return counting
+
+    with (
+        mock.patch.object(ep, "dispatch", count("normal", ep.dispatch), create=True),
+        mock.patch.object(decoding, "dispatch", count("low_latency", decoding.dispatch)),
+    ):
+        yield calls
