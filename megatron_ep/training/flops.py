@@ -9,7 +9,7 @@ scores. Not counted: the router, norms, and what recomputation repeats.
 
 from __future__ import annotations
 
-from megatron_ep.training.recipe import Model
+from megatron_ep.training.sections import Model
 
 FORWARD_AND_BACKWARD = 3
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from megatron_ep.training.recipe import Section
 from megatron_ep.training.script_recipe import ScriptRecipe
+from megatron_ep.training.sections import Section
 
 # Where a flag of pretrain_gpt.py has another name than the field of Megatron's TransformerConfig.
 RENAMED = {"num_moe_experts": "num_experts", "layernorm_epsilon": "norm_epsilon"}

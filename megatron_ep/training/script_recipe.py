@@ -13,14 +13,14 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from megatron_ep.training import recipe
-from megatron_ep.training.recipe import (
+from megatron_ep.training.sections import (
     Dispatcher,
     Optimizer,
     Positive,
     PositiveFloat,
     Scheduler,
     Section,
-    _require,
+    require,
 )
 
 
@@ -43,7 +43,7 @@ class Verified(Section):
 
     @model_validator(mode="after")
     def _relations(self) -> Verified:
-        _require((self.on == "not run") == (self.results is None), "results: a file if, and only if, it was run")
+        require((self.on == "not run") == (self.results is None), "results: a file if, and only if, it was run")
         return self
 
 
@@ -84,7 +84,7 @@ class Precision(Section):
     @model_validator(mode="after")
     def _relations(self) -> Precision:
         fp8 = self.fp8_format is not None
-        _require(fp8 == (self.fp8_recipe is not None), "fp8_format and fp8_recipe must be given together")
+        require(fp8 == (self.fp8_recipe is not None), "fp8_format and fp8_recipe must be given together")
         return self
 
 
@@ -110,8 +110,8 @@ class ScriptModel(recipe.Model):
     @model_validator(mode="after")
     def _latent(self) -> ScriptModel:
         for name in ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "q_lora_rank"):
-            _require(self.multi_latent_attention or getattr(self, name) is None, f"{name} needs multi_latent_attention")
-        _require(
+            require(self.multi_latent_attention or getattr(self, name) is None, f"{name} needs multi_latent_attention")
+        require(
             self.mtp_num_layers is not None or self.mtp_loss_scaling_factor is None,
             "mtp_loss_scaling_factor needs mtp_num_layers",
         )
@@ -141,7 +141,7 @@ class Data(Section):
 
     @model_validator(mode="after")
     def _relations(self) -> Data:
-        _require(self.mock_data == (self.data_path is None), "exactly one of mock_data and data_path is needed")
+        require(self.mock_data == (self.data_path is None), "exactly one of mock_data and data_path is needed")
         return self
 
 
@@ -185,21 +185,21 @@ class ScriptRecipe(Section):
     def _relations(self) -> ScriptRecipe:
         world, p = self.topology.world_size, self.parallel
         dense = p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
-        _require(world % dense == 0, f"parallel: TP x PP x CP is {dense}, which does not divide the {world} ranks")
+        require(world % dense == 0, f"parallel: TP x PP x CP is {dense}, which does not divide the {world} ranks")
         experts = p.expert_tensor_parallel_size * p.expert_model_parallel_size * p.pipeline_model_parallel_size
-        _require(world % experts == 0, f"parallel: ETP x EP x PP is {experts}, which does not divide the {world} ranks")
-        _require(
+        require(world % experts == 0, f"parallel: ETP x EP x PP is {experts}, which does not divide the {world} ranks")
+        require(
             self.model.num_moe_experts % p.expert_model_parallel_size == 0,
             f"model.num_moe_experts {self.model.num_moe_experts} is not a multiple of "
             f"parallel.expert_model_parallel_size {p.expert_model_parallel_size}",
         )
         batch = world // dense * self.train.micro_batch_size
-        _require(
+        require(
             self.train.global_batch_size % batch == 0,
             f"train.global_batch_size {self.train.global_batch_size} is not a multiple of train.micro_batch_size "
             f"{self.train.micro_batch_size} x {world // dense} data-parallel ranks",
         )
-        _require(
+        require(
             p.tensor_model_parallel_size == 1 or p.sequence_parallel,
             "parallel.sequence_parallel is false, must be true with experts and tensor_model_parallel_size over 1",
         )
