@@ -139,7 +139,7 @@ def dispatch(
         x=one(parts[0]),
         probs=one(parts[1]) if weights is not None else None,
         scales=one(parts[-1]) if row_scales is not None else None,
-        tokens_per_expert=one([rank.tokens_per_expert.clone() for rank in handle.ranks]),
+        tokens_per_expert=one(transfers.tokens_per_expert_of(handle)),
         overflow=one(transfers.overflow_of(handle)),
         handle=handle,
     )

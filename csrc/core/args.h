@@ -14,16 +14,22 @@ struct NotifyArgs {
     int rank;
     Heap heap;
     Layout layout;
-    const void* topk_idx;        // [T, K], int32 or int64
-    int index_bytes;             // 4 or 8
-    int expert_alignment;        // rows of an expert are padded to a multiple of this
-    int expert_capacity;         // > 0: every expert gets exactly this many rows
-    uint64_t epoch;              // counts the notifies of this buffer, from 1
-    int64_t* tokens_per_expert;  // [L], padding included: where the counts go besides the layout
+    const void* topk_idx;  // [T, K], int32 or int64
+    int index_bytes;       // 4 or 8
+    int expert_alignment;  // rows of an expert are padded to a multiple of this
+    int expert_capacity;   // > 0: every expert gets exactly this many rows
+    uint64_t epoch;        // counts the notifies of this buffer, from 1
+    // [2, L], padding included: where the counts go besides the layout, once for the caller and
+    // once for the handle.
+    int64_t* tokens_per_expert;
     // Memory of the host that waits for the totals, and the number that says they are those of this
     // call; null where nobody waits.
     Layout::Totals* host_totals = nullptr;
     uint64_t ticket = 0;
+
+    EP_HD void tell_expert(int expert, int rows) const {
+        tokens_per_expert[expert] = tokens_per_expert[layout.local_experts() + expert] = rows;
+    }
 };
 
 // What the roles of dispatch and combine share.

@@ -69,6 +69,7 @@ enum class Reuse { Soon, Late };
 //   acquire<Scope>(flag)             a load: the other half of both
 //   raise(word, least)               by a lane: the word of this rank becomes `least` if it is
 //                                    less. Orders nothing
+//   add(count, n)                    by a lane: adds to a count that no other warp changes
 //   arrive<Scope>(counter, n = 1)    adds n and returns what it was: after all that the warp did
 //                                    before, and before what it does next are all who came earlier
 //   settle<Scope>(word, from, to)    by a lane: makes a word that is `from` `to`, unless another
@@ -85,10 +86,11 @@ struct PublishNothing {
 
 template <class W>
 concept WarpLike = requires(
-    W& warp, uint64_t* flag, void* dst, const void* src, size_t bytes, void (*step)(int),
-    bool (*test)(int), Need (*need)(int), typename W::template PerLane<int>& ints,
-    typename W::template PerLane<uint32_t>& masks, typename W::template PerLane<void*>& dsts,
-    typename W::template PerLane<const void*>& srcs, typename W::template PerLane<float>& weights) {
+    W& warp, uint64_t* flag, int32_t* count, void* dst, const void* src, size_t bytes,
+    void (*step)(int), bool (*test)(int), Need (*need)(int),
+    typename W::template PerLane<int>& ints, typename W::template PerLane<uint32_t>& masks,
+    typename W::template PerLane<void*>& dsts, typename W::template PerLane<const void*>& srcs,
+    typename W::template PerLane<float>& weights) {
     { warp.first_of(1, ints) } -> std::same_as<uint32_t>;
     warp.match(1, ints, masks);
     { W::kLanesAtOnce } -> std::convertible_to<int>;
@@ -115,6 +117,7 @@ concept WarpLike = requires(
     { W::template acquire<Scope::System>(flag) } -> std::same_as<uint64_t>;
     { warp.age() } -> std::same_as<uint64_t>;
     W::raise(flag, uint64_t{1});
+    W::add(count, 1);
     { warp.template arrive<Scope::Rank>(flag, uint64_t{1}) } -> std::same_as<uint64_t>;
     W::template settle<Scope::Rank>(flag, uint64_t{0}, uint64_t{1});
 };

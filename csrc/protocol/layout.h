@@ -2,6 +2,7 @@
 
 #include "core/args.h"
 #include "exec/warp.h"
+#include "protocol/counts.h"
 
 namespace ep {
 
@@ -22,8 +23,19 @@ EP_FN void for_some_tokens(const Layout& layout, int channel, F&& f) {
         f(token, end - token < most ? end - token : most);
 }
 
-// Adds 1 to counts[key] for every lane with a key; before[lane]: what its key's count was, with the
-// lower lanes that have the same key.
+// Adds 1 to counts[key] for every lane with a key.
+template <WarpLike W>
+EP_FN void count_keys(W& warp, int lanes, const typename W::template PerLane<int>& key,
+                      int32_t* counts) {
+    typename W::template PerLane<uint32_t> equal;
+    warp.match(lanes, key, equal);
+    warp.lanes(lanes, [&](int lane) {
+        if (equal[lane] && lowest_lane(equal[lane]) == lane)
+            W::add(counts + key[lane], popcount(equal[lane]));
+    });
+}
+
+// The same; before[lane]: what its key's count was, with the lower lanes that have the same key.
 template <WarpLike W>
 EP_FN void count_keys(W& warp, int lanes, const typename W::template PerLane<int>& key,
                       int32_t* counts, typename W::template PerLane<int>& before) {
@@ -46,7 +58,7 @@ EP_FN void mark_unknown(W& warp, const NotifyArgs& args) {
     const int local_experts = args.layout.local_experts();
     for (int first = 0; first < local_experts; first += 32) {
         warp.lanes(lanes_from(first, local_experts),
-                   [&](int lane) { args.tokens_per_expert[first + lane] = -1; });
+                   [&](int lane) { args.tell_expert(first + lane, -1); });
     }
     warp.lanes(1, [&](int) { args.layout.totals().overflow = -1; });
 }
@@ -68,7 +80,7 @@ EP_FN int count_channel(W& warp, const NotifyArgs& args, int channel) {
     clear(&layout.node_tokens(channel, 0), layout.topology.nodes);
 
     typename W::template PerLane<int64_t> id;
-    typename W::template PerLane<int> expert, rank, node, key, unused;
+    typename W::template PerLane<int> expert, rank, node, key;
     int bad_token = 0;
     for_some_tokens<W>(layout, channel, [&](int token, int count) {
         const int lanes = count * topk;
@@ -99,7 +111,7 @@ EP_FN int count_channel(W& warp, const NotifyArgs& args, int channel) {
             node[lane] = expert[lane] < 0 ? -1 : layout.topology.node_of(rank[lane]);
             key[lane] = expert[lane] < 0 ? -1 : lane / topk * layout.world() + rank[lane];
         });
-        count_keys(warp, lanes, expert, layout.expert_counts(channel), unused);
+        count_keys(warp, lanes, expert, layout.expert_counts(channel));
         // of each token only one lane a rank, and one a node
         const uint32_t ranks = warp.first_of(lanes, key);
         warp.lanes(lanes, [&](int lane) {
@@ -110,8 +122,8 @@ EP_FN int count_channel(W& warp, const NotifyArgs& args, int channel) {
         warp.lanes(lanes, [&](int lane) {
             if (!(nodes >> lane & 1)) node[lane] = -1;
         });
-        count_keys(warp, lanes, rank, &layout.rank_tokens(channel, 0), unused);
-        count_keys(warp, lanes, node, &layout.node_tokens(channel, 0), unused);
+        count_keys(warp, lanes, rank, &layout.rank_tokens(channel, 0));
+        count_keys(warp, lanes, node, &layout.node_tokens(channel, 0));
     });
     return bad_token;
 }
@@ -121,19 +133,12 @@ EP_FN int count_channel(W& warp, const NotifyArgs& args, int channel) {
 template <WarpLike W>
 EP_FN void sum_channels(W& warp, const NotifyArgs& args, int first_expert, int num_experts) {
     const int channels = args.layout.channels;
-    typename W::template PerLane<int> rows;
     for (int expert = first_expert; expert < first_expert + num_experts; ++expert) {
-        int sum = 0;
-        for (int first = 0; first < channels; first += 32) {
-            const int lanes = lanes_from(first, channels);
-            auto here = [&](int lane) -> int32_t& {
-                return args.layout.expert_counts(first + lane)[expert];
-            };
-            warp.lanes(lanes, [&](int lane) { rows[lane] = here(lane); });
-            const int total = warp.exclusive_scan(lanes, rows);
-            warp.lanes(lanes, [&](int lane) { here(lane) = sum + rows[lane]; });
-            sum += total;
-        }
+        const int sum = scan_counts(
+            warp, channels, [&](int channel) { return args.layout.expert_counts(channel)[expert]; },
+            [&](int channel, int, int before) {
+                args.layout.expert_counts(channel)[expert] = before;
+            });
         warp.lanes(1, [&](int) { args.layout.expert_counts(channels)[expert] = sum; });
     }
 }

@@ -3,6 +3,7 @@
 #include "core/args.h"
 #include "exec/warp.h"
 #include "fabric/fabric.h"
+#include "protocol/counts.h"
 
 namespace ep {
 
@@ -12,59 +13,6 @@ namespace ep {
 //
 // Blocks are double-buffered by the epoch's parity. That suffices: a rank that is done with epoch e
 // has heard from all ranks that they entered e, so all of them are done reading e - 1.
-
-// One warp moves all counts of a rank, so it reads some before it writes the first: those of a
-// lane.
-struct Counts {
-    static constexpr int kSize = 6;
-    int32_t values[kSize];
-};
-
-// f(lane, i, number) for numbers from `first` on, as far as they lie below `count`; i is the place
-// in the lane's Counts.
-template <WarpLike W, class F>
-EP_FN void for_counts(W& warp, int first, int count, F&& f) {
-    warp.lanes(lanes_from(first, count), [&](int lane) {
-        for (int i = 0; i < Counts::kSize; ++i) {
-            const int number = first + 32 * i + lane;
-            if (number < count) f(lane, i, number);
-        }
-    });
-}
-
-// store(number, load(number)) for each number below `count`.
-template <WarpLike W, class Load, class Store>
-EP_FN void move_counts(W& warp, int count, Load&& load, Store&& store) {
-    typename W::template PerLane<Counts> counts;
-    for (int first = 0; first < count; first += 32 * Counts::kSize) {
-        for_counts(warp, first, count,
-                   [&](int lane, int i, int number) { counts[lane].values[i] = load(number); });
-        for_counts(warp, first, count,
-                   [&](int lane, int i, int number) { store(number, counts[lane].values[i]); });
-    }
-}
-
-// Prefix sums: store(number, sum of load over the numbers below it). Returns the total.
-template <WarpLike W, class Load, class Store>
-EP_FN int scan_counts(W& warp, int count, Load&& load, Store&& store) {
-    typename W::template PerLane<Counts> counts;
-    typename W::template PerLane<int> row;
-    int sum = 0;
-    for (int first = 0; first < count; first += 32 * Counts::kSize) {
-        for_counts(warp, first, count,
-                   [&](int lane, int i, int number) { counts[lane].values[i] = load(number); });
-        for (int i = 0; i < Counts::kSize && first + 32 * i < count; ++i) {
-            const int lanes = lanes_from(first + 32 * i, count);
-            warp.lanes(lanes, [&](int lane) { row[lane] = counts[lane].values[i]; });
-            const int total = warp.exclusive_scan(lanes, row);
-            warp.lanes(lanes, [&](int lane) { counts[lane].values[i] = sum + row[lane]; });
-            sum += total;
-        }
-        for_counts(warp, first, count,
-                   [&](int lane, int i, int number) { store(number, counts[lane].values[i]); });
-    }
-    return sum;
-}
 
 // What a rank tells another about its own tokens: rows for each of its experts, rows per channel.
 EP_FN int32_t rank_count(const Layout& layout, int rank, int item) {
@@ -170,36 +118,26 @@ EP_FN bool receive_counts(W& warp, F& fabric, const NotifyArgs& args) {
     }
     const int world = layout.world(), local_experts = layout.local_experts(),
               channels = layout.channels;
-    const int rank_counts = static_cast<int>(heap.rank_counts());
-    auto count_of = [&](int number) {
-        return fabric.template own<int32_t>(
-            heap.notify_node(parity, number / rank_counts))[number % rank_counts];
+    auto told_by = [&](int rank) -> const int32_t* {
+        return fabric.template own<int32_t>(heap.notify_node(parity, rank));
     };
-    auto keep = [&](int number, int32_t count) {
-        const int rank = number / rank_counts, item = number % rank_counts;
-        if (item < local_experts) {
-            layout.expert_base(rank)[item] = count;
-        } else {
-            layout.received(item - local_experts, rank) = count;
-        }
-    };
-    move_counts(warp, world * rank_counts, count_of, keep);
     // rank (or node) after rank, channel after channel
-    auto received = [&](int number) {
-        return layout.received(number % channels, number / channels);
-    };
-    auto received_start = [&](int number, int32_t start) {
-        layout.received_start(number % channels, number / channels) = start;
-    };
-    auto rail = [&](int number) {
-        const int node = number / channels;
-        return node == topology.node_of(args.rank) ? 0 : layout.rail(number % channels, node);
-    };
-    auto rail_start = [&](int number, int32_t start) {
-        layout.rail_start(number % channels, number / channels) = start;
-    };
-    const int received_rows = scan_counts(warp, world * channels, received, received_start);
-    const int rail_rows = scan_counts(warp, topology.nodes * channels, rail, rail_start);
+    const int received_rows = scan_counts(
+        warp, world * channels,
+        [&](int number) { return told_by(number / channels)[local_experts + number % channels]; },
+        [&](int number, int count, int start) {
+            layout.received(number % channels, number / channels) = count;
+            layout.received_start(number % channels, number / channels) = start;
+        });
+    const int rail_rows = scan_counts(
+        warp, topology.nodes * channels,
+        [&](int number) {
+            const int node = number / channels;
+            return node == topology.node_of(args.rank) ? 0 : layout.rail(number % channels, node);
+        },
+        [&](int number, int, int start) {
+            layout.rail_start(number % channels, number / channels) = start;
+        });
 
     typename W::template PerLane<int> rows;
     int expert_rows = 0;
@@ -207,22 +145,20 @@ EP_FN bool receive_counts(W& warp, F& fabric, const NotifyArgs& args) {
         const int lanes = lanes_from(first, local_experts);
         warp.lanes(lanes, [&](int lane) {
             int count = 0;
-            for (int rank = 0; rank < world; ++rank)
-                count += layout.expert_base(rank)[first + lane];
+            for (int rank = 0; rank < world; ++rank) count += told_by(rank)[first + lane];
             layout.expert_count(first + lane) = count;
             rows[lane] = args.expert_capacity > 0
                              ? args.expert_capacity
                              : static_cast<int>(align_up(count, args.expert_alignment));
         });
-        warp.lanes(lanes, [&](int lane) { args.tokens_per_expert[first + lane] = rows[lane]; });
+        warp.lanes(lanes, [&](int lane) { args.tell_expert(first + lane, rows[lane]); });
         const int total = warp.exclusive_scan(lanes, rows);
         warp.lanes(lanes, [&](int lane) {
             int start = expert_rows + rows[lane];
             layout.expert_start(first + lane) = start;
             for (int rank = 0; rank < world; ++rank) {
-                const int count = layout.expert_base(rank)[first + lane];
                 layout.expert_base(rank)[first + lane] = start;
-                start += count;
+                start += told_by(rank)[first + lane];
             }
         });
         expert_rows += total;

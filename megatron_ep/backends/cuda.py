@@ -99,9 +99,11 @@ class CudaBackend(OfGroup):
             lambda stream: self.group.notify(list(tensors), wait=wait, topk=topk, **settings, stream=stream)
         )
 
-    def new_counts(self, size: int, *, wait: bool) -> torch.Tensor:
+    def new_counts(self, experts: int, *, wait: bool) -> torch.Tensor:
         # in memory of the host that the GPU reaches, or its own
-        return torch.empty(size, dtype=torch.int64, **({"pin_memory": True} if wait else {"device": self._device}))
+        return torch.empty(
+            2, experts, dtype=torch.int64, **({"pin_memory": True} if wait else {"device": self._device})
+        )
 
     def dispatch(
         self, tensors: Sequence[_C.RankTensors], row: _C.RowFormat, *, nvl_batch: int, rdma_chunk: int

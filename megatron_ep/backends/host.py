@@ -47,8 +47,8 @@ class HostBackend(OfGroup):
     def notify(self, tensors: Sequence[_C.RankTensors], *, wait: bool, topk: int, **settings: int) -> Sequence[Totals]:
         return self.group.notify(list(tensors), topk=topk, **settings)
 
-    def new_counts(self, size: int, *, wait: bool) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.int64)
+    def new_counts(self, experts: int, *, wait: bool) -> torch.Tensor:
+        return torch.empty(2, experts, dtype=torch.int64)
 
     def dispatch(
         self, tensors: Sequence[_C.RankTensors], row: _C.RowFormat, *, nvl_batch: int, rdma_chunk: int

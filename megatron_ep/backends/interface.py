@@ -19,12 +19,13 @@ class RankHandle:
     num_tokens: int  # T
     layout: torch.Tensor  # int32, as csrc/core/layout.h lays it out
     rows: int  # R, rows of the expert-grouped tensors, padding included
-    tokens_per_expert: torch.Tensor  # int64 [L], padding included
+    counts: torch.Tensor  # int64 [2, L], tokens per expert, padding included: once for the caller, and the handle's own
     positions: torch.Tensor  # int32 [received rows, K]
     rail_experts: torch.Tensor  # int32 [rail rows, K]; anything if there are none
     rail_rows: int
     made_on: int  # the stream, see Backend.current_stream
     has_tables: bool = False  # whether a dispatch that fills the two was launched
+    has_given_counts: bool = False  # whether the caller has his
 
 
 class Totals(Protocol):
@@ -58,8 +59,8 @@ class Backend(Protocol):
         """
         ...
 
-    def new_counts(self, size: int, *, wait: bool) -> torch.Tensor:
-        """int64 [size], uninitialised, for what notify writes: on the CPU if the host waits for it."""
+    def new_counts(self, experts: int, *, wait: bool) -> torch.Tensor:
+        """int64 [2, experts], uninitialised, for what notify writes: on the CPU if the host waits for it."""
         ...
 
     def dispatch(

@@ -142,7 +142,7 @@ struct TransferProgram {
                     }
                 }
                 share.rows.resize(before + align_up(share.rows.size() - before, handle.alignment));
-                share.counts.push_back(0);
+                share.counts.resize(share.counts.size() + 2);
             }
             // as many as there can be, so that nobody has to be asked before the next call
             size_t sent = 0;

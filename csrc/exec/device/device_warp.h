@@ -221,6 +221,11 @@ class DeviceWarp {
         ptx::max_gpu(word, least);
     }
 
+    // What it was is not read: nothing waits for it.
+    static __device__ __forceinline__ void add(int32_t* count, int32_t n) {
+        ptx::add_gpu(count, n);
+    }
+
     template <Scope scope>
     __device__ __forceinline__ uint64_t arrive(uint64_t* counter, uint64_t n = 1) {
         static_assert(scope == Scope::Rank);

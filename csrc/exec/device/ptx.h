@@ -91,6 +91,12 @@ __device__ __forceinline__ uint64_t load_relaxed_sys(const uint64_t* address) {
     return value;
 }
 
+// ---- counts of one warp, for which it does not wait
+
+__device__ __forceinline__ void add_gpu(int32_t* address, int32_t value) {
+    asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
 // ---- warps of a launch that meet
 
 __device__ __forceinline__ uint64_t fetch_add_acq_rel_gpu(uint64_t* address, uint64_t value) {

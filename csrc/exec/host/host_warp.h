@@ -200,6 +200,8 @@ class BasicHostWarp {
         return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - began_).count();
     }
 
+    static void add(int32_t* count, int32_t n) { *count += n; }
+
     static void raise(uint64_t* word, uint64_t least) {
         const std::atomic_ref<uint64_t> all(*word);
         uint64_t before = all.load(std::memory_order_relaxed);

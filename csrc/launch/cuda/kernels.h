@@ -92,21 +92,20 @@ __global__ void __launch_bounds__(kBlockThreads, 1) notify_kernel(const __grid_c
     }
     meet(arrivals, place.warps);
     if (bad_token) warp.lanes(1, [&](int) { layout.totals().bad_token = bad_token; });
+    if (place.warp == place.warps - 1) begin_call(rank, layout.world());  // it has least to do
     for (int expert = place.warp; expert < layout.num_experts; expert += place.warps)
         sum_channels(warp, args, expert, 1);
     meet(arrivals, place.warps);
-    if (layout.totals().bad_token) {
+    const bool has_bad_token = layout.totals().bad_token, aborted = is_aborted(rank);
+    if (has_bad_token) {
         if (place.warp == 0) {
             tell_host(warp, args);
             warp.fail(Outcome::BadInput, Wait::None, Need{});
         }
         return;
     }
-    if (is_aborted(rank)) return;
-    if (place.warp == 0) {
-        count_one(rank.control->entered.notify);
-        begin_call(rank, args.layout.world());
-    }
+    if (aborted) return;
+    if (place.warp == 0) count_one(rank.control->entered.notify);
     const int roles = num_exchange_roles(args.heap.topology);
     const int half = (place.warps + 1) / 2, exchangers = roles < half ? roles : half;
     if (place.warp >= exchangers) {

@@ -49,6 +49,8 @@ inline void add_sys(uint64_t* address, uint64_t value) {
     simt::order::fetch_add_relaxed(address, value);
 }
 
+inline void add_gpu(int32_t* address, int32_t value) { *address += value; }
+
 inline void max_gpu(uint64_t* address, uint64_t value) {
     const uint64_t before = simt::order::load_relaxed(address);
     if (before < value) simt::order::fetch_add_relaxed(address, value - before);
