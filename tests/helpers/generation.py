@@ -8,12 +8,12 @@ from unittest import mock
 import cached_attention
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.inference import utils
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.inference.engines import static_engine
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
-from megatron.core.inference.utils import set_decode_expert_padding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.enums import AttnBackend
@@ -62,10 +62,10 @@ def make_model(config, ours, weights=None, **tracker):
     return model.to(config.params_dtype)
 
 
-def generate(model, prompts, new_tokens, pads=True):
-    """What the static engine makes of prompts, all in one batch: their new tokens, as lists."""
+def make_engine(model, batch, pads=True):
+    """Megatron's static engine for that many prompts at a time. pads: whether it pads the experts for decoding."""
     config = model.config
-    context = StaticInferenceContext(max_batch_size=len(prompts), max_sequence_length=MOST_TOKENS)
+    context = StaticInferenceContext(max_batch_size=batch, max_sequence_length=MOST_TOKENS)
     if hasattr(config, PADDING):  # Megatron-Core 0.19
         setattr(config, PADDING, pads)
         wrapped = GPTInferenceWrapper(model, context)
@@ -77,31 +77,34 @@ def generate(model, prompts, new_tokens, pads=True):
             params_dtype=config.params_dtype,
             inference_batch_times_seqlen_threshold=-1,
             padded_vocab_size=VOCABULARY,
-            inference_max_requests=len(prompts),
+            inference_max_requests=batch,
             inference_max_seq_length=MOST_TOKENS,
             moe_pad_experts_for_cuda_graph_inference=pads,
         )
         wrapped = GPTInferenceWrapper(model, settings, context)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_quiet())
-        stack.enter_context(cached_attention.installed())
-        # It draws a progress bar, and wants the library for it.
-        stack.enter_context(mock.patch.multiple(static_engine, HAVE_TQDM=True, tqdm=mock.MagicMock()))
-        # A process may hold several models, but Megatron looks for the first one's layers.
-        stack.enter_context(mock.patch("megatron.core.inference.utils.moe_layer_cache", None))
-        engine = static_engine.StaticInferenceEngine(TextGenerationController(wrapped, Tokenizer()), legacy=True)
-        sampling = SamplingParams(num_tokens_to_generate=new_tokens, top_k=1)
-        sampling.no_early_termination = True
-        results = engine.generate(prompts=prompts, sampling_params=sampling)
-        set_decode_expert_padding(model, False)
-    return [result.generated_tokens.tolist() for result in results]
-
-
-@contextlib.contextmanager
-def _quiet():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield
+        return static_engine.StaticInferenceEngine(TextGenerationController(wrapped, Tokenizer()), legacy=True)
+
+
+def generate(engine, prompts, new_tokens):
+    """The new tokens of each prompt, as lists."""
+    sampling = SamplingParams(num_tokens_to_generate=new_tokens, top_k=1)
+    sampling.no_early_termination = True
+    # It draws a progress bar, and wants the library for it; and it looks for the MoE layers of one model only.
+    progress = mock.patch.multiple(static_engine, HAVE_TQDM=True, tqdm=mock.MagicMock())
+    layers = mock.patch.object(utils, "moe_layer_cache", None)
+    mode = getattr(utils, "InferenceMode", None)  # of Megatron-Core 0.19, on since the engine was made
+    if mode is not None:
+        mode.set_active()
+    try:
+        with progress, layers, cached_attention.installed():
+            results = engine.generate(prompts=prompts, sampling_params=sampling)
+            utils.set_decode_expert_padding(engine.controller.inference_wrapped_model.model, False)
+    finally:
+        if mode is not None:
+            mode.unset_active()
+    return [result.generated_tokens.tolist() for result in results]
 
 
 @contextlib.contextmanager

@@ -38,14 +38,14 @@ def configured(**settings):
 
 
 def _generates_the_same_tokens(pads):
-    from generation import MODEL, counted, generate, make_model
+    from generation import MODEL, counted, generate, make_engine, make_model
 
     join_layout(1, W)
     options = {**MODEL, "params_dtype": torch.float32, "moe_router_dtype": "fp32"}
     config, rank = make_config(**options), dist.get_rank()
     prompts = [" ".join(str((7 * i + 3 * rank + j) % 64) for j in range(9)) for i in range(3)]
     theirs = make_model(config, ours=False)
-    expected = generate(theirs, prompts, 6, pads)
+    expected = generate(make_engine(theirs, len(prompts), pads), prompts, 6)
     assert all(len(tokens) == 6 for tokens in expected)
     steps = 5  # the first token is the prefill's
     for most, low_latency, more in (
@@ -55,7 +55,7 @@ def _generates_the_same_tokens(pads):
     ):
         with configured(**{MOST: most}), counted() as calls:
             ours = make_model(make_config(**options, **more), ours=True, weights=theirs.state_dict())
-            assert generate(ours, prompts, 6, pads) == expected
+            assert generate(make_engine(ours, len(prompts), pads), prompts, 6) == expected
         modes = (calls.normal // config.num_layers, calls.low_latency // config.num_layers)
         assert modes == (1 + steps - low_latency, low_latency)
 
