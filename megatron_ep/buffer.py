@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ep import _C, failures
+from megatron_ep import _C, failures, sizes
 from megatron_ep.backends import connect, cuda, fabrics
 from megatron_ep.backends.host import HostBackend
 from megatron_ep.backends.meeting import Meeting
@@ -80,13 +80,11 @@ class LocalCluster(RankGroup):
             if threads != 1 or seed is not None:
                 raise ValueError(f"threads is {threads} and seed is {seed}, must not be given with device {device!r}")
             sms = cuda.num_sms(config, self.device, len(self.ranks))
-            channels = cuda.num_channels(self.topology, config, sms, len(self.ranks))
-            # no network to keep busy, and one cache for all rings
-            self.heap = self._make_heap(channels, rdma_ring_bytes=64 << 10)
+            self.heap = sizes.gpu_heap(self.topology, config, sms, len(self.ranks))
             self._backend = connect.local_ranks(self.topology, config, self.heap, self.device, sms)
             _log_set_up(self, "p2p (one GPU)", self.heap, sms)
             return
-        self.heap = self._make_heap(config.num_channels)
+        self.heap = sizes.host_heap(self.topology, config)
         self._backend = HostBackend(
             self.heap,
             self.ranks,
@@ -151,7 +149,7 @@ class Buffer(RankGroup):
         self._neighbours = {rank: other.pid for rank, other in enumerate(members) if other.host == own.host}
         if self.device.type == "cuda":
             sms = cuda.num_sms(config, self.device, 1)
-            self.heap = self._make_heap(cuda.num_channels(self.topology, config, sms, 1))
+            self.heap = sizes.gpu_heap(self.topology, config, sms)
             backend, fabric = connect.processes(
                 self._meeting, self.topology, config, self.heap, self.device, sms, members
             )
@@ -159,7 +157,7 @@ class Buffer(RankGroup):
             self._backend = backend
         else:
             sms = None
-            self.heap = self._make_heap(config.num_channels)
+            self.heap = sizes.host_heap(self.topology, config)
             segments = self.shared_segments(self.heap.bytes)
             self._backend = HostBackend(self.heap, self.ranks, segments, timeout=config.timeout_seconds)
             fabric = fabrics.Choice("shared memory", "host backend")

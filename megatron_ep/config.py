@@ -59,11 +59,14 @@ class Config:
         share one cache.
     timeout: seconds that a single wait may take: longer than one rank may keep the others waiting, as for a save. None:
         the environment variable MEGATRON_EP_TIMEOUT, else 100.
+    row_bytes: of the largest row that will travel, H times the size of an element: rings whose size is left open then
+        hold at least four of them. None, or less: 14 KiB, H = 7168 in bf16.
     nvl_ring_bytes: size of one ring between two ranks of a node; there are C * W of them in each rank's heap. A ring
-        holds a power of two of rows, at least one. None: 256 KiB on the host, 64 KiB on a GPU, which has many channels
-        and rows that stay in its cache if they are few.
-    rdma_ring_bytes: size of one ring between two ranks of a rail; each rank's heap has 2 * C * N of them when N > 1.
-        None: 512 KiB, but 64 KiB for a LocalCluster on a GPU.
+        holds a power of two of rows, at least one. None: 256 KiB on the host; four rows on a GPU, which has many
+        channels and rows that stay in its cache if they are few.
+    rdma_ring_bytes: size of one ring between two ranks of a rail; each rank's heap has 2 * C * (N - 1) of them. None:
+        512 KiB on the host; on a GPU 32 rows, 16 or 8 where all rings of a rank together would take more than 192 MiB,
+        and four for a LocalCluster.
     rdma_chunk_tokens: rows after which another node is told of them; at most half a ring.
     num_sms: SMs that a launch uses for each rank on a GPU. None: 24, or an equal share of the GPU for each of a
         LocalCluster's ranks if that is less.
@@ -75,6 +78,7 @@ class Config:
     num_experts: int
     channels: int | None = None
     timeout: float | None = None
+    row_bytes: int | None = None
     nvl_ring_bytes: int | None = None
     rdma_ring_bytes: int | None = None
     rdma_chunk_tokens: int = 16
@@ -89,6 +93,8 @@ class Config:
         for name in ("nvl_ring_bytes", "rdma_ring_bytes"):
             if getattr(self, name) is not None:
                 require_int(f"Config.{name}", getattr(self, name), 64, LARGEST_RING)
+        if self.row_bytes is not None:
+            require_int("Config.row_bytes", self.row_bytes, 1, LARGEST_RING // 64)
         require_int("Config.rdma_chunk_tokens", self.rdma_chunk_tokens, 1, 1 << 20)
         if self.local_pass is not None:
             ok = isinstance(self.local_pass, bool)
@@ -96,10 +102,6 @@ class Config:
         if self.timeout is not None:
             ok = isinstance(self.timeout, (int, float)) and not isinstance(self.timeout, bool)
             _require(ok and 0 < self.timeout <= LONGEST_TIMEOUT_S, "Config.timeout", self.timeout, TIMEOUT_ALLOWED)
-
-    @property
-    def num_channels(self) -> int:
-        return self.channels or 1
 
     @property
     def timeout_seconds(self) -> float:

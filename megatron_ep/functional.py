@@ -82,8 +82,9 @@ def dispatch(
         gradient. Rows from the R-th on are left out, and so is a token altogether (its rows are zeros) that is not
         among the first R to arrive in the order of (source rank, token), or with expert_capacity the first
         max(R, W * T); either is reported in `overflow`. On a GPU the host then waits for nothing, so wrong ids in
-        topk_idx are found later, by the next call or `synchronize`; and with several nodes, R must also be at least the
-        number of tokens that any rank sends to another node.
+        topk_idx are found later, by the next call or `synchronize`; and with several nodes, where a rank has more
+        tokens than another, R must also be at least the number of tokens that any rank sends to another node, and the
+        ranks of that node must have room for them.
     forward_dtype: torch.float8_e4m3fn: rows of bfloat16, float16 or float32 travel as `float8.quantize` makes them and
         arrive as `float8.dequantize` does, in x's dtype. Their gradient is that of rows that were not rounded, and
         travels in x's dtype. None: as they are.

@@ -19,7 +19,6 @@ from megatron_ep.errors import EPAbortError, EPError, EPOverflowError, EPTimeout
 
 Own = TypeVar("Own", bound="RankGroup")
 
-NVL_RING_BYTES = {"cpu": 256 << 10, "cuda": 64 << 10}
 PAYLOAD_TYPES = {
     torch.bfloat16: 0,
     torch.float16: 1,
@@ -69,17 +68,6 @@ class RankGroup:
     def is_open(self) -> bool:
         """Whether the buffer can be used: until it is closed."""
         return self._backend is not None
-
-    def _make_heap(self, channels: int, rdma_ring_bytes: int = 512 << 10) -> _C.Heap:
-        """rdma_ring_bytes: where the config leaves it open."""
-        return _C.Heap(
-            nodes=self.topology.nodes,
-            ranks_per_node=self.topology.ranks_per_node,
-            num_experts=self.config.num_experts,
-            channels=channels,
-            nvl_ring_bytes=self.config.nvl_ring_bytes or NVL_RING_BYTES[self.device.type],
-            rdma_ring_bytes=self.config.rdma_ring_bytes or rdma_ring_bytes,
-        )
 
     @property
     def ring_bytes(self) -> dict[str, int]:

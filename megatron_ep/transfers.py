@@ -11,6 +11,7 @@ import torch
 
 from megatron_ep import _C
 from megatron_ep.backends.interface import RankHandle
+from megatron_ep.config import Topology
 from megatron_ep.handle import CountsToAskFor, Handle
 from megatron_ep.rank_group import PAYLOAD_TYPES, RankGroup
 
@@ -25,6 +26,16 @@ def most_arrivals(max_recv_tokens: int, expert_capacity: int, num_tokens: int, w
     it is all tokens, if no rank has more than this one.
     """
     return max_recv_tokens if expert_capacity == 0 else max(max_recv_tokens, world_size * num_tokens)
+
+
+def most_rail_rows(topology: Topology, max_recv_tokens: int, arrivals: int, num_tokens: int) -> int:
+    """Tokens of other nodes that pass through a rank of which it does not ask how many there are.
+
+    If no rank has more tokens than this one, (N - 1) * T are all of them. Those of ranks that have more are known by
+    where they go: each arrives at a rank of this node, which expects no more than `arrivals`.
+    """
+    others = topology.nodes - 1
+    return min(others * max(num_tokens, max_recv_tokens), others * num_tokens + topology.ranks_per_node * arrivals)
 
 
 def format_of(
@@ -184,7 +195,7 @@ def _exchange_counts(group: RankGroup, request: CountsToAskFor, tensors: Sequenc
         else:
             rows = most
             received = most_arrivals(most, request.expert_capacity, num_tokens, group.topology.world_size)
-            rail = (group.topology.nodes - 1) * max(num_tokens, most)
+            rail = most_rail_rows(group.topology, most, received, num_tokens)
             if totals:
                 received, rail = min(totals[i].received_rows, received), totals[i].rail_rows
         positions = torch.empty(received, topk, dtype=torch.int32, device=group.device)

@@ -66,7 +66,10 @@ NVL_ROW = """return {W::template acquire<Scope::System>(rings.nvl_in_tail(node, 
             rings.rank_at(rings.args.node(), peer)};"""
 TAKE_SLOTS = "if (!room && !warp.wait_all(Wait::NvlCredit, topk, credit)) return false;"
 RECEIVER = "warp.template credit<Scope::System>(rings.nvl_in_head(turn.node, turn.peer), next);"
-SENDER = "warp.template publish<Scope::Rank>(&rings.rdma_out(node).next, published = next);"
+SENDER = """«warp.template publish_lanes<Scope::Rank>(count, [&](int lane, auto&& store) {
+            OutCursor& out = rings.rdma_out(args.other_node(first + lane));
+            if (out.next != out.written) store(&out.next, out.written);
+        });»"""
 FORWARDER = "warp.template credit<Scope::Rank>(&rings.rdma_in(node).next, ++next);"
 NVL_SENDER = "warp.template publish<Scope::System>(rings.nvl_out_tail(turn.node, turn.peer), next);"
 COMBINE_FORWARDER = "warp.template publish<Scope::Rank>(&rings.rdma_out(node).next, ++next);"
@@ -208,17 +211,22 @@ MUTANTS = [
     changed("nvl_row: the rank's scope", RING, NVL_ROW, SYSTEM, RANK),
     changed("nvl_row: a plain load", RING, NVL_ROW, "W::template acquire<Scope::System>", "*"),
     # ---- dispatch
-    Mutant("forwarder: rows are not waited for", DISPATCH, "if (!warp.wait_all(Wait::RdmaRow, 1, arrived)) return;"),
+    Mutant(
+        "forwarder: rows are not waited for",
+        DISPATCH,
+        "return rdma_row<W>(rings, node, rings.rdma_in(node).next);",
+        "return Need{~uint64_t{0}, rings.rdma_in(node).next + 1, -1};",
+    ),
     Mutant("take_slots: no wait for room", DISPATCH, TAKE_SLOTS, "(void)room;"),
     changed("receiver: credit within the rank", DISPATCH, RECEIVER, SYSTEM, RANK),
-    changed("rdma_sender: a credit for a packed row", DISPATCH, SENDER, "publish<", "credit<"),
+    changed("rdma_sender: a credit for a packed row", DISPATCH, SENDER, "publish_lanes<", "credit_lanes<"),
     changed("forwarder: no credit", DISPATCH, FORWARDER, FORWARDER, "++next;"),
     # ---- combine
     Mutant(
         "combine_forwarder: partial rows are not waited for",
         COMBINE,
-        "if (!here && !warp.wait_all(Wait::NvlRow, format.topk, arrived)) return;",
-        "(void)here;",
+        "while («!warp.met(format.topk, arrived)»)",
+        "false",
     ),
     Mutant(
         "combine_receiver: partial rows are not waited for",
@@ -285,7 +293,7 @@ MUTANTS = [
         "*",
         ("nvshmem",),
     ),
-    changed("open_rdma_ring: not run empty", RING, RDMA_DRAIN, "F::kOrdersWarps && ", "", ("nvshmem",)),
+    changed("open_rdma_rings: not run empty", RING, RDMA_DRAIN, "F::kOrdersWarps && ", "", ("nvshmem",)),
     Mutant(
         "sender_coordinator: the signal before the rows",
         COORDINATORS,

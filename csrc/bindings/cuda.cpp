@@ -107,15 +107,6 @@ void bind_cuda(py::module_& m) {
         py::kw_only(), py::arg("rows"), py::arg("hidden"), py::arg("dtype"), py::arg("values"),
         py::arg("scales"), py::arg("out"), py::arg("stream"),
         py::call_guard<py::gil_scoped_release>());
-
-    m.def(
-        "cuda_channels",
-        [](int nodes, int ranks_per_node, int num_sms, int local_ranks) {
-            return cuda_channels({nodes, ranks_per_node}, num_sms, local_ranks);
-        },
-        py::kw_only(), py::arg("nodes"), py::arg("ranks_per_node"), py::arg("num_sms"),
-        py::arg("local_ranks"),
-        "Channels of a rank with this many SMs, where so many ranks share a GPU.");
 }
 
 }  // namespace ep

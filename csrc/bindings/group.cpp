@@ -200,6 +200,13 @@ void bind_group(py::module_& m) {
              py::kw_only(), py::arg("nodes"), py::arg("ranks_per_node"), py::arg("num_experts"),
              py::arg("channels"), py::arg("nvl_ring_bytes"), py::arg("rdma_ring_bytes"))
         .def_property_readonly("bytes", &Heap::bytes)
+        .def_property_readonly("parts",
+                               [](const Heap& heap) {
+                                   py::dict parts;
+                                   for (const Heap::Part& part : heap.parts())
+                                       parts[part.name] = part.bytes;
+                                   return parts;
+                               })
         .def_property_readonly("local_experts", &Heap::local_experts)
         .def_readonly("channels", &Heap::channels)
         .def_readonly("nvl_ring_bytes", &Heap::nvl_ring_bytes)
@@ -235,7 +242,8 @@ void bind_group(py::module_& m) {
              py::arg("weight_bytes"), py::arg("topk"), py::arg("payload_type"))
         .def_readonly("payload_bytes", &RowFormat::payload_bytes)
         .def_readonly("topk", &RowFormat::topk)
-        .def_property_readonly("slot_bytes", &RowFormat::slot_bytes);
+        .def_property_readonly("slot_bytes", &RowFormat::slot_bytes)
+        .def("slots", &RowFormat::slots, py::arg("ring_bytes"), "Rows that a ring holds.");
 
     py::class_<RankTensors>(m, "RankTensors",
                             "Addresses of one rank's tensors; 0 where there is none.")

@@ -59,11 +59,15 @@ struct TransferArgs {
     // The ranks but this one, from the next one on: its own rows pass through no NVLink ring.
     EP_HD int other_ranks() const { return topology().world() - 1; }
     EP_HD int other_rank(int i) const { return (rank + 1 + i) % topology().world(); }
-    EP_HD uint64_t slots(size_t ring_bytes) const {
-        return floor_power_of_two(ring_bytes / format.slot_bytes());
+    // The nodes but this one, likewise.
+    EP_HD int other_nodes() const { return topology().nodes - 1; }
+    EP_HD int other_node(int i) const { return (node() + 1 + i) % topology().nodes; }
+    // Which of them a node is; negative: this one.
+    EP_HD int place_of_node(int other) const {
+        return other < node() ? other - node() - 1 + topology().nodes : other - node() - 1;
     }
-    EP_HD uint64_t nvl_slots() const { return slots(heap.nvl_ring_bytes); }
-    EP_HD uint64_t rdma_slots() const { return slots(heap.rdma_ring_bytes); }
+    EP_HD uint64_t nvl_slots() const { return format.slots(heap.nvl_ring_bytes); }
+    EP_HD uint64_t rdma_slots() const { return format.slots(heap.rdma_ring_bytes); }
     // Rows and credits are held back until there is a chunk of them: two chunks, each one short of
     // full, must leave room in the ring.
     EP_HD uint64_t chunk() const {

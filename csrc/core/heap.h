@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <utility>
@@ -19,7 +20,8 @@ namespace ep {
 // peer is the producer), the head lies with the producer (its peer is the consumer).
 //
 // A network ring runs along the rail. Data and tail lie with the consumer (node = source), staging
-// and head with the producer. Where a fabric maps the rail nobody uses the staging.
+// and head with the producer. Where a fabric maps the rail nobody uses the staging. There is room
+// for rings of other nodes only: where one lies depends on the node whose heap it is in.
 //
 // All flags and cursors only ever grow and are cleared by nobody but reset.
 struct Heap {
@@ -58,13 +60,27 @@ struct Heap {
         notify_rail_ = part(2 * topology.nodes * node_block_bytes());
         notify_node_ = part(2 * topology.world() * rank_block_bytes());
         nvl_data_ = part(nvl_rings * nvl_ring_bytes);
-        rdma_staging_ = part(rdma_rings() * rdma_ring_bytes);
-        rdma_data_ = part(rdma_rings() * rdma_ring_bytes);
+        const size_t other_nodes = static_cast<size_t>(channels) * (topology.nodes - 1);
+        rdma_staging_ = part(other_nodes * rdma_ring_bytes);
+        rdma_data_ = part(other_nodes * rdma_ring_bytes);
         bytes_ = end;
     }
 
     EP_HD int local_experts() const { return num_experts / topology.world(); }
     EP_HD size_t bytes() const { return bytes_; }
+
+    // What the bytes are for.
+    struct Part {
+        const char* name;
+        size_t bytes;
+    };
+    std::array<Part, 5> parts() const {
+        return {{{"flags and cursors", flags_end_},
+                 {"counts", nvl_data_ - flags_end_},
+                 {"NVLink rings", rdma_staging_ - nvl_data_},
+                 {"network rings, to send", rdma_data_ - rdma_staging_},
+                 {"network rings, to receive", bytes_ - rdma_data_}}};
+    }
 
     // --- flags ---
     EP_HD size_t control() const { return 0; }
@@ -149,23 +165,26 @@ struct Heap {
     EP_HD size_t nvl_data(int channel, int node, int peer) const {
         return nvl_data_ + nvl_ring(channel, node, peer) * nvl_ring_bytes;
     }
-    EP_HD size_t rdma_staging(int channel, int node) const {
-        return rdma_staging_ + rdma_ring(channel, node) * rdma_ring_bytes;
+    // in the heap of a rank of the node `owner`
+    EP_HD size_t rdma_staging(int channel, int node, int owner) const {
+        return rdma_staging_ + rdma_ring(channel, node, owner) * rdma_ring_bytes;
     }
-    EP_HD size_t rdma_data(int channel, int node) const {
-        return rdma_data_ + rdma_ring(channel, node) * rdma_ring_bytes;
+    EP_HD size_t rdma_data(int channel, int node, int owner) const {
+        return rdma_data_ + rdma_ring(channel, node, owner) * rdma_ring_bytes;
     }
 
   private:
     EP_HD size_t nvl_ring(int channel, int node, int peer) const {
         return (channel * topology.nodes + node) * topology.ranks_per_node + peer;
     }
-    EP_HD size_t rdma_ring(int channel, int node) const { return channel * topology.nodes + node; }
+    EP_HD size_t rdma_ring(int channel, int node, int owner) const {
+        return static_cast<size_t>(channel) * (topology.nodes - 1) + node - (node > owner);
+    }
     EP_HD size_t nvl_line(size_t first, int channel, int node, int peer) const {
         return first + nvl_ring(channel, node, peer) * kLine;
     }
     EP_HD size_t rdma_line(size_t first, int channel, int node) const {
-        return first + rdma_ring(channel, node) * kLine;
+        return first + (static_cast<size_t>(channel) * topology.nodes + node) * kLine;
     }
 
     EP_HD size_t rdma_rings() const {

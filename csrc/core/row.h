@@ -60,6 +60,10 @@ struct RowFormat {
     EP_HD size_t payload() const { return payload_; }
     EP_HD size_t scales() const { return scales_; }
     EP_HD size_t slot_bytes() const { return slot_bytes_; }
+    // Of a ring of that size.
+    EP_HD uint64_t slots(size_t ring_bytes) const {
+        return floor_power_of_two(ring_bytes / slot_bytes_);
+    }
 
   private:
     size_t index_, weights_, payload_, scales_, slot_bytes_;  // kernels ask for every row

@@ -23,100 +23,144 @@ namespace ep {
 // kWeighted: multiplies each expert's row by its weight; the sums of sums that follow have none.
 template <class T, bool kWeighted, WarpLike W, FabricLike<W> F>
 EP_FN void combine_nvl_sender(W& warp, F& fabric, const CombineArgs& args, int channel, int first,
-                              int most = 32) {
+                              int most) {
     const Rings<F> rings{fabric, args, channel};
     const RowFormat& format = args.format;
     const int count = lanes_from(first, args.other_ranks(), most);
     if (!open_nvl_rings(warp, rings, count, [&](int i) { return args.other_rank(first + i); }))
         return;
     typename W::template PerLane<int> position, following;
-    serve_in_turn(
-        warp, rings, first, count, Wait::NvlCredit, nvl_credit<W, F>, [&](const Turn& turn) {
-            read_positions(warp, args, turn.first, following);
-            for (int i = 0; i < turn.rows; ++i) {
-                position = following;  // those of the next row are read while this one is summed
-                if (i + 1 < turn.rows) read_positions(warp, args, turn.first + i + 1, following);
-                char* slot = rings.nvl_out_slot(turn.node, turn.peer, turn.position + i);
-                warp.lanes(format.topk, [&](int k) {
-                    store_weight(slot + format.weights() + k * format.weight_bytes,
-                                 weight_at(args, position[k]), format.weight_bytes);
-                    if (k == 0) *reinterpret_cast<uint64_t*>(slot + format.tag()) = rings.tag;
-                });
-                const ExpertRows<T, kWeighted, W> rows(warp, args, position);
-                if (args.sums) {
-                    warp.template copy<Reuse::Soon>(slot + format.payload(),
-                                                    rows.summed(warp, args, turn.first + i),
-                                                    format.payload_bytes);
-                } else {
-                    rows.sum(warp, args, slot + format.payload());
-                }
+    auto cursor = [&](int node, int peer) -> OutCursor& { return rings.nvl_out(node, peer); };
+    auto serve = [&](const Turn& turn) {
+        read_positions(warp, args, turn.first, following);
+        for (int i = 0; i < turn.rows; ++i) {
+            position = following;  // those of the next row are read while this one is summed
+            if (i + 1 < turn.rows) read_positions(warp, args, turn.first + i + 1, following);
+            char* slot = rings.nvl_out_slot(turn.node, turn.peer, turn.position + i);
+            warp.lanes(format.topk, [&](int k) {
+                store_weight(slot + format.weights() + k * format.weight_bytes,
+                             weight_at(args, position[k]), format.weight_bytes);
+                if (k == 0) *reinterpret_cast<uint64_t*>(slot + format.tag()) = rings.tag;
+            });
+            const ExpertRows<T, kWeighted, W> rows(warp, args, position);
+            if (args.sums) {
+                warp.template copy<Reuse::Soon>(slot + format.payload(),
+                                                rows.summed(warp, args, turn.first + i),
+                                                format.payload_bytes);
+            } else {
+                rows.sum(warp, args, slot + format.payload());
             }
-            const uint64_t next = turn.position + turn.rows;
-            OutCursor& out = rings.nvl_out(turn.node, turn.peer);
-            warp.lanes(1, [&](int) { out.next = out.published = next; });
-            warp.template publish<Scope::System>(rings.nvl_out_tail(turn.node, turn.peer), next);
-            return true;
-        });
+        }
+        const uint64_t next = turn.position + turn.rows;
+        OutCursor& out = rings.nvl_out(turn.node, turn.peer);
+        warp.lanes(1, [&](int) { out.next = out.published = next; });
+        warp.template publish<Scope::System>(rings.nvl_out_tail(turn.node, turn.peer), next);
+        return true;
+    };
+    serve_in_turn(warp, rings, first, count, Wait::NvlCredit, cursor, nvl_credit<W, F>, serve);
 }
 
-// Towards one other node: pops, for each of its tokens in turn, the rows of the local ranks that
-// had it, and sums them.
+// Towards up to `most` other nodes, from the first-th on: pops, for each of a node's tokens in
+// turn, the rows of the local ranks that had it, and sums them. Whichever node can go on: blocking
+// on one could close a circle of nodes that wait for each other's partial rows.
 template <class T, WarpLike W, FabricLike<W> F>
-EP_FN void combine_forwarder(W& warp, F& fabric, const CombineArgs& args, int channel, int node) {
+EP_FN void combine_forwarder(W& warp, F& fabric, const CombineArgs& args, int channel, int first,
+                             int most = 32) {
     const Rings<F> rings{fabric, args, channel};
     const RowFormat& format = args.format;
-    if (!has_room_for_rail(warp, args, channel, node)) return;
-    if (!open_rdma_ring(warp, rings, node)) return;
-    typename W::template PerLane<int> expert, peer;
+    const int count = lanes_from(first, args.other_nodes(), most);
+    if (!has_room_for_rail(warp, args, channel, first, count)) return;
+    if (!open_rdma_rings(warp, rings, first, count)) return;
+    // What a node's next row was seen to lack: that of a local rank, or
+    constexpr int kCredit = -1, kNothing = -2;
+    typename W::template PerLane<int> left, lacks, expert, peer;
     typename W::template PerLane<uint64_t> taken;
     typename W::template PerLane<const void*> row, part;
-    const int rows = args.layout.rail(channel, node);
-    const int64_t start = args.layout.rail_start(channel, node);
-    uint64_t next = rings.rdma_out(node).next;
-    int batch = 0;
-    for (int i = 0; i < rows; ++i) {
-        warp.lanes(format.topk, [&](int lane) {
-            expert[lane] = args.rail_experts[(start + i) * format.topk + lane];
-        });
-        const uint32_t lanes = peers_on_node(warp, args, args.node(), expert, peer);
-        auto arrived = [&](int lane) {
+    warp.lanes(count, [&](int lane) {
+        left[lane] = args.layout.rail(channel, args.other_node(first + lane));
+        lacks[lane] = kNothing;
+    });
+    auto lack_of = [&](int lane) {
+        if (!left[lane]) return never();
+        const int node = args.other_node(first + lane);
+        if (lacks[lane] == kNothing) return nothing_to_wait_for();
+        return lacks[lane] == kCredit ? rdma_credit<W>(rings, node, rings.rdma_out(node).next)
+                                      : nvl_row<W>(rings, node, lacks[lane]);
+    };
+    auto arrived_from = [&](int node) {
+        return [&, node](int lane) {
             if (peer[lane] < 0) return nothing_to_wait_for();
             const Need need = nvl_row<W>(rings, node, peer[lane]);
             taken[lane] = need.expected;
             return need;
         };
-        const bool here = warp.met(format.topk, arrived);
-        if (++batch == args.nvl_batch || !here) {
-            publish_heads(warp, rings, node);
-            batch = 0;
+    };
+    // What the next row of a node lacks, whose experts have been read.
+    auto look_at = [&](int node, uint64_t next) {
+        const auto arrived = arrived_from(node);
+        while (!warp.met(format.topk, arrived)) {
+            const uint32_t absent =
+                warp.ballot(format.topk, [&](int lane) { return !is_met(arrived(lane)); });
+            if (absent) return warp.broadcast(peer, lowest_lane(absent));
         }
-        if (!here && !warp.wait_all(Wait::NvlRow, format.topk, arrived)) return;
-        if (!warp.wait_all(Wait::RdmaCredit, 1,
-                           [&](int) { return rdma_credit<W>(rings, node, next); }))
-            return;
-        char* slot = rings.rdma_out_slot(node, next);
-        warp.lanes(format.topk, [&](int lane) {
-            if (lane == 0) *reinterpret_cast<uint64_t*>(slot + format.tag()) = rings.tag;
-            if (peer[lane] < 0) return;
-            const char* in = rings.nvl_in_slot(node, peer[lane], taken[lane] - 1);
-            row[lane] = in;
-            part[lane] = in + format.payload();
-            const size_t weight = format.weights() + lane * format.weight_bytes;
-            store_weight(slot + weight, load_weight(in + weight, format.weight_bytes),
-                         format.weight_bytes);
+        return warp.met(1, [&](int) { return rdma_credit<W>(rings, node, next); }) ? kNothing
+                                                                                   : kCredit;
+    };
+    while (const uint32_t open = warp.ballot(count, [&](int lane) { return left[lane] > 0; })) {
+        // the first of those that lack something names the wait, if it ends badly
+        const bool for_credit = warp.broadcast(lacks, lowest_lane(open)) == kCredit;
+        const uint32_t ready =
+            warp.wait_any(for_credit ? Wait::RdmaCredit : Wait::NvlRow, count, lack_of);
+        if (!ready) return;
+        bool go_on = true;
+        for_each_lane(ready, [&](int of_node) {
+            if (!go_on) return;
+            const int node = args.other_node(first + of_node);
+            const int rows_left = warp.broadcast(left, of_node);
+            const int most_rows = rows_left < args.nvl_batch ? rows_left : args.nvl_batch;
+            const int64_t start = static_cast<int64_t>(args.layout.rail_start(channel, node)) +
+                                  args.layout.rail(channel, node) - rows_left;
+            uint64_t next = rings.rdma_out(node).next;
+            int rows = 0, lack = kNothing;
+            for (; rows < most_rows; ++rows) {
+                warp.lanes(format.topk, [&](int lane) {
+                    expert[lane] = args.rail_experts[(start + rows) * format.topk + lane];
+                });
+                const uint32_t lanes = peers_on_node(warp, args, args.node(), expert, peer);
+                lack = look_at(node, next);
+                if (lack != kNothing) break;
+                char* slot = rings.rdma_out_slot(node, next);
+                warp.lanes(format.topk, [&](int lane) {
+                    if (lane == 0) *reinterpret_cast<uint64_t*>(slot + format.tag()) = rings.tag;
+                    if (peer[lane] < 0) return;
+                    const char* in = rings.nvl_in_slot(node, peer[lane], taken[lane] - 1);
+                    row[lane] = in;
+                    part[lane] = in + format.payload();
+                    const size_t weight = format.weights() + lane * format.weight_bytes;
+                    store_weight(slot + weight, load_weight(in + weight, format.weight_bytes),
+                                 format.weight_bytes);
+                });
+                const auto rank_of = [&](int lane) {
+                    return rings.rank_at(args.node(), warp.broadcast(peer, lane));
+                };
+                go_on = belong_to_call(warp, rings, lanes, row, rank_of);
+                if (!go_on) return;
+                warp.template sum<T, Reuse::Soon>(slot + format.payload(), part, lanes,
+                                                  format.payload_bytes / sizeof(T));
+                warp.lanes(format.topk, [&](int lane) {
+                    if (lanes >> lane & 1) rings.nvl_in(node, peer[lane]).next = taken[lane];
+                });
+                warp.template publish<Scope::Rank>(&rings.rdma_out(node).next, ++next);
+            }
+            if (rows) publish_heads(warp, rings, node);
+            warp.lanes(count, [&](int lane) {
+                if (lane != of_node) return;
+                left[lane] -= rows;
+                lacks[lane] = lack;
+            });
         });
-        const auto rank_of = [&](int lane) {
-            return rings.rank_at(args.node(), warp.broadcast(peer, lane));
-        };
-        if (!belong_to_call(warp, rings, lanes, row, rank_of)) return;
-        warp.template sum<T, Reuse::Soon>(slot + format.payload(), part, lanes,
-                                          format.payload_bytes / sizeof(T));
-        warp.lanes(format.topk, [&](int lane) {
-            if (lanes >> lane & 1) rings.nvl_in(node, peer[lane]).next = taken[lane];
-        });
-        warp.template publish<Scope::Rank>(&rings.rdma_out(node).next, ++next);
+        if (!go_on) return;
     }
-    publish_heads(warp, rings, node);
 }
 
 // What this rank's experts made of its own tokens, of the local pass: in the order of the tokens,

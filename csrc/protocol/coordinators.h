@@ -57,8 +57,8 @@ EP_FN void follow(W& warp, Wait wait, int count, uint64_t chunk, int rank,
 template <WarpLike W, FabricLike<W> F>
 EP_FN void put_rows(W& warp, const Rings<F>& rings, int node, uint64_t from, uint64_t to) {
     const TransferArgs& args = rings.args;
-    const size_t data = args.heap.rdma_data(rings.channel, args.node());
-    const size_t staging = args.heap.rdma_staging(rings.channel, node);
+    const size_t data = args.heap.rdma_data(rings.channel, args.node(), node);
+    const size_t staging = args.heap.rdma_staging(rings.channel, node, args.node());
     for (uint64_t next = from; next != to;) {
         const uint64_t room = rings.rdma_slots - (next & (rings.rdma_slots - 1));
         const uint64_t rows = to - next < room ? to - next : room;

@@ -37,6 +37,20 @@ EP_FN uint32_t peers_on_node(W& warp, const TransferArgs& args, int node,
     return warp.first_of(args.layout.topk, peer);
 }
 
+// Likewise the distinct nodes among `count` other nodes from the first-th on.
+template <WarpLike W>
+EP_FN uint32_t nodes_among(W& warp, const TransferArgs& args, int first, int count,
+                           const typename W::template PerLane<int>& expert,
+                           typename W::template PerLane<int>& node) {
+    const int local_experts = args.layout.local_experts();
+    warp.lanes(args.layout.topk, [&](int lane) {
+        node[lane] = expert[lane] < 0 ? -1 : args.topology().node_of(expert[lane] / local_experts);
+        const int place = node[lane] < 0 ? -1 : args.place_of_node(node[lane]);
+        if (place < first || place >= first + count) node[lane] = -1;
+    });
+    return warp.first_of(args.layout.topk, node);
+}
+
 // What travels beside a token, a lane each k.
 template <WarpLike W>
 struct Header {
@@ -262,97 +276,137 @@ EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel)
     publish_tails(warp, rings, node);
 }
 
-// Own tokens for another node, once each, into slots of the network ring. The coordinator hears of
-// a row with the next one: by then the row has been written, and nobody waits for that.
+// Own tokens for up to `most` other nodes, from the first-th on, once for each node, into slots of
+// its network ring. The coordinator hears of a row with the next one: by then the row has been
+// written, and nobody waits for that.
 template <WarpLike W, FabricLike<W> F>
-EP_FN void rdma_sender(W& warp, F& fabric, const DispatchArgs& args, int channel, int node) {
+EP_FN void rdma_sender(W& warp, F& fabric, const DispatchArgs& args, int channel, int first,
+                       int most = 32) {
     const Rings<F> rings{fabric, args, channel};
     const RowFormat& format = args.format;
-    if (!open_rdma_ring(warp, rings, node)) return;
-    typename W::template PerLane<int> peer;
+    const int count = lanes_from(first, args.other_nodes(), most);
+    if (!open_rdma_rings(warp, rings, first, count)) return;
+    typename W::template PerLane<int> node;
+    typename W::template PerLane<uint64_t> next;
     typename W::template PerLane<void*> slot;
-    uint64_t published = rings.rdma_out(node).next, next = published;
+    bool has_written = false;
     auto publish = [&] {
-        if (published != next)
-            warp.template publish<Scope::Rank>(&rings.rdma_out(node).next, published = next);
+        if (!has_written) return;
+        warp.template publish_lanes<Scope::Rank>(count, [&](int lane, auto&& store) {
+            OutCursor& out = rings.rdma_out(args.other_node(first + lane));
+            if (out.next != out.written) store(&out.next, out.written);
+        });
     };
     for_each_token(warp, args, channel, [&](int token, const Header<W>& header) {
-        if (!peers_on_node(warp, args, node, header.expert, peer)) return true;
+        const uint32_t lanes = nodes_among(warp, args, first, count, header.expert, node);
+        if (!lanes) return true;
         const char* x = args.x + static_cast<size_t>(token) * format.payload_bytes;
         warp.template stage<Reuse::Late>(x, format.payload_bytes);
         publish();
-        if (!warp.wait_all(Wait::RdmaCredit, 1,
-                           [&](int) { return rdma_credit<W>(rings, node, next); }))
-            return false;
-        warp.lanes(1, [&](int lane) { slot[lane] = rings.rdma_out_slot(node, next); });
-        write_token(warp, args, slot, 1, token);
-        write_header(warp, format, slot, 1, rings.tag, header);
-        ++next;
+        auto credit = [&](int lane) {
+            if (!(lanes >> lane & 1)) return nothing_to_wait_for();
+            next[lane] = rings.rdma_out(node[lane]).written;
+            return rdma_credit<W>(rings, node[lane], next[lane]);
+        };
+        if (!warp.wait_all(Wait::RdmaCredit, format.topk, credit)) return false;
+        warp.lanes(format.topk, [&](int lane) {
+            if (!(lanes >> lane & 1)) return;
+            slot[lane] = rings.rdma_out_slot(node[lane], next[lane]);
+            rings.rdma_out(node[lane]).written = next[lane] + 1;
+        });
+        write_token(warp, args, slot, lanes, token);
+        write_header(warp, format, slot, lanes, rings.tag, header);
+        has_written = true;
         return true;
     });
     publish();
 }
 
-// Whether `rail_experts` can hold the rows of a channel that come from a node.
+// Whether `rail_experts` can hold the rows of a channel that come from `count` other nodes, from
+// the first-th on.
 template <WarpLike W>
-EP_FN bool has_room_for_rail(W& warp, const TransferArgs& args, int channel, int node) {
-    const int64_t end = static_cast<int64_t>(args.layout.rail_start(channel, node)) +
-                        args.layout.rail(channel, node);
-    if (end <= args.max_rail) return true;
+EP_FN bool has_room_for_rail(W& warp, const TransferArgs& args, int channel, int first, int count) {
+    auto end_of = [&](int lane) {
+        const int node = args.other_node(first + lane);
+        return static_cast<int64_t>(args.layout.rail_start(channel, node)) +
+               args.layout.rail(channel, node);
+    };
+    const uint32_t over =
+        warp.ballot(count, [&](int lane) { return end_of(lane) > args.max_rail; });
+    if (!over) return true;
     warp.fail(Outcome::Overflow, Wait::None,
-              Need{static_cast<uint64_t>(args.max_rail), static_cast<uint64_t>(end), args.rank});
+              Need{static_cast<uint64_t>(args.max_rail),
+                   static_cast<uint64_t>(end_of(lowest_lane(over))), args.rank});
     return false;
 }
 
-// Rows of another node, from the network ring into the NVLink rings of the local ranks that want
-// them. Remembers their experts for combine.
+// Rows of up to `most` other nodes, from the first-th on, from the network rings into the NVLink
+// rings of the local ranks that want them, whichever node has some. Remembers their experts for
+// combine.
 template <WarpLike W, FabricLike<W> F>
-EP_FN void forwarder(W& warp, F& fabric, const DispatchArgs& args, int channel, int node) {
+EP_FN void forwarder(W& warp, F& fabric, const DispatchArgs& args, int channel, int first,
+                     int most = 32) {
     const Rings<F> rings{fabric, args, channel};
     const RowFormat& format = args.format;
-    if (!has_room_for_rail(warp, args, channel, node)) return;
-    if (!open_rings_of_node(warp, rings, node)) return;
-    typename W::template PerLane<int> peer;
+    const Topology& topology = args.topology();
+    const int count = lanes_from(first, args.other_nodes(), most);
+    if (!has_room_for_rail(warp, args, channel, first, count)) return;
+    const bool opened = open_nvl_rings(warp, rings, count * topology.ranks_per_node, [&](int i) {
+        return topology.rank(args.other_node(first + i / topology.ranks_per_node),
+                             i % topology.ranks_per_node);
+    });
+    if (!opened) return;
+    typename W::template PerLane<int> left, peer;
     typename W::template PerLane<void*> slot;
     Header<W> header;
     const size_t body_bytes = format.slot_bytes() - format.payload();  // with the scales
-    const int rows = args.layout.rail(channel, node);
-    const int64_t start = args.layout.rail_start(channel, node);
-    uint64_t next = rings.rdma_in(node).next;
-    int batch = 0;
-    for (int i = 0; i < rows; ++i) {
-        auto arrived = [&](int) { return rdma_row<W>(rings, node, next); };
-        if (!warp.met(1, arrived)) {
-            publish_tails(warp, rings, node);
-            if (!warp.wait_all(Wait::RdmaRow, 1, arrived)) return;
+    warp.lanes(count, [&](int lane) {
+        left[lane] = args.layout.rail(channel, args.other_node(first + lane));
+    });
+    auto has_more = [&](int lane) { return left[lane] > 0; };
+    auto arrived = [&](int lane) {
+        const int node = args.other_node(first + lane);
+        return rdma_row<W>(rings, node, rings.rdma_in(node).next);
+    };
+    auto serve = [&](int lane, uint64_t next, int rows) {
+        const int node = args.other_node(first + lane);
+        const int64_t end = static_cast<int64_t>(args.layout.rail_start(channel, node)) +
+                            args.layout.rail(channel, node);
+        const int64_t start = end - warp.broadcast(left, lane);
+        int batch = 0;
+        for (int i = 0; i < rows; ++i) {
+            const char* source = rings.rdma_in_slot(node, next);
+            warp.template stage<Reuse::Soon>(source + format.payload(), body_bytes);
+            read_header(warp, format, source, header);
+            if (!belongs_to_call(warp, rings, source, rings.rank_at(node, args.local())))
+                return false;
+            warp.lanes(format.topk, [&](int k) {
+                args.rail_experts[(start + i) * format.topk + k] = header.expert[k];
+            });
+            const uint32_t lanes = peers_on_node(warp, args, args.node(), header.expert, peer);
+            if (!take_slots(warp, rings, node, lanes, peer, batch, slot)) return false;
+            write_part(warp, format, slot, lanes, format.payload(), source + format.payload(),
+                       body_bytes);
+            write_header(warp, format, slot, lanes, rings.tag, header);
+            warp.template credit<Scope::Rank>(&rings.rdma_in(node).next, ++next);
         }
-        const char* source = rings.rdma_in_slot(node, next);
-        warp.template stage<Reuse::Soon>(source + format.payload(), body_bytes);
-        read_header(warp, format, source, header);
-        if (!belongs_to_call(warp, rings, source, rings.rank_at(node, args.local()))) return;
-        warp.lanes(format.topk, [&](int lane) {
-            args.rail_experts[(start + i) * format.topk + lane] = header.expert[lane];
-        });
-        const uint32_t lanes = peers_on_node(warp, args, args.node(), header.expert, peer);
-        if (!take_slots(warp, rings, node, lanes, peer, batch, slot)) return;
-        write_part(warp, format, slot, lanes, format.payload(), source + format.payload(),
-                   body_bytes);
-        write_header(warp, format, slot, lanes, rings.tag, header);
-        warp.template credit<Scope::Rank>(&rings.rdma_in(node).next, ++next);
-    }
-    publish_tails(warp, rings, node);
+        publish_tails(warp, rings, node);
+        return true;
+    };
+    take_turns(warp, count, Wait::RdmaRow, args.nvl_batch, left, has_more, arrived, serve);
 }
 
 // From the rings of up to `most` source ranks, from the first-th other rank on, to the experts.
 template <WarpLike W, FabricLike<W> F>
 EP_FN void receiver(W& warp, F& fabric, const DispatchArgs& args, int channel, int first,
-                    int most = 32) {
+                    int most) {
     const Rings<F> rings{fabric, args, channel};
     const RowFormat& format = args.format;
     const int count = lanes_from(first, args.other_ranks(), most);
     Header<W> header;
     Places<W> places;
-    serve_in_turn(warp, rings, first, count, Wait::NvlRow, nvl_row<W, F>, [&](const Turn& turn) {
+    auto cursor = [&](int node, int peer) -> InCursor& { return rings.nvl_in(node, peer); };
+    auto serve = [&](const Turn& turn) {
         for (int i = 0; i < turn.rows; ++i) {
             const char* slot = rings.nvl_in_slot(turn.node, turn.peer, turn.position + i);
             warp.template stage<Reuse::Soon>(slot + format.payload(), format.payload_bytes);
@@ -366,7 +420,8 @@ EP_FN void receiver(W& warp, F& fabric, const DispatchArgs& args, int channel, i
         warp.lanes(1, [&](int) { in.next = in.published = next; });
         warp.template credit<Scope::System>(rings.nvl_in_head(turn.node, turn.peer), next);
         return true;
-    });
+    };
+    serve_in_turn(warp, rings, first, count, Wait::NvlRow, cursor, nvl_row<W, F>, serve);
 }
 
 }  // namespace ep

@@ -12,10 +12,13 @@ struct OutCursor {
     uint64_t next;       // slots filled so far
     uint64_t published;  // of these, how many the consumer knows (network rings: their coordinator)
     uint64_t slot_bytes;
+    uint64_t end;      // what `next` will be at the end of this call
+    uint64_t written;  // network rings of dispatch: slots filled, the coordinator knows of `next`
 };
 struct InCursor {
     uint64_t next;       // slots read so far
     uint64_t published;  // of these, how many the producer knows
+    uint64_t end;        // what `next` will be at the end of this call
 };
 
 // What both ends of a ring must agree on for a row to make sense, as one number: the call, the
@@ -94,10 +97,11 @@ struct Rings {
     }
     EP_FN char* rdma_out_slot(int node, uint64_t position) const {
         if constexpr (F::kMapsRail) {  // no put follows
-            return fabric.template rail<char>(node, args.heap.rdma_data(channel, args.node())) +
+            return fabric.template rail<char>(node,
+                                              args.heap.rdma_data(channel, args.node(), node)) +
                    slot(position, rdma_slots);
         } else {
-            return fabric.template own<char>(args.heap.rdma_staging(channel, node)) +
+            return fabric.template own<char>(args.heap.rdma_staging(channel, node, args.node())) +
                    slot(position, rdma_slots);
         }
     }
@@ -109,7 +113,7 @@ struct Rings {
         return fabric.template acquire_signal<W>(channel, args.heap.rdma_tail(channel, node));
     }
     EP_FN const char* rdma_in_slot(int node, uint64_t position) const {
-        return fabric.template own<char>(args.heap.rdma_data(channel, node)) +
+        return fabric.template own<char>(args.heap.rdma_data(channel, node, args.node())) +
                slot(position, rdma_slots);
     }
 
@@ -157,17 +161,25 @@ EP_FN bool open_rings_of_node(W& warp, const Rings<F>& rings, int node) {
 
 // Where nothing orders this call's puts after those of an earlier one, which other warps made, the
 // ring must have run empty in any case: a new flag might be seen before an old row is there.
+// Towards `count` nodes, at most 32, from the first-th other node on.
 template <WarpLike W, class F>
-EP_FN bool open_rdma_ring(W& warp, const Rings<F>& rings, int node) {
-    OutCursor& out = rings.rdma_out(node);
+EP_FN bool open_rdma_rings(W& warp, const Rings<F>& rings, int first, int count) {
     const uint64_t slot_bytes = rings.slot_bytes;
-    const bool drained = warp.wait_all(Wait::RdmaDrain, 1, [&](int) {
+    const bool drained = warp.wait_all(Wait::RdmaDrain, count, [&](int lane) {
+        const int node = rings.args.other_node(first + lane);
+        const OutCursor& out = rings.rdma_out(node);
         if (F::kOrdersWarps && out.slot_bytes == slot_bytes) return nothing_to_wait_for();
-        return Need{rings.template acquire_rdma_head<W>(node), out.next,
+        const uint64_t next = out.next;
+        return Need{rings.template acquire_rdma_head<W>(node), next,
                     rings.rank_at(node, rings.args.local())};
     });
-    if (drained) warp.lanes(1, [&](int) { out.slot_bytes = slot_bytes; });
-    return drained;
+    if (!drained) return false;
+    warp.lanes(count, [&](int lane) {
+        OutCursor& out = rings.rdma_out(rings.args.other_node(first + lane));
+        out.slot_bytes = slot_bytes;
+        out.written = out.next;
+    });
+    return true;
 }
 
 // Tells the consumers of this channel's NVLink rings for `node` of every row written so far.

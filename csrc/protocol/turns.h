@@ -4,37 +4,19 @@
 
 namespace ep {
 
-// Rows of one source rank that can be served now.
-struct Turn {
-    int rank;  // the source
-    int node, peer;
-    int first;          // of the rows that arrive at this rank in all
-    int rows;           // at least one, at most a batch
-    uint64_t position;  // of the first in its ring
-};
-
-// Serves the rows of `count` source ranks from the first-th other rank on, a lane each, whichever
-// is ready: blocking on one could close a circle of full rings. `need(rings, node, peer)` is what a
-// lane waits for: to see more rows, or more room, than its ring's position. `serve(turn)`: false
-// ends it all.
-template <WarpLike W, class F, class NeedOf, class Serve>
-EP_FN void serve_in_turn(W& warp, const Rings<F>& rings, int first, int count, Wait wait,
-                         NeedOf&& need, Serve&& serve) {
-    const Layout& layout = rings.args.layout;
-    const Topology& topology = rings.args.topology();
-    typename W::template PerLane<int> rank_of, left, end, node_of, peer_of;
+// Serves `count` queues of rows, a lane each, whichever is ready, at most `batch` rows a turn.
+// `need(lane)`: to see more rows, or more room, than the queue's position; it may first take up
+// another of the lane's queues. `left`: rows of the one at hand; `has_more(lane)`: or of any.
+// `serve(lane, position, rows)`: false ends it all.
+template <WarpLike W, class More, class NeedOf, class Serve>
+EP_FN void take_turns(W& warp, int count, Wait wait, int batch,
+                      typename W::template PerLane<int>& left, More&& has_more, NeedOf&& need,
+                      Serve&& serve) {
     typename W::template PerLane<uint64_t> limit, position;
-    warp.lanes(count, [&](int lane) {
-        const int rank = rank_of[lane] = rings.args.other_rank(first + lane);
-        left[lane] = layout.received(rings.channel, rank);
-        end[lane] = layout.received_start(rings.channel, rank) + left[lane];
-        node_of[lane] = topology.node_of(rank);
-        peer_of[lane] = topology.local_of(rank);
-    });
-    while (warp.ballot(count, [&](int lane) { return left[lane] > 0; })) {
+    while (warp.ballot(count, has_more)) {
         const uint32_t ready = warp.wait_any(wait, count, [&](int lane) {
-            if (!left[lane]) return never();
-            const Need mine = need(rings, node_of[lane], peer_of[lane]);
+            if (!has_more(lane)) return never();
+            const Need mine = need(lane);
             limit[lane] = mine.seen;
             position[lane] = mine.expected - 1;
             return mine;
@@ -45,18 +27,87 @@ EP_FN void serve_in_turn(W& warp, const Rings<F>& rings, int first, int count, W
             const int rows_left = warp.broadcast(left, lane);
             const uint64_t from = warp.broadcast(position, lane),
                            seen = warp.broadcast(limit, lane) - from;
-            const int most = rows_left < rings.args.nvl_batch ? rows_left : rings.args.nvl_batch;
+            const int most = rows_left < batch ? rows_left : batch;
             const int rows = seen < static_cast<uint64_t>(most) ? static_cast<int>(seen) : most;
-            go_on =
-                go_on && serve(Turn{warp.broadcast(rank_of, lane), warp.broadcast(node_of, lane),
-                                    warp.broadcast(peer_of, lane),
-                                    warp.broadcast(end, lane) - rows_left, rows, from});
+            go_on = go_on && serve(lane, from, rows);
             warp.lanes(count, [&](int other) {
                 if (other == lane) left[other] -= rows;
             });
         });
         if (!go_on) return;
     }
+}
+
+// Rows of one source rank that can be served now.
+struct Turn {
+    int rank;  // the source
+    int node, peer;
+    int first;          // of the rows that arrive at this rank in all
+    int rows;           // at least one, at most a batch
+    uint64_t position;  // of the first in its ring
+};
+
+// Serves the rows of `count` source ranks from the first-th other rank on, whichever is ready:
+// blocking on one could close a circle of full rings. A lane has every 32nd of them, and one at
+// hand. `cursor(node, peer)`: of their rings, which says where each stands; `need(rings, node,
+// peer)`: to see more rows, or more room, than that; `serve(turn)`: moves it on; false ends it all.
+template <WarpLike W, class F, class CursorOf, class NeedOf, class Serve>
+EP_FN void serve_in_turn(W& warp, const Rings<F>& rings, int first, int count, Wait wait,
+                         CursorOf&& cursor, NeedOf&& need, Serve&& serve) {
+    const Layout& layout = rings.args.layout;
+    const Topology& topology = rings.args.topology();
+    const int lanes = lanes_from(0, count);
+    typename W::template PerLane<int> at, rank_of, left, end, all_left, node_of, peer_of;
+    auto take_up = [&](int lane, int which) {
+        at[lane] = which < count ? which : lane;
+        const int rank = rank_of[lane] = rings.args.other_rank(first + at[lane]);
+        node_of[lane] = topology.node_of(rank);
+        peer_of[lane] = topology.local_of(rank);
+        end[lane] =
+            layout.received_start(rings.channel, rank) + layout.received(rings.channel, rank);
+    };
+    auto read_left = [&](int lane) {
+        const auto& ring = cursor(node_of[lane], peer_of[lane]);
+        left[lane] = static_cast<int>(ring.end - ring.next);
+    };
+    warp.lanes(lanes, [&](int lane) {
+        all_left[lane] = 0;
+        for (int which = lane; which < count; which += 32) {
+            take_up(lane, which);
+            const int rows = layout.received(rings.channel, rank_of[lane]);
+            auto& ring = cursor(node_of[lane], peer_of[lane]);
+            ring.end = ring.next + rows;
+            all_left[lane] += rows;
+        }
+        take_up(lane, lane);
+        read_left(lane);
+    });
+    auto has_more = [&](int lane) { return all_left[lane] > 0; };
+    auto look = [&](int lane) {
+        Need mine = never();
+        for (int which = lane; which < count; which += 32) {
+            if (left[lane]) {
+                mine = need(rings, node_of[lane], peer_of[lane]);
+                if (is_met(mine)) break;
+            }
+            if (count > 32) {
+                take_up(lane, at[lane] + 32);
+                read_left(lane);
+            }
+        }
+        return mine;
+    };
+    auto serve_rows = [&](int lane, uint64_t position, int rows) {
+        const bool go_on =
+            serve(Turn{warp.broadcast(rank_of, lane), warp.broadcast(node_of, lane),
+                       warp.broadcast(peer_of, lane),
+                       warp.broadcast(end, lane) - warp.broadcast(left, lane), rows, position});
+        warp.lanes(lanes, [&](int other) {
+            if (other == lane) all_left[other] -= rows;
+        });
+        return go_on;
+    };
+    take_turns(warp, lanes, wait, rings.args.nvl_batch, left, has_more, look, serve_rows);
 }
 
 }  // namespace ep

@@ -60,6 +60,11 @@ def processes(
         return backend, dataclasses.replace(fabric, reason="; ".join(filter(None, (fabric.reason, found))))
 
 
+def queue_pairs(heap: _C.Heap, sms: int) -> int:
+    """Those to each rank between machines: one for each block that has a channel's coordinators."""
+    return min(heap.channels, sms)
+
+
 def _connect_p2p(
     meeting: Meeting,
     begin: Callable[[], None],
@@ -120,7 +125,7 @@ def _connect_nvshmem(
     nvshmem = fabrics.load_nvshmem()
     seconds = meeting.timeout.total_seconds()
     between_machines = len({member.host for member in members}) > 1
-    queue_pairs = min(heap.channels, sms)  # one for each block that has a channel's coordinators
+    pairs = queue_pairs(heap, sms)
 
     def prepare() -> tuple[None, tuple[Any, list[int], bytes, dict[str, str]]]:
         begin()
@@ -135,9 +140,9 @@ def _connect_nvshmem(
     _, prepared = meeting.exchange(prepare, seconds)
     served, spares, ids, given = zip(*prepared, strict=True)
     unique_id = _nvshmem_id(served) or ids[0]
-    ibgda.check_alike(given, queue_pairs)
+    ibgda.check_alike(given, pairs)
     if between_machines and not any(served):
-        ibgda.prepare(queue_pairs)
+        ibgda.prepare(pairs)
     common = set.intersection(*map(set, spares))
 
     def allocate() -> Any:

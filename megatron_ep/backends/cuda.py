@@ -20,7 +20,7 @@ from megatron_ep import _C
 from megatron_ep.backends.interface import Totals
 from megatron_ep.backends.launches import Launches
 from megatron_ep.backends.of_group import OfGroup
-from megatron_ep.config import Config, Topology
+from megatron_ep.config import Config
 from megatron_ep.errors import EPError, EPStuckError
 
 T = TypeVar("T")
@@ -52,14 +52,6 @@ def num_sms(config: Config, device: torch.device, local_ranks: int) -> int:
     if config.num_sms is not None:
         return config.num_sms
     return max(1, min(DEFAULT_SMS, torch.cuda.get_device_properties(device).multi_processor_count // local_ranks))
-
-
-def num_channels(topology: Topology, config: Config, sms: int, local_ranks: int) -> int:
-    """The channels of a buffer on a GPU."""
-    if config.channels is not None:
-        return config.channels
-    nodes, ranks_per_node = topology.nodes, topology.ranks_per_node
-    return _C.cuda_channels(nodes=nodes, ranks_per_node=ranks_per_node, num_sms=sms, local_ranks=local_ranks)
 
 
 # Closed, but a CUDA graph may still replay their launches.

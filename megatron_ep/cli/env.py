@@ -1,4 +1,5 @@
-"""`megatron-ep env`: what this installation found; with --all-ranks, in what the ranks of a job differ."""
+"""`megatron-ep env`: what this installation found; with --all-ranks, in what the ranks of a job differ; with --plan,
+what a buffer would be made of."""
 
 from __future__ import annotations
 
@@ -42,7 +43,19 @@ def main(argv: Sequence[str]) -> int:
         help="under torchrun or in a Slurm job step: compare versions, GPUs, network cards and fabrics of all ranks; "
         "status 1 if they differ in what matters",
     )
-    if not parser.parse_args(argv).all_ranks:
+    plan = parser.add_argument_group("plan", "What a buffer on GPUs would take, a process a GPU. Needs no GPU.")
+    plan.add_argument("--plan", nargs=2, type=int, metavar=("NODES", "RANKS"), help="nodes, and ranks of a node")
+    plan.add_argument("--hidden", type=int, default=7168, help="H, of bf16 rows (%(default)s)")
+    plan.add_argument("--topk", type=int, default=8, help="K (%(default)s)")
+    plan.add_argument("--experts", type=int, help="E (the least multiple of the ranks from 256 on)")
+    plan.add_argument("--max-tokens", type=int, default=4096, help="T of a rank (%(default)s)")
+    plan.add_argument("--max-recv-tokens", type=int, help="R, rows of a rank (T * K)")
+    plan.add_argument("--num-sms", type=int, help="Config.num_sms")
+    plan.add_argument("--channels", type=int, help="Config.channels")
+    arguments = parser.parse_args(argv)
+    if arguments.plan is not None:
+        return _plan(arguments)
+    if not arguments.all_ranks:
         print(env.render())
         return 0
     from megatron_ep.training import launcher
@@ -56,6 +69,34 @@ def main(argv: Sequence[str]) -> int:
         print("megatron-ep env: --all-ranks: start it under torchrun or srun, a process a rank", file=sys.stderr)
         return 2
     return _compare_all()
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from megatron_ep.cli.plan import make_plan
+    from megatron_ep.config import Config, Topology
+
+    try:
+        topology = Topology(*arguments.plan)
+        ranks = topology.world_size
+        config = Config(
+            num_experts=arguments.experts or -(-256 // ranks) * ranks,
+            num_sms=arguments.num_sms,
+            channels=arguments.channels,
+            row_bytes=2 * arguments.hidden if arguments.hidden > 0 else None,
+        )
+        sections = make_plan(
+            topology,
+            config,
+            hidden=arguments.hidden,
+            topk=arguments.topk,
+            num_tokens=arguments.max_tokens,
+            max_recv_tokens=arguments.max_recv_tokens,
+        )
+    except ValueError as error:
+        print(f"megatron-ep env: {error}", file=sys.stderr)
+        return 2
+    print(env.render(sections))
+    return 0
 
 
 def _compare_all() -> int:

@@ -25,7 +25,8 @@ commands:
   recipe   show a recipe as flags, environment, torchrun line or Slurm script
   check    gradients, and this dispatcher against Megatron's, on this machine
   bench    time dispatch and combine beside Megatron's dispatcher and a memory copy
-  env      what this installation found: versions, compilers, extension, devices; or in what ranks differ
+  env      what this installation found: versions, compilers, extension, devices; or in what ranks differ; or what
+           a buffer of many nodes would take
 
 megatron-ep COMMAND --help tells more, megatron-ep --version which one this is."""
 

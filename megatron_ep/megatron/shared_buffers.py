@@ -64,13 +64,16 @@ def options_for(config: Any) -> options.Options:
     return options.merged(_options, config)
 
 
-def shared_buffer(group: dist.ProcessGroup, num_experts: int, device: torch.device) -> ep.Buffer:
+def shared_buffer(
+    group: dist.ProcessGroup, num_experts: int, device: torch.device, row_bytes: int | None = None
+) -> ep.Buffer:
     """The buffer of this group, built at the first call, which is therefore collective over the group.
 
     Args:
         group: the ranks that exchange tokens.
         num_experts: E in the whole group; a multiple of its size.
         device: where this rank's tokens are.
+        row_bytes: `Config.row_bytes` of a new buffer, unless `configure` has set it.
 
     Raises:
         ValueError: its timeout does not fit Megatron-LM's flags of in-process restart, with which this process was
@@ -78,7 +81,8 @@ def shared_buffer(group: dist.ProcessGroup, num_experts: int, device: torch.devi
     """
     buffer = _buffers.get((group, num_experts, device))
     if buffer is None:
-        settings = _config | {"timeout": fitting_timeout(sys.argv[1:], _config.get("timeout"))}
+        timeout = fitting_timeout(sys.argv[1:], _config.get("timeout"))
+        settings = {"row_bytes": row_bytes} | _config | {"timeout": timeout}
         with torch.inference_mode(False):  # it lives longer than an inference in which it may be built
             buffer = ep.Buffer(group, ep.Config(num_experts=num_experts, **settings), _topology, device=device)
         _buffers[group, num_experts, device] = buffer

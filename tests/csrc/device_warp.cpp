@@ -76,7 +76,7 @@ struct Case {
     Heap heap;
     RowFormat format;
     DType dtype;
-    int index_bytes, alignment, capacity, nvl_batch, rdma_chunk, servers;
+    int index_bytes, alignment, capacity, nvl_batch, rdma_chunk, servers, carriers;
     bool fixed_rows;
     std::vector<int> tokens;
 
@@ -102,7 +102,8 @@ struct Case {
         nvl_batch = pick(1, 8);
         const int slots = static_cast<int>(floor_power_of_two(heap.rdma_ring_bytes / slot));
         rdma_chunk = std::max(1, std::min(pick(1, 8), slots / 2));
-        servers = even_servers(topology, pick(1, topology.world()));
+        servers = even_warps(topology.world() - 1, pick(1, topology.world()));
+        carriers = even_warps(topology.nodes - 1, pick(1, topology.nodes));
         for (int rank = 0; rank < topology.world(); ++rank)
             tokens.push_back(pick(0, 3) ? pick(0, 14) : pick(0, 1));
     }
@@ -300,7 +301,7 @@ class Grid {
 
     template <class Roles>
     Roles roles() const {
-        return {case_.topology.nodes, case_.topology.world(), case_.servers};
+        return {case_.topology.nodes, case_.topology.world(), case_.servers, case_.carriers};
     }
 
   private:
@@ -478,6 +479,7 @@ Case small_case(bool several_nodes) {
               align_up(c.format.slot_bytes(), Heap::kLine)};
     c.tokens = {8, 8};
     c.servers = 1;
+    c.carriers = 1;
     return c;
 }
 
@@ -523,7 +525,7 @@ void open_ring(const J joint) {
     typename J::Fabric fabric(joint.fabric, 0);
     DeviceWarp warp(joint.ranks[0], 1, Role::RdmaSender, 0, kernels::bulk_buffers());
     const Rings<typename J::Fabric> rings{fabric, joint.args[0], 0};
-    kNetwork ? open_rdma_ring(warp, rings, 1) : open_rings_of_node(warp, rings, 0);
+    kNetwork ? open_rdma_rings(warp, rings, 0, 1) : open_rings_of_node(warp, rings, 0);
 }
 
 // A ring to rank 1 whose last row has not been read: a call with rows of another size does not
@@ -563,9 +565,9 @@ void run_put(uint64_t seed) {
         const int rank = static_cast<int>(blockIdx.x);
         Notify::Fabric fabric(joint.fabric, rank);
         DeviceWarp warp(joint.ranks[rank], 1, Role::SenderCoordinator, 0, kernels::bulk_buffers());
-        const size_t data = c.heap.rdma_data(0, 0), flag = c.heap.rdma_tail(0, 0);
+        const size_t data = c.heap.rdma_data(0, 0, 1), flag = c.heap.rdma_tail(0, 0);
         if (rank == 0) {
-            const size_t staging = c.heap.rdma_staging(0, 1);
+            const size_t staging = c.heap.rdma_staging(0, 1, 0);
             warp.copy<Reuse::Soon>(fabric.own<char>(staging), row.data(), kBytes);
             fabric.put(warp, 0, 1, data, staging, kBytes);
             fabric.put_signal(warp, 0, 1, flag, 0, 1);

@@ -21,17 +21,21 @@ void check(const ep::Topology& topology, int sms, int channels) {
         std::exit(EXIT_FAILURE);
     };
     const int world = topology.world();
-    const int servers = ep::servers_for<Roles>(topology, sms * kBlockWarps / channels);
-    const int fewest = ep::fewest_servers(topology);
-    const int needed = Roles{topology.nodes, world, fewest}.warps() * channels;
-    require((servers >= fewest) == (needed <= sms * kBlockWarps), "fits, or does not");
-    if (servers < fewest) return;
+    const int warps_of_channel = sms * kBlockWarps / channels;
+    const Roles fewest{topology.nodes, world, ep::fewest_servers(topology),
+                       ep::fewest_carriers(topology)};
+    const Roles roles = ep::roles_for<Roles>(topology, warps_of_channel);
+    require(ep::fits(roles, warps_of_channel) == (fewest.warps() <= warps_of_channel),
+            "fits, or does not");
+    if (!ep::fits(roles, warps_of_channel)) return;
 
-    const Roles roles{topology.nodes, world, servers};
-    require(roles.ranks_per_server() <= 32, "a server has more ranks than lanes");
-    const int share = roles.ranks_per_server();
-    require(!servers || (servers - 1) * share < world - 1, "a server has no ranks");
-    require(servers * share >= world - 1, "a rank has no server");
+    auto is_divided = [](int count, int warps, int share) {
+        return warps ? (warps - 1) * share < count && warps * share >= count : count == 0;
+    };
+    require(roles.nodes_per_carrier() <= 32, "a carrier has more nodes than lanes");
+    require(is_divided(world - 1, roles.servers, roles.ranks_per_server()), "ranks of servers");
+    require(is_divided(topology.nodes - 1, roles.carriers, roles.nodes_per_carrier()),
+            "nodes of carriers");
 
     const int count = roles.warps() * channels, blocks = std::min(sms, count);
     std::vector<int> warps(count);

@@ -11,7 +11,6 @@ WITH_CUDA = {
     "DeviceMemory",
     "CudaGroup",
     "CudaLowLatency",
-    "cuda_channels",
     "dequantize_cuda",
     "quantize_cuda",
     "router_forward_cuda",

@@ -27,10 +27,6 @@ struct CudaDevice {
     static CudaDevice of(int device);
 };
 
-// Channels that keep all warps of `sms` SMs busy, or fewer where ranks of several nodes share a
-// GPU, whose cache holds only so many rings.
-int cuda_channels(const Topology& topology, int sms, int local_ranks);
-
 // The ranks of a buffer that live in this process, on one GPU. A launch runs one phase on all of
 // them together: its blocks are the blocks of all ranks, all on the GPU at once. Launches only
 // enqueue; whether they failed shows in aborted(), at the latest when they are done. FabricParams:

@@ -86,10 +86,11 @@ CudaGroup<P>::CudaGroup(const Heap& heap, const P& fabric, std::vector<int> rank
                std::to_string(gpu.sms) + " SMs and all of their kernels must run at once");
     }
     const int warps = sms_ * kBlockWarps / heap_.channels;
-    if (servers_for<DispatchRoles>(heap_.topology, warps) < fewest_servers(heap_.topology)) {
-        const int needed = DispatchRoles{heap_.topology.nodes, heap_.topology.world(),
-                                         fewest_servers(heap_.topology)}
-                               .warps();
+    if (!fits(roles_for<DispatchRoles>(heap_.topology, warps), warps)) {
+        const int needed =
+            DispatchRoles{heap_.topology.nodes, heap_.topology.world(),
+                          fewest_servers(heap_.topology), fewest_carriers(heap_.topology)}
+                .warps();
         refuse("num_sms is " + std::to_string(sms_) + ", must be at least " +
                std::to_string(blocks_for(heap_.channels * needed)) + " for " +
                std::to_string(heap_.channels) + " channels of " + std::to_string(needed) +
@@ -162,8 +163,7 @@ template <class J, class Args>
 J CudaGroup<P>::joint_of_roles(const std::vector<Args>& args) const {
     using Roles = decltype(J::roles);
     const int warps = sms_ * kBlockWarps / heap_.channels;
-    const Roles roles{heap_.topology.nodes, heap_.topology.world(),
-                      servers_for<Roles>(heap_.topology, warps)};
+    const Roles roles = roles_for<Roles>(heap_.topology, warps);
     J all = joint<J>(args, std::min(sms_, heap_.channels * roles.warps()));
     all.roles = roles;
     return all;

@@ -8,8 +8,6 @@
 
 namespace ep {
 
-constexpr int kBlockThreads = 512;
-constexpr int kBlockWarps = kBlockThreads / 32;
 constexpr int kFinishBlocks = 4;  // of a rank: they almost never have anything to do
 constexpr int kFinishThreads = 256;
 

@@ -145,8 +145,7 @@ __device__ __forceinline__ void run_dispatch_role(const DeviceRank& rank, BulkBu
                                                   const DispatchRoles& roles, int channel,
                                                   int role) {
     auto warp = [&](Role name) { return DeviceWarp(rank, args.call, name, channel, buffers); };
-    const int other_nodes = roles.nodes - 1;
-    auto other_node = [&](int i) { return i + (i >= args.node()); };
+    const int carriers = roles.carriers, nodes = roles.nodes_per_carrier();
     if (role == 0) {
         DeviceWarp w = warp(Role::NvlSender);
         nvl_sender(w, fabric, args, channel);
@@ -154,13 +153,13 @@ __device__ __forceinline__ void run_dispatch_role(const DeviceRank& rank, BulkBu
         DeviceWarp w = warp(Role::Receiver);
         const int share = roles.ranks_per_server();
         receiver(w, fabric, args, channel, role * share, share);
-    } else if ((role -= roles.servers) < other_nodes) {
+    } else if ((role -= roles.servers) < carriers) {
         DeviceWarp w = warp(Role::RdmaSender);
-        rdma_sender(w, fabric, args, channel, other_node(role));
-    } else if ((role -= other_nodes) < other_nodes) {
+        rdma_sender(w, fabric, args, channel, role * nodes, nodes);
+    } else if ((role -= carriers) < carriers) {
         DeviceWarp w = warp(Role::Forwarder);
-        forwarder(w, fabric, args, channel, other_node(role));
-    } else if ((role -= other_nodes) < roles.coordinators()) {
+        forwarder(w, fabric, args, channel, role * nodes, nodes);
+    } else if ((role -= carriers) < roles.coordinators()) {
         DeviceWarp w = warp(Role::SenderCoordinator);
         sender_coordinator(w, fabric, args, RailCounts{args.layout, args.node(), false}, channel,
                            32 * role);
@@ -254,8 +253,7 @@ __device__ __forceinline__ void run_combine_role(const DeviceRank& rank, BulkBuf
                                                  F& fabric, const CombineArgs& args,
                                                  const CombineRoles& roles, int channel, int role) {
     auto warp = [&](Role name) { return DeviceWarp(rank, args.call, name, channel, buffers); };
-    const int other_nodes = roles.nodes - 1;
-    auto other_node = [&](int i) { return i + (i >= args.node()); };
+    const int carriers = roles.carriers, nodes = roles.nodes_per_carrier();
     if (role == 0) {
         DeviceWarp w = warp(Role::CombineReceiver);
         combine_receiver<T, kWeighted>(w, fabric, args, channel);
@@ -263,10 +261,10 @@ __device__ __forceinline__ void run_combine_role(const DeviceRank& rank, BulkBuf
         DeviceWarp w = warp(Role::CombineNvlSender);
         const int share = roles.ranks_per_server();
         combine_nvl_sender<T, kWeighted>(w, fabric, args, channel, role * share, share);
-    } else if ((role -= roles.servers) < other_nodes) {
+    } else if ((role -= roles.servers) < carriers) {
         DeviceWarp w = warp(Role::CombineForwarder);
-        combine_forwarder<T>(w, fabric, args, channel, other_node(role));
-    } else if ((role -= other_nodes) < roles.coordinators()) {
+        combine_forwarder<T>(w, fabric, args, channel, role * nodes, nodes);
+    } else if ((role -= carriers) < roles.coordinators()) {
         DeviceWarp w = warp(Role::SenderCoordinator);
         sender_coordinator(w, fabric, args, RailCounts{args.layout, args.node(), true}, channel,
                            32 * role);

@@ -5,44 +5,64 @@
 
 namespace ep {
 
+constexpr int kBlockThreads = 512;
+constexpr int kBlockWarps = kBlockThreads / 32;
+
 EP_HD int ceil_div(int count, int share) { return (count + share - 1) / share; }
 
+// The least number of warps, at most `most`, for which the busiest one has as few of `count` rings
+// as with `most`: more of them would be idle.
+EP_HD int even_warps(int count, int most) {
+    return count && most ? ceil_div(count, ceil_div(count, most)) : 0;
+}
+
 // Which warp does what. In each channel `servers` warps share the rings towards the other ranks
-// (dispatch's receivers, combine's NVLink senders), and the rest have a role of their own. The
-// roles of all channels, channel after channel, are divided among a rank's blocks in equal parts.
+// (dispatch's receivers, combine's NVLink senders), and of each of kPerNode kinds `carriers` warps
+// share the other nodes; the rest have a role of their own. The roles of all channels, channel
+// after channel, are divided among a rank's blocks in equal parts.
 template <int kPerNode>
 struct ChannelRoles {
+    static constexpr int kKindsPerNode = kPerNode;
+
     int nodes;
     int world;
     int servers;
+    int carriers;
 
     // Of either kind.
     EP_HD int coordinators() const { return nodes > 1 ? ceil_div(nodes, 32) : 0; }
     EP_HD int ranks_per_server() const { return servers ? ceil_div(world - 1, servers) : 0; }
-    EP_HD int others() const { return 1 + kPerNode * (nodes - 1) + 2 * coordinators(); }
-    EP_HD int warps() const { return servers + others(); }
+    EP_HD int nodes_per_carrier() const { return carriers ? ceil_div(nodes - 1, carriers) : 0; }
+    EP_HD int warps() const { return servers + 1 + kPerNode * carriers + 2 * coordinators(); }
 };
 
-// sender, receivers, (sender, forwarder) of each other node, coordinators
+// sender, receivers, senders and forwarders of other nodes, coordinators
 using DispatchRoles = ChannelRoles<2>;
-// receiver, senders, forwarder of each other node, coordinators
+// receiver, senders, forwarders of other nodes, coordinators
 using CombineRoles = ChannelRoles<1>;
 
-// A server has a lane for each rank that it serves.
-EP_HD int fewest_servers(const Topology& topology) { return ceil_div(topology.world() - 1, 32); }
+// A carrier has a lane for each of its nodes; a server serves any number of ranks.
+EP_HD int fewest_carriers(const Topology& topology) { return ceil_div(topology.nodes - 1, 32); }
+EP_HD int fewest_servers(const Topology& topology) { return topology.world() > 1; }
 
-// The least number of servers, at most `most`, for which the busiest one has as few ranks as with
-// `most`: more of them would be idle.
-EP_HD int even_servers(const Topology& topology, int most) {
-    const int ranks = topology.world() - 1;
-    return ranks && most ? ceil_div(ranks, ceil_div(ranks, most)) : 0;
+// The roles that `warps` a channel have room for: a warp for each other node where there are few,
+// else servers and each kind of carriers share alike. No servers though there are other ranks: a
+// channel does not fit.
+template <class Roles>
+EP_HD Roles roles_for(const Topology& topology, int warps) {
+    const int others = topology.nodes - 1, fewest = fewest_carriers(topology);
+    Roles roles{topology.nodes, topology.world(), 0, 0};
+    const int left = warps - roles.warps();
+    const int share = left / (Roles::kKindsPerNode + 1);
+    roles.carriers = even_warps(others, share > fewest ? share : fewest);
+    const int servers = left - Roles::kKindsPerNode * roles.carriers;
+    roles.servers = servers > 0 ? even_warps(topology.world() - 1, servers) : 0;
+    return roles;
 }
 
-// Servers that `warps` a channel have room for. Less than fewest_servers: a channel does not fit.
 template <class Roles>
-EP_HD int servers_for(const Topology& topology, int warps) {
-    const int left = warps - Roles{topology.nodes, topology.world(), 0}.others();
-    return left < 0 ? left : even_servers(topology, left);
+EP_HD bool fits(const Roles& roles, int warps) {
+    return roles.warps() <= warps && (roles.servers || roles.world == 1);
 }
 
 // Of `count` roles that are divided among blocks in equal parts, the one of a block's warp; -1:

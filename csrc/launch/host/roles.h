@@ -50,13 +50,12 @@ void add_rail_roles(const TransferArgs& args, int channel, bool combine, Add&& a
 template <class Add>
 void add_dispatch_roles(const DispatchArgs& args, Add&& add) {
     for (int c = 0; c < args.heap.channels; ++c) {
-        for (int node = 0; node < args.topology().nodes; ++node) {
-            if (node == args.node()) continue;
-            add(Role::RdmaSender, c, [&args, c, node](auto& warp, auto& fabric) {
-                rdma_sender(warp, fabric, args, c, node);
+        for (int first = 0; first < args.other_nodes(); first += 32) {
+            add(Role::RdmaSender, c, [&args, c, first](auto& warp, auto& fabric) {
+                rdma_sender(warp, fabric, args, c, first);
             });
-            add(Role::Forwarder, c, [&args, c, node](auto& warp, auto& fabric) {
-                forwarder(warp, fabric, args, c, node);
+            add(Role::Forwarder, c, [&args, c, first](auto& warp, auto& fabric) {
+                forwarder(warp, fabric, args, c, first);
             });
         }
         add_rail_roles(args, c, false, add);
@@ -64,9 +63,9 @@ void add_dispatch_roles(const DispatchArgs& args, Add&& add) {
             [&args, c](auto& warp, auto& fabric) { nvl_sender(warp, fabric, args, c); });
         if (args.has_local_pass)
             add(Role::Launch, c, [&args, c](auto& warp, auto&) { place_own_rows(warp, args, c); });
-        for (int first = 0; first < args.other_ranks(); first += 32) {
-            add(Role::Receiver, c, [&args, c, first](auto& warp, auto& fabric) {
-                receiver(warp, fabric, args, c, first);
+        if (args.other_ranks()) {
+            add(Role::Receiver, c, [&args, c](auto& warp, auto& fabric) {
+                receiver(warp, fabric, args, c, 0, args.other_ranks());
             });
         }
     }
@@ -93,17 +92,16 @@ void add_local_pass(const CombineArgs& args, Add&& add) {
 template <class T, class Add>
 void add_combine_roles(const CombineArgs& args, Add&& add) {
     for (int c = 0; c < args.heap.channels; ++c) {
-        for (int first = 0; first < args.other_ranks(); first += 32) {
-            add(Role::CombineNvlSender, c, [&args, c, first](auto& warp, auto& fabric) {
+        if (const int ranks = args.other_ranks()) {
+            add(Role::CombineNvlSender, c, [&args, c, ranks](auto& warp, auto& fabric) {
                 if (args.row_weights)
-                    return combine_nvl_sender<T, true>(warp, fabric, args, c, first);
-                combine_nvl_sender<T, false>(warp, fabric, args, c, first);
+                    return combine_nvl_sender<T, true>(warp, fabric, args, c, 0, ranks);
+                combine_nvl_sender<T, false>(warp, fabric, args, c, 0, ranks);
             });
         }
-        for (int node = 0; node < args.topology().nodes; ++node) {
-            if (node == args.node()) continue;
-            add(Role::CombineForwarder, c, [&args, c, node](auto& warp, auto& fabric) {
-                combine_forwarder<T>(warp, fabric, args, c, node);
+        for (int first = 0; first < args.other_nodes(); first += 32) {
+            add(Role::CombineForwarder, c, [&args, c, first](auto& warp, auto& fabric) {
+                combine_forwarder<T>(warp, fabric, args, c, first);
             });
         }
         add_rail_roles(args, c, true, add);

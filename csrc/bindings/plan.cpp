@@ -1,0 +1,48 @@
+#include "bindings/plan.h"
+
+#include "launch/cuda/channels.h"
+
+namespace py = pybind11;
+
+namespace ep {
+namespace {
+
+template <class Roles>
+py::object warps_of(const Topology& topology, int warps) {
+    const auto roles = roles_for<Roles>(topology, warps);
+    if (!fits(roles, warps)) return py::none();
+    py::dict counts;
+    counts["servers"] = roles.servers;
+    counts["carriers"] = roles.carriers;
+    counts["coordinators"] = roles.coordinators();
+    counts["ranks_per_server"] = roles.ranks_per_server();
+    counts["nodes_per_carrier"] = roles.nodes_per_carrier();
+    counts["warps"] = roles.warps();
+    return counts;
+}
+
+}  // namespace
+
+void bind_plan(py::module_& m) {
+    m.def(
+        "cuda_channels",
+        [](int nodes, int ranks_per_node, int num_sms, int local_ranks) {
+            return cuda_channels({nodes, ranks_per_node}, num_sms, local_ranks);
+        },
+        py::kw_only(), py::arg("nodes"), py::arg("ranks_per_node"), py::arg("num_sms"),
+        py::arg("local_ranks"),
+        "Channels of a rank with this many SMs, where so many ranks share a GPU.");
+    m.def(
+        "cuda_roles",
+        [](int nodes, int ranks_per_node, int num_sms, int channels, bool combine) {
+            const Topology topology{nodes, ranks_per_node};
+            const int warps = num_sms * kBlockWarps / channels;
+            return combine ? warps_of<CombineRoles>(topology, warps)
+                           : warps_of<DispatchRoles>(topology, warps);
+        },
+        py::kw_only(), py::arg("nodes"), py::arg("ranks_per_node"), py::arg("num_sms"),
+        py::arg("channels"), py::arg("combine"),
+        "Warps of each channel by what they do: see launch/cuda/roles.h. None: they do not fit.");
+}
+
+}  // namespace ep

@@ -1,0 +1,36 @@
+#pragma once
+
+#include <algorithm>
+
+#include "launch/cuda/roles.h"
+
+namespace ep {
+
+// Channels that keep all warps of `sms` SMs busy, or fewer where ranks of several nodes share a
+// GPU, whose cache holds only so many rings. Asks no GPU.
+inline int cuda_channels(const Topology& topology, int sms, int local_ranks) {
+    // Rows of a channel pass through one sender, so channels are worth more than warps within one;
+    // but a receiver writes a row to each of its experts where the sender writes it once, and with
+    // several nodes more than one sender feeds it.
+    const int enough = topology.nodes > 1 ? std::min(3, topology.world() / 2)
+                       : local_ranks > 1  ? 4
+                                          : std::max(2, ceil_div(topology.world() - 1, 32));
+    // A token goes to K nodes at most, so with many of them warps of their own would idle; and the
+    // memory for rings grows with channels times nodes. With six, 24 SMs have 16 channels up to 64
+    // nodes.
+    constexpr int kEnoughCarriers = 6;
+    const int carriers =
+        std::max(fewest_carriers(topology), std::min(topology.nodes - 1, kEnoughCarriers));
+    const int servers = even_warps(topology.world() - 1, std::max(carriers, enough));
+    const DispatchRoles roles{topology.nodes, topology.world(), servers, carriers};
+    const int channels = std::max(1, sms * kBlockWarps / roles.warps());
+    if (topology.nodes == 1 || local_ranks == 1) return channels;
+    // Ranks that share a GPU share its cache, where about so many rings of two rows of 14 KB fit.
+    // No such bound within one node: there combine, with one receiver a channel, loses more than
+    // dispatch gains.
+    constexpr int kRingsInCache = 1200, kFewest = 8;
+    const int rings = local_ranks * (topology.world() + topology.nodes - 1);
+    return std::min(channels, std::max(kFewest, kRingsInCache / rings));
+}
+
+}  // namespace ep

@@ -1,0 +1,95 @@
+"""`megatron-ep env --plan NODES RANKS`: what a buffer on GPUs would be made of. Needs no GPU.
+
+Every figure comes from the code that sizes a buffer and its launches, so that it cannot differ from them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_ep import _C, sizes
+from megatron_ep.backends.connect import queue_pairs
+from megatron_ep.backends.cuda import DEFAULT_SMS
+from megatron_ep.config import Config, Topology, require_int
+from megatron_ep.transfers import most_rail_rows
+
+BF16_BYTES = 2
+Sections = dict[str, dict[str, Any]]
+
+
+def make_plan(
+    topology: Topology, config: Config, *, hidden: int, topk: int, num_tokens: int, max_recv_tokens: int | None = None
+) -> Sections:
+    """Sections of named facts about one rank, a process a GPU.
+
+    Args:
+        hidden: H of bf16 rows.
+        topk: K.
+        num_tokens: T.
+        max_recv_tokens: R. None: T * K, so many as arrive when experts are chosen evenly.
+
+    Raises:
+        ValueError: what `megatron_ep.Buffer` and `dispatch` would refuse.
+    """
+    config.check_ranks(topology)
+    require_int("hidden", hidden, 1, 1 << 20)
+    require_int("topk", topk, 1, sizes.MOST_TOPK)
+    require_int("max_tokens", num_tokens, 1, 1 << 26)
+    rows = num_tokens * topk if max_recv_tokens is None else max_recv_tokens
+    require_int("max_recv_tokens", rows, 1, (1 << 31) - 1)
+    sms = config.num_sms or DEFAULT_SMS
+    heap = sizes.gpu_heap(topology, config, sms)
+    row = _C.RowFormat(payload_bytes=hidden * BF16_BYTES, scale_bytes=0, weight_bytes=4, topk=topk, payload_type=0)
+    nvl_rows, rdma_rows = (row.slots(size) for size in (heap.nvl_ring_bytes, heap.rdma_ring_bytes))
+    if not nvl_rows or not rdma_rows:
+        raise ValueError(f"hidden is {hidden}, but no ring holds a row of {row.slot_bytes} bytes: set row_bytes")
+    rail = most_rail_rows(topology, rows, rows, num_tokens)
+    tables = {
+        "counts and indices": 4 * heap.layout_size(num_tokens, topk),
+        f"places of {rows} rows": 4 * rows * topk,
+        f"experts of {rail} rows that pass through": 4 * rail * topk,
+    }
+    others = topology.nodes - 1
+    between = {
+        "to and from another node, each": f"{heap.channels * others} of {rdma_rows} rows, {heap.rdma_ring_bytes} bytes",
+        "rows a put": min(config.rdma_chunk_tokens, max(1, rdma_rows // 2)),
+        "queue pairs over IBGDA, to all ranks": topology.world_size * queue_pairs(heap, sms),
+    }
+    return {
+        f"{topology.nodes} x {topology.ranks_per_node} ranks, {config.num_experts} experts, H = {hidden} bf16": {
+            "SMs": sms,
+            "channels": heap.channels,
+            "warps, dispatch": _warps(topology, sms, heap.channels, combine=False),
+            "warps, combine": _warps(topology, sms, heap.channels, combine=True),
+        },
+        "rings": {
+            "inside a node": f"{heap.channels * topology.world_size} of {nvl_rows} rows, {heap.nvl_ring_bytes} bytes",
+            **(between if others else {}),
+        },
+        "memory a rank": {
+            **{name: _megabytes(size) for name, size in heap.parts.items()},
+            "heap": _megabytes(heap.bytes),
+        },
+        f"memory of a handle, T = {num_tokens}, K = {topk}": {
+            **{name: _megabytes(size) for name, size in tables.items()},
+            "handle": _megabytes(sum(tables.values())),
+        },
+    }
+
+
+def _warps(topology: Topology, sms: int, channels: int, *, combine: bool) -> str:
+    nodes, ranks = topology.nodes, topology.ranks_per_node
+    roles = _C.cuda_roles(nodes=nodes, ranks_per_node=ranks, num_sms=sms, channels=channels, combine=combine)
+    if roles is None:
+        raise ValueError(f"num_sms is {sms}, too few for {channels} channels")
+    served = f"{roles['servers']} {'senders' if combine else 'receivers'} of {roles['ranks_per_server']} ranks"
+    if nodes == 1:
+        return f"{roles['warps']} a channel: 1 {'receiver' if combine else 'sender'}, {served}"
+    carriers = ("forwarders",) if combine else ("senders", "forwarders")
+    carried = ", ".join(f"{roles['carriers']} {name} of {roles['nodes_per_carrier']} nodes" for name in carriers)
+    own = "1 receiver" if combine else "1 sender inside the node"
+    return f"{roles['warps']} a channel: {own}, {served}, {carried}, {2 * roles['coordinators']} coordinators"
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:.1f} MB"

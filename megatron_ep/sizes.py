@@ -1,0 +1,72 @@
+"""How large a buffer is on a rank: channels, rings, and the heap that holds them.
+
+A ring holds a power of two of rows. Where `Config` leaves its size open, it is sized in rows of 14 KiB (H = 7168 in
+bf16, the widest of the public models), or of `Config.row_bytes` if those are larger.
+"""
+
+from __future__ import annotations
+
+from megatron_ep import _C
+from megatron_ep.config import Config, Topology
+
+WIDEST_ROW_BYTES = 14 << 10
+MOST_TOPK = 32
+# Rows of an NVLink ring on a GPU: with two to four both ends have work at once, and the rings stay in the cache.
+NVL_ROWS = 4
+# Rows of a network ring, which hide the network's latency: 32 while all rings of a rank stay below this, else fewer.
+# With 16 channels even 8 rows keep 1.8 MB under way to each node, which takes 37 us at 50 GB/s.
+MOST_RDMA_ROWS, LEAST_RDMA_ROWS = 32, 8
+RDMA_BYTES = 192 << 20
+SHARED_GPU_RDMA_ROWS = 4  # no network to keep busy, and one cache for all rings
+HOST_NVL_RING_BYTES, HOST_RDMA_RING_BYTES = 256 << 10, 512 << 10
+
+
+def gpu_channels(topology: Topology, config: Config, sms: int, local_ranks: int = 1) -> int:
+    """The channels of a buffer on a GPU.
+
+    sms: SMs of each rank.
+    local_ranks: ranks that share a GPU.
+    """
+    if config.channels is not None:
+        return config.channels
+    nodes, ranks_per_node = topology.nodes, topology.ranks_per_node
+    return _C.cuda_channels(nodes=nodes, ranks_per_node=ranks_per_node, num_sms=sms, local_ranks=local_ranks)
+
+
+def gpu_heap(topology: Topology, config: Config, sms: int, local_ranks: int = 1) -> _C.Heap:
+    """The heap of a rank on a GPU; see `gpu_channels`."""
+    channels = gpu_channels(topology, config, sms, local_ranks)
+    slot = _slot_bytes(config)
+    rdma_rows = MOST_RDMA_ROWS if local_ranks == 1 else SHARED_GPU_RDMA_ROWS
+    rings = 2 * channels * (topology.nodes - 1)  # one to stage and one to receive
+    while rdma_rows > LEAST_RDMA_ROWS and rings * rdma_rows * slot > RDMA_BYTES:
+        rdma_rows //= 2
+    return _heap(topology, config, channels, NVL_ROWS * slot, rdma_rows * slot)
+
+
+def host_heap(topology: Topology, config: Config) -> _C.Heap:
+    """The heap of a rank on the host."""
+    least = NVL_ROWS * _slot_bytes(config)
+    return _heap(
+        topology, config, config.channels or 1, max(HOST_NVL_RING_BYTES, least), max(HOST_RDMA_RING_BYTES, least)
+    )
+
+
+def _slot_bytes(config: Config) -> int:
+    """Of the largest row, with as much beside it as there can be: 16 KiB, unless it is given and larger."""
+    row = _C.RowFormat(
+        payload_bytes=config.row_bytes or 0, scale_bytes=0, weight_bytes=8, topk=MOST_TOPK, payload_type=0
+    )
+    return max(WIDEST_ROW_BYTES + (2 << 10), row.slot_bytes)
+
+
+def _heap(topology: Topology, config: Config, channels: int, nvl_ring_bytes: int, rdma_ring_bytes: int) -> _C.Heap:
+    """ring bytes: where the config leaves them open."""
+    return _C.Heap(
+        nodes=topology.nodes,
+        ranks_per_node=topology.ranks_per_node,
+        num_experts=config.num_experts,
+        channels=channels,
+        nvl_ring_bytes=config.nvl_ring_bytes or nvl_ring_bytes,
+        rdma_ring_bytes=config.rdma_ring_bytes or rdma_ring_bytes,
+    )
