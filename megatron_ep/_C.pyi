@@ -189,6 +189,12 @@ class ScaleFormat:
     pow2: ScaleFormat
     ue8m0: ScaleFormat
 
+class LowLatencyLaunches:
+    def __init__(self, value: int) -> None: ...
+    send: LowLatencyLaunches
+    receive: LowLatencyLaunches
+    both: LowLatencyLaunches
+
 class LowLatencyOptions:
     def __init__(self) -> None: ...
     index_bytes: int
@@ -207,12 +213,17 @@ class LowLatencyGroup:
         self, *, group: HostLauncher, heap: LowLatencyHeap, segments: Sequence[Segment], warps: int
     ) -> None: ...
     def dispatch(
-        self, *, receive: bool, tensors: Sequence[LowLatencyTensors], format: RowFormat, options: LowLatencyOptions
+        self,
+        *,
+        launches: LowLatencyLaunches,
+        tensors: Sequence[LowLatencyTensors],
+        format: RowFormat,
+        options: LowLatencyOptions,
     ) -> None: ...
     def combine(
         self,
         *,
-        receive: bool,
+        launches: LowLatencyLaunches,
         tensors: Sequence[LowLatencyTensors],
         format: RowFormat,
         options: LowLatencyOptions,
@@ -288,7 +299,7 @@ class CudaLowLatency:
     def dispatch(
         self,
         *,
-        receive: bool,
+        launches: LowLatencyLaunches,
         tensors: Sequence[LowLatencyTensors],
         format: RowFormat,
         options: LowLatencyOptions,
@@ -297,7 +308,7 @@ class CudaLowLatency:
     def combine(
         self,
         *,
-        receive: bool,
+        launches: LowLatencyLaunches,
         tensors: Sequence[LowLatencyTensors],
         format: RowFormat,
         options: LowLatencyOptions,

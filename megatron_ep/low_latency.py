@@ -204,9 +204,10 @@ class LowLatency(MaskedRanks):
             parts = [self._calls.new_part(topk, tokens, rows) for tokens in num_tokens]
             handle = LowLatencyHandle(self._calls, topk, layout == "masked", expert_alignment, parts)
         zero = torch.is_grad_enabled() and any(t.requires_grad for t in (*xs, *(weights or ())))
-        pending: list[Pending] = []
+        pending: list[Pending] | None = [] if return_recv_hook else None
         out = Dispatch.apply(handle, ids, zero, pending, float8, counters, *xs, *(weights or ()))
-        return self._finish(received_of(handle, float8, weights is not None, out), pending[0], return_recv_hook)
+        received = received_of(handle, float8, weights is not None, out)
+        return received if pending is None else (received, pending[0].receive)
 
     def combine(
         self,
@@ -263,19 +264,21 @@ class LowLatency(MaskedRanks):
             counters = self._counters(recv_wait_ns=recv_wait_ns)
             if renormalize:
                 self._check_renormalize(xs, factors, sum_at)
-        pending: list[Pending] = []
+        pending: list[Pending] | None = [] if return_recv_hook else None
         if renormalize:
             with group.abort_peers_on_error():
                 y, _, call = self._calls.combine(
-                    handle, xs, token_weights=factors, renormalize=True, out=outs, counters=counters
+                    handle, xs, token_weights=factors, renormalize=True, out=outs, counters=counters, at_once=pending is None
                 )
-            pending.append(call)
+            if pending is not None:
+                pending.append(call)
         elif factors is None:
             y = Combine.apply(handle, sum_at == "expert", outs, pending, counters, *xs)
         else:
             y = WeightedCombine.apply(handle, sum_at == "expert", outs, pending, counters, *xs, *factors)
         y = y if outs is None else outs
-        return self._finish(list(y) if isinstance(group, LocalCluster) else y[0], pending[0], return_recv_hook)
+        result = list(y) if isinstance(group, LocalCluster) else y[0]
+        return result if pending is None else (result, pending[0].receive)
 
     # ---- arguments and results
 
@@ -380,9 +383,3 @@ class LowLatency(MaskedRanks):
                 raise ValueError(f"out has shape {tuple(tensor.shape)}, must be {(rank.num_tokens, x.shape[1])}")
         return outs
 
-    @staticmethod
-    def _finish(result: Any, call: Pending, return_recv_hook: bool) -> Any:
-        if return_recv_hook:
-            return result, call.receive
-        call.receive()
-        return result

@@ -1,6 +1,6 @@
 """The halves of low-latency calls as launches, and both calls as differentiable functions.
 
-A call's sending half is launched when it is made; its receiving half by `Pending.receive`, at once or when the caller
+A call's sending half is launched when it is made; its receiving half with it, or by `Pending.receive` when the caller
 calls the hook.
 """
 
@@ -27,10 +27,11 @@ Counters = Mapping[str, Sequence[torch.Tensor]]  # the callers', one a rank: rec
 class Pending(Call):
     """A call whose receiving half can be launched."""
 
-    def __init__(self, calls: LowLatencyCalls, launch: Any, tensors: Sequence[Any]):
+    def __init__(self, calls: LowLatencyCalls, launch: Any, tensors: Sequence[Any], *, received: bool):
+        self.received = received
         self._calls = calls
         self._launch = launch
-        self._tensors = tensors  # whose memory the launches use
+        self._tensors = () if received else tensors  # whose memory the launches use
         self._made_on = calls.backend.current_stream()
 
     def receive(self) -> None:
@@ -40,7 +41,7 @@ class Pending(Call):
         with self._calls.group.abort_peers_on_error():
             self._calls.group.check_usable()
             self._calls.backend.keep_for_launch(self._tensors, self._made_on)
-            self._launch(receive=True)
+            self._launch(_C.LowLatencyLaunches.receive)
             self.received = True
             self._tensors = ()
             self._calls.group.raise_if_aborted()
@@ -91,10 +92,11 @@ class LowLatencyCalls:
         counters: Counters | None = None,
         *,
         zero: bool,
+        at_once: bool = False,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], Pending]:
         """x [T, H] and weights [T, K] to [rows, H] and [rows], and to scales: no tensors where there are none.
 
-        zero: whether rows without a token hold zeros.
+        zero: whether rows without a token hold zeros. at_once: whether the receiving half is launched, too.
         """
         out: list[torch.Tensor] = []
         out_weights: list[torch.Tensor] = []
@@ -130,10 +132,10 @@ class LowLatencyCalls:
             options.scale_column = aligned_column(rows) if fp8.column else 0
         row = self.format_of(handle.topk, x[0], weights, fp8)
 
-        def launch(receive: bool) -> None:
-            self._ranks.dispatch(tensors, row, options, receive=receive)
+        def launch(launches: _C.LowLatencyLaunches) -> None:
+            self._ranks.dispatch(tensors, row, options, launches=launches)
 
-        handle.call = self._send("dispatch", launch, kept)
+        handle.call = self._send("dispatch", launch, kept, at_once)
         return out, out_weights, out_scales, handle.call
 
     def combine(
@@ -148,6 +150,7 @@ class LowLatencyCalls:
         renormalize: bool = False,
         out: Sequence[torch.Tensor] | None = None,
         counters: Counters | None = None,
+        at_once: bool = False,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None, Pending]:
         """x [rows, H] and values [rows] to sums [T, H] and single values [T, K]."""
         handle.check()
@@ -173,10 +176,10 @@ class LowLatencyCalls:
         options.sum_at_expert, options.renormalize = sum_at_expert, renormalize
         row, dtype = self.format_of(handle.topk, x[0], values), PAYLOAD_TYPES[x[0].dtype]
 
-        def launch(receive: bool) -> None:
-            self._ranks.combine(tensors, row, options, receive=receive, dtype=dtype)
+        def launch(launches: _C.LowLatencyLaunches) -> None:
+            self._ranks.combine(tensors, row, options, launches=launches, dtype=dtype)
 
-        return y, y_values if values is not None else None, self._send("combine", launch, kept)
+        return y, y_values if values is not None else None, self._send("combine", launch, kept, at_once)
 
     @staticmethod
     def _count(counters: Counters | None, of_ranks: Sequence[Any]) -> list[torch.Tensor]:
@@ -225,17 +228,18 @@ class LowLatencyCalls:
                 t.required = handle.active(forward).data_ptr()
         return t, call
 
-    def _send(self, kind: str, launch: Any, tensors: list[torch.Tensor]) -> Pending:
+    def _send(self, kind: str, launch: Any, tensors: list[torch.Tensor], at_once: bool) -> Pending:
         self.in_flight[kind].check()
-        call = Pending(self, launch, tensors)
-        launch(receive=False)
+        call = Pending(self, launch, tensors, received=at_once)
+        launch(_C.LowLatencyLaunches.both if at_once else _C.LowLatencyLaunches.send)
         self.group.raise_if_aborted()
         self.in_flight[kind].add(call)
         return call
 
 
 class Dispatch(Function):
-    """(x, weights) per rank -> (rows, probs) per rank. pending: a list to which the call is added.
+    """(x, weights) per rank -> (rows, probs) per rank. pending: a list to which the call is added, None: it is received
+    at once.
 
     As float8 -> (rows, probs, scales, and, if x gets a gradient, what stands in for the rows to get theirs) per rank.
     """
@@ -246,7 +250,7 @@ class Dispatch(Function):
         handle: LowLatencyHandle,
         ids: Sequence[torch.Tensor],
         zero: bool,
-        pending: list[Pending],
+        pending: list[Pending] | None,
         fp8: Float8 | None,
         counters: Counters | None,
         *tensors: torch.Tensor,
@@ -256,9 +260,10 @@ class Dispatch(Function):
         ctx.handle, ctx.fp8, ctx.has_probs = handle, fp8, len(tensors) > n
         with handle.calls.group.abort_peers_on_error():
             out, probs, scales, call = handle.calls.dispatch(
-                handle, ids, x, tensors[n:] or None, fp8, counters, zero=zero
+                handle, ids, x, tensors[n:] or None, fp8, counters, zero=zero, at_once=pending is None
             )
-        pending.append(call)
+        if pending is not None:
+            pending.append(call)
         stand_ins = []
         if fp8 is not None:
             ctx.mark_non_differentiable(*out, *scales)
@@ -268,7 +273,6 @@ class Dispatch(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        pending: list[Pending] = []
         n, no_x_grads = len(ctx.handle.ranks), 0
         if ctx.fp8 is not None:
             rows, probs = grads[-n:], grads[n : 2 * n] if ctx.has_probs else ()
@@ -277,9 +281,8 @@ class Dispatch(Function):
                 no_x_grads = n
             grads = (*rows, *probs)
         back = Combine.apply(
-            ctx.handle.in_backward(), False, None, pending, None, *(grad.contiguous() for grad in grads)
+            ctx.handle.in_backward(), False, None, None, None, *(grad.contiguous() for grad in grads)
         )
-        pending[0].receive()
         return (*(None,) * (6 + no_x_grads), *back[no_x_grads:])
 
 
@@ -292,7 +295,7 @@ class Combine(Function):
         handle: LowLatencyHandle,
         sum_at_expert: bool,
         out: Sequence[torch.Tensor] | None,
-        pending: list[Pending],
+        pending: list[Pending] | None,
         counters: Counters | None,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
@@ -301,9 +304,16 @@ class Combine(Function):
         x, values = tensors[:n], tensors[n:] or None
         with handle.calls.group.abort_peers_on_error():
             y, y_values, call = handle.calls.combine(
-                handle, x, values=values, sum_at_expert=sum_at_expert, out=out, counters=counters
+                handle,
+                x,
+                values=values,
+                sum_at_expert=sum_at_expert,
+                out=out,
+                counters=counters,
+                at_once=pending is None,
             )
-        pending.append(call)
+        if pending is not None:
+            pending.append(call)
         return (*y, *(y_values or ()))
 
     @staticmethod
@@ -320,7 +330,7 @@ class WeightedCombine(Function):
         handle: LowLatencyHandle,
         sum_at_expert: bool,
         out: Sequence[torch.Tensor] | None,
-        pending: list[Pending],
+        pending: list[Pending] | None,
         counters: Counters | None,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
@@ -330,9 +340,16 @@ class WeightedCombine(Function):
         weights = {"row_weights" if sum_at_expert else "token_weights": tensors[n:]}
         with handle.calls.group.abort_peers_on_error():
             y, _, call = handle.calls.combine(
-                handle, tensors[:n], sum_at_expert=sum_at_expert, out=out, counters=counters, **weights
+                handle,
+                tensors[:n],
+                sum_at_expert=sum_at_expert,
+                out=out,
+                counters=counters,
+                at_once=pending is None,
+                **weights,
             )
-        pending.append(call)
+        if pending is not None:
+            pending.append(call)
         return tuple(y)
 
     @staticmethod
@@ -353,18 +370,13 @@ class WeightedCombine(Function):
         if ctx.sum_at_expert or not any(ctx.needs_input_grad[5 + n :]):
             return (None, None, None, None, None, *x_grads, *products)
         # Each product goes to its token's rank, beside rows without elements.
-        pending: list[Pending] = []
         nothing = [grad.new_empty(rank.rows, 0) for grad, rank in zip(x_grads, handle.ranks, strict=True)]
-        weight_grads = Combine.apply(handle.in_backward(), False, None, pending, None, *nothing, *products)[n:]
-        pending[0].receive()
+        weight_grads = Combine.apply(handle.in_backward(), False, None, None, None, *nothing, *products)[n:]
         return (None, None, None, None, None, *x_grads, *weight_grads)
 
 
 def spread(handle: LowLatencyHandle, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """What lies with the tokens of a dispatch, at their rows; zeros elsewhere."""
-    pending: list[Pending] = []
-    out = Dispatch.apply(
-        handle.again(), handle.sent_ids(), True, pending, None, None, *(tensor.contiguous() for tensor in tensors)
+    return Dispatch.apply(
+        handle.again(), handle.sent_ids(), True, None, None, None, *(tensor.contiguous() for tensor in tensors)
     )
-    pending[0].receive()
-    return out

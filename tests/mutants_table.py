@@ -99,18 +99,20 @@ LL_CREDIT = """«warp.template credit_lanes<Scope::System>(lanes, [&](int lane, 
             if (call.fabric.maps(first + lane) && names(first + lane))
                 store(call.fabric.template at<uint64_t>(first + lane, flag), to);
         });»"""
-LL_TAG = "tag[lane] = W::template acquire<Scope::System>(reinterpret_cast<uint64_t*>(slot[lane]));"
+LL_TAG = "tag[lane] = W::template acquire<Scope::System>(flag);"
 LL_SIGNAL = "warp.template publish<Scope::System>(at<uint64_t>(rank, flag), to);"
 LL_BANK = "if (!may_send(warp, call, team)) return false;"
 LL_TOKEN = """«warp.template publish_lanes<Scope::System>(format.topk, [&](int lane, auto&& store) {
-        if (near >> lane & 1) store(reinterpret_cast<uint64_t*>(slot[lane]), call.tag);
+        if (near >> lane & 1)
+            store(reinterpret_cast<uint64_t*>(slot[lane] + piece.tag()), call.tag);
     });»"""
 LL_CHOICES = "if (!may_receive(warp, call, team)) return false;"
-LL_TAGS = "if (!wait_tags(warp, call, 1, 1, slots, [&](int) { return source; })) return false;"
+LL_TAGS = "if (!wait_tags(warp, call, 1, 1, slots, piece, [&](int) { return source; })) return false;"
 LL_PART = """«warp.template publish_lanes<Scope::System>(format.topk, [&](int k, auto&& store) {
-            if (parts >> k & 1) store(reinterpret_cast<uint64_t*>(slot_of(k)), call.tag);
+            if (parts >> k & 1)
+                store(reinterpret_cast<uint64_t*>(slot_of(k) + piece.tag()), call.tag);
         });»"""
-LL_PARTS = """if (!wait_tags(warp, call, format.topk, parts, slot, [&](int k) { return rank[k]; }))
+LL_PARTS = """if (!wait_tags(warp, call, format.topk, parts, slot, piece, [&](int k) { return rank[k]; }))
         return false;"""
 
 MUTANTS = [
@@ -319,8 +321,8 @@ MUTANTS = [
     changed("p2p signal_to: the rank's scope", P2P, LL_SIGNAL, SYSTEM, RANK, LL),
     changed("p2p signal_to: a credit", P2P, LL_SIGNAL, "publish<", "credit<", LL),
     Mutant("dispatch: sends into a bank that is not released", LL_SEND, LL_BANK, "", LL),
-    changed("send_token: the rank's scope", LL_SEND, LL_TOKEN, SYSTEM, RANK, LL),
-    changed("send_token: a credit", LL_SEND, LL_TOKEN, "publish_lanes", "credit_lanes", LL),
+    changed("send_piece: the rank's scope", LL_SEND, LL_TOKEN, SYSTEM, RANK, LL),
+    changed("send_piece: a credit", LL_SEND, LL_TOKEN, "publish_lanes", "credit_lanes", LL),
     Mutant(
         "dispatch: choices are not waited for",
         LL_RECEIVE,
@@ -330,7 +332,7 @@ MUTANTS = [
     ),
     Mutant("dispatch: rows are not waited for", LL_RECEIVE, LL_TAGS, "(void)slots;", LL),
     Mutant("combine: sends into a bank that is not released", LL_COMBINE, LL_BANK, "", LL),
-    changed("return_token: the rank's scope", LL_COMBINE, LL_PART, SYSTEM, RANK, LL),
-    changed("return_token: a credit", LL_COMBINE, LL_PART, "publish_lanes", "credit_lanes", LL),
+    changed("return_piece: the rank's scope", LL_COMBINE, LL_PART, SYSTEM, RANK, LL),
+    changed("return_piece: a credit", LL_COMBINE, LL_PART, "publish_lanes", "credit_lanes", LL),
     Mutant("combine: rows are not waited for", LL_COMBINE, LL_PARTS, "(void)parts;", LL),
 ]

@@ -18,24 +18,26 @@ class LowLatencyGroup {
                     const std::vector<Segment*>& segments, int warps)
         : launcher_(launcher), ranks_(launcher.host_group(), heap, data_of(segments), warps) {}
 
-    void dispatch(bool receive, const std::vector<LowLatencyTensors>& tensors,
+    void dispatch(LowLatencyLaunches launches, const std::vector<LowLatencyTensors>& tensors,
                   const RowFormat& format, const LowLatencyOptions& options) {
         const auto args = args_of_ranks(low_latency_dispatch_args, ranks_.heap(), ranks_.warps(),
                                         ranks_.group().ranks(), tensors, format, options);
         launcher_.launch_alone([&](const auto& interrupted) {
-            receive ? ranks_.dispatch_receive(args, interrupted)
-                    : ranks_.dispatch_send(args, interrupted);
+            if (launches != LowLatencyLaunches::Receive) ranks_.dispatch_send(args, interrupted);
+            if (launches != LowLatencyLaunches::Send) ranks_.dispatch_receive(args, interrupted);
         });
     }
 
-    void combine(bool receive, const std::vector<LowLatencyTensors>& tensors,
+    void combine(LowLatencyLaunches launches, const std::vector<LowLatencyTensors>& tensors,
                  const RowFormat& format, const LowLatencyOptions& options, int dtype) {
         const auto args = args_of_ranks(low_latency_combine_args, ranks_.heap(), ranks_.warps(),
                                         ranks_.group().ranks(), tensors, format, options);
         const auto type = static_cast<DType>(dtype);
         launcher_.launch_alone([&](const auto& interrupted) {
-            receive ? ranks_.combine_receive(args, type, interrupted)
-                    : ranks_.combine_send(args, type, interrupted);
+            if (launches != LowLatencyLaunches::Receive)
+                ranks_.combine_send(args, type, interrupted);
+            if (launches != LowLatencyLaunches::Send)
+                ranks_.combine_receive(args, type, interrupted);
         });
     }
 
@@ -114,6 +116,11 @@ void bind_low_latency(py::module_& m) {
         .value("pow2", ScaleFormat::PowerOf2)
         .value("ue8m0", ScaleFormat::Ue8m0);
 
+    py::enum_<LowLatencyLaunches>(m, "LowLatencyLaunches", "What a launch does of a call.")
+        .value("send", LowLatencyLaunches::Send)
+        .value("receive", LowLatencyLaunches::Receive)
+        .value("both", LowLatencyLaunches::Both);
+
     py::class_<LowLatencyOptions>(m, "LowLatencyOptions", "What all ranks of a call agree on.")
         .def(py::init<>())
         .def_readwrite("index_bytes", &LowLatencyOptions::index_bytes)
@@ -132,9 +139,9 @@ void bind_low_latency(py::module_& m) {
         .def(py::init<HostLauncher&, const LowLatencyHeap&, const std::vector<Segment*>&, int>(),
              py::kw_only(), py::arg("group"), py::arg("heap"), py::arg("segments"),
              py::arg("warps"), py::keep_alive<1, 2>(), py::keep_alive<1, 4>())
-        .def("dispatch", &LowLatencyGroup::dispatch, py::kw_only(), py::arg("receive"),
+        .def("dispatch", &LowLatencyGroup::dispatch, py::kw_only(), py::arg("launches"),
              py::arg("tensors"), py::arg("format"), py::arg("options"))
-        .def("combine", &LowLatencyGroup::combine, py::kw_only(), py::arg("receive"),
+        .def("combine", &LowLatencyGroup::combine, py::kw_only(), py::arg("launches"),
              py::arg("tensors"), py::arg("format"), py::arg("options"), py::arg("dtype"))
         .def("reset", &LowLatencyGroup::reset);
 }

@@ -6,6 +6,7 @@
 
 #include "core/float8.h"
 #include "core/low_latency_heap.h"
+#include "core/pieces.h"
 #include "core/row.h"
 
 namespace ep {
@@ -27,9 +28,8 @@ struct LowLatencyLayout {
           topk(k),
           max_tokens(heap.max_tokens),
           data(first) {
-        size_t end = kWaited;
+        size_t end = kOverflow + 1;
         auto part = [&](size_t count) { return std::exchange(end, end + count); };
-        part(2 * world);  // kWaited
         counts_ = part(local_experts);
         starts_ = part(local_experts + 1);
         experts_ = part(static_cast<size_t>(max_tokens) * topk);
@@ -41,7 +41,6 @@ struct LowLatencyLayout {
     }
 
     static constexpr size_t kOverflow = 0;
-    static constexpr size_t kWaited = 2;  // a multiple of 8 bytes
 
     EP_HD size_t size() const { return size_; }
     EP_HD size_t counts_offset() const { return counts_; }
@@ -49,12 +48,8 @@ struct LowLatencyLayout {
     EP_HD size_t experts_offset() const { return experts_; }
     EP_HD size_t active_offset() const { return active_; }
 
-    // Set to 1 once rows did not fit.
+    // 1 if rows did not fit, else 0.
     EP_HD int32_t& overflow() const { return data[kOverflow]; }
-    // [W], nanoseconds: 0 outside of a receiving half, in which all warps raise it
-    EP_HD uint64_t* waited(int rank) const {
-        return reinterpret_cast<uint64_t*>(data + kWaited) + rank;
-    }
     // [L], rows, without padding
     EP_HD int32_t& count(int expert) const { return data[counts_ + expert]; }
     // [L + 1], where an expert's rows begin
@@ -106,6 +101,8 @@ struct LowLatencyArgs {
     // [W], the caller's: to which a receiving half adds how long it waited for each rank. Or null
     int64_t* recv_wait_ns;
     LowLatencyMask mask;
+
+    EP_HD Pieces pieces() const { return Pieces{format}; }
 
     static constexpr int32_t kElsewhere = -1;   // that expert lives on another rank
     static constexpr int32_t kOverflowed = -2;  // the expert-grouped tensor had no room

@@ -13,6 +13,8 @@ namespace ep {
 
 enum class LowLatencyKind : int { Dispatch, Combine };
 enum class LowLatencyHalf : int { Send, Receive };
+// What a launch does of a call.
+enum class LowLatencyLaunches : int { Send, Receive, Both };
 
 // The low-latency mode's own symmetric heap, beside the buffer's.
 //
@@ -56,8 +58,9 @@ struct LowLatencyHeap {
         sent_ = part(kKinds * kLine);
         send_joins_ = part(kKinds * kLine);
         receive_joins_ = part(kKinds * kLine);
+        waited_ = part(kKinds * banks * world * sizeof(uint64_t));
         released_ = part(kKinds * banks * world * kLine);
-        choice_flags_ = part(world * kLine);
+        choice_flags_ = part(choice_parts() * world * kLine);
         row_flags_ = part(staged ? kKinds * channels * world * kLine : 0);
         choices_ = part(banks * world * choice_bytes());
         rows_ = part(banks * world * max_tokens * slot_bytes);
@@ -92,32 +95,51 @@ struct LowLatencyHeap {
     EP_HD size_t send_joins(LowLatencyKind kind) const { return line(send_joins_, kind); }
     EP_HD size_t receive_joins(LowLatencyKind kind) const { return line(receive_joins_, kind); }
 
+    // How long the receiving half that a bank is in has waited for a rank, in nanoseconds: its warps
+    // raise it, and the last one makes it 0 again.
+    EP_HD size_t waited(LowLatencyKind kind, int bank, int rank) const {
+        return waited_ + ((static_cast<int>(kind) * kBanks + bank) *
+                              static_cast<size_t>(topology.world()) +
+                          rank) *
+                             sizeof(uint64_t);
+    }
+
     // --- flags that others write: numbers of calls ---
     // The last call of a bank that `rank` has received: its memory is free for the next.
     EP_HD size_t released(LowLatencyKind kind, int bank, int rank) const {
         return released_ +
                ((static_cast<int>(kind) * kBanks + bank) * topology.world() + rank) * kLine;
     }
-    // The last dispatch whose choices `rank` has sent.
-    EP_HD size_t choice_flag(int rank) const { return choice_flags_ + rank * kLine; }
+    // The last dispatch of which `rank` has sent this part of its choices.
+    EP_HD size_t choice_flag(int rank, int part) const {
+        return choice_flags_ + (static_cast<size_t>(part) * topology.world() + rank) * kLine;
+    }
     // The last call whose rows a warp of `rank` has put here. Only of ranks without mapped memory.
     EP_HD size_t row_flag(LowLatencyKind kind, int channel, int rank) const {
         return row_flags_ +
                ((static_cast<int>(kind) * channels + channel) * topology.world() + rank) * kLine;
     }
 
-    // --- what the tokens of one rank chose at another, as 32-bit words:
-    //     present[chunks], bits: tokens with any expert there; counts[L]: rows of an expert;
-    //     tokens[chunks, L], bits: tokens that chose an expert ---
-    EP_HD size_t choice_words() const {
-        return chunks() + static_cast<size_t>(local_experts()) * (chunks() + 1);
+    // --- what the tokens of one rank chose at another, as 32-bit words, in parts that different
+    //     warps send:
+    //       part 0         present[chunks], bits: tokens with any expert there;
+    //                      experts[max_tokens, K]: what they chose, at any rank
+    //       part 1 and on  of 32 local experts each: counts[32], rows of an expert;
+    //                      tokens[chunks, 32], bits: tokens that chose an expert ---
+    EP_HD int choice_parts() const { return 1 + (local_experts() + 31) / 32; }
+    EP_HD size_t choice_part(int part) const {  // where it begins
+        const size_t first = align_up(
+            (chunks() + static_cast<size_t>(max_tokens) * max_topk) * sizeof(uint32_t), kLine);
+        const size_t other = 32 * static_cast<size_t>(chunks() + 1) * sizeof(uint32_t);
+        return part ? first + (part - 1) * other : 0;
     }
-    EP_HD size_t choice_bytes() const { return align_up(choice_words() * sizeof(uint32_t), kLine); }
-    EP_HD size_t choices(int bank, int rank) const {
-        return choices_ + (bank * topology.world() + rank) * choice_bytes();
+    EP_HD size_t choice_bytes() const { return choice_part(choice_parts()); }
+    EP_HD size_t choices(int bank, int rank, int part = 0) const {
+        return choices_ + (bank * topology.world() + rank) * choice_bytes() + choice_part(part);
     }
-    EP_HD size_t staged_choices(int bank, int rank) const {
-        return staged_choices_ + (bank * topology.world() + rank) * choice_bytes();
+    EP_HD size_t staged_choices(int bank, int rank, int part) const {
+        return staged_choices_ + (bank * topology.world() + rank) * choice_bytes() +
+               choice_part(part);
     }
 
     // --- rows ---
@@ -153,7 +175,7 @@ struct LowLatencyHeap {
     EP_HD size_t cut(int rank) const { return cuts_ + rank * sizeof(uint64_t); }
     EP_HD size_t own_beats() const { return own_beats_; }
     // What a rank without tokens has chosen.
-    EP_HD size_t no_choices() const { return no_choices_; }
+    EP_HD size_t no_choices(int part) const { return no_choices_ + choice_part(part); }
     // --- flags that others write ---
     // Not 0: `rank` has nothing to do with this one any more.
     EP_HD size_t cut_flag(int rank) const { return cut_flags_ + rank * kLine; }
@@ -176,7 +198,7 @@ struct LowLatencyHeap {
     }
     EP_HD size_t slot(size_t number) const { return number * slot_bytes; }
 
-    size_t sent_, send_joins_, receive_joins_, released_, choice_flags_, row_flags_, choices_,
+    size_t sent_, send_joins_, receive_joins_, waited_, released_, choice_flags_, row_flags_, choices_,
         rows_, parts_, staged_choices_, staged_rows_, staged_parts_, verdicts_, cuts_, cut_flags_,
         own_beats_, beat_flags_, all_sent_flags_, no_choices_, bytes_;
 };

@@ -43,7 +43,7 @@ inline Outputs outputs_of(const CombineArgs& args) {
 }
 
 // The layout, too: its counts and places are read by whoever computes with the rows.
-inline Outputs outputs_of(const LowLatencyDispatchArgs& args) {
+EP_HD Outputs outputs_of(const LowLatencyDispatchArgs& args) {
     const size_t rows = args.max_rows;
     return {{{args.recv_x, rows * args.format.payload_bytes},
              {args.recv_scales, args.recv_scale_bytes()},
@@ -52,7 +52,7 @@ inline Outputs outputs_of(const LowLatencyDispatchArgs& args) {
             nullptr};
 }
 
-inline Outputs outputs_of(const LowLatencyCombineArgs& args) {
+EP_HD Outputs outputs_of(const LowLatencyCombineArgs& args) {
     const size_t tokens = args.num_tokens;
     return {{{args.y, tokens * args.format.payload_bytes},
              {args.y_values, tokens * args.format.topk * args.format.weight_bytes},

@@ -38,6 +38,7 @@ enum class Reuse { Soon, Late };
 //   wait_a_while(wait, count, need, ns)
 //                                    until some lane has, for so long at most -> Waited
 //   age()                            nanoseconds since the launch, or its deadline, began
+//   begin_half(role)                 what this warp does from now on, by a deadline of its own
 //   fail(outcome, wait, need)        records an incident and ends the waits of all ranks
 //
 // Rows
@@ -116,6 +117,7 @@ concept WarpLike = requires(
     warp.template credit_lanes<Scope::System>(1, PublishNothing{});
     { W::template acquire<Scope::System>(flag) } -> std::same_as<uint64_t>;
     { warp.age() } -> std::same_as<uint64_t>;
+    warp.begin_half(Role::LowLatencyReceiver);
     W::raise(flag, uint64_t{1});
     W::add(count, 1);
     { warp.template arrive<Scope::Rank>(flag, uint64_t{1}) } -> std::same_as<uint64_t>;

@@ -8,8 +8,8 @@
 namespace ep {
 
 // The low-latency mode: a token goes straight to each rank that wants it, in one hop. A call has a
-// sending and a receiving half, each a launch of its own, so that none of their warps ever waits
-// for another of its own launch, or for anyone who can only run after it.
+// sending and a receiving half, launched apart or as one: then a warp receives once it has sent its
+// share. No warp ever waits for another of its own rank and call.
 //
 // A sender writes into memory that its reader has released, and waits for nothing else. A receiver
 // waits for the numbers and tags of its call. Two calls of a kind may be under way, each in a bank
@@ -23,6 +23,9 @@ struct Team {
     int warp;
     int warps;
 };
+
+// How a warp's share of a launch has ended.
+enum class Ended { Badly, Well, Last };  // Last: well, after all others
 
 // One call as one rank sees it.
 template <class F, class Args>
@@ -61,6 +64,9 @@ struct LowLatencyCall {
     EP_FN uint64_t* verdict(LowLatencyHalf half, int rank) const {
         return fabric.template own<uint64_t>(heap().verdict(half, kKind, bank, rank));
     }
+    EP_FN uint64_t* waited(int rank) const {
+        return fabric.template own<uint64_t>(heap().waited(kKind, bank, rank));
+    }
     EP_FN bool takes_part(LowLatencyHalf half, int rank) const {
         return !heap().masking || settled(verdict(half, rank)) & 1;
     }
@@ -95,7 +101,7 @@ EP_FN bool wait_counted(W& warp, const LowLatencyCall<F, Args>& call, Wait wait,
             if (!met) return false;
             const uint64_t lasted = warp.age();
             warp.lanes(count, [&](int lane) {
-                if (met >> lane & 1) W::raise(call.args.layout.waited(need(lane).peer), lasted);
+                if (met >> lane & 1) W::raise(call.waited(need(lane).peer), lasted);
             });
             missing &= ~met;
         }
@@ -109,7 +115,7 @@ EP_FN void count_waits(W& warp, const LowLatencyCall<F, Args>& call) {
     if (!call.args.recv_wait_ns) return;
     for (int first = 0; first < call.world(); first += 32) {
         warp.lanes(lanes_from(first, call.world()), [&](int lane) {
-            uint64_t* waited = call.args.layout.waited(first + lane);
+            uint64_t* waited = call.waited(first + lane);
             call.args.recv_wait_ns[first + lane] += *waited;
             *waited = 0;
         });
@@ -199,34 +205,60 @@ EP_FN void cut_links(W& warp, const LowLatencyCall<F, Args>& call, LowLatencyHal
     }
 }
 
+// By the last warp, when all have read the number of the call before.
 template <WarpLike W, class F, class Args>
-EP_FN bool end_sending(W& warp, const LowLatencyCall<F, Args>& call, const Team& team) {
-    if (!is_last(warp, call.fabric.template own<uint64_t>(call.heap().send_joins(Args::kKind)),
-                 team))
-        return false;
-    if (call.heap().masking) {
-        publish_all_sent(warp, call);
-        cut_links(warp, call, LowLatencyHalf::Send);
-    }
+EP_FN void count_sent(W& warp, const LowLatencyCall<F, Args>& call) {
     warp.lanes(1, [&](int) {
         *call.fabric.template own<uint64_t>(call.heap().sent(Args::kKind)) = call.number;
         *call.args.call = call.number;
     });
-    return true;
 }
 
-// All ranks may use this call's bank again. Whether this warp was the last, here and above.
 template <WarpLike W, class F, class Args>
-EP_FN bool end_receiving(W& warp, const LowLatencyCall<F, Args>& call, const Team& team) {
+EP_FN Ended end_sending(W& warp, const LowLatencyCall<F, Args>& call, const Team& team) {
+    if (!is_last(warp, call.fabric.template own<uint64_t>(call.heap().send_joins(Args::kKind)),
+                 team))
+        return Ended::Well;
+    if (call.heap().masking) {
+        publish_all_sent(warp, call);
+        cut_links(warp, call, LowLatencyHalf::Send);
+    }
+    count_sent(warp, call);
+    return Ended::Last;
+}
+
+// All ranks may use this call's bank again.
+template <WarpLike W, class F, class Args>
+EP_FN Ended end_receiving(W& warp, const LowLatencyCall<F, Args>& call, const Team& team) {
     if (!is_last(warp, call.fabric.template own<uint64_t>(call.heap().receive_joins(Args::kKind)),
                  team))
-        return false;
+        return Ended::Well;
     count_waits(warp, call);
     credit_ranks(warp, call, call.heap().released(Args::kKind, call.bank, call.args.rank),
                  call.previous(), call.number,
                  [&](int rank) { return call.takes_part(LowLatencyHalf::Receive, rank); });
     if (call.heap().masking) cut_links(warp, call, LowLatencyHalf::Receive);
-    return true;
+    return Ended::Last;
+}
+
+// Both halves as one launch: send(warp, call, team) and receive(warp, call, team) are a warp's
+// shares of them, false: it ended badly. role: of the receiving half.
+//
+// The ends of the two are one, but with masking others wait for all that this rank sends.
+// Whom the sending half was without the receiving half is without, too.
+template <WarpLike W, class F, class Args, class Send, class Receive>
+EP_FN Ended send_and_receive(W& warp, F& fabric, const Args& args, const Team& team, Role role,
+                             Send&& send, Receive&& receive) {
+    const LowLatencyCall<F, Args> call = next_call(fabric, args);
+    if (!send(warp, call, team)) return Ended::Badly;
+    if (args.heap.masking &&
+        is_last(warp, fabric.template own<uint64_t>(args.heap.send_joins(Args::kKind)), team))
+        publish_all_sent(warp, call);
+    warp.begin_half(role);
+    if (!receive(warp, call, team)) return Ended::Badly;
+    const Ended ended = end_receiving(warp, call, team);
+    if (ended == Ended::Last) count_sent(warp, call);
+    return ended;
 }
 
 // After a warp's puts: tells the ranks that it cannot store to, whether or not it had a row for
@@ -262,15 +294,18 @@ EP_FN bool wait_rows_put(W& warp, const LowLatencyCall<F, Args>& call) {
     return true;
 }
 
-// Until the slots of the lanes in the mask hold rows of this call, from rank_of(lane).
+// Until the slots of the lanes in the mask hold this piece of rows of this call, from
+// rank_of(lane).
 template <WarpLike W, class F, class Args, class RankOf>
 EP_FN bool wait_tags(W& warp, const LowLatencyCall<F, Args>& call, int count, uint32_t mask,
-                     const typename W::template PerLane<char*>& slot, RankOf&& rank_of) {
+                     const typename W::template PerLane<char*>& slot, const Piece& piece,
+                     RankOf&& rank_of) {
     constexpr int kShapeBits = LowLatencyCall<F, Args>::kShapeBits;
     typename W::template PerLane<uint64_t> tag;
     const bool here = wait_counted(warp, call, Wait::TaggedRow, count, [&](int lane) {
         if (!(mask >> lane & 1)) return nothing_to_wait_for();
-        tag[lane] = W::template acquire<Scope::System>(reinterpret_cast<uint64_t*>(slot[lane]));
+        auto* flag = reinterpret_cast<uint64_t*>(slot[lane] + piece.tag());
+        tag[lane] = W::template acquire<Scope::System>(flag);
         return Need{tag[lane] >> kShapeBits, call.number, rank_of(lane)};
     });
     if (!here) return false;
@@ -285,12 +320,14 @@ EP_FN bool wait_tags(W& warp, const LowLatencyCall<F, Args>& call, int count, ui
     return false;
 }
 
-// f(rank, token) for every warps-th of the rows whose bits are set, from the warp's own number on,
-// until it returns false: equal shares, whatever the choices. bits(word): those of tokens
-// [32 * chunk, 32 * (chunk + 1)) of a rank, word = rank * chunks + chunk.
+// f(rank, token, piece) for every warps-th of the pieces of the rows whose bits are set, from the
+// warp's own number on, until it returns false: equal shares, whatever the choices. bits(word):
+// those of tokens [32 * chunk, 32 * (chunk + 1)) of a rank, word = rank * chunks + chunk.
 template <WarpLike W, class Bits, class F>
-EP_FN bool for_own_rows(W& warp, const LowLatencyArgs& args, const Team& team, Bits&& bits, F&& f) {
+EP_FN bool for_own_pieces(W& warp, const LowLatencyArgs& args, const Team& team, Bits&& bits,
+                          F&& f) {
     const int chunks = args.heap.chunks(), words = args.heap.topology.world() * chunks;
+    const Pieces pieces = args.pieces();
     typename W::template PerLane<uint32_t> rows;
     typename W::template PerLane<int> before;
     int total = 0;
@@ -302,20 +339,21 @@ EP_FN bool for_own_rows(W& warp, const LowLatencyArgs& args, const Team& team, B
             before[lane] = popcount(rows[lane]);
         });
         const int sum = warp.exclusive_scan(lanes, before);
-        // becomes: how many rows of the word to pass over before this warp's first
+        // becomes: this warp's first piece of the word's
         warp.lanes(lanes, [&](int lane) {
-            const int dealt = (total + before[lane]) % team.warps;
+            const int dealt = (total + before[lane]) * pieces.count % team.warps;
             before[lane] = dealt <= team.warp ? team.warp - dealt : team.warp - dealt + team.warps;
         });
-        const uint32_t own =
-            warp.ballot(lanes, [&](int lane) { return before[lane] < popcount(rows[lane]); });
+        const uint32_t own = warp.ballot(
+            lanes, [&](int lane) { return before[lane] < popcount(rows[lane]) * pieces.count; });
         for_each_lane(own, [&](int lane) {
             const int word = first + lane;
-            int skip = warp.broadcast(before, lane);
-            for (uint32_t rest = warp.broadcast(rows, lane); rest && go_on; rest &= rest - 1) {
-                if (skip--) continue;
-                skip = team.warps - 1;
-                go_on = f(word / chunks, word % chunks * 32 + lowest_lane(rest));
+            int next = warp.broadcast(before, lane);
+            uint32_t rest = warp.broadcast(rows, lane);
+            for (int row = 0; rest && go_on; rest &= rest - 1, ++row) {
+                for (; next < (row + 1) * pieces.count && go_on; next += team.warps)
+                    go_on = f(word / chunks, word % chunks * 32 + lowest_lane(rest),
+                              pieces[next % pieces.count]);
             }
         });
         total += sum;

@@ -18,19 +18,20 @@ EP_FN Accumulator<T> weight_at(const void* weights, int64_t at) {
     return static_cast<const Accumulator<T>*>(weights)[at];
 }
 
-// One row to `slot`: that of the lanes in the mask, or their sum.
+// A piece of one row to `slot`: of that of the lanes in the mask, or of their sum.
 template <class T, WarpLike W>
 EP_FN void write_partial(W& warp, const LowLatencyCombineArgs& args, char* slot, uint32_t mask,
+                         const Piece& piece,
                          const typename W::template PerLane<int>& position) {
     const RowFormat& format = args.format;
     typename W::template PerLane<const void*> part;
     typename W::template PerLane<Accumulator<T>> weight;
     warp.lanes(format.topk, [&](int k) {
         const int64_t row = position[k] < 0 ? 0 : position[k];
-        part[k] = args.x + row * format.payload_bytes;
+        part[k] = args.x + row * format.payload_bytes + piece.first;
         if (args.row_weights && mask >> k & 1)
             weight[k] = position[k] < 0 ? 0 : weight_at<T>(args.row_weights, row);
-        if (mask >> k & 1) {
+        if (mask >> k & 1 && !piece.number) {
             const uint64_t value =
                 position[k] < 0
                     ? 0
@@ -41,19 +42,21 @@ EP_FN void write_partial(W& warp, const LowLatencyCombineArgs& args, char* slot,
     });
     const uint32_t rows =
         warp.ballot(format.topk, [&](int k) { return mask >> k & 1 && position[k] >= 0; });
-    const size_t elements = format.payload_bytes / sizeof(T);
+    char* payload = slot + format.payload() + piece.first;
+    const size_t elements = piece.bytes / sizeof(T);
     if (args.row_weights) {
-        warp.template weighted_sum<T, Reuse::Late>(slot + format.payload(), part, weight, rows,
-                                                   elements);
+        warp.template weighted_sum<T, Reuse::Late>(payload, part, weight, rows, elements);
     } else {
-        warp.template sum<T, Reuse::Late>(slot + format.payload(), part, rows, elements);
+        warp.template sum<T, Reuse::Late>(payload, part, rows, elements);
     }
 }
 
-// What the experts here made of one token.
+// A piece of what the experts here made of one token. What is put is put whole.
 template <class T, WarpLike W, class F>
-EP_FN void return_token(W& warp, const LowLatencyCombine<F>& call, const Team& team, int source,
-                        int token) {
+EP_FN void return_piece(W& warp, const LowLatencyCombine<F>& call, const Team& team, int source,
+                        int token, const Piece& piece) {
+    const bool near = call.fabric.maps(source);
+    if (!near && piece.number) return;
     const LowLatencyCombineArgs& args = call.args;
     const RowFormat& format = args.format;
     const LowLatencyHeap& heap = args.heap;
@@ -61,7 +64,6 @@ EP_FN void return_token(W& warp, const LowLatencyCombine<F>& call, const Team& t
     warp.lanes(format.topk, [&](int k) { position[k] = args.layout.positions(source, token)[k]; });
     const uint32_t own =
         warp.ballot(format.topk, [&](int k) { return position[k] != LowLatencyArgs::kElsewhere; });
-    const bool near = call.fabric.maps(source);
     // the rows that travel, each named by its first k
     const uint32_t parts = args.sum_at_expert ? own & (~own + 1) : own;
     auto pick_of = [&](int k) { return popcount(parts & ((uint32_t{1} << k) - 1)); };
@@ -71,45 +73,56 @@ EP_FN void return_token(W& warp, const LowLatencyCombine<F>& call, const Team& t
         return near ? call.fabric.template at<char>(source, part_of(k))
                     : call.fabric.template own<char>(staged_of(k));
     };
+    const Pieces pieces = args.pieces();
     for_each_lane(parts, [&](int k) {
         write_partial<T>(warp, args, slot_of(k), args.sum_at_expert ? own : uint32_t{1} << k,
-                         position);
+                         near ? piece : pieces.all(), position);
     });
     if (near) {
         warp.template publish_lanes<Scope::System>(format.topk, [&](int k, auto&& store) {
-            if (parts >> k & 1) store(reinterpret_cast<uint64_t*>(slot_of(k)), call.tag);
+            if (parts >> k & 1)
+                store(reinterpret_cast<uint64_t*>(slot_of(k) + piece.tag()), call.tag);
         });
         return;
     }
     for_each_lane(parts, [&](int k) {
-        warp.lanes(1, [&](int) { *reinterpret_cast<uint64_t*>(slot_of(k)) = call.tag; });
+        warp.lanes(pieces.count, [&](int i) {
+            *reinterpret_cast<uint64_t*>(slot_of(k) + pieces[i].tag()) = call.tag;
+        });
         call.fabric.put_to(warp, team.warp, source, part_of(k), staged_of(k), format.slot_bytes());
     });
 }
 
+// A warp's share of the sending half.
 template <class T, WarpLike W, class F>
-EP_FN bool low_latency_combine_send(W& warp, F& fabric, const LowLatencyCombineArgs& args,
-                                    const Team& team) {
-    const LowLatencyCombine<F> call = next_call(fabric, args);
+EP_FN bool send_combine(W& warp, const LowLatencyCombine<F>& call, const Team& team) {
+    const LowLatencyCombineArgs& args = call.args;
     if (!may_send(warp, call, team)) return false;
-    for_own_rows(
+    for_own_pieces(
         warp, args, team,
         [&](int word) {
             const int source = word / args.heap.chunks();
             return call.takes_part(LowLatencyHalf::Send, source) ? args.layout.present(word) : 0;
         },
-        [&](int source, int token) {
-            return_token<T>(warp, call, team, source, token);
+        [&](int source, int token, const Piece& piece) {
+            return_piece<T>(warp, call, team, source, token, piece);
             return true;
         });
     signal_rows(warp, call, team);
-    return end_sending(warp, call, team);
+    return true;
+}
+
+template <class T, WarpLike W, class F>
+EP_FN Ended low_latency_combine_send(W& warp, F& fabric, const LowLatencyCombineArgs& args,
+                                     const Team& team) {
+    const LowLatencyCombine<F> call = next_call(fabric, args);
+    return send_combine<T>(warp, call, team) ? end_sending(warp, call, team) : Ended::Badly;
 }
 
 // Leaves out what ranks that do not take part would have brought; of a token's weights, those that
 // are left then make up for the others.
 template <class T, WarpLike W, class F>
-EP_FN void drop_ranks(W& warp, const LowLatencyCombine<F>& call, int token,
+EP_FN void drop_ranks(W& warp, const LowLatencyCombine<F>& call, int token, const Piece& piece,
                       typename W::template PerLane<int>& rank,
                       typename W::template PerLane<Accumulator<T>>& weight) {
     const LowLatencyCombineArgs& args = call.args;
@@ -119,7 +132,7 @@ EP_FN void drop_ranks(W& warp, const LowLatencyCombine<F>& call, int token,
                (rank[k] >= 0 && !call.takes_part(LowLatencyHalf::Receive, rank[k]));
     });
     if (!dropped) return;
-    count_dropped(warp, call, dropped);
+    if (!piece.number) count_dropped(warp, call, dropped);
     warp.lanes(topk, [&](int k) {
         if (dropped >> k & 1) rank[k] = -1;
     });
@@ -136,7 +149,7 @@ EP_FN void drop_ranks(W& warp, const LowLatencyCombine<F>& call, int token,
 }
 
 template <class T, WarpLike W, class F>
-EP_FN bool sum_token(W& warp, const LowLatencyCombine<F>& call, int token) {
+EP_FN bool sum_piece(W& warp, const LowLatencyCombine<F>& call, int token, const Piece& piece) {
     const LowLatencyCombineArgs& args = call.args;
     const RowFormat& format = args.format;
     typename W::template PerLane<int> rank;
@@ -150,7 +163,7 @@ EP_FN bool sum_token(W& warp, const LowLatencyCombine<F>& call, int token) {
         rank[k] = expert < 0 ? -1 : expert / args.heap.local_experts();
         if (args.token_weights) weight[k] = weight_at<T>(args.token_weights, first + k);
     });
-    if (args.heap.masking) drop_ranks<T>(warp, call, token, rank, weight);
+    if (args.heap.masking) drop_ranks<T>(warp, call, token, piece, rank, weight);
     warp.match(format.topk, rank, same_rank);
     // the row that carries what belongs to this k
     warp.lanes(format.topk, [&](int k) {
@@ -158,22 +171,22 @@ EP_FN bool sum_token(W& warp, const LowLatencyCombine<F>& call, int token) {
         const int pick = popcount(same_rank[k] & ((uint32_t{1} << carrier) - 1));
         slot[k] = call.fabric.template own<char>(
             call.heap().part(call.bank, rank[k] < 0 ? 0 : rank[k], token, carrier, pick));
-        part[k] = slot[k] + format.payload();
+        part[k] = slot[k] + format.payload() + piece.first;
     });
     const uint32_t parts = warp.ballot(format.topk, [&](int k) {
         return rank[k] >= 0 && (!args.sum_at_expert || lowest_lane(same_rank[k]) == k);
     });
-    if (!wait_tags(warp, call, format.topk, parts, slot, [&](int k) { return rank[k]; }))
+    if (!wait_tags(warp, call, format.topk, parts, slot, piece, [&](int k) { return rank[k]; }))
         return false;
-    warp.lanes(format.topk, [&](int k) {
+    warp.lanes(piece.number ? 0 : format.topk, [&](int k) {
         const uint64_t value =
             rank[k] < 0 ? 0
                         : load_weight(slot[k] + format.weights() + k * format.weight_bytes,
                                       format.weight_bytes);
         store_weight(args.y_values + (first + k) * format.weight_bytes, value, format.weight_bytes);
     });
-    char* y = args.y + static_cast<size_t>(token) * format.payload_bytes;
-    const size_t elements = format.payload_bytes / sizeof(T);
+    char* y = args.y + static_cast<size_t>(token) * format.payload_bytes + piece.first;
+    const size_t elements = piece.bytes / sizeof(T);
     if (args.token_weights) {
         warp.template weighted_sum<T, Reuse::Soon>(y, part, weight, parts, elements);
     } else {
@@ -189,15 +202,32 @@ EP_FN bool may_receive(W& warp, const LowLatencyCombine<F>& call, const Team& te
                         [&](int rank) { return need_rows<W>(call, rank); });
 }
 
+// A warp's share of the receiving half.
 template <class T, WarpLike W, class F>
-EP_FN bool low_latency_combine_receive(W& warp, F& fabric, const LowLatencyCombineArgs& args,
-                                       const Team& team) {
-    const LowLatencyCombine<F> call = begun_call(fabric, args);
+EP_FN bool receive_combine(W& warp, const LowLatencyCombine<F>& call, const Team& team) {
     if (!may_receive(warp, call, team)) return false;
-    for (int token = team.warp; token < args.num_tokens; token += team.warps) {
-        if (!sum_token<T>(warp, call, token)) return false;
+    const Pieces pieces = call.args.pieces();
+    for (int i = team.warp; i < call.args.num_tokens * pieces.count; i += team.warps) {
+        if (!sum_piece<T>(warp, call, i / pieces.count, pieces[i % pieces.count])) return false;
     }
-    return end_receiving(warp, call, team);
+    return true;
+}
+
+template <class T, WarpLike W, class F>
+EP_FN Ended low_latency_combine_receive(W& warp, F& fabric, const LowLatencyCombineArgs& args,
+                                        const Team& team) {
+    const LowLatencyCombine<F> call = begun_call(fabric, args);
+    return receive_combine<T>(warp, call, team) ? end_receiving(warp, call, team) : Ended::Badly;
+}
+
+// Both halves.
+template <class T, WarpLike W, class F>
+EP_FN Ended low_latency_combine(W& warp, F& fabric, const LowLatencyCombineArgs& args,
+                                const Team& team) {
+    return send_and_receive(
+        warp, fabric, args, team, Role::LowLatencyCombineReceiver,
+        [](W& w, const auto& call, const Team& t) { return send_combine<T>(w, call, t); },
+        [](W& w, const auto& call, const Team& t) { return receive_combine<T>(w, call, t); });
 }
 
 }  // namespace ep

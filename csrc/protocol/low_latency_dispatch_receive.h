@@ -1,25 +1,37 @@
 #pragma once
 
+#include "protocol/low_latency_dispatch_send.h"
 #include "protocol/low_latency_mask.h"
 
 namespace ep {
 
 // The receiving half of a low-latency dispatch: the bits of all ranks give every row its place, in
-// the order of (expert, source rank, token). A row is read from its slot as soon as its tag is
-// there.
+// the order of (expert, source rank, token). A piece of a row is read from its slot as soon as its
+// tag is there.
 
 template <class W, class F>
-EP_FN Need need_choices(const LowLatencyDispatch<F>& call, int rank) {
-    const size_t flag = call.heap().choice_flag(rank);
+EP_FN Need need_choices(const LowLatencyDispatch<F>& call, int rank, int part) {
+    const size_t flag = call.heap().choice_flag(rank, part);
     return {acquire_flag<W>(call.fabric, call.heap().channels, rank, flag), call.number, rank};
+}
+
+template <class W, class F>
+EP_FN Need need_all_choices(const LowLatencyDispatch<F>& call, int rank) {
+    Need need = nothing_to_wait_for();
+    for (int part = 0; part < call.heap().choice_parts() && is_met(need); ++part)
+        need = need_choices<W>(call, rank, part);
+    return need;
 }
 
 template <WarpLike W, class F>
 EP_FN bool wait_choices(W& warp, const LowLatencyDispatch<F>& call) {
-    for (int first = 0; first < call.world(); first += 32) {
+    const int all = call.world() * call.heap().choice_parts();
+    for (int first = 0; first < all; first += 32) {
         const bool here =
-            wait_counted(warp, call, Wait::Choices, lanes_from(first, call.world()),
-                         [&](int lane) { return need_choices<W>(call, first + lane); });
+            wait_counted(warp, call, Wait::Choices, lanes_from(first, all), [&](int lane) {
+                return need_choices<W>(call, (first + lane) % call.world(),
+                                       (first + lane) / call.world());
+            });
         if (!here) return false;
     }
     return true;
@@ -29,7 +41,7 @@ template <WarpLike W, class F>
 EP_FN bool may_receive(W& warp, const LowLatencyDispatch<F>& call, const Team& team) {
     if (!call.heap().masking) return wait_choices(warp, call) && wait_rows_put(warp, call);
     return settle_ranks(warp, call, team, LowLatencyHalf::Receive, Wait::Choices, [&](int rank) {
-        const Need choices = need_choices<W>(call, rank);
+        const Need choices = need_all_choices<W>(call, rank);
         return is_met(choices) ? need_rows<W>(call, rank) : choices;
     });
 }
@@ -41,16 +53,21 @@ struct Choices {
     int chunks = call.heap().chunks();
     int local_experts = call.heap().local_experts();
 
-    EP_FN const uint32_t* of(int rank) const {
+    EP_FN const uint32_t* of(int rank, int part) const {
         const LowLatencyHeap& heap = call.heap();
         return call.fabric.template own<uint32_t>(call.takes_part(LowLatencyHalf::Receive, rank)
-                                                      ? heap.choices(call.bank, rank)
-                                                      : heap.no_choices());
+                                                      ? heap.choices(call.bank, rank, part)
+                                                      : heap.no_choices(part));
     }
-    EP_FN uint32_t present(int rank, int chunk) const { return of(rank)[chunk]; }
-    EP_FN int count(int rank, int expert) const { return of(rank)[chunks + expert]; }
+    EP_FN uint32_t present(int rank, int chunk) const { return of(rank, 0)[chunk]; }
+    // [K]
+    EP_FN const int32_t* experts(int rank, int token) const {
+        return reinterpret_cast<const int32_t*>(of(rank, 0) + chunks) +
+               static_cast<size_t>(token) * call.args.format.topk;
+    }
+    EP_FN int count(int rank, int expert) const { return of(rank, 1 + expert / 32)[expert % 32]; }
     EP_FN uint32_t tokens(int rank, int chunk, int expert) const {
-        return of(rank)[chunks + (1 + chunk) * local_experts + expert];
+        return of(rank, 1 + expert / 32)[32 * (1 + chunk) + expert % 32];
     }
     // Rows of ranks before this one, and of its tokens before this one.
     EP_FN int rows_before(int rank, int token, int expert) const {
@@ -63,7 +80,7 @@ struct Choices {
     }
 };
 
-// Where each expert's rows begin. Every warp finds out for itself, the first one for the handle.
+// Where each expert's rows begin. Every warp finds out for itself, the last one for the handle.
 template <WarpLike W, class F>
 EP_FN void find_starts(W& warp, const Choices<F>& choices, const Team& team) {
     const LowLatencyDispatchArgs& args = choices.call.args;
@@ -71,6 +88,9 @@ EP_FN void find_starts(W& warp, const Choices<F>& choices, const Team& team) {
     int32_t* starts = layout.scratch(team.warp);
     typename W::template PerLane<int> rows, start;
     int64_t total = 0;
+    bool overflows = false;
+    const bool for_handle = team.warp == team.warps - 1;  // in small batches it has no rows
+    if (args.expert_rows && !for_handle) return;
     for (int first = 0; first < choices.local_experts; first += 32) {
         const int lanes = lanes_from(first, choices.local_experts);
         warp.lanes(lanes, [&](int lane) {
@@ -84,14 +104,19 @@ EP_FN void find_starts(W& warp, const Choices<F>& choices, const Team& team) {
             start[lane] = static_cast<int>(args.expert_rows ? args.expert_rows * (first + lane)
                                                             : total + start[lane]);
             starts[first + lane] = start[lane];
-            if (team.warp) return;
+            if (!for_handle) return;
             layout.count(first + lane) = rows[lane];
             layout.start(first + lane) = start[lane];
         });
         total += sum;
+        overflows |= warp.ballot(lanes, [&](int lane) {
+            if (args.expert_rows) return rows[lane] > args.expert_rows;
+            return rows[lane] > 0 && int64_t{start[lane]} + rows[lane] > args.max_rows;
+        }) != 0;
     }
-    if (team.warp) return;
+    if (!for_handle) return;
     warp.lanes(1, [&](int) {
+        layout.overflow() = overflows;
         layout.start(choices.local_experts) =
             static_cast<int>(args.expert_rows ? args.expert_rows * choices.local_experts : total);
     });
@@ -104,74 +129,88 @@ EP_FN void find_starts(W& warp, const Choices<F>& choices, const Team& team) {
     }
 }
 
-// A row's scales to its places: as they came, or each word into its column.
+// The scales of a piece of a row to its places: as they came, or each word into its column.
 template <WarpLike W>
 EP_FN void place_scales(W& warp, const LowLatencyDispatchArgs& args, uint32_t placed,
-                        const typename W::template PerLane<int>& position, const char* scales) {
+                        const typename W::template PerLane<int>& position, const char* scales,
+                        const Piece& piece) {
     if (!args.scale_column) {
         const size_t bytes = args.format.scale_bytes;
-        typename W::template PerLane<void*> row;
+        typename W::template PerLane<void*> row{};
         warp.lanes(args.format.topk, [&](int lane) {
-            if (placed >> lane & 1) row[lane] = args.recv_scales + position[lane] * bytes;
+            if (placed >> lane & 1)
+                row[lane] = args.recv_scales + position[lane] * bytes + piece.first_scale;
         });
-        warp.template multicast<Reuse::Late>(row, placed, scales, bytes);
+        warp.template multicast<Reuse::Late>(row, placed, scales + piece.first_scale,
+                                             piece.scale_bytes);
         return;
     }
     const auto* words = reinterpret_cast<const uint32_t*>(scales);
+    const int end = (piece.first_scale + piece.scale_bytes) / 4;
     for_each_lane(placed, [&](int lane) {
         auto* column = reinterpret_cast<uint32_t*>(args.recv_scales) +
                        args.scale_word(warp.broadcast(position, lane));
-        for (int first = 0; first < args.scale_words(); first += 32) {
-            warp.lanes(lanes_from(first, args.scale_words()), [&](int word) {
+        for (int first = piece.first_scale / 4; first < end; first += 32) {
+            warp.lanes(lanes_from(first, end), [&](int word) {
                 column[(first + word) * args.scale_column] = words[first + word];
             });
         }
     });
 }
 
-// From its slot to its place at each of its experts here.
-template <WarpLike W, class F>
-EP_FN bool receive_token(W& warp, const Choices<F>& choices, const Team& team, int source,
-                         int token) {
-    const LowLatencyDispatch<F>& call = choices.call;
-    const LowLatencyDispatchArgs& args = call.args;
+// For combine and the caller: where a row went, and its weights.
+template <WarpLike W>
+EP_FN void note_places(W& warp, const LowLatencyDispatchArgs& args, int source, int token,
+                       const typename W::template PerLane<int>& position, const char* slot) {
     const RowFormat& format = args.format;
-    char* slot = call.fabric.template own<char>(call.heap().row(call.bank, source, token));
-    typename W::template PerLane<char*> slots;
-    warp.lanes(1, [&](int lane) { slots[lane] = slot; });
-    if (!wait_tags(warp, call, 1, 1, slots, [&](int) { return source; })) return false;
-    warp.template stage<Reuse::Soon>(slot + format.payload(), format.payload_bytes);
-    const int first_expert = args.rank * choices.local_experts;
-    const int32_t* starts = args.layout.scratch(team.warp);
-    typename W::template PerLane<int> position;
-    typename W::template PerLane<void*> row;
     warp.lanes(format.topk, [&](int lane) {
-        const int expert =
-            reinterpret_cast<const int32_t*>(slot + format.experts())[lane] - first_expert;
-        position[lane] = LowLatencyArgs::kElsewhere;
-        if (expert >= 0 && expert < choices.local_experts) {
-            const int64_t before = choices.rows_before(source, token, expert);
-            const int64_t place = starts[expert] + before;
-            const bool fits = args.expert_rows ? before < args.expert_rows : place < args.max_rows;
-            position[lane] = fits ? static_cast<int>(place) : LowLatencyArgs::kOverflowed;
-        }
         args.layout.positions(source, token)[lane] = position[lane];
         if (position[lane] < 0) return;
         const size_t place = position[lane];
-        row[lane] = args.recv_x + place * format.payload_bytes;
         store_weight(
             args.recv_weights + place * format.weight_bytes,
             load_weight(slot + format.weights() + lane * format.weight_bytes, format.weight_bytes),
             format.weight_bytes);
     });
+}
+
+// A piece of a row, from its slot to its place at each of the token's experts here.
+template <WarpLike W, class F>
+EP_FN bool receive_piece(W& warp, const Choices<F>& choices, const Team& team, int source,
+                         int token, const Piece& piece) {
+    const LowLatencyDispatch<F>& call = choices.call;
+    const LowLatencyDispatchArgs& args = call.args;
+    const RowFormat& format = args.format;
+    char* slot = call.fabric.template own<char>(call.heap().row(call.bank, source, token));
+    const int first_expert = args.rank * choices.local_experts;
+    const int32_t* starts = args.layout.scratch(team.warp);
+    typename W::template PerLane<int> position;
+    typename W::template PerLane<void*> row{};
+    warp.lanes(format.topk, [&](int lane) {
+        const int expert = choices.experts(source, token)[lane] - first_expert;
+        position[lane] = LowLatencyArgs::kElsewhere;
+        if (expert >= 0 && expert < choices.local_experts) {
+            const int64_t start = args.expert_rows ? args.expert_rows * expert : starts[expert];
+            const int64_t before = choices.rows_before(source, token, expert);
+            const bool fits =
+                args.expert_rows ? before < args.expert_rows : start + before < args.max_rows;
+            position[lane] = fits ? static_cast<int>(start + before) : LowLatencyArgs::kOverflowed;
+        }
+        if (position[lane] >= 0) {
+            row[lane] = args.recv_x +
+                        static_cast<size_t>(position[lane]) * format.payload_bytes + piece.first;
+        }
+    });
     const uint32_t placed = warp.ballot(format.topk, [&](int lane) { return position[lane] >= 0; });
-    if (warp.ballot(format.topk,
-                    [&](int lane) { return position[lane] == LowLatencyArgs::kOverflowed; })) {
-        warp.lanes(1, [&](int) { args.layout.overflow() = 1; });
-    }
-    warp.template multicast<Reuse::Late>(row, placed, slot + format.payload(),
-                                         format.payload_bytes);
-    if (format.scale_bytes) place_scales(warp, args, placed, position, slot + format.scales());
+    typename W::template PerLane<char*> slots;
+    warp.lanes(1, [&](int lane) { slots[lane] = slot; });
+    if (!wait_tags(warp, call, 1, 1, slots, piece, [&](int) { return source; })) return false;
+    warp.template stage<Reuse::Soon>(slot + format.payload() + piece.first, piece.bytes);
+    if (!piece.number) note_places(warp, args, source, token, position, slot);
+    warp.template multicast<Reuse::Late>(row, placed, slot + format.payload() + piece.first,
+                                         piece.bytes);
+    if (piece.scale_bytes)
+        place_scales(warp, args, placed, position, slot + format.scales(), piece);
     return true;
 }
 
@@ -188,10 +227,10 @@ EP_FN void count_rows(W& warp, const LowLatencyDispatchArgs& args) {
     }
 }
 
+// A warp's share of the receiving half.
 template <WarpLike W, class F>
-EP_FN bool low_latency_dispatch_receive(W& warp, F& fabric, const LowLatencyDispatchArgs& args,
-                                        const Team& team) {
-    const LowLatencyDispatch<F> call = begun_call(fabric, args);
+EP_FN bool receive_dispatch(W& warp, const LowLatencyDispatch<F>& call, const Team& team) {
+    const LowLatencyDispatchArgs& args = call.args;
     if (!may_receive(warp, call, team)) return false;
     if (args.heap.masking && team.warp == 0) note_active(warp, call, LowLatencyHalf::Receive);
     const Choices<F> choices{call};
@@ -199,12 +238,32 @@ EP_FN bool low_latency_dispatch_receive(W& warp, F& fabric, const LowLatencyDisp
     const auto bits = [&](int word) {
         return choices.present(word / choices.chunks, word % choices.chunks);
     };
-    const bool all = for_own_rows(warp, args, team, bits, [&](int source, int token) {
-        return receive_token(warp, choices, team, source, token);
-    });
-    if (!all || !end_receiving(warp, call, team)) return false;
-    count_rows(warp, args);
-    return true;
+    return for_own_pieces(
+        warp, args, team, bits, [&](int source, int token, const Piece& piece) {
+            return receive_piece(warp, choices, team, source, token, piece);
+        });
+}
+
+template <WarpLike W, class F>
+EP_FN Ended low_latency_dispatch_receive(W& warp, F& fabric, const LowLatencyDispatchArgs& args,
+                                         const Team& team) {
+    const LowLatencyDispatch<F> call = begun_call(fabric, args);
+    if (!receive_dispatch(warp, call, team)) return Ended::Badly;
+    const Ended ended = end_receiving(warp, call, team);
+    if (ended == Ended::Last) count_rows(warp, args);
+    return ended;
+}
+
+// Both halves.
+template <bool kQuantize, WarpLike W, class F>
+EP_FN Ended low_latency_dispatch(W& warp, F& fabric, const LowLatencyDispatchArgs& args,
+                                 const Team& team) {
+    const Ended ended = send_and_receive(
+        warp, fabric, args, team, Role::LowLatencyReceiver,
+        [](W& w, const auto& call, const Team& t) { return send_dispatch<kQuantize>(w, call, t); },
+        [](W& w, const auto& call, const Team& t) { return receive_dispatch(w, call, t); });
+    if (ended == Ended::Last) count_rows(warp, args);
+    return ended;
 }
 
 }  // namespace ep

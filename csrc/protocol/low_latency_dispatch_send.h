@@ -14,74 +14,105 @@ EP_FN int64_t chosen_expert(const LowLatencyDispatchArgs& args, int token, int k
                                  : static_cast<const int32_t*>(args.topk_idx)[i];
 }
 
-// Bit t of the result: token 32 * chunk + t chose one of `count` experts from `first` on. picks: of
-// these experts those of each lane's token, as bits.
-template <WarpLike W>
-EP_FN uint32_t read_picks(W& warp, const LowLatencyDispatchArgs& args, int chunk, int first,
-                          int count, typename W::template PerLane<uint32_t>& picks) {
+EP_FN int tokens_of_chunk(const LowLatencyDispatchArgs& args, int chunk) {
     const int left = args.num_tokens - 32 * chunk;
-    const int tokens = left < 0 ? 0 : left < 32 ? left : 32;
-    constexpr int kAtOnce = 8;  // loads under way
-    warp.lanes(32, [&](int lane) {
-        picks[lane] = 0;
-        for (int k = 0; lane < tokens && k < args.format.topk; k += kAtOnce) {
-            int64_t expert[kAtOnce];
-            for (int i = 0; i < kAtOnce; ++i)
-                expert[i] = k + i < args.format.topk
-                                ? chosen_expert(args, 32 * chunk + lane, k + i) - first
-                                : -1;
-            for (int i = 0; i < kAtOnce; ++i) {
-                if (expert[i] >= 0 && expert[i] < count) picks[lane] |= uint32_t{1} << expert[i];
-            }
-        }
-    });
-    return warp.ballot(tokens, [&](int lane) { return picks[lane] != 0; });
+    return left < 0 ? 0 : left < 32 ? left : 32;
 }
 
-// Which tokens chose which experts of a rank.
-template <WarpLike W, class F>
-EP_FN void send_choices(W& warp, const LowLatencyDispatch<F>& call, int rank) {
-    const LowLatencyDispatchArgs& args = call.args;
-    const LowLatencyHeap& heap = args.heap;
-    const int chunks = heap.chunks(), local_experts = heap.local_experts();
-    const size_t target = heap.choices(call.bank, args.rank);
-    uint32_t* words =
-        call.fabric.maps(rank)
-            ? call.fabric.template at<uint32_t>(rank, target)
-            : call.fabric.template own<uint32_t>(heap.staged_choices(call.bank, rank));
-    typename W::template PerLane<uint32_t> picks, tokens, present;  // present: a lane a chunk
-    typename W::template PerLane<int> rows;
-    warp.lanes(chunks, [&](int lane) { present[lane] = 0; });
-    for (int first = 0; first < local_experts; first += 32) {
-        const int experts = lanes_from(first, local_experts);
-        warp.lanes(experts, [&](int lane) { rows[lane] = 0; });
-        for (int chunk = 0; chunk < chunks; ++chunk) {
-            const uint32_t any =
-                read_picks(warp, args, chunk, rank * local_experts + first, experts, picks);
-            warp.lanes(chunks, [&](int lane) {
-                if (lane == chunk) present[lane] |= any;
-            });
-            for (int expert = 0; expert < experts; ++expert) {
-                const uint32_t chose =
-                    warp.ballot(32, [&](int lane) { return picks[lane] >> expert & 1; });
-                warp.lanes(experts, [&](int lane) {
-                    if (lane == expert) tokens[lane] = chose;
-                });
-            }
-            warp.lanes(experts, [&](int lane) {
-                words[chunks + (1 + chunk) * local_experts + first + lane] = tokens[lane];
-                rows[lane] += popcount(tokens[lane]);
-            });
+// f(k, expert) for what the lane's token chose.
+template <class F>
+EP_FN void for_each_choice(const LowLatencyDispatchArgs& args, int token, F&& f) {
+    constexpr int kAtOnce = 8;  // loads under way
+    for (int k = 0; k < args.format.topk; k += kAtOnce) {
+        int64_t expert[kAtOnce];
+        for (int i = 0; i < kAtOnce; ++i)
+            expert[i] = k + i < args.format.topk ? chosen_expert(args, token, k + i) : -1;
+        for (int i = 0; i < kAtOnce; ++i) {
+            if (k + i < args.format.topk) f(k + i, expert[i]);
         }
-        warp.lanes(experts, [&](int lane) { words[chunks + first + lane] = rows[lane]; });
+    }
+}
+
+// Which tokens chose any expert of a rank, and what these chose.
+template <WarpLike W>
+EP_FN void write_tokens(W& warp, const LowLatencyDispatchArgs& args, int rank, uint32_t* words) {
+    const int chunks = args.heap.chunks(), local_experts = args.heap.local_experts();
+    auto* experts = reinterpret_cast<int32_t*>(words + chunks);
+    typename W::template PerLane<uint32_t> present;  // a lane a chunk
+    typename W::template PerLane<int> is_here;
+    warp.lanes(chunks, [&](int lane) { present[lane] = 0; });
+    for (int chunk = 0; 32 * chunk < args.num_tokens; ++chunk) {
+        const int tokens = tokens_of_chunk(args, chunk);
+        warp.lanes(tokens, [&](int lane) {
+            const int token = 32 * chunk + lane;
+            is_here[lane] = 0;
+            for_each_choice(args, token, [&](int k, int64_t expert) {
+                experts[token * args.format.topk + k] = static_cast<int32_t>(expert);
+                const int64_t local = expert - static_cast<int64_t>(rank) * local_experts;
+                is_here[lane] |= local >= 0 && local < local_experts;
+            });
+        });
+        const uint32_t any = warp.ballot(tokens, [&](int lane) { return is_here[lane] != 0; });
+        warp.lanes(chunks, [&](int lane) {
+            if (lane == chunk) present[lane] = any;
+        });
     }
     warp.lanes(chunks, [&](int lane) { words[lane] = present[lane]; });
-    if (!call.fabric.maps(rank)) {
-        call.fabric.put_to(warp, heap.channels, rank, target, heap.staged_choices(call.bank, rank),
-                           heap.choice_bytes());
+}
+
+// Which tokens chose which of 32 experts from `first` on.
+template <WarpLike W>
+EP_FN void write_bits(W& warp, const LowLatencyDispatchArgs& args, int64_t first, int count,
+                      uint32_t* words) {
+    typename W::template PerLane<uint32_t> picks, tokens;
+    typename W::template PerLane<int> rows;
+    warp.lanes(32, [&](int lane) { rows[lane] = 0; });
+    for (int chunk = 0; chunk < args.heap.chunks(); ++chunk) {
+        const int left = tokens_of_chunk(args, chunk);
+        warp.lanes(32, [&](int lane) {
+            picks[lane] = tokens[lane] = 0;
+            if (lane >= left) return;
+            for_each_choice(args, 32 * chunk + lane, [&](int, int64_t expert) {
+                if (expert >= first && expert < first + count)
+                    picks[lane] |= uint32_t{1} << (expert - first);
+            });
+        });
+        for (int expert = 0; left && expert < count; ++expert) {
+            const uint32_t chose =
+                warp.ballot(left, [&](int lane) { return picks[lane] >> expert & 1; });
+            warp.lanes(32, [&](int lane) {
+                if (lane == expert) tokens[lane] = chose;
+            });
+        }
+        warp.lanes(32, [&](int lane) {
+            words[32 * (1 + chunk) + lane] = tokens[lane];
+            rows[lane] += popcount(tokens[lane]);
+        });
     }
-    call.fabric.signal_to(warp, heap.channels, rank, heap.choice_flag(args.rank), call.number - 1,
-                          call.number);
+    warp.lanes(32, [&](int lane) { words[lane] = rows[lane]; });
+}
+
+// A part of what this rank's tokens chose at a rank: see LowLatencyHeap.
+template <WarpLike W, class F>
+EP_FN void send_choices(W& warp, const LowLatencyDispatch<F>& call, int rank, int part) {
+    const LowLatencyHeap& heap = call.heap();
+    const size_t target = heap.choices(call.bank, call.args.rank, part);
+    const size_t staged = heap.staged_choices(call.bank, rank, part);
+    uint32_t* words = call.fabric.maps(rank) ? call.fabric.template at<uint32_t>(rank, target)
+                                             : call.fabric.template own<uint32_t>(staged);
+    if (part) {
+        const int first = 32 * (part - 1);
+        write_bits(warp, call.args, static_cast<int64_t>(rank) * heap.local_experts() + first,
+                   lanes_from(first, heap.local_experts()), words);
+    } else {
+        write_tokens(warp, call.args, rank, words);
+    }
+    if (!call.fabric.maps(rank)) {
+        call.fabric.put_to(warp, heap.channels, rank, target, staged,
+                           heap.choice_part(part + 1) - heap.choice_part(part));
+    }
+    call.fabric.signal_to(warp, heap.channels, rank, heap.choice_flag(call.args.rank, part),
+                          call.number - 1, call.number);
 }
 
 // What travels beside a token, a lane each k.
@@ -110,55 +141,89 @@ EP_FN bool read_choice(W& warp, const LowLatencyDispatchArgs& args, int token, C
     });
 }
 
-// Bytes of a row of x.
+// Bytes of x that become so many of a row.
 template <bool kQuantize>
-EP_FN size_t bytes_of_row(const RowFormat& format) {
-    return static_cast<size_t>(format.payload_bytes) * (kQuantize ? sizeof(BFloat16) : 1);
+EP_FN size_t bytes_of_x(size_t bytes) {
+    return bytes * (kQuantize ? sizeof(BFloat16) : 1);
 }
 
-// Into the slots of the lanes in the mask: all of a row but its tag.
+// Where a piece begins in x.
+template <bool kQuantize>
+EP_FN const char* piece_of_x(const LowLatencyDispatchArgs& args, int token, const Piece& piece) {
+    const size_t first = static_cast<size_t>(token) * args.format.payload_bytes + piece.first;
+    return args.x + bytes_of_x<kQuantize>(first);
+}
+
+// Into the slots of the lanes in the mask: a piece of a row, without its tag.
 template <bool kQuantize, WarpLike W>
-EP_FN void write_row(W& warp, const LowLatencyDispatchArgs& args,
-                     const typename W::template PerLane<char*>& slot, uint32_t mask, int token,
-                     const Choice<W>& choice) {
+EP_FN void write_piece(W& warp, const LowLatencyDispatchArgs& args,
+                       const typename W::template PerLane<char*>& slot, uint32_t mask, int token,
+                       const Piece& piece, const Choice<W>& choice) {
     const RowFormat& format = args.format;
-    typename W::template PerLane<void*> to;
+    typename W::template PerLane<void*> to{};
     auto to_part = [&](size_t offset) {
         warp.lanes(format.topk, [&](int lane) {
             if (mask >> lane & 1) to[lane] = slot[lane] + offset;
         });
     };
-    const size_t row = token;
-    const char* x = args.x + row * bytes_of_row<kQuantize>(format);
-    to_part(format.payload());
+    const char* x = piece_of_x<kQuantize>(args, token, piece);
+    const size_t payload = format.payload() + piece.first;
+    const size_t scales = format.scales() + piece.first_scale;
+    to_part(payload);
     if constexpr (kQuantize) {
-        warp.quantize(to, mask, x, format.payload_bytes, format.scales() - format.payload(),
-                      args.quantize);
+        warp.quantize(to, mask, x, piece.bytes, scales - payload, args.quantize);
     } else {
-        warp.template multicast<Reuse::Soon>(to, mask, x, format.payload_bytes);
-        if (format.scale_bytes) {
-            to_part(format.scales());
-            warp.template multicast<Reuse::Soon>(to, mask, args.scales + row * format.scale_bytes,
-                                                 format.scale_bytes);
+        warp.template multicast<Reuse::Soon>(to, mask, x, piece.bytes);
+        if (piece.scale_bytes) {
+            const size_t row = token;
+            to_part(scales);
+            warp.template multicast<Reuse::Soon>(
+                to, mask, args.scales + row * format.scale_bytes + piece.first_scale,
+                piece.scale_bytes);
         }
     }
+    if (piece.number || !format.weight_bytes) return;
     for_each_lane(mask, [&](int lane) {
         char* out = warp.broadcast(slot, lane);
         warp.lanes(format.topk, [&](int k) {
-            reinterpret_cast<int32_t*>(out + format.experts())[k] = choice.expert[k];
             store_weight(out + format.weights() + k * format.weight_bytes, choice.weight[k],
                          format.weight_bytes);
         });
     });
 }
 
+// A whole row, by puts to the ranks of the lanes in the mask.
 template <bool kQuantize, WarpLike W, class F>
-EP_FN bool send_token(W& warp, const LowLatencyDispatch<F>& call, const Team& team, int token) {
+EP_FN void put_row(W& warp, const LowLatencyDispatch<F>& call, const Team& team, uint32_t mask,
+                   int token, const typename W::template PerLane<int>& rank,
+                   const Choice<W>& choice) {
+    const RowFormat& format = call.args.format;
+    const LowLatencyHeap& heap = call.heap();
+    const Pieces pieces = call.args.pieces();
+    const uint32_t copies = heap.masking ? mask : mask & (~mask + 1);
+    typename W::template PerLane<char*> slot;
+    warp.lanes(format.topk, [&](int lane) {
+        if (!(copies >> lane & 1)) return;
+        slot[lane] = call.fabric.template own<char>(heap.staged_row(call.bank, rank[lane], token));
+        for (int piece = 0; piece < pieces.count; ++piece)
+            *reinterpret_cast<uint64_t*>(slot[lane] + pieces[piece].tag()) = call.tag;
+    });
+    write_piece<kQuantize>(warp, call.args, slot, copies, token, pieces.all(), choice);
+    for_each_lane(mask, [&](int lane) {
+        const int to = warp.broadcast(rank, lane);
+        call.fabric.put_to(warp, team.warp, to, heap.row(call.bank, call.args.rank, token),
+                           heap.staged_row(call.bank, to, token), format.slot_bytes());
+    });
+}
+
+template <bool kQuantize, WarpLike W, class F>
+EP_FN bool send_piece(W& warp, const LowLatencyDispatch<F>& call, const Team& team, int token,
+                      const Piece& piece) {
     const LowLatencyDispatchArgs& args = call.args;
     const RowFormat& format = args.format;
     const LowLatencyHeap& heap = args.heap;
-    const size_t bytes = bytes_of_row<kQuantize>(format);
-    warp.template stage<Reuse::Late>(args.x + token * bytes, bytes);
+    warp.template stage<Reuse::Late>(piece_of_x<kQuantize>(args, token, piece),
+                                     bytes_of_x<kQuantize>(piece.bytes));
     Choice<W> choice;
     if (!read_choice(warp, args, token, choice)) {
         warp.fail(Outcome::BadInput, Wait::None, Need{static_cast<uint64_t>(token), 0, args.rank});
@@ -167,10 +232,10 @@ EP_FN bool send_token(W& warp, const LowLatencyDispatch<F>& call, const Team& te
     typename W::template PerLane<int> rank;
     typename W::template PerLane<char*> slot;
     warp.lanes(format.topk, [&](int lane) {
-        args.layout.experts(token)[lane] = choice.expert[lane];
+        if (!piece.number) args.layout.experts(token)[lane] = choice.expert[lane];
         rank[lane] = choice.expert[lane] < 0 ? -1 : choice.expert[lane] / heap.local_experts();
     });
-    if (heap.masking) drop_picks(warp, call, token, rank);
+    if (heap.masking) drop_picks(warp, call, token, piece, rank);
     const uint32_t ranks = warp.first_of(format.topk, rank);
     const uint32_t near = warp.ballot(
         format.topk, [&](int lane) { return ranks >> lane & 1 && call.fabric.maps(rank[lane]); });
@@ -178,50 +243,44 @@ EP_FN bool send_token(W& warp, const LowLatencyDispatch<F>& call, const Team& te
     warp.lanes(format.topk, [&](int lane) {
         if (near >> lane & 1) slot[lane] = call.fabric.template at<char>(rank[lane], target);
     });
-    write_row<kQuantize>(warp, args, slot, near, token, choice);
+    write_piece<kQuantize>(warp, args, slot, near, token, piece, choice);
     warp.template publish_lanes<Scope::System>(format.topk, [&](int lane, auto&& store) {
-        if (near >> lane & 1) store(reinterpret_cast<uint64_t*>(slot[lane]), call.tag);
+        if (near >> lane & 1)
+            store(reinterpret_cast<uint64_t*>(slot[lane] + piece.tag()), call.tag);
     });
     const uint32_t far = ranks & ~near;
-    if (!far) return true;
-    const uint32_t copies = heap.masking ? far : far & (~far + 1);
-    warp.lanes(format.topk, [&](int lane) {
-        if (!(copies >> lane & 1)) return;
-        slot[lane] = call.fabric.template own<char>(heap.staged_row(call.bank, rank[lane], token));
-        *reinterpret_cast<uint64_t*>(slot[lane]) = call.tag;
-    });
-    write_row<kQuantize>(warp, args, slot, copies, token, choice);
-    for_each_lane(far, [&](int lane) {
-        const int to = warp.broadcast(rank, lane);
-        call.fabric.put_to(warp, team.warp, to, target, heap.staged_row(call.bank, to, token),
-                           format.slot_bytes());
-    });
+    if (far && !piece.number) put_row<kQuantize>(warp, call, team, far, token, rank, choice);
     return true;
 }
 
-// kQuantize: whether x, bf16, becomes fp8 on the way.
+// A warp's share of the sending half. kQuantize: whether x, bf16, becomes fp8 on the way.
 template <bool kQuantize, WarpLike W, class F>
-EP_FN bool low_latency_dispatch_send(W& warp, F& fabric, const LowLatencyDispatchArgs& args,
-                                     const Team& team) {
-    const LowLatencyDispatch<F> call = next_call(fabric, args);
+EP_FN bool send_dispatch(W& warp, const LowLatencyDispatch<F>& call, const Team& team) {
+    const LowLatencyDispatchArgs& args = call.args;
     if (!may_send(warp, call, team)) return false;
-    if (team.warp == 0) {
-        warp.lanes(1, [&](int) { args.layout.overflow() = 0; });
-        for (int first = 0; first < call.world(); first += 32) {
-            warp.lanes(lanes_from(first, call.world()),
-                       [&](int lane) { *args.layout.waited(first + lane) = 0; });
-        }
-        if (args.heap.masking) note_active(warp, call, LowLatencyHalf::Send);
-    }
-    for (int rank = team.warp; rank < call.world(); rank += team.warps) {
-        if (call.takes_part(LowLatencyHalf::Send, rank)) send_choices(warp, call, rank);
+    if (args.heap.masking && team.warp == 0) note_active(warp, call, LowLatencyHalf::Send);
+    const int parts = args.heap.choice_parts();
+    for (int i = team.warp; i < call.world() * parts; i += team.warps) {
+        if (call.takes_part(LowLatencyHalf::Send, i / parts))
+            send_choices(warp, call, i / parts, i % parts);
     }
     // from the other end: the first warps have had choices to send
-    for (int token = team.warps - 1 - team.warp; token < args.num_tokens; token += team.warps) {
-        if (!send_token<kQuantize>(warp, call, team, token)) return false;
+    const Pieces pieces = args.pieces();
+    for (int i = team.warps - 1 - team.warp; i < args.num_tokens * pieces.count; i += team.warps) {
+        const bool sent =
+            send_piece<kQuantize>(warp, call, team, i / pieces.count, pieces[i % pieces.count]);
+        if (!sent) return false;
     }
     signal_rows(warp, call, team);
-    return end_sending(warp, call, team);
+    return true;
+}
+
+template <bool kQuantize, WarpLike W, class F>
+EP_FN Ended low_latency_dispatch_send(W& warp, F& fabric, const LowLatencyDispatchArgs& args,
+                                      const Team& team) {
+    const LowLatencyDispatch<F> call = next_call(fabric, args);
+    return send_dispatch<kQuantize>(warp, call, team) ? end_sending(warp, call, team)
+                                                      : Ended::Badly;
 }
 
 }  // namespace ep

@@ -16,8 +16,10 @@ namespace ep {
 
 // Whether this rank has nothing to do with that one any more, or is not meant to have.
 template <class W, class F, class Args>
-EP_FN bool is_cut(const LowLatencyCall<F, Args>& call, int rank) {
+EP_FN bool is_cut(const LowLatencyCall<F, Args>& call, LowLatencyHalf half, int rank) {
     if (rank == call.args.rank) return false;
+    if (half == LowLatencyHalf::Receive && !call.takes_part(LowLatencyHalf::Send, rank))
+        return true;
     if (!call.args.mask.active[rank] || *call.fabric.template own<uint64_t>(call.heap().cut(rank)))
         return true;
     return acquire_flag<W>(call.fabric, call.heap().channels, rank, call.heap().cut_flag(rank));
@@ -25,7 +27,7 @@ EP_FN bool is_cut(const LowLatencyCall<F, Args>& call, int rank) {
 
 // To the ranks that may wait for this one: it waits, too, and is alive.
 template <WarpLike W, class F, class Args>
-EP_FN void send_beat(W& warp, const LowLatencyCall<F, Args>& call) {
+EP_FN void send_beat(W& warp, const LowLatencyCall<F, Args>& call, LowLatencyHalf half) {
     typename W::template PerLane<uint64_t> before;
     warp.lanes(1, [&](int lane) {
         uint64_t* own = call.fabric.template own<uint64_t>(call.heap().own_beats());
@@ -34,7 +36,7 @@ EP_FN void send_beat(W& warp, const LowLatencyCall<F, Args>& call) {
     });
     const uint64_t beats = warp.broadcast(before, 0);
     credit_ranks(warp, call, call.heap().beat_flag(call.args.rank), beats, beats + 1,
-                 [&](int rank) { return !is_cut<W>(call, rank); });
+                 [&](int rank) { return !is_cut<W>(call, half, rank); });
 }
 
 // Until there is a verdict on every rank. need(rank): all that this half needs of it. A rank is
@@ -68,7 +70,7 @@ EP_FN bool settle_ranks(W& warp, const LowLatencyCall<F, Args>& call, const Team
                 const int rank = first + lane;
                 const uint64_t before = verdict_on(rank);
                 if (before >> 1 == call.number) return false;
-                bool takes_part = !is_cut<W>(call, rank);
+                bool takes_part = !is_cut<W>(call, half, rank);
                 if (takes_part && !is_met(need(rank))) {
                     const uint64_t heard = beats_of(rank);
                     silent[lane] = heard == beats[lane] ? silent[lane] + over : 0;
@@ -86,7 +88,7 @@ EP_FN bool settle_ranks(W& warp, const LowLatencyCall<F, Args>& call, const Team
                 const uint64_t lasted = warp.age();
                 warp.lanes(lanes, [&](int lane) {
                     if ((open & ~missing) >> lane & 1)
-                        W::raise(call.args.layout.waited(first + lane), lasted);
+                        W::raise(call.waited(first + lane), lasted);
                 });
             }
             if (!missing) break;
@@ -96,15 +98,17 @@ EP_FN bool settle_ranks(W& warp, const LowLatencyCall<F, Args>& call, const Team
                 [&](int lane) {
                     const int rank = first + lane;
                     if (!(open >> lane & 1)) return never();
-                    return is_settled(rank) || is_cut<W>(call, rank) ? nothing_to_wait_for()
+                    return is_settled(rank) || is_cut<W>(call, half, rank) ? nothing_to_wait_for()
                                                                      : need(rank);
                 },
                 mask.slice_ns);
             if (end == Waited::Badly) return false;
             has_waited = true;
             over = end == Waited::Over;
-            if (over && team.warp == 0) send_beat(warp, call);
+            if (over && team.warp == 0) send_beat(warp, call, half);
         }
+        // what a lane has acquired is there for all: a vote orders nothing
+        warp.lanes(lanes, [](int) {});
     }
     if (!mask.required) return true;
     for (int rank = 0; rank < call.world(); ++rank) {
@@ -148,18 +152,19 @@ EP_FN void count_dropped(W& warp, const LowLatencyCall<F, Args>& call, uint32_t 
 // A dispatch leaves out the picks of such ranks: what is not sent is remembered as such. rank: of
 // each pick, -1 for none.
 template <WarpLike W, class F, class Args>
-EP_FN void drop_picks(W& warp, const LowLatencyCall<F, Args>& call, int token,
+EP_FN void drop_picks(W& warp, const LowLatencyCall<F, Args>& call, int token, const Piece& piece,
                       typename W::template PerLane<int>& rank) {
     const uint32_t dropped = warp.ballot(call.args.format.topk, [&](int lane) {
         return rank[lane] >= 0 && !call.takes_part(LowLatencyHalf::Send, rank[lane]);
     });
     warp.lanes(call.args.format.topk, [&](int lane) {
         if (!(dropped >> lane & 1)) return;
+        rank[lane] = -1;
+        if (piece.number) return;
         int32_t& expert = call.args.layout.experts(token)[lane];
         expert = LowLatencyArgs::kDropped - expert;
-        rank[lane] = -1;
     });
-    count_dropped(warp, call, dropped);
+    if (!piece.number) count_dropped(warp, call, dropped);
 }
 
 // For the handle: with whom the dispatch was exchanged, in both directions.

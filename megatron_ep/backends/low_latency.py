@@ -39,7 +39,7 @@ class LowLatencyRanks(Protocol):
         row: _C.RowFormat,
         options: _C.LowLatencyOptions,
         *,
-        receive: bool,
+        launches: _C.LowLatencyLaunches,
     ) -> None: ...
 
     def combine(
@@ -48,7 +48,7 @@ class LowLatencyRanks(Protocol):
         row: _C.RowFormat,
         options: _C.LowLatencyOptions,
         *,
-        receive: bool,
+        launches: _C.LowLatencyLaunches,
         dtype: int,
     ) -> None: ...
 
@@ -68,9 +68,9 @@ class HostLowLatencyRanks:
         row: _C.RowFormat,
         options: _C.LowLatencyOptions,
         *,
-        receive: bool,
+        launches: _C.LowLatencyLaunches,
     ) -> None:
-        self._group.dispatch(receive=receive, tensors=list(tensors), format=row, options=options)
+        self._group.dispatch(launches=launches, tensors=list(tensors), format=row, options=options)
 
     def combine(
         self,
@@ -78,10 +78,10 @@ class HostLowLatencyRanks:
         row: _C.RowFormat,
         options: _C.LowLatencyOptions,
         *,
-        receive: bool,
+        launches: _C.LowLatencyLaunches,
         dtype: int,
     ) -> None:
-        self._group.combine(receive=receive, tensors=list(tensors), format=row, options=options, dtype=dtype)
+        self._group.combine(launches=launches, tensors=list(tensors), format=row, options=options, dtype=dtype)
 
     def reset(self) -> None:
         self._group.reset()
@@ -118,18 +118,18 @@ class CudaLowLatencyRanks:
         self._group = _C.CudaLowLatency(group=backend.group, heap=heap, memories=list(memories), blocks=blocks)
         self.warps = self._group.warps
 
-    def dispatch(self, tensors: Sequence[Any], row: Any, options: Any, *, receive: bool) -> None:
+    def dispatch(self, tensors: Sequence[Any], row: Any, options: Any, *, launches: Any) -> None:
         self._backend.launch(
             lambda stream: self._group.dispatch(
-                receive=receive, tensors=list(tensors), format=row, options=options, stream=stream
+                launches=launches, tensors=list(tensors), format=row, options=options, stream=stream
             ),
             self,
         )
 
-    def combine(self, tensors: Sequence[Any], row: Any, options: Any, *, receive: bool, dtype: int) -> None:
+    def combine(self, tensors: Sequence[Any], row: Any, options: Any, *, launches: Any, dtype: int) -> None:
         self._backend.launch(
             lambda stream: self._group.combine(
-                receive=receive, tensors=list(tensors), format=row, options=options, dtype=dtype, stream=stream
+                launches=launches, tensors=list(tensors), format=row, options=options, dtype=dtype, stream=stream
             ),
             self,
         )

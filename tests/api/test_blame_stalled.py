@@ -57,7 +57,7 @@ def test_the_rank_that_stops_is_named(program, topology):
     steps = set()
     world = topology[0] * topology[1]
     for wait in itertools.count(1):
-        stalled = wait % world
+        stalled = wait // 2 % world
         config = replace(CONFIG, local_pass=wait % 2 == 1)
         with ep.LocalCluster(*topology, config, seed=wait, stalled=(stalled, wait)) as cluster:
             try:

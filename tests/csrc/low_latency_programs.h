@@ -32,9 +32,10 @@ namespace ep {
 // With masking every receiving half is checked when it ends: what it took of a rank is all or
 // nothing, and nothing for ever once it was nothing.
 struct LowLatencyProgram {
+    // A launch: of one half or of both.
     struct Half {
         int call;
-        bool receive;
+        bool sends, receives;
     };
     struct Call {
         bool is_combine;
@@ -149,7 +150,7 @@ struct LowLatencyProgram {
         for (std::vector<Half>& own : halves) {
             std::vector<int> waiting[2];  // for their receiving half, by kind
             auto receive = [&](bool kind, size_t i) {
-                own.push_back({waiting[kind][i], true});
+                own.push_back({waiting[kind][i], false, true});
                 waiting[kind].erase(waiting[kind].begin() + i);
             };
             int sent[2] = {0, 0};
@@ -164,8 +165,9 @@ struct LowLatencyProgram {
                 for (size_t i = 0; i < waiting[kind].size(); ++i) {
                     if (number[waiting[kind][i]] + under_way <= number[call]) receive(kind, i--);
                 }
-                own.push_back({call, false});
-                waiting[kind].push_back(call);
+                const bool at_once = pick(0, 2) == 0;
+                own.push_back({call, true, at_once});
+                if (!at_once) waiting[kind].push_back(call);
                 for (const bool any : {false, true}) {
                     while (!waiting[any].empty() && pick(0, 2) == 0)
                         receive(any, pick(0, waiting[any].size() - 1));
@@ -313,20 +315,25 @@ struct LowLatencyProgram {
         Part& part = parts[rank][half.call];
         HostFabric& fabric = fabrics[rank];
         if (calls[half.call].is_combine) {
-            half.receive ? low_latency_combine_receive<float>(warp, fabric, part.combine, team)
-                         : low_latency_combine_send<float>(warp, fabric, part.combine, team);
+            !half.sends     ? low_latency_combine_receive<float>(warp, fabric, part.combine, team)
+            : half.receives ? low_latency_combine<float>(warp, fabric, part.combine, team)
+                            : low_latency_combine_send<float>(warp, fabric, part.combine, team);
+        } else if (!half.sends) {
+            low_latency_dispatch_receive(warp, fabric, part.dispatch, team);
+        } else if (half.receives) {
+            fp8 ? low_latency_dispatch<true>(warp, fabric, part.dispatch, team)
+                : low_latency_dispatch<false>(warp, fabric, part.dispatch, team);
         } else {
-            half.receive ? low_latency_dispatch_receive(warp, fabric, part.dispatch, team)
-            : fp8        ? low_latency_dispatch_send<true>(warp, fabric, part.dispatch, team)
-                         : low_latency_dispatch_send<false>(warp, fabric, part.dispatch, team);
+            fp8 ? low_latency_dispatch_send<true>(warp, fabric, part.dispatch, team)
+                : low_latency_dispatch_send<false>(warp, fabric, part.dispatch, team);
         }
     }
 
     // By one warp, between two launches.
     void end_launch(int rank, size_t half) {
         if (!heap.masking) return;
-        const auto [call, receive] = halves[rank][half];
-        if (receive) wrong += calls[call].is_combine ? take_back(rank, call) : take(rank, call);
+        const auto [call, sends, receives] = halves[rank][half];
+        if (receives) wrong += calls[call].is_combine ? take_back(rank, call) : take(rank, call);
         // writing 1 brings nobody back
         if (half % 4 == 3) std::fill(active[rank].begin(), active[rank].end(), 1);
         const size_t next = (half + 1) % halves[rank].size();
@@ -402,7 +409,7 @@ struct LowLatencyProgram {
         for (int rank = 0; rank < topology.world(); ++rank) {
             for (size_t half = 0; half < finished[rank] / warps && half < halves[rank].size();
                  ++half) {
-                if (halves[rank][half].receive) wrong += errors_of(rank, halves[rank][half].call);
+                if (halves[rank][half].receives) wrong += errors_of(rank, halves[rank][half].call);
             }
         }
         return wrong;
@@ -442,7 +449,7 @@ struct LowLatencyProgram {
             const int64_t counted = own.recv_rows[source];  // over all replays so far
             const int64_t least = tokens && !heap.masking;
             wrong += tokens ? counted < least || counted % tokens : counted;
-            wrong += own.recv_wait_ns[source] < 0 || (source == rank && own.recv_wait_ns[source]);
+            wrong += own.recv_wait_ns[source] < 0;
         }
         return wrong + (own.dispatch.layout.start(local_experts) != static_cast<int>(row));
     }

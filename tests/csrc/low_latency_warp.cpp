@@ -88,30 +88,18 @@ class Grid {
         const auto launched = [](auto kernel, const auto& launch) {
             return [=] { kernel(launch); };
         };
-        if (program_.calls[half.call].is_combine) {
-            return launched(half.receive
-                                ? kernels::low_latency_combine_receive_kernel<float, Combine>
-                                : kernels::low_latency_combine_send_kernel<float, Combine>,
-                            launch_of(part.combine));
-        }
-        const auto send = program_.fp8 ? kernels::low_latency_dispatch_send_kernel<true, Dispatch>
-                                       : kernels::low_latency_dispatch_send_kernel<false, Dispatch>;
-        return launched(
-            half.receive ? kernels::low_latency_dispatch_receive_kernel<Dispatch> : send,
-            launch_of(part.dispatch));
-    }
-
-    // Behind a receiving half, as a launch has it.
-    void finish(int rank, int call) {
-        const auto& part = program_.parts[rank][call];
-        FinishJoint<1> joint{};
-        joint.blocks_per_rank = kFinishBlocks;
-        joint.ranks[0] = device_rank(rank);
-        joint.outputs[0] =
-            program_.calls[call].is_combine ? outputs_of(part.combine) : outputs_of(part.dispatch);
-        simt::run(1, kFinishBlocks, kFinishThreads, random_(),
-                  [&] { kernels::finish_kernel(joint); });
-        ptx::end_of_launch();
+        const auto kernel = [&]<LowLatencyLaunches kLaunches>() -> std::function<void()> {
+            if (program_.calls[half.call].is_combine)
+                return launched(kernels::low_latency_combine_kernel<kLaunches, float, Combine>,
+                                launch_of(part.combine));
+            return launched(program_.fp8
+                                ? kernels::low_latency_dispatch_kernel<kLaunches, true, Dispatch>
+                                : kernels::low_latency_dispatch_kernel<kLaunches, false, Dispatch>,
+                            launch_of(part.dispatch));
+        };
+        if (!half.sends) return kernel.operator()<LowLatencyLaunches::Receive>();
+        return half.receives ? kernel.operator()<LowLatencyLaunches::Both>()
+                             : kernel.operator()<LowLatencyLaunches::Send>();
     }
 
     const ControlBlock& report(int rank) const { return reports_[rank]; }
@@ -162,14 +150,18 @@ void run_halves(LowLatencyProgram& program, Grid& grid, std::mt19937_64& random)
         }
         // Of all ranks: what they send of this call, or that they are done with its bank.
         const auto waits_in_vain = [&](const std::vector<int>& at_once, int rank) {
+            const auto lacks = [&](int call, bool receive) {
+                if (call < 0) return false;
+                return std::ranges::any_of(std::views::iota(0, world), [&](int other) {
+                    if (launched[other][receive][call]) return false;
+                    const Half& theirs = next_half(other);
+                    return std::ranges::find(at_once, other) == at_once.end() ||
+                           theirs.call != call || !(receive ? theirs.receives : theirs.sends);
+                });
+            };
             const Half& half = next_half(rank);
-            const int call = half.receive ? half.call : previous[half.call];
-            if (call < 0) return false;
-            return std::ranges::any_of(std::views::iota(0, world), [&](int other) {
-                if (launched[other][!half.receive][call]) return false;
-                return std::ranges::find(at_once, other) == at_once.end() ||
-                       next_half(other).call != call || next_half(other).receive == half.receive;
-            });
+            return (half.sends && lacks(previous[half.call], true)) ||
+                   (half.receives && lacks(half.call, false));
         };
         std::vector<int> at_once;
         do {
@@ -184,9 +176,9 @@ void run_halves(LowLatencyProgram& program, Grid& grid, std::mt19937_64& random)
         for (const int rank : chosen) halves.emplace_back(rank, next_half(rank));
         grid.run(halves);
         for (const auto& [rank, half] : halves) {
-            launched[rank][half.receive][half.call] = true;
+            if (half.sends) launched[rank][0][half.call] = true;
+            if (half.receives) launched[rank][1][half.call] = true;
             program.end_launch(rank, next[rank]++);
-            if (half.receive) grid.finish(rank, half.call);
             if (grid.report(rank).abort) simt::die("a wait ended badly");
         }
     }
@@ -248,7 +240,8 @@ void run_masked() {
     for (auto& parts : program.parts) parts[0].dispatch.mask.slice_ns = 5'000'000;
     Grid grid(program, seed, 10'000'000'000);
     for (const int rank : {0, 1}) {
-        for (const bool receive : {false, true}) grid.run({{rank, {0, receive}}});
+        grid.run({{rank, {0, true, false}}});
+        grid.run({{rank, {0, false, true}}});
         if (grid.report(rank).abort) simt::die("a call was given up");
         if (program.active[rank] != std::vector<int32_t>{rank == 0, rank == 1})
             simt::die("the other rank was not masked");
@@ -262,10 +255,9 @@ void run_absent() {
     const uint64_t seed = seed_of_two_ranks();
     LowLatencyProgram program(seed, nullptr, 2, LowLatencyProgram::Sizes::OfBlocks);
     Grid grid(program, seed, 50'000'000);
-    grid.run({{0, {0, false}}});
+    grid.run({{0, {0, true, false}}});
     if (grid.report(0).abort) simt::die("a half that asks nobody gave up");
-    grid.run({{0, {0, true}}});
-    grid.finish(0, 0);
+    grid.run({{0, {0, false, true}}});
     if (!is_poison(outputs_of(program.parts[0][0].dispatch)))
         simt::die("what a call that was given up left looks like data");
     const Incident& incident = grid.report(0).incidents[0];

@@ -243,7 +243,10 @@ class DeviceWarp {
     }
 
     // From now on the timeout is that of all waits together.
-    __device__ __forceinline__ void start_deadline() { deadline_start_ = ptx::globaltimer(); }
+    __device__ __forceinline__ void begin_half(Role role) {
+        role_ = role;
+        deadline_start_ = ptx::globaltimer();
+    }
 
     // Between what the copy engine wrote for this warp and a flag that promises it: the engine's
     // writes are in no order with the warp's stores, so a reader might see the flag first. Publish

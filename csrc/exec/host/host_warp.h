@@ -202,6 +202,12 @@ class BasicHostWarp {
 
     static void add(int32_t* count, int32_t n) { *count += n; }
 
+    // The deadline is the launch's.
+    void begin_half(Role role) {
+        role_ = role;
+        began_ = Clock::now();
+    }
+
     static void raise(uint64_t* word, uint64_t least) {
         const std::atomic_ref<uint64_t> all(*word);
         uint64_t before = all.load(std::memory_order_relaxed);

@@ -19,9 +19,9 @@ class CudaLowLatency {
                    const FabricParams& fabric, const std::vector<char*>& own_heaps, int blocks);
 
     // One argument per rank of this process, in the group's order.
-    void dispatch(bool receive, const std::vector<LowLatencyDispatchArgs>& args,
+    void dispatch(LowLatencyLaunches launches, const std::vector<LowLatencyDispatchArgs>& args,
                   CudaStream stream) const;
-    void combine(bool receive, const std::vector<LowLatencyCombineArgs>& args, DType dtype,
+    void combine(LowLatencyLaunches launches, const std::vector<LowLatencyCombineArgs>& args, DType dtype,
                  CudaStream stream) const;
 
     const std::vector<int>& ranks() const { return group_.ranks(); }

@@ -10,7 +10,7 @@ namespace ep {
 namespace {
 
 template <class P, class Args>
-void launch_half(void (*kernel)(LowLatencyLaunch<P, Args>), const CudaGroup<P>& group,
+void launch(void (*kernel)(LowLatencyLaunch<P, Args>), const CudaGroup<P>& group,
                  const P& fabric, const std::vector<Args>& args, int blocks, CudaStream stream) {
     constexpr size_t kSharedBytes = kBlockWarps * sizeof(BulkBuffers);
     const DeviceGuard guard(group.device());
@@ -36,28 +36,41 @@ int CudaLowLatency<P>::warps() const {
     return blocks_ * kBlockWarps;
 }
 
-template <class P>
-void CudaLowLatency<P>::dispatch(bool receive, const std::vector<LowLatencyDispatchArgs>& args,
-                                 CudaStream stream) const {
-    using L = LowLatencyDispatchLaunch<P>;
-    const auto send = args.front().quantize == ScaleFormat::None
-                          ? kernels::low_latency_dispatch_send_kernel<false, L>
-                          : kernels::low_latency_dispatch_send_kernel<true, L>;
-    launch_half(receive ? kernels::low_latency_dispatch_receive_kernel<L> : send, group_, fabric_,
-                args, blocks_, stream);
-    if (receive) group_.finish(outputs_of(args), stream, false);
+// run(kernel of the launches) for both halves. As one launch, where this is the only rank of its
+// process: several are launched one after the other, and the first would wait for the second.
+template <class Run>
+void run_launches(LowLatencyLaunches launches, size_t ranks, Run&& run) {
+    using enum LowLatencyLaunches;
+    if (launches == Both && ranks == 1) return run.template operator()<Both>();
+    if (launches != Receive) run.template operator()<Send>();
+    if (launches != Send) run.template operator()<Receive>();
 }
 
 template <class P>
-void CudaLowLatency<P>::combine(bool receive, const std::vector<LowLatencyCombineArgs>& args,
-                                DType dtype, CudaStream stream) const {
+void CudaLowLatency<P>::dispatch(LowLatencyLaunches launches,
+                                 const std::vector<LowLatencyDispatchArgs>& args,
+                                 CudaStream stream) const {
+    using L = LowLatencyDispatchLaunch<P>;
+    const bool quantize = args.front().quantize != ScaleFormat::None;
+    run_launches(launches, args.size(), [&]<LowLatencyLaunches kLaunches>() {
+        constexpr bool kCan = kLaunches != LowLatencyLaunches::Receive;
+        launch(quantize ? kernels::low_latency_dispatch_kernel<kLaunches, kCan, L>
+                        : kernels::low_latency_dispatch_kernel<kLaunches, false, L>,
+               group_, fabric_, args, blocks_, stream);
+    });
+}
+
+template <class P>
+void CudaLowLatency<P>::combine(LowLatencyLaunches launches,
+                                const std::vector<LowLatencyCombineArgs>& args, DType dtype,
+                                CudaStream stream) const {
     using L = LowLatencyCombineLaunch<P>;
     with_type(dtype, [&]<class T>() {
-        launch_half(receive ? kernels::low_latency_combine_receive_kernel<T, L>
-                            : kernels::low_latency_combine_send_kernel<T, L>,
-                    group_, fabric_, args, blocks_, stream);
+        run_launches(launches, args.size(), [&]<LowLatencyLaunches kLaunches>() {
+            launch(kernels::low_latency_combine_kernel<kLaunches, T, L>, group_, fabric_, args,
+                   blocks_, stream);
+        });
     });
-    if (receive) group_.finish(outputs_of(args), stream, false);
 }
 
 template <class P>

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "core/outputs.h"
 #include "launch/cuda/kernels.h"
 #include "protocol/low_latency_combine.h"
 #include "protocol/low_latency_dispatch_receive.h"
@@ -7,9 +8,10 @@
 
 namespace ep {
 
-// A launch of one half for one rank. All of it is a kernel parameter, and no number of a call is in
-// it: a captured graph replays it. Any number of blocks does the work, and none waits for another:
-// they need not be on the GPU together.
+// A launch for one rank, of one half of a call or of both. All of it is a kernel parameter, and no
+// number of a call is in it: a captured graph replays it. Any number of blocks does the work. Those
+// of one half need not be on the GPU together, because none waits for another; those of both halves
+// have to come there in the end, because what one waits for another rank's may have to send.
 template <class FabricParams, class LowLatencyArgsOfKind>
 struct LowLatencyLaunch {
     using Fabric = typename FabricParams::Fabric;
@@ -33,63 +35,85 @@ __device__ __forceinline__ Team team_of_grid() {
             static_cast<int>(gridDim.x * (blockDim.x / 32))};
 }
 
-// half(warp, fabric, args, team), under one deadline. It returns whether this warp was the last.
-template <class L, class Half>
-__device__ __forceinline__ void run_half(const L& launch, Role role, bool receive, Half&& half) {
-    if (is_aborted(launch.rank)) return;
+// If the call was given up nobody can take its outputs for data.
+template <class Args>
+__device__ __forceinline__ void poison(const Args& args) {
+    for (const Outputs::Part& part : outputs_of(args).parts)
+        rows::fill<Outputs::kPoison>(part.data, part.bytes);
+}
+
+// share(warp, fabric, args, team) -> Ended: what each warp does.
+//
+// Where the call's outputs are written every warp arrives in the end, however its share has ended:
+// the last one knows that nobody writes any more.
+template <LowLatencyLaunches kLaunches, class L, class Share>
+__device__ __forceinline__ void run_launch(const L& launch, Role role, Share&& share) {
+    constexpr bool kSends = kLaunches != LowLatencyLaunches::Receive;
+    constexpr bool kReceives = kLaunches != LowLatencyLaunches::Send;
+    constexpr LowLatencyKind kKind = L::Args::kKind;
     typename L::Fabric fabric(launch.fabric, launch.rank.rank);
+    const LowLatencyHeap& heap = launch.args.heap;
     const Team team = team_of_grid();
     const uint64_t call =
-        receive ? *launch.args.call
-                : *fabric.template own<uint64_t>(launch.args.heap.sent(L::Args::kKind)) + 1;
-    constexpr int kKind = static_cast<int>(L::Args::kKind);
-    auto count = [&](Calls& calls) -> uint64_t* {
-        return receive ? &calls.received[kKind][call % LowLatencyHeap::kBanks] : &calls.sent[kKind];
-    };
+        kSends ? *fabric.template own<uint64_t>(heap.sent(kKind)) + 1 : *launch.args.call;
     DeviceWarp warp(launch.rank, call, role, team.warp, bulk_buffers());
-    if (team.warp == 0) {
-        warp.template credit<Scope::System>(count(launch.rank.control->entered), call);
-        if (!receive) begin_call(launch.rank, launch.args.heap.topology.world());
+    auto note = [&](Calls& calls) {
+        const int kind = static_cast<int>(kKind);
+        if (kSends) warp.template credit<Scope::System>(&calls.sent[kind], call);
+        if (kReceives)
+            warp.template credit<Scope::System>(
+                &calls.received[kind][call % LowLatencyHeap::kBanks], call);
+    };
+    Ended ended = Ended::Badly;
+    if (!is_aborted(launch.rank)) {
+        if (team.warp == 0) {
+            note(launch.rank.control->entered);
+            if (kSends) begin_call(launch.rank, heap.topology.world());
+        }
+        warp.begin_half(role);
+        ended = share(warp, fabric, launch.args, team);
     }
-    warp.start_deadline();
-    if (half(warp, fabric, launch.args, team))
-        warp.template credit<Scope::System>(count(launch.rank.control->finished), call);
+    if (ended == Ended::Last) note(launch.rank.control->finished);
+    if constexpr (kReceives) {
+        uint64_t* joins = fabric.template own<uint64_t>(heap.receive_joins(kKind));
+        const bool last = ended == Ended::Badly ? is_last(warp, joins, team) : ended == Ended::Last;
+        if (last && is_aborted(launch.rank)) poison(launch.args);
+    }
 }
 
-template <bool kQuantize, class L>
+template <LowLatencyLaunches kLaunches, bool kQuantize, class L>
 __global__ void __launch_bounds__(kBlockThreads, 1)
-    low_latency_dispatch_send_kernel(const __grid_constant__ L launch) {
-    run_half(launch, Role::LowLatencySender, false,
-             [](auto& warp, auto& fabric, const auto& args, const Team& team) {
-                 return low_latency_dispatch_send<kQuantize>(warp, fabric, args, team);
-             });
+    low_latency_dispatch_kernel(const __grid_constant__ L launch) {
+    constexpr Role kRole = kLaunches == LowLatencyLaunches::Receive ? Role::LowLatencyReceiver
+                                                                    : Role::LowLatencySender;
+    run_launch<kLaunches>(
+        launch, kRole, [](auto& warp, auto& fabric, const auto& args, const Team& team) {
+            if constexpr (kLaunches == LowLatencyLaunches::Send) {
+                return low_latency_dispatch_send<kQuantize>(warp, fabric, args, team);
+            } else if constexpr (kLaunches == LowLatencyLaunches::Receive) {
+                return low_latency_dispatch_receive(warp, fabric, args, team);
+            } else {
+                return low_latency_dispatch<kQuantize>(warp, fabric, args, team);
+            }
+        });
 }
 
-template <class L>
+template <LowLatencyLaunches kLaunches, class T, class L>
 __global__ void __launch_bounds__(kBlockThreads, 1)
-    low_latency_dispatch_receive_kernel(const __grid_constant__ L launch) {
-    run_half(launch, Role::LowLatencyReceiver, true,
-             [](auto& warp, auto& fabric, const auto& args, const Team& team) {
-                 return low_latency_dispatch_receive(warp, fabric, args, team);
-             });
-}
-
-template <class T, class L>
-__global__ void __launch_bounds__(kBlockThreads, 1)
-    low_latency_combine_send_kernel(const __grid_constant__ L launch) {
-    run_half(launch, Role::LowLatencyCombineSender, false,
-             [](auto& warp, auto& fabric, const auto& args, const Team& team) {
-                 return low_latency_combine_send<T>(warp, fabric, args, team);
-             });
-}
-
-template <class T, class L>
-__global__ void __launch_bounds__(kBlockThreads, 1)
-    low_latency_combine_receive_kernel(const __grid_constant__ L launch) {
-    run_half(launch, Role::LowLatencyCombineReceiver, true,
-             [](auto& warp, auto& fabric, const auto& args, const Team& team) {
-                 return low_latency_combine_receive<T>(warp, fabric, args, team);
-             });
+    low_latency_combine_kernel(const __grid_constant__ L launch) {
+    constexpr Role kRole = kLaunches == LowLatencyLaunches::Receive
+                               ? Role::LowLatencyCombineReceiver
+                               : Role::LowLatencyCombineSender;
+    run_launch<kLaunches>(
+        launch, kRole, [](auto& warp, auto& fabric, const auto& args, const Team& team) {
+            if constexpr (kLaunches == LowLatencyLaunches::Send) {
+                return low_latency_combine_send<T>(warp, fabric, args, team);
+            } else if constexpr (kLaunches == LowLatencyLaunches::Receive) {
+                return low_latency_combine_receive<T>(warp, fabric, args, team);
+            } else {
+                return low_latency_combine<T>(warp, fabric, args, team);
+            }
+        });
 }
 
 }  // namespace kernels

@@ -3,7 +3,7 @@
 
 namespace ep {
 
-template void CudaLowLatency<P2pFabricParams>::combine(bool,
+template void CudaLowLatency<P2pFabricParams>::combine(LowLatencyLaunches,
                                                        const std::vector<LowLatencyCombineArgs>&,
                                                        DType, CudaStream) const;
 
