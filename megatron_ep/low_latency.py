@@ -268,7 +268,13 @@ class LowLatency(MaskedRanks):
         if renormalize:
             with group.abort_peers_on_error():
                 y, _, call = self._calls.combine(
-                    handle, xs, token_weights=factors, renormalize=True, out=outs, counters=counters, at_once=pending is None
+                    handle,
+                    xs,
+                    token_weights=factors,
+                    renormalize=True,
+                    out=outs,
+                    counters=counters,
+                    at_once=pending is None,
                 )
             if pending is not None:
                 pending.append(call)
@@ -382,4 +388,3 @@ class LowLatency(MaskedRanks):
             if tuple(tensor.shape) != (rank.num_tokens, x.shape[1]):
                 raise ValueError(f"out has shape {tuple(tensor.shape)}, must be {(rank.num_tokens, x.shape[1])}")
         return outs
-

@@ -280,9 +280,7 @@ class Dispatch(Function):
                 rows = tuple(grad.new_empty(len(grad), 0) for grad in probs)
                 no_x_grads = n
             grads = (*rows, *probs)
-        back = Combine.apply(
-            ctx.handle.in_backward(), False, None, None, None, *(grad.contiguous() for grad in grads)
-        )
+        back = Combine.apply(ctx.handle.in_backward(), False, None, None, None, *(grad.contiguous() for grad in grads))
         return (*(None,) * (6 + no_x_grads), *back[no_x_grads:])
 
 

@@ -95,13 +95,13 @@ struct LowLatencyHeap {
     EP_HD size_t send_joins(LowLatencyKind kind) const { return line(send_joins_, kind); }
     EP_HD size_t receive_joins(LowLatencyKind kind) const { return line(receive_joins_, kind); }
 
-    // How long the receiving half that a bank is in has waited for a rank, in nanoseconds: its warps
-    // raise it, and the last one makes it 0 again.
+    // How long the receiving half that a bank is in has waited for a rank, in nanoseconds: its
+    // warps raise it, and the last one makes it 0 again.
     EP_HD size_t waited(LowLatencyKind kind, int bank, int rank) const {
-        return waited_ + ((static_cast<int>(kind) * kBanks + bank) *
-                              static_cast<size_t>(topology.world()) +
-                          rank) *
-                             sizeof(uint64_t);
+        return waited_ +
+               ((static_cast<int>(kind) * kBanks + bank) * static_cast<size_t>(topology.world()) +
+                rank) *
+                   sizeof(uint64_t);
     }
 
     // --- flags that others write: numbers of calls ---
@@ -198,9 +198,9 @@ struct LowLatencyHeap {
     }
     EP_HD size_t slot(size_t number) const { return number * slot_bytes; }
 
-    size_t sent_, send_joins_, receive_joins_, waited_, released_, choice_flags_, row_flags_, choices_,
-        rows_, parts_, staged_choices_, staged_rows_, staged_parts_, verdicts_, cuts_, cut_flags_,
-        own_beats_, beat_flags_, all_sent_flags_, no_choices_, bytes_;
+    size_t sent_, send_joins_, receive_joins_, waited_, released_, choice_flags_, row_flags_,
+        choices_, rows_, parts_, staged_choices_, staged_rows_, staged_parts_, verdicts_, cuts_,
+        cut_flags_, own_beats_, beat_flags_, all_sent_flags_, no_choices_, bytes_;
 };
 
 }  // namespace ep

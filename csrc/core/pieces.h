@@ -45,8 +45,9 @@ struct Pieces {
         };
         auto scales_before = [&](int piece) {
             const int blocks = scale_blocks(format.payload_bytes);
-            return piece < count && blocks ? piece * (bytes / kScaleBlock) * (format.scale_bytes / blocks)
-                                 : format.scale_bytes;
+            return piece < count && blocks
+                       ? piece * (bytes / kScaleBlock) * (format.scale_bytes / blocks)
+                       : format.scale_bytes;
         };
         return {from, bytes_before(from), bytes_before(to) - bytes_before(from),
                 scales_before(from), scales_before(to) - scales_before(from)};

@@ -21,8 +21,7 @@ EP_FN Accumulator<T> weight_at(const void* weights, int64_t at) {
 // A piece of one row to `slot`: of that of the lanes in the mask, or of their sum.
 template <class T, WarpLike W>
 EP_FN void write_partial(W& warp, const LowLatencyCombineArgs& args, char* slot, uint32_t mask,
-                         const Piece& piece,
-                         const typename W::template PerLane<int>& position) {
+                         const Piece& piece, const typename W::template PerLane<int>& position) {
     const RowFormat& format = args.format;
     typename W::template PerLane<const void*> part;
     typename W::template PerLane<Accumulator<T>> weight;

@@ -197,8 +197,8 @@ EP_FN bool receive_piece(W& warp, const Choices<F>& choices, const Team& team, i
             position[lane] = fits ? static_cast<int>(start + before) : LowLatencyArgs::kOverflowed;
         }
         if (position[lane] >= 0) {
-            row[lane] = args.recv_x +
-                        static_cast<size_t>(position[lane]) * format.payload_bytes + piece.first;
+            row[lane] = args.recv_x + static_cast<size_t>(position[lane]) * format.payload_bytes +
+                        piece.first;
         }
     });
     const uint32_t placed = warp.ballot(format.topk, [&](int lane) { return position[lane] >= 0; });
@@ -238,10 +238,9 @@ EP_FN bool receive_dispatch(W& warp, const LowLatencyDispatch<F>& call, const Te
     const auto bits = [&](int word) {
         return choices.present(word / choices.chunks, word % choices.chunks);
     };
-    return for_own_pieces(
-        warp, args, team, bits, [&](int source, int token, const Piece& piece) {
-            return receive_piece(warp, choices, team, source, token, piece);
-        });
+    return for_own_pieces(warp, args, team, bits, [&](int source, int token, const Piece& piece) {
+        return receive_piece(warp, choices, team, source, token, piece);
+    });
 }
 
 template <WarpLike W, class F>

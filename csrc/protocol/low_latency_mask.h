@@ -87,8 +87,7 @@ EP_FN bool settle_ranks(W& warp, const LowLatencyCall<F, Args>& call, const Team
             if (has_waited && half == LowLatencyHalf::Receive && call.args.recv_wait_ns) {
                 const uint64_t lasted = warp.age();
                 warp.lanes(lanes, [&](int lane) {
-                    if ((open & ~missing) >> lane & 1)
-                        W::raise(call.waited(first + lane), lasted);
+                    if ((open & ~missing) >> lane & 1) W::raise(call.waited(first + lane), lasted);
                 });
             }
             if (!missing) break;
@@ -99,7 +98,7 @@ EP_FN bool settle_ranks(W& warp, const LowLatencyCall<F, Args>& call, const Team
                     const int rank = first + lane;
                     if (!(open >> lane & 1)) return never();
                     return is_settled(rank) || is_cut<W>(call, half, rank) ? nothing_to_wait_for()
-                                                                     : need(rank);
+                                                                           : need(rank);
                 },
                 mask.slice_ns);
             if (end == Waited::Badly) return false;

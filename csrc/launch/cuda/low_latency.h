@@ -21,8 +21,8 @@ class CudaLowLatency {
     // One argument per rank of this process, in the group's order.
     void dispatch(LowLatencyLaunches launches, const std::vector<LowLatencyDispatchArgs>& args,
                   CudaStream stream) const;
-    void combine(LowLatencyLaunches launches, const std::vector<LowLatencyCombineArgs>& args, DType dtype,
-                 CudaStream stream) const;
+    void combine(LowLatencyLaunches launches, const std::vector<LowLatencyCombineArgs>& args,
+                 DType dtype, CudaStream stream) const;
 
     const std::vector<int>& ranks() const { return group_.ranks(); }
     const LowLatencyHeap& heap() const { return heap_; }

@@ -10,8 +10,8 @@ namespace ep {
 namespace {
 
 template <class P, class Args>
-void launch(void (*kernel)(LowLatencyLaunch<P, Args>), const CudaGroup<P>& group,
-                 const P& fabric, const std::vector<Args>& args, int blocks, CudaStream stream) {
+void launch(void (*kernel)(LowLatencyLaunch<P, Args>), const CudaGroup<P>& group, const P& fabric,
+            const std::vector<Args>& args, int blocks, CudaStream stream) {
     constexpr size_t kSharedBytes = kBlockWarps * sizeof(BulkBuffers);
     const DeviceGuard guard(group.device());
     check_cuda(

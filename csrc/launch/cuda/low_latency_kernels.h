@@ -104,16 +104,16 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     constexpr Role kRole = kLaunches == LowLatencyLaunches::Receive
                                ? Role::LowLatencyCombineReceiver
                                : Role::LowLatencyCombineSender;
-    run_launch<kLaunches>(
-        launch, kRole, [](auto& warp, auto& fabric, const auto& args, const Team& team) {
-            if constexpr (kLaunches == LowLatencyLaunches::Send) {
-                return low_latency_combine_send<T>(warp, fabric, args, team);
-            } else if constexpr (kLaunches == LowLatencyLaunches::Receive) {
-                return low_latency_combine_receive<T>(warp, fabric, args, team);
-            } else {
-                return low_latency_combine<T>(warp, fabric, args, team);
-            }
-        });
+    run_launch<kLaunches>(launch, kRole,
+                          [](auto& warp, auto& fabric, const auto& args, const Team& team) {
+                              if constexpr (kLaunches == LowLatencyLaunches::Send) {
+                                  return low_latency_combine_send<T>(warp, fabric, args, team);
+                              } else if constexpr (kLaunches == LowLatencyLaunches::Receive) {
+                                  return low_latency_combine_receive<T>(warp, fabric, args, team);
+                              } else {
+                                  return low_latency_combine<T>(warp, fabric, args, team);
+                              }
+                          });
 }
 
 }  // namespace kernels

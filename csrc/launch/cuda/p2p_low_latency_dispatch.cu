@@ -8,7 +8,8 @@ using P = P2pFabricParams;
 template CudaLowLatency<P>::CudaLowLatency(const CudaGroup<P>&, const LowLatencyHeap&, const P&,
                                            const std::vector<char*>&, int);
 template int CudaLowLatency<P>::warps() const;
-template void CudaLowLatency<P>::dispatch(LowLatencyLaunches, const std::vector<LowLatencyDispatchArgs>&,
+template void CudaLowLatency<P>::dispatch(LowLatencyLaunches,
+                                          const std::vector<LowLatencyDispatchArgs>&,
                                           CudaStream) const;
 template void CudaLowLatency<P>::reset();
 
