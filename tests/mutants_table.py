@@ -197,6 +197,15 @@ MUTANTS = [
         "fetch_add_acq_rel_gpu",
         "fetch_add_sys",
     ),
+    Mutant("end_call: lanes do not meet before", KERNELS, "«__syncwarp();»\n    const uint64_t before = first"),
+    Mutant("end_call: lanes do not meet behind", KERNELS, "«__syncwarp();»  // what lane 0 has acquired there"),
+    changed(
+        "end_call: relaxed",
+        KERNELS,
+        "const uint64_t before = first ? ptx::fetch_add_acq_rel_gpu(arrivals, 1) : 0;",
+        "fetch_add_acq_rel_gpu",
+        "fetch_add_sys",
+    ),
     # ---- NVLink rings
     changed("publish_tails: the rank's scope", RING, PUBLISH_TAILS, SYSTEM, RANK),
     changed("publish_tails: a credit", RING, PUBLISH_TAILS, "publish_lanes", "credit_lanes"),

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "core/args.h"
+#include "core/function.h"
 #include "core/low_latency_args.h"
 
 namespace ep {
@@ -24,7 +25,7 @@ struct Outputs {
     uint32_t* epoch;  // of a layout whose tables the call fills: 0, and no call uses it. Or null
 };
 
-inline Outputs outputs_of(const DispatchArgs& args) {
+EP_HD Outputs outputs_of(const DispatchArgs& args) {
     const size_t rows = args.max_rows;
     return {{{args.recv_x, rows * args.format.payload_bytes},
              {args.recv_scales, rows * args.format.scale_bytes},
@@ -33,7 +34,7 @@ inline Outputs outputs_of(const DispatchArgs& args) {
             args.fills_tables ? &args.layout.totals().epoch : nullptr};
 }
 
-inline Outputs outputs_of(const CombineArgs& args) {
+EP_HD Outputs outputs_of(const CombineArgs& args) {
     const size_t tokens = args.layout.num_tokens;
     return {{{args.y, tokens * args.format.payload_bytes},
              {args.y_weights, tokens * args.format.topk * args.format.weight_bytes},

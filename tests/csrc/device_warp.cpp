@@ -330,11 +330,18 @@ class Grid {
     Memory progress_;
 };
 
+template <class Args>
+bool none_has_local_pass(const std::vector<Args>& args) {
+    return std::none_of(args.begin(), args.end(), [](const Args& a) { return has_local_pass(a); });
+}
+
 template <bool kWeighted>
 void combine_on(Grid& grid, const Combine& joint, DType dtype) {
     with_type(dtype, [&]<class T>() {
-        grid.launch_spread(kernels::local_pass_of_combine_kernel<T, kWeighted, Combine>, joint);
-        grid.launch_spread(kernels::own_sums_kernel<T, kWeighted, Combine>, joint);
+        if (!joint.ends_call) {
+            grid.launch_spread(kernels::local_pass_of_combine_kernel<T, kWeighted, Combine>, joint);
+            grid.launch_spread(kernels::own_sums_kernel<T, kWeighted, Combine>, joint);
+        }
         grid.launch(kernels::combine_kernel<T, kWeighted, Combine>, joint);
     });
 }
@@ -402,6 +409,7 @@ void run_case(uint64_t seed) {
         }
         std::vector<DispatchArgs> dispatch[2];
         std::vector<CombineArgs> combine[2];
+        const bool may_pass[] = {c.pick(0, 1) == 0, c.pick(0, 1) == 0};  // dispatch, combine
         ++call;
         for (int rank = 0; rank < world; ++rank) {
             expert_out.emplace_back(rows[rank] * c.format.payload_bytes);
@@ -421,12 +429,12 @@ void run_case(uint64_t seed) {
                 dispatch[on_gpu].push_back(
                     {transfer_args(c, rank, layouts[rank], t, rows[rank], call), in.x.data(),
                      in.scales.data(), in.weights.data(), t.out.data(), t.out_scales.data(),
-                     t.out_weights.data(), c.pick(0, 1) == 0});
+                     t.out_weights.data(), may_pass[0] && c.pick(0, 1)});
                 combine[on_gpu].push_back(
                     {transfer_args(c, rank, layouts[rank], t, rows[rank], call + 1),
                      expert_out[rank].data(), gradients[rank].data(), t.y.data(),
                      t.y_weights.data(), weighted ? row_weights[rank].data() : nullptr,
-                     c.pick(0, 1) ? t.sums.data() : nullptr});
+                     may_pass[1] && c.pick(0, 1) ? t.sums.data() : nullptr});
             }
         }
         ++call;
@@ -435,18 +443,22 @@ void run_case(uint64_t seed) {
         auto dispatch_joint =
             grid.joint<Dispatch>(dispatch[1], dispatch_roles.warps() * c.heap.channels);
         dispatch_joint.roles = dispatch_roles;
+        dispatch_joint.ends_call = none_has_local_pass(dispatch[1]);
         grid.launch(kernels::dispatch_kernel<Dispatch>, dispatch_joint);
-        grid.launch_spread(kernels::own_rows_kernel<Dispatch>, dispatch_joint);
-        grid.launch_spread(kernels::local_pass_of_dispatch_kernel<Dispatch>, dispatch_joint);
-        grid.finish(dispatch[1]);
+        if (!dispatch_joint.ends_call) {
+            grid.launch_spread(kernels::own_rows_kernel<Dispatch>, dispatch_joint);
+            grid.launch_spread(kernels::local_pass_of_dispatch_kernel<Dispatch>, dispatch_joint);
+            grid.finish(dispatch[1]);
+        }
         group.combine<HostWarp>(combine[0], c.dtype);
         const auto combine_roles = grid.roles<CombineRoles>();
         auto combine_joint =
             grid.joint<Combine>(combine[1], combine_roles.warps() * c.heap.channels);
         combine_joint.roles = combine_roles;
+        combine_joint.ends_call = none_has_local_pass(combine[1]);
         weighted ? combine_on<true>(grid, combine_joint, c.dtype)
                  : combine_on<false>(grid, combine_joint, c.dtype);
-        grid.finish(combine[1]);
+        if (!combine_joint.ends_call) grid.finish(combine[1]);
         for (const Memory& heap : gpu.heaps) {
             const ControlBlock* block = heap.as<ControlBlock>();
             const bool is_counted =
@@ -651,7 +663,7 @@ bool is_poison(const Memory& memory) {
 // Rank 1 of two comes to the notify, but not to the dispatch, or the combine, of `tokens` each:
 // nobody can take for data what rank 0 made of it, nor what a rank gets that comes too late; and
 // the handle of such a dispatch is refused.
-void run_given_up(bool several_nodes, bool in_notify, int tokens) {
+void run_given_up(bool several_nodes, bool in_notify, int tokens, bool ends_call) {
     Case c = small_case(several_nodes);
     c.tokens = {tokens, tokens};
     c.format.scale_bytes = 12;
@@ -714,8 +726,9 @@ void run_given_up(bool several_nodes, bool in_notify, int tokens) {
     const auto dispatch_roles = grid.roles<DispatchRoles>();
     auto dispatch_joint = grid.joint<Dispatch>(alone, dispatch_roles.warps() * c.heap.channels);
     dispatch_joint.roles = dispatch_roles;
+    dispatch_joint.ends_call = ends_call;
     grid.run(kernels::dispatch_kernel<Dispatch>, dispatch_joint, 1);
-    grid.finish(alone);
+    if (!ends_call) grid.finish(alone);
     if (!grid.report(0).abort) simt::die("rank 0 did without rank 1");
     const ControlBlock* blocks[] = {side.heaps[0].as<ControlBlock>(),
                                     side.heaps[1].as<ControlBlock>()};
@@ -732,8 +745,9 @@ void run_given_up(bool several_nodes, bool in_notify, int tokens) {
     const auto roles = grid.roles<CombineRoles>();
     auto all = grid.joint<Combine>(combine, roles.warps() * c.heap.channels);
     all.roles = roles;
+    all.ends_call = ends_call;
     grid.run(kernels::combine_kernel<float, false, Combine>, all, 2);
-    grid.finish(combine);
+    if (!ends_call) grid.finish(combine);
     for (const Tensors& t : side.tensors) {
         if (!is_poison(t.y) || !is_poison(t.y_weights))
             simt::die("what a combine after it left looks like data");
@@ -827,7 +841,8 @@ int main(int argc, char** argv) {
         for (const bool several_nodes : {false, true}) {
             for (const bool in_notify : {false, true}) {
                 for (const int tokens : {1, 9, 40}) {
-                    ep::run_given_up(several_nodes, in_notify, tokens);
+                    for (const bool ends_call : {false, true})
+                        ep::run_given_up(several_nodes, in_notify, tokens, ends_call);
                 }
             }
         }

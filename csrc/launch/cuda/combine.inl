@@ -10,8 +10,7 @@ void CombineLaunch<P, kRanks, kWeighted>::run(const CombineJoint<P, kRanks>& joi
                                               const Beside& beside) {
     using J = CombineJoint<P, kRanks>;
     with_type(dtype, [&]<class T>() {
-        if (std::none_of(joint.args, joint.args + ranks,
-                         [](const auto& a) { return has_local_pass(a); }))
+        if (joint.ends_call)
             return launch(kernels::combine_kernel<T, kWeighted, J>, joint, ranks, stream);
         launch(kernels::local_pass_of_combine_kernel<T, kWeighted, J>,
                spread(joint, ranks, beside.all_sms), ranks, stream, false);

@@ -166,6 +166,8 @@ J CudaGroup<P>::joint_of_roles(const std::vector<Args>& args) const {
     const Roles roles = roles_for<Roles>(heap_.topology, warps);
     J all = joint<J>(args, std::min(sms_, heap_.channels * roles.warps()));
     all.roles = roles;
+    all.ends_call =
+        std::none_of(args.begin(), args.end(), [](const Args& a) { return has_local_pass(a); });
     return all;
 }
 
@@ -224,16 +226,16 @@ void CudaGroup<P>::dispatch(const std::vector<DispatchArgs>& args, CudaStream st
         using J = DispatchJoint<P, kRanks>;
         const J all = joint_of_roles<J>(args);
         const size_t ranks = args.size();
-        if (std::none_of(args.begin(), args.end(), [](const auto& a) { return has_local_pass(a); }))
-            return launch(kernels::dispatch_kernel<J>, all, ranks, stream);
-        launch(kernels::own_rows_kernel<J>, spread(all, ranks, beside_.sms), ranks,
-               beside_.fork(stream), false);
+        if (all.ends_call) return launch(kernels::dispatch_kernel<J>, all, ranks, stream);
+        const CudaStream side = beside_.fork(stream);
+        // first: the longest of them
         launch(kernels::dispatch_kernel<J>, all, ranks, stream);
+        launch(kernels::own_rows_kernel<J>, spread(all, ranks, beside_.sms), ranks, side, false);
         beside_.join(stream);
         launch(kernels::local_pass_of_dispatch_kernel<J>, spread(all, ranks, beside_.all_sms),
                ranks, stream, false);
+        finish(outputs_of(args), stream, true);
     });
-    finish(outputs_of(args), stream, true);
 }
 
 template <class P>
@@ -247,8 +249,8 @@ void CudaGroup<P>::combine(const std::vector<CombineArgs>& args, DType dtype, Cu
         const auto run =
             weighted ? CombineLaunch<P, kRanks, true>::run : CombineLaunch<P, kRanks, false>::run;
         run(all, args.size(), dtype, stream, beside_);
+        if (!all.ends_call) finish(outputs_of(args), stream, true);
     });
-    finish(outputs_of(args), stream, true);
 }
 
 template <class P>

@@ -13,13 +13,14 @@ constexpr int kFinishThreads = 256;
 
 struct NoRoles {};
 
-// What a rank counts on the GPU, over all launches: two words, in memory of their own lines.
+// What a rank counts on the GPU: words in memory of their own lines.
 struct Progress {
-    static constexpr int kWords = 32;
+    static constexpr int kWordsOfLine = 16, kWords = 3 * kWordsOfLine;
     uint64_t* words;
 
     EP_HD uint64_t& notifies() const { return words[0]; }
-    EP_HD uint64_t* arrivals_of_notify() const { return words + kWords / 2; }
+    EP_HD uint64_t* arrivals_of_notify() const { return words + kWordsOfLine; }
+    EP_HD uint64_t* warps_at_end() const { return words + 2 * kWordsOfLine; }
 };
 
 // A launch for all ranks of this process together, at most kRanks. All of it is a kernel parameter:
@@ -32,6 +33,7 @@ struct Joint {
     FabricParams fabric;
     Roles roles;
     int blocks_per_rank;
+    bool ends_call;  // of a dispatch or combine: no other launch of the call comes behind this one
     Args args[kRanks];
     DeviceRank ranks[kRanks];
     Progress progress[kRanks];

@@ -124,16 +124,63 @@ __global__ void __launch_bounds__(kBlockThreads, 1) notify_kernel(const __grid_c
     }
 }
 
+// ---- the end of both
+
+// By one of `warps`, once no role of the call writes any more: if it was given up nobody can take
+// its outputs for data.
+__device__ __forceinline__ void finish(const DeviceRank& rank, const Outputs& outputs,
+                                       bool is_transfer, int warp, int warps) {
+    if (!is_aborted(rank)) {
+        if (is_transfer && warp == 0) count_one(rank.control->finished.transfer);
+        return;
+    }
+    for (const Outputs::Part& part : outputs.parts) {
+        const size_t share = align_up(part.bytes / warps + 1, sizeof(uint4));
+        const size_t first = share * warp;
+        if (first >= part.bytes) continue;
+        const size_t left = part.bytes - first;
+        rows::fill<Outputs::kPoison>(part.data + first, left < share ? left : share);
+    }
+    if (outputs.epoch && warp == 0 && rows::lane_id() == 0) *outputs.epoch = 0;
+}
+
+// By every warp of a rank, at its end: the last one finishes the call. The others have written what
+// they write; roles give up at different times.
+template <class J>
+__device__ __forceinline__ void end_call(const J& joint, const Place<J>& place) {
+    if (!joint.ends_call) return;
+    uint64_t* arrivals = joint.progress[place.index].warps_at_end();
+    const bool first = rows::lane_id() == 0;
+    __syncwarp();
+    const uint64_t before = first ? ptx::fetch_add_acq_rel_gpu(arrivals, 1) : 0;
+    if (!__shfl_sync(rows::kAllLanes, first && before + 1 == place.warps, 0)) return;
+    __syncwarp();  // what lane 0 has acquired there is there for all, too
+    if (first) ptx::store_relaxed_gpu(arrivals, 0);
+    finish(joint.ranks[place.index], outputs_of(joint.args[place.index]), true, 0, 1);
+}
+
+// The same behind the launches of a call that has several.
+template <class J>
+__global__ void __launch_bounds__(kFinishThreads) finish_kernel(const __grid_constant__ J joint) {
+    const Place<J> place(joint);
+    finish(joint.ranks[place.index], joint.outputs[place.index], joint.is_transfer, place.warp,
+           place.warps);
+}
+
 // ---- dispatch and combine
 
-// A notify that failed leaves no layout behind, and its handle may be used all the same once the
-// buffer has been reset.
+// Whether a warp of the launch has a role to play. A notify that failed leaves no layout behind,
+// and its handle may be used all the same once the buffer has been reset.
 template <class J, class Args>
-__device__ __forceinline__ bool has_layout(const J& joint, const Place<J>& place,
-                                           const Args& args) {
-    if (args.layout.totals().epoch) return true;
-    if (place.warp == 0) {
-        DeviceWarp warp(joint.ranks[place.index], args.call, Role::Launch, 0, bulk_buffers());
+__device__ __forceinline__ bool begins(const J& joint, const Place<J>& place, const Args& args,
+                                       int number) {
+    const DeviceRank& rank = joint.ranks[place.index];
+    const bool has_layout = args.layout.totals().epoch;  // read beside the abort word
+    if (is_aborted(rank) || number < 0) return false;
+    if (number == 0) begin_transfer(rank, args);
+    if (has_layout) return true;
+    if (number == 0) {
+        DeviceWarp warp(rank, args.call, Role::Launch, 0, bulk_buffers());
         warp.fail(Outcome::NoLayout, Wait::None, Need{});
     }
     return false;
@@ -171,23 +218,27 @@ __device__ __forceinline__ void run_dispatch_role(const DeviceRank& rank, BulkBu
 }
 
 template <class J>
-__global__ void __launch_bounds__(kBlockThreads, 1)
-    dispatch_kernel(const __grid_constant__ J joint) {
-    const Place<J> place(joint);
+__device__ __forceinline__ void run_dispatch(const J& joint, const Place<J>& place) {
     const DispatchArgs& args = joint.args[place.index];
+    const DeviceRank& rank = joint.ranks[place.index];
     const int warps = joint.roles.warps();
     const int number = role_of_warp(warps * args.layout.channels, place.block,
                                     joint.blocks_per_rank, warp_of_block());
-    if (number < 0 || is_aborted(joint.ranks[place.index])) return;
-    if (number == 0) begin_transfer(joint.ranks[place.index], args);
-    if (!has_layout(joint, place, args)) return;
+    if (!begins(joint, place, args, number)) return;
     typename J::Fabric fabric(joint.fabric, args.rank);
-    const DeviceRank& rank = joint.ranks[place.index];
     BulkBuffers& buffers = bulk_buffers();
     run_dispatch_role(rank, buffers, fabric, args, joint.roles, number / warps, number % warps);
     if (has_local_pass(args)) return;
     DeviceWarp warp(rank, args.call, Role::Launch, 0, buffers);
     clear_unfilled(warp, args, number, warps * args.layout.channels);
+}
+
+template <class J>
+__global__ void __launch_bounds__(kBlockThreads, 1)
+    dispatch_kernel(const __grid_constant__ J joint) {
+    const Place<J> place(joint);
+    run_dispatch(joint, place);
+    end_call(joint, place);
 }
 
 // work(warp, args, place), unless an earlier launch of the call has failed as far as a rank knows.
@@ -276,42 +327,23 @@ __device__ __forceinline__ void run_combine_role(const DeviceRank& rank, BulkBuf
 }
 
 template <class T, bool kWeighted, class J>
-__global__ void __launch_bounds__(kBlockThreads, 1)
-    combine_kernel(const __grid_constant__ J joint) {
-    const Place<J> place(joint);
+__device__ __forceinline__ void run_combine(const J& joint, const Place<J>& place) {
     const CombineArgs& args = joint.args[place.index];
     const int warps = joint.roles.warps();
     const int number = role_of_warp(warps * args.layout.channels, place.block,
                                     joint.blocks_per_rank, warp_of_block());
-    if (number < 0 || is_aborted(joint.ranks[place.index])) return;
-    if (number == 0) begin_transfer(joint.ranks[place.index], args);
-    if (!has_layout(joint, place, args)) return;
+    if (!begins(joint, place, args, number)) return;
     typename J::Fabric fabric(joint.fabric, args.rank);
     run_combine_role<T, kWeighted>(joint.ranks[place.index], bulk_buffers(), fabric, args,
                                    joint.roles, number / warps, number % warps);
 }
 
-// ---- behind both
-
-// If the call was given up nobody can take its outputs for data. A kernel of its own: the blocks of
-// one give up at different times, and go on writing until then.
-template <class J>
-__global__ void __launch_bounds__(kFinishThreads) finish_kernel(const __grid_constant__ J joint) {
+template <class T, bool kWeighted, class J>
+__global__ void __launch_bounds__(kBlockThreads, 1)
+    combine_kernel(const __grid_constant__ J joint) {
     const Place<J> place(joint);
-    const DeviceRank& rank = joint.ranks[place.index];
-    if (!is_aborted(rank)) {
-        if (joint.is_transfer && place.warp == 0) count_one(rank.control->finished.transfer);
-        return;
-    }
-    const Outputs& outputs = joint.outputs[place.index];
-    for (const Outputs::Part& part : outputs.parts) {
-        const size_t share = align_up(part.bytes / place.warps + 1, sizeof(uint4));
-        const size_t first = share * place.warp;
-        if (first >= part.bytes) continue;
-        const size_t left = part.bytes - first;
-        rows::fill<Outputs::kPoison>(part.data + first, left < share ? left : share);
-    }
-    if (outputs.epoch && place.warp == 0 && rows::lane_id() == 0) *outputs.epoch = 0;
+    run_combine<T, kWeighted>(joint, place);
+    end_call(joint, place);
 }
 
 }  // namespace ep::kernels
