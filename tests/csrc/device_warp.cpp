@@ -666,8 +666,7 @@ bool is_poison(const Memory& memory) {
 void run_given_up(bool several_nodes, bool in_notify, int tokens, bool ends_call) {
     Case c = small_case(several_nodes);
     c.tokens = {tokens, tokens};
-    c.format.scale_bytes = 12;
-    c.format.payload_bytes = 66;  // no piece of the outputs is aligned
+    c.format = {66, 12, 4, 2};  // no piece of the outputs is aligned
     c.heap = {c.topology, 4, 2, align_up(c.format.slot_bytes(), Heap::kLine),
               align_up(c.format.slot_bytes(), Heap::kLine)};
     Side side;
