@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megatron_ep.handle import Handle
     from megatron_ep.low_latency import LowLatency
     from megatron_ep.low_latency_received import LowLatencyReceived
+    from megatron_ep.returning import rejoin
     from megatron_ep.router import grouped_topk
 
 # Imported on first use, so that `megatron_ep.env` works where torch or the extension does not.
@@ -39,6 +40,7 @@ _HOMES = {
     "combine": "functional",
     "dispatch": "functional",
     "grouped_topk": "router",
+    "rejoin": "returning",
 }
 
 __all__ = [
@@ -61,6 +63,7 @@ __all__ = [
     "dispatch",
     "grouped_topk",
     "reference",
+    "rejoin",
 ]
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron_ep.backends.host import HostBackend
 from megatron_ep.backends.meeting import Meeting
 from megatron_ep.backends.members import Member, agreed_topology, introduce, process_fate
 from megatron_ep.config import Config, Topology, require_int, require_type
+from megatron_ep.errors import EPError
 from megatron_ep.rank_group import RankGroup
 
 # Construction and reset wait this long for the other ranks, or Config.timeout if that is longer: they may still be in a
@@ -138,15 +140,26 @@ class Buffer(RankGroup):
         *,
         device: str | torch.device = "cpu",
     ):
+        self._set_up(Meeting(group, timedelta(seconds=patience(config))), config, topology, device)
+
+    @classmethod
+    def over(cls, meeting: Meeting, config: Config, topology: Topology | None) -> Buffer:
+        """The same on the host, between ranks that meet without a process group."""
+        buffer = cls.__new__(cls)
+        buffer._set_up(meeting, config, topology, "cpu")
+        return buffer
+
+    def _set_up(self, meeting: Meeting, config: Config, topology: Topology | None, device: str | torch.device) -> None:
         failures.watch(self)
-        self._meeting = Meeting(group, timedelta(seconds=_patience(config)))
+        self._meeting = meeting
         self.rank = self._meeting.rank
         self.config = config
         self.ranks = [self.rank]
         _, members = self._meeting.exchange(lambda: (None, self._introduce(topology, device)))
         self.topology = agreed_topology(members, config)
-        own = members[self.rank]
+        own = self._member = members[self.rank]
         self._neighbours = {rank: other.pid for rank, other in enumerate(members) if other.host == own.host}
+        self._segments: list[_C.Segment] = []
         if self.device.type == "cuda":
             sms = cuda.num_sms(config, self.device, 1)
             self.heap = sizes.gpu_heap(self.topology, config, sms)
@@ -158,8 +171,8 @@ class Buffer(RankGroup):
         else:
             sms = None
             self.heap = sizes.host_heap(self.topology, config)
-            segments = self.shared_segments(self.heap.bytes)
-            self._backend = HostBackend(self.heap, self.ranks, segments, timeout=config.timeout_seconds)
+            self._segments = self.shared_segments(self.heap.bytes)
+            self._backend = HostBackend(self.heap, self.ranks, self._segments, timeout=config.timeout_seconds)
             fabric = fabrics.Choice("shared memory", "host backend")
         self.fabric = fabric.name
         if self.rank == 0:
@@ -181,9 +194,52 @@ class Buffer(RankGroup):
         """
         self.live_backend().drain()  # nothing of this rank reaches others after the barrier
         self._meeting.barrier()
+        self.restart()
+
+    def restart(self) -> None:
+        """To the state of a new buffer, on all ranks, of which none has a call under way."""
         self.live_backend().reset()
         self._is_seen = False
         self._meeting.barrier()
+
+    @contextlib.contextmanager
+    def meeting_again(self, store: dist.Store) -> Iterator[None]:
+        """The ranks meet in this store, and will from now on, if all goes well."""
+        before = self._meeting
+        self._meeting = Meeting.over(store, self.rank, self.topology.world_size, before.timeout)
+        try:
+            yield
+        except BaseException:
+            self._meeting = before
+            raise
+
+    def take_back(self, ranks: Sequence[int], check: Callable[[], None]) -> None:
+        """What the ranks that stayed do while others, in new processes, build this buffer anew. On the host.
+
+        check: may fail on some ranks only, and fails on all then.
+
+        Raises ValueError and EPError if it fails, if these are not the ranks that have new processes, or if one of
+        their former processes lives.
+        """
+
+        def tell() -> tuple[None, Member]:
+            check()
+            return None, self._member
+
+        _, members = self._meeting.exchange(tell)
+        agreed_topology(members, self.config)
+
+        def check_processes() -> None:
+            for rank, member in enumerate(members):
+                former = self._neighbours[rank]
+                if (member.pid != former) != (rank in ranks):
+                    now = "the process that it had" if member.pid == former else "a new process"
+                    raise ValueError(f"rank is {', '.join(map(str, ranks))}, but rank {rank} has {now}")
+                if rank in ranks and process_fate(former) != "has ended":
+                    raise EPError(f"rank {rank} came back in process {member.pid}, but its former one, {former}, lives")
+
+        self.renew_segments(self._segments, ranks, check_processes)
+        self._neighbours = {rank: member.pid for rank, member in enumerate(members)}
 
     def _fate_of(self, rank: int) -> str | None:
         return process_fate(self._neighbours[rank]) if rank in self._neighbours else None
@@ -229,13 +285,28 @@ class Buffer(RankGroup):
             return own, own.address()
 
         own, addresses = self._meeting.exchange(create)
-        segments = self._meeting.agree(
+        return self._meeting.agree(
             lambda: [
                 own if rank == self.rank else _C.Segment.open(address, size) for rank, address in enumerate(addresses)
             ]
         )
-        own.close_to_others()
-        return segments
+
+    def renew_segments(
+        self, segments: Sequence[_C.Segment], ranks: Sequence[int], check: Callable[[], None] = lambda: None
+    ) -> None:
+        """Maps what ranks that came back share, in `shared_segments`, in the place of what they shared before."""
+
+        def tell() -> tuple[None, tuple[int, int, int, int]]:
+            check()
+            return None, segments[self.rank].address()
+
+        _, addresses = self._meeting.exchange(tell)
+
+        def replace() -> None:
+            for rank in ranks:
+                segments[rank].replace(addresses[rank])
+
+        self._meeting.agree(replace)
 
 
 def _log_set_up(group: RankGroup, fabric: str, heap: _C.Heap, sms: int | None = None) -> None:
@@ -253,7 +324,7 @@ def _log_set_up(group: RankGroup, fabric: str, heap: _C.Heap, sms: int | None = 
     )
 
 
-def _patience(config: Config) -> float:
+def patience(config: Config) -> float:
     """Seconds to wait for the other ranks of a buffer with this config, which may be none: then all ranks refuse it."""
     try:
         return max(MEETING_S, config.timeout_seconds)

@@ -104,7 +104,7 @@ class LowLatency(MaskedRanks):
             require_int("hidden", hidden, 1, MOST_ROW_BYTES // dtype.itemsize)
             check_policy(on_dead_rank, mask_timeout, buffer.config.timeout_seconds)
 
-        settings = {
+        self._settings = settings = {
             "max_tokens": max_tokens,
             "hidden": hidden,
             "topk": topk,

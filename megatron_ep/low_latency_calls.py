@@ -54,7 +54,7 @@ class LowLatencyCalls:
         self.group = group
         self.heap = heap
         self.masks = masks
-        self._ranks = ranks
+        self.ranks = ranks
         self._offsets: dict[int, dict[str, int]] = {}
         self.handles: WeakSet[LowLatencyHandle] = WeakSet()
         self.in_flight = {"dispatch": InFlight("dispatch"), "combine": InFlight("combine")}
@@ -62,12 +62,17 @@ class LowLatencyCalls:
 
     def offsets(self, topk: int) -> dict[str, int]:
         if topk not in self._offsets:
-            self._offsets[topk] = self.heap.layout(topk=topk, warps=self._ranks.warps)
+            self._offsets[topk] = self.heap.layout(topk=topk, warps=self.ranks.warps)
         return self._offsets[topk]
 
     def new_part(self, topk: int, num_tokens: int, rows: int) -> RankPart:
         layout = torch.empty(self.offsets(topk)["size"], dtype=torch.int32, device=self.group.device)
         return RankPart(num_tokens, layout, rows, self.backend.current_stream())
+
+    def check_received(self) -> None:
+        """Raises ValueError if a call is under way."""
+        for calls in self.in_flight.values():
+            calls.check_received()
 
     @property
     def backend(self) -> Backend:
@@ -76,7 +81,7 @@ class LowLatencyCalls:
     def reset(self) -> None:
         for handle in self.handles:
             handle.note_reset()
-        self._ranks.reset()
+        self.ranks.reset()
         if self.masks is not None:
             self.masks.reset()
         for calls in self.in_flight.values():
@@ -133,7 +138,7 @@ class LowLatencyCalls:
         row = self.format_of(handle.topk, x[0], weights, fp8)
 
         def launch(launches: _C.LowLatencyLaunches) -> None:
-            self._ranks.dispatch(tensors, row, options, launches=launches)
+            self.ranks.dispatch(tensors, row, options, launches=launches)
 
         handle.call = self._send("dispatch", launch, kept, at_once)
         return out, out_weights, out_scales, handle.call
@@ -177,7 +182,7 @@ class LowLatencyCalls:
         row, dtype = self.format_of(handle.topk, x[0], values), PAYLOAD_TYPES[x[0].dtype]
 
         def launch(launches: _C.LowLatencyLaunches) -> None:
-            self._ranks.combine(tensors, row, options, launches=launches, dtype=dtype)
+            self.ranks.combine(tensors, row, options, launches=launches, dtype=dtype)
 
         return y, y_values if values is not None else None, self._send("combine", launch, kept, at_once)
 

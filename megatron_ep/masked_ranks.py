@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from megatron_ep.backends.low_latency import HostLowLatencyRanks
 from megatron_ep.backends.low_latency_mask import Masks
-from megatron_ep.buffer import LocalCluster
+from megatron_ep.buffer import Buffer, LocalCluster
+from megatron_ep.config import require_int
 from megatron_ep.errors import EPError
 from megatron_ep.low_latency_calls import LowLatencyCalls
 from megatron_ep.rank_group import RankGroup
@@ -20,6 +24,7 @@ class MaskedRanks:
 
     buffer: RankGroup
     _calls: LowLatencyCalls
+    _settings: dict[str, Any]  # that all ranks have agreed on
 
     @property
     def active_ranks(self) -> Any:
@@ -27,7 +32,8 @@ class MaskedRanks:
 
         Calls write 0 when they mask a rank. Writing 0 masks a rank from the next call on, and this rank for that one; a
         rank's own entry counts for nothing. Writing 1 brings nobody back, the next call writes 0 again: `Buffer.reset`
-        does, for ranks that live, and for others a new buffer. On a GPU to be written on the stream of the calls.
+        does, for ranks that live, and for others `readmit` or a new buffer. On a GPU to be written on the stream of the
+        calls.
 
         Ranks may see different ones: two ranks go on together as long as neither has masked the other. Raises
         ValueError with on_dead_rank="raise".
@@ -47,17 +53,54 @@ class MaskedRanks:
         masks = self._masks
         return self._of_ranks([masks.masked(i) for i in range(len(self.buffer.ranks))])
 
-    def readmit(self, rank: int) -> None:
-        """Not possible: raises EPError, which says what is."""
-        raise EPError(
-            f"rank {rank} cannot be taken back by itself: if its process lives, reset() of the buffer on every rank "
-            "brings back all masked ranks; else build a new buffer"
-        )
+    def readmit(self, ranks: int | Sequence[int], store: dist.Store) -> None:
+        """Takes ranks back whose processes have ended and were started again. On the host.
+
+        Collective of all ranks: those that stayed call this, between two calls of the low-latency mode and with none
+        under way; those that came back call `megatron_ep.rejoin`. Only their memory is mapped anew, where the former
+        one was. Then everything is as after `Buffer.reset`: no rank is masked, and the buffer's normal mode works, too.
+        Nothing that a former process has written shows: it has ended before, and is seen to have.
+
+        ranks: all that have come back; none may be missing still.
+        store: which all ranks reach, with nothing in it: for each time another, or a PrefixStore of another prefix.
+
+        Raises ValueError with on_dead_rank="raise", for ranks that did not come back or do not live in other processes,
+        where a call is under way, and for a buffer with another LowLatency; EPError on a GPU, where a rank's former
+        process lives, and when one does not come within a minute or Config.timeout. Then this rank can go on without
+        them as before.
+        """
+        self._check_policy()
+        returned = [ranks] if isinstance(ranks, int) else list(ranks)
+        buffer, members = self.buffer, self._calls.ranks
+        for rank in returned:
+            require_int("ranks", rank, 0, buffer.topology.world_size - 1)
+        if not isinstance(buffer, Buffer) or not isinstance(members, HostLowLatencyRanks):
+            raise EPError(
+                f"rank {', '.join(map(str, returned))} cannot be taken back by itself, only between processes on the "
+                "host: if its process lives, reset() of the buffer on every rank brings back all masked ranks; else "
+                "build a new buffer"
+            )
+
+        def check() -> None:
+            self._calls.check_received()
+            if (parts := len(self._calls.backend.parts)) > 1:
+                raise ValueError(f"the buffer has {parts} LowLatency, must have this one alone")
+
+        # Step by step what `megatron_ep.rejoin` does at the same time.
+        with buffer.meeting_again(store):
+            buffer.take_back(returned, check)
+            buffer.agree_on(lambda: None, self._settings)
+            buffer.renew_segments(members.segments, returned)
+            buffer.restart()
+
+    def _check_policy(self) -> None:
+        if self._calls.masks is None:
+            raise ValueError("on_dead_rank is 'raise', must be 'mask' for this")
 
     @property
     def _masks(self) -> Masks:
-        if self._calls.masks is None:
-            raise ValueError("on_dead_rank is 'raise', must be 'mask' for this")
+        self._check_policy()
+        assert self._calls.masks is not None
         return self._calls.masks
 
     def _of_ranks(self, values: list[Any]) -> Any:

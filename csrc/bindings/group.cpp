@@ -171,9 +171,13 @@ Address4 address_of(const Segment& segment) {
     return {address.process, address.descriptor, address.device, address.inode};
 }
 
-Segment open_segment(const Address4& address, size_t bytes) {
+SegmentAddress address_from(const Address4& address) {
     const auto [process, descriptor, device, inode] = address;
-    return Segment::open({process, descriptor, device, inode}, bytes);
+    return {process, descriptor, device, inode};
+}
+
+Segment open_segment(const Address4& address, size_t bytes) {
+    return Segment::open(address_from(address), bytes);
 }
 
 }  // namespace
@@ -185,7 +189,12 @@ void bind_group(py::module_& m) {
         .def_static("open", &open_segment, py::arg("address"), py::arg("bytes"))
         .def("address", &address_of,
              "For open in another process of this machine: (process, descriptor, device, inode).")
-        .def("close_to_others", &Segment::close_to_others)
+        .def(
+            "replace",
+            [](Segment& segment, const Address4& address) {
+                segment.replace(address_from(address));
+            },
+            py::arg("address"), "Maps another segment of the same size in this one's place.")
         .def_property_readonly("bytes", &Segment::bytes);
 
     py::class_<Heap>(m, "Heap", "Layout of the symmetric heap.")

@@ -32,13 +32,29 @@ int unnamed_file() {
     return descriptor;
 }
 
+int descriptor_of(const SegmentAddress& address) {
+    const std::string path =
+        "/proc/" + std::to_string(address.process) + "/fd/" + std::to_string(address.descriptor);
+    const int descriptor = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+    if (descriptor < 0) fail(errno, "opening the shared memory of another rank, " + path);
+    struct stat file;
+    if (fstat(descriptor, &file) != 0 || file.st_dev != address.device ||
+        file.st_ino != address.inode) {
+        close(descriptor);
+        throw std::runtime_error(path +
+                                 " is not another rank's shared memory: do the ranks of this "
+                                 "machine run in separate containers?");
+    }
+    return descriptor;
+}
+
 }  // namespace
 
 Segment::Segment(size_t bytes, int flags, int descriptor) : bytes_(bytes), descriptor_(descriptor) {
     void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, descriptor, 0);
     if (data == MAP_FAILED) {
         const int error = errno;
-        close_to_others();
+        close_descriptor();
         fail(error, "mapping " + std::to_string(bytes) + " bytes of symmetric heap");
     }
     data_ = static_cast<char*>(data);
@@ -61,21 +77,17 @@ Segment Segment::shared(size_t bytes) {
 }
 
 Segment Segment::open(const SegmentAddress& address, size_t bytes) {
-    const std::string path =
-        "/proc/" + std::to_string(address.process) + "/fd/" + std::to_string(address.descriptor);
-    const int descriptor = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
-    if (descriptor < 0) fail(errno, "opening the shared memory of another rank, " + path);
-    struct stat file;
-    if (fstat(descriptor, &file) != 0 || file.st_dev != address.device ||
-        file.st_ino != address.inode) {
-        close(descriptor);
-        throw std::runtime_error(path +
-                                 " is not another rank's shared memory: do the ranks of this "
-                                 "machine run in separate containers?");
-    }
-    Segment segment(bytes, MAP_SHARED, descriptor);
-    segment.close_to_others();
+    Segment segment(bytes, MAP_SHARED, descriptor_of(address));
+    segment.close_descriptor();
     return segment;
+}
+
+void Segment::replace(const SegmentAddress& address) {
+    const int descriptor = descriptor_of(address);
+    void* data = mmap(data_, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, descriptor, 0);
+    const int error = errno;
+    close(descriptor);
+    if (data == MAP_FAILED) fail(error, "mapping the shared memory of another rank anew");
 }
 
 SegmentAddress Segment::address() const {
@@ -84,7 +96,7 @@ SegmentAddress Segment::address() const {
     return {getpid(), descriptor_, file.st_dev, file.st_ino};
 }
 
-void Segment::close_to_others() {
+void Segment::close_descriptor() {
     if (descriptor_ >= 0) close(std::exchange(descriptor_, -1));
 }
 
@@ -95,7 +107,7 @@ Segment::Segment(Segment&& other) noexcept
 
 Segment::~Segment() {
     if (data_) munmap(data_, bytes_);
-    close_to_others();
+    close_descriptor();
 }
 
 }  // namespace ep

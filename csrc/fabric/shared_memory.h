@@ -24,6 +24,8 @@ class Segment {
     // memory is reserved here, so that a full /dev/shm is an error now and not a SIGBUS later.
     static Segment shared(size_t bytes);
     static Segment open(const SegmentAddress& address, size_t bytes);
+    // Another segment of the same size in this one's place: pointers into it stay good.
+    void replace(const SegmentAddress& address);
 
     Segment(Segment&& other) noexcept;
     Segment(const Segment&) = delete;
@@ -31,13 +33,12 @@ class Segment {
 
     char* data() const { return data_; }
     size_t bytes() const { return bytes_; }
-    // Of a segment that was made by shared() and not yet closed to others.
+    // Of a segment that was made by shared().
     SegmentAddress address() const;
-    // Everyone who needs it has opened it.
-    void close_to_others();
 
   private:
     Segment(size_t bytes, int flags, int descriptor);
+    void close_descriptor();
 
     char* data_;
     size_t bytes_;

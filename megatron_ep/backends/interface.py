@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -128,6 +128,9 @@ class Backend(Protocol):
     def attach(self, part: Resettable) -> None:
         """`part` is reset with this backend, as long as it lives."""
         ...
+
+    @property
+    def parts(self) -> Collection[Resettable]: ...  # that are
 
     def reset(self) -> None: ...
 

@@ -60,7 +60,8 @@ class HostLowLatencyRanks:
 
     def __init__(self, backend: HostBackend, heap: _C.LowLatencyHeap, segments: Sequence[_C.Segment], warps: int):
         self.warps = warps
-        self._group = _C.LowLatencyGroup(group=backend.group, heap=heap, segments=list(segments), warps=warps)
+        self.segments = list(segments)
+        self._group = _C.LowLatencyGroup(group=backend.group, heap=heap, segments=self.segments, warps=warps)
 
     def dispatch(
         self,
@@ -101,6 +102,11 @@ class InFlight:
                 f"the {self._kind} before the last has not been received, must be before another {self._kind} is sent: "
                 "call the hook that it returned (two may be under way)"
             )
+
+    def check_received(self) -> None:
+        """Raises ValueError if one has not been received."""
+        if not all(call.received for call in self._calls):
+            raise ValueError(f"a {self._kind} is under way, must be received before: call the hook that it returned")
 
     def add(self, call: Call) -> None:
         self._calls.append(call)

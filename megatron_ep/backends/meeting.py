@@ -41,14 +41,26 @@ class Meeting:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta):
-        self.rank = dist.get_rank(group)
+        rank = dist.get_rank(group)
         group = group or dist.group.WORLD
         assert group is not None, "it has a rank"
-        self.world_size = dist.get_world_size(group)
+        store = dist.PrefixStore(f"megatron_ep/{group.group_name}", of_this_attempt(_get_default_store()))
+        store = dist.PrefixStore(str(store.add(f"meetings/{rank}", 1)), store)
+        self._begin(store, rank, dist.get_world_size(group), timeout)
+
+    @classmethod
+    def over(cls, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Meeting:
+        """Of ranks without a process group. store: nothing else is in it, nor was."""
+        meeting = cls.__new__(cls)
+        meeting._begin(dist.PrefixStore("megatron_ep", store), rank, world_size, timeout)
+        return meeting
+
+    def _begin(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
+        self.rank = rank
+        self.world_size = world_size
         self.timeout = timeout
         self.exchanges = 0  # so far
-        store = dist.PrefixStore(f"megatron_ep/{group.group_name}", of_this_attempt(_get_default_store()))
-        self._store = dist.PrefixStore(str(store.add(f"meetings/{self.rank}", 1)), store)
+        self._store = store
 
     def exchange(self, step: Callable[[], tuple[Kept, Told]], seconds: float = 0.0) -> tuple[Kept, list[Told]]:
         """Runs a step that may fail on some ranks only, and fails on all of them then.

@@ -14,7 +14,7 @@ class OfGroup:
 
     def __init__(self, group: Any):
         self.group = group
-        self._parts: weakref.WeakSet[Resettable] = weakref.WeakSet()
+        self.parts: weakref.WeakSet[Resettable] = weakref.WeakSet()  # that are reset with it
 
     def aborted(self) -> tuple[str, int] | None:
         return self.group.aborted()
@@ -32,9 +32,9 @@ class OfGroup:
         self.group.abort(interrupted=interrupted, failed=failed, reason=reason)
 
     def attach(self, part: Resettable) -> None:
-        self._parts.add(part)
+        self.parts.add(part)
 
     def reset(self) -> None:
         self.group.reset()
-        for part in self._parts:
+        for part in self.parts:
             part.reset()

@@ -1,7 +1,10 @@
 """Masked ranks in the low-latency mode: as if the picks of their experts were -1 and they had no tokens."""
 
+import functools
+
 import pytest
 import torch
+import torch.distributed as dist
 from low_latency_cases import LowLatencyCase, fill
 
 import megatron_ep as ep
@@ -137,7 +140,7 @@ def test_nobody_comes_back_but_by_a_reset():
     low_latency.dispatch(x, ids)
     assert low_latency.active_ranks[0].tolist() == [1, 0, 1, 1] and low_latency.active_ranks[1].tolist() == [0, 1, 1, 1]
     with pytest.raises(ep.EPError, match=r"rank 1 cannot be taken back by itself.* reset\(\) of the buffer"):
-        low_latency.readmit(1)
+        low_latency.readmit(1, dist.HashStore())
     cluster.reset()
     with pytest.raises(
         ValueError, match="handle is of a dispatch that left masked ranks out before the buffer's reset"
@@ -152,7 +155,8 @@ def test_mistakes_are_named():
     cluster, plain = four_ranks()
     x, ids, weights = inputs(0)
     received = plain.dispatch(x, ids)
-    for use in (lambda: plain.active_ranks, lambda: plain.dropped_picks, plain.masked_ranks):
+    readmit = functools.partial(plain.readmit, 1, None)
+    for use in (lambda: plain.active_ranks, lambda: plain.dropped_picks, plain.masked_ranks, readmit):
         with pytest.raises(ValueError, match="on_dead_rank is 'raise', must be 'mask'"):
             use()
     low_latency = ep.LowLatency(cluster, max_tokens=6, hidden=H, topk=K, dtype=torch.float64, on_dead_rank="mask")

@@ -4,6 +4,7 @@ import random
 import re
 import time
 
+import comebacks
 import pytest
 import survivors
 import torch
@@ -377,3 +378,61 @@ def test_survivors_go_on(tmp_path, monkeypatch):
     script = survivors.masking(survivors.with_low_latency(survivors.SURVIVOR))
     monkeypatch.setattr(survivors, "SURVIVOR", script)
     survivors.check_masked(tmp_path)
+
+
+def test_ranks_come_back(ranks, tmp_path):
+    ranks.run(torch.distributed.get_rank)  # the server that processes are forked from has imported torch
+    comebacks.check_comebacks(tmp_path, nodes=2)
+
+
+def run_mistakes_of_readmit(folder):
+    buffer, low_latency = make(timeout=30.0, on_dead_rank="mask", mask_timeout=5.0)
+    with buffer:
+        rank, active = buffer.rank, torch.ones(W, W, dtype=torch.int32)
+        masked_trip(low_latency, 0, active)
+        x, ids = inputs(1)
+        _, hook = low_latency.dispatch(x[rank], ids[rank], return_recv_hook=True)
+        if rank != 2:
+            hook()
+        error = ValueError if rank == 2 else ep.EPError
+        with pytest.raises(error, match="a dispatch is under way, must be received before"):
+            low_latency.readmit(1, torch.distributed.FileStore(f"{folder}/0"))
+        if rank == 2:
+            hook()
+        with pytest.raises((ValueError, ep.EPError), match="rank is 1, but rank 1 has the process that it had"):
+            low_latency.readmit(1, torch.distributed.FileStore(f"{folder}/1"))
+        with pytest.raises(ValueError, match="ranks is 4, must be"):
+            low_latency.readmit([1, 4], torch.distributed.FileStore(f"{folder}/2"))
+        masked_trip(low_latency, 2, active)  # nothing was lost
+        buffer.reset()
+        masked_trip(low_latency, 3, active)
+
+
+def test_mistakes_of_readmit_are_named(ranks, tmp_path):
+    ranks.run(run_mistakes_of_readmit, str(tmp_path))
+
+
+MASKING = {"timeout": 30.0, "on_dead_rank": "mask", "mask_timeout": 3.0}
+
+
+def run_former_process_lives(folder):
+    buffer, low_latency = make(**MASKING)
+    with buffer:
+        active = torch.ones(W, W, dtype=torch.int32)
+        active[1], active[:, 1] = 0, 0
+        low_latency.active_ranks.copy_(active[buffer.rank])
+        if buffer.rank != 1:
+            masked_trip(low_latency, 0, active)
+            with pytest.raises(ep.EPError, match=r"rank 1 came back in process \d+, but its former one, \d+, lives"):
+                low_latency.readmit(1, torch.distributed.FileStore(f"{folder}/store"))
+            masked_trip(low_latency, 1, active)
+        torch.distributed.barrier()
+
+
+def test_a_former_process_must_have_ended(ranks, tmp_path):
+    ranks.run(torch.distributed.get_rank)
+    sizes = {"max_tokens": MAX_TOKENS, "hidden": HIDDEN, "topk": 3, "dtype": torch.float32, "on_dead_rank": "mask"}
+    config, topology = ep.Config(num_experts=EXPERTS, timeout=MASKING["timeout"]), ep.Topology(2, 2)
+    with comebacks.too_early(f"{tmp_path}/store", 1, config, topology, **sizes) as hears:
+        ranks.run(run_former_process_lives, str(tmp_path))
+        assert hears.poll(30) and "but its former one" in hears.recv()
