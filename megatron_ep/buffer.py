@@ -232,9 +232,10 @@ class Buffer(RankGroup):
         def check_processes() -> None:
             for rank, member in enumerate(members):
                 former = self._neighbours[rank]
-                if (member.pid != former) != (rank in ranks):
-                    now = "the process that it had" if member.pid == former else "a new process"
-                    raise ValueError(f"rank is {', '.join(map(str, ranks))}, but rank {rank} has {now}")
+                if rank in ranks and member.pid == former:
+                    raise ValueError(f"ranks names {rank}, which has the process that it had")
+                if rank not in ranks and member.pid != former:
+                    raise ValueError(f"ranks does not name {rank}, which has a new process")
                 if rank in ranks and process_fate(former) != "has ended":
                     raise EPError(f"rank {rank} came back in process {member.pid}, but its former one, {former}, lives")
 
