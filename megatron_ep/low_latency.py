@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,36 +10,15 @@ from megatron_ep import _C
 from megatron_ep.backends import low_latency as backends
 from megatron_ep.buffer import Buffer, LocalCluster
 from megatron_ep.config import require_int
-from megatron_ep.functional import (
-    MAX_TOPK,
-    MOST_PADDED_ROWS,
-    MOST_ROW_BYTES,
-    MOST_ROWS,
-    PAYLOAD_DTYPES,
-    WEIGHT_DTYPES,
-    Tensors,
-    _as_list,
-    _check_dtype,
-    _check_ids,
-    _check_payload,
-    _check_weights,
-)
-from megatron_ep.low_latency_calls import (
-    Combine,
-    Counters,
-    Dispatch,
-    LowLatencyCalls,
-    Pending,
-    WeightedCombine,
-)
+from megatron_ep.functional import MAX_TOPK, MOST_PADDED_ROWS, MOST_ROW_BYTES, Tensors
+from megatron_ep.low_latency_autograd import combine, dispatch, need_gradient, weighted_combine
+from megatron_ep.low_latency_calls import LowLatencyCalls, Pending
+from megatron_ep.low_latency_checks import Checks, Limits
 from megatron_ep.low_latency_handle import LowLatencyHandle
 from megatron_ep.low_latency_received import received_of
-from megatron_ep.low_latency_rows import Float8, float8_of, row_format
+from megatron_ep.low_latency_rows import row_format
 from megatron_ep.masked_ranks import MaskedRanks, check_policy
 from megatron_ep.rank_group import COMBINE_DTYPES, RankGroup
-
-LAYOUTS = ("masked", "grouped")
-PLACES = ("token", "expert")
 
 
 class LowLatency(MaskedRanks):
@@ -92,7 +69,6 @@ class LowLatency(MaskedRanks):
             raise ValueError(f"buffer is a {type(buffer).__name__}, must be a Buffer or LocalCluster")
         self.buffer = buffer
         self.max_tokens = max_tokens
-        self._topk = topk
 
         def check() -> None:
             buffer.check_usable()
@@ -116,13 +92,13 @@ class LowLatency(MaskedRanks):
             check()
         else:
             buffer.agree_on(check, settings)
-        self._row_bytes = hidden * dtype.itemsize
         rows = (row_format(topk, hidden, dtype, None), row_format(topk, hidden, torch.float8_e4m3fn, torch.float32))
-        self._largest = max(rows, key=lambda row: row.slot_bytes)
+        largest = max(rows, key=lambda row: row.slot_bytes)
+        self._checks = Checks(buffer, Limits(max_tokens, topk, hidden * dtype.itemsize, largest))
         patience = None
         if on_dead_rank == "mask":
             patience = buffer.config.timeout_seconds / 10 if mask_timeout is None else float(mask_timeout)
-        self._calls = LowLatencyCalls(buffer, *backends.connect(buffer, max_tokens, self._largest, patience))
+        self._calls = LowLatencyCalls(buffer, *backends.connect(buffer, max_tokens, largest, patience))
 
     @property
     def memory_bytes(self) -> int:
@@ -180,33 +156,30 @@ class LowLatency(MaskedRanks):
         backward pass raises EPError if a rank was masked since the forward pass.
         """
         self._calls.in_flight["dispatch"].check()
-        with self._checked() as group:
-            if layout not in LAYOUTS:
-                raise ValueError(f"layout is {layout!r}, must be one of {', '.join(map(repr, LAYOUTS))}")
-            xs, ids = _as_list("x", x, group), _as_list("topk_idx", topk_idx, group)
-            weights = None if topk_weights is None else _as_list("topk_weights", topk_weights, group)
-            _check_ids(ids)
-            topk, num_tokens = ids[0].shape[1], [idx.shape[0] for idx in ids]
-            if topk > self._topk:
-                raise ValueError(f"topk_idx has K = {topk}, must be at most the {self._topk} of LowLatency")
-            for tokens in num_tokens:
-                if tokens > self.max_tokens:
-                    raise ValueError(f"x has {tokens} tokens, must have at most max_tokens = {self.max_tokens}")
-            row_scales = None if scales is None else _as_list("scales", scales, group)
-            _check_payload("x", xs, num_tokens, PAYLOAD_DTYPES)
-            float8 = float8_of(xs, fp8, row_scales, scale_layout)
-            self._check_row("x", xs[0], float8)
-            _check_weights("topk_weights", weights, [(tokens, topk) for tokens in num_tokens], WEIGHT_DTYPES)
-            counters = self._counters(recv_rows=recv_rows, recv_wait_ns=recv_wait_ns)
-            rows = self._rows(layout, topk, expert_alignment, max_recv_tokens, expert_capacity)
-            if group.device.type == "cpu":
-                self._check_id_values(ids)
-            parts = [self._calls.new_part(topk, tokens, rows) for tokens in num_tokens]
+        group = self.buffer
+        with group.abort_peers_on_error():
+            group.check_usable()
+            given = self._checks.dispatch(
+                x,
+                topk_idx,
+                topk_weights,
+                scales,
+                recv_rows,
+                recv_wait_ns,
+                layout=layout,
+                expert_alignment=expert_alignment,
+                expert_capacity=expert_capacity,
+                max_recv_tokens=max_recv_tokens,
+                fp8=fp8,
+                scale_layout=scale_layout,
+            )
+            topk = given.ids[0].shape[1]
+            parts = [self._calls.new_part(topk, len(idx), given.rows) for idx in given.ids]
             handle = LowLatencyHandle(self._calls, topk, layout == "masked", expert_alignment, parts)
-        zero = torch.is_grad_enabled() and any(t.requires_grad for t in (*xs, *(weights or ())))
         pending: list[Pending] | None = [] if return_recv_hook else None
-        out = Dispatch.apply(handle, ids, zero, pending, float8, counters, *xs, *(weights or ()))
-        received = received_of(handle, float8, weights is not None, out)
+        tensors = (*given.x, *(given.weights or ()))
+        out = dispatch(handle, given.ids, pending, given.float8, given.counters, *tensors)
+        received = received_of(handle, given.float8, given.weights is not None, out)
         return received if pending is None else (received, pending[0].receive)
 
     def combine(
@@ -243,148 +216,24 @@ class LowLatency(MaskedRanks):
         float64), each product rounded before it is added. Raises as `dispatch` does.
         """
         self._calls.in_flight["combine"].check()
-        with self._checked() as group:
+        group = self.buffer
+        with group.abort_peers_on_error():
+            group.check_usable()
             if not isinstance(handle, LowLatencyHandle) or handle.calls is not self._calls:
                 raise ValueError(f"handle is a {type(handle).__name__}, must be of a dispatch of this LowLatency")
             handle.check()
-            if sum_at not in PLACES:
-                raise ValueError(f"sum_at is {sum_at!r}, must be one of {', '.join(map(repr, PLACES))}")
-            xs = self._flat("x", _as_list("x", x, group), handle, 1)
-            _check_payload("x", xs, [rank.rows for rank in handle.ranks], COMBINE_DTYPES)
-            self._check_row("x", xs[0])
-            factors = None if weights is None else _as_list("weights", weights, group)
-            if factors is not None:
-                allowed = (torch.float64 if xs[0].dtype == torch.float64 else torch.float32,)
-                shapes: list[tuple[int, ...]] = [(rank.num_tokens, handle.topk) for rank in handle.ranks]
-                if sum_at == "expert":
-                    factors = self._flat("weights", factors, handle, 0)
-                    shapes = [(rank.rows,) for rank in handle.ranks]
-                _check_weights("weights", factors, shapes, allowed)
-            outs = None if out is None else self._check_out(_as_list("out", out, group), xs, factors, handle)
-            counters = self._counters(recv_wait_ns=recv_wait_ns)
+            given = self._checks.combine(x, handle, weights, out, recv_wait_ns, sum_at=sum_at)
+            tensors = (*given.x, *(given.weights or ()))
+            if given.out is not None and need_gradient((*tensors, *given.out)):
+                raise ValueError("out must not be given where a gradient is needed")
             if renormalize:
-                self._check_renormalize(xs, factors, sum_at)
+                self._check_renormalize(given.x, given.weights, sum_at)
         pending: list[Pending] | None = [] if return_recv_hook else None
-        if renormalize:
-            with group.abort_peers_on_error():
-                y, _, call = self._calls.combine(
-                    handle,
-                    xs,
-                    token_weights=factors,
-                    renormalize=True,
-                    out=outs,
-                    counters=counters,
-                    at_once=pending is None,
-                )
-            if pending is not None:
-                pending.append(call)
-        elif factors is None:
-            y = Combine.apply(handle, sum_at == "expert", outs, pending, counters, *xs)
+        settings = (sum_at == "expert", given.out, pending, given.counters)
+        if given.weights is None:
+            y = combine(handle, *settings, *tensors)
         else:
-            y = WeightedCombine.apply(handle, sum_at == "expert", outs, pending, counters, *xs, *factors)
-        y = y if outs is None else outs
-        result = list(y) if isinstance(group, LocalCluster) else y[0]
+            y = weighted_combine(handle, *settings, renormalize, *tensors)
+        sums = list(y if given.out is None else given.out)
+        result = sums if isinstance(group, LocalCluster) else sums[0]
         return result if pending is None else (result, pending[0].receive)
-
-    # ---- arguments and results
-
-    @contextlib.contextmanager
-    def _checked(self) -> Iterator[RankGroup]:
-        with self.buffer.abort_peers_on_error():
-            self.buffer.check_usable()
-            yield self.buffer
-
-    def _counters(self, **tensors: Tensors | None) -> Counters:
-        counters = {name: _as_list(name, given, self.buffer) for name, given in tensors.items() if given is not None}
-        world = self.buffer.topology.world_size
-        for name, of_ranks in counters.items():
-            for tensor in of_ranks:
-                if tensor.dtype != torch.int64 or tuple(tensor.shape) != (world,):
-                    raise ValueError(
-                        f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, must be torch.int64 of shape "
-                        f"({world},)"
-                    )
-        return counters
-
-    def _check_row(self, name: str, x: torch.Tensor, float8: Float8 | None = None) -> None:
-        if float8 is not None:
-            row = row_format(self._topk, x.shape[1], torch.float8_e4m3fn, float8.scale_dtype)
-            if row.slot_bytes > self._largest.slot_bytes:
-                raise ValueError(
-                    f"{name} has rows of {x.shape[1]} x torch.float8_e4m3fn and their scales, must have at most the "
-                    f"{self._row_bytes} bytes of LowLatency's hidden and dtype"
-                )
-        elif x.shape[1] * x.element_size() > self._row_bytes:
-            raise ValueError(
-                f"{name} has rows of {x.shape[1]} x {x.dtype}, must have at most the {self._row_bytes} bytes of "
-                "LowLatency's hidden and dtype"
-            )
-
-    def _rows(
-        self,
-        layout: str,
-        topk: int,
-        expert_alignment: int,
-        max_recv_tokens: int | None,
-        expert_capacity: int | None = None,
-    ) -> int:
-        world, local_experts = self.buffer.topology.world_size, self.buffer.num_local_experts
-        require_int("expert_alignment", expert_alignment, 1, MOST_PADDED_ROWS // local_experts)
-        if layout == "masked":
-            if expert_alignment != 1 or max_recv_tokens is not None:
-                raise ValueError(
-                    f"expert_alignment is {expert_alignment} and max_recv_tokens {max_recv_tokens}, must be left out "
-                    "with layout 'masked'"
-                )
-            if expert_capacity is None:
-                return local_experts * world * self.max_tokens
-            require_int("expert_capacity", expert_capacity, 1, MOST_PADDED_ROWS // local_experts)
-            return local_experts * expert_capacity
-        if expert_capacity is not None:
-            raise ValueError(f"expert_capacity is {expert_capacity}, must be left out with layout 'grouped'")
-        if max_recv_tokens is not None:
-            require_int("max_recv_tokens", max_recv_tokens, 1, MOST_ROWS)
-            return max_recv_tokens
-        return world * self.max_tokens * min(topk, local_experts) + local_experts * (expert_alignment - 1)
-
-    def _check_id_values(self, ids: list[torch.Tensor]) -> None:
-        experts = self.buffer.config.num_experts
-        for rank, idx in zip(self.buffer.ranks, ids, strict=True):
-            ordered = idx.sort(dim=1).values
-            repeated = (ordered.diff(dim=1) == 0) & (ordered[:, 1:] >= 0)
-            bad = ((idx < -1) | (idx >= experts)).any(dim=1) | repeated.any(dim=1)
-            if bad.any():
-                token = int(bad.nonzero()[0])
-                where = f" of rank {rank}" if len(ids) > 1 else ""
-                raise ValueError(
-                    f"topk_idx{where} is {idx[token].tolist()} at token {token}, must hold distinct ids in "
-                    f"[0, {experts}), or -1 for no expert"
-                )
-
-    def _flat(self, name: str, tensors: list[torch.Tensor], handle: LowLatencyHandle, inner: int) -> list[torch.Tensor]:
-        """As one dimension of rows, and `inner` others."""
-        if not handle.masked:
-            return tensors
-        flat = []
-        for tensor, rank in zip(tensors, handle.ranks, strict=True):
-            shape = (self.buffer.num_local_experts, rank.rows // self.buffer.num_local_experts)
-            if tensor.dim() != 2 + inner or tuple(tensor.shape[:2]) != shape:
-                allowed = ", ".join(map(str, shape)) + (", H" if inner else "")
-                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, must be [{allowed}]")
-            flat.append(tensor.flatten(0, 1))
-        return flat
-
-    def _check_out(
-        self,
-        outs: list[torch.Tensor],
-        xs: list[torch.Tensor],
-        factors: list[torch.Tensor] | None,
-        handle: LowLatencyHandle,
-    ) -> list[torch.Tensor]:
-        if torch.is_grad_enabled() and any(t.requires_grad for t in (*xs, *(factors or ()), *outs)):
-            raise ValueError("out must not be given where a gradient is needed")
-        for tensor, x, rank in zip(outs, xs, handle.ranks, strict=True):
-            _check_dtype("out", tensor, (x.dtype,))
-            if tuple(tensor.shape) != (rank.num_tokens, x.shape[1]):
-                raise ValueError(f"out has shape {tuple(tensor.shape)}, must be {(rank.num_tokens, x.shape[1])}")
-        return outs

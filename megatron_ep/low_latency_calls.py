@@ -1,4 +1,4 @@
-"""The halves of low-latency calls as launches, and both calls as differentiable functions.
+"""The halves of low-latency calls as launches.
 
 A call's sending half is launched when it is made; its receiving half with it, or by `Pending.receive` when the caller
 calls the hook.
@@ -11,7 +11,6 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch.autograd import Function
 
 from megatron_ep import _C
 from megatron_ep.backends.interface import Backend
@@ -99,8 +98,9 @@ class LowLatencyCalls:
         zero: bool,
         at_once: bool = False,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], Pending]:
-        """x [T, H] and weights [T, K] to [rows, H] and [rows], and to scales: no tensors where there are none.
+        """x [T, H] and weights [T, K] to [*rows, H] and [*rows], and to scales: no tensors where there are none.
 
+        rows: as `shape_of`.
         zero: whether rows without a token hold zeros. at_once: whether the receiving half is launched, too.
         """
         out: list[torch.Tensor] = []
@@ -109,17 +109,18 @@ class LowLatencyCalls:
         kept: list[torch.Tensor] = []
         tensors = []
         hidden, device = x[0].shape[1], self.group.device
+        rows = self.shape_of(handle.ranks[0], handle)
         for i, rank in enumerate(handle.ranks):
             t, call = self._tensors(handle, i)
-            out.append(new_tensor((rank.rows, hidden), torch.float8_e4m3fn if fp8 else x[i].dtype, device, zero=zero))
+            out.append(new_tensor((*rows, hidden), torch.float8_e4m3fn if fp8 else x[i].dtype, device, zero=zero))
             t.topk_idx, t.x, t.out = ids[i].data_ptr(), x[i].data_ptr(), out[i].data_ptr()
             kept += [rank.layout, call, ids[i], x[i], out[i]]
             if weights is not None:
-                out_weights.append(new_tensor((rank.rows,), weights[i].dtype, device, zero=zero))
+                out_weights.append(new_tensor(rows, weights[i].dtype, device, zero=zero))
                 t.weights, t.out_weights = weights[i].data_ptr(), out_weights[i].data_ptr()
                 kept += [weights[i], out_weights[i]]
             if fp8 is not None:
-                out_scales.append(fp8.new_scales(self.shape_of(rank, handle), hidden, device, zero=zero))
+                out_scales.append(fp8.new_scales(rows, hidden, device, zero=zero))
                 t.out_scales = out_scales[i].data_ptr()
                 kept.append(out_scales[i])
                 if fp8.scales is not None:
@@ -130,11 +131,10 @@ class LowLatencyCalls:
         options = self._options()
         options.index_bytes = ids[0].element_size()
         options.expert_alignment = handle.expert_alignment
-        rows = self.shape_of(handle.ranks[0], handle)[-1]
-        options.expert_rows = rows if handle.masked else 0
+        options.expert_rows = rows[-1] if handle.masked else 0
         if fp8 is not None:
             options.quantize = getattr(_C.ScaleFormat, fp8.scale_format or "none")
-            options.scale_column = aligned_column(rows) if fp8.column else 0
+            options.scale_column = aligned_column(rows[-1]) if fp8.column else 0
         row = self.format_of(handle.topk, x[0], weights, fp8)
 
         def launch(launches: _C.LowLatencyLaunches) -> None:
@@ -157,13 +157,13 @@ class LowLatencyCalls:
         counters: Counters | None = None,
         at_once: bool = False,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None, Pending]:
-        """x [rows, H] and values [rows] to sums [T, H] and single values [T, K]."""
+        """x [*rows, H] and values [*rows] to sums [T, H] and single values [T, K]."""
         handle.check()
         y, y_values, tensors = [], [], []
         kept: list[torch.Tensor] = []
         for i, rank in enumerate(handle.ranks):
             t, call = self._tensors(handle, i)
-            shape = (rank.num_tokens, x[i].shape[1])
+            shape = (rank.num_tokens, x[i].shape[-1])
             y.append(torch.empty(shape, dtype=x[i].dtype, device=x[i].device) if out is None else out[i])
             t.x, t.out = x[i].data_ptr(), y[i].data_ptr()
             kept += [rank.layout, call, x[i], y[i]]
@@ -206,7 +206,7 @@ class LowLatencyCalls:
         """How rows of these tensors travel."""
         return row_format(
             topk,
-            x.shape[1],
+            x.shape[-1],
             torch.float8_e4m3fn if fp8 else x.dtype,
             fp8.scale_dtype if fp8 else None,
             weight_bytes=weights[0].element_size() if weights is not None else 0,
@@ -240,146 +240,3 @@ class LowLatencyCalls:
         self.group.raise_if_aborted()
         self.in_flight[kind].add(call)
         return call
-
-
-class Dispatch(Function):
-    """(x, weights) per rank -> (rows, probs) per rank. pending: a list to which the call is added, None: it is received
-    at once.
-
-    As float8 -> (rows, probs, scales, and, if x gets a gradient, what stands in for the rows to get theirs) per rank.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        handle: LowLatencyHandle,
-        ids: Sequence[torch.Tensor],
-        zero: bool,
-        pending: list[Pending] | None,
-        fp8: Float8 | None,
-        counters: Counters | None,
-        *tensors: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        n = len(handle.ranks)
-        x = tensors[:n]
-        ctx.handle, ctx.fp8, ctx.has_probs = handle, fp8, len(tensors) > n
-        with handle.calls.group.abort_peers_on_error():
-            out, probs, scales, call = handle.calls.dispatch(
-                handle, ids, x, tensors[n:] or None, fp8, counters, zero=zero, at_once=pending is None
-            )
-        if pending is not None:
-            pending.append(call)
-        stand_ins = []
-        if fp8 is not None:
-            ctx.mark_non_differentiable(*out, *scales)
-            if fp8.straight_through:
-                stand_ins = [x[0].new_empty(()).expand_as(rows) for rows in out]
-        return (*out, *probs, *scales, *stand_ins)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        n, no_x_grads = len(ctx.handle.ranks), 0
-        if ctx.fp8 is not None:
-            rows, probs = grads[-n:], grads[n : 2 * n] if ctx.has_probs else ()
-            if not ctx.fp8.straight_through:  # the weights' gradients alone travel, beside rows without elements
-                rows = tuple(grad.new_empty(len(grad), 0) for grad in probs)
-                no_x_grads = n
-            grads = (*rows, *probs)
-        back = Combine.apply(ctx.handle.in_backward(), False, None, None, None, *(grad.contiguous() for grad in grads))
-        return (*(None,) * (6 + no_x_grads), *back[no_x_grads:])
-
-
-class Combine(Function):
-    """(rows, values) per rank -> (sums, values [T, K]) per rank."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        handle: LowLatencyHandle,
-        sum_at_expert: bool,
-        out: Sequence[torch.Tensor] | None,
-        pending: list[Pending] | None,
-        counters: Counters | None,
-        *tensors: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        n = len(handle.ranks)
-        ctx.handle = handle
-        x, values = tensors[:n], tensors[n:] or None
-        with handle.calls.group.abort_peers_on_error():
-            y, y_values, call = handle.calls.combine(
-                handle,
-                x,
-                values=values,
-                sum_at_expert=sum_at_expert,
-                out=out,
-                counters=counters,
-                at_once=pending is None,
-            )
-        if pending is not None:
-            pending.append(call)
-        return (*y, *(y_values or ()))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return (None, None, None, None, None, *spread(ctx.handle, grads))
-
-
-class WeightedCombine(Function):
-    """(rows, weights) per rank -> sums per rank; the weights lie with the rows or, [T, K], with the tokens."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        handle: LowLatencyHandle,
-        sum_at_expert: bool,
-        out: Sequence[torch.Tensor] | None,
-        pending: list[Pending] | None,
-        counters: Counters | None,
-        *tensors: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        n = len(handle.ranks)
-        ctx.handle, ctx.sum_at_expert = handle, sum_at_expert
-        ctx.save_for_backward(*tensors)
-        weights = {"row_weights" if sum_at_expert else "token_weights": tensors[n:]}
-        with handle.calls.group.abort_peers_on_error():
-            y, _, call = handle.calls.combine(
-                handle,
-                tensors[:n],
-                sum_at_expert=sum_at_expert,
-                out=out,
-                counters=counters,
-                at_once=pending is None,
-                **weights,
-            )
-        if pending is not None:
-            pending.append(call)
-        return tuple(y)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        handle = ctx.handle
-        n = len(handle.ranks)
-        saved = ctx.saved_tensors
-        x, weights = saved[:n], saved[n:]
-        back = spread(handle, (*grads, *(() if ctx.sum_at_expert else weights)))
-        rows, row_weights = back[:n], weights if ctx.sum_at_expert else back[n:]
-        is_row = [handle.is_row(rank) for rank in handle.ranks]
-        x_grads, products = [], []
-        for i in range(n):
-            zero = row_weights[i].new_zeros(())
-            factors = torch.where(is_row[i], row_weights[i], zero).unsqueeze(1)
-            x_grads.append((rows[i] * factors).to(x[i].dtype))
-            products.append(torch.where(is_row[i], (rows[i].to(zero.dtype) * x[i]).sum(dim=1), zero))
-        if ctx.sum_at_expert or not any(ctx.needs_input_grad[5 + n :]):
-            return (None, None, None, None, None, *x_grads, *products)
-        # Each product goes to its token's rank, beside rows without elements.
-        nothing = [grad.new_empty(rank.rows, 0) for grad, rank in zip(x_grads, handle.ranks, strict=True)]
-        weight_grads = Combine.apply(handle.in_backward(), False, None, None, None, *nothing, *products)[n:]
-        return (None, None, None, None, None, *x_grads, *weight_grads)
-
-
-def spread(handle: LowLatencyHandle, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """What lies with the tokens of a dispatch, at their rows; zeros elsewhere."""
-    return Dispatch.apply(
-        handle.again(), handle.sent_ids(), True, None, None, None, *(tensor.contiguous() for tensor in tensors)
-    )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megatron_ep.buffer import LocalCluster
-from megatron_ep.low_latency_handle import LowLatencyHandle
+from megatron_ep.low_latency_handle import LowLatencyHandle, RankPart
 from megatron_ep.low_latency_rows import Float8
 
 
@@ -26,9 +27,6 @@ class LowLatencyReceived:
     straight_through: if bfloat16 x became float8 and needs a gradient, else None: the shape of x, bfloat16. Takes no
         memory and must not be read; the gradient of the rows is what it gets, as from `float8.dequantize`.
     probs: x's shape without H, the weight of each row; None when no weights were given.
-    tokens_per_expert: int32 [L], rows of each local expert, without padding.
-    expert_starts: int32 [L + 1], where each expert's rows begin, counted in rows of x; the last: where they end.
-    overflow: int32 [1], not 0 when rows did not fit into expert_capacity or max_recv_tokens; those rows are missing.
     handle: for combine.
     """
 
@@ -36,39 +34,39 @@ class LowLatencyReceived:
     scales: Any
     straight_through: Any
     probs: Any
-    tokens_per_expert: Any
-    expert_starts: Any
-    overflow: Any
     handle: LowLatencyHandle
+
+    @property
+    def tokens_per_expert(self) -> Any:
+        """int32 [L], rows of each local expert, without padding."""
+        return _one(self.handle, self.handle.counts)
+
+    @property
+    def expert_starts(self) -> Any:
+        """int32 [L + 1], where each expert's rows begin, counted in rows of x; the last: where they end."""
+        return _one(self.handle, self.handle.starts)
+
+    @property
+    def overflow(self) -> Any:
+        """int32 [1], not 0 when rows did not fit into max_recv_tokens or expert_capacity; those rows are missing."""
+        return _one(self.handle, self.handle.overflow)
+
+
+def _one(handle: LowLatencyHandle, view_of: Callable[[RankPart], torch.Tensor]) -> Any:
+    """A view for whoever asks: most callers need few of them, and each takes torch some time."""
+    views = [view_of(rank) for rank in handle.ranks]
+    return views if isinstance(handle.calls.group, LocalCluster) else views[0]
 
 
 def received_of(
     handle: LowLatencyHandle, float8: Float8 | None, has_probs: bool, out: tuple[torch.Tensor, ...]
 ) -> LowLatencyReceived:
-    """out: of `low_latency_calls.Dispatch`."""
-    n, group = len(handle.ranks), handle.calls.group
-    is_there = {
-        "x": True,
-        "probs": has_probs,
-        "scales": float8 is not None,
-        "straight_through": float8 is not None and float8.straight_through,
-    }
-    names = [name for name, there in is_there.items() if there]
-    parts = {name: list(out[i * n : i * n + n]) for i, name in enumerate(names)}
-    if handle.masked:
-        for name in set(names) - {"scales"}:
-            parts[name] = [tensor.unflatten(0, (group.num_local_experts, -1)) for tensor in parts[name]]
-
-    def one(tensors: list[torch.Tensor] | None) -> Any:
-        return tensors if tensors is None or isinstance(group, LocalCluster) else tensors[0]
-
-    return LowLatencyReceived(
-        x=one(parts["x"]),
-        scales=one(parts.get("scales")),
-        straight_through=one(parts.get("straight_through")),
-        probs=one(parts.get("probs")),
-        tokens_per_expert=one([handle.counts(rank) for rank in handle.ranks]),
-        expert_starts=one([handle.starts(rank) for rank in handle.ranks]),
-        overflow=one([handle.overflow(rank) for rank in handle.ranks]),
-        handle=handle,
-    )
+    """out: of `low_latency_autograd.dispatch`."""
+    n = len(handle.ranks)
+    is_list = isinstance(handle.calls.group, LocalCluster)
+    parts = [list(out[i : i + n]) if is_list else out[i] for i in range(0, len(out), n)]
+    x = parts.pop(0)
+    probs = parts.pop(0) if has_probs else None
+    scales = parts.pop(0) if float8 is not None else None
+    straight_through = parts.pop(0) if float8 is not None and float8.straight_through else None
+    return LowLatencyReceived(x, scales, straight_through, probs, handle)

@@ -45,8 +45,9 @@ class Float8:
         words, dtype = blocks, torch.float32
         if self.scale_dtype != torch.float32:
             words, dtype = blocks // BLOCKS_OF_WORD, torch.int32
-        columns = new_tensor((*rows[:-1], words, aligned_column(rows[-1])), dtype, device, zero=zero)
-        return columns.transpose(-1, -2)[..., : rows[-1], :]
+        aligned = aligned_column(rows[-1])
+        columns = new_tensor((*rows[:-1], words, aligned), dtype, device, zero=zero).transpose(-1, -2)
+        return columns if aligned == rows[-1] else columns[..., : rows[-1], :]
 
 
 def float8_of(

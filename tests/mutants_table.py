@@ -8,7 +8,7 @@ RING, DISPATCH, COMBINE = "protocol/ring.h", "protocol/dispatch.h", "protocol/co
 COORDINATORS, NOTIFY = "protocol/coordinators.h", "protocol/notify.h"
 P2P, NCCL = "fabric/cuda/p2p_fabric.h", "fabric/nccl/nccl_fabric.h"
 LOW_LATENCY = "protocol/low_latency.h"
-LL_COMBINE = "protocol/low_latency_combine.h"
+LL_COMBINE, LL_MASK = "protocol/low_latency_combine.h", "protocol/low_latency_mask.h"
 LL_SEND, LL_RECEIVE = "protocol/low_latency_dispatch_send.h", "protocol/low_latency_dispatch_receive.h"
 NVSHMEM, RESET = "fabric/nvshmem/nvshmem_fabric.h", "launch/nccl/reset_signals.h"
 
@@ -325,6 +325,7 @@ MUTANTS = [
     changed("acquire_flag: the rank's scope", LOW_LATENCY, LL_ACQUIRE, SYSTEM, RANK, LL),
     changed("acquire_flag: a plain load", LOW_LATENCY, LL_ACQUIRE, "W::template acquire<Scope::System>", "*", LL),
     changed("end_receiving: credit within the rank", LOW_LATENCY, LL_CREDIT, SYSTEM, RANK, LL),
+    Mutant("settle_ranks: lanes do not meet", LL_MASK, "warp.lanes(lanes, [](int) {});", programs=LL),
     changed("wait_tags: the rank's scope", LOW_LATENCY, LL_TAG, SYSTEM, RANK, LL),
     changed("wait_tags: a plain load", LOW_LATENCY, LL_TAG, "W::template acquire<Scope::System>", "*", LL),
     changed("p2p signal_to: the rank's scope", P2P, LL_SIGNAL, SYSTEM, RANK, LL),

@@ -1,0 +1,285 @@
+"""The arguments of low-latency calls: what they must be, and what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_ep import _C
+from megatron_ep.buffer import LocalCluster
+from megatron_ep.config import require_int
+from megatron_ep.functional import (
+    MOST_PADDED_ROWS,
+    MOST_ROWS,
+    PAYLOAD_DTYPES,
+    WEIGHT_DTYPES,
+    Tensors,
+    _as_list,
+    _check_dtype,
+    _check_ids,
+    _check_payload,
+    _check_weights,
+)
+from megatron_ep.low_latency_calls import Counters
+from megatron_ep.low_latency_handle import LowLatencyHandle
+from megatron_ep.low_latency_rows import Float8, float8_of, row_format
+from megatron_ep.rank_group import COMBINE_DTYPES, RankGroup
+
+LAYOUTS = ("masked", "grouped")
+PLACES = ("token", "expert")
+MOST_KNOWN = 256  # calls
+
+
+@dataclass
+class Limits:
+    """Of a LowLatency's calls.
+
+    row_bytes: of `hidden` elements of its dtype. largest: of rows of `hidden` elements, float8 too.
+    """
+
+    max_tokens: int
+    topk: int
+    row_bytes: int
+    largest: _C.RowFormat
+
+
+@dataclass
+class DispatchArguments:
+    """Checked; lists have one entry per rank of this process. rows: of the expert-grouped tensors."""
+
+    x: list[torch.Tensor]
+    ids: list[torch.Tensor]
+    weights: list[torch.Tensor] | None
+    float8: Float8 | None
+    counters: Counters
+    rows: int
+
+
+@dataclass
+class CombineArguments:
+    """Checked; x and the weights of rows as they were given, [L, W * max_tokens, ...] or [R, ...]."""
+
+    x: list[torch.Tensor]
+    weights: list[torch.Tensor] | None
+    out: list[torch.Tensor] | None
+    counters: Counters
+
+
+def looks_of(settings: tuple[Any, ...], tensors: Sequence[Tensors | None]) -> Hashable | None:
+    """Calls that look the same are right or wrong for the same reason, but for the values of ids. None: wrong."""
+    looks: list[Any] = [settings, *map(type, settings)]
+    for value in tensors:
+        of_ranks = value if isinstance(value, (list, tuple)) else (value,)
+        looks.append(len(of_ranks) if of_ranks is value else None)
+        for t in of_ranks:
+            if isinstance(t, torch.Tensor):
+                looks.append((t.dtype, t.shape, t.device, t.is_contiguous(), t.is_neg(), t.is_conj()))
+            elif t is not None:
+                return None
+    key = tuple(looks)
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+class Checks:
+    """Checks arguments, and remembers the looks of those that were right: a model makes the same calls again."""
+
+    def __init__(self, group: RankGroup, limits: Limits):
+        self._group = group
+        self._limits = limits
+        self._known: dict[Hashable, Any] = {}
+
+    def _listed(self, value: Any) -> Any:
+        """Of what is known to be right."""
+        return value if value is None else list(value) if isinstance(self._group, LocalCluster) else [value]
+
+    def dispatch(
+        self,
+        x: Tensors,
+        topk_idx: Tensors,
+        topk_weights: Tensors | None,
+        scales: Tensors | None,
+        recv_rows: Tensors | None,
+        recv_wait_ns: Tensors | None,
+        *,
+        layout: str,
+        expert_alignment: int,
+        expert_capacity: int | None,
+        max_recv_tokens: int | None,
+        fp8: str | None,
+        scale_layout: str,
+    ) -> DispatchArguments:
+        group = self._group
+        settings = (layout, expert_alignment, expert_capacity, max_recv_tokens, fp8, scale_layout)
+        looks = looks_of(settings, (x, topk_idx, topk_weights, scales, recv_rows, recv_wait_ns))
+        num_rows = self._known.get(looks)
+        if num_rows is not None:
+            xs, ids, weights, row_scales = map(self._listed, (x, topk_idx, topk_weights, scales))
+            given = {"recv_rows": recv_rows, "recv_wait_ns": recv_wait_ns}
+            counters: Counters = {name: self._listed(value) for name, value in given.items() if value is not None}
+            float8 = float8_of(xs, fp8, row_scales, scale_layout)
+        else:
+            if layout not in LAYOUTS:
+                raise ValueError(f"layout is {layout!r}, must be one of {', '.join(map(repr, LAYOUTS))}")
+            xs, ids = _as_list("x", x, group), _as_list("topk_idx", topk_idx, group)
+            weights = None if topk_weights is None else _as_list("topk_weights", topk_weights, group)
+            _check_ids(ids)
+            topk, num_tokens = ids[0].shape[1], [idx.shape[0] for idx in ids]
+            if topk > self._limits.topk:
+                raise ValueError(f"topk_idx has K = {topk}, must be at most the {self._limits.topk} of LowLatency")
+            most = self._limits.max_tokens
+            for tokens in num_tokens:
+                if tokens > most:
+                    raise ValueError(f"x has {tokens} tokens, must have at most max_tokens = {most}")
+            row_scales = None if scales is None else _as_list("scales", scales, group)
+            _check_payload("x", xs, num_tokens, PAYLOAD_DTYPES)
+            float8 = float8_of(xs, fp8, row_scales, scale_layout)
+            self._check_row("x", xs[0], float8)
+            _check_weights("topk_weights", weights, [(tokens, topk) for tokens in num_tokens], WEIGHT_DTYPES)
+            counters = self._check_counters(recv_rows=recv_rows, recv_wait_ns=recv_wait_ns)
+            num_rows = self._rows(layout, topk, expert_alignment, max_recv_tokens, expert_capacity)
+            self._remember(looks, num_rows)
+        if group.device.type == "cpu":
+            self._check_id_values(ids)
+        return DispatchArguments(xs, ids, weights, float8, counters, num_rows)
+
+    def combine(
+        self,
+        x: Tensors,
+        handle: LowLatencyHandle,
+        weights: Tensors | None,
+        out: Tensors | None,
+        recv_wait_ns: Tensors | None,
+        *,
+        sum_at: str,
+    ) -> CombineArguments:
+        group = self._group
+        rows = tuple((rank.num_tokens, rank.rows) for rank in handle.ranks)
+        looks = looks_of((sum_at, handle.masked, handle.topk, rows), (x, weights, out, recv_wait_ns))
+        if looks in self._known:
+            xs, factors, outs, waits = map(self._listed, (x, weights, out, recv_wait_ns))
+            return CombineArguments(xs, factors, outs, {} if waits is None else {"recv_wait_ns": waits})
+        if sum_at not in PLACES:
+            raise ValueError(f"sum_at is {sum_at!r}, must be one of {', '.join(map(repr, PLACES))}")
+        given = _as_list("x", x, group)
+        xs = self._flat("x", given, handle, 1)
+        _check_payload("x", xs, [rank.rows for rank in handle.ranks], COMBINE_DTYPES)
+        self._check_row("x", xs[0])
+        factors = None if weights is None else _as_list("weights", weights, group)
+        if factors is not None:
+            allowed = (torch.float64 if xs[0].dtype == torch.float64 else torch.float32,)
+            shapes: list[tuple[int, ...]] = [(rank.num_tokens, handle.topk) for rank in handle.ranks]
+            flat = factors
+            if sum_at == "expert":
+                flat = self._flat("weights", factors, handle, 0)
+                shapes = [(rank.rows,) for rank in handle.ranks]
+            _check_weights("weights", flat, shapes, allowed)
+        outs = None if out is None else self._check_out(_as_list("out", out, group), xs, handle)
+        counters = self._check_counters(recv_wait_ns=recv_wait_ns)
+        self._remember(looks, True)
+        return CombineArguments(given, factors, outs, counters)
+
+    def _remember(self, looks: Hashable | None, what: Any) -> None:
+        if looks is None:
+            return
+        if len(self._known) >= MOST_KNOWN:
+            self._known.clear()
+        self._known[looks] = what
+
+    def _check_counters(self, **tensors: Tensors | None) -> Counters:
+        counters = {name: _as_list(name, given, self._group) for name, given in tensors.items() if given is not None}
+        world = self._group.topology.world_size
+        for name, of_ranks in counters.items():
+            for tensor in of_ranks:
+                if tensor.dtype != torch.int64 or tuple(tensor.shape) != (world,):
+                    raise ValueError(
+                        f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, must be torch.int64 of shape "
+                        f"({world},)"
+                    )
+        return counters
+
+    def _check_row(self, name: str, x: torch.Tensor, float8: Float8 | None = None) -> None:
+        if float8 is not None:
+            row = row_format(self._limits.topk, x.shape[1], torch.float8_e4m3fn, float8.scale_dtype)
+            if row.slot_bytes > self._limits.largest.slot_bytes:
+                raise ValueError(
+                    f"{name} has rows of {x.shape[1]} x torch.float8_e4m3fn and their scales, must have at most the "
+                    f"{self._limits.row_bytes} bytes of LowLatency's hidden and dtype"
+                )
+        elif x.shape[1] * x.element_size() > self._limits.row_bytes:
+            raise ValueError(
+                f"{name} has rows of {x.shape[1]} x {x.dtype}, must have at most the {self._limits.row_bytes} bytes of "
+                "LowLatency's hidden and dtype"
+            )
+
+    def _rows(
+        self,
+        layout: str,
+        topk: int,
+        expert_alignment: int,
+        max_recv_tokens: int | None,
+        expert_capacity: int | None,
+    ) -> int:
+        world, local_experts = self._group.topology.world_size, self._group.num_local_experts
+        require_int("expert_alignment", expert_alignment, 1, MOST_PADDED_ROWS // local_experts)
+        if layout == "masked":
+            if expert_alignment != 1 or max_recv_tokens is not None:
+                raise ValueError(
+                    f"expert_alignment is {expert_alignment} and max_recv_tokens {max_recv_tokens}, must be left out "
+                    "with layout 'masked'"
+                )
+            if expert_capacity is None:
+                return local_experts * world * self._limits.max_tokens
+            require_int("expert_capacity", expert_capacity, 1, MOST_PADDED_ROWS // local_experts)
+            return local_experts * expert_capacity
+        if expert_capacity is not None:
+            raise ValueError(f"expert_capacity is {expert_capacity}, must be left out with layout 'grouped'")
+        if max_recv_tokens is not None:
+            require_int("max_recv_tokens", max_recv_tokens, 1, MOST_ROWS)
+            return max_recv_tokens
+        return world * self._limits.max_tokens * min(topk, local_experts) + local_experts * (expert_alignment - 1)
+
+    def _check_id_values(self, ids: list[torch.Tensor]) -> None:
+        experts = self._group.config.num_experts
+        for rank, idx in zip(self._group.ranks, ids, strict=True):
+            ordered = idx.sort(dim=1).values
+            repeated = (ordered.diff(dim=1) == 0) & (ordered[:, 1:] >= 0)
+            bad = ((idx < -1) | (idx >= experts)).any(dim=1) | repeated.any(dim=1)
+            if bad.any():
+                token = int(bad.nonzero()[0])
+                where = f" of rank {rank}" if len(ids) > 1 else ""
+                raise ValueError(
+                    f"topk_idx{where} is {idx[token].tolist()} at token {token}, must hold distinct ids in "
+                    f"[0, {experts}), or -1 for no expert"
+                )
+
+    def _flat(self, name: str, tensors: list[torch.Tensor], handle: LowLatencyHandle, inner: int) -> list[torch.Tensor]:
+        """As one dimension of rows, and `inner` others."""
+        if not handle.masked:
+            return tensors
+        flat = []
+        for tensor, rank in zip(tensors, handle.ranks, strict=True):
+            shape = (self._group.num_local_experts, rank.rows // self._group.num_local_experts)
+            if tensor.dim() != 2 + inner or tuple(tensor.shape[:2]) != shape:
+                allowed = ", ".join(map(str, shape)) + (", H" if inner else "")
+                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, must be [{allowed}]")
+            flat.append(tensor.flatten(0, 1))
+        return flat
+
+    def _check_out(
+        self,
+        outs: list[torch.Tensor],
+        xs: list[torch.Tensor],
+        handle: LowLatencyHandle,
+    ) -> list[torch.Tensor]:
+        for tensor, x, rank in zip(outs, xs, handle.ranks, strict=True):
+            _check_dtype("out", tensor, (x.dtype,))
+            if tuple(tensor.shape) != (rank.num_tokens, x.shape[1]):
+                raise ValueError(f"out has shape {tuple(tensor.shape)}, must be {(rank.num_tokens, x.shape[1])}")
+        return outs
