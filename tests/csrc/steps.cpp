@@ -1,0 +1,251 @@
+// What each role does for a row, as the number of nodes grows: steps of its warps, and how often
+// they look at what they wait for. Prints a table, and fails where a figure leaves its budget.
+
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <random>
+#include <set>
+#include <vector>
+
+#include "fabric/shared_memory.h"
+#include "launch/host/group.h"
+#include "launch/host/group.inl"
+
+namespace ep {
+namespace {
+
+constexpr int kRoles = static_cast<int>(kLastOfTransfers) + 1;
+
+struct Work {
+    uint64_t steps = 0, polls = 0;
+};
+Work work[kRoles];
+
+// A warp that counts what it is told to do; to read a register of another lane counts nothing.
+class CountingWarp : public HostWarp {
+  public:
+    CountingWarp(Executor& executor, const RankState& rank, Role role, int channel)
+        : HostWarp(executor, rank, role, channel), work_(work[static_cast<int>(role)]) {}
+
+    template <class F>
+    void lanes(int count, F&& f) {
+        ++work_.steps;
+        HostWarp::lanes(count, f);
+    }
+    template <class F>
+    uint32_t ballot(int count, F&& f) {
+        ++work_.steps;
+        return HostWarp::ballot(count, f);
+    }
+    uint32_t first_of(int count, const PerLane<int>& keys) {
+        ++work_.steps;
+        return HostWarp::first_of(count, keys);
+    }
+    template <class F>
+    bool met(int count, F&& need) {
+        ++work_.steps;
+        return HostWarp::met(count, counted(need));
+    }
+    template <class F>
+    bool wait_all(Wait wait, int count, F&& need) {
+        ++work_.steps;
+        return HostWarp::wait_all(wait, count, counted(need));
+    }
+    template <class F>
+    uint32_t wait_any(Wait wait, int count, F&& need) {
+        ++work_.steps;
+        return HostWarp::wait_any(wait, count, counted(need));
+    }
+    template <Reuse reuse>
+    void copy(void* dst, const void* src, size_t bytes) {
+        ++work_.steps;
+        HostWarp::copy<reuse>(dst, src, bytes);
+    }
+    template <Reuse reuse>
+    void multicast(const PerLane<void*>& dsts, uint32_t mask, const void* src, size_t bytes) {
+        ++work_.steps;
+        HostWarp::multicast<reuse>(dsts, mask, src, bytes);
+    }
+    template <class T, Reuse reuse>
+    void sum(void* dst, const PerLane<const void*>& srcs, uint32_t mask, size_t count) {
+        ++work_.steps;
+        HostWarp::sum<T, reuse>(dst, srcs, mask, count);
+    }
+    template <Scope scope>
+    void publish(uint64_t* flag, uint64_t value) {
+        ++work_.steps;
+        HostWarp::publish<scope>(flag, value);
+    }
+    template <Scope scope, class F>
+    void publish_lanes(int count, F&& f) {
+        ++work_.steps;
+        HostWarp::publish_lanes<scope>(count, f);
+    }
+    template <Scope scope>
+    void credit(uint64_t* flag, uint64_t value) {
+        ++work_.steps;
+        HostWarp::credit<scope>(flag, value);
+    }
+    template <Scope scope, class F>
+    void credit_lanes(int count, F&& f) {
+        ++work_.steps;
+        HostWarp::credit_lanes<scope>(count, f);
+    }
+
+  private:
+    // Every look asks lane 0.
+    template <class F>
+    auto counted(F& need) {
+        return [this, &need](int lane) {
+            work_.polls += lane == 0;
+            return need(lane);
+        };
+    }
+
+    Work& work_;
+};
+
+constexpr int kRanks = 2, kTokens = 48, kTopk = 4, kChannels = 2, kHidden = 8;
+
+// One dispatch and its combine between random tokens and experts, one expert a rank. Returns how
+// many rows arrive anywhere: a token at a rank.
+uint64_t run(int nodes) {
+    const Topology topology{nodes, kRanks};
+    const int world = topology.world();
+    const RowFormat format{kHidden * 4, 0, 4, kTopk};
+    const Heap heap{topology, world, kChannels, 4 * format.slot_bytes(), 8 * format.slot_bytes()};
+    std::vector<Segment> memory;
+    std::vector<char*> heaps;
+    std::vector<int> ranks;
+    for (int rank = 0; rank < world; ++rank) {
+        memory.push_back(Segment::anonymous(heap.bytes()));
+        heaps.push_back(memory.back().data());
+        ranks.push_back(rank);
+    }
+    HostGroup group(heap, ranks, heaps, {}, std::chrono::seconds(60));
+
+    std::mt19937 random(nodes);
+    struct Share {
+        std::vector<int32_t> ids, layout, positions, rail;
+        std::vector<int64_t> counts;
+        std::vector<float> x, weights, rows, row_weights, y, y_weights;
+    };
+    std::vector<Share> shares(world);
+    std::vector<NotifyArgs> notify;
+    uint64_t rows = 0;
+    for (int rank = 0; rank < world; ++rank) {
+        Share& share = shares[rank];
+        for (int token = 0; token < kTokens; ++token) {
+            std::set<int> experts;
+            while (static_cast<int>(experts.size()) < std::min(kTopk, world))
+                experts.insert(static_cast<int>(random() % world));
+            std::vector<int32_t> ids(experts.begin(), experts.end());
+            ids.resize(kTopk, -1);
+            share.ids.insert(share.ids.end(), ids.begin(), ids.end());
+            rows += experts.size();
+        }
+        Layout layout{topology, kTokens, kTopk, world, kChannels, nullptr};
+        share.layout.resize(layout.size());
+        layout.data = share.layout.data();
+        share.counts.resize(1);
+        notify.push_back({rank, heap, layout, share.ids.data(), 4, 1, 0, 1, share.counts.data()});
+    }
+    group.notify<CountingWarp>(notify);
+
+    std::vector<DispatchArgs> dispatch;
+    std::vector<CombineArgs> combine;
+    for (int rank = 0; rank < world; ++rank) {
+        Share& share = shares[rank];
+        const Layout::Totals& totals = notify[rank].layout.totals();
+        share.positions.resize(totals.received_rows * kTopk);
+        share.rail.resize(totals.rail_rows * kTopk + 1);
+        share.x.assign(kTokens * kHidden, static_cast<float>(rank));
+        share.weights.resize(kTokens * kTopk);
+        share.rows.resize(totals.expert_rows * kHidden);
+        share.row_weights.resize(totals.expert_rows);
+        share.y.resize(share.x.size());
+        share.y_weights.resize(share.weights.size());
+        const TransferArgs args{rank,
+                                heap,
+                                notify[rank].layout,
+                                format,
+                                1,
+                                2,
+                                4,
+                                share.positions.data(),
+                                share.rail.data(),
+                                totals.received_rows,
+                                totals.rail_rows,
+                                totals.expert_rows};
+        auto bytes = [](std::vector<float>& of) { return reinterpret_cast<char*>(of.data()); };
+        dispatch.push_back({args, bytes(share.x), nullptr, bytes(share.weights), bytes(share.rows),
+                            nullptr, bytes(share.row_weights)});
+        dispatch.back().fills_tables = true;
+        combine.push_back({args, bytes(share.rows), bytes(share.row_weights), bytes(share.y),
+                           bytes(share.y_weights)});
+        combine.back().call = 2;
+        combine.back().is_combine = true;
+    }
+    group.dispatch<CountingWarp>(dispatch);
+    group.combine<CountingWarp>(combine, DType::fp32);
+    for (int rank = 0; rank < world; ++rank) {
+        for (const float y : shares[rank].y) {
+            if (group.finished() && y == static_cast<float>(rank * std::min(kTopk, world)))
+                continue;
+            std::fprintf(stderr, "%d nodes: a wrong sum\n", nodes);
+            std::exit(EXIT_FAILURE);
+        }
+    }
+    return rows;
+}
+
+// For a row that arrives at a rank, with any number of nodes.
+struct Budget {
+    Role role;
+    const char* name;
+    double steps, polls;
+};
+constexpr Budget kBudgets[] = {
+    {Role::NvlSender, "nvl_sender", 3.7, 0.6},
+    {Role::RdmaSender, "rdma_sender", 5.5, 0.7},
+    {Role::SenderCoordinator, "sender_coordinator", 2.8, 0.4},
+    {Role::Forwarder, "forwarder", 13, 1.3},
+    {Role::ForwarderCoordinator, "forwarder_coordinator", 1.6, 0.4},
+    {Role::Receiver, "receiver", 9.5, 0.4},
+    {Role::CombineNvlSender, "combine_nvl_sender", 9.5, 0.4},
+    {Role::CombineForwarder, "combine_forwarder", 14, 2.6},
+    {Role::CombineReceiver, "combine_receiver", 3.8, 0.6},
+};
+
+}  // namespace
+}  // namespace ep
+
+int main() {
+    using namespace ep;
+    bool within = true;
+    std::printf("steps + polls a row, by nodes of %d ranks\n%-22s", kRanks, "");
+    const int nodes[] = {2, 4, 8, 16, 32, 64};
+    std::vector<std::vector<Work>> all;
+    std::vector<double> rows;
+    for (const int count : nodes) {
+        std::printf(" %13d", count);
+        std::fill(std::begin(work), std::end(work), Work{});
+        rows.push_back(static_cast<double>(run(count)));
+        all.emplace_back(std::begin(work), std::end(work));
+    }
+    std::printf(" %13s\n", "budget");
+    for (const Budget& budget : kBudgets) {
+        std::printf("%-22s", budget.name);
+        for (size_t i = 0; i < rows.size(); ++i) {
+            const Work& one = all[i][static_cast<int>(budget.role)];
+            const double steps = static_cast<double>(one.steps) / rows[i],
+                         polls = static_cast<double>(one.polls) / rows[i];
+            const bool is_more = steps > budget.steps || polls > budget.polls;
+            std::printf(" %5.1f + %4.1f%c", steps, polls, is_more ? '!' : ' ');
+            within = within && !is_more;
+        }
+        std::printf(" %5.1f + %4.1f\n", budget.steps, budget.polls);
+    }
+    return within ? EXIT_SUCCESS : EXIT_FAILURE;
+}
