@@ -153,11 +153,9 @@ class WeightedCombine(Function):
             back = dispatch(handle, n, None, True, *(grad.contiguous() for grad in grads), *ones)
             rows, is_row = back[:n], [one != 0 for one in back[n:]]
             for i in range(n):
-                zero = weights[i].new_zeros(())
+                given = (x[i], weights[i], rows[i], is_row[i])
                 if ctx.needs_input_grad[2 + i]:
-                    factors = torch.where(is_row[i], weights[i], zero).unsqueeze(1)
-                    x_grads[i] = (rows[i] * factors).to(x[i].dtype)
+                    x_grads[i] = transfers.gradient_of_rows(*given)
                 if ctx.needs_input_grad[2 + n + i]:
-                    products = rows[i].to(zero.dtype) * x[i]
-                    weight_grads[i] = torch.where(is_row[i], products.sum(dim=1), zero)
+                    weight_grads[i] = transfers.gradient_of_weights(*given)
         return (None, None, *x_grads, *weight_grads)

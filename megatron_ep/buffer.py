@@ -57,7 +57,7 @@ class LocalCluster(RankGroup):
         lost_signal: int = 0,
         stalled: tuple[int, int] | None = None,
     ):
-        failures.watch(self)
+        self.number = failures.watch(self)
         self.topology = Topology(nodes, ranks_per_node)
         require_type("config", config, Config)
         self.config = config
@@ -150,7 +150,7 @@ class Buffer(RankGroup):
         return buffer
 
     def _set_up(self, meeting: Meeting, config: Config, topology: Topology | None, device: str | torch.device) -> None:
-        failures.watch(self)
+        self.number = failures.watch(self)
         self._meeting = meeting
         self.rank = self._meeting.rank
         self.config = config

@@ -33,9 +33,16 @@ _numbers = itertools.count()
 _groups: weakref.WeakValueDictionary[int, Watched] = weakref.WeakValueDictionary()
 
 
-def watch(group: Watched) -> None:
-    """Counts a buffer among those of this process, until it is closed or nobody has it any more."""
-    _groups[next(_numbers)] = group
+def watch(group: Watched) -> int:
+    """Counts a buffer among those of this process, until it is closed or nobody has it any more. Returns its number."""
+    number = next(_numbers)
+    _groups[number] = group
+    return number
+
+
+def group_of(number: int) -> Watched | None:
+    """The buffer of that number, if somebody still has it."""
+    return _groups.get(number)
 
 
 def open_groups() -> list[Watched]:

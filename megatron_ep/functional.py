@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_ep import autograd, float8, transfers
+from megatron_ep import autograd, float8, operators, transfers
 from megatron_ep.buffer import LocalCluster
 from megatron_ep.config import require_int
 from megatron_ep.handle import CountsToAskFor, Handle
@@ -64,7 +64,7 @@ def dispatch(
     max_recv_tokens: int | None = None,
     forward_dtype: torch.dtype | None = None,
 ) -> Received:
-    """Sends every token to the ranks of its experts.
+    """Sends every token to the ranks of its experts. Inside `torch.compile` one operator: see docs/tuning.md.
 
     Collective, and so is its backward pass: what is made of the result must take part in the loss on all ranks or on
     none, and x and topk_weights must need a gradient on all or on none.
@@ -93,15 +93,16 @@ def dispatch(
     EPTimeoutError when another rank does not take part, EPOverflowError when max_recv_tokens is too small for the rows
     that only pass through this rank.
     """
-    group = _group_of(buffer, handle)
+    group, is_traced = _group_of(buffer, handle), torch.compiler.is_compiling()
     with group.abort_peers_on_error():
-        group.check_usable()
+        if not is_traced:  # the operator does
+            group.check_usable()
         _check_owner(buffer, handle)
-        xs = _as_list("x", x, group)
-        weights = None if topk_weights is None else _as_list("topk_weights", topk_weights, group)
-        row_scales = None if scales is None else _as_list("scales", scales, group)
+        xs = _as_list("x", x, group, is_traced)
+        weights = None if topk_weights is None else _as_list("topk_weights", topk_weights, group, is_traced)
+        row_scales = None if scales is None else _as_list("scales", scales, group, is_traced)
         if handle is None:
-            ids = _as_list("topk_idx", topk_idx, group)
+            ids = _as_list("topk_idx", topk_idx, group, is_traced)
             _check_ids(ids)
             most_rows = MOST_PADDED_ROWS // group.num_local_experts
             require_int("expert_alignment", expert_alignment, 1, most_rows)
@@ -132,6 +133,8 @@ def dispatch(
     if values:
         tensors = (*xs, *values, *(weights or ()))
         out, row_scales = autograd.Float8Dispatch.apply(handle, n, row_scales, needs_gradient, *tensors), None
+    elif is_traced:
+        out, handle = operators.dispatch(handle, xs, row_scales, weights, clears_end=needs_gradient)
     else:
         out = autograd.dispatch(handle, n, row_scales, needs_gradient, *xs, *(weights or ()))
     parts = [list(out[i : i + n]) for i in range(0, len(out), n)]
@@ -167,16 +170,20 @@ def combine(x: Tensors, handle: Handle, weights: Tensors | None = None) -> Any:
     Raises ValueError for a wrong argument before anything is sent; other ranks then get EPAbortError. Raises
     EPTimeoutError when another rank does not take part.
     """
-    group = _group_of(None, handle)
+    group, is_traced = _group_of(None, handle), torch.compiler.is_compiling()
     with group.abort_peers_on_error():
-        group.check_usable()
-        xs = _as_list("x", x, group)
+        if not is_traced:  # the operator does
+            group.check_usable()
+        xs = _as_list("x", x, group, is_traced)
         rows = [rank.rows for rank in handle.ranks]
         _check_payload("x", xs, rows, COMBINE_DTYPES)
-        row_weights = None if weights is None else _as_list("weights", weights, group)
+        row_weights = None if weights is None else _as_list("weights", weights, group, is_traced)
         allowed = (torch.float64 if xs[0].dtype == torch.float64 else torch.float32,)
         _check_weights("weights", row_weights, [(count,) for count in rows], allowed)
-    if row_weights is None:
+    out: Sequence[torch.Tensor]
+    if is_traced:
+        out = operators.combine(handle, xs, row_weights)
+    elif row_weights is None:
         out = autograd.combine(handle, len(group.ranks), *xs)
     else:
         out = autograd.weighted_combine(handle, len(group.ranks), *xs, *row_weights)
@@ -207,7 +214,7 @@ def _check_owner(buffer: RankGroup | None, handle: Handle | None) -> None:
         raise ValueError("handle belongs to another buffer than the one given")
 
 
-def _as_list(name: str, value: Tensors | None, group: RankGroup) -> list[torch.Tensor]:
+def _as_list(name: str, value: Tensors | None, group: RankGroup, is_traced: bool = False) -> list[torch.Tensor]:
     if isinstance(group, LocalCluster):
         if not isinstance(value, (list, tuple)) or len(value) != len(group.ranks):
             got = f"{len(value)} items" if isinstance(value, (list, tuple)) else f"a {type(value).__name__}"
@@ -222,7 +229,7 @@ def _as_list(name: str, value: Tensors | None, group: RankGroup) -> list[torch.T
             raise ValueError(f"{name} is a {type(tensor).__name__}, must be a tensor")
         if tensor.device != group.device:
             raise ValueError(f"{name} is on {tensor.device}, must be on {group.device}, where the buffer is")
-        if tensor.is_neg() or tensor.is_conj():
+        if not is_traced and (tensor.is_neg() or tensor.is_conj()):
             raise ValueError(f"{name} is a view that negates or conjugates lazily, must be resolved: resolve_neg()")
         if not tensor.is_contiguous():
             raise ValueError(

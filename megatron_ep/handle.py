@@ -13,12 +13,16 @@ from megatron_ep.rank_group import RankGroup
 
 @dataclass
 class CountsToAskFor:
-    """Arguments of `megatron_ep.dispatch`. topk_idx: [T, K] a rank; expert_capacity: 0 for none."""
+    """Arguments of `megatron_ep.dispatch`. topk_idx: [T, K] a rank; expert_capacity: 0 for none.
+
+    has_fixed_sizes: with max_recv_tokens tables have room for the most even where the host knows how much they need.
+    """
 
     topk_idx: Sequence[torch.Tensor]
     expert_alignment: int
     expert_capacity: int
     max_recv_tokens: int | None
+    has_fixed_sizes: bool = False
 
 
 @dataclass(eq=False)

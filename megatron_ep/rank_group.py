@@ -60,6 +60,7 @@ class RankGroup:
     config: Config
     ranks: list[int]
     device: torch.device
+    number: int  # of this buffer in this process, for operators, which take no objects
     heap: _C.Heap
     _backend: Backend | None = None
     _is_seen = False  # whether somebody was told of the failure since the last reset, if there was one

@@ -155,6 +155,22 @@ def tokens_per_expert_of(handle: Handle) -> list[torch.Tensor]:
     return given
 
 
+def gradient_of_rows(x: torch.Tensor, weights: torch.Tensor, grad: torch.Tensor, is_row: torch.Tensor) -> torch.Tensor:
+    """Of x [R, H], which weights [R] have multiplied before a combine. grad: [R, H], of the products.
+
+    is_row: bool [R], where a token's row lies; in padding x and weights may hold anything.
+    """
+    return (grad * torch.where(is_row, weights, weights.new_zeros(())).unsqueeze(1)).to(x.dtype)
+
+
+def gradient_of_weights(
+    x: torch.Tensor, weights: torch.Tensor, grad: torch.Tensor, is_row: torch.Tensor
+) -> torch.Tensor:
+    """Likewise of the weights."""
+    products = grad.to(weights.dtype) * x
+    return torch.where(is_row, products.sum(dim=1), weights.new_zeros(()))
+
+
 def overflow_of(handle: Handle) -> list[torch.Tensor]:
     """int32 [1], views: not 0 once rows did not fit."""
     return [rank.layout.narrow(0, _C.Heap.overflow_offset, 1) for rank in handle.ranks]
@@ -196,7 +212,7 @@ def _exchange_counts(group: RankGroup, request: CountsToAskFor, tensors: Sequenc
             rows = most
             received = most_arrivals(most, request.expert_capacity, num_tokens, group.topology.world_size)
             rail = most_rail_rows(group.topology, most, received, num_tokens)
-            if totals:
+            if totals and not request.has_fixed_sizes:
                 received, rail = min(totals[i].received_rows, received), totals[i].rail_rows
         positions = torch.empty(received, topk, dtype=torch.int32, device=group.device)
         rail_experts = torch.empty(rail, topk, dtype=torch.int32, device=group.device) if rail else positions

@@ -264,6 +264,7 @@ class Dispatcher(Section):
     router: Literal["fused", "megatron"] = "fused"
     timeout: PositiveFloat | None = None
     channels: Positive | None = None
+    row_bytes: Positive | None = None
     nvl_ring_bytes: Positive | None = None
     rdma_ring_bytes: Positive | None = None
     rdma_chunk_tokens: Positive | None = None

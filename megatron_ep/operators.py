@@ -1,0 +1,358 @@
+"""Dispatch and combine as operators of torch.library: what `torch.compile` puts into a graph.
+
+Operators take and return tensors and numbers alone, so a buffer goes by its number, and a handle as its tensors: the
+layout, and the two tables that dispatch fills. `megatron_ep.functional` puts a `Handle` together around them. Sizes are
+known to the compiler where max_recv_tokens fixes them, or expert_capacity the rows; else they depend on data.
+
+Lists have one entry per rank of this process; an empty one stands for what is not given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ep import failures, transfers
+from megatron_ep.backends.interface import RankHandle
+from megatron_ep.handle import CountsToAskFor, Handle
+from megatron_ep.rank_group import RankGroup
+
+MOST_ROWS = 2**31 - 1  # counted in 32 bits
+ANY_STREAM = -1  # of a handle's tables: that of a later launch is another one
+
+
+def _group(number: int) -> RankGroup:
+    group = failures.group_of(number)
+    if not isinstance(group, RankGroup):
+        raise ValueError("buffer is closed")
+    return group
+
+
+def _handle(
+    group: RankGroup,
+    num_tokens: Sequence[int],
+    rows: Sequence[int],
+    counts: Sequence[Tensor],
+    layouts: Sequence[Tensor],
+    positions: Sequence[Tensor],
+    rails: Sequence[Tensor],
+) -> Handle:
+    """counts: those of `RankHandle`, or anything where nobody asks for them."""
+    ranks = [
+        RankHandle(
+            num_tokens[i], layouts[i], rows[i], counts[i], positions[i], rails[i], rails[i].shape[0], ANY_STREAM, True
+        )
+        for i in range(len(layouts))
+    ]
+    return Handle(group, positions[0].shape[1], ranks)
+
+
+# ---- dispatch
+
+
+@torch.library.custom_op(
+    "megatron_ep::dispatch",
+    mutates_args=(),
+    schema="(Tensor[] x, Tensor[] topk_idx, Tensor[] weights, Tensor[] scales, int buffer, int expert_alignment, "
+    "int expert_capacity, SymInt max_recv_tokens, bool clears_end) -> Tensor[]",
+)
+def dispatch_op(
+    x: list[Tensor],
+    topk_idx: list[Tensor],
+    weights: list[Tensor],
+    scales: list[Tensor],
+    buffer: int,
+    expert_alignment: int,
+    expert_capacity: int,
+    max_recv_tokens: int,
+    clears_end: bool,
+) -> list[Tensor]:
+    """max_recv_tokens: 0 for none. Returns rows, weights of rows, scales of rows, counts, layouts, positions, rails."""
+    group = _group(buffer)
+    with group.abort_peers_on_error():
+        group.check_usable()
+        request = CountsToAskFor(
+            topk_idx, expert_alignment, expert_capacity, max_recv_tokens or None, has_fixed_sizes=True
+        )
+        handle = Handle(group, topk_idx[0].shape[1], [], request)
+        out, out_scales, out_weights = transfers.dispatch(
+            handle, x, scales or None, weights or None, clears_end=clears_end
+        )
+    ranks = handle.ranks
+    rails = [rank.rail_experts if rank.rail_rows else rank.positions.new_empty(0, handle.topk) for rank in ranks]
+    return [
+        *out,
+        *(out_weights or ()),
+        *(out_scales or ()),
+        *(rank.counts for rank in ranks),
+        *(rank.layout for rank in ranks),
+        *(rank.positions for rank in ranks),
+        *rails,
+    ]
+
+
+@dispatch_op.register_fake
+def _(
+    x: list[Tensor],
+    topk_idx: list[Tensor],
+    weights: list[Tensor],
+    scales: list[Tensor],
+    buffer: int,
+    expert_alignment: int,
+    expert_capacity: int,
+    max_recv_tokens: int,
+    clears_end: bool,
+) -> list[Tensor]:
+    group, context = _group(buffer), torch.library.get_ctx()
+    topk, is_fixed = topk_idx[0].shape[1], not _is_zero(max_recv_tokens)
+    counts, layouts, positions, rails = [], [], [], []
+    rows: list[Any] = []  # numbers, known or not
+    received: Any
+    rail: Any
+    for idx in topk_idx:
+        num_tokens = idx.shape[0]
+        if is_fixed:
+            received = transfers.most_arrivals(max_recv_tokens, expert_capacity, num_tokens, group.topology.world_size)
+            rail = transfers.most_rail_rows(group.topology, max_recv_tokens, received, num_tokens)
+            rows.append(max_recv_tokens)
+        else:
+            received = context.new_dynamic_size(max=MOST_ROWS)
+            rail = context.new_dynamic_size(max=MOST_ROWS) if group.topology.nodes > 1 else 0
+            rows.append(
+                expert_capacity * group.num_local_experts
+                if expert_capacity
+                else context.new_dynamic_size(max=MOST_ROWS)
+            )
+        counts_on = group.device if is_fixed else torch.device("cpu")
+        counts.append(torch.empty(2, group.num_local_experts, dtype=torch.int64, device=counts_on))
+        # in proportion to the tokens, but for a constant: csrc/core/layout.h
+        size = group.heap.layout_size(0, topk) + 2 * num_tokens * topk
+        layouts.append(idx.new_empty(size, dtype=torch.int32))
+        positions.append(idx.new_empty(received, topk, dtype=torch.int32))
+        rails.append(idx.new_empty(rail, topk, dtype=torch.int32))
+    return [*_fake_rows(x, weights, scales, rows), *counts, *layouts, *positions, *rails]
+
+
+def _is_zero(size: int) -> bool:
+    return isinstance(size, int) and size == 0
+
+
+def _fake_rows(x: list[Tensor], weights: list[Tensor], scales: list[Tensor], rows: Sequence[int]) -> list[Tensor]:
+    return [
+        *(t.new_empty(count, t.shape[1]) for t, count in zip(x, rows, strict=True)),
+        *(t.new_empty(count) for t, count in zip(weights, rows[: len(weights)], strict=True)),
+        *(t.new_empty(count, t.shape[1]) for t, count in zip(scales, rows[: len(scales)], strict=True)),
+    ]
+
+
+@torch.library.custom_op(
+    "megatron_ep::dispatch_again",
+    mutates_args=(),
+    schema="(Tensor[] x, Tensor[] weights, Tensor[] scales, Tensor[] layouts, Tensor[] positions, Tensor[] rails, "
+    "int buffer, SymInt[] rows, bool clears_end) -> Tensor[]",
+)
+def dispatch_again_op(
+    x: list[Tensor],
+    weights: list[Tensor],
+    scales: list[Tensor],
+    layouts: list[Tensor],
+    positions: list[Tensor],
+    rails: list[Tensor],
+    buffer: int,
+    rows: Sequence[int],
+    clears_end: bool,
+) -> list[Tensor]:
+    """With the layout of an earlier dispatch. Returns rows, weights of rows, scales of rows."""
+    group = _group(buffer)
+    with group.abort_peers_on_error():
+        group.check_usable()
+        handle = _handle(group, [t.shape[0] for t in x], rows, layouts, layouts, positions, rails)
+        out, out_scales, out_weights = transfers.dispatch(
+            handle, x, scales or None, weights or None, clears_end=clears_end
+        )
+    return [*out, *(out_weights or ()), *(out_scales or ())]
+
+
+@dispatch_again_op.register_fake
+def _(
+    x: list[Tensor],
+    weights: list[Tensor],
+    scales: list[Tensor],
+    layouts: list[Tensor],
+    positions: list[Tensor],
+    rails: list[Tensor],
+    buffer: int,
+    rows: Sequence[int],
+    clears_end: bool,
+) -> list[Tensor]:
+    return _fake_rows(x, weights, scales, rows)
+
+
+# ---- combine
+
+
+@torch.library.custom_op(
+    "megatron_ep::combine",
+    mutates_args=(),
+    schema="(Tensor[] x, Tensor[] weights, Tensor[] row_weights, Tensor[] layouts, Tensor[] positions, "
+    "Tensor[] rails, int buffer, SymInt[] num_tokens) -> Tensor[]",
+)
+def combine_op(
+    x: list[Tensor],
+    weights: list[Tensor],
+    row_weights: list[Tensor],
+    layouts: list[Tensor],
+    positions: list[Tensor],
+    rails: list[Tensor],
+    buffer: int,
+    num_tokens: Sequence[int],
+) -> list[Tensor]:
+    """Returns sums [T, H], and weights [T, K] if there are some [R]; row_weights [R] multiply x."""
+    group = _group(buffer)
+    with group.abort_peers_on_error():
+        group.check_usable()
+        handle = _handle(group, num_tokens, [t.shape[0] for t in x], layouts, layouts, positions, rails)
+        out, out_weights = transfers.combine(handle, x, weights or None, row_weights or None)
+    return [*out, *(out_weights or ())]
+
+
+@combine_op.register_fake
+def _(
+    x: list[Tensor],
+    weights: list[Tensor],
+    row_weights: list[Tensor],
+    layouts: list[Tensor],
+    positions: list[Tensor],
+    rails: list[Tensor],
+    buffer: int,
+    num_tokens: Sequence[int],
+) -> list[Tensor]:
+    topk = positions[0].shape[1]
+    return [
+        *(t.new_empty(tokens, t.shape[1]) for t, tokens in zip(x, num_tokens, strict=True)),
+        *(t.new_empty(tokens, topk) for t, tokens in zip(weights, num_tokens[: len(weights)], strict=True)),
+    ]
+
+
+# ---- their gradients: each is the other
+
+
+def _keep(ctx: Any, x: list[Tensor], weights: list[Tensor], buffer: int, tables: Sequence[Tensor]) -> None:
+    ctx.buffer, ctx.has_weights, ctx.sizes = buffer, bool(weights), [t.shape[0] for t in x]
+    ctx.save_for_backward(*tables)
+
+
+def _parts(tensors: Sequence[Tensor], count: int) -> list[list[Tensor]]:
+    return [list(tensors[i : i + count]) for i in range(0, len(tensors), count)]
+
+
+def _contiguous(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.contiguous() for tensor in tensors]
+
+
+def _bring_back(ctx: Any, grads: Sequence[Tensor]) -> tuple[list[Any], list[Any]]:
+    """The gradients of what a dispatch sent: of x, and of weights."""
+    n = len(ctx.sizes)
+    rows, weights = _contiguous(grads[:n]), _contiguous(grads[n : 2 * n] if ctx.has_weights else ())
+    if ctx.is_float8:  # no gradient to x: only the weights' travel
+        rows = [row.new_empty(row.shape[0], 0, dtype=torch.float32) for row in rows]
+    back = combine_op(rows, weights, [], *_parts(ctx.saved_tensors, n), ctx.buffer, ctx.sizes)
+    return ([None] * n if ctx.is_float8 else back[:n]), back[n:]
+
+
+def _setup_dispatch(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    x, _, weights, scales, buffer, *_ = inputs
+    _keep(ctx, x, weights, buffer, output[len(output) - 3 * len(x) :])
+    ctx.is_float8, ctx.num_scales = x[0].dtype == torch.float8_e4m3fn, len(scales)
+
+
+def _dispatch_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    x, weights = _bring_back(ctx, grads)
+    return x, [None] * len(x), weights, [None] * ctx.num_scales, None, None, None, None, None
+
+
+def _setup_dispatch_again(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    x, weights, scales, layouts, positions, rails, buffer, *_ = inputs
+    _keep(ctx, x, weights, buffer, (*layouts, *positions, *rails))
+    ctx.is_float8, ctx.num_scales = x[0].dtype == torch.float8_e4m3fn, len(scales)
+
+
+def _dispatch_again_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    x, weights = _bring_back(ctx, grads)
+    none = [None] * len(x)
+    return x, weights, [None] * ctx.num_scales, none, none, none, None, None, None
+
+
+def _setup_combine(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    x, weights, row_weights, layouts, positions, rails, buffer, _ = inputs
+    kept = (*x, *row_weights) if row_weights else ()
+    _keep(ctx, x, weights, buffer, (*layouts, *positions, *rails, *kept))
+
+
+def _combine_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    n, topk = len(ctx.sizes), ctx.saved_tensors[len(ctx.sizes)].shape[1]
+    layouts, positions, rails, *kept = _parts(ctx.saved_tensors, n)
+    grads, none = _contiguous(grads), [None] * n
+    # as in autograd.WeightedCombine: ones tell the rows of tokens from padding
+    beside = [grad.new_ones(grad.shape[0], topk, dtype=torch.float32) for grad in grads] if kept else grads[n:]
+    back = dispatch_again_op(grads[:n], beside, [], layouts, positions, rails, ctx.buffer, ctx.sizes, True)
+    rows, weights, row_weights = back[:n], back[n:], []
+    if kept:
+        given = list(zip(*kept, rows, (one != 0 for one in weights), strict=True))
+        rows = [transfers.gradient_of_rows(*part) for part in given]
+        row_weights, weights = [transfers.gradient_of_weights(*part) for part in given], []
+    return rows, weights, row_weights, none, none, none, None, None
+
+
+dispatch_op.register_autograd(_dispatch_backward, setup_context=_setup_dispatch)
+dispatch_again_op.register_autograd(_dispatch_again_backward, setup_context=_setup_dispatch_again)
+combine_op.register_autograd(_combine_backward, setup_context=_setup_combine)
+
+
+# ---- what a traced call is made of
+
+
+def dispatch(
+    handle: Handle,
+    x: Sequence[Tensor],
+    scales: Sequence[Tensor] | None,
+    weights: Sequence[Tensor] | None,
+    *,
+    clears_end: bool,
+) -> tuple[list[Tensor], Handle]:
+    """As `autograd.dispatch`, and the handle with its tensors."""
+    n, number, request = len(x), handle.buffer.number, handle.to_ask_for
+    beside = (list(weights or ()), list(scales or ()))
+    if request is None:
+        rows = [rank.rows for rank in handle.ranks]
+        return dispatch_again_op(list(x), *beside, *_tables_of(handle), number, rows, clears_end), handle
+    out = dispatch_op(
+        list(x),
+        list(request.topk_idx),
+        *beside,
+        number,
+        request.expert_alignment,
+        request.expert_capacity,
+        request.max_recv_tokens or 0,
+        clears_end,
+    )
+    *_, counts, layouts, positions, rails = _parts(out, n)
+    made = _handle(
+        handle.buffer, [t.shape[0] for t in x], [t.shape[0] for t in out[:n]], counts, layouts, positions, rails
+    )
+    return out[: len(out) - 4 * n], made
+
+
+def combine(handle: Handle, x: Sequence[Tensor], row_weights: Sequence[Tensor] | None) -> list[Tensor]:
+    """As `autograd.combine` and `weighted_combine`."""
+    num_tokens = [rank.num_tokens for rank in handle.ranks]
+    return combine_op(list(x), [], list(row_weights or ()), *_tables_of(handle), handle.buffer.number, num_tokens)
+
+
+def _tables_of(handle: Handle) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    ranks = handle.ranks
+    rails = [rank.rail_experts[: rank.rail_rows] for rank in ranks]
+    return [rank.layout for rank in ranks], [rank.positions for rank in ranks], rails

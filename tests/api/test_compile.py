@@ -1,0 +1,98 @@
+"""torch.compile: dispatch and combine are operators in one graph, with the results and gradients of eager mode."""
+
+import pytest
+import torch
+
+import megatron_ep as ep
+from megatron_ep import operators
+
+HIDDEN, EXPERTS, TOPK = 16, 8, 2
+
+
+def inputs(tokens, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(sum(tokens))
+    x = [torch.randn(t, HIDDEN, generator=generator).to(dtype).requires_grad_() for t in tokens]
+    ids = [torch.rand(t, EXPERTS, generator=generator).topk(TOPK).indices for t in tokens]
+    weights = [torch.rand(t, TOPK, generator=generator, requires_grad=True) for t in tokens]
+    return x, ids, weights
+
+
+def outputs_and_gradients(function, x, ids, weights):
+    outputs = function(x, ids, weights)
+    loss = sum((out.float() * torch.arange(out.numel()).view(out.shape)).sum() for out in outputs)
+    return [*outputs, *torch.autograd.grad(loss, [*x, *weights])]
+
+
+def assert_all_equal(ours, expected):
+    assert len(ours) == len(expected)
+    assert all(map(torch.equal, ours, expected))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ranks", "options"), [(2, 1, {"max_recv_tokens": 40}), (2, 1, {}), (1, 2, {"expert_capacity": 3})]
+)
+def test_one_graph(nodes, ranks, options):
+    """There and back, once with the weights applied in combine, and a second dispatch with the same handle."""
+    with ep.LocalCluster(nodes, ranks, ep.Config(num_experts=EXPERTS)) as cluster:
+
+        def layer(x, ids, weights):
+            rows = ep.dispatch(x, ids, weights, buffer=cluster, **options)
+            plain = ep.combine(
+                [torch.relu(row) * p.unsqueeze(1) for row, p in zip(rows.x, rows.probs, strict=True)], rows.handle
+            )
+            weighted = ep.combine([row * 2 for row in rows.x], rows.handle, weights=rows.probs)
+            again = ep.dispatch(plain, topk_weights=weights, handle=rows.handle)
+            last = ep.combine(again.x, again.handle)
+            return [*plain, *weighted, *last, *(count.float() for count in rows.tokens_per_expert)]
+
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        for tokens in ((5, 7), (3, 9)):
+            given = inputs(tokens)
+            assert_all_equal(outputs_and_gradients(compiled, *given), outputs_and_gradients(layer, *given))
+
+
+def test_a_handle_from_outside_and_one_that_leaves():
+    x, ids, _ = inputs((5, 6))
+    with torch.no_grad(), ep.LocalCluster(1, 2, ep.Config(num_experts=EXPERTS)) as cluster:
+        rows = ep.dispatch(x, ids, buffer=cluster)
+        expected = ep.combine(rows.x, rows.handle)
+        bring = torch.compile(lambda x, handle: ep.combine(x, handle), fullgraph=True, backend="aot_eager")
+        assert_all_equal(bring(rows.x, rows.handle), expected)
+        send = torch.compile(lambda x, ids: ep.dispatch(x, ids, buffer=cluster), fullgraph=True, backend="aot_eager")
+        sent = send(x, ids)
+        assert_all_equal(sent.x, rows.x)
+        assert_all_equal(sent.tokens_per_expert, rows.tokens_per_expert)
+        assert_all_equal(ep.combine(sent.x, sent.handle), expected)
+
+
+def test_what_is_wrong_in_a_graph():
+    x, ids, _ = inputs((5, 6))
+    with ep.LocalCluster(1, 2, ep.Config(num_experts=EXPERTS)) as cluster:
+        send = torch.compile(lambda x, ids: ep.dispatch(x, ids, buffer=cluster).x, fullgraph=True, backend="aot_eager")
+        with pytest.raises(ValueError, match=r"topk_idx of rank 1 is .* must hold distinct ids"):
+            send(x, [ids[0], ids[1] + EXPERTS])
+        assert_all_equal(send(x, ids), ep.dispatch(x, ids, buffer=cluster).x)
+    with pytest.raises(ValueError, match="buffer is closed"):
+        send(x, ids)
+
+
+def test_the_operators_are_what_they_say():
+    """Schemas, fakes and gradients: see torch.library.opcheck."""
+    x, ids, weights = inputs((5, 6))
+    with ep.LocalCluster(2, 1, ep.Config(num_experts=EXPERTS)) as cluster:
+        number = cluster.number
+        # and not that two calls return the same: a layout tells which dispatch made it
+        utils = ("test_schema", "test_autograd_registration", "test_faketensor")
+        torch.library.opcheck(operators.dispatch_op, (x, ids, weights, [], number, 1, 0, 40, True), test_utils=utils)
+        with torch.no_grad():
+            out = operators.dispatch_op(x, ids, weights, [], number, 1, 0, 40, True)
+        tables = (out[6:8], out[8:10], out[10:12])
+        rows = [row.requires_grad_() for row in out[:2]]
+        probs = [prob.requires_grad_() for prob in out[2:4]]
+        sizes = [len(row) for row in rows]
+        tokens = [len(row) for row in x]
+        torch.library.opcheck(
+            operators.dispatch_again_op, (x, weights, [], *tables, number, sizes, True), test_utils=utils
+        )
+        torch.library.opcheck(operators.combine_op, (rows, probs, [], *tables, number, tokens), test_utils=utils)
+        torch.library.opcheck(operators.combine_op, (rows, [], probs, *tables, number, tokens), test_utils=utils)
