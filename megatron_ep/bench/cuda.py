@@ -80,7 +80,7 @@ def _of_copy(records: Sequence[Record]) -> Columns:
 def _cases(arguments: argparse.Namespace) -> list[Case]:
     """Those whose ranks fit on the GPU together."""
     sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    cases = [case for shape in arguments.topology for case in cases_of(arguments, *shape)]
+    cases = [case for n, g in arguments.topology for case in cases_of(arguments, n, g, arguments.tokens)]
     return [case for case in cases if case.num_sms * case.world_size <= sms]
 
 

@@ -5,10 +5,39 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
+import torch
+
 import megatron_ep as ep
 from megatron_ep.backends.cuda import check_device
 from megatron_ep.bench.arguments import add_rounds, add_sizes, positive
 from megatron_ep.reference import SCALE_BLOCK
+
+HOT = 16.0  # times as likely as any other expert
+ROUTINGS = ("uniform", "hot", "zipf")
+
+
+def draw_experts(
+    routing: str, num_tokens: int, topk: int, num_experts: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights float32 [T, K], not normalised, and distinct ids int64 [T, K] on the generator's device.
+
+    routing: how likely experts are. "uniform": alike. "hot": one of them, 16 times as likely as any other. "zipf": the
+        i-th in an order of chance, the same on all ranks, as 1 / i.
+    """
+    device = generator.device
+    likely = torch.ones(num_experts, device=device)
+    if routing == "hot":
+        likely[num_experts // 2] = HOT
+    elif routing == "zipf":
+        order = torch.randperm(num_experts, generator=torch.Generator().manual_seed(0)).to(device)
+        likely = 1.0 / (1 + order)
+    else:
+        assert routing == "uniform", routing
+    # the K largest of log p + Gumbel noise are K draws without replacement (Vieira 2014)
+    noise = torch.rand(num_tokens, num_experts, generator=generator, device=device).clamp_(1e-12, 1 - 1e-7)
+    scores = likely.log() - (-noise.log()).log()
+    ids = scores.topk(topk, dim=1).indices
+    return noise.gather(1, ids), ids
 
 
 @dataclass(frozen=True)
@@ -24,6 +53,7 @@ class Case:
     topk: int
     experts: int
     local_pass: bool | None = None
+    routing: str = "uniform"  # see `draw_experts`
 
     @property
     def world_size(self) -> int:
@@ -44,7 +74,8 @@ class Case:
 
     @property
     def sizes(self) -> str:
-        return f"T={self.tokens} H={self.hidden} K={self.topk} E={self.experts}"
+        routing = "" if self.routing == "uniform" else f" {self.routing}"
+        return f"T={self.tokens} H={self.hidden} K={self.topk} E={self.experts}{routing}"
 
     def __str__(self) -> str:
         channels = f" channels={self.channels}" if self.channels else ""
@@ -54,7 +85,13 @@ class Case:
 
 
 def add_arguments(
-    parser: argparse.ArgumentParser, num_sms: list[int], ring_slots: list[int], network_slots: list[int], iters: int
+    parser: argparse.ArgumentParser,
+    num_sms: list[int],
+    ring_slots: list[int],
+    network_slots: list[int],
+    iters: int,
+    *,
+    many_tokens: bool = False,
 ) -> None:
     """Settings, several values of each, sizes and rounds, with these defaults."""
     parser.add_argument("--num-sms", nargs="+", type=positive, default=num_sms, help="of a rank (%(default)s)")
@@ -68,12 +105,15 @@ def add_arguments(
     parser.add_argument(
         "--local-pass", nargs="+", choices=("on", "off"), default=[None], help="Config.local_pass (where it saves time)"
     )
-    add_sizes(parser, hidden=7168, experts=256)
+    add_sizes(parser, hidden=7168, experts=256, many_tokens=many_tokens)
     add_rounds(parser, warmup=3, iters=iters)
 
 
-def cases_of(arguments: argparse.Namespace, nodes: int, ranks_per_node: int) -> list[Case]:
-    sizes = (arguments.tokens, arguments.hidden, arguments.topk, arguments.experts)
+def cases_of(
+    arguments: argparse.Namespace, nodes: int, ranks_per_node: int, tokens: int, routing: str = "uniform"
+) -> list[Case]:
+    """Those of one number of tokens and one routing."""
+    sizes = (tokens, arguments.hidden, arguments.topk, arguments.experts)
     return [
         Case(
             nodes,
@@ -84,6 +124,7 @@ def cases_of(arguments: argparse.Namespace, nodes: int, ranks_per_node: int) -> 
             network_slots,
             *sizes,
             {"on": True, "off": False}.get(local),
+            routing,
         )
         for num_sms in arguments.num_sms
         for channels in arguments.channels

@@ -2,7 +2,9 @@
 
 Beside them, in the same run: NCCL's all-to-all with the copies that Megatron-Core's all-to-all dispatcher makes around
 it (rows into the order of their ranks, then into that of their experts, and back), and a copy to a neighbouring GPU.
-A round's time is that of its slowest rank.
+A round's time is that of its slowest rank; p50, p90 and p99 are of rounds. Besides the GPU's time of a call, by events:
+"(api)", from the call until the GPU is done, by the host's clock, all ranks beginning together; with --kernels
+"(kernels)", while a kernel of the call runs, by torch's profiler.
 T tokens of a rank, H hidden, K picks of a token, E experts. A rank's bytes: its tokens, once for each rank that they go
 to, which is what an expert-parallel dispatch must move at least; all-to-all moves a row for each expert. bf16, but for
 "dispatch fp8": rows that are fp8 already, and their scales.
@@ -22,10 +24,10 @@ import torch.distributed as dist
 import megatron_ep as ep
 from megatron_ep import float8
 from megatron_ep.bench.arguments import positive
-from megatron_ep.bench.gpu_case import Case, add_arguments, cases_of, require_gpu, row_bytes
+from megatron_ep.bench.gpu_case import ROUTINGS, Case, add_arguments, cases_of, draw_experts, require_gpu, row_bytes
 from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.bench.report import PERCENTILES, RATE, WHAT, Record, Report, make_record
-from megatron_ep.bench.timing import Step, cuda_timer, time_rounds
+from megatron_ep.bench.timing import Step, cuda_timer, host_timer, kernel_seconds, time_rounds
 
 Steps = dict[tuple[str, str], Step]  # by phase and implementation
 
@@ -43,10 +45,14 @@ def main(argv: Sequence[str]) -> int:
     if arguments.experts % gpus:
         raise SystemExit(f"megatron-ep bench gpus: --experts is {arguments.experts}, must be a multiple of {gpus} GPUs")
     report = Report(arguments.json)
-    cases = cases_of(arguments, nodes, gpus // nodes)
-    ranks = LocalRanks(gpus, timeout=60.0 + 10.0 * len(cases))
+    loads = [
+        cases_of(arguments, nodes, gpus // nodes, tokens, routing)
+        for tokens in arguments.tokens
+        for routing in arguments.routing
+    ]
+    ranks = LocalRanks(gpus, timeout=60.0 + 15.0 * sum(map(len, loads)))
     try:
-        by_rank = ranks.run(measure, cases, arguments.warmup, arguments.iters)
+        by_rank = ranks.run(measure, loads, arguments.warmup, arguments.iters, arguments.kernels)
     finally:
         ranks.close()
     columns = WHAT | PERCENTILES | RATE
@@ -61,7 +67,11 @@ def main(argv: Sequence[str]) -> int:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("megatron-ep bench gpus", description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--nodes", type=positive, default=1, help="nodes that the GPUs are dealt to (1)")
-    add_arguments(parser, num_sms=[4, 8, 16, 24], ring_slots=[4], network_slots=[8], iters=30)
+    parser.add_argument(
+        "--routing", nargs="+", choices=ROUTINGS, default=["uniform"], help="how likely experts are (uniform)"
+    )
+    parser.add_argument("--kernels", action="store_true", help="also the time of kernels alone")
+    add_arguments(parser, num_sms=[4, 8, 16, 24], ring_slots=[4], network_slots=[8], iters=30, many_tokens=True)
     return parser.parse_args(argv)
 
 
@@ -71,8 +81,7 @@ class Tokens:
     def __init__(self, case: Case, rank: int, world_size: int) -> None:
         generator = torch.Generator("cuda").manual_seed(rank)
         self.x = torch.randn(case.tokens, case.hidden, generator=generator, device="cuda", dtype=torch.bfloat16)
-        scores = torch.rand(case.tokens, case.experts, generator=generator, device="cuda")
-        self.weights, self.ids = scores.topk(case.topk, dim=1)
+        self.weights, self.ids = draw_experts(case.routing, case.tokens, case.topk, case.experts, generator)
         by_expert = self.ids.flatten().sort(stable=True)
         self.token_of_row = by_expert.indices // case.topk
         local_experts = case.experts // world_size
@@ -101,20 +110,36 @@ class Measured:
     settings: dict[str, Any]
 
 
-def measure(cases: Sequence[Case], warmup: int, iterations: int) -> list[Measured]:
-    """Runs on every rank. Raises AssertionError when dispatch does not give what all-to-all gives."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    torch.cuda.set_device(rank)
+def measure(loads: Sequence[Sequence[Case]], warmup: int, iterations: int, kernels: bool = False) -> list[Measured]:
+    """Runs on every rank. loads: cases of the same tokens. Raises AssertionError when dispatch does not give what
+    all-to-all gives."""
+    torch.cuda.set_device(dist.get_rank())
     nccl = dist.new_group(backend="nccl")
+    with torch.no_grad():
+        return [one for cases in loads for one in _measure(cases, nccl, warmup, iterations, kernels)]
+
+
+def _measure(
+    cases: Sequence[Case], nccl: dist.ProcessGroup, warmup: int, iterations: int, kernels: bool
+) -> list[Measured]:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     tokens = Tokens(cases[0], rank, world_size)
     sums = torch.zeros(tokens.x.shape, device="cuda", dtype=torch.float32)
     measured = []
 
     def run(case: str, steps: Steps, **settings: Any) -> None:
         for (phase, implementation), step in steps.items():  # one by one: nobody meets another's cache
-            [seconds] = time_rounds({0: cuda_timer(step)}, warmup, iterations, when_warm=_meet).values()
             size = tokens.distinct_rows * row_bytes(cases[0].hidden, fp8="fp8" in phase)
-            measured.append(Measured(case, phase, implementation, seconds, size, settings))
+            timers = {
+                "": ({0: cuda_timer(step)}, _meet),
+                " (api)": ({0: host_timer(step, before=_meet, after=torch.cuda.synchronize)}, _meet),
+            }
+            for kind, (timer, meet) in timers.items():
+                [seconds] = time_rounds(timer, warmup, iterations, when_warm=meet).values()
+                measured.append(Measured(case, phase + kind, implementation, seconds, size, settings))
+            if kernels:
+                seconds = kernel_seconds(step, warmup, iterations, when_warm=_meet)
+                measured.append(Measured(case, f"{phase} (kernels)", implementation, seconds, size, settings))
 
     def exchange(rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         out = torch.empty(sum(received), rows.shape[1], device="cuda", dtype=rows.dtype)
@@ -129,22 +154,21 @@ def measure(cases: Sequence[Case], warmup: int, iterations: int) -> list[Measure
         rows = exchange(expected.index_select(0, tokens.ungrouped), tokens.received, tokens.sent)
         return sums.zero_().index_add_(0, tokens.token_of_row, rows.float()).to(rows.dtype)
 
-    with torch.no_grad():
-        expected = nccl_dispatch()
-        neighbour = torch.empty(tokens.distinct_rows, cases[0].hidden, device=f"cuda:{(rank + 1) % world_size}")
-        neighbour = neighbour.to(torch.bfloat16)
-        source = torch.randn(neighbour.shape, device="cuda").to(torch.bfloat16)
-        baselines: Steps = {
-            ("dispatch", "nccl_all_to_all"): nccl_dispatch,
-            ("combine", "nccl_all_to_all"): nccl_combine,
-            ("copy", "to_a_neighbour"): lambda: neighbour.copy_(source),
-        }
-        run(f"{world_size} GPUs {cases[0].sizes}", baselines)
-        for case in cases:
-            topology = ep.Topology(case.nodes, case.ranks_per_node)
-            with ep.Buffer(None, case.config, topology, device="cuda") as buffer:
-                run(str(case), _steps(tokens, buffer, expected), **asdict(case))
-                buffer.synchronize()
+    expected = nccl_dispatch()
+    neighbour = torch.empty(tokens.distinct_rows, cases[0].hidden, device=f"cuda:{(rank + 1) % world_size}")
+    neighbour = neighbour.to(torch.bfloat16)
+    source = torch.randn(neighbour.shape, device="cuda").to(torch.bfloat16)
+    baselines: Steps = {
+        ("dispatch", "nccl_all_to_all"): nccl_dispatch,
+        ("combine", "nccl_all_to_all"): nccl_combine,
+        ("copy", "to_a_neighbour"): lambda: neighbour.copy_(source),
+    }
+    run(f"{world_size} GPUs {cases[0].sizes}", baselines)
+    for case in cases:
+        topology = ep.Topology(case.nodes, case.ranks_per_node)
+        with ep.Buffer(None, case.config, topology, device="cuda") as buffer:
+            run(str(case), _steps(tokens, buffer, expected), **asdict(case))
+            buffer.synchronize()
     return measured
 
 
@@ -156,19 +180,25 @@ def _meet() -> None:
 def _steps(tokens: Tokens, buffer: ep.Buffer, expected: torch.Tensor) -> Steps:
     received = ep.dispatch(tokens.x, tokens.ids, tokens.weights, buffer=buffer)
     assert torch.equal(received.x, expected), "dispatch differs from all-to-all"
-    handle, most = received.handle, len(received.x)
+    handle, most = received.handle, max(1, len(received.x))
     values, scales = float8.quantize(tokens.x)
 
     def with_counts() -> Any:
         return ep.dispatch(tokens.x, tokens.ids, tokens.weights, buffer=buffer, max_recv_tokens=most)
 
+    def there_and_back() -> Any:
+        rows = with_counts()
+        return ep.combine(rows.x, rows.handle)
+
     return {
         ("dispatch", "ours"): lambda: ep.dispatch(tokens.x, topk_weights=tokens.weights, handle=handle),
         ("dispatch", "ours_with_counts"): with_counts,
+        ("dispatch", "ours_host_waits"): lambda: ep.dispatch(tokens.x, tokens.ids, tokens.weights, buffer=buffer),
         ("dispatch fp8", "ours"): lambda: ep.dispatch(
             values, topk_weights=tokens.weights, scales=scales, handle=handle
         ),
         ("combine", "ours"): lambda: ep.combine(expected, handle),
+        ("there and back", "ours_with_counts"): there_and_back,
     }
 
 
