@@ -8,6 +8,7 @@ RING, DISPATCH, COMBINE = "protocol/ring.h", "protocol/dispatch.h", "protocol/co
 COORDINATORS, NOTIFY = "protocol/coordinators.h", "protocol/notify.h"
 P2P, NCCL = "fabric/cuda/p2p_fabric.h", "fabric/nccl/nccl_fabric.h"
 LOW_LATENCY = "protocol/low_latency.h"
+LL_HALVES = "protocol/low_latency_halves.h"
 LL_COMBINE, LL_MASK = "protocol/low_latency_combine.h", "protocol/low_latency_mask.h"
 LL_SEND, LL_RECEIVE = "protocol/low_latency_dispatch_send.h", "protocol/low_latency_dispatch_receive.h"
 NVSHMEM, RESET = "fabric/nvshmem/nvshmem_fabric.h", "launch/nccl/reset_signals.h"
@@ -101,19 +102,11 @@ LL_CREDIT = """«warp.template credit_lanes<Scope::System>(lanes, [&](int lane, 
         });»"""
 LL_TAG = "tag[lane] = W::template acquire<Scope::System>(flag);"
 LL_SIGNAL = "warp.template publish<Scope::System>(at<uint64_t>(rank, flag), to);"
-LL_BANK = "if (!may_send(warp, call, team)) return false;"
-LL_TOKEN = """«warp.template publish_lanes<Scope::System>(format.topk, [&](int lane, auto&& store) {
-        if (near >> lane & 1)
-            store(reinterpret_cast<uint64_t*>(slot[lane] + piece.tag()), call.tag);
-    });»"""
+LL_BANK = "if (!may_send(warp, call, team)) return Ended::Badly;"
+LL_PUBLISH = "«warp.template publish_lanes<Scope::System>(topk * tags,» [&](int lane, auto&& store) {"
 LL_CHOICES = "if (!may_receive(warp, call, team)) return false;"
-LL_TAGS = "if (!wait_tags(warp, call, 1, 1, slots, piece, [&](int) { return source; })) return false;"
-LL_PART = """«warp.template publish_lanes<Scope::System>(format.topk, [&](int k, auto&& store) {
-            if (parts >> k & 1)
-                store(reinterpret_cast<uint64_t*>(slot_of(k) + piece.tag()), call.tag);
-        });»"""
-LL_PARTS = """if (!wait_tags(warp, call, format.topk, parts, slot, piece, [&](int k) { return rank[k]; }))
-        return false;"""
+LL_TAGS = "if (!wait_tags(warp, call, piece.count, tags, slots, piece.number, from)) return false;"
+LL_PARTS = "if (!wait_tags(warp, call, format.topk, parts, slot, i, from)) return false;"
 
 MUTANTS = [
     # ---- the copy engine
@@ -331,8 +324,15 @@ MUTANTS = [
     changed("p2p signal_to: the rank's scope", P2P, LL_SIGNAL, SYSTEM, RANK, LL),
     changed("p2p signal_to: a credit", P2P, LL_SIGNAL, "publish<", "credit<", LL),
     Mutant("dispatch: sends into a bank that is not released", LL_SEND, LL_BANK, "", LL),
-    changed("send_piece: the rank's scope", LL_SEND, LL_TOKEN, SYSTEM, RANK, LL),
-    changed("send_piece: a credit", LL_SEND, LL_TOKEN, "publish_lanes", "credit_lanes", LL),
+    changed("publish_tags: the rank's scope", LOW_LATENCY, LL_PUBLISH, SYSTEM, RANK, LL),
+    changed("publish_tags: a credit", LOW_LATENCY, LL_PUBLISH, "publish_lanes", "credit_lanes", LL),
+    Mutant(
+        "both halves: send into a bank that is not released",
+        LL_HALVES,
+        "if (!may_send(warp, call, all)) return Ended::Badly;",
+        "",
+        LL,
+    ),
     Mutant(
         "dispatch: choices are not waited for",
         LL_RECEIVE,
@@ -340,9 +340,7 @@ MUTANTS = [
         "if (!wait_rows_put(warp, call)) return false;",
         LL,
     ),
-    Mutant("dispatch: rows are not waited for", LL_RECEIVE, LL_TAGS, "(void)slots;", LL),
+    Mutant("dispatch: rows are not waited for", LL_RECEIVE, LL_TAGS, "(void)slots, (void)tags, (void)from;", LL),
     Mutant("combine: sends into a bank that is not released", LL_COMBINE, LL_BANK, "", LL),
-    changed("return_piece: the rank's scope", LL_COMBINE, LL_PART, SYSTEM, RANK, LL),
-    changed("return_piece: a credit", LL_COMBINE, LL_PART, "publish_lanes", "credit_lanes", LL),
-    Mutant("combine: rows are not waited for", LL_COMBINE, LL_PARTS, "(void)parts;", LL),
+    Mutant("combine: rows are not waited for", LL_COMBINE, LL_PARTS, "(void)parts, (void)from;", LL),
 ]

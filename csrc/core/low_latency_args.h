@@ -102,8 +102,6 @@ struct LowLatencyArgs {
     int64_t* recv_wait_ns;
     LowLatencyMask mask;
 
-    EP_HD Pieces pieces() const { return Pieces{format}; }
-
     static constexpr int32_t kElsewhere = -1;   // that expert lives on another rank
     static constexpr int32_t kOverflowed = -2;  // the expert-grouped tensor had no room
     static constexpr int32_t kDropped = -2;     // minus the id of an expert whose rank is masked

@@ -9,33 +9,43 @@
 
 namespace ep {
 
-// A part of a row's columns, which one warp sends and which has a tag of its own, so that several
-// warps share a row and each part is received as soon as it is there.
+// A row's columns are cut into pieces, each with a tag of its own, so that several warps share a
+// row and each piece is received as soon as it is there. How is a matter of the row's shape alone:
+// both ends have to know. How many neighbouring pieces a warp takes at once is its own.
 struct Piece {
     static constexpr int kMost = 4;
     static constexpr int kAlignment = 512;  // bytes: of fp8 four scales, which may be one word
 
-    int number;
+    int number, count;             // the first of them, and how many
     int first, bytes;              // of the payload
     int first_scale, scale_bytes;  // of the scales
 
-    EP_HD size_t tag() const { return number * sizeof(uint64_t); }
+    EP_HD static size_t tag(int piece) { return piece * sizeof(uint64_t); }
 };
 
-// How a row is cut. Of its shape alone: both ends have to know.
 struct Pieces {
-    int count, bytes;
     const RowFormat& format;
+    int bytes, count;
+    int at_once = 1;  // pieces that a warp takes
 
+    // All of a row at once.
     EP_HD explicit Pieces(const RowFormat& row)
-        : bytes(static_cast<int>(
+        : format(row),
+          bytes(static_cast<int>(
               align_up((row.payload_bytes + Piece::kMost - 1) / Piece::kMost, Piece::kAlignment))),
-          format(row) {
-        count = row.payload_bytes > bytes ? (row.payload_bytes + bytes - 1) / bytes : 1;
+          count(row.payload_bytes > bytes ? (row.payload_bytes + bytes - 1) / bytes : 1),
+          at_once(count) {}
+    // As few at once as give each warp at most one share of the rows, if there are so many warps.
+    EP_HD Pieces(const RowFormat& row, int rows, int warps) : Pieces(row) {
+        for (at_once = 1; at_once < count && rows * shares() > warps;) at_once *= 2;
     }
 
-    EP_HD Piece operator[](int number) const { return part(number, number + 1); }
-    // All of them; its tag is the first one's.
+    // Of a row.
+    EP_HD int shares() const { return (count + at_once - 1) / at_once; }
+    EP_HD Piece operator[](int share) const {
+        const int from = share * at_once;
+        return part(from, from + at_once < count ? from + at_once : count);
+    }
     EP_HD Piece all() const { return part(0, count); }
 
   private:
@@ -49,8 +59,12 @@ struct Pieces {
                        ? piece * (bytes / kScaleBlock) * (format.scale_bytes / blocks)
                        : format.scale_bytes;
         };
-        return {from, bytes_before(from), bytes_before(to) - bytes_before(from),
-                scales_before(from), scales_before(to) - scales_before(from)};
+        return {from,
+                to - from,
+                bytes_before(from),
+                bytes_before(to) - bytes_before(from),
+                scales_before(from),
+                scales_before(to) - scales_before(from)};
     }
 };
 

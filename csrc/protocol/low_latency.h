@@ -116,7 +116,7 @@ EP_FN void count_waits(W& warp, const LowLatencyCall<F, Args>& call) {
     for (int first = 0; first < call.world(); first += 32) {
         warp.lanes(lanes_from(first, call.world()), [&](int lane) {
             uint64_t* waited = call.waited(first + lane);
-            call.args.recv_wait_ns[first + lane] += *waited;
+            if (first + lane != call.args.rank) call.args.recv_wait_ns[first + lane] += *waited;
             *waited = 0;
         });
     }
@@ -241,26 +241,6 @@ EP_FN Ended end_receiving(W& warp, const LowLatencyCall<F, Args>& call, const Te
     return Ended::Last;
 }
 
-// Both halves as one launch: send(warp, call, team) and receive(warp, call, team) are a warp's
-// shares of them, false: it ended badly. role: of the receiving half.
-//
-// The ends of the two are one, but with masking others wait for all that this rank sends.
-// Whom the sending half was without the receiving half is without, too.
-template <WarpLike W, class F, class Args, class Send, class Receive>
-EP_FN Ended send_and_receive(W& warp, F& fabric, const Args& args, const Team& team, Role role,
-                             Send&& send, Receive&& receive) {
-    const LowLatencyCall<F, Args> call = next_call(fabric, args);
-    if (!send(warp, call, team)) return Ended::Badly;
-    if (args.heap.masking &&
-        is_last(warp, fabric.template own<uint64_t>(args.heap.send_joins(Args::kKind)), team))
-        publish_all_sent(warp, call);
-    warp.begin_half(role);
-    if (!receive(warp, call, team)) return Ended::Badly;
-    const Ended ended = end_receiving(warp, call, team);
-    if (ended == Ended::Last) count_sent(warp, call);
-    return ended;
-}
-
 // After a warp's puts: tells the ranks that it cannot store to, whether or not it had a row for
 // them.
 template <WarpLike W, class F, class Args>
@@ -294,17 +274,31 @@ EP_FN bool wait_rows_put(W& warp, const LowLatencyCall<F, Args>& call) {
     return true;
 }
 
-// Until the slots of the lanes in the mask hold this piece of rows of this call, from
-// rank_of(lane).
+// After a warp's stores: tells that slot_of(k) holds this piece of rows, for each k in the mask.
+// All tags at once: each store of a flag waits for the stores before it.
+template <WarpLike W, class F, class Args, class SlotOf>
+EP_FN void publish_tags(W& warp, const LowLatencyCall<F, Args>& call, const Piece& piece,
+                        uint32_t mask, SlotOf&& slot_of) {
+    const int topk = call.args.format.topk, at_once = 32 / topk;
+    for (int done = 0; done < piece.count; done += at_once) {
+        const int tags = lanes_from(done, piece.count, at_once);
+        warp.template publish_lanes<Scope::System>(topk * tags, [&](int lane, auto&& store) {
+            if (!(mask >> lane % topk & 1)) return;
+            const size_t tag = Piece::tag(piece.number + done + lane / topk);
+            store(reinterpret_cast<uint64_t*>(slot_of(lane % topk) + tag), call.tag);
+        });
+    }
+}
+
+// Until the slots of the lanes in the mask hold a piece of rows of this call, from rank_of(lane).
 template <WarpLike W, class F, class Args, class RankOf>
 EP_FN bool wait_tags(W& warp, const LowLatencyCall<F, Args>& call, int count, uint32_t mask,
-                     const typename W::template PerLane<char*>& slot, const Piece& piece,
-                     RankOf&& rank_of) {
+                     const typename W::template PerLane<char*>& slot, int piece, RankOf&& rank_of) {
     constexpr int kShapeBits = LowLatencyCall<F, Args>::kShapeBits;
     typename W::template PerLane<uint64_t> tag;
     const bool here = wait_counted(warp, call, Wait::TaggedRow, count, [&](int lane) {
         if (!(mask >> lane & 1)) return nothing_to_wait_for();
-        auto* flag = reinterpret_cast<uint64_t*>(slot[lane] + piece.tag());
+        auto* flag = reinterpret_cast<uint64_t*>(slot[lane] + Piece::tag(piece));
         tag[lane] = W::template acquire<Scope::System>(flag);
         return Need{tag[lane] >> kShapeBits, call.number, rank_of(lane)};
     });
@@ -320,40 +314,47 @@ EP_FN bool wait_tags(W& warp, const LowLatencyCall<F, Args>& call, int count, ui
     return false;
 }
 
-// f(rank, token, piece) for every warps-th of the pieces of the rows whose bits are set, from the
-// warp's own number on, until it returns false: equal shares, whatever the choices. bits(word):
-// those of tokens [32 * chunk, 32 * (chunk + 1)) of a rank, word = rank * chunks + chunk.
+// f(rank, token, piece) for every warps-th share of the rows whose bits are set, from the warp's
+// own number on, until it returns false: equal shares, whatever the choices. bits(word): those of
+// tokens [32 * chunk, 32 * (chunk + 1)) of a rank, word = rank * chunks + chunk.
 template <WarpLike W, class Bits, class F>
 EP_FN bool for_own_pieces(W& warp, const LowLatencyArgs& args, const Team& team, Bits&& bits,
                           F&& f) {
     const int chunks = args.heap.chunks(), words = args.heap.topology.world() * chunks;
-    const Pieces pieces = args.pieces();
     typename W::template PerLane<uint32_t> rows;
     typename W::template PerLane<int> before;
-    int total = 0;
-    bool go_on = true;
-    for (int first = 0; first < words && go_on; first += 32) {
+    auto read = [&](int first) {
         const int lanes = lanes_from(first, words);
         warp.lanes(lanes, [&](int lane) {
             rows[lane] = bits(first + lane);
             before[lane] = popcount(rows[lane]);
         });
-        const int sum = warp.exclusive_scan(lanes, before);
-        // becomes: this warp's first piece of the word's
+        return warp.exclusive_scan(lanes, before);
+    };
+    int all = 0;
+    for (int first = 0; first < words; first += 32) all += read(first);
+    const Pieces pieces(args.format, all, team.warps);
+    const int shares = pieces.shares();
+    int total = 0;
+    bool go_on = true;
+    for (int first = 0; first < words && go_on; first += 32) {
+        const int lanes = lanes_from(first, words);
+        const int sum = words > 32 ? read(first) : all;
+        // becomes: this warp's first share of the word's
         warp.lanes(lanes, [&](int lane) {
-            const int dealt = (total + before[lane]) * pieces.count % team.warps;
+            const int dealt = (total + before[lane]) * shares % team.warps;
             before[lane] = dealt <= team.warp ? team.warp - dealt : team.warp - dealt + team.warps;
         });
         const uint32_t own = warp.ballot(
-            lanes, [&](int lane) { return before[lane] < popcount(rows[lane]) * pieces.count; });
+            lanes, [&](int lane) { return before[lane] < popcount(rows[lane]) * shares; });
         for_each_lane(own, [&](int lane) {
             const int word = first + lane;
             int next = warp.broadcast(before, lane);
             uint32_t rest = warp.broadcast(rows, lane);
             for (int row = 0; rest && go_on; rest &= rest - 1, ++row) {
-                for (; next < (row + 1) * pieces.count && go_on; next += team.warps)
+                for (; next < (row + 1) * shares && go_on; next += team.warps)
                     go_on = f(word / chunks, word % chunks * 32 + lowest_lane(rest),
-                              pieces[next % pieces.count]);
+                              pieces[next % shares]);
             }
         });
         total += sum;

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "protocol/low_latency_mask.h"
+#include "protocol/low_latency_halves.h"
 
 namespace ep {
 
@@ -72,21 +72,18 @@ EP_FN void return_piece(W& warp, const LowLatencyCombine<F>& call, const Team& t
         return near ? call.fabric.template at<char>(source, part_of(k))
                     : call.fabric.template own<char>(staged_of(k));
     };
-    const Pieces pieces = args.pieces();
+    const Pieces pieces(format);
+    const Piece written = near ? piece : pieces.all();
+    typename W::template PerLane<char*> slot;
+    warp.lanes(format.topk, [&](int k) { slot[k] = slot_of(k); });
     for_each_lane(parts, [&](int k) {
-        write_partial<T>(warp, args, slot_of(k), args.sum_at_expert ? own : uint32_t{1} << k,
-                         near ? piece : pieces.all(), position);
+        write_partial<T>(warp, args, warp.broadcast(slot, k),
+                         args.sum_at_expert ? own : uint32_t{1} << k, written, position);
     });
-    if (near) {
-        warp.template publish_lanes<Scope::System>(format.topk, [&](int k, auto&& store) {
-            if (parts >> k & 1)
-                store(reinterpret_cast<uint64_t*>(slot_of(k) + piece.tag()), call.tag);
-        });
-        return;
-    }
+    if (near) return publish_tags(warp, call, piece, parts, slot_of);
     for_each_lane(parts, [&](int k) {
         warp.lanes(pieces.count, [&](int i) {
-            *reinterpret_cast<uint64_t*>(slot_of(k) + pieces[i].tag()) = call.tag;
+            *reinterpret_cast<uint64_t*>(slot_of(k) + Piece::tag(i)) = call.tag;
         });
         call.fabric.put_to(warp, team.warp, source, part_of(k), staged_of(k), format.slot_bytes());
     });
@@ -96,8 +93,7 @@ EP_FN void return_piece(W& warp, const LowLatencyCombine<F>& call, const Team& t
 template <class T, WarpLike W, class F>
 EP_FN bool send_combine(W& warp, const LowLatencyCombine<F>& call, const Team& team) {
     const LowLatencyCombineArgs& args = call.args;
-    if (!may_send(warp, call, team)) return false;
-    for_own_pieces(
+    return for_own_pieces(
         warp, args, team,
         [&](int word) {
             const int source = word / args.heap.chunks();
@@ -107,15 +103,16 @@ EP_FN bool send_combine(W& warp, const LowLatencyCombine<F>& call, const Team& t
             return_piece<T>(warp, call, team, source, token, piece);
             return true;
         });
-    signal_rows(warp, call, team);
-    return true;
 }
 
 template <class T, WarpLike W, class F>
 EP_FN Ended low_latency_combine_send(W& warp, F& fabric, const LowLatencyCombineArgs& args,
                                      const Team& team) {
     const LowLatencyCombine<F> call = next_call(fabric, args);
-    return send_combine<T>(warp, call, team) ? end_sending(warp, call, team) : Ended::Badly;
+    if (!may_send(warp, call, team)) return Ended::Badly;
+    send_combine<T>(warp, call, team);
+    signal_rows(warp, call, team);
+    return end_sending(warp, call, team);
 }
 
 // Leaves out what ranks that do not take part would have brought; of a token's weights, those that
@@ -175,8 +172,10 @@ EP_FN bool sum_piece(W& warp, const LowLatencyCombine<F>& call, int token, const
     const uint32_t parts = warp.ballot(format.topk, [&](int k) {
         return rank[k] >= 0 && (!args.sum_at_expert || lowest_lane(same_rank[k]) == k);
     });
-    if (!wait_tags(warp, call, format.topk, parts, slot, piece, [&](int k) { return rank[k]; }))
-        return false;
+    for (int i = piece.number; i < piece.number + piece.count; ++i) {
+        const auto from = [&](int k) { return rank[k]; };
+        if (!wait_tags(warp, call, format.topk, parts, slot, i, from)) return false;
+    }
     warp.lanes(piece.number ? 0 : format.topk, [&](int k) {
         const uint64_t value =
             rank[k] < 0 ? 0
@@ -205,9 +204,11 @@ EP_FN bool may_receive(W& warp, const LowLatencyCombine<F>& call, const Team& te
 template <class T, WarpLike W, class F>
 EP_FN bool receive_combine(W& warp, const LowLatencyCombine<F>& call, const Team& team) {
     if (!may_receive(warp, call, team)) return false;
-    const Pieces pieces = call.args.pieces();
-    for (int i = team.warp; i < call.args.num_tokens * pieces.count; i += team.warps) {
-        if (!sum_piece<T>(warp, call, i / pieces.count, pieces[i % pieces.count])) return false;
+    const int tokens = call.args.num_tokens;
+    const Pieces pieces(call.args.format, tokens, team.warps);
+    const int shares = pieces.shares();
+    for (int i = team.warp; i < tokens * shares; i += team.warps) {
+        if (!sum_piece<T>(warp, call, i / shares, pieces[i % shares])) return false;
     }
     return true;
 }
@@ -225,6 +226,7 @@ EP_FN Ended low_latency_combine(W& warp, F& fabric, const LowLatencyCombineArgs&
                                 const Team& team) {
     return send_and_receive(
         warp, fabric, args, team, Role::LowLatencyCombineReceiver,
+        [](W&, const auto&, const Team&) {},
         [](W& w, const auto& call, const Team& t) { return send_combine<T>(w, call, t); },
         [](W& w, const auto& call, const Team& t) { return receive_combine<T>(w, call, t); });
 }

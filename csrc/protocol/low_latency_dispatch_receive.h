@@ -1,7 +1,6 @@
 #pragma once
 
 #include "protocol/low_latency_dispatch_send.h"
-#include "protocol/low_latency_mask.h"
 
 namespace ep {
 
@@ -203,8 +202,10 @@ EP_FN bool receive_piece(W& warp, const Choices<F>& choices, const Team& team, i
     });
     const uint32_t placed = warp.ballot(format.topk, [&](int lane) { return position[lane] >= 0; });
     typename W::template PerLane<char*> slots;
-    warp.lanes(1, [&](int lane) { slots[lane] = slot; });
-    if (!wait_tags(warp, call, 1, 1, slots, piece, [&](int) { return source; })) return false;
+    warp.lanes(piece.count, [&](int lane) { slots[lane] = slot + Piece::tag(lane); });
+    const uint32_t tags = (uint32_t{1} << piece.count) - 1;
+    const auto from = [&](int) { return source; };
+    if (!wait_tags(warp, call, piece.count, tags, slots, piece.number, from)) return false;
     warp.template stage<Reuse::Soon>(slot + format.payload() + piece.first, piece.bytes);
     if (!piece.number) note_places(warp, args, source, token, position, slot);
     warp.template multicast<Reuse::Late>(row, placed, slot + format.payload() + piece.first,
@@ -232,7 +233,7 @@ template <WarpLike W, class F>
 EP_FN bool receive_dispatch(W& warp, const LowLatencyDispatch<F>& call, const Team& team) {
     const LowLatencyDispatchArgs& args = call.args;
     if (!may_receive(warp, call, team)) return false;
-    if (args.heap.masking && team.warp == 0) note_active(warp, call, LowLatencyHalf::Receive);
+    if (args.heap.masking && team.warp == 0) note_active(warp, call);
     const Choices<F> choices{call};
     find_starts(warp, choices, team);
     const auto bits = [&](int word) {
@@ -259,7 +260,8 @@ EP_FN Ended low_latency_dispatch(W& warp, F& fabric, const LowLatencyDispatchArg
                                  const Team& team) {
     const Ended ended = send_and_receive(
         warp, fabric, args, team, Role::LowLatencyReceiver,
-        [](W& w, const auto& call, const Team& t) { return send_dispatch<kQuantize>(w, call, t); },
+        [](W& w, const auto& call, const Team& t) { send_all_choices(w, call, t); },
+        [](W& w, const auto& call, const Team& t) { return send_tokens<kQuantize>(w, call, t); },
         [](W& w, const auto& call, const Team& t) { return receive_dispatch(w, call, t); });
     if (ended == Ended::Last) count_rows(warp, args);
     return ended;

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "protocol/low_latency_mask.h"
+#include "protocol/low_latency_halves.h"
 
 namespace ep {
 
@@ -199,14 +199,14 @@ EP_FN void put_row(W& warp, const LowLatencyDispatch<F>& call, const Team& team,
                    const Choice<W>& choice) {
     const RowFormat& format = call.args.format;
     const LowLatencyHeap& heap = call.heap();
-    const Pieces pieces = call.args.pieces();
+    const Pieces pieces(format);
     const uint32_t copies = heap.masking ? mask : mask & (~mask + 1);
     typename W::template PerLane<char*> slot;
     warp.lanes(format.topk, [&](int lane) {
         if (!(copies >> lane & 1)) return;
         slot[lane] = call.fabric.template own<char>(heap.staged_row(call.bank, rank[lane], token));
         for (int piece = 0; piece < pieces.count; ++piece)
-            *reinterpret_cast<uint64_t*>(slot[lane] + pieces[piece].tag()) = call.tag;
+            *reinterpret_cast<uint64_t*>(slot[lane] + Piece::tag(piece)) = call.tag;
     });
     write_piece<kQuantize>(warp, call.args, slot, copies, token, pieces.all(), choice);
     for_each_lane(mask, [&](int lane) {
@@ -244,34 +244,35 @@ EP_FN bool send_piece(W& warp, const LowLatencyDispatch<F>& call, const Team& te
         if (near >> lane & 1) slot[lane] = call.fabric.template at<char>(rank[lane], target);
     });
     write_piece<kQuantize>(warp, args, slot, near, token, piece, choice);
-    warp.template publish_lanes<Scope::System>(format.topk, [&](int lane, auto&& store) {
-        if (near >> lane & 1)
-            store(reinterpret_cast<uint64_t*>(slot[lane] + piece.tag()), call.tag);
+    publish_tags(warp, call, piece, near, [&](int k) {
+        const int64_t to = chosen_expert(args, token, k) / heap.local_experts();
+        return call.fabric.template at<char>(static_cast<int>(to), target);
     });
     const uint32_t far = ranks & ~near;
     if (far && !piece.number) put_row<kQuantize>(warp, call, team, far, token, rank, choice);
     return true;
 }
 
-// A warp's share of the sending half. kQuantize: whether x, bf16, becomes fp8 on the way.
-template <bool kQuantize, WarpLike W, class F>
-EP_FN bool send_dispatch(W& warp, const LowLatencyDispatch<F>& call, const Team& team) {
-    const LowLatencyDispatchArgs& args = call.args;
-    if (!may_send(warp, call, team)) return false;
-    if (args.heap.masking && team.warp == 0) note_active(warp, call, LowLatencyHalf::Send);
-    const int parts = args.heap.choice_parts();
+// A warp's share of all choices.
+template <WarpLike W, class F>
+EP_FN void send_all_choices(W& warp, const LowLatencyDispatch<F>& call, const Team& team) {
+    const int parts = call.heap().choice_parts();
     for (int i = team.warp; i < call.world() * parts; i += team.warps) {
         if (call.takes_part(LowLatencyHalf::Send, i / parts))
             send_choices(warp, call, i / parts, i % parts);
     }
-    // from the other end: the first warps have had choices to send
-    const Pieces pieces = args.pieces();
-    for (int i = team.warps - 1 - team.warp; i < args.num_tokens * pieces.count; i += team.warps) {
-        const bool sent =
-            send_piece<kQuantize>(warp, call, team, i / pieces.count, pieces[i % pieces.count]);
-        if (!sent) return false;
+}
+
+// A warp's share of all tokens, from the other end: the first warps may have had choices to send.
+// kQuantize: whether x, bf16, becomes fp8 on the way.
+template <bool kQuantize, WarpLike W, class F>
+EP_FN bool send_tokens(W& warp, const LowLatencyDispatch<F>& call, const Team& team) {
+    const int tokens = call.args.num_tokens;
+    const Pieces pieces(call.args.format, tokens, team.warps);
+    const int shares = pieces.shares();
+    for (int i = team.warps - 1 - team.warp; i < tokens * shares; i += team.warps) {
+        if (!send_piece<kQuantize>(warp, call, team, i / shares, pieces[i % shares])) return false;
     }
-    signal_rows(warp, call, team);
     return true;
 }
 
@@ -279,8 +280,11 @@ template <bool kQuantize, WarpLike W, class F>
 EP_FN Ended low_latency_dispatch_send(W& warp, F& fabric, const LowLatencyDispatchArgs& args,
                                       const Team& team) {
     const LowLatencyDispatch<F> call = next_call(fabric, args);
-    return send_dispatch<kQuantize>(warp, call, team) ? end_sending(warp, call, team)
-                                                      : Ended::Badly;
+    if (!may_send(warp, call, team)) return Ended::Badly;
+    send_all_choices(warp, call, team);
+    if (!send_tokens<kQuantize>(warp, call, team)) return Ended::Badly;
+    signal_rows(warp, call, team);
+    return end_sending(warp, call, team);
 }
 
 }  // namespace ep

@@ -168,12 +168,12 @@ EP_FN void drop_picks(W& warp, const LowLatencyCall<F, Args>& call, int token, c
 
 // For the handle: with whom the dispatch was exchanged, in both directions.
 template <WarpLike W, class F, class Args>
-EP_FN void note_active(W& warp, const LowLatencyCall<F, Args>& call, LowLatencyHalf half) {
+EP_FN void note_active(W& warp, const LowLatencyCall<F, Args>& call) {
     for (int first = 0; first < call.world(); first += 32) {
         warp.lanes(lanes_from(first, call.world()), [&](int lane) {
-            int32_t& active = call.args.layout.active(first + lane);
-            const bool both = half == LowLatencyHalf::Send || active;
-            active = both && call.takes_part(half, first + lane);
+            const int rank = first + lane;
+            call.args.layout.active(rank) = call.takes_part(LowLatencyHalf::Send, rank) &&
+                                            call.takes_part(LowLatencyHalf::Receive, rank);
         });
     }
 }

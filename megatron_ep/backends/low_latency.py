@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -124,21 +125,29 @@ class CudaLowLatencyRanks:
         self._group = _C.CudaLowLatency(group=backend.group, heap=heap, memories=list(memories), blocks=blocks)
         self.warps = self._group.warps
 
+    def _launch(self, launches: Any, launch: Callable[[Any, int], None]) -> None:
+        """launch(launches, stream). Processes that share a GPU may keep each other's blocks from it: then no launch may
+        wait for another.
+        """
+        halves: tuple[Any, ...] = (launches,)
+        if launches == _C.LowLatencyLaunches.both and self._backend.shares_gpu:
+            halves = (_C.LowLatencyLaunches.send, _C.LowLatencyLaunches.receive)
+        for half in halves:
+            self._backend.launch(partial(launch, half), self)
+
     def dispatch(self, tensors: Sequence[Any], row: Any, options: Any, *, launches: Any) -> None:
-        self._backend.launch(
-            lambda stream: self._group.dispatch(
-                launches=launches, tensors=list(tensors), format=row, options=options, stream=stream
-            ),
-            self,
-        )
+        def launch(half: Any, stream: int) -> None:
+            self._group.dispatch(launches=half, tensors=list(tensors), format=row, options=options, stream=stream)
+
+        self._launch(launches, launch)
 
     def combine(self, tensors: Sequence[Any], row: Any, options: Any, *, launches: Any, dtype: int) -> None:
-        self._backend.launch(
-            lambda stream: self._group.combine(
-                launches=launches, tensors=list(tensors), format=row, options=options, dtype=dtype, stream=stream
-            ),
-            self,
-        )
+        def launch(half: Any, stream: int) -> None:
+            self._group.combine(
+                launches=half, tensors=list(tensors), format=row, options=options, dtype=dtype, stream=stream
+            )
+
+        self._launch(launches, launch)
 
     def reset(self) -> None:
         self._group.reset()

@@ -449,7 +449,7 @@ struct LowLatencyProgram {
             const int64_t counted = own.recv_rows[source];  // over all replays so far
             const int64_t least = tokens && !heap.masking;
             wrong += tokens ? counted < least || counted % tokens : counted;
-            wrong += own.recv_wait_ns[source] < 0;
+            wrong += own.recv_wait_ns[source] < 0 || (source == rank && own.recv_wait_ns[source]);
         }
         return wrong + (own.dispatch.layout.start(local_experts) != static_cast<int>(row));
     }
