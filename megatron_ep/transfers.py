@@ -104,6 +104,7 @@ def dispatch(
             t.out_weights = out_weights[i].data_ptr()
         t.fills_tables, rank.has_tables = not rank.has_tables, True
         t.has_local_pass = _has_local_pass(group, rank, row)
+        t.copies_behind = t.has_local_pass and 1 + 1 / _arrivals(group, topk) >= backend.least_copies
     backend.dispatch(tensors, row, nvl_batch=NVL_BATCH, rdma_chunk=group.config.rdma_chunk_tokens)
     group.raise_if_aborted()
     return out, out_scales if scales is not None else None, out_weights if weights is not None else None
@@ -132,7 +133,7 @@ def combine(
         if row_weights is not None:
             t.row_weights = row_weights[i].data_ptr()
         if _has_local_pass(group, rank, row) and backend.may_wait_beside():
-            known = rank.positions.shape[0] + 1
+            known = rank.positions.shape[0]
             sums.append(torch.empty(known, x[i].shape[1], dtype=x[i].dtype, device=group.device))
             t.sums = sums[-1].data_ptr()
     backend.combine(
@@ -243,12 +244,15 @@ def _refuse_ids(group: RankGroup, rank: int, topk_idx: torch.Tensor, token: int)
 
 
 def _has_local_pass(group: RankGroup, rank: RankHandle, row: _C.RowFormat) -> bool:
-    """Whether rows that arrive once and have several places are copied, or summed, there by launches of their own.
-
-    With experts drawn evenly, K of them lie on W * (1 - (1 - 1 / W)^K) ranks.
-    """
+    """Whether rows that have several places here are copied, or summed, by launches of their own."""
     if group.config.local_pass is not None:
         return group.config.local_pass
-    world, topk = group.topology.world_size, row.topk
-    arrivals = world * (1 - (1 - 1 / world) ** topk) / topk  # for each row
-    return rank.rows * (1 - arrivals) * row.payload_bytes >= group.live_backend().least_local_bytes
+    copied = rank.rows * (1 - _arrivals(group, row.topk))
+    return copied * row.payload_bytes >= group.live_backend().least_local_bytes
+
+
+def _arrivals(group: RankGroup, topk: int) -> float:
+    """Rows that arrive at a rank for each row of its experts: drawn evenly, K of E experts lie on W * (1 - (1 - 1 / W)^K)
+    ranks."""
+    world = group.topology.world_size
+    return world * (1 - (1 - 1 / world) ** topk) / topk

@@ -19,6 +19,31 @@ namespace ep {
 // another. All sums run over k in the order of the token's experts: a rank, or a node, takes the
 // place of its first expert.
 
+// How many of the rows that arrived here from a rank on a channel the local pass has been through,
+// and in which call: one number, which only grows.
+EP_FN uint64_t sums_of_call(const TransferArgs& args, uint64_t rows) {
+    constexpr int kRowBits = 24;
+    return (args.call << kRowBits) + rows;
+}
+
+// `end` counts rows from all ranks.
+template <WarpLike W, class F>
+EP_FN Need sums_done(const Rings<F>& rings, int rank, int64_t end) {
+    const TransferArgs& args = rings.args;
+    const uint64_t none = sums_of_call(args, 0);
+    const uint64_t done = W::template acquire<Scope::Rank>(&rings.to_rank(rank).summed);
+    return {done > none ? done - none : 0,
+            static_cast<uint64_t>(end - args.layout.received_start(rings.channel, rank)),
+            args.rank};
+}
+
+template <WarpLike W, class F>
+EP_FN bool wait_for_sums(W& warp, const Rings<F>& rings, const CombineArgs& args, int rank,
+                         int64_t end) {
+    return !args.sums || warp.wait_all(Wait::PartialRow, 1,
+                                       [&](int) { return sums_done<W>(rings, rank, end); });
+}
+
 // From the experts to the rings towards up to `most` source ranks, from the first-th other rank on.
 // kWeighted: multiplies each expert's row by its weight; the sums of sums that follow have none.
 template <class T, bool kWeighted, WarpLike W, FabricLike<W> F>
@@ -32,6 +57,7 @@ EP_FN void combine_nvl_sender(W& warp, F& fabric, const CombineArgs& args, int c
     typename W::template PerLane<int> position, following;
     auto cursor = [&](int node, int peer) -> OutCursor& { return rings.nvl_out(node, peer); };
     auto serve = [&](const Turn& turn) {
+        if (!wait_for_sums(warp, rings, args, turn.rank, turn.first + turn.rows)) return false;
         read_positions(warp, args, turn.first, following);
         for (int i = 0; i < turn.rows; ++i) {
             position = following;  // those of the next row are read while this one is summed
@@ -43,7 +69,7 @@ EP_FN void combine_nvl_sender(W& warp, F& fabric, const CombineArgs& args, int c
                 if (k == 0) *reinterpret_cast<uint64_t*>(slot + format.tag()) = rings.tag;
             });
             const ExpertRows<T, kWeighted, W> rows(warp, args, position);
-            if (args.sums) {
+            if (args.sums && rows.lanes) {
                 warp.template copy<Reuse::Soon>(slot + format.payload(),
                                                 rows.summed(warp, args, turn.first + i),
                                                 format.payload_bytes);
@@ -163,42 +189,12 @@ EP_FN void combine_forwarder(W& warp, F& fabric, const CombineArgs& args, int ch
     }
 }
 
-// What this rank's experts made of its own tokens, of the local pass: in the order of the tokens,
-// as the tail of a ring tells combine_receiver that carries nothing else.
-template <class T, bool kWeighted, WarpLike W, FabricLike<W> F>
-EP_FN void sum_own_rows(W& warp, F& fabric, const CombineArgs& args, int channel) {
-    const Rings<F> rings{fabric, args, channel};
-    const int64_t first = args.layout.received_start(channel, args.rank);
-    const int64_t end = first + args.layout.received(channel, args.rank);
-    OutCursor& out = rings.nvl_out(args.node(), args.local());
-    uint64_t next = out.next;
-    typename W::template PerLane<int> position, following;
-    read_positions(warp, args, first, following);
-    for (int64_t row = first; row < end; ++row) {
-        position = following;
-        read_positions(warp, args, row + 1, following);
-        const ExpertRows<T, kWeighted, W> rows(warp, args, position);
-        if (rows.lanes && !rows.is_one_row())
-            rows.sum(warp, args, args.sums + row * args.format.payload_bytes);
-        warp.lanes(1, [&](int) { out.next = out.published = next + 1; });
-        warp.template publish<Scope::Rank>(rings.nvl_out_tail(args.node(), args.local()), ++next);
-    }
-}
-
-template <WarpLike W, class F>
-EP_FN Need own_sum_of_pass(const Rings<F>& rings) {
-    const TransferArgs& args = rings.args;
-    const uint64_t next = rings.nvl_in(args.node(), args.local()).next;
-    return {W::template acquire<Scope::Rank>(rings.nvl_in_tail(args.node(), args.local())),
-            next + 1, args.rank};
-}
-
-// The same for one of them, by combine_receiver itself: into the slot of that ring.
+// For one of them, by combine_receiver itself: into the slot of the ring that no row passes through.
 template <class T, bool kWeighted, WarpLike W, class F>
 EP_FN const char* sum_of_own(W& warp, const Rings<F>& rings, const CombineArgs& args,
                              int64_t received, const typename W::template PerLane<int>& position) {
     const ExpertRows<T, kWeighted, W> rows(warp, args, position);
-    if (args.sums || rows.is_one_row()) return rows.summed(warp, args, received);
+    if (rows.lanes && (args.sums || rows.is_one_row())) return rows.summed(warp, args, received);
     char* sum = rings.nvl_own_slot() + args.format.payload();
     rows.sum(warp, args, sum);
     return sum;
@@ -252,10 +248,8 @@ EP_FN void combine_receiver(W& warp, F& fabric, const CombineArgs& args, int cha
         auto arrived = [&](int lane) {
             if (source[lane] < 0) return nothing_to_wait_for();
             if (is_own(source[lane])) {
-                if (!args.sums) return nothing_to_wait_for();
-                const Need need = own_sum_of_pass<W>(rings);
-                taken[lane] = need.expected;
-                return need;
+                return args.sums ? sums_done<W>(rings, args.rank, received)
+                                 : nothing_to_wait_for();
             }
             const int node = node_of(source[lane]);
             const Need need = is_local(source[lane])
@@ -297,9 +291,8 @@ EP_FN void combine_receiver(W& warp, F& fabric, const CombineArgs& args, int cha
         warp.template sum<T, Reuse::Soon>(
             args.y + static_cast<size_t>(token) * format.payload_bytes, part, sources,
             format.payload_bytes / sizeof(T));
-        const uint32_t counted = args.sums ? sources : others;
         warp.template credit_lanes<Scope::Rank>(format.topk, [&](int lane, auto&& store) {
-            if (!(counted >> lane & 1)) return;
+            if (!(others >> lane & 1)) return;
             if (is_local(source[lane])) {
                 rings.nvl_in(own_node, source[lane]).next = taken[lane];
             } else {

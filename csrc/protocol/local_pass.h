@@ -2,6 +2,7 @@
 
 #include "core/args.h"
 #include "exec/warp.h"
+#include "protocol/combine.h"
 #include "protocol/dispatch.h"
 #include "protocol/places.h"
 
@@ -9,9 +10,9 @@ namespace ep {
 
 // What concerns one rank alone, and waits for nobody: beside the exchange of dispatch, to bring its
 // own rows to their places; behind it, to bring those of other ranks from the first of their places
-// to the others, and to clear what no row fills; before combine, to sum what lies in a row's
-// places. Launches of their own may do it with more warps than exchange the rows. Each of `parts`
-// warps does its part.
+// to the others, and to clear what no row fills; beside that of combine, which waits for it, to sum
+// what lies in a row's places. Launches of their own may do it with more warps than exchange the
+// rows.
 
 // Own tokens for experts of this rank.
 template <WarpLike W>
@@ -66,7 +67,7 @@ EP_FN void for_rows(W& warp, const TransferArgs& args, const KnownRows& rows, in
     }
 }
 
-// From a row's first place to the others, with its scales.
+// From a row's first place to the others, with its scales. Each of `parts` warps does its part.
 template <WarpLike W>
 EP_FN void copy_to_other_places(W& warp, const DispatchArgs& args, int part, int parts) {
     const RowFormat& format = args.format;
@@ -116,16 +117,23 @@ EP_FN void clear_unfilled(W& warp, const DispatchArgs& args, int part, int parts
         clear_rows(warp, args, first, first + kPiece);
 }
 
-// The sum of a row's places, where that is more than the one row.
-template <class T, bool kWeighted, WarpLike W>
-EP_FN void sum_places(W& warp, const CombineArgs& args, int part, int parts) {
-    const size_t bytes = args.format.payload_bytes;
-    if (part == 0) warp.zero(args.sums + args.max_received * bytes, bytes);
-    const KnownRows rows_of_others(args);
-    for_rows(warp, args, rows_of_others, part, parts, [&](int64_t received, const auto& position) {
+// What the experts of this rank made of the rows that a rank, this one too, sent on a channel: in
+// their order, and whoever waits for a sum hears of it.
+template <class T, bool kWeighted, WarpLike W, FabricLike<W> F>
+EP_FN void sum_rows_of(W& warp, F& fabric, const CombineArgs& args, int channel, int rank) {
+    const Rings<F> rings{fabric, args, channel};
+    const int64_t first = args.layout.received_start(channel, rank);
+    const int count = args.layout.received(channel, rank);
+    typename W::template PerLane<int> position, following;
+    read_positions(warp, args, first, following);
+    for (int i = 0; i < count; ++i) {
+        position = following;
+        read_positions(warp, args, first + i + 1, following);
         const ExpertRows<T, kWeighted, W> rows(warp, args, position);
-        if (rows.lanes && !rows.is_one_row()) rows.sum(warp, args, args.sums + received * bytes);
-    });
+        if (rows.lanes && !rows.is_one_row())
+            rows.sum(warp, args, args.sums + (first + i) * args.format.payload_bytes);
+        warp.template publish<Scope::Rank>(&rings.to_rank(rank).summed, sums_of_call(args, i + 1));
+    }
 }
 
 }  // namespace ep

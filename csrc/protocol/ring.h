@@ -14,6 +14,7 @@ struct OutCursor {
     uint64_t slot_bytes;
     uint64_t end;      // what `next` will be at the end of this call
     uint64_t written;  // network rings of dispatch: slots filled, the coordinator knows of `next`
+    uint64_t summed;  // by the local pass of combine, of the rows for that rank: see sums_of_call
 };
 struct InCursor {
     uint64_t next;       // slots read so far
@@ -53,6 +54,9 @@ struct Rings {
     // NVLink rings, producer's end
     EP_FN OutCursor& nvl_out(int node, int peer) const {
         return *fabric.template own<OutCursor>(args.heap.nvl_out(channel, node, peer));
+    }
+    EP_FN OutCursor& to_rank(int rank) const {
+        return nvl_out(args.topology().node_of(rank), args.topology().local_of(rank));
     }
     EP_FN uint64_t* nvl_out_head(int node, int peer) const {
         return fabric.template own<uint64_t>(args.heap.nvl_head(channel, node, peer));
@@ -136,7 +140,7 @@ EP_FN bool open_nvl_rings(W& warp, const Rings<F>& rings, int count, RankOf&& ra
         const int lanes = lanes_from(first, count);
         auto out = [&](int lane) -> OutCursor& {
             const int rank = rank_of(first + lane);
-            return rings.nvl_out(topology.node_of(rank), topology.local_of(rank));
+            return rings.to_rank(rank);
         };
         const bool drained = warp.wait_all(Wait::NvlDrain, lanes, [&](int lane) {
             if (out(lane).slot_bytes == slot_bytes) return nothing_to_wait_for();

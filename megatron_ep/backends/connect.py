@@ -110,7 +110,7 @@ def p2p(
         num_sms=sms,
         timeout=config.timeout_seconds,
     )
-    return CudaBackend(group, heap, device)
+    return CudaBackend(group, heap, device, sms)
 
 
 def _connect_nvshmem(
@@ -254,4 +254,4 @@ def _over_network(
         num_sms=sms,
         timeout=config.timeout_seconds,
     )
-    return CudaBackend(ranks, heap, device, config.timeout_seconds, meeting.rank)
+    return CudaBackend(ranks, heap, device, sms, config.timeout_seconds, meeting.rank)

@@ -52,6 +52,12 @@ class Backend(Protocol):
         """Rows to copy or add inside a rank, in bytes, from which a launch of its own for them saves time."""
         ...
 
+    @property
+    def least_copies(self) -> float:
+        """Stores of a row that arrives, to a ring and to each of its places, from which the local pass of dispatch
+        makes those behind the first place."""
+        ...
+
     def notify(self, tensors: Sequence[_C.RankTensors], *, wait: bool, topk: int, **settings: int) -> Sequence[Totals]:
         """Exchanges counts. Nothing is returned where `wait` is off and the host knows none yet.
 

@@ -53,7 +53,7 @@ class Closed(RankGroup):
 
 
 def make(group):
-    return cuda.CudaBackend(group, None, torch.device("cuda", 0))
+    return cuda.CudaBackend(group, None, torch.device("cuda", 0), 4)
 
 
 def close(backend, how):

@@ -73,7 +73,7 @@ def backend_of(timeout: float | None):
     group = SimpleNamespace(
         abort=mock.Mock(), aborted=lambda: None, graphs=lambda: 1, note_capture=lambda stream: None, listen=lambda: None
     )
-    return cuda.CudaBackend(group, None, DEVICE, timeout), group
+    return cuda.CudaBackend(group, None, DEVICE, 4, timeout), group
 
 
 def test_a_launch_that_does_not_end_is_told_to_whoever_waits(stream: Stream) -> None:

@@ -338,10 +338,8 @@ bool none_has_local_pass(const std::vector<Args>& args) {
 template <bool kWeighted>
 void combine_on(Grid& grid, const Combine& joint, DType dtype) {
     with_type(dtype, [&]<class T>() {
-        if (!joint.ends_call) {
-            grid.launch_spread(kernels::local_pass_of_combine_kernel<T, kWeighted, Combine>, joint);
-            grid.launch_spread(kernels::own_sums_kernel<T, kWeighted, Combine>, joint);
-        }
+        if (!joint.ends_call)
+            grid.launch_spread(kernels::sums_kernel<T, kWeighted, Combine>, joint);
         grid.launch(kernels::combine_kernel<T, kWeighted, Combine>, joint);
     });
 }

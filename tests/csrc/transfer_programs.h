@@ -250,6 +250,7 @@ struct TransferProgram {
         part.dispatch = {transfer_args(rank),     part.x.data(),   part.scales.data(),
                          part.weights.data(),     part.out.data(), part.out_scales.data(),
                          part.out_weights.data(), pick(0, 1) == 0};
+        part.dispatch.copies_behind = part.dispatch.has_local_pass && pick(0, 1);
     }
 
     void make_combine(int rank) {
@@ -284,7 +285,7 @@ struct TransferProgram {
         }
         clear_outputs(part);
         const size_t known = handle.shares[rank].positions.size() / handle.topk;
-        part.sums.resize(pick(0, 1) * (known + 1) * format.payload_bytes);
+        part.sums.resize(pick(0, 1) * known * format.payload_bytes);
         TransferArgs args = transfer_args(rank);
         args.is_combine = true;
         part.combine = {args,
@@ -330,10 +331,10 @@ struct TransferProgram {
         return all;
     }
 
-    // What comes before the roles of a call, these, and what comes behind them.
+    // The roles of a call, and what comes behind them.
     template <class Warp, class Fabric>
-    std::array<std::vector<RoleTask>, 3> launches_of(int rank, size_t number) {
-        std::array<std::vector<RoleTask>, 3> launches;
+    std::array<std::vector<RoleTask>, 2> launches_of(int rank, size_t number) {
+        std::array<std::vector<RoleTask>, 2> launches;
         const RankState* state = &states[rank];
         const auto fabric = std::make_shared<Fabric>(topology, rank, heaps, network);
         auto adder = [&](std::vector<RoleTask>& roles) {
@@ -344,7 +345,7 @@ struct TransferProgram {
                                  }});
             };
         };
-        auto& [before, roles, behind] = launches;
+        auto& [roles, behind] = launches;
         const Call& call = calls[number];
         const Part& part = parts[number][rank];
         switch (call.kind) {
@@ -357,7 +358,6 @@ struct TransferProgram {
                 break;
             case Kind::Combine:
                 with_type(call.dtype, [&]<class T>() {
-                    add_local_pass<T>(part.combine, adder(before));
                     add_combine_roles<T>(part.combine, adder(roles));
                 });
         }

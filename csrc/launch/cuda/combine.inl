@@ -12,10 +12,8 @@ void CombineLaunch<P, kRanks, kWeighted>::run(const CombineJoint<P, kRanks>& joi
     with_type(dtype, [&]<class T>() {
         if (joint.ends_call)
             return launch(kernels::combine_kernel<T, kWeighted, J>, joint, ranks, stream);
-        launch(kernels::local_pass_of_combine_kernel<T, kWeighted, J>,
-               spread(joint, ranks, beside.all_sms), ranks, stream, false);
         // first, or it might find no SM while the exchange waits for it
-        launch(kernels::own_sums_kernel<T, kWeighted, J>, spread(joint, ranks, beside.sms), ranks,
+        launch(kernels::sums_kernel<T, kWeighted, J>, spread(joint, ranks, beside.sms), ranks,
                beside.fork(stream), false);
         launch(kernels::combine_kernel<T, kWeighted, J>, joint, ranks, stream);
         beside.join(stream);

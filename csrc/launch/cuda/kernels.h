@@ -228,7 +228,7 @@ __device__ __forceinline__ void run_dispatch(const J& joint, const Place<J>& pla
     typename J::Fabric fabric(joint.fabric, args.rank);
     BulkBuffers& buffers = bulk_buffers();
     run_dispatch_role(rank, buffers, fabric, args, joint.roles, number / warps, number % warps);
-    if (has_local_pass(args)) return;
+    if (args.copies_behind) return;
     DeviceWarp warp(rank, args.call, Role::Launch, 0, buffers);
     clear_unfilled(warp, args, number, warps * args.layout.channels);
 }
@@ -252,13 +252,13 @@ __device__ __forceinline__ void run_local_pass(const J& joint, Work&& work) {
     work(warp, args, place);
 }
 
-// f(channel) for those of a warp: few warps take many SMs.
+// f(piece) for those of a warp: few warps take many SMs.
 template <class J, class F>
-__device__ __forceinline__ void for_channels(const Place<J>& place, const J& joint, int channels,
-                                             F&& f) {
-    for (int channel = place.block + warp_of_block() * joint.blocks_per_rank; channel < channels;
-         channel += place.warps)
-        f(channel);
+__device__ __forceinline__ void for_pieces(const Place<J>& place, const J& joint, int pieces,
+                                           F&& f) {
+    for (int piece = place.block + warp_of_block() * joint.blocks_per_rank; piece < pieces;
+         piece += place.warps)
+        f(piece);
 }
 
 // Beside the exchange.
@@ -266,7 +266,7 @@ template <class J>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     own_rows_kernel(const __grid_constant__ J joint) {
     run_local_pass(joint, [&](auto& warp, const auto& args, const auto& place) {
-        for_channels(place, joint, args.layout.channels,
+        for_pieces(place, joint, args.layout.channels,
                      [&](int channel) { place_own_rows(warp, args, channel); });
     });
 }
@@ -275,27 +275,22 @@ template <class J>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     local_pass_of_dispatch_kernel(const __grid_constant__ J joint) {
     run_local_pass(joint, [](auto& warp, const auto& args, const auto& place) {
+        if (!args.copies_behind) return;
         copy_to_other_places(warp, args, place.warp, place.warps);
         clear_unfilled(warp, args, place.warp, place.warps);
     });
 }
 
+// Beside the exchange, which waits for it: most for the rows of other ranks.
 template <class T, bool kWeighted, class J>
-__global__ void __launch_bounds__(kBlockThreads, 1)
-    local_pass_of_combine_kernel(const __grid_constant__ J joint) {
-    run_local_pass(joint, [](auto& warp, const auto& args, const auto& place) {
-        sum_places<T, kWeighted>(warp, args, place.warp, place.warps);
-    });
-}
-
-// Beside the exchange, which waits for it.
-template <class T, bool kWeighted, class J>
-__global__ void __launch_bounds__(kBlockThreads, 1)
-    own_sums_kernel(const __grid_constant__ J joint) {
+__global__ void __launch_bounds__(kBlockThreads, 1) sums_kernel(const __grid_constant__ J joint) {
     run_local_pass(joint, [&](auto& warp, const auto& args, const auto& place) {
         typename J::Fabric fabric(joint.fabric, args.rank);
-        for_channels(place, joint, args.layout.channels,
-                     [&](int channel) { sum_own_rows<T, kWeighted>(warp, fabric, args, channel); });
+        const int channels = args.layout.channels, world = args.layout.world();
+        for_pieces(place, joint, channels * world, [&](int piece) {
+            const int rank = (args.rank + 1 + piece / channels) % world;
+            sum_rows_of<T, kWeighted>(warp, fabric, args, piece % channels, rank);
+        });
     });
 }
 

@@ -68,15 +68,13 @@ void HostGroup::dispatch(std::vector<DispatchArgs> args, const std::function<boo
 template <class Warp>
 void HostGroup::combine(std::vector<CombineArgs> args, DType dtype,
                         const std::function<bool()>& interrupted) {
-    Tasks local(ranks_.size()), roles(ranks_.size());
+    Tasks roles(ranks_.size());
     for (size_t i = 0; i < ranks_.size(); ++i) {
         states_[i].call = args[i].call;
-        with_type(dtype, [&]<class T>() {
-            add_local_pass<T>(args[i], adder<Warp>(local, i));
-            add_combine_roles<T>(args[i], adder<Warp>(roles, i));
-        });
+        with_type(dtype,
+                  [&]<class T>() { add_combine_roles<T>(args[i], adder<Warp>(roles, i)); });
     }
-    run_to_outputs(count_transfers, true, args, {std::move(local), std::move(roles)}, interrupted);
+    run_to_outputs(count_transfers, true, args, {std::move(roles)}, interrupted);
 }
 
 }  // namespace ep

@@ -75,18 +75,8 @@ void add_dispatch_roles(const DispatchArgs& args, Add&& add) {
 // Once all of those are done.
 template <class Add>
 void add_local_pass(const DispatchArgs& args, Add&& add) {
-    if (!args.has_local_pass) return;
+    if (!args.copies_behind) return;
     add(Role::Launch, 0, [&args](auto& warp, auto&) { copy_to_other_places(warp, args, 0, 1); });
-}
-
-// Before the roles of combine.
-template <class T, class Add>
-void add_local_pass(const CombineArgs& args, Add&& add) {
-    if (!args.sums) return;
-    add(Role::Launch, 0, [&args](auto& warp, auto&) {
-        if (args.row_weights) return sum_places<T, true>(warp, args, 0, 1);
-        sum_places<T, false>(warp, args, 0, 1);
-    });
 }
 
 template <class T, class Add>
@@ -105,10 +95,10 @@ void add_combine_roles(const CombineArgs& args, Add&& add) {
             });
         }
         add_rail_roles(args, c, true, add);
-        if (args.sums) {
-            add(Role::Launch, c, [&args, c](auto& warp, auto& fabric) {
-                if (args.row_weights) return sum_own_rows<T, true>(warp, fabric, args, c);
-                sum_own_rows<T, false>(warp, fabric, args, c);
+        for (int rank = 0; args.sums && rank < args.topology().world(); ++rank) {
+            add(Role::Launch, c, [&args, c, rank](auto& warp, auto& fabric) {
+                if (args.row_weights) return sum_rows_of<T, true>(warp, fabric, args, c, rank);
+                sum_rows_of<T, false>(warp, fabric, args, c, rank);
             });
         }
         add(Role::CombineReceiver, c, [&args, c](auto& warp, auto& fabric) {
