@@ -23,6 +23,7 @@ class CountedExperts(torch.nn.Module):
         self.second = torch.nn.Parameter(second.mT.contiguous().to(device, config.params_dtype))
 
     def forward(self, rows, tokens_per_expert, probs):
+        tokens_per_expert = tokens_per_expert.to(rows.device)  # on the host where it waited for them
         ends = tokens_per_expert.cumsum(0)
         place = torch.arange(rows.shape[0], device=rows.device)
         belongs = (place < ends.unsqueeze(1)) & (place >= (ends - tokens_per_expert).unsqueeze(1))
@@ -35,7 +36,7 @@ class GroupedExperts(CountedExperts):
     """The same with torch's grouped products, bf16 on Hopper and newer; rows behind the last are left as they are."""
 
     def forward(self, rows, tokens_per_expert, probs):
-        ends = tokens_per_expert.cumsum(0).int()
+        ends = tokens_per_expert.to(rows.device).cumsum(0).int()
         hidden = torch.tanh(torch._grouped_mm(rows, self.first, offs=ends))
         return (torch._grouped_mm(hidden, self.second, offs=ends) * probs.unsqueeze(1)).to(rows.dtype), None
 
