@@ -91,7 +91,6 @@ class RankTensors:
     max_rows: int
     fills_tables: bool
     has_local_pass: bool
-    copies_behind: bool
     clears_end: bool
     sums: int
 

@@ -36,7 +36,7 @@ SETTINGS: dict[str, tuple[Callable[[str], Any], str]] = {  # of Config: type and
     "rdma_chunk_tokens": (int, "rows after which another node is told of them"),
     "local_pass": (_truth, "true or false: copies and sums inside a rank in a short launch on all SMs"),
 }
-assert {"num_experts", *SETTINGS} == {field.name for field in fields(Config)}
+assert {"num_experts", "row_bytes", *SETTINGS} == {field.name for field in fields(Config)}
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {  # of Options
     "moe_expert_rank_capacity_factor": (
         {"type": float, "metavar": "F"},

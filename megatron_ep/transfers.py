@@ -103,8 +103,7 @@ def dispatch(
             out_weights.append(torch.empty(rank.rows, dtype=weights[i].dtype, device=group.device))
             t.out_weights = out_weights[i].data_ptr()
         t.fills_tables, rank.has_tables = not rank.has_tables, True
-        t.has_local_pass = _has_local_pass(group, rank, row)
-        t.copies_behind = t.has_local_pass and 1 + 1 / _arrivals(group, topk) >= backend.least_copies
+        t.has_local_pass = _has_local_pass(group, rank, row, backend.least_stores)
     backend.dispatch(tensors, row, nvl_batch=NVL_BATCH, rdma_chunk=group.config.rdma_chunk_tokens)
     group.raise_if_aborted()
     return out, out_scales if scales is not None else None, out_weights if weights is not None else None
@@ -243,16 +242,15 @@ def _refuse_ids(group: RankGroup, rank: int, topk_idx: torch.Tensor, token: int)
     )
 
 
-def _has_local_pass(group: RankGroup, rank: RankHandle, row: _C.RowFormat) -> bool:
-    """Whether rows that have several places here are copied, or summed, by launches of their own."""
+def _has_local_pass(group: RankGroup, rank: RankHandle, row: _C.RowFormat, least_stores: float = 0.0) -> bool:
+    """Whether rows that have several places here are copied, or summed, by launches of their own.
+
+    With experts drawn evenly, K of them lie on W * (1 - (1 - 1 / W)^K) ranks; a row that arrives is stored in a ring
+    and in each of its places.
+    """
     if group.config.local_pass is not None:
         return group.config.local_pass
-    copied = rank.rows * (1 - _arrivals(group, row.topk))
-    return copied * row.payload_bytes >= group.live_backend().least_local_bytes
-
-
-def _arrivals(group: RankGroup, topk: int) -> float:
-    """Rows that arrive at a rank for each row of its experts: drawn evenly, K of E experts lie on W * (1 - (1 - 1 / W)^K)
-    ranks."""
-    world = group.topology.world_size
-    return world * (1 - (1 - 1 / world) ** topk) / topk
+    world, topk = group.topology.world_size, row.topk
+    arrivals = world * (1 - (1 - 1 / world) ** topk) / topk  # for each row of an expert
+    saved = rank.rows * (1 - arrivals) * row.payload_bytes
+    return saved >= group.live_backend().least_local_bytes and 1 + 1 / arrivals >= least_stores

@@ -275,7 +275,6 @@ void bind_group(py::module_& m) {
         .def_readwrite("max_rows", &RankTensors::max_rows)
         .def_readwrite("fills_tables", &RankTensors::fills_tables)
         .def_readwrite("has_local_pass", &RankTensors::has_local_pass)
-        .def_readwrite("copies_behind", &RankTensors::copies_behind)
         .def_readwrite("clears_end", &RankTensors::clears_end)
         .def_readwrite("sums", &RankTensors::sums);
 

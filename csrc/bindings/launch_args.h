@@ -24,7 +24,7 @@ struct RankTensors {
     Address positions = 0, rail_experts = 0;
     int64_t max_received = 0, max_rail = 0, max_rows = 0;
     bool fills_tables = false;                       // dispatch: the first with its layout
-    bool has_local_pass = false, copies_behind = false, clears_end = true;  // dispatch, see DispatchArgs
+    bool has_local_pass = false, clears_end = true;  // dispatch, see DispatchArgs
     Address sums = 0;                                // combine, see CombineArgs
 };
 
@@ -63,7 +63,6 @@ inline DispatchArgs dispatch_args(const Heap& heap, int rank, const RankTensors&
             at<char>(t.out_scales),
             at<char>(t.out_weights),
             t.has_local_pass,
-            t.copies_behind,
             t.clears_end};
 }
 

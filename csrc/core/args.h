@@ -83,9 +83,10 @@ struct DispatchArgs : TransferArgs {
     char* recv_x;         // [max_rows, payload_bytes]
     char* recv_scales;    // [max_rows, scale_bytes]
     char* recv_weights;   // [max_rows, weight_bytes]
-    bool has_local_pass = false;  // which brings the rows of this rank to their places
-    bool copies_behind = false;   // and those of others from the first of their places to the rest
-    bool clears_end = true;       // rows behind those of the last expert, too
+    // The exchange brings a row of another rank to its first place here; the rest, and the rows of
+    // this rank, are left to the local pass.
+    bool has_local_pass = false;
+    bool clears_end = true;  // rows behind those of the last expert, too
 };
 
 struct CombineArgs : TransferArgs {
@@ -96,8 +97,8 @@ struct CombineArgs : TransferArgs {
     // [max_rows], Accumulator of x's type: what each row of x is multiplied by before it is summed;
     // null: nothing. Unlike `weights`, which only travel, they never leave the rank.
     const void* row_weights = nullptr;
-    // [max_received, payload_bytes]: what the local pass has made of the rows that arrived here, see
-    // ExpertRows. Null: there is no local pass.
+    // [max_received, payload_bytes]: what the local pass has made of the rows that arrived here,
+    // see ExpertRows. Null: there is no local pass.
     char* sums = nullptr;
 };
 

@@ -40,8 +40,8 @@ EP_FN Need sums_done(const Rings<F>& rings, int rank, int64_t end) {
 template <WarpLike W, class F>
 EP_FN bool wait_for_sums(W& warp, const Rings<F>& rings, const CombineArgs& args, int rank,
                          int64_t end) {
-    return !args.sums || warp.wait_all(Wait::PartialRow, 1,
-                                       [&](int) { return sums_done<W>(rings, rank, end); });
+    return !args.sums ||
+           warp.wait_all(Wait::PartialRow, 1, [&](int) { return sums_done<W>(rings, rank, end); });
 }
 
 // From the experts to the rings towards up to `most` source ranks, from the first-th other rank on.
@@ -189,7 +189,8 @@ EP_FN void combine_forwarder(W& warp, F& fabric, const CombineArgs& args, int ch
     }
 }
 
-// For one of them, by combine_receiver itself: into the slot of the ring that no row passes through.
+// For one of them, by combine_receiver itself: into the slot of the ring that no row passes
+// through.
 template <class T, bool kWeighted, WarpLike W, class F>
 EP_FN const char* sum_of_own(W& warp, const Rings<F>& rings, const CombineArgs& args,
                              int64_t received, const typename W::template PerLane<int>& position) {
@@ -248,8 +249,7 @@ EP_FN void combine_receiver(W& warp, F& fabric, const CombineArgs& args, int cha
         auto arrived = [&](int lane) {
             if (source[lane] < 0) return nothing_to_wait_for();
             if (is_own(source[lane])) {
-                return args.sums ? sums_done<W>(rings, args.rank, received)
-                                 : nothing_to_wait_for();
+                return args.sums ? sums_done<W>(rings, args.rank, received) : nothing_to_wait_for();
             }
             const int node = node_of(source[lane]);
             const Need need = is_local(source[lane])

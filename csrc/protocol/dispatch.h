@@ -412,7 +412,7 @@ EP_FN void receiver(W& warp, F& fabric, const DispatchArgs& args, int channel, i
             warp.template stage<Reuse::Soon>(slot + format.payload(), format.payload_bytes);
             read_header(warp, format, slot, header);
             if (!belongs_to_call(warp, rings, slot, turn.rank)) return false;
-            take_places(warp, args, header, turn.rank, turn.first + i, args.copies_behind, places);
+            take_places(warp, args, header, turn.rank, turn.first + i, args.has_local_pass, places);
             write_places(warp, format, places, slot + format.payload(), slot + format.scales());
         }
         const uint64_t next = turn.position + turn.rows;

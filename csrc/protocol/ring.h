@@ -14,7 +14,7 @@ struct OutCursor {
     uint64_t slot_bytes;
     uint64_t end;      // what `next` will be at the end of this call
     uint64_t written;  // network rings of dispatch: slots filled, the coordinator knows of `next`
-    uint64_t summed;  // by the local pass of combine, of the rows for that rank: see sums_of_call
+    uint64_t summed;   // by the local pass of combine, of the rows for that rank: see sums_of_call
 };
 struct InCursor {
     uint64_t next;       // slots read so far

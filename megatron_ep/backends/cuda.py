@@ -54,8 +54,9 @@ def num_sms(config: Config, device: torch.device, local_ranks: int) -> int:
     return max(1, min(DEFAULT_SMS, torch.cuda.get_device_properties(device).multi_processor_count // local_ranks))
 
 
-# Two and four H200 of one machine, H = 7168, K = 8: an SM stores about 50 GB/s, the links between GPUs take about 330
-LEAST_COPIES_PER_SM = 0.15
+# Of a row, beside the one over NVLink: an SM stores about 50 GB/s, a GPU's links take about 330 (H200). From 24 SMs on
+# four GPUs, K = 8, need no pass and two GPUs do
+LEAST_STORES_PER_SM = 0.15
 
 # Closed, but a CUDA graph may still replay their launches.
 _replayable: list[CudaBackend] = []
@@ -85,7 +86,7 @@ class CudaBackend(OfGroup):
         if timeout is not None:
             self.group.watch = self._launches.check
         self._rank = rank
-        self.least_copies = LEAST_COPIES_PER_SM * sms
+        self.least_stores = LEAST_STORES_PER_SM * sms
         self.shares_gpu = False  # with other processes of the buffer
         self._heap = heap
         self._device = device

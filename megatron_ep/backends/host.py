@@ -18,7 +18,7 @@ class HostBackend(OfGroup):
     """See `interface.Backend`."""
 
     least_local_bytes = math.inf  # the same threads would run it
-    least_copies = 0.0
+    least_stores = 0.0
 
     def __init__(
         self,

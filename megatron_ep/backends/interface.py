@@ -53,9 +53,8 @@ class Backend(Protocol):
         ...
 
     @property
-    def least_copies(self) -> float:
-        """Stores of a row that arrives, to a ring and to each of its places, from which the local pass of dispatch
-        makes those behind the first place."""
+    def least_stores(self) -> float:
+        """Stores of a row that arrives, in a ring and its places: from so many on dispatch leaves some to a pass."""
         ...
 
     def notify(self, tensors: Sequence[_C.RankTensors], *, wait: bool, topk: int, **settings: int) -> Sequence[Totals]:

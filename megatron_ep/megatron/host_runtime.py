@@ -38,8 +38,8 @@ REPLACED: dict[str, str] = {
     f"{_RNG}._get_cuda_rng_state, _set_cuda_rng_state": "the tracker forks the CUDA generator (weights, dropout, "
     "recompute); the CPU generator is forked instead",
     f"{_RNG} (log filter)": "the tracker warns when the CPU generator moves inside a fork; here it is meant to",
-    "megatron.core.transformer.moe.moe_utils.te_general_gemm": "megatron-core 0.16 reads the name in the router's "
-    "matrix product even where Transformer Engine is absent and the name undefined; None selects torch's product",
+    "megatron.core.transformer.moe.moe_utils.te_general_gemm": "the router's matrix product is Transformer "
+    "Engine's where it is installed, and megatron-core 0.16 reads the name even where it is not; None selects torch's",
     "maybe_move_tensor_to_cpu (moe_utils, token_dispatcher)": "it converts split sizes to lists or numpy arrays only "
     "for CUDA tensors; host tensors are converted too",
     "TORCHDYNAMO_DISABLE": "Megatron compiles small fusions with torch.compile, which takes seconds at start and gains "
@@ -171,7 +171,6 @@ def enable() -> None:
 
     moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     token_dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
+    moe_utils.te_general_gemm = None
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = _to_host
     _enabled = True

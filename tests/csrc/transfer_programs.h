@@ -250,7 +250,6 @@ struct TransferProgram {
         part.dispatch = {transfer_args(rank),     part.x.data(),   part.scales.data(),
                          part.weights.data(),     part.out.data(), part.out_scales.data(),
                          part.out_weights.data(), pick(0, 1) == 0};
-        part.dispatch.copies_behind = part.dispatch.has_local_pass && pick(0, 1);
     }
 
     void make_combine(int rank) {
@@ -357,9 +356,8 @@ struct TransferProgram {
                 add_local_pass(part.dispatch, adder(behind));
                 break;
             case Kind::Combine:
-                with_type(call.dtype, [&]<class T>() {
-                    add_combine_roles<T>(part.combine, adder(roles));
-                });
+                with_type(call.dtype,
+                          [&]<class T>() { add_combine_roles<T>(part.combine, adder(roles)); });
         }
         return launches;
     }

@@ -232,8 +232,7 @@ void CudaGroup<P>::dispatch(const std::vector<DispatchArgs>& args, CudaStream st
         launch(kernels::dispatch_kernel<J>, all, ranks, stream);
         launch(kernels::own_rows_kernel<J>, spread(all, ranks, beside_.sms), ranks, side, false);
         beside_.join(stream);
-        if (std::any_of(args.begin(), args.end(), [](const auto& a) { return a.copies_behind; }))
-            launch(kernels::local_pass_of_dispatch_kernel<J>, spread(all, ranks, beside_.all_sms),
+        launch(kernels::local_pass_of_dispatch_kernel<J>, spread(all, ranks, beside_.all_sms),
                ranks, stream, false);
         finish(outputs_of(args), stream, true);
     });

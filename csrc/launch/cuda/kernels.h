@@ -228,7 +228,7 @@ __device__ __forceinline__ void run_dispatch(const J& joint, const Place<J>& pla
     typename J::Fabric fabric(joint.fabric, args.rank);
     BulkBuffers& buffers = bulk_buffers();
     run_dispatch_role(rank, buffers, fabric, args, joint.roles, number / warps, number % warps);
-    if (args.copies_behind) return;
+    if (has_local_pass(args)) return;
     DeviceWarp warp(rank, args.call, Role::Launch, 0, buffers);
     clear_unfilled(warp, args, number, warps * args.layout.channels);
 }
@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     own_rows_kernel(const __grid_constant__ J joint) {
     run_local_pass(joint, [&](auto& warp, const auto& args, const auto& place) {
         for_pieces(place, joint, args.layout.channels,
-                     [&](int channel) { place_own_rows(warp, args, channel); });
+                   [&](int channel) { place_own_rows(warp, args, channel); });
     });
 }
 
@@ -275,7 +275,6 @@ template <class J>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     local_pass_of_dispatch_kernel(const __grid_constant__ J joint) {
     run_local_pass(joint, [](auto& warp, const auto& args, const auto& place) {
-        if (!args.copies_behind) return;
         copy_to_other_places(warp, args, place.warp, place.warps);
         clear_unfilled(warp, args, place.warp, place.warps);
     });

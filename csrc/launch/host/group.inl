@@ -71,8 +71,7 @@ void HostGroup::combine(std::vector<CombineArgs> args, DType dtype,
     Tasks roles(ranks_.size());
     for (size_t i = 0; i < ranks_.size(); ++i) {
         states_[i].call = args[i].call;
-        with_type(dtype,
-                  [&]<class T>() { add_combine_roles<T>(args[i], adder<Warp>(roles, i)); });
+        with_type(dtype, [&]<class T>() { add_combine_roles<T>(args[i], adder<Warp>(roles, i)); });
     }
     run_to_outputs(count_transfers, true, args, {std::move(roles)}, interrupted);
 }

@@ -75,7 +75,7 @@ void add_dispatch_roles(const DispatchArgs& args, Add&& add) {
 // Once all of those are done.
 template <class Add>
 void add_local_pass(const DispatchArgs& args, Add&& add) {
-    if (!args.copies_behind) return;
+    if (!args.has_local_pass) return;
     add(Role::Launch, 0, [&args](auto& warp, auto&) { copy_to_other_places(warp, args, 0, 1); });
 }
 
