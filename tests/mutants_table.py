@@ -5,6 +5,7 @@ from dataclasses import dataclass
 QUANTIZE = "exec/device/quantize.h"
 BULK, WARP, KERNELS = "exec/device/bulk.h", "exec/device/device_warp.h", "launch/cuda/kernels.h"
 RING, DISPATCH, COMBINE = "protocol/ring.h", "protocol/dispatch.h", "protocol/combine.h"
+LOCAL_PASS = "protocol/local_pass.h"
 COORDINATORS, NOTIFY = "protocol/coordinators.h", "protocol/notify.h"
 P2P, NCCL = "fabric/cuda/p2p_fabric.h", "fabric/nccl/nccl_fabric.h"
 LOW_LATENCY = "protocol/low_latency.h"
@@ -72,6 +73,7 @@ SENDER = """«warp.template publish_lanes<Scope::Rank>(count, [&](int lane, auto
             if (out.next != out.written) store(&out.next, out.written);
         });»"""
 FORWARDER = "warp.template credit<Scope::Rank>(&rings.rdma_in(node).next, ++next);"
+SUMS = "warp.template publish<Scope::Rank>(&rings.to_rank(rank).summed, sums_of_call(args, i + 1));"
 NVL_SENDER = "warp.template publish<Scope::System>(rings.nvl_out_tail(turn.node, turn.peer), next);"
 COMBINE_FORWARDER = "warp.template publish<Scope::Rank>(&rings.rdma_out(node).next, ++next);"
 FOLLOW = "moved[lane] = W::template acquire<Scope::Rank>(cursor(lane));"
@@ -240,6 +242,19 @@ MUTANTS = [
     ),
     changed("combine_nvl_sender: the rank's scope", COMBINE, NVL_SENDER, SYSTEM, RANK),
     changed("combine_nvl_sender: a credit", COMBINE, NVL_SENDER, "publish<", "credit<"),
+    Mutant(
+        "combine_nvl_sender: sums are not waited for",
+        COMBINE,
+        "if (!wait_for_sums(warp, rings, args, turn.rank, turn.first + turn.rows)) return false;",
+    ),
+    Mutant(
+        "combine_receiver: own sums are not waited for",
+        COMBINE,
+        "return args.sums ? «sums_done<W>(rings, args.rank, received)»",
+        "nothing_to_wait_for()",
+    ),
+    changed("sum_rows_of: a credit for a sum", LOCAL_PASS, SUMS, "publish<", "credit<"),
+    changed("sum_rows_of: a sum is told too early", LOCAL_PASS, SUMS, "i + 1", "i + 2"),
     changed("combine_forwarder: a credit for a packed row", COMBINE, COMBINE_FORWARDER, "publish<", "credit<"),
     # ---- coordinators and notify
     changed("follow: a plain load", COORDINATORS, FOLLOW, "W::template acquire<Scope::Rank>", "*"),

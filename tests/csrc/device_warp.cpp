@@ -291,6 +291,22 @@ class Grid {
     template <class J>
     void launch(void (*kernel)(J), const J& joint) {
         run(kernel, joint, case_.topology.world());
+        check_reports();
+    }
+
+    // The same with one of the local pass beside it.
+    template <class J>
+    void launch_beside(void (*kernel)(J), const J& joint, void (*local)(J)) {
+        J beside = joint;
+        beside.blocks_per_rank = case_.pick(1, 2);
+        simt::run_beside(
+            case_.topology.world(), joint.blocks_per_rank, [&] { kernel(joint); },
+            beside.blocks_per_rank, [&] { local(beside); }, kBlockThreads, case_.random());
+        ptx::end_of_launch();
+        check_reports();
+    }
+
+    void check_reports() const {
         for (const ControlBlock& report : reports_) {
             if (report.abort) simt::die("a wait ended badly");
         }
@@ -338,9 +354,9 @@ bool none_has_local_pass(const std::vector<Args>& args) {
 template <bool kWeighted>
 void combine_on(Grid& grid, const Combine& joint, DType dtype) {
     with_type(dtype, [&]<class T>() {
-        if (!joint.ends_call)
-            grid.launch_spread(kernels::sums_kernel<T, kWeighted, Combine>, joint);
-        grid.launch(kernels::combine_kernel<T, kWeighted, Combine>, joint);
+        const auto kernel = kernels::combine_kernel<T, kWeighted, Combine>;
+        if (joint.ends_call) return grid.launch(kernel, joint);
+        grid.launch_beside(kernel, joint, kernels::sums_kernel<T, kWeighted, Combine>);
     });
 }
 
@@ -442,9 +458,11 @@ void run_case(uint64_t seed) {
             grid.joint<Dispatch>(dispatch[1], dispatch_roles.warps() * c.heap.channels);
         dispatch_joint.roles = dispatch_roles;
         dispatch_joint.ends_call = none_has_local_pass(dispatch[1]);
-        grid.launch(kernels::dispatch_kernel<Dispatch>, dispatch_joint);
-        if (!dispatch_joint.ends_call) {
-            grid.launch_spread(kernels::own_rows_kernel<Dispatch>, dispatch_joint);
+        if (dispatch_joint.ends_call) {
+            grid.launch(kernels::dispatch_kernel<Dispatch>, dispatch_joint);
+        } else {
+            grid.launch_beside(kernels::dispatch_kernel<Dispatch>, dispatch_joint,
+                               kernels::own_rows_kernel<Dispatch>);
             grid.launch_spread(kernels::local_pass_of_dispatch_kernel<Dispatch>, dispatch_joint);
             grid.finish(dispatch[1]);
         }

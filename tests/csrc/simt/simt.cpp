@@ -22,6 +22,7 @@ struct Lane {
     ucontext_t context;
     void* stack = nullptr;
     unsigned thread, block;  // that among the blocks of all grids
+    unsigned index;          // of the block in its own
     const std::function<void()>* kernel;
     Warp* warp;
     bool done = false;
@@ -47,13 +48,14 @@ void die(const char* what) {
     std::exit(1);
 }
 
-static void run_grids(const std::vector<std::function<void()>>& kernels, unsigned blocks_each,
-                      unsigned blocks_per_rank, unsigned threads, uint64_t seed) {
-    const unsigned blocks = kernels.size() * blocks_each;
+// place(block): which of the kernels it runs, and its index in that one's grid.
+template <class PlaceOf>
+static void run_grids(const std::vector<std::function<void()>>& kernels, unsigned blocks,
+                      unsigned blocks_per_rank, unsigned threads, uint64_t seed, PlaceOf&& place) {
     std::mt19937_64 random(seed);
     order::begin(blocks * threads / 32, blocks_per_rank * threads / 32);
     threads_per_block = threads;
-    blocks_per_grid = blocks_each;
+    blocks_per_grid = blocks / kernels.size();
     memories.clear();
     for (unsigned block = 0; block < blocks; ++block) {
         memories.emplace_back(static_cast<char*>(std::aligned_alloc(128, kSharedBytes)),
@@ -71,7 +73,9 @@ static void run_grids(const std::vector<std::function<void()>>& kernels, unsigne
         Lane& lane = lanes[i];
         lane.block = i / threads;
         lane.thread = i % threads;
-        lane.kernel = &kernels[lane.block / blocks_each];
+        const auto [kernel, index] = place(lane.block);
+        lane.kernel = &kernels[kernel];
+        lane.index = index;
         lane.warp = &warps[i / 32];
         getcontext(&lane.context);
         lane.context.uc_stack.ss_sp = stacks + i * kStackBytes;
@@ -112,11 +116,23 @@ static void run_grids(const std::vector<std::function<void()>>& kernels, unsigne
 
 void run(unsigned ranks, unsigned blocks_per_rank, unsigned threads, uint64_t seed,
          const std::function<void()>& kernel) {
-    run_grids({kernel}, ranks * blocks_per_rank, blocks_per_rank, threads, seed);
+    run_grids({kernel}, ranks * blocks_per_rank, blocks_per_rank, threads, seed,
+              [](unsigned block) { return std::pair(0u, block); });
 }
 void run_at_once(const std::vector<std::function<void()>>& kernels, unsigned blocks,
                  unsigned threads, uint64_t seed) {
-    run_grids(kernels, blocks, blocks, threads, seed);
+    run_grids(kernels, kernels.size() * blocks, blocks, threads, seed,
+              [=](unsigned block) { return std::pair(block / blocks, block % blocks); });
+}
+void run_beside(unsigned ranks, unsigned blocks, const std::function<void()>& kernel,
+                unsigned more_blocks, const std::function<void()>& another, unsigned threads,
+                uint64_t seed) {
+    const unsigned of_rank = blocks + more_blocks;
+    run_grids({kernel, another}, ranks * of_rank, of_rank, threads, seed, [=](unsigned block) {
+        const unsigned rank = block / of_rank, i = block % of_rank;
+        return i < blocks ? std::pair(0u, rank * blocks + i)
+                          : std::pair(1u, rank * more_blocks + i - blocks);
+    });
 }
 
 void yield() { swapcontext(&current->context, &scheduler); }
@@ -124,7 +140,7 @@ void yield() { swapcontext(&current->context, &scheduler); }
 bool in_lane() { return current; }
 unsigned warp_index() { return (current->block * threads_per_block + current->thread) / 32; }
 Index thread_index() { return {current->thread}; }
-Index block_index() { return {current->block % blocks_per_grid}; }
+Index block_index() { return {current->index}; }
 Index block_size() { return {threads_per_block}; }
 Index grid_size() { return {blocks_per_grid}; }
 char* block_memory() { return memories[current->block].get(); }

@@ -53,6 +53,11 @@ void run(unsigned ranks, unsigned blocks_per_rank, unsigned threads, uint64_t se
 void run_at_once(const std::vector<std::function<void()>>& kernels, unsigned blocks,
                  unsigned threads, uint64_t seed);
 
+// Two launches at the same time, each of so many blocks for a rank.
+void run_beside(unsigned ranks, unsigned blocks, const std::function<void()>& kernel,
+                unsigned more_blocks, const std::function<void()>& another, unsigned threads,
+                uint64_t seed);
+
 // What goes on beside the kernel, a step at a time.
 inline std::function<void()> background;
 
