@@ -16,7 +16,7 @@ from megatron_ep import _C, failures, sizes
 from megatron_ep.backends import connect, cuda, fabrics
 from megatron_ep.backends.host import HostBackend
 from megatron_ep.backends.meeting import Meeting
-from megatron_ep.backends.members import Member, agreed_topology, introduce, process_fate
+from megatron_ep.backends.members import Member, agreed_topology, has_ended, introduce, process_fate
 from megatron_ep.config import Config, Topology, require_int, require_type
 from megatron_ep.errors import EPError
 from megatron_ep.rank_group import RankGroup
@@ -236,7 +236,7 @@ class Buffer(RankGroup):
                     raise ValueError(f"ranks names {rank}, which has the process that it had")
                 if rank not in ranks and member.pid != former:
                     raise ValueError(f"ranks does not name {rank}, which has a new process")
-                if rank in ranks and process_fate(former) != "has ended":
+                if rank in ranks and not has_ended(former):
                     raise EPError(f"rank {rank} came back in process {member.pid}, but its former one, {former}, lives")
 
         self.renew_segments(self._segments, ranks, check_processes)

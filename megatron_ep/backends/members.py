@@ -66,8 +66,22 @@ def introduce(config: Config, topology: Topology | None, device: torch.device) -
 
 def process_fate(pid: int) -> str | None:
     """What has become of a process of this host: "has ended", "is stopped"; None while it runs."""
+    return _fate(Path(f"/proc/{pid}"))
+
+
+def has_ended(pid: int) -> bool:
+    """Whether nothing of a process of this host runs any more: one that was killed may be a zombie before the last of
+    its threads is."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+    except OSError:
+        return True
+    return all(_fate(thread) == "has ended" for thread in threads)
+
+
+def _fate(task: Path) -> str | None:
+    try:
+        state = (task / "stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return "has ended"
     return {"Z": "has ended", "X": "has ended", "T": "is stopped", "t": "is stopped"}.get(state)
