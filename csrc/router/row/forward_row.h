@@ -14,30 +14,14 @@ struct ForwardScratch {
     int32_t* id;        // [kMaxTopk]
 };
 
-// The sum of the `count` largest keys as reals, added best first. Where they are does not matter,
-// so equal ones are counted.
-template <class R, class Team>
-EP_FN R sum_top(Team& team, const Key<R>* keys, int n, int count) {
-    Key<R> key = kNanKey<Key<R>>;  // nothing is above it
-    R sum = 0;
-    for (int left = count, added = 0;; added = 1) {
-        const KeyCount<Key<R>> found = team.count_and_next(keys, n, key);
-        for (; added < found.count && left > 0; ++added, --left) sum += from_key<R>(key);
-        if (left == 0) return sum;
-        key = found.next;
-        sum += from_key<R>(key);
-        if (--left == 0) return sum;
-    }
-}
-
 // Takes the experts of all but the best groups out of the choice. A group's score is the sum of its
 // best topk / group_topk scores.
 template <class Team, class R>
 EP_FN void keep_best_groups(Team& team, const RouterConfig& config, const ForwardScratch<R>& s) {
     const int group_size = config.experts / config.groups;
     for (int group = 0; group < config.groups; ++group) {
-        const R sum = sum_top<R>(team, s.key + group * group_size, group_size,
-                                 config.topk / config.group_topk);
+        const R sum = team.template sum_top<R>(s.key + group * group_size, group_size,
+                                               config.topk / config.group_topk);
         team.once([&] { s.group_key[group] = to_key(sum); });
     }
     team.take_top(s.group_key, config.groups, config.group_topk, [](int, int) {});

@@ -47,6 +47,11 @@ struct WarpTeam {
         return largest;
     }
 
+    template <class R>
+    __device__ R sum_top(const Key<R>* keys, int n, int count) {
+        return sum_top_by_counting<R>(*this, keys, n, count);
+    }
+
     template <class K>
     __device__ KeyCount<K> count_and_next(const K* keys, int n, K key) {
         int count = 0;

@@ -46,6 +46,34 @@ struct HostTeam {
         return from_key<R>(largest);
     }
 
+    // Two at most, as most models have it, in one pass: the two largest of each lane, then of all.
+    template <class R>
+    R sum_top(const Key<R>* keys, int n, int count) {
+        if (count > 2) return sum_top_by_counting<R>(*this, keys, n, count);
+        constexpr int kLanes = 16;
+        Key<R> first[kLanes], second[kLanes];
+        for (int lane = 0; lane < kLanes; ++lane) first[lane] = second[lane] = kNoKey<Key<R>>;
+        auto enter = [&](int lane, Key<R> key, Key<R> other) {
+            const Key<R> lower = first[lane] < key ? first[lane] : key;
+            first[lane] = first[lane] < key ? key : first[lane];
+            second[lane] = second[lane] < lower ? lower : second[lane];
+            second[lane] = second[lane] < other ? other : second[lane];
+        };
+        int i = 0;
+        for (; i + kLanes <= n; i += kLanes) {
+            for (int lane = 0; lane < kLanes; ++lane) enter(lane, keys[i + lane], kNoKey<Key<R>>);
+        }
+        for (int lane = 0; i < n; ++i, ++lane) enter(lane, keys[i], kNoKey<Key<R>>);
+        for (int width = kLanes / 2; width; width /= 2) {
+            for (int lane = 0; lane < width; ++lane)
+                enter(lane, first[lane + width], second[lane + width]);
+        }
+        R sum = 0;
+        sum += from_key<R>(first[0]);
+        if (count == 2) sum += from_key<R>(second[0]);
+        return sum;
+    }
+
     template <class K>
     KeyCount<K> count_and_next(const K* keys, int n, K key) {
         K next = kNoKey<K>;

@@ -8,11 +8,12 @@
 // keeping them would keep loops from vectorising.
 #pragma GCC optimize("fp-contract=off", "no-trapping-math")
 
-// Compiled for AVX2 besides the baseline, chosen when the library is loaded; "flatten" carries the
-// choice into all that is called. Not under ThreadSanitizer, whose run time is not up yet at that
-// moment.
+// Compiled for AVX-512 and AVX2 besides the baseline, chosen when the library is loaded; "flatten"
+// carries the choice into all that is called. Not under ThreadSanitizer, whose run time is not up
+// yet at that moment.
 #if defined(__x86_64__) && !defined(__SANITIZE_THREAD__)
-#define EP_ROUTER_CLONES __attribute__((target_clones("avx2", "default"), flatten))
+#define EP_ROUTER_CLONES \
+    __attribute__((target_clones("arch=x86-64-v4", "avx2", "default"), flatten))
 #else
 #define EP_ROUTER_CLONES __attribute__((flatten))
 #endif

@@ -53,14 +53,41 @@ void take_top_by_blocks(K* keys, int n, int count, Pick<K>* picks) {
     }
 }
 
-}  // namespace
+// Few keys, as those of groups: each one's rank, against all of them at once.
+constexpr int kFew = 16;
 
-EP_ROUTER_CLONES void take_top(int32_t* keys, int n, int count, Pick<int32_t>* picks) {
+template <class K>
+void take_top_by_rank(K* keys, int n, int count, Pick<K>* picks) {
+    K all[kFew];
+    int32_t rank[kFew] = {};
+    for (int i = 0; i < kFew; ++i) all[i] = i < n ? keys[i] : kNoKey<K>;
+    for (int other = 0; other < n; ++other) {
+        for (int i = 0; i < kFew; ++i) {
+            const bool is_before = other < i;
+            rank[i] += (all[other] > all[i]) | ((all[other] == all[i]) & is_before);
+        }
+    }
+    for (int i = 0; i < n; ++i) {
+        if (rank[i] >= count) continue;
+        picks[rank[i]] = {all[i], i};
+        keys[i] = kNoKey<K>;
+    }
+}
+
+template <class K>
+void take_top_of(K* keys, int n, int count, Pick<K>* picks) {
+    if (n <= kFew) return take_top_by_rank(keys, n, count, picks);
     take_top_by_blocks(keys, n, count, picks);
 }
 
+}  // namespace
+
+EP_ROUTER_CLONES void take_top(int32_t* keys, int n, int count, Pick<int32_t>* picks) {
+    take_top_of(keys, n, count, picks);
+}
+
 EP_ROUTER_CLONES void take_top(int64_t* keys, int n, int count, Pick<int64_t>* picks) {
-    take_top_by_blocks(keys, n, count, picks);
+    take_top_of(keys, n, count, picks);
 }
 
 }  // namespace ep::router
