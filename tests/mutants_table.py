@@ -250,8 +250,8 @@ MUTANTS = [
     Mutant(
         "combine_receiver: own sums are not waited for",
         COMBINE,
-        "return args.sums ? «sums_done<W>(rings, args.rank, received)»",
-        "nothing_to_wait_for()",
+        "return args.sums ? sums_done<W>(rings, args.rank, received) : nothing_to_wait_for();",
+        "return nothing_to_wait_for();",
     ),
     changed("sum_rows_of: a credit for a sum", LOCAL_PASS, SUMS, "publish<", "credit<"),
     changed("sum_rows_of: a sum is told too early", LOCAL_PASS, SUMS, "i + 1", "i + 2"),

@@ -25,6 +25,9 @@ from megatron_ep.training import script_flags, script_recipe
 ROOT = Path(__file__).resolve().parents[2]
 
 WARM_UP, TIMED = 4, 4  # the first steps, and the last, in which the dispatchers are timed
+# Steps whose losses and norms are compared: later ones magnify roundings. Megatron's all-to-all with and without its
+# fused permute are 0.3 % apart at the fifth.
+COMPARED = 4
 CASES = {  # num_sms (None: Megatron's all-to-all), overlap, options of the door
     "ours, 24 SMs": (24, False, ()),
     "all-to-all": (None, False, ()),
@@ -158,10 +161,12 @@ def judge(results):
     ours, theirs = results.get("ours, 24 SMs"), results.get("all-to-all")
     if ours is None or theirs is None:
         return ["no comparison: one of the two is missing"]
-    apart = max(abs(a - b) / b for a, b in zip(ours["losses"], theirs["losses"], strict=True))
+    pairs = [pair for key in ("losses", "norms") for pair in zip(ours[key][:COMPARED], theirs[key], strict=False)]
+    apart = max(abs(a - b) / b for a, b in pairs)
     speed, share = theirs["step_ms"] / ours["step_ms"], ours["dispatch_ms"] / theirs["dispatch_ms"]
+    same = f"same losses and norms in {COMPARED} steps, apart by at most {apart:.2%} (0.5 %)"
     return [
-        f"{'holds' if apart < 5e-3 else 'FAILS'}: same loss, apart by at most {apart:.2%} (0.5 %)",
+        f"{'holds' if apart < 5e-3 else 'FAILS'}: {same}",
         f"{'holds' if speed > 1 else 'FAILS'}: a faster step, {speed:.3f} times as fast",
         f"{'holds' if share <= 0.6 else 'FAILS'}: dispatch + combine at most 60 % of all-to-all's, {share:.0%}",
     ]
