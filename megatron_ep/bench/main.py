@@ -1,11 +1,11 @@
-"""`megatron-ep bench [router | cuda | gpus | low-latency | compare]`: without a name, a layer on the host."""
+"""`megatron-ep bench [router | cuda | gpus | low-latency | compare | tables]`: without a name, a layer on the host."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
 
-NAMES = ("router", "cuda", "gpus", "low-latency", "compare")
+NAMES = ("router", "cuda", "gpus", "low-latency", "compare", "tables")
 
 
 def main(argv: Sequence[str]) -> int:
