@@ -5,6 +5,7 @@ Lists have one entry per rank of this process.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -46,19 +47,33 @@ def format_of(
     weights: Sequence[torch.Tensor] | None,
 ) -> _C.RowFormat:
     """How rows of these tensors travel. Raises ValueError when a ring cannot hold even one."""
-    row = _C.RowFormat(
-        payload_bytes=x.shape[1] * x.element_size(),
-        scale_bytes=scales[0].shape[1] * scales[0].element_size() if scales is not None else 0,
-        weight_bytes=weights[0].element_size() if weights is not None else 0,
-        topk=topk,
-        payload_type=PAYLOAD_TYPES[x.dtype],
+    row, least_bytes = _row_format(
+        x.shape[1] * x.element_size(),
+        scales[0].shape[1] * scales[0].element_size() if scales is not None else 0,
+        weights[0].element_size() if weights is not None else 0,
+        topk,
+        PAYLOAD_TYPES[x.dtype],
     )
-    least_bytes = row.slot_bytes
     for name, ring_bytes in group.ring_bytes.items():
         if ring_bytes < least_bytes:
             given = getattr(group.config, name) or ring_bytes  # that of the heap is rounded up
             raise ValueError(f"Config.{name} is {given}, must be at least {least_bytes} for {x.shape[1]} x {x.dtype}")
     return row
+
+
+@functools.lru_cache(maxsize=64)
+def _row_format(
+    payload_bytes: int, scale_bytes: int, weight_bytes: int, topk: int, payload_type: int
+) -> tuple[_C.RowFormat, int]:
+    """With the bytes of its slot in a ring."""
+    row = _C.RowFormat(
+        payload_bytes=payload_bytes,
+        scale_bytes=scale_bytes,
+        weight_bytes=weight_bytes,
+        topk=topk,
+        payload_type=payload_type,
+    )
+    return row, row.slot_bytes
 
 
 def dispatch(

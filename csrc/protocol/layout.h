@@ -15,12 +15,25 @@ EP_FN int tokens_at_once(const Layout& layout) {
     return layout.topk < W::kLanesAtOnce ? W::kLanesAtOnce / layout.topk : 1;
 }
 
-// f(token, count) for the tokens of a channel, `count` from `token` on together.
-template <WarpLike W, class F>
-EP_FN void for_some_tokens(const Layout& layout, int channel, F&& f) {
+// f(token, lanes, value) for the tokens of a channel, some of them from `token` on together:
+// value[lane] is read(i) of the lane's (token, k), the i-th of all. Those of the next tokens are
+// read while these are served.
+template <class T, WarpLike W, class Read, class F>
+EP_FN void for_some_tokens(W& warp, const Layout& layout, int channel, Read&& read, F&& f) {
     const int end = layout.first_token(channel + 1), most = tokens_at_once<W>(layout);
-    for (int token = layout.first_token(channel); token < end; token += most)
-        f(token, end - token < most ? end - token : most);
+    typename W::template PerLane<T> value, following;
+    auto lanes_at = [&](int token) { return lanes_from(token, end, most) * layout.topk; };
+    auto read_at = [&](int token) {
+        const size_t first = static_cast<size_t>(token) * layout.topk;
+        warp.lanes(lanes_at(token), [&](int lane) { following[lane] = read(first + lane); });
+    };
+    int token = layout.first_token(channel);
+    if (token < end) read_at(token);
+    for (; token < end; token += most) {
+        value = following;
+        if (token + most < end) read_at(token + most);
+        f(token, lanes_at(token), value);
+    }
 }
 
 // Adds 1 to counts[key] for every lane with a key.
@@ -79,11 +92,14 @@ EP_FN int count_channel(W& warp, const NotifyArgs& args, int channel) {
     clear(&layout.rank_tokens(channel, 0), layout.world());
     clear(&layout.node_tokens(channel, 0), layout.topology.nodes);
 
-    typename W::template PerLane<int64_t> id;
+    using Ids = typename W::template PerLane<int64_t>;
     typename W::template PerLane<int> expert, rank, node, key;
     int bad_token = 0;
-    for_some_tokens<W>(layout, channel, [&](int token, int count) {
-        const int lanes = count * topk;
+    auto read_id = [&](size_t i) {
+        return args.index_bytes == 8 ? static_cast<const int64_t*>(args.topk_idx)[i]
+                                     : static_cast<const int32_t*>(args.topk_idx)[i];
+    };
+    auto count = [&](int token, int lanes, const Ids& id) {
         const size_t first = static_cast<size_t>(token) * topk;
         // The lanes of a mask that belong to the same token as this one.
         auto of_token = [&](uint32_t mask, int lane) {
@@ -91,9 +107,6 @@ EP_FN int count_channel(W& warp, const NotifyArgs& args, int channel) {
                    (topk < 32 ? (uint32_t{1} << topk) - 1 : ~uint32_t{0});
         };
         warp.lanes(lanes, [&](int lane) {
-            id[lane] = args.index_bytes == 8
-                           ? static_cast<const int64_t*>(args.topk_idx)[first + lane]
-                           : static_cast<const int32_t*>(args.topk_idx)[first + lane];
             const bool named = id[lane] >= 0 && id[lane] < layout.num_experts;
             expert[lane] = named ? static_cast<int>(id[lane]) : -1;
             key[lane] = named ? lane / topk * layout.num_experts + expert[lane] : -1;
@@ -124,7 +137,8 @@ EP_FN int count_channel(W& warp, const NotifyArgs& args, int channel) {
         });
         count_keys(warp, lanes, rank, &layout.rank_tokens(channel, 0));
         count_keys(warp, lanes, node, &layout.node_tokens(channel, 0));
-    });
+    };
+    for_some_tokens<int64_t>(warp, layout, channel, read_id, count);
     return bad_token;
 }
 
@@ -149,16 +163,15 @@ EP_FN void sum_channels(W& warp, const NotifyArgs& args, int first_expert, int n
 template <WarpLike W>
 EP_FN void index_channel(W& warp, const NotifyArgs& args, int channel) {
     const Layout& layout = args.layout;
-    typename W::template PerLane<int> expert, index;
-    for_some_tokens<W>(layout, channel, [&](int token, int count) {
-        const int lanes = count * layout.topk;
-        warp.lanes(lanes, [&](int lane) {
-            expert[lane] = layout.experts(token)[lane];
-            index[lane] = 0;
+    using Experts = typename W::template PerLane<int>;
+    Experts index;
+    auto read_expert = [&](size_t i) { return layout.experts(0)[i]; };
+    for_some_tokens<int>(
+        warp, layout, channel, read_expert, [&](int token, int lanes, const Experts& expert) {
+            warp.lanes(lanes, [&](int lane) { index[lane] = 0; });
+            count_keys(warp, lanes, expert, layout.expert_counts(channel), index);
+            warp.lanes(lanes, [&](int lane) { layout.index(token)[lane] = index[lane]; });
         });
-        count_keys(warp, lanes, expert, layout.expert_counts(channel), index);
-        warp.lanes(lanes, [&](int lane) { layout.index(token)[lane] = index[lane]; });
-    });
 }
 
 }  // namespace ep

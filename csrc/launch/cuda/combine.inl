@@ -10,7 +10,7 @@ void CombineLaunch<P, kRanks, kWeighted>::run(const CombineJoint<P, kRanks>& joi
                                               const Beside& beside) {
     using J = CombineJoint<P, kRanks>;
     with_type(dtype, [&]<class T>() {
-        if (joint.ends_call)
+        if (!any_local_pass(joint, ranks))
             return launch(kernels::combine_kernel<T, kWeighted, J>, joint, ranks, stream);
         // first, or it might find no SM while the exchange waits for it
         launch(kernels::sums_kernel<T, kWeighted, J>, spread(joint, ranks, beside.sms), ranks,

@@ -71,9 +71,6 @@ class CudaGroup {
     }
     uint64_t aborted() const;
     const ControlBlock& report(size_t index) const { return reports_[index]; }
-    // Behind a call whose outputs these are, one per rank: nobody can take them for data if it was
-    // given up. is_transfer: a dispatch or combine of the normal mode.
-    void finish(const std::vector<Outputs>& outputs, CudaStream stream, bool is_transfer) const;
     // Makes the waits of all ranks in reach end, also while this process's own kernels run, unless
     // they have ended: then the reason that they were given stays. From any thread. Of several
     // processes whose hosts do so in the same moment the last is remembered.

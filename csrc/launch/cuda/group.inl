@@ -40,6 +40,12 @@ void launch(void (*kernel)(J), const J& joint, size_t ranks, CudaStream stream,
     check_cuda(cudaLaunchKernelEx(&config, kernel, joint), "kernel launch");
 }
 
+template <class J>
+bool any_local_pass(const J& joint, size_t ranks) {
+    return std::any_of(joint.args, joint.args + ranks,
+                       [](const auto& args) { return has_local_pass(args); });
+}
+
 // The same launch on so many SMs in all: blocks that wait for nobody run wherever there is room.
 template <class J>
 J spread(J joint, size_t ranks, int sms) {
@@ -166,8 +172,7 @@ J CudaGroup<P>::joint_of_roles(const std::vector<Args>& args) const {
     const Roles roles = roles_for<Roles>(heap_.topology, warps);
     J all = joint<J>(args, std::min(sms_, heap_.channels * roles.warps()));
     all.roles = roles;
-    all.ends_call =
-        std::none_of(args.begin(), args.end(), [](const Args& a) { return has_local_pass(a); });
+    all.ends_call = true;
     return all;
 }
 
@@ -226,15 +231,17 @@ void CudaGroup<P>::dispatch(const std::vector<DispatchArgs>& args, CudaStream st
         using J = DispatchJoint<P, kRanks>;
         const J all = joint_of_roles<J>(args);
         const size_t ranks = args.size();
-        if (all.ends_call) return launch(kernels::dispatch_kernel<J>, all, ranks, stream);
+        if (!any_local_pass(all, ranks))
+            return launch(kernels::dispatch_kernel<J>, all, ranks, stream);
+        J exchange = all;
+        exchange.ends_call = false;
         const CudaStream side = beside_.fork(stream);
         // first: the longest of them
-        launch(kernels::dispatch_kernel<J>, all, ranks, stream);
+        launch(kernels::dispatch_kernel<J>, exchange, ranks, stream);
         launch(kernels::own_rows_kernel<J>, spread(all, ranks, beside_.sms), ranks, side, false);
         beside_.join(stream);
         launch(kernels::local_pass_of_dispatch_kernel<J>, spread(all, ranks, beside_.all_sms),
                ranks, stream, false);
-        finish(outputs_of(args), stream, true);
     });
 }
 
@@ -249,27 +256,6 @@ void CudaGroup<P>::combine(const std::vector<CombineArgs>& args, DType dtype, Cu
         const auto run =
             weighted ? CombineLaunch<P, kRanks, true>::run : CombineLaunch<P, kRanks, false>::run;
         run(all, args.size(), dtype, stream, beside_);
-        if (!all.ends_call) finish(outputs_of(args), stream, true);
-    });
-}
-
-template <class P>
-void CudaGroup<P>::finish(const std::vector<Outputs>& outputs, CudaStream stream,
-                          bool is_transfer) const {
-    for_local_ranks([&]<int kRanks>() {
-        using J = FinishJoint<kRanks>;
-        J joint{};
-        joint.blocks_per_rank = kFinishBlocks;
-        joint.is_transfer = is_transfer;
-        for (size_t i = 0; i < outputs.size(); ++i) {
-            joint.ranks[i] = device_rank(i);
-            joint.outputs[i] = outputs[i];
-        }
-        cudaLaunchConfig_t config{};
-        config.gridDim = dim3(static_cast<unsigned>(kFinishBlocks * outputs.size()));
-        config.blockDim = dim3(kFinishThreads);
-        config.stream = static_cast<cudaStream_t>(stream);
-        check_cuda(cudaLaunchKernelEx(&config, kernels::finish_kernel<J>, joint), "kernel launch");
     });
 }
 

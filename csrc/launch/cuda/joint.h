@@ -8,9 +8,6 @@
 
 namespace ep {
 
-constexpr int kFinishBlocks = 4;  // of a rank: they almost never have anything to do
-constexpr int kFinishThreads = 256;
-
 struct NoRoles {};
 
 // What a rank counts on the GPU: words in memory of their own lines.
@@ -33,7 +30,8 @@ struct Joint {
     FabricParams fabric;
     Roles roles;
     int blocks_per_rank;
-    bool ends_call;  // of a dispatch or combine: no other launch of the call comes behind this one
+    bool
+        ends_call;  // of a dispatch or combine: none of its launches behind this one writes outputs
     Args args[kRanks];
     DeviceRank ranks[kRanks];
     Progress progress[kRanks];
@@ -45,14 +43,5 @@ template <class P, int kRanks>
 using DispatchJoint = Joint<P, DispatchArgs, kRanks, DispatchRoles>;
 template <class P, int kRanks>
 using CombineJoint = Joint<P, CombineArgs, kRanks, CombineRoles>;
-
-// What comes behind a dispatch or combine of all ranks of this process.
-template <int kRanks>
-struct FinishJoint {
-    int blocks_per_rank;
-    bool is_transfer;  // and counted as such; not a receiving half
-    DeviceRank ranks[kRanks];
-    Outputs outputs[kRanks];
-};
 
 }  // namespace ep

@@ -126,26 +126,9 @@ __global__ void __launch_bounds__(kBlockThreads, 1) notify_kernel(const __grid_c
 
 // ---- the end of both
 
-// By one of `warps`, once no role of the call writes any more: if it was given up nobody can take
-// its outputs for data.
-__device__ __forceinline__ void finish(const DeviceRank& rank, const Outputs& outputs,
-                                       bool is_transfer, int warp, int warps) {
-    if (!is_aborted(rank)) {
-        if (is_transfer && warp == 0) count_one(rank.control->finished.transfer);
-        return;
-    }
-    for (const Outputs::Part& part : outputs.parts) {
-        const size_t share = align_up(part.bytes / warps + 1, sizeof(uint4));
-        const size_t first = share * warp;
-        if (first >= part.bytes) continue;
-        const size_t left = part.bytes - first;
-        rows::fill<Outputs::kPoison>(part.data + first, left < share ? left : share);
-    }
-    if (outputs.epoch && warp == 0 && rows::lane_id() == 0) *outputs.epoch = 0;
-}
-
-// By every warp of a rank, at its end: the last one finishes the call. The others have written what
-// they write; roles give up at different times.
+// By every warp of a rank, at the end of the last launch that writes for the caller. The last one
+// to come finishes the call: the others have written what they write, while roles give up at
+// different times. If it was given up nobody can take its outputs for data.
 template <class J>
 __device__ __forceinline__ void end_call(const J& joint, const Place<J>& place) {
     if (!joint.ends_call) return;
@@ -156,15 +139,12 @@ __device__ __forceinline__ void end_call(const J& joint, const Place<J>& place) 
     if (!__shfl_sync(rows::kAllLanes, first && before + 1 == place.warps, 0)) return;
     __syncwarp();  // what lane 0 has acquired there is there for all, too
     if (first) ptx::store_relaxed_gpu(arrivals, 0);
-    finish(joint.ranks[place.index], outputs_of(joint.args[place.index]), true, 0, 1);
-}
-
-// The same behind the launches of a call that has several.
-template <class J>
-__global__ void __launch_bounds__(kFinishThreads) finish_kernel(const __grid_constant__ J joint) {
-    const Place<J> place(joint);
-    finish(joint.ranks[place.index], joint.outputs[place.index], joint.is_transfer, place.warp,
-           place.warps);
+    const DeviceRank& rank = joint.ranks[place.index];
+    if (!is_aborted(rank)) return count_one(rank.control->finished.transfer);
+    const Outputs outputs = outputs_of(joint.args[place.index]);
+    for (const Outputs::Part& part : outputs.parts)
+        rows::fill<Outputs::kPoison>(part.data, part.bytes);
+    if (outputs.epoch && first) *outputs.epoch = 0;
 }
 
 // ---- dispatch and combine
@@ -278,6 +258,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
         copy_to_other_places(warp, args, place.warp, place.warps);
         clear_unfilled(warp, args, place.warp, place.warps);
     });
+    end_call(joint, Place<J>(joint));
 }
 
 // Beside the exchange, which waits for it: most for the rows of other ranks.

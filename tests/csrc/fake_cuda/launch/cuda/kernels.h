@@ -18,8 +18,6 @@ template <class J>
 void own_rows_kernel(J);
 template <class J>
 void local_pass_of_dispatch_kernel(J);
-template <class J>
-void finish_kernel(J);
 
 }  // namespace kernels
 }  // namespace ep

@@ -1,0 +1,227 @@
+#pragma once
+
+#include "simt.h"
+// after it
+#if defined(OVER_NCCL)
+#include "nccl_ranks.h"
+#elif defined(OVER_NVSHMEM)
+#include "nvshmem_ranks.h"
+#else
+#include "p2p_ranks.h"
+#endif
+#include "launch/cuda/kernels.h"
+
+// Random calls of the normal mode, and the memory of all of their ranks on one machine. Between the
+// ranks lies the p2p fabric, or with OVER_NCCL or OVER_NVSHMEM that of NCCL or NVSHMEM.
+namespace ep {
+
+constexpr int kMostRanks = 9;
+using Notify = NotifyJoint<Ranks::Params, kMostRanks>;
+using Dispatch = DispatchJoint<Ranks::Params, kMostRanks>;
+using Combine = CombineJoint<Ranks::Params, kMostRanks>;
+
+// Memory that nothing may write outside of, aligned as the GPU's allocator does.
+class Memory {
+  public:
+    explicit Memory(size_t bytes, char fill = 0, const char* name = "a tensor")
+        : bytes_(bytes),
+          data_(static_cast<char*>(std::aligned_alloc(256, align_up(bytes + 2 * kGuard, 256)))) {
+        std::memset(data_, kMark, bytes_ + 2 * kGuard);
+        std::memset(data(), fill, bytes_);
+        simt::order::track(data(), bytes_, name);
+    }
+    Memory(Memory&& other) noexcept
+        : bytes_(other.bytes_), data_(std::exchange(other.data_, nullptr)) {}
+    ~Memory() {
+        if (!data_) return;
+        for (size_t i = 0; i < kGuard; ++i) {
+            if (data_[i] != kMark || data()[bytes_ + i] != kMark)
+                simt::die("a write outside of its memory");
+        }
+        simt::order::forget(data());
+        std::free(data_);
+    }
+    char* data() const { return data_ + kGuard; }
+    size_t bytes() const { return bytes_; }
+    template <class T>
+    T* as() const {
+        return reinterpret_cast<T*>(data());
+    }
+
+  private:
+    static constexpr size_t kGuard = 256;
+    static constexpr char kMark = 0x5a;
+    size_t bytes_;
+    char* data_;
+};
+
+inline size_t size_of(DType dtype) {
+    return dtype == DType::fp64 ? 8 : dtype == DType::fp32 ? 4 : 2;
+}
+
+struct Case {
+    std::mt19937_64 random;
+    Topology topology;
+    Heap heap;
+    RowFormat format;
+    DType dtype;
+    int index_bytes, alignment, capacity, nvl_batch, rdma_chunk, servers, carriers;
+    bool fixed_rows;
+    std::vector<int> tokens;
+
+    int pick(int low, int high) { return low + static_cast<int>(random() % (high - low + 1)); }
+
+    explicit Case(uint64_t seed) : random(seed) {
+        topology = {pick(1, 3), pick(1, 3)};
+        const int local_experts = pick(1, 4);
+        const int experts = local_experts * topology.world();
+        const int topk = pick(1, std::min(6, experts));
+        dtype = static_cast<DType>(pick(0, 3));
+        const int hidden = std::vector<int>{8, 33, 64, 1, 520, 3584, 4100}[pick(0, 6)];
+        const int payload = hidden * static_cast<int>(size_of(dtype));
+        format = {payload, pick(0, 2) ? 0 : pick(1, 1200), 4 * pick(0, 2), topk};
+        const size_t slot = format.slot_bytes();
+        heap = {topology, experts, pick(1, 3), align_up(slot * pick(1, 4), Heap::kLine),
+                align_up(slot * pick(1, 5), Heap::kLine)};
+        index_bytes = 4 * pick(1, 2);
+        alignment = pick(0, 1) ? 1 : 4;
+        capacity = pick(0, 3) ? 0 : pick(1, 9);
+        if (capacity) alignment = 1;
+        fixed_rows = pick(0, 3) == 0;
+        nvl_batch = pick(1, 8);
+        const int slots = static_cast<int>(floor_power_of_two(heap.rdma_ring_bytes / slot));
+        rdma_chunk = std::max(1, std::min(pick(1, 8), slots / 2));
+        servers = even_warps(topology.world() - 1, pick(1, topology.world()));
+        carriers = even_warps(topology.nodes - 1, pick(1, topology.nodes));
+        for (int rank = 0; rank < topology.world(); ++rank)
+            tokens.push_back(pick(0, 3) ? pick(0, 14) : pick(0, 1));
+    }
+};
+
+// One rank's tensors for one side, host or GPU.
+struct Tensors {
+    Memory layout, positions, rail, out, out_scales, out_weights, y, y_weights;
+    Memory sums{0};
+};
+
+struct Side {
+    std::vector<Memory> heaps;
+    std::vector<Memory> layouts, counts;
+    std::vector<Tensors> tensors;
+};
+
+struct Inputs {
+    Memory ids, x, scales, weights;
+};
+
+inline void fill(std::mt19937_64& random, const Memory& memory, DType dtype) {
+    auto number = [&] {
+        return static_cast<double>(static_cast<int64_t>(random() % 20001) - 10000) / 512;
+    };
+    for (size_t i = 0; i < memory.bytes() / size_of(dtype); ++i) {
+        switch (dtype) {
+            case DType::bf16:
+                memory.as<uint16_t>()[i] = ptx::narrow_bf16(static_cast<float>(number()));
+                break;
+            case DType::fp16:
+                memory.as<uint16_t>()[i] =
+                    static_cast<uint16_t>(ptx::pack_fp16(static_cast<float>(number()), 0));
+                break;
+            case DType::fp32:
+                memory.as<float>()[i] = static_cast<float>(number());
+                break;
+            case DType::fp64:
+                memory.as<double>()[i] = number();
+                break;
+        }
+    }
+}
+
+// With all the bits that a weight can have, so that products are rounded.
+inline void fill_row_weights(std::mt19937_64& random, const Memory& memory, DType dtype) {
+    auto number = [&] {
+        return static_cast<double>(static_cast<int64_t>(random() % 20001) - 10000) / 3;
+    };
+    if (dtype == DType::fp64) {
+        for (size_t i = 0; i < memory.bytes() / sizeof(double); ++i)
+            memory.as<double>()[i] = number();
+    } else {
+        for (size_t i = 0; i < memory.bytes() / sizeof(float); ++i)
+            memory.as<float>()[i] = number();
+    }
+}
+
+inline Inputs make_inputs(Case& c, int tokens) {
+    const size_t rows = static_cast<size_t>(tokens);
+    Inputs in{Memory(rows * c.format.topk * c.index_bytes), Memory(rows * c.format.payload_bytes),
+              Memory(rows * c.format.scale_bytes),
+              Memory(rows * c.format.topk * c.format.weight_bytes)};
+    for (int token = 0; token < tokens; ++token) {
+        std::vector<int> experts(c.heap.num_experts);
+        for (int e = 0; e < c.heap.num_experts; ++e) experts[e] = e;
+        std::shuffle(experts.begin(), experts.end(), c.random);
+        for (int k = 0; k < c.format.topk; ++k) {
+            const int64_t id = c.pick(0, 4) ? experts[k] : -1;
+            const size_t i = static_cast<size_t>(token) * c.format.topk + k;
+            if (c.index_bytes == 8) {
+                in.ids.as<int64_t>()[i] = id;
+            } else {
+                in.ids.as<int32_t>()[i] = static_cast<int32_t>(id);
+            }
+        }
+    }
+    fill(c.random, in.x, c.dtype);
+    for (const Memory* memory : {&in.scales, &in.weights}) {
+        for (size_t i = 0; i < memory->bytes(); ++i)
+            memory->data()[i] = static_cast<char>(c.random());
+    }
+    return in;
+}
+
+inline std::vector<NotifyArgs> notify_args(const Case& c, const std::vector<Inputs>& inputs,
+                                           const std::vector<Layout>& layouts, uint64_t epoch,
+                                           Side& side) {
+    std::vector<NotifyArgs> args;
+    side.counts.clear();
+    for (size_t rank = 0; rank < inputs.size(); ++rank) {
+        side.counts.emplace_back(2 * c.heap.local_experts() * sizeof(int64_t), 0x66);
+        args.push_back({static_cast<int>(rank), c.heap, layouts[rank], inputs[rank].ids.data(),
+                        c.index_bytes, c.alignment, c.capacity, epoch,
+                        side.counts.back().as<int64_t>()});
+    }
+    return args;
+}
+
+inline TransferArgs transfer_args(const Case& c, int rank, const Layout& layout, const Tensors& t,
+                                  int64_t rows, uint64_t call) {
+    return {rank,
+            c.heap,
+            layout,
+            c.format,
+            call,
+            c.nvl_batch,
+            c.rdma_chunk,
+            t.positions.as<int32_t>(),
+            t.rail.as<int32_t>(),
+            static_cast<int64_t>(t.positions.bytes() / sizeof(int32_t)) / c.format.topk,
+            static_cast<int64_t>(t.rail.bytes() / sizeof(int32_t)) / c.format.topk,
+            rows};
+}
+
+inline std::vector<Layout> layouts_of(const Case& c, Side& side) {
+    std::vector<Layout> layouts;
+    side.layouts.clear();
+    for (const int tokens : c.tokens) {
+        Layout layout{c.topology,         tokens,          c.format.topk,
+                      c.heap.num_experts, c.heap.channels, nullptr};
+        side.layouts.emplace_back(layout.size() * sizeof(int32_t), 0x11, "a layout");
+        layout.data = side.layouts.back().as<int32_t>();
+        layout.totals() = {};
+        simt::order::ignore(&layout.totals().overflow, sizeof(int32_t));
+        simt::order::ignore(&layout.totals().bad_token, sizeof(int32_t));
+        layouts.push_back(layout);
+    }
+    return layouts;
+}
+
+}  // namespace ep

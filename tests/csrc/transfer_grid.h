@@ -1,0 +1,105 @@
+#pragma once
+
+#include "transfer_cases.h"
+
+namespace ep {
+
+// The GPU's side of a case: launches of its kernels.
+class Grid {
+  public:
+    Grid(Case& c, Side& side, uint64_t timeout_ns = 60'000'000'000)
+        : case_(c),
+          timeout_ns_(timeout_ns),
+          heaps_(addresses(side)),
+          fabric_(c.heap, heaps_, c.random()),
+          progress_(c.topology.world() * Progress::kWords * sizeof(uint64_t), 0, "progress") {
+        for (int rank = 0; rank < c.topology.world(); ++rank)
+            abort_words_.push_back(&control(rank)->abort);
+        reports_.resize(c.topology.world());
+    }
+
+    template <class J, class Args>
+    J joint(const std::vector<Args>& args, int warps) {
+        J joint{};
+        joint.fabric = fabric_.params();
+        joint.blocks_per_rank = ceil_div(warps, kBlockWarps);
+        for (size_t i = 0; i < args.size(); ++i) {
+            joint.args[i] = args[i];
+            joint.progress[i] = {progress_.as<uint64_t>() + i * Progress::kWords};
+            joint.ranks[i] = device_rank(i);
+        }
+        return joint;
+    }
+
+    // A launch of the local pass.
+    template <class J>
+    void launch_spread(void (*kernel)(J), J joint) {
+        joint.blocks_per_rank = case_.pick(1, 2);
+        launch(kernel, joint);
+    }
+
+    template <class J>
+    void run(void (*kernel)(J), const J& joint, int ranks, unsigned threads = kBlockThreads) {
+        simt::run(ranks, joint.blocks_per_rank, threads, case_.random(), [&] { kernel(joint); });
+        ptx::end_of_launch();
+    }
+
+    template <class J>
+    void launch(void (*kernel)(J), const J& joint) {
+        run(kernel, joint, case_.topology.world());
+        check_reports();
+    }
+
+    // The same with one of the local pass beside it.
+    template <class J>
+    void launch_beside(void (*kernel)(J), const J& joint, void (*local)(J)) {
+        J beside = joint;
+        beside.blocks_per_rank = case_.pick(1, 2);
+        simt::run_beside(
+            case_.topology.world(), joint.blocks_per_rank, [&] { kernel(joint); },
+            beside.blocks_per_rank, [&] { local(beside); }, kBlockThreads, case_.random());
+        ptx::end_of_launch();
+        check_reports();
+    }
+
+    void check_reports() const {
+        for (const ControlBlock& report : reports_) {
+            if (report.abort) simt::die("a wait ended badly");
+        }
+    }
+
+    const ControlBlock& report(int rank) const { return reports_[rank]; }
+    void check_reset_signals() { fabric_.check_reset_signals(case_.random()); }
+
+    template <class Roles>
+    Roles roles() const {
+        return {case_.topology.nodes, case_.topology.world(), case_.servers, case_.carriers};
+    }
+
+  private:
+    static std::vector<char*> addresses(const Side& side) {
+        std::vector<char*> all;
+        for (const Memory& heap : side.heaps) all.push_back(heap.data());
+        return all;
+    }
+    DeviceRank device_rank(size_t rank) {
+        return {static_cast<int>(rank), case_.topology.world(), timeout_ns_, control(rank),
+                &reports_[rank],        abort_words_.data(),    waited(rank)};
+    }
+    uint64_t* waited(size_t rank) const {
+        return reinterpret_cast<uint64_t*>(heaps_[rank] + case_.heap.waited());
+    }
+    ControlBlock* control(size_t rank) const {
+        return reinterpret_cast<ControlBlock*>(heaps_[rank] + case_.heap.control());
+    }
+
+    Case& case_;
+    uint64_t timeout_ns_;
+    std::vector<char*> heaps_;
+    Ranks fabric_;
+    std::vector<uint64_t*> abort_words_;
+    std::vector<ControlBlock> reports_;
+    Memory progress_;
+};
+
+}  // namespace ep
