@@ -170,7 +170,9 @@ inline void run_waits() {
         } else {
             warp.lanes(1, [&](int) {
                 const uint64_t start = ptx::globaltimer();
-                while (ptx::globaltimer() - start < kLate) simt::yield();
+                // and so many turns that the other rank has long begun to measure
+                for (int turns = 0; turns < 1000 || ptx::globaltimer() - start < kLate; ++turns)
+                    simt::yield();
                 ptx::store_release_sys(flag, 1);
             });
         }
