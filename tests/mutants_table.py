@@ -105,7 +105,11 @@ LL_CREDIT = """«warp.template credit_lanes<Scope::System>(lanes, [&](int lane, 
 LL_TAG = "tag[lane] = W::template acquire<Scope::System>(flag);"
 LL_SIGNAL = "warp.template publish<Scope::System>(at<uint64_t>(rank, flag), to);"
 LL_BANK = "if (!may_send(warp, call, team)) return Ended::Badly;"
-LL_PUBLISH = "«warp.template publish_lanes<Scope::System>(topk * tags,» [&](int lane, auto&& store) {"
+LL_PUBLISH = """«warp.template publish_lanes<Scope::System>(topk * tags, [&](int lane, auto&& store) {
+            if (!(mask >> lane % topk & 1)) return;
+            const size_t tag = Piece::tag(piece.number + done + lane / topk);
+            store(reinterpret_cast<uint64_t*>(slot_of(lane % topk) + tag), call.tag);
+        });»"""
 LL_CHOICES = "if (!may_receive(warp, call, team)) return false;"
 LL_TAGS = "if (!wait_tags(warp, call, piece.count, tags, slots, piece.number, from)) return false;"
 LL_PARTS = "if (!wait_tags(warp, call, format.topk, parts, slot, i, from)) return false;"
