@@ -50,6 +50,11 @@ RDMA_DRAIN = "if (F::kOrdersWarps && out.slot_bytes == slot_bytes) return nothin
 ROWS_THEN_SIGNAL = """if constexpr (!F::kMapsRail) put_rows(warp, rings, node, from, to);
         fabric.put_signal(warp, channel, node, args.heap.rdma_tail(channel, args.node()), from, to);"""
 
+FORWARDER_WAITS = """while (!warp.met(format.topk, arrived)) {
+            const uint32_t absent =
+                warp.ballot(format.topk, [&](int lane) { return !is_met(arrived(lane)); });
+            if (absent) return warp.broadcast(peer, lowest_lane(absent));
+        }"""
 PUBLISH_TAILS = """«warp.template publish_lanes<Scope::System>(
             lanes_from(first, peers), [&](int lane, auto&& store) {
                 OutCursor& out = rings.nvl_out(node, first + lane);
@@ -196,12 +201,12 @@ MUTANTS = [
         "fetch_add_acq_rel_gpu",
         "fetch_add_sys",
     ),
-    Mutant("end_call: lanes do not meet before", KERNELS, "«__syncwarp();»\n    const uint64_t before = first"),
+    Mutant("end_call: lanes do not meet before", KERNELS, "«__syncwarp();»\n    uint64_t before = 0;"),
     Mutant("end_call: lanes do not meet behind", KERNELS, "«__syncwarp();»  // what lane 0 has acquired there"),
     changed(
         "end_call: relaxed",
         KERNELS,
-        "const uint64_t before = first ? ptx::fetch_add_acq_rel_gpu(arrivals, 1) : 0;",
+        "if (first) before = ptx::fetch_add_acq_rel_gpu(arrivals, 1);",
         "fetch_add_acq_rel_gpu",
         "fetch_add_sys",
     ),
@@ -235,8 +240,8 @@ MUTANTS = [
     Mutant(
         "combine_forwarder: partial rows are not waited for",
         COMBINE,
-        "while («!warp.met(format.topk, arrived)»)",
-        "false",
+        FORWARDER_WAITS,
+        "(void)arrived;",
     ),
     Mutant(
         "combine_receiver: partial rows are not waited for",

@@ -135,7 +135,8 @@ __device__ __forceinline__ void end_call(const J& joint, const Place<J>& place) 
     uint64_t* arrivals = joint.progress[place.index].warps_at_end();
     const bool first = rows::lane_id() == 0;
     __syncwarp();
-    const uint64_t before = first ? ptx::fetch_add_acq_rel_gpu(arrivals, 1) : 0;
+    uint64_t before = 0;
+    if (first) before = ptx::fetch_add_acq_rel_gpu(arrivals, 1);
     if (!__shfl_sync(rows::kAllLanes, first && before + 1 == place.warps, 0)) return;
     __syncwarp();  // what lane 0 has acquired there is there for all, too
     if (first) ptx::store_relaxed_gpu(arrivals, 0);
