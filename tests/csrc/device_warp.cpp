@@ -192,7 +192,7 @@ int main(int argc, char** argv) {
     if (argc == 2 && std::string(argv[1]) == "given_up") {
         for (const bool several_nodes : {false, true}) {
             for (const bool in_notify : {false, true}) {
-                for (const int tokens : {1, 9, 40}) {
+                for (const int tokens : {1, 2, 9, 40}) {
                     for (const bool local_pass : {false, true})
                         ep::run_given_up(several_nodes, in_notify, tokens, local_pass);
                 }

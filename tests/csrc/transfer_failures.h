@@ -199,8 +199,10 @@ inline void run_given_up(bool several_nodes, bool in_notify, int tokens, bool lo
     for (int rank = 0; rank < 2; ++rank) {
         side.heaps.emplace_back(c.heap.bytes());
         inputs.push_back(make_inputs(c, tokens));
-        for (int i = 0; i < tokens * c.format.topk; ++i) {  // all of them go to the other rank
-            const int expert = 2 * (1 - rank) + i % 2;
+        for (int i = 0; i < tokens * c.format.topk; ++i) {
+            // the first token to the other rank, the next one to this, and so on
+            const int to = i / c.format.topk % 2 ? rank : 1 - rank;
+            const int expert = 2 * to + i % 2;
             if (c.index_bytes == 8) {
                 inputs.back().ids.as<int64_t>()[i] = expert;
             } else {
