@@ -36,12 +36,13 @@ int CudaLowLatency<P>::warps() const {
     return blocks_ * kBlockWarps;
 }
 
-// run(kernel of the launches) for both halves. As one launch, where this is the only rank of its
-// process: several are launched one after the other, and the first would wait for the second.
+// run(kernel of the launches) for both halves. as_one: as one launch, and only where this is the
+// only rank of its process: several are launched one after the other, and the first would wait for
+// the second.
 template <class Run>
-void run_launches(LowLatencyLaunches launches, size_t ranks, Run&& run) {
+void run_launches(LowLatencyLaunches launches, bool as_one, Run&& run) {
     using enum LowLatencyLaunches;
-    if (launches == Both && ranks == 1) return run.template operator()<Both>();
+    if (launches == Both && as_one) return run.template operator()<Both>();
     if (launches != Receive) run.template operator()<Send>();
     if (launches != Send) run.template operator()<Receive>();
 }
@@ -52,7 +53,7 @@ void CudaLowLatency<P>::dispatch(LowLatencyLaunches launches,
                                  CudaStream stream) const {
     using L = LowLatencyDispatchLaunch<P>;
     const bool quantize = args.front().quantize != ScaleFormat::None;
-    run_launches(launches, args.size(), [&]<LowLatencyLaunches kLaunches>() {
+    run_launches(launches, args.size() == 1, [&]<LowLatencyLaunches kLaunches>() {
         constexpr bool kCan = kLaunches != LowLatencyLaunches::Receive;
         launch(quantize ? kernels::low_latency_dispatch_kernel<kLaunches, kCan, L>
                         : kernels::low_latency_dispatch_kernel<kLaunches, false, L>,
@@ -65,8 +66,11 @@ void CudaLowLatency<P>::combine(LowLatencyLaunches launches,
                                 const std::vector<LowLatencyCombineArgs>& args, DType dtype,
                                 CudaStream stream) const {
     using L = LowLatencyCombineLaunch<P>;
+    // Many rows take all warps to send: half of them would hold up the network.
+    const int rows = args.front().num_tokens * args.front().format.topk;
+    const bool as_one = args.size() == 1 && rows <= warps();
     with_type(dtype, [&]<class T>() {
-        run_launches(launches, args.size(), [&]<LowLatencyLaunches kLaunches>() {
+        run_launches(launches, as_one, [&]<LowLatencyLaunches kLaunches>() {
             launch(kernels::low_latency_combine_kernel<kLaunches, T, L>, group_, fabric_, args,
                    blocks_, stream);
         });
