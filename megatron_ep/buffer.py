@@ -143,13 +143,20 @@ class Buffer(RankGroup):
         self._set_up(Meeting(group, timedelta(seconds=patience(config))), config, topology, device)
 
     @classmethod
-    def over(cls, meeting: Meeting, config: Config, topology: Topology | None) -> Buffer:
-        """The same on the host, between ranks that meet without a process group."""
+    def over(cls, meeting: Meeting, config: Config, topology: Topology | None, device: str | torch.device) -> Buffer:
+        """The same between ranks that meet without a process group; on GPUs, those of a machine."""
         buffer = cls.__new__(cls)
-        buffer._set_up(meeting, config, topology, "cpu")
+        buffer._set_up(meeting, config, topology, device, fabrics.Choice("p2p", "as it was"))
         return buffer
 
-    def _set_up(self, meeting: Meeting, config: Config, topology: Topology | None, device: str | torch.device) -> None:
+    def _set_up(
+        self,
+        meeting: Meeting,
+        config: Config,
+        topology: Topology | None,
+        device: str | torch.device,
+        fabric: fabrics.Choice | None = None,
+    ) -> None:
         self.number = failures.watch(self)
         self._meeting = meeting
         self.rank = self._meeting.rank
@@ -159,20 +166,20 @@ class Buffer(RankGroup):
         self.topology = agreed_topology(members, config)
         own = self._member = members[self.rank]
         self._neighbours = {rank: other.pid for rank, other in enumerate(members) if other.host == own.host}
-        self._segments: list[_C.Segment] = []
         if self.device.type == "cuda":
             sms = cuda.num_sms(config, self.device, 1)
             self.heap = sizes.gpu_heap(self.topology, config, sms)
             backend, fabric = connect.processes(
-                self._meeting, self.topology, config, self.heap, self.device, sms, members
+                self._meeting, self.topology, config, self.heap, self.device, sms, members, fabric
             )
+            self._memories = backend.memories
             backend.shares_gpu = sum(member.gpu == own.gpu for member in members) > 1
             self._backend = backend
         else:
             sms = None
             self.heap = sizes.host_heap(self.topology, config)
-            self._segments = self.shared_segments(self.heap.bytes)
-            self._backend = HostBackend(self.heap, self.ranks, self._segments, timeout=config.timeout_seconds)
+            self._memories = self.shared_segments(self.heap.bytes)
+            self._backend = HostBackend(self.heap, self.ranks, self._memories, timeout=config.timeout_seconds)
             fabric = fabrics.Choice("shared memory", "host backend")
         self.fabric = fabric.name
         if self.rank == 0:
@@ -214,7 +221,7 @@ class Buffer(RankGroup):
             raise
 
     def take_back(self, ranks: Sequence[int], check: Callable[[], None]) -> None:
-        """What the ranks that stayed do while others, in new processes, build this buffer anew. On the host.
+        """What the ranks that stayed do while others, in new processes, build this buffer anew.
 
         check: may fail on some ranks only, and fails on all then.
 
@@ -239,8 +246,32 @@ class Buffer(RankGroup):
                 if rank in ranks and not has_ended(former):
                     raise EPError(f"rank {rank} came back in process {member.pid}, but its former one, {former}, lives")
 
-        self.renew_segments(self._segments, ranks, check_processes)
+        self._renew(self._memories, ranks, check_processes)
+        if self.device.type == "cuda":
+            self._meeting.agree(lambda: None)  # on the others: connect.p2p
         self._neighbours = {rank: member.pid for rank, member in enumerate(members)}
+
+    def renew(self, memories: Sequence[Any], ranks: Sequence[int]) -> None:
+        """While others, in new processes, make `shared_segments` or `device_memories`: maps theirs in the place of what
+        these ranks had there before."""
+        if self.device.type == "cuda":
+            self._meeting.gather(os.getpid())
+        self._renew(memories, ranks, lambda: None)
+
+    def _renew(self, memories: Sequence[Any], ranks: Sequence[int], check: Callable[[], None]) -> None:
+        own = memories[self.rank]
+
+        def tell() -> tuple[None, Any]:
+            check()
+            return None, own.address() if isinstance(own, _C.Segment) else own.handle()
+
+        _, addresses = self._meeting.exchange(tell)
+
+        def replace() -> None:
+            for rank in ranks:
+                memories[rank].replace(addresses[rank])
+
+        self._meeting.agree(replace)
 
     def _fate_of(self, rank: int) -> str | None:
         return process_fate(self._neighbours[rank]) if rank in self._neighbours else None
@@ -291,23 +322,6 @@ class Buffer(RankGroup):
                 own if rank == self.rank else _C.Segment.open(address, size) for rank, address in enumerate(addresses)
             ]
         )
-
-    def renew_segments(
-        self, segments: Sequence[_C.Segment], ranks: Sequence[int], check: Callable[[], None] = lambda: None
-    ) -> None:
-        """Maps what ranks that came back share, in `shared_segments`, in the place of what they shared before."""
-
-        def tell() -> tuple[None, tuple[int, int, int, int]]:
-            check()
-            return None, segments[self.rank].address()
-
-        _, addresses = self._meeting.exchange(tell)
-
-        def replace() -> None:
-            for rank in ranks:
-                segments[rank].replace(addresses[rank])
-
-        self._meeting.agree(replace)
 
 
 def _log_set_up(group: RankGroup, fabric: str, heap: _C.Heap, sms: int | None = None) -> None:

@@ -8,11 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ep.backends.low_latency import HostLowLatencyRanks
 from megatron_ep.backends.low_latency_mask import Masks
 from megatron_ep.buffer import Buffer, LocalCluster
 from megatron_ep.config import require_int
-from megatron_ep.errors import EPError
 from megatron_ep.low_latency_calls import LowLatencyCalls
 from megatron_ep.rank_group import RankGroup
 
@@ -54,43 +52,42 @@ class MaskedRanks:
         return self._of_ranks([masks.masked(i) for i in range(len(self.buffer.ranks))])
 
     def readmit(self, ranks: int | Sequence[int], store: dist.Store) -> None:
-        """Takes ranks back whose processes have ended and were started again. On the host.
+        """Takes ranks back whose processes have ended and were started again.
 
         Collective of all ranks: those that stayed call this, between two calls of the low-latency mode and with none
         under way; those that came back call `megatron_ep.rejoin`. Only their memory is mapped anew, where the former
-        one was. Then everything is as after `Buffer.reset`: no rank is masked, and the buffer's normal mode works, too.
-        Nothing that a former process has written shows: it has ended before, and is seen to have.
+        one was, so that CUDA graphs with low-latency calls stay good. Then everything is as after `Buffer.reset`: no
+        rank is masked, and the buffer's normal mode works, too. Nothing that a former process has written shows: it has
+        ended before, and is seen to have.
 
         ranks: all that have come back; none may be missing still.
         store: which all ranks reach, with nothing in it: for each time another, or a PrefixStore of another prefix.
 
         Raises ValueError with on_dead_rank="raise", for ranks that did not come back or do not live in other processes,
-        where a call is under way, and for a buffer with another LowLatency; EPError on a GPU, where a rank's former
-        process lives, and when one does not come within a minute or Config.timeout. Then this rank can go on without
-        them as before.
+        where a call is under way, for a buffer with another LowLatency, and for a LocalCluster; EPError where a rank's
+        former process lives, and when one does not come within a minute or Config.timeout: then this rank can go on
+        without them as before. EPError, too, when a GPU's driver maps the memory elsewhere: then only a new buffer
+        helps.
         """
         self._check_policy()
         returned = [ranks] if isinstance(ranks, int) else list(ranks)
-        buffer, members = self.buffer, self._calls.ranks
+        buffer = self.buffer
         for rank in returned:
             require_int("ranks", rank, 0, buffer.topology.world_size - 1)
-        if not isinstance(buffer, Buffer) or not isinstance(members, HostLowLatencyRanks):
-            raise EPError(
-                f"rank {', '.join(map(str, returned))} cannot be taken back by itself, only between processes on the "
-                "host: if its process lives, reset() of the buffer on every rank brings back all masked ranks; else "
-                "build a new buffer"
-            )
+        if not isinstance(buffer, Buffer):
+            raise ValueError("the ranks of a LocalCluster are in one process: its reset() brings back all masked ranks")
 
         def check() -> None:
             self._calls.check_received()
             if (parts := len(self._calls.backend.parts)) > 1:
                 raise ValueError(f"the buffer has {parts} LowLatency, must have this one alone")
+            self._calls.backend.drain()
 
         # Step by step what `megatron_ep.rejoin` does at the same time.
         with buffer.meeting_again(store):
             buffer.take_back(returned, check)
             buffer.agree_on(lambda: None, self._settings)
-            buffer.renew_segments(members.segments, returned)
+            buffer.renew(self._calls.ranks.memories, returned)
             buffer.restart()
 
     def _check_policy(self) -> None:

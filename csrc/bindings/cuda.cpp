@@ -70,6 +70,10 @@ void bind_cuda(py::module_& m) {
         .def(
             "handle", [](DeviceMemory& memory) { return py::bytes(memory.handle()); },
             "For `open` in another process of the machine.")
+        .def(
+            "replace",
+            [](DeviceMemory& memory, const py::bytes& handle) { memory.replace(handle); },
+            py::arg("handle"), "Maps another process's memory in this one's place.")
         .def_property_readonly("bytes", &DeviceMemory::bytes);
 
     P2pGroup::bind(m, "CudaGroup",

@@ -43,11 +43,12 @@ def processes(
     device: torch.device,
     sms: int,
     members: Sequence[Member],
+    fabric: fabrics.Choice | None = None,
 ) -> tuple[CudaBackend, fabrics.Choice]:
-    """This process's rank, with the fabric that fits the hosts of all ranks."""
+    """This process's rank, with a fabric; None: that which fits the hosts of all ranks."""
     connectors = {"p2p": _connect_p2p, "nvshmem": _connect_nvshmem, "nccl": _connect_nccl}
     hosts, wanted = [member.host for member in members], [member.fabric for member in members]
-    fabric = fabrics.choose(hosts, wanted, meeting.gather)
+    fabric = fabric or fabrics.choose(hosts, wanted, meeting.gather)
     with contextlib.ExitStack() as stack:
 
         def begin() -> None:
@@ -110,7 +111,9 @@ def p2p(
         num_sms=sms,
         timeout=config.timeout_seconds,
     )
-    return CudaBackend(group, heap, device, sms)
+    backend = CudaBackend(group, heap, device, sms)
+    backend.memories = memories
+    return backend
 
 
 def _connect_nvshmem(

@@ -88,6 +88,7 @@ class CudaBackend(OfGroup):
         self._rank = rank
         self.least_stores = LEAST_STORES_PER_SM * sms
         self.shares_gpu = False  # with other processes of the buffer
+        self.memories: list[Any] = []  # of all ranks, where they are mapped
         self._heap = heap
         self._device = device
         self._busy = threading.Lock()

@@ -33,6 +33,7 @@ class LowLatencyRanks(Protocol):
     """
 
     warps: int  # of a rank in a launch
+    memories: list[Any]  # of all ranks
 
     def dispatch(
         self,
@@ -61,8 +62,8 @@ class HostLowLatencyRanks:
 
     def __init__(self, backend: HostBackend, heap: _C.LowLatencyHeap, segments: Sequence[_C.Segment], warps: int):
         self.warps = warps
-        self.segments = list(segments)
-        self._group = _C.LowLatencyGroup(group=backend.group, heap=heap, segments=self.segments, warps=warps)
+        self.memories = list(segments)
+        self._group = _C.LowLatencyGroup(group=backend.group, heap=heap, segments=self.memories, warps=warps)
 
     def dispatch(
         self,
@@ -122,7 +123,8 @@ class CudaLowLatencyRanks:
     def __init__(self, backend: CudaBackend, heap: Any, memories: Sequence[Any], blocks: int, masks: Masks | None):
         self._backend = backend
         self._masks = masks  # for as long as there are launches, those in graphs too
-        self._group = _C.CudaLowLatency(group=backend.group, heap=heap, memories=list(memories), blocks=blocks)
+        self.memories = list(memories)
+        self._group = _C.CudaLowLatency(group=backend.group, heap=heap, memories=self.memories, blocks=blocks)
         self.warps = self._group.warps
 
     def _launch(self, launches: Any, launch: Callable[[Any, int], None]) -> None:

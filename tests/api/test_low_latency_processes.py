@@ -382,7 +382,7 @@ def test_survivors_go_on(tmp_path, monkeypatch):
 
 def test_ranks_come_back(ranks, tmp_path):
     ranks.run(torch.distributed.get_rank)  # the server that processes are forked from has imported torch
-    comebacks.check_comebacks(tmp_path, nodes=2)
+    comebacks.check_comebacks(tmp_path, nodes=2, killed=(1, 2))
 
 
 def run_mistakes_of_readmit(folder):

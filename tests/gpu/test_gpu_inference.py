@@ -83,9 +83,8 @@ def engine_with_graphs():
     with counted() as calls:
         model = make_model(config_of(**options), ours=True, weights=weights, **tracker)
         engine = make_engine(model, BATCH)
-        generate(
-            engine, prompts(), NEW
-        )  # before it captures, Megatron tries a step out, on the cache of the first prompts
+        # Before it captures, Megatron tries a step out, and spoils the cache of the first prompts.
+        generate(engine, prompts(), NEW)
         captured = calls.low_latency
         results = [generate(engine, prompts(), NEW) for _ in range(2)]
     managers = [module.cudagraph_manager for module in model.modules() if hasattr(module, "cudagraph_manager")]

@@ -3,6 +3,7 @@
 import re
 import time
 
+import comebacks
 import pytest
 import survivors
 import torch
@@ -206,3 +207,9 @@ def test_survivors_go_on(tmp_path, monkeypatch, spread):
         script = script.replace(before, device + before)
     monkeypatch.setattr(survivors, "SURVIVOR", script)
     survivors.check_masked(tmp_path, "cuda")
+
+
+def test_ranks_come_back(ranks, tmp_path):
+    """Killed, masked, started again: graphs that were captured before reach the new processes."""
+    ranks.run(dist.get_rank)  # the server that processes are forked from has imported torch
+    comebacks.check_comebacks(tmp_path, nodes=1, killed=(1,), device="cuda", patience=90)

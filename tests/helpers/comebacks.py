@@ -1,4 +1,4 @@
-"""Four ranks of which one is killed, masked by the others, started again and taken back, and then another one."""
+"""Four ranks, of which some are killed, masked by the others, started again and taken back, one after the other."""
 
 import contextlib
 import multiprocessing
@@ -10,59 +10,105 @@ import torch.distributed as dist
 import megatron_ep as ep
 
 W, EXPERTS, HIDDEN, TOKENS, TOPK = 4, 8, 16, 64, 3
-KILLED = (1, 2)  # one after the other
-CONFIG = ep.Config(num_experts=EXPERTS, timeout=10)
+CONFIG = ep.Config(num_experts=EXPERTS, timeout=10, num_sms=2)
 SETTINGS = {"max_tokens": TOKENS, "hidden": HIDDEN, "topk": TOPK, "dtype": torch.float32}
 SETTINGS |= {"on_dead_rank": "mask", "mask_timeout": 2}
 
 
-def run_rank(rank, folder, nodes, born, told):
-    """born: 0, or the number of the comeback that this process is. told: hears whenever all is well on this rank."""
-    topology = ep.Topology(nodes, W // nodes)
-    generator = torch.Generator().manual_seed(rank)
-    x = torch.randn(TOKENS, HIDDEN, generator=generator)
-    ids = torch.rand(TOKENS, EXPERTS, generator=generator).topk(TOPK, dim=1).indices
+class Rank:
+    """Its calls, and what they must give."""
 
-    def check(low_latency, dead=-1):
-        received = low_latency.dispatch(x, ids)
-        y = low_latency.combine(received.x, received.handle)
-        torch.testing.assert_close(y, (ids // (EXPERTS // W) != dead).sum(dim=1, keepdim=True) * x)
+    def __init__(self, rank, device):
+        if device == "cuda":
+            torch.cuda.set_device(rank % torch.cuda.device_count())
+            self._load_kernels()
+        generator = torch.Generator().manual_seed(rank)
+        self.x = torch.randn(TOKENS, HIDDEN, generator=generator).to(device)
+        self.ids = torch.rand(TOKENS, EXPERTS, generator=generator).topk(TOPK, dim=1).indices.to(device)
+        self.low_latency = self._graph = None
 
-    def check_whole(low_latency):
-        for _ in range(5):
-            check(low_latency)
-        assert low_latency.masked_ranks() == [] and low_latency.active_ranks.tolist() == [1] * W
-        assert not low_latency.dropped_picks.any()
-        rows = ep.dispatch(x, ids, buffer=low_latency.buffer)
-        torch.testing.assert_close(ep.combine(rows.x, rows.handle), TOPK * x)
-        told.send("whole")
+    @staticmethod
+    def _load_kernels():
+        """Which takes longer than a rank is waited for."""
+        with ep.LocalCluster(1, 1, CONFIG, device="cuda") as cluster:
+            low_latency = ep.LowLatency(cluster, **SETTINGS)
+            x, ids = [torch.ones(1, HIDDEN, device="cuda")], [torch.zeros(1, 1, dtype=torch.int64, device="cuda")]
+            received = low_latency.dispatch(x, ids)
+            low_latency.combine(received.x, received.handle)
+            rows = ep.dispatch(x, ids, buffer=cluster)
+            ep.combine(rows.x, rows.handle)
 
+    def trip(self):
+        received = self.low_latency.dispatch(self.x, self.ids)
+        return self.low_latency.combine(received.x, received.handle), received.handle
+
+    def check(self, dead=-1):
+        y, handle = self.trip()
+        torch.testing.assert_close(y, (self.ids // (EXPERTS // W) != dead).sum(dim=1, keepdim=True) * self.x)
+        return handle
+
+    def check_whole(self):
+        for _ in range(3):
+            self.check()
+        for _ in range(3):  # in a graph, where there is one
+            if self._graph is None:
+                self.check()
+            else:
+                self._y.zero_()
+                self._graph.replay()
+                torch.testing.assert_close(self._y, TOPK * self.x)
+        assert self.low_latency.masked_ranks() == [] and self.low_latency.active_ranks.tolist() == [1] * W
+        assert not self.low_latency.dropped_picks.any()
+        rows = ep.dispatch(self.x, self.ids, buffer=self.low_latency.buffer)
+        torch.testing.assert_close(ep.combine(rows.x, rows.handle), TOPK * self.x)
+
+    def capture(self):
+        torch.cuda.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._y, _ = self.trip()
+
+    def lose(self, dead):
+        """The handle of a dispatch without the dead rank."""
+        while not self.low_latency.masked_ranks():
+            self.trip()
+            if self.x.is_cuda:
+                torch.cuda.synchronize()
+        handle = self.check(dead)
+        assert self.low_latency.masked_ranks() == [dead]
+        return handle
+
+
+def run_rank(rank, folder, nodes, killed, born, told, device):
+    """killed: who is, one after the other. born: 0, or the number of the comeback that this process is. told: hears
+    whenever all is well on this rank."""
+    topology, own = ep.Topology(nodes, W // nodes), Rank(rank, device)
     if born == 0:
         dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=W)
-        low_latency = ep.LowLatency(ep.Buffer(None, CONFIG, topology), **SETTINGS)
-        check_whole(low_latency)
-    for time, dead in enumerate(KILLED, 1):
+        own.low_latency = ep.LowLatency(ep.Buffer(None, CONFIG, topology, device=device), **SETTINGS)
+        own.check_whole()
+        if device == "cuda":
+            own.capture()
+        told.send("whole")
+    for time, dead in enumerate(killed, 1):
         store = dist.FileStore(f"{folder}/comeback {time}")
         if time == born:
-            low_latency = ep.rejoin(store, rank, W, CONFIG, topology, **SETTINGS)
+            own.low_latency = ep.rejoin(store, rank, W, CONFIG, topology, device=device, **SETTINGS)
         elif time > born and rank == dead:
             while True:
-                low_latency.dispatch(x, ids)  # until it is killed
+                own.check()  # until it is killed
         elif time > born:
-            handle = None
-            while not low_latency.masked_ranks():
-                handle = low_latency.dispatch(x, ids).handle
-            check(low_latency, dead)
-            assert low_latency.masked_ranks() == [dead]
-            low_latency.readmit(dead, store)
+            handle = own.lose(dead)
+            own.low_latency.readmit(dead, store)
             try:
                 handle.check()
                 raise AssertionError("its dispatch was without a rank")
             except ValueError as error:
                 assert "left masked ranks out" in str(error), error
         if time >= born:
-            check_whole(low_latency)
-    low_latency.buffer.close()
+            own.check_whole()
+            told.send("whole")
+    own.low_latency.buffer.close()
 
 
 def rejoin_in_vain(told, path, *arguments, **settings):
@@ -86,13 +132,13 @@ def too_early(path, rank, config, topology, **settings):
         process.kill()
 
 
-def check_comebacks(folder, nodes):
+def check_comebacks(folder, nodes, killed, device="cpu", patience=30):
     context = multiprocessing.get_context("forkserver")
     processes = []
 
     def start(rank, born):
         hears, told = context.Pipe(duplex=False)
-        process = context.Process(target=run_rank, args=(rank, folder, nodes, born, told), daemon=True)
+        process = context.Process(target=run_rank, args=(rank, folder, nodes, killed, born, told, device), daemon=True)
         process.start()
         told.close()
         processes.append(process)
@@ -100,20 +146,20 @@ def check_comebacks(folder, nodes):
 
     def hear(ranks):
         for rank, (_, hears) in enumerate(ranks):
-            assert hears.poll(30), f"nothing is heard of rank {rank}"
+            assert hears.poll(patience), f"nothing is heard of rank {rank}"
             assert hears.recv() == "whole"
 
     try:
         ranks = [start(rank, 0) for rank in range(W)]
         hear(ranks)
-        for time, dead in enumerate(KILLED, 1):
+        for time, dead in enumerate(killed, 1):
             ranks[dead][0].kill()
             ranks[dead][0].join()
             assert ranks[dead][0].exitcode == -signal.SIGKILL
             ranks[dead] = start(dead, time)
             hear(ranks)
         for process, _ in ranks:
-            process.join(10)
+            process.join(patience)
             assert process.exitcode == 0
     finally:
         for process in processes:

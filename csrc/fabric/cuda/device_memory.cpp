@@ -55,6 +55,21 @@ DeviceMemory DeviceMemory::open(int device, const std::string& handle, size_t by
     return DeviceMemory(device, static_cast<char*>(data), bytes, "", true);
 }
 
+void DeviceMemory::replace(const std::string& handle) {
+    const DeviceGuard guard(device_);
+    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    char* const place = std::exchange(data_, nullptr);
+    check_cuda(cudaIpcCloseMemHandle(place), "cudaIpcCloseMemHandle");
+    // The driver takes the first range that is free and large enough: mostly the one just left.
+    DeviceMemory other = open(device_, handle, bytes_);
+    if (other.data_ != place) {
+        throw std::runtime_error(
+            "the driver maps another rank's symmetric heap elsewhere than its former one: build a "
+            "new buffer");
+    }
+    data_ = std::exchange(other.data_, nullptr);
+}
+
 DeviceMemory::DeviceMemory(DeviceMemory&& other) noexcept
     : device_(other.device_),
       data_(std::exchange(other.data_, nullptr)),

@@ -16,6 +16,10 @@ class DeviceMemory {
     // Maps memory that another process created, on any GPU that this one reaches. Throws
     // std::runtime_error when it does not.
     static DeviceMemory open(int device, const std::string& handle, size_t bytes);
+    // The memory of another process in the place of that of one that has ended: pointers into it
+    // stay good, those in CUDA graphs, too. Throws std::runtime_error when the driver puts it
+    // elsewhere; then nothing is there any more.
+    void replace(const std::string& handle);
 
     DeviceMemory(DeviceMemory&& other) noexcept;
     DeviceMemory& operator=(DeviceMemory&&) = delete;
