@@ -268,4 +268,6 @@ def _has_local_pass(group: RankGroup, rank: RankHandle, row: _C.RowFormat, least
     world, topk = group.topology.world_size, row.topk
     arrivals = world * (1 - (1 - 1 / world) ** topk) / topk  # for each row of an expert
     saved = rank.rows * (1 - arrivals) * row.payload_bytes
-    return saved >= group.live_backend().least_local_bytes and 1 + 1 / arrivals >= least_stores
+    # between nodes the exchange has other rows to store, too
+    too_many_stores = group.topology.nodes > 1 or 1 + 1 / arrivals >= least_stores
+    return saved >= group.live_backend().least_local_bytes and too_many_stores

@@ -17,11 +17,11 @@ NAMES = {
     "void ep::kernels::notify_kernel<ep::cuda::Joint<ep::P2p> >(ep::cuda::Joint<ep::P2p>)": "dispatch",
     "void ep::kernels::combine_kernel<__nv_bfloat16, false, ep::cuda::Joint<ep::P2p> >()": "combine",
     "void ep::kernels::local_pass_of_dispatch_kernel<ep::cuda::Joint<ep::P2p> >()": "dispatch",
-    "void ep::kernels::local_pass_of_combine_kernel<float, ep::cuda::Joint<ep::P2p> >()": "combine",
+    "void ep::kernels::sums_kernel<float, ep::cuda::Joint<ep::P2p> >()": "combine",
     "nvjet_tst_192x192_64x4_2x1_v_bz_coopB_NNT": "product",
     "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x>": "product",
     "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>": "other",
-    "void ep::kernels::finish_kernel<ep::cuda::Joint<ep::P2p> >()": "other",
+    "void ep::kernels::low_latency_dispatch_kernel<ep::cuda::Joint<ep::P2p> >()": "other",
 }
 
 

@@ -23,8 +23,8 @@ sys.path[:0] = [str(ROOT / "tests" / "helpers"), str(ROOT)]
 
 # The first that matches; kernels of cuBLAS and CUTLASS are products.
 KINDS = {
-    "dispatch": r"\b(notify|(local_pass_of_)?dispatch)_kernel<",
-    "combine": r"\b(local_pass_of_)?combine_kernel<",
+    "dispatch": r"\b(notify|own_rows|(local_pass_of_)?dispatch)_kernel<",
+    "combine": r"\b(sums|combine)_kernel<",
     "product": r"gemm|nvjet|cutlass|xmma|cublas|flash|fmha|attention",
 }
 COLOURS = {"dispatch": "#d1495b", "combine": "#edae49", "product": "#00798c", "other": "#b0b0b0"}
