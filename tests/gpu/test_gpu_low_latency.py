@@ -60,8 +60,8 @@ def test_same_bits_as_on_the_host(block):
             on_host, on_gpu = case.low_latency(host), case.low_latency(gpu)
             for _ in range(3):
                 ids, weights, x = case.new_round()
-                rows = on_host._rows(case.layout, case.topk, case.alignment, None)
-                out, row_weights = case.reals([rows] * case.world), case.row_weights([rows] * case.world)
+                rows = [case.num_rows()] * case.world
+                out, row_weights = case.reals(rows), case.row_weights(rows)
                 expected = outputs(on_host, case, x, ids, weights, out, row_weights)
                 ours = outputs(on_gpu, case, to_gpu(x), to_gpu(ids), to_gpu(weights), out, row_weights)
                 for a, b in zip(ours, expected, strict=True):

@@ -53,8 +53,7 @@ def test_same_bits_as_on_the_host(block):
                             for mode in modes:
                                 mode.active_ranks[rank][other] = 0
                 ids, weights, x = case.new_round()
-                rows = modes[0]._rows(case.layout, case.topk, case.alignment, None)
-                out = case.reals([rows] * case.world)
+                out = case.reals([case.num_rows()] * case.world)
                 expected = masked_round(case, modes[0], x, ids, weights, out)
                 on_gpu = ([tensor.cuda() for tensor in tensors] for tensors in (x, ids, weights))
                 ours = masked_round(case, modes[1], *on_gpu, out)

@@ -29,6 +29,14 @@ class LowLatencyCase(Case):
     def dispatch_options(self) -> dict:
         return {"layout": self.layout} | ({} if self.masked else {"expert_alignment": self.alignment})
 
+    def num_rows(self) -> int:
+        """What a rank makes room for, with or without a token."""
+        local_experts = self.num_experts // self.world
+        if self.masked:
+            return local_experts * self.world * self.max_tokens
+        most = self.world * self.max_tokens * min(self.topk, local_experts)
+        return most + local_experts * (self.alignment - 1)
+
     def new_round(self) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
         """ids, weights, x of one call."""
         tokens = self.num_tokens()
