@@ -22,7 +22,7 @@ namespace ep {
 // How many of the rows that arrived here from a rank on a channel the local pass has been through,
 // and in which call: one number, which only grows.
 EP_FN uint64_t sums_of_call(const TransferArgs& args, uint64_t rows) {
-    constexpr int kRowBits = 24;
+    constexpr int kRowBits = 31;  // as many as a call may have, which leaves 2^33 calls
     return (args.call << kRowBits) + rows;
 }
 
