@@ -1,6 +1,7 @@
 """Megatron's own inference engine on a small model. Functions of a rank, on the host or on a GPU."""
 
 import contextlib
+import os
 import warnings
 from types import SimpleNamespace
 from unittest import mock
@@ -54,7 +55,8 @@ def make_model(config, ours, weights=None, **tracker):
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     if ours:
         spec = ep_layer_spec(spec)
-    model = GPTModel(config, spec, VOCABULARY, MOST_TOKENS, position_embedding_type="rope")
+    with mock.patch.dict(os.environ):  # it leaves the choice of attention there, for all models of the process
+        model = GPTModel(config, spec, VOCABULARY, MOST_TOKENS, position_embedding_type="rope")
     if torch.cuda.is_available():
         model.cuda()
     if weights is not None:
