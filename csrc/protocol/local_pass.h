@@ -54,7 +54,7 @@ struct KnownRows {
     EP_FN int64_t row(int64_t i) const { return i < own_first ? i : i + own_count; }
 };
 
-// f(row, position): each of these rows, and where its experts' rows lie.
+// f(position): where the experts' rows of each of these rows lie.
 template <WarpLike W, class F>
 EP_FN void for_rows(W& warp, const TransferArgs& args, const KnownRows& rows, int part, int parts,
                     F&& f) {
@@ -63,7 +63,7 @@ EP_FN void for_rows(W& warp, const TransferArgs& args, const KnownRows& rows, in
     for (int64_t i = part; i < rows.count; i += parts) {
         position = following;
         read_positions(warp, args, rows.row(i + parts), following);
-        f(rows.row(i), position);
+        f(position);
     }
 }
 
@@ -73,7 +73,7 @@ EP_FN void copy_to_other_places(W& warp, const DispatchArgs& args, int part, int
     const RowFormat& format = args.format;
     typename W::template PerLane<void*> to;
     const KnownRows rows_of_others(args);
-    for_rows(warp, args, rows_of_others, part, parts, [&](int64_t, const auto& position) {
+    for_rows(warp, args, rows_of_others, part, parts, [&](const auto& position) {
         const uint32_t places = warp.ballot(format.topk, [&](int k) { return position[k] >= 0; });
         const uint32_t others = places & (places - 1);
         if (!others) return;
