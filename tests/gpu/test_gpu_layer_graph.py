@@ -3,19 +3,14 @@
 Two ranks, a process each, on two GPUs where there are two.
 """
 
-import importlib.util
-
 import pytest
 import torch
+from left_out import missing
 
 from megatron_ep.bench.local_ranks import LocalRanks
 
-NEEDED = "megatron.core"
-try:
-    found = importlib.util.find_spec(NEEDED)
-except ModuleNotFoundError:
-    found = None
-pytestmark = pytest.mark.skipif(found is None, reason=f"{NEEDED} is not installed")
+LACK = missing("megatron.core")
+pytestmark = pytest.mark.skipif(LACK is not None, reason=f"{LACK} is not installed")
 
 W, T, FACTOR = 2, 96, "moe_expert_rank_capacity_factor"
 

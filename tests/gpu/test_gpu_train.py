@@ -1,32 +1,21 @@
 """Training runs whose ranks share a GPU, against the same recipe on the host and with Megatron's dispatcher."""
 
 import functools
-import importlib.util
 import shutil
 import time
 
 import pytest
 import training_runs
+from left_out import missing
 from training_runs import deterministic, finish, kill_rank, rows, running, start, until_training
 
-NEEDED = ("megatron.core", "pydantic")
+LACK = missing("megatron.core", "pydantic")
 ON_GPU = training_runs.RECIPES / "tiny_moe_gpu.yaml"
 STEPS, SAVED = 18, 8
 run = functools.partial(training_runs.run, ON_GPU)
 
 
-def missing():
-    for name in NEEDED:
-        try:
-            found = importlib.util.find_spec(name)
-        except ModuleNotFoundError:
-            found = None
-        if found is None:
-            return name
-    return None
-
-
-pytestmark = pytest.mark.skipif(missing() is not None, reason=f"{missing()} is not installed")
+pytestmark = pytest.mark.skipif(LACK is not None, reason=f"{LACK} is not installed")
 
 
 @pytest.fixture(scope="module")

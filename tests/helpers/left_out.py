@@ -1,5 +1,6 @@
 """Tests that this machine cannot run: one skipped item for a file's tests, and one line for a reason at the end."""
 
+import importlib.util
 from collections import Counter, defaultdict
 
 import pytest
@@ -17,6 +18,18 @@ def no_gpu():
     capability = torch.cuda.get_device_capability()
     if capability < (9, 0):
         return f"the GPU has compute capability {capability[0]}.{capability[1]}, the CUDA backend needs 9.0"
+    return None
+
+
+def missing(*modules):
+    """The first of these that is not installed, or None. Nothing but the packages that hold them is imported."""
+    for name in modules:
+        try:
+            found = importlib.util.find_spec(name)
+        except ModuleNotFoundError:
+            found = None
+        if found is None:
+            return name
     return None
 
 

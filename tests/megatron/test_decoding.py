@@ -3,14 +3,13 @@
 A test is a function that runs on all four ranks.
 """
 
-import contextlib
-
 import pytest
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 import torch
 import torch.distributed as dist
+from configured import configured
 from megatron.core.inference import utils
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 
@@ -24,17 +23,6 @@ from megatron_ep.megatron.router import fused_router
 pytestmark = pytest.mark.numerical
 
 W, MOST = 4, "moe_low_latency_max_tokens"
-
-
-@contextlib.contextmanager
-def configured(**settings):
-    shared_buffers.close_buffers()
-    shared_buffers.configure(**settings)
-    try:
-        yield
-    finally:
-        shared_buffers.close_buffers()
-        shared_buffers.configure()
 
 
 def _generates_the_same_tokens(pads):

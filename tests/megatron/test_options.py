@@ -3,7 +3,6 @@
 A test is a function that runs on all four ranks.
 """
 
-import contextlib
 import dataclasses
 from unittest import mock
 
@@ -13,6 +12,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 import torch
 import torch.distributed as dist
+from configured import configured
 from counted_experts import CountedExperts, make_layer
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,17 +29,6 @@ pytestmark = pytest.mark.numerical
 W = 4
 FACTOR = "moe_expert_rank_capacity_factor"
 PAD = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
-
-
-@contextlib.contextmanager
-def configured(**settings):
-    shared_buffers.close_buffers()
-    shared_buffers.configure(**settings)
-    try:
-        yield
-    finally:
-        shared_buffers.close_buffers()
-        shared_buffers.configure()
 
 
 def run_layer(layer, x, grad):
