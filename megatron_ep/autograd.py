@@ -15,7 +15,7 @@ from megatron_ep import float8, transfers
 from megatron_ep.handle import Handle
 
 
-def _need_gradient(tensors: Sequence[torch.Tensor]) -> bool:
+def need_gradient(tensors: Sequence[torch.Tensor]) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
@@ -23,19 +23,19 @@ def dispatch(
     handle: Handle, num_ranks: int, scales: list[torch.Tensor] | None, clears_end: bool, *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """As `Dispatch`, which takes torch longer and is for gradients."""
-    if _need_gradient(tensors):
+    if need_gradient(tensors):
         return Dispatch.apply(handle, num_ranks, scales, clears_end, *tensors)
     return _dispatch(handle, num_ranks, scales, clears_end, *tensors)
 
 
 def combine(handle: Handle, num_ranks: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """As `Combine`."""
-    return (Combine.apply if _need_gradient(tensors) else _combine)(handle, num_ranks, *tensors)
+    return (Combine.apply if need_gradient(tensors) else _combine)(handle, num_ranks, *tensors)
 
 
 def weighted_combine(handle: Handle, num_ranks: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """As `WeightedCombine`."""
-    return (WeightedCombine.apply if _need_gradient(tensors) else _weighted_combine)(handle, num_ranks, *tensors)
+    return (WeightedCombine.apply if need_gradient(tensors) else _weighted_combine)(handle, num_ranks, *tensors)
 
 
 def _dispatch(

@@ -129,7 +129,7 @@ def dispatch(
             handle = Handle(group, topk, [], request)
     # Behind the `with`: torch ends the recomputation of a checkpoint by an exception out of `apply`.
     n = len(group.ranks)
-    needs_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (*xs, *(weights or ())))
+    needs_gradient = autograd.need_gradient((*xs, *(weights or ())))
     if values:
         tensors = (*xs, *values, *(weights or ()))
         out, row_scales = autograd.Float8Dispatch.apply(handle, n, row_scales, needs_gradient, *tensors), None

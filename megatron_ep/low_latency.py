@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from megatron_ep import _C
+from megatron_ep.autograd import need_gradient
 from megatron_ep.backends import low_latency as backends
 from megatron_ep.buffer import Buffer, LocalCluster
 from megatron_ep.config import require_int
 from megatron_ep.functional import MAX_TOPK, MOST_PADDED_ROWS, MOST_ROW_BYTES, Tensors
-from megatron_ep.low_latency_autograd import combine, dispatch, need_gradient, weighted_combine
+from megatron_ep.low_latency_autograd import combine, dispatch, weighted_combine
 from megatron_ep.low_latency_calls import LowLatencyCalls, Pending
 from megatron_ep.low_latency_checks import Checks, Limits
 from megatron_ep.low_latency_handle import LowLatencyHandle

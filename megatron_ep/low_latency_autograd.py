@@ -12,15 +12,12 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
+from megatron_ep.autograd import need_gradient
 from megatron_ep.low_latency_calls import Counters, Pending
 from megatron_ep.low_latency_handle import LowLatencyHandle
 from megatron_ep.low_latency_rows import Float8
 
 Out = Sequence[torch.Tensor] | None
-
-
-def need_gradient(tensors: Sequence[torch.Tensor]) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def dispatch(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_ep import _C
+from megatron_ep.autograd import need_gradient
 from megatron_ep.functional import _check_scales
 from megatron_ep.rank_group import PAYLOAD_TYPES
 from megatron_ep.reference import SCALE_BLOCK, SCALE_FORMATS
@@ -63,7 +64,7 @@ def float8_of(
             raise ValueError(f"scales must not be given with fp8={fp8!r}, which makes them")
         if xs[0].dtype != torch.bfloat16:
             raise ValueError(f"x is {xs[0].dtype}, must be torch.bfloat16 with fp8={fp8!r}")
-        straight_through = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
+        straight_through = need_gradient(xs)
         float8 = Float8(fp8, None, scale_layout == "column", straight_through)
     else:
         _check_scales(xs, scales)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_ep.autograd import need_gradient
 from megatron_ep.backends.low_latency_mask import Masks
 from megatron_ep.buffer import Buffer, LocalCluster
 from megatron_ep.config import require_int
@@ -108,7 +109,7 @@ class MaskedRanks:
             raise ValueError(
                 "renormalize is True, must be False unless on_dead_rank is 'mask' and weights are given at the token"
             )
-        if torch.is_grad_enabled() and any(t.requires_grad for t in (*xs, *factors)):
+        if need_gradient((*xs, *factors)):
             raise ValueError("renormalize is True, must be False where a gradient is needed")
 
 
