@@ -28,22 +28,21 @@ class Pending(Call):
 
     def __init__(self, calls: LowLatencyCalls, launch: Any, tensors: Sequence[Any], *, received: bool):
         self.received = received
-        self._calls = calls
-        self._launch = launch
-        self._tensors = () if received else tensors  # whose memory the launches use
-        self._made_on = calls.backend.current_stream()
+        # A call that has been received keeps nothing: `calls` remembers it, and whoever has both in a circle has them
+        # freed at any moment, while a CUDA graph is captured for one.
+        self._rest = None if received else (calls, launch, tensors, calls.backend.current_stream())
 
     def receive(self) -> None:
         """Launches the receiving half. Raises ValueError the second time."""
-        if self.received:
+        if self._rest is None:
             raise ValueError("the hook of a low-latency call was called twice, must be called once")
-        with self._calls.group.abort_peers_on_error():
-            self._calls.group.check_usable()
-            self._calls.backend.keep_for_launch(self._tensors, self._made_on)
-            self._launch(_C.LowLatencyLaunches.receive)
-            self.received = True
-            self._tensors = ()
-            self._calls.group.raise_if_aborted()
+        calls, launch, tensors, made_on = self._rest
+        with calls.group.abort_peers_on_error():
+            calls.group.check_usable()
+            calls.backend.keep_for_launch(tensors, made_on)
+            launch(_C.LowLatencyLaunches.receive)
+            self.received, self._rest = True, None
+            calls.group.raise_if_aborted()
 
 
 class LowLatencyCalls:

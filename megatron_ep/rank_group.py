@@ -222,8 +222,14 @@ class RankGroup:
             reason = "" if interrupted else f"{type(error).__name__}: {error}" if failed else str(error)
             self.refuse(interrupted=interrupted, failed=failed, reason=reason)
 
-    def refuse(self, *, interrupted: bool = False, failed: bool = False, reason: str = "") -> None:
-        """Ends the waits of the other ranks: this one has refused its arguments, was interrupted, or failed."""
+    def refuse(
+        self, *, interrupted: bool = False, failed: bool = False, reason: str = "", is_told: bool = False
+    ) -> None:
+        """Ends the waits of the other ranks: this one has refused its arguments, was interrupted, or failed.
+
+        is_told: whether the caller raises an EPError about the same step, whoever has met it first.
+        """
+        self._is_seen |= is_told
         if self._backend is not None and len(self.ranks) < self.topology.world_size:
             self._backend.abort(interrupted=interrupted, failed=failed, reason=reason)
             outcome = "interrupted" if interrupted else "failed" if failed else "bad_input"

@@ -18,6 +18,8 @@ from megatron_ep.rank_group import PAYLOAD_TYPES, RankGroup
 
 # Rows after which an NVLink ring's flag is published even if nobody waits for it.
 NVL_BATCH = 8
+# Of a handle's layout: read from a name of the extension it would break torch.compile's graph.
+OVERFLOW = int(_C.Heap.overflow_offset)
 
 
 def most_arrivals(max_recv_tokens: int, expert_capacity: int, num_tokens: int, world_size: int) -> int:
@@ -188,7 +190,7 @@ def gradient_of_weights(
 
 def overflow_of(handle: Handle) -> list[torch.Tensor]:
     """int32 [1], views: not 0 once rows did not fit."""
-    return [rank.layout.narrow(0, _C.Heap.overflow_offset, 1) for rank in handle.ranks]
+    return [rank.layout.narrow(0, OVERFLOW, 1) for rank in handle.ranks]
 
 
 def _exchange_counts(group: RankGroup, request: CountsToAskFor, tensors: Sequence[_C.RankTensors]) -> list[RankHandle]:

@@ -23,6 +23,7 @@ FACTORIES = (
     *("rand", "rand_like", "randint", "randn", "randn_like", "randperm", "tensor", "zeros", "zeros_like"),
 )
 _RNG = "megatron.core.tensor_parallel.random"
+_OPTIMIZER = "megatron.core.optimizer"
 
 REPLACED: dict[str, str] = {
     "torch." + ", ".join(FACTORIES): "optimizers, gradient clipping, schedules and the auxiliary-loss tracker allocate "
@@ -42,6 +43,10 @@ REPLACED: dict[str, str] = {
     "Engine's where it is installed, and megatron-core 0.16 reads the name even where it is not; None selects torch's",
     "maybe_move_tensor_to_cpu (moe_utils, token_dispatcher)": "it converts split sizes to lists or numpy arrays only "
     "for CUDA tensors; host tensors are converted too",
+    f"{_OPTIMIZER} (it, distrib_optimizer, optimizer and clip_grads): Adam, SGD, multi_tensor_applier, l2_norm_impl, "
+    "multi_tensor_scale_impl, multi_tensor_scale_tensor_impl, USING_PYTORCH_OPTIMIZER, USING_TE_OPTIMIZER, "
+    "USING_APEX_OPTIMIZER, HAVE_APEX_OR_TE": "where Transformer Engine or Apex is installed they name its kernels, for "
+    "GPUs alone; they become what Megatron takes where neither is",
     "TORCHDYNAMO_DISABLE": "Megatron compiles small fusions with torch.compile, which takes seconds at start and gains "
     "nothing on the host",
 }
@@ -128,6 +133,23 @@ def _expects_rng_to_move(record: logging.LogRecord) -> bool:
     return "CPU RNG state changed" not in record.getMessage()
 
 
+def _optimize_with_torch() -> None:
+    utils = importlib.import_module("megatron.core.utils")
+    many = {"multi_tensor_applier": utils.local_multi_tensor_applier}
+    many |= {"multi_tensor_scale_impl": utils.local_multi_tensor_scale, "multi_tensor_scale_tensor_impl": None}
+    for module, names in {
+        "": {"Adam": torch.optim.AdamW, "SGD": torch.optim.SGD, "USING_PYTORCH_OPTIMIZER": True},
+        ".distrib_optimizer": {"Adam": torch.optim.Adam, "HAVE_APEX_OR_TE": False, "USING_TE_OPTIMIZER": False}
+        | {"USING_APEX_OPTIMIZER": False},
+        ".optimizer": many,
+        ".clip_grads": many | {"l2_norm_impl": utils.local_multi_tensor_l2_norm},
+    }.items():
+        found = importlib.import_module(_OPTIMIZER + module)
+        for name, value in names.items():
+            if hasattr(found, name):
+                setattr(found, name, value)
+
+
 _enabled = False
 
 
@@ -173,4 +195,5 @@ def enable() -> None:
     token_dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     moe_utils.te_general_gemm = None
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = _to_host
+    _optimize_with_torch()
     _enabled = True

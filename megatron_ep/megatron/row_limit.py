@@ -76,7 +76,7 @@ class RowLimit:
         self._buffer.synchronize()  # whatever stream a dispatch was on
         if self.is_over():
             self.reset()
-            self._buffer.refuse(failed=True, reason=self.reason)
+            self._buffer.refuse(failed=True, reason=self.reason, is_told=True)
             raise ep.EPOverflowError(self.reason)
 
     def abort(self, reason: str) -> None:

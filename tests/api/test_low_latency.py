@@ -1,5 +1,7 @@
 """The low-latency mode against the reference, bit by bit."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -335,3 +337,29 @@ def test_usable_after_reset():
         received = low_latency.dispatch(x, ids)
         y = low_latency.combine(received.x, received.handle)
         assert torch.equal(y[0], x[0] * torch.tensor([[2.0], [1.0], [2.0]]))
+
+
+@pytest.mark.parametrize("with_hooks", [False, True])
+def test_nothing_waits_for_the_collector(with_hooks):
+    """Which may come while a CUDA graph is captured: giving memory back then would end the capture."""
+    gc.disable()
+    try:
+        with ep.LocalCluster(1, 1, ep.Config(num_experts=2)) as cluster:
+            low_latency = ep.LowLatency(cluster, max_tokens=3, hidden=8, topk=1, dtype=torch.float32)
+            gone = [weakref.ref(part) for part in (cluster, low_latency._calls, low_latency._calls.ranks)]
+            x, ids = [torch.ones(3, 8, requires_grad=True)], [torch.tensor([[0], [-1], [1]])]
+            if with_hooks:
+                received, hook = low_latency.dispatch(x, ids, return_recv_hook=True)
+                hook()
+                y, hook = low_latency.combine(received.x, received.handle, return_recv_hook=True)
+                hook()
+            else:
+                received = low_latency.dispatch(x, ids)
+                y = low_latency.combine(received.x, received.handle)
+            y[0].sum().backward()
+        del cluster, low_latency, received, y
+        if with_hooks:
+            del hook
+        assert not any(part() for part in gone)
+    finally:
+        gc.enable()

@@ -67,7 +67,8 @@ def replay_with_other_routing(kind, router, settings):
     x, grad = inputs(config, 0).requires_grad_(), inputs(config, 100)
     graph, captured = capture(layer, x, grad)
     manager, counts = layer.token_dispatcher._comm_manager, []
-    tolerance = 2e-2 if kind == "GroupedExperts" else 1e-4
+    # bf16; or what is left of products of fp32, which Transformer Engine computes in TF32
+    tolerance = 2e-2 if kind == "GroupedExperts" else 1e-3 if missing("transformer_engine") is None else 1e-4
     for seed in range(1, 6):
         with torch.no_grad():
             x.copy_(inputs(config, seed))
@@ -147,7 +148,7 @@ def test_drop_and_pad_with_megatrons_experts_in_a_graph(ranks):
     ranks.run(replay_megatrons_experts)
 
 
-def overflow_in_a_graph():
+def overflow_in_a_graph(factor):
     import counted_experts
     from gpu_layers import join, make_config
 
@@ -155,7 +156,7 @@ def overflow_in_a_graph():
     from megatron_ep.megatron import shared_buffers
 
     join()
-    configure(**{FACTOR: 0.9})  # a rank with fewer rows than that leaves more to the other one
+    configure(**{FACTOR: factor})
     config = make_config()
     layer = counted_experts.make_layer(config).cuda()
     x, grad = inputs(config, 0).requires_grad_(), inputs(config, 100)
@@ -188,7 +189,12 @@ def overflow_in_a_graph():
 
 
 def test_an_overflow_in_a_graph_is_told(ranks):
-    assert any(ranks.run(overflow_in_a_graph))
+    # a rank with fewer rows than that leaves more to the other one
+    assert any(ranks.run(overflow_in_a_graph, 0.9))
+
+
+def test_an_overflow_of_all_ranks_in_a_graph_is_told_once(ranks):
+    assert all(ranks.run(overflow_in_a_graph, 0.5))
 
 
 def wait_for_notify_alone(kind, router, settings):

@@ -184,11 +184,15 @@ def test_dispatch_timer_counts_the_steps_and_nothing_else(layers):
 
 
 HOST_RUNTIME = """
-import importlib, os, re, torch
+import importlib, os, re, sys, torch, types
+kernels = sys.modules["transformer_engine.pytorch.optimizers"] = types.ModuleType("optimizers")
+vars(kernels).update(dict.fromkeys(("FusedAdam", "FusedSGD", "multi_tensor_applier", "multi_tensor_l2norm",
+    "multi_tensor_scale", "multi_tensor_scale_tensor"), kernels))
 from megatron_ep.megatron import host_runtime as h
 modules = [torch, torch.Tensor, torch.cuda, *map(importlib.import_module, (
     "megatron.core.tensor_parallel.random", "megatron.core.transformer.moe.moe_utils",
     "megatron.core.transformer.moe.token_dispatcher", "megatron.core.optimizer.clip_grads",
+    "megatron.core.optimizer", "megatron.core.optimizer.distrib_optimizer", "megatron.core.optimizer.optimizer",
     "megatron.core.distributed", "megatron.core.pipeline_parallel.schedules"))]
 before = [dict(vars(module)) for module in modules]
 h.enable(); h.enable()
@@ -198,6 +202,9 @@ changed = [name for module, old in zip(modules, before) for name, value in vars(
 assert len(changed) > 10
 for name in changed:
     assert re.search(rf"\\b{name}\\b", listed), f"{name} is replaced but not listed"
+optimizers = [module for module in modules if module.__name__.startswith("megatron.core.optimizer")]
+assert len(optimizers) == 4
+assert not any(getattr(module, name, None) is kernels for module in optimizers for name in re.findall(r"\\w+", listed))
 assert torch.zeros(2, device="cuda").device.type == "cpu" and torch.ones(1).cuda().device.type == "cpu"
 assert torch.empty(1, device=torch.device("cuda", 0)).device.type == "cpu"
 assert torch.ones(1).to("cuda").device.type == torch.ones(1).to(device="cuda:1").device.type == "cpu"
