@@ -44,6 +44,8 @@ step low_latency_bench 60 "$PYTHON" -m megatron_ep.bench.low_latency --json "$OU
 if [ -n "${MEGATRON_LM:-}" ]; then
     step train 240 $(tests tests/gpu/test_gpu_train.py)
     step layer_graph 120 $(tests tests/gpu/test_gpu_layer_graph.py)
+    step fp8_experts 120 $(tests tests/gpu/test_gpu_fp8_experts.py)
+    step script 400 $(workers= tests tests/gpu/test_gpu_script.py)
     step slice 470 env BUDGET=460 "$PYTHON" tests/gpu/train_slice.py
     step timeline 400 "$PYTHON" tests/gpu/timeline.py
 fi

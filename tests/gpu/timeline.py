@@ -175,11 +175,9 @@ def slices(out, gpus, num_sms):
     import train_slice
 
     for overlap in (False, True):
-        name, case = f"1F1B overlap {'on' if overlap else 'off'}", (num_sms, overlap, ())
+        name, case = f"1F1B overlap {'on' if overlap else 'off'}", train_slice.Case(num_sms, overlap)
         trace = out / f"timeline_1f1b_{'on' if overlap else 'off'}.json.gz"
-        os.environ["TRACE"] = str(trace)
-        train_slice.CASES[name] = case
-        row = train_slice.run(name, gpus, os.environ["MEGATRON_LM"], out, 240.0)
+        row = train_slice.run(name, case, gpus, os.environ["MEGATRON_LM"], out, 240.0, TRACE=str(trace))
         if row is not None:
             yield name, trace, row["step_ms"] / 1e3
 

@@ -1,5 +1,6 @@
 """A slice of DeepSeek-V3 in Megatron-LM's pretrain_gpt.py with Transformer Engine: this dispatcher against Megatron's
-all-to-all over NCCL with its fused permute, 1F1B overlap on and off, num_sms 24, 16, 8. Prints a table.
+all-to-all over NCCL with its fused permute, 1F1B overlap on and off, num_sms 24, 16, 8; both in fp8; and DeepEP through
+Megatron's flex dispatcher, where `import deep_ep` finds one that fits. Prints a table.
 
     PYTHONPATH=$PWD MEGATRON_LM=tree-of-0.19 python tests/gpu/train_slice.py [CASE ...]
 
@@ -10,36 +11,71 @@ BUDGET: seconds for everything (470); cases that no longer fit are said to be le
 
 import json
 import os
-import signal
 import statistics
-import subprocess
 import sys
 import time
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from gpu_script import ALLTOALL, ALLTOALL_WORDS, FLEX, OURS, ROOT, finish, gpus_taken, start
 
 from megatron_ep.megatron import flags
-from megatron_ep.training import script_flags, script_recipe
-
-ROOT = Path(__file__).resolve().parents[2]
+from megatron_ep.training import script_recipe
 
 WARM_UP, TIMED = 4, 4  # the first steps, and the last, in which the dispatchers are timed
 # Steps whose losses and norms are compared: later ones magnify roundings. Megatron's all-to-all with and without its
 # fused permute are 0.3 % apart at the fifth.
 COMPARED = 4
-CASES = {  # num_sms (None: Megatron's all-to-all), overlap, options of the door
-    "ours, 24 SMs": (24, False, ()),
-    "all-to-all": (None, False, ()),
-    "ours, 24 SMs, overlap": (24, True, ()),
-    "all-to-all, overlap": (None, True, ()),
-    "ours, 16 SMs": (16, False, ()),
-    "ours, 8 SMs": (8, False, ()),
-    "ours, 24 SMs, fused router": (24, False, ("--ep-router", "fused")),
-    "ours, 24 SMs, fp8 rows": (24, False, ("--ep-moe-dispatch-fwd-dtype", "fp8")),
-    "ours, 24 SMs, probs on combine": (24, False, ("--ep-moe-apply-probs-on-combine",)),
-    "ours, 16 SMs, overlap": (16, True, ()),
-    "ours, 8 SMs, overlap": (8, True, ()),
+FP8_APART = 0.05  # what Megatron's functional tests allow between losses
+
+
+@dataclass(frozen=True)
+class Case:
+    """door: options of megatron_ep.pretrain; None: Megatron's own dispatcher, with `words`. recipe: what it changes."""
+
+    num_sms: int = 24
+    overlap: bool = False
+    door: tuple = ()
+    words: tuple = ()
+    recipe: tuple = ()
+    dispatcher: str = OURS
+
+
+def alltoall(**options):
+    return Case(door=None, words=ALLTOALL_WORDS, dispatcher=ALLTOALL, **options)
+
+
+def fp8(recipe):
+    settings = ("fp8_format=hybrid", f"fp8_recipe={recipe}", "moe_router_padding_for_quantization=true")
+    return tuple(f"precision.{setting}" for setting in settings)
+
+
+DEEPEP = (flags.TYPE, "flex", flags.BACKEND, "deepep", "--moe-flex-dispatcher-num-sms", "24", "--moe-permute-fusion")
+CASES = {
+    "ours, 24 SMs": Case(),
+    "all-to-all": alltoall(),
+    "ours, 24 SMs, overlap": Case(overlap=True),
+    "all-to-all, overlap": alltoall(overlap=True),
+    "ours, 16 SMs": Case(16),
+    "ours, 8 SMs": Case(8),
+    "ours, 24 SMs, fused router": Case(door=("--ep-router", "fused")),
+    "ours, 24 SMs, fp8 rows": Case(door=("--ep-moe-dispatch-fwd-dtype", "fp8")),
+    "ours, 24 SMs, probs on combine": Case(door=("--ep-moe-apply-probs-on-combine",)),
+    "ours, 16 SMs, overlap": Case(16, overlap=True),
+    "ours, 8 SMs, overlap": Case(8, overlap=True),
+    "DeepEP, 24 SMs": Case(door=None, words=DEEPEP, dispatcher=FLEX),
+    "ours, fp8 tensorwise": Case(recipe=fp8("tensorwise")),
+    "all-to-all, fp8 tensorwise": alltoall(recipe=fp8("tensorwise")),
+    "ours, fp8 blockwise": Case(recipe=fp8("blockwise")),
+    "all-to-all, fp8 blockwise": alltoall(recipe=fp8("blockwise")),
+}
+PAIRS = {  # what must have the same losses and norms, and how far apart they may be
+    ("ours, 24 SMs", "all-to-all"): 5e-3,
+    ("ours, 24 SMs", "DeepEP, 24 SMs"): 5e-3,
+    ("ours, fp8 tensorwise", "all-to-all, fp8 tensorwise"): FP8_APART,
+    ("ours, fp8 blockwise", "all-to-all, fp8 blockwise"): FP8_APART,
 }
 
 
@@ -52,17 +88,19 @@ def main(names):
         sys.exit(f"no case {unknown[0]!r}; there are {', '.join(CASES)}")
     out = Path(os.environ.get("OUT", ROOT / "build" / "gpu"))
     out.mkdir(parents=True, exist_ok=True)
-    gpus = max(count for count in (1, 2, 4) if count <= torch.cuda.device_count())
+    gpus = gpus_taken()
     deadline = time.monotonic() + float(os.environ.get("BUDGET", 470))
     results, longest, failed = {}, 60.0, []
     for name in names or CASES:
-        if CASES[name][1] and gpus == 1:
+        if CASES[name].overlap and gpus == 1:
             print(f"{name}: left out, overlap needs EP over 1", flush=True)
+        elif CASES[name].dispatcher == FLEX and find_spec("deep_ep") is None:
+            print(f"{name}: left out, there is no module deep_ep", flush=True)
         elif deadline - time.monotonic() < longest:
             print(f"{name}: left out, no time", flush=True)
         else:
             began = time.monotonic()
-            row = run(name, gpus, tree, out, deadline - began)
+            row = run(name, CASES[name], gpus, tree, out, deadline - began)
             longest = max(longest, time.monotonic() - began)
             if row is None:
                 failed.append(name)
@@ -76,56 +114,30 @@ def main(names):
     sys.exit(1 if failed else 0)
 
 
-def run(name, gpus, tree, out, limit):
-    """The figures of one case, or None when it failed; its log says why."""
-    num_sms, overlap, options = CASES[name]
+def run(name, case, gpus, tree, out, limit, **variables):
+    """The figures of one case, or None when it failed; its log says why. variables: of `train_slice_rank.py`."""
     steps = int(os.environ.get("STEPS", 14))
     recipe = script_recipe.load(
         ROOT / "recipes" / "deepseek_v3_slice_4gpu.yaml",
         [
             f"topology.ranks_per_node={gpus}",
             f"parallel.expert_model_parallel_size={gpus}",
-            f"parallel.overlap_moe_expert_parallel_comm={str(overlap).lower()}",
+            f"parallel.overlap_moe_expert_parallel_comm={str(case.overlap).lower()}",
             f"train.train_iters={steps}",
             f"train.global_batch_size={8 * gpus}",
             f"model.num_moe_experts={max(8 * gpus, 16)}",
-            f"dispatcher.num_sms={num_sms or 24}",
+            f"dispatcher.num_sms={case.num_sms}",
             "dispatcher.router=megatron",
+            *case.recipe,
         ],
     )
-    # Apex has the other fusion, which is not everywhere.
-    words = [*script_flags.flags(recipe), "--no-gradient-accumulation-fusion"]
-    script = str(ROOT / "tests" / "gpu" / "train_slice_rank.py")
-    if num_sms is None:
-        command = [script, *words, flags.TYPE, "alltoall", "--moe-permute-fusion"]
-    else:
-        command = ["-m", "megatron_ep.pretrain", *script_flags.door(recipe), *options, script, *words]
-    slug = name.replace(", ", "_").replace(" ", "_")
-    result, log = out / f"slice_{slug}.json", out / f"slice_{slug}.log"
-    result.unlink(missing_ok=True)
-    variables = os.environ | script_flags.environment(recipe)
-    variables |= {
-        "PYTHONPATH": os.pathsep.join([str(Path(tree).resolve()), str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "RESULT": str(result),
-        "STEPS": str(steps),
-        # Timing what overlaps says nothing of what it costs.
-        "TIMED_FROM": "0" if overlap else str(steps - TIMED),
-    }
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), *command]
-    with open(log, "w") as file:
-        process = subprocess.Popen(launch, env=variables, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            status = process.wait(timeout=limit)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            status = process.wait()
-    if status or not result.is_file():
-        print(f"{name}: exit status {status}\n" + "\n".join(log.read_text().splitlines()[-25:]), flush=True)
-        return None
-    measured = json.loads(result.read_text())
-    expected = {"MoEAlltoAllTokenDispatcher"} if num_sms is None else {"EPTokenDispatcher"}
-    if set(measured["dispatchers"]) != expected:
-        print(f"{name}: ran with {measured['dispatchers']}", flush=True)
+    slug = "slice_" + name.replace(", ", "_").replace(" ", "_")
+    timed_from = 0 if case.overlap else steps - TIMED  # timing what overlaps says nothing of what it costs
+    options = {"words": case.words, "door": case.door, "dispatcher": case.dispatcher, "timed_from": timed_from}
+    try:
+        measured = finish(start(recipe, tree, out, slug, **options, **variables), limit)
+    except RuntimeError as error:
+        print(f"{name}: {error}", flush=True)
         return None
     rows = measured["steps"]
     plain = rows[WARM_UP : steps - TIMED]
@@ -157,19 +169,25 @@ def line(name, row):
 
 
 def judge(results):
-    """What must hold between this dispatcher and all-to-all, and whether it does."""
+    """What must hold between this dispatcher and others, and whether it does."""
+    verdicts = []
+    for (one, other), allowed in PAIRS.items():
+        if one in results and other in results:
+            apart = max(
+                abs(a - b) / b
+                for key in ("losses", "norms")
+                for a, b in zip(results[one][key][:COMPARED], results[other][key], strict=False)
+            )
+            same = f"same losses and norms in {COMPARED} steps, apart by at most {apart:.2%} ({allowed:.1%})"
+            verdicts.append(f"{'holds' if apart < allowed else 'FAILS'}: {one} and {other}: {same}")
     ours, theirs = results.get("ours, 24 SMs"), results.get("all-to-all")
-    if ours is None or theirs is None:
-        return ["no comparison: one of the two is missing"]
-    pairs = [pair for key in ("losses", "norms") for pair in zip(ours[key][:COMPARED], theirs[key], strict=False)]
-    apart = max(abs(a - b) / b for a, b in pairs)
-    speed, share = theirs["step_ms"] / ours["step_ms"], ours["dispatch_ms"] / theirs["dispatch_ms"]
-    same = f"same losses and norms in {COMPARED} steps, apart by at most {apart:.2%} (0.5 %)"
-    return [
-        f"{'holds' if apart < 5e-3 else 'FAILS'}: {same}",
-        f"{'holds' if speed > 1 else 'FAILS'}: a faster step, {speed:.3f} times as fast",
-        f"{'holds' if share <= 0.6 else 'FAILS'}: dispatch + combine at most 60 % of all-to-all's, {share:.0%}",
-    ]
+    if ours is not None and theirs is not None:
+        speed, share = theirs["step_ms"] / ours["step_ms"], ours["dispatch_ms"] / theirs["dispatch_ms"]
+        verdicts += [
+            f"{'holds' if speed > 1 else 'FAILS'}: a faster step, {speed:.3f} times as fast",
+            f"{'holds' if share <= 0.6 else 'FAILS'}: dispatch + combine at most 60 % of all-to-all's, {share:.0%}",
+        ]
+    return verdicts or ["no comparison: one of the two is missing"]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""One rank of `train_slice.py`: pretrain_gpt.py of MEGATRON_LM, its steps measured. RESULT: where rank 0 leaves them.
+"""One rank of a run by `gpu_script`: pretrain_gpt.py of MEGATRON_LM, its steps measured. RESULT: where rank 0 leaves
+them.
 
 TIMED_FROM: the step from which dispatchers are timed, after the steps whose own time counts; 0: never.
 TRACE: a file, which receives the profiler's trace of rank 0's last step.
+PACKED: anything but nothing: mock data comes as packed sequences of other lengths on every rank.
 """
 
 import contextlib
@@ -29,6 +31,12 @@ def traced(step):
     profile.export_chrome_trace(os.environ["TRACE"])
 
 
+def of_all_ranks(value):
+    values = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
 def measure():
     """Every step's wall time between synchronizations, loss, norm, and the seconds inside the dispatchers' steps."""
     from megatron.training import training
@@ -47,17 +55,22 @@ def measure():
             torch.cuda.synchronize()
         row = {"seconds": time.perf_counter() - began, "norm": float(result[5])}
         row["loss"] = float(result[0]["lm loss"]) if "lm loss" in result[0] else None
+        dispatchers = [
+            module.token_dispatcher
+            for chunk in args[2]
+            for module in chunk.modules()
+            if getattr(module, "token_dispatcher", None) is not None
+        ]
+        row["tokens"] = of_all_ranks(dispatchers[0].hidden_shape[0]) if os.environ.get("PACKED") else None
         row["dispatch"] = sum(timer.seconds for timer in timers) - before if timers else None
         steps.append(row)
         if torch.distributed.get_rank() == 0:
-            kinds = {
-                type(module.token_dispatcher).__name__
-                for chunk in args[2]
-                for module in chunk.modules()
-                if getattr(module, "token_dispatcher", None) is not None
+            result_file = {
+                "steps": steps,
+                "dispatchers": sorted({type(dispatcher).__name__ for dispatcher in dispatchers}),
+                "alignments": sorted({getattr(dispatcher, "alignment", 0) for dispatcher in dispatchers}),
+                "peak_bytes": torch.cuda.max_memory_allocated(),
             }
-            peak = torch.cuda.max_memory_allocated()
-            result_file = {"steps": steps, "dispatchers": sorted(kinds), "peak_bytes": peak}
             Path(os.environ["RESULT"]).write_text(json.dumps(result_file))
         return result
 
@@ -66,5 +79,10 @@ def measure():
 
 take_installed_helpers()
 measure()
+if os.environ.get("PACKED"):
+    sys.path.append(str(Path(__file__).resolve().parents[1] / "helpers"))
+    import packed_sequences
+
+    packed_sequences.pack_mock_data()
 sys.argv[0] = str(Path(os.environ["MEGATRON_LM"], "pretrain_gpt.py"))
 runpy.run_path(sys.argv[0], run_name="__main__")

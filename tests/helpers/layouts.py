@@ -14,6 +14,9 @@ CP2 = "--context-parallel-size 2"  # with the attention of context_attention.py
 NO_MTP = "--mtp-loss-scaling-factor 0"  # its mean is over a context-parallel rank, in Megatron
 ADAM = "--optimizer adam --adam-eps 1"  # steps in proportion to the gradients, as SGD's, or noise decides over signs
 DISTRIBUTED = f"{ADAM} --use-distributed-optimizer"
+# Fp8 is Transformer Engine's; the local spec takes its flags for those of the padding alone.
+PADDED = "--fp8-format hybrid --fp8-recipe tensorwise --moe-router-padding-for-quantization"
+PACKED = "--packed-mock-data --micro-batch-size 1"  # documents, and other numbers of tokens on the ranks
 SIGMOID = """--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-num-groups 4
     --moe-router-group-topk 2 --moe-router-topk-scaling-factor 2.5"""
 
@@ -45,8 +48,8 @@ FEW = {
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         equal_to=("single",),
     ),
-    "EP 4, distributed optimizer, fused sigmoid router": Layout(
-        4, f"{EP4} {DISTRIBUTED}", SIGMOID, door=("--ep-router", "fused"), equal_to=("single",)
+    "EP 4, distributed optimizer, fused sigmoid router with padding": Layout(
+        4, f"{EP4} {DISTRIBUTED} {PADDED}", SIGMOID, door=("--ep-router", "fused"), equal_to=("single",)
     ),
 }
 BF16 = "--bf16 --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32"
@@ -77,6 +80,14 @@ ALL = FEW | {
     "capacity with padding": Layout(4, EP4, PAD),
     "sigmoid router": Layout(4, EP4, SIGMOID),
     "fused router": Layout(4, EP4, door=("--ep-router", "fused")),
+    "router with padding": Layout(4, f"{EP4} {PADDED}"),
+    "TP 2, EP 2, ETP 2, router with padding": Layout(
+        4, f"{TP2} {EP2} --expert-tensor-parallel-size 2 {PADDED}", equal_to=("single",)
+    ),
+    "packed sequences": Layout(4, EP4, PACKED),
+    "packed sequences, fused router with padding": Layout(
+        4, f"{EP4} {PADDED}", PACKED, door=("--ep-router", "fused"), equal_to=("single",)
+    ),
     "probabilities on combine": Layout(4, EP4, door=("--ep-moe-apply-probs-on-combine",)),
     "fused router, PP 2, TP 2": Layout(
         8,

@@ -45,7 +45,7 @@ class LeftOut(pytest.Item):
         pytest.skip(self.reason)
 
     def reportinfo(self):
-        return self.path, None, self.name
+        return self.path, 0, self.name
 
 
 def collapse(items):

@@ -29,12 +29,17 @@ def main(tree, *paths):
     from megatron_ep.megatron import flags, host_script
 
     host_script.enable()
+    from megatron.core import utils
     from megatron.training import arguments
+    from packaging.version import Version
 
+    from megatron_ep.megatron.dispatcher import _expert_alignment
     from megatron_ep.training import script_flags, script_recipe
 
     for path in paths:
         recipe = script_recipe.load(path)
+        if recipe.precision.fp8_format and importlib.util.find_spec("transformer_engine") is None:
+            utils.get_te_version = lambda: Version("2.9")  # Megatron asks for its version
         os.environ |= {"RANK": "0", "WORLD_SIZE": str(recipe.topology.world_size), "LOCAL_RANK": "0"}
         os.environ |= script_flags.environment(recipe)
         words = flags.with_dispatcher(script_flags.flags(recipe))
@@ -57,6 +62,7 @@ def main(tree, *paths):
             "gated": config.gated_linear_unit,
             "bias": config.add_bias_linear,
             "kv": config.num_query_groups,
+            "fp8": (config.fp8, config.fp8_recipe if config.fp8 else None, _expert_alignment(config)),
             "dispatcher": config.moe_token_dispatcher_type,
         }
         print("FIGURES", path, figures, flush=True)

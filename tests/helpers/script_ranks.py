@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint
 
+PACKED = "--packed-mock-data"  # ours, not the script's: see packed_sequences.py
 LIMIT = 200.0  # seconds for one job
 TINY = """
     --use-cpu-initialization --transformer-impl local --distributed-backend gloo --no-masked-softmax-fusion
@@ -154,6 +155,7 @@ def _become_rank(script, job, rank, port):
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
+        _prepare(job["flags"])
         record = _record()
         if job["door"] is None:
             import runpy
@@ -178,11 +180,28 @@ def _become_rank(script, job, rank, port):
         os._exit(code)
 
 
+def _prepare(flags):
+    """What a job's flags ask for and this machine lacks."""
+    if "--fp8-format" in flags:  # Megatron asks Transformer Engine's version, and then, without it, for nothing else
+        from megatron.core import utils
+        from packaging.version import Version
+
+        utils.get_te_version = lambda: Version("2.2")
+    if PACKED in flags:
+        import packed_sequences
+
+        at = flags.index(PACKED)
+        flags[at : at + 1] = packed_sequences.FLAGS
+        packed_sequences.pack_mock_data()
+        packed_sequences.take_documents()
+
+
 def _record():
-    """Takes down every step: the losses and the gradients' norm, and the last step's gradients by parameter."""
+    """Takes down every step: the losses and the gradients' norm, and of the last one the gradients by parameter, how
+    many tokens the rank had, and, with this project's dispatcher, how many rows each of its experts."""
     from megatron.training import training
 
-    record = {"losses": [], "norms": [], "gradients": {}, "dispatchers": []}
+    record = {"losses": [], "norms": [], "gradients": {}, "dispatchers": [], "tokens": 0, "rows": []}
     step = training.train_step
 
     def recorded(*args, **kwargs):
@@ -193,12 +212,16 @@ def _record():
         for stage, chunk in enumerate(model):
             for name, parameter in chunk.named_parameters():
                 record["gradients"][f"{stage}.{name}"] = parameter.main_grad.clone()
-        record["dispatchers"] = [
-            type(module.token_dispatcher).__name__
+        dispatchers = [
+            module.token_dispatcher
             for chunk in model
             for module in chunk.modules()
             if getattr(module, "token_dispatcher", None) is not None
         ]
+        record["dispatchers"] = [type(dispatcher).__name__ for dispatcher in dispatchers]
+        record["tokens"] = max((dispatcher.hidden_shape[0] for dispatcher in dispatchers), default=0)
+        counts = [getattr(dispatcher, "_comm_manager", None) for dispatcher in dispatchers]
+        record["rows"] = [rows.get_number_of_tokens_per_expert().tolist() for rows in counts if rows is not None]
         return result
 
     training.train_step = recorded

@@ -99,6 +99,11 @@ def check_layout(runs, name, layout):
     ours = runs.train(name, layout, layout.door)
     kinds = {kind for rank in ours for kind in rank["dispatchers"]}
     assert kinds == {"EPTokenDispatcher"}, "in every MoE layer, the multi-token-prediction block's included"
+    if "padding" in layout.parallel:
+        rows = [expert for rank in ours for layer in rank["rows"] for expert in layer]
+        assert all(count % 16 == 0 for count in rows) and len(set(rows)) > 1
+    if "packed" in layout.model:
+        assert len({rank["tokens"] for rank in ours}) > 1
     assert any("megatron_ep: " in runs.scripts.text(name, rank) for rank in range(layout.world))
     saved = weights(runs.out / f"{name} saved")
     start = weights(runs.start(layout.model))

@@ -27,7 +27,8 @@ LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 def test_the_models_that_are_promised():
     names = {path.stem for path in RECIPES}
     assert names == {
-        *("deepseek_v3", "deepseek_v3_slice_4gpu", "qwen3_30b_a3b", "qwen3_235b_a22b", "mixtral_8x7b", "mixtral_8x22b")
+        *("deepseek_v3", "deepseek_v3_slice_4gpu", "qwen3_30b_a3b", "qwen3_235b_a22b", "mixtral_8x7b", "mixtral_8x22b"),
+        "small_moe_fp8",
     }
 
 
@@ -231,5 +232,6 @@ def test_megatron_accepts_the_flags_of_every_recipe(parsers, tree):
             "gated": model.gated_linear_unit,
             "bias": model.add_bias_linear,
             "kv": model.num_query_groups or model.num_attention_heads,
+            "fp8": (recipe.precision.fp8_format, recipe.precision.fp8_recipe, 16 if recipe.precision.fp8_format else 1),
             "dispatcher": "flex" if parallel.overlap_moe_expert_parallel_comm else "alltoall",
         }

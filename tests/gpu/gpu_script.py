@@ -1,0 +1,77 @@
+"""A run of Megatron-LM's pretrain_gpt.py on this machine's GPUs, a process a GPU, its steps measured."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from megatron_ep.megatron import flags
+from megatron_ep.training import script_flags
+
+ROOT = Path(__file__).resolve().parents[2]
+OURS, ALLTOALL, FLEX = "EPTokenDispatcher", "MoEAlltoAllTokenDispatcher", "MoEFlexTokenDispatcher"
+ALLTOALL_WORDS = (flags.TYPE, "alltoall", "--moe-permute-fusion")
+
+
+def gpus_taken():
+    """How many of the GPUs such a run takes."""
+    return max(count for count in (1, 2, 4) if count <= torch.cuda.device_count())
+
+
+def start(recipe, tree, out, slug, *, words=(), door=(), dispatcher=OURS, timed_from=0, **variables):
+    """Starts it; give what is returned to `finish`.
+
+    Args:
+        recipe: a script recipe.
+        tree: of Megatron-LM.
+        out: folder for logs and results, which begin with `slug`.
+        words: flags of pretrain_gpt.py beside the recipe's.
+        door: options of megatron_ep.pretrain beside the recipe's; None: the script without this project.
+        dispatcher: class that every MoE layer must have.
+        timed_from: see `tests/gpu/train_slice_rank.py`, as for `variables`.
+    """
+    result, log = out / f"{slug}.json", out / f"{slug}.log"
+    result.unlink(missing_ok=True)
+    # Apex has the fusion, which is not everywhere.
+    words = [*script_flags.flags(recipe), "--no-gradient-accumulation-fusion", *words]
+    script = str(ROOT / "tests" / "gpu" / "train_slice_rank.py")
+    if door is None:
+        command = [script, *words]
+    else:
+        command = ["-m", "megatron_ep.pretrain", *script_flags.door(recipe), *door, script, *words]
+    environment = os.environ | script_flags.environment(recipe) | variables
+    environment |= {
+        "MEGATRON_LM": str(tree),
+        "PYTHONPATH": os.pathsep.join([str(Path(tree).resolve()), str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "RESULT": str(result),
+        "STEPS": str(recipe.train.train_iters),
+        "TIMED_FROM": str(timed_from),
+    }
+    ranks = str(recipe.topology.world_size)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, *command]
+    with open(log, "w") as file:
+        process = subprocess.Popen(
+            launch, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    return process, result, log, dispatcher
+
+
+def finish(started, limit):
+    """What its rank 0 has measured, after at most `limit` seconds. RuntimeError: it failed, and why."""
+    process, result, log, dispatcher = started
+    try:
+        status = process.wait(timeout=limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        status = process.wait()
+    if status or not result.is_file():
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-25:])
+        raise RuntimeError(f"exit status {status} within {limit:.0f} s\n{tail}")
+    measured = json.loads(result.read_text())
+    if measured["dispatchers"] != [dispatcher]:
+        raise RuntimeError(f"ran with {measured['dispatchers']}, not {dispatcher}")
+    return measured
