@@ -19,7 +19,7 @@ ALLTOALL_WORDS = (flags.TYPE, "alltoall", "--moe-permute-fusion")
 
 def gpus_taken():
     """How many of the GPUs such a run takes."""
-    return max(count for count in (1, 2, 4) if count <= torch.cuda.device_count())
+    return max((count for count in (1, 2, 4) if count <= torch.cuda.device_count()), default=0)
 
 
 def start(recipe, tree, out, slug, *, words=(), door=(), dispatcher=OURS, timed_from=0, **variables):

@@ -1,12 +1,12 @@
 """What runs beside dispatch and combine on a GPU: traces of torch's profiler, pictures of them, and in figures how much
 of the time of dispatch and combine has products beside it.
 
-    PYTHONPATH=$PWD [MEGATRON_LM=tree-of-0.19] python tests/gpu/timeline.py
+    PYTHONPATH=$PWD [MEGATRON_LM=tree-of-0.19] python tests/gpu/timeline.py [shared] [1f1b]
 
-A MoE layer of DeepSeek-V3's width with and without shared-expert overlap, a process a GPU; and, where MEGATRON_LM names
-a tree and Transformer Engine is there, the last step of `train_slice.py` with and without 1F1B overlap (two GPUs or
-more). OUT: folder for timeline.json, the traces (chrome://tracing, ui.perfetto.dev) and an .svg of each (build/gpu).
-NUM_SMS: of dispatch and combine (24).
+shared: a MoE layer of DeepSeek-V3's width with and without shared-expert overlap, a process a GPU. 1f1b: the last step
+of `train_slice.py` with and without 1F1B overlap, on two GPUs or more, with Transformer Engine. Without a word: both,
+or what can run here. OUT: folder for timeline.json, the traces (chrome://tracing, ui.perfetto.dev) and an .svg of each
+(build/gpu). NUM_SMS: of dispatch and combine (24).
 """
 
 import gzip
@@ -27,6 +27,7 @@ KINDS = {
     "combine": r"\b(sums|combine)_kernel<",
     "product": r"gemm|nvjet|cutlass|xmma|cublas|flash|fmha|attention",
 }
+GAP = 0.3  # units of a picture between kernels that are drawn as one
 COLOURS = {"dispatch": "#d1495b", "combine": "#edae49", "product": "#00798c", "other": "#b0b0b0"}
 
 
@@ -88,6 +89,19 @@ def line(name, figures):
     )
 
 
+def joined(kernels, gap):
+    """Kernels of a kind that follow each other in a stream within `gap`, as one: a picture shows no more."""
+    runs, last = [], {}
+    for start, end, stream, kind in kernels:
+        run = last.get(stream)
+        if run is not None and run[3] == kind and start - run[1] <= gap:
+            run[1] = max(run[1], end)
+        else:
+            last[stream] = run = [start, end, stream, kind]
+            runs.append(run)
+    return runs
+
+
 def draw(kernels, path, title, most_us=40_000.0, width=1200):
     """An SVG of the trace's middle: a row a stream."""
     first, last = kernels[0][0], max(end for _, end, *_ in kernels)
@@ -101,7 +115,7 @@ def draw(kernels, path, title, most_us=40_000.0, width=1200):
         parts.append(f'<text x="{516 + 110 * number}" y="14">{kind}</text>')
     for stream, row in rows.items():
         parts.append(f'<text x="0" y="{44 + 30 * row}">stream {stream}</text>')
-    for begin, stop, stream, kind in shown:
+    for begin, stop, stream, kind in joined(shown, GAP * (end - start) / (width - 80)):
         left = 80 + (width - 80) * (max(begin, start) - start) / (end - start)
         size = (width - 80) * (min(stop, end) - max(begin, start)) / (end - start)
         where = f'x="{left:.1f}" y="{28 + 30 * rows[stream]}" width="{max(size, 0.2):.1f}" height="22"'
@@ -178,22 +192,29 @@ def slices(out, gpus, num_sms):
         name, case = f"1F1B overlap {'on' if overlap else 'off'}", train_slice.Case(num_sms, overlap)
         trace = out / f"timeline_1f1b_{'on' if overlap else 'off'}.json.gz"
         row = train_slice.run(name, case, gpus, os.environ["MEGATRON_LM"], out, 240.0, TRACE=str(trace))
-        if row is not None:
-            yield name, trace, row["step_ms"] / 1e3
+        if row is None:
+            sys.exit(f"{name}: failed")
+        yield name, trace, row["step_ms"] / 1e3
 
 
-def main():
+def main(wanted):
     import torch
 
     out = Path(os.environ.get("OUT", ROOT / "build" / "gpu"))
     out.mkdir(parents=True, exist_ok=True)
-    gpus, num_sms = torch.cuda.device_count(), int(os.environ.get("NUM_SMS", "24"))
-    gpus = max(count for count in (1, 2, 4) if count <= gpus)
-    runs = [layers(out, gpus, num_sms)]
-    if os.environ.get("MEGATRON_LM") and gpus > 1:
+    gpus = max((count for count in (1, 2, 4) if count <= torch.cuda.device_count()), default=0)
+    num_sms = int(os.environ.get("NUM_SMS", "24"))
+    unknown = [word for word in wanted if word not in ("shared", "1f1b")]
+    lack = "" if os.environ.get("MEGATRON_LM") and gpus > 1 else "needs MEGATRON_LM, Transformer Engine and two GPUs"
+    if not gpus:
+        sys.exit("torch finds no GPU")
+    if unknown or (lack and "1f1b" in wanted):
+        sys.exit(f"no {unknown[0]!r}; there are shared and 1f1b" if unknown else f"1f1b {lack}")
+    runs = [layers(out, gpus, num_sms)] if "shared" in wanted or not wanted else []
+    if lack:
+        print(f"1F1B overlap: left out, {lack}", flush=True)
+    elif "1f1b" in wanted or not wanted:
         runs.append(slices(out, gpus, num_sms))
-    else:
-        print("1F1B overlap: left out, needs MEGATRON_LM, Transformer Engine and two GPUs", flush=True)
     report = {"gpus": gpus, "gpu": torch.cuda.get_device_name(0), "num_sms": num_sms, "cases": {}}
     for name, trace, seconds in (case for cases in runs for case in cases):
         kernels = read(trace)
@@ -207,4 +228,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

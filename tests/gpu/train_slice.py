@@ -89,6 +89,8 @@ def main(names):
     out = Path(os.environ.get("OUT", ROOT / "build" / "gpu"))
     out.mkdir(parents=True, exist_ok=True)
     gpus = gpus_taken()
+    if not gpus:
+        sys.exit("torch finds no GPU")
     deadline = time.monotonic() + float(os.environ.get("BUDGET", 470))
     results, longest, failed = {}, 60.0, []
     for name in names or CASES:
