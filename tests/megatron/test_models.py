@@ -1,0 +1,175 @@
+"""Whole models that somebody else builds: Megatron's hybrid model, and the provider of Megatron-Bridge. Loss and every
+gradient against the same model with Megatron's own dispatcher."""
+
+import dataclasses
+import importlib
+import inspect
+import sys
+import types
+from importlib.util import find_spec
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+import torch
+import torch.distributed as dist
+from left_out import missing
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import MoETransformerLayer
+
+from megatron_ep.megatron import plugin, shared_buffers, spec
+from megatron_ep.megatron.dispatcher import EPTokenDispatcher
+from megatron_ep.megatron.equivalence import join_layout, make_config
+
+HAS_HYBRID = find_spec("megatron.core.models.hybrid") is not None
+PATTERN = "*-E*E"  # attention, MLP, MoE; Mamba's own layers need a GPU
+VOCABULARY, LENGTH = 32, 12
+WHOLE = {"params_dtype": torch.float32, "moe_router_dtype": "fp32", "hidden_dropout": 0.0, "attention_dropout": 0.0}
+
+
+def _losses_and_gradients(model, ours):
+    """Of a micro-batch of this rank's own; the number of MoE layers with our dispatcher, or Megatron's."""
+    dispatchers = [module.token_dispatcher for module in model.modules() if hasattr(module, "token_dispatcher")]
+    assert dispatchers and all(isinstance(each, EPTokenDispatcher) == ours for each in dispatchers)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    tokens, labels = torch.randint(VOCABULARY, (2, 2, LENGTH), generator=generator)
+    positions = torch.arange(LENGTH).expand(2, -1)
+    losses = model(tokens, positions, None, labels=labels)
+    losses.mean().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {"losses": losses.detach(), **gradients}, len(dispatchers)
+
+
+def _check(theirs, *models):
+    """The same weights, losses and gradients."""
+    expected, layers = _losses_and_gradients(theirs, False)
+    for model in models:
+        model.load_state_dict(theirs.state_dict())
+        actual, count = _losses_and_gradients(model, True)
+        assert count == layers and actual.keys() == expected.keys()
+        for name, value in expected.items():
+            scale = max(value.abs().max().item(), 1e-6)
+            difference = (actual[name] - value).abs().max().item()
+            assert difference < 1e-5 * scale, f"{name}: {difference} of {scale}"
+    shared_buffers.close_buffers()
+
+
+def _stack():
+    """A hybrid stack of the local spec's layers: Megatron's own is Transformer Engine's."""
+    moe, dense = (get_gpt_layer_local_spec(experts, normalization="RMSNorm") for experts in (8, None))
+    nothing = {"mlp": IdentityOp, "pre_mlp_layernorm": IdentityOp, "mlp_bda": IdentityFuncOp}
+    attention = dataclasses.replace(dense, submodules=dataclasses.replace(dense.submodules, **nothing))
+    nothing = {"self_attention": IdentityOp, "input_layernorm": IdentityOp, "self_attn_bda": IdentityFuncOp}
+    mlp = dataclasses.replace(dense, submodules=dataclasses.replace(dense.submodules, **nothing))
+    experts = ModuleSpec(MoETransformerLayer, submodules=dataclasses.replace(moe.submodules, **nothing))
+    if HAS_HYBRID:
+        from megatron.core.models.hybrid.hybrid_block import HybridStack as Stack
+        from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules as Submodules
+    else:
+        from megatron.core.ssm.mamba_block import MambaStack as Stack
+        from megatron.core.ssm.mamba_block import MambaStackSubmodules as Submodules
+    return ModuleSpec(Stack, submodules=Submodules(attention_layer=attention, mlp_layer=mlp, moe_layer=experts))
+
+
+def _hybrid_model(stack):
+    from megatron.core.models.backends import LocalSpecProvider
+
+    config = make_config(num_layers=len(PATTERN), normalization="RMSNorm", ffn_hidden_size=48, **WHOLE)
+    block = importlib.import_module(stack.module.__module__)
+    norm = LocalSpecProvider().layer_norm(rms_norm=True)
+    with mock.patch.object(block, "TENorm", norm):
+        if HAS_HYBRID:
+            from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+            return HybridModel(config, stack, VOCABULARY, LENGTH, hybrid_layer_pattern=PATTERN)
+        from megatron.core.models.mamba.mamba_model import MambaModel
+
+        return MambaModel(config, stack, VOCABULARY, LENGTH, hybrid_override_pattern=PATTERN)
+
+
+def _spec_by_name(stack):
+    """What `--spec megatron_ep.megatron.hybrid_spec hybrid` names, were `stack` Megatron's."""
+    name = f"megatron.core.models.{'hybrid.hybrid' if HAS_HYBRID else 'mamba.mamba'}_layer_specs"
+    module = types.ModuleType(name)
+    module.hybrid_stack_spec = module.mamba_stack_spec = stack
+    with mock.patch.dict(sys.modules, {name: module}):
+        sys.modules.pop("megatron_ep.megatron.hybrid_spec", None)
+        return importlib.import_module("megatron_ep.megatron.hybrid_spec").hybrid
+
+
+def _hybrid_by_both_doors():
+    join_layout(1, 4)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    stack = _stack()
+    theirs = _hybrid_model(stack)
+    plugin.enable()
+    try:
+        by_plugin = _hybrid_model(stack)
+    finally:
+        plugin.disable()
+    by_name = _hybrid_model(_spec_by_name(stack))
+    _check(theirs, by_plugin, by_name)
+
+
+def test_a_hybrid_model(four_ranks):
+    four_ranks.run(_hybrid_by_both_doors)
+
+
+@dataclasses.dataclass
+class Provider(TransformerConfig):
+    """As much of Megatron-Bridge's GPTModelProvider as a layer spec meets: it is the configuration itself, and calls
+    the spec with it, and with the virtual pipeline stage if the spec takes one."""
+
+    transformer_layer_spec: object = None
+    vocab_size: int = VOCABULARY
+
+    def provide(self, vp_stage=None):
+        own = self.transformer_layer_spec
+        takes_stage = "vp_stage" in inspect.signature(own).parameters
+        layers = own(self, vp_stage=vp_stage) if takes_stage else own(self)
+        return GPTModel(self, layers, self.vocab_size, LENGTH, position_embedding_type="rope")
+
+
+BRIDGE = "megatron.bridge.models.gpt_provider"
+
+
+def _provided(provider, **options):
+    given = make_config(num_layers=2, moe_layer_freq=[0, 1], ffn_hidden_size=48, transformer_impl="local", **WHOLE)
+    names = {field.name for field in dataclasses.fields(TransformerConfig) if field.init}
+    fields = {name: value for name, value in vars(given).items() if name in names}
+    return provider(**fields | options)
+
+
+def _from_a_provider(provider, options):
+    if isinstance(provider, str):
+        provider = importlib.import_module(provider).GPTModelProvider
+    join_layout(1, 4)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    ours, theirs = (_provided(provider, transformer_layer_spec=each, **options) for each in (spec.gpt, _megatrons))
+    for each in (ours, theirs):  # as Bridge does before it asks for a model
+        each._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+    _check(theirs.provide(), ours.provide())
+
+
+def _megatrons(config):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    return get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
+
+
+def test_a_provider_that_calls_the_spec(four_ranks):
+    four_ranks.run(_from_a_provider, Provider, {})
+
+
+@pytest.mark.needs(missing("megatron.bridge", "omegaconf"))
+def test_the_provider_of_megatron_bridge(four_ranks):
+    options = {"vocab_size": VOCABULARY, "seq_length": LENGTH, "position_embedding_type": "rope"}
+    four_ranks.run(_from_a_provider, BRIDGE, options)
