@@ -1,8 +1,8 @@
 """A run of Megatron-LM's pretrain_gpt.py on this machine's GPUs, a process a GPU, its steps measured."""
 
+import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -63,11 +63,9 @@ def start(recipe, tree, out, slug, *, words=(), door=(), dispatcher=OURS, timed_
 def finish(started, limit):
     """What its rank 0 has measured, after at most `limit` seconds. RuntimeError: it failed, and why."""
     process, result, log, dispatcher = started
-    try:
-        status = process.wait(timeout=limit)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        status = process.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=limit)
+    status = stop(started)
     if status or not result.is_file():
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-25:])
         raise RuntimeError(f"exit status {status} within {limit:.0f} s\n{tail}")
@@ -75,3 +73,14 @@ def finish(started, limit):
     if measured["dispatchers"] != [dispatcher]:
         raise RuntimeError(f"ran with {measured['dispatchers']}, not {dispatcher}")
     return measured
+
+
+def stop(started):
+    """Ends it if it is still under way. Its exit status."""
+    process = started[0]
+    if process.poll() is None:
+        process.terminate()  # torchrun ends its ranks, which are sessions of their own
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=45)  # it gives them 30 s
+        process.kill()
+    return process.wait()

@@ -9,7 +9,7 @@ from left_out import missing
 
 from megatron_ep.bench.local_ranks import LocalRanks
 
-LACK = missing("megatron.core", "transformer_engine.pytorch")
+LACK = missing("megatron.core", "transformer_engine")
 pytestmark = pytest.mark.skipif(LACK is not None, reason=f"{LACK} is not installed")
 
 W, ALIGNMENT = (4 if torch.cuda.device_count() >= 4 else 2), 16
@@ -92,7 +92,7 @@ def compare(recipe):
 
     bf16, _, weights = run(True, x, grad)
     theirs, *_ = run(False, x, grad, weights, **fp8)
-    theirs_padded, *_ = run(False, x, grad, weights, **fp8, **ROUTER_PADS)
+    alltoall_padded, *_ = run(False, x, grad, weights, **fp8, **ROUTER_PADS)
     ours, own_rows, _ = run(True, x, grad, weights, **fp8)
     padded, rows, _ = run(True, x, grad, weights, **fp8, **ROUTER_PADS)
     declared, declared_rows, _ = run(True, x, grad, weights, **fp8, **HYBRIDEP)
@@ -103,7 +103,9 @@ def compare(recipe):
         "dispatcher": distance(ours, theirs),
         "who pads": distance(padded, ours),
         "who pads, hybridep": distance(declared, ours),
-        "padding routers": distance(padded, theirs_padded),
+        "padded, from bf16": distance(padded, bf16),
+        "padding routers": distance(padded, alltoall_padded),
+        "padding routers, from bf16": distance(alltoall_padded, bf16),
         "rows": (own_rows, rows, declared_rows),
     }
 
@@ -116,10 +118,12 @@ def test_experts_in_fp8(ranks, recipe):
         own, padded, declared = rank.pop("rows")
         assert all(count % ALIGNMENT == 0 for count in padded) and declared == padded
         assert padded == [-(-count // ALIGNMENT) * ALIGNMENT for count in own] != own
-        assert 0.005 < rank["fp8"] < 0.2, "the products were in fp8"
+        assert 0.005 < rank["fp8"] < 0.3, "the products were in fp8"
         # The same rows in the same order, so experts compute the same; sums of a token's rows are rounded elsewhere.
         assert rank["dispatcher"] < 1e-2
         # Rows of zeros behind an expert's own, by the dispatcher or by the experts: the same bits, in the same places.
         assert rank["who pads"] < 1e-3 and rank["who pads, hybridep"] < 1e-3
-        # Megatron's routers pad with tokens of probability 0, which may widen what an expert's rows are scaled by.
-        assert rank["padding routers"] < 0.1
+        # Megatron's routers pad with tokens of probability 0, which may widen what an expert's rows are scaled by, and
+        # move the blocks that are scaled together: two roundings of the same numbers.
+        assert rank["padding routers"] < 0.3
+        assert rank["padded, from bf16"] < 1.2 * rank["padding routers, from bf16"]

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from gpu_script import ALLTOALL, ALLTOALL_WORDS, ROOT, finish, gpus_taken, start
+from gpu_script import ALLTOALL, ALLTOALL_WORDS, ROOT, finish, gpus_taken, start, stop
 from left_out import missing
 
 pytest.importorskip("pydantic")
@@ -14,9 +14,7 @@ pytest.importorskip("pydantic")
 from megatron_ep.training import script_recipe
 
 TREE = os.environ.get("MEGATRON_LM")
-LACK = missing("megatron.core", "transformer_engine.pytorch") or (
-    None if TREE else "a tree of Megatron-LM in MEGATRON_LM"
-)
+LACK = missing("megatron.core", "transformer_engine") or (None if TREE else "a tree of Megatron-LM in MEGATRON_LM")
 pytestmark = pytest.mark.skipif(LACK is not None, reason=f"{LACK} is not installed")
 
 LIMIT = 200.0
@@ -46,7 +44,10 @@ def run_both(name, out):
     alltoall = {"door": None, "dispatcher": ALLTOALL}
     theirs = start(recipe, Path(TREE), out, "theirs", words=(*words, *ALLTOALL_WORDS), **alltoall, **variables)
     deadline = time.monotonic() + LIMIT
-    return [finish(started, max(deadline - time.monotonic(), 1.0)) for started in (ours, theirs)]
+    try:
+        return [finish(started, max(deadline - time.monotonic(), 1.0)) for started in (ours, theirs)]
+    finally:
+        stop(ours), stop(theirs)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -59,5 +60,6 @@ def test_the_losses_are_those_of_all_to_all(tmp_path, name):
         assert all(len(set(step["tokens"])) > 1 for step in ours["steps"]), "ranks have other numbers of tokens"
         assert [step["tokens"] for step in ours["steps"]] == [step["tokens"] for step in theirs["steps"]]
     assert losses[0] == pytest.approx(expected[0], rel=2e-3)
-    assert losses == pytest.approx(expected, rel=2e-2), "Megatron's own tests allow 5 % of a step's loss"
+    # Rounding to fp8 differs where rows of padding do; Megatron's functional tests allow 5 %.
+    assert losses == pytest.approx(expected, rel=0.05 if "fp8" in name else 0.01)
     assert losses[-1] < 0.95 * losses[0]
