@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from megatron_ep.megatron.host_runtime import optimize_with_torch
+
 _BUCKETS = "megatron.core.distributed.param_and_grad_buffer"
 _MOE_UTILS = "megatron.core.transformer.moe.moe_utils"
 
@@ -22,6 +24,8 @@ REPLACED: dict[str, str] = {
     "offers for host tensors alone; here each is issued by itself. No overlap with the backward pass",
     f"{_MOE_UTILS}.te_general_gemm": "megatron-core 0.16 reads the name in the router's matrix product even where "
     "Transformer Engine is absent and the name undefined; None selects torch's product",
+    "Adam and what belongs to it (see host_runtime.REPLACED)": "Transformer Engine's optimizer has another state than "
+    "torch's, and a run that began on a host, or on a GPU without it, could not go on",
     "torch._dynamo.config.disable": "Megatron compiles small functions with torch.compile, in every process at start, "
     "and differently for every shape",
 }
@@ -50,3 +54,4 @@ def enable() -> None:
     moe_utils = importlib.import_module(_MOE_UTILS)
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    optimize_with_torch()

@@ -133,7 +133,8 @@ def _expects_rng_to_move(record: logging.LogRecord) -> bool:
     return "CPU RNG state changed" not in record.getMessage()
 
 
-def _optimize_with_torch() -> None:
+def optimize_with_torch() -> None:
+    """Megatron's optimizers become those that it takes where neither Transformer Engine nor Apex is installed."""
     utils = importlib.import_module("megatron.core.utils")
     many = {"multi_tensor_applier": utils.local_multi_tensor_applier}
     many |= {"multi_tensor_scale_impl": utils.local_multi_tensor_scale, "multi_tensor_scale_tensor_impl": None}
@@ -195,5 +196,5 @@ def enable() -> None:
     token_dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     moe_utils.te_general_gemm = None
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = _to_host
-    _optimize_with_torch()
+    optimize_with_torch()
     _enabled = True
