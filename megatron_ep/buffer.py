@@ -309,6 +309,12 @@ class Buffer(RankGroup):
                 self._meeting, torch.cuda.synchronize, self.device, size, " ".join(map(str, pids))
             )
 
+    def low_latency_over_network(self, heap: _C.LowLatencyHeap, blocks: int) -> Any:
+        """Launches of so many blocks, with such a heap on each rank in the network's memory. Collective."""
+        backend = self.live_backend()
+        assert isinstance(backend, cuda.CudaBackend)
+        return connect.low_latency(self._meeting, self.config, backend, self.fabric, heap, self.device, blocks)
+
     def shared_segments(self, size: int) -> list[Any]:
         """Memory of the host of so many bytes for each rank, mapped by all. Collective."""
 

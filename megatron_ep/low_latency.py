@@ -48,11 +48,11 @@ class LowLatency(MaskedRanks):
         any wait. None: a tenth of Config.timeout.
 
     Takes about 2 * (W + topk) * max_tokens * hidden * itemsize bytes of memory on each rank, with "mask" 2 * W * (1 +
-    min(topk, L)) * max_tokens * hidden * itemsize; and more between nodes of the host, where rows take the path that
-    they take on a network and are staged.
+    min(topk, L)) * max_tokens * hidden * itemsize; and more with several nodes, where rows are staged: `memory_bytes`
+    says how much.
 
-    Raises ValueError for arguments that are out of range or differ between ranks, EPError where the buffer's fabric
-    does not have the low-latency mode.
+    Raises ValueError for arguments that are out of range or differ between ranks, EPError when a rank does not come or
+    its memory cannot be set up.
     """
 
     def __init__(

@@ -37,6 +37,8 @@ SOURCES = {
     "nccl": "device_warp",
     "nvshmem": "device_warp",
     "low_latency": "low_latency_warp",
+    "low_latency_nccl": "low_latency_warp",
+    "low_latency_nvshmem": "low_latency_warp",
 }
 # The first run that fails is enough.
 SEEDS = [["0", "2"], ["2", "5"], ["5", "10"], ["10", "15"], ["15", "20"], ["20", "25"], ["25", "30"]]
@@ -46,6 +48,8 @@ RUNS = {
     "nccl": [["put"], *SEEDS[:5]],
     "nvshmem": [["drain"], ["put"], *SEEDS],
     "low_latency": [["arrive"], *SEEDS, ["absent"]],
+    "low_latency_nccl": SEEDS[2:4],
+    "low_latency_nvshmem": SEEDS[2:],
 }
 LIMIT_S = 60  # of a run's time on a core: one that hangs has failed, too
 

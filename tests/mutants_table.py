@@ -42,7 +42,7 @@ def changed(name: str, file: str, statement: str, old: str, new: str, programs: 
 ROWS = ("rows",)
 SYSTEM, RANK = "<Scope::System>", "<Scope::Rank>"
 
-NCCL_COUNT = "params.sent[signal + topology.node_of(rank) - topology.node_of(comm.rank)] += increment;"
+NCCL_COUNT = "params.sent[signal + params.writer_of(rank) - params.writer_of(comm.rank)] += increment;"
 NCCL_ARRIVED = "return total > 0 && gin.readSignal(static_cast<uint32_t>(number)) == total - 1;"
 NVSHMEM_ADD = "nvshmemx_signal_op(flag, increment, NVSHMEM_SIGNAL_ADD, rank);"
 NVSHMEM_ACQUIRE = "return W::template acquire<Scope::System>(own<uint64_t>(flag));"
@@ -101,6 +101,7 @@ PUT_CREDIT = "warp.template credit<Scope::System>(rail<uint64_t>(node, flag), to
 ACQUIRE_SIGNAL = "return W::template acquire<Scope::System>(own<uint64_t>(flag));"
 
 LL = ("low_latency",)
+LL_NETWORKS = ("low_latency_nvshmem", "low_latency_nccl")
 LL_ARRIVE = "if (lane_id() == 0) before = ptx::fetch_add_acq_rel_gpu(counter, n);"
 LL_ACQUIRE = "return W::template acquire<Scope::System>(fabric.template own<uint64_t>(flag));"
 LL_CREDIT = """«warp.template credit_lanes<Scope::System>(lanes, [&](int lane, auto&& store) {
@@ -115,6 +116,7 @@ LL_PUBLISH = """«warp.template publish_lanes<Scope::System>(topk * tags, [&](in
             const size_t tag = Piece::tag(piece.number + done + lane / topk);
             store(reinterpret_cast<uint64_t*>(slot_of(lane % topk) + tag), call.tag);
         });»"""
+LL_PUT_ROWS = "return {acquire_flag<W>(call.fabric, channel, rank, flag), call.number, rank};"
 LL_CHOICES = "if (!may_receive(warp, call, team)) return false;"
 LL_TAGS = "if (!wait_tags(warp, call, piece.count, tags, slots, piece.number, from)) return false;"
 LL_PARTS = "if (!wait_tags(warp, call, format.topk, parts, slot, i, from)) return false;"
@@ -342,6 +344,21 @@ MUTANTS = [
     changed("acquire_flag: the rank's scope", LOW_LATENCY, LL_ACQUIRE, SYSTEM, RANK, LL),
     changed("acquire_flag: a plain load", LOW_LATENCY, LL_ACQUIRE, "W::template acquire<Scope::System>", "*", LL),
     changed("end_receiving: credit within the rank", LOW_LATENCY, LL_CREDIT, SYSTEM, RANK, LL),
+    Mutant(
+        "signal_rows: a channel's warps are not waited for",
+        LOW_LATENCY,
+        "if (!is_last(warp, joins, sharing)) return;",
+        "is_last(warp, joins, sharing);",
+        LL_NETWORKS,
+    ),
+    Mutant("need_put_rows: not waited for", LOW_LATENCY, LL_PUT_ROWS, MET, LL_NETWORKS),
+    Mutant(
+        "credit_ranks: a call too many to unmapped ranks",
+        LOW_LATENCY,
+        "«call.fabric.credit_to(warp, call.heap().channels, first + lane, flag, from, to);»",
+        "call.fabric.credit_to(warp, call.heap().channels, first + lane, flag, from, to + 2);",
+        LL_NETWORKS,
+    ),
     Mutant("settle_ranks: lanes do not meet", LL_MASK, "warp.lanes(lanes, [](int) {});", programs=LL),
     changed("wait_tags: the rank's scope", LOW_LATENCY, LL_TAG, SYSTEM, RANK, LL),
     changed("wait_tags: a plain load", LOW_LATENCY, LL_TAG, "W::template acquire<Scope::System>", "*", LL),

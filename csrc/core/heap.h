@@ -7,6 +7,7 @@
 
 #include "core/function.h"
 #include "core/incident.h"
+#include "core/network_flags.h"
 #include "core/row.h"
 #include "core/topology.h"
 
@@ -26,7 +27,7 @@ namespace ep {
 // All flags and cursors only ever grow and are cleared by nobody but reset.
 struct Heap {
     // One cache line a flag: flags of different writers never share one.
-    static constexpr size_t kLine = 128;
+    static constexpr size_t kLine = NetworkFlags::kLine;
 
     Topology topology;
     int num_experts;
@@ -45,10 +46,10 @@ struct Heap {
         auto part = [&](size_t bytes) { return std::exchange(end, end + bytes); };
         waited_ = part(2 * waited_bytes(topology.world()));
         const size_t nvl_rings = static_cast<size_t>(channels) * topology.world();
-        notify_rail_flags_ = part(topology.nodes * kLine);
         notify_node_flags_ = part(topology.ranks_per_node * kLine);
         nvl_tails_ = part(nvl_rings * kLine);
         nvl_heads_ = part(nvl_rings * kLine);
+        notify_rail_flags_ = part(topology.nodes * kLine);
         rdma_tails_ = part(rdma_rings() * kLine);
         rdma_heads_ = part(rdma_rings() * kLine);
         nvl_outs_ = part(nvl_rings * kLine);
@@ -121,23 +122,10 @@ struct Heap {
     }
     EP_HD size_t flags_end() const { return flags_end_; }
 
-    // --- the flags that other nodes write, numbered without gaps: for fabrics that keep them
-    // outside of the heap ---
-    EP_HD size_t network_flags() const {
-        return topology.nodes > 1 ? topology.nodes + 2 * rdma_rings() : 0;
-    }
-    EP_HD size_t network_flag(size_t flag) const {
-        return flag < rdma_tails_ ? (flag - notify_rail_flags_) / kLine
-                                  : topology.nodes + (flag - rdma_tails_) / kLine;
-    }
-    // of the flag with that number: the node that writes it, and the channel, that of notify behind
-    // all others
-    EP_HD int network_flag_node(size_t number) const {
-        return static_cast<int>(number % topology.nodes);
-    }
-    EP_HD int network_flag_channel(size_t number) const {
-        const int line = static_cast<int>(number / topology.nodes);
-        return line == 0 ? channels : (line - 1) % channels;
+    // That of notify, and of each channel tail and head.
+    EP_HD NetworkFlags network_flags() const {
+        return {notify_rail_flags_, topology.nodes > 1 ? 1 + 2 * channels : 0, topology.nodes, 1,
+                channels};
     }
 
     // --- counts that notify exchanges, double-buffered by the parity of its epoch ---
@@ -192,7 +180,7 @@ struct Heap {
     }
 
     // Where the parts begin, in this order: kernels ask for every row.
-    size_t waited_, notify_rail_flags_, notify_node_flags_, nvl_tails_, nvl_heads_, rdma_tails_,
+    size_t waited_, notify_node_flags_, nvl_tails_, nvl_heads_, notify_rail_flags_, rdma_tails_,
         rdma_heads_, nvl_outs_, nvl_ins_, rdma_outs_, rdma_ins_, flags_end_, notify_staging_,
         notify_rail_, notify_node_, nvl_data_, rdma_staging_, rdma_data_, bytes_;
 };

@@ -6,6 +6,7 @@
 
 #include "core/function.h"
 #include "core/heap.h"
+#include "core/network_flags.h"
 #include "core/row.h"
 #include "core/topology.h"
 
@@ -36,7 +37,7 @@ struct LowLatencyHeap {
     int num_experts;
     int max_tokens;  // of a rank
     int max_topk;
-    int channels;       // warps that put rows to ranks whose memory is not mapped
+    int channels;       // to ranks whose memory is not mapped: at most as many as warps
     bool staged;        // whether there are such ranks
     size_t slot_bytes;  // of the largest row
     bool masking;       // whether calls go on without ranks that stay away
@@ -59,8 +60,11 @@ struct LowLatencyHeap {
         send_joins_ = part(kKinds * kLine);
         receive_joins_ = part(kKinds * kLine);
         waited_ = part(kKinds * banks * world * sizeof(uint64_t));
+        put_joins_ = part(staged ? kKinds * channels * kLine : 0);
         released_ = part(kKinds * banks * world * kLine);
         choice_flags_ = part(choice_parts() * world * kLine);
+        cut_flags_ = part(masking ? world * kLine : 0);
+        beat_flags_ = part(masking ? world * kLine : 0);
         row_flags_ = part(staged ? kKinds * channels * world * kLine : 0);
         choices_ = part(banks * world * choice_bytes());
         rows_ = part(banks * world * max_tokens * slot_bytes);
@@ -72,9 +76,7 @@ struct LowLatencyHeap {
             part(staged ? banks * world * max_tokens * picks_per_rank() * slot_bytes : 0);
         verdicts_ = part(masking ? kHalves * kKinds * banks * world * sizeof(uint64_t) : 0);
         cuts_ = part(masking ? world * sizeof(uint64_t) : 0);
-        cut_flags_ = part(masking ? world * kLine : 0);
         own_beats_ = part(masking ? kLine : 0);
-        beat_flags_ = part(masking ? world * kLine : 0);
         all_sent_flags_ = part(masking ? kKinds * world * kLine : 0);
         no_choices_ = part(masking ? choice_bytes() : 0);
         bytes_ = end;
@@ -94,6 +96,10 @@ struct LowLatencyHeap {
     // Warps that were done with their share of a sending or receiving half, over all calls.
     EP_HD size_t send_joins(LowLatencyKind kind) const { return line(send_joins_, kind); }
     EP_HD size_t receive_joins(LowLatencyKind kind) const { return line(receive_joins_, kind); }
+    // The same of a channel's warps, whose puts are under way.
+    EP_HD size_t put_joins(LowLatencyKind kind, int channel) const {
+        return put_joins_ + (static_cast<int>(kind) * channels + channel) * kLine;
+    }
 
     // How long the receiving half that a bank is in has waited for a rank, in nanoseconds: its
     // warps raise it, and the last one makes it 0 again.
@@ -114,10 +120,17 @@ struct LowLatencyHeap {
     EP_HD size_t choice_flag(int rank, int part) const {
         return choice_flags_ + (static_cast<size_t>(part) * topology.world() + rank) * kLine;
     }
-    // The last call whose rows a warp of `rank` has put here. Only of ranks without mapped memory.
+    // The last call whose rows `rank` has put here over a channel. Only of ranks without mapped
+    // memory.
     EP_HD size_t row_flag(LowLatencyKind kind, int channel, int rank) const {
         return row_flags_ +
                ((static_cast<int>(kind) * channels + channel) * topology.world() + rank) * kLine;
+    }
+    // All of these, and with masking those of cuts and beats.
+    EP_HD NetworkFlags network_flags() const {
+        const int of_all = kKinds * kBanks + choice_parts() + (masking ? 2 : 0);
+        return {released_, staged ? of_all + kKinds * channels : 0, topology.world(), of_all,
+                channels};
     }
 
     // --- what the tokens of one rank chose at another, as 32-bit words, in parts that different
@@ -198,9 +211,9 @@ struct LowLatencyHeap {
     }
     EP_HD size_t slot(size_t number) const { return number * slot_bytes; }
 
-    size_t sent_, send_joins_, receive_joins_, waited_, released_, choice_flags_, row_flags_,
-        choices_, rows_, parts_, staged_choices_, staged_rows_, staged_parts_, verdicts_, cuts_,
-        cut_flags_, own_beats_, beat_flags_, all_sent_flags_, no_choices_, bytes_;
+    size_t sent_, send_joins_, receive_joins_, waited_, put_joins_, released_, choice_flags_,
+        cut_flags_, beat_flags_, row_flags_, choices_, rows_, parts_, staged_choices_, staged_rows_,
+        staged_parts_, verdicts_, cuts_, own_beats_, all_sent_flags_, no_choices_, bytes_;
 };
 
 }  // namespace ep

@@ -241,15 +241,28 @@ EP_FN Ended end_receiving(W& warp, const LowLatencyCall<F, Args>& call, const Te
     return Ended::Last;
 }
 
-// After a warp's puts: tells the ranks that it cannot store to, whether or not it had a row for
-// them.
+// Over which a warp puts rows: those of a block have the same one.
+template <class F, class Args>
+EP_FN int channel_of(const LowLatencyCall<F, Args>& call, const Team& team) {
+    return team.warp % call.heap().channels;
+}
+
+// By every warp after its puts: the last one of a channel tells the ranks that it cannot store to,
+// whether or not there was a row for them.
 template <WarpLike W, class F, class Args>
 EP_FN void signal_rows(W& warp, const LowLatencyCall<F, Args>& call, const Team& team) {
+    const LowLatencyHeap& heap = call.heap();
+    if (!heap.staged) return;
+    const int channel = channel_of(call, team);
+    const Team sharing{team.warp / heap.channels,
+                       (team.warps - channel + heap.channels - 1) / heap.channels};
+    uint64_t* joins = call.fabric.template own<uint64_t>(heap.put_joins(Args::kKind, channel));
+    if (!is_last(warp, joins, sharing)) return;
     for (int rank = 0; rank < call.world(); ++rank) {
         if (call.fabric.maps(rank) || !call.takes_part(LowLatencyHalf::Send, rank)) continue;
-        call.fabric.signal_to(warp, team.warp, rank,
-                              call.heap().row_flag(Args::kKind, team.warp, call.args.rank),
-                              call.number - 1, call.number);
+        call.fabric.signal_to(warp, channel, rank,
+                              heap.row_flag(Args::kKind, channel, call.args.rank), call.number - 1,
+                              call.number);
     }
 }
 

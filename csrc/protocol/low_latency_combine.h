@@ -85,7 +85,8 @@ EP_FN void return_piece(W& warp, const LowLatencyCombine<F>& call, const Team& t
         warp.lanes(pieces.count, [&](int i) {
             *reinterpret_cast<uint64_t*>(slot_of(k) + Piece::tag(i)) = call.tag;
         });
-        call.fabric.put_to(warp, team.warp, source, part_of(k), staged_of(k), format.slot_bytes());
+        call.fabric.put_to(warp, channel_of(call, team), source, part_of(k), staged_of(k),
+                           format.slot_bytes());
     });
 }
 

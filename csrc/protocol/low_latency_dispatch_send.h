@@ -211,7 +211,8 @@ EP_FN void put_row(W& warp, const LowLatencyDispatch<F>& call, const Team& team,
     write_piece<kQuantize>(warp, call.args, slot, copies, token, pieces.all(), choice);
     for_each_lane(mask, [&](int lane) {
         const int to = warp.broadcast(rank, lane);
-        call.fabric.put_to(warp, team.warp, to, heap.row(call.bank, call.args.rank, token),
+        call.fabric.put_to(warp, channel_of(call, team), to,
+                           heap.row(call.bank, call.args.rank, token),
                            heap.staged_row(call.bank, to, token), format.slot_bytes());
     });
 }

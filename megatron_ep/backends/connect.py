@@ -146,29 +146,35 @@ def _connect_nvshmem(
     ibgda.check_alike(given, pairs)
     if between_machines and not any(served):
         ibgda.prepare(pairs)
-    common = set.intersection(*map(set, spares))
-
-    def allocate() -> Any:
-        return nvshmem.NvshmemHeap.allocate(
-            unique_id=unique_id,
-            rank=meeting.rank,
-            world=meeting.world_size,
-            device=device.index,
-            bytes=heap.bytes,
-        )
-
-    limit = max(seconds, NVSHMEM_SETUP_S)
 
     def take() -> tuple[CudaBackend, str]:
-        if common:
-            memory = nvshmem.NvshmemHeap.reuse(number=min(common), device=device.index)
-        else:
-            memory = _within(limit, "the set-up of NVSHMEM", allocate)
+        memory = _nvshmem_memory(meeting, spares, unique_id, device, heap.bytes)
         fence, found = ibgda.judge(memory.transport(heap=heap))
         group = functools.partial(nvshmem.NvshmemGroup, fence=fence)
         return _over_network(meeting, config, group, memory, heap, device, sms), found
 
-    return meeting.agree(take, limit)
+    return meeting.agree(take, _nvshmem_limit(meeting))
+
+
+def _nvshmem_limit(meeting: Meeting) -> float:
+    return max(meeting.timeout.total_seconds(), NVSHMEM_SETUP_S)
+
+
+def _nvshmem_memory(
+    meeting: Meeting, spares: Sequence[list[int]], unique_id: bytes, device: torch.device, size: int
+) -> Any:
+    """Symmetric memory of so many bytes. spares: the numbers of those that each rank has."""
+    nvshmem = fabrics.load_nvshmem()
+    common = set.intersection(*map(set, spares))
+    if common:
+        return nvshmem.NvshmemHeap.reuse(number=min(common), device=device.index)
+
+    def allocate() -> Any:
+        return nvshmem.NvshmemHeap.allocate(
+            unique_id=unique_id, rank=meeting.rank, world=meeting.world_size, device=device.index, bytes=size
+        )
+
+    return _within(_nvshmem_limit(meeting), "the set-up of NVSHMEM", allocate)
 
 
 def _nvshmem_id(served: Sequence[tuple[bytes, int, int] | None]) -> bytes | None:
@@ -209,6 +215,17 @@ def _connect_nccl(
     sms: int,
     members: Sequence[Member],
 ) -> tuple[CudaBackend, str]:
+    memory, found = _nccl_memory(meeting, begin, heap, device)
+    group = fabrics.load_nccl().NcclGroup
+    # clears the signals of an earlier buffer, for which it waits as a launch does
+    backend = meeting.agree(
+        lambda: _over_network(meeting, config, group, memory, heap, device, sms), config.timeout_seconds
+    )
+    return backend, found
+
+
+def _nccl_memory(meeting: Meeting, begin: Callable[[], None], heap: Any, device: torch.device) -> tuple[Any, str]:
+    """Symmetric memory for a heap of either mode, and what to say of it."""
     nccl = fabrics.load_nccl()
     seconds = meeting.timeout.total_seconds()
 
@@ -226,13 +243,9 @@ def _connect_nccl(
         return memory, free - torch.cuda.mem_get_info(device)[0] - heap.bytes
 
     memory, besides = meeting.agree(take, seconds)
-    # clears the signals of an earlier buffer, for which it waits as a launch does
-    backend = meeting.agree(
-        lambda: _over_network(meeting, config, nccl.NcclGroup, memory, heap, device, sms), config.timeout_seconds
-    )
     if common:
-        return backend, "the communicator of an earlier buffer"
-    return backend, f"a communicator of its own, {besides / 2**20:.1f} MiB beside the heap"
+        return memory, "the communicator of an earlier buffer"
+    return memory, f"a communicator of its own, {besides / 2**20:.1f} MiB beside the heap"
 
 
 def _new_id(meeting: Meeting, library: Any) -> bytes:
@@ -258,3 +271,49 @@ def _over_network(
         timeout=config.timeout_seconds,
     )
     return CudaBackend(ranks, heap, device, sms, config.timeout_seconds, meeting.rank)
+
+
+def low_latency(
+    meeting: Meeting, config: Config, backend: CudaBackend, fabric: str, heap: Any, device: torch.device, blocks: int
+) -> Any:
+    """The low-latency mode's launches over a buffer's network, where they have memory of their own. blocks: of each."""
+    connect = {"nvshmem": _low_latency_over_nvshmem, "nccl": _low_latency_over_nccl}[fabric]
+    with torch.cuda.device(device):
+        return connect(meeting, config, backend, heap, device, blocks)
+
+
+def _begin_low_latency() -> None:
+    cuda.check_not_stuck()
+    torch.cuda.synchronize()  # nobody writes to an earlier one's memory any more
+
+
+def _low_latency_over_nvshmem(
+    meeting: Meeting, config: Config, backend: CudaBackend, heap: Any, device: torch.device, blocks: int
+) -> Any:
+    nvshmem = fabrics.load_nvshmem()
+    seconds = meeting.timeout.total_seconds()
+
+    def prepare() -> tuple[None, list[int]]:
+        _begin_low_latency()
+        nvshmem.prepare(device=device.index, timeout=seconds)
+        return None, nvshmem.spare(bytes=heap.bytes)
+
+    _, spares = meeting.exchange(prepare, seconds)
+
+    def take() -> Any:
+        unique_id, _, _ = nvshmem.initialised_for()
+        memory = _nvshmem_memory(meeting, spares, unique_id, device, heap.bytes)
+        return nvshmem.NvshmemLowLatency(group=backend.group, heap=heap, memory=memory, blocks=blocks)
+
+    return meeting.agree(take, _nvshmem_limit(meeting))
+
+
+def _low_latency_over_nccl(
+    meeting: Meeting, config: Config, backend: CudaBackend, heap: Any, device: torch.device, blocks: int
+) -> Any:
+    memory, _ = _nccl_memory(meeting, _begin_low_latency, heap, device)
+    launches = fabrics.load_nccl().NcclLowLatency
+    # clears the signals of an earlier one, as for a buffer
+    return meeting.agree(
+        lambda: launches(group=backend.group, heap=heap, memory=memory, blocks=blocks), config.timeout_seconds
+    )

@@ -4,7 +4,7 @@ every put. What is set here before NVSHMEM is initialised gives way to what the 
 NVSHMEM's documentation, "Environment Variables".
 
 Order between machines rests on its queue pairs: a network card carries out what is in one of them in turn. NVSHMEM
-chooses the queue pair by the block, or the warp, that calls, so a warp's puts and signals to a rank share one.
+chooses the queue pair by the block that calls, so the puts and signals of its warps to a rank share one.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from megatron_ep.errors import EPError
 ENABLE = "NVSHMEM_IB_ENABLE_IBGDA"
 QUEUE_PAIRS = "NVSHMEM_IBGDA_NUM_RC_PER_PE"
 MAP_BY = "NVSHMEM_IBGDA_RC_MAP_BY"
-ORDERED_BY = ("cta", "warp")  # a block or warp; by SM, two launches of a block may take different ones
+ORDERED_BY = "cta"  # a block, whose warps may speak for each other; by SM, two launches may take different ones
 MULTI_PORT = ("NVSHMEM_IBGDA_ENABLE_MULTI_PORT", "NVSHMEM_ENABLE_MULTI_PORT")  # the latter from NVSHMEM 3.5
 DEFAULTS = {
-    MAP_BY: "cta",
+    MAP_BY: ORDERED_BY,
     "NVSHMEM_MAX_TEAMS": "7",  # instead of 32, each of which takes memory: its own six and one more
     "NVSHMEM_DISABLE_NVLS": "1",  # memory for multicast, which is not used
 }
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class Transport(Protocol):
-    """How NVSHMEM reaches the other ranks of a rail, once it is initialised (`_nvshmem.Transport`)."""
+    """How NVSHMEM reaches the ranks of other nodes, once it is initialised (`_nvshmem.Transport`)."""
 
     mapped: int  # those whose memory this GPU loads and stores
     networked: int  # the others
@@ -67,10 +67,10 @@ def check(environment: Mapping[str, str] = os.environ) -> None:
                 f"environment variable {name} is {environment[name]!r}, must be 0 or unset: with several network cards "
                 "a rank, NVSHMEM's fences miss some of the queue pairs, and flags may overtake rows"
             )
-    if environment.get(MAP_BY, ORDERED_BY[0]) not in ORDERED_BY:
+    if environment.get(MAP_BY, ORDERED_BY) != ORDERED_BY:
         raise ValueError(
-            f"environment variable {MAP_BY} is {environment[MAP_BY]!r}, must be {' or '.join(ORDERED_BY)}: a channel "
-            "needs the same queue pair for its rows and their flag"
+            f"environment variable {MAP_BY} is {environment[MAP_BY]!r}, must be {ORDERED_BY}: a channel needs the same "
+            "queue pair for its rows and their flag"
         )
 
 

@@ -14,7 +14,6 @@ from megatron_ep.backends import cuda
 from megatron_ep.backends.cuda import CudaBackend
 from megatron_ep.backends.host import HostBackend
 from megatron_ep.backends.low_latency_mask import Masks
-from megatron_ep.errors import EPError
 
 HOST_WARPS = 1
 SEEDED_WARPS = 3  # more to interleave
@@ -33,7 +32,7 @@ class LowLatencyRanks(Protocol):
     """
 
     warps: int  # of a rank in a launch
-    memories: list[Any]  # of all ranks
+    memories: list[Any]  # of all ranks, where they are mapped
 
     def dispatch(
         self,
@@ -120,11 +119,11 @@ class InFlight:
 class CudaLowLatencyRanks:
     """See `LowLatencyRanks`: on torch's current stream."""
 
-    def __init__(self, backend: CudaBackend, heap: Any, memories: Sequence[Any], blocks: int, masks: Masks | None):
+    def __init__(self, backend: CudaBackend, group: Any, memories: list[Any], masks: Masks | None):
         self._backend = backend
+        self._group = group
         self._masks = masks  # for as long as there are launches, those in graphs too
-        self.memories = list(memories)
-        self._group = _C.CudaLowLatency(group=backend.group, heap=heap, memories=self.memories, blocks=blocks)
+        self.memories = memories  # none where a network has them
         self.warps = self._group.warps
 
     def _launch(self, launches: Any, launch: Callable[[Any, int], None]) -> None:
@@ -171,7 +170,7 @@ def connect(
             timeout=buffer.config.timeout_seconds,
         )
 
-    def make_heap(warps: int, staged: bool) -> Any:
+    def make_heap(channels: int, staged: bool) -> Any:
         return _C.LowLatencyHeap(
             nodes=topology.nodes,
             ranks_per_node=topology.ranks_per_node,
@@ -179,27 +178,26 @@ def connect(
             max_tokens=max_tokens,
             largest=largest,
             staged=staged,
-            channels=warps,
+            channels=channels,
             masking=masks is not None,
         )
 
     if isinstance(backend, HostBackend):
         warps = SEEDED_WARPS if backend.is_seeded else HOST_WARPS
-        heap = make_heap(warps, staged=topology.nodes > 1)
+        heap = make_heap(max(1, warps - 1), staged=topology.nodes > 1)  # seeded: some warps share one
         anonymous = [_C.Segment.anonymous(heap.bytes) for _ in buffer.ranks] if local else None
         segments = anonymous or buffer.shared_segments(heap.bytes)
         return heap, HostLowLatencyRanks(backend, heap, segments, warps), masks
+    # the ranks of this process are launched one after the other
+    blocks = cuda.num_sms(buffer.config, buffer.device, len(buffer.ranks)) * len(buffer.ranks)
     if not isinstance(backend.group, _C.CudaGroup):
-        raise EPError(
-            "the low-latency mode works between GPUs that share memory (fabric p2p) and on the host; it does not yet "
-            f"over this buffer's fabric, {buffer.fabric}"
-        )
+        heap = make_heap(blocks, staged=topology.nodes > 1)
+        return heap, CudaLowLatencyRanks(backend, buffer.low_latency_over_network(heap, blocks), [], masks), masks
     heap = make_heap(1, staged=False)
     if local:
         with torch.cuda.device(buffer.device):
             memories = [_C.DeviceMemory.create(buffer.device.index, heap.bytes) for _ in buffer.ranks]
     else:
         memories = buffer.device_memories(heap.bytes)
-    # the ranks of this process are launched one after the other
-    blocks = cuda.num_sms(buffer.config, buffer.device, len(buffer.ranks)) * len(buffer.ranks)
-    return heap, CudaLowLatencyRanks(backend, heap, memories, blocks, masks), masks
+    group = _C.CudaLowLatency(group=backend.group, heap=heap, memories=memories, blocks=blocks)
+    return heap, CudaLowLatencyRanks(backend, group, memories, masks), masks

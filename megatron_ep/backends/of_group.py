@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
+from collections.abc import Collection
 from typing import Any
 
 from megatron_ep.backends.interface import Resettable
@@ -14,7 +16,8 @@ class OfGroup:
 
     def __init__(self, group: Any):
         self.group = group
-        self.parts: weakref.WeakSet[Resettable] = weakref.WeakSet()  # that are reset with it
+        self._parts: weakref.WeakValueDictionary[int, Resettable] = weakref.WeakValueDictionary()
+        self._attached = itertools.count()
 
     def aborted(self) -> tuple[str, int] | None:
         return self.group.aborted()
@@ -32,9 +35,13 @@ class OfGroup:
         self.group.abort(interrupted=interrupted, failed=failed, reason=reason)
 
     def attach(self, part: Resettable) -> None:
-        self.parts.add(part)
+        self._parts[next(self._attached)] = part
+
+    @property
+    def parts(self) -> Collection[Resettable]:
+        return list(self._parts.values())
 
     def reset(self) -> None:
         self.group.reset()
-        for part in self.parts:
+        for part in self.parts:  # in the same order on all ranks: that may be collective
             part.reset()

@@ -211,6 +211,7 @@ class Nvshmem:
         self.allocated = 0
         self.left: set[int] = set()
         self.NvshmemGroup = group_of
+        self.NvshmemLowLatency = SimpleNamespace
         self.NvshmemHeap = SimpleNamespace(allocate=self.allocate, reuse=self.reuse)
         self.prepare = mock.Mock()
         self.before_allocation = lambda: None
@@ -358,7 +359,7 @@ def test_nvshmem_is_left_as_it_is_without_a_network_or_a_card(ranks, hosts: str,
 
 
 def test_what_the_user_has_set_for_nvshmem_stays(ranks) -> None:
-    set_by_user = {"NVSHMEM_IBGDA_NUM_RC_PER_PE": "3", "NVSHMEM_IBGDA_RC_MAP_BY": "warp", "NVSHMEM_MAX_TEAMS": "40"}
+    set_by_user = {"NVSHMEM_IBGDA_NUM_RC_PER_PE": "3", "NVSHMEM_IBGDA_RC_MAP_BY": "cta", "NVSHMEM_MAX_TEAMS": "40"}
     environment = ranks.run(run_environment, "abc", ["mlx5_0"], set_by_user)[0][0]
     assert environment == set_by_user | {"NVSHMEM_IB_ENABLE_IBGDA": "1", "NVSHMEM_DISABLE_NVLS": "1"}
     off = {"NVSHMEM_IB_ENABLE_IBGDA": "0", "NVSHMEM_IBGDA_RC_MAP_BY": "sm"}
@@ -379,7 +380,8 @@ def run_bad_environment(name: str, value: str, match: str) -> None:
         ("NVSHMEM_IBGDA_ENABLE_MULTI_PORT", "1", "0 or unset"),
         ("NVSHMEM_IBGDA_ENABLE_MULTI_PORT", "", "0 or unset"),
         ("NVSHMEM_ENABLE_MULTI_PORT", "true", "0 or unset"),
-        ("NVSHMEM_IBGDA_RC_MAP_BY", "sm", "cta or warp"),
+        ("NVSHMEM_IBGDA_RC_MAP_BY", "sm", "cta"),
+        ("NVSHMEM_IBGDA_RC_MAP_BY", "warp", "cta"),
     ],
 )
 def test_settings_that_break_the_order_are_refused_before_nvshmem_is_initialised(
@@ -458,6 +460,7 @@ class Nccl:
         self.ids = 0
         self.left: list[bytes] = []
         self.NcclGroup = group_of
+        self.NcclLowLatency = SimpleNamespace
 
     def unique_id(self) -> bytes:
         self.ids += 1
@@ -485,6 +488,44 @@ def test_nccl_connections_that_all_ranks_have_left_are_reused(ranks) -> None:
     assert by_rank[1:] == by_rank[:-1]
     first, second, third = by_rank[0]
     assert first != second and third == min(first, second)
+
+
+# ---- the low-latency mode over a network
+
+
+def low_latency_memory(meeting: Meeting, backend, fabric: str):
+    heap, config = SimpleNamespace(bytes=BYTES), ep.Config(num_experts=8)
+    fakes = {"synchronize": mock.DEFAULT, "device": current_device, "mem_get_info": lambda device: (FREE[0], 80 << 30)}
+    with mock.patch.multiple(torch.cuda, **fakes):
+        launches = connect.low_latency(meeting, config, backend, fabric, heap, DEVICE, 3)
+    assert (launches.group, launches.heap, launches.blocks) == (backend.group, heap, 3)
+    return launches.memory
+
+
+def run_low_latency() -> None:
+    rank = dist.get_rank()
+    with over("nvshmem", Nvshmem()) as library:
+        meeting = meeting_of()
+        backend = connected(meeting)
+        assert [low_latency_memory(meeting, backend, "nvshmem") for _ in range(2)] == [1, 2]
+        library.left |= {1} if rank == 1 else {1, 2}
+        assert low_latency_memory(meeting, backend, "nvshmem") == 1
+        if rank == 2:
+            library.prepare.side_effect = RuntimeError("out of luck")
+        with pytest.raises(ep.EPError, match=r"rank 2 could not set up the buffer: .*out of luck"):
+            low_latency_memory(meeting, backend, "nvshmem")
+        assert library.allocated == 3
+    with over("nccl", Nccl()) as library:
+        meeting = meeting_of()
+        backend = connected(meeting)
+        memory = low_latency_memory(meeting, backend, "nccl")
+        assert memory.startswith(b"2 of") and memory != backend.group.memory
+        library.left = [memory]
+        assert low_latency_memory(meeting, backend, "nccl") == memory
+
+
+def test_the_low_latency_mode_has_memory_of_its_own(ranks) -> None:
+    ranks.run(run_low_latency)
 
 
 # ---- a launch that does not end

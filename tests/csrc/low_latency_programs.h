@@ -100,8 +100,9 @@ struct LowLatencyProgram {
         if (fp8) hidden *= 4;  // a float has as many bytes
         const RowFormat format = fp8 ? RowFormat{hidden, 4 * scale_blocks(hidden), 4, topk, 4}
                                      : RowFormat{hidden * 4, 0, 4, topk, 2};
-        heap = {topology,           experts, max_tokens, topk, format.slot_bytes(),
-                topology.nodes > 1, warps,   masking};
+        const int channels = sizes == Sizes::OfBlocks ? warps / 16 : pick(1, warps);
+        heap = {topology,           experts,  max_tokens, topk, format.slot_bytes(),
+                topology.nodes > 1, channels, masking};
         active.assign(world, std::vector<int32_t>(world, 1));
         gone.assign(world, std::vector<bool>(world));
         masked = gone;

@@ -6,6 +6,8 @@
 //     low_latency_warp absent
 //     low_latency_warp masked
 //     low_latency_warp arrive
+//
+// Between the ranks lies the p2p fabric, or with OVER_NCCL or OVER_NVSHMEM that of NCCL or NVSHMEM.
 
 #include "simt.h"
 // after it
@@ -14,7 +16,13 @@
 
 #include "launch/cuda/low_latency_kernels.h"
 #include "low_latency_programs.h"
+#if defined(OVER_NCCL)
+#include "nccl_ranks.h"
+#elif defined(OVER_NVSHMEM)
+#include "nvshmem_ranks.h"
+#else
 #include "p2p_ranks.h"
+#endif
 
 namespace ep {
 namespace {
@@ -22,10 +30,11 @@ namespace {
 class Grid {
   public:
     Grid(LowLatencyProgram& program, uint64_t seed, uint64_t timeout_ns = 60'000'000'000)
-        : program_(program), random_(seed), timeout_ns_(timeout_ns) {
-        params_.topology = program.topology;
+        : program_(program),
+          random_(seed),
+          timeout_ns_(timeout_ns),
+          fabric_(program.heap, heaps_of(program), seed) {
         for (int rank = 0; rank < program.topology.world(); ++rank) {
-            params_.heaps[rank] = program.fabrics[rank].own<char>(0);
             abort_words_.push_back(&program.controls[rank].abort);
             waited_.emplace_back(2 * Heap::waited_bytes(program.topology.world()) /
                                  sizeof(uint64_t));
@@ -68,8 +77,8 @@ class Grid {
     }
 
     template <class Args>
-    LowLatencyLaunch<P2pFabricParams, Args> launch_of(const Args& args) {
-        return {params_, args, device_rank(args.rank)};
+    LowLatencyLaunch<Ranks::Params, Args> launch_of(const Args& args) {
+        return {fabric_.params(), args, device_rank(args.rank)};
     }
 
     // These halves, each with the rank whose it is, by as many blocks as the program has warps.
@@ -77,13 +86,14 @@ class Grid {
     void run(const Halves& halves) {
         std::vector<std::function<void()>> kernels;
         for (const auto& [rank, half] : halves) kernels.push_back(kernel_of(rank, half));
+        fabric_.begin_launch();
         simt::run_at_once(kernels, program_.warps / kBlockWarps, kBlockThreads, random_());
         ptx::end_of_launch();
     }
 
     std::function<void()> kernel_of(int rank, const LowLatencyProgram::Half& half) {
-        using Dispatch = LowLatencyDispatchLaunch<P2pFabricParams>;
-        using Combine = LowLatencyCombineLaunch<P2pFabricParams>;
+        using Dispatch = LowLatencyDispatchLaunch<Ranks::Params>;
+        using Combine = LowLatencyCombineLaunch<Ranks::Params>;
         const auto& part = program_.parts[rank][half.call];
         const auto launched = [](auto kernel, const auto& launch) {
             return [=] { kernel(launch); };
@@ -103,8 +113,15 @@ class Grid {
     }
 
     const ControlBlock& report(int rank) const { return reports_[rank]; }
+    void check_reset_signals() { fabric_.check_reset_signals(random_()); }
 
   private:
+    static std::vector<char*> heaps_of(const LowLatencyProgram& program) {
+        std::vector<char*> heaps;
+        for (const HostFabric& fabric : program.fabrics) heaps.push_back(fabric.own<char>(0));
+        return heaps;
+    }
+
     DeviceRank device_rank(int rank) {
         return {rank,
                 program_.topology.world(),
@@ -118,7 +135,7 @@ class Grid {
     LowLatencyProgram& program_;
     std::mt19937_64 random_;
     uint64_t timeout_ns_;
-    P2pFabricParams params_{};
+    Ranks fabric_;
     std::vector<uint64_t*> abort_words_;
     std::vector<std::vector<uint64_t>> waited_;
     std::vector<ControlBlock> reports_;
@@ -212,6 +229,7 @@ void run_program(uint64_t seed) {
             std::exit(1);
         }
     }
+    grid.check_reset_signals();
 }
 
 bool is_poison(const Outputs& outputs) {

@@ -5,31 +5,65 @@
 #include <vector>
 
 #include "core/heap.h"
+#include "core/low_latency_heap.h"
 
 namespace {
 
-int count_flags(const ep::Heap& heap) {
-    std::vector<int> used(heap.network_flags(), 0);
-    int flags = 0;
-    auto take = [&](size_t flag, int node, int channel) {
-        const size_t number = heap.network_flag(flag);
-        if (number >= used.size() || used[number]++ || heap.network_flag_node(number) != node ||
-            heap.network_flag_channel(number) != channel) {
-            std::fprintf(stderr, "%d x %d, %d channels: flag at %zu has number %zu of %zu\n",
-                         heap.topology.nodes, heap.topology.ranks_per_node, heap.channels, flag,
-                         number, used.size());
+class Numbers {
+  public:
+    explicit Numbers(const ep::NetworkFlags& flags) : flags_(flags), used_(flags.count()) {}
+
+    void take(size_t flag, int writer, int channel) {
+        const size_t number = flags_.number(flag);
+        const bool fits = number < used_.size() && !used_[number]++ &&
+                          flags_.writer(number) == writer && flags_.channel(number) == channel;
+        if (!fits) {
+            std::fprintf(stderr, "%d writers, %d channels: flag at %zu has number %zu of %zu\n",
+                         flags_.writers, flags_.channels, flag, number, used_.size());
             std::exit(EXIT_FAILURE);
         }
-        ++flags;
-    };
+        ++taken_;
+    }
+    ~Numbers() {
+        if (taken_ == used_.size()) return;
+        std::fprintf(stderr, "%d writers, %d channels: numbers have gaps\n", flags_.writers,
+                     flags_.channels);
+        std::exit(EXIT_FAILURE);
+    }
+
+  private:
+    ep::NetworkFlags flags_;
+    std::vector<int> used_;
+    size_t taken_ = 0;
+};
+
+void take_flags(const ep::Heap& heap) {
+    Numbers numbers(heap.network_flags());
     for (int node = 0; node < heap.topology.nodes; ++node) {
-        take(heap.notify_rail_flag(node), node, heap.channels);
+        numbers.take(heap.notify_rail_flag(node), node, heap.channels);
         for (int channel = 0; channel < heap.channels; ++channel) {
-            take(heap.rdma_tail(channel, node), node, channel);
-            take(heap.rdma_head(channel, node), node, channel);
+            numbers.take(heap.rdma_tail(channel, node), node, channel);
+            numbers.take(heap.rdma_head(channel, node), node, channel);
         }
     }
-    return flags;
+}
+
+void take_flags(const ep::LowLatencyHeap& heap) {
+    using enum ep::LowLatencyKind;
+    Numbers numbers(heap.network_flags());
+    for (int rank = 0; rank < heap.topology.world(); ++rank) {
+        for (const ep::LowLatencyKind kind : {Dispatch, Combine}) {
+            for (int bank = 0; bank < ep::LowLatencyHeap::kBanks; ++bank)
+                numbers.take(heap.released(kind, bank, rank), rank, heap.channels);
+            for (int channel = 0; channel < heap.channels; ++channel)
+                numbers.take(heap.row_flag(kind, channel, rank), rank, channel);
+        }
+        for (int part = 0; part < heap.choice_parts(); ++part)
+            numbers.take(heap.choice_flag(rank, part), rank, heap.channels);
+        if (!heap.masking) continue;
+        numbers.take(heap.cut_flag(rank), rank, heap.channels);
+        numbers.take(heap.beat_flag(rank), rank, heap.channels);
+    }
 }
 
 }  // namespace
@@ -38,17 +72,18 @@ int main() {
     for (int nodes : {2, 3, 4, 33, 64}) {
         for (int ranks : {1, 2, 3, 8, 72}) {
             for (int channels : {1, 2, 7, 48}) {
-                const ep::Heap heap{{nodes, ranks}, nodes * ranks, channels, 1024, 1024};
-                if (count_flags(heap) != static_cast<int>(heap.network_flags())) {
-                    std::fprintf(stderr, "%d x %d, %d channels: numbers have gaps\n", nodes, ranks,
-                                 channels);
-                    return EXIT_FAILURE;
+                const int world = nodes * ranks;
+                take_flags(ep::Heap{{nodes, ranks}, world, channels, 1024, 1024});
+                for (const bool masking : {false, true}) {
+                    take_flags(ep::LowLatencyHeap{
+                        {nodes, ranks}, 40 * world, 3, 2, 256, true, channels, masking});
                 }
             }
         }
     }
     const ep::Heap alone{{1, 8}, 8, 4, 1024, 1024};
-    if (alone.network_flags() != 0)
+    const ep::LowLatencyHeap near{{1, 8}, 8, 3, 2, 256, false, 1};
+    if (alone.network_flags().count() || near.network_flags().count())
         return std::fprintf(stderr, "one node has network flags\n"), EXIT_FAILURE;
 
     // node 1 of 3 nodes with 2 ranks is ranks 2 and 3

@@ -35,7 +35,7 @@ gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
 [ "${gpus:-0}" -ge 4 ] || { echo "$PYTHON finds ${gpus:-no torch and no} GPUs, not 4" && exit 2; }
 "$PYTHON" setup.py build_ext --inplace > "$OUT/build.log" 2>&1 || { tail "$OUT/build.log" && exit 1; }
 step fabrics 240 $(tests tests/gpu/test_gpu_fabrics.py)
-step low_latency 120 $(tests tests/gpu/test_gpu_low_latency*.py)
+step low_latency 180 $(tests tests/gpu/test_gpu_low_latency*.py)
 step processes 90 $(tests tests/gpu/test_gpu_processes.py)
 step one_gpu 120 $(tests tests/gpu/test_gpu_{transfer,launch,float8,overlap}.py)
 [ -n "${PEERS:-}" ] && step peers 420 "$PEERS/run_peers.sh"

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "bindings/cuda_group.h"
+#include "bindings/cuda_low_latency.h"
 #include "launch/nccl/nccl_heap.h"
 
 namespace py = pybind11;
@@ -14,6 +15,7 @@ namespace ep {
 namespace {
 
 using NcclGroup = PyCudaGroup<NcclFabricParams>;
+using NcclLowLatency = PyCudaLowLatency<NcclFabricParams>;
 
 std::unique_ptr<NcclGroup> make_group(const Heap& heap, int rank, const NcclHeap& memory,
                                       int device, int num_sms, double timeout) {
@@ -22,6 +24,41 @@ std::unique_ptr<NcclGroup> make_group(const Heap& heap, int rank, const NcclHeap
     return std::make_unique<NcclGroup>(heap, fabric, std::vector<int>{rank},
                                        std::vector<char*>{reachable[heap.topology.local_of(rank)]},
                                        reachable, device, num_sms, timeout);
+}
+
+std::unique_ptr<NcclLowLatency> make_low_latency(const NcclGroup& group, const LowLatencyHeap& heap,
+                                                 const NcclHeap& memory, int blocks) {
+    const NcclFabricParams& fabric = memory.fabric();
+    const int local = heap.topology.local_of(group.group().ranks().front());
+    return std::make_unique<NcclLowLatency>(group, heap, fabric,
+                                            std::vector<char*>{fabric.node[local]}, blocks);
+}
+
+template <class AnyHeap>
+std::vector<py::bytes> kept(const AnyHeap& heap, int rank, int device) {
+    std::vector<py::bytes> ids;
+    for (const std::string& id : NcclHeap::kept(NcclNeeds::of(heap), rank, device))
+        ids.emplace_back(id);
+    return ids;
+}
+
+template <class AnyHeap>
+std::unique_ptr<NcclHeap> make_heap(const py::bytes& unique_id, const AnyHeap& heap, int rank,
+                                    int device, double timeout) {
+    const std::string id = unique_id;
+    const py::gil_scoped_release release;  // it waits for the other ranks
+    return std::make_unique<NcclHeap>(id, NcclNeeds::of(heap), rank, device, timeout);
+}
+
+// For heaps of either mode.
+template <class AnyHeap>
+void bind_heap(py::module_& m, py::class_<NcclHeap>& memory) {
+    m.def("kept", &kept<AnyHeap>, py::kw_only(), py::arg("heap"), py::arg("rank"),
+          py::arg("device"),
+          "Ids of communicators that an earlier buffer left and this one can have, if all its "
+          "ranks have them.");
+    memory.def(py::init(&make_heap<AnyHeap>), py::kw_only(), py::arg("unique_id"), py::arg("heap"),
+               py::arg("rank"), py::arg("device"), py::arg("timeout"));
 }
 
 }  // namespace
@@ -39,29 +76,17 @@ PYBIND11_MODULE(_nccl, m) {
     m.def(
         "unique_id", [] { return py::bytes(NcclHeap::unique_id()); },
         "Made by one rank, given to all: bytes.");
-    m.def(
-        "kept",
-        [](const Heap& heap, int rank, int device) {
-            std::vector<py::bytes> ids;
-            for (const std::string& id : NcclHeap::kept(heap, rank, device)) ids.emplace_back(id);
-            return ids;
-        },
-        py::kw_only(), py::arg("heap"), py::arg("rank"), py::arg("device"),
-        "Ids of communicators that an earlier buffer left and this one can have, if all its ranks "
-        "have them.");
-    py::class_<NcclHeap>(
+    py::class_<NcclHeap> memory(
         m, "NcclHeap",
-        "Symmetric memory of NCCL that holds the heaps of a group's ranks. Collective.")
-        .def(py::init([](const py::bytes& unique_id, const Heap& heap, int rank, int device,
-                         double timeout) {
-                 const std::string id = unique_id;
-                 py::gil_scoped_release release;  // it waits for the other ranks
-                 return std::make_unique<NcclHeap>(id, heap, rank, device, timeout);
-             }),
-             py::kw_only(), py::arg("unique_id"), py::arg("heap"), py::arg("rank"),
-             py::arg("device"), py::arg("timeout"));
+        "Symmetric memory of NCCL that holds the heaps of a group's ranks. Collective.");
+    bind_heap<Heap>(m, memory);
+    bind_heap<LowLatencyHeap>(m, memory);
     NcclGroup::bind(m, "NcclGroup", "The rank of a buffer that lives in this process.")
         .def(py::init(&make_group), py::kw_only(), py::arg("heap"), py::arg("rank"),
              py::arg("memory"), py::arg("device"), py::arg("num_sms"), py::arg("timeout"),
              py::keep_alive<1, 4>());
+    NcclLowLatency::bind(m, "NcclLowLatency")
+        .def(py::init(&make_low_latency), py::kw_only(), py::arg("group"), py::arg("heap"),
+             py::arg("memory"), py::arg("blocks"), py::keep_alive<1, 2>(), py::keep_alive<1, 4>(),
+             py::call_guard<py::gil_scoped_release>());
 }

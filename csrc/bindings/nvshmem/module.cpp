@@ -7,6 +7,7 @@
 #include <tuple>
 
 #include "bindings/cuda_group.h"
+#include "bindings/cuda_low_latency.h"
 #include "launch/nvshmem/nvshmem_heap.h"
 
 namespace py = pybind11;
@@ -15,6 +16,7 @@ namespace ep {
 namespace {
 
 using NvshmemGroup = PyCudaGroup<NvshmemFabricParams>;
+using NvshmemLowLatency = PyCudaLowLatency<NvshmemFabricParams>;
 
 std::unique_ptr<NvshmemGroup> make_group(const Heap& heap, int rank, const NvshmemHeap& memory,
                                          int device, int num_sms, double timeout, bool fence) {
@@ -23,6 +25,14 @@ std::unique_ptr<NvshmemGroup> make_group(const Heap& heap, int rank, const Nvshm
     return std::make_unique<NvshmemGroup>(heap, fabric, std::vector<int>{rank},
                                           std::vector<char*>{memory.data()}, reachable, device,
                                           num_sms, timeout);
+}
+
+std::unique_ptr<NvshmemLowLatency> make_low_latency(const NvshmemGroup& group,
+                                                    const LowLatencyHeap& heap,
+                                                    const NvshmemHeap& memory, int blocks) {
+    const bool fence = group.group().fabric().needs_fence;
+    return std::make_unique<NvshmemLowLatency>(group, heap, memory.fabric(heap.topology, fence),
+                                               std::vector<char*>{memory.data()}, blocks);
 }
 
 }  // namespace
@@ -88,4 +98,7 @@ PYBIND11_MODULE(_nvshmem, m) {
         .def(py::init(&make_group), py::kw_only(), py::arg("heap"), py::arg("rank"),
              py::arg("memory"), py::arg("device"), py::arg("num_sms"), py::arg("timeout"),
              py::arg("fence"), py::keep_alive<1, 4>());
+    NvshmemLowLatency::bind(m, "NvshmemLowLatency")
+        .def(py::init(&make_low_latency), py::kw_only(), py::arg("group"), py::arg("heap"),
+             py::arg("memory"), py::arg("blocks"), py::keep_alive<1, 2>(), py::keep_alive<1, 4>());
 }

@@ -2,7 +2,8 @@
 
 #include <nccl_device.h>
 
-#include "core/heap.h"
+#include "core/network_flags.h"
+#include "core/topology.h"
 #include "exec/warp.h"
 
 #if defined(__CUDACC__)
@@ -22,19 +23,27 @@ struct NcclFabricParams {
     using Fabric = NcclFabric;
     static constexpr int kMostLocalRanks = 1;  // in one process
 
-    Heap heap;
+    Topology topology;
+    NetworkFlags flags;
     ncclDevComm comm;
     ncclWindow_t window;
-    uint64_t* sent;  // on the GPU, by a flag's number: how much went to that flag of its node
+    uint64_t* sent;  // on the GPU, by a flag's number: how much went to that flag of its writer
     int* absent;     // on the GPU: 1 + a rank whose signals the last reset has missed
     bool* broken;    // on the host: a reset has failed, and signals are still under way
     char* node[kMaxNodeRanks];  // heaps of the ranks of this node, by local rank
 
     // Of one rank: its flags, then for each of them one that tells how much was sent to it.
-    static size_t signals(const Heap& heap) { return 2 * heap.network_flags(); }
+    static size_t signals(const NetworkFlags& flags) { return 2 * flags.count(); }
+
+    // Who of the flags' writers a rank is; and the one that this rank exchanges flags with.
+    EP_HD int writer_of(int rank) const { return rank / ranks_per_writer(); }
+    EP_HD int rank_of(int writer, int own) const {
+        return writer * ranks_per_writer() + own % ranks_per_writer();
+    }
+    EP_HD int ranks_per_writer() const { return topology.world() / flags.writers; }
 
     void drain(uint64_t) const {}  // reset_signals waits at the receiver
-    // Waits until all that the rail has signalled to this rank is there, and so all that it put,
+    // Waits until all that others have signalled to this rank is there, and so all that it put,
     // and clears the flags of the network. A failure ends the use of the connection.
     void reset_signals(int rank, uint64_t timeout_ns) const;
 };
@@ -60,11 +69,10 @@ __device__ __noinline__ inline void nccl_signal(const NcclFabricParams& params, 
     ptx::delay(&comm, signal + increment);
     gin_of(comm, channel)
         .signal(ncclTeamWorld(comm), rank, ncclGin_SignalAdd{signal, increment}, ncclCoopWarp{});
-    // A flag has one writer. There it has this node's number, here it is counted under that of its
+    // A flag has one writer. There it has this one's number, here it is counted under that of its
     // own.
-    const Topology& topology = params.heap.topology;
-    if (threadIdx.x % 32 == 0 && signal < params.heap.network_flags())
-        params.sent[signal + topology.node_of(rank) - topology.node_of(comm.rank)] += increment;
+    if (threadIdx.x % 32 == 0 && signal < params.flags.count())
+        params.sent[signal + params.writer_of(rank) - params.writer_of(comm.rank)] += increment;
     __syncwarp();
 }
 
@@ -74,7 +82,10 @@ class NcclFabric {
     static constexpr bool kOrdersWarps = true;
 
     __device__ __forceinline__ NcclFabric(const NcclFabricParams& params, int rank)
-        : params_(params), local_(params.heap.topology.local_of(rank)), own_(params.node[local_]) {}
+        : params_(params),
+          node_(params.topology.node_of(rank)),
+          local_(params.topology.local_of(rank)),
+          own_(params.node[local_]) {}
 
     template <class T>
     __device__ __forceinline__ T* own(size_t offset) const {
@@ -89,8 +100,7 @@ class NcclFabric {
     template <class W>
     __device__ __forceinline__ void put(W& warp, int channel, int node, size_t dst, size_t src,
                                         size_t bytes) const {
-        warp.finish_writes();  // by the copy engine, too, before the network reads them
-        nccl_put(params_, channel, on_rail(node), dst, src, bytes);
+        put_to(warp, channel, on_rail(node), dst, src, bytes);
     }
 
     template <class W>
@@ -110,16 +120,48 @@ class NcclFabric {
         return gin_of(params_.comm, channel).readSignal(signal(flag));
     }
 
+    // ---- to any rank: stores within the node, the network between nodes
+
+    __device__ __forceinline__ bool maps(int rank) const {
+        return params_.topology.node_of(rank) == node_;
+    }
+
+    template <class T>
+    __device__ __forceinline__ T* at(int rank, size_t offset) const {
+        return peer<T>(params_.topology.local_of(rank), offset);
+    }
+
+    template <class W>
+    __device__ __forceinline__ void put_to(W& warp, int channel, int rank, size_t dst, size_t src,
+                                           size_t bytes) const {
+        warp.finish_writes();  // by the copy engine, too, before the network reads them
+        nccl_put(params_, channel, rank, dst, src, bytes);
+    }
+
+    template <class W>
+    __device__ __forceinline__ void signal_to(W& warp, int channel, int rank, size_t flag,
+                                              uint64_t from, uint64_t to) const {
+        if (maps(rank)) return warp.template publish<Scope::System>(at<uint64_t>(rank, flag), to);
+        nccl_signal(params_, channel, rank, signal(flag), to - from);
+    }
+
+    template <class W>
+    __device__ __forceinline__ void credit_to(W& warp, int channel, int rank, size_t flag,
+                                              uint64_t from, uint64_t to) const {
+        if (maps(rank)) return warp.template credit<Scope::System>(at<uint64_t>(rank, flag), to);
+        nccl_signal(params_, channel, rank, signal(flag), to - from);
+    }
+
   private:
     __device__ __forceinline__ int on_rail(int node) const {
-        return params_.heap.topology.rank(node, local_);
+        return params_.topology.rank(node, local_);
     }
     __device__ __forceinline__ uint32_t signal(size_t flag) const {
-        return static_cast<uint32_t>(params_.heap.network_flag(flag));
+        return static_cast<uint32_t>(params_.flags.number(flag));
     }
 
     const NcclFabricParams& params_;
-    int local_;
+    int node_, local_;
     char* own_;
 };
 

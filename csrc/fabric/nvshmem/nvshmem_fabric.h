@@ -14,8 +14,8 @@ namespace ep {
 class NvshmemFabric;
 
 // Heaps are NVSHMEM symmetric memory; processing element r is rank r. Ranks of a node load and
-// store each other's memory, puts go along the rail. Flags are only added to, by atomics: a sum is
-// never more than what was sent, in whatever order its parts arrive.
+// store each other's memory, puts go to ranks of other nodes. Flags are only added to, by atomics:
+// a sum is never more than what was sent, in whatever order its parts arrive.
 //
 // A flag must not be seen before the rows that it promises. With IBGDA both are in one queue pair,
 // which NVSHMEM chooses by the block, or the warp, that calls: the network card at the other end
@@ -58,7 +58,9 @@ class NvshmemFabric {
     static constexpr bool kOrdersWarps = false;  // they may have different queue pairs
 
     __device__ __forceinline__ NvshmemFabric(const NvshmemFabricParams& params, int rank)
-        : params_(params), local_(params.topology.local_of(rank)) {}
+        : params_(params),
+          node_(params.topology.node_of(rank)),
+          local_(params.topology.local_of(rank)) {}
 
     template <class T>
     __device__ __forceinline__ T* own(size_t offset) const {
@@ -71,25 +73,22 @@ class NvshmemFabric {
     }
 
     template <class W>
-    __device__ __forceinline__ void put(W& warp, int, int node, size_t dst, size_t src,
+    __device__ __forceinline__ void put(W& warp, int channel, int node, size_t dst, size_t src,
                                         size_t bytes) const {
-        warp.finish_writes();  // by the copy engine, too, before the network reads them
-        nvshmem_put(params_.own + dst, params_.own + src, bytes,
-                    params_.topology.rank(node, local_));
+        put_to(warp, channel, on_rail(node), dst, src, bytes);
     }
 
     template <class W>
     __device__ __forceinline__ void put_signal(W& warp, int, int node, size_t flag, uint64_t from,
                                                uint64_t to) const {
         warp.finish_writes();
-        nvshmem_add(own<uint64_t>(flag), to - from, params_.topology.rank(node, local_),
-                    params_.needs_fence);
+        nvshmem_add(own<uint64_t>(flag), to - from, on_rail(node), params_.needs_fence);
     }
 
     template <class W>
     __device__ __forceinline__ void put_credit(W&, int, int node, size_t flag, uint64_t from,
                                                uint64_t to) const {
-        nvshmem_add(own<uint64_t>(flag), to - from, params_.topology.rank(node, local_), false);
+        nvshmem_add(own<uint64_t>(flag), to - from, on_rail(node), false);
     }
 
     template <class W>
@@ -97,9 +96,46 @@ class NvshmemFabric {
         return W::template acquire<Scope::System>(own<uint64_t>(flag));
     }
 
+    // ---- to any rank: stores within the node, the network between nodes
+
+    __device__ __forceinline__ bool maps(int rank) const {
+        return params_.topology.node_of(rank) == node_;
+    }
+
+    template <class T>
+    __device__ __forceinline__ T* at(int rank, size_t offset) const {
+        return peer<T>(params_.topology.local_of(rank), offset);
+    }
+
+    template <class W>
+    __device__ __forceinline__ void put_to(W& warp, int, int rank, size_t dst, size_t src,
+                                           size_t bytes) const {
+        warp.finish_writes();  // by the copy engine, too, before the network reads them
+        nvshmem_put(params_.own + dst, params_.own + src, bytes, rank);
+    }
+
+    template <class W>
+    __device__ __forceinline__ void signal_to(W& warp, int, int rank, size_t flag, uint64_t from,
+                                              uint64_t to) const {
+        if (maps(rank)) return warp.template publish<Scope::System>(at<uint64_t>(rank, flag), to);
+        warp.finish_writes();
+        nvshmem_add(own<uint64_t>(flag), to - from, rank, params_.needs_fence);
+    }
+
+    template <class W>
+    __device__ __forceinline__ void credit_to(W& warp, int, int rank, size_t flag, uint64_t from,
+                                              uint64_t to) const {
+        if (maps(rank)) return warp.template credit<Scope::System>(at<uint64_t>(rank, flag), to);
+        nvshmem_add(own<uint64_t>(flag), to - from, rank, false);
+    }
+
   private:
+    __device__ __forceinline__ int on_rail(int node) const {
+        return params_.topology.rank(node, local_);
+    }
+
     const NvshmemFabricParams& params_;
-    int local_;
+    int node_, local_;
 };
 
 #endif

@@ -58,7 +58,9 @@ class CudaGroup {
 
     const std::vector<int>& ranks() const { return ranks_; }
     const Heap& heap() const { return heap_; }
+    const FabricParams& fabric() const { return fabric_; }
     int device() const { return device_; }
+    uint64_t timeout_ns() const { return timeout_ns_; }
     // What the kernels of the rank at `index` need to wait and to give up.
     DeviceRank device_rank(size_t index) const {
         return {ranks_[index],

@@ -13,8 +13,10 @@ namespace ep {
 template <class FabricParams>
 class CudaLowLatency {
   public:
+    // Collective, if the fabric's reset_signals is: nobody sends before all ranks are done.
+    //
     // fabric: over the low-latency heaps of all ranks; own_heaps: of the group's ranks, in their
-    // order. blocks: of each launch.
+    // order, cleared. blocks: of each launch.
     CudaLowLatency(const CudaGroup<FabricParams>& group, const LowLatencyHeap& heap,
                    const FabricParams& fabric, const std::vector<char*>& own_heaps, int blocks);
 
@@ -27,7 +29,8 @@ class CudaLowLatency {
     const std::vector<int>& ranks() const { return group_.ranks(); }
     const LowLatencyHeap& heap() const { return heap_; }
     int warps() const;  // of a launch
-    // With the group's reset, and under its conditions.
+    // With the group's reset, and under its conditions. Of several of a group in the same order on
+    // all ranks.
     void reset();
 
   private:

@@ -29,7 +29,10 @@ void launch(void (*kernel)(LowLatencyLaunch<P, Args>), const CudaGroup<P>& group
 template <class P>
 CudaLowLatency<P>::CudaLowLatency(const CudaGroup<P>& group, const LowLatencyHeap& heap,
                                   const P& fabric, const std::vector<char*>& own_heaps, int blocks)
-    : group_(group), heap_(heap), fabric_(fabric), own_heaps_(own_heaps), blocks_(blocks) {}
+    : group_(group), heap_(heap), fabric_(fabric), own_heaps_(own_heaps), blocks_(blocks) {
+    const DeviceGuard guard(group_.device());
+    fabric_.reset_signals(group_.ranks().front(), group_.timeout_ns());
+}
 
 template <class P>
 int CudaLowLatency<P>::warps() const {
@@ -82,6 +85,7 @@ void CudaLowLatency<P>::reset() {
     const DeviceGuard guard(group_.device());
     for (char* base : own_heaps_) check_cuda(cudaMemset(base, 0, heap_.bytes()), "cudaMemset");
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    fabric_.reset_signals(group_.ranks().front(), group_.timeout_ns());
 }
 
 }  // namespace ep

@@ -65,7 +65,7 @@ __global__ void find_heaps(ncclWindow_t window, int first, int count, char** hea
 }  // namespace
 
 void NcclFabricParams::reset_signals(int rank, uint64_t timeout_ns) const {
-    if (heap.topology.nodes == 1) return;
+    if (topology.nodes == 1) return;
     if (*broken) {
         throw std::runtime_error(
             "the connection over NCCL cannot be used any more: what it had sent did not arrive");
@@ -154,29 +154,30 @@ std::string NcclHeap::unique_id() {
     return std::string(id.internal, sizeof(id.internal));
 }
 
-std::vector<std::string> NcclHeap::kept(const Heap& heap, int rank, int device) {
+std::vector<std::string> NcclHeap::kept(const NcclNeeds& needs, int rank, int device) {
     std::vector<std::string> ids;
     for (const Connection* c : all_kept()) {
-        if (c->rank == rank && c->world == heap.topology.world() && c->device == device &&
-            c->bytes == heap.bytes() && c->signals == NcclFabricParams::signals(heap) && !c->broken)
+        if (c->rank == rank && c->world == needs.topology.world() && c->device == device &&
+            c->bytes == needs.bytes && c->signals == NcclFabricParams::signals(needs.flags) &&
+            !c->broken)
             ids.push_back(c->id);
     }
     return ids;
 }
 
-NcclHeap::NcclHeap(const std::string& unique_id, const Heap& heap, int rank, int device,
+NcclHeap::NcclHeap(const std::string& unique_id, const NcclNeeds& needs, int rank, int device,
                    double timeout) {
-    const Topology& topology = heap.topology;
-    const size_t signals = NcclFabricParams::signals(heap);
+    const Topology& topology = needs.topology;
+    const size_t signals = NcclFabricParams::signals(needs.flags);
     if (topology.ranks_per_node > kMaxNodeRanks) {
         throw std::invalid_argument("ranks_per_node is " + std::to_string(topology.ranks_per_node) +
                                     ", at most " + std::to_string(kMaxNodeRanks));
     }
     if (signals > kMostSignals) {
-        throw std::invalid_argument("channels is " + std::to_string(heap.channels) + ": with " +
-                                    std::to_string(topology.nodes) + " nodes that takes " +
-                                    std::to_string(signals) + " signals of NCCL, at most " +
-                                    std::to_string(kMostSignals));
+        throw std::invalid_argument("channels is " + std::to_string(needs.flags.channels) +
+                                    ": with " + std::to_string(topology.nodes) +
+                                    " nodes that takes " + std::to_string(signals) +
+                                    " signals of NCCL, at most " + std::to_string(kMostSignals));
     }
     const DeviceGuard guard(device);
     const auto found = std::find_if(all_kept().begin(), all_kept().end(), [&](const Connection* c) {
@@ -188,12 +189,13 @@ NcclHeap::NcclHeap(const std::string& unique_id, const Heap& heap, int rank, int
     } else {
         // Not freed when it fails: NCCL may go on writing to it in the background.
         auto* connection =
-            new Connection{unique_id, rank, topology.world(), device, heap.bytes(), signals};
+            new Connection{unique_id, rank, topology.world(), device, needs.bytes, signals};
         connection->connect(timeout);
         connection_.reset(connection);
     }
     const ncclDevComm& comm = connection_->device_comm;
-    fabric_ = {heap,
+    fabric_ = {topology,
+               needs.flags,
                comm,
                connection_->window,
                connection_->sent,
@@ -217,7 +219,7 @@ NcclHeap::NcclHeap(const std::string& unique_id, const Heap& heap, int rank, int
     check_cuda(cudaMemcpy(fabric_.node, heaps.get(), topology.ranks_per_node * sizeof(char*),
                           cudaMemcpyDeviceToHost),
                "cudaMemcpy");
-    check_cuda(cudaMemset(fabric_.node[topology.local_of(rank)], 0, heap.bytes()), "cudaMemset");
+    check_cuda(cudaMemset(fabric_.node[topology.local_of(rank)], 0, needs.bytes), "cudaMemset");
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
 }
 

@@ -9,6 +9,19 @@
 
 namespace ep {
 
+// What a heap needs of NCCL.
+struct NcclNeeds {
+    Topology topology;
+    size_t bytes;
+    NetworkFlags flags;
+
+    // Of Heap or LowLatencyHeap.
+    template <class AnyHeap>
+    static NcclNeeds of(const AnyHeap& heap) {
+        return {heap.topology, heap.bytes(), heap.network_flags()};
+    }
+};
+
 // Symmetric memory in an NCCL communicator of its own. Ending either is collective, or waits for
 // the other ranks, and a rank may end alone: so both are kept, and serve the next heap of the same
 // ranks. Setting up waits no longer than `timeout` seconds for the other ranks.
@@ -17,11 +30,12 @@ class NcclHeap {
     static int library_version();
     static std::string unique_id();  // of a new communicator: made by one rank, given to all
     // Of communicators that are kept and fit. One that all ranks have may be taken again.
-    static std::vector<std::string> kept(const Heap& heap, int rank, int device);
+    static std::vector<std::string> kept(const NcclNeeds& needs, int rank, int device);
 
     // Collective. Throws std::runtime_error when NCCL cannot do it, std::invalid_argument when the
     // topology is not that of the machines.
-    NcclHeap(const std::string& unique_id, const Heap& heap, int rank, int device, double timeout);
+    NcclHeap(const std::string& unique_id, const NcclNeeds& needs, int rank, int device,
+             double timeout);
     const NcclFabricParams& fabric() const { return fabric_; }
 
   private:

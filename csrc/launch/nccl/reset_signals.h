@@ -7,27 +7,32 @@ namespace ep {
 
 // The signal that tells how much was sent to the flag with this number: that and 1, so that it
 // says something also of a flag to which nothing was sent.
-__device__ __forceinline__ uint32_t total_of(const Heap& heap, size_t number) {
-    return static_cast<uint32_t>(heap.network_flags() + number);
+__device__ __forceinline__ uint32_t total_of(const NetworkFlags& flags, size_t number) {
+    return static_cast<uint32_t>(flags.count() + number);
 }
 
-// By a warp: tells the ranks of the rail what this one has sent to each of their flags.
+// Whether that flag has its writer on this rank's own node, who uses none.
+__device__ __forceinline__ bool is_unused(const NcclFabricParams& params, int rank, size_t number) {
+    const int writer = params.rank_of(params.flags.writer(number), rank);
+    return params.topology.node_of(writer) == params.topology.node_of(rank);
+}
+
+// By a warp: tells the other ranks what this one has sent to each of their flags.
 __device__ __forceinline__ void send_totals(const NcclFabricParams& params, int rank) {
-    const Heap& heap = params.heap;
-    const Topology& topology = heap.topology;
-    const int own_node = topology.node_of(rank), own_local = topology.local_of(rank);
-    for (size_t number = 0; number < heap.network_flags(); ++number) {
-        const int node = heap.network_flag_node(number);
-        if (node == own_node) continue;
-        nccl_signal(params, heap.network_flag_channel(number), topology.rank(node, own_local),
-                    total_of(heap, number - node + own_node), params.sent[number] + 1);
+    const NetworkFlags& flags = params.flags;
+    for (size_t number = 0; number < flags.count(); ++number) {
+        if (is_unused(params, rank, number)) continue;
+        const int writer = flags.writer(number);
+        nccl_signal(params, flags.channel(number), params.rank_of(writer, rank),
+                    total_of(flags, number - writer + params.writer_of(rank)),
+                    params.sent[number] + 1);
     }
 }
 
-// By a lane: whether all that its node has sent to this rank's flag with that number is there.
+// By a lane: whether all that its writer has sent to this rank's flag with that number is there.
 __device__ __forceinline__ bool has_arrived(const NcclFabricParams& params, size_t number) {
-    const ncclGin gin = gin_of(params.comm, params.heap.network_flag_channel(number));
-    const uint64_t total = gin.readSignal(total_of(params.heap, number));
+    const ncclGin gin = gin_of(params.comm, params.flags.channel(number));
+    const uint64_t total = gin.readSignal(total_of(params.flags, number));
     return total > 0 && gin.readSignal(static_cast<uint32_t>(number)) == total - 1;
 }
 
@@ -35,27 +40,25 @@ __device__ __forceinline__ bool has_arrived(const NcclFabricParams& params, size
 // sent, and the other end waits for as much. Nobody sends before all ranks are done.
 static __global__ void reset_signals_kernel(const __grid_constant__ NcclFabricParams params,
                                             int rank, uint64_t timeout_ns) {
-    const Heap& heap = params.heap;
-    const Topology& topology = heap.topology;
-    const int lane = threadIdx.x, own_node = topology.node_of(rank);
+    const NetworkFlags& flags = params.flags;
+    const int lane = threadIdx.x;
     if (lane == 0) *params.absent = 0;
     __syncwarp();
     send_totals(params, rank);
     const uint64_t start = ptx::globaltimer();
     bool all_here = true;
-    for (size_t number = lane; number < heap.network_flags() && all_here; number += 32) {
-        const int node = heap.network_flag_node(number);
-        while (node != own_node && all_here && !has_arrived(params, number)) {
+    for (size_t number = lane; number < flags.count() && all_here; number += 32) {
+        while (!is_unused(params, rank, number) && all_here && !has_arrived(params, number)) {
             if (ptx::globaltimer() - start < timeout_ns) continue;
-            *params.absent = 1 + topology.rank(node, topology.local_of(rank));
+            *params.absent = 1 + params.rank_of(flags.writer(number), rank);
             all_here = false;
         }
     }
     if (!__all_sync(0xffffffffu, all_here)) return;
-    for (size_t number = lane; number < heap.network_flags(); number += 32) {
-        const ncclGin gin = gin_of(params.comm, heap.network_flag_channel(number));
+    for (size_t number = lane; number < flags.count(); number += 32) {
+        const ncclGin gin = gin_of(params.comm, flags.channel(number));
         gin.resetSignal(static_cast<uint32_t>(number));
-        gin.resetSignal(total_of(heap, number));
+        gin.resetSignal(total_of(flags, number));
         params.sent[number] = 0;
     }
 }

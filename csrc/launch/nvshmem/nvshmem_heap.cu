@@ -176,9 +176,8 @@ NvshmemTransport NvshmemHeap::transport(const Topology& topology) const {
     check_cuda(cudaMemcpy(&transport.ibgda, ibgda.get(), sizeof(bool), cudaMemcpyDeviceToHost),
                "cudaMemcpy");
     const int own = ranks_served->rank;
-    for (int node = 0; node < topology.nodes; ++node) {
-        const int rank = topology.rank(node, topology.local_of(own));
-        if (rank != own)
+    for (int rank = 0; rank < topology.world(); ++rank) {
+        if (topology.node_of(rank) != topology.node_of(own))
             ++(nvshmem_ptr(memory_.data, rank) ? transport.mapped : transport.networked);
     }
     int ordering = cudaGPUDirectRDMAWritesOrderingNone;

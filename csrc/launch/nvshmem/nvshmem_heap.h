@@ -17,7 +17,7 @@ struct NvshmemRanks {
     int rank, world;
 };
 
-// How NVSHMEM reaches the other ranks of a rail.
+// How NVSHMEM reaches the ranks of other nodes.
 struct NvshmemTransport {
     int mapped;           // those whose memory this GPU loads and stores
     int networked;        // the others

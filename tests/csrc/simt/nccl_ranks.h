@@ -22,20 +22,22 @@ class Ranks {
   public:
     using Params = RankFabricParams;
 
-    Ranks(const Heap& heap, const std::vector<char*>& heaps, uint64_t seed)
-        : heap_(heap),
-          sent_(heaps.size(), std::vector<uint64_t>(heap.network_flags())),
+    template <class AnyHeap>
+    Ranks(const AnyHeap& heap, const std::vector<char*>& heaps, uint64_t seed)
+        : topology_(heap.topology),
+          sent_(heaps.size(), std::vector<uint64_t>(heap.network_flags().count())),
           absent_(heaps.size()),
           params_(std::make_unique<Params>()) {
         const Topology& topology = heap.topology;
-        const int signals = static_cast<int>(NcclFabricParams::signals(heap));
+        const int signals = static_cast<int>(NcclFabricParams::signals(heap.network_flags()));
         const int contexts = signals ? simt::Gin::kContexts : 0;
         gin_.random.seed(seed);
         gin_.heaps = heaps;
         gin_.signals.assign(heaps.size(), std::vector<uint64_t>(contexts * signals));
         for (int rank = 0; rank < topology.world(); ++rank) {
             NcclFabricParams& own = params_->ranks[rank];
-            own = {heap,
+            own = {topology,
+                   heap.network_flags(),
                    {rank, topology.world(), rank, topology.world(), contexts, signals, &gin_},
                    this,
                    sent_[rank].data(),
@@ -48,13 +50,15 @@ class Ranks {
     }
     const Params& params() const { return *params_; }
 
+    void begin_launch() {}
+
     // When all have reset their signals, of which many were under way, nothing is under way any
     // more and all signals read 0; that can be done again.
     void check_reset_signals(uint64_t seed) {
-        if (heap_.topology.nodes == 1) return;
+        if (topology_.nodes == 1) return;
         if (!signals_in_use()) simt::die("no signal was used");
         for (int round = 0; round < 2; ++round) {
-            simt::run(heap_.topology.world(), 1, 32, seed + round, [&] {
+            simt::run(topology_.world(), 1, 32, seed + round, [&] {
                 const int rank = static_cast<int>(blockIdx.x);
                 send_credits(rank);
                 reset_signals_kernel(params_->ranks[rank], rank, 20'000'000'000);
@@ -70,15 +74,12 @@ class Ranks {
 
   private:
     void send_credits(int rank) {
-        const Topology& topology = heap_.topology;
-        const int own_node = topology.node_of(rank);
-        for (int node = 0; node < topology.nodes; ++node) {
-            for (int credit = 0; node != own_node && credit < 10 * heap_.channels; ++credit) {
-                const int channel = credit % heap_.channels;
-                const size_t flag = heap_.network_flag(heap_.rdma_head(channel, own_node));
-                nccl_signal(params_->ranks[rank], channel,
-                            topology.rank(node, topology.local_of(rank)),
-                            static_cast<uint32_t>(flag), 1);
+        const NcclFabricParams& own = params_->ranks[rank];
+        for (size_t number = 0; number < own.flags.count(); ++number) {
+            const int writer = own.flags.writer(number);
+            for (int i = 0; i < 5 && !is_unused(own, rank, number); ++i) {
+                nccl_signal(own, own.flags.channel(number), own.rank_of(writer, rank),
+                            static_cast<uint32_t>(number - writer + own.writer_of(rank)), 1);
             }
         }
     }
@@ -88,7 +89,7 @@ class Ranks {
         });
     }
 
-    Heap heap_;
+    Topology topology_;
     simt::Gin gin_;
     std::vector<std::vector<uint64_t>> sent_;
     std::vector<int> absent_;

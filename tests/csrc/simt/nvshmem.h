@@ -12,8 +12,8 @@
 
 // What NVSHMEM does with the puts and signals of a kernel, for the ranks of one process, over a
 // network that takes any time. With IBGDA those of one queue pair to one rank are carried out one
-// after the other, and a warp's place in the grid chooses the queue pair; without it only a fence
-// orders them.
+// after the other, and a block's place in the grid, or a warp's, chooses the queue pair; without it
+// only a fence orders them.
 namespace simt {
 
 class Nvshmem {
@@ -21,8 +21,11 @@ class Nvshmem {
     static constexpr unsigned kQueuePairs = 5;
     static constexpr uint64_t kLongestDelay = 4000;  // of a queue pair's first operation, in steps
 
-    Nvshmem(const std::vector<char*>& heaps, size_t bytes, bool ibgda, uint64_t seed)
-        : heaps_(heaps), bytes_(bytes), ibgda_(ibgda), random_(seed) {}
+    enum class QueuePairsOf { Blocks, Warps };
+
+    Nvshmem(const std::vector<char*>& heaps, size_t bytes, bool ibgda, QueuePairsOf owners,
+            uint64_t seed)
+        : heaps_(heaps), bytes_(bytes), ibgda_(ibgda), owners_(owners), random_(seed) {}
 
     void put(void* dst, const void* src, size_t bytes, int rank) {
         Queue& queue = own_queue(dst, rank);
@@ -43,7 +46,7 @@ class Nvshmem {
     }
     void fence() {
         if (ibgda_) die("a fence, which waits for all queue pairs");
-        const auto self = rank_of_block_.find(block_index().x);
+        const auto self = rank_of_block_.find(block_of_all());
         if (self == rank_of_block_.end()) return;  // nothing that it has put to put in order
         for (auto& [key, queue] : queues_) {
             if (key[0] != self->second) continue;
@@ -51,6 +54,8 @@ class Nvshmem {
             queue.fenced = order::actor(queue.name).steps;
         }
     }
+    // Blocks may be those of other ranks from now on.
+    void begin_launch() { rank_of_block_.clear(); }
     // Some time passes, and an operation may be carried out.
     void step() {
         ++now_;
@@ -85,17 +90,18 @@ class Nvshmem {
     Queue& own_queue(const void* own, int rank) {
         const int self = owner_of(own);
         if (rank == self) die("a put to itself");
-        rank_of_block_[block_index().x] = self;
+        rank_of_block_[block_of_all()] = self;
         const unsigned warp = block_index().x * (block_size().x / 32) + thread_index().x / 32;
-        const std::array<int, 3> key{self, static_cast<int>(warp % kQueuePairs), rank};
-        Queue& queue = queues_[key];
-        queue.name = {static_cast<uintptr_t>(self), warp % kQueuePairs,
-                      static_cast<uintptr_t>(rank)};
+        const unsigned pair =
+            (owners_ == QueuePairsOf::Warps ? warp : block_index().x) % kQueuePairs;
+        Queue& queue = queues_[{self, static_cast<int>(pair), rank}];
+        queue.name = {static_cast<uintptr_t>(self), pair, static_cast<uintptr_t>(rank)};
         if (order::actor(queue.name).steps == 0) queue.fenced = 0;  // of an earlier launch
         if (queue.messages.empty() && random_() % 4 == 0)
             queue.held_until = now_ + random_() % kLongestDelay;
         return queue;
     }
+    static unsigned block_of_all() { return warp_index() / (block_size().x / 32); }
     int owner_of(const void* address) const {
         for (size_t rank = 0; rank < heaps_.size(); ++rank) {
             const auto offset = static_cast<const char*>(address) - heaps_[rank];
@@ -111,6 +117,7 @@ class Nvshmem {
     std::vector<char*> heaps_;
     size_t bytes_;
     bool ibgda_;
+    QueuePairsOf owners_;
     std::mt19937_64 random_;
     uint64_t now_ = 0;
     std::map<std::array<int, 3>, Queue> queues_;  // source, queue pair, destination

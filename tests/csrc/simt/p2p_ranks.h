@@ -11,11 +11,13 @@ class Ranks {
   public:
     using Params = P2pFabricParams;
 
-    Ranks(const Heap& heap, const std::vector<char*>& heaps, uint64_t) {
+    template <class AnyHeap>
+    Ranks(const AnyHeap& heap, const std::vector<char*>& heaps, uint64_t) {
         params_.topology = heap.topology;
         std::copy(heaps.begin(), heaps.end(), params_.heaps);
     }
     const Params& params() const { return params_; }
+    void begin_launch() {}
     void check_reset_signals(uint64_t) {}
 
   private:

@@ -1,0 +1,31 @@
+#pragma once
+
+#include <cstddef>
+
+#include "core/function.h"
+
+namespace ep {
+
+// The flags of a heap that ranks of other nodes write, numbered without gaps: for fabrics that keep
+// them outside of it. They come in sets, one flag a writer: what writes along a rail is a node,
+// what writes to all a rank. The first sets belong to no channel, the others to each in turn.
+struct NetworkFlags {
+    static constexpr size_t kLine = 128;  // a flag's, in the heap
+
+    size_t first;  // where they begin in the heap
+    int sets;
+    int writers;
+    int sets_of_all;  // they go over a channel behind all others
+    int channels;
+
+    EP_HD size_t count() const { return static_cast<size_t>(sets) * writers; }
+    EP_HD size_t number(size_t flag) const { return (flag - first) / kLine; }
+    // of the flag with that number
+    EP_HD int writer(size_t number) const { return static_cast<int>(number % writers); }
+    EP_HD int channel(size_t number) const {
+        const int set = static_cast<int>(number / writers);
+        return set < sets_of_all ? channels : (set - sets_of_all) % channels;
+    }
+};
+
+}  // namespace ep

@@ -1,0 +1,10 @@
+#include "fabric/nccl/nccl_fabric.h"
+#include "launch/cuda/low_latency.inl"
+
+namespace ep {
+
+template void CudaLowLatency<NcclFabricParams>::combine(LowLatencyLaunches,
+                                                        const std::vector<LowLatencyCombineArgs>&,
+                                                        DType, CudaStream) const;
+
+}  // namespace ep

@@ -1,0 +1,12 @@
+#include <nvshmem.h>
+#include <nvshmemx.h>
+
+#include "fabric/nvshmem/nvshmem_fabric.h"
+#include "launch/cuda/low_latency.inl"
+
+namespace ep {
+
+template void CudaLowLatency<NvshmemFabricParams>::combine(
+    LowLatencyLaunches, const std::vector<LowLatencyCombineArgs>&, DType, CudaStream) const;
+
+}  // namespace ep

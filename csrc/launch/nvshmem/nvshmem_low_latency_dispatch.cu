@@ -1,0 +1,19 @@
+#include <nvshmem.h>
+#include <nvshmemx.h>
+
+#include "fabric/nvshmem/nvshmem_fabric.h"
+#include "launch/cuda/low_latency.inl"
+
+namespace ep {
+
+using P = NvshmemFabricParams;
+
+template CudaLowLatency<P>::CudaLowLatency(const CudaGroup<P>&, const LowLatencyHeap&, const P&,
+                                           const std::vector<char*>&, int);
+template int CudaLowLatency<P>::warps() const;
+template void CudaLowLatency<P>::dispatch(LowLatencyLaunches,
+                                          const std::vector<LowLatencyDispatchArgs>&,
+                                          CudaStream) const;
+template void CudaLowLatency<P>::reset();
+
+}  // namespace ep
