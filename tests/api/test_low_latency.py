@@ -339,6 +339,18 @@ def test_usable_after_reset():
         assert torch.equal(y[0], x[0] * torch.tensor([[2.0], [1.0], [2.0]]))
 
 
+def test_credits_under_way_when_it_goes():
+    """What the network still brings to its memory does not arrive there when it is gone."""
+    with ep.LocalCluster(3, 1, ep.Config(num_experts=3), seed=1) as cluster:
+        ids = [torch.tensor([[0, 1], [2, 0]])] * 3
+        for hidden in (5000, 4, 3000):
+            x = [torch.ones(2, hidden)] * 3
+            low_latency = ep.LowLatency(cluster, max_tokens=2, hidden=hidden, topk=2, dtype=torch.float32)
+            received = low_latency.dispatch(x, ids)
+            assert torch.equal(low_latency.combine(received.x, received.handle)[0], 2 * x[0])
+            del low_latency, received
+
+
 @pytest.mark.parametrize("with_hooks", [False, True])
 def test_nothing_waits_for_the_collector(with_hooks):
     """Which may come while a CUDA graph is captured: giving memory back then would end the capture."""

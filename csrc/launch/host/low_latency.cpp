@@ -13,6 +13,12 @@ HostLowLatency::HostLowLatency(HostGroup& group, const LowLatencyHeap& heap,
         fabrics_.emplace_back(heap.topology, rank, heaps, group.network_.get());
 }
 
+HostLowLatency::~HostLowLatency() {
+    std::mt19937_64 any_order;
+    while (group_.network_ && group_.network_->deliver(any_order)) {
+    }
+}
+
 void HostLowLatency::reset() {
     for (const HostFabric& fabric : fabrics_) std::memset(fabric.own<char>(0), 0, heap_.bytes());
 }

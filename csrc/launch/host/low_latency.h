@@ -12,10 +12,13 @@ namespace ep {
 // incidents.
 class HostLowLatency {
   public:
-    // heaps: of all ranks, mapped here. warps: of each rank in each half; the heap's channels,
-    // where it has staging.
+    // heaps: of all ranks, mapped here. warps: of each rank in each half, where the heap has
+    // staging at least its channels.
     HostLowLatency(HostGroup& group, const LowLatencyHeap& heap, const std::vector<char*>& heaps,
                    int warps);
+    // Once what the simulated network brings to the heaps is there.
+    ~HostLowLatency();
+    HostLowLatency(const HostLowLatency&) = delete;
 
     // As HostGroup's launches.
     template <class Warp = HostWarp>
