@@ -17,6 +17,7 @@ DISTRIBUTED = f"{ADAM} --use-distributed-optimizer"
 # Fp8 is Transformer Engine's; the local spec takes its flags for those of the padding alone.
 PADDED = "--fp8-format hybrid --fp8-recipe tensorwise --moe-router-padding-for-quantization"
 PACKED = "--packed-mock-data --micro-batch-size 1"  # documents, and other numbers of tokens on the ranks
+HYBRID = "--hybrid-override-pattern *E-E"
 SIGMOID = """--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-num-groups 4
     --moe-router-group-topk 2 --moe-router-topk-scaling-factor 2.5"""
 
@@ -88,6 +89,7 @@ ALL = FEW | {
     "packed sequences, fused router with padding": Layout(
         4, f"{EP4} {PADDED}", PACKED, door=("--ep-router", "fused"), equal_to=("single",)
     ),
+    "hybrid model, PP 2, EP 2": Layout(4, f"--pipeline-model-parallel-size 2 {EP2}", HYBRID),
     "probabilities on combine": Layout(4, EP4, door=("--ep-moe-apply-probs-on-combine",)),
     "fused router, PP 2, TP 2": Layout(
         8,

@@ -6,31 +6,26 @@ import importlib
 import inspect
 import sys
 import types
-from importlib.util import find_spec
 from unittest import mock
 
 import pytest
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
+import hybrid_stack
 import torch
 import torch.distributed as dist
 from left_out import missing
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import MoETransformerLayer
 
 from megatron_ep.megatron import plugin, shared_buffers, spec
 from megatron_ep.megatron.dispatcher import EPTokenDispatcher
 from megatron_ep.megatron.equivalence import join_layout, make_config
 
-HAS_HYBRID = find_spec("megatron.core.models.hybrid") is not None
-PATTERN = "*-E*E"  # attention, MLP, MoE; Mamba's own layers need a GPU
+PATTERN = "*-E*E"  # attention, MLP, MoE
 VOCABULARY, LENGTH = 32, 12
 WHOLE = {"params_dtype": torch.float32, "moe_router_dtype": "fp32", "hidden_dropout": 0.0, "attention_dropout": 0.0}
 
@@ -62,42 +57,14 @@ def _check(theirs, *models):
     shared_buffers.close_buffers()
 
 
-def _stack():
-    """A hybrid stack of the local spec's layers: Megatron's own is Transformer Engine's."""
-    moe, dense = (get_gpt_layer_local_spec(experts, normalization="RMSNorm") for experts in (8, None))
-    nothing = {"mlp": IdentityOp, "pre_mlp_layernorm": IdentityOp, "mlp_bda": IdentityFuncOp}
-    attention = dataclasses.replace(dense, submodules=dataclasses.replace(dense.submodules, **nothing))
-    nothing = {"self_attention": IdentityOp, "input_layernorm": IdentityOp, "self_attn_bda": IdentityFuncOp}
-    mlp = dataclasses.replace(dense, submodules=dataclasses.replace(dense.submodules, **nothing))
-    experts = ModuleSpec(MoETransformerLayer, submodules=dataclasses.replace(moe.submodules, **nothing))
-    if HAS_HYBRID:
-        from megatron.core.models.hybrid.hybrid_block import HybridStack as Stack
-        from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules as Submodules
-    else:
-        from megatron.core.ssm.mamba_block import MambaStack as Stack
-        from megatron.core.ssm.mamba_block import MambaStackSubmodules as Submodules
-    return ModuleSpec(Stack, submodules=Submodules(attention_layer=attention, mlp_layer=mlp, moe_layer=experts))
-
-
 def _hybrid_model(stack):
-    from megatron.core.models.backends import LocalSpecProvider
-
     config = make_config(num_layers=len(PATTERN), normalization="RMSNorm", ffn_hidden_size=48, **WHOLE)
-    block = importlib.import_module(stack.module.__module__)
-    norm = LocalSpecProvider().layer_norm(rms_norm=True)
-    with mock.patch.object(block, "TENorm", norm):
-        if HAS_HYBRID:
-            from megatron.core.models.hybrid.hybrid_model import HybridModel
-
-            return HybridModel(config, stack, VOCABULARY, LENGTH, hybrid_layer_pattern=PATTERN)
-        from megatron.core.models.mamba.mamba_model import MambaModel
-
-        return MambaModel(config, stack, VOCABULARY, LENGTH, hybrid_override_pattern=PATTERN)
+    return hybrid_stack.model(config, stack, VOCABULARY, LENGTH, PATTERN)
 
 
 def _spec_by_name(stack):
     """What `--spec megatron_ep.megatron.hybrid_spec hybrid` names, were `stack` Megatron's."""
-    name = f"megatron.core.models.{'hybrid.hybrid' if HAS_HYBRID else 'mamba.mamba'}_layer_specs"
+    name = f"megatron.core.models.{'hybrid.hybrid' if hybrid_stack.HAS_HYBRID else 'mamba.mamba'}_layer_specs"
     module = types.ModuleType(name)
     module.hybrid_stack_spec = module.mamba_stack_spec = stack
     with mock.patch.dict(sys.modules, {name: module}):
@@ -108,7 +75,7 @@ def _spec_by_name(stack):
 def _hybrid_by_both_doors():
     join_layout(1, 4)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    stack = _stack()
+    stack = hybrid_stack.stack()
     theirs = _hybrid_model(stack)
     plugin.enable()
     try:
