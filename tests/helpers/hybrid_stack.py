@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import multi_token_prediction as mtp
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import MoETransformerLayer
@@ -26,12 +27,26 @@ def stack():
     block = importlib.import_module(f"megatron.core.{name}")
     block.TENorm = LocalSpecProvider().layer_norm(rms_norm=True)  # behind the last layer
     name = "HybridStack" if HAS_HYBRID else "MambaStack"
-    layers = getattr(block, f"{name}Submodules")(attention_layer=attention, mlp_layer=mlp, moe_layer=experts)
-    return ModuleSpec(getattr(block, name), submodules=layers)
+    layers = {"attention_layer": attention, "mlp_layer": mlp, "moe_layer": experts}
+    if HAS_HYBRID:
+        layers["mtp_block_spec"] = _prediction(block.TENorm)
+    return ModuleSpec(getattr(block, name), submodules=getattr(block, f"{name}Submodules")(**layers))
+
+
+def _prediction(norm):
+    """Of a multi-token-prediction block, whose layers are those of the stack."""
+    projection = LocalSpecProvider().column_parallel_linear()
+    parts = {"enorm": norm, "hnorm": norm, "layer_norm": norm, "eh_proj": projection, "mtp_model_layer": None}
+    layer = mtp.MultiTokenPredictionLayerSubmodules(**parts)
+    layers = [ModuleSpec(mtp.MultiTokenPredictionLayer, submodules=layer)]
+    return ModuleSpec(
+        mtp.MultiTokenPredictionBlock, submodules=mtp.MultiTokenPredictionBlockSubmodules(layer_specs=layers)
+    )
 
 
 def model(config, spec, vocabulary, length, pattern, **options):
-    """The whole model; pattern: for each layer * (attention), - (MLP) or E (experts); options: of its class."""
+    """The whole model; pattern: for each layer * (attention), - (MLP) or E (experts), from 0.18 on
+    behind / those of multi-token prediction; options: of its class."""
     if HAS_HYBRID:
         from megatron.core.models.hybrid.hybrid_model import HybridModel
 

@@ -25,7 +25,7 @@ from megatron_ep.megatron import plugin, shared_buffers, spec
 from megatron_ep.megatron.dispatcher import EPTokenDispatcher
 from megatron_ep.megatron.equivalence import join_layout, make_config
 
-PATTERN = "*-E*E"  # attention, MLP, MoE
+PATTERN, PREDICTED = "*-E*E", "/*E" if hybrid_stack.HAS_HYBRID else ""  # attention, MLP, MoE; older ones predict none
 VOCABULARY, LENGTH = 32, 12
 WHOLE = {"params_dtype": torch.float32, "moe_router_dtype": "fp32", "hidden_dropout": 0.0, "attention_dropout": 0.0}
 
@@ -58,8 +58,9 @@ def _check(theirs, *models):
 
 
 def _hybrid_model(stack):
-    config = make_config(num_layers=len(PATTERN), normalization="RMSNorm", ffn_hidden_size=48, **WHOLE)
-    return hybrid_stack.model(config, stack, VOCABULARY, LENGTH, PATTERN)
+    predicted = {"mtp_num_layers": 1} if PREDICTED else {}
+    options = {"num_layers": len(PATTERN), "normalization": "RMSNorm", "ffn_hidden_size": 48, **predicted, **WHOLE}
+    return hybrid_stack.model(make_config(**options), stack, VOCABULARY, LENGTH, PATTERN + PREDICTED)
 
 
 def _spec_by_name(stack):
