@@ -37,21 +37,34 @@ class Shadow {
   public:
     void track(const void* memory, size_t bytes, const char* name) {
         regions_[address_of(memory)] = {bytes, name};
+        answers_ = {};
     }
-    void ignore(const void* memory, size_t bytes) { ignored_[address_of(memory)] = bytes; }
+    void ignore(const void* memory, size_t bytes) {
+        ignored_[address_of(memory)] = bytes;
+        answers_ = {};
+    }
     void forget(const void* memory) {
         const auto region = regions_.find(address_of(memory));
         if (region == regions_.end()) return;
         const uintptr_t first = region->first, end = first + region->second.bytes;
         std::erase_if(ignored_, [&](auto& i) { return i.first >= first && i.first < end; });
         regions_.erase(region);
+        answers_ = {};
     }
     void clear() { pages_.clear(); }
 
-    bool has(const void* memory) const {
+    bool has(const void* memory) {
         const uintptr_t address = address_of(memory);
-        return contains(regions_, address, [](const Region& region) { return region.bytes; }) &&
-               !contains(ignored_, address, [](size_t bytes) { return bytes; });
+        Answer& answer = answers_[address / 4096 % answers_.size()];
+        if (address < answer.first || address >= answer.end) {
+            answer = {0, ~uintptr_t{0}};
+            const bool is_tracked = narrow(answer, regions_, address,
+                                           [](const Region& region) { return region.bytes; });
+            const bool is_ignored =
+                narrow(answer, ignored_, address, [](size_t bytes) { return bytes; });
+            answer.has = is_tracked && !is_ignored;
+        }
+        return answer.has;
     }
 
     // "name + offset"
@@ -97,16 +110,32 @@ class Shadow {
 
     static uintptr_t address_of(const void* memory) { return reinterpret_cast<uintptr_t>(memory); }
 
+    // The same for all addresses from first to end.
+    struct Answer {
+        uintptr_t first = 0, end = 0;
+        bool has = false;
+    };
+
+    // Whether one of these parts holds the address; the answer's interval becomes no longer than
+    // that part, or than the gap between two of them.
     template <class T, class Size>
-    static bool contains(const std::map<uintptr_t, T>& parts, uintptr_t address, Size&& size) {
+    static bool narrow(Answer& answer, const std::map<uintptr_t, T>& parts, uintptr_t address,
+                       Size&& size) {
         const auto after = parts.upper_bound(address);
-        return after != parts.begin() &&
-               address < std::prev(after)->first + size(std::prev(after)->second);
+        if (after != parts.end()) answer.end = std::min(answer.end, after->first);
+        if (after == parts.begin()) return false;
+        const uintptr_t first = std::prev(after)->first,
+                        end = first + size(std::prev(after)->second);
+        const bool holds = address < end;
+        answer.first = std::max(answer.first, holds ? first : end);
+        if (holds) answer.end = std::min(answer.end, end);
+        return holds;
     }
 
     std::map<uintptr_t, Region> regions_;
     std::map<uintptr_t, size_t> ignored_;
     std::unordered_map<uintptr_t, std::unique_ptr<Page>> pages_;
+    std::array<Answer, 64> answers_ = {};
 };
 
 }  // namespace simt

@@ -1,5 +1,7 @@
+#undef _FORTIFY_SOURCE  // which takes a jump to another stack for a mistake
 #include "simt.h"
-
+// after it
+#include <setjmp.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 
@@ -15,12 +17,13 @@ struct Warp {
     int arrived = 0;
     uint64_t generation = 0;
     Kind kind = Kind::Sync;
-    std::vector<uint64_t> values[2] = {std::vector<uint64_t>(32), std::vector<uint64_t>(32)};
+    std::array<uint64_t, 32> values[2] = {};
 };
 
 struct Lane {
-    ucontext_t context;
-    void* stack = nullptr;
+    ucontext_t context;  // where it begins
+    jmp_buf place;       // where it goes on
+    bool begun = false;
     unsigned thread, block;  // that among the blocks of all grids
     unsigned index;          // of the block in its own
     const std::function<void()>* kernel;
@@ -31,13 +34,31 @@ struct Lane {
 
 unsigned threads_per_block, blocks_per_grid;
 std::vector<std::unique_ptr<char, decltype(&std::free)>> memories;
-ucontext_t scheduler;
+jmp_buf scheduler;
 Lane* current;
+
+// Jumps, because swapcontext asks the kernel for the mask of signals each time.
+[[gnu::noinline]] void leave() {
+    if (_setjmp(current->place) == 0) _longjmp(scheduler, 1);
+}
+[[gnu::noinline]] void resume() {
+    if (_setjmp(scheduler) != 0) return;
+    if (std::exchange(current->begun, true)) _longjmp(current->place, 1);
+    setcontext(&current->context);
+}
 
 void enter() {
     (*current->kernel)();
     current->done = true;
-    swapcontext(&current->context, &scheduler);
+    leave();
+}
+
+void prepare(Lane& lane, char* stack) {
+    getcontext(&lane.context);
+    lane.context.uc_stack.ss_sp = stack;
+    lane.context.uc_stack.ss_size = kStackBytes;
+    lane.context.uc_link = nullptr;
+    makecontext(&lane.context, enter, 0);
 }
 
 }  // namespace
@@ -77,11 +98,7 @@ static void run_grids(const std::vector<std::function<void()>>& kernels, unsigne
         lane.kernel = &kernels[kernel];
         lane.index = index;
         lane.warp = &warps[i / 32];
-        getcontext(&lane.context);
-        lane.context.uc_stack.ss_sp = stacks + i * kStackBytes;
-        lane.context.uc_stack.ss_size = kStackBytes;
-        lane.context.uc_link = nullptr;
-        makecontext(&lane.context, enter, 0);
+        prepare(lane, stacks + i * kStackBytes);
     }
     std::vector<size_t> order(warps.size());
     for (size_t i = 0; i < order.size(); ++i) order[i] = i;
@@ -99,7 +116,7 @@ static void run_grids(const std::vector<std::function<void()>>& kernels, unsigne
                 if (lane.done || lane.warp->generation < lane.waits_for) continue;
                 progress = true;
                 current = &lane;
-                swapcontext(&scheduler, &lane.context);
+                resume();
                 current = nullptr;
             }
         }
@@ -135,7 +152,7 @@ void run_beside(unsigned ranks, unsigned blocks, const std::function<void()>& ke
     });
 }
 
-void yield() { swapcontext(&current->context, &scheduler); }
+void yield() { leave(); }
 
 bool in_lane() { return current; }
 unsigned warp_index() { return (current->block * threads_per_block + current->thread) / 32; }
@@ -145,7 +162,7 @@ Index block_size() { return {threads_per_block}; }
 Index grid_size() { return {blocks_per_grid}; }
 char* block_memory() { return memories[current->block].get(); }
 
-std::vector<uint64_t> exchange(Kind kind, uint64_t value) {
+const std::array<uint64_t, 32>& exchange(Kind kind, uint64_t value) {
     Warp& warp = *current->warp;
     if (warp.arrived == 0) warp.kind = kind;
     if (warp.kind != kind) die("lanes of a warp meet at different collectives");
@@ -157,7 +174,7 @@ std::vector<uint64_t> exchange(Kind kind, uint64_t value) {
         if (kind == Kind::Sync) order::sync(warp_index());
     }
     current->waits_for = generation + 1;
-    swapcontext(&current->context, &scheduler);
+    leave();
     return warp.values[generation % 2];
 }
 

@@ -7,6 +7,7 @@
 // see order.h.
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <bit>
 #include <chrono>
@@ -71,9 +72,9 @@ Index grid_size();
 char* block_memory();  // shared memory of the current block
 
 // The 32 values that the lanes of the current warp bring to their next collective, which must be of
-// the same kind.
+// the same kind; until it meets the one after.
 enum class Kind { Sync, Ballot, Shuffle, ShuffleUp, Match, Or };
-std::vector<uint64_t> exchange(Kind kind, uint64_t value);
+const std::array<uint64_t, 32>& exchange(Kind kind, uint64_t value);
 
 bool in_lane();         // a thread of the grid is running
 unsigned warp_index();  // among those of all grids
@@ -111,7 +112,7 @@ inline void __syncwarp() { simt::exchange(simt::Kind::Sync, 0); }
 
 inline unsigned __ballot_sync(unsigned, bool value) {
     unsigned mask = 0;
-    const auto values = simt::exchange(simt::Kind::Ballot, value);
+    const auto& values = simt::exchange(simt::Kind::Ballot, value);
     for (unsigned i = 0; i < 32; ++i) mask |= static_cast<unsigned>(values[i] != 0) << i;
     return mask;
 }
@@ -125,7 +126,7 @@ T __shfl_sync(unsigned, T value, int lane) {
 }
 template <class T>
 T __shfl_up_sync(unsigned, T value, int distance) {
-    const auto values = simt::exchange(simt::Kind::ShuffleUp, simt::to_word(value));
+    const auto& values = simt::exchange(simt::Kind::ShuffleUp, simt::to_word(value));
     const int source = static_cast<int>(simt::lane()) - distance;
     return source < 0 ? value : simt::from_word<T>(values[source]);
 }
@@ -134,7 +135,7 @@ T __shfl_xor_sync(unsigned mask, T value, int distance) {
     return __shfl_sync(mask, value, static_cast<int>(simt::lane()) ^ distance);
 }
 inline unsigned __match_any_sync(unsigned, int value) {
-    const auto values = simt::exchange(simt::Kind::Match, simt::to_word(value));
+    const auto& values = simt::exchange(simt::Kind::Match, simt::to_word(value));
     unsigned mask = 0;
     for (unsigned i = 0; i < 32; ++i)
         mask |= static_cast<unsigned>(values[i] == simt::to_word(value)) << i;
