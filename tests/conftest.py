@@ -11,6 +11,7 @@ from megatron_ep.bench.local_ranks import LocalRanks
 sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 
 import left_out
+from forks import Forks
 
 # Files whose tests take longest: processes that share the tests end together if these come first.
 LONGEST = (
@@ -35,6 +36,12 @@ def four_ranks():
     """Processes that stay up: starting Megatron in each takes seconds. `run` bounds every test."""
     with LocalRanks(4, timeout=60.0) as ranks:
         yield ranks
+
+
+@pytest.fixture(scope="session")
+def forks():
+    with Forks() as started:
+        yield started
 
 
 def pytest_generate_tests(metafunc):

@@ -47,6 +47,14 @@ def run(recipe, cache, out, *arguments):
     return text
 
 
+def run_forked(forks, recipe, cache, out, *arguments, world):
+    """The same without the launcher; what rank 0 prints."""
+    command = ["-m", "megatron_ep.cli.main", "train", recipe, "--out", out, "--set", f"dataset.cache_dir={cache}"]
+    ranks = forks.run_ranks([*command, *arguments], world)
+    assert [status for status, _ in ranks] == [0] * world, "\n".join(text for _, text in ranks)
+    return ranks[0][1]
+
+
 def rows(out):
     with open(out / "loss.csv", newline="") as file:
         return list(csv.DictReader(file))
@@ -92,16 +100,18 @@ def settle(condition, limit=10):
     return condition()
 
 
-def run_with_a_stalled_rank(recipe, cache, out, device, lateness):
-    """What the two ranks of stalled_rank.py printed."""
+def run_with_a_stalled_rank(recipe, cache, out, device, lateness, forks=None):
+    """What the two ranks of stalled_rank.py printed: forked, or (on GPUs) processes of their own."""
+    arguments = [str(Path(__file__).parent / "stalled_rank.py"), str(recipe), str(out), str(cache), device, lateness]
+    if forks is not None:
+        return [text for _, text in forks.run_ranks(arguments, 2)]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, str(Path(__file__).parent / "stalled_rank.py"), str(recipe), str(out), str(cache)]
     places = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
-            [*command, device, lateness],
+            [sys.executable, *arguments],
             env=clean_environment(**places, RANK=str(rank), LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo"),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -117,7 +127,9 @@ def assert_nothing_was_kept(texts, out):
     """All ranks ended with the named error, before a step or a checkpoint took what the failed pass had left."""
     first, second = texts
     assert "\nEPTimeoutError: rank 0 timed out first, after 2 s" in first, first
-    assert any(f"\n{name}: rank 0 timed out first" in second for name in ("EPTimeoutError", "EPAbortError")), second
+    assert any(f"\n{name}: rank 0 timed out first" in f"\n{second}" for name in ("EPTimeoutError", "EPAbortError")), (
+        second
+    )
     for text in texts:
         assert "2 steps, parameters unchanged" in text, text
     saved = sorted(path.name for path in (out / "checkpoints").iterdir())

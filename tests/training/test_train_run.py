@@ -25,8 +25,14 @@ def start(*arguments, **variables):
     return training_runs.start(TINY, *arguments, *SOON, **variables)
 
 
-def run(*arguments):
-    return training_runs.run(TINY, *arguments, *SOON)
+@pytest.fixture(scope="module")
+def run(forks, cache):
+    """run(OUT, ARGUMENT...) without a launcher, which other tests have."""
+
+    def train(out, *arguments):
+        return training_runs.run_forked(forks, TINY, cache, out, *arguments, *SOON, world=4)
+
+    return train
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +41,9 @@ def cache(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def trained(cache, tmp_path_factory):
+def trained(run, tmp_path_factory):
     out = tmp_path_factory.mktemp("run") / "ep"
-    text = run(cache, out, "--steps", str(STEPS), "--set", f"checkpoint.save_interval={SAVED}")
+    text = run(out, "--steps", str(STEPS), "--set", f"checkpoint.save_interval={SAVED}")
     return out, text
 
 
@@ -56,14 +62,14 @@ def test_a_run_learns_and_leaves_its_figures(trained):
     assert "dispatcher ep" in text and "step 20/25" in text and "Traceback" not in text
 
 
-def test_a_resumed_run_continues_bit_for_bit(trained, cache, tmp_path):
+def test_a_resumed_run_continues_bit_for_bit(trained, run, tmp_path):
     source, _ = trained
     out = tmp_path / "resumed"
     shutil.copytree(source, out)
     shutil.rmtree(out / "checkpoints" / f"step_{STEPS:08d}")
     (out / "checkpoints" / "step_00000099.partial").mkdir()  # a save that was interrupted
     (out / "loss.png").unlink()
-    text = run(cache, out, "--steps", str(STEPS), "--resume", "--set", "checkpoint.save_interval=1000")
+    text = run(out, "--steps", str(STEPS), "--resume", "--set", "checkpoint.save_interval=1000")
     assert f"resumed after step {SAVED}" in text
     assert [deterministic(row) for row in rows(out)] == [deterministic(row) for row in rows(source)]
     assert rows(out)[SAVED - 1] == rows(source)[SAVED - 1], "kept as they were"
@@ -81,10 +87,10 @@ def test_resuming_something_else_names_the_difference(trained, cache):
     assert len(rows(out)) == STEPS
 
 
-def test_a_run_with_megatrons_dispatcher_starts_with_the_same_losses(trained, cache, tmp_path):
+def test_a_run_with_megatrons_dispatcher_starts_with_the_same_losses(trained, run, tmp_path):
     """Two steps, in which a token whose expert rounding decides cannot move the mean this far; see test_loss_curve."""
     out = tmp_path / "alltoall"
-    text = run(cache, out, "--steps", "2", "--set", "dispatcher.type=alltoall")
+    text = run(out, "--steps", "2", "--set", "dispatcher.type=alltoall")
     assert "dispatcher alltoall" in text
     for theirs, ours in zip(rows(out), rows(trained[0])[:2], strict=True):
         assert float(ours["loss"]) == pytest.approx(float(theirs["loss"]), rel=1e-4)
@@ -165,7 +171,7 @@ def test_torchrun_restarts_from_the_checkpoint_with_the_same_losses(cache, tmp_p
     assert all(mine["seconds"] != other["seconds"] for mine, other in zip(again, before, strict=True)), "trained again"
 
 
-def test_slurm_tasks_find_each_other(trained, cache, tmp_path):
+def test_slurm_tasks_find_each_other(trained, forks, cache, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -175,13 +181,12 @@ def test_slurm_tasks_find_each_other(trained, cache, tmp_path):
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
     }
-    arguments = ("--steps", "2", "--set", "topology.nodes=1", "--set", "train.micro_batch_size=2")
-    tasks = [
-        start(cache, tmp_path, *arguments, **variables, SLURM_PROCID=str(task), SLURM_LOCALID=str(task))
-        for task in range(2)
-    ]
-    texts = [finish(task) for task in tasks]
-    assert [task.returncode for task in tasks] == [0, 0], texts
+    command = ["-m", "megatron_ep.cli.main", "train", TINY, "--out", tmp_path, "--set", f"dataset.cache_dir={cache}"]
+    command += ["--steps", "2", "--set", "topology.nodes=1", "--set", "train.micro_batch_size=2", *SOON]
+    environment = training_runs.clean_environment(**variables)
+    tasks = forks.run(command, [environment | {"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)} for i in range(2)])
+    texts = [text for _, text in tasks]
+    assert [status for status, _ in tasks] == [0, 0], texts
     # 2 ranks with 4 microbatches each see the batches that 4 ranks with one do; only the experts start differently.
     for row, wide in zip(rows(tmp_path), rows(trained[0])[:2], strict=True):
         assert float(row["loss"]) == pytest.approx(float(wide["loss"]), rel=0.02)
