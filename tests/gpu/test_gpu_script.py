@@ -1,8 +1,9 @@
 """Megatron-LM's pretrain_gpt.py with Transformer Engine on this machine's GPUs, a small model: fp8 products with padded
-experts, and packed sequences, against Megatron's all-to-all."""
+experts, packed sequences, and layouts over four GPUs, against Megatron's all-to-all."""
 
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -18,28 +19,46 @@ LACK = missing("megatron.core", "transformer_engine") or (None if TREE else "a t
 pytestmark = pytest.mark.skipif(LACK is not None, reason=f"{LACK} is not installed")
 
 LIMIT = 200.0
-BF16 = ("fp8_format=null", "fp8_recipe=null", "moe_router_padding_for_quantization=false")
+BF16 = ("precision.fp8_format=null", "precision.fp8_recipe=null", "precision.moe_router_padding_for_quantization=false")
+TENSORWISE, BLOCKWISE = ("precision.fp8_recipe=tensorwise",), ("precision.fp8_recipe=blockwise",)
+TP2 = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
+ETP2 = (*TP2, "parallel.expert_model_parallel_size=2", "parallel.expert_tensor_parallel_size=2")
+CP2 = ("parallel.context_parallel_size=2",)
+VPP2 = (
+    *("parallel.pipeline_model_parallel_size=2", "parallel.num_layers_per_virtual_pipeline_stage=1"),
+    *("parallel.expert_model_parallel_size=2", "model.num_layers=4"),
+)
+OVERLAP = ("parallel.overlap_moe_expert_parallel_comm=true",)
 PACKED = ("--dataloader-inter-document-masking", "--micro-batch-size", "1")
-CASES = {  # precision, flags, variables of the rank
-    "fp8 tensorwise": (("fp8_recipe=tensorwise",), (), {}),
-    "fp8 blockwise": (("fp8_recipe=blockwise",), (), {}),
-    "packed sequences": (BF16, PACKED, {"PACKED": "1"}),
-    "packed sequences, fp8 tensorwise": (("fp8_recipe=tensorwise",), PACKED, {"PACKED": "1"}),
+
+
+@dataclass(frozen=True)
+class Case:
+    """changes: of the recipe. packed: sequences. gpus: that it needs."""
+
+    changes: tuple
+    packed: bool = False
+    gpus: int = 1
+
+
+CASES = {
+    "fp8 tensorwise": Case(TENSORWISE),
+    "fp8 blockwise": Case(BLOCKWISE),
+    "packed sequences": Case(BF16, packed=True),
+    "packed sequences, fp8 tensorwise": Case(TENSORWISE, packed=True),
+    "TP 2, EP 4, sequence parallel, fp8 tensorwise": Case((*TENSORWISE, *TP2), gpus=4),
+    "TP 2, ETP 2, EP 2": Case((*BF16, *ETP2), gpus=4),
+    "CP 2, EP 4": Case((*BF16, *CP2), gpus=4),
+    "PP 2, VPP 2, EP 2, 1F1B overlap": Case((*BF16, *VPP2, *OVERLAP), gpus=4),
 }
 
 
-def run_both(name, out):
+def run_both(case, out):
     """Ours and all-to-all's at the same time: most of it is the start of Python."""
-    precision, words, variables = CASES[name]
     gpus = gpus_taken()
-    recipe = script_recipe.load(
-        ROOT / "recipes" / "small_moe_fp8.yaml",
-        [
-            f"topology.ranks_per_node={gpus}",
-            f"parallel.expert_model_parallel_size={gpus}",
-            *(f"precision.{setting}" for setting in precision),
-        ],
-    )
+    ranks = (f"topology.ranks_per_node={gpus}", f"parallel.expert_model_parallel_size={gpus}")
+    recipe = script_recipe.load(ROOT / "recipes" / "small_moe_fp8.yaml", [*ranks, *case.changes])
+    words, variables = (PACKED, {"PACKED": "1"}) if case.packed else ((), {})
     ours = start(recipe, Path(TREE), out, "ours", words=words, **variables)
     alltoall = {"door": None, "dispatcher": ALLTOALL}
     theirs = start(recipe, Path(TREE), out, "theirs", words=(*words, *ALLTOALL_WORDS), **alltoall, **variables)
@@ -52,11 +71,14 @@ def run_both(name, out):
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_losses_are_those_of_all_to_all(tmp_path, name):
-    ours, theirs = run_both(name, tmp_path)
+    case = CASES[name]
+    if gpus_taken() < case.gpus:
+        pytest.skip(f"needs {case.gpus} GPUs")
+    ours, theirs = run_both(case, tmp_path)
     losses, expected = ([step["loss"] for step in run["steps"]] for run in (ours, theirs))
     print(losses, expected, *([step["norm"] for step in run["steps"]] for run in (ours, theirs)))
     assert ours["alignments"] == ([16] if "fp8" in name else [1])
-    if "packed" in name and gpus_taken() > 1:
+    if case.packed and gpus_taken() > 1:
         assert all(len(set(step["tokens"])) > 1 for step in ours["steps"]), "ranks have other numbers of tokens"
         assert [step["tokens"] for step in ours["steps"]] == [step["tokens"] for step in theirs["steps"]]
     assert losses[0] == pytest.approx(expected[0], rel=2e-3)

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import torch
+from megatron.core import parallel_state
 
 from megatron_ep.megatron.host_script import take_installed_helpers
 from megatron_ep.training.dispatch_timer import DispatchTimer
@@ -55,6 +56,8 @@ def measure():
             torch.cuda.synchronize()
         row = {"seconds": time.perf_counter() - began, "norm": float(result[5])}
         row["loss"] = float(result[0]["lm loss"]) if "lm loss" in result[0] else None
+        if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+            row["loss"] = of_all_ranks(row["loss"])[-1]  # the last stage has it
         dispatchers = [
             module.token_dispatcher
             for chunk in args[2]
