@@ -188,7 +188,7 @@ def slices(out, gpus, num_sms):
     """The same of steps of pretrain_gpt.py."""
     import train_slice
 
-    for overlap in (False, True):
+    for overlap in (True, False):
         name, case = f"1F1B overlap {'on' if overlap else 'off'}", train_slice.Case(num_sms, overlap)
         trace = out / f"timeline_1f1b_{'on' if overlap else 'off'}.json.gz"
         row = train_slice.run(name, case, gpus, os.environ["MEGATRON_LM"], out, 240.0, TRACE=str(trace))
