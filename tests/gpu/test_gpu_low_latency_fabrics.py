@@ -179,7 +179,7 @@ def run_one_absent(fabric, nodes):
     if is_last:
         time.sleep(7)
     else:
-        with pytest.raises(ep.EPTimeoutError, match=f"rank {last} "):
+        with pytest.raises(ep.EPTimeoutError, match=rf"rank {last}\b"):
             whole_trip(mode, [True] * world)
     buffer.reset()
     whole_trip(mode, [True] * world)
