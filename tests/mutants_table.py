@@ -370,7 +370,7 @@ MUTANTS = [
     Mutant(
         "both halves: send into a bank that is not released",
         LL_HALVES,
-        "if (!may_send(warp, call, all)) return Ended::Badly;",
+        LL_BANK,
         "",
         LL,
     ),

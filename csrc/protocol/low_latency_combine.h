@@ -227,7 +227,6 @@ EP_FN Ended low_latency_combine(W& warp, F& fabric, const LowLatencyCombineArgs&
                                 const Team& team) {
     return send_and_receive(
         warp, fabric, args, team, Role::LowLatencyCombineReceiver,
-        [](W&, const auto&, const Team&) {},
         [](W& w, const auto& call, const Team& t) { return send_combine<T>(w, call, t); },
         [](W& w, const auto& call, const Team& t) { return receive_combine<T>(w, call, t); });
 }

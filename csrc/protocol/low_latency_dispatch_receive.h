@@ -68,18 +68,33 @@ struct Choices {
     EP_FN uint32_t tokens(int rank, int chunk, int expert) const {
         return of(rank, 1 + expert / 32)[32 * (1 + chunk) + expert % 32];
     }
+    // The rows of an expert.
+    EP_FN int rows_of(int expert) const {
+        int rows = 0;
+        for_each_load(
+            call.world(), [&](int rank) { return count(rank, expert); },
+            [&](int, int of_rank) { rows += of_rank; });
+        return rows;
+    }
     // Rows of ranks before this one, and of its tokens before this one.
     EP_FN int rows_before(int rank, int token, int expert) const {
+        const int chunk = token / 32;
         int rows = 0;
-        for (int other = 0; other < rank; ++other) rows += count(other, expert);
-        for (int chunk = 0; chunk < token / 32; ++chunk)
-            rows += popcount(tokens(rank, chunk, expert));
-        return rows +
-               popcount(tokens(rank, token / 32, expert) & ((uint32_t{1} << token % 32) - 1));
+        for_each_load(
+            rank + chunk + 1,
+            [&](int i) {
+                return i < rank ? static_cast<uint32_t>(count(i, expert))
+                                : tokens(rank, i - rank, expert);
+            },
+            [&](int i, uint32_t word) {
+                if (i == rank + chunk) word &= (uint32_t{1} << token % 32) - 1;
+                rows += i < rank ? static_cast<int>(word) : popcount(word);
+            });
+        return rows;
     }
 };
 
-// Where each expert's rows begin. Every warp finds out for itself, the last one for the handle.
+// Where each expert's rows begin. Every warp finds out for itself, one of them for the handle.
 template <WarpLike W, class F>
 EP_FN void find_starts(W& warp, const Choices<F>& choices, const Team& team) {
     const LowLatencyDispatchArgs& args = choices.call.args;
@@ -88,14 +103,12 @@ EP_FN void find_starts(W& warp, const Choices<F>& choices, const Team& team) {
     typename W::template PerLane<int> rows, start;
     int64_t total = 0;
     bool overflows = false;
-    const bool for_handle = team.warp == team.warps - 1;  // in small batches it has no rows
+    const bool for_handle = team.warp == (team.warps - 1) / 2;  // has nothing else in small batches
     if (args.expert_rows && !for_handle) return;
     for (int first = 0; first < choices.local_experts; first += 32) {
         const int lanes = lanes_from(first, choices.local_experts);
         warp.lanes(lanes, [&](int lane) {
-            rows[lane] = 0;
-            for (int rank = 0; rank < choices.call.world(); ++rank)
-                rows[lane] += choices.count(rank, first + lane);
+            rows[lane] = choices.rows_of(first + lane);
             start[lane] = static_cast<int>(align_up(rows[lane], args.expert_alignment));
         });
         const int sum = warp.exclusive_scan(lanes, start);
@@ -260,8 +273,7 @@ EP_FN Ended low_latency_dispatch(W& warp, F& fabric, const LowLatencyDispatchArg
                                  const Team& team) {
     const Ended ended = send_and_receive(
         warp, fabric, args, team, Role::LowLatencyReceiver,
-        [](W& w, const auto& call, const Team& t) { send_all_choices(w, call, t); },
-        [](W& w, const auto& call, const Team& t) { return send_tokens<kQuantize>(w, call, t); },
+        [](W& w, const auto& call, const Team& t) { return send_dispatch<kQuantize>(w, call, t); },
         [](W& w, const auto& call, const Team& t) { return receive_dispatch(w, call, t); });
     if (ended == Ended::Last) count_rows(warp, args);
     return ended;

@@ -19,18 +19,27 @@ EP_FN int tokens_of_chunk(const LowLatencyDispatchArgs& args, int chunk) {
     return left < 0 ? 0 : left < 32 ? left : 32;
 }
 
+// take(i, load(i)) for i from 0 on: the loads of several are under way at once.
+template <class Load, class Take>
+EP_FN void for_each_load(int count, Load&& load, Take&& take) {
+    constexpr int kAtOnce = 8;
+    using Loaded = decltype(load(0));
+    for (int first = 0; first < count; first += kAtOnce) {
+        Loaded loaded[kAtOnce];
+        for (int i = 0; i < kAtOnce; ++i)
+            loaded[i] = first + i < count ? load(first + i) : Loaded{};
+        for (int i = 0; i < kAtOnce; ++i) {
+            if (first + i < count) take(first + i, loaded[i]);
+        }
+    }
+}
+
 // f(k, expert) for what the lane's token chose.
 template <class F>
 EP_FN void for_each_choice(const LowLatencyDispatchArgs& args, int token, F&& f) {
-    constexpr int kAtOnce = 8;  // loads under way
-    for (int k = 0; k < args.format.topk; k += kAtOnce) {
-        int64_t expert[kAtOnce];
-        for (int i = 0; i < kAtOnce; ++i)
-            expert[i] = k + i < args.format.topk ? chosen_expert(args, token, k + i) : -1;
-        for (int i = 0; i < kAtOnce; ++i) {
-            if (k + i < args.format.topk) f(k + i, expert[i]);
-        }
-    }
+    for_each_load(
+        args.format.topk, [&](int k) { return chosen_expert(args, token, k); },
+        [&](int k, int64_t expert) { f(k, expert); });
 }
 
 // Which tokens chose any expert of a rank, and what these chose.
@@ -254,17 +263,17 @@ EP_FN bool send_piece(W& warp, const LowLatencyDispatch<F>& call, const Team& te
     return true;
 }
 
-// A warp's share of all choices.
+// A warp's share of all choices, from the middle warp on.
 template <WarpLike W, class F>
 EP_FN void send_all_choices(W& warp, const LowLatencyDispatch<F>& call, const Team& team) {
-    const int parts = call.heap().choice_parts();
-    for (int i = team.warp; i < call.world() * parts; i += team.warps) {
+    const int parts = call.heap().choice_parts(), first = team.warps - team.warps / 2;
+    for (int i = (team.warp + first) % team.warps; i < call.world() * parts; i += team.warps) {
         if (call.takes_part(LowLatencyHalf::Send, i / parts))
             send_choices(warp, call, i / parts, i % parts);
     }
 }
 
-// A warp's share of all tokens, from the other end: the first warps may have had choices to send.
+// A warp's share of all tokens, from the last warp down: in small batches the first ones receive.
 // kQuantize: whether x, bf16, becomes fp8 on the way.
 template <bool kQuantize, WarpLike W, class F>
 EP_FN bool send_tokens(W& warp, const LowLatencyDispatch<F>& call, const Team& team) {
@@ -277,13 +286,19 @@ EP_FN bool send_tokens(W& warp, const LowLatencyDispatch<F>& call, const Team& t
     return true;
 }
 
+// A warp's share of the sending half.
+template <bool kQuantize, WarpLike W, class F>
+EP_FN bool send_dispatch(W& warp, const LowLatencyDispatch<F>& call, const Team& team) {
+    send_all_choices(warp, call, team);
+    return send_tokens<kQuantize>(warp, call, team);
+}
+
 template <bool kQuantize, WarpLike W, class F>
 EP_FN Ended low_latency_dispatch_send(W& warp, F& fabric, const LowLatencyDispatchArgs& args,
                                       const Team& team) {
     const LowLatencyDispatch<F> call = next_call(fabric, args);
     if (!may_send(warp, call, team)) return Ended::Badly;
-    send_all_choices(warp, call, team);
-    if (!send_tokens<kQuantize>(warp, call, team)) return Ended::Badly;
+    if (!send_dispatch<kQuantize>(warp, call, team)) return Ended::Badly;
     signal_rows(warp, call, team);
     return end_sending(warp, call, team);
 }

@@ -28,6 +28,7 @@ struct BulkBuffers {
     alignas(128) char data[kBuffers][kChunkBytes];
     uint64_t filled[kBuffers];
     uint64_t pieces_filled;
+    char few_weights[96];  // of rows that are summed: what alignment leaves free
 
     // By one warp, once, before use: its lanes meet before any of them waits at a barrier.
     __device__ __forceinline__ void init() {
@@ -97,16 +98,18 @@ class BulkCopier {
 
     // The sum of the rows of the lanes in the mask, in lane order, a piece of each at a time. The
     // pieces lie side by side in the buffers, as large as they can be: while this warp waits for
-    // them the others of its SM add theirs. Behind them lie the weights, if any: a shuffle would
-    // not do, because the lanes beyond a piece's end do not take part in its loop.
+    // them the others of its SM add theirs. Behind them lie the weights, if any, in the buffers
+    // only if they are many: a shuffle would not do, because the lanes beyond a piece's end do not
+    // take part in its loop.
     template <class T, Reuse reuse, class Weight>
     __device__ __forceinline__ void sum(void* dst, const void* own_src, Weight own_weight,
                                         uint32_t mask, uint32_t bytes) {
         constexpr bool kWeighted = !std::is_same_v<Weight, rows::NoWeight>;
-        constexpr uint32_t kRoom = sizeof(BulkBuffers::data) - (kWeighted ? kWeightBytes : 0);
-        static_assert(32 * sizeof(Weight) <= kWeightBytes && kRoom % 16 == 0);
+        static_assert(32 * sizeof(Weight) <= kWeightBytes && kWeightBytes % 16 == 0);
         const uint32_t count = __popc(mask);
-        const uint32_t piece = kRoom / count & ~15u;
+        const bool many = kWeighted && count * sizeof(Weight) > sizeof(BulkBuffers::few_weights);
+        const uint32_t room = sizeof(BulkBuffers::data) - (many ? kWeightBytes : 0);
+        const uint32_t piece = room / count & ~15u;
         const uint32_t own_row = __popc(mask & ((1u << rows::lane_id()) - 1));
         const bool takes_part = mask >> rows::lane_id() & 1;
         char* pieces = buffers_.data[0];
@@ -114,7 +117,9 @@ class BulkCopier {
         ptx::fence_proxy_async_global();
         ptx::bulk_wait_read<0>();
         __syncwarp();  // now no lane's writes read the buffers any more
-        const auto weights = share(own_weight, takes_part, own_row);
+        char* last = pieces + sizeof(BulkBuffers::data) - kWeightBytes;
+        const auto weights =
+            share(own_weight, many ? last : buffers_.few_weights, takes_part, own_row);
         for (uint32_t at = 0; at < bytes; at += piece, ++sums_) {
             const uint32_t size = bytes - at < piece ? bytes - at : piece;
             if (rows::lane_id() == 0)
@@ -141,12 +146,14 @@ class BulkCopier {
     static constexpr uint32_t kWeightBytes = 32 * sizeof(double);
 
     // Rows' weights side by side, in the order of their lanes: there once these have met.
-    __device__ __forceinline__ rows::NoWeights share(rows::NoWeight, bool, uint32_t) { return {}; }
+    __device__ __forceinline__ rows::NoWeights share(rows::NoWeight, char*, bool, uint32_t) {
+        return {};
+    }
     template <class Weight>
-    __device__ __forceinline__ rows::SharedWeights<Weight> share(Weight own, bool takes_part,
+    __device__ __forceinline__ rows::SharedWeights<Weight> share(Weight own, char* place,
+                                                                 bool takes_part,
                                                                  uint32_t own_row) {
-        char* end = reinterpret_cast<char*>(buffers_.data) + sizeof(BulkBuffers::data);
-        auto* first = reinterpret_cast<Weight*>(end - kWeightBytes);
+        auto* first = reinterpret_cast<Weight*>(place);
         if (takes_part) ptx::store_shared(first + own_row, own);
         // Between these stores and a later copy of rows to the same place, or the copy might come
         // first and the weights lie in the row.

@@ -69,11 +69,8 @@ void CudaLowLatency<P>::combine(LowLatencyLaunches launches,
                                 const std::vector<LowLatencyCombineArgs>& args, DType dtype,
                                 CudaStream stream) const {
     using L = LowLatencyCombineLaunch<P>;
-    // Many rows take all warps to send: half of them would hold up the network.
-    const int rows = args.front().num_tokens * args.front().format.topk;
-    const bool as_one = args.size() == 1 && rows <= warps();
     with_type(dtype, [&]<class T>() {
-        run_launches(launches, as_one, [&]<LowLatencyLaunches kLaunches>() {
+        run_launches(launches, args.size() == 1, [&]<LowLatencyLaunches kLaunches>() {
             launch(kernels::low_latency_combine_kernel<kLaunches, T, L>, group_, fabric_, args,
                    blocks_, stream);
         });
