@@ -259,7 +259,6 @@ class CudaGroup:
         self,
         tensors: Sequence[RankTensors],
         *,
-        wait: bool,
         topk: int,
         index_bytes: int,
         expert_alignment: int,
@@ -268,6 +267,18 @@ class CudaGroup:
     ) -> list[Totals]: ...
     def dispatch(
         self, tensors: Sequence[RankTensors], format: RowFormat, *, nvl_batch: int, rdma_chunk: int, stream: int
+    ) -> None: ...
+    def whole_dispatch(
+        self,
+        tensors: Sequence[RankTensors],
+        format: RowFormat,
+        *,
+        nvl_batch: int,
+        rdma_chunk: int,
+        index_bytes: int,
+        expert_alignment: int,
+        expert_capacity: int,
+        stream: int,
     ) -> None: ...
     def combine(
         self,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_ep import _C
-from megatron_ep.backends.interface import RankHandle
+from megatron_ep.backends.interface import CountSettings, RankHandle
 from megatron_ep.config import Topology
 from megatron_ep.handle import CountsToAskFor, Handle
 from megatron_ep.rank_group import PAYLOAD_TYPES, RankGroup
@@ -104,8 +104,9 @@ def dispatch(
         if weights is not None:
             t.weights = weights[i].data_ptr()
         tensors.append(t)
+    counts = None
     if handle.to_ask_for is not None:
-        handle.ranks = _exchange_counts(group, handle.to_ask_for, tensors)
+        handle.ranks, counts = _exchange_counts(group, handle.to_ask_for, tensors)
         handle.to_ask_for = None
     else:
         _take_tables(group, handle.ranks, tensors)
@@ -121,7 +122,7 @@ def dispatch(
             t.out_weights = out_weights[i].data_ptr()
         t.fills_tables, rank.has_tables = not rank.has_tables, True
         t.has_local_pass = _has_local_pass(group, rank, row, backend.least_stores)
-    backend.dispatch(tensors, row, nvl_batch=NVL_BATCH, rdma_chunk=group.config.rdma_chunk_tokens)
+    backend.dispatch(tensors, row, nvl_batch=NVL_BATCH, rdma_chunk=group.config.rdma_chunk_tokens, counts=counts)
     group.raise_if_aborted()
     return out, out_scales if scales is not None else None, out_weights if weights is not None else None
 
@@ -193,10 +194,13 @@ def overflow_of(handle: Handle) -> list[torch.Tensor]:
     return [rank.layout.narrow(0, OVERFLOW, 1) for rank in handle.ranks]
 
 
-def _exchange_counts(group: RankGroup, request: CountsToAskFor, tensors: Sequence[_C.RankTensors]) -> list[RankHandle]:
+def _exchange_counts(
+    group: RankGroup, request: CountsToAskFor, tensors: Sequence[_C.RankTensors]
+) -> tuple[list[RankHandle], CountSettings | None]:
     """Fills in where the tables lie that come of it.
 
-    With max_recv_tokens the host need not wait for the counts: tables then have room for the most.
+    With max_recv_tokens the host need not wait for the counts: tables then have room for the most. Where it would not
+    learn them anyway they are left to the dispatch, which needs the settings that are returned.
     """
     backend, topk_idx, most = group.live_backend(), request.topk_idx, request.max_recv_tokens
     topk, wait = topk_idx[0].shape[1], most is None
@@ -207,14 +211,13 @@ def _exchange_counts(group: RankGroup, request: CountsToAskFor, tensors: Sequenc
         counts.append(backend.new_counts(group.num_local_experts, wait=wait))
         t.layout, t.num_tokens, t.topk_idx = layouts[-1].data_ptr(), idx.shape[0], idx.data_ptr()
         t.tokens_per_expert = counts[-1].data_ptr()
-    totals = backend.notify(
-        tensors,
-        wait=wait,
-        topk=topk,
-        index_bytes=topk_idx[0].element_size(),
-        expert_alignment=request.expert_alignment,
-        expert_capacity=request.expert_capacity,
-    )
+    settings: CountSettings = {
+        "index_bytes": topk_idx[0].element_size(),
+        "expert_alignment": request.expert_alignment,
+        "expert_capacity": request.expert_capacity,
+    }
+    is_left = not wait and not backend.learns_counts
+    totals = () if is_left else backend.notify(tensors, topk=topk, **settings)
     for number, idx, total in zip(group.ranks, topk_idx, totals, strict=False):
         if total.bad_token >= 0:
             _refuse_ids(group, number, idx, total.bad_token)
@@ -236,7 +239,7 @@ def _exchange_counts(group: RankGroup, request: CountsToAskFor, tensors: Sequenc
         t.positions, t.rail_experts = positions.data_ptr(), rail_experts.data_ptr()
         t.max_received, t.max_rail, t.max_rows = received, rail, rows
         ranks.append(RankHandle(num_tokens, layouts[i], rows, counts[i], positions, rail_experts, rail, made_on))
-    return ranks
+    return ranks, settings if is_left else None
 
 
 def _take_tables(group: RankGroup, ranks: Sequence[RankHandle], tensors: Sequence[_C.RankTensors]) -> None:

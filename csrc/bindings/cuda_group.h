@@ -32,8 +32,8 @@ class PyCudaGroup {
         group_.reset();
     }
 
-    // wait: until the totals are there, which it returns; none where it does not.
-    std::vector<Layout::Totals> notify(const std::vector<RankTensors>& tensors, bool wait, int topk,
+    // Waits until the totals are there, which it returns.
+    std::vector<Layout::Totals> notify(const std::vector<RankTensors>& tensors, int topk,
                                        int index_bytes, int expert_alignment, int expert_capacity,
                                        Address stream) {
         const auto lock = exclusive_call_.enter();
@@ -43,10 +43,6 @@ class PyCudaGroup {
                             layout_of(group_->heap(), tensors[i], topk),
                             at<void>(tensors[i].topk_idx), index_bytes, expert_alignment,
                             expert_capacity, 0, at<int64_t>(tensors[i].tokens_per_expert)});
-        }
-        if (!wait) {
-            group_->notify(args, at<void>(stream));
-            return {};
         }
         return group_->notify_and_wait(args, at<void>(stream), [&] {
             const pybind11::gil_scoped_acquire gil;
@@ -68,6 +64,22 @@ class PyCudaGroup {
                                          call_, nvl_batch, rdma_chunk));
         }
         group_->dispatch(args, at<void>(stream));
+    }
+
+    // With the exchange of counts that comes before it, of which the host learns nothing.
+    void whole_dispatch(const std::vector<RankTensors>& tensors, const RowFormat& format,
+                        int nvl_batch, int rdma_chunk, int index_bytes, int expert_alignment,
+                        int expert_capacity, Address stream) {
+        const auto lock = exclusive_call_.enter();
+        std::vector<WholeDispatchArgs> args;
+        ++call_;
+        for (size_t i = 0; i < tensors.size(); ++i) {
+            args.push_back({dispatch_args(group_->heap(), group_->ranks()[i], tensors[i], format,
+                                          call_, nvl_batch, rdma_chunk),
+                            at<void>(tensors[i].topk_idx), index_bytes, expert_alignment,
+                            expert_capacity, at<int64_t>(tensors[i].tokens_per_expert)});
+        }
+        group_->whole_dispatch(args, at<void>(stream));
     }
 
     void combine(const std::vector<RankTensors>& tensors, const RowFormat& format, int nvl_batch,
@@ -143,12 +155,16 @@ class PyCudaGroup {
         namespace py = pybind11;
         const auto release = py::call_guard<py::gil_scoped_release>();
         return py::class_<PyCudaGroup>(m, name, doc)
-            .def("notify", &PyCudaGroup::notify, py::arg("tensors"), py::kw_only(), py::arg("wait"),
-                 py::arg("topk"), py::arg("index_bytes"), py::arg("expert_alignment"),
-                 py::arg("expert_capacity"), py::arg("stream"), release)
+            .def("notify", &PyCudaGroup::notify, py::arg("tensors"), py::kw_only(), py::arg("topk"),
+                 py::arg("index_bytes"), py::arg("expert_alignment"), py::arg("expert_capacity"),
+                 py::arg("stream"), release)
             .def("dispatch", &PyCudaGroup::dispatch, py::arg("tensors"), py::arg("format"),
                  py::kw_only(), py::arg("nvl_batch"), py::arg("rdma_chunk"), py::arg("stream"),
                  release)
+            .def("whole_dispatch", &PyCudaGroup::whole_dispatch, py::arg("tensors"),
+                 py::arg("format"), py::kw_only(), py::arg("nvl_batch"), py::arg("rdma_chunk"),
+                 py::arg("index_bytes"), py::arg("expert_alignment"), py::arg("expert_capacity"),
+                 py::arg("stream"), release)
             .def("combine", &PyCudaGroup::combine, py::arg("tensors"), py::arg("format"),
                  py::kw_only(), py::arg("nvl_batch"), py::arg("rdma_chunk"), py::arg("dtype"),
                  py::arg("stream"), release)

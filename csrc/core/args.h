@@ -89,6 +89,28 @@ struct DispatchArgs : TransferArgs {
     bool clears_end = true;  // rows behind those of the last expert, too
 };
 
+// A dispatch that exchanges its counts itself. The arguments of a NotifyArgs that it has not
+// anyway.
+struct WholeDispatchArgs : DispatchArgs {
+    const void* topk_idx;
+    int index_bytes;
+    int expert_alignment;
+    int expert_capacity;
+    int64_t* tokens_per_expert;
+
+    EP_HD NotifyArgs notify(uint64_t epoch) const {
+        return {rank,
+                heap,
+                layout,
+                topk_idx,
+                index_bytes,
+                expert_alignment,
+                expert_capacity,
+                epoch,
+                tokens_per_expert};
+    }
+};
+
 struct CombineArgs : TransferArgs {
     const char* x;        // [max_rows, payload_bytes]
     const char* weights;  // [max_rows, weight_bytes]

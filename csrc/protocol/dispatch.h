@@ -1,5 +1,9 @@
 #pragma once
 
+#include <concepts>
+#include <type_traits>
+
+#include "protocol/tokens.h"
 #include "protocol/turns.h"
 
 namespace ep {
@@ -20,96 +24,6 @@ namespace ep {
 // Where the fabric maps the rail, rows are packed in the network ring itself, and
 // sender_coordinator only signals. Each ring carries rows of one source rank and channel in token
 // order, so nobody needs to be told what comes next.
-
-// The distinct local ranks of `node` among a row's experts: `peer` per lane, and the first lane of
-// each.
-template <WarpLike W>
-EP_FN uint32_t peers_on_node(W& warp, const TransferArgs& args, int node,
-                             const typename W::template PerLane<int>& expert,
-                             typename W::template PerLane<int>& peer) {
-    const int local_experts = args.layout.local_experts();
-    warp.lanes(args.layout.topk, [&](int lane) {
-        const int rank = expert[lane] < 0 ? -1 : expert[lane] / local_experts;
-        peer[lane] = rank >= 0 && args.topology().node_of(rank) == node
-                         ? args.topology().local_of(rank)
-                         : -1;
-    });
-    return warp.first_of(args.layout.topk, peer);
-}
-
-// Likewise the distinct nodes among `count` other nodes from the first-th on.
-template <WarpLike W>
-EP_FN uint32_t nodes_among(W& warp, const TransferArgs& args, int first, int count,
-                           const typename W::template PerLane<int>& expert,
-                           typename W::template PerLane<int>& node) {
-    const int local_experts = args.layout.local_experts();
-    warp.lanes(args.layout.topk, [&](int lane) {
-        node[lane] = expert[lane] < 0 ? -1 : args.topology().node_of(expert[lane] / local_experts);
-        const int place = node[lane] < 0 ? -1 : args.place_of_node(node[lane]);
-        if (place < first || place >= first + count) node[lane] = -1;
-    });
-    return warp.first_of(args.layout.topk, node);
-}
-
-// What travels beside a token, a lane each k.
-template <WarpLike W>
-struct Header {
-    typename W::template PerLane<int> expert, index;
-    typename W::template PerLane<uint64_t> weight;
-};
-
-template <WarpLike W>
-EP_FN void read_header(W& warp, const DispatchArgs& args, int token, Header<W>& header) {
-    const RowFormat& format = args.format;
-    warp.lanes(format.topk, [&](int lane) {
-        header.expert[lane] = args.layout.experts(token)[lane];
-        header.index[lane] = args.layout.index(token)[lane];
-        const size_t weight =
-            (static_cast<size_t>(token) * format.topk + lane) * format.weight_bytes;
-        header.weight[lane] = load_weight(args.weights + weight, format.weight_bytes);
-    });
-}
-
-template <WarpLike W>
-EP_FN void read_header(W& warp, const RowFormat& format, const char* slot, Header<W>& header) {
-    warp.lanes(format.topk, [&](int lane) {
-        header.expert[lane] = reinterpret_cast<const int32_t*>(slot + format.experts())[lane];
-        header.index[lane] = reinterpret_cast<const int32_t*>(slot + format.index())[lane];
-        header.weight[lane] =
-            load_weight(slot + format.weights() + lane * format.weight_bytes, format.weight_bytes);
-    });
-}
-
-// Writes a row's header into the slots of the lanes in the mask.
-template <WarpLike W>
-EP_FN void write_header(W& warp, const RowFormat& format,
-                        const typename W::template PerLane<void*>& slots, uint32_t mask,
-                        uint64_t tag, const Header<W>& header) {
-    for_each_lane(mask, [&](int to) {
-        char* slot = static_cast<char*>(warp.broadcast(slots, to));
-        warp.lanes(format.topk, [&](int lane) {
-            if (lane == 0) *reinterpret_cast<uint64_t*>(slot + format.tag()) = tag;
-            reinterpret_cast<int32_t*>(slot + format.experts())[lane] = header.expert[lane];
-            reinterpret_cast<int32_t*>(slot + format.index())[lane] = header.index[lane];
-            store_weight(slot + format.weights() + lane * format.weight_bytes, header.weight[lane],
-                         format.weight_bytes);
-        });
-    });
-}
-
-// f(token, header) for the tokens of a channel, until it returns false. A header is read while the
-// token before it is served.
-template <WarpLike W, class F>
-EP_FN void for_each_token(W& warp, const DispatchArgs& args, int channel, F&& f) {
-    const int first = args.layout.first_token(channel), end = args.layout.first_token(channel + 1);
-    Header<W> header, next;
-    if (first < end) read_header(warp, args, first, next);
-    for (int token = first; token < end; ++token) {
-        header = next;
-        if (token + 1 < end) read_header(warp, args, token + 1, next);
-        if (!f(token, header)) return;
-    }
-}
 
 // The next slot of the NVLink ring towards each lane's peer, once there is room in all of them.
 // Before it waits, and from batch to batch, it tells the consumers of what they have: they may be
@@ -229,10 +143,45 @@ EP_FN void write_places(W& warp, const RowFormat& format, const Places<W>& place
     clear_places(warp, format, places);
 }
 
+// Own tokens, of a channel or the first of them, for experts of this rank.
+template <WarpLike W>
+EP_FN void place_own_rows(W& warp, const DispatchArgs& args, int channel, int first, int end) {
+    const RowFormat& format = args.format;
+    Places<W> places;
+    int64_t received = args.layout.received_start(channel, args.rank);
+    for_each_token(warp, args, first, end, [&](int token, const Header<W>& header) {
+        const int local_experts = args.layout.local_experts();
+        const uint32_t own = warp.ballot(format.topk, [&](int lane) {
+            return header.expert[lane] >= 0 && header.expert[lane] / local_experts == args.rank;
+        });
+        if (!own) return true;
+        const size_t row = token;
+        const char* x = args.x + row * format.payload_bytes;
+        warp.template stage<Reuse::Late>(x, format.payload_bytes);
+        take_places(warp, args, header, args.rank, received++, false, places);
+        write_places(warp, format, places, x, args.scales + row * format.scale_bytes);
+        return true;
+    });
+}
+
+template <WarpLike W>
+EP_FN void place_own_rows(W& warp, const DispatchArgs& args, int channel) {
+    place_own_rows(warp, args, channel, args.layout.first_token(channel),
+                   args.layout.first_token(channel + 1));
+}
+
+// The counts of a sender that begins when they are there. Of one that does not:
+//   there(warp)  whether they are, now
+//   wait(warp)   until they are; false: they will not come
+struct CountsThere {};
+
 // Own tokens for ranks of this node: straight into their NVLink rings, and those for this rank to
-// their places, unless the local pass does that.
-template <WarpLike W, FabricLike<W> F>
-EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel) {
+// their places, unless the local pass does that. A ring needs no counts, a place does: own rows
+// that come before the counts are brought to their places at the end.
+template <WarpLike W, FabricLike<W> F, class Counts = CountsThere>
+EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel,
+                      Counts&& counts = {}) {
+    constexpr bool kLater = !std::same_as<std::remove_cvref_t<Counts>, CountsThere>;
     const Rings<F> rings{fabric, args, channel};
     const RowFormat& format = args.format;
     const int node = args.node();
@@ -240,19 +189,33 @@ EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel)
     typename W::template PerLane<int> peer;
     typename W::template PerLane<void*> slot, to;
     Places<W> places;
-    int64_t received = args.layout.received_start(channel, args.rank);
+    const int first = args.layout.first_token(channel), end = args.layout.first_token(channel + 1);
+    int placed_from = kLater ? end : first, own_before = 0;
+    int64_t received = kLater ? 0 : args.layout.received_start(channel, args.rank);
     int batch = 0;
-    for_each_token(warp, args, channel, [&](int token, const Header<W>& header) {
+    bool go_on = true;
+    for_each_token(warp, args, first, end, [&](int token, const Header<W>& header) {
         const uint32_t firsts = peers_on_node(warp, args, node, header.expert, peer);
         if (!firsts) return true;
         const uint32_t own =
             warp.ballot(format.topk, [&](int lane) { return peer[lane] == args.local(); });
         const uint32_t others = firsts & ~own;
-        const bool places_own = own && !args.has_local_pass;
+        if constexpr (kLater) {
+            if (own && placed_from == end) {
+                if (counts.there(warp)) {
+                    placed_from = token;
+                    received = args.layout.received_start(channel, args.rank) + own_before;
+                } else {
+                    ++own_before;
+                }
+            }
+        }
+        const bool places_own = own && placed_from <= token && !args.has_local_pass;
         if (!others && !places_own) return true;
         const char* x = args.x + static_cast<size_t>(token) * format.payload_bytes;
         warp.template stage<Reuse::Late>(x, format.payload_bytes);
-        if (others && !take_slots(warp, rings, node, others, peer, batch, slot)) return false;
+        if (others && !take_slots(warp, rings, node, others, peer, batch, slot))
+            return go_on = false;
         places.written = places.cleared = 0;
         if (places_own) take_places(warp, args, header, args.rank, received++, false, places);
         auto copy_part = [&](size_t offset, const typename W::template PerLane<void*>& place,
@@ -274,6 +237,9 @@ EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel)
         return true;
     });
     publish_tails(warp, rings, node);
+    if constexpr (kLater) {
+        if (go_on && counts.wait(warp)) place_own_rows(warp, args, channel, first, placed_from);
+    }
 }
 
 // Own tokens for up to `most` other nodes, from the first-th on, once for each node, into slots of

@@ -14,27 +14,6 @@ namespace ep {
 // what lies in a row's places. Launches of their own may do it with more warps than exchange the
 // rows.
 
-// Own tokens for experts of this rank.
-template <WarpLike W>
-EP_FN void place_own_rows(W& warp, const DispatchArgs& args, int channel) {
-    const RowFormat& format = args.format;
-    Places<W> places;
-    int64_t received = args.layout.received_start(channel, args.rank);
-    for_each_token(warp, args, channel, [&](int token, const Header<W>& header) {
-        const int local_experts = args.layout.local_experts();
-        const uint32_t own = warp.ballot(format.topk, [&](int lane) {
-            return header.expert[lane] >= 0 && header.expert[lane] / local_experts == args.rank;
-        });
-        if (!own) return true;
-        const size_t row = token;
-        const char* x = args.x + row * format.payload_bytes;
-        warp.template stage<Reuse::Late>(x, format.payload_bytes);
-        take_places(warp, args, header, args.rank, received++, false, places);
-        write_places(warp, format, places, x, args.scales + row * format.scale_bytes);
-        return true;
-    });
-}
-
 // Rows of other ranks that arrived here and that `positions` knows. Those of a rank follow those of
 // the rank before.
 struct KnownRows {

@@ -169,7 +169,8 @@ EP_FN bool receive_counts(W& warp, F& fabric, const NotifyArgs& args) {
         layout.totals().expert_rows = expert_rows;
         layout.totals().rail_rows = rail_rows;
         layout.totals().overflow = 0;
-        layout.totals().epoch = static_cast<uint32_t>(args.epoch);
+        const auto epoch = static_cast<uint32_t>(args.epoch);
+        if (layout.totals().epoch != epoch) layout.totals().epoch = epoch;  // or others may read it
     });
     tell_host(warp, args);
     return true;

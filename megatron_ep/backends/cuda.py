@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from megatron_ep import _C
-from megatron_ep.backends.interface import Totals
+from megatron_ep.backends.interface import CountSettings, Totals
 from megatron_ep.backends.launches import Launches
 from megatron_ep.backends.of_group import OfGroup
 from megatron_ep.config import Config
@@ -76,6 +76,7 @@ class CudaBackend(OfGroup):
 
     # Two H200, H = 7168, K = 8, dispatch + combine: even at T = 450, which is so much
     least_local_bytes = 32 << 20
+    learns_counts = False
 
     def __init__(
         self, group: Any, heap: Any, device: torch.device, sms: int, timeout: float | None = None, rank: int = 0
@@ -95,10 +96,8 @@ class CudaBackend(OfGroup):
         self._last: torch.cuda.Stream | None = None  # of the last launch
         self._captured_parts: list[object] = []  # whose launches graphs may replay
 
-    def notify(self, tensors: Sequence[Any], *, wait: bool, topk: int, **settings: int) -> Sequence[Totals]:
-        return self.launch(
-            lambda stream: self.group.notify(list(tensors), wait=wait, topk=topk, **settings, stream=stream)
-        )
+    def notify(self, tensors: Sequence[_C.RankTensors], *, topk: int, **settings: int) -> Sequence[Totals]:
+        return self.launch(lambda stream: self.group.notify(list(tensors), topk=topk, **settings, stream=stream))
 
     def new_counts(self, experts: int, *, wait: bool) -> torch.Tensor:
         # in memory of the host that the GPU reaches, or its own
@@ -107,12 +106,19 @@ class CudaBackend(OfGroup):
         )
 
     def dispatch(
-        self, tensors: Sequence[_C.RankTensors], row: _C.RowFormat, *, nvl_batch: int, rdma_chunk: int
+        self,
+        tensors: Sequence[_C.RankTensors],
+        row: _C.RowFormat,
+        *,
+        nvl_batch: int,
+        rdma_chunk: int,
+        counts: CountSettings | None,
     ) -> None:
         batch = min(nvl_batch, self._batch(row))
+        run = self.group.dispatch if counts is None else self.group.whole_dispatch
         self.launch(
-            lambda stream: self.group.dispatch(
-                list(tensors), row, nvl_batch=batch, rdma_chunk=rdma_chunk, stream=stream
+            lambda stream: run(
+                list(tensors), row, nvl_batch=batch, rdma_chunk=rdma_chunk, stream=stream, **(counts or {})
             )
         )
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_ep import _C
-from megatron_ep.backends.interface import Totals
+from megatron_ep.backends.interface import CountSettings, Totals
 from megatron_ep.backends.of_group import OfGroup
 
 POOLED_BYTES = 1 << 20  # outputs from this size on live in memory that is kept for later ones
@@ -19,6 +19,7 @@ class HostBackend(OfGroup):
 
     least_local_bytes = math.inf  # the same threads would run it
     least_stores = 0.0
+    learns_counts = True
 
     def __init__(
         self,
@@ -45,15 +46,22 @@ class HostBackend(OfGroup):
         )
         super().__init__(group)
 
-    def notify(self, tensors: Sequence[_C.RankTensors], *, wait: bool, topk: int, **settings: int) -> Sequence[Totals]:
+    def notify(self, tensors: Sequence[_C.RankTensors], *, topk: int, **settings: int) -> Sequence[Totals]:
         return self.group.notify(list(tensors), topk=topk, **settings)
 
     def new_counts(self, experts: int, *, wait: bool) -> torch.Tensor:
         return torch.empty(2, experts, dtype=torch.int64)
 
     def dispatch(
-        self, tensors: Sequence[_C.RankTensors], row: _C.RowFormat, *, nvl_batch: int, rdma_chunk: int
+        self,
+        tensors: Sequence[_C.RankTensors],
+        row: _C.RowFormat,
+        *,
+        nvl_batch: int,
+        rdma_chunk: int,
+        counts: CountSettings | None,
     ) -> None:
+        assert counts is None
         self.group.dispatch(list(tensors), row, nvl_batch=nvl_batch, rdma_chunk=rdma_chunk)
 
     def combine(

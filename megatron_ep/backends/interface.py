@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 import torch
 
@@ -26,6 +26,14 @@ class RankHandle:
     made_on: int  # the stream, see Backend.current_stream
     has_tables: bool = False  # whether a dispatch that fills the two was launched
     has_given_counts: bool = False  # whether the caller has his
+
+
+class CountSettings(TypedDict):
+    """Of an exchange of counts. expert_capacity: 0 for none."""
+
+    index_bytes: int
+    expert_alignment: int
+    expert_capacity: int
 
 
 class Totals(Protocol):
@@ -57,8 +65,13 @@ class Backend(Protocol):
         """Stores of a row that arrives, in a ring and its places: from so many on dispatch leaves some to a pass."""
         ...
 
-    def notify(self, tensors: Sequence[_C.RankTensors], *, wait: bool, topk: int, **settings: int) -> Sequence[Totals]:
-        """Exchanges counts. Nothing is returned where `wait` is off and the host knows none yet.
+    @property
+    def learns_counts(self) -> bool:
+        """Whether the host knows counts without waiting for anyone: an exchange returns when they are there."""
+        ...
+
+    def notify(self, tensors: Sequence[_C.RankTensors], *, topk: int, **settings: int) -> Sequence[Totals]:
+        """Exchanges counts and waits for them. settings: `CountSettings`.
 
         Of a rank that gave up before it knew them all numbers are 0: ask `aborted`.
         """
@@ -69,8 +82,16 @@ class Backend(Protocol):
         ...
 
     def dispatch(
-        self, tensors: Sequence[_C.RankTensors], row: _C.RowFormat, *, nvl_batch: int, rdma_chunk: int
-    ) -> None: ...
+        self,
+        tensors: Sequence[_C.RankTensors],
+        row: _C.RowFormat,
+        *,
+        nvl_batch: int,
+        rdma_chunk: int,
+        counts: CountSettings | None,
+    ) -> None:
+        """counts: of the exchange that comes first, unless the host has waited for it, or learns counts anyway."""
+        ...
 
     def combine(
         self, tensors: Sequence[_C.RankTensors], row: _C.RowFormat, *, nvl_batch: int, rdma_chunk: int, dtype: int

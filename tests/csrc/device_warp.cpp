@@ -24,6 +24,16 @@ bool any_has_local_pass(const std::vector<Args>& args) {
     return std::any_of(args.begin(), args.end(), [](const Args& a) { return has_local_pass(a); });
 }
 
+void dispatch_on(Grid& grid, const std::vector<DispatchArgs>& args) {
+    auto joint = grid.joint_of_roles<Dispatch>(args);
+    const auto kernel = kernels::dispatch_kernel<Dispatch>;
+    if (!any_has_local_pass(args)) return grid.launch(kernel, joint);
+    joint.ends_call = false;
+    grid.launch_beside(kernel, joint, kernels::own_rows_kernel<Dispatch>);
+    joint.ends_call = true;
+    grid.launch_spread(kernels::local_pass_of_dispatch_kernel<Dispatch>, joint);
+}
+
 template <bool kWeighted>
 void combine_on(Grid& grid, const Combine& joint, DType dtype, bool any_local_pass) {
     with_type(dtype, [&]<class T>() {
@@ -63,22 +73,22 @@ void run_case(uint64_t seed) {
         for (const int tokens : c.tokens) inputs.push_back(make_inputs(c, tokens));
         const auto host_layouts = layouts_of(c, host), gpu_layouts = layouts_of(c, gpu);
         group.notify<HostWarp>(notify_args(c, inputs, host_layouts, epoch, host));
-        const auto notify =
-            grid.joint<Notify>(notify_args(c, inputs, gpu_layouts, 0, gpu), c.heap.channels + 1);
-        grid.launch(kernels::notify_kernel<Notify>, notify);
-        for (int rank = 0; rank < world; ++rank) {
-            expect_equal(seed, rank, "layout", gpu.layouts[rank], host.layouts[rank]);
-            expect_equal(seed, rank, "tokens per expert", gpu.counts[rank], host.counts[rank]);
+        const auto notify = notify_args(c, inputs, gpu_layouts, 0, gpu);
+        const bool is_whole = c.topology.nodes == 1 && world > 1 && c.pick(0, 1);
+        if (!is_whole) {
+            grid.launch(kernels::notify_kernel<Notify>,
+                        grid.joint<Notify>(notify, c.heap.channels + 1));
+            for (int rank = 0; rank < world; ++rank)
+                expect_equal(seed, rank, "layout", gpu.layouts[rank], host.layouts[rank]);
         }
 
         std::vector<int64_t> rows;
         std::vector<Memory> expert_out, gradients, row_weights;
         for (Side* side : {&host, &gpu}) {
-            const auto& layouts = side == &host ? host_layouts : gpu_layouts;
             side->tensors.clear();
             rows.clear();
             for (int rank = 0; rank < world; ++rank) {
-                const Layout::Totals& totals = layouts[rank].totals();
+                const Layout::Totals& totals = host_layouts[rank].totals();
                 rows.push_back(c.fixed_rows
                                    ? 1 + totals.expert_rows * static_cast<int>(seed % 4 + 1) / 4
                                    : totals.expert_rows);
@@ -116,7 +126,7 @@ void run_case(uint64_t seed) {
                 dispatch[on_gpu].push_back(
                     {transfer_args(c, rank, layouts[rank], t, rows[rank], call), in.x.data(),
                      in.scales.data(), in.weights.data(), t.out.data(), t.out_scales.data(),
-                     t.out_weights.data(), may_pass[0] && c.pick(0, 1)});
+                     t.out_weights.data(), may_pass[0] && !is_whole && c.pick(0, 1)});
                 combine[on_gpu].push_back(
                     {transfer_args(c, rank, layouts[rank], t, rows[rank], call + 1),
                      expert_out[rank].data(), gradients[rank].data(), t.y.data(),
@@ -126,25 +136,19 @@ void run_case(uint64_t seed) {
         }
         ++call;
         group.dispatch<HostWarp>(dispatch[0]);
-        const auto dispatch_roles = grid.roles<DispatchRoles>();
-        auto dispatch_joint =
-            grid.joint<Dispatch>(dispatch[1], dispatch_roles.warps() * c.heap.channels);
-        dispatch_joint.roles = dispatch_roles;
-        dispatch_joint.ends_call = !any_has_local_pass(dispatch[1]);
-        if (dispatch_joint.ends_call) {
-            grid.launch(kernels::dispatch_kernel<Dispatch>, dispatch_joint);
+        if (is_whole) {
+            std::vector<WholeDispatchArgs> whole;
+            for (int rank = 0; rank < world; ++rank)
+                whole.push_back(whole_args(dispatch[1][rank], notify[rank]));
+            grid.launch(kernels::whole_dispatch_kernel<WholeDispatch>,
+                        grid.joint_of_roles<WholeDispatch>(whole));
         } else {
-            grid.launch_beside(kernels::dispatch_kernel<Dispatch>, dispatch_joint,
-                               kernels::own_rows_kernel<Dispatch>);
-            dispatch_joint.ends_call = true;
-            grid.launch_spread(kernels::local_pass_of_dispatch_kernel<Dispatch>, dispatch_joint);
+            dispatch_on(grid, dispatch[1]);
         }
+        for (int rank = 0; rank < world; ++rank)
+            expect_equal(seed, rank, "tokens per expert", gpu.counts[rank], host.counts[rank]);
         group.combine<HostWarp>(combine[0], c.dtype);
-        const auto combine_roles = grid.roles<CombineRoles>();
-        auto combine_joint =
-            grid.joint<Combine>(combine[1], combine_roles.warps() * c.heap.channels);
-        combine_joint.roles = combine_roles;
-        combine_joint.ends_call = true;
+        const auto combine_joint = grid.joint_of_roles<Combine>(combine[1]);
         (weighted ? combine_on<true> : combine_on<false>)(grid, combine_joint, c.dtype,
                                                           any_has_local_pass(combine[1]));
         for (const Memory& heap : gpu.heaps) {
@@ -197,6 +201,9 @@ int main(int argc, char** argv) {
                         ep::run_given_up(several_nodes, in_notify, tokens, local_pass);
                 }
             }
+        }
+        for (const bool is_absent : {false, true}) {
+            for (const int tokens : {1, 9}) ep::run_whole_given_up(is_absent, tokens);
         }
         std::printf("what was given up is no data\n");
         return 0;

@@ -32,8 +32,9 @@ def test_two_threads_do_not_launch_at_once(gated) -> None:
     group, row = gated.Group(), _C.RowFormat(payload_bytes=16, scale_bytes=0, weight_bytes=0, topk=1, payload_type=0)
     settings = {"nvl_batch": 1, "rdma_chunk": 1, "stream": 0}
     calls = [
-        lambda: group.notify([], wait=False, topk=1, index_bytes=4, expert_alignment=1, expert_capacity=0, stream=0),
+        lambda: group.notify([], topk=1, index_bytes=4, expert_alignment=1, expert_capacity=0, stream=0),
         lambda: group.dispatch([], row, **settings),
+        lambda: group.whole_dispatch([], row, **settings, index_bytes=4, expert_alignment=1, expert_capacity=0),
         lambda: group.combine([], row, **settings, dtype=0),
         group.reset,
     ]
@@ -70,10 +71,10 @@ def test_other_threads_run_while_a_group_ends(gated) -> None:
 def test_a_wait_for_counts_calls_whoever_watches(gated) -> None:
     settings = {"topk": 1, "index_bytes": 4, "expert_alignment": 1, "expert_capacity": 0, "stream": 0}
     group = gated.Group()
-    group.notify([], wait=True, **settings)
+    group.notify([], **settings)
     calls = []
     group.watch = lambda: calls.append(1)
-    group.notify([], wait=True, **settings)
+    group.notify([], **settings)
     assert calls == [1]
 
     def give_up() -> None:
@@ -81,4 +82,4 @@ def test_a_wait_for_counts_calls_whoever_watches(gated) -> None:
 
     group.watch = give_up
     with pytest.raises(TimeoutError, match="enough"):
-        group.notify([], wait=True, **settings)
+        group.notify([], **settings)

@@ -185,6 +185,37 @@ inline bool is_poison(const Memory& memory) {
                        [](char byte) { return static_cast<uint8_t>(byte) == Outputs::kPoison; });
 }
 
+// Of two ranks: the first token of each to the other rank, the next one to this, and so on.
+inline std::vector<Inputs> inputs_to_both(Case& c) {
+    std::vector<Inputs> inputs;
+    for (int rank = 0; rank < 2; ++rank) {
+        inputs.push_back(make_inputs(c, c.tokens[rank]));
+        for (int i = 0; i < c.tokens[rank] * c.format.topk; ++i) {
+            const int to = i / c.format.topk % 2 ? rank : 1 - rank;
+            const int expert = 2 * to + i % 2;
+            if (c.index_bytes == 8) {
+                inputs.back().ids.as<int64_t>()[i] = expert;
+            } else {
+                inputs.back().ids.as<int32_t>()[i] = expert;
+            }
+        }
+    }
+    return inputs;
+}
+
+// With room for all rows of a rank that has so many tokens.
+inline Tensors tensors_for(const Case& c, int tokens) {
+    const size_t rows = tokens * c.format.topk;
+    return {Memory(0),
+            Memory(rows * c.format.topk * sizeof(int32_t), 0x22),
+            Memory(rows * c.format.topk * sizeof(int32_t), 0x22),
+            Memory(rows * c.format.payload_bytes, 0x33),
+            Memory(rows * c.format.scale_bytes, 0x33),
+            Memory(rows * c.format.weight_bytes, 0x33),
+            Memory(tokens * c.format.payload_bytes, 0x44),
+            Memory(rows * c.format.weight_bytes, 0x44)};
+}
+
 // Rank 1 of two comes to the notify, but not to the dispatch, or the combine, of `tokens` each:
 // nobody can take for data what rank 0 made of it, nor what a rank gets that comes too late; and
 // the handle of such a dispatch is refused.
@@ -195,21 +226,8 @@ inline void run_given_up(bool several_nodes, bool in_notify, int tokens, bool lo
     c.heap = {c.topology, 4, 2, align_up(c.format.slot_bytes(), Heap::kLine),
               align_up(c.format.slot_bytes(), Heap::kLine)};
     Side side;
-    std::vector<Inputs> inputs;
-    for (int rank = 0; rank < 2; ++rank) {
-        side.heaps.emplace_back(c.heap.bytes());
-        inputs.push_back(make_inputs(c, tokens));
-        for (int i = 0; i < tokens * c.format.topk; ++i) {
-            // the first token to the other rank, the next one to this, and so on
-            const int to = i / c.format.topk % 2 ? rank : 1 - rank;
-            const int expert = 2 * to + i % 2;
-            if (c.index_bytes == 8) {
-                inputs.back().ids.as<int64_t>()[i] = expert;
-            } else {
-                inputs.back().ids.as<int32_t>()[i] = expert;
-            }
-        }
-    }
+    for (int rank = 0; rank < 2; ++rank) side.heaps.emplace_back(c.heap.bytes());
+    const std::vector<Inputs> inputs = inputs_to_both(c);
     const auto layouts = layouts_of(c, side);
     Grid grid(c, side, 50'000'000);
     auto notify = notify_args(c, inputs, layouts, 0, side);
@@ -225,15 +243,7 @@ inline void run_given_up(bool several_nodes, bool in_notify, int tokens, bool lo
         simt::die("no overflow where nobody knows the rows");
 
     const size_t rows = tokens * c.format.topk;
-    for (int rank = 0; rank < 2; ++rank) {
-        side.tensors.push_back({Memory(0), Memory(rows * c.format.topk * sizeof(int32_t), 0x22),
-                                Memory(rows * c.format.topk * sizeof(int32_t), 0x22),
-                                Memory(rows * c.format.payload_bytes, 0x33),
-                                Memory(rows * c.format.scale_bytes, 0x33),
-                                Memory(rows * c.format.weight_bytes, 0x33),
-                                Memory(tokens * c.format.payload_bytes, 0x44),
-                                Memory(rows * c.format.weight_bytes, 0x44)});
-    }
+    for (int rank = 0; rank < 2; ++rank) side.tensors.push_back(tensors_for(c, tokens));
     std::vector<DispatchArgs> dispatch;
     std::vector<CombineArgs> combine;
     for (int rank = 0; rank < 2; ++rank) {
@@ -279,6 +289,56 @@ inline void run_given_up(bool several_nodes, bool in_notify, int tokens, bool lo
             simt::die("what a combine after it left looks like data");
     }
     if (!layouts[1].totals().epoch) simt::die("a combine made a handle useless");
+}
+
+// The same of a dispatch that exchanges its counts itself, to which rank 1 does not come, or with
+// an id that no expert has.
+inline void run_whole_given_up(bool is_absent, int tokens) {
+    Case c = small_case(false);
+    c.tokens = {tokens, tokens};
+    Side side;
+    for (int rank = 0; rank < 2; ++rank) side.heaps.emplace_back(c.heap.bytes());
+    const std::vector<Inputs> inputs = inputs_to_both(c);
+    std::memset(inputs[1].ids.data(), 0x7f, c.index_bytes);
+    const auto layouts = layouts_of(c, side);
+    Grid grid(c, side, 50'000'000);
+    const auto notify = notify_args(c, inputs, layouts, 0, side);
+    std::vector<WholeDispatchArgs> args;
+    const int ranks = is_absent ? 1 : 2;
+    for (int rank = 0; rank < ranks; ++rank) {
+        side.tensors.push_back(tensors_for(c, tokens));
+        const Tensors& t = side.tensors.back();
+        const Inputs& in = inputs[rank];
+        args.push_back(
+            whole_args({transfer_args(c, rank, layouts[rank], t, tokens * c.format.topk, 1),
+                        in.x.data(), in.scales.data(), in.weights.data(), t.out.data(),
+                        t.out_scales.data(), t.out_weights.data()},
+                       notify[rank]));
+    }
+    grid.run(kernels::whole_dispatch_kernel<WholeDispatch>,
+             grid.joint_of_roles<WholeDispatch>(args), ranks);
+    const uint64_t reason = ControlBlock::abort_word(
+        is_absent ? Outcome::Timeout : Outcome::BadInput, is_absent ? 0 : 1);
+    for (int rank = 0; rank < ranks; ++rank) {
+        if (grid.report(rank).abort != reason) simt::die("a rank is told another reason");
+        if (layouts[rank].totals().epoch)
+            simt::die("the handle of a dispatch without counts is good");
+        for (int expert = 0; expert < 2 * c.heap.local_experts(); ++expert) {
+            if (side.counts[rank].as<int64_t>()[expert] != -1)
+                simt::die("numbers of rows that nobody has exchanged");
+        }
+        const Tensors& t = side.tensors[rank];
+        for (const Memory* memory : {&t.out, &t.out_scales, &t.out_weights}) {
+            if (!is_poison(*memory)) simt::die("what came without counts looks like data");
+        }
+    }
+    for (int rank = 0; rank < 2; ++rank) {
+        const ControlBlock* block = side.heaps[rank].as<ControlBlock>();
+        const uint64_t came = rank == 0;  // whose ids are wrong does not
+        if (block->entered.notify != came || block->entered.transfer != came ||
+            block->finished.notify || block->finished.transfer)
+            simt::die("it cannot be seen who has not come to a dispatch with its counts");
+    }
 }
 
 // What a handle of a call that failed may hold: a layout that was never made, or tables that are

@@ -31,6 +31,16 @@ class Grid {
         return joint;
     }
 
+    // Of a dispatch or combine.
+    template <class J, class Args>
+    J joint_of_roles(const std::vector<Args>& args) {
+        const auto roles = this->roles<decltype(J::roles)>();
+        J all = joint<J>(args, roles.warps() * case_.heap.channels);
+        all.roles = roles;
+        all.ends_call = true;
+        return all;
+    }
+
     // A launch of the local pass.
     template <class J>
     void launch_spread(void (*kernel)(J), J joint) {

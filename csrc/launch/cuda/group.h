@@ -47,13 +47,14 @@ class CudaGroup {
 
     // One argument per rank of this process, in the order of `ranks`. Args of notify need no epoch:
     // it is counted on the GPU.
-    void notify(const std::vector<NotifyArgs>& args, CudaStream stream);
-    // The same, and waits for the totals of each rank; zeros for a rank that gave up before it knew
-    // any. Now and then it calls `idle`, which may throw. Throws std::runtime_error when the GPU
-    // fails.
+    //
+    // Waits for the totals of each rank; zeros for a rank that gave up before it knew any. Now and
+    // then it calls `idle`, which may throw. Throws std::runtime_error when the GPU fails.
     std::vector<Layout::Totals> notify_and_wait(std::vector<NotifyArgs> args, CudaStream stream,
                                                 const std::function<void()>& idle);
     void dispatch(const std::vector<DispatchArgs>& args, CudaStream stream);
+    // Both for a host that does not wait for the counts: one launch between ranks of one node.
+    void whole_dispatch(const std::vector<WholeDispatchArgs>& args, CudaStream stream);
     void combine(const std::vector<CombineArgs>& args, DType dtype, CudaStream stream);
 
     const std::vector<int>& ranks() const { return ranks_; }
@@ -99,6 +100,7 @@ class CudaGroup {
     void reset();
 
   private:
+    void notify(const std::vector<NotifyArgs>& args, CudaStream stream);
     void hear(const std::vector<ControlBlock*>& blocks);
     void hear_own();
     template <class F>

@@ -10,6 +10,7 @@
 #include "core/cuda/runtime.h"
 #include "launch/cuda/group.h"
 #include "launch/cuda/kernels.h"
+#include "launch/cuda/whole_dispatch.h"
 
 namespace ep {
 namespace {
@@ -243,6 +244,28 @@ void CudaGroup<P>::dispatch(const std::vector<DispatchArgs>& args, CudaStream st
         launch(kernels::local_pass_of_dispatch_kernel<J>, spread(all, ranks, beside_.all_sms),
                ranks, stream, false);
     });
+}
+
+template <class P>
+void CudaGroup<P>::whole_dispatch(const std::vector<WholeDispatchArgs>& args, CudaStream stream) {
+    const auto passes = [](const DispatchArgs& a) { return has_local_pass(a); };
+    const Topology& topology = heap_.topology;
+    if constexpr (P::kMergesNotify) {
+        // The local pass, beside the exchange, and network roles begin when the counts are there.
+        if (topology.nodes == 1 && topology.world() > 1 &&
+            std::none_of(args.begin(), args.end(), passes)) {
+            const DeviceGuard guard(device_);
+            return for_local_ranks([&]<int kRanks>() {
+                using J = WholeDispatchJoint<P, kRanks>;
+                launch(kernels::whole_dispatch_kernel<J>, joint_of_roles<J>(args), args.size(),
+                       stream);
+            });
+        }
+    }
+    std::vector<NotifyArgs> counts;
+    for (const WholeDispatchArgs& a : args) counts.push_back(a.notify(0));
+    notify(counts, stream);
+    dispatch({args.begin(), args.end()}, stream);
 }
 
 template <class P>

@@ -12,12 +12,14 @@ struct NoRoles {};
 
 // What a rank counts on the GPU: words in memory of their own lines.
 struct Progress {
-    static constexpr int kWordsOfLine = 16, kWords = 3 * kWordsOfLine;
+    static constexpr int kWordsOfLine = 16, kWords = 4 * kWordsOfLine;
     uint64_t* words;
 
     EP_HD uint64_t& notifies() const { return words[0]; }
     EP_HD uint64_t* arrivals_of_notify() const { return words + kWordsOfLine; }
     EP_HD uint64_t* warps_at_end() const { return words + 2 * kWordsOfLine; }
+    // Those of a launch that has another number of warps.
+    EP_HD uint64_t* arrivals_of_whole_dispatch() const { return words + 3 * kWordsOfLine; }
 };
 
 // A launch for all ranks of this process together, at most kRanks. All of it is a kernel parameter:
@@ -41,6 +43,8 @@ template <class P, int kRanks>
 using NotifyJoint = Joint<P, NotifyArgs, kRanks>;
 template <class P, int kRanks>
 using DispatchJoint = Joint<P, DispatchArgs, kRanks, DispatchRoles>;
+template <class P, int kRanks>
+using WholeDispatchJoint = Joint<P, WholeDispatchArgs, kRanks, DispatchRoles>;
 template <class P, int kRanks>
 using CombineJoint = Joint<P, CombineArgs, kRanks, CombineRoles>;
 

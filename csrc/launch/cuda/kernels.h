@@ -25,7 +25,8 @@ struct Place {
     int warp;
     int warps;
     __device__ __forceinline__ explicit Place(const J& joint)
-        : index(blockIdx.x / joint.blocks_per_rank),
+        : index(sizeof(joint.args) > sizeof(joint.args[0]) ? blockIdx.x / joint.blocks_per_rank
+                                                           : 0),
           block(blockIdx.x % joint.blocks_per_rank),
           warp(block * (blockDim.x / 32) + warp_of_block()),
           warps(joint.blocks_per_rank * (blockDim.x / 32)) {}
@@ -71,19 +72,20 @@ __device__ __forceinline__ void meet(uint64_t* arrivals, uint64_t warps) {
     __syncwarp();  // what lane 0 has acquired is there for all: a shuffle orders nothing
 }
 
-// Some warps exchange counts, which needs the sums only, while the others number the rows.
+// The first two steps, by all warps of a rank. False: nobody goes on, because ids are invalid or an
+// earlier launch failed. sends_rows: by the same launch, before the counts are there: the layout
+// has its epoch from the beginning, by which their receivers know the call's rows.
 template <class J>
-__global__ void __launch_bounds__(kBlockThreads, 1) notify_kernel(const __grid_constant__ J joint) {
-    const Place<J> place(joint);
+__device__ __forceinline__ bool count_rows(const J& joint, const Place<J>& place, DeviceWarp& warp,
+                                           const NotifyArgs& args, uint64_t* arrivals,
+                                           bool sends_rows) {
     const DeviceRank& rank = joint.ranks[place.index];
-    uint64_t* arrivals = joint.progress[place.index].arrivals_of_notify();
-    NotifyArgs args = joint.args[place.index];
-    // counted here, not by the host: a captured graph replays
-    args.epoch = joint.progress[place.index].notifies() + 1;
     const Layout& layout = args.layout;
-    DeviceWarp warp(rank, args.epoch, Role::Notify, 0, bulk_buffers());
     if (place.warp == 0) {
-        warp.lanes(1, [&](int) { layout.totals() = {}; });
+        warp.lanes(1, [&](int) {
+            layout.totals() = {};
+            if (sends_rows) layout.totals().epoch = static_cast<uint32_t>(args.epoch);
+        });
         mark_unknown(warp, args);
     }
     int bad_token = 0;
@@ -102,26 +104,48 @@ __global__ void __launch_bounds__(kBlockThreads, 1) notify_kernel(const __grid_c
             tell_host(warp, args);
             warp.fail(Outcome::BadInput, Wait::None, Need{});
         }
-        return;
+        return false;
     }
-    if (aborted) return;
+    return !aborted;
+}
+
+// The roles of the exchange from the first-th on, each `stride`-th. Whoever has the last one tells
+// the other warps.
+template <class F>
+__device__ __forceinline__ void exchange_counts(const DeviceRank& rank, uint64_t* notifies,
+                                                DeviceWarp& warp, F& fabric, const NotifyArgs& args,
+                                                int first, int stride) {
+    const int roles = num_exchange_roles(args.heap.topology);
+    for (int role = first; role < roles; role += stride) {
+        if (!run_exchange_role(warp, fabric, args, role)) return;
+        if (role < roles - 1) continue;
+        warp.template publish<Scope::Rank>(notifies, args.epoch);
+        count_one(rank.control->finished.notify);
+    }
+}
+
+// Some warps exchange counts, which needs the sums only, while the others number the rows.
+template <class J>
+__global__ void __launch_bounds__(kBlockThreads, 1) notify_kernel(const __grid_constant__ J joint) {
+    const Place<J> place(joint);
+    const DeviceRank& rank = joint.ranks[place.index];
+    const Progress& progress = joint.progress[place.index];
+    NotifyArgs args = joint.args[place.index];
+    args.epoch =
+        progress.notifies() + 1;  // counted here, not by the host: a captured graph replays
+    DeviceWarp warp(rank, args.epoch, Role::Notify, 0, bulk_buffers());
+    if (!count_rows(joint, place, warp, args, progress.arrivals_of_notify(), false)) return;
     if (place.warp == 0) count_one(rank.control->entered.notify);
     const int roles = num_exchange_roles(args.heap.topology);
     const int half = (place.warps + 1) / 2, exchangers = roles < half ? roles : half;
     if (place.warp >= exchangers) {
-        for (int channel = place.warp - exchangers; channel < layout.channels;
+        for (int channel = place.warp - exchangers; channel < args.layout.channels;
              channel += place.warps - exchangers)
             index_channel(warp, args, channel);
         return;
     }
     typename J::Fabric fabric(joint.fabric, args.rank);
-    for (int role = place.warp; role < roles; role += exchangers) {
-        if (!run_exchange_role(warp, fabric, args, role)) return;
-        if (role == roles - 1) {
-            warp.lanes(1, [&](int) { joint.progress[place.index].notifies() = args.epoch; });
-            count_one(rank.control->finished.notify);
-        }
-    }
+    exchange_counts(rank, &progress.notifies(), warp, fabric, args, place.warp, exchangers);
 }
 
 // ---- the end of both

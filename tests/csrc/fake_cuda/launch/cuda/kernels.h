@@ -15,6 +15,8 @@ void notify_kernel(J);
 template <class J>
 void dispatch_kernel(J);
 template <class J>
+void whole_dispatch_kernel(J);
+template <class J>
 void own_rows_kernel(J);
 template <class J>
 void local_pass_of_dispatch_kernel(J);

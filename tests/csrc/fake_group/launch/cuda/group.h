@@ -20,7 +20,6 @@ class CudaGroup {
               const std::vector<char*>&, int, int, double) {}
     ~CudaGroup() { Gate::pass(); }
 
-    void notify(const std::vector<NotifyArgs>&, CudaStream) { Gate::pass(); }
     std::vector<Layout::Totals> notify_and_wait(const std::vector<NotifyArgs>&, CudaStream,
                                                 const std::function<void()>& idle) {
         Gate::pass();
@@ -28,6 +27,7 @@ class CudaGroup {
         return {};
     }
     void dispatch(const std::vector<DispatchArgs>&, CudaStream) { Gate::pass(); }
+    void whole_dispatch(const std::vector<WholeDispatchArgs>&, CudaStream) { Gate::pass(); }
     void combine(const std::vector<CombineArgs>&, DType, CudaStream) { Gate::pass(); }
     void drain() const { Gate::pass(); }
     void listen() {}

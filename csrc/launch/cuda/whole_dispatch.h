@@ -1,0 +1,94 @@
+#pragma once
+
+#include "launch/cuda/kernels.h"
+
+// Notify and dispatch as one launch.
+namespace ep::kernels {
+
+// The counts that another warp of the rank is exchanging. Its waits are bounded, and if one of them
+// ends badly the rank is told to stop: so these are bounded, too.
+class CountsUnderWay {
+  public:
+    __device__ __forceinline__ CountsUnderWay(const DeviceRank& rank, uint64_t* epochs,
+                                              uint64_t epoch)
+        : rank_(rank), epochs_(epochs), epoch_(epoch) {}
+
+    __device__ __forceinline__ bool there(DeviceWarp&) {
+        if (are_there_) return true;
+        const bool first = rows::lane_id() == 0;
+        are_there_ =
+            __shfl_sync(rows::kAllLanes, first && ptx::load_acquire_gpu(epochs_) >= epoch_, 0);
+        __syncwarp();  // what lane 0 has acquired is there for all: a shuffle orders nothing
+        return are_there_;
+    }
+    __device__ __forceinline__ bool wait(DeviceWarp& warp) {
+        while (!there(warp)) {
+            if (is_aborted(rank_)) return false;
+        }
+        return true;
+    }
+
+  private:
+    const DeviceRank& rank_;
+    uint64_t* epochs_;
+    uint64_t epoch_;
+    bool are_there_ = false;
+};
+
+// Between ranks of one node, where the sender of a channel is the only one that numbers its rows.
+// It sends them while others exchange the counts, which receivers need: those of the first channels
+// do that.
+template <class J>
+__device__ __forceinline__ void run_whole_dispatch(const J& joint, const Place<J>& place) {
+    const WholeDispatchArgs& args = joint.args[place.index];
+    const DeviceRank& rank = joint.ranks[place.index];
+    const Progress& progress = joint.progress[place.index];
+    const NotifyArgs notify = args.notify(progress.notifies() + 1);
+    BulkBuffers& buffers = bulk_buffers();
+    auto warp = [&](Role name, int channel) {
+        const uint64_t call = name == Role::Notify ? notify.epoch : args.call;
+        return DeviceWarp(rank, call, name, channel, buffers);
+    };
+    {
+        DeviceWarp w = warp(Role::Notify, 0);
+        if (!count_rows(joint, place, w, notify, progress.arrivals_of_whole_dispatch(), true))
+            return;
+    }
+    if (place.warp == 0) {
+        count_one(rank.control->entered.notify);
+        begin_transfer(rank, args);
+    }
+    const int channels = args.layout.channels, warps = joint.roles.warps();
+    const int number =
+        role_of_warp(warps * channels, place.block, joint.blocks_per_rank, warp_of_block());
+    if (number < 0) return;
+    const int channel = number / warps, role = number % warps - 1;
+    typename J::Fabric fabric(joint.fabric, args.rank);
+    CountsUnderWay counts(rank, &progress.notifies(), notify.epoch);
+    if (role < 0) {
+        DeviceWarp w = warp(Role::NvlSender, channel);
+        index_channel(w, notify, channel);
+        nvl_sender(w, fabric, args, channel, counts);
+    } else {
+        const int roles = num_exchange_roles(args.topology());
+        if (role == 0 && channel < roles) {
+            DeviceWarp w = warp(Role::Notify, 0);
+            exchange_counts(rank, &progress.notifies(), w, fabric, notify, channel, channels);
+        }
+        DeviceWarp w = warp(Role::Receiver, channel);
+        const int share = joint.roles.ranks_per_server();
+        if (counts.wait(w)) receiver(w, fabric, args, channel, role * share, share);
+    }
+    DeviceWarp w = warp(Role::Launch, 0);
+    if (counts.wait(w)) clear_unfilled(w, args, number, warps * channels);
+}
+
+template <class J>
+__global__ void __launch_bounds__(kBlockThreads, 1)
+    whole_dispatch_kernel(const __grid_constant__ J joint) {
+    const Place<J> place(joint);
+    run_whole_dispatch(joint, place);
+    end_call(joint, place);
+}
+
+}  // namespace ep::kernels

@@ -1,0 +1,105 @@
+#pragma once
+
+#include "core/args.h"
+#include "exec/warp.h"
+#include "protocol/weights.h"
+
+namespace ep {
+
+// The distinct local ranks of `node` among a row's experts: `peer` per lane, and the first lane of
+// each.
+template <WarpLike W>
+EP_FN uint32_t peers_on_node(W& warp, const TransferArgs& args, int node,
+                             const typename W::template PerLane<int>& expert,
+                             typename W::template PerLane<int>& peer) {
+    const int local_experts = args.layout.local_experts();
+    warp.lanes(args.layout.topk, [&](int lane) {
+        const int rank = expert[lane] < 0 ? -1 : expert[lane] / local_experts;
+        peer[lane] = rank >= 0 && args.topology().node_of(rank) == node
+                         ? args.topology().local_of(rank)
+                         : -1;
+    });
+    return warp.first_of(args.layout.topk, peer);
+}
+
+// Likewise the distinct nodes among `count` other nodes from the first-th on.
+template <WarpLike W>
+EP_FN uint32_t nodes_among(W& warp, const TransferArgs& args, int first, int count,
+                           const typename W::template PerLane<int>& expert,
+                           typename W::template PerLane<int>& node) {
+    const int local_experts = args.layout.local_experts();
+    warp.lanes(args.layout.topk, [&](int lane) {
+        node[lane] = expert[lane] < 0 ? -1 : args.topology().node_of(expert[lane] / local_experts);
+        const int place = node[lane] < 0 ? -1 : args.place_of_node(node[lane]);
+        if (place < first || place >= first + count) node[lane] = -1;
+    });
+    return warp.first_of(args.layout.topk, node);
+}
+
+// What travels beside a token, a lane each k.
+template <WarpLike W>
+struct Header {
+    typename W::template PerLane<int> expert, index;
+    typename W::template PerLane<uint64_t> weight;
+};
+
+template <WarpLike W>
+EP_FN void read_header(W& warp, const DispatchArgs& args, int token, Header<W>& header) {
+    const RowFormat& format = args.format;
+    warp.lanes(format.topk, [&](int lane) {
+        header.expert[lane] = args.layout.experts(token)[lane];
+        header.index[lane] = args.layout.index(token)[lane];
+        const size_t weight =
+            (static_cast<size_t>(token) * format.topk + lane) * format.weight_bytes;
+        header.weight[lane] = load_weight(args.weights + weight, format.weight_bytes);
+    });
+}
+
+template <WarpLike W>
+EP_FN void read_header(W& warp, const RowFormat& format, const char* slot, Header<W>& header) {
+    warp.lanes(format.topk, [&](int lane) {
+        header.expert[lane] = reinterpret_cast<const int32_t*>(slot + format.experts())[lane];
+        header.index[lane] = reinterpret_cast<const int32_t*>(slot + format.index())[lane];
+        header.weight[lane] =
+            load_weight(slot + format.weights() + lane * format.weight_bytes, format.weight_bytes);
+    });
+}
+
+// Writes a row's header into the slots of the lanes in the mask.
+template <WarpLike W>
+EP_FN void write_header(W& warp, const RowFormat& format,
+                        const typename W::template PerLane<void*>& slots, uint32_t mask,
+                        uint64_t tag, const Header<W>& header) {
+    for_each_lane(mask, [&](int to) {
+        char* slot = static_cast<char*>(warp.broadcast(slots, to));
+        warp.lanes(format.topk, [&](int lane) {
+            if (lane == 0) *reinterpret_cast<uint64_t*>(slot + format.tag()) = tag;
+            reinterpret_cast<int32_t*>(slot + format.experts())[lane] = header.expert[lane];
+            reinterpret_cast<int32_t*>(slot + format.index())[lane] = header.index[lane];
+            store_weight(slot + format.weights() + lane * format.weight_bytes, header.weight[lane],
+                         format.weight_bytes);
+        });
+    });
+}
+
+// f(token, header) for tokens of this rank, until it returns false. A header is read while the
+// token before it is served.
+template <WarpLike W, class F>
+EP_FN void for_each_token(W& warp, const DispatchArgs& args, int first, int end, F&& f) {
+    Header<W> header, next;
+    if (first < end) read_header(warp, args, first, next);
+    for (int token = first; token < end; ++token) {
+        header = next;
+        if (token + 1 < end) read_header(warp, args, token + 1, next);
+        if (!f(token, header)) return;
+    }
+}
+
+// For those of a channel.
+template <WarpLike W, class F>
+EP_FN void for_each_token(W& warp, const DispatchArgs& args, int channel, F&& f) {
+    for_each_token(warp, args, args.layout.first_token(channel),
+                   args.layout.first_token(channel + 1), f);
+}
+
+}  // namespace ep
