@@ -32,7 +32,7 @@ def test_kinds_of_kernels(name, kind):
 
 
 def test_figures_of_a_trace(tmp_path):
-    dispatch, _, combine, _, _, product, _, other, _ = NAMES
+    dispatch, _, _, combine, _, _, product, _, other, _ = NAMES
     kernels = [(0, 10, 7, dispatch), (4, 3, 13, product), (6, 8, 14, product), (20, 5, 13, combine), (22, 1, 7, other)]
     events = [
         {"cat": "kernel", "ph": "X", "name": name, "ts": start, "dur": took, "tid": 1, "args": {"stream": stream}}
