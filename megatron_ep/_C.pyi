@@ -73,6 +73,7 @@ class RowFormat:
 
 class RankTensors:
     def __init__(self) -> None: ...
+    def copy(self) -> RankTensors: ...
     layout: int
     num_tokens: int
     topk_idx: int

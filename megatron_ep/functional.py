@@ -6,6 +6,7 @@ and combine are each other's transpose, so the backward pass of each is the othe
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +50,24 @@ class Received:
     tokens_per_expert: Any
     overflow: Any
     handle: Handle
+
+
+class _ReceivedLater(Received):
+    """Takes from the handle what that knows when somebody asks: torch takes as long for each as for an output."""
+
+    def __init__(self, x: Any, scales: Any, probs: Any, handle: Handle):
+        self.x, self.scales, self.probs, self.handle = x, scales, probs, handle
+
+    def _of_handle(self, tensors: list[torch.Tensor]) -> Any:
+        return tensors if isinstance(self.handle.buffer, LocalCluster) else tensors[0]
+
+    @functools.cached_property
+    def tokens_per_expert(self) -> Any:  # type: ignore[override]
+        return self._of_handle(transfers.tokens_per_expert_of(self.handle))
+
+    @functools.cached_property
+    def overflow(self) -> Any:  # type: ignore[override]
+        return self._of_handle(transfers.overflow_of(self.handle))
 
 
 def dispatch(
@@ -139,14 +158,12 @@ def dispatch(
         out = autograd.dispatch(handle, n, row_scales, needs_gradient, *xs, *(weights or ()))
     parts = [list(out[i : i + n]) for i in range(0, len(out), n)]
     one = (lambda items: items) if isinstance(group, LocalCluster) else (lambda items: items[0])
-    return Received(
-        x=one(parts[0]),
-        probs=one(parts[1]) if weights is not None else None,
-        scales=one(parts[-1]) if row_scales is not None else None,
-        tokens_per_expert=one(transfers.tokens_per_expert_of(handle)),
-        overflow=one(transfers.overflow_of(handle)),
-        handle=handle,
-    )
+    row_probs = one(parts[1]) if weights is not None else None
+    received_scales = one(parts[-1]) if row_scales is not None else None
+    if not is_traced:
+        return _ReceivedLater(one(parts[0]), received_scales, row_probs, handle)
+    counts, overflow = one(transfers.tokens_per_expert_of(handle)), one(transfers.overflow_of(handle))
+    return Received(one(parts[0]), received_scales, row_probs, counts, overflow, handle)
 
 
 def combine(x: Tensors, handle: Handle, weights: Tensors | None = None) -> Any:

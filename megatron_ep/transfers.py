@@ -93,31 +93,22 @@ def dispatch(
     """
     group, topk = handle.buffer, handle.topk
     backend = group.live_backend()
-    # While the host waits for counts the GPU waits for the host: what does not depend on them comes before.
     row = format_of(group, topk, x[0], scales, weights)
-    tensors = []
-    for i in range(len(x)):
-        t = _C.RankTensors()
-        t.x, t.clears_end = x[i].data_ptr(), clears_end
-        if scales is not None:
-            t.scales = scales[i].data_ptr()
-        if weights is not None:
-            t.weights = weights[i].data_ptr()
-        tensors.append(t)
     counts = None
     if handle.to_ask_for is not None:
-        handle.ranks, counts = _exchange_counts(group, handle.to_ask_for, tensors)
+        handle.ranks, counts = _exchange_counts(group, handle.to_ask_for)
         handle.to_ask_for = None
-    else:
-        _take_tables(group, handle.ranks, tensors)
+    tensors = _tables_of(group, handle.ranks)
     out, out_scales, out_weights = [], [], []
     for i, (rank, t) in enumerate(zip(handle.ranks, tensors, strict=True)):
         out.append(backend.new_output(rank.rows, x[i].shape[1], x[i].dtype))
-        t.out = out[i].data_ptr()
+        t.x, t.out, t.clears_end = x[i].data_ptr(), out[i].data_ptr(), clears_end
         if scales is not None:
+            t.scales = scales[i].data_ptr()
             out_scales.append(torch.empty(rank.rows, scales[i].shape[1], dtype=scales[i].dtype, device=group.device))
             t.out_scales = out_scales[i].data_ptr()
         if weights is not None:
+            t.weights = weights[i].data_ptr()
             out_weights.append(torch.empty(rank.rows, dtype=weights[i].dtype, device=group.device))
             t.out_weights = out_weights[i].data_ptr()
         t.fills_tables, rank.has_tables = not rank.has_tables, True
@@ -138,8 +129,7 @@ def combine(
     backend = group.live_backend()
     row = format_of(group, topk, x[0], None, weights)
     out, out_weights, sums = [], [], []
-    tensors = [_C.RankTensors() for _ in handle.ranks]
-    _take_tables(group, handle.ranks, tensors)
+    tensors = _tables_of(group, handle.ranks)
     for i, (rank, t) in enumerate(zip(handle.ranks, tensors, strict=True)):
         out.append(backend.new_output(rank.num_tokens, x[i].shape[1], x[i].dtype))
         t.x, t.out = x[i].data_ptr(), out[i].data_ptr()
@@ -194,23 +184,20 @@ def overflow_of(handle: Handle) -> list[torch.Tensor]:
     return [rank.layout.narrow(0, OVERFLOW, 1) for rank in handle.ranks]
 
 
-def _exchange_counts(
-    group: RankGroup, request: CountsToAskFor, tensors: Sequence[_C.RankTensors]
-) -> tuple[list[RankHandle], CountSettings | None]:
-    """Fills in where the tables lie that come of it.
-
-    With max_recv_tokens the host need not wait for the counts: tables then have room for the most. Where it would not
-    learn them anyway they are left to the dispatch, which needs the settings that are returned.
-    """
+def _exchange_counts(group: RankGroup, request: CountsToAskFor) -> tuple[list[RankHandle], CountSettings | None]:
+    """With max_recv_tokens the host need not wait for the counts: tables then have room for the most. Where it would
+    not learn them anyway they are left to the dispatch, which needs the settings that are returned."""
     backend, topk_idx, most = group.live_backend(), request.topk_idx, request.max_recv_tokens
     topk, wait = topk_idx[0].shape[1], most is None
-    layouts, counts = [], []
-    for idx, t in zip(topk_idx, tensors, strict=True):
-        size = group.heap.layout_size(idx.shape[0], topk)
-        layouts.append(torch.empty(size, dtype=torch.int32, device=group.device))
+    layouts, counts, tensors = [], [], []
+    for idx in topk_idx:
+        num_tokens = idx.shape[0]
+        layouts.append(torch.empty(group.heap.layout_size(num_tokens, topk), dtype=torch.int32, device=group.device))
         counts.append(backend.new_counts(group.num_local_experts, wait=wait))
-        t.layout, t.num_tokens, t.topk_idx = layouts[-1].data_ptr(), idx.shape[0], idx.data_ptr()
+        t = _C.RankTensors()
+        t.layout, t.num_tokens, t.topk_idx = layouts[-1].data_ptr(), num_tokens, idx.data_ptr()
         t.tokens_per_expert = counts[-1].data_ptr()
+        tensors.append(t)
     settings: CountSettings = {
         "index_bytes": topk_idx[0].element_size(),
         "expert_alignment": request.expert_alignment,
@@ -221,11 +208,11 @@ def _exchange_counts(
     for number, idx, total in zip(group.ranks, topk_idx, totals, strict=False):
         if total.bad_token >= 0:
             _refuse_ids(group, number, idx, total.bad_token)
-    if wait or totals:
+    if totals:
         group.raise_if_aborted()
     made_on, ranks = backend.current_stream(), []
-    for i, (idx, t) in enumerate(zip(topk_idx, tensors, strict=True)):
-        num_tokens = idx.shape[0]
+    for i, t in enumerate(tensors):
+        num_tokens = t.num_tokens
         if most is None:
             rows, received, rail = totals[i].expert_rows, totals[i].received_rows, totals[i].rail_rows
         else:
@@ -236,20 +223,34 @@ def _exchange_counts(
                 received, rail = min(totals[i].received_rows, received), totals[i].rail_rows
         positions = torch.empty(received, topk, dtype=torch.int32, device=group.device)
         rail_experts = torch.empty(rail, topk, dtype=torch.int32, device=group.device) if rail else positions
-        t.positions, t.rail_experts = positions.data_ptr(), rail_experts.data_ptr()
-        t.max_received, t.max_rail, t.max_rows = received, rail, rows
-        ranks.append(RankHandle(num_tokens, layouts[i], rows, counts[i], positions, rail_experts, rail, made_on))
+        _add_tables(t, positions, rail_experts, rail, rows)
+        ranks.append(
+            RankHandle(num_tokens, layouts[i], rows, counts[i], positions, rail_experts, rail, made_on, addresses=t)
+        )
     return ranks, settings if is_left else None
 
 
-def _take_tables(group: RankGroup, ranks: Sequence[RankHandle], tensors: Sequence[_C.RankTensors]) -> None:
-    backend = group.live_backend()
-    for rank, t in zip(ranks, tensors, strict=True):
-        # this launch may run on another stream than the one that made the handle
-        backend.keep_for_launch((rank.layout, rank.positions, rank.rail_experts), rank.made_on)
-        t.layout, t.num_tokens = rank.layout.data_ptr(), rank.num_tokens
-        t.positions, t.rail_experts = rank.positions.data_ptr(), rank.rail_experts.data_ptr()
-        t.max_received, t.max_rail, t.max_rows = rank.positions.shape[0], rank.rail_rows, rank.rows
+def _add_tables(
+    t: _C.RankTensors, positions: torch.Tensor, rail_experts: torch.Tensor, rail_rows: int, rows: int
+) -> None:
+    t.positions, t.rail_experts = positions.data_ptr(), rail_experts.data_ptr()
+    t.max_received, t.max_rail, t.max_rows = positions.shape[0], rail_rows, rows
+
+
+def _tables_of(group: RankGroup, ranks: Sequence[RankHandle]) -> list[_C.RankTensors]:
+    """For a launch, which adds what is its own."""
+    backend, tensors = group.live_backend(), []
+    stream = backend.current_stream()
+    for rank in ranks:
+        if rank.made_on != stream:
+            backend.keep_for_launch((rank.layout, rank.positions, rank.rail_experts), rank.made_on)
+        t = rank.addresses
+        if t is None:  # a handle that was put together
+            t = rank.addresses = _C.RankTensors()
+            t.layout, t.num_tokens = rank.layout.data_ptr(), rank.num_tokens
+            _add_tables(t, rank.positions, rank.rail_experts, rank.rail_rows, rank.rows)
+        tensors.append(t.copy())
+    return tensors
 
 
 def _refuse_ids(group: RankGroup, rank: int, topk_idx: torch.Tensor, token: int) -> None:

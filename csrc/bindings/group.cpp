@@ -257,6 +257,7 @@ void bind_group(py::module_& m) {
     py::class_<RankTensors>(m, "RankTensors",
                             "Addresses of one rank's tensors; 0 where there is none.")
         .def(py::init<>())
+        .def("copy", [](const RankTensors& tensors) { return tensors; })
         .def_readwrite("layout", &RankTensors::layout)
         .def_readwrite("num_tokens", &RankTensors::num_tokens)
         .def_readwrite("topk_idx", &RankTensors::topk_idx)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -114,7 +115,7 @@ class CudaBackend(OfGroup):
         rdma_chunk: int,
         counts: CountSettings | None,
     ) -> None:
-        batch = min(nvl_batch, self._batch(row))
+        batch = min(nvl_batch, _half_a_ring(row, self._heap))
         run = self.group.dispatch if counts is None else self.group.whole_dispatch
         self.launch(
             lambda stream: run(
@@ -125,7 +126,7 @@ class CudaBackend(OfGroup):
     def combine(
         self, tensors: Sequence[_C.RankTensors], row: _C.RowFormat, *, nvl_batch: int, rdma_chunk: int, dtype: int
     ) -> None:
-        batch = min(nvl_batch, self._batch(row))
+        batch = min(nvl_batch, _half_a_ring(row, self._heap))
         self.launch(
             lambda stream: self.group.combine(
                 list(tensors), row, nvl_batch=batch, rdma_chunk=rdma_chunk, dtype=dtype, stream=stream
@@ -148,11 +149,6 @@ class CudaBackend(OfGroup):
     def current_stream(self) -> int:
         # what torch.cuda.current_stream is made of: a call asks often
         return torch._C._cuda_getCurrentRawStream(self._device.index)
-
-    def _batch(self, row: _C.RowFormat) -> int:
-        """Rows after which a ring's other end hears of them: half a ring, so that both ends can work at once."""
-        slots = self._heap.nvl_ring_bytes // row.slot_bytes
-        return 1 << max(0, slots.bit_length() - 2)
 
     def finished(self) -> bool:
         return False  # a launch that was enqueued tells nothing yet
@@ -250,6 +246,13 @@ class CudaBackend(OfGroup):
             with contextlib.suppress(RuntimeError):
                 self.abort(interrupted=False, failed=True, reason=str(error))
             raise
+
+
+@functools.lru_cache(maxsize=64)
+def _half_a_ring(row: _C.RowFormat, heap: _C.Heap) -> int:
+    """Rows after which a ring's other end hears of them: then both ends can work at once."""
+    slots = heap.nvl_ring_bytes // row.slot_bytes
+    return 1 << max(0, slots.bit_length() - 2)
 
 
 def _forget_graphs_that_are_gone() -> None:

@@ -26,6 +26,7 @@ class RankHandle:
     made_on: int  # the stream, see Backend.current_stream
     has_tables: bool = False  # whether a dispatch that fills the two was launched
     has_given_counts: bool = False  # whether the caller has his
+    addresses: _C.RankTensors | None = None  # of these tensors, once a launch has used them
 
 
 class CountSettings(TypedDict):

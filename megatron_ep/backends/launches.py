@@ -35,20 +35,13 @@ class Launches:
         self._call: tuple[str, bool] | None = None
         self._call_seen = self._next_look = 0.0
         self.are_captured = False  # some are replayed by CUDA graphs
+        self.are_watched = timeout is not None
+        self.are_recorded = self.are_watched  # nobody pays for events that nobody asks for
         self._measures = False
         self._seconds = 0.0
         self._pending: deque[list[torch.cuda.Event]] = deque()  # start and, once it is all enqueued, end of each
         self._begun: torch.cuda.Event | None = None  # start of the oldest, once it has been seen to have begun
         self._seen = 0.0  # when that was
-
-    @property
-    def are_recorded(self) -> bool:
-        """Nobody pays for events that nobody asks for."""
-        return self._measures or self.are_watched
-
-    @property
-    def are_watched(self) -> bool:
-        return self._timeout is not None
 
     @contextlib.contextmanager
     def record(self, stream: torch.cuda.Stream) -> Iterator[None]:
@@ -65,7 +58,7 @@ class Launches:
     def measured(self) -> float:
         """Seconds on the GPU of launches since this was first asked, as far as they have finished."""
         self._take_finished()
-        self._measures = True
+        self._measures = self.are_recorded = True
         return self._seconds
 
     def _take_finished(self) -> None:
