@@ -50,9 +50,12 @@ struct Layout {
     EP_HD int local_experts() const { return local_experts_; }
     EP_HD size_t size() const { return size_; }
 
-    // Tokens of a channel: [first_token(c), first_token(c + 1)).
-    EP_HD int first_token(int channel) const {
-        return static_cast<int64_t>(num_tokens) * channel / channels;
+    // Tokens of a channel of this rank: [first_token(c), first_token(c + 1)). Where they are fewer
+    // than the channels each rank uses other channels: a warp that serves several ranks on one of
+    // them has rows of one rank then, not of all.
+    EP_HD int first_token(int rank, int channel) const {
+        const int64_t shift = static_cast<int64_t>(channels) * rank / world();
+        return (static_cast<int64_t>(num_tokens) * channel + shift) / channels;
     }
 
     struct Totals {

@@ -221,7 +221,8 @@ EP_FN void combine_receiver(W& warp, F& fabric, const CombineArgs& args, int cha
         warp.lanes(format.topk,
                    [&](int lane) { following[lane] = args.layout.experts(token)[lane]; });
     };
-    const int first = args.layout.first_token(channel), end = args.layout.first_token(channel + 1);
+    const int first = args.layout.first_token(args.rank, channel),
+              end = args.layout.first_token(args.rank, channel + 1);
     if (first < end) read_experts(first);
     int64_t received = args.layout.received_start(channel, args.rank);
     read_positions(warp, args, received, following_position);

@@ -166,8 +166,8 @@ EP_FN void place_own_rows(W& warp, const DispatchArgs& args, int channel, int fi
 
 template <WarpLike W>
 EP_FN void place_own_rows(W& warp, const DispatchArgs& args, int channel) {
-    place_own_rows(warp, args, channel, args.layout.first_token(channel),
-                   args.layout.first_token(channel + 1));
+    place_own_rows(warp, args, channel, args.layout.first_token(args.rank, channel),
+                   args.layout.first_token(args.rank, channel + 1));
 }
 
 // The counts of a sender that begins when they are there. Of one that does not:
@@ -189,7 +189,8 @@ EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel,
     typename W::template PerLane<int> peer;
     typename W::template PerLane<void*> slot, to;
     Places<W> places;
-    const int first = args.layout.first_token(channel), end = args.layout.first_token(channel + 1);
+    const int first = args.layout.first_token(args.rank, channel),
+              end = args.layout.first_token(args.rank, channel + 1);
     int placed_from = kLater ? end : first, own_before = 0;
     int64_t received = kLater ? 0 : args.layout.received_start(channel, args.rank);
     int batch = 0;

@@ -19,15 +19,16 @@ EP_FN int tokens_at_once(const Layout& layout) {
 // value[lane] is read(i) of the lane's (token, k), the i-th of all. Those of the next tokens are
 // read while these are served.
 template <class T, WarpLike W, class Read, class F>
-EP_FN void for_some_tokens(W& warp, const Layout& layout, int channel, Read&& read, F&& f) {
-    const int end = layout.first_token(channel + 1), most = tokens_at_once<W>(layout);
+EP_FN void for_some_tokens(W& warp, const NotifyArgs& args, int channel, Read&& read, F&& f) {
+    const Layout& layout = args.layout;
+    const int end = layout.first_token(args.rank, channel + 1), most = tokens_at_once<W>(layout);
     typename W::template PerLane<T> value, following;
     auto lanes_at = [&](int token) { return lanes_from(token, end, most) * layout.topk; };
     auto read_at = [&](int token) {
         const size_t first = static_cast<size_t>(token) * layout.topk;
         warp.lanes(lanes_at(token), [&](int lane) { following[lane] = read(first + lane); });
     };
-    int token = layout.first_token(channel);
+    int token = layout.first_token(args.rank, channel);
     if (token < end) read_at(token);
     for (; token < end; token += most) {
         value = following;
@@ -138,7 +139,7 @@ EP_FN int count_channel(W& warp, const NotifyArgs& args, int channel) {
         count_keys(warp, lanes, rank, &layout.rank_tokens(channel, 0));
         count_keys(warp, lanes, node, &layout.node_tokens(channel, 0));
     };
-    for_some_tokens<int64_t>(warp, layout, channel, read_id, count);
+    for_some_tokens<int64_t>(warp, args, channel, read_id, count);
     return bad_token;
 }
 
@@ -167,7 +168,7 @@ EP_FN void index_channel(W& warp, const NotifyArgs& args, int channel) {
     Experts index;
     auto read_expert = [&](size_t i) { return layout.experts(0)[i]; };
     for_some_tokens<int>(
-        warp, layout, channel, read_expert, [&](int token, int lanes, const Experts& expert) {
+        warp, args, channel, read_expert, [&](int token, int lanes, const Experts& expert) {
             warp.lanes(lanes, [&](int lane) { index[lane] = 0; });
             count_keys(warp, lanes, expert, layout.expert_counts(channel), index);
             warp.lanes(lanes, [&](int lane) { layout.index(token)[lane] = index[lane]; });

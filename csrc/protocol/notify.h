@@ -129,15 +129,19 @@ EP_FN bool receive_counts(W& warp, F& fabric, const NotifyArgs& args) {
             layout.received(number % channels, number / channels) = count;
             layout.received_start(number % channels, number / channels) = start;
         });
-    const int rail_rows = scan_counts(
-        warp, topology.nodes * channels,
-        [&](int number) {
-            const int node = number / channels;
-            return node == topology.node_of(args.rank) ? 0 : layout.rail(number % channels, node);
-        },
-        [&](int number, int, int start) {
-            layout.rail_start(number % channels, number / channels) = start;
-        });
+    int rail_rows = 0;
+    if (topology.nodes > 1) {
+        rail_rows = scan_counts(
+            warp, topology.nodes * channels,
+            [&](int number) {
+                const int node = number / channels;
+                return node == topology.node_of(args.rank) ? 0
+                                                           : layout.rail(number % channels, node);
+            },
+            [&](int number, int, int start) {
+                layout.rail_start(number % channels, number / channels) = start;
+            });
+    }
 
     typename W::template PerLane<int> rows;
     int expert_rows = 0;

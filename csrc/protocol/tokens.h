@@ -98,8 +98,8 @@ EP_FN void for_each_token(W& warp, const DispatchArgs& args, int first, int end,
 // For those of a channel.
 template <WarpLike W, class F>
 EP_FN void for_each_token(W& warp, const DispatchArgs& args, int channel, F&& f) {
-    for_each_token(warp, args, args.layout.first_token(channel),
-                   args.layout.first_token(channel + 1), f);
+    for_each_token(warp, args, args.layout.first_token(args.rank, channel),
+                   args.layout.first_token(args.rank, channel + 1), f);
 }
 
 }  // namespace ep
