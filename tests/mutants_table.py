@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 QUANTIZE = "exec/device/quantize.h"
 BULK, WARP, KERNELS = "exec/device/bulk.h", "exec/device/device_warp.h", "launch/cuda/kernels.h"
+WHOLE = "launch/cuda/whole_dispatch.h"
 RING, DISPATCH, COMBINE = "protocol/ring.h", "protocol/dispatch.h", "protocol/combine.h"
 LOCAL_PASS = "protocol/local_pass.h"
 COORDINATORS, NOTIFY = "protocol/coordinators.h", "protocol/notify.h"
@@ -211,6 +212,34 @@ MUTANTS = [
         "if (first) before = ptx::fetch_add_acq_rel_gpu(arrivals, 1);",
         "fetch_add_acq_rel_gpu",
         "fetch_add_sys",
+    ),
+    # ---- notify and dispatch as one launch
+    changed(
+        "exchange_counts: a credit",
+        KERNELS,
+        "warp.template publish<Scope::Rank>(notifies, args.epoch);",
+        "publish<",
+        "credit<",
+    ),
+    changed(
+        "CountsUnderWay: relaxed",
+        WHOLE,
+        "__shfl_sync(rows::kAllLanes, first && ptx::load_acquire_gpu(epochs_) >= epoch_, 0);",
+        "ptx::load_acquire_gpu(epochs_)",
+        "ptx::load_relaxed_sys(epochs_)",
+    ),
+    Mutant("CountsUnderWay: lanes do not meet behind", WHOLE, "«__syncwarp();»  // what lane 0 has acquired"),
+    Mutant(
+        "whole dispatch: receivers do not wait for counts",
+        WHOLE,
+        "if (counts.wait(w)) receiver(w, fabric, args, channel, role * share, share);",
+        "receiver(w, fabric, args, channel, role * share, share);",
+    ),
+    Mutant(
+        "nvl_sender: own rows are placed before the counts are there",
+        DISPATCH,
+        "if (go_on && counts.wait(warp)) place_own_rows(warp, args, channel, first, placed_from);",
+        "place_own_rows(warp, args, channel, first, placed_from);",
     ),
     # ---- NVLink rings
     changed("publish_tails: the rank's scope", RING, PUBLISH_TAILS, SYSTEM, RANK),
