@@ -224,7 +224,7 @@ MUTANTS = [
     changed(
         "CountsUnderWay: relaxed",
         WHOLE,
-        "__shfl_sync(rows::kAllLanes, first && ptx::load_acquire_gpu(epochs_) >= epoch_, 0);",
+        "if (rows::lane_id() == 0) seen = ptx::load_acquire_gpu(epochs_) >= epoch_;",
         "ptx::load_acquire_gpu(epochs_)",
         "ptx::load_relaxed_sys(epochs_)",
     ),

@@ -144,7 +144,10 @@ class CudaBackend(OfGroup):
 
     def may_wait_beside(self) -> bool:
         # A graph's branches may run one after the other in any order, and other processes may take all SMs.
-        return not self.shares_gpu and not torch.cuda.is_current_stream_capturing()
+        return not self.shares_gpu and not self.is_capturing()
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
 
     def current_stream(self) -> int:
         # what torch.cuda.current_stream is made of: a call asks often
@@ -212,7 +215,7 @@ class CudaBackend(OfGroup):
     def launch(self, launch: Callable[[int], T], part: object = None) -> T:
         """part: what the launch uses besides the group."""
         stream = self.current_stream()
-        if torch.cuda.is_current_stream_capturing():
+        if self.is_capturing():
             self._launches.are_captured = True
             if not self.group.graphs():
                 self._captured_parts.clear()

@@ -83,6 +83,9 @@ class HostBackend(OfGroup):
     def may_wait_beside(self) -> bool:
         return True
 
+    def is_capturing(self) -> bool:
+        return False
+
     def current_stream(self) -> int:
         return 0
 

@@ -113,6 +113,10 @@ class Backend(Protocol):
         """Whether a launch may wait for another one of the same rank that is to run beside it."""
         ...
 
+    def is_capturing(self) -> bool:
+        """Whether launches now become part of a CUDA graph."""
+        ...
+
     def current_stream(self) -> int:
         """That launches go to now; 0 where there are none."""
         ...

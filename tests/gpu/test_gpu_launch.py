@@ -35,7 +35,7 @@ def test_graph_of_a_dispatch_without_counts(nodes, ranks_per_node, local_pass):
 
         def step():
             rows = ep.dispatch(x, ids, weights, buffer=cluster, max_recv_tokens=size)
-            return rows, ep.combine(rows.x, rows.handle)
+            return rows, ep.dispatch(x, handle=rows.handle), ep.combine(rows.x, rows.handle)
 
         side = torch.cuda.Stream()
         with torch.cuda.stream(side), torch.no_grad():
@@ -43,7 +43,7 @@ def test_graph_of_a_dispatch_without_counts(nodes, ranks_per_node, local_pass):
         side.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph), torch.no_grad():
-            rows, y = step()
+            rows, again, y = step()
         for seed in range(1, 6):
             for static, new in zip(
                 (*x, *ids, *weights), (t for part in inputs(world, seed) for t in part), strict=True
@@ -57,12 +57,13 @@ def test_graph_of_a_dispatch_without_counts(nodes, ranks_per_node, local_pass):
                 assert torch.equal(rows.x[rank][:end], expected.x[rank][:end])
                 assert torch.equal(rows.probs[rank][:end], expected.probs[rank][:end])
                 assert torch.equal(rows.tokens_per_expert[rank], expected.tokens_per_expert[rank])
+                assert torch.equal(again.tokens_per_expert[rank], expected.tokens_per_expert[rank])
             for a, b in zip(y, ep.combine(expected.x, expected.handle), strict=True):
                 assert torch.equal(a, b)
             cluster.synchronize()
         for standing in cluster._backend.standings():  # counted on the GPU, replays too
             assert standing.entered == standing.finished
-            assert (standing.entered["notify"], standing.entered["transfer"]) == (1 + 5 * 2, 2 + 5 * 4)
+            assert (standing.entered["notify"], standing.entered["transfer"]) == (1 + 5 * 2, 3 + 5 * 5)
 
 
 def test_graph_of_a_cached_dispatch():

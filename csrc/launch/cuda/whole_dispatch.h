@@ -15,9 +15,9 @@ class CountsUnderWay {
 
     __device__ __forceinline__ bool there(DeviceWarp&) {
         if (are_there_) return true;
-        const bool first = rows::lane_id() == 0;
-        are_there_ =
-            __shfl_sync(rows::kAllLanes, first && ptx::load_acquire_gpu(epochs_) >= epoch_, 0);
+        bool seen = false;
+        if (rows::lane_id() == 0) seen = ptx::load_acquire_gpu(epochs_) >= epoch_;
+        are_there_ = __shfl_sync(rows::kAllLanes, seen, 0);
         __syncwarp();  // what lane 0 has acquired is there for all: a shuffle orders nothing
         return are_there_;
     }
