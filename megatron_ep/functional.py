@@ -62,11 +62,11 @@ class _ReceivedLater(Received):
         return tensors if isinstance(self.handle.buffer, LocalCluster) else tensors[0]
 
     @functools.cached_property
-    def tokens_per_expert(self) -> Any:  # type: ignore[override]
+    def tokens_per_expert(self) -> Any:
         return self._of_handle(transfers.tokens_per_expert_of(self.handle))
 
     @functools.cached_property
-    def overflow(self) -> Any:  # type: ignore[override]
+    def overflow(self) -> Any:
         return self._of_handle(transfers.overflow_of(self.handle))
 
 

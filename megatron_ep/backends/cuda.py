@@ -115,13 +115,11 @@ class CudaBackend(OfGroup):
         rdma_chunk: int,
         counts: CountSettings | None,
     ) -> None:
-        batch = min(nvl_batch, _half_a_ring(row, self._heap))
-        run = self.group.dispatch if counts is None else self.group.whole_dispatch
-        self.launch(
-            lambda stream: run(
-                list(tensors), row, nvl_batch=batch, rdma_chunk=rdma_chunk, stream=stream, **(counts or {})
-            )
-        )
+        settings = {"nvl_batch": min(nvl_batch, _half_a_ring(row, self._heap)), "rdma_chunk": rdma_chunk}
+        run = self.group.dispatch
+        if counts is not None:
+            run, settings = self.group.whole_dispatch, {**settings, **counts}
+        self.launch(lambda stream: run(list(tensors), row, **settings, stream=stream))
 
     def combine(
         self, tensors: Sequence[_C.RankTensors], row: _C.RowFormat, *, nvl_batch: int, rdma_chunk: int, dtype: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypedDict
+from typing import Any, Protocol
 
 import torch
 
@@ -29,12 +29,7 @@ class RankHandle:
     addresses: _C.RankTensors | None = None  # of these tensors, once a launch has used them
 
 
-class CountSettings(TypedDict):
-    """Of an exchange of counts. expert_capacity: 0 for none."""
-
-    index_bytes: int
-    expert_alignment: int
-    expert_capacity: int
+CountSettings = dict[str, int]  # of an exchange of counts: index_bytes, expert_alignment, expert_capacity (0: none)
 
 
 class Totals(Protocol):
