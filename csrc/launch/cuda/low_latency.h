@@ -34,6 +34,9 @@ class CudaLowLatency {
     void reset();
 
   private:
+    void load_dispatch();
+    void load_combine();
+
     const CudaGroup<FabricParams>& group_;
     LowLatencyHeap heap_;
     FabricParams fabric_;

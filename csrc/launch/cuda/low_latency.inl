@@ -9,14 +9,32 @@
 namespace ep {
 namespace {
 
-template <class P, class Args>
-void launch(void (*kernel)(LowLatencyLaunch<P, Args>), const CudaGroup<P>& group, const P& fabric,
-            const std::vector<Args>& args, int blocks, CudaStream stream) {
-    constexpr size_t kSharedBytes = kBlockWarps * sizeof(BulkBuffers);
-    const DeviceGuard guard(group.device());
+constexpr size_t kSharedBytes = kBlockWarps * sizeof(BulkBuffers);
+
+// CUDA loads a kernel when it is first asked for, and may wait then for what runs on the GPU: a
+// first launch behind a kernel that waits for other ranks would hold up its host.
+template <class Kernel>
+void load(Kernel kernel) {
+    cudaFuncAttributes attributes;
+    check_cuda(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
     check_cuda(
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
         "cudaFuncSetAttribute");
+}
+
+// f.operator()<kLaunches>() for each of them.
+template <class F>
+void for_each_launches(F&& f) {
+    using enum LowLatencyLaunches;
+    f.template operator()<Send>();
+    f.template operator()<Receive>();
+    f.template operator()<Both>();
+}
+
+template <class P, class Args>
+void launch(void (*kernel)(LowLatencyLaunch<P, Args>), const CudaGroup<P>& group, const P& fabric,
+            const std::vector<Args>& args, int blocks, CudaStream stream) {
+    const DeviceGuard guard(group.device());
     for (size_t i = 0; i < args.size(); ++i) {
         kernel<<<blocks, kBlockThreads, kSharedBytes, static_cast<cudaStream_t>(stream)>>>(
             {fabric, args[i], group.device_rank(i)});
@@ -31,6 +49,8 @@ CudaLowLatency<P>::CudaLowLatency(const CudaGroup<P>& group, const LowLatencyHea
                                   const P& fabric, const std::vector<char*>& own_heaps, int blocks)
     : group_(group), heap_(heap), fabric_(fabric), own_heaps_(own_heaps), blocks_(blocks) {
     const DeviceGuard guard(group_.device());
+    load_dispatch();
+    load_combine();
     fabric_.reset_signals(group_.ranks().front(), group_.timeout_ns());
 }
 
@@ -48,6 +68,27 @@ void run_launches(LowLatencyLaunches launches, bool as_one, Run&& run) {
     if (launches == Both && as_one) return run.template operator()<Both>();
     if (launches != Receive) run.template operator()<Send>();
     if (launches != Send) run.template operator()<Receive>();
+}
+
+template <class P>
+void CudaLowLatency<P>::load_dispatch() {
+    using L = LowLatencyDispatchLaunch<P>;
+    for_each_launches([&]<LowLatencyLaunches kLaunches>() {
+        load(kernels::low_latency_dispatch_kernel<kLaunches, false, L>);
+        if constexpr (kLaunches != LowLatencyLaunches::Receive)
+            load(kernels::low_latency_dispatch_kernel<kLaunches, true, L>);
+    });
+}
+
+template <class P>
+void CudaLowLatency<P>::load_combine() {
+    using L = LowLatencyCombineLaunch<P>;
+    for_each_launches([&]<LowLatencyLaunches kLaunches>() {
+        load(kernels::low_latency_combine_kernel<kLaunches, BFloat16, L>);
+        load(kernels::low_latency_combine_kernel<kLaunches, Float16, L>);
+        load(kernels::low_latency_combine_kernel<kLaunches, float, L>);
+        load(kernels::low_latency_combine_kernel<kLaunches, double, L>);
+    });
 }
 
 template <class P>

@@ -7,4 +7,6 @@ template void CudaLowLatency<P2pFabricParams>::combine(LowLatencyLaunches,
                                                        const std::vector<LowLatencyCombineArgs>&,
                                                        DType, CudaStream) const;
 
+template void CudaLowLatency<P2pFabricParams>::load_combine();
+
 }  // namespace ep

@@ -7,4 +7,6 @@ template void CudaLowLatency<NcclFabricParams>::combine(LowLatencyLaunches,
                                                         const std::vector<LowLatencyCombineArgs>&,
                                                         DType, CudaStream) const;
 
+template void CudaLowLatency<NcclFabricParams>::load_combine();
+
 }  // namespace ep

@@ -9,4 +9,6 @@ namespace ep {
 template void CudaLowLatency<NvshmemFabricParams>::combine(
     LowLatencyLaunches, const std::vector<LowLatencyCombineArgs>&, DType, CudaStream) const;
 
+template void CudaLowLatency<NvshmemFabricParams>::load_combine();
+
 }  // namespace ep

@@ -14,6 +14,7 @@ template int CudaLowLatency<P>::warps() const;
 template void CudaLowLatency<P>::dispatch(LowLatencyLaunches,
                                           const std::vector<LowLatencyDispatchArgs>&,
                                           CudaStream) const;
+template void CudaLowLatency<P>::load_dispatch();
 template void CudaLowLatency<P>::reset();
 
 }  // namespace ep
