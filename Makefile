@@ -9,7 +9,7 @@ TORCH ?= $(shell $(PYTHON) -c 'import sys; print("torch==2.13.0" if sys.version_
 BIN := $(VENV)/bin
 NATIVE := $(shell find csrc)
 
-.PHONY: install demo test layouts lint format tsan fuzz mutants cuda-check clean
+.PHONY: install native demo test layouts lint format tsan fuzz mutants cuda-check clean
 
 install: $(VENV)/stamp-test ## everything that the targets below need
 
@@ -29,11 +29,15 @@ endif
 layouts: $(VENV)/stamp-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m layouts tests/training/test_pretrain.py
 
-$(VENV)/stamp-torch:
+$(VENV)/stamp-tools:
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("megatron_ep needs Python >= 3.10, $(PYTHON) is " + sys.version)'
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install pybind11 cmake ninja
+	touch $@
+
+$(VENV)/stamp-torch: $(VENV)/stamp-tools
 	$(BIN)/python -m pip install $(TORCH)
-	$(BIN)/python -m pip install setuptools pybind11 cmake ninja
+	$(BIN)/python -m pip install setuptools
 	touch $@
 
 $(VENV)/stamp-train: EXTRAS := megatron,train
@@ -41,6 +45,14 @@ $(VENV)/stamp-test: EXTRAS := megatron,train,test
 $(VENV)/stamp-train $(VENV)/stamp-test: $(VENV)/stamp-torch pyproject.toml setup.py $(NATIVE)
 	$(BIN)/python -m pip install --no-build-isolation -e '.[$(EXTRAS)]'
 	touch $@
+
+# What setup.py does first, for "make -j2 install native": the extension is compiled while pip fetches the rest.
+native: export PATH := $(CURDIR)/$(BIN):$(PATH)
+native: $(VENV)/stamp-tools
+	mkdir -p $(BUILD)
+	flock $(BUILD)/lock cmake -S csrc --preset default -B $(BUILD) \
+		-DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python
+	flock $(BUILD)/lock cmake --build $(BUILD) -j $$(nproc)
 
 # ---- style
 
@@ -64,7 +76,7 @@ tsan fuzz mutants cuda-check: export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 tsan: $(VENV)/stamp-test ## the protocol's threads under ThreadSanitizer, and a planted race that it must report
 	cmake --build $(BUILD) --target tsan
-	ctest --test-dir $(BUILD) -L '^tsan$$' --output-on-failure --no-tests=error
+	ctest --test-dir $(BUILD) -L '^tsan$$' -j 2 --output-on-failure --no-tests=error
 
 # Random clusters and programs, with failures, on all cores until the time is up. Says how many, and how to repeat a wrong one.
 fuzz: SECONDS ?= 60

@@ -7,6 +7,7 @@ when it is first used. The variable MEGATRON_EP_CUDA=0 leaves the backend out, =
 MEGATRON_EP_NVSHMEM=0 and MEGATRON_EP_NCCL=0 leave the NVSHMEM and the NCCL fabric out.
 """
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -33,13 +34,16 @@ class CMakeBuild(build_ext):
         package = ROOT / "megatron_ep" if self.inplace else Path(self.build_lib, "megatron_ep").absolute()
         tools = [f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DPython_EXECUTABLE={sys.executable}"]
         jobs = len(os.sched_getaffinity(0))
-        for step in (
-            ["-S", "csrc", "--preset", "default", "-B", BUILD, *tools],
-            ["--build", BUILD, f"-j{jobs}"],
-            ["--install", BUILD, "--prefix", package],
-        ):
-            if subprocess.run([cmake, *step], cwd=ROOT).returncode != 0:
-                raise CompileError("building the extension modules failed; the messages are above")
+        BUILD.mkdir(parents=True, exist_ok=True)
+        with open(BUILD / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one ninja at a time in a folder
+            for step in (
+                ["-S", "csrc", "--preset", "default", "-B", BUILD, *tools],
+                ["--build", BUILD, f"-j{jobs}"],
+                ["--install", BUILD, "--prefix", package],
+            ):
+                if subprocess.run([cmake, *step], cwd=ROOT).returncode != 0:
+                    raise CompileError("building the extension modules failed; the messages are above")
 
 
 setup(ext_modules=[Extension("megatron_ep._C", [])], cmdclass={"build_ext": CMakeBuild})
