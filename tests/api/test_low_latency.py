@@ -11,7 +11,7 @@ from low_latency_cases import LowLatencyCase, fill
 import megatron_ep as ep
 from megatron_ep import reference
 
-BLOCKS, CASES_PER_BLOCK = 10, 20
+BLOCKS, CASES_PER_BLOCK = 10, 12
 
 
 def assert_all_equal(ours, expected):
@@ -54,7 +54,7 @@ def test_equals_reference(block):
                 check_round(case, low_latency)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])
 def test_max_recv_tokens(seed, share):
     """Rows from the limit on are left out of the dispatch, and count as zeros in the combine."""
