@@ -8,6 +8,8 @@ TORCH ?= $(shell $(PYTHON) -c 'import sys; print("torch==2.13.0" if sys.version_
 
 BIN := $(VENV)/bin
 NATIVE := $(shell find csrc)
+# Beside other targets (-j) ninja would ask for make's own job slots, and not find them.
+ALONE := env -u MAKEFLAGS
 
 .PHONY: install native demo test layouts lint format tsan fuzz mutants cuda-check clean
 
@@ -43,7 +45,7 @@ $(VENV)/stamp-torch: $(VENV)/stamp-tools
 $(VENV)/stamp-train: EXTRAS := megatron,train
 $(VENV)/stamp-test: EXTRAS := megatron,train,test
 $(VENV)/stamp-train $(VENV)/stamp-test: $(VENV)/stamp-torch pyproject.toml setup.py $(NATIVE)
-	$(BIN)/python -m pip install --no-build-isolation -e '.[$(EXTRAS)]'
+	$(ALONE) $(BIN)/python -m pip install --no-build-isolation -e '.[$(EXTRAS)]'
 	touch $@
 
 # What setup.py does first, for "make -j2 install native": the extension is compiled while pip fetches the rest.
@@ -52,7 +54,7 @@ native: $(VENV)/stamp-tools
 	mkdir -p $(BUILD)
 	flock $(BUILD)/lock cmake -S csrc --preset default -B $(BUILD) \
 		-DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python
-	flock $(BUILD)/lock cmake --build $(BUILD) -j $$(nproc)
+	$(ALONE) flock $(BUILD)/lock cmake --build $(BUILD) -j $$(nproc)
 
 # ---- style
 
@@ -75,23 +77,23 @@ BUILD = build/$(shell $(BIN)/python -c 'import sys; print(sys.implementation.cac
 tsan fuzz mutants cuda-check: export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 tsan: $(VENV)/stamp-test ## the protocol's threads under ThreadSanitizer, and a planted race that it must report
-	cmake --build $(BUILD) --target tsan
+	$(ALONE) cmake --build $(BUILD) --target tsan
 	ctest --test-dir $(BUILD) -L '^tsan$$' -j 2 --output-on-failure --no-tests=error
 
 # Random clusters and programs, with failures, on all cores until the time is up. Says how many, and how to repeat a wrong one.
 fuzz: SECONDS ?= 60
 fuzz: $(VENV)/stamp-test
-	cmake --build $(BUILD) --target fuzz
+	$(ALONE) cmake --build $(BUILD) --target fuzz
 	$(BUILD)/tests/fuzz seconds $(SECONDS)
 
 # Without each fence, wait or order of the kernels in turn a lane-by-lane program must fail. About a quarter of an hour of one core.
 mutants: JOBS ?= $(shell nproc)
 mutants: $(VENV)/stamp-test
-	cmake --build $(BUILD) --target simt -j $(JOBS)
+	$(ALONE) cmake --build $(BUILD) --target simt -j $(JOBS)
 	$(BIN)/python tests/mutants.py --build $(BUILD) --jobs $(JOBS)
 
 cuda-check: $(VENV)/stamp-test ## every kernel for sm_90 and sm_100a, its registers and spills within tests/packaging/cuda_budget.txt
-	cmake --build $(BUILD) --target cuda-check
+	$(ALONE) cmake --build $(BUILD) --target cuda-check
 
 clean:
 	rm -rf build
