@@ -112,7 +112,7 @@ def dispatch(
     EPTimeoutError when another rank does not take part, EPOverflowError when max_recv_tokens is too small for the rows
     that only pass through this rank.
     """
-    group, is_again, is_traced = _group_of(buffer, handle), handle is not None, torch.compiler.is_compiling()
+    group, is_traced = _group_of(buffer, handle), torch.compiler.is_compiling()
     with group.abort_peers_on_error():
         if not is_traced:  # the operator does
             group.check_usable()
@@ -160,8 +160,8 @@ def dispatch(
     one = (lambda items: items) if isinstance(group, LocalCluster) else (lambda items: items[0])
     row_probs = one(parts[1]) if weights is not None else None
     received_scales = one(parts[-1]) if row_scales is not None else None
-    # What a graph holds it must have captured: a copy of counts is none of what is asked for behind it.
-    if not is_traced and not (is_again and group.live_backend().is_capturing()):
+    # What a graph's replays are to renew it must have captured: nobody may ask before the capture is over.
+    if not is_traced and not group.live_backend().is_capturing():
         return _ReceivedLater(one(parts[0]), received_scales, row_probs, handle)
     counts, overflow = one(transfers.tokens_per_expert_of(handle)), one(transfers.overflow_of(handle))
     return Received(one(parts[0]), received_scales, row_probs, counts, overflow, handle)

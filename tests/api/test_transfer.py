@@ -177,6 +177,18 @@ def test_max_recv_tokens(seed, share, slack, capacity):
         assert_all_equal(y, reference.combine(out, ids, case.num_experts, **limits))
 
 
+def test_counts_of_what_a_graph_captures_are_those_of_its_replays(monkeypatch):
+    with ep.LocalCluster(1, 1, ep.Config(num_experts=2)) as cluster:
+        monkeypatch.setattr(type(cluster.live_backend()), "is_capturing", lambda _: True)
+        x, ids, weights = [torch.ones(3, 4)], [torch.tensor([[0], [1], [1]])], [torch.ones(3, 1)]
+        rows = ep.dispatch(x, ids, weights, buffer=cluster, max_recv_tokens=3)
+        again = ep.dispatch(x, handle=rows.handle)
+        for replayed in ([5, 6], [7, 8]):
+            rows.handle.ranks[0].counts[0].copy_(torch.tensor(replayed))  # where a replay writes
+            assert rows.tokens_per_expert[0].tolist() == replayed
+        assert again.tokens_per_expert[0].tolist() == [1, 2], "a copy, which a graph makes again"
+
+
 def test_max_recv_tokens_leaves_out_whole_tokens():
     """Three tokens for expert 1 arrive before the one for expert 0, whose place comes first."""
     ids = [torch.tensor([[1], [1], [1]]), torch.tensor([[0]])]
