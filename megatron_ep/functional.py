@@ -55,8 +55,10 @@ class Received:
 class _ReceivedLater(Received):
     """Takes from the handle what that knows when somebody asks: torch takes as long for each as for an output."""
 
-    def __init__(self, x: Any, scales: Any, probs: Any, handle: Handle):
+    def __init__(self, x: Any, scales: Any, probs: Any, *, handle: Handle, **known: Any):
+        """known: what need not be taken from the handle, as when `dataclasses.replace` makes another."""
         self.x, self.scales, self.probs, self.handle = x, scales, probs, handle
+        self.__dict__.update(known)
 
     def _of_handle(self, tensors: list[torch.Tensor]) -> Any:
         return tensors if isinstance(self.handle.buffer, LocalCluster) else tensors[0]
@@ -162,7 +164,7 @@ def dispatch(
     received_scales = one(parts[-1]) if row_scales is not None else None
     # What a graph's replays are to renew it must have captured: nobody may ask before the capture is over.
     if not is_traced and not group.live_backend().is_capturing():
-        return _ReceivedLater(one(parts[0]), received_scales, row_probs, handle)
+        return _ReceivedLater(one(parts[0]), received_scales, row_probs, handle=handle)
     counts, overflow = one(transfers.tokens_per_expert_of(handle)), one(transfers.overflow_of(handle))
     return Received(one(parts[0]), received_scales, row_probs, counts, overflow, handle)
 
