@@ -8,6 +8,7 @@ Needs the standard library and c++filt (binutils) only.
 import re
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,7 +79,8 @@ def parse_budget(text: str) -> dict[str, tuple[int, int]]:
 
 
 def check(functions: list[Function], budget: dict[str, tuple[int, int]]) -> list[str]:
-    """What is wrong, one sentence each: spills, passed budgets, and budgets that fit no kernel."""
+    """What is wrong, one sentence each: spills, passed budgets, budgets that fit no kernel, and kernels that several
+    files compile: CUDA makes as many of them, and what one file sets of its own the others' launches lack."""
     problems = []
     for f in functions:
         allowed = max((spills for name, (_, spills) in budget.items() if name in f.name), default=0)
@@ -90,6 +92,8 @@ def check(functions: list[Function], budget: dict[str, tuple[int, int]]) -> list
         if not held:
             problems.append(f"the budget's '{name}' fits no kernel")
         problems += [f"{k.name} uses {k.registers} registers, {most} allowed" for k in held if k.registers > most]
+    files = Counter((kernel.name, kernel.architecture) for kernel in kernels)
+    problems += [f"{name} is compiled in {count} files" for (name, _), count in files.items() if count > 1]
     return problems
 
 

@@ -157,6 +157,7 @@ def test_a_compiler_of_two_words(tree: Path) -> None:
         ([FINE, SPILLS], "", 1, "forward() spills 68 bytes"),
         ([FINE, SPILLS], "forward() 255 67", 1, "forward() spills 68 bytes"),
         ([FINE, SPILLS], "forward() 255 68", 0, ""),
+        ([FINE, FINE], "", 1, "void send<8>(int) is compiled in 2 files"),
         (["an output that ptxas no longer writes"], "", 1, "nothing was checked"),
         ([], "", 0, "there are no CUDA sources to check"),
     ],

@@ -34,6 +34,7 @@ class CudaLowLatency {
     void reset();
 
   private:
+    // Each in the file of the launches: of a kernel in two files CUDA makes two.
     void load_dispatch();
     void load_combine();
 
