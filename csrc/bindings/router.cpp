@@ -2,19 +2,13 @@
 
 #include <cstdint>
 
+#include "bindings/launch_args.h"
 #include "router/launch/router.h"
 
 namespace py = pybind11;
 
 namespace ep {
 namespace {
-
-using Address = uintptr_t;  // of a tensor; 0: none
-
-template <class T>
-T* at(Address address) {
-    return reinterpret_cast<T*>(address);
-}
 
 RouterConfig make_config(int experts, int topk, int groups, int group_topk, ScoreFunction score,
                          bool renormalize, double scaling_factor) {

@@ -21,6 +21,7 @@ static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_C", "", answer()};
 PyMODINIT_FUNC PyInit__C() { return PyModule_Create(&definition); }
 """
 FABRIC = "int unrelated() { return 1; }\n"
+BINDINGS = "Unity/unity_0_cxx.cxx"  # several files as one
 
 FINE = """\
 ptxas info    : 0 bytes gmem
@@ -92,12 +93,15 @@ def test_extension_links_neither_torch_nor_a_driver() -> None:
 def test_rebuild_compiles_only_what_changed(tree: Path) -> None:
     status, output = build(tree)
     assert status == 0, output
-    assert compiled(output) == {"bindings/module.cpp", "bindings/binding.cpp", "fabric/fabric.cpp"}
+    assert compiled(output) == {"bindings/module.cpp", BINDINGS, "fabric/fabric.cpp"}
     assert "host backend only" in output
     assert "no work to do" in build(tree)[1]
 
     (tree / "csrc/core/answer.h").write_text("constexpr int answer() { return 0; }\n")
     assert compiled(build(tree)[1]) == {"bindings/module.cpp"}
+
+    (tree / "csrc/bindings/binding.cpp").write_text("int binding() { return 4; }\n")
+    assert compiled(build(tree)[1]) == {BINDINGS}
 
     (tree / "csrc/router/launch/host").mkdir(parents=True)
     (tree / "csrc/router/launch/host/gate.cpp").write_text("int gate() { return 2; }\n")
