@@ -65,10 +65,10 @@ def finish(started, limit):
     process, result, log, dispatcher = started
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=limit)
-    status = stop(started)
-    if status or not result.is_file():
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-25:])
-        raise RuntimeError(f"exit status {status} within {limit:.0f} s\n{tail}")
+    end = f"not done after {limit:.0f} s" if process.poll() is None else f"exit status {process.returncode}"
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-25:])  # before torchrun tells how it was stopped
+    if stop(started) or not result.is_file():
+        raise RuntimeError(f"{end}\n{tail}")
     measured = json.loads(result.read_text())
     if measured["dispatchers"] != [dispatcher]:
         raise RuntimeError(f"ran with {measured['dispatchers']}, not {dispatcher}")
