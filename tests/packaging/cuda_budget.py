@@ -87,9 +87,9 @@ def check(functions: list[Function], budget: dict[str, tuple[int, int]]) -> list
         if f.spill_bytes > allowed:
             problems.append(f"{f.name} spills {f.spill_bytes} bytes")
     kernels = [f for f in functions if f.registers is not None]
-    for name, (most, _) in budget.items():
+    for name, (most, spills) in budget.items():
         held = [kernel for kernel in kernels if name in kernel.name]
-        if not held:
+        if not held and not (spills and any(name in f.name for f in functions)):
             problems.append(f"the budget's '{name}' fits no kernel")
         problems += [f"{k.name} uses {k.registers} registers, {most} allowed" for k in held if k.registers > most]
     files = Counter((kernel.name, kernel.architecture) for kernel in kernels)

@@ -157,6 +157,7 @@ def test_a_compiler_of_two_words(tree: Path) -> None:
         ([FINE], "send<8> 95", 1, "void send<8>(int) uses 96 registers, 95 allowed"),
         ([FINE], "send<9> 95", 1, "'send<9>' fits no kernel"),
         ([FINE], "helper 95", 1, "'helper' fits no kernel"),
+        ([FINE], "helper 95 4", 0, ""),
         ([FINE], "send<8>", 1, "line 1 of the budget is 'send<8>'"),
         ([FINE, SPILLS], "", 1, "forward() spills 68 bytes"),
         ([FINE, SPILLS], "forward() 255 67", 1, "forward() spills 68 bytes"),
