@@ -18,8 +18,9 @@ install: $(VENV)/stamp-test ## everything that the targets below need
 demo: $(VENV)/stamp-train
 	$(BIN)/megatron-ep train recipes/tiny_moe_cpu.yaml
 
-# A file is run by one process: its tests share what is made once. The longest files come first (tests/conftest.py).
-PYTEST_N = -n 2 --dist loadfile --no-loadscope-reorder
+# A file is run by one process: its tests share what is made once. The longest files come first (tests/conftest.py). One
+# process more than the two cores that continuous integration has, because many a test waits.
+PYTEST_N = -n 3 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/stamp-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PYTEST_N) $(PYTEST_ARGS)
