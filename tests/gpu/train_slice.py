@@ -1,6 +1,7 @@
 """A slice of DeepSeek-V3 in Megatron-LM's pretrain_gpt.py with Transformer Engine: this dispatcher against Megatron's
-all-to-all over NCCL with its fused permute, 1F1B overlap on and off, num_sms 24, 16, 8; both in fp8; and DeepEP through
-Megatron's flex dispatcher, where `import deep_ep` finds one that fits. Prints a table.
+all-to-all over NCCL with its fused permute, 1F1B overlap on and off, num_sms 24, 16, 8; both with the same load on all
+experts, and in fp8; and DeepEP through Megatron's flex dispatcher, where `import deep_ep` finds one that fits. Prints a
+table.
 
     PYTHONPATH=$PWD MEGATRON_LM=tree-of-0.19 python tests/gpu/train_slice.py [CASE ...]
 
@@ -43,8 +44,8 @@ class Case:
     dispatcher: str = OURS
 
 
-def alltoall(**options):
-    return Case(door=None, words=ALLTOALL_WORDS, dispatcher=ALLTOALL, **options)
+def alltoall(words=(), **options):
+    return Case(door=None, words=(*ALLTOALL_WORDS, *words), dispatcher=ALLTOALL, **options)
 
 
 def fp8(recipe):
@@ -53,9 +54,12 @@ def fp8(recipe):
 
 
 DEEPEP = (flags.TYPE, "flex", flags.BACKEND, "deepep", "--moe-flex-dispatcher-num-sms", "24", "--moe-permute-fusion")
+EVEN = ("--moe-router-force-load-balancing",)  # random choices: no rank waits for one with more rows
 CASES = {
     "ours, 24 SMs": Case(),
     "all-to-all": alltoall(),
+    "ours, 24 SMs, even load": Case(words=EVEN),
+    "all-to-all, even load": alltoall(EVEN),
     "ours, 24 SMs, overlap": Case(overlap=True),
     "all-to-all, overlap": alltoall(overlap=True),
     "ours, 16 SMs": Case(16),
@@ -182,13 +186,16 @@ def judge(results):
             )
             same = f"same losses and norms in {COMPARED} steps, apart by at most {apart:.2%} ({allowed:.1%})"
             verdicts.append(f"{'holds' if apart < allowed else 'FAILS'}: {one} and {other}: {same}")
-    ours, theirs = results.get("ours, 24 SMs"), results.get("all-to-all")
-    if ours is not None and theirs is not None:
+    for load in ("", ", even load"):
+        ours, theirs = results.get(f"ours, 24 SMs{load}"), results.get(f"all-to-all{load}")
+        if ours is None or theirs is None:
+            continue
         speed, share = theirs["step_ms"] / ours["step_ms"], ours["dispatch_ms"] / theirs["dispatch_ms"]
-        verdicts += [
-            f"{'holds' if speed > 1 else 'FAILS'}: a faster step, {speed:.3f} times as fast",
-            f"{'holds' if share <= 0.6 else 'FAILS'}: dispatch + combine at most 60 % of all-to-all's, {share:.0%}",
-        ]
+        for holds, what in (
+            (speed > 1, f"a faster step, {speed:.3f} times as fast"),
+            (share <= 0.6, f"dispatch + combine at most 60 % of all-to-all's, {share:.0%}"),
+        ):
+            verdicts.append(f"{'holds' if holds else 'FAILS'}{load}: {what}")
     return verdicts or ["no comparison: one of the two is missing"]
 
 
