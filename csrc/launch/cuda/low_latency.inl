@@ -81,17 +81,6 @@ void CudaLowLatency<P>::load_dispatch() {
 }
 
 template <class P>
-void CudaLowLatency<P>::load_combine() {
-    using L = LowLatencyCombineLaunch<P>;
-    for_each_launches([&]<LowLatencyLaunches kLaunches>() {
-        load(kernels::low_latency_combine_kernel<kLaunches, BFloat16, L>);
-        load(kernels::low_latency_combine_kernel<kLaunches, Float16, L>);
-        load(kernels::low_latency_combine_kernel<kLaunches, float, L>);
-        load(kernels::low_latency_combine_kernel<kLaunches, double, L>);
-    });
-}
-
-template <class P>
 void CudaLowLatency<P>::dispatch(LowLatencyLaunches launches,
                                  const std::vector<LowLatencyDispatchArgs>& args,
                                  CudaStream stream) const {
@@ -102,19 +91,6 @@ void CudaLowLatency<P>::dispatch(LowLatencyLaunches launches,
         launch(quantize ? kernels::low_latency_dispatch_kernel<kLaunches, kCan, L>
                         : kernels::low_latency_dispatch_kernel<kLaunches, false, L>,
                group_, fabric_, args, blocks_, stream);
-    });
-}
-
-template <class P>
-void CudaLowLatency<P>::combine(LowLatencyLaunches launches,
-                                const std::vector<LowLatencyCombineArgs>& args, DType dtype,
-                                CudaStream stream) const {
-    using L = LowLatencyCombineLaunch<P>;
-    with_type(dtype, [&]<class T>() {
-        run_launches(launches, args.size() == 1, [&]<LowLatencyLaunches kLaunches>() {
-            launch(kernels::low_latency_combine_kernel<kLaunches, T, L>, group_, fabric_, args,
-                   blocks_, stream);
-        });
     });
 }
 

@@ -5,8 +5,6 @@ namespace ep {
 
 using P = P2pFabricParams;
 
-extern template void CudaLowLatency<P>::load_combine();  // p2p_low_latency_combine.cu
-
 template CudaLowLatency<P>::CudaLowLatency(const CudaGroup<P>&, const LowLatencyHeap&, const P&,
                                            const std::vector<char*>&, int);
 template int CudaLowLatency<P>::warps() const;

@@ -1,5 +1,5 @@
 #include "fabric/nccl/nccl_fabric.h"
-#include "launch/cuda/low_latency.inl"
+#include "launch/cuda/low_latency_combine.inl"
 
 namespace ep {
 

@@ -2,7 +2,7 @@
 #include <nvshmemx.h>
 
 #include "fabric/nvshmem/nvshmem_fabric.h"
-#include "launch/cuda/low_latency.inl"
+#include "launch/cuda/low_latency_combine.inl"
 
 namespace ep {
 

@@ -1,0 +1,33 @@
+#pragma once
+
+#include "launch/cuda/low_latency.inl"
+
+// For the files that compile combine, and no others: of a kernel that two files compile CUDA makes
+// two, and what is set for one is not set for the other.
+namespace ep {
+
+template <class P>
+void CudaLowLatency<P>::load_combine() {
+    using L = LowLatencyCombineLaunch<P>;
+    for_each_launches([&]<LowLatencyLaunches kLaunches>() {
+        load(kernels::low_latency_combine_kernel<kLaunches, BFloat16, L>);
+        load(kernels::low_latency_combine_kernel<kLaunches, Float16, L>);
+        load(kernels::low_latency_combine_kernel<kLaunches, float, L>);
+        load(kernels::low_latency_combine_kernel<kLaunches, double, L>);
+    });
+}
+
+template <class P>
+void CudaLowLatency<P>::combine(LowLatencyLaunches launches,
+                                const std::vector<LowLatencyCombineArgs>& args, DType dtype,
+                                CudaStream stream) const {
+    using L = LowLatencyCombineLaunch<P>;
+    with_type(dtype, [&]<class T>() {
+        run_launches(launches, args.size() == 1, [&]<LowLatencyLaunches kLaunches>() {
+            launch(kernels::low_latency_combine_kernel<kLaunches, T, L>, group_, fabric_, args,
+                   blocks_, stream);
+        });
+    });
+}
+
+}  // namespace ep
