@@ -14,7 +14,7 @@ import torch
 
 from megatron_ep import _C
 from megatron_ep.backends.interface import Backend
-from megatron_ep.backends.low_latency import Call, InFlight, LowLatencyRanks
+from megatron_ep.backends.low_latency import InFlight, LowLatencyRanks
 from megatron_ep.backends.low_latency_mask import Masks
 from megatron_ep.low_latency_handle import LowLatencyHandle, RankPart
 from megatron_ep.low_latency_rows import Float8, aligned_column, new_tensor, row_format
@@ -23,14 +23,17 @@ from megatron_ep.rank_group import PAYLOAD_TYPES, RankGroup
 Counters = Mapping[str, Sequence[torch.Tensor]]  # the callers', one a rank: recv_rows, recv_wait_ns
 
 
-class Pending(Call):
+class Pending:
     """A call whose receiving half can be launched."""
 
     def __init__(self, calls: LowLatencyCalls, launch: Any, tensors: Sequence[Any], *, received: bool):
-        self.received = received
         # A call that has been received keeps nothing: `calls` remembers it, and whoever has both in a circle has them
         # freed at any moment, while a CUDA graph is captured for one.
         self._rest = None if received else (calls, launch, tensors, calls.backend.current_stream())
+
+    @property
+    def received(self) -> bool:
+        return self._rest is None
 
     def receive(self) -> None:
         """Launches the receiving half. Raises ValueError the second time."""
@@ -41,7 +44,7 @@ class Pending(Call):
             calls.group.check_usable()
             calls.backend.keep_for_launch(tensors, made_on)
             launch(_C.LowLatencyLaunches.receive)
-            self.received, self._rest = True, None
+            self._rest = None
             calls.group.raise_if_aborted()
 
 

@@ -19,10 +19,11 @@ HOST_WARPS = 1
 SEEDED_WARPS = 3  # more to interleave
 
 
-class Call:
+class Call(Protocol):
     """A dispatch or combine whose sending half was launched."""
 
-    received = False
+    @property
+    def received(self) -> bool: ...
 
 
 class LowLatencyRanks(Protocol):
