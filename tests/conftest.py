@@ -32,10 +32,24 @@ torch.set_num_threads(1)  # the tensors are small: threads of torch's own would 
 
 
 @pytest.fixture(scope="session")
-def four_ranks():
+def four_started_ranks():
     """Processes that stay up: starting Megatron in each takes seconds. `run` bounds every test."""
     with LocalRanks(4, timeout=60.0) as ranks:
         yield ranks
+
+
+@pytest.fixture
+def four_ranks(four_started_ranks):
+    """Without buffers and settings of the tests before: which those are depends on how processes share the tests."""
+    four_started_ranks.run(_forget_shared_buffers)
+    return four_started_ranks
+
+
+def _forget_shared_buffers():
+    shared_buffers = sys.modules.get("megatron_ep.megatron.shared_buffers")
+    if shared_buffers is not None:
+        shared_buffers.close_buffers()
+        shared_buffers.configure()
 
 
 @pytest.fixture(scope="session")

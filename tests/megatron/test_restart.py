@@ -66,7 +66,6 @@ def run_aborted_and_again():
     """Rank 3 does not come; a thread of every rank is told that it failed, as the restarter's is. Then all go on."""
     restart = loaded_with(stand_in())
     rank, state = dist.get_rank(), object()
-    shared_buffers.close_buffers()  # of tests before this one
     shared_buffers.configure(timeout=300)
     buffer = shared_buffers.shared_buffer(dist.group.WORLD, 8, torch.device("cpu"))
     answers = []
