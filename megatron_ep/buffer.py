@@ -117,8 +117,8 @@ class Buffer(RankGroup):
     config: must be equal on all ranks.
     topology: how the group's ranks form nodes. None: those of the variable MEGATRON_EP_RANKS_PER_NODE, if it is set;
         else the ranks of a host are one node, and so are those of an NVLink domain that spans hosts, as NVML tells.
-        Nodes need equally many ranks, one after the other. On the host backend several nodes of one machine take the
-        same path as several machines: puts and signals along the rail. On GPUs that share memory rows need no puts.
+        Nodes need equally many ranks, one after the other. Rows between several nodes of one machine take the same
+        path as between several machines, without the puts, which shared memory does not need.
     device: "cpu" or "cuda", the same on all ranks: where the tensors are. On a GPU (torch's current one, unless the
         index is given) launches go to torch's current stream and return at once; what fails later is raised by the next
         call or by `synchronize`. Calls on several streams wait for each other. Those that a CUDA graph has captured do

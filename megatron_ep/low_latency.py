@@ -48,7 +48,7 @@ class LowLatency(MaskedRanks):
         any wait. None: a tenth of Config.timeout.
 
     Takes about 2 * (W + topk) * max_tokens * hidden * itemsize bytes of memory on each rank, with "mask" 2 * W * (1 +
-    min(topk, L)) * max_tokens * hidden * itemsize; and more with several nodes, where rows are staged: `memory_bytes`
+    min(topk, L)) * max_tokens * hidden * itemsize; and more over a network, for which rows are staged: `memory_bytes`
     says how much.
 
     Raises ValueError for arguments that are out of range or differ between ranks, EPError when a rank does not come or
@@ -199,7 +199,7 @@ class LowLatency(MaskedRanks):
 
         x: rows as the dispatch of `handle` gave them, contiguous; bfloat16, float16, float32 or float64. Rows without a
             token are ignored. Read where it lies and written straight to the memory of the token's rank: nothing is
-            staged, except between nodes. Gets a gradient.
+            staged, except for a network. Gets a gradient.
         handle: of the dispatch. May be combined any number of times.
         weights: what rows are multiplied by: [T, K] with sum_at="token", as x without its last dimension with
             "expert"; float32, or float64 when x is float64. Gets a gradient.

@@ -6,6 +6,7 @@ calls the hook.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
@@ -114,7 +115,7 @@ class LowLatencyCalls:
         rows = self.shape_of(handle.ranks[0], handle)
         for i, rank in enumerate(handle.ranks):
             t, call = self._tensors(handle, i)
-            out.append(new_tensor((*rows, hidden), torch.float8_e4m3fn if fp8 else x[i].dtype, device, zero=zero))
+            out.append(self._new_rows(rows, hidden, torch.float8_e4m3fn if fp8 else x[i].dtype, zero=zero))
             t.topk_idx, t.x, t.out = ids[i].data_ptr(), x[i].data_ptr(), out[i].data_ptr()
             kept += [rank.layout, call, ids[i], x[i], out[i]]
             if weights is not None:
@@ -166,7 +167,7 @@ class LowLatencyCalls:
         for i, rank in enumerate(handle.ranks):
             t, call = self._tensors(handle, i)
             shape = (rank.num_tokens, x[i].shape[-1])
-            y.append(torch.empty(shape, dtype=x[i].dtype, device=x[i].device) if out is None else out[i])
+            y.append(self.backend.new_output(*shape, x[i].dtype) if out is None else out[i])
             t.x, t.out = x[i].data_ptr(), y[i].data_ptr()
             kept += [rank.layout, call, x[i], y[i]]
             if values is not None:
@@ -187,6 +188,12 @@ class LowLatencyCalls:
             self.ranks.combine(tensors, row, options, launches=launches, dtype=dtype)
 
         return y, y_values if values is not None else None, self._send("combine", launch, kept, at_once)
+
+    def _new_rows(self, rows: tuple[int, ...], hidden: int, dtype: torch.dtype, *, zero: bool) -> torch.Tensor:
+        out = self.backend.new_output(math.prod(rows), hidden, dtype)
+        if zero:
+            out.view(torch.uint8).zero_()  # not every type can be set
+        return out.view(*rows, hidden)
 
     @staticmethod
     def _count(counters: Counters | None, of_ranks: Sequence[Any]) -> list[torch.Tensor]:

@@ -11,11 +11,11 @@
 namespace ep {
 
 // Ranks of one machine whose heaps are all mapped here: within a process or through POSIX shared
-// memory. Between nodes, a put is a copy and a signal a release store, or both go through a
-// simulated network.
+// memory. Rows take the path that they take on a cluster: between nodes a put is a copy and a
+// signal a release store, or both go through a simulated network.
 class HostFabric {
   public:
-    static constexpr bool kMapsRail = false;  // so rows take the path that they take on a cluster
+    static constexpr bool kMapsRail = false;
     static constexpr bool kOrdersWarps = true;
 
     HostFabric(Topology topology, int rank, std::vector<char*> heaps,
@@ -110,13 +110,15 @@ class HostFabric {
     SimulatedNetwork* network_;
 };
 
-// The same with a rail that is mapped: rows for another node are packed in its ring itself, as
-// between the GPUs of one machine, and only signals and counts go through the network.
+// The same where nodes are mapped, as between the GPUs of one machine: rows for another node are
+// packed in its ring itself, and to the low-latency mode all ranks are near.
 class MappedHostFabric : public HostFabric {
   public:
     static constexpr bool kMapsRail = true;
 
     using HostFabric::HostFabric;
+
+    bool maps(int) const { return true; }
 
     template <class T>
     T* rail(int node, size_t offset) const {

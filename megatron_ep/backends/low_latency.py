@@ -185,7 +185,8 @@ def connect(
 
     if isinstance(backend, HostBackend):
         warps = SEEDED_WARPS if backend.is_seeded else HOST_WARPS
-        heap = make_heap(max(1, warps - 1), staged=topology.nodes > 1)  # seeded: some warps share one
+        # seeded: through a network, where some warps share a channel
+        heap = make_heap(max(1, warps - 1), staged=backend.is_seeded and topology.nodes > 1)
         anonymous = [_C.Segment.anonymous(heap.bytes) for _ in buffer.ranks] if local else None
         segments = anonymous or buffer.shared_segments(heap.bytes)
         return heap, HostLowLatencyRanks(backend, heap, segments, warps), masks

@@ -2,8 +2,9 @@
 
 All three move the same tokens, in turns, each rank a process with one thread. Dispatch is everything from a layer's
 hidden states, routing map and probabilities to expert-grouped rows, counts and their probabilities; combine is the way
-back. low_latency_fp8 sends bf16 rows as fp8 and brings bf16 rows back. T tokens on this rank, H hidden, E experts, K
-picks of a token, R rows received.
+back. low_latency sums a token's rows on the token's rank, low_latency_sum_at_expert those of one rank there first, as
+the normal mode does; low_latency_fp8 sends bf16 rows as fp8 and brings bf16 rows back. T tokens on this rank, H hidden,
+E experts, K picks of a token, R rows received.
 """
 
 from __future__ import annotations
@@ -120,6 +121,7 @@ def measure(case: Case, beside_megatron: bool, warmup: int, iterations: int) -> 
         others = {}
         if case.tokens <= MOST_LOW_LATENCY_TOKENS:
             others["low_latency"] = _steps_of_low_latency(buffer, case, x, topk_idx)
+            others["low_latency_sum_at_expert"] = _steps_of_low_latency(buffer, case, x, topk_idx, sum_at="expert")
             if x.dtype == torch.bfloat16:
                 others["low_latency_fp8"] = _steps_of_low_latency(buffer, case, x, topk_idx, fp8="fp32")
         if beside_megatron:
@@ -175,7 +177,13 @@ def _steps_of_buffer(buffer: ep.Buffer, x: torch.Tensor, topk_idx: torch.Tensor,
 
 
 def _steps_of_low_latency(
-    buffer: ep.Buffer, case: Case, x: torch.Tensor, topk_idx: torch.Tensor, fp8: str | None = None
+    buffer: ep.Buffer,
+    case: Case,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    *,
+    fp8: str | None = None,
+    sum_at: str = "token",
 ) -> Steps:
     """fp8: rows of bf16 become fp8 on the way; what comes back is bf16."""
     low_latency = ep.LowLatency(buffer, max_tokens=case.tokens, hidden=case.hidden, topk=case.topk, dtype=x.dtype)
@@ -187,7 +195,10 @@ def _steps_of_low_latency(
         handles.append(received.handle)
         return received.x
 
-    return dispatch, lambda rows: low_latency.combine(rows if outputs is None else outputs, handles.pop())
+    def combine(rows: torch.Tensor) -> torch.Tensor:
+        return low_latency.combine(rows if outputs is None else outputs, handles.pop(), sum_at=sum_at)
+
+    return dispatch, combine
 
 
 def _steps_of_dispatcher(dispatcher: Any, x: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor) -> Steps:

@@ -28,8 +28,8 @@ def _run(tmp_path, *arguments):
 def test_records_beside_megatron(tmp_path, capsys):
     records = _run(tmp_path, "--nodes", "2", "--ranks-per-node", "2", "--dtype", "fp32", "bf16")
     by_case = {(record["case"], record["phase"], record["implementation"]): record for record in records}
-    assert len(by_case) == len(records) == (4 + 5) * 3, "4 implementations, with bf16 one more, 3 phases"
-    implementations = {"ours", "low_latency", "megatron_alltoall", "memcpy"}
+    assert len(by_case) == len(records) == (5 + 6) * 3, "5 implementations, with bf16 one more, 3 phases"
+    implementations = {"ours", "low_latency", "low_latency_sum_at_expert", "megatron_alltoall", "memcpy"}
     for dtype, more in (("fp32", set()), ("bf16", {"low_latency_fp8"})):
         assert {r["implementation"] for r in records if r["dtype"] == dtype} == implementations | more
     assert {record["phase"] for record in records} == PHASES
@@ -46,7 +46,12 @@ def test_records_beside_megatron(tmp_path, capsys):
 def test_records_without_megatron(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(megatron_side, "is_installed", lambda: False)
     records = _run(tmp_path, "--nodes", "1", "--ranks-per-node", "2", "--dtype", "fp64")
-    assert {record["implementation"] for record in records} == {"ours", "low_latency", "memcpy"}
+    assert {record["implementation"] for record in records} == {
+        "ours",
+        "low_latency",
+        "low_latency_sum_at_expert",
+        "memcpy",
+    }
     assert "megatron_alltoall skipped: megatron-core is not installed" in capsys.readouterr().out
 
 

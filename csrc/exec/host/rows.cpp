@@ -22,17 +22,29 @@ namespace {
 constexpr size_t kBlock = 1024;
 
 // 16-bit elements are summed in registers, a few vectors at a time. Vectors are the compiler's: it
-// maps them to what the machine has.
-constexpr size_t kLanes = 8;
-constexpr size_t kVectors = 4;
-using Halves = uint16_t __attribute__((vector_size(kLanes * 2)));
-using Words = uint32_t __attribute__((vector_size(kLanes * 4)));
-using Floats = float __attribute__((vector_size(kLanes * 4)));
+// maps them to what the machine has, and does that well only if they are not wider.
+struct Wide {
+    static constexpr size_t kLanes = 8, kWhole = 32;
+    using Halves = uint16_t __attribute__((vector_size(kLanes * 2)));
+    using Words = uint32_t __attribute__((vector_size(kLanes * 4)));
+    using Floats = float __attribute__((vector_size(kLanes * 4)));
+};
+struct Widest {
+    static constexpr size_t kLanes = 16, kWhole = 32;
+    using Halves = uint16_t __attribute__((vector_size(kLanes * 2)));
+    using Words = uint32_t __attribute__((vector_size(kLanes * 4)));
+    using Floats = float __attribute__((vector_size(kLanes * 4)));
+};
 
-EP_INLINE Floats widen(Words bits, BFloat16) { return std::bit_cast<Floats>(bits << 16); }
+template <class V>
+EP_INLINE typename V::Floats widen(typename V::Words bits, BFloat16) {
+    return std::bit_cast<typename V::Floats>(bits << 16);
+}
 
 // Round to nearest even; a NaN stays a (quiet) NaN.
-EP_INLINE Words narrow(Floats values, BFloat16) {
+template <class V>
+EP_INLINE typename V::Words narrow(typename V::Floats values, BFloat16) {
+    using Words = typename V::Words;
     const Words bits = std::bit_cast<Words>(values);
     const Words rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     return (bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : rounded;
@@ -40,20 +52,25 @@ EP_INLINE Words narrow(Floats values, BFloat16) {
 
 // IEEE half by way of fp32 arithmetic: scaling by a power of two moves the exponent's bias and
 // handles subnormals.
-EP_INLINE Floats widen(Words bits, Float16) {
+template <class V>
+EP_INLINE typename V::Floats widen(typename V::Words bits, Float16) {
+    using Words = typename V::Words;
+    using Floats = typename V::Floats;
     const Words scaled =
         std::bit_cast<Words>(std::bit_cast<Floats>((bits & 0x7fff) << 13) * 0x1p112f);
     const Words infinity = std::bit_cast<Words>((bits & 0x7c00) == 0x7c00) & 0x7f800000;
     return std::bit_cast<Floats>(scaled | infinity | (bits & 0x8000) << 16);
 }
 
-EP_INLINE Words narrow(Floats values, Float16) {
+template <class V>
+EP_INLINE typename V::Words narrow(typename V::Floats values, Float16) {
+    using Words = typename V::Words;
     const Words bits = std::bit_cast<Words>(values);
     const Words magnitude = bits & 0x7fffffff;
     const Words normal = (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13;
     // adding 0.5 leaves the rounded multiple of 2^-24 in the low bits
     const Words subnormal =
-        std::bit_cast<Words>(std::bit_cast<Floats>(magnitude) + 0.5f) - 0x3f000000;
+        std::bit_cast<Words>(std::bit_cast<typename V::Floats>(magnitude) + 0.5f) - 0x3f000000;
     const Words finite = magnitude < 0x38800000 ? subnormal : normal;
     const Words special = magnitude > 0x7f800000 ? Words{} + 0x7e00 : Words{} + 0x7c00;
     return (magnitude >= 0x477ff000 ? special : finite) | (bits >> 16 & 0x8000);
@@ -61,43 +78,67 @@ EP_INLINE Words narrow(Floats values, Float16) {
 
 // In place of the weights of a sum that has none.
 struct NoWeights {};
-EP_INLINE Floats times(Floats values, NoWeights, int) { return values; }
+template <class Floats>
+EP_INLINE Floats times(Floats values, NoWeights, int) {
+    return values;
+}
+template <class Floats>
 EP_INLINE Floats times(Floats values, const float* weights, int row) {
     return values * weights[row];
 }
 
-// dst[i] for kVectors vectors from `first` on; `size` is less only at the end of a row.
-template <class T, class Weights>
+// dst[i] for V::kWhole elements from `first` on; `size` is less only at the end of a row, and then
+// fits in a vector.
+template <class V, class T, class Weights>
 EP_INLINE void sum_narrow_block(T* dst, const T* const* rows, Weights weights, int num_rows,
                                 size_t first, size_t size) {
+    using Halves = typename V::Halves;
+    const size_t bytes = size == V::kWhole ? sizeof(Halves) : size * sizeof(T);
     auto load = [&](const T* row, size_t vector) {
         Halves halves{};
-        std::memcpy(&halves, row + first + vector * kLanes,
-                    size == kLanes * kVectors ? sizeof(Halves) : size * sizeof(T));
-        return widen(__builtin_convertvector(halves, Words), T{});
+        std::memcpy(&halves, row + first + vector * V::kLanes, bytes);
+        return widen<V>(__builtin_convertvector(halves, typename V::Words), T{});
     };
-    const size_t vectors = size == kLanes * kVectors ? kVectors : 1;
-    Floats sums[kVectors];
+    const size_t vectors = size == V::kWhole ? V::kWhole / V::kLanes : 1;
+    typename V::Floats sums[V::kWhole / V::kLanes];
     for (size_t v = 0; v < vectors; ++v) sums[v] = times(load(rows[0], v), weights, 0);
     for (int row = 1; row < num_rows; ++row) {
         for (size_t v = 0; v < vectors; ++v) sums[v] += times(load(rows[row], v), weights, row);
     }
     for (size_t v = 0; v < vectors; ++v) {
-        const Halves halves = __builtin_convertvector(narrow(sums[v], T{}), Halves);
-        std::memcpy(dst + first + v * kLanes, &halves,
-                    size == kLanes * kVectors ? sizeof(Halves) : size * sizeof(T));
+        const Halves halves = __builtin_convertvector(narrow<V>(sums[v], T{}), Halves);
+        std::memcpy(dst + first + v * V::kLanes, &halves, bytes);
+    }
+}
+
+template <class V, class T, class Weights>
+EP_INLINE void sum_narrow(T* dst, const T* const* rows, Weights weights, int num_rows,
+                          size_t count) {
+    size_t first = 0;
+    for (; first + V::kWhole <= count; first += V::kWhole)
+        sum_narrow_block<V>(dst, rows, weights, num_rows, first, V::kWhole);
+    for (; first < count; first += V::kLanes) {
+        const size_t size = std::min(V::kLanes, count - first);
+        sum_narrow_block<V>(dst, rows, weights, num_rows, first, size);
     }
 }
 
 template <class T, class Weights>
-EP_INLINE void sum_narrow(T* dst, const T* const* rows, Weights weights, int num_rows,
-                          size_t count) {
-    constexpr size_t kWhole = kLanes * kVectors;
-    size_t first = 0;
-    for (; first + kWhole <= count; first += kWhole)
-        sum_narrow_block(dst, rows, weights, num_rows, first, kWhole);
-    for (; first < count; first += kLanes)
-        sum_narrow_block(dst, rows, weights, num_rows, first, std::min(kLanes, count - first));
+EP_WIDE EP_UNFUSED void sum_by_wide(T* dst, const T* const* rows, Weights weights, int num_rows,
+                                    size_t count) {
+    sum_narrow<Wide>(dst, rows, weights, num_rows, count);
+}
+
+template <class T, class Weights>
+EP_WIDEST EP_UNFUSED void sum_by_widest(T* dst, const T* const* rows, Weights weights, int num_rows,
+                                        size_t count) {
+    sum_narrow<Widest>(dst, rows, weights, num_rows, count);
+}
+
+template <class T, class Weights>
+void sum_16_bit(T* dst, const T* const* rows, Weights weights, int num_rows, size_t count) {
+    (kHasWidest ? sum_by_widest<T, Weights> : sum_by_wide<T, Weights>)(dst, rows, weights, num_rows,
+                                                                       count);
 }
 
 template <class T>
@@ -146,11 +187,11 @@ bool sum_none(T* dst, int num_rows, size_t count) {
 
 }  // namespace
 
-EP_WIDE void sum_rows(BFloat16* dst, const BFloat16* const* rows, int num_rows, size_t count) {
-    if (!sum_few(dst, rows, num_rows, count)) sum_narrow(dst, rows, NoWeights{}, num_rows, count);
+void sum_rows(BFloat16* dst, const BFloat16* const* rows, int num_rows, size_t count) {
+    if (!sum_few(dst, rows, num_rows, count)) sum_16_bit(dst, rows, NoWeights{}, num_rows, count);
 }
-EP_WIDE void sum_rows(Float16* dst, const Float16* const* rows, int num_rows, size_t count) {
-    if (!sum_few(dst, rows, num_rows, count)) sum_narrow(dst, rows, NoWeights{}, num_rows, count);
+void sum_rows(Float16* dst, const Float16* const* rows, int num_rows, size_t count) {
+    if (!sum_few(dst, rows, num_rows, count)) sum_16_bit(dst, rows, NoWeights{}, num_rows, count);
 }
 EP_WIDE void sum_rows(float* dst, const float* const* rows, int num_rows, size_t count) {
     if (!sum_few(dst, rows, num_rows, count)) sum_wide(dst, rows, num_rows, count);
@@ -159,13 +200,13 @@ EP_WIDE void sum_rows(double* dst, const double* const* rows, int num_rows, size
     if (!sum_few(dst, rows, num_rows, count)) sum_wide(dst, rows, num_rows, count);
 }
 
-EP_WIDE EP_UNFUSED void weighted_sum_rows(BFloat16* dst, const BFloat16* const* rows,
-                                          const float* weights, int num_rows, size_t count) {
-    if (!sum_none(dst, num_rows, count)) sum_narrow(dst, rows, weights, num_rows, count);
+void weighted_sum_rows(BFloat16* dst, const BFloat16* const* rows, const float* weights,
+                       int num_rows, size_t count) {
+    if (!sum_none(dst, num_rows, count)) sum_16_bit(dst, rows, weights, num_rows, count);
 }
-EP_WIDE EP_UNFUSED void weighted_sum_rows(Float16* dst, const Float16* const* rows,
-                                          const float* weights, int num_rows, size_t count) {
-    if (!sum_none(dst, num_rows, count)) sum_narrow(dst, rows, weights, num_rows, count);
+void weighted_sum_rows(Float16* dst, const Float16* const* rows, const float* weights, int num_rows,
+                       size_t count) {
+    if (!sum_none(dst, num_rows, count)) sum_16_bit(dst, rows, weights, num_rows, count);
 }
 EP_WIDE EP_UNFUSED void weighted_sum_rows(float* dst, const float* const* rows,
                                           const float* weights, int num_rows, size_t count) {

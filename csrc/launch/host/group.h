@@ -62,6 +62,12 @@ class HostGroup {
     friend class HostLowLatency;
 
     using Tasks = std::vector<std::vector<RoleTask>>;  // of each rank
+    // body(fabric): nodes are mapped, unless a network is simulated between them.
+    template <class Body>
+    void with_fabric(MappedHostFabric& fabric, const Body& body) const {
+        if (network_) return body(static_cast<HostFabric&>(fabric));
+        body(fabric);
+    }
     template <class Warp>
     auto adder(Tasks& tasks, size_t index);
     // count(calls, number): where calls of this kind are counted.
@@ -80,7 +86,7 @@ class HostGroup {
     Heap heap_;
     std::vector<int> ranks_;
     std::vector<RankState> states_;
-    std::vector<HostFabric> fabrics_;
+    std::vector<MappedHostFabric> fabrics_;  // as HostFabric where there is a network
     Schedule schedule_;
     std::unique_ptr<SimulatedNetwork> network_;
     std::unique_ptr<SeededExecutor> seeded_;

@@ -11,11 +11,11 @@ namespace ep {
 // Makes each role a task of the rank at `index`.
 template <class Warp>
 auto HostGroup::adder(Tasks& tasks_of_rank, size_t index) {
-    return [&tasks = tasks_of_rank[index], state = &states_[index], fabric = &fabrics_[index]](
-               Role role, int channel, auto body) {
-        tasks.push_back({state, [=](Executor& executor) {
-                             Warp warp(executor, *state, role, channel);
-                             body(warp, *fabric);
+    return [this, &tasks = tasks_of_rank[index], index](Role role, int channel, auto body) {
+        tasks.push_back({&states_[index], [=, this](Executor& executor) {
+                             Warp warp(executor, states_[index], role, channel);
+                             with_fabric(fabrics_[index],
+                                         [&](auto& fabric) { body(warp, fabric); });
                          }});
     };
 }

@@ -48,7 +48,7 @@ class HostLowLatency {
     HostGroup& group_;
     LowLatencyHeap heap_;
     int warps_;
-    std::vector<HostFabric> fabrics_;
+    std::vector<MappedHostFabric> fabrics_;
 };
 
 }  // namespace ep

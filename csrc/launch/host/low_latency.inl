@@ -12,7 +12,7 @@ namespace ep {
 template <class Warp, class Args, class Body>
 void HostLowLatency::launch(Role role, bool receive, const std::vector<Args>& args,
                             const std::function<bool()>& interrupted, Body body) {
-    static_assert(ReachesAllRanks<HostFabric, Warp>);
+    static_assert(ReachesAllRanks<HostFabric, Warp> && ReachesAllRanks<MappedHostFabric, Warp>);
     std::vector<std::vector<RoleTask>> tasks(args.size());
     const auto deadline = std::chrono::steady_clock::now() +
                           std::chrono::duration_cast<std::chrono::steady_clock::duration>(
@@ -26,7 +26,9 @@ void HostLowLatency::launch(Role role, bool receive, const std::vector<Args>& ar
             tasks[i].push_back(
                 {&state, [&state, role, number, body, this, i, &args](Executor& executor) {
                      Warp warp(executor, state, role, number);
-                     body(warp, fabrics_[i], args[i], Team{number, warps_});
+                     group_.with_fabric(fabrics_[i], [&](auto& fabric) {
+                         body(warp, fabric, args[i], Team{number, warps_});
+                     });
                  }});
         }
     }
@@ -55,7 +57,7 @@ template <class Warp>
 void HostLowLatency::dispatch_send(const std::vector<LowLatencyDispatchArgs>& args,
                                    const std::function<bool()>& interrupted) {
     launch<Warp>(Role::LowLatencySender, false, args, interrupted,
-                 [](Warp& warp, HostFabric& fabric, const auto& a, const Team& team) {
+                 [](Warp& warp, auto& fabric, const auto& a, const Team& team) {
                      a.quantize == ScaleFormat::None
                          ? low_latency_dispatch_send<false>(warp, fabric, a, team)
                          : low_latency_dispatch_send<true>(warp, fabric, a, team);
@@ -66,7 +68,7 @@ template <class Warp>
 void HostLowLatency::dispatch_receive(const std::vector<LowLatencyDispatchArgs>& args,
                                       const std::function<bool()>& interrupted) {
     launch<Warp>(Role::LowLatencyReceiver, true, args, interrupted,
-                 [](Warp& warp, HostFabric& fabric, const auto& a, const Team& team) {
+                 [](Warp& warp, auto& fabric, const auto& a, const Team& team) {
                      low_latency_dispatch_receive(warp, fabric, a, team);
                  });
 }
@@ -76,7 +78,7 @@ void HostLowLatency::combine_send(const std::vector<LowLatencyCombineArgs>& args
                                   const std::function<bool()>& interrupted) {
     with_type(dtype, [&]<class T>() {
         launch<Warp>(Role::LowLatencyCombineSender, false, args, interrupted,
-                     [](Warp& warp, HostFabric& fabric, const auto& a, const Team& team) {
+                     [](Warp& warp, auto& fabric, const auto& a, const Team& team) {
                          low_latency_combine_send<T>(warp, fabric, a, team);
                      });
     });
@@ -87,7 +89,7 @@ void HostLowLatency::combine_receive(const std::vector<LowLatencyCombineArgs>& a
                                      const std::function<bool()>& interrupted) {
     with_type(dtype, [&]<class T>() {
         launch<Warp>(Role::LowLatencyCombineReceiver, true, args, interrupted,
-                     [](Warp& warp, HostFabric& fabric, const auto& a, const Team& team) {
+                     [](Warp& warp, auto& fabric, const auto& a, const Team& team) {
                          low_latency_combine_receive<T>(warp, fabric, a, team);
                      });
     });

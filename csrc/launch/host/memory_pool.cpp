@@ -18,6 +18,7 @@ void* MemoryPool::allocate(size_t bytes) {
     const size_t step = std::max<size_t>(4096, std::bit_floor(bytes) / 8);
     const size_t size = (bytes + step - 1) / step * step;
     const std::lock_guard lock(mutex_);
+    ++allocations_;
     auto best = spare_.end();
     for (auto spare = spare_.begin(); spare != spare_.end(); ++spare) {
         const bool fits = spare->bytes >= size && spare->bytes <= 2 * size;
@@ -42,21 +43,24 @@ void* MemoryPool::allocate(size_t bytes) {
 void MemoryPool::release(void* block) {
     const std::lock_guard lock(mutex_);
     const auto live = live_.find(block);
-    spare_.push_back({block, live->second});
+    spare_.push_back({block, live->second, allocations_});
     spare_bytes_ += live->second;
     live_bytes_ -= live->second;
     live_.erase(live);
-    shrink(peak_bytes_);  // never keeps more than was once in use
+    // Not more than was once in use; but calls with outputs of different sizes, one after the
+    // other, must not take each other's.
+    constexpr uint64_t kRecent = 32;
+    shrink(peak_bytes_, kRecent);
 }
 
 void MemoryPool::trim() {
     const std::lock_guard lock(mutex_);
-    shrink(0);
+    shrink(0, 0);
     peak_bytes_ = live_bytes_;
 }
 
-void MemoryPool::shrink(size_t bytes) {
-    while (spare_bytes_ > bytes) {
+void MemoryPool::shrink(size_t bytes, uint64_t recent) {
+    while (spare_bytes_ > bytes && spare_.front().freed + recent <= allocations_) {
         munmap(spare_.front().data, spare_.front().bytes);
         spare_bytes_ -= spare_.front().bytes;
         spare_.pop_front();

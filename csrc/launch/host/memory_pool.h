@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <list>
 #include <map>
 #include <mutex>
@@ -20,16 +21,20 @@ class MemoryPool {
     void trim();
 
   private:
-    void shrink(size_t bytes);
+    // Gives spare blocks back until so many bytes are left, but for those that were used in the
+    // last so many allocations.
+    void shrink(size_t bytes, uint64_t recent);
 
     std::mutex mutex_;
     struct Block {
         void* data;
         size_t bytes;
+        uint64_t freed = 0;  // after so many allocations
     };
     std::map<void*, size_t> live_;
     std::list<Block> spare_;  // the longest unused first
     size_t live_bytes_ = 0, spare_bytes_ = 0, peak_bytes_ = 0;
+    uint64_t allocations_ = 0;
 };
 
 }  // namespace ep
