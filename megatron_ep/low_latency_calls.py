@@ -6,7 +6,6 @@ calls the hook.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
@@ -115,7 +114,7 @@ class LowLatencyCalls:
         rows = self.shape_of(handle.ranks[0], handle)
         for i, rank in enumerate(handle.ranks):
             t, call = self._tensors(handle, i)
-            out.append(self._new_rows(rows, hidden, torch.float8_e4m3fn if fp8 else x[i].dtype, zero=zero))
+            out.append(self._new_rows((*rows, hidden), torch.float8_e4m3fn if fp8 else x[i].dtype, zero=zero))
             t.topk_idx, t.x, t.out = ids[i].data_ptr(), x[i].data_ptr(), out[i].data_ptr()
             kept += [rank.layout, call, ids[i], x[i], out[i]]
             if weights is not None:
@@ -167,7 +166,7 @@ class LowLatencyCalls:
         for i, rank in enumerate(handle.ranks):
             t, call = self._tensors(handle, i)
             shape = (rank.num_tokens, x[i].shape[-1])
-            y.append(self.backend.new_output(*shape, x[i].dtype) if out is None else out[i])
+            y.append(self.backend.new_output(shape, x[i].dtype) if out is None else out[i])
             t.x, t.out = x[i].data_ptr(), y[i].data_ptr()
             kept += [rank.layout, call, x[i], y[i]]
             if values is not None:
@@ -189,11 +188,11 @@ class LowLatencyCalls:
 
         return y, y_values if values is not None else None, self._send("combine", launch, kept, at_once)
 
-    def _new_rows(self, rows: tuple[int, ...], hidden: int, dtype: torch.dtype, *, zero: bool) -> torch.Tensor:
-        out = self.backend.new_output(math.prod(rows), hidden, dtype)
+    def _new_rows(self, shape: Sequence[int], dtype: torch.dtype, *, zero: bool) -> torch.Tensor:
+        out = self.backend.new_output(shape, dtype)
         if zero:
             out.view(torch.uint8).zero_()  # not every type can be set
-        return out.view(*rows, hidden)
+        return out
 
     @staticmethod
     def _count(counters: Counters | None, of_ranks: Sequence[Any]) -> list[torch.Tensor]:

@@ -34,6 +34,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megatron_ep import _C
+from megatron_ep.backends import host
 
 MAX_TOPK = 32
 SCORE_FUNCTIONS = ("sigmoid", "softmax")
@@ -156,10 +157,10 @@ class _GroupedTopk(Function):
         ids = logits.new_empty(shape[0], config.topk, dtype=torch.int64)
         weights = logits.new_empty(shape[0], config.topk, dtype=real)
         tokens_per_expert = logits.new_empty(shape[1], dtype=torch.int64)
-        probs = logits.new_empty(shape) if dense else None
-        routing_map = logits.new_empty(shape, dtype=torch.bool) if dense else None
-        aux_scores = logits.new_empty(shape, dtype=real) if aux else None
-        aux_map = logits.new_empty(shape, dtype=torch.bool) if aux else None
+        probs = _new_like(logits) if dense else None
+        routing_map = _new_like(logits, torch.bool) if dense else None
+        aux_scores = _new_like(logits, real) if aux else None
+        aux_map = _new_like(logits, torch.bool) if aux else None
         tensors = _C.RouterForward(
             tokens=shape[0],
             dtype=LOGIT_DTYPES[logits.dtype],
@@ -190,7 +191,7 @@ class _GroupedTopk(Function):
         if grad_weights is None and grad_probs is None and grad_aux_scores is None:
             return None, *nothing
         logits, padding, ids = ctx.saved_tensors
-        grad_logits = torch.empty_like(logits)
+        grad_logits = _new_like(logits)
         tensors = _C.RouterBackward(
             tokens=logits.shape[0],
             dtype=LOGIT_DTYPES[logits.dtype],
@@ -204,6 +205,13 @@ class _GroupedTopk(Function):
         )
         _run("router_backward", logits.device, ctx.config, tensors)
         return grad_logits, *nothing
+
+
+def _new_like(logits: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Uninitialised, contiguous [T, E]."""
+    if logits.device.type == "cpu":
+        return host.new_output(logits.shape, dtype or logits.dtype)
+    return torch.empty_like(logits, dtype=dtype)
 
 
 def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -101,7 +101,7 @@ def dispatch(
     tensors = _tables_of(group, handle.ranks)
     out, out_scales, out_weights = [], [], []
     for i, (rank, t) in enumerate(zip(handle.ranks, tensors, strict=True)):
-        out.append(backend.new_output(rank.rows, x[i].shape[1], x[i].dtype))
+        out.append(backend.new_output((rank.rows, x[i].shape[1]), x[i].dtype))
         t.x, t.out, t.clears_end = x[i].data_ptr(), out[i].data_ptr(), clears_end
         if scales is not None:
             t.scales = scales[i].data_ptr()
@@ -131,7 +131,7 @@ def combine(
     out, out_weights, sums = [], [], []
     tensors = _tables_of(group, handle.ranks)
     for i, (rank, t) in enumerate(zip(handle.ranks, tensors, strict=True)):
-        out.append(backend.new_output(rank.num_tokens, x[i].shape[1], x[i].dtype))
+        out.append(backend.new_output((rank.num_tokens, x[i].shape[1]), x[i].dtype))
         t.x, t.out = x[i].data_ptr(), out[i].data_ptr()
         if weights is not None:
             size = (rank.num_tokens, topk)

@@ -131,8 +131,8 @@ class CudaBackend(OfGroup):
             )
         )
 
-    def new_output(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(rows, columns, dtype=dtype, device=self._device)  # torch keeps the memory of a GPU
+    def new_output(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self._device)  # torch keeps the memory of a GPU
 
     def keep_for_launch(self, tensors: Sequence[torch.Tensor], made_on: int) -> None:
         if self.current_stream() != made_on:

@@ -14,6 +14,16 @@ from megatron_ep.backends.of_group import OfGroup
 POOLED_BYTES = 1 << 20  # outputs from this size on live in memory that is kept for later ones
 
 
+def new_output(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """See `interface.Backend.new_output`."""
+    size = math.prod(shape) * dtype.itemsize
+    if size < POOLED_BYTES:
+        return torch.empty(shape, dtype=dtype)
+    storage = torch.from_dlpack(_C.pooled_bytes(size)).untyped_storage()
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    return torch.empty(0, dtype=dtype).set_(storage, 0, shape, strides)
+
+
 class HostBackend(OfGroup):
     """See `interface.Backend`."""
 
@@ -69,13 +79,8 @@ class HostBackend(OfGroup):
     ) -> None:
         self.group.combine(list(tensors), row, nvl_batch=nvl_batch, rdma_chunk=rdma_chunk, dtype=dtype)
 
-    def new_output(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        out = torch.empty(0, dtype=dtype)
-        size = rows * columns * out.element_size()
-        if size < POOLED_BYTES:
-            return torch.empty(rows, columns, dtype=dtype)
-        storage = torch.from_dlpack(_C.pooled_bytes(size)).untyped_storage()
-        return out.set_(storage, 0, (rows, columns), (columns, 1))
+    def new_output(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return new_output(shape, dtype)
 
     def keep_for_launch(self, tensors: Sequence[torch.Tensor], made_on: int) -> None:
         pass

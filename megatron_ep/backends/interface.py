@@ -93,8 +93,8 @@ class Backend(Protocol):
         self, tensors: Sequence[_C.RankTensors], row: _C.RowFormat, *, nvl_batch: int, rdma_chunk: int, dtype: int
     ) -> None: ...
 
-    def new_output(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialised [rows, columns]."""
+    def new_output(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised, and no view, which autograd would not let be changed in place."""
         ...
 
     def keep_for_launch(self, tensors: Sequence[torch.Tensor], made_on: int) -> None:

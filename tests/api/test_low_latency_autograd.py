@@ -18,6 +18,19 @@ def leaves(world, experts, topk, hidden=3):
     return ids, x, w
 
 
+@pytest.mark.parametrize("layout", ["masked", "grouped"])
+def test_outputs_may_be_changed_in_place(layout):
+    """Large outputs live in pooled memory; autograd must not take them for views."""
+    x = [torch.randn(300, 1024, requires_grad=True)]
+    ids = [torch.zeros(300, 1, dtype=torch.int64)]
+    with ep.LocalCluster(1, 1, ep.Config(num_experts=1)) as cluster:
+        low_latency = ep.LowLatency(cluster, max_tokens=300, hidden=1024, topk=1, dtype=torch.float32)
+        rows = low_latency.dispatch(x, ids, layout=layout)
+        y = low_latency.combine([rows.x[0].mul_(2)], rows.handle)
+        y[0].add_(1).sum().backward()
+    assert torch.equal(x[0].grad, torch.full_like(x[0], 2))
+
+
 LAYOUTS = ({"layout": "masked"}, {"layout": "grouped", "expert_alignment": 4})
 
 

@@ -46,7 +46,11 @@ if [ -n "${MEGATRON_LM:-}" ]; then
     step layer_graph 120 $(tests tests/gpu/test_gpu_layer_graph.py)
     step fp8_experts 120 $(tests tests/gpu/test_gpu_fp8_experts.py)
     step script 400 $(workers= tests tests/gpu/test_gpu_script.py)
-    step slice 470 env BUDGET=460 "$PYTHON" tests/gpu/train_slice.py
+    # A case takes about a minute.
+    slice() { step "$1" 470 env OUT="$OUT/$1" BUDGET=460 "$PYTHON" tests/gpu/train_slice.py "${@:2}"; }
+    slice slice {"ours, 24 SMs",all-to-all}{,", even load",", overlap"}
+    slice slice_sms "ours, "{16,8}" SMs"{,", overlap"} "ours, 24 SMs, "{"fused router","fp8 rows","probs on combine"}
+    slice slice_fp8 {ours,all-to-all}", fp8 "{tensorwise,blockwise}
     step timeline 400 "$PYTHON" tests/gpu/timeline.py
 fi
 echo "left: ${left[*]:-nothing}"

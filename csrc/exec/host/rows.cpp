@@ -94,7 +94,7 @@ EP_INLINE void sum_narrow_block(T* dst, const T* const* rows, Weights weights, i
                                 size_t first, size_t size) {
     using Halves = typename V::Halves;
     const size_t bytes = size == V::kWhole ? sizeof(Halves) : size * sizeof(T);
-    auto load = [&](const T* row, size_t vector) {
+    auto load = [&](const T* row, size_t vector) EP_INLINED {
         Halves halves{};
         std::memcpy(&halves, row + first + vector * V::kLanes, bytes);
         return widen<V>(__builtin_convertvector(halves, typename V::Words), T{});

@@ -12,4 +12,6 @@ inline const bool kHasWidest = __builtin_cpu_supports("x86-64-v4");
 constexpr bool kHasWidest = false;
 #endif
 
-#define EP_INLINE inline __attribute__((always_inline))
+// Vectors have no calling convention that all of these share.
+#define EP_INLINED __attribute__((always_inline))
+#define EP_INLINE inline EP_INLINED
