@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -40,16 +41,19 @@ def four_started_ranks():
 
 @pytest.fixture
 def four_ranks(four_started_ranks):
-    """Without buffers and settings of the tests before: which those are depends on how processes share the tests."""
-    four_started_ranks.run(_forget_shared_buffers)
+    """Without what tests before have left: which those are depends on how processes share the tests."""
+    four_started_ranks.run(_forget)
     return four_started_ranks
 
 
-def _forget_shared_buffers():
+def _forget():
+    """Our buffers and settings, and the attention that Megatron writes to the environment for a model."""
     shared_buffers = sys.modules.get("megatron_ep.megatron.shared_buffers")
     if shared_buffers is not None:
         shared_buffers.close_buffers()
         shared_buffers.configure()
+    for name in [name for name in os.environ if name.startswith("NVTE_")]:
+        del os.environ[name]
 
 
 @pytest.fixture(scope="session")
