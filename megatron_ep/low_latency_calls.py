@@ -110,19 +110,19 @@ class LowLatencyCalls:
         out_scales: list[torch.Tensor] = []
         kept: list[torch.Tensor] = []
         tensors = []
-        hidden, device = x[0].shape[1], self.group.device
+        hidden, backend = x[0].shape[1], self.backend
         rows = self.shape_of(handle.ranks[0], handle)
         for i, rank in enumerate(handle.ranks):
             t, call = self._tensors(handle, i)
-            out.append(self._new_rows((*rows, hidden), torch.float8_e4m3fn if fp8 else x[i].dtype, zero=zero))
+            out.append(new_tensor((*rows, hidden), torch.float8_e4m3fn if fp8 else x[i].dtype, backend, zero=zero))
             t.topk_idx, t.x, t.out = ids[i].data_ptr(), x[i].data_ptr(), out[i].data_ptr()
             kept += [rank.layout, call, ids[i], x[i], out[i]]
             if weights is not None:
-                out_weights.append(new_tensor(rows, weights[i].dtype, device, zero=zero))
+                out_weights.append(new_tensor(rows, weights[i].dtype, backend, zero=zero))
                 t.weights, t.out_weights = weights[i].data_ptr(), out_weights[i].data_ptr()
                 kept += [weights[i], out_weights[i]]
             if fp8 is not None:
-                out_scales.append(fp8.new_scales(rows, hidden, device, zero=zero))
+                out_scales.append(fp8.new_scales(rows, hidden, backend, zero=zero))
                 t.out_scales = out_scales[i].data_ptr()
                 kept.append(out_scales[i])
                 if fp8.scales is not None:
@@ -187,12 +187,6 @@ class LowLatencyCalls:
             self.ranks.combine(tensors, row, options, launches=launches, dtype=dtype)
 
         return y, y_values if values is not None else None, self._send("combine", launch, kept, at_once)
-
-    def _new_rows(self, shape: Sequence[int], dtype: torch.dtype, *, zero: bool) -> torch.Tensor:
-        out = self.backend.new_output(shape, dtype)
-        if zero:
-            out.view(torch.uint8).zero_()  # not every type can be set
-        return out
 
     @staticmethod
     def _count(counters: Counters | None, of_ranks: Sequence[Any]) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ import torch
 
 from megatron_ep import _C
 from megatron_ep.autograd import need_gradient
+from megatron_ep.backends.interface import Backend
 from megatron_ep.functional import _check_scales
 from megatron_ep.rank_group import PAYLOAD_TYPES
 from megatron_ep.reference import SCALE_BLOCK, SCALE_FORMATS
@@ -38,16 +39,16 @@ class Float8:
             return self.scales[0].dtype
         return torch.float8_e8m0fnu if self.scale_format == "ue8m0" else torch.float32
 
-    def new_scales(self, rows: Sequence[int], hidden: int, device: torch.device, *, zero: bool) -> torch.Tensor:
+    def new_scales(self, rows: Sequence[int], hidden: int, backend: Backend, *, zero: bool) -> torch.Tensor:
         """[*rows, ceil(H / 128)], or column-major."""
         blocks = -(-hidden // SCALE_BLOCK)
         if not self.column:
-            return new_tensor((*rows, blocks), self.scale_dtype, device, zero=zero)
+            return new_tensor((*rows, blocks), self.scale_dtype, backend, zero=zero)
         words, dtype = blocks, torch.float32
         if self.scale_dtype != torch.float32:
             words, dtype = blocks // BLOCKS_OF_WORD, torch.int32
         aligned = aligned_column(rows[-1])
-        columns = new_tensor((*rows[:-1], words, aligned), dtype, device, zero=zero).transpose(-1, -2)
+        columns = new_tensor((*rows[:-1], words, aligned), dtype, backend, zero=zero).transpose(-1, -2)
         return columns if aligned == rows[-1] else columns[..., : rows[-1], :]
 
 
@@ -87,10 +88,10 @@ def aligned_column(rows: int) -> int:
     return -(-rows // 4) * 4
 
 
-def new_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, zero: bool) -> torch.Tensor:
-    tensor = torch.empty(shape, dtype=dtype, device=device)
+def new_tensor(shape: Sequence[int], dtype: torch.dtype, backend: Backend, *, zero: bool) -> torch.Tensor:
+    tensor = backend.new_output(shape, dtype)
     if zero:
-        tensor.view(torch.uint8).zero_()  # not every type of scales can be set
+        tensor.view(torch.uint8).zero_()  # not every type can be set
     return tensor
 
 

@@ -302,7 +302,6 @@ def _step(*inputs):
 
 def _compare_overlapped(options):
     join_layout(1, W)
-    shared_buffers.close_buffers()
     shared_buffers.configure(**options)
     config = make_config()
     config.moe_token_dispatcher_type, config.moe_flex_dispatcher_backend = "flex", "hybridep"
@@ -397,7 +396,6 @@ def test_inference_flips_drop_and_pad(four_ranks, router, tolerance):
 
 def _counts_buffers():
     join_layout(1, 2)
-    shared_buffers.close_buffers()
     config = make_config()
     before = shared_buffers.comm_seconds()
     for _ in range(2):
@@ -442,7 +440,6 @@ def test_overlap_must_be_declared_as_hybridep(four_ranks):
 
 def _wrong_shape():
     join_layout(1, W)
-    shared_buffers.close_buffers()
     dispatcher = make_dispatcher("ours", make_config())
     x = torch.randn(5, 32, dtype=torch.float64)
     for routing_map in (
@@ -464,7 +461,6 @@ def test_a_routing_map_of_another_shape_is_refused(four_ranks):
 def _one_fails(in_dispatcher):
     """Rank 1, with a wrong argument or somewhere else, once the buffers are there."""
     join_layout(1, W)
-    shared_buffers.close_buffers()
     dispatcher = make_dispatcher("ours", make_config())
     x = torch.randn(5, 32, dtype=torch.float64)
     routing_map = torch.ones(5, 8, dtype=torch.bool)
@@ -494,7 +490,6 @@ def test_the_others_hear_of_a_failure_at_once(four_ranks, in_dispatcher):
 
 def _overflow():
     join_layout(1, W)
-    shared_buffers.close_buffers()
     dispatcher = make_dispatcher("ours", make_config(**PAD))
     x = torch.randn(20, 32, dtype=torch.float64)
     routing_map = torch.zeros(20, 8, dtype=torch.bool)

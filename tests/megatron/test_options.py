@@ -159,7 +159,6 @@ def _megatrons_trainer_repeats():
     join_layout(1, W)
     config = make_config()
     setattr(config, FACTOR, 0.25)
-    shared_buffers.close_buffers()
     layer = make_layer(config)
     x, grad = inputs(config)
     run_layer(layer, x, grad)
@@ -243,7 +242,6 @@ def test_the_router_tells_the_host_nothing(four_ranks, router, factor, padding):
 
 def _router_with_too_many():
     join_layout(1, W)
-    shared_buffers.close_buffers()
     dispatcher = make_dispatcher("ours", make_config())
     dispatcher.trusts_router = True
     x = torch.randn(5, 32, dtype=torch.float64)

@@ -28,7 +28,6 @@ def _operations(overrides):
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     from megatron_ep.megatron import equivalence
-    from megatron_ep.megatron.shared_buffers import close_buffers, configure
     from megatron_ep.training.model import build_model
 
     equivalence.join_layout(1, 4)
@@ -38,8 +37,6 @@ def _operations(overrides):
     tokens = torch.randint(0, 257, (2, loaded.dataset.seq_length))
     with FlopCounterMode(display=False) as counter:
         model(input_ids=tokens, position_ids=None, attention_mask=None, labels=tokens).sum().backward()
-    close_buffers()
-    configure()
     return counter.get_total_flops(), flops.of_step(loaded.model, 8, loaded.dataset.seq_length, 257)
 
 

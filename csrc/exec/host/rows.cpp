@@ -23,17 +23,13 @@ constexpr size_t kBlock = 1024;
 
 // 16-bit elements are summed in registers, a few vectors at a time. Vectors are the compiler's: it
 // maps them to what the machine has, and does that well only if they are not wider.
-struct Wide {
-    static constexpr size_t kLanes = 8, kWhole = 32;
-    using Halves = uint16_t __attribute__((vector_size(kLanes * 2)));
-    using Words = uint32_t __attribute__((vector_size(kLanes * 4)));
-    using Floats = float __attribute__((vector_size(kLanes * 4)));
-};
-struct Widest {
-    static constexpr size_t kLanes = 16, kWhole = 32;
-    using Halves = uint16_t __attribute__((vector_size(kLanes * 2)));
-    using Words = uint32_t __attribute__((vector_size(kLanes * 4)));
-    using Floats = float __attribute__((vector_size(kLanes * 4)));
+template <size_t kWidth>
+struct Vectors {
+    static constexpr size_t kLanes = kWidth, kWhole = 32;
+    // GCC drops the attribute of a template's "using".
+    typedef uint16_t Halves __attribute__((vector_size(kWidth * 2)));
+    typedef uint32_t Words __attribute__((vector_size(kWidth * 4)));
+    typedef float Floats __attribute__((vector_size(kWidth * 4)));
 };
 
 template <class V>
@@ -126,13 +122,13 @@ EP_INLINE void sum_narrow(T* dst, const T* const* rows, Weights weights, int num
 template <class T, class Weights>
 EP_WIDE EP_UNFUSED void sum_by_wide(T* dst, const T* const* rows, Weights weights, int num_rows,
                                     size_t count) {
-    sum_narrow<Wide>(dst, rows, weights, num_rows, count);
+    sum_narrow<Vectors<8>>(dst, rows, weights, num_rows, count);
 }
 
 template <class T, class Weights>
 EP_WIDEST EP_UNFUSED void sum_by_widest(T* dst, const T* const* rows, Weights weights, int num_rows,
                                         size_t count) {
-    sum_narrow<Widest>(dst, rows, weights, num_rows, count);
+    sum_narrow<Vectors<16>>(dst, rows, weights, num_rows, count);
 }
 
 template <class T, class Weights>
