@@ -79,7 +79,7 @@ def test_the_losses_are_those_of_all_to_all(tmp_path, name):
     print(losses, expected, *([step["norm"] for step in run["steps"]] for run in (ours, theirs)))
     assert ours["alignments"] == ([16] if "fp8" in name else [1])
     if case.packed and gpus_taken() > 1:
-        assert all(len(set(step["tokens"])) > 1 for step in ours["steps"]), "ranks have other numbers of tokens"
+        assert any(len(set(step["tokens"])) > 1 for step in ours["steps"]), "ranks have other numbers of tokens"
         assert [step["tokens"] for step in ours["steps"]] == [step["tokens"] for step in theirs["steps"]]
     assert losses[0] == pytest.approx(expected[0], rel=2e-3)
     # Rounding to fp8 differs where rows of padding do, and steps magnify it; Megatron's functional tests allow 5 %.
