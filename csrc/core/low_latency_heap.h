@@ -52,7 +52,12 @@ struct LowLatencyHeap {
           channels(num_channels),
           staged(has_staging),
           slot_bytes(slot),
-          masking(has_masks) {
+          masking(has_masks),
+          local_experts_(experts / ranks.world()),
+          first_choices_(
+              align_up((chunks() + static_cast<size_t>(tokens) * topk) * sizeof(uint32_t), kLine)),
+          other_choices_(32 * static_cast<size_t>(chunks() + 1) * sizeof(uint32_t)),
+          choice_bytes_(choice_part(choice_parts())) {
         size_t end = 0;
         auto part = [&](size_t bytes) { return std::exchange(end, end + align_up(bytes, kLine)); };
         const size_t world = topology.world(), banks = kBanks;
@@ -82,7 +87,7 @@ struct LowLatencyHeap {
         bytes_ = end;
     }
 
-    EP_HD int local_experts() const { return num_experts / topology.world(); }
+    EP_HD int local_experts() const { return local_experts_; }
     EP_HD int chunks() const { return (max_tokens + 31) / 32; }  // of 32 tokens
     // Most experts of one rank that a token can choose.
     EP_HD int picks_per_rank() const {
@@ -141,12 +146,9 @@ struct LowLatencyHeap {
     //                      tokens[chunks, 32], bits: tokens that chose an expert ---
     EP_HD int choice_parts() const { return 1 + (local_experts() + 31) / 32; }
     EP_HD size_t choice_part(int part) const {  // where it begins
-        const size_t first = align_up(
-            (chunks() + static_cast<size_t>(max_tokens) * max_topk) * sizeof(uint32_t), kLine);
-        const size_t other = 32 * static_cast<size_t>(chunks() + 1) * sizeof(uint32_t);
-        return part ? first + (part - 1) * other : 0;
+        return part ? first_choices_ + (part - 1) * other_choices_ : 0;
     }
-    EP_HD size_t choice_bytes() const { return choice_part(choice_parts()); }
+    EP_HD size_t choice_bytes() const { return choice_bytes_; }
     EP_HD size_t choices(int bank, int rank, int part = 0) const {
         return choices_ + (bank * topology.world() + rank) * choice_bytes() + choice_part(part);
     }
@@ -211,6 +213,9 @@ struct LowLatencyHeap {
     }
     EP_HD size_t slot(size_t number) const { return number * slot_bytes; }
 
+    // Kept, because a division takes a GPU long.
+    int local_experts_;
+    size_t first_choices_, other_choices_, choice_bytes_;
     size_t sent_, send_joins_, receive_joins_, waited_, put_joins_, released_, choice_flags_,
         cut_flags_, beat_flags_, row_flags_, choices_, rows_, parts_, staged_choices_, staged_rows_,
         staged_parts_, verdicts_, cuts_, own_beats_, all_sent_flags_, no_choices_, bytes_;

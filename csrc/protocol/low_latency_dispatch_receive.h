@@ -65,9 +65,6 @@ struct Choices {
                static_cast<size_t>(token) * call.args.format.topk;
     }
     EP_FN int count(int rank, int expert) const { return of(rank, 1 + expert / 32)[expert % 32]; }
-    EP_FN uint32_t tokens(int rank, int chunk, int expert) const {
-        return of(rank, 1 + expert / 32)[32 * (1 + chunk) + expert % 32];
-    }
     // The rows of an expert.
     EP_FN int rows_of(int expert) const {
         int rows = 0;
@@ -78,13 +75,13 @@ struct Choices {
     }
     // Rows of ranks before this one, and of its tokens before this one.
     EP_FN int rows_before(int rank, int token, int expert) const {
-        const int chunk = token / 32;
+        const int part = 1 + expert / 32, chunk = token / 32;
         int rows = 0;
         for_each_load(
             rank + chunk + 1,
-            [&](int i) {
-                return i < rank ? static_cast<uint32_t>(count(i, expert))
-                                : tokens(rank, i - rank, expert);
+            [&](int i) {  // a count of each rank before, then words of this one's tokens
+                const int line = i < rank ? 0 : 1 + i - rank;
+                return of(i < rank ? i : rank, part)[32 * line + expert % 32];
             },
             [&](int i, uint32_t word) {
                 if (i == rank + chunk) word &= (uint32_t{1} << token % 32) - 1;

@@ -14,6 +14,11 @@ EP_FN int64_t chosen_expert(const LowLatencyDispatchArgs& args, int token, int k
                                  : static_cast<const int32_t*>(args.topk_idx)[i];
 }
 
+// Whether an id is that of one of `count` experts from `first` on.
+EP_FN bool is_within(int32_t id, int first, int count) {
+    return static_cast<uint32_t>(id) - static_cast<uint32_t>(first) < static_cast<uint32_t>(count);
+}
+
 EP_FN int tokens_of_chunk(const LowLatencyDispatchArgs& args, int chunk) {
     const int left = args.num_tokens - 32 * chunk;
     return left < 0 ? 0 : left < 32 ? left : 32;
@@ -34,12 +39,15 @@ EP_FN void for_each_load(int count, Load&& load, Take&& take) {
     }
 }
 
-// f(k, expert) for what the lane's token chose.
+// f(k, expert) for what the lane's token chose, by the low half of an id: whoever sends the token's
+// row refuses one that needs more.
 template <class F>
 EP_FN void for_each_choice(const LowLatencyDispatchArgs& args, int token, F&& f) {
+    const int topk = args.format.topk, bytes = args.index_bytes;
+    const char* ids =
+        static_cast<const char*>(args.topk_idx) + static_cast<size_t>(token) * topk * bytes;
     for_each_load(
-        args.format.topk, [&](int k) { return chosen_expert(args, token, k); },
-        [&](int k, int64_t expert) { f(k, expert); });
+        topk, [&](int k) { return *reinterpret_cast<const int32_t*>(ids + k * bytes); }, f);
 }
 
 // Which tokens chose any expert of a rank, and what these chose.
@@ -55,10 +63,9 @@ EP_FN void write_tokens(W& warp, const LowLatencyDispatchArgs& args, int rank, u
         warp.lanes(tokens, [&](int lane) {
             const int token = 32 * chunk + lane;
             is_here[lane] = 0;
-            for_each_choice(args, token, [&](int k, int64_t expert) {
-                experts[token * args.format.topk + k] = static_cast<int32_t>(expert);
-                const int64_t local = expert - static_cast<int64_t>(rank) * local_experts;
-                is_here[lane] |= local >= 0 && local < local_experts;
+            for_each_choice(args, token, [&](int k, int32_t expert) {
+                experts[token * args.format.topk + k] = expert;
+                is_here[lane] |= is_within(expert, rank * local_experts, local_experts);
             });
         });
         const uint32_t any = warp.ballot(tokens, [&](int lane) { return is_here[lane] != 0; });
@@ -71,7 +78,7 @@ EP_FN void write_tokens(W& warp, const LowLatencyDispatchArgs& args, int rank, u
 
 // Which tokens chose which of 32 experts from `first` on.
 template <WarpLike W>
-EP_FN void write_bits(W& warp, const LowLatencyDispatchArgs& args, int64_t first, int count,
+EP_FN void write_bits(W& warp, const LowLatencyDispatchArgs& args, int first, int count,
                       uint32_t* words) {
     typename W::template PerLane<uint32_t> picks, tokens;
     typename W::template PerLane<int> rows;
@@ -81,9 +88,8 @@ EP_FN void write_bits(W& warp, const LowLatencyDispatchArgs& args, int64_t first
         warp.lanes(32, [&](int lane) {
             picks[lane] = tokens[lane] = 0;
             if (lane >= left) return;
-            for_each_choice(args, 32 * chunk + lane, [&](int, int64_t expert) {
-                if (expert >= first && expert < first + count)
-                    picks[lane] |= uint32_t{1} << (expert - first);
+            for_each_choice(args, 32 * chunk + lane, [&](int, int32_t expert) {
+                if (is_within(expert, first, count)) picks[lane] |= uint32_t{1} << (expert - first);
             });
         });
         for (int expert = 0; left && expert < count; ++expert) {
@@ -111,7 +117,7 @@ EP_FN void send_choices(W& warp, const LowLatencyDispatch<F>& call, int rank, in
                                              : call.fabric.template own<uint32_t>(staged);
     if (part) {
         const int first = 32 * (part - 1);
-        write_bits(warp, call.args, static_cast<int64_t>(rank) * heap.local_experts() + first,
+        write_bits(warp, call.args, rank * heap.local_experts() + first,
                    lanes_from(first, heap.local_experts()), words);
     } else {
         write_tokens(warp, call.args, rank, words);
@@ -255,8 +261,8 @@ EP_FN bool send_piece(W& warp, const LowLatencyDispatch<F>& call, const Team& te
     });
     write_piece<kQuantize>(warp, args, slot, near, token, piece, choice);
     publish_tags(warp, call, piece, near, [&](int k) {
-        const int64_t to = chosen_expert(args, token, k) / heap.local_experts();
-        return call.fabric.template at<char>(static_cast<int>(to), target);
+        const int to = static_cast<int>(chosen_expert(args, token, k)) / heap.local_experts();
+        return call.fabric.template at<char>(to, target);
     });
     const uint32_t far = ranks & ~near;
     if (far && !piece.number) put_row<kQuantize>(warp, call, team, far, token, rank, choice);
