@@ -328,18 +328,23 @@ EP_FN bool wait_tags(W& warp, const LowLatencyCall<F, Args>& call, int count, ui
 }
 
 // f(rank, token, piece) for every warps-th share of the rows whose bits are set, from the warp's
-// own number on, until it returns false: equal shares, whatever the choices. bits(word): those of
-// tokens [32 * chunk, 32 * (chunk + 1)) of a rank, word = rank * chunks + chunk.
+// own number on, until it returns false: equal shares, whatever the choices. bits(rank, chunk):
+// those of tokens [32 * chunk, 32 * (chunk + 1)) of a rank. The ranks follow each other from
+// first_rank on.
 template <WarpLike W, class Bits, class F>
-EP_FN bool for_own_pieces(W& warp, const LowLatencyArgs& args, const Team& team, Bits&& bits,
-                          F&& f) {
-    const int chunks = args.heap.chunks(), words = args.heap.topology.world() * chunks;
+EP_FN bool for_own_pieces(W& warp, const LowLatencyArgs& args, const Team& team, int first_rank,
+                          Bits&& bits, F&& f) {
+    const int chunks = args.heap.chunks(), world = args.heap.topology.world();
+    const int words = world * chunks;  // a lane each
     typename W::template PerLane<uint32_t> rows;
-    typename W::template PerLane<int> before;
+    typename W::template PerLane<int> before, rank, token;
     auto read = [&](int first) {
         const int lanes = lanes_from(first, words);
         warp.lanes(lanes, [&](int lane) {
-            rows[lane] = bits(first + lane);
+            const int chunk = (first + lane) % chunks;
+            rank[lane] = (first_rank + (first + lane) / chunks) % world;
+            token[lane] = 32 * chunk;
+            rows[lane] = bits(rank[lane], chunk);
             before[lane] = popcount(rows[lane]);
         });
         return warp.exclusive_scan(lanes, before);
@@ -361,13 +366,13 @@ EP_FN bool for_own_pieces(W& warp, const LowLatencyArgs& args, const Team& team,
         const uint32_t own = warp.ballot(
             lanes, [&](int lane) { return before[lane] < popcount(rows[lane]) * shares; });
         for_each_lane(own, [&](int lane) {
-            const int word = first + lane;
+            const int source = warp.broadcast(rank, lane),
+                      first_token = warp.broadcast(token, lane);
             int next = warp.broadcast(before, lane);
             uint32_t rest = warp.broadcast(rows, lane);
             for (int row = 0; rest && go_on; rest &= rest - 1, ++row) {
                 for (; next < (row + 1) * shares && go_on; next += team.warps)
-                    go_on = f(word / chunks, word % chunks * 32 + lowest_lane(rest),
-                              pieces[next % shares]);
+                    go_on = f(source, first_token + lowest_lane(rest), pieces[next % shares]);
             }
         });
         total += sum;

@@ -94,10 +94,11 @@ EP_FN void return_piece(W& warp, const LowLatencyCombine<F>& call, const Team& t
 template <class T, WarpLike W, class F>
 EP_FN bool send_combine(W& warp, const LowLatencyCombine<F>& call, const Team& team) {
     const LowLatencyCombineArgs& args = call.args;
+    // Each rank begins with another one and ends with itself: no link carries the rows of all.
     return for_own_pieces(
-        warp, args, team,
-        [&](int word) {
-            const int source = word / args.heap.chunks();
+        warp, args, team, args.rank + 1,
+        [&](int source, int chunk) {
+            const int word = source * args.heap.chunks() + chunk;
             return call.takes_part(LowLatencyHalf::Send, source) ? args.layout.present(word) : 0;
         },
         [&](int source, int token, const Piece& piece) {

@@ -246,12 +246,13 @@ EP_FN bool receive_dispatch(W& warp, const LowLatencyDispatch<F>& call, const Te
     if (args.heap.masking && team.warp == 0) note_active(warp, call);
     const Choices<F> choices{call};
     find_starts(warp, choices, team);
-    const auto bits = [&](int word) {
-        return choices.present(word / choices.chunks, word % choices.chunks);
-    };
-    return for_own_pieces(warp, args, team, bits, [&](int source, int token, const Piece& piece) {
-        return receive_piece(warp, choices, team, source, token, piece);
-    });
+    // Own rows are there first.
+    return for_own_pieces(
+        warp, args, team, args.rank,
+        [&](int rank, int chunk) { return choices.present(rank, chunk); },
+        [&](int source, int token, const Piece& piece) {
+            return receive_piece(warp, choices, team, source, token, piece);
+        });
 }
 
 template <WarpLike W, class F>
