@@ -21,6 +21,13 @@ struct Piece {
     int first_scale, scale_bytes;  // of the scales
 
     EP_HD static size_t tag(int piece) { return piece * sizeof(uint64_t); }
+
+    // The i-th of n parts of a piece, which has no tag of its own: of the payload alone.
+    EP_HD Piece part(int i, int n) const {
+        const int size = static_cast<int>(align_up((bytes + n - 1) / n, kAlignment / 4));
+        const int from = i * size < bytes ? i * size : bytes;
+        return {number, count, first + from, size < bytes - from ? size : bytes - from, 0, 0};
+    }
 };
 
 struct Pieces {

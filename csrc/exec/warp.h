@@ -138,6 +138,11 @@ EP_HD int lowest_lane(uint32_t mask) {
 #endif
 }
 
+EP_HD int nth_lane(uint32_t mask, int n) {
+    for (; n; --n) mask &= mask - 1;
+    return lowest_lane(mask);
+}
+
 EP_HD int popcount(uint32_t mask) {
 #if defined(__CUDA_ARCH__)
     return __popc(mask);

@@ -366,14 +366,12 @@ EP_FN bool for_own_pieces(W& warp, const LowLatencyArgs& args, const Team& team,
         const uint32_t own = warp.ballot(
             lanes, [&](int lane) { return before[lane] < popcount(rows[lane]) * shares; });
         for_each_lane(own, [&](int lane) {
-            const int source = warp.broadcast(rank, lane),
-                      first_token = warp.broadcast(token, lane);
-            int next = warp.broadcast(before, lane);
-            uint32_t rest = warp.broadcast(rows, lane);
-            for (int row = 0; rest && go_on; rest &= rest - 1, ++row) {
-                for (; next < (row + 1) * shares && go_on; next += team.warps)
-                    go_on = f(source, first_token + lowest_lane(rest), pieces[next % shares]);
-            }
+            const int source = warp.broadcast(rank, lane);
+            const int first_token = warp.broadcast(token, lane);
+            const uint32_t mask = warp.broadcast(rows, lane);
+            const int end = popcount(mask) * shares;
+            for (int i = warp.broadcast(before, lane); i < end && go_on; i += team.warps)
+                go_on = f(source, first_token + nth_lane(mask, i / shares), pieces[i % shares]);
         });
         total += sum;
     }

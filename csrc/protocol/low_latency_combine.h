@@ -130,7 +130,7 @@ EP_FN void drop_ranks(W& warp, const LowLatencyCombine<F>& call, int token, cons
                (rank[k] >= 0 && !call.takes_part(LowLatencyHalf::Receive, rank[k]));
     });
     if (!dropped) return;
-    if (!piece.number) count_dropped(warp, call, dropped);
+    if (!piece.first) count_dropped(warp, call, dropped);
     warp.lanes(topk, [&](int k) {
         if (dropped >> k & 1) rank[k] = -1;
     });
@@ -178,7 +178,7 @@ EP_FN bool sum_piece(W& warp, const LowLatencyCombine<F>& call, int token, const
         const auto from = [&](int k) { return rank[k]; };
         if (!wait_tags(warp, call, format.topk, parts, slot, i, from)) return false;
     }
-    warp.lanes(piece.number ? 0 : format.topk, [&](int k) {
+    warp.lanes(piece.first ? 0 : format.topk, [&](int k) {
         const uint64_t value =
             rank[k] < 0 ? 0
                         : load_weight(slot[k] + format.weights() + k * format.weight_bytes,
@@ -203,14 +203,18 @@ EP_FN bool may_receive(W& warp, const LowLatencyCombine<F>& call, const Team& te
 }
 
 // A warp's share of the receiving half.
+constexpr int kMostParts = 8;
 template <class T, WarpLike W, class F>
 EP_FN bool receive_combine(W& warp, const LowLatencyCombine<F>& call, const Team& team) {
     if (!may_receive(warp, call, team)) return false;
     const int tokens = call.args.num_tokens;
     const Pieces pieces(call.args.format, tokens, team.warps);
     const int shares = pieces.shares();
-    for (int i = team.warp; i < tokens * shares; i += team.warps) {
-        if (!sum_piece<T>(warp, call, i / shares, pieces[i % shares])) return false;
+    int parts = 1;  // of a share: of few tokens, a sum's latency is what counts
+    while (parts < kMostParts && tokens * shares * 2 * parts <= team.warps) parts *= 2;
+    for (int i = team.warp; i < tokens * shares * parts; i += team.warps) {
+        const Piece piece = pieces[i / parts % shares].part(i % parts, parts);
+        if (!sum_piece<T>(warp, call, i / parts / shares, piece)) return false;
     }
     return true;
 }
