@@ -45,6 +45,8 @@ enum class Reuse { Soon, Late };
 //   copy<Reuse>(dst, src, bytes)
 //   multicast<Reuse>(dsts, mask, src, bytes)
 //                                    one source, a destination per lane in the mask
+//   copy_each<Reuse>(dsts, srcs, mask, bytes)
+//                                    a source and a destination per lane in the mask
 //   stage<Reuse>(src, bytes)         begins to read what the next copy or multicast reads, while
 //                                    the warp finds out where it goes
 //   sum<T, Reuse>(dst, srcs, mask, count)
@@ -106,6 +108,7 @@ concept WarpLike = requires(
     warp.lanes(1, step);
     warp.template copy<Reuse::Soon>(dst, src, bytes);
     warp.template multicast<Reuse::Late>(dsts, uint32_t{1}, src, bytes);
+    warp.template copy_each<Reuse::Late>(dsts, srcs, uint32_t{1}, bytes);
     warp.template stage<Reuse::Late>(src, bytes);
     warp.template sum<float, Reuse::Late>(dst, srcs, uint32_t{1}, bytes);
     warp.template weighted_sum<float, Reuse::Late>(dst, srcs, weights, uint32_t{1}, bytes);

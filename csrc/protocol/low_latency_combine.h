@@ -18,10 +18,39 @@ EP_FN Accumulator<T> weight_at(const void* weights, int64_t at) {
     return static_cast<const Accumulator<T>*>(weights)[at];
 }
 
-// A piece of one row to `slot`: of that of the lanes in the mask, or of their sum.
+// The single value that travels with a row.
+EP_FN void write_value(const LowLatencyCombineArgs& args, char* slot, int k, int64_t position) {
+    const RowFormat& format = args.format;
+    const int bytes = format.weight_bytes;
+    const uint64_t value = position < 0 ? 0 : load_weight(args.values + position * bytes, bytes);
+    store_weight(slot + format.weights() + k * bytes, value, bytes);
+}
+
+// A piece of the rows of the lanes in the mask, each to its own slot.
+template <WarpLike W>
+EP_FN void write_rows(W& warp, const LowLatencyCombineArgs& args,
+                      const typename W::template PerLane<char*>& slot, uint32_t mask,
+                      const Piece& piece, const typename W::template PerLane<int>& position) {
+    const RowFormat& format = args.format;
+    typename W::template PerLane<void*> to{};
+    typename W::template PerLane<const void*> from{};
+    warp.lanes(format.topk, [&](int k) {
+        if (!(mask >> k & 1)) return;
+        if (!piece.number) write_value(args, slot[k], k, position[k]);
+        const int64_t row = position[k] < 0 ? 0 : position[k];
+        from[k] = args.x + row * format.payload_bytes + piece.first;
+        to[k] = slot[k] + format.payload() + piece.first;
+    });
+    const uint32_t rows =
+        warp.ballot(format.topk, [&](int k) { return mask >> k & 1 && position[k] >= 0; });
+    warp.template copy_each<Reuse::Late>(to, from, rows, piece.bytes);
+    for_each_lane(mask & ~rows, [&](int k) { warp.zero(warp.broadcast(to, k), piece.bytes); });
+}
+
+// A piece of the sum of the rows of the lanes in the mask to `slot`.
 template <class T, WarpLike W>
-EP_FN void write_partial(W& warp, const LowLatencyCombineArgs& args, char* slot, uint32_t mask,
-                         const Piece& piece, const typename W::template PerLane<int>& position) {
+EP_FN void write_sum(W& warp, const LowLatencyCombineArgs& args, char* slot, uint32_t mask,
+                     const Piece& piece, const typename W::template PerLane<int>& position) {
     const RowFormat& format = args.format;
     typename W::template PerLane<const void*> part;
     typename W::template PerLane<Accumulator<T>> weight;
@@ -30,14 +59,7 @@ EP_FN void write_partial(W& warp, const LowLatencyCombineArgs& args, char* slot,
         part[k] = args.x + row * format.payload_bytes + piece.first;
         if (args.row_weights && mask >> k & 1)
             weight[k] = position[k] < 0 ? 0 : weight_at<T>(args.row_weights, row);
-        if (mask >> k & 1 && !piece.number) {
-            const uint64_t value =
-                position[k] < 0
-                    ? 0
-                    : load_weight(args.values + row * format.weight_bytes, format.weight_bytes);
-            store_weight(slot + format.weights() + k * format.weight_bytes, value,
-                         format.weight_bytes);
-        }
+        if (mask >> k & 1 && !piece.number) write_value(args, slot, k, position[k]);
     });
     const uint32_t rows =
         warp.ballot(format.topk, [&](int k) { return mask >> k & 1 && position[k] >= 0; });
@@ -76,10 +98,13 @@ EP_FN void return_piece(W& warp, const LowLatencyCombine<F>& call, const Team& t
     const Piece written = near ? piece : pieces.all();
     typename W::template PerLane<char*> slot;
     warp.lanes(format.topk, [&](int k) { slot[k] = slot_of(k); });
-    for_each_lane(parts, [&](int k) {
-        write_partial<T>(warp, args, warp.broadcast(slot, k),
-                         args.sum_at_expert ? own : uint32_t{1} << k, written, position);
-    });
+    if (args.sum_at_expert) {
+        for_each_lane(parts, [&](int k) {
+            write_sum<T>(warp, args, warp.broadcast(slot, k), own, written, position);
+        });
+    } else {
+        write_rows(warp, args, slot, parts, written, position);
+    }
     if (near) return publish_tags(warp, call, piece, parts, slot_of);
     for_each_lane(parts, [&](int k) {
         warp.lanes(pieces.count, [&](int i) {

@@ -130,6 +130,24 @@ class DeviceWarp {
     }
 
     template <Reuse reuse>
+    __device__ __forceinline__ void copy_each(const PerLane<void*>& dsts,
+                                              const PerLane<const void*>& srcs, uint32_t mask,
+                                              size_t bytes) {
+        const uint32_t misaligned = rows::misalignment(dsts.value, mask, nullptr, bytes) |
+                                    rows::misalignment(srcs.value, mask, nullptr, bytes);
+        if (mask && !misaligned && is_bulk(bytes) && bytes <= BulkBuffers::kChunkBytes) {
+            bulk_.copy_each<reuse>(dsts.value, srcs.value, mask, bytes);
+        } else {
+            for_each_lane(mask, [&](int lane) {
+                const void* src = rows::shuffle_pointer(srcs.value, lane);
+                stage<reuse>(src, bytes);
+                move_row<Reuse::Soon>(dsts.value, uint32_t{1} << lane, src, bytes);
+            });
+        }
+        __syncwarp();
+    }
+
+    template <Reuse reuse>
     __device__ __forceinline__ void stage(const void* src, size_t bytes) {
         if (is_bulk(bytes) && !rows::misalignment(src, 0, src, bytes))
             bulk_.stage<reuse>(src, bytes);

@@ -130,6 +130,12 @@ class BasicHostWarp {
     }
 
     template <Reuse reuse>
+    void copy_each(const PerLane<void*>& dsts, const PerLane<const void*>& srcs, uint32_t mask,
+                   size_t bytes) {
+        for_each_lane(mask, [&](int lane) { std::memcpy(dsts[lane], srcs[lane], bytes); });
+    }
+
+    template <Reuse reuse>
     void stage(const void*, size_t) {}
 
     template <class T, Reuse reuse>
