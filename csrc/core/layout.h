@@ -58,6 +58,16 @@ struct Layout {
         return (static_cast<int64_t>(num_tokens) * channel + shift) / channels;
     }
 
+    // The channels that have tokens, in order: so many, and the i-th. Where tokens are fewer than
+    // the channels each has one of its own.
+    EP_HD int used_channels() const { return num_tokens < channels ? num_tokens : channels; }
+    EP_HD int used_channel(int rank, int i) const {
+        if (num_tokens >= channels) return i;
+        const int64_t shift = static_cast<int64_t>(channels) * rank / world();
+        const int64_t until = static_cast<int64_t>(channels) * (i + 1) - shift;
+        return static_cast<int>((until + num_tokens - 1) / num_tokens) - 1;
+    }
+
     struct Totals {
         int32_t received_rows;  // rows that arrive here, each for one or more local experts
         int32_t expert_rows;    // rows of the expert-grouped output, padding included

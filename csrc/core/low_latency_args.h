@@ -130,9 +130,10 @@ struct LowLatencyDispatchArgs : LowLatencyArgs {
     EP_HD uint64_t shape() const { return 0; }
     EP_HD int64_t scale_words() const { return format.scale_bytes / 4; }
     // The first column's word of a row.
-    EP_HD size_t scale_word(int64_t row) const {
+    EP_HD size_t scale_word(uint32_t row) const {
         if (!expert_rows) return row;
-        return row / expert_rows * scale_words() * scale_column + row % expert_rows;
+        const auto rows = static_cast<uint32_t>(expert_rows);
+        return row / rows * scale_words() * scale_column + row % rows;
     }
     EP_HD size_t recv_scale_bytes() const {
         if (!scale_column) return static_cast<size_t>(max_rows) * format.scale_bytes;

@@ -89,9 +89,11 @@ EP_FN int count_channel(W& warp, const NotifyArgs& args, int channel) {
             warp.lanes(lanes_from(first, count), [&](int lane) { counts[first + lane] = 0; });
         }
     };
-    clear(layout.expert_counts(channel), layout.num_experts);
     clear(&layout.rank_tokens(channel, 0), layout.world());
     clear(&layout.node_tokens(channel, 0), layout.topology.nodes);
+    if (layout.first_token(args.rank, channel) == layout.first_token(args.rank, channel + 1))
+        return 0;
+    clear(layout.expert_counts(channel), layout.num_experts);
 
     using Ids = typename W::template PerLane<int64_t>;
     typename W::template PerLane<int> expert, rank, node, key;
@@ -143,18 +145,19 @@ EP_FN int count_channel(W& warp, const NotifyArgs& args, int channel) {
     return bad_token;
 }
 
-// Step 2, any warp any experts: counts per channel become sums over the channels before; row C
-// holds the totals.
+// Step 2, any warp any experts: counts per channel that has tokens become sums over the channels
+// before; row C holds the totals.
 template <WarpLike W>
 EP_FN void sum_channels(W& warp, const NotifyArgs& args, int first_expert, int num_experts) {
-    const int channels = args.layout.channels;
+    const Layout& layout = args.layout;
+    auto count_of = [&](int i, int expert) -> int32_t& {
+        return layout.expert_counts(layout.used_channel(args.rank, i))[expert];
+    };
     for (int expert = first_expert; expert < first_expert + num_experts; ++expert) {
         const int sum = scan_counts(
-            warp, channels, [&](int channel) { return args.layout.expert_counts(channel)[expert]; },
-            [&](int channel, int, int before) {
-                args.layout.expert_counts(channel)[expert] = before;
-            });
-        warp.lanes(1, [&](int) { args.layout.expert_counts(channels)[expert] = sum; });
+            warp, layout.used_channels(), [&](int i) { return count_of(i, expert); },
+            [&](int i, int, int before) { count_of(i, expert) = before; });
+        warp.lanes(1, [&](int) { layout.expert_counts(layout.channels)[expert] = sum; });
     }
 }
 

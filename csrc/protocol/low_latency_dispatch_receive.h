@@ -156,9 +156,14 @@ EP_FN void place_scales(W& warp, const LowLatencyDispatchArgs& args, uint32_t pl
     }
     const auto* words = reinterpret_cast<const uint32_t*>(scales);
     const int end = (piece.first_scale + piece.scale_bytes) / 4;
+    typename W::template PerLane<uint32_t*> columns;
+    warp.lanes(args.format.topk, [&](int lane) {
+        if (placed >> lane & 1)
+            columns[lane] = reinterpret_cast<uint32_t*>(args.recv_scales) +
+                            args.scale_word(static_cast<uint32_t>(position[lane]));
+    });
     for_each_lane(placed, [&](int lane) {
-        auto* column = reinterpret_cast<uint32_t*>(args.recv_scales) +
-                       args.scale_word(warp.broadcast(position, lane));
+        uint32_t* column = warp.broadcast(columns, lane);
         for (int first = piece.first_scale / 4; first < end; first += 32) {
             warp.lanes(lanes_from(first, end), [&](int word) {
                 column[(first + word) * args.scale_column] = words[first + word];
