@@ -18,7 +18,7 @@ void order(CudaStream earlier, CudaStream later, const Resource<void>& event) {
 
 Beside::Beside(int device, int all, int busy)
     : all_sms(all),
-      has_room(all > busy),
+      has_room(3 * (all - busy) >= all),
       sms(has_room ? all - busy : all),
       stream_(side_stream(device)),
       forked_(event(device)),

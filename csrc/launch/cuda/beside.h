@@ -11,13 +11,13 @@ class Beside {
     Beside(int device, int all_sms, int busy_sms);
 
     // What is launched on the stream that this returns waits for what the caller's holds now:
-    // another stream, or the caller's own where no SM is free.
+    // another stream, or the caller's own where there is no room.
     CudaStream fork(CudaStream caller) const;
     // What is launched on the caller's stream from now on waits for that.
     void join(CudaStream caller) const;
 
     const int all_sms;
-    const bool has_room;
+    const bool has_room;  // a third is free: on fewer they would hold up what they run beside
     const int sms;  // for launches beside
 
   private:
