@@ -132,22 +132,46 @@ MUTANTS = [
     Mutant(
         "for_each_chunk: writes are not committed",
         BULK,
-        "«ptx::bulk_commit();»\n            ++emptied_;",
+        "«ptx::bulk_commit();»\n            ++emptied_;\n            //",
         programs=ROWS,
     ),
     Mutant(
         "drop: the buffer is not waited for", BULK, "«wait_filled();»\n            ptx::bulk_commit();", programs=ROWS
     ),
     Mutant("sum: no proxy fence", BULK, "«ptx::fence_proxy_async_global();»\n        ptx::bulk_wait_read<0>();"),
-    Mutant("sum: older writes are not waited for", BULK, "ptx::bulk_wait_read<0>();", programs=ROWS),
     Mutant(
-        "sum: lanes do not meet before the first piece", BULK, "«__syncwarp();»  // now no lane's writes", programs=ROWS
+        "sum: older writes are not waited for",
+        BULK,
+        "fence_proxy_async_global();\n        «ptx::bulk_wait_read<0>();»",
+        programs=ROWS,
+    ),
+    Mutant(
+        "sum: lanes do not meet before the first piece",
+        BULK,
+        "«__syncwarp();»  // now no lane's writes read the buffers",
+        programs=ROWS,
     ),
     Mutant("sum: lanes do not meet between pieces", BULK, "«__syncwarp();»  // the pieces before these", programs=ROWS),
     Mutant(
         "sum: pieces are not waited for",
         BULK,
         "while (!ptx::barrier_try_wait(&buffers_.pieces_filled, sums_ & 1)) {\n            }",
+        programs=ROWS,
+    ),
+    Mutant(
+        "copy_each: older writes are not waited for",
+        BULK,
+        "«ptx::bulk_wait_read<0>();»\n            uint64_t* barrier",
+        programs=ROWS,
+    ),
+    Mutant("copy_each: lanes do not meet", BULK, "«__syncwarp();»  // now no lane's writes read that", programs=ROWS),
+    Mutant(
+        "copy_each: rows are not waited for", BULK, "«wait_filled();»\n            if (is_in(first))", programs=ROWS
+    ),
+    Mutant(
+        "copy_each: writes are not committed",
+        BULK,
+        "«ptx::bulk_commit();»\n            ++emptied_;\n        }",
         programs=ROWS,
     ),
     Mutant("wait_written: nothing is waited for", BULK, "ptx::bulk_wait_written();", programs=ROWS),

@@ -46,7 +46,8 @@ enum class Reuse { Soon, Late };
 //   multicast<Reuse>(dsts, mask, src, bytes)
 //                                    one source, a destination per lane in the mask
 //   copy_each<Reuse>(dsts, srcs, mask, bytes)
-//                                    a source and a destination per lane in the mask
+//                                    a source and a destination per lane in the mask; the sources
+//                                    are there since before the launch
 //   stage<Reuse>(src, bytes)         begins to read what the next copy or multicast reads, while
 //                                    the warp finds out where it goes
 //   sum<T, Reuse>(dst, srcs, mask, count)

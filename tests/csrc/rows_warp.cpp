@@ -19,7 +19,7 @@ namespace {
 constexpr size_t kRowBytes = 20480;
 constexpr int kSources = 6, kOps = 10;
 
-enum class Kind { Copy, Multicast, Stage, Drop, Sum, WeightedSum, Quantize, Publish };
+enum class Kind { Copy, Multicast, CopyEach, Stage, Drop, Sum, WeightedSum, Quantize, Publish };
 
 // Each writes rows of its own.
 struct Op {
@@ -65,6 +65,8 @@ void run_op(W& warp, const Op& op, const Memory& sources, const Memory& out, int
             [[fallthrough]];
         case Kind::Multicast:
             return warp.template multicast<Reuse::Soon>(dst, op.mask, source, op.bytes);
+        case Kind::CopyEach:
+            return warp.template copy_each<Reuse::Late>(dst, src, op.mask, op.bytes);
         case Kind::Drop:
             warp.template stage<Reuse::Late>(source, op.bytes);
             return warp.template multicast<Reuse::Soon>(dst, 0, source, op.bytes);
@@ -93,9 +95,9 @@ void run_sequence(uint64_t seed) {
         reinterpret_cast<float*>(sources.rows)[i] = static_cast<float>(pick(-999, 999)) / 7;
     std::vector<Op> ops(kOps);
     for (Op& op : ops) {
-        op.kind = static_cast<Kind>(pick(0, 7));
+        op.kind = static_cast<Kind>(pick(0, 8));
         op.mask = static_cast<uint32_t>(random() & (pick(0, 1) ? random() & random() : ~0u)) | 1;
-        op.bytes = std::array{16, 496, 1024, 4096, 7168, 7184, 14336, 20000}[pick(0, 7)];
+        op.bytes = std::array{16, 496, 1024, 3584, 4096, 7168, 7184, 14336, 20000}[pick(0, 8)];
         if (op.kind == Kind::Quantize) op.bytes += pick(0, 2) ? 0 : 2 * pick(1, 40);
         op.format = static_cast<ScaleFormat>(pick(1, 3));
         for (int lane = 0; lane < 32; ++lane) {

@@ -86,8 +86,9 @@ class BulkCopier {
         });
     }
 
-    // A row of each lane in the mask to that lane's own destination. A buffer holds several: while
-    // those of one are written those of the other are read.
+    // A row of each lane in the mask, which is there since before the launch, to that lane's own
+    // destination. A buffer holds several: while those of one are written those of the other are
+    // read.
     template <Reuse reuse>
     __device__ __forceinline__ void copy_each(void* own_dst, const void* own_src, uint32_t mask,
                                               uint32_t bytes) {
@@ -99,17 +100,15 @@ class BulkCopier {
         };
         auto read = [&](uint32_t first) {
             ptx::bulk_wait_read<0>();
-            __syncwarp();  // now no lane's writes read that buffer any more
             uint64_t* barrier = &buffers_.filled[filled_ % BulkBuffers::kBuffers];
             const uint32_t rows_now = count - first < at_once ? count - first : at_once;
             if (rows::lane_id() == 0) ptx::barrier_arrive_expect(barrier, rows_now * bytes);
-            __syncwarp();
+            __syncwarp();  // now no lane's writes read that buffer any more
             if (is_in(first))
                 ptx::bulk_load<reuse == Reuse::Late>(buffer(filled_) + (own - first) * bytes,
                                                      own_src, bytes, barrier);
             ++filled_;
         };
-        ptx::fence_proxy_async_global();
         read(0);
         for (uint32_t first = 0; first < count; first += at_once) {
             if (first + at_once < count) read(first + at_once);
