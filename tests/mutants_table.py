@@ -224,7 +224,7 @@ MUTANTS = [
     changed(
         "meet: relaxed",
         KERNELS,
-        "if (first) all = (ptx::fetch_add_acq_rel_gpu(arrivals, 1) / warps + 1) * warps;",
+        "if (first) all = (quotient(ptx::fetch_add_acq_rel_gpu(arrivals, 1), warps) + 1) * warps;",
         "fetch_add_acq_rel_gpu",
         "fetch_add_sys",
     ),

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/function.h"
+#include "core/row.h"
 #include "core/topology.h"
 
 namespace ep {
@@ -54,18 +55,23 @@ struct Layout {
     // than the channels each rank uses other channels: a warp that serves several ranks on one of
     // them has rows of one rank then, not of all.
     EP_HD int first_token(int rank, int channel) const {
-        const int64_t shift = static_cast<int64_t>(channels) * rank / world();
-        return (static_cast<int64_t>(num_tokens) * channel + shift) / channels;
+        const uint64_t tokens = static_cast<uint64_t>(num_tokens) * channel + shift(rank);
+        return static_cast<int>(quotient(tokens, channels));
     }
 
-    // The channels that have tokens, in order: so many, and the i-th. Where tokens are fewer than
-    // the channels each has one of its own.
-    EP_HD int used_channels() const { return num_tokens < channels ? num_tokens : channels; }
-    EP_HD int used_channel(int rank, int i) const {
-        if (num_tokens >= channels) return i;
-        const int64_t shift = static_cast<int64_t>(channels) * rank / world();
-        const int64_t until = static_cast<int64_t>(channels) * (i + 1) - shift;
-        return static_cast<int>((until + num_tokens - 1) / num_tokens) - 1;
+    // The channels that have tokens, in order. Where tokens are fewer each has a channel for
+    // itself.
+    struct UsedChannels {
+        uint32_t channels, tokens, shift;
+
+        EP_HD int count() const { return static_cast<int>(tokens < channels ? tokens : channels); }
+        EP_HD int operator[](uint32_t i) const {
+            if (tokens >= channels) return static_cast<int>(i);
+            return static_cast<int>((channels * (i + 1) - shift + tokens - 1) / tokens) - 1;
+        }
+    };
+    EP_HD UsedChannels used_channels(int rank) const {
+        return {static_cast<uint32_t>(channels), static_cast<uint32_t>(num_tokens), shift(rank)};
     }
 
     struct Totals {
@@ -132,6 +138,10 @@ struct Layout {
     static constexpr size_t kTotals = sizeof(Totals) / sizeof(int32_t);
 
   private:
+    EP_HD uint32_t shift(int rank) const {
+        return static_cast<uint32_t>(channels) * rank / world();
+    }
+
     int local_experts_;
     // Where the parts begin, in this order: kernels ask for every row.
     size_t experts_, index_, expert_counts_, rank_tokens_, node_tokens_, received_, received_start_,

@@ -9,8 +9,14 @@ namespace ep {
 
 constexpr int kMaxTopk = 32;  // one lane a (token, k)
 
+// dividend / divisor: a GPU takes long for 64 bits, which most have no need of.
+EP_HD uint64_t quotient(uint64_t dividend, uint64_t divisor) {
+    if ((dividend | divisor) >> 32) return dividend / divisor;
+    return static_cast<uint32_t>(dividend) / static_cast<uint32_t>(divisor);
+}
+
 EP_HD size_t align_up(size_t bytes, size_t alignment) {
-    return (bytes + alignment - 1) / alignment * alignment;
+    return quotient(bytes + alignment - 1, alignment) * alignment;
 }
 
 EP_HD uint64_t floor_power_of_two(uint64_t value) {
@@ -62,7 +68,7 @@ struct RowFormat {
     EP_HD size_t slot_bytes() const { return slot_bytes_; }
     // Of a ring of that size.
     EP_HD uint64_t slots(size_t ring_bytes) const {
-        return floor_power_of_two(ring_bytes / slot_bytes_);
+        return floor_power_of_two(quotient(ring_bytes, slot_bytes_));
     }
 
   private:

@@ -150,12 +150,13 @@ EP_FN int count_channel(W& warp, const NotifyArgs& args, int channel) {
 template <WarpLike W>
 EP_FN void sum_channels(W& warp, const NotifyArgs& args, int first_expert, int num_experts) {
     const Layout& layout = args.layout;
+    const auto channels = layout.used_channels(args.rank);
     auto count_of = [&](int i, int expert) -> int32_t& {
-        return layout.expert_counts(layout.used_channel(args.rank, i))[expert];
+        return layout.expert_counts(channels[i])[expert];
     };
     for (int expert = first_expert; expert < first_expert + num_experts; ++expert) {
         const int sum = scan_counts(
-            warp, layout.used_channels(), [&](int i) { return count_of(i, expert); },
+            warp, channels.count(), [&](int i) { return count_of(i, expert); },
             [&](int i, int, int before) { count_of(i, expert) = before; });
         warp.lanes(1, [&](int) { layout.expert_counts(layout.channels)[expert] = sum; });
     }

@@ -151,8 +151,7 @@ EP_FN bool wait_released(W& warp, const LowLatencyCall<F, Args>& call) {
 template <WarpLike W>
 EP_FN bool is_last(W& warp, uint64_t* joins, const Team& team) {
     const uint64_t done = warp.template arrive<Scope::Rank>(joins) + 1;
-    const auto few = static_cast<uint32_t>(done), warps = static_cast<uint32_t>(team.warps);
-    return (few == done ? few % warps : done % warps) == 0;  // a GPU takes long for 64 bits
+    return quotient(done, team.warps) * team.warps == done;
 }
 
 // With masking, by the last warp: tells the ranks that it can store to that all is there.

@@ -66,7 +66,7 @@ __device__ __forceinline__ void begin_transfer(const DeviceRank& rank, const Tra
 __device__ __forceinline__ void meet(uint64_t* arrivals, uint64_t warps) {
     const bool first = rows::lane_id() == 0;
     uint64_t all = 0;
-    if (first) all = (ptx::fetch_add_acq_rel_gpu(arrivals, 1) / warps + 1) * warps;
+    if (first) all = (quotient(ptx::fetch_add_acq_rel_gpu(arrivals, 1), warps) + 1) * warps;
     while (!__shfl_sync(rows::kAllLanes, !first || ptx::load_acquire_gpu(arrivals) >= all, 0)) {
     }
     __syncwarp();  // what lane 0 has acquired is there for all: a shuffle orders nothing
