@@ -11,6 +11,10 @@
 #include "fabric/cuda/p2p_fabric.h"
 #include "launch/cuda/group.inl"
 
+// Of combine no kernel is named.
+template <class P, int kRanks, bool kWeighted>
+void ep::CombineLaunch<P, kRanks, kWeighted>::load_kernels() {}
+
 namespace {
 
 #define EXPECT(condition)                                                                \
@@ -52,6 +56,26 @@ void test_a_group_gives_back_what_it_has() {
         EXPECT(fake_cuda.live.empty());
     }
     EXPECT(calls > 10);
+}
+
+// The stand-in ends a launch of what has not been loaded. One rank of two, and two of one process.
+void test_kernels_are_loaded_before_they_are_launched() {
+    const ep::Heap layout{{1, 2}, 2, 1, 4096, 4096};
+    std::string own(layout.bytes(), 0), other(layout.bytes(), 0);
+    const std::vector<char*> heaps{own.data(), other.data()};
+    for (const std::vector<int>& ranks : {std::vector{0}, std::vector{0, 1}}) {
+        fake_cuda = {};
+        const std::vector<char*> own_heaps(heaps.begin(), heaps.begin() + ranks.size());
+        Group group(layout, {layout.topology, {heaps[0], heaps[1]}}, ranks, own_heaps, heaps, 1, 1,
+                    1.0);
+        for (const bool has_local_pass : {false, true}) {
+            ep::WholeDispatchArgs args{};
+            args.heap = layout;
+            args.has_local_pass = has_local_pass;
+            group.dispatch({ranks.size(), args}, nullptr);
+            group.whole_dispatch({ranks.size(), args}, nullptr);
+        }
+    }
 }
 
 // Ranks 0 and 1 of one process. The host of rank 0 gives up while a kernel does, too.
@@ -193,6 +217,7 @@ void test_memory_is_left_to_the_same_processes() {
 
 int main() {
     test_a_group_gives_back_what_it_has();
+    test_kernels_are_loaded_before_they_are_launched();
     test_the_first_reason_stays();
     test_graphs_count_until_they_are_gone();
     test_a_retired_group_leaves_others_alone();

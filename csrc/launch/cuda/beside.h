@@ -18,7 +18,7 @@ class Beside {
 
     const int all_sms;
     const bool has_room;  // a third is free: on fewer they would hold up what they run beside
-    const int sms;  // for launches beside
+    const int sms;        // for launches beside
 
   private:
     Resource<void> stream_, forked_, joined_;

@@ -100,6 +100,7 @@ class CudaGroup {
     void reset();
 
   private:
+    void load_kernels() const;
     void notify(const std::vector<NotifyArgs>& args, CudaStream stream);
     void hear(const std::vector<ControlBlock*>& blocks);
     void hear_own();

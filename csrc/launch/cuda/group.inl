@@ -10,13 +10,13 @@
 #include "core/cuda/runtime.h"
 #include "launch/cuda/group.h"
 #include "launch/cuda/kernels.h"
+#include "launch/cuda/load.h"
 #include "launch/cuda/whole_dispatch.h"
 
 namespace ep {
 namespace {
 
 constexpr size_t kPollsOfCounts = 1 << 12;  // between two looks at signals and at the stream
-constexpr size_t kSharedBytes = kBlockWarps * sizeof(BulkBuffers);
 
 inline int blocks_for(int warps) { return ceil_div(warps, kBlockWarps); }
 
@@ -25,9 +25,6 @@ template <class J>
 void launch(void (*kernel)(J), const J& joint, size_t ranks, CudaStream stream,
             bool cooperative = true) {
     static_assert(sizeof(J) <= 32764, "the most that CUDA passes to a kernel");
-    check_cuda(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
-        "cudaFuncSetAttribute");
     cudaLaunchAttribute at_once{};
     at_once.id = cudaLaunchAttributeCooperative;
     at_once.val.cooperative = cooperative;
@@ -60,6 +57,7 @@ J spread(J joint, size_t ranks, int sms) {
 // combine.inl, and those with weights and those without are compiled side by side.
 template <class P, int kRanks, bool kWeighted>
 struct CombineLaunch {
+    static void load_kernels();
     static void run(const CombineJoint<P, kRanks>& joint, size_t ranks, DType dtype,
                     CudaStream stream, const Beside& beside);
 };
@@ -105,6 +103,7 @@ CudaGroup<P>::CudaGroup(const Heap& heap, const P& fabric, std::vector<int> rank
     }
 
     const DeviceGuard guard(device_);
+    load_kernels();
     for (char* base : heaps)
         reachable_.push_back(reinterpret_cast<ControlBlock*>(base + heap_.control()));
     const Topology& topology = heap_.topology;
@@ -149,6 +148,21 @@ void CudaGroup<P>::for_local_ranks(F&& f) const {
         if (ranks_.size() > 1) return f.template operator()<P::kMostLocalRanks>();
     }
     f.template operator()<1>();
+}
+
+template <class P>
+void CudaGroup<P>::load_kernels() const {
+    for_local_ranks([]<int kRanks>() {
+        using Dispatch = DispatchJoint<P, kRanks>;
+        load(kernels::notify_kernel<NotifyJoint<P, kRanks>>);
+        load(kernels::dispatch_kernel<Dispatch>);
+        load(kernels::own_rows_kernel<Dispatch>);
+        load(kernels::local_pass_of_dispatch_kernel<Dispatch>);
+        if constexpr (P::kMergesNotify)
+            load(kernels::whole_dispatch_kernel<WholeDispatchJoint<P, kRanks>>);
+        CombineLaunch<P, kRanks, false>::load_kernels();
+        CombineLaunch<P, kRanks, true>::load_kernels();
+    });
 }
 
 template <class P>

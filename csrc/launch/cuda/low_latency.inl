@@ -3,24 +3,12 @@
 #include <cuda_runtime.h>
 
 #include "core/cuda/runtime.h"
+#include "launch/cuda/load.h"
 #include "launch/cuda/low_latency.h"
 #include "launch/cuda/low_latency_kernels.h"
 
 namespace ep {
 namespace {
-
-constexpr size_t kSharedBytes = kBlockWarps * sizeof(BulkBuffers);
-
-// CUDA loads a kernel when it is first asked for, and may wait then for what runs on the GPU: a
-// first launch behind a kernel that waits for other ranks would hold up its host.
-template <class Kernel>
-void load(Kernel kernel) {
-    cudaFuncAttributes attributes;
-    check_cuda(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
-    check_cuda(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
-        "cudaFuncSetAttribute");
-}
 
 // f.operator()<kLaunches>() for each of them.
 template <class F>

@@ -77,6 +77,7 @@ struct FakeCuda {
     int switches = 0;
     std::set<int> contexts;
     std::set<void*> live;
+    std::set<void*> loaded;         // kernels
     FakeGraph* captured = nullptr;  // by every stream
     unsigned long long capture = 0;
     int fails_in = -1;                       // calls of those that can fail; never
@@ -172,12 +173,19 @@ inline cudaError_t cudaIpcOpenMemHandle(void** out, cudaIpcMemHandle_t handle, u
 }
 inline cudaError_t cudaIpcCloseMemHandle(void*) { return fake_cuda.call(); }
 
-template <class F>
-cudaError_t cudaFuncSetAttribute(F, cudaFuncAttribute, size_t) {
+struct cudaFuncAttributes {};
+template <class J>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, void (*kernel)(J)) {
+    fake_cuda.loaded.insert(reinterpret_cast<void*>(kernel));
     return fake_cuda.call();
 }
 template <class J>
-cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t*, void (*)(J), const J&) {
+cudaError_t cudaFuncSetAttribute(void (*)(J), cudaFuncAttribute, size_t) {
+    return fake_cuda.call();
+}
+template <class J>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t*, void (*kernel)(J), const J&) {
+    if (!fake_cuda.loaded.count(reinterpret_cast<void*>(kernel))) std::abort();  // CUDA may wait
     return fake_cuda.call();
 }
 
