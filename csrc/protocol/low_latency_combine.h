@@ -227,15 +227,16 @@ EP_FN bool may_receive(W& warp, const LowLatencyCombine<F>& call, const Team& te
                         [&](int rank) { return need_rows<W>(call, rank); });
 }
 
+constexpr int kMostParts = 8;  // of what a warp would sum, for warps that have nothing to do
+
 // A warp's share of the receiving half.
-constexpr int kMostParts = 8;
 template <class T, WarpLike W, class F>
 EP_FN bool receive_combine(W& warp, const LowLatencyCombine<F>& call, const Team& team) {
     if (!may_receive(warp, call, team)) return false;
     const int tokens = call.args.num_tokens;
     const Pieces pieces(call.args.format, tokens, team.warps);
     const int shares = pieces.shares();
-    int parts = 1;  // of a share: of few tokens, a sum's latency is what counts
+    int parts = 1;
     while (parts < kMostParts && tokens * shares * 2 * parts <= team.warps) parts *= 2;
     for (int i = team.warp; i < tokens * shares * parts; i += team.warps) {
         const Piece piece = pieces[i / parts % shares].part(i % parts, parts);
