@@ -161,17 +161,17 @@ MUTANTS = [
     Mutant(
         "copy_each: older writes are not waited for",
         BULK,
-        "«ptx::bulk_wait_read<0>();»\n            uint64_t* barrier",
+        "«ptx::bulk_wait_read<0>();»\n                uint64_t* barrier",
         programs=ROWS,
     ),
     Mutant("copy_each: lanes do not meet", BULK, "«__syncwarp();»  // now no lane's writes read that", programs=ROWS),
     Mutant(
-        "copy_each: rows are not waited for", BULK, "«wait_filled();»\n            if (is_in(first))", programs=ROWS
+        "copy_each: rows are not waited for", BULK, "«wait_filled();»\n                if (is_in(first))", programs=ROWS
     ),
     Mutant(
         "copy_each: writes are not committed",
         BULK,
-        "«ptx::bulk_commit();»\n            ++emptied_;\n        }",
+        "«ptx::bulk_commit();»\n                ++emptied_;",
         programs=ROWS,
     ),
     Mutant("wait_written: nothing is waited for", BULK, "ptx::bulk_wait_written();", programs=ROWS),

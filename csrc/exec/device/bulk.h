@@ -87,36 +87,40 @@ class BulkCopier {
     }
 
     // A row of each lane in the mask, which is there since before the launch, to that lane's own
-    // destination. A buffer holds several: while those of one are written those of the other are
-    // read.
+    // destination. A buffer holds several, or a part of one: while those of one are written those
+    // of the other are read.
     template <Reuse reuse>
     __device__ __forceinline__ void copy_each(void* own_dst, const void* own_src, uint32_t mask,
                                               uint32_t bytes) {
-        const uint32_t at_once = BulkBuffers::kChunkBytes / bytes, count = __popc(mask);
-        const uint32_t own = __popc(mask & ((1u << rows::lane_id()) - 1));
+        const uint32_t own = __popc(mask & ((1u << rows::lane_id()) - 1)), count = __popc(mask);
         const bool takes_part = mask >> rows::lane_id() & 1;
-        auto is_in = [&](uint32_t first) {
-            return takes_part && own >= first && own < first + at_once;
-        };
-        auto read = [&](uint32_t first) {
-            ptx::bulk_wait_read<0>();
-            uint64_t* barrier = &buffers_.filled[filled_ % BulkBuffers::kBuffers];
-            const uint32_t rows_now = count - first < at_once ? count - first : at_once;
-            if (rows::lane_id() == 0) ptx::barrier_arrive_expect(barrier, rows_now * bytes);
-            __syncwarp();  // now no lane's writes read that buffer any more
-            if (is_in(first))
-                ptx::bulk_load<reuse == Reuse::Late>(buffer(filled_) + (own - first) * bytes,
-                                                     own_src, bytes, barrier);
-            ++filled_;
-        };
-        read(0);
-        for (uint32_t first = 0; first < count; first += at_once) {
-            if (first + at_once < count) read(first + at_once);
-            wait_filled();
-            if (is_in(first))
-                ptx::bulk_store<false>(own_dst, buffer(emptied_) + (own - first) * bytes, bytes);
-            ptx::bulk_commit();
-            ++emptied_;
+        for (uint32_t at = 0; at < bytes; at += BulkBuffers::kChunkBytes) {
+            const uint32_t size = chunk(bytes - at), at_once = BulkBuffers::kChunkBytes / size;
+            auto is_in = [&](uint32_t first) {
+                return takes_part && own >= first && own < first + at_once;
+            };
+            auto read = [&](uint32_t first) {
+                ptx::bulk_wait_read<0>();
+                uint64_t* barrier = &buffers_.filled[filled_ % BulkBuffers::kBuffers];
+                const uint32_t rows_now = count - first < at_once ? count - first : at_once;
+                if (rows::lane_id() == 0) ptx::barrier_arrive_expect(barrier, rows_now * size);
+                __syncwarp();  // now no lane's writes read that buffer any more
+                if (is_in(first))
+                    ptx::bulk_load<reuse == Reuse::Late>(buffer(filled_) + (own - first) * size,
+                                                         static_cast<const char*>(own_src) + at,
+                                                         size, barrier);
+                ++filled_;
+            };
+            read(0);
+            for (uint32_t first = 0; first < count; first += at_once) {
+                if (first + at_once < count) read(first + at_once);
+                wait_filled();
+                if (is_in(first))
+                    ptx::bulk_store<false>(static_cast<char*>(own_dst) + at,
+                                           buffer(emptied_) + (own - first) * size, size);
+                ptx::bulk_commit();
+                ++emptied_;
+            }
         }
         __syncwarp();
     }

@@ -135,13 +135,12 @@ class DeviceWarp {
                                               size_t bytes) {
         const uint32_t misaligned = rows::misalignment(dsts.value, mask, nullptr, bytes) |
                                     rows::misalignment(srcs.value, mask, nullptr, bytes);
-        if (mask && !misaligned && is_bulk(bytes) && bytes <= BulkBuffers::kChunkBytes) {
+        if (mask && !misaligned && is_bulk(bytes)) {
             bulk_.copy_each<reuse>(dsts.value, srcs.value, mask, bytes);
         } else {
             for_each_lane(mask, [&](int lane) {
-                const void* src = rows::shuffle_pointer(srcs.value, lane);
-                stage<reuse>(src, bytes);
-                move_row<Reuse::Soon>(dsts.value, uint32_t{1} << lane, src, bytes);
+                rows::copy_in_units(rows::shuffle_pointer(dsts.value, lane),
+                                    rows::shuffle_pointer(srcs.value, lane), bytes);
             });
         }
         __syncwarp();
@@ -296,7 +295,7 @@ class DeviceWarp {
         if (rows::misalignment(own_dst, mask, src, bytes)) {
             bulk_.drop();
             for_each_lane(mask, [&](int lane) {
-                rows::copy_misaligned(rows::shuffle_pointer(own_dst, lane), src, bytes);
+                rows::copy_in_units(rows::shuffle_pointer(own_dst, lane), src, bytes);
             });
         } else if (is_bulk(bytes)) {
             bulk_.multicast<reuse>(own_dst, mask, src, bytes);

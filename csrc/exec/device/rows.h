@@ -71,10 +71,11 @@ __device__ __forceinline__ void copy_units(void* dst, const void* src, size_t by
     for (size_t i = lane_id(); i < bytes / sizeof(Unit); i += 32) out[i] = in[i];
 }
 
-// A row that is not aligned to 16 bytes, in the widest units that it allows.
-__device__ __noinline__ inline void copy_misaligned(void* dst, const void* src, size_t bytes) {
+// A row that is short or not aligned to 16 bytes, in the widest units that it allows.
+__device__ __noinline__ inline void copy_in_units(void* dst, const void* src, size_t bytes) {
     const uint32_t bits = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(dst) |
                                                 reinterpret_cast<uintptr_t>(src) | bytes);
+    if (!(bits & 15)) return copy_units<uint4>(dst, src, bytes);
     if (!(bits & 3)) return copy_units<uint32_t>(dst, src, bytes);
     if (!(bits & 1)) return copy_units<uint16_t>(dst, src, bytes);
     copy_units<uint8_t>(dst, src, bytes);
