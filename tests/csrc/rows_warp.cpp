@@ -105,6 +105,13 @@ void run_sequence(uint64_t seed) {
             op.weight[lane] = static_cast<float>(pick(-99, 99)) / 3;
         }
     }
+    if (seed % 8 == 0) {  // the buffers are read to their end, where many weights come next
+        ops[0].kind = Kind::Multicast;
+        ops[1].kind = Kind::WeightedSum;
+        ops[0].mask = ops[1].mask = ~0u;
+        ops[0].bytes = sizeof(BulkBuffers::data);
+        ops[1].bytes = 4096;
+    }
     uint64_t flag = 0;
     ControlBlock control{}, report{};
     FiberExecutor executor;
