@@ -155,6 +155,11 @@ EP_HD int popcount(uint32_t mask) {
 #endif
 }
 
+// Those of the mask that are lower than `lane`.
+EP_HD int lanes_below(uint32_t mask, int lane) {
+    return popcount(mask & ((uint32_t{1} << lane) - 1));
+}
+
 // A word whose value stays, though warps of this rank may still try to settle it.
 EP_HD uint64_t settled(const uint64_t* word) {
 #if defined(__CUDA_ARCH__)

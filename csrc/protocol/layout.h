@@ -56,8 +56,7 @@ EP_FN void count_keys(W& warp, int lanes, const typename W::template PerLane<int
     typename W::template PerLane<uint32_t> equal;
     warp.match(lanes, key, equal);
     warp.lanes(lanes, [&](int lane) {
-        if (equal[lane])
-            before[lane] = counts[key[lane]] + popcount(equal[lane] & ((uint32_t{1} << lane) - 1));
+        if (equal[lane]) before[lane] = counts[key[lane]] + lanes_below(equal[lane], lane);
     });
     warp.lanes(lanes, [&](int lane) {
         if (equal[lane] && lowest_lane(equal[lane]) == lane)

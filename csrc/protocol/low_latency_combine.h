@@ -87,7 +87,7 @@ EP_FN void return_piece(W& warp, const LowLatencyCombine<F>& call, const Team& t
         warp.ballot(format.topk, [&](int k) { return position[k] != LowLatencyArgs::kElsewhere; });
     // the rows that travel, each named by its first k
     const uint32_t parts = args.sum_at_expert ? own & (~own + 1) : own;
-    auto pick_of = [&](int k) { return popcount(parts & ((uint32_t{1} << k) - 1)); };
+    auto pick_of = [&](int k) { return lanes_below(parts, k); };
     auto part_of = [&](int k) { return heap.part(call.bank, args.rank, token, k, pick_of(k)); };
     auto staged_of = [&](int k) { return heap.staged_part(call.bank, source, token, pick_of(k)); };
     auto slot_of = [&](int k) {
@@ -191,7 +191,7 @@ EP_FN bool sum_piece(W& warp, const LowLatencyCombine<F>& call, int token, const
     // the row that carries what belongs to this k
     warp.lanes(format.topk, [&](int k) {
         const int carrier = rank[k] < 0 || !args.sum_at_expert ? k : lowest_lane(same_rank[k]);
-        const int pick = popcount(same_rank[k] & ((uint32_t{1} << carrier) - 1));
+        const int pick = lanes_below(same_rank[k], carrier);
         slot[k] = call.fabric.template own<char>(
             call.heap().part(call.bank, rank[k] < 0 ? 0 : rank[k], token, carrier, pick));
         part[k] = slot[k] + format.payload() + piece.first;

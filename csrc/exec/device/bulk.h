@@ -92,7 +92,7 @@ class BulkCopier {
     template <Reuse reuse>
     __device__ __forceinline__ void copy_each(void* own_dst, const void* own_src, uint32_t mask,
                                               uint32_t bytes) {
-        const uint32_t own = __popc(mask & ((1u << rows::lane_id()) - 1)), count = __popc(mask);
+        const uint32_t own = lanes_below(mask, rows::lane_id()), count = __popc(mask);
         const bool takes_part = mask >> rows::lane_id() & 1;
         for (uint32_t at = 0; at < bytes; at += BulkBuffers::kChunkBytes) {
             const uint32_t size = chunk(bytes - at), at_once = BulkBuffers::kChunkBytes / size;
@@ -149,7 +149,7 @@ class BulkCopier {
         const bool many = kWeighted && count * sizeof(Weight) > sizeof(BulkBuffers::few_weights);
         const uint32_t room = sizeof(BulkBuffers::data) - (many ? kWeightBytes : 0);
         const uint32_t piece = room / count & ~15u;
-        const uint32_t own_row = __popc(mask & ((1u << rows::lane_id()) - 1));
+        const uint32_t own_row = lanes_below(mask, rows::lane_id());
         const bool takes_part = mask >> rows::lane_id() & 1;
         char* pieces = buffers_.data[0];
         const char* in = static_cast<const char*>(own_src);

@@ -7,14 +7,10 @@ namespace ep {
 template <class P, int kRanks, bool kWeighted>
 void CombineLaunch<P, kRanks, kWeighted>::load_kernels() {
     using J = CombineJoint<P, kRanks>;
-    auto load_both = []<class T>() {
+    for_each_type([&]<class T>() {
         load(kernels::combine_kernel<T, kWeighted, J>);
         load(kernels::sums_kernel<T, kWeighted, J>);
-    };
-    load_both.template operator()<BFloat16>();
-    load_both.template operator()<Float16>();
-    load_both.template operator()<float>();
-    load_both.template operator()<double>();
+    });
 }
 
 template <class P, int kRanks, bool kWeighted>

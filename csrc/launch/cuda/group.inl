@@ -152,7 +152,7 @@ void CudaGroup<P>::for_local_ranks(F&& f) const {
 
 template <class P>
 void CudaGroup<P>::load_kernels() const {
-    for_local_ranks([]<int kRanks>() {
+    for_local_ranks([&]<int kRanks>() {
         using Dispatch = DispatchJoint<P, kRanks>;
         load(kernels::notify_kernel<NotifyJoint<P, kRanks>>);
         load(kernels::dispatch_kernel<Dispatch>);

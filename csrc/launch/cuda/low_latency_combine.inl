@@ -10,10 +10,8 @@ template <class P>
 void CudaLowLatency<P>::load_combine() {
     using L = LowLatencyCombineLaunch<P>;
     for_each_launches([&]<LowLatencyLaunches kLaunches>() {
-        load(kernels::low_latency_combine_kernel<kLaunches, BFloat16, L>);
-        load(kernels::low_latency_combine_kernel<kLaunches, Float16, L>);
-        load(kernels::low_latency_combine_kernel<kLaunches, float, L>);
-        load(kernels::low_latency_combine_kernel<kLaunches, double, L>);
+        for_each_type(
+            [&]<class T>() { load(kernels::low_latency_combine_kernel<kLaunches, T, L>); });
     });
 }
 
