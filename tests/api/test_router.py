@@ -7,6 +7,8 @@ T tokens, E experts, K picks of a token.
 
 import math
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -357,6 +359,21 @@ def test_noncontiguous_arguments(device):
     )
     routing.weights[:, 0].sum().backward()  # a gradient that is no contiguous tensor either
     assert logits.grad.isfinite().all()
+
+
+def test_a_forked_process_does_not_wait_for_threads_it_does_not_have():
+    script = """
+import os, signal, torch
+from megatron_ep import grouped_topk
+torch.set_num_threads(2)
+logits = torch.randn(4096, 256)
+ids = grouped_topk(logits, 8).ids
+if not (child := os.fork()):
+    signal.alarm(20)
+    os._exit(not torch.equal(grouped_topk(logits, 8).ids, ids))
+assert os.waitpid(child, 0)[1] == 0
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
 def test_threads_change_nothing():

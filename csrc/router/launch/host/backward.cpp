@@ -2,6 +2,8 @@
 #include "router/exec/host/options.h"
 // clang-format on
 
+#include <vector>
+
 #include "router/exec/host/host_team.h"
 #include "router/launch/host/parallel.h"
 #include "router/launch/router.h"
@@ -34,10 +36,11 @@ EP_ROUTER_CLONES void backward_rows(const RouterConfig& config, const RouterBack
 }  // namespace router
 
 void router_backward_host(const RouterConfig& config, const RouterBackward& args, int max_threads) {
-    const int parts = router::count_parts(args.tokens, config.experts, max_threads);
-    router::in_parallel(args.tokens, parts, [&](int, int64_t first, int64_t last) {
-        router::backward_rows(config, args, first, last);
-    });
+    const int threads = router::count_threads(args.tokens, config.experts, max_threads);
+    router::in_parallel(args.tokens, config.experts, threads,
+                        [&](int, int64_t first, int64_t last) {
+                            router::backward_rows(config, args, first, last);
+                        });
 }
 
 }  // namespace ep

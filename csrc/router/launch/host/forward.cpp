@@ -2,6 +2,8 @@
 #include "router/exec/host/options.h"
 // clang-format on
 
+#include <vector>
+
 #include "router/exec/host/host_team.h"
 #include "router/launch/host/parallel.h"
 #include "router/launch/router.h"
@@ -34,16 +36,17 @@ EP_ROUTER_CLONES void forward_rows(const RouterConfig& config, const RouterForwa
 }  // namespace router
 
 void router_forward_host(const RouterConfig& config, const RouterForward& args, int max_threads) {
-    const int parts = router::count_parts(args.tokens, config.experts, max_threads);
-    std::vector<std::vector<int64_t>> counts(parts, std::vector<int64_t>(config.experts));
-    router::in_parallel(args.tokens, parts, [&](int part, int64_t first, int64_t last) {
-        RouterForward own = args;
-        own.tokens_per_expert = counts[part].data();
-        router::forward_rows(config, own, first, last);
-    });
+    const int threads = router::count_threads(args.tokens, config.experts, max_threads);
+    std::vector<std::vector<int64_t>> counts(threads, std::vector<int64_t>(config.experts));
+    router::in_parallel(args.tokens, config.experts, threads,
+                        [&](int thread, int64_t first, int64_t last) {
+                            RouterForward own = args;
+                            own.tokens_per_expert = counts[thread].data();
+                            router::forward_rows(config, own, first, last);
+                        });
     for (int e = 0; e < config.experts; ++e) {
         args.tokens_per_expert[e] = 0;
-        for (const auto& part : counts) args.tokens_per_expert[e] += part[e];
+        for (const auto& own : counts) args.tokens_per_expert[e] += own[e];
     }
 }
 
