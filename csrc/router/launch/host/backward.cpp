@@ -13,6 +13,14 @@ namespace ep {
 namespace router {
 namespace {
 
+// Of a row its picks alone are read, here and there: without this most of the time is their wait.
+template <class Storage>
+void fetch_picks(const RouterConfig& config, const RouterBackward& args, int64_t row) {
+    const Storage* const logits = static_cast<const Storage*>(args.logits) + row * config.experts;
+    const int64_t* const ids = args.ids + row * config.topk;
+    for (int k = 0; k < config.topk; ++k) __builtin_prefetch(logits + (ids[k] < 0 ? 0 : ids[k]));
+}
+
 template <class Storage>
 void backward_rows_of(const RouterConfig& config, const RouterBackward& args, int64_t first,
                       int64_t last) {
@@ -23,8 +31,11 @@ void backward_rows_of(const RouterConfig& config, const RouterBackward& args, in
     const BackwardScratch<R> scratch{scores.data(), grads.data(), pick_scores.data(),
                                      pick_grads.data(), ids.data()};
     HostTeam team;
-    for (int64_t row = first; row < last; ++row)
+    constexpr int kAhead = 4;  // rows
+    for (int64_t row = first; row < last; ++row) {
+        if (row + kAhead < last) fetch_picks<Storage>(config, args, row + kAhead);
         backward_row<Storage>(team, config, args, row, scratch);
+    }
 }
 
 EP_ROUTER_CLONES void backward_rows(const RouterConfig& config, const RouterBackward& args,
