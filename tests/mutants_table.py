@@ -431,7 +431,7 @@ MUTANTS = [
         "dispatch: choices are not waited for",
         LL_RECEIVE,
         LL_CHOICES,
-        "if (!wait_rows_put(warp, call)) return false;",
+        "",
         LL,
     ),
     Mutant("dispatch: rows are not waited for", LL_RECEIVE, LL_TAGS, "(void)slots, (void)tags, (void)from;", LL),

@@ -273,17 +273,17 @@ EP_FN Need need_put_rows(const LowLatencyCall<F, Args>& call, int channel, int r
     return {acquire_flag<W>(call.fabric, channel, rank, flag), call.number, rank};
 }
 
+// Until all is here that a rank puts in this call. Only by warps that need a row of it: the flags
+// are many.
 template <WarpLike W, class F, class Args>
-EP_FN bool wait_rows_put(W& warp, const LowLatencyCall<F, Args>& call) {
-    for (int rank = 0; rank < call.world(); ++rank) {
-        if (call.fabric.maps(rank)) continue;
-        for (int first = 0; first < call.heap().channels; first += 32) {
-            const int lanes = lanes_from(first, call.heap().channels);
-            const bool here = wait_counted(warp, call, Wait::PutRows, lanes, [&](int lane) {
-                return need_put_rows<W>(call, first + lane, rank);
-            });
-            if (!here) return false;
-        }
+EP_FN bool wait_rows_put(W& warp, const LowLatencyCall<F, Args>& call, int rank) {
+    if (call.fabric.maps(rank)) return true;
+    for (int first = 0; first < call.heap().channels; first += 32) {
+        const int lanes = lanes_from(first, call.heap().channels);
+        const bool here = wait_counted(warp, call, Wait::PutRows, lanes, [&](int lane) {
+            return need_put_rows<W>(call, first + lane, rank);
+        });
+        if (!here) return false;
     }
     return true;
 }

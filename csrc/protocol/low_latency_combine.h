@@ -222,7 +222,12 @@ EP_FN bool sum_piece(W& warp, const LowLatencyCombine<F>& call, int token, const
 
 template <WarpLike W, class F>
 EP_FN bool may_receive(W& warp, const LowLatencyCombine<F>& call, const Team& team) {
-    if (!call.heap().masking) return wait_rows_put(warp, call);
+    if (!call.heap().masking) {
+        bool here = true;
+        for (int rank = 0; here && rank < call.world(); ++rank)
+            here = wait_rows_put(warp, call, rank);
+        return here;
+    }
     return settle_ranks(warp, call, team, LowLatencyHalf::Receive, Wait::Rows,
                         [&](int rank) { return need_rows<W>(call, rank); });
 }
@@ -232,13 +237,15 @@ constexpr int kMostParts = 8;  // of what a warp would sum, for warps that have 
 // A warp's share of the receiving half.
 template <class T, WarpLike W, class F>
 EP_FN bool receive_combine(W& warp, const LowLatencyCombine<F>& call, const Team& team) {
-    if (!may_receive(warp, call, team)) return false;
     const int tokens = call.args.num_tokens;
     const Pieces pieces(call.args.format, tokens, team.warps);
     const int shares = pieces.shares();
     int parts = 1;
     while (parts < kMostParts && tokens * shares * 2 * parts <= team.warps) parts *= 2;
-    for (int i = team.warp; i < tokens * shares * parts; i += team.warps) {
+    const int all = tokens * shares * parts;
+    if (team.warp >= all && !call.heap().masking) return true;
+    if (!may_receive(warp, call, team)) return false;
+    for (int i = team.warp; i < all; i += team.warps) {
         const Piece piece = pieces[i / parts % shares].part(i % parts, parts);
         if (!sum_piece<T>(warp, call, i / parts / shares, piece)) return false;
     }

@@ -38,7 +38,7 @@ EP_FN bool wait_choices(W& warp, const LowLatencyDispatch<F>& call) {
 
 template <WarpLike W, class F>
 EP_FN bool may_receive(W& warp, const LowLatencyDispatch<F>& call, const Team& team) {
-    if (!call.heap().masking) return wait_choices(warp, call) && wait_rows_put(warp, call);
+    if (!call.heap().masking) return wait_choices(warp, call);
     return settle_ranks(warp, call, team, LowLatencyHalf::Receive, Wait::Choices, [&](int rank) {
         const Need choices = need_all_choices<W>(call, rank);
         return is_met(choices) ? need_rows<W>(call, rank) : choices;
@@ -251,11 +251,15 @@ EP_FN bool receive_dispatch(W& warp, const LowLatencyDispatch<F>& call, const Te
     if (args.heap.masking && team.warp == 0) note_active(warp, call);
     const Choices<F> choices{call};
     find_starts(warp, choices, team);
+    int here = args.rank;  // the rank whose rows were waited for; with masking those of all were
     // Own rows are there first.
     return for_own_pieces(
         warp, args, team, args.rank,
         [&](int rank, int chunk) { return choices.present(rank, chunk); },
         [&](int source, int token, const Piece& piece) {
+            if (source != here && !args.heap.masking && !wait_rows_put(warp, call, source))
+                return false;
+            here = source;
             return receive_piece(warp, choices, team, source, token, piece);
         });
 }

@@ -85,11 +85,11 @@ def test_any_interleaving(block):
 
 
 def one_call(lost_signal, seed, calls=1):
-    """Rank 0 sends tokens to rank 1 on another node."""
+    """Two ranks, each a node, send each other tokens: who gets none waits for no rows."""
     with ep.LocalCluster(2, 1, ep.Config(num_experts=2), seed=seed, lost_signal=lost_signal) as cluster:
         low_latency = ep.LowLatency(cluster, max_tokens=4, hidden=4, topk=1, dtype=torch.float32)
-        x = [torch.ones(3, 4), torch.ones(0, 4)]
-        ids = [torch.ones(3, 1, dtype=torch.int64), torch.ones(0, 1, dtype=torch.int64)]
+        x = [torch.ones(3, 4)] * 2
+        ids = [torch.ones(3, 1, dtype=torch.int64), torch.zeros(3, 1, dtype=torch.int64)]
         for _ in range(calls):
             received = low_latency.dispatch(x, ids)
             low_latency.combine(received.x, received.handle)
