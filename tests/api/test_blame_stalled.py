@@ -51,30 +51,34 @@ def step_of(standing):
     return step, standing.call
 
 
+def check_who_is_named(program, topology, stalled, wait):
+    """The step in which this rank stops at its wait of this number; None: it has made fewer waits."""
+    config = replace(CONFIG, local_pass=wait % 2 == 1)
+    with ep.LocalCluster(*topology, config, seed=wait, stalled=(stalled, wait)) as cluster:
+        try:
+            program(cluster)
+        except ep.EPTimeoutError as error:
+            slow = error
+        else:
+            return None
+        step, name = step_of(cluster._backend.standings()[stalled])
+        cluster._fate_of = {stalled: "has ended"}.get
+        with pytest.raises(ep.EPTimeoutError) as dead:
+            cluster.raise_if_failed()
+        for said, fate in (slow, ""), (dead.value, f"; the process of rank {stalled} has ended"):
+            assert str(said).splitlines()[0].endswith(f": rank {stalled} is in {name} and does not go on{fate}")
+        cluster.reset()
+        program(cluster)  # it goes on
+        return step
+
+
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
 @pytest.mark.parametrize("program", STEPS)
 def test_the_rank_that_stops_is_named(program, topology):
     steps = set()
-    world = topology[0] * topology[1]
-    for wait in itertools.count(1):
-        stalled = wait // 2 % world
-        config = replace(CONFIG, local_pass=wait % 2 == 1)
-        with ep.LocalCluster(*topology, config, seed=wait, stalled=(stalled, wait)) as cluster:
-            try:
-                program(cluster)
-            except ep.EPTimeoutError as error:
-                slow = error
-            else:
-                break  # it has made fewer waits
-            step, name = step_of(cluster._backend.standings()[stalled])
-            steps.add(step)
-            cluster._fate_of = {stalled: "has ended"}.get
-            with pytest.raises(ep.EPTimeoutError) as dead:
-                cluster.raise_if_failed()
-            for said, fate in (slow, ""), (dead.value, f"; the process of rank {stalled} has ended"):
-                assert str(said).splitlines()[0].endswith(f": rank {stalled} is in {name} and does not go on{fate}")
-            cluster.reset()
-            program(cluster)  # it goes on
+    for stalled in range(topology[0] * topology[1]):
+        of_rank = (check_who_is_named(program, topology, stalled, wait) for wait in itertools.count(1))
+        steps.update(itertools.takewhile(lambda step: step is not None, of_rank))
     assert steps == STEPS[program]
 
 
