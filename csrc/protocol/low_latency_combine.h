@@ -243,6 +243,7 @@ EP_FN bool receive_combine(W& warp, const LowLatencyCombine<F>& call, const Team
     int parts = 1;
     while (parts < kMostParts && tokens * shares * 2 * parts <= team.warps) parts *= 2;
     const int all = tokens * shares * parts;
+    // Without masking, of which all decide together, who sums nothing waits for nobody.
     if (team.warp >= all && !call.heap().masking) return true;
     if (!may_receive(warp, call, team)) return false;
     for (int i = team.warp; i < all; i += team.warps) {
