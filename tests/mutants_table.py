@@ -427,12 +427,13 @@ MUTANTS = [
         "",
         LL,
     ),
+    Mutant("dispatch: choices are not waited for", LL_RECEIVE, LL_CHOICES, "", LL),
     Mutant(
-        "dispatch: choices are not waited for",
+        "dispatch: rows that are put are not waited for",
         LL_RECEIVE,
-        LL_CHOICES,
-        "",
-        LL,
+        """if (source != here && !args.heap.masking && !wait_rows_put(warp, call, source))
+                return false;""",
+        programs=LL_NETWORKS,
     ),
     Mutant("dispatch: rows are not waited for", LL_RECEIVE, LL_TAGS, "(void)slots, (void)tags, (void)from;", LL),
     Mutant("combine: sends into a bank that is not released", LL_COMBINE, LL_BANK, "", LL),
