@@ -6,7 +6,7 @@ QUANTIZE = "exec/device/quantize.h"
 BULK, WARP, KERNELS = "exec/device/bulk.h", "exec/device/device_warp.h", "launch/cuda/kernels.h"
 WHOLE = "launch/cuda/whole_dispatch.h"
 RING, DISPATCH, COMBINE = "protocol/ring.h", "protocol/dispatch.h", "protocol/combine.h"
-LOCAL_PASS = "protocol/local_pass.h"
+COMBINE_RECEIVER, LOCAL_PASS = "protocol/combine_receiver.h", "protocol/local_pass.h"
 COORDINATORS, NOTIFY = "protocol/coordinators.h", "protocol/notify.h"
 P2P, NCCL = "fabric/cuda/p2p_fabric.h", "fabric/nccl/nccl_fabric.h"
 LOW_LATENCY = "protocol/low_latency.h"
@@ -56,6 +56,9 @@ FORWARDER_WAITS = """while (!warp.met(format.topk, arrived)) {
                 warp.ballot(format.topk, [&](int lane) { return !is_met(arrived(lane)); });
             if (absent) return warp.broadcast(peer, lowest_lane(absent));
         }"""
+TURN = "return Need{W::template acquire<Scope::Rank>(&tokens), before + (token - first), args.rank};"
+FREED = "warp.template publish<Scope::Rank>(&turns.freed, before + freed);"
+TAKEN_UP = "warp.template publish<Scope::Rank>(&turns.taken_up, before + (token - first) + 1);"
 PUBLISH_TAILS = """«warp.template publish_lanes<Scope::System>(
             lanes_from(first, peers), [&](int lane, auto&& store) {
                 OutCursor& out = rings.nvl_out(node, first + lane);
@@ -79,7 +82,7 @@ SENDER = """«warp.template publish_lanes<Scope::Rank>(count, [&](int lane, auto
             if (out.next != out.written) store(&out.next, out.written);
         });»"""
 FORWARDER = "warp.template credit<Scope::Rank>(&rings.rdma_in(node).next, ++next);"
-SUMS = "warp.template publish<Scope::Rank>(&rings.to_rank(rank).summed, sums_of_call(args, i + 1));"
+SUMS = "warp.template publish<Scope::Rank>(summed, sums_of_call(args, ++done));"
 NVL_SENDER = "warp.template publish<Scope::System>(rings.nvl_out_tail(turn.node, turn.peer), next);"
 COMBINE_FORWARDER = "warp.template publish<Scope::Rank>(&rings.rdma_out(node).next, ++next);"
 FOLLOW = "moved[lane] = W::template acquire<Scope::Rank>(cursor(lane));"
@@ -300,7 +303,7 @@ MUTANTS = [
     ),
     Mutant(
         "combine_receiver: partial rows are not waited for",
-        COMBINE,
+        COMBINE_RECEIVER,
         "if (!here && !warp.wait_all(Wait::PartialRow, format.topk, arrived)) return;",
         "(void)here;",
     ),
@@ -312,13 +315,45 @@ MUTANTS = [
         "if (!wait_for_sums(warp, rings, args, turn.rank, turn.first + turn.rows)) return false;",
     ),
     Mutant(
-        "combine_receiver: own sums are not waited for",
+        "wait_for_sums: those of one warp are waited for",
         COMBINE,
-        "return args.sums ? sums_done<W>(rings, args.rank, received) : nothing_to_wait_for();",
+        "return sums_done<W>(rings, args, rank, part, end);",
+        "return sums_done<W>(rings, args, rank, 0, end);",
+    ),
+    Mutant(
+        "combine_receiver: own sums are not waited for",
+        COMBINE_RECEIVER,
+        "if (!args.sums) return nothing_to_wait_for();",
         "return nothing_to_wait_for();",
     ),
+    Mutant(
+        "combine_receiver: slots are taken up out of turn",
+        COMBINE_RECEIVER,
+        "if (!warp.wait_all(Wait::Turn, 1, turn_to_take_up)) return;",
+    ),
+    Mutant(
+        "combine_receiver: slots are freed out of turn",
+        COMBINE_RECEIVER,
+        "if (!is_alone && !warp.wait_all(Wait::Turn, 1, turn_to_free)) return;",
+    ),
+    Mutant(
+        "combine_receiver: who waits for a row does not tell of free slots",
+        COMBINE_RECEIVER,
+        "if (!here) publish_heads(warp, rings, own_node);",
+    ),
+    changed("combine_receiver: a credit for taking up", COMBINE_RECEIVER, TAKEN_UP, "publish<", "credit<"),
+    changed("combine_receiver: a credit for freeing", COMBINE_RECEIVER, FREED, "publish<", "credit<"),
+    changed(
+        "combine_receiver: a turn by a plain load", COMBINE_RECEIVER, TURN, "W::template acquire<Scope::Rank>", "*"
+    ),
+    Mutant(
+        "combine_receiver: all sum own rows in one slot",
+        COMBINE_RECEIVER,
+        "own_sum = sum_of_own<T, kWeighted>(warp, rings, args, receiver, received++, position);",
+        "own_sum = sum_of_own<T, kWeighted>(warp, rings, args, 0, received++, position);",
+    ),
     changed("sum_rows_of: a credit for a sum", LOCAL_PASS, SUMS, "publish<", "credit<"),
-    changed("sum_rows_of: a sum is told too early", LOCAL_PASS, SUMS, "i + 1", "i + 2"),
+    changed("sum_rows_of: a sum is told too early", LOCAL_PASS, SUMS, "++done", "++done + 1"),
     changed("combine_forwarder: a credit for a packed row", COMBINE, COMBINE_FORWARDER, "publish<", "credit<"),
     # ---- coordinators and notify
     changed("follow: a plain load", COORDINATORS, FOLLOW, "W::template acquire<Scope::Rank>", "*"),

@@ -12,6 +12,7 @@ py::object warps_of(const Topology& topology, int warps) {
     const auto roles = roles_for<Roles>(topology, warps);
     if (!fits(roles, warps)) return py::none();
     py::dict counts;
+    counts["owners"] = roles.owners;
     counts["servers"] = roles.servers;
     counts["carriers"] = roles.carriers;
     counts["coordinators"] = roles.coordinators();

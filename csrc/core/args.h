@@ -122,6 +122,11 @@ struct CombineArgs : TransferArgs {
     // [max_received, payload_bytes]: what the local pass has made of the rows that arrived here,
     // see ExpertRows. Null: there is no local pass.
     char* sums = nullptr;
+    // Of the local pass, for the rows that arrived from a rank on a channel: each has every
+    // sum_warps-th of them.
+    int sum_warps = 1;
+
+    static constexpr int kMostSumWarps = 2;
 };
 
 EP_HD bool has_local_pass(const DispatchArgs& args) { return args.has_local_pass; }

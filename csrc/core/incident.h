@@ -20,6 +20,7 @@ enum class Wait : int {
     PackedRow,
     FreedRow,
     PartialRow,
+    Turn,
     Release,
     Choices,
     PutRows,

@@ -19,29 +19,30 @@ namespace ep {
 // another. All sums run over k in the order of the token's experts: a rank, or a node, takes the
 // place of its first expert.
 
-// How many of the rows that arrived here from a rank on a channel the local pass has been through,
-// and in which call: one number, which only grows.
+// How many of its rows, of those that arrived here from a rank on a channel, a warp of the local
+// pass has been through, and in which call: one number, which only grows.
 EP_FN uint64_t sums_of_call(const TransferArgs& args, uint64_t rows) {
     constexpr int kRowBits = 31;  // as many as a call may have, which leaves 2^33 calls
     return (args.call << kRowBits) + rows;
 }
 
-// `end` counts rows from all ranks.
+// Those that the part-th warp has before `end`, which counts rows from all ranks.
 template <WarpLike W, class F>
-EP_FN Need sums_done(const Rings<F>& rings, int rank, int64_t end) {
-    const TransferArgs& args = rings.args;
+EP_FN Need sums_done(const Rings<F>& rings, const CombineArgs& args, int rank, int part,
+                     int64_t end) {
+    const int rows = static_cast<int>(end - args.layout.received_start(rings.channel, rank));
     const uint64_t none = sums_of_call(args, 0);
-    const uint64_t done = W::template acquire<Scope::Rank>(&rings.to_rank(rank).summed);
+    const uint64_t done = W::template acquire<Scope::Rank>(&rings.to_rank(rank).summed[part]);
     return {done > none ? done - none : 0,
-            static_cast<uint64_t>(end - args.layout.received_start(rings.channel, rank)),
-            args.rank};
+            static_cast<uint64_t>((rows - part + args.sum_warps - 1) / args.sum_warps), args.rank};
 }
 
 template <WarpLike W, class F>
 EP_FN bool wait_for_sums(W& warp, const Rings<F>& rings, const CombineArgs& args, int rank,
                          int64_t end) {
-    return !args.sums ||
-           warp.wait_all(Wait::PartialRow, 1, [&](int) { return sums_done<W>(rings, rank, end); });
+    return !args.sums || warp.wait_all(Wait::PartialRow, args.sum_warps, [&](int part) {
+        return sums_done<W>(rings, args, rank, part, end);
+    });
 }
 
 // From the experts to the rings towards up to `most` source ranks, from the first-th other rank on.
@@ -187,121 +188,6 @@ EP_FN void combine_forwarder(W& warp, F& fabric, const CombineArgs& args, int ch
         });
         if (!go_on) return;
     }
-}
-
-// For one of them, by combine_receiver itself: into the slot of the ring that no row passes
-// through.
-template <class T, bool kWeighted, WarpLike W, class F>
-EP_FN const char* sum_of_own(W& warp, const Rings<F>& rings, const CombineArgs& args,
-                             int64_t received, const typename W::template PerLane<int>& position) {
-    const ExpertRows<T, kWeighted, W> rows(warp, args, position);
-    if (rows.lanes && (args.sums || rows.is_one_row())) return rows.summed(warp, args, received);
-    char* sum = rings.nvl_own_slot() + args.format.payload();
-    rows.sum(warp, args, sum);
-    return sum;
-}
-
-// Own tokens in order: sums what the ranks of this node and the other nodes made of each.
-template <class T, bool kWeighted, WarpLike W, FabricLike<W> F>
-EP_FN void combine_receiver(W& warp, F& fabric, const CombineArgs& args, int channel) {
-    const Rings<F> rings{fabric, args, channel};
-    const RowFormat& format = args.format;
-    const Topology& topology = args.topology();
-    const int own_node = args.node();
-    typename W::template PerLane<int> expert, following;
-    // Where it comes from, for each k: a local rank, or ranks_per_node + another node.
-    typename W::template PerLane<int> source;
-    typename W::template PerLane<int> position, following_position;  // of this rank's rows
-    typename W::template PerLane<uint64_t> taken;
-    typename W::template PerLane<const void*> row, part;
-    auto is_own = [&](int source) { return source == args.local(); };
-    auto is_local = [&](int source) { return source < topology.ranks_per_node; };
-    auto node_of = [&](int source) { return source - topology.ranks_per_node; };
-    auto read_experts = [&](int token) {
-        warp.lanes(format.topk,
-                   [&](int lane) { following[lane] = args.layout.experts(token)[lane]; });
-    };
-    const int first = args.layout.first_token(args.rank, channel),
-              end = args.layout.first_token(args.rank, channel + 1);
-    if (first < end) read_experts(first);
-    int64_t received = args.layout.received_start(channel, args.rank);
-    read_positions(warp, args, received, following_position);
-    int batch = 0;
-    for (int token = first; token < end; ++token) {
-        expert = following;
-        if (token + 1 < end) read_experts(token + 1);
-        warp.lanes(format.topk, [&](int lane) {
-            const int rank = expert[lane] < 0 ? -1 : expert[lane] / args.layout.local_experts();
-            const int node = rank < 0 ? -1 : topology.node_of(rank);
-            source[lane] = rank < 0           ? -1
-                           : node == own_node ? topology.local_of(rank)
-                                              : topology.ranks_per_node + node;
-        });
-        const uint32_t sources = warp.first_of(format.topk, source);
-        const uint32_t own = warp.ballot(
-            format.topk, [&](int lane) { return sources >> lane & 1 && is_own(source[lane]); });
-        const uint32_t others = sources & ~own;
-        const char* own_sum = nullptr;
-        if (own) {
-            position = following_position;
-            read_positions(warp, args, received + 1, following_position);
-            own_sum = sum_of_own<T, kWeighted>(warp, rings, args, received++, position);
-        }
-        auto arrived = [&](int lane) {
-            if (source[lane] < 0) return nothing_to_wait_for();
-            if (is_own(source[lane])) {
-                return args.sums ? sums_done<W>(rings, args.rank, received) : nothing_to_wait_for();
-            }
-            const int node = node_of(source[lane]);
-            const Need need = is_local(source[lane])
-                                  ? nvl_row<W>(rings, own_node, source[lane])
-                                  : rdma_row<W>(rings, node, rings.rdma_in(node).next);
-            taken[lane] = need.expected;
-            return need;
-        };
-        const bool here = warp.met(format.topk, arrived);
-        if (++batch == args.nvl_batch || !here) {
-            publish_heads(warp, rings, own_node);
-            batch = 0;
-        }
-        if (!here && !warp.wait_all(Wait::PartialRow, format.topk, arrived)) return;
-        warp.lanes(format.topk, [&](int lane) {
-            uint64_t gradient = 0;
-            if (source[lane] >= 0 && is_own(source[lane])) {
-                part[lane] = own_sum;
-                gradient = weight_at(args, position[lane]);
-            } else if (source[lane] >= 0) {
-                const char* in = is_local(source[lane])
-                                     ? rings.nvl_in_slot(own_node, source[lane], taken[lane] - 1)
-                                     : rings.rdma_in_slot(node_of(source[lane]), taken[lane] - 1);
-                row[lane] = in;
-                part[lane] = in + format.payload();
-                gradient = load_weight(in + format.weights() + lane * format.weight_bytes,
-                                       format.weight_bytes);
-            }
-            char* weight = args.y_weights +
-                           (static_cast<size_t>(token) * format.topk + lane) * format.weight_bytes;
-            store_weight(weight, gradient, format.weight_bytes);
-        });
-        const auto rank_of = [&](int lane) {
-            const int from = warp.broadcast(source, lane);
-            return is_local(from) ? rings.rank_at(own_node, from)
-                                  : rings.rank_at(node_of(from), args.local());
-        };
-        if (!belong_to_call(warp, rings, others, row, rank_of)) return;
-        warp.template sum<T, Reuse::Soon>(
-            args.y + static_cast<size_t>(token) * format.payload_bytes, part, sources,
-            format.payload_bytes / sizeof(T));
-        warp.template credit_lanes<Scope::Rank>(format.topk, [&](int lane, auto&& store) {
-            if (!(others >> lane & 1)) return;
-            if (is_local(source[lane])) {
-                rings.nvl_in(own_node, source[lane]).next = taken[lane];
-            } else {
-                store(&rings.rdma_in(node_of(source[lane])).next, taken[lane]);
-            }
-        });
-    }
-    publish_heads(warp, rings, own_node);
 }
 
 }  // namespace ep

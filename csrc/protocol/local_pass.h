@@ -96,22 +96,24 @@ EP_FN void clear_unfilled(W& warp, const DispatchArgs& args, int part, int parts
         clear_rows(warp, args, first, first + kPiece);
 }
 
-// What the experts of this rank made of the rows that a rank, this one too, sent on a channel: in
-// their order, and whoever waits for a sum hears of it.
+// What the experts of this rank made of the rows that a rank, this one too, sent on a channel: the
+// part-th warp's of them in their order, and whoever waits for a sum hears of it.
 template <class T, bool kWeighted, WarpLike W, FabricLike<W> F>
-EP_FN void sum_rows_of(W& warp, F& fabric, const CombineArgs& args, int channel, int rank) {
+EP_FN void sum_rows_of(W& warp, F& fabric, const CombineArgs& args, int channel, int rank,
+                       int part) {
     const Rings<F> rings{fabric, args, channel};
     const int64_t first = args.layout.received_start(channel, rank);
     const int count = args.layout.received(channel, rank);
     typename W::template PerLane<int> position, following;
-    read_positions(warp, args, first, following);
-    for (int i = 0; i < count; ++i) {
+    uint64_t* summed = &rings.to_rank(rank).summed[part];
+    read_positions(warp, args, first + part, following);
+    for (int i = part, done = 0; i < count; i += args.sum_warps) {
         position = following;
-        read_positions(warp, args, first + i + 1, following);
+        read_positions(warp, args, first + i + args.sum_warps, following);
         const ExpertRows<T, kWeighted, W> rows(warp, args, position);
         if (rows.lanes && !rows.is_one_row())
             rows.sum(warp, args, args.sums + (first + i) * args.format.payload_bytes);
-        warp.template publish<Scope::Rank>(&rings.to_rank(rank).summed, sums_of_call(args, i + 1));
+        warp.template publish<Scope::Rank>(summed, sums_of_call(args, ++done));
     }
 }
 

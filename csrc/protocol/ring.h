@@ -14,12 +14,15 @@ struct OutCursor {
     uint64_t slot_bytes;
     uint64_t end;      // what `next` will be at the end of this call
     uint64_t written;  // network rings of dispatch: slots filled, the coordinator knows of `next`
-    uint64_t summed;   // by the local pass of combine, of the rows for that rank: see sums_of_call
+    // By each warp of combine's local pass, of its rows for that rank: see sums_of_call.
+    uint64_t summed[CombineArgs::kMostSumWarps];
 };
+static_assert(sizeof(OutCursor) <= Heap::kLine);
 struct InCursor {
     uint64_t next;       // slots read so far
     uint64_t published;  // of these, how many the producer knows
     uint64_t end;        // what `next` will be at the end of this call
+    uint64_t taken_up;   // in combine: slots whose receivers know that they are theirs
 };
 
 // What both ends of a ring must agree on for a row to make sense, as one number: the call, the
@@ -82,8 +85,9 @@ struct Rings {
                                               args.heap.nvl_head(channel, node, args.local()));
     }
     // Of the ring to this rank itself, which no row passes through.
-    EP_FN char* nvl_own_slot() const {
-        return fabric.template own<char>(args.heap.nvl_data(channel, args.node(), args.local()));
+    EP_FN char* nvl_own_slot(int position) const {
+        return fabric.template own<char>(args.heap.nvl_data(channel, args.node(), args.local())) +
+               slot(position, nvl_slots);
     }
     EP_FN const char* nvl_in_slot(int node, int peer, uint64_t position) const {
         return fabric.template own<char>(args.heap.nvl_data(channel, node, peer)) +
@@ -224,10 +228,14 @@ EP_FN Need nvl_credit(const Rings<F>& rings, int node, int peer) {
 }
 
 template <WarpLike W, class F>
-EP_FN Need nvl_row(const Rings<F>& rings, int node, int peer) {
-    const uint64_t next = rings.nvl_in(node, peer).next;
+EP_FN Need nvl_row_at(const Rings<F>& rings, int node, int peer, uint64_t next) {
     return {W::template acquire<Scope::System>(rings.nvl_in_tail(node, peer)), next + 1,
             rings.rank_at(rings.args.node(), peer)};
+}
+
+template <WarpLike W, class F>
+EP_FN Need nvl_row(const Rings<F>& rings, int node, int peer) {
+    return nvl_row_at<W>(rings, node, peer, rings.nvl_in(node, peer).next);
 }
 
 template <WarpLike W, class F>

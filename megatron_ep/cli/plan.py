@@ -83,11 +83,12 @@ def _warps(topology: Topology, sms: int, channels: int, *, combine: bool) -> str
     if roles is None:
         raise ValueError(f"num_sms is {sms}, too few for {channels} channels")
     served = f"{roles['servers']} {'senders' if combine else 'receivers'} of {roles['ranks_per_server']} ranks"
+    own = f"{roles['owners']} {'receiver' if combine else 'sender'}{'s' if roles['owners'] > 1 else ''}"
     if nodes == 1:
-        return f"{roles['warps']} a channel: 1 {'receiver' if combine else 'sender'}, {served}"
+        return f"{roles['warps']} a channel: {own}, {served}"
+    own += "" if combine else " inside the node"
     carriers = ("forwarders",) if combine else ("senders", "forwarders")
     carried = ", ".join(f"{roles['carriers']} {name} of {roles['nodes_per_carrier']} nodes" for name in carriers)
-    own = "1 receiver" if combine else "1 sender inside the node"
     return f"{roles['warps']} a channel: {own}, {served}, {carried}, {2 * roles['coordinators']} coordinators"
 
 

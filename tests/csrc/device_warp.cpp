@@ -107,6 +107,7 @@ void run_case(uint64_t seed) {
         std::vector<DispatchArgs> dispatch[2];
         std::vector<CombineArgs> combine[2];
         const bool may_pass[] = {c.pick(0, 1) == 0, c.pick(0, 1) == 0};  // dispatch, combine
+        const int sum_warps = c.pick(1, CombineArgs::kMostSumWarps);
         ++call;
         for (int rank = 0; rank < world; ++rank) {
             expert_out.emplace_back(rows[rank] * c.format.payload_bytes);
@@ -131,7 +132,7 @@ void run_case(uint64_t seed) {
                     {transfer_args(c, rank, layouts[rank], t, rows[rank], call + 1),
                      expert_out[rank].data(), gradients[rank].data(), t.y.data(),
                      t.y_weights.data(), weighted ? row_weights[rank].data() : nullptr,
-                     may_pass[1] && c.pick(0, 1) ? t.sums.data() : nullptr});
+                     may_pass[1] && c.pick(0, 1) ? t.sums.data() : nullptr, sum_warps});
             }
         }
         ++call;

@@ -29,6 +29,7 @@ void check(const ep::Topology& topology, int sms, int channels) {
             "fits, or does not");
     if (!ep::fits(roles, warps_of_channel)) return;
 
+    require(roles.owners >= 1 && roles.owners <= Roles::kOwnersAtMost, "warps for own tokens");
     auto is_divided = [](int count, int warps, int share) {
         return warps ? (warps - 1) * share < count && warps * share >= count : count == 0;
     };

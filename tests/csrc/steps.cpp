@@ -215,7 +215,7 @@ constexpr Budget kBudgets[] = {
     {Role::Receiver, "receiver", 9.5, 0.4},
     {Role::CombineNvlSender, "combine_nvl_sender", 9.5, 0.4},
     {Role::CombineForwarder, "combine_forwarder", 14, 2.6},
-    {Role::CombineReceiver, "combine_receiver", 3.8, 0.6},
+    {Role::CombineReceiver, "combine_receiver", 4.4, 0.6},
 };
 
 }  // namespace

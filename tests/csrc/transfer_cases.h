@@ -66,7 +66,7 @@ struct Case {
     Heap heap;
     RowFormat format;
     DType dtype;
-    int index_bytes, alignment, capacity, nvl_batch, rdma_chunk, servers, carriers;
+    int index_bytes, alignment, capacity, nvl_batch, rdma_chunk, servers, carriers, receivers;
     bool fixed_rows;
     std::vector<int> tokens;
 
@@ -82,7 +82,7 @@ struct Case {
         const int payload = hidden * static_cast<int>(size_of(dtype));
         format = {payload, pick(0, 2) ? 0 : pick(1, 1200), 4 * pick(0, 2), topk};
         const size_t slot = format.slot_bytes();
-        heap = {topology, experts, pick(1, 3), align_up(slot * pick(1, 4), Heap::kLine),
+        heap = {topology, experts, pick(1, 3), align_up(slot * pick(1, 9), Heap::kLine),
                 align_up(slot * pick(1, 5), Heap::kLine)};
         index_bytes = 4 * pick(1, 2);
         alignment = pick(0, 1) ? 1 : 4;
@@ -96,6 +96,7 @@ struct Case {
         carriers = even_warps(topology.nodes - 1, pick(1, topology.nodes));
         for (int rank = 0; rank < topology.world(); ++rank)
             tokens.push_back(pick(0, 3) ? pick(0, 14) : pick(0, 1));
+        receivers = pick(1, 3);
     }
 };
 

@@ -83,7 +83,8 @@ class Grid {
 
     template <class Roles>
     Roles roles() const {
-        return {case_.topology.nodes, case_.topology.world(), case_.servers, case_.carriers};
+        return {case_.topology.nodes, case_.topology.world(), case_.servers, case_.carriers,
+                std::min(case_.receivers, Roles::kOwnersAtMost)};
     }
 
   private:

@@ -56,6 +56,7 @@ struct TransferProgram {
     };
 
     static constexpr int kMostTopk = 4, kMostHidden = 6, kMostScales = 20;
+    static constexpr int kReceivers = 3;  // of combine, a channel
 
     std::mt19937_64 random;
     Topology topology;
@@ -293,7 +294,8 @@ struct TransferProgram {
                         part.out.data(),
                         part.out_weights.data(),
                         call.weighted ? part.row_weights.data() : nullptr,
-                        part.sums.empty() ? nullptr : part.sums.data()};
+                        part.sums.empty() ? nullptr : part.sums.data(),
+                        pick(1, CombineArgs::kMostSumWarps)};
     }
 
     static void clear_outputs(Part& part) {
@@ -356,8 +358,9 @@ struct TransferProgram {
                 add_local_pass(part.dispatch, adder(behind));
                 break;
             case Kind::Combine:
-                with_type(call.dtype,
-                          [&]<class T>() { add_combine_roles<T>(part.combine, adder(roles)); });
+                with_type(call.dtype, [&]<class T>() {
+                    add_combine_roles<T>(part.combine, kReceivers, adder(roles));
+                });
         }
         return launches;
     }

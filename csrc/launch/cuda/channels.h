@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "core/args.h"
 #include "launch/cuda/roles.h"
 
 namespace ep {
@@ -31,6 +32,13 @@ inline int cuda_channels(const Topology& topology, int sms, int local_ranks) {
     constexpr int kRingsInCache = 1200, kFewest = 8;
     const int rings = local_ranks * (topology.world() + topology.nodes - 1);
     return std::min(channels, std::max(kFewest, kRingsInCache / rings));
+}
+
+// Warps that share the sums of what arrived from a rank on a channel, in combine's local pass. With
+// several nodes one would hold up all who wait for its sums. Within one node there are more
+// channels, and sums that run far ahead of the exchange leave the cache before they are read.
+inline int sum_warps(const Topology& topology) {
+    return topology.nodes > 1 ? CombineArgs::kMostSumWarps : 1;
 }
 
 }  // namespace ep

@@ -4,7 +4,7 @@
 #include "exec/device/device_warp.h"
 #include "exec/device/shared_memory.h"
 #include "launch/cuda/joint.h"
-#include "protocol/combine.h"
+#include "protocol/combine_receiver.h"
 #include "protocol/coordinators.h"
 #include "protocol/dispatch.h"
 #include "protocol/layout.h"
@@ -292,9 +292,11 @@ __global__ void __launch_bounds__(kBlockThreads, 1) sums_kernel(const __grid_con
     run_local_pass(joint, [&](auto& warp, const auto& args, const auto& place) {
         typename J::Fabric fabric(joint.fabric, args.rank);
         const int channels = args.layout.channels, world = args.layout.world();
-        for_pieces(place, joint, channels * world, [&](int piece) {
-            const int rank = (args.rank + 1 + piece / channels) % world;
-            sum_rows_of<T, kWeighted>(warp, fabric, args, piece % channels, rank);
+        for_pieces(place, joint, channels * world * args.sum_warps, [&](int piece) {
+            const int queue = piece / args.sum_warps;
+            const int rank = (args.rank + 1 + queue / channels) % world;
+            sum_rows_of<T, kWeighted>(warp, fabric, args, queue % channels, rank,
+                                      piece % args.sum_warps);
         });
     });
 }
@@ -305,10 +307,10 @@ __device__ __forceinline__ void run_combine_role(const DeviceRank& rank, BulkBuf
                                                  const CombineRoles& roles, int channel, int role) {
     auto warp = [&](Role name) { return DeviceWarp(rank, args.call, name, channel, buffers); };
     const int carriers = roles.carriers, nodes = roles.nodes_per_carrier();
-    if (role == 0) {
+    if (role < roles.owners) {
         DeviceWarp w = warp(Role::CombineReceiver);
-        combine_receiver<T, kWeighted>(w, fabric, args, channel);
-    } else if ((role -= 1) < roles.servers) {
+        combine_receiver<T, kWeighted>(w, fabric, args, channel, role, roles.owners);
+    } else if ((role -= roles.owners) < roles.servers) {
         DeviceWarp w = warp(Role::CombineNvlSender);
         const int share = roles.ranks_per_server();
         combine_nvl_sender<T, kWeighted>(w, fabric, args, channel, role * share, share);

@@ -16,47 +16,57 @@ EP_HD int even_warps(int count, int most) {
     return count && most ? ceil_div(count, ceil_div(count, most)) : 0;
 }
 
-// Which warp does what. In each channel `servers` warps share the rings towards the other ranks
-// (dispatch's receivers, combine's NVLink senders), and of each of kPerNode kinds `carriers` warps
-// share the other nodes; the rest have a role of their own. The roles of all channels, channel
-// after channel, are divided among a rank's blocks in equal parts.
-template <int kPerNode>
+// Which warp does what. In each channel `owners` warps share the own tokens (dispatch's sender,
+// combine's receivers), `servers` warps the rings towards the other ranks (dispatch's receivers,
+// combine's NVLink senders), and of each of kPerNode kinds `carriers` warps the other nodes; the
+// coordinators have a role of their own. The roles of all channels, channel after channel, are
+// divided among a rank's blocks in equal parts.
+template <int kPerNode, int kMostOwners>
 struct ChannelRoles {
     static constexpr int kKindsPerNode = kPerNode;
+    static constexpr int kOwnersAtMost = kMostOwners;
 
     int nodes;
     int world;
     int servers;
     int carriers;
+    int owners = 1;
 
     // Of either kind.
     EP_HD int coordinators() const { return nodes > 1 ? ceil_div(nodes, 32) : 0; }
     EP_HD int ranks_per_server() const { return servers ? ceil_div(world - 1, servers) : 0; }
     EP_HD int nodes_per_carrier() const { return carriers ? ceil_div(nodes - 1, carriers) : 0; }
-    EP_HD int warps() const { return servers + 1 + kPerNode * carriers + 2 * coordinators(); }
+    EP_HD int warps() const { return owners + servers + kPerNode * carriers + 2 * coordinators(); }
 };
 
 // sender, receivers, senders and forwarders of other nodes, coordinators
-using DispatchRoles = ChannelRoles<2>;
-// receiver, senders, forwarders of other nodes, coordinators
-using CombineRoles = ChannelRoles<1>;
+using DispatchRoles = ChannelRoles<2, 1>;
+// receivers, senders, forwarders of other nodes, coordinators. Receivers take turns at a channel's
+// rings: more than six would mostly wait for theirs.
+using CombineRoles = ChannelRoles<1, 6>;
 
 // A carrier has a lane for each of its nodes; a server serves any number of ranks.
 EP_HD int fewest_carriers(const Topology& topology) { return ceil_div(topology.nodes - 1, 32); }
 EP_HD int fewest_servers(const Topology& topology) { return topology.world() > 1; }
 
 // The roles that `warps` a channel have room for: a warp for each other node where there are few,
-// else servers and each kind of carriers share alike. No servers though there are other ranks: a
-// channel does not fit.
+// else servers and each kind of carriers share alike; of what is left for servers and owners two in
+// five are owners, where there may be several, and those that servers have no use for. No servers
+// though there are other ranks: a channel does not fit.
 template <class Roles>
 EP_HD Roles roles_for(const Topology& topology, int warps) {
+    constexpr int kMost = Roles::kOwnersAtMost;
     const int others = topology.nodes - 1, fewest = fewest_carriers(topology);
     Roles roles{topology.nodes, topology.world(), 0, 0};
-    const int left = warps - roles.warps();
-    const int share = left / (Roles::kKindsPerNode + 1);
+    const int share = (warps - roles.warps()) / (Roles::kKindsPerNode + 1);
     roles.carriers = even_warps(others, share > fewest ? share : fewest);
-    const int servers = left - Roles::kKindsPerNode * roles.carriers;
-    roles.servers = servers > 0 ? even_warps(topology.world() - 1, servers) : 0;
+    const int left = warps - roles.warps() + roles.owners;
+    const int fifths = (2 * left + 2) / 5, owners = fifths < 1       ? 1
+                                                    : fifths < kMost ? fifths
+                                                                     : kMost;
+    roles.servers = left > owners ? even_warps(topology.world() - 1, left - owners) : 0;
+    const int rest = left - roles.servers;
+    roles.owners = rest < 1 ? 1 : rest < kMost ? rest : kMost;
     return roles;
 }
 

@@ -69,9 +69,16 @@ template <class Warp>
 void HostGroup::combine(std::vector<CombineArgs> args, DType dtype,
                         const std::function<bool()>& interrupted) {
     Tasks roles(ranks_.size());
+    // The fibers of a rank take turns anyway, but with a seed they show all that warps of a GPU can
+    // do.
+    const int receivers = schedule_.seed ? 3 : 1,
+              sum_warps = schedule_.seed ? CombineArgs::kMostSumWarps : 1;
     for (size_t i = 0; i < ranks_.size(); ++i) {
         states_[i].call = args[i].call;
-        with_type(dtype, [&]<class T>() { add_combine_roles<T>(args[i], adder<Warp>(roles, i)); });
+        args[i].sum_warps = sum_warps;
+        with_type(dtype, [&]<class T>() {
+            add_combine_roles<T>(args[i], receivers, adder<Warp>(roles, i));
+        });
     }
     run_to_outputs(count_transfers, true, args, {std::move(roles)}, interrupted);
 }

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "protocol/combine.h"
+#include "protocol/combine_receiver.h"
 #include "protocol/coordinators.h"
 #include "protocol/dispatch.h"
 #include "protocol/layout.h"
@@ -80,7 +80,7 @@ void add_local_pass(const DispatchArgs& args, Add&& add) {
 }
 
 template <class T, class Add>
-void add_combine_roles(const CombineArgs& args, Add&& add) {
+void add_combine_roles(const CombineArgs& args, int receivers, Add&& add) {
     for (int c = 0; c < args.heap.channels; ++c) {
         if (const int ranks = args.other_ranks()) {
             add(Role::CombineNvlSender, c, [&args, c, ranks](auto& warp, auto& fabric) {
@@ -95,16 +95,21 @@ void add_combine_roles(const CombineArgs& args, Add&& add) {
             });
         }
         add_rail_roles(args, c, true, add);
-        for (int rank = 0; args.sums && rank < args.topology().world(); ++rank) {
-            add(Role::Launch, c, [&args, c, rank](auto& warp, auto& fabric) {
-                if (args.row_weights) return sum_rows_of<T, true>(warp, fabric, args, c, rank);
-                sum_rows_of<T, false>(warp, fabric, args, c, rank);
+        for (int i = 0; args.sums && i < args.topology().world() * args.sum_warps; ++i) {
+            const int rank = i / args.sum_warps, part = i % args.sum_warps;
+            add(Role::Launch, c, [&args, c, rank, part](auto& warp, auto& fabric) {
+                if (args.row_weights)
+                    return sum_rows_of<T, true>(warp, fabric, args, c, rank, part);
+                sum_rows_of<T, false>(warp, fabric, args, c, rank, part);
             });
         }
-        add(Role::CombineReceiver, c, [&args, c](auto& warp, auto& fabric) {
-            if (args.row_weights) return combine_receiver<T, true>(warp, fabric, args, c);
-            combine_receiver<T, false>(warp, fabric, args, c);
-        });
+        for (int i = 0; i < receivers; ++i) {
+            add(Role::CombineReceiver, c, [&args, c, i, receivers](auto& warp, auto& fabric) {
+                if (args.row_weights)
+                    return combine_receiver<T, true>(warp, fabric, args, c, i, receivers);
+                combine_receiver<T, false>(warp, fabric, args, c, i, receivers);
+            });
+        }
     }
 }
 

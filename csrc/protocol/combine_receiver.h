@@ -1,0 +1,210 @@
+#pragma once
+
+#include "protocol/combine.h"
+
+namespace ep {
+
+// The last role of combine: own tokens, each summed from what the ranks of this node and the other
+// nodes made of it. The receivers of a channel deal its tokens among them, one after the other, and
+// sum theirs side by side. Only slots of rings are taken up, and freed, in the order of the tokens:
+// how many rows of a ring are for earlier tokens is known when these have been taken up, and a
+// ring's head is one number.
+//
+// Taking up waits for no row, freeing for the rows of earlier tokens only. The receiver of the
+// first token whose slots are not free waits for rows alone, and tells before that of all slots
+// that are.
+
+// Of a channel: where its receivers are, counted in tokens.
+struct ReceiverTurns {
+    uint64_t before;    // at the end of the last call
+    uint64_t taken_up;  // tokens whose slots are known
+    uint64_t freed;
+    uint64_t own_rows;  // of this rank's own rows for its tokens, those of this call taken up
+};
+
+template <class F>
+EP_FN ReceiverTurns& receiver_turns(const Rings<F>& rings) {
+    return *rings.fabric.template own<ReceiverTurns>(rings.args.heap.receiver_turns(rings.channel));
+}
+
+// By the receiver of the first token: none of this call's rows has been taken up.
+template <WarpLike W, class F>
+EP_FN void open_in_rings(W& warp, const Rings<F>& rings) {
+    const TransferArgs& args = rings.args;
+    const int peers = args.topology().ranks_per_node, nodes = args.other_nodes();
+    auto open = [](InCursor& in) { in.taken_up = in.next; };
+    for (int first = 0; first < peers; first += 32) {
+        warp.lanes(lanes_from(first, peers),
+                   [&](int lane) { open(rings.nvl_in(args.node(), first + lane)); });
+    }
+    for (int first = 0; first < nodes; first += 32) {
+        warp.lanes(lanes_from(first, nodes),
+                   [&](int lane) { open(rings.rdma_in(args.other_node(first + lane))); });
+    }
+    warp.lanes(1, [&](int) { receiver_turns(rings).own_rows = 0; });
+}
+
+// What this rank's own experts made of a token, by its receiver itself: in a slot of the ring that
+// no row passes through, each receiver in one of its own.
+template <class T, bool kWeighted, WarpLike W, class F>
+EP_FN const char* sum_of_own(W& warp, const Rings<F>& rings, const CombineArgs& args, int receiver,
+                             int64_t received, const typename W::template PerLane<int>& position) {
+    const ExpertRows<T, kWeighted, W> rows(warp, args, position);
+    if (rows.lanes && (args.sums || rows.is_one_row())) return rows.summed(warp, args, received);
+    char* sum = rings.nvl_own_slot(receiver) + args.format.payload();
+    rows.sum(warp, args, sum);
+    return sum;
+}
+
+// The receiver-th of a channel's. There are `most` of them, but no more than half a ring has slots:
+// a row keeps its slot while it is summed, and who writes the next ones needs room, too.
+template <class T, bool kWeighted, WarpLike W, FabricLike<W> F>
+EP_FN void combine_receiver(W& warp, F& fabric, const CombineArgs& args, int channel, int receiver,
+                            int most) {
+    const Rings<F> rings{fabric, args, channel};
+    const RowFormat& format = args.format;
+    const Topology& topology = args.topology();
+    const int own_node = args.node();
+    const int half = static_cast<int>(rings.nvl_slots / 2);
+    const int receivers = half < most ? (half > 1 ? half : 1) : most;
+    const bool is_alone = receivers == 1;
+    const int first = args.layout.first_token(args.rank, channel),
+              end = args.layout.first_token(args.rank, channel + 1);
+    if (receiver >= receivers || first + receiver >= end) return;
+    typename W::template PerLane<int> expert, following;
+    // Where it comes from, for each k: a local rank, or ranks_per_node + another node.
+    typename W::template PerLane<int> source;
+    typename W::template PerLane<int> position, following_position;  // of this rank's rows
+    typename W::template PerLane<uint64_t> next;                     // slot of each ring
+    typename W::template PerLane<const void*> row, part;
+    auto is_own = [&](int source) { return source == args.local(); };
+    auto is_local = [&](int source) { return source < topology.ranks_per_node; };
+    auto node_of = [&](int source) { return source - topology.ranks_per_node; };
+    auto ring_of = [&](int source) -> InCursor& {
+        return is_local(source) ? rings.nvl_in(own_node, source) : rings.rdma_in(node_of(source));
+    };
+    auto read_experts = [&](int token) {
+        warp.lanes(format.topk,
+                   [&](int lane) { following[lane] = args.layout.experts(token)[lane]; });
+    };
+    ReceiverTurns& turns = receiver_turns(rings);
+    const uint64_t before = turns.before;
+    auto turn = [&](uint64_t& tokens, int token) {
+        return Need{W::template acquire<Scope::Rank>(&tokens), before + (token - first), args.rank};
+    };
+    const int64_t first_received = args.layout.received_start(channel, args.rank);
+    int64_t received = first_received;
+    if (is_alone) read_positions(warp, args, received, following_position);
+    read_experts(first + receiver);
+    for (int token = first + receiver; token < end; token += receivers) {
+        expert = following;
+        if (token + receivers < end) read_experts(token + receivers);
+        warp.lanes(format.topk, [&](int lane) {
+            const int rank = expert[lane] < 0 ? -1 : expert[lane] / args.layout.local_experts();
+            const int node = rank < 0 ? -1 : topology.node_of(rank);
+            source[lane] = rank < 0           ? -1
+                           : node == own_node ? topology.local_of(rank)
+                                              : topology.ranks_per_node + node;
+        });
+        const uint32_t sources = warp.first_of(format.topk, source);
+        const uint32_t own = warp.ballot(
+            format.topk, [&](int lane) { return sources >> lane & 1 && is_own(source[lane]); });
+        const uint32_t others = sources & ~own;
+
+        auto turn_to_take_up = [&](int) { return turn(turns.taken_up, token); };
+        if (!is_alone) {
+            if (!warp.wait_all(Wait::Turn, 1, turn_to_take_up)) return;
+            if (token == first) open_in_rings(warp, rings);
+            received = first_received + static_cast<int64_t>(turns.own_rows);
+            warp.lanes(format.topk, [&](int lane) {
+                if (source[lane] >= 0 && !is_own(source[lane]))
+                    next[lane] = ring_of(source[lane]).taken_up;
+            });
+            warp.lanes(format.topk, [&](int lane) {
+                if (others >> lane & 1) ring_of(source[lane]).taken_up = next[lane] + 1;
+                if (own >> lane & 1) turns.own_rows = received + 1 - first_received;
+            });
+            warp.template publish<Scope::Rank>(&turns.taken_up, before + (token - first) + 1);
+        }
+
+        const char* own_sum = nullptr;
+        if (own) {
+            if (is_alone) {  // then the next row is known
+                position = following_position;
+                read_positions(warp, args, received + 1, following_position);
+            } else {
+                read_positions(warp, args, received, position);
+            }
+            own_sum = sum_of_own<T, kWeighted>(warp, rings, args, receiver, received++, position);
+        }
+        auto arrived = [&](int lane) {
+            if (source[lane] < 0) return nothing_to_wait_for();
+            if (is_own(source[lane])) {
+                if (!args.sums) return nothing_to_wait_for();
+                const int part = static_cast<int>(received - 1 - first_received) % args.sum_warps;
+                return sums_done<W>(rings, args, args.rank, part, received);
+            }
+            // alone read here, as in nvl_row: while the flag is on its way
+            if (is_alone) next[lane] = ring_of(source[lane]).next;
+            return is_local(source[lane]) ? nvl_row_at<W>(rings, own_node, source[lane], next[lane])
+                                          : rdma_row<W>(rings, node_of(source[lane]), next[lane]);
+        };
+        auto turn_to_free = [&](int) { return turn(turns.freed, token); };
+        bool here = warp.met(format.topk, arrived);
+        if (!here && !is_alone) {
+            const auto arrived_or_turn = [&](int lane) {
+                return is_met(turn_to_free(lane)) ? nothing_to_wait_for() : arrived(lane);
+            };
+            if (!warp.wait_all(Wait::PartialRow, format.topk, arrived_or_turn)) return;
+            here = warp.met(format.topk, arrived);
+        }
+        if (!here) publish_heads(warp, rings, own_node);
+        if (!here && !warp.wait_all(Wait::PartialRow, format.topk, arrived)) return;
+        warp.lanes(format.topk, [&](int lane) {
+            uint64_t gradient = 0;
+            if (source[lane] >= 0 && is_own(source[lane])) {
+                part[lane] = own_sum;
+                gradient = weight_at(args, position[lane]);
+            } else if (source[lane] >= 0) {
+                const char* in = is_local(source[lane])
+                                     ? rings.nvl_in_slot(own_node, source[lane], next[lane])
+                                     : rings.rdma_in_slot(node_of(source[lane]), next[lane]);
+                row[lane] = in;
+                part[lane] = in + format.payload();
+                gradient = load_weight(in + format.weights() + lane * format.weight_bytes,
+                                       format.weight_bytes);
+            }
+            char* weight = args.y_weights +
+                           (static_cast<size_t>(token) * format.topk + lane) * format.weight_bytes;
+            store_weight(weight, gradient, format.weight_bytes);
+        });
+        const auto rank_of = [&](int lane) {
+            const int from = warp.broadcast(source, lane);
+            return is_local(from) ? rings.rank_at(own_node, from)
+                                  : rings.rank_at(node_of(from), args.local());
+        };
+        if (!belong_to_call(warp, rings, others, row, rank_of)) return;
+        warp.template sum<T, Reuse::Soon>(
+            args.y + static_cast<size_t>(token) * format.payload_bytes, part, sources,
+            format.payload_bytes / sizeof(T));
+
+        if (!is_alone && !warp.wait_all(Wait::Turn, 1, turn_to_free)) return;
+        warp.template credit_lanes<Scope::Rank>(format.topk, [&](int lane, auto&& store) {
+            if (!(others >> lane & 1)) return;
+            if (is_local(source[lane])) {
+                rings.nvl_in(own_node, source[lane]).next = next[lane] + 1;
+            } else {
+                store(&rings.rdma_in(node_of(source[lane])).next, next[lane] + 1);
+            }
+        });
+        const int freed = token - first + 1;
+        const bool is_last = token + 1 == end;
+        if (freed % args.nvl_batch == 0 || is_last) publish_heads(warp, rings, own_node);
+        if (!is_alone) {
+            if (is_last) warp.lanes(1, [&](int) { turns.before = before + freed; });
+            warp.template publish<Scope::Rank>(&turns.freed, before + freed);
+        }
+    }
+}
+
+}  // namespace ep
