@@ -61,12 +61,12 @@ EP_HD Roles roles_for(const Topology& topology, int warps) {
     const int share = (warps - roles.warps()) / (Roles::kKindsPerNode + 1);
     roles.carriers = even_warps(others, share > fewest ? share : fewest);
     const int left = warps - roles.warps() + roles.owners;
-    const int fifths = (2 * left + 2) / 5, owners = fifths < 1       ? 1
-                                                    : fifths < kMost ? fifths
-                                                                     : kMost;
+    const auto most_owners = [](int warps) {
+        return warps < 1 ? 1 : warps < kMost ? warps : kMost;
+    };
+    const int owners = most_owners((2 * left + 2) / 5);
     roles.servers = left > owners ? even_warps(topology.world() - 1, left - owners) : 0;
-    const int rest = left - roles.servers;
-    roles.owners = rest < 1 ? 1 : rest < kMost ? rest : kMost;
+    roles.owners = most_owners(left - roles.servers);
     return roles;
 }
 
