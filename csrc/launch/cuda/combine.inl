@@ -1,6 +1,5 @@
 #pragma once
 
-#include "launch/cuda/channels.h"
 #include "launch/cuda/group.inl"
 
 namespace ep {
@@ -22,13 +21,10 @@ void CombineLaunch<P, kRanks, kWeighted>::run(const CombineJoint<P, kRanks>& joi
     with_type(dtype, [&]<class T>() {
         if (!any_local_pass(joint, ranks))
             return launch(kernels::combine_kernel<T, kWeighted, J>, joint, ranks, stream);
-        J all = joint;
-        for (size_t i = 0; i < ranks; ++i)
-            all.args[i].sum_warps = sum_warps(joint.args[i].topology());
         // first, or it might find no SM while the exchange waits for it
-        launch(kernels::sums_kernel<T, kWeighted, J>, spread(all, ranks, beside.sms), ranks,
+        launch(kernels::sums_kernel<T, kWeighted, J>, spread(joint, ranks, beside.sms), ranks,
                beside.fork(stream), false);
-        launch(kernels::combine_kernel<T, kWeighted, J>, all, ranks, stream);
+        launch(kernels::combine_kernel<T, kWeighted, J>, joint, ranks, stream);
         beside.join(stream);
     });
 }

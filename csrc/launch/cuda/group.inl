@@ -8,6 +8,7 @@
 #include <string>
 
 #include "core/cuda/runtime.h"
+#include "launch/cuda/channels.h"
 #include "launch/cuda/group.h"
 #include "launch/cuda/kernels.h"
 #include "launch/cuda/load.h"
@@ -289,7 +290,8 @@ void CudaGroup<P>::combine(const std::vector<CombineArgs>& args, DType dtype, Cu
         std::any_of(args.begin(), args.end(), [](const CombineArgs& a) { return a.row_weights; });
     const DeviceGuard guard(device_);
     for_local_ranks([&]<int kRanks>() {
-        const auto all = joint_of_roles<CombineJoint<P, kRanks>>(args);
+        auto all = joint_of_roles<CombineJoint<P, kRanks>>(args);
+        for (CombineArgs& a : all.args) a.sum_warps = sum_warps(heap_.topology);
         const auto run =
             weighted ? CombineLaunch<P, kRanks, true>::run : CombineLaunch<P, kRanks, false>::run;
         run(all, args.size(), dtype, stream, beside_);
