@@ -58,6 +58,10 @@ FORWARDER_WAITS = """while (!warp.met(format.topk, arrived)) {
         }"""
 TURN = "return Need{W::template acquire<Scope::Rank>(&tokens), before + (token - first), args.rank};"
 FREED = "warp.template publish<Scope::Rank>(&turns.freed, before + freed);"
+FREE_SLOTS = """«if (!here || (kAlone && ++batch == args.nvl_batch)) {
+            publish_heads(warp, rings, own_node);
+            batch = 0;
+        }»"""
 TAKEN_UP = "warp.template publish<Scope::Rank>(&turns.taken_up, before + (token - first) + 1);"
 PUBLISH_TAILS = """«warp.template publish_lanes<Scope::System>(
             lanes_from(first, peers), [&](int lane, auto&& store) {
@@ -334,12 +338,14 @@ MUTANTS = [
     Mutant(
         "combine_receiver: slots are freed out of turn",
         COMBINE_RECEIVER,
-        "if (!is_alone && !warp.wait_all(Wait::Turn, 1, turn_to_free)) return;",
+        "if (!kAlone && !warp.wait_all(Wait::Turn, 1, turn_to_free)) return;",
     ),
-    Mutant(
+    changed(
         "combine_receiver: who waits for a row does not tell of free slots",
         COMBINE_RECEIVER,
-        "if (!here) publish_heads(warp, rings, own_node);",
+        FREE_SLOTS,
+        "!here || (kAlone",
+        "(kAlone",
     ),
     changed("combine_receiver: a credit for taking up", COMBINE_RECEIVER, TAKEN_UP, "publish<", "credit<"),
     changed("combine_receiver: a credit for freeing", COMBINE_RECEIVER, FREED, "publish<", "credit<"),

@@ -122,11 +122,17 @@ struct CombineArgs : TransferArgs {
     // [max_received, payload_bytes]: what the local pass has made of the rows that arrived here,
     // see ExpertRows. Null: there is no local pass.
     char* sums = nullptr;
-    // Of the local pass, for the rows that arrived from a rank on a channel: each has every
-    // sum_warps-th of them.
+    // Of the local pass, for the rows that arrived from a rank on a channel: they deal these among
+    // them, one after the other. 1 or 2: nobody divides to know whose a row is.
     int sum_warps = 1;
 
     static constexpr int kMostSumWarps = 2;
+
+    EP_HD int sum_warp_of(int row) const { return row & (sum_warps - 1); }
+    // Those of the part-th warp among the first `rows`.
+    EP_HD int rows_of_sum_warp(int part, int rows) const {
+        return (rows - part + sum_warps - 1) >> (sum_warps - 1);
+    }
 };
 
 EP_HD bool has_local_pass(const DispatchArgs& args) { return args.has_local_pass; }

@@ -33,8 +33,8 @@ EP_FN Need sums_done(const Rings<F>& rings, const CombineArgs& args, int rank, i
     const int rows = static_cast<int>(end - args.layout.received_start(rings.channel, rank));
     const uint64_t none = sums_of_call(args, 0);
     const uint64_t done = W::template acquire<Scope::Rank>(&rings.to_rank(rank).summed[part]);
-    return {done > none ? done - none : 0,
-            static_cast<uint64_t>((rows - part + args.sum_warps - 1) / args.sum_warps), args.rank};
+    return {done > none ? done - none : 0, static_cast<uint64_t>(args.rows_of_sum_warp(part, rows)),
+            args.rank};
 }
 
 template <WarpLike W, class F>

@@ -56,21 +56,17 @@ EP_FN const char* sum_of_own(W& warp, const Rings<F>& rings, const CombineArgs& 
     return sum;
 }
 
-// The receiver-th of a channel's. There are `most` of them, but no more than half a ring has slots:
-// a row keeps its slot while it is summed, and who writes the next ones needs room, too.
-template <class T, bool kWeighted, WarpLike W, FabricLike<W> F>
-EP_FN void combine_receiver(W& warp, F& fabric, const CombineArgs& args, int channel, int receiver,
-                            int most) {
-    const Rings<F> rings{fabric, args, channel};
+// The receiver-th of a channel's. One that is alone takes no turns: what it keeps in registers for
+// them would slow down its sums.
+template <class T, bool kWeighted, bool kAlone, WarpLike W, class F>
+EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& args, int receiver,
+                          int receivers) {
     const RowFormat& format = args.format;
     const Topology& topology = args.topology();
-    const int own_node = args.node();
-    const int half = static_cast<int>(rings.nvl_slots / 2);
-    const int receivers = half < most ? (half > 1 ? half : 1) : most;
-    const bool is_alone = receivers == 1;
+    const int own_node = args.node(), channel = rings.channel;
     const int first = args.layout.first_token(args.rank, channel),
               end = args.layout.first_token(args.rank, channel + 1);
-    if (receiver >= receivers || first + receiver >= end) return;
+    if (first + receiver >= end) return;
     typename W::template PerLane<int> expert, following;
     // Where it comes from, for each k: a local rank, or ranks_per_node + another node.
     typename W::template PerLane<int> source;
@@ -94,7 +90,8 @@ EP_FN void combine_receiver(W& warp, F& fabric, const CombineArgs& args, int cha
     };
     const int64_t first_received = args.layout.received_start(channel, args.rank);
     int64_t received = first_received;
-    if (is_alone) read_positions(warp, args, received, following_position);
+    int batch = 0;  // tokens since it told of free slots
+    if constexpr (kAlone) read_positions(warp, args, received, following_position);
     read_experts(first + receiver);
     for (int token = first + receiver; token < end; token += receivers) {
         expert = following;
@@ -112,7 +109,7 @@ EP_FN void combine_receiver(W& warp, F& fabric, const CombineArgs& args, int cha
         const uint32_t others = sources & ~own;
 
         auto turn_to_take_up = [&](int) { return turn(turns.taken_up, token); };
-        if (!is_alone) {
+        if constexpr (!kAlone) {
             if (!warp.wait_all(Wait::Turn, 1, turn_to_take_up)) return;
             if (token == first) open_in_rings(warp, rings);
             received = first_received + static_cast<int64_t>(turns.own_rows);
@@ -129,7 +126,7 @@ EP_FN void combine_receiver(W& warp, F& fabric, const CombineArgs& args, int cha
 
         const char* own_sum = nullptr;
         if (own) {
-            if (is_alone) {  // then the next row is known
+            if constexpr (kAlone) {  // then the next row is known
                 position = following_position;
                 read_positions(warp, args, received + 1, following_position);
             } else {
@@ -141,24 +138,28 @@ EP_FN void combine_receiver(W& warp, F& fabric, const CombineArgs& args, int cha
             if (source[lane] < 0) return nothing_to_wait_for();
             if (is_own(source[lane])) {
                 if (!args.sums) return nothing_to_wait_for();
-                const int part = static_cast<int>(received - 1 - first_received) % args.sum_warps;
+                const int part = args.sum_warp_of(static_cast<int>(received - 1 - first_received));
                 return sums_done<W>(rings, args, args.rank, part, received);
             }
             // alone read here, as in nvl_row: while the flag is on its way
-            if (is_alone) next[lane] = ring_of(source[lane]).next;
+            if constexpr (kAlone) next[lane] = ring_of(source[lane]).next;
             return is_local(source[lane]) ? nvl_row_at<W>(rings, own_node, source[lane], next[lane])
                                           : rdma_row<W>(rings, node_of(source[lane]), next[lane]);
         };
         auto turn_to_free = [&](int) { return turn(turns.freed, token); };
         bool here = warp.met(format.topk, arrived);
-        if (!here && !is_alone) {
+        if (!here && !kAlone) {
             const auto arrived_or_turn = [&](int lane) {
                 return is_met(turn_to_free(lane)) ? nothing_to_wait_for() : arrived(lane);
             };
             if (!warp.wait_all(Wait::PartialRow, format.topk, arrived_or_turn)) return;
             here = warp.met(format.topk, arrived);
         }
-        if (!here) publish_heads(warp, rings, own_node);
+        // alone it tells of free slots here, while the next token's rows are on their way
+        if (!here || (kAlone && ++batch == args.nvl_batch)) {
+            publish_heads(warp, rings, own_node);
+            batch = 0;
+        }
         if (!here && !warp.wait_all(Wait::PartialRow, format.topk, arrived)) return;
         warp.lanes(format.topk, [&](int lane) {
             uint64_t gradient = 0;
@@ -188,7 +189,7 @@ EP_FN void combine_receiver(W& warp, F& fabric, const CombineArgs& args, int cha
             args.y + static_cast<size_t>(token) * format.payload_bytes, part, sources,
             format.payload_bytes / sizeof(T));
 
-        if (!is_alone && !warp.wait_all(Wait::Turn, 1, turn_to_free)) return;
+        if (!kAlone && !warp.wait_all(Wait::Turn, 1, turn_to_free)) return;
         warp.template credit_lanes<Scope::Rank>(format.topk, [&](int lane, auto&& store) {
             if (!(others >> lane & 1)) return;
             if (is_local(source[lane])) {
@@ -199,12 +200,26 @@ EP_FN void combine_receiver(W& warp, F& fabric, const CombineArgs& args, int cha
         });
         const int freed = token - first + 1;
         const bool is_last = token + 1 == end;
-        if (freed % args.nvl_batch == 0 || is_last) publish_heads(warp, rings, own_node);
-        if (!is_alone) {
+        if (is_last || (!kAlone && freed % args.nvl_batch == 0))
+            publish_heads(warp, rings, own_node);
+        if constexpr (!kAlone) {
             if (is_last) warp.lanes(1, [&](int) { turns.before = before + freed; });
             warp.template publish<Scope::Rank>(&turns.freed, before + freed);
         }
     }
+}
+
+// There are `most` of a channel's, but no more than half a ring has slots: a row keeps its slot
+// while it is summed, and who writes the next ones needs room, too.
+template <class T, bool kWeighted, WarpLike W, FabricLike<W> F>
+EP_FN void combine_receiver(W& warp, F& fabric, const CombineArgs& args, int channel, int receiver,
+                            int most) {
+    const Rings<F> rings{fabric, args, channel};
+    const int half = static_cast<int>(rings.nvl_slots / 2);
+    const int receivers = half < most ? (half > 1 ? half : 1) : most;
+    if (receiver >= receivers) return;
+    if (receivers == 1) return receive_tokens<T, kWeighted, true>(warp, rings, args, 0, 1);
+    receive_tokens<T, kWeighted, false>(warp, rings, args, receiver, receivers);
 }
 
 }  // namespace ep

@@ -2,7 +2,6 @@
 
 import copy
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -11,6 +10,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 import training_runs
+from ports import free_port
 
 from megatron_ep import env
 from megatron_ep.cli import env as all_ranks
@@ -112,9 +112,7 @@ def test_network_cards(tmp_path):
 
 
 def test_ranks_of_a_launcher(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     slurm = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NODELIST": "localhost", "MASTER_PORT": str(port)}
     ranks = [
         subprocess.Popen(

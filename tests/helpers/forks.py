@@ -8,12 +8,13 @@ import json
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+from ports import free_port
 
 LIMIT = 200.0  # seconds for one job
 
@@ -62,9 +63,7 @@ class Forks:
 
     def run_ranks(self, arguments, world, **variables):
         """The same for so many ranks that know of each other as from torchrun."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         places = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
         places |= {"MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         everywhere = os.environ | places | variables

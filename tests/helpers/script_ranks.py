@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint
+from ports import free_port
 
 PACKED = "--packed-mock-data"  # ours, not the script's: see packed_sequences.py
 HYBRID = "--hybrid-override-pattern"
@@ -108,9 +108,7 @@ def serve(tree):
 
 
 def _run(script, job):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     children = {}
     for rank in range(job["world"]):
         pid = os.fork()

@@ -3,11 +3,12 @@
 import csv
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from ports import free_port
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -105,9 +106,7 @@ def run_with_a_stalled_rank(recipe, cache, out, device, lateness, forks=None):
     arguments = [str(Path(__file__).parent / "stalled_rank.py"), str(recipe), str(out), str(cache), device, lateness]
     if forks is not None:
         return [text for _, text in forks.run_ranks(arguments, 2)]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     places = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(

@@ -4,7 +4,6 @@ import abc
 import importlib
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from ports import free_port
 
 import megatron_ep as ep
 from megatron_ep import config
@@ -178,9 +178,7 @@ def test_the_door_completes_a_scripts_chain(tmp_path):
 
 def test_the_restarter_itself(tmp_path):
     pytest.importorskip(f"{PACKAGE}.inprocess", reason="nvidia-resiliency-ext is not installed", exc_type=ImportError)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     variables = {"WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "fatal"}
     ranks = [
         subprocess.Popen(

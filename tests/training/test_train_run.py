@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import training_runs
+from ports import free_port
 from training_runs import deterministic, finish, kill_rank, rows, running, settle, signal_rank, until_training
 
 pytest.importorskip("megatron.core")
@@ -172,9 +172,7 @@ def test_torchrun_restarts_from_the_checkpoint_with_the_same_losses(cache, tmp_p
 
 
 def test_slurm_tasks_find_each_other(trained, forks, cache, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     variables = {
         "SLURM_STEP_NUM_TASKS": "2",
         "SLURM_NODELIST": "localhost",
