@@ -8,8 +8,8 @@ namespace ep {
 namespace {
 
 template <class Roles>
-py::object warps_of(const Topology& topology, int warps) {
-    const auto roles = roles_for<Roles>(topology, warps);
+py::object warps_of(const Topology& topology, int warps, int most_owners) {
+    const auto roles = roles_for<Roles>(topology, warps, most_owners);
     if (!fits(roles, warps)) return py::none();
     py::dict counts;
     counts["owners"] = roles.owners;
@@ -35,15 +35,16 @@ void bind_plan(py::module_& m) {
         "Channels of a rank with this many SMs, where so many ranks share a GPU.");
     m.def(
         "cuda_roles",
-        [](int nodes, int ranks_per_node, int num_sms, int channels, bool combine) {
+        [](int nodes, int ranks_per_node, int num_sms, int channels, int ring_rows, bool combine) {
             const Topology topology{nodes, ranks_per_node};
             const int warps = num_sms * kBlockWarps / channels;
-            return combine ? warps_of<CombineRoles>(topology, warps)
-                           : warps_of<DispatchRoles>(topology, warps);
+            if (!combine) return warps_of<DispatchRoles>(topology, warps, 1);
+            return warps_of<CombineRoles>(topology, warps, CombineArgs::most_receivers(ring_rows));
         },
         py::kw_only(), py::arg("nodes"), py::arg("ranks_per_node"), py::arg("num_sms"),
-        py::arg("channels"), py::arg("combine"),
-        "Warps of each channel by what they do: see launch/cuda/roles.h. None: they do not fit.");
+        py::arg("channels"), py::arg("ring_rows"), py::arg("combine"),
+        "Warps of each channel by what they do: see launch/cuda/roles.h. None: they do not fit. "
+        "ring_rows: of a ring inside a node.");
 }
 
 }  // namespace ep

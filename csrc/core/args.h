@@ -123,15 +123,24 @@ struct CombineArgs : TransferArgs {
     // see ExpertRows. Null: there is no local pass.
     char* sums = nullptr;
     // Of the local pass, for the rows that arrived from a rank on a channel: they deal these among
-    // them, one after the other. 1 or 2: nobody divides to know whose a row is.
+    // them, one after the other.
     int sum_warps = 1;
 
     static constexpr int kMostSumWarps = 2;
+    static_assert(kMostSumWarps == 2, "nobody divides to know whose a row is");
 
     EP_HD int sum_warp_of(int row) const { return row & (sum_warps - 1); }
     // Those of the part-th warp among the first `rows`.
     EP_HD int rows_of_sum_warp(int part, int rows) const {
         return (rows - part + sum_warps - 1) >> (sum_warps - 1);
+    }
+
+    // Of receivers, which share a channel's tokens. A row keeps its slot while it is summed, and
+    // who writes the next ones needs room, too; and as they take turns, more than six would mostly
+    // wait for theirs.
+    static EP_HD int most_receivers(uint64_t ring_rows) {
+        const uint64_t half = ring_rows / 2;
+        return half < 1 ? 1 : half < 6 ? static_cast<int>(half) : 6;
     }
 };
 

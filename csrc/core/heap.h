@@ -26,7 +26,7 @@ namespace ep {
 //
 // All flags and cursors only ever grow and are cleared by nobody but reset.
 struct Heap {
-    // One cache line a flag: flags of different writers never share one.
+    // One cache line for each flag that another rank reads or writes, and for each cursor.
     static constexpr size_t kLine = NetworkFlags::kLine;
 
     Topology topology;

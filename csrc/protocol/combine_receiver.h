@@ -108,8 +108,8 @@ EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& arg
             format.topk, [&](int lane) { return sources >> lane & 1 && is_own(source[lane]); });
         const uint32_t others = sources & ~own;
 
-        auto turn_to_take_up = [&](int) { return turn(turns.taken_up, token); };
         if constexpr (!kAlone) {
+            const auto turn_to_take_up = [&](int) { return turn(turns.taken_up, token); };
             if (!warp.wait_all(Wait::Turn, 1, turn_to_take_up)) return;
             if (token == first) open_in_rings(warp, rings);
             received = first_received + static_cast<int64_t>(turns.own_rows);
@@ -209,15 +209,11 @@ EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& arg
     }
 }
 
-// There are `most` of a channel's, but no more than half a ring has slots: a row keeps its slot
-// while it is summed, and who writes the next ones needs room, too.
+// At most as many as a ring has slots.
 template <class T, bool kWeighted, WarpLike W, FabricLike<W> F>
 EP_FN void combine_receiver(W& warp, F& fabric, const CombineArgs& args, int channel, int receiver,
-                            int most) {
+                            int receivers) {
     const Rings<F> rings{fabric, args, channel};
-    const int half = static_cast<int>(rings.nvl_slots / 2);
-    const int receivers = half < most ? (half > 1 ? half : 1) : most;
-    if (receiver >= receivers) return;
     if (receivers == 1) return receive_tokens<T, kWeighted, true>(warp, rings, args, 0, 1);
     receive_tokens<T, kWeighted, false>(warp, rings, args, receiver, receivers);
 }

@@ -59,8 +59,8 @@ def make_plan(
         f"{topology.nodes} x {topology.ranks_per_node} ranks, {config.num_experts} experts, H = {hidden} bf16": {
             "SMs": sms,
             "channels": heap.channels,
-            "warps, dispatch": _warps(topology, sms, heap.channels, combine=False),
-            "warps, combine": _warps(topology, sms, heap.channels, combine=True),
+            "warps, dispatch": _warps(topology, sms, heap.channels, nvl_rows, combine=False),
+            "warps, combine": _warps(topology, sms, heap.channels, nvl_rows, combine=True),
         },
         "rings": {
             "inside a node": f"{heap.channels * topology.world_size} of {nvl_rows} rows, {heap.nvl_ring_bytes} bytes",
@@ -77,9 +77,11 @@ def make_plan(
     }
 
 
-def _warps(topology: Topology, sms: int, channels: int, *, combine: bool) -> str:
+def _warps(topology: Topology, sms: int, channels: int, ring_rows: int, *, combine: bool) -> str:
     nodes, ranks = topology.nodes, topology.ranks_per_node
-    roles = _C.cuda_roles(nodes=nodes, ranks_per_node=ranks, num_sms=sms, channels=channels, combine=combine)
+    roles = _C.cuda_roles(
+        nodes=nodes, ranks_per_node=ranks, num_sms=sms, channels=channels, ring_rows=ring_rows, combine=combine
+    )
     if roles is None:
         raise ValueError(f"num_sms is {sms}, too few for {channels} channels")
     served = f"{roles['servers']} {'senders' if combine else 'receivers'} of {roles['ranks_per_server']} ranks"

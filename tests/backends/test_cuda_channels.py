@@ -18,8 +18,21 @@ def test_every_role_of_every_channel_has_a_warp(nodes: int, ranks_per_node: int)
         for local_ranks in {1, nodes * ranks_per_node}:
             count = channels(nodes, ranks_per_node, num_sms, local_ranks)
             assert count >= 1
-            shape = dict(nodes=nodes, ranks_per_node=ranks_per_node, num_sms=num_sms, channels=count)
+            shape = dict(nodes=nodes, ranks_per_node=ranks_per_node, num_sms=num_sms, channels=count, ring_rows=4)
             assert count == 1 or all(_C.cuda_roles(**shape, combine=combine) for combine in (False, True))
+
+
+def combine_roles(ring_rows: int, channels: int) -> tuple[int, int]:
+    roles = _C.cuda_roles(nodes=1, ranks_per_node=8, num_sms=24, channels=channels, ring_rows=ring_rows, combine=True)
+    assert roles is not None
+    return roles["owners"], roles["servers"]
+
+
+def test_combine_has_no_more_receivers_than_its_rings_have_room_for() -> None:
+    most = {ring_rows: combine_roles(ring_rows, 8) for ring_rows in (1, 2, 4, 8, 16)}  # 48 warps for each channel
+    assert most == {1: (1, 7), 2: (1, 7), 4: (2, 7), 8: (4, 7), 16: (6, 7)}
+    assert combine_roles(2, 76) == (1, 4)  # 5 warps: none of the senders makes room for a receiver that cannot be
+    assert combine_roles(4, 76) == (2, 3)
 
 
 @pytest.mark.parametrize("nodes", [2, 4, 8, 16, 32, 64])

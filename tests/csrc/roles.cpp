@@ -13,7 +13,7 @@ namespace {
 constexpr int kBlockWarps = 16;
 
 template <class Roles>
-void check(const ep::Topology& topology, int sms, int channels) {
+void check(const ep::Topology& topology, int sms, int channels, int most_owners) {
     auto require = [&](bool holds, const char* what) {
         if (holds) return;
         std::fprintf(stderr, "%d x %d, %d SMs, %d channels: %s\n", topology.nodes,
@@ -24,12 +24,12 @@ void check(const ep::Topology& topology, int sms, int channels) {
     const int warps_of_channel = sms * kBlockWarps / channels;
     const Roles fewest{topology.nodes, world, ep::fewest_servers(topology),
                        ep::fewest_carriers(topology)};
-    const Roles roles = ep::roles_for<Roles>(topology, warps_of_channel);
+    const Roles roles = ep::roles_for<Roles>(topology, warps_of_channel, most_owners);
     require(ep::fits(roles, warps_of_channel) == (fewest.warps() <= warps_of_channel),
             "fits, or does not");
     if (!ep::fits(roles, warps_of_channel)) return;
 
-    require(roles.owners >= 1 && roles.owners <= Roles::kOwnersAtMost, "warps for own tokens");
+    require(roles.owners >= 1 && roles.owners <= most_owners, "warps for own tokens");
     auto is_divided = [](int count, int warps, int share) {
         return warps ? (warps - 1) * share < count && warps * share >= count : count == 0;
     };
@@ -57,8 +57,9 @@ int main() {
         for (int ranks : {1, 2, 3, 4, 7, 8, 33, 72}) {
             for (int sms : {1, 2, 3, 12, 24, 132}) {
                 for (int channels : {1, 2, 3, 5, 16, 18, 38, 76, 128, 700}) {
-                    check<ep::DispatchRoles>({nodes, ranks}, sms, channels);
-                    check<ep::CombineRoles>({nodes, ranks}, sms, channels);
+                    check<ep::DispatchRoles>({nodes, ranks}, sms, channels, 1);
+                    for (int receivers : {1, 2, 6})
+                        check<ep::CombineRoles>({nodes, ranks}, sms, channels, receivers);
                 }
             }
         }

@@ -96,7 +96,7 @@ struct Case {
         carriers = even_warps(topology.nodes - 1, pick(1, topology.nodes));
         for (int rank = 0; rank < topology.world(); ++rank)
             tokens.push_back(pick(0, 3) ? pick(0, 14) : pick(0, 1));
-        receivers = pick(1, 3);
+        receivers = pick(1, std::min<int>(format.slots(heap.nvl_ring_bytes), 6));
     }
 };
 

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <type_traits>
+
 #include "transfer_cases.h"
 
 namespace ep {
@@ -84,7 +86,7 @@ class Grid {
     template <class Roles>
     Roles roles() const {
         return {case_.topology.nodes, case_.topology.world(), case_.servers, case_.carriers,
-                std::min(case_.receivers, Roles::kOwnersAtMost)};
+                std::is_same_v<Roles, CombineRoles> ? case_.receivers : 1};
     }
 
   private:

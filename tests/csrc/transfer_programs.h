@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cstdio>
@@ -53,10 +54,10 @@ struct TransferProgram {
         std::vector<char> expected, expected_scales, expected_weights;  // of these
         DispatchArgs dispatch{};
         CombineArgs combine{};
+        int receivers = 1;  // of combine, a channel
     };
 
     static constexpr int kMostTopk = 4, kMostHidden = 6, kMostScales = 20;
-    static constexpr int kReceivers = 3;  // of combine, a channel
 
     std::mt19937_64 random;
     Topology topology;
@@ -296,6 +297,7 @@ struct TransferProgram {
                         call.weighted ? part.row_weights.data() : nullptr,
                         part.sums.empty() ? nullptr : part.sums.data(),
                         pick(1, CombineArgs::kMostSumWarps)};
+        part.receivers = pick(1, std::min(static_cast<int>(args.nvl_slots()), 6));
     }
 
     static void clear_outputs(Part& part) {
@@ -359,7 +361,7 @@ struct TransferProgram {
                 break;
             case Kind::Combine:
                 with_type(call.dtype, [&]<class T>() {
-                    add_combine_roles<T>(part.combine, kReceivers, adder(roles));
+                    add_combine_roles<T>(part.combine, part.receivers, adder(roles));
                 });
         }
         return launches;

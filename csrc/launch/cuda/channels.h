@@ -27,8 +27,8 @@ inline int cuda_channels(const Topology& topology, int sms, int local_ranks) {
     const int channels = std::max(1, sms * kBlockWarps / roles.warps());
     if (topology.nodes == 1 || local_ranks == 1) return channels;
     // Ranks that share a GPU share its cache, where about so many rings of two rows of 14 KB fit.
-    // No such bound within one node: there combine, with one receiver a channel, loses more than
-    // dispatch gains.
+    // No such bound within one node: there combine, whose warps have a row of a token each, loses
+    // more than dispatch gains.
     constexpr int kRingsInCache = 1200, kFewest = 8;
     const int rings = local_ranks * (topology.world() + topology.nodes - 1);
     return std::min(channels, std::max(kFewest, kRingsInCache / rings));

@@ -45,6 +45,11 @@ bool any_local_pass(const J& joint, size_t ranks) {
                        [](const auto& args) { return has_local_pass(args); });
 }
 
+inline int most_owners(const DispatchArgs&) { return 1; }
+inline int most_owners(const CombineArgs& args) {
+    return CombineArgs::most_receivers(args.nvl_slots());
+}
+
 // The same launch on so many SMs in all: blocks that wait for nobody run wherever there is room.
 template <class J>
 J spread(J joint, size_t ranks, int sms) {
@@ -185,7 +190,7 @@ template <class J, class Args>
 J CudaGroup<P>::joint_of_roles(const std::vector<Args>& args) const {
     using Roles = decltype(J::roles);
     const int warps = sms_ * kBlockWarps / heap_.channels;
-    const Roles roles = roles_for<Roles>(heap_.topology, warps);
+    const Roles roles = roles_for<Roles>(heap_.topology, warps, most_owners(args.front()));
     J all = joint<J>(args, std::min(sms_, heap_.channels * roles.warps()));
     all.roles = roles;
     all.ends_call = true;

@@ -21,10 +21,9 @@ EP_HD int even_warps(int count, int most) {
 // combine's NVLink senders), and of each of kPerNode kinds `carriers` warps the other nodes; the
 // coordinators have a role of their own. The roles of all channels, channel after channel, are
 // divided among a rank's blocks in equal parts.
-template <int kPerNode, int kMostOwners>
+template <int kPerNode>
 struct ChannelRoles {
     static constexpr int kKindsPerNode = kPerNode;
-    static constexpr int kOwnersAtMost = kMostOwners;
 
     int nodes;
     int world;
@@ -40,10 +39,9 @@ struct ChannelRoles {
 };
 
 // sender, receivers, senders and forwarders of other nodes, coordinators
-using DispatchRoles = ChannelRoles<2, 1>;
-// receivers, senders, forwarders of other nodes, coordinators. Receivers take turns at a channel's
-// rings: more than six would mostly wait for theirs.
-using CombineRoles = ChannelRoles<1, 6>;
+using DispatchRoles = ChannelRoles<2>;
+// receivers, senders, forwarders of other nodes, coordinators
+using CombineRoles = ChannelRoles<1>;
 
 // A carrier has a lane for each of its nodes; a server serves any number of ranks.
 EP_HD int fewest_carriers(const Topology& topology) { return ceil_div(topology.nodes - 1, 32); }
@@ -54,19 +52,18 @@ EP_HD int fewest_servers(const Topology& topology) { return topology.world() > 1
 // five are owners, where there may be several, and those that servers have no use for. No servers
 // though there are other ranks: a channel does not fit.
 template <class Roles>
-EP_HD Roles roles_for(const Topology& topology, int warps) {
-    constexpr int kMost = Roles::kOwnersAtMost;
+EP_HD Roles roles_for(const Topology& topology, int warps, int most_owners = 1) {
     const int others = topology.nodes - 1, fewest = fewest_carriers(topology);
     Roles roles{topology.nodes, topology.world(), 0, 0};
     const int share = (warps - roles.warps()) / (Roles::kKindsPerNode + 1);
     roles.carriers = even_warps(others, share > fewest ? share : fewest);
     const int left = warps - roles.warps() + roles.owners;
-    const auto most_owners = [](int warps) {
-        return warps < 1 ? 1 : warps < kMost ? warps : kMost;
+    const auto owners_among = [&](int share) {
+        return share < 1 ? 1 : share < most_owners ? share : most_owners;
     };
-    const int owners = most_owners((2 * left + 2) / 5);
+    const int owners = owners_among((2 * left + 2) / 5);
     roles.servers = left > owners ? even_warps(topology.world() - 1, left - owners) : 0;
-    roles.owners = most_owners(left - roles.servers);
+    roles.owners = owners_among(left - roles.servers);
     return roles;
 }
 
