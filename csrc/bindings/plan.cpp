@@ -44,7 +44,7 @@ void bind_plan(py::module_& m) {
         py::kw_only(), py::arg("nodes"), py::arg("ranks_per_node"), py::arg("num_sms"),
         py::arg("channels"), py::arg("ring_rows"), py::arg("combine"),
         "Warps of each channel by what they do: see launch/cuda/roles.h. None: they do not fit. "
-        "ring_rows: of a ring inside a node.");
+        "ring_rows: of the smallest ring that combine's receivers read.");
 }
 
 }  // namespace ep

@@ -135,12 +135,16 @@ struct CombineArgs : TransferArgs {
         return (rows - part + sum_warps - 1) >> (sum_warps - 1);
     }
 
-    // Of receivers, which share a channel's tokens. A row keeps its slot while it is summed, and
-    // who writes the next ones needs room, too; and as they take turns, more than six would mostly
-    // wait for theirs.
+    // Of receivers, which share a channel's tokens, by the rows of the smallest rings that they
+    // read. A row keeps its slot while it is summed, and who writes the next ones needs room, too;
+    // and as they take turns, more than six would mostly wait for theirs.
     static EP_HD int most_receivers(uint64_t ring_rows) {
         const uint64_t half = ring_rows / 2;
         return half < 1 ? 1 : half < 6 ? static_cast<int>(half) : 6;
+    }
+    EP_HD int most_receivers() const {
+        const bool reads_network = topology().nodes > 1 && rdma_slots() < nvl_slots();
+        return most_receivers(reads_network ? rdma_slots() : nvl_slots());
     }
 };
 

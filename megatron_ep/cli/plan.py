@@ -50,6 +50,7 @@ def make_plan(
         f"experts of {rail} rows that pass through": 4 * rail * topk,
     }
     others = topology.nodes - 1
+    ring_rows = min(nvl_rows, rdma_rows) if others else nvl_rows
     between = {
         "to and from another node, each": f"{heap.channels * others} of {rdma_rows} rows, {heap.rdma_ring_bytes} bytes",
         "rows a put": min(config.rdma_chunk_tokens, max(1, rdma_rows // 2)),
@@ -59,8 +60,8 @@ def make_plan(
         f"{topology.nodes} x {topology.ranks_per_node} ranks, {config.num_experts} experts, H = {hidden} bf16": {
             "SMs": sms,
             "channels": heap.channels,
-            "warps, dispatch": _warps(topology, sms, heap.channels, nvl_rows, combine=False),
-            "warps, combine": _warps(topology, sms, heap.channels, nvl_rows, combine=True),
+            "warps, dispatch": _warps(topology, sms, heap.channels, ring_rows, combine=False),
+            "warps, combine": _warps(topology, sms, heap.channels, ring_rows, combine=True),
         },
         "rings": {
             "inside a node": f"{heap.channels * topology.world_size} of {nvl_rows} rows, {heap.nvl_ring_bytes} bytes",

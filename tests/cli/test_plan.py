@@ -86,6 +86,16 @@ def test_a_plan(capsys):
 
 
 @pytest.mark.parametrize(
+    ("between_nodes", "receivers"), [(None, "2 receivers, 3 senders"), (2 * 16384, "1 receiver, 4 senders")]
+)
+def test_receivers_of_combine_have_room_in_the_smallest_ring(between_nodes, receivers):
+    config = Config(num_experts=256, rdma_ring_bytes=between_nodes)  # inside a node rings of 4 rows
+    plan = make_plan(Topology(2, 8), config, hidden=7168, topk=8, num_tokens=4096)
+    [facts] = [facts for facts in plan.values() if "warps, combine" in facts]
+    assert receivers in facts["warps, combine"]
+
+
+@pytest.mark.parametrize(
     ("arguments", "name"),
     [
         (["0", "8"], "Topology.nodes"),

@@ -46,9 +46,7 @@ bool any_local_pass(const J& joint, size_t ranks) {
 }
 
 inline int most_owners(const DispatchArgs&) { return 1; }
-inline int most_owners(const CombineArgs& args) {
-    return CombineArgs::most_receivers(args.nvl_slots());
-}
+inline int most_owners(const CombineArgs& args) { return args.most_receivers(); }
 
 // The same launch on so many SMs in all: blocks that wait for nobody run wherever there is room.
 template <class J>

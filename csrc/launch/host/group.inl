@@ -71,8 +71,7 @@ void HostGroup::combine(std::vector<CombineArgs> args, DType dtype,
     Tasks roles(ranks_.size());
     // The fibers of a rank take turns anyway, but with a seed they show all that warps of a GPU can
     // do.
-    const int receivers =
-        schedule_.seed ? CombineArgs::most_receivers(args.front().nvl_slots()) : 1;
+    const int receivers = schedule_.seed ? args.front().most_receivers() : 1;
     const int sum_warps = schedule_.seed ? CombineArgs::kMostSumWarps : 1;
     for (size_t i = 0; i < ranks_.size(); ++i) {
         states_[i].call = args[i].call;
