@@ -123,7 +123,9 @@ class Buffer(RankGroup):
         index is given) launches go to torch's current stream and return at once; what fails later is raised by the next
         call or by `synchronize`. Calls on several streams wait for each other. Those that a CUDA graph has captured do
         not: they must be captured on one stream, and a replay must be ordered with the buffer's other calls.
-    fabric: what carries the bytes: "shared memory" on the host; "p2p", "nvshmem" or "nccl" between GPUs.
+
+    The attribute `fabric` says what carries the bytes: "shared memory" on the host; "p2p", "nvshmem" or "nccl" between
+    GPUs.
 
     The ranks meet through the store of torch.distributed: no collective of the group runs. Rank 0 logs one line about
     the set-up (logger megatron_ep.buffer, level INFO).

@@ -29,7 +29,7 @@ class EPAbortError(EPError):
 
 
 class EPOverflowError(EPError):
-    """A table that the protocol cannot do without was too small."""
+    """A table that the protocol cannot do without was too small; or, in Megatron, a layer's fixed number of rows."""
 
 
 def describe(incident: dict[str, Any]) -> str:

@@ -31,12 +31,13 @@ SETTINGS: dict[str, tuple[Callable[[str], Any], str]] = {  # of Config: type and
     "num_sms": (int, "SMs that dispatch and combine use on a GPU"),
     "channels": (int, "slices of the tokens, each with rings of its own"),
     "timeout": (float, "seconds that one wait for another rank may take"),
+    "row_bytes": (int, "bytes of the largest row, H times the size of an element (default: as the first layer has)"),
     "nvl_ring_bytes": (int, "size of a ring between two ranks of a node"),
     "rdma_ring_bytes": (int, "size of a ring between nodes"),
     "rdma_chunk_tokens": (int, "rows after which another node is told of them"),
     "local_pass": (_truth, "true or false: copies and sums inside a rank in a short launch on all SMs"),
 }
-assert {"num_experts", "row_bytes", *SETTINGS} == {field.name for field in fields(Config)}
+assert {"num_experts", *SETTINGS} == {field.name for field in fields(Config)}
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {  # of Options
     "moe_expert_rank_capacity_factor": (
         {"type": float, "metavar": "F"},

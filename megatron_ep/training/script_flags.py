@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
+from megatron_ep.megatron.options import NAMES
 from megatron_ep.training.script_recipe import ScriptRecipe
 from megatron_ep.training.sections import Section
 
@@ -44,7 +45,8 @@ def door(recipe: ScriptRecipe) -> list[str]:
         raise ValueError(f"dispatcher.type is {recipe.dispatcher.type}: pretrain_gpt.py has that one without this door")
     words = [] if recipe.dispatcher.router == "megatron" else ["--ep-router", "fused"]
     for name, value in recipe.dispatcher.settings().items():
-        words += [f"--ep-{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+        is_switch = name in NAMES and value is True
+        words += [f"--ep-{name.replace('_', '-')}", *([] if is_switch else [str(value)])]
     return words
 
 

@@ -144,6 +144,16 @@ def test_the_doors_options():
     assert parsed["ep_moe_low_latency_max_tokens"] == 64
 
 
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("row_bytes", 16384), ("local_pass", True), ("local_pass", False), ("channels", 3), ("timeout", 1.5)],
+)
+def test_the_doors_settings(setting, value):
+    recipe = script_recipe.load(SLICE, [f"dispatcher.{setting}={str(value).lower()}"])
+    parsed = pretrain._parser().parse_args([*script_flags.door(recipe), "pretrain_gpt.py"])
+    assert (parsed.script, getattr(parsed, f"ep_{setting}")) == ("pretrain_gpt.py", value)
+
+
 def test_train_runs_the_script_in_all_ranks_through_the_door(tmp_path):
     pytest.importorskip("megatron.core")
     (tmp_path / "pretrain_gpt.py").write_text(SCRIPT)
