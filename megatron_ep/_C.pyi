@@ -94,6 +94,8 @@ class RankTensors:
     has_local_pass: bool
     clears_end: bool
     sums: int
+    is_weighted: bool
+    handle_age: int
 
 class Totals:
     received_rows: int

@@ -15,6 +15,11 @@ from megatron_ep import float8, transfers
 from megatron_ep.handle import Handle
 
 
+def in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Contiguous, and not a view that negates what lies there: kernels read it."""
+    return tensor.resolve_neg().contiguous()
+
+
 def need_gradient(tensors: Sequence[torch.Tensor]) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
@@ -85,7 +90,7 @@ class Dispatch(Function):
         with ctx.handle.buffer.abort_peers_on_error():
             if ctx.is_float8:  # no gradient to x: only the weights' travel
                 grads = (*(grad.new_empty(grad.shape[0], 0, dtype=torch.float32) for grad in grads[:n]), *grads[n:])
-            back = combine(ctx.handle, n, *(grad.contiguous() for grad in grads))
+            back = combine(ctx.handle, n, *(in_memory(grad) for grad in grads))
         return (None, None, None, None, *(None if ctx.is_float8 and i < n else grad for i, grad in enumerate(back)))
 
 
@@ -115,7 +120,7 @@ class Float8Dispatch(Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         n = ctx.num_ranks
         with ctx.handle.buffer.abort_peers_on_error():
-            back = combine(ctx.handle, n, *(grad.contiguous() for grad in grads))
+            back = combine(ctx.handle, n, *(in_memory(grad) for grad in grads))
         return (None, None, None, None, *back[:n], *(None,) * n, *back[n:])
 
 
@@ -128,7 +133,7 @@ class Combine(Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         with ctx.handle.buffer.abort_peers_on_error():
-            back = dispatch(ctx.handle, ctx.num_ranks, None, True, *(grad.contiguous() for grad in grads))
+            back = dispatch(ctx.handle, ctx.num_ranks, None, True, *(in_memory(grad) for grad in grads))
         return (None, None, *back)
 
 
@@ -150,7 +155,7 @@ class WeightedCombine(Function):
             # Ones travel along: they tell the rows of tokens from padding, where x and weights may hold anything. They
             # are NaN, not 0, if the call failed.
             ones = [torch.ones(len(g), handle.topk, device=g.device) for g in grads]
-            back = dispatch(handle, n, None, True, *(grad.contiguous() for grad in grads), *ones)
+            back = dispatch(handle, n, None, True, *(in_memory(grad) for grad in grads), *ones)
             rows, is_row = back[:n], [one != 0 for one in back[n:]]
             for i in range(n):
                 given = (x[i], weights[i], rows[i], is_row[i])

@@ -103,6 +103,7 @@ class LocalCluster(RankGroup):
     def reset(self) -> None:
         """Makes the buffer usable again after an error: see `Buffer.reset`, but there is nobody to wait for."""
         self.live_backend().reset()
+        self.resets += 1
         self._is_seen = False
 
     def _when_waits_expire(self) -> str:
@@ -208,6 +209,7 @@ class Buffer(RankGroup):
     def restart(self) -> None:
         """To the state of a new buffer, on all ranks, of which none has a call under way."""
         self.live_backend().reset()
+        self.resets += 1
         self._is_seen = False
         self._meeting.barrier()
 

@@ -37,3 +37,12 @@ class Handle:
     topk: int
     ranks: list[RankHandle] = field(repr=False)
     to_ask_for: CountsToAskFor | None = field(default=None, repr=False)
+    made_after_resets: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.made_after_resets = self.buffer.resets
+
+    @property
+    def age(self) -> int:
+        """Resets of the buffer since the handle was made: they count dispatches anew, by which ranks know a layout."""
+        return self.buffer.resets - self.made_after_resets

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from megatron_ep.autograd import need_gradient
+from megatron_ep.autograd import in_memory, need_gradient
 from megatron_ep.low_latency_calls import Counters, Pending
 from megatron_ep.low_latency_handle import LowLatencyHandle
 from megatron_ep.low_latency_rows import Float8
@@ -167,7 +167,7 @@ class Dispatch(Function):
                 rows = tuple(grad.new_empty(*grad.shape, 0) for grad in probs)
                 no_x_grads = n
             grads = (*rows, *probs)
-        back = Combine.apply(ctx.handle.in_backward(), False, None, None, None, *(grad.contiguous() for grad in grads))
+        back = Combine.apply(ctx.handle.in_backward(), False, None, None, None, *(in_memory(grad) for grad in grads))
         return (*(None,) * (5 + no_x_grads), *back[no_x_grads:])
 
 
@@ -235,5 +235,5 @@ class WeightedCombine(Function):
 def spread(handle: LowLatencyHandle, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """What lies with the tokens of a dispatch, at their rows; zeros elsewhere."""
     return Dispatch.apply(
-        handle.again(), handle.sent_ids(), None, None, None, *(tensor.contiguous() for tensor in tensors)
+        handle.again(), handle.sent_ids(), None, None, None, *(in_memory(tensor) for tensor in tensors)
     )

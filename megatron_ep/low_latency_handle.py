@@ -61,6 +61,11 @@ class LowLatencyHandle:
                 f"handle is of a dispatch that {self._unfit} before the buffer's reset, must be of a later one"
             )
 
+    def check_received(self) -> None:
+        """Raises ValueError if the dispatch's hook was not called yet: nobody knows its rows before."""
+        if self.call is not None and not self.call.received:
+            raise ValueError("handle is of a dispatch that was not received yet: call its hook first")
+
     def again(self) -> LowLatencyHandle:
         """For another dispatch of the same tokens."""
         self.check()

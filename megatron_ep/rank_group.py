@@ -62,6 +62,7 @@ class RankGroup:
     device: torch.device
     number: int  # of this buffer in this process, for operators, which take no objects
     heap: _C.Heap
+    resets: int = 0  # since it was made
     _backend: Backend | None = None
     _is_seen = False  # whether somebody was told of the failure since the last reset, if there was one
 

@@ -151,8 +151,8 @@ class _GroupedTopk(Function):
         dense: bool,
         aux: bool,
     ) -> tuple[torch.Tensor | None, ...]:
-        logits = logits.contiguous()
-        bias, padding, replay_ids = map(_contiguous, (bias, padding, replay_ids))
+        logits = logits.resolve_neg().contiguous()
+        bias, padding, replay_ids = map(_in_memory, (bias, padding, replay_ids))
         shape, real = logits.shape, torch.promote_types(logits.dtype, torch.float32)
         ids = logits.new_empty(shape[0], config.topk, dtype=torch.int64)
         weights = logits.new_empty(shape[0], config.topk, dtype=real)
@@ -186,7 +186,7 @@ class _GroupedTopk(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        _, grad_weights, _, grad_probs, _, grad_aux_scores, _ = map(_contiguous, grads)
+        _, grad_weights, _, grad_probs, _, grad_aux_scores, _ = map(_in_memory, grads)
         nothing = (None,) * 6
         if grad_weights is None and grad_probs is None and grad_aux_scores is None:
             return None, *nothing
@@ -214,8 +214,8 @@ def _new_like(logits: torch.Tensor, dtype: torch.dtype | None = None) -> torch.T
     return torch.empty_like(logits, dtype=dtype)
 
 
-def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.contiguous()
+def _in_memory(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.resolve_neg().contiguous()
 
 
 def _address(tensor: torch.Tensor | None) -> int:

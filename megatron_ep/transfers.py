@@ -98,7 +98,7 @@ def dispatch(
     if handle.to_ask_for is not None:
         handle.ranks, counts = _exchange_counts(group, handle.to_ask_for)
         handle.to_ask_for = None
-    tensors = _tables_of(group, handle.ranks)
+    tensors = _tables_of(group, handle)
     out, out_scales, out_weights = [], [], []
     for i, (rank, t) in enumerate(zip(handle.ranks, tensors, strict=True)):
         out.append(backend.new_output((rank.rows, x[i].shape[1]), x[i].dtype))
@@ -129,7 +129,7 @@ def combine(
     backend = group.live_backend()
     row = format_of(group, topk, x[0], None, weights)
     out, out_weights, sums = [], [], []
-    tensors = _tables_of(group, handle.ranks)
+    tensors = _tables_of(group, handle)
     for i, (rank, t) in enumerate(zip(handle.ranks, tensors, strict=True)):
         out.append(backend.new_output((rank.num_tokens, x[i].shape[1]), x[i].dtype))
         t.x, t.out = x[i].data_ptr(), out[i].data_ptr()
@@ -138,7 +138,7 @@ def combine(
             out_weights.append(torch.empty(size, dtype=weights[i].dtype, device=group.device))
             t.weights, t.out_weights = weights[i].data_ptr(), out_weights[i].data_ptr()
         if row_weights is not None:
-            t.row_weights = row_weights[i].data_ptr()
+            t.row_weights, t.is_weighted = row_weights[i].data_ptr(), True
         if _has_local_pass(group, rank, row) and backend.may_wait_beside():
             known = rank.positions.shape[0]
             sums.append(torch.empty(known, x[i].shape[1], dtype=x[i].dtype, device=group.device))
@@ -237,11 +237,11 @@ def _add_tables(
     t.max_received, t.max_rail, t.max_rows = positions.shape[0], rail_rows, rows
 
 
-def _tables_of(group: RankGroup, ranks: Sequence[RankHandle]) -> list[_C.RankTensors]:
+def _tables_of(group: RankGroup, handle: Handle) -> list[_C.RankTensors]:
     """For a launch, which adds what is its own."""
     backend, tensors = group.live_backend(), []
-    stream = backend.current_stream()
-    for rank in ranks:
+    stream, age = backend.current_stream(), handle.age
+    for rank in handle.ranks:
         if rank.made_on != stream:
             backend.keep_for_launch((rank.layout, rank.positions, rank.rail_experts), rank.made_on)
         t = rank.addresses
@@ -250,6 +250,7 @@ def _tables_of(group: RankGroup, ranks: Sequence[RankHandle]) -> list[_C.RankTen
             t.layout, t.num_tokens = rank.layout.data_ptr(), rank.num_tokens
             _add_tables(t, rank.positions, rank.rail_experts, rank.rail_rows, rank.rows)
         tensors.append(t.copy())
+        tensors[-1].handle_age = age
     return tensors
 
 

@@ -277,7 +277,9 @@ void bind_group(py::module_& m) {
         .def_readwrite("fills_tables", &RankTensors::fills_tables)
         .def_readwrite("has_local_pass", &RankTensors::has_local_pass)
         .def_readwrite("clears_end", &RankTensors::clears_end)
-        .def_readwrite("sums", &RankTensors::sums);
+        .def_readwrite("sums", &RankTensors::sums)
+        .def_readwrite("is_weighted", &RankTensors::is_weighted)
+        .def_readwrite("handle_age", &RankTensors::handle_age);
 
     py::class_<Layout::Totals>(m, "Totals", "What notify tells the host about one rank.")
         .def_readonly("received_rows", &Layout::Totals::received_rows)

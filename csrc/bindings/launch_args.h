@@ -26,6 +26,8 @@ struct RankTensors {
     bool fills_tables = false;                       // dispatch: the first with its layout
     bool has_local_pass = false, clears_end = true;  // dispatch, see DispatchArgs
     Address sums = 0;                                // combine, see CombineArgs
+    bool is_weighted = false;                        // combine, see TransferArgs
+    uint32_t handle_age = 0;                         // see TransferArgs
 };
 
 inline Layout layout_of(const Heap& heap, const RankTensors& t, int topk) {
@@ -55,6 +57,7 @@ inline DispatchArgs dispatch_args(const Heap& heap, int rank, const RankTensors&
                                   int rdma_chunk) {
     TransferArgs args = transfer_args(heap, rank, t, format, call, nvl_batch, rdma_chunk);
     args.fills_tables = t.fills_tables;
+    args.handle_age = t.handle_age;
     return {args,
             at<char>(t.x),
             at<char>(t.scales),
@@ -71,6 +74,8 @@ inline CombineArgs combine_args(const Heap& heap, int rank, const RankTensors& t
                                 int rdma_chunk) {
     TransferArgs args = transfer_args(heap, rank, t, format, call, nvl_batch, rdma_chunk);
     args.is_combine = true;
+    args.is_weighted = t.is_weighted;
+    args.handle_age = t.handle_age;
     return {args,
             at<char>(t.x),
             at<char>(t.weights),

@@ -48,7 +48,9 @@ struct TransferArgs {
     int64_t max_rail;       // rows that `rail_experts` can hold
     int64_t max_rows;       // rows that the expert-grouped tensor can hold
     bool is_combine = false;
+    bool is_weighted = false;   // a combine that multiplies rows
     bool fills_tables = false;  // the dispatch that makes the handle
+    uint32_t handle_age = 0;    // resets since the handle was made
 
     static constexpr int32_t kElsewhere = -1;   // that expert lives on another rank
     static constexpr int32_t kOverflowed = -2;  // the expert-grouped tensor had no room

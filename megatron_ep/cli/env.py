@@ -79,7 +79,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         topology = Topology(*arguments.plan)
         ranks = topology.world_size
         config = Config(
-            num_experts=arguments.experts or -(-256 // ranks) * ranks,
+            num_experts=-(-256 // ranks) * ranks if arguments.experts is None else arguments.experts,
             num_sms=arguments.num_sms,
             channels=arguments.channels,
             row_bytes=2 * arguments.hidden if arguments.hidden > 0 else None,

@@ -154,3 +154,31 @@ def test_outputs_may_be_changed_in_place():
         y = ep.combine([rows.x[0].mul_(2)], rows.handle)
         y[0].sum().backward()
     assert torch.equal(x[0].grad, torch.full_like(x[0], 2))
+
+
+class Negated(torch.autograd.Function):
+    """Its gradient is a view that negates lazily."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch._neg_view(grad.clone())
+
+
+@pytest.mark.parametrize("mode", ["normal", "low latency"])
+def test_a_gradient_that_is_negated_lazily(mode):
+    ids, x, w = leaves(1, 4, 2)
+    with ep.LocalCluster(1, 1, ep.Config(num_experts=4)) as cluster:
+        calls = ep.LowLatency(cluster, max_tokens=4, hidden=3, topk=2, dtype=torch.float64)
+        if mode == "normal":
+            rows = ep.dispatch(x, ids, w, buffer=cluster)
+            [y] = ep.combine(rows.x, rows.handle)
+        else:
+            rows = calls.dispatch(x, ids, w)
+            [y] = calls.combine(rows.x, rows.handle)
+        Negated.apply(y).sum().backward()
+    picks = (ids[0] >= 0).sum(dim=1, keepdim=True).double()
+    assert torch.equal(x[0].grad, -picks.expand_as(x[0]))

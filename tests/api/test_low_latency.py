@@ -318,6 +318,16 @@ def test_mistakes_are_named():
     assert_all_equal(again.tokens_per_expert, received.tokens_per_expert)
 
 
+@pytest.mark.parametrize("sum_at", ["token", "expert"])
+def test_rows_that_were_not_received_are_not_combined(sum_at):
+    _, low_latency, x, ids = two_ranks()
+    received, hook = low_latency.dispatch(x, ids, return_recv_hook=True)
+    with pytest.raises(ValueError, match="not received yet: call its hook first"):
+        low_latency.combine(received.x, received.handle, sum_at=sum_at)
+    hook()
+    assert low_latency.combine(received.x, received.handle, sum_at=sum_at)[0].shape == x[0].shape
+
+
 def test_memory():
     """What the docstring says, for the sizes of DeepSeek-V3 on 8 ranks."""
     with ep.LocalCluster(1, 8, ep.Config(num_experts=256)) as cluster:

@@ -297,6 +297,12 @@ def test_nonfinite_logits(device):
     assert grouped.ids.tolist() == [[1, 0], [0, 1], [0, 1], [3, 2]]
 
 
+def test_logits_that_are_negated_lazily(device):
+    logits = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)).to(device)
+    negated, lazily = grouped_topk(-logits, 2), grouped_topk(torch._neg_view(logits), 2)
+    assert torch.equal(negated.ids, lazily.ids) and torch.equal(negated.weights, lazily.weights)
+
+
 def test_no_tokens(device):
     logits = torch.empty(0, 16, device=device, requires_grad=True)
     routing = grouped_topk(logits, 4, 4, 2, expert_bias=torch.zeros(16, device=device), dense=True, aux=True)

@@ -423,7 +423,8 @@ template <class P>
 void CudaGroup<P>::reset() {
     const DeviceGuard guard(device_);
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-    for (char* base : own_heaps_) check_cuda(cudaMemset(base, 0, heap_.flags_end()), "cudaMemset");
+    // all of it: what rings hold of earlier calls would pass for rows of those with their number
+    for (char* base : own_heaps_) check_cuda(cudaMemset(base, 0, heap_.bytes()), "cudaMemset");
     check_cuda(cudaMemset(progress_.get(), 0, progress_bytes()), "cudaMemset");
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     fabric_.reset_signals(ranks_.front(), timeout_ns_);

@@ -128,7 +128,9 @@ void HostGroup::abort(Outcome outcome, const std::string& text) {
 void HostGroup::reset() {
     has_reason_ = false;
     for (size_t i = 0; i < ranks_.size(); ++i) {
-        std::memset(fabrics_[i].own<char>(0), 0, heap_.flags_end());
+        // all of it: what rings hold of earlier calls would pass for rows of those with their
+        // number
+        std::memset(fabrics_[i].own<char>(0), 0, heap_.bytes());
         states_[i].stalled = false;
     }
     if (network_) network_->clear();
