@@ -102,9 +102,7 @@ class LocalCluster(RankGroup):
 
     def reset(self) -> None:
         """Makes the buffer usable again after an error: see `Buffer.reset`, but there is nobody to wait for."""
-        self.live_backend().reset()
-        self.resets += 1
-        self._is_seen = False
+        self._start_anew()
 
     def _when_waits_expire(self) -> str:
         return super()._when_waits_expire() if self._seed is None else "when no role could run any more"
@@ -208,9 +206,7 @@ class Buffer(RankGroup):
 
     def restart(self) -> None:
         """To the state of a new buffer, on all ranks, of which none has a call under way."""
-        self.live_backend().reset()
-        self.resets += 1
-        self._is_seen = False
+        self._start_anew()
         self._meeting.barrier()
 
     @contextlib.contextmanager

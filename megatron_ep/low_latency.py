@@ -223,7 +223,6 @@ class LowLatency(MaskedRanks):
             if not isinstance(handle, LowLatencyHandle) or handle.calls is not self._calls:
                 raise ValueError(f"handle is a {type(handle).__name__}, must be of a dispatch of this LowLatency")
             handle.check()
-            handle.check_received()
             given = self._checks.combine(x, handle, weights, out, recv_wait_ns, sum_at=sum_at)
             tensors = (*given.x, *(given.weights or ()))
             if given.out is not None and need_gradient((*tensors, *given.out)):

@@ -161,6 +161,7 @@ class LowLatencyCalls:
     ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None, Pending]:
         """x [*rows, H] and values [*rows] to sums [T, H] and single values [T, K]."""
         handle.check()
+        handle.check_received()
         y, y_values, tensors = [], [], []
         kept: list[torch.Tensor] = []
         for i, rank in enumerate(handle.ranks):

@@ -152,6 +152,12 @@ class RankGroup:
             raise ValueError("buffer is closed")
         return self._backend
 
+    def _start_anew(self) -> None:
+        """To the state of a new group of ranks, of which none has a call under way."""
+        self.live_backend().reset()
+        self.resets += 1
+        self._is_seen = False
+
     # ---- launches
 
     def check_usable(self) -> None:

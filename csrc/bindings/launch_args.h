@@ -38,18 +38,20 @@ inline Layout layout_of(const Heap& heap, const RankTensors& t, int topk) {
 inline TransferArgs transfer_args(const Heap& heap, int rank, const RankTensors& t,
                                   const RowFormat& format, uint64_t call, int nvl_batch,
                                   int rdma_chunk) {
-    return {rank,
-            heap,
-            layout_of(heap, t, format.topk),
-            format,
-            call,
-            nvl_batch,
-            rdma_chunk,
-            at<int32_t>(t.positions),
-            at<int32_t>(t.rail_experts),
-            t.max_received,
-            t.max_rail,
-            t.max_rows};
+    TransferArgs args = {rank,
+                         heap,
+                         layout_of(heap, t, format.topk),
+                         format,
+                         call,
+                         nvl_batch,
+                         rdma_chunk,
+                         at<int32_t>(t.positions),
+                         at<int32_t>(t.rail_experts),
+                         t.max_received,
+                         t.max_rail,
+                         t.max_rows};
+    args.handle_age = t.handle_age;
+    return args;
 }
 
 inline DispatchArgs dispatch_args(const Heap& heap, int rank, const RankTensors& t,
@@ -57,7 +59,6 @@ inline DispatchArgs dispatch_args(const Heap& heap, int rank, const RankTensors&
                                   int rdma_chunk) {
     TransferArgs args = transfer_args(heap, rank, t, format, call, nvl_batch, rdma_chunk);
     args.fills_tables = t.fills_tables;
-    args.handle_age = t.handle_age;
     return {args,
             at<char>(t.x),
             at<char>(t.scales),
@@ -75,7 +76,6 @@ inline CombineArgs combine_args(const Heap& heap, int rank, const RankTensors& t
     TransferArgs args = transfer_args(heap, rank, t, format, call, nvl_batch, rdma_chunk);
     args.is_combine = true;
     args.is_weighted = t.is_weighted;
-    args.handle_age = t.handle_age;
     return {args,
             at<char>(t.x),
             at<char>(t.weights),

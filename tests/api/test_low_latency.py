@@ -328,6 +328,17 @@ def test_rows_that_were_not_received_are_not_combined(sum_at):
     assert low_latency.combine(received.x, received.handle, sum_at=sum_at)[0].shape == x[0].shape
 
 
+def test_rows_that_were_not_received_have_no_backward_pass():
+    _, low_latency, x, ids = two_ranks()
+    leaves = [rows.clone().requires_grad_() for rows in x]
+    received, hook = low_latency.dispatch(leaves, ids, return_recv_hook=True)
+    with pytest.raises(ValueError, match="not received yet: call its hook first"):
+        sum(rows.sum() for rows in received.x).backward(retain_graph=True)
+    hook()
+    sum(rows.sum() for rows in received.x).backward()
+    assert all(leaf.grad is not None for leaf in leaves)
+
+
 def test_memory():
     """What the docstring says, for the sizes of DeepSeek-V3 on 8 ranks."""
     with ep.LocalCluster(1, 8, ep.Config(num_experts=256)) as cluster:

@@ -288,15 +288,12 @@ void CudaGroup<P>::whole_dispatch(const std::vector<WholeDispatchArgs>& args, Cu
 
 template <class P>
 void CudaGroup<P>::combine(const std::vector<CombineArgs>& args, DType dtype, CudaStream stream) {
-    // a rank without rows has no weights either
-    const bool weighted =
-        std::any_of(args.begin(), args.end(), [](const CombineArgs& a) { return a.row_weights; });
     const DeviceGuard guard(device_);
     for_local_ranks([&]<int kRanks>() {
         auto all = joint_of_roles<CombineJoint<P, kRanks>>(args);
         for (CombineArgs& a : all.args) a.sum_warps = sum_warps(heap_.topology);
-        const auto run =
-            weighted ? CombineLaunch<P, kRanks, true>::run : CombineLaunch<P, kRanks, false>::run;
+        const auto run = args.front().is_weighted ? CombineLaunch<P, kRanks, true>::run
+                                                  : CombineLaunch<P, kRanks, false>::run;
         run(all, args.size(), dtype, stream, beside_);
     });
 }
