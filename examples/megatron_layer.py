@@ -12,10 +12,10 @@ from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
-from megatron_ep.megatron import host_runtime
 from megatron_ep.megatron.layer import ep_layer_spec
 from megatron_ep.megatron.router import fused_router
 from megatron_ep.megatron.shared_buffers import close_buffers
+from megatron_ep.megatron.stand_ins import host_runtime
 
 host_runtime.enable()
 dist.init_process_group("gloo")

@@ -5,20 +5,21 @@ N nodes, G ranks per node, W = N * G ranks.
 """
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_ep import reference
     from megatron_ep.buffer import Buffer, LocalCluster
     from megatron_ep.config import Config, Topology
+    from megatron_ep.diagnosis.failures import abort_all, raise_if_failed
     from megatron_ep.errors import EPAbortError, EPError, EPOverflowError, EPStuckError, EPTimeoutError
-    from megatron_ep.failures import abort_all, raise_if_failed
-    from megatron_ep.functional import Received, combine, dispatch
-    from megatron_ep.handle import Handle
-    from megatron_ep.low_latency import LowLatency
-    from megatron_ep.low_latency_received import LowLatencyReceived
-    from megatron_ep.returning import rejoin
-    from megatron_ep.router import grouped_topk
+    from megatron_ep.low_latency.api import LowLatency
+    from megatron_ep.low_latency.received import LowLatencyReceived
+    from megatron_ep.low_latency.rejoin import rejoin
+    from megatron_ep.normal.api import Received, combine, dispatch
+    from megatron_ep.normal.handle import Handle
+    from megatron_ep.router.api import grouped_topk
 
 # Imported on first use, so that `megatron_ep.env` works where torch or the extension does not.
 _HOMES = {
@@ -31,16 +32,16 @@ _HOMES = {
     "EPStuckError": "errors",
     "EPAbortError": "errors",
     "EPOverflowError": "errors",
-    "abort_all": "failures",
-    "raise_if_failed": "failures",
-    "Handle": "handle",
-    "LowLatency": "low_latency",
-    "LowLatencyReceived": "low_latency_received",
-    "Received": "functional",
-    "combine": "functional",
-    "dispatch": "functional",
-    "grouped_topk": "router",
-    "rejoin": "returning",
+    "abort_all": "diagnosis.failures",
+    "raise_if_failed": "diagnosis.failures",
+    "Handle": "normal.handle",
+    "LowLatency": "low_latency.api",
+    "LowLatencyReceived": "low_latency.received",
+    "Received": "normal.api",
+    "combine": "normal.api",
+    "dispatch": "normal.api",
+    "grouped_topk": "router.api",
+    "rejoin": "low_latency.rejoin",
 }
 
 __all__ = [
@@ -67,9 +68,16 @@ __all__ = [
 ]
 
 
+# Modules that documents and examples of 0.1.0 named.
+_MOVED = {"failures": "diagnosis.failures", "sizes": "backends.sizes"}
+
+
 def __getattr__(name: str) -> Any:
     if name == "reference":
         return importlib.import_module("megatron_ep.reference")
+    if name in _MOVED:
+        warnings.warn(f"megatron_ep.{name} is megatron_ep.{_MOVED[name]} now", DeprecationWarning, stacklevel=2)
+        return importlib.import_module(f"megatron_ep.{_MOVED[name]}")
     if name not in _HOMES:
         raise AttributeError(f"module 'megatron_ep' has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(f"megatron_ep.{_HOMES[name]}"), name)

@@ -12,14 +12,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ep import _C, failures, sizes
-from megatron_ep.backends import connect, cuda, fabrics
+from megatron_ep import _C
+from megatron_ep.backends import connect, cuda, fabrics, sizes
 from megatron_ep.backends.host import HostBackend
 from megatron_ep.backends.meeting import Meeting
 from megatron_ep.backends.members import Member, agreed_topology, has_ended, introduce, process_fate
 from megatron_ep.config import Config, Topology, require_int, require_type
+from megatron_ep.diagnosis import failures
 from megatron_ep.errors import EPError
-from megatron_ep.rank_group import RankGroup
+from megatron_ep.normal.rank_group import RankGroup
 
 # Construction and reset wait this long for the other ranks, or Config.timeout if that is longer: they may still be in a
 # wait of their own.
@@ -44,6 +45,8 @@ class LocalCluster(RankGroup):
         others blame.
     Raises ValueError for arguments that are out of range.
     """
+
+    takes_lists = True
 
     def __init__(
         self,

@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         # Two streams that share one hardware queue do not overlap.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if options.ep_host:
-        from megatron_ep.megatron import host_script
+        from megatron_ep.megatron.stand_ins import host_script
 
         host_script.enable()
 

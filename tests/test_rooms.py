@@ -1,21 +1,37 @@
-"""Who imports whom in megatron_ep: no circle between files, one direction between rooms, Megatron-Core in two of them.
+"""Who imports whom in megatron_ep: no circle between files, one direction between packages, Megatron-Core in two.
 
 Read from the source, so that imports for types, inside functions and by `importlib.import_module` count as well.
 """
 
 import ast
 import graphlib
+import importlib
+import sys
 from pathlib import Path
 
 import pytest
 
+import megatron_ep
+from megatron_ep.megatron.stand_ins import host_runtime
+
 PACKAGE = Path(__file__).parents[1] / "megatron_ep"
-API = "the API"  # the files directly in megatron_ep
-# Each room may import itself, those in lines below it, and what FURTHER says. pretrain.py is a door: it is run.
-ROOMS = [{"cli", "pretrain"}, {"bench", "training"}, {"megatron"}, {API}, {"backends"}, {"_C"}]
-LINE = {room: number for number, rooms in enumerate(ROOMS) for room in rooms}
-FURTHER = {"backends": {"megatron_ep.blame", "megatron_ep.config", "megatron_ep.errors"}}
+# Packages and top-level modules of megatron_ep, and "megatron_ep" for the names that it offers. Each may import itself
+# and what stands in a line below its own.
+FLOORS = [
+    {"cli", "pretrain"},
+    {"bench", "training"},
+    {"megatron"},
+    {"megatron_ep"},
+    {"env", "low_latency", "overlap"},
+    {"buffer", "router"},
+    {"normal"},
+    {"backends", "float8"},
+    {"config", "diagnosis", "errors", "reference"},
+    {"_C"},
+]
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 MAY_IMPORT_MEGATRON_CORE = {"megatron", "training"}
+MOST_TOP_FILES = 12
 
 
 def read_imports(package):
@@ -33,17 +49,29 @@ def find_faults(package):
     except graphlib.CycleError as error:
         yield f"circle: {' -> '.join(reversed(error.args[1]))}"
     for name, names in sorted(imports.items()):
-        room = _room(name, package)
-        if room not in LINE:
-            yield f"{name}: the room {room} has no place in ROOMS"
+        room = _room(name)
+        if room not in FLOOR:
+            yield f"{name}: {room} has no place in FLOORS"
             continue
         for other in sorted(names):
             if other.split(".")[0] == "megatron" and room not in MAY_IMPORT_MEGATRON_CORE:
                 yield f"{name} imports {other}"
-            if other.split(".")[0] == package.name and other not in FURTHER.get(room, ()):
-                target = _room(other, package)
-                if target != room and LINE.get(target, -1) <= LINE[room]:
+            if other.split(".")[0] == package.name:
+                target = _room(other)
+                if target != room and FLOOR.get(target, -1) <= FLOOR[room]:
                     yield f"{name} imports {other}: from {room} to {target}"
+    for path in sorted(package.rglob("*.py")):
+        yield from _private_imports(path, package)
+
+
+def _private_imports(path, package):
+    """Names with an underscore that a file takes from another package of ours."""
+    name = _module_name(path, package)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == package.name:
+            for alias in node.names:
+                if alias.name.startswith("_") and alias.name != "_C" and _room(node.module) != _room(name):
+                    yield f"{name} imports the private name {alias.name} of {node.module}"
 
 
 def _module_name(path, package):
@@ -51,9 +79,9 @@ def _module_name(path, package):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _room(name, package):
-    first = name.split(".")[1] if "." in name else ""
-    return first if first in LINE or (first and (package / first).is_dir()) else API
+def _room(name):
+    """The package or top-level module below megatron_ep."""
+    return name.split(".")[1] if "." in name else name
 
 
 def _imported(path, name, modules):
@@ -73,10 +101,14 @@ def _imported(path, name, modules):
             yield from (argument.value for argument in node.args if isinstance(argument, ast.Constant))
 
 
-def test_the_rooms_of_the_package():
+def test_the_floors_of_the_package():
     imports = read_imports(PACKAGE)
-    assert "megatron_ep.buffer" in imports["megatron_ep"] and "megatron_ep._C" in imports["megatron_ep.router"]
+    assert "megatron_ep.buffer" in imports["megatron_ep"] and "megatron_ep._C" in imports["megatron_ep.router.api"]
     assert list(find_faults(PACKAGE)) == []
+
+
+def test_only_what_users_name_lies_at_the_top():
+    assert len(list(PACKAGE.glob("*.py"))) <= MOST_TOP_FILES
 
 
 @pytest.mark.parametrize(
@@ -96,12 +128,12 @@ def test_the_rooms_of_the_package():
         (
             "backends/host",
             "def f():\n    from ..buffer import Buffer",
-            "megatron_ep.backends.host imports megatron_ep.buffer: from backends to the API",
+            "megatron_ep.backends.host imports megatron_ep.buffer: from backends to buffer",
         ),
         (
             "buffer",
             "import megatron_ep.cli.main",
-            "megatron_ep.buffer imports megatron_ep.cli.main: from the API to cli",
+            "megatron_ep.buffer imports megatron_ep.cli.main: from buffer to cli",
         ),
         (
             "bench/layer",
@@ -118,7 +150,12 @@ def test_the_rooms_of_the_package():
             "def f():\n    from megatron.core import x",
             "megatron_ep.bench.layer imports megatron.core",
         ),
-        ("new/file", "", "megatron_ep.new.file: the room new has no place in ROOMS"),
+        (
+            "megatron/layer",
+            "from megatron_ep.buffer import _private",
+            "megatron_ep.megatron.layer imports the private name _private of megatron_ep.buffer",
+        ),
+        ("new/file", "", "megatron_ep.new.file: new has no place in FLOORS"),
     ],
 )
 def test_what_would_be_wrong_is_found(tmp_path, file, code, fault):
@@ -144,3 +181,15 @@ def test_what_would_be_wrong_is_found(tmp_path, file, code, fault):
     assert list(find_faults(package)) == []
     write(file, f"{files.get(file, '')}\n{code}")
     assert fault in list(find_faults(package))
+
+
+@pytest.mark.parametrize("name", ["failures", "sizes"])
+def test_names_that_moved_say_where_they_are(name):
+    with pytest.warns(DeprecationWarning, match=rf"megatron_ep\.{name} is megatron_ep\.\w+\.{name} now"):
+        assert getattr(megatron_ep, name).__name__.endswith(f".{name}")
+
+
+def test_the_host_runtime_says_where_it_is():
+    sys.modules.pop("megatron_ep.megatron.host_runtime", None)
+    with pytest.warns(DeprecationWarning, match="stand_ins.host_runtime now"):
+        assert importlib.import_module("megatron_ep.megatron.host_runtime").enable is host_runtime.enable

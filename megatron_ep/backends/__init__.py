@@ -2,6 +2,6 @@
 ranks of several processes find each other's memory (`meeting.py`, `connect.py`), and which fabric carries their bytes
 (`fabrics.py`).
 
-Only `megatron_ep.buffer`, `megatron_ep.rank_group` and `megatron_ep.handle` import it, and the command line for what a
-machine has; it imports `megatron_ep._C` and the API's plain words (`config`, `errors`, `blame`).
+Buffers and both modes import it, and the command line for what a machine has; it imports `megatron_ep._C`, `diagnosis`,
+`config` and `errors`.
 """

@@ -97,7 +97,7 @@ class CudaBackend(OfGroup):
         self._last: torch.cuda.Stream | None = None  # of the last launch
         self._captured_parts: list[object] = []  # whose launches graphs may replay
 
-    def notify(self, tensors: Sequence[_C.RankTensors], *, topk: int, **settings: int) -> Sequence[Totals]:
+    def exchange_counts(self, tensors: Sequence[_C.RankTensors], *, topk: int, **settings: int) -> Sequence[Totals]:
         return self.launch(lambda stream: self.group.notify(list(tensors), topk=topk, **settings, stream=stream))
 
     def new_counts(self, experts: int, *, wait: bool) -> torch.Tensor:
@@ -106,7 +106,7 @@ class CudaBackend(OfGroup):
             2, experts, dtype=torch.int64, **({"pin_memory": True} if wait else {"device": self._device})
         )
 
-    def dispatch(
+    def enqueue_dispatch(
         self,
         tensors: Sequence[_C.RankTensors],
         row: _C.RowFormat,
@@ -121,7 +121,7 @@ class CudaBackend(OfGroup):
             run, settings = self.group.whole_dispatch, {**settings, **counts}
         self.launch(lambda stream: run(list(tensors), row, **settings, stream=stream))
 
-    def combine(
+    def enqueue_combine(
         self, tensors: Sequence[_C.RankTensors], row: _C.RowFormat, *, nvl_batch: int, rdma_chunk: int, dtype: int
     ) -> None:
         batch = min(nvl_batch, _half_a_ring(row, self._heap))

@@ -56,13 +56,13 @@ class HostBackend(OfGroup):
         )
         super().__init__(group)
 
-    def notify(self, tensors: Sequence[_C.RankTensors], *, topk: int, **settings: int) -> Sequence[Totals]:
+    def exchange_counts(self, tensors: Sequence[_C.RankTensors], *, topk: int, **settings: int) -> Sequence[Totals]:
         return self.group.notify(list(tensors), topk=topk, **settings)
 
     def new_counts(self, experts: int, *, wait: bool) -> torch.Tensor:
         return torch.empty(2, experts, dtype=torch.int64)
 
-    def dispatch(
+    def enqueue_dispatch(
         self,
         tensors: Sequence[_C.RankTensors],
         row: _C.RowFormat,
@@ -74,7 +74,7 @@ class HostBackend(OfGroup):
         assert counts is None
         self.group.dispatch(list(tensors), row, nvl_batch=nvl_batch, rdma_chunk=rdma_chunk)
 
-    def combine(
+    def enqueue_combine(
         self, tensors: Sequence[_C.RankTensors], row: _C.RowFormat, *, nvl_batch: int, rdma_chunk: int, dtype: int
     ) -> None:
         self.group.combine(list(tensors), row, nvl_batch=nvl_batch, rdma_chunk=rdma_chunk, dtype=dtype)

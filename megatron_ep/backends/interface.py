@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron_ep import _C
-from megatron_ep.blame import Standing
+from megatron_ep.diagnosis.blame import Standing
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Backend(Protocol):
         """Whether the host knows counts without waiting for anyone: an exchange returns when they are there."""
         ...
 
-    def notify(self, tensors: Sequence[_C.RankTensors], *, topk: int, **settings: int) -> Sequence[Totals]:
+    def exchange_counts(self, tensors: Sequence[_C.RankTensors], *, topk: int, **settings: int) -> Sequence[Totals]:
         """Exchanges counts and waits for them. settings: `CountSettings`.
 
         Of a rank that gave up before it knew them all numbers are 0: ask `aborted`.
@@ -77,7 +77,7 @@ class Backend(Protocol):
         """int64 [2, experts], uninitialised, for what notify writes: on the CPU if the host waits for it."""
         ...
 
-    def dispatch(
+    def enqueue_dispatch(
         self,
         tensors: Sequence[_C.RankTensors],
         row: _C.RowFormat,
@@ -89,7 +89,7 @@ class Backend(Protocol):
         """counts: of the exchange that comes first, unless the host has waited for it, or learns counts anyway."""
         ...
 
-    def combine(
+    def enqueue_combine(
         self, tensors: Sequence[_C.RankTensors], row: _C.RowFormat, *, nvl_batch: int, rdma_chunk: int, dtype: int
     ) -> None: ...
 

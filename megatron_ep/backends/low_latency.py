@@ -35,7 +35,7 @@ class LowLatencyRanks(Protocol):
     warps: int  # of a rank in a launch
     memories: list[Any]  # of all ranks, where they are mapped
 
-    def dispatch(
+    def enqueue_dispatch(
         self,
         tensors: Sequence[_C.LowLatencyTensors],
         row: _C.RowFormat,
@@ -44,7 +44,7 @@ class LowLatencyRanks(Protocol):
         launches: _C.LowLatencyLaunches,
     ) -> None: ...
 
-    def combine(
+    def enqueue_combine(
         self,
         tensors: Sequence[_C.LowLatencyTensors],
         row: _C.RowFormat,
@@ -65,7 +65,7 @@ class HostLowLatencyRanks:
         self.memories = list(segments)
         self._group = _C.LowLatencyGroup(group=backend.group, heap=heap, segments=self.memories, warps=warps)
 
-    def dispatch(
+    def enqueue_dispatch(
         self,
         tensors: Sequence[_C.LowLatencyTensors],
         row: _C.RowFormat,
@@ -75,7 +75,7 @@ class HostLowLatencyRanks:
     ) -> None:
         self._group.dispatch(launches=launches, tensors=list(tensors), format=row, options=options)
 
-    def combine(
+    def enqueue_combine(
         self,
         tensors: Sequence[_C.LowLatencyTensors],
         row: _C.RowFormat,
@@ -137,13 +137,13 @@ class CudaLowLatencyRanks:
         for half in halves:
             self._backend.launch(partial(launch, half), self)
 
-    def dispatch(self, tensors: Sequence[Any], row: Any, options: Any, *, launches: Any) -> None:
+    def enqueue_dispatch(self, tensors: Sequence[Any], row: Any, options: Any, *, launches: Any) -> None:
         def launch(half: Any, stream: int) -> None:
             self._group.dispatch(launches=half, tensors=list(tensors), format=row, options=options, stream=stream)
 
         self._launch(launches, launch)
 
-    def combine(self, tensors: Sequence[Any], row: Any, options: Any, *, launches: Any, dtype: int) -> None:
+    def enqueue_combine(self, tensors: Sequence[Any], row: Any, options: Any, *, launches: Any, dtype: int) -> None:
         def launch(half: Any, stream: int) -> None:
             self._group.combine(
                 launches=half, tensors=list(tensors), format=row, options=options, dtype=dtype, stream=stream

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import Any
 
 from megatron_ep.backends.interface import Resettable
-from megatron_ep.blame import Standing
+from megatron_ep.diagnosis.blame import Standing
 
 
 class OfGroup:

@@ -21,7 +21,7 @@ from megatron_ep.bench.arguments import shape
 from megatron_ep.bench.gpu_case import Case, add_arguments, cases_of, require_gpu
 from megatron_ep.bench.report import EXTREMES, RATE, WHAT, Columns, Record, Report, make_record
 from megatron_ep.bench.timing import cuda_timer, time_rounds
-from megatron_ep.functional import SCALE_BLOCK
+from megatron_ep.normal.api import SCALE_BLOCK
 
 
 class Tokens:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from megatron_ep import env
+from megatron_ep.diagnosis import env
 
 Record = dict[str, Any]
 Columns = dict[str, Callable[[Record], str]]

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from megatron_ep import env
+from megatron_ep.diagnosis import env
 
 PATIENCE_S = 120.0  # for a rank that does not report: its node may still be starting
 GOODBYE_S = 10.0

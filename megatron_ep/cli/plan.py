@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_ep import _C, sizes
+from megatron_ep import _C
+from megatron_ep.backends import sizes
 from megatron_ep.backends.connect import queue_pairs
 from megatron_ep.backends.cuda import DEFAULT_SMS
 from megatron_ep.config import Config, Topology, require_int
-from megatron_ep.transfers import most_rail_rows
+from megatron_ep.normal.launches import most_rail_rows
 
 BF16_BYTES = 2
 Sections = dict[str, dict[str, Any]]

@@ -11,7 +11,7 @@ import torch
 
 import megatron_ep as ep
 from megatron_ep import float8
-from megatron_ep.low_latency_handle import LowLatencyHandle
+from megatron_ep.low_latency.handle import LowLatencyHandle
 
 
 @dataclass(frozen=True)

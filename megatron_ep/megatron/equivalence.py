@@ -18,10 +18,10 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher, MoETokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_ep.megatron import host_runtime
 from megatron_ep.megatron.dispatcher import EPTokenDispatcher
 from megatron_ep.megatron.layer import ep_layer_spec
 from megatron_ep.megatron.shared_buffers import close_buffers
+from megatron_ep.megatron.stand_ins import host_runtime
 
 DISPATCHERS = {"ours": EPTokenDispatcher, "megatron_alltoall": MoEAlltoAllTokenDispatcher}
 

@@ -1,7 +1,7 @@
-"""Megatron's top-k router on the fused gate of `megatron_ep.router`.
+"""Megatron's top-k router on the fused gate of `megatron_ep.router.api`.
 
 T tokens on this rank, E experts, K picks of a token. Chooses as Megatron's router does wherever rounding does not
-decide; `megatron_ep.router` says how near a tie must be for that.
+decide; `megatron_ep.router.api` says how near a tie must be for that.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping,
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_ep.router import MAX_TOPK, SCORE_FUNCTIONS, Routing, grouped_topk
+from megatron_ep.router.api import MAX_TOPK, SCORE_FUNCTIONS, Routing, grouped_topk
 
 __all__ = ["EPTopKRouter", "fused_router", "topk_routing_with_score_function"]
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import torch
 
 import megatron_ep as ep
-from megatron_ep import failures
-from megatron_ep.rank_group import RankGroup
+from megatron_ep.diagnosis import failures
+from megatron_ep.normal.rank_group import RankGroup
 
 _limits: weakref.WeakSet[RowLimit] = weakref.WeakSet()
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_ep as ep
-from megatron_ep import failures
+from megatron_ep.diagnosis import failures
 from megatron_ep.megatron import options
 from megatron_ep.megatron.flags import fitting_timeout
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import megatron_ep as ep
 from megatron_ep.backends.meeting import of_this_attempt
-from megatron_ep.megatron import gpu_runtime, host_runtime
+from megatron_ep.megatron.stand_ins import gpu_runtime, host_runtime
 from megatron_ep.training.recipe import Recipe
 
 if TYPE_CHECKING:

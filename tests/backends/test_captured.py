@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_ep.backends import cuda
-from megatron_ep.rank_group import RankGroup
+from megatron_ep.normal.rank_group import RankGroup
 
 
 class Group:

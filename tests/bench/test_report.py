@@ -20,7 +20,7 @@ def test_percentiles_are_values_that_were_measured():
 
 
 def test_tables_and_file(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("megatron_ep.env.collect", lambda: {"machine": {"cpu": "some [bold] cpu"}})
+    monkeypatch.setattr("megatron_ep.diagnosis.env.collect", lambda: {"machine": {"cpu": "some [bold] cpu"}})
     path = tmp_path / "bench.json"
     report = Report(path)
     records = [
@@ -44,7 +44,7 @@ def test_tables_and_file(tmp_path, capsys, monkeypatch):
 
 
 def test_a_round_of_all_gpus_takes_as_long_as_its_slowest_rank(capsys, monkeypatch):
-    monkeypatch.setattr("megatron_ep.env.collect", dict)
+    monkeypatch.setattr("megatron_ep.diagnosis.env.collect", dict)
     ranks = [
         gpus.Measured("1x2", "dispatch", "ours", seconds, size, {"nodes": 1})
         for seconds, size in (([0.001, 0.005, 0.002], 100), ([0.002, 0.001, 0.003], 300))

@@ -12,9 +12,9 @@ import torch.distributed as dist
 import training_runs
 from ports import free_port
 
-from megatron_ep import env
 from megatron_ep.cli import env as all_ranks
 from megatron_ep.cli import main as cli
+from megatron_ep.diagnosis import env
 
 GPU = "NVIDIA H200, 143771 MiB, 580.65, 9.0"
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import megatron_ep as ep
-from megatron_ep import _C, sizes
+from megatron_ep import _C
+from megatron_ep.backends import sizes
 from megatron_ep.cli import env
 from megatron_ep.cli.plan import make_plan
 from megatron_ep.config import Config, Topology

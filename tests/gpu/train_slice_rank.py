@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from megatron.core import parallel_state
 
-from megatron_ep.megatron.host_script import take_installed_helpers
+from megatron_ep.megatron.stand_ins.host_script import take_installed_helpers
 from megatron_ep.training.dispatch_timer import DispatchTimer
 
 

@@ -1,4 +1,4 @@
-"""What a router promises of its choice of experts (`megatron_ep.router`), judged in fp64.
+"""What a router promises of its choice of experts (`megatron_ep.router.api`), judged in fp64.
 
 Real numbers: c[e], what expert e is chosen by, is its score plus its bias. fp32 scores are within 4.2 u of their value,
 u = 2^-24: an exp within 1.1 ulp, hence 2.2 u, a sum and a quotient; adding the bias rounds once more. So c[e] is within

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_ep.megatron import gpu_runtime, shared_buffers
+from megatron_ep.megatron import shared_buffers
+from megatron_ep.megatron.stand_ins import gpu_runtime
 
 
 def join():

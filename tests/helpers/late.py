@@ -8,17 +8,17 @@ from megatron_ep.backends.host import HostBackend
 class LateBackend(HostBackend):
     _is_known = False
 
-    def notify(self, *args, **kwargs):
-        counts = super().notify(*args, **kwargs)
+    def exchange_counts(self, *args, **kwargs):
+        counts = super().exchange_counts(*args, **kwargs)
         self._is_known = True  # whoever has waited for the counts
         return counts
 
-    def dispatch(self, *args, **kwargs):
-        super().dispatch(*args, **kwargs)
+    def enqueue_dispatch(self, *args, **kwargs):
+        super().enqueue_dispatch(*args, **kwargs)
         self._is_known = False
 
-    def combine(self, *args, **kwargs):
-        super().combine(*args, **kwargs)
+    def enqueue_combine(self, *args, **kwargs):
+        super().enqueue_combine(*args, **kwargs)
         self._is_known = False
 
     def aborted(self):

@@ -26,7 +26,8 @@ def stand_in():
 def main(tree, *paths):
     stand_in()
     sys.path.insert(0, tree)
-    from megatron_ep.megatron import flags, host_script
+    from megatron_ep.megatron import flags
+    from megatron_ep.megatron.stand_ins import host_script
 
     host_script.enable()
     from megatron.core import utils

@@ -91,7 +91,7 @@ def serve(tree):
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     sys.path.insert(0, tree)
-    from megatron_ep.megatron import host_script
+    from megatron_ep.megatron.stand_ins import host_script
 
     torch.set_num_threads(1)
     host_script.enable()

@@ -190,7 +190,8 @@ def test_the_installed_megatron_says_what_experts_are_padded_to(monkeypatch, siz
 HOST_SCRIPT = """
 import importlib, multiprocessing, re, torch
 import torch.distributed.distributed_c10d, torch.multiprocessing, torch.cuda.nvtx
-from megatron_ep.megatron import host_runtime, host_script as h
+from megatron_ep.megatron.stand_ins import host_runtime
+from megatron_ep.megatron.stand_ins import host_script as h
 modules = [torch, torch.Tensor, torch.cuda, torch.cuda.nvtx, torch.accelerator, torch.distributed,
            torch.distributed.distributed_c10d, multiprocessing, torch.multiprocessing, *map(importlib.import_module, (
                "megatron.core.datasets.utils", "megatron.core.tensor_parallel.random",

@@ -18,7 +18,7 @@ from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_ep as ep
-from megatron_ep import failures
+from megatron_ep.diagnosis import failures
 from megatron_ep.megatron import options, row_limit, shared_buffers
 from megatron_ep.megatron.equivalence import compare_layers, join_layout, make_config, make_dispatcher, run_dispatcher
 from megatron_ep.megatron.layer import ep_layer_spec

@@ -8,7 +8,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 import torch
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
-from megatron_ep.router import grouped_topk
+from megatron_ep.router.api import grouped_topk
 
 pytestmark = pytest.mark.numerical
 

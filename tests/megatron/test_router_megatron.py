@@ -21,7 +21,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.megatron.equivalence import join_layout, make_config
 from megatron_ep.megatron.router import EPTopKRouter, fused_router
-from megatron_ep.router import grouped_topk
+from megatron_ep.router.api import grouped_topk
 
 pytestmark = pytest.mark.numerical
 

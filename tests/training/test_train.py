@@ -188,7 +188,7 @@ import importlib, os, re, sys, torch, types
 kernels = sys.modules["transformer_engine.pytorch.optimizers"] = types.ModuleType("optimizers")
 vars(kernels).update(dict.fromkeys(("FusedAdam", "FusedSGD", "multi_tensor_applier", "multi_tensor_l2norm",
     "multi_tensor_scale", "multi_tensor_scale_tensor"), kernels))
-from megatron_ep.megatron import host_runtime as h
+from megatron_ep.megatron.stand_ins import host_runtime as h
 modules = [torch, torch.Tensor, torch.cuda, *map(importlib.import_module, (
     "megatron.core.tensor_parallel.random", "megatron.core.transformer.moe.moe_utils",
     "megatron.core.transformer.moe.token_dispatcher", "megatron.core.optimizer.clip_grads",
@@ -227,7 +227,7 @@ def test_host_runtime_lists_what_it_replaces():
 GPU_RUNTIME = """
 import importlib, os, re, torch
 import torch.distributed as dist
-from megatron_ep.megatron import gpu_runtime as g
+from megatron_ep.megatron.stand_ins import gpu_runtime as g
 chosen = []
 torch.cuda.device_count, torch.cuda.set_device = lambda: 4, chosen.append
 modules = [torch.Tensor, torch.cuda, *map(importlib.import_module, (
@@ -260,7 +260,7 @@ def test_gpu_runtime_lists_what_it_replaces():
 def test_importing_the_package_replaces_nothing():
     code = (
         "import torch; current = torch.cuda.current_device\n"
-        "import megatron_ep.megatron.host_runtime, megatron_ep.training.loop\n"
+        "import megatron_ep.megatron.stand_ins.host_runtime, megatron_ep.training.loop\n"
         "assert torch.cuda.current_device is current and torch.ones(1).type() == 'torch.FloatTensor'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,7 +1,7 @@
 """Dispatch and combine as operators of torch.library: what `torch.compile` puts into a graph.
 
 Operators take and return tensors and numbers alone, so a buffer goes by its number, and a handle as its tensors: the
-layout, and the two tables that dispatch fills. `megatron_ep.functional` puts a `Handle` together around them. Sizes are
+layout, and the two tables that dispatch fills. `megatron_ep.normal.api` puts a `Handle` together around them. Sizes are
 known to the compiler where max_recv_tokens fixes them, or expert_capacity the rows; else they depend on data.
 
 Lists have one entry per rank of this process; an empty one stands for what is not given.
@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ep import failures, transfers
 from megatron_ep.backends.interface import RankHandle
-from megatron_ep.handle import CountsToAskFor, Handle
-from megatron_ep.rank_group import RankGroup
+from megatron_ep.diagnosis import failures
+from megatron_ep.normal import launches
+from megatron_ep.normal.handle import CountsToAskFor, Handle
+from megatron_ep.normal.rank_group import RankGroup
 
 MOST_ROWS = 2**31 - 1  # counted in 32 bits
 ANY_STREAM = -1  # of a handle's tables: that of a later launch is another one
@@ -78,7 +79,7 @@ def dispatch_op(
             topk_idx, expert_alignment, expert_capacity, max_recv_tokens or None, has_fixed_sizes=True
         )
         handle = Handle(group, topk_idx[0].shape[1], [], request)
-        out, out_scales, out_weights = transfers.dispatch(
+        out, out_scales, out_weights = launches.launch_dispatch(
             handle, x, scales or None, weights or None, clears_end=clears_end
         )
     ranks = handle.ranks
@@ -115,8 +116,8 @@ def _(
     for idx in topk_idx:
         num_tokens = idx.shape[0]
         if is_fixed:
-            received = transfers.most_arrivals(max_recv_tokens, expert_capacity, num_tokens, group.topology.world_size)
-            rail = transfers.most_rail_rows(group.topology, max_recv_tokens, received, num_tokens)
+            received = launches.most_arrivals(max_recv_tokens, expert_capacity, num_tokens, group.topology.world_size)
+            rail = launches.most_rail_rows(group.topology, max_recv_tokens, received, num_tokens)
             rows.append(max_recv_tokens)
         else:
             received = context.new_dynamic_size(max=MOST_ROWS)
@@ -170,7 +171,7 @@ def dispatch_again_op(
     with group.abort_peers_on_error():
         group.check_usable()
         handle = _handle(group, [t.shape[0] for t in x], rows, layouts, layouts, positions, rails)
-        out, out_scales, out_weights = transfers.dispatch(
+        out, out_scales, out_weights = launches.launch_dispatch(
             handle, x, scales or None, weights or None, clears_end=clears_end
         )
     return [*out, *(out_weights or ()), *(out_scales or ())]
@@ -215,7 +216,7 @@ def combine_op(
     with group.abort_peers_on_error():
         group.check_usable()
         handle = _handle(group, num_tokens, [t.shape[0] for t in x], layouts, layouts, positions, rails)
-        out, out_weights = transfers.combine(handle, x, weights or None, row_weights or None)
+        out, out_weights = launches.launch_combine(handle, x, weights or None, row_weights or None)
     return [*out, *(out_weights or ())]
 
 
@@ -296,14 +297,14 @@ def _combine_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     n, topk = len(ctx.sizes), ctx.saved_tensors[len(ctx.sizes)].shape[1]
     layouts, positions, rails, *kept = _parts(ctx.saved_tensors, n)
     grads, none = _contiguous(grads), [None] * n
-    # as in autograd.WeightedCombine: ones tell the rows of tokens from padding
+    # as in autograd.WeightedCombineFunction: ones tell the rows of tokens from padding
     beside = [grad.new_ones(grad.shape[0], topk, dtype=torch.float32) for grad in grads] if kept else grads[n:]
     back = dispatch_again_op(grads[:n], beside, [], layouts, positions, rails, ctx.buffer, ctx.sizes, True)
     rows, weights, row_weights = back[:n], back[n:], []
     if kept:
         given = list(zip(*kept, rows, (one != 0 for one in weights), strict=True))
-        rows = [transfers.gradient_of_rows(*part) for part in given]
-        row_weights, weights = [transfers.gradient_of_weights(*part) for part in given], []
+        rows = [launches.gradient_of_rows(*part) for part in given]
+        row_weights, weights = [launches.gradient_of_weights(*part) for part in given], []
     return rows, weights, row_weights, none, none, none, None, None
 
 
@@ -315,7 +316,7 @@ combine_op.register_autograd(_combine_backward, setup_context=_setup_combine)
 # ---- what a traced call is made of
 
 
-def dispatch(
+def traced_dispatch(
     handle: Handle,
     x: Sequence[Tensor],
     scales: Sequence[Tensor] | None,
@@ -323,7 +324,7 @@ def dispatch(
     *,
     clears_end: bool,
 ) -> tuple[list[Tensor], Handle]:
-    """As `autograd.dispatch`, and the handle with its tensors."""
+    """As `autograd.differentiable_dispatch`, and the handle with its tensors."""
     n, number, request = len(x), handle.buffer.number, handle.to_ask_for
     beside = (list(weights or ()), list(scales or ()))
     if request is None:
@@ -346,8 +347,8 @@ def dispatch(
     return out[: len(out) - 4 * n], made
 
 
-def combine(handle: Handle, x: Sequence[Tensor], row_weights: Sequence[Tensor] | None) -> list[Tensor]:
-    """As `autograd.combine` and `weighted_combine`."""
+def traced_combine(handle: Handle, x: Sequence[Tensor], row_weights: Sequence[Tensor] | None) -> list[Tensor]:
+    """As `autograd.differentiable_combine` and `differentiable_weighted_combine`."""
     num_tokens = [rank.num_tokens for rank in handle.ranks]
     return combine_op(list(x), [], list(row_weights or ()), *_tables_of(handle), handle.buffer.number, num_tokens)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_ep.megatron.host_runtime import optimize_with_torch
+from megatron_ep.megatron.stand_ins.host_runtime import optimize_with_torch
 
 _BUCKETS = "megatron.core.distributed.param_and_grad_buffer"
 _MOE_UTILS = "megatron.core.transformer.moe.moe_utils"

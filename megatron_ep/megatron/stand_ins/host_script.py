@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.multiprocessing
 
-from megatron_ep.megatron import host_runtime
+from megatron_ep.megatron.stand_ins import host_runtime
 
 _UTILS = "megatron.core.datasets.utils"
 _HELPERS = "megatron.core.datasets.helpers_cpp"

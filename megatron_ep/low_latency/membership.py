@@ -8,13 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ep.autograd import need_gradient
 from megatron_ep.backends.low_latency_mask import Masks
-from megatron_ep.buffer import Buffer, LocalCluster
+from megatron_ep.buffer import Buffer
 from megatron_ep.config import require_int
 from megatron_ep.errors import EPError
-from megatron_ep.low_latency_calls import LowLatencyCalls
-from megatron_ep.rank_group import RankGroup
+from megatron_ep.low_latency.calls import LowLatencyCalls
+from megatron_ep.normal.autograd import need_gradient
+from megatron_ep.normal.rank_group import RankGroup
 
 ON_DEAD_RANK = ("raise", "mask")
 
@@ -108,7 +108,7 @@ class MaskedRanks:
         return self._calls.masks
 
     def _of_ranks(self, values: list[Any]) -> Any:
-        return list(values) if isinstance(self.buffer, LocalCluster) else values[0]
+        return list(values) if self.buffer.takes_lists else values[0]
 
     def _check_renormalize(self, xs: list[torch.Tensor], factors: list[torch.Tensor] | None, sum_at: str) -> None:
         if self._calls.masks is None or factors is None or sum_at != "token":

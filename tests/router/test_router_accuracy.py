@@ -4,7 +4,7 @@ import choices
 import pytest
 import torch
 
-from megatron_ep.router import grouped_topk
+from megatron_ep.router.api import grouped_topk
 
 pytestmark = pytest.mark.numerical
 

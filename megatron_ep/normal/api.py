@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from megatron_ep import autograd, float8, operators, transfers
-from megatron_ep.buffer import LocalCluster
+from megatron_ep import float8
 from megatron_ep.config import require_int
-from megatron_ep.handle import CountsToAskFor, Handle
-from megatron_ep.rank_group import COMBINE_DTYPES, PAYLOAD_TYPES, RankGroup
+from megatron_ep.normal import autograd, launches, operators
+from megatron_ep.normal.handle import CountsToAskFor, Handle
+from megatron_ep.normal.rank_group import COMBINE_DTYPES, PAYLOAD_TYPES, RankGroup
 from megatron_ep.reference import SCALE_BLOCK
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
@@ -61,15 +61,15 @@ class _ReceivedLater(Received):
         self.__dict__.update(known)
 
     def _of_handle(self, tensors: list[torch.Tensor]) -> Any:
-        return tensors if isinstance(self.handle.buffer, LocalCluster) else tensors[0]
+        return tensors if self.handle.buffer.takes_lists else tensors[0]
 
     @functools.cached_property
     def tokens_per_expert(self) -> Any:
-        return self._of_handle(transfers.tokens_per_expert_of(self.handle))
+        return self._of_handle(launches.tokens_per_expert_of(self.handle))
 
     @functools.cached_property
     def overflow(self) -> Any:
-        return self._of_handle(transfers.overflow_of(self.handle))
+        return self._of_handle(launches.overflow_of(self.handle))
 
 
 def dispatch(
@@ -119,12 +119,12 @@ def dispatch(
         if not is_traced:  # the operator does
             group.check_usable()
         _check_owner(buffer, handle)
-        xs = _as_list("x", x, group, is_traced)
-        weights = None if topk_weights is None else _as_list("topk_weights", topk_weights, group, is_traced)
-        row_scales = None if scales is None else _as_list("scales", scales, group, is_traced)
+        xs = as_list("x", x, group, is_traced)
+        weights = None if topk_weights is None else as_list("topk_weights", topk_weights, group, is_traced)
+        row_scales = None if scales is None else as_list("scales", scales, group, is_traced)
         if handle is None:
-            ids = _as_list("topk_idx", topk_idx, group, is_traced)
-            _check_ids(ids)
+            ids = as_list("topk_idx", topk_idx, group, is_traced)
+            check_ids(ids)
             most_rows = MOST_PADDED_ROWS // group.num_local_experts
             require_int("expert_alignment", expert_alignment, 1, most_rows)
             if expert_capacity is not None:
@@ -137,13 +137,13 @@ def dispatch(
         else:
             _check_handle_alone(topk_idx, expert_alignment, expert_capacity, max_recv_tokens)
             num_tokens, topk = [rank.num_tokens for rank in handle.ranks], handle.topk
-        _check_payload("x", xs, num_tokens, PAYLOAD_DTYPES)
-        _check_weights("topk_weights", weights, [(tokens, topk) for tokens in num_tokens], WEIGHT_DTYPES)
-        _check_scales(xs, row_scales)
+        check_payload("x", xs, num_tokens, PAYLOAD_DTYPES)
+        check_weights("topk_weights", weights, [(tokens, topk) for tokens in num_tokens], WEIGHT_DTYPES)
+        check_scales(xs, row_scales)
         values: list[torch.Tensor] = []
         if forward_dtype is not None:
-            _check_forward_dtype(forward_dtype, xs[0])
-            transfers.format_of(group, topk, xs[0], None, weights)  # of the combine in the backward pass
+            check_forward_dtype(forward_dtype, xs[0])
+            launches.format_of(group, topk, xs[0], None, weights)  # of the combine in the backward pass
             values, row_scales = (list(part) for part in zip(*map(float8.quantize, xs), strict=True))
         if handle is None:
             request = CountsToAskFor(ids, expert_alignment, expert_capacity or 0, max_recv_tokens)
@@ -153,19 +153,19 @@ def dispatch(
     needs_gradient = autograd.need_gradient((*xs, *(weights or ())))
     if values:
         tensors = (*xs, *values, *(weights or ()))
-        out, row_scales = autograd.Float8Dispatch.apply(handle, n, row_scales, needs_gradient, *tensors), None
+        out, row_scales = autograd.Float8DispatchFunction.apply(handle, n, row_scales, needs_gradient, *tensors), None
     elif is_traced:
-        out, handle = operators.dispatch(handle, xs, row_scales, weights, clears_end=needs_gradient)
+        out, handle = operators.traced_dispatch(handle, xs, row_scales, weights, clears_end=needs_gradient)
     else:
-        out = autograd.dispatch(handle, n, row_scales, needs_gradient, *xs, *(weights or ()))
+        out = autograd.differentiable_dispatch(handle, n, row_scales, needs_gradient, *xs, *(weights or ()))
     parts = [list(out[i : i + n]) for i in range(0, len(out), n)]
-    one = (lambda items: items) if isinstance(group, LocalCluster) else (lambda items: items[0])
+    one = (lambda items: items) if group.takes_lists else (lambda items: items[0])
     row_probs = one(parts[1]) if weights is not None else None
     received_scales = one(parts[-1]) if row_scales is not None else None
     # What a graph's replays are to renew it must have captured: nobody may ask before the capture is over.
     if not is_traced and not group.live_backend().is_capturing():
         return _ReceivedLater(one(parts[0]), received_scales, row_probs, handle=handle)
-    counts, overflow = one(transfers.tokens_per_expert_of(handle)), one(transfers.overflow_of(handle))
+    counts, overflow = one(launches.tokens_per_expert_of(handle)), one(launches.overflow_of(handle))
     return Received(one(parts[0]), received_scales, row_probs, counts, overflow, handle)
 
 
@@ -194,20 +194,20 @@ def combine(x: Tensors, handle: Handle, weights: Tensors | None = None) -> Any:
     with group.abort_peers_on_error():
         if not is_traced:  # the operator does
             group.check_usable()
-        xs = _as_list("x", x, group, is_traced)
+        xs = as_list("x", x, group, is_traced)
         rows = [rank.rows for rank in handle.ranks]
-        _check_payload("x", xs, rows, COMBINE_DTYPES)
-        row_weights = None if weights is None else _as_list("weights", weights, group, is_traced)
+        check_payload("x", xs, rows, COMBINE_DTYPES)
+        row_weights = None if weights is None else as_list("weights", weights, group, is_traced)
         allowed = (torch.float64 if xs[0].dtype == torch.float64 else torch.float32,)
-        _check_weights("weights", row_weights, [(count,) for count in rows], allowed)
+        check_weights("weights", row_weights, [(count,) for count in rows], allowed)
     out: Sequence[torch.Tensor]
     if is_traced:
-        out = operators.combine(handle, xs, row_weights)
+        out = operators.traced_combine(handle, xs, row_weights)
     elif row_weights is None:
-        out = autograd.combine(handle, len(group.ranks), *xs)
+        out = autograd.differentiable_combine(handle, len(group.ranks), *xs)
     else:
-        out = autograd.weighted_combine(handle, len(group.ranks), *xs, *row_weights)
-    return list(out) if isinstance(group, LocalCluster) else out[0]
+        out = autograd.differentiable_weighted_combine(handle, len(group.ranks), *xs, *row_weights)
+    return list(out) if group.takes_lists else out[0]
 
 
 # ---- arguments
@@ -234,8 +234,8 @@ def _check_owner(buffer: RankGroup | None, handle: Handle | None) -> None:
         raise ValueError("handle belongs to another buffer than the one given")
 
 
-def _as_list(name: str, value: Tensors | None, group: RankGroup, is_traced: bool = False) -> list[torch.Tensor]:
-    if isinstance(group, LocalCluster):
+def as_list(name: str, value: Tensors | None, group: RankGroup, is_traced: bool = False) -> list[torch.Tensor]:
+    if group.takes_lists:
         if not isinstance(value, (list, tuple)) or len(value) != len(group.ranks):
             got = f"{len(value)} items" if isinstance(value, (list, tuple)) else f"a {type(value).__name__}"
             raise ValueError(
@@ -261,13 +261,13 @@ def _as_list(name: str, value: Tensors | None, group: RankGroup, is_traced: bool
     return tensors
 
 
-def _check_dtype(name: str, tensor: torch.Tensor, allowed: Sequence[torch.dtype]) -> None:
+def check_dtype(name: str, tensor: torch.Tensor, allowed: Sequence[torch.dtype]) -> None:
     if tensor.dtype not in allowed:
         raise ValueError(f"{name} is {tensor.dtype}, must be one of {', '.join(str(dtype) for dtype in allowed)}")
 
 
-def _check_ids(ids: list[torch.Tensor]) -> None:
-    _check_dtype("topk_idx", ids[0], (torch.int64, torch.int32))
+def check_ids(ids: list[torch.Tensor]) -> None:
+    check_dtype("topk_idx", ids[0], (torch.int64, torch.int32))
     for idx in ids:
         if idx.dim() != 2 or not 1 <= idx.shape[1] <= MAX_TOPK:
             raise ValueError(f"topk_idx has shape {tuple(idx.shape)}, must be [T, K] with 1 <= K <= {MAX_TOPK}")
@@ -289,8 +289,8 @@ def _check_handle_alone(topk_idx: object, alignment: int, capacity: int | None, 
             raise ValueError(f"{name} must not be given with a handle, which has its own")
 
 
-def _check_payload(name: str, xs: list[torch.Tensor], rows: list[int], allowed: Sequence[torch.dtype]) -> None:
-    _check_dtype(name, xs[0], allowed)
+def check_payload(name: str, xs: list[torch.Tensor], rows: list[int], allowed: Sequence[torch.dtype]) -> None:
+    check_dtype(name, xs[0], allowed)
     for x, expected in zip(xs, rows, strict=True):
         if x.dim() != 2 or x.shape[0] != expected or x.shape[1] < 1:
             raise ValueError(f"{name} has shape {tuple(x.shape)}, must be [{expected}, H] with H >= 1")
@@ -300,24 +300,24 @@ def _check_payload(name: str, xs: list[torch.Tensor], rows: list[int], allowed: 
             raise ValueError(f"{name} has H = {xs[0].shape[1]} on one rank and {x.shape[1]} on another, must be equal")
 
 
-def _check_weights(
+def check_weights(
     name: str, weights: list[torch.Tensor] | None, shapes: list[tuple[int, ...]], allowed: Sequence[torch.dtype]
 ) -> None:
     if weights is None:
         return
-    _check_dtype(name, weights[0], allowed)
+    check_dtype(name, weights[0], allowed)
     for weight, shape in zip(weights, shapes, strict=True):
         if tuple(weight.shape) != shape:
             raise ValueError(f"{name} has shape {tuple(weight.shape)}, must be {shape}")
 
 
-def _check_forward_dtype(forward_dtype: torch.dtype, x: torch.Tensor) -> None:
+def check_forward_dtype(forward_dtype: torch.dtype, x: torch.Tensor) -> None:
     if forward_dtype != torch.float8_e4m3fn:
         raise ValueError(f"forward_dtype is {forward_dtype}, must be torch.float8_e4m3fn or None")
-    _check_dtype("x with forward_dtype", x, tuple(float8.DTYPES))
+    check_dtype("x with forward_dtype", x, tuple(float8.DTYPES))
 
 
-def _check_scales(xs: list[torch.Tensor], scales: list[torch.Tensor] | None) -> None:
+def check_scales(xs: list[torch.Tensor], scales: list[torch.Tensor] | None) -> None:
     is_float8 = xs[0].dtype == torch.float8_e4m3fn
     if (scales is not None) != is_float8:
         raise ValueError(
@@ -325,7 +325,7 @@ def _check_scales(xs: list[torch.Tensor], scales: list[torch.Tensor] | None) -> 
         )
     if scales is None:
         return
-    _check_dtype("scales", scales[0], SCALE_DTYPES)
+    check_dtype("scales", scales[0], SCALE_DTYPES)
     for x, scale in zip(xs, scales, strict=True):
         shape = (x.shape[0], -(-x.shape[1] // SCALE_BLOCK))
         if tuple(scale.shape) != shape:

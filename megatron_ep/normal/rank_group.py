@@ -11,10 +11,11 @@ from typing import TypeVar
 
 import torch
 
-from megatron_ep import _C, blame
+from megatron_ep import _C
 from megatron_ep.backends.interface import Backend
-from megatron_ep.blame import Standing
 from megatron_ep.config import Config, Topology
+from megatron_ep.diagnosis import blame
+from megatron_ep.diagnosis.blame import Standing
 from megatron_ep.errors import EPAbortError, EPError, EPOverflowError, EPTimeoutError, describe
 
 Own = TypeVar("Own", bound="RankGroup")
@@ -54,7 +55,7 @@ class AbortPeersOnError:
 
 
 class RankGroup:
-    """The ranks of a buffer that live in this process. What is launched on them: `megatron_ep.transfers`."""
+    """The ranks of a buffer that live in this process. What is launched on them: `megatron_ep.normal.launches`."""
 
     topology: Topology
     config: Config
@@ -63,6 +64,7 @@ class RankGroup:
     number: int  # of this buffer in this process, for operators, which take no objects
     heap: _C.Heap
     resets: int = 0  # since it was made
+    takes_lists = False  # calls take and return lists with one tensor per rank, not tensors
     _backend: Backend | None = None
     _is_seen = False  # whether somebody was told of the failure since the last reset, if there was one
 

@@ -9,24 +9,23 @@ from typing import Any
 import torch
 
 from megatron_ep import _C
-from megatron_ep.buffer import LocalCluster
 from megatron_ep.config import require_int
-from megatron_ep.functional import (
+from megatron_ep.low_latency.calls import Counters
+from megatron_ep.low_latency.handle import LowLatencyHandle
+from megatron_ep.low_latency.rows import Float8, float8_of, row_format
+from megatron_ep.normal.api import (
     MOST_PADDED_ROWS,
     MOST_ROWS,
     PAYLOAD_DTYPES,
     WEIGHT_DTYPES,
     Tensors,
-    _as_list,
-    _check_dtype,
-    _check_ids,
-    _check_payload,
-    _check_weights,
+    as_list,
+    check_dtype,
+    check_ids,
+    check_payload,
+    check_weights,
 )
-from megatron_ep.low_latency_calls import Counters
-from megatron_ep.low_latency_handle import LowLatencyHandle
-from megatron_ep.low_latency_rows import Float8, float8_of, row_format
-from megatron_ep.rank_group import COMBINE_DTYPES, RankGroup
+from megatron_ep.normal.rank_group import COMBINE_DTYPES, RankGroup
 
 LAYOUTS = ("masked", "grouped")
 PLACES = ("token", "expert")
@@ -97,9 +96,9 @@ class Checks:
 
     def _listed(self, value: Any) -> Any:
         """Of what is known to be right."""
-        return value if value is None else list(value) if isinstance(self._group, LocalCluster) else [value]
+        return value if value is None else list(value) if self._group.takes_lists else [value]
 
-    def dispatch(
+    def check_dispatch(
         self,
         x: Tensors,
         topk_idx: Tensors,
@@ -127,9 +126,9 @@ class Checks:
         else:
             if layout not in LAYOUTS:
                 raise ValueError(f"layout is {layout!r}, must be one of {', '.join(map(repr, LAYOUTS))}")
-            xs, ids = _as_list("x", x, group), _as_list("topk_idx", topk_idx, group)
-            weights = None if topk_weights is None else _as_list("topk_weights", topk_weights, group)
-            _check_ids(ids)
+            xs, ids = as_list("x", x, group), as_list("topk_idx", topk_idx, group)
+            weights = None if topk_weights is None else as_list("topk_weights", topk_weights, group)
+            check_ids(ids)
             topk, num_tokens = ids[0].shape[1], [idx.shape[0] for idx in ids]
             if topk > self._limits.topk:
                 raise ValueError(f"topk_idx has K = {topk}, must be at most the {self._limits.topk} of LowLatency")
@@ -137,11 +136,11 @@ class Checks:
             for tokens in num_tokens:
                 if tokens > most:
                     raise ValueError(f"x has {tokens} tokens, must have at most max_tokens = {most}")
-            row_scales = None if scales is None else _as_list("scales", scales, group)
-            _check_payload("x", xs, num_tokens, PAYLOAD_DTYPES)
+            row_scales = None if scales is None else as_list("scales", scales, group)
+            check_payload("x", xs, num_tokens, PAYLOAD_DTYPES)
             float8 = float8_of(xs, fp8, row_scales, scale_layout)
             self._check_row("x", xs[0], float8)
-            _check_weights("topk_weights", weights, [(tokens, topk) for tokens in num_tokens], WEIGHT_DTYPES)
+            check_weights("topk_weights", weights, [(tokens, topk) for tokens in num_tokens], WEIGHT_DTYPES)
             counters = self._check_counters(recv_rows=recv_rows, recv_wait_ns=recv_wait_ns)
             num_rows = self._rows(layout, topk, expert_alignment, max_recv_tokens, expert_capacity)
             self._remember(looks, num_rows)
@@ -149,7 +148,7 @@ class Checks:
             self._check_id_values(ids)
         return DispatchArguments(xs, ids, weights, float8, counters, num_rows)
 
-    def combine(
+    def check_combine(
         self,
         x: Tensors,
         handle: LowLatencyHandle,
@@ -167,11 +166,11 @@ class Checks:
             return CombineArguments(xs, factors, outs, {} if waits is None else {"recv_wait_ns": waits})
         if sum_at not in PLACES:
             raise ValueError(f"sum_at is {sum_at!r}, must be one of {', '.join(map(repr, PLACES))}")
-        given = _as_list("x", x, group)
+        given = as_list("x", x, group)
         xs = self._flat("x", given, handle, 1)
-        _check_payload("x", xs, [rank.rows for rank in handle.ranks], COMBINE_DTYPES)
+        check_payload("x", xs, [rank.rows for rank in handle.ranks], COMBINE_DTYPES)
         self._check_row("x", xs[0])
-        factors = None if weights is None else _as_list("weights", weights, group)
+        factors = None if weights is None else as_list("weights", weights, group)
         if factors is not None:
             allowed = (torch.float64 if xs[0].dtype == torch.float64 else torch.float32,)
             shapes: list[tuple[int, ...]] = [(rank.num_tokens, handle.topk) for rank in handle.ranks]
@@ -179,8 +178,8 @@ class Checks:
             if sum_at == "expert":
                 flat = self._flat("weights", factors, handle, 0)
                 shapes = [(rank.rows,) for rank in handle.ranks]
-            _check_weights("weights", flat, shapes, allowed)
-        outs = None if out is None else self._check_out(_as_list("out", out, group), xs, handle)
+            check_weights("weights", flat, shapes, allowed)
+        outs = None if out is None else self._check_out(as_list("out", out, group), xs, handle)
         counters = self._check_counters(recv_wait_ns=recv_wait_ns)
         self._remember(looks, True)
         return CombineArguments(given, factors, outs, counters)
@@ -193,7 +192,7 @@ class Checks:
         self._known[looks] = what
 
     def _check_counters(self, **tensors: Tensors | None) -> Counters:
-        counters = {name: _as_list(name, given, self._group) for name, given in tensors.items() if given is not None}
+        counters = {name: as_list(name, given, self._group) for name, given in tensors.items() if given is not None}
         world = self._group.topology.world_size
         for name, of_ranks in counters.items():
             for tensor in of_ranks:
@@ -279,7 +278,7 @@ class Checks:
         handle: LowLatencyHandle,
     ) -> list[torch.Tensor]:
         for tensor, x, rank in zip(outs, xs, handle.ranks, strict=True):
-            _check_dtype("out", tensor, (x.dtype,))
+            check_dtype("out", tensor, (x.dtype,))
             if tuple(tensor.shape) != (rank.num_tokens, x.shape[1]):
                 raise ValueError(f"out has shape {tuple(tensor.shape)}, must be {(rank.num_tokens, x.shape[1])}")
         return outs

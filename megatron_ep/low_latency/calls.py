@@ -16,9 +16,9 @@ from megatron_ep import _C
 from megatron_ep.backends.interface import Backend
 from megatron_ep.backends.low_latency import InFlight, LowLatencyRanks
 from megatron_ep.backends.low_latency_mask import Masks
-from megatron_ep.low_latency_handle import LowLatencyHandle, RankPart
-from megatron_ep.low_latency_rows import Float8, aligned_column, new_tensor, row_format
-from megatron_ep.rank_group import PAYLOAD_TYPES, RankGroup
+from megatron_ep.low_latency.handle import LowLatencyHandle, RankPart
+from megatron_ep.low_latency.rows import Float8, aligned_column, new_tensor, row_format
+from megatron_ep.normal.rank_group import PAYLOAD_TYPES, RankGroup
 
 Counters = Mapping[str, Sequence[torch.Tensor]]  # the callers', one a rank: recv_rows, recv_wait_ns
 
@@ -88,7 +88,7 @@ class LowLatencyCalls:
         for calls in self.in_flight.values():
             calls.clear()
 
-    def dispatch(
+    def launch_dispatch(
         self,
         handle: LowLatencyHandle,
         ids: Sequence[torch.Tensor],
@@ -140,12 +140,12 @@ class LowLatencyCalls:
         row = self.format_of(handle.topk, x[0], weights, fp8)
 
         def launch(launches: _C.LowLatencyLaunches) -> None:
-            self.ranks.dispatch(tensors, row, options, launches=launches)
+            self.ranks.enqueue_dispatch(tensors, row, options, launches=launches)
 
         handle.call = self._send("dispatch", launch, kept, at_once)
         return out, out_weights, out_scales, handle.call
 
-    def combine(
+    def launch_combine(
         self,
         handle: LowLatencyHandle,
         x: Sequence[torch.Tensor],
@@ -185,7 +185,7 @@ class LowLatencyCalls:
         row, dtype = self.format_of(handle.topk, x[0], values), PAYLOAD_TYPES[x[0].dtype]
 
         def launch(launches: _C.LowLatencyLaunches) -> None:
-            self.ranks.combine(tensors, row, options, launches=launches, dtype=dtype)
+            self.ranks.enqueue_combine(tensors, row, options, launches=launches, dtype=dtype)
 
         return y, y_values if values is not None else None, self._send("combine", launch, kept, at_once)
 

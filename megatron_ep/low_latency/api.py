@@ -7,19 +7,23 @@ from typing import Any
 import torch
 
 from megatron_ep import _C
-from megatron_ep.autograd import need_gradient
 from megatron_ep.backends import low_latency as backends
 from megatron_ep.buffer import Buffer, LocalCluster
 from megatron_ep.config import require_int
-from megatron_ep.functional import MAX_TOPK, MOST_PADDED_ROWS, MOST_ROW_BYTES, Tensors
-from megatron_ep.low_latency_autograd import combine, dispatch, weighted_combine
-from megatron_ep.low_latency_calls import LowLatencyCalls, Pending
-from megatron_ep.low_latency_checks import Checks, Limits
-from megatron_ep.low_latency_handle import LowLatencyHandle
-from megatron_ep.low_latency_received import received_of
-from megatron_ep.low_latency_rows import row_format
-from megatron_ep.masked_ranks import MaskedRanks, check_policy
-from megatron_ep.rank_group import COMBINE_DTYPES, RankGroup
+from megatron_ep.low_latency.autograd import (
+    differentiable_combine,
+    differentiable_dispatch,
+    differentiable_weighted_combine,
+)
+from megatron_ep.low_latency.calls import LowLatencyCalls, Pending
+from megatron_ep.low_latency.checks import Checks, Limits
+from megatron_ep.low_latency.handle import LowLatencyHandle
+from megatron_ep.low_latency.membership import MaskedRanks, check_policy
+from megatron_ep.low_latency.received import received_of
+from megatron_ep.low_latency.rows import row_format
+from megatron_ep.normal.api import MAX_TOPK, MOST_PADDED_ROWS, MOST_ROW_BYTES, Tensors
+from megatron_ep.normal.autograd import need_gradient
+from megatron_ep.normal.rank_group import COMBINE_DTYPES, RankGroup
 
 
 class LowLatency(MaskedRanks):
@@ -160,7 +164,7 @@ class LowLatency(MaskedRanks):
         group = self.buffer
         with group.abort_peers_on_error():
             group.check_usable()
-            given = self._checks.dispatch(
+            given = self._checks.check_dispatch(
                 x,
                 topk_idx,
                 topk_weights,
@@ -179,7 +183,7 @@ class LowLatency(MaskedRanks):
             handle = LowLatencyHandle(self._calls, topk, layout == "masked", expert_alignment, parts)
         pending: list[Pending] | None = [] if return_recv_hook else None
         tensors = (*given.x, *(given.weights or ()))
-        out = dispatch(handle, given.ids, pending, given.float8, given.counters, *tensors)
+        out = differentiable_dispatch(handle, given.ids, pending, given.float8, given.counters, *tensors)
         received = received_of(handle, given.float8, given.weights is not None, out)
         return received if pending is None else (received, pending[0].receive)
 
@@ -223,7 +227,7 @@ class LowLatency(MaskedRanks):
             if not isinstance(handle, LowLatencyHandle) or handle.calls is not self._calls:
                 raise ValueError(f"handle is a {type(handle).__name__}, must be of a dispatch of this LowLatency")
             handle.check()
-            given = self._checks.combine(x, handle, weights, out, recv_wait_ns, sum_at=sum_at)
+            given = self._checks.check_combine(x, handle, weights, out, recv_wait_ns, sum_at=sum_at)
             tensors = (*given.x, *(given.weights or ()))
             if given.out is not None and need_gradient((*tensors, *given.out)):
                 raise ValueError("out must not be given where a gradient is needed")
@@ -232,9 +236,9 @@ class LowLatency(MaskedRanks):
         pending: list[Pending] | None = [] if return_recv_hook else None
         settings = (sum_at == "expert", given.out, pending, given.counters)
         if given.weights is None:
-            y = combine(handle, *settings, *tensors)
+            y = differentiable_combine(handle, *settings, *tensors)
         else:
-            y = weighted_combine(handle, *settings, renormalize, *tensors)
+            y = differentiable_weighted_combine(handle, *settings, renormalize, *tensors)
         sums = list(y if given.out is None else given.out)
-        result = sums if isinstance(group, LocalCluster) else sums[0]
+        result = sums if group.takes_lists else sums[0]
         return result if pending is None else (result, pending[0].receive)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron_ep.backends.low_latency import Call
-from megatron_ep.rank_group import RankGroup
+from megatron_ep.normal.rank_group import RankGroup
 
 
 @dataclass

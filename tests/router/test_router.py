@@ -13,7 +13,7 @@ import sys
 import pytest
 import torch
 
-from megatron_ep.router import Routing, grouped_topk
+from megatron_ep.router.api import Routing, grouped_topk
 
 pytestmark = pytest.mark.numerical
 

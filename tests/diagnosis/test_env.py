@@ -1,4 +1,4 @@
-"""megatron_ep.env: complete on a healthy machine, and still complete when what it reports on is missing or broken."""
+"""The report on the machine: complete on a healthy one, and when what it reports on is missing or broken."""
 
 import json
 import os
@@ -12,18 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ep import env
+from megatron_ep.diagnosis import env
 
 SECTIONS = ["system", "memory", "packages", "cuda", "extension", "environment"]
 
 
 @pytest.fixture
 def lone_package(tmp_path: Path) -> Path:
-    """A package that holds nothing but env.py."""
+    """A package that holds nothing but the report."""
     package = tmp_path / "megatron_ep"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    shutil.copy(env.__file__, package)
+    (package / "diagnosis").mkdir(parents=True)
+    for name in ("__init__.py", "env.py", "diagnosis/__init__.py", "diagnosis/env.py"):
+        shutil.copy(Path(env.__file__).parents[1] / name, package / name)
     return package
 
 
@@ -55,7 +55,7 @@ def test_report_of_this_machine() -> None:
 
 
 def test_never_imports_what_it_reports_on() -> None:
-    script = "import sys, megatron_ep.env as env; env.collect(); print(*sys.modules)"
+    script = "import sys, megatron_ep.diagnosis.env as env; env.collect(); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert not {"torch", "numpy", "megatron", "megatron_ep._C"} & set(done.stdout.split())
 

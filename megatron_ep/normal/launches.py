@@ -1,4 +1,4 @@
-"""The launches of the normal mode: counts, dispatch and combine. `megatron_ep.functional` has checked their arguments.
+"""The launches of the normal mode: counts, dispatch and combine. `megatron_ep.normal.api` has checked their arguments.
 
 Lists have one entry per rank of this process.
 """
@@ -13,8 +13,8 @@ import torch
 from megatron_ep import _C
 from megatron_ep.backends.interface import CountSettings, RankHandle
 from megatron_ep.config import Topology
-from megatron_ep.handle import CountsToAskFor, Handle
-from megatron_ep.rank_group import PAYLOAD_TYPES, RankGroup
+from megatron_ep.normal.handle import CountsToAskFor, Handle
+from megatron_ep.normal.rank_group import PAYLOAD_TYPES, RankGroup
 
 # Rows after which an NVLink ring's flag is published even if nobody waits for it.
 NVL_BATCH = 8
@@ -78,7 +78,7 @@ def _row_format(
     return row, row.slot_bytes
 
 
-def dispatch(
+def launch_dispatch(
     handle: Handle,
     x: Sequence[torch.Tensor],
     scales: Sequence[torch.Tensor] | None,
@@ -113,12 +113,14 @@ def dispatch(
             t.out_weights = out_weights[i].data_ptr()
         t.fills_tables, rank.has_tables = not rank.has_tables, True
         t.has_local_pass = _has_local_pass(group, rank, row, backend.least_stores)
-    backend.dispatch(tensors, row, nvl_batch=NVL_BATCH, rdma_chunk=group.config.rdma_chunk_tokens, counts=counts)
+    backend.enqueue_dispatch(
+        tensors, row, nvl_batch=NVL_BATCH, rdma_chunk=group.config.rdma_chunk_tokens, counts=counts
+    )
     group.raise_if_aborted()
     return out, out_scales if scales is not None else None, out_weights if weights is not None else None
 
 
-def combine(
+def launch_combine(
     handle: Handle,
     x: Sequence[torch.Tensor],
     weights: Sequence[torch.Tensor] | None,
@@ -143,7 +145,7 @@ def combine(
             known = rank.positions.shape[0]
             sums.append(torch.empty(known, x[i].shape[1], dtype=x[i].dtype, device=group.device))
             t.sums = sums[-1].data_ptr()
-    backend.combine(
+    backend.enqueue_combine(
         tensors,
         row,
         nvl_batch=NVL_BATCH,
@@ -204,7 +206,7 @@ def _exchange_counts(group: RankGroup, request: CountsToAskFor) -> tuple[list[Ra
         "expert_capacity": request.expert_capacity,
     }
     is_left = not wait and not backend.learns_counts
-    totals = () if is_left else backend.notify(tensors, topk=topk, **settings)
+    totals = () if is_left else backend.exchange_counts(tensors, topk=topk, **settings)
     for number, idx, total in zip(group.ranks, topk_idx, totals, strict=False):
         if total.bad_token >= 0:
             _refuse_ids(group, number, idx, total.bad_token)

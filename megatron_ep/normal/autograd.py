@@ -1,4 +1,4 @@
-"""Dispatch and combine as functions of torch.autograd, on checked arguments: see `megatron_ep.functional`.
+"""Dispatch and combine as functions of torch.autograd, on checked arguments: see `megatron_ep.normal.api`.
 
 Tensors come one after the other: the rows of each rank of this process, then the weights, if any, of each.
 """
@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from megatron_ep import float8, transfers
-from megatron_ep.handle import Handle
+from megatron_ep import float8
+from megatron_ep.normal import launches
+from megatron_ep.normal.handle import Handle
 
 
 def in_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -24,23 +25,23 @@ def need_gradient(tensors: Sequence[torch.Tensor]) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def dispatch(
+def differentiable_dispatch(
     handle: Handle, num_ranks: int, scales: list[torch.Tensor] | None, clears_end: bool, *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """As `Dispatch`, which takes torch longer and is for gradients."""
+    """As `DispatchFunction`, which takes torch longer and is for gradients."""
     if need_gradient(tensors):
-        return Dispatch.apply(handle, num_ranks, scales, clears_end, *tensors)
+        return DispatchFunction.apply(handle, num_ranks, scales, clears_end, *tensors)
     return _dispatch(handle, num_ranks, scales, clears_end, *tensors)
 
 
-def combine(handle: Handle, num_ranks: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """As `Combine`."""
-    return (Combine.apply if need_gradient(tensors) else _combine)(handle, num_ranks, *tensors)
+def differentiable_combine(handle: Handle, num_ranks: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """As `CombineFunction`."""
+    return (CombineFunction.apply if need_gradient(tensors) else _combine)(handle, num_ranks, *tensors)
 
 
-def weighted_combine(handle: Handle, num_ranks: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """As `WeightedCombine`."""
-    return (WeightedCombine.apply if need_gradient(tensors) else _weighted_combine)(handle, num_ranks, *tensors)
+def differentiable_weighted_combine(handle: Handle, num_ranks: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """As `WeightedCombineFunction`."""
+    return (WeightedCombineFunction.apply if need_gradient(tensors) else _weighted_combine)(handle, num_ranks, *tensors)
 
 
 def _dispatch(
@@ -48,23 +49,25 @@ def _dispatch(
 ) -> tuple[torch.Tensor, ...]:
     x, weights = tensors[:num_ranks], tensors[num_ranks:]
     with handle.buffer.abort_peers_on_error():
-        out, out_scales, out_weights = transfers.dispatch(handle, x, scales, weights or None, clears_end=clears_end)
+        out, out_scales, out_weights = launches.launch_dispatch(
+            handle, x, scales, weights or None, clears_end=clears_end
+        )
     return (*out, *(out_weights or ()), *(out_scales or ()))
 
 
 def _combine(handle: Handle, num_ranks: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     with handle.buffer.abort_peers_on_error():
-        out, out_weights = transfers.combine(handle, tensors[:num_ranks], tensors[num_ranks:] or None)
+        out, out_weights = launches.launch_combine(handle, tensors[:num_ranks], tensors[num_ranks:] or None)
     return (*out, *(out_weights or ()))
 
 
 def _weighted_combine(handle: Handle, num_ranks: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     with handle.buffer.abort_peers_on_error():
-        out, _ = transfers.combine(handle, tensors[:num_ranks], None, tensors[num_ranks:])
+        out, _ = launches.launch_combine(handle, tensors[:num_ranks], None, tensors[num_ranks:])
     return tuple(out)
 
 
-class Dispatch(Function):
+class DispatchFunction(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -90,11 +93,11 @@ class Dispatch(Function):
         with ctx.handle.buffer.abort_peers_on_error():
             if ctx.is_float8:  # no gradient to x: only the weights' travel
                 grads = (*(grad.new_empty(grad.shape[0], 0, dtype=torch.float32) for grad in grads[:n]), *grads[n:])
-            back = combine(ctx.handle, n, *(in_memory(grad) for grad in grads))
+            back = differentiable_combine(ctx.handle, n, *(in_memory(grad) for grad in grads))
         return (None, None, None, None, *(None if ctx.is_float8 and i < n else grad for i, grad in enumerate(back)))
 
 
-class Float8Dispatch(Function):
+class Float8DispatchFunction(Function):
     """Rows travel as fp8; their gradients do not (straight-through)."""
 
     @staticmethod
@@ -109,7 +112,7 @@ class Float8Dispatch(Function):
         x, values, weights = tensors[:num_ranks], tensors[num_ranks : 2 * num_ranks], tensors[2 * num_ranks :]
         ctx.handle, ctx.num_ranks = handle, num_ranks
         with handle.buffer.abort_peers_on_error():
-            out, out_scales, out_weights = transfers.dispatch(
+            out, out_scales, out_weights = launches.launch_dispatch(
                 handle, values, scales, weights or None, clears_end=clears_end
             )
             assert out_scales is not None
@@ -120,11 +123,11 @@ class Float8Dispatch(Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         n = ctx.num_ranks
         with ctx.handle.buffer.abort_peers_on_error():
-            back = combine(ctx.handle, n, *(in_memory(grad) for grad in grads))
+            back = differentiable_combine(ctx.handle, n, *(in_memory(grad) for grad in grads))
         return (None, None, None, None, *back[:n], *(None,) * n, *back[n:])
 
 
-class Combine(Function):
+class CombineFunction(Function):
     @staticmethod
     def forward(ctx: Any, handle: Handle, num_ranks: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.handle, ctx.num_ranks = handle, num_ranks
@@ -133,11 +136,11 @@ class Combine(Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         with ctx.handle.buffer.abort_peers_on_error():
-            back = dispatch(ctx.handle, ctx.num_ranks, None, True, *(in_memory(grad) for grad in grads))
+            back = differentiable_dispatch(ctx.handle, ctx.num_ranks, None, True, *(in_memory(grad) for grad in grads))
         return (None, None, *back)
 
 
-class WeightedCombine(Function):
+class WeightedCombineFunction(Function):
     @staticmethod
     def forward(ctx: Any, handle: Handle, num_ranks: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.handle, ctx.num_ranks = handle, num_ranks
@@ -155,12 +158,12 @@ class WeightedCombine(Function):
             # Ones travel along: they tell the rows of tokens from padding, where x and weights may hold anything. They
             # are NaN, not 0, if the call failed.
             ones = [torch.ones(len(g), handle.topk, device=g.device) for g in grads]
-            back = dispatch(handle, n, None, True, *(in_memory(grad) for grad in grads), *ones)
+            back = differentiable_dispatch(handle, n, None, True, *(in_memory(grad) for grad in grads), *ones)
             rows, is_row = back[:n], [one != 0 for one in back[n:]]
             for i in range(n):
                 given = (x[i], weights[i], rows[i], is_row[i])
                 if ctx.needs_input_grad[2 + i]:
-                    x_grads[i] = transfers.gradient_of_rows(*given)
+                    x_grads[i] = launches.gradient_of_rows(*given)
                 if ctx.needs_input_grad[2 + n + i]:
-                    weight_grads[i] = transfers.gradient_of_weights(*given)
+                    weight_grads[i] = launches.gradient_of_weights(*given)
         return (None, None, *x_grads, *weight_grads)

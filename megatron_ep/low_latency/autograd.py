@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from megatron_ep.autograd import in_memory, need_gradient
-from megatron_ep.low_latency_calls import Counters, Pending
-from megatron_ep.low_latency_handle import LowLatencyHandle
-from megatron_ep.low_latency_rows import Float8
+from megatron_ep.low_latency.calls import Counters, Pending
+from megatron_ep.low_latency.handle import LowLatencyHandle
+from megatron_ep.low_latency.rows import Float8
+from megatron_ep.normal.autograd import in_memory, need_gradient
 
 Out = Sequence[torch.Tensor] | None
 
 
-def dispatch(
+def differentiable_dispatch(
     handle: LowLatencyHandle,
     ids: Sequence[torch.Tensor],
     pending: list[Pending] | None,
@@ -28,14 +28,14 @@ def dispatch(
     counters: Counters | None,
     *tensors: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """As `Dispatch`, which takes torch longer and is for gradients: then rows without a token are zeros."""
+    """As `DispatchFunction`, which takes torch longer and is for gradients: then rows without a token are zeros."""
     if need_gradient(tensors):
-        return Dispatch.apply(handle, ids, pending, fp8, counters, *tensors)
+        return DispatchFunction.apply(handle, ids, pending, fp8, counters, *tensors)
     out, probs, scales = _dispatch(handle, ids, pending, fp8, counters, *tensors, zero=False)
     return (*out, *probs, *scales)
 
 
-def combine(
+def differentiable_combine(
     handle: LowLatencyHandle,
     sum_at_expert: bool,
     out: Out,
@@ -43,12 +43,12 @@ def combine(
     counters: Counters | None,
     *tensors: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """As `Combine`."""
-    run = Combine.apply if need_gradient(tensors) else _combine
+    """As `CombineFunction`."""
+    run = CombineFunction.apply if need_gradient(tensors) else _combine
     return run(handle, sum_at_expert, out, pending, counters, *tensors)
 
 
-def weighted_combine(
+def differentiable_weighted_combine(
     handle: LowLatencyHandle,
     sum_at_expert: bool,
     out: Out,
@@ -57,9 +57,9 @@ def weighted_combine(
     renormalize: bool,
     *tensors: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """As `WeightedCombine`."""
+    """As `WeightedCombineFunction`."""
     if need_gradient(tensors):
-        return WeightedCombine.apply(handle, sum_at_expert, out, pending, counters, *tensors)
+        return WeightedCombineFunction.apply(handle, sum_at_expert, out, pending, counters, *tensors)
     return _weighted_combine(handle, sum_at_expert, out, pending, counters, *tensors, renormalize=renormalize)
 
 
@@ -74,7 +74,7 @@ def _dispatch(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     n = len(handle.ranks)
     with handle.calls.group.abort_peers_on_error():
-        out, probs, scales, call = handle.calls.dispatch(
+        out, probs, scales, call = handle.calls.launch_dispatch(
             handle, ids, tensors[:n], tensors[n:] or None, fp8, counters, zero=zero, at_once=pending is None
         )
     if pending is not None:
@@ -92,7 +92,7 @@ def _combine(
 ) -> tuple[torch.Tensor, ...]:
     n = len(handle.ranks)
     with handle.calls.group.abort_peers_on_error():
-        y, y_values, call = handle.calls.combine(
+        y, y_values, call = handle.calls.launch_combine(
             handle,
             tensors[:n],
             values=tensors[n:] or None,
@@ -117,7 +117,7 @@ def _weighted_combine(
 ) -> tuple[torch.Tensor, ...]:
     n = len(handle.ranks)
     with handle.calls.group.abort_peers_on_error():
-        y, _, call = handle.calls.combine(
+        y, _, call = handle.calls.launch_combine(
             handle,
             tensors[:n],
             row_weights=tensors[n:] if sum_at_expert else None,
@@ -133,7 +133,7 @@ def _weighted_combine(
     return tuple(y)
 
 
-class Dispatch(Function):
+class DispatchFunction(Function):
     """(x, weights) per rank -> (rows, probs) per rank.
 
     As float8 -> (rows, probs, scales, and, if x gets a gradient, what stands in for the rows to get theirs) per rank.
@@ -167,11 +167,13 @@ class Dispatch(Function):
                 rows = tuple(grad.new_empty(*grad.shape, 0) for grad in probs)
                 no_x_grads = n
             grads = (*rows, *probs)
-        back = Combine.apply(ctx.handle.in_backward(), False, None, None, None, *(in_memory(grad) for grad in grads))
+        back = CombineFunction.apply(
+            ctx.handle.in_backward(), False, None, None, None, *(in_memory(grad) for grad in grads)
+        )
         return (*(None,) * (5 + no_x_grads), *back[no_x_grads:])
 
 
-class Combine(Function):
+class CombineFunction(Function):
     """(rows, values) per rank -> (sums, values [T, K]) per rank."""
 
     @staticmethod
@@ -192,7 +194,7 @@ class Combine(Function):
         return (None, None, None, None, None, *spread(ctx.handle, grads))
 
 
-class WeightedCombine(Function):
+class WeightedCombineFunction(Function):
     """(rows, weights) per rank -> sums per rank; the weights lie with the rows or, [T, K], with the tokens."""
 
     @staticmethod
@@ -228,12 +230,12 @@ class WeightedCombine(Function):
             return (None, None, None, None, None, *x_grads, *products)
         # Each product goes to its token's rank, beside rows without elements.
         nothing = [grad.new_empty(*grad.shape[:-1], 0) for grad in x_grads]
-        weight_grads = Combine.apply(handle.in_backward(), False, None, None, None, *nothing, *products)[n:]
+        weight_grads = CombineFunction.apply(handle.in_backward(), False, None, None, None, *nothing, *products)[n:]
         return (None, None, None, None, None, *x_grads, *weight_grads)
 
 
 def spread(handle: LowLatencyHandle, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """What lies with the tokens of a dispatch, at their rows; zeros elsewhere."""
-    return Dispatch.apply(
+    return DispatchFunction.apply(
         handle.again(), handle.sent_ids(), None, None, None, *(in_memory(tensor) for tensor in tensors)
     )

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from megatron_ep import _C
-from megatron_ep.autograd import need_gradient
 from megatron_ep.backends.interface import Backend
-from megatron_ep.functional import _check_scales
-from megatron_ep.rank_group import PAYLOAD_TYPES
+from megatron_ep.normal.api import check_scales
+from megatron_ep.normal.autograd import need_gradient
+from megatron_ep.normal.rank_group import PAYLOAD_TYPES
 from megatron_ep.reference import SCALE_BLOCK, SCALE_FORMATS
 
 SCALE_LAYOUTS = ("row", "column")
@@ -68,7 +68,7 @@ def float8_of(
         straight_through = need_gradient(xs)
         float8 = Float8(fp8, None, scale_layout == "column", straight_through)
     else:
-        _check_scales(xs, scales)
+        check_scales(xs, scales)
         if scales is None:
             if scale_layout != "row":
                 raise ValueError(f"scale_layout is {scale_layout!r}, must be left out where there are no scales")

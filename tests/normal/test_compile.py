@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import megatron_ep as ep
-from megatron_ep import operators
+from megatron_ep.normal import operators
 
 HIDDEN, EXPERTS, TOPK = 16, 8, 2
 

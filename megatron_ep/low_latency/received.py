@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from megatron_ep.buffer import LocalCluster
-from megatron_ep.low_latency_handle import LowLatencyHandle, RankPart
-from megatron_ep.low_latency_rows import Float8
+from megatron_ep.low_latency.handle import LowLatencyHandle, RankPart
+from megatron_ep.low_latency.rows import Float8
 
 
 @dataclass
@@ -55,15 +54,15 @@ class LowLatencyReceived:
 def _one(handle: LowLatencyHandle, view_of: Callable[[RankPart], torch.Tensor]) -> Any:
     """A view for whoever asks: most callers need few of them, and each takes torch some time."""
     views = [view_of(rank) for rank in handle.ranks]
-    return views if isinstance(handle.calls.group, LocalCluster) else views[0]
+    return views if handle.calls.group.takes_lists else views[0]
 
 
 def received_of(
     handle: LowLatencyHandle, float8: Float8 | None, has_probs: bool, out: tuple[torch.Tensor, ...]
 ) -> LowLatencyReceived:
-    """out: of `low_latency_autograd.dispatch`."""
+    """out: of `autograd.differentiable_dispatch`."""
     n = len(handle.ranks)
-    is_list = isinstance(handle.calls.group, LocalCluster)
+    is_list = handle.calls.group.takes_lists
     parts = [list(out[i : i + n]) if is_list else out[i] for i in range(0, len(out), n)]
     x = parts.pop(0)
     probs = parts.pop(0) if has_probs else None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_ep.backends.interface import RankHandle
-from megatron_ep.rank_group import RankGroup
+from megatron_ep.normal.rank_group import RankGroup
 
 
 @dataclass

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_ep.backends.meeting import Meeting
 from megatron_ep.buffer import Buffer, patience
 from megatron_ep.config import Config, Topology
-from megatron_ep.low_latency import LowLatency
+from megatron_ep.low_latency.api import LowLatency
 
 
 def rejoin(

@@ -1,0 +1,1 @@
+"""The MoE gate: grouped top-k with gradients (`api.py`)."""
