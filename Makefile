@@ -11,7 +11,7 @@ NATIVE := $(shell find csrc)
 # Beside other targets (-j) ninja would ask for make's own job slots, and not find them.
 ALONE := env -u MAKEFLAGS
 
-.PHONY: install native demo test layouts lint format tsan fuzz mutants cuda-check clean
+.PHONY: install native demo test layouts docs lint format tsan fuzz mutants cuda-check clean
 
 install: $(VENV)/stamp-test ## everything that the targets below need
 
@@ -31,6 +31,15 @@ endif
 # MEGATRON_LM: a tree of Megatron-LM, of the installed megatron-core's version. About half an hour on two cores.
 layouts: $(VENV)/stamp-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m layouts tests/training/test_pretrain.py
+
+# A warning is an error: a link that leads nowhere, a docstring that does not parse.
+docs: $(VENV)/stamp-docs ## the site, build/site/index.html
+	PYTHONWARNINGS=ignore $(BIN)/python -m sphinx -q -W --keep-going -c docs -d build/doctrees . build/site
+
+DOCS_EXTRA = import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
+$(VENV)/stamp-docs: $(VENV)/stamp-test
+	$(BIN)/python -m pip install $$($(BIN)/python -c '$(DOCS_EXTRA)')
+	touch $@
 
 $(VENV)/stamp-tools:
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("megatron_ep needs Python >= 3.10, $(PYTHON) is " + sys.version)'

@@ -1,19 +1,31 @@
 """The documents are true of the tree: links, names, commands, error texts, and the numbers that code here prints."""
 
 import contextlib
+import importlib.util
 import io
+import itertools
 import re
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import megatron_ep
+from megatron_ep.cli.main import main
+
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "tests/gpu/RESULTS.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+# What they say of names and commands holds today; the others tell of earlier versions, or are short.
+PAGES = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 SOURCES = [ROOT / "setup.py", *(ROOT / "megatron_ep").rglob("*.py"), *(ROOT / "csrc").rglob("*.*")]
 # Where a name without a folder, or with half of one, may begin.
 ROOMS = (
     "",
+    "examples",
     "csrc",
     "csrc/fabric",
     "megatron_ep",
@@ -27,6 +39,17 @@ NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)*\.(?:h|inl|cu|cpp|py|yaml|txt|sh|md|svg)
 
 NOT_HERE = {"pretrain_gpt.py", "loss.csv", "loss.png"}  # Megatron-LM's, and what a run writes
 
+# Names that documents mention and that are other projects'.
+ELSEWHERE = {
+    "GPU_DIRECT_RDMA_WRITES_ORDERING",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
+    "compare_exchange",
+    "do_expand",
+    "ft_launcher",
+    "inference_optimized",
+}
+
+by_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 by_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 
 
@@ -66,6 +89,101 @@ def test_files_that_are_named_exist(document: Path) -> None:
 def test_lines_are_wrapped(document: Path) -> None:
     long = [line for line in without_blocks(document.read_text()).splitlines() if len(line) > 120 and line[0] != "|"]
     assert not long
+
+
+def sources() -> set[str]:
+    """Every word of the code: also Megatron's options and CUDA's functions, where they are used."""
+    folders = ("csrc", "megatron_ep", "tests", "examples", "recipes")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path != Path(__file__)]
+    texts = [
+        path for path in files if path.suffix in {".py", ".pyi", ".h", ".inl", ".cu", ".cpp", ".txt", ".sh", ".yaml"}
+    ]
+    texts += [ROOT / "Makefile", ROOT / "pyproject.toml", ROOT / "setup.py"]
+    paths = {word for path in files for word in re.findall(r"\w+", path.name)}
+    return paths.union(*(re.findall(r"\w+", path.read_text()) for path in texts))
+
+
+@pytest.fixture(scope="module")
+def words() -> set[str]:
+    return sources()
+
+
+def resolves(name: str) -> bool:
+    """Whether a dotted name of ours is a module, or something in one, or a field of a class."""
+    value: object = megatron_ep
+    parts = name.split(".")
+    for i, part in enumerate(parts[1:], 2):
+        if not hasattr(value, part) and isinstance(value, types.ModuleType):
+            if importlib.util.find_spec(".".join(parts[:i])) and i == len(parts):
+                return True  # without an import: some want another version of Megatron
+            with contextlib.suppress(ImportError):
+                importlib.import_module(".".join(parts[:i]))
+        if not hasattr(value, part):
+            return part in getattr(value, "__annotations__", {})
+        value = getattr(value, part)
+    return True
+
+
+@by_page
+def test_names_in_backticks_exist(page: Path, words: set[str]) -> None:
+    """Names with an underscore, C++ names, and dotted names of ours."""
+    text = re.sub(r"^\| DeepEP \|.*?\n\n", "", without_blocks(page.read_text()) + "\n", flags=re.MULTILINE | re.DOTALL)
+    for quoted in re.findall(r"`([^`\n]+)`", text):
+        if "NAME" in quoted or "/" in quoted:
+            continue  # a file: see above
+        for word in re.findall(r"\w+", quoted):
+            if "_" in word or "::" in quoted:
+                assert word in words | ELSEWHERE, quoted
+        for name in re.findall(r"\bmegatron_ep(?:\.[A-Za-z]\w*)+", quoted):
+            assert resolves(name), quoted
+
+
+# What stands in front of a block of code that a test does not run from here.
+MARK = re.compile(r"<!-- (run by: (?P<test>\S+)|not run: .+) -->\n\Z", re.DOTALL)
+
+
+def blocks(document: Path) -> Iterator[tuple[str, str, re.Match[str] | None]]:
+    """(language, text, mark) of each block of code."""
+    text = document.read_text()
+    for block in re.finditer(r"^```(\w*|\{.*\})\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        before = text[: block.start()]
+        yield block[1], block[2], MARK.search(before[before.rfind("\n\n") + 1 :])
+
+
+@by_page
+def test_blocks_run_or_say_why_not(page: Path) -> None:
+    """Python that is not marked runs here, the blocks of a page one after the other; commands have a mark."""
+    names: dict[str, object] = {}
+    for language, text, mark in blocks(page):
+        if mark is not None and mark["test"]:
+            test = (ROOT / mark["test"]).read_text()
+            for example in re.findall(r"examples/(\w+\.py)", text):
+                assert example in test, f"{mark['test']} does not run {example}"
+        elif mark is None and language == "python":
+            with contextlib.redirect_stdout(io.StringIO()):
+                exec(compile(text, str(page), "exec"), names)
+        elif mark is None:
+            assert language not in ("bash", "sh"), f"without a mark: {text}"
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """(sub-command, flag) that documents name, as `megatron-ep bench gpus --num-sms 8`."""
+    for document in DOCUMENTS:
+        for line in re.findall(r"megatron-ep ((?:\w|-)[^`\n]*)", document.read_text()):
+            words = line.split("#")[0].split()
+            command = " ".join(itertools.takewhile(lambda word: re.fullmatch(r"[a-z][a-z-]*", word), words[:2]))
+            yield from ((command, flag) for flag in re.findall(r"(?<!\S)--[a-z-]+", " ".join(words)))
+
+
+def test_flags_of_commands_exist() -> None:
+    found = set(commands())
+    assert len(found) > 15
+    for command in {command for command, _ in found}:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+            main([*command.split(), "--help"])
+        flags = {flag for of, flag in found if of == command}
+        assert flags <= set(re.findall(r"--[\w-]+", printed.getvalue())), command
 
 
 def python_blocks(document: str) -> list[str]:

@@ -145,6 +145,12 @@ class TrainLog:
             f"{tokens:,} tokens a step" + (f", resumed after step {first_step}" if first_step else "")
         )
 
+    def _title(self) -> str:
+        topology = self._recipe.topology
+        ranks = f"{topology.nodes} x {topology.ranks_per_node} ranks"
+        run = self._out.resolve().name  # RECIPE-TIME, or what --out says
+        return f"{run}: {ranks}, dispatcher {self._recipe.dispatcher.type}"
+
     def _plot(self) -> None:
         import matplotlib
 
@@ -154,7 +160,7 @@ class TrainLog:
         figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
         axes.plot([row.step for row in self._rows], [row.loss for row in self._rows], label="loss")
         axes.axhline(self._corpus.unigram_entropy, color="gray", linestyle="--", label="unigram entropy of the corpus")
-        axes.set(xlabel="step", ylabel="nats a token", title=f"dispatcher {self._recipe.dispatcher.type}")
+        axes.set(xlabel="step", ylabel="nats a token", title=self._title())
         axes.legend()
         figure.savefig(self._out / "loss.png", dpi=120)
         pyplot.close(figure)

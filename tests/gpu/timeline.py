@@ -102,26 +102,37 @@ def joined(kernels, gap):
     return runs
 
 
-def draw(kernels, path, title, most_us=40_000.0, width=1200):
-    """An SVG of the trace's middle: a row a stream."""
+def draw(kernels, path, title, window=None, width=1200, left=240):
+    """An SVG with a row for each stream and an axis of milliseconds.
+
+    window: (begin, end) in us since the first kernel; None: the middle 40 ms.
+    """
     first, last = kernels[0][0], max(end for _, end, *_ in kernels)
-    start = max(first, (first + last - most_us) / 2)
-    end = min(last, start + most_us)
+    if window is None:
+        begin = max(first, (first + last - 40_000.0) / 2)
+        window = (begin - first, min(last, begin + 40_000.0) - first)
+    start, end = first + window[0], first + window[1]
     shown = [kernel for kernel in kernels if kernel[1] > start and kernel[0] < end]
     rows = {stream: number for number, stream in enumerate(sorted({kernel[2] for kernel in shown}))}
-    parts = [f'<text x="0" y="14">{html.escape(title)}, {(end - start) / 1e3:.1f} ms</text>']
+    scale = (width - left - 24) / (end - start)
+    parts = [f'<text x="0" y="14">{html.escape(title)}</text>']
     for number, (kind, colour) in enumerate(COLOURS.items()):
         parts.append(f'<rect x="{500 + 110 * number}" y="4" width="12" height="12" fill="{colour}"/>')
         parts.append(f'<text x="{516 + 110 * number}" y="14">{kind}</text>')
+    foot = 34 + 30 * len(rows)
+    tick = next(ms for ms in (0.01, 0.1, 1, 2, 5, 10, 50, 1000) if ms * 1e3 * 10 >= end - start)
+    for number in range(int((end - start) / (tick * 1e3)) + 1):
+        x = left + scale * number * tick * 1e3
+        parts.append(f'<path d="M{x:.1f} 24V{foot}" stroke="#d0d7de"/>')
+        parts.append(f'<text x="{x:.1f}" y="{foot + 14}" text-anchor="middle">{number * tick:g} ms</text>')
     for stream, row in rows.items():
-        parts.append(f'<text x="0" y="{44 + 30 * row}">stream {stream}</text>')
-    for begin, stop, stream, kind in joined(shown, GAP * (end - start) / (width - 80)):
-        left = 80 + (width - 80) * (max(begin, start) - start) / (end - start)
-        size = (width - 80) * (min(stop, end) - max(begin, start)) / (end - start)
-        where = f'x="{left:.1f}" y="{28 + 30 * rows[stream]}" width="{max(size, 0.2):.1f}" height="22"'
+        kinds = [kind for kind in COLOURS if any(kernel[2:] == (stream, kind) for kernel in shown)]
+        parts.append(f'<text x="0" y="{44 + 30 * row}">stream {stream}: {", ".join(kinds)}</text>')
+    for begin, stop, stream, kind in joined(shown, GAP / scale):
+        x, size = left + scale * (max(begin, start) - start), scale * (min(stop, end) - max(begin, start))
+        where = f'x="{x:.1f}" y="{28 + 30 * rows[stream]}" width="{max(size, 0.2):.1f}" height="22"'
         parts.append(f'<rect {where} fill="{COLOURS[kind]}"/>')
-    height = 34 + 30 * len(rows)
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {foot + 20}" font-family="sans-serif" '
     Path(path).write_text(head + 'font-size="12">\n' + "\n".join(parts) + "\n</svg>\n")
 
 

@@ -110,3 +110,9 @@ def test_tensorboard_that_is_not_there_is_an_error(tmp_path, capsys, monkeypatch
     assert cli.main(arguments) == 2
     assert "logger.tensorboard_dir is board, which needs tensorboard: pip install" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_the_picture_says_which_run(tmp_path):
+    log = object.__new__(train_log.TrainLog)
+    log._out, log._recipe = tmp_path / "tiny_moe_cpu-1", recipe.load(TINY, [])
+    assert log._title() == "tiny_moe_cpu-1: 2 x 2 ranks, dispatcher ep"
