@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: the machine, a table for each case, and all records in a JSON file.
+"""What a benchmark leaves behind: a line about the machine, a table for each case, and all records in a JSON file.
 
 A record is a dict of case, phase, implementation, seconds (the median, as seconds_p50), seconds_min, _p90, _p99 and
 _max, bytes, gigabytes_per_second (of the median), and whatever else tells cases apart.
@@ -97,7 +97,8 @@ def make_console() -> Console:
 
 
 class Report:
-    """Prints the machine at once, then tables as they come, and keeps the JSON file up to date.
+    """Prints a line about the machine at once, then tables as they come, and keeps the JSON file up to date, which has
+    all that `megatron-ep env` tells.
 
     Args:
         path: of the file: {"environment": ..., "records": [...]}; None: none.
@@ -108,7 +109,7 @@ class Report:
         self._environment = env.collect()
         self._records: list[Record] = []
         self._console = make_console()
-        self.say(env.render(self._environment))
+        self.say(env.headline(self._environment))
 
     def say(self, text: str) -> None:
         self._console.print(text, soft_wrap=True)

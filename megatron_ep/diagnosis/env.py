@@ -5,6 +5,7 @@ process, so the report is complete when torch or the extension is missing, broke
 """
 
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -78,6 +79,19 @@ def render(report: Report | None = None) -> str:
     return "\n".join(lines[:-1])
 
 
+def headline(report: Report) -> str:
+    """The report in a line, for the head of a table of measurements."""
+    packages, system = report["packages"], report["system"]
+    gpus = [gpu.split(", ")[1] for gpu in report["cuda"]["gpus"] if ", " in gpu]
+    parts = [
+        *(f"{name} {packages[name].partition(',')[0]}" for name in ("megatron_ep", "torch", "megatron-core")),
+        f"Python {system['python'].partition(' ')[0]}",
+        f"{system['cpu']}, {system['cpus'].partition(',')[0]} CPUs",
+        *([f"{len(gpus)} x {gpus[0]}"] if gpus else []),
+    ]
+    return "; ".join(parts) + " (megatron-ep env tells more)"
+
+
 def text(value: object) -> str:
     """A fact's value, on as many lines as it takes."""
     if value is None:
@@ -138,10 +152,31 @@ def _gib(size: int) -> str:
 
 
 def _version(package: str) -> str:
+    """As the package itself says it, where its metadata may say less."""
+    if package == "torch" and (own := _torch_version()):
+        return own
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+        return (_tree_version() if package == PACKAGE_DIR.name else None) or "not installed"
+
+
+def _torch_version() -> str | None:
+    """torch.__version__, whose local part, as in 2.13.0+cu130, the metadata of wheels from PyPI does not have."""
+    try:
+        spec = importlib.util.find_spec("torch")  # imports nothing
+    except (ImportError, ValueError):
+        return None
+    if spec is None or spec.origin is None:
+        return None
+    found = re.search(r"^__version__ = '([^']+)'", _read(Path(spec.origin).with_name("version.py")) or "", re.MULTILINE)
+    return found[1] if found else None
+
+
+def _tree_version() -> str | None:
+    """Of a source tree that Python imports the package from, without an installation."""
+    found = re.search(r'^version = "([^"]+)"', _read(PACKAGE_DIR.parent / "pyproject.toml") or "", re.MULTILINE)
+    return f"{found[1]}, not installed: imported from {PACKAGE_DIR.parent}" if found else None
 
 
 def _nvcc() -> str:

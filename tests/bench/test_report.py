@@ -21,6 +21,7 @@ def test_percentiles_are_values_that_were_measured():
 
 def test_tables_and_file(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("megatron_ep.diagnosis.env.collect", lambda: {"machine": {"cpu": "some [bold] cpu"}})
+    monkeypatch.setattr("megatron_ep.diagnosis.env.headline", lambda report: f"on {report['machine']['cpu']}")
     path = tmp_path / "bench.json"
     report = Report(path)
     records = [
@@ -30,14 +31,13 @@ def test_tables_and_file(tmp_path, capsys, monkeypatch):
     report.add("2x2 [of all]", records, WHAT | EXTREMES | RATE | relative("/ ours", "ours", records))
     report.keep([{"case": "4x4", "error": "too large"}])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == ["machine:", "  cpu  some [bold] cpu"]
-    assert lines[3] == "2x2 [of all]"
-    assert [line.split() for line in lines[4:]] == [
+    assert lines[:3] == ["on some [bold] cpu", "", "2x2 [of all]"]
+    assert [line.split() for line in lines[3:]] == [
         ["phase", "implementation", "min", "ms", "median", "max", "GB/s", "/", "ours"],
         ["dispatch", "ours", "1.000", "2.000", "3.000", "1.50", "1.00"],
         ["dispatch", "theirs", "4.000", "4.000", "4.000", "0.75", "2.00"],
     ]
-    assert all(line.startswith("  ") for line in lines[4:]) and len(set(map(len, lines[4:]))) == 1
+    assert all(line.startswith("  ") for line in lines[3:]) and len(set(map(len, lines[3:]))) == 1
     content = json.loads(path.read_text())
     assert content["environment"] == {"machine": {"cpu": "some [bold] cpu"}}
     assert content["records"] == [*records, {"case": "4x4", "error": "too large"}]
@@ -45,6 +45,7 @@ def test_tables_and_file(tmp_path, capsys, monkeypatch):
 
 def test_a_round_of_all_gpus_takes_as_long_as_its_slowest_rank(capsys, monkeypatch):
     monkeypatch.setattr("megatron_ep.diagnosis.env.collect", dict)
+    monkeypatch.setattr("megatron_ep.diagnosis.env.headline", lambda report: "")
     ranks = [
         gpus.Measured("1x2", "dispatch", "ours", seconds, size, {"nodes": 1})
         for seconds, size in (([0.001, 0.005, 0.002], 100), ([0.002, 0.001, 0.003], 300))
