@@ -1,8 +1,14 @@
 """What all ranks of a buffer must agree on."""
 
+import difflib
+import functools
 import math
 import os
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+Settings = TypeVar("Settings")
 
 DEFAULT_TIMEOUT_S = 100.0
 TIMEOUT_VARIABLE = "MEGATRON_EP_TIMEOUT"
@@ -24,9 +30,37 @@ def require_int(name: str, value: object, lowest: int, highest: int) -> None:
     _require(ok, name, value, f"an int in [{lowest}, {highest}]")
 
 
+def require_timeout(name: str, value: object) -> None:
+    """Raises ValueError unless value is a number of seconds that a wait may take."""
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= LONGEST_TIMEOUT_S
+    _require(ok, name, value, TIMEOUT_ALLOWED)
+
+
 def require_type(name: str, value: object, kind: type) -> None:
     """Raises ValueError unless value is of the type."""
     _require(isinstance(value, kind), name, value, f"a megatron_ep.{kind.__name__}")
+
+
+def nearest_name(name: str, allowed: Collection[str]) -> str:
+    """For the end of a sentence about a name that is not allowed: "; did you mean num_sms?", or nothing."""
+    found = difflib.get_close_matches(name, allowed, n=1)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def name_unknown_settings(cls: type[Settings]) -> type[Settings]:
+    """A dataclass whose constructor says, of a keyword that it does not have, which one is probably meant."""
+    init = cls.__init__
+    names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+
+    @functools.wraps(init)
+    def checked(self: Settings, *args: Any, **settings: Any) -> None:
+        for name in settings:
+            if name not in names:
+                raise TypeError(f"{cls.__name__} has no setting {name}{nearest_name(name, names)}")
+        init(self, *args, **settings)
+
+    setattr(cls, "__init__", checked)  # noqa: B010 (mypy refuses the assignment)
+    return cls
 
 
 @dataclass(frozen=True)
@@ -49,6 +83,7 @@ class Topology:
         return self.nodes * self.ranks_per_node
 
 
+@name_unknown_settings
 @dataclass(frozen=True)
 class Config:
     """Settings of a buffer; the same on all of its ranks.
@@ -101,8 +136,7 @@ class Config:
             ok = isinstance(self.local_pass, bool)
             _require(ok, "Config.local_pass", self.local_pass, "True, False or None")
         if self.timeout is not None:
-            ok = isinstance(self.timeout, (int, float)) and not isinstance(self.timeout, bool)
-            _require(ok and 0 < self.timeout <= LONGEST_TIMEOUT_S, "Config.timeout", self.timeout, TIMEOUT_ALLOWED)
+            require_timeout("Config.timeout", self.timeout)
 
     @property
     def timeout_seconds(self) -> float:

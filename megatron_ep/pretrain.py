@@ -27,15 +27,15 @@ def _truth(text: str) -> bool:
     return text.lower() == "true"
 
 
-SETTINGS: dict[str, tuple[Callable[[str], Any], str]] = {  # of Config: type and help
-    "num_sms": (int, "SMs that dispatch and combine use on a GPU"),
-    "channels": (int, "slices of the tokens, each with rings of its own"),
-    "timeout": (float, "seconds that one wait for another rank may take"),
-    "row_bytes": (int, "bytes of the largest row, H times the size of an element (default: as the first layer has)"),
-    "nvl_ring_bytes": (int, "size of a ring between two ranks of a node"),
-    "rdma_ring_bytes": (int, "size of a ring between nodes"),
-    "rdma_chunk_tokens": (int, "rows after which another node is told of them"),
-    "local_pass": (_truth, "true or false: copies and sums inside a rank in a short launch on all SMs"),
+SETTINGS: dict[str, tuple[Callable[[str], Any], str, str]] = {  # of Config: type, metavar and help
+    "num_sms": (int, "SMS", "SMs that dispatch and combine use on a GPU"),
+    "channels": (int, "C", "slices of the tokens, each with rings of its own"),
+    "timeout": (float, "SECONDS", "seconds that one wait for another rank may take"),
+    "row_bytes": (int, "BYTES", "of the largest row, H times the size of an element (default: as the first layer has)"),
+    "nvl_ring_bytes": (int, "BYTES", "size of a ring between two ranks of a node"),
+    "rdma_ring_bytes": (int, "BYTES", "size of a ring between nodes"),
+    "rdma_chunk_tokens": (int, "ROWS", "rows after which another node is told of them"),
+    "local_pass": (_truth, "{true,false}", "copies and sums inside a rank in a short launch on all SMs"),
 }
 assert {"num_experts", *SETTINGS} == {field.name for field in fields(Config)}
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {  # of Options
@@ -118,8 +118,8 @@ def _parser() -> argparse.ArgumentParser:
         help="fused: this project's router, whose picks go straight to the dispatcher (default: Megatron's)",
     )
     parser.add_argument("--ep-host", action="store_true", help="run on a machine without a GPU")
-    for name, (kind, text) in SETTINGS.items():
-        parser.add_argument(f"--ep-{name.replace('_', '-')}", type=kind, metavar="N", help=text)
+    for name, (kind, metavar, text) in SETTINGS.items():
+        parser.add_argument(f"--ep-{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
     for name, (how, text) in OPTIONS.items():
         parser.add_argument(f"--ep-{name.replace('_', '-')}", help=text, **how)
     parser.add_argument("script", metavar="SCRIPT", help="for example pretrain_gpt.py")

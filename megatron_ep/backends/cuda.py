@@ -34,7 +34,10 @@ POLL_S = 50e-6
 
 def check_device(device: str | torch.device) -> torch.device:
     """The device with its index. Raises ValueError unless it is the CPU or a GPU that this build can use."""
-    wanted = torch.device(device)
+    try:
+        wanted = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device is {device!r}, must be 'cpu' or 'cuda'") from None
     if wanted.type == "cpu":
         return wanted
     if wanted.type != "cuda":

@@ -19,7 +19,11 @@ def new_output(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     size = math.prod(shape) * dtype.itemsize
     if size < POOLED_BYTES:
         return torch.empty(shape, dtype=dtype)
-    storage = torch.from_dlpack(_C.pooled_bytes(size)).untyped_storage()
+    try:
+        storage = torch.from_dlpack(_C.pooled_bytes(size)).untyped_storage()
+    except MemoryError:
+        what = f"{' x '.join(map(str, shape))} of {dtype}"
+        raise MemoryError(f"{what} take {size / 2**30:.1f} GiB, more than this machine gives") from None
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     return torch.empty(0, dtype=dtype).set_(storage, 0, shape, strides)
 

@@ -11,6 +11,7 @@ from megatron_ep.config import Config, Topology
 
 WIDEST_ROW_BYTES = 14 << 10
 MOST_TOPK = 32
+MOST_NODE_RANKS = 72  # kMaxNodeRanks in csrc/core/topology.h
 # Rows of an NVLink ring on a GPU: with two to four both ends have work at once, and the rings stay in the cache.
 NVL_ROWS = 4
 # Rows of a network ring, which hide the network's latency: 32 while all rings of a rank stay below this, else fewer.

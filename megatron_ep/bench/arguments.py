@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import math
+import os
 from pathlib import Path
+
+GIB = 1 << 30
 
 
 def positive(text: str) -> int:
@@ -11,6 +15,35 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return int(text)
+
+
+def seconds(text: str) -> float:
+    """The type of an argument that limits a time."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
+    return value
+
+
+def output_file(text: str) -> Path:
+    """The type of an argument that names a file to write."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{path} cannot be written")
+    return path
+
+
+def require_memory(parser: argparse.ArgumentParser, size: int, what: str) -> None:
+    """Ends the program if this machine has less memory than `size` bytes; what: takes them, by its arguments."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(fields["MemAvailable"].split()[0]) << 10
+    if size > free:
+        parser.error(f"{what} takes {size / GIB:,.0f} GiB at least, of which this machine has {free / GIB:.0f} free")
 
 
 def shape(text: str) -> tuple[int, int]:
@@ -34,4 +67,4 @@ def add_rounds(parser: argparse.ArgumentParser, warmup: int, iters: int) -> None
     """--iters, --warmup and --json, with these defaults."""
     parser.add_argument("--iters", type=positive, default=iters, metavar="N", help="timed rounds (%(default)s)")
     parser.add_argument("--warmup", type=positive, default=warmup, metavar="N", help="rounds before (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurements there")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the measurements there")

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import megatron_ep as ep
 from megatron_ep import megatron as megatron_side
-from megatron_ep.bench.arguments import add_rounds, add_sizes, positive
+from megatron_ep.bench.arguments import add_rounds, add_sizes, positive, require_memory, seconds
 from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.bench.report import EXTREMES, RATE, WHAT, Record, Report, make_record, relative
 from megatron_ep.bench.timing import Timer, host_timer, time_rounds
@@ -38,6 +38,13 @@ class Measured:
     seconds: dict[tuple[str, str], list[float]]
 
 
+OTHERS = """other benchmarks, each with its own --help:
+  megatron-ep bench router       the router (gate), on the CPU or a GPU
+  megatron-ep bench cuda         dispatch and combine of all ranks on one GPU
+  megatron-ep bench gpus         dispatch and combine, a rank on each GPU of this machine
+  megatron-ep bench low-latency  the low-latency mode on GPUs
+  megatron-ep bench compare      two JSON files of measurements, side by side
+  megatron-ep bench tables       the tables of a JSON file again"""
 MOST_LOW_LATENCY_TOKENS = 1024  # that the mode takes
 
 
@@ -82,17 +89,17 @@ def main(argv: Sequence[str]) -> int:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "megatron-ep bench",
-        description="Times dispatch and combine, ours, Megatron's all-to-all over gloo, and a copy of the same bytes. "
-        "Without --nodes and --ranks-per-node: 1x2 and 2x2 ranks. 'bench router' times the router, "
-        "'bench cuda' all ranks on one GPU, 'bench gpus' a rank on each, 'bench low-latency' the low-latency mode on "
-        "GPUs.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Times dispatch and combine of processes of this machine without a GPU: ours, Megatron's "
+        "all-to-all\nover gloo, and a copy of the same bytes. Without --nodes and --ranks-per-node: 1x2 and 2x2 ranks.",
+        epilog=OTHERS,
     )
     parser.add_argument("--nodes", type=positive, metavar="N", help="nodes; all ranks run on this machine all the same")
     parser.add_argument("--ranks-per-node", type=positive, metavar="G", help="ranks of a node")
     add_sizes(parser, hidden=2048, experts=64)
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["fp32", "bf16"], help="(fp32 bf16)")
     add_rounds(parser, warmup=2, iters=5)
-    parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="limit of one case (%(default)s s)")
+    parser.add_argument("--timeout", type=seconds, default=300.0, metavar="S", help="limit of one case (%(default)s s)")
     arguments = parser.parse_args(argv)
     if (arguments.nodes is None) != (arguments.ranks_per_node is None):
         parser.error("--nodes and --ranks-per-node go together")
@@ -103,6 +110,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
             parser.error(f"--experts {arguments.experts} is not a multiple of {nodes}x{ranks_per_node} ranks")
     if arguments.topk > min(arguments.experts, 32):
         parser.error(f"--topk {arguments.topk} is over {min(arguments.experts, 32)}: --experts, and at most 32")
+    rows = max(nodes * ranks for nodes, ranks in arguments.topologies) * arguments.tokens * arguments.topk
+    size = rows * arguments.hidden * max(DTYPES[name].itemsize for name in arguments.dtype)
+    require_memory(parser, size, f"--tokens {arguments.tokens} --topk {arguments.topk} --hidden {arguments.hidden}")
     return arguments
 
 

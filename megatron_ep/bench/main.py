@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Sequence
 
 NAMES = ("router", "cuda", "gpus", "low-latency", "compare", "tables")
@@ -14,5 +15,11 @@ def main(argv: Sequence[str]) -> int:
         name, argv = argv[0].replace("-", "_"), argv[1:]
     else:
         name = "layer"
-    status: int = importlib.import_module(f"megatron_ep.bench.{name}").main(argv)
+    import torch
+
+    try:
+        status: int = importlib.import_module(f"megatron_ep.bench.{name}").main(argv)
+    except torch.OutOfMemoryError as error:
+        print(f"megatron-ep bench: these sizes do not fit: {str(error).partition('. ')[0]}", file=sys.stderr)
+        return 2
     return status

@@ -16,7 +16,7 @@ import torch
 
 from megatron_ep import _C
 from megatron_ep import megatron as megatron_side
-from megatron_ep.bench.arguments import add_rounds, positive
+from megatron_ep.bench.arguments import add_rounds, positive, require_memory
 from megatron_ep.bench.report import EXTREMES, RATE, WHAT, Record, Report, make_record, relative
 from megatron_ep.bench.timing import Timer, cuda_timer, host_timer, time_rounds
 from megatron_ep.router.api import grouped_topk
@@ -56,6 +56,18 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.device == "cuda" and not usable:
         parser.error("--device cuda needs a GPU and a build with CUDA kernels; see megatron-ep env")
+    if arguments.device == "cpu":
+        size = 4 * max(arguments.tokens) * arguments.experts
+        require_memory(parser, size, f"--tokens {max(arguments.tokens)} --experts {arguments.experts}")
+    try:
+        grouped_topk(
+            torch.empty(0, arguments.experts),
+            arguments.topk,
+            num_groups=arguments.groups,
+            group_topk=arguments.group_topk,
+        )
+    except ValueError as error:
+        parser.error(str(error))
     return arguments
 
 

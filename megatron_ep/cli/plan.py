@@ -33,6 +33,11 @@ def make_plan(
         ValueError: what `megatron_ep.Buffer` and `dispatch` would refuse.
     """
     config.check_ranks(topology)
+    if topology.ranks_per_node > sizes.MOST_NODE_RANKS:
+        raise ValueError(
+            f"RANKS (of a node) is {topology.ranks_per_node}, must be at most {sizes.MOST_NODE_RANKS}, as many as the "
+            "largest NVLink domain has"
+        )
     require_int("hidden", hidden, 1, 1 << 20)
     require_int("topk", topk, 1, sizes.MOST_TOPK)
     require_int("max_tokens", num_tokens, 1, 1 << 26)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_ep as ep
+from megatron_ep.config import nearest_name
 from megatron_ep.diagnosis import failures
 from megatron_ep.megatron import options
 from megatron_ep.megatron.flags import fitting_timeout
@@ -39,19 +40,22 @@ def configure(topology: ep.Topology | None = None, **settings: Any) -> None:
             `options.Options`.
 
     Raises:
-        ValueError: a name that is no such field, or an option out of range.
+        ValueError: a name that is no such field, or a setting or option out of range.
         RuntimeError: buffers are already in use; call it before the first forward pass or after `close_buffers`.
     """
     global _topology, _config, _options
     allowed = sorted({*(field.name for field in fields(ep.Config)), *options.NAMES} - {"num_experts"})
     unknown = sorted(set(settings) - set(allowed))
     if unknown:
-        raise ValueError(f"configure: {', '.join(unknown)} is no setting; allowed: topology, {', '.join(allowed)}")
+        meant = nearest_name(unknown[0], allowed)
+        raise ValueError(f"configure has no setting {unknown[0]}{meant}; allowed: topology, {', '.join(allowed)}")
     if _buffers:
         raise RuntimeError(
             "configure: buffers are already in use; call it before the first forward pass or after close_buffers()"
         )
-    _options = options.Options(**{name: settings.pop(name) for name in options.NAMES if name in settings})
+    chosen = options.Options(**{name: settings.pop(name) for name in options.NAMES if name in settings})
+    ep.Config(num_experts=1, **settings)  # refuses what the first layer's buffer would refuse
+    _options = chosen
     _topology, _config = topology, settings
 
 

@@ -35,6 +35,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_ep import _C
 from megatron_ep.backends import host
+from megatron_ep.config import require_int
 
 MAX_TOPK = 32
 SCORE_FUNCTIONS = ("sigmoid", "softmax")
@@ -257,6 +258,8 @@ def _make_config(
 
 
 def _check_logits(logits: torch.Tensor, k: int) -> None:
+    if not isinstance(logits, torch.Tensor):
+        raise ValueError(f"logits is {type(logits).__name__}, must be a tensor [T, E]")
     if logits.dim() != 2:
         raise ValueError(f"logits has shape {tuple(logits.shape)}, must have 2 dimensions [T, E]")
     if logits.dtype not in LOGIT_DTYPES:
@@ -266,8 +269,8 @@ def _check_logits(logits: torch.Tensor, k: int) -> None:
     if logits.is_cuda and not hasattr(_C, "router_forward_cuda"):
         raise RuntimeError("logits is on a GPU, but this build of megatron_ep has no CUDA kernels (megatron-ep env)")
     most = min(MAX_TOPK, logits.shape[1])
-    if not 1 <= k <= most:
-        raise ValueError(f"k is {k}, must be in [1, {most}] for {logits.shape[1]} experts")
+    if not isinstance(k, int) or not 1 <= k <= most:
+        raise ValueError(f"k is {k!r}, must be an int in [1, {most}] for {logits.shape[1]} experts")
 
 
 def _check_groups(num_experts: int, k: int, num_groups: int | None, group_topk: int | None) -> None:
@@ -275,7 +278,9 @@ def _check_groups(num_experts: int, k: int, num_groups: int | None, group_topk: 
         raise ValueError(f"num_groups is {num_groups} and group_topk {group_topk}: give both or neither")
     if num_groups is None or group_topk is None:
         return
-    if num_groups < 1 or num_experts % num_groups:
+    require_int("num_groups", num_groups, 1, num_experts)
+    require_int("group_topk", group_topk, 1, num_groups)
+    if num_experts % num_groups:
         raise ValueError(f"num_groups is {num_groups}, must divide the {num_experts} experts of logits")
     most = min(num_groups, k)
     if not 1 <= group_topk <= most:
@@ -296,13 +301,17 @@ def _check_scoring(
         raise ValueError(
             "renormalize is False, but a softmax over the chosen experts always sums to 1: use pre_softmax"
         )
-    if scaling_factor is not None and (not math.isfinite(scaling_factor) or scaling_factor == 0):
-        raise ValueError(f"scaling_factor is {scaling_factor}, must be finite and not 0")
+    if scaling_factor is not None:
+        is_number = isinstance(scaling_factor, (int, float)) and not isinstance(scaling_factor, bool)
+        if not is_number or not math.isfinite(scaling_factor) or scaling_factor == 0:
+            raise ValueError(f"scaling_factor is {scaling_factor!r}, must be a finite number, not 0")
 
 
 def _check_tensor(
     name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
 ) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{name} is {type(tensor).__name__}, must be a tensor, {dtype} {shape} on {device}")
     if tensor.dtype != dtype or tuple(tensor.shape) != shape or tensor.device != device:
         raise ValueError(
             f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, must be {dtype} {shape} on {device}"

@@ -161,7 +161,7 @@ class _SlowestPeer:
         if not waits.sum():
             return ""
         rank = int(waits.argmax())
-        return f"  waits for rank {rank}: {waits[rank] / waits.sum():.0%} of all"
+        return f"  {waits[rank] / waits.sum():.0%} of this rank's waiting was for rank {rank}"
 
 
 def _batches(samples: Samples, step: int, count: int, device: str) -> Iterator[dict[str, torch.Tensor]]:

@@ -40,7 +40,9 @@ def test_records_beside_megatron(tmp_path, capsys):
         assert record["bytes"] % (passes * 40 * element) == 0, "whole rows"
         assert 0 < record["bytes"] <= passes * 4 * 24 * 3 * 40 * element, "at most what all ranks send"
     text = capsys.readouterr().out
-    assert "2x2 fp32 T=24 H=40 K=3 E=8" in text and "packages:" in text
+    assert "2x2 fp32 T=24 H=40 K=3 E=8" in text
+    head = text.partition("2x2 fp32")[0]
+    assert f"torch {torch.__version__}" in head and head.count("\n") <= 2, "one line about the machine, an empty one"
 
 
 def test_records_without_megatron(tmp_path, capsys, monkeypatch):
@@ -64,6 +66,13 @@ def test_records_without_megatron(tmp_path, capsys, monkeypatch):
         (["--topk", "65"], "--topk 65 is over 32"),
         (["--topk", "5", "--experts", "4"], "--topk 5 is over 4"),
         (["--dtype", "int8"], "invalid choice: 'int8'"),
+        (["--timeout", "0"], "'0' is not a positive number of seconds"),
+        (["--timeout", "nan"], "'nan' is not a positive number of seconds"),
+        (["--tokens", "1000000000"], "--tokens 1000000000 --topk 8 --hidden 2048 takes"),
+        (["--json", "/nowhere/bench.json"], "there is no folder /nowhere"),
+        (["--json", "/tmp"], "/tmp cannot be written"),
+        (["router", "--device", "cpu", "--topk", "40"], "k is 40, must be an int in [1, 32]"),
+        (["router", "--device", "cpu", "--tokens", "1000000000000"], "--tokens 1000000000000 --experts 256 takes"),
     ],
 )
 def test_mistakes_are_refused_before_anything_starts(arguments, message, capsys):

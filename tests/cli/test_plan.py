@@ -1,5 +1,7 @@
 """`megatron-ep env --plan`: figures of real buffers, which stay within bounds where there are many nodes."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -104,11 +106,17 @@ def test_receivers_of_combine_have_room_in_the_smallest_ring(between_nodes, rece
         (["2", "8", "--hidden", "0"], "hidden"),
         (["2", "8", "--topk", "33"], "topk"),
         (["32", "8", "--num-sms", "1", "--channels", "16"], "num_sms"),
+        (["1", "73"], "RANKS (of a node) is 73, must be at most 72"),
     ],
 )
 def test_what_a_buffer_would_refuse(arguments, name, capsys):
     assert env.main(["--plan", *arguments]) == 2
     assert name in capsys.readouterr().err
+
+
+def test_the_largest_node_is_what_the_kernels_take():
+    header = (Path(__file__).parents[2] / "csrc/core/topology.h").read_text()
+    assert f"kMaxNodeRanks = {sizes.MOST_NODE_RANKS};" in header
 
 
 def test_tokens_that_pass_through_take_no_memory_for_all_of_them():

@@ -421,9 +421,20 @@ def test_layers_share_one_buffer(four_ranks):
     four_ranks.run(_counts_buffers)
 
 
-def test_configure_names_the_unknown_setting():
-    with pytest.raises(ValueError, match=r"chanels is no setting; allowed: topology, .*channels"):
-        shared_buffers.configure(chanels=2)
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (dict(chanels=2), r"no setting chanels; did you mean channels\?; allowed: topology, .*channels"),
+        (dict(num_smss=3), r"no setting num_smss; did you mean num_sms\?"),
+        (dict(qqqq=3), "no setting qqqq; allowed"),
+        (dict(timeout="20"), "Config.timeout is '20', must be a number of seconds"),
+        (dict(num_sms=0), "Config.num_sms is 0"),
+    ],
+)
+def test_configure_names_what_is_wrong(settings, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        shared_buffers.configure(**settings)
+    assert shared_buffers._config == {}, "and sets nothing"
 
 
 def _overlap_without_hybridep():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import megatron_ep as ep
+from megatron_ep.backends import host
 
 T, H, K, E = 4, 8, 2, 8
 
@@ -202,6 +203,10 @@ def test_bad_weights_of_combine(cluster, spoil, message):
         (lambda: ep.Config(num_experts=2**31), "Config.num_experts is 2147483648"),
         (lambda: ep.Config(num_experts=8, timeout=1e300), r"Config.timeout is 1e\+300"),
         (lambda: ep.Config(num_experts=8, timeout=True), "Config.timeout is True"),
+        (
+            lambda: ep.LocalCluster(1, 1, ep.Config(num_experts=8), device="banana"),
+            "device is 'banana', must be 'cpu' or",
+        ),
         (lambda: ep.LocalCluster(1, 1, {"num_experts": 8}), "config is .*, must be a megatron_ep.Config"),
         (lambda: ep.LocalCluster(1, 1, ep.Config(num_experts=8), seed=-1), "seed is -1"),
         (lambda: ep.LocalCluster(1, 1, ep.Config(num_experts=8), seed=1, threads=2), "threads is 2, must be 1 with a"),
@@ -219,6 +224,22 @@ def test_bad_weights_of_combine(cluster, spoil, message):
 def test_bad_construction(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_setting_that_there_is_not():
+    with pytest.raises(TypeError, match=r"Config has no setting num_sm; did you mean num_sms\?"):
+        ep.Config(num_experts=8, num_sm=2)
+
+
+def test_rows_that_no_memory_holds(monkeypatch):
+    def give_nothing(size):
+        raise MemoryError
+
+    monkeypatch.setattr("megatron_ep._C.pooled_bytes", give_nothing)
+    with pytest.raises(
+        MemoryError, match=r"1024 x 1048576 of torch.float64 take 8.0 GiB, more than this machine gives"
+    ):
+        host.new_output((1024, 1 << 20), torch.float64)
 
 
 def test_timeout_from_the_environment(monkeypatch):

@@ -68,7 +68,11 @@ def test_the_slowest_peer_is_that_since_the_last_time(monkeypatch):
     while counts:
         says.append(slowest())
         counts.pop(0)
-    assert says == ["", "", "  waits for rank 1: 75% of all", "  waits for rank 2: 100% of all"]
+    assert says == [
+        "",
+        "",
+        *(f"  {share}% of this rank's waiting was for rank {rank}" for share, rank in ((75, 1), (100, 2))),
+    ]
 
 
 def test_a_row_that_was_cut_short_is_left_out(tmp_path) -> None:
