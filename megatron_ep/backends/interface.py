@@ -38,7 +38,7 @@ class Totals(Protocol):
     expert_rows: int  # of the expert-grouped output, padding included
     received_rows: int  # tokens that arrive
     rail_rows: int  # tokens that pass through this rank to others of its node
-    bad_token: int  # a token of this rank with invalid expert ids, -1: none
+    bad_token: int  # any token of this rank with invalid expert ids, -1: none
 
 
 class Resettable(Protocol):

@@ -13,11 +13,13 @@ from megatron_ep.config import require_int
 from megatron_ep.low_latency.calls import Counters
 from megatron_ep.low_latency.handle import LowLatencyHandle
 from megatron_ep.low_latency.rows import Float8, float8_of, row_format
+from megatron_ep.normal import expert_ids
 from megatron_ep.normal.api import (
     MOST_PADDED_ROWS,
     MOST_ROWS,
     PAYLOAD_DTYPES,
     WEIGHT_DTYPES,
+    WEIGHTS_OF_ROWS,
     Tensors,
     as_list,
     check_dtype,
@@ -174,11 +176,12 @@ class Checks:
         if factors is not None:
             allowed = (torch.float64 if xs[0].dtype == torch.float64 else torch.float32,)
             shapes: list[tuple[int, ...]] = [(rank.num_tokens, handle.topk) for rank in handle.ranks]
-            flat = factors
+            flat, meaning = factors, ": one for each pick of a token, as topk_weights"
             if sum_at == "expert":
-                flat = self._flat("weights", factors, handle, 0)
+                meaning = WEIGHTS_OF_ROWS
+                flat = self._flat("weights", factors, handle, 0, meaning)
                 shapes = [(rank.rows,) for rank in handle.ranks]
-            check_weights("weights", flat, shapes, allowed)
+            check_weights("weights", flat, shapes, allowed, meaning)
         outs = None if out is None else self._check_out(as_list("out", out, group), xs, handle)
         counters = self._check_counters(recv_wait_ns=recv_wait_ns)
         self._remember(looks, True)
@@ -247,19 +250,14 @@ class Checks:
     def _check_id_values(self, ids: list[torch.Tensor]) -> None:
         experts = self._group.config.num_experts
         for rank, idx in zip(self._group.ranks, ids, strict=True):
-            ordered = idx.sort(dim=1).values
-            repeated = (ordered.diff(dim=1) == 0) & (ordered[:, 1:] >= 0)
-            bad = ((idx < -1) | (idx >= experts)).any(dim=1) | repeated.any(dim=1)
-            if bad.any():
-                token = int(bad.nonzero()[0])
-                where = f" of rank {rank}" if len(ids) > 1 else ""
-                raise ValueError(
-                    f"topk_idx{where} is {idx[token].tolist()} at token {token}, must hold distinct ids in "
-                    f"[0, {experts}), or -1 for no expert"
-                )
+            token = expert_ids.first_invalid(idx, experts)
+            if token is not None:
+                raise expert_ids.refusal(idx, token, experts, rank if len(ids) > 1 else None)
 
-    def _flat(self, name: str, tensors: list[torch.Tensor], handle: LowLatencyHandle, inner: int) -> list[torch.Tensor]:
-        """As one dimension of rows, and `inner` others."""
+    def _flat(
+        self, name: str, tensors: list[torch.Tensor], handle: LowLatencyHandle, inner: int, meaning: str = ""
+    ) -> list[torch.Tensor]:
+        """As one dimension of rows, and `inner` others. meaning: as of `check_weights`."""
         if not handle.masked:
             return tensors
         flat = []
@@ -267,7 +265,7 @@ class Checks:
             shape = (self._group.num_local_experts, rank.rows // self._group.num_local_experts)
             if tensor.dim() != 2 + inner or tuple(tensor.shape[:2]) != shape:
                 allowed = ", ".join(map(str, shape)) + (", H" if inner else "")
-                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, must be [{allowed}]")
+                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, must be [{allowed}]{meaning}")
             flat.append(tensor.flatten(0, 1))
         return flat
 

@@ -26,6 +26,8 @@ MAX_TOPK = 32
 PAYLOAD_DTYPES = tuple(PAYLOAD_TYPES)
 WEIGHT_DTYPES = (torch.float32, torch.float64)
 SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
+# What `dispatch` took as topk_weights, [T, K], is not it.
+WEIGHTS_OF_ROWS = ": one for each row of x, such as rows.probs of rows = dispatch(..., topk_weights)"
 # Rows and bytes of a row are counted in 32 bits; the rows that padding adds must leave room for others.
 MOST_ROWS, MOST_PADDED_ROWS, MOST_ROW_BYTES = 2**31 - 1, 2**30, 2**31 - 1
 
@@ -199,7 +201,7 @@ def combine(x: Tensors, handle: Handle, weights: Tensors | None = None) -> Any:
         check_payload("x", xs, rows, COMBINE_DTYPES)
         row_weights = None if weights is None else as_list("weights", weights, group, is_traced)
         allowed = (torch.float64 if xs[0].dtype == torch.float64 else torch.float32,)
-        check_weights("weights", row_weights, [(count,) for count in rows], allowed)
+        check_weights("weights", row_weights, [(count,) for count in rows], allowed, WEIGHTS_OF_ROWS)
     out: Sequence[torch.Tensor]
     if is_traced:
         out = operators.traced_combine(handle, xs, row_weights)
@@ -301,14 +303,20 @@ def check_payload(name: str, xs: list[torch.Tensor], rows: list[int], allowed: S
 
 
 def check_weights(
-    name: str, weights: list[torch.Tensor] | None, shapes: list[tuple[int, ...]], allowed: Sequence[torch.dtype]
+    name: str,
+    weights: list[torch.Tensor] | None,
+    shapes: list[tuple[int, ...]],
+    allowed: Sequence[torch.dtype],
+    meaning: str = "",
 ) -> None:
+    """meaning: what such weights are, where there are others that a caller may take for them."""
     if weights is None:
         return
-    check_dtype(name, weights[0], allowed)
+    if weights[0].dtype not in allowed:
+        raise ValueError(f"{name} is {weights[0].dtype}, must be one of {', '.join(map(str, allowed))}{meaning}")
     for weight, shape in zip(weights, shapes, strict=True):
         if tuple(weight.shape) != shape:
-            raise ValueError(f"{name} has shape {tuple(weight.shape)}, must be {shape}")
+            raise ValueError(f"{name} has shape {tuple(weight.shape)}, must be {shape}{meaning}")
 
 
 def check_forward_dtype(forward_dtype: torch.dtype, x: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ import torch
 from megatron_ep import _C
 from megatron_ep.backends.interface import CountSettings, RankHandle
 from megatron_ep.config import Topology
+from megatron_ep.normal import expert_ids
 from megatron_ep.normal.handle import CountsToAskFor, Handle
 from megatron_ep.normal.rank_group import PAYLOAD_TYPES, RankGroup
 
@@ -256,14 +257,12 @@ def _tables_of(group: RankGroup, handle: Handle) -> list[_C.RankTensors]:
     return tensors
 
 
-def _refuse_ids(group: RankGroup, rank: int, topk_idx: torch.Tensor, token: int) -> None:
+def _refuse_ids(group: RankGroup, rank: int, topk_idx: torch.Tensor, a_bad_token: int) -> None:
     if len(group.ranks) == group.topology.world_size:
         group.live_backend().reset()  # nobody else is waiting
-    where = f" of rank {rank}" if len(group.ranks) > 1 else ""
-    raise ValueError(
-        f"topk_idx{where} is {topk_idx[token].tolist()} at token {token}, must hold distinct ids in "
-        f"[0, {group.config.num_experts}), or -1 for no expert"
-    )
+    first = expert_ids.first_invalid(topk_idx, group.config.num_experts)
+    token = a_bad_token if first is None else first  # on a GPU the ids may have been overwritten since
+    raise expert_ids.refusal(topk_idx, token, group.config.num_experts, rank if len(group.ranks) > 1 else None)
 
 
 def _has_local_pass(group: RankGroup, rank: RankHandle, row: _C.RowFormat, least_stores: float = 0.0) -> bool:

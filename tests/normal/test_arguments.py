@@ -49,7 +49,7 @@ BAD = {
     ),
     "id too small": ("topk_idx", lambda t: with_value(t, -2), r"-2\] at token 1"),
     "id huge": ("topk_idx", lambda t: with_value(t, 2**40 + 3), "at token 1"),
-    "id twice": ("topk_idx", lambda t: t[:, :1].repeat(1, 2), "distinct ids"),
+    "id twice": ("topk_idx", lambda t: t[:, :1].repeat(1, 2), "at token 0, must hold distinct ids"),
     "weights of bfloat16": (
         "topk_weights",
         lambda t: t.bfloat16(),
@@ -89,6 +89,18 @@ def assert_usable(cluster):
     y = ep.combine(rows.x, rows.handle)
     for ours, one in zip(y, inputs, strict=True):
         torch.testing.assert_close(ours, K * one["x"])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_the_first_token_of_invalid_ids_is_named(cluster, dtype):
+    inputs = [good(), good()]
+    for one in inputs:
+        one["topk_idx"] = one["topk_idx"].to(dtype)
+    for token, ids in ((1, [3, 3]), (2, [0, E]), (3, [-2, 1])):
+        inputs[0]["topk_idx"][token] = torch.tensor(ids, dtype=dtype)
+    with pytest.raises(ValueError, match=r"topk_idx of rank 0 is \[3, 3\] at token 1, must hold distinct ids"):
+        ep.dispatch(**{key: [one[key] for one in inputs] for key in inputs[0]}, buffer=cluster)
+    assert_usable(cluster)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +181,8 @@ def test_bad_handles(cluster):
         (lambda w: [w[0], None], "weights is a NoneType, must be a tensor"),
         (lambda w: [w[0], w[1][:-1]], r"weights has shape \(\d+,\), must be \(\d+,\)"),
         (lambda w: [w[0], w[1].unsqueeze(1)], r"weights has shape \(\d+, 1\), must be \(\d+,\)"),
-        (lambda w: [t.double() for t in w], "weights is torch.float64, must be one of torch.float32"),
+        (lambda w: [torch.ones(T, K)] * 2, r"weights has shape \(4, 2\), must be \(\d+,\): .* such as rows.probs"),
+        (lambda w: [t.double() for t in w], r"weights is torch.float64, must be one of torch.float32: .* rows\.probs"),
         (lambda w: [t.bfloat16() for t in w], "weights is torch.bfloat16, must be one of torch.float32"),
         (lambda w: [w[0], w[1].double()], "weights is torch.float32 on one rank and torch.float64 on another"),
         (lambda w: [w[0], torch.ones(2 * len(w[1]))[::2]], r"weights has strides \(2,\) .* must be contiguous"),

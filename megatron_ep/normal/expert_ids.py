@@ -1,0 +1,22 @@
+"""Which expert ids a token may have: distinct ones in [0, E), or -1 for no expert."""
+
+from __future__ import annotations
+
+import torch
+
+
+def first_invalid(topk_idx: torch.Tensor, num_experts: int) -> int | None:
+    """The first token of topk_idx [T, K] whose ids are invalid. On a GPU it waits for the tensor."""
+    ordered = topk_idx.sort(dim=1).values
+    repeated = (ordered.diff(dim=1) == 0) & (ordered[:, 1:] >= 0)
+    bad = ((topk_idx < -1) | (topk_idx >= num_experts)).any(dim=1) | repeated.any(dim=1)
+    return int(bad.nonzero()[0]) if bad.any() else None
+
+
+def refusal(topk_idx: torch.Tensor, token: int, num_experts: int, rank: int | None) -> ValueError:
+    """rank: whose ids they are, where the caller gave those of several."""
+    where = "" if rank is None else f" of rank {rank}"
+    return ValueError(
+        f"topk_idx{where} is {topk_idx[token].tolist()} at token {token}, must hold distinct ids in "
+        f"[0, {num_experts}), or -1 for no expert"
+    )
