@@ -7,6 +7,7 @@ R rows in all, L local experts.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Iterator
 
@@ -16,7 +17,8 @@ import megatron_ep as ep
 from megatron_ep.diagnosis import failures
 from megatron_ep.normal.rank_group import RankGroup
 
-_limits: weakref.WeakSet[RowLimit] = weakref.WeakSet()
+_limits: weakref.WeakValueDictionary[int, RowLimit] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 
 
 class RowLimit:
@@ -31,10 +33,9 @@ class RowLimit:
     def __init__(self, reason: str, poisons: bool = True) -> None:
         self.reason = f"{reason}: nothing of this step is to be kept"
         self._poisons = poisons
-        self._buffer: RankGroup | None = None
+        self.buffer: RankGroup | None = None  # of the last run
         self.over_budget: torch.Tensor | None = None  # bool [1], once the layer has run
-        failures.watch(self)
-        _limits.add(self)
+        _limits[next(_numbers)] = self
 
     def admit(self, received: ep.Received) -> torch.Tensor:
         """Notes whether rows are missing; the probs [R].
@@ -48,43 +49,68 @@ class RowLimit:
                 raise RuntimeError("run the layer once before a CUDA graph captures it: what counts overflows is new")
             with torch.inference_mode(False):  # it is reset outside, too
                 self.over_budget = torch.zeros_like(over)
-        self._buffer = received.handle.buffer
+        self.buffer = received.handle.buffer
         self.over_budget.logical_or_(over)
         if not self._poisons:
             return received.probs
         nothing = torch.zeros_like(over, dtype=received.probs.dtype)
         return received.probs + nothing.masked_fill_(over, float("nan"))
 
-    def is_over(self) -> bool:
-        """Whether there was an overflow since the last reset, as far as the current stream has come."""
-        return self.is_open and self.over_budget is not None and bool(self.over_budget)
-
     def reset(self) -> None:
         """Forgets the overflow."""
         if self.over_budget is not None:
             self.over_budget.zero_()
 
-    # ---- what `megatron_ep.raise_if_failed` and the end of the process ask
+
+def _running() -> dict[RowLimit, RankGroup]:
+    """The limits that rows may have gone beyond, with their buffers."""
+    return {limit: limit.buffer for limit in _limits.values() if limit.buffer is not None and limit.buffer.is_open}
+
+
+def _overflowed() -> dict[RowLimit, RankGroup]:
+    """Those with an overflow since their reset, as far as the current streams have come. The host waits once for a
+    device, however many layers there are."""
+    of_device: dict[torch.device, list[tuple[RowLimit, RankGroup, torch.Tensor]]] = {}
+    for limit, buffer in _running().items():
+        assert limit.over_budget is not None, "it has run"
+        of_device.setdefault(limit.over_budget.device, []).append((limit, buffer, limit.over_budget))
+    over = {}
+    for limits in of_device.values():
+        flags = torch.cat([flag for _, _, flag in limits]).tolist()
+        over.update({limit: buffer for (limit, buffer, _), is_over in zip(limits, flags, strict=True) if is_over})
+    return over
+
+
+class _AllLimits:
+    """What `megatron_ep.raise_if_failed` and the end of the process ask, for the limits of all layers at once."""
 
     @property
     def is_open(self) -> bool:
-        return self._buffer is not None and self._buffer.is_open
+        return bool(_running())
 
     def raise_if_failed(self) -> None:
         """Raises EPOverflowError, once for an overflow; the other ranks then get EPAbortError."""
-        assert self._buffer is not None and self.over_budget is not None, "asked of what is not open"
-        self._buffer.synchronize()  # whatever stream a dispatch was on
-        if self.is_over():
-            self.reset()
-            self._buffer.refuse(failed=True, reason=self.reason, is_told=True)
-            raise ep.EPOverflowError(self.reason)
+        for buffer in set(_running().values()):
+            buffer.synchronize()  # whatever stream a dispatch was on
+        over = _overflowed()
+        if over:
+            reason = "; ".join(dict.fromkeys(limit.reason for limit in over))
+            for limit in over:
+                limit.reset()
+            for buffer in set(over.values()):
+                buffer.refuse(failed=True, reason=reason, is_told=True)
+            raise ep.EPOverflowError(reason)
 
     def abort(self, reason: str) -> None:
-        """Nothing waits here: the buffer is told by itself."""
+        """Nothing waits here: the buffers are told by themselves."""
 
     def report_unseen(self) -> None:
-        if self.is_over():
-            failures.log.error("a call of megatron_ep overflowed and nobody has asked for it: %s", self.reason)
+        for limit in _overflowed():
+            failures.log.error("a call of megatron_ep overflowed and nobody has asked for it: %s", limit.reason)
+
+
+_all_limits = _AllLimits()
+failures.watch(_all_limits)
 
 
 @contextlib.contextmanager
@@ -97,7 +123,7 @@ def explained() -> Iterator[None]:
     except Exception as error:
         over = None
         with contextlib.suppress(RuntimeError):  # of a GPU that no longer answers: the error itself says more
-            over = next((limit for limit in list(_limits) if limit.is_over()), None)
+            over = next(iter(_overflowed()), None)
         if over is None:
             raise
         raise ep.EPOverflowError(over.reason) from error

@@ -154,6 +154,32 @@ def test_an_overflow_that_nobody_asked_for_is_logged_at_the_end(caplog):
             raise ValueError("anything else")
 
 
+def test_all_layers_are_asked_at_once(monkeypatch):
+    """However many layers there are, the host waits once for all launches and once for the flags."""
+    waits = []
+    limits = [row_limit.RowLimit(f"layer {number} has too few rows") for number in range(6)]
+    with ep.LocalCluster(1, 1, ep.Config(num_experts=2)) as cluster:
+        monkeypatch.setattr(cluster, "synchronize", lambda: waits.append("launches"))
+        for most, limit in enumerate(limits):
+            choices = [torch.tensor([[0], [1], [1]])]
+            received = ep.dispatch(
+                [torch.ones(3, 4)], choices, [torch.ones(3, 1)], buffer=cluster, max_recv_tokens=most + 1
+            )
+            limit.admit(dataclasses.replace(received, probs=received.probs[0], overflow=received.overflow[0]))
+
+        class Reads(TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                if function in (torch.ops.aten.cat.default, torch.ops.aten._local_scalar_dense.default):
+                    waits.append("flags")
+                return function(*args, **(kwargs or {}))
+
+        with Reads(), pytest.raises(ep.EPOverflowError) as caught:
+            ep.raise_if_failed()
+        assert waits == ["launches", "flags"]
+        assert [f"layer {number} " in str(caught.value) for number in range(6)] == [True] * 2 + [False] * 4
+        ep.raise_if_failed()  # told once, of all layers
+
+
 def _megatrons_trainer_repeats():
     """What Megatron's trainer does with a step that was over budget."""
     join_layout(1, W)
