@@ -70,6 +70,7 @@ void bind_cuda(py::module_& m) {
         .def(
             "handle", [](DeviceMemory& memory) { return py::bytes(memory.handle()); },
             "For `open` in another process of the machine.")
+        .def("clear", &DeviceMemory::clear, py::call_guard<py::gil_scoped_release>())
         .def(
             "replace",
             [](DeviceMemory& memory, const py::bytes& handle) { memory.replace(handle); },

@@ -84,7 +84,10 @@ def _connect_p2p(
 def peer_memories(
     meeting: Meeting, begin: Callable[[], None], device: torch.device, size: int, group: str
 ) -> list[Any]:
-    """Memory of so many bytes on each rank's GPU, mapped by all processes of the machine."""
+    """Memory of so many bytes on each rank's GPU, mapped by all processes of the machine, and zeroed.
+
+    begin: returns when this rank writes to nobody's memory any more.
+    """
 
     def create() -> tuple[_C.DeviceMemory, bytes]:
         begin()
@@ -92,12 +95,17 @@ def peer_memories(
         return memory, memory.handle()
 
     own, handles = meeting.exchange(create)
-    return meeting.agree(
-        lambda: [
+
+    def open_others() -> list[_C.DeviceMemory]:
+        # Memory that is used again was still written to by ranks that were behind this one: credits, at the end of
+        # their last call. Now all have begun, and none writes before all have come here.
+        own.clear()
+        return [
             own if rank == meeting.rank else _C.DeviceMemory.open(device.index, other, size)
             for rank, other in enumerate(handles)
         ]
-    )
+
+    return meeting.agree(open_others)
 
 
 def p2p(

@@ -157,6 +157,9 @@ class Memory:
     def open(cls, device: int, handle: bytes, size: int) -> "Memory":
         return cls(handle.decode())
 
+    def clear(self) -> None:
+        pass
+
     def handle(self) -> bytes:
         if self.refuses:
             raise RuntimeError("cudaIpcGetMemHandle: out of luck")
@@ -178,6 +181,47 @@ def groups_of_memories(*members: tuple[int, ...]) -> list[str]:
 def test_memory_is_reused_by_the_same_processes_only(ranks) -> None:
     names, *_ = ranks.run(groups_of_memories, (0, 1), (0, 2), (0, 1), (0, 1, 2))
     assert names[0] == names[2] and len(set(names)) == 3
+
+
+class MemoryLeftOver:
+    """Of rank 0, as a key of the ranks' store: cleared when it is made, as DeviceMemory is."""
+
+    @classmethod
+    def create(cls, *_: object) -> "MemoryLeftOver":
+        memory = cls()
+        memory.clear()
+        return memory
+
+    @classmethod
+    def open(cls, *_: object) -> "MemoryLeftOver":
+        return cls()
+
+    def clear(self) -> None:
+        if dist.get_rank() == 0:
+            STORE().set("released", "0")
+
+    def handle(self) -> bytes:
+        return b""
+
+
+STORE = dist.distributed_c10d._get_default_store
+
+
+def run_late_credit() -> bytes:
+    """The last call of rank 1 is over only when rank 0 has made its memory already."""
+
+    def finish_earlier_calls() -> None:
+        if dist.get_rank() == 1:
+            time.sleep(0.5)
+            STORE().set("released", "1")
+
+    with ranks_with(""), mock.patch.object(_C, "DeviceMemory", MemoryLeftOver):
+        connect.peer_memories(meeting_of(), finish_earlier_calls, DEVICE, BYTES, "")
+    return STORE().get("released")
+
+
+def test_memory_is_cleared_after_the_earlier_calls_of_all_ranks(ranks) -> None:
+    assert ranks.run(run_late_credit) == [b"0"] * W
 
 
 def run_no_handle() -> None:

@@ -193,6 +193,15 @@ void test_another_device_is_made_current_and_back() {
     }
 }
 
+void test_memory_is_cleared_again() {
+    fake_cuda = {};
+    auto memory = ep::DeviceMemory::create(0, 64, "1 2");
+    EXPECT(std::string(memory.data(), 64) == std::string(64, 0));
+    memory.data()[63] = 1;  // by a rank that was not done yet
+    memory.clear();
+    EXPECT(std::string(memory.data(), 64) == std::string(64, 0));
+}
+
 void test_memory_is_left_to_the_same_processes() {
     fake_cuda = {};
     auto left = [](const std::string& group, size_t bytes = 64) {
@@ -223,5 +232,6 @@ int main() {
     test_a_retired_group_leaves_others_alone();
     test_the_current_device_is_left_alone();
     test_another_device_is_made_current_and_back();
+    test_memory_is_cleared_again();
     test_memory_is_left_to_the_same_processes();
 }

@@ -35,9 +35,14 @@ DeviceMemory DeviceMemory::create(int device, size_t bytes, const std::string& g
     }
     DeviceMemory memory(device, static_cast<char*>(data), bytes, group, false);
     memory.is_shared_ = is_shared;
-    check_cuda(cudaMemset(data, 0, bytes), "cudaMemset");
-    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    memory.clear();
     return memory;
+}
+
+void DeviceMemory::clear() {
+    const DeviceGuard guard(device_);
+    check_cuda(cudaMemset(data_, 0, bytes_), "cudaMemset");
+    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
 }
 
 DeviceMemory DeviceMemory::open(int device, const std::string& handle, size_t bytes) {

@@ -25,6 +25,8 @@ class DeviceMemory {
     DeviceMemory& operator=(DeviceMemory&&) = delete;
     ~DeviceMemory();
 
+    // Once nobody writes to it any more, and before anybody does again.
+    void clear();
     std::string handle();
     char* data() const { return data_; }
     size_t bytes() const { return bytes_; }
