@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_ep import _C
 from megatron_ep.backends import connect, cuda, fabrics, sizes
+from megatron_ep.backends.codec import Plain
 from megatron_ep.backends.host import HostBackend
 from megatron_ep.backends.meeting import Meeting
 from megatron_ep.backends.members import Member, agreed_topology, has_ended, introduce, process_fate
@@ -25,6 +26,9 @@ from megatron_ep.normal.rank_group import RankGroup
 # Construction and reset wait this long for the other ranks, or Config.timeout if that is longer: they may still be in a
 # wait of their own.
 MEETING_S = 60.0
+
+# Of a segment: `_C.Segment.address`.
+ADDRESS = tuple[int, int, int, int]
 
 log = logging.getLogger(__name__)
 
@@ -268,7 +272,7 @@ class Buffer(RankGroup):
             check()
             return None, own.address() if isinstance(own, _C.Segment) else own.handle()
 
-        _, addresses = self._meeting.exchange(tell)
+        _, addresses = self._meeting.exchange(tell, kind=ADDRESS if isinstance(own, _C.Segment) else bytes)
 
         def replace() -> None:
             for rank in ranks:
@@ -285,17 +289,17 @@ class Buffer(RankGroup):
         Collective.
         """
 
-        def tell() -> tuple[None, dict[str, Any]]:
-            check()
-            return None, settings
+        plain = {name: value if isinstance(value, Plain) else str(value) for name, value in settings.items()}
 
-        _, everyone = self._meeting.exchange(tell)
+        def tell() -> tuple[None, dict[str, Plain]]:
+            check()
+            return None, plain
+
+        _, everyone = self._meeting.exchange(tell, kind=dict[str, Plain])
         for rank, others in enumerate(everyone):
-            for name, mine in settings.items():
-                if others[name] != mine:
-                    raise ValueError(
-                        f"{name} is {mine} on rank {self.rank} and {others[name]} on rank {rank}, must be equal"
-                    )
+            for name, mine in plain.items():
+                if (other := others.get(name)) != mine:
+                    raise ValueError(f"{name} is {mine} on rank {self.rank} and {other} on rank {rank}, must be equal")
 
     def _introduce(self, topology: Topology | None, device: str | torch.device) -> Member:
         require_type("config", self.config, Config)
@@ -325,7 +329,7 @@ class Buffer(RankGroup):
             own = _C.Segment.shared(size)
             return own, own.address()
 
-        own, addresses = self._meeting.exchange(create)
+        own, addresses = self._meeting.exchange(create, kind=ADDRESS)
         return self._meeting.agree(
             lambda: [
                 own if rank == self.rank else _C.Segment.open(address, size) for rank, address in enumerate(addresses)

@@ -148,7 +148,8 @@ def _connect_nvshmem(
         unique_id = _new_id(meeting, nvshmem) if served is None else b""
         return None, (served, nvshmem.spare(bytes=heap.bytes), unique_id, given)
 
-    _, prepared = meeting.exchange(prepare, seconds)
+    kind = tuple[tuple[bytes, int, int] | None, list[int], bytes, dict[str, str]]
+    _, prepared = meeting.exchange(prepare, seconds, kind=kind)
     served, spares, ids, given = zip(*prepared, strict=True)
     unique_id = _nvshmem_id(served) or ids[0]
     ibgda.check_alike(given, pairs)
@@ -241,7 +242,7 @@ def _nccl_memory(meeting: Meeting, begin: Callable[[], None], heap: Any, device:
         begin()
         return None, nccl.kept(heap=heap, rank=meeting.rank, device=device.index)
 
-    _, kept = meeting.exchange(prepare)
+    _, kept = meeting.exchange(prepare, kind=list[bytes])
     common = set.intersection(*map(set, kept))
     unique_id = min(common) if common else meeting.exchange(lambda: (None, _new_id(meeting, nccl)))[1][0]
 
@@ -306,7 +307,7 @@ def _low_latency_over_nvshmem(
         nvshmem.prepare(device=device.index, timeout=seconds)
         return None, nvshmem.spare(bytes=heap.bytes)
 
-    _, spares = meeting.exchange(prepare, seconds)
+    _, spares = meeting.exchange(prepare, seconds, kind=list[int])
 
     def take() -> Any:
         unique_id, _, _ = nvshmem.initialised_for()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -11,12 +10,14 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from megatron_ep.backends import codec
 from megatron_ep.errors import EPError
 
 Kept = TypeVar("Kept")
 Told = TypeVar("Told")
 
 AGREED = "agreed"
+FAILED = b"failed: "  # begins no JSON
 VERDICT_S = 10.0  # the first rank's word takes no longer than this once its own wait has ended
 
 
@@ -44,64 +45,74 @@ class Meeting:
         rank = dist.get_rank(group)
         group = group or dist.group.WORLD
         assert group is not None, "it has a rank"
-        store = dist.PrefixStore(f"megatron_ep/{group.group_name}", of_this_attempt(_get_default_store()))
-        store = dist.PrefixStore(str(store.add(f"meetings/{rank}", 1)), store)
-        self._begin(store, rank, dist.get_world_size(group), timeout)
+        place = f"megatron_ep/{group.group_name}"
+        store = dist.PrefixStore(place, of_this_attempt(_get_default_store()))
+        number = store.add(f"meetings/{rank}", 1)
+        self._begin(
+            dist.PrefixStore(str(number), store), f"{place}/{number}", rank, dist.get_world_size(group), timeout
+        )
 
     @classmethod
     def over(cls, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Meeting:
         """Of ranks without a process group. store: nothing else is in it, nor was."""
         meeting = cls.__new__(cls)
-        meeting._begin(dist.PrefixStore("megatron_ep", store), rank, world_size, timeout)
+        meeting._begin(dist.PrefixStore("megatron_ep", store), "megatron_ep", rank, world_size, timeout)
         return meeting
 
-    def _begin(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
+    def _begin(self, store: dist.Store, place: str, rank: int, world_size: int, timeout: timedelta) -> None:
         self.rank = rank
         self.world_size = world_size
         self.timeout = timeout
         self.exchanges = 0  # so far
         self._store = store
+        self._place = place  # in it, as errors name it
 
-    def exchange(self, step: Callable[[], tuple[Kept, Told]], seconds: float = 0.0) -> tuple[Kept, list[Told]]:
+    def exchange(
+        self, step: Callable[[], tuple[Kept, Told]], seconds: float = 0.0, *, kind: Any = None
+    ) -> tuple[Kept, list[Told]]:
         """Runs a step that may fail on some ranks only, and fails on all of them then.
 
         Args:
-            step: returns what it keeps for this rank, and what it tells the others: anything that can be pickled.
+            step: returns what it keeps for this rank, and what it tells the others: anything that `codec.encode` takes.
             seconds: what the step may take by itself, which the others wait in addition.
+            kind: of what is told, see `codec.decode`. None: its type.
 
         Returns:
             What the step kept here, and what all ranks were told, by rank.
 
         Raises:
             ValueError, EPError: the step's own.
-            EPError: with rank and reason, when the step failed otherwise or elsewhere, or a rank did not come.
+            EPError: with rank and reason, when the step failed otherwise or elsewhere, or a rank did not come; with the
+                key, when the store holds what no rank has told.
         """
         kept: Any = None
         told: Any = None
         own: Exception | None = None
-        failure = None
         try:
             kept, told = step()
+            answer = codec.encode(told)
         except Exception as error:
-            failure = f"{type(error).__name__}: {error}"
+            answer = FAILED + codec.encode(codec.readable(f"{type(error).__name__}: {error}"))
             own = error
             if not isinstance(error, (ValueError, EPError)):
                 own = EPError(self._blame(self.rank, str(error)))
                 own.__cause__ = error
         try:
-            answers = [pickle.loads(answer) for answer in self._all(pickle.dumps((failure, told)), seconds)]
+            answers = self._all(answer, seconds)
         except EPError as lost:
             raise own or lost from None
         if own is not None:
             raise own
-        for rank, (failed, _) in enumerate(answers):
-            if failed is not None:
-                raise EPError(self._blame(rank, failed))
-        return kept, [told for _, told in answers]
+        for rank, answer in enumerate(answers):
+            if answer.startswith(FAILED):
+                reason = self._read(rank, answer.removeprefix(FAILED), str)
+                raise EPError(self._blame(rank, codec.readable(reason)))
+        kind = type(told) if kind is None else kind
+        return kept, [self._read(rank, answer, kind) for rank, answer in enumerate(answers)]
 
-    def gather(self, mine: Told) -> list[Told]:
-        """What every rank gave, by rank."""
-        return self.exchange(lambda: (None, mine))[1]
+    def gather(self, mine: Told, *, kind: Any = None) -> list[Told]:
+        """What every rank gave, by rank. kind: as for `exchange`."""
+        return self.exchange(lambda: (None, mine), kind=kind)[1]
 
     def agree(self, step: Callable[[], Kept], seconds: float = 0.0) -> Kept:
         """Runs a step that may fail on some ranks only, and fails on all of them then. Returns this rank's result."""
@@ -124,7 +135,11 @@ class Meeting:
             verdict = self._collect(wait) if self.rank == 0 else self._hear(wait)
             if verdict != AGREED:
                 raise EPError(verdict)
-            return pickle.loads(self._store.get(self._key("all")))
+            most = 2 * self.world_size * codec.MOST_BYTES  # each as text
+            answers: list[bytes] = self._read("all", self._store.get(self._key("all")), list[bytes], most)
+            if len(answers) != self.world_size:
+                raise self._foreign("all", f"answers of {len(answers)} ranks, must be of {self.world_size}")
+            return answers
         except EPError:
             raise
         except RuntimeError as error:
@@ -135,7 +150,7 @@ class Meeting:
         keys = [self._key(rank) for rank in range(self.world_size)]
         if not self._came(keys, wait):
             return self._decide(self._absence([rank for rank, key in enumerate(keys) if not self._is_there(key)], wait))
-        self._store.set(self._key("all"), pickle.dumps(self._store.multi_get(keys)))
+        self._store.set(self._key("all"), codec.encode(self._store.multi_get(keys)))
         verdict = self._decide(AGREED)
         for name in (*range(self.world_size), "all", "verdict"):  # all have come here, so nobody needs them any more
             self._store.delete_key(f"{self.exchanges - 1}/{name}")
@@ -148,11 +163,25 @@ class Meeting:
             return self._decide(self._absence([0], wait))
         if not self._came([verdict], wait + timedelta(seconds=VERDICT_S)):
             return self._decide(f"rank 0 came to {self._name()}, and did not say whether all had")
-        return self._store.get(verdict).decode()
+        return self._text(self._store.get(verdict))
 
     def _decide(self, verdict: str) -> str:
         """Whoever decides first decides for all, those too who come later."""
-        return self._store.compare_set(self._key("verdict"), "", verdict).decode()
+        return self._text(self._store.compare_set(self._key("verdict"), "", verdict))
+
+    def _text(self, data: bytes) -> str:
+        return codec.readable(data.decode(errors="replace"))
+
+    def _read(self, name: object, data: bytes, kind: Any, most: int = codec.MOST_BYTES) -> Any:
+        try:
+            return codec.decode(data, kind, most)
+        except ValueError as error:
+            raise self._foreign(name, str(error)) from None
+
+    def _foreign(self, name: object, why: str) -> EPError:
+        return EPError(
+            f"the store of torch.distributed holds at key {self._place}/{self._key(name)} what no rank has told: {why}"
+        )
 
     def _came(self, keys: list[str], wait: timedelta) -> bool:
         """Whether all keys are there in time. Raises RuntimeError when the store does not answer."""

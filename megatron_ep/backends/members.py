@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron_ep.backends import cuda, fabrics, nodes
+from megatron_ep.backends.codec import Plain
 from megatron_ep.config import Config, Topology
 from megatron_ep.errors import EPError
 
@@ -24,7 +25,7 @@ class Member:
     place: str  # its host, or its NVLink domain
     pid: int
     device: str  # the type only
-    settings: dict[str, Any]  # the fields of Config, with the timeout in force
+    settings: dict[str, Plain]  # the fields of Config, with the timeout in force
     topology: Topology | None  # as it was given
     num_sms: int | None  # on a GPU
     gpu: str | None  # its UUID

@@ -102,6 +102,8 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _compare_all() -> int:
     from torch.distributed import PrefixStore, rendezvous
 
+    from megatron_ep.backends import codec
+
     timeout = timedelta(seconds=PATIENCE_S)
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     store = PrefixStore(f"megatron-ep env {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
@@ -111,7 +113,7 @@ def _compare_all() -> int:
         print(f"megatron-ep env: rank {rank} lost the others: {error}", file=sys.stderr)
         return 1
     if rank == 0:
-        print(text, flush=True)
+        print(codec.readable(text, codec.MOST_BYTES), flush=True)
     return status
 
 
@@ -124,22 +126,42 @@ def exchange(store: Any, rank: int, world_size: int, report: env.Report, timeout
         timeout: how long rank 0 waits for the others. Who does not come is part of the text.
 
     Raises:
-        RuntimeError: rank 0 does not answer.
+        RuntimeError: rank 0 does not answer, or somebody else has.
     """
     store.set(f"report {rank}", json.dumps(report))
     if rank == 0:
         missing = _wait(store, [f"report {other}" for other in range(world_size)], timeout)
-        reports = {
-            other: json.loads(store.get(f"report {other}")) for other in range(world_size) if other not in missing
-        }
+        reports = {other: _report(store, f"report {other}") for other in range(world_size) if other not in missing}
         store.set("verdict", json.dumps(compare(reports, world_size, timeout.total_seconds())))
         if world_size > 1:  # the store may end with this process
             _wait(store, [f"heard {other}" for other in reports if other], timedelta(seconds=GOODBYE_S))
     else:
         store.wait(["verdict"], timeout + timedelta(seconds=GOODBYE_S))
-    text, status = json.loads(store.get("verdict"))
+    text, status = _read(store, "verdict", tuple[str, int])
     store.set(f"heard {rank}", "")
     return text, status
+
+
+def _report(store: Any, key: str) -> env.Report:
+    fact = bool | int | float | str | None | list[str]
+    report: env.Report = _read(store, key, dict[str, dict[str, fact | dict[str, fact]]])
+    gpus, sections = report.get("cuda", {}).get("gpus"), {*MATTERING, *TELLING, "environment"}
+    if not sections <= report.keys() or not isinstance(gpus, list) or not report["system"].get("host"):
+        raise _foreign(key, "no report")
+    return report
+
+
+def _read(store: Any, key: str, kind: Any) -> Any:
+    from megatron_ep.backends import codec  # not before a report that tells of the extension alone
+
+    try:
+        return codec.decode(store.get(key), kind)
+    except ValueError as error:
+        raise _foreign(key, str(error)) from None
+
+
+def _foreign(key: str, why: str) -> RuntimeError:
+    return RuntimeError(f"the store holds at key {key!r} what no rank has told: {why}")
 
 
 def _wait(store: Any, keys: list[str], timeout: timedelta) -> set[int]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
-import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatase
 from megatron.core.datasets.utils import Split
 from megatron.core.tokenizers.text.libraries.bytelevel_tokenizer import ByteLevelTokenizer
 
+from megatron_ep.backends import codec
 from megatron_ep.training.recipe import Recipe
 
 DEFAULT_CORPUS = "pydoc_data.topics"  # the language reference as pydoc prints it: about 0.5 MB of English and Python
@@ -89,7 +89,10 @@ def tokenize(path: str | None, cache_dir: Path) -> Corpus:
     directory = cache_dir / f"byte-{fingerprint[:16]}"
     prefix, summary = str(directory / "text"), directory / "corpus.json"
     if summary.is_file():
-        return Corpus(**json.loads(summary.read_text()) | {"prefix": prefix})
+        try:
+            return replace(codec.decode(summary.read_bytes(), Corpus), prefix=prefix)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"dataset.cache_dir {cache_dir}: {summary} is not ours, remove it: {error}") from None
 
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -114,7 +117,7 @@ def tokenize(path: str | None, cache_dir: Path) -> Corpus:
         unigram_entropy=unigram_entropy(counts),
     )
     with _replaced(str(summary)) as temporary:
-        Path(temporary).write_text(json.dumps(asdict(corpus)))
+        Path(temporary).write_bytes(codec.encode(corpus))
     return corpus
 
 

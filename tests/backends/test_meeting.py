@@ -1,6 +1,9 @@
 """How ranks agree over the store of torch.distributed: what one cannot do fails on all, and every wait has a bound."""
 
+import dataclasses
 import os
+import pickle
+import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -11,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 import megatron_ep as ep
+from megatron_ep.backends import codec
 from megatron_ep.backends.meeting import Meeting
 from megatron_ep.bench.local_ranks import LocalRanks
 
@@ -35,8 +39,8 @@ def apart() -> None:
 
 def run_exchanges() -> None:
     meeting, rank = meet(), dist.get_rank()
-    assert meeting.gather({"rank": rank, "bytes": bytes([0, 255, rank])}) == [
-        {"rank": other, "bytes": bytes([0, 255, other])} for other in range(W)
+    assert meeting.gather((rank, bytes([0, 255, rank])), kind=tuple[int, bytes]) == [
+        (other, bytes([0, 255, other])) for other in range(W)
     ]
     kept, told = meeting.exchange(lambda: (f"kept by {rank}", 10 * rank))
     assert kept == f"kept by {rank}" and told == [0, 10, 20]
@@ -176,3 +180,143 @@ def run_sub_groups() -> None:
 
 def test_groups_meet_apart(ranks) -> None:
     ranks.run(run_sub_groups)
+
+
+# ---- what somebody else writes into the store
+
+
+class Bomb:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+def run_hostile_answer(value: bytes, kind: object) -> str:
+    """Instead of rank 2, which does not come, somebody else answers."""
+    meeting = meet()
+    if dist.get_rank() == 2:
+        meeting._store.set("1/2", value)
+        apart()
+        return ""
+    with pytest.raises(ep.EPError) as caught:
+        meeting.gather(kind(), kind=kind)
+    apart()
+    return str(caught.value)
+
+
+def run_hostile_collection(value: bytes) -> str:
+    """Somebody gives what all ranks are said to have told."""
+    meeting = meet()
+    apart()
+    if dist.get_rank() == 0:
+        meeting._store.set("1/0", b"0")
+        meeting._store.set("1/all", value)
+        meeting._store.set("1/verdict", b"agreed")
+        apart()
+        return ""
+    with pytest.raises(ep.EPError) as caught:
+        meeting.gather(dist.get_rank())
+    apart()
+    return str(caught.value)
+
+
+HOSTILE = [
+    (b"{not JSON", int, "Expecting property name"),
+    (b"\xff\xfe\xff", int, "codec can't decode"),
+    (b"", int, "Expecting value"),
+    (b"true", int, "True where int is expected"),
+    (b'"1"', int, "'1' where int is expected"),
+    (b"1" * 5000, int, "a number of 5000 digits"),
+    (b"1e999", float, "1e999 is no finite number"),
+    (b"NaN", float, "NaN is no finite number"),
+    (b'"not base 64!"', bytes, "base64"),
+    (b"[" * 100_000, int, "nested too deeply"),
+    (b" " * (1 << 21), int, "2097152 bytes, at most 1048576 are expected"),
+    (b"failed: 7", int, "7 where str is expected"),
+]
+
+
+@pytest.mark.parametrize(("value", "kind", "why"), HOSTILE, ids=[why for *_, why in HOSTILE])
+def test_a_value_that_no_rank_has_told_is_an_error(ranks, value: bytes, kind: type, why: str) -> None:
+    for said in ranks.run(run_hostile_answer, value, kind)[:2]:
+        assert re.search(r"holds at key megatron_ep/.+/\d+/1/2 what no rank has told: ", said) and why in said
+        assert len(said) < 400
+
+
+def test_what_is_read_from_the_store_runs_nothing(ranks, tmp_path) -> None:
+    bomb = pickle.dumps(Bomb(str(tmp_path / "ran")))
+    assert all("1/2 what no rank has told" in said for said in ranks.run(run_hostile_answer, bomb, int)[:2])
+    both = pickle.dumps([pickle.dumps((None, Bomb(str(tmp_path / "ran"))))] * W)
+    assert all("1/all what no rank has told" in said for said in ranks.run(run_hostile_collection, both)[1:])
+    assert not (tmp_path / "ran").exists()
+    pickle.loads(bomb)
+    assert (tmp_path / "ran").exists(), "the bomb works"
+
+
+def test_answers_of_other_ranks_than_these(ranks) -> None:
+    for value in (codec.encode([b"1"] * (W + 1)), b'{"a": 1}', b"null"):
+        assert all("1/all what no rank has told" in said for said in ranks.run(run_hostile_collection, value)[1:])
+
+
+def run_hostile_verdict() -> str:
+    meeting = meet()
+    if dist.get_rank() == 0:
+        meeting._store.set("1/verdict", b"\x1b[2J\xff" + b"x" * (1 << 20))
+        apart()
+        return ""
+    apart()
+    with pytest.raises(ep.EPError) as caught:
+        meeting.gather(None)
+    return str(caught.value)
+
+
+def test_a_verdict_is_shown_as_bounded_text(ranks) -> None:
+    for said in ranks.run(run_hostile_verdict)[1:]:
+        assert said.startswith("?[2J\ufffdxxx") and len(said) < 5000
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    topology: ep.Topology | None
+    settings: dict[str, codec.Plain]
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (Pair(ep.Topology(2, 4), {"a": 1, "b": 1.5, "c": None, "d": True, "e": "é\x00"}), Pair),
+        (Pair(None, {}), Pair),
+        (
+            (None, [3, 2**63], b"\x00\xff", {"A": "1"}),
+            tuple[tuple[bytes, int] | None, list[int], bytes, dict[str, str]],
+        ),
+        (((b"id", 1), [], b"", {}), tuple[tuple[bytes, int] | None, list[int], bytes, dict[str, str]]),
+        ([b"", b"1"], list[bytes]),
+        (None, type(None)),
+    ],
+)
+def test_what_ranks_tell_arrives_as_it_was(value: object, kind: object) -> None:
+    back = codec.decode(codec.encode(value), kind)
+    assert back == value and repr(back) == repr(value), "True is not 1"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ('{"topology": {"nodes": 0, "ranks_per_node": 4}, "settings": {}}', Pair),
+        ('{"topology": null, "settings": {"a": [1]}}', Pair),
+        ('{"topology": null}', Pair),
+        ('{"topology": null, "settings": {}, "__class__": "os"}', Pair),
+        ("[1, 2, 3]", tuple[int, int]),
+        ("[1, 2.5]", tuple[int, int]),
+        ('[["a"]]', list[str]),
+        ('{"a": 1}', dict[str, str]),
+    ],
+)
+def test_a_wrong_shape_is_refused(text: str, kind: object) -> None:
+    with pytest.raises(ValueError):
+        codec.decode(text.encode(), kind)

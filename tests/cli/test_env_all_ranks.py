@@ -102,6 +102,22 @@ def test_nobody_waits_for_ever(report):
     assert "did not report within 0.5 s: rank 1\n" in results[0][0]
 
 
+@pytest.mark.parametrize("told", ["{not JSON", "[]", '{"system": 1}', '{"system": {}}', "1" * 5000])
+def test_a_report_that_no_rank_has_told(report, told):
+    store = dist.HashStore()
+    store.set("report 1", told)
+    with pytest.raises(RuntimeError, match="holds at key 'report 1' what no rank has told"):
+        all_ranks.exchange(store, 0, 2, report, timedelta(seconds=5))
+
+
+@pytest.mark.parametrize("told", ["{not JSON", '["text", "0"]', "[]"])
+def test_a_verdict_that_no_rank_has_told(report, told):
+    store = dist.HashStore()
+    store.set("verdict", told)
+    with pytest.raises(RuntimeError, match="holds at key 'verdict' what no rank has told"):
+        all_ranks.exchange(store, 1, 2, report, timedelta(seconds=5))
+
+
 def test_network_cards(tmp_path):
     port = tmp_path / "mlx5_0" / "ports" / "1"
     port.mkdir(parents=True)

@@ -66,6 +66,16 @@ def test_tokenize_after_an_interrupted_one(tmp_path):
     assert not list(directory.glob("*.tmp"))
 
 
+@pytest.mark.parametrize("summary", ["{not JSON", "[]", '{"name": "a"}', "null"])
+def test_a_cache_that_somebody_else_has_written(tmp_path, summary):
+    source = tmp_path / "text.txt"
+    source.write_text(TEXT)
+    corpus = data.tokenize(str(source), tmp_path / "cache")
+    Path(corpus.prefix).with_name("corpus.json").write_text(summary)
+    with pytest.raises(ValueError, match=r"corpus\.json is not ours, remove it"):
+        data.tokenize(str(source), tmp_path / "cache")
+
+
 @pytest.mark.parametrize(("content", "word"), [(None, "No such file"), (" \n", "empty")])
 def test_corpus_mistakes(tmp_path, content, word):
     source = tmp_path / "text.txt"

@@ -1,0 +1,114 @@
+"""What ranks tell each other through a store that anybody may write to who reaches its port: JSON, of which only what
+the reader asks for is made. Nothing that was read is run, and what is not of the kind that is expected is an error.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import math
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+Plain = bool | int | float | str | None
+
+MOST_BYTES = 1 << 20  # that one rank tells at a time: the largest, IPC handles and settings, take a few hundred
+MOST_TEXT = 4000  # characters of what another rank has said, in a message
+MOST_DIGITS = 20  # of 64 bits
+SHOWN = 60  # characters of a value that is not what it should be
+
+
+def encode(value: Any) -> bytes:
+    """value: plain values, bytes, lists, tuples, dicts by text, and dataclasses of these."""
+    return json.dumps(_plain(value), allow_nan=False).encode()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if dataclasses.is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def decode(data: bytes, kind: Any, most_bytes: int = MOST_BYTES) -> Any:
+    """The value that was encoded.
+
+    kind: its type, as an annotation says it: a dataclass, tuple[int, int], list[bytes] | None, ...
+
+    Raises ValueError for anything else.
+    """
+    assert kind not in (dict, list, tuple), "of what?"
+    if len(data) > most_bytes:
+        raise ValueError(f"{len(data)} bytes, at most {most_bytes} are expected")
+    try:
+        tree = json.loads(data, parse_int=_int, parse_float=_float, parse_constant=_float)
+    except RecursionError:
+        raise ValueError("JSON that is nested too deeply") from None
+    return _of_kind(tree, kind)
+
+
+def readable(text: str, most: int = MOST_TEXT) -> str:
+    """As much of a text by somebody else as a message may show: no more than so many characters, and none that a
+    terminal obeys."""
+    shown = "".join(character if character.isprintable() or character == "\n" else "?" for character in text[:most])
+    return shown + (" ..." if len(text) > most else "")
+
+
+def _int(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
+
+
+def _float(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError(f"{readable(digits, SHOWN)} is no finite number")
+    return number
+
+
+def _of_kind(tree: Any, kind: Any) -> Any:
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        return _of_one(tree, parts)
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        kinds = typing.get_type_hints(kind)
+        if not isinstance(tree, dict) or tree.keys() != kinds.keys():
+            raise _unexpected(tree, kind)
+        return kind(**{name: _of_kind(item, kinds[name]) for name, item in tree.items()})
+    if origin is dict and isinstance(tree, dict):
+        return {name: _of_kind(item, parts[1]) for name, item in tree.items()}
+    if origin is list and isinstance(tree, list):
+        return [_of_kind(item, parts[0]) for item in tree]
+    if origin is tuple and isinstance(tree, list) and len(tree) == len(parts):
+        return tuple(_of_kind(item, part) for item, part in zip(tree, parts, strict=True))
+    if kind is bytes and isinstance(tree, str):
+        return base64.b64decode(tree, validate=True)
+    if kind is float and type(tree) is int:
+        return float(tree)
+    if type(tree) is not (types.NoneType if kind is None else kind):
+        raise _unexpected(tree, kind)
+    return tree
+
+
+def _of_one(tree: Any, kinds: tuple[Any, ...]) -> Any:
+    exact = [kind for kind in kinds if type(tree) is kind]  # True is no 1, and 1 no 1.0
+    for kind in exact or kinds:
+        try:
+            return _of_kind(tree, kind)
+        except ValueError as error:
+            why = error
+    raise why if len(kinds) == 2 and types.NoneType in kinds else _unexpected(tree, *kinds)
+
+
+def _unexpected(tree: Any, *kinds: Any) -> ValueError:
+    names = [kind.__name__ if isinstance(kind, type) else str(kind) for kind in kinds]
+    return ValueError(f"{readable(repr(tree), SHOWN)} where {' or '.join(names)} is expected")
