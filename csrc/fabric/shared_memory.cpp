@@ -32,7 +32,7 @@ int unnamed_file() {
     return descriptor;
 }
 
-int descriptor_of(const SegmentAddress& address) {
+int descriptor_of(const SegmentAddress& address, size_t bytes) {
     const std::string path =
         "/proc/" + std::to_string(address.process) + "/fd/" + std::to_string(address.descriptor);
     const int descriptor = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
@@ -44,6 +44,10 @@ int descriptor_of(const SegmentAddress& address) {
         throw std::runtime_error(path +
                                  " is not another rank's shared memory: do the ranks of this "
                                  "machine run in separate containers?");
+    }
+    if (!S_ISREG(file.st_mode) || file.st_size < static_cast<off_t>(bytes)) {  // later a SIGBUS
+        close(descriptor);
+        throw std::runtime_error(path + " has less than " + std::to_string(bytes) + " bytes");
     }
     return descriptor;
 }
@@ -77,13 +81,13 @@ Segment Segment::shared(size_t bytes) {
 }
 
 Segment Segment::open(const SegmentAddress& address, size_t bytes) {
-    Segment segment(bytes, MAP_SHARED, descriptor_of(address));
+    Segment segment(bytes, MAP_SHARED, descriptor_of(address, bytes));
     segment.close_descriptor();
     return segment;
 }
 
 void Segment::replace(const SegmentAddress& address) {
-    const int descriptor = descriptor_of(address);
+    const int descriptor = descriptor_of(address, bytes_);
     void* data = mmap(data_, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, descriptor, 0);
     const int error = errno;
     close(descriptor);
