@@ -17,7 +17,8 @@ from megatron_ep.backends import connect, cuda, fabrics, sizes
 from megatron_ep.backends.codec import Plain
 from megatron_ep.backends.host import HostBackend
 from megatron_ep.backends.meeting import Meeting
-from megatron_ep.backends.members import Member, agreed_topology, has_ended, introduce, process_fate
+from megatron_ep.backends.members import Member, agreed_topology, introduce
+from megatron_ep.backends.processes import has_ended, process_fate
 from megatron_ep.config import Config, Topology, require_int, require_type
 from megatron_ep.diagnosis import failures
 from megatron_ep.errors import EPError
@@ -173,7 +174,7 @@ class Buffer(RankGroup):
         _, members = self._meeting.exchange(lambda: (None, self._introduce(topology, device)))
         self.topology = agreed_topology(members, config)
         own = self._member = members[self.rank]
-        self._neighbours = {rank: other.pid for rank, other in enumerate(members) if other.host == own.host}
+        self._neighbours = {rank: other.pid for rank, other in enumerate(members) if other.machine == own.machine}
         if self.device.type == "cuda":
             sms = cuda.num_sms(config, self.device, 1)
             self.heap = sizes.gpu_heap(self.topology, config, sms)

@@ -18,7 +18,7 @@ from megatron_ep import _C
 from megatron_ep.backends import cuda, fabrics, ibgda
 from megatron_ep.backends.cuda import CudaBackend
 from megatron_ep.backends.meeting import Meeting
-from megatron_ep.backends.members import Member
+from megatron_ep.backends.members import Member, machines
 from megatron_ep.config import Config, Topology
 from megatron_ep.errors import EPError
 
@@ -47,7 +47,7 @@ def processes(
 ) -> tuple[CudaBackend, fabrics.Choice]:
     """This process's rank, with a fabric; None: that which fits the hosts of all ranks."""
     connectors = {"p2p": _connect_p2p, "nvshmem": _connect_nvshmem, "nccl": _connect_nccl}
-    hosts, wanted = [member.host for member in members], [member.fabric for member in members]
+    hosts, wanted = machines(members), [member.fabric for member in members]
     fabric = fabric or fabrics.choose(hosts, wanted, meeting.gather)
     with contextlib.ExitStack() as stack:
 
@@ -135,7 +135,7 @@ def _connect_nvshmem(
 ) -> tuple[CudaBackend, str]:
     nvshmem = fabrics.load_nvshmem()
     seconds = meeting.timeout.total_seconds()
-    between_machines = len({member.host for member in members}) > 1
+    between_machines = len(set(machines(members))) > 1
     pairs = queue_pairs(heap, sms)
 
     def prepare() -> tuple[None, tuple[Any, list[int], bytes, dict[str, str]]]:

@@ -6,12 +6,11 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_ep.backends import cuda, fabrics, nodes
+from megatron_ep.backends import cuda, fabrics, nodes, processes
 from megatron_ep.backends.codec import Plain
 from megatron_ep.config import Config, Topology
 from megatron_ep.errors import EPError
@@ -21,8 +20,9 @@ from megatron_ep.errors import EPError
 class Member:
     """One rank."""
 
-    host: str
-    place: str  # its host, or its NVLink domain
+    host: str  # its name
+    machine: str  # `processes.machine`
+    domain: str | None  # of NVLink, where it spans machines
     pid: int
     device: str  # the type only
     settings: dict[str, Plain]  # the fields of Config, with the timeout in force
@@ -45,15 +45,15 @@ class Member:
 
 def introduce(config: Config, topology: Topology | None, device: torch.device) -> Member:
     """This process's rank. Raises ValueError for a timeout in the environment that is none."""
-    host = socket.gethostname()
     domain, sms, gpu = None, None, None
     if device.type == "cuda":
         sms = cuda.num_sms(config, device, 1)
         gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
         domain = nodes.nvlink_domain(gpu)
     return Member(
-        host=host,
-        place=domain or host,
+        host=socket.gethostname(),
+        machine=processes.machine(),
+        domain=domain,
         pid=os.getpid(),
         device=device.type,
         settings=asdict(config) | {"timeout": config.timeout_seconds},
@@ -65,45 +65,31 @@ def introduce(config: Config, topology: Topology | None, device: torch.device) -
     )
 
 
-def process_fate(pid: int) -> str | None:
-    """What has become of a process of this host: "has ended", "is stopped"; None while it runs."""
-    return _fate(Path(f"/proc/{pid}"))
-
-
-def has_ended(pid: int) -> bool:
-    """Whether nothing of a process of this host runs any more: one that was killed may be a zombie before the last of
-    its threads is."""
-    try:
-        threads = list(Path(f"/proc/{pid}/task").iterdir())
-    except OSError:
-        return True
-    return all(_fate(thread) == "has ended" for thread in threads)
-
-
-def _fate(task: Path) -> str | None:
-    try:
-        state = (task / "stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return "has ended"
-    return {"Z": "has ended", "X": "has ended", "T": "is stopped", "t": "is stopped"}.get(state)
+def machines(members: Sequence[Member]) -> list[str]:
+    """The machine of each rank, as a user may read it: the host's name, and more where several machines have it."""
+    named: dict[str, set[str]] = {}
+    for member in members:
+        named.setdefault(member.host, set()).add(member.machine)
+    return [member.host if len(named[member.host]) == 1 else member.machine for member in members]
 
 
 def agreed_topology(members: Sequence[Member], config: Config) -> Topology:
     """How the ranks lie on nodes. Raises, on all ranks alike, ValueError where they differ in what must be equal or are
     not those of the topology, EPError where the host backend would need a network."""
-    first, host = members[0].shared(), members[0].host
+    first, places = members[0].shared(), machines(members)
     for rank, member in enumerate(members):
         for name, value in member.shared().items():
             if value != first[name]:
                 raise ValueError(f"{name} is {first[name]!r} on rank 0 and {value!r} on rank {rank}, must be equal")
-        if member.device == "cpu" and member.host != host:
+        if member.device == "cpu" and places[rank] != places[0]:
             raise EPError(
-                f"rank 0 runs on {host} and rank {rank} on {member.host}: "
+                f"rank 0 runs on {places[0]} and rank {rank} on {places[rank]}: "
                 "the host backend connects the processes of one machine only"
             )
     topology = members[0].topology
     if topology is None:
-        topology = nodes.topology_of([member.place for member in members], members[0].ranks_per_node)
+        nvlink = [member.domain or place for member, place in zip(members, places, strict=True)]
+        topology = nodes.topology_of(nvlink, members[0].ranks_per_node)
     if topology.world_size != len(members):
         raise ValueError(f"topology is {topology}, must have the {len(members)} ranks of the group")
     config.check_ranks(topology)

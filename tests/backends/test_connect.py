@@ -40,7 +40,7 @@ FREE = [40 << 30]  # bytes of memory on the GPU
 
 def member(host: str) -> Member:
     wanted = os.environ[fabrics.VARIABLE] or None
-    return Member(host, host, os.getpid(), "cuda", {}, None, 1, None, wanted, None)
+    return Member(host, host, None, os.getpid(), "cuda", {}, None, 1, None, wanted, None)
 
 
 def connected(meeting: Meeting, hosts: str = "aaa"):

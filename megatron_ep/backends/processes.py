@@ -1,0 +1,46 @@
+"""Processes of this machine: which machine that is, and what has become of them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+# Processes in different ones do not reach each other's memory: /proc/PID is another process there, or CUDA IPC fails.
+NAMESPACES = ("pid", "ipc")
+
+
+def machine() -> str:
+    """What tells this machine from others, also from one of the same name: two processes that are told the same can
+    share memory, as far as their users may. A container with its own processes is a machine of its own."""
+    parts = [socket.gethostname()]
+    try:
+        parts.append(f"boot {BOOT.read_text().strip()}")
+        parts += [os.readlink(f"/proc/self/ns/{name}") for name in NAMESPACES]
+    except OSError:  # a sandbox without them
+        pass
+    return ", ".join(parts)
+
+
+def process_fate(pid: int) -> str | None:
+    """What has become of a process of this machine: "has ended", "is stopped"; None while it runs."""
+    return _fate(Path(f"/proc/{pid}"))
+
+
+def has_ended(pid: int) -> bool:
+    """Whether nothing of a process of this machine runs any more: one that was killed may be a zombie before the last
+    of its threads is."""
+    try:
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+    except OSError:
+        return True
+    return all(_fate(thread) == "has ended" for thread in threads)
+
+
+def _fate(task: Path) -> str | None:
+    try:
+        state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "has ended"
+    return {"Z": "has ended", "X": "has ended", "T": "is stopped", "t": "is stopped"}.get(state)

@@ -1,0 +1,99 @@
+"""Which machine a process is on, where several have one name, and what has become of another one."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megatron_ep as ep
+from megatron_ep.backends import members, processes
+from megatron_ep.backends.members import Member
+from megatron_ep.backends.processes import has_ended, machine, process_fate
+
+RANK = """
+import os, socket, sys
+from datetime import timedelta
+import torch.distributed as dist
+import megatron_ep as ep
+from megatron_ep.backends.meeting import Meeting
+
+path, rank = sys.argv[1], int(sys.argv[2])
+meeting = Meeting.over(dist.FileStore(path, 2), rank, 2, timedelta(seconds=60))
+try:
+    buffer = ep.Buffer.over(meeting, ep.Config(num_experts=2, timeout=20), None, "cpu")
+    print(socket.gethostname(), "one machine", buffer._fate_of(1 - rank))
+    meeting.barrier()
+except ep.EPError as error:
+    print(socket.gethostname(), error)
+"""
+
+
+def run_two(tmp_path: Path, *prefix: str) -> list[str]:
+    """What two ranks say, each started by such a command."""
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    command = [*prefix, sys.executable, str(script), str(tmp_path / "store")]
+    ranks = [
+        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=120) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    return [out for out, _ in said]
+
+
+def unshare(*kinds: str) -> list[str]:
+    """A command that gives a process namespaces of its own, and the name of this machine."""
+    if os.geteuid() != 0:
+        pytest.skip("only root makes namespaces")
+    command = [shutil.which("unshare") or "unshare", *(f"--{kind}" for kind in kinds)]
+    try:
+        done = subprocess.run([*command, "true"], capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("there is no unshare")
+    if done.returncode:
+        pytest.skip(f"namespaces cannot be made here: {done.stderr.strip()}")
+    return command
+
+
+@pytest.mark.parametrize("kinds", [("net", "uts", "ipc"), ("pid", "fork", "mount-proc")])
+def test_two_machines_of_one_name(tmp_path: Path, kinds: tuple[str, ...]) -> None:
+    said = run_two(tmp_path, *unshare(*kinds))
+    for text in said:
+        assert text.startswith(f"{socket.gethostname()} rank 0 runs on {socket.gethostname()}, boot "), text
+        assert "the host backend connects the processes of one machine only" in text
+    assert said[0] == said[1]
+
+
+def test_what_leaves_memory_shared_is_one_machine(tmp_path: Path) -> None:
+    assert run_two(tmp_path, *unshare("net")) == [f"{socket.gethostname()} one machine None\n"] * 2
+
+
+def test_a_machine_is_named_by_more_than_its_name_where_two_have_it() -> None:
+    def on(host: str, machine: str) -> Member:
+        return Member(host, machine, None, 1, "cpu", {}, None, None, None, None, None)
+
+    ranks = [on("a", "a, boot 1"), on("a", "a, boot 1"), on("b", "b, boot 2"), on("b", "b, boot 3")]
+    assert members.machines(ranks) == ["a", "a", "b, boot 2", "b, boot 3"]
+    with pytest.raises(ep.EPError, match="rank 0 runs on a and rank 2 on b, boot 2"):
+        members.agreed_topology(ranks, ep.Config(num_experts=4))
+
+
+def test_a_machine_that_does_not_tell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert machine() == machine() and machine().startswith(f"{socket.gethostname()}, boot ")
+    monkeypatch.setattr(processes, "BOOT", tmp_path / "none")
+    assert machine() == socket.gethostname()
+
+
+def test_the_fate_of_a_process() -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    assert process_fate(process.pid) is None and not has_ended(process.pid)
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert process_fate(process.pid) == "has ended" and has_ended(process.pid), "a zombie"
+    process.wait()
+    assert process_fate(process.pid) == "has ended" and has_ended(process.pid)
