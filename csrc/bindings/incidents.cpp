@@ -109,6 +109,31 @@ py::dict counts(const Calls& calls) {
     return d;
 }
 
+py::list sends_of(const ControlBlock& block) {
+    static constexpr const char* kCounters[] = {"transfer", "dispatch_sent", "combine_sent"};
+    static constexpr const char* kKinds[] = {"dispatch", "combine", "combine with weights",
+                                             "combine with sum_at='expert'"};
+    py::list all;
+    for (int mode = 0; mode < Sends::kModes; ++mode) {
+        for (const uint64_t& kept : block.sends[mode]) {
+            const uint64_t word = load(kept);
+            if (!word) continue;
+            const Sends sends = Sends::of(word);
+            py::dict d;
+            d["counter"] = kCounters[mode];
+            d["call"] = sends.call;
+            d["kind"] = kKinds[static_cast<int>(sends.kind)];
+            d["payload_type"] = sends.payload_type;
+            d["payload_bytes"] = sends.payload_bytes;
+            d["topk"] = sends.topk;
+            d["weight_bytes"] = sends.weight_bytes;
+            d["scale_bytes"] = sends.scale_bytes;
+            all.append(d);
+        }
+    }
+    return all;
+}
+
 }  // namespace
 
 const char* name(Outcome outcome) {
@@ -176,6 +201,7 @@ py::dict standing_of(int rank, const ControlBlock& block) {
     d["entered"] = counts(block.entered);
     d["finished"] = counts(block.finished);
     d["incidents"] = incidents_of(block);
+    d["sends"] = sends_of(block);
     d["reason"] = py::reinterpret_steal<py::str>(
         PyUnicode_DecodeUTF8(block.reason.text, static_cast<Py_ssize_t>(bytes), "replace"));
     return d;

@@ -6,6 +6,7 @@
 #include "core/heap.h"
 #include "core/layout.h"
 #include "core/row.h"
+#include "core/sends.h"
 #include "core/topology.h"
 
 namespace ep {
@@ -55,6 +56,10 @@ struct TransferArgs {
     static constexpr int32_t kElsewhere = -1;   // that expert lives on another rank
     static constexpr int32_t kOverflowed = -2;  // the expert-grouped tensor had no room
 
+    EP_HD Sends::Kind kind() const {
+        if (is_weighted) return Sends::Kind::WeightedCombine;
+        return is_combine ? Sends::Kind::Combine : Sends::Kind::Dispatch;
+    }
     EP_HD const Topology& topology() const { return heap.topology; }
     EP_HD int node() const { return topology().node_of(rank); }
     EP_HD int local() const { return topology().local_of(rank); }

@@ -3,6 +3,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/sends.h"
+
 namespace ep {
 
 // What a role was waiting for when its wait ended badly. Names are shown to users: see
@@ -108,8 +110,14 @@ struct ControlBlock {
     uint64_t complete[kMaxIncidents];  // 1 once the incident can be read
     Incident incidents[kMaxIncidents];
     Reason reason;
-    alignas(64) Calls entered;  // this rank's, unless it found the abort word set
-    Calls finished;             // and of these what it has done
+    alignas(64) Calls entered;                    // this rank's, unless it found the abort word set
+    Calls finished;                               // and of these what it has done
+    uint64_t sends[Sends::kModes][Sends::kKept];  // in the last calls that it entered, 0: none
+
+    // Where what is sent in a call is noted.
+    EP_HD uint64_t& sends_in(Sends::Mode mode, uint64_t call) {
+        return sends[static_cast<int>(mode)][call % Sends::kKept];
+    }
 
     // Who gives up swaps it for 0. The host of a GPU, which cannot, stores the upper half: a lower
     // one that stands beside it was there first, or it could not have been swapped for 0.

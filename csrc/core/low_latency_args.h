@@ -127,6 +127,8 @@ struct LowLatencyDispatchArgs : LowLatencyArgs {
     int64_t* recv_rows =
         nullptr;  // [W], the caller's: to which each rank's rows are added. Or null
 
+    static constexpr Sends::Mode kMode = Sends::Mode::LowLatencyDispatch;
+    EP_HD Sends::Kind kind() const { return Sends::Kind::Dispatch; }
     EP_HD uint64_t shape() const { return 0; }
     EP_HD int64_t scale_words() const { return format.scale_bytes / 4; }
     // The first column's word of a row.
@@ -156,6 +158,10 @@ struct LowLatencyCombineArgs : LowLatencyArgs {
     const void* token_weights;
     bool renormalize;  // token_weights of the picks that are left make up for the others
 
+    static constexpr Sends::Mode kMode = Sends::Mode::LowLatencyCombine;
+    EP_HD Sends::Kind kind() const {
+        return sum_at_expert ? Sends::Kind::CombineAtExpert : Sends::Kind::Combine;
+    }
     EP_HD uint64_t shape() const { return 1 + sum_at_expert; }
 };
 

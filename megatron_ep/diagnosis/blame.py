@@ -26,6 +26,8 @@ class Standing:
         came to a call after it had been given up did not enter it.
     incidents: see `errors.EPError`.
     reason: given to `Buffer.abort` there, or the text of the error that ended its part; "" for none.
+    sends: in its last calls: counter (as of `entered`), call (modulo 2^16), kind, payload_type, payload_bytes, topk,
+        weight_bytes, scale_bytes.
     """
 
     rank: int
@@ -33,6 +35,7 @@ class Standing:
     finished: Mapping[str, int]
     incidents: Sequence[dict[str, Any]]
     reason: str
+    sends: Sequence[Mapping[str, Any]] = ()
 
     @property
     def inside(self) -> str | None:
@@ -93,11 +96,11 @@ def root(first: int, standings: Sequence[Standing], fate: Callable[[int], str | 
         if not following:
             unknown = [rank for rank in candidates if rank not in known]
             if unknown:
-                return f"{_named(unknown[:1])}, of which no more is known here"
+                return f"{named(unknown[:1])}, of which no more is known here"
             return f"{_sentence(silent, step, known, fate)}, but rank {waiting} misses it" if silent else None
         waiting = next((rank for rank in following if rank not in path), path[0])
         if waiting in path:
-            return f"{_named(sorted(path))} wait for each other in {step}" if len(path) > 1 else None
+            return f"{named(sorted(path))} wait for each other in {step}" if len(path) > 1 else None
     return None
 
 
@@ -138,8 +141,9 @@ def _sentence(
             f"({'they' if several else 'it'} finished {first.finished[step.counter]})"
         )
     ends = fate(ranks[0])
-    return f"{_named(alike)} {text}" + (f"; the process of rank {ranks[0]} {ends}" if ends else "")
+    return f"{named(alike)} {text}" + (f"; the process of rank {ranks[0]} {ends}" if ends else "")
 
 
-def _named(ranks: Sequence[int]) -> str:
+def named(ranks: Sequence[int]) -> str:
+    """At most MOST_NAMED of them."""
     return "rank " + ", ".join(map(str, ranks[:MOST_NAMED])) + (", ..." if len(ranks) > MOST_NAMED else "")

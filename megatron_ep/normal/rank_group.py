@@ -14,7 +14,7 @@ import torch
 from megatron_ep import _C
 from megatron_ep.backends.interface import Backend
 from megatron_ep.config import Config, Topology
-from megatron_ep.diagnosis import blame
+from megatron_ep.diagnosis import blame, disagreement
 from megatron_ep.diagnosis.blame import Standing
 from megatron_ep.errors import EPAbortError, EPError, EPOverflowError, EPTimeoutError, describe
 
@@ -263,8 +263,8 @@ class RankGroup:
             "bad_input": f"rank {rank} refused its arguments{why}",
             "failed": f"rank {rank} failed for a reason of its own{why}",
             "interrupted": f"rank {rank} was interrupted",
-            "mismatch": f"rank {rank} met a row that was not meant for its call: the ranks issued different calls, "
-            "or gave x of different H or dtype, another K, weights on some ranks only, or another handle",
+            "mismatch": f"rank {rank} met a row that was not meant for its call: "
+            f"{disagreement.what_ranks_sent(rank, standings, self.topology.world_size)}",
             "no_layout": f"rank {rank} used the handle of a dispatch that failed",
             "overflow": f"rank {rank} had no room for the rows that pass through it: max_recv_tokens is less than the "
             "tokens that a rank of another node sends through it",

@@ -8,6 +8,7 @@ import comebacks
 import pytest
 import survivors
 import torch
+import what_was_sent
 
 import megatron_ep as ep
 from megatron_ep import reference
@@ -238,11 +239,19 @@ def run_disagreement(kind):
     generator = torch.Generator().manual_seed(buffer.rank)
     ids = torch.rand(9, EXPERTS, generator=generator).topk(topk, dim=1).indices
     weights = torch.ones(9, topk) if kind == "weights" and odd else None
-    with pytest.raises(ep.EPError, match=r"rank . met a row that was not meant for its call"):
+    sent = {
+        "hidden": ("a dispatch, H = 5, float32, K = 2", "a dispatch, H = 4, float32, K = 2"),
+        "dtype": ("a dispatch, H = 4, float32, K = 2", "a dispatch, H = 8, bfloat16, K = 2"),
+        "topk": ("a dispatch, H = 5, float32, K = 2", "a dispatch, H = 5, float32, K = 3"),
+        "weights": ("a dispatch, H = 5, float32, K = 2", "a dispatch, H = 5, float32, K = 2, weights of float32"),
+        "sum_at": ("a combine with sum_at='expert', H = 5, float32, K = 2", "a combine, H = 5, float32, K = 2"),
+    }[kind]
+    with pytest.raises(ep.EPError, match=r"rank . met a row that was not meant for its call") as error:
         received = low_latency.dispatch(torch.ones(9, hidden, dtype=dtype), ids, weights)
         assert kind == "sum_at"
         low_latency.combine(received.x, received.handle, sum_at="token" if odd else "expert")
         low_latency.dispatch(torch.ones(9, hidden, dtype=dtype), ids)  # whoever saw no difference hears of it now
+    assert what_was_sent.is_said(str(error.value), *sent), error.value
     buffer.reset()
     round_trips(low_latency, rounds=2)
     buffer.close()

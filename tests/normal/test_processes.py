@@ -10,6 +10,7 @@ import pytest
 import survivors
 import torch
 import torch.distributed as dist
+import what_was_sent
 from torch.utils.checkpoint import checkpoint
 
 import megatron_ep as ep
@@ -280,13 +281,27 @@ def dispatch_differently(buffer, kind):
     return ep.dispatch(x, handle=second.handle) if odd else ep.combine(second.x, second.handle)
 
 
+USUAL = "a dispatch, H = 8, float32, K = 3, weights of float32"
+SENT = {  # by even ranks, by odd ones
+    "hidden": (USUAL, "a dispatch, H = 5, float32, K = 3, weights of float32"),
+    "dtype": (USUAL, "a dispatch, H = 16, bfloat16, K = 3, weights of float32"),
+    "topk": (USUAL, "a dispatch, H = 8, float32, K = 4, weights of float32"),
+    "weights": (USUAL, "a dispatch, H = 8, float32, K = 3"),
+    "weight dtype": (USUAL, "a dispatch, H = 8, float32, K = 3, weights of float64"),
+    "weights of combine": ("a combine, H = 8, float32, K = 3", "a combine with weights, H = 8, float32, K = 3"),
+    "other call": ("a combine, H = 8, float32, K = 3", "a dispatch, H = 8, float32, K = 3"),
+}
+
+
 def run_disagreement(kind):
     # between nodes somebody else meets the row first, and chance decides whether a rank hears of it
     has_one_hop = kind == "rows of before a reset"
     buffer = make_buffer(1 if has_one_hop else 2)
     for _ in range(3 if has_one_hop else 1):
-        with pytest.raises(ep.EPError, match=r"rank . met a row that was not meant for its call|timed out"):
+        with pytest.raises(ep.EPError, match=r"rank . met a row that was not meant for its call|timed out") as error:
             dispatch_differently(buffer, kind)
+        if "met a row" in str(error.value) and kind in SENT:
+            assert what_was_sent.is_said(str(error.value), *SENT[kind]), error.value
         buffer.reset()
     round_trips(buffer, rounds=1)
     buffer.close()

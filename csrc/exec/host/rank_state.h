@@ -60,6 +60,13 @@ struct RankState {
             std::atomic_ref<uint64_t>(waited[peer]).fetch_add(ns, std::memory_order_relaxed);
     }
 
+    // For others to read: what it sends in the call that begins now.
+    template <class Args>
+    void note_sends(Sends::Mode mode, const Args& args) const {
+        if (!stalled)
+            note(control->sends_in(mode, call), Sends::word(args.kind(), call, args.format));
+    }
+
     // For others to read: counts[what] in `entered` or `finished`.
     static void note(uint64_t& count, uint64_t call) {
         std::atomic_ref<uint64_t>(count).store(call, std::memory_order_relaxed);

@@ -54,6 +54,12 @@ __device__ __forceinline__ void begin_call(const DeviceRank& rank, int world) {
 
 // The same for a dispatch or combine; one that fills the tables belongs to the call of its notify.
 __device__ __forceinline__ void begin_transfer(const DeviceRank& rank, const TransferArgs& args) {
+    if (rows::lane_id() == 0) {
+        ControlBlock& control = *rank.control;
+        const uint64_t call = ptx::load_relaxed_sys(&control.entered.transfer) + 1;
+        ptx::store_relaxed_sys(&control.sends_in(Sends::Mode::Transfer, call),
+                               Sends::word(args.kind(), call, args.format));
+    }
     count_one(rank.control->entered.transfer);
     if (!args.fills_tables) begin_call(rank, args.layout.world());
 }

@@ -68,7 +68,13 @@ __device__ __forceinline__ void run_launch(const L& launch, Role role, Share&& s
     if (!is_aborted(launch.rank)) {
         if (team.warp == team.warps / 4) {  // in small batches it has nothing else to do
             note(launch.rank.control->entered);
-            if (kSends) begin_call(launch.rank, heap.topology.world());
+            if (kSends) {
+                const auto& args = launch.args;
+                uint64_t& sends = launch.rank.control->sends_in(args.kMode, call);
+                warp.template credit<Scope::System>(&sends,
+                                                    Sends::word(args.kind(), call, args.format));
+                begin_call(launch.rank, heap.topology.world());
+            }
         }
         warp.begin_half(role);
         ended = share(warp, fabric, launch.args, team);

@@ -77,6 +77,10 @@ class HostGroup {
     void run(Count count, bool begins_call, std::vector<Tasks> phases,
              const std::function<bool()>& interrupted);
     void run_roles(Tasks tasks_of_rank, const std::function<bool()>& interrupted);
+    static void begin_transfer(RankState& state, const TransferArgs& args) {
+        state.call = args.call;
+        state.note_sends(Sends::Mode::Transfer, args);
+    }
     static uint64_t& count_transfers(Calls& calls, uint64_t) { return calls.transfer; }
     // The same, and if not all of it was done nobody can take the outputs for data.
     template <class Args>

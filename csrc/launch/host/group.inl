@@ -57,7 +57,7 @@ template <class Warp>
 void HostGroup::dispatch(std::vector<DispatchArgs> args, const std::function<bool()>& interrupted) {
     Tasks roles(ranks_.size()), local(ranks_.size());
     for (size_t i = 0; i < ranks_.size(); ++i) {
-        states_[i].call = args[i].call;
+        begin_transfer(states_[i], args[i]);
         add_dispatch_roles(args[i], adder<Warp>(roles, i));
         add_local_pass(args[i], adder<Warp>(local, i));
     }
@@ -74,7 +74,7 @@ void HostGroup::combine(std::vector<CombineArgs> args, DType dtype,
     const int receivers = schedule_.seed ? args.front().most_receivers() : 1;
     const int sum_warps = schedule_.seed ? CombineArgs::kMostSumWarps : 1;
     for (size_t i = 0; i < ranks_.size(); ++i) {
-        states_[i].call = args[i].call;
+        begin_transfer(states_[i], args[i]);
         args[i].sum_warps = sum_warps;
         with_type(dtype, [&]<class T>() {
             add_combine_roles<T>(args[i], receivers, adder<Warp>(roles, i));

@@ -22,6 +22,7 @@ void HostLowLatency::launch(Role role, bool receive, const std::vector<Args>& ar
         state.deadline = deadline;
         state.call =
             receive ? *args[i].call : *fabrics_[i].own<uint64_t>(heap_.sent(Args::kKind)) + 1;
+        if (!receive) state.note_sends(Args::kMode, args[i]);
         for (int number = 0; number < warps_; ++number) {
             tasks[i].push_back(
                 {&state, [&state, role, number, body, this, i, &args](Executor& executor) {

@@ -1,0 +1,55 @@
+"""In what ranks differ that met each other's rows in a call: each has noted what it sends, for the others to read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_ep.diagnosis.blame import Standing, named
+
+# By the number that travels: csrc/core/dtypes.h, and float8.
+DTYPES = {0: ("bfloat16", 2), 1: ("float16", 2), 2: ("float32", 4), 3: ("float64", 8), 4: ("float8_e4m3fn", 1)}
+WEIGHTS = {4: "float32", 8: "float64"}
+SCALES = {1: "float8_e8m0fnu", 4: "float32"}
+UNKNOWN = "what the others sent is not known here"
+CALLS_KNOWN_APART = 1 << 16  # csrc/core/sends.h
+
+
+def what_ranks_sent(rank: int, standings: Sequence[Standing], world_size: int) -> str:
+    """What each rank sent in the call in which this one met a row that was not meant for it, as a clause.
+
+    standings: of all ranks in reach.
+    """
+    incidents = [i for s in standings if s.rank == rank for i in s.incidents if i["outcome"] == "mismatch"]
+    if not incidents:
+        return UNKNOWN
+    counter, call = _call_of(incidents[0])
+    ranks_by_text: dict[str, list[int]] = {}
+    for standing in standings:
+        for sent in standing.sends:
+            if sent["counter"] == counter and sent["call"] == call % CALLS_KNOWN_APART:
+                ranks_by_text.setdefault(_text(sent), []).append(standing.rank)
+    parts = [f"{named(ranks)} sent {text}" for text, ranks in ranks_by_text.items()]
+    if len(parts) < 2 and sum(map(len, ranks_by_text.values())) < world_size:
+        parts.append(UNKNOWN)
+    elif len(parts) == 1:
+        parts = [f"all sent {next(iter(ranks_by_text))}, but with the handles of different dispatches"]
+    return f"in call {call} {'; '.join(parts)}"
+
+
+def _call_of(incident: Mapping[str, Any]) -> tuple[str, int]:
+    """Where it is counted, and its number."""
+    if not incident["role"].startswith("low_latency"):
+        return "transfer", incident["call"]
+    return ("combine" if "combine" in incident["role"] else "dispatch") + "_sent", incident["call"]
+
+
+def _text(sent: Mapping[str, Any]) -> str:
+    dtype, itemsize = DTYPES[sent["payload_type"]]
+    text = f"a {sent['kind']}, H = {sent['payload_bytes'] // itemsize}, {dtype}, K = {sent['topk']}"
+    if sent["scale_bytes"]:
+        text += f", scales of {SCALES[sent['scale_bytes']]}"
+    if sent["weight_bytes"]:
+        of = "weights" if sent["kind"] == "dispatch" else "gradients of weights"
+        return f"{text}, {of} of {WEIGHTS[sent['weight_bytes']]}"
+    return text
