@@ -236,6 +236,8 @@ class LowLatencyGroup:
 
 # ---- with CUDA
 
+def has_native_atomics(device: int, peer: int) -> bool: ...
+
 class DeviceMemory:
     @staticmethod
     def create(device: int, bytes: int, group: str = "") -> DeviceMemory: ...

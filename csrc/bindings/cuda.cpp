@@ -89,6 +89,9 @@ void bind_cuda(py::module_& m) {
              py::arg("memories"), py::arg("blocks"), py::keep_alive<1, 2>(),
              py::keep_alive<1, 4>());
 
+    m.def("has_native_atomics", &has_native_atomics, py::arg("device"), py::arg("peer"),
+          "Whether kernels on the one GPU have native atomics on the memory of the other.");
+
     m.def(
         "quantize_cuda",
         [](int64_t rows, int hidden, int dtype, Address x, Address values, Address scales,

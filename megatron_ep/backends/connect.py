@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from megatron_ep import _C
-from megatron_ep.backends import cuda, fabrics, ibgda
+from megatron_ep.backends import atomics, cuda, fabrics, ibgda
 from megatron_ep.backends.cuda import CudaBackend
 from megatron_ep.backends.meeting import Meeting
 from megatron_ep.backends.members import Member, machines
@@ -49,10 +49,14 @@ def processes(
     connectors = {"p2p": _connect_p2p, "nvshmem": _connect_nvshmem, "nccl": _connect_nccl}
     hosts, wanted = machines(members), [member.fabric for member in members]
     fabric = fabric or fabrics.choose(hosts, wanted, meeting.gather)
+    size = topology.world_size if fabric.name == "p2p" else topology.ranks_per_node
+    first = meeting.rank // size * size
+    mapped = range(first, first + size)
     with contextlib.ExitStack() as stack:
 
         def begin() -> None:
             cuda.check_not_stuck()
+            atomics.check(meeting.rank, [member.gpu for member in members], mapped)
             stack.enter_context(torch.cuda.device(device))
             torch.cuda.synchronize()  # nobody writes to an earlier buffer's memory any more
 

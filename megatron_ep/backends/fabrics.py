@@ -169,8 +169,11 @@ def _dotted(version: Sequence[int]) -> str:
 def report() -> dict[str, str]:
     """What each fabric lacks here, for `megatron-ep env`."""
     from megatron_ep import _C
+    from megatron_ep.backends import atomics
 
-    facts = {"p2p": "built" if hasattr(_C, "CudaGroup") else "not built: there was no nvcc"}
+    facts = {"p2p": "not built: there was no nvcc"}
+    if hasattr(_C, "CudaGroup"):
+        facts["p2p"] = "; ".join(filter(None, ("built", atomics.report())))
     for name, load in NETWORKS.items():
         try:
             load()

@@ -38,15 +38,17 @@ CURRENT: list[torch.device] = []
 FREE = [40 << 30]  # bytes of memory on the GPU
 
 
-def member(host: str) -> Member:
+def member(host: str, gpu: str | None = None) -> Member:
     wanted = os.environ[fabrics.VARIABLE] or None
-    return Member(host, host, None, os.getpid(), "cuda", {}, None, 1, None, wanted, None)
+    return Member(host, host, None, os.getpid(), "cuda", {}, None, 1, gpu, wanted, None)
 
 
-def connected(meeting: Meeting, hosts: str = "aaa"):
+def connected(meeting: Meeting, hosts: str = "aaa", gpu: str | None = None, ranks_per_node: int | None = None):
     heap = SimpleNamespace(bytes=BYTES, nvl_ring_bytes=1 << 10, channels=5)
-    topology, config = ep.Topology(1, meeting.world_size), ep.Config(num_experts=8)
-    members = meeting.gather(member(hosts[meeting.rank]))
+    ranks_per_node = ranks_per_node or meeting.world_size
+    topology = ep.Topology(meeting.world_size // ranks_per_node, ranks_per_node)
+    config = ep.Config(num_experts=8)
+    members = meeting.gather(member(hosts[meeting.rank], gpu))
     fakes = {"synchronize": mock.DEFAULT, "device": current_device, "mem_get_info": lambda device: (FREE[0], 80 << 30)}
     with mock.patch.multiple(torch.cuda, **fakes):
         backend, fabric = connect.processes(meeting, topology, config, heap, DEVICE, 24, members)
@@ -232,6 +234,54 @@ def run_no_handle() -> None:
 
 def test_a_memory_without_a_handle_is_an_error_everywhere(ranks) -> None:
     ranks.run(run_no_handle)
+
+
+# ---- native atomics
+
+
+@contextlib.contextmanager
+def gpus_with(pairs: set[tuple[int, int]], sees: int = W):
+    """This process sees the first so many of W GPUs, of which these pairs have native atomics."""
+    properties = {"get_device_properties": lambda i: SimpleNamespace(uuid=i), "device_count": lambda: sees}
+    with (
+        mock.patch.multiple(torch.cuda, **properties),
+        mock.patch.object(_C, "has_native_atomics", lambda *pair: pair in pairs, create=True),
+    ):
+        yield
+
+
+ALL_BUT_1_AND_2 = {(0, 1), (1, 0), (0, 2), (2, 0), (2, 1)}
+
+
+def run_without_atomics() -> str:
+    rank = dist.get_rank()
+    with gpus_with(ALL_BUT_1_AND_2):
+        with ranks_with(""), pytest.raises(ep.EPError) as refused:
+            connected(meeting_of(), gpu=f"GPU-{rank}")
+        with ranks_with(""):  # on one GPU
+            connected(meeting_of(), gpu="GPU-1")
+        for ranks_per_node in (1, W):
+            alike = contextlib.nullcontext() if ranks_per_node == 1 else pytest.raises(ep.EPError, match="no native")
+            with over("nccl", Nccl()), alike:
+                connected(meeting_of(), gpu=f"GPU-{rank}", ranks_per_node=ranks_per_node)
+    with ranks_with(""), gpus_with(set(), sees=1):  # whose processes see one each
+        connected(meeting_of(), gpu=f"GPU-{rank}")
+    return str(refused.value)
+
+
+def test_gpus_without_native_atomics_are_named_on_all_ranks(ranks) -> None:
+    own = "rank 1 on GPU-1 and rank 2 on GPU-2 cannot share memory: these GPUs have no native atomics on each other's"
+    first, second, third = ranks.run(run_without_atomics)
+    assert own in first and second.startswith(own) and "MEGATRON_EP_FABRIC=nvshmem or nccl" in first
+    assert third.startswith("rank 2 on GPU-2 and rank 1 on GPU-1 cannot share memory")
+
+
+def test_the_report_names_gpus_without_native_atomics() -> None:
+    with gpus_with(ALL_BUT_1_AND_2), mock.patch.object(_C, "CudaGroup", None, create=True):
+        needs = "GPUs without native atomics on each other's memory, which it needs"
+        assert fabrics.report()["p2p"] == f"built; {needs}: 1 and 2"
+    with gpus_with({(0, 1), (1, 0)}, sees=2), mock.patch.object(_C, "CudaGroup", None, create=True):
+        assert fabrics.report()["p2p"] == "built"
 
 
 # ---- NVSHMEM

@@ -193,6 +193,13 @@ void test_another_device_is_made_current_and_back() {
     }
 }
 
+void test_native_atomics_are_asked_for() {
+    fake_cuda = {};
+    EXPECT(ep::has_native_atomics(0, 1));
+    fake_cuda.native_atomics = false;
+    EXPECT(!ep::has_native_atomics(0, 1));
+}
+
 void test_memory_is_cleared_again() {
     fake_cuda = {};
     auto memory = ep::DeviceMemory::create(0, 64, "1 2");
@@ -232,6 +239,7 @@ int main() {
     test_a_retired_group_leaves_others_alone();
     test_the_current_device_is_left_alone();
     test_another_device_is_made_current_and_back();
+    test_native_atomics_are_asked_for();
     test_memory_is_cleared_again();
     test_memory_is_left_to_the_same_processes();
 }

@@ -12,6 +12,7 @@ WITH_CUDA = {
     "CudaGroup",
     "CudaLowLatency",
     "dequantize_cuda",
+    "has_native_atomics",
     "quantize_cuda",
     "router_forward_cuda",
     "router_backward_cuda",

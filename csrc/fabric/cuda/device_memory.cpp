@@ -21,6 +21,14 @@ std::multimap<Kind, char*>& spare() {
 
 }  // namespace
 
+bool has_native_atomics(int device, int peer) {
+    int supported = 0;
+    check_cuda(
+        cudaDeviceGetP2PAttribute(&supported, cudaDevP2PAttrNativeAtomicSupported, device, peer),
+        "cudaDeviceGetP2PAttribute");
+    return supported != 0;
+}
+
 DeviceMemory DeviceMemory::create(int device, size_t bytes, const std::string& group) {
     const DeviceGuard guard(device);
     void* data = nullptr;

@@ -5,6 +5,9 @@
 
 namespace ep {
 
+// Whether kernels on a GPU have native atomics on the memory of another one: give_up needs them.
+bool has_native_atomics(int device, int peer);
+
 // Zeroed memory of a GPU that holds the symmetric heap of one rank; another process of the machine
 // may map it through its handle. Memory that others may have mapped is not freed but kept for the
 // next heap of its size and group: they write to it until they are done themselves, and only

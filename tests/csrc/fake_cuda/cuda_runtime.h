@@ -20,6 +20,7 @@ enum cudaDeviceAttr {
     cudaDevAttrComputeCapabilityMajor,
     cudaDevAttrComputeCapabilityMinor
 };
+enum cudaDeviceP2PAttr { cudaDevP2PAttrNativeAtomicSupported };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 enum {
     cudaHostAllocMapped = 1,
@@ -80,7 +81,8 @@ struct FakeCuda {
     std::set<void*> loaded;         // kernels
     FakeGraph* captured = nullptr;  // by every stream
     unsigned long long capture = 0;
-    int fails_in = -1;                       // calls of those that can fail; never
+    int fails_in = -1;  // calls of those that can fail; never
+    bool native_atomics = true;
     std::function<void(void*)> before_copy;  // what a kernel does in the meantime
 
     cudaError_t call() {
@@ -115,6 +117,10 @@ inline cudaError_t cudaSetDevice(int device) {
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
     *value = attribute == cudaDevAttrMultiProcessorCount ? 132 : 9;
     return cudaSuccess;
+}
+inline cudaError_t cudaDeviceGetP2PAttribute(int* value, cudaDeviceP2PAttr, int, int) {
+    *value = fake_cuda.native_atomics;
+    return fake_cuda.call();
 }
 inline cudaError_t cudaDeviceSynchronize() { return fake_cuda.call(); }
 
