@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_ep.backends import codec
+from megatron_ep.backends.attempt import Attempt, attempt_of
 from megatron_ep.errors import EPError
 
 Kept = TypeVar("Kept")
@@ -21,36 +21,44 @@ FAILED = b"failed: "  # begins no JSON
 VERDICT_S = 10.0  # the first rank's word takes no longer than this once its own wait has ended
 
 
-def of_this_attempt(store: dist.Store) -> dist.Store:
-    """torchrun keeps one store while it restarts ranks (torch 2.13), and what those that failed have left there is no
-    longer true. One agent's count of restarts tells the attempts apart; the counts of several may differ."""
-    if os.environ.get("GROUP_WORLD_SIZE") != "1":
-        return store
-    return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-
-
 class Meeting:
     """The ranks of a process group, who talk through the store that torch.distributed was started with: no collective
     of the group's own backend runs, for which NCCL would make a communicator. Every method is collective, and so is
     construction: meetings of a group are numbered as its ranks come to them.
 
     In each exchange the first rank collects what all ranks have to tell and gives it to all of them. If somebody does
-    not come within `timeout`, all who came raise the same EPError, and so does whoever comes later.
+    not come within `timeout`, all who came raise the same EPError, and so does whoever comes later; in a group's first
+    meeting he may have to wait for the first rank as long again.
 
     group: the process group; None: the default group.
     timeout: how long the ranks wait for one that has not come.
+
+    Raises EPError if the first rank does not come to the group's first meeting.
     """
+
+    _attempt: Attempt | None = None  # of the group, where one of the ranks may not know its name yet
+    _store: dist.Store
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta):
         rank = dist.get_rank(group)
         group = group or dist.group.WORLD
         assert group is not None, "it has a rank"
         place = f"megatron_ep/{group.group_name}"
-        store = dist.PrefixStore(place, of_this_attempt(_get_default_store()))
-        number = store.add(f"meetings/{rank}", 1)
-        self._begin(
-            dist.PrefixStore(str(number), store), f"{place}/{number}", rank, dist.get_world_size(group), timeout
-        )
+        store: dist.Store = dist.PrefixStore(place, _get_default_store())
+        attempt = attempt_of(group, store)
+        attempt.meetings += 1
+        self._begin(store, place, rank, dist.get_world_size(group), timeout)
+        self._attempt = attempt
+        try:
+            name = attempt.name(timeout)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        if name is None:
+            self.exchanges += 1
+            raise EPError(self._absence([0], timeout))
+        prefix = f"{name}/{attempt.meetings}"
+        self._store = dist.PrefixStore(prefix, store)
+        self._place = f"{place}/{prefix}"
 
     @classmethod
     def over(cls, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Meeting:
@@ -143,13 +151,13 @@ class Meeting:
         except EPError:
             raise
         except RuntimeError as error:
-            raise EPError(f"rank {self.rank} lost the store of torch.distributed: {error}") from error
+            raise self._lost(error) from error
 
     def _collect(self, wait: timedelta) -> str:
         """By the first rank: everyone's answers for all, or who is missing."""
         keys = [self._key(rank) for rank in range(self.world_size)]
-        if not self._came(keys, wait):
-            return self._decide(self._absence([rank for rank, key in enumerate(keys) if not self._is_there(key)], wait))
+        if not self._all_came(keys, wait):
+            return self._decide(self._absence(self._missing(keys), wait))
         self._store.set(self._key("all"), codec.encode(self._store.multi_get(keys)))
         verdict = self._decide(AGREED)
         for name in (*range(self.world_size), "all", "verdict"):  # all have come here, so nobody needs them any more
@@ -178,10 +186,25 @@ class Meeting:
         except ValueError as error:
             raise self._foreign(name, str(error)) from None
 
+    def _lost(self, error: RuntimeError) -> EPError:
+        return EPError(f"rank {self.rank} lost the store of torch.distributed: {error}")
+
     def _foreign(self, name: object, why: str) -> EPError:
         return EPError(
             f"the store of torch.distributed holds at key {self._place}/{self._key(name)} what no rank has told: {why}"
         )
+
+    def _all_came(self, keys: list[str], wait: timedelta) -> bool:
+        """To the first rank."""
+        if self._attempt is None:
+            return self._came(keys, wait)
+        came = self._attempt.all_came(self._store, keys, wait)
+        if came:
+            self._attempt = None  # all know its name
+        return came
+
+    def _missing(self, keys: list[str]) -> list[int]:
+        return [rank for rank, key in enumerate(keys) if not self._is_there(key)]
 
     def _came(self, keys: list[str], wait: timedelta) -> bool:
         """Whether all keys are there in time. Raises RuntimeError when the store does not answer."""

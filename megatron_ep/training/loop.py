@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_ep as ep
-from megatron_ep.backends.meeting import of_this_attempt
+from megatron_ep.backends.attempt import agreed_name
 from megatron_ep.megatron.stand_ins import gpu_runtime, host_runtime
 from megatron_ep.training.recipe import Recipe
 
@@ -54,7 +54,8 @@ def train(recipe: Recipe, out: Path, resume: bool) -> None:
 def _join(timeout: datetime.timedelta) -> None:
     """Makes the default group. Its store is this attempt's: gloo would meet the addresses of ranks that are gone."""
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-    store = of_this_attempt(store)
+    name = agreed_name(dist.PrefixStore("megatron_ep", store), rank, world_size, timeout)
+    store = dist.PrefixStore(name, store)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 

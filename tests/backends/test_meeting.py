@@ -1,20 +1,19 @@
 """How ranks agree over the store of torch.distributed: what one cannot do fails on all, and every wait has a bound."""
 
 import dataclasses
-import os
 import pickle
 import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from unittest import mock
 
 import pytest
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 import megatron_ep as ep
-from megatron_ep.backends import codec
+from megatron_ep.backends import attempt, codec
+from megatron_ep.backends.attempt import agreed_name
 from megatron_ep.backends.meeting import Meeting
 from megatron_ep.bench.local_ranks import LocalRanks
 
@@ -53,18 +52,71 @@ def test_exchanges(ranks) -> None:
     ranks.run(run_exchanges)
 
 
+def start_anew() -> None:
+    """This process's ranks are taken for others, started in the place of ranks that crashed, over one store."""
+    attempt._attempts.clear()
+
+
 def run_attempts() -> None:
-    """Ranks as torchrun restarts them, over one store: rank 2 ended before it had come to the first attempt's meeting,
-    so the others' second one is its first."""
-    with mock.patch.dict(os.environ, GROUP_WORLD_SIZE="1", TORCHELASTIC_RESTART_COUNT="0"):
-        if dist.get_rank() != 2:
-            meet()
-    with mock.patch.dict(os.environ, GROUP_WORLD_SIZE="1", TORCHELASTIC_RESTART_COUNT="1"):
-        assert meet(5).gather(dist.get_rank()) == [0, 1, 2]
+    """Before they crashed rank 0 had come to three meetings, rank 1 to one, rank 2 to none. Then they meet, whoever
+    comes first, and again when they are started once more."""
+    start_anew()
+    for _ in range({0: 3, 1: 1, 2: 0}[dist.get_rank()]):
+        with pytest.raises(ep.EPError, match="did not come to step 1"):
+            meet(0.3).gather(None)
+    for first in range(W):
+        start_anew()
+        apart()
+        if dist.get_rank() != first:
+            time.sleep(0.2)
+        assert meet(20).gather(dist.get_rank()) == [0, 1, 2]
+        assert meet(20).gather(-dist.get_rank()) == [0, -1, -2]
 
 
 def test_ranks_that_are_restarted_meet_anew(ranks) -> None:
     ranks.run(run_attempts)
+
+
+def run_hostile_name() -> str:
+    """Somebody else than rank 0 answers."""
+    start_anew()
+    if dist.get_rank() == 2:
+        store = dist.PrefixStore(f"megatron_ep/{dist.group.WORLD.group_name}", _get_default_store())
+        theirs = attempt.attempt_of(dist.group.WORLD, store)
+        store.set(f"answer/{theirs._question}", b"../x" * 1000)
+        with pytest.raises(ep.EPError, match="somebody else has answered which attempt") as caught:
+            meet(5)
+        assert len(str(caught.value)) < 200
+    apart()
+    start_anew()
+
+
+def test_an_attempt_that_somebody_else_names(ranks) -> None:
+    ranks.run(run_hostile_name)
+
+
+def run_start(absent: int | None) -> str:
+    """As training starts its own group."""
+    store = dist.PrefixStore(f"without {absent}", _get_default_store())
+    apart()
+    if dist.get_rank() == absent:
+        apart()
+        return ""
+    try:
+        return agreed_name(store, dist.get_rank(), W, timedelta(seconds=20 if absent is None else PATIENCE))
+    except ep.EPError as error:
+        return str(error)
+    finally:
+        if absent is not None:
+            apart()
+
+
+def test_a_start_of_all_ranks(ranks) -> None:
+    (name,) = {*ranks.run(run_start, None)}
+    (again,) = {*ranks.run(run_start, None)}
+    assert len(name) == len(again) == 32 and name != again
+    assert ranks.run(run_start, 0)[1:] == ["rank 0 did not come to the start of the job within 1 s"] * 2
+    assert ranks.run(run_start, 2)[0] == "a rank did not come to the start of the job within 1 s"
 
 
 def run_failure(kind: type[Exception]) -> None:
@@ -88,6 +140,7 @@ def test_what_fails_on_one_rank_fails_on_all(ranks, kind: type[Exception]) -> No
 
 def run_absence(absent: int, begin: Callable[[float], Meeting]) -> None:
     """A rank comes to an exchange when the others have given up; all of them meet again after that."""
+    begin(60).barrier()
     meeting = begin(PATIENCE)
     if dist.get_rank() == absent:
         apart()
@@ -110,6 +163,7 @@ def test_a_rank_that_comes_late_hears_that_the_others_gave_up(ranks, absent: int
 
 def run_missed_meeting() -> None:
     """Rank 2 does not even begin, and begins later; the meeting after that is one of all ranks again."""
+    meet().barrier()
     if dist.get_rank() == 2:
         apart()
     with pytest.raises(ep.EPError, match="rank 2 did not come"):
