@@ -1,4 +1,4 @@
-"""`megatron-ep bench [router | cuda | gpus | low-latency | compare | tables]`: without a name, a layer on the host."""
+"""`megatron-ep bench NAME`, of `NAMES`: without a name, a layer on the host."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-NAMES = ("router", "cuda", "gpus", "low-latency", "compare", "tables")
+NAMES = ("router", "agreement", "cuda", "gpus", "low-latency", "compare", "tables")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,8 +1,9 @@
 """Opt-in: every MoE layer that Megatron builds in this process takes our dispatcher, whoever builds the model.
 
-For frameworks whose layer specs one does not want to touch. `enable` replaces one attribute, `MoELayer.__init__`, which
-decoder layers, hybrid stacks and multi-token-prediction blocks of every pipeline stage have in common; `disable` puts
-it back. Layers keep their class, names and parameters, so checkpoints stay the same.
+For frameworks whose layer specs one does not want to touch. `enable` replaces `MoELayer.__init__`, which decoder
+layers, hybrid stacks and multi-token-prediction blocks of every pipeline stage have in common, and what keeps results,
+so that all ranks agree before it does (`agreement`); `disable` puts everything back. Layers keep their class, names and
+parameters, so checkpoints stay the same.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_ep.megatron import agreement
 from megatron_ep.megatron.layer import EPMoELayer, initialize
 
 _original: Callable[..., None] | None = None
 
 
 def enable(router: Callable[..., TopKRouter] | None = None) -> None:
-    """From now on every `MoELayer` built in this process moves its tokens with `EPTokenDispatcher`.
+    """From now on every `MoELayer` built in this process moves its tokens with `EPTokenDispatcher`, and no step and no
+    checkpoint of Megatron's takes what a failed call has left: all ranks end with an EPError instead.
 
     A line on the standard output says at the first step how many layers, and over which groups. Call it before the
     model is built; `megatron_ep.megatron.dispatcher.configure` sets what the buffers are made with. Declare the
@@ -59,6 +62,7 @@ def enable(router: Callable[..., TopKRouter] | None = None) -> None:
         initialize(layer, base, config, submodules, layer_number, pg_collection, **options)
 
     MoELayer.__init__ = with_ep_dispatcher
+    agreement.enable()
 
 
 def is_enabled() -> bool:
@@ -67,8 +71,10 @@ def is_enabled() -> bool:
 
 
 def disable() -> None:
-    """Layers built from now on are Megatron's own again; those that exist keep their dispatcher. Idempotent."""
+    """Layers built from now on are Megatron's own again, those that exist keep their dispatcher, and nobody is asked
+    before a step. Idempotent."""
     global _original
     if _original is not None:
+        agreement.disable()
         MoELayer.__init__ = _original
         _original = None

@@ -91,6 +91,16 @@ def test_benchmarks_with_a_name(monkeypatch, name):
     assert bench.main([name, "--tokens", "1"]) == (name, ["--tokens", "1"])
 
 
+def test_the_agreement_before_a_step(tmp_path, capsys):
+    pytest.importorskip("megatron.core")
+    file = tmp_path / "agreement.json"
+    rounds = ("--iters", "2", "--warmup", "1", "--json", str(file))
+    assert bench.main(["agreement", "--ranks", "2", *rounds]) == 0
+    records = json.loads(file.read_text())["records"]
+    assert [(record["ranks"], record["implementation"]) for record in records] == [(2, "asks"), (2, "agrees")]
+    assert all(record["seconds"] > 0 for record in records) and "2 ranks" in capsys.readouterr().out
+
+
 def test_the_gate(tmp_path, capsys):
     file = tmp_path / "router.json"
     sizes = ("--tokens", "7", "9", "--experts", "32", "--topk", "4", "--groups", "4", "--group-topk", "2")

@@ -19,6 +19,8 @@ from ports import free_port
 
 PACKED = "--packed-mock-data"  # ours, not the script's: see packed_sequences.py
 HYBRID = "--hybrid-override-pattern"
+STALLED = "--stalled-combine"  # ours: the number of a combine; rank 1 stays away from its backward pass for STALL_S
+STALL_S = 6.0
 LIMIT = 200.0  # seconds for one job
 TINY = """
     --use-cpu-initialization --transformer-impl local --distributed-backend gloo --no-masked-softmax-fusion
@@ -193,6 +195,11 @@ def _prepare(flags):
         for flag in ("--mtp-num-layers", "--mtp-loss-scaling-factor"):  # Megatron 0.16 has none in such a model
             at = flags.index(flag)
             del flags[at : at + 2]
+    if STALLED in flags:
+        at = flags.index(STALLED)
+        _, number = flags[at : at + 2]
+        del flags[at : at + 2]
+        _stall(int(number))
     if PACKED in flags:
         import packed_sequences
 
@@ -200,6 +207,25 @@ def _prepare(flags):
         flags[at : at + 1] = packed_sequences.FLAGS
         packed_sequences.pack_mock_data()
         packed_sequences.take_documents()
+
+
+def _stall(number):
+    """The host's backend tells of a failure as late as a GPU."""
+    from late import late
+
+    from megatron_ep.megatron.dispatcher import EPTokenDispatcher
+
+    late().start()
+    combine, calls = EPTokenDispatcher.token_combine, []
+
+    def stalled(*args):
+        output = combine(*args)
+        calls.append(None)
+        if len(calls) == number and os.environ["RANK"] == "1":
+            output.register_hook(lambda _: time.sleep(STALL_S))
+        return output
+
+    EPTokenDispatcher.token_combine = stalled
 
 
 def _record():

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from layouts import ADAM, ALL, FEW, MODEL, Layout
-from script_ranks import Scripts
+from script_ranks import STALLED, Scripts
 
 TREE = os.environ.get("MEGATRON_LM")
 pytestmark = [
@@ -163,3 +163,24 @@ def test_a_checkpoint_goes_on_under_the_other_dispatcher(runs):
         assert saved[0].keys() == saved[1].keys() and any("exp_avg" in key for key in saved[0])
         for key, value in saved[0].items():
             assert torch.equal(value, saved[1][key]), key
+
+
+def test_nothing_is_kept_of_a_backward_pass_that_failed(runs):
+    """With Megatron's check for NaN off; the run goes on from what was saved before."""
+    flags = (*MODEL.split(), *ADAM.split(), "--expert-model-parallel-size", "2", "--save-interval", "1")
+    unchecked, saved = ("--no-check-for-nan-in-loss-and-grad",), ("--save", runs.out / "stalled saved")
+    combines = 2 * 4 * 4  # two steps of four microbatches, of three layers and one of the multi-token prediction
+    with pytest.raises(AssertionError, match=r"rank . failed"):
+        stall = (STALLED, combines, "--train-iters", "3")
+        runs.scripts.run("stalled", 2, *flags, *unchecked, *saved, *stall, door=("--ep-timeout", "2"))
+    texts = [runs.scripts.text("stalled", rank) for rank in range(2)]
+    assert any("rank 0 timed out first, after 2 s" in text for text in texts), texts
+    assert not any("RuntimeError" in text for text in texts), texts
+    assert [path.name for path in sorted((runs.out / "stalled saved").glob("iter_*"))] == ["iter_0000001"]
+    assert (runs.out / "stalled saved" / "latest_checkpointed_iteration.txt").read_text() == "1"
+    again = (*saved, "--load", runs.out / "stalled saved", "--train-iters", "3")
+    records = runs.scripts.run("stalled, again", 2, *flags, *again)
+    assert all(len(record["losses"]) == 2 for record in records), "it went on where the other had stopped"
+    assert all(
+        value.isfinite().all() for value in weights(runs.out / "stalled saved").values() if value.is_floating_point()
+    )
