@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,8 @@ from megatron_ep.backends.host import HostBackend
 from megatron_ep.backends.meeting import Meeting
 from megatron_ep.backends.members import Member, agreed_topology, introduce
 from megatron_ep.backends.processes import has_ended, process_fate
-from megatron_ep.config import Config, Topology, require_int, require_type
+from megatron_ep.backends.torch_group import timeout_of
+from megatron_ep.config import TIMEOUT_VARIABLE, Config, Topology, require_int, require_type
 from megatron_ep.diagnosis import failures
 from megatron_ep.errors import EPError
 from megatron_ep.normal.rank_group import RankGroup
@@ -121,7 +123,8 @@ class Buffer(RankGroup):
     launches are collective.
 
     group: the expert-parallel process group; None: the default group.
-    config: must be equal on all ranks.
+    config: must be equal on all ranks. Its timeout, if neither it nor MEGATRON_EP_TIMEOUT says one, becomes that of the
+        group's collectives.
     topology: how the group's ranks form nodes. None: those of the variable MEGATRON_EP_RANKS_PER_NODE, if it is set;
         else the ranks of a host are one node, and so are those of an NVLink domain that spans hosts, as NVML tells.
         Nodes need equally many ranks, one after the other. Rows between several nodes of one machine take the same
@@ -149,6 +152,7 @@ class Buffer(RankGroup):
         *,
         device: str | torch.device = "cpu",
     ):
+        config = with_timeout_of(group, config, device)
         self._set_up(Meeting(group, timedelta(seconds=patience(config))), config, topology, device)
 
     @classmethod
@@ -351,6 +355,15 @@ def _log_set_up(group: RankGroup, fabric: str, heap: _C.Heap, sms: int | None = 
         heap.bytes / 2**20,
         group.config.timeout_seconds,
     )
+
+
+def with_timeout_of(group: dist.ProcessGroup | None, config: Config, device: str | torch.device) -> Config:
+    """A config whose user leaves the limit of waits open takes that of the group's own collectives."""
+    if not isinstance(config, Config) or config.timeout is not None or os.environ.get(TIMEOUT_VARIABLE):
+        return config
+    with contextlib.suppress(RuntimeError):  # no device: refused later, on all ranks alike
+        return dataclasses.replace(config, timeout=timeout_of(group, torch.device(device)))
+    return config
 
 
 def patience(config: Config) -> float:

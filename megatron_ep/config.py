@@ -93,7 +93,8 @@ class Config:
         GPU as many as keep the warps of num_sms SMs busy, or fewer if a LocalCluster has several nodes: all their rings
         share one cache.
     timeout: seconds that a single wait may take: longer than one rank may keep the others waiting, as for a save. None:
-        the environment variable MEGATRON_EP_TIMEOUT, else 100.
+        the environment variable MEGATRON_EP_TIMEOUT, else the limit of the process group's own collectives (torch: 600
+        for NCCL, 1800 for gloo; Megatron's --distributed-timeout-minutes); without a process group 100.
     row_bytes: of the largest row that will travel, H times the size of an element: rings whose size is left open then
         hold at least four of them. None, or less: 14 KiB, H = 7168 in bf16.
     nvl_ring_bytes: size of one ring between two ranks of a node; there are C * W of them in each rank's heap. A ring
@@ -140,7 +141,10 @@ class Config:
 
     @property
     def timeout_seconds(self) -> float:
-        """The timeout in force. Raises ValueError if the environment variable is not a number > 0."""
+        """The timeout in force; for a buffer in the config that it has.
+
+        Raises ValueError if the environment variable is not a number > 0.
+        """
         if self.timeout is not None:
             return float(self.timeout)
         text = os.environ.get(TIMEOUT_VARIABLE)

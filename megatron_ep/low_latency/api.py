@@ -49,7 +49,7 @@ class LowLatency(MaskedRanks):
         exception) ends the calls of all as ever. The same on all ranks.
     mask_timeout: seconds after which a rank that others wait for, and that waits for nobody itself, is masked; a tenth
         of a second up to a few for inference, more than the ranks ever are apart. At most Config.timeout, which bounds
-        any wait. None: a tenth of Config.timeout.
+        any wait. None: a tenth of Config.timeout, at most 10.
 
     Takes about 2 * (W + topk) * max_tokens * hidden * itemsize bytes of memory on each rank, with "mask" 2 * W * (1 +
     min(topk, L)) * max_tokens * hidden * itemsize; and more over a network, for which rows are staged: `memory_bytes`
@@ -102,7 +102,7 @@ class LowLatency(MaskedRanks):
         self._checks = Checks(buffer, Limits(max_tokens, topk, hidden * dtype.itemsize, largest))
         patience = None
         if on_dead_rank == "mask":
-            patience = buffer.config.timeout_seconds / 10 if mask_timeout is None else float(mask_timeout)
+            patience = min(buffer.config.timeout_seconds, 100.0) / 10 if mask_timeout is None else float(mask_timeout)
         self._calls = LowLatencyCalls(buffer, *backends.connect(buffer, max_tokens, largest, patience))
 
     @property

@@ -80,7 +80,7 @@ def has_restarter(arguments: Sequence[str]) -> bool:
     return RESTART in arguments
 
 
-def fitting_timeout(arguments: Sequence[str], timeout: float | None) -> float | None:
+def fitting_timeout(arguments: Sequence[str], timeout: float | None, default: float | None = None) -> float | None:
     """Config.timeout for a training script with these arguments.
 
     The in-process restarter takes a process that runs no Python for its soft timeout for hung, and one that waits for
@@ -90,6 +90,7 @@ def fitting_timeout(arguments: Sequence[str], timeout: float | None) -> float | 
     Args:
         arguments: of the script, without its name.
         timeout: what the user wants, in seconds; None: MEGATRON_EP_TIMEOUT, or the default.
+        default: in seconds; None: 100.
 
     Raises:
         ValueError: the user's own is not below the soft timeout: a rank that keeps the others waiting as long as he
@@ -103,7 +104,7 @@ def fitting_timeout(arguments: Sequence[str], timeout: float | None) -> float | 
     soft = parser.parse_known_args(arguments)[0].soft
     is_chosen = timeout is not None or bool(os.environ.get(TIMEOUT_VARIABLE))
     if not is_chosen:
-        return min(seconds, SHARE_OF_SOFT_TIMEOUT * soft)
+        return min(seconds if default is None else default, SHARE_OF_SOFT_TIMEOUT * soft)
     if seconds >= soft:
         name = TIMEOUT_VARIABLE if timeout is None else "timeout (--ep-timeout)"
         raise ValueError(

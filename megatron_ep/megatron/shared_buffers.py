@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_ep as ep
+from megatron_ep.backends.torch_group import timeout_of
 from megatron_ep.config import nearest_name
 from megatron_ep.diagnosis import failures
 from megatron_ep.megatron import options
@@ -85,7 +86,7 @@ def shared_buffer(
     """
     buffer = _buffers.get((group, num_experts, device))
     if buffer is None:
-        timeout = fitting_timeout(sys.argv[1:], _config.get("timeout"))
+        timeout = fitting_timeout(sys.argv[1:], _config.get("timeout"), timeout_of(group, device))
         settings = {"row_bytes": row_bytes} | _config | {"timeout": timeout}
         with torch.inference_mode(False):  # it lives longer than an inference in which it may be built
             buffer = ep.Buffer(group, ep.Config(num_experts=num_experts, **settings), _topology, device=device)
