@@ -1,13 +1,16 @@
 """What goes wrong while ranks talk to each other. A user's mistake on this rank is a ValueError instead."""
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 
 class EPError(RuntimeError):
     """A launch did not finish. The buffer refuses further calls until `reset()`.
 
-    incidents: what each role of this rank was doing when it gave up; dicts with the keys outcome, role, waiting_for,
-        rank, channel, peer, seen, expected, call.
+    incidents: what each role of this rank was doing when it gave up, the likeliest cause first, of which the text has
+        this one and the number of the others; dicts with the keys outcome, role, waiting_for, rank, channel, peer,
+        seen, expected, call.
     """
 
     def __init__(self, message: str, incidents: list[dict[str, Any]] | None = None):
@@ -30,6 +33,24 @@ class EPAbortError(EPError):
 
 class EPOverflowError(EPError):
     """A table that the protocol cannot do without was too small; or, in Megatron, a layer's fixed number of rows."""
+
+
+def by_cause(incidents: Sequence[dict[str, Any]], first_rank: int) -> list[dict[str, Any]]:
+    """Sorted: waits that expired before those that were told to stop; those of the rank that gave up first before the
+    others'; of these the rarer role, since one that is stuck keeps many receivers waiting."""
+    often = Counter(incident["role"] for incident in incidents)
+    return sorted(incidents, key=lambda i: (i["outcome"] == "aborted", i["rank"] != first_rank, often[i["role"]]))
+
+
+def summarize(incidents: Sequence[dict[str, Any]]) -> list[str]:
+    """The first incident, and who else gave up, counted by role: a line each."""
+    if len(incidents) < 2:
+        return [describe(incident) for incident in incidents]
+    others = Counter(incident["role"] for incident in incidents[1:])
+    roles = ", ".join(f"{count} {role}" for role, count in others.most_common())
+    count = len(incidents) - 1
+    many = f"{count} others that waited" if count > 1 else "another that waited"
+    return [describe(incidents[0]), f"and {many}, see the error's incidents: {roles}"]
 
 
 def describe(incident: dict[str, Any]) -> str:

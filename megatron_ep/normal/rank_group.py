@@ -16,7 +16,7 @@ from megatron_ep.backends.interface import Backend
 from megatron_ep.config import Config, Topology
 from megatron_ep.diagnosis import blame, disagreement
 from megatron_ep.diagnosis.blame import Standing
-from megatron_ep.errors import EPAbortError, EPError, EPOverflowError, EPTimeoutError, describe
+from megatron_ep.errors import EPAbortError, EPError, EPOverflowError, EPTimeoutError, by_cause, summarize
 
 Own = TypeVar("Own", bound="RankGroup")
 
@@ -304,10 +304,8 @@ class RankGroup:
         """What is raised, by those who call this, because a rank gave up."""
         self._is_seen = True
         cause = self._cause(outcome, rank)
-        incidents = self.live_backend().incidents()
-        # those that expired before those that were told to stop
-        incidents.sort(key=lambda incident: incident["outcome"] == "aborted")
-        message = "\n  ".join([cause, *map(describe, incidents), HOW_TO_GO_ON])
+        incidents = by_cause(self.live_backend().incidents(), first_rank=rank)
+        message = "\n  ".join([cause, *summarize(incidents), HOW_TO_GO_ON])
         kinds = {"timeout": EPTimeoutError, "overflow": EPOverflowError}
         kinds |= dict.fromkeys(("mismatch", "no_layout", "masked"), EPError)
         return kinds.get(outcome, EPAbortError)(message, incidents)

@@ -14,6 +14,7 @@ import what_was_sent
 from torch.utils.checkpoint import checkpoint
 
 import megatron_ep as ep
+from megatron_ep.errors import describe
 from megatron_ep import reference
 from megatron_ep.backends.nodes import VARIABLE
 from megatron_ep.bench.local_ranks import LocalRanks
@@ -202,7 +203,7 @@ def run_one_absent(phase):
                 ep.combine(rows.x, rows.handle)
         assert TIMEOUT / 2 < time.monotonic() - started < 4 * TIMEOUT
         assert caught.value.incidents, "a rank that waited says for what"
-        message = str(caught.value)
+        message = "\n".join([str(caught.value), *map(describe, caught.value.incidents)])
     is_usable_again(buffer)
     return message
 
