@@ -14,10 +14,10 @@ import what_was_sent
 from torch.utils.checkpoint import checkpoint
 
 import megatron_ep as ep
-from megatron_ep.errors import describe
 from megatron_ep import reference
 from megatron_ep.backends.nodes import VARIABLE
 from megatron_ep.bench.local_ranks import LocalRanks
+from megatron_ep.errors import describe
 
 W = 4
 TIMEOUT = 2.5
