@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from megatron_ep.buffer import Buffer, LocalCluster
     from megatron_ep.config import Config, Topology
     from megatron_ep.diagnosis.failures import abort_all, raise_if_failed
-    from megatron_ep.errors import EPAbortError, EPError, EPOverflowError, EPStuckError, EPTimeoutError
+    from megatron_ep.errors import EPAbortError, EPError, EPMaskedError, EPOverflowError, EPStuckError, EPTimeoutError
     from megatron_ep.low_latency.api import LowLatency
     from megatron_ep.low_latency.received import LowLatencyReceived
     from megatron_ep.low_latency.rejoin import rejoin
@@ -31,6 +31,7 @@ _HOMES = {
     "EPTimeoutError": "errors",
     "EPStuckError": "errors",
     "EPAbortError": "errors",
+    "EPMaskedError": "errors",
     "EPOverflowError": "errors",
     "abort_all": "diagnosis.failures",
     "raise_if_failed": "diagnosis.failures",
@@ -53,6 +54,7 @@ __all__ = [
     "EPTimeoutError",
     "EPStuckError",
     "EPAbortError",
+    "EPMaskedError",
     "EPOverflowError",
     "abort_all",
     "raise_if_failed",

@@ -31,6 +31,12 @@ class EPAbortError(EPError):
     """Another rank gave up: it refused its arguments, was interrupted, or failed in an earlier call."""
 
 
+class EPMaskedError(EPError):
+    """Other ranks have masked this one, which they took for dead, and go on without it. What it has computed since is
+    NaN (-1 in tensors of integers). It goes on with them after a reset of all ranks, or in a new process: see
+    `LowLatency.readmit`."""
+
+
 class EPOverflowError(EPError):
     """A table that the protocol cannot do without was too small; or, in Megatron, a layer's fixed number of rows."""
 
@@ -64,6 +70,8 @@ def describe(incident: dict[str, Any]) -> str:
         return f"{where}: the counts of this handle's dispatch were never exchanged"
     if incident["outcome"] == "masked":
         return f"{where}: rank {incident['peer']} was masked since the forward pass"
+    if incident["outcome"] == "cut_off":
+        return f"{where}: rank {incident['peer']} goes on without this rank"
     if incident["outcome"] == "overflow":
         return f"{where}: room for {incident['seen']} rows, {incident['expected']} are needed"
     return (

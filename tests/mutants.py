@@ -47,7 +47,7 @@ RUNS = {
     "p2p": [["given_up"], ["drain"], *SEEDS, ["absent"], ["unfit"]],
     "nccl": [["put"], *SEEDS[:5]],
     "nvshmem": [["drain"], ["put"], *SEEDS],
-    "low_latency": [["arrive"], *SEEDS, ["absent"]],
+    "low_latency": [["arrive"], *SEEDS, ["absent"], ["masked"]],
     "low_latency_nccl": SEEDS[2:4],
     "low_latency_nvshmem": SEEDS[2:],
 }

@@ -113,9 +113,9 @@ LL_NETWORKS = ("low_latency_nvshmem", "low_latency_nccl")
 LL_ARRIVE = "if (lane_id() == 0) before = ptx::fetch_add_acq_rel_gpu(counter, n);"
 LL_ACQUIRE = "return W::template acquire<Scope::System>(fabric.template own<uint64_t>(flag));"
 LL_CREDIT = """«warp.template credit_lanes<Scope::System>(lanes, [&](int lane, auto&& store) {
-            if (call.fabric.maps(first + lane) && names(first + lane))
-                store(call.fabric.template at<uint64_t>(first + lane, flag), to);
-        });»"""
+        if (call.fabric.maps(first + lane) && names(first + lane))
+            store(call.fabric.template at<uint64_t>(first + lane, flag), to);
+    });»"""
 LL_TAG = "tag[lane] = W::template acquire<Scope::System>(flag);"
 LL_SIGNAL = "warp.template publish<Scope::System>(at<uint64_t>(rank, flag), to);"
 LL_BANK = "if (!may_send(warp, call, team)) return Ended::Badly;"
@@ -447,11 +447,27 @@ MUTANTS = [
     ),
     Mutant("need_put_rows: not waited for", LOW_LATENCY, LL_PUT_ROWS, MET, LL_NETWORKS),
     Mutant(
-        "credit_ranks: a call too many to unmapped ranks",
+        "credit_some: a call too many to unmapped ranks",
         LOW_LATENCY,
         "«call.fabric.credit_to(warp, call.heap().channels, first + lane, flag, from, to);»",
         "call.fabric.credit_to(warp, call.heap().channels, first + lane, flag, from, to + 2);",
         LL_NETWORKS,
+    ),
+    Mutant(
+        "is_first_to_cut: both of two that wait for each other",
+        LL_MASK,
+        "return W::template acquire<Scope::System>(first) == claim;",
+        "return true;",
+        LL,
+    ),
+    Mutant("is_first_to_cut: nobody claims", LL_MASK, "W::template settle<Scope::System>(first, 0, claim);", "", LL),
+    Mutant("cut_links: a rank goes on that is taken for dead", LL_MASK, "if (ends(first, told)) return false;", "", LL),
+    Mutant(
+        "cut_links: nobody is told why",
+        LL_MASK,
+        "tell(silent, Cut::Silent);",
+        "tell(silent, Cut::Asked);",
+        LL,
     ),
     Mutant("settle_ranks: lanes do not meet", LL_MASK, "warp.lanes(lanes, [](int) {});", programs=LL),
     changed("wait_tags: the rank's scope", LOW_LATENCY, LL_TAG, SYSTEM, RANK, LL),

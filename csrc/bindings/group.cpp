@@ -89,7 +89,11 @@ class Group : public HostLauncher {
 
     // (outcome, rank) of whoever gave up first, or None.
     std::optional<std::pair<const char*, int>> aborted() const {
-        return first_reason(group_.state(0).abort_word().load(std::memory_order_acquire));
+        for (size_t i = 0; i < group_.ranks().size(); ++i) {
+            const uint64_t word = group_.state(i).abort_word().load(std::memory_order_acquire);
+            if (word) return first_reason(word);
+        }
+        return std::nullopt;
     }
 
     bool finished() const { return group_.finished(); }

@@ -136,6 +136,8 @@ py::list sends_of(const ControlBlock& block) {
 
 }  // namespace
 
+const char* name_of_wait(uint64_t wait) { return name(static_cast<Wait>(wait)); }
+
 const char* name(Outcome outcome) {
     switch (outcome) {
         case Outcome::Ok:
@@ -158,6 +160,8 @@ const char* name(Outcome outcome) {
             return "overflow";
         case Outcome::Masked:
             return "masked";
+        case Outcome::CutOff:
+            return "cut_off";
     }
     return "?";
 }

@@ -12,6 +12,7 @@ namespace ep {
 
 // How incidents are shown to users.
 const char* name(Outcome outcome);
+const char* name_of_wait(uint64_t wait);
 pybind11::dict describe(const Incident& incident);
 // Why the host of a rank ends the waits of all.
 Outcome outcome_of(bool interrupted, bool failed);

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings/group.h"
+#include "bindings/incidents.h"
 #include "bindings/low_latency_args.h"
 #include "fabric/shared_memory.h"
 #include "launch/host/low_latency.h"
@@ -87,6 +88,8 @@ void bind_low_latency(py::module_& m) {
             py::kw_only(), py::arg("topk"), py::arg("warps"),
             "Number of int32 of a handle, and where its parts begin.");
 
+    m.def("name_of_wait", &name_of_wait, py::arg("wait"),
+          "For what a rank waited, by the number that is shown of a masked one.");
     py::class_<LowLatencyTensors>(m, "LowLatencyTensors",
                                   "Addresses of one rank's tensors; 0 where there is none.")
         .def(py::init<>())

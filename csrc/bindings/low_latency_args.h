@@ -35,8 +35,8 @@ struct LowLatencyOptions {
 
 inline LowLatencyMask low_latency_mask(const LowLatencyTensors& t,
                                        const LowLatencyOptions& options) {
-    return {at<int32_t>(t.active),   at<int32_t>(t.shown), at<uint64_t>(t.dropped),
-            at<int32_t>(t.required), options.slice_ns,     options.silent_slices,
+    return {at<int32_t>(t.active),   at<MaskedRank>(t.shown), at<uint64_t>(t.dropped),
+            at<int32_t>(t.required), options.slice_ns,        options.silent_slices,
             options.most_slices};
 }
 

@@ -62,6 +62,7 @@ enum class Outcome : int {
     NoLayout,  // the handle is that of a dispatch that failed
     Overflow,  // a table that the protocol cannot do without is too small
     Masked,    // a backward pass meets a rank that was masked since its forward pass
+    CutOff,    // another rank has taken this one for dead: it ends alone, the others go on
 };
 
 // A wait is over when `seen` has reached `expected`; `peer` is the rank whose progress would do it.

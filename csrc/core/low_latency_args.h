@@ -6,6 +6,7 @@
 
 #include "core/float8.h"
 #include "core/low_latency_heap.h"
+#include "core/masks.h"
 #include "core/pieces.h"
 #include "core/row.h"
 
@@ -80,7 +81,7 @@ struct LowLatencyLayout {
 // How calls go on without ranks that stay away. Only with a heap that has masking.
 struct LowLatencyMask {
     int32_t* active;          // [W], the caller's: 0 leaves a rank out for good, or says that it is
-    int32_t* shown;           // [W], the same for the host to read at any time
+    MaskedRank* shown;        // [W], who is left out, for the host to read at any time
     uint64_t* dropped;        // picks whose rank was left out: in dispatches, in combines
     const int32_t* required;  // [W], not null: a rank that has 1 there must not be left out
     uint64_t slice_ns;        // how long a rank that waits is silent

@@ -81,6 +81,7 @@ struct LowLatencyHeap {
             part(staged ? banks * world * max_tokens * picks_per_rank() * slot_bytes : 0);
         verdicts_ = part(masking ? kHalves * kKinds * banks * world * sizeof(uint64_t) : 0);
         cuts_ = part(masking ? world * sizeof(uint64_t) : 0);
+        firsts_ = part(masking ? world * sizeof(uint64_t) : 0);
         own_beats_ = part(masking ? kLine : 0);
         all_sent_flags_ = part(masking ? kKinds * world * kLine : 0);
         no_choices_ = part(masking ? choice_bytes() : 0);
@@ -188,11 +189,14 @@ struct LowLatencyHeap {
     }
     // Not 0: this rank has nothing to do with that one any more.
     EP_HD size_t cut(int rank) const { return cuts_ + rank * sizeof(uint64_t); }
+    // 0, or 1 + which of the two has taken the other for dead, `rank` or this one: whoever was
+    // first. It lies with the lower of them, so that there is one for both.
+    EP_HD size_t first_to_cut(int rank) const { return firsts_ + rank * sizeof(uint64_t); }
     EP_HD size_t own_beats() const { return own_beats_; }
     // What a rank without tokens has chosen.
     EP_HD size_t no_choices(int part) const { return no_choices_ + choice_part(part); }
     // --- flags that others write ---
-    // Not 0: `rank` has nothing to do with this one any more.
+    // Not 0: `rank` has nothing to do with this one any more, and why (Cut).
     EP_HD size_t cut_flag(int rank) const { return cut_flags_ + rank * kLine; }
     // Grows while `rank` waits.
     EP_HD size_t beat_flag(int rank) const { return beat_flags_ + rank * kLine; }
@@ -218,7 +222,7 @@ struct LowLatencyHeap {
     size_t first_choices_, other_choices_, choice_bytes_;
     size_t sent_, send_joins_, receive_joins_, waited_, put_joins_, released_, choice_flags_,
         cut_flags_, beat_flags_, row_flags_, choices_, rows_, parts_, staged_choices_, staged_rows_,
-        staged_parts_, verdicts_, cuts_, own_beats_, all_sent_flags_, no_choices_, bytes_;
+        staged_parts_, verdicts_, cuts_, firsts_, own_beats_, all_sent_flags_, no_choices_, bytes_;
 };
 
 }  // namespace ep

@@ -39,7 +39,8 @@ enum class Reuse { Soon, Late };
 //                                    until some lane has, for so long at most -> Waited
 //   age()                            nanoseconds since the launch, or its deadline, began
 //   begin_half(role)                 what this warp does from now on, by a deadline of its own
-//   fail(outcome, wait, need)        records an incident and ends the waits of all ranks
+//   fail(outcome, wait, need)        records an incident and ends the waits of all ranks; those of
+//                                    this rank alone if it is Outcome::CutOff
 //
 // Rows
 //   copy<Reuse>(dst, src, bytes)
@@ -77,7 +78,8 @@ enum class Reuse { Soon, Late };
 //   arrive<Scope>(counter, n = 1)    adds n and returns what it was: after all that the warp did
 //                                    before, and before what it does next are all who came earlier
 //   settle<Scope>(word, from, to)    by a lane: makes a word that is `from` `to`, unless another
-//                                    was first. Who acquires it sees what the lane has acquired
+//                                    was first. Who acquires it sees what the lane has acquired.
+//                                    Of the system: seldom, not every bus has it
 
 // How a wait that may go on without what it waits for has ended; badly: the role must return.
 enum class Waited { Met, Over, Badly };

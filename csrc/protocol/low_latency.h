@@ -168,40 +168,38 @@ EP_FN void publish_all_sent(W& warp, const LowLatencyCall<F, Args>& call) {
     }
 }
 
-// The credit of one flag a rank, for those that the lambda names.
+// The credit of one flag a rank, for those among 32 that the lambda names.
+template <WarpLike W, class F, class Args, class Names>
+EP_FN void credit_some(W& warp, const LowLatencyCall<F, Args>& call, int first, size_t flag,
+                       uint64_t from, uint64_t to, Names&& names) {
+    const int lanes = lanes_from(first, call.world());
+    warp.template credit_lanes<Scope::System>(lanes, [&](int lane, auto&& store) {
+        if (call.fabric.maps(first + lane) && names(first + lane))
+            store(call.fabric.template at<uint64_t>(first + lane, flag), to);
+    });
+    const uint32_t far = warp.ballot(
+        lanes, [&](int lane) { return !call.fabric.maps(first + lane) && names(first + lane); });
+    for_each_lane(far, [&](int lane) {
+        call.fabric.credit_to(warp, call.heap().channels, first + lane, flag, from, to);
+    });
+}
+
 template <WarpLike W, class F, class Args, class Names>
 EP_FN void credit_ranks(W& warp, const LowLatencyCall<F, Args>& call, size_t flag, uint64_t from,
                         uint64_t to, Names&& names) {
-    for (int first = 0; first < call.world(); first += 32) {
-        const int lanes = lanes_from(first, call.world());
-        warp.template credit_lanes<Scope::System>(lanes, [&](int lane, auto&& store) {
-            if (call.fabric.maps(first + lane) && names(first + lane))
-                store(call.fabric.template at<uint64_t>(first + lane, flag), to);
-        });
-        const uint32_t far = warp.ballot(lanes, [&](int lane) {
-            return !call.fabric.maps(first + lane) && names(first + lane);
-        });
-        for_each_lane(far, [&](int lane) {
-            call.fabric.credit_to(warp, call.heap().channels, first + lane, flag, from, to);
-        });
-    }
+    for (int first = 0; first < call.world(); first += 32)
+        credit_some(warp, call, first, flag, from, to, names);
 }
 
-// With masking, by the last warp: this rank has nothing more to do with those that this half was
-// without, and says so, to them too.
+// With masking, by the last warp: the next halves are without those that this one was without.
 template <WarpLike W, class F, class Args>
-EP_FN void cut_links(W& warp, const LowLatencyCall<F, Args>& call, LowLatencyHalf half) {
-    const LowLatencyMask& mask = call.args.mask;
-    auto cut = [&](int rank) { return call.fabric.template own<uint64_t>(call.heap().cut(rank)); };
-    credit_ranks(warp, call, call.heap().cut_flag(call.args.rank), 0, 1,
-                 [&](int rank) { return !call.takes_part(half, rank) && !*cut(rank); });
+EP_FN void note_cuts(W& warp, const LowLatencyCall<F, Args>& call, LowLatencyHalf half) {
     for (int first = 0; first < call.world(); first += 32) {
         warp.lanes(lanes_from(first, call.world()), [&](int lane) {
             const int rank = first + lane;
             if (call.takes_part(half, rank)) return;
-            *cut(rank) = 1;
-            mask.active[rank] = 0;
-            mask.shown[rank] = 0;
+            *call.fabric.template own<uint64_t>(call.heap().cut(rank)) = 1;
+            call.args.mask.active[rank] = 0;
         });
     }
 }
@@ -222,7 +220,7 @@ EP_FN Ended end_sending(W& warp, const LowLatencyCall<F, Args>& call, const Team
         return Ended::Well;
     if (call.heap().masking) {
         publish_all_sent(warp, call);
-        cut_links(warp, call, LowLatencyHalf::Send);
+        note_cuts(warp, call, LowLatencyHalf::Send);
     }
     count_sent(warp, call);
     return Ended::Last;
@@ -238,7 +236,7 @@ EP_FN Ended end_receiving(W& warp, const LowLatencyCall<F, Args>& call, const Te
     credit_ranks(warp, call, call.heap().released(Args::kKind, call.bank, call.args.rank),
                  call.previous(), call.number,
                  [&](int rank) { return call.takes_part(LowLatencyHalf::Receive, rank); });
-    if (call.heap().masking) cut_links(warp, call, LowLatencyHalf::Receive);
+    if (call.heap().masking) note_cuts(warp, call, LowLatencyHalf::Receive);
     return Ended::Last;
 }
 

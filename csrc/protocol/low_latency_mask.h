@@ -9,7 +9,12 @@ namespace ep {
 // Before a half does anything it has a verdict on every rank: it takes part, because all that the
 // half needs of it is there, or it is left out. The first warp to have one writes it down and all
 // others follow, so none waits for another. A rank that was left out once is so for good: the link
-// to it is cut, on both ends, as this one tells it.
+// to it is cut, and this one tells it so.
+//
+// Where a caller asked for that both go on, each without the other. But a rank that another has
+// taken for dead ends, alone, once it hears of that; else there were two groups that each take the
+// other for dead. Of two that wait for each other one is first, see is_first_to_cut. So of two
+// ranks of which one has taken the other for dead only one goes on.
 //
 // A link that is whole carries what it carries without masking. Of one that is cut nothing is read
 // or written any more, and what may still arrive goes to memory that nobody else writes.
@@ -39,9 +44,86 @@ EP_FN void send_beat(W& warp, const LowLatencyCall<F, Args>& call, LowLatencyHal
                  [&](int rank) { return !is_cut<W>(call, half, rank); });
 }
 
+// What `rank` has told this one of the link to it.
+template <class W, class F, class Args>
+EP_FN Cut told_cut(const LowLatencyCall<F, Args>& call, int rank) {
+    return static_cast<Cut>(
+        acquire_flag<W>(call.fabric, call.heap().channels, rank, call.heap().cut_flag(rank)));
+}
+
+// By a lane: whether this rank takes `rank` for dead before that takes this one for dead. Whose
+// memory is not mapped cannot be asked: if both do so at once both are told, and both end.
+template <class W, class F, class Args>
+EP_FN bool is_first_to_cut(const LowLatencyCall<F, Args>& call, int rank) {
+    if (!call.fabric.maps(rank)) return true;
+    const int own = call.args.rank;
+    const LowLatencyHeap& heap = call.heap();
+    uint64_t* first = own < rank ? call.fabric.template own<uint64_t>(heap.first_to_cut(rank))
+                                 : call.fabric.template at<uint64_t>(rank, heap.first_to_cut(own));
+    const uint64_t claim = 1 + static_cast<uint64_t>(own);
+    W::template settle<Scope::System>(first, 0, claim);
+    return W::template acquire<Scope::System>(first) == claim;
+}
+
+// By the first warp, once there is a verdict on every rank: cuts the links to those that are left
+// out from now on, and tells them and the host. false: this rank has been taken for dead, and ends.
+template <WarpLike W, class F, class Args>
+EP_FN bool cut_links(W& warp, const LowLatencyCall<F, Args>& call, LowLatencyHalf half, Wait wait) {
+    const LowLatencyMask& mask = call.args.mask;
+    auto ends = [&](int first, uint32_t lanes) {
+        if (lanes) warp.fail(Outcome::CutOff, wait, Need{0, 1, first + lowest_lane(lanes)});
+        return lanes != 0;
+    };
+    // whoever has been taken for dead takes nobody else for dead
+    for (int first = 0; first < call.world(); first += 32) {
+        const uint32_t told = warp.ballot(lanes_from(first, call.world()), [&](int lane) {
+            const int rank = first + lane;
+            return !call.takes_part(half, rank) && told_cut<W>(call, rank) == Cut::Silent;
+        });
+        if (ends(first, told)) return false;
+    }
+    for (int first = 0; first < call.world(); first += 32) {
+        const int lanes = lanes_from(first, call.world());
+        const uint32_t cut = warp.ballot(lanes, [&](int lane) {
+            const int rank = first + lane;
+            const bool is_known =
+                *call.fabric.template own<uint64_t>(call.heap().cut(rank)) ||
+                (half == LowLatencyHalf::Receive && !call.takes_part(LowLatencyHalf::Send, rank));
+            return !call.takes_part(half, rank) && !is_known;
+        });
+        if (!cut) continue;
+        const uint32_t silent = warp.ballot(lanes, [&](int lane) {
+            const int rank = first + lane;
+            return cut >> lane & 1 && mask.active[rank] && told_cut<W>(call, rank) == Cut::None;
+        });
+        const uint32_t beaten = warp.ballot(lanes, [&](int lane) {
+            return silent >> lane & 1 && !is_first_to_cut<W>(call, first + lane);
+        });
+        if (ends(first, beaten)) return false;
+        auto tell = [&](uint32_t ranks, Cut why) {
+            credit_some(warp, call, first, call.heap().cut_flag(call.args.rank), 0,
+                        static_cast<uint64_t>(why),
+                        [&](int rank) { return ranks >> (rank - first) & 1; });
+        };
+        tell(silent, Cut::Silent);
+        tell(cut & ~silent, Cut::Asked);
+        const uint64_t waited = warp.age();
+        warp.lanes(lanes, [&](int lane) {
+            if (cut >> lane & 1) mask.shown[first + lane].waited_ns = waited;
+        });
+        const uint64_t state = MaskedRank::kWaited + static_cast<uint64_t>(wait);
+        warp.template publish_lanes<Scope::System>(lanes, [&](int lane, auto&& store) {
+            if (cut >> lane & 1)
+                store(&mask.shown[first + lane].state,
+                      silent >> lane & 1 ? state : MaskedRank::kAsked);
+        });
+    }
+    return true;
+}
+
 // Until there is a verdict on every rank. need(rank): all that this half needs of it. A rank is
 // left out once it has been silent for so long that it is not waiting, either. false: the wait
-// ended badly, or a rank is missing that must not be.
+// ended badly, this rank has been taken for dead, or a rank is missing that must not be.
 template <WarpLike W, class F, class Args, class NeedOf>
 EP_FN bool settle_ranks(W& warp, const LowLatencyCall<F, Args>& call, const Team& team,
                         LowLatencyHalf half, Wait wait, NeedOf&& need) {
@@ -109,6 +191,7 @@ EP_FN bool settle_ranks(W& warp, const LowLatencyCall<F, Args>& call, const Team
         // what a lane has acquired is there for all: a vote orders nothing
         warp.lanes(lanes, [](int) {});
     }
+    if (team.warp == 0 && !cut_links(warp, call, half, wait)) return false;
     if (!mask.required) return true;
     for (int rank = 0; rank < call.world(); ++rank) {
         if (!mask.required[rank] || call.takes_part(half, rank)) continue;

@@ -164,7 +164,7 @@ def connect(
     masks = None
     if mask_timeout is not None:
         masks = Masks(
-            len(buffer.ranks),
+            buffer.ranks,
             topology.world_size,
             buffer.device,
             mask_timeout=mask_timeout,

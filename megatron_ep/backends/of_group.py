@@ -32,6 +32,9 @@ class OfGroup:
         return self.group.waited()
 
     def abort(self, *, interrupted: bool, failed: bool, reason: str = "") -> None:
+        aborted = self.group.aborted()
+        if aborted is not None and aborted[0] == "cut_off":
+            return  # the others go on without this rank, whatever becomes of it
         self.group.abort(interrupted=interrupted, failed=failed, reason=reason)
 
     def attach(self, part: Resettable) -> None:

@@ -44,9 +44,10 @@ class LowLatency(MaskedRanks):
     topk: the largest K, at most 32.
 
     on_dead_rank: what becomes of a call when a rank does not take part. "raise": EPTimeoutError on all ranks. "mask":
-        calls go on without that rank, from then on; `active_ranks` shows it. A masked rank r is as if every pick of its
-        experts were -1 and it had no tokens. A rank that reports an error of its own (wrong arguments, Ctrl-C, an
-        exception) ends the calls of all as ever. The same on all ranks.
+        calls go on without that rank, from then on; `active_ranks` shows it, and a warning in the log. A masked rank r
+        is as if every pick of its experts were -1 and it had no tokens. If it comes after all it gets an EPMaskedError.
+        A rank that reports an error of its own (wrong arguments, Ctrl-C, an exception) ends the calls of all as ever.
+        The same on all ranks.
     mask_timeout: seconds after which a rank that others wait for, and that waits for nobody itself, is masked; a tenth
         of a second up to a few for inference, more than the ranks ever are apart. At most Config.timeout, which bounds
         any wait. None: a tenth of Config.timeout, at most 10.
@@ -158,7 +159,8 @@ class LowLatency(MaskedRanks):
 
         Returns LowLatencyReceived. Raises ValueError for a wrong argument, and for a third dispatch under way, before
         anything is sent; EPTimeoutError when another rank does not take part, unless those are masked. Then the
-        backward pass raises EPError if a rank was masked since the forward pass.
+        backward pass raises EPError if a rank was masked since the forward pass, and a call EPMaskedError, on a GPU
+        perhaps a later one, if others have masked this rank because it did not come.
         """
         self._calls.in_flight["dispatch"].check()
         group = self.buffer

@@ -45,6 +45,7 @@ class Pending:
             calls.backend.keep_for_launch(tensors, made_on)
             launch(_C.LowLatencyLaunches.receive)
             self._rest = None
+            calls.log_masks()
             calls.group.raise_if_aborted()
 
 
@@ -74,6 +75,11 @@ class LowLatencyCalls:
         """Raises ValueError if a call is under way."""
         for calls in self.in_flight.values():
             calls.check_received()
+
+    def log_masks(self) -> None:
+        """A warning for each rank that calls have masked, which on a GPU may be some calls ago."""
+        if self.masks is not None:
+            self.masks.log_news()
 
     @property
     def backend(self) -> Backend:
@@ -240,6 +246,7 @@ class LowLatencyCalls:
         self.in_flight[kind].check()
         call = Pending(self, launch, tensors, received=at_once)
         launch(_C.LowLatencyLaunches.both if at_once else _C.LowLatencyLaunches.send)
+        self.log_masks()
         self.group.raise_if_aborted()
         self.in_flight[kind].add(call)
         return call

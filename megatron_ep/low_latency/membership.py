@@ -35,7 +35,8 @@ class MaskedRanks:
         does, for ranks that live, and for others `readmit` or a new buffer. On a GPU to be written on the stream of the
         calls.
 
-        Ranks may see different ones: two ranks go on together as long as neither has masked the other. Raises
+        Ranks may see different ones, where callers have written different ones: two ranks go on together as long as
+        neither has masked the other. Who is masked because it did not come gets an EPMaskedError instead. Raises
         ValueError with on_dead_rank="raise".
         """
         return self._of_ranks(self._masks.active)
@@ -49,12 +50,13 @@ class MaskedRanks:
 
     def masked_ranks(self) -> Any:
         """The ranks that calls have masked, a list of lists with a LocalCluster; at once, without waiting for what runs
-        on a GPU. Raises ValueError with on_dead_rank="raise"."""
+        on a GPU. Logs a warning for each that is new. Raises ValueError with on_dead_rank="raise"."""
         masks = self._masks
+        masks.log_news()
         return self._of_ranks([masks.masked(i) for i in range(len(self.buffer.ranks))])
 
     def readmit(self, ranks: int | Sequence[int], store: dist.Store) -> None:
-        """Takes ranks back whose processes have ended and were started again.
+        """Takes ranks back whose processes have ended, also by an EPMaskedError, and were started again.
 
         Collective of all ranks: those that stayed call this, between two calls of the low-latency mode and with none
         under way; those that came back call `megatron_ep.rejoin`. Only their memory is mapped anew, where the former

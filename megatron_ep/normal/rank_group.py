@@ -16,7 +16,15 @@ from megatron_ep.backends.interface import Backend
 from megatron_ep.config import Config, Topology
 from megatron_ep.diagnosis import blame, disagreement
 from megatron_ep.diagnosis.blame import Standing
-from megatron_ep.errors import EPAbortError, EPError, EPOverflowError, EPTimeoutError, by_cause, summarize
+from megatron_ep.errors import (
+    EPAbortError,
+    EPError,
+    EPMaskedError,
+    EPOverflowError,
+    EPTimeoutError,
+    by_cause,
+    summarize,
+)
 
 Own = TypeVar("Own", bound="RankGroup")
 
@@ -163,13 +171,15 @@ class RankGroup:
     # ---- launches
 
     def check_usable(self) -> None:
-        """Raises ValueError if closed, EPAbortError if a launch failed since the last reset, on whatever rank."""
+        """Raises ValueError if closed, EPAbortError if a launch failed since the last reset, on whatever rank,
+        EPMaskedError if others have masked this one."""
         aborted = self.live_backend().aborted()
         if aborted is not None and self.device.type == "cuda":
             raise self._failure(*aborted)  # a launch that failed after it was enqueued
         if aborted is not None:
             self._is_seen = True
-            raise EPAbortError(f"{self._cause(*aborted)}; {HOW_TO_GO_ON}")
+            kind = EPMaskedError if aborted[0] == "cut_off" else EPAbortError
+            raise kind(f"{self._cause(*aborted)}; {HOW_TO_GO_ON}")
 
     def synchronize(self) -> None:
         """Returns when all launches of this rank are done; on the host they always are. Raises what failed in them."""
@@ -256,8 +266,11 @@ class RankGroup:
         if outcome == "timeout":
             root = blame.root(rank, standings, self._fate_of)
             return f"rank {rank} timed out first, {self._when_waits_expire()}" + (f": {root}" if root else "")
+        told = [i["peer"] for s in standings if s.rank == rank for i in s.incidents if i["outcome"] == outcome]
+        if outcome == "cut_off":
+            by = f"rank {told[0]}" if told else "another rank"
+            return f"rank {rank} came too late: {by} took it for dead, has masked it and goes on without it"
         if outcome == "masked":
-            told = [i["peer"] for s in standings if s.rank == rank for i in s.incidents if i["outcome"] == "masked"]
             return f"rank {rank} met rank {told[0] if told else '?'} in a backward pass, masked since its forward pass"
         return {
             "bad_input": f"rank {rank} refused its arguments{why}",
@@ -306,6 +319,6 @@ class RankGroup:
         cause = self._cause(outcome, rank)
         incidents = by_cause(self.live_backend().incidents(), first_rank=rank)
         message = "\n  ".join([cause, *summarize(incidents), HOW_TO_GO_ON])
-        kinds = {"timeout": EPTimeoutError, "overflow": EPOverflowError}
+        kinds = {"timeout": EPTimeoutError, "overflow": EPOverflowError, "cut_off": EPMaskedError}
         kinds |= dict.fromkeys(("mismatch", "no_layout", "masked"), EPError)
         return kinds.get(outcome, EPAbortError)(message, incidents)

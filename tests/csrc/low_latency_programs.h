@@ -70,6 +70,7 @@ struct LowLatencyProgram {
     std::vector<std::vector<int32_t>> active;     // [rank][rank], the callers'
     std::vector<std::vector<int>> left_out_at;    // [rank][half]: whom the caller masks before it
     std::vector<std::vector<bool>> gone, masked;  // [rank][rank]: as seen, and by the caller
+    std::vector<std::vector<MaskedRank>> shown;
     std::vector<std::array<uint64_t, 2>> dropped;
     std::atomic<int> wrong = 0;
     std::vector<uint64_t> launches;  // that a rank has done
@@ -106,6 +107,7 @@ struct LowLatencyProgram {
         active.assign(world, std::vector<int32_t>(world, 1));
         gone.assign(world, std::vector<bool>(world));
         masked = gone;
+        shown.assign(world, std::vector<MaskedRank>(world));
         dropped.resize(world);
         controls.resize(world);
         std::vector<char*> heaps;
@@ -201,7 +203,7 @@ struct LowLatencyProgram {
                                           &part.number,
                                           static_cast<int64_t>(rows.row_weights.size()),
                                           c % 2 ? part.recv_wait_ns.data() : nullptr,
-                                          {active[rank].data(), active[rank].data(),
+                                          {active[rank].data(), shown[rank].data(),
                                            dropped[rank].data(), nullptr, 60'000'000'000, 4, 1000}};
                 auto bytes = [](std::vector<float>& values) {
                     return reinterpret_cast<char*>(values.data());

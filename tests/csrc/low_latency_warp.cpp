@@ -251,19 +251,70 @@ uint64_t seed_of_two_ranks() {
     return seed;
 }
 
-// The same with masking: rank 0 receives what there is, and so does rank 1, when it comes at last.
-void run_masked() {
-    const uint64_t seed = seed_of_two_ranks();
-    LowLatencyProgram program(seed, nullptr, 2, LowLatencyProgram::Sizes::OfBlocks, true);
-    for (auto& parts : program.parts) parts[0].dispatch.mask.slice_ns = 5'000'000;
-    Grid grid(program, seed, 10'000'000'000);
-    for (const int rank : {0, 1}) {
+struct MaskedPair {
+    uint64_t seed = seed_of_two_ranks();
+    LowLatencyProgram program{seed, nullptr, 2, LowLatencyProgram::Sizes::OfBlocks, true};
+    Grid grid{program, seed, 10'000'000'000};
+
+    MaskedPair() {
+        for (auto& parts : program.parts) parts[0].dispatch.mask.slice_ns = 5'000'000;
+    }
+    void run(int rank) {
         grid.run({{rank, {0, true, false}}});
         grid.run({{rank, {0, false, true}}});
+    }
+    // That it goes on without the other.
+    void check_alone(int rank) const {
         if (grid.report(rank).abort) simt::die("a call was given up");
         if (program.active[rank] != std::vector<int32_t>{rank == 0, rank == 1})
             simt::die("the other rank was not masked");
         if (program.dispatch_errors(rank, 0)) simt::die("wrong values");
+    }
+    // That it ends, because the other goes on without it, and the other does not.
+    void check_cut_off(int rank) const {
+        const uint64_t word = ControlBlock::abort_word(Outcome::CutOff, rank);
+        if (grid.report(rank).abort != word || program.controls[rank].abort != word)
+            simt::die("a rank goes on that another has taken for dead");
+        const Incident& incident = grid.report(rank).incidents[0];
+        if (incident.outcome != Outcome::CutOff || incident.peer != 1 - rank)
+            simt::die("a rank does not know who has taken it for dead");
+        if (program.controls[1 - rank].abort) simt::die("a rank that was cut off ended others");
+        if (!is_poison(outputs_of(program.parts[rank][0].dispatch)))
+            simt::die("what a rank that was cut off left looks like data");
+    }
+};
+
+// The same with masking: rank 0 receives what there is, and rank 1 ends, when it comes at last.
+void run_masked() {
+    MaskedPair pair;
+    pair.run(0);
+    pair.check_alone(0);
+    const MaskedRank& shown = pair.program.shown[0][1];
+    if (shown.state != MaskedRank::kWaited + static_cast<uint64_t>(Wait::Choices) ||
+        shown.waited_ns < 20'000'000)
+        simt::die("the host is not told for what a rank waited, and how long");
+    pair.run(1);
+    pair.check_cut_off(1);
+    if (pair.program.shown[1][0].state) simt::die("a rank that was cut off has masked another");
+}
+
+// Rank 1 was first to take rank 0 for dead, which has not heard of it yet.
+void run_beaten() {
+    MaskedPair pair;
+    *pair.program.fabrics[0].own<uint64_t>(pair.program.heap.first_to_cut(1)) = 2;
+    pair.run(0);
+    pair.check_cut_off(0);
+}
+
+// A caller left a rank out: both go on, each without the other.
+void run_asked() {
+    MaskedPair pair;
+    pair.program.active[0][1] = 0;
+    for (const int rank : {0, 1}) {
+        pair.run(rank);
+        pair.check_alone(rank);
+        if (pair.program.shown[rank][1 - rank].state != MaskedRank::kAsked)
+            simt::die("the host is not told that a caller left a rank out");
     }
 }
 
@@ -328,6 +379,8 @@ int main(int argc, char** argv) {
     }
     if (argc == 2 && std::string(argv[1]) == "masked") {
         ep::run_masked();
+        ep::run_beaten();
+        ep::run_asked();
         std::printf("an absent rank is masked\n");
         return 0;
     }

@@ -93,6 +93,8 @@ class HesitantWarp : public HostWarp {
 };
 
 // Random programs with masking: one rank may stop for good or for a while, callers mask others.
+// Nobody ends but who came too late, alone, and no two ranks go on that have each other for dead;
+// over a network that is late itself any rank may end.
 // What went wrong, null: nothing. gone: counts the links that were cut, from each end.
 inline const char* run_masked(uint64_t seed, int& gone) {
     constexpr int kReplays = 3;
@@ -112,8 +114,10 @@ inline const char* run_masked(uint64_t seed, int& gone) {
     if (program.wrong) return "wrong values, or no single verdict";
     for (int rank = 0; rank < world; ++rank) {
         const bool is_late = rank == late && executor.was_late();
-        if (!is_late && program.states[rank].aborted()) return "aborted";
-        if (!is_late && program.launches[rank] != kReplays * program.halves[rank].size())
+        const uint64_t word = program.controls[rank].abort;
+        if (word && word != ControlBlock::abort_word(Outcome::CutOff, rank)) return "aborted";
+        if (word && !is_late && !late_network) return "a rank that took part was cut off";
+        if (!word && !is_late && program.launches[rank] != kReplays * program.halves[rank].size())
             return "a rank did not finish";
         for (int other = 0; other < world; ++other) {
             if (!program.gone[rank][other]) continue;
@@ -121,6 +125,11 @@ inline const char* run_masked(uint64_t seed, int& gone) {
             const bool asked = program.masked[rank][other] || program.masked[other][rank];
             if (!asked && !late_network && !is_late && (other != late || !executor.was_late()))
                 return "a rank that took part was masked";
+            const bool both_go_on =
+                !program.states[rank].aborted() && !program.states[other].aborted();
+            if (both_go_on && !asked && program.gone[other][rank] &&
+                program.fabrics[rank].maps(other))
+                return "two ranks go on that have taken each other for dead";
         }
     }
     return nullptr;

@@ -1,8 +1,11 @@
-"""Four ranks, of which some are killed, masked by the others, started again and taken back, one after the other."""
+"""Four ranks, of which some are killed, or come too late and end, masked by the others, started again and taken back,
+one after the other."""
 
 import contextlib
 import multiprocessing
+import os
 import signal
+from time import sleep
 
 import torch
 import torch.distributed as dist
@@ -79,9 +82,12 @@ class Rank:
         return handle
 
 
-def run_rank(rank, folder, nodes, killed, born, told, device):
-    """killed: who is, one after the other. born: 0, or the number of the comeback that this process is. told: hears
-    whenever all is well on this rank."""
+CUT_OFF = 7  # the exit status of a rank that came too late
+
+
+def run_rank(rank, folder, nodes, lost, is_late, born, told, device):
+    """lost: who is, one after the other: killed, or if is_late by coming too late. born: 0, or the number of the
+    comeback that this process is. told: hears whenever all is well on this rank."""
     topology, own = ep.Topology(nodes, W // nodes), Rank(rank, device)
     if born == 0:
         dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=W)
@@ -90,13 +96,19 @@ def run_rank(rank, folder, nodes, killed, born, told, device):
         if device == "cuda":
             own.capture()
         told.send("whole")
-    for time, dead in enumerate(killed, 1):
+    for time, dead in enumerate(lost, 1):
         store = dist.FileStore(f"{folder}/comeback {time}")
         if time == born:
             own.low_latency = ep.rejoin(store, rank, W, CONFIG, topology, device=device, **SETTINGS)
         elif time > born and rank == dead:
-            while True:
-                own.check()  # until it is killed
+            if is_late:
+                sleep(2 * SETTINGS["mask_timeout"])
+            try:
+                while True:
+                    own.check()  # until it is killed
+            except ep.EPMaskedError:
+                assert is_late
+                os._exit(CUT_OFF)
         elif time > born:
             handle = own.lose(dead)
             own.low_latency.readmit(dead, store)
@@ -132,13 +144,14 @@ def too_early(path, rank, config, topology, **settings):
         process.kill()
 
 
-def check_comebacks(folder, nodes, killed, device="cpu", patience=30):
+def check_comebacks(folder, nodes, killed=(), late=(), device="cpu", patience=30):
     context = multiprocessing.get_context("forkserver")
     processes = []
 
     def start(rank, born):
         hears, told = context.Pipe(duplex=False)
-        process = context.Process(target=run_rank, args=(rank, folder, nodes, killed, born, told, device), daemon=True)
+        arguments = (rank, folder, nodes, killed or late, bool(late), born, told, device)
+        process = context.Process(target=run_rank, args=arguments, daemon=True)
         process.start()
         told.close()
         processes.append(process)
@@ -152,10 +165,11 @@ def check_comebacks(folder, nodes, killed, device="cpu", patience=30):
     try:
         ranks = [start(rank, 0) for rank in range(W)]
         hear(ranks)
-        for time, dead in enumerate(killed, 1):
-            ranks[dead][0].kill()
-            ranks[dead][0].join()
-            assert ranks[dead][0].exitcode == -signal.SIGKILL
+        for time, dead in enumerate(killed or late, 1):
+            if killed:
+                ranks[dead][0].kill()
+            ranks[dead][0].join(patience)
+            assert ranks[dead][0].exitcode == (-signal.SIGKILL if killed else CUT_OFF)
             ranks[dead] = start(dead, time)
             hear(ranks)
         for process, _ in ranks:

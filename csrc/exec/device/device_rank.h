@@ -30,8 +30,8 @@ __device__ __forceinline__ void report_abort(const DeviceRank& rank) {
     ptx::store_release_sys(&rank.report->abort, ptx::load_acquire_sys(&rank.control->abort));
 }
 
-// By one thread: makes all waits of all ranks in reach end, and tells the host. Whoever finds the
-// abort word can read the incident.
+// By one thread: makes all waits of all ranks in reach end, or of this one if only it is concerned,
+// and tells the host. Whoever finds the abort word can read the incident.
 __device__ __noinline__ inline void give_up(const DeviceRank& rank, Incident incident) {
     // Counted on the GPU: a captured launch brings the same number each time.
     const bool is_transfer = incident.role >= Role::NvlSender && incident.role <= kLastOfTransfers;
@@ -48,8 +48,12 @@ __device__ __noinline__ inline void give_up(const DeviceRank& rank, Incident inc
     }
     if (incident.outcome != Outcome::Aborted) {
         const uint64_t word = ControlBlock::abort_word(incident.outcome, rank.rank);
-        for (int i = 0; i < rank.num_reachable; ++i)
-            ptx::compare_and_swap_release_sys(rank.abort_words[i], 0, word);
+        if (incident.outcome == Outcome::CutOff) {
+            ptx::compare_and_swap_release_sys(&rank.control->abort, 0, word);
+        } else {
+            for (int i = 0; i < rank.num_reachable; ++i)
+                ptx::compare_and_swap_release_sys(rank.abort_words[i], 0, word);
+        }
     }
     report_abort(rank);
 }

@@ -255,8 +255,8 @@ class DeviceWarp {
 
     template <Scope scope>
     static __device__ __forceinline__ void settle(uint64_t* word, uint64_t from, uint64_t to) {
-        static_assert(scope == Scope::Rank);
-        ptx::compare_and_swap_release_gpu(word, from, to);
+        of_scope<scope>(ptx::compare_and_swap_release_gpu, ptx::compare_and_swap_release_sys)(
+            word, from, to);
     }
 
     // From now on the timeout is that of all waits together.

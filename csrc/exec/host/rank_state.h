@@ -36,10 +36,12 @@ struct RankState {
         return std::atomic_ref<uint64_t>(control->abort);
     }
 
-    // Makes every wait of every rank end. The first to give up is the one that is remembered; what
-    // it has recorded before can be read by whoever finds its word.
+    // Makes every wait of every rank end, or of this one if only it is concerned. The first to give
+    // up is the one that is remembered; what it has recorded before can be read by whoever finds
+    // its word.
     void abort(Outcome outcome) const {
         for (ControlBlock* block : everyone) {
+            if (outcome == Outcome::CutOff && block != control) continue;
             uint64_t nobody = 0;
             std::atomic_ref<uint64_t>(block->abort)
                 .compare_exchange_strong(nobody, ControlBlock::abort_word(outcome, rank));
