@@ -19,6 +19,7 @@ from megatron_ep.backends.codec import Plain
 from megatron_ep.backends.host import HostBackend
 from megatron_ep.backends.meeting import Meeting
 from megatron_ep.backends.members import Member, agreed_topology, introduce
+from megatron_ep.backends.monitor import Monitor
 from megatron_ep.backends.processes import has_ended, process_fate
 from megatron_ep.backends.torch_group import timeout_of
 from megatron_ep.config import TIMEOUT_VARIABLE, Config, Topology, require_int, require_type
@@ -195,6 +196,8 @@ class Buffer(RankGroup):
             self._backend = HostBackend(self.heap, self.ranks, self._memories, timeout=config.timeout_seconds)
             fabric = fabrics.Choice("shared memory", "host backend")
         self.fabric = fabric.name
+        if self.topology.world_size > 1:
+            self._monitor = Monitor(self._backend, self.rank, self._neighbours)
         if self.rank == 0:
             _log_set_up(self, f"{fabric.name} ({fabric.reason})", self.heap, sms)
 
@@ -261,7 +264,7 @@ class Buffer(RankGroup):
         self._renew(self._memories, ranks, check_processes)
         if self.device.type == "cuda":
             self._meeting.agree(lambda: None)  # on the others: connect.p2p
-        self._neighbours = {rank: member.pid for rank, member in enumerate(members)}
+        self._neighbours.update(enumerate(member.pid for member in members))
 
     def renew(self, memories: Sequence[Any], ranks: Sequence[int]) -> None:
         """While others, in new processes, make `shared_segments` or `device_memories`: maps theirs in the place of what

@@ -66,6 +66,8 @@ class Backend(Protocol):
         """Whether the host knows counts without waiting for anyone: an exchange returns when they are there."""
         ...
 
+    masks: bool  # whether calls may go on without ranks that have died
+
     def exchange_counts(self, tensors: Sequence[_C.RankTensors], *, topk: int, **settings: int) -> Sequence[Totals]:
         """Exchanges counts and waits for them. settings: `CountSettings`.
 

@@ -170,6 +170,7 @@ def connect(
             mask_timeout=mask_timeout,
             timeout=buffer.config.timeout_seconds,
         )
+        backend.masks = True
 
     def make_heap(channels: int, staged: bool) -> Any:
         return _C.LowLatencyHeap(

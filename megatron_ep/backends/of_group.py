@@ -16,6 +16,7 @@ class OfGroup:
 
     def __init__(self, group: Any):
         self.group = group
+        self.masks = False
         self._parts: weakref.WeakValueDictionary[int, Resettable] = weakref.WeakValueDictionary()
         self._attached = itertools.count()
 

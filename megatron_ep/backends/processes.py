@@ -6,6 +6,8 @@ import os
 import socket
 from pathlib import Path
 
+from megatron_ep.diagnosis.blame import ENDED
+
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 # Processes in different ones do not reach each other's memory: /proc/PID is another process there, or CUDA IPC fails.
 NAMESPACES = ("pid", "ipc")
@@ -35,12 +37,12 @@ def has_ended(pid: int) -> bool:
         threads = list(Path(f"/proc/{pid}/task").iterdir())
     except OSError:
         return True
-    return all(_fate(thread) == "has ended" for thread in threads)
+    return all(_fate(thread) == ENDED for thread in threads)
 
 
 def _fate(task: Path) -> str | None:
     try:
         state = (task / "stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
-        return "has ended"
-    return {"Z": "has ended", "X": "has ended", "T": "is stopped", "t": "is stopped"}.get(state)
+        return ENDED
+    return {"Z": ENDED, "X": ENDED, "T": "is stopped", "t": "is stopped"}.get(state)

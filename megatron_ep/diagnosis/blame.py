@@ -16,6 +16,12 @@ MOST_NAMED = 8  # ranks, in a message
 RELEASE = "a low-latency bank to be received"
 
 
+ENDED = "has ended"  # what has become of a process that nothing is left of
+
+# How the reason begins of a rank that gives up because of another one's process.
+STOPPED_WAITING = "stopped waiting: "
+
+
 @dataclass(frozen=True)
 class Standing:
     """What others can see of a rank.
@@ -102,6 +108,21 @@ def root(first: int, standings: Sequence[Standing], fate: Callable[[int], str | 
         if waiting in path:
             return f"{named(sorted(path))} wait for each other in {step}" if len(path) > 1 else None
     return None
+
+
+def ended(waiting: Standing, standings: Sequence[Standing], fate: Callable[[int], str | None]) -> str | None:
+    """Those whom a rank in a call waits for, or will, and whose processes have ended, as a clause; None if there are
+    none. A rank that did its part before it ended is nobody to wait for.
+
+    fate: as for `root`.
+    """
+    if waiting.inside is None:
+        return None
+    counter = f"{waiting.inside.partition('_')[0]}_sent" if "_" in waiting.inside else waiting.inside
+    step = _Step(counter, waiting.entered[waiting.inside])
+    others = [s for s in standings if s.rank != waiting.rank and (s.inside or _is_behind(s, step))]
+    gone = [s.rank for s in others if fate(s.rank) == ENDED]
+    return _sentence(gone, step, {s.rank: s for s in standings}, fate) if gone else None
 
 
 def _waits(standing: Standing, known: Mapping[int, Standing]) -> tuple[_Step, list[int]]:

@@ -13,6 +13,7 @@ import torch
 
 from megatron_ep import _C
 from megatron_ep.backends.interface import Backend
+from megatron_ep.backends.monitor import Monitor
 from megatron_ep.config import Config, Topology
 from megatron_ep.diagnosis import blame, disagreement
 from megatron_ep.diagnosis.blame import Standing
@@ -74,6 +75,7 @@ class RankGroup:
     resets: int = 0  # since it was made
     takes_lists = False  # calls take and return lists with one tensor per rank, not tensors
     _backend: Backend | None = None
+    _monitor: Monitor | None = None
     _is_seen = False  # whether somebody was told of the failure since the last reset, if there was one
 
     @property
@@ -137,6 +139,8 @@ class RankGroup:
 
     def _let_go(self) -> None:
         backend, self._backend = self._backend, None
+        if self._monitor is not None:
+            self._monitor.stop()
         if backend is not None:
             backend.close()
 
@@ -261,7 +265,7 @@ class RankGroup:
         standings = self._standings(waited=outcome == "timeout")
         reason = next((standing.reason for standing in standings if standing.rank == rank), "")
         why = f": {reason}" if reason else ""
-        if outcome == "failed" and reason.startswith(TOLD_TO_STOP):
+        if outcome == "failed" and reason.startswith((TOLD_TO_STOP, blame.STOPPED_WAITING)):
             return f"rank {rank} {reason}"
         if outcome == "timeout":
             root = blame.root(rank, standings, self._fate_of)

@@ -281,6 +281,19 @@ def test_whoever_ended_because_of_the_failure_is_not_to_blame():
     assert says == "rank 1 is in call 5 and does not go on; the process of rank 1 has ended"
 
 
+def test_a_process_that_ended_is_not_waited_for():
+    standings = [standing(0, 4, 5, "notify"), standing(1, 3, 5), standing(2, 4, 5), standing(3, 3, 5, "transfer")]
+    dead = dict.fromkeys(range(4), "has ended").get
+    assert blame.ended(standings[0], standings, alive) is None
+    says = "has not entered notify 4 (it finished 3); the process of rank 1 has ended"
+    assert blame.ended(standings[0], standings, {1: "has ended"}.get) == f"rank 1 {says}"
+    assert blame.ended(standings[0], standings, {1: "is stopped"}.get) is None, "it may go on"
+    assert blame.ended(standings[0], standings, {2: "has ended"}.get) is None, "it had done its part"
+    in_call = "rank 3 is in call 5 and does not go on; the process of rank 3 has ended"
+    assert blame.ended(standings[0], standings, {3: "has ended"}.get) == in_call
+    assert blame.ended(standings[1], standings, dead) is None, "it is in no call"
+
+
 @pytest.mark.parametrize(
     ("role", "what", "counts", "says"),
     [

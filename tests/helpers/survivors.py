@@ -14,7 +14,7 @@ SURVIVOR = """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
     rank, store, device = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=4)
-    config = ep.Config(num_experts=8, timeout=2, num_sms=2)
+    config = ep.Config(num_experts=8, timeout=30, num_sms=2)
     buffer = ep.Buffer(None, config, ep.Topology(2, 2), device=device)
     x = torch.ones(64, 16, device=device)
     ids = torch.rand(64, 8, device=device).topk(3, dim=1).indices
@@ -72,15 +72,16 @@ def finish(processes):
 
 
 def check_killed(tmp_path, device="cpu"):
-    """SIGKILL to one rank: the others time out and name it."""
+    """SIGKILL to one rank: the others name it, long before they would time out."""
     processes = start_survivors(tmp_path, device)
     processes[1].send_signal(signal.SIGKILL)
+    killed = time.monotonic()
     statuses, outputs = finish(processes)
-    assert statuses == [7, -signal.SIGKILL, 7, 7], outputs
-    assert all("EPTimeoutError" in outputs[rank] for rank in (0, 2, 3))
+    assert time.monotonic() - killed < 3
+    assert statuses == [9, -signal.SIGKILL, 9, 9], outputs
     assert any("from rank 1: seen" in outputs[rank] for rank in (0, 2, 3)), outputs
     # whatever it was doing, and whoever else the others wait for
-    verdict = re.compile(r"rank \d timed out first, after 2 s: rank 1 .*; the process of rank 1 has ended\n")
+    verdict = re.compile(r"EPAbortError rank \d stopped waiting: rank 1 .*; the process of rank 1 has ended\n")
     assert all(verdict.search(outputs[rank]) for rank in (0, 2, 3)), outputs
 
 

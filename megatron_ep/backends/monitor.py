@@ -1,0 +1,79 @@
+"""A thread that looks after the ranks of a buffer while others wait for them.
+
+A role that waits sees flags only: that its peer's process has ended it would learn when its patience is over.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import threading
+import weakref
+from collections.abc import Mapping
+
+from megatron_ep.backends.interface import Backend
+from megatron_ep.backends.processes import process_fate
+from megatron_ep.diagnosis import blame
+
+INTERVAL_S = 0.2
+END_S = 2.0  # that the thread is waited for when it is stopped: it may be talking to a GPU that does not answer
+
+log = logging.getLogger(__name__)
+
+
+class Monitor:
+    """Of one rank, from construction until `stop`. It keeps no process from ending.
+
+    backend: has this rank alone.
+    processes: of the ranks on this machine, by rank; may change.
+    """
+
+    def __init__(self, backend: Backend, rank: int, processes: Mapping[int, int]):
+        self._backend = backend
+        self._rank = rank
+        self._processes = processes
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"megatron_ep monitor of rank {rank}", daemon=True)
+        self._thread.start()
+        _monitors.add(self)
+
+    def stop(self) -> None:
+        """From any thread, this one too."""
+        self._is_over.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(END_S)
+
+    def _run(self) -> None:
+        while not self._is_over.wait(INTERVAL_S):
+            try:
+                self._look()
+            except Exception as error:  # a GPU that no longer answers, say: whoever calls next hears of it
+                log.debug("rank %d is no longer looked after: %s", self._rank, error)
+                return
+
+    def _look(self) -> None:
+        if self._backend.masks or self._backend.aborted() is not None:
+            return
+        if not any(self._fate_of(rank) for rank in list(self._processes)):
+            return  # so that a GPU is asked only where something has happened
+        standings = self._backend.standings()
+        own = next(standing for standing in standings if standing.rank == self._rank)
+        ended = blame.ended(own, standings, self._fate_of)
+        if ended is not None and not self._is_over.is_set():
+            self._backend.abort(interrupted=False, failed=True, reason=f"{blame.STOPPED_WAITING}{ended}")
+
+    def _fate_of(self, rank: int) -> str | None:
+        pid = self._processes.get(rank)
+        return None if pid is None or process_fate(pid) != blame.ENDED else blame.ENDED
+
+
+_monitors: weakref.WeakSet[Monitor] = weakref.WeakSet()
+
+
+@atexit.register
+def stop_all() -> None:
+    """Before what the threads use is gone."""
+    for monitor in list(_monitors):
+        with contextlib.suppress(Exception):
+            monitor.stop()
