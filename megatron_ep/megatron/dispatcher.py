@@ -8,7 +8,6 @@ it, so each pick becomes TP picks and the combine adds up the slices' partial ou
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -35,6 +34,7 @@ from megatron_ep.megatron.shared_buffers import (
     shared_buffer,
     shared_low_latency,
 )
+from megatron_ep.megatron.step_state import StepState, check_overlap
 
 __all__ = ["EPTokenDispatcher", "configure", "close_buffers", "comm_seconds"]
 
@@ -43,20 +43,6 @@ OVER_BUDGET = (
 )
 OVER_CAPACITY = "an expert was sent more rows than its capacity; does the router drop tokens over capacity?"
 MAX_PICKS = 32  # megatron_ep.dispatch carries at most this many picks beside a row
-
-
-@dataclass
-class StepState:
-    """What one step leaves for the next one. By these names Megatron's 1F1B overlap sets the probs between the steps,
-    and its trainer takes the factor away to repeat a step that was over budget."""
-
-    moe_expert_rank_capacity_factor: float | None
-    token_probs: torch.Tensor | None = None
-    dispatched_probs: torch.Tensor | None = None
-    tokens_per_expert: torch.Tensor | None = None
-
-    def get_number_of_tokens_per_expert(self) -> torch.Tensor | None:
-        return self.tokens_per_expert
 
 
 class EPTokenDispatcher(MoETokenDispatcher):
@@ -70,7 +56,8 @@ class EPTokenDispatcher(MoETokenDispatcher):
         pg_collection: groups ep, expt_tp and tp_ep; tokens move over tp_ep.
 
     Raises:
-        ValueError: TP is over 32; 1F1B overlap without flex + hybridep declared; options that are out of range or that
+        ValueError: TP is over 32; 1F1B overlap without flex + hybridep declared, or with a Megatron whose
+            schedule uses a dispatcher in another way; options that are out of range or that
             contradict the config.
 
     A decoding step of Megatron's inference takes the low-latency mode, see `_decodes`.
@@ -96,6 +83,8 @@ class EPTokenDispatcher(MoETokenDispatcher):
                 f"moe_flex_dispatcher_backend='hybridep', got '{config.moe_token_dispatcher_type}' and "
                 f"'{config.moe_flex_dispatcher_backend}'"
             )
+        if config.overlap_moe_expert_parallel_comm:
+            check_overlap()
         self.alignment = _expert_alignment(config)
         self.options = options_for(config)
         _check_options(self.options, config)

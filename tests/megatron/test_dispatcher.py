@@ -16,7 +16,7 @@ from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping
 
 import megatron_ep as ep
-from megatron_ep.megatron import shared_buffers
+from megatron_ep.megatron import shared_buffers, step_state
 from megatron_ep.megatron.equivalence import compare_layers, join_layout, make_config, make_dispatcher, run_dispatcher
 from megatron_ep.megatron.layer import ep_layer_spec
 from megatron_ep.megatron.router import fused_router
@@ -447,6 +447,22 @@ def _overlap_without_hybridep():
 
 def test_overlap_must_be_declared_as_hybridep(four_ranks):
     four_ranks.run(_overlap_without_hybridep)
+
+
+def _overlap_with_another_schedule():
+    join_layout(1, W)
+    config = make_config()
+    config.moe_token_dispatcher_type, config.moe_flex_dispatcher_backend = "flex", "hybridep"
+    config.overlap_moe_expert_parallel_comm = True
+    with (
+        mock.patch.object(step_state, "SCHEDULE", "nowhere"),
+        pytest.raises(ValueError, match="sets no dispatched_probs"),
+    ):
+        make_dispatcher("ours", config)
+
+
+def test_the_schedule_is_looked_at_before_a_model_is_built(four_ranks):
+    four_ranks.run(_overlap_with_another_schedule)
 
 
 def _wrong_shape():
