@@ -47,6 +47,7 @@ ELSEWHERE = {
     "do_expand",
     "ft_launcher",
     "inference_optimized",
+    "padding_causal_bottom_right",
 }
 
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)

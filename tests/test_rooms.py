@@ -22,7 +22,7 @@ FLOORS = [
     {"bench", "training"},
     {"megatron"},
     {"megatron_ep"},
-    {"env", "low_latency", "overlap"},
+    {"env", "low_latency", "overlap", "sequences"},
     {"buffer", "router"},
     {"normal"},
     {"backends", "float8"},
