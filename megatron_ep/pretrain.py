@@ -71,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         settings = {name: value for name, value in given.items() if value is not None and value is not False}
         Config(num_experts=1, **{name: value for name, value in settings.items() if name in SETTINGS})
         Options(**{name: value for name, value in settings.items() if name in OPTIONS})
-        flags.fitting_timeout(arguments, settings.get("timeout"))
+        timeout = flags.fitting_timeout(arguments, settings.get("timeout"))
+        settings |= {} if timeout is None else {"timeout": timeout}
     except ValueError as error:
         _refuse(str(error))
     if flags.OVERLAP in arguments:
@@ -82,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         host_script.enable()
 
-    from megatron_ep.megatron import plugin, row_limit, shared_buffers
+    from megatron_ep.megatron import announce, plugin, row_limit, shared_buffers
 
     router = None
     if options.ep_router == "fused":
@@ -90,6 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         router = fused_router
     shared_buffers.configure(**settings)
+    announce.show()
     plugin.enable(router)
     if flags.has_restarter(arguments) and importlib.util.find_spec("nvidia_resiliency_ext"):  # or Megatron warns
         from megatron_ep.megatron import restart

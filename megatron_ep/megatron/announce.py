@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 import megatron_ep as ep
+
+log = logging.getLogger(__name__)
 
 _layers: dict[dist.ProcessGroup, int] = {}  # built, not yet announced
 
@@ -16,7 +21,7 @@ def count_layer(group: dist.ProcessGroup) -> None:
 
 
 def announce(group: dist.ProcessGroup, groups: ProcessGroupCollection | None, buffer: ep.Buffer) -> None:
-    """Prints the line for the layers counted since the last one, on the first rank of a pipeline stage.
+    """Logs the line for the layers counted since the last one, on the first rank of a pipeline stage (level INFO).
 
     Args:
         group: over which they exchange tokens.
@@ -30,9 +35,16 @@ def announce(group: dist.ProcessGroup, groups: ProcessGroupCollection | None, bu
     topology = buffer.topology
     many = f"{copies.size()} groups of " if copies is not None and copies.size() > 1 else ""
     stage = f", pipeline stage {stages.rank()} of {stages.size()}" if stages is not None and stages.size() > 1 else ""
-    print(
+    log.info(
         f"megatron_ep: {layers} MoE layer{'s' if layers > 1 else ''} dispatch over {many}{topology.world_size} "
         f"rank{'s' if topology.world_size > 1 else ''} ({topology.nodes} x {topology.ranks_per_node}, {buffer.fabric})"
-        f"{stage}",
-        flush=True,
+        f"{stage}"
     )
+
+
+def show() -> None:
+    """From now on the line is on the standard output, whatever logging is set to: for entry points. Idempotent."""
+    if not log.handlers:
+        log.addHandler(logging.StreamHandler(sys.stdout))
+        log.setLevel(logging.INFO)
+        log.propagate = False  # not twice

@@ -17,6 +17,8 @@ RANK_CAPACITY = "--moe-expert-rank-capacity-factor"
 RESTART = "--inprocess-restart"
 SOFT_TIMEOUT = "--inprocess-soft-timeout"
 SOFT_TIMEOUT_S = 60.0  # Megatron's own default
+GROUP_TIMEOUT = "--distributed-timeout-minutes"
+GROUP_TIMEOUT_MIN = 10.0  # likewise
 # For one wait, which begins after the last sign of life and whose report takes a while.
 SHARE_OF_SOFT_TIMEOUT = 0.75
 # They set up dispatchers that never run here: to take them and do nothing would be a lie.
@@ -80,7 +82,7 @@ def has_restarter(arguments: Sequence[str]) -> bool:
     return RESTART in arguments
 
 
-def fitting_timeout(arguments: Sequence[str], timeout: float | None, default: float | None = None) -> float | None:
+def fitting_timeout(arguments: Sequence[str], timeout: float | None) -> float | None:
     """Config.timeout for a training script with these arguments.
 
     The in-process restarter takes a process that runs no Python for its soft timeout for hung, and one that waits for
@@ -89,8 +91,7 @@ def fitting_timeout(arguments: Sequence[str], timeout: float | None, default: fl
 
     Args:
         arguments: of the script, without its name.
-        timeout: what the user wants, in seconds; None: MEGATRON_EP_TIMEOUT, or the default.
-        default: in seconds; None: 100.
+        timeout: what the user wants, in seconds; None: MEGATRON_EP_TIMEOUT, or the limit of torch's own collectives.
 
     Raises:
         ValueError: the user's own is not below the soft timeout: a rank that keeps the others waiting as long as he
@@ -101,10 +102,12 @@ def fitting_timeout(arguments: Sequence[str], timeout: float | None, default: fl
         return timeout
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(SOFT_TIMEOUT, dest="soft", type=float, default=SOFT_TIMEOUT_S)
-    soft = parser.parse_known_args(arguments)[0].soft
+    parser.add_argument(GROUP_TIMEOUT, dest="minutes", type=float, default=GROUP_TIMEOUT_MIN)
+    given = parser.parse_known_args(arguments)[0]
+    soft: float = given.soft
     is_chosen = timeout is not None or bool(os.environ.get(TIMEOUT_VARIABLE))
     if not is_chosen:
-        return min(seconds if default is None else default, SHARE_OF_SOFT_TIMEOUT * soft)
+        return min(60 * given.minutes, SHARE_OF_SOFT_TIMEOUT * soft)
     if seconds >= soft:
         name = TIMEOUT_VARIABLE if timeout is None else "timeout (--ep-timeout)"
         raise ValueError(

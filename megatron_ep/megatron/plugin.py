@@ -28,9 +28,10 @@ def enable(router: Callable[..., TopKRouter] | None = None) -> None:
     """From now on every `MoELayer` built in this process moves its tokens with `EPTokenDispatcher`, and no step and no
     checkpoint of Megatron's takes what a failed call has left: all ranks end with an EPError instead.
 
-    A line on the standard output says at the first step how many layers, and over which groups. Call it before the
-    model is built; `megatron_ep.megatron.dispatcher.configure` sets what the buffers are made with. Declare the
-    dispatcher type "alltoall"; with 1F1B overlap "flex" with the backend "hybridep".
+    A line (logger megatron_ep.megatron.announce, level INFO; `announce.show` prints it) says at the first step how many
+    layers, and over which groups. Call it before the model is built; `megatron_ep.megatron.dispatcher.configure` sets
+    what the buffers are made with. Declare the dispatcher type "alltoall"; with 1F1B overlap "flex" with the backend
+    "hybridep".
 
     Args:
         router: builder of the layers' routers in place of Megatron's `TopKRouter`, as

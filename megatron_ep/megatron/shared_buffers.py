@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
@@ -16,11 +15,9 @@ import torch
 import torch.distributed as dist
 
 import megatron_ep as ep
-from megatron_ep.backends.torch_group import timeout_of
 from megatron_ep.config import nearest_name
 from megatron_ep.diagnosis import failures
 from megatron_ep.megatron import options
-from megatron_ep.megatron.flags import fitting_timeout
 
 _topology: ep.Topology | None = None
 _config: dict[str, Any] = {}
@@ -81,13 +78,11 @@ def shared_buffer(
         row_bytes: `Config.row_bytes` of a new buffer, unless `configure` has set it.
 
     Raises:
-        ValueError: its timeout does not fit Megatron-LM's flags of in-process restart, with which this process was
-            started (`flags.fitting_timeout`); and as `megatron_ep.Buffer`.
+        ValueError: as `megatron_ep.Buffer`.
     """
     buffer = _buffers.get((group, num_experts, device))
     if buffer is None:
-        timeout = fitting_timeout(sys.argv[1:], _config.get("timeout"), timeout_of(group, device))
-        settings = {"row_bytes": row_bytes} | _config | {"timeout": timeout}
+        settings = {"row_bytes": row_bytes} | _config
         with torch.inference_mode(False):  # it lives longer than an inference in which it may be built
             buffer = ep.Buffer(group, ep.Config(num_experts=num_experts, **settings), _topology, device=device)
         _buffers[group, num_experts, device] = buffer

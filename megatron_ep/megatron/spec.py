@@ -21,15 +21,16 @@ from megatron_ep.megatron.router import fused_router
 def gpt(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """Megatron's decoder block for this model, its MoE layers with our dispatcher.
 
-    A multi-token-prediction block's spec is made elsewhere and in no way that a function could reach, so for a model
-    with mtp_num_layers this enables `megatron_ep.megatron.plugin` in the process.
+    A multi-token-prediction block's spec is made elsewhere and in no way that a function could reach: a model with
+    mtp_num_layers needs `megatron_ep.megatron.plugin`, which `megatron_ep.pretrain` enables, or you do.
 
     Args:
         config: a TransformerConfig, as Bridge's providers are, or what holds one as `transformer` (Megatron-LM).
         vp_stage: the virtual pipeline stage, if there are several.
 
     Raises:
-        ValueError: the model has no experts, or an attention for which Megatron has another block.
+        ValueError: the model has no experts, an attention for which Megatron has another block, or mtp_num_layers
+            without the plugin; or experts that do not divide among the ranks.
     """
     return _gpt(config, vp_stage, None)
 
@@ -49,7 +50,10 @@ def _gpt(config: Any, vp_stage: int | None, router: Callable[..., TopKRouter] | 
             "use python -m megatron_ep.pretrain or megatron_ep.megatron.plugin.enable()"
         )
     if config.mtp_num_layers and not plugin.is_enabled():
-        plugin.enable(router)
+        raise ValueError(
+            f"mtp_num_layers is {config.mtp_num_layers}, and the multi-token-prediction block takes no spec from here: "
+            "use python -m megatron_ep.pretrain, or call megatron_ep.megatron.plugin.enable() before the model is built"
+        )
     spec = get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=config.transformer_impl == "transformer_engine",

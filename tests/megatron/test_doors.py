@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -92,15 +93,33 @@ def test_waits_end_before_the_restarter_loses_patience(given, timeout, variable,
         assert flags.fitting_timeout(given.split(), timeout) == fitting
 
 
-def _timeout_in_force(*arguments):
-    sys.argv = ["pretrain_gpt.py", *arguments]
+SHOWN = """
+import sys
+from megatron_ep.megatron import shared_buffers
+print(shared_buffers._config["timeout"], sys.argv[1:2])
+"""
+
+
+def test_the_door_fits_the_timeout_to_the_restarter(tmp_path):
+    (tmp_path / "script.py").write_text(SHOWN)
+    restart = ("--inprocess-restart", "--inprocess-soft-timeout", "30")
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_ep.pretrain", tmp_path / "script.py", *restart],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.splitlines()[-1:] == ["22.5 ['--inprocess-restart']"], done.stderr[-2000:]
+
+
+def _timeout_in_force():
+    sys.argv = ["a_service.py", "--inprocess-restart", "--inprocess-soft-timeout", "30"]
     buffer = shared_buffers.shared_buffer(torch.distributed.group.WORLD, 8, torch.device("cpu"))
     shared_buffers.close_buffers()
     return buffer.config.timeout_seconds
 
 
-def test_layers_see_the_restarter_whichever_door_they_came_through(four_ranks):
-    assert four_ranks.run(_timeout_in_force, "--inprocess-restart", "--inprocess-soft-timeout", "30") == [22.5] * 4
+def test_the_library_reads_nobodys_command_line(four_ranks):
     (seconds,) = {*four_ranks.run(_timeout_in_force)}
     assert seconds == four_ranks.timeout, "that of the group"
 
@@ -152,8 +171,8 @@ def test_the_plugin_takes_every_layer_and_gives_them_back(four_ranks):
     four_ranks.run(_plugged)
 
 
-def _announced():
-    """What each rank prints in two steps of two layers."""
+def _announced(is_shown):
+    """What each rank prints in two steps of two layers, in a program that shows the line or leaves it to logging."""
     import contextlib
     import io
 
@@ -161,7 +180,11 @@ def _announced():
     dispatcher.announce.__globals__["_layers"].clear()  # of earlier tests in this process
     spec = ep_layer_spec(get_moe_module_spec(use_te=False, num_experts=8))
     layers = [spec(config=make_config(), layer_number=number) for number in (1, 2)]
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
+    from megatron_ep.megatron import announce
+
+    with contextlib.redirect_stdout(io.StringIO()) as printed, mock.patch.object(announce.log, "handlers", []):
+        if is_shown:
+            announce.show()
         for _ in range(2):
             x = torch.randn(3, 1, 32, dtype=torch.float64)
             for layer in layers:
@@ -172,7 +195,8 @@ def _announced():
 
 def test_one_line_says_what_is_used(four_ranks):
     line = "megatron_ep: 2 MoE layers dispatch over 2 groups of 2 ranks (1 x 2, shared memory)\n"
-    assert four_ranks.run(_announced) == [line, "", "", ""]
+    assert four_ranks.run(_announced, True) == [line, "", "", ""]
+    assert four_ranks.run(_announced, False) == [""] * 4
 
 
 # ---- alignment

@@ -67,8 +67,11 @@ def test_a_pipeline_stage_of_dense_layers():
 
 
 def test_multi_token_prediction_needs_the_plugin():
-    spec.gpt(_config(mtp_num_layers=1))
-    assert plugin.is_enabled()
+    with pytest.raises(ValueError, match=r"mtp_num_layers is 1, .*plugin\.enable"):
+        spec.gpt(_config(mtp_num_layers=1))
+    assert not plugin.is_enabled(), "a spec touches nothing of the process"
+    plugin.enable()
+    assert _classes(spec.gpt(_config(mtp_num_layers=1)))[2:] == [EPMoELayer, EPMoELayer]
 
 
 def test_a_dense_model_is_an_error():
