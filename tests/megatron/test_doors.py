@@ -70,7 +70,8 @@ def test_a_contradicting_flag_is_named(given, router, words):
         ("--inprocess-restart", None, None, 45),
         ("--inprocess-restart --inprocess-soft-timeout=20", None, None, 15),
         ("--inprocess-restart --inprocess-soft-timeout 120", None, None, 90),
-        ("--inprocess-restart --inprocess-soft-timeout 600", None, None, 100),
+        ("--inprocess-restart --inprocess-soft-timeout 600", None, None, 450),
+        ("--inprocess-restart --inprocess-soft-timeout 1200 --distributed-timeout-minutes 2", None, None, 120),
         ("--inprocess-restart --inprocess-soft-timeout 600", 300, None, 300),
         ("--inprocess-restart --inprocess-soft-timeout 600", None, "300", 300),
         (
