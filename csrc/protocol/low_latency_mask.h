@@ -51,18 +51,32 @@ EP_FN Cut told_cut(const LowLatencyCall<F, Args>& call, int rank) {
         acquire_flag<W>(call.fabric, call.heap().channels, rank, call.heap().cut_flag(rank)));
 }
 
+// What the two ranks of a link claim: whoever is first takes the other for dead. Only where that
+// rank's memory is mapped.
+template <class F, class Args>
+EP_FN uint64_t* claim_on(const LowLatencyCall<F, Args>& call, int rank) {
+    const int own = call.args.rank;
+    const LowLatencyHeap& heap = call.heap();
+    return own < rank ? call.fabric.template own<uint64_t>(heap.first_to_cut(rank))
+                      : call.fabric.template at<uint64_t>(rank, heap.first_to_cut(own));
+}
+
 // By a lane: whether this rank takes `rank` for dead before that takes this one for dead. Whose
 // memory is not mapped cannot be asked: if both do so at once both are told, and both end.
 template <class W, class F, class Args>
 EP_FN bool is_first_to_cut(const LowLatencyCall<F, Args>& call, int rank) {
-    if (!call.fabric.maps(rank)) return true;
-    const int own = call.args.rank;
-    const LowLatencyHeap& heap = call.heap();
-    uint64_t* first = own < rank ? call.fabric.template own<uint64_t>(heap.first_to_cut(rank))
-                                 : call.fabric.template at<uint64_t>(rank, heap.first_to_cut(own));
-    const uint64_t claim = 1 + static_cast<uint64_t>(own);
-    W::template settle<Scope::System>(first, 0, claim);
-    return W::template acquire<Scope::System>(first) == claim;
+    if (!call.fabric.maps(rank)) return told_cut<W>(call, rank) != Cut::Silent;
+    const uint64_t claim = 1 + static_cast<uint64_t>(call.args.rank);
+    W::template settle<Scope::System>(claim_on(call, rank), 0, claim);
+    return W::template acquire<Scope::System>(claim_on(call, rank)) == claim;
+}
+
+// By a lane: of a rank that ends itself, and so must not end others.
+template <class W, class F, class Args>
+EP_FN void take_claim_back(const LowLatencyCall<F, Args>& call, int rank) {
+    if (!call.fabric.maps(rank)) return;
+    W::template settle<Scope::System>(claim_on(call, rank),
+                                      1 + static_cast<uint64_t>(call.args.rank), 0);
 }
 
 // By the first warp, once there is a verdict on every rank: cuts the links to those that are left
@@ -70,9 +84,9 @@ EP_FN bool is_first_to_cut(const LowLatencyCall<F, Args>& call, int rank) {
 template <WarpLike W, class F, class Args>
 EP_FN bool cut_links(W& warp, const LowLatencyCall<F, Args>& call, LowLatencyHalf half, Wait wait) {
     const LowLatencyMask& mask = call.args.mask;
-    auto ends = [&](int first, uint32_t lanes) {
-        if (lanes) warp.fail(Outcome::CutOff, wait, Need{0, 1, first + lowest_lane(lanes)});
-        return lanes != 0;
+    auto end_by = [&](int rank) {
+        warp.fail(Outcome::CutOff, wait, Need{0, 1, rank});
+        return false;
     };
     // whoever has been taken for dead takes nobody else for dead
     for (int first = 0; first < call.world(); first += 32) {
@@ -80,7 +94,7 @@ EP_FN bool cut_links(W& warp, const LowLatencyCall<F, Args>& call, LowLatencyHal
             const int rank = first + lane;
             return !call.takes_part(half, rank) && told_cut<W>(call, rank) == Cut::Silent;
         });
-        if (ends(first, told)) return false;
+        if (told) return end_by(first + lowest_lane(told));
     }
     for (int first = 0; first < call.world(); first += 32) {
         const int lanes = lanes_from(first, call.world());
@@ -94,12 +108,17 @@ EP_FN bool cut_links(W& warp, const LowLatencyCall<F, Args>& call, LowLatencyHal
         if (!cut) continue;
         const uint32_t silent = warp.ballot(lanes, [&](int lane) {
             const int rank = first + lane;
-            return cut >> lane & 1 && mask.active[rank] && told_cut<W>(call, rank) == Cut::None;
+            return cut >> lane & 1 && mask.active[rank] && told_cut<W>(call, rank) != Cut::Asked;
         });
         const uint32_t beaten = warp.ballot(lanes, [&](int lane) {
             return silent >> lane & 1 && !is_first_to_cut<W>(call, first + lane);
         });
-        if (ends(first, beaten)) return false;
+        if (beaten) {
+            warp.lanes(lanes, [&](int lane) {
+                if ((silent & ~beaten) >> lane & 1) take_claim_back<W>(call, first + lane);
+            });
+            return end_by(first + lowest_lane(beaten));
+        }
         auto tell = [&](uint32_t ranks, Cut why) {
             credit_some(warp, call, first, call.heap().cut_flag(call.args.rank), 0,
                         static_cast<uint64_t>(why),

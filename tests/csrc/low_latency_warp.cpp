@@ -241,22 +241,22 @@ bool is_poison(const Outputs& outputs) {
     return true;
 }
 
-uint64_t seed_of_two_ranks() {
-    const auto fits = [](uint64_t seed) {
+uint64_t seed_of_ranks(int world) {
+    const auto fits = [world](uint64_t seed) {
         return LowLatencyProgram(seed, nullptr, 2, LowLatencyProgram::Sizes::OfBlocks)
-                   .topology.world() == 2;
+                   .topology.world() == world;
     };
     uint64_t seed = 0;
     while (!fits(seed)) ++seed;
     return seed;
 }
 
-struct MaskedPair {
-    uint64_t seed = seed_of_two_ranks();
+struct MaskedRanks {
+    uint64_t seed;
     LowLatencyProgram program{seed, nullptr, 2, LowLatencyProgram::Sizes::OfBlocks, true};
     Grid grid{program, seed, 10'000'000'000};
 
-    MaskedPair() {
+    explicit MaskedRanks(int world) : seed(seed_of_ranks(world)) {
         for (auto& parts : program.parts) parts[0].dispatch.mask.slice_ns = 5'000'000;
     }
     void run(int rank) {
@@ -270,15 +270,15 @@ struct MaskedPair {
             simt::die("the other rank was not masked");
         if (program.dispatch_errors(rank, 0)) simt::die("wrong values");
     }
-    // That it ends, because the other goes on without it, and the other does not.
-    void check_cut_off(int rank) const {
+    // That it ends, because another goes on without it, and that one does not.
+    void check_cut_off(int rank, int by) const {
         const uint64_t word = ControlBlock::abort_word(Outcome::CutOff, rank);
         if (grid.report(rank).abort != word || program.controls[rank].abort != word)
             simt::die("a rank goes on that another has taken for dead");
         const Incident& incident = grid.report(rank).incidents[0];
-        if (incident.outcome != Outcome::CutOff || incident.peer != 1 - rank)
+        if (incident.outcome != Outcome::CutOff || incident.peer != by)
             simt::die("a rank does not know who has taken it for dead");
-        if (program.controls[1 - rank].abort) simt::die("a rank that was cut off ended others");
+        if (program.controls[by].abort) simt::die("a rank that was cut off ended others");
         if (!is_poison(outputs_of(program.parts[rank][0].dispatch)))
             simt::die("what a rank that was cut off left looks like data");
     }
@@ -286,34 +286,39 @@ struct MaskedPair {
 
 // The same with masking: rank 0 receives what there is, and rank 1 ends, when it comes at last.
 void run_masked() {
-    MaskedPair pair;
-    pair.run(0);
-    pair.check_alone(0);
-    const MaskedRank& shown = pair.program.shown[0][1];
+    MaskedRanks two(2);
+    two.run(0);
+    two.check_alone(0);
+    const MaskedRank& shown = two.program.shown[0][1];
     if (shown.state != MaskedRank::kWaited + static_cast<uint64_t>(Wait::Choices) ||
         shown.waited_ns < 20'000'000)
         simt::die("the host is not told for what a rank waited, and how long");
-    pair.run(1);
-    pair.check_cut_off(1);
-    if (pair.program.shown[1][0].state) simt::die("a rank that was cut off has masked another");
+    two.run(1);
+    two.check_cut_off(1, 0);
+    if (two.program.shown[1][0].state) simt::die("a rank that was cut off has masked another");
 }
 
-// Rank 1 was first to take rank 0 for dead, which has not heard of it yet.
+// Rank 1 was first to take rank 0 for dead, which has not heard of it yet; rank 2 must not end,
+// too.
 void run_beaten() {
-    MaskedPair pair;
-    *pair.program.fabrics[0].own<uint64_t>(pair.program.heap.first_to_cut(1)) = 2;
-    pair.run(0);
-    pair.check_cut_off(0);
+    MaskedRanks ranks(3);
+    auto claim = [&](int rank) -> uint64_t& {
+        return *ranks.program.fabrics[0].own<uint64_t>(ranks.program.heap.first_to_cut(rank));
+    };
+    claim(1) = 2;
+    ranks.run(0);
+    ranks.check_cut_off(0, 1);
+    if (claim(1) != 2 || claim(2)) simt::die("a rank that was cut off claims others");
 }
 
 // A caller left a rank out: both go on, each without the other.
 void run_asked() {
-    MaskedPair pair;
-    pair.program.active[0][1] = 0;
+    MaskedRanks two(2);
+    two.program.active[0][1] = 0;
     for (const int rank : {0, 1}) {
-        pair.run(rank);
-        pair.check_alone(rank);
-        if (pair.program.shown[rank][1 - rank].state != MaskedRank::kAsked)
+        two.run(rank);
+        two.check_alone(rank);
+        if (two.program.shown[rank][1 - rank].state != MaskedRank::kAsked)
             simt::die("the host is not told that a caller left a rank out");
     }
 }
@@ -321,7 +326,7 @@ void run_asked() {
 // Rank 0 receives what rank 1 has not sent: all its waits end by one deadline, and say for what;
 // and what it wrote is no data.
 void run_absent() {
-    const uint64_t seed = seed_of_two_ranks();
+    const uint64_t seed = seed_of_ranks(2);
     LowLatencyProgram program(seed, nullptr, 2, LowLatencyProgram::Sizes::OfBlocks);
     Grid grid(program, seed, 50'000'000);
     grid.run({{0, {0, true, false}}});
