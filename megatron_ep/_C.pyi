@@ -239,6 +239,7 @@ class LowLatencyGroup:
 # ---- with CUDA
 
 def has_native_atomics(device: int, peer: int) -> bool: ...
+def catch_up() -> None: ...
 
 class DeviceMemory:
     @staticmethod

@@ -321,7 +321,7 @@ class Buffer(RankGroup):
         pids = self._meeting.gather(os.getpid())
         with torch.cuda.device(self.device):
             return connect.peer_memories(
-                self._meeting, torch.cuda.synchronize, self.device, size, " ".join(map(str, pids))
+                self._meeting, cuda.prepare_to_allocate, self.device, size, " ".join(map(str, pids))
             )
 
     def low_latency_over_network(self, heap: _C.LowLatencyHeap, blocks: int) -> Any:

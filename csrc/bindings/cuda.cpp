@@ -55,6 +55,7 @@ std::unique_ptr<P2pGroup> make_group(const Heap& heap, std::vector<int> ranks,
 }  // namespace
 
 void bind_cuda(py::module_& m) {
+    bind_catch_up(m);
     py::class_<DeviceMemory>(m, "DeviceMemory",
                              "Memory of a GPU that holds the symmetric heap of one rank.")
         .def_static("create", &DeviceMemory::create, py::arg("device"), py::arg("bytes"),

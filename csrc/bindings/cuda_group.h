@@ -12,9 +12,17 @@
 #include "bindings/exclusive_call.h"
 #include "bindings/incidents.h"
 #include "bindings/launch_args.h"
+#include "core/cuda/put_off.h"
 #include "launch/cuda/group.h"
 
 namespace ep {
+
+// What destructors of this module, which has a list of its own, have put off.
+inline void bind_catch_up(pybind11::module_& m) {
+    m.def("catch_up", &catch_up, pybind11::call_guard<pybind11::gil_scoped_release>(),
+          "Gives back what belonged to objects that are gone, which call no CUDA when they go. "
+          "Waits for the GPU if there is anything.");
+}
 
 // A CudaGroup as Python sees it: the same methods as the host's Group, plus a stream. Each fabric
 // adds its constructor.
@@ -26,11 +34,6 @@ class PyCudaGroup {
                 int num_sms, double timeout)
         : group_(std::make_unique<CudaGroup<FabricParams>>(
               heap, fabric, std::move(ranks), own_heaps, heaps, device, num_sms, timeout)) {}
-
-    ~PyCudaGroup() {
-        pybind11::gil_scoped_release release;  // it waits for what still runs on the GPU
-        group_.reset();
-    }
 
     // Waits until the totals are there, which it returns.
     std::vector<Layout::Totals> notify(const std::vector<RankTensors>& tensors, int topk,

@@ -31,6 +31,7 @@ def local_ranks(topology: Topology, config: Config, heap: _C.Heap, device: torch
     """All ranks in this process, on one GPU."""
     ranks = list(range(topology.world_size))
     with torch.cuda.device(device):
+        cuda.prepare_to_allocate()
         memories = [_C.DeviceMemory.create(device.index, heap.bytes) for _ in ranks]
         return p2p(heap, ranks, memories, device, sms, config)
 
@@ -55,10 +56,9 @@ def processes(
     with contextlib.ExitStack() as stack:
 
         def begin() -> None:
-            cuda.check_not_stuck()
             atomics.check(meeting.rank, [member.gpu for member in members], mapped)
             stack.enter_context(torch.cuda.device(device))
-            torch.cuda.synchronize()  # nobody writes to an earlier buffer's memory any more
+            cuda.prepare_to_allocate()
 
         connect = connectors[fabric.name]
         backend, found = connect(meeting, begin, config, heap, device, sms, members)
@@ -295,11 +295,6 @@ def low_latency(
         return connect(meeting, config, backend, heap, device, blocks)
 
 
-def _begin_low_latency() -> None:
-    cuda.check_not_stuck()
-    torch.cuda.synchronize()  # nobody writes to an earlier one's memory any more
-
-
 def _low_latency_over_nvshmem(
     meeting: Meeting, config: Config, backend: CudaBackend, heap: Any, device: torch.device, blocks: int
 ) -> Any:
@@ -307,7 +302,7 @@ def _low_latency_over_nvshmem(
     seconds = meeting.timeout.total_seconds()
 
     def prepare() -> tuple[None, list[int]]:
-        _begin_low_latency()
+        cuda.prepare_to_allocate()
         nvshmem.prepare(device=device.index, timeout=seconds)
         return None, nvshmem.spare(bytes=heap.bytes)
 
@@ -324,7 +319,7 @@ def _low_latency_over_nvshmem(
 def _low_latency_over_nccl(
     meeting: Meeting, config: Config, backend: CudaBackend, heap: Any, device: torch.device, blocks: int
 ) -> Any:
-    memory, _ = _nccl_memory(meeting, _begin_low_latency, heap, device)
+    memory, _ = _nccl_memory(meeting, cuda.prepare_to_allocate, heap, device)
     launches = fabrics.load_nccl().NcclLowLatency
     # clears the signals of an earlier one, as for a buffer
     return meeting.agree(

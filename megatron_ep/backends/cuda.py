@@ -7,11 +7,15 @@ dispatch whose number of rows is not given.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import functools
+import logging
+import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -25,6 +29,8 @@ from megatron_ep.config import Config
 from megatron_ep.errors import EPError, EPStuckError
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 # What one rank needs to fill its NVLink: 450 GB/s each way (H100 and H200 data sheets) at about 20 GB/s of rows an SM.
 DEFAULT_SMS = 24
@@ -64,6 +70,9 @@ LEAST_STORES_PER_SM = 0.15
 
 # Closed, but a CUDA graph may still replay their launches.
 _replayable: list[CudaBackend] = []
+
+_put_off: deque[Callable[[], None]] = deque()
+MODULES = ("megatron_ep._C", "megatron_ep._nvshmem", "megatron_ep._nccl")  # in which destructors put things off
 
 
 class CudaBackend(OfGroup):
@@ -158,6 +167,7 @@ class CudaBackend(OfGroup):
         return False  # a launch that was enqueued tells nothing yet
 
     def settle(self) -> None:
+        catch_up()
         if self._last is not None:
             self.wait(self._last.record_event())
         if self._launches.are_captured:  # nobody tells of replays, but what comes next on this stream depends on them
@@ -168,9 +178,23 @@ class CudaBackend(OfGroup):
         self.synchronize()
         self.group.drain()
 
+    def reset(self) -> None:
+        catch_up()
+        super().reset()
+
+    def put_off(self, work: Callable[[], None]) -> None:
+        _put_off.append(work)
+
+    @staticmethod
+    def give_back() -> None:
+        catch_up()
+
     def close(self) -> None:
         """What CUDA graphs may still replay stays as long as they do, and then does nothing but fill its outputs with
         NaN: other ranks, and their memory, may be gone."""
+        if self.is_capturing():
+            self.put_off(self.close)
+            return
         _forget_graphs_that_are_gone()
         if self.group not in _stuck and self.group.graphs():
             self.group.retire()
@@ -202,6 +226,7 @@ class CudaBackend(OfGroup):
 
     def synchronize(self) -> None:
         """Until all launches are done, those of captured graphs too."""
+        catch_up()
         if self._last is not None:
             self.wait(self._last.record_event())
         if self._launches.are_watched and self._launches.are_captured:
@@ -257,6 +282,33 @@ def _half_a_ring(row: _C.RowFormat, heap: _C.Heap) -> int:
     """Rows after which a ring's other end hears of them: then both ends can work at once."""
     slots = heap.nvl_ring_bytes // row.slot_bytes
     return 1 << max(0, slots.bit_length() - 2)
+
+
+@atexit.register
+def catch_up() -> None:
+    """Does what finalizers have put off: they may run while any thread captures a CUDA graph, which most calls of CUDA
+    would end. For whoever waits for the GPU or allocates anyway; while this thread captures, nothing is done yet."""
+    if _stuck or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+        return
+    while _put_off:
+        work = _put_off.popleft()
+        try:
+            work()
+        except Exception as error:
+            log.error("a buffer of megatron_ep that nobody closed could not be closed: %s", error)
+        del work  # which has what is given back now
+    for name in MODULES:
+        module: Any = sys.modules.get(name)
+        if hasattr(module, "catch_up"):
+            module.catch_up()
+
+
+def prepare_to_allocate() -> None:
+    """Before symmetric memory is taken. Nobody writes to that of an earlier buffer any more. Raises EPError if this
+    process can use its GPU no more."""
+    check_not_stuck()
+    catch_up()
+    torch.cuda.synchronize()
 
 
 def _forget_graphs_that_are_gone() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -108,6 +108,13 @@ class HostBackend(OfGroup):
         pass
 
     def drain(self) -> None:
+        pass
+
+    def put_off(self, work: Callable[[], None]) -> None:
+        work()
+
+    @staticmethod
+    def give_back() -> None:
         pass
 
     def close(self) -> None:

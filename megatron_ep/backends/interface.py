@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -162,8 +162,17 @@ class Backend(Protocol):
 
     def reset(self) -> None: ...
 
+    def put_off(self, work: Callable[[], None]) -> None:
+        """Does in an ordinary call what a finalizer may not: on a GPU it could end the capture of a CUDA graph."""
+        ...
+
     def close(self) -> None:
         """Nothing is launched any more. Waits for this rank's launches only."""
+        ...
+
+    @staticmethod
+    def give_back() -> None:
+        """What backends had that are closed and that nobody has any more."""
         ...
 
     @property

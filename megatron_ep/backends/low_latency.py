@@ -199,6 +199,7 @@ def connect(
     heap = make_heap(1, staged=False)
     if local:
         with torch.cuda.device(buffer.device):
+            cuda.prepare_to_allocate()
             memories = [_C.DeviceMemory.create(buffer.device.index, heap.bytes) for _ in buffer.ranks]
     else:
         memories = buffer.device_memories(heap.bytes)

@@ -76,12 +76,13 @@ class RankGroup:
     takes_lists = False  # calls take and return lists with one tensor per rank, not tensors
     _backend: Backend | None = None
     _monitor: Monitor | None = None
+    _is_left = False  # whether nobody has it any more, and its end was put off
     _is_seen = False  # whether somebody was told of the failure since the last reset, if there was one
 
     @property
     def is_open(self) -> bool:
         """Whether the buffer can be used: until it is closed."""
-        return self._backend is not None
+        return self._backend is not None and not self._is_left
 
     @property
     def ring_bytes(self) -> dict[str, int]:
@@ -120,6 +121,9 @@ class RankGroup:
         fine. On a GPU it first waits for the launches of this rank, whose waits are bounded. What CUDA graphs have
         captured stays allocated as long as they do; to replay it then only fills its outputs with NaN (-1 in integers).
 
+        A buffer on a GPU that nobody has any more gives them back with the next call that makes a buffer, waits for
+        launches, or asks whether any failed. So does `close` while its thread captures a CUDA graph.
+
         Heaps that other processes have mapped or registered stay allocated on a GPU for a later buffer of the same size
         and group.
 
@@ -143,6 +147,9 @@ class RankGroup:
             self._monitor.stop()
         if backend is not None:
             backend.close()
+            give_back = backend.give_back
+            del backend  # it may have been the last to have it
+            give_back()
 
     def __enter__(self: Own) -> Own:
         return self
@@ -157,8 +164,12 @@ class RankGroup:
 
     def __del__(self) -> None:
         if self.is_open and not sys.is_finalizing():  # at exit `failures` has reported already
-            self.report_unseen()
-            self._let_go()
+            self._is_left = True
+            self.live_backend().put_off(self._end)
+
+    def _end(self) -> None:
+        self.report_unseen()
+        self._let_go()
 
     def live_backend(self) -> Backend:
         """Raises ValueError if closed."""
@@ -224,7 +235,8 @@ class RankGroup:
     def _unseen_failure(self) -> EPError | None:
         if self._backend is None or self._is_seen:
             return None
-        self._backend.synchronize()
+        if not self._backend.is_capturing():
+            self._backend.synchronize()
         aborted = self._backend.aborted()
         if aborted is None or self._backend.finished():
             return None

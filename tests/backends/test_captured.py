@@ -8,7 +8,9 @@ from unittest import mock
 import pytest
 import torch
 
+import megatron_ep as ep
 from megatron_ep.backends import cuda
+from megatron_ep.diagnosis import failures
 from megatron_ep.normal.rank_group import RankGroup
 
 
@@ -35,18 +37,23 @@ class Part:
 
 @pytest.fixture
 def capturing():
+    """Its return_value: whether this thread captures."""
     stream = mock.Mock(cuda_stream=7)
     with (
         mock.patch("torch.cuda.current_stream", return_value=stream),
         mock.patch("torch._C._cuda_getCurrentRawStream", return_value=7, create=True),
-        mock.patch("torch.cuda.is_current_stream_capturing", return_value=True),
+        mock.patch("torch.cuda.is_initialized", return_value=True),
+        mock.patch("torch.cuda.is_current_stream_capturing", return_value=True) as capturing,
     ):
-        yield
+        yield capturing
 
 
 class Closed(RankGroup):
+    device = torch.device("cuda", 0)
+
     def __init__(self, backend):
         self._backend = backend
+        self.itself = self  # a cycle: the garbage collector ends it
 
     def _unseen_failure(self):
         return None
@@ -58,13 +65,11 @@ def make(group):
 
 def close(backend, how):
     buffer = Closed(backend)
-    del backend
     if how == "close":
         buffer.close()
         assert not buffer.is_open
-    else:
-        with mock.patch.object(buffer, "report_unseen"):
-            buffer.__del__()
+    del buffer
+    gc.collect()
 
 
 @pytest.mark.parametrize("how", ["close", "collected"])
@@ -73,7 +78,9 @@ def test_what_a_graph_may_replay_outlives_the_buffer_and_no_longer_than_the_grap
     backend = make(group)
     assert backend.launch(lambda stream: stream, part) == 7
     kept = weakref.ref(backend), weakref.ref(part)
+    capturing.return_value = False
     close(backend, how)
+    cuda.catch_up()
     assert group.done == ["retired"]
     del backend, part
     gc.collect()
@@ -84,7 +91,54 @@ def test_what_a_graph_may_replay_outlives_the_buffer_and_no_longer_than_the_grap
     assert all(reference() is None for reference in kept)
 
 
-def test_nothing_outlives_a_buffer_that_no_graph_has_captured():
+@pytest.mark.parametrize("how", ["close", "collected"])
+def test_while_a_graph_is_captured_nothing_ends(capturing, how):
+    """What CUDA would be called for waits until somebody waits for the GPU anyway."""
+    group, modules = Group(), []
+    backend = make(group)
+    backend.launch(lambda stream: None)
+    kept = weakref.ref(backend)
+    with mock.patch.dict("sys.modules", {name: mock.Mock(catch_up=lambda: modules.append(1)) for name in cuda.MODULES}):
+        close(backend, how)
+        cuda.catch_up()
+        assert group.done == modules == [] and kept() is not None
+        capturing.return_value = False
+        if how == "collected":
+            gc.collect()
+            assert group.done == modules == [], "a finalizer does not know whether another thread captures"
+        cuda.catch_up()
+    assert group.done == ["retired"] and len(modules) >= len(cuda.MODULES)
+    group.alive = 0
+    make(Group())
+    del backend
+    gc.collect()
+    assert kept() is None
+
+
+def test_a_buffer_that_was_left_is_asked_no_more(capturing, caplog):
+    """Its failure is logged once somebody catches up."""
+    backend, asked = make(Group()), []
+    capturing.return_value = False
+
+    class Failed(Closed):
+        def raise_if_failed(self):
+            asked.append(self)
+
+        def _unseen_failure(self):
+            return ep.EPError("it went wrong")
+
+    buffer = Failed(backend)
+    failures.watch(buffer)
+    del buffer, backend
+    gc.collect()
+    assert "it went wrong" not in caplog.text
+    ep.raise_if_failed()
+    cuda.catch_up()
+    assert not asked and caplog.text.count("nobody has asked for it: it went wrong") == 1
+
+
+def test_nothing_outlives_a_buffer_that_no_graph_has_captured(capturing):
+    capturing.return_value = False
     group = Group()
     backend = make(group)
     kept = weakref.ref(backend)

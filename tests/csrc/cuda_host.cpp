@@ -7,6 +7,7 @@
 #include <memory>
 #include <string>
 
+#include "core/cuda/put_off.h"
 #include "fabric/cuda/device_memory.h"
 #include "fabric/cuda/p2p_fabric.h"
 #include "launch/cuda/group.inl"
@@ -29,6 +30,11 @@ using Group = ep::CudaGroup<ep::P2pFabricParams>;
 
 const ep::Heap kHeap{{1, 1}, 2, 1, 4096, 4096};
 
+void start() {
+    ep::catch_up();  // with the test before
+    fake_cuda = {};
+}
+
 // A group on device 1, with its heap.
 void use_group(char* heap) {
     ep::P2pFabricParams fabric{kHeap.topology, {}};
@@ -41,21 +47,50 @@ void use_group(char* heap) {
 void test_a_group_gives_back_what_it_has() {
     const std::string zeros(kHeap.bytes(), 0);
     std::string heap = zeros;
-    fake_cuda = {};
+    start();
     use_group(heap.data());
+    ep::catch_up();
     EXPECT(fake_cuda.live.empty());
     int calls = 0;
     for (bool failed = true; failed; ++calls) {
-        fake_cuda = {};
+        start();
         fake_cuda.fails_in = calls;
         try {
             use_group(heap.data());
-            failed = fake_cuda.fails_in < 0;  // in the destructor, where nobody hears of it
+            failed = fake_cuda.fails_in < 0;
         } catch (const std::runtime_error&) {
         }
+        fake_cuda.fails_in = -1;
+        ep::catch_up();
         EXPECT(fake_cuda.live.empty());
     }
     EXPECT(calls > 10);
+}
+
+// Somebody may capture a CUDA graph meanwhile.
+void test_destructors_call_no_cuda() {
+    start();
+    auto own = std::make_unique<ep::DeviceMemory>(ep::DeviceMemory::create(1, kHeap.bytes(), ""));
+    auto lent = std::make_unique<ep::DeviceMemory>(ep::DeviceMemory::create(1, 64, "1 2"));
+    auto mapped = std::make_unique<ep::DeviceMemory>(ep::DeviceMemory::open(1, lent->handle(), 64));
+    ep::P2pFabricParams fabric{kHeap.topology, {}};
+    fabric.heaps[0] = own->data();
+    auto group = std::make_unique<Group>(kHeap, fabric, std::vector{0}, std::vector{own->data()},
+                                         std::vector{own->data()}, 1, 1, 1.0);
+    fake_cuda.is_idle = false;  // a kernel uses all of it
+    const int calls = fake_cuda.calls;
+    const size_t live = fake_cuda.live.size();
+    group.reset();
+    mapped.reset();
+    lent.reset();
+    own.reset();
+    EXPECT(fake_cuda.calls == calls && fake_cuda.live.size() == live);
+    ep::catch_up();
+    EXPECT(fake_cuda.is_idle);
+    EXPECT(fake_cuda.live.size() == 1);  // which others may have mapped
+    const int caught_up = fake_cuda.calls;
+    ep::catch_up();
+    EXPECT(fake_cuda.calls == caught_up);
 }
 
 // The stand-in ends a launch of what has not been loaded. One rank of two, and two of one process.
@@ -64,7 +99,7 @@ void test_kernels_are_loaded_before_they_are_launched() {
     std::string own(layout.bytes(), 0), other(layout.bytes(), 0);
     const std::vector<char*> heaps{own.data(), other.data()};
     for (const std::vector<int>& ranks : {std::vector{0}, std::vector{0, 1}}) {
-        fake_cuda = {};
+        start();
         const std::vector<char*> own_heaps(heaps.begin(), heaps.begin() + ranks.size());
         Group group(layout, {layout.topology, {heaps[0], heaps[1]}}, ranks, own_heaps, heaps, 1, 1,
                     1.0);
@@ -85,7 +120,7 @@ void test_the_first_reason_stays() {
     const uint64_t refusal = ep::ControlBlock::abort_word(ep::Outcome::BadInput, 0);
     for (const std::string kernel : {"never", "before", "meanwhile", "after"}) {
         std::string own(layout.bytes(), 0), other(layout.bytes(), 0);
-        fake_cuda = {};
+        start();
         ep::P2pFabricParams fabric{layout.topology, {own.data(), other.data()}};
         Group group(layout, fabric, {0}, {own.data()}, {own.data(), other.data()}, 1, 1, 1.0);
         auto block = [&](std::string& heap) {
@@ -124,7 +159,7 @@ void test_the_first_reason_stays() {
 }
 
 void test_graphs_count_until_they_are_gone() {
-    fake_cuda = {};
+    start();
     ep::CudaGraphs graphs;
     graphs.note(nullptr);  // no capture
     EXPECT(graphs.alive() == 0);
@@ -156,7 +191,7 @@ void test_graphs_count_until_they_are_gone() {
 
 void test_a_retired_group_leaves_others_alone() {
     std::string own(kHeap.bytes(), 0), other(kHeap.bytes(), 0);
-    fake_cuda = {};
+    start();
     ep::P2pFabricParams fabric{kHeap.topology, {}};
     fabric.heaps[0] = own.data();
     Group group(kHeap, fabric, {0}, {own.data()}, {own.data(), other.data()}, 1, 1, 1.0);
@@ -167,19 +202,20 @@ void test_a_retired_group_leaves_others_alone() {
 
 void test_the_current_device_is_left_alone() {
     std::string heap(kHeap.bytes(), 0);
-    fake_cuda = {};
+    start();
     fake_cuda.current = 1;
     use_group(heap.data());
     {
         auto memory = ep::DeviceMemory::create(1, 64, "");
         auto other = ep::DeviceMemory::open(1, memory.handle(), 64);
     }
+    ep::catch_up();
     EXPECT(fake_cuda.switches == 0);
     EXPECT(fake_cuda.contexts == std::set<int>{1});
 }
 
 void test_another_device_is_made_current_and_back() {
-    fake_cuda = {};
+    start();
     {
         const ep::DeviceGuard guard(1);
         EXPECT(fake_cuda.current == 1);
@@ -210,7 +246,7 @@ void test_memory_is_cleared_again() {
 }
 
 void test_memory_is_left_to_the_same_processes() {
-    fake_cuda = {};
+    start();
     auto left = [](const std::string& group, size_t bytes = 64) {
         auto memory = ep::DeviceMemory::create(0, bytes, group);
         memory.handle();
@@ -226,6 +262,7 @@ void test_memory_is_left_to_the_same_processes() {
     EXPECT(left("1 2") != ours);
     const size_t live = fake_cuda.live.size();
     ep::DeviceMemory::create(0, 256, "1 2");  // whom nobody mapped
+    ep::catch_up();
     EXPECT(fake_cuda.live.size() == live);
 }
 
@@ -233,6 +270,7 @@ void test_memory_is_left_to_the_same_processes() {
 
 int main() {
     test_a_group_gives_back_what_it_has();
+    test_destructors_call_no_cuda();
     test_kernels_are_loaded_before_they_are_launched();
     test_the_first_reason_stays();
     test_graphs_count_until_they_are_gone();

@@ -53,21 +53,6 @@ def test_two_threads_do_not_launch_at_once(gated) -> None:
     assert not gated.gave_up()
 
 
-def test_other_threads_run_while_a_group_ends(gated) -> None:
-    group = gated.Group()
-    gated.set_open(False)
-
-    def open_then() -> None:
-        wait_for(gated.is_reached)
-        gated.set_open(True)
-
-    thread = threading.Thread(target=open_then)
-    thread.start()
-    del group
-    assert not gated.gave_up()
-    thread.join()
-
-
 def test_a_wait_for_counts_calls_whoever_watches(gated) -> None:
     settings = {"topk": 1, "index_bytes": 4, "expert_alignment": 1, "expert_capacity": 0, "stream": 0}
     group = gated.Group()

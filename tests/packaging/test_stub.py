@@ -11,6 +11,7 @@ WITH_CUDA = {
     "DeviceMemory",
     "CudaGroup",
     "CudaLowLatency",
+    "catch_up",
     "dequantize_cuda",
     "has_native_atomics",
     "quantize_cuda",

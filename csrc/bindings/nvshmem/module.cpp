@@ -44,6 +44,7 @@ PYBIND11_MODULE(_nvshmem, m) {
     m.doc() =
         "The CUDA backend over NVSHMEM. Its host library must have been loaded before: see "
         "megatron_ep.backends.fabrics.";
+    bind_catch_up(m);
     m.attr("BUILT_FOR") = py::make_tuple(NVSHMEM_VENDOR_MAJOR_VERSION, NVSHMEM_VENDOR_MINOR_VERSION,
                                          NVSHMEM_VENDOR_PATCH_VERSION);
     m.def(

@@ -7,6 +7,7 @@
 #include <tuple>
 #include <utility>
 
+#include "core/cuda/put_off.h"
 #include "core/cuda/runtime.h"
 
 namespace ep {
@@ -97,12 +98,10 @@ DeviceMemory::~DeviceMemory() {
         spare().emplace(Kind(device_, bytes_, group_), data_);
         return;
     }
-    const DeviceGuard guard(device_, std::nothrow);
-    if (is_mapped_) {
-        cudaIpcCloseMemHandle(data_);
-    } else {
-        cudaFree(data_);
-    }
+    put_off({device_,
+             is_mapped_ ? [](void* data) { cudaIpcCloseMemHandle(data); }
+                        : [](void* data) { cudaFree(data); },
+             data_});
 }
 
 std::string DeviceMemory::handle() {

@@ -42,7 +42,6 @@ class CudaGroup {
     CudaGroup(const Heap& heap, const FabricParams& fabric, std::vector<int> ranks,
               const std::vector<char*>& own_heaps, const std::vector<char*>& heaps, int device,
               int sms, double timeout);
-    ~CudaGroup();
     CudaGroup(const CudaGroup&) = delete;
 
     // One argument per rank of this process, in the order of `ranks`. Args of notify need no epoch:

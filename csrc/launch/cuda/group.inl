@@ -138,12 +138,6 @@ CudaGroup<P>::CudaGroup(const Heap& heap, const P& fabric, std::vector<int> rank
     reset();
 }
 
-template <class P>
-CudaGroup<P>::~CudaGroup() {
-    const DeviceGuard guard(device_, std::nothrow);
-    cudaDeviceSynchronize();  // kernels end by themselves: their waits are bounded
-}
-
 // f.operator()<kRanks>() with room for this process's ranks.
 template <class P>
 template <class F>

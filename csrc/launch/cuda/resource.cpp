@@ -2,14 +2,12 @@
 
 #include <cuda_runtime.h>
 
+#include "core/cuda/put_off.h"
 #include "core/cuda/runtime.h"
 
 namespace ep {
 
-void Release::operator()(void* what) const {
-    const DeviceGuard guard(device, std::nothrow);
-    release(what);
-}
+void Release::operator()(void* what) const { put_off({device, release, what}); }
 
 Resource<void> device_memory(int device, size_t bytes) {
     const DeviceGuard guard(device);

@@ -5,7 +5,7 @@
 
 namespace ep {
 
-// How something of a GPU is given back, whatever device is current.
+// How something of a GPU is given back, whatever device is current: see core/cuda/put_off.h.
 struct Release {
     int device;
     void (*release)(void*);

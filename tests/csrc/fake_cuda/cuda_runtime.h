@@ -76,16 +76,19 @@ struct cudaLaunchConfig_t {
 struct FakeCuda {
     int current = 0;
     int switches = 0;
+    bool is_idle = true;  // as far as the host knows
     std::set<int> contexts;
     std::set<void*> live;
     std::set<void*> loaded;         // kernels
     FakeGraph* captured = nullptr;  // by every stream
     unsigned long long capture = 0;
+    int calls = 0;
     int fails_in = -1;  // calls of those that can fail; never
     bool native_atomics = true;
     std::function<void(void*)> before_copy;  // what a kernel does in the meantime
 
     cudaError_t call() {
+        ++calls;
         contexts.insert(current);
         return fails_in >= 0 && fails_in-- == 0 ? cudaErrorMemoryAllocation : cudaSuccess;
     }
@@ -95,8 +98,9 @@ struct FakeCuda {
         return cudaSuccess;
     }
     cudaError_t give(void* what) {
+        ++calls;
         contexts.insert(current);
-        if (live.erase(what) != 1) std::abort();
+        if (!is_idle || live.erase(what) != 1) std::abort();
         std::free(what);
         return cudaSuccess;
     }
@@ -106,6 +110,7 @@ inline FakeCuda fake_cuda;
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline const char* cudaGetErrorString(cudaError_t) { return "as the test wants it"; }
 inline cudaError_t cudaGetDevice(int* device) {
+    ++fake_cuda.calls;
     *device = fake_cuda.current;
     return cudaSuccess;
 }
@@ -122,7 +127,10 @@ inline cudaError_t cudaDeviceGetP2PAttribute(int* value, cudaDeviceP2PAttr, int,
     *value = fake_cuda.native_atomics;
     return fake_cuda.call();
 }
-inline cudaError_t cudaDeviceSynchronize() { return fake_cuda.call(); }
+inline cudaError_t cudaDeviceSynchronize() {
+    fake_cuda.is_idle = true;
+    return fake_cuda.call();
+}
 
 template <class T>
 cudaError_t cudaMalloc(T** out, size_t bytes) {
@@ -177,7 +185,10 @@ inline cudaError_t cudaIpcOpenMemHandle(void** out, cudaIpcMemHandle_t handle, u
     *out = handle.memory;
     return fake_cuda.call();
 }
-inline cudaError_t cudaIpcCloseMemHandle(void*) { return fake_cuda.call(); }
+inline cudaError_t cudaIpcCloseMemHandle(void*) {
+    if (!fake_cuda.is_idle) std::abort();
+    return fake_cuda.call();
+}
 
 struct cudaFuncAttributes {};
 template <class J>
