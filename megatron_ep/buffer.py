@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_ep import _C
-from megatron_ep.backends import connect, cuda, fabrics, sizes
+from megatron_ep.backends import connect, cuda, fabrics, release, sizes
 from megatron_ep.backends.codec import Plain
 from megatron_ep.backends.host import HostBackend
+from megatron_ep.backends.interface import Part
 from megatron_ep.backends.meeting import Meeting
 from megatron_ep.backends.members import Member, agreed_topology, introduce
 from megatron_ep.backends.monitor import Monitor
@@ -186,14 +187,13 @@ class Buffer(RankGroup):
             backend, fabric = connect.processes(
                 self._meeting, self.topology, config, self.heap, self.device, sms, members, fabric
             )
-            self._memories = backend.memories
             backend.shares_gpu = sum(member.gpu == own.gpu for member in members) > 1
             self._backend = backend
         else:
             sms = None
             self.heap = sizes.host_heap(self.topology, config)
-            self._memories = self.shared_segments(self.heap.bytes)
-            self._backend = HostBackend(self.heap, self.ranks, self._memories, timeout=config.timeout_seconds)
+            segments = self.shared_segments(self.heap.bytes)
+            self._backend = HostBackend(self.heap, self.ranks, segments, timeout=config.timeout_seconds)
             fabric = fabrics.Choice("shared memory", "host backend")
         self.fabric = fabric.name
         if self.topology.world_size > 1:
@@ -223,6 +223,57 @@ class Buffer(RankGroup):
         """To the state of a new buffer, on all ranks, of which none has a call under way."""
         self._start_anew()
         self._meeting.barrier()
+
+    def release(self) -> None:
+        """Closes the buffer and gives the memory of it, and of its low-latency modes, back at once. Collective: returns
+        when this rank's is free, for which all ranks must have called it.
+
+        `close` leaves on a GPU what others may still use, for a later buffer; this is for a GPU that others use next,
+        as where training and inference take turns. With the last buffer of its ranks goes what closed ones have left.
+        Another buffer can be made afterwards. What torch has for tensors is `torch.cuda.empty_cache`'s.
+
+        Over NVSHMEM the memory goes back to its symmetric heap, for later buffers of whatever size: that heap and the
+        library stay as long as the process lives. Over NCCL the buffer's communicators end.
+
+        Raises ValueError on every rank alike, and the buffer stays open, while a rank captures a CUDA graph or has some
+            that may replay the buffer's launches. EPError when a rank does not come within a minute or Config.timeout,
+            ends, or lets go of nothing: then the buffer is closed, this rank uses nobody's memory any more, and its own
+            is free if nobody can use it. And as `close`, of a launch that failed.
+        """
+        backend = self.live_backend()
+        try:
+            lost = release.finish(self._meeting, backend)
+            failure = self._unseen_failure()
+        except ValueError:
+            raise
+        except BaseException:
+            self._let_go()
+            raise
+        holders = [backend, *backend.parts]
+        self._let_go()
+        try:
+            self._give_back(holders, all_came=lost is None)
+        except EPError as error:
+            raise lost or error from failure
+        finally:
+            _C.release_pooled_memory()
+        if lost is not None:
+            raise lost from failure
+        if failure is not None:
+            raise failure
+
+    def _give_back(self, holders: Sequence[Part], *, all_came: bool) -> None:
+        network = [holder.network_memory for holder in holders if holder.network_memory is not None]
+        if not network:
+            memories = [holder.memories for holder in holders]
+            left = memories[0][self.rank].release_left if self.device.type == "cuda" else lambda: None
+            release.of_machine(self._meeting, memories, self._has_ended, left, all_came=all_came)
+        elif all_came:
+            with torch.cuda.device(self.device):
+                release.of_network(self._meeting, fabrics.NETWORKS[self.fabric](), network)
+
+    def _has_ended(self, rank: int) -> bool:
+        return rank in self._neighbours and has_ended(self._neighbours[rank])
 
     @contextlib.contextmanager
     def meeting_again(self, store: dist.Store) -> Iterator[None]:
@@ -261,7 +312,7 @@ class Buffer(RankGroup):
                 if rank in ranks and not has_ended(former):
                     raise EPError(f"rank {rank} came back in process {member.pid}, but its former one, {former}, lives")
 
-        self._renew(self._memories, ranks, check_processes)
+        self._renew(self.live_backend().memories, ranks, check_processes)
         if self.device.type == "cuda":
             self._meeting.agree(lambda: None)  # on the others: connect.p2p
         self._neighbours.update(enumerate(member.pid for member in members))
@@ -324,8 +375,8 @@ class Buffer(RankGroup):
                 self._meeting, cuda.prepare_to_allocate, self.device, size, " ".join(map(str, pids))
             )
 
-    def low_latency_over_network(self, heap: _C.LowLatencyHeap, blocks: int) -> Any:
-        """Launches of so many blocks, with such a heap on each rank in the network's memory. Collective."""
+    def low_latency_over_network(self, heap: _C.LowLatencyHeap, blocks: int) -> tuple[Any, Any]:
+        """Launches of so many blocks, and the network's memory with such a heap on each rank. Collective."""
         backend = self.live_backend()
         assert isinstance(backend, cuda.CudaBackend)
         return connect.low_latency(self._meeting, self.config, backend, self.fabric, heap, self.device, blocks)

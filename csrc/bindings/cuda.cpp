@@ -76,6 +76,11 @@ void bind_cuda(py::module_& m) {
             "replace",
             [](DeviceMemory& memory, const py::bytes& handle) { memory.replace(handle); },
             py::arg("handle"), "Maps another process's memory in this one's place.")
+        .def("release", &DeviceMemory::release, py::call_guard<py::gil_scoped_release>(),
+             "Gives it back, or unmaps it. Nobody may use it any more, and nobody map own memory.")
+        .def("release_left", &DeviceMemory::release_left, py::call_guard<py::gil_scoped_release>(),
+             "Gives back what others of its group have left on its GPU, which nobody may map.")
+        .def_property_readonly("is_released", &DeviceMemory::is_released)
         .def_property_readonly("bytes", &DeviceMemory::bytes);
 
     P2pGroup::bind(m, "CudaGroup",

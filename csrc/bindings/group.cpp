@@ -199,6 +199,7 @@ void bind_group(py::module_& m) {
                 segment.replace(address_from(address));
             },
             py::arg("address"), "Maps another segment of the same size in this one's place.")
+        .def("release", &Segment::release, "Unmaps it. Nobody may use it any more.")
         .def_property_readonly("bytes", &Segment::bytes);
 
     py::class_<Heap>(m, "Heap", "Layout of the symmetric heap.")

@@ -109,9 +109,11 @@ Segment::Segment(Segment&& other) noexcept
       bytes_(other.bytes_),
       descriptor_(std::exchange(other.descriptor_, -1)) {}
 
-Segment::~Segment() {
-    if (data_) munmap(data_, bytes_);
+void Segment::release() {
+    if (data_) munmap(std::exchange(data_, nullptr), bytes_);
     close_descriptor();
 }
+
+Segment::~Segment() { release(); }
 
 }  // namespace ep

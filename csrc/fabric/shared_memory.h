@@ -27,6 +27,9 @@ class Segment {
     // Another segment of the same size in this one's place: pointers into it stay good.
     void replace(const SegmentAddress& address);
 
+    // Unmaps it now: nobody may use it any more. Twice is fine.
+    void release();
+
     Segment(Segment&& other) noexcept;
     Segment(const Segment&) = delete;
     ~Segment();

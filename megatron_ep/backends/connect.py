@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -23,6 +24,9 @@ from megatron_ep.config import Config, Topology
 from megatron_ep.errors import EPError
 
 T = TypeVar("T")
+
+# Memory of other processes, by whoever mapped it.
+_mapped: weakref.WeakSet[_C.DeviceMemory] = weakref.WeakSet()
 
 NVSHMEM_SETUP_S = 300.0  # at least: with many ranks it takes long, and one that is given up cannot be tried again
 
@@ -104,12 +108,19 @@ def peer_memories(
         # Memory that is used again was still written to by ranks that were behind this one: credits, at the end of
         # their last call. Now all have begun, and none writes before all have come here.
         own.clear()
-        return [
+        memories = [
             own if rank == meeting.rank else _C.DeviceMemory.open(device.index, other, size)
             for rank, other in enumerate(handles)
         ]
+        _mapped.update(memory for memory in memories if memory is not own)
+        return memories
 
     return meeting.agree(open_others)
+
+
+def maps_others() -> bool:
+    """Whether this process maps the memory of another one through CUDA IPC."""
+    return not all(memory.is_released for memory in _mapped)
 
 
 def p2p(
@@ -187,7 +198,7 @@ def _nvshmem_memory(
             unique_id=unique_id, rank=meeting.rank, world=meeting.world_size, device=device.index, bytes=size
         )
 
-    return _within(_nvshmem_limit(meeting), "the set-up of NVSHMEM", allocate)
+    return within(_nvshmem_limit(meeting), "the set-up of NVSHMEM", allocate)
 
 
 def _nvshmem_id(served: Sequence[tuple[bytes, int, int] | None]) -> bytes | None:
@@ -203,7 +214,7 @@ def _nvshmem_id(served: Sequence[tuple[bytes, int, int] | None]) -> bytes | None
     )
 
 
-def _within(seconds: float, what: str, collective: Callable[[], T]) -> T:
+def within(seconds: float, what: str, collective: Callable[[], T]) -> T:
     """Runs what waits for other ranks without a bound of its own. When the time is over it is left to itself."""
     done: concurrent.futures.Future[T] = concurrent.futures.Future()
 
@@ -283,13 +294,15 @@ def _over_network(
         num_sms=sms,
         timeout=config.timeout_seconds,
     )
-    return CudaBackend(ranks, heap, device, sms, config.timeout_seconds, meeting.rank)
+    backend = CudaBackend(ranks, heap, device, sms, config.timeout_seconds, meeting.rank)
+    backend.network_memory = memory
+    return backend
 
 
 def low_latency(
     meeting: Meeting, config: Config, backend: CudaBackend, fabric: str, heap: Any, device: torch.device, blocks: int
-) -> Any:
-    """The low-latency mode's launches over a buffer's network, where they have memory of their own. blocks: of each."""
+) -> tuple[Any, Any]:
+    """The low-latency mode's launches over a buffer's network, and their memory there. blocks: of each launch."""
     connect = {"nvshmem": _low_latency_over_nvshmem, "nccl": _low_latency_over_nccl}[fabric]
     with torch.cuda.device(device):
         return connect(meeting, config, backend, heap, device, blocks)
@@ -297,7 +310,7 @@ def low_latency(
 
 def _low_latency_over_nvshmem(
     meeting: Meeting, config: Config, backend: CudaBackend, heap: Any, device: torch.device, blocks: int
-) -> Any:
+) -> tuple[Any, Any]:
     nvshmem = fabrics.load_nvshmem()
     seconds = meeting.timeout.total_seconds()
 
@@ -308,20 +321,21 @@ def _low_latency_over_nvshmem(
 
     _, spares = meeting.exchange(prepare, seconds, kind=list[int])
 
-    def take() -> Any:
+    def take() -> tuple[Any, Any]:
         unique_id, _, _ = nvshmem.initialised_for()
         memory = _nvshmem_memory(meeting, spares, unique_id, device, heap.bytes)
-        return nvshmem.NvshmemLowLatency(group=backend.group, heap=heap, memory=memory, blocks=blocks)
+        return nvshmem.NvshmemLowLatency(group=backend.group, heap=heap, memory=memory, blocks=blocks), memory
 
     return meeting.agree(take, _nvshmem_limit(meeting))
 
 
 def _low_latency_over_nccl(
     meeting: Meeting, config: Config, backend: CudaBackend, heap: Any, device: torch.device, blocks: int
-) -> Any:
+) -> tuple[Any, Any]:
     memory, _ = _nccl_memory(meeting, cuda.prepare_to_allocate, heap, device)
     launches = fabrics.load_nccl().NcclLowLatency
     # clears the signals of an earlier one, as for a buffer
-    return meeting.agree(
+    made = meeting.agree(
         lambda: launches(group=backend.group, heap=heap, memory=memory, blocks=blocks), config.timeout_seconds
     )
+    return made, memory

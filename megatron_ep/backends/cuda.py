@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 DEFAULT_SMS = 24
 SPIN_S = 500e-6  # the counts are usually there by then
 POLL_S = 50e-6
+GRAPHS_S = 1.0
 
 
 def check_device(device: str | torch.device) -> torch.device:
@@ -102,7 +103,8 @@ class CudaBackend(OfGroup):
         self._rank = rank
         self.least_stores = LEAST_STORES_PER_SM * sms
         self.shares_gpu = False  # with other processes of the buffer
-        self.memories: list[Any] = []  # of all ranks, where they are mapped
+        self.memories: list[Any] = []
+        self.network_memory: Any = None
         self._heap = heap
         self._device = device
         self._busy = threading.Lock()
@@ -189,6 +191,15 @@ class CudaBackend(OfGroup):
     def give_back() -> None:
         catch_up()
 
+    def needs_memory(self) -> str:
+        if self.is_capturing():
+            return "a CUDA graph is being captured"
+        deadline = time.monotonic() + GRAPHS_S  # CUDA counts a graph that was deleted a little later
+        while self.group.graphs() and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        graphs = self.group.graphs()
+        return f"{graphs} CUDA graphs may replay its launches, must be deleted before" if graphs else ""
+
     def close(self) -> None:
         """What CUDA graphs may still replay stays as long as they do, and then does nothing but fill its outputs with
         NaN: other ranks, and their memory, may be gone."""
@@ -196,6 +207,7 @@ class CudaBackend(OfGroup):
             self.put_off(self.close)
             return
         _forget_graphs_that_are_gone()
+        self.group.watch = None  # a circle through the extension, which nothing else breaks
         if self.group not in _stuck and self.group.graphs():
             self.group.retire()
             _replayable.append(self)

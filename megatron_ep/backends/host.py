@@ -48,10 +48,12 @@ class HostBackend(OfGroup):
         stalled: tuple[int, int] = (0, 0),
     ):
         self.is_seeded = seed is not None
+        self.memories = list(segments)
+        self.network_memory = None
         group = _C.Group(
             heap=heap,
             ranks=ranks,
-            segments=list(segments),
+            segments=self.memories,
             threads=threads,
             seed=seed,
             lost_signal=lost_signal,
@@ -116,6 +118,9 @@ class HostBackend(OfGroup):
     @staticmethod
     def give_back() -> None:
         pass
+
+    def needs_memory(self) -> str:
+        return ""
 
     def close(self) -> None:
         pass

@@ -41,7 +41,15 @@ class Totals(Protocol):
     bad_token: int  # any token of this rank with invalid expert ids, -1: none
 
 
-class Resettable(Protocol):
+class Part(Protocol):
+    """What a buffer has besides its backend."""
+
+    @property
+    def memories(self) -> Sequence[Any]: ...  # of all ranks, where they are mapped
+
+    @property
+    def network_memory(self) -> Any: ...  # of this rank, where a network's library has it; else None
+
     def reset(self) -> None: ...
 
 
@@ -50,6 +58,12 @@ class Backend(Protocol):
 
     Tensors are handed over as `_C.RankTensors`, one per rank: addresses that stay valid until the launch is done.
     """
+
+    @property
+    def memories(self) -> Sequence[Any]: ...  # see Part
+
+    @property
+    def network_memory(self) -> Any: ...
 
     @property
     def least_local_bytes(self) -> float:
@@ -153,12 +167,16 @@ class Backend(Protocol):
         """Until all launches are done and what they sent is there. Raises RuntimeError when that takes too long."""
         ...
 
-    def attach(self, part: Resettable) -> None:
+    def needs_memory(self) -> str:
+        """Why its memory cannot be given back even when all launches are done; "" if it can."""
+        ...
+
+    def attach(self, part: Part) -> None:
         """`part` is reset with this backend, as long as it lives."""
         ...
 
     @property
-    def parts(self) -> Collection[Resettable]: ...  # that are
+    def parts(self) -> Collection[Part]: ...  # that are
 
     def reset(self) -> None: ...
 

@@ -33,7 +33,8 @@ class LowLatencyRanks(Protocol):
     """
 
     warps: int  # of a rank in a launch
-    memories: list[Any]  # of all ranks, where they are mapped
+    memories: list[Any]  # see `interface.Part`
+    network_memory: Any
 
     def enqueue_dispatch(
         self,
@@ -63,6 +64,7 @@ class HostLowLatencyRanks:
     def __init__(self, backend: HostBackend, heap: _C.LowLatencyHeap, segments: Sequence[_C.Segment], warps: int):
         self.warps = warps
         self.memories = list(segments)
+        self.network_memory = None
         self._group = _C.LowLatencyGroup(group=backend.group, heap=heap, segments=self.memories, warps=warps)
 
     def enqueue_dispatch(
@@ -120,11 +122,19 @@ class InFlight:
 class CudaLowLatencyRanks:
     """See `LowLatencyRanks`: on torch's current stream."""
 
-    def __init__(self, backend: CudaBackend, group: Any, memories: list[Any], masks: Masks | None):
+    def __init__(
+        self,
+        backend: CudaBackend,
+        group: Any,
+        masks: Masks | None,
+        memories: Sequence[Any] = (),
+        network_memory: Any = None,
+    ):
         self._backend = backend
         self._group = group
         self._masks = masks  # for as long as there are launches, those in graphs too
-        self.memories = memories  # none where a network has them
+        self.memories = list(memories)
+        self.network_memory = network_memory
         self.warps = self._group.warps
 
     def _launch(self, launches: Any, launch: Callable[[Any, int], None]) -> None:
@@ -195,7 +205,8 @@ def connect(
     blocks = cuda.num_sms(buffer.config, buffer.device, len(buffer.ranks)) * len(buffer.ranks)
     if not isinstance(backend.group, _C.CudaGroup):
         heap = make_heap(blocks, staged=topology.nodes > 1)
-        return heap, CudaLowLatencyRanks(backend, buffer.low_latency_over_network(heap, blocks), [], masks), masks
+        group, memory = buffer.low_latency_over_network(heap, blocks)
+        return heap, CudaLowLatencyRanks(backend, group, masks, network_memory=memory), masks
     heap = make_heap(1, staged=False)
     if local:
         with torch.cuda.device(buffer.device):
@@ -204,4 +215,4 @@ def connect(
     else:
         memories = buffer.device_memories(heap.bytes)
     group = _C.CudaLowLatency(group=backend.group, heap=heap, memories=memories, blocks=blocks)
-    return heap, CudaLowLatencyRanks(backend, group, memories, masks), masks
+    return heap, CudaLowLatencyRanks(backend, group, masks, memories), masks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ Told = TypeVar("Told")
 AGREED = "agreed"
 FAILED = b"failed: "  # begins no JSON
 VERDICT_S = 10.0  # the first rank's word takes no longer than this once its own wait has ended
+POLL_S = 5e-3
 
 
 class Meeting:
@@ -129,6 +131,35 @@ class Meeting:
     def barrier(self) -> None:
         self.gather(None)
 
+    def leave(self, word: str, is_gone: Callable[[int], bool], seconds: float) -> dict[int, str]:
+        """The last step of a meeting: tells the others a word, once, and waits until all others have told theirs, or
+        are gone for good. No exchange: it may follow one that failed, and somebody's absence fails nothing here.
+
+        Returns the words of the ranks that told theirs in time, this one's among them.
+        Raises EPError when the store does not answer.
+        """
+        try:
+            self._store.set(f"leaving/{self.rank}", word)
+            left = self._told("leaving", is_gone, seconds)
+            words = self._store.multi_get([f"leaving/{rank}" for rank in left])
+            self._store.set(f"left/{self.rank}", "")
+            if self.rank == 0:  # the store may end with this process
+                self._told("left", lambda rank: rank not in left or is_gone(rank), VERDICT_S)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        return {rank: self._text(text) for rank, text in zip(left, words, strict=True)}
+
+    def _told(self, step: str, is_gone: Callable[[int], bool], seconds: float) -> list[int]:
+        """Those who have said so, once all that are not gone have, or the time is over."""
+        deadline = time.monotonic() + seconds
+        absent = list(range(self.world_size))
+        while True:
+            gone = [rank for rank in absent if is_gone(rank)]
+            absent = [rank for rank in absent if not self._store.check([f"{step}/{rank}"])]
+            if set(absent) <= set(gone) or time.monotonic() > deadline:
+                return [rank for rank in range(self.world_size) if rank not in absent]
+            time.sleep(POLL_S)
+
     def _blame(self, rank: int, reason: str) -> str:
         return f"rank {rank} could not set up the buffer: {reason}"
 
@@ -222,7 +253,7 @@ class Meeting:
         return f"rank {ranks} did not come to {self._name()} within {wait.total_seconds():g} s"
 
     def _name(self) -> str:
-        return f"step {self.exchanges} of the buffer's set-up or reset"
+        return f"step {self.exchanges} of the buffer's set-up, reset or release"
 
     def _key(self, name: object) -> str:
         return f"{self.exchanges}/{name}"

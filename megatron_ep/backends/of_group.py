@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Collection
 from typing import Any
 
-from megatron_ep.backends.interface import Resettable
+from megatron_ep.backends.interface import Part
 from megatron_ep.diagnosis.blame import Standing
 
 
@@ -17,7 +17,7 @@ class OfGroup:
     def __init__(self, group: Any):
         self.group = group
         self.masks = False
-        self._parts: weakref.WeakValueDictionary[int, Resettable] = weakref.WeakValueDictionary()
+        self._parts: weakref.WeakValueDictionary[int, Part] = weakref.WeakValueDictionary()
         self._attached = itertools.count()
 
     def aborted(self) -> tuple[str, int] | None:
@@ -38,11 +38,11 @@ class OfGroup:
             return  # the others go on without this rank, whatever becomes of it
         self.group.abort(interrupted=interrupted, failed=failed, reason=reason)
 
-    def attach(self, part: Resettable) -> None:
+    def attach(self, part: Part) -> None:
         self._parts[next(self._attached)] = part
 
     @property
-    def parts(self) -> Collection[Resettable]:
+    def parts(self) -> Collection[Part]:
         return list(self._parts.values())
 
     def reset(self) -> None:

@@ -85,6 +85,14 @@ class LowLatencyCalls:
     def backend(self) -> Backend:
         return self.group.live_backend()
 
+    @property
+    def memories(self) -> Sequence[Any]:
+        return self.ranks.memories
+
+    @property
+    def network_memory(self) -> Any:
+        return self.ranks.network_memory
+
     def reset(self) -> None:
         for handle in self.handles:
             handle.note_reset()

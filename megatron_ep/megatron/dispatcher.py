@@ -31,12 +31,13 @@ from megatron_ep.megatron.shared_buffers import (
     comm_seconds,
     configure,
     options_for,
+    release_buffers,
     shared_buffer,
     shared_low_latency,
 )
 from megatron_ep.megatron.step_state import StepState, check_overlap
 
-__all__ = ["EPTokenDispatcher", "configure", "close_buffers", "comm_seconds"]
+__all__ = ["EPTokenDispatcher", "configure", "close_buffers", "release_buffers", "comm_seconds"]
 
 OVER_BUDGET = (
     "a rank was sent more rows than moe_expert_rank_capacity_factor makes room for, and tokens lost experts; raise it"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -142,18 +142,40 @@ def close_buffers() -> None:
     Raises:
         EPError: once all are closed, if a call has failed and nobody has been told.
     """
+    _end_all(ep.Buffer.close)
+
+
+def release_buffers() -> None:
+    """Gives the memory of every shared buffer back, as `megatron_ep.Buffer.release` does, so that somebody else can use
+    the GPU, as where training and inference take turns on it. The next forward pass builds new ones.
+
+    Collective: all ranks of all groups call it, between two steps and with their CUDA graphs deleted.
+
+    Raises:
+        ValueError: as `Buffer.release`; that buffer and those made before it stay open.
+        EPError: once all are closed, if a rank did not come or a call has failed and nobody has been told.
+    """
+    _end_all(ep.Buffer.release)
+
+
+def _end_all(end: Callable[[ep.Buffer], None]) -> None:
     global _closed_seconds
-    unseen = []
-    _low_latency.clear()
+    failures_met = []
     while _buffers:
-        _, buffer = _buffers.popitem()
-        _closed_seconds += buffer.seconds
+        key, buffer = _buffers.popitem()
+        seconds = buffer.seconds
         try:
-            buffer.close()
+            end(buffer)
         except ep.EPError as failure:
-            unseen.append(failure)
-    if unseen:
-        raise unseen[0]
+            failures_met.append(failure)
+        except ValueError:  # it is still open
+            _buffers[key] = buffer
+            raise
+        _closed_seconds += seconds
+        for made in [made for made in _low_latency if made[0] is buffer]:
+            del _low_latency[made]
+    if failures_met:
+        raise failures_met[0]
 
 
 @atexit.register

@@ -125,7 +125,7 @@ class RankGroup:
         launches, or asks whether any failed. So does `close` while its thread captures a CUDA graph.
 
         Heaps that other processes have mapped or registered stay allocated on a GPU for a later buffer of the same size
-        and group.
+        and group: `Buffer.release` gives them back.
 
         Raises EPError, once the buffer is closed, if a launch has failed and nobody has been told. As a context manager
         the buffer logs that as an error instead when another exception ends the block.

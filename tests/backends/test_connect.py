@@ -584,6 +584,30 @@ def test_nccl_connections_that_all_ranks_have_left_are_reused(ranks) -> None:
     assert first != second and third == min(first, second)
 
 
+def run_close() -> None:
+    with over("nccl", Nccl()):
+        backend = connected(meeting_of())
+    graphs = [2]
+    backend.group.graphs = lambda: graphs[0]
+    assert backend.group.watch is not None
+    with (
+        mock.patch.object(cuda, "GRAPHS_S", 0.0),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing") as is_on,
+    ):
+        is_on.return_value = True
+        assert backend.needs_memory() == "a CUDA graph is being captured"
+        is_on.return_value = False
+        assert backend.needs_memory() == "2 CUDA graphs may replay its launches, must be deleted before"
+        graphs[0] = 0
+        assert backend.needs_memory() == ""
+    backend.close()
+    assert backend.group.watch is None, "the group, which its memory lives with, would never go"
+
+
+def test_a_closed_backend_lets_its_group_go(ranks) -> None:
+    ranks.run(run_close)
+
+
 # ---- the low-latency mode over a network
 
 
@@ -591,8 +615,9 @@ def low_latency_memory(meeting: Meeting, backend, fabric: str):
     heap, config = SimpleNamespace(bytes=BYTES), ep.Config(num_experts=8)
     fakes = {"synchronize": mock.DEFAULT, "device": current_device, "mem_get_info": lambda device: (FREE[0], 80 << 30)}
     with mock.patch.multiple(torch.cuda, **fakes):
-        launches = connect.low_latency(meeting, config, backend, fabric, heap, DEVICE, 3)
+        launches, memory = connect.low_latency(meeting, config, backend, fabric, heap, DEVICE, 3)
     assert (launches.group, launches.heap, launches.blocks) == (backend.group, heap, 3)
+    assert launches.memory is memory
     return launches.memory
 
 

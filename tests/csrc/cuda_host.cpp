@@ -229,6 +229,25 @@ void test_another_device_is_made_current_and_back() {
     }
 }
 
+void test_memory_is_given_back_at_once() {
+    fake_cuda = {};
+    auto left = [](const std::string& group, size_t bytes) {
+        ep::DeviceMemory::create(0, bytes, group).handle();
+    };
+    left("3 4", 64), left("3 4", 128), left("3 5", 64);
+    auto own = ep::DeviceMemory::create(0, 256, "3 4");
+    auto other = ep::DeviceMemory::open(0, own.handle(), 256);
+    EXPECT(fake_cuda.live.size() == 4 && !other.is_released());
+    other.release();
+    EXPECT(fake_cuda.live.size() == 4 && other.is_released() && fake_cuda.unmapped == 1);
+    own.release();
+    EXPECT(fake_cuda.live.size() == 3 && own.is_released());
+    own.release_left();
+    EXPECT(fake_cuda.live.size() == 1);
+    own.release(), other.release(), own.release_left();
+    EXPECT(fake_cuda.live.size() == 1 && fake_cuda.unmapped == 1);
+}
+
 void test_native_atomics_are_asked_for() {
     fake_cuda = {};
     EXPECT(ep::has_native_atomics(0, 1));
@@ -277,6 +296,7 @@ int main() {
     test_a_retired_group_leaves_others_alone();
     test_the_current_device_is_left_alone();
     test_another_device_is_made_current_and_back();
+    test_memory_is_given_back_at_once();
     test_native_atomics_are_asked_for();
     test_memory_is_cleared_again();
     test_memory_is_left_to_the_same_processes();

@@ -77,9 +77,32 @@ PYBIND11_MODULE(_nccl, m) {
     m.def(
         "unique_id", [] { return py::bytes(NcclHeap::unique_id()); },
         "Made by one rank, given to all: bytes.");
+    m.def(
+        "left",
+        [] {
+            std::vector<py::bytes> ids;
+            for (const std::string& id : NcclHeap::left()) ids.emplace_back(id);
+            return ids;
+        },
+        "Keys of the communicators that earlier buffers left here.");
+    m.def(
+        "release_left",
+        [](const py::bytes& key) {
+            const std::string id = key;
+            const py::gil_scoped_release release;
+            NcclHeap::release_left(id);
+        },
+        py::arg("key"), "As NcclHeap.release, of one of them.");
     py::class_<NcclHeap> memory(
         m, "NcclHeap",
         "Symmetric memory of NCCL that holds the heaps of a group's ranks. Collective.");
+    memory
+        .def_property_readonly(
+            "key", [](const NcclHeap& heap) { return py::bytes(heap.key()); },
+            "The same on all ranks.")
+        .def("release", &NcclHeap::release, py::call_guard<py::gil_scoped_release>(),
+             "Ends the communicator and gives the memory back. Collective, in the same order on "
+             "all ranks.");
     bind_heap<Heap>(m, memory);
     bind_heap<LowLatencyHeap>(m, memory);
     NcclGroup::bind(m, "NcclGroup", "The rank of a buffer that lives in this process.")

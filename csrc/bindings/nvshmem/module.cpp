@@ -68,6 +68,9 @@ PYBIND11_MODULE(_nvshmem, m) {
         "None.");
     m.def("spare", &NvshmemHeap::spare, py::kw_only(), py::arg("bytes"),
           "Numbers of the heaps of this size that earlier buffers left here.");
+    m.def("left", &NvshmemHeap::left, "Keys of the heaps that earlier buffers left here.");
+    m.def("release_left", &NvshmemHeap::release_left, py::arg("key"),
+          py::call_guard<py::gil_scoped_release>(), "As NvshmemHeap.release, of one of them.");
     py::class_<NvshmemTransport>(m, "Transport", "See megatron_ep.backends.ibgda.Transport.")
         .def_readonly("mapped", &NvshmemTransport::mapped)
         .def_readonly("networked", &NvshmemTransport::networked)
@@ -94,7 +97,11 @@ PYBIND11_MODULE(_nvshmem, m) {
             },
             py::kw_only(), py::arg("heap"))
         .def_static("reuse", &NvshmemHeap::reuse, py::kw_only(), py::arg("number"),
-                    py::arg("device"));
+                    py::arg("device"))
+        .def_property_readonly("key", &NvshmemHeap::number, "The same on all ranks.")
+        .def("release", &NvshmemHeap::release, py::call_guard<py::gil_scoped_release>(),
+             "Gives the memory back to NVSHMEM. Collective, in the same order on all ranks; for a "
+             "thread as that of allocate.");
     NvshmemGroup::bind(m, "NvshmemGroup", "The rank of a buffer that lives in this process.")
         .def(py::init(&make_group), py::kw_only(), py::arg("heap"), py::arg("rank"),
              py::arg("memory"), py::arg("device"), py::arg("num_sms"), py::arg("timeout"),

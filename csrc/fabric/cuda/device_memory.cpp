@@ -84,6 +84,27 @@ void DeviceMemory::replace(const std::string& handle) {
     data_ = std::exchange(other.data_, nullptr);
 }
 
+void DeviceMemory::release() {
+    if (!data_) return;
+    const DeviceGuard guard(device_);
+    char* const data = std::exchange(data_, nullptr);
+    if (is_mapped_) {
+        check_cuda(cudaIpcCloseMemHandle(data), "cudaIpcCloseMemHandle");
+    } else {
+        check_cuda(cudaFree(data), "cudaFree");
+    }
+}
+
+void DeviceMemory::release_left() const {
+    const DeviceGuard guard(device_);
+    std::erase_if(spare(), [&](const auto& left) {
+        const auto& [device, bytes, group] = left.first;
+        if (device != device_ || group != group_) return false;
+        check_cuda(cudaFree(left.second), "cudaFree");
+        return true;
+    });
+}
+
 DeviceMemory::DeviceMemory(DeviceMemory&& other) noexcept
     : device_(other.device_),
       data_(std::exchange(other.data_, nullptr)),

@@ -24,6 +24,11 @@ class DeviceMemory {
     // elsewhere; then nothing is there any more.
     void replace(const std::string& handle);
 
+    // Gives it back now, or unmaps it: own memory once nobody maps it any more. Twice is fine.
+    void release();
+    // Likewise what destroyed ones of this one's group, of any size, have left on its GPU.
+    void release_left() const;
+
     DeviceMemory(DeviceMemory&& other) noexcept;
     DeviceMemory& operator=(DeviceMemory&&) = delete;
     ~DeviceMemory();
@@ -33,6 +38,7 @@ class DeviceMemory {
     std::string handle();
     char* data() const { return data_; }
     size_t bytes() const { return bytes_; }
+    bool is_released() const { return !data_; }
 
   private:
     DeviceMemory(int device, char* data, size_t bytes, const std::string& group, bool is_mapped)

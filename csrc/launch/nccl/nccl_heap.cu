@@ -85,6 +85,7 @@ struct NcclHeap::Connection {
     std::string id;
     int rank, world, device;
     size_t bytes, signals;
+    double timeout;  // of setting up and of ending
     ncclComm_t comm = nullptr;
     void* data = nullptr;
     ncclWindow_t window = nullptr;
@@ -92,9 +93,13 @@ struct NcclHeap::Connection {
     uint64_t* sent = nullptr;  // and `absent` behind it
     bool broken = false;
 
-    void connect(double timeout) {
-        const Setup setup{comm, Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                                   std::chrono::duration<double>(timeout))};
+    Clock::time_point deadline() const {
+        return Clock::now() +
+               std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout));
+    }
+
+    void connect() {
+        const Setup setup{comm, deadline()};
         ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
         config.blocking = 0;
         config.commName = "megatron_ep";
@@ -133,6 +138,20 @@ struct NcclHeap::Connection {
         check_cuda(cudaMalloc(&sent, (signals + 1) * sizeof(uint64_t)), "cudaMalloc");
         check_cuda(cudaMemset(sent, 0, (signals + 1) * sizeof(uint64_t)), "cudaMemset");
     }
+
+    void disconnect() {
+        broken = true;  // if it fails half-way
+        const Setup ending{comm, deadline()};
+        ending.finish(ncclDevCommDestroy(comm, &device_comm), "ncclDevCommDestroy");
+        ending.finish(ncclCommWindowDeregister(comm, window), "ncclCommWindowDeregister");
+        ending.finish(ncclMemFree(data), "ncclMemFree");
+        check_cuda(cudaFree(sent), "cudaFree");
+        ending.finish(ncclCommFinalize(comm), "ncclCommFinalize");
+        const ncclResult_t result = ncclCommDestroy(comm);
+        if (result != ncclSuccess) {
+            throw std::runtime_error(std::string("ncclCommDestroy: ") + ncclGetErrorString(result));
+        }
+    }
 };
 
 std::vector<NcclHeap::Connection*>& NcclHeap::all_kept() {
@@ -165,8 +184,36 @@ std::vector<std::string> NcclHeap::kept(const NcclNeeds& needs, int rank, int de
     return ids;
 }
 
+std::vector<std::string> NcclHeap::left() {
+    std::vector<std::string> ids;
+    for (const Connection* c : all_kept()) {
+        if (!c->broken) ids.push_back(c->id);
+    }
+    return ids;
+}
+
+void NcclHeap::end(std::unique_ptr<Connection, Keep>& connection) {
+    if (!connection) return;
+    const DeviceGuard guard(connection->device);
+    connection->disconnect();
+    delete connection.release();
+}
+
+void NcclHeap::release() { end(connection_); }
+
+void NcclHeap::release_left(const std::string& unique_id) {
+    const auto found = std::find_if(all_kept().begin(), all_kept().end(),
+                                    [&](const Connection* c) { return c->id == unique_id; });
+    if (found == all_kept().end())
+        throw std::invalid_argument("no communicator of this id is kept");
+    std::unique_ptr<Connection, Keep> connection(*found);
+    all_kept().erase(found);
+    end(connection);
+}
+
 NcclHeap::NcclHeap(const std::string& unique_id, const NcclNeeds& needs, int rank, int device,
-                   double timeout) {
+                   double timeout)
+    : unique_id_(unique_id) {
     const Topology& topology = needs.topology;
     const size_t signals = NcclFabricParams::signals(needs.flags);
     if (topology.ranks_per_node > kMaxNodeRanks) {
@@ -188,9 +235,9 @@ NcclHeap::NcclHeap(const std::string& unique_id, const NcclNeeds& needs, int ran
         all_kept().erase(found);
     } else {
         // Not freed when it fails: NCCL may go on writing to it in the background.
-        auto* connection =
-            new Connection{unique_id, rank, topology.world(), device, needs.bytes, signals};
-        connection->connect(timeout);
+        auto* connection = new Connection{unique_id,   rank,    topology.world(), device,
+                                          needs.bytes, signals, timeout};
+        connection->connect();
         connection_.reset(connection);
     }
     const ncclDevComm& comm = connection_->device_comm;

@@ -38,13 +38,24 @@ class NcclHeap {
              double timeout);
     const NcclFabricParams& fabric() const { return fabric_; }
 
+    // Ends the communicator and gives the memory back. Collective, in the same order on all ranks,
+    // for whom it waits as long as setting up did. Throws std::runtime_error when they do not come:
+    // then it is kept, and serves nobody any more.
+    void release();
+    const std::string& key() const { return unique_id_; }
+    // Of communicators that are kept, whatever they fit, and release() for one of them.
+    static std::vector<std::string> left();
+    static void release_left(const std::string& unique_id);
+
   private:
     struct Connection;
     struct Keep {
         void operator()(Connection* connection) const;
     };
     static std::vector<Connection*>& all_kept();
+    static void end(std::unique_ptr<Connection, Keep>& connection);
 
+    std::string unique_id_;
     std::unique_ptr<Connection, Keep> connection_;
     NcclFabricParams fabric_;
 };

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <stdexcept>
 #include <thread>
+#include <utility>
 
 #include "core/cuda/runtime.h"
 #include "launch/cuda/resource.h"
@@ -165,7 +166,36 @@ void NvshmemHeap::clear(const Memory& memory) {
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
 }
 
-NvshmemHeap::~NvshmemHeap() { all_spare().push_back(memory_); }
+std::vector<int> NvshmemHeap::left() {
+    std::vector<int> numbers;
+    for (const Memory& memory : all_spare()) numbers.push_back(memory.number);
+    return numbers;
+}
+
+void NvshmemHeap::free(char* data) {
+    const std::lock_guard alone(setup);
+    check_cuda(cudaSetDevice(device_used), "cudaSetDevice");
+    check_cuda(cudaFree(nullptr), "cudaFree");  // as in allocate
+    nvshmem_free(data);
+}
+
+void NvshmemHeap::release() {
+    if (memory_.data) free(std::exchange(memory_.data, nullptr));
+}
+
+void NvshmemHeap::release_left(int number) {
+    const auto found = std::find_if(all_spare().begin(), all_spare().end(),
+                                    [&](const Memory& memory) { return memory.number == number; });
+    if (found == all_spare().end())
+        throw std::invalid_argument("heap " + std::to_string(number) + " is not spare");
+    char* const data = found->data;
+    all_spare().erase(found);
+    free(data);
+}
+
+NvshmemHeap::~NvshmemHeap() {
+    if (memory_.data) all_spare().push_back(memory_);
+}
 
 NvshmemTransport NvshmemHeap::transport(const Topology& topology) const {
     const DeviceGuard guard(device_used);

@@ -46,11 +46,21 @@ class NvshmemHeap {
     static std::unique_ptr<NvshmemHeap> allocate(const NvshmemRanks& ranks, int device,
                                                  size_t bytes);
     static std::unique_ptr<NvshmemHeap> reuse(int number, int device);  // a spare one
+    // Numbers of heaps of any size that are not in use.
+    static std::vector<int> left();
+    // Gives one that is not in use back to NVSHMEM, as release() does.
+    static void release_left(int number);
+
     // Keeps the memory for later heaps of this size: freeing is collective, and a rank may end
     // alone.
     ~NvshmemHeap();
     NvshmemHeap(const NvshmemHeap&) = delete;
 
+    // Gives the memory back to NVSHMEM, whose symmetric heap keeps it for later heaps of any size.
+    // Collective, in the same order on all ranks, for a thread as that of allocate.
+    void release();
+
+    int number() const { return memory_.number; }
     char* data() const { return memory_.data; }
     NvshmemTransport transport(const Topology& topology) const;
     // Throws std::invalid_argument when a rank of the own node is out of reach.
@@ -65,6 +75,7 @@ class NvshmemHeap {
     explicit NvshmemHeap(const Memory& memory) : memory_(memory) {}
     static std::vector<Memory>& all_spare();
     static void clear(const Memory& memory);
+    static void free(char* data);
 
     Memory memory_;
 };

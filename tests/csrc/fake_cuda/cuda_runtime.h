@@ -77,6 +77,7 @@ struct FakeCuda {
     int current = 0;
     int switches = 0;
     bool is_idle = true;  // as far as the host knows
+    int unmapped = 0;  // memory of other processes
     std::set<int> contexts;
     std::set<void*> live;
     std::set<void*> loaded;         // kernels
@@ -187,6 +188,7 @@ inline cudaError_t cudaIpcOpenMemHandle(void** out, cudaIpcMemHandle_t handle, u
 }
 inline cudaError_t cudaIpcCloseMemHandle(void*) {
     if (!fake_cuda.is_idle) std::abort();
+    ++fake_cuda.unmapped;
     return fake_cuda.call();
 }
 

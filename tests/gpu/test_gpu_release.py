@@ -1,0 +1,181 @@
+"""Buffer.release by the GPU's own figures: between processes that share one GPU through CUDA IPC, and, where there are
+several, over each fabric."""
+
+import gc
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_gpu_fabrics import choose, run_or_skip
+from test_gpu_processes import make_buffer, round_trips
+
+import megatron_ep as ep
+from megatron_ep.backends import fabrics
+from megatron_ep.bench.local_ranks import LocalRanks
+
+W = 4
+HIDDEN, TOPK, MAX = 2048, 3, 64
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with LocalRanks(W, 240) as ranks:
+        yield ranks
+
+
+def make_low_latency(buffer):
+    return ep.LowLatency(buffer, max_tokens=MAX, hidden=HIDDEN, topk=TOPK)
+
+
+def use_low_latency(low_latency):
+    generator = torch.Generator().manual_seed(low_latency.buffer.rank)
+    ids = torch.rand(MAX, 8, generator=generator).topk(TOPK, dim=1).indices.cuda()
+    x = torch.randint(-8, 9, (MAX, HIDDEN), generator=generator).bfloat16().cuda()
+    received = low_latency.dispatch(x, ids)
+    assert torch.equal(low_latency.combine(received.x, received.handle), TOPK * x)
+
+
+def used_bytes() -> int:
+    """Of the GPU, by all processes, while all ranks look."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    dist.barrier()
+    free, total = torch.cuda.mem_get_info()
+    dist.barrier()
+    return total - free
+
+
+def make_use_release(nodes: int, world: int) -> tuple[int, object]:
+    """Bytes that the ranks' GPU had more while the buffer lived, and what was made on it."""
+    before = used_bytes()
+    buffer = make_buffer(nodes, world=world)
+    low_latency, dropped = make_low_latency(buffer), make_low_latency(buffer)
+    round_trips(buffer, rounds=1)
+    use_low_latency(low_latency)
+    use_low_latency(dropped)
+    del dropped
+    during = used_bytes() - before
+    buffer.release()
+    return during, low_latency
+
+
+def run_twenty(nodes: int) -> tuple[int, int, int]:
+    used, kept = [], []
+    for _ in range(20):
+        during, low_latency = make_use_release(nodes, W)
+        kept.append(low_latency)  # whoever keeps it keeps none of its memory
+        used.append(used_bytes())
+    heaps = 3 * W * low_latency.memory_bytes
+    assert during > heaps // 2
+    return used[1], used[-1], during
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_twenty_buffers_leave_nothing(ranks, nodes):
+    for early, late, during in ranks.run(run_twenty, nodes):
+        assert late - early < 1 << 20, (early, late)
+        assert during > 1 << 20
+
+
+def run_training_and_inference() -> None:
+    """Two engines take turns; a captured graph must be gone before."""
+    buffer = make_buffer(1)
+    low_latency = make_low_latency(buffer)
+    use_low_latency(low_latency)
+    x = torch.ones(MAX, HIDDEN, dtype=torch.bfloat16, device="cuda")
+    ids = torch.arange(TOPK, device="cuda").repeat(MAX, 1)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    dist.barrier()
+    with torch.cuda.graph(graph):
+        received = low_latency.dispatch(x, ids)
+        y = low_latency.combine(received.x, received.handle)
+    dist.barrier()
+    graph.replay()
+    buffer.synchronize()
+    assert torch.equal(y, TOPK * x)
+    if buffer.rank != 1:
+        graph.reset()
+    with pytest.raises(ValueError, match="rank 1 cannot release the buffer: 1 CUDA graphs may replay"):
+        buffer.release()
+    use_low_latency(low_latency)
+    if buffer.rank == 1:
+        graph.reset()
+    buffer.release()
+    with pytest.raises(ValueError, match="buffer is closed"):
+        low_latency.dispatch(x, ids)
+    with make_buffer(2) as other:
+        round_trips(other)
+
+
+def test_two_engines_take_turns(ranks):
+    ranks.run(run_training_and_inference)
+
+
+def run_closed_before() -> tuple[int, int, int]:
+    """What a closed buffer has left goes with the next one of these ranks."""
+    for nodes in (1, 2):
+        make_use_release(nodes, W)
+    before = used_bytes()
+    with make_buffer(1) as buffer:
+        low_latency = make_low_latency(buffer)
+        use_low_latency(low_latency)
+    del buffer, low_latency
+    closed = used_bytes()
+    make_use_release(2, W)
+    return before, closed, used_bytes()
+
+
+def test_what_closed_buffers_left_goes_too(ranks):
+    for before, closed, after in ranks.run(run_closed_before):
+        assert closed - before > 1 << 20 > after - before, (before, closed, after)
+
+
+def run_a_rank_that_is_late() -> str:
+    from megatron_ep import buffer as buffers
+    from megatron_ep.backends import release
+
+    buffers.MEETING_S = release.VERDICT_S = 2.0
+    buffer = make_buffer(1, timeout=2.0)
+    round_trips(buffer, rounds=1)
+    dist.barrier()
+    if buffer.rank == 3:
+        time.sleep(8)
+    started = time.monotonic()
+    with pytest.raises(ep.EPError) as caught:
+        buffer.release()
+    assert time.monotonic() - started < 8 and not buffer.is_open
+    buffers.MEETING_S, release.VERDICT_S = 60.0, 10.0
+    dist.barrier()
+    with make_buffer(1) as other:
+        round_trips(other, rounds=1)
+    return str(caught.value)
+
+
+def test_a_rank_that_is_late_is_named(ranks):
+    for message in ranks.run(run_a_rank_that_is_late):
+        assert message.startswith("rank 3 did not come to step "), message
+
+
+def run_over_fabric(fabric: str, nodes: int) -> str | None:
+    """Returns why the fabric refused these ranks, or None."""
+    world = choose(fabric)
+    used = []
+    for _ in range(8):
+        try:
+            make_use_release(nodes, world)
+        except ep.EPError as error:
+            if used:
+                raise
+            return str(error)
+        used.append(used_bytes())
+    assert used[-1] - used[1] < 1 << 20, used
+    return None
+
+
+@pytest.mark.parametrize("fabric", ["p2p", *fabrics.NETWORKS])
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 2), (2, 1)])
+def test_a_released_buffer_leaves_nothing_over(fabric, nodes, ranks_per_node):
+    run_or_skip(run_over_fabric, fabric, nodes, ranks_per_node, 240)

@@ -1,0 +1,255 @@
+"""Buffer.release: the ranks give a buffer's memory back together, at once, and never wait without a bound."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatron_ep as ep
+from megatron_ep import buffer as buffers
+from megatron_ep import reference
+from megatron_ep.backends import release
+from megatron_ep.backends.host import HostBackend
+from megatron_ep.bench.local_ranks import LocalRanks
+
+W, E, K, H, T = 3, 6, 2, 16, 8
+PATIENCE_S = 1.0
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with LocalRanks(W, 120) as ranks:
+        yield ranks
+
+
+def make(timeout=10.0):
+    buffer = ep.Buffer(None, ep.Config(num_experts=E, timeout=timeout, nvl_ring_bytes=1 << 20))
+    return buffer, ep.LowLatency(buffer, max_tokens=T, hidden=H, topk=K, dtype=torch.float32)
+
+
+def inputs():
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.rand(T, E, generator=generator).topk(K, dim=1).indices for _ in range(W)]
+    x = [torch.randint(-8, 9, (T, H), generator=generator).float() for _ in range(W)]
+    return x, ids
+
+
+def use(buffer, low_latency):
+    x, ids = inputs()
+    weights = [torch.ones(T, K)] * W
+    rows = ep.dispatch(x[buffer.rank], ids[buffer.rank], weights[0], buffer=buffer)
+    assert torch.equal(rows.x, reference.dispatch(x, ids, weights, E)[0][buffer.rank])
+    assert torch.equal(ep.combine(rows.x, rows.handle), K * x[buffer.rank])
+    received = low_latency.dispatch(x[buffer.rank], ids[buffer.rank])
+    assert torch.equal(low_latency.combine(received.x, received.handle), K * x[buffer.rank])
+
+
+def mapped() -> int:
+    """Mappings of buffers' memory in this process, and open files of it."""
+    own = Path("/proc/self")
+    files = [os.readlink(path) for path in (own / "fd").iterdir() if path.is_symlink()]
+    return sum("/megatron_ep-" in line for line in (*(own / "maps").read_text().splitlines(), *files))
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def run_again_and_again() -> tuple[int, int]:
+    kept = []  # whoever keeps a buffer, or what was made on it, keeps no memory
+    sizes = []
+    for _ in range(20):
+        buffer, low_latency = make()
+        use(buffer, low_latency)
+        dropped = ep.LowLatency(buffer, max_tokens=2 * T, hidden=H, topk=K)
+        assert mapped() > W
+        del dropped
+        buffer.release()
+        kept.append((buffer, low_latency))
+        assert mapped() == 0
+        sizes.append(resident())
+    return sizes[4], sizes[-1]
+
+
+def test_twenty_buffers_leave_nothing(ranks) -> None:
+    for early, late in ranks.run(run_again_and_again):
+        assert late - early < 1 << 20
+
+
+def run_use_after() -> None:
+    buffer, low_latency = make()
+    x, ids = (part[buffer.rank] for part in inputs())
+    _, hook = low_latency.dispatch(x, ids, return_recv_hook=True)
+    buffer.release()
+    assert not buffer.is_open
+    for call in (
+        hook,
+        buffer.release,
+        lambda: ep.dispatch(x, ids, buffer=buffer),
+        lambda: low_latency.dispatch(x, ids),
+        buffer.statistics,
+        buffer.reset,
+    ):
+        with pytest.raises(ValueError, match="buffer is closed"):
+            call()
+    buffer.close()
+    buffer.abort("nobody hears it")
+
+
+def test_a_released_buffer_is_closed(ranks) -> None:
+    ranks.run(run_use_after)
+
+
+def run_refused() -> str:
+    buffer, low_latency = make()
+    need = "2 CUDA graphs may replay its launches" if buffer.rank == 1 else ""
+    with (
+        mock.patch.object(HostBackend, "needs_memory", lambda _: need),
+        pytest.raises(ValueError, match="rank 1 cannot release the buffer: 2 CUDA graphs") as refused,
+    ):
+        buffer.release()
+    use(buffer, low_latency)
+    buffer.release()
+    assert mapped() == 0
+    return str(refused.value)
+
+
+def test_a_rank_that_needs_the_memory_refuses_for_all(ranks) -> None:
+    assert len(set(ranks.run(run_refused))) == 1
+
+
+def run_failure_that_nobody_saw() -> None:
+    """As on a GPU, whose launches fail when nobody looks."""
+    buffer, _ = make()
+    failure = ep.EPAbortError("enough") if buffer.rank == 0 else None
+    seen = pytest.raises(ep.EPAbortError, match="enough") if failure else contextlib.nullcontext()
+    with mock.patch.object(ep.Buffer, "_unseen_failure", lambda _: failure), seen:
+        buffer.release()
+    assert mapped() == 0
+    use(*make())
+
+
+def test_a_failure_that_nobody_saw_is_raised_once_all_is_given_back(ranks) -> None:
+    ranks.run(run_failure_that_nobody_saw)
+
+
+def run_late() -> str:
+    """Rank 2 lives, and comes when the others have given up."""
+    with mock.patch.object(buffers, "MEETING_S", PATIENCE_S), mock.patch.object(release, "VERDICT_S", PATIENCE_S):
+        buffer, low_latency = make(timeout=PATIENCE_S)
+        use(buffer, low_latency)
+        dist.barrier()
+        if buffer.rank == 2:
+            time.sleep(6 * PATIENCE_S)
+        started = time.monotonic()
+        with pytest.raises(ep.EPError) as caught:
+            buffer.release()
+        assert time.monotonic() - started < 6 * PATIENCE_S
+        assert not buffer.is_open
+    dist.barrier()
+    del low_latency
+    again = make()
+    use(*again)
+    again[0].release()
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_come_is_named_on_all(ranks) -> None:
+    for message in ranks.run(run_late):
+        assert message == "rank 2 did not come to step 7 of the buffer's set-up, reset or release within 1 s"
+
+
+class Memory:
+    """Instead of memory that CUDA maps; says when it was given back."""
+
+    def __init__(self, delay: float):
+        self.delay = delay
+        self.released = 0.0
+
+    def release(self) -> None:
+        time.sleep(self.delay)
+        self.released = time.monotonic()  # the machine's clock
+
+
+def run_in_order(maps_others: bool) -> tuple[float, float, bool]:
+    """Rank 1 takes its time to unmap. Returns when this rank had unmapped all, and when its own memory was freed."""
+    buffer, _ = make()
+    rank, left = buffer.rank, []
+    memories = [[Memory(0.3 if rank == 1 else 0.0) for _ in range(W)] for _ in range(2)]
+    with mock.patch.object(release.connect, "maps_others", lambda: maps_others and rank == 0):
+        release.of_machine(
+            buffer._meeting, memories, buffer._has_ended, lambda: left.append(time.monotonic()), all_came=True
+        )
+    others = [memory.released for of_ranks in memories for i, memory in enumerate(of_ranks) if i != rank]
+    assert all(others)
+    return max(others), min(of_ranks[rank].released for of_ranks in memories), bool(left)
+
+
+@pytest.mark.parametrize("maps_others", [False, True])
+def test_memory_is_freed_once_nobody_maps_it(ranks, maps_others) -> None:
+    unmapped, freed, left = zip(*ranks.run(run_in_order, maps_others), strict=True)
+    assert max(unmapped) < min(freed)
+    assert set(left) == {not maps_others}
+
+
+RANK = """
+    import os, sys, time, torch, torch.distributed as dist
+    from unittest import mock
+    sys.path[:0] = [{tests!r}, {helpers!r}]
+    import megatron_ep as ep
+    import test_release as t
+    rank, dies = int(sys.argv[1]), sys.argv[3]
+    dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=t.W)
+    def die(*_, **__): os.kill(os.getpid(), 9)
+    with mock.patch.object(t.buffers, "MEETING_S", 1.0):
+        buffer, low_latency = t.make(timeout=1.0)
+        t.use(buffer, low_latency)
+        print("ready", flush=True)
+        sys.stdin.readline()
+        if rank == 2 and dies == "before":
+            die()
+        if rank == 2:
+            t.release.of_machine = die
+        started = time.monotonic()
+        try:
+            buffer.release()
+            outcome = "released"
+        except ep.EPError as error:
+            outcome = str(error)
+        print(t.mapped(), time.monotonic() - started < 6, outcome, flush=True)
+"""
+
+
+@pytest.mark.parametrize("dies", ["before", "meanwhile"])
+def test_a_rank_that_dies(tmp_path, dies) -> None:
+    """Before it, the others are told; while memory is given back, nobody needs it any more. All ends soon."""
+    here = Path(__file__).resolve()
+    script = textwrap.dedent(RANK).format(tests=str(here.parent), helpers=str(here.parents[1] / "helpers"))
+    command = [sys.executable, "-c", script]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
+    processes = [subprocess.Popen([*command, str(rank), str(tmp_path / "store"), dies], **pipes) for rank in range(W)]
+    try:
+        for process in processes:
+            assert process.stdout.readline() == "ready\n"
+        for process in processes:
+            process.stdin.close()
+        says = [process.stdout.read() for process in processes]
+        for process in processes:
+            process.wait(60)
+    finally:
+        for process in processes:
+            process.kill()
+    assert processes[2].returncode == -signal.SIGKILL
+    absent = "rank 2 did not come to step 7 of the buffer's set-up, reset or release within 1 s"
+    for said in says[:2]:
+        assert said == f"0 True {absent if dies == 'before' else 'released'}\n"
