@@ -104,7 +104,8 @@ def dispatch(
     max_recv_tokens: R, fixed; rows of x beyond the last expert's hold anything, or zeros if x or topk_weights needs a
         gradient. Rows from the R-th on are left out, and so is a token altogether (its rows are zeros) that is not
         among the first R to arrive in the order of (source rank, token), or with expert_capacity the first
-        max(R, W * T); either is reported in `overflow`. On a GPU the host then waits for nothing, so wrong ids in
+        max(R, W * T); either is reported in `overflow`. On a GPU the host then waits for nothing, as in a
+        CUDA graph it must not, so wrong ids in
         topk_idx are found later, by the next call or `synchronize`; and with several nodes, where a rank has more
         tokens than another, R must also be at least the number of tokens that any rank sends to another node, and the
         ranks of that node must have room for them.
@@ -117,6 +118,8 @@ def dispatch(
     that only pass through this rank.
     """
     group, is_traced = _group_of(buffer, handle), torch.compiler.is_compiling()
+    if handle is None and not is_traced:  # the operator does
+        launches.check_capture(group, max_recv_tokens)
     with group.abort_peers_on_error():
         if not is_traced:  # the operator does
             group.check_usable()

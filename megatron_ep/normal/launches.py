@@ -187,6 +187,17 @@ def overflow_of(handle: Handle) -> list[torch.Tensor]:
     return [rank.layout.narrow(0, OVERFLOW, 1) for rank in handle.ranks]
 
 
+def check_capture(group: RankGroup, max_recv_tokens: int | None) -> None:
+    """Raises ValueError where the host would wait for counts of what a CUDA graph only captures. All ranks capture
+    alike: nobody is to be told."""
+    backend = group.live_backend()
+    if max_recv_tokens is None and not backend.learns_counts and backend.is_capturing():
+        raise ValueError(
+            "max_recv_tokens is None, must be given while a CUDA graph is captured: without it the host waits for "
+            "counts that nothing exchanges yet"
+        )
+
+
 def _exchange_counts(group: RankGroup, request: CountsToAskFor) -> tuple[list[RankHandle], CountSettings | None]:
     """With max_recv_tokens the host need not wait for the counts: tables then have room for the most. Where it would
     not learn them anyway they are left to the dispatch, which needs the settings that are returned."""

@@ -73,6 +73,7 @@ def dispatch_op(
 ) -> list[Tensor]:
     """max_recv_tokens: 0 for none. Returns rows, weights of rows, scales of rows, counts, layouts, positions, rails."""
     group = _group(buffer)
+    launches.check_capture(group, max_recv_tokens or None)
     with group.abort_peers_on_error():
         group.check_usable()
         request = CountsToAskFor(

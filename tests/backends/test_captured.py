@@ -137,6 +137,27 @@ def test_a_buffer_that_was_left_is_asked_no_more(capturing, caplog):
     assert not asked and caplog.text.count("nobody has asked for it: it went wrong") == 1
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_capture_whose_host_would_wait_is_refused_before_anything_is_launched(is_compiled):
+    x, ids = [torch.ones(3, 4)], [torch.tensor([[0], [1], [1]])]
+
+    def run(**settings):
+        return ep.dispatch(x, ids, buffer=cluster, **settings).x
+
+    with ep.LocalCluster(1, 1, ep.Config(num_experts=2)) as cluster:
+        step = torch.compile(run, backend="aot_eager") if is_compiled else run
+        expected, backend = step(), cluster.live_backend()
+        with (
+            mock.patch.object(backend, "learns_counts", False, create=True),
+            mock.patch.object(backend, "is_capturing", return_value=True),
+            mock.patch.object(backend, "group") as group,
+            pytest.raises(ValueError, match="max_recv_tokens is None, must be given while a CUDA graph is captured"),
+        ):
+            step()
+        assert not group.mock_calls
+        assert torch.equal(step()[0], expected[0])
+
+
 def test_nothing_outlives_a_buffer_that_no_graph_has_captured(capturing):
     capturing.return_value = False
     group = Group()

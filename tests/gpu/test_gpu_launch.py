@@ -163,6 +163,22 @@ def test_a_buffer_that_is_collected_does_not_end_a_capture(state, has_low_latenc
         assert torch.cuda.mem_get_info()[0] > free + heap, "two are given back, and torch may have taken a little"
 
 
+def test_a_capture_whose_host_would_wait_is_refused():
+    """The capture goes on, and nobody else is told: all ranks refuse alike."""
+    with ep.LocalCluster(1, 2, config(), device="cuda") as cluster:
+        x, ids, weights = inputs(2)
+        handle = ep.dispatch(x, ids, weights, buffer=cluster).handle
+        cluster.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph), torch.no_grad():
+            with pytest.raises(ValueError, match="max_recv_tokens is None, must be given while a CUDA graph"):
+                ep.dispatch(x, ids, weights, buffer=cluster)
+            rows = ep.dispatch(x, handle=handle)
+        graph.replay()
+        cluster.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(rows.x, ep.dispatch(x, handle=handle).x, strict=True))
+
+
 def test_a_buffer_may_be_closed_in_a_capture():
     cluster = ep.LocalCluster(1, 2, config(), device="cuda")
     x, ids, weights = inputs(2)
