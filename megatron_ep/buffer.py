@@ -21,6 +21,7 @@ from megatron_ep.backends.interface import Part
 from megatron_ep.backends.meeting import Meeting
 from megatron_ep.backends.members import Member, agreed_topology, introduce
 from megatron_ep.backends.monitor import Monitor
+from megatron_ep.backends.news import News
 from megatron_ep.backends.processes import has_ended, process_fate
 from megatron_ep.backends.torch_group import timeout_of
 from megatron_ep.config import TIMEOUT_VARIABLE, Config, Topology, require_int, require_type
@@ -197,9 +198,16 @@ class Buffer(RankGroup):
             fabric = fabrics.Choice("shared memory", "host backend")
         self.fabric = fabric.name
         if self.topology.world_size > 1:
-            self._monitor = Monitor(self._backend, self.rank, self._neighbours)
+            self._monitor = Monitor(self._backend, self.rank, self._neighbours, self._news(), self.describe)
         if self.rank == 0:
             _log_set_up(self, f"{fabric.name} ({fabric.reason})", self.heap, sms)
+
+    def _news(self) -> News | None:
+        """Where some ranks' memory is out of reach."""
+        if len(self._neighbours) == self.topology.world_size and self.fabric not in fabrics.NETWORKS:
+            return None
+        store = self._meeting.connection()
+        return None if store is None else News(store, self.topology.world_size)
 
     def reset(self) -> None:
         """Makes the buffer usable again after an error. Collective: returns when all ranks have called it.

@@ -2,9 +2,9 @@
 
 p2p: the processes of one machine map each other's memory through CUDA IPC; if it has several nodes, puts between them
 are copies. nvshmem and nccl: several machines, one-sided puts and signals between them (NCCL's GIN); a rank that gives
-up stops its own node at once, the other nodes when their own waits expire. NVSHMEM connects one group of ranks for as
-long as their processes live. The variable MEGATRON_EP_FABRIC, the same on all ranks, forces one; otherwise ranks on one
-machine use p2p, and ranks on several nvshmem, or nccl where some rank cannot load nvshmem.
+up stops its own node at once, the other nodes within two seconds (`news.py`). NVSHMEM connects one group of ranks for
+as long as their processes live. The variable MEGATRON_EP_FABRIC, the same on all ranks, forces one; otherwise ranks on
+one machine use p2p, and ranks on several nvshmem, or nccl where some rank cannot load nvshmem.
 """
 
 from __future__ import annotations

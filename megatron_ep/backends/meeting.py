@@ -160,6 +160,15 @@ class Meeting:
                 return [rank for rank in range(self.world_size) if rank not in absent]
             time.sleep(POLL_S)
 
+    def connection(self) -> dist.Store | None:
+        """Another one to where these ranks meet, for another thread: a store lets one wait at a time. None where torch
+        makes none."""
+        clone = getattr(self._store, "clone", None)  # torch before 2.8 has none
+        try:
+            return None if clone is None else clone()
+        except RuntimeError:  # the store has none, or does not answer
+            return None
+
     def _blame(self, rank: int, reason: str) -> str:
         return f"rank {rank} could not set up the buffer: {reason}"
 

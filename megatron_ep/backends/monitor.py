@@ -1,6 +1,7 @@
 """A thread that looks after the ranks of a buffer while others wait for them.
 
-A role that waits sees flags only: that its peer's process has ended it would learn when its patience is over.
+A role that waits sees flags only. That its peer's process has ended, or that a rank of another machine has given up, it
+would learn when its patience is over.
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from megatron_ep.backends.interface import Backend
+from megatron_ep.backends.news import Failure, News
 from megatron_ep.backends.processes import process_fate
 from megatron_ep.diagnosis import blame
 
 INTERVAL_S = 0.2
 END_S = 2.0  # that the thread is waited for when it is stopped: it may be talking to a GPU that does not answer
+# What all ranks are told of, by its outcome: not that this one met a rank which others have masked.
+EVERYBODYS = {"timeout", "failed", "interrupted", "bad_input", "mismatch", "no_layout", "overflow"}
 
 log = logging.getLogger(__name__)
 
@@ -27,12 +31,24 @@ class Monitor:
 
     backend: has this rank alone.
     processes: of the ranks on this machine, by rank; may change.
+    news: where some ranks are out of reach, which then give up as soon as one has.
+    describe: what those are told of a failure (outcome, rank). A method, whose object is not kept alive.
     """
 
-    def __init__(self, backend: Backend, rank: int, processes: Mapping[int, int]):
+    def __init__(
+        self,
+        backend: Backend,
+        rank: int,
+        processes: Mapping[int, int],
+        news: News | None,
+        describe: Callable[[str, int], Failure],
+    ):
         self._backend = backend
         self._rank = rank
         self._processes = processes
+        self._news = news
+        self._describe = weakref.WeakMethod(describe)
+        self._looking = threading.RLock()  # a finalizer may run while it is held
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"megatron_ep monitor of rank {rank}", daemon=True)
         self._thread.start()
@@ -41,20 +57,59 @@ class Monitor:
     def stop(self) -> None:
         """From any thread, this one too."""
         self._is_over.set()
+        if self._news is not None:
+            self._news.stop()
         if self._thread is not threading.current_thread():
             self._thread.join(END_S)
+
+    @contextlib.contextmanager
+    def resetting(self) -> Iterator[None]:
+        """What failed before is over after that, on all ranks."""
+        with self._looking:
+            yield
+            if self._news is not None:
+                self._news.turn_page()
+
+    def first(self, failure: Failure) -> Failure:
+        """What all ranks are told: this one, unless another one was first."""
+        if self._news is None or not self._is_everybodys(failure.outcome):
+            return failure
+        return self._news.agree(failure)
+
+    @property
+    def heard(self) -> Failure | None:
+        """What all ranks are told, where that is known already."""
+        return self._news.first if self._news is not None else None
+
+    def _is_everybodys(self, outcome: str) -> bool:
+        return outcome in EVERYBODYS and not self._backend.masks
 
     def _run(self) -> None:
         while not self._is_over.wait(INTERVAL_S):
             try:
-                self._look()
+                with self._looking:
+                    self._look()
             except Exception as error:  # a GPU that no longer answers, say: whoever calls next hears of it
                 log.debug("rank %d is no longer looked after: %s", self._rank, error)
                 return
 
     def _look(self) -> None:
-        if self._backend.masks or self._backend.aborted() is not None:
+        if self._backend.masks:
             return
+        if (aborted := self._backend.aborted()) is not None:
+            self._tell(*aborted)
+        elif (heard := self.heard) is not None:
+            self._backend.abort(interrupted=False, failed=True, reason=heard.cause)
+        else:
+            self._look_at_processes()
+
+    def _tell(self, outcome: str, rank: int) -> None:
+        describe = self._describe()
+        if describe is None or self._news is None or self._news.has_own or not self._is_everybodys(outcome):
+            return
+        self._news.publish(describe(outcome, rank))
+
+    def _look_at_processes(self) -> None:
         if not any(self._fate_of(rank) for rank in list(self._processes)):
             return  # so that a GPU is asked only where something has happened
         standings = self._backend.standings()

@@ -56,8 +56,9 @@ def raise_if_failed() -> None:
 
     Call it after the backward pass and before whatever keeps its results: `optimizer.step()`, a checkpoint. On a GPU it
     waits for those launches that are not known to be done, and for the current stream if a CUDA graph has captured
-    launches; on the host there is nothing to wait for. Also raises when another rank, whose failure this one can be
-    told of (on a network: of the same node), gave up in a call that this rank had no part in.
+    launches; on the host there is nothing to wait for. Also raises when another rank gave up in a call that this rank
+    had no part in; of a rank whose memory it does not share it hears within a second or two, through the store of
+    torch.distributed.
 
     Raises EPTimeoutError, EPAbortError or another EPError.
     """

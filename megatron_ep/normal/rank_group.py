@@ -14,6 +14,7 @@ import torch
 from megatron_ep import _C
 from megatron_ep.backends.interface import Backend
 from megatron_ep.backends.monitor import Monitor
+from megatron_ep.backends.news import Failure
 from megatron_ep.config import Config, Topology
 from megatron_ep.diagnosis import blame, disagreement
 from megatron_ep.diagnosis.blame import Standing
@@ -24,6 +25,7 @@ from megatron_ep.errors import (
     EPOverflowError,
     EPTimeoutError,
     by_cause,
+    describe,
     summarize,
 )
 
@@ -179,9 +181,10 @@ class RankGroup:
 
     def _start_anew(self) -> None:
         """To the state of a new group of ranks, of which none has a call under way."""
-        self.live_backend().reset()
-        self.resets += 1
-        self._is_seen = False
+        with self._monitor.resetting() if self._monitor is not None else contextlib.nullcontext():
+            self.live_backend().reset()
+            self.resets += 1
+            self._is_seen = False
 
     # ---- launches
 
@@ -210,7 +213,8 @@ class RankGroup:
             raise self._failure(*aborted)
 
     def abort(self, reason: str) -> None:
-        """Ends the waits of all ranks in reach, this one's too, until `reset`. From any thread; waits for no rank.
+        """Ends the waits of all ranks in reach, this one's too, until `reset`, and within two seconds those of all
+        others. From any thread; waits for no rank.
 
         Calls under way and later ones raise EPAbortError with the reason (its first 300 bytes or so) on all of them. An
         earlier failure stays what they are told. The buffer can be closed, and another one built. Does nothing once it
@@ -269,11 +273,28 @@ class RankGroup:
             self._backend.abort(interrupted=interrupted, failed=failed, reason=reason)
             outcome = "interrupted" if interrupted else "failed" if failed else "bad_input"
             # unless a call had failed before, of which the error may be but a consequence
-            self._is_seen |= self._backend.aborted() == (outcome, self.ranks[0])
+            aborted = self._backend.aborted()
+            self._is_seen |= aborted == (outcome, self.ranks[0])
+            if aborted is not None and self._monitor is not None:
+                self._monitor.first(self.describe(*aborted))  # this process may end now
 
     # ---- failures
 
+    def describe(self, outcome: str, rank: int) -> Failure:
+        """A failure as this rank sees it."""
+        incidents = self.live_backend().incidents()
+        first = next((i for i in incidents if i["outcome"] != "aborted"), next(iter(incidents), None))
+        return Failure(rank, outcome, self._own_cause(outcome, rank), describe(first) if first else "")
+
     def _cause(self, outcome: str, rank: int) -> str:
+        """The same on all ranks, those out of reach too."""
+        if self._monitor is None:
+            return self._own_cause(outcome, rank)
+        if (heard := self._monitor.heard) is not None:
+            return heard.cause
+        return self._monitor.first(self.describe(outcome, rank)).cause
+
+    def _own_cause(self, outcome: str, rank: int) -> str:
         standings = self._standings(waited=outcome == "timeout")
         reason = next((standing.reason for standing in standings if standing.rank == rank), "")
         why = f": {reason}" if reason else ""
@@ -334,7 +355,11 @@ class RankGroup:
         self._is_seen = True
         cause = self._cause(outcome, rank)
         incidents = by_cause(self.live_backend().incidents(), first_rank=rank)
-        message = "\n  ".join([cause, *summarize(incidents), HOW_TO_GO_ON])
+        lines = summarize(incidents)
+        heard = self._monitor.heard if self._monitor is not None else None
+        if heard is not None and heard.incident and heard.incident not in lines:
+            lines.insert(0, heard.incident)  # of the rank that gave up first, which cannot be read from here
+        message = "\n  ".join([cause, *lines, HOW_TO_GO_ON])
         kinds = {"timeout": EPTimeoutError, "overflow": EPOverflowError, "cut_off": EPMaskedError}
         kinds |= dict.fromkeys(("mismatch", "no_layout", "masked"), EPError)
         return kinds.get(outcome, EPAbortError)(message, incidents)

@@ -7,11 +7,14 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch.distributed as dist
 
 import megatron_ep as ep
+from megatron_ep.backends.monitor import Monitor
+from megatron_ep.backends.news import Failure, News
 from megatron_ep.bench.local_ranks import LocalRanks
 
 W = 3
@@ -83,3 +86,85 @@ def test_no_thread_keeps_a_process_from_ending(tmp_path) -> None:
     errors = [rank.communicate(timeout=30)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * W and not any("Traceback" in error for error in errors), errors
     assert time.monotonic() - printed < 15
+
+
+# ---- what it tells, and what it does when it hears
+
+
+class Backend:
+    """Stands for one of a machine of its own."""
+
+    def __init__(self, masks: bool = False):
+        self.masks = masks
+        self.failed: tuple[str, int] | None = None
+        self.reasons: list[str] = []
+
+    def aborted(self) -> tuple[str, int] | None:
+        return self.failed
+
+    def abort(self, *, interrupted: bool, failed: bool, reason: str) -> None:
+        self.failed = ("failed", 0)
+        self.reasons.append(reason)
+
+
+class Owner:
+    def describe(self, outcome: str, rank: int) -> Failure:
+        return Failure(rank, outcome, f"rank {rank}: {outcome}", "")
+
+
+@pytest.fixture
+def pair():
+    """Two ranks that share a store alone: the backend of one, and what the other one hears."""
+    store, owner, made = dist.HashStore(), Owner(), []
+
+    def make(**settings: bool) -> tuple[Backend, Monitor, News]:
+        backend = Backend(**settings)
+        monitor = Monitor(backend, 0, {}, News(store, 2), owner.describe)
+        made.extend([monitor, News(store, 2)])
+        return backend, *made[-2:]
+
+    yield make
+    for each in made:
+        each.stop()
+
+
+def within(seconds: float, condition: Callable[[], object]) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return bool(condition())
+
+
+def test_a_failure_is_told_though_nobody_asks(pair) -> None:
+    backend, monitor, other = pair()
+    backend.failed = ("timeout", 7)
+    assert within(2, lambda: other.first) and other.first.cause == "rank 7: timeout"
+    assert monitor.heard == other.first and backend.reasons == []
+    with monitor.resetting():
+        backend.failed = None
+    other.turn_page()
+    assert not within(0.6, lambda: other.first or monitor.heard or backend.failed)
+    backend.failed = ("failed", 0)
+    assert within(2, lambda: other.first) and other.first.cause == "rank 0: failed"
+
+
+def test_what_others_tell_ends_the_own_waits_once(pair) -> None:
+    backend, monitor, other = pair()
+    other.publish(Failure(3, "timeout", "rank 3 timed out first", ""))
+    assert within(2, lambda: backend.reasons) and monitor.heard == other.first
+    assert monitor.first(Failure(0, "failed", "its own", "")).cause == "rank 3 timed out first"
+    assert not within(0.6, lambda: backend.reasons != ["rank 3 timed out first"])
+
+
+@pytest.mark.parametrize(("outcome", "masks"), [("masked", False), ("timeout", True)])
+def test_that_a_rank_is_masked_is_not_everybodys_failure(pair, outcome: str, masks: bool) -> None:
+    backend, monitor, other = pair(masks=masks)
+    backend.failed = (outcome, 0)
+    assert monitor.first(Failure(0, outcome, "its own", "")).cause == "its own"
+    assert not within(0.8, lambda: other.first)
+
+
+def test_ranks_that_mask_others_are_not_ended(pair) -> None:
+    backend, _, other = pair(masks=True)
+    other.publish(Failure(3, "timeout", "rank 3 timed out first", ""))
+    assert within(2, lambda: other.first) and not within(0.8, lambda: backend.failed)

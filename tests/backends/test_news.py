@@ -1,0 +1,250 @@
+"""Ranks that share no memory hear of each other's failures through the store that they met in.
+
+A machine here is a host name: memory of ranks of another one is not mapped, but stands for itself, as in a network that
+carries nothing. So each rank waits in its first call until somebody gives up.
+"""
+
+import dataclasses
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch.distributed as dist
+
+from megatron_ep.backends import codec, news
+from megatron_ep.backends.news import Failure, News
+from megatron_ep.normal.rank_group import HOW_TO_GO_ON
+
+SAID = Failure(3, "timeout", "rank 3 timed out first", "rank 3, notify: waited")
+
+RANK = """
+import contextlib, os, signal, socket, sys, time
+from datetime import timedelta
+from unittest import mock
+import torch, torch.distributed as dist
+import megatron_ep as ep
+from megatron_ep import _C
+from megatron_ep.backends.of_group import OfGroup
+
+rank, port, limit, role = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
+store = dist.TCPStore("localhost", port, is_master=False)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
+pids = [None] * 4
+dist.all_gather_object(pids, os.getpid())
+near = [pids.index(pid) for pid in pids if pids.index(pid) // 2 == rank // 2]
+open_segment, standings = _C.Segment.open, OfGroup.standings
+
+def open_near(address, size):
+    return open_segment(address, size) if pids.index(address[0]) in near else _C.Segment.anonymous(size)
+
+class Segment(mock.Mock):
+    shared, open, anonymous = _C.Segment.shared, staticmethod(open_near), _C.Segment.anonymous
+
+OfGroup.standings = lambda self: [standing for standing in standings(self) if standing.rank in near]
+with (
+    mock.patch("socket.gethostname", lambda: f"machine {rank // 2}"),
+    mock.patch("megatron_ep.buffer.agreed_topology", lambda members, config: ep.Topology(2, 2)),
+    mock.patch("megatron_ep._C.Segment", Segment),
+):
+    buffer = ep.Buffer(None, ep.Config(num_experts=4, timeout=limit))
+print("ready", flush=True)
+sys.stdin.readline()
+args = torch.ones(4, 8), torch.arange(4).view(4, 1), torch.ones(4, 1)
+try:
+    if role.startswith("raise"):
+        time.sleep(float(role.split()[1]))
+        with buffer.abort_peers_on_error():
+            raise MemoryError("out of luck")
+    if role == "sleep":
+        time.sleep(60)
+    if role == "ask":  # in no call
+        while True:
+            buffer.raise_if_failed()
+            time.sleep(0.05)
+    if role.startswith("late"):
+        time.sleep(float(role.split()[1]))
+    ep.dispatch(*args, buffer=buffer)
+except (ep.EPError, MemoryError) as error:
+    print(time.time(), type(error).__name__, str(error).splitlines()[0], flush=True)
+    os._exit(5)
+"""
+
+
+@pytest.fixture
+def launcher():
+    """A store that outlives the ranks, as torchrun keeps one."""
+    return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+
+def start(launcher: dist.TCPStore, roles: list[str], limit: float = 60.0) -> list[subprocess.Popen]:
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), str(launcher.port), str(limit), role],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank, role in enumerate(roles)
+    ]
+    for rank in ranks:
+        assert rank.stdout.readline() == "ready\n", rank.communicate()
+    for rank in ranks:
+        rank.stdin.write("go\n")
+        rank.stdin.flush()
+    return ranks
+
+
+def ends(ranks: list[subprocess.Popen], of: tuple[int, ...]) -> list[tuple[float, str]]:
+    """When these ranks ended by the clock, and what they said."""
+    try:
+        lines = [ranks[rank].communicate(timeout=60)[0].split(" ", 1) for rank in of]
+        return [(float(when), said.strip()) for when, said in lines]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def check(ended: list[tuple[float, str]], began: float, cause: str) -> None:
+    causes = {said.split(" ", 1)[1].removesuffix(f"; {HOW_TO_GO_ON}") for _, said in ended}
+    assert len(causes) == 1, f"they name different causes: {ended}"
+    assert all(cause in said for _, said in ended), ended
+    assert max(when for when, _ in ended) - began < 2, ended
+
+
+def test_a_rank_is_killed(launcher) -> None:
+    """Its machine's other rank notices, and all of the other machine hear of it, in a call or not."""
+    ranks = start(launcher, ["sleep", "call", "call", "ask"])
+    time.sleep(1.0)
+    ranks[0].kill()
+    killed = time.time()
+    cause = "rank 1 stopped waiting: rank 0 has not entered notify 1 (it finished 0); the process of rank 0 has ended"
+    check(ends(ranks, (1, 2, 3)), killed, f"EPAbortError {cause}")
+
+
+def test_a_rank_fails(launcher) -> None:
+    began = time.time()
+    ranks = start(launcher, ["raise 0", "call", "ask", "call"])
+    ended = ends(ranks, (0, 1, 2, 3))
+    assert ended[0][1] == "MemoryError out of luck"
+    cause = "EPAbortError rank 0 failed for a reason of its own: MemoryError: out of luck"
+    check(ended[1:], ended[0][0], cause)
+    assert ended[0][0] > began
+
+
+def test_the_only_rank_of_a_machine_fails(launcher) -> None:
+    """It ends at once; the other one there is stopped, and tells nobody."""
+    ranks = start(launcher, ["raise 1", "sleep", "call", "ask"])
+    ranks[1].send_signal(signal.SIGSTOP)
+    ended = ends(ranks, (0, 2, 3))
+    check(ended[1:], ended[0][0], "EPAbortError rank 0 failed for a reason of its own: MemoryError: out of luck")
+
+
+def test_a_rank_is_stopped(launcher) -> None:
+    """Rank 1 times out first; those of the other machine came later to the call, and do not wait for their limits."""
+    ranks = start(launcher, ["sleep", "call", "late 3", "ask"], limit=4)
+    began = time.time()
+    ranks[0].send_signal(signal.SIGSTOP)
+    ended = ends(ranks, (1, 2, 3))
+    assert ended[0][1].startswith("EPTimeoutError ") and ended[0][0] - began > 3.5
+    root = "rank 0 has not entered notify 1 (it finished 0); the process of rank 0 is stopped"
+    check(ended, ended[0][0], f"rank 1 timed out first, after 4 s: {root}")
+
+
+# ---- the news alone
+
+
+class Slow:
+    """A store that answers nothing until it is let go."""
+
+    def __init__(self):
+        self.is_let_go = threading.Event()
+        self.asked = 0
+
+    def _wait(self, *_: object) -> None:
+        self.asked += 1
+        self.is_let_go.wait(60)
+        raise dist.DistNetworkError("gone")
+
+    check = get = compare_set = _wait
+
+
+@pytest.fixture
+def pages():
+    """News of so many ranks over a store."""
+    made: list[News] = []
+
+    def make(store: object, ranks: int = 2) -> list[News]:
+        made.extend(News(store, ranks) for _ in range(ranks))
+        return made[-ranks:]
+
+    yield make
+    for page in made:
+        page.stop()
+
+
+def within(seconds: float, condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_the_first_failure_is_everybodys(pages) -> None:
+    ranks = pages(dist.HashStore(), 3)
+    other = dataclasses.replace(SAID, rank=1, cause="rank 1 failed")
+    assert ranks[0].agree(SAID) == SAID and ranks[1].agree(other) == SAID and ranks[1].agree(other) == SAID
+    assert within(2, lambda: ranks[2].first == SAID)
+    for rank in ranks:
+        rank.turn_page()
+    assert not any(rank.first or rank.has_own for rank in ranks)
+    assert ranks[1].agree(other) == other and within(2, lambda: ranks[0].first == ranks[2].first == other)
+
+
+def test_a_store_that_does_not_answer_holds_up_nobody(pages) -> None:
+    store = Slow()
+    (rank,) = pages(store, 1)
+    assert within(2, lambda: store.asked == 1)
+    started = time.monotonic()
+    assert rank.agree(SAID) == SAID
+    assert 0.9 < time.monotonic() - started < 2
+    assert rank.agree(SAID) == SAID and rank.first is None
+    rank.turn_page()
+    assert time.monotonic() - started < 2, "nobody waits for it a second time"
+    rank.stop()
+    assert time.monotonic() - started < 4
+    store.is_let_go.set()
+    assert within(2, lambda: not rank._thread.is_alive()) and rank.first is None, "it is no failure"
+
+
+@pytest.mark.parametrize("value", [b"{not JSON", b"[]", b"null", pickle.dumps(SAID), b'{"rank": 1}'])
+def test_news_that_no_rank_has_told_are_none(pages, value: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    store = dist.HashStore()
+    store.set("news/0", value)
+    heard, tells = pages(store)
+    assert within(2, lambda: len(caplog.records) == 2) and "what no rank has told of a failure" in caplog.text
+    assert tells.agree(SAID) == SAID and heard.first is None
+
+
+def test_news_are_bounded_text(pages) -> None:
+    store = dist.HashStore()
+    store.set("news/0", codec.encode(dataclasses.replace(SAID, cause="\x1b[2J" + "x" * 500_000)).decode())
+    (rank,) = pages(store, 1)
+    assert within(2, lambda: rank.first is not None)
+    assert rank.first.cause.startswith("?[2Jxxx") and len(rank.first.cause) < 5000
+
+
+def test_with_many_ranks_each_looks_less_often() -> None:
+    few, many = (News(dist.HashStore(), ranks) for ranks in (8, 4096))
+    assert few._interval == news.INTERVAL_S and many._interval == pytest.approx(1.0, abs=0.1)
+    few.stop()
+    many.stop()
