@@ -4,114 +4,129 @@ A machine here is a host name: memory of ranks of another one is not mapped, but
 carries nothing. So each rank waits in its first call until somebody gives up.
 """
 
+import contextlib
 import dataclasses
+import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import megatron_ep as ep
+from megatron_ep import _C
 from megatron_ep.backends import codec, news
 from megatron_ep.backends.news import Failure, News
+from megatron_ep.backends.of_group import OfGroup
+from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.normal.rank_group import HOW_TO_GO_ON
 
 SAID = Failure(3, "timeout", "rank 3 timed out first", "rank 3, notify: waited")
 
-RANK = """
-import contextlib, os, signal, socket, sys, time
-from datetime import timedelta
-from unittest import mock
-import torch, torch.distributed as dist
-import megatron_ep as ep
-from megatron_ep import _C
-from megatron_ep.backends.of_group import OfGroup
+W = 4
 
-rank, port, limit, role = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
-store = dist.TCPStore("localhost", port, is_master=False)
-dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
-pids = [None] * 4
-dist.all_gather_object(pids, os.getpid())
-near = [pids.index(pid) for pid in pids if pids.index(pid) // 2 == rank // 2]
-open_segment, standings = _C.Segment.open, OfGroup.standings
 
-def open_near(address, size):
-    return open_segment(address, size) if pids.index(address[0]) in near else _C.Segment.anonymous(size)
+def near(rank: int) -> range:
+    """The ranks of its machine."""
+    return range(rank // 2 * 2, rank // 2 * 2 + 2)
 
-class Segment(mock.Mock):
-    shared, open, anonymous = _C.Segment.shared, staticmethod(open_near), _C.Segment.anonymous
 
-OfGroup.standings = lambda self: [standing for standing in standings(self) if standing.rank in near]
-with (
-    mock.patch("socket.gethostname", lambda: f"machine {rank // 2}"),
-    mock.patch("megatron_ep.buffer.agreed_topology", lambda members, config: ep.Topology(2, 2)),
-    mock.patch("megatron_ep._C.Segment", Segment),
-):
-    buffer = ep.Buffer(None, ep.Config(num_experts=4, timeout=limit))
-print("ready", flush=True)
-sys.stdin.readline()
-args = torch.ones(4, 8), torch.arange(4).view(4, 1), torch.ones(4, 1)
-try:
-    if role.startswith("raise"):
-        time.sleep(float(role.split()[1]))
-        with buffer.abort_peers_on_error():
-            raise MemoryError("out of luck")
-    if role == "sleep":
-        time.sleep(60)
-    if role == "ask":  # in no call
-        while True:
+@contextlib.contextmanager
+def machines(rank: int):
+    """A buffer that is made here has two machines."""
+    open_segment, standings = _C.Segment.open, OfGroup.standings
+    pids: list[int] = [0] * W
+    dist.all_gather_object(pids, os.getpid())
+
+    class Segment:
+        shared, anonymous = _C.Segment.shared, _C.Segment.anonymous
+
+        @staticmethod
+        def open(address: tuple[int, int, int, int], size: int) -> object:
+            is_near = pids.index(address[0]) in near(rank)
+            return open_segment(address, size) if is_near else _C.Segment.anonymous(size)
+
+    OfGroup.standings = lambda self: [standing for standing in standings(self) if standing.rank in near(rank)]
+    with (
+        mock.patch("socket.gethostname", lambda: f"machine {rank // 2}"),
+        mock.patch("megatron_ep.buffer.agreed_topology", lambda members, config: ep.Topology(2, 2)),
+        mock.patch.object(_C, "Segment", Segment),
+    ):
+        yield
+
+
+def run_rank(rank: int, port: int, limit: float, role: str, link: Connection) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = dist.TCPStore("localhost", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=W)
+    with machines(rank):
+        buffer = ep.Buffer(None, ep.Config(num_experts=W, timeout=limit))
+    link.send("ready")
+    link.recv()
+    name, _, seconds = role.partition(" ")
+    try:
+        time.sleep(float(seconds or 0))
+        if name == "raise":
+            with buffer.abort_peers_on_error():
+                raise MemoryError("out of luck")
+        while name == "ask":  # in no call
             buffer.raise_if_failed()
             time.sleep(0.05)
-    if role.startswith("late"):
-        time.sleep(float(role.split()[1]))
-    ep.dispatch(*args, buffer=buffer)
-except (ep.EPError, MemoryError) as error:
-    print(time.time(), type(error).__name__, str(error).splitlines()[0], flush=True)
-    os._exit(5)
-"""
+        ep.dispatch(torch.ones(4, 8), torch.arange(4).view(4, 1), torch.ones(4, 1), buffer=buffer)
+    except (ep.EPError, MemoryError) as error:
+        link.send((time.time(), f"{type(error).__name__} {error}".splitlines()[0]))
+        os._exit(5)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def launcher():
-    """A store that outlives the ranks, as torchrun keeps one."""
-    return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    """A store that outlives the ranks, as torchrun keeps one; and a server that ranks are forked from."""
+    with LocalRanks(1) as ranks:
+        ranks.run(os.getpid)
+        yield lambda: dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
 
-def start(launcher: dist.TCPStore, roles: list[str], limit: float = 60.0) -> list[subprocess.Popen]:
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(launcher.port), str(limit), role],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for rank, role in enumerate(roles)
-    ]
+class Rank:
+    def __init__(self, rank: int, port: int, limit: float, role: str):
+        context = multiprocessing.get_context("forkserver")
+        self.link, theirs = context.Pipe()
+        self.process = context.Process(target=run_rank, args=(rank, port, limit, role, theirs), daemon=True)
+        self.process.start()
+
+    def hear(self) -> object:
+        assert self.link.poll(90)
+        return self.link.recv()
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+
+def start(launcher: Callable[[], dist.TCPStore], roles: list[str], limit: float = 60.0) -> list[Rank]:
+    store = launcher()
+    ranks = [Rank(rank, store.port, limit, role) for rank, role in enumerate(roles)]
+    assert [rank.hear() for rank in ranks] == ["ready"] * W
+    ranks[0].store = store
     for rank in ranks:
-        assert rank.stdout.readline() == "ready\n", rank.communicate()
-    for rank in ranks:
-        rank.stdin.write("go\n")
-        rank.stdin.flush()
+        rank.link.send("go")
     return ranks
 
 
-def ends(ranks: list[subprocess.Popen], of: tuple[int, ...]) -> list[tuple[float, str]]:
+def ends(ranks: list[Rank], of: tuple[int, ...]) -> list[tuple[float, str]]:
     """When these ranks ended by the clock, and what they said."""
     try:
-        lines = [ranks[rank].communicate(timeout=60)[0].split(" ", 1) for rank in of]
-        return [(float(when), said.strip()) for when, said in lines]
+        return [ranks[rank].hear() for rank in of]
     finally:
         for rank in ranks:
-            rank.kill()
-            rank.wait()
+            rank.process.kill()
+            rank.process.join()
 
 
 def check(ended: list[tuple[float, str]], began: float, cause: str) -> None:
@@ -123,9 +138,9 @@ def check(ended: list[tuple[float, str]], began: float, cause: str) -> None:
 
 def test_a_rank_is_killed(launcher) -> None:
     """Its machine's other rank notices, and all of the other machine hear of it, in a call or not."""
-    ranks = start(launcher, ["sleep", "call", "call", "ask"])
+    ranks = start(launcher, ["sleep 60", "call", "call", "ask"])
     time.sleep(1.0)
-    ranks[0].kill()
+    ranks[0].send_signal(signal.SIGKILL)
     killed = time.time()
     cause = "rank 1 stopped waiting: rank 0 has not entered notify 1 (it finished 0); the process of rank 0 has ended"
     check(ends(ranks, (1, 2, 3)), killed, f"EPAbortError {cause}")
@@ -143,7 +158,7 @@ def test_a_rank_fails(launcher) -> None:
 
 def test_the_only_rank_of_a_machine_fails(launcher) -> None:
     """It ends at once; the other one there is stopped, and tells nobody."""
-    ranks = start(launcher, ["raise 1", "sleep", "call", "ask"])
+    ranks = start(launcher, ["raise 1", "sleep 60", "call", "ask"])
     ranks[1].send_signal(signal.SIGSTOP)
     ended = ends(ranks, (0, 2, 3))
     check(ended[1:], ended[0][0], "EPAbortError rank 0 failed for a reason of its own: MemoryError: out of luck")
@@ -151,7 +166,7 @@ def test_the_only_rank_of_a_machine_fails(launcher) -> None:
 
 def test_a_rank_is_stopped(launcher) -> None:
     """Rank 1 times out first; those of the other machine came later to the call, and do not wait for their limits."""
-    ranks = start(launcher, ["sleep", "call", "late 3", "ask"], limit=4)
+    ranks = start(launcher, ["sleep 60", "call", "call 3", "ask"], limit=4)
     began = time.time()
     ranks[0].send_signal(signal.SIGSTOP)
     ended = ends(ranks, (1, 2, 3))
