@@ -9,24 +9,37 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core import __version__ as megatron_version
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping, topk_routing_with_score_function
+from megatron.core.transformer.moe.moe_utils import (
+    apply_router_token_dropping,
+    compute_routing_scores_for_aux_loss,
+    topk_routing_with_score_function,
+)
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
+from packaging.version import Version
 
+from megatron_ep.megatron.picks import picks_of
 from megatron_ep.router.api import MAX_TOPK, SCORE_FUNCTIONS, Routing, grouped_topk
 
 __all__ = ["EPTopKRouter", "fused_router", "topk_routing_with_score_function"]
 
+# Until 0.17 Megatron rounds scores to the logits' dtype before it chooses, from 0.18 on the weights behind it.
+ROUNDS_SCORES = Version(megatron_version) < Version("0.18")
 BALANCING_TYPES = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
 class EPTopKRouter(TopKRouter):
     """Drop-in for Megatron's `TopKRouter`: same parameters, buffers and losses, and the same results but for near ties.
 
-    The gate, the scores for the auxiliary losses and their gradients are computed by our kernels, in fp32 whatever the
-    logits' dtype, as in Megatron-Core 0.17 and newer; all else is the base class's code: input jitter, gating, z-loss,
-    auxiliary losses, the counts behind the expert bias, replay.
+    The gate, the scores for the auxiliary losses and their gradients are computed by our kernels; all else is the base
+    class's code: input jitter, gating, z-loss, auxiliary losses, the counts behind the expert bias, replay.
+
+    With 16-bit logits (a bf16 model without moe_router_dtype) the results are rounded where the installed Megatron
+    rounds: from 0.18 on the weights. Until 0.17 the scores before the choice, by which so many become equal that the
+    order in which torch.topk finds them decides: there Megatron's own function is the gate, with its bits and its time.
+    moe_router_dtype "fp32" has neither.
 
     Args:
         config, pg_collection: as for `TopKRouter`.
@@ -60,9 +73,9 @@ class EPTopKRouter(TopKRouter):
             padding_mask: bool [S, B], True for padding: routed like the rest, but left out of losses and counts.
 
         Returns:
-            probs [T, E] in the logits' dtype and bool routing_map [T, E]; or, when sparse, weights [T, K] (fp32, or
-            fp64 for fp64 logits) and int64 expert ids [T, K]. The auxiliary losses hang on the first. Dense while the
-            config has an expert capacity, which Megatron's inference code gives it for the time of decoding.
+            probs [T, E] in the logits' dtype and bool routing_map [T, E]; or, when sparse, weights [T, K] in that dtype
+            and int64 expert ids [T, K]. The auxiliary losses hang on the first. Dense while the config has an expert
+            capacity, which Megatron's inference code gives it for the time of decoding.
         """
         sparse = self.sparse and self.config.moe_expert_capacity_factor is None
         seq_length, batch_size = logits.shape[:2]
@@ -103,9 +116,23 @@ class EPTopKRouter(TopKRouter):
         )
         if config.moe_router_group_topk:
             options |= dict(num_groups=config.moe_router_num_groups, group_topk=config.moe_router_group_topk)
+        if ROUNDS_SCORES and logits.element_size() == 2:
+            return self._choose_as_megatron(logits, options, aux)
         if self.router_replay is not None:
             options["replay_ids"] = self._replay_ids(logits.detach(), options)
-        return grouped_topk(logits, self.topk, **options, dense=dense, aux=aux)
+        routing = grouped_topk(logits, self.topk, **options, dense=dense, aux=aux)
+        return routing._replace(weights=routing.weights.to(logits.dtype))
+
+    def _choose_as_megatron(self, logits: torch.Tensor, options: dict[str, Any], aux: bool) -> Routing:
+        """options: of `grouped_topk`."""
+        renamed = dict(options, use_pre_softmax=options["pre_softmax"], router_replay=self.router_replay)
+        del renamed["pre_softmax"]
+        probs, routing_map = topk_routing_with_score_function(logits, self.topk, **renamed)
+        ids, weights = picks_of(routing_map, probs, self.topk)
+        aux_map, aux_scores = None, None
+        if aux:
+            aux_map, aux_scores = compute_routing_scores_for_aux_loss(logits, self.topk, self.score_function)
+        return Routing(ids, weights, routing_map.sum(dim=0), probs, routing_map, aux_scores, aux_map)
 
     def _replay_ids(self, logits: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
         """Recorded ids [T, K], or ours, which are recorded if that is wanted."""

@@ -13,14 +13,18 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection, get_updated_expert_bias
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
 from megatron_ep.bench.local_ranks import LocalRanks
+from megatron_ep.megatron import shared_buffers
 from megatron_ep.megatron.equivalence import join_layout, make_config
-from megatron_ep.megatron.router import EPTopKRouter, fused_router
+from megatron_ep.megatron.layer import ep_layer_spec
+from megatron_ep.megatron.router import ROUNDS_SCORES, EPTopKRouter, fused_router
 from megatron_ep.router.api import grouped_topk
 
 pytestmark = pytest.mark.numerical
@@ -253,13 +257,15 @@ def test_padding_mask(ranks, name, sparse):
     ranks.run(_compare_padding, ROUTERS[name], sparse)
 
 
+BF16 = dict(params_dtype=torch.bfloat16, bf16=True, moe_router_dtype=None)
+
+
 def _compare_bf16(sparse):
-    options = dict(params_dtype=torch.bfloat16, bf16=True, moe_router_dtype=None)
-    _, _, ours, x = make_routers({**ROUTERS["DeepSeek-V3"], **options}, sparse=sparse)
+    _, _, ours, x = make_routers({**ROUTERS["DeepSeek-V3"], **BF16}, sparse=sparse)
     ours.expert_bias.data = ours.expert_bias.data.bfloat16()  # as Float16Module does
     probs, _ = ours(x.bfloat16())
     assert ours.expert_bias.dtype == torch.float32
-    assert probs.dtype == (torch.float32 if sparse else torch.bfloat16)
+    assert probs.dtype == torch.bfloat16
     probs.sum().backward()
     assert ours.weight.grad.dtype == torch.bfloat16 and ours.weight.grad.isfinite().all()
     assert ours.local_tokens_per_expert.sum() == 12 * 3 * 4
@@ -268,6 +274,40 @@ def _compare_bf16(sparse):
 @pytest.mark.parametrize("sparse", [False, True])
 def test_bf16_logits(ranks, sparse):
     ranks.run(_compare_bf16, sparse)
+
+
+def _first_steps_in_bf16(options):
+    """Three steps of SGD of layers with our dispatcher, with Megatron's router and with ours: outputs and weights."""
+    join_layout(1, W)
+    config = make_config(**{**dict(num_moe_experts=32, moe_router_topk=4, hidden_size=64), **BF16, **options})
+    spec = get_moe_module_spec(use_te=False, num_experts=32)
+    layers = []
+    for router in (None, fused_router):
+        model_parallel_cuda_manual_seed(7)
+        layers.append(ep_layer_spec(spec, router=router)(config=config, layer_number=1))
+    layers[1].load_state_dict(layers[0].state_dict())
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.5) for layer in layers]
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for step in range(3):
+        x, grad = torch.randn(2, 40, 2, 64, generator=generator).bfloat16()
+        outputs = [layer(x)[0] for layer in layers]
+        for output, optimizer in zip(outputs, optimizers, strict=True):
+            output.backward(grad)
+            optimizer.step()
+            optimizer.zero_grad()
+        if ROUNDS_SCORES:
+            assert torch.equal(*outputs), step
+        else:  # equal logits are right in any order
+            assert ((outputs[0] - outputs[1]).abs() < 0.05 * outputs[0].abs().max()).float().mean() > 0.95, step
+    if ROUNDS_SCORES:
+        for ours, theirs in zip(*(layer.parameters() for layer in layers), strict=True):
+            assert torch.equal(ours, theirs)
+    shared_buffers.close_buffers()
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_the_first_steps_in_bf16_equal_megatrons(ranks, name):
+    ranks.run(_first_steps_in_bf16, ROUTERS[name])
 
 
 def _recompute(sparse):
