@@ -164,9 +164,10 @@ def test_the_door_completes_a_scripts_chain(tmp_path):
         (package / f"{name.lower()}.py").write_text(STEP.format(name))
     (package / "__init__.py").write_text(WRAPPER)
     (tmp_path / "script.py").write_text(SCRIPT)
+    path = [str(tmp_path), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "-m", "megatron_ep.pretrain", tmp_path / "script.py", "--inprocess-restart"],
-        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=120,
