@@ -146,7 +146,7 @@ def _train(arguments: list[str]) -> int | None:
         return 128 + stop.signal
     except launcher.LaunchError as error:
         print(f"megatron-ep: {error}", file=sys.stderr)
-        return 1
+        return error.status if error.status == launcher.MISTAKE else 1
     return 0
 
 
@@ -162,7 +162,11 @@ def _train_rank(loaded: recipe.Recipe, out: Path, resume: bool) -> int:
 
         train(loaded, out, resume)
 
-    record(run)()
+    try:
+        record(run)()  # tells the launcher, too
+    except ValueError as error:
+        print(f"megatron-ep: {error}", file=sys.stderr)
+        return launcher.MISTAKE
     return 0
 
 

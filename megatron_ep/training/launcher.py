@@ -17,10 +17,18 @@ from pathlib import Path
 from typing import Any
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+MISTAKE = 2  # the exit status of a rank that has found the user's
 
 
 class LaunchError(RuntimeError):
-    """A rank failed; the message names it, says why, and where its log lies."""
+    """A rank failed; the message names it, says why, and where its log lies. Or, with the status MISTAKE, only why.
+
+    status: what the rank ended with.
+    """
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class Interrupted(Exception):
@@ -115,10 +123,10 @@ def launch(world_size: int, arguments: Sequence[str], log_dir: Path, threads_per
     except SignalException as stop:
         raise Interrupted(stop.sigval) from None
     except ChildFailedError as error:
-        raise LaunchError(_explain(error.failures, log_dir)) from None
+        raise _explained(error.failures, log_dir) from None
 
 
-def _explain(failures: Mapping[int, Any], log_dir: Path) -> str:
+def _explained(failures: Mapping[int, Any], log_dir: Path) -> LaunchError:
     """Names the first failure; a rank killed from outside comes before those that then missed it.
 
     failures: torch's ProcessFailure by rank. Its own time stamps count whole seconds, so files' times decide.
@@ -139,4 +147,7 @@ def _explain(failures: Mapping[int, Any], log_dir: Path) -> str:
         reason = f"killed by {signal.Signals(-failure.exitcode).name}"
     else:
         reason = f"exit code {failure.exitcode}" + (f", {said[-1]}" if said else "")
-    return f"rank {rank} failed: {reason}" + (f"\n  its log: {logs[-1]}" if logs else "")
+    if failure.exitcode == MISTAKE:
+        return LaunchError(reason.removeprefix("ValueError: "), MISTAKE)
+    text = f"rank {rank} failed: {reason}" + (f"\n  its log: {logs[-1]}" if logs else "")
+    return LaunchError(text, failure.exitcode)

@@ -149,7 +149,12 @@ def test_launch_failures_and_signals_become_exit_codes(monkeypatch, capsys):
 
         return launch
 
-    monkeypatch.setattr(launcher, "launch", failing(launcher.LaunchError("rank 2 failed: ValueError: x")))
+    monkeypatch.setattr(launcher, "launch", failing(launcher.LaunchError("rank 2 failed: ZeroDivisionError", 1)))
+    assert cli.main(["train", TINY]) == 1
+    monkeypatch.setattr(launcher, "launch", failing(launcher.LaunchError("--resume: wrong", launcher.MISTAKE)))
+    assert cli.main(["train", TINY]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "megatron-ep: --resume: wrong"
+    monkeypatch.setattr(launcher, "launch", failing(launcher.LaunchError("rank 2 failed: ZeroDivisionError", -9)))
     assert cli.main(["train", TINY]) == 1
     monkeypatch.setattr(launcher, "launch", failing(launcher.Interrupted(15)))
     assert cli.main(["train", TINY]) == 143
