@@ -311,6 +311,17 @@ void run_beaten() {
     if (claim(1) != 2 || claim(2)) simt::die("a rank that was cut off claims others");
 }
 
+// Rank 0 has cut the link already when it hears that rank 1 has taken it for dead: over a network
+// both may do so at once.
+void run_told() {
+    MaskedRanks two(2);
+    const LowLatencyHeap& heap = two.program.heap;
+    *two.program.fabrics[0].own<uint64_t>(heap.cut(1)) = 1;
+    *two.program.fabrics[0].own<uint64_t>(heap.cut_flag(1)) = static_cast<uint64_t>(Cut::Silent);
+    two.run(0);
+    two.check_cut_off(0, 1);
+}
+
 // A caller left a rank out: both go on, each without the other.
 void run_asked() {
     MaskedRanks two(2);
@@ -385,6 +396,7 @@ int main(int argc, char** argv) {
     if (argc == 2 && std::string(argv[1]) == "masked") {
         ep::run_masked();
         ep::run_beaten();
+        ep::run_told();
         ep::run_asked();
         std::printf("an absent rank is masked\n");
         return 0;
