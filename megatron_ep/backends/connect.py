@@ -120,6 +120,7 @@ def peer_memories(
 
 def maps_others() -> bool:
     """Whether this process maps the memory of another one through CUDA IPC."""
+    cuda.catch_up()  # what a finalizer has dropped may be mapped still
     return not all(memory.is_released for memory in _mapped)
 
 

@@ -109,16 +109,22 @@ class CudaBackend(OfGroup):
         self._device = device
         self._busy = threading.Lock()
         self._last: torch.cuda.Stream | None = None  # of the last launch
+        # counts whose exchange failed, or is under way: a kernel that is still queued writes to them
+        self._untold: list[torch.Tensor] = []
         self._captured_parts: list[object] = []  # whose launches graphs may replay
 
     def exchange_counts(self, tensors: Sequence[_C.RankTensors], *, topk: int, **settings: int) -> Sequence[Totals]:
-        return self.launch(lambda stream: self.group.notify(list(tensors), topk=topk, **settings, stream=stream))
+        totals = self.launch(lambda stream: self.group.notify(list(tensors), topk=topk, **settings, stream=stream))
+        if self.aborted() is None:
+            self._untold.clear()
+        return totals
 
     def new_counts(self, experts: int, *, wait: bool) -> torch.Tensor:
-        # in memory of the host that the GPU reaches, or its own
-        return torch.empty(
-            2, experts, dtype=torch.int64, **({"pin_memory": True} if wait else {"device": self._device})
-        )
+        if not wait:
+            return torch.empty(2, experts, dtype=torch.int64, device=self._device)
+        counts = torch.empty(2, experts, dtype=torch.int64, pin_memory=True)  # of the host, where the GPU reaches it
+        self._untold.append(counts)
+        return counts
 
     def enqueue_dispatch(
         self,
@@ -183,6 +189,7 @@ class CudaBackend(OfGroup):
     def reset(self) -> None:
         catch_up()
         super().reset()
+        self._untold.clear()
 
     def put_off(self, work: Callable[[], None]) -> None:
         _put_off.append(work)
@@ -208,6 +215,9 @@ class CudaBackend(OfGroup):
             return
         _forget_graphs_that_are_gone()
         self.group.watch = None  # a circle through the extension, which nothing else breaks
+        if self._untold and self.group not in _stuck:
+            torch.cuda.synchronize(self._device)
+            self._untold.clear()
         if self.group not in _stuck and self.group.graphs():
             self.group.retire()
             _replayable.append(self)

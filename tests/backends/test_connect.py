@@ -600,7 +600,7 @@ def run_close() -> None:
         assert backend.needs_memory() == "2 CUDA graphs may replay its launches, must be deleted before"
         graphs[0] = 0
         assert backend.needs_memory() == ""
-    backend.close()
+        backend.close()
     assert backend.group.watch is None, "the group, which its memory lives with, would never go"
 
 

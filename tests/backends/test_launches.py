@@ -1,9 +1,11 @@
 """Launches inside which a library waits for ever end the waits of those who wait for them. Needs no GPU."""
 
+import contextlib
 import itertools
 import subprocess
 import sys
 import time
+import weakref
 from types import SimpleNamespace
 from unittest import mock
 
@@ -136,6 +138,36 @@ def test_a_wait_for_counts_ends_too(stream: Stream) -> None:
     with pytest.raises(ep.EPStuckError):
         backend.launch(notify)
     group.abort.assert_called_once_with(interrupted=False, failed=True, reason=mock.ANY)
+
+
+def test_counts_of_an_exchange_that_failed_stay_until_the_gpu_is_idle(stream: Stream) -> None:
+    """A kernel that is queued behind others may begin when the host has given up, and writes to them."""
+    backend, group = backend_of(None)
+    group.graphs, group.reset = lambda: 0, mock.Mock()
+    empty = torch.empty
+
+    def exchange(**notify: object) -> "weakref.ref[torch.Tensor]":
+        group.notify = mock.Mock(**notify)
+        with mock.patch.object(torch, "empty", lambda *size, pin_memory, **others: empty(*size, **others)):
+            counts = backend.new_counts(4, wait=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            backend.exchange_counts([], topk=2)
+        return weakref.ref(counts)
+
+    assert exchange(return_value=[])() is None, "the host knows that they were written"
+    interrupted = exchange(side_effect=KeyboardInterrupt)
+    assert interrupted() is not None
+    group.aborted = lambda: ("interrupted", 0)
+    given_up = exchange(return_value=[])
+    assert given_up() is not None and interrupted() is not None
+    backend.reset()
+    group.reset.assert_called_once_with()
+    assert given_up() is None and interrupted() is None
+    last = exchange(return_value=[])
+    with mock.patch.object(torch.cuda, "synchronize") as wait:
+        backend.close()
+    wait.assert_called_once_with(DEVICE)
+    assert last() is None
 
 
 def test_a_replay_that_does_not_end_is_told_to_whoever_waits(stream: Stream) -> None:
