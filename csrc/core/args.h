@@ -28,6 +28,12 @@ struct NotifyArgs {
     Layout::Totals* host_totals = nullptr;
     uint64_t ticket = 0;
 
+    // Of the layout that this makes: never 0, by which a layout that nothing has made is known, and
+    // not that of a notify nearby.
+    EP_HD uint32_t layout_epoch() const {
+        const auto low = static_cast<uint32_t>(epoch);
+        return low ? low : uint32_t{1} << 31;
+    }
     EP_HD void tell_expert(int expert, int rows) const {
         tokens_per_expert[expert] = tokens_per_expert[layout.local_experts() + expert] = rows;
     }

@@ -20,10 +20,15 @@ namespace ep {
 // place of its first expert.
 
 // How many of its rows, of those that arrived here from a rank on a channel, a warp of the local
-// pass has been through, and in which call: one number, which only grows.
+// pass has been through, and in which call: one number. After 2^33 calls it begins anew.
+constexpr int kSumRowBits = 31;  // as many rows as a call may have
 EP_FN uint64_t sums_of_call(const TransferArgs& args, uint64_t rows) {
-    constexpr int kRowBits = 31;  // as many as a call may have, which leaves 2^33 calls
-    return (args.call << kRowBits) + rows;
+    return (args.call << kSumRowBits) + rows;
+}
+// The rows, if the number is of this call: another one's says nothing, be it larger or smaller.
+EP_FN uint64_t summed_in_call(const TransferArgs& args, uint64_t number) {
+    const uint64_t rows = number - sums_of_call(args, 0);
+    return rows >> kSumRowBits ? 0 : rows;
 }
 
 // Those that the part-th warp has before `end`, which counts rows from all ranks.
@@ -31,9 +36,8 @@ template <WarpLike W, class F>
 EP_FN Need sums_done(const Rings<F>& rings, const CombineArgs& args, int rank, int part,
                      int64_t end) {
     const int rows = static_cast<int>(end - args.layout.received_start(rings.channel, rank));
-    const uint64_t none = sums_of_call(args, 0);
     const uint64_t done = W::template acquire<Scope::Rank>(&rings.to_rank(rank).summed[part]);
-    return {done > none ? done - none : 0, static_cast<uint64_t>(args.rows_of_sum_warp(part, rows)),
+    return {summed_in_call(args, done), static_cast<uint64_t>(args.rows_of_sum_warp(part, rows)),
             args.rank};
 }
 

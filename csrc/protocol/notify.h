@@ -173,7 +173,7 @@ EP_FN bool receive_counts(W& warp, F& fabric, const NotifyArgs& args) {
         layout.totals().expert_rows = expert_rows;
         layout.totals().rail_rows = rail_rows;
         layout.totals().overflow = 0;
-        const auto epoch = static_cast<uint32_t>(args.epoch);
+        const uint32_t epoch = args.layout_epoch();
         if (layout.totals().epoch != epoch) layout.totals().epoch = epoch;  // or others may read it
     });
     tell_host(warp, args);

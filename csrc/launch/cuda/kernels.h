@@ -90,7 +90,7 @@ __device__ __forceinline__ bool count_rows(const J& joint, const Place<J>& place
     if (place.warp == 0) {
         warp.lanes(1, [&](int) {
             layout.totals() = {};
-            if (sends_rows) layout.totals().epoch = static_cast<uint32_t>(args.epoch);
+            if (sends_rows) layout.totals().epoch = args.layout_epoch();
         });
         mark_unknown(warp, args);
     }

@@ -1,0 +1,40 @@
+// Numbers of calls that begin anew: nothing of the calls around takes one for another.
+
+#include <cstdio>
+#include <cstdlib>
+#include <set>
+
+#include "protocol/combine.h"
+
+#define EXPECT(condition)                                                                \
+    do {                                                                                 \
+        if (!(condition)) {                                                              \
+            std::fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition); \
+            std::exit(EXIT_FAILURE);                                                     \
+        }                                                                                \
+    } while (false)
+
+int main() {
+    constexpr uint64_t kMostRows = (uint64_t{1} << 31) - 1;
+    for (const uint64_t wrap : {uint64_t{0}, uint64_t{1} << 32, uint64_t{1} << 33}) {
+        std::set<uint32_t> epochs;
+        const uint64_t first = wrap ? wrap - 4 : 1;
+        for (uint64_t number = first; number < first + 8; ++number) {
+            ep::NotifyArgs notify{};
+            notify.epoch = number;
+            EXPECT(notify.layout_epoch() != 0);
+            EXPECT(epochs.insert(notify.layout_epoch()).second);
+
+            ep::TransferArgs call{}, before{};
+            call.call = number;
+            before.call = number - 1;
+            for (const uint64_t rows : {uint64_t{0}, uint64_t{1}, kMostRows}) {
+                EXPECT(ep::summed_in_call(call, ep::sums_of_call(call, rows)) == rows);
+                if (number > 1)
+                    EXPECT(ep::summed_in_call(call, ep::sums_of_call(before, rows)) == 0);
+            }
+            // where no local pass has ever been
+            EXPECT(ep::summed_in_call(call, 0) == 0);
+        }
+    }
+}
