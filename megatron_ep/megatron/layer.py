@@ -67,11 +67,17 @@ def initialize(
         config, submodules, layer_number, pg_collection, options: as for `EPMoELayer`.
 
     Raises:
-        ValueError: as the dispatcher; or moe_expert_rank_capacity_factor is set and the experts take their counts from
-            the host.
+        ValueError: as the dispatcher; or the experts do not divide among the ranks; or moe_expert_rank_capacity_factor
+            is set and the experts take their counts from the host.
     """
     if pg_collection is None:
         pg_collection = get_default_pg_collection()
+    ranks = pg_collection.ep.size()
+    if config.num_moe_experts % ranks:
+        raise ValueError(
+            f"num_moe_experts is {config.num_moe_experts}, must be a multiple of the {ranks} ranks among which they "
+            "are divided (expert_model_parallel_size)"
+        )
     # The base class builds one of its own dispatchers. All-gather's needs no stream, no DeepEP and no buffers.
     declared = config.moe_token_dispatcher_type
     config.moe_token_dispatcher_type = "allgather"

@@ -30,7 +30,7 @@ def gpt(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
 
     Raises:
         ValueError: the model has no experts, an attention for which Megatron has another block, or mtp_num_layers
-            without the plugin; or experts that do not divide among the ranks.
+            without the plugin.
     """
     return _gpt(config, vp_stage, None)
 

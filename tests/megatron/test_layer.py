@@ -181,3 +181,14 @@ def _compare_models(moe_layer_freq):
 def test_a_model_of_dense_and_moe_layers(four_ranks):
     for loss_difference, gradient_difference in four_ranks.run(_compare_models, [0, 1, 1]):
         assert loss_difference < 1e-5 and gradient_difference < 1e-5
+
+
+def _seven_experts():
+    join_layout(1, 2)
+    spec = ep_layer_spec(get_moe_module_spec(use_te=False, num_experts=7))
+    with pytest.raises(ValueError, match="num_moe_experts is 7, must be a multiple of the 2 ranks"):
+        spec(config=make_config(num_moe_experts=7))
+
+
+def test_experts_that_do_not_divide_are_refused_before_megatrons_assertion(four_ranks):
+    four_ranks.run(_seven_experts)

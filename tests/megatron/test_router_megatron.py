@@ -288,7 +288,7 @@ def _first_steps_in_bf16(options):
     layers[1].load_state_dict(layers[0].state_dict())
     optimizers = [torch.optim.SGD(layer.parameters(), lr=0.5) for layer in layers]
     generator = torch.Generator().manual_seed(dist.get_rank())
-    for step in range(3):
+    for step in range(3 if ROUNDS_SCORES else 1):  # of equal logits each takes others, and the weights part
         x, grad = torch.randn(2, 40, 2, 64, generator=generator).bfloat16()
         outputs = [layer(x)[0] for layer in layers]
         for output, optimizer in zip(outputs, optimizers, strict=True):
@@ -297,7 +297,7 @@ def _first_steps_in_bf16(options):
             optimizer.zero_grad()
         if ROUNDS_SCORES:
             assert torch.equal(*outputs), step
-        else:  # equal logits are right in any order
+        else:
             assert ((outputs[0] - outputs[1]).abs() < 0.05 * outputs[0].abs().max()).float().mean() > 0.95, step
     if ROUNDS_SCORES:
         for ours, theirs in zip(*(layer.parameters() for layer in layers), strict=True):
