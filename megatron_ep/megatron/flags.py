@@ -14,6 +14,7 @@ BACKEND = "--moe-flex-dispatcher-backend"
 DEEPEP = "--moe-enable-deepep"
 ROUTER_FUSION = "--moe-router-fusion"
 RANK_CAPACITY = "--moe-expert-rank-capacity-factor"
+MEGATRON_FSDP = "--use-megatron-fsdp"
 RESTART = "--inprocess-restart"
 SOFT_TIMEOUT = "--inprocess-soft-timeout"
 SOFT_TIMEOUT_S = 60.0  # Megatron's own default
@@ -46,6 +47,7 @@ def with_dispatcher(arguments: Sequence[str], fused_router: bool = False) -> lis
     parser.add_argument(OVERLAP, action="store_true")
     parser.add_argument(DEEPEP, action="store_true")
     parser.add_argument(ROUTER_FUSION, action="store_true")
+    parser.add_argument(MEGATRON_FSDP, action="store_true")
     for flag in (TYPE, BACKEND, RANK_CAPACITY, *OF_OTHERS):
         parser.add_argument(flag, dest=flag)
     given, _ = parser.parse_known_args(arguments)
@@ -56,6 +58,8 @@ def with_dispatcher(arguments: Sequence[str], fused_router: bool = False) -> lis
             raise ValueError(f"{flag} sets up another dispatcher; leave it out, {ours} sets up this one")
     if given.moe_enable_deepep:
         raise ValueError(f"{DEEPEP} asks for another dispatcher; leave it out")
+    if given.use_megatron_fsdp:
+        raise ValueError(f"{MEGATRON_FSDP} has never run with this dispatcher; leave it out")
     if fused_router and given.moe_router_fusion:
         raise ValueError(f"{ROUTER_FUSION} asks for Transformer Engine's router, --ep-router fused for another one")
     reasons = {

@@ -52,6 +52,7 @@ def test_what_megatron_must_be_told_is_set():
             "--moe-flex-dispatcher-backend is deepep",
         ),
         ("--moe-enable-deepep", False, "--moe-enable-deepep"),
+        ("--use-megatron-fsdp", False, "--use-megatron-fsdp has never run with this dispatcher"),
         ("--moe-deepep-num-sms 20", False, "--moe-deepep-num-sms .* --ep-num-sms"),
         ("--moe-router-fusion", True, "--moe-router-fusion .* --ep-router fused"),
     ],
