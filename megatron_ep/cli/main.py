@@ -27,6 +27,7 @@ commands:
   bench    time dispatch and combine beside Megatron's dispatcher and a memory copy
   env      what this installation found: versions, compilers, extension, devices; or in what ranks differ; or what
            a buffer of many nodes would take
+  sequences  what balancing the attention of documents over ranks would gain and move
 
 megatron-ep COMMAND --help tells more, megatron-ep --version which one this is."""
 
@@ -34,7 +35,14 @@ megatron-ep COMMAND --help tells more, megatron-ep --version which one this is."
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit status: 2 for a user's mistake, 1 for a failed run, 128 + N for signal N."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    commands = {"train": _train, "recipe": _recipe, "check": _check, "bench": _bench, "env": _env}
+    commands = {
+        "train": _train,
+        "recipe": _recipe,
+        "check": _check,
+        "bench": _bench,
+        "env": _env,
+        "sequences": _sequences,
+    }
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if arguments else 2
@@ -74,6 +82,12 @@ def _env(arguments: list[str]) -> int | None:
     from megatron_ep.cli import env
 
     return env.main(arguments)
+
+
+def _sequences(arguments: list[str]) -> int | None:
+    from megatron_ep.cli import sequences
+
+    return sequences.main(arguments)
 
 
 def _train_parser() -> argparse.ArgumentParser:

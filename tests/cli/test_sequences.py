@@ -1,0 +1,103 @@
+"""`megatron-ep sequences`: loads and bytes of given documents, before and after."""
+
+import json
+import sys
+from dataclasses import asdict
+
+import pytest
+
+from megatron_ep.cli import main as cli
+from megatron_ep.sequences.plan import Shard
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lengths.txt").write_text("4096\n0\n4096\n")
+    shards = [Shard(0, 0, 0, 0, 512), Shard(0, 1, 0, 1, 512), Shard(1, 0, 1, 1, 256)]
+    (tmp_path / "plan.json").write_text(json.dumps([asdict(shard) for shard in shards]))
+
+
+def rows(text):
+    """The table's numbers by its rows' names."""
+    return {line[:16].strip(): [float(x) for x in line[16:].split()] for line in text.splitlines()[2:]}
+
+
+def test_lengths(capsys):
+    assert cli.main(["sequences", "lengths.txt", "--ranks", "4", "--block", "16"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("2 documents, 8,192 rows, 4 ranks; of a core, balancing took ")
+    table = rows(text)
+    assert list(table) == ["at home", "balanced"]
+    # The second half of a document is 3 times the work of the first.
+    assert table["at home"][0] == pytest.approx(1.5, abs=1e-3) and table["balanced"][0] < 1.02
+    kv = 2 * 8 * 128 * 2
+    assert table["at home"][1:] == pytest.approx([2 * 2048 * kv / 1e9, *(2048 * kv / 1e9,) * 2], abs=1e-3)
+
+
+def test_a_plan(capsys):
+    assert cli.main(["sequences", "plan.json", "--ranks", "2", "--query-heads", "1000", "--kv-heads", "1"]) == 0
+    table = rows(capsys.readouterr().out)
+    assert list(table) == ["at home", "as in the file", "balanced"]
+    pairs = [1024 * 1025 // 2, 256 * 257 // 2]
+    assert table["at home"] == [pytest.approx(max(pairs) / sum(pairs) * 2, abs=1e-3), 0, 0, 0]
+    q, kv = 512 * 256_000, 1024 * 512
+    expected = [(2 * q + kv) / 1e9, (q + kv) / 1e9, (q + kv) / 1e9]
+    assert table["as in the file"][1:] == pytest.approx(expected, abs=1e-3)
+
+
+def test_a_bound(capsys):
+    assert cli.main(["sequences", "lengths.txt", "--ranks", "2", "--max-bytes", "0"]) == 0
+    table = rows(capsys.readouterr().out)
+    assert table["balanced"] == table["at home"]
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_a_picture(suffix, tmp_path):
+    pytest.importorskip("matplotlib")
+    assert cli.main(["sequences", "plan.json", "--ranks", "2", "--picture", f"load.{suffix}"]) == 0
+    start = (tmp_path / f"load.{suffix}").read_bytes()[:8]
+    assert start.startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
+
+
+def test_nothing_to_compute(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "none.txt").write_text("")
+    assert cli.main(["sequences", "none.txt", "--ranks", "2", "--picture", "load.png"]) == 0
+    assert rows(capsys.readouterr().out)["balanced"] == [1, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nothing.txt", "--ranks", "2"], ["nothing.txt", "No such file"]),
+        (["lengths.txt", "--ranks", "0"], ["--ranks is 0, must be an int in [1,"]),
+        (["lengths.txt", "--ranks", "2", "--block", "0"], ["--block is 0"]),
+        (["lengths.txt", "--ranks", "2", "--kv-heads", "0"], ["--kv-heads is 0"]),
+        (["lengths.txt", "--ranks", "2", "--max-bytes", "-1"], ["--max-bytes is -1"]),
+        (["lengths.txt", "--ranks", "2", "--picture", "load.doc"], ["--picture load.doc", "not supported"]),
+        (["lengths.txt", "--ranks", "2", "--picture", "none/load.png"], ["--picture none/load.png", "No such file"]),
+        (["words.txt", "--ranks", "2"], ["words.txt: line 2: '-3' is no length"]),
+        (["bytes.txt", "--ranks", "2"], ["bytes.txt", "utf-8"]),
+        (["half.json", "--ranks", "2"], ["half.json", "line 1"]),
+        (["object.json", "--ranks", "2"], ["object.json: must be a list of shards"]),
+        (["field.json", "--ranks", "2"], ['field.json: shard 0 is {"document": 0}, must have document, index,']),
+        (["plan.json", "--ranks", "1"], ["plan.json: shards[2] is Shard(", "home_rank must be below world = 1"]),
+    ],
+)
+def test_mistakes_are_told_in_one_line(arguments, words, tmp_path, capsys):
+    (tmp_path / "words.txt").write_text("12\n-3\n")
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\n")
+    (tmp_path / "half.json").write_text('[{"document": 0')
+    (tmp_path / "object.json").write_text("{}")
+    (tmp_path / "field.json").write_text('[{"document": 0}]')
+    assert cli.main(["sequences", *arguments]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("megatron-ep sequences: ") and all(word in line for word in words), line
+
+
+def test_a_picture_without_matplotlib(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert cli.main(["sequences", "lengths.txt", "--ranks", "2", "--picture", "load.png"]) == 2
+    assert "--picture needs matplotlib" in capsys.readouterr().err
