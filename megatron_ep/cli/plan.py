@@ -12,7 +12,7 @@ from megatron_ep.backends import sizes
 from megatron_ep.backends.connect import queue_pairs
 from megatron_ep.backends.cuda import DEFAULT_SMS
 from megatron_ep.config import Config, Topology, require_int
-from megatron_ep.normal.launches import most_rail_rows
+from megatron_ep.normal.launches import arrivals_of, most_rail_rows, sum_bytes_of
 
 BF16_BYTES = 2
 Sections = dict[str, dict[str, Any]]
@@ -55,6 +55,9 @@ def make_plan(
         f"places of {rows} rows": 4 * rows * topk,
         f"experts of {rail} rows that pass through": 4 * rail * topk,
     }
+    # without a limit so many tokens arrive as lie on a rank when experts are chosen evenly
+    tokens = rows if max_recv_tokens is not None else round(rows * arrivals_of(topology.world_size, topk))
+    sums = sum_bytes_of(topology.world_size, topk, rows, tokens, hidden * BF16_BYTES)
     others = topology.nodes - 1
     ring_rows = min(nvl_rows, rdma_rows) if others else nvl_rows
     between = {
@@ -80,6 +83,7 @@ def make_plan(
         f"memory of a handle, T = {num_tokens}, K = {topk}": {
             **{name: _megabytes(size) for name, size in tables.items()},
             "handle": _megabytes(sum(tables.values())),
+            "besides, in a combine: sums of its local pass, at most": _megabytes(sums),
         },
     }
 

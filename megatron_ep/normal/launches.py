@@ -19,6 +19,9 @@ from megatron_ep.normal.rank_group import PAYLOAD_TYPES, RankGroup
 
 # Rows after which an NVLink ring's flag is published even if nobody waits for it.
 NVL_BATCH = 8
+# Combine's local pass keeps a sum for each row that may arrive, at most so many times the bytes that it saves the
+# exchange from reading: with expert_capacity W * T may arrive, of which on many ranks hardly any has several places.
+MOST_SUM_BYTES = 4
 # Of a handle's layout: read from a name of the extension it would break torch.compile's graph.
 OVERFLOW = int(_C.Heap.overflow_offset)
 
@@ -142,8 +145,9 @@ def launch_combine(
             t.weights, t.out_weights = weights[i].data_ptr(), out_weights[i].data_ptr()
         if row_weights is not None:
             t.row_weights, t.is_weighted = row_weights[i].data_ptr(), True
-        if _has_local_pass(group, rank, row) and backend.may_wait_beside():
-            known = rank.positions.shape[0]
+        known = rank.positions.shape[0]
+        sum_bytes = sum_bytes_of(group.topology.world_size, topk, rank.rows, known, row.payload_bytes)
+        if sum_bytes and _has_local_pass(group, rank, row) and backend.may_wait_beside():
             sums.append(torch.empty(known, x[i].shape[1], dtype=x[i].dtype, device=group.device))
             t.sums = sums[-1].data_ptr()
     backend.enqueue_combine(
@@ -276,17 +280,35 @@ def _refuse_ids(group: RankGroup, rank: int, topk_idx: torch.Tensor, a_bad_token
     raise expert_ids.refusal(topk_idx, token, group.config.num_experts, rank if len(group.ranks) > 1 else None)
 
 
+def _saved_bytes(world_size: int, topk: int, rows: int, row_bytes: int) -> float:
+    """Of rows that lie in several places of a rank, which a local pass copies or sums once.
+
+    With experts drawn evenly, K of them lie on W * (1 - (1 - 1 / W)^K) ranks.
+    """
+    return rows * (1 - arrivals_of(world_size, topk)) * row_bytes
+
+
+def arrivals_of(world_size: int, topk: int) -> float:
+    """Rows that arrive for each row of an expert."""
+    return world_size * (1 - (1 - 1 / world_size) ** topk) / topk
+
+
+def sum_bytes_of(world_size: int, topk: int, rows: int, arrivals: int, row_bytes: int) -> int:
+    """What combine takes for the sums of its local pass, for so many rows of experts, of as many tokens at most; 0
+    where that is too much: then there is no such pass."""
+    size = arrivals * row_bytes
+    return size if size <= MOST_SUM_BYTES * _saved_bytes(world_size, topk, rows, row_bytes) else 0
+
+
 def _has_local_pass(group: RankGroup, rank: RankHandle, row: _C.RowFormat, least_stores: float = 0.0) -> bool:
     """Whether rows that have several places here are copied, or summed, by launches of their own.
 
-    With experts drawn evenly, K of them lie on W * (1 - (1 - 1 / W)^K) ranks; a row that arrives is stored in a ring
-    and in each of its places.
+    A row that arrives is stored in a ring and in each of its places.
     """
     if group.config.local_pass is not None:
         return group.config.local_pass
     world, topk = group.topology.world_size, row.topk
-    arrivals = world * (1 - (1 - 1 / world) ** topk) / topk  # for each row of an expert
-    saved = rank.rows * (1 - arrivals) * row.payload_bytes
+    saved = _saved_bytes(world, topk, rank.rows, row.payload_bytes)
     # between nodes the exchange has other rows to store, too
-    too_many_stores = group.topology.nodes > 1 or 1 + 1 / arrivals >= least_stores
+    too_many_stores = group.topology.nodes > 1 or 1 + 1 / arrivals_of(world, topk) >= least_stores
     return saved >= group.live_backend().least_local_bytes and too_many_stores

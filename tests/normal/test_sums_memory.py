@@ -1,0 +1,45 @@
+"""What combine's local pass takes for its sums is bounded by what it saves, and the bits do not depend on it."""
+
+import itertools
+from unittest import mock
+
+import pytest
+import torch
+
+import megatron_ep as ep
+from megatron_ep.normal import launches
+
+
+def test_sums_take_a_bounded_multiple_of_what_they_save():
+    for world, topk, rows, arrivals in itertools.product(
+        (1, 2, 4, 8, 16, 32, 64, 256), (1, 2, 8, 32), (0, 1, 4096, 32768), (0, 1, 4096, 32 * 4096, 64 * 4096)
+    ):
+        size = launches.sum_bytes_of(world, topk, rows, arrivals, 14336)
+        drawn = 1 - (1 - 1 / world) ** topk  # the chance that a token comes to a rank
+        saved = rows * (1 - world * drawn / topk) * 14336
+        assert size in (0, arrivals * 14336) and size <= launches.MOST_SUM_BYTES * saved
+    assert launches.sum_bytes_of(32, 8, 32768, 32 * 4096, 14336) == 0, "1.75 GiB to save 48 MB"
+    assert launches.sum_bytes_of(8, 8, 32768, 21504, 14336) == 21504 * 14336
+
+
+@pytest.mark.parametrize("capacity", [None, 24])
+def test_with_and_without_sums_the_bits_are_the_same(capacity):
+    generator = torch.Generator().manual_seed(3)
+    x = [torch.randn(16, 64, generator=generator) for _ in range(4)]
+    ids = [torch.rand(16, 16, generator=generator).topk(4, dim=1).indices for _ in range(4)]
+    results, sizes, size_of = [], [], launches.sum_bytes_of
+
+    def spy(*arguments):
+        sizes.append(size_of(*arguments))
+        return sizes[-1]
+
+    with (
+        ep.LocalCluster(2, 2, ep.Config(num_experts=16, local_pass=True)) as cluster,
+        mock.patch.object(launches, "sum_bytes_of", spy),
+    ):
+        for most in (1e9, 0):
+            with mock.patch.object(launches, "MOST_SUM_BYTES", most):
+                rows = ep.dispatch(x, ids, buffer=cluster, expert_capacity=capacity)
+                results.append(ep.combine(rows.x, rows.handle))
+    assert all(sizes[:4]) and sizes[4:] == [0] * 4
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
