@@ -77,7 +77,7 @@ struct FakeCuda {
     int current = 0;
     int switches = 0;
     bool is_idle = true;  // as far as the host knows
-    int unmapped = 0;  // memory of other processes
+    int unmapped = 0;     // memory of other processes
     std::set<int> contexts;
     std::set<void*> live;
     std::set<void*> loaded;         // kernels
