@@ -122,6 +122,30 @@ def test_real_documents_under_a_bound():
     assert max(int(moved.sum(0).max()), int(moved.sum(1).max())) <= most
 
 
+def test_keys_that_are_there_anyway_cost_nothing():
+    """Rank 1 has queries behind those of rank 0, so that it receives their keys in any case."""
+    shards = [Shard(0, 0, 0, 0, 300), Shard(0, 1, 1, 1, 10)]
+    made = balance(shards, 2, block=10, row_bytes=RowBytes(q=1, kv=100, out=1), max_bytes=300 * 100 + 50)
+    assert SequencePlan.build(made, 2).q_rows.tolist() == [[250, 50], [0, 10]]
+
+
+def test_a_rank_that_is_full_for_one_may_take_from_another():
+    """Rank 2 receives 900 rows of K and V anyway, then 1,000 and 200 of Q from rank 0. There is room for 250 more: too
+    few for another block of rank 0, enough for a short document of rank 1."""
+    shards = [Shard(0, 0, 3, 3, 900), Shard(0, 1, 2, 2, 1)]
+    shards += [Shard(1 + document, 0, 0, 0, 1000) for document in range(3)]
+    shards += [Shard(4 + document, 0, 1, 1, 100) for document in range(278)]
+    plan = SequencePlan.build(balance(shards, 4, block=400, max_bytes=2350), 4)
+    assert plan.q_rows[:, 2].tolist() == [200, 100, 1, 0]
+
+
+def test_a_document_that_fits_nowhere_does_not_stop_shorter_ones():
+    shards = [Shard(0, index, home, home, 250) for index, home in enumerate((1, 2, 3, 0))]
+    shards += [Shard(1 + document, 0, 0, 0, 100) for document in range(10)]
+    plan = SequencePlan.build(balance(shards, 5, block=10, max_bytes=1000), 5)
+    assert plan.kv_rows[1, 4] == 0 and plan.q_rows[0, 4] >= 100
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
