@@ -38,10 +38,10 @@ class Group : public HostLauncher {
   public:
     Group(const Heap& heap, std::vector<int> ranks, const std::vector<Segment*>& segments,
           int threads, std::optional<uint64_t> seed, uint64_t lost_signal,
-          const std::pair<int, uint64_t>& stalled, double timeout)
+          const std::pair<int, uint64_t>& stalled, double timeout, SoftwareNic* nic)
         : group_(heap, std::move(ranks), data_of(segments),
                  Schedule{threads, seed, lost_signal, {stalled.first, stalled.second}},
-                 std::chrono::duration<double>(timeout)) {}
+                 std::chrono::duration<double>(timeout), nic) {}
 
     std::vector<Layout::Totals> notify(const std::vector<RankTensors>& tensors, int topk,
                                        int index_bytes, int expert_alignment, int expert_capacity) {
@@ -202,6 +202,28 @@ void bind_group(py::module_& m) {
         .def("release", &Segment::release, "Unmaps it. Nobody may use it any more.")
         .def_property_readonly("bytes", &Segment::bytes);
 
+    using Seconds = std::chrono::duration<double>;
+    py::class_<SoftwareNic>(m, "SoftwareNic",
+                            "Carries what a rank sends to other nodes over TCP, in a thread.")
+        .def(py::init([](int rank, const std::vector<Segment*>& segments) {
+                 std::vector<ControlBlock*> controls;
+                 for (const Segment* segment : segments)
+                     controls.push_back(reinterpret_cast<ControlBlock*>(segment->data()));
+                 return std::make_unique<SoftwareNic>(rank, std::move(controls));
+             }),
+             py::kw_only(), py::arg("rank"), py::arg("segments"), py::keep_alive<1, 3>())
+        .def("start", &SoftwareNic::start, py::arg("sockets"),
+             "Takes connected sockets, by rank; -1 where memory is mapped.")
+        .def(
+            "stop", [](SoftwareNic& nic, double most) { nic.stop(Seconds(most)); },
+            py::arg("seconds"), py::call_guard<py::gil_scoped_release>(),
+            "Once what was sent has left, or so many seconds later.")
+        .def("tolerate_loss", &SoftwareNic::tolerate_loss,
+             "From now on a connection that breaks ends nobody's waits.")
+        .def("lost", &SoftwareNic::lost, py::arg("rank"))
+        .def_property_readonly_static("mirror_bytes",
+                                      [](py::object) { return sizeof(ControlBlock); });
+
     py::class_<Heap>(m, "Heap", "Layout of the symmetric heap.")
         .def(py::init([](int nodes, int ranks_per_node, int num_experts, int channels,
                          size_t nvl_ring_bytes, size_t rdma_ring_bytes) {
@@ -296,10 +318,12 @@ void bind_group(py::module_& m) {
     py::class_<HostLauncher>(m, "HostLauncher");
     py::class_<Group, HostLauncher>(m, "Group", "The ranks of a buffer that live in this process.")
         .def(py::init<const Heap&, std::vector<int>, const std::vector<Segment*>&, int,
-                      std::optional<uint64_t>, uint64_t, const std::pair<int, uint64_t>&, double>(),
+                      std::optional<uint64_t>, uint64_t, const std::pair<int, uint64_t>&, double,
+                      SoftwareNic*>(),
              py::kw_only(), py::arg("heap"), py::arg("ranks"), py::arg("segments"),
              py::arg("threads"), py::arg("seed"), py::arg("lost_signal"), py::arg("stalled"),
-             py::arg("timeout"), py::keep_alive<1, 4>())
+             py::arg("timeout"), py::arg("nic") = nullptr, py::keep_alive<1, 4>(),
+             py::keep_alive<1, 10>())
         .def("notify", &Group::notify, py::arg("tensors"), py::kw_only(), py::arg("topk"),
              py::arg("index_bytes"), py::arg("expert_alignment"), py::arg("expert_capacity"))
         .def("dispatch", &Group::dispatch, py::arg("tensors"), py::arg("format"), py::kw_only(),

@@ -85,6 +85,8 @@ const char* name(Wait wait) {
             return "a row in its slot";
         case Wait::Rows:
             return "all rows of a rank";
+        case Wait::SendQueue:
+            return "room in a send queue";
     }
     return "?";
 }
@@ -162,6 +164,8 @@ const char* name(Outcome outcome) {
             return "masked";
         case Outcome::CutOff:
             return "cut_off";
+        case Outcome::Lost:
+            return "lost";
     }
     return "?";
 }

@@ -27,7 +27,8 @@ enum class Wait : int {
     Choices,
     PutRows,
     TaggedRow,
-    Rows
+    Rows,
+    SendQueue
 };
 
 enum class Role : int {
@@ -63,6 +64,7 @@ enum class Outcome : int {
     Overflow,  // a table that the protocol cannot do without is too small
     Masked,    // a backward pass meets a rank that was masked since its forward pass
     CutOff,    // another rank has taken this one for dead: it ends alone, the others go on
+    Lost,      // the connection to this rank broke
 };
 
 // A wait is over when `seen` has reached `expected`; `peer` is the rank whose progress would do it.

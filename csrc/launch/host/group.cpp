@@ -9,8 +9,8 @@
 namespace ep {
 
 HostGroup::HostGroup(const Heap& heap, std::vector<int> ranks, std::vector<char*> heaps,
-                     Schedule schedule, std::chrono::duration<double> timeout)
-    : heap_(heap), ranks_(std::move(ranks)), schedule_(schedule) {
+                     Schedule schedule, std::chrono::duration<double> timeout, SoftwareNic* nic)
+    : heap_(heap), ranks_(std::move(ranks)), schedule_(schedule), nic_(nic) {
     if (schedule_.seed) {
         network_ = std::make_unique<SimulatedNetwork>(schedule_.lost_signal);
         seeded_ =
@@ -19,11 +19,29 @@ HostGroup::HostGroup(const Heap& heap, std::vector<int> ranks, std::vector<char*
     std::vector<ControlBlock*> controls;
     for (char* base : heaps)
         controls.push_back(reinterpret_cast<ControlBlock*>(base + heap_.control()));
+    port_ = open_port(heaps, heap_.bytes(), heap_.channels);
     for (int rank : ranks_) {
+        own_heaps_.push_back(heaps[rank]);
         states_.push_back({rank, controls[rank], controls, timeout});
         states_.back().waited = reinterpret_cast<uint64_t*>(heaps[rank] + heap_.waited());
-        fabrics_.emplace_back(heap_.topology, rank, heaps, network_.get());
+        fabrics_.push_back(fabric_of(rank, heaps, port_));
     }
+}
+
+HostGroup::~HostGroup() {
+    if (port_) nic_->close(port_);
+}
+
+AnyHostFabric HostGroup::fabric_of(int rank, const std::vector<char*>& heaps,
+                                   const std::shared_ptr<SoftwareNic::Port>& port) const {
+    if (port) return QueueFabric(heap_.topology, rank, heaps, port);
+    if (network_) return HostFabric(heap_.topology, rank, heaps, network_.get());
+    return MappedHostFabric(heap_.topology, rank, heaps);
+}
+
+std::shared_ptr<SoftwareNic::Port> HostGroup::open_port(std::vector<char*> heaps, size_t bytes,
+                                                        int channels) const {
+    return nic_ ? nic_->open(std::move(heaps), bytes, channels) : nullptr;
 }
 
 void HostGroup::run(Count count, bool begins_call, std::vector<Tasks> phases,
@@ -42,8 +60,7 @@ void HostGroup::run(Count count, bool begins_call, std::vector<Tasks> phases,
     }
     if (begins_call) {
         for (size_t i = 0; i < ranks_.size(); ++i) {
-            std::memcpy(fabrics_[i].own<char>(heap_.waited_before()),
-                        fabrics_[i].own<char>(heap_.waited()),
+            std::memcpy(own_heaps_[i] + heap_.waited_before(), own_heaps_[i] + heap_.waited(),
                         heap_.topology.world() * sizeof(uint64_t));
         }
     }
@@ -106,10 +123,9 @@ bool HostGroup::finished() const {
 }
 
 std::pair<std::vector<uint64_t>, std::vector<uint64_t>> HostGroup::waited(size_t index) const {
-    const HostFabric& fabric = fabrics_[index];
     const size_t world = heap_.topology.world();
-    const auto* all = fabric.own<uint64_t>(heap_.waited());
-    const auto* before = fabric.own<uint64_t>(heap_.waited_before());
+    const auto* all = reinterpret_cast<uint64_t*>(own_heaps_[index] + heap_.waited());
+    const auto* before = reinterpret_cast<uint64_t*>(own_heaps_[index] + heap_.waited_before());
     std::vector<uint64_t> last(all, all + world);
     for (size_t rank = 0; rank < world; ++rank) last[rank] -= before[rank];
     return {last, {all, all + world}};
@@ -123,6 +139,7 @@ void HostGroup::abort(Outcome outcome, const std::string& text) {
         std::atomic_ref<uint64_t>(reason.bytes).store(bytes, std::memory_order_release);
     }
     states_.front().abort(outcome);
+    if (nic_) nic_->tell_now();  // this process may be about to end
 }
 
 void HostGroup::reset() {
@@ -130,7 +147,7 @@ void HostGroup::reset() {
     for (size_t i = 0; i < ranks_.size(); ++i) {
         // all of it: what rings hold of earlier calls would pass for rows of those with their
         // number
-        std::memset(fabrics_[i].own<char>(0), 0, heap_.bytes());
+        std::memset(own_heaps_[i], 0, heap_.bytes());
         states_[i].stalled = false;
     }
     if (network_) network_->clear();

@@ -7,12 +7,14 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "core/args.h"
 #include "exec/host/fibers.h"
 #include "exec/host/host_warp.h"
 #include "fabric/host_fabric.h"
+#include "fabric/queue/queue_fabric.h"
 
 namespace ep {
 
@@ -25,13 +27,20 @@ struct Schedule {
     Stall stall = {};          // with a seed
 };
 
+// How a rank reaches the others: all are mapped here; or a network is simulated between nodes; or
+// nodes are machines, or are taken for such.
+using AnyHostFabric = std::variant<MappedHostFabric, HostFabric, QueueFabric>;
+
 // The ranks of a buffer that live in this process: one, or all of them. A launch runs one phase on
 // all of them together.
 class HostGroup {
   public:
-    // heaps: of all ranks, mapped here. ranks: those that this process runs.
+    // heaps: of all ranks, mapped here. ranks: those that this process runs. nic: carries what goes
+    // to other nodes, for the one rank of this process; of ranks on other machines `heaps` then has
+    // mirrors of their control blocks.
     HostGroup(const Heap& heap, std::vector<int> ranks, std::vector<char*> heaps, Schedule schedule,
-              std::chrono::duration<double> timeout);
+              std::chrono::duration<double> timeout, SoftwareNic* nic = nullptr);
+    ~HostGroup();
 
     // One argument per rank of this process, in the order of `ranks`. They return when all roles
     // have, for whatever reason: see finished(). `interrupted` is asked from time to time on the
@@ -62,12 +71,12 @@ class HostGroup {
     friend class HostLowLatency;
 
     using Tasks = std::vector<std::vector<RoleTask>>;  // of each rank
-    // body(fabric): nodes are mapped, unless a network is simulated between them.
-    template <class Body>
-    void with_fabric(MappedHostFabric& fabric, const Body& body) const {
-        if (network_) return body(static_cast<HostFabric&>(fabric));
-        body(fabric);
-    }
+    // How the rank reaches the others, of which `heaps` are those of a mode.
+    AnyHostFabric fabric_of(int rank, const std::vector<char*>& heaps,
+                            const std::shared_ptr<SoftwareNic::Port>& port) const;
+    // Null where there is no network card.
+    std::shared_ptr<SoftwareNic::Port> open_port(std::vector<char*> heaps, size_t bytes,
+                                                 int channels) const;
     template <class Warp>
     auto adder(Tasks& tasks, size_t index);
     // count(calls, number): where calls of this kind are counted.
@@ -90,7 +99,10 @@ class HostGroup {
     Heap heap_;
     std::vector<int> ranks_;
     std::vector<RankState> states_;
-    std::vector<MappedHostFabric> fabrics_;  // as HostFabric where there is a network
+    std::vector<AnyHostFabric> fabrics_;
+    std::vector<char*> own_heaps_;
+    SoftwareNic* nic_;
+    std::shared_ptr<SoftwareNic::Port> port_;
     Schedule schedule_;
     std::unique_ptr<SimulatedNetwork> network_;
     std::unique_ptr<SeededExecutor> seeded_;

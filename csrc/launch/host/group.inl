@@ -14,8 +14,7 @@ auto HostGroup::adder(Tasks& tasks_of_rank, size_t index) {
     return [this, &tasks = tasks_of_rank[index], index](Role role, int channel, auto body) {
         tasks.push_back({&states_[index], [=, this](Executor& executor) {
                              Warp warp(executor, states_[index], role, channel);
-                             with_fabric(fabrics_[index],
-                                         [&](auto& fabric) { body(warp, fabric); });
+                             std::visit([&](auto& fabric) { body(warp, fabric); }, fabrics_[index]);
                          }});
     };
 }

@@ -9,18 +9,22 @@ namespace ep {
 HostLowLatency::HostLowLatency(HostGroup& group, const LowLatencyHeap& heap,
                                const std::vector<char*>& heaps, int warps)
     : group_(group), heap_(heap), warps_(warps) {
-    for (const int rank : group.ranks())
-        fabrics_.emplace_back(heap.topology, rank, heaps, group.network_.get());
+    port_ = group.open_port(heaps, heap.bytes(), heap.channels);
+    for (const int rank : group.ranks()) {
+        own_heaps_.push_back(heaps[rank]);
+        fabrics_.push_back(group.fabric_of(rank, heaps, port_));
+    }
 }
 
 HostLowLatency::~HostLowLatency() {
+    if (port_) group_.nic_->close(port_);
     std::mt19937_64 any_order;
     while (group_.network_ && group_.network_->deliver(any_order)) {
     }
 }
 
 void HostLowLatency::reset() {
-    for (const HostFabric& fabric : fabrics_) std::memset(fabric.own<char>(0), 0, heap_.bytes());
+    for (char* heap : own_heaps_) std::memset(heap, 0, heap_.bytes());
 }
 
 using Interrupted = std::function<bool()>;

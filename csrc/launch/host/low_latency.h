@@ -48,7 +48,9 @@ class HostLowLatency {
     HostGroup& group_;
     LowLatencyHeap heap_;
     int warps_;
-    std::vector<MappedHostFabric> fabrics_;
+    std::vector<AnyHostFabric> fabrics_;
+    std::vector<char*> own_heaps_;
+    std::shared_ptr<SoftwareNic::Port> port_;
 };
 
 }  // namespace ep

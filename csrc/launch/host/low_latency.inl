@@ -12,7 +12,8 @@ namespace ep {
 template <class Warp, class Args, class Body>
 void HostLowLatency::launch(Role role, bool receive, const std::vector<Args>& args,
                             const std::function<bool()>& interrupted, Body body) {
-    static_assert(ReachesAllRanks<HostFabric, Warp> && ReachesAllRanks<MappedHostFabric, Warp>);
+    static_assert(ReachesAllRanks<HostFabric, Warp> && ReachesAllRanks<MappedHostFabric, Warp> &&
+                  ReachesAllRanks<QueueFabric, Warp>);
     std::vector<std::vector<RoleTask>> tasks(args.size());
     const auto deadline = std::chrono::steady_clock::now() +
                           std::chrono::duration_cast<std::chrono::steady_clock::duration>(
@@ -21,15 +22,16 @@ void HostLowLatency::launch(Role role, bool receive, const std::vector<Args>& ar
         RankState& state = group_.states_[i];
         state.deadline = deadline;
         state.call =
-            receive ? *args[i].call : *fabrics_[i].own<uint64_t>(heap_.sent(Args::kKind)) + 1;
+            receive ? *args[i].call
+                    : *reinterpret_cast<uint64_t*>(own_heaps_[i] + heap_.sent(Args::kKind)) + 1;
         if (!receive) state.note_sends(Args::kMode, args[i]);
         for (int number = 0; number < warps_; ++number) {
             tasks[i].push_back(
                 {&state, [&state, role, number, body, this, i, &args](Executor& executor) {
                      Warp warp(executor, state, role, number);
-                     group_.with_fabric(fabrics_[i], [&](auto& fabric) {
-                         body(warp, fabric, args[i], Team{number, warps_});
-                     });
+                     std::visit(
+                         [&](auto& fabric) { body(warp, fabric, args[i], Team{number, warps_}); },
+                         fabrics_[i]);
                  }});
         }
     }

@@ -1,0 +1,387 @@
+#include "fabric/queue/software_nic.h"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+#include "fabric/queue/status.h"
+
+namespace ep {
+namespace {
+
+constexpr char kEnd[] = "it has closed its buffer";
+constexpr char kForeign[] = "it sent what no rank sends";
+
+uint64_t abort_word_of(ControlBlock& block) {
+    return std::atomic_ref<uint64_t>(block.abort).load(std::memory_order_acquire);
+}
+
+void abort(ControlBlock& block, uint64_t word) {
+    uint64_t nobody = 0;
+    std::atomic_ref<uint64_t>(block.abort).compare_exchange_strong(nobody, word);
+}
+
+void add(char* word, uint64_t increment) {
+    std::atomic_ref<uint64_t>(*reinterpret_cast<uint64_t*>(word))
+        .fetch_add(increment, std::memory_order_release);
+}
+
+}  // namespace
+
+SoftwareNic::Port::Port(SoftwareNic& nic, int number, std::vector<char*> heaps, size_t bytes,
+                        int channels)
+    : nic_(nic), heaps_(std::move(heaps)), bytes_(bytes) {
+    const size_t count = (static_cast<size_t>(channels) + 1) * heaps_.size() * 2;
+    entries_.resize(count * kDepth);
+    completions_.resize(count);
+    doorbells_.resize(count);
+    posted_.resize(count);
+    taken_.resize(count);
+    for (size_t i = 0; i < count; ++i) {
+        queues_.push_back({&entries_[i * kDepth], kDepth, static_cast<uint32_t>(i),
+                           static_cast<uint32_t>(number), 0, &doorbells_[i], &completions_[i],
+                           &posted_[i]});
+        queues_.back().clear();
+    }
+}
+
+SoftwareNic::SoftwareNic(int rank, std::vector<ControlBlock*> controls)
+    : rank_(rank),
+      controls_(std::move(controls)),
+      links_(controls_.size()),
+      arriving_(controls_.size()),
+      told_(controls_.size()),
+      lost_(controls_.size()),
+      waker_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
+    if (waker_ < 0) throw std::runtime_error("no event descriptor for the network's thread");
+}
+
+SoftwareNic::~SoftwareNic() {
+    stop(std::chrono::seconds(0));
+    ::close(waker_);
+}
+
+std::shared_ptr<SoftwareNic::Port> SoftwareNic::open(std::vector<char*> heaps, size_t bytes,
+                                                     int channels) {
+    const std::lock_guard lock(ports_mutex_);
+    const int number = static_cast<int>(ports_.size());
+    if (number == 256)
+        throw std::runtime_error("256 heaps were opened on this network: make a new buffer");
+    ports_.emplace_back(new Port(*this, number, std::move(heaps), bytes, channels));
+    return ports_.back();
+}
+
+void SoftwareNic::close(const std::shared_ptr<Port>& port) {
+    const auto deadline = Clock::now() + std::chrono::seconds(2);
+    while (!forget(port, Clock::now() > deadline))
+        std::this_thread::sleep_for(std::chrono::microseconds(200));
+}
+
+// Once all that was posted has left, or there is no time left to wait for it.
+bool SoftwareNic::forget(const std::shared_ptr<Port>& port, bool at_once) {
+    const std::lock_guard lock(ports_mutex_);
+    const auto place = std::find(ports_.begin(), ports_.end(), port);
+    if (place == ports_.end()) return true;
+    const auto number = static_cast<uint8_t>(place - ports_.begin());
+    bool has_left = true;
+    for (size_t i = 0; i < port->queues_.size(); ++i) {
+        const TcpLink* link = links_[i / 2 % links_.size()].get();
+        const bool is_served = is_running() && (!link || link->end().empty());
+        has_left &=
+            !is_served || port->queues_[i].rung() == static_cast<uint16_t>(port->taken_[i].begun);
+    }
+    for (auto& link : links_) has_left &= !link || !link->end().empty() || link->forget(number);
+    if (!has_left && !at_once) return false;
+    for (auto& link : links_) {
+        if (link && !link->forget(number))
+            link->fail("it took nothing of what a part that is closed had sent");
+    }
+    place->reset();
+    return true;
+}
+
+void SoftwareNic::start(const std::vector<int>& sockets) {
+    for (size_t rank = 0; rank < sockets.size(); ++rank) {
+        lost_[rank].clear();
+        told_[rank] = 0;
+        links_[rank].reset();
+        if (sockets[rank] < 0) continue;
+        links_[rank] = std::make_unique<TcpLink>(sockets[rank]);
+        std::memset(controls_[rank], 0, sizeof(ControlBlock));
+    }
+    for (const auto& port : ports_) {
+        if (!port) continue;
+        for (const SendQueue& queue : port->queues_) queue.clear();
+        std::fill(port->taken_.begin(), port->taken_.end(), Port::Taken{});
+    }
+    last_beat_ = news_until_ = {};
+    last_abort_ = 0;
+    stopping_ = false;
+    thread_ = std::jthread([this] { run(); });
+}
+
+void SoftwareNic::stop(std::chrono::duration<double> most) {
+    if (!is_running()) return;
+    stop_at_ = Clock::now() + std::chrono::duration_cast<Clock::duration>(most);
+    stopping_ = true;
+    wake();
+    thread_.join();
+    thread_ = {};
+    for (auto& link : links_) link.reset();
+}
+
+std::string SoftwareNic::lost(int rank) {
+    const std::lock_guard lock(ports_mutex_);
+    return lost_[rank];
+}
+
+void SoftwareNic::run() {
+    Clock::time_point idle_since = Clock::now();
+    bool said_goodbye = false;
+    while (true) {
+        bool moved = false;
+        {
+            const std::lock_guard lock(ports_mutex_);
+            for (const auto& port : ports_) {
+                if (!port) continue;
+                for (size_t i = 0; i < port->queues_.size(); ++i) moved |= carry_out(*port, i);
+            }
+            tell_others();
+            moved |= move_bytes();
+            if (stopping_ && !moved) {
+                const bool is_late = Clock::now() > stop_at_;
+                bool has_work = this->has_work();
+                for (const auto& link : links_) has_work |= link && link->has_to_send();
+                if (said_goodbye && (!has_work || is_late)) {
+                    bool is_heard = true;
+                    for (const auto& link : links_) is_heard &= !link || link->is_acknowledged();
+                    if (is_heard || Clock::now() > stop_at_ + kFarewell) return;
+                }
+                if (!said_goodbye && (is_late || !has_work)) {
+                    for (const auto& link : links_) {
+                        if (link && link->end().empty()) link->add_copy({Frame::kBye}, {});
+                    }
+                    said_goodbye = true;
+                    continue;
+                }
+            }
+        }
+        const auto now = Clock::now();
+        if (moved) {
+            idle_since = now;
+        } else if (now - idle_since < kSpin) {
+            std::this_thread::yield();
+        } else {
+            sleep(now < news_until_ || stopping_ ? Clock::duration(kNews) : kNews * 2);
+        }
+    }
+}
+
+bool SoftwareNic::has_work() const {
+    for (const auto& port : ports_) {
+        if (!port) continue;
+        for (size_t i = 0; i < port->queues_.size(); ++i) {
+            const auto& link = links_[i / 2 % links_.size()];
+            if (link && !link->has_room()) continue;
+            if (port->queues_[i].rung() != static_cast<uint16_t>(port->taken_[i].begun))
+                return true;
+        }
+    }
+    return false;
+}
+
+// Some of what was posted in a queue. Returns whether there was any.
+bool SoftwareNic::carry_out(Port& port, size_t number) {
+    const SendQueue& queue = port.queues_[number];
+    Port::Taken& taken = port.taken_[number];
+    const int rank = static_cast<int>(number / 2 % links_.size());
+    const uint16_t rung = queue.rung();
+    TcpLink* link = links_[rank].get();
+    char* const own = port.heaps_[rank_];
+    bool moved = false;
+    while (static_cast<uint16_t>(taken.begun) != rung && (!link || link->has_room())) {
+        const SendEntry& entry = queue.entries[taken.begun & (queue.depth - 1)];
+        const uint64_t address = entry.remote.address;
+        const uint16_t index = entry.index();
+        const auto region = static_cast<uint8_t>(uint32_t{entry.remote.key});
+        moved = true;
+        if (entry.opcode() == SendEntry::kFetchAdd) {
+            const uint64_t increment = entry.add.atomic.increment;
+            ++taken.begun;
+            if (link) {
+                link->add({Frame::kAdd, region, 0, 0, address, increment}, nullptr,
+                          [&queue, index] { queue.complete(index); });
+            } else {
+                add(port.heaps_[rank] + address, increment);
+                queue.complete(index);
+            }
+            continue;
+        }
+        const uint64_t bytes = uint32_t{entry.write.source.bytes};
+        const char* source = own + uint64_t{entry.write.source.address};
+        if (!link) {
+            std::memcpy(port.heaps_[rank] + address, source, bytes);
+            ++taken.begun;
+            queue.complete(index);
+            continue;
+        }
+        const uint64_t piece = std::min<uint64_t>(kPiece, bytes - taken.offset);
+        const bool is_last = taken.offset + piece == bytes;
+        link->add(
+            {Frame::kWrite, region, 0, static_cast<uint32_t>(piece), address + taken.offset, 0},
+            source + taken.offset,
+            is_last ? std::function<void()>([&queue, index] { queue.complete(index); }) : nullptr);
+        taken.offset = is_last ? 0 : taken.offset + piece;
+        taken.begun += is_last;
+        if (!is_last) break;  // other queues' entries pass between the pieces
+    }
+    return moved;
+}
+
+bool SoftwareNic::move_bytes() {
+    bool moved = false;
+    for (size_t rank = 0; rank < links_.size(); ++rank) {
+        TcpLink* link = links_[rank].get();
+        if (!link || !link->end().empty()) continue;
+        const int from = static_cast<int>(rank);
+        moved |= link->send();
+        moved |= link->receive([&](const Frame& frame) { return place_of(from, frame); },
+                               [&](const Frame& frame) { take(from, frame); });
+        if (!link->end().empty() && link->end() != kEnd && !stopping_) lose(from);
+    }
+    return moved;
+}
+
+// Where the bytes of a frame belong; null: no rank sends such a frame.
+char* SoftwareNic::place_of(int rank, const Frame& frame) {
+    switch (frame.kind) {
+        case Frame::kStatus:
+            if (frame.bytes != sizeof(ControlBlock)) return nullptr;
+            arriving_[rank].resize(sizeof(ControlBlock));
+            return arriving_[rank].data();
+        case Frame::kAbort:
+        case Frame::kBye:
+            return frame.bytes ? nullptr : reinterpret_cast<char*>(controls_[rank]);
+        case Frame::kWrite:
+        case Frame::kAdd: {
+            if (frame.region >= ports_.size() || frame.bytes > kPiece) return nullptr;
+            const Port* port = ports_[frame.region].get();
+            const uint64_t bytes = frame.kind == Frame::kAdd ? sizeof(uint64_t) : frame.bytes;
+            if (frame.kind == Frame::kAdd && (frame.bytes || frame.address % bytes)) return nullptr;
+            if (!port) {
+                nowhere_.resize(kPiece);
+                return nowhere_.data();
+            }
+            if (bytes > port->bytes_ || frame.address > port->bytes_ - bytes) return nullptr;
+            return port->heaps_[rank_] + frame.address;
+        }
+    }
+    return nullptr;
+}
+
+void SoftwareNic::take(int rank, const Frame& frame) {
+    if (frame.kind == Frame::kAdd) {
+        if (Port* port = ports_[frame.region].get())
+            add(port->heaps_[rank_] + frame.address, frame.increment);
+    } else if (frame.kind == Frame::kStatus) {
+        ControlBlock said;
+        std::memcpy(&said, arriving_[rank].data(), sizeof said);
+        said.reason.bytes = std::min<uint64_t>(said.reason.bytes, Reason::kMostBytes);
+        copy_status(*controls_[rank], said);
+    } else if (frame.kind == Frame::kAbort) {
+        const auto outcome = static_cast<int>(ControlBlock::outcome_of(frame.increment));
+        const auto blamed = static_cast<size_t>(ControlBlock::rank_of(frame.increment));
+        if (outcome <= 0 || outcome > static_cast<int>(Outcome::Lost) || blamed >= links_.size())
+            return links_[rank]->fail(kForeign);
+        abort(own(), frame.increment);
+    } else if (frame.kind == Frame::kBye) {
+        links_[rank]->fail(kEnd);
+    }
+}
+
+// The mirrors' abort words, which ranks of this machine have set, and now and then how far this
+// rank is: more often while a failure is news.
+void SoftwareNic::tell_others() {
+    const auto now = Clock::now();
+    if (const uint64_t word = abort_word_of(own()); word != last_abort_) {
+        last_abort_ = word;
+        news_until_ = now + std::chrono::seconds(1);
+    }
+    const bool is_time = now - last_beat_ > (now < news_until_ ? kNews : kBeat);
+    for (size_t rank = 0; rank < links_.size(); ++rank) {
+        const auto& link = links_[rank];
+        if (!link || !link->end().empty()) continue;
+        const uint64_t word = abort_word_of(*controls_[rank]);
+        const bool is_new = word && word != told_[rank];
+        if (!is_new && !(is_time && link->has_room())) continue;
+        ControlBlock said{};
+        copy_status(said, own());
+        link->add_copy({Frame::kStatus}, {reinterpret_cast<const char*>(&said), sizeof said});
+        if (is_new) {
+            link->add_copy({Frame::kAbort, 0, 0, 0, 0, word}, {});
+            told_[rank] = word;
+        }
+    }
+    if (is_time) last_beat_ = now;
+}
+
+void SoftwareNic::lose(int rank) {
+    lost_[rank] = links_[rank]->end();
+    ControlBlock& mirror = *controls_[rank];
+    if (!std::atomic_ref<uint64_t>(mirror.reason.bytes).load()) {
+        const size_t bytes = std::min(lost_[rank].size(), Reason::kMostBytes);
+        std::memcpy(mirror.reason.text, lost_[rank].data(), bytes);
+        std::atomic_ref<uint64_t>(mirror.reason.bytes).store(bytes, std::memory_order_release);
+    }
+    if (tolerates_loss_) return;
+    const uint64_t word = ControlBlock::abort_word(Outcome::Lost, rank);
+    for (ControlBlock* block : controls_) abort(*block, word);
+}
+
+void SoftwareNic::tell_now() {
+    const auto deadline = Clock::now() + std::chrono::milliseconds(100);
+    const auto is_told = [&] {
+        const std::lock_guard lock(ports_mutex_);
+        for (size_t rank = 0; rank < links_.size(); ++rank) {
+            const auto& link = links_[rank];
+            if (!link || !link->end().empty()) continue;
+            if (link->has_to_send() || abort_word_of(*controls_[rank]) != told_[rank]) return false;
+        }
+        return true;
+    };
+    while (is_running() && !is_told() && Clock::now() < deadline) {
+        wake();
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+}
+
+void SoftwareNic::sleep(Clock::duration most) {
+    asleep_.store(true, std::memory_order_seq_cst);
+    std::vector<pollfd> files{{waker_, POLLIN, 0}};
+    {
+        const std::lock_guard lock(ports_mutex_);
+        if (has_work()) most = {};
+        for (const auto& link : links_) {
+            if (!link || !link->end().empty()) continue;
+            const short events = POLLIN | (link->has_to_send() ? POLLOUT : 0);
+            files.push_back({link->descriptor(), events, 0});
+        }
+    }
+    const auto ms = std::chrono::ceil<std::chrono::milliseconds>(most).count();
+    poll(files.data(), files.size(), static_cast<int>(ms));
+    asleep_.store(false, std::memory_order_seq_cst);
+    uint64_t count;
+    [[maybe_unused]] const ssize_t ignored = read(waker_, &count, sizeof count);
+}
+
+void SoftwareNic::wake() {
+    if (!asleep_.load(std::memory_order_seq_cst)) return;
+    const uint64_t one = 1;
+    [[maybe_unused]] const ssize_t ignored = write(waker_, &one, sizeof one);
+}
+
+}  // namespace ep

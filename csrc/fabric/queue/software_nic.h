@@ -1,0 +1,126 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "core/incident.h"
+#include "fabric/queue/send_queue.h"
+#include "fabric/queue/tcp_link.h"
+
+namespace ep {
+
+// A thread that carries out the send queues of one rank as a network card would: towards ranks of
+// other machines over TCP, towards those whose memory is mapped by copying. A write reads its
+// source when it leaves, and an addition is seen after the writes before it in its queue.
+//
+// Beside the queues it tells the others what this rank's control block says, and what the others
+// say lies in a mirror of theirs here. So a failure anywhere ends the waits everywhere, and whoever
+// waited can say who never came. A connection that breaks ends all waits, too.
+class SoftwareNic {
+  public:
+    // controls: of all ranks; of those on other machines a mirror that belongs to this rank.
+    SoftwareNic(int rank, std::vector<ControlBlock*> controls);
+    ~SoftwareNic();
+    SoftwareNic(const SoftwareNic&) = delete;
+
+    // The queues of a symmetric heap: of each channel, and of what belongs to none (see
+    // core/network_flags.h), one towards each rank for puts and their signals, and one for credits.
+    class Port {
+      public:
+        const SendQueue& puts(int channel, int rank) const { return queue(channel, rank, 0); }
+        const SendQueue& credits(int channel, int rank) const { return queue(channel, rank, 1); }
+        // After a queue's ring().
+        void wake() const { nic_.wake(); }
+
+      private:
+        friend class SoftwareNic;
+        struct Taken {            // of one queue, by the thread
+            uint64_t begun = 0;   // entries
+            uint64_t offset = 0;  // bytes of the next entry that are on their way
+        };
+
+        Port(SoftwareNic& nic, int number, std::vector<char*> heaps, size_t bytes, int channels);
+        const SendQueue& queue(int channel, int rank, int kind) const {
+            return queues_[(static_cast<size_t>(channel) * heaps_.size() + rank) * 2 + kind];
+        }
+
+        SoftwareNic& nic_;
+        std::vector<char*> heaps_;  // by rank; null where it is not mapped
+        size_t bytes_;
+        std::vector<SendEntry> entries_;
+        std::vector<Completion> completions_;
+        std::vector<uint32_t> doorbells_;
+        std::vector<uint64_t> posted_;
+        std::vector<SendQueue> queues_;
+        std::vector<Taken> taken_;
+    };
+
+    // All ranks open the same ports in the same order. heaps: by rank, null where one is not
+    // mapped.
+    std::shared_ptr<Port> open(std::vector<char*> heaps, size_t bytes, int channels);
+    // Nothing that still arrives for it is written.
+    void close(const std::shared_ptr<Port>& port);
+
+    // Begins to carry out what is posted. sockets: by rank, connected; -1 for those whose memory is
+    // mapped. Takes them.
+    void start(const std::vector<int>& sockets);
+    // Carries out what was posted, for so long at most, and closes the connections. Queues are
+    // empty after it.
+    void stop(std::chrono::duration<double> most);
+    bool is_running() const { return thread_.joinable(); }
+    // Until the others have been sent what this rank's machine has told them, a moment at most.
+    void tell_now();
+    // From now on a connection that breaks ends nobody's waits: whoever waits masks who is gone.
+    void tolerate_loss() { tolerates_loss_ = true; }
+    // Why a connection broke, by rank of the other end; "" where none did.
+    std::string lost(int rank);
+
+  private:
+    using Clock = std::chrono::steady_clock;
+    static constexpr uint32_t kDepth = 128;
+    static constexpr uint32_t kPiece = 64 << 10;  // so that a long write delays no credit
+    static constexpr std::chrono::milliseconds kBeat{200}, kNews{10};
+    static constexpr std::chrono::milliseconds kFarewell{200};  // that goodbyes may take
+    static constexpr std::chrono::microseconds kSpin{20};
+
+    void run();
+    bool forget(const std::shared_ptr<Port>& port, bool at_once);
+    bool carry_out(Port& port, size_t queue);
+    bool move_bytes();
+    void tell_others();
+    void tell(int rank, uint64_t abort_word);
+    void lose(int rank);
+    void sleep(Clock::duration most);
+    void wake();
+    bool has_work() const;
+    char* place_of(int rank, const Frame& frame);
+    void take(int rank, const Frame& frame);
+    ControlBlock& own() const { return *controls_[rank_]; }
+
+    int rank_;
+    std::vector<ControlBlock*> controls_;
+    std::vector<std::unique_ptr<TcpLink>> links_;  // by rank
+    std::mutex ports_mutex_;
+    std::vector<std::shared_ptr<Port>> ports_;  // by number; null: closed
+    std::vector<char> nowhere_;                 // what arrives for ports that are closed
+    std::vector<std::vector<char>> arriving_;   // by rank: a control block
+    std::vector<std::atomic<uint64_t>> told_;   // by rank: the abort word that it was sent
+    std::vector<std::string> lost_;
+    Clock::time_point last_beat_;
+    uint64_t last_abort_ = 0;
+    Clock::time_point news_until_;
+
+    std::jthread thread_;
+    std::atomic<bool> stopping_ = false, tolerates_loss_ = false;
+    Clock::time_point stop_at_;
+    alignas(64) std::atomic<bool> asleep_ = false;
+    int waker_;  // an eventfd
+};
+
+}  // namespace ep

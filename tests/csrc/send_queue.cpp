@@ -1,0 +1,135 @@
+// The format of entries, byte by byte; two ranks over a socket; and what a rank does about bytes
+// that no rank sends.
+
+#include "send_queue.h"
+
+#include <unistd.h>
+
+#if __has_include(<infiniband/mlx5dv.h>)
+#include <infiniband/mlx5dv.h>
+static_assert(sizeof(ep::SendEntry::Control) == sizeof(mlx5_wqe_ctrl_seg));
+static_assert(sizeof(ep::SendEntry::Remote) == sizeof(mlx5_wqe_raddr_seg));
+static_assert(sizeof(ep::SendEntry::Local) == sizeof(mlx5_wqe_data_seg));
+static_assert(sizeof(ep::SendEntry::Atomic) == sizeof(mlx5_wqe_atomic_seg));
+static_assert(ep::SendEntry::kWrite == MLX5_OPCODE_RDMA_WRITE);
+static_assert(ep::SendEntry::kFetchAdd == MLX5_OPCODE_ATOMIC_FA);
+static_assert(ep::SendEntry::kTellCompletion == MLX5_WQE_CTRL_CQ_UPDATE);
+static_assert(sizeof(ep::Completion) == sizeof(mlx5_cqe64));
+static_assert(offsetof(ep::Completion, entry) == offsetof(mlx5_cqe64, wqe_counter));
+static_assert(offsetof(ep::Completion, kind) == offsetof(mlx5_cqe64, op_own));
+#endif
+
+namespace ep {
+namespace {
+
+void expect_bytes(const SendEntry& entry, const char* hexadecimal) {
+    std::string found;
+    for (size_t i = 0; i < sizeof entry; ++i) {
+        char text[3];
+        std::snprintf(text, sizeof text, "%02x", reinterpret_cast<const unsigned char*>(&entry)[i]);
+        found += text;
+    }
+    require(found == hexadecimal, "an entry is " + found);
+}
+
+void check_format() {
+    expect_bytes(SendEntry::write_of(0xabcd, 0x123456, 7, 0x1122334455667788, 0x99aa, 0x10000),
+                 "00abcd08"
+                 "12345603"
+                 "00000008"
+                 "00000000"
+                 "1122334455667788"
+                 "00000007"
+                 "00000000"
+                 "00010000"
+                 "00000007"
+                 "00000000000099aa"
+                 "00000000000000000000000000000000");
+    expect_bytes(SendEntry::add_of(1, 2, 3, 0x40, 0x0102030405060708, 8),
+                 "00000112"
+                 "00000204"
+                 "00000008"
+                 "00000000"
+                 "0000000000000040"
+                 "00000003"
+                 "00000000"
+                 "0102030405060708"
+                 "0000000000000000"
+                 "00000008"
+                 "00000003"
+                 "0000000000000008");
+}
+
+// A producer and whoever carries out, in turns, with queues of all small depths.
+void check_wrap() {
+    for (uint32_t depth = 2; depth <= 8; depth *= 2) {
+        std::vector<SendEntry> entries(depth);
+        uint32_t doorbell;
+        uint64_t posted;
+        Completion completion;
+        const SendQueue queue{entries.data(), depth, 1, 0, 0, &doorbell, &completion, &posted};
+        queue.clear();
+        uint64_t taken = 0;
+        for (uint64_t i = 0; i < 70'000; ++i) {
+            require(queue.completed() == taken, "completions are counted wrongly");
+            if (posted - taken == depth || i % 3 == 0) {
+                while (static_cast<uint16_t>(taken) != queue.rung()) {
+                    require(
+                        queue.entries[taken & (depth - 1)].index() == static_cast<uint16_t>(taken),
+                        "an entry is not where its number says");
+                    queue.complete(static_cast<uint16_t>(taken++));
+                }
+            }
+            queue.post(SendEntry::add_of(queue.next_index(), 1, 0, 0, 1, 0));
+            queue.ring();
+        }
+    }
+}
+
+// What ends a connection, and all waits of the rank with it.
+void check_garbage() {
+    std::vector<Frame> frames = {
+        {99, 0, 0, 0, 0, 0},                            // no kind of frame
+        {Frame::kWrite, 9, 0, 8, 0, 0},                 // no such region
+        {Frame::kWrite, 0, 0, 8, kHeapBytes, 0},        // behind its end
+        {Frame::kWrite, 0, 0, 8, ~uint64_t{0} - 3, 0},  // so far that a sum overflows
+        {Frame::kWrite, 0, 0, 1 << 30, 0, 0},           // more than any rank puts at once
+        {Frame::kAdd, 0, 0, 0, 4, 1},                   // not aligned
+        {Frame::kAdd, 0, 0, 8, 0, 1},                   // with bytes behind it
+        {Frame::kAbort, 0, 0, 0, 0, 99},                // no outcome
+        {Frame::kAbort, 0, 0, 0, 0, ControlBlock::abort_word(Outcome::Failed, 2)},  // of nobody
+        {Frame::kStatus, 0, 0, 7, 0, 0},  // not of a status's size
+    };
+    for (const Frame& frame : frames) {
+        TestRank rank(0);
+        int sockets[2];
+        require(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0, "no sockets");
+        rank.nic->start({-1, sockets[0]});
+        require(write(sockets[1], &frame, sizeof frame) == sizeof frame, "no write");
+        SpinningWarp warp;
+        const auto aborted = [&](int) {
+            const uint64_t word =
+                std::atomic_ref<uint64_t>(rank.controls[0].abort).load(std::memory_order_acquire);
+            return Need{word, 1, 1};
+        };
+        require(warp.wait_all(Wait::None, 1, aborted), "garbage was taken");
+        require(ControlBlock::outcome_of(rank.controls[0].abort) == Outcome::Lost &&
+                    ControlBlock::rank_of(rank.controls[0].abort) == 1,
+                "somebody else is to blame");
+        rank.nic->stop(std::chrono::seconds(0));
+        require(rank.nic->lost(1) == "it sent what no rank sends", rank.nic->lost(1));
+        for (const char byte : rank.heap) require(byte == 0, "garbage was written");
+        close(sockets[1]);
+    }
+}
+
+}  // namespace
+}  // namespace ep
+
+int main() {
+    ep::check_format();
+    ep::check_wrap();
+    ep::check_garbage();
+    ep::run_rounds(70'000);
+    std::puts("every signal came after its puts");
+}

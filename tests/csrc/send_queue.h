@@ -1,0 +1,117 @@
+#pragma once
+
+#include <sys/socket.h>
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "fabric/queue/software_nic.h"
+
+// Two ranks, each with a software network card, joined by a socket: what is put is there before its
+// signal, whatever the sizes, also when the 16-bit numbers of entries wrap around.
+
+namespace ep {
+
+constexpr size_t kHeapBytes = 1 << 20, kFlags = 0, kCredits = 128, kData = 4096;
+
+struct SpinningWarp {
+    template <class F>
+    bool wait_all(Wait, int, F&& need) {
+        const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+        while (true) {
+            const Need mine = need(0);
+            if (mine.seen >= mine.expected) return true;
+            if (std::chrono::steady_clock::now() > deadline) return false;
+            std::this_thread::yield();
+        }
+    }
+};
+
+struct TestRank {
+    alignas(128) std::array<char, kHeapBytes> heap{};
+    std::array<ControlBlock, 2> controls{};
+    std::unique_ptr<SoftwareNic> nic;
+    std::shared_ptr<SoftwareNic::Port> port;
+
+    explicit TestRank(int rank) {
+        nic = std::make_unique<SoftwareNic>(rank,
+                                            std::vector<ControlBlock*>{&controls[0], &controls[1]});
+        std::vector<char*> heaps(2, nullptr);
+        heaps[rank] = heap.data();
+        port = nic->open(heaps, kHeapBytes, 1);
+    }
+    uint64_t flag(size_t offset) {
+        return std::atomic_ref<uint64_t>(*reinterpret_cast<uint64_t*>(heap.data() + offset))
+            .load(std::memory_order_acquire);
+    }
+};
+
+inline void require(bool ok, const std::string& what) {
+    if (!ok) throw std::runtime_error(what);
+}
+
+// `rounds` puts of sizes that differ, each with a signal, and a credit for each that was read.
+inline void run_rounds(uint64_t rounds) {
+    auto a = std::make_unique<TestRank>(0), b = std::make_unique<TestRank>(1);
+    int sockets[2];
+    require(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0, "no sockets");
+    a->nic->start({-1, sockets[0]});
+    b->nic->start({sockets[1], -1});
+    constexpr uint64_t kAhead = 4;
+    constexpr size_t kMost = 200'000;
+    const auto bytes_of = [](uint64_t round) {
+        return round % 1000 == 7 ? kMost : 8 * (1 + round % 5);
+    };
+    std::jthread producer([&] {
+        SpinningWarp warp;
+        const SendQueue& puts = a->port->puts(0, 1);
+        for (uint64_t round = 0; round < rounds; ++round) {
+            require(
+                warp.wait_all(Wait::RdmaCredit, 1,
+                              [&](int) { return Need{a->flag(kCredits) + kAhead, round + 1, 1}; }),
+                "no credit came");
+            const size_t slot = kData + round % kAhead * kMost;
+            const size_t bytes = bytes_of(round);
+            for (size_t at = 0; at < bytes; at += 8) std::memcpy(&a->heap[slot + at], &round, 8);
+            require(puts.wait_for_room(warp, 1), "no room");
+            puts.post(SendEntry::write_of(puts.next_index(), puts.number, puts.key, slot, slot,
+                                          static_cast<uint32_t>(bytes)));
+            require(puts.wait_for_room(warp, 1), "no room");
+            puts.post(SendEntry::add_of(puts.next_index(), puts.number, puts.key, kFlags, 1, 0));
+            puts.ring();
+            a->port->wake();
+        }
+    });
+    SpinningWarp warp;
+    const SendQueue& credits = b->port->credits(0, 0);
+    for (uint64_t round = 0; round < rounds; ++round) {
+        require(warp.wait_all(Wait::RdmaRow, 1,
+                              [&](int) { return Need{b->flag(kFlags), round + 1, 0}; }),
+                "no signal came");
+        const size_t slot = kData + round % kAhead * kMost;
+        for (size_t at = 0; at < bytes_of(round); at += 8) {
+            uint64_t value;
+            std::memcpy(&value, &b->heap[slot + at], 8);
+            require(value == round, "a signal was seen before its row");
+        }
+        require(credits.wait_for_room(warp, 0), "no room for a credit");
+        credits.post(
+            SendEntry::add_of(credits.next_index(), credits.number, credits.key, kCredits, 1, 0));
+        credits.ring();
+        b->port->wake();
+    }
+    producer.join();
+    require(b->flag(kFlags) == rounds && a->controls[0].abort == 0, "more or less than was sent");
+    a->nic->stop(std::chrono::seconds(5));
+    b->nic->stop(std::chrono::seconds(5));
+    require(a->nic->lost(1).empty() && b->nic->lost(0).empty(), "a connection broke");
+}
+
+}  // namespace ep

@@ -1,0 +1,3 @@
+#include "send_queue.h"
+
+int main() { ep::run_rounds(1'500); }
