@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -14,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_ep import _C
-from megatron_ep.backends import connect, cuda, fabrics, release, sizes
+from megatron_ep.backends import connect, cuda, fabrics, release, sizes, tcp
 from megatron_ep.backends.codec import Plain
 from megatron_ep.backends.host import HostBackend
 from megatron_ep.backends.interface import Part
 from megatron_ep.backends.meeting import Meeting
-from megatron_ep.backends.members import Member, agreed_topology, introduce
+from megatron_ep.backends.members import Member, agreed_topology, introduce, machines
 from megatron_ep.backends.monitor import Monitor
 from megatron_ep.backends.news import News
 from megatron_ep.backends.processes import has_ended, process_fate
@@ -122,8 +123,8 @@ class LocalCluster(RankGroup):
 
 
 class Buffer(RankGroup):
-    """This process's rank of an expert-parallel group whose processes share memory. Construction, reset and all
-    launches are collective.
+    """This process's rank of an expert-parallel group. The processes of a machine share memory; between machines there
+    is a network. Construction, reset and all launches are collective.
 
     group: the expert-parallel process group; None: the default group.
     config: must be equal on all ranks. Its timeout, if neither it nor MEGATRON_EP_TIMEOUT says one, becomes that of the
@@ -137,15 +138,18 @@ class Buffer(RankGroup):
         call or by `synchronize`. Calls on several streams wait for each other. Those that a CUDA graph has captured do
         not: they must be captured on one stream, and a replay must be ordered with the buffer's other calls.
 
-    The attribute `fabric` says what carries the bytes: "shared memory" on the host; "p2p", "nvshmem" or "nccl" between
-    GPUs.
+    The attribute `fabric` says what carries the bytes: "shared memory" on the host, "tcp" between machines without
+    GPUs; "p2p", "nvshmem" or "nccl" between GPUs.
 
     The ranks meet through the store of torch.distributed: no collective of the group runs. Rank 0 logs one line about
     the set-up (logger megatron_ep.buffer, level INFO).
 
     Raises ValueError on every rank alike when configs differ or do not fit the group, or no topology can be told;
-    EPError when the ranks cannot share memory, or one does not come within a minute or Config.timeout.
+    EPError when the ranks cannot share memory or be connected, or one does not come within a minute or Config.timeout.
     """
+
+    _network: tcp.Network | None = None  # between machines, on the host
+    _leave: Callable[[], object] | None = None  # ends it
 
     def __init__(
         self,
@@ -193,9 +197,23 @@ class Buffer(RankGroup):
         else:
             sms = None
             self.heap = sizes.host_heap(self.topology, config)
+            self._machines = machines(members)
             segments = self.shared_segments(self.heap.bytes)
-            self._backend = HostBackend(self.heap, self.ranks, segments, timeout=config.timeout_seconds)
             fabric = fabrics.Choice("shared memory", "host backend")
+            if len(set(self._machines)) > 1:
+                self.spans_machines = True
+                self._network = tcp.Network(self.rank, self._machines, segments)
+                fabric = fabrics.Choice("tcp", f"host backend on {len(set(self._machines))} machines")
+            self._backend = HostBackend(
+                self.heap,
+                self.ranks,
+                segments,
+                timeout=config.timeout_seconds,
+                nic=None if self._network is None else self._network.nic,
+            )
+            if self._network is not None:
+                self._network.connect(self._meeting)
+                self._leave = weakref.finalize(self, self._network.close)  # at exit, too
         self.fabric = fabric.name
         if self.topology.world_size > 1:
             self._monitor = Monitor(self._backend, self.rank, self._neighbours, self._news(), self.describe)
@@ -229,7 +247,12 @@ class Buffer(RankGroup):
 
     def restart(self) -> None:
         """To the state of a new buffer, on all ranks, of which none has a call under way."""
+        if self._network is not None:
+            self._network.disconnect()
+            self._meeting.barrier()  # nothing comes any more from anybody
         self._start_anew()
+        if self._network is not None:
+            self._network.connect(self._meeting)
         self._meeting.barrier()
 
     def release(self) -> None:
@@ -282,6 +305,11 @@ class Buffer(RankGroup):
 
     def _has_ended(self, rank: int) -> bool:
         return rank in self._neighbours and has_ended(self._neighbours[rank])
+
+    def _let_go(self) -> None:
+        if self._leave is not None:
+            self._leave()
+        super()._let_go()
 
     @contextlib.contextmanager
     def meeting_again(self, store: dist.Store) -> Iterator[None]:
@@ -350,6 +378,12 @@ class Buffer(RankGroup):
     def _fate_of(self, rank: int) -> str | None:
         return process_fate(self._neighbours[rank]) if rank in self._neighbours else None
 
+    def open_on_network(self, tolerates_loss: bool) -> None:
+        if self._network is not None:
+            if tolerates_loss:
+                self._network.nic.tolerate_loss()
+            self._meeting.barrier()
+
     def agree_on(self, check: Callable[[], None], settings: dict[str, Any]) -> None:
         """Runs a check that may fail on some ranks only, and on all then. Raises ValueError unless settings are equal.
 
@@ -390,18 +424,23 @@ class Buffer(RankGroup):
         return connect.low_latency(self._meeting, self.config, backend, self.fabric, heap, self.device, blocks)
 
     def shared_segments(self, size: int) -> list[Any]:
-        """Memory of the host of so many bytes for each rank, mapped by all. Collective."""
+        """Memory of the host of so many bytes for each rank, mapped by all of its machine; for those of other machines
+        a mirror of their control block. Collective."""
 
         def create() -> tuple[_C.Segment, tuple[int, int, int, int]]:
             own = _C.Segment.shared(size)
             return own, own.address()
 
         own, addresses = self._meeting.exchange(create, kind=ADDRESS)
-        return self._meeting.agree(
-            lambda: [
-                own if rank == self.rank else _C.Segment.open(address, size) for rank, address in enumerate(addresses)
-            ]
-        )
+
+        def place(rank: int) -> _C.Segment:
+            if rank == self.rank:
+                return own
+            if self._machines[rank] != self._machines[self.rank]:
+                return _C.Segment.anonymous(_C.SoftwareNic.mirror_bytes)
+            return _C.Segment.open(addresses[rank], size)
+
+        return self._meeting.agree(lambda: [place(rank) for rank in range(len(addresses))])
 
 
 def _log_set_up(group: RankGroup, fabric: str, heap: _C.Heap, sms: int | None = None) -> None:

@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -60,6 +61,12 @@ def _forget():
 def forks():
     with Forks() as started:
         yield started
+
+
+@pytest.fixture
+def no_other_buffers():
+    """Those that earlier tests have left in circles are gone: for tests that ask all buffers of this process."""
+    gc.collect()
 
 
 def pytest_generate_tests(metafunc):

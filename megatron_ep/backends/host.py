@@ -46,7 +46,9 @@ class HostBackend(OfGroup):
         seed: int | None = None,
         lost_signal: int = 0,
         stalled: tuple[int, int] = (0, 0),
+        nic: _C.SoftwareNic | None = None,
     ):
+        """nic: carries what goes to other nodes; None: all heaps are mapped here."""
         self.is_seeded = seed is not None
         self.memories = list(segments)
         self.network_memory = None
@@ -59,6 +61,7 @@ class HostBackend(OfGroup):
             lost_signal=lost_signal,
             stalled=stalled,
             timeout=timeout,
+            nic=nic,
         )
         super().__init__(group)
 

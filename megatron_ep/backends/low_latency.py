@@ -197,10 +197,13 @@ def connect(
     if isinstance(backend, HostBackend):
         warps = SEEDED_WARPS if backend.is_seeded else HOST_WARPS
         # seeded: through a network, where some warps share a channel
-        heap = make_heap(max(1, warps - 1), staged=backend.is_seeded and topology.nodes > 1)
+        has_network = backend.is_seeded or buffer.spans_machines
+        heap = make_heap(max(1, warps - 1), staged=has_network and topology.nodes > 1)
         anonymous = [_C.Segment.anonymous(heap.bytes) for _ in buffer.ranks] if local else None
         segments = anonymous or buffer.shared_segments(heap.bytes)
-        return heap, HostLowLatencyRanks(backend, heap, segments, warps), masks
+        ranks = HostLowLatencyRanks(backend, heap, segments, warps)
+        buffer.open_on_network(tolerates_loss=masks is not None)
+        return heap, ranks, masks
     # the ranks of this process are launched one after the other
     blocks = cuda.num_sms(buffer.config, buffer.device, len(buffer.ranks)) * len(buffer.ranks)
     if not isinstance(backend.group, _C.CudaGroup):

@@ -13,7 +13,6 @@ import torch
 from megatron_ep.backends import cuda, fabrics, nodes, processes
 from megatron_ep.backends.codec import Plain
 from megatron_ep.config import Config, Topology
-from megatron_ep.errors import EPError
 
 
 @dataclass(frozen=True)
@@ -75,22 +74,25 @@ def machines(members: Sequence[Member]) -> list[str]:
 
 def agreed_topology(members: Sequence[Member], config: Config) -> Topology:
     """How the ranks lie on nodes. Raises, on all ranks alike, ValueError where they differ in what must be equal or are
-    not those of the topology, EPError where the host backend would need a network."""
+    not those of the topology, or where a node of host ranks would lie on several machines."""
     first, places = members[0].shared(), machines(members)
     for rank, member in enumerate(members):
         for name, value in member.shared().items():
             if value != first[name]:
                 raise ValueError(f"{name} is {first[name]!r} on rank 0 and {value!r} on rank {rank}, must be equal")
-        if member.device == "cpu" and places[rank] != places[0]:
-            raise EPError(
-                f"rank 0 runs on {places[0]} and rank {rank} on {places[rank]}: "
-                "the host backend connects the processes of one machine only"
-            )
     topology = members[0].topology
     if topology is None:
         nvlink = [member.domain or place for member, place in zip(members, places, strict=True)]
         topology = nodes.topology_of(nvlink, members[0].ranks_per_node)
     if topology.world_size != len(members):
         raise ValueError(f"topology is {topology}, must have the {len(members)} ranks of the group")
+    if members[0].device == "cpu":
+        for rank in range(0, len(members), topology.ranks_per_node):
+            node = places[rank : rank + topology.ranks_per_node]
+            if len(set(node)) > 1:
+                raise ValueError(
+                    f"topology is {topology}, but ranks {rank} to {rank + len(node) - 1} run on "
+                    f"{' and '.join(dict.fromkeys(node))}: a node must be on one machine"
+                )
     config.check_ranks(topology)
     return topology

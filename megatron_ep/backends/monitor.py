@@ -21,7 +21,7 @@ from megatron_ep.diagnosis import blame
 INTERVAL_S = 0.2
 END_S = 2.0  # that the thread is waited for when it is stopped: it may be talking to a GPU that does not answer
 # What all ranks are told of, by its outcome: not that this one met a rank which others have masked.
-EVERYBODYS = {"timeout", "failed", "interrupted", "bad_input", "mismatch", "no_layout", "overflow"}
+EVERYBODYS = {"timeout", "failed", "interrupted", "bad_input", "mismatch", "no_layout", "overflow", "lost"}
 
 log = logging.getLogger(__name__)
 

@@ -75,6 +75,7 @@ class RankGroup:
     number: int  # of this buffer in this process, for operators, which take no objects
     heap: _C.Heap
     resets: int = 0  # since it was made
+    spans_machines = False  # whether some ranks are reached over the host's network
     takes_lists = False  # calls take and return lists with one tensor per rank, not tensors
     _backend: Backend | None = None
     _monitor: Monitor | None = None
@@ -187,6 +188,13 @@ class RankGroup:
             self._is_seen = False
 
     # ---- launches
+
+    def open_on_network(self, tolerates_loss: bool) -> None:
+        """After a part of this buffer was opened on the host's network, if there is one: nobody sends to it before all
+        have. Collective.
+
+        tolerates_loss: whether a connection that breaks ends no waits from now on: the part masks who is gone.
+        """
 
     def check_usable(self) -> None:
         """Raises ValueError if closed, EPAbortError if a launch failed since the last reset, on whatever rank,
@@ -312,6 +320,7 @@ class RankGroup:
         return {
             "bad_input": f"rank {rank} refused its arguments{why}",
             "failed": f"rank {rank} failed for a reason of its own{why}",
+            "lost": f"the connection to rank {rank} broke{why}",
             "interrupted": f"rank {rank} was interrupted",
             "mismatch": f"rank {rank} met a row that was not meant for its call: "
             f"{disagreement.what_ranks_sent(rank, standings, self.topology.world_size)}",

@@ -17,18 +17,22 @@ from megatron_ep.backends.processes import has_ended, machine, process_fate
 RANK = """
 import os, socket, sys
 from datetime import timedelta
+import torch
 import torch.distributed as dist
 import megatron_ep as ep
 from megatron_ep.backends.meeting import Meeting
+from megatron_ep.backends.members import introduce, machines
 
 path, rank = sys.argv[1], int(sys.argv[2])
 meeting = Meeting.over(dist.FileStore(path, 2), rank, 2, timedelta(seconds=60))
-try:
-    buffer = ep.Buffer.over(meeting, ep.Config(num_experts=2, timeout=20), None, "cpu")
-    print(socket.gethostname(), "one machine", buffer._fate_of(1 - rank))
-    meeting.barrier()
-except ep.EPError as error:
-    print(socket.gethostname(), error)
+config = ep.Config(num_experts=2, timeout=20)
+_, members = meeting.exchange(lambda: (None, introduce(config, None, torch.device("cpu"))))
+if len(set(machines(members))) == 1:
+    buffer = ep.Buffer.over(meeting, config, None, "cpu")
+    print(socket.gethostname(), "one machine", buffer._fate_of(1 - rank), buffer.fabric)
+else:
+    print(*machines(members), sep=" and ")
+meeting.barrier()
 """
 
 
@@ -64,22 +68,22 @@ def unshare(*kinds: str) -> list[str]:
 def test_two_machines_of_one_name(tmp_path: Path, kinds: tuple[str, ...]) -> None:
     said = run_two(tmp_path, *unshare(*kinds))
     for text in said:
-        assert text.startswith(f"{socket.gethostname()} rank 0 runs on {socket.gethostname()}, boot "), text
-        assert "the host backend connects the processes of one machine only" in text
+        first, second = text.strip().split(" and ")
+        assert first != second and first.startswith(f"{socket.gethostname()}, boot "), text
     assert said[0] == said[1]
 
 
 def test_what_leaves_memory_shared_is_one_machine(tmp_path: Path) -> None:
-    assert run_two(tmp_path, *unshare("net")) == [f"{socket.gethostname()} one machine None\n"] * 2
+    assert run_two(tmp_path, *unshare("net")) == [f"{socket.gethostname()} one machine None shared memory\n"] * 2
 
 
 def test_a_machine_is_named_by_more_than_its_name_where_two_have_it() -> None:
     def on(host: str, machine: str) -> Member:
-        return Member(host, machine, None, 1, "cpu", {}, None, None, None, None, None)
+        return Member(host, machine, None, 1, "cpu", {}, ep.Topology(2, 2), None, None, None, None)
 
     ranks = [on("a", "a, boot 1"), on("a", "a, boot 1"), on("b", "b, boot 2"), on("b", "b, boot 3")]
     assert members.machines(ranks) == ["a", "a", "b, boot 2", "b, boot 3"]
-    with pytest.raises(ep.EPError, match="rank 0 runs on a and rank 2 on b, boot 2"):
+    with pytest.raises(ValueError, match="ranks 2 to 3 run on b, boot 2 and b, boot 3: a node must be on one machine"):
         members.agreed_topology(ranks, ep.Config(num_experts=4))
 
 

@@ -40,7 +40,7 @@ def near(rank: int) -> range:
 
 @contextlib.contextmanager
 def machines(rank: int):
-    """A buffer that is made here has two machines."""
+    """A buffer that is made here has two machines, and between them no network that would tell of failures."""
     open_segment, standings = _C.Segment.open, OfGroup.standings
     pids: list[int] = [0] * W
     dist.all_gather_object(pids, os.getpid())
@@ -57,6 +57,7 @@ def machines(rank: int):
     with (
         mock.patch("socket.gethostname", lambda: f"machine {rank // 2}"),
         mock.patch("megatron_ep.buffer.agreed_topology", lambda members, config: ep.Topology(2, 2)),
+        mock.patch("megatron_ep.buffer.machines", lambda members: ["one"] * W),
         mock.patch.object(_C, "Segment", Segment),
     ):
         yield

@@ -14,6 +14,8 @@ from late import late
 import megatron_ep as ep
 from megatron_ep import float8
 
+pytestmark = pytest.mark.usefixtures("no_other_buffers")
+
 E, T, H, K = 4, 6, 256, 2
 # With these rings every row takes a signal of its own, and so does its credit.
 CONFIG = ep.Config(num_experts=E, nvl_ring_bytes=2 << 10, rdma_ring_bytes=2 << 10)

@@ -89,6 +89,7 @@ def test_one_agreement_a_step_and_none_for_its_checkpoint(four_ranks):
     assert four_ranks.run(_count_agreements) == [[1, 1, 2, 2]] * 4
 
 
+@pytest.mark.usefixtures("no_other_buffers")
 def test_a_process_alone_asks_itself():
     with ep.LocalCluster(1, 2, ep.Config(num_experts=4)) as cluster:
         agreement.agree("a test's end")

@@ -24,7 +24,7 @@ from megatron_ep.megatron.equivalence import compare_layers, join_layout, make_c
 from megatron_ep.megatron.layer import ep_layer_spec
 from megatron_ep.megatron.router import fused_router
 
-pytestmark = pytest.mark.numerical
+pytestmark = [pytest.mark.numerical, pytest.mark.usefixtures("no_other_buffers")]
 
 W = 4
 FACTOR = "moe_expert_rank_capacity_factor"

@@ -1,0 +1,292 @@
+"""The host's network: ranks on different machines, connected by TCP, a connection a pair.
+
+Each rank listens on one address, on a port that the system picks, as long as the others connect. What it takes from a
+stranger is 40 bytes, for five seconds, and not from many at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import ipaddress
+import os
+import secrets
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_ep import _C
+from megatron_ep.backends.meeting import Meeting
+from megatron_ep.errors import EPError
+
+VARIABLE = "MEGATRON_EP_ADDRESS"
+TOKEN_BYTES = 16
+HELLO = struct.Struct(f"!8sII{TOKEN_BYTES}s8x")  # magic, version, rank, token
+MAGIC, VERSION = b"MEGATREP", 1
+HELLO_S = 5.0  # that a stranger may take to say who it is
+MOST_STRANGERS = 64  # who have not said yet
+RETRY_S = 0.2
+# After so long without an acknowledgement of the other machine a connection is lost. Ranks send something five times a
+# second.
+UNACKNOWLEDGED_S = 10.0
+LEAVE_S = 2.0  # that what was sent may take to leave when a buffer is closed
+
+
+@dataclass(frozen=True)
+class Listening:
+    """Where a rank listens, and what each other rank shall say there, and be told in return, by rank."""
+
+    host: str
+    port: int
+    tokens: list[bytes]
+    answers: list[bytes]
+
+
+class Network:
+    """The connections of one rank.
+
+    rank: this one.
+    machines: of each rank, by which those of this machine are told from the others.
+    segments: of each rank its heap, or for those on other machines memory of `_C.SoftwareNic.mirror_bytes`.
+    """
+
+    def __init__(self, rank: int, machines: Sequence[str], segments: Sequence[_C.Segment]):
+        self._rank = rank
+        self._machines = list(machines)
+        self.nic = _C.SoftwareNic(rank=rank, segments=list(segments))
+
+    def connect(self, meeting: Meeting) -> None:
+        """Collective. Raises EPError, on all ranks, when two of them cannot be connected."""
+        others = [rank for rank, machine in enumerate(self._machines) if machine != self._machines[self._rank]]
+        with contextlib.ExitStack() as stack:
+
+            def listen() -> tuple[socket.socket, Listening]:
+                listener = stack.enter_context(_listener())
+                host, port = listener.getsockname()[:2]
+                new = [[secrets.token_bytes(TOKEN_BYTES) for _ in self._machines] for _ in range(2)]
+                return listener, Listening(host, port, *new)
+
+            listener, told = meeting.exchange(listen)
+
+            def join() -> list[int]:
+                limit = meeting.timeout.total_seconds()
+                connections = _connect_all(self._rank, others, told, listener, self._machines, limit)
+                return [connections[rank].detach() if rank in connections else -1 for rank in range(len(told))]
+
+            sockets = meeting.agree(join, seconds=meeting.timeout.total_seconds())
+        self.nic.start(sockets)
+        meeting.barrier()  # nobody's connection ends before all have begun
+
+    def disconnect(self) -> None:
+        """At once: what was sent may be lost."""
+        self.nic.stop(0.0)
+
+    def close(self) -> None:
+        """Once what was sent has left, within a bound."""
+        self.nic.stop(LEAVE_S)
+
+
+def _listener() -> socket.socket:
+    """Raises ValueError for an address in the environment that is none of this machine."""
+    address = _own_address()
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.bind((address, 0))
+        listener.listen(MOST_STRANGERS)
+    except OSError as error:
+        listener.close()
+        raise ValueError(
+            f"environment variable {VARIABLE} is {address!r}, must be an address of this machine: {error}"
+        ) from None
+    listener.setblocking(False)
+    return listener
+
+
+def _own_address() -> str:
+    """The address of this machine that the others reach: as the variable says, or that from which this machine reaches
+    the store."""
+    wanted = os.environ.get(VARIABLE)
+    if wanted:
+        try:
+            return str(ipaddress.ip_address(wanted))
+        except ValueError:
+            raise ValueError(f"environment variable {VARIABLE} is {wanted!r}, must be an IP address") from None
+    store = os.environ.get("MASTER_ADDR") or socket.gethostname()
+    try:
+        family, _, _, _, target = socket.getaddrinfo(store, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"
+
+
+class _Joining:
+    """The connections of a rank while they come to be: it calls the lower ranks, and the higher ones call it."""
+
+    def __init__(self, rank: int, told: Sequence[Listening], machines: Sequence[str]):
+        self.rank, self.told, self.machines = rank, told, machines
+        self.made: dict[int, socket.socket] = {}
+        self.selector = selectors.DefaultSelector()
+        self.strangers: dict[socket.socket, tuple[float, bytes]] = {}  # until when, and what they have said
+        self.calls: dict[int, tuple[socket.socket, bytes]] = {}  # whom this rank has called, and their answer so far
+        self.retry_at: dict[int, float] = {}
+        self.why: dict[int, str] = {}
+
+    def call(self, other: int) -> None:
+        there = self.told[other]
+        connection = socket.socket(socket.AF_INET6 if ":" in there.host else socket.AF_INET, socket.SOCK_STREAM)
+        connection.setblocking(False)
+        error = connection.connect_ex((there.host, there.port))
+        self.calls[other] = (connection, b"")
+        self.selector.register(connection, selectors.EVENT_WRITE, other)
+        if error not in (0, 115):  # EINPROGRESS
+            self.call_failed(other, os.strerror(error))
+
+    def call_failed(self, other: int, why: str) -> None:
+        connection, _ = self.calls.pop(other)
+        self.selector.unregister(connection)
+        connection.close()
+        self.why[other] = why
+        self.retry_at[other] = time.monotonic() + RETRY_S
+
+    def say_hello(self, other: int) -> None:
+        connection, _ = self.calls[other]
+        error = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            return self.call_failed(other, os.strerror(error))
+        try:
+            connection.send(HELLO.pack(MAGIC, VERSION, self.rank, self.told[other].tokens[self.rank]))
+        except OSError as failure:
+            return self.call_failed(other, str(failure))
+        self.selector.modify(connection, selectors.EVENT_READ, other)
+
+    def hear_answer(self, other: int) -> None:
+        connection, heard = self.calls[other]
+        try:
+            part = connection.recv(TOKEN_BYTES - len(heard))
+        except OSError as failure:
+            return self.call_failed(other, str(failure))
+        if not part:
+            return self.call_failed(other, "it closed the connection")
+        heard += part
+        self.calls[other] = (connection, heard)
+        if len(heard) == TOKEN_BYTES:
+            if not hmac.compare_digest(heard, self.told[other].answers[self.rank]):
+                return self.call_failed(other, "somebody else answered")
+            self.selector.unregister(connection)
+            del self.calls[other]
+            self.made[other] = connection
+
+    def welcome(self, listener: socket.socket) -> None:
+        try:
+            stranger, _ = listener.accept()
+        except OSError:
+            return
+        if len(self.strangers) >= MOST_STRANGERS:
+            stranger.close()
+            return
+        stranger.setblocking(False)
+        self.strangers[stranger] = (time.monotonic() + HELLO_S, b"")
+        self.selector.register(stranger, selectors.EVENT_READ)
+
+    def listen_to(self, stranger: socket.socket, expected: set[int]) -> None:
+        until, heard = self.strangers[stranger]
+        try:
+            part = stranger.recv(HELLO.size - len(heard))
+        except OSError:
+            part = b""
+        heard += part
+        if not part:
+            return self.turn_away(stranger)
+        self.strangers[stranger] = (until, heard)
+        if len(heard) < HELLO.size:
+            return
+        magic, version, rank, token = HELLO.unpack(heard)
+        own = self.told[self.rank]
+        is_known = magic == MAGIC and version == VERSION and rank in expected and rank not in self.made
+        if not is_known or not hmac.compare_digest(token, own.tokens[rank]):
+            return self.turn_away(stranger)
+        try:
+            stranger.send(own.answers[rank])
+        except OSError:
+            return self.turn_away(stranger)
+        self.selector.unregister(stranger)
+        del self.strangers[stranger]
+        self.made[rank] = stranger
+
+    def turn_away(self, stranger: socket.socket) -> None:
+        self.selector.unregister(stranger)
+        del self.strangers[stranger]
+        stranger.close()
+
+    def close(self) -> None:
+        self.selector.close()
+        for connection in [*self.strangers, *(connection for connection, _ in self.calls.values())]:
+            connection.close()
+
+
+def _connect_all(
+    rank: int,
+    others: Sequence[int],
+    told: Sequence[Listening],
+    listener: socket.socket,
+    machines: Sequence[str],
+    limit: float,
+) -> dict[int, socket.socket]:
+    """A connection to each of the others. Raises EPError that names those who could not be reached in time."""
+    joining = _Joining(rank, told, machines)
+    callers = {other for other in others if other > rank}
+    joining.selector.register(listener, selectors.EVENT_READ)
+    for other in others:
+        if other < rank:
+            joining.call(other)
+    deadline = time.monotonic() + limit
+    try:
+        while len(joining.made) < len(others):
+            now = time.monotonic()
+            if now > deadline:
+                raise EPError(_unreached(joining, others, limit))
+            for key, events in joining.selector.select(min(RETRY_S, deadline - now)):
+                if key.fileobj is listener:
+                    joining.welcome(listener)
+                elif key.data is None:
+                    assert isinstance(key.fileobj, socket.socket)
+                    joining.listen_to(key.fileobj, callers)
+                elif events & selectors.EVENT_WRITE:
+                    joining.say_hello(key.data)
+                else:
+                    joining.hear_answer(key.data)
+            now = time.monotonic()
+            for stranger in [stranger for stranger, (until, _) in joining.strangers.items() if now > until]:
+                joining.turn_away(stranger)
+            for other in [other for other, at in joining.retry_at.items() if now > at]:
+                del joining.retry_at[other]
+                joining.call(other)
+    except BaseException:
+        for connection in joining.made.values():
+            connection.close()
+        raise
+    finally:
+        joining.close()
+    for connection in joining.made.values():
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNACKNOWLEDGED_S * 1000))
+    return joining.made
+
+
+def _unreached(joining: _Joining, others: Sequence[int], limit: float) -> str:
+    missing = [other for other in others if other not in joining.made]
+    other = missing[0]
+    there = joining.told[other]
+    place = f"rank {other} ({joining.machines[other]}, {there.host} port {there.port})"
+    more = f", nor {len(missing) - 1} others" if len(missing) > 1 else ""
+    if other < joining.rank:
+        why = joining.why.get(other, "no answer")
+        text = f"rank {joining.rank} did not reach {place} within {limit:g} s: {why}{more}"
+    else:
+        text = f"{place} did not reach rank {joining.rank} within {limit:g} s{more}"
+    return f"{text}; if that is the wrong network, {VARIABLE} says on which address a rank listens"

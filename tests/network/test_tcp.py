@@ -1,0 +1,239 @@
+"""Host ranks of several machines over TCP: the same bits as on one machine, and what becomes of strangers, of a machine
+that cannot be reached and of a rank that goes away. The machines are this one, under several names."""
+
+import os
+import socket
+import threading
+import time
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatron_ep as ep
+from megatron_ep.backends import processes, tcp
+from megatron_ep.bench.local_ranks import LocalRanks
+from megatron_ep.errors import EPError
+
+W = 4
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with LocalRanks(W, 120) as ranks:
+        yield ranks
+
+
+@contextmanager
+def machines_of(size: int):
+    """So many ranks a machine."""
+    with mock.patch.object(processes, "machine", lambda: f"machine {dist.get_rank() // size}"):
+        yield
+
+
+def inputs(hidden: int, dtype: torch.dtype, tokens=(37, 0, 1, 130)):
+    generator = torch.Generator().manual_seed(hidden)
+    x = [torch.randn(t, hidden, generator=generator).to(dtype) for t in tokens]
+    ids = [torch.rand(t, 16, generator=generator).topk(3, dim=1).indices for t in tokens]
+    weights = [torch.rand(t, 3, generator=generator, dtype=torch.float64) for t in tokens]
+    wide = dtype == torch.float64
+    return x, ids, weights if wide else [w.float() for w in weights]
+
+
+def layer(buffer, x, ids, weights):
+    """Dispatch, something nonlinear, combine, and both backward passes."""
+    lists = isinstance(x, list)
+    leaves = [t.clone().requires_grad_() for t in (x if lists else [x])]
+    scales = [t.clone().requires_grad_() for t in (weights if lists else [weights])]
+    one = (lambda items: items) if lists else (lambda items: items[0])
+    rows = ep.dispatch(one(leaves), ids, one(scales), buffer=buffer)
+    out = [r.tanh() for r in rows.x] if lists else rows.x.tanh()
+    y = ep.combine(out, rows.handle, weights=rows.probs)
+    sum(part.double().square().sum() for part in (y if lists else [y])).backward()
+    return [*(y if lists else [y])], [t.grad for t in leaves], [t.grad for t in scales]
+
+
+def run_layers(per_machine: int, per_node: int) -> None:
+    rank = dist.get_rank()
+    topology = ep.Topology(W // per_node, per_node)
+    with machines_of(per_machine):
+        buffer = ep.Buffer(None, ep.Config(num_experts=16, timeout=20), topology)
+        assert buffer.fabric == "tcp" and buffer.spans_machines
+        for hidden, dtype in ((33, torch.float32), (7, torch.float64), (512, torch.bfloat16), (7168, torch.float16)):
+            x, ids, weights = inputs(hidden, dtype)
+            config = ep.Config(num_experts=16)
+            with ep.LocalCluster(topology.nodes, per_node, config) as cluster:
+                expected = [parts[rank] for parts in layer(cluster, x, ids, weights)]
+            for _ in range(2):
+                found = layer(buffer, x[rank], ids[rank], weights[rank])
+                assert all(torch.equal(mine[0], theirs) for mine, theirs in zip(found, expected, strict=True))
+            buffer.reset()
+        buffer.close()
+
+
+@pytest.mark.parametrize(("per_machine", "per_node"), [(1, 1), (2, 2), (2, 1)])
+def test_the_bits_of_one_machine(ranks, per_machine, per_node):
+    ranks.run(run_layers, per_machine, per_node)
+
+
+def run_low_latency(per_machine: int) -> None:
+    rank = dist.get_rank()
+    x, ids, weights = inputs(64, torch.bfloat16, (8, 0, 3, 8))
+    sizes = dict(max_tokens=8, hidden=64, topk=3, dtype=torch.bfloat16)
+    topology, config = ep.Topology(W // per_machine, per_machine), ep.Config(num_experts=16, timeout=20)
+
+    def call(low_latency, x, ids, weights):
+        received = low_latency.dispatch(x, ids)
+        return low_latency.combine(received.x, received.handle, weights)
+
+    with ep.LocalCluster(topology.nodes, per_machine, config) as cluster:
+        expected = call(ep.LowLatency(cluster, **sizes), x, ids, weights)[rank]
+    with machines_of(per_machine), ep.Buffer(None, config, topology) as buffer:
+        for _ in range(2):  # the second part is made while the network runs, after the first has gone
+            low_latency = ep.LowLatency(buffer, **sizes)
+            for _ in range(5):
+                assert torch.equal(call(low_latency, x[rank], ids[rank], weights[rank]), expected)
+            del low_latency
+            dist.barrier()
+
+
+@pytest.mark.parametrize("per_machine", [1, 2])
+def test_the_low_latency_mode(ranks, per_machine):
+    ranks.run(run_low_latency, per_machine)
+
+
+def run_node_on_two_machines() -> None:
+    with machines_of(2), pytest.raises(ValueError, match=r"topology is .*ranks 0 to 3 run on .*must be on one machine"):
+        ep.Buffer(None, ep.Config(num_experts=16), ep.Topology(1, 4))
+
+
+def test_a_node_on_two_machines_is_refused_on_all_ranks(ranks):
+    ranks.run(run_node_on_two_machines)
+
+
+# ---- what goes wrong
+
+
+def run_with_one_that_goes(how: str) -> str:
+    rank = dist.get_rank()
+    with machines_of(2):
+        buffer = ep.Buffer(None, ep.Config(num_experts=16, timeout=3), ep.Topology(2, 2))
+        x, ids = torch.ones(8, 16), torch.arange(16).view(8, 2)
+        ep.dispatch(x, ids, buffer=buffer)
+        dist.barrier()
+        if rank == W - 1:
+            if how == "refuses":
+                with pytest.raises(ValueError):
+                    ep.dispatch(x, ids + 100, buffer=buffer)
+            elif how == "aborts":
+                buffer.abort("enough")
+        start = time.monotonic()
+        with pytest.raises(EPError) as caught:
+            ep.dispatch(x, ids, buffer=buffer)
+        assert time.monotonic() - start < 2
+        buffer.reset()
+        again = ep.dispatch(x, ids, buffer=buffer)
+        assert torch.equal(again.x, torch.ones(again.x.shape))
+        buffer.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("how", "told"), [("refuses", "rank 3 refused its arguments"), ("aborts", "rank 3 was told")])
+def test_a_failure_is_heard_on_every_machine(ranks, how, told):
+    for text in ranks.run(run_with_one_that_goes, how):
+        assert text.startswith(told)
+
+
+def run_late() -> str:
+    """The last rank comes when the others have given up."""
+    with machines_of(1):
+        buffer = ep.Buffer(None, ep.Config(num_experts=16, timeout=2), ep.Topology(W, 1))
+        x, ids = torch.ones(8, 16), torch.arange(16).view(8, 2)
+        ep.dispatch(x, ids, buffer=buffer)
+        if dist.get_rank() == W - 1:
+            time.sleep(4)
+        with pytest.raises(EPError) as caught:
+            ep.dispatch(x, ids, buffer=buffer)
+        buffer.reset()
+        ep.dispatch(x, ids, buffer=buffer)
+        buffer.close()
+    return str(caught.value)
+
+
+def test_who_does_not_come_is_named_on_every_machine(ranks):
+    for text in ranks.run(run_late):
+        assert "rank 3 has not entered notify 2 (it finished 1)" in text
+
+
+# ---- who may connect
+
+
+def listening(count: int = 2) -> tuple[list[socket.socket], list[tcp.Listening]]:
+    listeners = [tcp._listener() for _ in range(count)]
+    told = [
+        tcp.Listening(*listener.getsockname()[:2], [os.urandom(16) for _ in range(count)], [os.urandom(16)] * count)
+        for listener in listeners
+    ]
+    return listeners, told
+
+
+def join(rank: int, listeners, told, limit: float, made: dict) -> None:
+    try:
+        others = [other for other in range(len(told)) if other != rank]
+        made[rank] = tcp._connect_all(rank, others, told, listeners[rank], ["a", "b"], limit)
+    except EPError as error:
+        made[rank] = error
+
+
+@pytest.fixture(autouse=True)
+def own_address(monkeypatch):
+    monkeypatch.setenv(tcp.VARIABLE, "127.0.0.1")
+
+
+def test_strangers_are_turned_away_and_keep_nobody_out():
+    listeners, told = listening()
+    address = (told[0].host, told[0].port)
+    strangers = [socket.create_connection(address) for _ in range(40)]
+    for number, stranger in enumerate(strangers):
+        if number % 4 == 0:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
+        elif number % 4 == 1:  # the right rank, a wrong token
+            stranger.sendall(tcp.HELLO.pack(tcp.MAGIC, tcp.VERSION, 1, bytes(16)))
+        elif number % 4 == 2:  # another version
+            stranger.sendall(tcp.HELLO.pack(tcp.MAGIC, 99, 1, told[0].tokens[1]))
+        # and ten who say nothing
+    made: dict = {}
+    threads = [threading.Thread(target=join, args=(rank, listeners, told, 20.0, made)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    first, second = made[0][1], made[1][0]
+    for connection in (first, second):
+        connection.setblocking(True)
+    first.sendall(b"hello")
+    assert second.recv(5) == b"hello"
+    for connection in (*strangers, first, second, *listeners):
+        connection.close()
+
+
+def test_a_machine_that_cannot_be_reached_is_named_in_time():
+    listeners, told = listening()
+    listeners[0].close()  # nobody listens there any more
+    start, made = time.monotonic(), {}
+    join(1, listeners, told, 1.0, made)
+    assert time.monotonic() - start < 3
+    assert f"rank 1 did not reach rank 0 (a, 127.0.0.1 port {told[0].port}) within 1 s: Connection refused" in str(
+        made[1]
+    )
+    assert tcp.VARIABLE in str(made[1])
+    listeners[1].close()
+
+
+@pytest.mark.parametrize("value", ["nowhere", "192.0.2.1"])
+def test_an_address_that_is_none_of_this_machine(value, monkeypatch):
+    monkeypatch.setenv(tcp.VARIABLE, value)
+    with pytest.raises(ValueError, match=rf"environment variable {tcp.VARIABLE} is '{value}', must be an"):
+        tcp._listener()
