@@ -70,8 +70,8 @@ class MaskedRanks:
         Raises ValueError with on_dead_rank="raise", for ranks that did not come back or do not live in other processes,
         where a call is under way, for a buffer with another LowLatency, and for a LocalCluster; EPError where a rank's
         former process lives, and when one does not come within a minute or Config.timeout: then this rank can go on
-        without them as before. EPError, too, when a GPU's driver maps the memory elsewhere, and over NVSHMEM and NCCL:
-        then only a new buffer helps.
+        without them as before. EPError, too, when a GPU's driver maps the memory elsewhere, and over NVSHMEM, NCCL
+        and TCP: then only a new buffer helps.
         """
         self._check_policy()
         returned = [ranks] if isinstance(ranks, int) else list(ranks)
@@ -80,7 +80,7 @@ class MaskedRanks:
             require_int("ranks", rank, 0, buffer.topology.world_size - 1)
         if not isinstance(buffer, Buffer):
             raise ValueError("the ranks of a LocalCluster are in one process: its reset() brings back all masked ranks")
-        if not self._calls.ranks.memories:
+        if not self._calls.ranks.memories or buffer.spans_machines:
             raise EPError(
                 "readmit maps the memory of processes anew, which this buffer's fabric, "
                 f"{buffer.fabric}, does not: make a new buffer"

@@ -104,6 +104,19 @@ def test_the_low_latency_mode(ranks, per_machine):
     ranks.run(run_low_latency, per_machine)
 
 
+def run_readmit() -> None:
+    with machines_of(1), ep.Buffer(None, ep.Config(num_experts=16, timeout=20), ep.Topology(W, 1)) as buffer:
+        masking = dict(on_dead_rank="mask", mask_timeout=5.0)
+        low_latency = ep.LowLatency(buffer, max_tokens=8, hidden=64, topk=3, dtype=torch.bfloat16, **masking)
+        with pytest.raises(EPError, match="which this buffer's fabric, tcp, does not: make a new buffer"):
+            low_latency.readmit(1, dist.HashStore())
+        dist.barrier()
+
+
+def test_a_rank_of_another_machine_cannot_come_back(ranks):
+    ranks.run(run_readmit)
+
+
 def run_node_on_two_machines() -> None:
     with machines_of(2), pytest.raises(ValueError, match=r"topology is .*ranks 0 to 3 run on .*must be on one machine"):
         ep.Buffer(None, ep.Config(num_experts=16), ep.Topology(1, 4))
