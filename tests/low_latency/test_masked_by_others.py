@@ -65,7 +65,8 @@ def test_a_late_rank_ends_alone(nodes, ranks_per_node, caplog):
     said = warnings_of(caplog)
     for rank in {*range(world)} - {1}:
         of_rank = [text for text in said if text.startswith(f"rank {rank} has masked rank 1 and goes on without it")]
-        assert len(of_rank) == 1 and "it waited 0.2" in of_rank[0], said
+        assert len(of_rank) == 1, said
+        assert 0.2 <= float(of_rank[0].partition("it waited ")[2].split()[0]) < 2, "seconds"
         assert of_rank[0].endswith("s for the experts that a rank's tokens chose"), said
     assert len(said) == world - 1, said
     with pytest.raises(ep.EPMaskedError):

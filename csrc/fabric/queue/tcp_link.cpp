@@ -42,7 +42,8 @@ void TcpLink::add_copy(Frame frame, std::string bytes) {
 
 bool TcpLink::is_acknowledged() const {
     int bytes = 0;
-    return !end_.empty() || ioctl(descriptor_, SIOCOUTQ, &bytes) != 0 || bytes == 0;
+    return !end_.empty() || !broken_.empty() || ioctl(descriptor_, SIOCOUTQ, &bytes) != 0 ||
+           bytes == 0;
 }
 
 bool TcpLink::send() {
@@ -65,7 +66,7 @@ bool TcpLink::send() {
     message.msg_iovlen = count;
     const ssize_t sent = sendmsg(descriptor_, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (sent < 0) {
-        if (errno != EAGAIN && errno != EINTR) fail(std::strerror(errno));
+        if (errno != EAGAIN && errno != EINTR) broken_ = std::strerror(errno);
         return false;
     }
     size_t left = static_cast<size_t>(sent);
@@ -102,7 +103,10 @@ bool TcpLink::receive(const Place& place, const Done& done) {
         got = recv(descriptor_, buffer_.data() + filled_, buffer_.size() - filled_, MSG_DONTWAIT);
     }
     if (got < 0) {
-        if (errno != EAGAIN && errno != EINTR) fail(std::strerror(errno));
+        if (errno != EAGAIN && errno != EINTR)
+            fail(std::strerror(errno));
+        else if (!broken_.empty())
+            fail(broken_);
         return false;
     }
     if (got == 0) {

@@ -51,7 +51,7 @@ class TcpLink {
     // The bytes are read when they leave; `sent` is called then.
     void add(const Frame& frame, const char* bytes, std::function<void()> sent = {});
     void add_copy(Frame frame, std::string bytes);
-    bool has_to_send() const { return !waiting_.empty() && end_.empty(); }
+    bool has_to_send() const { return !waiting_.empty() && end_.empty() && broken_.empty(); }
     // Whether the other machine has all that was sent, or will never have it. A connection that is
     // closed before may take back what is under way.
     bool is_acknowledged() const;
@@ -87,6 +87,8 @@ class TcpLink {
 
     int descriptor_;
     std::string end_;
+    std::string
+        broken_;  // why nothing can be sent; what the other side has said may still be there
     std::deque<Outgoing> waiting_;
     size_t waiting_bytes_ = 0;
 
