@@ -220,7 +220,6 @@ void bind_group(py::module_& m) {
             "Once what was sent has left, or so many seconds later.")
         .def("tolerate_loss", &SoftwareNic::tolerate_loss,
              "From now on a connection that breaks ends nobody's waits.")
-        .def("lost", &SoftwareNic::lost, py::arg("rank"))
         .def_property_readonly_static("mirror_bytes",
                                       [](py::object) { return sizeof(ControlBlock); });
 

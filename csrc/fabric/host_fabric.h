@@ -98,14 +98,15 @@ class HostFabric {
         return heaps_[topology_.rank(node, topology_.local_of(rank_))];
     }
 
+    Topology topology_;
+    int rank_;
+
   private:
     // Apart from those along the rail.
     SimulatedNetwork::Connection connection_to(int rank, int channel) const {
         return {rank_, topology_.nodes + rank, channel};
     }
 
-    Topology topology_;
-    int rank_;
     std::vector<char*> heaps_;
     SimulatedNetwork* network_;
 };

@@ -117,7 +117,7 @@ void check_garbage() {
                     ControlBlock::rank_of(rank.controls[0].abort) == 1,
                 "somebody else is to blame");
         rank.nic->stop(std::chrono::seconds(0));
-        require(rank.nic->lost(1) == "it sent what no rank sends", rank.nic->lost(1));
+        require(rank.lost(1) == "it sent what no rank sends", rank.lost(1));
         for (const char byte : rank.heap) require(byte == 0, "garbage was written");
         close(sockets[1]);
     }

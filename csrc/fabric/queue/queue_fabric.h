@@ -17,10 +17,7 @@ class QueueFabric : public HostFabric {
 
     QueueFabric(Topology topology, int rank, std::vector<char*> heaps,
                 std::shared_ptr<SoftwareNic::Port> port)
-        : HostFabric(topology, rank, std::move(heaps)),
-          topology_(topology),
-          rank_(rank),
-          port_(std::move(port)) {}
+        : HostFabric(topology, rank, std::move(heaps)), port_(std::move(port)) {}
 
     template <class W>
     void put(W& warp, int channel, int node, size_t dst, size_t src, size_t bytes) {
@@ -85,14 +82,12 @@ class QueueFabric : public HostFabric {
 
     template <class W>
     bool make_room(W& warp, const SendQueue& queue, int rank) {
-        if (queue.completed() + queue.depth > *queue.posted) return true;
+        if (queue.has_room()) return true;
         queue.ring();  // what waits for its signal must leave, or there is never room
         port_->wake();
         return queue.wait_for_room(warp, rank);
     }
 
-    Topology topology_;
-    int rank_;
     std::shared_ptr<SoftwareNic::Port> port_;
 };
 

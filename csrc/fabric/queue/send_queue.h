@@ -32,6 +32,8 @@ struct SendQueue {
         return *posted - static_cast<uint16_t>(static_cast<uint16_t>(*posted) - 1 - last);
     }
 
+    bool has_room() const { return completed() + depth > *posted; }
+
     // Until there is room for one more entry. False: the wait ended badly, and nothing may be
     // posted.
     template <class W>

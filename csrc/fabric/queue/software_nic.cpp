@@ -55,7 +55,6 @@ SoftwareNic::SoftwareNic(int rank, std::vector<ControlBlock*> controls)
       links_(controls_.size()),
       arriving_(controls_.size()),
       told_(controls_.size()),
-      lost_(controls_.size()),
       waker_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
     if (waker_ < 0) throw std::runtime_error("no event descriptor for the network's thread");
 }
@@ -106,7 +105,6 @@ bool SoftwareNic::forget(const std::shared_ptr<Port>& port, bool at_once) {
 
 void SoftwareNic::start(const std::vector<int>& sockets) {
     for (size_t rank = 0; rank < sockets.size(); ++rank) {
-        lost_[rank].clear();
         told_[rank] = 0;
         links_[rank].reset();
         if (sockets[rank] < 0) continue;
@@ -120,7 +118,7 @@ void SoftwareNic::start(const std::vector<int>& sockets) {
     }
     last_beat_ = news_until_ = {};
     last_abort_ = 0;
-    stopping_ = false;
+    stopping_ = said_goodbye_ = false;
     thread_ = std::jthread([this] { run(); });
 }
 
@@ -134,14 +132,8 @@ void SoftwareNic::stop(std::chrono::duration<double> most) {
     for (auto& link : links_) link.reset();
 }
 
-std::string SoftwareNic::lost(int rank) {
-    const std::lock_guard lock(ports_mutex_);
-    return lost_[rank];
-}
-
 void SoftwareNic::run() {
     Clock::time_point idle_since = Clock::now();
-    bool said_goodbye = false;
     while (true) {
         bool moved = false;
         {
@@ -152,23 +144,7 @@ void SoftwareNic::run() {
             }
             tell_others();
             moved |= move_bytes();
-            if (stopping_ && !moved) {
-                const bool is_late = Clock::now() > stop_at_;
-                bool has_work = this->has_work();
-                for (const auto& link : links_) has_work |= link && link->has_to_send();
-                if (said_goodbye && (!has_work || is_late)) {
-                    bool is_heard = true;
-                    for (const auto& link : links_) is_heard &= !link || link->is_acknowledged();
-                    if (is_heard || Clock::now() > stop_at_ + kFarewell) return;
-                }
-                if (!said_goodbye && (is_late || !has_work)) {
-                    for (const auto& link : links_) {
-                        if (link && link->end().empty()) link->add_copy({Frame::kBye}, {});
-                    }
-                    said_goodbye = true;
-                    continue;
-                }
-            }
+            if (stopping_ && !moved && leave()) return;
         }
         const auto now = Clock::now();
         if (moved) {
@@ -179,6 +155,25 @@ void SoftwareNic::run() {
             sleep(now < news_until_ || stopping_ ? Clock::duration(kNews) : kNews * 2);
         }
     }
+}
+
+// Says goodbye once everything has left, or it is late, and gives the other machines a moment to
+// have it. Returns whether that is over.
+bool SoftwareNic::leave() {
+    const auto now = Clock::now();
+    bool has_left = !has_work(), is_heard = true;
+    for (const auto& link : links_) {
+        if (!link) continue;
+        has_left &= !link->has_to_send();
+        is_heard &= link->is_acknowledged();
+    }
+    if (!has_left && now <= stop_at_) return false;
+    if (said_goodbye_) return is_heard || now > stop_at_ + kFarewell;
+    for (const auto& link : links_) {
+        if (link && link->end().empty()) link->add_copy({Frame::kBye}, {});
+    }
+    said_goodbye_ = true;
+    return false;
 }
 
 bool SoftwareNic::has_work() const {
@@ -208,16 +203,16 @@ bool SoftwareNic::carry_out(Port& port, size_t number) {
         const uint64_t address = entry.remote.address;
         const uint16_t index = entry.index();
         const auto region = static_cast<uint8_t>(uint32_t{entry.remote.key});
+        const auto complete = [&queue, index] { queue.complete(index); };
         moved = true;
         if (entry.opcode() == SendEntry::kFetchAdd) {
             const uint64_t increment = entry.add.atomic.increment;
             ++taken.begun;
             if (link) {
-                link->add({Frame::kAdd, region, 0, 0, address, increment}, nullptr,
-                          [&queue, index] { queue.complete(index); });
+                link->add({Frame::kAdd, region, 0, 0, address, increment}, nullptr, complete);
             } else {
                 add(port.heaps_[rank] + address, increment);
-                queue.complete(index);
+                complete();
             }
             continue;
         }
@@ -226,15 +221,14 @@ bool SoftwareNic::carry_out(Port& port, size_t number) {
         if (!link) {
             std::memcpy(port.heaps_[rank] + address, source, bytes);
             ++taken.begun;
-            queue.complete(index);
+            complete();
             continue;
         }
         const uint64_t piece = std::min<uint64_t>(kPiece, bytes - taken.offset);
         const bool is_last = taken.offset + piece == bytes;
         link->add(
             {Frame::kWrite, region, 0, static_cast<uint32_t>(piece), address + taken.offset, 0},
-            source + taken.offset,
-            is_last ? std::function<void()>([&queue, index] { queue.complete(index); }) : nullptr);
+            source + taken.offset, is_last ? complete : std::function<void()>());
         taken.offset = is_last ? 0 : taken.offset + piece;
         taken.begun += is_last;
         if (!is_last) break;  // other queues' entries pass between the pieces
@@ -261,8 +255,7 @@ char* SoftwareNic::place_of(int rank, const Frame& frame) {
     switch (frame.kind) {
         case Frame::kStatus:
             if (frame.bytes != sizeof(ControlBlock)) return nullptr;
-            arriving_[rank].resize(sizeof(ControlBlock));
-            return arriving_[rank].data();
+            return reinterpret_cast<char*>(&arriving_[rank]);
         case Frame::kAbort:
         case Frame::kBye:
             return frame.bytes ? nullptr : reinterpret_cast<char*>(controls_[rank]);
@@ -288,8 +281,7 @@ void SoftwareNic::take(int rank, const Frame& frame) {
         if (Port* port = ports_[frame.region].get())
             add(port->heaps_[rank_] + frame.address, frame.increment);
     } else if (frame.kind == Frame::kStatus) {
-        ControlBlock said;
-        std::memcpy(&said, arriving_[rank].data(), sizeof said);
+        ControlBlock& said = arriving_[rank];
         said.reason.bytes = std::min<uint64_t>(said.reason.bytes, Reason::kMostBytes);
         copy_status(*controls_[rank], said);
     } else if (frame.kind == Frame::kAbort) {
@@ -330,11 +322,11 @@ void SoftwareNic::tell_others() {
 }
 
 void SoftwareNic::lose(int rank) {
-    lost_[rank] = links_[rank]->end();
+    const std::string& why = links_[rank]->end();
     ControlBlock& mirror = *controls_[rank];
     if (!std::atomic_ref<uint64_t>(mirror.reason.bytes).load()) {
-        const size_t bytes = std::min(lost_[rank].size(), Reason::kMostBytes);
-        std::memcpy(mirror.reason.text, lost_[rank].data(), bytes);
+        const size_t bytes = std::min(why.size(), Reason::kMostBytes);
+        std::memcpy(mirror.reason.text, why.data(), bytes);
         std::atomic_ref<uint64_t>(mirror.reason.bytes).store(bytes, std::memory_order_release);
     }
     if (tolerates_loss_) return;

@@ -51,7 +51,7 @@ class SoftwareNic {
         }
 
         SoftwareNic& nic_;
-        std::vector<char*> heaps_;  // by rank; null where it is not mapped
+        std::vector<char*> heaps_;  // by rank; of those on other machines nobody touches it
         size_t bytes_;
         std::vector<SendEntry> entries_;
         std::vector<Completion> completions_;
@@ -61,8 +61,8 @@ class SoftwareNic {
         std::vector<Taken> taken_;
     };
 
-    // All ranks open the same ports in the same order. heaps: by rank, null where one is not
-    // mapped.
+    // All ranks open the same ports in the same order. heaps: by rank; of those on other machines
+    // nobody touches it.
     std::shared_ptr<Port> open(std::vector<char*> heaps, size_t bytes, int channels);
     // Nothing that still arrives for it is written.
     void close(const std::shared_ptr<Port>& port);
@@ -78,8 +78,6 @@ class SoftwareNic {
     void tell_now();
     // From now on a connection that breaks ends nobody's waits: whoever waits masks who is gone.
     void tolerate_loss() { tolerates_loss_ = true; }
-    // Why a connection broke, by rank of the other end; "" where none did.
-    std::string lost(int rank);
 
   private:
     using Clock = std::chrono::steady_clock;
@@ -90,11 +88,11 @@ class SoftwareNic {
     static constexpr std::chrono::microseconds kSpin{20};
 
     void run();
+    bool leave();
     bool forget(const std::shared_ptr<Port>& port, bool at_once);
     bool carry_out(Port& port, size_t queue);
     bool move_bytes();
     void tell_others();
-    void tell(int rank, uint64_t abort_word);
     void lose(int rank);
     void sleep(Clock::duration most);
     void wake();
@@ -109,9 +107,8 @@ class SoftwareNic {
     std::mutex ports_mutex_;
     std::vector<std::shared_ptr<Port>> ports_;  // by number; null: closed
     std::vector<char> nowhere_;                 // what arrives for ports that are closed
-    std::vector<std::vector<char>> arriving_;   // by rank: a control block
+    std::vector<ControlBlock> arriving_;        // by rank
     std::vector<std::atomic<uint64_t>> told_;   // by rank: the abort word that it was sent
-    std::vector<std::string> lost_;
     Clock::time_point last_beat_;
     uint64_t last_abort_ = 0;
     Clock::time_point news_until_;
@@ -119,6 +116,7 @@ class SoftwareNic {
     std::jthread thread_;
     std::atomic<bool> stopping_ = false, tolerates_loss_ = false;
     Clock::time_point stop_at_;
+    bool said_goodbye_ = false;
     alignas(64) std::atomic<bool> asleep_ = false;
     int waker_;  // an eventfd
 };

@@ -10,7 +10,7 @@ namespace ep {
 
 HostGroup::HostGroup(const Heap& heap, std::vector<int> ranks, std::vector<char*> heaps,
                      Schedule schedule, std::chrono::duration<double> timeout, SoftwareNic* nic)
-    : heap_(heap), ranks_(std::move(ranks)), schedule_(schedule), nic_(nic) {
+    : heap_(heap), ranks_(std::move(ranks)), nic_(nic), schedule_(schedule) {
     if (schedule_.seed) {
         network_ = std::make_unique<SimulatedNetwork>(schedule_.lost_signal);
         seeded_ =
