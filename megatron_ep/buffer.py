@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -149,7 +148,6 @@ class Buffer(RankGroup):
     """
 
     _network: tcp.Network | None = None  # between machines, on the host
-    _leave: Callable[[], object] | None = None  # ends it
 
     def __init__(
         self,
@@ -201,7 +199,6 @@ class Buffer(RankGroup):
             segments = self.shared_segments(self.heap.bytes)
             fabric = fabrics.Choice("shared memory", "host backend")
             if len(set(self._machines)) > 1:
-                self.spans_machines = True
                 self._network = tcp.Network(self.rank, self._machines, segments)
                 fabric = fabrics.Choice("tcp", f"host backend on {len(set(self._machines))} machines")
             self._backend = HostBackend(
@@ -213,12 +210,15 @@ class Buffer(RankGroup):
             )
             if self._network is not None:
                 self._network.connect(self._meeting)
-                self._leave = weakref.finalize(self, self._network.close)  # at exit, too
         self.fabric = fabric.name
         if self.topology.world_size > 1:
             self._monitor = Monitor(self._backend, self.rank, self._neighbours, self._news(), self.describe)
         if self.rank == 0:
             _log_set_up(self, f"{fabric.name} ({fabric.reason})", self.heap, sms)
+
+    @property
+    def spans_machines(self) -> bool:
+        return self._network is not None
 
     def _news(self) -> News | None:
         """Where some ranks' memory is out of reach."""
@@ -307,8 +307,8 @@ class Buffer(RankGroup):
         return rank in self._neighbours and has_ended(self._neighbours[rank])
 
     def _let_go(self) -> None:
-        if self._leave is not None:
-            self._leave()
+        if self._network is not None:
+            self._network.close()
         super()._let_go()
 
     @contextlib.contextmanager

@@ -1,12 +1,13 @@
 """The host's network: ranks on different machines, connected by TCP, a connection a pair.
 
 Each rank listens on one address, on a port that the system picks, as long as the others connect. What it takes from a
-stranger is 40 bytes, for five seconds, and not from many at a time.
+stranger is 32 bytes, for five seconds, and not from many at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import ipaddress
 import os
@@ -15,6 +16,7 @@ import selectors
 import socket
 import struct
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,7 +26,7 @@ from megatron_ep.errors import EPError
 
 VARIABLE = "MEGATRON_EP_ADDRESS"
 TOKEN_BYTES = 16
-HELLO = struct.Struct(f"!8sII{TOKEN_BYTES}s8x")  # magic, version, rank, token
+HELLO = struct.Struct(f"!8sII{TOKEN_BYTES}s")  # magic, version, rank, token
 MAGIC, VERSION = b"MEGATREP", 1
 HELLO_S = 5.0  # that a stranger may take to say who it is
 MOST_STRANGERS = 64  # who have not said yet
@@ -57,6 +59,7 @@ class Network:
         self._rank = rank
         self._machines = list(machines)
         self.nic = _C.SoftwareNic(rank=rank, segments=list(segments))
+        self._leave = weakref.finalize(self, self.nic.stop, LEAVE_S)  # at exit, too
 
     def connect(self, meeting: Meeting) -> None:
         """Collective. Raises EPError, on all ranks, when two of them cannot be connected."""
@@ -71,13 +74,14 @@ class Network:
 
             listener, told = meeting.exchange(listen)
 
-            def join() -> list[int]:
-                limit = meeting.timeout.total_seconds()
-                connections = _connect_all(self._rank, others, told, listener, self._machines, limit)
-                return [connections[rank].detach() if rank in connections else -1 for rank in range(len(told))]
+            limit = meeting.timeout.total_seconds()
 
-            sockets = meeting.agree(join, seconds=meeting.timeout.total_seconds())
-        self.nic.start(sockets)
+            def join() -> dict[int, socket.socket]:
+                made = _connect_all(self._rank, others, told, listener, self._machines, limit)
+                return {rank: stack.enter_context(connection) for rank, connection in made.items()}
+
+            connections = meeting.agree(join, seconds=limit)
+            self.nic.start([connections[rank].detach() if rank in connections else -1 for rank in range(len(told))])
         meeting.barrier()  # nobody's connection ends before all have begun
 
     def disconnect(self) -> None:
@@ -86,7 +90,7 @@ class Network:
 
     def close(self) -> None:
         """Once what was sent has left, within a bound."""
-        self.nic.stop(LEAVE_S)
+        self._leave()
 
 
 def _listener() -> socket.socket:
@@ -144,7 +148,7 @@ class _Joining:
         error = connection.connect_ex((there.host, there.port))
         self.calls[other] = (connection, b"")
         self.selector.register(connection, selectors.EVENT_WRITE, other)
-        if error not in (0, 115):  # EINPROGRESS
+        if error not in (0, errno.EINPROGRESS):
             self.call_failed(other, os.strerror(error))
 
     def call_failed(self, other: int, why: str) -> None:

@@ -75,7 +75,6 @@ class RankGroup:
     number: int  # of this buffer in this process, for operators, which take no objects
     heap: _C.Heap
     resets: int = 0  # since it was made
-    spans_machines = False  # whether some ranks are reached over the host's network
     takes_lists = False  # calls take and return lists with one tensor per rank, not tensors
     _backend: Backend | None = None
     _monitor: Monitor | None = None
@@ -86,6 +85,11 @@ class RankGroup:
     def is_open(self) -> bool:
         """Whether the buffer can be used: until it is closed."""
         return self._backend is not None and not self._is_left
+
+    @property
+    def spans_machines(self) -> bool:
+        """Whether some ranks are reached over the host's network."""
+        return False
 
     @property
     def ring_bytes(self) -> dict[str, int]:

@@ -180,6 +180,35 @@ def test_who_does_not_come_is_named_on_every_machine(ranks):
         assert "rank 3 has not entered notify 2 (it finished 1)" in text
 
 
+def run_one_that_cannot_join() -> None:
+    connect_all = tcp._connect_all
+
+    def join(*arguments):
+        made = connect_all(*arguments)
+        if dist.get_rank() == 0:
+            for connection in made.values():
+                connection.close()
+            raise EPError("a cable was pulled")
+        return made
+
+    def sockets() -> int:
+        links = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if entry.is_symlink()]
+        return sum(link.startswith("socket:") for link in links)
+
+    before = sockets()
+    with (
+        machines_of(1),
+        mock.patch.object(tcp, "_connect_all", join),
+        pytest.raises(EPError, match="a cable was pulled"),
+    ):
+        ep.Buffer(None, ep.Config(num_experts=16, timeout=20), ep.Topology(W, 1))
+    assert sockets() == before
+
+
+def test_a_network_that_is_not_made_keeps_no_connection(ranks):
+    ranks.run(run_one_that_cannot_join)
+
+
 # ---- who may connect
 
 
