@@ -147,7 +147,8 @@ def _explained(failures: Mapping[int, Any], log_dir: Path) -> LaunchError:
         reason = f"killed by {signal.Signals(-failure.exitcode).name}"
     else:
         reason = f"exit code {failure.exitcode}" + (f", {said[-1]}" if said else "")
-    if failure.exitcode == MISTAKE:
+    # A rank that has reported its ValueError may be stopped for another's before it ends with the status of its own.
+    if failure.exitcode == MISTAKE or reason.startswith("ValueError: "):
         return LaunchError(reason.removeprefix("ValueError: "), MISTAKE)
     text = f"rank {rank} failed: {reason}" + (f"\n  its log: {logs[-1]}" if logs else "")
     return LaunchError(text, failure.exitcode)
