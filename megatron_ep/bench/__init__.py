@@ -1,8 +1,17 @@
 """Benchmarks, each beside a baseline measured in the same run: a Megatron layer's exchange on the host (`layer.py`),
-the gate (`router.py`), all ranks on one GPU (`cuda.py`), a rank on each GPU (`gpus.py`), the low-latency
-mode on GPUs (`low_latency.py`).
+and those of `NAMES`.
 
 All time in one loop (`timing.py`) and report in one form (`report.py`); `main.py` chooses one, `local_ranks.py` holds
 the processes that they run in. Only the command line and tests import it; it imports the API and
 `megatron_ep.megatron`.
 """
+
+NAMES = {
+    "router": "the router (gate), on the CPU or a GPU",
+    "agreement": "what it costs a step that all ranks agree before it",
+    "cuda": "dispatch and combine of all ranks on one GPU",
+    "gpus": "dispatch and combine, a rank on each GPU of this machine",
+    "low-latency": "the low-latency mode on GPUs",
+    "compare": "two JSON files of measurements, side by side",
+    "tables": "the tables of a JSON file again",
+}

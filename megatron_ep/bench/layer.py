@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import megatron_ep as ep
 from megatron_ep import megatron as megatron_side
+from megatron_ep.bench import NAMES
 from megatron_ep.bench.arguments import add_rounds, add_sizes, positive, require_memory, seconds
 from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.bench.report import EXTREMES, RATE, WHAT, Record, Report, make_record, relative
@@ -38,13 +39,9 @@ class Measured:
     seconds: dict[tuple[str, str], list[float]]
 
 
-OTHERS = """other benchmarks, each with its own --help:
-  megatron-ep bench router       the router (gate), on the CPU or a GPU
-  megatron-ep bench cuda         dispatch and combine of all ranks on one GPU
-  megatron-ep bench gpus         dispatch and combine, a rank on each GPU of this machine
-  megatron-ep bench low-latency  the low-latency mode on GPUs
-  megatron-ep bench compare      two JSON files of measurements, side by side
-  megatron-ep bench tables       the tables of a JSON file again"""
+OTHERS = "other benchmarks, each with its own --help:" + "".join(
+    f"\n  megatron-ep bench {name:<12} {what}" for name, what in NAMES.items()
+)
 MOST_LOW_LATENCY_TOKENS = 1024  # that the mode takes
 
 

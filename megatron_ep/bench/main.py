@@ -1,4 +1,4 @@
-"""`megatron-ep bench NAME`, of `NAMES`: without a name, a layer on the host."""
+"""`megatron-ep bench NAME`, of `bench.NAMES`: without a name, a layer on the host."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-NAMES = ("router", "agreement", "cuda", "gpus", "low-latency", "compare", "tables")
+from megatron_ep.bench import NAMES
 
 
 def main(argv: Sequence[str]) -> int:
@@ -15,11 +15,13 @@ def main(argv: Sequence[str]) -> int:
         name, argv = argv[0].replace("-", "_"), argv[1:]
     else:
         name = "layer"
-    import torch
-
     try:
         status: int = importlib.import_module(f"megatron_ep.bench.{name}").main(argv)
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        import torch  # some of them need no torch, and start faster without
+
+        if not isinstance(error, torch.OutOfMemoryError):
+            raise
         print(f"megatron-ep bench: these sizes do not fit: {str(error).partition('. ')[0]}", file=sys.stderr)
         return 2
     return status
