@@ -7,10 +7,10 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
 
 import pytest
 import torch.distributed as dist
+from waits import within
 
 import megatron_ep as ep
 from megatron_ep.backends.monitor import Monitor
@@ -126,13 +126,6 @@ def pair():
     yield make
     for each in made:
         each.stop()
-
-
-def within(seconds: float, condition: Callable[[], object]) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return bool(condition())
 
 
 def test_a_failure_is_told_though_nobody_asks(pair) -> None:

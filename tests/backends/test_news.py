@@ -19,6 +19,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from waits import within
 
 import megatron_ep as ep
 from megatron_ep import _C
@@ -206,13 +207,6 @@ def pages():
     yield make
     for page in made:
         page.stop()
-
-
-def within(seconds: float, condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return condition()
 
 
 def test_the_first_failure_is_everybodys(pages) -> None:

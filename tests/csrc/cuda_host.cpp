@@ -8,6 +8,7 @@
 #include <string>
 
 #include "core/cuda/put_off.h"
+#include "expect.h"
 #include "fabric/cuda/device_memory.h"
 #include "fabric/cuda/p2p_fabric.h"
 #include "launch/cuda/group.inl"
@@ -17,14 +18,6 @@ template <class P, int kRanks, bool kWeighted>
 void ep::CombineLaunch<P, kRanks, kWeighted>::load_kernels() {}
 
 namespace {
-
-#define EXPECT(condition)                                                                \
-    do {                                                                                 \
-        if (!(condition)) {                                                              \
-            std::fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition); \
-            std::exit(EXIT_FAILURE);                                                     \
-        }                                                                                \
-    } while (false)
 
 using Group = ep::CudaGroup<ep::P2pFabricParams>;
 

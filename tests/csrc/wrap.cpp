@@ -1,18 +1,9 @@
 // Numbers of calls that begin anew: nothing of the calls around takes one for another.
 
-#include <cstdio>
-#include <cstdlib>
 #include <set>
 
+#include "expect.h"
 #include "protocol/combine.h"
-
-#define EXPECT(condition)                                                                \
-    do {                                                                                 \
-        if (!(condition)) {                                                              \
-            std::fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition); \
-            std::exit(EXIT_FAILURE);                                                     \
-        }                                                                                \
-    } while (false)
 
 int main() {
     constexpr uint64_t kMostRows = (uint64_t{1} << 31) - 1;
