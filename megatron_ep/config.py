@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Collection
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 Settings = TypeVar("Settings")
 
@@ -30,9 +30,14 @@ def require_int(name: str, value: object, lowest: int, highest: int) -> None:
     _require(ok, name, value, f"an int in [{lowest}, {highest}]")
 
 
+def is_number(value: object) -> TypeGuard[float]:
+    """A bool is none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def require_timeout(name: str, value: object) -> None:
     """Raises ValueError unless value is a number of seconds that a wait may take."""
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= LONGEST_TIMEOUT_S
+    ok = is_number(value) and 0 < value <= LONGEST_TIMEOUT_S
     _require(ok, name, value, TIMEOUT_ALLOWED)
 
 

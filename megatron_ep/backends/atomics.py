@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_ep import _C
+from megatron_ep.backends import cuda
 from megatron_ep.errors import EPError
 
 
@@ -25,7 +26,7 @@ def check(rank: int, gpus: Sequence[str | None], mapped: Sequence[int]) -> None:
 
     gpus: of all ranks, their UUIDs.
     """
-    seen = {f"GPU-{torch.cuda.get_device_properties(i).uuid}": i for i in range(torch.cuda.device_count())}
+    seen = {cuda.uuid(i): i for i in range(torch.cuda.device_count())}
     own = seen.get(str(gpus[rank]))
     for other in mapped:
         peer = seen.get(str(gpus[other]))

@@ -58,6 +58,11 @@ def check_device(device: str | torch.device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device() if wanted.index is None else wanted.index)
 
 
+def uuid(device: int | torch.device) -> str:
+    """Of a GPU, as NVML writes it."""
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
 def num_sms(config: Config, device: torch.device, local_ranks: int) -> int:
     """SMs that a launch uses for each of the ranks that this process has on its GPU."""
     if config.num_sms is not None:

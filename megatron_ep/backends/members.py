@@ -47,7 +47,7 @@ def introduce(config: Config, topology: Topology | None, device: torch.device) -
     domain, sms, gpu = None, None, None
     if device.type == "cuda":
         sms = cuda.num_sms(config, device, 1)
-        gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        gpu = cuda.uuid(device)
         domain = nodes.nvlink_domain(gpu)
     return Member(
         host=socket.gethostname(),

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_ep.backends.low_latency_mask import Masks
 from megatron_ep.buffer import Buffer
-from megatron_ep.config import require_int
+from megatron_ep.config import is_number, require_int
 from megatron_ep.errors import EPError
 from megatron_ep.low_latency.calls import LowLatencyCalls
 from megatron_ep.normal.autograd import need_gradient
@@ -127,7 +127,7 @@ def check_policy(on_dead_rank: object, mask_timeout: object, timeout: float) -> 
         raise ValueError(f"on_dead_rank is {on_dead_rank!r}, must be one of {', '.join(map(repr, ON_DEAD_RANK))}")
     if mask_timeout is None:
         return
-    ok = isinstance(mask_timeout, (int, float)) and not isinstance(mask_timeout, bool) and 0 < mask_timeout <= timeout
+    ok = is_number(mask_timeout) and 0 < mask_timeout <= timeout
     if not ok or on_dead_rank != "mask":
         raise ValueError(
             f"mask_timeout is {mask_timeout!r}, must be a number of seconds in (0, {timeout:g}], Config.timeout, with "

@@ -57,9 +57,8 @@ class EPTokenDispatcher(MoETokenDispatcher):
         pg_collection: groups ep, expt_tp and tp_ep; tokens move over tp_ep.
 
     Raises:
-        ValueError: TP is over 32; 1F1B overlap without flex + hybridep declared, or with a Megatron whose
-            schedule uses a dispatcher in another way; options that are out of range or that
-            contradict the config.
+        ValueError: TP is over 32; 1F1B overlap without flex + hybridep declared, or with a Megatron whose schedule
+            uses a dispatcher in another way; options that are out of range or that contradict the config.
 
     A decoding step of Megatron's inference takes the low-latency mode, see `_decodes`.
     """

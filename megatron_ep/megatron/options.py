@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-from megatron_ep.config import require_int
+from megatron_ep.config import is_number, require_int
 
 MOST_DECODED = 1024  # what megatron_ep.LowLatency takes
 
@@ -38,10 +38,8 @@ class Options:
 
     def __post_init__(self) -> None:
         factor = self.moe_expert_rank_capacity_factor
-        if factor is not None:
-            is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
-            if not (is_number and math.isfinite(factor) and factor > 0):
-                raise ValueError(f"moe_expert_rank_capacity_factor is {factor!r}, must be a number over 0")
+        if factor is not None and not (is_number(factor) and math.isfinite(factor) and factor > 0):
+            raise ValueError(f"moe_expert_rank_capacity_factor is {factor!r}, must be a number over 0")
         if not isinstance(self.moe_apply_probs_on_combine, bool):
             raise ValueError(f"moe_apply_probs_on_combine is {self.moe_apply_probs_on_combine!r}, must be a bool")
         if self.moe_dispatch_fwd_dtype not in (None, "fp8"):

@@ -104,11 +104,10 @@ def dispatch(
     max_recv_tokens: R, fixed; rows of x beyond the last expert's hold anything, or zeros if x or topk_weights needs a
         gradient. Rows from the R-th on are left out, and so is a token altogether (its rows are zeros) that is not
         among the first R to arrive in the order of (source rank, token), or with expert_capacity the first
-        max(R, W * T); either is reported in `overflow`. On a GPU the host then waits for nothing, as in a
-        CUDA graph it must not, so wrong ids in
-        topk_idx are found later, by the next call or `synchronize`; and with several nodes, where a rank has more
-        tokens than another, R must also be at least the number of tokens that any rank sends to another node, and the
-        ranks of that node must have room for them.
+        max(R, W * T); either is reported in `overflow`. On a GPU the host then waits for nothing, as in a CUDA graph
+        it must not, so wrong ids in topk_idx are found later, by the next call or `synchronize`; and with several
+        nodes, where a rank has more tokens than another, R must also be at least the number of tokens that any rank
+        sends to another node, and the ranks of that node must have room for them.
     forward_dtype: torch.float8_e4m3fn: rows of bfloat16, float16 or float32 travel as `float8.quantize` makes them and
         arrive as `float8.dequantize` does, in x's dtype. Their gradient is that of rows that were not rounded, and
         travels in x's dtype. None: as they are.
@@ -266,9 +265,10 @@ def as_list(name: str, value: Tensors | None, group: RankGroup, is_traced: bool 
     return tensors
 
 
-def check_dtype(name: str, tensor: torch.Tensor, allowed: Sequence[torch.dtype]) -> None:
+def check_dtype(name: str, tensor: torch.Tensor, allowed: Sequence[torch.dtype], meaning: str = "") -> None:
+    """meaning: as of `check_weights`."""
     if tensor.dtype not in allowed:
-        raise ValueError(f"{name} is {tensor.dtype}, must be one of {', '.join(str(dtype) for dtype in allowed)}")
+        raise ValueError(f"{name} is {tensor.dtype}, must be one of {', '.join(map(str, allowed))}{meaning}")
 
 
 def check_ids(ids: list[torch.Tensor]) -> None:
@@ -315,8 +315,7 @@ def check_weights(
     """meaning: what such weights are, where there are others that a caller may take for them."""
     if weights is None:
         return
-    if weights[0].dtype not in allowed:
-        raise ValueError(f"{name} is {weights[0].dtype}, must be one of {', '.join(map(str, allowed))}{meaning}")
+    check_dtype(name, weights[0], allowed, meaning)
     for weight, shape in zip(weights, shapes, strict=True):
         if tuple(weight.shape) != shape:
             raise ValueError(f"{name} has shape {tuple(weight.shape)}, must be {shape}{meaning}")

@@ -146,11 +146,11 @@ def launch_combine(
             t.weights, t.out_weights = weights[i].data_ptr(), out_weights[i].data_ptr()
         if row_weights is not None:
             t.row_weights, t.is_weighted = row_weights[i].data_ptr(), True
-        known = rank.positions.shape[0]
-        sum_bytes = sum_bytes_of(group.topology.world_size, topk, rank.rows, known, row.payload_bytes)
-        if sum_bytes and _has_local_pass(group, rank, row) and backend.may_wait_beside():
-            sums.append(torch.empty(known, x[i].shape[1], dtype=x[i].dtype, device=group.device))
-            t.sums = sums[-1].data_ptr()
+        if _has_local_pass(group, rank, row) and backend.may_wait_beside():
+            known = rank.positions.shape[0]
+            if sum_bytes_of(group.topology.world_size, topk, rank.rows, known, row.payload_bytes):
+                sums.append(torch.empty(known, x[i].shape[1], dtype=x[i].dtype, device=group.device))
+                t.sums = sums[-1].data_ptr()
     backend.enqueue_combine(
         tensors,
         row,

@@ -35,7 +35,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_ep import _C
 from megatron_ep.backends import host
-from megatron_ep.config import require_int
+from megatron_ep.config import is_number, require_int
 
 MAX_TOPK = 32
 SCORE_FUNCTIONS = ("sigmoid", "softmax")
@@ -301,10 +301,9 @@ def _check_scoring(
         raise ValueError(
             "renormalize is False, but a softmax over the chosen experts always sums to 1: use pre_softmax"
         )
-    if scaling_factor is not None:
-        is_number = isinstance(scaling_factor, (int, float)) and not isinstance(scaling_factor, bool)
-        if not is_number or not math.isfinite(scaling_factor) or scaling_factor == 0:
-            raise ValueError(f"scaling_factor is {scaling_factor!r}, must be a finite number, not 0")
+    is_factor = is_number(scaling_factor) and math.isfinite(scaling_factor) and scaling_factor != 0
+    if scaling_factor is not None and not is_factor:
+        raise ValueError(f"scaling_factor is {scaling_factor!r}, must be a finite number, not 0")
 
 
 def _check_tensor(

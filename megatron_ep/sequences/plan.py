@@ -15,7 +15,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 
@@ -23,6 +23,8 @@ from megatron_ep.config import require_int
 
 MOST_RANKS = 1 << 13  # q_rows and kv_rows have W^2 entries
 MOST_ROWS = (1 << 31) - 1  # of a document, and on a rank: tables are int32
+
+Places = TypeVar("Places", int, torch.Tensor)  # of rows in a document
 
 
 @dataclass(frozen=True)
@@ -230,7 +232,7 @@ def shards_of_distca(plan: Iterable[Iterable[Any]]) -> list[Shard]:
     ]
 
 
-def causal_pairs(first: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
+def causal_pairs(first: Places, end: Places) -> Places:
     """(query, key) pairs of the queries from place `first` to before `end` of a document."""
     return (end - first) * (first + end + 1) // 2
 
@@ -269,10 +271,8 @@ def _in_order(shards: Sequence[Shard], world: int) -> _Shards:
 
     order = order[length[order] > 0]
     document, home_rank, attention_rank, length = (x[order] for x in (document, home_rank, attention_rank, length))
-    for name, rank in (("home_rank", home_rank), ("attention_rank", attention_rank)):
-        most, where = _sums(rank, length, world).max(0)
-        if int(most) > MOST_ROWS:
-            raise ValueError(f"shards whose {name} is {int(where)} have {int(most)} rows, must be at most {MOST_ROWS}")
+    _require_rows(home_rank, length, world, "shards whose home_rank is {rank} have {rows} rows")
+    _require_rows(attention_rank, length, world, "shards whose attention_rank is {rank} have {rows} rows")
     return _Shards(
         document=torch.unique_consecutive(document, return_inverse=True)[1],
         home_rank=home_rank,
@@ -294,11 +294,7 @@ def _copies(shards: _Shards, world: int) -> _Copies:
     shard = torch.arange(int(counts.sum())) + (first - _starts(counts)[:-1]).repeat_interleave(counts)
     rank = shards.attention_rank[last].repeat_interleave(counts)
     row = _places(rank, shards.length[shard])
-    most, where = _sums(rank, shards.length[shard], world).max(0)
-    if int(most) > MOST_ROWS:
-        raise ValueError(
-            f"shards: rank {int(where)} would receive {int(most)} rows of K and V, must be at most {MOST_ROWS}"
-        )
+    _require_rows(rank, shards.length[shard], world, "shards: rank {rank} would receive {rows} rows of K and V")
     order = shard.argsort(stable=True)
     shard, rank, row = shard[order], rank[order], row[order]
     column = torch.arange(len(shard)) - torch.searchsorted(shard, shard)
@@ -316,12 +312,15 @@ def _segments(shards: _Shards, copies: _Copies, world: int) -> _Segments:
     # A segment's rank has a copy of the document's first shard, wherever the segment begins.
     rank = shards.attention_rank[first]
     kv_row = copies.row[torch.searchsorted(copies.shard * world + copies.rank, head * world + rank)]
-    most, where = _sums(rank, kv_rows, world).max(0)
-    if int(most) > MOST_ROWS:
-        raise ValueError(
-            f"shards: the segments of rank {int(where)} have {int(most)} rows of context, must be at most {MOST_ROWS}"
-        )
+    _require_rows(rank, kv_rows, world, "shards: the segments of rank {rank} have {rows} rows of context")
     return _Segments(rank, q_rows, kv_rows, kv_row)
+
+
+def _require_rows(rank: torch.Tensor, rows: torch.Tensor, world: int, refusal: str) -> None:
+    """Raises ValueError for the rank with most rows, if it has too many. refusal: with places for {rank} and {rows}."""
+    most, where = _sums(rank, rows, world).max(0)
+    if int(most) > MOST_ROWS:
+        raise ValueError(f"{refusal.format(rank=int(where), rows=int(most))}, must be at most {MOST_ROWS}")
 
 
 def _routes(first_row: torch.Tensor, length: torch.Tensor, dst_rank: torch.Tensor, dst_row: torch.Tensor) -> Routes:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_ep.config import require_int
-from megatron_ep.sequences.plan import MOST_RANKS, MOST_ROWS, SequencePlan, Shard
+from megatron_ep.sequences.plan import MOST_RANKS, MOST_ROWS, SequencePlan, Shard, causal_pairs
 
 BLOCK = 128  # rows: a tile of common attention kernels, which a cut elsewhere would leave half empty
 MOST_BYTES = (1 << 63) - 1
@@ -159,7 +159,7 @@ class _Stretch:
 
     def pairs(self, cut: int) -> int:
         """(query, key) pairs of the rows from `cut` on."""
-        return (self.end - cut) * (self.end + cut + 1) // 2
+        return causal_pairs(cut, self.end)
 
     def cut(self, most_rows: int, block: int) -> int:
         """Where to cut so that at most so many rows are behind."""
