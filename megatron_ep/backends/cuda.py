@@ -74,6 +74,11 @@ def num_sms(config: Config, device: torch.device, local_ranks: int) -> int:
 # four GPUs, K = 8, need no pass and two GPUs do
 LEAST_STORES_PER_SM = 0.15
 
+# CUDA takes about 1,000 launches of all kinds ahead of the GPU. A host that has to wait for room there holds a lock of
+# the driver's, so that nobody in its process can tell the GPU to stop. With 40 kernels of a model between two launches
+# of ours, the host never gets there.
+MAX_LAUNCHES_AHEAD = 16
+
 # Closed, but a CUDA graph may still replay their launches.
 _replayable: list[CudaBackend] = []
 
@@ -114,6 +119,8 @@ class CudaBackend(OfGroup):
         self._device = device
         self._busy = threading.Lock()
         self._last: torch.cuda.Stream | None = None  # of the last launch
+        self._since_mark = 0  # launches
+        self._mark: torch.cuda.Event | None = None  # so many launches ago
         # counts whose exchange failed, or is under way: a kernel that is still queued writes to them
         self._untold: list[torch.Tensor] = []
         self._captured_parts: list[object] = []  # whose launches graphs may replay
@@ -285,12 +292,22 @@ class CudaBackend(OfGroup):
                 if self._last is not None:
                     current.wait_event(self._last.record_event())  # two launches at once would share the rings
                 self._last = current
+            self._wait_for_earlier_launches()
             if not self._launches.are_recorded:
                 return launch(stream)
             with self._watched(), self._launches.record(self._last):
                 return launch(stream)
         finally:
             self._busy.release()
+
+    def _wait_for_earlier_launches(self) -> None:
+        """Keeps the host at most MAX_LAUNCHES_AHEAD of the GPU."""
+        self._since_mark += 1
+        if self._since_mark <= MAX_LAUNCHES_AHEAD // 2 or self._last is None:
+            return
+        if self._mark is not None:
+            self.wait(self._mark)
+        self._mark, self._since_mark = self._last.record_event(), 1
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:

@@ -112,6 +112,27 @@ def test_what_waits_before_a_launch_is_not_its_time(stream: Stream) -> None:
     group.abort.assert_not_called()
 
 
+def test_the_host_stays_close_to_the_gpu(stream: Stream) -> None:
+    """A host that fills CUDA's queue could not be told to stop."""
+    backend, group = backend_of(None)
+    ended = 0
+    most_ahead = 0
+
+    def sleep(seconds: float) -> None:
+        nonlocal ended
+        ended += 1
+        stream.reached = len([at for at in marked if at <= ended])
+
+    marked: list[int] = []  # how many launches came before each event
+    with mock.patch.object(cuda, "time", SimpleNamespace(perf_counter=lambda: time.perf_counter() * 1e3, sleep=sleep)):
+        for launched in range(100):
+            backend.launch(lambda number: None)
+            marked += [launched] * (len(stream.events) - len(marked))
+            most_ahead = max(most_ahead, launched + 1 - ended)
+    assert cuda.MAX_LAUNCHES_AHEAD // 2 < most_ahead <= cuda.MAX_LAUNCHES_AHEAD
+    group.abort.assert_not_called()
+
+
 def test_each_launch_has_its_own_time(stream: Stream) -> None:
     launches = Launches(TIMEOUT)
     for _ in range(4):
