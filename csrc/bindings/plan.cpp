@@ -8,16 +8,16 @@ namespace ep {
 namespace {
 
 template <class Roles>
-py::object warps_of(const Topology& topology, int warps, int most_owners) {
-    const auto roles = roles_for<Roles>(topology, warps, most_owners);
+py::object warps_of(const Topology& topology, int warps, int max_self_warps) {
+    const auto roles = roles_for<Roles>(topology, warps, max_self_warps);
     if (!fits(roles, warps)) return py::none();
     py::dict counts;
-    counts["owners"] = roles.owners;
-    counts["servers"] = roles.servers;
-    counts["carriers"] = roles.carriers;
+    counts["self_warps"] = roles.self_warps;
+    counts["peer_warps"] = roles.peer_warps;
+    counts["rdma_warps"] = roles.rdma_warps;
     counts["coordinators"] = roles.coordinators();
-    counts["ranks_per_server"] = roles.ranks_per_server();
-    counts["nodes_per_carrier"] = roles.nodes_per_carrier();
+    counts["ranks_per_peer_warp"] = roles.ranks_per_peer_warp();
+    counts["nodes_per_rdma_warp"] = roles.nodes_per_rdma_warp();
     counts["warps"] = roles.warps();
     return counts;
 }

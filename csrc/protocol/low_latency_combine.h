@@ -190,10 +190,10 @@ EP_FN bool sum_piece(W& warp, const LowLatencyCombine<F>& call, int token, const
     warp.match(format.topk, rank, same_rank);
     // the row that carries what belongs to this k
     warp.lanes(format.topk, [&](int k) {
-        const int carrier = rank[k] < 0 || !args.sum_at_expert ? k : lowest_lane(same_rank[k]);
-        const int pick = lanes_below(same_rank[k], carrier);
+        const int first_k = rank[k] < 0 || !args.sum_at_expert ? k : lowest_lane(same_rank[k]);
+        const int pick = lanes_below(same_rank[k], first_k);
         slot[k] = call.fabric.template own<char>(
-            call.heap().part(call.bank, rank[k] < 0 ? 0 : rank[k], token, carrier, pick));
+            call.heap().part(call.bank, rank[k] < 0 ? 0 : rank[k], token, first_k, pick));
         part[k] = slot[k] + format.payload() + piece.first;
     });
     const uint32_t parts = warp.ballot(format.topk, [&](int k) {

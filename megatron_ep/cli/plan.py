@@ -95,14 +95,14 @@ def _warps(topology: Topology, sms: int, channels: int, ring_rows: int, *, combi
     )
     if roles is None:
         raise ValueError(f"num_sms is {sms}, too few for {channels} channels")
-    served = f"{roles['servers']} {'senders' if combine else 'receivers'} of {roles['ranks_per_server']} ranks"
-    own = f"{roles['owners']} {'receiver' if combine else 'sender'}{'s' if roles['owners'] > 1 else ''}"
+    peers = f"{roles['peer_warps']} {'senders' if combine else 'receivers'} of {roles['ranks_per_peer_warp']} ranks"
+    own = f"{roles['self_warps']} {'receiver' if combine else 'sender'}{'s' if roles['self_warps'] > 1 else ''}"
     if nodes == 1:
-        return f"{roles['warps']} a channel: {own}, {served}"
+        return f"{roles['warps']} a channel: {own}, {peers}"
     own += "" if combine else " inside the node"
-    carriers = ("forwarders",) if combine else ("senders", "forwarders")
-    carried = ", ".join(f"{roles['carriers']} {name} of {roles['nodes_per_carrier']} nodes" for name in carriers)
-    return f"{roles['warps']} a channel: {own}, {served}, {carried}, {2 * roles['coordinators']} coordinators"
+    kinds = ("forwarders",) if combine else ("senders", "forwarders")
+    rails = ", ".join(f"{roles['rdma_warps']} {name} of {roles['nodes_per_rdma_warp']} nodes" for name in kinds)
+    return f"{roles['warps']} a channel: {own}, {peers}, {rails}, {2 * roles['coordinators']} coordinators"
 
 
 def _megabytes(size: int) -> str:

@@ -25,7 +25,7 @@ def test_every_role_of_every_channel_has_a_warp(nodes: int, ranks_per_node: int)
 def combine_roles(ring_rows: int, channels: int) -> tuple[int, int]:
     roles = _C.cuda_roles(nodes=1, ranks_per_node=8, num_sms=24, channels=channels, ring_rows=ring_rows, combine=True)
     assert roles is not None
-    return roles["owners"], roles["servers"]
+    return roles["self_warps"], roles["peer_warps"]
 
 
 def test_combine_has_no_more_receivers_than_its_rings_have_room_for() -> None:

@@ -13,7 +13,7 @@ namespace {
 constexpr int kBlockWarps = 16;
 
 template <class Roles>
-void check(const ep::Topology& topology, int sms, int channels, int most_owners) {
+void check(const ep::Topology& topology, int sms, int channels, int max_self_warps) {
     auto require = [&](bool holds, const char* what) {
         if (holds) return;
         std::fprintf(stderr, "%d x %d, %d SMs, %d channels: %s\n", topology.nodes,
@@ -22,21 +22,22 @@ void check(const ep::Topology& topology, int sms, int channels, int most_owners)
     };
     const int world = topology.world();
     const int warps_of_channel = sms * kBlockWarps / channels;
-    const Roles fewest{topology.nodes, world, ep::fewest_servers(topology),
-                       ep::fewest_carriers(topology)};
-    const Roles roles = ep::roles_for<Roles>(topology, warps_of_channel, most_owners);
+    const Roles fewest{topology.nodes, world, ep::min_peer_warps(topology),
+                       ep::min_rdma_warps(topology)};
+    const Roles roles = ep::roles_for<Roles>(topology, warps_of_channel, max_self_warps);
     require(ep::fits(roles, warps_of_channel) == (fewest.warps() <= warps_of_channel),
             "fits, or does not");
     if (!ep::fits(roles, warps_of_channel)) return;
 
-    require(roles.owners >= 1 && roles.owners <= most_owners, "warps for own tokens");
+    require(roles.self_warps >= 1 && roles.self_warps <= max_self_warps, "warps for own tokens");
     auto is_divided = [](int count, int warps, int share) {
         return warps ? (warps - 1) * share < count && warps * share >= count : count == 0;
     };
-    require(roles.nodes_per_carrier() <= 32, "a carrier has more nodes than lanes");
-    require(is_divided(world - 1, roles.servers, roles.ranks_per_server()), "ranks of servers");
-    require(is_divided(topology.nodes - 1, roles.carriers, roles.nodes_per_carrier()),
-            "nodes of carriers");
+    require(roles.nodes_per_rdma_warp() <= 32, "an RDMA warp has more nodes than lanes");
+    require(is_divided(world - 1, roles.peer_warps, roles.ranks_per_peer_warp()),
+            "ranks of peer warps");
+    require(is_divided(topology.nodes - 1, roles.rdma_warps, roles.nodes_per_rdma_warp()),
+            "nodes of RDMA warps");
 
     const int count = roles.warps() * channels, blocks = std::min(sms, count);
     std::vector<int> warps(count);

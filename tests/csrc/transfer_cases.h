@@ -66,7 +66,7 @@ struct Case {
     Heap heap;
     RowFormat format;
     DType dtype;
-    int index_bytes, alignment, capacity, nvl_batch, rdma_chunk, servers, carriers, receivers;
+    int index_bytes, alignment, capacity, nvl_batch, rdma_chunk, peer_warps, rdma_warps, receivers;
     bool fixed_rows;
     std::vector<int> tokens;
 
@@ -92,8 +92,8 @@ struct Case {
         nvl_batch = pick(1, 8);
         const int slots = static_cast<int>(floor_power_of_two(heap.rdma_ring_bytes / slot));
         rdma_chunk = std::max(1, std::min(pick(1, 8), slots / 2));
-        servers = even_warps(topology.world() - 1, pick(1, topology.world()));
-        carriers = even_warps(topology.nodes - 1, pick(1, topology.nodes));
+        peer_warps = even_warps(topology.world() - 1, pick(1, topology.world()));
+        rdma_warps = even_warps(topology.nodes - 1, pick(1, topology.nodes));
         for (int rank = 0; rank < topology.world(); ++rank)
             tokens.push_back(pick(0, 3) ? pick(0, 14) : pick(0, 1));
         receivers = pick(1, std::min<int>(format.slots(heap.nvl_ring_bytes), 6));

@@ -13,7 +13,7 @@ inline Case small_case(bool several_nodes) {
     c.heap = {c.topology, 4, 2, align_up(c.format.slot_bytes(), Heap::kLine),
               align_up(c.format.slot_bytes(), Heap::kLine)};
     c.tokens = {8, 8};
-    c.servers = c.carriers = c.receivers = 1;
+    c.peer_warps = c.rdma_warps = c.receivers = 1;
     return c;
 }
 

@@ -85,7 +85,7 @@ class Grid {
 
     template <class Roles>
     Roles roles() const {
-        return {case_.topology.nodes, case_.topology.world(), case_.servers, case_.carriers,
+        return {case_.topology.nodes, case_.topology.world(), case_.peer_warps, case_.rdma_warps,
                 std::is_same_v<Roles, CombineRoles> ? case_.receivers : 1};
     }
 

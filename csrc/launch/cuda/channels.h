@@ -19,11 +19,11 @@ inline int cuda_channels(const Topology& topology, int sms, int local_ranks) {
     // A token goes to K nodes at most, so with many of them warps of their own would idle; and the
     // memory for rings grows with channels times nodes. With six, 24 SMs have 16 channels up to 64
     // nodes.
-    constexpr int kEnoughCarriers = 6;
-    const int carriers =
-        std::max(fewest_carriers(topology), std::min(topology.nodes - 1, kEnoughCarriers));
-    const int servers = even_warps(topology.world() - 1, std::max(carriers, enough));
-    const DispatchRoles roles{topology.nodes, topology.world(), servers, carriers};
+    constexpr int kEnoughRdmaWarps = 6;
+    const int rdma_warps =
+        std::max(min_rdma_warps(topology), std::min(topology.nodes - 1, kEnoughRdmaWarps));
+    const int peer_warps = even_warps(topology.world() - 1, std::max(rdma_warps, enough));
+    const DispatchRoles roles{topology.nodes, topology.world(), peer_warps, rdma_warps};
     const int channels = std::max(1, sms * kBlockWarps / roles.warps());
     if (topology.nodes == 1 || local_ranks == 1) return channels;
     // Ranks that share a GPU share its cache, where about so many rings of two rows of 14 KB fit.

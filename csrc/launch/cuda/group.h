@@ -107,7 +107,7 @@ class CudaGroup {
     void for_local_ranks(F&& f) const;
     template <class J, class Args>
     J joint(const std::vector<Args>& args, int blocks_per_rank) const;
-    // The same, with as many servers as this group's SMs have warps for, on all of them.
+    // The same, with as many peer warps as this group's SMs have warps for, on all of them.
     template <class J, class Args>
     J joint_of_roles(const std::vector<Args>& args) const;
 

@@ -45,8 +45,8 @@ bool any_local_pass(const J& joint, size_t ranks) {
                        [](const auto& args) { return has_local_pass(args); });
 }
 
-inline int most_owners(const DispatchArgs&) { return 1; }
-inline int most_owners(const CombineArgs& args) { return args.most_receivers(); }
+inline int max_self_warps(const DispatchArgs&) { return 1; }
+inline int max_self_warps(const CombineArgs& args) { return args.most_receivers(); }
 
 // The same launch on so many SMs in all: blocks that wait for nobody run wherever there is room.
 template <class J>
@@ -98,7 +98,7 @@ CudaGroup<P>::CudaGroup(const Heap& heap, const P& fabric, std::vector<int> rank
     if (!fits(roles_for<DispatchRoles>(heap_.topology, warps), warps)) {
         const int needed =
             DispatchRoles{heap_.topology.nodes, heap_.topology.world(),
-                          fewest_servers(heap_.topology), fewest_carriers(heap_.topology)}
+                          min_peer_warps(heap_.topology), min_rdma_warps(heap_.topology)}
                 .warps();
         refuse("num_sms is " + std::to_string(sms_) + ", must be at least " +
                std::to_string(blocks_for(heap_.channels * needed)) + " for " +
@@ -182,7 +182,7 @@ template <class J, class Args>
 J CudaGroup<P>::joint_of_roles(const std::vector<Args>& args) const {
     using Roles = decltype(J::roles);
     const int warps = sms_ * kBlockWarps / heap_.channels;
-    const Roles roles = roles_for<Roles>(heap_.topology, warps, most_owners(args.front()));
+    const Roles roles = roles_for<Roles>(heap_.topology, warps, max_self_warps(args.front()));
     J all = joint<J>(args, std::min(sms_, heap_.channels * roles.warps()));
     all.roles = roles;
     all.ends_call = true;

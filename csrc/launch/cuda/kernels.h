@@ -203,21 +203,21 @@ __device__ __forceinline__ void run_dispatch_role(const DeviceRank& rank, BulkBu
                                                   const DispatchRoles& roles, int channel,
                                                   int role) {
     auto warp = [&](Role name) { return DeviceWarp(rank, args.call, name, channel, buffers); };
-    const int carriers = roles.carriers, nodes = roles.nodes_per_carrier();
+    const int rdma_warps = roles.rdma_warps, nodes = roles.nodes_per_rdma_warp();
     if (role == 0) {
         DeviceWarp w = warp(Role::NvlSender);
         nvl_sender(w, fabric, args, channel);
-    } else if ((role -= 1) < roles.servers) {
+    } else if ((role -= 1) < roles.peer_warps) {
         DeviceWarp w = warp(Role::Receiver);
-        const int share = roles.ranks_per_server();
+        const int share = roles.ranks_per_peer_warp();
         receiver(w, fabric, args, channel, role * share, share);
-    } else if ((role -= roles.servers) < carriers) {
+    } else if ((role -= roles.peer_warps) < rdma_warps) {
         DeviceWarp w = warp(Role::RdmaSender);
         rdma_sender(w, fabric, args, channel, role * nodes, nodes);
-    } else if ((role -= carriers) < carriers) {
+    } else if ((role -= rdma_warps) < rdma_warps) {
         DeviceWarp w = warp(Role::Forwarder);
         forwarder(w, fabric, args, channel, role * nodes, nodes);
-    } else if ((role -= carriers) < roles.coordinators()) {
+    } else if ((role -= rdma_warps) < roles.coordinators()) {
         DeviceWarp w = warp(Role::SenderCoordinator);
         sender_coordinator(w, fabric, args, RailCounts{args.layout, args.node(), false}, channel,
                            32 * role);
@@ -312,18 +312,18 @@ __device__ __forceinline__ void run_combine_role(const DeviceRank& rank, BulkBuf
                                                  F& fabric, const CombineArgs& args,
                                                  const CombineRoles& roles, int channel, int role) {
     auto warp = [&](Role name) { return DeviceWarp(rank, args.call, name, channel, buffers); };
-    const int carriers = roles.carriers, nodes = roles.nodes_per_carrier();
-    if (role < roles.owners) {
+    const int rdma_warps = roles.rdma_warps, nodes = roles.nodes_per_rdma_warp();
+    if (role < roles.self_warps) {
         DeviceWarp w = warp(Role::CombineReceiver);
-        combine_receiver<T, kWeighted>(w, fabric, args, channel, role, roles.owners);
-    } else if ((role -= roles.owners) < roles.servers) {
+        combine_receiver<T, kWeighted>(w, fabric, args, channel, role, roles.self_warps);
+    } else if ((role -= roles.self_warps) < roles.peer_warps) {
         DeviceWarp w = warp(Role::CombineNvlSender);
-        const int share = roles.ranks_per_server();
+        const int share = roles.ranks_per_peer_warp();
         combine_nvl_sender<T, kWeighted>(w, fabric, args, channel, role * share, share);
-    } else if ((role -= roles.servers) < carriers) {
+    } else if ((role -= roles.peer_warps) < rdma_warps) {
         DeviceWarp w = warp(Role::CombineForwarder);
         combine_forwarder<T>(w, fabric, args, channel, role * nodes, nodes);
-    } else if ((role -= carriers) < roles.coordinators()) {
+    } else if ((role -= rdma_warps) < roles.coordinators()) {
         DeviceWarp w = warp(Role::SenderCoordinator);
         sender_coordinator(w, fabric, args, RailCounts{args.layout, args.node(), true}, channel,
                            32 * role);

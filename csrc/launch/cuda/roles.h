@@ -16,26 +16,33 @@ EP_HD int even_warps(int count, int most) {
     return count && most ? ceil_div(count, ceil_div(count, most)) : 0;
 }
 
-// Which warp does what. In each channel `owners` warps share the own tokens (dispatch's sender,
-// combine's receivers), `servers` warps the rings towards the other ranks (dispatch's receivers,
-// combine's NVLink senders), and of each of kPerNode kinds `carriers` warps the other nodes; the
-// coordinators have a role of their own. The roles of all channels, channel after channel, are
-// divided among a rank's blocks in equal parts.
+// How many warps of a channel do what:
+//   self_warps  this rank's own tokens: dispatch's sender, combine's receivers
+//   peer_warps  rings to and from the other ranks: dispatch's receivers, combine's NVLink senders
+//   rdma_warps  other nodes, so many of each of kPerNode kinds: RDMA senders (dispatch), forwarders
+//   coordinators() of each of their two kinds
+// A rank's blocks get equal shares of the warps of all channels, in the order of the channels.
 template <int kPerNode>
 struct ChannelRoles {
     static constexpr int kKindsPerNode = kPerNode;
 
     int nodes;
     int world;
-    int servers;
-    int carriers;
-    int owners = 1;
+    int peer_warps;
+    int rdma_warps;
+    int self_warps = 1;
 
     // Of either kind.
     EP_HD int coordinators() const { return nodes > 1 ? ceil_div(nodes, 32) : 0; }
-    EP_HD int ranks_per_server() const { return servers ? ceil_div(world - 1, servers) : 0; }
-    EP_HD int nodes_per_carrier() const { return carriers ? ceil_div(nodes - 1, carriers) : 0; }
-    EP_HD int warps() const { return owners + servers + kPerNode * carriers + 2 * coordinators(); }
+    EP_HD int ranks_per_peer_warp() const {
+        return peer_warps ? ceil_div(world - 1, peer_warps) : 0;
+    }
+    EP_HD int nodes_per_rdma_warp() const {
+        return rdma_warps ? ceil_div(nodes - 1, rdma_warps) : 0;
+    }
+    EP_HD int warps() const {
+        return self_warps + peer_warps + kPerNode * rdma_warps + 2 * coordinators();
+    }
 };
 
 // sender, receivers, senders and forwarders of other nodes, coordinators
@@ -43,33 +50,34 @@ using DispatchRoles = ChannelRoles<2>;
 // receivers, senders, forwarders of other nodes, coordinators
 using CombineRoles = ChannelRoles<1>;
 
-// A carrier has a lane for each of its nodes; a server serves any number of ranks.
-EP_HD int fewest_carriers(const Topology& topology) { return ceil_div(topology.nodes - 1, 32); }
-EP_HD int fewest_servers(const Topology& topology) { return topology.world() > 1; }
+// An RDMA warp has a lane for each of its nodes; a peer warp polls the rings of any number of
+// ranks.
+EP_HD int min_rdma_warps(const Topology& topology) { return ceil_div(topology.nodes - 1, 32); }
+EP_HD int min_peer_warps(const Topology& topology) { return topology.world() > 1; }
 
-// The roles that `warps` a channel have room for: a warp for each other node where there are few,
-// else servers and each kind of carriers share alike; of what is left for servers and owners two in
-// five are owners, where there may be several, and those that servers have no use for. No servers
-// though there are other ranks: a channel does not fit.
+// Divides the `warps` of a channel. RDMA warps: one for each other node and kind, but no larger
+// share than peer_warps and each kind get when divided equally. Of the rest, two fifths are
+// self_warps, at most max_self_warps of them, and so is what peer_warps have no use for. A channel
+// does not fit if there are other ranks and no peer_warps are left: see fits().
 template <class Roles>
-EP_HD Roles roles_for(const Topology& topology, int warps, int most_owners = 1) {
-    const int others = topology.nodes - 1, fewest = fewest_carriers(topology);
+EP_HD Roles roles_for(const Topology& topology, int warps, int max_self_warps = 1) {
+    const int others = topology.nodes - 1, fewest = min_rdma_warps(topology);
     Roles roles{topology.nodes, topology.world(), 0, 0};
     const int share = (warps - roles.warps()) / (Roles::kKindsPerNode + 1);
-    roles.carriers = even_warps(others, share > fewest ? share : fewest);
-    const int left = warps - roles.warps() + roles.owners;
-    const auto owners_among = [&](int share) {
-        return share < 1 ? 1 : share < most_owners ? share : most_owners;
+    roles.rdma_warps = even_warps(others, share > fewest ? share : fewest);
+    const int left = warps - roles.warps() + roles.self_warps;
+    const auto self_warps_among = [&](int share) {
+        return share < 1 ? 1 : share < max_self_warps ? share : max_self_warps;
     };
-    const int owners = owners_among((2 * left + 2) / 5);
-    roles.servers = left > owners ? even_warps(topology.world() - 1, left - owners) : 0;
-    roles.owners = owners_among(left - roles.servers);
+    const int self_warps = self_warps_among((2 * left + 2) / 5);
+    roles.peer_warps = left > self_warps ? even_warps(topology.world() - 1, left - self_warps) : 0;
+    roles.self_warps = self_warps_among(left - roles.peer_warps);
     return roles;
 }
 
 template <class Roles>
 EP_HD bool fits(const Roles& roles, int warps) {
-    return roles.warps() <= warps && (roles.servers || roles.world == 1);
+    return roles.warps() <= warps && (roles.peer_warps || roles.world == 1);
 }
 
 // Of `count` roles that are divided among blocks in equal parts, the one of a block's warp; -1:

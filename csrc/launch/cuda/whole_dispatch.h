@@ -76,7 +76,7 @@ __device__ __forceinline__ void run_whole_dispatch(const J& joint, const Place<J
             exchange_counts(rank, &progress.notifies(), w, fabric, notify, channel, channels);
         }
         DeviceWarp w = warp(Role::Receiver, channel);
-        const int share = joint.roles.ranks_per_server();
+        const int share = joint.roles.ranks_per_peer_warp();
         if (counts.wait(w)) receiver(w, fabric, args, channel, role * share, share);
     }
     DeviceWarp w = warp(Role::Launch, 0);
