@@ -172,7 +172,7 @@ class CudaBackend(OfGroup):
             for tensor in tensors:
                 tensor.record_stream(stream)
 
-    def may_wait_beside(self) -> bool:
+    def may_wait_on_side_stream(self) -> bool:
         # A graph's branches may run one after the other in any order, and other processes may take all SMs.
         return not self.shares_gpu and not self.is_capturing()
 

@@ -94,7 +94,7 @@ class HostBackend(OfGroup):
     def keep_for_launch(self, tensors: Sequence[torch.Tensor], made_on: int) -> None:
         pass
 
-    def may_wait_beside(self) -> bool:
+    def may_wait_on_side_stream(self) -> bool:
         return True
 
     def is_capturing(self) -> bool:

@@ -120,7 +120,7 @@ class Backend(Protocol):
         """
         ...
 
-    def may_wait_beside(self) -> bool:
+    def may_wait_on_side_stream(self) -> bool:
         """Whether a launch may wait for another one of the same rank that is to run beside it."""
         ...
 

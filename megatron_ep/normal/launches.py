@@ -146,7 +146,7 @@ def launch_combine(
             t.weights, t.out_weights = weights[i].data_ptr(), out_weights[i].data_ptr()
         if row_weights is not None:
             t.row_weights, t.is_weighted = row_weights[i].data_ptr(), True
-        if _has_local_pass(group, rank, row) and backend.may_wait_beside():
+        if _has_local_pass(group, rank, row) and backend.may_wait_on_side_stream():
             known = rank.positions.shape[0]
             if sum_bytes_of(group.topology.world_size, topk, rank.rows, known, row.payload_bytes):
                 sums.append(torch.empty(known, x[i].shape[1], dtype=x[i].dtype, device=group.device))

@@ -65,11 +65,11 @@ class Grid {
     // The same with one of the local pass beside it.
     template <class J>
     void launch_beside(void (*kernel)(J), const J& joint, void (*local)(J)) {
-        J beside = joint;
-        beside.blocks_per_rank = case_.pick(1, 2);
+        J side = joint;
+        side.blocks_per_rank = case_.pick(1, 2);
         simt::run_beside(
             case_.topology.world(), joint.blocks_per_rank, [&] { kernel(joint); },
-            beside.blocks_per_rank, [&] { local(beside); }, kBlockThreads, case_.random());
+            side.blocks_per_rank, [&] { local(side); }, kBlockThreads, case_.random());
         ptx::end_of_launch();
         check_reports();
     }

@@ -16,16 +16,16 @@ void CombineLaunch<P, kRanks, kWeighted>::load_kernels() {
 template <class P, int kRanks, bool kWeighted>
 void CombineLaunch<P, kRanks, kWeighted>::run(const CombineJoint<P, kRanks>& joint, size_t ranks,
                                               DType dtype, CudaStream stream,
-                                              const Beside& beside) {
+                                              const SideStream& side_stream) {
     using J = CombineJoint<P, kRanks>;
     with_type(dtype, [&]<class T>() {
         if (!any_local_pass(joint, ranks))
             return launch(kernels::combine_kernel<T, kWeighted, J>, joint, ranks, stream);
         // first, or it might find no SM while the exchange waits for it
-        launch(kernels::sums_kernel<T, kWeighted, J>, spread(joint, ranks, beside.sms), ranks,
-               beside.fork(stream), false);
+        launch(kernels::sums_kernel<T, kWeighted, J>, spread(joint, ranks, side_stream.sms), ranks,
+               side_stream.fork(stream), false);
         launch(kernels::combine_kernel<T, kWeighted, J>, joint, ranks, stream);
-        beside.join(stream);
+        side_stream.join(stream);
     });
 }
 

@@ -11,10 +11,10 @@
 #include "core/dtypes.h"
 #include "exec/device/device_rank.h"
 #include "fabric/fabric.h"
-#include "launch/cuda/beside.h"
 #include "launch/cuda/graphs.h"
 #include "launch/cuda/joint.h"
 #include "launch/cuda/resource.h"
+#include "launch/cuda/side_stream.h"
 
 namespace ep {
 
@@ -119,7 +119,7 @@ class CudaGroup {
     std::vector<char*> own_heaps_;
     int device_;
     int sms_;
-    Beside beside_;
+    SideStream side_stream_;
     uint64_t timeout_ns_;
     std::vector<ControlBlock*> reachable_;  // of the heaps
     int first_in_reach_;

@@ -63,7 +63,7 @@ template <class P, int kRanks, bool kWeighted>
 struct CombineLaunch {
     static void load_kernels();
     static void run(const CombineJoint<P, kRanks>& joint, size_t ranks, DType dtype,
-                    CudaStream stream, const Beside& beside);
+                    CudaStream stream, const SideStream& side_stream);
 };
 
 template <class P>
@@ -76,7 +76,7 @@ CudaGroup<P>::CudaGroup(const Heap& heap, const P& fabric, std::vector<int> rank
       own_heaps_(own_heaps),
       device_(device),
       sms_(sms),
-      beside_(device, CudaDevice::of(device).sms, sms * static_cast<int>(ranks_.size())),
+      side_stream_(device, CudaDevice::of(device).sms, sms * static_cast<int>(ranks_.size())),
       timeout_ns_(static_cast<uint64_t>(timeout * 1e9)) {
     auto refuse = [](const std::string& message) { throw std::invalid_argument(message); };
     if (ranks_.size() > P::kMostLocalRanks) {
@@ -248,12 +248,13 @@ void CudaGroup<P>::dispatch(const std::vector<DispatchArgs>& args, CudaStream st
             return launch(kernels::dispatch_kernel<J>, all, ranks, stream);
         J exchange = all;
         exchange.ends_call = false;
-        const CudaStream side = beside_.fork(stream);
+        const CudaStream side = side_stream_.fork(stream);
         // first: the longest of them
         launch(kernels::dispatch_kernel<J>, exchange, ranks, stream);
-        launch(kernels::own_rows_kernel<J>, spread(all, ranks, beside_.sms), ranks, side, false);
-        beside_.join(stream);
-        launch(kernels::local_pass_of_dispatch_kernel<J>, spread(all, ranks, beside_.all_sms),
+        launch(kernels::own_rows_kernel<J>, spread(all, ranks, side_stream_.sms), ranks, side,
+               false);
+        side_stream_.join(stream);
+        launch(kernels::local_pass_of_dispatch_kernel<J>, spread(all, ranks, side_stream_.all_sms),
                ranks, stream, false);
     });
 }
@@ -288,7 +289,7 @@ void CudaGroup<P>::combine(const std::vector<CombineArgs>& args, DType dtype, Cu
         for (CombineArgs& a : all.args) a.sum_warps = sum_warps(heap_.topology);
         const auto run = args.front().is_weighted ? CombineLaunch<P, kRanks, true>::run
                                                   : CombineLaunch<P, kRanks, false>::run;
-        run(all, args.size(), dtype, stream, beside_);
+        run(all, args.size(), dtype, stream, side_stream_);
     });
 }
 

@@ -5,10 +5,11 @@
 
 namespace ep {
 
-// A stream for launches that run beside one of the caller's, on the SMs that this leaves free.
-class Beside {
+// A second stream: its launches run at the same time as one of the caller's, on the SMs that this
+// one leaves free.
+class SideStream {
   public:
-    Beside(int device, int all_sms, int busy_sms);
+    SideStream(int device, int all_sms, int busy_sms);
 
     // What is launched on the stream that this returns waits for what the caller's holds now:
     // another stream, or the caller's own where there is no room.
@@ -17,8 +18,8 @@ class Beside {
     void join(CudaStream caller) const;
 
     const int all_sms;
-    const bool has_room;  // a third is free: on fewer they would hold up what they run beside
-    const int sms;        // for launches beside
+    const bool has_room;  // a third is free: on fewer they would hold up the caller's launch
+    const int sms;        // for launches of the second stream
 
   private:
     Resource<void> stream_, forked_, joined_;

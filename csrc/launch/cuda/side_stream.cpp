@@ -1,4 +1,4 @@
-#include "launch/cuda/beside.h"
+#include "launch/cuda/side_stream.h"
 
 #include <cuda_runtime.h>
 
@@ -16,7 +16,7 @@ void order(CudaStream earlier, CudaStream later, const Resource<void>& event) {
 
 }  // namespace
 
-Beside::Beside(int device, int all, int busy)
+SideStream::SideStream(int device, int all, int busy)
     : all_sms(all),
       has_room(3 * (all - busy) >= all),
       sms(has_room ? all - busy : all),
@@ -24,13 +24,13 @@ Beside::Beside(int device, int all, int busy)
       forked_(event(device)),
       joined_(event(device)) {}
 
-CudaStream Beside::fork(CudaStream caller) const {
+CudaStream SideStream::fork(CudaStream caller) const {
     if (!has_room) return caller;
     order(caller, stream_.get(), forked_);
     return stream_.get();
 }
 
-void Beside::join(CudaStream caller) const {
+void SideStream::join(CudaStream caller) const {
     if (has_room) order(stream_.get(), caller, joined_);
 }
 
