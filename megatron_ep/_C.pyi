@@ -290,7 +290,7 @@ class CudaGroup:
     def dispatch(
         self, tensors: Sequence[RankTensors], format: RowFormat, *, nvl_batch: int, rdma_chunk: int, stream: int
     ) -> None: ...
-    def whole_dispatch(
+    def fused_dispatch(
         self,
         tensors: Sequence[RankTensors],
         format: RowFormat,

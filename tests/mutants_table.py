@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 QUANTIZE = "exec/device/quantize.h"
 BULK, WARP, KERNELS = "exec/device/bulk.h", "exec/device/device_warp.h", "launch/cuda/kernels.h"
-WHOLE = "launch/cuda/whole_dispatch.h"
+FUSED = "launch/cuda/fused_dispatch.h"
 RING, DISPATCH, COMBINE = "protocol/ring.h", "protocol/dispatch.h", "protocol/combine.h"
 COMBINE_RECEIVER, LOCAL_PASS = "protocol/combine_receiver.h", "protocol/local_pass.h"
 COORDINATORS, NOTIFY = "protocol/coordinators.h", "protocol/notify.h"
@@ -253,16 +253,16 @@ MUTANTS = [
         "credit<",
     ),
     changed(
-        "CountsUnderWay: relaxed",
-        WHOLE,
+        "PendingCounts: relaxed",
+        FUSED,
         "if (rows::lane_id() == 0) seen = ptx::load_acquire_gpu(epochs_) >= epoch_;",
         "ptx::load_acquire_gpu(epochs_)",
         "ptx::load_relaxed_sys(epochs_)",
     ),
-    Mutant("CountsUnderWay: lanes do not meet behind", WHOLE, "«__syncwarp();»  // what lane 0 has acquired"),
+    Mutant("PendingCounts: lanes do not meet behind", FUSED, "«__syncwarp();»  // what lane 0 has acquired"),
     Mutant(
         "whole dispatch: receivers do not wait for counts",
-        WHOLE,
+        FUSED,
         "if (counts.wait(w)) receiver(w, fabric, args, channel, role * share, share);",
         "receiver(w, fabric, args, channel, role * share, share);",
     ),

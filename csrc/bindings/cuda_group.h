@@ -70,11 +70,11 @@ class PyCudaGroup {
     }
 
     // With the exchange of counts that comes before it, of which the host learns nothing.
-    void whole_dispatch(const std::vector<RankTensors>& tensors, const RowFormat& format,
+    void fused_dispatch(const std::vector<RankTensors>& tensors, const RowFormat& format,
                         int nvl_batch, int rdma_chunk, int index_bytes, int expert_alignment,
                         int expert_capacity, Address stream) {
         const auto lock = exclusive_call_.enter();
-        std::vector<WholeDispatchArgs> args;
+        std::vector<FusedDispatchArgs> args;
         ++call_;
         for (size_t i = 0; i < tensors.size(); ++i) {
             args.push_back({dispatch_args(group_->heap(), group_->ranks()[i], tensors[i], format,
@@ -82,7 +82,7 @@ class PyCudaGroup {
                             at<void>(tensors[i].topk_idx), index_bytes, expert_alignment,
                             expert_capacity, at<int64_t>(tensors[i].tokens_per_expert)});
         }
-        group_->whole_dispatch(args, at<void>(stream));
+        group_->fused_dispatch(args, at<void>(stream));
     }
 
     void combine(const std::vector<RankTensors>& tensors, const RowFormat& format, int nvl_batch,
@@ -164,7 +164,7 @@ class PyCudaGroup {
             .def("dispatch", &PyCudaGroup::dispatch, py::arg("tensors"), py::arg("format"),
                  py::kw_only(), py::arg("nvl_batch"), py::arg("rdma_chunk"), py::arg("stream"),
                  release)
-            .def("whole_dispatch", &PyCudaGroup::whole_dispatch, py::arg("tensors"),
+            .def("fused_dispatch", &PyCudaGroup::fused_dispatch, py::arg("tensors"),
                  py::arg("format"), py::kw_only(), py::arg("nvl_batch"), py::arg("rdma_chunk"),
                  py::arg("index_bytes"), py::arg("expert_alignment"), py::arg("expert_capacity"),
                  py::arg("stream"), release)

@@ -102,9 +102,8 @@ struct DispatchArgs : TransferArgs {
     bool clears_end = true;  // rows behind those of the last expert, too
 };
 
-// A dispatch that exchanges its counts itself. The arguments of a NotifyArgs that it has not
-// anyway.
-struct WholeDispatchArgs : DispatchArgs {
+// Fused notify and dispatch: what a dispatch needs in addition to exchange the counts itself.
+struct FusedDispatchArgs : DispatchArgs {
     const void* topk_idx;
     int index_bytes;
     int expert_alignment;

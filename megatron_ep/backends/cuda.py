@@ -100,7 +100,7 @@ class CudaBackend(OfGroup):
 
     # Two H200, H = 7168, K = 8, dispatch + combine: even at T = 450, which is so much
     least_local_bytes = 32 << 20
-    learns_counts = False
+    host_knows_counts = False
 
     def __init__(
         self, group: Any, heap: Any, device: torch.device, sms: int, timeout: float | None = None, rank: int = 0
@@ -150,7 +150,7 @@ class CudaBackend(OfGroup):
         settings = {"nvl_batch": min(nvl_batch, _half_a_ring(row, self._heap)), "rdma_chunk": rdma_chunk}
         run = self.group.dispatch
         if counts is not None:
-            run, settings = self.group.whole_dispatch, {**settings, **counts}
+            run, settings = self.group.fused_dispatch, {**settings, **counts}
         self.launch(lambda stream: run(list(tensors), row, **settings, stream=stream))
 
     def enqueue_combine(

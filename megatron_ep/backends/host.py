@@ -33,7 +33,7 @@ class HostBackend(OfGroup):
 
     least_local_bytes = math.inf  # the same threads would run it
     least_stores = 0.0
-    learns_counts = True
+    host_knows_counts = True
 
     def __init__(
         self,

@@ -76,7 +76,7 @@ class Backend(Protocol):
         ...
 
     @property
-    def learns_counts(self) -> bool:
+    def host_knows_counts(self) -> bool:
         """Whether the host knows counts without waiting for anyone: an exchange returns when they are there."""
         ...
 

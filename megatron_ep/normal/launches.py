@@ -196,7 +196,7 @@ def check_capture(group: RankGroup, max_recv_tokens: int | None) -> None:
     """Raises ValueError where the host would wait for counts of what a CUDA graph only captures. All ranks capture
     alike: nobody is to be told."""
     backend = group.live_backend()
-    if max_recv_tokens is None and not backend.learns_counts and backend.is_capturing():
+    if max_recv_tokens is None and not backend.host_knows_counts and backend.is_capturing():
         raise ValueError(
             "max_recv_tokens is None, must be given while a CUDA graph is captured: without it the host waits for "
             "counts that nothing exchanges yet"
@@ -222,7 +222,7 @@ def _exchange_counts(group: RankGroup, request: CountsToAskFor) -> tuple[list[Ra
         "expert_alignment": request.expert_alignment,
         "expert_capacity": request.expert_capacity,
     }
-    is_left = not wait and not backend.learns_counts
+    is_left = not wait and not backend.host_knows_counts
     totals = () if is_left else backend.exchange_counts(tensors, topk=topk, **settings)
     for number, idx, total in zip(group.ranks, topk_idx, totals, strict=False):
         if total.bad_token >= 0:

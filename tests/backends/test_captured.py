@@ -148,7 +148,7 @@ def test_a_capture_whose_host_would_wait_is_refused_before_anything_is_launched(
         step = torch.compile(run, backend="aot_eager") if is_compiled else run
         expected, backend = step(), cluster.live_backend()
         with (
-            mock.patch.object(backend, "learns_counts", False, create=True),
+            mock.patch.object(backend, "host_knows_counts", False, create=True),
             mock.patch.object(backend, "is_capturing", return_value=True),
             mock.patch.object(backend, "group") as group,
             pytest.raises(ValueError, match="max_recv_tokens is None, must be given while a CUDA graph is captured"),

@@ -15,7 +15,7 @@ spec.loader.exec_module(timeline)
 NAMES = {
     "void ep::kernels::dispatch_kernel<ep::cuda::Joint<ep::P2p> >(ep::cuda::Joint<ep::P2p>)": "dispatch",
     "void ep::kernels::notify_kernel<ep::cuda::Joint<ep::P2p> >(ep::cuda::Joint<ep::P2p>)": "dispatch",
-    "void ep::kernels::whole_dispatch_kernel<ep::cuda::Joint<ep::P2p> >(ep::cuda::Joint<ep::P2p>)": "dispatch",
+    "void ep::kernels::fused_dispatch_kernel<ep::cuda::Joint<ep::P2p> >(ep::cuda::Joint<ep::P2p>)": "dispatch",
     "void ep::kernels::combine_kernel<__nv_bfloat16, false, ep::cuda::Joint<ep::P2p> >()": "combine",
     "void ep::kernels::local_pass_of_dispatch_kernel<ep::cuda::Joint<ep::P2p> >()": "dispatch",
     "void ep::kernels::sums_kernel<float, ep::cuda::Joint<ep::P2p> >()": "combine",

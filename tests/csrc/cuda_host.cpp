@@ -97,11 +97,11 @@ void test_kernels_are_loaded_before_they_are_launched() {
         Group group(layout, {layout.topology, {heaps[0], heaps[1]}}, ranks, own_heaps, heaps, 1, 1,
                     1.0);
         for (const bool has_local_pass : {false, true}) {
-            ep::WholeDispatchArgs args{};
+            ep::FusedDispatchArgs args{};
             args.heap = layout;
             args.has_local_pass = has_local_pass;
             group.dispatch({ranks.size(), args}, nullptr);
-            group.whole_dispatch({ranks.size(), args}, nullptr);
+            group.fused_dispatch({ranks.size(), args}, nullptr);
         }
     }
 }

@@ -74,8 +74,8 @@ void run_case(uint64_t seed) {
         const auto host_layouts = layouts_of(c, host), gpu_layouts = layouts_of(c, gpu);
         group.notify<HostWarp>(notify_args(c, inputs, host_layouts, epoch, host));
         const auto notify = notify_args(c, inputs, gpu_layouts, 0, gpu);
-        const bool is_whole = c.topology.nodes == 1 && world > 1 && c.pick(0, 1);
-        if (!is_whole) {
+        const bool is_fused = c.topology.nodes == 1 && world > 1 && c.pick(0, 1);
+        if (!is_fused) {
             grid.launch(kernels::notify_kernel<Notify>,
                         grid.joint<Notify>(notify, c.heap.channels + 1));
             for (int rank = 0; rank < world; ++rank)
@@ -127,7 +127,7 @@ void run_case(uint64_t seed) {
                 dispatch[on_gpu].push_back(
                     {transfer_args(c, rank, layouts[rank], t, rows[rank], call), in.x.data(),
                      in.scales.data(), in.weights.data(), t.out.data(), t.out_scales.data(),
-                     t.out_weights.data(), may_pass[0] && !is_whole && c.pick(0, 1)});
+                     t.out_weights.data(), may_pass[0] && !is_fused && c.pick(0, 1)});
                 combine[on_gpu].push_back(
                     {transfer_args(c, rank, layouts[rank], t, rows[rank], call + 1),
                      expert_out[rank].data(), gradients[rank].data(), t.y.data(),
@@ -137,12 +137,12 @@ void run_case(uint64_t seed) {
         }
         ++call;
         group.dispatch<HostWarp>(dispatch[0]);
-        if (is_whole) {
-            std::vector<WholeDispatchArgs> whole;
+        if (is_fused) {
+            std::vector<FusedDispatchArgs> fused;
             for (int rank = 0; rank < world; ++rank)
-                whole.push_back(whole_args(dispatch[1][rank], notify[rank]));
-            grid.launch(kernels::whole_dispatch_kernel<WholeDispatch>,
-                        grid.joint_of_roles<WholeDispatch>(whole));
+                fused.push_back(fused_args(dispatch[1][rank], notify[rank]));
+            grid.launch(kernels::fused_dispatch_kernel<FusedDispatch>,
+                        grid.joint_of_roles<FusedDispatch>(fused));
         } else {
             dispatch_on(grid, dispatch[1]);
         }
@@ -204,7 +204,7 @@ int main(int argc, char** argv) {
             }
         }
         for (const bool is_absent : {false, true}) {
-            for (const int tokens : {1, 9}) ep::run_whole_given_up(is_absent, tokens);
+            for (const int tokens : {1, 9}) ep::run_fused_given_up(is_absent, tokens);
         }
         std::printf("what was given up is no data\n");
         return 0;

@@ -34,7 +34,7 @@ def test_two_threads_do_not_launch_at_once(gated) -> None:
     calls = [
         lambda: group.notify([], topk=1, index_bytes=4, expert_alignment=1, expert_capacity=0, stream=0),
         lambda: group.dispatch([], row, **settings),
-        lambda: group.whole_dispatch([], row, **settings, index_bytes=4, expert_alignment=1, expert_capacity=0),
+        lambda: group.fused_dispatch([], row, **settings, index_bytes=4, expert_alignment=1, expert_capacity=0),
         lambda: group.combine([], row, **settings, dtype=0),
         group.reset,
     ]

@@ -9,7 +9,7 @@
 #else
 #include "p2p_ranks.h"
 #endif
-#include "launch/cuda/whole_dispatch.h"
+#include "launch/cuda/fused_dispatch.h"
 
 // Random calls of the normal mode, and the memory of all of their ranks on one machine. Between the
 // ranks lies the p2p fabric, or with OVER_NCCL or OVER_NVSHMEM that of NCCL or NVSHMEM.
@@ -18,7 +18,7 @@ namespace ep {
 constexpr int kMostRanks = 9;
 using Notify = NotifyJoint<Ranks::Params, kMostRanks>;
 using Dispatch = DispatchJoint<Ranks::Params, kMostRanks>;
-using WholeDispatch = WholeDispatchJoint<Ranks::Params, kMostRanks>;
+using FusedDispatch = FusedDispatchJoint<Ranks::Params, kMostRanks>;
 using Combine = CombineJoint<Ranks::Params, kMostRanks>;
 
 // Memory that nothing may write outside of, aligned as the GPU's allocator does.
@@ -210,8 +210,8 @@ inline TransferArgs transfer_args(const Case& c, int rank, const Layout& layout,
             rows};
 }
 
-inline WholeDispatchArgs whole_args(const DispatchArgs& dispatch, const NotifyArgs& notify) {
-    WholeDispatchArgs args{dispatch,
+inline FusedDispatchArgs fused_args(const DispatchArgs& dispatch, const NotifyArgs& notify) {
+    FusedDispatchArgs args{dispatch,
                            notify.topk_idx,
                            notify.index_bytes,
                            notify.expert_alignment,

@@ -292,7 +292,7 @@ inline void run_given_up(bool several_nodes, bool in_notify, int tokens, bool lo
 
 // The same of a dispatch that exchanges its counts itself, to which rank 1 does not come, or with
 // an id that no expert has.
-inline void run_whole_given_up(bool is_absent, int tokens) {
+inline void run_fused_given_up(bool is_absent, int tokens) {
     Case c = small_case(false);
     c.tokens = {tokens, tokens};
     Side side;
@@ -302,20 +302,20 @@ inline void run_whole_given_up(bool is_absent, int tokens) {
     const auto layouts = layouts_of(c, side);
     Grid grid(c, side, 50'000'000);
     const auto notify = notify_args(c, inputs, layouts, 0, side);
-    std::vector<WholeDispatchArgs> args;
+    std::vector<FusedDispatchArgs> args;
     const int ranks = is_absent ? 1 : 2;
     for (int rank = 0; rank < ranks; ++rank) {
         side.tensors.push_back(tensors_for(c, tokens));
         const Tensors& t = side.tensors.back();
         const Inputs& in = inputs[rank];
         args.push_back(
-            whole_args({transfer_args(c, rank, layouts[rank], t, tokens * c.format.topk, 1),
+            fused_args({transfer_args(c, rank, layouts[rank], t, tokens * c.format.topk, 1),
                         in.x.data(), in.scales.data(), in.weights.data(), t.out.data(),
                         t.out_scales.data(), t.out_weights.data()},
                        notify[rank]));
     }
-    grid.run(kernels::whole_dispatch_kernel<WholeDispatch>,
-             grid.joint_of_roles<WholeDispatch>(args), ranks);
+    grid.run(kernels::fused_dispatch_kernel<FusedDispatch>,
+             grid.joint_of_roles<FusedDispatch>(args), ranks);
     const uint64_t reason = ControlBlock::abort_word(
         is_absent ? Outcome::Timeout : Outcome::BadInput, is_absent ? 0 : 1);
     for (int rank = 0; rank < ranks; ++rank) {

@@ -23,7 +23,7 @@ sys.path[:0] = [str(ROOT / "tests" / "helpers"), str(ROOT)]
 
 # The first that matches; kernels of cuBLAS and CUTLASS are products.
 KINDS = {
-    "dispatch": r"\b(notify|own_rows|(local_pass_of_|whole_)?dispatch)_kernel<",
+    "dispatch": r"\b(notify|own_rows|(local_pass_of_|fused_)?dispatch)_kernel<",
     "combine": r"\b(sums|combine)_kernel<",
     "product": r"gemm|nvjet|cutlass|xmma|cublas|flash|fmha|attention",
 }

@@ -53,7 +53,7 @@ class CudaGroup {
                                                 const std::function<void()>& idle);
     void dispatch(const std::vector<DispatchArgs>& args, CudaStream stream);
     // Both for a host that does not wait for the counts: one launch between ranks of one node.
-    void whole_dispatch(const std::vector<WholeDispatchArgs>& args, CudaStream stream);
+    void fused_dispatch(const std::vector<FusedDispatchArgs>& args, CudaStream stream);
     void combine(const std::vector<CombineArgs>& args, DType dtype, CudaStream stream);
 
     const std::vector<int>& ranks() const { return ranks_; }

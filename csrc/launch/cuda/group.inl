@@ -9,10 +9,10 @@
 
 #include "core/cuda/runtime.h"
 #include "launch/cuda/channels.h"
+#include "launch/cuda/fused_dispatch.h"
 #include "launch/cuda/group.h"
 #include "launch/cuda/kernels.h"
 #include "launch/cuda/load.h"
-#include "launch/cuda/whole_dispatch.h"
 
 namespace ep {
 namespace {
@@ -157,7 +157,7 @@ void CudaGroup<P>::load_kernels() const {
         load(kernels::own_rows_kernel<Dispatch>);
         load(kernels::local_pass_of_dispatch_kernel<Dispatch>);
         if constexpr (P::kMergesNotify)
-            load(kernels::whole_dispatch_kernel<WholeDispatchJoint<P, kRanks>>);
+            load(kernels::fused_dispatch_kernel<FusedDispatchJoint<P, kRanks>>);
         CombineLaunch<P, kRanks, false>::load_kernels();
         CombineLaunch<P, kRanks, true>::load_kernels();
     });
@@ -260,7 +260,7 @@ void CudaGroup<P>::dispatch(const std::vector<DispatchArgs>& args, CudaStream st
 }
 
 template <class P>
-void CudaGroup<P>::whole_dispatch(const std::vector<WholeDispatchArgs>& args, CudaStream stream) {
+void CudaGroup<P>::fused_dispatch(const std::vector<FusedDispatchArgs>& args, CudaStream stream) {
     const auto passes = [](const DispatchArgs& a) { return has_local_pass(a); };
     const Topology& topology = heap_.topology;
     if constexpr (P::kMergesNotify) {
@@ -269,14 +269,14 @@ void CudaGroup<P>::whole_dispatch(const std::vector<WholeDispatchArgs>& args, Cu
             std::none_of(args.begin(), args.end(), passes)) {
             const DeviceGuard guard(device_);
             return for_local_ranks([&]<int kRanks>() {
-                using J = WholeDispatchJoint<P, kRanks>;
-                launch(kernels::whole_dispatch_kernel<J>, joint_of_roles<J>(args), args.size(),
+                using J = FusedDispatchJoint<P, kRanks>;
+                launch(kernels::fused_dispatch_kernel<J>, joint_of_roles<J>(args), args.size(),
                        stream);
             });
         }
     }
     std::vector<NotifyArgs> counts;
-    for (const WholeDispatchArgs& a : args) counts.push_back(a.notify(0));
+    for (const FusedDispatchArgs& a : args) counts.push_back(a.notify(0));
     notify(counts, stream);
     dispatch({args.begin(), args.end()}, stream);
 }

@@ -19,7 +19,7 @@ struct Progress {
     EP_HD uint64_t* arrivals_of_notify() const { return words + kWordsOfLine; }
     EP_HD uint64_t* warps_at_end() const { return words + 2 * kWordsOfLine; }
     // Those of a launch that has another number of warps.
-    EP_HD uint64_t* arrivals_of_whole_dispatch() const { return words + 3 * kWordsOfLine; }
+    EP_HD uint64_t* arrivals_of_fused_dispatch() const { return words + 3 * kWordsOfLine; }
 };
 
 // A launch for all ranks of this process together, at most kRanks. All of it is a kernel parameter:
@@ -44,7 +44,7 @@ using NotifyJoint = Joint<P, NotifyArgs, kRanks>;
 template <class P, int kRanks>
 using DispatchJoint = Joint<P, DispatchArgs, kRanks, DispatchRoles>;
 template <class P, int kRanks>
-using WholeDispatchJoint = Joint<P, WholeDispatchArgs, kRanks, DispatchRoles>;
+using FusedDispatchJoint = Joint<P, FusedDispatchArgs, kRanks, DispatchRoles>;
 template <class P, int kRanks>
 using CombineJoint = Joint<P, CombineArgs, kRanks, CombineRoles>;
 

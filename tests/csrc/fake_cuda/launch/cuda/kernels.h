@@ -15,7 +15,7 @@ void notify_kernel(J) {}
 template <class J>
 void dispatch_kernel(J) {}
 template <class J>
-void whole_dispatch_kernel(J) {}
+void fused_dispatch_kernel(J) {}
 template <class J>
 void own_rows_kernel(J) {}
 template <class J>

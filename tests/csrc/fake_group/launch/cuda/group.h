@@ -26,7 +26,7 @@ class CudaGroup {
         return {};
     }
     void dispatch(const std::vector<DispatchArgs>&, CudaStream) { Gate::pass(); }
-    void whole_dispatch(const std::vector<WholeDispatchArgs>&, CudaStream) { Gate::pass(); }
+    void fused_dispatch(const std::vector<FusedDispatchArgs>&, CudaStream) { Gate::pass(); }
     void combine(const std::vector<CombineArgs>&, DType, CudaStream) { Gate::pass(); }
     void drain() const { Gate::pass(); }
     void listen() {}

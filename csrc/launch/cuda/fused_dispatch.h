@@ -2,15 +2,15 @@
 
 #include "launch/cuda/kernels.h"
 
-// Notify and dispatch as one launch.
+// Fused notify and dispatch: one launch.
 namespace ep::kernels {
 
-// The counts that another warp of the rank is exchanging. Its waits are bounded, and if one of them
-// ends badly the rank is told to stop: so these are bounded, too.
-class CountsUnderWay {
+// Counts that another warp of this rank is still exchanging. That warp's waits are bounded, and one
+// that expires sets the rank's abort word, so waiting for them here is bounded, too.
+class PendingCounts {
   public:
-    __device__ __forceinline__ CountsUnderWay(const DeviceRank& rank, uint64_t* epochs,
-                                              uint64_t epoch)
+    __device__ __forceinline__ PendingCounts(const DeviceRank& rank, uint64_t* epochs,
+                                             uint64_t epoch)
         : rank_(rank), epochs_(epochs), epoch_(epoch) {}
 
     __device__ __forceinline__ bool there(DeviceWarp&) {
@@ -35,12 +35,12 @@ class CountsUnderWay {
     bool are_there_ = false;
 };
 
-// Between ranks of one node, where the sender of a channel is the only one that numbers its rows.
-// It sends them while others exchange the counts, which receivers need: those of the first channels
-// do that.
+// Only between ranks of one node: there the sender of a channel numbers its rows without the counts
+// of other ranks. It sends while the first receivers of the first channels exchange the counts,
+// which all receivers need.
 template <class J>
-__device__ __forceinline__ void run_whole_dispatch(const J& joint, const Place<J>& place) {
-    const WholeDispatchArgs& args = joint.args[place.index];
+__device__ __forceinline__ void run_fused_dispatch(const J& joint, const Place<J>& place) {
+    const FusedDispatchArgs& args = joint.args[place.index];
     const DeviceRank& rank = joint.ranks[place.index];
     const Progress& progress = joint.progress[place.index];
     const NotifyArgs notify = args.notify(progress.notifies() + 1);
@@ -51,7 +51,7 @@ __device__ __forceinline__ void run_whole_dispatch(const J& joint, const Place<J
     };
     {
         DeviceWarp w = warp(Role::Notify, 0);
-        if (!count_rows(joint, place, w, notify, progress.arrivals_of_whole_dispatch(), true))
+        if (!count_rows(joint, place, w, notify, progress.arrivals_of_fused_dispatch(), true))
             return;
     }
     if (place.warp == 0) {
@@ -64,7 +64,7 @@ __device__ __forceinline__ void run_whole_dispatch(const J& joint, const Place<J
     if (number < 0) return;
     const int channel = number / warps, role = number % warps - 1;
     typename J::Fabric fabric(joint.fabric, args.rank);
-    CountsUnderWay counts(rank, &progress.notifies(), notify.epoch);
+    PendingCounts counts(rank, &progress.notifies(), notify.epoch);
     if (role < 0) {
         DeviceWarp w = warp(Role::NvlSender, channel);
         index_channel(w, notify, channel);
@@ -85,9 +85,9 @@ __device__ __forceinline__ void run_whole_dispatch(const J& joint, const Place<J
 
 template <class J>
 __global__ void __launch_bounds__(kBlockThreads, 1)
-    whole_dispatch_kernel(const __grid_constant__ J joint) {
+    fused_dispatch_kernel(const __grid_constant__ J joint) {
     const Place<J> place(joint);
-    run_whole_dispatch(joint, place);
+    run_fused_dispatch(joint, place);
     end_call(joint, place);
 }
 
