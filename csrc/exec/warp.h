@@ -14,9 +14,10 @@ namespace ep {
 // Who sees a flag: the roles of one rank, or every rank of the node.
 enum class Scope { Rank, System };
 
-// Whether the bytes that a copy writes, or that a stage or a sum reads, are needed again soon (a
-// ring) or late (the first or final place of a row): what is needed late leaves the cache first.
-enum class Reuse { Soon, Late };
+// For the bytes that a copy writes, or that a stage or a sum reads. Keep: they are read again soon,
+// as in a ring. EvictFirst: nothing reads them again soon (a row's source, its final place), so
+// they leave the GPU's L2 cache first.
+enum class CacheHint { Keep, EvictFirst };
 
 // What executes a role: 32 lanes that move together, kLanesAtOnce of them at the same time. Values
 // that differ between lanes live in a PerLane; everything else is the same in all lanes. Lambdas
@@ -43,18 +44,19 @@ enum class Reuse { Soon, Late };
 //                                    this rank alone if it is Outcome::CutOff
 //
 // Rows
-//   copy<Reuse>(dst, src, bytes)
-//   multicast<Reuse>(dsts, mask, src, bytes)
+//   copy<CacheHint>(dst, src, bytes)
+//   multicast<CacheHint>(dsts, mask, src, bytes)
 //                                    one source, a destination per lane in the mask
-//   copy_each<Reuse>(dsts, srcs, mask, bytes)
+//   copy_each<CacheHint>(dsts, srcs, mask, bytes)
 //                                    a source and a destination per lane in the mask; the sources
 //                                    are there since before the launch
-//   stage<Reuse>(src, bytes)         begins to read what the next copy or multicast reads, while
+//   stage<CacheHint>(src, bytes)         begins to read what the next copy or multicast reads,
+//   while
 //                                    the warp finds out where it goes
-//   sum<T, Reuse>(dst, srcs, mask, count)
+//   sum<T, CacheHint>(dst, srcs, mask, count)
 //                                    dst[i] = sum over the lanes in the mask of srcs[lane][i], in
 //                                    lane order, in fp32 (fp64 for fp64)
-//   weighted_sum<T, Reuse>(dst, srcs, weights, mask, count)
+//   weighted_sum<T, CacheHint>(dst, srcs, weights, mask, count)
 //                                    the same of weights[lane] * srcs[lane][i]: a product is
 //                                    rounded, then added, also where it is the only one
 //   quantize(dsts, mask, src, count, scales_at, format)
@@ -109,12 +111,13 @@ concept WarpLike = requires(
     { warp.ballot(1, test) } -> std::same_as<uint32_t>;
     warp.fail(Outcome::Mismatch, Wait::NvlRow, Need{});
     warp.lanes(1, step);
-    warp.template copy<Reuse::Soon>(dst, src, bytes);
-    warp.template multicast<Reuse::Late>(dsts, uint32_t{1}, src, bytes);
-    warp.template copy_each<Reuse::Late>(dsts, srcs, uint32_t{1}, bytes);
-    warp.template stage<Reuse::Late>(src, bytes);
-    warp.template sum<float, Reuse::Late>(dst, srcs, uint32_t{1}, bytes);
-    warp.template weighted_sum<float, Reuse::Late>(dst, srcs, weights, uint32_t{1}, bytes);
+    warp.template copy<CacheHint::Keep>(dst, src, bytes);
+    warp.template multicast<CacheHint::EvictFirst>(dsts, uint32_t{1}, src, bytes);
+    warp.template copy_each<CacheHint::EvictFirst>(dsts, srcs, uint32_t{1}, bytes);
+    warp.template stage<CacheHint::EvictFirst>(src, bytes);
+    warp.template sum<float, CacheHint::EvictFirst>(dst, srcs, uint32_t{1}, bytes);
+    warp.template weighted_sum<float, CacheHint::EvictFirst>(dst, srcs, weights, uint32_t{1},
+                                                             bytes);
     warp.quantize(dsts, uint32_t{1}, src, bytes, bytes, ScaleFormat::Fp32);
     warp.zero(dst, bytes);
     warp.template publish<Scope::System>(flag, uint64_t{1});

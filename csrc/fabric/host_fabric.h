@@ -38,7 +38,7 @@ class HostFabric {
         if (network_)
             return network_->put({rank_, node, channel}, on_rail(node) + dst, own<char>(src),
                                  bytes);
-        warp.template copy<Reuse::Soon>(on_rail(node) + dst, own<char>(src), bytes);
+        warp.template copy<CacheHint::Keep>(on_rail(node) + dst, own<char>(src), bytes);
     }
 
     template <class W>
@@ -69,7 +69,7 @@ class HostFabric {
         if (network_)
             return network_->put(connection_to(rank, channel), at<char>(rank, dst), own<char>(src),
                                  bytes);
-        warp.template copy<Reuse::Soon>(at<char>(rank, dst), own<char>(src), bytes);
+        warp.template copy<CacheHint::Keep>(at<char>(rank, dst), own<char>(src), bytes);
     }
 
     template <class W>

@@ -75,9 +75,9 @@ EP_FN void combine_nvl_sender(W& warp, F& fabric, const CombineArgs& args, int c
             });
             const ExpertRows<T, kWeighted, W> rows(warp, args, position);
             if (args.sums && rows.lanes) {
-                warp.template copy<Reuse::Soon>(slot + format.payload(),
-                                                rows.summed(warp, args, turn.first + i),
-                                                format.payload_bytes);
+                warp.template copy<CacheHint::Keep>(slot + format.payload(),
+                                                    rows.summed(warp, args, turn.first + i),
+                                                    format.payload_bytes);
             } else {
                 rows.sum(warp, args, slot + format.payload());
             }
@@ -176,8 +176,8 @@ EP_FN void combine_forwarder(W& warp, F& fabric, const CombineArgs& args, int ch
                 };
                 go_on = belong_to_call(warp, rings, lanes, row, rank_of);
                 if (!go_on) return;
-                warp.template sum<T, Reuse::Soon>(slot + format.payload(), part, lanes,
-                                                  format.payload_bytes / sizeof(T));
+                warp.template sum<T, CacheHint::Keep>(slot + format.payload(), part, lanes,
+                                                      format.payload_bytes / sizeof(T));
                 warp.lanes(format.topk, [&](int lane) {
                     if (lanes >> lane & 1) rings.nvl_in(node, peer[lane]).next = taken[lane];
                 });

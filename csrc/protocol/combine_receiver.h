@@ -185,7 +185,7 @@ EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& arg
                                   : rings.rank_at(node_of(from), args.local());
         };
         if (!belong_to_call(warp, rings, others, row, rank_of)) return;
-        warp.template sum<T, Reuse::Soon>(
+        warp.template sum<T, CacheHint::Keep>(
             args.y + static_cast<size_t>(token) * format.payload_bytes, part, sources,
             format.payload_bytes / sizeof(T));
 

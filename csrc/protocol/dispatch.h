@@ -63,7 +63,7 @@ EP_FN void write_part(W& warp, const RowFormat& format,
     warp.lanes(format.topk, [&](int lane) {
         if (lanes >> lane & 1) to[lane] = static_cast<char*>(slot[lane]) + offset;
     });
-    warp.template multicast<Reuse::Soon>(to, lanes, part, bytes);
+    warp.template multicast<CacheHint::Keep>(to, lanes, part, bytes);
 }
 
 template <WarpLike W>
@@ -135,10 +135,11 @@ EP_FN void clear_places(W& warp, const RowFormat& format, const Places<W>& place
 template <WarpLike W>
 EP_FN void write_places(W& warp, const RowFormat& format, const Places<W>& places, const char* row,
                         const char* scales) {
-    warp.template multicast<Reuse::Late>(places.row, places.written, row, format.payload_bytes);
+    warp.template multicast<CacheHint::EvictFirst>(places.row, places.written, row,
+                                                   format.payload_bytes);
     if (format.scale_bytes) {
-        warp.template multicast<Reuse::Late>(places.scales, places.written, scales,
-                                             format.scale_bytes);
+        warp.template multicast<CacheHint::EvictFirst>(places.scales, places.written, scales,
+                                                       format.scale_bytes);
     }
     clear_places(warp, format, places);
 }
@@ -157,7 +158,7 @@ EP_FN void place_own_rows(W& warp, const DispatchArgs& args, int channel, int fi
         if (!own) return true;
         const size_t row = token;
         const char* x = args.x + row * format.payload_bytes;
-        warp.template stage<Reuse::Late>(x, format.payload_bytes);
+        warp.template stage<CacheHint::EvictFirst>(x, format.payload_bytes);
         take_places(warp, args, header, args.rank, received++, false, places);
         write_places(warp, format, places, x, args.scales + row * format.scale_bytes);
         return true;
@@ -214,7 +215,7 @@ EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel,
         const bool places_own = own && placed_from <= token && !args.has_local_pass;
         if (!others && !places_own) return true;
         const char* x = args.x + static_cast<size_t>(token) * format.payload_bytes;
-        warp.template stage<Reuse::Late>(x, format.payload_bytes);
+        warp.template stage<CacheHint::EvictFirst>(x, format.payload_bytes);
         if (others && !take_slots(warp, rings, node, others, peer, batch, slot))
             return go_on = false;
         places.written = places.cleared = 0;
@@ -225,7 +226,7 @@ EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel,
                 to[lane] =
                     others >> lane & 1 ? static_cast<char*>(slot[lane]) + offset : place[lane];
             });
-            warp.template multicast<Reuse::Soon>(to, others | places.written, part, bytes);
+            warp.template multicast<CacheHint::Keep>(to, others | places.written, part, bytes);
         };
         copy_part(format.payload(), places.row, x, format.payload_bytes);
         if (format.scale_bytes) {
@@ -268,7 +269,7 @@ EP_FN void rdma_sender(W& warp, F& fabric, const DispatchArgs& args, int channel
         const uint32_t lanes = nodes_among(warp, args, first, count, header.expert, node);
         if (!lanes) return true;
         const char* x = args.x + static_cast<size_t>(token) * format.payload_bytes;
-        warp.template stage<Reuse::Late>(x, format.payload_bytes);
+        warp.template stage<CacheHint::EvictFirst>(x, format.payload_bytes);
         publish();
         auto credit = [&](int lane) {
             if (!(lanes >> lane & 1)) return nothing_to_wait_for();
@@ -343,7 +344,7 @@ EP_FN void forwarder(W& warp, F& fabric, const DispatchArgs& args, int channel, 
         int batch = 0;
         for (int i = 0; i < rows; ++i) {
             const char* source = rings.rdma_in_slot(node, next);
-            warp.template stage<Reuse::Soon>(source + format.payload(), body_bytes);
+            warp.template stage<CacheHint::Keep>(source + format.payload(), body_bytes);
             read_header(warp, format, source, header);
             if (!belongs_to_call(warp, rings, source, rings.rank_at(node, args.local())))
                 return false;
@@ -376,7 +377,7 @@ EP_FN void receiver(W& warp, F& fabric, const DispatchArgs& args, int channel, i
     auto serve = [&](const Turn& turn) {
         for (int i = 0; i < turn.rows; ++i) {
             const char* slot = rings.nvl_in_slot(turn.node, turn.peer, turn.position + i);
-            warp.template stage<Reuse::Soon>(slot + format.payload(), format.payload_bytes);
+            warp.template stage<CacheHint::Keep>(slot + format.payload(), format.payload_bytes);
             read_header(warp, format, slot, header);
             if (!belongs_to_call(warp, rings, slot, turn.rank)) return false;
             take_places(warp, args, header, turn.rank, turn.first + i, args.has_local_pass, places);

@@ -59,11 +59,11 @@ EP_FN void copy_to_other_places(W& warp, const DispatchArgs& args, int part, int
         const int64_t first = warp.broadcast(position, lowest_lane(places));
         auto copy = [&](char* rows, size_t bytes) {
             const char* source = rows + first * bytes;
-            warp.template stage<Reuse::Late>(source, bytes);
+            warp.template stage<CacheHint::EvictFirst>(source, bytes);
             warp.lanes(format.topk, [&](int k) {
                 if (others >> k & 1) to[k] = rows + position[k] * bytes;
             });
-            warp.template multicast<Reuse::Late>(to, others, source, bytes);
+            warp.template multicast<CacheHint::EvictFirst>(to, others, source, bytes);
         };
         copy(args.recv_x, format.payload_bytes);
         if (format.scale_bytes) copy(args.recv_scales, format.scale_bytes);

@@ -43,7 +43,7 @@ EP_FN void write_rows(W& warp, const LowLatencyCombineArgs& args,
     });
     const uint32_t rows =
         warp.ballot(format.topk, [&](int k) { return mask >> k & 1 && position[k] >= 0; });
-    warp.template copy_each<Reuse::Late>(to, from, rows, piece.bytes);
+    warp.template copy_each<CacheHint::EvictFirst>(to, from, rows, piece.bytes);
     for_each_lane(mask & ~rows, [&](int k) { warp.zero(warp.broadcast(to, k), piece.bytes); });
 }
 
@@ -66,9 +66,9 @@ EP_FN void write_sum(W& warp, const LowLatencyCombineArgs& args, char* slot, uin
     char* payload = slot + format.payload() + piece.first;
     const size_t elements = piece.bytes / sizeof(T);
     if (args.row_weights) {
-        warp.template weighted_sum<T, Reuse::Late>(payload, part, weight, rows, elements);
+        warp.template weighted_sum<T, CacheHint::EvictFirst>(payload, part, weight, rows, elements);
     } else {
-        warp.template sum<T, Reuse::Late>(payload, part, rows, elements);
+        warp.template sum<T, CacheHint::EvictFirst>(payload, part, rows, elements);
     }
 }
 
@@ -213,9 +213,9 @@ EP_FN bool sum_piece(W& warp, const LowLatencyCombine<F>& call, int token, const
     char* y = args.y + static_cast<size_t>(token) * format.payload_bytes + piece.first;
     const size_t elements = piece.bytes / sizeof(T);
     if (args.token_weights) {
-        warp.template weighted_sum<T, Reuse::Soon>(y, part, weight, parts, elements);
+        warp.template weighted_sum<T, CacheHint::Keep>(y, part, weight, parts, elements);
     } else {
-        warp.template sum<T, Reuse::Soon>(y, part, parts, elements);
+        warp.template sum<T, CacheHint::Keep>(y, part, parts, elements);
     }
     return true;
 }

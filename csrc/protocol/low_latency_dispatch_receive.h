@@ -150,8 +150,8 @@ EP_FN void place_scales(W& warp, const LowLatencyDispatchArgs& args, uint32_t pl
             if (placed >> lane & 1)
                 row[lane] = args.recv_scales + position[lane] * bytes + piece.first_scale;
         });
-        warp.template multicast<Reuse::Late>(row, placed, scales + piece.first_scale,
-                                             piece.scale_bytes);
+        warp.template multicast<CacheHint::EvictFirst>(row, placed, scales + piece.first_scale,
+                                                       piece.scale_bytes);
         return;
     }
     const auto* words = reinterpret_cast<const uint32_t*>(scales);
@@ -221,10 +221,10 @@ EP_FN bool receive_piece(W& warp, const Choices<F>& choices, const Team& team, i
     const uint32_t tags = (uint32_t{1} << piece.count) - 1;
     const auto from = [&](int) { return source; };
     if (!wait_tags(warp, call, piece.count, tags, slots, piece.number, from)) return false;
-    warp.template stage<Reuse::Soon>(slot + format.payload() + piece.first, piece.bytes);
+    warp.template stage<CacheHint::Keep>(slot + format.payload() + piece.first, piece.bytes);
     if (!piece.number) note_places(warp, args, source, token, position, slot);
-    warp.template multicast<Reuse::Late>(row, placed, slot + format.payload() + piece.first,
-                                         piece.bytes);
+    warp.template multicast<CacheHint::EvictFirst>(
+        row, placed, slot + format.payload() + piece.first, piece.bytes);
     if (piece.scale_bytes)
         place_scales(warp, args, placed, position, slot + format.scales(), piece);
     return true;

@@ -188,11 +188,11 @@ EP_FN void write_piece(W& warp, const LowLatencyDispatchArgs& args,
     if constexpr (kQuantize) {
         warp.quantize(to, mask, x, piece.bytes, scales - payload, args.quantize);
     } else {
-        warp.template multicast<Reuse::Soon>(to, mask, x, piece.bytes);
+        warp.template multicast<CacheHint::Keep>(to, mask, x, piece.bytes);
         if (piece.scale_bytes) {
             const size_t row = token;
             to_part(scales);
-            warp.template multicast<Reuse::Soon>(
+            warp.template multicast<CacheHint::Keep>(
                 to, mask, args.scales + row * format.scale_bytes + piece.first_scale,
                 piece.scale_bytes);
         }
@@ -238,8 +238,8 @@ EP_FN bool send_piece(W& warp, const LowLatencyDispatch<F>& call, const Team& te
     const LowLatencyDispatchArgs& args = call.args;
     const RowFormat& format = args.format;
     const LowLatencyHeap& heap = args.heap;
-    warp.template stage<Reuse::Late>(piece_of_x<kQuantize>(args, token, piece),
-                                     bytes_of_x<kQuantize>(piece.bytes));
+    warp.template stage<CacheHint::EvictFirst>(piece_of_x<kQuantize>(args, token, piece),
+                                               bytes_of_x<kQuantize>(piece.bytes));
     Choice<W> choice;
     if (!read_choice(warp, args, token, choice)) {
         warp.fail(Outcome::BadInput, Wait::None, Need{static_cast<uint64_t>(token), 0, args.rank});

@@ -45,9 +45,9 @@ struct ExpertRows {
     EP_FN void sum(W& warp, const CombineArgs& args, char* to) const {
         const size_t elements = args.format.payload_bytes / sizeof(T);
         if constexpr (kWeighted) {
-            warp.template weighted_sum<T, Reuse::Late>(to, row, weight, lanes, elements);
+            warp.template weighted_sum<T, CacheHint::EvictFirst>(to, row, weight, lanes, elements);
         } else {
-            warp.template sum<T, Reuse::Late>(to, row, lanes, elements);
+            warp.template sum<T, CacheHint::EvictFirst>(to, row, lanes, elements);
         }
     }
 

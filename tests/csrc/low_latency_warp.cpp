@@ -370,7 +370,7 @@ void run_arrive(uint64_t seed) {
     simt::run(1, 1, 32 * kWarps, seed, [&] {
         const int number = static_cast<int>(threadIdx.x / 32);
         DeviceWarp warp(rank, 1, Role::Launch, number, kernels::bulk_buffers());
-        warp.copy<Reuse::Soon>(rows.data() + number * row.size(), row.data(), kBytes);
+        warp.copy<CacheHint::Keep>(rows.data() + number * row.size(), row.data(), kBytes);
         if (warp.arrive<Scope::Rank>(&counter) != kWarps - 1) return;
         warp.lanes(32, [&](int lane) {
             for (size_t i = lane; i < rows.size(); i += 32) {

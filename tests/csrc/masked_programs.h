@@ -56,15 +56,15 @@ class HesitantWarp : public HostWarp {
     HesitantWarp(Executor& executor, const RankState& rank, Role role, int channel)
         : Base(executor, rank, role, channel), executor_(executor), rank_(rank) {}
 
-    template <Reuse reuse>
+    template <CacheHint hint>
     void multicast(const PerLane<void*>& dsts, uint32_t mask, const void* src, size_t bytes) {
         hesitate();
-        Base::multicast<reuse>(dsts, mask, src, bytes);
+        Base::multicast<hint>(dsts, mask, src, bytes);
     }
-    template <class T, Reuse reuse>
+    template <class T, CacheHint hint>
     void sum(void* dst, const PerLane<const void*>& srcs, uint32_t mask, size_t count) {
         hesitate();
-        Base::sum<T, reuse>(dst, srcs, mask, count);
+        Base::sum<T, hint>(dst, srcs, mask, count);
     }
     template <Scope scope, class F>
     void publish_lanes(int count, F&& f) {

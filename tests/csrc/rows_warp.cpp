@@ -59,25 +59,26 @@ void run_op(W& warp, const Op& op, const Memory& sources, const Memory& out, int
     const char* source = sources.row(op.source[0]);
     switch (op.kind) {
         case Kind::Copy:
-            return warp.template copy<Reuse::Soon>(first, source, op.bytes);
+            return warp.template copy<CacheHint::Keep>(first, source, op.bytes);
         case Kind::Stage:
-            warp.template stage<Reuse::Late>(source, op.bytes);
+            warp.template stage<CacheHint::EvictFirst>(source, op.bytes);
             [[fallthrough]];
         case Kind::Multicast:
-            return warp.template multicast<Reuse::Soon>(dst, op.mask, source, op.bytes);
+            return warp.template multicast<CacheHint::Keep>(dst, op.mask, source, op.bytes);
         case Kind::CopyEach:
-            return warp.template copy_each<Reuse::Late>(dst, src, op.mask, op.bytes);
+            return warp.template copy_each<CacheHint::EvictFirst>(dst, src, op.mask, op.bytes);
         case Kind::Drop:
-            warp.template stage<Reuse::Late>(source, op.bytes);
-            return warp.template multicast<Reuse::Soon>(dst, 0, source, op.bytes);
+            warp.template stage<CacheHint::EvictFirst>(source, op.bytes);
+            return warp.template multicast<CacheHint::Keep>(dst, 0, source, op.bytes);
         case Kind::Sum:
-            return warp.template sum<float, Reuse::Late>(first, src, op.mask, op.bytes / 4);
+            return warp.template sum<float, CacheHint::EvictFirst>(first, src, op.mask,
+                                                                   op.bytes / 4);
         case Kind::WeightedSum:
-            return warp.template weighted_sum<float, Reuse::Late>(first, src, weight, op.mask,
-                                                                  op.bytes / 4);
+            return warp.template weighted_sum<float, CacheHint::EvictFirst>(first, src, weight,
+                                                                            op.mask, op.bytes / 4);
         case Kind::Quantize: {
             const size_t elements = op.bytes / sizeof(BFloat16);
-            if (op.source[1] % 2) warp.template stage<Reuse::Late>(source, op.bytes);
+            if (op.source[1] % 2) warp.template stage<CacheHint::EvictFirst>(source, op.bytes);
             return warp.quantize(dst, op.mask, source, elements, align_up(elements, 16), op.format);
         }
         case Kind::Publish:
@@ -125,7 +126,8 @@ void run_sequence(uint64_t seed) {
         buffers.init();
         DeviceWarp warp(rank, 1, Role::Launch, 0, buffers);
         for (int i = 0; i < kOps; ++i) run_op(warp, ops[i], sources, ours, i, &flag);
-        warp.stage<Reuse::Late>(sources.row(0), kRowBytes);  // for nothing, as before a failure
+        warp.stage<CacheHint::EvictFirst>(sources.row(0),
+                                          kRowBytes);  // for nothing, as before a failure
     });
     ptx::end_of_launch();
     if (std::memcmp(ours.rows, expected.rows, kOps * 32 * kRowBytes) != 0) {

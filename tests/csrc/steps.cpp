@@ -57,20 +57,20 @@ class CountingWarp : public HostWarp {
         ++work_.steps;
         return HostWarp::wait_any(wait, count, counted(need));
     }
-    template <Reuse reuse>
+    template <CacheHint hint>
     void copy(void* dst, const void* src, size_t bytes) {
         ++work_.steps;
-        HostWarp::copy<reuse>(dst, src, bytes);
+        HostWarp::copy<hint>(dst, src, bytes);
     }
-    template <Reuse reuse>
+    template <CacheHint hint>
     void multicast(const PerLane<void*>& dsts, uint32_t mask, const void* src, size_t bytes) {
         ++work_.steps;
-        HostWarp::multicast<reuse>(dsts, mask, src, bytes);
+        HostWarp::multicast<hint>(dsts, mask, src, bytes);
     }
-    template <class T, Reuse reuse>
+    template <class T, CacheHint hint>
     void sum(void* dst, const PerLane<const void*>& srcs, uint32_t mask, size_t count) {
         ++work_.steps;
-        HostWarp::sum<T, reuse>(dst, srcs, mask, count);
+        HostWarp::sum<T, hint>(dst, srcs, mask, count);
     }
     template <Scope scope>
     void publish(uint64_t* flag, uint64_t value) {

@@ -102,7 +102,7 @@ inline void run_put(uint64_t seed) {
         const size_t data = c.heap.rdma_data(0, 0, 1), flag = c.heap.rdma_tail(0, 0);
         if (rank == 0) {
             const size_t staging = c.heap.rdma_staging(0, 1, 0);
-            warp.copy<Reuse::Soon>(fabric.own<char>(staging), row.data(), kBytes);
+            warp.copy<CacheHint::Keep>(fabric.own<char>(staging), row.data(), kBytes);
             fabric.put(warp, 0, 1, data, staging, kBytes);
             fabric.put_signal(warp, 0, 1, flag, 0, 1);
             return;

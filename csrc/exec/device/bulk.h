@@ -48,23 +48,23 @@ class BulkCopier {
     __device__ __forceinline__ explicit BulkCopier(BulkBuffers& buffers) : buffers_(buffers) {}
 
     // Begins to read the row that the next multicast writes.
-    template <Reuse reuse>
+    template <CacheHint hint>
     __device__ __forceinline__ void stage(const void* src, size_t bytes) {
         ptx::fence_proxy_async_global();
         in_ = static_cast<const char*>(src);
         left_ = bytes;
-        stage_chunks<reuse, BulkBuffers::kBuffers - 1>();
+        stage_chunks<hint, BulkBuffers::kBuffers - 1>();
     }
 
     // Each lane's own destination in the mask gets the row, which is read once. Returns when it has
     // been read.
-    template <Reuse reuse>
+    template <CacheHint hint>
     __device__ __forceinline__ void multicast(void* own_dst, uint32_t mask, const void* src,
                                               size_t bytes) {
         const bool writes = mask >> rows::lane_id() & 1;
         char* out = static_cast<char*>(own_dst);
         for_each_chunk(src, bytes, [&](char* part, uint32_t done, uint32_t size) {
-            if (writes) ptx::bulk_store<reuse == Reuse::Late>(out + done, part, size);
+            if (writes) ptx::bulk_store<hint == CacheHint::EvictFirst>(out + done, part, size);
         });
     }
 
@@ -89,7 +89,7 @@ class BulkCopier {
     // A row of each lane in the mask, which is there since before the launch, to that lane's own
     // destination. A buffer holds several, or a part of one: while those of one are written those
     // of the other are read.
-    template <Reuse reuse>
+    template <CacheHint hint>
     __device__ __forceinline__ void copy_each(void* own_dst, const void* own_src, uint32_t mask,
                                               uint32_t bytes) {
         const uint32_t own = lanes_below(mask, rows::lane_id()), count = __popc(mask);
@@ -106,9 +106,9 @@ class BulkCopier {
                 if (rows::lane_id() == 0) ptx::barrier_arrive_expect(barrier, rows_now * size);
                 __syncwarp();  // now no lane's writes read that buffer any more
                 if (is_in(first))
-                    ptx::bulk_load<reuse == Reuse::Late>(buffer(filled_) + (own - first) * size,
-                                                         static_cast<const char*>(own_src) + at,
-                                                         size, barrier);
+                    ptx::bulk_load<hint == CacheHint::EvictFirst>(
+                        buffer(filled_) + (own - first) * size,
+                        static_cast<const char*>(own_src) + at, size, barrier);
                 ++filled_;
             };
             read(0);
@@ -140,7 +140,7 @@ class BulkCopier {
     // them the others of its SM add theirs. Behind them lie the weights, if any, in the buffers
     // only if they are many: a shuffle would not do, because the lanes beyond a piece's end do not
     // take part in its loop.
-    template <class T, Reuse reuse, class Weight>
+    template <class T, CacheHint hint, class Weight>
     __device__ __forceinline__ void sum(void* dst, const void* own_src, Weight own_weight,
                                         uint32_t mask, uint32_t bytes) {
         constexpr bool kWeighted = !std::is_same_v<Weight, rows::NoWeight>;
@@ -165,8 +165,8 @@ class BulkCopier {
                 ptx::barrier_arrive_expect(&buffers_.pieces_filled, count * size);
             __syncwarp();  // the pieces before these have been added by all lanes, too
             if (takes_part)
-                ptx::bulk_load<reuse == Reuse::Late>(pieces + own_row * piece, in + at, size,
-                                                     &buffers_.pieces_filled);
+                ptx::bulk_load<hint == CacheHint::EvictFirst>(pieces + own_row * piece, in + at,
+                                                              size, &buffers_.pieces_filled);
             while (!ptx::barrier_try_wait(&buffers_.pieces_filled, sums_ & 1)) {
             }
             for (uint32_t i = rows::lane_id() * sizeof(uint4); i < size; i += 32 * sizeof(uint4)) {
@@ -203,14 +203,14 @@ class BulkCopier {
     // f(buffer, bytes before it, bytes in it) for each chunk of a row, once it is there.
     template <class F>
     __device__ __forceinline__ void for_each_chunk(const void* src, size_t bytes, F&& f) {
-        if (filled_ == emptied_) stage<Reuse::Soon>(src, bytes);
+        if (filled_ == emptied_) stage<CacheHint::Keep>(src, bytes);
         for (size_t done = 0; done < bytes; done += BulkBuffers::kChunkBytes) {
             wait_filled();
             f(buffer(emptied_), done, chunk(bytes - done));
             ptx::bulk_commit();
             ++emptied_;
             // the buffer before this one, whose writes are older
-            if (left_ && filled_ - emptied_ < BulkBuffers::kBuffers - 1) fill<Reuse::Soon, 1>();
+            if (left_ && filled_ - emptied_ < BulkBuffers::kBuffers - 1) fill<CacheHint::Keep, 1>();
         }
         __syncwarp();
     }
@@ -231,16 +231,16 @@ class BulkCopier {
 
     // Into the oldest buffer first: its writes are done while those of the kYounger others may
     // still read theirs.
-    template <Reuse reuse, int kYounger>
+    template <CacheHint hint, int kYounger>
     __device__ __forceinline__ void stage_chunks() {
         if (!left_) return;
-        fill<reuse, kYounger>();
-        if constexpr (kYounger > 0) stage_chunks<reuse, kYounger - 1>();
+        fill<hint, kYounger>();
+        if constexpr (kYounger > 0) stage_chunks<hint, kYounger - 1>();
     }
 
     // Starts to read the next chunk, once all but the kPending newest writes have read their
     // buffers.
-    template <Reuse reuse, int kPending>
+    template <CacheHint hint, int kPending>
     __device__ __forceinline__ void fill() {
         ptx::bulk_wait_read<kPending>();
         __syncwarp();
@@ -248,7 +248,7 @@ class BulkCopier {
         if (rows::lane_id() == 0) {
             uint64_t* barrier = &buffers_.filled[filled_ % BulkBuffers::kBuffers];
             ptx::barrier_arrive_expect(barrier, size);
-            ptx::bulk_load<reuse == Reuse::Late>(buffer(filled_), in_, size, barrier);
+            ptx::bulk_load<hint == CacheHint::EvictFirst>(buffer(filled_), in_, size, barrier);
         }
         in_ += size;
         left_ -= size;

@@ -114,29 +114,29 @@ class DeviceWarp {
         __syncwarp();
     }
 
-    template <Reuse reuse>
+    template <CacheHint hint>
     __device__ __forceinline__ void copy(void* dst, const void* src, size_t bytes) {
-        move_row<reuse>(dst, 1, src, bytes);
+        move_row<hint>(dst, 1, src, bytes);
     }
 
-    template <Reuse reuse>
+    template <CacheHint hint>
     __device__ __forceinline__ void multicast(const PerLane<void*>& dsts, uint32_t mask,
                                               const void* src, size_t bytes) {
         if (mask) {
-            move_row<reuse>(dsts.value, mask, src, bytes);
+            move_row<hint>(dsts.value, mask, src, bytes);
         } else {
             bulk_.drop();
         }
     }
 
-    template <Reuse reuse>
+    template <CacheHint hint>
     __device__ __forceinline__ void copy_each(const PerLane<void*>& dsts,
                                               const PerLane<const void*>& srcs, uint32_t mask,
                                               size_t bytes) {
         const uint32_t misaligned = rows::misalignment(dsts.value, mask, nullptr, bytes) |
                                     rows::misalignment(srcs.value, mask, nullptr, bytes);
         if (mask && !misaligned && is_bulk(bytes)) {
-            bulk_.copy_each<reuse>(dsts.value, srcs.value, mask, bytes);
+            bulk_.copy_each<hint>(dsts.value, srcs.value, mask, bytes);
         } else {
             for_each_lane(mask, [&](int lane) {
                 rows::copy_in_units(rows::shuffle_pointer(dsts.value, lane),
@@ -146,31 +146,31 @@ class DeviceWarp {
         __syncwarp();
     }
 
-    template <Reuse reuse>
+    template <CacheHint hint>
     __device__ __forceinline__ void stage(const void* src, size_t bytes) {
         if (is_bulk(bytes) && !rows::misalignment(src, 0, src, bytes))
-            bulk_.stage<reuse>(src, bytes);
+            bulk_.stage<hint>(src, bytes);
     }
 
-    template <class T, Reuse reuse>
+    template <class T, CacheHint hint>
     __device__ __forceinline__ void sum(void* dst, const PerLane<const void*>& srcs, uint32_t mask,
                                         size_t count) {
         const size_t bytes = count * sizeof(T);
         if (!mask) return zero(dst, bytes);
         if (!(mask & (mask - 1))) {
             const void* only = rows::shuffle_pointer(srcs.value, lowest_lane(mask));
-            stage<reuse>(only, bytes);
-            return move_row<Reuse::Soon>(dst, 1, only, bytes);
+            stage<hint>(only, bytes);
+            return move_row<CacheHint::Keep>(dst, 1, only, bytes);
         }
-        add_rows<T, reuse>(dst, srcs.value, rows::NoWeight{}, mask, count);
+        add_rows<T, hint>(dst, srcs.value, rows::NoWeight{}, mask, count);
     }
 
-    template <class T, Reuse reuse>
+    template <class T, CacheHint hint>
     __device__ __forceinline__ void weighted_sum(void* dst, const PerLane<const void*>& srcs,
                                                  const PerLane<Accumulator<T>>& weights,
                                                  uint32_t mask, size_t count) {
         if (!mask) return zero(dst, count * sizeof(T));
-        add_rows<T, reuse>(dst, srcs.value, weights.value, mask, count);
+        add_rows<T, hint>(dst, srcs.value, weights.value, mask, count);
     }
 
     __device__ __forceinline__ void quantize(const PerLane<void*>& dsts, uint32_t mask,
@@ -289,7 +289,7 @@ class DeviceWarp {
         return scope == Scope::Rank ? gpu : sys;
     }
 
-    template <Reuse reuse>
+    template <CacheHint hint>
     __device__ __forceinline__ void move_row(void* own_dst, uint32_t mask, const void* src,
                                              size_t bytes) {
         if (rows::misalignment(own_dst, mask, src, bytes)) {
@@ -298,21 +298,21 @@ class DeviceWarp {
                 rows::copy_in_units(rows::shuffle_pointer(own_dst, lane), src, bytes);
             });
         } else if (is_bulk(bytes)) {
-            bulk_.multicast<reuse>(own_dst, mask, src, bytes);
+            bulk_.multicast<hint>(own_dst, mask, src, bytes);
         } else {
-            rows::multicast_vectors<reuse>(own_dst, mask, src, bytes);
+            rows::multicast_vectors<hint>(own_dst, mask, src, bytes);
         }
         __syncwarp();
     }
 
-    template <class T, Reuse reuse, class Weight>
+    template <class T, CacheHint hint, class Weight>
     __device__ __forceinline__ void add_rows(void* dst, const void* own_src, Weight own_weight,
                                              uint32_t mask, size_t count) {
         const size_t bytes = count * sizeof(T);
         if (rows::misalignment(own_src, mask, dst, bytes)) {
             rows::sum_elements<T>(dst, own_src, own_weight, mask, count);
         } else if (is_bulk(bytes)) {
-            bulk_.sum<T, reuse>(dst, own_src, own_weight, mask, bytes);
+            bulk_.sum<T, hint>(dst, own_src, own_weight, mask, bytes);
         } else {
             rows::sum_vectors<T>(dst, own_src, own_weight, mask, bytes / sizeof(uint4));
         }

@@ -31,9 +31,9 @@ __device__ __forceinline__ uint32_t misalignment(const void* own, uint32_t mask,
            15;
 }
 
-template <Reuse reuse>
+template <CacheHint hint>
 __device__ __forceinline__ void store(uint4* address, uint4 value) {
-    if constexpr (reuse == Reuse::Late) {
+    if constexpr (hint == CacheHint::EvictFirst) {
         ptx::store_streaming(address, value);
     } else {
         ptx::store(address, value);
@@ -41,7 +41,7 @@ __device__ __forceinline__ void store(uint4* address, uint4 value) {
 }
 
 // Each lane's own destination in the mask gets the row. Everything aligned to 16 bytes.
-template <Reuse reuse>
+template <CacheHint hint>
 __device__ __forceinline__ void multicast_vectors(void* own_dst, uint32_t mask, const void* src,
                                                   size_t bytes) {
     constexpr int kInFlight = 2;  // long rows go through shared memory
@@ -57,7 +57,7 @@ __device__ __forceinline__ void multicast_vectors(void* own_dst, uint32_t mask, 
             uint4* out = static_cast<uint4*>(shuffle_pointer(own_dst, lane));
 #pragma unroll
             for (int i = 0; i < kInFlight; ++i) {
-                if (first + 32 * i < vectors) store<reuse>(out + first + 32 * i, values[i]);
+                if (first + 32 * i < vectors) store<hint>(out + first + 32 * i, values[i]);
             }
         });
     }

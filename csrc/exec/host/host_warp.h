@@ -115,37 +115,37 @@ class BasicHostWarp {
         rank_.abort(outcome);
     }
 
-    template <Reuse reuse>
+    template <CacheHint hint>
     void copy(void* dst, const void* src, size_t bytes) {
-        if constexpr (reuse == Reuse::Late) {
+        if constexpr (hint == CacheHint::EvictFirst) {
             copy_streaming(dst, src, bytes);
         } else {
             std::memcpy(dst, src, bytes);
         }
     }
 
-    template <Reuse reuse>
+    template <CacheHint hint>
     void multicast(const PerLane<void*>& dsts, uint32_t mask, const void* src, size_t bytes) {
-        for_each_lane(mask, [&](int lane) { copy<reuse>(dsts[lane], src, bytes); });
+        for_each_lane(mask, [&](int lane) { copy<hint>(dsts[lane], src, bytes); });
     }
 
-    template <Reuse reuse>
+    template <CacheHint hint>
     void copy_each(const PerLane<void*>& dsts, const PerLane<const void*>& srcs, uint32_t mask,
                    size_t bytes) {
         for_each_lane(mask, [&](int lane) { std::memcpy(dsts[lane], srcs[lane], bytes); });
     }
 
-    template <Reuse reuse>
+    template <CacheHint hint>
     void stage(const void*, size_t) {}
 
-    template <class T, Reuse reuse>
+    template <class T, CacheHint hint>
     void sum(void* dst, const PerLane<const void*>& srcs, uint32_t mask, size_t count) {
         const T* rows[32];
         const int num_rows = gather(rows, srcs, mask);
         sum_rows(static_cast<T*>(dst), rows, num_rows, count);
     }
 
-    template <class T, Reuse reuse>
+    template <class T, CacheHint hint>
     void weighted_sum(void* dst, const PerLane<const void*>& srcs,
                       const PerLane<Accumulator<T>>& weights, uint32_t mask, size_t count) {
         const T* rows[32];

@@ -52,7 +52,7 @@ class P2pFabric {
     template <class W>
     __device__ __forceinline__ void put(W& warp, int, int node, size_t dst, size_t src,
                                         size_t bytes) const {
-        warp.template copy<Reuse::Soon>(rail<char>(node, dst), own<char>(src), bytes);
+        warp.template copy<CacheHint::Keep>(rail<char>(node, dst), own<char>(src), bytes);
     }
 
     template <class W>
@@ -79,7 +79,7 @@ class P2pFabric {
     template <class W>
     __device__ __forceinline__ void put_to(W& warp, int, int rank, size_t dst, size_t src,
                                            size_t bytes) const {
-        warp.template copy<Reuse::Soon>(at<char>(rank, dst), own<char>(src), bytes);
+        warp.template copy<CacheHint::Keep>(at<char>(rank, dst), own<char>(src), bytes);
     }
 
     template <class W>
