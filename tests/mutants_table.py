@@ -56,7 +56,8 @@ FORWARDER_WAITS = """while (!warp.met(format.topk, arrived)) {
                 warp.ballot(format.topk, [&](int lane) { return !is_met(arrived(lane)); });
             if (absent) return warp.broadcast(peer, lowest_lane(absent));
         }"""
-TURN = "return Need{W::template acquire<Scope::Rank>(&tokens), before + (token - first), args.rank};"
+TURN = """return WaitCondition{W::template acquire<Scope::Rank>(&tokens), before + (token - first),
+                             args.rank};"""
 FREED = "warp.template publish<Scope::Rank>(&turns.freed, before + freed);"
 FREE_SLOTS = """«if (!here || (kAlone && ++batch == args.nvl_batch)) {
             publish_heads(warp, rings, own_node);
@@ -90,7 +91,7 @@ SUMS = "warp.template publish<Scope::Rank>(summed, sums_of_call(args, ++done));"
 NVL_SENDER = "warp.template publish<Scope::System>(rings.nvl_out_tail(turn.node, turn.peer), next);"
 COMBINE_FORWARDER = "warp.template publish<Scope::Rank>(&rings.rdma_out(node).next, ++next);"
 FOLLOW = "moved[lane] = W::template acquire<Scope::Rank>(cursor(lane));"
-RAIL_COUNTS = """return Need{
+RAIL_COUNTS = """return WaitCondition{
                 fabric.template acquire_signal<W>(heap.channels, heap.notify_rail_flag(node)),
                 args.epoch, topology.rank(node, own_local)};"""
 RDMA_CREDIT = """return {rings.template acquire_rdma_head<W>(node) + rings.rdma_slots, next + 1,
@@ -98,8 +99,9 @@ RDMA_CREDIT = """return {rings.template acquire_rdma_head<W>(node) + rings.rdma_
 MET = "return nothing_to_wait_for();"
 RELAY = """warp.template publish<Scope::System>(
         fabric.template peer<uint64_t>(local, heap.notify_node_flag(own_local)), args.epoch);"""
-COUNTS = """return Need{W::template acquire<Scope::System>(fabric.template own<uint64_t>(flag)),
-                        args.epoch, topology.rank(topology.node_of(args.rank), first + lane)};"""
+COUNTS = """return WaitCondition{
+                W::template acquire<Scope::System>(fabric.template own<uint64_t>(flag)), args.epoch,
+                topology.rank(topology.node_of(args.rank), first + lane)};"""
 POINTS = (
     "if (lane_id() == 0)\n            of_scope<scope>(ptx::store_release_gpu, ptx::store_release_sys)(flag, value);"
 )
@@ -292,7 +294,7 @@ MUTANTS = [
         "forwarder: rows are not waited for",
         DISPATCH,
         "return rdma_row<W>(rings, node, rings.rdma_in(node).next);",
-        "return Need{~uint64_t{0}, rings.rdma_in(node).next + 1, -1};",
+        "return WaitCondition{~uint64_t{0}, rings.rdma_in(node).next + 1, -1};",
     ),
     Mutant("take_slots: no wait for room", DISPATCH, TAKE_SLOTS, "(void)room;"),
     changed("receiver: credit within the rank", DISPATCH, RECEIVER, SYSTEM, RANK),

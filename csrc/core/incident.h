@@ -67,10 +67,11 @@ enum class Outcome : int {
     Lost,      // the connection to this rank broke
 };
 
-// A wait is over when `seen` has reached `expected`; `peer` is the rank whose progress would do it.
-struct Need {
-    uint64_t seen;
-    uint64_t expected;
+// A wait is over once `observed` >= `required`; `peer` is the rank that has to make progress, -1:
+// none.
+struct WaitCondition {
+    uint64_t observed;
+    uint64_t required;
     int peer;
 };
 

@@ -33,10 +33,9 @@ enum class CacheHint { Keep, EvictFirst };
 //   exclusive_scan(count, values)    prefix sums in place; returns the total
 //
 // Waits. They are bounded: false, or 0, means that the wait ended badly and the role must return
-//   met(count, need)                 need(lane) -> Need: has every lane what it needs? No wait
-//   wait_all(wait, count, need)      until every lane has
-//   wait_any(wait, count, need)      until some lane has; returns the lanes that have
-//   wait_a_while(wait, count, need, ns)
+//   met(count, need)                 need(lane) -> WaitCondition: has every lane what it needs? No
+//   wait wait_all(wait, count, need)      until every lane has wait_any(wait, count, need) until
+//   some lane has; returns the lanes that have wait_a_while(wait, count, need, ns)
 //                                    until some lane has, for so long at most -> Waited
 //   age()                            nanoseconds since the launch, or its deadline, began
 //   begin_half(role)                 what this warp does from now on, by a deadline of its own
@@ -95,7 +94,7 @@ struct PublishNothing {
 template <class W>
 concept WarpLike = requires(
     W& warp, uint64_t* flag, int32_t* count, void* dst, const void* src, size_t bytes,
-    void (*step)(int), bool (*test)(int), Need (*need)(int),
+    void (*step)(int), bool (*test)(int), WaitCondition (*need)(int),
     typename W::template PerLane<int>& ints, typename W::template PerLane<uint32_t>& masks,
     typename W::template PerLane<void*>& dsts, typename W::template PerLane<const void*>& srcs,
     typename W::template PerLane<float>& weights) {
@@ -109,7 +108,7 @@ concept WarpLike = requires(
     { warp.wait_a_while(Wait::NvlRow, 1, need, uint64_t{1}) } -> std::same_as<Waited>;
     { warp.met(1, need) } -> std::same_as<bool>;
     { warp.ballot(1, test) } -> std::same_as<uint32_t>;
-    warp.fail(Outcome::Mismatch, Wait::NvlRow, Need{});
+    warp.fail(Outcome::Mismatch, Wait::NvlRow, WaitCondition{});
     warp.lanes(1, step);
     warp.template copy<CacheHint::Keep>(dst, src, bytes);
     warp.template multicast<CacheHint::EvictFirst>(dsts, uint32_t{1}, src, bytes);
@@ -134,10 +133,10 @@ concept WarpLike = requires(
 };
 
 // A lane that takes no part in a wait.
-EP_HD Need nothing_to_wait_for() { return {0, 0, -1}; }
-EP_HD Need never() { return {0, ~uint64_t{0}, -1}; }
+EP_HD WaitCondition nothing_to_wait_for() { return {0, 0, -1}; }
+EP_HD WaitCondition never() { return {0, ~uint64_t{0}, -1}; }
 
-EP_HD bool is_met(const Need& need) { return need.seen >= need.expected; }
+EP_HD bool is_met(const WaitCondition& need) { return need.observed >= need.required; }
 
 EP_HD int lowest_lane(uint32_t mask) {
 #if defined(__CUDA_ARCH__)

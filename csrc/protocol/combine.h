@@ -33,8 +33,8 @@ EP_FN uint64_t summed_in_call(const TransferArgs& args, uint64_t number) {
 
 // Those that the part-th warp has before `end`, which counts rows from all ranks.
 template <WarpLike W, class F>
-EP_FN Need sums_done(const Rings<F>& rings, const CombineArgs& args, int rank, int part,
-                     int64_t end) {
+EP_FN WaitCondition sums_done(const Rings<F>& rings, const CombineArgs& args, int rank, int part,
+                              int64_t end) {
     const int rows = static_cast<int>(end - args.layout.received_start(rings.channel, rank));
     const uint64_t done = W::template acquire<Scope::Rank>(&rings.to_rank(rank).summed[part]);
     return {summed_in_call(args, done), static_cast<uint64_t>(args.rows_of_sum_warp(part, rows)),
@@ -121,8 +121,8 @@ EP_FN void combine_forwarder(W& warp, F& fabric, const CombineArgs& args, int ch
     auto arrived_from = [&](int node) {
         return [&, node](int lane) {
             if (peer[lane] < 0) return nothing_to_wait_for();
-            const Need need = nvl_row<W>(rings, node, peer[lane]);
-            taken[lane] = need.expected;
+            const WaitCondition need = nvl_row<W>(rings, node, peer[lane]);
+            taken[lane] = need.required;
             return need;
         };
     };

@@ -86,7 +86,8 @@ EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& arg
     ReceiverTurns& turns = receiver_turns(rings);
     const uint64_t before = turns.before;
     auto turn = [&](uint64_t& tokens, int token) {
-        return Need{W::template acquire<Scope::Rank>(&tokens), before + (token - first), args.rank};
+        return WaitCondition{W::template acquire<Scope::Rank>(&tokens), before + (token - first),
+                             args.rank};
     };
     const int64_t first_received = args.layout.received_start(channel, args.rank);
     int64_t received = first_received;

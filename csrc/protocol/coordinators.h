@@ -40,8 +40,8 @@ EP_FN void follow(W& warp, Wait wait, int count, uint64_t chunk, int rank,
         const uint32_t ready = warp.wait_any(wait, count, [&](int lane) {
             if (done[lane] == end[lane]) return never();
             moved[lane] = W::template acquire<Scope::Rank>(cursor(lane));
-            return Need{moved[lane],
-                        done[lane] + chunk < end[lane] ? done[lane] + chunk : end[lane], rank};
+            return WaitCondition{
+                moved[lane], done[lane] + chunk < end[lane] ? done[lane] + chunk : end[lane], rank};
         });
         if (!ready) return;
         for_each_lane(ready, [&](int lane) {

@@ -36,8 +36,8 @@ EP_FN bool take_slots(W& warp, const Rings<F>& rings, int node, uint32_t lanes,
     typename W::template PerLane<uint64_t> next;
     auto credit = [&](int lane) {
         if (!(lanes >> lane & 1)) return nothing_to_wait_for();
-        const Need need = nvl_credit<W>(rings, node, peer[lane]);
-        next[lane] = need.expected;
+        const WaitCondition need = nvl_credit<W>(rings, node, peer[lane]);
+        next[lane] = need.required;
         return need;
     };
     const bool room = warp.met(topk, credit);
@@ -303,8 +303,8 @@ EP_FN bool has_room_for_rail(W& warp, const TransferArgs& args, int channel, int
         warp.ballot(count, [&](int lane) { return end_of(lane) > args.max_rail; });
     if (!over) return true;
     warp.fail(Outcome::Overflow, Wait::None,
-              Need{static_cast<uint64_t>(args.max_rail),
-                   static_cast<uint64_t>(end_of(lowest_lane(over))), args.rank});
+              WaitCondition{static_cast<uint64_t>(args.max_rail),
+                            static_cast<uint64_t>(end_of(lowest_lane(over))), args.rank});
     return false;
 }
 

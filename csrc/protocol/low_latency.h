@@ -90,9 +90,9 @@ EP_FN LowLatencyCall<F, Args> begun_call(F& fabric, const Args& args) {
 }
 
 // wait_all. Where waits are counted, notes for whom this one lasted, and until when.
-template <WarpLike W, class F, class Args, class NeedOf>
+template <WarpLike W, class F, class Args, class ConditionOf>
 EP_FN bool wait_counted(W& warp, const LowLatencyCall<F, Args>& call, Wait wait, int count,
-                        NeedOf&& need) {
+                        ConditionOf&& need) {
     if (call.args.recv_wait_ns) {
         uint32_t missing = warp.ballot(count, [&](int lane) { return !is_met(need(lane)); });
         while (missing) {
@@ -131,7 +131,7 @@ EP_FN uint64_t acquire_flag(F& fabric, int channel, int rank, size_t flag) {
 
 // Until every rank is done with what the call before in this bank left there.
 template <class W, class F, class Args>
-EP_FN Need need_release(const LowLatencyCall<F, Args>& call, int rank) {
+EP_FN WaitCondition need_release(const LowLatencyCall<F, Args>& call, int rank) {
     const size_t flag = call.heap().released(Args::kKind, call.bank, rank);
     return {acquire_flag<W>(call.fabric, call.heap().channels, rank, flag), call.previous(), rank};
 }
@@ -266,7 +266,7 @@ EP_FN void signal_rows(W& warp, const LowLatencyCall<F, Args>& call, const Team&
 }
 
 template <class W, class F, class Args>
-EP_FN Need need_put_rows(const LowLatencyCall<F, Args>& call, int channel, int rank) {
+EP_FN WaitCondition need_put_rows(const LowLatencyCall<F, Args>& call, int channel, int rank) {
     const size_t flag = call.heap().row_flag(Args::kKind, channel, rank);
     return {acquire_flag<W>(call.fabric, channel, rank, flag), call.number, rank};
 }
@@ -312,7 +312,7 @@ EP_FN bool wait_tags(W& warp, const LowLatencyCall<F, Args>& call, int count, ui
         if (!(mask >> lane & 1)) return nothing_to_wait_for();
         auto* flag = reinterpret_cast<uint64_t*>(slot[lane] + Piece::tag(piece));
         tag[lane] = W::template acquire<Scope::System>(flag);
-        return Need{tag[lane] >> kShapeBits, call.number, rank_of(lane)};
+        return WaitCondition{tag[lane] >> kShapeBits, call.number, rank_of(lane)};
     });
     if (!here) return false;
     const uint32_t strangers =
@@ -322,7 +322,7 @@ EP_FN bool wait_tags(W& warp, const LowLatencyCall<F, Args>& call, int count, ui
     warp.lanes(count, [&](int lane) { rank[lane] = mask >> lane & 1 ? rank_of(lane) : -1; });
     const int lane = lowest_lane(strangers);
     warp.fail(Outcome::Mismatch, Wait::None,
-              Need{warp.broadcast(tag, lane), call.tag, warp.broadcast(rank, lane)});
+              WaitCondition{warp.broadcast(tag, lane), call.tag, warp.broadcast(rank, lane)});
     return false;
 }
 

@@ -9,14 +9,14 @@ namespace ep {
 // tag is there.
 
 template <class W, class F>
-EP_FN Need need_choices(const LowLatencyDispatch<F>& call, int rank, int part) {
+EP_FN WaitCondition need_choices(const LowLatencyDispatch<F>& call, int rank, int part) {
     const size_t flag = call.heap().choice_flag(rank, part);
     return {acquire_flag<W>(call.fabric, call.heap().channels, rank, flag), call.number, rank};
 }
 
 template <class W, class F>
-EP_FN Need need_all_choices(const LowLatencyDispatch<F>& call, int rank) {
-    Need need = nothing_to_wait_for();
+EP_FN WaitCondition need_all_choices(const LowLatencyDispatch<F>& call, int rank) {
+    WaitCondition need = nothing_to_wait_for();
     for (int part = 0; part < call.heap().choice_parts() && is_met(need); ++part)
         need = need_choices<W>(call, rank, part);
     return need;
@@ -40,7 +40,7 @@ template <WarpLike W, class F>
 EP_FN bool may_receive(W& warp, const LowLatencyDispatch<F>& call, const Team& team) {
     if (!call.heap().masking) return wait_choices(warp, call);
     return settle_ranks(warp, call, team, LowLatencyHalf::Receive, Wait::Choices, [&](int rank) {
-        const Need choices = need_all_choices<W>(call, rank);
+        const WaitCondition choices = need_all_choices<W>(call, rank);
         return is_met(choices) ? need_rows<W>(call, rank) : choices;
     });
 }

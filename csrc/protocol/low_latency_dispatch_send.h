@@ -242,7 +242,8 @@ EP_FN bool send_piece(W& warp, const LowLatencyDispatch<F>& call, const Team& te
                                                bytes_of_x<kQuantize>(piece.bytes));
     Choice<W> choice;
     if (!read_choice(warp, args, token, choice)) {
-        warp.fail(Outcome::BadInput, Wait::None, Need{static_cast<uint64_t>(token), 0, args.rank});
+        warp.fail(Outcome::BadInput, Wait::None,
+                  WaitCondition{static_cast<uint64_t>(token), 0, args.rank});
         return false;
     }
     typename W::template PerLane<int> rank;

@@ -85,7 +85,7 @@ template <WarpLike W, class F, class Args>
 EP_FN bool cut_links(W& warp, const LowLatencyCall<F, Args>& call, LowLatencyHalf half, Wait wait) {
     const LowLatencyMask& mask = call.args.mask;
     auto end_by = [&](int rank) {
-        warp.fail(Outcome::CutOff, wait, Need{0, 1, rank});
+        warp.fail(Outcome::CutOff, wait, WaitCondition{0, 1, rank});
         return false;
     };
     // whoever has been taken for dead takes nobody else for dead
@@ -143,9 +143,9 @@ EP_FN bool cut_links(W& warp, const LowLatencyCall<F, Args>& call, LowLatencyHal
 // Until there is a verdict on every rank. need(rank): all that this half needs of it. A rank is
 // left out once it has been silent for so long that it is not waiting, either. false: the wait
 // ended badly, this rank has been taken for dead, or a rank is missing that must not be.
-template <WarpLike W, class F, class Args, class NeedOf>
+template <WarpLike W, class F, class Args, class ConditionOf>
 EP_FN bool settle_ranks(W& warp, const LowLatencyCall<F, Args>& call, const Team& team,
-                        LowLatencyHalf half, Wait wait, NeedOf&& need) {
+                        LowLatencyHalf half, Wait wait, ConditionOf&& need) {
     const LowLatencyMask& mask = call.args.mask;
     auto verdict_on = [&](int rank) {
         return W::template acquire<Scope::Rank>(call.verdict(half, rank));
@@ -214,7 +214,7 @@ EP_FN bool settle_ranks(W& warp, const LowLatencyCall<F, Args>& call, const Team
     if (!mask.required) return true;
     for (int rank = 0; rank < call.world(); ++rank) {
         if (!mask.required[rank] || call.takes_part(half, rank)) continue;
-        if (team.warp == 0) warp.fail(Outcome::Masked, wait, Need{0, 1, rank});
+        if (team.warp == 0) warp.fail(Outcome::Masked, wait, WaitCondition{0, 1, rank});
         return false;
     }
     return true;
@@ -231,12 +231,12 @@ EP_FN bool may_send(W& warp, const LowLatencyCall<F, Args>& call, const Team& te
 
 // All of a rank's rows.
 template <class W, class F, class Args>
-EP_FN Need need_rows(const LowLatencyCall<F, Args>& call, int rank) {
+EP_FN WaitCondition need_rows(const LowLatencyCall<F, Args>& call, int rank) {
     if (call.fabric.maps(rank)) {
         const size_t flag = call.heap().all_sent_flag(Args::kKind, rank);
         return {acquire_flag<W>(call.fabric, 0, rank, flag), call.number, rank};
     }
-    Need need = nothing_to_wait_for();
+    WaitCondition need = nothing_to_wait_for();
     for (int channel = 0; channel < call.heap().channels && is_met(need); ++channel)
         need = need_put_rows<W>(call, channel, rank);
     return need;

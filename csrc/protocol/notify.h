@@ -67,7 +67,7 @@ EP_FN bool relay_counts(W& warp, F& fabric, const NotifyArgs& args, int local) {
             continue;
         }
         const bool here = warp.wait_all(Wait::NotifyRail, 1, [&](int) {
-            return Need{
+            return WaitCondition{
                 fabric.template acquire_signal<W>(heap.channels, heap.notify_rail_flag(node)),
                 args.epoch, topology.rank(node, own_local)};
         });
@@ -111,8 +111,9 @@ EP_FN bool receive_counts(W& warp, F& fabric, const NotifyArgs& args) {
         const int count = lanes_from(first, topology.ranks_per_node);
         const bool here = warp.wait_all(Wait::NotifyNode, count, [&](int lane) {
             const size_t flag = heap.notify_node_flag(first + lane);
-            return Need{W::template acquire<Scope::System>(fabric.template own<uint64_t>(flag)),
-                        args.epoch, topology.rank(topology.node_of(args.rank), first + lane)};
+            return WaitCondition{
+                W::template acquire<Scope::System>(fabric.template own<uint64_t>(flag)), args.epoch,
+                topology.rank(topology.node_of(args.rank), first + lane)};
         });
         if (!here) return false;
     }

@@ -150,8 +150,8 @@ EP_FN bool open_nvl_rings(W& warp, const Rings<F>& rings, int count, RankOf&& ra
             if (out(lane).slot_bytes == slot_bytes) return nothing_to_wait_for();
             const int rank = rank_of(first + lane);
             const int node = topology.node_of(rank), peer = topology.local_of(rank);
-            return Need{W::template acquire<Scope::System>(rings.nvl_out_head(node, peer)),
-                        out(lane).next, rings.rank_at(rings.args.node(), peer)};
+            return WaitCondition{W::template acquire<Scope::System>(rings.nvl_out_head(node, peer)),
+                                 out(lane).next, rings.rank_at(rings.args.node(), peer)};
         });
         if (!drained) return false;
         warp.lanes(lanes, [&](int lane) { out(lane).slot_bytes = slot_bytes; });
@@ -178,8 +178,8 @@ EP_FN bool open_rdma_rings(W& warp, const Rings<F>& rings, int first, int count)
         const OutCursor& out = rings.rdma_out(node);
         if (F::kOrdersWarps && out.slot_bytes == slot_bytes) return nothing_to_wait_for();
         const uint64_t next = out.next;
-        return Need{rings.template acquire_rdma_head<W>(node), next,
-                    rings.rank_at(node, rings.args.local())};
+        return WaitCondition{rings.template acquire_rdma_head<W>(node), next,
+                             rings.rank_at(node, rings.args.local())};
     });
     if (!drained) return false;
     warp.lanes(count, [&](int lane) {
@@ -221,31 +221,31 @@ EP_FN void publish_heads(W& warp, const Rings<F>& rings, int node) {
 // Here and below the own cursor is read before the flag is acquired, for speed only: loads after an
 // acquire wait for it.
 template <WarpLike W, class F>
-EP_FN Need nvl_credit(const Rings<F>& rings, int node, int peer) {
+EP_FN WaitCondition nvl_credit(const Rings<F>& rings, int node, int peer) {
     const uint64_t next = rings.nvl_out(node, peer).next;
     return {W::template acquire<Scope::System>(rings.nvl_out_head(node, peer)) + rings.nvl_slots,
             next + 1, rings.rank_at(rings.args.node(), peer)};
 }
 
 template <WarpLike W, class F>
-EP_FN Need nvl_row_at(const Rings<F>& rings, int node, int peer, uint64_t next) {
+EP_FN WaitCondition nvl_row_at(const Rings<F>& rings, int node, int peer, uint64_t next) {
     return {W::template acquire<Scope::System>(rings.nvl_in_tail(node, peer)), next + 1,
             rings.rank_at(rings.args.node(), peer)};
 }
 
 template <WarpLike W, class F>
-EP_FN Need nvl_row(const Rings<F>& rings, int node, int peer) {
+EP_FN WaitCondition nvl_row(const Rings<F>& rings, int node, int peer) {
     return nvl_row_at<W>(rings, node, peer, rings.nvl_in(node, peer).next);
 }
 
 template <WarpLike W, class F>
-EP_FN Need rdma_credit(const Rings<F>& rings, int node, uint64_t next) {
+EP_FN WaitCondition rdma_credit(const Rings<F>& rings, int node, uint64_t next) {
     return {rings.template acquire_rdma_head<W>(node) + rings.rdma_slots, next + 1,
             rings.rank_at(node, rings.args.local())};
 }
 
 template <WarpLike W, class F>
-EP_FN Need rdma_row(const Rings<F>& rings, int node, uint64_t next) {
+EP_FN WaitCondition rdma_row(const Rings<F>& rings, int node, uint64_t next) {
     return {rings.template acquire_rdma_tail<W>(node), next + 1,
             rings.rank_at(node, rings.args.local())};
 }
@@ -265,7 +265,7 @@ EP_FN bool belong_to_call(W& warp, const Rings<F>& rings, uint32_t mask,
     if (!strangers) return true;
     const int lane = lowest_lane(strangers);
     warp.fail(Outcome::Mismatch, Wait::None,
-              Need{warp.broadcast(tag, lane), rings.tag, rank_of(lane)});
+              WaitCondition{warp.broadcast(tag, lane), rings.tag, rank_of(lane)});
     return false;
 }
 
@@ -273,7 +273,7 @@ template <WarpLike W, class F>
 EP_FN bool belongs_to_call(W& warp, const Rings<F>& rings, const char* slot, int peer) {
     const uint64_t tag = *reinterpret_cast<const uint64_t*>(slot + rings.args.format.tag());
     if (tag == rings.tag) return true;
-    warp.fail(Outcome::Mismatch, Wait::None, Need{tag, rings.tag, peer});
+    warp.fail(Outcome::Mismatch, Wait::None, WaitCondition{tag, rings.tag, peer});
     return false;
 }
 

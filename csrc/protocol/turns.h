@@ -8,17 +8,17 @@ namespace ep {
 // `need(lane)`: to see more rows, or more room, than the queue's position; it may first take up
 // another of the lane's queues. `left`: rows of the one at hand; `has_more(lane)`: or of any.
 // `serve(lane, position, rows)`: false ends it all.
-template <WarpLike W, class More, class NeedOf, class Serve>
+template <WarpLike W, class More, class ConditionOf, class Serve>
 EP_FN void take_turns(W& warp, int count, Wait wait, int batch,
-                      typename W::template PerLane<int>& left, More&& has_more, NeedOf&& need,
+                      typename W::template PerLane<int>& left, More&& has_more, ConditionOf&& need,
                       Serve&& serve) {
     typename W::template PerLane<uint64_t> limit, position;
     while (warp.ballot(count, has_more)) {
         const uint32_t ready = warp.wait_any(wait, count, [&](int lane) {
             if (!has_more(lane)) return never();
-            const Need mine = need(lane);
-            limit[lane] = mine.seen;
-            position[lane] = mine.expected - 1;
+            const WaitCondition mine = need(lane);
+            limit[lane] = mine.observed;
+            position[lane] = mine.required - 1;
             return mine;
         });
         if (!ready) return;
@@ -51,9 +51,9 @@ struct Turn {
 // blocking on one could close a circle of full rings. A lane has every 32nd of them, and one at
 // hand. `cursor(node, peer)`: of their rings, which says where each stands; `need(rings, node,
 // peer)`: to see more rows, or more room, than that; `serve(turn)`: moves it on; false ends it all.
-template <WarpLike W, class F, class CursorOf, class NeedOf, class Serve>
+template <WarpLike W, class F, class CursorOf, class ConditionOf, class Serve>
 EP_FN void serve_in_turn(W& warp, const Rings<F>& rings, int first, int count, Wait wait,
-                         CursorOf&& cursor, NeedOf&& need, Serve&& serve) {
+                         CursorOf&& cursor, ConditionOf&& need, Serve&& serve) {
     const Layout& layout = rings.args.layout;
     const Topology& topology = rings.args.topology();
     const int lanes = lanes_from(0, count);
@@ -84,7 +84,7 @@ EP_FN void serve_in_turn(W& warp, const Rings<F>& rings, int first, int count, W
     });
     auto has_more = [&](int lane) { return all_left[lane] > 0; };
     auto look = [&](int lane) {
-        Need mine = never();
+        WaitCondition mine = never();
         for (int which = lane; which < count; which += 32) {
             if (left[lane]) {
                 mine = need(rings, node_of[lane], peer_of[lane]);

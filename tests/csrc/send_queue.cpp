@@ -110,7 +110,7 @@ void check_garbage() {
         const auto aborted = [&](int) {
             const uint64_t word =
                 std::atomic_ref<uint64_t>(rank.controls[0].abort).load(std::memory_order_acquire);
-            return Need{word, 1, 1};
+            return WaitCondition{word, 1, 1};
         };
         require(warp.wait_all(Wait::None, 1, aborted), "garbage was taken");
         require(ControlBlock::outcome_of(rank.controls[0].abort) == Outcome::Lost &&

@@ -26,8 +26,8 @@ struct SpinningWarp {
     bool wait_all(Wait, int, F&& need) {
         const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
         while (true) {
-            const Need mine = need(0);
-            if (mine.seen >= mine.expected) return true;
+            const WaitCondition mine = need(0);
+            if (mine.observed >= mine.required) return true;
             if (std::chrono::steady_clock::now() > deadline) return false;
             std::this_thread::yield();
         }
@@ -79,8 +79,9 @@ inline void run_rounds(uint64_t rounds) {
         const SendQueue& puts = a->port->puts(0, 1);
         for (uint64_t round = 0; round < rounds; ++round) {
             require(
-                warp.wait_all(Wait::RdmaCredit, 1,
-                              [&](int) { return Need{a->flag(kCredits) + kAhead, round + 1, 1}; }),
+                warp.wait_all(
+                    Wait::RdmaCredit, 1,
+                    [&](int) { return WaitCondition{a->flag(kCredits) + kAhead, round + 1, 1}; }),
                 "no credit came");
             const size_t slot = kData + round % kAhead * kMost;
             const size_t bytes = bytes_of(round);
@@ -98,7 +99,7 @@ inline void run_rounds(uint64_t rounds) {
     const SendQueue& credits = b->port->credits(0, 0);
     for (uint64_t round = 0; round < rounds; ++round) {
         require(warp.wait_all(Wait::RdmaRow, 1,
-                              [&](int) { return Need{b->flag(kFlags), round + 1, 0}; }),
+                              [&](int) { return WaitCondition{b->flag(kFlags), round + 1, 0}; }),
                 "no signal came");
         const size_t slot = kData + round % kAhead * kMost;
         for (size_t at = 0; at < bytes_of(round); at += 8) {

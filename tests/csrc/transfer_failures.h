@@ -107,8 +107,9 @@ inline void run_put(uint64_t seed) {
             fabric.put_signal(warp, 0, 1, flag, 0, 1);
             return;
         }
-        warp.wait_all(Wait::RdmaRow, 1,
-                      [&](int) { return Need{fabric.acquire_signal<DeviceWarp>(0, flag), 1, 0}; });
+        warp.wait_all(Wait::RdmaRow, 1, [&](int) {
+            return WaitCondition{fabric.acquire_signal<DeviceWarp>(0, flag), 1, 0};
+        });
         warp.lanes(32, [&](int lane) {
             for (size_t i = lane; i < kBytes; i += 32) {
                 if (fabric.own<char>(data)[i] != row.data()[i]) simt::die("a flag without its row");
@@ -132,7 +133,8 @@ inline void run_incident(uint64_t seed) {
     simt::run(2, 1, 32, seed, [&] {
         const DeviceRank& rank = joint.ranks[blockIdx.x];
         DeviceWarp warp(rank, 7, Role::Receiver, 0, kernels::bulk_buffers());
-        if (rank.rank == 0) return warp.fail(Outcome::Mismatch, Wait::None, Need{11, 12, 1});
+        if (rank.rank == 0)
+            return warp.fail(Outcome::Mismatch, Wait::None, WaitCondition{11, 12, 1});
         warp.lanes(1, [&](int) {
             while (!ptx::load_acquire_sys(&rank.control->abort)) simt::yield();
             const Incident& incident = blocks[0]->incidents[0];
@@ -158,8 +160,8 @@ inline void run_waits() {
         const DeviceRank& rank = joint.ranks[blockIdx.x];
         DeviceWarp warp(rank, 7, Role::Receiver, 0, kernels::bulk_buffers());
         const auto need = [&](int lane) {
-            if (lane == 0) return Need{1, 1, 0};
-            return Need{DeviceWarp::acquire<Scope::System>(flag), 1, 1};
+            if (lane == 0) return WaitCondition{1, 1, 0};
+            return WaitCondition{DeviceWarp::acquire<Scope::System>(flag), 1, 1};
         };
         if (rank.rank == 0) {
             warp.wait_all(Wait::NvlRow, 2, need);

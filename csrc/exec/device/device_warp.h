@@ -109,7 +109,7 @@ class DeviceWarp {
         return poll(wait, count, need, [](uint32_t met) { return met != 0; }, never());
     }
 
-    __device__ __forceinline__ void fail(Outcome outcome, Wait wait, const Need& need) {
+    __device__ __forceinline__ void fail(Outcome outcome, Wait wait, const WaitCondition& need) {
         if (lane_id() == 0) give_up(rank_, incident(outcome, wait, need));
         __syncwarp();
     }
@@ -324,13 +324,13 @@ class DeviceWarp {
     // deadline.
     template <class F, class Enough>
     __device__ __forceinline__ uint32_t poll(Wait wait, int count, F&& need, Enough&& enough,
-                                             const Need& other, uint64_t most_ns = 0,
+                                             const WaitCondition& other, uint64_t most_ns = 0,
                                              bool* over = nullptr) {
         uint64_t start = deadline_start_;
         uint64_t began = 0;  // only a wait that lasts is measured: one that does not costs nothing
         int peer = -1;
         for (uint32_t polls = 1;; ++polls) {
-            const Need mine = lane_id() < count ? need(lane_id()) : other;
+            const WaitCondition mine = lane_id() < count ? need(lane_id()) : other;
             const uint32_t met = __ballot_sync(kAll, is_met(mine));
             if (enough(met)) {
                 if (began) note_wait(peer, began);
@@ -375,9 +375,9 @@ class DeviceWarp {
     }
 
     __device__ __forceinline__ Incident incident(Outcome outcome, Wait wait,
-                                                 const Need& need) const {
-        return {outcome,   role_,     wait,          rank_.rank, channel_,
-                need.peer, need.seen, need.expected, call_};
+                                                 const WaitCondition& need) const {
+        return {outcome,   role_,         wait,          rank_.rank, channel_,
+                need.peer, need.observed, need.required, call_};
     }
 
     const DeviceRank& rank_;

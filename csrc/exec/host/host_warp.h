@@ -87,7 +87,7 @@ class BasicHostWarp {
         int last = -1;  // whom the wait is for in the end
         auto condition = [&] {
             for (int lane = 0; lane < count; ++lane) {
-                const Need mine = need(lane);
+                const WaitCondition mine = need(lane);
                 if (is_met(mine)) continue;
                 last = mine.peer;
                 return false;
@@ -109,7 +109,7 @@ class BasicHostWarp {
         return wait_some(wait, count, need, mask, ns);
     }
 
-    void fail(Outcome outcome, Wait wait, const Need& need) {
+    void fail(Outcome outcome, Wait wait, const WaitCondition& need) {
         rank_.give_up();
         record(outcome, wait, need);
         rank_.abort(outcome);
@@ -269,7 +269,7 @@ class BasicHostWarp {
         if (end == WaitEnd::Met) return Waited::Met;
         if (end == WaitEnd::Expired && ns != kForever) return Waited::Over;
         int lane = 0;
-        Need missing{};
+        WaitCondition missing{};
         auto is_missing = [&] {
             missing = need(lane);
             return !is_met(missing) && missing.peer >= 0;
@@ -283,9 +283,9 @@ class BasicHostWarp {
         return Waited::Badly;
     }
 
-    void record(Outcome outcome, Wait wait, const Need& need) {
-        rank_.record({outcome, role_, wait, rank_.rank, channel_, need.peer, need.seen,
-                      need.expected, rank_.call});
+    void record(Outcome outcome, Wait wait, const WaitCondition& need) {
+        rank_.record({outcome, role_, wait, rank_.rank, channel_, need.peer, need.observed,
+                      need.required, rank_.call});
     }
 
     Executor& executor_;

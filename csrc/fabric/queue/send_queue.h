@@ -38,8 +38,9 @@ struct SendQueue {
     // posted.
     template <class W>
     bool wait_for_room(W& warp, int peer) const {
-        return warp.wait_all(Wait::SendQueue, 1,
-                             [&](int) { return Need{completed() + depth, *posted + 1, peer}; });
+        return warp.wait_all(Wait::SendQueue, 1, [&](int) {
+            return WaitCondition{completed() + depth, *posted + 1, peer};
+        });
     }
 
     // Entry number *posted. Nobody takes it before ring().

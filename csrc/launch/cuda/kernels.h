@@ -108,7 +108,7 @@ __device__ __forceinline__ bool count_rows(const J& joint, const Place<J>& place
     if (has_bad_token) {
         if (place.warp == 0) {
             tell_host(warp, args);
-            warp.fail(Outcome::BadInput, Wait::None, Need{});
+            warp.fail(Outcome::BadInput, Wait::None, WaitCondition{});
         }
         return false;
     }
@@ -192,7 +192,7 @@ __device__ __forceinline__ bool begins(const J& joint, const Place<J>& place, co
     if (has_layout) return true;
     if (number == 0) {
         DeviceWarp warp(rank, args.call, Role::Launch, 0, bulk_buffers());
-        warp.fail(Outcome::NoLayout, Wait::None, Need{});
+        warp.fail(Outcome::NoLayout, Wait::None, WaitCondition{});
     }
     return false;
 }

@@ -20,7 +20,8 @@ void add_notify_roles(const NotifyArgs& args, Add&& add) {
             if (const int bad = count_channel(warp, args, channel))
                 args.layout.totals().bad_token = bad;
         }
-        if (args.layout.totals().bad_token) return warp.fail(Outcome::BadInput, Wait::None, Need{});
+        if (args.layout.totals().bad_token)
+            return warp.fail(Outcome::BadInput, Wait::None, WaitCondition{});
         sum_channels(warp, args, 0, args.layout.num_experts);
         for (int channel = 0; channel < args.layout.channels; ++channel)
             index_channel(warp, args, channel);
