@@ -271,8 +271,8 @@ MUTANTS = [
     Mutant(
         "nvl_sender: own rows are placed before the counts are there",
         DISPATCH,
-        "if (go_on && counts.wait(warp)) place_own_rows(warp, args, channel, first, placed_from);",
-        "place_own_rows(warp, args, channel, first, placed_from);",
+        "if (go_on && counts.wait(warp)) write_own_rows(warp, args, channel, first, placed_from);",
+        "write_own_rows(warp, args, channel, first, placed_from);",
     ),
     # ---- NVLink rings
     changed("publish_tails: the rank's scope", RING, PUBLISH_TAILS, SYSTEM, RANK),

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "protocol/dispatch.h"
-#include "protocol/places.h"
+#include "protocol/expert_rows.h"
 
 namespace ep {
 

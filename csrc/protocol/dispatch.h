@@ -78,19 +78,21 @@ EP_FN void write_token(W& warp, const DispatchArgs& args,
                    args.scales + row * format.scale_bytes, format.scale_bytes);
 }
 
-// Where a row lies at each of its local experts, a lane each k: those where it is written now, and
-// those that get zeros, because combine's table has no room for the row and it is left out.
+// The output rows of one arrived row, one for each of its experts on this rank, a lane each k.
+// written: lanes whose rows are copied now. cleared: lanes whose rows get zeros, because combine's
+// table has no room for the arrived row.
 template <WarpLike W>
-struct Places {
+struct OutputRows {
     typename W::template PerLane<void*> row, scales;
     uint32_t written, cleared;
 };
 
-// Finds a row's places, remembers them for combine, and stores its weights there. The row itself is
-// to be written to all of them, or to the first.
+// Computes the output rows of an arrived row, notes them for combine, and stores its weights there.
+// first_only: the caller copies the row to the first of them, the local pass to the others.
 template <WarpLike W>
-EP_FN void take_places(W& warp, const DispatchArgs& args, const Header<W>& header, int source_rank,
-                       int64_t received, bool first_only, Places<W>& places) {
+EP_FN void find_output_rows(W& warp, const DispatchArgs& args, const Header<W>& header,
+                            int source_rank, int64_t received, bool first_only,
+                            OutputRows<W>& dst) {
     const Layout& layout = args.layout;
     const RowFormat& format = args.format;
     const int first_expert = args.rank * layout.local_experts();
@@ -100,17 +102,17 @@ EP_FN void take_places(W& warp, const DispatchArgs& args, const Header<W>& heade
         const int expert = header.expert[lane] - first_expert;
         position[lane] = TransferArgs::kElsewhere;
         if (expert >= 0 && expert < layout.local_experts()) {
-            const int64_t place = layout.expert_base(source_rank)[expert] + header.index[lane];
-            const bool fits =
-                place >= 0 && place < layout.expert_start(expert + 1) && place < args.max_rows;
-            position[lane] = fits ? static_cast<int>(place) : TransferArgs::kOverflowed;
+            const int64_t dst_row = layout.expert_base(source_rank)[expert] + header.index[lane];
+            const bool fits = dst_row >= 0 && dst_row < layout.expert_start(expert + 1) &&
+                              dst_row < args.max_rows;
+            position[lane] = fits ? static_cast<int>(dst_row) : TransferArgs::kOverflowed;
         }
         if (remembered) args.positions[received * format.topk + lane] = position[lane];
         if (position[lane] >= 0) {
-            const size_t place = position[lane];
-            places.row[lane] = args.recv_x + place * format.payload_bytes;
-            places.scales[lane] = args.recv_scales + place * format.scale_bytes;
-            store_weight(args.recv_weights + place * format.weight_bytes,
+            const size_t dst_row = position[lane];
+            dst.row[lane] = args.recv_x + dst_row * format.payload_bytes;
+            dst.scales[lane] = args.recv_scales + dst_row * format.scale_bytes;
+            store_weight(args.recv_weights + dst_row * format.weight_bytes,
                          remembered ? header.weight[lane] : 0, format.weight_bytes);
         }
     });
@@ -119,36 +121,35 @@ EP_FN void take_places(W& warp, const DispatchArgs& args, const Header<W>& heade
     if (overflowed || !remembered) layout.totals().overflow = 1;
     const uint32_t placed = warp.ballot(format.topk, [&](int lane) { return position[lane] >= 0; });
     const uint32_t now = first_only ? placed & -placed : placed;
-    places.written = remembered ? now : 0;
-    places.cleared = remembered ? 0 : placed;
+    dst.written = remembered ? now : 0;
+    dst.cleared = remembered ? 0 : placed;
 }
 
 template <WarpLike W>
-EP_FN void clear_places(W& warp, const RowFormat& format, const Places<W>& places) {
-    for_each_lane(places.cleared, [&](int lane) {
-        warp.zero(warp.broadcast(places.row, lane), format.payload_bytes);
-        warp.zero(warp.broadcast(places.scales, lane), format.scale_bytes);
+EP_FN void clear_output_rows(W& warp, const RowFormat& format, const OutputRows<W>& dst) {
+    for_each_lane(dst.cleared, [&](int lane) {
+        warp.zero(warp.broadcast(dst.row, lane), format.payload_bytes);
+        warp.zero(warp.broadcast(dst.scales, lane), format.scale_bytes);
     });
 }
 
 // Each is read once.
 template <WarpLike W>
-EP_FN void write_places(W& warp, const RowFormat& format, const Places<W>& places, const char* row,
-                        const char* scales) {
-    warp.template multicast<CacheHint::EvictFirst>(places.row, places.written, row,
-                                                   format.payload_bytes);
+EP_FN void write_output_rows(W& warp, const RowFormat& format, const OutputRows<W>& dst,
+                             const char* row, const char* scales) {
+    warp.template multicast<CacheHint::EvictFirst>(dst.row, dst.written, row, format.payload_bytes);
     if (format.scale_bytes) {
-        warp.template multicast<CacheHint::EvictFirst>(places.scales, places.written, scales,
+        warp.template multicast<CacheHint::EvictFirst>(dst.scales, dst.written, scales,
                                                        format.scale_bytes);
     }
-    clear_places(warp, format, places);
+    clear_output_rows(warp, format, dst);
 }
 
 // Own tokens, of a channel or the first of them, for experts of this rank.
 template <WarpLike W>
-EP_FN void place_own_rows(W& warp, const DispatchArgs& args, int channel, int first, int end) {
+EP_FN void write_own_rows(W& warp, const DispatchArgs& args, int channel, int first, int end) {
     const RowFormat& format = args.format;
-    Places<W> places;
+    OutputRows<W> dst;
     int64_t received = args.layout.received_start(channel, args.rank);
     for_each_token(warp, args, first, end, [&](int token, const Header<W>& header) {
         const int local_experts = args.layout.local_experts();
@@ -159,15 +160,15 @@ EP_FN void place_own_rows(W& warp, const DispatchArgs& args, int channel, int fi
         const size_t row = token;
         const char* x = args.x + row * format.payload_bytes;
         warp.template stage<CacheHint::EvictFirst>(x, format.payload_bytes);
-        take_places(warp, args, header, args.rank, received++, false, places);
-        write_places(warp, format, places, x, args.scales + row * format.scale_bytes);
+        find_output_rows(warp, args, header, args.rank, received++, false, dst);
+        write_output_rows(warp, format, dst, x, args.scales + row * format.scale_bytes);
         return true;
     });
 }
 
 template <WarpLike W>
-EP_FN void place_own_rows(W& warp, const DispatchArgs& args, int channel) {
-    place_own_rows(warp, args, channel, args.layout.first_token(args.rank, channel),
+EP_FN void write_own_rows(W& warp, const DispatchArgs& args, int channel) {
+    write_own_rows(warp, args, channel, args.layout.first_token(args.rank, channel),
                    args.layout.first_token(args.rank, channel + 1));
 }
 
@@ -177,8 +178,8 @@ EP_FN void place_own_rows(W& warp, const DispatchArgs& args, int channel) {
 struct CountsThere {};
 
 // Own tokens for ranks of this node: straight into their NVLink rings, and those for this rank to
-// their places, unless the local pass does that. A ring needs no counts, a place does: own rows
-// that come before the counts are brought to their places at the end.
+// their output rows, unless the local pass does that. A ring needs no counts, an output row does:
+// rows for this rank that come before the counts are written at the end.
 template <WarpLike W, FabricLike<W> F, class Counts = CountsThere>
 EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel,
                       Counts&& counts = {}) {
@@ -189,7 +190,7 @@ EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel,
     if (!open_rings_of_node(warp, rings, node)) return;
     typename W::template PerLane<int> peer;
     typename W::template PerLane<void*> slot, to;
-    Places<W> places;
+    OutputRows<W> dst;
     const int first = args.layout.first_token(args.rank, channel),
               end = args.layout.first_token(args.rank, channel + 1);
     int placed_from = kLater ? end : first, own_before = 0;
@@ -212,35 +213,35 @@ EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel,
                 }
             }
         }
-        const bool places_own = own && placed_from <= token && !args.has_local_pass;
-        if (!others && !places_own) return true;
+        const bool writes_own = own && placed_from <= token && !args.has_local_pass;
+        if (!others && !writes_own) return true;
         const char* x = args.x + static_cast<size_t>(token) * format.payload_bytes;
         warp.template stage<CacheHint::EvictFirst>(x, format.payload_bytes);
         if (others && !take_slots(warp, rings, node, others, peer, batch, slot))
             return go_on = false;
-        places.written = places.cleared = 0;
-        if (places_own) take_places(warp, args, header, args.rank, received++, false, places);
+        dst.written = dst.cleared = 0;
+        if (writes_own) find_output_rows(warp, args, header, args.rank, received++, false, dst);
         auto copy_part = [&](size_t offset, const typename W::template PerLane<void*>& place,
                              const char* part, size_t bytes) {
             warp.lanes(format.topk, [&](int lane) {
                 to[lane] =
                     others >> lane & 1 ? static_cast<char*>(slot[lane]) + offset : place[lane];
             });
-            warp.template multicast<CacheHint::Keep>(to, others | places.written, part, bytes);
+            warp.template multicast<CacheHint::Keep>(to, others | dst.written, part, bytes);
         };
-        copy_part(format.payload(), places.row, x, format.payload_bytes);
+        copy_part(format.payload(), dst.row, x, format.payload_bytes);
         if (format.scale_bytes) {
-            copy_part(format.scales(), places.scales,
+            copy_part(format.scales(), dst.scales,
                       args.scales + static_cast<size_t>(token) * format.scale_bytes,
                       format.scale_bytes);
         }
-        clear_places(warp, format, places);
+        clear_output_rows(warp, format, dst);
         write_header(warp, format, slot, others, rings.tag, header);
         return true;
     });
     publish_tails(warp, rings, node);
     if constexpr (kLater) {
-        if (go_on && counts.wait(warp)) place_own_rows(warp, args, channel, first, placed_from);
+        if (go_on && counts.wait(warp)) write_own_rows(warp, args, channel, first, placed_from);
     }
 }
 
@@ -372,7 +373,7 @@ EP_FN void receiver(W& warp, F& fabric, const DispatchArgs& args, int channel, i
     const RowFormat& format = args.format;
     const int count = lanes_from(first, args.other_ranks(), most);
     Header<W> header;
-    Places<W> places;
+    OutputRows<W> dst;
     auto cursor = [&](int node, int peer) -> InCursor& { return rings.nvl_in(node, peer); };
     auto serve = [&](const Turn& turn) {
         for (int i = 0; i < turn.rows; ++i) {
@@ -380,8 +381,9 @@ EP_FN void receiver(W& warp, F& fabric, const DispatchArgs& args, int channel, i
             warp.template stage<CacheHint::Keep>(slot + format.payload(), format.payload_bytes);
             read_header(warp, format, slot, header);
             if (!belongs_to_call(warp, rings, slot, turn.rank)) return false;
-            take_places(warp, args, header, turn.rank, turn.first + i, args.has_local_pass, places);
-            write_places(warp, format, places, slot + format.payload(), slot + format.scales());
+            find_output_rows(warp, args, header, turn.rank, turn.first + i, args.has_local_pass,
+                             dst);
+            write_output_rows(warp, format, dst, slot + format.payload(), slot + format.scales());
         }
         const uint64_t next = turn.position + turn.rows;
         InCursor& in = rings.nvl_in(turn.node, turn.peer);

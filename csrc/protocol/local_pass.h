@@ -4,15 +4,16 @@
 #include "exec/warp.h"
 #include "protocol/combine.h"
 #include "protocol/dispatch.h"
-#include "protocol/places.h"
+#include "protocol/expert_rows.h"
 
 namespace ep {
 
-// What concerns one rank alone, and waits for nobody: beside the exchange of dispatch, to bring its
-// own rows to their places; behind it, to bring those of other ranks from the first of their places
-// to the others, and to clear what no row fills; beside that of combine, which waits for it, to sum
-// what lies in a row's places. Launches of their own may do it with more warps than exchange the
-// rows.
+// The local pass: intra-rank permute and reduce. Copies and sums inside one rank, which wait for no
+// other rank, so launches of their own can do them with more warps than exchange rows:
+//   during dispatch's exchange   writes this rank's own rows to their output rows
+//   after it                     copies rows of other ranks from their first output row to the
+//                                others, and clears output rows that no token fills
+//   during combine's exchange    sums the expert rows of each arrived row; combine waits for them
 
 // Rows of other ranks that arrived here and that `positions` knows. Those of a rank follow those of
 // the rank before.
@@ -46,17 +47,18 @@ EP_FN void for_rows(W& warp, const TransferArgs& args, const KnownRows& rows, in
     }
 }
 
-// From a row's first place to the others, with its scales. Each of `parts` warps does its part.
+// From a row's first output row to its others, with its scales. Each of `parts` warps does its
+// part.
 template <WarpLike W>
-EP_FN void copy_to_other_places(W& warp, const DispatchArgs& args, int part, int parts) {
+EP_FN void copy_to_other_output_rows(W& warp, const DispatchArgs& args, int part, int parts) {
     const RowFormat& format = args.format;
     typename W::template PerLane<void*> to;
     const KnownRows rows_of_others(args);
     for_rows(warp, args, rows_of_others, part, parts, [&](const auto& position) {
-        const uint32_t places = warp.ballot(format.topk, [&](int k) { return position[k] >= 0; });
-        const uint32_t others = places & (places - 1);
+        const uint32_t dst_rows = warp.ballot(format.topk, [&](int k) { return position[k] >= 0; });
+        const uint32_t others = dst_rows & (dst_rows - 1);
         if (!others) return;
-        const int64_t first = warp.broadcast(position, lowest_lane(places));
+        const int64_t first = warp.broadcast(position, lowest_lane(dst_rows));
         auto copy = [&](char* rows, size_t bytes) {
             const char* source = rows + first * bytes;
             warp.template stage<CacheHint::EvictFirst>(source, bytes);

@@ -138,9 +138,9 @@ EP_FN void find_starts(W& warp, const Choices<F>& choices, const Team& team) {
     }
 }
 
-// The scales of a piece of a row to its places: as they came, or each word into its column.
+// The scales of a piece of a row to its output rows: as they came, or each word into its column.
 template <WarpLike W>
-EP_FN void place_scales(W& warp, const LowLatencyDispatchArgs& args, uint32_t placed,
+EP_FN void write_scales(W& warp, const LowLatencyDispatchArgs& args, uint32_t placed,
                         const typename W::template PerLane<int>& position, const char* scales,
                         const Piece& piece) {
     if (!args.scale_column) {
@@ -174,8 +174,8 @@ EP_FN void place_scales(W& warp, const LowLatencyDispatchArgs& args, uint32_t pl
 
 // For combine and the caller: where a row went, and its weights.
 template <WarpLike W>
-EP_FN void note_places(W& warp, const LowLatencyDispatchArgs& args, int source, int token,
-                       const typename W::template PerLane<int>& position, const char* slot) {
+EP_FN void note_output_rows(W& warp, const LowLatencyDispatchArgs& args, int source, int token,
+                            const typename W::template PerLane<int>& position, const char* slot) {
     const RowFormat& format = args.format;
     warp.lanes(format.topk, [&](int lane) {
         args.layout.positions(source, token)[lane] = position[lane];
@@ -222,11 +222,11 @@ EP_FN bool receive_piece(W& warp, const Choices<F>& choices, const Team& team, i
     const auto from = [&](int) { return source; };
     if (!wait_tags(warp, call, piece.count, tags, slots, piece.number, from)) return false;
     warp.template stage<CacheHint::Keep>(slot + format.payload() + piece.first, piece.bytes);
-    if (!piece.number) note_places(warp, args, source, token, position, slot);
+    if (!piece.number) note_output_rows(warp, args, source, token, position, slot);
     warp.template multicast<CacheHint::EvictFirst>(
         row, placed, slot + format.payload() + piece.first, piece.bytes);
     if (piece.scale_bytes)
-        place_scales(warp, args, placed, position, slot + format.scales(), piece);
+        write_scales(warp, args, placed, position, slot + format.scales(), piece);
     return true;
 }
 

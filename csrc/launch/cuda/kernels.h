@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     own_rows_kernel(const __grid_constant__ J joint) {
     run_local_pass(joint, [&](auto& warp, const auto& args, const auto& place) {
         for_pieces(place, joint, args.layout.channels,
-                   [&](int channel) { place_own_rows(warp, args, channel); });
+                   [&](int channel) { write_own_rows(warp, args, channel); });
     });
 }
 
@@ -286,7 +286,7 @@ template <class J>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     local_pass_of_dispatch_kernel(const __grid_constant__ J joint) {
     run_local_pass(joint, [](auto& warp, const auto& args, const auto& place) {
-        copy_to_other_places(warp, args, place.warp, place.warps);
+        copy_to_other_output_rows(warp, args, place.warp, place.warps);
         clear_unfilled(warp, args, place.warp, place.warps);
     });
     end_call(joint, Place<J>(joint));

@@ -63,7 +63,7 @@ void add_dispatch_roles(const DispatchArgs& args, Add&& add) {
         add(Role::NvlSender, c,
             [&args, c](auto& warp, auto& fabric) { nvl_sender(warp, fabric, args, c); });
         if (args.has_local_pass)
-            add(Role::Launch, c, [&args, c](auto& warp, auto&) { place_own_rows(warp, args, c); });
+            add(Role::Launch, c, [&args, c](auto& warp, auto&) { write_own_rows(warp, args, c); });
         if (args.other_ranks()) {
             add(Role::Receiver, c, [&args, c](auto& warp, auto& fabric) {
                 receiver(warp, fabric, args, c, 0, args.other_ranks());
@@ -77,7 +77,8 @@ void add_dispatch_roles(const DispatchArgs& args, Add&& add) {
 template <class Add>
 void add_local_pass(const DispatchArgs& args, Add&& add) {
     if (!args.has_local_pass) return;
-    add(Role::Launch, 0, [&args](auto& warp, auto&) { copy_to_other_places(warp, args, 0, 1); });
+    add(Role::Launch, 0,
+        [&args](auto& warp, auto&) { copy_to_other_output_rows(warp, args, 0, 1); });
 }
 
 template <class T, class Add>

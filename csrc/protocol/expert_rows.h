@@ -6,7 +6,7 @@
 
 namespace ep {
 
-// Where the experts' rows for one row that arrived here lie.
+// The expert rows of one arrived row: for each k its row here, kElsewhere or kOverflowed.
 template <WarpLike W>
 EP_FN void read_positions(W& warp, const TransferArgs& args, int64_t received,
                           typename W::template PerLane<int>& position) {
@@ -16,7 +16,7 @@ EP_FN void read_positions(W& warp, const TransferArgs& args, int64_t received,
     });
 }
 
-// What travels beside the row in a place.
+// The weight, or its gradient, of an expert row.
 EP_FN uint64_t weight_at(const CombineArgs& args, int position) {
     if (position < 0) return 0;
     return load_weight(args.weights + static_cast<int64_t>(position) * args.format.weight_bytes,
