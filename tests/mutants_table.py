@@ -56,14 +56,14 @@ FORWARDER_WAITS = """while (!warp.met(format.topk, arrived)) {
                 warp.ballot(format.topk, [&](int lane) { return !is_met(arrived(lane)); });
             if (absent) return warp.broadcast(peer, lowest_lane(absent));
         }"""
-TURN = """return WaitCondition{W::template acquire<Scope::Rank>(&tokens), before + (token - first),
+REACHED = """return WaitCondition{W::template acquire<Scope::Rank>(&tokens), before + (token - first),
                              args.rank};"""
-FREED = "warp.template publish<Scope::Rank>(&turns.freed, before + freed);"
+FREED = "warp.template publish<Scope::Rank>(&order.freed, before + freed);"
 FREE_SLOTS = """«if (!here || (kAlone && ++batch == args.nvl_batch)) {
             publish_heads(warp, rings, own_node);
             batch = 0;
         }»"""
-TAKEN_UP = "warp.template publish<Scope::Rank>(&turns.taken_up, before + (token - first) + 1);"
+TAKEN_UP = "warp.template publish<Scope::Rank>(&order.taken_up, before + (token - first) + 1);"
 PUBLISH_TAILS = """«warp.template publish_lanes<Scope::System>(
             lanes_from(first, peers), [&](int lane, auto&& store) {
                 OutCursor& out = rings.nvl_out(node, first + lane);
@@ -81,14 +81,14 @@ NVL_CREDIT = """return {W::template acquire<Scope::System>(rings.nvl_out_head(no
 NVL_ROW = """return {W::template acquire<Scope::System>(rings.nvl_in_tail(node, peer)), next + 1,
             rings.rank_at(rings.args.node(), peer)};"""
 TAKE_SLOTS = "if (!room && !warp.wait_all(Wait::NvlCredit, topk, credit)) return false;"
-RECEIVER = "warp.template credit<Scope::System>(rings.nvl_in_head(turn.node, turn.peer), next);"
+RECEIVER = "warp.template credit<Scope::System>(rings.nvl_in_head(batch.node, batch.peer), next);"
 SENDER = """«warp.template publish_lanes<Scope::Rank>(count, [&](int lane, auto&& store) {
             OutCursor& out = rings.rdma_out(args.other_node(first + lane));
             if (out.next != out.written) store(&out.next, out.written);
         });»"""
 FORWARDER = "warp.template credit<Scope::Rank>(&rings.rdma_in(node).next, ++next);"
 SUMS = "warp.template publish<Scope::Rank>(summed, sums_of_call(args, ++done));"
-NVL_SENDER = "warp.template publish<Scope::System>(rings.nvl_out_tail(turn.node, turn.peer), next);"
+NVL_SENDER = "warp.template publish<Scope::System>(rings.nvl_out_tail(batch.node, batch.peer), next);"
 COMBINE_FORWARDER = "warp.template publish<Scope::Rank>(&rings.rdma_out(node).next, ++next);"
 FOLLOW = "moved[lane] = W::template acquire<Scope::Rank>(cursor(lane));"
 RAIL_COUNTS = """return WaitCondition{
@@ -318,7 +318,7 @@ MUTANTS = [
     Mutant(
         "combine_nvl_sender: sums are not waited for",
         COMBINE,
-        "if (!wait_for_sums(warp, rings, args, turn.rank, turn.first + turn.rows)) return false;",
+        "if (!wait_for_sums(warp, rings, args, batch.rank, batch.first + batch.rows)) return false;",
     ),
     Mutant(
         "wait_for_sums: those of one warp are waited for",
@@ -333,14 +333,14 @@ MUTANTS = [
         "return nothing_to_wait_for();",
     ),
     Mutant(
-        "combine_receiver: slots are taken up out of turn",
+        "combine_receiver: slots are taken up out of order",
         COMBINE_RECEIVER,
-        "if (!warp.wait_all(Wait::Turn, 1, turn_to_take_up)) return;",
+        "if (!warp.wait_all(Wait::ReceiverOrder, 1, may_take_up)) return;",
     ),
     Mutant(
-        "combine_receiver: slots are freed out of turn",
+        "combine_receiver: slots are freed out of order",
         COMBINE_RECEIVER,
-        "if (!kAlone && !warp.wait_all(Wait::Turn, 1, turn_to_free)) return;",
+        "if (!kAlone && !warp.wait_all(Wait::ReceiverOrder, 1, may_free)) return;",
     ),
     changed(
         "combine_receiver: who waits for a row does not tell of free slots",
@@ -352,7 +352,11 @@ MUTANTS = [
     changed("combine_receiver: a credit for taking up", COMBINE_RECEIVER, TAKEN_UP, "publish<", "credit<"),
     changed("combine_receiver: a credit for freeing", COMBINE_RECEIVER, FREED, "publish<", "credit<"),
     changed(
-        "combine_receiver: a turn by a plain load", COMBINE_RECEIVER, TURN, "W::template acquire<Scope::Rank>", "*"
+        "combine_receiver: the order by a plain load",
+        COMBINE_RECEIVER,
+        REACHED,
+        "W::template acquire<Scope::Rank>",
+        "*",
     ),
     Mutant(
         "combine_receiver: all sum own rows in one slot",

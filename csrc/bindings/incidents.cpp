@@ -73,7 +73,7 @@ const char* name(Wait wait) {
             return "rows to be taken from a network ring";
         case Wait::PartialRow:
             return "a token's partial sums";
-        case Wait::Turn:
+        case Wait::ReceiverOrder:
             return "its turn among the receivers of a channel";
         case Wait::Release:
             return "a low-latency bank to be received";

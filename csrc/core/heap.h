@@ -56,7 +56,7 @@ struct Heap {
         nvl_ins_ = part(nvl_rings * kLine);
         rdma_outs_ = part(rdma_rings() * kLine);
         rdma_ins_ = part(rdma_rings() * kLine);
-        receiver_turns_ = part(channels * kLine);
+        receiver_order_ = part(channels * kLine);
         flags_end_ = end;
         notify_staging_ = part(2 * topology.nodes * node_block_bytes());
         notify_rail_ = part(2 * topology.nodes * node_block_bytes());
@@ -121,7 +121,7 @@ struct Heap {
     EP_HD size_t rdma_in(int channel, int node) const {
         return rdma_line(rdma_ins_, channel, node);
     }
-    EP_HD size_t receiver_turns(int channel) const { return receiver_turns_ + channel * kLine; }
+    EP_HD size_t receiver_order(int channel) const { return receiver_order_ + channel * kLine; }
     EP_HD size_t flags_end() const { return flags_end_; }
 
     // That of notify, and of each channel tail and head.
@@ -183,7 +183,7 @@ struct Heap {
 
     // Where the parts begin, in this order: kernels ask for every row.
     size_t waited_, notify_node_flags_, nvl_tails_, nvl_heads_, notify_rail_flags_, rdma_tails_,
-        rdma_heads_, nvl_outs_, nvl_ins_, rdma_outs_, rdma_ins_, receiver_turns_, flags_end_,
+        rdma_heads_, nvl_outs_, nvl_ins_, rdma_outs_, rdma_ins_, receiver_order_, flags_end_,
         notify_staging_, notify_rail_, notify_node_, nvl_data_, rdma_staging_, rdma_data_, bytes_;
 };
 

@@ -22,7 +22,7 @@ enum class Wait : int {
     PackedRow,
     FreedRow,
     PartialRow,
-    Turn,
+    ReceiverOrder,
     Release,
     Choices,
     PutRows,

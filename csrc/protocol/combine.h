@@ -61,13 +61,13 @@ EP_FN void combine_nvl_sender(W& warp, F& fabric, const CombineArgs& args, int c
         return;
     typename W::template PerLane<int> position, following;
     auto cursor = [&](int node, int peer) -> OutCursor& { return rings.nvl_out(node, peer); };
-    auto serve = [&](const Turn& turn) {
-        if (!wait_for_sums(warp, rings, args, turn.rank, turn.first + turn.rows)) return false;
-        read_positions(warp, args, turn.first, following);
-        for (int i = 0; i < turn.rows; ++i) {
+    auto serve = [&](const ReadyBatch& batch) {
+        if (!wait_for_sums(warp, rings, args, batch.rank, batch.first + batch.rows)) return false;
+        read_positions(warp, args, batch.first, following);
+        for (int i = 0; i < batch.rows; ++i) {
             position = following;  // those of the next row are read while this one is summed
-            if (i + 1 < turn.rows) read_positions(warp, args, turn.first + i + 1, following);
-            char* slot = rings.nvl_out_slot(turn.node, turn.peer, turn.position + i);
+            if (i + 1 < batch.rows) read_positions(warp, args, batch.first + i + 1, following);
+            char* slot = rings.nvl_out_slot(batch.node, batch.peer, batch.position + i);
             warp.lanes(format.topk, [&](int k) {
                 store_weight(slot + format.weights() + k * format.weight_bytes,
                              weight_at(args, position[k]), format.weight_bytes);
@@ -76,19 +76,19 @@ EP_FN void combine_nvl_sender(W& warp, F& fabric, const CombineArgs& args, int c
             const ExpertRows<T, kWeighted, W> rows(warp, args, position);
             if (args.sums && rows.lanes) {
                 warp.template copy<CacheHint::Keep>(slot + format.payload(),
-                                                    rows.summed(warp, args, turn.first + i),
+                                                    rows.summed(warp, args, batch.first + i),
                                                     format.payload_bytes);
             } else {
                 rows.sum(warp, args, slot + format.payload());
             }
         }
-        const uint64_t next = turn.position + turn.rows;
-        OutCursor& out = rings.nvl_out(turn.node, turn.peer);
+        const uint64_t next = batch.position + batch.rows;
+        OutCursor& out = rings.nvl_out(batch.node, batch.peer);
         warp.lanes(1, [&](int) { out.next = out.published = next; });
-        warp.template publish<Scope::System>(rings.nvl_out_tail(turn.node, turn.peer), next);
+        warp.template publish<Scope::System>(rings.nvl_out_tail(batch.node, batch.peer), next);
         return true;
     };
-    serve_in_turn(warp, rings, first, count, Wait::NvlCredit, cursor, nvl_credit<W, F>, serve);
+    poll_rings(warp, rings, first, count, Wait::NvlCredit, cursor, nvl_credit<W, F>, serve);
 }
 
 // Towards up to `most` other nodes, from the first-th on: pops, for each of a node's tokens in

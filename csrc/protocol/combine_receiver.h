@@ -15,7 +15,7 @@ namespace ep {
 // that are.
 
 // Of a channel: where its receivers are, counted in tokens.
-struct ReceiverTurns {
+struct ReceiverOrder {
     uint64_t before;    // at the end of the last call
     uint64_t taken_up;  // tokens whose slots are known
     uint64_t freed;
@@ -23,8 +23,8 @@ struct ReceiverTurns {
 };
 
 template <class F>
-EP_FN ReceiverTurns& receiver_turns(const Rings<F>& rings) {
-    return *rings.fabric.template own<ReceiverTurns>(rings.args.heap.receiver_turns(rings.channel));
+EP_FN ReceiverOrder& receiver_order(const Rings<F>& rings) {
+    return *rings.fabric.template own<ReceiverOrder>(rings.args.heap.receiver_order(rings.channel));
 }
 
 // By the receiver of the first token: none of this call's rows has been taken up.
@@ -41,7 +41,7 @@ EP_FN void open_in_rings(W& warp, const Rings<F>& rings) {
         warp.lanes(lanes_from(first, nodes),
                    [&](int lane) { open(rings.rdma_in(args.other_node(first + lane))); });
     }
-    warp.lanes(1, [&](int) { receiver_turns(rings).own_rows = 0; });
+    warp.lanes(1, [&](int) { receiver_order(rings).own_rows = 0; });
 }
 
 // What this rank's own experts made of a token, by its receiver itself: in a slot of the ring that
@@ -56,8 +56,8 @@ EP_FN const char* sum_of_own(W& warp, const Rings<F>& rings, const CombineArgs& 
     return sum;
 }
 
-// The receiver-th of a channel's. One that is alone takes no turns: what it keeps in registers for
-// them would slow down its sums.
+// One of a channel's receivers. kAlone: the channel has no other, so it waits for none: the
+// registers that this would take slow down its sums.
 template <class T, bool kWeighted, bool kAlone, WarpLike W, class F>
 EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& args, int receiver,
                           int receivers) {
@@ -83,9 +83,9 @@ EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& arg
         warp.lanes(format.topk,
                    [&](int lane) { following[lane] = args.layout.experts(token)[lane]; });
     };
-    ReceiverTurns& turns = receiver_turns(rings);
-    const uint64_t before = turns.before;
-    auto turn = [&](uint64_t& tokens, int token) {
+    ReceiverOrder& order = receiver_order(rings);
+    const uint64_t before = order.before;
+    auto reached = [&](uint64_t& tokens, int token) {
         return WaitCondition{W::template acquire<Scope::Rank>(&tokens), before + (token - first),
                              args.rank};
     };
@@ -110,19 +110,19 @@ EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& arg
         const uint32_t others = sources & ~own;
 
         if constexpr (!kAlone) {
-            const auto turn_to_take_up = [&](int) { return turn(turns.taken_up, token); };
-            if (!warp.wait_all(Wait::Turn, 1, turn_to_take_up)) return;
+            const auto may_take_up = [&](int) { return reached(order.taken_up, token); };
+            if (!warp.wait_all(Wait::ReceiverOrder, 1, may_take_up)) return;
             if (token == first) open_in_rings(warp, rings);
-            received = first_received + static_cast<int64_t>(turns.own_rows);
+            received = first_received + static_cast<int64_t>(order.own_rows);
             warp.lanes(format.topk, [&](int lane) {
                 if (source[lane] >= 0 && !is_own(source[lane]))
                     next[lane] = ring_of(source[lane]).taken_up;
             });
             warp.lanes(format.topk, [&](int lane) {
                 if (others >> lane & 1) ring_of(source[lane]).taken_up = next[lane] + 1;
-                if (own >> lane & 1) turns.own_rows = received + 1 - first_received;
+                if (own >> lane & 1) order.own_rows = received + 1 - first_received;
             });
-            warp.template publish<Scope::Rank>(&turns.taken_up, before + (token - first) + 1);
+            warp.template publish<Scope::Rank>(&order.taken_up, before + (token - first) + 1);
         }
 
         const char* own_sum = nullptr;
@@ -147,11 +147,11 @@ EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& arg
             return is_local(source[lane]) ? nvl_row_at<W>(rings, own_node, source[lane], next[lane])
                                           : rdma_row<W>(rings, node_of(source[lane]), next[lane]);
         };
-        auto turn_to_free = [&](int) { return turn(turns.freed, token); };
+        auto may_free = [&](int) { return reached(order.freed, token); };
         bool here = warp.met(format.topk, arrived);
         if (!here && !kAlone) {
             const auto arrived_or_turn = [&](int lane) {
-                return is_met(turn_to_free(lane)) ? nothing_to_wait_for() : arrived(lane);
+                return is_met(may_free(lane)) ? nothing_to_wait_for() : arrived(lane);
             };
             if (!warp.wait_all(Wait::PartialRow, format.topk, arrived_or_turn)) return;
             here = warp.met(format.topk, arrived);
@@ -190,7 +190,7 @@ EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& arg
             args.y + static_cast<size_t>(token) * format.payload_bytes, part, sources,
             format.payload_bytes / sizeof(T));
 
-        if (!kAlone && !warp.wait_all(Wait::Turn, 1, turn_to_free)) return;
+        if (!kAlone && !warp.wait_all(Wait::ReceiverOrder, 1, may_free)) return;
         warp.template credit_lanes<Scope::Rank>(format.topk, [&](int lane, auto&& store) {
             if (!(others >> lane & 1)) return;
             if (is_local(source[lane])) {
@@ -204,8 +204,8 @@ EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& arg
         if (is_last || (!kAlone && freed % args.nvl_batch == 0))
             publish_heads(warp, rings, own_node);
         if constexpr (!kAlone) {
-            if (is_last) warp.lanes(1, [&](int) { turns.before = before + freed; });
-            warp.template publish<Scope::Rank>(&turns.freed, before + freed);
+            if (is_last) warp.lanes(1, [&](int) { order.before = before + freed; });
+            warp.template publish<Scope::Rank>(&order.freed, before + freed);
         }
     }
 }

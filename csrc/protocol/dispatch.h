@@ -3,8 +3,8 @@
 #include <concepts>
 #include <type_traits>
 
+#include "protocol/polled_rings.h"
 #include "protocol/tokens.h"
-#include "protocol/turns.h"
 
 namespace ep {
 
@@ -362,7 +362,7 @@ EP_FN void forwarder(W& warp, F& fabric, const DispatchArgs& args, int channel, 
         publish_tails(warp, rings, node);
         return true;
     };
-    take_turns(warp, count, Wait::RdmaRow, args.nvl_batch, left, has_more, arrived, serve);
+    poll_queues(warp, count, Wait::RdmaRow, args.nvl_batch, left, has_more, arrived, serve);
 }
 
 // From the rings of up to `most` source ranks, from the first-th other rank on, to the experts.
@@ -375,23 +375,23 @@ EP_FN void receiver(W& warp, F& fabric, const DispatchArgs& args, int channel, i
     Header<W> header;
     OutputRows<W> dst;
     auto cursor = [&](int node, int peer) -> InCursor& { return rings.nvl_in(node, peer); };
-    auto serve = [&](const Turn& turn) {
-        for (int i = 0; i < turn.rows; ++i) {
-            const char* slot = rings.nvl_in_slot(turn.node, turn.peer, turn.position + i);
+    auto serve = [&](const ReadyBatch& batch) {
+        for (int i = 0; i < batch.rows; ++i) {
+            const char* slot = rings.nvl_in_slot(batch.node, batch.peer, batch.position + i);
             warp.template stage<CacheHint::Keep>(slot + format.payload(), format.payload_bytes);
             read_header(warp, format, slot, header);
-            if (!belongs_to_call(warp, rings, slot, turn.rank)) return false;
-            find_output_rows(warp, args, header, turn.rank, turn.first + i, args.has_local_pass,
+            if (!belongs_to_call(warp, rings, slot, batch.rank)) return false;
+            find_output_rows(warp, args, header, batch.rank, batch.first + i, args.has_local_pass,
                              dst);
             write_output_rows(warp, format, dst, slot + format.payload(), slot + format.scales());
         }
-        const uint64_t next = turn.position + turn.rows;
-        InCursor& in = rings.nvl_in(turn.node, turn.peer);
+        const uint64_t next = batch.position + batch.rows;
+        InCursor& in = rings.nvl_in(batch.node, batch.peer);
         warp.lanes(1, [&](int) { in.next = in.published = next; });
-        warp.template credit<Scope::System>(rings.nvl_in_head(turn.node, turn.peer), next);
+        warp.template credit<Scope::System>(rings.nvl_in_head(batch.node, batch.peer), next);
         return true;
     };
-    serve_in_turn(warp, rings, first, count, Wait::NvlRow, cursor, nvl_row<W, F>, serve);
+    poll_rings(warp, rings, first, count, Wait::NvlRow, cursor, nvl_row<W, F>, serve);
 }
 
 }  // namespace ep

@@ -4,14 +4,17 @@
 
 namespace ep {
 
-// Serves `count` queues of rows, a lane each, whichever is ready, at most `batch` rows a turn.
-// `need(lane)`: to see more rows, or more room, than the queue's position; it may first take up
-// another of the lane's queues. `left`: rows of the one at hand; `has_more(lane)`: or of any.
-// `serve(lane, position, rows)`: false ends it all.
+// Polls `count` queues of rows, a lane each, and serves those that are ready, at most `batch` rows
+// of a queue at a time.
+//   need(lane)       the condition under which the lane's queue has more rows, or more room, than
+//                    its position; may first switch to another of the lane's queues
+//   left             rows left in the lane's current queue
+//   has_more(lane)   whether any queue of the lane has rows left
+//   serve(lane, position, rows)   returns false to stop
 template <WarpLike W, class More, class ConditionOf, class Serve>
-EP_FN void take_turns(W& warp, int count, Wait wait, int batch,
-                      typename W::template PerLane<int>& left, More&& has_more, ConditionOf&& need,
-                      Serve&& serve) {
+EP_FN void poll_queues(W& warp, int count, Wait wait, int batch,
+                       typename W::template PerLane<int>& left, More&& has_more, ConditionOf&& need,
+                       Serve&& serve) {
     typename W::template PerLane<uint64_t> limit, position;
     while (warp.ballot(count, has_more)) {
         const uint32_t ready = warp.wait_any(wait, count, [&](int lane) {
@@ -38,8 +41,8 @@ EP_FN void take_turns(W& warp, int count, Wait wait, int batch,
     }
 }
 
-// Rows of one source rank that can be served now.
-struct Turn {
+// Rows of one source rank that are ready to be served.
+struct ReadyBatch {
     int rank;  // the source
     int node, peer;
     int first;          // of the rows that arrive at this rank in all
@@ -47,13 +50,15 @@ struct Turn {
     uint64_t position;  // of the first in its ring
 };
 
-// Serves the rows of `count` source ranks from the first-th other rank on, whichever is ready:
-// blocking on one could close a circle of full rings. A lane has every 32nd of them, and one at
-// hand. `cursor(node, peer)`: of their rings, which says where each stands; `need(rings, node,
-// peer)`: to see more rows, or more room, than that; `serve(turn)`: moves it on; false ends it all.
+// Polls the rings of `count` source ranks, the first-th other rank and those after it, and serves
+// the ready ones: to block on one ring could close a cycle of full rings. A lane polls every 32nd
+// of them, one at a time.
+//   cursor(node, peer)        a ring's position
+//   need(rings, node, peer)   the condition under which the ring has more rows, or more room
+//   serve(batch)              moves the position on; returns false to stop
 template <WarpLike W, class F, class CursorOf, class ConditionOf, class Serve>
-EP_FN void serve_in_turn(W& warp, const Rings<F>& rings, int first, int count, Wait wait,
-                         CursorOf&& cursor, ConditionOf&& need, Serve&& serve) {
+EP_FN void poll_rings(W& warp, const Rings<F>& rings, int first, int count, Wait wait,
+                      CursorOf&& cursor, ConditionOf&& need, Serve&& serve) {
     const Layout& layout = rings.args.layout;
     const Topology& topology = rings.args.topology();
     const int lanes = lanes_from(0, count);
@@ -98,8 +103,8 @@ EP_FN void serve_in_turn(W& warp, const Rings<F>& rings, int first, int count, W
         return mine;
     };
     auto serve_rows = [&](int lane, uint64_t position, int rows) {
-        const bool go_on =
-            serve(Turn{warp.broadcast(rank_of, lane), warp.broadcast(node_of, lane),
+        const bool go_on = serve(
+            ReadyBatch{warp.broadcast(rank_of, lane), warp.broadcast(node_of, lane),
                        warp.broadcast(peer_of, lane),
                        warp.broadcast(end, lane) - warp.broadcast(left, lane), rows, position});
         warp.lanes(lanes, [&](int other) {
@@ -107,7 +112,7 @@ EP_FN void serve_in_turn(W& warp, const Rings<F>& rings, int first, int count, W
         });
         return go_on;
     };
-    take_turns(warp, lanes, wait, rings.args.nvl_batch, left, has_more, look, serve_rows);
+    poll_queues(warp, lanes, wait, rings.args.nvl_batch, left, has_more, look, serve_rows);
 }
 
 }  // namespace ep
