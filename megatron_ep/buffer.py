@@ -18,11 +18,11 @@ from megatron_ep.backends import connect, cuda, fabrics, release, sizes, tcp
 from megatron_ep.backends.codec import Plain
 from megatron_ep.backends.host import HostBackend
 from megatron_ep.backends.interface import Part
-from megatron_ep.backends.meeting import Meeting
 from megatron_ep.backends.members import Member, agreed_topology, introduce, machines
 from megatron_ep.backends.monitor import Monitor
 from megatron_ep.backends.news import News
 from megatron_ep.backends.processes import has_ended, process_fate
+from megatron_ep.backends.rendezvous import StoreRendezvous
 from megatron_ep.backends.torch_group import timeout_of
 from megatron_ep.config import TIMEOUT_VARIABLE, Config, Topology, require_int, require_type
 from megatron_ep.diagnosis import failures
@@ -31,7 +31,7 @@ from megatron_ep.normal.rank_group import RankGroup
 
 # Construction and reset wait this long for the other ranks, or Config.timeout if that is longer: they may still be in a
 # wait of their own.
-MEETING_S = 60.0
+RENDEZVOUS_S = 60.0
 
 # Of a segment: `_C.Segment.address`.
 ADDRESS = tuple[int, int, int, int]
@@ -158,29 +158,31 @@ class Buffer(RankGroup):
         device: str | torch.device = "cpu",
     ):
         config = with_timeout_of(group, config, device)
-        self._set_up(Meeting(group, timedelta(seconds=patience(config))), config, topology, device)
+        self._set_up(StoreRendezvous(group, timedelta(seconds=patience(config))), config, topology, device)
 
     @classmethod
-    def over(cls, meeting: Meeting, config: Config, topology: Topology | None, device: str | torch.device) -> Buffer:
+    def over(
+        cls, rendezvous: StoreRendezvous, config: Config, topology: Topology | None, device: str | torch.device
+    ) -> Buffer:
         """The same between ranks that meet without a process group; on GPUs, those of a machine."""
         buffer = cls.__new__(cls)
-        buffer._set_up(meeting, config, topology, device, fabrics.Choice("p2p", "as it was"))
+        buffer._set_up(rendezvous, config, topology, device, fabrics.Choice("p2p", "as it was"))
         return buffer
 
     def _set_up(
         self,
-        meeting: Meeting,
+        rendezvous: StoreRendezvous,
         config: Config,
         topology: Topology | None,
         device: str | torch.device,
         fabric: fabrics.Choice | None = None,
     ) -> None:
         self.number = failures.watch(self)
-        self._meeting = meeting
-        self.rank = self._meeting.rank
+        self._rendezvous = rendezvous
+        self.rank = self._rendezvous.rank
         self.config = config
         self.ranks = [self.rank]
-        _, members = self._meeting.exchange(lambda: (None, self._introduce(topology, device)))
+        _, members = self._rendezvous.exchange(lambda: (None, self._introduce(topology, device)))
         self.topology = agreed_topology(members, config)
         own = self._member = members[self.rank]
         self._neighbours = {rank: other.pid for rank, other in enumerate(members) if other.machine == own.machine}
@@ -188,7 +190,7 @@ class Buffer(RankGroup):
             sms = cuda.num_sms(config, self.device, 1)
             self.heap = sizes.gpu_heap(self.topology, config, sms)
             backend, fabric = connect.processes(
-                self._meeting, self.topology, config, self.heap, self.device, sms, members, fabric
+                self._rendezvous, self.topology, config, self.heap, self.device, sms, members, fabric
             )
             backend.shares_gpu = sum(member.gpu == own.gpu for member in members) > 1
             self._backend = backend
@@ -209,7 +211,7 @@ class Buffer(RankGroup):
                 nic=None if self._network is None else self._network.nic,
             )
             if self._network is not None:
-                self._network.connect(self._meeting)
+                self._network.connect(self._rendezvous)
         self.fabric = fabric.name
         if self.topology.world_size > 1:
             self._monitor = Monitor(self._backend, self.rank, self._neighbours, self._news(), self.describe)
@@ -224,7 +226,7 @@ class Buffer(RankGroup):
         """Where some ranks' memory is out of reach."""
         if len(self._neighbours) == self.topology.world_size and self.fabric not in fabrics.NETWORKS:
             return None
-        store = self._meeting.connection()
+        store = self._rendezvous.connection()
         return None if store is None else News(store, self.topology.world_size)
 
     def reset(self) -> None:
@@ -242,18 +244,18 @@ class Buffer(RankGroup):
         to other machines does not arrive in time.
         """
         self.live_backend().drain()  # nothing of this rank reaches others after the barrier
-        self._meeting.barrier()
+        self._rendezvous.barrier()
         self.restart()
 
     def restart(self) -> None:
         """To the state of a new buffer, on all ranks, of which none has a call under way."""
         if self._network is not None:
             self._network.disconnect()
-            self._meeting.barrier()  # nothing comes any more from anybody
+            self._rendezvous.barrier()  # nothing comes any more from anybody
         self._start_anew()
         if self._network is not None:
-            self._network.connect(self._meeting)
-        self._meeting.barrier()
+            self._network.connect(self._rendezvous)
+        self._rendezvous.barrier()
 
     def release(self) -> None:
         """Closes the buffer and gives the memory of it, and of its low-latency modes, back at once. Collective: returns
@@ -273,7 +275,7 @@ class Buffer(RankGroup):
         """
         backend = self.live_backend()
         try:
-            lost = release.finish(self._meeting, backend)
+            lost = release.finish(self._rendezvous, backend)
             failure = self._unseen_failure()
         except ValueError:
             raise
@@ -298,10 +300,10 @@ class Buffer(RankGroup):
         if not network:
             memories = [holder.memories for holder in holders]
             left = memories[0][self.rank].release_left if self.device.type == "cuda" else lambda: None
-            release.of_machine(self._meeting, memories, self._has_ended, left, all_came=all_came)
+            release.of_machine(self._rendezvous, memories, self._has_ended, left, all_came=all_came)
         elif all_came:
             with torch.cuda.device(self.device):
-                release.of_network(self._meeting, fabrics.NETWORKS[self.fabric](), network)
+                release.of_network(self._rendezvous, fabrics.NETWORKS[self.fabric](), network)
 
     def _has_ended(self, rank: int) -> bool:
         return rank in self._neighbours and has_ended(self._neighbours[rank])
@@ -312,14 +314,14 @@ class Buffer(RankGroup):
         super()._let_go()
 
     @contextlib.contextmanager
-    def meeting_again(self, store: dist.Store) -> Iterator[None]:
+    def rendezvous_again(self, store: dist.Store) -> Iterator[None]:
         """The ranks meet in this store, and will from now on, if all goes well."""
-        before = self._meeting
-        self._meeting = Meeting.over(store, self.rank, self.topology.world_size, before.timeout)
+        before = self._rendezvous
+        self._rendezvous = StoreRendezvous.over(store, self.rank, self.topology.world_size, before.timeout)
         try:
             yield
         except BaseException:
-            self._meeting = before
+            self._rendezvous = before
             raise
 
     def take_back(self, ranks: Sequence[int], check: Callable[[], None]) -> None:
@@ -335,7 +337,7 @@ class Buffer(RankGroup):
             check()
             return None, self._member
 
-        _, members = self._meeting.exchange(tell)
+        _, members = self._rendezvous.exchange(tell)
         agreed_topology(members, self.config)
 
         def check_processes() -> None:
@@ -350,14 +352,14 @@ class Buffer(RankGroup):
 
         self._renew(self.live_backend().memories, ranks, check_processes)
         if self.device.type == "cuda":
-            self._meeting.agree(lambda: None)  # on the others: connect.p2p
+            self._rendezvous.agree(lambda: None)  # on the others: connect.p2p
         self._neighbours.update(enumerate(member.pid for member in members))
 
     def renew(self, memories: Sequence[Any], ranks: Sequence[int]) -> None:
         """While others, in new processes, make `shared_segments` or `device_memories`: maps theirs in the place of what
         these ranks had there before."""
         if self.device.type == "cuda":
-            self._meeting.gather(os.getpid())
+            self._rendezvous.gather(os.getpid())
         self._renew(memories, ranks, lambda: None)
 
     def _renew(self, memories: Sequence[Any], ranks: Sequence[int], check: Callable[[], None]) -> None:
@@ -367,13 +369,13 @@ class Buffer(RankGroup):
             check()
             return None, own.address() if isinstance(own, _C.Segment) else own.handle()
 
-        _, addresses = self._meeting.exchange(tell, kind=ADDRESS if isinstance(own, _C.Segment) else bytes)
+        _, addresses = self._rendezvous.exchange(tell, kind=ADDRESS if isinstance(own, _C.Segment) else bytes)
 
         def replace() -> None:
             for rank in ranks:
                 memories[rank].replace(addresses[rank])
 
-        self._meeting.agree(replace)
+        self._rendezvous.agree(replace)
 
     def _fate_of(self, rank: int) -> str | None:
         return process_fate(self._neighbours[rank]) if rank in self._neighbours else None
@@ -382,7 +384,7 @@ class Buffer(RankGroup):
         if self._network is not None:
             if tolerates_loss:
                 self._network.nic.tolerate_loss()
-            self._meeting.barrier()
+            self._rendezvous.barrier()
 
     def agree_on(self, check: Callable[[], None], settings: dict[str, Any]) -> None:
         """Runs a check that may fail on some ranks only, and on all then. Raises ValueError unless settings are equal.
@@ -396,7 +398,7 @@ class Buffer(RankGroup):
             check()
             return None, plain
 
-        _, everyone = self._meeting.exchange(tell, kind=dict[str, Plain])
+        _, everyone = self._rendezvous.exchange(tell, kind=dict[str, Plain])
         for rank, others in enumerate(everyone):
             for name, mine in plain.items():
                 if (other := others.get(name)) != mine:
@@ -411,17 +413,17 @@ class Buffer(RankGroup):
 
     def device_memories(self, size: int) -> list[Any]:
         """Memory of so many bytes on the GPU of each rank, mapped by all of this machine. Collective."""
-        pids = self._meeting.gather(os.getpid())
+        pids = self._rendezvous.gather(os.getpid())
         with torch.cuda.device(self.device):
             return connect.peer_memories(
-                self._meeting, cuda.prepare_to_allocate, self.device, size, " ".join(map(str, pids))
+                self._rendezvous, cuda.prepare_to_allocate, self.device, size, " ".join(map(str, pids))
             )
 
     def low_latency_over_network(self, heap: _C.LowLatencyHeap, blocks: int) -> tuple[Any, Any]:
         """Launches of so many blocks, and the network's memory with such a heap on each rank. Collective."""
         backend = self.live_backend()
         assert isinstance(backend, cuda.CudaBackend)
-        return connect.low_latency(self._meeting, self.config, backend, self.fabric, heap, self.device, blocks)
+        return connect.low_latency(self._rendezvous, self.config, backend, self.fabric, heap, self.device, blocks)
 
     def shared_segments(self, size: int) -> list[Any]:
         """Memory of the host of so many bytes for each rank, mapped by all of its machine; for those of other machines
@@ -431,7 +433,7 @@ class Buffer(RankGroup):
             own = _C.Segment.shared(size)
             return own, own.address()
 
-        own, addresses = self._meeting.exchange(create, kind=ADDRESS)
+        own, addresses = self._rendezvous.exchange(create, kind=ADDRESS)
 
         def place(rank: int) -> _C.Segment:
             if rank == self.rank:
@@ -440,7 +442,7 @@ class Buffer(RankGroup):
                 return _C.Segment.anonymous(_C.SoftwareNic.mirror_bytes)
             return _C.Segment.open(addresses[rank], size)
 
-        return self._meeting.agree(lambda: [place(rank) for rank in range(len(addresses))])
+        return self._rendezvous.agree(lambda: [place(rank) for rank in range(len(addresses))])
 
 
 def _log_set_up(group: RankGroup, fabric: str, heap: _C.Heap, sms: int | None = None) -> None:
@@ -470,6 +472,6 @@ def with_timeout_of(group: dist.ProcessGroup | None, config: Config, device: str
 def patience(config: Config) -> float:
     """Seconds to wait for the other ranks of a buffer with this config, which may be none: then all ranks refuse it."""
     try:
-        return max(MEETING_S, config.timeout_seconds)
+        return max(RENDEZVOUS_S, config.timeout_seconds)
     except (AttributeError, ValueError):
-        return MEETING_S
+        return RENDEZVOUS_S

@@ -1,5 +1,5 @@
 """Which attempt of a job this is. A store may outlive processes that met in it and crashed, each after another number
-of meetings; those that are started in their place must find each other, and nothing that the former ones have left.
+of rendezvous; those that are started in their place must find each other, and nothing that the former ones have left.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Attempt:
     """
 
     def __init__(self, store: dist.Store, rank: int):
-        self.meetings = 0  # so far
+        self.rendezvous = 0  # so far
         self._store = store
         self._rank = rank
         self._name = "" if rank else secrets.token_hex(16)

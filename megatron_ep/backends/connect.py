@@ -18,8 +18,8 @@ import torch
 from megatron_ep import _C
 from megatron_ep.backends import atomics, cuda, fabrics, ibgda
 from megatron_ep.backends.cuda import CudaBackend
-from megatron_ep.backends.meeting import Meeting
 from megatron_ep.backends.members import Member, machines
+from megatron_ep.backends.rendezvous import StoreRendezvous
 from megatron_ep.config import Config, Topology
 from megatron_ep.errors import EPError
 
@@ -41,7 +41,7 @@ def local_ranks(topology: Topology, config: Config, heap: _C.Heap, device: torch
 
 
 def processes(
-    meeting: Meeting,
+    rendezvous: StoreRendezvous,
     topology: Topology,
     config: Config,
     heap: _C.Heap,
@@ -53,19 +53,19 @@ def processes(
     """This process's rank, with a fabric; None: that which fits the hosts of all ranks."""
     connectors = {"p2p": _connect_p2p, "nvshmem": _connect_nvshmem, "nccl": _connect_nccl}
     hosts, wanted = machines(members), [member.fabric for member in members]
-    fabric = fabric or fabrics.choose(hosts, wanted, meeting.gather)
+    fabric = fabric or fabrics.choose(hosts, wanted, rendezvous.gather)
     size = topology.world_size if fabric.name == "p2p" else topology.ranks_per_node
-    first = meeting.rank // size * size
+    first = rendezvous.rank // size * size
     mapped = range(first, first + size)
     with contextlib.ExitStack() as stack:
 
         def begin() -> None:
-            atomics.check(meeting.rank, [member.gpu for member in members], mapped)
+            atomics.check(rendezvous.rank, [member.gpu for member in members], mapped)
             stack.enter_context(torch.cuda.device(device))
             cuda.prepare_to_allocate()
 
         connect = connectors[fabric.name]
-        backend, found = connect(meeting, begin, config, heap, device, sms, members)
+        backend, found = connect(rendezvous, begin, config, heap, device, sms, members)
         return backend, dataclasses.replace(fabric, reason="; ".join(filter(None, (fabric.reason, found))))
 
 
@@ -75,7 +75,7 @@ def queue_pairs(heap: _C.Heap, sms: int) -> int:
 
 
 def _connect_p2p(
-    meeting: Meeting,
+    rendezvous: StoreRendezvous,
     begin: Callable[[], None],
     config: Config,
     heap: _C.Heap,
@@ -85,12 +85,12 @@ def _connect_p2p(
 ) -> tuple[CudaBackend, str]:
     """The processes of the machine map each other's heaps through CUDA IPC."""
     group = " ".join(str(member.pid) for member in members)
-    memories = peer_memories(meeting, begin, device, heap.bytes, group)
-    return meeting.agree(lambda: p2p(heap, [meeting.rank], memories, device, sms, config)), ""
+    memories = peer_memories(rendezvous, begin, device, heap.bytes, group)
+    return rendezvous.agree(lambda: p2p(heap, [rendezvous.rank], memories, device, sms, config)), ""
 
 
 def peer_memories(
-    meeting: Meeting, begin: Callable[[], None], device: torch.device, size: int, group: str
+    rendezvous: StoreRendezvous, begin: Callable[[], None], device: torch.device, size: int, group: str
 ) -> list[Any]:
     """Memory of so many bytes on each rank's GPU, mapped by all processes of the machine, and zeroed.
 
@@ -102,20 +102,20 @@ def peer_memories(
         memory = _C.DeviceMemory.create(device.index, size, group)
         return memory, memory.handle()
 
-    own, handles = meeting.exchange(create)
+    own, handles = rendezvous.exchange(create)
 
     def open_others() -> list[_C.DeviceMemory]:
         # Memory that is used again was still written to by ranks that were behind this one: credits, at the end of
         # their last call. Now all have begun, and none writes before all have come here.
         own.clear()
         memories = [
-            own if rank == meeting.rank else _C.DeviceMemory.open(device.index, other, size)
+            own if rank == rendezvous.rank else _C.DeviceMemory.open(device.index, other, size)
             for rank, other in enumerate(handles)
         ]
         _mapped.update(memory for memory in memories if memory is not own)
         return memories
 
-    return meeting.agree(open_others)
+    return rendezvous.agree(open_others)
 
 
 def maps_others() -> bool:
@@ -141,7 +141,7 @@ def p2p(
 
 
 def _connect_nvshmem(
-    meeting: Meeting,
+    rendezvous: StoreRendezvous,
     begin: Callable[[], None],
     config: Config,
     heap: _C.Heap,
@@ -150,7 +150,7 @@ def _connect_nvshmem(
     members: Sequence[Member],
 ) -> tuple[CudaBackend, str]:
     nvshmem = fabrics.load_nvshmem()
-    seconds = meeting.timeout.total_seconds()
+    seconds = rendezvous.timeout.total_seconds()
     between_machines = len(set(machines(members))) > 1
     pairs = queue_pairs(heap, sms)
 
@@ -161,11 +161,11 @@ def _connect_nvshmem(
         if served is None and between_machines:
             ibgda.check()
         nvshmem.prepare(device=device.index, timeout=seconds)
-        unique_id = _new_id(meeting, nvshmem) if served is None else b""
+        unique_id = _new_id(rendezvous, nvshmem) if served is None else b""
         return None, (served, nvshmem.spare(bytes=heap.bytes), unique_id, given)
 
     kind = tuple[tuple[bytes, int, int] | None, list[int], bytes, dict[str, str]]
-    _, prepared = meeting.exchange(prepare, seconds, kind=kind)
+    _, prepared = rendezvous.exchange(prepare, seconds, kind=kind)
     served, spares, ids, given = zip(*prepared, strict=True)
     unique_id = _nvshmem_id(served) or ids[0]
     ibgda.check_alike(given, pairs)
@@ -173,20 +173,20 @@ def _connect_nvshmem(
         ibgda.prepare(pairs)
 
     def take() -> tuple[CudaBackend, str]:
-        memory = _nvshmem_memory(meeting, spares, unique_id, device, heap.bytes)
+        memory = _nvshmem_memory(rendezvous, spares, unique_id, device, heap.bytes)
         fence, found = ibgda.judge(memory.transport(heap=heap))
         group = functools.partial(nvshmem.NvshmemGroup, fence=fence)
-        return _over_network(meeting, config, group, memory, heap, device, sms), found
+        return _over_network(rendezvous, config, group, memory, heap, device, sms), found
 
-    return meeting.agree(take, _nvshmem_limit(meeting))
+    return rendezvous.agree(take, _nvshmem_limit(rendezvous))
 
 
-def _nvshmem_limit(meeting: Meeting) -> float:
-    return max(meeting.timeout.total_seconds(), NVSHMEM_SETUP_S)
+def _nvshmem_limit(rendezvous: StoreRendezvous) -> float:
+    return max(rendezvous.timeout.total_seconds(), NVSHMEM_SETUP_S)
 
 
 def _nvshmem_memory(
-    meeting: Meeting, spares: Sequence[list[int]], unique_id: bytes, device: torch.device, size: int
+    rendezvous: StoreRendezvous, spares: Sequence[list[int]], unique_id: bytes, device: torch.device, size: int
 ) -> Any:
     """Symmetric memory of so many bytes. spares: the numbers of those that each rank has."""
     nvshmem = fabrics.load_nvshmem()
@@ -196,10 +196,10 @@ def _nvshmem_memory(
 
     def allocate() -> Any:
         return nvshmem.NvshmemHeap.allocate(
-            unique_id=unique_id, rank=meeting.rank, world=meeting.world_size, device=device.index, bytes=size
+            unique_id=unique_id, rank=rendezvous.rank, world=rendezvous.world_size, device=device.index, bytes=size
         )
 
-    return within(_nvshmem_limit(meeting), "the set-up of NVSHMEM", allocate)
+    return within(_nvshmem_limit(rendezvous), "the set-up of NVSHMEM", allocate)
 
 
 def _nvshmem_id(served: Sequence[tuple[bytes, int, int] | None]) -> bytes | None:
@@ -232,7 +232,7 @@ def within(seconds: float, what: str, collective: Callable[[], T]) -> T:
 
 
 def _connect_nccl(
-    meeting: Meeting,
+    rendezvous: StoreRendezvous,
     begin: Callable[[], None],
     config: Config,
     heap: _C.Heap,
@@ -240,46 +240,50 @@ def _connect_nccl(
     sms: int,
     members: Sequence[Member],
 ) -> tuple[CudaBackend, str]:
-    memory, found = _nccl_memory(meeting, begin, heap, device)
+    memory, found = _nccl_memory(rendezvous, begin, heap, device)
     group = fabrics.load_nccl().NcclGroup
     # clears the signals of an earlier buffer, for which it waits as a launch does
-    backend = meeting.agree(
-        lambda: _over_network(meeting, config, group, memory, heap, device, sms), config.timeout_seconds
+    backend = rendezvous.agree(
+        lambda: _over_network(rendezvous, config, group, memory, heap, device, sms), config.timeout_seconds
     )
     return backend, found
 
 
-def _nccl_memory(meeting: Meeting, begin: Callable[[], None], heap: Any, device: torch.device) -> tuple[Any, str]:
+def _nccl_memory(
+    rendezvous: StoreRendezvous, begin: Callable[[], None], heap: Any, device: torch.device
+) -> tuple[Any, str]:
     """Symmetric memory for a heap of either mode, and what to say of it."""
     nccl = fabrics.load_nccl()
-    seconds = meeting.timeout.total_seconds()
+    seconds = rendezvous.timeout.total_seconds()
 
     def prepare() -> tuple[None, list[bytes]]:
         begin()
-        return None, nccl.kept(heap=heap, rank=meeting.rank, device=device.index)
+        return None, nccl.kept(heap=heap, rank=rendezvous.rank, device=device.index)
 
-    _, kept = meeting.exchange(prepare, kind=list[bytes])
+    _, kept = rendezvous.exchange(prepare, kind=list[bytes])
     common = set.intersection(*map(set, kept))
-    unique_id = min(common) if common else meeting.exchange(lambda: (None, _new_id(meeting, nccl)))[1][0]
+    unique_id = min(common) if common else rendezvous.exchange(lambda: (None, _new_id(rendezvous, nccl)))[1][0]
 
     def take() -> tuple[Any, int]:
         free, _ = torch.cuda.mem_get_info(device)
-        memory = nccl.NcclHeap(unique_id=unique_id, heap=heap, rank=meeting.rank, device=device.index, timeout=seconds)
+        memory = nccl.NcclHeap(
+            unique_id=unique_id, heap=heap, rank=rendezvous.rank, device=device.index, timeout=seconds
+        )
         return memory, free - torch.cuda.mem_get_info(device)[0] - heap.bytes
 
-    memory, besides = meeting.agree(take, seconds)
+    memory, besides = rendezvous.agree(take, seconds)
     if common:
         return memory, "the communicator of an earlier buffer"
     return memory, f"a communicator of its own, {besides / 2**20:.1f} MiB beside the heap"
 
 
-def _new_id(meeting: Meeting, library: Any) -> bytes:
+def _new_id(rendezvous: StoreRendezvous, library: Any) -> bytes:
     """What the ranks of a new connection know each other by: rank 0 makes it."""
-    return library.unique_id() if meeting.rank == 0 else b""
+    return library.unique_id() if rendezvous.rank == 0 else b""
 
 
 def _over_network(
-    meeting: Meeting,
+    rendezvous: StoreRendezvous,
     config: Config,
     group: Callable[..., _C.CudaGroup],
     memory: Any,
@@ -289,54 +293,60 @@ def _over_network(
 ) -> CudaBackend:
     ranks = group(
         heap=heap,
-        rank=meeting.rank,
+        rank=rendezvous.rank,
         memory=memory,
         device=device.index,
         num_sms=sms,
         timeout=config.timeout_seconds,
     )
-    backend = CudaBackend(ranks, heap, device, sms, config.timeout_seconds, meeting.rank)
+    backend = CudaBackend(ranks, heap, device, sms, config.timeout_seconds, rendezvous.rank)
     backend.network_memory = memory
     return backend
 
 
 def low_latency(
-    meeting: Meeting, config: Config, backend: CudaBackend, fabric: str, heap: Any, device: torch.device, blocks: int
+    rendezvous: StoreRendezvous,
+    config: Config,
+    backend: CudaBackend,
+    fabric: str,
+    heap: Any,
+    device: torch.device,
+    blocks: int,
 ) -> tuple[Any, Any]:
     """The low-latency mode's launches over a buffer's network, and their memory there. blocks: of each launch."""
     connect = {"nvshmem": _low_latency_over_nvshmem, "nccl": _low_latency_over_nccl}[fabric]
     with torch.cuda.device(device):
-        return connect(meeting, config, backend, heap, device, blocks)
+        return connect(rendezvous, config, backend, heap, device, blocks)
 
 
 def _low_latency_over_nvshmem(
-    meeting: Meeting, config: Config, backend: CudaBackend, heap: Any, device: torch.device, blocks: int
+    rendezvous: StoreRendezvous, config: Config, backend: CudaBackend, heap: Any, device: torch.device, blocks: int
 ) -> tuple[Any, Any]:
     nvshmem = fabrics.load_nvshmem()
-    seconds = meeting.timeout.total_seconds()
+    seconds = rendezvous.timeout.total_seconds()
 
     def prepare() -> tuple[None, list[int]]:
         cuda.prepare_to_allocate()
         nvshmem.prepare(device=device.index, timeout=seconds)
         return None, nvshmem.spare(bytes=heap.bytes)
 
-    _, spares = meeting.exchange(prepare, seconds, kind=list[int])
+    _, spares = rendezvous.exchange(prepare, seconds, kind=list[int])
 
     def take() -> tuple[Any, Any]:
         unique_id, _, _ = nvshmem.initialised_for()
-        memory = _nvshmem_memory(meeting, spares, unique_id, device, heap.bytes)
+        memory = _nvshmem_memory(rendezvous, spares, unique_id, device, heap.bytes)
         return nvshmem.NvshmemLowLatency(group=backend.group, heap=heap, memory=memory, blocks=blocks), memory
 
-    return meeting.agree(take, _nvshmem_limit(meeting))
+    return rendezvous.agree(take, _nvshmem_limit(rendezvous))
 
 
 def _low_latency_over_nccl(
-    meeting: Meeting, config: Config, backend: CudaBackend, heap: Any, device: torch.device, blocks: int
+    rendezvous: StoreRendezvous, config: Config, backend: CudaBackend, heap: Any, device: torch.device, blocks: int
 ) -> tuple[Any, Any]:
-    memory, _ = _nccl_memory(meeting, cuda.prepare_to_allocate, heap, device)
+    memory, _ = _nccl_memory(rendezvous, cuda.prepare_to_allocate, heap, device)
     launches = fabrics.load_nccl().NcclLowLatency
     # clears the signals of an earlier one, as for a buffer
-    made = meeting.agree(
+    made = rendezvous.agree(
         lambda: launches(group=backend.group, heap=heap, memory=memory, blocks=blocks), config.timeout_seconds
     )
     return made, memory

@@ -9,13 +9,13 @@ from typing import Any
 
 from megatron_ep.backends import connect
 from megatron_ep.backends.interface import Backend
-from megatron_ep.backends.meeting import VERDICT_S, Meeting
+from megatron_ep.backends.rendezvous import DECISION_S, StoreRendezvous
 from megatron_ep.errors import EPError
 
 MAPS_OTHERS, MAPS_NOBODY = "maps others", "maps nobody"
 
 
-def finish(meeting: Meeting, backend: Backend) -> EPError | None:
+def finish(rendezvous: StoreRendezvous, backend: Backend) -> EPError | None:
     """Waits until no rank uses the memory of another one any more. Returns why that is not known of all.
 
     Raises ValueError on all ranks alike where one still needs its memory, and EPError if this rank's own launches do
@@ -32,7 +32,7 @@ def finish(meeting: Meeting, backend: Backend) -> EPError | None:
         return None, need
 
     try:
-        _, needs = meeting.exchange(wait)
+        _, needs = rendezvous.exchange(wait)
     except EPError as lost:
         if not has_finished:
             raise
@@ -44,7 +44,7 @@ def finish(meeting: Meeting, backend: Backend) -> EPError | None:
 
 
 def of_machine(
-    meeting: Meeting,
+    rendezvous: StoreRendezvous,
     memories: Sequence[Sequence[Any]],
     has_ended: Callable[[int], bool],
     release_left: Callable[[], None],
@@ -60,28 +60,28 @@ def of_machine(
     """
     for of_ranks in memories:
         for rank, memory in enumerate(of_ranks):
-            if rank != meeting.rank:
+            if rank != rendezvous.rank:
                 memory.release()
     own_word = MAPS_OTHERS if connect.maps_others() else MAPS_NOBODY
-    seconds = meeting.timeout.total_seconds() if all_came else VERDICT_S
-    words = meeting.leave(own_word, has_ended, seconds)
-    late = [rank for rank in range(meeting.world_size) if rank not in words and not has_ended(rank)]
+    seconds = rendezvous.timeout.total_seconds() if all_came else DECISION_S
+    words = rendezvous.leave(own_word, has_ended, seconds)
+    late = [rank for rank in range(rendezvous.world_size) if rank not in words and not has_ended(rank)]
     if late:
         raise EPError(
-            f"rank {', '.join(map(str, late))} did not give up the memory of rank {meeting.rank} within {seconds:g} s, "
-            "so it stays allocated, for a later buffer"
+            f"rank {', '.join(map(str, late))} did not give up the memory of rank {rendezvous.rank} within "
+            f"{seconds:g} s, so it stays allocated, for a later buffer"
         )
     for of_ranks in memories:
-        of_ranks[meeting.rank].release()
+        of_ranks[rendezvous.rank].release()
     if set(words.values()) == {MAPS_NOBODY}:  # whoever maps anything else may map that
         release_left()
 
 
-def of_network(meeting: Meeting, library: Any, memories: Sequence[Any]) -> None:
+def of_network(rendezvous: StoreRendezvous, library: Any, memories: Sequence[Any]) -> None:
     """Of symmetric memory, which all ranks give back in the same order, with what closed buffers have left. library:
     the fabric's extension. Raises EPError on all ranks if that fails or takes too long."""
     held = {memory.key: memory for memory in memories}
-    keys = meeting.gather(sorted({*held, *library.left()}), kind=list[bytes] | list[int])
+    keys = rendezvous.gather(sorted({*held, *library.left()}), kind=list[bytes] | list[int])
 
     def give_back() -> None:
         for key in sorted(set.intersection(*map(set, keys))):
@@ -90,5 +90,5 @@ def of_network(meeting: Meeting, library: Any, memories: Sequence[Any]) -> None:
             else:
                 library.release_left(key)
 
-    seconds = meeting.timeout.total_seconds()
-    meeting.agree(lambda: connect.within(seconds, "the release of a network's memory", give_back), seconds)
+    seconds = rendezvous.timeout.total_seconds()
+    rendezvous.agree(lambda: connect.within(seconds, "the release of a network's memory", give_back), seconds)

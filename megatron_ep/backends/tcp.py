@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_ep import _C
-from megatron_ep.backends.meeting import Meeting
+from megatron_ep.backends.rendezvous import StoreRendezvous
 from megatron_ep.errors import EPError
 
 VARIABLE = "MEGATRON_EP_ADDRESS"
@@ -61,7 +61,7 @@ class Network:
         self.nic = _C.SoftwareNic(rank=rank, segments=list(segments))
         self._leave = weakref.finalize(self, self.nic.stop, LEAVE_S)  # at exit, too
 
-    def connect(self, meeting: Meeting) -> None:
+    def connect(self, meeting: StoreRendezvous) -> None:
         """Collective. Raises EPError, on all ranks, when two of them cannot be connected."""
         others = [rank for rank, machine in enumerate(self._machines) if machine != self._machines[self._rank]]
         with contextlib.ExitStack() as stack:

@@ -93,7 +93,7 @@ class MaskedRanks:
             self._calls.backend.drain()
 
         # Step by step what `megatron_ep.rejoin` does at the same time.
-        with buffer.meeting_again(store):
+        with buffer.rendezvous_again(store):
             buffer.take_back(returned, check)
             buffer.agree_on(lambda: None, self._settings)
             buffer.renew(self._calls.ranks.memories, returned)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ep.backends.meeting import Meeting
+from megatron_ep.backends.rendezvous import StoreRendezvous
 from megatron_ep.buffer import Buffer, patience
 from megatron_ep.config import Config, Topology
 from megatron_ep.low_latency.api import LowLatency
@@ -33,8 +33,8 @@ def rejoin(
 
     Raises ValueError for what differs from theirs, and as `LowLatency.readmit`.
     """
-    meeting = Meeting.over(store, rank, world_size, timedelta(seconds=patience(config)))
-    low_latency = LowLatency(Buffer.over(meeting, config, topology, device), **settings)
+    rendezvous = StoreRendezvous.over(store, rank, world_size, timedelta(seconds=patience(config)))
+    low_latency = LowLatency(Buffer.over(rendezvous, config, topology, device), **settings)
     assert isinstance(low_latency.buffer, Buffer)
     low_latency.buffer.restart()
     return low_latency

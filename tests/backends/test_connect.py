@@ -14,8 +14,8 @@ import torch.distributed as dist
 import megatron_ep as ep
 from megatron_ep import _C
 from megatron_ep.backends import connect, cuda, fabrics, ibgda
-from megatron_ep.backends.meeting import Meeting
 from megatron_ep.backends.members import Member
+from megatron_ep.backends.rendezvous import StoreRendezvous
 from megatron_ep.bench.local_ranks import LocalRanks
 
 W = 3
@@ -28,8 +28,8 @@ def ranks():
         yield ranks
 
 
-def meeting_of(members: tuple[int, ...] = tuple(range(W)), seconds: float = 60.0) -> Meeting:
-    return Meeting(GROUPS[members], timedelta(seconds=seconds))
+def rendezvous_of(members: tuple[int, ...] = tuple(range(W)), seconds: float = 60.0) -> StoreRendezvous:
+    return StoreRendezvous(GROUPS[members], timedelta(seconds=seconds))
 
 
 GROUPS: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -43,15 +43,17 @@ def member(host: str, gpu: str | None = None) -> Member:
     return Member(host, host, None, os.getpid(), "cuda", {}, None, 1, gpu, wanted, None)
 
 
-def connected(meeting: Meeting, hosts: str = "aaa", gpu: str | None = None, ranks_per_node: int | None = None):
+def connected(
+    rendezvous: StoreRendezvous, hosts: str = "aaa", gpu: str | None = None, ranks_per_node: int | None = None
+):
     heap = SimpleNamespace(bytes=BYTES, nvl_ring_bytes=1 << 10, channels=5)
-    ranks_per_node = ranks_per_node or meeting.world_size
-    topology = ep.Topology(meeting.world_size // ranks_per_node, ranks_per_node)
+    ranks_per_node = ranks_per_node or rendezvous.world_size
+    topology = ep.Topology(rendezvous.world_size // ranks_per_node, ranks_per_node)
     config = ep.Config(num_experts=8)
-    members = meeting.gather(member(hosts[meeting.rank], gpu))
+    members = rendezvous.gather(member(hosts[rendezvous.rank], gpu))
     fakes = {"synchronize": mock.DEFAULT, "device": current_device, "mem_get_info": lambda device: (FREE[0], 80 << 30)}
     with mock.patch.multiple(torch.cuda, **fakes):
-        backend, fabric = connect.processes(meeting, topology, config, heap, DEVICE, 24, members)
+        backend, fabric = connect.processes(rendezvous, topology, config, heap, DEVICE, 24, members)
     backend.fabric = fabric
     return backend
 
@@ -93,7 +95,7 @@ def group_of(**settings):
 def run_different_wishes() -> None:
     refused = pytest.raises(ep.EPError, match="is unset on rank 0 and 2, 'nccl' on rank 1, must be the same")
     with ranks_with("nccl" if dist.get_rank() == 1 else ""), refused:
-        connected(meeting_of())
+        connected(rendezvous_of())
 
 
 def test_ranks_that_want_different_fabrics(ranks) -> None:
@@ -107,7 +109,7 @@ def run_different_libraries() -> None:
     library = Nccl()
     lacking = lack if dist.get_rank() == 1 else lambda: None
     with ranks_with("", nvshmem=lacking, nccl=lambda: library):
-        backend = connected(meeting_of(), "abc")
+        backend = connected(rendezvous_of(), "abc")
         assert backend.group.memory.endswith(b"by NCCL")
         assert backend.fabric.name == "nccl"
         assert backend.fabric.reason == (
@@ -115,7 +117,7 @@ def run_different_libraries() -> None:
         )
     refused = pytest.raises(ep.EPError, match=r"machines here: it lacks something on rank 1; it lacks .* on rank 1$")
     with ranks_with("", nvshmem=lacking, nccl=lacking), refused:
-        connected(meeting_of(), "abc")
+        connected(rendezvous_of(), "abc")
 
 
 def test_ranks_that_load_different_libraries_take_one_that_all_load(ranks) -> None:
@@ -128,10 +130,10 @@ def run_exchanges(fabric: str) -> int:
     with over(fabric, library()) if library else ranks_with(fabric):
         groups = [group for group in (dist.group.WORLD, *GROUPS.values()) if isinstance(group, dist.ProcessGroup)]
         before = [group._get_sequence_number_for_group() for group in groups]  # of the last collective
-        meeting = meeting_of()
-        connected(meeting)
+        rendezvous = rendezvous_of()
+        connected(rendezvous)
         assert before == [group._get_sequence_number_for_group() for group in groups]
-        return meeting.exchanges
+        return rendezvous.exchanges
 
 
 @pytest.mark.parametrize(("fabric", "exchanges"), [("p2p", 4), ("nvshmem", 4), ("nccl", 6)])
@@ -174,7 +176,7 @@ def groups_of_memories(*members: tuple[int, ...]) -> list[str]:
     with ranks_with(""):
         for these in members:
             if dist.get_rank() in these:
-                memories = connected(meeting_of(these)).group.memories
+                memories = connected(rendezvous_of(these)).group.memories
                 assert len({memory.group for memory in memories}) == 1, "members of a buffer name it differently"
                 seen.append(memories[0].group)
     return seen
@@ -218,7 +220,7 @@ def run_late_credit() -> bytes:
             STORE().set("released", "1")
 
     with ranks_with(""), mock.patch.object(_C, "DeviceMemory", MemoryLeftOver):
-        connect.peer_memories(meeting_of(), finish_earlier_calls, DEVICE, BYTES, "")
+        connect.peer_memories(rendezvous_of(), finish_earlier_calls, DEVICE, BYTES, "")
     return STORE().get("released")
 
 
@@ -229,7 +231,7 @@ def test_memory_is_cleared_after_the_earlier_calls_of_all_ranks(ranks) -> None:
 def run_no_handle() -> None:
     refused = pytest.raises(ep.EPError, match=r"rank 1 could not set up the buffer: .*out of luck")
     with ranks_with(""), mock.patch.object(Memory, "refuses", dist.get_rank() == 1), refused:
-        connected(meeting_of())
+        connected(rendezvous_of())
 
 
 def test_a_memory_without_a_handle_is_an_error_everywhere(ranks) -> None:
@@ -257,15 +259,15 @@ def run_without_atomics() -> str:
     rank = dist.get_rank()
     with gpus_with(ALL_BUT_1_AND_2):
         with ranks_with(""), pytest.raises(ep.EPError) as refused:
-            connected(meeting_of(), gpu=f"GPU-{rank}")
+            connected(rendezvous_of(), gpu=f"GPU-{rank}")
         with ranks_with(""):  # on one GPU
-            connected(meeting_of(), gpu="GPU-1")
+            connected(rendezvous_of(), gpu="GPU-1")
         for ranks_per_node in (1, W):
             alike = contextlib.nullcontext() if ranks_per_node == 1 else pytest.raises(ep.EPError, match="no native")
             with over("nccl", Nccl()), alike:
-                connected(meeting_of(), gpu=f"GPU-{rank}", ranks_per_node=ranks_per_node)
+                connected(rendezvous_of(), gpu=f"GPU-{rank}", ranks_per_node=ranks_per_node)
     with ranks_with(""), gpus_with(set(), sees=1):  # whose processes see one each
-        connected(meeting_of(), gpu=f"GPU-{rank}")
+        connected(rendezvous_of(), gpu=f"GPU-{rank}")
     return str(refused.value)
 
 
@@ -340,20 +342,20 @@ def over(fabric: str, library):
         yield library
 
 
-def heap_of(meeting: Meeting) -> int:
-    return connected(meeting).group.memory
+def heap_of(rendezvous: StoreRendezvous) -> int:
+    return connected(rendezvous).group.memory
 
 
 def run_spares() -> None:
     rank = dist.get_rank()
     with over("nvshmem", Nvshmem()) as library:
-        assert [heap_of(meeting_of()) for _ in range(3)] == [0, 1, 2]
+        assert [heap_of(rendezvous_of()) for _ in range(3)] == [0, 1, 2]
         if rank != 1:
             library.left.add(0)  # collected there, and not yet on rank 1
-        assert heap_of(meeting_of()) == 3
+        assert heap_of(rendezvous_of()) == 3
         library.left |= {0, 2} if rank == 1 else {1, 2, 3}
-        assert heap_of(meeting_of()) == 0 and heap_of(meeting_of()) == 2
-        assert heap_of(meeting_of()) == 4
+        assert heap_of(rendezvous_of()) == 0 and heap_of(rendezvous_of()) == 2
+        assert heap_of(rendezvous_of()) == 4
 
 
 def test_nvshmem_heaps_that_all_ranks_have_left_are_reused(ranks) -> None:
@@ -364,15 +366,15 @@ def run_other_group() -> None:
     rank = dist.get_rank()
     with over("nvshmem", Nvshmem()) as library:
         if rank != 2:
-            assert heap_of(meeting_of((0, 1))) == 0
+            assert heap_of(rendezvous_of((0, 1))) == 0
         if rank != 1:
             with pytest.raises(ep.EPError, match=r"one group of ranks .* another one than this on rank 0 already"):
-                heap_of(meeting_of((0, 2)))
+                heap_of(rendezvous_of((0, 2)))
             assert library.allocated == (rank == 0)
         with pytest.raises(ep.EPError, match="another one than this on rank 0, 1 already"):
-            heap_of(meeting_of())
+            heap_of(rendezvous_of())
         if rank != 2:
-            assert heap_of(meeting_of((0, 1))) == 1
+            assert heap_of(rendezvous_of((0, 1))) == 1
 
 
 def test_nvshmem_serves_one_group_of_ranks(ranks) -> None:
@@ -386,10 +388,10 @@ def run_no_preparation() -> None:
         with pytest.raises(
             ValueError if dist.get_rank() == 1 else ep.EPError, match=r"device is cuda:0, must be cuda:1$"
         ):
-            heap_of(meeting_of())
+            heap_of(rendezvous_of())
         assert library.allocated == 0
         library.prepare.side_effect = None
-        assert heap_of(meeting_of()) == 0
+        assert heap_of(rendezvous_of()) == 0
 
 
 def test_what_fails_on_one_rank_keeps_all_out_of_nvshmem(ranks) -> None:
@@ -411,7 +413,7 @@ def run_lost_in_set_up() -> None:
             if dist.get_rank() == 1
             else "set-up of NVSHMEM was not done after 1 s: other ranks did not come",
         ):
-            heap_of(meeting_of(seconds=1))
+            heap_of(rendezvous_of(seconds=1))
         assert time.monotonic() - started < 10
 
 
@@ -429,8 +431,8 @@ def network_cards(*names: str, **variables: str):
 
 def run_environment(hosts: str, names: list[str], variables: dict[str, str]) -> tuple[dict[str, str], bool, str]:
     with over("nvshmem", Nvshmem()) as library, network_cards(*names, **variables):
-        backend = connected(meeting_of(), hosts)
-        assert heap_of(meeting_of()) == 1  # is not initialised again
+        backend = connected(rendezvous_of(), hosts)
+        assert heap_of(rendezvous_of()) == 1  # is not initialised again
         return library.environment, backend.group.fence, backend.fabric.reason
 
 
@@ -464,7 +466,7 @@ def run_bad_environment(name: str, value: str, match: str) -> None:
     own = {name: value} if dist.get_rank() == 1 else {}
     with over("nvshmem", Nvshmem()) as library, network_cards("mlx5_0", **own):
         with pytest.raises(ValueError if own else ep.EPError, match=match):
-            connected(meeting_of(), "abc")
+            connected(rendezvous_of(), "abc")
         assert library.allocated == 0
 
 
@@ -488,11 +490,11 @@ def run_different_environments(name: str, values: list[str | None], match: str) 
     value = values[dist.get_rank()]
     with over("nvshmem", Nvshmem()) as library, network_cards("mlx5_0", **({name: value} if value else {})):
         if not match:
-            assert heap_of(meeting_of()) == 0
+            assert heap_of(rendezvous_of()) == 0
             return
         for hosts in ("abc", "abc", "aaa"):  # a failed attempt sets nothing
             with pytest.raises(ValueError, match=match):
-                connected(meeting_of(), hosts)
+                connected(rendezvous_of(), hosts)
         assert library.allocated == 0
 
 
@@ -516,7 +518,7 @@ def run_transport(reaches: dict[str, object], variables: dict[str, str]) -> tupl
     reached = SimpleNamespace(**(vars(HeapNumber.reaches) | reaches))
     cards, transport = network_cards("mlx5_0", **variables), mock.patch.object(HeapNumber, "reaches", reached)
     with over("nvshmem", Nvshmem()), cards, transport:
-        backend = connected(meeting_of(), "abc")
+        backend = connected(rendezvous_of(), "abc")
     return backend.group.fence, backend.fabric.reason.partition("; ")[2]
 
 
@@ -570,11 +572,11 @@ class Nccl:
 
 def run_kept() -> list[bytes]:
     with over("nccl", Nccl()) as library:
-        first = heap_of(meeting_of())
+        first = heap_of(rendezvous_of())
         library.left = [] if dist.get_rank() == 1 else [first]
-        second = heap_of(meeting_of())
+        second = heap_of(rendezvous_of())
         library.left = [second, first]
-        return [first, second, heap_of(meeting_of())]
+        return [first, second, heap_of(rendezvous_of())]
 
 
 def test_nccl_connections_that_all_ranks_have_left_are_reused(ranks) -> None:
@@ -586,7 +588,7 @@ def test_nccl_connections_that_all_ranks_have_left_are_reused(ranks) -> None:
 
 def run_close() -> None:
     with over("nccl", Nccl()):
-        backend = connected(meeting_of())
+        backend = connected(rendezvous_of())
     graphs = [2]
     backend.group.graphs = lambda: graphs[0]
     assert backend.group.watch is not None
@@ -611,11 +613,11 @@ def test_a_closed_backend_lets_its_group_go(ranks) -> None:
 # ---- the low-latency mode over a network
 
 
-def low_latency_memory(meeting: Meeting, backend, fabric: str):
+def low_latency_memory(rendezvous: StoreRendezvous, backend, fabric: str):
     heap, config = SimpleNamespace(bytes=BYTES), ep.Config(num_experts=8)
     fakes = {"synchronize": mock.DEFAULT, "device": current_device, "mem_get_info": lambda device: (FREE[0], 80 << 30)}
     with mock.patch.multiple(torch.cuda, **fakes):
-        launches, memory = connect.low_latency(meeting, config, backend, fabric, heap, DEVICE, 3)
+        launches, memory = connect.low_latency(rendezvous, config, backend, fabric, heap, DEVICE, 3)
     assert (launches.group, launches.heap, launches.blocks) == (backend.group, heap, 3)
     assert launches.memory is memory
     return launches.memory
@@ -624,23 +626,23 @@ def low_latency_memory(meeting: Meeting, backend, fabric: str):
 def run_low_latency() -> None:
     rank = dist.get_rank()
     with over("nvshmem", Nvshmem()) as library:
-        meeting = meeting_of()
-        backend = connected(meeting)
-        assert [low_latency_memory(meeting, backend, "nvshmem") for _ in range(2)] == [1, 2]
+        rendezvous = rendezvous_of()
+        backend = connected(rendezvous)
+        assert [low_latency_memory(rendezvous, backend, "nvshmem") for _ in range(2)] == [1, 2]
         library.left |= {1} if rank == 1 else {1, 2}
-        assert low_latency_memory(meeting, backend, "nvshmem") == 1
+        assert low_latency_memory(rendezvous, backend, "nvshmem") == 1
         if rank == 2:
             library.prepare.side_effect = RuntimeError("out of luck")
         with pytest.raises(ep.EPError, match=r"rank 2 could not set up the buffer: .*out of luck"):
-            low_latency_memory(meeting, backend, "nvshmem")
+            low_latency_memory(rendezvous, backend, "nvshmem")
         assert library.allocated == 3
     with over("nccl", Nccl()) as library:
-        meeting = meeting_of()
-        backend = connected(meeting)
-        memory = low_latency_memory(meeting, backend, "nccl")
+        rendezvous = rendezvous_of()
+        backend = connected(rendezvous)
+        memory = low_latency_memory(rendezvous, backend, "nccl")
         assert memory.startswith(b"2 of") and memory != backend.group.memory
         library.left = [memory]
-        assert low_latency_memory(meeting, backend, "nccl") == memory
+        assert low_latency_memory(rendezvous, backend, "nccl") == memory
 
 
 def test_the_low_latency_mode_has_memory_of_its_own(ranks) -> None:
@@ -654,7 +656,7 @@ def run_after_a_stuck_launch() -> None:
     stuck = mock.patch.object(cuda, "_stuck", [object()] if dist.get_rank() == 1 else [])
     refused = pytest.raises(ep.EPError, match="an earlier launch of this process does not end")
     with over("nccl", Nccl()), stuck, refused:
-        connected(meeting_of())
+        connected(rendezvous_of())
 
 
 def test_no_buffer_is_made_where_a_launch_does_not_end(ranks) -> None:

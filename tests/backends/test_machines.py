@@ -20,19 +20,19 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import megatron_ep as ep
-from megatron_ep.backends.meeting import Meeting
+from megatron_ep.backends.rendezvous import StoreRendezvous
 from megatron_ep.backends.members import introduce, machines
 
 path, rank = sys.argv[1], int(sys.argv[2])
-meeting = Meeting.over(dist.FileStore(path, 2), rank, 2, timedelta(seconds=60))
+rendezvous = StoreRendezvous.over(dist.FileStore(path, 2), rank, 2, timedelta(seconds=60))
 config = ep.Config(num_experts=2, timeout=20)
-_, members = meeting.exchange(lambda: (None, introduce(config, None, torch.device("cpu"))))
+_, members = rendezvous.exchange(lambda: (None, introduce(config, None, torch.device("cpu"))))
 if len(set(machines(members))) == 1:
-    buffer = ep.Buffer.over(meeting, config, None, "cpu")
+    buffer = ep.Buffer.over(rendezvous, config, None, "cpu")
     print(socket.gethostname(), "one machine", buffer._fate_of(1 - rank), buffer.fabric)
 else:
     print(*machines(members), sep=" and ")
-meeting.barrier()
+rendezvous.barrier()
 """
 
 

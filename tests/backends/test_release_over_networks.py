@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import megatron_ep as ep
 from megatron_ep.backends import release
-from megatron_ep.backends.meeting import Meeting
+from megatron_ep.backends.rendezvous import StoreRendezvous
 from megatron_ep.bench.local_ranks import LocalRanks
 
 W = 3
@@ -44,15 +44,15 @@ class Memory:
         self.library.given_back.append(self.key)
 
 
-def meeting(seconds: float = 20.0) -> Meeting:
-    return Meeting(None, timedelta(seconds=seconds))
+def rendezvous(seconds: float = 20.0) -> StoreRendezvous:
+    return StoreRendezvous(None, timedelta(seconds=seconds))
 
 
 def run_in_one_order() -> list[int]:
     """Rank 1 has dropped what the others hold still, and has something that nobody else has."""
     library = Library({1, 3, 9} if dist.get_rank() == 1 else {3})
     held = (2,) if dist.get_rank() == 1 else (2, 1)
-    release.of_network(meeting(), library, [Memory(library, key) for key in held])
+    release.of_network(rendezvous(), library, [Memory(library, key) for key in held])
     return library.given_back
 
 
@@ -64,7 +64,7 @@ def run_without_end() -> str:
     library = Library(set())
     forever = 60.0 if dist.get_rank() == 1 else 0.0  # as when another rank dies inside it
     with pytest.raises(ep.EPError) as caught:
-        release.of_network(meeting(1.0), library, [Memory(library, 0, forever)])
+        release.of_network(rendezvous(1.0), library, [Memory(library, 0, forever)])
     return str(caught.value)
 
 

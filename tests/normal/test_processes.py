@@ -398,7 +398,7 @@ def run_set_up():
     with mock.patch("megatron_ep.buffer.log.info") as info, make_buffer(channels=3) as buffer:
         buffer.reset()
     assert dist.group.WORLD._get_sequence_number_for_group() == before
-    return [call.args[0] % call.args[1:] for call in info.mock_calls], buffer._meeting.exchanges
+    return [call.args[0] % call.args[1:] for call in info.mock_calls], buffer._rendezvous.exchanges
 
 
 def test_a_set_up_is_logged_once_and_takes_no_collective(ranks):

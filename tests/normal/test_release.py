@@ -144,7 +144,7 @@ def test_a_failure_that_nobody_saw_is_raised_once_all_is_given_back(ranks) -> No
 
 def run_late() -> str:
     """Rank 2 lives, and comes when the others have given up."""
-    with mock.patch.object(buffers, "MEETING_S", PATIENCE_S), mock.patch.object(release, "VERDICT_S", PATIENCE_S):
+    with mock.patch.object(buffers, "RENDEZVOUS_S", PATIENCE_S), mock.patch.object(release, "DECISION_S", PATIENCE_S):
         buffer, low_latency = make(timeout=PATIENCE_S)
         use(buffer, low_latency)
         dist.barrier()
@@ -187,7 +187,7 @@ def run_in_order(maps_others: bool) -> tuple[float, float, bool]:
     memories = [[Memory(0.3 if rank == 1 else 0.0) for _ in range(W)] for _ in range(2)]
     with mock.patch.object(release.connect, "maps_others", lambda: maps_others and rank == 0):
         release.of_machine(
-            buffer._meeting, memories, buffer._has_ended, lambda: left.append(time.monotonic()), all_came=True
+            buffer._rendezvous, memories, buffer._has_ended, lambda: left.append(time.monotonic()), all_came=True
         )
     others = [memory.released for of_ranks in memories for i, memory in enumerate(of_ranks) if i != rank]
     assert all(others)
@@ -210,7 +210,7 @@ RANK = """
     rank, dies = int(sys.argv[1]), sys.argv[3]
     dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=t.W)
     def die(*_, **__): os.kill(os.getpid(), 9)
-    with mock.patch.object(t.buffers, "MEETING_S", 1.0):
+    with mock.patch.object(t.buffers, "RENDEZVOUS_S", 1.0):
         buffer, low_latency = t.make(timeout=1.0)
         t.use(buffer, low_latency)
         print("ready", flush=True)

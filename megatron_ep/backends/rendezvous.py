@@ -19,23 +19,23 @@ Told = TypeVar("Told")
 
 AGREED = "agreed"
 FAILED = b"failed: "  # begins no JSON
-VERDICT_S = 10.0  # the first rank's word takes no longer than this once its own wait has ended
+DECISION_S = 10.0  # the first rank's word takes no longer than this once its own wait has ended
 POLL_S = 5e-3
 
 
-class Meeting:
+class StoreRendezvous:
     """The ranks of a process group, who talk through the store that torch.distributed was started with: no collective
     of the group's own backend runs, for which NCCL would make a communicator. Every method is collective, and so is
-    construction: meetings of a group are numbered as its ranks come to them.
+    construction: rendezvous of a group are numbered as its ranks come to them.
 
     In each exchange the first rank collects what all ranks have to tell and gives it to all of them. If somebody does
     not come within `timeout`, all who came raise the same EPError, and so does whoever comes later; in a group's first
-    meeting he may have to wait for the first rank as long again.
+    rendezvous he may have to wait for the first rank as long again.
 
     group: the process group; None: the default group.
     timeout: how long the ranks wait for one that has not come.
 
-    Raises EPError if the first rank does not come to the group's first meeting.
+    Raises EPError if the first rank does not come to the group's first rendezvous.
     """
 
     _attempt: Attempt | None = None  # of the group, where one of the ranks may not know its name yet
@@ -48,7 +48,7 @@ class Meeting:
         place = f"megatron_ep/{group.group_name}"
         store: dist.Store = dist.PrefixStore(place, _get_default_store())
         attempt = attempt_of(group, store)
-        attempt.meetings += 1
+        attempt.rendezvous += 1
         self._begin(store, place, rank, dist.get_world_size(group), timeout)
         self._attempt = attempt
         try:
@@ -58,16 +58,16 @@ class Meeting:
         if name is None:
             self.exchanges += 1
             raise EPError(self._absence([0], timeout))
-        prefix = f"{name}/{attempt.meetings}"
+        prefix = f"{name}/{attempt.rendezvous}"
         self._store = dist.PrefixStore(prefix, store)
         self._place = f"{place}/{prefix}"
 
     @classmethod
-    def over(cls, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Meeting:
+    def over(cls, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> StoreRendezvous:
         """Of ranks without a process group. store: nothing else is in it, nor was."""
-        meeting = cls.__new__(cls)
-        meeting._begin(dist.PrefixStore("megatron_ep", store), "megatron_ep", rank, world_size, timeout)
-        return meeting
+        rendezvous = cls.__new__(cls)
+        rendezvous._begin(dist.PrefixStore("megatron_ep", store), "megatron_ep", rank, world_size, timeout)
+        return rendezvous
 
     def _begin(self, store: dist.Store, place: str, rank: int, world_size: int, timeout: timedelta) -> None:
         self.rank = rank
@@ -132,7 +132,7 @@ class Meeting:
         self.gather(None)
 
     def leave(self, word: str, is_gone: Callable[[int], bool], seconds: float) -> dict[int, str]:
-        """The last step of a meeting: tells the others a word, once, and waits until all others have told theirs, or
+        """The last step of a rendezvous: tells the others a word, once, and waits until all others have told theirs, or
         are gone for good. No exchange: it may follow one that failed, and somebody's absence fails nothing here.
 
         Returns the words of the ranks that told theirs in time, this one's among them.
@@ -144,7 +144,7 @@ class Meeting:
             words = self._store.multi_get([f"leaving/{rank}" for rank in left])
             self._store.set(f"left/{self.rank}", "")
             if self.rank == 0:  # the store may end with this process
-                self._told("left", lambda rank: rank not in left or is_gone(rank), VERDICT_S)
+                self._told("left", lambda rank: rank not in left or is_gone(rank), DECISION_S)
         except RuntimeError as error:
             raise self._lost(error) from error
         return {rank: self._text(text) for rank, text in zip(left, words, strict=True)}
@@ -180,9 +180,9 @@ class Meeting:
         wait = self.timeout + timedelta(seconds=seconds)
         try:
             self._store.set(self._key(self.rank), mine)
-            verdict = self._collect(wait) if self.rank == 0 else self._hear(wait)
-            if verdict != AGREED:
-                raise EPError(verdict)
+            decision = self._collect(wait) if self.rank == 0 else self._hear(wait)
+            if decision != AGREED:
+                raise EPError(decision)
             most = 2 * self.world_size * codec.MOST_BYTES  # each as text
             answers: list[bytes] = self._read("all", self._store.get(self._key("all")), list[bytes], most)
             if len(answers) != self.world_size:
@@ -199,23 +199,23 @@ class Meeting:
         if not self._all_came(keys, wait):
             return self._decide(self._absence(self._missing(keys), wait))
         self._store.set(self._key("all"), codec.encode(self._store.multi_get(keys)))
-        verdict = self._decide(AGREED)
-        for name in (*range(self.world_size), "all", "verdict"):  # all have come here, so nobody needs them any more
+        decision = self._decide(AGREED)
+        for name in (*range(self.world_size), "all", "decision"):  # all have come here, so nobody needs them any more
             self._store.delete_key(f"{self.exchanges - 1}/{name}")
-        return verdict
+        return decision
 
     def _hear(self, wait: timedelta) -> str:
         """By the others: what the first rank decided, or that it did not come."""
-        verdict = self._key("verdict")
-        if not self._is_there(verdict) and not self._came([self._key(0)], wait):
+        decision = self._key("decision")
+        if not self._is_there(decision) and not self._came([self._key(0)], wait):
             return self._decide(self._absence([0], wait))
-        if not self._came([verdict], wait + timedelta(seconds=VERDICT_S)):
+        if not self._came([decision], wait + timedelta(seconds=DECISION_S)):
             return self._decide(f"rank 0 came to {self._name()}, and did not say whether all had")
-        return self._text(self._store.get(verdict))
+        return self._text(self._store.get(decision))
 
-    def _decide(self, verdict: str) -> str:
+    def _decide(self, decision: str) -> str:
         """Whoever decides first decides for all, those too who come later."""
-        return self._text(self._store.compare_set(self._key("verdict"), "", verdict))
+        return self._text(self._store.compare_set(self._key("decision"), "", decision))
 
     def _text(self, data: bytes) -> str:
         return codec.readable(data.decode(errors="replace"))

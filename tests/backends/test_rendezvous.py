@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 import megatron_ep as ep
 from megatron_ep.backends import attempt, codec
 from megatron_ep.backends.attempt import agreed_name
-from megatron_ep.backends.meeting import Meeting
+from megatron_ep.backends.rendezvous import StoreRendezvous
 from megatron_ep.bench.local_ranks import LocalRanks
 
 W = 3
@@ -27,25 +27,25 @@ def ranks():
         yield ranks
 
 
-def meet(seconds: float = 60.0) -> Meeting:
-    return Meeting(dist.group.WORLD, timedelta(seconds=seconds))
+def meet(seconds: float = 60.0) -> StoreRendezvous:
+    return StoreRendezvous(dist.group.WORLD, timedelta(seconds=seconds))
 
 
 def apart() -> None:
-    """Returns when all ranks have come here, by other means than a meeting."""
+    """Returns when all ranks have come here, by other means than a rendezvous."""
     dist.barrier()
 
 
 def run_exchanges() -> None:
-    meeting, rank = meet(), dist.get_rank()
-    assert meeting.gather((rank, bytes([0, 255, rank])), kind=tuple[int, bytes]) == [
+    rendezvous, rank = meet(), dist.get_rank()
+    assert rendezvous.gather((rank, bytes([0, 255, rank])), kind=tuple[int, bytes]) == [
         (other, bytes([0, 255, other])) for other in range(W)
     ]
-    kept, told = meeting.exchange(lambda: (f"kept by {rank}", 10 * rank))
+    kept, told = rendezvous.exchange(lambda: (f"kept by {rank}", 10 * rank))
     assert kept == f"kept by {rank}" and told == [0, 10, 20]
-    assert meeting.agree(lambda: rank) == rank
-    assert meet().gather(rank) == [0, 1, 2], "another meeting of the group is apart from this one"
-    assert meeting.gather(-rank) == [0, -1, -2]
+    assert rendezvous.agree(lambda: rank) == rank
+    assert meet().gather(rank) == [0, 1, 2], "another rendezvous of the group is apart from this one"
+    assert rendezvous.gather(-rank) == [0, -1, -2]
 
 
 def test_exchanges(ranks) -> None:
@@ -58,7 +58,7 @@ def start_anew() -> None:
 
 
 def run_attempts() -> None:
-    """Before they crashed rank 0 had come to three meetings, rank 1 to one, rank 2 to none. Then they meet, whoever
+    """Before they crashed rank 0 had come to three rendezvous, rank 1 to one, rank 2 to none. Then they meet, whoever
     comes first, and again when they are started once more."""
     start_anew()
     for _ in range({0: 3, 1: 1, 2: 0}[dist.get_rank()]):
@@ -125,12 +125,12 @@ def run_failure(kind: type[Exception]) -> None:
             raise kind("out of luck")
 
     own = dist.get_rank() == 1 and issubclass(kind, (ValueError, ep.EPError))
-    meeting = meet()
+    rendezvous = meet()
     with pytest.raises(kind if own else ep.EPError) as caught:
-        meeting.agree(step)
+        rendezvous.agree(step)
     expected = "out of luck" if own else "rank 1 could not set up the buffer: "
     assert str(caught.value).startswith(expected) and str(caught.value).endswith("out of luck")
-    meeting.barrier()
+    rendezvous.barrier()
 
 
 @pytest.mark.parametrize("kind", [ValueError, ep.EPError, RuntimeError])
@@ -138,22 +138,22 @@ def test_what_fails_on_one_rank_fails_on_all(ranks, kind: type[Exception]) -> No
     ranks.run(run_failure, kind)
 
 
-def run_absence(absent: int, begin: Callable[[float], Meeting]) -> None:
+def run_absence(absent: int, begin: Callable[[float], StoreRendezvous]) -> None:
     """A rank comes to an exchange when the others have given up; all of them meet again after that."""
     begin(60).barrier()
-    meeting = begin(PATIENCE)
+    rendezvous = begin(PATIENCE)
     if dist.get_rank() == absent:
         apart()
     started = time.monotonic()
     with pytest.raises(ep.EPError, match=rf"^rank {absent} did not come to step 1 of .* within 1 s$"):
-        meeting.gather(None)
+        rendezvous.gather(None)
     waited = time.monotonic() - started
     if dist.get_rank() == absent:
-        assert waited < PATIENCE / 2, "the verdict was there already"
+        assert waited < PATIENCE / 2, "the decision was there already"
     else:
         assert PATIENCE * 0.9 < waited < PATIENCE + 5
         apart()
-    assert meeting.gather(dist.get_rank()) == list(range(W))
+    assert rendezvous.gather(dist.get_rank()) == list(range(W))
 
 
 @pytest.mark.parametrize("absent", range(W))
@@ -161,8 +161,8 @@ def test_a_rank_that_comes_late_hears_that_the_others_gave_up(ranks, absent: int
     ranks.run(run_absence, absent, meet)
 
 
-def run_missed_meeting() -> None:
-    """Rank 2 does not even begin, and begins later; the meeting after that is one of all ranks again."""
+def run_missed_rendezvous() -> None:
+    """Rank 2 does not even begin, and begins later; the rendezvous after that is one of all ranks again."""
     meet().barrier()
     if dist.get_rank() == 2:
         apart()
@@ -173,8 +173,8 @@ def run_missed_meeting() -> None:
     assert meet().gather(dist.get_rank()) == list(range(W))
 
 
-def test_a_rank_that_missed_a_meeting_comes_to_the_next(ranks) -> None:
-    ranks.run(run_missed_meeting)
+def test_a_rank_that_missed_a_rendezvous_comes_to_the_next(ranks) -> None:
+    ranks.run(run_missed_rendezvous)
 
 
 def run_slow_step() -> None:
@@ -188,7 +188,7 @@ def test_a_step_may_take_the_time_that_was_given_to_it(ranks) -> None:
 
 def run_failure_and_absence() -> str:
     """Rank 1 fails, and rank 2 does not come: rank 1 says why it failed."""
-    meeting = meet(PATIENCE)
+    rendezvous = meet(PATIENCE)
     if dist.get_rank() == 2:
         apart()
         return ""
@@ -198,7 +198,7 @@ def run_failure_and_absence() -> str:
             raise ValueError("out of luck")
 
     with pytest.raises(RuntimeError if dist.get_rank() == 0 else ValueError) as caught:
-        meeting.agree(step)
+        rendezvous.agree(step)
     apart()
     return str(caught.value)
 
@@ -208,14 +208,14 @@ def test_the_own_failure_is_said_before_another_ranks_absence(ranks) -> None:
 
 
 def run_many() -> int:
-    meeting = meet()
+    rendezvous = meet()
     for _ in range(4):
-        meeting.gather(bytes(1 << 10))
+        rendezvous.gather(bytes(1 << 10))
     apart()
     count = _get_default_store().num_keys()
     apart()
     for _ in range(20):
-        meeting.gather(bytes(1 << 10))
+        rendezvous.gather(bytes(1 << 10))
     apart()
     return _get_default_store().num_keys() - count
 
@@ -228,8 +228,8 @@ def run_sub_groups() -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
     for pair, members in zip(pairs, ([0, 1], [1, 2]), strict=True):
         if dist.get_rank() in members:
-            meeting = Meeting(pair, timedelta(seconds=60))
-            assert meeting.gather(dist.get_rank()) == members and meeting.rank == members.index(dist.get_rank())
+            rendezvous = StoreRendezvous(pair, timedelta(seconds=60))
+            assert rendezvous.gather(dist.get_rank()) == members and rendezvous.rank == members.index(dist.get_rank())
 
 
 def test_groups_meet_apart(ranks) -> None:
@@ -251,29 +251,29 @@ class Bomb:
 
 def run_hostile_answer(value: bytes, kind: object) -> str:
     """Instead of rank 2, which does not come, somebody else answers."""
-    meeting = meet()
+    rendezvous = meet()
     if dist.get_rank() == 2:
-        meeting._store.set("1/2", value)
+        rendezvous._store.set("1/2", value)
         apart()
         return ""
     with pytest.raises(ep.EPError) as caught:
-        meeting.gather(kind(), kind=kind)
+        rendezvous.gather(kind(), kind=kind)
     apart()
     return str(caught.value)
 
 
 def run_hostile_collection(value: bytes) -> str:
     """Somebody gives what all ranks are said to have told."""
-    meeting = meet()
+    rendezvous = meet()
     apart()
     if dist.get_rank() == 0:
-        meeting._store.set("1/0", b"0")
-        meeting._store.set("1/all", value)
-        meeting._store.set("1/verdict", b"agreed")
+        rendezvous._store.set("1/0", b"0")
+        rendezvous._store.set("1/all", value)
+        rendezvous._store.set("1/decision", b"agreed")
         apart()
         return ""
     with pytest.raises(ep.EPError) as caught:
-        meeting.gather(dist.get_rank())
+        rendezvous.gather(dist.get_rank())
     apart()
     return str(caught.value)
 
@@ -317,14 +317,14 @@ def test_answers_of_other_ranks_than_these(ranks) -> None:
 
 
 def run_hostile_verdict() -> str:
-    meeting = meet()
+    rendezvous = meet()
     if dist.get_rank() == 0:
-        meeting._store.set("1/verdict", b"\x1b[2J\xff" + b"x" * (1 << 20))
+        rendezvous._store.set("1/decision", b"\x1b[2J\xff" + b"x" * (1 << 20))
         apart()
         return ""
     apart()
     with pytest.raises(ep.EPError) as caught:
-        meeting.gather(None)
+        rendezvous.gather(None)
     return str(caught.value)
 
 
