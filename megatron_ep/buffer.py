@@ -18,10 +18,10 @@ from megatron_ep.backends import connect, cuda, fabrics, release, sizes, tcp
 from megatron_ep.backends.codec import Plain
 from megatron_ep.backends.host import HostBackend
 from megatron_ep.backends.interface import Part
-from megatron_ep.backends.members import Member, agreed_topology, introduce, machines
 from megatron_ep.backends.monitor import Monitor
 from megatron_ep.backends.news import News
 from megatron_ep.backends.processes import has_ended, process_fate
+from megatron_ep.backends.rank_info import RankInfo, agreed_topology, introduce, machines
 from megatron_ep.backends.rendezvous import StoreRendezvous
 from megatron_ep.backends.torch_group import timeout_of
 from megatron_ep.config import TIMEOUT_VARIABLE, Config, Topology, require_int, require_type
@@ -182,22 +182,22 @@ class Buffer(RankGroup):
         self.rank = self._rendezvous.rank
         self.config = config
         self.ranks = [self.rank]
-        _, members = self._rendezvous.exchange(lambda: (None, self._introduce(topology, device)))
-        self.topology = agreed_topology(members, config)
-        own = self._member = members[self.rank]
-        self._neighbours = {rank: other.pid for rank, other in enumerate(members) if other.machine == own.machine}
+        _, infos = self._rendezvous.exchange(lambda: (None, self._introduce(topology, device)))
+        self.topology = agreed_topology(infos, config)
+        own = self._rank_info = infos[self.rank]
+        self._neighbours = {rank: other.pid for rank, other in enumerate(infos) if other.machine == own.machine}
         if self.device.type == "cuda":
             sms = cuda.num_sms(config, self.device, 1)
             self.heap = sizes.gpu_heap(self.topology, config, sms)
             backend, fabric = connect.processes(
-                self._rendezvous, self.topology, config, self.heap, self.device, sms, members, fabric
+                self._rendezvous, self.topology, config, self.heap, self.device, sms, infos, fabric
             )
-            backend.shares_gpu = sum(member.gpu == own.gpu for member in members) > 1
+            backend.shares_gpu = sum(info.gpu == own.gpu for info in infos) > 1
             self._backend = backend
         else:
             sms = None
             self.heap = sizes.host_heap(self.topology, config)
-            self._machines = machines(members)
+            self._machines = machines(infos)
             segments = self.shared_segments(self.heap.bytes)
             fabric = fabrics.Choice("shared memory", "host backend")
             if len(set(self._machines)) > 1:
@@ -333,27 +333,27 @@ class Buffer(RankGroup):
         their former processes lives.
         """
 
-        def tell() -> tuple[None, Member]:
+        def tell() -> tuple[None, RankInfo]:
             check()
-            return None, self._member
+            return None, self._rank_info
 
-        _, members = self._rendezvous.exchange(tell)
-        agreed_topology(members, self.config)
+        _, infos = self._rendezvous.exchange(tell)
+        agreed_topology(infos, self.config)
 
         def check_processes() -> None:
-            for rank, member in enumerate(members):
+            for rank, info in enumerate(infos):
                 former = self._neighbours[rank]
-                if rank in ranks and member.pid == former:
+                if rank in ranks and info.pid == former:
                     raise ValueError(f"ranks names {rank}, which has the process that it had")
-                if rank not in ranks and member.pid != former:
+                if rank not in ranks and info.pid != former:
                     raise ValueError(f"ranks does not name {rank}, which has a new process")
                 if rank in ranks and not has_ended(former):
-                    raise EPError(f"rank {rank} came back in process {member.pid}, but its former one, {former}, lives")
+                    raise EPError(f"rank {rank} came back in process {info.pid}, but its former one, {former}, lives")
 
         self._renew(self.live_backend().memories, ranks, check_processes)
         if self.device.type == "cuda":
             self._rendezvous.agree(lambda: None)  # on the others: connect.p2p
-        self._neighbours.update(enumerate(member.pid for member in members))
+        self._neighbours.update(enumerate(info.pid for info in infos))
 
     def renew(self, memories: Sequence[Any], ranks: Sequence[int]) -> None:
         """While others, in new processes, make `shared_segments` or `device_memories`: maps theirs in the place of what
@@ -404,7 +404,7 @@ class Buffer(RankGroup):
                 if (other := others.get(name)) != mine:
                     raise ValueError(f"{name} is {mine} on rank {self.rank} and {other} on rank {rank}, must be equal")
 
-    def _introduce(self, topology: Topology | None, device: str | torch.device) -> Member:
+    def _introduce(self, topology: Topology | None, device: str | torch.device) -> RankInfo:
         require_type("config", self.config, Config)
         if topology is not None:
             require_type("topology", topology, Topology)

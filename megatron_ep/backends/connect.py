@@ -18,7 +18,7 @@ import torch
 from megatron_ep import _C
 from megatron_ep.backends import atomics, cuda, fabrics, ibgda
 from megatron_ep.backends.cuda import CudaBackend
-from megatron_ep.backends.members import Member, machines
+from megatron_ep.backends.rank_info import RankInfo, machines
 from megatron_ep.backends.rendezvous import StoreRendezvous
 from megatron_ep.config import Config, Topology
 from megatron_ep.errors import EPError
@@ -47,12 +47,12 @@ def processes(
     heap: _C.Heap,
     device: torch.device,
     sms: int,
-    members: Sequence[Member],
+    infos: Sequence[RankInfo],
     fabric: fabrics.Choice | None = None,
 ) -> tuple[CudaBackend, fabrics.Choice]:
     """This process's rank, with a fabric; None: that which fits the hosts of all ranks."""
     connectors = {"p2p": _connect_p2p, "nvshmem": _connect_nvshmem, "nccl": _connect_nccl}
-    hosts, wanted = machines(members), [member.fabric for member in members]
+    hosts, wanted = machines(infos), [info.fabric for info in infos]
     fabric = fabric or fabrics.choose(hosts, wanted, rendezvous.gather)
     size = topology.world_size if fabric.name == "p2p" else topology.ranks_per_node
     first = rendezvous.rank // size * size
@@ -60,12 +60,12 @@ def processes(
     with contextlib.ExitStack() as stack:
 
         def begin() -> None:
-            atomics.check(rendezvous.rank, [member.gpu for member in members], mapped)
+            atomics.check(rendezvous.rank, [info.gpu for info in infos], mapped)
             stack.enter_context(torch.cuda.device(device))
             cuda.prepare_to_allocate()
 
         connect = connectors[fabric.name]
-        backend, found = connect(rendezvous, begin, config, heap, device, sms, members)
+        backend, found = connect(rendezvous, begin, config, heap, device, sms, infos)
         return backend, dataclasses.replace(fabric, reason="; ".join(filter(None, (fabric.reason, found))))
 
 
@@ -81,10 +81,10 @@ def _connect_p2p(
     heap: _C.Heap,
     device: torch.device,
     sms: int,
-    members: Sequence[Member],
+    infos: Sequence[RankInfo],
 ) -> tuple[CudaBackend, str]:
     """The processes of the machine map each other's heaps through CUDA IPC."""
-    group = " ".join(str(member.pid) for member in members)
+    group = " ".join(str(info.pid) for info in infos)
     memories = peer_memories(rendezvous, begin, device, heap.bytes, group)
     return rendezvous.agree(lambda: p2p(heap, [rendezvous.rank], memories, device, sms, config)), ""
 
@@ -147,11 +147,11 @@ def _connect_nvshmem(
     heap: _C.Heap,
     device: torch.device,
     sms: int,
-    members: Sequence[Member],
+    infos: Sequence[RankInfo],
 ) -> tuple[CudaBackend, str]:
     nvshmem = fabrics.load_nvshmem()
     seconds = rendezvous.timeout.total_seconds()
-    between_machines = len(set(machines(members))) > 1
+    between_machines = len(set(machines(infos))) > 1
     pairs = queue_pairs(heap, sms)
 
     def prepare() -> tuple[None, tuple[Any, list[int], bytes, dict[str, str]]]:
@@ -238,7 +238,7 @@ def _connect_nccl(
     heap: _C.Heap,
     device: torch.device,
     sms: int,
-    members: Sequence[Member],
+    infos: Sequence[RankInfo],
 ) -> tuple[CudaBackend, str]:
     memory, found = _nccl_memory(rendezvous, begin, heap, device)
     group = fabrics.load_nccl().NcclGroup

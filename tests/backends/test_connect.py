@@ -14,7 +14,7 @@ import torch.distributed as dist
 import megatron_ep as ep
 from megatron_ep import _C
 from megatron_ep.backends import connect, cuda, fabrics, ibgda
-from megatron_ep.backends.members import Member
+from megatron_ep.backends.rank_info import RankInfo
 from megatron_ep.backends.rendezvous import StoreRendezvous
 from megatron_ep.bench.local_ranks import LocalRanks
 
@@ -38,9 +38,9 @@ CURRENT: list[torch.device] = []
 FREE = [40 << 30]  # bytes of memory on the GPU
 
 
-def member(host: str, gpu: str | None = None) -> Member:
+def rank_info(host: str, gpu: str | None = None) -> RankInfo:
     wanted = os.environ[fabrics.VARIABLE] or None
-    return Member(host, host, None, os.getpid(), "cuda", {}, None, 1, gpu, wanted, None)
+    return RankInfo(host, host, None, os.getpid(), "cuda", {}, None, 1, gpu, wanted, None)
 
 
 def connected(
@@ -50,10 +50,10 @@ def connected(
     ranks_per_node = ranks_per_node or rendezvous.world_size
     topology = ep.Topology(rendezvous.world_size // ranks_per_node, ranks_per_node)
     config = ep.Config(num_experts=8)
-    members = rendezvous.gather(member(hosts[rendezvous.rank], gpu))
+    infos = rendezvous.gather(rank_info(hosts[rendezvous.rank], gpu))
     fakes = {"synchronize": mock.DEFAULT, "device": current_device, "mem_get_info": lambda device: (FREE[0], 80 << 30)}
     with mock.patch.multiple(torch.cuda, **fakes):
-        backend, fabric = connect.processes(rendezvous, topology, config, heap, DEVICE, 24, members)
+        backend, fabric = connect.processes(rendezvous, topology, config, heap, DEVICE, 24, infos)
     backend.fabric = fabric
     return backend
 

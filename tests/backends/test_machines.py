@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import megatron_ep as ep
-from megatron_ep.backends import members, processes
-from megatron_ep.backends.members import Member
+from megatron_ep.backends import processes, rank_info
 from megatron_ep.backends.processes import has_ended, machine, process_fate
+from megatron_ep.backends.rank_info import RankInfo
 
 RANK = """
 import os, socket, sys
@@ -21,17 +21,17 @@ import torch
 import torch.distributed as dist
 import megatron_ep as ep
 from megatron_ep.backends.rendezvous import StoreRendezvous
-from megatron_ep.backends.members import introduce, machines
+from megatron_ep.backends.rank_info import introduce, machines
 
 path, rank = sys.argv[1], int(sys.argv[2])
 rendezvous = StoreRendezvous.over(dist.FileStore(path, 2), rank, 2, timedelta(seconds=60))
 config = ep.Config(num_experts=2, timeout=20)
-_, members = rendezvous.exchange(lambda: (None, introduce(config, None, torch.device("cpu"))))
-if len(set(machines(members))) == 1:
+_, infos = rendezvous.exchange(lambda: (None, introduce(config, None, torch.device("cpu"))))
+if len(set(machines(infos))) == 1:
     buffer = ep.Buffer.over(rendezvous, config, None, "cpu")
     print(socket.gethostname(), "one machine", buffer._fate_of(1 - rank), buffer.fabric)
 else:
-    print(*machines(members), sep=" and ")
+    print(*machines(infos), sep=" and ")
 rendezvous.barrier()
 """
 
@@ -78,13 +78,13 @@ def test_what_leaves_memory_shared_is_one_machine(tmp_path: Path) -> None:
 
 
 def test_a_machine_is_named_by_more_than_its_name_where_two_have_it() -> None:
-    def on(host: str, machine: str) -> Member:
-        return Member(host, machine, None, 1, "cpu", {}, ep.Topology(2, 2), None, None, None, None)
+    def on(host: str, machine: str) -> RankInfo:
+        return RankInfo(host, machine, None, 1, "cpu", {}, ep.Topology(2, 2), None, None, None, None)
 
     ranks = [on("a", "a, boot 1"), on("a", "a, boot 1"), on("b", "b, boot 2"), on("b", "b, boot 3")]
-    assert members.machines(ranks) == ["a", "a", "b, boot 2", "b, boot 3"]
+    assert rank_info.machines(ranks) == ["a", "a", "b, boot 2", "b, boot 3"]
     with pytest.raises(ValueError, match="ranks 2 to 3 run on b, boot 2 and b, boot 3: a node must be on one machine"):
-        members.agreed_topology(ranks, ep.Config(num_experts=4))
+        rank_info.agreed_topology(ranks, ep.Config(num_experts=4))
 
 
 def test_a_machine_that_does_not_tell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

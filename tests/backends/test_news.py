@@ -57,8 +57,8 @@ def machines(rank: int):
     OfGroup.standings = lambda self: [standing for standing in standings(self) if standing.rank in near(rank)]
     with (
         mock.patch("socket.gethostname", lambda: f"machine {rank // 2}"),
-        mock.patch("megatron_ep.buffer.agreed_topology", lambda members, config: ep.Topology(2, 2)),
-        mock.patch("megatron_ep.buffer.machines", lambda members: ["one"] * W),
+        mock.patch("megatron_ep.buffer.agreed_topology", lambda infos, config: ep.Topology(2, 2)),
+        mock.patch("megatron_ep.buffer.machines", lambda infos: ["one"] * W),
         mock.patch.object(_C, "Segment", Segment),
     ):
         yield

@@ -12,8 +12,8 @@ import torch
 
 import megatron_ep as ep
 from megatron_ep.backends import nodes
-from megatron_ep.backends.members import introduce
 from megatron_ep.backends.nodes import VARIABLE, nvlink_domain, topology_of
+from megatron_ep.backends.rank_info import introduce
 
 GPU = "GPU-01234567-89ab-cdef-0123-456789abcdef"
 
@@ -99,8 +99,8 @@ def test_a_rank_on_a_gpu_tells_its_domain(monkeypatch: pytest.MonkeyPatch) -> No
     config = ep.Config(num_experts=2)
     for domain in (None, "NVLink domain x, clique 1"):
         monkeypatch.setattr(nodes, "nvlink_domain", {GPU: domain}.__getitem__)
-        member = introduce(config, None, torch.device("cuda", 0))
-        assert (member.host, member.domain, member.device) == ("this host", domain, "cuda")
+        info = introduce(config, None, torch.device("cuda", 0))
+        assert (info.host, info.domain, info.device) == ("this host", domain, "cuda")
     assert introduce(config, None, torch.device("cpu")).domain is None
 
 

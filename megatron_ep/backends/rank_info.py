@@ -16,7 +16,7 @@ from megatron_ep.config import Config, Topology
 
 
 @dataclass(frozen=True)
-class Member:
+class RankInfo:
     """One rank."""
 
     host: str  # its name
@@ -42,14 +42,14 @@ class Member:
         }
 
 
-def introduce(config: Config, topology: Topology | None, device: torch.device) -> Member:
+def introduce(config: Config, topology: Topology | None, device: torch.device) -> RankInfo:
     """This process's rank. Raises ValueError for a timeout in the environment that is none."""
     domain, sms, gpu = None, None, None
     if device.type == "cuda":
         sms = cuda.num_sms(config, device, 1)
         gpu = cuda.uuid(device)
         domain = nodes.nvlink_domain(gpu)
-    return Member(
+    return RankInfo(
         host=socket.gethostname(),
         machine=processes.machine(),
         domain=domain,
@@ -64,30 +64,30 @@ def introduce(config: Config, topology: Topology | None, device: torch.device) -
     )
 
 
-def machines(members: Sequence[Member]) -> list[str]:
+def machines(infos: Sequence[RankInfo]) -> list[str]:
     """The machine of each rank, as a user may read it: the host's name, and more where several machines have it."""
     named: dict[str, set[str]] = {}
-    for member in members:
-        named.setdefault(member.host, set()).add(member.machine)
-    return [member.host if len(named[member.host]) == 1 else member.machine for member in members]
+    for info in infos:
+        named.setdefault(info.host, set()).add(info.machine)
+    return [info.host if len(named[info.host]) == 1 else info.machine for info in infos]
 
 
-def agreed_topology(members: Sequence[Member], config: Config) -> Topology:
+def agreed_topology(infos: Sequence[RankInfo], config: Config) -> Topology:
     """How the ranks lie on nodes. Raises, on all ranks alike, ValueError where they differ in what must be equal or are
     not those of the topology, or where a node of host ranks would lie on several machines."""
-    first, places = members[0].shared(), machines(members)
-    for rank, member in enumerate(members):
-        for name, value in member.shared().items():
+    first, places = infos[0].shared(), machines(infos)
+    for rank, info in enumerate(infos):
+        for name, value in info.shared().items():
             if value != first[name]:
                 raise ValueError(f"{name} is {first[name]!r} on rank 0 and {value!r} on rank {rank}, must be equal")
-    topology = members[0].topology
+    topology = infos[0].topology
     if topology is None:
-        nvlink = [member.domain or place for member, place in zip(members, places, strict=True)]
-        topology = nodes.topology_of(nvlink, members[0].ranks_per_node)
-    if topology.world_size != len(members):
-        raise ValueError(f"topology is {topology}, must have the {len(members)} ranks of the group")
-    if members[0].device == "cpu":
-        for rank in range(0, len(members), topology.ranks_per_node):
+        nvlink = [info.domain or place for info, place in zip(infos, places, strict=True)]
+        topology = nodes.topology_of(nvlink, infos[0].ranks_per_node)
+    if topology.world_size != len(infos):
+        raise ValueError(f"topology is {topology}, must have the {len(infos)} ranks of the group")
+    if infos[0].device == "cpu":
+        for rank in range(0, len(infos), topology.ranks_per_node):
             node = places[rank : rank + topology.ranks_per_node]
             if len(set(node)) > 1:
                 raise ValueError(
