@@ -113,7 +113,7 @@ class PyCudaGroup {
     }
 
     // Of all ranks in reach.
-    std::vector<pybind11::dict> standings() {
+    std::vector<pybind11::dict> rank_statuses() {
         std::vector<ControlBlock> blocks;
         {
             const pybind11::gil_scoped_release release;
@@ -121,7 +121,8 @@ class PyCudaGroup {
         }
         std::vector<pybind11::dict> all;
         for (size_t i = 0; i < blocks.size(); ++i)
-            all.push_back(standing_of(group_->first_in_reach() + static_cast<int>(i), blocks[i]));
+            all.push_back(
+                rank_status_of(group_->first_in_reach() + static_cast<int>(i), blocks[i]));
         return all;
     }
 
@@ -177,7 +178,7 @@ class PyCudaGroup {
                  "(outcome, rank) of whoever gave up first, as far as this process has been told, "
                  "or None.")
             .def("incidents", &PyCudaGroup::incidents)
-            .def("standings", &PyCudaGroup::standings)
+            .def("rank_statuses", &PyCudaGroup::rank_statuses)
             .def("waited", &PyCudaGroup::waited, release)
             .def("abort", &PyCudaGroup::abort, py::kw_only(), py::arg("interrupted"),
                  py::arg("failed"), py::arg("reason"), release)

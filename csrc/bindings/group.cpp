@@ -108,11 +108,11 @@ class Group : public HostLauncher {
     }
 
     // Of all ranks.
-    std::vector<py::dict> standings() const {
+    std::vector<py::dict> rank_statuses() const {
         std::vector<py::dict> all;
         const auto& blocks = group_.state(0).everyone;
         for (size_t rank = 0; rank < blocks.size(); ++rank)
-            all.push_back(standing_of(static_cast<int>(rank), *blocks[rank]));
+            all.push_back(rank_status_of(static_cast<int>(rank), *blocks[rank]));
         return all;
     }
 
@@ -332,7 +332,7 @@ void bind_group(py::module_& m) {
         .def("aborted", &Group::aborted)
         .def("finished", &Group::finished)
         .def("incidents", &Group::incidents)
-        .def("standings", &Group::standings)
+        .def("rank_statuses", &Group::rank_statuses)
         .def("waited", &Group::waited)
         .def("abort", &Group::abort, py::kw_only(), py::arg("interrupted"), py::arg("failed"),
              py::arg("reason"))

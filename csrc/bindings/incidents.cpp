@@ -202,7 +202,7 @@ std::vector<py::dict> incidents_of(const ControlBlock& block) {
     return all;
 }
 
-py::dict standing_of(int rank, const ControlBlock& block) {
+py::dict rank_status_of(int rank, const ControlBlock& block) {
     const uint64_t bytes = std::min<uint64_t>(load(block.reason.bytes), Reason::kMostBytes);
     py::dict d;
     d["rank"] = rank;

@@ -21,6 +21,6 @@ std::optional<std::pair<const char*, int>> first_reason(uint64_t abort_word);
 // Those of a control block that can be read, as far as it is known that others are still written.
 std::vector<pybind11::dict> incidents_of(const ControlBlock& block);
 // What others can see of a rank: see backends/interface.py.
-pybind11::dict standing_of(int rank, const ControlBlock& block);
+pybind11::dict rank_status_of(int rank, const ControlBlock& block);
 
 }  // namespace ep

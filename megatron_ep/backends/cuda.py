@@ -269,7 +269,7 @@ class CudaBackend(OfGroup):
 
     def _under_way(self) -> tuple[str, bool] | None:
         """See `Launches`."""
-        own = next(standing for standing in self.standings() if standing.rank == self._rank)
+        own = next(status for status in self.rank_statuses() if status.rank == self._rank)
         return None if own.call is None else (own.call, self.aborted() is not None)
 
     def launch(self, launch: Callable[[int], T], part: object = None) -> T:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron_ep import _C
-from megatron_ep.diagnosis.blame import Standing
+from megatron_ep.diagnosis.blame import RankStatus
 
 
 @dataclass
@@ -142,7 +142,7 @@ class Backend(Protocol):
 
     def incidents(self) -> list[dict[str, Any]]: ...
 
-    def standings(self) -> list[Standing]:
+    def rank_statuses(self) -> list[RankStatus]:
         """What can be seen of all ranks in reach, this process's own among them. Waits for none."""
         ...
 

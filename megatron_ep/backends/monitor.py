@@ -112,9 +112,9 @@ class Monitor:
     def _look_at_processes(self) -> None:
         if not any(self._fate_of(rank) for rank in list(self._processes)):
             return  # so that a GPU is asked only where something has happened
-        standings = self._backend.standings()
-        own = next(standing for standing in standings if standing.rank == self._rank)
-        ended = blame.ended(own, standings, self._fate_of)
+        statuses = self._backend.rank_statuses()
+        own = next(status for status in statuses if status.rank == self._rank)
+        ended = blame.ended(own, statuses, self._fate_of)
         if ended is not None and not self._is_over.is_set():
             self._backend.abort(interrupted=False, failed=True, reason=f"{blame.STOPPED_WAITING}{ended}")
 

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import Any
 
 from megatron_ep.backends.interface import Part
-from megatron_ep.diagnosis.blame import Standing
+from megatron_ep.diagnosis.blame import RankStatus
 
 
 class OfGroup:
@@ -26,8 +26,8 @@ class OfGroup:
     def incidents(self) -> list[dict[str, Any]]:
         return self.group.incidents()
 
-    def standings(self) -> list[Standing]:
-        return [Standing(**standing) for standing in self.group.standings()]
+    def rank_statuses(self) -> list[RankStatus]:
+        return [RankStatus(**status) for status in self.group.rank_statuses()]
 
     def waited(self) -> list[tuple[list[int], list[int]]]:
         return self.group.waited()

@@ -23,7 +23,7 @@ STOPPED_WAITING = "stopped waiting: "
 
 
 @dataclass(frozen=True)
-class Standing:
+class RankStatus:
     """What others can see of a rank.
 
     entered, finished: the number of the last call of each kind, from 1: "notify"; "transfer" (dispatches and combines
@@ -78,15 +78,15 @@ class _Step:
 NAMES = {"notify": "notify", "transfer": "call"}
 
 
-def root(first: int, standings: Sequence[Standing], fate: Callable[[int], str | None]) -> str | None:
+def root(first: int, statuses: Sequence[RankStatus], fate: Callable[[int], str | None]) -> str | None:
     """The rank that all others wait for, and how far it got, as a clause; None where that cannot be told.
 
     Args:
         first: the rank whose wait expired first.
-        standings: of all ranks in reach.
+        statuses: of all ranks in reach.
         fate: what has become of a rank's process, "has ended" say; None: nothing that is known.
     """
-    known = {standing.rank: standing for standing in standings}
+    known = {status.rank: status for status in statuses}
     waiting, path = first, list[int]()
     while waiting in known and known[waiting].incidents:
         path.append(waiting)
@@ -94,7 +94,7 @@ def root(first: int, standings: Sequence[Standing], fate: Callable[[int], str | 
         silent = [rank for rank in candidates if rank in known and not known[rank].incidents]
         missing = [rank for rank in silent if known[rank].inside or _is_behind(known[rank], step)]
         # Who ended without a word will not come, whoever else is waited for. Who gave up before is not to blame.
-        ended = [s.rank for s in standings if not s.incidents and (s.inside or _is_behind(s, step)) and fate(s.rank)]
+        ended = [s.rank for s in statuses if not s.incidents and (s.inside or _is_behind(s, step)) and fate(s.rank)]
         missing = ended or missing
         if missing:
             return _sentence(missing, step, known, fate)
@@ -110,7 +110,7 @@ def root(first: int, standings: Sequence[Standing], fate: Callable[[int], str | 
     return None
 
 
-def ended(waiting: Standing, standings: Sequence[Standing], fate: Callable[[int], str | None]) -> str | None:
+def ended(waiting: RankStatus, statuses: Sequence[RankStatus], fate: Callable[[int], str | None]) -> str | None:
     """Those whom a rank in a call waits for, or will, and whose processes have ended, as a clause; None if there are
     none. A rank that did its part before it ended is nobody to wait for.
 
@@ -120,16 +120,16 @@ def ended(waiting: Standing, standings: Sequence[Standing], fate: Callable[[int]
         return None
     counter = f"{waiting.inside.partition('_')[0]}_sent" if "_" in waiting.inside else waiting.inside
     step = _Step(counter, waiting.entered[waiting.inside])
-    others = [s for s in standings if s.rank != waiting.rank and (s.inside or _is_behind(s, step))]
+    others = [s for s in statuses if s.rank != waiting.rank and (s.inside or _is_behind(s, step))]
     gone = [s.rank for s in others if fate(s.rank) == ENDED]
-    return _sentence(gone, step, {s.rank: s for s in standings}, fate) if gone else None
+    return _sentence(gone, step, {s.rank: s for s in statuses}, fate) if gone else None
 
 
-def _waits(standing: Standing, known: Mapping[int, Standing]) -> tuple[_Step, list[int]]:
+def _waits(status: RankStatus, known: Mapping[int, RankStatus]) -> tuple[_Step, list[int]]:
     """The call that this rank waits in, and the ranks that it may wait for: those who have begun fewer calls, the last
     of them first; if there are none, the peers of its waits."""
-    incidents = sorted(standing.incidents, key=lambda incident: incident["outcome"] == "aborted")
-    peers = list(dict.fromkeys(i["peer"] for i in incidents if i["peer"] not in (standing.rank, -1)))
+    incidents = sorted(status.incidents, key=lambda incident: incident["outcome"] == "aborted")
+    peers = list(dict.fromkeys(i["peer"] for i in incidents if i["peer"] not in (status.rank, -1)))
     incident = incidents[0]
     if incident["role"].startswith("low_latency"):
         kind = "combine" if "combine" in incident["role"] else "dispatch"
@@ -137,16 +137,16 @@ def _waits(standing: Standing, known: Mapping[int, Standing]) -> tuple[_Step, li
             return _Step(f"{kind}_received_{incident['expected'] % 2}", incident["expected"]), peers
         return _Step(f"{kind}_sent", incident["call"]), peers
     counter = "notify" if incident["role"] == "notify" else "transfer"
-    late = sorted((rank for rank in known if known[rank].begun < standing.begun), key=lambda rank: known[rank].begun)
-    return _Step(counter, standing.entered[counter]), late or peers
+    late = sorted((rank for rank in known if known[rank].begun < status.begun), key=lambda rank: known[rank].begun)
+    return _Step(counter, status.entered[counter]), late or peers
 
 
-def _is_behind(standing: Standing, step: _Step) -> bool:
-    return standing.entered[step.counter] < step.number
+def _is_behind(status: RankStatus, step: _Step) -> bool:
+    return status.entered[step.counter] < step.number
 
 
 def _sentence(
-    ranks: Sequence[int], step: _Step, known: Mapping[int, Standing], fate: Callable[[int], str | None]
+    ranks: Sequence[int], step: _Step, known: Mapping[int, RankStatus], fate: Callable[[int], str | None]
 ) -> str:
     """What the first of these ranks has not done, and which others have got no further."""
     first = known[ranks[0]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_ep.diagnosis.blame import Standing, named
+from megatron_ep.diagnosis.blame import RankStatus, named
 
 # By the number that travels: csrc/core/dtypes.h, and float8.
 DTYPES = {0: ("bfloat16", 2), 1: ("float16", 2), 2: ("float32", 4), 3: ("float64", 8), 4: ("float8_e4m3fn", 1)}
@@ -15,20 +15,20 @@ UNKNOWN = "what the others sent is not known here"
 CALLS_KNOWN_APART = 1 << 16  # csrc/core/sends.h
 
 
-def what_ranks_sent(rank: int, standings: Sequence[Standing], world_size: int) -> str:
+def what_ranks_sent(rank: int, statuses: Sequence[RankStatus], world_size: int) -> str:
     """What each rank sent in the call in which this one met a row that was not meant for it, as a clause.
 
-    standings: of all ranks in reach.
+    statuses: of all ranks in reach.
     """
-    incidents = [i for s in standings if s.rank == rank for i in s.incidents if i["outcome"] == "mismatch"]
+    incidents = [i for s in statuses if s.rank == rank for i in s.incidents if i["outcome"] == "mismatch"]
     if not incidents:
         return UNKNOWN
     counter, call = _call_of(incidents[0])
     ranks_by_text: dict[str, list[int]] = {}
-    for standing in standings:
-        for sent in standing.sends:
+    for status in statuses:
+        for sent in status.sends:
             if sent["counter"] == counter and sent["call"] == call % CALLS_KNOWN_APART:
-                ranks_by_text.setdefault(_text(sent), []).append(standing.rank)
+                ranks_by_text.setdefault(_text(sent), []).append(status.rank)
     parts = [f"{named(ranks)} sent {text}" for text, ranks in ranks_by_text.items()]
     if len(parts) < 2 and sum(map(len, ranks_by_text.values())) < world_size:
         parts.append(UNKNOWN)

@@ -17,7 +17,7 @@ from megatron_ep.backends.monitor import Monitor
 from megatron_ep.backends.news import Failure
 from megatron_ep.config import Config, Topology
 from megatron_ep.diagnosis import blame, disagreement
-from megatron_ep.diagnosis.blame import Standing
+from megatron_ep.diagnosis.blame import RankStatus
 from megatron_ep.errors import (
     EPAbortError,
     EPError,
@@ -307,15 +307,15 @@ class RankGroup:
         return self._monitor.first(self.describe(outcome, rank)).cause
 
     def _own_cause(self, outcome: str, rank: int) -> str:
-        standings = self._standings(waited=outcome == "timeout")
-        reason = next((standing.reason for standing in standings if standing.rank == rank), "")
+        statuses = self._rank_statuses(waited=outcome == "timeout")
+        reason = next((status.reason for status in statuses if status.rank == rank), "")
         why = f": {reason}" if reason else ""
         if outcome == "failed" and reason.startswith((TOLD_TO_STOP, blame.STOPPED_WAITING)):
             return f"rank {rank} {reason}"
         if outcome == "timeout":
-            root = blame.root(rank, standings, self._fate_of)
+            root = blame.root(rank, statuses, self._fate_of)
             return f"rank {rank} timed out first, {self._when_waits_expire()}" + (f": {root}" if root else "")
-        told = [i["peer"] for s in standings if s.rank == rank for i in s.incidents if i["outcome"] == outcome]
+        told = [i["peer"] for s in statuses if s.rank == rank for i in s.incidents if i["outcome"] == outcome]
         if outcome == "cut_off":
             by = f"rank {told[0]}" if told else "another rank"
             return f"rank {rank} came too late: {by} took it for dead, has masked it and goes on without it"
@@ -327,22 +327,22 @@ class RankGroup:
             "lost": f"the connection to rank {rank} broke{why}",
             "interrupted": f"rank {rank} was interrupted",
             "mismatch": f"rank {rank} met a row that was not meant for its call: "
-            f"{disagreement.what_ranks_sent(rank, standings, self.topology.world_size)}",
+            f"{disagreement.what_ranks_sent(rank, statuses, self.topology.world_size)}",
             "no_layout": f"rank {rank} used the handle of a dispatch that failed",
             "overflow": f"rank {rank} had no room for the rows that pass through it: max_recv_tokens is less than the "
             "tokens that a rank of another node sends through it",
         }[outcome]
 
-    def _standings(self, waited: bool) -> list[Standing]:
+    def _rank_statuses(self, waited: bool) -> list[RankStatus]:
         """Of all ranks in reach. Those in a call say what they wait for as soon as they have heard of the failure: if
         `waited` they have a moment for it."""
         deadline = time.monotonic() + (ANSWER_S if waited and len(self.ranks) < self.topology.world_size else 0.0)
         try:
             while True:
-                standings = self.live_backend().standings()
-                silent = [s for s in standings if s.inside and not s.incidents and not self._fate_of(s.rank)]
+                statuses = self.live_backend().rank_statuses()
+                silent = [s for s in statuses if s.inside and not s.incidents and not self._fate_of(s.rank)]
                 if not silent or time.monotonic() > deadline:
-                    return standings
+                    return statuses
                 time.sleep(1e-3)
         except RuntimeError:  # a GPU that no longer answers
             return []

@@ -197,7 +197,7 @@ def test_a_replay_that_does_not_end_is_told_to_whoever_waits(stream: Stream) -> 
     with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
         backend.launch(lambda number: None)
     counts = dict.fromkeys(("notify", "transfer"), 4)
-    group.standings = lambda: [
+    group.rank_statuses = lambda: [
         {"rank": rank, "entered": counts | {"transfer": 5 - rank}, "finished": counts, "incidents": [], "reason": ""}
         for rank in (0, 1)
     ]
@@ -231,7 +231,7 @@ def test_the_end_of_all_replays_is_waited_for_with_a_bound(stream: Stream) -> No
     backend, group = backend_of(TIMEOUT)
     backend._launches.are_captured = True
     counts = dict.fromkeys(("notify", "transfer"), 0)
-    group.standings = lambda: [
+    group.rank_statuses = lambda: [
         {"rank": 0, "entered": counts | {"notify": 1}, "finished": counts, "incidents": [], "reason": ""}
     ]
     with (

@@ -42,7 +42,7 @@ def near(rank: int) -> range:
 @contextlib.contextmanager
 def machines(rank: int):
     """A buffer that is made here has two machines, and between them no network that would tell of failures."""
-    open_segment, standings = _C.Segment.open, OfGroup.standings
+    open_segment, statuses = _C.Segment.open, OfGroup.rank_statuses
     pids: list[int] = [0] * W
     dist.all_gather_object(pids, os.getpid())
 
@@ -54,7 +54,7 @@ def machines(rank: int):
             is_near = pids.index(address[0]) in near(rank)
             return open_segment(address, size) if is_near else _C.Segment.anonymous(size)
 
-    OfGroup.standings = lambda self: [standing for standing in standings(self) if standing.rank in near(rank)]
+    OfGroup.rank_statuses = lambda self: [status for status in statuses(self) if status.rank in near(rank)]
     with (
         mock.patch("socket.gethostname", lambda: f"machine {rank // 2}"),
         mock.patch("megatron_ep.buffer.agreed_topology", lambda infos, config: ep.Topology(2, 2)),

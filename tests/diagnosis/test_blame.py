@@ -209,7 +209,7 @@ def test_the_first_reason_stays():
 # ---- the verdict alone
 
 
-def standing(rank, notify, transfer, inside=None, waits=(), **low_latency):
+def status(rank, notify, transfer, inside=None, waits=(), **low_latency):
     """waits: (role, what for, peer, call or expected)."""
     entered = dict.fromkeys(
         (
@@ -225,7 +225,7 @@ def standing(rank, notify, transfer, inside=None, waits=(), **low_latency):
         {"outcome": outcome, "role": role, "waiting_for": what, "peer": peer, "call": call, "expected": call}
         for outcome, role, what, peer, call in waits
     ]
-    return blame.Standing(rank, entered, finished, incidents, "")
+    return blame.RankStatus(rank, entered, finished, incidents, "")
 
 
 def waits(peer, role="receiver", outcome="timeout", what="a row in an NVLink ring", call=5):
@@ -237,61 +237,61 @@ def alive(rank):
 
 
 def test_the_waits_of_others_are_followed_within_a_call():
-    standings = [
-        standing(0, 3, 5, "transfer", [waits(0), waits(1)]),
-        standing(1, 3, 5, "transfer", [waits(2, outcome="aborted")]),
-        standing(2, 3, 5, "transfer"),
-        standing(3, 3, 5),
+    statuses = [
+        status(0, 3, 5, "transfer", [waits(0), waits(1)]),
+        status(1, 3, 5, "transfer", [waits(2, outcome="aborted")]),
+        status(2, 3, 5, "transfer"),
+        status(3, 3, 5),
     ]
-    assert blame.root(0, standings, alive) == "rank 2 is in call 5 and does not go on"
+    assert blame.root(0, statuses, alive) == "rank 2 is in call 5 and does not go on"
     stopped = {2: "is stopped"}.get
-    assert blame.root(0, standings, stopped).endswith("does not go on; the process of rank 2 is stopped")
+    assert blame.root(0, statuses, stopped).endswith("does not go on; the process of rank 2 is stopped")
     ended = {3: "has ended"}.get  # after it had done its part
-    assert blame.root(0, standings, ended) == "rank 2 is in call 5 and does not go on"
+    assert blame.root(0, statuses, ended) == "rank 2 is in call 5 and does not go on"
 
 
 def test_ranks_that_wait_for_each_other():
-    standings = [standing(0, 3, 5, "transfer", [waits(1)]), standing(1, 3, 5, "transfer", [waits(0)])]
-    assert blame.root(0, standings, alive) == "rank 0, 1 wait for each other in call 5"
+    statuses = [status(0, 3, 5, "transfer", [waits(1)]), status(1, 3, 5, "transfer", [waits(0)])]
+    assert blame.root(0, statuses, alive) == "rank 0, 1 wait for each other in call 5"
 
 
 def test_a_rank_out_of_reach_is_named():
-    assert blame.root(0, [standing(0, 3, 5, "transfer", [waits(4)])], alive) == "rank 4, of which no more is known here"
+    assert blame.root(0, [status(0, 3, 5, "transfer", [waits(4)])], alive) == "rank 4, of which no more is known here"
 
 
 def test_a_rank_in_another_kind_of_call():
-    standings = [standing(0, 4, 5, "notify", [waits(1, "notify")]), standing(1, 3, 5, "transfer")]
-    assert blame.root(0, standings, alive) == "rank 1 is in call 5 and does not go on"
+    statuses = [status(0, 4, 5, "notify", [waits(1, "notify")]), status(1, 3, 5, "transfer")]
+    assert blame.root(0, statuses, alive) == "rank 1 is in call 5 and does not go on"
 
 
 def test_an_ended_process_is_to_blame_whoever_else_is_late():
-    standings = [standing(0, 4, 5, "notify", [waits(1, "notify")]), standing(1, 3, 5), standing(2, 3, 5)]
-    says = blame.root(0, standings, {2: "has ended"}.get)
+    statuses = [status(0, 4, 5, "notify", [waits(1, "notify")]), status(1, 3, 5), status(2, 3, 5)]
+    says = blame.root(0, statuses, {2: "has ended"}.get)
     assert says == "rank 2 has not entered notify 4 (it finished 3); the process of rank 2 has ended"
 
 
 def test_whoever_ended_because_of_the_failure_is_not_to_blame():
     waiting = [waits(1, outcome="aborted")]
-    standings = [
-        standing(0, 3, 5, "transfer", waiting),
-        standing(1, 3, 5, "transfer"),
-        standing(2, 3, 5, "transfer", waiting),
+    statuses = [
+        status(0, 3, 5, "transfer", waiting),
+        status(1, 3, 5, "transfer"),
+        status(2, 3, 5, "transfer", waiting),
     ]
-    says = blame.root(2, standings, {0: "has ended", 1: "has ended"}.get)
+    says = blame.root(2, statuses, {0: "has ended", 1: "has ended"}.get)
     assert says == "rank 1 is in call 5 and does not go on; the process of rank 1 has ended"
 
 
 def test_a_process_that_ended_is_not_waited_for():
-    standings = [standing(0, 4, 5, "notify"), standing(1, 3, 5), standing(2, 4, 5), standing(3, 3, 5, "transfer")]
+    statuses = [status(0, 4, 5, "notify"), status(1, 3, 5), status(2, 4, 5), status(3, 3, 5, "transfer")]
     dead = dict.fromkeys(range(4), "has ended").get
-    assert blame.ended(standings[0], standings, alive) is None
+    assert blame.ended(statuses[0], statuses, alive) is None
     says = "has not entered notify 4 (it finished 3); the process of rank 1 has ended"
-    assert blame.ended(standings[0], standings, {1: "has ended"}.get) == f"rank 1 {says}"
-    assert blame.ended(standings[0], standings, {1: "is stopped"}.get) is None, "it may go on"
-    assert blame.ended(standings[0], standings, {2: "has ended"}.get) is None, "it had done its part"
+    assert blame.ended(statuses[0], statuses, {1: "has ended"}.get) == f"rank 1 {says}"
+    assert blame.ended(statuses[0], statuses, {1: "is stopped"}.get) is None, "it may go on"
+    assert blame.ended(statuses[0], statuses, {2: "has ended"}.get) is None, "it had done its part"
     in_call = "rank 3 is in call 5 and does not go on; the process of rank 3 has ended"
-    assert blame.ended(standings[0], standings, {3: "has ended"}.get) == in_call
-    assert blame.ended(standings[1], standings, dead) is None, "it is in no call"
+    assert blame.ended(statuses[0], statuses, {3: "has ended"}.get) == in_call
+    assert blame.ended(statuses[1], statuses, dead) is None, "it is in no call"
 
 
 @pytest.mark.parametrize(
@@ -313,5 +313,5 @@ def test_a_process_that_ended_is_not_waited_for():
     ],
 )
 def test_low_latency(role, what, counts, says):
-    standings = [standing(0, 0, 0, None, [waits(1, role, what=what, call=7)]), standing(1, 0, 0, **counts)]
-    assert blame.root(0, standings, alive) == says
+    statuses = [status(0, 0, 0, None, [waits(1, role, what=what, call=7)]), status(1, 0, 0, **counts)]
+    assert blame.root(0, statuses, alive) == says

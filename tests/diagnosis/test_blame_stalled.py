@@ -44,11 +44,11 @@ STEPS = {
 }
 
 
-def step_of(standing):
+def step_of(status):
     """The step in which this rank is, as it counts, and its name in a report."""
-    kind, number = standing.inside, standing.entered[standing.inside]
+    kind, number = status.inside, status.entered[status.inside]
     step = ("combine", "dispatch")[number % 2] if kind == "transfer" else kind.removesuffix("_0").removesuffix("_1")
-    return step, standing.call
+    return step, status.call
 
 
 def check_who_is_named(program, topology, stalled, wait):
@@ -61,7 +61,7 @@ def check_who_is_named(program, topology, stalled, wait):
             slow = error
         else:
             return None
-        step, name = step_of(cluster._backend.standings()[stalled])
+        step, name = step_of(cluster._backend.rank_statuses()[stalled])
         cluster._fate_of = {stalled: "has ended"}.get
         with pytest.raises(ep.EPTimeoutError) as dead:
             cluster.raise_if_failed()

@@ -61,9 +61,9 @@ def test_graph_of_a_dispatch_without_counts(nodes, ranks_per_node, local_pass):
             for a, b in zip(y, ep.combine(expected.x, expected.handle), strict=True):
                 assert torch.equal(a, b)
             cluster.synchronize()
-        for standing in cluster._backend.standings():  # counted on the GPU, replays too
-            assert standing.entered == standing.finished
-            assert (standing.entered["notify"], standing.entered["transfer"]) == (1 + 5 * 2, 3 + 5 * 5)
+        for status in cluster._backend.rank_statuses():  # counted on the GPU, replays too
+            assert status.entered == status.finished
+            assert (status.entered["notify"], status.entered["transfer"]) == (1 + 5 * 2, 3 + 5 * 5)
 
 
 def test_graph_of_a_cached_dispatch():
