@@ -89,7 +89,7 @@ def _dequantize_on_gpu(values: torch.Tensor, scales: torch.Tensor, out: torch.Te
 
 def _quantize_on_gpu(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty(x.shape[0], -(-x.shape[1] // SCALE_BLOCK), device=x.device)
+    scales = torch.empty(x.shape[0], -(-x.shape[1] // SCALE_BLOCK), dtype=torch.float32, device=x.device)
     with torch.cuda.device(x.device):
         _C.quantize_cuda(
             rows=x.shape[0],

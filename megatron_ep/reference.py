@@ -94,7 +94,7 @@ def dispatch(
         probs.append(all_weights.new_zeros(rest))
         out_x.append(torch.cat(xs)[:max_recv_tokens])
         out_probs.append(torch.cat(probs)[:max_recv_tokens])
-        out_counts.append(torch.tensor(counts))
+        out_counts.append(torch.tensor(counts, device="cpu"))
     return out_x, out_probs, out_counts
 
 
@@ -125,7 +125,7 @@ def combine(
         first = 0
         for expert in range(rank * local_experts, (rank + 1) * local_experts):
             token, _, padding = expert_rows(topk_idx, expert, expert_alignment, expert_capacity)
-            row = first + torch.arange(len(token))
+            row = first + torch.arange(len(token), device=token.device)
             arrived = (row < len(terms)) & ~absent[token]
             sums.index_add_(0, token[arrived], terms[row[arrived]])
             first += len(token) + padding
@@ -164,13 +164,13 @@ def low_latency_combine(
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     ids = torch.cat(topk_idx)
     experts_rank = ids.div(num_experts // world, rounding_mode="floor").masked_fill(ids < 0, -1)
-    terms = torch.zeros(*ids.shape, expert_out[0].shape[1], dtype=wide)
+    terms = expert_out[0].new_zeros(*ids.shape, expert_out[0].shape[1], dtype=wide)
     for rank, out in enumerate(expert_out):
         rows = out.to(wide)
         if weights is not None and sum_at == "expert":
             rows = rows * weights[rank].unsqueeze(1)
         for first, token, k in places(topk_idx, rank, num_experts, expert_alignment):
-            row = first + torch.arange(len(token))
+            row = first + torch.arange(len(token), device=token.device)
             there = row < (len(out) if max_recv_tokens is None else max_recv_tokens)
             terms[token[there], k[there]] = rows[row[there]]
     if weights is not None and sum_at == "token":
@@ -190,7 +190,8 @@ def low_latency_combine(
             leads = ((is_first[:, pick] == pick) & (ids[:, pick] >= 0)).nonzero()[:, 0]
             for lead in leads.tolist():
                 terms[lead, pick] = sums[experts_rank[lead, pick]][lead].to(dtype)
-        return list(in_order((ids >= 0) & (is_first == torch.arange(ids.shape[1]))).to(dtype).split(_lengths(topk_idx)))
+        k = torch.arange(ids.shape[1], device=ids.device)
+        return list(in_order((ids >= 0) & (is_first == k)).to(dtype).split(_lengths(topk_idx)))
     return list(in_order(ids >= 0).to(dtype).split(_lengths(topk_idx)))
 
 

@@ -134,7 +134,8 @@ class CudaBackend(OfGroup):
     def new_counts(self, experts: int, *, wait: bool) -> torch.Tensor:
         if not wait:
             return torch.empty(2, experts, dtype=torch.int64, device=self._device)
-        counts = torch.empty(2, experts, dtype=torch.int64, pin_memory=True)  # of the host, where the GPU reaches it
+        # of the host, where the GPU reaches it
+        counts = torch.empty(2, experts, dtype=torch.int64, device="cpu", pin_memory=True)
         self._untold.append(counts)
         return counts
 

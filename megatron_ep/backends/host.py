@@ -18,14 +18,14 @@ def new_output(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """See `interface.Backend.new_output`."""
     size = math.prod(shape) * dtype.itemsize
     if size < POOLED_BYTES:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     try:
         storage = torch.from_dlpack(_C.pooled_bytes(size)).untyped_storage()
     except MemoryError:
         what = f"{' x '.join(map(str, shape))} of {dtype}"
         raise MemoryError(f"{what} take {size / 2**30:.1f} GiB, more than this machine gives") from None
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    return torch.empty(0, dtype=dtype).set_(storage, 0, shape, strides)
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, strides)
 
 
 class HostBackend(OfGroup):
@@ -69,7 +69,7 @@ class HostBackend(OfGroup):
         return self.group.notify(list(tensors), topk=topk, **settings)
 
     def new_counts(self, experts: int, *, wait: bool) -> torch.Tensor:
-        return torch.empty(2, experts, dtype=torch.int64)
+        return torch.empty(2, experts, dtype=torch.int64, device="cpu")
 
     def enqueue_dispatch(
         self,

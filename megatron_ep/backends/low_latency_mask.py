@@ -39,7 +39,7 @@ class Masks:
         self._device = device
         self._ranks = ranks
         self.active = [torch.ones(world_size, dtype=torch.int32, device=device) for _ in ranks]
-        self.shown = [torch.zeros(world_size, 2, dtype=torch.int64, pin_memory=on_gpu) for _ in ranks]
+        self.shown = [torch.zeros(world_size, 2, dtype=torch.int64, device="cpu", pin_memory=on_gpu) for _ in ranks]
         self.dropped = [torch.zeros(2, dtype=torch.int64, device=device) for _ in ranks]
         self._logged = [_bytes(shown) for shown in self.shown]
         self._slice_ns = max(1, int(mask_timeout / BEATS * 1e9))

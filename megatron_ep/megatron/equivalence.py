@@ -121,8 +121,8 @@ def compare_layers(
 
     generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
     own = tokens if isinstance(tokens, int) else tokens[dist.get_rank()]
-    x, grad = torch.randn(2, own, 1, config.hidden_size, generator=generator, dtype=config.params_dtype)
-    mask = None if padding == 0 else torch.arange(own).unsqueeze(0) >= own - padding  # [B, S]
+    x, grad = torch.randn(2, own, 1, config.hidden_size, generator=generator, dtype=config.params_dtype, device="cpu")
+    mask = None if padding == 0 else torch.arange(own, device="cpu").unsqueeze(0) >= own - padding  # [B, S]
     results = []
     for layer in (theirs, ours):
         leaf = x.clone().requires_grad_()
@@ -164,7 +164,7 @@ def run_dispatcher(
     sent, sent_probs = dispatcher.dispatch_preprocess(x, routing_map.clone(), probs)  # Megatron's pads it in place
     rows, row_probs = dispatcher.token_dispatch(sent, sent_probs)
     rows, counts, row_probs = dispatcher.dispatch_postprocess(rows, row_probs)
-    expert = torch.tensor(dispatcher.local_expert_indices).repeat_interleave(counts)
+    expert = torch.tensor(dispatcher.local_expert_indices, device="cpu").repeat_interleave(counts)
     frequency = 1 + expert + dispatcher.config.num_moe_experts * dispatcher.tp_rank
     expert_output = torch.sin(rows * frequency.unsqueeze(1)) * row_probs.unsqueeze(1)
     output = dispatcher.combine_preprocess(expert_output.to(rows.dtype))

@@ -21,7 +21,7 @@ class Permutation:
     def __init__(self, ids: torch.Tensor, weights: torch.Tensor, num_experts: int) -> None:
         self._shape = (ids.shape[0], num_experts)
         self._map = torch.zeros(self._shape, dtype=torch.bool, device=ids.device).scatter(1, ids, True)
-        self._probs = torch.zeros(self._shape, device=ids.device).scatter(1, ids, weights)
+        self._probs = torch.zeros(self._shape, dtype=torch.float32, device=ids.device).scatter(1, ids, weights)
         self._num_rows = ids.numel()
 
     def permute(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

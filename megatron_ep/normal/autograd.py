@@ -157,7 +157,7 @@ class WeightedCombineFunction(Function):
         with handle.buffer.abort_peers_on_error():
             # Ones travel along: they tell the rows of tokens from padding, where x and weights may hold anything. They
             # are NaN, not 0, if the call failed.
-            ones = [torch.ones(len(g), handle.topk, device=g.device) for g in grads]
+            ones = [torch.ones(len(g), handle.topk, dtype=torch.float32, device=g.device) for g in grads]
             back = differentiable_dispatch(handle, n, None, True, *(in_memory(grad) for grad in grads), *ones)
             rows, is_row = back[:n], [one != 0 for one in back[n:]]
             for i in range(n):

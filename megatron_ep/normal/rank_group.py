@@ -121,7 +121,7 @@ class RankGroup:
         us or more, from then on. On a GPU these are figures of what has run so far: `synchronize` first.
         """
         last, total = zip(*self.live_backend().waited(), strict=True)
-        return {"wait_ns": torch.tensor(total), "last_wait_ns": torch.tensor(last)}
+        return {"wait_ns": torch.tensor(total, device="cpu"), "last_wait_ns": torch.tensor(last, device="cpu")}
 
     def close(self) -> None:
         """Gives the heaps back, whatever other ranks do. Handles of this buffer can no longer be used. Closing twice is
