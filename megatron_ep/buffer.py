@@ -17,7 +17,7 @@ from megatron_ep import _C
 from megatron_ep.backends import connect, cuda, fabrics, release, sizes, tcp
 from megatron_ep.backends.codec import Plain
 from megatron_ep.backends.host import HostBackend
-from megatron_ep.backends.interface import Part
+from megatron_ep.backends.interface import HasMemory
 from megatron_ep.backends.monitor import Monitor
 from megatron_ep.backends.news import News
 from megatron_ep.backends.processes import has_ended, process_fate
@@ -282,20 +282,24 @@ class Buffer(RankGroup):
         except BaseException:
             self._let_go()
             raise
-        holders = [backend, *backend.parts]
+        parts, give_back = backend.parts, backend.give_back
         self._let_go()
         try:
-            self._give_back(holders, all_came=lost is None)
+            self._give_back([backend, *parts], all_came=lost is None)
         except EPError as error:
             raise lost or error from failure
         finally:
+            for part in parts:
+                part.let_go()
+            del backend  # it may have been the last to have it
+            give_back()
             _C.release_pooled_memory()
         if lost is not None:
             raise lost from failure
         if failure is not None:
             raise failure
 
-    def _give_back(self, holders: Sequence[Part], *, all_came: bool) -> None:
+    def _give_back(self, holders: Sequence[HasMemory], *, all_came: bool) -> None:
         network = [holder.network_memory for holder in holders if holder.network_memory is not None]
         if not network:
             memories = [holder.memories for holder in holders]

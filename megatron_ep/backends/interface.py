@@ -41,29 +41,27 @@ class Totals(Protocol):
     bad_token: int  # any token of this rank with invalid expert ids, -1: none
 
 
-class Part(Protocol):
-    """What a buffer has besides its backend."""
-
+class HasMemory(Protocol):
     @property
     def memories(self) -> Sequence[Any]: ...  # of all ranks, where they are mapped
 
     @property
     def network_memory(self) -> Any: ...  # of this rank, where a network's library has it; else None
 
+
+class Part(HasMemory, Protocol):
+    """What a buffer has besides its backend."""
+
     def reset(self) -> None: ...
 
+    def let_go(self) -> None: ...  # of the launches, which nobody uses any more, and what they need on the device
 
-class Backend(Protocol):
+
+class Backend(HasMemory, Protocol):
     """The ranks of a buffer that live in this process.
 
     Tensors are handed over as `_C.RankTensors`, one per rank: addresses that stay valid until the launch is done.
     """
-
-    @property
-    def memories(self) -> Sequence[Any]: ...  # see Part
-
-    @property
-    def network_memory(self) -> Any: ...
 
     @property
     def least_local_bytes(self) -> float:

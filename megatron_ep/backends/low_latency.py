@@ -33,7 +33,7 @@ class LowLatencyRanks(Protocol):
     """
 
     warps: int  # of a rank in a launch
-    memories: list[Any]  # see `interface.Part`
+    memories: list[Any]  # see `interface.HasMemory`
     network_memory: Any
 
     def enqueue_dispatch(
@@ -56,6 +56,8 @@ class LowLatencyRanks(Protocol):
     ) -> None: ...
 
     def reset(self) -> None: ...
+
+    def let_go(self) -> None: ...  # see `interface.Part`
 
 
 class HostLowLatencyRanks:
@@ -90,6 +92,10 @@ class HostLowLatencyRanks:
 
     def reset(self) -> None:
         self._group.reset()
+
+    def let_go(self) -> None:
+        del self._group
+        self.memories.clear()
 
 
 class InFlight:
@@ -163,6 +169,11 @@ class CudaLowLatencyRanks:
 
     def reset(self) -> None:
         self._group.reset()
+
+    def let_go(self) -> None:
+        del self._group, self._backend
+        self.memories.clear()
+        self.network_memory = None
 
 
 def connect(

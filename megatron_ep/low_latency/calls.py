@@ -93,6 +93,9 @@ class LowLatencyCalls:
     def network_memory(self) -> Any:
         return self.ranks.network_memory
 
+    def let_go(self) -> None:
+        self.ranks.let_go()
+
     def reset(self) -> None:
         for handle in self.handles:
             handle.note_reset()

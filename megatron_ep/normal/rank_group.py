@@ -150,8 +150,10 @@ class RankGroup:
 
     def _let_go(self) -> None:
         backend, self._backend = self._backend, None
-        if self._monitor is not None:
-            self._monitor.stop()
+        monitor, self._monitor = self._monitor, None
+        if monitor is not None:
+            monitor.stop()
+            del monitor  # which has the backend, too
         if backend is not None:
             backend.close()
             give_back = backend.give_back

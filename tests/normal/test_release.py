@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import weakref
 from pathlib import Path
 from unittest import mock
 
@@ -70,11 +71,13 @@ def run_again_and_again() -> tuple[int, int]:
     for _ in range(20):
         buffer, low_latency = make()
         use(buffer, low_latency)
+        backend = weakref.ref(buffer.live_backend())
         dropped = ep.LowLatency(buffer, max_tokens=2 * T, hidden=H, topk=K)
         assert mapped() > W
         del dropped
         buffer.release()
         kept.append((buffer, low_latency))
+        assert backend() is None, "it has the launches, and what these need on a GPU"
         assert mapped() == 0
         sizes.append(resident())
     return sizes[4], sizes[-1]
