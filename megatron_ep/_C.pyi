@@ -167,7 +167,7 @@ class LowLatencyHeap:
         channels: int,
         masking: bool,
     ) -> None: ...
-    most_tokens: int
+    token_limit: int
     @property
     def bytes(self) -> int: ...
     def layout(self, *, topk: int, warps: int) -> dict[str, int]: ...
@@ -220,7 +220,7 @@ class LowLatencyOptions:
     renormalize: bool
     slice_ns: int
     silent_slices: int
-    most_slices: int
+    max_slices: int
 
 class LowLatencyGroup:
     def __init__(

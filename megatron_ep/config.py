@@ -12,11 +12,11 @@ Settings = TypeVar("Settings")
 
 DEFAULT_TIMEOUT_S = 100.0
 TIMEOUT_VARIABLE = "MEGATRON_EP_TIMEOUT"
-LONGEST_TIMEOUT_S = 1e6
-TIMEOUT_ALLOWED = f"a number of seconds in (0, {LONGEST_TIMEOUT_S:g}]"
+MAX_TIMEOUT_S = 1e6
+TIMEOUT_ALLOWED = f"a number of seconds in (0, {MAX_TIMEOUT_S:g}]"
 
 # Far beyond any machine, and small enough that no size made of them overflows 64 bits (32 for numbers of experts).
-MOST_RANKS, MOST_EXPERTS, MOST_CHANNELS, LARGEST_RING = 1 << 16, 1 << 20, 1 << 12, 1 << 32
+MAX_RANKS, MAX_EXPERTS, MAX_CHANNELS, MAX_RING = 1 << 16, 1 << 20, 1 << 12, 1 << 32
 
 
 def _require(condition: bool, name: str, value: object, allowed: str) -> None:
@@ -37,7 +37,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 def require_timeout(name: str, value: object) -> None:
     """Raises ValueError unless value is a number of seconds that a wait may take."""
-    ok = is_number(value) and 0 < value <= LONGEST_TIMEOUT_S
+    ok = is_number(value) and 0 < value <= MAX_TIMEOUT_S
     _require(ok, name, value, TIMEOUT_ALLOWED)
 
 
@@ -80,8 +80,8 @@ class Topology:
     ranks_per_node: int
 
     def __post_init__(self) -> None:
-        require_int("Topology.nodes", self.nodes, 1, MOST_RANKS)
-        require_int("Topology.ranks_per_node", self.ranks_per_node, 1, MOST_RANKS // self.nodes)
+        require_int("Topology.nodes", self.nodes, 1, MAX_RANKS)
+        require_int("Topology.ranks_per_node", self.ranks_per_node, 1, MAX_RANKS // self.nodes)
 
     @property
     def world_size(self) -> int:
@@ -128,15 +128,15 @@ class Config:
     local_pass: bool | None = None
 
     def __post_init__(self) -> None:
-        require_int("Config.num_experts", self.num_experts, 1, MOST_EXPERTS)
+        require_int("Config.num_experts", self.num_experts, 1, MAX_EXPERTS)
         for name in ("channels", "num_sms"):
             if getattr(self, name) is not None:
-                require_int(f"Config.{name}", getattr(self, name), 1, MOST_CHANNELS)
+                require_int(f"Config.{name}", getattr(self, name), 1, MAX_CHANNELS)
         for name in ("nvl_ring_bytes", "rdma_ring_bytes"):
             if getattr(self, name) is not None:
-                require_int(f"Config.{name}", getattr(self, name), 64, LARGEST_RING)
+                require_int(f"Config.{name}", getattr(self, name), 64, MAX_RING)
         if self.row_bytes is not None:
-            require_int("Config.row_bytes", self.row_bytes, 1, LARGEST_RING // 64)
+            require_int("Config.row_bytes", self.row_bytes, 1, MAX_RING // 64)
         require_int("Config.rdma_chunk_tokens", self.rdma_chunk_tokens, 1, 1 << 20)
         if self.local_pass is not None:
             ok = isinstance(self.local_pass, bool)
@@ -160,7 +160,7 @@ class Config:
         except ValueError:
             seconds = math.nan
         variable = f"environment variable {TIMEOUT_VARIABLE}"
-        _require(0 < seconds <= LONGEST_TIMEOUT_S, variable, text, TIMEOUT_ALLOWED)
+        _require(0 < seconds <= MAX_TIMEOUT_S, variable, text, TIMEOUT_ALLOWED)
         return seconds
 
     def check_ranks(self, topology: Topology) -> None:

@@ -203,7 +203,7 @@ std::vector<py::dict> incidents_of(const ControlBlock& block) {
 }
 
 py::dict rank_status_of(int rank, const ControlBlock& block) {
-    const uint64_t bytes = std::min<uint64_t>(load(block.reason.bytes), Reason::kMostBytes);
+    const uint64_t bytes = std::min<uint64_t>(load(block.reason.bytes), Reason::kMaxBytes);
     py::dict d;
     d["rank"] = rank;
     d["entered"] = counts(block.entered);

@@ -70,8 +70,8 @@ void bind_low_latency(py::module_& m) {
              py::arg("max_tokens"), py::arg("largest"), py::arg("staged"), py::arg("channels"),
              py::arg("masking"))
         .def_property_readonly("bytes", &LowLatencyHeap::bytes)
-        .def_property_readonly_static("most_tokens",
-                                      [](py::object) { return LowLatencyHeap::kMostTokens; })
+        .def_property_readonly_static("token_limit",
+                                      [](py::object) { return LowLatencyHeap::kMaxTokens; })
         .def(
             "layout",
             [](const LowLatencyHeap& heap, int topk, int warps) {
@@ -135,7 +135,7 @@ void bind_low_latency(py::module_& m) {
         .def_readwrite("renormalize", &LowLatencyOptions::renormalize)
         .def_readwrite("slice_ns", &LowLatencyOptions::slice_ns)
         .def_readwrite("silent_slices", &LowLatencyOptions::silent_slices)
-        .def_readwrite("most_slices", &LowLatencyOptions::most_slices);
+        .def_readwrite("max_slices", &LowLatencyOptions::max_slices);
 
     py::class_<LowLatencyGroup>(m, "LowLatencyGroup",
                                 "The low-latency mode of the ranks that live in this process.")

@@ -30,14 +30,14 @@ struct LowLatencyOptions {
     bool renormalize = false;                  // combine
     uint64_t slice_ns = 0;                     // with masking, as the next two
     int silent_slices = 0;
-    int most_slices = 0;
+    int max_slices = 0;
 };
 
 inline LowLatencyMask low_latency_mask(const LowLatencyTensors& t,
                                        const LowLatencyOptions& options) {
     return {at<int32_t>(t.active),   at<MaskedRank>(t.shown), at<uint64_t>(t.dropped),
             at<int32_t>(t.required), options.slice_ns,        options.silent_slices,
-            options.most_slices};
+            options.max_slices};
 }
 
 inline LowLatencyArgs low_latency_args(const LowLatencyHeap& heap, int warps, int rank,

@@ -39,7 +39,7 @@ void bind_plan(py::module_& m) {
             const Topology topology{nodes, ranks_per_node};
             const int warps = num_sms * kBlockWarps / channels;
             if (!combine) return warps_of<DispatchRoles>(topology, warps, 1);
-            return warps_of<CombineRoles>(topology, warps, CombineArgs::most_receivers(ring_rows));
+            return warps_of<CombineRoles>(topology, warps, CombineArgs::max_receivers(ring_rows));
         },
         py::kw_only(), py::arg("nodes"), py::arg("ranks_per_node"), py::arg("num_sms"),
         py::arg("channels"), py::arg("ring_rows"), py::arg("combine"),

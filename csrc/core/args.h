@@ -138,8 +138,8 @@ struct CombineArgs : TransferArgs {
     // them, one after the other.
     int sum_warps = 1;
 
-    static constexpr int kMostSumWarps = 2;
-    static_assert(kMostSumWarps == 2, "nobody divides to know whose a row is");
+    static constexpr int kMaxSumWarps = 2;
+    static_assert(kMaxSumWarps == 2, "nobody divides to know whose a row is");
 
     EP_HD int sum_warp_of(int row) const { return row & (sum_warps - 1); }
     // Those of the part-th warp among the first `rows`.
@@ -150,13 +150,13 @@ struct CombineArgs : TransferArgs {
     // Of receivers, which share a channel's tokens, by the rows of the smallest rings that they
     // read. A row keeps its slot while it is summed, and who writes the next ones needs room, too;
     // and as they take turns, more than six would mostly wait for theirs.
-    static EP_HD int most_receivers(uint64_t ring_rows) {
+    static EP_HD int max_receivers(uint64_t ring_rows) {
         const uint64_t half = ring_rows / 2;
         return half < 1 ? 1 : half < 6 ? static_cast<int>(half) : 6;
     }
-    EP_HD int most_receivers() const {
+    EP_HD int max_receivers() const {
         const bool reads_network = topology().nodes > 1 && rdma_slots() < nvl_slots();
-        return most_receivers(reads_network ? rdma_slots() : nvl_slots());
+        return max_receivers(reads_network ? rdma_slots() : nvl_slots());
     }
 };
 

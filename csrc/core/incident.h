@@ -99,9 +99,9 @@ struct Calls {
 
 // What a rank's host gives as the reason when it ends the waits of all.
 struct Reason {
-    static constexpr size_t kMostBytes = 376;
+    static constexpr size_t kMaxBytes = 376;
     uint64_t bytes;  // of the text; written after it
-    char text[kMostBytes];
+    char text[kMaxBytes];
 };
 
 // One per rank, in its symmetric heap, for all ranks in reach to read: whoever waits too long can

@@ -86,7 +86,7 @@ struct LowLatencyMask {
     const int32_t* required;  // [W], not null: a rank that has 1 there must not be left out
     uint64_t slice_ns;        // how long a rank that waits is silent
     int silent_slices;        // after so many a rank that is not heard of is left out
-    int most_slices;          // after so many any that is missing
+    int max_slices;           // after so many any that is missing
 };
 
 // What the halves of both kinds share. No number of a call is among them: a captured launch can be

@@ -31,7 +31,7 @@ struct LowLatencyHeap {
     static constexpr int kBanks = 2;
     static constexpr int kKinds = 2;
     static constexpr int kHalves = 2;
-    static constexpr int kMostTokens = 1024;  // 32 chunks: a lane a chunk
+    static constexpr int kMaxTokens = 1024;  // 32 chunks: a lane a chunk
 
     Topology topology;
     int num_experts;

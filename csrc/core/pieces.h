@@ -13,7 +13,7 @@ namespace ep {
 // row and each piece is received as soon as it is there. How is a matter of the row's shape alone:
 // both ends have to know. How many neighbouring pieces a warp takes at once is its own.
 struct Piece {
-    static constexpr int kMost = 4;
+    static constexpr int kMax = 4;
     static constexpr int kAlignment = 512;  // bytes: of fp8 four scales, which may be one word
 
     int number, count;             // the first of them, and how many
@@ -39,7 +39,7 @@ struct Pieces {
     EP_HD explicit Pieces(const RowFormat& row)
         : format(row),
           bytes(static_cast<int>(
-              align_up((row.payload_bytes + Piece::kMost - 1) / Piece::kMost, Piece::kAlignment))),
+              align_up((row.payload_bytes + Piece::kMax - 1) / Piece::kMax, Piece::kAlignment))),
           count(row.payload_bytes > bytes ? (row.payload_bytes + bytes - 1) / bytes : 1),
           at_once(count) {}
     // As few at once as give each warp at most one share of the rows, if there are so many warps.

@@ -148,12 +148,12 @@ EP_FN void combine_forwarder(W& warp, F& fabric, const CombineArgs& args, int ch
             if (!go_on) return;
             const int node = args.other_node(first + of_node);
             const int rows_left = warp.broadcast(left, of_node);
-            const int most_rows = rows_left < args.nvl_batch ? rows_left : args.nvl_batch;
+            const int max_rows = rows_left < args.nvl_batch ? rows_left : args.nvl_batch;
             const int64_t start = static_cast<int64_t>(args.layout.rail_start(channel, node)) +
                                   args.layout.rail(channel, node) - rows_left;
             uint64_t next = rings.rdma_out(node).next;
             int rows = 0, lack = kNothing;
-            for (; rows < most_rows; ++rows) {
+            for (; rows < max_rows; ++rows) {
                 warp.lanes(format.topk, [&](int lane) {
                     expert[lane] = args.rail_experts[(start + rows) * format.topk + lane];
                 });

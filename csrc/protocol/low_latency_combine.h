@@ -232,7 +232,7 @@ EP_FN bool may_receive(W& warp, const LowLatencyCombine<F>& call, const Team& te
                         [&](int rank) { return need_rows<W>(call, rank); });
 }
 
-constexpr int kMostParts = 8;  // of what a warp would sum, for warps that have nothing to do
+constexpr int kMaxParts = 8;  // of what a warp would sum, for warps that have nothing to do
 
 // A warp's share of the receiving half.
 template <class T, WarpLike W, class F>
@@ -241,7 +241,7 @@ EP_FN bool receive_combine(W& warp, const LowLatencyCombine<F>& call, const Team
     const Pieces pieces(call.args.format, tokens, team.warps);
     const int shares = pieces.shares();
     int parts = 1;
-    while (parts < kMostParts && tokens * shares * 2 * parts <= team.warps) parts *= 2;
+    while (parts < kMaxParts && tokens * shares * 2 * parts <= team.warps) parts *= 2;
     const int all = tokens * shares * parts;
     // Without masking, of which all decide together, who sums nothing waits for nobody.
     if (team.warp >= all && !call.heap().masking) return true;

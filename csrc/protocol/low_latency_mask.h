@@ -176,7 +176,7 @@ EP_FN bool settle_ranks(W& warp, const LowLatencyCall<F, Args>& call, const Team
                     const uint64_t heard = beats_of(rank);
                     silent[lane] = heard == beats[lane] ? silent[lane] + over : 0;
                     beats[lane] = heard;
-                    if (silent[lane] < mask.silent_slices && slices < mask.most_slices) return true;
+                    if (silent[lane] < mask.silent_slices && slices < mask.max_slices) return true;
                     takes_part = false;
                 }
                 W::template settle<Scope::Rank>(call.verdict(half, rank), before,

@@ -15,9 +15,9 @@ from typing import Any
 
 Plain = bool | int | float | str | None
 
-MOST_BYTES = 1 << 20  # that one rank tells at a time: the largest, IPC handles and settings, take a few hundred
-MOST_TEXT = 4000  # characters of what another rank has said, in a message
-MOST_DIGITS = 20  # of 64 bits
+MAX_BYTES = 1 << 20  # that one rank tells at a time: the largest, IPC handles and settings, take a few hundred
+MAX_TEXT = 4000  # characters of what another rank has said, in a message
+MAX_DIGITS = 20  # of 64 bits
 SHOWN = 60  # characters of a value that is not what it should be
 
 
@@ -38,7 +38,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def decode(data: bytes, kind: Any, most_bytes: int = MOST_BYTES) -> Any:
+def decode(data: bytes, kind: Any, max_bytes: int = MAX_BYTES) -> Any:
     """The value that was encoded.
 
     kind: its type, as an annotation says it: a dataclass, tuple[int, int], list[bytes] | None, ...
@@ -46,8 +46,8 @@ def decode(data: bytes, kind: Any, most_bytes: int = MOST_BYTES) -> Any:
     Raises ValueError for anything else.
     """
     assert kind not in (dict, list, tuple), "of what?"
-    if len(data) > most_bytes:
-        raise ValueError(f"{len(data)} bytes, at most {most_bytes} are expected")
+    if len(data) > max_bytes:
+        raise ValueError(f"{len(data)} bytes, at most {max_bytes} are expected")
     try:
         tree = json.loads(data, parse_int=_int, parse_float=_float, parse_constant=_float)
     except RecursionError:
@@ -55,7 +55,7 @@ def decode(data: bytes, kind: Any, most_bytes: int = MOST_BYTES) -> Any:
     return _of_kind(tree, kind)
 
 
-def readable(text: str, most: int = MOST_TEXT) -> str:
+def readable(text: str, most: int = MAX_TEXT) -> str:
     """As much of a text by somebody else as a message may show: no more than so many characters, and none that a
     terminal obeys."""
     shown = "".join(character if character.isprintable() or character == "\n" else "?" for character in text[:most])
@@ -63,7 +63,7 @@ def readable(text: str, most: int = MOST_TEXT) -> str:
 
 
 def _int(digits: str) -> int:
-    if len(digits) > MOST_DIGITS:
+    if len(digits) > MAX_DIGITS:
         raise ValueError(f"a number of {len(digits)} digits")
     return int(digits)
 

@@ -12,7 +12,7 @@ import torch
 from megatron_ep.errors import EPStuckError
 
 # A launch of which each wait ends after a timeout has a few of them, one after the other; this is long for all of them.
-MOST_TIMEOUTS = 3
+MAX_TIMEOUTS = 3
 LOOKS_PER_TIMEOUT = 10  # at the calls that the GPU counts, which costs a copy
 
 WAITS_INSIDE = (
@@ -81,7 +81,7 @@ class Launches:
         if begun is not self._begun:
             self._begun, self._seen = begun, time.monotonic()
         seconds = time.monotonic() - self._seen
-        if seconds > MOST_TIMEOUTS * self._timeout:
+        if seconds > MAX_TIMEOUTS * self._timeout:
             raise EPStuckError(
                 f"a launch has been on the GPU for {seconds:.1f} s, though each of its own waits ends after "
                 f"{self._timeout:g} s: {WAITS_INSIDE}; this process has to end"
@@ -97,7 +97,7 @@ class Launches:
             self._call, self._call_seen = call, now
             return
         name, given_up = call
-        if now - self._call_seen > MOST_TIMEOUTS * timeout:
+        if now - self._call_seen > MAX_TIMEOUTS * timeout:
             raise EPStuckError(
                 f"{name} has been on the GPU for {now - self._call_seen:.1f} s, though each of its own waits ends "
                 f"after {timeout:g} s: {WAITS_INSIDE}{', or other work behind it does not end' if given_up else ''}; "

@@ -43,7 +43,7 @@ class Masks:
         self.dropped = [torch.zeros(2, dtype=torch.int64, device=device) for _ in ranks]
         self._logged = [_bytes(shown) for shown in self.shown]
         self._slice_ns = max(1, int(mask_timeout / BEATS * 1e9))
-        self._most_slices = math.ceil(timeout * 1e9 / self._slice_ns)
+        self._max_slices = math.ceil(timeout * 1e9 / self._slice_ns)
 
     def masked(self, rank: int) -> list[int]:
         """The ranks that the calls so far have masked, as far as the host can tell without waiting for them."""
@@ -70,7 +70,7 @@ class Masks:
         tensors.dropped = self.dropped[rank].data_ptr()
 
     def fill_options(self, options: Any) -> None:
-        options.slice_ns, options.silent_slices, options.most_slices = self._slice_ns, BEATS, self._most_slices
+        options.slice_ns, options.silent_slices, options.max_slices = self._slice_ns, BEATS, self._max_slices
 
     def reset(self) -> None:
         self.log_news()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron_ep.backends import codec
 
 INTERVAL_S = 0.25
-MOST_READERS = 4000  # a second, of one store: more ranks look less often
+MAX_READERS = 4000  # a second, of one store: more ranks look less often
 ANSWER_S = 1.0  # that whoever raises an error waits to learn whether another one was first
 END_S = 1.0  # that the thread is waited for when it is stopped
 
@@ -43,7 +43,7 @@ class News:
 
     def __init__(self, store: dist.Store, world_size: int):
         self._store = store
-        self._interval = max(INTERVAL_S, world_size / MOST_READERS)
+        self._interval = max(INTERVAL_S, world_size / MAX_READERS)
         self._lock = threading.Lock()  # for what follows
         self._page = 0
         self._own: Failure | None = None

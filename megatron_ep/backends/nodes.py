@@ -17,7 +17,7 @@ VARIABLE = "MEGATRON_EP_RANKS_PER_NODE"
 NVML = "libnvidia-ml.so.1"
 # Without a channel of NVIDIA's IMEX service a process cannot map the memory of another host.
 IMEX_CHANNELS = Path("/dev/nvidia-caps-imex-channels")
-MOST_NAMED = 8  # hosts, in a message
+MAX_NAMED = 8  # hosts, in a message
 
 
 def topology_of(places: Sequence[str], ranks_per_node: str | None) -> Topology:
@@ -63,7 +63,7 @@ def _listed(runs: Sequence[tuple[str, int]]) -> str:
         ranks = f"rank {first}" if size == 1 else f"rank {first}-{first + size - 1}"
         texts.append(f"{ranks} on {place}")
         first += size
-    return ", ".join(texts[:MOST_NAMED]) + (", ..." if len(texts) > MOST_NAMED else "")
+    return ", ".join(texts[:MAX_NAMED]) + (", ..." if len(texts) > MAX_NAMED else "")
 
 
 class _FabricInfo(ctypes.Structure):

@@ -183,7 +183,7 @@ class StoreRendezvous:
             decision = self._collect(wait) if self.rank == 0 else self._hear(wait)
             if decision != AGREED:
                 raise EPError(decision)
-            most = 2 * self.world_size * codec.MOST_BYTES  # each as text
+            most = 2 * self.world_size * codec.MAX_BYTES  # each as text
             answers: list[bytes] = self._read("all", self._store.get(self._key("all")), list[bytes], most)
             if len(answers) != self.world_size:
                 raise self._foreign("all", f"answers of {len(answers)} ranks, must be of {self.world_size}")
@@ -220,7 +220,7 @@ class StoreRendezvous:
     def _text(self, data: bytes) -> str:
         return codec.readable(data.decode(errors="replace"))
 
-    def _read(self, name: object, data: bytes, kind: Any, most: int = codec.MOST_BYTES) -> Any:
+    def _read(self, name: object, data: bytes, kind: Any, most: int = codec.MAX_BYTES) -> Any:
         try:
             return codec.decode(data, kind, most)
         except ValueError as error:

@@ -10,13 +10,13 @@ from megatron_ep import _C
 from megatron_ep.config import Config, Topology
 
 WIDEST_ROW_BYTES = 14 << 10
-MOST_TOPK = 32
-MOST_NODE_RANKS = 72  # kMaxNodeRanks in csrc/core/topology.h
+MAX_TOPK = 32
+MAX_NODE_RANKS = 72  # kMaxNodeRanks in csrc/core/topology.h
 # Rows of an NVLink ring on a GPU: with two to four both ends have work at once, and the rings stay in the cache.
 NVL_ROWS = 4
 # Rows of a network ring, which hide the network's latency: 32 while all rings of a rank stay below this, else fewer.
 # With 16 channels even 8 rows keep 1.8 MB under way to each node, which takes 37 us at 50 GB/s.
-MOST_RDMA_ROWS, LEAST_RDMA_ROWS = 32, 8
+MAX_RDMA_ROWS, LEAST_RDMA_ROWS = 32, 8
 RDMA_BYTES = 192 << 20
 SHARED_GPU_RDMA_ROWS = 4  # no network to keep busy, and one cache for all rings
 HOST_NVL_RING_BYTES, HOST_RDMA_RING_BYTES = 256 << 10, 512 << 10
@@ -38,7 +38,7 @@ def gpu_heap(topology: Topology, config: Config, sms: int, local_ranks: int = 1)
     """The heap of a rank on a GPU; see `gpu_channels`."""
     channels = gpu_channels(topology, config, sms, local_ranks)
     slot = _slot_bytes(config)
-    rdma_rows = MOST_RDMA_ROWS if local_ranks == 1 else SHARED_GPU_RDMA_ROWS
+    rdma_rows = MAX_RDMA_ROWS if local_ranks == 1 else SHARED_GPU_RDMA_ROWS
     rings = 2 * channels * (topology.nodes - 1)  # one to stage and one to receive
     while rdma_rows > LEAST_RDMA_ROWS and rings * rdma_rows * slot > RDMA_BYTES:
         rdma_rows //= 2
@@ -56,7 +56,7 @@ def host_heap(topology: Topology, config: Config) -> _C.Heap:
 def _slot_bytes(config: Config) -> int:
     """Of the largest row, with as much beside it as there can be: 16 KiB, unless it is given and larger."""
     row = _C.RowFormat(
-        payload_bytes=config.row_bytes or 0, scale_bytes=0, weight_bytes=8, topk=MOST_TOPK, payload_type=0
+        payload_bytes=config.row_bytes or 0, scale_bytes=0, weight_bytes=8, topk=MAX_TOPK, payload_type=0
     )
     return max(WIDEST_ROW_BYTES + (2 << 10), row.slot_bytes)
 

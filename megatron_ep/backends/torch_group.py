@@ -7,7 +7,7 @@ import contextlib
 import torch
 import torch.distributed as dist
 
-from megatron_ep.config import LONGEST_TIMEOUT_S
+from megatron_ep.config import MAX_TIMEOUT_S
 
 
 def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> float | None:
@@ -19,5 +19,5 @@ def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> float |
     for kind in (device, torch.device("cpu")):
         with contextlib.suppress(RuntimeError, AttributeError):  # no backend for it, or one of another kind
             seconds = group._get_backend(kind).options._timeout.total_seconds()  # type: ignore[union-attr]
-            return min(seconds, LONGEST_TIMEOUT_S) if seconds > 0 else None
+            return min(seconds, MAX_TIMEOUT_S) if seconds > 0 else None
     return None

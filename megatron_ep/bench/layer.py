@@ -42,7 +42,7 @@ class Measured:
 OTHERS = "other benchmarks, each with its own --help:" + "".join(
     f"\n  megatron-ep bench {name:<12} {what}" for name, what in NAMES.items()
 )
-MOST_LOW_LATENCY_TOKENS = 1024  # that the mode takes
+MAX_LOW_LATENCY_TOKENS = 1024  # that the mode takes
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def measure(case: Case, beside_megatron: bool, warmup: int, iterations: int) -> 
     topology = ep.Topology(case.nodes, case.ranks_per_node)
     with torch.no_grad(), ep.Buffer(dist.group.WORLD, config, topology) as buffer:
         others = {}
-        if case.tokens <= MOST_LOW_LATENCY_TOKENS:
+        if case.tokens <= MAX_LOW_LATENCY_TOKENS:
             others["low_latency"] = _steps_of_low_latency(buffer, case, x, topk_idx)
             others["low_latency_sum_at_expert"] = _steps_of_low_latency(buffer, case, x, topk_idx, sum_at="expert")
             if x.dtype == torch.bfloat16:

@@ -113,7 +113,7 @@ def _compare_all() -> int:
         print(f"megatron-ep env: rank {rank} lost the others: {error}", file=sys.stderr)
         return 1
     if rank == 0:
-        print(codec.readable(text, codec.MOST_BYTES), flush=True)
+        print(codec.readable(text, codec.MAX_BYTES), flush=True)
     return status
 
 

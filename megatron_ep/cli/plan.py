@@ -12,7 +12,7 @@ from megatron_ep.backends import sizes
 from megatron_ep.backends.connect import queue_pairs
 from megatron_ep.backends.cuda import DEFAULT_SMS
 from megatron_ep.config import Config, Topology, require_int
-from megatron_ep.normal.launches import arrivals_of, most_rail_rows, sum_bytes_of
+from megatron_ep.normal.launches import arrivals_of, max_rail_rows, sum_bytes_of
 
 BF16_BYTES = 2
 Sections = dict[str, dict[str, Any]]
@@ -33,13 +33,13 @@ def make_plan(
         ValueError: what `megatron_ep.Buffer` and `dispatch` would refuse.
     """
     config.check_ranks(topology)
-    if topology.ranks_per_node > sizes.MOST_NODE_RANKS:
+    if topology.ranks_per_node > sizes.MAX_NODE_RANKS:
         raise ValueError(
-            f"RANKS (of a node) is {topology.ranks_per_node}, must be at most {sizes.MOST_NODE_RANKS}, as many as the "
+            f"RANKS (of a node) is {topology.ranks_per_node}, must be at most {sizes.MAX_NODE_RANKS}, as many as the "
             "largest NVLink domain has"
         )
     require_int("hidden", hidden, 1, 1 << 20)
-    require_int("topk", topk, 1, sizes.MOST_TOPK)
+    require_int("topk", topk, 1, sizes.MAX_TOPK)
     require_int("max_tokens", num_tokens, 1, 1 << 26)
     rows = num_tokens * topk if max_recv_tokens is None else max_recv_tokens
     require_int("max_recv_tokens", rows, 1, (1 << 31) - 1)
@@ -49,7 +49,7 @@ def make_plan(
     nvl_rows, rdma_rows = (row.slots(size) for size in (heap.nvl_ring_bytes, heap.rdma_ring_bytes))
     if not nvl_rows or not rdma_rows:
         raise ValueError(f"hidden is {hidden}, but no ring holds a row of {row.slot_bytes} bytes: set row_bytes")
-    rail = most_rail_rows(topology, rows, rows, num_tokens)
+    rail = max_rail_rows(topology, rows, rows, num_tokens)
     tables = {
         "counts and indices": 4 * heap.layout_size(num_tokens, topk),
         f"places of {rows} rows": 4 * rows * topk,

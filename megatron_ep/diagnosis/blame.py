@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-MOST_NAMED = 8  # ranks, in a message
+MAX_NAMED = 8  # ranks, in a message
 
 # What a low-latency role waits for that a receiving half brings; all else comes from sending halves.
 RELEASE = "a low-latency bank to be received"
@@ -166,5 +166,5 @@ def _sentence(
 
 
 def named(ranks: Sequence[int]) -> str:
-    """At most MOST_NAMED of them."""
-    return "rank " + ", ".join(map(str, ranks[:MOST_NAMED])) + (", ..." if len(ranks) > MOST_NAMED else "")
+    """At most MAX_NAMED of them."""
+    return "rank " + ", ".join(map(str, ranks[:MAX_NAMED])) + (", ..." if len(ranks) > MAX_NAMED else "")

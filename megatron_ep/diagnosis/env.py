@@ -28,7 +28,7 @@ PACKAGES = (
     "nvidia-nccl-cu13",
     "nvidia-nvshmem-cu13",
 )
-LONGEST_VALUE = 200  # of an environment variable, in characters
+MAX_VALUE = 200  # of an environment variable, in characters
 VARIABLES = {
     *("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
     *("CXX", "LD_LIBRARY_PATH", "LD_PRELOAD", "OMP_NUM_THREADS", "PYTHONPATH", "TORCHDYNAMO_DISABLE"),
@@ -244,7 +244,7 @@ def _environment() -> dict[str, str]:
 
 
 def _shortened(value: str) -> str:
-    return value if len(value) <= LONGEST_VALUE else f"{value[:LONGEST_VALUE]}... ({len(value)} characters)"
+    return value if len(value) <= MAX_VALUE else f"{value[:MAX_VALUE]}... ({len(value)} characters)"
 
 
 def _read(path: str | Path) -> str | None:

@@ -21,7 +21,7 @@ from megatron_ep.low_latency.handle import LowLatencyHandle
 from megatron_ep.low_latency.membership import MaskedRanks, check_policy
 from megatron_ep.low_latency.received import received_of
 from megatron_ep.low_latency.rows import row_format
-from megatron_ep.normal.api import MAX_TOPK, MOST_PADDED_ROWS, MOST_ROW_BYTES, Tensors
+from megatron_ep.normal.api import MAX_PADDED_ROWS, MAX_ROW_BYTES, MAX_TOPK, Tensors
 from megatron_ep.normal.autograd import need_gradient
 from megatron_ep.normal.rank_group import COMBINE_DTYPES, RankGroup
 
@@ -78,12 +78,12 @@ class LowLatency(MaskedRanks):
 
         def check() -> None:
             buffer.check_usable()
-            most = min(_C.LowLatencyHeap.most_tokens, MOST_PADDED_ROWS // buffer.config.num_experts)
+            most = min(_C.LowLatencyHeap.token_limit, MAX_PADDED_ROWS // buffer.config.num_experts)
             require_int("max_tokens", max_tokens, 1, most)
             require_int("topk", topk, 1, MAX_TOPK)
             if dtype not in COMBINE_DTYPES:
                 raise ValueError(f"dtype is {dtype}, must be one of {', '.join(map(str, COMBINE_DTYPES))}")
-            require_int("hidden", hidden, 1, MOST_ROW_BYTES // dtype.itemsize)
+            require_int("hidden", hidden, 1, MAX_ROW_BYTES // dtype.itemsize)
             check_policy(on_dead_rank, mask_timeout, buffer.config.timeout_seconds)
 
         self._settings = settings = {

@@ -15,8 +15,8 @@ from megatron_ep.low_latency.handle import LowLatencyHandle
 from megatron_ep.low_latency.rows import Float8, float8_of, row_format
 from megatron_ep.normal import expert_ids
 from megatron_ep.normal.api import (
-    MOST_PADDED_ROWS,
-    MOST_ROWS,
+    MAX_PADDED_ROWS,
+    MAX_ROWS,
     PAYLOAD_DTYPES,
     WEIGHT_DTYPES,
     WEIGHTS_OF_ROWS,
@@ -31,7 +31,7 @@ from megatron_ep.normal.rank_group import COMBINE_DTYPES, RankGroup
 
 LAYOUTS = ("masked", "grouped")
 PLACES = ("token", "expert")
-MOST_KNOWN = 256  # calls
+MAX_KNOWN = 256  # calls
 
 
 @dataclass
@@ -190,7 +190,7 @@ class Checks:
     def _remember(self, looks: Hashable | None, what: Any) -> None:
         if looks is None:
             return
-        if len(self._known) >= MOST_KNOWN:
+        if len(self._known) >= MAX_KNOWN:
             self._known.clear()
         self._known[looks] = what
 
@@ -229,7 +229,7 @@ class Checks:
         expert_capacity: int | None,
     ) -> int:
         world, local_experts = self._group.topology.world_size, self._group.num_local_experts
-        require_int("expert_alignment", expert_alignment, 1, MOST_PADDED_ROWS // local_experts)
+        require_int("expert_alignment", expert_alignment, 1, MAX_PADDED_ROWS // local_experts)
         if layout == "masked":
             if expert_alignment != 1 or max_recv_tokens is not None:
                 raise ValueError(
@@ -238,12 +238,12 @@ class Checks:
                 )
             if expert_capacity is None:
                 return local_experts * world * self._limits.max_tokens
-            require_int("expert_capacity", expert_capacity, 1, MOST_PADDED_ROWS // local_experts)
+            require_int("expert_capacity", expert_capacity, 1, MAX_PADDED_ROWS // local_experts)
             return local_experts * expert_capacity
         if expert_capacity is not None:
             raise ValueError(f"expert_capacity is {expert_capacity}, must be left out with layout 'grouped'")
         if max_recv_tokens is not None:
-            require_int("max_recv_tokens", max_recv_tokens, 1, MOST_ROWS)
+            require_int("max_recv_tokens", max_recv_tokens, 1, MAX_ROWS)
             return max_recv_tokens
         return world * self._limits.max_tokens * min(topk, local_experts) + local_experts * (expert_alignment - 1)
 

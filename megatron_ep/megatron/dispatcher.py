@@ -164,7 +164,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
                 # Megatron fills each expert up to its capacity with picks of probability 0: their place is kept free
                 # by expert_capacity at the receiver, and their rows need not travel.
                 routing_map = routing_map & (probs != 0)
-            topk_idx, weights = picks_of(routing_map, probs, self._most_experts(routing_map))
+            topk_idx, weights = picks_of(routing_map, probs, self._max_experts(routing_map))
         else:
             topk_idx, weights = routing_map, probs
         self.split_rows = None
@@ -280,7 +280,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
             forward_dtype=torch.float8_e4m3fn if as_float8 else None,
         )
 
-    def _decodes(self, most_tokens: int) -> bool:
+    def _decodes(self, max_tokens: int) -> bool:
         """Whether this step takes the low-latency mode. Ranks that differ in it would wait for each other in vain, so
         all that decides is the same on all ranks of the group: that Megatron's inference pads the experts, and how many
         tokens a step then has, are what its own all-to-all needs to be equal as well."""
@@ -289,7 +289,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
             and not torch.is_grad_enabled()
             and self.trusts_router
             and self.num_picks == self.config.moe_router_topk
-            and self._num_tokens <= most_tokens
+            and self._num_tokens <= max_tokens
         )
 
     @property
@@ -297,7 +297,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
         assert self.hidden_shape is not None, "dispatch_preprocess comes first"
         return math.prod(self.hidden_shape[:-1])
 
-    def _most_experts(self, routing_map: torch.Tensor) -> int:
+    def _max_experts(self, routing_map: torch.Tensor) -> int:
         """Experts of the token with the most of them, or moe_router_topk if none has more, or should have."""
         topk = self.config.moe_router_topk
         if self.trusts_router or routing_map.shape[0] == 0 or _is_capturing(routing_map):  # a graph's shapes are fixed

@@ -29,7 +29,7 @@ SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
 # What `dispatch` took as topk_weights, [T, K], is not it.
 WEIGHTS_OF_ROWS = ": one for each row of x, such as rows.probs of rows = dispatch(..., topk_weights)"
 # Rows and bytes of a row are counted in 32 bits; the rows that padding adds must leave room for others.
-MOST_ROWS, MOST_PADDED_ROWS, MOST_ROW_BYTES = 2**31 - 1, 2**30, 2**31 - 1
+MAX_ROWS, MAX_PADDED_ROWS, MAX_ROW_BYTES = 2**31 - 1, 2**30, 2**31 - 1
 
 
 @dataclass
@@ -129,12 +129,12 @@ def dispatch(
         if handle is None:
             ids = as_list("topk_idx", topk_idx, group, is_traced)
             check_ids(ids)
-            most_rows = MOST_PADDED_ROWS // group.num_local_experts
-            require_int("expert_alignment", expert_alignment, 1, most_rows)
+            max_rows = MAX_PADDED_ROWS // group.num_local_experts
+            require_int("expert_alignment", expert_alignment, 1, max_rows)
             if expert_capacity is not None:
-                require_int("expert_capacity", expert_capacity, 1, most_rows)
+                require_int("expert_capacity", expert_capacity, 1, max_rows)
             if max_recv_tokens is not None:
-                require_int("max_recv_tokens", max_recv_tokens, 1, MOST_ROWS)
+                require_int("max_recv_tokens", max_recv_tokens, 1, MAX_ROWS)
             if expert_capacity is not None and expert_alignment != 1:
                 raise ValueError(f"expert_alignment is {expert_alignment}, must be 1 with expert_capacity")
             num_tokens, topk = [idx.shape[0] for idx in ids], ids[0].shape[1]
@@ -299,8 +299,8 @@ def check_payload(name: str, xs: list[torch.Tensor], rows: list[int], allowed: S
     for x, expected in zip(xs, rows, strict=True):
         if x.dim() != 2 or x.shape[0] != expected or x.shape[1] < 1:
             raise ValueError(f"{name} has shape {tuple(x.shape)}, must be [{expected}, H] with H >= 1")
-        if x.shape[1] * x.element_size() > MOST_ROW_BYTES or x.shape[0] > MOST_ROWS:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}, must be smaller: {MOST_ROW_BYTES} bytes a row")
+        if x.shape[1] * x.element_size() > MAX_ROW_BYTES or x.shape[0] > MAX_ROWS:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, must be smaller: {MAX_ROW_BYTES} bytes a row")
         if x.shape[1] != xs[0].shape[1]:
             raise ValueError(f"{name} has H = {xs[0].shape[1]} on one rank and {x.shape[1]} on another, must be equal")
 

@@ -22,12 +22,12 @@ NVL_BATCH = 8
 # Combine's local pass keeps a sum for each row that may arrive, at most so many times the bytes that it saves the
 # exchange from reading: with expert_capacity W * T may arrive, of which on many ranks hardly any has several places.
 # Without one, K = 8 experts drawn evenly come to 1.9 times as much on 8 ranks, to 4.3 on 16 and 8.7 on 32.
-MOST_SUM_BYTES = 5
+MAX_SUM_BYTES = 5
 # Of a handle's layout: read from a name of the extension it would break torch.compile's graph.
 OVERFLOW = int(_C.Heap.overflow_offset)
 
 
-def most_arrivals(max_recv_tokens: int, expert_capacity: int, num_tokens: int, world_size: int) -> int:
+def max_arrivals(max_recv_tokens: int, expert_capacity: int, num_tokens: int, world_size: int) -> int:
     """Tokens whose places a rank remembers when it does not ask how many arrive; those after them are left out.
 
     Without a capacity, so many fill max_recv_tokens rows. With one, most tokens of a busy expert may take no row: then
@@ -36,7 +36,7 @@ def most_arrivals(max_recv_tokens: int, expert_capacity: int, num_tokens: int, w
     return max_recv_tokens if expert_capacity == 0 else max(max_recv_tokens, world_size * num_tokens)
 
 
-def most_rail_rows(topology: Topology, max_recv_tokens: int, arrivals: int, num_tokens: int) -> int:
+def max_rail_rows(topology: Topology, max_recv_tokens: int, arrivals: int, num_tokens: int) -> int:
     """Tokens of other nodes that pass through a rank of which it does not ask how many there are.
 
     If no rank has more tokens than this one, (N - 1) * T are all of them. Those of ranks that have more are known by
@@ -236,8 +236,8 @@ def _exchange_counts(group: RankGroup, request: CountsToAskFor) -> tuple[list[Ra
             rows, received, rail = totals[i].expert_rows, totals[i].received_rows, totals[i].rail_rows
         else:
             rows = most
-            received = most_arrivals(most, request.expert_capacity, num_tokens, group.topology.world_size)
-            rail = most_rail_rows(group.topology, most, received, num_tokens)
+            received = max_arrivals(most, request.expert_capacity, num_tokens, group.topology.world_size)
+            rail = max_rail_rows(group.topology, most, received, num_tokens)
             if totals and not request.has_fixed_sizes:
                 received, rail = min(totals[i].received_rows, received), totals[i].rail_rows
         positions = torch.empty(received, topk, dtype=torch.int32, device=group.device)
@@ -298,7 +298,7 @@ def sum_bytes_of(world_size: int, topk: int, rows: int, arrivals: int, row_bytes
     """What combine takes for the sums of its local pass, for so many rows of experts, of as many tokens at most; 0
     where that is too much: then there is no such pass."""
     size = arrivals * row_bytes
-    return size if size <= MOST_SUM_BYTES * _saved_bytes(world_size, topk, rows, row_bytes) else 0
+    return size if size <= MAX_SUM_BYTES * _saved_bytes(world_size, topk, rows, row_bytes) else 0
 
 
 def _has_local_pass(group: RankGroup, rank: RankHandle, row: _C.RowFormat, least_stores: float = 0.0) -> bool:

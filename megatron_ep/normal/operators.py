@@ -21,7 +21,7 @@ from megatron_ep.normal import launches
 from megatron_ep.normal.handle import CountsToAskFor, Handle
 from megatron_ep.normal.rank_group import RankGroup
 
-MOST_ROWS = 2**31 - 1  # counted in 32 bits
+MAX_ROWS = 2**31 - 1  # counted in 32 bits
 ANY_STREAM = -1  # of a handle's tables: that of a later launch is another one
 
 
@@ -117,16 +117,14 @@ def _(
     for idx in topk_idx:
         num_tokens = idx.shape[0]
         if is_fixed:
-            received = launches.most_arrivals(max_recv_tokens, expert_capacity, num_tokens, group.topology.world_size)
-            rail = launches.most_rail_rows(group.topology, max_recv_tokens, received, num_tokens)
+            received = launches.max_arrivals(max_recv_tokens, expert_capacity, num_tokens, group.topology.world_size)
+            rail = launches.max_rail_rows(group.topology, max_recv_tokens, received, num_tokens)
             rows.append(max_recv_tokens)
         else:
-            received = context.new_dynamic_size(max=MOST_ROWS)
-            rail = context.new_dynamic_size(max=MOST_ROWS) if group.topology.nodes > 1 else 0
+            received = context.new_dynamic_size(max=MAX_ROWS)
+            rail = context.new_dynamic_size(max=MAX_ROWS) if group.topology.nodes > 1 else 0
             rows.append(
-                expert_capacity * group.num_local_experts
-                if expert_capacity
-                else context.new_dynamic_size(max=MOST_ROWS)
+                expert_capacity * group.num_local_experts if expert_capacity else context.new_dynamic_size(max=MAX_ROWS)
             )
         counts_on = group.device if is_fixed else torch.device("cpu")
         counts.append(torch.empty(2, group.num_local_experts, dtype=torch.int64, device=counts_on))

@@ -135,7 +135,7 @@ def _run(recipe: Recipe, out: Path, resume: bool) -> None:
                         grad_norm=float(grad_norm),
                         seconds=seconds,
                         tflops=operations / seconds / recipe.topology.world_size / 1e12,
-                        memory_gib=_most_memory(recipe.train.device) / 2**30,
+                        memory_gib=_max_memory(recipe.train.device) / 2**30,
                     ),
                     slowest,
                 )
@@ -183,7 +183,7 @@ def _forward_step(batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, A
     return losses, reduce
 
 
-def _most_memory(device: str) -> int:
+def _max_memory(device: str) -> int:
     """Bytes: see `log.Row`."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()

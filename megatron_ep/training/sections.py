@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from megatron_ep.config import LONGEST_TIMEOUT_S, Config
+from megatron_ep.config import MAX_TIMEOUT_S, Config
 from megatron_ep.megatron.options import NAMES, Options
 
 Positive = Annotated[int, Field(gt=0)]
@@ -175,7 +175,7 @@ class Train(Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1234
     threads_per_rank: Positive = 1
     # seconds that a rank waits for the others in a collective
-    distributed_timeout: Annotated[float, Field(gt=0, le=LONGEST_TIMEOUT_S)] = 300.0
+    distributed_timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] = 300.0
 
 
 class Optimizer(Section):

@@ -116,7 +116,7 @@ def test_what_a_buffer_would_refuse(arguments, name, capsys):
 
 def test_the_largest_node_is_what_the_kernels_take():
     header = (Path(__file__).parents[2] / "csrc/core/topology.h").read_text()
-    assert f"kMaxNodeRanks = {sizes.MOST_NODE_RANKS};" in header
+    assert f"kMaxNodeRanks = {sizes.MAX_NODE_RANKS};" in header
 
 
 def test_tokens_that_pass_through_take_no_memory_for_all_of_them():

@@ -107,7 +107,7 @@ void run_case(uint64_t seed) {
         std::vector<DispatchArgs> dispatch[2];
         std::vector<CombineArgs> combine[2];
         const bool may_pass[] = {c.pick(0, 1) == 0, c.pick(0, 1) == 0};  // dispatch, combine
-        const int sum_warps = c.pick(1, CombineArgs::kMostSumWarps);
+        const int sum_warps = c.pick(1, CombineArgs::kMaxSumWarps);
         ++call;
         for (int rank = 0; rank < world; ++rank) {
             expert_out.emplace_back(rows[rank] * c.format.payload_bytes);

@@ -36,11 +36,11 @@ class FaultyExecutor : public SeededExecutor {
           fault_(fault) {}
 
     using SeededExecutor::wait;
-    WaitEnd wait(Condition condition, const RankState& rank, uint64_t most_ns) override {
+    WaitEnd wait(Condition condition, const RankState& rank, uint64_t max_ns) override {
         if (fault_.kind == Fault::Kind::Abort && rank.rank == fault_.rank &&
             ++waits_ > fault_.after)
             rank.abort(Outcome::Failed);
-        return SeededExecutor::wait(condition, rank, most_ns);
+        return SeededExecutor::wait(condition, rank, max_ns);
     }
 
   private:
@@ -148,7 +148,7 @@ bool fails_without_credits(uint64_t seed) {
 
 int run_for(std::chrono::seconds limit, uint64_t first, const char* program) {
     using Clock = std::chrono::steady_clock;
-    constexpr int kLongestSeconds = 60;  // a program takes milliseconds
+    constexpr int kMaxSeconds = 60;  // a program takes milliseconds
     const auto end = Clock::now() + limit;
     std::atomic<uint64_t> next = first;
     std::atomic<bool> failed = false;
@@ -165,7 +165,7 @@ int run_for(std::chrono::seconds limit, uint64_t first, const char* program) {
         std::jthread watch([&](const std::stop_token& stop) {
             while (!stop.stop_requested()) {
                 std::this_thread::sleep_for(std::chrono::milliseconds(100));
-                if (Clock::now() - started.load() > std::chrono::seconds(kLongestSeconds)) {
+                if (Clock::now() - started.load() > std::chrono::seconds(kMaxSeconds)) {
                     fail(seed, "it does not end");
                     std::_Exit(1);
                 }

@@ -81,10 +81,10 @@ struct LowLatencyProgram {
     // engine, too.
     enum class Sizes { OfWarps, OfBlocks };
 
-    // most_under_way: how many calls of a kind may be; more than two is against the rules.
-    LowLatencyProgram(uint64_t seed, SimulatedNetwork* network, int most_under_way = 2,
+    // max_under_way: how many calls of a kind may be; more than two is against the rules.
+    LowLatencyProgram(uint64_t seed, SimulatedNetwork* network, int max_under_way = 2,
                       Sizes sizes = Sizes::OfWarps, bool masking = false)
-        : random(seed), under_way(most_under_way) {
+        : random(seed), under_way(max_under_way) {
         topology = {pick(1, 3), pick(1, 2)};
         const int world = topology.world();
         experts = world * pick(1, 3);

@@ -15,11 +15,11 @@
 // ranks lies the p2p fabric, or with OVER_NCCL or OVER_NVSHMEM that of NCCL or NVSHMEM.
 namespace ep {
 
-constexpr int kMostRanks = 9;
-using Notify = NotifyJoint<Ranks::Params, kMostRanks>;
-using Dispatch = DispatchJoint<Ranks::Params, kMostRanks>;
-using FusedDispatch = FusedDispatchJoint<Ranks::Params, kMostRanks>;
-using Combine = CombineJoint<Ranks::Params, kMostRanks>;
+constexpr int kMaxRanks = 9;
+using Notify = NotifyJoint<Ranks::Params, kMaxRanks>;
+using Dispatch = DispatchJoint<Ranks::Params, kMaxRanks>;
+using FusedDispatch = FusedDispatchJoint<Ranks::Params, kMaxRanks>;
+using Combine = CombineJoint<Ranks::Params, kMaxRanks>;
 
 // Memory that nothing may write outside of, aligned as the GPU's allocator does.
 class Memory {

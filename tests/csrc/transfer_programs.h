@@ -57,7 +57,7 @@ struct TransferProgram {
         int receivers = 1;  // of combine, a channel
     };
 
-    static constexpr int kMostTopk = 4, kMostHidden = 6, kMostScales = 20;
+    static constexpr int kMaxTopk = 4, kMaxHidden = 6, kMaxScales = 20;
 
     std::mt19937_64 random;
     Topology topology;
@@ -80,7 +80,7 @@ struct TransferProgram {
         topology = {pick(1, 3), pick(1, 3)};
         const int world = topology.world();
         experts = world * pick(1, 3);
-        const size_t largest = RowFormat(kMostHidden * 8, kMostScales, 8, kMostTopk).slot_bytes();
+        const size_t largest = RowFormat(kMaxHidden * 8, kMaxScales, 8, kMaxTopk).slot_bytes();
         heap = {topology, experts, pick(1, 3), align_up(largest * pick(1, 4), Heap::kLine),
                 align_up(largest * pick(1, 4), Heap::kLine)};
         std::vector<ControlBlock*> controls;
@@ -109,8 +109,8 @@ struct TransferProgram {
         }
         call.dtype = static_cast<DType>(pick(0, 3));
         const int topk = handles[call.handle].topk;
-        const int scales = kind == Kind::Dispatch && pick(0, 2) == 0 ? pick(1, kMostScales) : 0;
-        call.format = {pick(1, kMostHidden) * size_of(call.dtype), scales, 4 * pick(0, 2), topk,
+        const int scales = kind == Kind::Dispatch && pick(0, 2) == 0 ? pick(1, kMaxScales) : 0;
+        call.format = {pick(1, kMaxHidden) * size_of(call.dtype), scales, 4 * pick(0, 2), topk,
                        static_cast<int>(call.dtype)};
         call.weighted = kind == Kind::Combine && pick(0, 1);
         calls.push_back(call);
@@ -119,7 +119,7 @@ struct TransferProgram {
     }
 
     void add_handle() {
-        const int world = topology.world(), topk = pick(1, std::min(kMostTopk, experts));
+        const int world = topology.world(), topk = pick(1, std::min(kMaxTopk, experts));
         const uint64_t epoch = handles.size() + 1;
         handles.push_back({topk, pick(0, 2) ? 1 : 4, std::vector<Share>(world)});
         Handle& handle = handles.back();
@@ -296,7 +296,7 @@ struct TransferProgram {
                         part.out_weights.data(),
                         call.weighted ? part.row_weights.data() : nullptr,
                         part.sums.empty() ? nullptr : part.sums.data(),
-                        pick(1, CombineArgs::kMostSumWarps)};
+                        pick(1, CombineArgs::kMaxSumWarps)};
         part.receivers = pick(1, std::min(static_cast<int>(args.nvl_slots()), 6));
     }
 

@@ -6,7 +6,7 @@
 #include "protocol/combine.h"
 
 int main() {
-    constexpr uint64_t kMostRows = (uint64_t{1} << 31) - 1;
+    constexpr uint64_t kMaxRows = (uint64_t{1} << 31) - 1;
     for (const uint64_t wrap : {uint64_t{0}, uint64_t{1} << 32, uint64_t{1} << 33}) {
         std::set<uint32_t> epochs;
         const uint64_t first = wrap ? wrap - 4 : 1;
@@ -19,7 +19,7 @@ int main() {
             ep::TransferArgs call{}, before{};
             call.call = number;
             before.call = number - 1;
-            for (const uint64_t rows : {uint64_t{0}, uint64_t{1}, kMostRows}) {
+            for (const uint64_t rows : {uint64_t{0}, uint64_t{1}, kMaxRows}) {
                 EXPECT(ep::summed_in_call(call, ep::sums_of_call(call, rows)) == rows);
                 if (number > 1)
                     EXPECT(ep::summed_in_call(call, ep::sums_of_call(before, rows)) == 0);

@@ -23,7 +23,7 @@ import megatron_ep as ep
 from megatron_ep.megatron import decoding
 from megatron_ep.megatron.layer import ep_layer_spec
 
-VOCABULARY, MOST_TOKENS = 64, 32  # the longest a sequence gets
+VOCABULARY, MAX_TOKENS = 64, 32  # the longest a sequence gets
 MODEL = dict(
     num_layers=2,
     attention_backend=AttnBackend.local,
@@ -56,7 +56,7 @@ def make_model(config, ours, weights=None, **tracker):
     if ours:
         spec = ep_layer_spec(spec)
     with mock.patch.dict(os.environ):  # it leaves the choice of attention there, for all models of the process
-        model = GPTModel(config, spec, VOCABULARY, MOST_TOKENS, position_embedding_type="rope")
+        model = GPTModel(config, spec, VOCABULARY, MAX_TOKENS, position_embedding_type="rope")
     if torch.cuda.is_available():
         model.cuda()
     if weights is not None:
@@ -67,7 +67,7 @@ def make_model(config, ours, weights=None, **tracker):
 def make_engine(model, batch, pads=True):
     """Megatron's static engine for that many prompts at a time. pads: whether it pads the experts for decoding."""
     config = model.config
-    context = StaticInferenceContext(max_batch_size=batch, max_sequence_length=MOST_TOKENS)
+    context = StaticInferenceContext(max_batch_size=batch, max_sequence_length=MAX_TOKENS)
     if hasattr(config, PADDING):  # Megatron-Core 0.19
         setattr(config, PADDING, pads)
         wrapped = GPTInferenceWrapper(model, context)
@@ -80,7 +80,7 @@ def make_engine(model, batch, pads=True):
             inference_batch_times_seqlen_threshold=-1,
             padded_vocab_size=VOCABULARY,
             inference_max_requests=batch,
-            inference_max_seq_length=MOST_TOKENS,
+            inference_max_seq_length=MAX_TOKENS,
             moe_pad_experts_for_cuda_graph_inference=pads,
         )
         wrapped = GPTInferenceWrapper(model, settings, context)

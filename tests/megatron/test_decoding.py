@@ -216,4 +216,4 @@ def test_more_rows_than_fit_are_told(four_ranks):
 def test_the_option_is_checked(value):
     with pytest.raises(ValueError, match=f"{MOST} is {value}, must be"):
         shared_buffers.configure(**{MOST: value})
-    assert _C.LowLatencyHeap.most_tokens == options.MOST_DECODED
+    assert _C.LowLatencyHeap.token_limit == options.MAX_DECODED

@@ -17,7 +17,7 @@ def test_sums_take_a_bounded_multiple_of_what_they_save():
         size = launches.sum_bytes_of(world, topk, rows, arrivals, 14336)
         drawn = 1 - (1 - 1 / world) ** topk  # the chance that a token comes to a rank
         saved = rows * (1 - world * drawn / topk) * 14336
-        assert size in (0, arrivals * 14336) and size <= launches.MOST_SUM_BYTES * saved
+        assert size in (0, arrivals * 14336) and size <= launches.MAX_SUM_BYTES * saved
     assert launches.sum_bytes_of(32, 8, 32768, 32 * 4096, 14336) == 0, "1.75 GiB to save 48 MB"
     for world, arrivals in ((8, 21504), (16, 26434)):
         assert launches.sum_bytes_of(world, 8, 32768, arrivals, 14336) == arrivals * 14336
@@ -39,7 +39,7 @@ def test_with_and_without_sums_the_bits_are_the_same(capacity):
         mock.patch.object(launches, "sum_bytes_of", spy),
     ):
         for most in (1e9, 0):
-            with mock.patch.object(launches, "MOST_SUM_BYTES", most):
+            with mock.patch.object(launches, "MAX_SUM_BYTES", most):
                 rows = ep.dispatch(x, ids, buffer=cluster, expert_capacity=capacity)
                 results.append(ep.combine(rows.x, rows.handle))
     assert all(sizes[:4]) and sizes[4:] == [0] * 4

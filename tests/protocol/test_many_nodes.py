@@ -10,10 +10,10 @@ HIDDEN, TOPK = 8, 4
 SLOT = 8 * 16  # a row of 8 floats with K = 4 on the wire
 
 
-def tensors(world, experts, most_tokens):
+def tensors(world, experts, max_tokens):
     """Every other rank has tokens for a few experts only, of nodes far apart."""
     generator = torch.Generator().manual_seed(world)
-    tokens = torch.randint(0, most_tokens + 1, (world,), generator=generator).tolist()
+    tokens = torch.randint(0, max_tokens + 1, (world,), generator=generator).tolist()
     x = [torch.randint(-9, 10, (t, HIDDEN), generator=generator).float() for t in tokens]
     ids = []
     for rank, t in enumerate(tokens):
@@ -25,7 +25,7 @@ def tensors(world, experts, most_tokens):
 
 
 @pytest.mark.parametrize(
-    ("nodes", "ranks_per_node", "most_tokens", "rows_of_ring", "seed"),
+    ("nodes", "ranks_per_node", "max_tokens", "rows_of_ring", "seed"),
     [
         (6, 1, 60, 1, 0),
         (6, 1, 60, 2, 1),
@@ -37,9 +37,9 @@ def tensors(world, experts, most_tokens):
         (64, 8, 4, 2, None),
     ],
 )
-def test_there_and_back(nodes, ranks_per_node, most_tokens, rows_of_ring, seed):
+def test_there_and_back(nodes, ranks_per_node, max_tokens, rows_of_ring, seed):
     world = nodes * ranks_per_node
-    x, ids = tensors(world, world, most_tokens)
+    x, ids = tensors(world, world, max_tokens)
     expected, _, _ = reference.dispatch(x, ids, [torch.ones(i.shape) for i in ids], world)
     ring = rows_of_ring * SLOT
     config = ep.Config(num_experts=world, timeout=60, nvl_ring_bytes=ring, rdma_ring_bytes=ring)

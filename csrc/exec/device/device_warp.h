@@ -320,11 +320,11 @@ class DeviceWarp {
     }
 
     // The lanes whose need is met, once `enough` is true of them; 0 if the wait ended badly. Lanes
-    // from `count` on need `other`. over: set, instead of giving up, after most_ns or with the
+    // from `count` on need `other`. over: set, instead of giving up, after max_ns or with the
     // deadline.
     template <class F, class Enough>
     __device__ __forceinline__ uint32_t poll(Wait wait, int count, F&& need, Enough&& enough,
-                                             const WaitCondition& other, uint64_t most_ns = 0,
+                                             const WaitCondition& other, uint64_t max_ns = 0,
                                              bool* over = nullptr) {
         uint64_t start = deadline_start_;
         uint64_t began = 0;  // only a wait that lasts is measured: one that does not costs nothing
@@ -342,7 +342,7 @@ class DeviceWarp {
             peer = is_met(mine) ? -1 : mine.peer;
             // One lane decides for all, or some of them might go on.
             Outcome so_far = outcome_so_far(start);
-            if (over && so_far == Outcome::Ok && ptx::globaltimer() - began > most_ns)
+            if (over && so_far == Outcome::Ok && ptx::globaltimer() - began > max_ns)
                 so_far = Outcome::Timeout;
             const auto end = static_cast<Outcome>(__shfl_sync(kAll, static_cast<int>(so_far), 0));
             if (end == Outcome::Ok) continue;

@@ -13,7 +13,7 @@ namespace ep::ptx {
 __device__ __forceinline__ void delay([[maybe_unused]] const void* flag,
                                       [[maybe_unused]] uint64_t value) {
 #if defined(MEGATRON_EP_DELAYS)
-    constexpr uint32_t kLongest = 8192;  // ns
+    constexpr uint32_t kMax = 8192;  // ns
     uint64_t hash = MEGATRON_EP_DELAYS;
     auto mix = [&](uint64_t word) {
         hash = (hash ^ word) * 0x9e3779b97f4a7c15;
@@ -22,7 +22,7 @@ __device__ __forceinline__ void delay([[maybe_unused]] const void* flag,
     mix(reinterpret_cast<uint64_t>(flag));
     mix(value);
     mix(static_cast<uint64_t>(blockIdx.x) << 32 | threadIdx.x);
-    if (hash % 4 == 0) __nanosleep(hash / 4 % kLongest);
+    if (hash % 4 == 0) __nanosleep(hash / 4 % kMax);
 #endif
 }
 

@@ -33,7 +33,7 @@ class Executor {
 
     // Returns once the condition holds, the rank's abort flag is up, or the rank's timeout or so
     // many ns have passed.
-    virtual WaitEnd wait(Condition condition, const RankState& rank, uint64_t most_ns) = 0;
+    virtual WaitEnd wait(Condition condition, const RankState& rank, uint64_t max_ns) = 0;
     WaitEnd wait(Condition condition, const RankState& rank) {
         return wait(condition, rank, ~uint64_t{0});
     }

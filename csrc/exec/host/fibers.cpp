@@ -28,7 +28,7 @@ struct FiberExecutor::Fiber {
     void* stack;
     RoleTask task;
     std::optional<Condition> condition;  // what it waits for, if it waits
-    uint64_t most_ns = 0;                // that it waits
+    uint64_t max_ns = 0;                 // that it waits
     Clock::time_point wait_start;
     bool timing = false;  // wait_start is set: only once the executor has been idle
     WaitEnd end = WaitEnd::Met;
@@ -48,7 +48,7 @@ struct FiberExecutor::Fiber {
             timing = true;
             wait_start = Clock::now();
         }
-        return task.rank->expired(wait_start, most_ns);
+        return task.rank->expired(wait_start, max_ns);
     }
 };
 
@@ -129,10 +129,10 @@ void FiberExecutor::resume(Fiber& fiber) {
     current_ = nullptr;
 }
 
-WaitEnd FiberExecutor::wait(Condition condition, const RankState& rank, uint64_t most_ns) {
+WaitEnd FiberExecutor::wait(Condition condition, const RankState& rank, uint64_t max_ns) {
     Fiber& fiber = *current_;
     fiber.condition = condition;
-    fiber.most_ns = most_ns;
+    fiber.max_ns = max_ns;
     swapcontext(&fiber.context, &fiber.scheduler);
     if (rank.stalled) throw Stalled{};
     return fiber.end;
@@ -172,7 +172,7 @@ void FiberExecutor::expire_all() {
 void FiberExecutor::idle() {
     constexpr int kYields = 64;
     constexpr int kClockEvery = 16;
-    constexpr long kFirstSleep = 20'000, kLongestSleep = 1'000'000;  // ns
+    constexpr long kFirstSleep = 20'000, kMaxSleep = 1'000'000;  // ns
     if (++idle_passes_ % kClockEvery == 0 || idle_passes_ > kYields) {
         for (auto& fiber : fibers_) {
             if (!fiber->done && fiber->expired()) {
@@ -186,14 +186,14 @@ void FiberExecutor::idle() {
         sched_yield();
     } else {
         const timespec pause{
-            0, std::min(kLongestSleep, kFirstSleep << std::min(6, (idle_passes_ - kYields) / 8))};
+            0, std::min(kMaxSleep, kFirstSleep << std::min(6, (idle_passes_ - kYields) / 8))};
         nanosleep(&pause, nullptr);
     }
 }
 
-WaitEnd SeededExecutor::wait(Condition condition, const RankState& rank, uint64_t most_ns) {
+WaitEnd SeededExecutor::wait(Condition condition, const RankState& rank, uint64_t max_ns) {
     if (rank.rank == stall_.rank && ++waits_ == stall_.wait) rank.stalled = true;
-    return FiberExecutor::wait(condition, rank, most_ns);
+    return FiberExecutor::wait(condition, rank, max_ns);
 }
 
 bool SeededExecutor::step() {

@@ -22,7 +22,7 @@ class FiberExecutor : public Executor {
     // Throws what a role threw, after all have ended.
     void run(std::vector<RoleTask> tasks, std::function<bool()> interrupted = {});
     using Executor::wait;
-    WaitEnd wait(Condition condition, const RankState& rank, uint64_t most_ns) override;
+    WaitEnd wait(Condition condition, const RankState& rank, uint64_t max_ns) override;
     uint64_t idle_ns() override;
 
   protected:
@@ -79,7 +79,7 @@ class SeededExecutor : public FiberExecutor {
         : random_(seed), network_(network), stall_(stall) {}
 
     using Executor::wait;
-    WaitEnd wait(Condition condition, const RankState& rank, uint64_t most_ns) override;
+    WaitEnd wait(Condition condition, const RankState& rank, uint64_t max_ns) override;
     bool preempts() override { return random_() % 4 == 0; }
     uint64_t idle_ns() override { return 0; }
 

@@ -22,12 +22,12 @@ struct RankState {
     uint64_t* waited = nullptr;       // [world], ns, see Heap; null: nobody asks
 
     // Whether a wait of at most so many ns is over.
-    bool expired(std::chrono::steady_clock::time_point start, uint64_t most_ns) const {
+    bool expired(std::chrono::steady_clock::time_point start, uint64_t max_ns) const {
         const auto now = std::chrono::steady_clock::now();
         const auto waited = now - start;
         return waited > timeout || now > deadline ||
                static_cast<uint64_t>(
-                   std::chrono::duration_cast<std::chrono::nanoseconds>(waited).count()) > most_ns;
+                   std::chrono::duration_cast<std::chrono::nanoseconds>(waited).count()) > max_ns;
     }
 
     bool aborted() const { return abort_word().load(std::memory_order_acquire) != 0; }

@@ -15,11 +15,11 @@ class ThreadExecutor : public Executor {
     }
 
     using Executor::wait;
-    WaitEnd wait(Condition condition, const RankState& rank, uint64_t most_ns) override {
+    WaitEnd wait(Condition condition, const RankState& rank, uint64_t max_ns) override {
         const auto start = std::chrono::steady_clock::now();
         while (!condition()) {
             if (rank.aborted()) return WaitEnd::Aborted;
-            if (rank.expired(start, most_ns)) return WaitEnd::Expired;
+            if (rank.expired(start, max_ns)) return WaitEnd::Expired;
             std::this_thread::yield();
         }
         return WaitEnd::Met;

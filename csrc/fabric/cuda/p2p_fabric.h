@@ -12,7 +12,7 @@ class P2pFabric;
 
 struct P2pFabricParams {
     using Fabric = P2pFabric;
-    static constexpr int kMostLocalRanks = 32;   // in one process
+    static constexpr int kMaxLocalRanks = 32;    // in one process
     static constexpr bool kMergesNotify = true;  // with a dispatch within a node
 
     Topology topology;

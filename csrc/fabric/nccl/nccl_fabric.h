@@ -21,7 +21,7 @@ class NcclFabric;
 // a flag of the network is the signal of its number, in the context of its channel at both ends.
 struct NcclFabricParams {
     using Fabric = NcclFabric;
-    static constexpr int kMostLocalRanks = 1;     // in one process
+    static constexpr int kMaxLocalRanks = 1;      // in one process
     static constexpr bool kMergesNotify = false;  // with a dispatch within a node
 
     Topology topology;

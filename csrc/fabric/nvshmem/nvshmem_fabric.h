@@ -22,7 +22,7 @@ class NvshmemFabric;
 // carries out an atomic when the writes before it are done. Any other transport needs a fence.
 struct NvshmemFabricParams {
     using Fabric = NvshmemFabric;
-    static constexpr int kMostLocalRanks = 1;     // in one process
+    static constexpr int kMaxLocalRanks = 1;      // in one process
     static constexpr bool kMergesNotify = false;  // with a dispatch within a node
 
     Topology topology;

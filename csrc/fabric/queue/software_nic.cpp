@@ -282,7 +282,7 @@ void SoftwareNic::take(int rank, const Frame& frame) {
             add(port->heaps_[rank_] + frame.address, frame.increment);
     } else if (frame.kind == Frame::kStatus) {
         ControlBlock& said = arriving_[rank];
-        said.reason.bytes = std::min<uint64_t>(said.reason.bytes, Reason::kMostBytes);
+        said.reason.bytes = std::min<uint64_t>(said.reason.bytes, Reason::kMaxBytes);
         copy_status(*controls_[rank], said);
     } else if (frame.kind == Frame::kAbort) {
         const auto outcome = static_cast<int>(ControlBlock::outcome_of(frame.increment));
@@ -325,7 +325,7 @@ void SoftwareNic::lose(int rank) {
     const std::string& why = links_[rank]->end();
     ControlBlock& mirror = *controls_[rank];
     if (!std::atomic_ref<uint64_t>(mirror.reason.bytes).load()) {
-        const size_t bytes = std::min(why.size(), Reason::kMostBytes);
+        const size_t bytes = std::min(why.size(), Reason::kMaxBytes);
         std::memcpy(mirror.reason.text, why.data(), bytes);
         std::atomic_ref<uint64_t>(mirror.reason.bytes).store(bytes, std::memory_order_release);
     }

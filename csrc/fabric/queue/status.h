@@ -29,14 +29,14 @@ inline void copy_status(ControlBlock& to, const ControlBlock& from) {
     };
     static_assert(sizeof(Incident) % sizeof(uint64_t) == 0);
     static_assert(sizeof(Calls) % sizeof(uint64_t) == 0 &&
-                  Reason::kMostBytes % sizeof(uint64_t) == 0);
+                  Reason::kMaxBytes % sizeof(uint64_t) == 0);
     for (int i = 0; i < ControlBlock::kMaxIncidents; ++i) {
         if (!acquire(from.complete[i])) continue;
         copy(&to.incidents[i], &from.incidents[i], sizeof(Incident));
         publish(to.complete[i], 1);
     }
     if (const uint64_t bytes = acquire(from.reason.bytes)) {
-        copy(to.reason.text, from.reason.text, Reason::kMostBytes);
+        copy(to.reason.text, from.reason.text, Reason::kMaxBytes);
         publish(to.reason.bytes, bytes);
     }
     copy(&to.entered, &from.entered, sizeof(Calls));

@@ -29,16 +29,16 @@ inline int cuda_channels(const Topology& topology, int sms, int local_ranks) {
     // Ranks that share a GPU share its cache, where about so many rings of two rows of 14 KB fit.
     // No such bound within one node: there combine, whose warps have a row of a token each, loses
     // more than dispatch gains.
-    constexpr int kRingsInCache = 1200, kFewest = 8;
+    constexpr int kRingsInCache = 1200, kMinChannels = 8;
     const int rings = local_ranks * (topology.world() + topology.nodes - 1);
-    return std::min(channels, std::max(kFewest, kRingsInCache / rings));
+    return std::min(channels, std::max(kMinChannels, kRingsInCache / rings));
 }
 
 // Warps that share the sums of what arrived from a rank on a channel, in combine's local pass. With
 // several nodes one would hold up all who wait for its sums. Within one node there are more
 // channels, and sums that run far ahead of the exchange leave the cache before they are read.
 inline int sum_warps(const Topology& topology) {
-    return topology.nodes > 1 ? CombineArgs::kMostSumWarps : 1;
+    return topology.nodes > 1 ? CombineArgs::kMaxSumWarps : 1;
 }
 
 }  // namespace ep

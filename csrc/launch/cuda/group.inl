@@ -46,7 +46,7 @@ bool any_local_pass(const J& joint, size_t ranks) {
 }
 
 inline int max_self_warps(const DispatchArgs&) { return 1; }
-inline int max_self_warps(const CombineArgs& args) { return args.most_receivers(); }
+inline int max_self_warps(const CombineArgs& args) { return args.max_receivers(); }
 
 // The same launch on so many SMs in all: blocks that wait for nobody run wherever there is room.
 template <class J>
@@ -79,9 +79,9 @@ CudaGroup<P>::CudaGroup(const Heap& heap, const P& fabric, std::vector<int> rank
       side_stream_(device, CudaDevice::of(device).sms, sms * static_cast<int>(ranks_.size())),
       timeout_ns_(static_cast<uint64_t>(timeout * 1e9)) {
     auto refuse = [](const std::string& message) { throw std::invalid_argument(message); };
-    if (ranks_.size() > P::kMostLocalRanks) {
+    if (ranks_.size() > P::kMaxLocalRanks) {
         refuse("ranks in one process: " + std::to_string(ranks_.size()) + ", at most " +
-               std::to_string(P::kMostLocalRanks) + " on one GPU");
+               std::to_string(P::kMaxLocalRanks) + " on one GPU");
     }
     const CudaDevice gpu = CudaDevice::of(device_);
     if (gpu.major < 9) {
@@ -142,8 +142,8 @@ CudaGroup<P>::CudaGroup(const Heap& heap, const P& fabric, std::vector<int> rank
 template <class P>
 template <class F>
 void CudaGroup<P>::for_local_ranks(F&& f) const {
-    if constexpr (P::kMostLocalRanks > 1) {
-        if (ranks_.size() > 1) return f.template operator()<P::kMostLocalRanks>();
+    if constexpr (P::kMaxLocalRanks > 1) {
+        if (ranks_.size() > 1) return f.template operator()<P::kMaxLocalRanks>();
     }
     f.template operator()<1>();
 }
@@ -312,7 +312,7 @@ void CudaGroup<P>::abort(Outcome outcome, const std::string& reason) {
     if (!has_reason_) {
         has_reason_ = true;
         Reason& source = reason_source_[0];
-        source.bytes = std::min(reason.size(), Reason::kMostBytes);
+        source.bytes = std::min(reason.size(), Reason::kMaxBytes);
         std::memcpy(source.text, reason.data(), source.bytes);
         check_cuda(cudaMemcpyAsync(&device_rank(0).control->reason, &source, sizeof(Reason),
                                    cudaMemcpyDefault, stream),

@@ -4,6 +4,6 @@
 namespace ep {
 
 template struct CombineLaunch<P2pFabricParams, 1, false>;
-template struct CombineLaunch<P2pFabricParams, P2pFabricParams::kMostLocalRanks, false>;
+template struct CombineLaunch<P2pFabricParams, P2pFabricParams::kMaxLocalRanks, false>;
 
 }  // namespace ep

@@ -4,6 +4,6 @@
 namespace ep {
 
 template struct CombineLaunch<P2pFabricParams, 1, true>;
-template struct CombineLaunch<P2pFabricParams, P2pFabricParams::kMostLocalRanks, true>;
+template struct CombineLaunch<P2pFabricParams, P2pFabricParams::kMaxLocalRanks, true>;
 
 }  // namespace ep

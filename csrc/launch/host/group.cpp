@@ -134,7 +134,7 @@ std::pair<std::vector<uint64_t>, std::vector<uint64_t>> HostGroup::waited(size_t
 void HostGroup::abort(Outcome outcome, const std::string& text) {
     Reason& reason = states_.front().control->reason;
     if (!has_reason_.exchange(true)) {
-        const size_t bytes = std::min(text.size(), Reason::kMostBytes);
+        const size_t bytes = std::min(text.size(), Reason::kMaxBytes);
         std::memcpy(reason.text, text.data(), bytes);
         std::atomic_ref<uint64_t>(reason.bytes).store(bytes, std::memory_order_release);
     }

@@ -70,8 +70,8 @@ void HostGroup::combine(std::vector<CombineArgs> args, DType dtype,
     Tasks roles(ranks_.size());
     // The fibers of a rank take turns anyway, but with a seed they show all that warps of a GPU can
     // do.
-    const int receivers = schedule_.seed ? args.front().most_receivers() : 1;
-    const int sum_warps = schedule_.seed ? CombineArgs::kMostSumWarps : 1;
+    const int receivers = schedule_.seed ? args.front().max_receivers() : 1;
+    const int sum_warps = schedule_.seed ? CombineArgs::kMaxSumWarps : 1;
     for (size_t i = 0; i < ranks_.size(); ++i) {
         begin_transfer(states_[i], args[i]);
         args[i].sum_warps = sum_warps;

@@ -13,7 +13,7 @@ namespace ep {
 namespace {
 
 // GIN's proxy has 16 bits for the number of a signal.
-constexpr size_t kMostSignals = 1 << 16;
+constexpr size_t kMaxSignals = 1 << 16;
 // Connections to each rank that are asked for: NCCL 2.28 has no more.
 constexpr int kContexts = 4;
 
@@ -220,11 +220,11 @@ NcclHeap::NcclHeap(const std::string& unique_id, const NcclNeeds& needs, int ran
         throw std::invalid_argument("ranks_per_node is " + std::to_string(topology.ranks_per_node) +
                                     ", at most " + std::to_string(kMaxNodeRanks));
     }
-    if (signals > kMostSignals) {
+    if (signals > kMaxSignals) {
         throw std::invalid_argument("channels is " + std::to_string(needs.flags.channels) +
                                     ": with " + std::to_string(topology.nodes) +
                                     " nodes that takes " + std::to_string(signals) +
-                                    " signals of NCCL, at most " + std::to_string(kMostSignals));
+                                    " signals of NCCL, at most " + std::to_string(kMaxSignals));
     }
     const DeviceGuard guard(device);
     const auto found = std::find_if(all_kept().begin(), all_kept().end(), [&](const Connection* c) {

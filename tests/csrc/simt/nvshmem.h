@@ -19,7 +19,7 @@ namespace simt {
 class Nvshmem {
   public:
     static constexpr unsigned kQueuePairs = 5;
-    static constexpr uint64_t kLongestDelay = 4000;  // of a queue pair's first operation, in steps
+    static constexpr uint64_t kMaxDelay = 4000;  // of a queue pair's first operation, in steps
 
     enum class QueuePairsOf { Blocks, Warps };
 
@@ -98,7 +98,7 @@ class Nvshmem {
         queue.name = {static_cast<uintptr_t>(self), pair, static_cast<uintptr_t>(rank)};
         if (order::actor(queue.name).steps == 0) queue.fenced = 0;  // of an earlier launch
         if (queue.messages.empty() && random_() % 4 == 0)
-            queue.held_until = now_ + random_() % kLongestDelay;
+            queue.held_until = now_ + random_() % kMaxDelay;
         return queue;
     }
     static unsigned block_of_all() { return warp_index() / (block_size().x / 32); }
