@@ -32,7 +32,7 @@ def serve(rank: int, store: str, ready: Barrier) -> None:
     weights, steps = torch.full((TOKENS, TOPK), 1 / TOPK), 0
     while steps < STEPS_AFTER:
         received = low_latency.dispatch(x, ids)
-        # The experts return what they get, so a token gets itself back. `renormalize`: with a pick lost, too.
+        # The experts return what they get, so a token gets itself back. `renormalize`: with a choice lost, too.
         y = low_latency.combine(received.x, received.handle, weights, renormalize=True)
         masked = low_latency.masked_ranks()
         kept = torch.isin(ids // (EXPERTS // RANKS), torch.tensor(masked), invert=True).any(dim=1)

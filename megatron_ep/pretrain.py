@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         "--ep-router",
         choices=("megatron", "fused"),
         default="megatron",
-        help="fused: this project's router, whose picks go straight to the dispatcher (default: Megatron's)",
+        help="fused: this project's router, whose choices go straight to the dispatcher (default: Megatron's)",
     )
     parser.add_argument("--ep-host", action="store_true", help="run on a machine without a GPU")
     for name, (kind, metavar, text) in SETTINGS.items():

@@ -186,10 +186,10 @@ def low_latency_combine(
     if sum_at == "expert":
         sums = [in_order(experts_rank == rank) for rank in range(world)]
         is_first = (experts_rank.unsqueeze(2) == experts_rank.unsqueeze(1)).int().argmax(dim=2)
-        for pick in range(ids.shape[1]):
-            leads = ((is_first[:, pick] == pick) & (ids[:, pick] >= 0)).nonzero()[:, 0]
+        for i in range(ids.shape[1]):
+            leads = ((is_first[:, i] == i) & (ids[:, i] >= 0)).nonzero()[:, 0]
             for lead in leads.tolist():
-                terms[lead, pick] = sums[experts_rank[lead, pick]][lead].to(dtype)
+                terms[lead, i] = sums[experts_rank[lead, i]][lead].to(dtype)
         k = torch.arange(ids.shape[1], device=ids.device)
         return list(in_order((ids >= 0) & (is_first == k)).to(dtype).split(_lengths(topk_idx)))
     return list(in_order(ids >= 0).to(dtype).split(_lengths(topk_idx)))
@@ -200,7 +200,7 @@ def _lengths(tensors: list[torch.Tensor]) -> list[int]:
 
 
 def without_masked(topk_idx: list[torch.Tensor], active: list[torch.Tensor], num_experts: int) -> list[torch.Tensor]:
-    """topk_idx as it counts where ranks are masked: -1 for picks of a rank that the token's has masked, or that has
+    """topk_idx as it counts where ranks are masked: -1 for choices of a rank that the token's has masked, or that has
     masked the token's. active: int32 [W] of each rank, 0 for those that it has masked.
 
     All that the low-latency mode computes with masked ranks is what it computes of these without.
@@ -209,14 +209,14 @@ def without_masked(topk_idx: list[torch.Tensor], active: list[torch.Tensor], num
     for rank, idx in enumerate(topk_idx):
         linked = torch.stack([other[rank] for other in active]) * active[rank] > 0
         linked[rank] = True
-        picks = linked[idx.clamp_min(0).div(local_experts, rounding_mode="floor")]
-        out.append(idx.masked_fill(~picks, -1))
+        choices = linked[idx.clamp_min(0).div(local_experts, rounding_mode="floor")]
+        out.append(idx.masked_fill(~choices, -1))
     return out
 
 
 def renormalized(weights: torch.Tensor, topk_idx: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """weights [T, K] where only the picks of `kept` are left of those of topk_idx, both [T, K]: times the sum of all
-    weights of picks over that of those left, in the order of k, unless that is 0; as they are where all are left."""
+    """weights [T, K] where only the choices of `kept` are left of those of topk_idx, both [T, K]: times the sum of all
+    weights of choices over that of those left, in the order of k, unless that is 0; as they are where all are left."""
     picked, left = topk_idx >= 0, kept >= 0
     sums = weights.new_zeros(2, len(weights))
     for k in range(weights.shape[1]):

@@ -31,9 +31,9 @@ struct Layout {
           local_experts_(experts / ranks.world()) {
         size_t end = kTotals;
         auto part = [&](size_t count) { return std::exchange(end, end + count); };
-        const size_t picks = static_cast<size_t>(num_tokens) * topk;
-        experts_ = part(picks);
-        index_ = part(picks);
+        const size_t choices = static_cast<size_t>(num_tokens) * topk;
+        experts_ = part(choices);
+        index_ = part(choices);
         expert_counts_ = part(static_cast<size_t>(channels + 1) * num_experts);
         rank_tokens_ = part(static_cast<size_t>(channels) * world());
         node_tokens_ = part(static_cast<size_t>(channels) * topology.nodes);

@@ -82,7 +82,7 @@ struct LowLatencyLayout {
 struct LowLatencyMask {
     int32_t* active;          // [W], the caller's: 0 leaves a rank out for good, or says that it is
     MaskedRank* shown;        // [W], who is left out, for the host to read at any time
-    uint64_t* dropped;        // picks whose rank was left out: in dispatches, in combines
+    uint64_t* dropped;        // choices whose rank was left out: in dispatches, in combines
     const int32_t* required;  // [W], not null: a rank that has 1 there must not be left out
     uint64_t slice_ns;        // how long a rank that waits is silent
     int silent_slices;        // after so many a rank that is not heard of is left out
@@ -157,7 +157,7 @@ struct LowLatencyCombineArgs : LowLatencyArgs {
     // expert, [max_rows], or at the token's rank, [T, K].
     const void* row_weights;
     const void* token_weights;
-    bool renormalize;  // token_weights of the picks that are left make up for the others
+    bool renormalize;  // token_weights of the choices that are left make up for the others
 
     static constexpr Sends::Mode kMode = Sends::Mode::LowLatencyCombine;
     EP_HD Sends::Kind kind() const {

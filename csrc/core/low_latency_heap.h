@@ -24,7 +24,7 @@ enum class LowLatencyLaunches : int { Send, Receive, Both };
 // its reader has released it. Call numbers, flags and tags only ever grow and are cleared by nobody
 // but reset.
 //
-// With masking a combine's row lies in the slot of its sender, token and pick instead: then
+// With masking a combine's row lies in the slot of its sender, token and choice instead: then
 // whatever another rank writes has one writer, and once that one is masked nobody reads it again.
 struct LowLatencyHeap {
     static constexpr size_t kLine = Heap::kLine;
@@ -74,11 +74,11 @@ struct LowLatencyHeap {
         choices_ = part(banks * world * choice_bytes());
         rows_ = part(banks * world * max_tokens * slot_bytes);
         parts_ = part(banks * max_tokens * slot_bytes *
-                      (masking ? world * picks_per_rank() : static_cast<size_t>(max_topk)));
+                      (masking ? world * choices_per_rank() : static_cast<size_t>(max_topk)));
         staged_choices_ = part(staged ? banks * world * choice_bytes() : 0);
         staged_rows_ = part(staged ? banks * (masking ? world : 1) * max_tokens * slot_bytes : 0);
         staged_parts_ =
-            part(staged ? banks * world * max_tokens * picks_per_rank() * slot_bytes : 0);
+            part(staged ? banks * world * max_tokens * choices_per_rank() * slot_bytes : 0);
         verdicts_ = part(masking ? kHalves * kKinds * banks * world * sizeof(uint64_t) : 0);
         cuts_ = part(masking ? world * sizeof(uint64_t) : 0);
         firsts_ = part(masking ? world * sizeof(uint64_t) : 0);
@@ -91,7 +91,7 @@ struct LowLatencyHeap {
     EP_HD int local_experts() const { return local_experts_; }
     EP_HD int chunks() const { return (max_tokens + 31) / 32; }  // of 32 tokens
     // Most experts of one rank that a token can choose.
-    EP_HD int picks_per_rank() const {
+    EP_HD int choices_per_rank() const {
         return local_experts() < max_topk ? local_experts() : max_topk;
     }
     EP_HD size_t bytes() const { return bytes_; }
@@ -163,9 +163,9 @@ struct LowLatencyHeap {
         return rows_ +
                slot((bank * topology.world() + rank) * static_cast<size_t>(max_tokens) + token);
     }
-    // Of the experts of `rank`; pick: which of the token's there.
-    EP_HD size_t part(int bank, int rank, int token, int k, int pick) const {
-        if (masking) return parts_ + slot(picked(bank, rank, token, pick));
+    // Of the experts of `rank`; choice: which of the token's there.
+    EP_HD size_t part(int bank, int rank, int token, int k, int choice) const {
+        if (masking) return parts_ + slot(slot_of_choice(bank, rank, token, choice));
         return parts_ + slot((bank * static_cast<size_t>(max_tokens) + token) * max_topk + k);
     }
     // To all ranks, but with masking to `rank`: nobody waits for what was put to a rank that is
@@ -174,9 +174,9 @@ struct LowLatencyHeap {
         const int region = masking ? bank * topology.world() + rank : bank;
         return staged_rows_ + slot(region * static_cast<size_t>(max_tokens) + token);
     }
-    // pick: which of the token's experts at this rank.
-    EP_HD size_t staged_part(int bank, int rank, int token, int pick) const {
-        return staged_parts_ + slot(picked(bank, rank, token, pick));
+    // choice: which of the token's experts at this rank.
+    EP_HD size_t staged_part(int bank, int rank, int token, int choice) const {
+        return staged_parts_ + slot(slot_of_choice(bank, rank, token, choice));
     }
 
     // --- with masking, of this rank ---
@@ -207,10 +207,10 @@ struct LowLatencyHeap {
     }
 
   private:
-    EP_HD size_t picked(int bank, int rank, int token, int pick) const {
+    EP_HD size_t slot_of_choice(int bank, int rank, int token, int choice) const {
         const size_t row =
             (bank * topology.world() + rank) * static_cast<size_t>(max_tokens) + token;
-        return row * picks_per_rank() + pick;
+        return row * choices_per_rank() + choice;
     }
     EP_HD size_t line(size_t first, LowLatencyKind kind) const {
         return first + static_cast<int>(kind) * kLine;

@@ -87,9 +87,11 @@ EP_FN void return_piece(W& warp, const LowLatencyCombine<F>& call, const Team& t
         warp.ballot(format.topk, [&](int k) { return position[k] != LowLatencyArgs::kElsewhere; });
     // the rows that travel, each named by its first k
     const uint32_t parts = args.sum_at_expert ? own & (~own + 1) : own;
-    auto pick_of = [&](int k) { return lanes_below(parts, k); };
-    auto part_of = [&](int k) { return heap.part(call.bank, args.rank, token, k, pick_of(k)); };
-    auto staged_of = [&](int k) { return heap.staged_part(call.bank, source, token, pick_of(k)); };
+    auto choice_of = [&](int k) { return lanes_below(parts, k); };
+    auto part_of = [&](int k) { return heap.part(call.bank, args.rank, token, k, choice_of(k)); };
+    auto staged_of = [&](int k) {
+        return heap.staged_part(call.bank, source, token, choice_of(k));
+    };
     auto slot_of = [&](int k) {
         return near ? call.fabric.template at<char>(source, part_of(k))
                     : call.fabric.template own<char>(staged_of(k));
@@ -191,9 +193,9 @@ EP_FN bool sum_piece(W& warp, const LowLatencyCombine<F>& call, int token, const
     // the row that carries what belongs to this k
     warp.lanes(format.topk, [&](int k) {
         const int first_k = rank[k] < 0 || !args.sum_at_expert ? k : lowest_lane(same_rank[k]);
-        const int pick = lanes_below(same_rank[k], first_k);
+        const int choice = lanes_below(same_rank[k], first_k);
         slot[k] = call.fabric.template own<char>(
-            call.heap().part(call.bank, rank[k] < 0 ? 0 : rank[k], token, first_k, pick));
+            call.heap().part(call.bank, rank[k] < 0 ? 0 : rank[k], token, first_k, choice));
         part[k] = slot[k] + format.payload() + piece.first;
     });
     const uint32_t parts = warp.ballot(format.topk, [&](int k) {

@@ -80,21 +80,22 @@ EP_FN void write_tokens(W& warp, const LowLatencyDispatchArgs& args, int rank, u
 template <WarpLike W>
 EP_FN void write_bits(W& warp, const LowLatencyDispatchArgs& args, int first, int count,
                       uint32_t* words) {
-    typename W::template PerLane<uint32_t> picks, tokens;
+    typename W::template PerLane<uint32_t> choices, tokens;
     typename W::template PerLane<int> rows;
     warp.lanes(32, [&](int lane) { rows[lane] = 0; });
     for (int chunk = 0; chunk < args.heap.chunks(); ++chunk) {
         const int left = tokens_of_chunk(args, chunk);
         warp.lanes(32, [&](int lane) {
-            picks[lane] = tokens[lane] = 0;
+            choices[lane] = tokens[lane] = 0;
             if (lane >= left) return;
             for_each_choice(args, 32 * chunk + lane, [&](int, int32_t expert) {
-                if (is_within(expert, first, count)) picks[lane] |= uint32_t{1} << (expert - first);
+                if (is_within(expert, first, count))
+                    choices[lane] |= uint32_t{1} << (expert - first);
             });
         });
         for (int expert = 0; left && expert < count; ++expert) {
             const uint32_t chose =
-                warp.ballot(left, [&](int lane) { return picks[lane] >> expert & 1; });
+                warp.ballot(left, [&](int lane) { return choices[lane] >> expert & 1; });
             warp.lanes(32, [&](int lane) {
                 if (lane == expert) tokens[lane] = chose;
             });
@@ -252,7 +253,7 @@ EP_FN bool send_piece(W& warp, const LowLatencyDispatch<F>& call, const Team& te
         if (!piece.number) args.layout.experts(token)[lane] = choice.expert[lane];
         rank[lane] = choice.expert[lane] < 0 ? -1 : choice.expert[lane] / heap.local_experts();
     });
-    if (heap.masking) drop_picks(warp, call, token, piece, rank);
+    if (heap.masking) drop_choices(warp, call, token, piece, rank);
     const uint32_t ranks = warp.first_of(format.topk, rank);
     const uint32_t near = warp.ballot(
         format.topk, [&](int lane) { return ranks >> lane & 1 && call.fabric.maps(rank[lane]); });

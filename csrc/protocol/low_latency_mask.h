@@ -242,19 +242,19 @@ EP_FN WaitCondition need_rows(const LowLatencyCall<F, Args>& call, int rank) {
     return need;
 }
 
-// Picks that a half was without.
+// Choices that a half was without.
 template <WarpLike W, class F, class Args>
-EP_FN void count_dropped(W& warp, const LowLatencyCall<F, Args>& call, uint32_t picks) {
-    if (picks)
+EP_FN void count_dropped(W& warp, const LowLatencyCall<F, Args>& call, uint32_t choices) {
+    if (choices)
         warp.template arrive<Scope::Rank>(call.args.mask.dropped + static_cast<int>(Args::kKind),
-                                          popcount(picks));
+                                          popcount(choices));
 }
 
-// A dispatch leaves out the picks of such ranks: what is not sent is remembered as such. rank: of
-// each pick, -1 for none.
+// A dispatch leaves out the choices of such ranks: what is not sent is remembered as such. rank: of
+// each choice, -1 for none.
 template <WarpLike W, class F, class Args>
-EP_FN void drop_picks(W& warp, const LowLatencyCall<F, Args>& call, int token, const Piece& piece,
-                      typename W::template PerLane<int>& rank) {
+EP_FN void drop_choices(W& warp, const LowLatencyCall<F, Args>& call, int token, const Piece& piece,
+                        typename W::template PerLane<int>& rank) {
     const uint32_t dropped = warp.ballot(call.args.format.topk, [&](int lane) {
         return rank[lane] >= 0 && !call.takes_part(LowLatencyHalf::Send, rank[lane]);
     });

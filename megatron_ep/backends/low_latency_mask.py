@@ -29,7 +29,7 @@ class Masks:
     active: int32 [W], on their device, read and written by the kernels and by the caller: 1, or 0 for a masked rank.
     shown: int64 [W, 2] in memory of the host, written by the kernels alone: why a rank was masked (0: it was not), and
         how long it was waited for.
-    dropped: int64 [2]: picks of this rank's tokens that dispatches did not send, and that combines went without.
+    dropped: int64 [2]: choices of this rank's tokens that dispatches did not send, and that combines went without.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 Beside them, in the same run: a device-to-device copy of the bytes that dispatch writes, torch moving the same rows with
 `index_select` and `index_add_`, and Megatron-Core's unfused permute and unpermute where it is installed. T tokens of a
-rank, H hidden, K picks of a token, E experts, R rows received.
+rank, H hidden, K choices of a token, E experts, R rows received.
 """
 
 from __future__ import annotations

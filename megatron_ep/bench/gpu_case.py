@@ -1,4 +1,4 @@
-"""What the benchmarks of GPUs dispatch, and with which settings. T tokens of a rank, H hidden, K picks, E experts."""
+"""What the benchmarks of GPUs dispatch, and with which settings. T tokens of a rank, H hidden, K choices, E experts."""
 
 from __future__ import annotations
 

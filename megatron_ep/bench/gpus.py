@@ -5,9 +5,9 @@ it (rows into the order of their ranks, then into that of their experts, and bac
 A round's time is that of its slowest rank; p50, p90 and p99 are of rounds. Besides the GPU's time of a call, by events:
 "(api)", from the call until the GPU is done, by the host's clock, all ranks beginning together; with --kernels
 "(kernels)", while a kernel of the call runs, by torch's profiler.
-T tokens of a rank, H hidden, K picks of a token, E experts. A rank's bytes: its tokens, once for each rank that they go
-to, which is what an expert-parallel dispatch must move at least; all-to-all moves a row for each expert. bf16, but for
-"dispatch fp8": rows that are fp8 already, and their scales.
+T tokens of a rank, H hidden, K choices of a token, E experts. A rank's bytes: its tokens, once for each rank that they
+go to, which is what an expert-parallel dispatch must move at least; all-to-all moves a row for each expert. bf16, but
+for "dispatch fp8": rows that are fp8 already, and their scales.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ All three move the same tokens, in turns, each rank a process with one thread. D
 hidden states, routing map and probabilities to expert-grouped rows, counts and their probabilities; combine is the way
 back. low_latency sums a token's rows on the token's rank, low_latency_sum_at_expert those of one rank there first, as
 the normal mode does; low_latency_fp8 sends bf16 rows as fp8 and brings bf16 rows back. T tokens on this rank, H hidden,
-E experts, K picks of a token, R rows received.
+E experts, K choices of a token, R rows received.
 """
 
 from __future__ import annotations

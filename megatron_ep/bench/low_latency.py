@@ -3,7 +3,7 @@ all ranks on one.
 
 Each call as it is (`eager`, with the host's work where the GPU waits for it) and captured in a CUDA graph of many calls
 (`graph`: the GPU's time of one). A round's time is that of its slowest rank. Rows for the host: `megatron-ep bench`. T
-tokens of a rank, H hidden, K picks of a token, E experts. A rank's bytes: its tokens, once for each rank that they go
+tokens of a rank, H hidden, K choices of a token, E experts. A rank's bytes: its tokens, once for each rank that they go
 to. fp8: rows of bf16 become fp8 on the way, with scales by columns; what comes back is bf16.
 """
 

@@ -1,8 +1,8 @@
 """`megatron-ep bench router`: the fused gate beside Megatron's unfused function and its torch.compile, in one run.
 
 All take the same logits, in turns. `ours` computes what our dispatcher takes (ids, weights, counts), `ours_dense` also
-what Megatron's interface wants (probs and map [T, E]), as `megatron` and `compiled` do. T tokens, E experts, K picks of
-a token.
+what Megatron's interface wants (probs and map [T, E]), as `megatron` and `compiled` do. T tokens, E experts, K choices
+of a token.
 """
 
 from __future__ import annotations

@@ -45,9 +45,9 @@ class LowLatency(MaskedRanks):
 
     on_dead_rank: what becomes of a call when a rank does not take part. "raise": EPTimeoutError on all ranks. "mask":
         calls go on without that rank, from then on; `active_ranks` shows it, and a warning in the log. A masked rank r
-        is as if every pick of its experts were -1 and it had no tokens. If it comes after all it gets an EPMaskedError.
-        A rank that reports an error of its own (wrong arguments, Ctrl-C, an exception) ends the calls of all as ever.
-        The same on all ranks.
+        is as if every choice of its experts were -1 and it had no tokens. If it comes after all it gets an
+        EPMaskedError. A rank that reports an error of its own (wrong arguments, Ctrl-C, an exception) ends the calls of
+        all as ever. The same on all ranks.
     mask_timeout: seconds after which a rank that others wait for, and that waits for nobody itself, is masked; a tenth
         of a second up to a few for inference, more than the ranks ever are apart. At most Config.timeout, which bounds
         any wait. None: a tenth of Config.timeout, at most 10.
@@ -212,9 +212,9 @@ class LowLatency(MaskedRanks):
         sum_at: "token": each expert's row travels, and they are summed in the order of k and rounded once. "expert":
             a rank first sums the rows of its experts, so that one row a (token, rank) travels, about 1.5 times fewer
             with 8 ranks and K = 8; such a partial sum is rounded to x's dtype.
-        renormalize: where picks of masked ranks are left out, a token's other weights are multiplied by the sum of all
-            over the sum of the others (unless that is 0). Only with weights at the token, without a gradient and with
-            on_dead_rank="mask".
+        renormalize: where choices of masked ranks are left out, a token's other weights are multiplied by the sum of
+            all over the sum of the others (unless that is 0). Only with weights at the token, without a gradient and
+            with on_dead_rank="mask".
         out: [T, H], x's dtype: gets the sums. Not where a gradient is needed.
         recv_wait_ns: as of `dispatch`.
         return_recv_hook: returns (y, hook): y is good once hook() has been called, and x may be overwritten before.

@@ -176,7 +176,7 @@ class Checks:
         if factors is not None:
             allowed = (torch.float64 if xs[0].dtype == torch.float64 else torch.float32,)
             shapes: list[tuple[int, ...]] = [(rank.num_tokens, handle.topk) for rank in handle.ranks]
-            flat, meaning = factors, ": one for each pick of a token, as topk_weights"
+            flat, meaning = factors, ": one for each choice of a token, as topk_weights"
             if sum_at == "expert":
                 meaning = WEIGHTS_OF_ROWS
                 flat = self._flat("weights", factors, handle, 0, meaning)

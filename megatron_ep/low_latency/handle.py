@@ -87,7 +87,7 @@ class LowLatencyHandle:
         ]
 
     def sent_ids(self) -> list[torch.Tensor]:
-        """The same, with -1 for picks of ranks that were masked."""
+        """The same, with -1 for choices of ranks that were masked."""
         return self.ids() if self.calls.masks is None else [ids.clamp_min(-1) for ids in self.ids()]
 
     def active(self, rank: RankPart) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,11 +43,17 @@ class MaskedRanks:
         return self._of_ranks(self._masks.active)
 
     @property
-    def dropped_picks(self) -> Any:
-        """int64 [2] on the buffer's device, a list of them with a LocalCluster: how many picks of this rank's tokens
+    def dropped_choices(self) -> Any:
+        """int64 [2] on the buffer's device, a list of them with a LocalCluster: how many choices of this rank's tokens
         dispatches have not sent, and combines gone without (those of their dispatches among them), since the beginning
         or the last reset, because the expert's rank was masked. Raises ValueError with on_dead_rank="raise"."""
         return self._of_ranks(self._masks.dropped)
+
+    @property
+    def dropped_picks(self) -> Any:
+        """Deprecated name of `dropped_choices`."""
+        warnings.warn("LowLatency.dropped_picks is dropped_choices now", DeprecationWarning, stacklevel=2)
+        return self.dropped_choices
 
     def masked_ranks(self) -> Any:
         """The ranks that calls have masked, a list of lists with a LocalCluster; at once, without waiting for what runs

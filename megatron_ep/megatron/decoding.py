@@ -1,6 +1,6 @@
 """The low-latency mode under a layer, for the few tokens of a decoding step.
 
-T tokens on this rank, H hidden, K picks of a token, L local experts, C rows of an expert, R = L * C.
+T tokens on this rank, H hidden, K choices of a token, L local experts, C rows of an expert, R = L * C.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Megatron-Core's token dispatcher contract, fulfilled by `megatron_ep.dispatch` and `megatron_ep.combine`.
 
-T tokens on this rank, H hidden, E experts, K picks of a token, TP ranks that share an expert, L local experts,
+T tokens on this rank, H hidden, E experts, K choices of a token, TP ranks that share an expert, L local experts,
 R rows received. The group spans EP x TP ranks, EP-major; every expert exists once per TP rank, which holds a slice of
-it, so each pick becomes TP picks and the combine adds up the slices' partial outputs.
+it, so each choice becomes TP choices and the combine adds up the slices' partial outputs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from megatron_ep.low_latency.handle import LowLatencyHandle
 from megatron_ep.megatron import decoding
 from megatron_ep.megatron.announce import announce, count_layer
 from megatron_ep.megatron.options import Options
-from megatron_ep.megatron.picks import picks_of, replicated
 from megatron_ep.megatron.row_limit import RowLimit, clear_behind, counts_within
 from megatron_ep.megatron.shared_buffers import (
     abort_peers_on_error,
@@ -36,6 +35,7 @@ from megatron_ep.megatron.shared_buffers import (
     shared_low_latency,
 )
 from megatron_ep.megatron.step_state import StepState, check_overlap
+from megatron_ep.megatron.topk_choices import choices_of, replicated
 
 __all__ = ["EPTokenDispatcher", "configure", "close_buffers", "release_buffers", "comm_seconds"]
 
@@ -43,7 +43,7 @@ OVER_BUDGET = (
     "a rank was sent more rows than moe_expert_rank_capacity_factor makes room for, and tokens lost experts; raise it"
 )
 OVER_CAPACITY = "an expert was sent more rows than its capacity; does the router drop tokens over capacity?"
-MAX_PICKS = 32  # megatron_ep.dispatch carries at most this many picks beside a row
+MAX_TOPK = 32  # megatron_ep.dispatch carries at most this many choices beside a row
 
 
 class EPTokenDispatcher(MoETokenDispatcher):
@@ -73,9 +73,9 @@ class EPTokenDispatcher(MoETokenDispatcher):
         super().__init__(config=config, pg_collection=pg_collection)
         self.num_local_experts = num_local_experts
         self.local_expert_indices = local_expert_indices
-        if self.tp_size > MAX_PICKS:
-            raise ValueError(f"expert_tensor_parallel_size is {self.tp_size}, allowed: at most {MAX_PICKS}")
-        self.num_picks = min(config.moe_router_topk, MAX_PICKS // self.tp_size)
+        if self.tp_size > MAX_TOPK:
+            raise ValueError(f"expert_tensor_parallel_size is {self.tp_size}, allowed: at most {MAX_TOPK}")
+        self.num_choices = min(config.moe_router_topk, MAX_TOPK // self.tp_size)
         if config.overlap_moe_expert_parallel_comm and not _declares_hybridep(config):
             # Under any other type Megatron frees the rows that arrive, which the experts still need.
             raise ValueError(
@@ -131,7 +131,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Turns a router's choice into picks; nothing is sent.
+        """Turns what a router chose into top-k ids and weights; nothing is sent.
 
         Args:
             hidden_states: [..., H], T tokens in all.
@@ -142,7 +142,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
         Returns:
             Tokens [T, H] and weights [T, K * TP] (fp32, or fp64 for fp64 probs), differentiable in both. K is
             moe_router_topk, or as much of it as fits beside a row; a token with more experts than that is there more
-            than once, and T counts it so. With drop-and-pad a pick of probability exactly 0 counts as padding: it
+            than once, and T counts it so. With drop-and-pad a choice of probability exactly 0 counts as padding: it
             contributes nothing, and its probability gets no gradient.
 
         A routing_map of Megatron's own router, or under a CUDA graph, is not searched for a token with more than
@@ -161,14 +161,14 @@ class EPTokenDispatcher(MoETokenDispatcher):
             _require_shape("probs", probs, (self._num_tokens, width))
         if is_dense:
             if self.drop_and_pad:
-                # Megatron fills each expert up to its capacity with picks of probability 0: their place is kept free
+                # Megatron fills each expert up to its capacity with choices of probability 0: their place is kept free
                 # by expert_capacity at the receiver, and their rows need not travel.
                 routing_map = routing_map & (probs != 0)
-            topk_idx, weights = picks_of(routing_map, probs, self._max_experts(routing_map))
+            topk_idx, weights = choices_of(routing_map, probs, self._max_experts(routing_map))
         else:
             topk_idx, weights = routing_map, probs
         self.split_rows = None
-        if topk_idx.shape[1] != self.num_picks:
+        if topk_idx.shape[1] != self.num_choices:
             tokens, topk_idx, weights = self._split_tokens(tokens, topk_idx, weights)
         weights = weights if weights.dtype == torch.float64 else weights.float()
         self.topk_idx, weights = replicated(topk_idx, weights, self.tp_size, self.num_local_experts)
@@ -288,7 +288,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
             self.drop_and_pad
             and not torch.is_grad_enabled()
             and self.trusts_router
-            and self.num_picks == self.config.moe_router_topk
+            and self.num_choices == self.config.moe_router_topk
             and self._num_tokens <= max_tokens
         )
 
@@ -307,15 +307,15 @@ class EPTokenDispatcher(MoETokenDispatcher):
     def _split_tokens(
         self, tokens: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[T, more than K] picks -> [T', K], a row for each K: K must be the same on all ranks, whatever one needs.
+        """[T, more than K] choices -> [T', K], a row for each K: K must be the same on all ranks, whatever one needs.
 
         Rows are taken from all that there could be, each at most once: the order in which a GPU adds what goes to the
         same place is not fixed.
         """
-        self.rows_per_token = -(-topk_idx.shape[1] // self.num_picks)
-        missing = self.rows_per_token * self.num_picks - topk_idx.shape[1]
-        topk_idx = pad(topk_idx, (0, missing), value=-1).view(-1, self.num_picks)
-        weights = pad(weights, (0, missing)).view(-1, self.num_picks)
+        self.rows_per_token = -(-topk_idx.shape[1] // self.num_choices)
+        missing = self.rows_per_token * self.num_choices - topk_idx.shape[1]
+        topk_idx = pad(topk_idx, (0, missing), value=-1).view(-1, self.num_choices)
+        weights = pad(weights, (0, missing)).view(-1, self.num_choices)
         self.split_rows = (topk_idx >= 0).any(dim=1).nonzero().squeeze(1)
         rows = tokens.unsqueeze(1).expand(-1, self.rows_per_token, -1).reshape(-1, tokens.shape[1])
         rows, topk_idx, weights = (part.index_select(0, self.split_rows) for part in (rows, topk_idx, weights))

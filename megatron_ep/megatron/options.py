@@ -15,7 +15,7 @@ MAX_DECODED = 1024  # what megatron_ep.LowLatency takes
 
 @dataclass(frozen=True)
 class Options:
-    """T tokens on this rank, K picks of a token, TP ranks that share an expert.
+    """T tokens on this rank, K choices of a token, TP ranks that share an expert.
 
     moe_expert_rank_capacity_factor: F. A rank makes room for int(T * K * TP * F) rows, rounded up to what experts are
         padded to, and the host waits for no counts: 1 is what every rank would get if the load were even. The experts

@@ -1,6 +1,6 @@
 """Megatron-Core's own way to group tokens by expert on one device, unfused, as `bench cuda` times it.
 
-T tokens, H hidden, E experts, K picks of a token.
+T tokens, H hidden, E experts, K choices of a token.
 """
 
 from __future__ import annotations

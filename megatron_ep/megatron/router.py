@@ -1,6 +1,6 @@
 """Megatron's top-k router on the fused gate of `megatron_ep.router.api`.
 
-T tokens on this rank, E experts, K picks of a token. Chooses as Megatron's router does wherever rounding does not
+T tokens on this rank, E experts, K choices of a token. Chooses as Megatron's router does wherever rounding does not
 decide; `megatron_ep.router.api` says how near a tie must be for that.
 """
 
@@ -20,7 +20,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from packaging.version import Version
 
-from megatron_ep.megatron.picks import picks_of
+from megatron_ep.megatron.topk_choices import choices_of
 from megatron_ep.router.api import MAX_TOPK, SCORE_FUNCTIONS, Routing, grouped_topk
 
 __all__ = ["EPTopKRouter", "fused_router", "topk_routing_with_score_function"]
@@ -128,7 +128,7 @@ class EPTopKRouter(TopKRouter):
         renamed = dict(options, use_pre_softmax=options["pre_softmax"], router_replay=self.router_replay)
         del renamed["pre_softmax"]
         probs, routing_map = topk_routing_with_score_function(logits, self.topk, **renamed)
-        ids, weights = picks_of(routing_map, probs, self.topk)
+        ids, weights = choices_of(routing_map, probs, self.topk)
         aux_map, aux_scores = None, None
         if aux:
             aux_map, aux_scores = compute_routing_scores_for_aux_loss(logits, self.topk, self.score_function)
@@ -180,7 +180,7 @@ class EPTopKRouter(TopKRouter):
 def fused_router(
     config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None, **options: Any
 ) -> EPTopKRouter:
-    """The router of an `EPMoELayer`, to be named in its MoESubmodules: hands its picks straight to the dispatcher.
+    """The router of an `EPMoELayer`, to be named in its MoESubmodules: hands its choices straight to the dispatcher.
 
     Dense only when experts have a limited capacity, whose drops are a matter of the dense map.
     """

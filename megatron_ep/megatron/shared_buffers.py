@@ -90,7 +90,7 @@ def shared_buffer(
 
 
 def shared_low_latency(buffer: ep.Buffer, x: torch.Tensor, topk: int, max_tokens: int) -> ep.LowLatency:
-    """The low-latency mode on a shared buffer for rows like those of x [T, H] and K picks of a token, built at the
+    """The low-latency mode on a shared buffer for rows like those of x [T, H] and K choices of a token, built at the
     first call, which is therefore collective.
 
     Raises:

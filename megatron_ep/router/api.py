@@ -1,6 +1,6 @@
 """The MoE gate: from router logits to each token's experts and weights, in one kernel, with gradients.
 
-Shapes: T tokens, E experts, K picks of a token. The semantics are those of Megatron-Core's
+Shapes: T tokens, E experts, K choices of a token. The semantics are those of Megatron-Core's
 `topk_routing_with_score_function` and `group_limited_topk` (megatron/core/transformer/moe/moe_utils.py, version 0.19),
 made definite where those leave a choice to torch.topk.
 

@@ -255,7 +255,7 @@ class Logger(Section):
 class Dispatcher(Section):
     """ep: this project's dispatcher; alltoall and allgather: Megatron-Core's. The other keys are read by ep alone.
 
-    router: fused: this project's router, whose picks go straight to the dispatcher; megatron: Megatron-Core's.
+    router: fused: this project's router, whose choices go straight to the dispatcher; megatron: Megatron-Core's.
     moe_...: see `megatron_ep.megatron.options.Options`. The rest go to `megatron_ep.Config` (None: its default);
     num_sms matters with train.device cuda alone.
     """

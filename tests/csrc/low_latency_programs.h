@@ -258,7 +258,7 @@ struct LowLatencyProgram {
         const LowLatencyLayout layout{heap, topk, warps, nullptr};
         part.layout.resize(layout.size());
         const size_t rows =
-            static_cast<size_t>(topology.world()) * max_tokens * heap.picks_per_rank();
+            static_cast<size_t>(topology.world()) * max_tokens * heap.choices_per_rank();
         part.rows.resize(rows * hidden);
         part.row_weights.resize(rows);
         if (fp8) part.scales.resize(rows * scale_blocks(hidden));

@@ -152,14 +152,14 @@ def test_two_calls_under_way(fabric, nodes, ranks_per_node):
 
 
 def whole_trip(mode, active):
-    """A dispatch and its combine, without the picks of ranks that are not active."""
+    """A dispatch and its combine, without the choices of ranks that are not active."""
     world, mine = mode.buffer.topology.world_size, mode.buffer.rank
     x, ids, _ = (part[mine].cuda() for part in inputs(1, world, 520, torch.float32))
     received = mode.dispatch(x, ids)
     y = mode.combine(received.x, received.handle)
-    picks = (ids >= 0) & torch.tensor(active).cuda()[ids.clamp_min(0) // (E // world)]
+    choices = (ids >= 0) & torch.tensor(active).cuda()[ids.clamp_min(0) // (E // world)]
     mode.buffer.synchronize()
-    assert torch.allclose(y, picks.sum(dim=1, keepdim=True) * x)
+    assert torch.allclose(y, choices.sum(dim=1, keepdim=True) * x)
 
 
 def run_one_absent(fabric, nodes):

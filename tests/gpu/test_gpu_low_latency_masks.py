@@ -61,7 +61,7 @@ def test_same_bits_as_on_the_host(block):
                     assert a.equal(b)
                 gpu.synchronize()
             assert modes[1].masked_ranks() == modes[0].masked_ranks()
-            for name in ("active_ranks", "dropped_picks"):
+            for name in ("active_ranks", "dropped_choices"):
                 for a, b in zip(getattr(modes[1], name), getattr(modes[0], name), strict=True):
                     assert a.cpu().equal(b), name
 
@@ -101,8 +101,8 @@ def test_in_a_graph():
                 active[rank, other] = 0
             kept = reference.without_masked([idx.cpu() for idx in ids], list(active), E)
             for rank in range(W):
-                picks = (kept[rank] >= 0).sum(dim=1, keepdim=True)
-                assert torch.equal(y[rank].cpu(), picks * x[rank].cpu())
+                choices = (kept[rank] >= 0).sum(dim=1, keepdim=True)
+                assert torch.equal(y[rank].cpu(), choices * x[rank].cpu())
         cluster.synchronize()
 
 
@@ -129,8 +129,8 @@ def trip(low_latency, seed, active):
     assert torch.equal(received.tokens_per_expert.cpu(), counts[rank].int())
     rows = torch.cat([part[:count] for part, count in zip(received.x.cpu(), counts[rank], strict=True)])
     assert torch.equal(rows, expected[rank])
-    picks = (kept[rank] >= 0).sum(dim=1, keepdim=True).cuda()
-    assert torch.equal(low_latency.combine(received.x, received.handle), picks * own)
+    choices = (kept[rank] >= 0).sum(dim=1, keepdim=True).cuda()
+    assert torch.equal(low_latency.combine(received.x, received.handle), choices * own)
 
 
 def run_late(spread):

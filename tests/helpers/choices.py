@@ -6,7 +6,7 @@ u = 2^-24: an exp within 1.1 ulp, hence 2.2 u, a sum and a quotient; adding the 
 m = K // group_topk of them with m - 1 roundings of at most m u M: it is within m (m + 5) u M, and twice that decides
 between two groups. u M is at most one unit in the last place (ulp) of M.
 
-T tokens, E experts, K picks of a token.
+T tokens, E experts, K choices of a token.
 """
 
 import itertools

@@ -61,7 +61,7 @@ class Rank:
                 self._graph.replay()
                 torch.testing.assert_close(self._y, TOPK * self.x)
         assert self.low_latency.masked_ranks() == [] and self.low_latency.active_ranks.tolist() == [1] * W
-        assert not self.low_latency.dropped_picks.any()
+        assert not self.low_latency.dropped_choices.any()
         rows = ep.dispatch(self.x, self.ids, buffer=self.low_latency.buffer)
         torch.testing.assert_close(ep.combine(rows.x, rows.handle), TOPK * self.x)
 

@@ -1,4 +1,4 @@
-"""Masked ranks in the low-latency mode: as if the picks of their experts were -1 and they had no tokens."""
+"""Masked ranks in the low-latency mode: as if the choices of their experts were -1 and they had no tokens."""
 
 import functools
 from dataclasses import replace
@@ -26,7 +26,7 @@ def mask_some(case, low_latency):
 
 
 def check_round(case, low_latency, plain):
-    """The same calls with masked ranks, and with -1 for their picks."""
+    """The same calls with masked ranks, and with -1 for their choices."""
     ids, weights, x = case.new_round()
     kept = reference.without_masked(ids, low_latency.active_ranks, case.num_experts)
     at_tokens = [w.to(case.wide()) for w in weights]
@@ -69,8 +69,8 @@ def test_masked_ranks_are_as_if_nobody_chose_them(block):
             for rank in range(case.world):
                 assert low_latency.masked_ranks()[rank] == (active[rank] == 0).nonzero()[:, 0].tolist()
                 assert all(active[rank][other] == active[other][rank] for other in range(case.world))
-                assert low_latency.dropped_picks[rank][1] == dropped[rank]
-                assert low_latency.dropped_picks[rank][0] <= dropped[rank] // 5
+                assert low_latency.dropped_choices[rank][1] == dropped[rank]
+                assert low_latency.dropped_choices[rank][0] <= dropped[rank] // 5
 
 
 W, E, K, H = 4, 8, 3, 5
@@ -149,7 +149,9 @@ def test_nobody_comes_back_but_by_a_reset():
         low_latency.combine(received.x, received.handle)
     again = low_latency.dispatch(x, ids)
     assert sum(int(counts.sum()) for counts in again.tokens_per_expert) == sum(i.numel() for i in ids)
-    assert all(not dropped.any() for dropped in low_latency.dropped_picks)
+    assert all(not dropped.any() for dropped in low_latency.dropped_choices)
+    with pytest.warns(DeprecationWarning, match="dropped_picks is dropped_choices now"):
+        assert all(not dropped.any() for dropped in low_latency.dropped_picks)
 
 
 def test_mistakes_are_named():
@@ -157,7 +159,7 @@ def test_mistakes_are_named():
     x, ids, weights = inputs(0)
     received = plain.dispatch(x, ids)
     readmit = functools.partial(plain.readmit, 1, None)
-    for use in (lambda: plain.active_ranks, lambda: plain.dropped_picks, plain.masked_ranks, readmit):
+    for use in (lambda: plain.active_ranks, lambda: plain.dropped_choices, plain.masked_ranks, readmit):
         with pytest.raises(ValueError, match="on_dead_rank is 'raise', must be 'mask'"):
             use()
     low_latency = ep.LowLatency(cluster, max_tokens=6, hidden=H, topk=K, dtype=torch.float64, on_dead_rank="mask")

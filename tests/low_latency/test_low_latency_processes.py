@@ -304,8 +304,8 @@ def masked_trip(low_latency, seed, active):
     assert torch.equal(received.tokens_per_expert, counts[rank].int())
     rows = torch.cat([part[:count] for part, count in zip(received.x, counts[rank], strict=True)])
     assert torch.equal(rows, expected[rank])
-    picks = (kept[rank] >= 0).sum(dim=1, keepdim=True)
-    assert torch.equal(low_latency.combine(received.x, received.handle), picks * x[rank])
+    choices = (kept[rank] >= 0).sum(dim=1, keepdim=True)
+    assert torch.equal(low_latency.combine(received.x, received.handle), choices * x[rank])
 
 
 def run_one_masked(nodes):

@@ -74,7 +74,7 @@ LAYERS = {
     "TP 2 in EP 2": (2, 2, TP_BASELINE),
     "TP 2, no EP": (2, 1, TP_BASELINE),
     "TP 2 in EP 2, capacity drops": (2, 2, {**TP_BASELINE, "moe_expert_capacity_factor": 0.7}),
-    "TP 2 in EP 2, more picks than fit beside a row": (
+    "TP 2 in EP 2, more choices than fit beside a row": (
         2,
         2,
         {**TP_BASELINE, "num_moe_experts": 64, "moe_router_topk": 17},
@@ -140,7 +140,7 @@ SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_topk_scaling_fact
 SPARSE = {
     "sigmoid": (1, 4, {**SIGMOID, "num_moe_experts": 16, "moe_router_topk": 4}),
     "TP 2 in EP 2": (2, 2, TP_BASELINE),
-    "TP 2 in EP 2, more picks than fit beside a row": (
+    "TP 2 in EP 2, more choices than fit beside a row": (
         2,
         2,
         {**TP_BASELINE, "num_moe_experts": 64, "moe_router_topk": 17},
@@ -198,9 +198,9 @@ def _compare_random_maps(first_seed, count):
         tokens = 0 if dist.get_rank() < empty_ranks else int(torch.randint(0, 40, (), generator=own))
         x, grad = torch.randn(2, tokens, hidden, generator=own, dtype=torch.float64)
         probs = torch.randn(tokens, num_experts, generator=own, dtype=torch.float64)  # nonzero off the map as well
-        picks_of_token = torch.randint(0, widest + 1, (tokens, 1), generator=own)
+        choices_of_token = torch.randint(0, widest + 1, (tokens, 1), generator=own)
         ranks_of_experts = torch.rand(tokens, num_experts, generator=own).argsort(dim=1)
-        routing_map = ranks_of_experts < picks_of_token
+        routing_map = ranks_of_experts < choices_of_token
 
         expected, actual = (
             run_dispatcher(make_dispatcher(name, config), x, routing_map, probs, grad)
@@ -268,7 +268,7 @@ def _compare_drop_and_pad(tp, ep_size):
     assert expected["rows"].shape == actual["rows"].shape and expected["row_probs"].shape == actual["row_probs"].shape
     for name in ("output", "x_grad"):
         torch.testing.assert_close(actual[name], expected[name], rtol=1e-12, atol=1e-12)
-    taken = probs != 0  # the router passes no gradient on for the picks it only pads with
+    taken = probs != 0  # the router passes no gradient on for the choices it only pads with
     torch.testing.assert_close(actual["probs_grad"], expected["probs_grad"] * taken, rtol=1e-12, atol=1e-12)
 
 

@@ -1,7 +1,7 @@
 """The fused gate against Megatron's functions, and `EPTopKRouter` against Megatron's `TopKRouter`.
 
-T tokens, E experts, K picks of a token. Where whole results are compared, scores are far enough apart that no rounding
-decides a choice; what holds of choices in general has its own tests.
+T tokens, E experts, K choices of a token. Where whole results are compared, scores are far enough apart that no
+rounding decides a choice; what holds of choices in general has its own tests.
 """
 
 import inspect

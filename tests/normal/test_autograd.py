@@ -180,5 +180,5 @@ def test_a_gradient_that_is_negated_lazily(mode):
             rows = calls.dispatch(x, ids, w)
             [y] = calls.combine(rows.x, rows.handle)
         Negated.apply(y).sum().backward()
-    picks = (ids[0] >= 0).sum(dim=1, keepdim=True).double()
-    assert torch.equal(x[0].grad, -picks.expand_as(x[0]))
+    choices = (ids[0] >= 0).sum(dim=1, keepdim=True).double()
+    assert torch.equal(x[0].grad, -choices.expand_as(x[0]))

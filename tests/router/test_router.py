@@ -2,7 +2,7 @@
 
 The experts are compared for equality. So that a rounding in exp cannot decide a choice, the specification takes the
 scores themselves from the kernel, as weights of a choice of one expert of one, and their accuracy has its own test.
-T tokens, E experts, K picks of a token.
+T tokens, E experts, K choices of a token.
 """
 
 import math

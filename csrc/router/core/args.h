@@ -6,10 +6,10 @@
 
 namespace ep {
 
-// Words for shapes: T tokens, E experts, K picks of a token (top-k). All arrays are contiguous.
+// Words for shapes: T tokens, E experts, K choices of a token (top-k). All arrays are contiguous.
 
-// What the weight of a pick is taken from: sigmoid(logit), the softmax over all experts, or the
-// softmax over the picks.
+// What the weight of a choice is taken from: sigmoid(logit), the softmax over all experts, or the
+// softmax over the choices.
 enum class ScoreFunction : int { Sigmoid = 0, PreSoftmax = 1, PostSoftmax = 2 };
 
 struct RouterConfig {
@@ -35,7 +35,7 @@ struct RouterForward {
     int64_t* ids;                // [T, K], -1: none
     void* weights;               // [T, K], real
     int64_t* tokens_per_expert;  // [E]
-    void* probs;                 // [T, E], 0 where not picked | null
+    void* probs;                 // [T, E], 0 where not chosen | null
     bool* routing_map;           // [T, E] | null
     void* aux_scores;            // [T, E], real: scores normalised over all experts | null
     bool* aux_map;  // [T, E]: top K of the aux_scores | null, exactly when aux_scores is

@@ -7,11 +7,11 @@ namespace ep::router {
 // A team's memory for one row. L is the loss.
 template <class R>
 struct BackwardScratch {
-    R* score;       // [E]
-    R* grad;        // [E] dL/d(score), then dL/d(logit)
-    R* pick_score;  // [kMaxTopk]
-    R* pick_grad;   // [kMaxTopk] dL/d(pick's score), or dL/d(pick's logit) for PostSoftmax
-    int32_t* id;    // [kMaxTopk]
+    R* score;         // [E]
+    R* grad;          // [E] dL/d(score), then dL/d(logit)
+    R* choice_score;  // [kMaxTopk]
+    R* choice_grad;   // [kMaxTopk] dL/d(choice's score), or dL/d(choice's logit) for PostSoftmax
+    int32_t* id;      // [kMaxTopk]
 };
 
 // y = softmax(x): turns dL/dy into dL/dx.
@@ -29,11 +29,11 @@ EP_FN void divide_by_sum_gradient(Team& team, int n, const R* x, R* grad) {
     team.each(n, [=](int i) { grad[i] = (grad[i] - mean) / total; });
 }
 
-// s.pick_grad from the gradients of the weights and of the dense probs.
+// s.choice_grad from the gradients of the weights and of the dense probs.
 template <class Storage, class Team>
-EP_FN void pick_gradients(Team& team, const RouterConfig& config, const RouterBackward& args,
-                          int64_t row, const Storage* logits,
-                          const BackwardScratch<Real<Storage>>& s) {
+EP_FN void choice_gradients(Team& team, const RouterConfig& config, const RouterBackward& args,
+                            int64_t row, const Storage* logits,
+                            const BackwardScratch<Real<Storage>>& s) {
     using R = Real<Storage>;
     const int64_t* const ids = args.ids + row * config.topk;
     const R* const grad_weights =
@@ -47,32 +47,33 @@ EP_FN void pick_gradients(Team& team, const RouterConfig& config, const RouterBa
         R grad = 0;
         if (id >= 0 && grad_weights) grad += grad_weights[k];
         if (id >= 0 && grad_probs) grad += to_real(grad_probs[id]);
-        s.pick_grad[k] = grad * scale;
+        s.choice_grad[k] = grad * scale;
     });
     if (config.score == ScoreFunction::PostSoftmax) {
         const R none = -kInfinity<R>;
-        softmax(team, config.topk, s.pick_score,
+        softmax(team, config.topk, s.choice_score,
                 [=](int k) { return s.id[k] < 0 ? none : to_real(logits[s.id[k]]); });
-        softmax_gradient(team, config.topk, s.pick_score, s.pick_grad);
+        softmax_gradient(team, config.topk, s.choice_score, s.choice_grad);
         return;
     }
     const bool sigmoids = config.score == ScoreFunction::Sigmoid;
     team.each(config.topk, [=](int k) {
         const int32_t id = s.id[k];
-        s.pick_score[k] = id < 0 ? R(0) : sigmoids ? sigmoid(to_real(logits[id])) : s.score[id];
+        s.choice_score[k] = id < 0 ? R(0) : sigmoids ? sigmoid(to_real(logits[id])) : s.score[id];
     });
-    if (config.renormalize) divide_by_sum_gradient(team, config.topk, s.pick_score, s.pick_grad);
+    if (config.renormalize)
+        divide_by_sum_gradient(team, config.topk, s.choice_score, s.choice_grad);
 }
 
-// Scores of which only the picks' have a gradient.
+// Scores of which only the choices' have a gradient.
 template <class Storage, class Team>
 EP_FN void write_sparse_gradient(Team& team, const RouterConfig& config, Storage* out,
                                  const BackwardScratch<Real<Storage>>& s) {
     const bool sigmoids = config.score == ScoreFunction::Sigmoid;
     team.each(config.experts, [=](int e) { out[e] = Storage{}; });
     team.each(config.topk, [=](int k) {
-        const auto slope = sigmoids ? s.pick_score[k] * (1 - s.pick_score[k]) : 1;
-        if (s.id[k] >= 0) from_real(s.pick_grad[k] * slope, out[s.id[k]]);
+        const auto slope = sigmoids ? s.choice_score[k] * (1 - s.choice_score[k]) : 1;
+        if (s.id[k] >= 0) from_real(s.choice_grad[k] * slope, out[s.id[k]]);
     });
 }
 
@@ -85,9 +86,9 @@ EP_FN void write_dense_gradient(Team& team, const RouterConfig& config,
     const int experts = config.experts;
     const R* const score = s.score;
     R* const grad = s.grad;
-    const auto add_picks = [&] {
+    const auto add_choices = [&] {
         team.each(config.topk, [=](int k) {
-            if (s.id[k] >= 0) grad[s.id[k]] += s.pick_grad[k];
+            if (s.id[k] >= 0) grad[s.id[k]] += s.choice_grad[k];
         });
     };
     if (grad_aux_scores) {
@@ -97,14 +98,14 @@ EP_FN void write_dense_gradient(Team& team, const RouterConfig& config,
     }
     if (config.score == ScoreFunction::Sigmoid) {
         divide_by_sum_gradient(team, experts, score, grad);
-        add_picks();
+        add_choices();
         team.each(experts, [=](int e) { grad[e] *= score[e] * (1 - score[e]); });
     } else if (config.score == ScoreFunction::PreSoftmax) {
-        add_picks();
+        add_choices();
         softmax_gradient(team, experts, score, grad);
     } else {
         softmax_gradient(team, experts, score, grad);
-        add_picks();
+        add_choices();
     }
     team.each(experts, [=](int e) { from_real(grad[e], out[e]); });
 }
@@ -125,7 +126,7 @@ EP_FN void backward_row(Team& team, const RouterConfig& config, const RouterBack
     } else if (dense) {
         score_experts(team, config, logits, s.score);
     }
-    pick_gradients(team, config, args, row, logits, s);
+    choice_gradients(team, config, args, row, logits, s);
     if (dense) {
         const R* const aux = static_cast<const R*>(args.grad_aux_scores);
         write_dense_gradient(team, config, aux ? aux + row * config.experts : nullptr, out, s);

@@ -88,9 +88,9 @@ struct HostTeam {
 
     template <class K, class F>
     void take_top(K* keys, int n, int count, F f) {
-        Pick<K> picks[kMaxTopk];
-        router::take_top(keys, n, count, picks);
-        for (int rank = 0; rank < count; ++rank) f(rank, picks[rank].index);
+        Choice<K> choices[kMaxTopk];
+        router::take_top(keys, n, count, choices);
+        for (int rank = 0; rank < count; ++rank) f(rank, choices[rank].index);
     }
 
     void increment(int64_t* counter) { ++*counter; }

@@ -30,10 +30,10 @@ int find(const K* keys, int n, K key) {
     return lowest;
 }
 
-// A tournament: the largest key of each block is at hand, so that a pick looks at those and at one
-// block.
+// A tournament: the largest key of each block is at hand, so that taking one looks at those and at
+// one block.
 template <class K>
-void take_top_by_blocks(K* keys, int n, int count, Pick<K>* picks) {
+void take_top_by_blocks(K* keys, int n, int count, Choice<K>* choices) {
     constexpr int kMaxBlocks = 64;
     int block_size = 32;
     while (n > block_size * kMaxBlocks) block_size *= 2;
@@ -47,7 +47,7 @@ void take_top_by_blocks(K* keys, int n, int count, Pick<K>* picks) {
         for (int i = 1; i < blocks; ++i) b = largest[i] > largest[b] ? i : b;
         K* const block = keys + b * block_size;
         const int index = find(block, size(b), largest[b]);
-        picks[rank] = {largest[b], b * block_size + index};
+        choices[rank] = {largest[b], b * block_size + index};
         block[index] = kNoKey<K>;
         largest[b] = find_largest(block, size(b));
     }
@@ -57,7 +57,7 @@ void take_top_by_blocks(K* keys, int n, int count, Pick<K>* picks) {
 constexpr int kFew = 16;
 
 template <class K>
-void take_top_by_rank(K* keys, int n, int count, Pick<K>* picks) {
+void take_top_by_rank(K* keys, int n, int count, Choice<K>* choices) {
     K all[kFew];
     int32_t rank[kFew] = {};
     for (int i = 0; i < kFew; ++i) all[i] = i < n ? keys[i] : kNoKey<K>;
@@ -69,25 +69,25 @@ void take_top_by_rank(K* keys, int n, int count, Pick<K>* picks) {
     }
     for (int i = 0; i < n; ++i) {
         if (rank[i] >= count) continue;
-        picks[rank[i]] = {all[i], i};
+        choices[rank[i]] = {all[i], i};
         keys[i] = kNoKey<K>;
     }
 }
 
 template <class K>
-void take_top_of(K* keys, int n, int count, Pick<K>* picks) {
-    if (n <= kFew) return take_top_by_rank(keys, n, count, picks);
-    take_top_by_blocks(keys, n, count, picks);
+void take_top_of(K* keys, int n, int count, Choice<K>* choices) {
+    if (n <= kFew) return take_top_by_rank(keys, n, count, choices);
+    take_top_by_blocks(keys, n, count, choices);
 }
 
 }  // namespace
 
-EP_ROUTER_CLONES void take_top(int32_t* keys, int n, int count, Pick<int32_t>* picks) {
-    take_top_of(keys, n, count, picks);
+EP_ROUTER_CLONES void take_top(int32_t* keys, int n, int count, Choice<int32_t>* choices) {
+    take_top_of(keys, n, count, choices);
 }
 
-EP_ROUTER_CLONES void take_top(int64_t* keys, int n, int count, Pick<int64_t>* picks) {
-    take_top_of(keys, n, count, picks);
+EP_ROUTER_CLONES void take_top(int64_t* keys, int n, int count, Choice<int64_t>* choices) {
+    take_top_of(keys, n, count, choices);
 }
 
 }  // namespace ep::router

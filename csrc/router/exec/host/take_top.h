@@ -5,13 +5,13 @@
 namespace ep::router {
 
 template <class K>
-struct Pick {
+struct Choice {
     K key;
     int index;
 };
 
-// Team::take_top (exec/team.h): writes count picks.
-void take_top(int32_t* keys, int n, int count, Pick<int32_t>* picks);
-void take_top(int64_t* keys, int n, int count, Pick<int64_t>* picks);
+// Team::take_top (exec/team.h): writes count choices.
+void take_top(int32_t* keys, int n, int count, Choice<int32_t>* choices);
+void take_top(int64_t* keys, int n, int count, Choice<int64_t>* choices);
 
 }  // namespace ep::router

@@ -24,8 +24,8 @@ __global__ void __launch_bounds__(kMaxThreads)
     BackwardScratch<R> scratch;
     scratch.score = arrays.take<R>(config.experts);
     scratch.grad = arrays.take<R>(config.experts);
-    scratch.pick_score = arrays.take<R>(kMaxTopk);
-    scratch.pick_grad = arrays.take<R>(kMaxTopk);
+    scratch.choice_score = arrays.take<R>(kMaxTopk);
+    scratch.choice_grad = arrays.take<R>(kMaxTopk);
     scratch.id = arrays.take<int32_t>(kMaxTopk);
     WarpTeam team{static_cast<int>(threadIdx.x)};
     backward_row<Storage>(team, config, args, row, scratch);

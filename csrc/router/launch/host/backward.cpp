@@ -13,9 +13,9 @@ namespace ep {
 namespace router {
 namespace {
 
-// Of a row its picks alone are read, here and there: without this most of the time is their wait.
+// Of a row its choices alone are read, here and there: without this most of the time is their wait.
 template <class Storage>
-void fetch_picks(const RouterConfig& config, const RouterBackward& args, int64_t row) {
+void fetch_choices(const RouterConfig& config, const RouterBackward& args, int64_t row) {
     const Storage* const logits = static_cast<const Storage*>(args.logits) + row * config.experts;
     const int64_t* const ids = args.ids + row * config.topk;
     for (int k = 0; k < config.topk; ++k) __builtin_prefetch(logits + (ids[k] < 0 ? 0 : ids[k]));
@@ -25,15 +25,15 @@ template <class Storage>
 void backward_rows_of(const RouterConfig& config, const RouterBackward& args, int64_t first,
                       int64_t last) {
     using R = Real<Storage>;
-    std::vector<R> scores(config.experts), grads(config.experts), pick_scores(kMaxTopk),
-        pick_grads(kMaxTopk);
+    std::vector<R> scores(config.experts), grads(config.experts), choice_scores(kMaxTopk),
+        choice_grads(kMaxTopk);
     std::vector<int32_t> ids(kMaxTopk);
-    const BackwardScratch<R> scratch{scores.data(), grads.data(), pick_scores.data(),
-                                     pick_grads.data(), ids.data()};
+    const BackwardScratch<R> scratch{scores.data(), grads.data(), choice_scores.data(),
+                                     choice_grads.data(), ids.data()};
     HostTeam team;
     constexpr int kAhead = 4;  // rows
     for (int64_t row = first; row < last; ++row) {
-        if (row + kAhead < last) fetch_picks<Storage>(config, args, row + kAhead);
+        if (row + kAhead < last) fetch_choices<Storage>(config, args, row + kAhead);
         backward_row<Storage>(team, config, args, row, scratch);
     }
 }

@@ -1,6 +1,6 @@
-"""What a router of Megatron's has chosen, as the picks that a dispatch takes.
+"""What a router of Megatron's has chosen, as the top-k ids and weights that a dispatch takes.
 
-T tokens on this rank, E experts, K picks of a token, TP ranks that share an expert.
+T tokens on this rank, E experts, K choices of a token, TP ranks that share an expert.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 
-def picks_of(routing_map: torch.Tensor, probs: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+def choices_of(routing_map: torch.Tensor, probs: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """[T, E] map and probs -> ids [T, width] in ascending order, -1 after the last, and weights [T, width], 0 there. A
     token with more experts than that gets an id that is none, which dispatch refuses when it has the counts."""
     num_experts = routing_map.shape[1]
