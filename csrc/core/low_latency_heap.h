@@ -68,7 +68,7 @@ struct LowLatencyHeap {
         put_joins_ = part(staged ? kKinds * channels * kLine : 0);
         released_ = part(kKinds * banks * world * kLine);
         choice_flags_ = part(choice_parts() * world * kLine);
-        cut_flags_ = part(masking ? world * kLine : 0);
+        masked_flags_ = part(masking ? world * kLine : 0);
         beat_flags_ = part(masking ? world * kLine : 0);
         row_flags_ = part(staged ? kKinds * channels * world * kLine : 0);
         choices_ = part(banks * world * choice_bytes());
@@ -79,8 +79,8 @@ struct LowLatencyHeap {
         staged_rows_ = part(staged ? banks * (masking ? world : 1) * max_tokens * slot_bytes : 0);
         staged_parts_ =
             part(staged ? banks * world * max_tokens * choices_per_rank() * slot_bytes : 0);
-        verdicts_ = part(masking ? kHalves * kKinds * banks * world * sizeof(uint64_t) : 0);
-        cuts_ = part(masking ? world * sizeof(uint64_t) : 0);
+        memberships_ = part(masking ? kHalves * kKinds * banks * world * sizeof(uint64_t) : 0);
+        masked_ = part(masking ? world * sizeof(uint64_t) : 0);
         firsts_ = part(masking ? world * sizeof(uint64_t) : 0);
         own_beats_ = part(masking ? kLine : 0);
         all_sent_flags_ = part(masking ? kKinds * world * kLine : 0);
@@ -132,7 +132,7 @@ struct LowLatencyHeap {
         return row_flags_ +
                ((static_cast<int>(kind) * channels + channel) * topology.world() + rank) * kLine;
     }
-    // All of these, and with masking those of cuts and beats.
+    // All of these, and with masking masked_flag and beat_flag.
     EP_HD NetworkFlags network_flags() const {
         const int of_all = kKinds * kBanks + choice_parts() + (masking ? 2 : 0);
         return {released_, staged ? of_all + kKinds * channels : 0, topology.world(), of_all,
@@ -181,23 +181,23 @@ struct LowLatencyHeap {
 
     // --- with masking, of this rank ---
     // 2 * number of a call + whether the rank takes part in this half of it, for this rank.
-    EP_HD size_t verdict(LowLatencyHalf half, LowLatencyKind kind, int bank, int rank) const {
+    EP_HD size_t membership(LowLatencyHalf half, LowLatencyKind kind, int bank, int rank) const {
         const int which =
             (static_cast<int>(half) * kKinds + static_cast<int>(kind)) * kBanks + bank;
-        return verdicts_ +
+        return memberships_ +
                (which * static_cast<size_t>(topology.world()) + rank) * sizeof(uint64_t);
     }
-    // Not 0: this rank has nothing to do with that one any more.
-    EP_HD size_t cut(int rank) const { return cuts_ + rank * sizeof(uint64_t); }
-    // 0, or 1 + which of the two has taken the other for dead, `rank` or this one: whoever was
-    // first. It lies with the lower of them, so that there is one for both.
-    EP_HD size_t first_to_cut(int rank) const { return firsts_ + rank * sizeof(uint64_t); }
+    // Not 0: this rank has masked `rank`, for good.
+    EP_HD size_t masked(int rank) const { return masked_ + rank * sizeof(uint64_t); }
+    // 0, or 1 + the rank, of `rank` and this one, that was first to mask the other because of its
+    // silence. It lies in the heap of the lower of the two, so that there is one for both.
+    EP_HD size_t first_to_mask(int rank) const { return firsts_ + rank * sizeof(uint64_t); }
     EP_HD size_t own_beats() const { return own_beats_; }
     // What a rank without tokens has chosen.
     EP_HD size_t no_choices(int part) const { return no_choices_ + choice_part(part); }
     // --- flags that others write ---
-    // Not 0: `rank` has nothing to do with this one any more, and why (Cut).
-    EP_HD size_t cut_flag(int rank) const { return cut_flags_ + rank * kLine; }
+    // Not 0: `rank` has masked this one, and why (MaskReason).
+    EP_HD size_t masked_flag(int rank) const { return masked_flags_ + rank * kLine; }
     // Grows while `rank` waits.
     EP_HD size_t beat_flag(int rank) const { return beat_flags_ + rank * kLine; }
     // The last call of which all that `rank` has to store here is here. Only of mapped ranks.
@@ -221,8 +221,9 @@ struct LowLatencyHeap {
     int local_experts_;
     size_t first_choices_, other_choices_, choice_bytes_;
     size_t sent_, send_joins_, receive_joins_, waited_, put_joins_, released_, choice_flags_,
-        cut_flags_, beat_flags_, row_flags_, choices_, rows_, parts_, staged_choices_, staged_rows_,
-        staged_parts_, verdicts_, cuts_, firsts_, own_beats_, all_sent_flags_, no_choices_, bytes_;
+        masked_flags_, beat_flags_, row_flags_, choices_, rows_, parts_, staged_choices_,
+        staged_rows_, staged_parts_, memberships_, masked_, firsts_, own_beats_, all_sent_flags_,
+        no_choices_, bytes_;
 };
 
 }  // namespace ep

@@ -78,9 +78,10 @@ enum class CacheHint { Keep, EvictFirst };
 //   add(count, n)                    by a lane: adds to a count that no other warp changes
 //   arrive<Scope>(counter, n = 1)    adds n and returns what it was: after all that the warp did
 //                                    before, and before what it does next are all who came earlier
-//   settle<Scope>(word, from, to)    by a lane: makes a word that is `from` `to`, unless another
-//                                    was first. Who acquires it sees what the lane has acquired.
-//                                    Of the system: seldom, not every bus has it
+//   compare_exchange<Scope>(word, from, to)
+//                                    by a lane: stores `to` if the word is `from`. An acquire of
+//                                    the word also sees what the lane had acquired. System scope:
+//                                    used seldom, not every bus has the atomic
 
 // How a wait that may go on without what it waits for has ended; badly: the role must return.
 enum class Waited { Met, Over, Badly };
@@ -129,7 +130,7 @@ concept WarpLike = requires(
     W::raise(flag, uint64_t{1});
     W::add(count, 1);
     { warp.template arrive<Scope::Rank>(flag, uint64_t{1}) } -> std::same_as<uint64_t>;
-    W::template settle<Scope::Rank>(flag, uint64_t{0}, uint64_t{1});
+    W::template compare_exchange<Scope::Rank>(flag, uint64_t{0}, uint64_t{1});
 };
 
 // A lane that takes no part in a wait.
@@ -164,8 +165,8 @@ EP_HD int lanes_below(uint32_t mask, int lane) {
     return popcount(mask & ((uint32_t{1} << lane) - 1));
 }
 
-// A word whose value stays, though warps of this rank may still try to settle it.
-EP_HD uint64_t settled(const uint64_t* word) {
+// A word whose value no longer changes, though other warps of this rank may still try to.
+EP_HD uint64_t load_decided(const uint64_t* word) {
 #if defined(__CUDA_ARCH__)
     return *word;
 #else

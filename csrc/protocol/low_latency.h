@@ -59,16 +59,16 @@ struct LowLatencyCall {
     }
     EP_FN const LowLatencyHeap& heap() const { return args.heap; }
     EP_FN int world() const { return args.heap.topology.world(); }
-    // Where the verdict on a rank is written, see low_latency_mask.h; and, once it has been,
-    // whether the rank takes part.
-    EP_FN uint64_t* verdict(LowLatencyHalf half, int rank) const {
-        return fabric.template own<uint64_t>(heap().verdict(half, kKind, bank, rank));
+    // The word that says whether `rank` takes part in this half, see low_latency_mask.h; and, once
+    // it is decided, whether it does.
+    EP_FN uint64_t* membership(LowLatencyHalf half, int rank) const {
+        return fabric.template own<uint64_t>(heap().membership(half, kKind, bank, rank));
     }
     EP_FN uint64_t* waited(int rank) const {
         return fabric.template own<uint64_t>(heap().waited(kKind, bank, rank));
     }
     EP_FN bool takes_part(LowLatencyHalf half, int rank) const {
-        return !heap().masking || settled(verdict(half, rank)) & 1;
+        return !heap().masking || load_decided(membership(half, rank)) & 1;
     }
 };
 
@@ -191,14 +191,15 @@ EP_FN void credit_ranks(W& warp, const LowLatencyCall<F, Args>& call, size_t fla
         credit_some(warp, call, first, flag, from, to, names);
 }
 
-// With masking, by the last warp: the next halves are without those that this one was without.
+// With masking, by the last warp: ranks that did not take part in this half are masked in all later
+// ones.
 template <WarpLike W, class F, class Args>
-EP_FN void note_cuts(W& warp, const LowLatencyCall<F, Args>& call, LowLatencyHalf half) {
+EP_FN void note_masked(W& warp, const LowLatencyCall<F, Args>& call, LowLatencyHalf half) {
     for (int first = 0; first < call.world(); first += 32) {
         warp.lanes(lanes_from(first, call.world()), [&](int lane) {
             const int rank = first + lane;
             if (call.takes_part(half, rank)) return;
-            *call.fabric.template own<uint64_t>(call.heap().cut(rank)) = 1;
+            *call.fabric.template own<uint64_t>(call.heap().masked(rank)) = 1;
             call.args.mask.active[rank] = 0;
         });
     }
@@ -220,7 +221,7 @@ EP_FN Ended end_sending(W& warp, const LowLatencyCall<F, Args>& call, const Team
         return Ended::Well;
     if (call.heap().masking) {
         publish_all_sent(warp, call);
-        note_cuts(warp, call, LowLatencyHalf::Send);
+        note_masked(warp, call, LowLatencyHalf::Send);
     }
     count_sent(warp, call);
     return Ended::Last;
@@ -236,7 +237,7 @@ EP_FN Ended end_receiving(W& warp, const LowLatencyCall<F, Args>& call, const Te
     credit_ranks(warp, call, call.heap().released(Args::kKind, call.bank, call.args.rank),
                  call.previous(), call.number,
                  [&](int rank) { return call.takes_part(LowLatencyHalf::Receive, rank); });
-    if (call.heap().masking) note_cuts(warp, call, LowLatencyHalf::Receive);
+    if (call.heap().masking) note_masked(warp, call, LowLatencyHalf::Receive);
     return Ended::Last;
 }
 

@@ -230,8 +230,8 @@ EP_FN bool may_receive(W& warp, const LowLatencyCombine<F>& call, const Team& te
             here = wait_rows_put(warp, call, rank);
         return here;
     }
-    return settle_ranks(warp, call, team, LowLatencyHalf::Receive, Wait::Rows,
-                        [&](int rank) { return need_rows<W>(call, rank); });
+    return decide_membership(warp, call, team, LowLatencyHalf::Receive, Wait::Rows,
+                             [&](int rank) { return need_rows<W>(call, rank); });
 }
 
 constexpr int kMaxParts = 8;  // of what a warp would sum, for warps that have nothing to do

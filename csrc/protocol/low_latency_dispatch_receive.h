@@ -39,10 +39,11 @@ EP_FN bool wait_choices(W& warp, const LowLatencyDispatch<F>& call) {
 template <WarpLike W, class F>
 EP_FN bool may_receive(W& warp, const LowLatencyDispatch<F>& call, const Team& team) {
     if (!call.heap().masking) return wait_choices(warp, call);
-    return settle_ranks(warp, call, team, LowLatencyHalf::Receive, Wait::Choices, [&](int rank) {
-        const WaitCondition choices = need_all_choices<W>(call, rank);
-        return is_met(choices) ? need_rows<W>(call, rank) : choices;
-    });
+    return decide_membership(warp, call, team, LowLatencyHalf::Receive, Wait::Choices,
+                             [&](int rank) {
+                                 const WaitCondition choices = need_all_choices<W>(call, rank);
+                                 return is_met(choices) ? need_rows<W>(call, rank) : choices;
+                             });
 }
 
 // The choices that reached this rank.

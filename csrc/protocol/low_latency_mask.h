@@ -6,28 +6,30 @@ namespace ep {
 
 // Calls that go on without ranks that stay away.
 //
-// Before a half does anything it has a verdict on every rank: it takes part, because all that the
-// half needs of it is there, or it is left out. The first warp to have one writes it down and all
-// others follow, so none waits for another. A rank that was left out once is so for good: the link
-// to it is cut, and this one tells it so.
+// Before a half reads or writes rows it decides its membership: a rank takes part if all that the
+// half needs of it is there, otherwise it is left out. The first warp that decides about a rank
+// writes the decision down and the others follow it, so no warp waits for another. A rank that was
+// left out once is masked for good, and is told so.
 //
-// Where a caller asked for that both go on, each without the other. But a rank that another has
-// taken for dead ends, alone, once it hears of that; else there were two groups that each take the
-// other for dead. Of two that wait for each other one is first, see is_first_to_cut. So of two
-// ranks of which one has taken the other for dead only one goes on.
+// If a caller asked for it, both ranks go on, each without the other. But a rank that another one
+// masked because of its silence ends, alone, when it hears of that. Otherwise there would be two
+// groups that each take the other for dead. Of two ranks that wait for each other only one is the
+// first to mask the other, see is_first_to_mask.
 //
-// A link that is whole carries what it carries without masking. Of one that is cut nothing is read
-// or written any more, and what may still arrive goes to memory that nobody else writes.
+// Two ranks of which neither has masked the other exchange what they would without masking. From
+// and to a masked rank nothing is read or written any more, and what may still arrive from it goes
+// to memory that no other rank writes.
 
-// Whether this rank has nothing to do with that one any more, or is not meant to have.
+// Whether this rank has masked `rank`, is asked to, or has been masked by it.
 template <class W, class F, class Args>
-EP_FN bool is_cut(const LowLatencyCall<F, Args>& call, LowLatencyHalf half, int rank) {
+EP_FN bool is_masked(const LowLatencyCall<F, Args>& call, LowLatencyHalf half, int rank) {
     if (rank == call.args.rank) return false;
     if (half == LowLatencyHalf::Receive && !call.takes_part(LowLatencyHalf::Send, rank))
         return true;
-    if (!call.args.mask.active[rank] || *call.fabric.template own<uint64_t>(call.heap().cut(rank)))
+    if (!call.args.mask.active[rank] ||
+        *call.fabric.template own<uint64_t>(call.heap().masked(rank)))
         return true;
-    return acquire_flag<W>(call.fabric, call.heap().channels, rank, call.heap().cut_flag(rank));
+    return acquire_flag<W>(call.fabric, call.heap().channels, rank, call.heap().masked_flag(rank));
 }
 
 // To the ranks that may wait for this one: it waits, too, and is alive.
@@ -41,77 +43,79 @@ EP_FN void send_beat(W& warp, const LowLatencyCall<F, Args>& call, LowLatencyHal
     });
     const uint64_t beats = warp.broadcast(before, 0);
     credit_ranks(warp, call, call.heap().beat_flag(call.args.rank), beats, beats + 1,
-                 [&](int rank) { return !is_cut<W>(call, half, rank); });
+                 [&](int rank) { return !is_masked<W>(call, half, rank); });
 }
 
-// What `rank` has told this one of the link to it.
+// Whether and why `rank` has masked this one.
 template <class W, class F, class Args>
-EP_FN Cut told_cut(const LowLatencyCall<F, Args>& call, int rank) {
-    return static_cast<Cut>(
-        acquire_flag<W>(call.fabric, call.heap().channels, rank, call.heap().cut_flag(rank)));
+EP_FN MaskReason told_masked(const LowLatencyCall<F, Args>& call, int rank) {
+    return static_cast<MaskReason>(
+        acquire_flag<W>(call.fabric, call.heap().channels, rank, call.heap().masked_flag(rank)));
 }
 
-// What the two ranks of a link claim: whoever is first takes the other for dead. Only where that
-// rank's memory is mapped.
+// The word in which one of two ranks claims to be the first to mask the other. Only where the
+// other's memory is mapped.
 template <class F, class Args>
 EP_FN uint64_t* claim_on(const LowLatencyCall<F, Args>& call, int rank) {
     const int own = call.args.rank;
     const LowLatencyHeap& heap = call.heap();
-    return own < rank ? call.fabric.template own<uint64_t>(heap.first_to_cut(rank))
-                      : call.fabric.template at<uint64_t>(rank, heap.first_to_cut(own));
+    return own < rank ? call.fabric.template own<uint64_t>(heap.first_to_mask(rank))
+                      : call.fabric.template at<uint64_t>(rank, heap.first_to_mask(own));
 }
 
-// By a lane: whether this rank takes `rank` for dead before that takes this one for dead. Whose
-// memory is not mapped cannot be asked: if both do so at once both are told, and both end.
+// By a lane: whether this rank masks `rank` before `rank` masks it. Without mapped memory there is
+// no common word: if both mask each other at the same time, both are told, and both end.
 template <class W, class F, class Args>
-EP_FN bool is_first_to_cut(const LowLatencyCall<F, Args>& call, int rank) {
-    if (!call.fabric.maps(rank)) return told_cut<W>(call, rank) != Cut::Silent;
+EP_FN bool is_first_to_mask(const LowLatencyCall<F, Args>& call, int rank) {
+    if (!call.fabric.maps(rank)) return told_masked<W>(call, rank) != MaskReason::Silent;
     const uint64_t claim = 1 + static_cast<uint64_t>(call.args.rank);
-    W::template settle<Scope::System>(claim_on(call, rank), 0, claim);
+    W::template compare_exchange<Scope::System>(claim_on(call, rank), 0, claim);
     return W::template acquire<Scope::System>(claim_on(call, rank)) == claim;
 }
 
-// By a lane: of a rank that ends itself, and so must not end others.
+// By a lane of a rank that ends itself, and so must not make others end.
 template <class W, class F, class Args>
 EP_FN void take_claim_back(const LowLatencyCall<F, Args>& call, int rank) {
     if (!call.fabric.maps(rank)) return;
-    W::template settle<Scope::System>(claim_on(call, rank),
-                                      1 + static_cast<uint64_t>(call.args.rank), 0);
+    W::template compare_exchange<Scope::System>(claim_on(call, rank),
+                                                1 + static_cast<uint64_t>(call.args.rank), 0);
 }
 
-// By the first warp, once there is a verdict on every rank: cuts the links to those that are left
-// out from now on, and tells them and the host. false: this rank has been taken for dead, and ends.
+// By the first warp, once the membership is decided: masks the ranks that are left out from now on,
+// and tells them and the host. false: this rank itself has been masked as silent, and ends.
 template <WarpLike W, class F, class Args>
-EP_FN bool cut_links(W& warp, const LowLatencyCall<F, Args>& call, LowLatencyHalf half, Wait wait) {
+EP_FN bool mask_ranks(W& warp, const LowLatencyCall<F, Args>& call, LowLatencyHalf half,
+                      Wait wait) {
     const LowLatencyMask& mask = call.args.mask;
     auto end_by = [&](int rank) {
         warp.fail(Outcome::CutOff, wait, WaitCondition{0, 1, rank});
         return false;
     };
-    // whoever has been taken for dead takes nobody else for dead
+    // a rank that has been masked as silent masks no other
     for (int first = 0; first < call.world(); first += 32) {
         const uint32_t told = warp.ballot(lanes_from(first, call.world()), [&](int lane) {
             const int rank = first + lane;
-            return !call.takes_part(half, rank) && told_cut<W>(call, rank) == Cut::Silent;
+            return !call.takes_part(half, rank) && told_masked<W>(call, rank) == MaskReason::Silent;
         });
         if (told) return end_by(first + lowest_lane(told));
     }
     for (int first = 0; first < call.world(); first += 32) {
         const int lanes = lanes_from(first, call.world());
-        const uint32_t cut = warp.ballot(lanes, [&](int lane) {
+        const uint32_t masked = warp.ballot(lanes, [&](int lane) {
             const int rank = first + lane;
             const bool is_known =
-                *call.fabric.template own<uint64_t>(call.heap().cut(rank)) ||
+                *call.fabric.template own<uint64_t>(call.heap().masked(rank)) ||
                 (half == LowLatencyHalf::Receive && !call.takes_part(LowLatencyHalf::Send, rank));
             return !call.takes_part(half, rank) && !is_known;
         });
-        if (!cut) continue;
+        if (!masked) continue;
         const uint32_t silent = warp.ballot(lanes, [&](int lane) {
             const int rank = first + lane;
-            return cut >> lane & 1 && mask.active[rank] && told_cut<W>(call, rank) != Cut::Asked;
+            return masked >> lane & 1 && mask.active[rank] &&
+                   told_masked<W>(call, rank) != MaskReason::Asked;
         });
         const uint32_t beaten = warp.ballot(lanes, [&](int lane) {
-            return silent >> lane & 1 && !is_first_to_cut<W>(call, first + lane);
+            return silent >> lane & 1 && !is_first_to_mask<W>(call, first + lane);
         });
         if (beaten) {
             warp.lanes(lanes, [&](int lane) {
@@ -119,20 +123,20 @@ EP_FN bool cut_links(W& warp, const LowLatencyCall<F, Args>& call, LowLatencyHal
             });
             return end_by(first + lowest_lane(beaten));
         }
-        auto tell = [&](uint32_t ranks, Cut why) {
-            credit_some(warp, call, first, call.heap().cut_flag(call.args.rank), 0,
+        auto tell = [&](uint32_t ranks, MaskReason why) {
+            credit_some(warp, call, first, call.heap().masked_flag(call.args.rank), 0,
                         static_cast<uint64_t>(why),
                         [&](int rank) { return ranks >> (rank - first) & 1; });
         };
-        tell(silent, Cut::Silent);
-        tell(cut & ~silent, Cut::Asked);
+        tell(silent, MaskReason::Silent);
+        tell(masked & ~silent, MaskReason::Asked);
         const uint64_t waited = warp.age();
         warp.lanes(lanes, [&](int lane) {
-            if (cut >> lane & 1) mask.shown[first + lane].waited_ns = waited;
+            if (masked >> lane & 1) mask.shown[first + lane].waited_ns = waited;
         });
         const uint64_t state = MaskedRank::kWaited + static_cast<uint64_t>(wait);
         warp.template publish_lanes<Scope::System>(lanes, [&](int lane, auto&& store) {
-            if (cut >> lane & 1)
+            if (masked >> lane & 1)
                 store(&mask.shown[first + lane].state,
                       silent >> lane & 1 ? state : MaskedRank::kAsked);
         });
@@ -140,17 +144,18 @@ EP_FN bool cut_links(W& warp, const LowLatencyCall<F, Args>& call, LowLatencyHal
     return true;
 }
 
-// Until there is a verdict on every rank. need(rank): all that this half needs of it. A rank is
-// left out once it has been silent for so long that it is not waiting, either. false: the wait
-// ended badly, this rank has been taken for dead, or a rank is missing that must not be.
+// Waits until it is decided of every rank whether it takes part. need(rank): the condition under
+// which it does. A rank is left out when nothing has come from it for mask.silent_slices slices,
+// beats included, which ranks that wait themselves send; or after mask.max_slices in any case.
+// false: the wait ended badly, this rank has been masked, or a required rank does not take part.
 template <WarpLike W, class F, class Args, class ConditionOf>
-EP_FN bool settle_ranks(W& warp, const LowLatencyCall<F, Args>& call, const Team& team,
-                        LowLatencyHalf half, Wait wait, ConditionOf&& need) {
+EP_FN bool decide_membership(W& warp, const LowLatencyCall<F, Args>& call, const Team& team,
+                             LowLatencyHalf half, Wait wait, ConditionOf&& need) {
     const LowLatencyMask& mask = call.args.mask;
-    auto verdict_on = [&](int rank) {
-        return W::template acquire<Scope::Rank>(call.verdict(half, rank));
+    auto membership_of = [&](int rank) {
+        return W::template acquire<Scope::Rank>(call.membership(half, rank));
     };
-    auto is_settled = [&](int rank) { return verdict_on(rank) >> 1 == call.number; };
+    auto is_decided = [&](int rank) { return membership_of(rank) >> 1 == call.number; };
     auto beats_of = [&](int rank) {
         const size_t flag = call.heap().beat_flag(rank);
         return acquire_flag<W>(call.fabric, call.heap().channels, rank, flag);
@@ -169,9 +174,9 @@ EP_FN bool settle_ranks(W& warp, const LowLatencyCall<F, Args>& call, const Team
             // Whether the lane's rank keeps this warp waiting.
             auto is_missing = [&](int lane) {
                 const int rank = first + lane;
-                const uint64_t before = verdict_on(rank);
+                const uint64_t before = membership_of(rank);
                 if (before >> 1 == call.number) return false;
-                bool takes_part = !is_cut<W>(call, half, rank);
+                bool takes_part = !is_masked<W>(call, half, rank);
                 if (takes_part && !is_met(need(rank))) {
                     const uint64_t heard = beats_of(rank);
                     silent[lane] = heard == beats[lane] ? silent[lane] + over : 0;
@@ -179,9 +184,9 @@ EP_FN bool settle_ranks(W& warp, const LowLatencyCall<F, Args>& call, const Team
                     if (silent[lane] < mask.silent_slices && slices < mask.max_slices) return true;
                     takes_part = false;
                 }
-                W::template settle<Scope::Rank>(call.verdict(half, rank), before,
-                                                call.number << 1 | takes_part);
-                return !is_settled(rank);
+                W::template compare_exchange<Scope::Rank>(call.membership(half, rank), before,
+                                                          call.number << 1 | takes_part);
+                return !is_decided(rank);
             };
             const uint32_t missing =
                 warp.ballot(lanes, [&](int lane) { return open >> lane & 1 && is_missing(lane); });
@@ -198,8 +203,9 @@ EP_FN bool settle_ranks(W& warp, const LowLatencyCall<F, Args>& call, const Team
                 [&](int lane) {
                     const int rank = first + lane;
                     if (!(open >> lane & 1)) return never();
-                    return is_settled(rank) || is_cut<W>(call, half, rank) ? nothing_to_wait_for()
-                                                                           : need(rank);
+                    return is_decided(rank) || is_masked<W>(call, half, rank)
+                               ? nothing_to_wait_for()
+                               : need(rank);
                 },
                 mask.slice_ns);
             if (end == Waited::Badly) return false;
@@ -210,7 +216,7 @@ EP_FN bool settle_ranks(W& warp, const LowLatencyCall<F, Args>& call, const Team
         // what a lane has acquired is there for all: a vote orders nothing
         warp.lanes(lanes, [](int) {});
     }
-    if (team.warp == 0 && !cut_links(warp, call, half, wait)) return false;
+    if (team.warp == 0 && !mask_ranks(warp, call, half, wait)) return false;
     if (!mask.required) return true;
     for (int rank = 0; rank < call.world(); ++rank) {
         if (!mask.required[rank] || call.takes_part(half, rank)) continue;
@@ -225,8 +231,8 @@ EP_FN bool settle_ranks(W& warp, const LowLatencyCall<F, Args>& call, const Team
 template <WarpLike W, class F, class Args>
 EP_FN bool may_send(W& warp, const LowLatencyCall<F, Args>& call, const Team& team) {
     if (!call.heap().masking) return wait_released(warp, call);
-    return settle_ranks(warp, call, team, LowLatencyHalf::Send, Wait::Release,
-                        [&](int rank) { return need_release<W>(call, rank); });
+    return decide_membership(warp, call, team, LowLatencyHalf::Send, Wait::Release,
+                             [&](int rank) { return need_release<W>(call, rank); });
 }
 
 // All of a rank's rows.

@@ -126,14 +126,14 @@ const char* run(uint64_t seed) {
         fault = {static_cast<Fault::Kind>(1 + random() % 3), static_cast<int>(random() % 4),
                  1 + random() % (1 << random() % 9)};
     }
-    int cut = 0;
+    int gone = 0;
     switch (random() % 4) {
         case 0:
             return run_low_latency(seed, fault);
         case 1:
             return run_transfers<HostFabric>(seed, fault);
         case 2:
-            return run_masked(seed, cut);
+            return run_masked(seed, gone);
         default:
             return run_transfers<MappedHostFabric>(seed, fault);
     }

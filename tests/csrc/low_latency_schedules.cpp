@@ -40,7 +40,7 @@ int main(int argc, char** argv) {
         ++failed;
         if (!three) return std::fprintf(stderr, "seed %lu: %s\n", seed, wrong), 1;
     }
-    if (masks) std::printf("%d links were cut; ", gone);
+    if (masks) std::printf("%d masks were set; ", gone);
     std::printf("%lu of %lu programs fail\n", failed, end - first);
     return 0;
 }

@@ -278,9 +278,9 @@ struct MaskedRanks {
         const Incident& incident = grid.report(rank).incidents[0];
         if (incident.outcome != Outcome::CutOff || incident.peer != by)
             simt::die("a rank does not know who has taken it for dead");
-        if (program.controls[by].abort) simt::die("a rank that was cut off ended others");
+        if (program.controls[by].abort) simt::die("a rank that was masked ended others");
         if (!is_poison(outputs_of(program.parts[rank][0].dispatch)))
-            simt::die("what a rank that was cut off left looks like data");
+            simt::die("what a rank that was masked left looks like data");
     }
 };
 
@@ -295,7 +295,7 @@ void run_masked() {
         simt::die("the host is not told for what a rank waited, and how long");
     two.run(1);
     two.check_cut_off(1, 0);
-    if (two.program.shown[1][0].state) simt::die("a rank that was cut off has masked another");
+    if (two.program.shown[1][0].state) simt::die("a rank that was masked has masked another");
 }
 
 // Rank 1 was first to take rank 0 for dead, which has not heard of it yet; rank 2 must not end,
@@ -303,21 +303,22 @@ void run_masked() {
 void run_beaten() {
     MaskedRanks ranks(3);
     auto claim = [&](int rank) -> uint64_t& {
-        return *ranks.program.fabrics[0].own<uint64_t>(ranks.program.heap.first_to_cut(rank));
+        return *ranks.program.fabrics[0].own<uint64_t>(ranks.program.heap.first_to_mask(rank));
     };
     claim(1) = 2;
     ranks.run(0);
     ranks.check_cut_off(0, 1);
-    if (claim(1) != 2 || claim(2)) simt::die("a rank that was cut off claims others");
+    if (claim(1) != 2 || claim(2)) simt::die("a rank that was masked claims others");
 }
 
-// Rank 0 has cut the link already when it hears that rank 1 has taken it for dead: over a network
+// Rank 0 has masked rank 1 already when it hears that rank 1 has taken it for dead: over a network
 // both may do so at once.
 void run_told() {
     MaskedRanks two(2);
     const LowLatencyHeap& heap = two.program.heap;
-    *two.program.fabrics[0].own<uint64_t>(heap.cut(1)) = 1;
-    *two.program.fabrics[0].own<uint64_t>(heap.cut_flag(1)) = static_cast<uint64_t>(Cut::Silent);
+    *two.program.fabrics[0].own<uint64_t>(heap.masked(1)) = 1;
+    *two.program.fabrics[0].own<uint64_t>(heap.masked_flag(1)) =
+        static_cast<uint64_t>(MaskReason::Silent);
     two.run(0);
     two.check_cut_off(0, 1);
 }

@@ -95,7 +95,7 @@ class HesitantWarp : public HostWarp {
 // Random programs with masking: one rank may stop for good or for a while, callers mask others.
 // Nobody ends but who came too late, alone, and no two ranks go on that have each other for dead;
 // over a network that is late itself any rank may end.
-// What went wrong, null: nothing. gone: counts the links that were cut, from each end.
+// What went wrong, null: nothing. gone: counts the ranks that others have masked.
 inline const char* run_masked(uint64_t seed, int& gone) {
     constexpr int kReplays = 3;
     std::mt19937_64 random(~seed);
@@ -111,12 +111,12 @@ inline const char* run_masked(uint64_t seed, int& gone) {
     auto tasks = program.tasks<HesitantWarp>(kReplays, finished);
     std::shuffle(tasks.begin(), tasks.end(), random);
     executor.run(tasks);
-    if (program.wrong) return "wrong values, or no single verdict";
+    if (program.wrong) return "wrong values, or no single membership";
     for (int rank = 0; rank < world; ++rank) {
         const bool is_late = rank == late && executor.was_late();
         const uint64_t word = program.controls[rank].abort;
         if (word && word != ControlBlock::abort_word(Outcome::CutOff, rank)) return "aborted";
-        if (word && !is_late && !late_network) return "a rank that took part was cut off";
+        if (word && !is_late && !late_network) return "a rank that took part was masked";
         if (!word && !is_late && program.launches[rank] != kReplays * program.halves[rank].size())
             return "a rank did not finish";
         for (int other = 0; other < world; ++other) {

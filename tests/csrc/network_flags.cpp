@@ -61,7 +61,7 @@ void take_flags(const ep::LowLatencyHeap& heap) {
         for (int part = 0; part < heap.choice_parts(); ++part)
             numbers.take(heap.choice_flag(rank, part), rank, heap.channels);
         if (!heap.masking) continue;
-        numbers.take(heap.cut_flag(rank), rank, heap.channels);
+        numbers.take(heap.masked_flag(rank), rank, heap.channels);
         numbers.take(heap.beat_flag(rank), rank, heap.channels);
     }
 }

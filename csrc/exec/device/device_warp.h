@@ -254,7 +254,8 @@ class DeviceWarp {
     }
 
     template <Scope scope>
-    static __device__ __forceinline__ void settle(uint64_t* word, uint64_t from, uint64_t to) {
+    static __device__ __forceinline__ void compare_exchange(uint64_t* word, uint64_t from,
+                                                            uint64_t to) {
         of_scope<scope>(ptx::compare_and_swap_release_gpu, ptx::compare_and_swap_release_sys)(
             word, from, to);
     }

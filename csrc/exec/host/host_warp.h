@@ -228,7 +228,7 @@ class BasicHostWarp {
     }
 
     template <Scope scope>
-    static void settle(uint64_t* word, uint64_t from, uint64_t to) {
+    static void compare_exchange(uint64_t* word, uint64_t from, uint64_t to) {
         std::atomic_ref<uint64_t>(*word).compare_exchange_strong(from, to, kPublish,
                                                                  std::memory_order_relaxed);
     }
