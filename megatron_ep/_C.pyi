@@ -99,7 +99,7 @@ class RankTensors:
     max_rail: int
     max_rows: int
     fills_tables: bool
-    has_local_pass: bool
+    has_intra_rank_pass: bool
     clears_end: bool
     sums: int
     is_weighted: bool

@@ -111,10 +111,11 @@ class Config:
     rdma_chunk_tokens: rows after which another node is told of them; at most half a ring.
     num_sms: SMs that a launch uses for each rank on a GPU. None: 24, or an equal share of the GPU for each of a
         LocalCluster's ranks if that is less.
-    local_pass: whether what concerns a rank alone is left to launches of their own, on the GPU's other SMs, or after
-        each other on all where less than a third is left: its own tokens, a token's way to further experts of a rank,
-        and in combine the sums over a rank's experts (not in a captured graph, nor where processes share a GPU). The
-        same bits either way. None: on a GPU, where it saves time.
+    local_pass: whether copies and sums inside a rank (intra-rank permute and reduce) run as launches of their own:
+        dispatch's copies to a token's second and further experts on a rank, the rows that stay on their rank, and
+        combine's sums over a rank's experts. They run on the SMs that num_sms leaves free; where that is less than a
+        third of the GPU, before or after the exchange on all SMs. Combine goes without them in a captured graph and
+        where processes share a GPU. The bits are the same either way. None: on a GPU, where it saves time.
     """
 
     num_experts: int

@@ -6,7 +6,7 @@ QUANTIZE = "exec/device/quantize.h"
 BULK, WARP, KERNELS = "exec/device/bulk.h", "exec/device/device_warp.h", "launch/cuda/kernels.h"
 FUSED = "launch/cuda/fused_dispatch.h"
 RING, DISPATCH, COMBINE = "protocol/ring.h", "protocol/dispatch.h", "protocol/combine.h"
-COMBINE_RECEIVER, LOCAL_PASS = "protocol/combine_receiver.h", "protocol/local_pass.h"
+COMBINE_RECEIVER, INTRA_RANK = "protocol/combine_receiver.h", "protocol/intra_rank.h"
 COORDINATORS, NOTIFY = "protocol/coordinators.h", "protocol/notify.h"
 P2P, NCCL = "fabric/cuda/p2p_fabric.h", "fabric/nccl/nccl_fabric.h"
 LOW_LATENCY = "protocol/low_latency.h"
@@ -364,8 +364,8 @@ MUTANTS = [
         "own_sum = sum_of_own<T, kWeighted>(warp, rings, args, receiver, received++, position);",
         "own_sum = sum_of_own<T, kWeighted>(warp, rings, args, 0, received++, position);",
     ),
-    changed("sum_rows_of: a credit for a sum", LOCAL_PASS, SUMS, "publish<", "credit<"),
-    changed("sum_rows_of: a sum is told too early", LOCAL_PASS, SUMS, "++done", "++done + 1"),
+    changed("sum_rows_of: a credit for a sum", INTRA_RANK, SUMS, "publish<", "credit<"),
+    changed("sum_rows_of: a sum is told too early", INTRA_RANK, SUMS, "++done", "++done + 1"),
     changed("combine_forwarder: a credit for a packed row", COMBINE, COMBINE_FORWARDER, "publish<", "credit<"),
     # ---- coordinators and notify
     changed("follow: a plain load", COORDINATORS, FOLLOW, "W::template acquire<Scope::Rank>", "*"),

@@ -301,7 +301,7 @@ void bind_group(py::module_& m) {
         .def_readwrite("max_rail", &RankTensors::max_rail)
         .def_readwrite("max_rows", &RankTensors::max_rows)
         .def_readwrite("fills_tables", &RankTensors::fills_tables)
-        .def_readwrite("has_local_pass", &RankTensors::has_local_pass)
+        .def_readwrite("has_intra_rank_pass", &RankTensors::has_intra_rank_pass)
         .def_readwrite("clears_end", &RankTensors::clears_end)
         .def_readwrite("sums", &RankTensors::sums)
         .def_readwrite("is_weighted", &RankTensors::is_weighted)

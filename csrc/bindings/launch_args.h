@@ -23,11 +23,11 @@ struct RankTensors {
     Address row_weights = 0;  // combine: what it multiplies the rows of x by
     Address positions = 0, rail_experts = 0;
     int64_t max_received = 0, max_rail = 0, max_rows = 0;
-    bool fills_tables = false;                       // dispatch: the first with its layout
-    bool has_local_pass = false, clears_end = true;  // dispatch, see DispatchArgs
-    Address sums = 0;                                // combine, see CombineArgs
-    bool is_weighted = false;                        // combine, see TransferArgs
-    uint32_t handle_age = 0;                         // see TransferArgs
+    bool fills_tables = false;                            // dispatch: the first with its layout
+    bool has_intra_rank_pass = false, clears_end = true;  // dispatch, see DispatchArgs
+    Address sums = 0;                                     // combine, see CombineArgs
+    bool is_weighted = false;                             // combine, see TransferArgs
+    uint32_t handle_age = 0;                              // see TransferArgs
 };
 
 inline Layout layout_of(const Heap& heap, const RankTensors& t, int topk) {
@@ -66,7 +66,7 @@ inline DispatchArgs dispatch_args(const Heap& heap, int rank, const RankTensors&
             at<char>(t.out),
             at<char>(t.out_scales),
             at<char>(t.out_weights),
-            t.has_local_pass,
+            t.has_intra_rank_pass,
             t.clears_end};
 }
 

@@ -98,7 +98,7 @@ struct DispatchArgs : TransferArgs {
     char* recv_weights;   // [max_rows, weight_bytes]
     // The exchange brings a row of another rank to its first place here; the rest, and the rows of
     // this rank, are left to the local pass.
-    bool has_local_pass = false;
+    bool has_intra_rank_pass = false;
     bool clears_end = true;  // rows behind those of the last expert, too
 };
 
@@ -160,7 +160,7 @@ struct CombineArgs : TransferArgs {
     }
 };
 
-EP_HD bool has_local_pass(const DispatchArgs& args) { return args.has_local_pass; }
-EP_HD bool has_local_pass(const CombineArgs& args) { return args.sums != nullptr; }
+EP_HD bool has_intra_rank_pass(const DispatchArgs& args) { return args.has_intra_rank_pass; }
+EP_HD bool has_intra_rank_pass(const CombineArgs& args) { return args.sums != nullptr; }
 
 }  // namespace ep

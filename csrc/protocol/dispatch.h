@@ -213,7 +213,7 @@ EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel,
                 }
             }
         }
-        const bool writes_own = own && placed_from <= token && !args.has_local_pass;
+        const bool writes_own = own && placed_from <= token && !args.has_intra_rank_pass;
         if (!others && !writes_own) return true;
         const char* x = args.x + static_cast<size_t>(token) * format.payload_bytes;
         warp.template stage<CacheHint::EvictFirst>(x, format.payload_bytes);
@@ -381,8 +381,8 @@ EP_FN void receiver(W& warp, F& fabric, const DispatchArgs& args, int channel, i
             warp.template stage<CacheHint::Keep>(slot + format.payload(), format.payload_bytes);
             read_header(warp, format, slot, header);
             if (!belongs_to_call(warp, rings, slot, batch.rank)) return false;
-            find_output_rows(warp, args, header, batch.rank, batch.first + i, args.has_local_pass,
-                             dst);
+            find_output_rows(warp, args, header, batch.rank, batch.first + i,
+                             args.has_intra_rank_pass, dst);
             write_output_rows(warp, format, dst, slot + format.payload(), slot + format.scales());
         }
         const uint64_t next = batch.position + batch.rows;

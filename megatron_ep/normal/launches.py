@@ -117,7 +117,7 @@ def launch_dispatch(
             out_weights.append(torch.empty(rank.rows, dtype=weights[i].dtype, device=group.device))
             t.out_weights = out_weights[i].data_ptr()
         t.fills_tables, rank.has_tables = not rank.has_tables, True
-        t.has_local_pass = _has_local_pass(group, rank, row, backend.least_stores)
+        t.has_intra_rank_pass = _has_intra_rank_pass(group, rank, row, backend.least_stores)
     backend.enqueue_dispatch(
         tensors, row, nvl_batch=NVL_BATCH, rdma_chunk=group.config.rdma_chunk_tokens, counts=counts
     )
@@ -146,7 +146,7 @@ def launch_combine(
             t.weights, t.out_weights = weights[i].data_ptr(), out_weights[i].data_ptr()
         if row_weights is not None:
             t.row_weights, t.is_weighted = row_weights[i].data_ptr(), True
-        if _has_local_pass(group, rank, row) and backend.may_wait_on_side_stream():
+        if _has_intra_rank_pass(group, rank, row) and backend.may_wait_on_side_stream():
             known = rank.positions.shape[0]
             if sum_bytes_of(group.topology.world_size, topk, rank.rows, known, row.payload_bytes):
                 sums.append(torch.empty(known, x[i].shape[1], dtype=x[i].dtype, device=group.device))
@@ -301,7 +301,7 @@ def sum_bytes_of(world_size: int, topk: int, rows: int, arrivals: int, row_bytes
     return size if size <= MAX_SUM_BYTES * _saved_bytes(world_size, topk, rows, row_bytes) else 0
 
 
-def _has_local_pass(group: RankGroup, rank: RankHandle, row: _C.RowFormat, least_stores: float = 0.0) -> bool:
+def _has_intra_rank_pass(group: RankGroup, rank: RankHandle, row: _C.RowFormat, least_stores: float = 0.0) -> bool:
     """Whether rows that have several places here are copied, or summed, by launches of their own.
 
     A row that arrives is stored in a ring and in each of its places.

@@ -96,10 +96,10 @@ void test_kernels_are_loaded_before_they_are_launched() {
         const std::vector<char*> own_heaps(heaps.begin(), heaps.begin() + ranks.size());
         Group group(layout, {layout.topology, {heaps[0], heaps[1]}}, ranks, own_heaps, heaps, 1, 1,
                     1.0);
-        for (const bool has_local_pass : {false, true}) {
+        for (const bool has_intra_rank_pass : {false, true}) {
             ep::FusedDispatchArgs args{};
             args.heap = layout;
-            args.has_local_pass = has_local_pass;
+            args.has_intra_rank_pass = has_intra_rank_pass;
             group.dispatch({ranks.size(), args}, nullptr);
             group.fused_dispatch({ranks.size(), args}, nullptr);
         }

@@ -20,26 +20,27 @@ namespace ep {
 namespace {
 
 template <class Args>
-bool any_has_local_pass(const std::vector<Args>& args) {
-    return std::any_of(args.begin(), args.end(), [](const Args& a) { return has_local_pass(a); });
+bool any_intra_rank_pass(const std::vector<Args>& args) {
+    return std::any_of(args.begin(), args.end(),
+                       [](const Args& a) { return has_intra_rank_pass(a); });
 }
 
 void dispatch_on(Grid& grid, const std::vector<DispatchArgs>& args) {
     auto joint = grid.joint_of_roles<Dispatch>(args);
     const auto kernel = kernels::dispatch_kernel<Dispatch>;
-    if (!any_has_local_pass(args)) return grid.launch(kernel, joint);
+    if (!any_intra_rank_pass(args)) return grid.launch(kernel, joint);
     joint.ends_call = false;
     grid.launch_beside(kernel, joint, kernels::own_rows_kernel<Dispatch>);
     joint.ends_call = true;
-    grid.launch_spread(kernels::local_pass_of_dispatch_kernel<Dispatch>, joint);
+    grid.launch_spread(kernels::intra_rank_permute_kernel<Dispatch>, joint);
 }
 
 template <bool kWeighted>
-void combine_on(Grid& grid, const Combine& joint, DType dtype, bool any_local_pass) {
+void combine_on(Grid& grid, const Combine& joint, DType dtype, bool any_intra_rank_pass) {
     with_type(dtype, [&]<class T>() {
         const auto kernel = kernels::combine_kernel<T, kWeighted, Combine>;
-        if (!any_local_pass) return grid.launch(kernel, joint);
-        grid.launch_beside(kernel, joint, kernels::sums_kernel<T, kWeighted, Combine>);
+        if (!any_intra_rank_pass) return grid.launch(kernel, joint);
+        grid.launch_beside(kernel, joint, kernels::intra_rank_reduce_kernel<T, kWeighted, Combine>);
     });
 }
 
@@ -151,7 +152,7 @@ void run_case(uint64_t seed) {
         group.combine<HostWarp>(combine[0], c.dtype);
         const auto combine_joint = grid.joint_of_roles<Combine>(combine[1]);
         (weighted ? combine_on<true> : combine_on<false>)(grid, combine_joint, c.dtype,
-                                                          any_has_local_pass(combine[1]));
+                                                          any_intra_rank_pass(combine[1]));
         for (const Memory& heap : gpu.heaps) {
             const ControlBlock* block = heap.as<ControlBlock>();
             const bool is_counted =

@@ -266,7 +266,7 @@ inline void run_given_up(bool several_nodes, bool in_notify, int tokens, bool lo
     dispatch_joint.ends_call = !local_pass;
     grid.run(kernels::dispatch_kernel<Dispatch>, dispatch_joint, 1);
     dispatch_joint.ends_call = true;
-    if (local_pass) grid.run(kernels::local_pass_of_dispatch_kernel<Dispatch>, dispatch_joint, 1);
+    if (local_pass) grid.run(kernels::intra_rank_permute_kernel<Dispatch>, dispatch_joint, 1);
     if (!grid.report(0).abort) simt::die("rank 0 did without rank 1");
     const ControlBlock* blocks[] = {side.heaps[0].as<ControlBlock>(),
                                     side.heaps[1].as<ControlBlock>()};

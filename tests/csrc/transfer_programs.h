@@ -357,7 +357,7 @@ struct TransferProgram {
                 break;
             case Kind::Dispatch:
                 add_dispatch_roles(part.dispatch, adder(roles));
-                add_local_pass(part.dispatch, adder(behind));
+                add_intra_rank_pass(part.dispatch, adder(behind));
                 break;
             case Kind::Combine:
                 with_type(call.dtype, [&]<class T>() {

@@ -23,8 +23,8 @@ sys.path[:0] = [str(ROOT / "tests" / "helpers"), str(ROOT)]
 
 # The first that matches; kernels of cuBLAS and CUTLASS are products.
 KINDS = {
-    "dispatch": r"\b(notify|own_rows|(local_pass_of_|fused_)?dispatch)_kernel<",
-    "combine": r"\b(sums|combine)_kernel<",
+    "dispatch": r"\b(notify|own_rows|(fused_)?dispatch|intra_rank_permute)_kernel<",
+    "combine": r"\b(intra_rank_reduce|combine)_kernel<",
     "product": r"gemm|nvjet|cutlass|xmma|cublas|flash|fmha|attention",
 }
 GAP = 0.3  # units of a picture between kernels that are drawn as one

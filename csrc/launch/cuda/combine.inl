@@ -9,7 +9,7 @@ void CombineLaunch<P, kRanks, kWeighted>::load_kernels() {
     using J = CombineJoint<P, kRanks>;
     for_each_type([&]<class T>() {
         load(kernels::combine_kernel<T, kWeighted, J>);
-        load(kernels::sums_kernel<T, kWeighted, J>);
+        load(kernels::intra_rank_reduce_kernel<T, kWeighted, J>);
     });
 }
 
@@ -19,11 +19,11 @@ void CombineLaunch<P, kRanks, kWeighted>::run(const CombineJoint<P, kRanks>& joi
                                               const SideStream& side_stream) {
     using J = CombineJoint<P, kRanks>;
     with_type(dtype, [&]<class T>() {
-        if (!any_local_pass(joint, ranks))
+        if (!any_intra_rank_pass(joint, ranks))
             return launch(kernels::combine_kernel<T, kWeighted, J>, joint, ranks, stream);
         // first, or it might find no SM while the exchange waits for it
-        launch(kernels::sums_kernel<T, kWeighted, J>, spread(joint, ranks, side_stream.sms), ranks,
-               side_stream.fork(stream), false);
+        launch(kernels::intra_rank_reduce_kernel<T, kWeighted, J>,
+               spread(joint, ranks, side_stream.sms), ranks, side_stream.fork(stream), false);
         launch(kernels::combine_kernel<T, kWeighted, J>, joint, ranks, stream);
         side_stream.join(stream);
     });

@@ -40,9 +40,9 @@ void launch(void (*kernel)(J), const J& joint, size_t ranks, CudaStream stream,
 }
 
 template <class J>
-bool any_local_pass(const J& joint, size_t ranks) {
+bool any_intra_rank_pass(const J& joint, size_t ranks) {
     return std::any_of(joint.args, joint.args + ranks,
-                       [](const auto& args) { return has_local_pass(args); });
+                       [](const auto& args) { return has_intra_rank_pass(args); });
 }
 
 inline int max_self_warps(const DispatchArgs&) { return 1; }
@@ -155,7 +155,7 @@ void CudaGroup<P>::load_kernels() const {
         load(kernels::notify_kernel<NotifyJoint<P, kRanks>>);
         load(kernels::dispatch_kernel<Dispatch>);
         load(kernels::own_rows_kernel<Dispatch>);
-        load(kernels::local_pass_of_dispatch_kernel<Dispatch>);
+        load(kernels::intra_rank_permute_kernel<Dispatch>);
         if constexpr (P::kMergesNotify)
             load(kernels::fused_dispatch_kernel<FusedDispatchJoint<P, kRanks>>);
         CombineLaunch<P, kRanks, false>::load_kernels();
@@ -244,7 +244,7 @@ void CudaGroup<P>::dispatch(const std::vector<DispatchArgs>& args, CudaStream st
         using J = DispatchJoint<P, kRanks>;
         const J all = joint_of_roles<J>(args);
         const size_t ranks = args.size();
-        if (!any_local_pass(all, ranks))
+        if (!any_intra_rank_pass(all, ranks))
             return launch(kernels::dispatch_kernel<J>, all, ranks, stream);
         J exchange = all;
         exchange.ends_call = false;
@@ -254,14 +254,14 @@ void CudaGroup<P>::dispatch(const std::vector<DispatchArgs>& args, CudaStream st
         launch(kernels::own_rows_kernel<J>, spread(all, ranks, side_stream_.sms), ranks, side,
                false);
         side_stream_.join(stream);
-        launch(kernels::local_pass_of_dispatch_kernel<J>, spread(all, ranks, side_stream_.all_sms),
+        launch(kernels::intra_rank_permute_kernel<J>, spread(all, ranks, side_stream_.all_sms),
                ranks, stream, false);
     });
 }
 
 template <class P>
 void CudaGroup<P>::fused_dispatch(const std::vector<FusedDispatchArgs>& args, CudaStream stream) {
-    const auto passes = [](const DispatchArgs& a) { return has_local_pass(a); };
+    const auto passes = [](const DispatchArgs& a) { return has_intra_rank_pass(a); };
     const Topology& topology = heap_.topology;
     if constexpr (P::kMergesNotify) {
         // The local pass, beside the exchange, and network roles begin when the counts are there.

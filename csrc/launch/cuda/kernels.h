@@ -7,8 +7,8 @@
 #include "protocol/combine_receiver.h"
 #include "protocol/coordinators.h"
 #include "protocol/dispatch.h"
+#include "protocol/intra_rank.h"
 #include "protocol/layout.h"
-#include "protocol/local_pass.h"
 #include "protocol/notify.h"
 
 // The protocol's roles as kernels, for any fabric. Blocks [i * blocks, (i + 1) * blocks) of a grid
@@ -239,7 +239,7 @@ __device__ __forceinline__ void run_dispatch(const J& joint, const Place<J>& pla
     typename J::Fabric fabric(joint.fabric, args.rank);
     BulkBuffers& buffers = bulk_buffers();
     run_dispatch_role(rank, buffers, fabric, args, joint.roles, number / warps, number % warps);
-    if (has_local_pass(args)) return;
+    if (has_intra_rank_pass(args)) return;
     DeviceWarp warp(rank, args.call, Role::Launch, 0, buffers);
     clear_unfilled(warp, args, number, warps * args.layout.channels);
 }
@@ -254,11 +254,11 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 
 // work(warp, args, place), unless an earlier launch of the call has failed as far as a rank knows.
 template <class J, class Work>
-__device__ __forceinline__ void run_local_pass(const J& joint, Work&& work) {
+__device__ __forceinline__ void run_intra_rank_pass(const J& joint, Work&& work) {
     const Place<J> place(joint);
     const auto& args = joint.args[place.index];
     const DeviceRank& rank = joint.ranks[place.index];
-    if (!has_local_pass(args) || !args.layout.totals().epoch || is_aborted(rank)) return;
+    if (!has_intra_rank_pass(args) || !args.layout.totals().epoch || is_aborted(rank)) return;
     DeviceWarp warp(rank, args.call, Role::Launch, 0, bulk_buffers());
     work(warp, args, place);
 }
@@ -276,7 +276,7 @@ __device__ __forceinline__ void for_pieces(const Place<J>& place, const J& joint
 template <class J>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     own_rows_kernel(const __grid_constant__ J joint) {
-    run_local_pass(joint, [&](auto& warp, const auto& args, const auto& place) {
+    run_intra_rank_pass(joint, [&](auto& warp, const auto& args, const auto& place) {
         for_pieces(place, joint, args.layout.channels,
                    [&](int channel) { write_own_rows(warp, args, channel); });
     });
@@ -284,8 +284,8 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 
 template <class J>
 __global__ void __launch_bounds__(kBlockThreads, 1)
-    local_pass_of_dispatch_kernel(const __grid_constant__ J joint) {
-    run_local_pass(joint, [](auto& warp, const auto& args, const auto& place) {
+    intra_rank_permute_kernel(const __grid_constant__ J joint) {
+    run_intra_rank_pass(joint, [](auto& warp, const auto& args, const auto& place) {
         copy_to_other_output_rows(warp, args, place.warp, place.warps);
         clear_unfilled(warp, args, place.warp, place.warps);
     });
@@ -294,8 +294,9 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 
 // Beside the exchange, which waits for it: most for the rows of other ranks.
 template <class T, bool kWeighted, class J>
-__global__ void __launch_bounds__(kBlockThreads, 1) sums_kernel(const __grid_constant__ J joint) {
-    run_local_pass(joint, [&](auto& warp, const auto& args, const auto& place) {
+__global__ void __launch_bounds__(kBlockThreads, 1)
+    intra_rank_reduce_kernel(const __grid_constant__ J joint) {
+    run_intra_rank_pass(joint, [&](auto& warp, const auto& args, const auto& place) {
         typename J::Fabric fabric(joint.fabric, args.rank);
         const int channels = args.layout.channels, world = args.layout.world();
         for_pieces(place, joint, channels * world * args.sum_warps, [&](int piece) {

@@ -58,7 +58,7 @@ void HostGroup::dispatch(std::vector<DispatchArgs> args, const std::function<boo
     for (size_t i = 0; i < ranks_.size(); ++i) {
         begin_transfer(states_[i], args[i]);
         add_dispatch_roles(args[i], adder<Warp>(roles, i));
-        add_local_pass(args[i], adder<Warp>(local, i));
+        add_intra_rank_pass(args[i], adder<Warp>(local, i));
     }
     run_to_outputs(count_transfers, !args.front().fills_tables, args,
                    {std::move(roles), std::move(local)}, interrupted);

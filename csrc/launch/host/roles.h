@@ -3,8 +3,8 @@
 #include "protocol/combine_receiver.h"
 #include "protocol/coordinators.h"
 #include "protocol/dispatch.h"
+#include "protocol/intra_rank.h"
 #include "protocol/layout.h"
-#include "protocol/local_pass.h"
 #include "protocol/notify.h"
 
 namespace ep {
@@ -62,7 +62,7 @@ void add_dispatch_roles(const DispatchArgs& args, Add&& add) {
         add_rail_roles(args, c, false, add);
         add(Role::NvlSender, c,
             [&args, c](auto& warp, auto& fabric) { nvl_sender(warp, fabric, args, c); });
-        if (args.has_local_pass)
+        if (args.has_intra_rank_pass)
             add(Role::Launch, c, [&args, c](auto& warp, auto&) { write_own_rows(warp, args, c); });
         if (args.other_ranks()) {
             add(Role::Receiver, c, [&args, c](auto& warp, auto& fabric) {
@@ -75,8 +75,8 @@ void add_dispatch_roles(const DispatchArgs& args, Add&& add) {
 
 // Once all of those are done.
 template <class Add>
-void add_local_pass(const DispatchArgs& args, Add&& add) {
-    if (!args.has_local_pass) return;
+void add_intra_rank_pass(const DispatchArgs& args, Add&& add) {
+    if (!args.has_intra_rank_pass) return;
     add(Role::Launch, 0,
         [&args](auto& warp, auto&) { copy_to_other_output_rows(warp, args, 0, 1); });
 }

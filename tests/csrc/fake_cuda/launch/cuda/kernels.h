@@ -19,7 +19,7 @@ void fused_dispatch_kernel(J) {}
 template <class J>
 void own_rows_kernel(J) {}
 template <class J>
-void local_pass_of_dispatch_kernel(J) {}
+void intra_rank_permute_kernel(J) {}
 
 }  // namespace kernels
 }  // namespace ep
