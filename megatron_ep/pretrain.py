@@ -2,7 +2,7 @@
 
 The script runs unchanged and as __main__, from Megatron-LM 0.16.1 on: every MoE layer that it builds, in GPT and hybrid
 models, multi-token-prediction blocks and any pipeline stage, moves its tokens with `EPTokenDispatcher`. Works by hand,
-under `torchrun -m` and in Slurm's job steps. A door: nobody imports it.
+under `torchrun -m` and in Slurm's job steps. An entry point: nobody imports it.
 """
 
 from __future__ import annotations

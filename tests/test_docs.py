@@ -23,7 +23,7 @@ DOCUMENTS = [
 PAGES = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 SOURCES = [ROOT / "setup.py", *(ROOT / "megatron_ep").rglob("*.py"), *(ROOT / "csrc").rglob("*.*")]
 # Where a name without a folder, or with half of one, may begin.
-ROOMS = (
+FOLDERS = (
     "",
     "examples",
     "csrc",
@@ -81,7 +81,7 @@ def test_files_that_are_named_exist(document: Path) -> None:
     for quoted in re.findall(r"`([^`\n]+)`", without_blocks(document.read_text())):
         if not NAME.fullmatch(quoted) or "NAME" in quoted or quoted in NOT_HERE:
             continue
-        folders = [ROOT / room for room in ROOMS]
+        folders = [ROOT / folder for folder in FOLDERS]
         found = any((folder / quoted).exists() for folder in folders)
         assert found or any(ROOT.glob(f"csrc/**/{quoted}")), quoted
 

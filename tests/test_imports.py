@@ -1,4 +1,4 @@
-"""Who imports whom in megatron_ep: no circle between files, one direction between packages, Megatron-Core in two.
+"""What imports what in megatron_ep: no circle between files, one direction between packages, Megatron-Core in two.
 
 Read from the source, so that imports for types, inside functions and by `importlib.import_module` count as well.
 """
@@ -29,7 +29,7 @@ FLOORS = [
     {"config", "diagnosis", "errors", "reference"},
     {"_C"},
 ]
-FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+FLOOR = {home: number for number, packages in enumerate(FLOORS) for home in packages}
 MAY_IMPORT_MEGATRON_CORE = {"megatron", "training"}
 MAX_TOP_FILES = 12
 
@@ -49,17 +49,17 @@ def find_faults(package):
     except graphlib.CycleError as error:
         yield f"circle: {' -> '.join(reversed(error.args[1]))}"
     for name, names in sorted(imports.items()):
-        room = _room(name)
-        if room not in FLOOR:
-            yield f"{name}: {room} has no place in FLOORS"
+        home = _package(name)
+        if home not in FLOOR:
+            yield f"{name}: {home} has no place in FLOORS"
             continue
         for other in sorted(names):
-            if other.split(".")[0] == "megatron" and room not in MAY_IMPORT_MEGATRON_CORE:
+            if other.split(".")[0] == "megatron" and home not in MAY_IMPORT_MEGATRON_CORE:
                 yield f"{name} imports {other}"
             if other.split(".")[0] == package.name:
-                target = _room(other)
-                if target != room and FLOOR.get(target, -1) <= FLOOR[room]:
-                    yield f"{name} imports {other}: from {room} to {target}"
+                target = _package(other)
+                if target != home and FLOOR.get(target, -1) <= FLOOR[home]:
+                    yield f"{name} imports {other}: from {home} to {target}"
     for path in sorted(package.rglob("*.py")):
         yield from _private_imports(path, package)
 
@@ -70,7 +70,7 @@ def _private_imports(path, package):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == package.name:
             for alias in node.names:
-                if alias.name.startswith("_") and alias.name != "_C" and _room(node.module) != _room(name):
+                if alias.name.startswith("_") and alias.name != "_C" and _package(node.module) != _package(name):
                     yield f"{name} imports the private name {alias.name} of {node.module}"
 
 
@@ -79,7 +79,7 @@ def _module_name(path, package):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _room(name):
+def _package(name):
     """The package or top-level module below megatron_ep."""
     return name.split(".")[1] if "." in name else name
 

@@ -11,7 +11,7 @@ from megatron_ep import float8
 
 PACKAGE = Path(ep.__file__).parent
 # Of what runs inside other programs; the rest are commands of our own.
-ROOMS = ("", "backends", "low_latency", "megatron", "normal", "router")
+PACKAGES = ("", "backends", "low_latency", "megatron", "normal", "router")
 MAKE_TENSORS = {
     "arange",
     "empty",
@@ -46,9 +46,9 @@ def unsaid(source):
             yield node.lineno, "dtype"
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_every_tensor_has_a_device_and_a_dtype_of_its_own(room):
-    files = sorted((PACKAGE / room).glob("*.py"))
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_tensor_has_a_device_and_a_dtype_of_its_own(package):
+    files = sorted((PACKAGE / package).glob("*.py"))
     assert files
     assert [f"{file}:{line}: {what}" for file in files for line, what in unsaid(file.read_text())] == []
 

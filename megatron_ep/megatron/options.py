@@ -1,6 +1,6 @@
 """What the dispatchers of a model do besides: options by the names of Megatron's TransformerConfig, in its newest
-version or in its style. A recipe's section `dispatcher`, the door's `--ep-` flags and `configure` set them; a config
-that has a field of that name sets it too."""
+version or in its style. A recipe's section `dispatcher`, the `--ep-` flags of `megatron_ep.pretrain` and `configure`
+set them; a config that has a field of that name sets it too."""
 
 from __future__ import annotations
 

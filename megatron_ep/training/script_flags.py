@@ -15,7 +15,8 @@ SPECIAL = {"activation_func", "gated_linear_unit", "add_bias_linear", "share_emb
 
 
 def flags(recipe: ScriptRecipe) -> list[str]:
-    """Arguments of Megatron-LM's pretrain_gpt.py, 0.16.1 and newer. What chooses the dispatcher is the door's."""
+    """Arguments of Megatron-LM's pretrain_gpt.py, 0.16.1 and newer. What chooses the dispatcher are flags of
+    megatron_ep.pretrain (`ep_flags`)."""
     words: list[str] = []
     model = recipe.model
     sections: tuple[Section, ...] = (
@@ -39,10 +40,12 @@ def flags(recipe: ScriptRecipe) -> list[str]:
     return words
 
 
-def door(recipe: ScriptRecipe) -> list[str]:
+def ep_flags(recipe: ScriptRecipe) -> list[str]:
     """Options of `megatron_ep.pretrain`, without the script."""
     if recipe.dispatcher.type != "ep":
-        raise ValueError(f"dispatcher.type is {recipe.dispatcher.type}: pretrain_gpt.py has that one without this door")
+        raise ValueError(
+            f"dispatcher.type is {recipe.dispatcher.type}: pretrain_gpt.py has that one without this project"
+        )
     words = [] if recipe.dispatcher.router == "megatron" else ["--ep-router", "fused"]
     for name, value in recipe.dispatcher.settings().items():
         is_switch = name in NAMES and value is True
@@ -62,7 +65,7 @@ def environment(recipe: ScriptRecipe) -> dict[str, str]:
 
 def command(recipe: ScriptRecipe, script: str) -> list[str]:
     """What one rank runs after the interpreter: -m megatron_ep.pretrain ... SCRIPT ARGS."""
-    return ["-m", "megatron_ep.pretrain", *door(recipe), script, *flags(recipe)]
+    return ["-m", "megatron_ep.pretrain", *ep_flags(recipe), script, *flags(recipe)]
 
 
 def torchrun(recipe: ScriptRecipe, script: str = "$MEGATRON_LM/pretrain_gpt.py") -> str:

@@ -1,4 +1,5 @@
-"""`megatron-ep train` of a recipe with a section `parallel`: Megatron-LM's pretrain_gpt.py through our door."""
+"""`megatron-ep train` of a recipe with a section `parallel`: Megatron-LM's pretrain_gpt.py through
+megatron_ep.pretrain."""
 
 from __future__ import annotations
 

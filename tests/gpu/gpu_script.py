@@ -22,7 +22,7 @@ def gpus_taken():
     return max((count for count in (1, 2, 4) if count <= torch.cuda.device_count()), default=0)
 
 
-def start(recipe, tree, out, slug, *, words=(), door=(), dispatcher=OURS, timed_from=0, **variables):
+def start(recipe, tree, out, slug, *, words=(), ep_flags=(), dispatcher=OURS, timed_from=0, **variables):
     """Starts it; give what is returned to `finish`.
 
     Args:
@@ -30,7 +30,7 @@ def start(recipe, tree, out, slug, *, words=(), door=(), dispatcher=OURS, timed_
         tree: of Megatron-LM.
         out: folder for logs and results, which begin with `slug`.
         words: flags of pretrain_gpt.py beside the recipe's.
-        door: options of megatron_ep.pretrain beside the recipe's; None: the script without this project.
+        ep_flags: options of megatron_ep.pretrain beside the recipe's; None: the script without this project.
         dispatcher: class that every MoE layer must have.
         timed_from: see `tests/gpu/train_slice_rank.py`, as for `variables`.
     """
@@ -39,10 +39,10 @@ def start(recipe, tree, out, slug, *, words=(), door=(), dispatcher=OURS, timed_
     # Apex has the fusion, which is not everywhere.
     words = [*script_flags.flags(recipe), "--no-gradient-accumulation-fusion", *words]
     script = str(ROOT / "tests" / "gpu" / "train_slice_rank.py")
-    if door is None:
+    if ep_flags is None:
         command = [script, *words]
     else:
-        command = ["-m", "megatron_ep.pretrain", *script_flags.door(recipe), *door, script, *words]
+        command = ["-m", "megatron_ep.pretrain", *script_flags.ep_flags(recipe), *ep_flags, script, *words]
     environment = os.environ | script_flags.environment(recipe) | variables
     environment |= {
         "MEGATRON_LM": str(tree),

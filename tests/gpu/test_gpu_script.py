@@ -60,7 +60,7 @@ def run_both(case, out):
     recipe = script_recipe.load(ROOT / "recipes" / "small_moe_fp8.yaml", [*ranks, *case.changes])
     words, variables = (PACKED, {"PACKED": "1"}) if case.packed else ((), {})
     ours = start(recipe, Path(TREE), out, "ours", words=words, **variables)
-    alltoall = {"door": None, "dispatcher": ALLTOALL}
+    alltoall = {"ep_flags": None, "dispatcher": ALLTOALL}
     theirs = start(recipe, Path(TREE), out, "theirs", words=(*words, *ALLTOALL_WORDS), **alltoall, **variables)
     deadline = time.monotonic() + LIMIT
     try:

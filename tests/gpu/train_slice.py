@@ -34,18 +34,19 @@ FP8_APART = 0.05  # what Megatron's functional tests allow between losses
 
 @dataclass(frozen=True)
 class Case:
-    """door: options of megatron_ep.pretrain; None: Megatron's own dispatcher, with `words`. recipe: what it changes."""
+    """ep_flags: options of megatron_ep.pretrain; None: Megatron's own dispatcher, with `words`. recipe: what it
+    changes."""
 
     num_sms: int = 24
     overlap: bool = False
-    door: tuple = ()
+    ep_flags: tuple = ()
     words: tuple = ()
     recipe: tuple = ()
     dispatcher: str = OURS
 
 
 def alltoall(words=(), **options):
-    return Case(door=None, words=(*ALLTOALL_WORDS, *words), dispatcher=ALLTOALL, **options)
+    return Case(ep_flags=None, words=(*ALLTOALL_WORDS, *words), dispatcher=ALLTOALL, **options)
 
 
 def fp8(recipe):
@@ -64,12 +65,12 @@ CASES = {
     "all-to-all, overlap": alltoall(overlap=True),
     "ours, 16 SMs": Case(16),
     "ours, 8 SMs": Case(8),
-    "ours, 24 SMs, fused router": Case(door=("--ep-router", "fused")),
-    "ours, 24 SMs, fp8 rows": Case(door=("--ep-moe-dispatch-fwd-dtype", "fp8")),
-    "ours, 24 SMs, probs on combine": Case(door=("--ep-moe-apply-probs-on-combine",)),
+    "ours, 24 SMs, fused router": Case(ep_flags=("--ep-router", "fused")),
+    "ours, 24 SMs, fp8 rows": Case(ep_flags=("--ep-moe-dispatch-fwd-dtype", "fp8")),
+    "ours, 24 SMs, probs on combine": Case(ep_flags=("--ep-moe-apply-probs-on-combine",)),
     "ours, 16 SMs, overlap": Case(16, overlap=True),
     "ours, 8 SMs, overlap": Case(8, overlap=True),
-    "DeepEP, 24 SMs": Case(door=None, words=DEEPEP, dispatcher=FLEX),
+    "DeepEP, 24 SMs": Case(ep_flags=None, words=DEEPEP, dispatcher=FLEX),
     "ours, fp8 tensorwise": Case(recipe=fp8("tensorwise")),
     "all-to-all, fp8 tensorwise": alltoall(recipe=fp8("tensorwise")),
     "ours, fp8 blockwise": Case(recipe=fp8("blockwise")),
@@ -140,7 +141,7 @@ def run(name, case, gpus, tree, out, limit, **variables):
     )
     slug = "slice_" + name.replace(", ", "_").replace(" ", "_")
     timed_from = 0 if case.overlap else steps - TIMED  # timing what overlaps says nothing of what it costs
-    options = {"words": case.words, "door": case.door, "dispatcher": case.dispatcher, "timed_from": timed_from}
+    options = {"words": case.words, "ep_flags": case.ep_flags, "dispatcher": case.dispatcher, "timed_from": timed_from}
     try:
         measured = finish(start(recipe, tree, out, slug, **options, **variables), limit)
     except RuntimeError as error:

@@ -27,7 +27,7 @@ class Layout:
     world: int
     parallel: str  # flags that change nothing of what is computed
     model: str = ""  # flags that do, of the runs that it is compared with, too
-    door: tuple = ()
+    ep_flags: tuple = ()
     equal_to: tuple = ("single", "alltoall")
     tolerance: float = 2e-5  # of losses, norms and the largest change of a parameter
 
@@ -50,7 +50,7 @@ FEW = {
         equal_to=("single",),
     ),
     "EP 4, distributed optimizer, fused sigmoid router with padding": Layout(
-        4, f"{EP4} {DISTRIBUTED} {PADDED}", SIGMOID, door=("--ep-router", "fused"), equal_to=("single",)
+        4, f"{EP4} {DISTRIBUTED} {PADDED}", SIGMOID, ep_flags=("--ep-router", "fused"), equal_to=("single",)
     ),
 }
 BF16 = "--bf16 --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32"
@@ -80,22 +80,22 @@ ALL = FEW | {
     "capacity": Layout(4, EP4, "--moe-expert-capacity-factor 1.0"),
     "capacity with padding": Layout(4, EP4, PAD),
     "sigmoid router": Layout(4, EP4, SIGMOID),
-    "fused router": Layout(4, EP4, door=("--ep-router", "fused")),
+    "fused router": Layout(4, EP4, ep_flags=("--ep-router", "fused")),
     "router with padding": Layout(4, f"{EP4} {PADDED}"),
     "TP 2, EP 2, ETP 2, router with padding": Layout(
         4, f"{TP2} {EP2} --expert-tensor-parallel-size 2 {PADDED}", equal_to=("single",)
     ),
     "packed sequences": Layout(4, EP4, PACKED),
     "packed sequences, fused router with padding": Layout(
-        4, f"{EP4} {PADDED}", PACKED, door=("--ep-router", "fused"), equal_to=("single",)
+        4, f"{EP4} {PADDED}", PACKED, ep_flags=("--ep-router", "fused"), equal_to=("single",)
     ),
     "hybrid model, PP 2, EP 2": Layout(4, f"--pipeline-model-parallel-size 2 {EP2}", HYBRID),
-    "probabilities on combine": Layout(4, EP4, door=("--ep-moe-apply-probs-on-combine",)),
+    "probabilities on combine": Layout(4, EP4, ep_flags=("--ep-moe-apply-probs-on-combine",)),
     "fused router, PP 2, TP 2": Layout(
         8,
         f"{TP2} {EP2} --expert-tensor-parallel-size 1 --pipeline-model-parallel-size 2",
         SIGMOID,
-        door=("--ep-router", "fused"),
+        ep_flags=("--ep-router", "fused"),
         equal_to=("single",),
     ),
     "global auxiliary loss": Layout(  # its running counts depend on how many ranks share a global batch

@@ -58,10 +58,11 @@ class Scripts:
         self._process.kill()  # between jobs it holds nothing
         self._process.wait()
 
-    def run(self, name, world, *flags, door=()):
+    def run(self, name, world, *flags, ep_flags=()):
         """Trains and returns what each rank recorded.
 
-        world: ranks. flags: of pretrain_gpt.py, after TINY. door: of megatron_ep.pretrain; None: without this project.
+        world: ranks. flags: of pretrain_gpt.py, after TINY. ep_flags: of megatron_ep.pretrain; None: without this
+            project.
         """
         out = self._out / name
         out.mkdir(parents=True)
@@ -70,7 +71,7 @@ class Scripts:
             "out": str(out),
             "world": world,
             "flags": TINY.split() + flags,
-            "door": None if door is None else list(door),
+            "ep_flags": None if ep_flags is None else list(ep_flags),
         }
         print(json.dumps(job), file=self._process.stdin, flush=True)
         answer = self._process.stdout.readline().rstrip("\n")
@@ -158,7 +159,7 @@ def _become_rank(script, job, rank, port):
         }
         _prepare(job["flags"])
         record = _record()
-        if job["door"] is None:
+        if job["ep_flags"] is None:
             import runpy
 
             sys.argv = [str(script), *job["flags"]]
@@ -166,7 +167,7 @@ def _become_rank(script, job, rank, port):
         else:
             from megatron_ep import pretrain
 
-            pretrain.main(["--ep-host", *job["door"], str(script), *job["flags"]])
+            pretrain.main(["--ep-host", *job["ep_flags"], str(script), *job["flags"]])
         torch.save(record, out / f"rank{rank}.pt")
         code = 0
     except SystemExit as end:

@@ -1,11 +1,11 @@
-"""Who may include whom in csrc: arrows go down only, and the protocol knows of no GPU and no network."""
+"""What may include what in csrc: arrows go down only, and the protocol knows of no GPU and no network."""
 
 import re
 from pathlib import Path
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
-ROOMS = ("core", "exec", "fabric", "protocol", "launch", "bindings")  # each may include those before it, and itself
-ROUTER_ROOMS = {"row": "protocol"}  # the router has the same rooms; its protocol is the formulas of a row
+LAYERS = ("core", "exec", "fabric", "protocol", "launch", "bindings")  # each may include those before it, and itself
+ROUTER_LAYERS = {"row": "protocol"}  # the router has the same layers; its protocol is the formulas of a row
 FOREIGN = re.compile(r"cuda|nvshmem|nccl|torch|ATen|c10|pybind11|Python\.h")
 
 
@@ -13,10 +13,10 @@ def sources() -> list[Path]:
     return [path for path in CSRC.rglob("*") if path.suffix in {".h", ".inl", ".cpp", ".cu"}]
 
 
-def room(path: Path) -> int:
+def layer(path: Path) -> int:
     parts = path.relative_to(CSRC).parts
-    name = ROUTER_ROOMS.get(parts[1], parts[1]) if parts[0] == "router" else parts[0]
-    return ROOMS.index(name)
+    name = ROUTER_LAYERS.get(parts[1], parts[1]) if parts[0] == "router" else parts[0]
+    return LAYERS.index(name)
 
 
 def includes(path: Path, marks: str) -> list[str]:
@@ -28,14 +28,14 @@ def test_arrows_go_down_only() -> None:
     for path in sources():
         for name in includes(path, '""'):
             assert (CSRC / name).is_file(), f"{path} includes {name}, which is not in csrc"
-            assert room(CSRC / name) <= room(path), f"{path} includes {name}, which is above it"
+            assert layer(CSRC / name) <= layer(path), f"{path} includes {name}, which is above it"
 
 
-def test_what_each_room_needs_of_others() -> None:
+def test_what_each_layer_needs_of_others() -> None:
     for path in sources():
         needed = [name for name in includes(path, "<>") if FOREIGN.search(name)]
         assert not any("torch" in name or "ATen" in name for name in needed), path
-        if room(path) != ROOMS.index("bindings"):
+        if layer(path) != LAYERS.index("bindings"):
             assert not any("pybind11" in name or name == "Python.h" for name in needed), path
         if path.is_relative_to(CSRC / "protocol"):
             assert not needed, f"{path} includes {needed}"

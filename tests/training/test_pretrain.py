@@ -40,7 +40,7 @@ class Runs:
                 saved,
                 "--save-interval",
                 1,
-                door=None,
+                ep_flags=None,
             )
             self._start[model] = saved
         return self._start[model]
@@ -52,9 +52,9 @@ class Runs:
             self._single[model, optimizer] = (records, weights(self.out / f"{name} saved"))
         return self._single[model, optimizer]
 
-    def train(self, name, layout, door):
+    def train(self, name, layout, ep_flags):
         load = ("--load", self.start(layout.model), "--save", self.out / f"{name} saved")
-        return self.scripts.run(name, layout.world, *MODEL.split(), *layout.flags, *load, *CONTINUE, door=door)
+        return self.scripts.run(name, layout.world, *MODEL.split(), *layout.flags, *load, *CONTINUE, ep_flags=ep_flags)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def check_weights(ours, expected, start, tolerance):
 
 
 def check_layout(runs, name, layout):
-    ours = runs.train(name, layout, layout.door)
+    ours = runs.train(name, layout, layout.ep_flags)
     kinds = {kind for rank in ours for kind in rank["dispatchers"]}
     assert kinds == {"EPTokenDispatcher"}, "in every MoE layer, the multi-token-prediction block's included"
     if "padding" in layout.parallel:
@@ -140,26 +140,26 @@ def test_a_checkpoint_goes_on_under_the_other_dispatcher(runs):
     flags = (*MODEL.split(), *ADAM.split(), "--save-interval", "1000", "--override-opt_param-scheduler")
     alltoall = ("--moe-token-dispatcher-type", "alltoall")
 
-    def train(name, ranks, until, load, door):
-        layout = ("--expert-model-parallel-size", ranks, "--train-iters", until, *(() if door == () else alltoall))
+    def train(name, ranks, until, load, ep_flags):
+        layout = ("--expert-model-parallel-size", ranks, "--train-iters", until, *(() if ep_flags == () else alltoall))
         saves = (
             "--save",
             runs.out / f"{name} saved",
             *(() if load is None else ("--load", runs.out / f"{load} saved")),
         )
-        return runs.scripts.run(name, ranks, *flags, *layout, *saves, door=door)
+        return runs.scripts.run(name, ranks, *flags, *layout, *saves, ep_flags=ep_flags)
 
     train("theirs to 1", 2, 1, None, None)
-    for first, start, doors in (("theirs to 1", 1, ((), None)), ("() to 2", 2, (None, ()))):
-        results = [train(f"{door} to {start + 1}", 2, start + 1, first, door) for door in doors]
+    for first, start, all_ep_flags in (("theirs to 1", 1, ((), None)), ("() to 2", 2, (None, ()))):
+        results = [train(f"{ep_flags} to {start + 1}", 2, start + 1, first, ep_flags) for ep_flags in all_ep_flags]
         assert [rank["dispatchers"][0] for rank in (results[0][0], results[1][0])] == [
-            "MoEAlltoAllTokenDispatcher" if door is None else "EPTokenDispatcher" for door in doors
+            "MoEAlltoAllTokenDispatcher" if ep_flags is None else "EPTokenDispatcher" for ep_flags in all_ep_flags
         ]
         ours, theirs = results
         assert len(ours[0]["losses"]) == 1, "it went on where the other had stopped"
         for mine, other in zip(ours, theirs, strict=True):
             assert mine["losses"] == other["losses"] and mine["norms"] == other["norms"]
-        saved = [weights(runs.out / f"{door} to {start + 1} saved") for door in doors]
+        saved = [weights(runs.out / f"{ep_flags} to {start + 1} saved") for ep_flags in all_ep_flags]
         assert saved[0].keys() == saved[1].keys() and any("exp_avg" in key for key in saved[0])
         for key, value in saved[0].items():
             assert torch.equal(value, saved[1][key]), key
@@ -172,7 +172,7 @@ def test_nothing_is_kept_of_a_backward_pass_that_failed(runs):
     combines = 2 * 4 * 4  # two steps of four microbatches, of three layers and one of the multi-token prediction
     with pytest.raises(AssertionError, match=r"rank . failed"):
         stall = (STALLED, combines, "--train-iters", "3")
-        runs.scripts.run("stalled", 2, *flags, *unchecked, *saved, *stall, door=("--ep-timeout", "2"))
+        runs.scripts.run("stalled", 2, *flags, *unchecked, *saved, *stall, ep_flags=("--ep-timeout", "2"))
     texts = [runs.scripts.text("stalled", rank) for rank in range(2)]
     assert any("rank 0 timed out first, after 2 s" in text for text in texts), texts
     assert not any("RuntimeError" in text for text in texts), texts

@@ -135,7 +135,7 @@ def _start(tree, *arguments, **variables):
 def test_the_doors_options():
     changes = ("moe_apply_probs_on_combine=true", "moe_expert_rank_capacity_factor=1.5", "router=fused")
     changes += ("moe_low_latency_max_tokens=64",)
-    words = script_flags.door(script_recipe.load(SLICE, [f"dispatcher.{change}" for change in changes]))
+    words = script_flags.ep_flags(script_recipe.load(SLICE, [f"dispatcher.{change}" for change in changes]))
     room = ["--ep-moe-expert-rank-capacity-factor", "1.5"]
     decoding = ["--ep-moe-low-latency-max-tokens", "64"]
     assert words == ["--ep-router", "fused", "--ep-num-sms", "24", *room, "--ep-moe-apply-probs-on-combine", *decoding]
@@ -150,7 +150,7 @@ def test_the_doors_options():
 )
 def test_the_doors_settings(setting, value):
     recipe = script_recipe.load(SLICE, [f"dispatcher.{setting}={str(value).lower()}"])
-    parsed = pretrain._parser().parse_args([*script_flags.door(recipe), "pretrain_gpt.py"])
+    parsed = pretrain._parser().parse_args([*script_flags.ep_flags(recipe), "pretrain_gpt.py"])
     assert (parsed.script, getattr(parsed, f"ep_{setting}")) == ("pretrain_gpt.py", value)
 
 
