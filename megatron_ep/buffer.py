@@ -51,8 +51,8 @@ class LocalCluster(RankGroup):
         same seed gives the same interleaving; a wait expires when no role can run any more, whatever Config.timeout
         says.
     lost_signal: with a seed, the number (from 1) of the network signal that is lost, to see what happens then. 0: none.
-    stalled: with a seed, a rank and the number (from 1) of the wait at which that rank stops for ever, to see whom the
-        others blame.
+    stalled: with a seed, a rank and the number (from 1) of the wait at which that rank stops for ever, to see which
+        rank the others blame.
     Raises ValueError for arguments that are out of range.
     """
 

@@ -60,7 +60,8 @@ def summarize(incidents: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def describe(incident: dict[str, Any]) -> str:
-    """One line: who waited for what from whom. Notifies are counted by themselves, dispatches and combines together."""
+    """One line: which role of which rank waited for what, and from which rank. Notifies are counted by themselves,
+    dispatches and combines together."""
     where = f"rank {incident['rank']}, {incident['role']}, channel {incident['channel']}, call {incident['call']}"
     if incident["outcome"] == "mismatch":
         return f"{where}: what rank {incident['peer']} sent is not of this call"

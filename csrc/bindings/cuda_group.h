@@ -175,7 +175,8 @@ class PyCudaGroup {
             .def_readwrite("watch", &PyCudaGroup::watch,
                            "Called now and then while notify waits: what it raises ends the wait.")
             .def("aborted", &PyCudaGroup::aborted,
-                 "(outcome, rank) of whoever gave up first, as far as this process has been told, "
+                 "(outcome, rank) of the rank that gave up first, as far as this process has been "
+                 "told, "
                  "or None.")
             .def("incidents", &PyCudaGroup::incidents)
             .def("rank_statuses", &PyCudaGroup::rank_statuses)

@@ -87,7 +87,7 @@ class Group : public HostLauncher {
         });
     }
 
-    // (outcome, rank) of whoever gave up first, or None.
+    // (outcome, rank) of the rank that gave up first, or None.
     std::optional<std::pair<const char*, int>> aborted() const {
         for (size_t i = 0; i < group_.ranks().size(); ++i) {
             const uint64_t word = group_.state(i).abort_word().load(std::memory_order_acquire);

@@ -104,8 +104,8 @@ struct Reason {
     char text[kMaxBytes];
 };
 
-// One per rank, in its symmetric heap, for all ranks in reach to read: whoever waits too long can
-// say who never came.
+// One per rank, in its symmetric heap, for all ranks in reach to read: a rank that waits too long
+// can say which one never came.
 struct ControlBlock {
     static constexpr int kMaxIncidents = 32;
     // 0, or tells who gave up first and why (see first_reason); every wait reads it.

@@ -43,7 +43,7 @@ EP_HD Outputs outputs_of(const CombineArgs& args) {
             nullptr};
 }
 
-// The layout, too: its counts and output rows are read by whoever computes with the rows.
+// The layout, too: its counts and output rows are read by what computes with the rows.
 EP_HD Outputs outputs_of(const LowLatencyDispatchArgs& args) {
     const size_t rows = args.max_rows;
     return {{{args.recv_x, rows * args.format.payload_bytes},

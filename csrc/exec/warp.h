@@ -65,8 +65,7 @@ enum class CacheHint { Keep, EvictFirst };
 //   zero(dst, bytes)
 //
 // Flags. A scope says who may acquire them
-//   publish<Scope>(flag, value)      a store: whoever acquires it sees all that the warp wrote
-//                                    before
+//   publish<Scope>(flag, value)      a store: an acquire of it sees all that the warp wrote before
 //   publish_lanes<Scope>(count, f)   the same for a flag per lane: f(lane, store) calls
 //                                    store(flag, value) or not
 //   credit<Scope>(flag, value)       a store: when it is seen, the warp is done with all that it

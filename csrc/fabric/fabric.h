@@ -23,9 +23,9 @@ namespace ep {
 //                              call
 //   put_signal(warp, channel, node, flag, from, to)
 //                              moves the flag there from `from`, where the last signal left it, to
-//                              `to`; a fabric may set it, or add to it. Whoever sees it there sees
-//                              all puts before it on that (channel, node), and all stores to the
-//                              rail that this warp wrote or acquired
+//                              `to`; a fabric may set it, or add to it. A warp that sees it there
+//                              sees all puts before it on that (channel, node), and all stores to
+//                              the rail that this warp wrote or acquired
 //   put_credit(warp, channel, node, flag, from, to)
 //                              the same for what was read: once it is seen, this warp, and those
 //                              that it acquired from, are done reading. In no order with puts, nor

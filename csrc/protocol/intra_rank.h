@@ -98,8 +98,8 @@ EP_FN void clear_unfilled(W& warp, const DispatchArgs& args, int part, int parts
         clear_rows(warp, args, first, first + kPiece);
 }
 
-// What the experts of this rank made of the rows that a rank, this one too, sent on a channel: the
-// part-th warp's of them in their order, and whoever waits for a sum hears of it.
+// Sums the expert rows of the rows that a rank (or this one) sent on a channel: the part-th warp's
+// share, in order. After each sum it publishes how many are done.
 template <class T, bool kWeighted, WarpLike W, FabricLike<W> F>
 EP_FN void sum_rows_of(W& warp, F& fabric, const CombineArgs& args, int channel, int rank,
                        int part) {

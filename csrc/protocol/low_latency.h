@@ -15,8 +15,8 @@ namespace ep {
 // waits for the numbers and tags of its call. Two calls of a kind may be under way, each in a bank
 // of its own; their receiving halves may come in any order. If all ranks send in the same order and
 // receive a call before they send the second one after it, nobody waits in a circle: give a
-// sending half its place in that order and a receiving half that of its call; whoever waits at the
-// smallest number waits for someone at a smaller one.
+// sending half its place in that order and a receiving half that of its call; a rank that waits at
+// the smallest number waits for someone at a smaller one.
 
 // This warp's number among those that share a half.
 struct Team {
@@ -89,7 +89,7 @@ EP_FN LowLatencyCall<F, Args> begun_call(F& fabric, const Args& args) {
     return {fabric, args, *args.call};
 }
 
-// wait_all. Where waits are counted, notes for whom this one lasted, and until when.
+// wait_all. Where waits are counted, notes which ranks this one was for, and how long it lasted.
 template <WarpLike W, class F, class Args, class ConditionOf>
 EP_FN bool wait_counted(W& warp, const LowLatencyCall<F, Args>& call, Wait wait, int count,
                         ConditionOf&& need) {

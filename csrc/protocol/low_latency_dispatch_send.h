@@ -39,8 +39,8 @@ EP_FN void for_each_load(int count, Load&& load, Take&& take) {
     }
 }
 
-// f(k, expert) for what the lane's token chose, by the low half of an id: whoever sends the token's
-// row refuses one that needs more.
+// f(k, expert) for what the lane's token chose, by the low half of an id: the warp that sends the
+// token's row refuses one that needs more.
 template <class F>
 EP_FN void for_each_choice(const LowLatencyDispatchArgs& args, int token, F&& f) {
     const int topk = args.format.topk, bytes = args.index_bytes;

@@ -11,8 +11,8 @@ namespace ep {
 // send and receive(warp, call, team): a warp's share, false: it ended badly. role: of the
 // receivers.
 //
-// The ends of the halves are one, but with masking others wait for all that this rank sends. Whom
-// the sending half was without the receiving half is without, too.
+// The ends of the halves are one, but with masking others wait for all that this rank sends. A rank
+// that the sending half was without, the receiving half is without, too.
 template <WarpLike W, class F, class Args, class Send, class Receive>
 EP_FN Ended send_and_receive(W& warp, F& fabric, const Args& args, const Team& team, Role role,
                              Send&& send, Receive&& receive) {

@@ -274,7 +274,7 @@ EP_FN void drop_choices(W& warp, const LowLatencyCall<F, Args>& call, int token,
     if (!piece.number) count_dropped(warp, call, dropped);
 }
 
-// For the handle: with whom the dispatch was exchanged, in both directions.
+// For the handle: the ranks that took part in both halves of the dispatch.
 template <WarpLike W, class F, class Args>
 EP_FN void note_active(W& warp, const LowLatencyCall<F, Args>& call) {
     for (int first = 0; first < call.world(); first += 32) {

@@ -25,7 +25,7 @@ from megatron_ep.errors import EPError
 
 T = TypeVar("T")
 
-# Memory of other processes, by whoever mapped it.
+# Memory of other processes, by the buffers that mapped it.
 _mapped: weakref.WeakSet[_C.DeviceMemory] = weakref.WeakSet()
 
 NVSHMEM_SETUP_S = 300.0  # at least: with many ranks it takes long, and one that is given up cannot be tried again
@@ -203,7 +203,8 @@ def _nvshmem_memory(
 
 
 def _nvshmem_id(served: Sequence[tuple[bytes, int, int] | None]) -> bytes | None:
-    """That of the ranks whom NVSHMEM serves already, None if nobody yet. Raises EPError if they are not these."""
+    """That of the ranks that NVSHMEM serves already, None if there are none yet. Raises EPError if they are not
+    these."""
     world = len(served)
     unique_id = next((ranks[0] for ranks in served if ranks), None)
     if unique_id is None or list(served) == [(unique_id, rank, world) for rank in range(world)]:

@@ -89,8 +89,8 @@ MODULES = ("megatron_ep._C", "megatron_ep._nvshmem", "megatron_ep._nccl")  # in 
 class CudaBackend(OfGroup):
     """See `interface.Backend`: the ranks of this process are on one GPU.
 
-    Where a library carries the puts, and may wait for ever inside a launch, whoever waits here for that launch is told
-    by an EPStuckError.
+    Where a library carries the puts, and may wait for ever inside a launch, a call that waits here for that launch is
+    told by an EPStuckError.
 
     group: the compiled group over one of the fabrics.
     timeout: where a library carries its puts, seconds after which each of a launch's own waits ends.
@@ -332,7 +332,7 @@ def _half_a_ring(row: _C.RowFormat, heap: _C.Heap) -> int:
 @atexit.register
 def catch_up() -> None:
     """Does what finalizers have put off: they may run while any thread captures a CUDA graph, which most calls of CUDA
-    would end. For whoever waits for the GPU or allocates anyway; while this thread captures, nothing is done yet."""
+    would end. For calls that wait for the GPU or allocate anyway; while this thread captures, nothing is done yet."""
     if _stuck or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
         return
     while _put_off:

@@ -89,7 +89,7 @@ class Monitor:
             try:
                 with self._looking:
                     self._look()
-            except Exception as error:  # a GPU that no longer answers, say: whoever calls next hears of it
+            except Exception as error:  # a GPU that no longer answers, say: the next call raises it
                 log.debug("rank %d is no longer looked after: %s", self._rank, error)
                 return
 

@@ -17,7 +17,7 @@ from megatron_ep.backends import codec
 
 INTERVAL_S = 0.25
 MAX_READERS = 4000  # a second, of one store: more ranks look less often
-ANSWER_S = 1.0  # that whoever raises an error waits to learn whether another one was first
+ANSWER_S = 1.0  # that a rank with an error waits to learn whether another rank's was first
 END_S = 1.0  # that the thread is waited for when it is stopped
 
 log = logging.getLogger(__name__)

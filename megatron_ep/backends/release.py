@@ -73,7 +73,7 @@ def of_machine(
         )
     for of_ranks in memories:
         of_ranks[rendezvous.rank].release()
-    if set(words.values()) == {MAPS_NOBODY}:  # whoever maps anything else may map that
+    if set(words.values()) == {MAPS_NOBODY}:  # a rank that maps anything may map that
         release_left()
 
 

@@ -29,8 +29,8 @@ class StoreRendezvous:
     construction: rendezvous of a group are numbered as its ranks come to them.
 
     In each exchange the first rank collects what all ranks have to tell and gives it to all of them. If somebody does
-    not come within `timeout`, all who came raise the same EPError, and so does whoever comes later; in a group's first
-    rendezvous he may have to wait for the first rank as long again.
+    not come within `timeout`, all that came raise the same EPError, and so does a rank that comes later; in a group's
+    first rendezvous it may have to wait for the first rank as long again.
 
     group: the process group; None: the default group.
     timeout: how long the ranks wait for one that has not come.
@@ -214,7 +214,7 @@ class StoreRendezvous:
         return self._text(self._store.get(decision))
 
     def _decide(self, decision: str) -> str:
-        """Whoever decides first decides for all, those too who come later."""
+        """The first rank to decide decides for all, also for those that come later."""
         return self._text(self._store.compare_set(self._key("decision"), "", decision))
 
     def _text(self, data: bytes) -> str:

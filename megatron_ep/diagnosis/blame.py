@@ -93,7 +93,7 @@ def root(first: int, statuses: Sequence[RankStatus], fate: Callable[[int], str |
         step, candidates = _waits(known[waiting], known)
         silent = [rank for rank in candidates if rank in known and not known[rank].incidents]
         missing = [rank for rank in silent if known[rank].inside or _is_behind(known[rank], step)]
-        # Who ended without a word will not come, whoever else is waited for. Who gave up before is not to blame.
+        # A rank that ended without a word will not come, so it is named first. One that gave up before is not to blame.
         ended = [s.rank for s in statuses if not s.incidents and (s.inside or _is_behind(s, step)) and fate(s.rank)]
         missing = ended or missing
         if missing:
@@ -111,7 +111,7 @@ def root(first: int, statuses: Sequence[RankStatus], fate: Callable[[int], str |
 
 
 def ended(waiting: RankStatus, statuses: Sequence[RankStatus], fate: Callable[[int], str | None]) -> str | None:
-    """Those whom a rank in a call waits for, or will, and whose processes have ended, as a clause; None if there are
+    """Those that a rank in a call waits for, or will, and whose processes have ended, as a clause; None if there are
     none. A rank that did its part before it ended is nobody to wait for.
 
     fate: as for `root`.

@@ -27,8 +27,8 @@ class Pending:
     """A call whose receiving half can be launched."""
 
     def __init__(self, calls: LowLatencyCalls, launch: Any, tensors: Sequence[Any], *, received: bool):
-        # A call that has been received keeps nothing: `calls` remembers it, and whoever has both in a circle has them
-        # freed at any moment, while a CUDA graph is captured for one.
+        # A call that has been received keeps nothing: `calls` remembers it, and a caller that has both in a circle has
+        # them freed at any moment, while a CUDA graph is captured for one.
         self._rest = None if received else (calls, launch, tensors, calls.backend.current_stream())
 
     @property

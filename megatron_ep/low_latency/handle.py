@@ -91,7 +91,7 @@ class LowLatencyHandle:
         return self.ids() if self.calls.masks is None else [ids.clamp_min(-1) for ids in self.ids()]
 
     def active(self, rank: RankPart) -> torch.Tensor:
-        """int32 [W], a view: with whom the dispatch was exchanged. Only with masks."""
+        """int32 [W], a view: 1 for each rank that took part in both halves of the dispatch. Only with masks."""
         first = self.calls.offsets(self.topk)["active"]
         return rank.layout[first : first + self.calls.group.topology.world_size]
 

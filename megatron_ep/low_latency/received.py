@@ -52,7 +52,7 @@ class LowLatencyReceived:
 
 
 def _one(handle: LowLatencyHandle, view_of: Callable[[RankPart], torch.Tensor]) -> Any:
-    """A view for whoever asks: most callers need few of them, and each takes torch some time."""
+    """A view, made when it is asked for: most callers need few of them, and each takes torch some time."""
     views = [view_of(rank) for rank in handle.ranks]
     return views if handle.calls.group.takes_lists else views[0]
 

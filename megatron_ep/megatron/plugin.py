@@ -1,4 +1,4 @@
-"""Opt-in: every MoE layer that Megatron builds in this process takes our dispatcher, whoever builds the model.
+"""Opt-in: every MoE layer that Megatron builds in this process takes our dispatcher, whatever code builds the model.
 
 For frameworks whose layer specs one does not want to touch. `enable` replaces `MoELayer.__init__`, which decoder
 layers, hybrid stacks and multi-token-prediction blocks of every pipeline stage have in common, and what keeps results,

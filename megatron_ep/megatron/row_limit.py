@@ -1,5 +1,5 @@
 """A fixed number of rows for what a rank receives: the host asks nobody how many there are, and an overflow is found
-on the device, without a wait, and told to whoever asks before results are kept.
+on the device, without a wait, and raised by the check before results are kept.
 
 R rows in all, L local experts.
 """

@@ -110,7 +110,8 @@ class RankGroup:
         return self.live_backend().seconds
 
     def statistics(self) -> dict[str, torch.Tensor]:
-        """Whom this process's ranks had to wait for: int64 [ranks of this process, W] on the CPU, nanoseconds.
+        """How long this process's ranks had to wait for which rank: int64 [ranks of this process, W] on the CPU,
+        nanoseconds.
 
         "wait_ns": in all calls since the buffer was made or reset; "last_wait_ns": in the last one, a dispatch with its
         exchange of counts, a combine, or both halves of a low-latency call. Column p: for rank p, that is until what p
@@ -280,7 +281,7 @@ class RankGroup:
     ) -> None:
         """Ends the waits of the other ranks: this one has refused its arguments, was interrupted, or failed.
 
-        is_told: whether the caller raises an EPError about the same step, whoever has met it first.
+        is_told: whether the caller raises an EPError about the same step, whichever rank met it first.
         """
         self._is_seen |= is_told
         if self._backend is not None and len(self.ranks) < self.topology.world_size:

@@ -147,7 +147,7 @@ def _run(recipe: Recipe, out: Path, resume: bool) -> None:
 
 
 class _SlowestPeer:
-    """Says for whom this rank waited longest since it was last asked."""
+    """Says which rank this one waited for longest since it was last asked."""
 
     def __init__(self) -> None:
         self._before: torch.Tensor | int = 0

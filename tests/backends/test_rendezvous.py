@@ -58,7 +58,7 @@ def start_anew() -> None:
 
 
 def run_attempts() -> None:
-    """Before they crashed rank 0 had come to three rendezvous, rank 1 to one, rank 2 to none. Then they meet, whoever
+    """Before they crashed rank 0 had come to three rendezvous, rank 1 to one, rank 2 to none. Then they meet, whichever
     comes first, and again when they are started once more."""
     start_anew()
     for _ in range({0: 3, 1: 1, 2: 0}[dist.get_rank()]):

@@ -273,7 +273,7 @@ void test_memory_is_left_to_the_same_processes() {
     EXPECT(in_use.data() == ours);
     EXPECT(left("1 2") != ours);
     const size_t live = fake_cuda.live.size();
-    ep::DeviceMemory::create(0, 256, "1 2");  // whom nobody mapped
+    ep::DeviceMemory::create(0, 256, "1 2");  // which nobody mapped
     ep::catch_up();
     EXPECT(fake_cuda.live.size() == live);
 }

@@ -67,8 +67,9 @@ struct LowLatencyProgram {
     std::vector<RankState> states;
     std::vector<HostFabric> fabrics;
     // with masking
-    std::vector<std::vector<int32_t>> active;     // [rank][rank], the callers'
-    std::vector<std::vector<int>> left_out_at;    // [rank][half]: whom the caller masks before it
+    std::vector<std::vector<int32_t>> active;  // [rank][rank], the callers'
+    std::vector<std::vector<int>>
+        left_out_at;  // [rank][half]: the ranks that the caller masks before it
     std::vector<std::vector<bool>> gone, masked;  // [rank][rank]: as seen, and by the caller
     std::vector<std::vector<MaskedRank>> shown;
     std::vector<std::array<uint64_t, 2>> dropped;

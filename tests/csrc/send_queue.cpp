@@ -60,7 +60,7 @@ void check_format() {
                  "0000000000000008");
 }
 
-// A producer and whoever carries out, in turns, with queues of all small depths.
+// A producer and the thread that carries out, in turns, with queues of all small depths.
 void check_wrap() {
     for (uint32_t depth = 2; depth <= 8; depth *= 2) {
         std::vector<SendEntry> entries(depth);

@@ -178,7 +178,7 @@ inline void run_waits() {
             });
         }
     });
-    if (waited[1] < kLate / 2 || waited[0]) simt::die("a wait is not counted for whom it was");
+    if (waited[1] < kLate / 2 || waited[0]) simt::die("a wait is not counted for the right rank");
 }
 
 inline bool is_poison(const Memory& memory) {

@@ -1,4 +1,4 @@
-"""Whom the others blame when a rank stops for ever, or ends, at any wait of any step. Time does not pass here."""
+"""Which rank the others blame when one stops for ever, or ends, at any wait of any step. Time does not pass here."""
 
 import itertools
 from dataclasses import replace

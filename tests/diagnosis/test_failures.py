@@ -138,7 +138,7 @@ def test_a_failure_in_the_backward_pass_reaches_no_step(stalled):
     cluster.reset()
     ep.raise_if_failed()
     for leaf in leaves:
-        assert leaf.grad.isnan().all(), "whoever does not ask gets no number either"
+        assert leaf.grad.isnan().all(), "a caller that does not ask gets no number either"
     cluster.close()
 
 

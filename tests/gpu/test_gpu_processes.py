@@ -97,7 +97,7 @@ def run_one_absent_from_a_combine():
         with pytest.raises(ep.EPTimeoutError) as caught:
             ep.combine(rows.x, rows.handle)
             buffer.synchronize()
-            ep.dispatch(x, ids, weights, buffer=buffer)  # whoever needed nothing of rank 3
+            ep.dispatch(x, ids, weights, buffer=buffer)  # for ranks that needed nothing of rank 3
         message = str(caught.value)
     buffer.reset()
     round_trips(buffer, rounds=1)

@@ -65,7 +65,7 @@ def run_twenty(nodes: int) -> tuple[int, int, int]:
     used, kept = [], []
     for _ in range(20):
         during, low_latency = make_use_release(nodes, W)
-        kept.append(low_latency)  # whoever keeps it keeps none of its memory
+        kept.append(low_latency)  # to keep it keeps none of its memory
         used.append(used_bytes())
     heaps = 3 * W * low_latency.memory_bytes
     assert during > heaps // 2

@@ -10,7 +10,7 @@ class LateBackend(HostBackend):
 
     def exchange_counts(self, *args, **kwargs):
         counts = super().exchange_counts(*args, **kwargs)
-        self._is_known = True  # whoever has waited for the counts
+        self._is_known = True  # this rank has waited for the counts
         return counts
 
     def enqueue_dispatch(self, *args, **kwargs):

@@ -4,7 +4,7 @@ import contextlib
 import random
 import socket
 
-# below those that Linux gives to whoever asks for none
+# below those that Linux gives where none is asked for
 FIRST, END = 10_000, 32_768
 
 

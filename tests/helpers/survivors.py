@@ -79,7 +79,7 @@ def check_killed(tmp_path, device="cpu"):
     statuses, outputs = finish(processes)
     assert time.monotonic() - killed < 3
     assert statuses == [9, -signal.SIGKILL, 9, 9], outputs
-    # whatever it was doing, and whoever else the others wait for
+    # whatever it was doing, and whichever other ranks the others wait for
     verdict = re.compile(r"EPAbortError rank \d stopped waiting: rank 1 .*; the process of rank 1 has ended\n")
     assert all(verdict.search(outputs[rank]) for rank in (0, 2, 3)), outputs
 

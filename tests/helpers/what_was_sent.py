@@ -4,7 +4,7 @@ import re
 
 
 def is_said(message, even, odd):
-    """Of the ranks that had come to the call; whoever had not has sent nothing."""
+    """Of the ranks that had come to the call; the others have sent nothing."""
     first = message.splitlines()[0]
     said = re.findall(r"rank ([\d, ]+) sent ([^;]*)", first)
     parities = {int(rank) % 2 for ranks, _ in said for rank in ranks.split(", ")}

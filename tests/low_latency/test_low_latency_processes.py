@@ -250,7 +250,7 @@ def run_disagreement(kind):
         received = low_latency.dispatch(torch.ones(9, hidden, dtype=dtype), ids, weights)
         assert kind == "sum_at"
         low_latency.combine(received.x, received.handle, sum_at="token" if odd else "expert")
-        low_latency.dispatch(torch.ones(9, hidden, dtype=dtype), ids)  # whoever saw no difference hears of it now
+        low_latency.dispatch(torch.ones(9, hidden, dtype=dtype), ids)  # a rank that saw no difference hears of it now
     assert what_was_sent.is_said(str(error.value), *sent), error.value
     buffer.reset()
     round_trips(low_latency, rounds=2)

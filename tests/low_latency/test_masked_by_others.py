@@ -1,4 +1,4 @@
-"""Ranks that others have masked: they end, alone, and whoever goes on is in one group."""
+"""Ranks that others have masked: they end, alone, and all that go on are in one group."""
 
 import logging
 import time
@@ -61,7 +61,7 @@ def test_a_late_rank_ends_alone(nodes, ranks_per_node, caplog):
     assert "rank 1 came too late: rank " in str(late) and "has masked it and goes on without it" in str(late)
     for mode in modes:
         rank = mode.buffer.ranks[0]
-        assert mode.masked_ranks() == ([[]] if rank == 1 else [[1]]), "whoever is masked masks nobody"
+        assert mode.masked_ranks() == ([[]] if rank == 1 else [[1]]), "a masked rank masks nobody"
     said = warnings_of(caplog)
     for rank in {*range(world)} - {1}:
         of_rank = [text for text in said if text.startswith(f"rank {rank} has masked rank 1 and goes on without it")]

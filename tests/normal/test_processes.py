@@ -121,7 +121,7 @@ def run_no_memory_in_backward(kind):
     else:
         with pytest.raises(ep.EPAbortError, match="rank 2 failed for a reason of its own"):
             result.sum().backward()
-            ep.dispatch(leaf, handle=rows.handle)  # whoever needed nothing of rank 2 hears of it now
+            ep.dispatch(leaf, handle=rows.handle)  # ranks that needed nothing of rank 2 hear of it now
     assert time.monotonic() - started < TIMEOUT, "the others waited until they timed out"
     is_usable_again(buffer)
 
@@ -172,7 +172,7 @@ def run_one_mistake(kind):
         rows = ep.dispatch(x, ids, weights, buffer=buffer)
         assert kind == "combine"
         ep.combine(rows.x[:-1] if wrong else rows.x, rows.handle)
-        ep.dispatch(x, ids, weights, buffer=buffer)  # whoever needed nothing of rank 2 so far hears of it now
+        ep.dispatch(x, ids, weights, buffer=buffer)  # ranks that needed nothing of rank 2 so far hear of it now
     assert time.monotonic() - started < TIMEOUT, "the others waited until they timed out"
     with pytest.raises(ep.EPAbortError, match="reset"):
         ep.dispatch(x, ids, weights, buffer=buffer)

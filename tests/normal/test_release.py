@@ -66,7 +66,7 @@ def resident() -> int:
 
 
 def run_again_and_again() -> tuple[int, int]:
-    kept = []  # whoever keeps a buffer, or what was made on it, keeps no memory
+    kept = []  # to keep a buffer, or what was made on it, keeps no memory
     sizes = []
     for _ in range(20):
         buffer, low_latency = make()

@@ -1,4 +1,4 @@
-"""Whom a rank had to wait for."""
+"""Which ranks a rank had to wait for."""
 
 import time
 

@@ -31,7 +31,7 @@ __device__ __forceinline__ void report_abort(const DeviceRank& rank) {
 }
 
 // By one thread: makes all waits of all ranks in reach end, or of this one if only it is concerned,
-// and tells the host. Whoever finds the abort word can read the incident.
+// and tells the host. A rank that finds the abort word can read the incident.
 __device__ __noinline__ inline void give_up(const DeviceRank& rank, Incident incident) {
     // Counted on the GPU: a captured launch brings the same number each time.
     const bool is_transfer = incident.role >= Role::NvlSender && incident.role <= kLastOfTransfers;

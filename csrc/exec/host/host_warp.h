@@ -84,7 +84,7 @@ class BasicHostWarp {
 
     template <class F>
     bool wait_all(Wait wait, int count, F&& need) {
-        int last = -1;  // whom the wait is for in the end
+        int last = -1;  // the rank that the wait is for in the end
         auto condition = [&] {
             for (int lane = 0; lane < count; ++lane) {
                 const WaitCondition mine = need(lane);

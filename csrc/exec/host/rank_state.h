@@ -37,8 +37,8 @@ struct RankState {
     }
 
     // Makes every wait of every rank end, or of this one if only it is concerned. The first to give
-    // up is the one that is remembered; what it has recorded before can be read by whoever finds
-    // its word.
+    // up is the one that is remembered; what it has recorded before can be read by a rank that
+    // finds its word.
     void abort(Outcome outcome) const {
         for (ControlBlock* block : everyone) {
             if (outcome == Outcome::CutOff && block != control) continue;

@@ -115,8 +115,8 @@ __device__ __forceinline__ bool count_rows(const J& joint, const Place<J>& place
     return !aborted;
 }
 
-// The roles of the exchange from the first-th on, each `stride`-th. Whoever has the last one tells
-// the other warps.
+// The roles of the exchange from the first-th on, each `stride`-th. The warp with the last one
+// tells the other warps.
 template <class F>
 __device__ __forceinline__ void exchange_counts(const DeviceRank& rank, uint64_t* notifies,
                                                 DeviceWarp& warp, F& fabric, const NotifyArgs& args,

@@ -39,7 +39,7 @@ class NcclHeap {
     const NcclFabricParams& fabric() const { return fabric_; }
 
     // Ends the communicator and gives the memory back. Collective, in the same order on all ranks,
-    // for whom it waits as long as setting up did. Throws std::runtime_error when they do not come:
+    // which it awaits as long as setting up did. Throws std::runtime_error when they do not come:
     // then it is kept, and serves nobody any more.
     void release();
     const std::string& key() const { return unique_id_; }

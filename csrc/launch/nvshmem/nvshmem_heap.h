@@ -11,7 +11,7 @@
 
 namespace ep {
 
-// The ranks for whom NVSHMEM's library was initialised, and which of them this process is.
+// The ranks for which NVSHMEM's library was initialised, and which of them this process is.
 struct NvshmemRanks {
     std::string unique_id;
     int rank, world;

@@ -38,7 +38,7 @@ class Clock {
     std::vector<uint32_t> steps_;
 };
 
-// Whose writes are visible to somebody, and of whose reads it knows that they are over.
+// Which actors' writes are visible to an actor, and which actors' reads it knows to be over.
 struct Knowledge {
     Clock written, read;
     void join(const Knowledge& other) {
@@ -55,9 +55,9 @@ struct News {
     uint32_t actor = 0;
     uint32_t steps = 0;
 
-    uint32_t of(Clock Knowledge::* clock, uint32_t whom) const {
-        if (knowledge) return ((*knowledge).*clock)[whom];
-        return whom == actor ? steps : 0;
+    uint32_t of(Clock Knowledge::* clock, uint32_t other) const {
+        if (knowledge) return ((*knowledge).*clock)[other];
+        return other == actor ? steps : 0;
     }
     void join_to(Clock Knowledge::* clock, Clock& to) const {
         knowledge ? to.join((*knowledge).*clock) : to.raise(actor, steps);
@@ -123,7 +123,7 @@ bool knows(Clock Knowledge::* clock, const Access& access) {
     return false;
 }
 
-// Whether a write is visible to those for whom this lane has made the fence.
+// Whether a write is visible to those that this lane's fence was for.
 bool is_fenced(Fence fence, const Access& write) {
     if (!write.exists) return true;
     if (write.step == Access::kUnfinished) return false;

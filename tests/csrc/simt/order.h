@@ -19,7 +19,7 @@
 namespace simt::order {
 
 enum class Scope { Gpu, System };
-enum class Fence { AsyncGlobal, AsyncShared, System };  // for whom: the engine twice, the network
+enum class Fence { AsyncGlobal, AsyncShared, System };  // for the engine twice, for the network
 
 // Memory of which accesses are compared, until it is forgotten.
 void track(const void* memory, size_t bytes, const char* name);
@@ -60,7 +60,7 @@ struct Actor {
 using Name = std::array<uintptr_t, 3>;
 Actor& actor(const Name& name);  // the one of this name in this launch
 
-// This lane starts an access in step `step`, by somebody for whom it has made the fence.
+// This lane starts an access in step `step`, by the one that its fence was for.
 void read_by(const Actor& actor, uint32_t step, const void* address, size_t bytes, Fence fence);
 void write_by(const Actor& actor, uint32_t step, const void* address, size_t bytes, Fence fence);
 // This lane has waited for the first `steps` steps.
