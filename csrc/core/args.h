@@ -45,11 +45,10 @@ struct TransferArgs {
     Heap heap;
     Layout layout;
     RowFormat format;
-    uint64_t call;   // counts the dispatches and combines of this buffer, from 1
-    int nvl_batch;   // rows after which an NVLink ring's flag is published
-    int rdma_chunk;  // rows after which a network ring's flag is signalled
-    int32_t*
-        positions;  // [received rows, K]: the row's place for each k, kElsewhere or kOverflowed
+    uint64_t call;          // counts the dispatches and combines of this buffer, from 1
+    int nvl_batch;          // rows after which an NVLink ring's flag is published
+    int rdma_chunk;         // rows after which a network ring's flag is signalled
+    int32_t* positions;     // [received rows, K]: output row for each k, kElsewhere or kOverflowed
     int32_t* rail_experts;  // [rail rows, K]: expert ids of the rows that were forwarded
     int64_t max_received;   // rows that `positions` can hold
     int64_t max_rail;       // rows that `rail_experts` can hold
@@ -75,7 +74,7 @@ struct TransferArgs {
     // The nodes but this one, likewise.
     EP_HD int other_nodes() const { return topology().nodes - 1; }
     EP_HD int other_node(int i) const { return (node() + 1 + i) % topology().nodes; }
-    // Which of them a node is; negative: this one.
+    // Its index among other_node(0), other_node(1), ...; negative: this node.
     EP_HD int place_of_node(int other) const {
         return other < node() ? other - node() - 1 + topology().nodes : other - node() - 1;
     }
@@ -96,8 +95,8 @@ struct DispatchArgs : TransferArgs {
     char* recv_x;         // [max_rows, payload_bytes]
     char* recv_scales;    // [max_rows, scale_bytes]
     char* recv_weights;   // [max_rows, weight_bytes]
-    // The exchange brings a row of another rank to its first place here; the rest, and the rows of
-    // this rank, are left to the local pass.
+    // The exchange writes a row of another rank to its first output row only. The local pass writes
+    // the other output rows, and this rank's own rows.
     bool has_intra_rank_pass = false;
     bool clears_end = true;  // rows behind those of the last expert, too
 };
@@ -131,28 +130,30 @@ struct CombineArgs : TransferArgs {
     // [max_rows], Accumulator of x's type: what each row of x is multiplied by before it is summed;
     // null: nothing. Unlike `weights`, which only travel, they never leave the rank.
     const void* row_weights = nullptr;
-    // [max_received, payload_bytes]: what the local pass has made of the rows that arrived here,
-    // see ExpertRows. Null: there is no local pass.
+    // [max_received, payload_bytes]: sums over this rank's experts, made by the local pass, of the
+    // rows that arrived here (see ExpertRows). Null: there is no local pass.
     char* sums = nullptr;
-    // Of the local pass, for the rows that arrived from a rank on a channel: they deal these among
-    // them, one after the other.
+    // Warps of the local pass that share the rows of one source rank and channel: row i is warp
+    // i % sum_warps's.
     int sum_warps = 1;
 
     static constexpr int kMaxSumWarps = 2;
-    static_assert(kMaxSumWarps == 2, "nobody divides to know whose a row is");
+    static_assert(kMaxSumWarps == 2, "sum_warp_of and rows_of_sum_warp mask and shift");
 
     EP_HD int sum_warp_of(int row) const { return row & (sum_warps - 1); }
-    // Those of the part-th warp among the first `rows`.
+    // How many of the first `rows` rows are the part-th warp's.
     EP_HD int rows_of_sum_warp(int part, int rows) const {
         return (rows - part + sum_warps - 1) >> (sum_warps - 1);
     }
 
-    // Of receivers, which share a channel's tokens, by the rows of the smallest rings that they
-    // read. A row keeps its slot while it is summed, and who writes the next ones needs room, too;
-    // and as they take turns, more than six would mostly wait for theirs.
+    // Combine receivers that a channel may have. A row keeps its slot of a ring while it is summed,
+    // so with more than half as many receivers as slots the writer of the ring would wait for them.
+    // At most six, because they take up and free slots one after the other: beyond six they mostly
+    // wait for that. ring_rows: slots of the smallest ring that they read.
     static EP_HD int max_receivers(uint64_t ring_rows) {
+        constexpr int kMaxReceivers = 6;
         const uint64_t half = ring_rows / 2;
-        return half < 1 ? 1 : half < 6 ? static_cast<int>(half) : 6;
+        return half < 1 ? 1 : half < kMaxReceivers ? static_cast<int>(half) : kMaxReceivers;
     }
     EP_HD int max_receivers() const {
         const bool reads_network = topology().nodes > 1 && rdma_slots() < nvl_slots();

@@ -51,16 +51,15 @@ struct Layout {
     EP_HD int local_experts() const { return local_experts_; }
     EP_HD size_t size() const { return size_; }
 
-    // Tokens of a channel of this rank: [first_token(c), first_token(c + 1)). Where they are fewer
-    // than the channels each rank uses other channels: a warp that serves several ranks on one of
-    // them has rows of one rank then, not of all.
+    // Tokens of a channel of this rank: [first_token(c), first_token(c + 1)), where
+    // first_token(c) = (T * c + shift(rank)) / C. If T < C, the shift C * rank / W gives the tokens
+    // of different ranks different channels, so that different receivers serve them.
     EP_HD int first_token(int rank, int channel) const {
         const uint64_t tokens = static_cast<uint64_t>(num_tokens) * channel + shift(rank);
         return static_cast<int>(quotient(tokens, channels));
     }
 
-    // The channels that have tokens, in order. Where tokens are fewer each has a channel for
-    // itself.
+    // The channels that have tokens, in order. If T < C they are T, one for each token.
     struct UsedChannels {
         uint32_t channels, tokens, shift;
 

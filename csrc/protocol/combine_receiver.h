@@ -4,22 +4,22 @@
 
 namespace ep {
 
-// The last role of combine: own tokens, each summed from what the ranks of this node and the other
-// nodes made of it. The receivers of a channel deal its tokens among them, one after the other, and
-// sum theirs side by side. Only slots of rings are taken up, and freed, in the order of the tokens:
-// how many rows of a ring are for earlier tokens is known when these have been taken up, and a
-// ring's head is one number.
-//
-// Taking up waits for no row, freeing for the rows of earlier tokens only. The receiver of the
-// first token whose slots are not free waits for rows alone, and tells before that of all slots
-// that are.
+// The last role of combine: sums each of this rank's tokens from the partial sums of this node's
+// ranks and of the other nodes. With R receivers in a channel, receiver r sums tokens r, r + R, ...
+// of the channel, at the same time as the others. Two steps go in the order of the tokens:
+//   take up   finds which slots of the rings hold the token's rows. That depends on how many rows
+//             earlier tokens have in each ring. It waits for earlier tokens, not for rows.
+//   free      moves the rings' heads past these slots. A head is one number, so it waits until the
+//             earlier tokens' slots are free.
+// No deadlock: the receiver of the first token that is not freed waits for rows only, and before
+// that it has published all heads that it can.
 
-// Of a channel: where its receivers are, counted in tokens.
+// How far a channel's receivers are, counted in tokens of all calls.
 struct ReceiverOrder {
-    uint64_t before;    // at the end of the last call
+    uint64_t before;    // tokens of all calls before this one
     uint64_t taken_up;  // tokens whose slots are known
-    uint64_t freed;
-    uint64_t own_rows;  // of this rank's own rows for its tokens, those of this call taken up
+    uint64_t freed;     // tokens whose slots are free
+    uint64_t own_rows;  // rows of this rank's own experts that this call's tokens have taken up
 };
 
 template <class F>

@@ -32,11 +32,12 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-# What one rank needs to fill its NVLink: 450 GB/s each way (H100 and H200 data sheets) at about 20 GB/s of rows an SM.
+# SMs of one rank that fill its NVLink: 450 GB/s each way (H100 and H200 data sheets) / about 20 GB/s of rows that an SM
+# moves (H200) = 22.5, rounded up to a multiple of eight.
 DEFAULT_SMS = 24
-SPIN_S = 500e-6  # the counts are usually there by then
-POLL_S = 50e-6
-GRAPHS_S = 1.0
+SPIN_S = 500e-6  # seconds that the host polls for counts without a sleep: usually they are there by then
+POLL_S = 50e-6  # seconds between two looks for counts after that
+GRAPHS_S = 1.0  # seconds that CUDA may take to count a deleted graph as gone
 
 
 def check_device(device: str | torch.device) -> torch.device:
@@ -70,9 +71,11 @@ def num_sms(config: Config, device: torch.device, local_ranks: int) -> int:
     return max(1, min(DEFAULT_SMS, torch.cuda.get_device_properties(device).multi_processor_count // local_ranks))
 
 
-# Of a row, beside the one over NVLink: an SM stores about 50 GB/s, a GPU's links take about 330 (H200). From 24 SMs on
-# four GPUs, K = 8, need no pass and two GPUs do
-LEAST_STORES_PER_SM = 0.15
+# Dispatch leaves second and further output rows to the local pass where n SMs cannot store all of a row's copies in the
+# time in which NVLink moves it: if its stores (one in the ring, one for each output row) are at least
+#     n * (bytes/s that an SM stores) / (bytes/s of a GPU's links) = n * 50 GB/s / 330 GB/s = 0.15 * n   (H200).
+# With n = 24 that is 3.6 stores. Drawn evenly, K = 8 comes to 3.2 on four GPUs, and to 5.0 on two, which need the pass.
+MIN_STORES_PER_SM = 0.15
 
 # CUDA takes about 1,000 launches of all kinds ahead of the GPU. A host that has to wait for room there holds a lock of
 # the driver's, so that nobody in its process can tell the GPU to stop. With 40 kernels of a model between two launches
@@ -98,8 +101,9 @@ class CudaBackend(OfGroup):
     sms: that the exchange runs on.
     """
 
-    # Two H200, H = 7168, K = 8, dispatch + combine: even at T = 450, which is so much
-    least_local_bytes = 32 << 20
+    # Bytes that the local pass must save: with 32 MiB (T = 450 at H = 7168, K = 8 on two H200) dispatch and combine
+    # together take as long with it as without.
+    min_local_bytes = 32 << 20
     host_knows_counts = False
 
     def __init__(
@@ -111,7 +115,7 @@ class CudaBackend(OfGroup):
         if timeout is not None:
             self.group.watch = self._launches.check
         self._rank = rank
-        self.least_stores = LEAST_STORES_PER_SM * sms
+        self.min_stores = MIN_STORES_PER_SM * sms
         self.shares_gpu = False  # with other processes of the buffer
         self.memories: list[Any] = []
         self.network_memory: Any = None

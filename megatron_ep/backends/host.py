@@ -31,8 +31,8 @@ def new_output(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 class HostBackend(OfGroup):
     """See `interface.Backend`."""
 
-    least_local_bytes = math.inf  # the same threads would run it
-    least_stores = 0.0
+    min_local_bytes = math.inf  # the same threads would run it
+    min_stores = 0.0
     host_knows_counts = True
 
     def __init__(

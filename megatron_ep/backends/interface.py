@@ -64,12 +64,12 @@ class Backend(HasMemory, Protocol):
     """
 
     @property
-    def least_local_bytes(self) -> float:
+    def min_local_bytes(self) -> float:
         """Rows to copy or add inside a rank, in bytes, from which a launch of its own for them saves time."""
         ...
 
     @property
-    def least_stores(self) -> float:
+    def min_stores(self) -> float:
         """Stores of a row that arrives, in a ring and its places: from so many on dispatch leaves some to a pass."""
         ...
 

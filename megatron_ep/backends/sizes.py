@@ -12,11 +12,13 @@ from megatron_ep.config import Config, Topology
 WIDEST_ROW_BYTES = 14 << 10
 MAX_TOPK = 32
 MAX_NODE_RANKS = 72  # kMaxNodeRanks in csrc/core/topology.h
-# Rows of an NVLink ring on a GPU: with two to four both ends have work at once, and the rings stay in the cache.
+# Rows of an NVLink ring on a GPU: with two to four its writer and its reader work at the same time, and all rings stay
+# in the L2 cache.
 NVL_ROWS = 4
-# Rows of a network ring, which hide the network's latency: 32 while all rings of a rank stay below this, else fewer.
-# With 16 channels even 8 rows keep 1.8 MB under way to each node, which takes 37 us at 50 GB/s.
-MAX_RDMA_ROWS, LEAST_RDMA_ROWS = 32, 8
+# Rows of a network ring, which hide the network's latency: 32, or fewer where all network rings of a rank would take
+# more than RDMA_BYTES. With 16 channels, 8 rows of 14 KiB are 1.8 MB on their way to each node: 37 us at 50 GB/s (400
+# Gbit/s).
+MAX_RDMA_ROWS, MIN_RDMA_ROWS = 32, 8
 RDMA_BYTES = 192 << 20
 SHARED_GPU_RDMA_ROWS = 4  # no network to keep busy, and one cache for all rings
 HOST_NVL_RING_BYTES, HOST_RDMA_RING_BYTES = 256 << 10, 512 << 10
@@ -40,7 +42,7 @@ def gpu_heap(topology: Topology, config: Config, sms: int, local_ranks: int = 1)
     slot = _slot_bytes(config)
     rdma_rows = MAX_RDMA_ROWS if local_ranks == 1 else SHARED_GPU_RDMA_ROWS
     rings = 2 * channels * (topology.nodes - 1)  # one to stage and one to receive
-    while rdma_rows > LEAST_RDMA_ROWS and rings * rdma_rows * slot > RDMA_BYTES:
+    while rdma_rows > MIN_RDMA_ROWS and rings * rdma_rows * slot > RDMA_BYTES:
         rdma_rows //= 2
     return _heap(topology, config, channels, NVL_ROWS * slot, rdma_rows * slot)
 

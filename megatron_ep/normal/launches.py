@@ -19,9 +19,9 @@ from megatron_ep.normal.rank_group import PAYLOAD_TYPES, RankGroup
 
 # Rows after which an NVLink ring's flag is published even if nobody waits for it.
 NVL_BATCH = 8
-# Combine's local pass keeps a sum for each row that may arrive, at most so many times the bytes that it saves the
-# exchange from reading: with expert_capacity W * T may arrive, of which on many ranks hardly any has several places.
-# Without one, K = 8 experts drawn evenly come to 1.9 times as much on 8 ranks, to 4.3 on 16 and 8.7 on 32.
+# The largest ratio of the memory that combine's local pass takes (a sum for each row that may arrive) to the bytes that
+# it saves the exchange from reading. Drawn evenly, K = 8 experts come to 1.9 on 8 ranks, to 4.3 on 16 and to 8.7 on 32.
+# With expert_capacity W * T rows may arrive, and on many ranks few of them have several output rows: far more than 5.
 MAX_SUM_BYTES = 5
 # Of a handle's layout: read from a name of the extension it would break torch.compile's graph.
 OVERFLOW = int(_C.Heap.overflow_offset)
@@ -117,7 +117,7 @@ def launch_dispatch(
             out_weights.append(torch.empty(rank.rows, dtype=weights[i].dtype, device=group.device))
             t.out_weights = out_weights[i].data_ptr()
         t.fills_tables, rank.has_tables = not rank.has_tables, True
-        t.has_intra_rank_pass = _has_intra_rank_pass(group, rank, row, backend.least_stores)
+        t.has_intra_rank_pass = _has_intra_rank_pass(group, rank, row, backend.min_stores)
     backend.enqueue_dispatch(
         tensors, row, nvl_batch=NVL_BATCH, rdma_chunk=group.config.rdma_chunk_tokens, counts=counts
     )
@@ -301,7 +301,7 @@ def sum_bytes_of(world_size: int, topk: int, rows: int, arrivals: int, row_bytes
     return size if size <= MAX_SUM_BYTES * _saved_bytes(world_size, topk, rows, row_bytes) else 0
 
 
-def _has_intra_rank_pass(group: RankGroup, rank: RankHandle, row: _C.RowFormat, least_stores: float = 0.0) -> bool:
+def _has_intra_rank_pass(group: RankGroup, rank: RankHandle, row: _C.RowFormat, min_stores: float = 0.0) -> bool:
     """Whether rows that have several places here are copied, or summed, by launches of their own.
 
     A row that arrives is stored in a ring and in each of its places.
@@ -311,5 +311,5 @@ def _has_intra_rank_pass(group: RankGroup, rank: RankHandle, row: _C.RowFormat, 
     world, topk = group.topology.world_size, row.topk
     saved = _saved_bytes(world, topk, rank.rows, row.payload_bytes)
     # between nodes the exchange has other rows to store, too
-    too_many_stores = group.topology.nodes > 1 or 1 + 1 / arrivals_of(world, topk) >= least_stores
-    return saved >= group.live_backend().least_local_bytes and too_many_stores
+    too_many_stores = group.topology.nodes > 1 or 1 + 1 / arrivals_of(world, topk) >= min_stores
+    return saved >= group.live_backend().min_local_bytes and too_many_stores
