@@ -102,7 +102,7 @@ print(shared_buffers._config["timeout"], sys.argv[1:2])
 """
 
 
-def test_the_door_fits_the_timeout_to_the_restarter(tmp_path):
+def test_pretrain_fits_the_timeout_to_the_restarter(tmp_path):
     (tmp_path / "script.py").write_text(SHOWN)
     restart = ("--inprocess-restart", "--inprocess-soft-timeout", "30")
     done = subprocess.run(
@@ -136,7 +136,7 @@ def test_the_library_reads_nobodys_command_line(four_ranks):
         ([__file__, "--moe-enable-deepep"], "--moe-enable-deepep asks for another dispatcher"),
     ],
 )
-def test_the_door_refuses_before_anything_starts(arguments, words):
+def test_pretrain_refuses_before_anything_starts(arguments, words):
     done = subprocess.run(
         [sys.executable, "-m", "megatron_ep.pretrain", *arguments], capture_output=True, text=True, timeout=120
     )

@@ -73,7 +73,7 @@ def _spec_by_name(stack):
         return importlib.import_module("megatron_ep.megatron.hybrid_spec").hybrid
 
 
-def _hybrid_by_both_doors():
+def _hybrid_by_both_entry_points():
     join_layout(1, 4)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     stack = hybrid_stack.stack()
@@ -88,7 +88,7 @@ def _hybrid_by_both_doors():
 
 
 def test_a_hybrid_model(four_ranks):
-    four_ranks.run(_hybrid_by_both_doors)
+    four_ranks.run(_hybrid_by_both_entry_points)
 
 
 @dataclasses.dataclass

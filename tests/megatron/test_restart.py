@@ -154,7 +154,7 @@ print([type(step).__name__ for step in wrapper.abort.steps], type(wrapper.finali
 """
 
 
-def test_the_door_completes_a_scripts_chain(tmp_path):
+def test_pretrain_completes_a_scripts_chain(tmp_path):
     """Compose runs from right to left."""
     pytest.importorskip("megatron.core")
     package = tmp_path / PACKAGE / "inprocess"

@@ -132,7 +132,7 @@ def _start(tree, *arguments, **variables):
     )
 
 
-def test_the_doors_options():
+def test_the_options_of_pretrain():
     changes = ("moe_apply_probs_on_combine=true", "moe_expert_rank_capacity_factor=1.5", "router=fused")
     changes += ("moe_low_latency_max_tokens=64",)
     words = script_flags.ep_flags(script_recipe.load(SLICE, [f"dispatcher.{change}" for change in changes]))
@@ -148,13 +148,13 @@ def test_the_doors_options():
     ("setting", "value"),
     [("row_bytes", 16384), ("local_pass", True), ("local_pass", False), ("channels", 3), ("timeout", 1.5)],
 )
-def test_the_doors_settings(setting, value):
+def test_the_settings_of_pretrain(setting, value):
     recipe = script_recipe.load(SLICE, [f"dispatcher.{setting}={str(value).lower()}"])
     parsed = pretrain._parser().parse_args([*script_flags.ep_flags(recipe), "pretrain_gpt.py"])
     assert (parsed.script, getattr(parsed, f"ep_{setting}")) == ("pretrain_gpt.py", value)
 
 
-def test_train_runs_the_script_in_all_ranks_through_the_door(tmp_path):
+def test_train_runs_the_script_in_all_ranks(tmp_path):
     pytest.importorskip("megatron.core")
     (tmp_path / "pretrain_gpt.py").write_text(SCRIPT)
     done = _start(
