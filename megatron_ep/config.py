@@ -17,6 +17,9 @@ TIMEOUT_ALLOWED = f"a number of seconds in (0, {MAX_TIMEOUT_S:g}]"
 
 # Far beyond any machine, and small enough that no size made of them overflows 64 bits (32 for numbers of experts).
 MAX_RANKS, MAX_EXPERTS, MAX_CHANNELS, MAX_RING = 1 << 16, 1 << 20, 1 << 12, 1 << 32
+# What the kernels are made for: kMaxTopk in csrc/core/row.h, kMaxNodeRanks in csrc/core/topology.h, kMaxTokens in
+# csrc/core/low_latency_heap.h. Rows are counted in 32 bits.
+MAX_TOPK, MAX_NODE_RANKS, MAX_LOW_LATENCY_TOKENS, MAX_ROWS = 32, 72, 1024, 2**31 - 1
 
 
 def _require(condition: bool, name: str, value: object, allowed: str) -> None:

@@ -70,8 +70,6 @@ void bind_low_latency(py::module_& m) {
              py::arg("max_tokens"), py::arg("largest"), py::arg("staged"), py::arg("channels"),
              py::arg("masking"))
         .def_property_readonly("bytes", &LowLatencyHeap::bytes)
-        .def_property_readonly_static("token_limit",
-                                      [](py::object) { return LowLatencyHeap::kMaxTokens; })
         .def(
             "layout",
             [](const LowLatencyHeap& heap, int topk, int warps) {

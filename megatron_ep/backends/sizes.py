@@ -7,11 +7,9 @@ bf16, the widest of the public models), or of `Config.row_bytes` if those are la
 from __future__ import annotations
 
 from megatron_ep import _C
-from megatron_ep.config import Config, Topology
+from megatron_ep.config import MAX_TOPK, Config, Topology
 
 WIDEST_ROW_BYTES = 14 << 10
-MAX_TOPK = 32
-MAX_NODE_RANKS = 72  # kMaxNodeRanks in csrc/core/topology.h
 # Rows of an NVLink ring on a GPU: with two to four its writer and its reader work at the same time, and all rings stay
 # in the L2 cache.
 NVL_ROWS = 4

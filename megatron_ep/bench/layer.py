@@ -25,6 +25,7 @@ from megatron_ep.bench.arguments import add_rounds, add_sizes, positive, require
 from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.bench.report import EXTREMES, RATE, WHAT, Record, Report, make_record, relative
 from megatron_ep.bench.timing import Timer, host_timer, time_rounds
+from megatron_ep.config import MAX_LOW_LATENCY_TOKENS, MAX_TOPK
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 PHASES = ("dispatch", "combine", "dispatch+combine")
@@ -42,7 +43,6 @@ class Measured:
 OTHERS = "other benchmarks, each with its own --help:" + "".join(
     f"\n  megatron-ep bench {name:<12} {what}" for name, what in NAMES.items()
 )
-MAX_LOW_LATENCY_TOKENS = 1024  # that the mode takes
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     for nodes, ranks_per_node in arguments.topologies:
         if arguments.experts % (nodes * ranks_per_node):
             parser.error(f"--experts {arguments.experts} is not a multiple of {nodes}x{ranks_per_node} ranks")
-    if arguments.topk > min(arguments.experts, 32):
-        parser.error(f"--topk {arguments.topk} is over {min(arguments.experts, 32)}: --experts, and at most 32")
+    most = min(arguments.experts, MAX_TOPK)
+    if arguments.topk > most:
+        parser.error(f"--topk {arguments.topk} is over {most}: --experts, and at most {MAX_TOPK}")
     rows = max(nodes * ranks for nodes, ranks in arguments.topologies) * arguments.tokens * arguments.topk
     size = rows * arguments.hidden * max(DTYPES[name].itemsize for name in arguments.dtype)
     require_memory(parser, size, f"--tokens {arguments.tokens} --topk {arguments.topk} --hidden {arguments.hidden}")

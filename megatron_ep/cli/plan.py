@@ -11,7 +11,7 @@ from megatron_ep import _C
 from megatron_ep.backends import sizes
 from megatron_ep.backends.connect import queue_pairs
 from megatron_ep.backends.cuda import DEFAULT_SMS
-from megatron_ep.config import Config, Topology, require_int
+from megatron_ep.config import MAX_NODE_RANKS, MAX_ROWS, MAX_TOPK, Config, Topology, require_int
 from megatron_ep.normal.launches import arrivals_of, max_rail_rows, sum_bytes_of
 
 BF16_BYTES = 2
@@ -33,16 +33,16 @@ def make_plan(
         ValueError: what `megatron_ep.Buffer` and `dispatch` would refuse.
     """
     config.check_ranks(topology)
-    if topology.ranks_per_node > sizes.MAX_NODE_RANKS:
+    if topology.ranks_per_node > MAX_NODE_RANKS:
         raise ValueError(
-            f"RANKS (of a node) is {topology.ranks_per_node}, must be at most {sizes.MAX_NODE_RANKS}, as many as the "
+            f"RANKS (of a node) is {topology.ranks_per_node}, must be at most {MAX_NODE_RANKS}, as many as the "
             "largest NVLink domain has"
         )
     require_int("hidden", hidden, 1, 1 << 20)
-    require_int("topk", topk, 1, sizes.MAX_TOPK)
+    require_int("topk", topk, 1, MAX_TOPK)
     require_int("max_tokens", num_tokens, 1, 1 << 26)
     rows = num_tokens * topk if max_recv_tokens is None else max_recv_tokens
-    require_int("max_recv_tokens", rows, 1, (1 << 31) - 1)
+    require_int("max_recv_tokens", rows, 1, MAX_ROWS)
     sms = config.num_sms or DEFAULT_SMS
     heap = sizes.gpu_heap(topology, config, sms)
     row = _C.RowFormat(payload_bytes=hidden * BF16_BYTES, scale_bytes=0, weight_bytes=4, topk=topk, payload_type=0)

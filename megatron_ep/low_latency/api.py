@@ -9,7 +9,7 @@ import torch
 from megatron_ep import _C
 from megatron_ep.backends import low_latency as backends
 from megatron_ep.buffer import Buffer, LocalCluster
-from megatron_ep.config import require_int
+from megatron_ep.config import MAX_LOW_LATENCY_TOKENS, MAX_TOPK, require_int
 from megatron_ep.low_latency.autograd import (
     differentiable_combine,
     differentiable_dispatch,
@@ -21,7 +21,7 @@ from megatron_ep.low_latency.handle import LowLatencyHandle
 from megatron_ep.low_latency.membership import MaskedRanks, check_policy
 from megatron_ep.low_latency.received import received_of
 from megatron_ep.low_latency.rows import row_format
-from megatron_ep.normal.api import MAX_PADDED_ROWS, MAX_ROW_BYTES, MAX_TOPK, Tensors
+from megatron_ep.normal.api import MAX_PADDED_ROWS, MAX_ROW_BYTES, Tensors
 from megatron_ep.normal.autograd import need_gradient
 from megatron_ep.normal.rank_group import COMBINE_DTYPES, RankGroup
 
@@ -78,7 +78,7 @@ class LowLatency(MaskedRanks):
 
         def check() -> None:
             buffer.check_usable()
-            most = min(_C.LowLatencyHeap.token_limit, MAX_PADDED_ROWS // buffer.config.num_experts)
+            most = min(MAX_LOW_LATENCY_TOKENS, MAX_PADDED_ROWS // buffer.config.num_experts)
             require_int("max_tokens", max_tokens, 1, most)
             require_int("topk", topk, 1, MAX_TOPK)
             if dtype not in COMBINE_DTYPES:

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 
 from megatron_ep import _C
-from megatron_ep.config import require_int
+from megatron_ep.config import MAX_ROWS, require_int
 from megatron_ep.low_latency.calls import Counters
 from megatron_ep.low_latency.handle import LowLatencyHandle
 from megatron_ep.low_latency.rows import Float8, float8_of, row_format
 from megatron_ep.normal import expert_ids
 from megatron_ep.normal.api import (
     MAX_PADDED_ROWS,
-    MAX_ROWS,
     PAYLOAD_DTYPES,
     WEIGHT_DTYPES,
     WEIGHTS_OF_ROWS,

@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import pad
 
 import megatron_ep as ep
+from megatron_ep.config import MAX_TOPK
 from megatron_ep.low_latency.handle import LowLatencyHandle
 from megatron_ep.megatron import decoding
 from megatron_ep.megatron.announce import announce, count_layer
@@ -43,7 +44,6 @@ OVER_BUDGET = (
     "a rank was sent more rows than moe_expert_rank_capacity_factor makes room for, and tokens lost experts; raise it"
 )
 OVER_CAPACITY = "an expert was sent more rows than its capacity; does the router drop tokens over capacity?"
-MAX_TOPK = 32  # megatron_ep.dispatch carries at most this many choices beside a row
 
 
 class EPTokenDispatcher(MoETokenDispatcher):

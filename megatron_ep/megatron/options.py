@@ -8,9 +8,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-from megatron_ep.config import is_number, require_int
-
-MAX_DECODED = 1024  # what megatron_ep.LowLatency takes
+from megatron_ep.config import MAX_LOW_LATENCY_TOKENS, is_number, require_int
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class Options:
         if self.moe_dispatch_fwd_dtype not in (None, "fp8"):
             raise ValueError(f"moe_dispatch_fwd_dtype is {self.moe_dispatch_fwd_dtype!r}, must be 'fp8' or None")
         if self.moe_low_latency_max_tokens is not None:
-            require_int("moe_low_latency_max_tokens", self.moe_low_latency_max_tokens, 1, MAX_DECODED)
+            require_int("moe_low_latency_max_tokens", self.moe_low_latency_max_tokens, 1, MAX_LOW_LATENCY_TOKENS)
 
 
 NAMES = tuple(field.name for field in fields(Options))

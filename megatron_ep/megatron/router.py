@@ -20,8 +20,9 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from packaging.version import Version
 
+from megatron_ep.config import MAX_TOPK
 from megatron_ep.megatron.topk_choices import choices_of
-from megatron_ep.router.api import MAX_TOPK, SCORE_FUNCTIONS, Routing, grouped_topk
+from megatron_ep.router.api import SCORE_FUNCTIONS, Routing, grouped_topk
 
 __all__ = ["EPTopKRouter", "fused_router", "topk_routing_with_score_function"]
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_ep import float8
-from megatron_ep.config import require_int
+from megatron_ep.config import MAX_ROWS, MAX_TOPK, require_int
 from megatron_ep.normal import autograd, launches, operators
 from megatron_ep.normal.handle import CountsToAskFor, Handle
 from megatron_ep.normal.rank_group import COMBINE_DTYPES, PAYLOAD_TYPES, RankGroup
@@ -22,14 +22,13 @@ from megatron_ep.reference import SCALE_BLOCK
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 
-MAX_TOPK = 32
 PAYLOAD_DTYPES = tuple(PAYLOAD_TYPES)
 WEIGHT_DTYPES = (torch.float32, torch.float64)
 SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
 # What `dispatch` took as topk_weights, [T, K], is not it.
 WEIGHTS_OF_ROWS = ": one for each row of x, such as rows.probs of rows = dispatch(..., topk_weights)"
-# Rows and bytes of a row are counted in 32 bits; the rows that padding adds must leave room for others.
-MAX_ROWS, MAX_PADDED_ROWS, MAX_ROW_BYTES = 2**31 - 1, 2**30, 2**31 - 1
+# Bytes of a row are counted in 32 bits, as rows are; the rows that padding adds must leave room for others.
+MAX_PADDED_ROWS, MAX_ROW_BYTES = 2**30, 2**31 - 1
 
 
 @dataclass

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from megatron_ep.backends.interface import RankHandle
+from megatron_ep.config import MAX_ROWS
 from megatron_ep.diagnosis import failures
 from megatron_ep.normal import launches
 from megatron_ep.normal.handle import CountsToAskFor, Handle
 from megatron_ep.normal.rank_group import RankGroup
 
-MAX_ROWS = 2**31 - 1  # counted in 32 bits
 ANY_STREAM = -1  # of a handle's tables: that of a later launch is another one
 
 

@@ -35,9 +35,8 @@ from torch.autograd.function import once_differentiable
 
 from megatron_ep import _C
 from megatron_ep.backends import host
-from megatron_ep.config import is_number, require_int
+from megatron_ep.config import MAX_TOPK, is_number, require_int
 
-MAX_TOPK = 32
 SCORE_FUNCTIONS = ("sigmoid", "softmax")
 LOGIT_DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float64: 3}  # csrc/core/dtypes.h
 

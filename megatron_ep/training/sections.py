@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from megatron_ep.config import MAX_TIMEOUT_S, Config
+from megatron_ep.config import MAX_TIMEOUT_S, MAX_TOPK, Config
 from megatron_ep.megatron.options import NAMES, Options
 
 Positive = Annotated[int, Field(gt=0)]
@@ -72,7 +72,7 @@ class Model(Section):
     moe_ffn_hidden_size: Positive
     moe_shared_expert_intermediate_size: Positive | None = None
     moe_shared_expert_overlap: bool = False
-    moe_router_topk: Annotated[int, Field(gt=0, le=32)]
+    moe_router_topk: Annotated[int, Field(gt=0, le=MAX_TOPK)]
     moe_router_num_groups: Positive | None = None
     moe_router_group_topk: Positive | None = None
     moe_router_score_function: Literal["sigmoid", "softmax"] = "softmax"

@@ -7,6 +7,7 @@ import torch
 
 import megatron_ep as ep
 from megatron_ep import _C
+from megatron_ep import config as limits
 from megatron_ep.backends import sizes
 from megatron_ep.cli import env
 from megatron_ep.cli.plan import make_plan
@@ -114,9 +115,16 @@ def test_what_a_buffer_would_refuse(arguments, name, capsys):
     assert name in capsys.readouterr().err
 
 
-def test_the_largest_node_is_what_the_kernels_take():
-    header = (Path(__file__).parents[2] / "csrc/core/topology.h").read_text()
-    assert f"kMaxNodeRanks = {sizes.MAX_NODE_RANKS};" in header
+@pytest.mark.parametrize(
+    ("header", "limit"),
+    [
+        ("topology.h", f"kMaxNodeRanks = {limits.MAX_NODE_RANKS};"),
+        ("row.h", f"kMaxTopk = {limits.MAX_TOPK};"),
+        ("low_latency_heap.h", f"kMaxTokens = {limits.MAX_LOW_LATENCY_TOKENS};"),
+    ],
+)
+def test_limits_are_what_the_kernels_take(header, limit):
+    assert limit in (Path(__file__).parents[2] / "csrc/core" / header).read_text()
 
 
 def test_tokens_that_pass_through_take_no_memory_for_all_of_them():

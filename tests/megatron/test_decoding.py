@@ -14,8 +14,7 @@ from megatron.core.inference import utils
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 
 import megatron_ep as ep
-from megatron_ep import _C
-from megatron_ep.megatron import options, shared_buffers
+from megatron_ep.megatron import shared_buffers
 from megatron_ep.megatron.equivalence import join_layout, make_config, make_dispatcher
 from megatron_ep.megatron.layer import ep_layer_spec
 from megatron_ep.megatron.router import fused_router
@@ -216,4 +215,3 @@ def test_more_rows_than_fit_are_told(four_ranks):
 def test_the_option_is_checked(value):
     with pytest.raises(ValueError, match=f"{MOST} is {value}, must be"):
         shared_buffers.configure(**{MOST: value})
-    assert _C.LowLatencyHeap.token_limit == options.MAX_DECODED
