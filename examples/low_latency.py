@@ -35,7 +35,7 @@ weights = torch.rand(len(x), TOPK, device=device)
 factors = torch.arange(EXPERTS_OF_A_RANK, device=device) + rank * EXPERTS_OF_A_RANK + 1  # of this rank's experts
 expected = x.float() * (weights * (ids + 1)).sum(dim=1, keepdim=True)
 
-# Masked rows, x [L, W * MAX_TOKENS, H]: the first tokens_per_expert[e] rows of expert e are there, the others hold
+# Masked rows, x [L, W * MAX_TOKENS, H]: the first recv_counts[e] rows of expert e are there, the others hold
 # anything. Between the two halves nothing runs: time for other work.
 received, hook = low_latency.dispatch(x, ids, return_recv_hook=True)
 shared = torch.nn.functional.silu(x)  # for example a shared expert
@@ -43,7 +43,7 @@ hook()  # from here on `received` is good
 y = low_latency.combine(received.x * factors[:, None, None], received.handle, weights)
 torch.testing.assert_close(y.float(), expected, rtol=0.02, atol=0.05)
 
-# Grouped rows, x [R, H]: the rows of expert e are x[expert_starts[e]:][:tokens_per_expert[e]].
+# Grouped rows, x [R, H]: the rows of expert e are x[expert_starts[e]:][:recv_counts[e]].
 received = low_latency.dispatch(x, ids, layout="grouped", expert_alignment=8, fp8="fp32")
 rows = float8.dequantize(received.x, received.scales, torch.bfloat16)  # or a GEMM that takes fp8 and scales
 starts = received.expert_starts.tolist()  # on a GPU a grouped GEMM reads them on the device, and the host never waits

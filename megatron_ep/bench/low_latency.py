@@ -156,7 +156,7 @@ def _measure(
 
     def pair_at_expert() -> None:
         got = low_latency.dispatch(x, ids, weights)
-        low_latency.combine(got.x, got.handle, got.probs, sum_at="expert")
+        low_latency.combine(got.x, got.handle, row_weights=got.probs, sum_at="expert")
 
     dispatch_fp8 = partial(low_latency.dispatch, x, ids, fp8="fp32", scale_layout="column")
 
@@ -174,7 +174,10 @@ def _measure(
         "dispatch": (lambda: low_latency.dispatch(x, ids), size),
         "dispatch fp8": (dispatch_fp8, fp8_size),
         "combine": (lambda: low_latency.combine(rows, handle, weights), size),
-        "combine at expert": (lambda: low_latency.combine(rows, handle, received.probs, sum_at="expert"), size),
+        "combine at expert": (
+            lambda: low_latency.combine(rows, handle, row_weights=received.probs, sum_at="expert"),
+            size,
+        ),
         "pair": (pair, 2 * size),
         "pair, hooks": (hooks, 2 * size),
         "pair at expert": (pair_at_expert, 2 * size),

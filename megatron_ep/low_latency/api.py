@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 
-from megatron_ep import _C
 from megatron_ep.backends import low_latency as backends
 from megatron_ep.buffer import Buffer, LocalCluster
 from megatron_ep.config import MAX_LOW_LATENCY_TOKENS, MAX_TOPK, require_int
@@ -193,13 +193,15 @@ class LowLatency(MaskedRanks):
         self,
         x: Tensors,
         handle: LowLatencyHandle,
-        weights: Tensors | None = None,
+        topk_weights: Tensors | None = None,
         *,
+        row_weights: Tensors | None = None,
         sum_at: str = "token",
         renormalize: bool = False,
         out: Tensors | None = None,
         recv_wait_ns: Tensors | None = None,
         return_recv_hook: bool = False,
+        weights: Tensors | None = None,
     ) -> Any:
         """Brings the rows of a dispatch back and sums them per token.
 
@@ -207,17 +209,20 @@ class LowLatency(MaskedRanks):
             token are ignored. Read where it lies and written straight to the memory of the token's rank: nothing is
             staged, except for a network. Gets a gradient.
         handle: of the dispatch. May be combined any number of times.
-        weights: what rows are multiplied by: [T, K] with sum_at="token", as x without its last dimension with
-            "expert"; float32, or float64 when x is float64. Gets a gradient.
+        topk_weights: [T, K], with sum_at="token": what the rows of a token are multiplied by. float32, or float64 when
+            x is float64. Gets a gradient.
+        row_weights: x's shape without H, with sum_at="expert": what each row is multiplied by, such as
+            `received.probs`. Type and gradient as of topk_weights.
         sum_at: "token": each expert's row travels, and they are summed in the order of k and rounded once. "expert":
             a rank first sums the rows of its experts, so that one row a (token, rank) travels, about 1.5 times fewer
             with 8 ranks and K = 8; such a partial sum is rounded to x's dtype.
         renormalize: where choices of masked ranks are left out, a token's other weights are multiplied by the sum of
-            all over the sum of the others (unless that is 0). Only with weights at the token, without a gradient and
+            all over the sum of the others (unless that is 0). Only with topk_weights, without a gradient and
             with on_dead_rank="mask".
         out: [T, H], x's dtype: gets the sums. Not where a gradient is needed.
         recv_wait_ns: as of `dispatch`.
         return_recv_hook: returns (y, hook): y is good once hook() has been called, and x may be overwritten before.
+        weights: deprecated name of topk_weights, and of row_weights.
 
         Returns [T, H] in x's dtype; zeros for a token without experts. Products and sums run in float32 (float64 for
         float64), each product rounded before it is added. Raises as `dispatch` does.
@@ -229,6 +234,7 @@ class LowLatency(MaskedRanks):
             if not isinstance(handle, LowLatencyHandle) or handle.calls is not self._calls:
                 raise ValueError(f"handle is a {type(handle).__name__}, must be of a dispatch of this LowLatency")
             handle.check()
+            weights = _weights_at(sum_at, topk_weights, row_weights, weights)
             given = self._checks.check_combine(x, handle, weights, out, recv_wait_ns, sum_at=sum_at)
             tensors = (*given.x, *(given.weights or ()))
             if given.out is not None and need_gradient((*tensors, *given.out)):
@@ -244,3 +250,22 @@ class LowLatency(MaskedRanks):
         sums = list(y if given.out is None else given.out)
         result = sums if group.takes_lists else sums[0]
         return result if pending is None else (result, pending[0].receive)
+
+
+def _weights_at(
+    sum_at: str, topk_weights: Tensors | None, row_weights: Tensors | None, weights: Tensors | None
+) -> Tensors | None:
+    """The weights that combine uses. Raises ValueError where those of the other sum_at are given.
+
+    weights: of either kind, deprecated; and so is topk_weights for those of rows.
+    """
+    given = {"topk_weights": topk_weights, "row_weights": row_weights}
+    name, other = ("row_weights", "topk_weights") if sum_at == "expert" else ("topk_weights", "row_weights")
+    former = weights if weights is not None or sum_at != "expert" else topk_weights
+    if former is not None and given[name] is None:
+        warnings.warn(f"weights of combine are {name} now with sum_at={sum_at!r}", DeprecationWarning, stacklevel=3)
+        return former
+    if weights is not None or given[other] is not None:
+        wrong = "weights" if weights is not None else other
+        raise ValueError(f"{wrong} is given, must be None with {name} and sum_at={sum_at!r}")
+    return given[name]

@@ -171,16 +171,17 @@ class Checks:
         xs = self._flat("x", given, handle, 1)
         check_payload("x", xs, [rank.rows for rank in handle.ranks], COMBINE_DTYPES)
         self._check_row("x", xs[0])
-        factors = None if weights is None else as_list("weights", weights, group)
+        name = "row_weights" if sum_at == "expert" else "topk_weights"
+        factors = None if weights is None else as_list(name, weights, group)
         if factors is not None:
             allowed = (torch.float64 if xs[0].dtype == torch.float64 else torch.float32,)
             shapes: list[tuple[int, ...]] = [(rank.num_tokens, handle.topk) for rank in handle.ranks]
-            flat, meaning = factors, ": one for each choice of a token, as topk_weights"
+            flat, meaning = factors, ": one for each choice of a token, as of dispatch"
             if sum_at == "expert":
                 meaning = WEIGHTS_OF_ROWS
-                flat = self._flat("weights", factors, handle, 0, meaning)
+                flat = self._flat(name, factors, handle, 0, meaning)
                 shapes = [(rank.rows,) for rank in handle.ranks]
-            check_weights("weights", flat, shapes, allowed, meaning)
+            check_weights(name, flat, shapes, allowed, meaning)
         outs = None if out is None else self._check_out(as_list("out", out, group), xs, handle)
         counters = self._check_counters(recv_wait_ns=recv_wait_ns)
         self._remember(looks, True)

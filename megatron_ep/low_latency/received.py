@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,8 @@ class LowLatencyReceived:
         memory and must not be read; the gradient of the rows is what it gets, as from `float8.dequantize`.
     probs: x's shape without H, the weight of each row; None when no weights were given.
     handle: for combine.
+
+    Read from the handle: recv_counts, expert_starts, overflow.
     """
 
     x: Any
@@ -36,9 +39,15 @@ class LowLatencyReceived:
     handle: LowLatencyHandle
 
     @property
-    def tokens_per_expert(self) -> Any:
-        """int32 [L], rows of each local expert, without padding."""
+    def recv_counts(self) -> Any:
+        """int32 [L], rows that arrived for each local expert, without padding: the `masked_m` of a masked GEMM."""
         return _one(self.handle, self.handle.counts)
+
+    @property
+    def tokens_per_expert(self) -> Any:
+        """Deprecated name of `recv_counts`: `Received.tokens_per_expert` is int64 and counts padding."""
+        warnings.warn("LowLatencyReceived.tokens_per_expert is recv_counts now", DeprecationWarning, stacklevel=2)
+        return self.recv_counts
 
     @property
     def expert_starts(self) -> Any:

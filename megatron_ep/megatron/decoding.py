@@ -43,12 +43,12 @@ def dispatch(
     rows = float8.dequantize(received.x, received.scales, x.dtype) if options.as_float8 else received.x
     if options.clear:
         place = torch.arange(options.capacity, device=x.device)
-        rows.masked_fill_((place >= received.tokens_per_expert.unsqueeze(1)).unsqueeze(2), 0)
+        rows.masked_fill_((place >= received.recv_counts.unsqueeze(1)).unsqueeze(2), 0)
     return ep.Received(
         x=rows.flatten(0, 1),
         probs=received.probs.flatten(),
         scales=None,
-        tokens_per_expert=received.tokens_per_expert.long(),
+        tokens_per_expert=received.recv_counts.long(),
         overflow=received.overflow,
         handle=received.handle,
     )
@@ -69,4 +69,4 @@ def combine(
     num_experts = low_latency.buffer.num_local_experts
     by_expert = x.unflatten(0, (num_experts, -1))
     factors = None if weights is None else weights.unflatten(0, (num_experts, -1))
-    return low_latency.combine(by_expert, handle, factors, sum_at="expert")
+    return low_latency.combine(by_expert, handle, row_weights=factors, sum_at="expert")

@@ -45,9 +45,9 @@ def outputs(low_latency, case, x, ids, weights, out, row_weights):
         low_latency.combine(out, received.handle),
         low_latency.combine(out, received.handle, sum_at="expert"),
         low_latency.combine(out, received.handle, [w.to(case.wide()) for w in weights]),
-        low_latency.combine(out, received.handle, row_weights, sum_at="expert"),
+        low_latency.combine(out, received.handle, row_weights=row_weights, sum_at="expert"),
     ]
-    return (*rows, received.tokens_per_expert, received.expert_starts, *sums)
+    return (*rows, received.recv_counts, received.expert_starts, *sums)
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))
@@ -339,7 +339,7 @@ def test_gradients():
         def at_expert(*leaves):
             rows = low_latency.dispatch(list(leaves[:4]), ids, list(leaves[4:]), layout="grouped", expert_alignment=4)
             out = [torch.tanh(r) for r in rows.x]
-            return tuple(low_latency.combine(out, rows.handle, rows.probs, sum_at="expert"))
+            return tuple(low_latency.combine(out, rows.handle, row_weights=rows.probs, sum_at="expert"))
 
         assert torch.autograd.gradcheck(at_token, (*x, *w))
         assert torch.autograd.gradcheck(at_expert, (*x, *w))

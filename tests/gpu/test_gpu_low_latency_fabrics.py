@@ -55,7 +55,7 @@ def results(mode, x, ids, weights, layout, fp8):
 
     yield rows(received.x)
     yield rows(received.probs)
-    yield listed(received.tokens_per_expert)
+    yield listed(received.recv_counts)
     if fp8:
         yield rows(received.scales)
         return

@@ -29,7 +29,7 @@ def masked_round(case, low_latency, x, ids, weights, out):
     at_tokens = [w.to(case.wide()) for w in weights]
     results = (
         rows,
-        received.tokens_per_expert,
+        received.recv_counts,
         low_latency.combine(out, handle),
         low_latency.combine(out, handle, sum_at="expert"),
         low_latency.combine(out, handle, at_tokens),
@@ -126,7 +126,7 @@ def trip(low_latency, seed, active):
     own = x[rank].cuda()
     received = low_latency.dispatch(own, ids[rank].cuda())
     expected, _, counts = reference.dispatch(x, kept, [torch.ones(i.shape) for i in ids], E)
-    assert torch.equal(received.tokens_per_expert.cpu(), counts[rank].int())
+    assert torch.equal(received.recv_counts.cpu(), counts[rank].int())
     rows = torch.cat([part[:count] for part, count in zip(received.x.cpu(), counts[rank], strict=True)])
     assert torch.equal(rows, expected[rank])
     choices = (kept[rank] >= 0).sum(dim=1, keepdim=True).cuda()

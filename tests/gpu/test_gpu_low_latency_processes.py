@@ -40,7 +40,7 @@ def round_trips(low_latency, rounds=6):
         own = x[rank].cuda()
         received = low_latency.dispatch(own, ids[rank].cuda())
         expected, _, counts = reference.dispatch(x, ids, [torch.ones(i.shape) for i in ids], E)
-        assert torch.equal(received.tokens_per_expert.cpu(), counts[rank].int())
+        assert torch.equal(received.recv_counts.cpu(), counts[rank].int())
         rows = torch.cat([part[:count] for part, count in zip(received.x.cpu(), counts[rank], strict=True)])
         assert torch.equal(rows, expected[rank])
         assert torch.equal(low_latency.combine(received.x, received.handle), 3 * own)

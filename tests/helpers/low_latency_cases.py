@@ -50,7 +50,7 @@ class LowLatencyCase(Case):
         for rank in range(self.world):
             at = reference.places(ids, rank, self.num_experts, self.alignment)
             counts = [len(token) for _, token, _ in at]
-            assert received.tokens_per_expert[rank].tolist() == counts
+            assert received.recv_counts[rank].tolist() == counts
             starts = received.expert_starts[rank].tolist()
             rows = received.x[rank].reshape(-1, received.x[rank].shape[-1])
             for expert in range(local_experts):

@@ -35,12 +35,12 @@ def check_round(case, low_latency):
     ours = fill(case, received, out, ids)
     options = (case.num_experts, case.alignment)
     for sum_at, factors, given in (
-        ("token", None, None),
-        ("expert", None, None),
-        ("token", at_tokens, at_tokens),
-        ("expert", at_rows, fill(case, received, at_rows, ids)),
+        ("token", None, {}),
+        ("expert", None, {}),
+        ("token", at_tokens, {"topk_weights": at_tokens}),
+        ("expert", at_rows, {"row_weights": fill(case, received, at_rows, ids)}),
     ):
-        y = low_latency.combine(ours, received.handle, given, sum_at=sum_at)
+        y = low_latency.combine(ours, received.handle, **given, sum_at=sum_at)
         assert_all_equal(y, reference.low_latency_combine(out, ids, *options, weights=factors, sum_at=sum_at))
 
 
@@ -97,7 +97,7 @@ def test_expert_capacity(seed, share):
         received = low_latency.dispatch(x, ids, weights, expert_capacity=capacity)
         for rank in range(case.world):
             assert received.x[rank].shape[1] == received.probs[rank].shape[1] == capacity
-            assert received.tokens_per_expert[rank].tolist() == counts[rank].tolist()
+            assert received.recv_counts[rank].tolist() == counts[rank].tolist()
             assert bool(received.overflow[rank]) == bool((counts[rank] > capacity).any())
             at = reference.places(ids, rank, case.num_experts)
             for expert, (first, token, _) in enumerate(at):
@@ -211,7 +211,7 @@ def test_a_third_call_under_way_is_refused_and_nothing_is_lost():
     received, hook = hooks[0]
     hook()
     third = low_latency.dispatch(x, ids)
-    for first, last, counts in zip(received.x, third.x, third.tokens_per_expert, strict=True):
+    for first, last, counts in zip(received.x, third.x, third.recv_counts, strict=True):
         for a, b, count in zip(first, last, counts, strict=True):
             assert torch.equal(a[:count], b[:count])
     with pytest.raises(ValueError, match="called twice"):
@@ -252,6 +252,24 @@ def test_rows_are_counted_by_source(seed):
                     here = idx.div(case.num_experts // case.world, rounding_mode="floor") == rank
                     expected[rank][source] += here.any(dim=1).sum()
             assert_all_equal(rows, expected)
+
+
+def test_former_names_work_and_say_so():
+    _, low_latency, x, ids = two_ranks()
+    weights = [torch.rand(idx.shape) for idx in ids]
+    received = low_latency.dispatch(x, ids, weights)
+    with pytest.warns(DeprecationWarning, match="tokens_per_expert is recv_counts now"):
+        assert_all_equal(received.tokens_per_expert, received.recv_counts)
+    at_tokens = low_latency.combine(received.x, received.handle, weights)
+    at_rows = low_latency.combine(received.x, received.handle, row_weights=received.probs, sum_at="expert")
+    with pytest.warns(DeprecationWarning, match="weights of combine are topk_weights now"):
+        assert_all_equal(low_latency.combine(received.x, received.handle, weights=weights), at_tokens)
+    with pytest.warns(DeprecationWarning, match="weights of combine are row_weights now"):
+        assert_all_equal(low_latency.combine(received.x, received.handle, received.probs, sum_at="expert"), at_rows)
+    with pytest.warns(DeprecationWarning, match="weights of combine are row_weights now"):
+        assert_all_equal(
+            low_latency.combine(received.x, received.handle, weights=received.probs, sum_at="expert"), at_rows
+        )
 
 
 def test_mistakes_are_named():
@@ -297,7 +315,21 @@ def test_mistakes_are_named():
         (([t[:, 1:].contiguous() for t in received.x], received.handle), {}, r"must be \[2, 8, H\]"),
         ((received.x, received.handle), {"sum_at": "rank"}, "sum_at is 'rank', must be one of"),
         ((received.x, received.handle, x), {}, r"weights has shape \(3, 8\), must be \(3, 2\)"),
-        ((received.x, received.handle, x), {"sum_at": "expert"}, r"weights has shape \(3, 8\), must be \[2, 8\]"),
+        (
+            (received.x, received.handle),
+            {"row_weights": x, "sum_at": "expert"},
+            r"row_weights has shape \(3, 8\), must be \[2, 8\]",
+        ),
+        (
+            (received.x, received.handle),
+            {"row_weights": x},
+            "row_weights is given, must be None with topk_weights and sum_at='token'",
+        ),
+        (
+            (received.x, received.handle, x),
+            {"row_weights": x, "sum_at": "expert"},
+            "topk_weights is given, must be None with row_weights and sum_at='expert'",
+        ),
         ((received.x, received.handle), {"out": [t.double() for t in x]}, "out is torch.float64"),
         ((received.x, received.handle), {"out": [x[1], x[0]]}, r"out has shape \(2, 8\), must be \(3, 8\)"),
     ]
@@ -315,7 +347,7 @@ def test_mistakes_are_named():
     with pytest.raises(ValueError, match="buffer is a int"):
         ep.LowLatency(3, max_tokens=4, hidden=8, topk=2)
     again = low_latency.dispatch(x, ids)  # nothing was sent, nothing is lost
-    assert_all_equal(again.tokens_per_expert, received.tokens_per_expert)
+    assert_all_equal(again.recv_counts, received.recv_counts)
 
 
 @pytest.mark.parametrize("sum_at", ["token", "expert"])

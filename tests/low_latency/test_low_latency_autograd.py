@@ -59,7 +59,7 @@ def test_gradcheck_through_experts(nodes, ranks_per_node, options, sum_at):
         def weights_at_expert(*inputs):
             rows = low_latency.dispatch(list(inputs[:world]), ids, list(inputs[world:]), **options)
             out = [torch.tanh(r) for r in rows.x]
-            return tuple(low_latency.combine(out, rows.handle, rows.probs, sum_at="expert"))
+            return tuple(low_latency.combine(out, rows.handle, row_weights=rows.probs, sum_at="expert"))
 
         assert gradcheck(layer, (*x, *w))
         assert gradcheck(weights_at_token if sum_at == "token" else weights_at_expert, (*x, *w))
@@ -78,7 +78,7 @@ def test_rows_without_a_token_get_zeros(options):
         out = []
         for rank, part in enumerate(rows.handle.ranks):
             there = rows.handle.is_row(part).view(rows.x[rank].shape[:-1])
-            assert there.sum() == rows.tokens_per_expert[rank].sum() < there.numel()
+            assert there.sum() == rows.recv_counts[rank].sum() < there.numel()
             noise = torch.where(there.unsqueeze(-1), torch.ones_like(rows.x[rank]), torch.nan)
             out.append(noise.requires_grad_())
         y = low_latency.combine(out, rows.handle, w)

@@ -65,7 +65,7 @@ def check(case, low_latency, x, ids, weights, quantized, **options):
     expected_scales, _, _ = reference.dispatch(list(scales), ids, weights, case.num_experts)
     column = options.get("scale_layout") == "column"
     for rank in range(case.world):
-        assert torch.equal(received.tokens_per_expert[rank], counts[rank].int())
+        assert torch.equal(received.recv_counts[rank], counts[rank].int())
         assert_same(rows_of(received, received.x, rank), expected[rank])
         assert torch.equal(rows_of(received, received.probs, rank), probs[rank])
         ours = received.scales[rank]
@@ -119,10 +119,10 @@ def test_a_row_beyond_the_limit_is_left_out_and_touches_nothing():
     with case.cluster() as cluster:
         low_latency = case.low_latency(cluster)
         whole = low_latency.dispatch(x, ids, fp8="fp32", scale_layout="column", layout="grouped")
-        limit = max(1, max(int(counts.sum()) for counts in whole.tokens_per_expert) // 2)
+        limit = max(1, max(int(counts.sum()) for counts in whole.recv_counts) // 2)
         cut = low_latency.dispatch(x, ids, fp8="fp32", scale_layout="column", layout="grouped", max_recv_tokens=limit)
         for rank in range(case.world):
-            rows = int(min(limit, whole.tokens_per_expert[rank].sum()))
+            rows = int(min(limit, whole.recv_counts[rank].sum()))
             assert_same(cut.x[rank][:rows], whole.x[rank][:rows])
             assert torch.equal(cut.scales[rank][:rows], whole.scales[rank][:rows])
 
@@ -236,4 +236,4 @@ def test_mistakes_are_named():
             with pytest.raises(ValueError, match=message):
                 low_latency.dispatch(rows, ids, **options)
         received = low_latency.dispatch(x, ids, fp8="fp32")  # nothing was sent, nothing is lost
-        assert received.tokens_per_expert[0].tolist() == [5]
+        assert received.recv_counts[0].tolist() == [5]

@@ -46,7 +46,7 @@ def check_round(case, low_latency, plain):
                 mode.combine(back, received.handle),
                 mode.combine(back, received.handle, sum_at="expert"),
                 mode.combine(back, received.handle, at_tokens),
-                mode.combine(back, received.handle, at_rows, sum_at="expert"),
+                mode.combine(back, received.handle, row_weights=at_rows, sum_at="expert"),
                 mode.combine(back, received.handle, at_tokens if renormalize else scaled, **renormalize),
             )
         )
@@ -148,7 +148,7 @@ def test_nobody_comes_back_but_by_a_reset():
     ):
         low_latency.combine(received.x, received.handle)
     again = low_latency.dispatch(x, ids)
-    assert sum(int(counts.sum()) for counts in again.tokens_per_expert) == sum(i.numel() for i in ids)
+    assert sum(int(counts.sum()) for counts in again.recv_counts) == sum(i.numel() for i in ids)
     assert all(not dropped.any() for dropped in low_latency.dropped_choices)
     with pytest.warns(DeprecationWarning, match="dropped_picks is dropped_choices now"):
         assert all(not dropped.any() for dropped in low_latency.dropped_picks)
@@ -165,10 +165,25 @@ def test_mistakes_are_named():
     low_latency = ep.LowLatency(cluster, max_tokens=6, hidden=H, topk=K, dtype=torch.float64, on_dead_rank="mask")
     masked = low_latency.dispatch(x, ids)
     combines = [
-        (plain, received, {"weights": weights}, "renormalize is True, must be False unless on_dead_rank is 'mask'"),
+        (
+            plain,
+            received,
+            {"topk_weights": weights},
+            "renormalize is True, must be False unless on_dead_rank is 'mask'",
+        ),
         (low_latency, masked, {}, "renormalize is True, must be False unless"),
-        (low_latency, masked, {"weights": masked.x, "sum_at": "expert"}, "weights has shape .* such as rows.probs"),
-        (low_latency, masked, {"weights": weights}, "renormalize is True, must be False where a gradient is needed"),
+        (
+            low_latency,
+            masked,
+            {"row_weights": masked.x, "sum_at": "expert"},
+            "row_weights has shape .* such as rows.probs",
+        ),
+        (
+            low_latency,
+            masked,
+            {"topk_weights": weights},
+            "renormalize is True, must be False where a gradient is needed",
+        ),
     ]
     for mode, rows, options, message in combines:
         with pytest.raises(ValueError, match=message):

@@ -47,7 +47,7 @@ def start(low_latency, seed):
 
     def receive():
         hook()
-        assert torch.equal(received.tokens_per_expert, counts[rank].int())
+        assert torch.equal(received.recv_counts, counts[rank].int())
         rows = torch.cat([part[:count] for part, count in zip(received.x, counts[rank], strict=True)])
         assert torch.equal(rows, expected[rank])
         return received
@@ -301,7 +301,7 @@ def masked_trip(low_latency, seed, active):
     kept = reference.without_masked(ids, active, EXPERTS)
     expected, _, counts = reference.dispatch(x, kept, [torch.ones(i.shape) for i in ids], EXPERTS)
     received = low_latency.dispatch(x[rank], ids[rank])
-    assert torch.equal(received.tokens_per_expert, counts[rank].int())
+    assert torch.equal(received.recv_counts, counts[rank].int())
     rows = torch.cat([part[:count] for part, count in zip(received.x, counts[rank], strict=True)])
     assert torch.equal(rows, expected[rank])
     choices = (kept[rank] >= 0).sum(dim=1, keepdim=True)

@@ -14,7 +14,7 @@ HIDDEN, MAX_TOKENS = 3, 6
 
 def check_received(received, expected, counts, masked):
     for rank, rows in enumerate(received.x):
-        assert torch.equal(received.tokens_per_expert[rank], counts[rank].int())
+        assert torch.equal(received.recv_counts[rank], counts[rank].int())
         if masked:
             ours = torch.cat([part[:count] for part, count in zip(rows, counts[rank], strict=True)])
         else:
