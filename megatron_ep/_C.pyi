@@ -93,7 +93,7 @@ class RankTensors:
     out_scales: int
     out_weights: int
     row_weights: int
-    positions: int
+    dst_rows: int
     rail_experts: int
     max_received: int
     max_rail: int

@@ -361,8 +361,8 @@ MUTANTS = [
     Mutant(
         "combine_receiver: all sum own rows in one slot",
         COMBINE_RECEIVER,
-        "own_sum = sum_of_own<T, kWeighted>(warp, rings, args, receiver, received++, position);",
-        "own_sum = sum_of_own<T, kWeighted>(warp, rings, args, 0, received++, position);",
+        "own_sum = sum_of_own<T, kWeighted>(warp, rings, args, receiver, received++, dst_row);",
+        "own_sum = sum_of_own<T, kWeighted>(warp, rings, args, 0, received++, dst_row);",
     ),
     changed("sum_rows_of: a credit for a sum", INTRA_RANK, SUMS, "publish<", "credit<"),
     changed("sum_rows_of: a sum is told too early", INTRA_RANK, SUMS, "++done", "++done + 1"),

@@ -295,7 +295,7 @@ void bind_group(py::module_& m) {
         .def_readwrite("out_scales", &RankTensors::out_scales)
         .def_readwrite("out_weights", &RankTensors::out_weights)
         .def_readwrite("row_weights", &RankTensors::row_weights)
-        .def_readwrite("positions", &RankTensors::positions)
+        .def_readwrite("dst_rows", &RankTensors::dst_rows)
         .def_readwrite("rail_experts", &RankTensors::rail_experts)
         .def_readwrite("max_received", &RankTensors::max_received)
         .def_readwrite("max_rail", &RankTensors::max_rail)

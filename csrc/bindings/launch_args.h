@@ -21,7 +21,7 @@ struct RankTensors {
     Address x = 0, scales = 0, weights = 0;            // what the call reads
     Address out = 0, out_scales = 0, out_weights = 0;  // what it writes
     Address row_weights = 0;  // combine: what it multiplies the rows of x by
-    Address positions = 0, rail_experts = 0;
+    Address dst_rows = 0, rail_experts = 0;
     int64_t max_received = 0, max_rail = 0, max_rows = 0;
     bool fills_tables = false;                            // dispatch: the first with its layout
     bool has_intra_rank_pass = false, clears_end = true;  // dispatch, see DispatchArgs
@@ -45,7 +45,7 @@ inline TransferArgs transfer_args(const Heap& heap, int rank, const RankTensors&
                          call,
                          nvl_batch,
                          rdma_chunk,
-                         at<int32_t>(t.positions),
+                         at<int32_t>(t.dst_rows),
                          at<int32_t>(t.rail_experts),
                          t.max_received,
                          t.max_rail,

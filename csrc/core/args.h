@@ -48,9 +48,9 @@ struct TransferArgs {
     uint64_t call;          // counts the dispatches and combines of this buffer, from 1
     int nvl_batch;          // rows after which an NVLink ring's flag is published
     int rdma_chunk;         // rows after which a network ring's flag is signalled
-    int32_t* positions;     // [received rows, K]: output row for each k, kElsewhere or kOverflowed
+    int32_t* dst_rows;      // [received rows, K]: output row for each k, kElsewhere or kOverflowed
     int32_t* rail_experts;  // [rail rows, K]: expert ids of the rows that were forwarded
-    int64_t max_received;   // rows that `positions` can hold
+    int64_t max_received;   // rows that `dst_rows` can hold
     int64_t max_rail;       // rows that `rail_experts` can hold
     int64_t max_rows;       // rows that the expert-grouped tensor can hold
     bool is_combine = false;

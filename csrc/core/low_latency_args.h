@@ -35,7 +35,7 @@ struct LowLatencyLayout {
         starts_ = part(local_experts + 1);
         experts_ = part(static_cast<size_t>(max_tokens) * topk);
         present_ = part(static_cast<size_t>(world) * chunks);
-        positions_ = part(static_cast<size_t>(world) * max_tokens * topk);
+        dst_rows_ = part(static_cast<size_t>(world) * max_tokens * topk);
         active_ = part(world);
         scratch_ = part(static_cast<size_t>(warps) * local_experts);
         size_ = end;
@@ -64,8 +64,8 @@ struct LowLatencyLayout {
         return reinterpret_cast<uint32_t*>(data)[present_ + word];
     }
     // [W, max_tokens, K], the row for each k of a token that arrived
-    EP_HD int32_t* positions(int rank, int token) const {
-        return data + positions_ + (static_cast<size_t>(rank) * max_tokens + token) * topk;
+    EP_HD int32_t* dst_rows(int rank, int token) const {
+        return data + dst_rows_ + (static_cast<size_t>(rank) * max_tokens + token) * topk;
     }
     // [W], with masking: whether the dispatch went to that rank, and took what came from it
     EP_HD int32_t& active(int rank) const { return data[active_ + rank]; }
@@ -75,7 +75,7 @@ struct LowLatencyLayout {
     }
 
   private:
-    size_t counts_, starts_, experts_, present_, positions_, active_, scratch_, size_;
+    size_t counts_, starts_, experts_, present_, dst_rows_, active_, scratch_, size_;
 };
 
 // How calls go on without ranks that stay away. Only with a heap that has masking.

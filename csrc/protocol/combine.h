@@ -59,21 +59,21 @@ EP_FN void combine_nvl_sender(W& warp, F& fabric, const CombineArgs& args, int c
     const int count = lanes_from(first, args.other_ranks(), most);
     if (!open_nvl_rings(warp, rings, count, [&](int i) { return args.other_rank(first + i); }))
         return;
-    typename W::template PerLane<int> position, following;
+    typename W::template PerLane<int> dst_row, following;
     auto cursor = [&](int node, int peer) -> OutCursor& { return rings.nvl_out(node, peer); };
     auto serve = [&](const ReadyBatch& batch) {
         if (!wait_for_sums(warp, rings, args, batch.rank, batch.first + batch.rows)) return false;
-        read_positions(warp, args, batch.first, following);
+        read_dst_rows(warp, args, batch.first, following);
         for (int i = 0; i < batch.rows; ++i) {
-            position = following;  // those of the next row are read while this one is summed
-            if (i + 1 < batch.rows) read_positions(warp, args, batch.first + i + 1, following);
+            dst_row = following;  // those of the next row are read while this one is summed
+            if (i + 1 < batch.rows) read_dst_rows(warp, args, batch.first + i + 1, following);
             char* slot = rings.nvl_out_slot(batch.node, batch.peer, batch.position + i);
             warp.lanes(format.topk, [&](int k) {
                 store_weight(slot + format.weights() + k * format.weight_bytes,
-                             weight_at(args, position[k]), format.weight_bytes);
+                             weight_at(args, dst_row[k]), format.weight_bytes);
                 if (k == 0) *reinterpret_cast<uint64_t*>(slot + format.tag()) = rings.tag;
             });
-            const ExpertRows<T, kWeighted, W> rows(warp, args, position);
+            const ExpertRows<T, kWeighted, W> rows(warp, args, dst_row);
             if (args.sums && rows.lanes) {
                 warp.template copy<CacheHint::Keep>(slot + format.payload(),
                                                     rows.summed(warp, args, batch.first + i),

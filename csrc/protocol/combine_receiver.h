@@ -48,8 +48,8 @@ EP_FN void open_in_rings(W& warp, const Rings<F>& rings) {
 // no row passes through, each receiver in one of its own.
 template <class T, bool kWeighted, WarpLike W, class F>
 EP_FN const char* sum_of_own(W& warp, const Rings<F>& rings, const CombineArgs& args, int receiver,
-                             int64_t received, const typename W::template PerLane<int>& position) {
-    const ExpertRows<T, kWeighted, W> rows(warp, args, position);
+                             int64_t received, const typename W::template PerLane<int>& dst_row) {
+    const ExpertRows<T, kWeighted, W> rows(warp, args, dst_row);
     if (rows.lanes && (args.sums || rows.is_one_row())) return rows.summed(warp, args, received);
     char* sum = rings.nvl_own_slot(receiver) + args.format.payload();
     rows.sum(warp, args, sum);
@@ -70,8 +70,8 @@ EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& arg
     typename W::template PerLane<int> expert, following;
     // Where it comes from, for each k: a local rank, or ranks_per_node + another node.
     typename W::template PerLane<int> source;
-    typename W::template PerLane<int> position, following_position;  // of this rank's rows
-    typename W::template PerLane<uint64_t> next;                     // slot of each ring
+    typename W::template PerLane<int> dst_row, following_dst_row;  // of this rank's rows
+    typename W::template PerLane<uint64_t> next;                   // slot of each ring
     typename W::template PerLane<const void*> row, part;
     auto is_own = [&](int source) { return source == args.local(); };
     auto is_local = [&](int source) { return source < topology.ranks_per_node; };
@@ -92,7 +92,7 @@ EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& arg
     const int64_t first_received = args.layout.received_start(channel, args.rank);
     int64_t received = first_received;
     int batch = 0;  // tokens since it told of free slots
-    if constexpr (kAlone) read_positions(warp, args, received, following_position);
+    if constexpr (kAlone) read_dst_rows(warp, args, received, following_dst_row);
     read_experts(first + receiver);
     for (int token = first + receiver; token < end; token += receivers) {
         expert = following;
@@ -128,12 +128,12 @@ EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& arg
         const char* own_sum = nullptr;
         if (own) {
             if constexpr (kAlone) {  // then the next row is known
-                position = following_position;
-                read_positions(warp, args, received + 1, following_position);
+                dst_row = following_dst_row;
+                read_dst_rows(warp, args, received + 1, following_dst_row);
             } else {
-                read_positions(warp, args, received, position);
+                read_dst_rows(warp, args, received, dst_row);
             }
-            own_sum = sum_of_own<T, kWeighted>(warp, rings, args, receiver, received++, position);
+            own_sum = sum_of_own<T, kWeighted>(warp, rings, args, receiver, received++, dst_row);
         }
         auto arrived = [&](int lane) {
             if (source[lane] < 0) return nothing_to_wait_for();
@@ -166,7 +166,7 @@ EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& arg
             uint64_t gradient = 0;
             if (source[lane] >= 0 && is_own(source[lane])) {
                 part[lane] = own_sum;
-                gradient = weight_at(args, position[lane]);
+                gradient = weight_at(args, dst_row[lane]);
             } else if (source[lane] >= 0) {
                 const char* in = is_local(source[lane])
                                      ? rings.nvl_in_slot(own_node, source[lane], next[lane])

@@ -97,29 +97,29 @@ EP_FN void find_output_rows(W& warp, const DispatchArgs& args, const Header<W>& 
     const RowFormat& format = args.format;
     const int first_expert = args.rank * layout.local_experts();
     const bool remembered = received < args.max_received;
-    typename W::template PerLane<int> position;
+    typename W::template PerLane<int> dst_row;
     warp.lanes(format.topk, [&](int lane) {
         const int expert = header.expert[lane] - first_expert;
-        position[lane] = TransferArgs::kElsewhere;
+        dst_row[lane] = TransferArgs::kElsewhere;
         if (expert >= 0 && expert < layout.local_experts()) {
-            const int64_t dst_row = layout.expert_base(source_rank)[expert] + header.index[lane];
-            const bool fits = dst_row >= 0 && dst_row < layout.expert_start(expert + 1) &&
-                              dst_row < args.max_rows;
-            position[lane] = fits ? static_cast<int>(dst_row) : TransferArgs::kOverflowed;
+            const int64_t row = layout.expert_base(source_rank)[expert] + header.index[lane];
+            const bool fits =
+                row >= 0 && row < layout.expert_start(expert + 1) && row < args.max_rows;
+            dst_row[lane] = fits ? static_cast<int>(row) : TransferArgs::kOverflowed;
         }
-        if (remembered) args.positions[received * format.topk + lane] = position[lane];
-        if (position[lane] >= 0) {
-            const size_t dst_row = position[lane];
-            dst.row[lane] = args.recv_x + dst_row * format.payload_bytes;
-            dst.scales[lane] = args.recv_scales + dst_row * format.scale_bytes;
-            store_weight(args.recv_weights + dst_row * format.weight_bytes,
+        if (remembered) args.dst_rows[received * format.topk + lane] = dst_row[lane];
+        if (dst_row[lane] >= 0) {
+            const size_t row = dst_row[lane];
+            dst.row[lane] = args.recv_x + row * format.payload_bytes;
+            dst.scales[lane] = args.recv_scales + row * format.scale_bytes;
+            store_weight(args.recv_weights + row * format.weight_bytes,
                          remembered ? header.weight[lane] : 0, format.weight_bytes);
         }
     });
     const uint32_t overflowed = warp.ballot(
-        format.topk, [&](int lane) { return position[lane] == TransferArgs::kOverflowed; });
+        format.topk, [&](int lane) { return dst_row[lane] == TransferArgs::kOverflowed; });
     if (overflowed || !remembered) layout.totals().overflow = 1;
-    const uint32_t placed = warp.ballot(format.topk, [&](int lane) { return position[lane] >= 0; });
+    const uint32_t placed = warp.ballot(format.topk, [&](int lane) { return dst_row[lane] >= 0; });
     const uint32_t now = first_only ? placed & -placed : placed;
     dst.written = remembered ? now : 0;
     dst.cleared = remembered ? 0 : placed;

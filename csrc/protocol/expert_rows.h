@@ -8,18 +8,18 @@ namespace ep {
 
 // The expert rows of one arrived row: for each k its row here, kElsewhere or kOverflowed.
 template <WarpLike W>
-EP_FN void read_positions(W& warp, const TransferArgs& args, int64_t received,
-                          typename W::template PerLane<int>& position) {
+EP_FN void read_dst_rows(W& warp, const TransferArgs& args, int64_t received,
+                         typename W::template PerLane<int>& dst_row) {
     warp.lanes(args.format.topk, [&](int k) {
-        position[k] = received < args.max_received ? args.positions[received * args.format.topk + k]
-                                                   : TransferArgs::kOverflowed;
+        dst_row[k] = received < args.max_received ? args.dst_rows[received * args.format.topk + k]
+                                                  : TransferArgs::kOverflowed;
     });
 }
 
 // The weight, or its gradient, of an expert row.
-EP_FN uint64_t weight_at(const CombineArgs& args, int position) {
-    if (position < 0) return 0;
-    return load_weight(args.weights + static_cast<int64_t>(position) * args.format.weight_bytes,
+EP_FN uint64_t weight_at(const CombineArgs& args, int dst_row) {
+    if (dst_row < 0) return 0;
+    return load_weight(args.weights + static_cast<int64_t>(dst_row) * args.format.weight_bytes,
                        args.format.weight_bytes);
 }
 
@@ -31,15 +31,15 @@ struct ExpertRows {
     uint32_t lanes;
 
     EP_FN ExpertRows(W& warp, const CombineArgs& args,
-                     const typename W::template PerLane<int>& position) {
+                     const typename W::template PerLane<int>& dst_row) {
         const int topk = args.format.topk;
         warp.lanes(topk, [&](int k) {
-            if (position[k] < 0) return;
-            row[k] = args.x + static_cast<int64_t>(position[k]) * args.format.payload_bytes;
+            if (dst_row[k] < 0) return;
+            row[k] = args.x + static_cast<int64_t>(dst_row[k]) * args.format.payload_bytes;
             if constexpr (kWeighted)
-                weight[k] = static_cast<const Accumulator<T>*>(args.row_weights)[position[k]];
+                weight[k] = static_cast<const Accumulator<T>*>(args.row_weights)[dst_row[k]];
         });
-        lanes = warp.ballot(topk, [&](int k) { return position[k] >= 0; });
+        lanes = warp.ballot(topk, [&](int k) { return dst_row[k] >= 0; });
     }
 
     EP_FN void sum(W& warp, const CombineArgs& args, char* to) const {

@@ -15,7 +15,7 @@ namespace ep {
 //                                others, and clears output rows that no token fills
 //   during combine's exchange    sums the expert rows of each arrived row; combine waits for them
 
-// Rows of other ranks that arrived here and that `positions` knows. Those of a rank follow those of
+// Rows of other ranks that arrived here and that `dst_rows` knows. Those of a rank follow those of
 // the rank before.
 struct KnownRows {
     int64_t count, own_first, own_count;
@@ -34,16 +34,16 @@ struct KnownRows {
     EP_FN int64_t row(int64_t i) const { return i < own_first ? i : i + own_count; }
 };
 
-// f(position): where the experts' rows of each of these rows lie.
+// f(dst_row): the output rows of each of these rows, a lane each k.
 template <WarpLike W, class F>
 EP_FN void for_rows(W& warp, const TransferArgs& args, const KnownRows& rows, int part, int parts,
                     F&& f) {
-    typename W::template PerLane<int> position, following;
-    read_positions(warp, args, rows.row(part), following);
+    typename W::template PerLane<int> dst_row, following;
+    read_dst_rows(warp, args, rows.row(part), following);
     for (int64_t i = part; i < rows.count; i += parts) {
-        position = following;
-        read_positions(warp, args, rows.row(i + parts), following);
-        f(position);
+        dst_row = following;
+        read_dst_rows(warp, args, rows.row(i + parts), following);
+        f(dst_row);
     }
 }
 
@@ -54,16 +54,16 @@ EP_FN void copy_to_other_output_rows(W& warp, const DispatchArgs& args, int part
     const RowFormat& format = args.format;
     typename W::template PerLane<void*> to;
     const KnownRows rows_of_others(args);
-    for_rows(warp, args, rows_of_others, part, parts, [&](const auto& position) {
-        const uint32_t dst_rows = warp.ballot(format.topk, [&](int k) { return position[k] >= 0; });
-        const uint32_t others = dst_rows & (dst_rows - 1);
+    for_rows(warp, args, rows_of_others, part, parts, [&](const auto& dst_row) {
+        const uint32_t all = warp.ballot(format.topk, [&](int k) { return dst_row[k] >= 0; });
+        const uint32_t others = all & (all - 1);
         if (!others) return;
-        const int64_t first = warp.broadcast(position, lowest_lane(dst_rows));
+        const int64_t first = warp.broadcast(dst_row, lowest_lane(all));
         auto copy = [&](char* rows, size_t bytes) {
             const char* source = rows + first * bytes;
             warp.template stage<CacheHint::EvictFirst>(source, bytes);
             warp.lanes(format.topk, [&](int k) {
-                if (others >> k & 1) to[k] = rows + position[k] * bytes;
+                if (others >> k & 1) to[k] = rows + dst_row[k] * bytes;
             });
             warp.template multicast<CacheHint::EvictFirst>(to, others, source, bytes);
         };
@@ -106,13 +106,13 @@ EP_FN void sum_rows_of(W& warp, F& fabric, const CombineArgs& args, int channel,
     const Rings<F> rings{fabric, args, channel};
     const int64_t first = args.layout.received_start(channel, rank);
     const int count = args.layout.received(channel, rank);
-    typename W::template PerLane<int> position, following;
+    typename W::template PerLane<int> dst_row, following;
     uint64_t* summed = &rings.to_rank(rank).summed[part];
-    read_positions(warp, args, first + part, following);
+    read_dst_rows(warp, args, first + part, following);
     for (int i = part, done = 0; i < count; i += args.sum_warps) {
-        position = following;
-        read_positions(warp, args, first + i + args.sum_warps, following);
-        const ExpertRows<T, kWeighted, W> rows(warp, args, position);
+        dst_row = following;
+        read_dst_rows(warp, args, first + i + args.sum_warps, following);
+        const ExpertRows<T, kWeighted, W> rows(warp, args, dst_row);
         if (rows.lanes && !rows.is_one_row())
             rows.sum(warp, args, args.sums + (first + i) * args.format.payload_bytes);
         warp.template publish<Scope::Rank>(summed, sums_of_call(args, ++done));

@@ -19,10 +19,10 @@ EP_FN Accumulator<T> weight_at(const void* weights, int64_t at) {
 }
 
 // The single value that travels with a row.
-EP_FN void write_value(const LowLatencyCombineArgs& args, char* slot, int k, int64_t position) {
+EP_FN void write_value(const LowLatencyCombineArgs& args, char* slot, int k, int64_t dst_row) {
     const RowFormat& format = args.format;
     const int bytes = format.weight_bytes;
-    const uint64_t value = position < 0 ? 0 : load_weight(args.values + position * bytes, bytes);
+    const uint64_t value = dst_row < 0 ? 0 : load_weight(args.values + dst_row * bytes, bytes);
     store_weight(slot + format.weights() + k * bytes, value, bytes);
 }
 
@@ -30,19 +30,19 @@ EP_FN void write_value(const LowLatencyCombineArgs& args, char* slot, int k, int
 template <WarpLike W>
 EP_FN void write_rows(W& warp, const LowLatencyCombineArgs& args,
                       const typename W::template PerLane<char*>& slot, uint32_t mask,
-                      const Piece& piece, const typename W::template PerLane<int>& position) {
+                      const Piece& piece, const typename W::template PerLane<int>& dst_row) {
     const RowFormat& format = args.format;
     typename W::template PerLane<void*> to{};
     typename W::template PerLane<const void*> from{};
     warp.lanes(format.topk, [&](int k) {
         if (!(mask >> k & 1)) return;
-        if (!piece.number) write_value(args, slot[k], k, position[k]);
-        const int64_t row = position[k] < 0 ? 0 : position[k];
+        if (!piece.number) write_value(args, slot[k], k, dst_row[k]);
+        const int64_t row = dst_row[k] < 0 ? 0 : dst_row[k];
         from[k] = args.x + row * format.payload_bytes + piece.first;
         to[k] = slot[k] + format.payload() + piece.first;
     });
     const uint32_t rows =
-        warp.ballot(format.topk, [&](int k) { return mask >> k & 1 && position[k] >= 0; });
+        warp.ballot(format.topk, [&](int k) { return mask >> k & 1 && dst_row[k] >= 0; });
     warp.template copy_each<CacheHint::EvictFirst>(to, from, rows, piece.bytes);
     for_each_lane(mask & ~rows, [&](int k) { warp.zero(warp.broadcast(to, k), piece.bytes); });
 }
@@ -50,19 +50,19 @@ EP_FN void write_rows(W& warp, const LowLatencyCombineArgs& args,
 // A piece of the sum of the rows of the lanes in the mask to `slot`.
 template <class T, WarpLike W>
 EP_FN void write_sum(W& warp, const LowLatencyCombineArgs& args, char* slot, uint32_t mask,
-                     const Piece& piece, const typename W::template PerLane<int>& position) {
+                     const Piece& piece, const typename W::template PerLane<int>& dst_row) {
     const RowFormat& format = args.format;
     typename W::template PerLane<const void*> part;
     typename W::template PerLane<Accumulator<T>> weight;
     warp.lanes(format.topk, [&](int k) {
-        const int64_t row = position[k] < 0 ? 0 : position[k];
+        const int64_t row = dst_row[k] < 0 ? 0 : dst_row[k];
         part[k] = args.x + row * format.payload_bytes + piece.first;
         if (args.row_weights && mask >> k & 1)
-            weight[k] = position[k] < 0 ? 0 : weight_at<T>(args.row_weights, row);
-        if (mask >> k & 1 && !piece.number) write_value(args, slot, k, position[k]);
+            weight[k] = dst_row[k] < 0 ? 0 : weight_at<T>(args.row_weights, row);
+        if (mask >> k & 1 && !piece.number) write_value(args, slot, k, dst_row[k]);
     });
     const uint32_t rows =
-        warp.ballot(format.topk, [&](int k) { return mask >> k & 1 && position[k] >= 0; });
+        warp.ballot(format.topk, [&](int k) { return mask >> k & 1 && dst_row[k] >= 0; });
     char* payload = slot + format.payload() + piece.first;
     const size_t elements = piece.bytes / sizeof(T);
     if (args.row_weights) {
@@ -81,10 +81,10 @@ EP_FN void return_piece(W& warp, const LowLatencyCombine<F>& call, const Team& t
     const LowLatencyCombineArgs& args = call.args;
     const RowFormat& format = args.format;
     const LowLatencyHeap& heap = args.heap;
-    typename W::template PerLane<int> position;
-    warp.lanes(format.topk, [&](int k) { position[k] = args.layout.positions(source, token)[k]; });
+    typename W::template PerLane<int> dst_row;
+    warp.lanes(format.topk, [&](int k) { dst_row[k] = args.layout.dst_rows(source, token)[k]; });
     const uint32_t own =
-        warp.ballot(format.topk, [&](int k) { return position[k] != LowLatencyArgs::kElsewhere; });
+        warp.ballot(format.topk, [&](int k) { return dst_row[k] != LowLatencyArgs::kElsewhere; });
     // the rows that travel, each named by its first k
     const uint32_t parts = args.sum_at_expert ? own & (~own + 1) : own;
     auto choice_of = [&](int k) { return lanes_below(parts, k); };
@@ -102,10 +102,10 @@ EP_FN void return_piece(W& warp, const LowLatencyCombine<F>& call, const Team& t
     warp.lanes(format.topk, [&](int k) { slot[k] = slot_of(k); });
     if (args.sum_at_expert) {
         for_each_lane(parts, [&](int k) {
-            write_sum<T>(warp, args, warp.broadcast(slot, k), own, written, position);
+            write_sum<T>(warp, args, warp.broadcast(slot, k), own, written, dst_row);
         });
     } else {
-        write_rows(warp, args, slot, parts, written, position);
+        write_rows(warp, args, slot, parts, written, dst_row);
     }
     if (near) return publish_tags(warp, call, piece, parts, slot_of);
     for_each_lane(parts, [&](int k) {

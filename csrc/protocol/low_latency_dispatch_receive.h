@@ -142,14 +142,14 @@ EP_FN void find_starts(W& warp, const Choices<F>& choices, const Team& team) {
 // The scales of a piece of a row to its output rows: as they came, or each word into its column.
 template <WarpLike W>
 EP_FN void write_scales(W& warp, const LowLatencyDispatchArgs& args, uint32_t placed,
-                        const typename W::template PerLane<int>& position, const char* scales,
+                        const typename W::template PerLane<int>& dst_row, const char* scales,
                         const Piece& piece) {
     if (!args.scale_column) {
         const size_t bytes = args.format.scale_bytes;
         typename W::template PerLane<void*> row{};
         warp.lanes(args.format.topk, [&](int lane) {
             if (placed >> lane & 1)
-                row[lane] = args.recv_scales + position[lane] * bytes + piece.first_scale;
+                row[lane] = args.recv_scales + dst_row[lane] * bytes + piece.first_scale;
         });
         warp.template multicast<CacheHint::EvictFirst>(row, placed, scales + piece.first_scale,
                                                        piece.scale_bytes);
@@ -161,7 +161,7 @@ EP_FN void write_scales(W& warp, const LowLatencyDispatchArgs& args, uint32_t pl
     warp.lanes(args.format.topk, [&](int lane) {
         if (placed >> lane & 1)
             columns[lane] = reinterpret_cast<uint32_t*>(args.recv_scales) +
-                            args.scale_word(static_cast<uint32_t>(position[lane]));
+                            args.scale_word(static_cast<uint32_t>(dst_row[lane]));
     });
     for_each_lane(placed, [&](int lane) {
         uint32_t* column = warp.broadcast(columns, lane);
@@ -176,20 +176,20 @@ EP_FN void write_scales(W& warp, const LowLatencyDispatchArgs& args, uint32_t pl
 // For combine and the caller: where a row went, and its weights.
 template <WarpLike W>
 EP_FN void note_output_rows(W& warp, const LowLatencyDispatchArgs& args, int source, int token,
-                            const typename W::template PerLane<int>& position, const char* slot) {
+                            const typename W::template PerLane<int>& dst_row, const char* slot) {
     const RowFormat& format = args.format;
     warp.lanes(format.topk, [&](int lane) {
-        args.layout.positions(source, token)[lane] = position[lane];
-        if (position[lane] < 0) return;
-        const size_t place = position[lane];
+        args.layout.dst_rows(source, token)[lane] = dst_row[lane];
+        if (dst_row[lane] < 0) return;
+        const size_t row = dst_row[lane];
         store_weight(
-            args.recv_weights + place * format.weight_bytes,
+            args.recv_weights + row * format.weight_bytes,
             load_weight(slot + format.weights() + lane * format.weight_bytes, format.weight_bytes),
             format.weight_bytes);
     });
 }
 
-// A piece of a row, from its slot to its place at each of the token's experts here.
+// A piece of a row, from its slot to its row at each of the token's experts here.
 template <WarpLike W, class F>
 EP_FN bool receive_piece(W& warp, const Choices<F>& choices, const Team& team, int source,
                          int token, const Piece& piece) {
@@ -199,35 +199,34 @@ EP_FN bool receive_piece(W& warp, const Choices<F>& choices, const Team& team, i
     char* slot = call.fabric.template own<char>(call.heap().row(call.bank, source, token));
     const int first_expert = args.rank * choices.local_experts;
     const int32_t* starts = args.layout.scratch(team.warp);
-    typename W::template PerLane<int> position;
+    typename W::template PerLane<int> dst_row;
     typename W::template PerLane<void*> row{};
     warp.lanes(format.topk, [&](int lane) {
         const int expert = choices.experts(source, token)[lane] - first_expert;
-        position[lane] = LowLatencyArgs::kElsewhere;
+        dst_row[lane] = LowLatencyArgs::kElsewhere;
         if (expert >= 0 && expert < choices.local_experts) {
             const int64_t start = args.expert_rows ? args.expert_rows * expert : starts[expert];
             const int64_t before = choices.rows_before(source, token, expert);
             const bool fits =
                 args.expert_rows ? before < args.expert_rows : start + before < args.max_rows;
-            position[lane] = fits ? static_cast<int>(start + before) : LowLatencyArgs::kOverflowed;
+            dst_row[lane] = fits ? static_cast<int>(start + before) : LowLatencyArgs::kOverflowed;
         }
-        if (position[lane] >= 0) {
-            row[lane] = args.recv_x + static_cast<size_t>(position[lane]) * format.payload_bytes +
+        if (dst_row[lane] >= 0) {
+            row[lane] = args.recv_x + static_cast<size_t>(dst_row[lane]) * format.payload_bytes +
                         piece.first;
         }
     });
-    const uint32_t placed = warp.ballot(format.topk, [&](int lane) { return position[lane] >= 0; });
+    const uint32_t placed = warp.ballot(format.topk, [&](int lane) { return dst_row[lane] >= 0; });
     typename W::template PerLane<char*> slots;
     warp.lanes(piece.count, [&](int lane) { slots[lane] = slot + Piece::tag(lane); });
     const uint32_t tags = (uint32_t{1} << piece.count) - 1;
     const auto from = [&](int) { return source; };
     if (!wait_tags(warp, call, piece.count, tags, slots, piece.number, from)) return false;
     warp.template stage<CacheHint::Keep>(slot + format.payload() + piece.first, piece.bytes);
-    if (!piece.number) note_output_rows(warp, args, source, token, position, slot);
+    if (!piece.number) note_output_rows(warp, args, source, token, dst_row, slot);
     warp.template multicast<CacheHint::EvictFirst>(
         row, placed, slot + format.payload() + piece.first, piece.bytes);
-    if (piece.scale_bytes)
-        write_scales(warp, args, placed, position, slot + format.scales(), piece);
+    if (piece.scale_bytes) write_scales(warp, args, placed, dst_row, slot + format.scales(), piece);
     return true;
 }
 

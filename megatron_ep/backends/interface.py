@@ -20,7 +20,7 @@ class RankHandle:
     layout: torch.Tensor  # int32, as csrc/core/layout.h lays it out
     rows: int  # R, rows of the expert-grouped tensors, padding included
     counts: torch.Tensor  # int64 [2, L], tokens per expert, padding included: once for the caller, and the handle's own
-    positions: torch.Tensor  # int32 [received rows, K]
+    dst_rows: torch.Tensor  # int32 [received rows, K]
     rail_experts: torch.Tensor  # int32 [rail rows, K]; anything if there are none
     rail_rows: int
     made_on: int  # the stream, see Backend.current_stream

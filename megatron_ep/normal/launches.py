@@ -147,7 +147,7 @@ def launch_combine(
         if row_weights is not None:
             t.row_weights, t.is_weighted = row_weights[i].data_ptr(), True
         if _has_intra_rank_pass(group, rank, row) and backend.may_wait_on_side_stream():
-            known = rank.positions.shape[0]
+            known = rank.dst_rows.shape[0]
             if sum_bytes_of(group.topology.world_size, topk, rank.rows, known, row.payload_bytes):
                 sums.append(torch.empty(known, x[i].shape[1], dtype=x[i].dtype, device=group.device))
                 t.sums = sums[-1].data_ptr()
@@ -240,20 +240,20 @@ def _exchange_counts(group: RankGroup, request: CountsToAskFor) -> tuple[list[Ra
             rail = max_rail_rows(group.topology, most, received, num_tokens)
             if totals and not request.has_fixed_sizes:
                 received, rail = min(totals[i].received_rows, received), totals[i].rail_rows
-        positions = torch.empty(received, topk, dtype=torch.int32, device=group.device)
-        rail_experts = torch.empty(rail, topk, dtype=torch.int32, device=group.device) if rail else positions
-        _add_tables(t, positions, rail_experts, rail, rows)
+        dst_rows = torch.empty(received, topk, dtype=torch.int32, device=group.device)
+        rail_experts = torch.empty(rail, topk, dtype=torch.int32, device=group.device) if rail else dst_rows
+        _add_tables(t, dst_rows, rail_experts, rail, rows)
         ranks.append(
-            RankHandle(num_tokens, layouts[i], rows, counts[i], positions, rail_experts, rail, made_on, addresses=t)
+            RankHandle(num_tokens, layouts[i], rows, counts[i], dst_rows, rail_experts, rail, made_on, addresses=t)
         )
     return ranks, settings if is_left else None
 
 
 def _add_tables(
-    t: _C.RankTensors, positions: torch.Tensor, rail_experts: torch.Tensor, rail_rows: int, rows: int
+    t: _C.RankTensors, dst_rows: torch.Tensor, rail_experts: torch.Tensor, rail_rows: int, rows: int
 ) -> None:
-    t.positions, t.rail_experts = positions.data_ptr(), rail_experts.data_ptr()
-    t.max_received, t.max_rail, t.max_rows = positions.shape[0], rail_rows, rows
+    t.dst_rows, t.rail_experts = dst_rows.data_ptr(), rail_experts.data_ptr()
+    t.max_received, t.max_rail, t.max_rows = dst_rows.shape[0], rail_rows, rows
 
 
 def _tables_of(group: RankGroup, handle: Handle) -> list[_C.RankTensors]:
@@ -262,12 +262,12 @@ def _tables_of(group: RankGroup, handle: Handle) -> list[_C.RankTensors]:
     stream, age = backend.current_stream(), handle.age
     for rank in handle.ranks:
         if rank.made_on != stream:
-            backend.keep_for_launch((rank.layout, rank.positions, rank.rail_experts), rank.made_on)
+            backend.keep_for_launch((rank.layout, rank.dst_rows, rank.rail_experts), rank.made_on)
         t = rank.addresses
         if t is None:  # a handle that was put together
             t = rank.addresses = _C.RankTensors()
             t.layout, t.num_tokens = rank.layout.data_ptr(), rank.num_tokens
-            _add_tables(t, rank.positions, rank.rail_experts, rank.rail_rows, rank.rows)
+            _add_tables(t, rank.dst_rows, rank.rail_experts, rank.rail_rows, rank.rows)
         tensors.append(t.copy())
         tensors[-1].handle_age = age
     return tensors

@@ -38,17 +38,17 @@ def _handle(
     rows: Sequence[int],
     counts: Sequence[Tensor],
     layouts: Sequence[Tensor],
-    positions: Sequence[Tensor],
+    dst_rows: Sequence[Tensor],
     rails: Sequence[Tensor],
 ) -> Handle:
     """counts: those of `RankHandle`, or anything where nobody asks for them."""
     ranks = [
         RankHandle(
-            num_tokens[i], layouts[i], rows[i], counts[i], positions[i], rails[i], rails[i].shape[0], ANY_STREAM, True
+            num_tokens[i], layouts[i], rows[i], counts[i], dst_rows[i], rails[i], rails[i].shape[0], ANY_STREAM, True
         )
         for i in range(len(layouts))
     ]
-    return Handle(group, positions[0].shape[1], ranks)
+    return Handle(group, dst_rows[0].shape[1], ranks)
 
 
 # ---- dispatch
@@ -71,7 +71,7 @@ def dispatch_op(
     max_recv_tokens: int,
     clears_end: bool,
 ) -> list[Tensor]:
-    """max_recv_tokens: 0 for none. Returns rows, weights of rows, scales of rows, counts, layouts, positions, rails."""
+    """max_recv_tokens: 0 for none. Returns rows, weights of rows, scales of rows, counts, layouts, dst_rows, rails."""
     group = _group(buffer)
     launches.check_capture(group, max_recv_tokens or None)
     with group.abort_peers_on_error():
@@ -84,14 +84,14 @@ def dispatch_op(
             handle, x, scales or None, weights or None, clears_end=clears_end
         )
     ranks = handle.ranks
-    rails = [rank.rail_experts if rank.rail_rows else rank.positions.new_empty(0, handle.topk) for rank in ranks]
+    rails = [rank.rail_experts if rank.rail_rows else rank.dst_rows.new_empty(0, handle.topk) for rank in ranks]
     return [
         *out,
         *(out_weights or ()),
         *(out_scales or ()),
         *(rank.counts for rank in ranks),
         *(rank.layout for rank in ranks),
-        *(rank.positions for rank in ranks),
+        *(rank.dst_rows for rank in ranks),
         *rails,
     ]
 
@@ -110,7 +110,7 @@ def _(
 ) -> list[Tensor]:
     group, context = _group(buffer), torch.library.get_ctx()
     topk, is_fixed = topk_idx[0].shape[1], not _is_zero(max_recv_tokens)
-    counts, layouts, positions, rails = [], [], [], []
+    counts, layouts, dst_rows, rails = [], [], [], []
     rows: list[Any] = []  # numbers, known or not
     received: Any
     rail: Any
@@ -131,9 +131,9 @@ def _(
         # in proportion to the tokens, but for a constant: csrc/core/layout.h
         size = group.heap.layout_size(0, topk) + 2 * num_tokens * topk
         layouts.append(idx.new_empty(size, dtype=torch.int32))
-        positions.append(idx.new_empty(received, topk, dtype=torch.int32))
+        dst_rows.append(idx.new_empty(received, topk, dtype=torch.int32))
         rails.append(idx.new_empty(rail, topk, dtype=torch.int32))
-    return [*_fake_rows(x, weights, scales, rows), *counts, *layouts, *positions, *rails]
+    return [*_fake_rows(x, weights, scales, rows), *counts, *layouts, *dst_rows, *rails]
 
 
 def _is_zero(size: int) -> bool:
@@ -151,7 +151,7 @@ def _fake_rows(x: list[Tensor], weights: list[Tensor], scales: list[Tensor], row
 @torch.library.custom_op(
     "megatron_ep::dispatch_again",
     mutates_args=(),
-    schema="(Tensor[] x, Tensor[] weights, Tensor[] scales, Tensor[] layouts, Tensor[] positions, Tensor[] rails, "
+    schema="(Tensor[] x, Tensor[] weights, Tensor[] scales, Tensor[] layouts, Tensor[] dst_rows, Tensor[] rails, "
     "int buffer, SymInt[] rows, bool clears_end) -> Tensor[]",
 )
 def dispatch_again_op(
@@ -159,7 +159,7 @@ def dispatch_again_op(
     weights: list[Tensor],
     scales: list[Tensor],
     layouts: list[Tensor],
-    positions: list[Tensor],
+    dst_rows: list[Tensor],
     rails: list[Tensor],
     buffer: int,
     rows: Sequence[int],
@@ -169,7 +169,7 @@ def dispatch_again_op(
     group = _group(buffer)
     with group.abort_peers_on_error():
         group.check_usable()
-        handle = _handle(group, [t.shape[0] for t in x], rows, layouts, layouts, positions, rails)
+        handle = _handle(group, [t.shape[0] for t in x], rows, layouts, layouts, dst_rows, rails)
         out, out_scales, out_weights = launches.launch_dispatch(
             handle, x, scales or None, weights or None, clears_end=clears_end
         )
@@ -182,7 +182,7 @@ def _(
     weights: list[Tensor],
     scales: list[Tensor],
     layouts: list[Tensor],
-    positions: list[Tensor],
+    dst_rows: list[Tensor],
     rails: list[Tensor],
     buffer: int,
     rows: Sequence[int],
@@ -197,7 +197,7 @@ def _(
 @torch.library.custom_op(
     "megatron_ep::combine",
     mutates_args=(),
-    schema="(Tensor[] x, Tensor[] weights, Tensor[] row_weights, Tensor[] layouts, Tensor[] positions, "
+    schema="(Tensor[] x, Tensor[] weights, Tensor[] row_weights, Tensor[] layouts, Tensor[] dst_rows, "
     "Tensor[] rails, int buffer, SymInt[] num_tokens) -> Tensor[]",
 )
 def combine_op(
@@ -205,7 +205,7 @@ def combine_op(
     weights: list[Tensor],
     row_weights: list[Tensor],
     layouts: list[Tensor],
-    positions: list[Tensor],
+    dst_rows: list[Tensor],
     rails: list[Tensor],
     buffer: int,
     num_tokens: Sequence[int],
@@ -214,7 +214,7 @@ def combine_op(
     group = _group(buffer)
     with group.abort_peers_on_error():
         group.check_usable()
-        handle = _handle(group, num_tokens, [t.shape[0] for t in x], layouts, layouts, positions, rails)
+        handle = _handle(group, num_tokens, [t.shape[0] for t in x], layouts, layouts, dst_rows, rails)
         out, out_weights = launches.launch_combine(handle, x, weights or None, row_weights or None)
     return [*out, *(out_weights or ())]
 
@@ -225,12 +225,12 @@ def _(
     weights: list[Tensor],
     row_weights: list[Tensor],
     layouts: list[Tensor],
-    positions: list[Tensor],
+    dst_rows: list[Tensor],
     rails: list[Tensor],
     buffer: int,
     num_tokens: Sequence[int],
 ) -> list[Tensor]:
-    topk = positions[0].shape[1]
+    topk = dst_rows[0].shape[1]
     return [
         *(t.new_empty(tokens, t.shape[1]) for t, tokens in zip(x, num_tokens, strict=True)),
         *(t.new_empty(tokens, topk) for t, tokens in zip(weights, num_tokens[: len(weights)], strict=True)),
@@ -275,8 +275,8 @@ def _dispatch_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
 
 
 def _setup_dispatch_again(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, weights, scales, layouts, positions, rails, buffer, *_ = inputs
-    _keep(ctx, x, weights, buffer, (*layouts, *positions, *rails))
+    x, weights, scales, layouts, dst_rows, rails, buffer, *_ = inputs
+    _keep(ctx, x, weights, buffer, (*layouts, *dst_rows, *rails))
     ctx.is_float8, ctx.num_scales = x[0].dtype == torch.float8_e4m3fn, len(scales)
 
 
@@ -287,18 +287,18 @@ def _dispatch_again_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
 
 
 def _setup_combine(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, weights, row_weights, layouts, positions, rails, buffer, _ = inputs
+    x, weights, row_weights, layouts, dst_rows, rails, buffer, _ = inputs
     kept = (*x, *row_weights) if row_weights else ()
-    _keep(ctx, x, weights, buffer, (*layouts, *positions, *rails, *kept))
+    _keep(ctx, x, weights, buffer, (*layouts, *dst_rows, *rails, *kept))
 
 
 def _combine_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     n, topk = len(ctx.sizes), ctx.saved_tensors[len(ctx.sizes)].shape[1]
-    layouts, positions, rails, *kept = _parts(ctx.saved_tensors, n)
+    layouts, dst_rows, rails, *kept = _parts(ctx.saved_tensors, n)
     grads, none = _contiguous(grads), [None] * n
     # as in autograd.WeightedCombineFunction: ones tell the rows of tokens from padding
     beside = [grad.new_ones(grad.shape[0], topk, dtype=torch.float32) for grad in grads] if kept else grads[n:]
-    back = dispatch_again_op(grads[:n], beside, [], layouts, positions, rails, ctx.buffer, ctx.sizes, True)
+    back = dispatch_again_op(grads[:n], beside, [], layouts, dst_rows, rails, ctx.buffer, ctx.sizes, True)
     rows, weights, row_weights = back[:n], back[n:], []
     if kept:
         given = list(zip(*kept, rows, (one != 0 for one in weights), strict=True))
@@ -339,9 +339,9 @@ def traced_dispatch(
         request.max_recv_tokens or 0,
         clears_end,
     )
-    *_, counts, layouts, positions, rails = _parts(out, n)
+    *_, counts, layouts, dst_rows, rails = _parts(out, n)
     made = _handle(
-        handle.buffer, [t.shape[0] for t in x], [t.shape[0] for t in out[:n]], counts, layouts, positions, rails
+        handle.buffer, [t.shape[0] for t in x], [t.shape[0] for t in out[:n]], counts, layouts, dst_rows, rails
     )
     return out[: len(out) - 4 * n], made
 
@@ -355,4 +355,4 @@ def traced_combine(handle: Handle, x: Sequence[Tensor], row_weights: Sequence[Te
 def _tables_of(handle: Handle) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     ranks = handle.ranks
     rails = [rank.rail_experts[: rank.rail_rows] for rank in ranks]
-    return [rank.layout for rank in ranks], [rank.positions for rank in ranks], rails
+    return [rank.layout for rank in ranks], [rank.dst_rows for rank in ranks], rails

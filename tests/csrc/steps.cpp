@@ -127,7 +127,7 @@ uint64_t run(int nodes) {
 
     std::mt19937 random(nodes);
     struct Share {
-        std::vector<int32_t> ids, layout, positions, rail;
+        std::vector<int32_t> ids, layout, dst_rows, rail;
         std::vector<int64_t> counts;
         std::vector<float> x, weights, rows, row_weights, y, y_weights;
     };
@@ -158,7 +158,7 @@ uint64_t run(int nodes) {
     for (int rank = 0; rank < world; ++rank) {
         Share& share = shares[rank];
         const Layout::Totals& totals = notify[rank].layout.totals();
-        share.positions.resize(totals.received_rows * kTopk);
+        share.dst_rows.resize(totals.received_rows * kTopk);
         share.rail.resize(totals.rail_rows * kTopk + 1);
         share.x.assign(kTokens * kHidden, static_cast<float>(rank));
         share.weights.resize(kTokens * kTopk);
@@ -173,7 +173,7 @@ uint64_t run(int nodes) {
                                 1,
                                 2,
                                 4,
-                                share.positions.data(),
+                                share.dst_rows.data(),
                                 share.rail.data(),
                                 totals.received_rows,
                                 totals.rail_rows,

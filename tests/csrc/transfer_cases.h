@@ -102,7 +102,7 @@ struct Case {
 
 // One rank's tensors for one side, host or GPU.
 struct Tensors {
-    Memory layout, positions, rail, out, out_scales, out_weights, y, y_weights;
+    Memory layout, dst_rows, rail, out, out_scales, out_weights, y, y_weights;
     Memory sums{0};
 };
 
@@ -203,9 +203,9 @@ inline TransferArgs transfer_args(const Case& c, int rank, const Layout& layout,
             call,
             c.nvl_batch,
             c.rdma_chunk,
-            t.positions.as<int32_t>(),
+            t.dst_rows.as<int32_t>(),
             t.rail.as<int32_t>(),
-            static_cast<int64_t>(t.positions.bytes() / sizeof(int32_t)) / c.format.topk,
+            static_cast<int64_t>(t.dst_rows.bytes() / sizeof(int32_t)) / c.format.topk,
             static_cast<int64_t>(t.rail.bytes() / sizeof(int32_t)) / c.format.topk,
             rows};
 }

@@ -29,7 +29,7 @@ struct TransferProgram {
     };
     // What one rank puts into a notify, gets of it, and must get.
     struct Share {
-        std::vector<int32_t> ids, layout, positions, rail;
+        std::vector<int32_t> ids, layout, dst_rows, rail;
         std::vector<int64_t> counts;
         std::vector<Row> rows;
         NotifyArgs notify{};
@@ -149,7 +149,7 @@ struct TransferProgram {
             // as many as there can be, so that nobody has to be asked before the next call
             size_t sent = 0;
             for (const Share& source : handle.shares) sent += source.ids.size();
-            share.positions.resize(sent);
+            share.dst_rows.resize(sent);
             share.rail.resize(sent);
             Layout layout{topology,      static_cast<int>(share.ids.size()) / topk,
                           topk,          experts,
@@ -203,7 +203,7 @@ struct TransferProgram {
     TransferArgs transfer_args(int rank) {
         Handle& handle = handles[calls.back().handle];
         Share& share = handle.shares[rank];
-        const auto tables = static_cast<int64_t>(share.positions.size()) / handle.topk;
+        const auto tables = static_cast<int64_t>(share.dst_rows.size()) / handle.topk;
         uint64_t number = 0;
         for (const Call& call : calls) number += call.kind != Kind::Notify;
         return {rank,
@@ -213,7 +213,7 @@ struct TransferProgram {
                 number,
                 1 + static_cast<int>(calls.size() % 5),
                 1 + static_cast<int>(calls.size() % 3),
-                share.positions.data(),
+                share.dst_rows.data(),
                 share.rail.data(),
                 tables,
                 tables,
@@ -285,7 +285,7 @@ struct TransferProgram {
                 append(part.expected, call.dtype, times * number({rank, token, 0}, i));
         }
         clear_outputs(part);
-        const size_t known = handle.shares[rank].positions.size() / handle.topk;
+        const size_t known = handle.shares[rank].dst_rows.size() / handle.topk;
         part.sums.resize(pick(0, 1) * known * format.payload_bytes);
         TransferArgs args = transfer_args(rank);
         args.is_combine = true;
