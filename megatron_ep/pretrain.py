@@ -56,14 +56,14 @@ assert {*OPTIONS} == {*NAMES}
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the script in this process, as rank RANK of WORLD_SIZE; ends it with status 2 for a user's mistake."""
     options = _parser().parse_args(argv)
-    from megatron_ep.training import launcher
+    from megatron_ep.backends import job
 
     script = Path(options.script)
     if not script.is_file():
         _refuse(f"no script {script}")
     sys.path.insert(0, str(script.parent.resolve()))  # its Megatron comes before an installed one
     try:
-        launcher.adopt()
+        job.adopt()
         from megatron_ep.megatron import flags
 
         arguments = flags.with_dispatcher(options.arguments, options.ep_router == "fused")

@@ -58,10 +58,10 @@ def main(argv: Sequence[str]) -> int:
     if not arguments.all_ranks:
         print(env.render())
         return 0
-    from megatron_ep.training import launcher
+    from megatron_ep.backends import job
 
     try:
-        is_rank = launcher.adopt()
+        is_rank = job.adopt()
     except ValueError as error:
         print(f"megatron-ep env: {error}", file=sys.stderr)
         return 2

@@ -121,10 +121,11 @@ def _train(arguments: list[str]) -> int | None:
         if importlib.util.find_spec(module.partition(".")[0]) is None:
             print(f"megatron-ep train: needs {module}: pip install 'megatron_ep[megatron,train]'", file=sys.stderr)
             return 2
+    from megatron_ep.backends import job
     from megatron_ep.training import launcher, recipe, script_launch, script_recipe
 
     try:
-        is_rank = launcher.adopt()
+        is_rank = job.adopt()
         overrides = list(options.overrides)
         if options.steps is not None:
             overrides.append(f"train.train_iters={options.steps}")
@@ -140,7 +141,7 @@ def _train(arguments: list[str]) -> int | None:
         loaded = recipe.load(options.recipe, overrides)
         out = _output_directory(options, is_rank)
         # A launcher that restarts a rank repeats the command of a new run.
-        resume = options.resume or (launcher.is_restarted() and bool(_saved(out)))
+        resume = options.resume or (job.is_restarted() and bool(_saved(out)))
         _check_run(loaded, out, resume, is_rank)
     except ValueError as error:
         print(f"megatron-ep: {error}", file=sys.stderr)

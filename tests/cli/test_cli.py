@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_ep import _C
-from megatron_ep.backends import cuda
+from megatron_ep.backends import cuda, job
 from megatron_ep.cli import main as cli
 from megatron_ep.training import launcher
 
@@ -176,23 +176,23 @@ def test_launch_failures_and_signals_become_exit_codes(monkeypatch, capsys):
     ],
 )
 def test_first_host_of_a_slurm_list(nodelist, host):
-    assert launcher.first_host(nodelist) == host
+    assert job.first_host(nodelist) == host
 
 
 def test_who_is_a_rank():
-    assert not launcher.adopt({})
-    assert launcher.adopt({"RANK": "0", "WORLD_SIZE": "1"})
-    assert not launcher.adopt({"WORLD_SIZE": "4"})
-    assert not launcher.adopt({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"})
-    assert not launcher.adopt({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}), "a batch script is no task"
+    assert not job.adopt({})
+    assert job.adopt({"RANK": "0", "WORLD_SIZE": "1"})
+    assert not job.adopt({"WORLD_SIZE": "4"})
+    assert not job.adopt({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"})
+    assert not job.adopt({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}), "a batch script is no task"
     with pytest.raises(ValueError, match="MASTER_ADDR"):
-        launcher.adopt({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"})
+        job.adopt({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"})
 
 
 def test_slurm_variables_become_torchs():
     task = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "123456"}
     env = task | {"SLURM_NODELIST": "n[03-04]"}
-    assert launcher.adopt(env)
+    assert job.adopt(env)
     assert {k: v for k, v in env.items() if not k.startswith("SLURM")} == {
         "RANK": "5",
         "WORLD_SIZE": "8",
@@ -201,5 +201,5 @@ def test_slurm_variables_become_torchs():
         "MASTER_PORT": str(20000 + 123456 % 20000),
     }
     chosen = task | {"MASTER_ADDR": "head", "MASTER_PORT": "9"}
-    assert launcher.adopt(chosen)
+    assert job.adopt(chosen)
     assert (chosen["MASTER_ADDR"], chosen["MASTER_PORT"]) == ("head", "9")
