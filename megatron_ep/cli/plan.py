@@ -52,7 +52,7 @@ def make_plan(
     rail = max_rail_rows(topology, rows, rows, num_tokens)
     tables = {
         "counts and indices": 4 * heap.layout_size(num_tokens, topk),
-        f"places of {rows} rows": 4 * rows * topk,
+        f"output rows of {rows} rows": 4 * rows * topk,
         f"experts of {rail} rows that pass through": 4 * rail * topk,
     }
     # without a limit so many tokens arrive as lie on a rank when experts are chosen evenly

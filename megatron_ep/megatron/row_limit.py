@@ -136,6 +136,6 @@ def clear_behind(rows: torch.Tensor, counts: torch.Tensor) -> None:
 
 
 def counts_within(counts: torch.Tensor, rows: int) -> torch.Tensor:
-    """The rows of each expert, int64 [L], that lie within the first R: dispatch counts those without a place too."""
+    """The rows of each expert, int64 [L], that lie within the first R: dispatch counts those that did not fit, too."""
     ends = counts.cumsum(0).clamp_(max=rows)
     return ends.diff(prepend=ends.new_zeros(1))

@@ -28,7 +28,7 @@ OVERFLOW = int(_C.Heap.overflow_offset)
 
 
 def max_arrivals(max_recv_tokens: int, expert_capacity: int, num_tokens: int, world_size: int) -> int:
-    """Tokens whose places a rank remembers when it does not ask how many arrive; those after them are left out.
+    """Tokens whose output rows a rank notes when it does not ask how many arrive; those after them are left out.
 
     Without a capacity, so many fill max_recv_tokens rows. With one, most tokens of a busy expert may take no row: then
     it is all tokens, if no rank has more than this one.
@@ -282,7 +282,7 @@ def _refuse_ids(group: RankGroup, rank: int, topk_idx: torch.Tensor, a_bad_token
 
 
 def _saved_bytes(world_size: int, topk: int, rows: int, row_bytes: int) -> float:
-    """Of rows that lie in several places of a rank, which a local pass copies or sums once.
+    """Of rows with several output rows on a rank, which a local pass copies or sums once.
 
     With experts drawn evenly, K of them lie on W * (1 - (1 - 1 / W)^K) ranks.
     """
@@ -302,9 +302,9 @@ def sum_bytes_of(world_size: int, topk: int, rows: int, arrivals: int, row_bytes
 
 
 def _has_intra_rank_pass(group: RankGroup, rank: RankHandle, row: _C.RowFormat, min_stores: float = 0.0) -> bool:
-    """Whether rows that have several places here are copied, or summed, by launches of their own.
+    """Whether arrived rows with several output rows are copied, or summed, by launches of their own.
 
-    A row that arrives is stored in a ring and in each of its places.
+    A row that arrives is stored in a ring and in each of its output rows.
     """
     if group.config.local_pass is not None:
         return group.config.local_pass
