@@ -184,9 +184,7 @@ Segment open_segment(const Address4& address, size_t bytes) {
     return Segment::open(address_from(address), bytes);
 }
 
-}  // namespace
-
-void bind_group(py::module_& m) {
+void bind_segment(py::module_& m) {
     py::class_<Segment>(m, "Segment", "Memory that holds the symmetric heap of one rank.")
         .def_static("anonymous", &Segment::anonymous, py::arg("bytes"))
         .def_static("shared", &Segment::shared, py::arg("bytes"))
@@ -201,7 +199,9 @@ void bind_group(py::module_& m) {
             py::arg("address"), "Maps another segment of the same size in this one's place.")
         .def("release", &Segment::release, "Unmaps it. Nobody may use it any more.")
         .def_property_readonly("bytes", &Segment::bytes);
+}
 
+void bind_software_nic(py::module_& m) {
     using Seconds = std::chrono::duration<double>;
     py::class_<SoftwareNic>(m, "SoftwareNic",
                             "Carries what a rank sends to other nodes over TCP, in a thread.")
@@ -222,7 +222,9 @@ void bind_group(py::module_& m) {
              "From now on a connection that breaks ends nobody's waits.")
         .def_property_readonly_static("mirror_bytes",
                                       [](py::object) { return sizeof(ControlBlock); });
+}
 
+void bind_heap(py::module_& m) {
     py::class_<Heap>(m, "Heap", "Layout of the symmetric heap.")
         .def(py::init([](int nodes, int ranks_per_node, int num_experts, int channels,
                          size_t nvl_ring_bytes, size_t rdma_ring_bytes) {
@@ -267,7 +269,9 @@ void bind_group(py::module_& m) {
             py::arg("num_tokens"), py::arg("topk"),
             "Where in a handle's layout the prefix sums [L + 1] of the rows per local expert lie, "
             "padding included.");
+}
 
+void bind_row_format(py::module_& m) {
     py::class_<RowFormat>(m, "RowFormat", "How one row travels.")
         .def(py::init([](int payload_bytes, int scale_bytes, int weight_bytes, int topk,
                          int payload_type) {
@@ -279,7 +283,9 @@ void bind_group(py::module_& m) {
         .def_readonly("topk", &RowFormat::topk)
         .def_property_readonly("slot_bytes", &RowFormat::slot_bytes)
         .def("slots", &RowFormat::slots, py::arg("ring_bytes"), "Rows that a ring holds.");
+}
 
+void bind_rank_tensors(py::module_& m) {
     py::class_<RankTensors>(m, "RankTensors",
                             "Addresses of one rank's tensors; 0 where there is none.")
         .def(py::init<>())
@@ -306,14 +312,18 @@ void bind_group(py::module_& m) {
         .def_readwrite("sums", &RankTensors::sums)
         .def_readwrite("is_weighted", &RankTensors::is_weighted)
         .def_readwrite("handle_age", &RankTensors::handle_age);
+}
 
+void bind_totals(py::module_& m) {
     py::class_<Layout::Totals>(m, "Totals", "What notify tells the host about one rank.")
         .def_readonly("received_rows", &Layout::Totals::received_rows)
         .def_readonly("expert_rows", &Layout::Totals::expert_rows)
         .def_readonly("rail_rows", &Layout::Totals::rail_rows)
         .def_property_readonly("bad_token",
                                [](const Layout::Totals& totals) { return totals.bad_token - 1; });
+}
 
+void bind_ranks(py::module_& m) {
     py::class_<HostLauncher>(m, "HostLauncher");
     py::class_<Group, HostLauncher>(m, "Group", "The ranks of a buffer that live in this process.")
         .def(py::init<const Heap&, std::vector<int>, const std::vector<Segment*>&, int,
@@ -338,6 +348,18 @@ void bind_group(py::module_& m) {
              py::arg("reason"))
         .def("reset", &Group::reset)
         .def_property_readonly("seconds", &Group::seconds);
+}
+
+}  // namespace
+
+void bind_group(py::module_& m) {
+    bind_segment(m);
+    bind_software_nic(m);
+    bind_heap(m);
+    bind_row_format(m);
+    bind_rank_tensors(m);
+    bind_totals(m);
+    bind_ranks(m);
 }
 
 }  // namespace ep
