@@ -91,9 +91,10 @@ EP_FN void combine_nvl_sender(W& warp, F& fabric, const CombineArgs& args, int c
     poll_rings(warp, rings, first, count, Wait::NvlCredit, cursor, nvl_credit<W, F>, serve);
 }
 
-// Towards up to `most` other nodes, from the first-th on: pops, for each of a node's tokens in
-// turn, the rows of the local ranks that had it, and sums them. Whichever node can go on: blocking
-// on one could close a circle of nodes that wait for each other's partial rows.
+// For up to `most` other nodes, from the first-th on: takes the rows that this node's ranks made of
+// a token of that node, sums them, and sends the sum. A node's tokens go in their order, but nodes
+// go in any order, whichever is ready: to block on one could close a cycle of nodes that wait for
+// each other's partial sums.
 template <class T, WarpLike W, FabricLike<W> F>
 EP_FN void combine_forwarder(W& warp, F& fabric, const CombineArgs& args, int channel, int first,
                              int most = 32) {
@@ -102,7 +103,8 @@ EP_FN void combine_forwarder(W& warp, F& fabric, const CombineArgs& args, int ch
     const int count = lanes_from(first, args.other_nodes(), most);
     if (!has_room_for_rail(warp, args, channel, first, count)) return;
     if (!open_rdma_rings(warp, rings, first, count)) return;
-    // What a node's next row was seen to lack: that of a local rank, or
+    // lacks: what each node's next sum was waiting for when last looked at: the row of a local rank
+    // (its number), or one of these.
     constexpr int kCredit = -1, kNothing = -2;
     typename W::template PerLane<int> left, lacks, expert, peer;
     typename W::template PerLane<uint64_t> taken;
@@ -126,7 +128,7 @@ EP_FN void combine_forwarder(W& warp, F& fabric, const CombineArgs& args, int ch
             return need;
         };
     };
-    // What the next row of a node lacks, whose experts have been read.
+    // What the next sum for a node lacks. `peer` has the local ranks that it is made of.
     auto look_at = [&](int node, uint64_t next) {
         const auto arrived = arrived_from(node);
         while (!warp.met(format.topk, arrived)) {
@@ -138,7 +140,7 @@ EP_FN void combine_forwarder(W& warp, F& fabric, const CombineArgs& args, int ch
                                                                                    : kCredit;
     };
     while (const uint32_t open = warp.ballot(count, [&](int lane) { return left[lane] > 0; })) {
-        // the first of those that lack something names the wait, if it ends badly
+        // If the wait expires, the incident names what the first node lacks.
         const bool for_credit = warp.broadcast(lacks, lowest_lane(open)) == kCredit;
         const uint32_t ready =
             warp.wait_any(for_credit ? Wait::RdmaCredit : Wait::NvlRow, count, lack_of);

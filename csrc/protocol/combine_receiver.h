@@ -91,12 +91,13 @@ EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& arg
     };
     const int64_t first_received = args.layout.received_start(channel, args.rank);
     int64_t received = first_received;
-    int batch = 0;  // tokens since it told of free slots
+    int batch = 0;  // tokens since free slots were published
     if constexpr (kAlone) read_dst_rows(warp, args, received, following_dst_row);
     read_experts(first + receiver);
     for (int token = first + receiver; token < end; token += receivers) {
         expert = following;
         if (token + receivers < end) read_experts(token + receivers);
+        // Where the token's partial sums come from: this rank, local ranks, other nodes.
         warp.lanes(format.topk, [&](int lane) {
             const int rank = expert[lane] < 0 ? -1 : expert[lane] / args.layout.local_experts();
             const int node = rank < 0 ? -1 : topology.node_of(rank);
@@ -109,6 +110,8 @@ EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& arg
             format.topk, [&](int lane) { return sources >> lane & 1 && is_own(source[lane]); });
         const uint32_t others = sources & ~own;
 
+        // Take up: which slots hold them. A receiver that is alone reads that from the rings'
+        // cursors.
         if constexpr (!kAlone) {
             const auto may_take_up = [&](int) { return reached(order.taken_up, token); };
             if (!warp.wait_all(Wait::ReceiverOrder, 1, may_take_up)) return;
@@ -125,6 +128,7 @@ EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& arg
             warp.template publish<Scope::Rank>(&order.taken_up, before + (token - first) + 1);
         }
 
+        // The sum over this rank's own experts.
         const char* own_sum = nullptr;
         if (own) {
             if constexpr (kAlone) {  // then the next row is known
@@ -135,6 +139,8 @@ EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& arg
             }
             own_sum = sum_of_own<T, kWeighted>(warp, rings, args, receiver, received++, dst_row);
         }
+        // Wait for the others' rows, and until this token is the next to be freed only if rows are
+        // missing: then it may first tell what it has freed.
         auto arrived = [&](int lane) {
             if (source[lane] < 0) return nothing_to_wait_for();
             if (is_own(source[lane])) {
@@ -142,7 +148,7 @@ EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& arg
                 const int part = args.sum_warp_of(static_cast<int>(received - 1 - first_received));
                 return sums_done<W>(rings, args, args.rank, part, received);
             }
-            // alone read here, as in nvl_row: while the flag is on its way
+            // A receiver that is alone reads the cursor here, while the flag is on its way.
             if constexpr (kAlone) next[lane] = ring_of(source[lane]).next;
             return is_local(source[lane]) ? nvl_row_at<W>(rings, own_node, source[lane], next[lane])
                                           : rdma_row<W>(rings, node_of(source[lane]), next[lane]);
@@ -150,18 +156,19 @@ EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& arg
         auto may_free = [&](int) { return reached(order.freed, token); };
         bool here = warp.met(format.topk, arrived);
         if (!here && !kAlone) {
-            const auto arrived_or_turn = [&](int lane) {
+            const auto arrived_or_next = [&](int lane) {
                 return is_met(may_free(lane)) ? nothing_to_wait_for() : arrived(lane);
             };
-            if (!warp.wait_all(Wait::PartialRow, format.topk, arrived_or_turn)) return;
+            if (!warp.wait_all(Wait::PartialRow, format.topk, arrived_or_next)) return;
             here = warp.met(format.topk, arrived);
         }
-        // alone it tells of free slots here, while the next token's rows are on their way
+        // A receiver that is alone publishes free slots here, while rows are on their way.
         if (!here || (kAlone && ++batch == args.nvl_batch)) {
             publish_heads(warp, rings, own_node);
             batch = 0;
         }
         if (!here && !warp.wait_all(Wait::PartialRow, format.topk, arrived)) return;
+        // Sum, and pass on the weights' gradients that came with the rows.
         warp.lanes(format.topk, [&](int lane) {
             uint64_t gradient = 0;
             if (source[lane] >= 0 && is_own(source[lane])) {
@@ -190,6 +197,7 @@ EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& arg
             args.y + static_cast<size_t>(token) * format.payload_bytes, part, sources,
             format.payload_bytes / sizeof(T));
 
+        // Free the slots, in the order of the tokens.
         if (!kAlone && !warp.wait_all(Wait::ReceiverOrder, 1, may_free)) return;
         warp.template credit_lanes<Scope::Rank>(format.topk, [&](int lane, auto&& store) {
             if (!(others >> lane & 1)) return;
