@@ -54,6 +54,53 @@ void expect_equal(uint64_t seed, int rank, const char* what, const Memory& ours,
     std::exit(1);
 }
 
+// Tensors for a call on each side. Returns the rows of each rank's expert-grouped output.
+std::vector<int64_t> make_tensors(const Case& c, uint64_t seed, const std::vector<Layout>& layouts,
+                                  std::initializer_list<Side*> sides) {
+    std::vector<int64_t> rows;
+    for (const Layout& layout : layouts) {
+        const int all = layout.totals().expert_rows;
+        rows.push_back(c.fixed_rows ? 1 + all * static_cast<int>(seed % 4 + 1) / 4 : all);
+    }
+    for (Side* side : sides) {
+        side->tensors.clear();
+        for (size_t rank = 0; rank < layouts.size(); ++rank) {
+            const Layout::Totals& totals = layouts[rank].totals();
+            const size_t r = rows[rank], k = c.format.topk, t = c.tokens[rank];
+            const size_t received = std::min<size_t>(totals.received_rows, r);
+            side->tensors.push_back(
+                {Memory(0), Memory(received * k * sizeof(int32_t), 0x22),
+                 Memory(totals.rail_rows * k * sizeof(int32_t), 0x22),
+                 Memory(r * c.format.payload_bytes, 0x33), Memory(r * c.format.scale_bytes, 0x33),
+                 Memory(r * c.format.weight_bytes, 0x33), Memory(t * c.format.payload_bytes, 0x44),
+                 Memory(t * k * c.format.weight_bytes, 0x44),
+                 Memory((received + 1) * c.format.payload_bytes, 0x22)});
+        }
+    }
+    return rows;
+}
+
+void check_counted(const Side& side, uint64_t epoch, uint64_t call) {
+    for (const Memory& heap : side.heaps) {
+        const ControlBlock* block = heap.as<ControlBlock>();
+        const bool is_counted = block->entered.notify == epoch && block->finished.notify == epoch &&
+                                block->entered.transfer == call && block->finished.transfer == call;
+        if (!is_counted) simt::die("calls are not counted");
+    }
+}
+
+void expect_same_results(uint64_t seed, int rank, const Side& gpu, const Side& host) {
+    const Tensors &ours = gpu.tensors[rank], &expected = host.tensors[rank];
+    expect_equal(seed, rank, "layout", gpu.layouts[rank], host.layouts[rank]);
+    expect_equal(seed, rank, "dst_rows", ours.dst_rows, expected.dst_rows);
+    expect_equal(seed, rank, "rail experts", ours.rail, expected.rail);
+    expect_equal(seed, rank, "x", ours.out, expected.out);
+    expect_equal(seed, rank, "scales", ours.out_scales, expected.out_scales);
+    expect_equal(seed, rank, "weights", ours.out_weights, expected.out_weights);
+    expect_equal(seed, rank, "y", ours.y, expected.y);
+    expect_equal(seed, rank, "gradients of weights", ours.y_weights, expected.y_weights);
+}
+
 void run_case(uint64_t seed) {
     Case c(seed);
     const int world = c.topology.world();
@@ -83,28 +130,8 @@ void run_case(uint64_t seed) {
                 expect_equal(seed, rank, "layout", gpu.layouts[rank], host.layouts[rank]);
         }
 
-        std::vector<int64_t> rows;
+        const std::vector<int64_t> rows = make_tensors(c, seed, host_layouts, {&host, &gpu});
         std::vector<Memory> expert_out, gradients, row_weights;
-        for (Side* side : {&host, &gpu}) {
-            side->tensors.clear();
-            rows.clear();
-            for (int rank = 0; rank < world; ++rank) {
-                const Layout::Totals& totals = host_layouts[rank].totals();
-                rows.push_back(c.fixed_rows
-                                   ? 1 + totals.expert_rows * static_cast<int>(seed % 4 + 1) / 4
-                                   : totals.expert_rows);
-                const size_t r = rows.back(), k = c.format.topk, t = c.tokens[rank];
-                const size_t received = std::min<size_t>(totals.received_rows, r);
-                side->tensors.push_back({Memory(0), Memory(received * k * sizeof(int32_t), 0x22),
-                                         Memory(totals.rail_rows * k * sizeof(int32_t), 0x22),
-                                         Memory(r * c.format.payload_bytes, 0x33),
-                                         Memory(r * c.format.scale_bytes, 0x33),
-                                         Memory(r * c.format.weight_bytes, 0x33),
-                                         Memory(t * c.format.payload_bytes, 0x44),
-                                         Memory(t * k * c.format.weight_bytes, 0x44),
-                                         Memory((received + 1) * c.format.payload_bytes, 0x22)});
-            }
-        }
         std::vector<DispatchArgs> dispatch[2];
         std::vector<CombineArgs> combine[2];
         const bool may_pass[] = {c.pick(0, 1) == 0, c.pick(0, 1) == 0};  // dispatch, combine
@@ -153,25 +180,9 @@ void run_case(uint64_t seed) {
         const auto combine_joint = grid.joint_of_roles<Combine>(combine[1]);
         (weighted ? combine_on<true> : combine_on<false>)(grid, combine_joint, c.dtype,
                                                           any_intra_rank_pass(combine[1]));
-        for (const Memory& heap : gpu.heaps) {
-            const ControlBlock* block = heap.as<ControlBlock>();
-            const bool is_counted =
-                block->entered.notify == epoch && block->finished.notify == epoch &&
-                block->entered.transfer == call && block->finished.transfer == call;
-            if (!is_counted) simt::die("calls are not counted");
-        }
+        check_counted(gpu, epoch, call);
         if (group.state(0).aborted()) simt::die("the host gave up");
-        for (int rank = 0; rank < world; ++rank) {
-            const Tensors &ours = gpu.tensors[rank], &expected = host.tensors[rank];
-            expect_equal(seed, rank, "layout", gpu.layouts[rank], host.layouts[rank]);
-            expect_equal(seed, rank, "dst_rows", ours.dst_rows, expected.dst_rows);
-            expect_equal(seed, rank, "rail experts", ours.rail, expected.rail);
-            expect_equal(seed, rank, "x", ours.out, expected.out);
-            expect_equal(seed, rank, "scales", ours.out_scales, expected.out_scales);
-            expect_equal(seed, rank, "weights", ours.out_weights, expected.out_weights);
-            expect_equal(seed, rank, "y", ours.y, expected.y);
-            expect_equal(seed, rank, "gradients of weights", ours.y_weights, expected.y_weights);
-        }
+        for (int rank = 0; rank < world; ++rank) expect_same_results(seed, rank, gpu, host);
     }
     grid.check_reset_signals();
 }
