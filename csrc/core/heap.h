@@ -21,10 +21,10 @@ namespace ep {
 // peer is the producer), the head lies with the producer (its peer is the consumer).
 //
 // A network ring runs along the rail. Data and tail lie with the consumer (node = source), staging
-// and head with the producer. Where a fabric maps the rail nobody uses the staging. There is room
-// for rings of other nodes only: where one lies depends on the node whose heap it is in.
+// and head with the producer. Where a fabric maps the rail the staging is unused. There are rings
+// for other nodes only, so where a ring lies depends on the node whose heap it is in.
 //
-// All flags and cursors only ever grow and are cleared by nobody but reset.
+// Flags and cursors only grow. Only reset clears them.
 struct Heap {
     // One cache line for each flag that another rank reads or writes, and for each cursor.
     static constexpr size_t kLine = NetworkFlags::kLine;

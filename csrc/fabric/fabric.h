@@ -15,24 +15,25 @@ namespace ep {
 //   rail<T>(node, offset)      memory of the rank of this rail on another node: plain stores. Only
 //                              where kMapsRail
 //   put(warp, channel, node, dst, src, bytes)
-//                              one-sided write to that rank. `src` lies in the own heap and must
-//                              keep its value until the other side is known to have it: a put may
-//                              read it late
-//   kOrdersWarps               whether puts and signals of different warps, be it in different
-//                              calls, keep what put_signal promises of those of one warp in one
-//                              call
+//                              one-sided write to that rank. `src` lies in this rank's heap and
+//                              must not change before the reader has acknowledged the data: a put
+//                              may read it late
 //   put_signal(warp, channel, node, flag, from, to)
 //                              moves the flag there from `from`, where the last signal left it, to
-//                              `to`; a fabric may set it, or add to it. A warp that sees it there
-//                              sees all puts before it on that (channel, node), and all stores to
-//                              the rail that this warp wrote or acquired
+//                              `to`; a fabric may set it, or add to it. Visibility of the flag
+//                              implies that of all puts of this warp in this call before it on that
+//                              (channel, node), and of all stores to the rail that this warp wrote
+//                              or acquired
+//   kOrdersWarps               whether that also holds for puts of other warps and earlier calls
 //   put_credit(warp, channel, node, flag, from, to)
-//                              the same for what was read: once it is seen, this warp, and those
-//                              that it acquired from, are done reading. In no order with puts, nor
-//                              with other credits: a fabric may set the flag only if its own
-//                              credits keep their order, or an old one would undo a new one
+//                              the same for reads: visibility of the flag implies that this warp,
+//                              and those that it acquired from, are done reading. Not ordered with
+//                              puts, nor with other credits. So a fabric may set the flag, instead
+//                              of adding to it, only if it keeps its credits in order: otherwise an
+//                              old one could undo a new one
 //   acquire_signal<W>(channel, flag)
-//                              this rank's flag, by a lane: the other half of put_signal
+//                              by a lane: an acquire load of this rank's flag, which pairs with
+//                              put_signal and put_credit
 template <class F, class W>
 concept FabricLike =
     WarpLike<W> && requires(F& fabric, W& warp, size_t offset, uint64_t from, uint64_t to) {

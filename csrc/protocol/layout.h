@@ -64,8 +64,8 @@ EP_FN void count_keys(W& warp, int lanes, const typename W::template PerLane<int
     });
 }
 
-// Before step 1, by any warp: what a caller finds who does not wait for the counts, if they never
-// come. Nobody can take it for numbers of rows; and no call uses a layout without an epoch.
+// Before step 1, by any warp. A caller that does not wait for the counts finds -1 rows for every
+// expert if they never come, and no call uses a layout without an epoch.
 template <WarpLike W>
 EP_FN void mark_unknown(W& warp, const NotifyArgs& args) {
     const int local_experts = args.layout.local_experts();

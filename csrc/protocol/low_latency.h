@@ -14,9 +14,9 @@ namespace ep {
 // A sender writes into memory that its reader has released, and waits for nothing else. A receiver
 // waits for the numbers and tags of its call. Two calls of a kind may be under way, each in a bank
 // of its own; their receiving halves may come in any order. If all ranks send in the same order and
-// receive a call before they send the second one after it, nobody waits in a circle: give a
-// sending half its place in that order and a receiving half that of its call; a rank that waits at
-// the smallest number waits for someone at a smaller one.
+// receive a call before they send the second one after it, there is no deadlock: number sending
+// halves in that order, and give a receiving half the number of its call. A half only waits for
+// halves with a smaller number, or for sending halves with its own.
 
 // This warp's number among those that share a half.
 struct Team {

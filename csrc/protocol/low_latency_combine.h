@@ -245,7 +245,7 @@ EP_FN bool receive_combine(W& warp, const LowLatencyCombine<F>& call, const Team
     int parts = 1;
     while (parts < kMaxParts && tokens * shares * 2 * parts <= team.warps) parts *= 2;
     const int all = tokens * shares * parts;
-    // Without masking, of which all decide together, who sums nothing waits for nobody.
+    // A warp that sums nothing need not wait. With masking it must: all warps decide membership.
     if (team.warp >= all && !call.heap().masking) return true;
     if (!may_receive(warp, call, team)) return false;
     for (int i = team.warp; i < all; i += team.warps) {

@@ -78,8 +78,8 @@ __device__ __forceinline__ void meet(uint64_t* arrivals, uint64_t warps) {
     __syncwarp();  // what lane 0 has acquired is there for all: a shuffle orders nothing
 }
 
-// The first two steps, by all warps of a rank. False: nobody goes on, because ids are invalid or an
-// earlier launch failed. sends_rows: by the same launch, before the counts are there: the layout
+// The first two steps, by all warps of a rank. False: no warp goes on, because ids are invalid or
+// an earlier launch failed. sends_rows: by the same launch, before the counts are there: the layout
 // has its epoch from the beginning, by which their receivers know the call's rows.
 template <class J>
 __device__ __forceinline__ bool count_rows(const J& joint, const Place<J>& place, DeviceWarp& warp,
