@@ -104,6 +104,9 @@ class RankTensors:
     sums: int
     is_weighted: bool
     handle_age: int
+    is_flat: bool
+    has_all_weights: bool
+    source_tokens: int
 
 class Totals:
     received_rows: int
@@ -135,6 +138,7 @@ class Group(HostLauncher):
         index_bytes: int,
         expert_alignment: int,
         expert_capacity: int,
+        allows_repeats: bool = False,
     ) -> list[Totals]: ...
     def dispatch(
         self, tensors: Sequence[RankTensors], format: RowFormat, *, nvl_batch: int, rdma_chunk: int

@@ -132,6 +132,60 @@ def combine(
     return list(sums.to(expert_out[0].dtype).split(num_tokens))
 
 
+def flat_dispatch(
+    x: list[torch.Tensor],
+    topk_idx: list[torch.Tensor],
+    topk_weights: list[torch.Tensor],
+    num_experts: int,
+    expert_alignment: int = 1,
+    max_recv_tokens: int | None = None,
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """As `dispatch`, with a row for each token that chose an expert of a rank, in the order of (source rank, token).
+
+    Returns x [R, H], ids int32 [R, K], probs [R, K], tokens_per_expert int64 [L]. ids are those of the rank's experts,
+    numbered from 0, and -1 for others, whose probs are 0. Nothing is padded but tokens_per_expert, which is rounded up;
+    with max_recv_tokens all else is cut or padded to so many rows, those behind the last with zeros, and -1 for ids.
+    """
+    local_experts = num_experts // len(x)
+    sent_x, sent_weights = torch.cat(x), torch.cat(topk_weights)
+    out_x, out_ids, out_probs, out_counts = [], [], [], []
+    for rank in range(len(x)):
+        ids = torch.cat(topk_idx) - rank * local_experts
+        ids = ids.masked_fill((ids < 0) | (ids >= local_experts), -1).int()
+        counts = torch.stack([(ids == expert).sum() for expert in range(local_experts)])
+        row = flat_rows(topk_idx, rank, num_experts)[:max_recv_tokens]
+        rest = 0 if max_recv_tokens is None else max_recv_tokens - len(row)
+        out_x.append(torch.cat([sent_x[row], sent_x.new_zeros(rest, sent_x.shape[1])]))
+        out_ids.append(torch.cat([ids[row], ids.new_full((rest, ids.shape[1]), -1)]))
+        probs = sent_weights[row].masked_fill(ids[row] < 0, 0)
+        out_probs.append(torch.cat([probs, probs.new_zeros(rest, probs.shape[1])]))
+        out_counts.append(counts + -counts % expert_alignment)
+    return out_x, out_ids, out_probs, out_counts
+
+
+def flat_rows(topk_idx: list[torch.Tensor], rank: int, num_experts: int) -> torch.Tensor:
+    """The tokens, counted over all ranks, that chose an expert of a rank."""
+    expert_rank = torch.cat(topk_idx).div(num_experts // len(topk_idx), rounding_mode="floor")
+    return (expert_rank == rank).any(dim=1).nonzero()[:, 0]
+
+
+def flat_combine(
+    rank_out: list[torch.Tensor],
+    topk_idx: list[torch.Tensor],
+    num_experts: int,
+    max_recv_tokens: int | None = None,
+    weights: list[torch.Tensor] | None = None,
+) -> list[torch.Tensor]:
+    """As `combine`, of rows [R, H] as flat_dispatch gave them, weights [R]."""
+    num_tokens = [idx.shape[0] for idx in topk_idx]
+    sums = rank_out[0].new_zeros(sum(num_tokens), rank_out[0].shape[1], dtype=torch.float64)
+    for rank, out in enumerate(rank_out):
+        terms = (out if weights is None else out * weights[rank].unsqueeze(1)).to(torch.float64)
+        token = flat_rows(topk_idx, rank, num_experts)[:max_recv_tokens]
+        sums.index_add_(0, token, terms[: len(token)])
+    return list(sums.to(rank_out[0].dtype).split(num_tokens))
+
+
 def places(
     topk_idx: list[torch.Tensor], rank: int, num_experts: int, expert_alignment: int = 1
 ) -> list[tuple[int, torch.Tensor, torch.Tensor]]:

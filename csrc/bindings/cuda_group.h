@@ -38,7 +38,7 @@ class PyCudaGroup {
     // Waits until the totals are there, which it returns.
     std::vector<Layout::Totals> notify(const std::vector<RankTensors>& tensors, int topk,
                                        int index_bytes, int expert_alignment, int expert_capacity,
-                                       Address stream) {
+                                       bool allows_repeats, Address stream) {
         const auto lock = exclusive_call_.enter();
         std::vector<NotifyArgs> args;
         for (size_t i = 0; i < tensors.size(); ++i) {
@@ -46,6 +46,7 @@ class PyCudaGroup {
                             layout_of(group_->heap(), tensors[i], topk),
                             at<void>(tensors[i].topk_idx), index_bytes, expert_alignment,
                             expert_capacity, 0, at<int64_t>(tensors[i].tokens_per_expert)});
+            args.back().allows_repeats = allows_repeats;
         }
         return group_->notify_and_wait(args, at<void>(stream), [&] {
             const pybind11::gil_scoped_acquire gil;
@@ -72,7 +73,7 @@ class PyCudaGroup {
     // With the exchange of counts that comes before it, of which the host learns nothing.
     void fused_dispatch(const std::vector<RankTensors>& tensors, const RowFormat& format,
                         int nvl_batch, int rdma_chunk, int index_bytes, int expert_alignment,
-                        int expert_capacity, Address stream) {
+                        int expert_capacity, bool allows_repeats, Address stream) {
         const auto lock = exclusive_call_.enter();
         std::vector<FusedDispatchArgs> args;
         ++call_;
@@ -80,7 +81,8 @@ class PyCudaGroup {
             args.push_back({dispatch_args(group_->heap(), group_->ranks()[i], tensors[i], format,
                                           call_, nvl_batch, rdma_chunk),
                             at<void>(tensors[i].topk_idx), index_bytes, expert_alignment,
-                            expert_capacity, at<int64_t>(tensors[i].tokens_per_expert)});
+                            expert_capacity, at<int64_t>(tensors[i].tokens_per_expert),
+                            allows_repeats});
         }
         group_->fused_dispatch(args, at<void>(stream));
     }
@@ -161,14 +163,14 @@ class PyCudaGroup {
         return py::class_<PyCudaGroup>(m, name, doc)
             .def("notify", &PyCudaGroup::notify, py::arg("tensors"), py::kw_only(), py::arg("topk"),
                  py::arg("index_bytes"), py::arg("expert_alignment"), py::arg("expert_capacity"),
-                 py::arg("stream"), release)
+                 py::arg("allows_repeats") = false, py::arg("stream"), release)
             .def("dispatch", &PyCudaGroup::dispatch, py::arg("tensors"), py::arg("format"),
                  py::kw_only(), py::arg("nvl_batch"), py::arg("rdma_chunk"), py::arg("stream"),
                  release)
             .def("fused_dispatch", &PyCudaGroup::fused_dispatch, py::arg("tensors"),
                  py::arg("format"), py::kw_only(), py::arg("nvl_batch"), py::arg("rdma_chunk"),
                  py::arg("index_bytes"), py::arg("expert_alignment"), py::arg("expert_capacity"),
-                 py::arg("stream"), release)
+                 py::arg("allows_repeats") = false, py::arg("stream"), release)
             .def("combine", &PyCudaGroup::combine, py::arg("tensors"), py::arg("format"),
                  py::kw_only(), py::arg("nvl_batch"), py::arg("rdma_chunk"), py::arg("dtype"),
                  py::arg("stream"), release)

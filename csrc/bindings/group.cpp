@@ -44,7 +44,8 @@ class Group : public HostLauncher {
                  std::chrono::duration<double>(timeout), nic) {}
 
     std::vector<Layout::Totals> notify(const std::vector<RankTensors>& tensors, int topk,
-                                       int index_bytes, int expert_alignment, int expert_capacity) {
+                                       int index_bytes, int expert_alignment, int expert_capacity,
+                                       bool allows_repeats) {
         const auto lock = exclusive_call_.enter();
         std::vector<NotifyArgs> args;
         ++epoch_;
@@ -54,6 +55,7 @@ class Group : public HostLauncher {
             args.push_back({group_.ranks()[i], group_.heap(), layout, at<void>(tensors[i].topk_idx),
                             index_bytes, expert_alignment, expert_capacity, epoch_,
                             at<int64_t>(tensors[i].tokens_per_expert)});
+            args.back().allows_repeats = allows_repeats;
         }
         launch([&](const auto& interrupted) { group_.notify(args, interrupted); });
         std::vector<Layout::Totals> totals;
@@ -311,7 +313,10 @@ void bind_rank_tensors(py::module_& m) {
         .def_readwrite("clears_end", &RankTensors::clears_end)
         .def_readwrite("sums", &RankTensors::sums)
         .def_readwrite("is_weighted", &RankTensors::is_weighted)
-        .def_readwrite("handle_age", &RankTensors::handle_age);
+        .def_readwrite("handle_age", &RankTensors::handle_age)
+        .def_readwrite("is_flat", &RankTensors::is_flat)
+        .def_readwrite("has_all_weights", &RankTensors::has_all_weights)
+        .def_readwrite("source_tokens", &RankTensors::source_tokens);
 }
 
 void bind_totals(py::module_& m) {
@@ -334,7 +339,8 @@ void bind_ranks(py::module_& m) {
              py::arg("timeout"), py::arg("nic") = nullptr, py::keep_alive<1, 4>(),
              py::keep_alive<1, 10>())
         .def("notify", &Group::notify, py::arg("tensors"), py::kw_only(), py::arg("topk"),
-             py::arg("index_bytes"), py::arg("expert_alignment"), py::arg("expert_capacity"))
+             py::arg("index_bytes"), py::arg("expert_alignment"), py::arg("expert_capacity"),
+             py::arg("allows_repeats") = false)
         .def("dispatch", &Group::dispatch, py::arg("tensors"), py::arg("format"), py::kw_only(),
              py::arg("nvl_batch"), py::arg("rdma_chunk"))
         .def("combine", &Group::combine, py::arg("tensors"), py::arg("format"), py::kw_only(),

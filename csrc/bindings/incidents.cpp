@@ -114,7 +114,7 @@ py::dict counts(const Calls& calls) {
 py::list sends_of(const ControlBlock& block) {
     static constexpr const char* kCounters[] = {"transfer", "dispatch_sent", "combine_sent"};
     static constexpr const char* kKinds[] = {"dispatch", "combine", "combine with weights",
-                                             "combine with sum_at='expert'"};
+                                             "combine with sum_at='expert'", "flat dispatch"};
     py::list all;
     for (int mode = 0; mode < Sends::kModes; ++mode) {
         for (const uint64_t& kept : block.sends[mode]) {

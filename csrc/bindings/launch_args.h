@@ -28,6 +28,9 @@ struct RankTensors {
     Address sums = 0;                                     // combine, see CombineArgs
     bool is_weighted = false;                             // combine, see TransferArgs
     uint32_t handle_age = 0;                              // see TransferArgs
+    bool is_flat = false;                                 // see TransferArgs
+    bool has_all_weights = false;                         // dispatch, see DispatchArgs
+    Address source_tokens = 0;                            // dispatch, see DispatchArgs
 };
 
 inline Layout layout_of(const Heap& heap, const RankTensors& t, int topk) {
@@ -51,6 +54,7 @@ inline TransferArgs transfer_args(const Heap& heap, int rank, const RankTensors&
                          t.max_rail,
                          t.max_rows};
     args.handle_age = t.handle_age;
+    args.is_flat = t.is_flat;
     return args;
 }
 
@@ -67,7 +71,9 @@ inline DispatchArgs dispatch_args(const Heap& heap, int rank, const RankTensors&
             at<char>(t.out_scales),
             at<char>(t.out_weights),
             t.has_intra_rank_pass,
-            t.clears_end};
+            t.clears_end,
+            t.has_all_weights,
+            at<int32_t>(t.source_tokens)};
 }
 
 inline CombineArgs combine_args(const Heap& heap, int rank, const RankTensors& t,

@@ -27,6 +27,7 @@ struct NotifyArgs {
     // call; null where nobody waits.
     Layout::Totals* host_totals = nullptr;
     uint64_t ticket = 0;
+    bool allows_repeats = false;  // a token may choose an expert twice: only flat rows can be so
 
     // Of the layout that this makes: never 0, by which a layout that nothing has made is known, and
     // not that of a notify nearby.
@@ -56,14 +57,22 @@ struct TransferArgs {
     bool is_combine = false;
     bool is_weighted = false;   // a combine that multiplies rows
     bool fills_tables = false;  // the dispatch that makes the handle
-    uint32_t handle_age = 0;    // resets since the handle was made
+    // Rows lie in the order in which they arrive, each once, whatever experts it is for, and have K
+    // weights each. `dst_rows` of a dispatch that fills it then has the local expert for each k.
+    bool is_flat = false;
+    uint32_t handle_age = 0;  // resets since the handle was made
 
     static constexpr int32_t kElsewhere = -1;   // that expert lives on another rank
     static constexpr int32_t kOverflowed = -2;  // the expert-grouped tensor had no room
 
     EP_HD Sends::Kind kind() const {
         if (is_weighted) return Sends::Kind::WeightedCombine;
-        return is_combine ? Sends::Kind::Combine : Sends::Kind::Dispatch;
+        if (is_combine) return Sends::Kind::Combine;
+        return is_flat ? Sends::Kind::FlatDispatch : Sends::Kind::Dispatch;
+    }
+    // Beside a row of this rank's experts.
+    EP_HD int64_t row_weight_bytes() const {
+        return static_cast<int64_t>(format.weight_bytes) * (is_flat ? format.topk : 1);
     }
     EP_HD const Topology& topology() const { return heap.topology; }
     EP_HD int node() const { return topology().node_of(rank); }
@@ -94,11 +103,14 @@ struct DispatchArgs : TransferArgs {
     const char* weights;  // [T, K, weight_bytes]
     char* recv_x;         // [max_rows, payload_bytes]
     char* recv_scales;    // [max_rows, scale_bytes]
-    char* recv_weights;   // [max_rows, weight_bytes]
+    char* recv_weights;   // [max_rows, weight_bytes]; flat: [max_rows, K, weight_bytes]
     // The exchange writes a row of another rank to its first output row only. The local pass writes
     // the other output rows, and this rank's own rows.
     bool has_intra_rank_pass = false;
-    bool clears_end = true;  // rows behind those of the last expert, too
+    bool clears_end = true;        // rows behind those of the last expert, too
+    bool has_all_weights = false;  // flat: those of other ranks' experts, too, instead of 0
+    // [max_received], which token of its source rank a row is; null: nobody asks.
+    int32_t* source_tokens = nullptr;
 };
 
 // Fused notify and dispatch: what a dispatch needs in addition to exchange the counts itself.
@@ -108,23 +120,26 @@ struct FusedDispatchArgs : DispatchArgs {
     int expert_alignment;
     int expert_capacity;
     int64_t* tokens_per_expert;
+    bool allows_repeats = false;
 
     EP_HD NotifyArgs notify(uint64_t epoch) const {
-        return {rank,
-                heap,
-                layout,
-                topk_idx,
-                index_bytes,
-                expert_alignment,
-                expert_capacity,
-                epoch,
-                tokens_per_expert};
+        NotifyArgs args = {rank,
+                           heap,
+                           layout,
+                           topk_idx,
+                           index_bytes,
+                           expert_alignment,
+                           expert_capacity,
+                           epoch,
+                           tokens_per_expert};
+        args.allows_repeats = allows_repeats;
+        return args;
     }
 };
 
 struct CombineArgs : TransferArgs {
     const char* x;        // [max_rows, payload_bytes]
-    const char* weights;  // [max_rows, weight_bytes]
+    const char* weights;  // [max_rows, weight_bytes]; flat: [max_rows, K, weight_bytes]
     char* y;              // [T, payload_bytes]
     char* y_weights;      // [T, K, weight_bytes]
     // [max_rows], Accumulator of x's type: what each row of x is multiplied by before it is summed;

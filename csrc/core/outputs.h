@@ -27,10 +27,13 @@ struct Outputs {
 
 EP_HD Outputs outputs_of(const DispatchArgs& args) {
     const size_t rows = args.max_rows;
+    // of flat rows the caller reads them, too
+    const Outputs::Part dst_rows{reinterpret_cast<char*>(args.dst_rows),
+                                 args.max_received * args.format.topk * sizeof(int32_t)};
     return {{{args.recv_x, rows * args.format.payload_bytes},
              {args.recv_scales, rows * args.format.scale_bytes},
-             {args.recv_weights, rows * args.format.weight_bytes},
-             {nullptr, 0}},
+             {args.recv_weights, rows * args.row_weight_bytes()},
+             args.is_flat && args.fills_tables ? dst_rows : Outputs::Part{nullptr, 0}},
             args.fills_tables ? &args.layout.totals().epoch : nullptr};
 }
 

@@ -25,10 +25,11 @@ EP_HD uint64_t floor_power_of_two(uint64_t value) {
     return power;
 }
 
-// A row on the wire, in a ring slot:  tag | experts[K] | index[K] | weights[K] | payload | scales,
-// each part aligned to 16 bytes, the payload of a long row to 128: memory and NVLink move lines of
-// that size.
+// A row on the wire, in a ring slot:  tag, token | experts[K] | index[K] | weights[K] | payload |
+// scales, each part aligned to 16 bytes, the payload of a long row to 128: memory and NVLink move
+// lines of that size.
 //   tag      which call the row belongs to, and of what shape and type: see row_tag
+//   token    its number on its source rank                                 dispatch only
 //   experts  the token's expert ids (-1: none)                           dispatch only
 //   index    how many earlier rows of the source rank went to that expert   dispatch only
 //   weights  the token's weights (dispatch) or their gradients (combine): words of weight_bytes
@@ -60,6 +61,7 @@ struct RowFormat {
 
     // First, where even a rank that expects rows of another size finds it.
     EP_HD size_t tag() const { return 0; }
+    EP_HD size_t token() const { return sizeof(uint64_t); }
     EP_HD size_t experts() const { return 16; }
     EP_HD size_t index() const { return index_; }
     EP_HD size_t weights() const { return weights_; }

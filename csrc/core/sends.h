@@ -10,7 +10,7 @@ namespace ep {
 // What a rank sends in a call, as one word that others may read at any time, to say in what ranks
 // differ. That they do is found by the tags of the rows.
 struct Sends {
-    enum class Kind : int { Dispatch, Combine, WeightedCombine, CombineAtExpert };
+    enum class Kind : int { Dispatch, Combine, WeightedCombine, CombineAtExpert, FlatDispatch };
     enum class Mode : int { Transfer, LowLatencyDispatch, LowLatencyCombine };  // counted apart
     static constexpr int kModes = 3;
     static constexpr uint64_t kKept = 2;  // the last calls of each

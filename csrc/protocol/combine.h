@@ -70,7 +70,7 @@ EP_FN void combine_nvl_sender(W& warp, F& fabric, const CombineArgs& args, int c
             char* slot = rings.nvl_out_slot(batch.node, batch.peer, batch.position + i);
             warp.lanes(format.topk, [&](int k) {
                 store_weight(slot + format.weights() + k * format.weight_bytes,
-                             weight_at(args, dst_row[k]), format.weight_bytes);
+                             weight_of(args, batch.first + i, k, dst_row[k]), format.weight_bytes);
                 if (k == 0) *reinterpret_cast<uint64_t*>(slot + format.tag()) = rings.tag;
             });
             const ExpertRows<T, kWeighted, W> rows(warp, args, dst_row);

@@ -173,7 +173,7 @@ EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& arg
             uint64_t gradient = 0;
             if (source[lane] >= 0 && is_own(source[lane])) {
                 part[lane] = own_sum;
-                gradient = weight_at(args, dst_row[lane]);
+                gradient = weight_of(args, received - 1, lane, dst_row[lane]);
             } else if (source[lane] >= 0) {
                 const char* in = is_local(source[lane])
                                      ? rings.nvl_in_slot(own_node, source[lane], next[lane])

@@ -87,6 +87,33 @@ struct OutputRows {
     uint32_t written, cleared;
 };
 
+// The same of a flat row, which is the one of its number among those that arrive here.
+template <WarpLike W>
+EP_FN void find_flat_row(W& warp, const DispatchArgs& args, const Header<W>& header,
+                         int64_t received, OutputRows<W>& dst) {
+    const RowFormat& format = args.format;
+    const int first_expert = args.rank * args.layout.local_experts();
+    dst.written = dst.cleared = 0;
+    if (received >= args.max_rows) {
+        args.layout.totals().overflow = 1;
+        return;
+    }
+    typename W::template PerLane<int> expert;  // as it is numbered here
+    warp.lanes(format.topk, [&](int k) {
+        const int local = header.expert[k] - first_expert;
+        const bool is_here = local >= 0 && local < args.layout.local_experts();
+        expert[k] = is_here ? local : TransferArgs::kElsewhere;
+        const int64_t number = received * format.topk + k;
+        if (args.fills_tables) args.dst_rows[number] = expert[k];
+        store_weight(args.recv_weights + number * format.weight_bytes,
+                     is_here || args.has_all_weights ? header.weight[k] : 0, format.weight_bytes);
+        dst.row[k] = args.recv_x + received * format.payload_bytes;
+        dst.scales[k] = args.recv_scales + received * format.scale_bytes;
+    });
+    const uint32_t here = warp.ballot(format.topk, [&](int k) { return expert[k] >= 0; });
+    dst.written = here & -here;
+}
+
 // Computes the output rows of an arrived row, notes them for combine, and stores its weights there.
 // first_only: the caller copies the row to the first of them, the local pass to the others.
 template <WarpLike W>
@@ -97,6 +124,9 @@ EP_FN void find_output_rows(W& warp, const DispatchArgs& args, const Header<W>& 
     const RowFormat& format = args.format;
     const int first_expert = args.rank * layout.local_experts();
     const bool remembered = received < args.max_received;
+    if (args.source_tokens && remembered)
+        warp.lanes(1, [&](int) { args.source_tokens[received] = header.token; });
+    if (args.is_flat) return find_flat_row(warp, args, header, received, dst);
     typename W::template PerLane<int> dst_row;
     warp.lanes(format.topk, [&](int lane) {
         const int expert = header.expert[lane] - first_expert;

@@ -6,21 +6,30 @@
 
 namespace ep {
 
-// The expert rows of one arrived row: for each k its row here, kElsewhere or kOverflowed.
+// The expert rows of one arrived row: for each k its row here, kElsewhere or kOverflowed. Of a flat
+// one it is the row itself.
 template <WarpLike W>
 EP_FN void read_dst_rows(W& warp, const TransferArgs& args, int64_t received,
                          typename W::template PerLane<int>& dst_row) {
+    if (args.is_flat) {
+        warp.lanes(args.format.topk, [&](int k) {
+            dst_row[k] = k == 0 && received < args.max_rows ? static_cast<int>(received)
+                                                            : TransferArgs::kElsewhere;
+        });
+        return;
+    }
     warp.lanes(args.format.topk, [&](int k) {
         dst_row[k] = received < args.max_received ? args.dst_rows[received * args.format.topk + k]
                                                   : TransferArgs::kOverflowed;
     });
 }
 
-// The weight, or its gradient, of an expert row.
-EP_FN uint64_t weight_at(const CombineArgs& args, int dst_row) {
-    if (dst_row < 0) return 0;
-    return load_weight(args.weights + static_cast<int64_t>(dst_row) * args.format.weight_bytes,
-                       args.format.weight_bytes);
+// The weight, or its gradient, of the k-th choice of an arrived row: that of the expert row, or the
+// flat row's own for k.
+EP_FN uint64_t weight_of(const CombineArgs& args, int64_t received, int k, int dst_row) {
+    const int64_t number = args.is_flat ? received * args.format.topk + k : dst_row;
+    if (args.is_flat ? received >= args.max_rows : dst_row < 0) return 0;
+    return load_weight(args.weights + number * args.format.weight_bytes, args.format.weight_bytes);
 }
 
 // The experts' rows themselves, and what each is multiplied by before they are summed.

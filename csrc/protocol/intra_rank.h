@@ -79,23 +79,38 @@ EP_FN void clear_rows(W& warp, const DispatchArgs& args, int64_t first, int64_t 
     if (first >= end) return;
     warp.zero(args.recv_x + first * format.payload_bytes, (end - first) * format.payload_bytes);
     warp.zero(args.recv_scales + first * format.scale_bytes, (end - first) * format.scale_bytes);
-    warp.zero(args.recv_weights + first * format.weight_bytes, (end - first) * format.weight_bytes);
+    warp.zero(args.recv_weights + first * args.row_weight_bytes(),
+              (end - first) * args.row_weight_bytes());
+}
+
+// Behind the last row, in pieces.
+template <WarpLike W>
+EP_FN void clear_end(W& warp, const DispatchArgs& args, int64_t last, int part, int parts) {
+    constexpr int64_t kPiece = 16;  // rows
+    const bool has_experts = args.is_flat && args.fills_tables;
+    if (!args.clears_end && !has_experts) return;
+    for (int64_t first = last + kPiece * part; first < args.max_rows; first += kPiece * parts) {
+        const int64_t end = first + kPiece < args.max_rows ? first + kPiece : args.max_rows;
+        if (args.clears_end) clear_rows(warp, args, first, end);
+        for (int64_t row = first; has_experts && row < end; ++row) {
+            warp.lanes(args.format.topk, [&](int k) {
+                args.dst_rows[row * args.format.topk + k] = TransferArgs::kElsewhere;
+            });
+        }
+    }
 }
 
 // Rows that no token fills hold zeros, and so do their scales and weights: the padding of an
-// expert, and what lies behind the last expert.
+// expert, and what lies behind the last expert. Flat ones there have no expert either.
 template <WarpLike W>
 EP_FN void clear_unfilled(W& warp, const DispatchArgs& args, int part, int parts) {
     const Layout& layout = args.layout;
+    if (args.is_flat) return clear_end(warp, args, layout.totals().received_rows, part, parts);
     for (int expert = part; expert < layout.local_experts(); expert += parts) {
         clear_rows(warp, args, layout.expert_start(expert) + layout.expert_count(expert),
                    layout.expert_start(expert + 1));
     }
-    if (!args.clears_end) return;
-    constexpr int64_t kPiece = 16;  // rows
-    for (int64_t first = layout.expert_start(layout.local_experts()) + kPiece * part;
-         first < args.max_rows; first += kPiece * parts)
-        clear_rows(warp, args, first, first + kPiece);
+    clear_end(warp, args, layout.expert_start(layout.local_experts()), part, parts);
 }
 
 // Sums the expert rows of the rows that a rank (or this one) sent on a channel: the part-th warp's

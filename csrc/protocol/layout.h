@@ -116,7 +116,7 @@ EP_FN int count_channel(W& warp, const NotifyArgs& args, int channel) {
         const uint32_t firsts = warp.first_of(lanes, key);
         const uint32_t invalid = warp.ballot(lanes, [&](int lane) {
             return id[lane] < -1 || id[lane] >= layout.num_experts ||
-                   (expert[lane] >= 0 && !(firsts >> lane & 1));
+                   (expert[lane] >= 0 && !(firsts >> lane & 1) && !args.allows_repeats);
         });
         if (invalid) bad_token = token + lowest_lane(invalid) / topk + 1;
         warp.lanes(lanes, [&](int lane) {

@@ -28,7 +28,8 @@ struct InCursor {
 // What both ends of a ring must agree on for a row to make sense, as one number: the call, the
 // layout it uses and the rows' shape and type. A reset counts calls and layouts anew.
 EP_FN uint64_t row_tag(const TransferArgs& args) {
-    uint64_t tag = uint64_t{args.handle_age} << 2 | args.is_weighted << 1 | args.is_combine;
+    uint64_t tag = uint64_t{args.handle_age} << 3 | args.is_flat << 2 | args.is_weighted << 1 |
+                   args.is_combine;
     auto add = [&](uint64_t value) {
         tag = (tag ^ value) * 0x9e3779b97f4a7c15;
         tag ^= tag >> 32;

@@ -18,18 +18,20 @@ class RankHandle:
 
     num_tokens: int  # T
     layout: torch.Tensor  # int32, as csrc/core/layout.h lays it out
-    rows: int  # R, rows of the expert-grouped tensors, padding included
+    rows: int  # R, rows of the tensors that hold what arrived, padding included
     counts: torch.Tensor  # int64 [2, L], tokens per expert, padding included: once for the caller, and the handle's own
-    dst_rows: torch.Tensor  # int32 [received rows, K]
+    dst_rows: torch.Tensor  # int32 [received rows, K]; with flat rows the local expert, or -1
     rail_experts: torch.Tensor  # int32 [rail rows, K]; anything if there are none
     rail_rows: int
     made_on: int  # the stream, see Backend.current_stream
     has_tables: bool = False  # whether a dispatch that fills the two was launched
     has_given_counts: bool = False  # whether the caller has his
+    source_tokens: torch.Tensor | None = None  # int32 [received rows], if asked for: the number at the source
     addresses: _C.RankTensors | None = None  # of these tensors, once a launch has used them
 
 
-CountSettings = dict[str, int]  # of an exchange of counts: index_bytes, expert_alignment, expert_capacity (0: none)
+# Of an exchange of counts: index_bytes, expert_alignment, expert_capacity (0: none), allows_repeats.
+CountSettings = dict[str, int]
 
 
 class Totals(Protocol):

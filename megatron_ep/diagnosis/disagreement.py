@@ -50,6 +50,6 @@ def _text(sent: Mapping[str, Any]) -> str:
     if sent["scale_bytes"]:
         text += f", scales of {SCALES[sent['scale_bytes']]}"
     if sent["weight_bytes"]:
-        of = "weights" if sent["kind"] == "dispatch" else "gradients of weights"
+        of = "weights" if "dispatch" in sent["kind"] else "gradients of weights"
         return f"{text}, {of} of {WEIGHTS[sent['weight_bytes']]}"
     return text

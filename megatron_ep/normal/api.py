@@ -36,13 +36,17 @@ class Received:
     """What dispatch returns: tensors, or lists of them with a LocalCluster.
 
     x: [R, H], the dtype of what was dispatched; rows grouped by local expert, in the order of (source rank, token) for
-        each.
+        each. Flat: one row a token that came here, in the order of (source rank, token).
     scales: [R, ceil(H / 128)], only for float8.
-    probs: [R], the weight of each row, 0 where a row is padding; None when no weights were given.
-    tokens_per_expert: int64 [L], padding included; sums to R unless max_recv_tokens fixed R. On the CPU, except with
+    probs: [R], the weight of each row, 0 where a row is padding; None when no weights were given. Flat: [R, K], 0 where
+        topk_idx is -1.
+    tokens_per_expert: int64 [L], padding included; sums to R unless max_recv_tokens fixed R. Flat: rounded up to
+        expert_alignment, though there is no padding; a row counts for each of its experts. On the CPU, except with
         max_recv_tokens on a GPU, where the host does not wait for it.
     overflow: int32 [1], not 0 when rows did not fit into expert_capacity or max_recv_tokens; those rows are missing.
     handle: for combine, or to dispatch again with the same layout.
+    topk_idx: flat: int32 [R, K], the local experts of each row, in [0, L), or -1, as in all rows behind the last one.
+        The handle's own, not to be written to. None where rows are grouped.
     """
 
     x: Any
@@ -51,6 +55,7 @@ class Received:
     tokens_per_expert: Any
     overflow: Any
     handle: Handle
+    topk_idx: Any = None
 
 
 class _ReceivedLater(Received):
@@ -59,6 +64,7 @@ class _ReceivedLater(Received):
     def __init__(self, x: Any, scales: Any, probs: Any, *, handle: Handle, **known: Any):
         """known: what need not be taken from the handle, as when `dataclasses.replace` makes another."""
         self.x, self.scales, self.probs, self.handle = x, scales, probs, handle
+        self.topk_idx = self._of_handle([rank.dst_rows for rank in handle.ranks]) if handle.is_flat else None
         self.__dict__.update(known)
 
     def _of_handle(self, tensors: list[torch.Tensor]) -> Any:
@@ -85,6 +91,7 @@ def dispatch(
     expert_capacity: int | None = None,
     max_recv_tokens: int | None = None,
     forward_dtype: torch.dtype | None = None,
+    layout: str = "grouped",
 ) -> Received:
     """Sends every token to the ranks of its experts. Inside `torch.compile` one operator: see docs/tuning.md.
 
@@ -110,6 +117,10 @@ def dispatch(
     forward_dtype: torch.float8_e4m3fn: rows of bfloat16, float16 or float32 travel as `float8.quantize` makes them and
         arrive as `float8.dequantize` does, in x's dtype. Their gradient is that of rows that were not rounded, and
         travels in x's dtype. None: as they are.
+    layout: "grouped": a row for each of a token's experts here, those of an expert together. "flat": one row a token,
+        with the local experts it chose in `Received.topk_idx`; what combine brings back is one row a token, too, summed
+        by the caller over the experts here. Fewer bytes to write, for experts that permute rows themselves. Not with
+        expert_capacity, nor inside `torch.compile`. With a handle: that of the handle.
 
     Raises ValueError for a wrong argument before anything is sent; other ranks then get EPAbortError. Raises
     EPTimeoutError when another rank does not take part, EPOverflowError when max_recv_tokens is too small for the rows
@@ -136,9 +147,10 @@ def dispatch(
                 require_int("max_recv_tokens", max_recv_tokens, 1, MAX_ROWS)
             if expert_capacity is not None and expert_alignment != 1:
                 raise ValueError(f"expert_alignment is {expert_alignment}, must be 1 with expert_capacity")
+            _check_layout(layout, expert_capacity, is_traced)
             num_tokens, topk = [idx.shape[0] for idx in ids], ids[0].shape[1]
         else:
-            _check_handle_alone(topk_idx, expert_alignment, expert_capacity, max_recv_tokens)
+            _check_handle_alone(topk_idx, expert_alignment, expert_capacity, max_recv_tokens, layout)
             num_tokens, topk = [rank.num_tokens for rank in handle.ranks], handle.topk
         check_payload("x", xs, num_tokens, PAYLOAD_DTYPES)
         check_weights("topk_weights", weights, [(tokens, topk) for tokens in num_tokens], WEIGHT_DTYPES)
@@ -150,7 +162,7 @@ def dispatch(
             values, row_scales = (list(part) for part in zip(*map(float8.quantize, xs), strict=True))
         if handle is None:
             request = CountsToAskFor(ids, expert_alignment, expert_capacity or 0, max_recv_tokens)
-            handle = Handle(group, topk, [], request)
+            handle = Handle(group, topk, [], request, is_flat=layout == "flat")
     # Behind the `with`: torch ends the recomputation of a checkpoint by an exception out of `apply`.
     n = len(group.ranks)
     needs_gradient = autograd.need_gradient((*xs, *(weights or ())))
@@ -169,14 +181,15 @@ def dispatch(
     if not is_traced and not group.live_backend().is_capturing():
         return _ReceivedLater(one(parts[0]), received_scales, row_probs, handle=handle)
     counts, overflow = one(launches.tokens_per_expert_of(handle)), one(launches.overflow_of(handle))
-    return Received(one(parts[0]), received_scales, row_probs, counts, overflow, handle)
+    flat_ids = one([rank.dst_rows for rank in handle.ranks]) if handle.is_flat else None
+    return Received(one(parts[0]), received_scales, row_probs, counts, overflow, handle, flat_ids)
 
 
 def combine(x: Tensors, handle: Handle, weights: Tensors | None = None) -> Any:
     """Brings the rows of a dispatch back and sums them per token. Collective, and so is its backward pass.
 
     x: [R, H], contiguous; bfloat16, float16, float32 or float64; rows as the dispatch of `handle` gave them. Rows of
-        padding are ignored. Gets a gradient.
+        padding are ignored. Gets a gradient. Of flat rows each is what this rank makes of a token.
     handle: of the dispatch.
     weights: [R], contiguous; float32, or float64 when x is float64: what each row of x is multiplied by, on all ranks
         or on none. Those of padding are ignored. Gets a gradient. Spares the pass over x that
@@ -281,16 +294,28 @@ def check_ids(ids: list[torch.Tensor]) -> None:
             )
 
 
-def _check_handle_alone(topk_idx: object, alignment: int, capacity: int | None, max_recv_tokens: int | None) -> None:
+def _check_handle_alone(
+    topk_idx: object, alignment: int, capacity: int | None, max_recv_tokens: int | None, layout: str
+) -> None:
     given = {
         "topk_idx": topk_idx is not None,
         "expert_alignment": alignment != 1,
         "expert_capacity": capacity is not None,
         "max_recv_tokens": max_recv_tokens is not None,
+        "layout": layout != "grouped",
     }
     for name, is_given in given.items():
         if is_given:
             raise ValueError(f"{name} must not be given with a handle, which has its own")
+
+
+def _check_layout(layout: str, expert_capacity: int | None, is_traced: bool) -> None:
+    if layout not in ("grouped", "flat"):
+        raise ValueError(f"layout is {layout!r}, must be 'grouped' or 'flat'")
+    if layout == "flat" and expert_capacity is not None:
+        raise ValueError(f"expert_capacity is {expert_capacity}, must be None with layout 'flat'")
+    if layout == "flat" and is_traced:
+        raise ValueError("layout is 'flat', must be 'grouped' inside torch.compile")
 
 
 def check_payload(name: str, xs: list[torch.Tensor], rows: list[int], allowed: Sequence[torch.dtype]) -> None:

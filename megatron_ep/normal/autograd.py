@@ -159,7 +159,8 @@ class WeightedCombineFunction(Function):
             # are NaN, not 0, if the call failed.
             ones = [torch.ones(len(g), handle.topk, dtype=torch.float32, device=g.device) for g in grads]
             back = differentiable_dispatch(handle, n, None, True, *(in_memory(grad) for grad in grads), *ones)
-            rows, is_row = back[:n], [one != 0 for one in back[n:]]
+            rows = back[:n]
+            is_row = [(one != 0).any(dim=1) if handle.is_flat else one != 0 for one in back[n:]]
             for i in range(n):
                 given = (x[i], weights[i], rows[i], is_row[i])
                 if ctx.needs_input_grad[2 + i]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 
 
-def first_invalid(topk_idx: torch.Tensor, num_experts: int) -> int | None:
+def first_invalid(topk_idx: torch.Tensor, num_experts: int, allows_repeats: bool = False) -> int | None:
     """The first token of topk_idx [T, K] whose ids are invalid. On a GPU it waits for the tensor."""
     ordered = topk_idx.sort(dim=1).values
     repeated = (ordered.diff(dim=1) == 0) & (ordered[:, 1:] >= 0)
-    bad = ((topk_idx < -1) | (topk_idx >= num_experts)).any(dim=1) | repeated.any(dim=1)
+    bad = ((topk_idx < -1) | (topk_idx >= num_experts)).any(dim=1)
+    if not allows_repeats:
+        bad |= repeated.any(dim=1)
     return int(bad.nonzero()[0]) if bad.any() else None
 
 

@@ -15,6 +15,8 @@ from megatron_ep.normal.rank_group import RankGroup
 class CountsToAskFor:
     """Arguments of `megatron_ep.dispatch`. topk_idx: [T, K] a rank; expert_capacity: 0 for none.
 
+    allows_repeats: whether a token may choose an expert twice, of which it has one row all the same.
+    keeps_source_tokens: whether the handle is to know which token of its source each row is.
     has_fixed_sizes: with max_recv_tokens tables have room for the most even where the host knows how much they need.
     """
 
@@ -23,6 +25,8 @@ class CountsToAskFor:
     expert_capacity: int
     max_recv_tokens: int | None
     has_fixed_sizes: bool = False
+    allows_repeats: bool = False
+    keeps_source_tokens: bool = False
 
 
 @dataclass(eq=False)
@@ -31,12 +35,14 @@ class Handle:
 
     topk: K of the dispatch that made it.
     ranks: empty until that dispatch has asked for the counts.
+    is_flat: whether rows are flat, see `megatron_ep.dispatch`.
     """
 
     buffer: RankGroup
     topk: int
     ranks: list[RankHandle] = field(repr=False)
     to_ask_for: CountsToAskFor | None = field(default=None, repr=False)
+    is_flat: bool = False
     made_after_resets: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

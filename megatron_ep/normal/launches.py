@@ -90,18 +90,20 @@ def launch_dispatch(
     weights: Sequence[torch.Tensor] | None,
     *,
     clears_end: bool,
+    all_weights: bool = False,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None, list[torch.Tensor] | None]:
-    """x [T, H], scales [T, S], weights [T, K] to [R, H], [R, S], [R], grouped by expert. The first dispatch of a handle
-    asks for its counts.
+    """x [T, H], scales [T, S], weights [T, K] to [R, H], [R, S], [R], grouped by expert; flat: [R, K] of weights. The
+    first dispatch of a handle asks for its counts.
 
     clears_end: whether rows behind the last expert's are zeros, too.
+    all_weights: flat: those of other ranks' experts, too, which are zeros otherwise.
     """
     group, topk = handle.buffer, handle.topk
     backend = group.live_backend()
     row = format_of(group, topk, x[0], scales, weights)
     counts = None
     if handle.to_ask_for is not None:
-        handle.ranks, counts = _exchange_counts(group, handle.to_ask_for)
+        handle.ranks, counts = _exchange_counts(group, handle.to_ask_for, handle.is_flat)
         handle.to_ask_for = None
     tensors = _tables_of(group, handle)
     out, out_scales, out_weights = [], [], []
@@ -114,10 +116,16 @@ def launch_dispatch(
             t.out_scales = out_scales[i].data_ptr()
         if weights is not None:
             t.weights = weights[i].data_ptr()
-            out_weights.append(torch.empty(rank.rows, dtype=weights[i].dtype, device=group.device))
+            size = (rank.rows, topk) if handle.is_flat else (rank.rows,)
+            out_weights.append(torch.empty(size, dtype=weights[i].dtype, device=group.device))
             t.out_weights = out_weights[i].data_ptr()
         t.fills_tables, rank.has_tables = not rank.has_tables, True
-        t.has_intra_rank_pass = _has_intra_rank_pass(group, rank, row, backend.min_stores)
+        if t.fills_tables and rank.source_tokens is not None:
+            t.source_tokens = rank.source_tokens.data_ptr()
+        if handle.is_flat:  # each row is stored once
+            t.has_all_weights = all_weights
+        else:
+            t.has_intra_rank_pass = _has_intra_rank_pass(group, rank, row, backend.min_stores)
     backend.enqueue_dispatch(
         tensors, row, nvl_batch=NVL_BATCH, rdma_chunk=group.config.rdma_chunk_tokens, counts=counts
     )
@@ -131,7 +139,7 @@ def launch_combine(
     weights: Sequence[torch.Tensor] | None,
     row_weights: Sequence[torch.Tensor] | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
-    """x [R, H], weights [R] to the sums [T, H] and the single values [T, K]; row_weights [R] multiply x."""
+    """x [R, H], weights [R] (flat: [R, K]) to sums [T, H] and single values [T, K]; row_weights [R] multiply x."""
     group, topk = handle.buffer, handle.topk
     backend = group.live_backend()
     row = format_of(group, topk, x[0], None, weights)
@@ -146,7 +154,7 @@ def launch_combine(
             t.weights, t.out_weights = weights[i].data_ptr(), out_weights[i].data_ptr()
         if row_weights is not None:
             t.row_weights, t.is_weighted = row_weights[i].data_ptr(), True
-        if _has_intra_rank_pass(group, rank, row) and backend.may_wait_on_side_stream():
+        if not handle.is_flat and _has_intra_rank_pass(group, rank, row) and backend.may_wait_on_side_stream():
             known = rank.dst_rows.shape[0]
             if sum_bytes_of(group.topology.world_size, topk, rank.rows, known, row.payload_bytes):
                 sums.append(torch.empty(known, x[i].shape[1], dtype=x[i].dtype, device=group.device))
@@ -203,7 +211,9 @@ def check_capture(group: RankGroup, max_recv_tokens: int | None) -> None:
         )
 
 
-def _exchange_counts(group: RankGroup, request: CountsToAskFor) -> tuple[list[RankHandle], CountSettings | None]:
+def _exchange_counts(
+    group: RankGroup, request: CountsToAskFor, is_flat: bool
+) -> tuple[list[RankHandle], CountSettings | None]:
     """With max_recv_tokens the host need not wait for the counts: tables then have room for the most. Where it would
     not learn them anyway they are left to the dispatch, which needs the settings that are returned."""
     backend, topk_idx, most = group.live_backend(), request.topk_idx, request.max_recv_tokens
@@ -221,31 +231,35 @@ def _exchange_counts(group: RankGroup, request: CountsToAskFor) -> tuple[list[Ra
         "index_bytes": topk_idx[0].element_size(),
         "expert_alignment": request.expert_alignment,
         "expert_capacity": request.expert_capacity,
+        "allows_repeats": request.allows_repeats,
     }
     is_left = not wait and not backend.host_knows_counts
     totals = () if is_left else backend.exchange_counts(tensors, topk=topk, **settings)
     for number, idx, total in zip(group.ranks, topk_idx, totals, strict=False):
         if total.bad_token >= 0:
-            _refuse_ids(group, number, idx, total.bad_token)
+            _refuse_ids(group, number, idx, total.bad_token, request.allows_repeats)
     if totals:
         group.raise_if_aborted()
     made_on, ranks = backend.current_stream(), []
     for i, t in enumerate(tensors):
         num_tokens = t.num_tokens
         if most is None:
-            rows, received, rail = totals[i].expert_rows, totals[i].received_rows, totals[i].rail_rows
+            received, rail = totals[i].received_rows, totals[i].rail_rows
+            rows = received if is_flat else totals[i].expert_rows
         else:
             rows = most
             received = max_arrivals(most, request.expert_capacity, num_tokens, group.topology.world_size)
             rail = max_rail_rows(group.topology, most, received, num_tokens)
             if totals and not request.has_fixed_sizes:
-                received, rail = min(totals[i].received_rows, received), totals[i].rail_rows
+                received = rows if is_flat else min(totals[i].received_rows, received)  # the caller has the flat table
+                rail = totals[i].rail_rows
         dst_rows = torch.empty(received, topk, dtype=torch.int32, device=group.device)
         rail_experts = torch.empty(rail, topk, dtype=torch.int32, device=group.device) if rail else dst_rows
         _add_tables(t, dst_rows, rail_experts, rail, rows)
-        ranks.append(
-            RankHandle(num_tokens, layouts[i], rows, counts[i], dst_rows, rail_experts, rail, made_on, addresses=t)
-        )
+        rank = RankHandle(num_tokens, layouts[i], rows, counts[i], dst_rows, rail_experts, rail, made_on, addresses=t)
+        if request.keeps_source_tokens:
+            rank.source_tokens = dst_rows.new_empty(received)
+        ranks.append(rank)
     return ranks, settings if is_left else None
 
 
@@ -262,21 +276,22 @@ def _tables_of(group: RankGroup, handle: Handle) -> list[_C.RankTensors]:
     stream, age = backend.current_stream(), handle.age
     for rank in handle.ranks:
         if rank.made_on != stream:
-            backend.keep_for_launch((rank.layout, rank.dst_rows, rank.rail_experts), rank.made_on)
+            tables = (rank.layout, rank.dst_rows, rank.rail_experts, rank.source_tokens)
+            backend.keep_for_launch([table for table in tables if table is not None], rank.made_on)
         t = rank.addresses
         if t is None:  # a handle that was put together
             t = rank.addresses = _C.RankTensors()
             t.layout, t.num_tokens = rank.layout.data_ptr(), rank.num_tokens
             _add_tables(t, rank.dst_rows, rank.rail_experts, rank.rail_rows, rank.rows)
         tensors.append(t.copy())
-        tensors[-1].handle_age = age
+        tensors[-1].handle_age, tensors[-1].is_flat = age, handle.is_flat
     return tensors
 
 
-def _refuse_ids(group: RankGroup, rank: int, topk_idx: torch.Tensor, a_bad_token: int) -> None:
+def _refuse_ids(group: RankGroup, rank: int, topk_idx: torch.Tensor, a_bad_token: int, allows_repeats: bool) -> None:
     if len(group.ranks) == group.topology.world_size:
         group.live_backend().reset()  # nobody else is waiting
-    first = expert_ids.first_invalid(topk_idx, group.config.num_experts)
+    first = expert_ids.first_invalid(topk_idx, group.config.num_experts, allows_repeats)
     token = a_bad_token if first is None else first  # on a GPU the ids may have been overwritten since
     raise expert_ids.refusal(topk_idx, token, group.config.num_experts, rank if len(group.ranks) > 1 else None)
 

@@ -59,7 +59,8 @@ std::vector<int64_t> make_tensors(const Case& c, uint64_t seed, const std::vecto
                                   std::initializer_list<Side*> sides) {
     std::vector<int64_t> rows;
     for (const Layout& layout : layouts) {
-        const int all = layout.totals().expert_rows;
+        const Layout::Totals& totals = layout.totals();
+        const int all = c.flat ? totals.received_rows : totals.expert_rows;
         rows.push_back(c.fixed_rows ? 1 + all * static_cast<int>(seed % 4 + 1) / 4 : all);
     }
     for (Side* side : sides) {
@@ -67,14 +68,17 @@ std::vector<int64_t> make_tensors(const Case& c, uint64_t seed, const std::vecto
         for (size_t rank = 0; rank < layouts.size(); ++rank) {
             const Layout::Totals& totals = layouts[rank].totals();
             const size_t r = rows[rank], k = c.format.topk, t = c.tokens[rank];
-            const size_t received = std::min<size_t>(totals.received_rows, r);
-            side->tensors.push_back(
-                {Memory(0), Memory(received * k * sizeof(int32_t), 0x22),
-                 Memory(totals.rail_rows * k * sizeof(int32_t), 0x22),
-                 Memory(r * c.format.payload_bytes, 0x33), Memory(r * c.format.scale_bytes, 0x33),
-                 Memory(r * c.format.weight_bytes, 0x33), Memory(t * c.format.payload_bytes, 0x44),
-                 Memory(t * k * c.format.weight_bytes, 0x44),
-                 Memory((received + 1) * c.format.payload_bytes, 0x22)});
+            const size_t received = c.flat ? r : std::min<size_t>(totals.received_rows, r);
+            const size_t weights = r * (c.flat ? k : 1);
+            side->tensors.push_back({Memory(0), Memory(received * k * sizeof(int32_t), 0x22),
+                                     Memory(totals.rail_rows * k * sizeof(int32_t), 0x22),
+                                     Memory(r * c.format.payload_bytes, 0x33),
+                                     Memory(r * c.format.scale_bytes, 0x33),
+                                     Memory(weights * c.format.weight_bytes, 0x33),
+                                     Memory(t * c.format.payload_bytes, 0x44),
+                                     Memory(t * k * c.format.weight_bytes, 0x44),
+                                     Memory((received + 1) * c.format.payload_bytes, 0x22),
+                                     Memory(received * sizeof(int32_t), 0x22)});
         }
     }
     return rows;
@@ -94,6 +98,7 @@ void expect_same_results(uint64_t seed, int rank, const Side& gpu, const Side& h
     expect_equal(seed, rank, "layout", gpu.layouts[rank], host.layouts[rank]);
     expect_equal(seed, rank, "dst_rows", ours.dst_rows, expected.dst_rows);
     expect_equal(seed, rank, "rail experts", ours.rail, expected.rail);
+    expect_equal(seed, rank, "source tokens", ours.source_tokens, expected.source_tokens);
     expect_equal(seed, rank, "x", ours.out, expected.out);
     expect_equal(seed, rank, "scales", ours.out_scales, expected.out_scales);
     expect_equal(seed, rank, "weights", ours.out_weights, expected.out_weights);
@@ -139,7 +144,8 @@ void run_case(uint64_t seed) {
         ++call;
         for (int rank = 0; rank < world; ++rank) {
             expert_out.emplace_back(rows[rank] * c.format.payload_bytes);
-            gradients.emplace_back(rows[rank] * c.format.weight_bytes, 0x55);
+            gradients.emplace_back(
+                rows[rank] * (c.flat ? c.format.topk : 1) * c.format.weight_bytes, 0x55);
             fill(c.random, expert_out.back(), c.dtype);
             row_weights.emplace_back(
                 weighted ? rows[rank] * (c.dtype == DType::fp64 ? sizeof(double) : sizeof(float))
@@ -155,12 +161,15 @@ void run_case(uint64_t seed) {
                 dispatch[on_gpu].push_back(
                     {transfer_args(c, rank, layouts[rank], t, rows[rank], call), in.x.data(),
                      in.scales.data(), in.weights.data(), t.out.data(), t.out_scales.data(),
-                     t.out_weights.data(), may_pass[0] && !is_fused && c.pick(0, 1)});
+                     t.out_weights.data(), may_pass[0] && !is_fused && c.pick(0, 1) && !c.flat});
+                dispatch[on_gpu].back().source_tokens = t.source_tokens.as<int32_t>();
+                dispatch[on_gpu].back().has_all_weights = c.flat && seed / 4 % 2;
+                dispatch[on_gpu].back().fills_tables = c.flat;
                 combine[on_gpu].push_back(
                     {transfer_args(c, rank, layouts[rank], t, rows[rank], call + 1),
                      expert_out[rank].data(), gradients[rank].data(), t.y.data(),
                      t.y_weights.data(), weighted ? row_weights[rank].data() : nullptr,
-                     may_pass[1] && c.pick(0, 1) ? t.sums.data() : nullptr, sum_warps});
+                     may_pass[1] && c.pick(0, 1) && !c.flat ? t.sums.data() : nullptr, sum_warps});
             }
         }
         ++call;

@@ -67,7 +67,7 @@ struct Case {
     RowFormat format;
     DType dtype;
     int index_bytes, alignment, capacity, nvl_batch, rdma_chunk, peer_warps, rdma_warps, receivers;
-    bool fixed_rows;
+    bool fixed_rows, flat;
     std::vector<int> tokens;
 
     int pick(int low, int high) { return low + static_cast<int>(random() % (high - low + 1)); }
@@ -89,6 +89,8 @@ struct Case {
         capacity = pick(0, 3) ? 0 : pick(1, 9);
         if (capacity) alignment = 1;
         fixed_rows = pick(0, 3) == 0;
+        flat = seed % 4 == 2;
+        if (flat) capacity = 0;
         nvl_batch = pick(1, 8);
         const int slots = static_cast<int>(floor_power_of_two(heap.rdma_ring_bytes / slot));
         rdma_chunk = std::max(1, std::min(pick(1, 8), slots / 2));
@@ -103,7 +105,7 @@ struct Case {
 // One rank's tensors for one side, host or GPU.
 struct Tensors {
     Memory layout, dst_rows, rail, out, out_scales, out_weights, y, y_weights;
-    Memory sums{0};
+    Memory sums{0}, source_tokens{0};
 };
 
 struct Side {
@@ -163,7 +165,8 @@ inline Inputs make_inputs(Case& c, int tokens) {
         for (int e = 0; e < c.heap.num_experts; ++e) experts[e] = e;
         std::shuffle(experts.begin(), experts.end(), c.random);
         for (int k = 0; k < c.format.topk; ++k) {
-            const int64_t id = c.pick(0, 4) ? experts[k] : -1;
+            const bool repeats = c.flat && c.pick(0, 3) == 0;
+            const int64_t id = c.pick(0, 4) ? experts[repeats ? 0 : k] : -1;
             const size_t i = static_cast<size_t>(token) * c.format.topk + k;
             if (c.index_bytes == 8) {
                 in.ids.as<int64_t>()[i] = id;
@@ -190,24 +193,27 @@ inline std::vector<NotifyArgs> notify_args(const Case& c, const std::vector<Inpu
         args.push_back({static_cast<int>(rank), c.heap, layouts[rank], inputs[rank].ids.data(),
                         c.index_bytes, c.alignment, c.capacity, epoch,
                         side.counts.back().as<int64_t>()});
+        args.back().allows_repeats = c.flat;
     }
     return args;
 }
 
 inline TransferArgs transfer_args(const Case& c, int rank, const Layout& layout, const Tensors& t,
                                   int64_t rows, uint64_t call) {
-    return {rank,
-            c.heap,
-            layout,
-            c.format,
-            call,
-            c.nvl_batch,
-            c.rdma_chunk,
-            t.dst_rows.as<int32_t>(),
-            t.rail.as<int32_t>(),
-            static_cast<int64_t>(t.dst_rows.bytes() / sizeof(int32_t)) / c.format.topk,
-            static_cast<int64_t>(t.rail.bytes() / sizeof(int32_t)) / c.format.topk,
-            rows};
+    TransferArgs args = {rank,
+                         c.heap,
+                         layout,
+                         c.format,
+                         call,
+                         c.nvl_batch,
+                         c.rdma_chunk,
+                         t.dst_rows.as<int32_t>(),
+                         t.rail.as<int32_t>(),
+                         static_cast<int64_t>(t.dst_rows.bytes() / sizeof(int32_t)) / c.format.topk,
+                         static_cast<int64_t>(t.rail.bytes() / sizeof(int32_t)) / c.format.topk,
+                         rows};
+    args.is_flat = c.flat;
+    return args;
 }
 
 inline FusedDispatchArgs fused_args(const DispatchArgs& dispatch, const NotifyArgs& notify) {
@@ -216,7 +222,8 @@ inline FusedDispatchArgs fused_args(const DispatchArgs& dispatch, const NotifyAr
                            notify.index_bytes,
                            notify.expert_alignment,
                            notify.expert_capacity,
-                           notify.tokens_per_expert};
+                           notify.tokens_per_expert,
+                           notify.allows_repeats};
     args.fills_tables = true;
     return args;
 }

@@ -25,7 +25,7 @@ namespace ep {
 struct TransferProgram {
     enum class Kind { Notify, Dispatch, Combine };
     struct Row {
-        int source = -1, token = 0, k = 0;  // -1: padding
+        int source = -1, token = 0, k = 0;  // -1: padding; a flat row is for all k
     };
     // What one rank puts into a notify, gets of it, and must get.
     struct Share {
@@ -36,6 +36,7 @@ struct TransferProgram {
     };
     struct Handle {
         int topk, alignment;
+        bool flat;
         std::vector<Share> shares;
         bool dispatched = false;  // which fills the tables that combine reads
     };
@@ -44,7 +45,7 @@ struct TransferProgram {
         int handle;
         DType dtype{};
         RowFormat format{};
-        bool weighted = false;
+        bool weighted = false, fills_tables = false;
     };
     // One rank's part of a dispatch or combine.
     struct Part {
@@ -99,8 +100,10 @@ struct TransferProgram {
     void add_call() {
         Kind kind = handles.empty() ? Kind::Notify : static_cast<Kind>(pick(0, 5) / 2);
         Call call{kind, pick(0, std::max<int>(0, handles.size() - 1))};
-        if (kind != Kind::Notify && !std::exchange(handles[call.handle].dispatched, true))
+        if (kind != Kind::Notify && !std::exchange(handles[call.handle].dispatched, true)) {
             call.kind = kind = Kind::Dispatch;
+            call.fills_tables = true;
+        }
         parts.emplace_back(topology.world());
         if (kind == Kind::Notify) {
             call.handle = handles.size();
@@ -121,7 +124,7 @@ struct TransferProgram {
     void add_handle() {
         const int world = topology.world(), topk = pick(1, std::min(kMaxTopk, experts));
         const uint64_t epoch = handles.size() + 1;
-        handles.push_back({topk, pick(0, 2) ? 1 : 4, std::vector<Share>(world)});
+        handles.push_back({topk, pick(0, 2) ? 1 : 4, pick(0, 2) == 0, std::vector<Share>(world)});
         Handle& handle = handles.back();
         const int most = std::array{0, 3, 12, 40}[pick(0, 3)];
         for (Share& share : handle.shares) {
@@ -134,7 +137,16 @@ struct TransferProgram {
         }
         for (int rank = 0; rank < world; ++rank) {
             Share& share = handle.shares[rank];
-            for (int local = 0; local < heap.local_experts(); ++local) {
+            for (int source = 0; handle.flat && source < world; ++source) {
+                const int tokens = static_cast<int>(handle.shares[source].ids.size()) / topk;
+                for (int token = 0; token < tokens; ++token) {
+                    bool wants = false;
+                    for (int k = 0; k < topk; ++k)
+                        wants |= rank_of(handle, {source, token, k}) == rank;
+                    if (wants) share.rows.push_back({source, token});
+                }
+            }
+            for (int local = 0; !handle.flat && local < heap.local_experts(); ++local) {
                 const size_t before = share.rows.size();
                 for (int source = 0; source < world; ++source) {
                     const std::vector<int32_t>& ids = handle.shares[source].ids;
@@ -144,8 +156,8 @@ struct TransferProgram {
                     }
                 }
                 share.rows.resize(before + align_up(share.rows.size() - before, handle.alignment));
-                share.counts.resize(share.counts.size() + 2);
             }
+            share.counts.resize(2 * heap.local_experts());
             // as many as there can be, so that nobody has to be asked before the next call
             size_t sent = 0;
             for (const Share& source : handle.shares) sent += source.ids.size();
@@ -199,6 +211,11 @@ struct TransferProgram {
         for (int i = 0; i < count; ++i) bytes.push_back(static_cast<char>(word >> 8 * (i % 8)));
     }
     static int row_weight(int expert) { return 1 + expert % 3; }
+    // Where a token's k-th expert lives; -1: it has none.
+    int rank_of(const Handle& handle, const Row& choice) const {
+        const int id = handle.shares[choice.source].ids[choice.token * handle.topk + choice.k];
+        return id < 0 ? -1 : id / heap.local_experts();
+    }
 
     TransferArgs transfer_args(int rank) {
         Handle& handle = handles[calls.back().handle];
@@ -206,25 +223,29 @@ struct TransferProgram {
         const auto tables = static_cast<int64_t>(share.dst_rows.size()) / handle.topk;
         uint64_t number = 0;
         for (const Call& call : calls) number += call.kind != Kind::Notify;
-        return {rank,
-                heap,
-                share.notify.layout,
-                calls.back().format,
-                number,
-                1 + static_cast<int>(calls.size() % 5),
-                1 + static_cast<int>(calls.size() % 3),
-                share.dst_rows.data(),
-                share.rail.data(),
-                tables,
-                tables,
-                static_cast<int64_t>(share.rows.size())};
+        TransferArgs args = {rank,
+                             heap,
+                             share.notify.layout,
+                             calls.back().format,
+                             number,
+                             1 + static_cast<int>(calls.size() % 5),
+                             1 + static_cast<int>(calls.size() % 3),
+                             share.dst_rows.data(),
+                             share.rail.data(),
+                             tables,
+                             tables,
+                             static_cast<int64_t>(share.rows.size())};
+        args.is_flat = handle.flat;
+        args.fills_tables = calls.back().fills_tables;
+        return args;
     }
 
     void make_dispatch(int rank) {
         const Call& call = calls.back();
         const RowFormat& format = call.format;
         Part& part = parts.back()[rank];
-        const Share& share = handles[call.handle].shares[rank];
+        const Handle& handle = handles[call.handle];
+        const Share& share = handle.shares[rank];
         auto append_elements = [&](std::vector<char>& bytes, const Row& row) {
             for (int i = 0; i < format.payload_bytes / size_of(call.dtype); ++i)
                 append(bytes, call.dtype, number(row, i));
@@ -242,16 +263,24 @@ struct TransferProgram {
             if (row.source >= 0) {
                 append_elements(part.expected, row);
                 append_beside(part.expected_scales, {row.source, row.token, 0}, format.scale_bytes);
-                append_beside(part.expected_weights, row, format.weight_bytes);
+                if (!handle.flat) append_beside(part.expected_weights, row, format.weight_bytes);
+            }
+            for (int k = 0; handle.flat && k < format.topk; ++k) {
+                const Row choice{row.source, row.token, k};
+                const size_t before_k = part.expected_weights.size();
+                if (rank_of(handle, choice) == rank)
+                    append_beside(part.expected_weights, choice, format.weight_bytes);
+                part.expected_weights.resize(before_k + format.weight_bytes);
             }
             part.expected.resize(before + format.payload_bytes);
             part.expected_scales.resize(before_scales + format.scale_bytes);
-            part.expected_weights.resize(before_weights + format.weight_bytes);
+            if (!handle.flat) part.expected_weights.resize(before_weights + format.weight_bytes);
         }
         clear_outputs(part);
-        part.dispatch = {transfer_args(rank),     part.x.data(),   part.scales.data(),
-                         part.weights.data(),     part.out.data(), part.out_scales.data(),
-                         part.out_weights.data(), pick(0, 1) == 0};
+        part.dispatch = {transfer_args(rank),     part.x.data(),
+                         part.scales.data(),      part.weights.data(),
+                         part.out.data(),         part.out_scales.data(),
+                         part.out_weights.data(), pick(0, 1) == 0 && !handle.flat};
     }
 
     void make_combine(int rank) {
@@ -264,18 +293,23 @@ struct TransferProgram {
             const bool padding = row.source < 0;
             for (int i = 0; i < elements; ++i)
                 append(part.x, call.dtype, padding ? 99 : number(row, i));
-            append_beside(part.weights, row, format.weight_bytes);
+            for (int k = handle.flat ? 0 : row.k; k < (handle.flat ? format.topk : row.k + 1); ++k)
+                append_beside(part.weights, {row.source, row.token, k}, format.weight_bytes);
             const int id =
                 padding ? 0 : handle.shares[row.source].ids[row.token * format.topk + row.k];
             append(part.row_weights, call.dtype == DType::fp64 ? DType::fp64 : DType::fp32,
-                   row_weight(id));
+                   row_weight(handle.flat ? rank : id));
         }
         const std::vector<int32_t>& ids = handle.shares[rank].ids;
         for (int token = 0; token < static_cast<int>(ids.size()) / format.topk; ++token) {
             int times = 0;
+            uint32_t ranks = 0;  // that had the token
             for (int k = 0; k < format.topk; ++k) {
                 const int id = ids[token * format.topk + k];
-                if (id >= 0) times += call.weighted ? row_weight(id) : 1;
+                const int owner = rank_of(handle, {rank, token, k});
+                if (id >= 0 && !(handle.flat && ranks >> owner & 1))
+                    times += call.weighted ? row_weight(handle.flat ? owner : id) : 1;
+                if (id >= 0) ranks |= uint32_t{1} << owner;
                 const size_t before = part.expected_weights.size();
                 if (id >= 0)
                     append_beside(part.expected_weights, {rank, token, k}, format.weight_bytes);
@@ -286,7 +320,7 @@ struct TransferProgram {
         }
         clear_outputs(part);
         const size_t known = handle.shares[rank].dst_rows.size() / handle.topk;
-        part.sums.resize(pick(0, 1) * known * format.payload_bytes);
+        part.sums.resize(pick(0, 1) * !handle.flat * known * format.payload_bytes);
         TransferArgs args = transfer_args(rank);
         args.is_combine = true;
         part.combine = {args,

@@ -1,0 +1,154 @@
+"""Flat rows, one a (token, rank), against the reference."""
+
+import pytest
+import torch
+from cases import Case
+from torch.autograd import gradcheck, gradgradcheck
+
+import megatron_ep as ep
+from megatron_ep import reference
+
+
+def assert_all_equal(ours, expected):
+    for rank, (a, b) in enumerate(zip(ours, expected, strict=True)):
+        assert a.dtype == b.dtype and torch.equal(a, b), f"rank {rank}"
+
+
+def assert_equals_reference(rows, x, ids, weights, case, **limits):
+    for ours, expected in zip(
+        (rows.x, rows.topk_idx, rows.probs, rows.tokens_per_expert),
+        reference.flat_dispatch(x, ids, weights, case.num_experts, case.alignment, **limits),
+        strict=True,
+    ):
+        assert_all_equal(ours, expected)
+
+
+@pytest.mark.parametrize("block", range(6))
+def test_equals_reference(block):
+    for seed in range(block * 20, (block + 1) * 20):
+        case = Case(seed, max_tokens=100)
+        tokens = case.num_tokens()
+        ids, weights, x = case.ids(tokens), case.weights(tokens), case.integers(tokens)
+        with case.cluster() as cluster:
+            rows = ep.dispatch(x, ids, weights, buffer=cluster, expert_alignment=case.alignment, layout="flat")
+            assert_equals_reference(rows, x, ids, weights, case)
+            assert not any(rows.overflow)
+            out = case.integers([len(r) for r in rows.x])
+            sums = reference.flat_combine(out, ids, case.num_experts)
+            assert_all_equal(ep.combine(out, rows.handle), sums)
+            row_weights = [torch.randint(-2, 3, (len(r),)).to(case.wide()) for r in rows.x]
+            sums = reference.flat_combine(out, ids, case.num_experts, weights=row_weights)
+            assert_all_equal(ep.combine(out, rows.handle, row_weights), sums)
+            again = ep.dispatch(out := case.integers(tokens), topk_weights=weights, handle=rows.handle)
+            assert_equals_reference(again, out, ids, weights, case)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_sums_of_a_rank_s_experts_are_those_of_grouped_rows(seed):
+    """Where each expert gives the row that it got, times a power of two, every sum and gradient is exact."""
+    case = Case(2000 + seed, max_tokens=60)
+    tokens = case.num_tokens()
+    ids, x, weights = case.ids(tokens), case.integers(tokens), case.weights(tokens)
+    results = []
+    with case.cluster() as cluster:
+        for layout in ("flat", "grouped"):
+            leaves = [t.clone().requires_grad_() for t in (*x, *weights)]
+            rows = ep.dispatch(leaves[: case.world], ids, leaves[case.world :], buffer=cluster, layout=layout)
+            if layout == "flat":
+                times = [(i >= 0).sum(dim=1, keepdim=True) for i in rows.topk_idx]
+                out = [(r * t).to(case.dtype) for r, t in zip(rows.x, times, strict=True)]
+            else:
+                out = rows.x
+            y = ep.combine(out, rows.handle)
+            torch.autograd.backward([*y, *rows.probs], [*x, *(2 * p.detach() for p in rows.probs)])
+            results.append([*(t.detach() for t in y), *(leaf.grad for leaf in leaves)])
+    assert_all_equal(*results)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(("share", "slack"), [(0.2, 0), (0.9, 0), (1, -1), (1, 0), (1, 17)])
+def test_max_recv_tokens(seed, share, slack):
+    case = Case(4000 + seed, max_tokens=60)
+    tokens = case.num_tokens()
+    ids, weights, x = case.ids(tokens), case.weights(tokens), case.integers(tokens)
+    x = [rows.requires_grad_() for rows in x]  # then rows behind the last are zeros
+    arriving = [len(reference.flat_rows(ids, rank, case.num_experts)) for rank in range(case.world)]
+    size = max(1, int(share * max(arriving)) + slack)
+    with case.cluster() as cluster:
+        limits = {"expert_alignment": case.alignment, "max_recv_tokens": size}
+        rows = ep.dispatch(x, ids, weights, buffer=cluster, layout="flat", **limits)
+        assert_equals_reference(rows, x, ids, weights, case, max_recv_tokens=size)
+        assert [bool(flag) for flag in rows.overflow] == [count > size for count in arriving]
+        out = case.integers([size] * case.world)
+        assert_all_equal(ep.combine(out, rows.handle), reference.flat_combine(out, ids, case.num_experts, size))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_same_bits_whatever_the_schedule(seed):
+    results = []
+    for options in ({"threads": 1}, {"threads": 4}, {"seed": 1}, {"seed": 2}):
+        case = Case(1000 + seed, max_tokens=40)
+        tokens = case.num_tokens()
+        with case.cluster(**options) as cluster:
+            rows = ep.dispatch(
+                case.reals(tokens), case.ids(tokens), case.weights(tokens), buffer=cluster, layout="flat"
+            )
+            out = case.reals([len(r) for r in rows.x])
+            results.append([*rows.x, *rows.probs, *rows.topk_idx, *ep.combine(out, rows.handle)])
+    for other in results[1:]:
+        assert_all_equal(results[0], other)
+
+
+@pytest.mark.numerical
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 1), (1, 3), (2, 2)])
+def test_gradients(nodes, ranks_per_node):
+    world = nodes * ranks_per_node
+    generator = torch.Generator().manual_seed(world)
+    tokens, experts, topk = [3, 0, 2, 4][:world], 2 * world, 2
+    ids = [torch.rand(t, experts, generator=generator).topk(topk, dim=1).indices for t in tokens]
+    ids[0][0, 0] = -1
+    new = {"generator": generator, "dtype": torch.float64, "requires_grad": True}
+    x, w = [torch.randn(t, 2, **new) for t in tokens], [torch.rand(t, topk, **new) for t in tokens]
+    with ep.LocalCluster(nodes, ranks_per_node, ep.Config(num_experts=experts)) as cluster:
+
+        def layer(*inputs):
+            rows = ep.dispatch(list(inputs[:world]), ids, list(inputs[world:]), buffer=cluster, layout="flat")
+            factors = [p.sum(dim=1) for p in rows.probs]
+            out = [torch.tanh(r) * f.unsqueeze(1) for r, f in zip(rows.x, factors, strict=True)]
+            return tuple(
+                a + b
+                for a, b in zip(
+                    ep.combine(out, rows.handle), ep.combine([r * r for r in rows.x], rows.handle, factors), strict=True
+                )
+            )
+
+        assert gradcheck(layer, (*x, *w))
+        if world < 4:
+            assert gradgradcheck(layer, (*x, *w))
+
+
+def test_float8_with_scales():
+    generator = torch.Generator().manual_seed(0)
+    tokens = [5, 0, 17, 9]
+    ids = [torch.rand(t, 8, generator=generator).topk(3, dim=1).indices for t in tokens]
+    x = [torch.randint(0, 255, (t, 200), generator=generator, dtype=torch.uint8) for t in tokens]
+    scales, weights = [torch.rand(t, 2, generator=generator) for t in tokens], [torch.ones(t, 3) for t in tokens]
+    with ep.LocalCluster(2, 2, ep.Config(num_experts=8)) as cluster:
+        float8 = [t.view(torch.float8_e4m3fn) for t in x]
+        rows = ep.dispatch(float8, ids, scales=scales, buffer=cluster, layout="flat")
+    assert_all_equal([r.view(torch.uint8) for r in rows.x], reference.flat_dispatch(x, ids, weights, 8)[0])
+    assert_all_equal(rows.scales, reference.flat_dispatch(scales, ids, weights, 8)[0])
+
+
+def test_wrong_arguments():
+    x, ids = [torch.ones(2, 4)], [torch.tensor([[0], [1]])]
+    with ep.LocalCluster(1, 1, ep.Config(num_experts=2)) as cluster:
+        with pytest.raises(ValueError, match="layout is 'rows', must be 'grouped' or 'flat'"):
+            ep.dispatch(x, ids, buffer=cluster, layout="rows")
+        with pytest.raises(ValueError, match="expert_capacity is 3, must be None with layout 'flat'"):
+            ep.dispatch(x, ids, buffer=cluster, layout="flat", expert_capacity=3)
+        with pytest.raises(ValueError, match="must hold distinct ids"):
+            ep.dispatch(x, [torch.tensor([[0, 1], [1, 1]])], buffer=cluster, layout="flat")
+        handle = ep.dispatch(x, ids, buffer=cluster, layout="flat").handle
+        with pytest.raises(ValueError, match="layout must not be given with a handle"):
+            ep.dispatch(x, handle=handle, layout="flat")
