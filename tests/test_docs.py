@@ -37,7 +37,7 @@ FOLDERS = (
 )
 NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)*\.(?:h|inl|cu|cpp|py|yaml|txt|sh|md|svg)|(?:[\w.-]+/)+")
 
-NOT_HERE = {"pretrain_gpt.py", "loss.csv", "loss.png"}  # Megatron-LM's, and what a run writes
+NOT_HERE = {"pretrain_gpt.py", "fused_a2a.py", "loss.csv", "loss.png"}  # Megatron's, and what a run writes
 
 # Names that documents mention and that are other projects'.
 ELSEWHERE = {

@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).parents[1] / "megatron_ep"
 FLOORS = [
     {"cli", "pretrain"},
     {"bench", "training"},
-    {"megatron"},
+    {"deep_ep", "megatron"},
     {"megatron_ep"},
     {"env", "low_latency", "overlap", "sequences"},
     {"buffer", "router"},

@@ -270,7 +270,25 @@ void bind_heap(py::module_& m) {
             },
             py::arg("num_tokens"), py::arg("topk"),
             "Where in a handle's layout the prefix sums [L + 1] of the rows per local expert lie, "
-            "padding included.");
+            "padding included.")
+        .def(
+            "received_offset",
+            [](const Heap& heap, int num_tokens, int topk) {
+                const Layout layout{heap.topology,    num_tokens,    topk,
+                                    heap.num_experts, heap.channels, nullptr};
+                return &layout.received(0, 0) - layout.data;
+            },
+            py::arg("num_tokens"), py::arg("topk"),
+            "Where in it the rows that arrive lie, [C, W] by channel and source rank.")
+        .def(
+            "expert_count_offset",
+            [](const Heap& heap, int num_tokens, int topk) {
+                const Layout layout{heap.topology,    num_tokens,    topk,
+                                    heap.num_experts, heap.channels, nullptr};
+                return &layout.expert_count(0) - layout.data;
+            },
+            py::arg("num_tokens"), py::arg("topk"),
+            "Where in it the rows of each local expert lie, [L], without padding.");
 }
 
 void bind_row_format(py::module_& m) {

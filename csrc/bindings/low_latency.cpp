@@ -81,6 +81,8 @@ void bind_low_latency(py::module_& m) {
                 offsets["starts"] = layout.starts_offset();
                 offsets["experts"] = layout.experts_offset();
                 offsets["active"] = layout.active_offset();
+                offsets["present"] = layout.present_offset();
+                offsets["dst_rows"] = layout.dst_rows_offset();
                 return offsets;
             },
             py::kw_only(), py::arg("topk"), py::arg("warps"),

@@ -48,6 +48,8 @@ struct LowLatencyLayout {
     EP_HD size_t starts_offset() const { return starts_; }
     EP_HD size_t experts_offset() const { return experts_; }
     EP_HD size_t active_offset() const { return active_; }
+    EP_HD size_t present_offset() const { return present_; }
+    EP_HD size_t dst_rows_offset() const { return dst_rows_; }
 
     // 1 if rows did not fit, else 0.
     EP_HD int32_t& overflow() const { return data[kOverflow]; }

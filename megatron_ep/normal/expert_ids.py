@@ -15,10 +15,11 @@ def first_invalid(topk_idx: torch.Tensor, num_experts: int, allows_repeats: bool
     return int(bad.nonzero()[0]) if bad.any() else None
 
 
-def refusal(topk_idx: torch.Tensor, token: int, num_experts: int, rank: int | None) -> ValueError:
+def refusal(
+    topk_idx: torch.Tensor, token: int, num_experts: int, rank: int | None, allows_repeats: bool = False
+) -> ValueError:
     """rank: whose ids they are, where the caller gave those of several."""
     where = "" if rank is None else f" of rank {rank}"
-    return ValueError(
-        f"topk_idx{where} is {topk_idx[token].tolist()} at token {token}, must hold distinct ids in "
-        f"[0, {num_experts}), or -1 for no expert"
-    )
+    must = "must hold ids in" if allows_repeats else "must hold distinct ids in"
+    ids = topk_idx[token].tolist()
+    return ValueError(f"topk_idx{where} is {ids} at token {token}, {must} [0, {num_experts}), or -1 for no expert")

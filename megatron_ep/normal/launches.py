@@ -293,7 +293,9 @@ def _refuse_ids(group: RankGroup, rank: int, topk_idx: torch.Tensor, a_bad_token
         group.live_backend().reset()  # nobody else is waiting
     first = expert_ids.first_invalid(topk_idx, group.config.num_experts, allows_repeats)
     token = a_bad_token if first is None else first  # on a GPU the ids may have been overwritten since
-    raise expert_ids.refusal(topk_idx, token, group.config.num_experts, rank if len(group.ranks) > 1 else None)
+    raise expert_ids.refusal(
+        topk_idx, token, group.config.num_experts, rank if len(group.ranks) > 1 else None, allows_repeats
+    )
 
 
 def _saved_bytes(world_size: int, topk: int, rows: int, row_bytes: int) -> float:

@@ -1,0 +1,45 @@
+"""What programs that `import deep_ep` find, over this library: see "Coming from DeepEP" in the documents.
+
+    python -m megatron_ep.deep_ep script.py ARGS...      runs a script for which `deep_ep` is this
+    import megatron_ep.deep_ep; megatron_ep.deep_ep.install()    the same from here on, and in child processes
+
+The names are DeepEP's; it is no part of this project. What is not there raises NotImplementedError and says so.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from megatron_ep.deep_ep.buffer import Buffer
+from megatron_ep.deep_ep.config import Config
+from megatron_ep.deep_ep.events import EventHandle, EventOverlap
+
+__version__ = "1.2.1+megatron_ep"  # the interface that this is, and whose it is
+
+__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "install", "topk_idx_t"]
+
+topk_idx_t = torch.int64
+
+SHIM = Path(__file__).parent / "shim"  # a folder with a module `deep_ep` that is this
+
+
+def install() -> None:
+    """Makes `import deep_ep` find this, here and in processes that are started from now on (PYTHONPATH).
+
+    Raises ValueError if another deep_ep has been imported.
+    """
+    foreign = sys.modules.get("deep_ep")
+    if foreign is not None and getattr(foreign, "__file__", None) != str(SHIM / "deep_ep" / "__init__.py"):
+        where = getattr(foreign, "__file__", None) or list(getattr(foreign, "__path__", []))
+        raise ValueError(f"deep_ep is {where}, imported already: must not be where megatron_ep.deep_ep takes its place")
+    if str(SHIM) not in sys.path:
+        sys.path.insert(0, str(SHIM))
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if str(SHIM) not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(SHIM), *paths])
+    importlib.import_module("deep_ep")

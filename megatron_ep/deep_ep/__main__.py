@@ -1,0 +1,31 @@
+"""Runs a script for which `deep_ep` is megatron_ep.deep_ep:
+
+python -m megatron_ep.deep_ep script.py ARGS...
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+from megatron_ep.deep_ep import install
+
+
+def main() -> None:
+    if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
+        given = sys.argv[1] if len(sys.argv) > 1 else "nothing"
+        print(
+            f"megatron_ep.deep_ep: SCRIPT is {given}, must be a file: python -m megatron_ep.deep_ep SCRIPT ARGS...",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    script = Path(sys.argv[1]).resolve()
+    install()
+    sys.argv = sys.argv[1:]
+    sys.path[0] = str(script.parent)  # as if it were run by itself
+    runpy.run_path(str(script), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,309 @@
+"""DeepEP's `Buffer` (its V1), over this library."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from megatron_ep.config import MAX_CHANNELS, require_int
+from megatron_ep.deep_ep import config as sizes
+from megatron_ep.deep_ep import transfers
+from megatron_ep.deep_ep.config import ALIGNMENT, Config
+from megatron_ep.deep_ep.events import EventHandle, EventOverlap, refuse, run
+from megatron_ep.deep_ep.handles import NormalHandle
+from megatron_ep.deep_ep.instances import Instances
+from megatron_ep.deep_ep.layout import counts_of_all, ids_of_ranks, layout_of
+from megatron_ep.deep_ep.low_latency import LowLatencyCalls
+from megatron_ep.deep_ep.transfers import Rows
+from megatron_ep.overlap import communication_stream
+
+DispatchLayout = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]
+
+
+class Buffer(LowLatencyCalls):
+    """Normal and low-latency mode of a process group, on its GPUs or on the CPU: tensors say where. Constructing it
+    does nothing: memory is set up by the first dispatch, for the number of experts that it names.
+
+    group: any backend of torch.distributed.
+    num_nvl_bytes, num_rdma_bytes: kept; the memory taken is what calls need.
+    enable_shrink: low-latency calls go on without ranks that stay away.
+    num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl: kept out of the way; they change nothing.
+
+    Raises ValueError without a group, or for numbers of bytes that are no multiples of 128. Calls raise ValueError for
+    wrong arguments, naming them, and megatron_ep.EPError when another rank does not take part, in time or at all; after
+    that `reset` on all ranks makes the buffer usable again.
+    """
+
+    num_sms: ClassVar[int] = 20
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        comm: Any = None,
+    ):
+        if comm is not None:
+            refuse("comm", comm, "pass a process group of torch.distributed as group")
+        if group is None:
+            raise ValueError("group is None, must be a process group")
+        for name, value in (("num_nvl_bytes", num_nvl_bytes), ("num_rdma_bytes", num_rdma_bytes)):
+            require_int(name, value, 0, 1 << 62)
+            if value % ALIGNMENT:
+                raise ValueError(f"{name} is {value}, must be a multiple of {ALIGNMENT}")
+        self.group = group
+        self.rank, self.group_size = group.rank(), group.size()
+        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
+        self.low_latency_mode = low_latency_mode
+        self.explicitly_destroy = explicitly_destroy
+        self.enable_shrink = enable_shrink
+        self.runtime: Instances | None = Instances(group, masks=enable_shrink)
+        self._scratch: dict[bool, torch.Tensor] = {}
+        self._asked_to_mask: set[int] = set()
+
+    def destroy(self) -> None:
+        """Gives the memory back. Other ranks need not do so at the same time."""
+        runtime, self.runtime = self.runtime, None
+        self._scratch.clear()
+        if runtime is not None:
+            runtime.close()
+
+    def reset(self) -> None:
+        """Makes the buffer usable again after an error, and takes masked ranks back that live. Collective. DeepEP has
+        nothing like it."""
+        self._instances().reset()
+
+    def _instances(self) -> Instances:
+        if self.runtime is None:
+            raise ValueError("buffer is destroyed")
+        return self.runtime
+
+    # ---- sizes, settings, streams
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        return True
+
+    @classmethod
+    def set_num_sms(cls, new_num_sms: int) -> None:
+        """Of buffers that are set up from now on, where a call has no config. Raises ValueError unless it is even."""
+        require_int("new_num_sms", new_num_sms, 2, MAX_CHANNELS)
+        if new_num_sms % 2:
+            raise ValueError(f"new_num_sms is {new_num_sms}, must be even")
+        Buffer.num_sms = new_num_sms
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        return sizes.dispatch_preset(Buffer.num_sms, num_ranks)
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        return sizes.combine_preset(Buffer.num_sms, num_ranks)
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        return sizes.low_latency_bytes(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """What the current stream has been given so far."""
+        return EventOverlap(EventHandle())
+
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """Of asynchronous calls on the current GPU."""
+        return communication_stream(torch.device("cuda", torch.cuda.current_device()))
+
+    def get_local_buffer_tensor(
+        self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
+    ) -> torch.Tensor:
+        """Memory of num_nvl_bytes (num_rdma_bytes) on the current GPU, or the CPU where there is none, from the byte
+        `offset` on. Nothing else uses it: it is not what the ranks send and receive with."""
+        num_bytes = self.num_rdma_bytes if use_rdma_buffer else self.num_nvl_bytes
+        require_int("offset", offset, 0, num_bytes)
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        memory, view = sizes.scratch(num_bytes, dtype, size, self._scratch.get(use_rdma_buffer), offset, device)
+        self._scratch[use_rdma_buffer] = memory
+        return view
+
+    # ---- normal mode
+
+    def get_dispatch_layout(
+        self,
+        topk_idx: torch.Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> DispatchLayout:
+        """How many tokens go where, of this rank alone: per rank int32 [W]; per node of 8 ranks int32 [W / 8], None up
+        to 8 ranks; per expert int32 [E]; bool [T, W]; event."""
+        require_int("num_experts", num_experts, 1, 1 << 20)
+        if num_experts % self.group_size:
+            raise ValueError(f"num_experts is {num_experts}, must be a multiple of the {self.group_size} ranks")
+        parts, event = run(
+            topk_idx.device,
+            lambda: layout_of(topk_idx, num_experts, self.group_size),
+            [topk_idx],
+            previous_event,
+            async_finish,
+            lambda parts: parts,
+        )
+        return *parts, event
+
+    def dispatch(
+        self,
+        x: Rows,
+        handle: NormalHandle | None = None,
+        num_tokens_per_rank: torch.Tensor | None = None,
+        num_tokens_per_rdma_rank: torch.Tensor | None = None,
+        is_token_in_rank: torch.Tensor | None = None,
+        num_tokens_per_expert: torch.Tensor | None = None,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Rows, torch.Tensor | None, torch.Tensor | None, list[int] | None, NormalHandle | None, EventOverlap]:
+        """One row for each token that chose an expert of a rank, in the order of (source rank, token).
+
+        x: [T, H], contiguous, any dtype that megatron_ep.dispatch takes; or float8_e4m3fn and its scales [T, S],
+            float32 or int32.
+        handle: of an earlier dispatch, whose layout is used again, with its buffer whatever config says; then the three
+            behind x are None, and so is the handle.
+        num_tokens_per_rank, num_tokens_per_rdma_rank: not looked at.
+        num_tokens_per_expert: int32 [E]: tells E, and without topk_idx the numbers that are returned.
+        is_token_in_rank: bool [T, W]: where tokens go, if topk_idx is not given.
+        topk_idx, topk_weights: [T, K], int64 or int32, -1 for no expert, K <= 32; float32 [T, K]. Both or neither.
+        expert_alignment: the numbers of rows of experts are rounded up to it; rows are not padded.
+        num_worst_tokens: fixes R, and the host does not wait. Rows behind the last one have no experts (-1).
+        config: its num_sms.
+        allocate_on_comm_stream: changes nothing.
+
+        Returns x [R, H] (and scales [R, S]); local expert ids [R, K], or -1; weights [R, K], 0 where the id is -1; rows
+        of each local expert, [] with num_worst_tokens; the handle; the event, of async_finish.
+        """
+        if handle is not None:
+            for name, value in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+                if value is not None:
+                    raise ValueError(f"{name} must not be given with a handle")
+            flat = _normal(handle).flat
+            received, event = run(
+                _device(x),
+                lambda: transfers.dispatch_again(flat, x),
+                _tensors(x),
+                previous_event,
+                async_finish,
+                transfers.Received.tensors,
+            )
+            return received.rows, None, None, None, None, event
+        if num_tokens_per_expert is None:
+            raise ValueError("num_tokens_per_expert is None, must be int32 [E] unless a handle is given")
+        if (topk_idx is None) != (topk_weights is None):
+            raise ValueError("topk_idx and topk_weights must be given together")
+        if topk_idx is None and (is_token_in_rank is None or num_worst_tokens):
+            raise ValueError("topk_idx is None, must be given with num_worst_tokens and without is_token_in_rank")
+        require_int("expert_alignment", expert_alignment, 1, 1 << 20)
+        require_int("num_worst_tokens", num_worst_tokens, 0, (1 << 31) - 1)
+        num_experts, num_sms = len(num_tokens_per_expert), (config or Config(Buffer.num_sms)).num_sms
+        buffer = self._instances().normal(_device(x), num_experts, num_sms, _row_bytes(x))
+
+        def call() -> tuple[transfers.Received, NormalHandle, list[int], torch.Tensor | None]:
+            ids = topk_idx
+            if ids is None:
+                assert is_token_in_rank is not None
+                ids = ids_of_ranks(is_token_in_rank, num_experts)
+            received, flat = transfers.dispatch(
+                buffer, x, ids, topk_weights, alignment=expert_alignment, num_rows=num_worst_tokens or None
+            )
+            if topk_idx is None:
+                counts = counts_of_all(buffer, num_tokens_per_expert)
+                numbers = [-(-count // expert_alignment) * expert_alignment for count in counts]
+            else:
+                numbers = [] if num_worst_tokens else flat.tokens_per_expert.tolist()
+            tokens = is_token_in_rank
+            if tokens is None:
+                tokens = layout_of(ids, num_experts, self.group_size)[3]
+            local_ids = None if topk_idx is None else flat.local_ids.to(topk_idx.dtype)
+            return received, NormalHandle(flat, tokens, num_sms // 2), numbers, local_ids
+
+        (received, made, numbers, local_ids), event = run(
+            _device(x),
+            call,
+            [*_tensors(x), topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert],
+            previous_event,
+            async_finish,
+            lambda result: [*result[0].tensors(), result[3]],
+        )
+        return received.rows, local_ids, received.weights, numbers, made, event
+
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: NormalHandle,
+        topk_weights: torch.Tensor | None = None,
+        bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+        """The sums of each token's rows over the ranks that had it.
+
+        x: [R, H], contiguous; bfloat16, float16, float32 or float64.
+        topk_weights: float32 [R, K], summed over the ranks as the rows are, whatever experts they are of.
+        bias: one or two [T, H], added to the sums.
+
+        Returns [T, H], zeros for a token without rows; [T, K] or None; the event, of async_finish.
+        """
+        flat = _normal(handle).flat
+        biases = [b for b in (bias if isinstance(bias, tuple) else (bias,)) if b is not None]
+        (y, weights), event = run(
+            x.device,
+            lambda: transfers.combine(flat, x, topk_weights, biases),
+            [x, topk_weights, *biases],
+            previous_event,
+            async_finish,
+            lambda result: result,
+        )
+        return y, weights, event
+
+    def internode_dispatch(self, *_: Any, **__: Any) -> None:
+        """`dispatch` does it."""
+        refuse("internode_dispatch", "called", "dispatch reaches ranks of all nodes")
+
+    def internode_combine(self, *_: Any, **__: Any) -> None:
+        """`combine` does it."""
+        refuse("internode_combine", "called", "combine reaches ranks of all nodes")
+
+
+def _normal(handle: NormalHandle) -> NormalHandle:
+    if not isinstance(handle, NormalHandle):
+        raise ValueError(f"handle is a {type(handle).__name__}, must be of a dispatch of this library's Buffer")
+    return handle
+
+
+def _tensors(x: Rows) -> list[torch.Tensor]:
+    return list(x) if isinstance(x, tuple) else [x]
+
+
+def _device(x: Rows) -> torch.device:
+    return _tensors(x)[0].device
+
+
+def _row_bytes(x: Rows) -> int:
+    """Of a row that is combined: in bfloat16, if x is smaller."""
+    values = _tensors(x)[0]
+    return values.shape[-1] * max(2, values.element_size())

@@ -1,0 +1,113 @@
+"""Sizes of DeepEP's buffers, which users of V1 compute and pass on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_ep import _C, config
+from megatron_ep.backends import sizes
+
+ALIGNMENT = 128  # of numbers of bytes
+NODE_RANKS = 8  # DeepEP's nodes
+
+
+@dataclass(frozen=True)
+class Config:
+    """num_sms is used; the sizes of chunks are kept and change nothing: rings and batches are sized by this library."""
+
+    num_sms: int = 20
+    num_max_nvl_chunked_send_tokens: int = 6
+    num_max_nvl_chunked_recv_tokens: int = 256
+    num_max_rdma_chunked_send_tokens: int = 6
+    num_max_rdma_chunked_recv_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            config.require_int(f"Config.{name}", getattr(self, name), 1, 1 << 20)
+        for kind in ("nvl", "rdma"):
+            send = getattr(self, f"num_max_{kind}_chunked_send_tokens")
+            recv = getattr(self, f"num_max_{kind}_chunked_recv_tokens")
+            if send >= recv:
+                raise ValueError(
+                    f"Config.num_max_{kind}_chunked_send_tokens is {send}, must be less than the {recv} of "
+                    f"num_max_{kind}_chunked_recv_tokens"
+                )
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """Bytes that a buffer takes on each rank, without what it needs for other nodes. Any number will do: buffers
+        are as large as they have to be."""
+        parts = self._parts(hidden_bytes, num_ranks)
+        return _align(sum(size for name, size in parts.items() if not name.startswith("network")))
+
+    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """The rest; 0 on one node."""
+        parts = self._parts(hidden_bytes, num_ranks)
+        return _align(sum(size for name, size in parts.items() if name.startswith("network")))
+
+    def _parts(self, hidden_bytes: int, num_ranks: int) -> dict[str, int]:
+        config.require_int("hidden_bytes", hidden_bytes, 1, config.MAX_RING // 64)
+        ranks = topology_of(num_ranks)
+        settings = config.Config(num_experts=num_ranks, row_bytes=row_class(hidden_bytes), num_sms=self.num_sms)
+        return sizes.gpu_heap(ranks, settings, self.num_sms).parts
+
+
+def topology_of(num_ranks: int) -> config.Topology:
+    """As DeepEP's sizes are computed: nodes of 8, or one node of any other number."""
+    config.require_int("num_ranks", num_ranks, 1, config.MAX_RANKS)
+    if num_ranks > NODE_RANKS and num_ranks % NODE_RANKS == 0:
+        return config.Topology(num_ranks // NODE_RANKS, NODE_RANKS)
+    return config.Topology(1, num_ranks)
+
+
+def row_class(row_bytes: int) -> int | None:
+    """What a buffer for such rows is made for, `Config.row_bytes`: rows of about the same size share one."""
+    return None if row_bytes <= sizes.WIDEST_ROW_BYTES else 1 << (row_bytes - 1).bit_length()
+
+
+def dispatch_preset(num_sms: int, num_ranks: int) -> Config:
+    return Config(num_sms, 24 if num_ranks == 2 else 6, 256, 6, 128)
+
+
+def combine_preset(num_sms: int, num_ranks: int) -> Config:
+    return Config(num_sms, {2: 10, 4: 9}.get(num_ranks, 4), 256, 6, 128)
+
+
+def low_latency_bytes(max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
+    """Bytes that the low-latency mode takes on each rank, for any K that DeepEP has (11 at most)."""
+    ranks = topology_of(num_ranks)
+    row = _C.RowFormat(payload_bytes=2 * hidden, scale_bytes=0, weight_bytes=0, topk=11, payload_type=0)
+    heap = _C.LowLatencyHeap(
+        nodes=ranks.nodes,
+        ranks_per_node=ranks.ranks_per_node,
+        num_experts=num_experts,
+        max_tokens=max_tokens,
+        largest=row,
+        staged=ranks.nodes > 1,
+        channels=1,
+        masking=False,
+    )
+    return _align(heap.bytes)
+
+
+def scratch(
+    num_bytes: int,
+    dtype: torch.dtype,
+    size: torch.Size | None,
+    tensor: torch.Tensor | None,
+    offset: int,
+    device: torch.device,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(memory, view of it from a byte on) of so many bytes that nobody else uses, made when first asked for."""
+    memory = torch.empty(num_bytes, dtype=torch.uint8, device=device) if tensor is None else tensor
+    elements = memory[offset : offset + (len(memory) - offset) // dtype.itemsize * dtype.itemsize].view(dtype)
+    if size is None:
+        return memory, elements
+    if size.numel() > len(elements):
+        raise ValueError(f"size is {tuple(size)}, must be at most {len(elements)} elements of {dtype}")
+    return memory, elements[: size.numel()].view(size)
+
+
+def _align(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

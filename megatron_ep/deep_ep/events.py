@@ -1,0 +1,114 @@
+"""DeepEP's events, and calls on a stream of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+
+from megatron_ep.overlap import communication_stream
+
+Result = TypeVar("Result")
+
+
+class EventHandle:
+    """What the current stream has been given when this is made. Nothing on a machine without a GPU."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.current_stream().record_event() if torch.cuda.is_available() else None
+
+    def current_stream_wait(self) -> None:
+        """The current stream goes on when that is done; the host does not wait."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+
+    def keep_back(self, stream: torch.cuda.Stream) -> None:
+        """The same of another stream."""
+        if self._event is not None:
+            stream.wait_event(self._event)
+
+
+class EventOverlap:
+    """An event that a call returns, None unless the call was asked to be asynchronous. As a context manager it lets
+    the current stream wait at the end of the block.
+
+    extra_tensors: kept as long as this.
+    """
+
+    def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[torch.Tensor, ...] | None = None):
+        self.event = event
+        self.extra_tensors = extra_tensors
+        self._after_wait: Callable[[], None] | None = None
+        self._releases = False
+
+    def current_stream_wait(self, release_handle: bool = False) -> None:
+        """Raises ValueError if there is no event."""
+        if self.event is None:
+            raise ValueError("event is None, must be of a call with async_finish=True")
+        self.event.current_stream_wait()
+        after, self._after_wait = self._after_wait, None
+        if after is not None:
+            after()
+        if release_handle:
+            self.event = None
+
+    def register_hook_after_wait(self, hook_after_wait: Callable[[], None]) -> None:
+        """Called once, behind the next wait. Raises ValueError if there is one already."""
+        if self._after_wait is not None:
+            raise ValueError("hook_after_wait is the second one, must be registered after a wait for the first")
+        self._after_wait = hook_after_wait
+
+    def __call__(self, release_handle: bool = False) -> EventOverlap:
+        self._releases = release_handle
+        return self
+
+    def __enter__(self) -> EventOverlap:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        releases, self._releases = self._releases, False
+        if self.event is not None:
+            self.current_stream_wait(releases)
+
+
+def handle_of(previous_event: EventOverlap | EventHandle | None) -> EventHandle | None:
+    """V1 passes what it was given as `event`, V2 an EventHandle."""
+    return previous_event.event if isinstance(previous_event, EventOverlap) else previous_event
+
+
+def run(
+    device: torch.device,
+    call: Callable[[], Result],
+    read: Iterable[torch.Tensor | None],
+    previous_event: EventOverlap | EventHandle | None,
+    is_async: bool,
+    tensors_of: Callable[[Result], Iterable[torch.Tensor | None]],
+) -> tuple[Result, EventOverlap]:
+    """call() on the current stream, or if asynchronous on one of its own.
+
+    read: the tensors that it reads; tensors_of: of its result, those that the current stream will use.
+    previous_event: what has to be reached before. None: all that the current stream has been given.
+    """
+    before = handle_of(previous_event)
+    if device.type == "cpu":
+        return call(), EventOverlap(EventHandle() if is_async else None)
+    if not is_async:
+        if before is not None:
+            before.current_stream_wait()
+        return call(), EventOverlap()
+    current, stream = torch.cuda.current_stream(device), communication_stream(device)
+    (before or EventHandle()).keep_back(stream)
+    with torch.cuda.stream(stream):
+        result = call()
+        after = EventHandle()
+    for tensors, other in ((read, stream), (tensors_of(result), current)):
+        for tensor in tensors:
+            if tensor is not None and tensor.is_cuda:
+                tensor.record_stream(other)
+    return result, EventOverlap(after)
+
+
+def refuse(name: str, value: Any, instead: str) -> None:
+    """Of an argument that DeepEP has and this does not do."""
+    raise NotImplementedError(f"{name} is {value!r}, which megatron_ep.deep_ep does not do: {instead}")

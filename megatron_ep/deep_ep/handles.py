@@ -1,0 +1,129 @@
+"""The tuples that DeepEP's V1 gives as handles. Their elements are made when somebody asks for them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatron_ep.deep_ep.transfers import FlatHandle
+from megatron_ep.low_latency.api import LowLatency
+from megatron_ep.low_latency.handle import LowLatencyHandle
+
+UNKNOWN = -1  # of elements: what only other ranks know
+
+
+class _LazyTuple(tuple[Any, ...]):
+    """Of `LENGTH` elements, each made by `make(index)`."""
+
+    LENGTH: int
+
+    def __new__(cls, *_: Any) -> _LazyTuple:
+        return super().__new__(cls, (None,) * cls.LENGTH)
+
+    def make(self, index: int) -> Any:
+        raise NotImplementedError
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return tuple(self.make(i) for i in range(*index.indices(self.LENGTH)))
+        return self.make(range(self.LENGTH)[index])
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.make(i) for i in range(self.LENGTH))
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+class NormalHandle(_LazyTuple):
+    """Of a dispatch in normal mode, as on one node: rank_prefix_matrix int32 [W, W] (entry [i][j]: tokens of ranks 0..i
+    for rank j; this rank's column, -1 elsewhere), channel_prefix_matrix and recv_channel_prefix_matrix int32 [W, C] (-1
+    all over), recv_src_idx int32 [R] (a row's token at its source), is_token_in_rank bool [T, W], send_head int32
+    [T, W] (-1 where a rank does not get a token, else 0)."""
+
+    LENGTH = 6
+
+    def __init__(self, flat: FlatHandle, is_token_in_rank: torch.Tensor, num_channels: int):
+        self.flat = flat
+        self._is_token_in_rank = is_token_in_rank
+        self._num_channels = num_channels
+
+    @functools.cached_property
+    def _rank_prefix_matrix(self) -> torch.Tensor:
+        counts = self.flat.rows_per_rank
+        matrix = counts.new_full((len(counts), len(counts)), UNKNOWN)
+        matrix[:, self.flat.buffer.rank] = counts.cumsum(0, dtype=torch.int32)
+        return matrix
+
+    def make(self, index: int) -> Any:
+        if index == 0:
+            return self._rank_prefix_matrix
+        if index == 3:
+            return self.flat.source_tokens
+        if index == 4:
+            return self._is_token_in_rank
+        if index == 5:
+            return self._is_token_in_rank.int() - 1
+        world = self.flat.buffer.topology.world_size
+        return self.flat.source_tokens.new_full((world, self._num_channels), UNKNOWN)
+
+
+class LowLatencyTuple(_LazyTuple):
+    """Of a low-latency dispatch: src_info int32 [L, M] (a row's token at its source; anything behind the last row),
+    layout_range int64 [L, W] (where the rows of a source begin << 32 | how many), T_max, H, E. M = W * T_max."""
+
+    LENGTH = 5
+
+    def __init__(
+        self, low_latency: LowLatency, handle: LowLatencyHandle, topk_idx: torch.Tensor, max_tokens: int, hidden: int
+    ):
+        self.low_latency, self.handle = low_latency, handle
+        self.topk_idx = topk_idx
+        self.max_tokens, self.hidden = max_tokens, hidden
+        self.combine_buffer: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of the rows: [L, M, H]."""
+        group = self.handle.buffer
+        return group.num_local_experts, group.topology.world_size * self.max_tokens, self.hidden
+
+    @functools.cached_property
+    def _places(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """src_info and layout_range, from where a dispatch notes the rows of every token that came here."""
+        self.handle.check_received()
+        local_experts, most_rows, _ = self.shape
+        group, topk, rank = self.handle.buffer, self.handle.topk, self.handle.ranks[0]
+        world, layout = group.topology.world_size, rank.layout
+        offsets = self.handle.calls.offsets(topk)
+        chunks = -(-self.max_tokens // 32)
+        words = layout[offsets["present"] : offsets["present"] + world * chunks].view(world, chunks, 1)
+        bits = torch.arange(32, dtype=torch.int32, device=layout.device)
+        came = (words >> bits & 1).view(world, chunks * 32)[:, : self.max_tokens] == 1
+        if self.handle.calls.masks is not None:
+            came &= self.handle.active(rank).view(world, 1) == 1
+        size = (world, self.max_tokens, topk)
+        dst_rows = layout[offsets["dst_rows"] : offsets["dst_rows"] + world * self.max_tokens * topk].view(size)
+        is_row = came.unsqueeze(2) & (dst_rows >= 0)
+        # what is no row goes to an element behind the last one
+        place = torch.where(is_row, dst_rows, local_experts * most_rows).long()
+        source = torch.arange(world, device=layout.device).view(world, 1, 1).expand(size)
+        token = torch.arange(self.max_tokens, dtype=torch.int32, device=layout.device).view(1, -1, 1).expand(size)
+        src_info = layout.new_zeros(local_experts * most_rows + 1).scatter_(0, place.flatten(), token.flatten())
+        ring = (place // most_rows * world + source).flatten()
+        ones = torch.ones_like(ring)
+        counts = ring.new_zeros((local_experts + 1) * world).scatter_add_(0, ring, ones)[: local_experts * world]
+        counts = counts.view(local_experts, world)
+        begins = counts.cumsum(1) - counts
+        return src_info[:-1].view(local_experts, most_rows), begins << 32 | counts
+
+    def make(self, index: int) -> Any:
+        if index < 2:
+            return self._places[index]
+        return (self.max_tokens, self.hidden, self.handle.buffer.config.num_experts)[index - 2]

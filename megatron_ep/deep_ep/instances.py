@@ -1,0 +1,72 @@
+"""The buffers behind a DeepEP buffer, made when the first call needs them: DeepEP's constructors do not say for how
+many experts, nor on which device. All ranks make the same calls, so they make the same buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ep.buffer import Buffer
+from megatron_ep.config import Config
+from megatron_ep.deep_ep.config import row_class
+from megatron_ep.low_latency.api import LowLatency
+
+
+class Instances:
+    """Of one process group. Handles keep their buffer: it closes with the last of them.
+
+    timeout: seconds that a wait may take; None: as of `megatron_ep.Config`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float | None = None, masks: bool = False):
+        self._group = group
+        self._timeout = timeout
+        self._masks = masks
+        self._normal: dict[tuple[Any, ...], Buffer] = {}
+        self._low_latency: dict[tuple[Any, ...], LowLatency] = {}
+
+    def normal(self, device: torch.device, num_experts: int, num_sms: int | None, row_bytes: int) -> Buffer:
+        """Collective the first time."""
+        row_bytes = row_class(row_bytes) or 0
+        if device.type == "cpu":
+            num_sms = None
+        key = (device, num_experts, num_sms, row_bytes)
+        if key not in self._normal:
+            config = Config(num_experts, num_sms=num_sms, row_bytes=row_bytes or None, timeout=self._timeout)
+            self._normal[key] = Buffer(self._group, config, device=device)
+        return self._normal[key]
+
+    def low_latency(
+        self, device: torch.device, num_experts: int, max_tokens: int, hidden: int, topk: int
+    ) -> LowLatency:
+        """Collective the first time."""
+        key = (device, num_experts, max_tokens, hidden, topk)
+        if key not in self._low_latency:
+            if self._masks and self._low_latency:
+                ours = next(iter(self._low_latency))
+                raise ValueError(
+                    f"(device, num_experts, num_max_dispatch_tokens_per_rank, hidden, K) are {key}, must be {ours} as "
+                    "in earlier calls with enable_shrink: a rank may be gone that would have to take part in a set-up"
+                )
+            buffer = self.normal(device, num_experts, None, 2 * hidden)
+            policy = "mask" if self._masks else "raise"
+            self._low_latency[key] = LowLatency(
+                buffer, max_tokens=max_tokens, hidden=hidden, topk=topk, on_dead_rank=policy
+            )
+        return self._low_latency[key]
+
+    def all_low_latency(self) -> list[LowLatency]:
+        return list(self._low_latency.values())
+
+    def reset(self) -> None:
+        """Collective: see `megatron_ep.Buffer.reset`."""
+        for buffer in self._normal.values():
+            buffer.reset()
+
+    def close(self) -> None:
+        """Does not wait for other ranks."""
+        self._low_latency.clear()
+        while self._normal:
+            self._normal.popitem()[1].close()

@@ -1,0 +1,49 @@
+"""Where a rank's tokens go, as DeepEP's V1 tells it and is told it."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_ep.buffer import Buffer
+from megatron_ep.deep_ep import transfers
+from megatron_ep.deep_ep.config import NODE_RANKS
+from megatron_ep.deep_ep.events import refuse
+from megatron_ep.normal.api import MAX_TOPK
+
+
+def layout_of(
+    topk_idx: torch.Tensor, num_experts: int, num_ranks: int
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """topk_idx [T, K] to tokens per rank int32 [W], per node of 8 ranks int32 [W / 8] or None, per expert int32 [E],
+    and which go to which rank, bool [T, W]. An expert that a token names twice counts twice."""
+    ids = topk_idx.long()
+    experts = topk_idx.new_zeros(num_experts + 1, dtype=torch.int32)  # -1 counts in the last
+    experts.scatter_add_(
+        0, torch.where(ids < 0, num_experts, ids).flatten(), torch.ones_like(ids, dtype=torch.int32).flatten()
+    )
+    ranks = torch.where(ids < 0, num_ranks, ids.div(num_experts // num_ranks, rounding_mode="floor"))
+    goes = torch.zeros(len(ids), num_ranks + 1, dtype=torch.bool, device=ids.device).scatter_(1, ranks, True)
+    goes = goes[:, :num_ranks].contiguous()
+    nodes = None
+    if num_ranks > NODE_RANKS:
+        padded = torch.nn.functional.pad(goes, (0, -num_ranks % NODE_RANKS)).view(len(ids), -1, NODE_RANKS)
+        nodes = padded.any(dim=2).sum(0, dtype=torch.int32)
+    return goes.sum(0, dtype=torch.int32), nodes, experts[:num_experts], goes
+
+
+def ids_of_ranks(is_token_in_rank: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """bool [T, W] to int64 [T, W]: the first expert of each rank that a token goes to, or -1."""
+    num_ranks = is_token_in_rank.shape[1]
+    if num_ranks > MAX_TOPK:
+        refuse("topk_idx", None, f"give topk_idx with more than {MAX_TOPK} ranks")
+    first = torch.arange(0, num_experts, num_experts // num_ranks, device=is_token_in_rank.device)
+    return torch.where(is_token_in_rank, first, -1)
+
+
+def counts_of_all(buffer: Buffer, num_tokens_per_expert: torch.Tensor) -> list[int]:
+    """int32 [E] of each rank to their sums for this rank's experts: a row of L numbers from each rank to each."""
+    world, local_experts = buffer.topology.world_size, buffer.num_local_experts
+    counts = num_tokens_per_expert.int().view(world, local_experts)
+    ids = torch.arange(0, world * local_experts, local_experts, device=counts.device).view(world, 1)
+    received, _ = transfers.dispatch(buffer, counts.view(torch.float32), ids, None)
+    return received.x.view(torch.int32).sum(0).tolist()

@@ -1,0 +1,225 @@
+"""The low-latency mode of DeepEP's `Buffer` (its V1)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_ep.config import require_int
+from megatron_ep.deep_ep.events import EventOverlap, refuse, run
+from megatron_ep.deep_ep.handles import LowLatencyTuple
+from megatron_ep.deep_ep.instances import Instances
+from megatron_ep.deep_ep.transfers import Rows
+
+Hook = Callable[[], None]
+
+
+class LowLatencyCalls:
+    """A token goes straight to each rank that wants it, at most num_max_dispatch_tokens_per_rank (1024) from each."""
+
+    group_size: int
+    enable_shrink: bool
+    _asked_to_mask: set[int]
+
+    def _instances(self) -> Instances:
+        raise NotImplementedError
+
+    def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
+        """Nothing has to be cleaned: the two modes share no memory."""
+
+    def low_latency_dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        dispatch_wait_recv_cost_stats: torch.Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> tuple[Rows, torch.Tensor, LowLatencyTuple, EventOverlap, Hook | None]:
+        """x bfloat16 [T, H] to rows [L, M, H] of each local expert, in the order of (source rank, token); M = W *
+        num_max_dispatch_tokens_per_rank, any H (with use_ue8m0 a multiple of 512), K <= 32.
+
+        use_fp8: rows arrive as float8_e4m3fn with scales [L, M, H / 128], float32, column-major; round_scale: powers of
+            two; use_ue8m0, with it: int32 [L, M, H / 512], four exponents each.
+        cumulative_local_expert_recv_stats: int32 [L], to which the rows of each expert are added.
+        dispatch_wait_recv_cost_stats: int64 [W], to which are added the nanoseconds that were waited for each rank.
+        return_recv_hook: rows are there once the hook that is returned has been called; not with async_finish.
+
+        Returns rows (and scales), int32 [L] rows of each expert, the handle, the event, the hook.
+        """
+        if use_ue8m0 and not (round_scale and use_fp8):
+            raise ValueError("use_ue8m0 is True, must be False without use_fp8 and round_scale")
+        _check_ends(async_finish, return_recv_hook)
+        low_latency = self._instances().low_latency(
+            x.device, num_experts, num_max_dispatch_tokens_per_rank, x.shape[-1], topk_idx.shape[-1]
+        )
+        self._mask_those_asked_for()
+        settings: dict[str, Any] = {"fp8": None}
+        if use_fp8:
+            settings = {"fp8": "ue8m0" if use_ue8m0 else "pow2" if round_scale else "fp32", "scale_layout": "column"}
+        stats = cumulative_local_expert_recv_stats
+
+        def call() -> tuple[Any, Hook | None]:
+            with torch.no_grad():
+                result = low_latency.dispatch(
+                    x,
+                    topk_idx,
+                    layout="masked",
+                    recv_wait_ns=dispatch_wait_recv_cost_stats,
+                    return_recv_hook=return_recv_hook,
+                    **settings,
+                )
+            received, receive = result if return_recv_hook else (result, None)
+
+            def count() -> None:
+                if stats is not None:
+                    stats.add_(received.recv_counts)
+
+            if receive is None:
+                count()
+                return received, None
+            return received, _on_stream_of_now(x.device, receive, count)
+
+        (received, hook), event = run(
+            x.device,
+            call,
+            [x, topk_idx, stats, dispatch_wait_recv_cost_stats],
+            None,
+            async_finish,
+            lambda result: [result[0].x, result[0].scales, result[0].handle.ranks[0].layout],
+        )
+        handle = LowLatencyTuple(low_latency, received.handle, topk_idx, num_max_dispatch_tokens_per_rank, x.shape[1])
+        rows: Rows = (received.x, received.scales) if use_fp8 else received.x
+        return rows, received.recv_counts, handle, event, hook
+
+    def low_latency_combine(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: LowLatencyTuple,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: torch.Tensor | None = None,
+        combine_wait_recv_cost_stats: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, EventOverlap, Hook | None]:
+        """x [L, M, H] to the sums [T, H] of each token's rows, times topk_weights float32 [T, K], in the order of k.
+
+        topk_idx: of the dispatch; a choice that is -1 now is left out by a weight of 0.
+        handle: may be combined any number of times.
+        zero_copy: x is what `get_next_low_latency_combine_buffer` gave for this handle, if it was asked. Rows are read
+            where they lie either way.
+        use_logfmt: NotImplementedError: rows travel as they are.
+        """
+        if use_logfmt:
+            refuse("use_logfmt", True, "rows are combined in bfloat16")
+        _check_ends(async_finish, return_recv_hook)
+        if not isinstance(handle, LowLatencyTuple):
+            raise ValueError(f"handle is a {type(handle).__name__}, must be of a low_latency_dispatch of this Buffer")
+        low_latency = handle.low_latency
+        rows = handle.combine_buffer if zero_copy and handle.combine_buffer is not None else x
+        weights = topk_weights
+        if topk_idx is not handle.topk_idx:
+            weights = torch.where(topk_idx < 0, torch.zeros_like(topk_weights), topk_weights)
+
+        def call() -> tuple[torch.Tensor, Hook | None]:
+            with torch.no_grad():
+                result = low_latency.combine(
+                    rows,
+                    handle.handle,
+                    weights,
+                    out=out,
+                    recv_wait_ns=combine_wait_recv_cost_stats,
+                    return_recv_hook=return_recv_hook,
+                )
+            if not return_recv_hook:
+                return result, None
+            return result[0], _on_stream_of_now(x.device, result[1])
+
+        (y, hook), event = run(
+            x.device,
+            call,
+            [rows, weights, out, combine_wait_recv_cost_stats, handle.handle.ranks[0].layout],
+            None,
+            async_finish,
+            lambda result: [result[0]],
+        )
+        return y, event, hook
+
+    def get_next_low_latency_combine_buffer(self, handle: LowLatencyTuple) -> torch.Tensor:
+        """bfloat16 [L, M, H], for the rows of a combine of this handle with zero_copy."""
+        if handle.combine_buffer is None:
+            device = handle.handle.buffer.device
+            handle.combine_buffer = torch.empty(handle.shape, dtype=torch.bfloat16, device=device)
+        return handle.combine_buffer
+
+    # ---- ranks that stay away
+
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Leaves a rank out of low-latency calls from now on. All ranks that stay have to do so."""
+        self._check_shrink()
+        require_int("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
+        if mask:
+            self._asked_to_mask.add(rank_to_mask)
+            self._mask_those_asked_for()
+        elif rank_to_mask in self._masked():
+            refuse("mask", False, "reset(), on all ranks, takes masked ranks back")
+
+    def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
+        """mask_status: int32 [W], gets 1 for each rank that is left out."""
+        self._check_shrink()
+        for low_latency in self._instances().all_low_latency():
+            mask_status.copy_(1 - low_latency.active_ranks)
+            return
+        mask_status.zero_()
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Nothing, while no rank is masked; NotImplementedError while one is."""
+        self._check_shrink()
+        if self._masked():
+            refuse("low_latency_clean_mask_buffer", "called", "reset(), on all ranks, takes masked ranks back")
+
+    def _check_shrink(self) -> None:
+        if not self.enable_shrink:
+            raise ValueError("enable_shrink is False, must be True for masks")
+
+    def _masked(self) -> set[int]:
+        masked = set(self._asked_to_mask)
+        for low_latency in self._instances().all_low_latency():
+            masked |= set((low_latency.active_ranks == 0).nonzero()[:, 0].tolist())
+        return masked
+
+    def _mask_those_asked_for(self) -> None:
+        everyone = self._instances().all_low_latency() if self._asked_to_mask else []
+        for low_latency in everyone:
+            low_latency.active_ranks[sorted(self._asked_to_mask)] = 0
+        if everyone:
+            self._asked_to_mask.clear()
+
+
+def _check_ends(async_finish: bool, return_recv_hook: bool) -> None:
+    if async_finish and return_recv_hook:
+        raise ValueError("async_finish is True, must be False with return_recv_hook")
+
+
+def _on_stream_of_now(device: torch.device, receive: Hook, then: Hook | None = None) -> Hook:
+    """As a hook that runs both on the stream which is current now."""
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def hook() -> None:
+        with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+            receive()
+            if then is not None:
+                then()
+
+    return hook

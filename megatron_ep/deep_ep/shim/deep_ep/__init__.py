@@ -1,0 +1,12 @@
+"""`deep_ep`, where this folder's parent is on the path. Each submodule is one of megatron_ep.deep_ep: a path of its own
+would make every class twice."""
+
+import importlib
+import sys
+
+from megatron_ep.deep_ep import *  # noqa: F403
+from megatron_ep.deep_ep import __version__ as __version__
+
+for _name in ("utils", "utils.envs", "utils.event", "utils.gate", "utils.math", "utils.testing"):
+    sys.modules[f"{__name__}.{_name}"] = importlib.import_module(f"megatron_ep.deep_ep.{_name}")
+utils = sys.modules[f"{__name__}.utils"]

@@ -1,0 +1,183 @@
+"""DeepEP's `Buffer` between processes, on CPU tensors."""
+
+import deep_ep_checks as checks
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatron_ep as ep
+from megatron_ep.bench.local_ranks import LocalRanks
+from megatron_ep.deep_ep import Buffer, Config, EventHandle, EventOverlap
+
+CPU = torch.device("cpu")
+
+
+def in_groups(check, size, ranks_per_node=None, **settings):
+    """On all ranks of a job, in groups of so many."""
+    groups = [dist.new_group(list(range(r, r + size))) for r in range(0, dist.get_world_size(), size)]
+    with checks.nodes_of(ranks_per_node):
+        return check(groups[dist.get_rank() // size], CPU, **settings)
+
+
+@pytest.mark.parametrize(("size", "ranks_per_node"), [(1, None), (2, None), (4, None), (4, 2), (4, 1)])
+def test_normal_mode(four_ranks, size, ranks_per_node):
+    assert all(four_ranks.run(in_groups, checks.check_normal, size, ranks_per_node))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_float8_and_repeated_experts(four_ranks, size):
+    assert all(four_ranks.run(in_groups, checks.check_float8, size))
+
+
+def test_number_of_sms(four_ranks):
+    assert all(four_ranks.run(in_groups, checks.check_sms, 2))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_low_latency_mode(four_ranks, size):
+    assert all(four_ranks.run(in_groups, checks.check_low_latency, size))
+
+
+def test_masked_ranks(four_ranks):
+    assert all(four_ranks.run(in_groups, checks.check_masks, 4))
+
+
+def test_eight_ranks():
+    with LocalRanks(8, 120) as ranks:
+        assert all(ranks.run(in_groups, checks.check_normal, 8))
+        assert all(ranks.run(in_groups, checks.check_normal, 8, 4))
+        assert all(ranks.run(in_groups, checks.check_low_latency, 8))
+
+
+class OneRank:
+    """A process group as far as a constructor looks."""
+
+    def rank(self):
+        return 0
+
+    def size(self):
+        return 1
+
+
+def test_construction():
+    with pytest.raises(ValueError, match="group is None, must be a process group"):
+        Buffer(None)
+    with pytest.raises(ValueError, match="num_nvl_bytes is 100, must be a multiple of 128"):
+        Buffer(OneRank(), 100)
+    with pytest.raises(NotImplementedError, match="comm is"):
+        Buffer(None, comm=object())
+    buffer = Buffer(OneRank(), 1024, 256, enable_shrink=True)
+    assert (buffer.rank, buffer.group_size, buffer.num_nvl_bytes, buffer.num_rdma_bytes) == (0, 1, 1024, 256)
+    assert buffer.get_local_buffer_tensor(torch.int32, offset=64).shape == (240,)
+    view = buffer.get_local_buffer_tensor(torch.bfloat16, torch.Size([4, 8]), use_rdma_buffer=True)
+    view.fill_(3)
+    assert buffer.get_local_buffer_tensor(torch.bfloat16, torch.Size([32]), use_rdma_buffer=True).eq(3).all()
+    with pytest.raises(ValueError, match=r"size is \(129,\), must be at most 128 elements of torch.bfloat16"):
+        buffer.get_local_buffer_tensor(torch.bfloat16, torch.Size([129]), use_rdma_buffer=True)
+    buffer.destroy()
+    with pytest.raises(ValueError, match="buffer is destroyed"):
+        buffer.reset()
+
+
+def test_sizes():
+    for ranks in (1, 2, 3, 8, 16, 64):
+        for preset in (Buffer.get_dispatch_config(ranks), Buffer.get_combine_config(ranks)):
+            assert preset.num_sms == Buffer.num_sms
+            nvl, rdma = (
+                hint(14336, ranks) for hint in (preset.get_nvl_buffer_size_hint, preset.get_rdma_buffer_size_hint)
+            )
+            assert nvl > 0 and nvl % 128 == 0 and (rdma > 0) == (ranks > 8)
+        assert Buffer.get_low_latency_rdma_size_hint(128, 7168, ranks, 64 * ranks) > 128 * 7168 * 2
+    with pytest.raises(ValueError, match=r"Config\.num_max_nvl_chunked_send_tokens is 9, must be less than the 8"):
+        Config(20, 9, 8)
+    with pytest.raises(ValueError, match="new_num_sms is 7, must be even"):
+        Buffer.set_num_sms(7)
+
+
+def alone(group, device):
+    """Wrong arguments, in a group of one rank."""
+    buffer = Buffer(group)
+    x, ids, weights = torch.ones(2, 8), torch.tensor([[0], [1]]), torch.ones(2, 1)
+    counts = torch.ones(2, dtype=torch.int32)
+    given = {"num_tokens_per_expert": counts, "topk_idx": ids, "topk_weights": weights}
+    for changes, text in (
+        ({"num_tokens_per_expert": None}, "num_tokens_per_expert is None"),
+        ({"topk_weights": None}, "topk_idx and topk_weights must be given together"),
+        ({"topk_idx": None, "topk_weights": None}, "topk_idx is None, must be given with num_worst_tokens and without"),
+        ({"topk_idx": torch.tensor([[0], [2]])}, r"topk_idx is \[2\] at token 1, must hold ids in \[0, 2\)"),
+        ({"topk_idx": ids[:1]}, r"x has shape \(2, 8\), must be \[1, H\]"),
+        ({"topk_weights": weights.double()}, "topk_weights is torch.float64, must be one of torch.float32"),
+        ({"expert_alignment": 0}, "expert_alignment is 0"),
+        ({"x": x.T}, "x has strides"),
+        ({"x": (x, x)}, "x is torch.float32, must be a tensor, or of float8_e4m3fn in a tuple with its scales"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            buffer.dispatch(**({"x": x} | given | changes))
+        buffer.reset()
+    *_, handle, _ = buffer.dispatch(x, **given)
+    for arguments, text in (
+        ((x[:1], handle), r"x has shape \(1, 8\), must be \[2, H\]"),
+        ((x, handle, weights[:1]), r"topk_weights has shape \(1, 1\), must be \(2, 1\)"),
+        ((x, handle, None, x[:1]), r"bias has shape \(1, 8\), must be \(2, 8\)"),
+        ((x, (1, 2)), "handle is a tuple, must be of a dispatch"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            buffer.combine(*arguments)
+    with pytest.raises(ValueError, match="topk_idx must not be given with a handle"):
+        buffer.dispatch(x, handle, topk_idx=ids)
+    bf16 = x.bfloat16()
+    with pytest.raises(ValueError, match="use_ue8m0 is True, must be False without"):
+        buffer.low_latency_dispatch(bf16, ids, 4, 2, use_ue8m0=True)
+    with pytest.raises(ValueError, match="async_finish is True, must be False with return_recv_hook"):
+        buffer.low_latency_dispatch(bf16, ids, 4, 2, async_finish=True, return_recv_hook=True)
+    rows, _, handle, _, _ = buffer.low_latency_dispatch(bf16, ids, 4, 2, use_fp8=False)
+    with pytest.raises(NotImplementedError, match="use_logfmt is True"):
+        buffer.low_latency_combine(rows, ids, weights, handle, use_logfmt=True)
+    with pytest.raises(ValueError, match="enable_shrink is False, must be True for masks"):
+        buffer.low_latency_query_mask_buffer(counts)
+    with pytest.raises(NotImplementedError, match="internode_dispatch"):
+        buffer.internode_dispatch()
+    buffer.destroy()
+    return True
+
+
+def test_wrong_arguments(four_ranks):
+    assert all(four_ranks.run(in_groups, alone, 1))
+
+
+def one_is_wrong(group, device):
+    """The others hear of it, and all go on after a reset."""
+    buffer, rank = Buffer(group), dist.get_rank(group)
+    x, ids, weights = torch.ones(2, 8), torch.tensor([[0], [3]]), torch.ones(2, 1)
+    given = {"num_tokens_per_expert": torch.ones(4, dtype=torch.int32), "topk_idx": ids, "topk_weights": weights}
+    buffer.dispatch(x, **given)
+    wrong = {"topk_weights": weights[:1]} if rank == 1 else {}
+    with pytest.raises(ValueError if rank == 1 else ep.EPAbortError, match="topk_weights has shape"):
+        buffer.dispatch(x, **(given | wrong))
+    buffer.reset()
+    assert len(buffer.dispatch(x, **given)[0]) == 2
+    buffer.destroy()
+    return True
+
+
+def test_one_rank_s_mistake_reaches_the_others(four_ranks):
+    assert all(four_ranks.run(in_groups, one_is_wrong, 2))
+
+
+def test_events():
+    event, calls = EventOverlap(EventHandle(), (torch.ones(1),)), []
+    event.register_hook_after_wait(lambda: calls.append(1))
+    with pytest.raises(ValueError, match="hook_after_wait is the second one"):
+        event.register_hook_after_wait(lambda: None)
+    with event:
+        assert not calls
+    event.current_stream_wait()
+    assert calls == [1] and event.event is not None
+    with event(release_handle=True):
+        pass
+    assert event.event is None
+    with EventOverlap():
+        pass
+    with pytest.raises(ValueError, match="event is None"):
+        EventOverlap().current_stream_wait()
+    assert Buffer.capture().event is not None

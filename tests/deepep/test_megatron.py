@@ -1,0 +1,107 @@
+"""Megatron-Core's own calls of DeepEP, over ours, on CPU tensors."""
+
+import importlib.util
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatron_ep.deep_ep
+
+pytestmark = pytest.mark.needs(
+    None if importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.core") else "megatron.core"
+)
+
+RECOMPUTE = {"moe_router_topk": 3, "recompute_granularity": "selective", "recompute_modules": ["moe"]}
+FUSED = "megatron.core.transformer.moe.fused_a2a"
+
+
+def fused_a2a():
+    """Megatron's module, imported anew: it looks for deep_ep once."""
+    megatron_ep.deep_ep.install()
+    spec = importlib.util.find_spec(FUSED)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def layer_of(fused, group, x, ids, probs, experts, hidden_factor, is_async):
+    """A layer whose expert e multiplies by e + 1, as Megatron's manager calls it."""
+    local_experts = experts // dist.get_world_size(group)
+    rows, row_ids, row_probs, counts, handle = fused.fused_dispatch(x, ids, probs, experts, group, is_async, is_async)
+    assert counts.tolist() == [int((row_ids == e).sum()) for e in range(local_experts)]
+    factor = torch.where(row_ids >= 0, row_ids + 1 + local_experts * dist.get_rank(group), 0)
+    out = rows * (factor * row_probs).sum(dim=1, keepdim=True) * hidden_factor
+    y, _ = fused.fused_combine(out, group, handle, is_async, is_async)
+    return y
+
+
+def train(is_async):
+    fused, group = fused_a2a(), dist.new_group(list(range(4)))
+    assert fused.HAVE_DEEP_EP and not fused.HAVE_HYBRIDEP
+    fused.set_deepep_num_sms(24)
+    rank, experts, topk = dist.get_rank(), 8, 3
+    generator = torch.Generator().manual_seed(rank)
+    for hidden, tokens in ((16, 5 + rank), (40, 3 * rank)):  # the second needs a larger buffer
+        x = torch.randn(tokens, hidden, generator=generator, requires_grad=True)
+        ids = torch.rand(tokens, experts, generator=generator).topk(topk, dim=1).indices
+        ids[:, -1] = torch.where(torch.arange(tokens) % 2 == 0, -1, ids[:, -1])
+        probs = torch.rand(tokens, topk, generator=generator, requires_grad=True)
+        y = layer_of(fused, group, x, ids, probs, experts, 2.0, is_async)
+        grad = torch.randn(tokens, hidden, generator=generator)
+        y.backward(grad)
+        scale = (torch.where(ids >= 0, ids + 1, 0) * probs).sum(dim=1, keepdim=True)
+        torch.testing.assert_close(y, 2 * x * scale)
+        torch.testing.assert_close(x.grad, 2 * grad * scale.detach())
+        exact = 2 * (grad * x.detach()).sum(dim=1, keepdim=True) * torch.where(ids >= 0, ids + 1, 0)
+        torch.testing.assert_close(probs.grad, exact)
+    return True
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_fused_dispatch_and_combine(four_ranks, is_async):
+    assert all(four_ranks.run(train, is_async))
+
+
+def whole_layer(options):
+    """A MoE layer with Megatron's flex dispatcher over ours, and with its all-to-all: outputs and all gradients."""
+    from megatron.core import tensor_parallel
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.transformer.moe import token_dispatcher
+
+    from megatron_ep.megatron import equivalence
+
+    equivalence.join_layout(1, 4)
+    fused = fused_a2a()
+    names = ("fused_dispatch", "fused_combine", "set_deepep_num_sms")
+    with mock.patch.multiple(token_dispatcher, **{name: getattr(fused, name) for name in names}):
+        first, results = None, []
+        for dispatcher in ("alltoall", "flex"):
+            config = equivalence.make_config(
+                moe_token_dispatcher_type=dispatcher,
+                moe_flex_dispatcher_backend="deepep",
+                moe_router_dtype="fp32",
+                params_dtype=torch.float32,
+                **options,
+            )
+            spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+            tensor_parallel.model_parallel_cuda_manual_seed(7)
+            layer = spec(config=config)
+            first = first or layer
+            layer.load_state_dict(first.state_dict())
+            generator = torch.Generator().manual_seed(dist.get_rank())
+            x, grad = torch.randn(2, 9 + dist.get_rank(), 1, config.hidden_size, generator=generator)
+            x.requires_grad_()
+            y, _ = layer(x)
+            y.backward(grad)
+            results.append([y.detach(), x.grad, *(p.grad for _, p in sorted(layer.named_parameters()))])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    return True
+
+
+@pytest.mark.numerical
+@pytest.mark.parametrize("options", [{}, RECOMPUTE], ids=["plain", "recompute"])
+def test_flex_layer(four_ranks, options):
+    assert all(four_ranks.run(whole_layer, options))

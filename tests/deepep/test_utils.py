@@ -1,0 +1,79 @@
+"""The helpers that DeepEP's tests import."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_ep.deep_ep.utils import gate, testing
+from megatron_ep.deep_ep.utils import math as numbers
+
+
+def test_numbers():
+    assert numbers.ceil_div(7, 3) == 3 and numbers.align(129, 128) == 256 and numbers.align(0, 8) == 0
+    assert numbers.safe_div(0, 0) == 0 and numbers.safe_div(1, 4) == 0.25
+    assert numbers.count_bytes(torch.zeros(3, dtype=torch.bfloat16), (torch.zeros(2, dtype=torch.uint8), None)) == 8
+    x = torch.arange(8, dtype=torch.int32).view(2, 4)
+    assert numbers.hash_tensor(x) == 28 and numbers.hash_tensors(x, x) == 0
+    assert numbers.hash_tensor(torch.tensor([-1], dtype=torch.int32)) == -1
+
+
+def test_difference():
+    x = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
+    assert numbers.calc_diff(x, x) == 0
+    y = x + 0.01
+    a, b = x.double() + 1, y.double() + 1
+    assert math.isclose(numbers.calc_diff(x, y), float(((a - b) ** 2).sum() / (a * a + b * b).sum()), rel_tol=1e-6)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+def test_float8(tokens):
+    x = torch.randn(tokens, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x[:, :128] = 0
+    values, scales = numbers.per_token_cast_to_fp8(x)
+    assert values.dtype == torch.float8_e4m3fn and scales.dtype == torch.float32 and scales.shape == (tokens, 2)
+    assert (scales[:, 0] == torch.tensor(1e-4) / 448).all() and scales.is_contiguous()
+    torch.testing.assert_close(numbers.per_token_cast_back(values, scales), x, rtol=0.07, atol=0.01)
+
+
+def test_packed_exponents():
+    values = torch.ones(2, 512).to(torch.float8_e4m3fn)
+    exponents = torch.tensor([[127, 128, 126, 130], [127, 127, 120, 127]], dtype=torch.uint8)
+    back = numbers.per_token_cast_back(values, exponents.view(torch.int32))
+    assert back.view(2, 4, 128).float().mean(dim=2).tolist() == (2.0 ** (exponents.float() - 127)).tolist()
+
+
+def test_unique():
+    x = torch.tensor([[3, 1, 3, -1], [-1, -1, -1, -1], [0, 2, 1, 3]])
+    numbers.inplace_unique(x, 4)
+    assert x.tolist() == [[3, 1, -1, -1], [-1] * 4, [3, 2, 1, 0]]
+    x = torch.tensor([[1, 1, 0]])
+    numbers.inplace_unique(x, 2)
+    assert x.tolist() == [[1, 0, -1]]
+
+
+def test_grouped_scores():
+    scores = torch.arange(8.0).view(1, 8) + 1
+    assert numbers.create_grouped_scores(scores, torch.tensor([[0, 3]]), 4).tolist() == [[1, 2, 0, 0, 0, 0, 7, 8]]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="scores are drawn on the GPU there")
+def test_unbalanced_scores():
+    torch.manual_seed(0)
+
+    def tokens_of_ranks(ratio):
+        ranks = gate.get_unbalanced_scores(2000, 32, 4, 2, ratio).topk(2, dim=1).indices // 8
+        return torch.stack([(ranks == rank).any(dim=1).sum() for rank in range(4)]).float()
+
+    even, uneven = tokens_of_ranks(1.0), tokens_of_ranks(1.8)
+    assert (even / even.mean() - 1).abs().max() < 0.15
+    assert 1.6 < uneven[0] / uneven[1:].mean() < 2.0
+    with pytest.raises(NotImplementedError, match=r"precise is True with ratio 1\.5"):
+        gate.get_unbalanced_scores(8, 8, 2, 2, 1.5, True)
+
+
+def test_seconds_of_kernels():
+    launches = [("void dispatch_kernel<x>", 1.0, 10.0), ("dispatch_kernel", 3.0, 30.0), ("other", 2.0, 5.0)]
+    assert testing.seconds_of(launches, ("dispatch_kernel",), 2, 1) == 20e-6
+    assert testing.seconds_of(launches, ("dispatch_kernel",), 1, 2) == [10e-6, 30e-6]
+    assert math.isnan(testing.seconds_of(launches, ("combine_kernel",), 2, 1)), "a kernel that did not run took no time"
