@@ -68,6 +68,9 @@ class Heap:
     def expert_start_offset(self, num_tokens: int, topk: int) -> int: ...
     def received_offset(self, num_tokens: int, topk: int) -> int: ...
     def expert_count_offset(self, num_tokens: int, topk: int) -> int: ...
+    def lay_out(
+        self, *, rank: int, topk: int, moves: int, count: int, tokens: int, epoch: int, layout: int
+    ) -> Totals: ...
 
 class RowFormat:
     def __init__(
@@ -109,6 +112,7 @@ class RankTensors:
     is_flat: bool
     has_all_weights: bool
     source_tokens: int
+    is_planned: bool
 
 class Totals:
     received_rows: int

@@ -5,6 +5,8 @@
     received = pending.wait()
 
 The backward pass runs on the same stream: autograd remembers where a function ran and orders the streams itself.
+
+On the host, which has no streams, `start` makes the whole call, so that one program runs there and on GPUs.
 """
 
 from __future__ import annotations
@@ -31,14 +33,16 @@ def communication_stream(device: torch.device) -> torch.cuda.Stream:
 
 @dataclass
 class Pending:
-    """A call under way. `event` is reached when the GPU has finished it."""
+    """A call under way. `event` is reached when the GPU has finished it; None on the host, where it is over."""
 
-    event: torch.cuda.Event
+    event: torch.cuda.Event | None
     _device: torch.device
     _result: Any
 
     def wait(self) -> Any:
         """What the call returned. The current stream goes on when the GPU has finished it; the host does not wait."""
+        if self.event is None:
+            return self._result
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(self.event)
         for tensor in _tensors(self._result):
@@ -49,16 +53,16 @@ class Pending:
 def start(
     function: Callable[..., Any], *args: Any, previous_event: torch.cuda.Event | None = None, **kwargs: Any
 ) -> Pending:
-    """Calls megatron_ep.dispatch or combine on the communication stream.
+    """Calls megatron_ep.dispatch or combine, or those of a `SequenceDispatcher`, on the communication stream.
 
-    function, args, kwargs: the call; its tensors must be on a GPU.
+    function, args, kwargs: the call.
     previous_event: what has to be reached before it starts. None: everything the current stream has been given so far.
 
-    Raises ValueError when no argument is a tensor on a GPU, and what the call itself raises.
+    Raises what the call itself raises.
     """
     tensors = [tensor for tensor in _tensors((args, kwargs)) if tensor.is_cuda]
     if not tensors:
-        raise ValueError("args holds no tensor on a GPU, must hold those of a dispatch or combine on one")
+        return Pending(None, torch.device("cpu"), function(*args, **kwargs))
     device = tensors[0].device
     stream = communication_stream(device)
     if previous_event is None:

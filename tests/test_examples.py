@@ -14,6 +14,7 @@ RANKS = {
     "torchrun.py": 2,
     "low_latency.py": 2,
     "survivors.py": 0,
+    "sequences.py": 0,
     "megatron_layer.py": 2,
     "training_loop.py": 2,
 }
@@ -33,6 +34,7 @@ def test_every_script_is_here_and_short() -> None:
         (["torchrun.py", "--nodes", "2"], "every sum is right"),
         (["low_latency.py"], "every sum is right"),
         (["survivors.py"], "the others went on"),
+        (["sequences.py"], "outputs and gradients are those of attention at home"),
         (["megatron_layer.py"], "gives Megatron's output and gradients"),
         (["training_loop.py"], "the loss fell"),
     ],

@@ -10,6 +10,7 @@
 #include "bindings/exclusive_call.h"
 #include "bindings/incidents.h"
 #include "bindings/launch_args.h"
+#include "core/planned_layout.h"
 #include "fabric/shared_memory.h"
 #include "launch/host/group.h"
 
@@ -288,7 +289,22 @@ void bind_heap(py::module_& m) {
                 return &layout.expert_count(0) - layout.data;
             },
             py::arg("num_tokens"), py::arg("topk"),
-            "Where in it the rows of each local expert lie, [L], without padding.");
+            "Where in it the rows of each local expert lie, [L], without padding.")
+        .def(
+            "lay_out",
+            [](const Heap& heap, int rank, int topk, Address moves, size_t count, Address tokens,
+               uint32_t epoch, Address layout) {
+                static_assert(sizeof(Move) == 6 * sizeof(int32_t));
+                const auto* tokens_of = at<int32_t>(tokens);
+                const Layout to_fill{heap.topology,    tokens_of[rank], topk,
+                                     heap.num_experts, heap.channels,   at<int32_t>(layout)};
+                lay_out(to_fill, rank, at<Move>(moves), count, tokens_of, epoch);
+                return to_fill.totals();
+            },
+            py::kw_only(), py::arg("rank"), py::arg("topk"), py::arg("moves"), py::arg("count"),
+            py::arg("tokens"), py::arg("epoch"), py::arg("layout"),
+            "Fills a layout in memory of the host. moves: int32 [count, 6], see "
+            "core/planned_layout.h; tokens: int32 [W].");
 }
 
 void bind_row_format(py::module_& m) {
@@ -334,7 +350,9 @@ void bind_rank_tensors(py::module_& m) {
         .def_readwrite("handle_age", &RankTensors::handle_age)
         .def_readwrite("is_flat", &RankTensors::is_flat)
         .def_readwrite("has_all_weights", &RankTensors::has_all_weights)
-        .def_readwrite("source_tokens", &RankTensors::source_tokens);
+        .def_readwrite("source_tokens", &RankTensors::source_tokens)
+
+        .def_readwrite("is_planned", &RankTensors::is_planned);
 }
 
 void bind_totals(py::module_& m) {
@@ -379,10 +397,10 @@ void bind_ranks(py::module_& m) {
 void bind_group(py::module_& m) {
     bind_segment(m);
     bind_software_nic(m);
+    bind_totals(m);
     bind_heap(m);
     bind_row_format(m);
     bind_rank_tensors(m);
-    bind_totals(m);
     bind_ranks(m);
 }
 

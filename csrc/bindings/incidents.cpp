@@ -113,8 +113,13 @@ py::dict counts(const Calls& calls) {
 
 py::list sends_of(const ControlBlock& block) {
     static constexpr const char* kCounters[] = {"transfer", "dispatch_sent", "combine_sent"};
-    static constexpr const char* kKinds[] = {"dispatch", "combine", "combine with weights",
-                                             "combine with sum_at='expert'", "flat dispatch"};
+    static constexpr const char* kKinds[] = {"dispatch",
+                                             "combine",
+                                             "combine with weights",
+                                             "combine with sum_at='expert'",
+                                             "flat dispatch",
+                                             "dispatch by a plan",
+                                             "combine by a plan"};
     py::list all;
     for (int mode = 0; mode < Sends::kModes; ++mode) {
         for (const uint64_t& kept : block.sends[mode]) {

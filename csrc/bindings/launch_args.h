@@ -31,6 +31,7 @@ struct RankTensors {
     bool is_flat = false;                                 // see TransferArgs
     bool has_all_weights = false;                         // dispatch, see DispatchArgs
     Address source_tokens = 0;                            // dispatch, see DispatchArgs
+    bool is_planned = false;                              // see TransferArgs
 };
 
 inline Layout layout_of(const Heap& heap, const RankTensors& t, int topk) {
@@ -55,6 +56,7 @@ inline TransferArgs transfer_args(const Heap& heap, int rank, const RankTensors&
                          t.max_rows};
     args.handle_age = t.handle_age;
     args.is_flat = t.is_flat;
+    args.is_planned = t.is_planned;
     return args;
 }
 

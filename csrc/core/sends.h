@@ -10,14 +10,23 @@ namespace ep {
 // What a rank sends in a call, as one word that others may read at any time, to say in what ranks
 // differ. That they do is found by the tags of the rows.
 struct Sends {
-    enum class Kind : int { Dispatch, Combine, WeightedCombine, CombineAtExpert, FlatDispatch };
+    enum class Kind : int {
+        Dispatch,
+        Combine,
+        WeightedCombine,
+        CombineAtExpert,
+        FlatDispatch,
+        PlannedDispatch,
+        PlannedCombine
+    };
     enum class Mode : int { Transfer, LowLatencyDispatch, LowLatencyCombine };  // counted apart
     static constexpr int kModes = 3;
     static constexpr uint64_t kKept = 2;  // the last calls of each
     static constexpr uint64_t kCalls = 1 << 16;
 
     Kind kind;
-    uint64_t scale_bytes;   // of a block of 128 elements
+    uint64_t
+        scale_bytes;  // of a block of 128 elements; 0 by a plan, where they belong to the payload
     uint64_t weight_bytes;  // 0, 4 or 8
     uint64_t topk;
     uint64_t payload_type;
@@ -27,11 +36,13 @@ struct Sends {
     static EP_HD uint64_t word(Kind kind, uint64_t call, const RowFormat& format) {
         auto word = static_cast<uint64_t>(kind);
         auto add = [&](uint64_t value, int bits) { word = word << bits | value; };
-        add(format.scale_bytes ? format.scale_bytes / ((format.payload_bytes + 127) / 128) : 0, 3);
+        const bool is_planned = kind == Kind::PlannedDispatch || kind == Kind::PlannedCombine;
+        const int scales = is_planned ? 0 : format.scale_bytes;
+        add(scales ? scales / ((format.payload_bytes + 127) / 128) : 0, 3);
         add(format.weight_bytes / 4, 2);
         add(format.topk, 6);
         add(format.payload_type, 3);
-        add(format.payload_bytes, 31);
+        add(format.payload_bytes + (is_planned ? format.scale_bytes : 0), 31);
         add(call % kCalls, 16);
         return word;
     }

@@ -28,6 +28,7 @@ class RankHandle:
     has_given_counts: bool = False  # whether the caller has his
     source_tokens: torch.Tensor | None = None  # int32 [received rows], if asked for: the number at the source
     addresses: _C.RankTensors | None = None  # of these tensors, once a launch has used them
+    own_rows: int | None = None  # of a layout that was made by a plan: rows of this rank that stay here
 
 
 # Of an exchange of counts: index_bytes, expert_alignment, expert_capacity (0: none), allows_repeats.

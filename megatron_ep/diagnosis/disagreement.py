@@ -33,7 +33,9 @@ def what_ranks_sent(rank: int, statuses: Sequence[RankStatus], world_size: int) 
     if len(parts) < 2 and sum(map(len, ranks_by_text.values())) < world_size:
         parts.append(UNKNOWN)
     elif len(parts) == 1:
-        parts = [f"all sent {next(iter(ranks_by_text))}, but with the handles of different dispatches"]
+        text = next(iter(ranks_by_text))
+        by = "by different plans" if "by a plan" in text else "with the handles of different dispatches"
+        parts = [f"all sent {text}, but {by}"]
     return f"in call {call} {'; '.join(parts)}"
 
 

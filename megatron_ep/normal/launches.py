@@ -112,7 +112,7 @@ def launch_dispatch(
         t.x, t.out, t.clears_end = x[i].data_ptr(), out[i].data_ptr(), clears_end
         if scales is not None:
             t.scales = scales[i].data_ptr()
-            out_scales.append(torch.empty(rank.rows, scales[i].shape[1], dtype=scales[i].dtype, device=group.device))
+            out_scales.append(backend.new_output((rank.rows, scales[i].shape[1]), scales[i].dtype))
             t.out_scales = out_scales[i].data_ptr()
         if weights is not None:
             t.weights = weights[i].data_ptr()
@@ -154,7 +154,8 @@ def launch_combine(
             t.weights, t.out_weights = weights[i].data_ptr(), out_weights[i].data_ptr()
         if row_weights is not None:
             t.row_weights, t.is_weighted = row_weights[i].data_ptr(), True
-        if not handle.is_flat and _has_intra_rank_pass(group, rank, row) and backend.may_wait_on_side_stream():
+        may_sum = not handle.is_flat and rank.own_rows is None
+        if may_sum and _has_intra_rank_pass(group, rank, row) and backend.may_wait_on_side_stream():
             known = rank.dst_rows.shape[0]
             if sum_bytes_of(group.topology.world_size, topk, rank.rows, known, row.payload_bytes):
                 sums.append(torch.empty(known, x[i].shape[1], dtype=x[i].dtype, device=group.device))
@@ -279,10 +280,11 @@ def _tables_of(group: RankGroup, handle: Handle) -> list[_C.RankTensors]:
             tables = (rank.layout, rank.dst_rows, rank.rail_experts, rank.source_tokens)
             backend.keep_for_launch([table for table in tables if table is not None], rank.made_on)
         t = rank.addresses
-        if t is None:  # a handle that was put together
+        if t is None:  # a handle that was put together, or that a plan made
             t = rank.addresses = _C.RankTensors()
             t.layout, t.num_tokens = rank.layout.data_ptr(), rank.num_tokens
             _add_tables(t, rank.dst_rows, rank.rail_experts, rank.rail_rows, rank.rows)
+            t.is_planned = rank.own_rows is not None
         tensors.append(t.copy())
         tensors[-1].handle_age, tensors[-1].is_flat = age, handle.is_flat
     return tensors
@@ -319,10 +321,13 @@ def sum_bytes_of(world_size: int, topk: int, rows: int, arrivals: int, row_bytes
 
 
 def _has_intra_rank_pass(group: RankGroup, rank: RankHandle, row: _C.RowFormat, min_stores: float = 0.0) -> bool:
-    """Whether arrived rows with several output rows are copied, or summed, by launches of their own.
+    """Whether arrived rows with several output rows are copied, or summed, by launches of their own; of a
+    plan's, whether those are copied so that stay on their rank.
 
     A row that arrives is stored in a ring and in each of its output rows.
     """
+    if rank.own_rows is not None:
+        return rank.own_rows * row.payload_bytes >= group.live_backend().min_local_bytes
     if group.config.local_pass is not None:
         return group.config.local_pass
     world, topk = group.topology.world_size, row.topk

@@ -12,6 +12,7 @@ Shapes: W ranks, S shards, T rows, N runs of rows, C destinations of a row, G se
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -100,6 +101,17 @@ class RankTables:
     context_rows: torch.Tensor | None
 
 
+class Moves(NamedTuple):
+    """Rows of all ranks, as stretches that stay together, and each rank that they go to. int64 [M]; the destinations of
+    a stretch follow each other, by rank."""
+
+    src_rank: torch.Tensor
+    src_row: torch.Tensor
+    length: torch.Tensor
+    dst_rank: torch.Tensor
+    dst_row: torch.Tensor
+
+
 class _Shards(NamedTuple):
     """int64 [S], in the order of (document, index), none of them empty. home_row, q_row: of the first row there."""
 
@@ -178,6 +190,22 @@ class SequencePlan:
             _copies=copies,
             _segments=segments,
         )
+
+    def q_moves(self) -> Moves:
+        """Those of Q, from home to attention."""
+        shards = self._shards
+        return Moves(shards.home_rank, shards.home_row, shards.length, shards.attention_rank, shards.q_row)
+
+    def kv_moves(self) -> Moves:
+        """Those of K and V."""
+        shards, copies = self._shards, self._copies
+        of = copies.shard
+        return Moves(shards.home_rank[of], shards.home_row[of], shards.length[of], copies.rank, copies.row)
+
+    def digest(self) -> bytes:
+        """By which ranks know that they have the same plan."""
+        shards = torch.stack(self._shards).numpy().tobytes()
+        return hashlib.blake2b(shards, digest_size=16).digest()
 
     def of_rank(self, rank: int) -> RankTables:
         """The tables of a rank, on the CPU.

@@ -6,6 +6,9 @@ gradients of K and V are to the last bit says `sum_copies`.
 
 from __future__ import annotations
 
+import functools
+import itertools
+
 import torch
 
 from megatron_ep.sequences.plan import RankTables, Routes, SequencePlan
@@ -32,20 +35,46 @@ def combine(out: list[torch.Tensor], plan: SequencePlan) -> list[torch.Tensor]:
     return _move(out, [table.out for table in tables], [table.num_rows for table in tables])
 
 
-def sum_copies(grad: list[torch.Tensor], plan: SequencePlan) -> list[torch.Tensor]:
+def sum_copies(grad: list[torch.Tensor], plan: SequencePlan, ranks_per_node: int | None = None) -> list[torch.Tensor]:
     """Gradients of the rows of K, or V, that arrived, [num_kv_rows, ...], to those of the rows at home, [T, ...].
 
-    The sum over a row's copies: in float32 (float64 for float64), beginning with 0, in the order of the ranks that have
-    them, rounded once.
+    The sum over a row's copies: in float32 (float64 for float64), in the order of the ranks that have them, rounded
+    once. The copies on another node than home are summed among themselves first; their sum takes the place of the first
+    of them. More than 32 copies are summed 32 at a time, or fewer so that no node is cut that has no more, and then
+    these sums.
+
+    ranks_per_node: None: all ranks are one node.
     """
-    tables = [plan.of_rank(rank) for rank in range(plan.world)]
+    on_node, most = ranks_per_node or plan.world, 32
     wide = torch.float64 if grad[0].dtype == torch.float64 else torch.float32
-    sums = [grad[0].new_zeros(table.num_rows, *grad[0].shape[1:], dtype=wide) for table in tables]
-    for rows, table in zip(grad, tables, strict=True):
-        home, home_row = (x[:, 0] for x in table.kv_grad.per_row())
-        for rank in range(plan.world):
-            sums[rank][home_row[home == rank]] += rows[home == rank].to(wide)
-    return [rows.to(grad[0].dtype) for rows in sums]
+    tables = [plan.of_rank(rank) for rank in range(plan.world)]
+
+    def total(terms: list[torch.Tensor]) -> torch.Tensor:
+        return functools.reduce(torch.add, terms)
+
+    def total_of_some(copies: list[tuple[int, torch.Tensor]], home: int) -> torch.Tensor:
+        terms = []
+        for node, of_node in itertools.groupby(copies, lambda copy: copy[0] // on_node):
+            rows = [row for _, row in of_node]
+            terms += rows if node == home // on_node else [total(rows)]
+        return total(terms)
+
+    sums = []
+    for home, table in enumerate(tables):
+        sums.append(torch.empty(table.num_rows, *grad[0].shape[1:], dtype=grad[0].dtype))
+        for first, length, ranks, places in zip(*(x.tolist() for x in table.kv), strict=True):
+            parts: list[list[tuple[int, torch.Tensor]]] = [[]]
+            copies = [(r, grad[r][p : p + length].to(wide)) for r, p in zip(ranks, places, strict=True) if r >= 0]
+            for _, of_node in itertools.groupby(copies, lambda copy: copy[0] // on_node):
+                rows = list(of_node)
+                if parts[-1] and len(parts[-1]) + len(rows) > most:
+                    parts.append([])
+                for row in rows:
+                    if len(parts[-1]) == most:
+                        parts.append([])
+                    parts[-1].append(row)
+            sums[home][first : first + length] = total([total_of_some(part, home) for part in parts])
+    return sums
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: RankTables) -> torch.Tensor:

@@ -2,6 +2,8 @@
 // bits that the host gives.
 //
 //     device_warp FIRST_SEED END_SEED
+//     device_warp planned FIRST_SEED END_SEED
+//                                          with layouts that all ranks know beforehand
 //     device_warp absent
 //     device_warp incident
 //     device_warp waits
@@ -15,6 +17,7 @@
 #include "transfer_failures.h"
 // after it
 #include "launch/host/group.h"
+#include "random_moves.h"
 
 namespace ep {
 namespace {
@@ -84,10 +87,11 @@ std::vector<int64_t> make_tensors(const Case& c, uint64_t seed, const std::vecto
     return rows;
 }
 
-void check_counted(const Side& side, uint64_t epoch, uint64_t call) {
+void check_counted(const Side& side, uint64_t notifies, uint64_t call) {
     for (const Memory& heap : side.heaps) {
         const ControlBlock* block = heap.as<ControlBlock>();
-        const bool is_counted = block->entered.notify == epoch && block->finished.notify == epoch &&
+        const bool is_counted = block->entered.notify == notifies &&
+                                block->finished.notify == notifies &&
                                 block->entered.transfer == call && block->finished.transfer == call;
         if (!is_counted) simt::die("calls are not counted");
     }
@@ -106,9 +110,10 @@ void expect_same_results(uint64_t seed, int rank, const Side& gpu, const Side& h
     expect_equal(seed, rank, "gradients of weights", ours.y_weights, expected.y_weights);
 }
 
-void run_case(uint64_t seed) {
+void run_case(uint64_t seed, bool is_planned) {
     Case c(seed);
     const int world = c.topology.world();
+    if (is_planned) c.fixed_rows = false;
     Side host, gpu;
     std::vector<int> ranks;
     std::vector<char*> host_heaps;
@@ -122,13 +127,22 @@ void run_case(uint64_t seed) {
     uint64_t call = 0;
     for (uint64_t epoch = 1; epoch <= 2; ++epoch) {
         const bool weighted = (epoch + seed) % 2;
+        std::optional<RandomMoves> plan;
+        if (is_planned) c.tokens = plan.emplace(c.random, c.topology, 14, c.format.topk).tokens;
         std::vector<Inputs> inputs;
         for (const int tokens : c.tokens) inputs.push_back(make_inputs(c, tokens));
         const auto host_layouts = layouts_of(c, host), gpu_layouts = layouts_of(c, gpu);
-        group.notify<HostWarp>(notify_args(c, inputs, host_layouts, epoch, host));
         const auto notify = notify_args(c, inputs, gpu_layouts, 0, gpu);
-        const bool is_fused = c.topology.nodes == 1 && world > 1 && c.pick(0, 1);
-        if (!is_fused) {
+        const bool is_fused = !is_planned && c.topology.nodes == 1 && world > 1 && c.pick(0, 1);
+        if (is_planned) {
+            for (int rank = 0; rank < world; ++rank) {
+                for (const auto& layouts : {host_layouts, gpu_layouts})
+                    plan->lay_out(layouts[rank], rank, epoch);
+            }
+        } else {
+            group.notify<HostWarp>(notify_args(c, inputs, host_layouts, epoch, host));
+        }
+        if (!is_fused && !is_planned) {
             grid.launch(kernels::notify_kernel<Notify>,
                         grid.joint<Notify>(notify, c.heap.channels + 1));
             for (int rank = 0; rank < world; ++rank)
@@ -183,13 +197,13 @@ void run_case(uint64_t seed) {
         } else {
             dispatch_on(grid, dispatch[1]);
         }
-        for (int rank = 0; rank < world; ++rank)
+        for (int rank = 0; rank < world && !is_planned; ++rank)
             expect_equal(seed, rank, "tokens per expert", gpu.counts[rank], host.counts[rank]);
         group.combine<HostWarp>(combine[0], c.dtype);
         const auto combine_joint = grid.joint_of_roles<Combine>(combine[1]);
         (weighted ? combine_on<true> : combine_on<false>)(grid, combine_joint, c.dtype,
                                                           any_intra_rank_pass(combine[1]));
-        check_counted(gpu, epoch, call);
+        check_counted(gpu, is_planned ? 0 : epoch, call);
         if (group.state(0).aborted()) simt::die("the host gave up");
         for (int rank = 0; rank < world; ++rank) expect_same_results(seed, rank, gpu, host);
     }
@@ -248,12 +262,13 @@ int main(int argc, char** argv) {
         std::printf("an unfit handle is reported\n");
         return 0;
     }
-    if (argc != 3) return 2;
-    const uint64_t first = std::strtoull(argv[1], nullptr, 10),
-                   end = std::strtoull(argv[2], nullptr, 10);
+    const bool is_planned = argc == 4 && std::string(argv[1]) == "planned";
+    if (argc != 3 && !is_planned) return 2;
+    const uint64_t first = std::strtoull(argv[argc - 2], nullptr, 10),
+                   end = std::strtoull(argv[argc - 1], nullptr, 10);
     for (uint64_t seed = first; seed < end; ++seed) {
         std::fprintf(stderr, "seed %llu\n", static_cast<unsigned long long>(seed));
-        ep::run_case(seed);
+        ep::run_case(seed, is_planned);
     }
     std::printf("%llu cases\n", static_cast<unsigned long long>(end - first));
 }

@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstring>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <utility>
 #include <vector>
@@ -14,12 +15,14 @@
 #include "fabric/host_fabric.h"
 #include "fabric/shared_memory.h"
 #include "launch/host/roles.h"
+#include "random_moves.h"
 
 namespace ep {
 
 // Random programs of notify, dispatch and combine. All ranks make the same calls in the same order,
 // and no rank waits for another but through the protocol: they may be calls apart. Dispatches and
-// combines use any earlier handle, and rows of any type and size.
+// combines use any earlier handle, and rows of any type and size. Some handles need no notify:
+// their rows go where all ranks have known beforehand.
 //
 // Numbers are small integers, so sums are exact in every type.
 struct TransferProgram {
@@ -66,6 +69,7 @@ struct TransferProgram {
     int experts;
     std::vector<Call> calls;
     std::vector<Handle> handles;
+    uint64_t notifies = 0;
     std::vector<std::vector<Part>> parts;  // [call][rank]
     std::vector<Segment> memory;
     std::vector<RankState> states;
@@ -105,6 +109,11 @@ struct TransferProgram {
             call.fills_tables = true;
         }
         parts.emplace_back(topology.world());
+        if (kind == Kind::Notify && pick(0, 2) == 0) {
+            add_planned_handle();
+            call = {call.kind = kind = Kind::Dispatch, static_cast<int>(handles.size()) - 1};
+            handles.back().dispatched = call.fills_tables = true;
+        }
         if (kind == Kind::Notify) {
             call.handle = handles.size();
             calls.push_back(call);
@@ -121,9 +130,38 @@ struct TransferProgram {
             kind == Kind::Dispatch ? make_dispatch(rank) : make_combine(rank);
     }
 
+    void add_planned_handle() {
+        const int world = topology.world(), topk = pick(1, kMaxTopk);
+        const RandomMoves plan(random, topology, std::array{0, 3, 12, 40}[pick(0, 3)], topk);
+        const auto epoch = static_cast<uint32_t>(1000 + handles.size());
+        handles.push_back({topk, 1, false, std::vector<Share>(world)});
+        for (int rank = 0; rank < world; ++rank) {
+            Share& share = handles.back().shares[rank];
+            share.ids.assign(static_cast<size_t>(plan.tokens[rank]) * topk, -1);
+            share.rows.resize(plan.rows[rank]);
+            for (const Move& move : plan.moves) {
+                for (int i = 0; i < move.rows; ++i) {
+                    const int token = move.token + i;
+                    if (move.source == rank)
+                        share.ids[token * topk + move.k] = move.rank * heap.local_experts();
+                    if (move.rank == rank)
+                        share.rows[move.place + i] = {move.source, token, move.k};
+                }
+            }
+            const size_t all = std::accumulate(plan.tokens.begin(), plan.tokens.end(), 0);
+            share.dst_rows.resize(all * topk);
+            share.rail.resize(all * topk);
+            Layout layout{topology, plan.tokens[rank], topk, experts, heap.channels, nullptr};
+            share.layout.resize(layout.size());
+            layout.data = share.layout.data();
+            plan.lay_out(layout, rank, epoch);
+            share.notify.layout = layout;
+        }
+    }
+
     void add_handle() {
         const int world = topology.world(), topk = pick(1, std::min(kMaxTopk, experts));
-        const uint64_t epoch = handles.size() + 1;
+        const uint64_t epoch = ++notifies;
         handles.push_back({topk, pick(0, 2) ? 1 : 4, pick(0, 2) == 0, std::vector<Share>(world)});
         Handle& handle = handles.back();
         const int most = std::array{0, 3, 12, 40}[pick(0, 3)];

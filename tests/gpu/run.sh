@@ -91,6 +91,7 @@ step gpu 60 "$PYTHON" -c 'import torch; print(torch.cuda.get_device_properties(0
 step smoke 60 bash -c 'test_with tests/gpu/test_gpu_transfer.py -k many_calls'
 step transfer 90 bash -c 'test_with tests/gpu/test_gpu_transfer.py'
 step launch 60 bash -c 'test_with tests/gpu/test_gpu_launch.py tests/gpu/test_gpu_overlap.py tests/gpu/test_gpu_float8.py tests/gpu/test_gpu_compile.py'
+step sequences 60 bash -c 'test_with tests/gpu/test_gpu_sequences.py'
 step router 60 bash -c 'test_with tests/router/test_router.py tests/router/test_router_accuracy.py'
 step gate 60 "$PYTHON" -m megatron_ep.bench.router --device cuda --tokens 1 4096 --json "$OUT/router.json"
 step bench 90 "$PYTHON" -m megatron_ep.bench.cuda --json "$OUT/bench.json"

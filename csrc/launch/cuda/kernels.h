@@ -61,7 +61,7 @@ __device__ __forceinline__ void begin_transfer(const DeviceRank& rank, const Tra
                                Sends::word(args.kind(), call, args.format));
     }
     count_one(rank.control->entered.transfer);
-    if (!args.fills_tables) begin_call(rank, args.layout.world());
+    if (args.begins_call()) begin_call(rank, args.layout.world());
 }
 
 // ---- notify: each step needs the one before on all channels

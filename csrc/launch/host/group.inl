@@ -60,7 +60,7 @@ void HostGroup::dispatch(std::vector<DispatchArgs> args, const std::function<boo
         add_dispatch_roles(args[i], adder<Warp>(roles, i));
         add_intra_rank_pass(args[i], adder<Warp>(local, i));
     }
-    run_to_outputs(count_transfers, !args.front().fills_tables, args,
+    run_to_outputs(count_transfers, args.front().begins_call(), args,
                    {std::move(roles), std::move(local)}, interrupted);
 }
 

@@ -1,0 +1,108 @@
+"""Q, K and V go to the ranks that compute attention, and its output comes back."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from megatron_ep.normal.api import PAYLOAD_DTYPES, Tensors, as_list, check_payload
+from megatron_ep.normal.rank_group import RankGroup
+from megatron_ep.sequences.autograd import differentiable_dispatch, differentiable_move
+from megatron_ep.sequences.handles import PlanHandles, handles_of
+from megatron_ep.sequences.plan import SequencePlan
+
+
+class SequenceDispatcher:
+    """Moves attention's rows by a plan, which says where each one goes. Nobody is asked for counts.
+
+    With a Buffer calls take and return tensors; with a LocalCluster, lists with one tensor per rank. All are
+    collective, and so are their backward passes: all ranks make the same calls in the same order, by the same plan, and
+    what is made of the results must take part in the loss on all ranks or on none. `overlap.start` runs them beside
+    other work.
+
+    buffer: a Buffer or LocalCluster. Calls of others on it may come in between. `Config.row_bytes` should be those of
+        the largest row, of Q or of K with V; of float32 where gradients of 16 bits are summed across nodes.
+
+    What ranks need to know of a plan is worked out in the first call with it, and kept as long as the plan. Raises
+    ValueError for what is no buffer.
+    """
+
+    def __init__(self, buffer: RankGroup):
+        if not isinstance(buffer, RankGroup):
+            raise ValueError(f"buffer is a {type(buffer).__name__}, must be a Buffer or LocalCluster")
+        self.buffer = buffer
+        self._handles: WeakKeyDictionary[SequencePlan, PlanHandles] = WeakKeyDictionary()
+
+    def dispatch(self, q: Tensors, k: Tensors, v: Tensors, plan: SequencePlan) -> tuple[Any, Any, Any]:
+        """Rows of Q go to the rank that computes their attention, those of K and V to all that need them, once a rank.
+
+        q, k, v: [T, ...], T as `RankTables.num_rows` of the plan says, in the order of documents and their shards;
+            contiguous; bfloat16, float16, float32, float64 or float8_e4m3fn. Behind the first dimension they may have
+            any shape, the same on all ranks; each a shape of its own, as with grouped queries or MLA. k and v have one
+            dtype. Get a gradient, each on all ranks or on none, unless float8.
+
+        Returns q [num_q_rows, ...], k and v [num_kv_rows, ...]: see `RankTables` of this rank, `plan.of_rank`. The
+        gradients of k and v are summed over the copies of a row in float32 (float64 for float64), in a fixed order, and
+        rounded once: `megatron_ep.sequences.reference.sum_copies`.
+
+        Raises ValueError for a wrong argument before anything is sent; other ranks then get EPAbortError. Raises
+        EPTimeoutError when another rank does not take part, EPError when one has another plan.
+        """
+        group = self.buffer
+        with group.abort_peers_on_error():
+            handles = self._handles_of(plan)
+            rows = plan.q_rows.sum(1)
+            given = [self._check(name, x, rows) for name, x in (("q", q), ("k", k), ("v", v))]
+            if given[1][0].dtype != given[2][0].dtype:
+                raise ValueError(f"v is {given[2][0].dtype}, must be {given[1][0].dtype} as k is")
+        out = differentiable_dispatch(handles, *(_flat(x) for tensors in given for x in tensors))
+        n = len(group.ranks)
+        q, k, v = (self._result(out[i * n : (i + 1) * n], tensors[0].shape[1:]) for i, tensors in enumerate(given))
+        return q, k, v
+
+    def combine(self, out: Tensors, plan: SequencePlan) -> Any:
+        """Attention's output goes back to where its queries are at home.
+
+        out: [num_q_rows, ...], contiguous, as q of `dispatch`. Gets a gradient.
+
+        Returns [T, ...]. Raises as `dispatch` does.
+        """
+        with self.buffer.abort_peers_on_error():
+            handles = self._handles_of(plan)
+            given = self._check("out", out, plan.q_rows.sum(0))
+        rows = differentiable_move(handles.out, handles.q, *map(_flat, given))
+        return self._result(rows, given[0].shape[1:])
+
+    def _handles_of(self, plan: SequencePlan) -> PlanHandles:
+        group = self.buffer
+        group.check_usable()
+        if not isinstance(plan, SequencePlan):
+            raise ValueError(f"plan is a {type(plan).__name__}, must be a SequencePlan")
+        if plan.world != group.topology.world_size:
+            raise ValueError(
+                f"plan is for {plan.world} ranks, must be for the {group.topology.world_size} of the buffer"
+            )
+        handles = self._handles.get(plan)
+        if handles is None or handles.q.age:  # a reset has ended the calls that fill its tables
+            handles = self._handles[plan] = handles_of(plan, group)
+        return handles
+
+    def _check(self, name: str, value: Tensors, rows: torch.Tensor) -> list[torch.Tensor]:
+        tensors = as_list(name, value, self.buffer)
+        for x in tensors:
+            if x.dim() < 2 or x.shape[1:] != tensors[0].shape[1:]:
+                other = "" if x.dim() < 2 else f", and {tuple(tensors[0].shape)} on another rank"
+                raise ValueError(f"{name} has shape {tuple(x.shape)}{other}, must be [rows, ...], alike on all ranks")
+        check_payload(name, [x.flatten(1) for x in tensors], rows[self.buffer.ranks].tolist(), PAYLOAD_DTYPES)
+        return tensors
+
+    def _result(self, rows: tuple[torch.Tensor, ...], shape: torch.Size) -> Any:
+        tensors = [x.unflatten(1, shape) for x in rows]
+        return tensors if self.buffer.takes_lists else tensors[0]
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    rows = x.flatten(1)
+    return rows.detach() if x.dtype == torch.float8_e4m3fn else rows
