@@ -191,7 +191,7 @@ class CudaBackend(OfGroup):
     def finished(self) -> bool:
         return False  # a launch that was enqueued tells nothing yet
 
-    def settle(self) -> None:
+    def finish_launches(self) -> None:
         catch_up()
         if self._last is not None:
             self.wait(self._last.record_event())

@@ -109,7 +109,7 @@ class HostBackend(OfGroup):
     def synchronize(self) -> None:
         pass
 
-    def settle(self) -> None:
+    def finish_launches(self) -> None:
         pass
 
     def drain(self) -> None:

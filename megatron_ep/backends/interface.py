@@ -160,7 +160,7 @@ class Backend(HasMemory, Protocol):
         """Until all launches are done."""
         ...
 
-    def settle(self) -> None:
+    def finish_launches(self) -> None:
         """Until all launches are done that this process knows of, and what the current stream holds if a CUDA graph
         has captured any. `aborted` then knows of what failed in them, and of all ranks in reach that have given up."""
         ...

@@ -45,11 +45,11 @@ def main(argv: Sequence[str]) -> int:
     for name, check in _checks():
         start = time.perf_counter()
         try:
-            verdict, detail = "pass", check()
+            outcome, detail = "pass", check()
         except Exception as error:
-            verdict, detail = "FAIL", f"{type(error).__name__}: {error}"
+            outcome, detail = "FAIL", f"{type(error).__name__}: {error}"
             failed += 1
-        print(f"{verdict}  {name:66} {time.perf_counter() - start:6.1f} s  {detail}", flush=True)
+        print(f"{outcome}  {name:66} {time.perf_counter() - start:6.1f} s  {detail}", flush=True)
     print(f"{failed} failed" if failed else "all passed", f"in {time.perf_counter() - started:.0f} s")
     return 1 if failed else 0
 

@@ -132,12 +132,12 @@ def exchange(store: Any, rank: int, world_size: int, report: env.Report, timeout
     if rank == 0:
         missing = _wait(store, [f"report {other}" for other in range(world_size)], timeout)
         reports = {other: _report(store, f"report {other}") for other in range(world_size) if other not in missing}
-        store.set("verdict", json.dumps(compare(reports, world_size, timeout.total_seconds())))
+        store.set("comparison", json.dumps(compare(reports, world_size, timeout.total_seconds())))
         if world_size > 1:  # the store may end with this process
             _wait(store, [f"heard {other}" for other in reports if other], timedelta(seconds=GOODBYE_S))
     else:
-        store.wait(["verdict"], timeout + timedelta(seconds=GOODBYE_S))
-    text, status = _read(store, "verdict", tuple[str, int])
+        store.wait(["comparison"], timeout + timedelta(seconds=GOODBYE_S))
+    text, status = _read(store, "comparison", tuple[str, int])
     store.set(f"heard {rank}", "")
     return text, status
 

@@ -222,7 +222,7 @@ class RankGroup:
     def raise_if_failed(self) -> None:
         """As `megatron_ep.raise_if_failed`, for this buffer alone."""
         backend = self.live_backend()
-        backend.settle()
+        backend.finish_launches()
         aborted = backend.aborted()
         if aborted is not None:
             raise self._failure(*aborted)

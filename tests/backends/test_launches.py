@@ -93,7 +93,7 @@ def test_a_launch_that_does_not_end_is_told_to_whoever_waits(stream: Stream) -> 
         cuda.check_not_stuck()
     started = time.monotonic()
     with pytest.raises(ep.EPStuckError):  # the next to wait is told at once
-        backend.settle()
+        backend.finish_launches()
     assert time.monotonic() - started < TIMEOUT
     backend.close()  # does not retire what graphs may replay, which waits for the launch
 
@@ -204,12 +204,12 @@ def test_a_replay_that_does_not_end_is_told_to_whoever_waits(stream: Stream) -> 
     stream.record_event()  # of the replay
     started = time.monotonic()
     with pytest.raises(ep.EPStuckError, match=r"^call 5 has been on the GPU for .* and nothing can end it; this"):
-        backend.settle()
+        backend.finish_launches()
     assert MAX_TIMEOUTS * TIMEOUT < time.monotonic() - started < 5
     group.abort.assert_called_once_with(interrupted=False, failed=True, reason=mock.ANY)
     started = time.monotonic()
     with pytest.raises(ep.EPStuckError, match="call 5"):  # the next to wait is told at once
-        backend.settle()
+        backend.finish_launches()
     assert time.monotonic() - started < TIMEOUT
 
 

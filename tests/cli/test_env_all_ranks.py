@@ -113,8 +113,8 @@ def test_a_report_that_no_rank_has_told(report, told):
 @pytest.mark.parametrize("told", ["{not JSON", '["text", "0"]', "[]"])
 def test_a_verdict_that_no_rank_has_told(report, told):
     store = dist.HashStore()
-    store.set("verdict", told)
-    with pytest.raises(RuntimeError, match="holds at key 'verdict' what no rank has told"):
+    store.set("comparison", told)
+    with pytest.raises(RuntimeError, match="holds at key 'comparison' what no rank has told"):
         all_ranks.exchange(store, 1, 2, report, timedelta(seconds=5))
 
 

@@ -25,7 +25,7 @@ namespace ep {
 //
 // A program runs several times over the same arguments, as a captured graph does. Numbers are
 // small integers, so sums are exact: a combine of rows as they came gives each token times its
-// picks.
+// choices.
 //
 // Some programs are of dispatches alone, whose rows become fp8 on the way.
 //
@@ -366,14 +366,14 @@ struct LowLatencyProgram {
         const Part& sent = parts[rank][calls[call].dispatch];
         int errors = 0;
         for (int other = 0; other < topology.world(); ++other) {
-            int picks = 0, kept = 0;
+            int choices = 0, kept = 0;
             for (size_t i = 0; i < sent.ids.size(); ++i) {
                 if (sent.ids[i] < 0 || sent.ids[i] / heap.local_experts() != other) continue;
-                ++picks;
+                ++choices;
                 kept += own.y_values[i] != 0;
             }
-            if (!picks) continue;
-            errors += kept && kept < picks;
+            if (!choices) continue;
+            errors += kept && kept < choices;
             errors += kept && !sent.dispatch.layout.active(other);
             errors += see(rank, other, kept);
         }
@@ -477,16 +477,16 @@ struct LowLatencyProgram {
         const Part& sent = parts[rank][calls[c].dispatch];
         int wrong = 0;
         for (size_t token = 0; token < sent.ids.size() / topk; ++token) {
-            int picks = 0;
+            int choices = 0;
             for (int k = 0; k < topk; ++k) {
                 bool chose = sent.ids[token * topk + k] >= 0;
                 if (heap.masking) chose &= own.y_values[token * topk + k] != 0;
-                picks += chose;
+                choices += chose;
                 wrong +=
                     own.y_values[token * topk + k] != (chose ? sent.weights[token * topk + k] : 0);
             }
             for (int i = 0; i < hidden; ++i)
-                wrong += own.y[token * hidden + i] != picks * sent.x[token * hidden + i];
+                wrong += own.y[token * hidden + i] != choices * sent.x[token * hidden + i];
         }
         return wrong;
     }

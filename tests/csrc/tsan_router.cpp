@@ -70,10 +70,10 @@ int main() {
     for (int64_t row = 0; row < kTokens; row += 7) padding[row] = 1;
 
     const Outputs alone = run(logits, bias, padding, 1);
-    int64_t picks = 0;
-    for (int64_t count : alone.counts) picks += count;
-    if (picks != (kTokens - (kTokens + 6) / 7) * kTopk) {
-        std::printf("%lld picks were counted\n", static_cast<long long>(picks));
+    int64_t choices = 0;
+    for (int64_t count : alone.counts) choices += count;
+    if (choices != (kTokens - (kTokens + 6) / 7) * kTopk) {
+        std::printf("%lld choices were counted\n", static_cast<long long>(choices));
         return 1;
     }
     for (int threads : {2, 4, 12}) {

@@ -206,7 +206,7 @@ def test_the_first_reason_stays():
             dispatch(buffer)
 
 
-# ---- the verdict alone
+# ---- the blame alone
 
 
 def status(rank, notify, transfer, inside=None, waits=(), **low_latency):

@@ -31,7 +31,7 @@ class LateBackend(HostBackend):
         super().abort(**kwargs)
         self._is_known = True
 
-    def settle(self):
+    def finish_launches(self):
         self._is_known = True
 
     def synchronize(self):

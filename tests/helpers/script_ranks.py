@@ -120,26 +120,26 @@ def _run(script, job):
         children[pid] = rank
     groups = list(children)
     deadline = time.monotonic() + LIMIT
-    verdict = "done"
+    outcome = "done"
     while children:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             time.sleep(0.01)
             if time.monotonic() < deadline:
                 continue
-            verdict = f"ranks {sorted(children.values())} were not done after {LIMIT} s"
+            outcome = f"ranks {sorted(children.values())} were not done after {LIMIT} s"
         else:
             rank = children.pop(pid)
             if status == 0:
                 continue
-            if verdict == "done":
-                verdict = f"rank {rank} failed"
+            if outcome == "done":
+                outcome = f"rank {rank} failed"
         for other in children:
             os.kill(other, signal.SIGKILL)
     for group in groups:  # the processes that help a rank to write checkpoints outlive it
         with contextlib.suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
-    return verdict
+    return outcome
 
 
 def _become_rank(script, job, rank, port):

@@ -94,7 +94,7 @@ def kill_rank(out, rank):
     signal_rank(out, rank, signal.SIGKILL)
 
 
-def settle(condition, limit=10):
+def comes_true(condition, limit=10):
     deadline = time.monotonic() + limit
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import training_runs
 from ports import free_port
-from training_runs import deterministic, finish, kill_rank, rows, running, settle, signal_rank, until_training
+from training_runs import comes_true, deterministic, finish, kill_rank, rows, running, signal_rank, until_training
 
 pytest.importorskip("megatron.core")
 
@@ -113,7 +113,7 @@ def test_ctrl_c_ends_everything_quietly(cache, tmp_path):
     assert process.returncode == 130
     assert text.count("SIGINT") == 1 and "Traceback" not in text
     assert not running(out)
-    assert settle(lambda: segments() <= before), segments() - before
+    assert comes_true(lambda: segments() <= before), segments() - before
 
 
 def test_a_killed_rank_ends_all_and_is_named_once(cache, tmp_path):
@@ -127,7 +127,7 @@ def test_a_killed_rank_ends_all_and_is_named_once(cache, tmp_path):
     assert process.returncode == 1
     assert "rank 1 failed: killed by SIGKILL" in text and text.count("failed") == 1 and "Traceback" not in text
     assert not running(out)
-    assert settle(lambda: segments() <= before), segments() - before
+    assert comes_true(lambda: segments() <= before), segments() - before
 
 
 def test_ranks_end_with_a_killed_launcher(cache, tmp_path):
@@ -136,7 +136,7 @@ def test_ranks_end_with_a_killed_launcher(cache, tmp_path):
     until_training(process, out)
     process.kill()
     process.wait(timeout=10)
-    assert settle(lambda: not running(out)), running(out)
+    assert comes_true(lambda: not running(out)), running(out)
     process.stdout.close()
 
 
