@@ -23,10 +23,37 @@ class Segment:
 
 class SoftwareNic:
     mirror_bytes: int
+    thread_name: str
     def __init__(self, *, rank: int, segments: Sequence[Segment]) -> None: ...
     def start(self, sockets: Sequence[int]) -> None: ...
     def stop(self, seconds: float) -> None: ...
     def tolerate_loss(self) -> None: ...
+
+class NetworkLoad:
+    @staticmethod
+    def heap_bytes(*, world: int, channels: int, most_bytes: int) -> int: ...
+    def __init__(
+        self,
+        nic: SoftwareNic,
+        control: Segment,
+        heap: Segment,
+        *,
+        rank: int,
+        world: int,
+        channels: int,
+        most_bytes: int,
+    ) -> None: ...
+    def ping(self, peer: int, *, begins: bool, bytes: int, rounds: int, timeout: float) -> list[float]: ...
+    def exchange(
+        self,
+        *,
+        targets: Sequence[int],
+        sources: Sequence[int],
+        puts: int,
+        bytes: int,
+        seed: int | None = None,
+        timeout: float,
+    ) -> float: ...
 
 def pooled_bytes(size: int) -> object: ...
 def release_pooled_memory() -> None: ...

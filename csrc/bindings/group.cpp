@@ -223,6 +223,8 @@ void bind_software_nic(py::module_& m) {
             "Once what was sent has left, or so many seconds later.")
         .def("tolerate_loss", &SoftwareNic::tolerate_loss,
              "From now on a connection that breaks ends nobody's waits.")
+        .def_property_readonly_static("thread_name",
+                                      [](py::object) { return SoftwareNic::kThreadName; })
         .def_property_readonly_static("mirror_bytes",
                                       [](py::object) { return sizeof(ControlBlock); });
 }

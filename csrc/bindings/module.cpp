@@ -4,6 +4,7 @@
 #include "bindings/group.h"
 #include "bindings/low_latency.h"
 #include "bindings/memory.h"
+#include "bindings/network_load.h"
 #include "bindings/plan.h"
 #include "bindings/router.h"
 
@@ -32,6 +33,7 @@ PYBIND11_MODULE(_C, m) {
     ep::bind_group(m);
     ep::bind_low_latency(m);
     ep::bind_memory(m);
+    ep::bind_network_load(m);
     ep::bind_plan(m);
     ep::bind_router(m);
 #if defined(MEGATRON_EP_CUDA)

@@ -66,13 +66,13 @@ class Network:
         others = [rank for rank, machine in enumerate(self._machines) if machine != self._machines[self._rank]]
         with contextlib.ExitStack() as stack:
 
-            def listen() -> tuple[socket.socket, Listening]:
-                listener = stack.enter_context(_listener())
+            def tell() -> tuple[socket.socket, Listening]:
+                listener = stack.enter_context(listen())
                 host, port = listener.getsockname()[:2]
                 new = [[secrets.token_bytes(TOKEN_BYTES) for _ in self._machines] for _ in range(2)]
                 return listener, Listening(host, port, *new)
 
-            listener, told = meeting.exchange(listen)
+            listener, told = meeting.exchange(tell)
 
             limit = meeting.timeout.total_seconds()
 
@@ -93,8 +93,9 @@ class Network:
         self._leave()
 
 
-def _listener() -> socket.socket:
-    """Raises ValueError for an address in the environment that is none of this machine."""
+def listen() -> socket.socket:
+    """On a port that the system picks. Raises ValueError for an address in the environment that is none of this
+    machine."""
     address = _own_address()
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)

@@ -12,6 +12,7 @@ NAMES = {
     "cuda": "dispatch and combine of all ranks on one GPU",
     "gpus": "dispatch and combine, a rank on each GPU of this machine",
     "low-latency": "the low-latency mode on GPUs",
+    "network": "dispatch, combine and single puts between machines",
     "compare": "two JSON files of measurements, side by side",
     "tables": "the tables of a JSON file again",
 }

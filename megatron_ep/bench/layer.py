@@ -10,7 +10,7 @@ E experts, K choices of a token, R rows received.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
                 sizes = (arguments.tokens, arguments.hidden, arguments.topk, arguments.experts)
                 case = Case(nodes, ranks_per_node, dtype, *sizes)
                 by_rank = ranks.run(measure, case, beside_megatron, arguments.warmup, arguments.iters)
-                records = _records(case, by_rank)
+                records = records_of(case, by_rank)
                 title = f"{case}: a rank receives {records[0]['bytes'] / 1e6:.1f} MB of expert-grouped rows"
                 report.add(title, records, WHAT | EXTREMES | RATE | relative("/ ours", "ours", records))
     return 0
@@ -117,16 +117,23 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 # ---- on every rank
 
 
-def measure(case: Case, beside_megatron: bool, warmup: int, iterations: int) -> Measured:
-    """Runs on every rank of a gloo world."""
+def draw(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows, weights and experts of this rank's tokens."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     x = torch.randn(case.tokens, case.hidden, generator=generator).to(DTYPES[case.dtype])
     scores = torch.rand(case.tokens, case.experts, generator=generator)
-    weights, topk_idx = scores.softmax(dim=1).topk(case.topk, dim=1)
+    return x, *scores.softmax(dim=1).topk(case.topk, dim=1)
+
+
+def measure(
+    case: Case, beside_megatron: bool, warmup: int, iterations: int, others: Mapping[str, Steps] | None = None
+) -> Measured:
+    """Runs on every rank of a gloo world. others: take part, too."""
+    x, weights, topk_idx = draw(case)
     config = ep.Config(num_experts=case.experts)
     topology = ep.Topology(case.nodes, case.ranks_per_node)
     with torch.no_grad(), ep.Buffer(dist.group.WORLD, config, topology) as buffer:
-        others = {}
+        others = dict(others or {})
         if case.tokens <= MAX_LOW_LATENCY_TOKENS:
             others["low_latency"] = _steps_of_low_latency(buffer, case, x, topk_idx)
             others["low_latency_sum_at_expert"] = _steps_of_low_latency(buffer, case, x, topk_idx, sum_at="expert")
@@ -266,7 +273,7 @@ def _timers(
 # ---- in the parent
 
 
-def _records(case: Case, by_rank: Sequence[Measured]) -> list[Record]:
+def records_of(case: Case, by_rank: Sequence[Measured]) -> list[Record]:
     """One record for each implementation and phase; the seconds are the medians of each rank's rounds."""
     size = median(rank.size for rank in by_rank)
     records = []

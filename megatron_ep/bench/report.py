@@ -102,13 +102,15 @@ class Report:
 
     Args:
         path: of the file: {"environment": ..., "records": [...]}; None: none.
+        rank: of this process. Only rank 0 reports.
     """
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
+    def __init__(self, path: Path | None, rank: int = 0) -> None:
+        self._path = path if rank == 0 else None
         self._environment = env.collect()
-        self._records: list[Record] = []
+        self.records: list[Record] = []
         self._console = make_console()
+        self._console.quiet = rank != 0
         self.say(env.headline(self._environment))
 
     def say(self, text: str) -> None:
@@ -122,7 +124,7 @@ class Report:
 
     def keep(self, records: Sequence[Record]) -> None:
         """Writes records to the file without a table."""
-        self._records += records
+        self.records += records
         if self._path is not None:
-            content = {"environment": self._environment, "records": self._records}
+            content = {"environment": self._environment, "records": self.records}
             self._path.write_text(json.dumps(content, indent=2) + "\n")

@@ -4,7 +4,8 @@ joined by a bridge. For tests, and to try on one machine what is meant for sever
     python tests/network/machines.py 2 -- torchrun --nnodes 2 --nproc-per-node 2 \
         --rdzv-backend c10d --rdzv-endpoint 10.77.0.1:29500 examples/torchrun.py --nodes 2
 
-runs the command on every machine at once; MACHINE is its number there, from 0.
+runs the command on every machine at once; MACHINE is its number there, from 0. With `--rate 1gbit` before the number of
+machines none of them sends faster than that.
 """
 
 from __future__ import annotations
@@ -140,6 +141,7 @@ def _ending_by_signal() -> Iterator[None]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("machines", type=int, metavar="N")
+    parser.add_argument("--rate", help="of what each machine sends, as tc has it: 1gbit (as fast as it goes)")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
     arguments = parser.parse_args()
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
@@ -147,6 +149,8 @@ def main() -> int:
     if reason is not None or not command or arguments.machines < 1:
         parser.error(reason or "give at least one machine, and a command")
     with _ending_by_signal(), Machines(arguments.machines) as machines:
+        for machine in range(arguments.machines if arguments.rate else 0):
+            machines.limit(machine, arguments.rate)
         processes = [machines.start(machine, command) for machine in range(arguments.machines)]
         return max(process.wait() for process in processes)
 

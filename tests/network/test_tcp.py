@@ -213,7 +213,7 @@ def test_a_network_that_is_not_made_keeps_no_connection(ranks):
 
 
 def listening(count: int = 2) -> tuple[list[socket.socket], list[tcp.Listening]]:
-    listeners = [tcp._listener() for _ in range(count)]
+    listeners = [tcp.listen() for _ in range(count)]
     told = [
         tcp.Listening(*listener.getsockname()[:2], [os.urandom(16) for _ in range(count)], [os.urandom(16)] * count)
         for listener in listeners
@@ -278,4 +278,4 @@ def test_a_machine_that_cannot_be_reached_is_named_in_time():
 def test_an_address_that_is_none_of_this_machine(value, monkeypatch):
     monkeypatch.setenv(tcp.VARIABLE, value)
     with pytest.raises(ValueError, match=rf"environment variable {tcp.VARIABLE} is '{value}', must be an"):
-        tcp._listener()
+        tcp.listen()

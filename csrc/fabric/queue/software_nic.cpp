@@ -1,6 +1,7 @@
 #include "fabric/queue/software_nic.h"
 
 #include <poll.h>
+#include <pthread.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -120,6 +121,7 @@ void SoftwareNic::start(const std::vector<int>& sockets) {
     last_abort_ = 0;
     stopping_ = said_goodbye_ = false;
     thread_ = std::jthread([this] { run(); });
+    pthread_setname_np(thread_.native_handle(), kThreadName);
 }
 
 void SoftwareNic::stop(std::chrono::duration<double> most) {

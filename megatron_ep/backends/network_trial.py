@@ -1,0 +1,90 @@
+"""A network between ranks, without a buffer, in order to see how it does: what `bench network` times and `check
+--network` examines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from megatron_ep import _C
+from megatron_ep.backends.rendezvous import StoreRendezvous
+from megatron_ep.backends.tcp import Network
+from megatron_ep.errors import EPError
+
+Result = TypeVar("Result")
+
+
+class NetworkTrial:
+    """Send queues and connections as those of a buffer, and rings for puts in memory of their own. A context manager.
+
+    Collective, and so is every method but that both sides of a pair suffice. Raises EPError as `Network.connect` does.
+
+    rendezvous: of the ranks.
+    machines: of each rank, by name; only ranks of different ones are connected.
+    channels: rings between two ranks.
+    most_bytes: of a put. A rank takes 16 * channels * most_bytes of memory for each rank that it exchanges with.
+    """
+
+    def __init__(
+        self, rendezvous: StoreRendezvous, machines: Sequence[str], *, channels: int = 1, most_bytes: int = 1 << 16
+    ):
+        sizes = dict(world=len(machines), channels=channels, most_bytes=most_bytes)
+        self.most_bytes = most_bytes
+        self.others = [rank for rank, machine in enumerate(machines) if machine != machines[rendezvous.rank]]
+        controls = [_C.Segment.anonymous(_C.SoftwareNic.mirror_bytes) for _ in machines]
+        self._network = Network(rendezvous.rank, machines, controls)
+        heap = _C.Segment.anonymous(_C.NetworkLoad.heap_bytes(**sizes))
+        # before the connections: the others' puts find it there
+        self._load: _C.NetworkLoad | None = _C.NetworkLoad(
+            self._network.nic, controls[rendezvous.rank], heap, rank=rendezvous.rank, **sizes
+        )
+        self._network.connect(rendezvous)
+
+    def ping(self, peer: int, *, begins: bool, size: int, rounds: int, timeout: float) -> list[float]:
+        """A put of `size` bytes and its signal to a rank that calls this, too, and back: half of each round trip, in
+        seconds. Of the two ranks one begins. Raises EPError when that is not done in `timeout` seconds."""
+        return self._run(
+            lambda load: load.ping(peer, begins=begins, bytes=size, rounds=rounds, timeout=timeout),
+        )
+
+    def exchange(
+        self,
+        targets: Sequence[int],
+        sources: Sequence[int],
+        size: int,
+        timeout: float,
+        *,
+        puts: int = 0,
+        seed: int | None = None,
+    ) -> float:
+        """Sends `size` bytes to each of `targets` in every channel and receives as many from each of `sources`, all at
+        once. Returns the seconds until all is there, on both sides.
+
+        puts: instead of a size in bytes, so many puts. With a seed they are of random sizes, and all bytes are compared
+            when they have come.
+
+        Raises EPError when that is not done in `timeout` seconds, and when bytes differ.
+        """
+        count = puts or -(-size // self.most_bytes)
+        return self._run(
+            lambda load: load.exchange(
+                targets=targets, sources=sources, puts=count, bytes=self.most_bytes, seed=seed, timeout=timeout
+            )
+        )
+
+    def _run(self, step: Callable[[_C.NetworkLoad], Result]) -> Result:
+        assert self._load is not None, "closed"
+        try:
+            return step(self._load)
+        except RuntimeError as error:
+            raise EPError(str(error)) from None
+
+    def close(self) -> None:
+        self._load = None
+        self._network.close()
+
+    def __enter__(self) -> NetworkTrial:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,178 @@
+"""`megatron-ep bench network`: host ranks of several machines, under torchrun or in a Slurm job step.
+
+In one run, in turns: dispatch and combine as in `megatron-ep bench`, beside Megatron's all-to-all over gloo; the bytes
+that must cross between machines over plain TCP connections, both ways at once ("plain_tcp"), and the same bytes as puts
+with signals and credits ("puts"). A rank's bytes are those that it sends to ranks of other nodes: a token once for each
+node that it goes to. Then half a round trip of a put and its signal beside a plain message of the same size, and what a
+rank's thread for the network takes of a core while nobody sends. T tokens on this rank, H hidden, E experts, K picks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from megatron_ep import _C
+from megatron_ep import megatron as megatron_side
+from megatron_ep.backends import job
+from megatron_ep.backends.network_trial import NetworkTrial
+from megatron_ep.backends.rendezvous import StoreRendezvous
+from megatron_ep.bench import layer
+from megatron_ep.bench.arguments import add_rounds, add_sizes, positive, seconds
+from megatron_ep.bench.job_ranks import JobRanks
+from megatron_ep.bench.plain_tcp import PlainTcp
+from megatron_ep.bench.report import EXTREMES, PERCENTILES, RATE, WHAT, Record, Report, make_record, relative
+from megatron_ep.config import Topology
+
+IDLE_S = 2.0  # that nobody sends
+PINGS = 1000  # of a round
+Halves = dict[str, dict[int, list[float]]]  # seconds by implementation and size
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a rank timed."""
+
+    layer: layer.Measured
+    halves: Halves  # of the rank that begins
+    idle: float  # seconds of a core in a second
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the benchmark; see --help."""
+    arguments = _parse(argv)
+    if not job.adopt():
+        print("megatron-ep bench network: start it under torchrun or srun, a process a rank", file=sys.stderr)
+        return 2
+    with JobRanks(arguments.timeout) as ranks:
+        topology = ranks.topology
+        if topology.nodes < 2:
+            print(f"megatron-ep bench network: all {ranks.world_size} ranks are on one machine", file=sys.stderr)
+            return 2
+        if arguments.experts % ranks.world_size:
+            print(f"--experts is {arguments.experts}, must be a multiple of {ranks.world_size} ranks", file=sys.stderr)
+            return 2
+        report = Report(arguments.json, ranks.rank)
+        if not megatron_side.is_installed():
+            report.say("\nmegatron_alltoall skipped: megatron-core is not installed")
+        sizes = (arguments.tokens, arguments.hidden, arguments.topk, arguments.experts)
+        for dtype in arguments.dtype:
+            case = layer.Case(topology.nodes, topology.ranks_per_node, dtype, *sizes)
+            by_rank = ranks.run(
+                measure, case, ranks.machines, arguments.warmup, arguments.iters, arguments.size, arguments.timeout
+            )
+            add(report, case, by_rank)
+    return 0
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("megatron-ep bench network", description=(__doc__ or "").partition("\n\n")[2])
+    add_sizes(parser, hidden=2048, experts=64)
+    parser.add_argument("--dtype", nargs="+", choices=layer.DTYPES, default=["bf16"], help="(bf16)")
+    parser.add_argument(
+        "--size", nargs="+", type=positive, default=[8, 1024, 16384], help="bytes of round trips (%(default)s)"
+    )
+    add_rounds(parser, warmup=2, iters=5)
+    parser.add_argument("--timeout", type=seconds, default=300.0, metavar="S", help="limit of a wait (%(default)s s)")
+    arguments = parser.parse_args(argv)
+    if arguments.topk > min(arguments.experts, 32):
+        parser.error(f"--topk {arguments.topk} is over {min(arguments.experts, 32)}: --experts, and at most 32")
+    if max(arguments.size) > 1 << 16:
+        parser.error(f"--size {max(arguments.size)} is over {1 << 16}")
+    return arguments
+
+
+def measure(
+    case: layer.Case, machines: Sequence[str], warmup: int, iterations: int, sizes: Sequence[int], timeout: float
+) -> Measured:
+    """Runs on every rank of a gloo world. sizes: bytes of round trips. timeout: of a wait, seconds."""
+    topology = Topology(case.nodes, case.ranks_per_node)
+    rendezvous = StoreRendezvous(None, timedelta(seconds=timeout))
+    rank, world = rendezvous.rank, rendezvous.world_size
+    to, source = (rank + topology.ranks_per_node) % world, (rank - topology.ranks_per_node) % world
+    sent = rendezvous.gather(_crossing_bytes(case, topology, rank))
+    with NetworkTrial(rendezvous, machines) as trial:
+        with PlainTcp(rendezvous, to, source) as plain:
+            others: dict[str, layer.Steps] = {
+                "plain_tcp": _there_and_back(lambda: plain.stream(sent[rank], sent[source])),
+                "puts": _there_and_back(lambda: trial.exchange([to], [source], max(sent), timeout)),
+            }
+            timed = layer.measure(case, megatron_side.is_installed(), warmup, iterations, others)
+        pair = {0: topology.ranks_per_node, topology.ranks_per_node: 0}  # those that exchange messages
+        with PlainTcp(rendezvous, pair.get(rank), pair.get(rank)) as plain:
+            halves: Halves = {"puts": {}, "plain_tcp": {}}
+            for size in sizes:
+                for name, of_size in halves.items():
+                    rendezvous.barrier()
+                    if rank not in pair:
+                        continue
+                    rounds, begins = (warmup + iterations) * PINGS, rank == 0
+                    if name == "puts":
+                        found = trial.ping(pair[rank], begins=begins, size=size, rounds=rounds, timeout=timeout)
+                    else:
+                        found = plain.ping(size, rounds, begins=begins)
+                    of_size[size] = found[warmup * PINGS :]
+        rendezvous.barrier()
+        before = _thread_seconds()
+        time.sleep(IDLE_S)
+        idle = (_thread_seconds() - before) / IDLE_S
+        rendezvous.barrier()
+    return Measured(layer.Measured(sent[rank], timed.seconds), halves, idle)
+
+
+def _thread_seconds() -> float:
+    """That the network's thread has run for so far."""
+    tasks = [task for task in Path("/proc/self/task").iterdir() if _name_of(task) == _C.SoftwareNic.thread_name]
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) * 1e-9
+
+
+def _name_of(task: Path) -> str:
+    return (task / "comm").read_text().strip()
+
+
+def _crossing_bytes(case: layer.Case, topology: Topology, rank: int) -> int:
+    x, _, topk_idx = layer.draw(case)
+    nodes = topk_idx // (case.experts // topology.nodes)
+    own = rank // topology.ranks_per_node
+    rows = sum(int((nodes == node).any(dim=1).sum()) for node in range(topology.nodes) if node != own)
+    return rows * x.shape[1] * x.itemsize
+
+
+def _there_and_back(step: Callable[[], object]) -> layer.Steps:
+    """The same for what dispatch moves, and for what combine does."""
+
+    def dispatch() -> torch.Tensor:
+        step()
+        return torch.empty(0)
+
+    def combine(rows: torch.Tensor) -> torch.Tensor:
+        step()
+        return rows
+
+    return dispatch, combine
+
+
+def add(report: Report, case: layer.Case, by_rank: Sequence[Measured]) -> None:
+    records = layer.records_of(case, [rank.layer for rank in by_rank])
+    title = f"{case}: a rank sends {records[0]['bytes'] / 1e6:.1f} MB to other nodes"
+    report.add(title, records, WHAT | EXTREMES | RATE | relative("/ ours", "ours", records))
+    pings: list[Record] = [
+        make_record(case, f"{size} bytes", name, found, size)
+        for size in by_rank[0].halves["puts"]
+        for name, found in ((name, of_size[size]) for name, of_size in by_rank[0].halves.items())
+    ]
+    report.add("half a round trip", pings, WHAT | PERCENTILES | relative("/ plain", "plain_tcp", pings))
+    idle = max(rank.idle for rank in by_rank)
+    report.say(f"\nwhile nobody sends, a rank's thread for the network takes {100 * idle:.2f} % of a core")
+    report.keep([make_record(case, "idle", "thread", [rank.idle for rank in by_rank], 0)])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

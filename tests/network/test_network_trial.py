@@ -1,0 +1,133 @@
+"""What is sent over a network to try it: it arrives, it is looked at, and every wait ends. The machines are this one,
+under several names."""
+
+import socket
+import time
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from megatron_ep import megatron as megatron_side
+from megatron_ep.backends import processes, tcp
+from megatron_ep.backends.network_trial import NetworkTrial
+from megatron_ep.backends.rendezvous import StoreRendezvous
+from megatron_ep.bench import layer, network
+from megatron_ep.bench.local_ranks import LocalRanks
+from megatron_ep.bench.report import Report
+from megatron_ep.errors import EPError
+
+W = 3
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with LocalRanks(W, 60) as ranks:
+        yield ranks
+
+
+def meet() -> tuple[StoreRendezvous, int, list[int]]:
+    rendezvous = StoreRendezvous(None, timedelta(seconds=20))
+    return rendezvous, rendezvous.rank, [rank for rank in range(W) if rank != rendezvous.rank]
+
+
+def run_loads() -> None:
+    rendezvous, rank, others = meet()
+    with NetworkTrial(rendezvous, ["a", "b", "c"], channels=2, most_bytes=1000) as trial:
+        assert trial.others == others
+        for _ in range(2):
+            if rank < 2:
+                halves = trial.ping(1 - rank, begins=rank == 0, size=1 + 998 * rank, rounds=20, timeout=20)
+                assert len(halves) == 20 and min(halves) > 0
+            one_way = ([1], []) if rank == 0 else ([], [0]) if rank == 1 else ([], [])
+            assert trial.exchange(*one_way, 12345, 20) > 0
+            assert trial.exchange(others, others, 0, 20, puts=300, seed=7) > 0
+        rendezvous.barrier()
+
+
+def test_loads_arrive_as_they_were_sent(ranks):
+    ranks.run(run_loads)
+
+
+def run_of_other_seeds() -> str:
+    rendezvous, rank, others = meet()
+    with NetworkTrial(rendezvous, ["a", "b", "c"]) as trial:
+        with pytest.raises(EPError) as caught:
+            trial.exchange(others, others, 0, 20, puts=5, seed=rank)
+        rendezvous.barrier()
+    return str(caught.value)
+
+
+def test_wrong_bytes_are_found(ranks):
+    for text in ranks.run(run_of_other_seeds):
+        assert "put 0 of rank" in text and "is not what was sent" in text
+
+
+def run_without_the_last() -> str:
+    rendezvous, rank, others = meet()
+    text = ""
+    with NetworkTrial(rendezvous, ["a", "b", "c"]) as trial:
+        if rank < W - 1:
+            start = time.monotonic()
+            with pytest.raises(EPError) as caught:
+                trial.exchange(others, others, 1 << 20, 0.5)
+            assert time.monotonic() - start < 5
+            text = str(caught.value)
+        rendezvous.barrier()
+    return text
+
+
+def test_who_does_not_take_part_is_named_in_time(ranks):
+    for text in ranks.run(run_without_the_last)[:-1]:
+        assert text.startswith("rank 2 did not take what was put in channel 0, rank 2 did not put all in channel 0")
+
+
+def run_with_one_that_breaks() -> str:
+    rendezvous, rank, others = meet()
+    connect_all, connections = tcp._connect_all, []
+
+    def keep(*arguments):
+        made = connect_all(*arguments)
+        connections.extend(connection.dup() for connection in made.values())
+        return made
+
+    with mock.patch.object(tcp, "_connect_all", keep):
+        trial = NetworkTrial(rendezvous, ["a", "b", "c"])
+    text = ""
+    for connection in connections:
+        if rank == W - 1:
+            connection.shutdown(socket.SHUT_RDWR)
+        connection.close()
+    if rank < W - 1:
+        with pytest.raises(EPError) as caught:
+            trial.exchange(others, others, 1 << 20, 20)
+        text = str(caught.value)
+    rendezvous.barrier()
+    trial.close()
+    return text
+
+
+def test_a_connection_that_breaks_is_named(ranks):
+    for text in ranks.run(run_with_one_that_breaks)[:-1]:
+        assert text == "the connection to rank 2 broke"
+
+
+def run_bench() -> network.Measured:
+    case = layer.Case(W, 1, "bf16", tokens=40, hidden=16, topk=2, experts=6)
+    with mock.patch.object(processes, "machine", lambda: f"machine {dist.get_rank()}"):
+        return network.measure(case, ["a", "b", "c"], warmup=1, iterations=2, sizes=[8], timeout=20.0)
+
+
+@pytest.mark.skipif(not megatron_side.is_installed(), reason="megatron-core is not installed")
+def test_the_benchmark(ranks, tmp_path, capsys):
+    by_rank = ranks.run(run_bench)
+    for measured in by_rank:
+        assert 0 < measured.layer.size <= 40 * 2 * 16 * 2, "a token once for each other node that it goes to"
+        assert 0 < measured.idle < 0.5, "the thread sleeps"
+    report = Report(tmp_path / "bench.json")
+    network.add(report, layer.Case(W, 1, "bf16", 40, 16, 2, 6), by_rank)
+    text = capsys.readouterr().out
+    for name in ("ours", "megatron_alltoall", "plain_tcp", "puts", "half a round trip", "while nobody sends"):
+        assert name in text
+    assert {"8 bytes", "idle", "dispatch"} <= {record["phase"] for record in report.records}
