@@ -22,17 +22,24 @@ class NetworkTrial:
     rendezvous: of the ranks.
     machines: of each rank, by name; only ranks of different ones are connected.
     channels: rings between two ranks.
+    address: as of `Network`.
     most_bytes: of a put. A rank takes 16 * channels * most_bytes of memory for each rank that it exchanges with.
     """
 
     def __init__(
-        self, rendezvous: StoreRendezvous, machines: Sequence[str], *, channels: int = 1, most_bytes: int = 1 << 16
+        self,
+        rendezvous: StoreRendezvous,
+        machines: Sequence[str],
+        *,
+        channels: int = 1,
+        most_bytes: int = 1 << 16,
+        address: str | None = None,
     ):
         sizes = dict(world=len(machines), channels=channels, most_bytes=most_bytes)
         self.most_bytes = most_bytes
         self.others = [rank for rank, machine in enumerate(machines) if machine != machines[rendezvous.rank]]
         controls = [_C.Segment.anonymous(_C.SoftwareNic.mirror_bytes) for _ in machines]
-        self._network = Network(rendezvous.rank, machines, controls)
+        self._network = Network(rendezvous.rank, machines, controls, address)
         heap = _C.Segment.anonymous(_C.NetworkLoad.heap_bytes(**sizes))
         # before the connections: the others' puts find it there
         self._load: _C.NetworkLoad | None = _C.NetworkLoad(
@@ -71,6 +78,10 @@ class NetworkTrial:
                 targets=targets, sources=sources, puts=count, bytes=self.most_bytes, seed=seed, timeout=timeout
             )
         )
+
+    def segments_sent(self) -> dict[int, tuple[int, int]]:
+        """See `Network.segments_sent`."""
+        return self._network.segments_sent()
 
     def _run(self, step: Callable[[_C.NetworkLoad], Result]) -> Result:
         assert self._load is not None, "closed"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hmac
-import ipaddress
 import os
 import secrets
 import selectors
@@ -17,20 +16,21 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_ep import _C
+from megatron_ep.backends.addresses import VARIABLE, own_address
 from megatron_ep.backends.rendezvous import StoreRendezvous
 from megatron_ep.errors import EPError
 
-VARIABLE = "MEGATRON_EP_ADDRESS"
 TOKEN_BYTES = 16
 HELLO = struct.Struct(f"!8sII{TOKEN_BYTES}s")  # magic, version, rank, token
 MAGIC, VERSION = b"MEGATREP", 1
 HELLO_S = 5.0  # that a stranger may take to say who it is
 MOST_STRANGERS = 64  # who have not said yet
 RETRY_S = 0.2
+TCP_INFO_BYTES, TOTAL_RETRANS, SEGS_OUT = 192, 100, 136  # struct tcp_info of <linux/tcp.h>, and offsets in it
 # After so long without an acknowledgement of the other machine a connection is lost. Ranks send something five times a
 # second.
 UNACKNOWLEDGED_S = 10.0
@@ -46,6 +46,13 @@ class Listening:
     tokens: list[bytes]
     answers: list[bytes]
 
+    @classmethod
+    def by(cls, listener: socket.socket, world_size: int) -> Listening:
+        """Of a socket that listens, with new tokens for all ranks."""
+        host, port = listener.getsockname()[:2]
+        new = [[secrets.token_bytes(TOKEN_BYTES) for _ in range(world_size)] for _ in range(2)]
+        return cls(host, port, *new)
+
 
 class Network:
     """The connections of one rank.
@@ -53,10 +60,12 @@ class Network:
     rank: this one.
     machines: of each rank, by which those of this machine are told from the others.
     segments: of each rank its heap, or for those on other machines memory of `_C.SoftwareNic.mirror_bytes`.
+    address: on which this rank listens; None: `own_address`.
     """
 
-    def __init__(self, rank: int, machines: Sequence[str], segments: Sequence[_C.Segment]):
+    def __init__(self, rank: int, machines: Sequence[str], segments: Sequence[_C.Segment], address: str | None = None):
         self._rank = rank
+        self._address = address
         self._machines = list(machines)
         self.nic = _C.SoftwareNic(rank=rank, segments=list(segments))
         self._leave = weakref.finalize(self, self.nic.stop, LEAVE_S)  # at exit, too
@@ -67,10 +76,8 @@ class Network:
         with contextlib.ExitStack() as stack:
 
             def tell() -> tuple[socket.socket, Listening]:
-                listener = stack.enter_context(listen())
-                host, port = listener.getsockname()[:2]
-                new = [[secrets.token_bytes(TOKEN_BYTES) for _ in self._machines] for _ in range(2)]
-                return listener, Listening(host, port, *new)
+                listener = stack.enter_context(listen(self._address))
+                return listener, Listening.by(listener, len(self._machines))
 
             listener, told = meeting.exchange(tell)
 
@@ -81,8 +88,13 @@ class Network:
                 return {rank: stack.enter_context(connection) for rank, connection in made.items()}
 
             connections = meeting.agree(join, seconds=limit)
+            self._descriptors = {rank: connection.fileno() for rank, connection in connections.items()}
             self.nic.start([connections[rank].detach() if rank in connections else -1 for rank in range(len(told))])
         meeting.barrier()  # nobody's connection ends before all have begun
+
+    def segments_sent(self) -> dict[int, tuple[int, int]]:
+        """While it runs: how many packets this machine has sent to each rank, and how many of them again."""
+        return {rank: _segments_sent(descriptor) for rank, descriptor in self._descriptors.items()}
 
     def disconnect(self) -> None:
         """At once: what was sent may be lost."""
@@ -93,10 +105,17 @@ class Network:
         self._leave()
 
 
-def listen() -> socket.socket:
-    """On a port that the system picks. Raises ValueError for an address in the environment that is none of this
-    machine."""
-    address = _own_address()
+def _segments_sent(descriptor: int) -> tuple[int, int]:
+    with socket.socket(fileno=os.dup(descriptor)) as connection:
+        facts = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
+    again, sent = (struct.unpack_from("=I", facts, at)[0] for at in (TOTAL_RETRANS, SEGS_OUT))
+    return sent, again
+
+
+def listen(address: str | None = None) -> socket.socket:
+    """On a port that the system picks. address: None: `own_address`. Raises ValueError for an address in the
+    environment that is none of this machine."""
+    address = address or own_address()
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -111,30 +130,11 @@ def listen() -> socket.socket:
     return listener
 
 
-def _own_address() -> str:
-    """The address of this machine that the others reach: as the variable says, or that from which this machine reaches
-    the store."""
-    wanted = os.environ.get(VARIABLE)
-    if wanted:
-        try:
-            return str(ipaddress.ip_address(wanted))
-        except ValueError:
-            raise ValueError(f"environment variable {VARIABLE} is {wanted!r}, must be an IP address") from None
-    store = os.environ.get("MASTER_ADDR") or socket.gethostname()
-    try:
-        family, _, _, _, target = socket.getaddrinfo(store, 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(target)  # sends nothing
-            return str(probe.getsockname()[0])
-    except OSError:
-        return "127.0.0.1"
-
-
 class _Joining:
     """The connections of a rank while they come to be: it calls the lower ranks, and the higher ones call it."""
 
-    def __init__(self, rank: int, told: Sequence[Listening], machines: Sequence[str]):
-        self.rank, self.told, self.machines = rank, told, machines
+    def __init__(self, rank: int, told: Sequence[Listening]):
+        self.rank, self.told = rank, told
         self.made: dict[int, socket.socket] = {}
         self.selector = selectors.DefaultSelector()
         self.strangers: dict[socket.socket, tuple[float, bytes]] = {}  # until when, and what they have said
@@ -244,7 +244,21 @@ def _connect_all(
     limit: float,
 ) -> dict[int, socket.socket]:
     """A connection to each of the others. Raises EPError that names those who could not be reached in time."""
-    joining = _Joining(rank, told, machines)
+    made, why = join(rank, others, told, listener, limit)
+    if len(made) < len(others):
+        for connection in made.values():
+            connection.close()
+        raise EPError(_unreached(rank, [other for other in others if other not in made], told, machines, why, limit))
+    for connection in made.values():
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNACKNOWLEDGED_S * 1000))
+    return made
+
+
+def join(
+    rank: int, others: Sequence[int], told: Sequence[Listening], listener: socket.socket, limit: float
+) -> tuple[dict[int, socket.socket], dict[int, str]]:
+    """The connections that come to be in `limit` seconds, and why those did not that this rank has called."""
+    joining = _Joining(rank, told)
     callers = {other for other in others if other > rank}
     joining.selector.register(listener, selectors.EVENT_READ)
     for other in others:
@@ -252,10 +266,7 @@ def _connect_all(
             joining.call(other)
     deadline = time.monotonic() + limit
     try:
-        while len(joining.made) < len(others):
-            now = time.monotonic()
-            if now > deadline:
-                raise EPError(_unreached(joining, others, limit))
+        while len(joining.made) < len(others) and (now := time.monotonic()) < deadline:
             for key, events in joining.selector.select(min(RETRY_S, deadline - now)):
                 if key.fileobj is listener:
                     joining.welcome(listener)
@@ -278,20 +289,26 @@ def _connect_all(
         raise
     finally:
         joining.close()
-    for connection in joining.made.values():
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNACKNOWLEDGED_S * 1000))
-    return joining.made
+    return joining.made, joining.why
 
 
-def _unreached(joining: _Joining, others: Sequence[int], limit: float) -> str:
-    missing = [other for other in others if other not in joining.made]
+def _unreached(
+    rank: int,
+    missing: Sequence[int],
+    told: Sequence[Listening],
+    machines: Sequence[str],
+    why: Mapping[int, str],
+    limit: float,
+) -> str:
     other = missing[0]
-    there = joining.told[other]
-    place = f"rank {other} ({joining.machines[other]}, {there.host} port {there.port})"
+    there = told[other]
+    place = f"rank {other} ({machines[other]}, {there.host} port {there.port})"
     more = f", nor {len(missing) - 1} others" if len(missing) > 1 else ""
-    if other < joining.rank:
-        why = joining.why.get(other, "no answer")
-        text = f"rank {joining.rank} did not reach {place} within {limit:g} s: {why}{more}"
+    if other < rank:
+        text = f"rank {rank} did not reach {place} within {limit:g} s: {why.get(other, 'no answer')}{more}"
     else:
-        text = f"{place} did not reach rank {joining.rank} within {limit:g} s{more}"
-    return f"{text}; if that is the wrong network, {VARIABLE} says on which address a rank listens"
+        text = f"{place} did not reach rank {rank} within {limit:g} s{more}"
+    return (
+        f"{text}; if that is the wrong network, {VARIABLE} says on which address a rank listens, and megatron-ep check "
+        "--network finds the right one"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,7 +13,10 @@ import torch
 
 import megatron_ep as ep
 from megatron_ep import megatron as megatron_side
+from megatron_ep.backends import job
+from megatron_ep.bench.arguments import positive, seconds
 from megatron_ep.bench.local_ranks import LocalRanks
+from megatron_ep.errors import EPError
 
 TOPOLOGIES = ((1, 1), (1, 4), (2, 2), (3, 2))
 TIMEOUT = 60.0  # seconds, of one wait inside a launch and of one comparison with Megatron
@@ -35,11 +39,24 @@ MEGATRON_TOLERANCE = 1e-12  # of the largest value, in fp64
 
 def main(argv: Sequence[str]) -> int:
     """Prints a line for each check; returns 1 if one failed."""
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         "megatron-ep check",
         description="Checks gradients, equality with the specification, and equality with Megatron's own dispatchers "
         "on this machine. Takes about half a minute.",
-    ).parse_args(argv)
+    )
+    network = parser.add_argument_group(
+        "network", "Instead: every pair of machines of a job, under torchrun or in a Slurm job step, without GPUs."
+    )
+    network.add_argument("--network", action="store_true", help="status 1 if a link fails, loses packets or is slow")
+    network.add_argument(
+        "--ranks", type=positive, metavar="W", help="without a launcher: of this machine, each as a machine (3)"
+    )
+    network.add_argument("--timeout", type=seconds, default=60.0, metavar="S", help="of each wait (%(default)s s)")
+    arguments = parser.parse_args(argv)
+    if arguments.network:
+        return _check_network(arguments.ranks, arguments.timeout)
+    if arguments.ranks is not None:
+        parser.error("--ranks goes with --network")
     failed = 0
     started = time.perf_counter()
     for name, check in _checks():
@@ -52,6 +69,20 @@ def main(argv: Sequence[str]) -> int:
         print(f"{outcome}  {name:66} {time.perf_counter() - start:6.1f} s  {detail}", flush=True)
     print(f"{failed} failed" if failed else "all passed", f"in {time.perf_counter() - started:.0f} s")
     return 1 if failed else 0
+
+
+def _check_network(ranks: int | None, timeout: float) -> int:
+    from megatron_ep.cli import network
+
+    try:
+        if not job.adopt():
+            return network.main_of_machine(ranks or 3, timeout)
+        if ranks is not None:
+            raise ValueError("--ranks: the launcher has started them")
+        return network.main_of_rank(timeout)
+    except (ValueError, EPError) as error:
+        print(f"megatron-ep check: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
 
 
 def _checks() -> Iterator[tuple[str, Callable[[], str]]]:

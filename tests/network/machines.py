@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import itertools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,6 +34,11 @@ def why_not() -> str | None:
         text=True,
     )
     return None if done.returncode == 0 else f"no namespaces can be made here: {done.stderr.strip()}"
+
+
+def why_no_filter() -> str | None:
+    """Why no packets can be thrown away here, though there are machines; None: they can."""
+    return None if shutil.which("nft") else "needs nft, to throw packets away"
 
 
 class Machines:
@@ -93,7 +99,20 @@ class Machines:
     def limit(self, machine: int, rate: str) -> None:
         """What it sends: a rate of tc's, "100mbit"."""
         shape = ("tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
-        _run("ip", "netns", "exec", self.namespace(machine), "tc", "qdisc", "add", "dev", "eth0", "root", *shape)
+        self._in(machine, "tc", "qdisc", "replace", "dev", "eth0", "root", *shape)
+
+    def drop(self, machine: int, *packets: str) -> None:
+        """Throws away what arrives there that an expression of nft matches: drop(0, "numgen", "random", "mod", "100",
+        "<", "2") two packets in a hundred, drop(0, "ip", "saddr", address(1)) all of another's."""
+        self._filter(machine, "input", *packets)
+
+    def block(self, machine: int, ports: str) -> None:
+        """Throws away who wants to connect to these ports, as a firewall does: block(0, "30000-65535")."""
+        self._filter(machine, "input", "tcp", "dport", ports, "tcp", "flags", "&", "(syn|ack)", "==", "syn")
+
+    def pass_all(self, machine: int) -> None:
+        """Throws nothing away any more."""
+        self._in(machine, "nft", "flush", "ruleset")
 
     def close(self) -> None:
         for machine in range(self.count):
@@ -115,6 +134,15 @@ class Machines:
         self._in_switch("ip", "link", "set", port, "master", "bridge", "up")
         _run("ip", "-n", name, "addr", "add", f"{self.address(machine)}/24", "dev", "eth0")
         _run("ip", "-n", name, "link", "set", "eth0", "up")
+
+    def _filter(self, machine: int, hook: str, *packets: str) -> None:
+        self._in(machine, "nft", "add", "table", "ip", "filter")
+        kind = f"{{ type filter hook {hook} priority 0; }}"
+        self._in(machine, "nft", "add", "chain", "ip", "filter", hook, kind)
+        self._in(machine, "nft", "add", "rule", "ip", "filter", hook, *packets, "drop")
+
+    def _in(self, machine: int, *command: str) -> None:
+        _run("ip", "netns", "exec", self.namespace(machine), *command)
 
     def _in_switch(self, *command: str) -> None:
         _run("ip", "netns", "exec", f"{self._prefix}sw", *command)

@@ -274,8 +274,14 @@ def test_a_machine_that_cannot_be_reached_is_named_in_time():
     listeners[1].close()
 
 
-@pytest.mark.parametrize("value", ["nowhere", "192.0.2.1"])
+def test_an_address_by_its_network(monkeypatch):
+    monkeypatch.setenv(tcp.VARIABLE, "127.0.0.0/8")
+    with tcp.listen() as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize("value", ["nowhere", "192.0.2.1", "198.51.100.0/24", "10.0.0.1/8"])
 def test_an_address_that_is_none_of_this_machine(value, monkeypatch):
     monkeypatch.setenv(tcp.VARIABLE, value)
-    with pytest.raises(ValueError, match=rf"environment variable {tcp.VARIABLE} is '{value}', must be an"):
+    with pytest.raises(ValueError, match=rf"environment variable {tcp.VARIABLE} is '{value}', must be an? "):
         tcp.listen()

@@ -1,0 +1,121 @@
+"""`megatron-ep check --network`: what it says of good and bad networks, between machines made of namespaces."""
+
+import sys
+from itertools import combinations
+from pathlib import Path
+from unittest import mock
+
+import machines
+import pytest
+import torch.distributed as dist
+
+from megatron_ep.bench.local_ranks import LocalRanks
+from megatron_ep.cli import network
+from megatron_ep.cli.main import main
+
+ROOT = Path(__file__).resolve().parents[2]
+on_machines = pytest.mark.skipif(bool(machines.why_not()), reason=str(machines.why_not()))
+with_filter = pytest.mark.skipif(bool(machines.why_no_filter()), reason=str(machines.why_no_filter()))
+
+LINE = "export MEGATRON_EP_ADDRESS=10.77.0.0/24"
+
+
+@pytest.fixture
+def three():
+    with machines.Machines(3) as made:
+        yield made
+
+
+def check(made, folder: Path, *, environment: dict[int, dict[str, str]] | None = None) -> tuple[str, int]:
+    """What machine 0 prints, and the status that all end with."""
+    job = {
+        "WORLD_SIZE": str(made.count),
+        "MASTER_ADDR": made.address(0),
+        "MASTER_PORT": "29500",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "megatron_ep.cli.main", "check", "--network", "--timeout", "30"]
+    running = []
+    for machine in range(made.count):
+        own = job | {"RANK": str(machine), "LOCAL_RANK": "0"} | (environment or {}).get(machine, {})
+        with (folder / f"{machine}.log").open("w") as log:
+            running.append(made.start(machine, command, own, stdout=log, stderr=log, cwd=ROOT))
+    statuses = {process.wait(60) for process in running}
+    text = (folder / "0.log").read_text()
+    assert len(statuses) == 1, [log.read_text() for log in folder.glob("*.log")]
+    return text, statuses.pop()
+
+
+@on_machines
+@with_filter
+def test_a_slow_machine_and_one_that_loses_packets(three, tmp_path):
+    three.limit(1, "100mbit")
+    three.drop(2, "numgen", "random", "mod", "100", "<", "5")
+    text, status = check(three, tmp_path)
+    assert status == 1 and LINE in text and "3 ranks on 3 machines: machine0, machine1, machine2" in text
+    assert "contents and order are right" in text
+    found = {line.split(",")[0] for line in text.splitlines() if line.startswith("FAIL")}
+    assert found >= {"FAIL  slow: machine1 -> machine0", "FAIL  lossy: machine0 -> machine2"}, text
+    assert not found & {"FAIL  slow: machine0 -> machine1", "FAIL  lossy: machine0 -> machine1"}, text
+
+
+@on_machines
+@with_filter
+def test_a_firewall_and_the_wrong_interface(three, tmp_path):
+    three.block(0, "30000-65535")
+    text, status = check(three, tmp_path, environment={1: {"MEGATRON_EP_ADDRESS": "127.0.0.1"}})
+    assert status == 1 and "no network connects all machines" in text
+    for rank in (1, 2):
+        assert f"FAIL  machine{rank} (rank {rank}) does not reach machine0 (rank 0) at 10.77.0.1 port" in text
+    assert "FAIL  machine2 (rank 2) does not reach machine1 (rank 1) at 127.0.0.1 port" in text
+    assert "does not reach machine1 (rank 1) at 10.77.0.2" not in text, "the right one is reached"
+
+
+@on_machines
+def test_the_right_interface_is_told(tmp_path):
+    with machines.Machines(2) as two:
+        text, status = check(two, tmp_path, environment={0: {"MEGATRON_EP_ADDRESS": "127.0.0.1"}})
+    assert status == 1 and text.rstrip().endswith(LINE), text
+    assert "machine1 (rank 1) does not reach machine0 (rank 0) at 127.0.0.1 port" in text
+    assert "Connection refused" in text
+
+
+# ---- without machines
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with LocalRanks(2, 60) as ranks:
+        yield ranks
+
+
+def examine_builds() -> tuple[str, int]:
+    with mock.patch.object(network, "_build", lambda: f"megatron_ep 0.{dist.get_rank()}"):
+        return network._examine_apart(20.0)
+
+
+def test_other_versions_are_named_and_nothing_is_sent(ranks):
+    for text, status in ranks.run(examine_builds):
+        assert status == 1 and "FAIL  ranks run different builds" in text
+        assert "megatron_ep 0.1: " in text and "(rank 1)" in text
+
+
+def test_ranks_of_one_machine(ranks):
+    for text, _ in ranks.run(network._examine_apart, 20.0):
+        assert "2 ranks on 2 machines" in text and "contents and order are right" in text, text
+        assert "export MEGATRON_EP_ADDRESS=" in text
+
+
+@pytest.mark.parametrize("machines", range(2, 9))
+def test_every_pair_is_measured_once_and_no_machine_twice_at_a_time(machines):
+    rounds = network.rounds_of(machines)
+    assert sorted(pair for pairs in rounds for pair in pairs) == list(combinations(range(machines), 2))
+    for pairs in rounds:
+        busy = [machine for pair in pairs for machine in pair]
+        assert len(set(busy)) == len(busy)
+
+
+def test_ranks_go_with_the_network(capsys):
+    with pytest.raises(SystemExit):
+        main(["check", "--ranks", "2"])
+    assert "--ranks goes with --network" in capsys.readouterr().err
