@@ -13,6 +13,7 @@ NAMES = {
     "gpus": "dispatch and combine, a rank on each GPU of this machine",
     "low-latency": "the low-latency mode on GPUs",
     "network": "dispatch, combine and single puts between machines",
+    "host": "what the host does for a call on a GPU",
     "compare": "two JSON files of measurements, side by side",
     "tables": "the tables of a JSON file again",
 }

@@ -1,0 +1,34 @@
+"""`megatron-ep bench host` without a GPU: which calls it times. Nothing here judges a time."""
+
+import pytest
+import torch.distributed as dist
+
+from megatron_ep.bench import host
+
+
+@pytest.fixture
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_every_call_of_both_modes_is_timed(alone, monkeypatch) -> None:
+    monkeypatch.setattr(host, "HIDDEN", 64)
+    records = host.measure("cpu", num_sms=1, warmup=1, iterations=2)
+    assert [record["phase"] for record in records] == [
+        "low-latency dispatch",
+        "low-latency combine",
+        "low-latency dispatch, hook",
+        "low-latency combine, hook",
+        "dispatch from scratch",
+        "dispatch again",
+        "combine",
+    ]
+    assert all(0 < record["seconds_min"] <= record["seconds"] for record in records)
+
+
+def test_it_needs_a_gpu(monkeypatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit, match="megatron-ep bench host"):
+        host.main([])
