@@ -211,16 +211,10 @@ class LowLatencyHeap:
 def name_of_wait(wait: int) -> str: ...
 
 class LowLatencyTensors:
-    def __init__(self) -> None: ...
-    layout: int
-    call: int
-    num_tokens: int
-    max_rows: int
+    def __init__(self, layout: int, call: int, num_tokens: int, max_rows: int, x: int, out: int) -> None: ...
     topk_idx: int
-    x: int
     scales: int
     weights: int
-    out: int
     out_scales: int
     out_weights: int
     row_weights: int
@@ -264,20 +258,18 @@ class LowLatencyGroup:
     ) -> None: ...
     def dispatch(
         self,
-        *,
-        launches: LowLatencyLaunches,
         tensors: Sequence[LowLatencyTensors],
         format: RowFormat,
         options: LowLatencyOptions,
+        launches: LowLatencyLaunches,
     ) -> None: ...
     def combine(
         self,
-        *,
-        launches: LowLatencyLaunches,
         tensors: Sequence[LowLatencyTensors],
         format: RowFormat,
         options: LowLatencyOptions,
         dtype: int,
+        launches: LowLatencyLaunches,
     ) -> None: ...
     def reset(self) -> None: ...
 
@@ -368,21 +360,19 @@ class CudaLowLatency:
     def warps(self) -> int: ...
     def dispatch(
         self,
-        *,
-        launches: LowLatencyLaunches,
         tensors: Sequence[LowLatencyTensors],
         format: RowFormat,
         options: LowLatencyOptions,
+        launches: LowLatencyLaunches,
         stream: int,
     ) -> None: ...
     def combine(
         self,
-        *,
-        launches: LowLatencyLaunches,
         tensors: Sequence[LowLatencyTensors],
         format: RowFormat,
         options: LowLatencyOptions,
         dtype: int,
+        launches: LowLatencyLaunches,
         stream: int,
     ) -> None: ...
     def reset(self) -> None: ...

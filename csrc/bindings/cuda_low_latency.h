@@ -17,16 +17,16 @@ class PyCudaLowLatency {
                      const FabricParams& fabric, const std::vector<char*>& own_heaps, int blocks)
         : ranks_(group.group(), heap, fabric, own_heaps, blocks) {}
 
-    void dispatch(LowLatencyLaunches launches, const std::vector<LowLatencyTensors>& tensors,
-                  const RowFormat& format, const LowLatencyOptions& options, Address stream) {
+    void dispatch(const std::vector<LowLatencyTensors>& tensors, const RowFormat& format,
+                  const LowLatencyOptions& options, LowLatencyLaunches launches, Address stream) {
         ranks_.dispatch(launches,
                         args_of_ranks(low_latency_dispatch_args, ranks_.heap(), ranks_.warps(),
                                       ranks_.ranks(), tensors, format, options),
                         at<void>(stream));
     }
 
-    void combine(LowLatencyLaunches launches, const std::vector<LowLatencyTensors>& tensors,
-                 const RowFormat& format, const LowLatencyOptions& options, int dtype,
+    void combine(const std::vector<LowLatencyTensors>& tensors, const RowFormat& format,
+                 const LowLatencyOptions& options, int dtype, LowLatencyLaunches launches,
                  Address stream) {
         ranks_.combine(launches,
                        args_of_ranks(low_latency_combine_args, ranks_.heap(), ranks_.warps(),
@@ -42,12 +42,11 @@ class PyCudaLowLatency {
         const auto release = py::call_guard<py::gil_scoped_release>();
         return py::class_<PyCudaLowLatency>(
                    m, name, "The low-latency mode of the ranks that live in this process.")
-            .def("dispatch", &PyCudaLowLatency::dispatch, py::kw_only(), py::arg("launches"),
-                 py::arg("tensors"), py::arg("format"), py::arg("options"), py::arg("stream"),
+            .def("dispatch", &PyCudaLowLatency::dispatch, py::arg("tensors"), py::arg("format"),
+                 py::arg("options"), py::arg("launches"), py::arg("stream"), release)
+            .def("combine", &PyCudaLowLatency::combine, py::arg("tensors"), py::arg("format"),
+                 py::arg("options"), py::arg("dtype"), py::arg("launches"), py::arg("stream"),
                  release)
-            .def("combine", &PyCudaLowLatency::combine, py::kw_only(), py::arg("launches"),
-                 py::arg("tensors"), py::arg("format"), py::arg("options"), py::arg("dtype"),
-                 py::arg("stream"), release)
             .def_property_readonly("warps", &PyCudaLowLatency::warps)
             .def("reset", &PyCudaLowLatency::reset, release);
     }

@@ -19,8 +19,8 @@ class LowLatencyGroup {
                     const std::vector<Segment*>& segments, int warps)
         : launcher_(launcher), ranks_(launcher.host_group(), heap, data_of(segments), warps) {}
 
-    void dispatch(LowLatencyLaunches launches, const std::vector<LowLatencyTensors>& tensors,
-                  const RowFormat& format, const LowLatencyOptions& options) {
+    void dispatch(const std::vector<LowLatencyTensors>& tensors, const RowFormat& format,
+                  const LowLatencyOptions& options, LowLatencyLaunches launches) {
         const auto args = args_of_ranks(low_latency_dispatch_args, ranks_.heap(), ranks_.warps(),
                                         ranks_.group().ranks(), tensors, format, options);
         launcher_.launch_alone([&](const auto& interrupted) {
@@ -29,8 +29,8 @@ class LowLatencyGroup {
         });
     }
 
-    void combine(LowLatencyLaunches launches, const std::vector<LowLatencyTensors>& tensors,
-                 const RowFormat& format, const LowLatencyOptions& options, int dtype) {
+    void combine(const std::vector<LowLatencyTensors>& tensors, const RowFormat& format,
+                 const LowLatencyOptions& options, int dtype, LowLatencyLaunches launches) {
         const auto args = args_of_ranks(low_latency_combine_args, ranks_.heap(), ranks_.warps(),
                                         ranks_.group().ranks(), tensors, format, options);
         const auto type = static_cast<DType>(dtype);
@@ -74,8 +74,11 @@ void bind_low_latency(py::module_& m) {
             "layout",
             [](const LowLatencyHeap& heap, int topk, int warps) {
                 const LowLatencyLayout layout{heap, topk, warps, nullptr};
+                const size_t calls = (layout.size() + 1) / 2 * 2;  // of 8 bytes each
                 py::dict offsets;
-                offsets["size"] = layout.size();
+                offsets["size"] = calls + 4;
+                offsets["dispatch_call"] = calls;
+                offsets["combine_call"] = calls + 2;
                 offsets["overflow"] = LowLatencyLayout::kOverflow;
                 offsets["counts"] = layout.counts_offset();
                 offsets["starts"] = layout.starts_offset();
@@ -86,22 +89,27 @@ void bind_low_latency(py::module_& m) {
                 return offsets;
             },
             py::kw_only(), py::arg("topk"), py::arg("warps"),
-            "Number of int32 of a handle, and where its parts begin.");
+            "Number of int32 of a handle, and where its parts begin. Behind the layout: the "
+            "numbers "
+            "of its dispatch, and of a combine that is received when it is sent.");
 
     m.def("name_of_wait", &name_of_wait, py::arg("wait"),
           "For what a rank waited, by the number that is shown of a masked one.");
     py::class_<LowLatencyTensors>(m, "LowLatencyTensors",
                                   "Addresses of one rank's tensors; 0 where there is none.")
-        .def(py::init<>())
-        .def_readwrite("layout", &LowLatencyTensors::layout)
-        .def_readwrite("call", &LowLatencyTensors::call)
-        .def_readwrite("num_tokens", &LowLatencyTensors::num_tokens)
-        .def_readwrite("max_rows", &LowLatencyTensors::max_rows)
+        .def(py::init([](Address layout, Address call, int num_tokens, int64_t max_rows, Address x,
+                         Address out) {
+                 LowLatencyTensors t;
+                 t.layout = layout, t.call = call;
+                 t.num_tokens = num_tokens, t.max_rows = max_rows;
+                 t.x = x, t.out = out;
+                 return t;
+             }),
+             py::arg("layout"), py::arg("call"), py::arg("num_tokens"), py::arg("max_rows"),
+             py::arg("x"), py::arg("out"))
         .def_readwrite("topk_idx", &LowLatencyTensors::topk_idx)
-        .def_readwrite("x", &LowLatencyTensors::x)
         .def_readwrite("scales", &LowLatencyTensors::scales)
         .def_readwrite("weights", &LowLatencyTensors::weights)
-        .def_readwrite("out", &LowLatencyTensors::out)
         .def_readwrite("out_scales", &LowLatencyTensors::out_scales)
         .def_readwrite("out_weights", &LowLatencyTensors::out_weights)
         .def_readwrite("row_weights", &LowLatencyTensors::row_weights)
@@ -142,10 +150,10 @@ void bind_low_latency(py::module_& m) {
         .def(py::init<HostLauncher&, const LowLatencyHeap&, const std::vector<Segment*>&, int>(),
              py::kw_only(), py::arg("group"), py::arg("heap"), py::arg("segments"),
              py::arg("warps"), py::keep_alive<1, 2>(), py::keep_alive<1, 4>())
-        .def("dispatch", &LowLatencyGroup::dispatch, py::kw_only(), py::arg("launches"),
-             py::arg("tensors"), py::arg("format"), py::arg("options"))
-        .def("combine", &LowLatencyGroup::combine, py::kw_only(), py::arg("launches"),
-             py::arg("tensors"), py::arg("format"), py::arg("options"), py::arg("dtype"))
+        .def("dispatch", &LowLatencyGroup::dispatch, py::arg("tensors"), py::arg("format"),
+             py::arg("options"), py::arg("launches"))
+        .def("combine", &LowLatencyGroup::combine, py::arg("tensors"), py::arg("format"),
+             py::arg("options"), py::arg("dtype"), py::arg("launches"))
         .def("reset", &LowLatencyGroup::reset);
 }
 

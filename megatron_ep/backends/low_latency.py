@@ -41,7 +41,6 @@ class LowLatencyRanks(Protocol):
         tensors: Sequence[_C.LowLatencyTensors],
         row: _C.RowFormat,
         options: _C.LowLatencyOptions,
-        *,
         launches: _C.LowLatencyLaunches,
     ) -> None: ...
 
@@ -50,9 +49,8 @@ class LowLatencyRanks(Protocol):
         tensors: Sequence[_C.LowLatencyTensors],
         row: _C.RowFormat,
         options: _C.LowLatencyOptions,
-        *,
-        launches: _C.LowLatencyLaunches,
         dtype: int,
+        launches: _C.LowLatencyLaunches,
     ) -> None: ...
 
     def reset(self) -> None: ...
@@ -68,27 +66,8 @@ class HostLowLatencyRanks:
         self.memories = list(segments)
         self.network_memory = None
         self._group = _C.LowLatencyGroup(group=backend.group, heap=heap, segments=self.memories, warps=warps)
-
-    def enqueue_dispatch(
-        self,
-        tensors: Sequence[_C.LowLatencyTensors],
-        row: _C.RowFormat,
-        options: _C.LowLatencyOptions,
-        *,
-        launches: _C.LowLatencyLaunches,
-    ) -> None:
-        self._group.dispatch(launches=launches, tensors=list(tensors), format=row, options=options)
-
-    def enqueue_combine(
-        self,
-        tensors: Sequence[_C.LowLatencyTensors],
-        row: _C.RowFormat,
-        options: _C.LowLatencyOptions,
-        *,
-        launches: _C.LowLatencyLaunches,
-        dtype: int,
-    ) -> None:
-        self._group.combine(launches=launches, tensors=list(tensors), format=row, options=options, dtype=dtype)
+        self.enqueue_dispatch = self._group.dispatch
+        self.enqueue_combine = self._group.combine
 
     def reset(self) -> None:
         self._group.reset()
@@ -143,29 +122,20 @@ class CudaLowLatencyRanks:
         self.network_memory = network_memory
         self.warps = self._group.warps
 
-    def _launch(self, launches: Any, launch: Callable[[Any, int], None]) -> None:
+    def _launch(self, launch: Callable[[Any, int], None], launches: Any) -> None:
         """launch(launches, stream). Processes that share a GPU may keep each other's blocks from it: then no launch may
         wait for another.
         """
-        halves: tuple[Any, ...] = (launches,)
-        if launches == _C.LowLatencyLaunches.both and self._backend.shares_gpu:
-            halves = (_C.LowLatencyLaunches.send, _C.LowLatencyLaunches.receive)
-        for half in halves:
-            self._backend.launch(partial(launch, half), self)
+        if self._backend.shares_gpu and launches is _C.LowLatencyLaunches.both:
+            self._launch(launch, _C.LowLatencyLaunches.send)
+            launches = _C.LowLatencyLaunches.receive
+        self._backend.launch(partial(launch, launches), self)
 
-    def enqueue_dispatch(self, tensors: Sequence[Any], row: Any, options: Any, *, launches: Any) -> None:
-        def launch(half: Any, stream: int) -> None:
-            self._group.dispatch(launches=half, tensors=list(tensors), format=row, options=options, stream=stream)
+    def enqueue_dispatch(self, tensors: Sequence[Any], row: Any, options: Any, launches: Any) -> None:
+        self._launch(partial(self._group.dispatch, tensors, row, options), launches)
 
-        self._launch(launches, launch)
-
-    def enqueue_combine(self, tensors: Sequence[Any], row: Any, options: Any, *, launches: Any, dtype: int) -> None:
-        def launch(half: Any, stream: int) -> None:
-            self._group.combine(
-                launches=half, tensors=list(tensors), format=row, options=options, dtype=dtype, stream=stream
-            )
-
-        self._launch(launches, launch)
+    def enqueue_combine(self, tensors: Sequence[Any], row: Any, options: Any, dtype: int, launches: Any) -> None:
+        self._launch(partial(self._group.combine, tensors, row, options, dtype), launches)
 
     def reset(self) -> None:
         self._group.reset()

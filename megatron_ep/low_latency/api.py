@@ -100,11 +100,11 @@ class LowLatency(MaskedRanks):
             buffer.agree_on(check, settings)
         rows = (row_format(topk, hidden, dtype, None), row_format(topk, hidden, torch.float8_e4m3fn, torch.float32))
         largest = max(rows, key=lambda row: row.slot_bytes)
-        self._checks = Checks(buffer, Limits(max_tokens, topk, hidden * dtype.itemsize, largest))
         patience = None
         if on_dead_rank == "mask":
             patience = min(buffer.config.timeout_seconds, 100.0) / 10 if mask_timeout is None else float(mask_timeout)
         self._calls = LowLatencyCalls(buffer, *backends.connect(buffer, max_tokens, largest, patience))
+        self._checks = Checks(buffer, Limits(max_tokens, topk, hidden * dtype.itemsize, largest), self._calls)
 
     @property
     def memory_bytes(self) -> int:
@@ -180,13 +180,13 @@ class LowLatency(MaskedRanks):
                 fp8=fp8,
                 scale_layout=scale_layout,
             )
-            topk = given.ids[0].shape[1]
-            parts = [self._calls.new_part(topk, len(idx), given.rows) for idx in given.ids]
-            handle = LowLatencyHandle(self._calls, topk, layout == "masked", expert_alignment, parts)
+            plan = given.plan
+            num_tokens = [ids.shape[0] for ids in given.ids]
+            handle = self._calls.new_handle(plan.topk, plan.masked, plan.expert_alignment, plan.rows, num_tokens)
         pending: list[Pending] | None = [] if return_recv_hook else None
         tensors = (*given.x, *(given.weights or ()))
-        out = differentiable_dispatch(handle, given.ids, pending, given.float8, given.counters, *tensors)
-        received = received_of(handle, given.float8, given.weights is not None, out)
+        out = differentiable_dispatch(handle, plan, given.ids, given.scales, pending, given.counters, *tensors)
+        received = received_of(handle, plan.float8 is not None, given.weights is not None, out)
         return received if pending is None else (received, pending[0].receive)
 
     def combine(
@@ -235,18 +235,17 @@ class LowLatency(MaskedRanks):
                 raise ValueError(f"handle is a {type(handle).__name__}, must be of a dispatch of this LowLatency")
             handle.check()
             weights = _weights_at(sum_at, topk_weights, row_weights, weights)
-            given = self._checks.check_combine(x, handle, weights, out, recv_wait_ns, sum_at=sum_at)
+            given = self._checks.check_combine(
+                x, handle, weights, out, recv_wait_ns, sum_at=sum_at, renormalize=renormalize
+            )
             tensors = (*given.x, *(given.weights or ()))
             if given.out is not None and need_gradient((*tensors, *given.out)):
                 raise ValueError("out must not be given where a gradient is needed")
             if renormalize:
                 self._check_renormalize(given.x, given.weights, sum_at)
         pending: list[Pending] | None = [] if return_recv_hook else None
-        settings = (sum_at == "expert", given.out, pending, given.counters)
-        if given.weights is None:
-            y = differentiable_combine(handle, *settings, *tensors)
-        else:
-            y = differentiable_weighted_combine(handle, *settings, renormalize, *tensors)
+        combine = differentiable_combine if given.weights is None else differentiable_weighted_combine
+        y = combine(handle, given.plan, given.out, pending, given.counters, *tensors)
         sums = list(y if given.out is None else given.out)
         result = sums if group.takes_lists else sums[0]
         return result if pending is None else (result, pending[0].receive)

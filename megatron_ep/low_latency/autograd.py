@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from megatron_ep.low_latency.calls import Counters, Pending
+from megatron_ep.low_latency.calls import CombinePlan, Counters, DispatchPlan, Pending
 from megatron_ep.low_latency.handle import LowLatencyHandle
-from megatron_ep.low_latency.rows import Float8
 from megatron_ep.normal.autograd import in_memory, need_gradient
 
 Out = Sequence[torch.Tensor] | None
@@ -22,22 +21,23 @@ Out = Sequence[torch.Tensor] | None
 
 def differentiable_dispatch(
     handle: LowLatencyHandle,
+    plan: DispatchPlan,
     ids: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor] | None,
     pending: list[Pending] | None,
-    fp8: Float8 | None,
     counters: Counters | None,
     *tensors: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
     """As `DispatchFunction`, which takes torch longer and is for gradients: then rows without a token are zeros."""
     if need_gradient(tensors):
-        return DispatchFunction.apply(handle, ids, pending, fp8, counters, *tensors)
-    out, probs, scales = _dispatch(handle, ids, pending, fp8, counters, *tensors, zero=False)
-    return (*out, *probs, *scales)
+        return DispatchFunction.apply(handle, plan, ids, scales, pending, counters, *tensors)
+    out, probs, out_scales = _dispatch(handle, plan, ids, scales, pending, counters, tensors, zero=False)
+    return (*out, *probs, *out_scales)
 
 
 def differentiable_combine(
     handle: LowLatencyHandle,
-    sum_at_expert: bool,
+    plan: CombinePlan,
     out: Out,
     pending: list[Pending] | None,
     counters: Counters | None,
@@ -45,46 +45,43 @@ def differentiable_combine(
 ) -> tuple[torch.Tensor, ...]:
     """As `CombineFunction`."""
     run = CombineFunction.apply if need_gradient(tensors) else _combine
-    return run(handle, sum_at_expert, out, pending, counters, *tensors)
+    return run(handle, plan, out, pending, counters, *tensors)
 
 
 def differentiable_weighted_combine(
     handle: LowLatencyHandle,
-    sum_at_expert: bool,
+    plan: CombinePlan,
     out: Out,
     pending: list[Pending] | None,
     counters: Counters | None,
-    renormalize: bool,
     *tensors: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
     """As `WeightedCombineFunction`."""
-    if need_gradient(tensors):
-        return WeightedCombineFunction.apply(handle, sum_at_expert, out, pending, counters, *tensors)
-    return _weighted_combine(handle, sum_at_expert, out, pending, counters, *tensors, renormalize=renormalize)
+    run = WeightedCombineFunction.apply if need_gradient(tensors) else _weighted_combine
+    return run(handle, plan, out, pending, counters, *tensors)
 
 
 def _dispatch(
     handle: LowLatencyHandle,
+    plan: DispatchPlan,
     ids: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor] | None,
     pending: list[Pending] | None,
-    fp8: Float8 | None,
     counters: Counters | None,
-    *tensors: torch.Tensor,
+    tensors: tuple[torch.Tensor, ...],
+    *,
     zero: bool,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     n = len(handle.ranks)
     with handle.calls.group.abort_peers_on_error():
-        out, probs, scales, call = handle.calls.launch_dispatch(
-            handle, ids, tensors[:n], tensors[n:] or None, fp8, counters, zero=zero, at_once=pending is None
+        return handle.calls.launch_dispatch(
+            handle, plan, ids, tensors[:n], tensors[n:] or None, scales, counters, zero=zero, pending=pending
         )
-    if pending is not None:
-        pending.append(call)
-    return out, probs, scales
 
 
 def _combine(
     handle: LowLatencyHandle,
-    sum_at_expert: bool,
+    plan: CombinePlan,
     out: Out,
     pending: list[Pending] | None,
     counters: Counters | None,
@@ -92,44 +89,25 @@ def _combine(
 ) -> tuple[torch.Tensor, ...]:
     n = len(handle.ranks)
     with handle.calls.group.abort_peers_on_error():
-        y, y_values, call = handle.calls.launch_combine(
-            handle,
-            tensors[:n],
-            values=tensors[n:] or None,
-            sum_at_expert=sum_at_expert,
-            out=out,
-            counters=counters,
-            at_once=pending is None,
+        y, y_values = handle.calls.launch_combine(
+            handle, plan, tensors[:n], values=tensors[n:] or None, out=out, counters=counters, pending=pending
         )
-    if pending is not None:
-        pending.append(call)
-    return (*y, *(y_values or ()))
+    return (*y, *y_values)
 
 
 def _weighted_combine(
     handle: LowLatencyHandle,
-    sum_at_expert: bool,
+    plan: CombinePlan,
     out: Out,
     pending: list[Pending] | None,
     counters: Counters | None,
     *tensors: torch.Tensor,
-    renormalize: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     n = len(handle.ranks)
     with handle.calls.group.abort_peers_on_error():
-        y, _, call = handle.calls.launch_combine(
-            handle,
-            tensors[:n],
-            row_weights=tensors[n:] if sum_at_expert else None,
-            token_weights=None if sum_at_expert else tensors[n:],
-            sum_at_expert=sum_at_expert,
-            renormalize=renormalize,
-            out=out,
-            counters=counters,
-            at_once=pending is None,
+        y, _ = handle.calls.launch_combine(
+            handle, plan, tensors[:n], weights=tensors[n:], out=out, counters=counters, pending=pending
         )
-    if pending is not None:
-        pending.append(call)
     return tuple(y)
 
 
@@ -143,34 +121,35 @@ class DispatchFunction(Function):
     def forward(
         ctx: Any,
         handle: LowLatencyHandle,
+        plan: DispatchPlan,
         ids: Sequence[torch.Tensor],
+        scales: Sequence[torch.Tensor] | None,
         pending: list[Pending] | None,
-        fp8: Float8 | None,
         counters: Counters | None,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.handle, ctx.fp8, ctx.has_probs = handle, fp8, len(tensors) > len(handle.ranks)
-        out, probs, scales = _dispatch(handle, ids, pending, fp8, counters, *tensors, zero=True)
+        n = len(handle.ranks)
+        ctx.handle, ctx.is_float8, ctx.has_probs = handle, plan.float8 is not None, len(tensors) > n
+        ctx.straight_through = ctx.is_float8 and any(ctx.needs_input_grad[6 : 6 + n])
+        out, probs, out_scales = _dispatch(handle, plan, ids, scales, pending, counters, tensors, zero=True)
         stand_ins = []
-        if fp8 is not None:
-            ctx.mark_non_differentiable(*out, *scales)
-            if fp8.straight_through:
+        if ctx.is_float8:
+            ctx.mark_non_differentiable(*out, *out_scales)
+            if ctx.straight_through:
                 stand_ins = [tensors[0].new_empty(()).expand_as(rows) for rows in out]
-        return (*out, *probs, *scales, *stand_ins)
+        return (*out, *probs, *out_scales, *stand_ins)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         n, no_x_grads = len(ctx.handle.ranks), 0
-        if ctx.fp8 is not None:
+        if ctx.is_float8:
             rows, probs = grads[-n:], grads[n : 2 * n] if ctx.has_probs else ()
-            if not ctx.fp8.straight_through:  # the weights' gradients alone travel, beside rows without elements
+            if not ctx.straight_through:  # the weights' gradients alone travel, beside rows without elements
                 rows = tuple(grad.new_empty(*grad.shape, 0) for grad in probs)
                 no_x_grads = n
             grads = (*rows, *probs)
-        back = CombineFunction.apply(
-            ctx.handle.in_backward(), False, None, None, None, *(in_memory(grad) for grad in grads)
-        )
-        return (*(None,) * (5 + no_x_grads), *back[no_x_grads:])
+        back = bring_back(ctx.handle, [in_memory(grad) for grad in grads])
+        return (*(None,) * (6 + no_x_grads), *back[no_x_grads:])
 
 
 class CombineFunction(Function):
@@ -180,14 +159,14 @@ class CombineFunction(Function):
     def forward(
         ctx: Any,
         handle: LowLatencyHandle,
-        sum_at_expert: bool,
+        plan: CombinePlan,
         out: Out,
         pending: list[Pending] | None,
         counters: Counters | None,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.handle = handle
-        return _combine(handle, sum_at_expert, out, pending, counters, *tensors)
+        return _combine(handle, plan, out, pending, counters, *tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -201,15 +180,15 @@ class WeightedCombineFunction(Function):
     def forward(
         ctx: Any,
         handle: LowLatencyHandle,
-        sum_at_expert: bool,
+        plan: CombinePlan,
         out: Out,
         pending: list[Pending] | None,
         counters: Counters | None,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.handle, ctx.sum_at_expert = handle, sum_at_expert
+        ctx.handle, ctx.sum_at_expert = handle, plan.sum_at_expert
         ctx.save_for_backward(*tensors)
-        return _weighted_combine(handle, sum_at_expert, out, pending, counters, *tensors)
+        return _weighted_combine(handle, plan, out, pending, counters, *tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -230,12 +209,29 @@ class WeightedCombineFunction(Function):
             return (None, None, None, None, None, *x_grads, *products)
         # Each product goes to its token's rank, beside rows without elements.
         nothing = [grad.new_empty(*grad.shape[:-1], 0) for grad in x_grads]
-        weight_grads = CombineFunction.apply(handle.in_backward(), False, None, None, None, *nothing, *products)[n:]
+        weight_grads = bring_back(handle, [*nothing, *products])[n:]
         return (None, None, None, None, None, *x_grads, *weight_grads)
 
 
 def spread(handle: LowLatencyHandle, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """What lies with the tokens of a dispatch, at their rows; zeros elsewhere."""
-    return DispatchFunction.apply(
-        handle.again(), handle.sent_ids(), None, None, None, *(in_memory(tensor) for tensor in tensors)
+    n, ids = len(handle.ranks), handle.sent_ids()
+    plan = handle.calls.plan(
+        tensors[0],
+        ids[0],
+        tensors[n] if len(tensors) > n else None,
+        None,
+        masked=handle.masked,
+        expert_alignment=handle.expert_alignment,
+        rows=handle.ranks[0].rows,
     )
+    return DispatchFunction.apply(
+        handle.again(), plan, ids, None, None, None, *(in_memory(tensor) for tensor in tensors)
+    )
+
+
+def bring_back(handle: LowLatencyHandle, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """What lies at the rows of a dispatch, summed at their tokens, and what lies beside them, [T, K]."""
+    values = tensors[len(handle.ranks)] if len(tensors) > len(handle.ranks) else None
+    plan = handle.calls.plan_combine(handle.topk, tensors[0], values, sum_at_expert=False, renormalize=False)
+    return CombineFunction.apply(handle.in_backward(), plan, None, None, None, *tensors)

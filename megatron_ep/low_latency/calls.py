@@ -6,7 +6,9 @@ calls the hook.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -14,22 +16,55 @@ import torch
 
 from megatron_ep import _C
 from megatron_ep.backends.interface import Backend
-from megatron_ep.backends.low_latency import InFlight, LowLatencyRanks
+from megatron_ep.backends.low_latency import Call, InFlight, LowLatencyRanks
 from megatron_ep.backends.low_latency_mask import Masks
 from megatron_ep.low_latency.handle import LowLatencyHandle, RankPart
 from megatron_ep.low_latency.rows import Float8, aligned_column, new_tensor, row_format
 from megatron_ep.normal.rank_group import PAYLOAD_TYPES, RankGroup
 
 Counters = Mapping[str, Sequence[torch.Tensor]]  # the callers', one a rank: recv_rows, recv_wait_ns
+Launch = Callable[[_C.LowLatencyLaunches], None]
+
+
+@dataclass(frozen=True)
+class DispatchPlan:
+    """A dispatch but for its addresses: the same whenever the arguments look the same. See `LowLatencyCalls.plan`.
+
+    shape: of a rank's rows. dtype: of what arrives.
+    """
+
+    topk: int
+    masked: bool
+    expert_alignment: int
+    rows: int
+    shape: tuple[int, ...]
+    hidden: int
+    dtype: torch.dtype
+    float8: Float8 | None
+    format: _C.RowFormat
+    options: _C.LowLatencyOptions
+
+
+@dataclass(frozen=True)
+class CombinePlan:
+    """Likewise of a combine. dtype: of x, as the extension numbers it."""
+
+    sum_at_expert: bool
+    format: _C.RowFormat
+    options: _C.LowLatencyOptions
+    dtype: int
 
 
 class Pending:
-    """A call whose receiving half can be launched."""
+    """A call whose receiving half can be launched.
 
-    def __init__(self, calls: LowLatencyCalls, launch: Any, tensors: Sequence[Any], *, received: bool):
+    tensors: that it uses, made on this stream.
+    """
+
+    def __init__(self, calls: LowLatencyCalls, launch: Launch, tensors: Sequence[torch.Tensor], stream: int):
         # A call that has been received keeps nothing: `calls` remembers it, and a caller that has both in a circle has
         # them freed at any moment, while a CUDA graph is captured for one.
-        self._rest = None if received else (calls, launch, tensors, calls.backend.current_stream())
+        self._rest: tuple[Any, ...] | None = (calls, launch, tensors, stream)
 
     @property
     def received(self) -> bool:
@@ -47,6 +82,15 @@ class Pending:
             self._rest = None
             calls.log_masks()
             calls.group.raise_if_aborted()
+
+
+class Received:
+    """A call that was received when it was sent."""
+
+    received = True
+
+
+RECEIVED = Received()
 
 
 class LowLatencyCalls:
@@ -67,9 +111,22 @@ class LowLatencyCalls:
             self._offsets[topk] = self.heap.layout(topk=topk, warps=self.ranks.warps)
         return self._offsets[topk]
 
-    def new_part(self, topk: int, num_tokens: int, rows: int) -> RankPart:
-        layout = torch.empty(self.offsets(topk)["size"], dtype=torch.int32, device=self.group.device)
-        return RankPart(num_tokens, layout, rows, self.backend.current_stream())
+    def new_handle(
+        self,
+        topk: int,
+        masked: bool,
+        expert_alignment: int,
+        rows: int,
+        num_tokens: Sequence[int],
+        forward: LowLatencyHandle | None = None,
+    ) -> LowLatencyHandle:
+        """For one dispatch of so many tokens of each rank, with room for so many rows."""
+        size, device, stream = self.offsets(topk)["size"], self.group.device, self.backend.current_stream()
+        ranks = [
+            RankPart(tokens, torch.empty(size, dtype=torch.int32, device=device), rows, stream) for tokens in num_tokens
+        ]
+        looks = (topk, masked, rows, *num_tokens)
+        return LowLatencyHandle(self, topk, masked, expert_alignment, ranks, looks, forward=forward)
 
     def check_received(self) -> None:
         """Raises ValueError if a call is under way."""
@@ -105,132 +162,132 @@ class LowLatencyCalls:
         for calls in self.in_flight.values():
             calls.clear()
 
+    def plan(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor | None,
+        float8: Float8 | None,
+        *,
+        masked: bool,
+        expert_alignment: int,
+        rows: int,
+    ) -> DispatchPlan:
+        """Of a dispatch with tensors such as these, of a rank. rows: that each rank has room for."""
+        topk, hidden = ids.shape[1], x.shape[1]
+        local_experts = self.group.num_local_experts
+        shape = (local_experts, rows // local_experts) if masked else (rows,)
+        options = self._options()
+        options.index_bytes = ids.element_size()
+        options.expert_alignment = expert_alignment
+        options.expert_rows = shape[-1] if masked else 0
+        dtype = x.dtype
+        if float8 is not None:
+            dtype = torch.float8_e4m3fn
+            options.quantize = getattr(_C.ScaleFormat, float8.scale_format or "none")
+            options.scale_column = aligned_column(shape[-1]) if float8.column else 0
+        weight_bytes = 0 if weights is None else weights.element_size()
+        row = row_format(topk, hidden, dtype, float8.scale_dtype if float8 else None, weight_bytes)
+        return DispatchPlan(topk, masked, expert_alignment, rows, shape, hidden, dtype, float8, row, options)
+
     def launch_dispatch(
         self,
         handle: LowLatencyHandle,
+        plan: DispatchPlan,
         ids: Sequence[torch.Tensor],
         x: Sequence[torch.Tensor],
         weights: Sequence[torch.Tensor] | None,
-        fp8: Float8 | None = None,
+        scales: Sequence[torch.Tensor] | None = None,
         counters: Counters | None = None,
         *,
         zero: bool,
-        at_once: bool = False,
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], Pending]:
+        pending: list[Pending] | None,
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
         """x [T, H] and weights [T, K] to [*rows, H] and [*rows], and to scales: no tensors where there are none.
 
-        rows: as `shape_of`.
-        zero: whether rows without a token hold zeros. at_once: whether the receiving half is launched, too.
+        zero: whether rows without a token hold zeros. pending: where the call goes; None: it is received at once.
         """
+        backend = self.backend
         out: list[torch.Tensor] = []
         out_weights: list[torch.Tensor] = []
         out_scales: list[torch.Tensor] = []
-        kept: list[torch.Tensor] = []
         tensors = []
-        hidden, backend = x[0].shape[1], self.backend
-        rows = self.shape_of(handle.ranks[0], handle)
         for i, rank in enumerate(handle.ranks):
-            t, call = self._tensors(handle, i)
-            out.append(new_tensor((*rows, hidden), torch.float8_e4m3fn if fp8 else x[i].dtype, backend, zero=zero))
-            t.topk_idx, t.x, t.out = ids[i].data_ptr(), x[i].data_ptr(), out[i].data_ptr()
-            kept += [rank.layout, call, ids[i], x[i], out[i]]
+            out.append(new_tensor((*plan.shape, plan.hidden), plan.dtype, backend, zero=zero))
+            address = rank.layout.data_ptr() + 4 * handle.offsets["dispatch_call"]
+            t = self._tensors(handle, i, address, x[i], out[i])
+            t.topk_idx = ids[i].data_ptr()
             if weights is not None:
-                out_weights.append(new_tensor(rows, weights[i].dtype, backend, zero=zero))
+                out_weights.append(new_tensor(plan.shape, weights[i].dtype, backend, zero=zero))
                 t.weights, t.out_weights = weights[i].data_ptr(), out_weights[i].data_ptr()
-                kept += [weights[i], out_weights[i]]
-            if fp8 is not None:
-                out_scales.append(fp8.new_scales(rows, hidden, backend, zero=zero))
+            if plan.float8 is not None:
+                out_scales.append(plan.float8.new_scales(plan.shape, plan.hidden, backend, zero=zero))
                 t.out_scales = out_scales[i].data_ptr()
-                kept.append(out_scales[i])
-                if fp8.scales is not None:
-                    t.scales = fp8.scales[i].data_ptr()
-                    kept.append(fp8.scales[i])
+                if scales is not None:
+                    t.scales = scales[i].data_ptr()
             tensors.append(t)
-        kept += self._count(counters, tensors)
+        if counters:
+            _count(counters, tensors)
+        launch = partial(self.ranks.enqueue_dispatch, tensors, plan.format, plan.options)
+        used = (x, ids, weights, scales, out, out_weights, out_scales)
+        handle.call = self._send("dispatch", launch, handle, used, counters, pending)
+        return out, out_weights, out_scales
+
+    def plan_combine(
+        self, topk: int, x: torch.Tensor, values: torch.Tensor | None, *, sum_at_expert: bool, renormalize: bool
+    ) -> CombinePlan:
+        """Of a combine with tensors such as these, of a rank, of a dispatch with this K."""
         options = self._options()
-        options.index_bytes = ids[0].element_size()
-        options.expert_alignment = handle.expert_alignment
-        options.expert_rows = rows[-1] if handle.masked else 0
-        if fp8 is not None:
-            options.quantize = getattr(_C.ScaleFormat, fp8.scale_format or "none")
-            options.scale_column = aligned_column(rows[-1]) if fp8.column else 0
-        row = self.format_of(handle.topk, x[0], weights, fp8)
-
-        def launch(launches: _C.LowLatencyLaunches) -> None:
-            self.ranks.enqueue_dispatch(tensors, row, options, launches=launches)
-
-        handle.call = self._send("dispatch", launch, kept, at_once)
-        return out, out_weights, out_scales, handle.call
+        options.sum_at_expert, options.renormalize = sum_at_expert, renormalize
+        row = row_format(topk, x.shape[-1], x.dtype, None, 0 if values is None else values.element_size())
+        return CombinePlan(sum_at_expert, row, options, PAYLOAD_TYPES[x.dtype])
 
     def launch_combine(
         self,
         handle: LowLatencyHandle,
+        plan: CombinePlan,
         x: Sequence[torch.Tensor],
         *,
         values: Sequence[torch.Tensor] | None = None,
-        row_weights: Sequence[torch.Tensor] | None = None,
-        token_weights: Sequence[torch.Tensor] | None = None,
-        sum_at_expert: bool = False,
-        renormalize: bool = False,
+        weights: Sequence[torch.Tensor] | None = None,
         out: Sequence[torch.Tensor] | None = None,
         counters: Counters | None = None,
-        at_once: bool = False,
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None, Pending]:
-        """x [*rows, H] and values [*rows] to sums [T, H] and single values [T, K]."""
+        pending: list[Pending] | None,
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """x [*rows, H] and values [*rows] to sums [T, H] and single values [T, K].
+
+        weights: of the rows, or the tokens, as the plan says where the sums are.
+        """
         handle.check()
         handle.check_received()
-        y, y_values, tensors = [], [], []
-        kept: list[torch.Tensor] = []
+        backend = self.backend
+        y: list[torch.Tensor] = []
+        y_values: list[torch.Tensor] = []
+        calls: list[torch.Tensor] = []
+        tensors = []
         for i, rank in enumerate(handle.ranks):
-            t, call = self._tensors(handle, i)
+            backend.keep_for_launch((rank.layout,), rank.made_on)
             shape = (rank.num_tokens, x[i].shape[-1])
-            y.append(self.backend.new_output(shape, x[i].dtype) if out is None else out[i])
-            t.x, t.out = x[i].data_ptr(), y[i].data_ptr()
-            kept += [rank.layout, call, x[i], y[i]]
+            y.append(backend.new_output(shape, x[i].dtype) if out is None else out[i])
+            address = rank.layout.data_ptr() + 4 * handle.offsets["combine_call"]
+            if pending is not None:  # two of the same dispatch may be under way
+                calls.append(torch.empty(1, dtype=torch.int64, device=self.group.device))
+                address = calls[i].data_ptr()
+            t = self._tensors(handle, i, address, x[i], y[i])
             if values is not None:
                 y_values.append(torch.empty(rank.num_tokens, handle.topk, dtype=values[i].dtype, device=x[i].device))
                 t.weights, t.out_weights = values[i].data_ptr(), y_values[i].data_ptr()
-                kept += [values[i], y_values[i]]
-            for name, weights in (("row_weights", row_weights), ("token_weights", token_weights)):
-                if weights is not None:
-                    setattr(t, name, weights[i].data_ptr())
-                    kept.append(weights[i])
+            if weights is not None and plan.sum_at_expert:
+                t.row_weights = weights[i].data_ptr()
+            elif weights is not None:
+                t.token_weights = weights[i].data_ptr()
             tensors.append(t)
-        kept += self._count(counters, tensors)
-        options = self._options()
-        options.sum_at_expert, options.renormalize = sum_at_expert, renormalize
-        row, dtype = self.format_of(handle.topk, x[0], values), PAYLOAD_TYPES[x[0].dtype]
-
-        def launch(launches: _C.LowLatencyLaunches) -> None:
-            self.ranks.enqueue_combine(tensors, row, options, launches=launches, dtype=dtype)
-
-        return y, y_values if values is not None else None, self._send("combine", launch, kept, at_once)
-
-    @staticmethod
-    def _count(counters: Counters | None, of_ranks: Sequence[Any]) -> list[torch.Tensor]:
-        kept = []
-        for name, tensors in (counters or {}).items():
-            for t, tensor in zip(of_ranks, tensors, strict=True):
-                setattr(t, name, tensor.data_ptr())
-                kept.append(tensor)
-        return kept
-
-    def shape_of(self, rank: RankPart, handle: LowLatencyHandle) -> tuple[int, ...]:
-        """Of a rank's rows."""
-        local_experts = self.group.num_local_experts
-        return (local_experts, rank.rows // local_experts) if handle.masked else (rank.rows,)
-
-    def format_of(
-        self, topk: int, x: torch.Tensor, weights: Sequence[torch.Tensor] | None, fp8: Float8 | None = None
-    ) -> _C.RowFormat:
-        """How rows of these tensors travel."""
-        return row_format(
-            topk,
-            x.shape[-1],
-            torch.float8_e4m3fn if fp8 else x.dtype,
-            fp8.scale_dtype if fp8 else None,
-            weight_bytes=weights[0].element_size() if weights is not None else 0,
-        )
+        if counters:
+            _count(counters, tensors)
+        launch = partial(self.ranks.enqueue_combine, tensors, plan.format, plan.options, plan.dtype)
+        used = (x, values, weights, y, y_values, calls)
+        self._send("combine", launch, handle, used, counters, pending)
+        return y, y_values
 
     def _options(self) -> Any:
         options = _C.LowLatencyOptions()
@@ -238,26 +295,47 @@ class LowLatencyCalls:
             self.masks.fill_options(options)
         return options
 
-    def _tensors(self, handle: LowLatencyHandle, i: int) -> tuple[Any, torch.Tensor]:
+    def _tensors(self, handle: LowLatencyHandle, i: int, call: int, x: torch.Tensor, out: torch.Tensor) -> Any:
+        """call: the address of its number."""
         rank = handle.ranks[i]
-        self.backend.keep_for_launch([rank.layout], rank.made_on)
-        call = torch.empty(1, dtype=torch.int64, device=self.group.device)
-        t = _C.LowLatencyTensors()
-        t.layout, t.call = rank.layout.data_ptr(), call.data_ptr()
-        t.num_tokens, t.max_rows = rank.num_tokens, rank.rows
+        t = _C.LowLatencyTensors(rank.layout.data_ptr(), call, rank.num_tokens, rank.rows, x.data_ptr(), out.data_ptr())
         if self.masks is not None:
             self.masks.fill(t, i)
             if handle.forward is not None:
                 forward = handle.forward.ranks[i]
                 self.backend.keep_for_launch([forward.layout], forward.made_on)
                 t.required = handle.active(forward).data_ptr()
-        return t, call
+        return t
 
-    def _send(self, kind: str, launch: Any, tensors: list[torch.Tensor], at_once: bool) -> Pending:
-        self.in_flight[kind].check()
-        call = Pending(self, launch, tensors, received=at_once)
-        launch(_C.LowLatencyLaunches.both if at_once else _C.LowLatencyLaunches.send)
+    def _send(
+        self,
+        kind: str,
+        launch: Launch,
+        handle: LowLatencyHandle,
+        tensors: Sequence[Sequence[torch.Tensor] | None],
+        counters: Counters | None,
+        pending: list[Pending] | None,
+    ) -> Call:
+        """tensors: that the call uses, besides those of the handle and the counters."""
+        in_flight = self.in_flight[kind]
+        in_flight.check()
+        call: Call = RECEIVED
+        if pending is None:
+            launch(_C.LowLatencyLaunches.both)
+        else:
+            used = [rank.layout for rank in handle.ranks]
+            for part in (*tensors, *(counters or {}).values()):
+                used += part or ()
+            call = Pending(self, launch, used, self.backend.current_stream())
+            launch(_C.LowLatencyLaunches.send)
+            pending.append(call)
         self.log_masks()
         self.group.raise_if_aborted()
-        self.in_flight[kind].add(call)
+        in_flight.add(call)
         return call
+
+
+def _count(counters: Counters, of_ranks: Sequence[Any]) -> None:
+    for name, tensors in counters.items():
+        for t, tensor in zip(of_ranks, tensors, strict=True):
+            setattr(t, name, tensor.data_ptr())

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron_ep import _C
 from megatron_ep.config import MAX_ROWS, require_int
-from megatron_ep.low_latency.calls import Counters
+from megatron_ep.low_latency.calls import CombinePlan, Counters, DispatchPlan, LowLatencyCalls
 from megatron_ep.low_latency.handle import LowLatencyHandle
 from megatron_ep.low_latency.rows import Float8, float8_of, row_format
 from megatron_ep.normal import expert_ids
@@ -46,58 +46,69 @@ class Limits:
     largest: _C.RowFormat
 
 
-@dataclass
-class DispatchArguments:
-    """Checked; lists have one entry per rank of this process. rows: of the expert-grouped tensors."""
+class DispatchArguments(NamedTuple):
+    """Checked; lists have one entry per rank of this process."""
 
+    plan: DispatchPlan
     x: list[torch.Tensor]
     ids: list[torch.Tensor]
     weights: list[torch.Tensor] | None
-    float8: Float8 | None
+    scales: list[torch.Tensor] | None
     counters: Counters
-    rows: int
 
 
-@dataclass
-class CombineArguments:
+class CombineArguments(NamedTuple):
     """Checked; x and the weights of rows as they were given, [L, W * max_tokens, ...] or [R, ...]."""
 
+    plan: CombinePlan
     x: list[torch.Tensor]
     weights: list[torch.Tensor] | None
     out: list[torch.Tensor] | None
     counters: Counters
 
 
-def looks_of(settings: tuple[Any, ...], tensors: Sequence[Tensors | None]) -> Hashable | None:
-    """Calls that look the same are right or wrong for the same reason, but for the values of ids. None: wrong."""
-    looks: list[Any] = [settings, *map(type, settings)]
-    for value in tensors:
-        of_ranks = value if isinstance(value, (list, tuple)) else (value,)
-        looks.append(len(of_ranks) if of_ranks is value else None)
-        for t in of_ranks:
-            if isinstance(t, torch.Tensor):
-                looks.append((t.dtype, t.shape, t.device, t.is_contiguous(), t.is_neg(), t.is_conj()))
-            elif t is not None:
-                return None
-    key = tuple(looks)
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
+def looks_of(*arguments: Any) -> tuple[Hashable, ...]:
+    """Calls that look the same are right or wrong for the same reason, but for the values of ids. Of a list those of
+    its items; a number's type is one of its looks, for True is 1."""
+    looks: list[Hashable] = []
+    for value in arguments:
+        if isinstance(value, torch.Tensor):
+            # one that is conjugated is complex
+            looks += (value.dtype, value.shape, value.device, value.is_contiguous(), value.is_neg())
+        elif isinstance(value, (list, tuple)):
+            looks.append(looks_of(*value))
+        else:
+            looks += (value.__class__, value)
+    return tuple(looks)
 
 
 class Checks:
     """Checks arguments, and remembers the looks of those that were right: a model makes the same calls again."""
 
-    def __init__(self, group: RankGroup, limits: Limits):
+    def __init__(self, group: RankGroup, limits: Limits, calls: LowLatencyCalls):
         self._group = group
         self._limits = limits
-        self._known: dict[Hashable, Any] = {}
+        self._calls = calls
+        self._known: dict[Hashable, Any] = {}  # the plans of right calls
+
+    def _plan_of(self, looks: Hashable) -> Any:
+        try:
+            return self._known.get(looks)
+        except TypeError:  # of something that has no hash, which is wrong
+            return None
+
+    def _remember(self, looks: Hashable, plan: Any) -> None:
+        if len(self._known) >= MAX_KNOWN:
+            self._known.clear()
+        self._known[looks] = plan
 
     def _listed(self, value: Any) -> Any:
         """Of what is known to be right."""
         return value if value is None else list(value) if self._group.takes_lists else [value]
+
+    def _counters(self, **given: Tensors | None) -> Counters:
+        """Likewise."""
+        return {name: self._listed(value) for name, value in given.items() if value is not None}
 
     def check_dispatch(
         self,
@@ -116,14 +127,14 @@ class Checks:
         scale_layout: str,
     ) -> DispatchArguments:
         group = self._group
-        settings = (layout, expert_alignment, expert_capacity, max_recv_tokens, fp8, scale_layout)
-        looks = looks_of(settings, (x, topk_idx, topk_weights, scales, recv_rows, recv_wait_ns))
-        num_rows = self._known.get(looks)
-        if num_rows is not None:
+        looks = looks_of(
+            *(layout, expert_alignment, expert_capacity, max_recv_tokens, fp8, scale_layout),
+            *(x, topk_idx, topk_weights, scales, recv_rows, recv_wait_ns),
+        )
+        plan: DispatchPlan | None = self._plan_of(looks)
+        if plan is not None:
             xs, ids, weights, row_scales = map(self._listed, (x, topk_idx, topk_weights, scales))
-            given = {"recv_rows": recv_rows, "recv_wait_ns": recv_wait_ns}
-            counters: Counters = {name: self._listed(value) for name, value in given.items() if value is not None}
-            float8 = float8_of(xs, fp8, row_scales, scale_layout)
+            counters = self._counters(recv_rows=recv_rows, recv_wait_ns=recv_wait_ns)
         else:
             if layout not in LAYOUTS:
                 raise ValueError(f"layout is {layout!r}, must be one of {', '.join(map(repr, LAYOUTS))}")
@@ -143,11 +154,20 @@ class Checks:
             self._check_row("x", xs[0], float8)
             check_weights("topk_weights", weights, [(tokens, topk) for tokens in num_tokens], WEIGHT_DTYPES)
             counters = self._check_counters(recv_rows=recv_rows, recv_wait_ns=recv_wait_ns)
-            num_rows = self._rows(layout, topk, expert_alignment, max_recv_tokens, expert_capacity)
-            self._remember(looks, num_rows)
+            rows = self._rows(layout, topk, expert_alignment, max_recv_tokens, expert_capacity)
+            plan = self._calls.plan(
+                xs[0],
+                ids[0],
+                None if weights is None else weights[0],
+                float8,
+                masked=layout == "masked",
+                expert_alignment=expert_alignment,
+                rows=rows,
+            )
+            self._remember(looks, plan)
         if group.device.type == "cpu":
             self._check_id_values(ids)
-        return DispatchArguments(xs, ids, weights, float8, counters, num_rows)
+        return DispatchArguments(plan, xs, ids, weights, row_scales, counters)
 
     def check_combine(
         self,
@@ -158,13 +178,14 @@ class Checks:
         recv_wait_ns: Tensors | None,
         *,
         sum_at: str,
+        renormalize: bool,
     ) -> CombineArguments:
         group = self._group
-        rows = tuple((rank.num_tokens, rank.rows) for rank in handle.ranks)
-        looks = looks_of((sum_at, handle.masked, handle.topk, rows), (x, weights, out, recv_wait_ns))
-        if looks in self._known:
-            xs, factors, outs, waits = map(self._listed, (x, weights, out, recv_wait_ns))
-            return CombineArguments(xs, factors, outs, {} if waits is None else {"recv_wait_ns": waits})
+        looks = looks_of(sum_at, bool(renormalize), *handle.looks, x, weights, out, recv_wait_ns)
+        plan: CombinePlan | None = self._plan_of(looks)
+        if plan is not None:
+            xs, factors, outs = map(self._listed, (x, weights, out))
+            return CombineArguments(plan, xs, factors, outs, self._counters(recv_wait_ns=recv_wait_ns))
         if sum_at not in PLACES:
             raise ValueError(f"sum_at is {sum_at!r}, must be one of {', '.join(map(repr, PLACES))}")
         given = as_list("x", x, group)
@@ -184,15 +205,11 @@ class Checks:
             check_weights(name, flat, shapes, allowed, meaning)
         outs = None if out is None else self._check_out(as_list("out", out, group), xs, handle)
         counters = self._check_counters(recv_wait_ns=recv_wait_ns)
-        self._remember(looks, True)
-        return CombineArguments(given, factors, outs, counters)
-
-    def _remember(self, looks: Hashable | None, what: Any) -> None:
-        if looks is None:
-            return
-        if len(self._known) >= MAX_KNOWN:
-            self._known.clear()
-        self._known[looks] = what
+        plan = self._calls.plan_combine(
+            handle.topk, xs[0], None, sum_at_expert=sum_at == "expert", renormalize=renormalize
+        )
+        self._remember(looks, plan)
+        return CombineArguments(plan, given, factors, outs, counters)
 
     def _check_counters(self, **tensors: Tensors | None) -> Counters:
         counters = {name: as_list(name, given, self._group) for name, given in tensors.items() if given is not None}

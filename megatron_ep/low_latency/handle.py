@@ -11,12 +11,12 @@ from megatron_ep.backends.low_latency import Call
 from megatron_ep.normal.rank_group import RankGroup
 
 
-@dataclass
+@dataclass(slots=True)
 class RankPart:
     """One rank's part of a handle."""
 
     num_tokens: int  # T
-    layout: torch.Tensor  # int32, as csrc/core/low_latency_args.h lays it out
+    layout: torch.Tensor  # int32, as csrc/core/low_latency_args.h lays it out, and numbers of calls behind it
     rows: int  # of the expert-grouped tensors
     made_on: int  # the stream, see Backend.current_stream
 
@@ -34,12 +34,15 @@ class LowLatencyHandle:
     masked: bool
     expert_alignment: int
     ranks: list[RankPart] = field(repr=False)
+    looks: tuple[int, ...] = field(repr=False)  # handles with the same ones fit the same rows
     call: Call | None = field(default=None, repr=False)  # the dispatch
     # whose ranks must not have been masked since: in a backward pass, that of the forward pass
     forward: LowLatencyHandle | None = field(default=None, repr=False)
+    offsets: dict[str, int] = field(init=False, repr=False)  # of a layout's parts
     _unfit: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        self.offsets = self.calls.offsets(self.topk)
         self.calls.handles.add(self)
 
     @property
@@ -69,9 +72,10 @@ class LowLatencyHandle:
     def again(self) -> LowLatencyHandle:
         """For another dispatch of the same tokens."""
         self.check()
-        ranks = [self.calls.new_part(self.topk, rank.num_tokens, rank.rows) for rank in self.ranks]
-        forward = self.forward or self
-        return LowLatencyHandle(self.calls, self.topk, self.masked, self.expert_alignment, ranks, forward=forward)
+        num_tokens = [rank.num_tokens for rank in self.ranks]
+        return self.calls.new_handle(
+            self.topk, self.masked, self.expert_alignment, self.ranks[0].rows, num_tokens, forward=self.forward or self
+        )
 
     def in_backward(self) -> LowLatencyHandle:
         """The same, for a combine in a backward pass."""
@@ -79,7 +83,7 @@ class LowLatencyHandle:
 
     def ids(self) -> list[torch.Tensor]:
         """topk_idx of the dispatch, int32 [T, K] per rank; -2 - id where that expert's rank was masked."""
-        first = self.calls.offsets(self.topk)["experts"]
+        first = self.offsets["experts"]
         sizes = [(rank.num_tokens, self.topk) for rank in self.ranks]
         return [
             rank.layout[first : first + size[0] * size[1]].view(size)
@@ -92,22 +96,22 @@ class LowLatencyHandle:
 
     def active(self, rank: RankPart) -> torch.Tensor:
         """int32 [W], a view: 1 for each rank that took part in both halves of the dispatch. Only with masks."""
-        first = self.calls.offsets(self.topk)["active"]
+        first = self.offsets["active"]
         return rank.layout[first : first + self.calls.group.topology.world_size]
 
     def counts(self, rank: RankPart) -> torch.Tensor:
         """int32 [L], a view: rows per local expert, without padding."""
-        first = self.calls.offsets(self.topk)["counts"]
+        first = self.offsets["counts"]
         return rank.layout[first : first + self.calls.group.num_local_experts]
 
     def starts(self, rank: RankPart) -> torch.Tensor:
         """int32 [L + 1], a view: where the rows of each local expert begin."""
-        first = self.calls.offsets(self.topk)["starts"]
+        first = self.offsets["starts"]
         return rank.layout[first : first + self.calls.group.num_local_experts + 1]
 
     def overflow(self, rank: RankPart) -> torch.Tensor:
         """int32 [1], a view: not 0 once rows did not fit."""
-        return rank.layout[: self.calls.offsets(self.topk)["overflow"] + 1]
+        return rank.layout[: self.offsets["overflow"] + 1]
 
     def is_row(self, rank: RankPart) -> torch.Tensor:
         """bool [rows]: which rows hold a token."""

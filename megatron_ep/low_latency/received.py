@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from megatron_ep.low_latency.handle import LowLatencyHandle, RankPart
-from megatron_ep.low_latency.rows import Float8
 
 
 @dataclass
@@ -67,7 +66,7 @@ def _one(handle: LowLatencyHandle, view_of: Callable[[RankPart], torch.Tensor]) 
 
 
 def received_of(
-    handle: LowLatencyHandle, float8: Float8 | None, has_probs: bool, out: tuple[torch.Tensor, ...]
+    handle: LowLatencyHandle, is_float8: bool, has_probs: bool, out: tuple[torch.Tensor, ...]
 ) -> LowLatencyReceived:
     """out: of `autograd.differentiable_dispatch`."""
     n = len(handle.ranks)
@@ -75,6 +74,6 @@ def received_of(
     parts = [list(out[i : i + n]) if is_list else out[i] for i in range(0, len(out), n)]
     x = parts.pop(0)
     probs = parts.pop(0) if has_probs else None
-    scales = parts.pop(0) if float8 is not None else None
-    straight_through = parts.pop(0) if float8 is not None and float8.straight_through else None
+    scales = parts.pop(0) if is_float8 else None
+    straight_through = parts.pop(0) if parts else None
     return LowLatencyReceived(x, scales, straight_through, probs, handle)

@@ -10,7 +10,6 @@ import torch
 from megatron_ep import _C
 from megatron_ep.backends.interface import Backend
 from megatron_ep.normal.api import check_scales
-from megatron_ep.normal.autograd import need_gradient
 from megatron_ep.normal.rank_group import PAYLOAD_TYPES
 from megatron_ep.reference import SCALE_BLOCK, SCALE_FORMATS
 
@@ -22,22 +21,14 @@ BLOCKS_OF_WORD = 4  # float8_e8m0fnu in an int32
 class Float8:
     """How the rows of a dispatch travel as float8_e4m3fn.
 
-    scale_format: one of `reference.SCALE_FORMATS`, of bfloat16 rows that become float8 on the way.
-    scales: one tensor per rank, of rows that are float8 already.
+    scale_format: one of `reference.SCALE_FORMATS`, of bfloat16 rows that become float8 on the way; None: they are
+        float8 already.
     column: whether the scales arrive column-major.
-    straight_through: whether the rows get a gradient.
     """
 
     scale_format: str | None
-    scales: Sequence[torch.Tensor] | None
+    scale_dtype: torch.dtype
     column: bool
-    straight_through: bool
-
-    @property
-    def scale_dtype(self) -> torch.dtype:
-        if self.scales is not None:
-            return self.scales[0].dtype
-        return torch.float8_e8m0fnu if self.scale_format == "ue8m0" else torch.float32
 
     def new_scales(self, rows: Sequence[int], hidden: int, backend: Backend, *, zero: bool) -> torch.Tensor:
         """[*rows, ceil(H / 128)], or column-major."""
@@ -65,15 +56,15 @@ def float8_of(
             raise ValueError(f"scales must not be given with fp8={fp8!r}, which makes them")
         if xs[0].dtype != torch.bfloat16:
             raise ValueError(f"x is {xs[0].dtype}, must be torch.bfloat16 with fp8={fp8!r}")
-        straight_through = need_gradient(xs)
-        float8 = Float8(fp8, None, scale_layout == "column", straight_through)
+        scale_dtype = torch.float8_e8m0fnu if fp8 == "ue8m0" else torch.float32
+        float8 = Float8(fp8, scale_dtype, scale_layout == "column")
     else:
         check_scales(xs, scales)
         if scales is None:
             if scale_layout != "row":
                 raise ValueError(f"scale_layout is {scale_layout!r}, must be left out where there are no scales")
             return None
-        float8 = Float8(None, scales, scale_layout == "column", straight_through=False)
+        float8 = Float8(None, scales[0].dtype, scale_layout == "column")
     hidden, of_word = xs[0].shape[-1], SCALE_BLOCK * BLOCKS_OF_WORD
     if float8.column and float8.scale_dtype != torch.float32 and hidden % of_word:
         raise ValueError(

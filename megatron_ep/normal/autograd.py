@@ -22,7 +22,11 @@ def in_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def need_gradient(tensors: Sequence[torch.Tensor]) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor.requires_grad:
+                return True
+    return False
 
 
 def differentiable_dispatch(
