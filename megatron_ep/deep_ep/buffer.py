@@ -16,6 +16,7 @@ from megatron_ep.deep_ep.handles import NormalHandle
 from megatron_ep.deep_ep.instances import Instances
 from megatron_ep.deep_ep.layout import counts_of_all, ids_of_ranks, layout_of
 from megatron_ep.deep_ep.low_latency import LowLatencyCalls
+from megatron_ep.deep_ep.rows import device_of, row_bytes, tensors_of
 from megatron_ep.deep_ep.transfers import Rows
 from megatron_ep.overlap import communication_stream
 
@@ -199,11 +200,11 @@ class Buffer(LowLatencyCalls):
             for name, value in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
                 if value is not None:
                     raise ValueError(f"{name} must not be given with a handle")
-            flat = _normal(handle).flat
+            routes = _normal(handle).routes
             received, event = run(
-                _device(x),
-                lambda: transfers.dispatch_again(flat, x),
-                _tensors(x),
+                device_of(x),
+                lambda: transfers.dispatch_again(routes, x),
+                tensors_of(x),
                 previous_event,
                 async_finish,
                 transfers.Received.tensors,
@@ -218,31 +219,31 @@ class Buffer(LowLatencyCalls):
         require_int("expert_alignment", expert_alignment, 1, 1 << 20)
         require_int("num_worst_tokens", num_worst_tokens, 0, (1 << 31) - 1)
         num_experts, num_sms = len(num_tokens_per_expert), (config or Config(Buffer.num_sms)).num_sms
-        buffer = self._instances().normal(_device(x), num_experts, num_sms, _row_bytes(x))
+        buffer = self._instances().normal(device_of(x), num_experts, num_sms, row_bytes(x))
 
         def call() -> tuple[transfers.Received, NormalHandle, list[int], torch.Tensor | None]:
             ids = topk_idx
             if ids is None:
                 assert is_token_in_rank is not None
                 ids = ids_of_ranks(is_token_in_rank, num_experts)
-            received, flat = transfers.dispatch(
+            received, routes = transfers.dispatch(
                 buffer, x, ids, topk_weights, alignment=expert_alignment, num_rows=num_worst_tokens or None
             )
             if topk_idx is None:
                 counts = counts_of_all(buffer, num_tokens_per_expert)
                 numbers = [-(-count // expert_alignment) * expert_alignment for count in counts]
             else:
-                numbers = [] if num_worst_tokens else flat.tokens_per_expert.tolist()
+                numbers = [] if num_worst_tokens else routes.tokens_per_expert.tolist()
             tokens = is_token_in_rank
             if tokens is None:
                 tokens = layout_of(ids, num_experts, self.group_size)[3]
-            local_ids = None if topk_idx is None else flat.local_ids.to(topk_idx.dtype)
-            return received, NormalHandle(flat, tokens, num_sms // 2), numbers, local_ids
+            local_ids = None if topk_idx is None else routes.local_ids.to(topk_idx.dtype)
+            return received, NormalHandle(routes, tokens, num_sms // 2), numbers, local_ids
 
         (received, made, numbers, local_ids), event = run(
-            _device(x),
+            device_of(x),
             call,
-            [*_tensors(x), topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert],
+            [*tensors_of(x), topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert],
             previous_event,
             async_finish,
             lambda result: [*result[0].tensors(), result[3]],
@@ -268,11 +269,11 @@ class Buffer(LowLatencyCalls):
 
         Returns [T, H], zeros for a token without rows; [T, K] or None; the event, of async_finish.
         """
-        flat = _normal(handle).flat
+        routes = _normal(handle).routes
         biases = [b for b in (bias if isinstance(bias, tuple) else (bias,)) if b is not None]
         (y, weights), event = run(
             x.device,
-            lambda: transfers.combine(flat, x, topk_weights, biases),
+            lambda: transfers.combine(routes, x, topk_weights, biases, sums_weights=True),
             [x, topk_weights, *biases],
             previous_event,
             async_finish,
@@ -293,17 +294,3 @@ def _normal(handle: NormalHandle) -> NormalHandle:
     if not isinstance(handle, NormalHandle):
         raise ValueError(f"handle is a {type(handle).__name__}, must be of a dispatch of this library's Buffer")
     return handle
-
-
-def _tensors(x: Rows) -> list[torch.Tensor]:
-    return list(x) if isinstance(x, tuple) else [x]
-
-
-def _device(x: Rows) -> torch.device:
-    return _tensors(x)[0].device
-
-
-def _row_bytes(x: Rows) -> int:
-    """Of a row that is combined: in bfloat16, if x is smaller."""
-    values = _tensors(x)[0]
-    return values.shape[-1] * max(2, values.element_size())

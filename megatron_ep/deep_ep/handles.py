@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_ep.deep_ep.transfers import FlatHandle
+from megatron_ep.deep_ep.transfers import Routes
 from megatron_ep.low_latency.api import LowLatency
 from megatron_ep.low_latency.handle import LowLatencyHandle
 
@@ -49,29 +49,29 @@ class NormalHandle(_LazyTuple):
 
     LENGTH = 6
 
-    def __init__(self, flat: FlatHandle, is_token_in_rank: torch.Tensor, num_channels: int):
-        self.flat = flat
+    def __init__(self, routes: Routes, is_token_in_rank: torch.Tensor, num_channels: int):
+        self.routes = routes
         self._is_token_in_rank = is_token_in_rank
         self._num_channels = num_channels
 
     @functools.cached_property
     def _rank_prefix_matrix(self) -> torch.Tensor:
-        counts = self.flat.rows_per_rank
+        counts = self.routes.rows_per_rank
         matrix = counts.new_full((len(counts), len(counts)), UNKNOWN)
-        matrix[:, self.flat.buffer.rank] = counts.cumsum(0, dtype=torch.int32)
+        matrix[:, self.routes.buffer.rank] = counts.cumsum(0, dtype=torch.int32)
         return matrix
 
     def make(self, index: int) -> Any:
         if index == 0:
             return self._rank_prefix_matrix
         if index == 3:
-            return self.flat.source_tokens
+            return self.routes.source_tokens
         if index == 4:
             return self._is_token_in_rank
         if index == 5:
             return self._is_token_in_rank.int() - 1
-        world = self.flat.buffer.topology.world_size
-        return self.flat.source_tokens.new_full((world, self._num_channels), UNKNOWN)
+        world = self.routes.buffer.topology.world_size
+        return self.routes.source_tokens.new_full((world, self._num_channels), UNKNOWN)
 
 
 class LowLatencyTuple(_LazyTuple):

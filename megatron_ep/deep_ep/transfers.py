@@ -1,13 +1,15 @@
-"""Flat dispatches and combines of one rank, as both of DeepEP's interfaces need them. Not differentiable by itself."""
+"""Dispatches and combines of one rank, as both of DeepEP's interfaces need them. Not differentiable by itself."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from megatron_ep.backends.interface import RankHandle
 from megatron_ep.buffer import Buffer
 from megatron_ep.normal import api, launches
 from megatron_ep.normal.handle import CountsToAskFor, Handle
@@ -17,7 +19,7 @@ Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 @dataclass
 class Received:
-    """Of a flat dispatch: x [R, H], scales [R, S], weights [R, K]."""
+    """x [R, H], scales [R, S], weights [R, K], or [R] of grouped rows."""
 
     x: torch.Tensor
     scales: torch.Tensor | None
@@ -32,8 +34,8 @@ class Received:
 
 
 @dataclass(eq=False)
-class FlatHandle:
-    """What a flat dispatch learned.
+class Routes:
+    """What a dispatch learned.
 
     ids: topk_idx of the dispatch, [T, K].
     """
@@ -48,43 +50,81 @@ class FlatHandle:
         return buffer
 
     @property
+    def rank(self) -> RankHandle:
+        return self.handle.ranks[0]
+
+    @property
     def num_tokens(self) -> int:
-        return self.handle.ranks[0].num_tokens
+        return self.rank.num_tokens
 
     @property
     def num_rows(self) -> int:
-        return self.handle.ranks[0].rows
+        return self.rank.rows
 
     @property
-    def local_ids(self) -> torch.Tensor:
-        """int32 [R, K], the handle's own."""
-        return self.handle.ranks[0].dst_rows
+    def weights_shape(self) -> tuple[int, ...]:
+        """Of those that come with the rows."""
+        return (self.num_rows, self.handle.topk) if self.handle.is_flat else (self.num_rows,)
 
     @property
     def source_tokens(self) -> torch.Tensor:
-        """int32 [R], which token of its source a row is."""
-        tokens = self.handle.ranks[0].source_tokens
+        """int32 [tokens that came here], which token of its source each is; the handle's own, as all tables."""
+        tokens = self.rank.source_tokens
         assert tokens is not None
         return tokens
 
     @property
     def tokens_per_expert(self) -> torch.Tensor:
         """int64 [L], as the dispatch was asked to align them."""
-        return self.handle.ranks[0].counts[1]
+        return self.rank.counts[1]
 
     @functools.cached_property
     def rows_per_rank(self) -> torch.Tensor:
-        """int32 [W], that came from each."""
-        rank, heap, world = self.handle.ranks[0], self.buffer.heap, self.buffer.topology.world_size
-        first = heap.received_offset(rank.num_tokens, self.handle.topk)
-        return rank.layout[first : first + heap.channels * world].view(heap.channels, world).sum(0, dtype=torch.int32)
+        """int32 [W], tokens that came from each."""
+        heap, world = self.buffer.heap, self.buffer.topology.world_size
+        first = heap.received_offset(self.num_tokens, self.handle.topk)
+        return (
+            self.rank.layout[first : first + heap.channels * world].view(heap.channels, world).sum(0, dtype=torch.int32)
+        )
 
     @functools.cached_property
     def rows_per_expert(self) -> torch.Tensor:
         """int32 [L], for each local expert, not aligned."""
-        rank, heap = self.handle.ranks[0], self.buffer.heap
-        first = heap.expert_count_offset(rank.num_tokens, self.handle.topk)
-        return rank.layout[first : first + heap.local_experts].clone()
+        heap = self.buffer.heap
+        first = heap.expert_count_offset(self.num_tokens, self.handle.topk)
+        return self.rank.layout[first : first + heap.local_experts].clone()
+
+    @functools.cached_property
+    def expert_starts(self) -> torch.Tensor:
+        """int32 [L + 1], where each expert's rows begin if they are grouped."""
+        heap = self.buffer.heap
+        first = heap.expert_start_offset(self.num_tokens, self.handle.topk)
+        return self.rank.layout[first : first + heap.local_experts + 1].clone()
+
+    @functools.cached_property
+    def local_ids(self) -> torch.Tensor:
+        """int32 [tokens that came here, K], their local experts, or -1."""
+        rows = self.rank.dst_rows
+        if self.handle.is_flat:
+            return rows
+        expert = torch.searchsorted(self.expert_starts[1:], rows, right=True, out_int32=True)
+        came = torch.arange(len(rows), device=rows.device) < self.rows_per_rank.sum()  # behind these lies anything
+        return torch.where(came.unsqueeze(1) & (rows >= 0), expert, -1)
+
+    def of_layout(self, is_flat: bool) -> Routes:
+        """The same routes for flat, or for grouped rows."""
+        if is_flat == self.handle.is_flat:
+            return self
+        if is_flat:
+            rank = dataclasses.replace(self.rank, rows=len(self.rank.dst_rows), addresses=None)
+        else:
+            dst_rows, rows = torch.empty_like(self.rank.dst_rows), int(self.expert_starts[-1])
+            rank = dataclasses.replace(self.rank, rows=rows, dst_rows=dst_rows, has_tables=False, addresses=None)
+        handle = dataclasses.replace(self.handle, ranks=[rank], is_flat=is_flat)
+        handle.made_after_resets = self.handle.made_after_resets
+        routes = Routes(handle, self.ids)
+        routes.__dict__["local_ids"] = self.local_ids
+        return routes
 
 
 def check_rows(x: Rows, buffer: Buffer, num_tokens: int | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -111,11 +151,12 @@ def dispatch(
     alignment: int = 1,
     num_rows: int | None = None,
     all_weights: bool = False,
-) -> tuple[Received, FlatHandle]:
-    """ids [T, K], int32 or int64, in [0, E) or -1, may name an expert twice; weights float32 [T, K].
+    is_flat: bool = True,
+) -> tuple[Received, Routes]:
+    """ids [T, K], int32 or int64, in [0, E) or -1, may name an expert twice if rows are flat; weights float32 [T, K].
 
     num_rows: R, fixed; rows behind the last one hold anything, and have no experts.
-    all_weights: also those of other ranks' experts, which are 0 otherwise.
+    all_weights: also those of other ranks' experts, which are 0 otherwise, beside flat rows.
     """
     with buffer.abort_peers_on_error():
         buffer.check_usable()
@@ -123,47 +164,54 @@ def dispatch(
         api.check_ids([ids])
         values, scales = check_rows(x, buffer, len(ids))
         _check_weights(buffer, weights, tuple(ids.shape))
-        request = CountsToAskFor([ids], alignment, 0, num_rows, allows_repeats=True, keeps_source_tokens=True)
-        handle = Handle(buffer, ids.shape[1], [], request, is_flat=True)
+        request = CountsToAskFor([ids], alignment, 0, num_rows, allows_repeats=is_flat, keeps_source_tokens=True)
+        handle = Handle(buffer, ids.shape[1], [], request, is_flat=is_flat)
         received = _launch(handle, values, scales, weights, all_weights)
-    return received, FlatHandle(handle, ids)
+    return received, Routes(handle, ids)
 
 
 def dispatch_again(
-    flat: FlatHandle, x: Rows, weights: torch.Tensor | None = None, *, all_weights: bool = False
+    routes: Routes, x: Rows, weights: torch.Tensor | None = None, *, all_weights: bool = False
 ) -> Received:
     """With the handle of an earlier dispatch."""
-    buffer = flat.buffer
+    buffer = routes.buffer
     with buffer.abort_peers_on_error():
         buffer.check_usable()
-        values, scales = check_rows(x, buffer, flat.num_tokens)
-        _check_weights(buffer, weights, (flat.num_tokens, flat.handle.topk))
-        return _launch(flat.handle, values, scales, weights, all_weights)
+        values, scales = check_rows(x, buffer, routes.num_tokens)
+        _check_weights(buffer, weights, (routes.num_tokens, routes.handle.topk))
+        return _launch(routes.handle, values, scales, weights, all_weights)
 
 
 def combine(
-    flat: FlatHandle,
+    routes: Routes,
     x: torch.Tensor,
     weights: torch.Tensor | None = None,
     biases: Sequence[torch.Tensor] = (),
+    *,
+    sums_weights: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x [R, H], weights float32 [R, K] to the sums [T, H] and [T, K] over the ranks that had a token: of weights all,
-    also those of experts elsewhere. biases: [T, H], added to the sums."""
-    buffer = flat.buffer
+    """x [R, H], weights float32 [R, K], or [R] of grouped rows, to the sums [T, H] and the weights [T, K], each of the
+    rank that has the expert. biases: [T, H], added to the sums.
+
+    sums_weights: flat rows: the weights of all ranks that had a token, whatever experts they are of, are summed.
+    """
+    buffer = routes.buffer
     with buffer.abort_peers_on_error():
         buffer.check_usable()
         api.as_list("x", x, buffer)
-        api.check_payload("x", [x], [flat.num_rows], api.COMBINE_DTYPES)
-        _check_weights(buffer, weights, (flat.num_rows, flat.handle.topk))
+        api.check_payload("x", [x], [routes.num_rows], api.COMBINE_DTYPES)
+        _check_weights(buffer, weights, routes.weights_shape)
         for bias in biases:
             api.as_list("bias", bias, buffer)
-            api.check_weights("bias", [bias], [(flat.num_tokens, x.shape[1])], (x.dtype,))
-        y = launches.launch_combine(flat.handle, [x], None)[0][0]
+            api.check_weights("bias", [bias], [(routes.num_tokens, x.shape[1])], (x.dtype,))
+        beside = None if weights is None or sums_weights else [weights]
+        out, out_weights = launches.launch_combine(routes.handle, [x], beside)
+        y = out[0]
         for bias in biases:
             y = y + bias
-        if weights is None:
-            return y, None
-        return y, launches.launch_combine(flat.handle, [weights], None)[0][0]
+        if weights is not None and sums_weights:
+            return y, launches.launch_combine(routes.handle, [weights], None)[0][0]
+        return y, None if out_weights is None else out_weights[0]
 
 
 def _check_weights(buffer: Buffer, weights: torch.Tensor | None, shape: tuple[int, ...]) -> None:

@@ -1,6 +1,7 @@
 """DeepEP's `Buffer` between processes, on CPU tensors."""
 
 import deep_ep_checks as checks
+import deep_ep_elastic_checks as elastic
 import pytest
 import torch
 import torch.distributed as dist
@@ -40,6 +41,11 @@ def test_low_latency_mode(four_ranks, size):
 
 def test_masked_ranks(four_ranks):
     assert all(four_ranks.run(in_groups, checks.check_masks, 4))
+
+
+@pytest.mark.parametrize(("size", "ranks_per_node"), [(1, None), (2, None), (4, None), (4, 2)])
+def test_elastic_buffer(four_ranks, size, ranks_per_node):
+    assert all(four_ranks.run(in_groups, elastic.check_elastic, size, ranks_per_node))
 
 
 def test_eight_ranks():

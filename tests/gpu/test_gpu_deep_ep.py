@@ -1,6 +1,7 @@
 """DeepEP's `Buffer` between processes on GPUs, which they share where there are fewer."""
 
 import deep_ep_checks as checks
+import deep_ep_elastic_checks as elastic
 import pytest
 import torch
 import torch.distributed as dist
@@ -41,6 +42,11 @@ def test_number_of_sms(ranks):
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_low_latency_mode(ranks, size):
     assert all(ranks.run(on_gpus, checks.check_low_latency, size))
+
+
+@pytest.mark.parametrize(("size", "ranks_per_node"), [(1, None), (2, None), (4, None), (4, 2)])
+def test_elastic_buffer(ranks, size, ranks_per_node):
+    assert all(ranks.run(on_gpus, elastic.check_elastic, size, ranks_per_node))
 
 
 def test_masked_ranks(ranks):

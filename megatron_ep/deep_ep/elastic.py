@@ -1,0 +1,387 @@
+"""DeepEP's `ElasticBuffer` (its V2), over this library."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ep.backends.cuda import DEFAULT_SMS
+from megatron_ep.backends.nodes import VARIABLE
+from megatron_ep.config import MAX_CHANNELS, MAX_ROWS, MAX_TOPK, require_int
+from megatron_ep.deep_ep import transfers
+from megatron_ep.deep_ep.config import Config
+from megatron_ep.deep_ep.elastic_handle import EPHandle
+from megatron_ep.deep_ep.events import EventHandle, EventOverlap, handle_of, refuse, run
+from megatron_ep.deep_ep.instances import Instances
+from megatron_ep.deep_ep.rows import device_of, row_bytes, tensors_of
+from megatron_ep.deep_ep.transfers import Received, Routes, Rows
+from megatron_ep.overlap import communication_stream
+
+Event = EventHandle | EventOverlap | None
+BYTES = 2 << 20  # numbers of bytes are rounded up to it
+MIN_SMS = 4
+COLUMN_ALIGNMENT = 4  # of scales, in elements
+NOT_HERE = (
+    "all_gather",
+    "agrs_get_inplace_tensor",
+    "create_agrs_session",
+    "destroy_agrs_session",
+    "engram_fetch",
+    "engram_write",
+    "pp_recv",
+    "pp_send",
+    "pp_set_config",
+)
+
+
+class ElasticBuffer:
+    """Dispatch and combine of a process group, on its GPUs or on the CPU: tensors say where. Constructing it does
+    nothing: memory is set up by the first dispatch, for the number of experts that it names.
+
+    num_bytes: kept, or computed from the sizes behind it; the memory taken is what calls need.
+    num_max_tokens_per_rank: the most that a rank may dispatch, where a dispatch does not say another number.
+    allow_multiple_reduction: must be True: a rank sums the rows of its experts, and rounds, before they travel.
+    num_gpu_timeout_secs: a wait that takes longer is an error.
+    deterministic: it always is. num_topk, sl_idx, num_allocated_qps, num_cpu_timeout_secs, allow_hybrid_mode and
+        prefer_overlap_with_compute change nothing.
+
+    Raises ValueError for wrong arguments, and NotImplementedError for num_cpu_bytes; calls as those of `Buffer` do.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        num_bytes: int | None = None,
+        num_cpu_bytes: int = 0,
+        num_max_tokens_per_rank: int = 0,
+        hidden: int = 0,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        deterministic: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+        prefer_overlap_with_compute: bool = True,
+        sl_idx: int = 3,
+        num_allocated_qps: int = 0,
+        num_cpu_timeout_secs: int = 300,
+        num_gpu_timeout_secs: int = 100,
+        explicitly_destroy: bool = False,
+    ):
+        if group is None:
+            raise ValueError("group is None, must be a process group")
+        if num_cpu_bytes:
+            refuse("num_cpu_bytes", num_cpu_bytes, "it needs no memory of the host")
+        if not allow_multiple_reduction:
+            raise ValueError(
+                "allow_multiple_reduction is False, must be True: a rank's sums are rounded as they travel"
+            )
+        require_int("num_max_tokens_per_rank", num_max_tokens_per_rank, 0, MAX_ROWS)
+        if num_bytes is None:
+            if not num_max_tokens_per_rank or not hidden:
+                raise ValueError("num_bytes is None, must be given without num_max_tokens_per_rank and hidden")
+            num_bytes = self.get_buffer_size_hint(group, num_max_tokens_per_rank, hidden, num_topk)
+        require_int("num_bytes", num_bytes, 0, 1 << 62)
+        self.group = group
+        self.rank_idx, self.num_ranks = group.rank(), group.size()
+        self.num_bytes = -(-num_bytes // BYTES) * BYTES
+        self.num_max_tokens_per_rank = num_max_tokens_per_rank
+        self.num_allocated_qps = num_allocated_qps
+        self.explicitly_destroy = explicitly_destroy
+        self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
+        self.num_rdma_ranks, self.num_nvlink_ranks = self.get_physical_domain_size()
+        self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(self.rank_idx, self.num_scaleup_ranks)
+        self.runtime: Instances | None = Instances(group, timeout=float(num_gpu_timeout_secs))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in NOT_HERE:
+            raise NotImplementedError(f"ElasticBuffer.{name} is not in megatron_ep.deep_ep")
+        raise AttributeError(f"ElasticBuffer has no {name}")
+
+    def destroy(self) -> None:
+        """Gives the memory back. Other ranks need not do so at the same time."""
+        runtime, self.runtime = self.runtime, None
+        if runtime is not None:
+            runtime.close()
+
+    def reset(self) -> None:
+        """Makes the buffer usable again after an error. Collective. DeepEP has nothing like it."""
+        self._instances().reset()
+
+    def _instances(self) -> Instances:
+        if self.runtime is None:
+            raise ValueError("buffer is destroyed")
+        return self.runtime
+
+    # ---- sizes, domains, streams
+
+    @staticmethod
+    def get_buffer_size_hint(
+        group: dist.ProcessGroup,
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+    ) -> int:
+        """Bytes that a buffer takes on each rank, about; any number will do."""
+        config, num_ranks = Config(DEFAULT_SMS), group.size()
+        hints = (config.get_nvl_buffer_size_hint, config.get_rdma_buffer_size_hint)
+        return -(-sum(hint(2 * hidden, num_ranks) for hint in hints) // BYTES) * BYTES
+
+    def get_logical_domain_size(self) -> tuple[int, int]:
+        """Nodes, and ranks of a node, as buffers form them: MEGATRON_EP_RANKS_PER_NODE, or the ranks that torchrun has
+        started on each machine, where these divide the group's; else one node."""
+        per_node = int(os.environ.get(VARIABLE) or os.environ.get("LOCAL_WORLD_SIZE") or self.num_ranks)
+        if per_node > self.num_ranks or self.num_ranks % per_node:
+            per_node = self.num_ranks
+        return self.num_ranks // per_node, per_node
+
+    def get_physical_domain_size(self) -> tuple[int, int]:
+        """The same."""
+        return self.get_logical_domain_size()
+
+    def get_theoretical_num_sms(self, num_experts: int, num_topk: int, **_: Any) -> int:
+        """This library's own."""
+        return DEFAULT_SMS
+
+    def get_theoretical_num_qps(self, num_sms: int) -> int:
+        return num_sms
+
+    @staticmethod
+    def capture() -> EventHandle:
+        """What the current stream has been given so far."""
+        return EventHandle()
+
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """Of asynchronous calls on the current GPU."""
+        return communication_stream(torch.device("cuda", torch.cuda.current_device()))
+
+    def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
+        """The group's own; with_cpu_sync: the host waits, too."""
+        dist.barrier(self.group)
+        if with_cpu_sync and torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    # ---- dispatch and combine
+
+    def dispatch(
+        self,
+        x: Rows,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        num_experts: int | None = None,
+        num_max_tokens_per_rank: int | None = None,
+        expert_alignment: int | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: Event = None,
+        previous_event_before_epilogue: Event = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+        handle: EPHandle | None = None,
+        do_handle_copy: bool = True,
+        do_cpu_sync: bool | None = None,
+        do_expand: bool = False,
+        do_zero_padding: bool = False,
+        use_tma_aligned_col_major_sf: bool = False,
+    ) -> tuple[Rows, torch.Tensor | None, torch.Tensor | None, EPHandle, EventOverlap]:
+        """x: [T, H], contiguous, any dtype that megatron_ep.dispatch takes; or float8_e4m3fn and its scales [T, S],
+            float32 or int32.
+        topk_idx: [T, K], distinct ids or -1, K <= 32; topk_weights: float32 [T, K].
+        cumulative_local_expert_recv_stats: int32 [L], to which the rows of each expert are added.
+        do_expand: False: a row for each token that chose an expert of a rank, in the order of (source rank, token),
+            with its local ids [R, K] (-1: of another rank) and all its weights [R, K]. True: a row for each of a
+            token's experts, grouped by expert, each group padded with zeros to expert_alignment; no ids, weights [R].
+        do_cpu_sync: None: True, without a handle. False: R is fixed by num_max_tokens_per_rank, and the host waits for
+            nothing.
+        handle: of an earlier dispatch with or without do_expand, whose layout is used again.
+        do_handle_copy: False: the handle has topk_idx itself, not a copy.
+        use_tma_aligned_col_major_sf: scales are column-major, columns aligned to 16 bytes.
+        num_sms: 0: this library's number. num_qps, allocate_on_comm_stream, do_zero_padding: change nothing.
+
+        Returns rows (and scales), ids, weights, the handle (that of an earlier dispatch itself), the event.
+        """
+        if handle is not None:
+            self._check_cached(handle, topk_idx, num_experts, num_max_tokens_per_rank, expert_alignment, do_cpu_sync)
+            if cumulative_local_expert_recv_stats is not None:
+                raise ValueError("cumulative_local_expert_recv_stats must not be given with a handle")
+            dispatched = self._again(handle, x, topk_weights, not do_expand)
+        else:
+            dispatched = self._first(
+                x,
+                topk_idx,
+                topk_weights,
+                num_experts,
+                self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank,
+                1 if expert_alignment is None else expert_alignment,
+                num_sms,
+                is_flat=not do_expand,
+                has_counts=do_cpu_sync is None or do_cpu_sync,
+            )
+        before_end = handle_of(previous_event_before_epilogue)
+
+        def call() -> tuple[Received, Routes, torch.Tensor | None]:
+            if before_end is not None:
+                before_end.current_stream_wait()
+            received, routes = dispatched()
+            ids = None if do_expand else routes.local_ids.to(routes.ids.dtype)
+            if cumulative_local_expert_recv_stats is not None:
+                cumulative_local_expert_recv_stats.add_(routes.rows_per_expert)
+            if use_tma_aligned_col_major_sf and received.scales is not None:
+                received.scales = _column_major(received.scales)
+            return received, routes, ids
+
+        (received, routes, ids), event = run(
+            device_of(x),
+            call,
+            [*tensors_of(x), topk_idx, topk_weights, cumulative_local_expert_recv_stats],
+            previous_event,
+            async_with_compute_stream,
+            lambda result: [*result[0].tensors(), result[2]],
+        )
+        if handle is None:
+            assert topk_idx is not None
+            handle = EPHandle(
+                routes,
+                topk_idx.clone() if do_handle_copy else topk_idx,
+                do_expand=do_expand,
+                expert_alignment=1 if expert_alignment is None else expert_alignment,
+                num_max_tokens_per_rank=num_max_tokens_per_rank or self.num_max_tokens_per_rank,
+                num_sms=num_sms or DEFAULT_SMS,
+                has_counts=do_cpu_sync is None or do_cpu_sync,
+            )
+        return received.rows, ids, received.weights, handle, event
+
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: EPHandle,
+        topk_weights: torch.Tensor | None = None,
+        bias: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: Event = None,
+        previous_event_before_epilogue: Event = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+        """x: rows as the dispatch of the handle gave them, any dtype that megatron_ep.combine takes.
+        topk_weights: as that dispatch gave them; come back as [T, K], each from the rank that has the expert, 0 for -1.
+        bias: one or two [T, H], added to the sums.
+
+        Returns [T, H]; [T, K] or None; the event.
+        """
+        if not isinstance(handle, EPHandle):
+            raise ValueError(
+                f"handle is a {type(handle).__name__}, must be of a dispatch of this library's ElasticBuffer"
+            )
+        routes = handle.of_layout(not handle.do_expand)
+        biases = [b for b in (bias if isinstance(bias, tuple) else (bias,)) if b is not None]
+        before_end = handle_of(previous_event_before_epilogue)
+
+        def call() -> tuple[torch.Tensor, torch.Tensor | None]:
+            if before_end is not None:
+                before_end.current_stream_wait()
+            return transfers.combine(routes, x, topk_weights, biases)
+
+        (y, weights), event = run(
+            x.device,
+            call,
+            [x, topk_weights, *biases],
+            previous_event,
+            async_with_compute_stream,
+            lambda result: result,
+        )
+        return y, weights, event
+
+    def _first(
+        self,
+        x: Rows,
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        num_experts: int | None,
+        max_tokens: int,
+        alignment: int,
+        num_sms: int,
+        *,
+        is_flat: bool,
+        has_counts: bool,
+    ) -> Any:
+        if topk_idx is None or num_experts is None:
+            raise ValueError("topk_idx and num_experts must be given without a handle")
+        require_int("expert_alignment", alignment, 1, 1 << 20)
+        require_int("num_sms", num_sms, 0, MAX_CHANNELS)
+        if not has_counts:
+            require_int("num_max_tokens_per_rank", max_tokens, 1, MAX_ROWS // self.num_ranks)
+        buffer = self._instances().normal(device_of(x), num_experts, num_sms or None, row_bytes(x))
+
+        def dispatched() -> tuple[Received, Routes]:
+            num_rows = None
+            if not has_counts:
+                topk = min(topk_idx.shape[-1], MAX_TOPK)
+                num_rows = most_rows(self.num_ranks * max_tokens, topk, buffer.num_local_experts, alignment, is_flat)
+            return transfers.dispatch(
+                buffer,
+                x,
+                topk_idx,
+                topk_weights,
+                alignment=alignment,
+                num_rows=num_rows,
+                all_weights=True,
+                is_flat=is_flat,
+            )
+
+        return dispatched
+
+    def _again(self, handle: EPHandle, x: Rows, topk_weights: torch.Tensor | None, is_flat: bool) -> Any:
+        def dispatched() -> tuple[Received, Routes]:
+            routes = handle.of_layout(is_flat)
+            return transfers.dispatch_again(routes, x, topk_weights, all_weights=True), routes
+
+        return dispatched
+
+    @staticmethod
+    def _check_cached(
+        handle: EPHandle,
+        topk_idx: torch.Tensor | None,
+        num_experts: int | None,
+        max_tokens: int | None,
+        alignment: int | None,
+        do_cpu_sync: bool | None,
+    ) -> None:
+        if not isinstance(handle, EPHandle):
+            raise ValueError(
+                f"handle is a {type(handle).__name__}, must be of a dispatch of this library's ElasticBuffer"
+            )
+        if topk_idx is not None or do_cpu_sync:
+            raise ValueError("topk_idx and do_cpu_sync must not be given with a handle")
+        given = (("num_experts", num_experts), ("num_max_tokens_per_rank", max_tokens), ("expert_alignment", alignment))
+        for name, value in given:
+            if value is not None and value != getattr(handle, name):
+                raise ValueError(f"{name} is {value}, must be {getattr(handle, name)} as of the handle")
+
+
+def _check_handle(handle: EPHandle) -> None:
+    if not isinstance(handle, EPHandle):
+        name = type(handle).__name__
+        raise ValueError(f"handle is a {name}, must be of a dispatch of this library's ElasticBuffer")
+
+
+def most_rows(tokens: int, topk: int, local_experts: int, alignment: int, is_flat: bool) -> int:
+    """R where it is fixed."""
+    if is_flat:
+        return tokens
+    rows = tokens * min(topk, local_experts) + (alignment - 1) * local_experts
+    return -(-rows // alignment) * alignment
+
+
+def _column_major(scales: torch.Tensor) -> torch.Tensor:
+    """[R, S], a copy whose columns lie together."""
+    rows = -(-len(scales) // COLUMN_ALIGNMENT) * COLUMN_ALIGNMENT
+    columns = torch.empty_strided(scales.shape, (1, rows), dtype=scales.dtype, device=scales.device)
+    return columns.copy_(scales)

@@ -1,0 +1,115 @@
+"""What DeepEP's V2 gives as a handle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+
+from megatron_ep.deep_ep.transfers import Routes
+
+NONE = -1
+
+
+class EPHandle:
+    """What a dispatch of `ElasticBuffer` learned. Its attributes may be set; those of tensors are made when somebody
+    asks for them.
+
+    do_expand, num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: of the dispatch.
+    topk_idx: [T, K], the caller's, or a copy.
+    num_recv_tokens_per_expert_list: rows of each local expert, rounded up to the alignment; [] without a host's wait.
+    num_recv_tokens: tokens that came here, or R where that was fixed.
+    num_expanded_tokens: rows with do_expand, or R.
+    num_unaligned_recv_tokens_per_expert: int32 [L], not rounded up.
+    psum_num_recv_tokens_per_expert: int32 [L]: the sum of the rounded numbers up to each expert; with do_expand that of
+        the experts before it and its own number, not rounded: where its rows end.
+    psum_num_recv_tokens_per_scaleup_rank: int32 [ranks of a node]: the tokens of ranks with a local rank up to this.
+    recv_src_metadata: int32 [tokens that came here, K + 2]: source rank * num_max_tokens_per_rank + token; local rank
+        of the source * K + the last k that chose this rank; with do_expand the row of each k, else -1.
+    """
+
+    token_metadata_at_forward = None
+    channel_linked_list = None
+    _made: ClassVar[dict[str, Callable[[EPHandle], Any]]] = {}
+
+    def __init__(
+        self,
+        routes: Routes,
+        topk_idx: torch.Tensor,
+        *,
+        do_expand: bool,
+        expert_alignment: int,
+        num_max_tokens_per_rank: int,
+        num_sms: int,
+        has_counts: bool,
+    ):
+        self.routes = {not do_expand: routes}  # by whether rows are flat
+        self.do_expand = do_expand
+        self.num_experts = routes.buffer.config.num_experts
+        self.expert_alignment = expert_alignment
+        self.num_max_tokens_per_rank = num_max_tokens_per_rank
+        self.num_sms = num_sms
+        self.topk_idx = topk_idx
+        self.num_recv_tokens_per_expert_list = routes.tokens_per_expert.tolist() if has_counts else []
+        came = len(routes.rank.dst_rows)
+        self.num_recv_tokens = came if has_counts or not do_expand else routes.num_rows
+        self.num_expanded_tokens = routes.num_rows if do_expand else sum(self.num_recv_tokens_per_expert_list)
+
+    @property
+    def _routes(self) -> Routes:
+        return self.routes[not self.do_expand]
+
+    def of_layout(self, is_flat: bool) -> Routes:
+        """The routes for flat rows, or for grouped ones."""
+        if is_flat not in self.routes:
+            self.routes[is_flat] = self.routes[not is_flat].of_layout(is_flat)
+        return self.routes[is_flat]
+
+    def __getattr__(self, name: str) -> Any:
+        make = self._made.get(name)
+        if make is None:
+            raise AttributeError(f"EPHandle has no {name}")
+        value = make(self)
+        setattr(self, name, value)
+        return value
+
+
+def _rows_per_expert(handle: EPHandle) -> torch.Tensor:
+    return handle._routes.rows_per_expert
+
+
+def _ends_of_experts(handle: EPHandle) -> torch.Tensor:
+    counts, alignment = handle._routes.rows_per_expert, handle.expert_alignment
+    aligned = counts + -counts % alignment
+    ends = aligned.cumsum(0, dtype=torch.int32)
+    return ends - aligned + counts if handle.do_expand else ends
+
+
+def _tokens_of_local_ranks(handle: EPHandle) -> torch.Tensor:
+    topology = handle._routes.buffer.topology
+    per_local_rank = handle._routes.rows_per_rank.view(topology.nodes, topology.ranks_per_node)
+    return per_local_rank.sum(0, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+def _metadata(handle: EPHandle) -> torch.Tensor:
+    routes = handle._routes
+    chosen = routes.local_ids >= 0
+    tokens, topk = chosen.shape
+    row = torch.arange(tokens, dtype=torch.int32, device=chosen.device)
+    ends = routes.rows_per_rank.cumsum(0, dtype=torch.int32)
+    # rows behind the last that came, of a fixed number, are of nobody
+    source = torch.searchsorted(ends, row, right=True, out_int32=True).clamp_max(len(ends) - 1)
+    last = topk - 1 - chosen.flip(1).int().argmax(dim=1)
+    local_rank = source % routes.buffer.topology.ranks_per_node
+    rows = torch.where(chosen, routes.rank.dst_rows, NONE) if handle.do_expand else chosen.int().fill_(NONE)
+    token = source * handle.num_max_tokens_per_rank + routes.source_tokens
+    return torch.cat([token.unsqueeze(1), (local_rank * topk + last.int()).unsqueeze(1), rows], dim=1).int()
+
+
+EPHandle._made.update(
+    num_unaligned_recv_tokens_per_expert=_rows_per_expert,
+    psum_num_recv_tokens_per_expert=_ends_of_experts,
+    psum_num_recv_tokens_per_scaleup_rank=_tokens_of_local_ranks,
+    recv_src_metadata=_metadata,
+)

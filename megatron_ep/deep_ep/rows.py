@@ -1,0 +1,21 @@
+"""Rows as DeepEP's calls take them: a tensor, or one of float8 and its scales."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_ep.deep_ep.transfers import Rows
+
+
+def tensors_of(x: Rows) -> list[torch.Tensor]:
+    return list(x) if isinstance(x, tuple) else [x]
+
+
+def device_of(x: Rows) -> torch.device:
+    return tensors_of(x)[0].device
+
+
+def row_bytes(x: Rows) -> int:
+    """Of a row that is combined: in bfloat16, if x is smaller."""
+    values = tensors_of(x)[0]
+    return values.shape[-1] * max(2, values.element_size())
