@@ -36,9 +36,11 @@ SOURCES = {
     "p2p": "device_warp",
     "nccl": "device_warp",
     "nvshmem": "device_warp",
+    "queue": "device_warp",
     "low_latency": "low_latency_warp",
     "low_latency_nccl": "low_latency_warp",
     "low_latency_nvshmem": "low_latency_warp",
+    "low_latency_queue": "low_latency_warp",
 }
 # The first run that fails is enough.
 SEEDS = [["0", "2"], ["2", "5"], ["5", "10"], ["10", "15"], ["15", "20"], ["20", "25"], ["25", "30"]]
@@ -47,9 +49,11 @@ RUNS = {
     "p2p": [["given_up"], ["drain"], *SEEDS, ["absent"], ["unfit"]],
     "nccl": [["put"], *SEEDS[:5]],
     "nvshmem": [["drain"], ["put"], *SEEDS],
+    "queue": [["full"], ["told"], ["put"], *SEEDS],
     "low_latency": [["arrive"], *SEEDS, ["absent"], ["masked"]],
     "low_latency_nccl": SEEDS[2:4],
     "low_latency_nvshmem": SEEDS[2:],
+    "low_latency_queue": SEEDS[2:],
 }
 LIMIT_S = 60  # of a run's time on a core: one that hangs has failed, too
 

@@ -13,6 +13,9 @@ LOW_LATENCY = "protocol/low_latency.h"
 LL_HALVES = "protocol/low_latency_halves.h"
 LL_COMBINE, LL_MASK = "protocol/low_latency_combine.h", "protocol/low_latency_mask.h"
 LL_SEND, LL_RECEIVE = "protocol/low_latency_dispatch_send.h", "protocol/low_latency_dispatch_receive.h"
+QUEUE, QUEUE_FABRIC = "fabric/queue/send_queue.h", "fabric/queue/queue_fabric.h"
+ENTRY = "fabric/queue/entry.h"
+DEVICE_RANK = "exec/device/device_rank.h"
 NVSHMEM, RESET = "fabric/nvshmem/nvshmem_fabric.h", "launch/nccl/reset_signals.h"
 
 
@@ -47,6 +50,13 @@ NCCL_COUNT = "params.sent[signal + params.writer_of(rank) - params.writer_of(com
 NCCL_ARRIVED = "return total > 0 && gin.readSignal(static_cast<uint32_t>(number)) == total - 1;"
 NVSHMEM_ADD = "nvshmemx_signal_op(flag, increment, NVSHMEM_SIGNAL_ADD, rank);"
 NVSHMEM_ACQUIRE = "return W::template acquire<Scope::System>(own<uint64_t>(flag));"
+QUEUES = ("queue",)
+DOORBELL = "warp.template publish<Scope::System>(doorbell, std::bit_cast<uint64_t>(record));"
+POSTED = "warp.template publish<Scope::Rank>(&producer->posted, own + 1);"
+TURN_OF_QUEUE = "return WaitCondition{W::template acquire<Scope::Rank>(&producer->posted), own, peer};"
+COMPLETED = "return completed_by(W::template acquire<Scope::System>(completion->last_word()), posted);"
+LAST_COMPLETED = "return posted - static_cast<uint16_t>(static_cast<uint16_t>(posted) - 1 - last);"
+QUEUE_ACQUIRE = "return W::template acquire<Scope::System>(network<uint64_t>(flag));"
 RDMA_DRAIN = "if (F::kOrdersWarps && out.slot_bytes == slot_bytes) return nothing_to_wait_for();"
 ROWS_THEN_SIGNAL = """if constexpr (!F::kMapsRail) put_rows(warp, rings, node, from, to);
         fabric.put_signal(warp, channel, node, args.heap.rdma_tail(channel, args.node()), from, to);"""
@@ -423,6 +433,71 @@ MUTANTS = [
         "*",
         ("nvshmem",),
     ),
+    Mutant(
+        "send queue: not in turn",
+        QUEUE,
+        "if (!is_next || !make_room(warp, own, peer)) return false;",
+        "if (!make_room(warp, own, peer)) return false;",
+        ("low_latency_queue",),
+    ),
+    Mutant(
+        "send queue: no room is made",
+        QUEUE,
+        "if (!is_next || !make_room(warp, own, peer)) return false;",
+        "if (!is_next) return false;",
+        ("queue",),
+    ),
+    changed(
+        "send queue: an addition that does not ring",
+        QUEUE,
+        "if (rings) ring(warp, own + 1);",
+        "(rings)",
+        "(false)",
+        QUEUES,
+    ),
+    changed("send queue: rung for less", QUEUE, "if (rings) ring(warp, own + 1);", "own + 1", "own", QUEUES),
+    changed(
+        "send queue: a full one is not rung", QUEUE, "«ring(warp, own);»  // what waits", "ring(warp, own)", "", QUEUES
+    ),
+    changed("send queue: the doorbell in the rank's scope", QUEUE, DOORBELL, SYSTEM, RANK, QUEUES),
+    changed("send queue: the doorbell relaxed", QUEUE, DOORBELL, "publish", "credit", QUEUES),
+    changed("send queue: the turn is passed on relaxed", QUEUE, POSTED, "publish", "credit", ("low_latency_queue",)),
+    changed(
+        "send queue: the turn is read relaxed",
+        QUEUE,
+        TURN_OF_QUEUE,
+        "W::template acquire<Scope::Rank>(&",
+        "(",
+        ("low_latency_queue",),
+    ),
+    changed(
+        "send queue: completions are read relaxed",
+        QUEUE,
+        COMPLETED,
+        "W::template acquire<Scope::System>(",
+        "*(",
+        QUEUES,
+    ),
+    changed("send queue: completions in the rank's scope", QUEUE, COMPLETED, SYSTEM, RANK, QUEUES),
+    changed("send queue: one completion too many", QUEUE, LAST_COMPLETED, "- 1 - last", "- last", QUEUES),
+    Mutant(
+        "entry: bytes are not swapped",
+        ENTRY,
+        "result = static_cast<T>(result << 8 | (value >> 8 * i & 0xff));",
+        "result = value;",
+        QUEUES,
+    ),
+    changed("queue acquire_signal: the rank's scope", QUEUE_FABRIC, QUEUE_ACQUIRE, SYSTEM, RANK, QUEUES),
+    changed(
+        "queue acquire_signal: a plain load",
+        QUEUE_FABRIC,
+        QUEUE_ACQUIRE,
+        "W::template acquire<Scope::System>",
+        "*",
+        QUEUES,
+    ),
+    Mutant("has_ended: hears no host", DEVICE_RANK, "if (!rank.hears_report) return false;", "return false;", QUEUES),
+    Mutant("has_ended: tells nobody", DEVICE_RANK, "if (word) abort_all(rank, word);", "", QUEUES),
     changed("open_rdma_rings: not run empty", RING, RDMA_DRAIN, "F::kOrdersWarps && ", "", ("nvshmem",)),
     Mutant(
         "sender_coordinator: the signal before the rows",

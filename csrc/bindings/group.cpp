@@ -221,6 +221,8 @@ void bind_software_nic(py::module_& m) {
             "stop", [](SoftwareNic& nic, double most) { nic.stop(Seconds(most)); },
             py::arg("seconds"), py::call_guard<py::gil_scoped_release>(),
             "Once what was sent has left, or so many seconds later.")
+        .def("tell_now", &SoftwareNic::tell_now, py::call_guard<py::gil_scoped_release>(),
+             "Until the others have been sent that this rank has given up, a moment at most.")
         .def("tolerate_loss", &SoftwareNic::tolerate_loss,
              "From now on a connection that breaks ends nobody's waits.")
         .def_property_readonly_static("thread_name",
@@ -242,6 +244,9 @@ void bind_heap(py::module_& m) {
              py::kw_only(), py::arg("nodes"), py::arg("ranks_per_node"), py::arg("num_experts"),
              py::arg("channels"), py::arg("nvl_ring_bytes"), py::arg("rdma_ring_bytes"))
         .def_property_readonly("bytes", &Heap::bytes)
+        .def_property_readonly("bytes_without_network", &Heap::bytes_without_network)
+        .def_property_readonly("ranks_per_node",
+                               [](const Heap& heap) { return heap.topology.ranks_per_node; })
         .def_property_readonly("parts",
                                [](const Heap& heap) {
                                    py::dict parts;

@@ -6,6 +6,7 @@
 #include "bindings/memory.h"
 #include "bindings/network_load.h"
 #include "bindings/plan.h"
+#include "bindings/queue.h"
 #include "bindings/router.h"
 
 namespace py = pybind11;
@@ -38,5 +39,6 @@ PYBIND11_MODULE(_C, m) {
     ep::bind_router(m);
 #if defined(MEGATRON_EP_CUDA)
     ep::bind_cuda(m);
+    ep::bind_queue(m);
 #endif
 }

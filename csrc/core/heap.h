@@ -22,7 +22,8 @@ namespace ep {
 //
 // A network ring runs along the rail. Data and tail lie with the consumer (node = source), staging
 // and head with the producer. Where a fabric maps the rail the staging is unused. There are rings
-// for other nodes only, so where a ring lies depends on the node whose heap it is in.
+// for other nodes only, so where a ring lies depends on the node whose heap it is in. What crosses
+// the network comes last, so that it may lie in other memory than the rest.
 //
 // Flags and cursors only grow. Only reset clears them.
 struct Heap {
@@ -49,19 +50,18 @@ struct Heap {
         notify_node_flags_ = part(topology.ranks_per_node * kLine);
         nvl_tails_ = part(nvl_rings * kLine);
         nvl_heads_ = part(nvl_rings * kLine);
-        notify_rail_flags_ = part(topology.nodes * kLine);
-        rdma_tails_ = part(rdma_rings() * kLine);
-        rdma_heads_ = part(rdma_rings() * kLine);
         nvl_outs_ = part(nvl_rings * kLine);
         nvl_ins_ = part(nvl_rings * kLine);
         rdma_outs_ = part(rdma_rings() * kLine);
         rdma_ins_ = part(rdma_rings() * kLine);
         receiver_order_ = part(channels * kLine);
-        flags_end_ = end;
-        notify_staging_ = part(2 * topology.nodes * node_block_bytes());
-        notify_rail_ = part(2 * topology.nodes * node_block_bytes());
         notify_node_ = part(2 * topology.world() * rank_block_bytes());
         nvl_data_ = part(nvl_rings * nvl_ring_bytes);
+        notify_rail_flags_ = part(topology.nodes * kLine);
+        rdma_tails_ = part(rdma_rings() * kLine);
+        rdma_heads_ = part(rdma_rings() * kLine);
+        notify_staging_ = part(2 * topology.nodes * node_block_bytes());
+        notify_rail_ = part(2 * topology.nodes * node_block_bytes());
         const size_t other_nodes = static_cast<size_t>(channels) * (topology.nodes - 1);
         rdma_staging_ = part(other_nodes * rdma_ring_bytes);
         rdma_data_ = part(other_nodes * rdma_ring_bytes);
@@ -77,9 +77,9 @@ struct Heap {
         size_t bytes;
     };
     std::array<Part, 5> parts() const {
-        return {{{"flags and cursors", flags_end_},
-                 {"counts", nvl_data_ - flags_end_},
-                 {"NVLink rings", rdma_staging_ - nvl_data_},
+        return {{{"flags and cursors", notify_node_ + (notify_staging_ - notify_rail_flags_)},
+                 {"counts", (nvl_data_ - notify_node_) + (rdma_staging_ - notify_staging_)},
+                 {"NVLink rings", notify_rail_flags_ - nvl_data_},
                  {"network rings, to send", rdma_data_ - rdma_staging_},
                  {"network rings, to receive", bytes_ - rdma_data_}}};
     }
@@ -122,7 +122,10 @@ struct Heap {
         return rdma_line(rdma_ins_, channel, node);
     }
     EP_HD size_t receiver_order(int channel) const { return receiver_order_ + channel * kLine; }
-    EP_HD size_t flags_end() const { return flags_end_; }
+
+    // From here on is all that the network reads and writes, and nothing else.
+    EP_HD size_t network_begin() const { return notify_rail_flags_; }
+    size_t bytes_without_network() const { return network_begin(); }
 
     // That of notify, and of each channel tail and head.
     EP_HD NetworkFlags network_flags() const {
@@ -183,8 +186,8 @@ struct Heap {
 
     // Where the parts begin, in this order: kernels ask for every row.
     size_t waited_, notify_node_flags_, nvl_tails_, nvl_heads_, notify_rail_flags_, rdma_tails_,
-        rdma_heads_, nvl_outs_, nvl_ins_, rdma_outs_, rdma_ins_, receiver_order_, flags_end_,
-        notify_staging_, notify_rail_, notify_node_, nvl_data_, rdma_staging_, rdma_data_, bytes_;
+        rdma_heads_, nvl_outs_, nvl_ins_, rdma_outs_, rdma_ins_, receiver_order_, notify_staging_,
+        notify_rail_, notify_node_, nvl_data_, rdma_staging_, rdma_data_, bytes_;
 };
 
 }  // namespace ep

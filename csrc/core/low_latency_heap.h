@@ -95,6 +95,9 @@ struct LowLatencyHeap {
         return local_experts() < max_topk ? local_experts() : max_topk;
     }
     EP_HD size_t bytes() const { return bytes_; }
+    // What the network reads and writes, of ranks whose memory is not mapped, lies between the
+    // rest.
+    static constexpr size_t network_begin() { return 0; }
 
     // --- of this rank ---
     // Calls sent so far.

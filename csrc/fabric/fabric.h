@@ -11,12 +11,15 @@ namespace ep {
 // How bytes leave a rank. Offsets are into the symmetric heap.
 //
 //   own<T>(offset)             memory of this rank
+//   network<T>(offset)         the same where the network reads and writes it: what is put, what
+//                              others put, and their signals. Elsewhere than own() where the
+//                              network does not reach that
 //   peer<T>(local, offset)     memory of a rank of the same node: plain loads and stores
 //   rail<T>(node, offset)      memory of the rank of this rail on another node: plain stores. Only
 //                              where kMapsRail
 //   put(warp, channel, node, dst, src, bytes)
-//                              one-sided write to that rank. `src` lies in this rank's heap and
-//                              must not change before the reader has acknowledged the data: a put
+//                              one-sided write to that rank. `src` lies in network() and must not
+//                              change before the reader has acknowledged the data: a put
 //                              may read it late
 //   put_signal(warp, channel, node, flag, from, to)
 //                              moves the flag there from `from`, where the last signal left it, to
@@ -38,6 +41,7 @@ template <class F, class W>
 concept FabricLike =
     WarpLike<W> && requires(F& fabric, W& warp, size_t offset, uint64_t from, uint64_t to) {
         { fabric.template own<uint64_t>(offset) } -> std::same_as<uint64_t*>;
+        { fabric.template network<uint64_t>(offset) } -> std::same_as<uint64_t*>;
         { fabric.template peer<uint64_t>(0, offset) } -> std::same_as<uint64_t*>;
         { F::kOrdersWarps } -> std::convertible_to<bool>;
         requires !F::kMapsRail || requires { fabric.template rail<uint64_t>(0, offset); };

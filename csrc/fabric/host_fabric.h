@@ -28,6 +28,11 @@ class HostFabric {
     }
 
     template <class T>
+    T* network(size_t offset) const {
+        return own<T>(offset);
+    }
+
+    template <class T>
     T* peer(int local, size_t offset) const {
         return reinterpret_cast<T*>(heaps_[topology_.rank(topology_.node_of(rank_), local)] +
                                     offset);

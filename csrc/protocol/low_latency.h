@@ -129,6 +129,12 @@ EP_FN uint64_t acquire_flag(F& fabric, int channel, int rank, size_t flag) {
     return fabric.template acquire_signal<W>(channel, flag);
 }
 
+// Own memory that a rank writes: stores of its own, or its puts.
+template <class T, class F>
+EP_FN T* written_by(const F& fabric, int rank, size_t offset) {
+    return fabric.maps(rank) ? fabric.template own<T>(offset) : fabric.template network<T>(offset);
+}
+
 // Until every rank is done with what the call before in this bank left there.
 template <class W, class F, class Args>
 EP_FN WaitCondition need_release(const LowLatencyCall<F, Args>& call, int rank) {

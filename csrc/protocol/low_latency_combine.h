@@ -94,7 +94,7 @@ EP_FN void return_piece(W& warp, const LowLatencyCombine<F>& call, const Team& t
     };
     auto slot_of = [&](int k) {
         return near ? call.fabric.template at<char>(source, part_of(k))
-                    : call.fabric.template own<char>(staged_of(k));
+                    : call.fabric.template network<char>(staged_of(k));
     };
     const Pieces pieces(format);
     const Piece written = near ? piece : pieces.all();
@@ -194,8 +194,9 @@ EP_FN bool sum_piece(W& warp, const LowLatencyCombine<F>& call, int token, const
     warp.lanes(format.topk, [&](int k) {
         const int first_k = rank[k] < 0 || !args.sum_at_expert ? k : lowest_lane(same_rank[k]);
         const int choice = lanes_below(same_rank[k], first_k);
-        slot[k] = call.fabric.template own<char>(
-            call.heap().part(call.bank, rank[k] < 0 ? 0 : rank[k], token, first_k, choice));
+        const int source = rank[k] < 0 ? 0 : rank[k];
+        slot[k] = written_by<char>(call.fabric, source,
+                                   call.heap().part(call.bank, source, token, first_k, choice));
         part[k] = slot[k] + format.payload() + piece.first;
     });
     const uint32_t parts = warp.ballot(format.topk, [&](int k) {

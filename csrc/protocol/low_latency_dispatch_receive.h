@@ -55,9 +55,9 @@ struct Choices {
 
     EP_FN const uint32_t* of(int rank, int part) const {
         const LowLatencyHeap& heap = call.heap();
-        return call.fabric.template own<uint32_t>(call.takes_part(LowLatencyHalf::Receive, rank)
-                                                      ? heap.choices(call.bank, rank, part)
-                                                      : heap.no_choices(part));
+        if (!call.takes_part(LowLatencyHalf::Receive, rank))
+            return call.fabric.template own<uint32_t>(heap.no_choices(part));
+        return written_by<uint32_t>(call.fabric, rank, heap.choices(call.bank, rank, part));
     }
     EP_FN uint32_t present(int rank, int chunk) const { return of(rank, 0)[chunk]; }
     // [K]
@@ -196,7 +196,7 @@ EP_FN bool receive_piece(W& warp, const Choices<F>& choices, const Team& team, i
     const LowLatencyDispatch<F>& call = choices.call;
     const LowLatencyDispatchArgs& args = call.args;
     const RowFormat& format = args.format;
-    char* slot = call.fabric.template own<char>(call.heap().row(call.bank, source, token));
+    char* slot = written_by<char>(call.fabric, source, call.heap().row(call.bank, source, token));
     const int first_expert = args.rank * choices.local_experts;
     const int32_t* starts = args.layout.scratch(team.warp);
     typename W::template PerLane<int> dst_row;

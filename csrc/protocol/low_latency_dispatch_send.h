@@ -115,7 +115,7 @@ EP_FN void send_choices(W& warp, const LowLatencyDispatch<F>& call, int rank, in
     const size_t target = heap.choices(call.bank, call.args.rank, part);
     const size_t staged = heap.staged_choices(call.bank, rank, part);
     uint32_t* words = call.fabric.maps(rank) ? call.fabric.template at<uint32_t>(rank, target)
-                                             : call.fabric.template own<uint32_t>(staged);
+                                             : call.fabric.template network<uint32_t>(staged);
     if (part) {
         const int first = 32 * (part - 1);
         write_bits(warp, call.args, rank * heap.local_experts() + first,
@@ -220,7 +220,8 @@ EP_FN void put_row(W& warp, const LowLatencyDispatch<F>& call, const Team& team,
     typename W::template PerLane<char*> slot;
     warp.lanes(format.topk, [&](int lane) {
         if (!(copies >> lane & 1)) return;
-        slot[lane] = call.fabric.template own<char>(heap.staged_row(call.bank, rank[lane], token));
+        slot[lane] =
+            call.fabric.template network<char>(heap.staged_row(call.bank, rank[lane], token));
         for (int piece = 0; piece < pieces.count; ++piece)
             *reinterpret_cast<uint64_t*>(slot[lane] + Piece::tag(piece)) = call.tag;
     });

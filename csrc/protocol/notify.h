@@ -30,7 +30,7 @@ EP_FN void send_counts(W& warp, F& fabric, const NotifyArgs& args, int node) {
     const int own_node = topology.node_of(args.rank);
     const int parity = args.epoch & 1;
     const int rank_counts = static_cast<int>(heap.rank_counts());
-    int32_t* block = fabric.template own<int32_t>(heap.notify_staging(parity, node));
+    int32_t* block = fabric.template network<int32_t>(heap.notify_staging(parity, node));
     auto count_of = [&](int number) -> int32_t {
         const int local = number / rank_counts, item = number % rank_counts;
         if (local == topology.ranks_per_node) return layout.node_tokens(item, node);
@@ -72,7 +72,7 @@ EP_FN bool relay_counts(W& warp, F& fabric, const NotifyArgs& args, int local) {
                 args.epoch, topology.rank(node, own_local)};
         });
         if (!here) return false;
-        const int32_t* block = fabric.template own<int32_t>(heap.notify_rail(parity, node));
+        const int32_t* block = fabric.template network<int32_t>(heap.notify_rail(parity, node));
         move_counts(
             warp, rank_counts, [&](int item) { return block[local * rank_counts + item]; },
             pass_on);

@@ -110,7 +110,8 @@ struct Rings {
                                               args.heap.rdma_data(channel, args.node(), node)) +
                    slot(position, rdma_slots);
         } else {
-            return fabric.template own<char>(args.heap.rdma_staging(channel, node, args.node())) +
+            return fabric.template network<char>(
+                       args.heap.rdma_staging(channel, node, args.node())) +
                    slot(position, rdma_slots);
         }
     }
@@ -122,7 +123,7 @@ struct Rings {
         return fabric.template acquire_signal<W>(channel, args.heap.rdma_tail(channel, node));
     }
     EP_FN const char* rdma_in_slot(int node, uint64_t position) const {
-        return fabric.template own<char>(args.heap.rdma_data(channel, node, args.node())) +
+        return fabric.template network<char>(args.heap.rdma_data(channel, node, args.node())) +
                slot(position, rdma_slots);
     }
 

@@ -257,6 +257,18 @@ int main(int argc, char** argv) {
         std::printf("a row is there before its flag\n");
         return 0;
     }
+#if defined(OVER_QUEUE)
+    if (argc == 2 && std::string(argv[1]) == "full") {
+        ep::run_full_queue();
+        std::printf("a full queue is reported\n");
+        return 0;
+    }
+    if (argc == 2 && std::string(argv[1]) == "told") {
+        ep::run_told();
+        std::printf("what the host has heard ends waits\n");
+        return 0;
+    }
+#endif
     if (argc == 2 && std::string(argv[1]) == "unfit") {
         ep::run_unfit();
         std::printf("an unfit handle is reported\n");

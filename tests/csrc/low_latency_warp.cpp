@@ -20,6 +20,8 @@
 #include "nccl_ranks.h"
 #elif defined(OVER_NVSHMEM)
 #include "nvshmem_ranks.h"
+#elif defined(OVER_QUEUE)
+#include "queue_ranks.h"
 #else
 #include "p2p_ranks.h"
 #endif
@@ -129,7 +131,8 @@ class Grid {
                 &program_.controls[rank],
                 &reports_[rank],
                 abort_words_.data(),
-                waited_[rank].data()};
+                waited_[rank].data(),
+                Ranks::kOverHost};
     }
 
     LowLatencyProgram& program_;

@@ -5,6 +5,8 @@
 
 #include <unistd.h>
 
+#include <functional>
+
 #if __has_include(<infiniband/mlx5dv.h>)
 #include <infiniband/mlx5dv.h>
 static_assert(sizeof(ep::SendEntry::Control) == sizeof(mlx5_wqe_ctrl_seg));
@@ -60,29 +62,52 @@ void check_format() {
                  "0000000000000008");
 }
 
-// A producer and the thread that carries out, in turns, with queues of all small depths.
+// Does something while it waits.
+struct HelpingWarp : SpinningWarp {
+    std::function<void()> help;
+
+    template <class F>
+    bool wait_all(Wait, int, F&& need) {
+        for (WaitCondition mine = need(0); mine.seen < mine.expected; mine = need(0)) help();
+        return true;
+    }
+};
+
+// Producers and what carries out, in turns, with queues of all small depths, whose numbers wrap
+// around at 2^16.
 void check_wrap() {
     for (uint32_t depth = 2; depth <= 8; depth *= 2) {
         std::vector<SendEntry> entries(depth);
-        uint32_t doorbell;
-        uint64_t posted;
+        uint64_t doorbell;
+        SendQueue::Producer producer{};
         Completion completion;
-        const SendQueue queue{entries.data(), depth, 1, 0, 0, &doorbell, &completion, &posted};
+        const SendQueue queue{entries.data(), depth,       1,         0,      0,
+                              &doorbell,      &completion, &producer, nullptr};
         queue.clear();
         uint64_t taken = 0;
+        const auto take_one = [&] {
+            require(queue.entries[taken & (depth - 1)].index() == static_cast<uint16_t>(taken),
+                    "an entry is not where its number says");
+            completion.tell(static_cast<uint16_t>(taken++), Completion::kDone);
+        };
+        HelpingWarp warp;
+        bool was_full = false;
+        warp.help = [&] {
+            was_full = true;
+            require(static_cast<uint16_t>(taken) != queue.rung(), "a full queue was not rung");
+            take_one();
+        };
         for (uint64_t i = 0; i < 70'000; ++i) {
-            require(queue.completed() == taken, "completions are counted wrongly");
-            if (posted - taken == depth || i % 3 == 0) {
-                while (static_cast<uint16_t>(taken) != queue.rung()) {
-                    require(
-                        queue.entries[taken & (depth - 1)].index() == static_cast<uint16_t>(taken),
-                        "an entry is not where its number says");
-                    queue.complete(static_cast<uint16_t>(taken++));
-                }
-            }
-            queue.post(SendEntry::add_of(queue.next_index(), 1, 0, 0, 1, 0));
-            queue.ring();
+            const bool is_write = i % 3 == 0;
+            if (is_write) queue.post_write(warp, 1, 0, 0, 8);
+            if (!is_write) queue.post_add(warp, 1, 0, 1);
+            require(producer.posted == i + 1 && producer.posted - taken <= depth,
+                    "more is posted than there is room for");
+            const auto rung = static_cast<uint16_t>(is_write ? queue.rung() : i + 1);
+            require(queue.rung() == rung, "an addition did not ring");
+            while (i % 11 == 0 && static_cast<uint16_t>(taken) != queue.rung()) take_one();
         }
+        require(was_full, "the queue was never full");
     }
 }
 

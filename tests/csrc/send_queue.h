@@ -22,6 +22,22 @@ namespace ep {
 constexpr size_t kHeapBytes = 1 << 20, kFlags = 0, kCredits = 128, kData = 4096;
 
 struct SpinningWarp {
+    template <Scope>
+    static uint64_t acquire(uint64_t* word) {
+        return std::atomic_ref<uint64_t>(*word).load(std::memory_order_acquire);
+    }
+    template <Scope>
+    void publish(uint64_t* word, uint64_t value) {
+        std::atomic_ref<uint64_t>(*word).store(value, std::memory_order_release);
+    }
+    template <Scope>
+    uint64_t arrive(uint64_t* word) {
+        return std::atomic_ref<uint64_t>(*word).fetch_add(1, std::memory_order_acq_rel);
+    }
+    template <class F>
+    void lanes(int count, F&& f) {
+        for (int lane = 0; lane < count; ++lane) f(lane);
+    }
     template <class F>
     bool wait_all(Wait, int, F&& need) {
         const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
@@ -76,7 +92,7 @@ inline void run_rounds(uint64_t rounds) {
     };
     std::jthread producer([&] {
         SpinningWarp warp;
-        const SendQueue& puts = a->port->puts(0, 1);
+        const SendQueue puts = a->port->queues().puts(0, 1);
         for (uint64_t round = 0; round < rounds; ++round) {
             require(
                 warp.wait_all(
@@ -86,17 +102,13 @@ inline void run_rounds(uint64_t rounds) {
             const size_t slot = kData + round % kAhead * kMost;
             const size_t bytes = bytes_of(round);
             for (size_t at = 0; at < bytes; at += 8) std::memcpy(&a->heap[slot + at], &round, 8);
-            require(puts.wait_for_room(warp, 1), "no room");
-            puts.post(SendEntry::write_of(puts.next_index(), puts.number, puts.key, slot, slot,
-                                          static_cast<uint32_t>(bytes)));
-            require(puts.wait_for_room(warp, 1), "no room");
-            puts.post(SendEntry::add_of(puts.next_index(), puts.number, puts.key, kFlags, 1, 0));
-            puts.ring();
-            a->port->wake();
+            require(puts.post_write(warp, 1, slot, slot, static_cast<uint32_t>(bytes)) &&
+                        puts.post_add(warp, 1, kFlags, 1),
+                    "no room");
         }
     });
     SpinningWarp warp;
-    const SendQueue& credits = b->port->credits(0, 0);
+    const SendQueue credits = b->port->queues().credits(0, 0);
     for (uint64_t round = 0; round < rounds; ++round) {
         require(warp.wait_all(Wait::RdmaRow, 1,
                               [&](int) { return WaitCondition{b->flag(kFlags), round + 1, 0}; }),
@@ -107,11 +119,7 @@ inline void run_rounds(uint64_t rounds) {
             std::memcpy(&value, &b->heap[slot + at], 8);
             require(value == round, "a signal was seen before its row");
         }
-        require(credits.wait_for_room(warp, 0), "no room for a credit");
-        credits.post(
-            SendEntry::add_of(credits.next_index(), credits.number, credits.key, kCredits, 1, 0));
-        credits.ring();
-        b->port->wake();
+        require(credits.post_add(warp, 0, kCredits, 1), "no room for a credit");
     }
     producer.join();
     require(b->flag(kFlags) == rounds && a->controls[0].abort == 0, "more or less than was sent");

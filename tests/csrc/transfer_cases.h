@@ -6,6 +6,8 @@
 #include "nccl_ranks.h"
 #elif defined(OVER_NVSHMEM)
 #include "nvshmem_ranks.h"
+#elif defined(OVER_QUEUE)
+#include "queue_ranks.h"
 #else
 #include "p2p_ranks.h"
 #endif

@@ -102,7 +102,7 @@ inline void run_put(uint64_t seed) {
         const size_t data = c.heap.rdma_data(0, 0, 1), flag = c.heap.rdma_tail(0, 0);
         if (rank == 0) {
             const size_t staging = c.heap.rdma_staging(0, 1, 0);
-            warp.copy<CacheHint::Keep>(fabric.own<char>(staging), row.data(), kBytes);
+            warp.copy<CacheHint::Keep>(fabric.network<char>(staging), row.data(), kBytes);
             fabric.put(warp, 0, 1, data, staging, kBytes);
             fabric.put_signal(warp, 0, 1, flag, 0, 1);
             return;
@@ -112,12 +112,67 @@ inline void run_put(uint64_t seed) {
         });
         warp.lanes(32, [&](int lane) {
             for (size_t i = lane; i < kBytes; i += 32) {
-                if (fabric.own<char>(data)[i] != row.data()[i]) simt::die("a flag without its row");
+                if (fabric.network<char>(data)[i] != row.data()[i])
+                    simt::die("a flag without its row");
             }
         });
     });
     ptx::end_of_launch();
 }
+
+#if defined(OVER_QUEUE)
+// With a card that carries nothing out a queue fills, and the wait for room ends.
+inline void run_full_queue() {
+    Case c = small_case(true);
+    Side side;
+    for (int rank = 0; rank < 2; ++rank) side.heaps.emplace_back(c.heap.bytes(), 0, "a heap");
+    Grid grid(c, side, 50'000'000);
+    grid.fabric().stop_cards();
+    const auto joint = grid.joint<Notify>(std::vector<NotifyArgs>(2), 1);
+    const int depth = static_cast<int>(joint.fabric.ranks[0].queues.depth);
+    simt::run(1, 1, 32, 1, [&] {
+        Notify::Fabric fabric(joint.fabric, 0);
+        DeviceWarp warp(joint.ranks[0], 1, Role::SenderCoordinator, 0, kernels::bulk_buffers());
+        const size_t data = c.heap.rdma_data(0, 0, 1), staging = c.heap.rdma_staging(0, 1, 0);
+        for (int i = 0; i <= depth; ++i) fabric.put(warp, 0, 1, data, staging, 16);
+    });
+    ptx::end_of_launch();
+    const Incident& incident = grid.report(0).incidents[0];
+    const auto posted = static_cast<uint64_t>(depth);
+    if (incident.outcome != Outcome::Timeout || incident.wait != Wait::SendQueue ||
+        incident.peer != 1 || incident.seen != posted || incident.expected != posted + 1)
+        simt::die("a full queue is not reported");
+    if (joint.fabric.ranks[0].queues.puts(0, 1).rung() != depth)
+        simt::die("a full queue is not rung");
+}
+
+// A rank waits for another one while its host hears that a third machine's gave up: the wait ends,
+// and the ranks in reach are told.
+inline void run_told() {
+    Case c = small_case(true);
+    Side side;
+    for (int rank = 0; rank < 2; ++rank) side.heaps.emplace_back(c.heap.bytes(), 0, "a heap");
+    Grid grid(c, side);
+    const auto joint = grid.joint<Notify>(std::vector<NotifyArgs>(2), 1);
+    const uint64_t word = ControlBlock::abort_word(Outcome::Failed, 7);
+    grid.report(0).abort = word;
+    simt::run(1, 1, 32, 1, [&] {
+        Notify::Fabric fabric(joint.fabric, 0);
+        DeviceWarp warp(joint.ranks[0], 1, Role::Notify, 0, kernels::bulk_buffers());
+        const size_t flag = c.heap.notify_rail_flag(1);
+        const auto need = [&](int) {
+            return WaitCondition{fabric.acquire_signal<DeviceWarp>(0, flag), 1, 1};
+        };
+        if (warp.wait_all(Wait::NotifyRail, 1, need)) simt::die("a wait for nothing is met");
+    });
+    ptx::end_of_launch();
+    if (grid.report(0).incidents[0].outcome != Outcome::Aborted || grid.report(0).abort != word)
+        simt::die("what the host has heard ends no wait");
+    for (const Memory& heap : side.heaps) {
+        if (heap.as<ControlBlock>()->abort != word) simt::die("a rank is not told");
+    }
+}
+#endif
 
 // Rank 1 finds its abort word set: then it can read what rank 0 was waiting for, whole.
 inline void run_incident(uint64_t seed) {

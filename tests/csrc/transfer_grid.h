@@ -81,6 +81,8 @@ class Grid {
     }
 
     const ControlBlock& report(int rank) const { return reports_[rank]; }
+    ControlBlock& report(int rank) { return reports_[rank]; }
+    Ranks& fabric() { return fabric_; }
     void check_reset_signals() { fabric_.check_reset_signals(case_.random()); }
 
     template <class Roles>
@@ -96,8 +98,8 @@ class Grid {
         return all;
     }
     DeviceRank device_rank(size_t rank) {
-        return {static_cast<int>(rank), case_.topology.world(), timeout_ns_, control(rank),
-                &reports_[rank],        abort_words_.data(),    waited(rank)};
+        return {static_cast<int>(rank), case_.topology.world(), timeout_ns_,  control(rank),
+                &reports_[rank],        abort_words_.data(),    waited(rank), Ranks::kOverHost};
     }
     uint64_t* waited(size_t rank) const {
         return reinterpret_cast<uint64_t*>(heaps_[rank] + case_.heap.waited());

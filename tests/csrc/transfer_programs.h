@@ -484,7 +484,7 @@ struct TransferProgram {
 
     // As before the first call: what reset does, when nothing runs any more.
     void reset() {
-        for (const Segment& segment : memory) std::memset(segment.data(), 0, heap.flags_end());
+        for (const Segment& segment : memory) std::memset(segment.data(), 0, heap.bytes());
         for (RankState& state : states) {
             state.unfinished = 0;
             state.stalled = false;

@@ -20,6 +20,9 @@ struct DeviceRank {
     ControlBlock* report;
     uint64_t** abort_words;  // of the ranks whose memory this one can write, its own among them
     uint64_t* waited;        // [world], ns, see Heap
+    // Whether the abort word of the report ends waits, too: for a host that hears of ranks on other
+    // machines.
+    bool hears_report;
 };
 
 #if defined(__CUDACC__)
@@ -28,6 +31,22 @@ struct DeviceRank {
 // same reason.
 __device__ __forceinline__ void report_abort(const DeviceRank& rank) {
     ptx::store_release_sys(&rank.report->abort, ptx::load_acquire_sys(&rank.control->abort));
+}
+
+// By one thread: makes all waits of all ranks in reach end as the word says.
+__device__ __forceinline__ void abort_all(const DeviceRank& rank, uint64_t word) {
+    for (int i = 0; i < rank.num_reachable; ++i)
+        ptx::compare_and_swap_release_sys(rank.abort_words[i], 0, word);
+}
+
+// By a lane that waits, now and then: whether somebody gave up. What only the host has heard is
+// passed on.
+__device__ __forceinline__ bool has_ended(const DeviceRank& rank) {
+    if (ptx::load_acquire_sys(&rank.control->abort)) return true;
+    if (!rank.hears_report) return false;
+    const uint64_t word = ptx::load_acquire_sys(&rank.report->abort);
+    if (word) abort_all(rank, word);
+    return word != 0;
 }
 
 // By one thread: makes all waits of all ranks in reach end, or of this one if only it is concerned,
@@ -51,8 +70,7 @@ __device__ __noinline__ inline void give_up(const DeviceRank& rank, Incident inc
         if (incident.outcome == Outcome::CutOff) {
             ptx::compare_and_swap_release_sys(&rank.control->abort, 0, word);
         } else {
-            for (int i = 0; i < rank.num_reachable; ++i)
-                ptx::compare_and_swap_release_sys(rank.abort_words[i], 0, word);
+            abort_all(rank, word);
         }
     }
     report_abort(rank);

@@ -369,7 +369,7 @@ class DeviceWarp {
     }
 
     __device__ __forceinline__ Outcome outcome_so_far(uint64_t& start) const {
-        if (ptx::load_acquire_sys(&rank_.control->abort)) return Outcome::Aborted;
+        if (has_ended(rank_)) return Outcome::Aborted;
         const uint64_t now = ptx::globaltimer();
         if (!start) start = now;
         return now - start > rank_.timeout_ns ? Outcome::Timeout : Outcome::Ok;

@@ -14,6 +14,7 @@ struct P2pFabricParams {
     using Fabric = P2pFabric;
     static constexpr int kMaxLocalRanks = 32;    // in one process
     static constexpr bool kMergesNotify = true;  // with a dispatch within a node
+    static constexpr bool kOverHost = false;     // what goes to other nodes
 
     Topology topology;
     char* heaps[kMaxNodeRanks];  // of all ranks
@@ -37,6 +38,11 @@ class P2pFabric {
     template <class T>
     __device__ __forceinline__ T* own(size_t offset) const {
         return reinterpret_cast<T*>(own_ + offset);
+    }
+
+    template <class T>
+    __device__ __forceinline__ T* network(size_t offset) const {
+        return own<T>(offset);
     }
 
     template <class T>

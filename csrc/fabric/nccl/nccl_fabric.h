@@ -23,6 +23,7 @@ struct NcclFabricParams {
     using Fabric = NcclFabric;
     static constexpr int kMaxLocalRanks = 1;      // in one process
     static constexpr bool kMergesNotify = false;  // with a dispatch within a node
+    static constexpr bool kOverHost = false;      // what goes to other nodes
 
     Topology topology;
     NetworkFlags flags;
@@ -91,6 +92,11 @@ class NcclFabric {
     template <class T>
     __device__ __forceinline__ T* own(size_t offset) const {
         return reinterpret_cast<T*>(own_ + offset);
+    }
+
+    template <class T>
+    __device__ __forceinline__ T* network(size_t offset) const {
+        return own<T>(offset);
     }
 
     template <class T>

@@ -24,6 +24,7 @@ struct NvshmemFabricParams {
     using Fabric = NvshmemFabric;
     static constexpr int kMaxLocalRanks = 1;      // in one process
     static constexpr bool kMergesNotify = false;  // with a dispatch within a node
+    static constexpr bool kOverHost = false;      // what goes to other nodes
 
     Topology topology;
     char* own;
@@ -66,6 +67,11 @@ class NvshmemFabric {
     template <class T>
     __device__ __forceinline__ T* own(size_t offset) const {
         return reinterpret_cast<T*>(params_.own + offset);
+    }
+
+    template <class T>
+    __device__ __forceinline__ T* network(size_t offset) const {
+        return own<T>(offset);
     }
 
     template <class T>

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
@@ -32,7 +33,7 @@ class BigEndian {
 // mlx5_wqe_ctrl_seg, _raddr_seg, _data_seg, _atomic_seg). Who carries a queue out, a card or a
 // thread of the host, makes no difference to its bytes: addresses are offsets into a region of
 // memory, whose key says which.
-struct SendEntry {
+struct alignas(64) SendEntry {
     enum Opcode : uint8_t { kWrite = 0x08, kFetchAdd = 0x12 };
     static constexpr uint8_t kTellCompletion = 2 << 2;
 
@@ -108,9 +109,9 @@ static_assert(sizeof(SendEntry) == 64);
 
 // What a card leaves of the last entry that it has carried out (mlx5dv.h: struct mlx5_cqe64). All
 // completions of a queue go to one place.
-struct Completion {
-    static constexpr uint8_t kDone = 0, kRequestError = 13,
-                             kNothingYet = 15;  // upper half of `kind`
+struct alignas(64) Completion {
+    // The upper half of `kind`.
+    static constexpr uint64_t kDone = 0, kRequestError = 13, kNothingYet = 15;
 
     uint8_t unused[55];
     uint8_t syndrome;
@@ -118,7 +119,24 @@ struct Completion {
     BigEndian<uint16_t> entry;  // its number, modulo 2^16
     uint8_t signature;
     uint8_t kind;
+
+    // By what carries the queue out: entry `index` is done, and so are those before it.
+    void tell(uint16_t index, uint64_t how) {
+        const uint64_t word =
+            how << 60 | uint64_t{index & 0xffu} << 40 | static_cast<uint64_t>(index >> 8) << 32;
+        std::atomic_ref<uint64_t>(*last_word()).store(word, std::memory_order_release);
+    }
+    // The entry's number, the signature and the kind, which a card writes at once.
+    EP_HD uint64_t* last_word() {
+        return reinterpret_cast<uint64_t*>(this) + sizeof(*this) / sizeof(uint64_t) - 1;
+    }
 };
 static_assert(sizeof(Completion) == 64 && offsetof(Completion, entry) == 60);
+
+// Where the number of the next empty entry is told, modulo 2^16 (mlx5dv.h: a doorbell record).
+struct DoorbellRecord {
+    BigEndian<uint32_t> receive, send;
+};
+static_assert(sizeof(DoorbellRecord) == sizeof(uint64_t));
 
 }  // namespace ep

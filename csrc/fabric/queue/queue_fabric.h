@@ -1,94 +1,133 @@
 #pragma once
 
-#include <memory>
-#include <vector>
+#include <cstddef>
+#include <cstdint>
 
-#include "fabric/host_fabric.h"
-#include "fabric/queue/software_nic.h"
+#include "core/topology.h"
+#include "exec/warp.h"
+#include "fabric/queue/send_queue.h"
 
 namespace ep {
 
-// Ranks of several machines: those of a node map each other's heaps, and what goes to another node
-// is posted in send queues.
-class QueueFabric : public HostFabric {
+class QueueFabric;
+
+// Ranks of a node map each other's heaps, on the host or on GPUs, and what goes to another node is
+// posted in send queues.
+//
+// What the network reads and writes is memory of the host. A GPU's heap is not: what crosses the
+// network of its parts from network_begin on has a place of its own there, and the rest of them
+// serves the ranks of the node.
+struct QueueFabricParams {
+    using Fabric = QueueFabric;
+    static constexpr int kMaxLocalRanks = 1;      // in one process
+    static constexpr bool kMergesNotify = false;  // with a dispatch within a node
+    static constexpr bool kOverHost = true;       // what goes to other nodes
+
+    Topology topology;
+    char* node[kMaxNodeRanks];  // heaps of the ranks of this node, by local rank
+    char* network;              // the network's region: the heap from network_begin on
+    size_t network_begin;
+    SendQueues queues;
+    // Of a GPU's rank, in memory of the host: what it tells of itself, and hears of others.
+    ControlBlock* report;
+    size_t network_bytes;
+
+    void drain(uint64_t) const {}  // connections end before memory is used again
+    // Clears the network's region and what the producers count, while nobody carries anything out.
+    void reset_signals(int rank, uint64_t timeout_ns) const;
+};
+
+class QueueFabric {
   public:
     static constexpr bool kMapsRail = false;
     static constexpr bool kOrdersWarps = true;  // a channel's puts towards a rank share a queue
 
-    QueueFabric(Topology topology, int rank, std::vector<char*> heaps,
-                std::shared_ptr<SoftwareNic::Port> port)
-        : HostFabric(topology, rank, std::move(heaps)), port_(std::move(port)) {}
+    EP_FN QueueFabric(const QueueFabricParams& params, int rank)
+        : params_(params),
+          node_(params.topology.node_of(rank)),
+          local_(params.topology.local_of(rank)) {}
 
-    template <class W>
-    void put(W& warp, int channel, int node, size_t dst, size_t src, size_t bytes) {
-        post_write(warp, channel, rail_of(node), dst, src, bytes);
+    template <class T>
+    EP_FN T* own(size_t offset) const {
+        return peer<T>(local_, offset);
+    }
+
+    template <class T>
+    EP_FN T* peer(int local, size_t offset) const {
+        return reinterpret_cast<T*>(params_.node[local] + offset);
+    }
+
+    template <class T>
+    EP_FN T* network(size_t offset) const {
+        return reinterpret_cast<T*>(params_.network + address(offset));
     }
 
     template <class W>
-    void put_signal(W& warp, int channel, int node, size_t flag, uint64_t from, uint64_t to) {
-        post_add(warp, port_->puts(channel, rail_of(node)), rail_of(node), flag, to - from);
+    EP_FN void put(W& warp, int channel, int node, size_t dst, size_t src, size_t bytes) const {
+        put_to(warp, channel, on_rail(node), dst, src, bytes);
     }
 
     template <class W>
-    void put_credit(W& warp, int channel, int node, size_t flag, uint64_t from, uint64_t to) {
-        post_add(warp, port_->credits(channel, rail_of(node)), rail_of(node), flag, to - from);
+    EP_FN void put_signal(W& warp, int channel, int node, size_t flag, uint64_t from,
+                          uint64_t to) const {
+        const int rank = on_rail(node);
+        params_.queues.puts(channel, rank).post_add(warp, rank, address(flag), to - from);
+    }
+
+    template <class W>
+    EP_FN void put_credit(W& warp, int channel, int node, size_t flag, uint64_t from,
+                          uint64_t to) const {
+        const int rank = on_rail(node);
+        params_.queues.credits(channel, rank).post_add(warp, rank, address(flag), to - from);
+    }
+
+    template <class W>
+    EP_FN uint64_t acquire_signal(int, size_t flag) const {
+        return W::template acquire<Scope::System>(network<uint64_t>(flag));
     }
 
     // ---- to any rank: stores within the node, the queues between nodes
 
-    template <class W>
-    void put_to(W& warp, int channel, int rank, size_t dst, size_t src, size_t bytes) {
-        post_write(warp, channel, rank, dst, src, bytes);
+    EP_FN bool maps(int rank) const { return params_.topology.node_of(rank) == node_; }
+
+    template <class T>
+    EP_FN T* at(int rank, size_t offset) const {
+        return peer<T>(params_.topology.local_of(rank), offset);
     }
 
     template <class W>
-    void signal_to(W& warp, int channel, int rank, size_t flag, uint64_t from, uint64_t to) {
-        if (this->maps(rank)) return HostFabric::signal_to(warp, channel, rank, flag, from, to);
-        post_add(warp, port_->puts(channel, rank), rank, flag, to - from);
-    }
-
-    template <class W>
-    void credit_to(W& warp, int channel, int rank, size_t flag, uint64_t from, uint64_t to) {
-        if (this->maps(rank)) return HostFabric::credit_to(warp, channel, rank, flag, from, to);
-        post_add(warp, port_->credits(channel, rank), rank, flag, to - from);
-    }
-
-  private:
-    static constexpr size_t kMostBytes = size_t{1} << 30;  // of one entry, as cards take them
-
-    int rail_of(int node) const { return topology_.rank(node, topology_.local_of(rank_)); }
-
-    // Not rung: the signal that follows does.
-    template <class W>
-    void post_write(W& warp, int channel, int rank, size_t dst, size_t src, size_t bytes) {
-        const SendQueue& queue = port_->puts(channel, rank);
-        for (size_t done = 0; done < bytes;) {
-            const size_t part = std::min(bytes - done, kMostBytes);
-            if (!make_room(warp, queue, rank)) return;
-            queue.post(SendEntry::write_of(queue.next_index(), queue.number, queue.key, dst + done,
-                                           src + done, static_cast<uint32_t>(part)));
-            done += part;
+    EP_FN void put_to(W& warp, int channel, int rank, size_t dst, size_t src, size_t bytes) const {
+        const SendQueue queue = params_.queues.puts(channel, rank);
+        for (size_t done = 0; done < bytes; done += kMaxBytes) {
+            const size_t part = bytes - done < kMaxBytes ? bytes - done : kMaxBytes;
+            if (!queue.post_write(warp, rank, address(dst) + done, address(src) + done,
+                                  static_cast<uint32_t>(part)))
+                return;
         }
     }
 
     template <class W>
-    void post_add(W& warp, const SendQueue& queue, int rank, size_t flag, uint64_t increment) {
-        if (!make_room(warp, queue, rank)) return;
-        queue.post(SendEntry::add_of(queue.next_index(), queue.number, queue.key, flag, increment,
-                                     queue.scratch));
-        queue.ring();
-        port_->wake();
+    EP_FN void signal_to(W& warp, int channel, int rank, size_t flag, uint64_t from,
+                         uint64_t to) const {
+        if (maps(rank)) return warp.template publish<Scope::System>(at<uint64_t>(rank, flag), to);
+        params_.queues.puts(channel, rank).post_add(warp, rank, address(flag), to - from);
     }
 
     template <class W>
-    bool make_room(W& warp, const SendQueue& queue, int rank) {
-        if (queue.has_room()) return true;
-        queue.ring();  // what waits for its signal must leave, or there is never room
-        port_->wake();
-        return queue.wait_for_room(warp, rank);
+    EP_FN void credit_to(W& warp, int channel, int rank, size_t flag, uint64_t from,
+                         uint64_t to) const {
+        if (maps(rank)) return warp.template credit<Scope::System>(at<uint64_t>(rank, flag), to);
+        params_.queues.credits(channel, rank).post_add(warp, rank, address(flag), to - from);
     }
 
-    std::shared_ptr<SoftwareNic::Port> port_;
+  private:
+    static constexpr size_t kMaxBytes = size_t{1} << 30;  // of one entry, as cards take them
+
+    EP_FN int on_rail(int node) const { return params_.topology.rank(node, local_); }
+    EP_FN size_t address(size_t offset) const { return offset - params_.network_begin; }
+
+    const QueueFabricParams& params_;
+    int node_, local_;
 };
 
 }  // namespace ep

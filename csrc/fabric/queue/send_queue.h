@@ -1,84 +1,171 @@
 #pragma once
 
 #include <atomic>
+#include <bit>
 #include <cstdint>
 
 #include "core/incident.h"
+#include "exec/warp.h"
 #include "fabric/queue/entry.h"
 
 namespace ep {
 
-// A ring of entries towards one rank, with one producer at a time. Who carries them out reads the
-// doorbell, takes the entries below it in order, and says in the completion how far it got. Nothing
+class SoftwareNic;
+void wake(SoftwareNic& nic);
+
+// A ring of entries towards one rank. Warps that post take turns. Who carries the entries out reads
+// the doorbell, takes those below it in order, and says in the completion how far it got. Nothing
 // here is a pointer into another process, and nothing is ever more than `depth` entries ahead.
 struct SendQueue {
-    static constexpr uint32_t kMostDepth = 1 << 15;  // differences of 16-bit numbers have a sign
+    static constexpr uint32_t kMaxDepth = 1 << 15;  // differences of 16-bit numbers have a sign
+
+    // What the warps that post count, in memory of their own.
+    struct alignas(32) Producer {
+        uint64_t begun;      // entries that have a number
+        uint64_t posted;     // entries that are written, all those before them, too
+        uint64_t completed;  // entries that are known to be carried out
+    };
 
     SendEntry* entries;
     uint32_t depth;      // a power of two
     uint32_t number;     // 24 bits, as entries say it
     uint32_t key;        // of the region at both ends
     uint64_t scratch;    // eight bytes of it, for what an addition returns
-    uint32_t* doorbell;  // BigEndian: the number of the next empty entry, modulo 2^16
+    uint64_t* doorbell;  // DoorbellRecord
     Completion* completion;
-    uint64_t* posted;  // entries so far: the producer's own
+    Producer* producer;
+    SoftwareNic* sleeper;  // woken by each ring; null: none
 
-    // Entries that are carried out.
-    uint64_t completed() const {
-        const uint32_t word =
-            std::atomic_ref<uint32_t>(*last_word()).load(std::memory_order_acquire);
-        if (word >> 28 == Completion::kNothingYet) return 0;
-        const uint16_t last = static_cast<uint16_t>((word & 0xff) << 8 | (word >> 8 & 0xff));
-        return *posted - static_cast<uint16_t>(static_cast<uint16_t>(*posted) - 1 - last);
-    }
-
-    bool has_room() const { return completed() + depth > *posted; }
-
-    // Until there is room for one more entry. False: the wait ended badly, and nothing may be
+    // Writes bytes [src, src + bytes) of the own region to [dst, dst + bytes) of that of `peer`.
+    // Nobody takes it before the next entry that rings. False: a wait ended badly, and nothing is
     // posted.
     template <class W>
-    bool wait_for_room(W& warp, int peer) const {
-        return warp.wait_all(Wait::SendQueue, 1, [&](int) {
-            return WaitCondition{completed() + depth, *posted + 1, peer};
+    EP_FN bool post_write(W& warp, int peer, uint64_t dst, uint64_t src, uint32_t bytes) const {
+        return post(warp, peer, false, [&](uint16_t index) {
+            return SendEntry::write_of(index, number, key, dst, src, bytes);
         });
     }
 
-    // Entry number *posted. Nobody takes it before ring().
-    void post(const SendEntry& entry) const { entries[(*posted)++ & (depth - 1)] = entry; }
-
-    uint16_t next_index() const { return static_cast<uint16_t>(*posted); }
-
-    // Everything that was posted may be taken, and so may what this thread wrote before.
-    void ring() const {
-        const BigEndian<uint32_t> number = uint32_t{next_index()};
-        std::atomic_ref<uint32_t>(*doorbell).store(std::bit_cast<uint32_t>(number),
-                                                   std::memory_order_seq_cst);
+    // Adds to the word at `flag` there. Everything that was posted may be taken now, and so may
+    // what this warp wrote or acquired before.
+    template <class W>
+    EP_FN bool post_add(W& warp, int peer, uint64_t flag, uint64_t increment) const {
+        return post(warp, peer, true, [&](uint16_t index) {
+            return SendEntry::add_of(index, number, key, flag, increment, scratch);
+        });
     }
 
     // ---- the other side
 
     uint16_t rung() const {
-        const uint32_t raw = std::atomic_ref<uint32_t>(*doorbell).load(std::memory_order_acquire);
-        return static_cast<uint16_t>(std::bit_cast<BigEndian<uint32_t>>(raw));
+        const uint64_t raw = std::atomic_ref<uint64_t>(*doorbell).load(std::memory_order_acquire);
+        return static_cast<uint16_t>(std::bit_cast<DoorbellRecord>(raw).send);
     }
 
-    void complete(uint16_t index, uint8_t kind = Completion::kDone) const {
-        const uint32_t word = uint32_t{kind} << 28 | (index & 0xff) << 8 | index >> 8;
-        std::atomic_ref<uint32_t>(*last_word()).store(word, std::memory_order_release);
-    }
-
-    // As new.
+    // As new, but for the producer.
     void clear() const {
-        *posted = 0;
-        *doorbell = 0;
-        complete(0, Completion::kNothingYet);
+        std::atomic_ref<uint64_t>(*doorbell).store(0, std::memory_order_relaxed);
+        completion->tell(0, Completion::kNothingYet);
     }
 
   private:
-    // The entry's number, the signature and the kind, which a card writes at once.
-    uint32_t* last_word() const {
-        return reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(completion) +
-                                           offsetof(Completion, entry));
+    template <class W, class Make>
+    EP_FN bool post(W& warp, int peer, bool rings, Make&& make) const {
+        const uint64_t own = warp.template arrive<Scope::Rank>(&producer->begun);
+        const bool is_next = warp.wait_all(Wait::SendQueue, 1, [&](int) {
+            return WaitCondition{W::template acquire<Scope::Rank>(&producer->posted), own, peer};
+        });
+        if (!is_next || !make_room(warp, own, peer)) return false;
+        warp.lanes(1, [&](int) { entries[own & (depth - 1)] = make(static_cast<uint16_t>(own)); });
+        if (rings) ring(warp, own + 1);
+        warp.template publish<Scope::Rank>(&producer->posted, own + 1);
+        return true;
+    }
+
+    // For entry number `own`, once all before it are posted.
+    template <class W>
+    EP_FN bool make_room(W& warp, uint64_t own, int peer) const {
+        if (own < producer->completed + depth) return true;
+        ring(warp, own);  // what waits for its signal must leave, or there is never room
+        uint64_t completed = 0;
+        const bool has_room = warp.wait_all(Wait::SendQueue, 1, [&](int) {
+            completed = completed_of<W>(own);
+            return WaitCondition{completed + depth, own + 1, peer};
+        });
+        if (has_room) warp.lanes(1, [&](int) { producer->completed = completed; });
+        return has_room;
+    }
+
+    // Entries that are carried out, of so many that are posted.
+    template <class W>
+    EP_FN uint64_t completed_of(uint64_t posted) const {
+        return completed_by(W::template acquire<Scope::System>(completion->last_word()), posted);
+    }
+    static EP_FN uint64_t completed_by(uint64_t word, uint64_t posted) {
+        if (word >> 60 == Completion::kNothingYet) return 0;
+        const auto last = static_cast<uint16_t>((word >> 32 & 0xff) << 8 | (word >> 40 & 0xff));
+        return posted - static_cast<uint16_t>(static_cast<uint16_t>(posted) - 1 - last);
+    }
+
+    // Entries below `end` may be taken.
+    template <class W>
+    EP_FN void ring(W& warp, uint64_t end) const {
+        const DoorbellRecord record{uint32_t{0}, uint32_t{static_cast<uint16_t>(end)}};
+        warp.template publish<Scope::System>(doorbell, std::bit_cast<uint64_t>(record));
+#if !defined(__CUDACC__)
+        if (sleeper) wake(*sleeper);
+#endif
+    }
+};
+
+// The queues of a symmetric heap: of each channel, and of what belongs to none (see
+// core/network_flags.h), one towards each rank for puts and their signals, and one for credits.
+// Their memory is that of those who post and who carry out, one after the other.
+struct SendQueues {
+    SendEntry* entries;
+    Completion* completions;
+    uint64_t* doorbells;
+    SendQueue::Producer* producers;
+    int ranks, channels;
+    uint32_t depth, key;
+    SoftwareNic* sleeper;
+
+    size_t count() const { return count(ranks, channels); }
+    static size_t count(int ranks, int channels) {
+        return 2 * static_cast<size_t>(ranks) * (channels + 1);
+    }
+    // Of the memory that both sides see, which begins on a cache line.
+    static size_t bytes(size_t count, uint32_t depth) {
+        return count * (depth * sizeof(SendEntry) + sizeof(Completion) + sizeof(uint64_t));
+    }
+    static SendQueues over(char* memory, SendQueue::Producer* producers, int ranks, int channels,
+                           uint32_t depth, uint32_t key, SoftwareNic* sleeper) {
+        const size_t all = count(ranks, channels);
+        auto* entries = reinterpret_cast<SendEntry*>(memory);
+        auto* completions = reinterpret_cast<Completion*>(entries + all * depth);
+        auto* doorbells = reinterpret_cast<uint64_t*>(completions + all);
+        return {entries, completions, doorbells, producers, ranks, channels, depth, key, sleeper};
+    }
+
+    EP_HD SendQueue puts(int channel, int rank) const { return (*this)[number(channel, rank)]; }
+    EP_HD SendQueue credits(int channel, int rank) const {
+        return (*this)[number(channel, rank) + 1];
+    }
+    EP_HD SendQueue operator[](size_t number) const {
+        return {entries + number * depth,
+                depth,
+                static_cast<uint32_t>(number),
+                key,
+                0,
+                doorbells + number,
+                completions + number,
+                producers + number,
+                sleeper};
+    }
+
+  private:
+    EP_HD size_t number(int channel, int rank) const {
+        return 2 * (static_cast<size_t>(channel) * ranks + rank);
     }
 };
 

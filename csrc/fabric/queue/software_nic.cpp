@@ -33,23 +33,6 @@ void add(char* word, uint64_t increment) {
 
 }  // namespace
 
-SoftwareNic::Port::Port(SoftwareNic& nic, int number, std::vector<char*> heaps, size_t bytes,
-                        int channels)
-    : nic_(nic), heaps_(std::move(heaps)), bytes_(bytes) {
-    const size_t count = (static_cast<size_t>(channels) + 1) * heaps_.size() * 2;
-    entries_.resize(count * kDepth);
-    completions_.resize(count);
-    doorbells_.resize(count);
-    posted_.resize(count);
-    taken_.resize(count);
-    for (size_t i = 0; i < count; ++i) {
-        queues_.push_back({&entries_[i * kDepth], kDepth, static_cast<uint32_t>(i),
-                           static_cast<uint32_t>(number), 0, &doorbells_[i], &completions_[i],
-                           &posted_[i]});
-        queues_.back().clear();
-    }
-}
-
 SoftwareNic::SoftwareNic(int rank, std::vector<ControlBlock*> controls)
     : rank_(rank),
       controls_(std::move(controls)),
@@ -66,13 +49,30 @@ SoftwareNic::~SoftwareNic() {
 }
 
 std::shared_ptr<SoftwareNic::Port> SoftwareNic::open(std::vector<char*> heaps, size_t bytes,
-                                                     int channels) {
+                                                     int channels,
+                                                     const std::optional<QueueMemory>& of_gpu) {
     const std::lock_guard lock(ports_mutex_);
-    const int number = static_cast<int>(ports_.size());
+    const int number = static_cast<int>(ports_.size()), ranks = static_cast<int>(heaps.size());
     if (number == 256)
         throw std::runtime_error("256 heaps were opened on this network: make a new buffer");
-    ports_.emplace_back(new Port(*this, number, std::move(heaps), bytes, channels));
-    return ports_.back();
+    const auto port = std::make_shared<Port>();
+    const size_t count = SendQueues::count(ranks, channels);
+    if (!of_gpu) {
+        port->memory_.resize((SendQueues::bytes(count, kDepth) + sizeof(SendEntry) - 1) /
+                             sizeof(SendEntry));
+        port->producers_.resize(count);
+    }
+    const QueueMemory memory = of_gpu.value_or(
+        QueueMemory{reinterpret_cast<char*>(port->memory_.data()), port->producers_.data()});
+    port->heaps_ = std::move(heaps);
+    port->bytes_ = bytes;
+    port->queues_ = SendQueues::over(memory.shared, memory.producers, ranks, channels, kDepth,
+                                     static_cast<uint32_t>(number), of_gpu ? nullptr : this);
+    port->taken_.resize(count);
+    for (size_t i = 0; i < count; ++i) port->queues_[i].clear();
+    if (of_gpu) polls_ = true;
+    ports_.push_back(port);
+    return port;
 }
 
 void SoftwareNic::close(const std::shared_ptr<Port>& port) {
@@ -88,7 +88,7 @@ bool SoftwareNic::forget(const std::shared_ptr<Port>& port, bool at_once) {
     if (place == ports_.end()) return true;
     const auto number = static_cast<uint8_t>(place - ports_.begin());
     bool has_left = true;
-    for (size_t i = 0; i < port->queues_.size(); ++i) {
+    for (size_t i = 0; i < port->taken_.size(); ++i) {
         const TcpLink* link = links_[i / 2 % links_.size()].get();
         const bool is_served = is_running() && (!link || link->end().empty());
         has_left &=
@@ -114,7 +114,8 @@ void SoftwareNic::start(const std::vector<int>& sockets) {
     }
     for (const auto& port : ports_) {
         if (!port) continue;
-        for (const SendQueue& queue : port->queues_) queue.clear();
+        for (size_t i = 0; i < port->taken_.size(); ++i) port->queues_[i].clear();
+        std::fill(port->producers_.begin(), port->producers_.end(), SendQueue::Producer{});
         std::fill(port->taken_.begin(), port->taken_.end(), Port::Taken{});
     }
     last_beat_ = news_until_ = {};
@@ -135,6 +136,7 @@ void SoftwareNic::stop(std::chrono::duration<double> most) {
 }
 
 void SoftwareNic::run() {
+    pthread_setname_np(pthread_self(), "megatron_ep nic");  // as top shows it
     Clock::time_point idle_since = Clock::now();
     while (true) {
         bool moved = false;
@@ -142,7 +144,7 @@ void SoftwareNic::run() {
             const std::lock_guard lock(ports_mutex_);
             for (const auto& port : ports_) {
                 if (!port) continue;
-                for (size_t i = 0; i < port->queues_.size(); ++i) moved |= carry_out(*port, i);
+                for (size_t i = 0; i < port->taken_.size(); ++i) moved |= carry_out(*port, i);
             }
             tell_others();
             moved |= move_bytes();
@@ -154,9 +156,16 @@ void SoftwareNic::run() {
         } else if (now - idle_since < kSpin) {
             std::this_thread::yield();
         } else {
-            sleep(now < news_until_ || stopping_ ? Clock::duration(kNews) : kNews * 2);
+            sleep(nap(now - idle_since));
         }
     }
+}
+
+// How long nothing may be looked at: an eighth of the time that nothing has come for, where nobody
+// tells when something does.
+SoftwareNic::Clock::duration SoftwareNic::nap(Clock::duration idle) const {
+    if (polls_) return std::clamp<Clock::duration>(idle / 8, kMinNap, kMaxNap);
+    return Clock::now() < news_until_ || stopping_ ? kNews : kNews * 2;
 }
 
 // Says goodbye once everything has left, or it is late, and gives the other machines a moment to
@@ -181,7 +190,7 @@ bool SoftwareNic::leave() {
 bool SoftwareNic::has_work() const {
     for (const auto& port : ports_) {
         if (!port) continue;
-        for (size_t i = 0; i < port->queues_.size(); ++i) {
+        for (size_t i = 0; i < port->taken_.size(); ++i) {
             const auto& link = links_[i / 2 % links_.size()];
             if (link && !link->has_room()) continue;
             if (port->queues_[i].rung() != static_cast<uint16_t>(port->taken_[i].begun))
@@ -193,11 +202,19 @@ bool SoftwareNic::has_work() const {
 
 // Some of what was posted in a queue. Returns whether there was any.
 bool SoftwareNic::carry_out(Port& port, size_t number) {
-    const SendQueue& queue = port.queues_[number];
+    const SendQueue queue = port.queues_[number];
     Port::Taken& taken = port.taken_[number];
     const int rank = static_cast<int>(number / 2 % links_.size());
     const uint16_t rung = queue.rung();
     TcpLink* link = links_[rank].get();
+    if (link && !link->end().empty()) {  // as a card does: what waits for room must not wait for it
+        taken.begun += static_cast<uint16_t>(rung - static_cast<uint16_t>(taken.begun));
+        if (taken.begun != taken.given_up)
+            queue.completion->tell(static_cast<uint16_t>(taken.begun - 1),
+                                   Completion::kRequestError);
+        taken.given_up = taken.begun;
+        return false;
+    }
     char* const own = port.heaps_[rank_];
     bool moved = false;
     while (static_cast<uint16_t>(taken.begun) != rung && (!link || link->has_room())) {
@@ -205,7 +222,9 @@ bool SoftwareNic::carry_out(Port& port, size_t number) {
         const uint64_t address = entry.remote.address;
         const uint16_t index = entry.index();
         const auto region = static_cast<uint8_t>(uint32_t{entry.remote.key});
-        const auto complete = [&queue, index] { queue.complete(index); };
+        const auto complete = [completion = queue.completion, index] {
+            completion->tell(index, Completion::kDone);
+        };
         moved = true;
         if (entry.opcode() == SendEntry::kFetchAdd) {
             const uint64_t increment = entry.add.atomic.increment;
@@ -304,6 +323,11 @@ void SoftwareNic::tell_others() {
     if (const uint64_t word = abort_word_of(own()); word != last_abort_) {
         last_abort_ = word;
         news_until_ = now + std::chrono::seconds(1);
+        // a GPU reaches no mirror
+        for (size_t rank = 0;
+             ControlBlock::outcome_of(word) != Outcome::CutOff && rank < links_.size(); ++rank) {
+            if (links_[rank]) abort(*controls_[rank], word);
+        }
     }
     const bool is_time = now - last_beat_ > (now < news_until_ ? kNews : kBeat);
     for (size_t rank = 0; rank < links_.size(); ++rank) {
@@ -354,7 +378,7 @@ void SoftwareNic::tell_now() {
 }
 
 void SoftwareNic::sleep(Clock::duration most) {
-    asleep_.store(true, std::memory_order_seq_cst);
+    asleep_.exchange(1, std::memory_order_acq_rel);
     std::vector<pollfd> files{{waker_, POLLIN, 0}};
     {
         const std::lock_guard lock(ports_mutex_);
@@ -365,17 +389,23 @@ void SoftwareNic::sleep(Clock::duration most) {
             files.push_back({link->descriptor(), events, 0});
         }
     }
-    const auto ms = std::chrono::ceil<std::chrono::milliseconds>(most).count();
-    poll(files.data(), files.size(), static_cast<int>(ms));
-    asleep_.store(false, std::memory_order_seq_cst);
+    const auto ns = std::chrono::nanoseconds(most).count();
+    const timespec time{static_cast<time_t>(ns / 1'000'000'000),
+                        static_cast<long>(ns % 1'000'000'000)};
+    ppoll(files.data(), files.size(), &time, nullptr);
+    asleep_.store(0, std::memory_order_relaxed);
     uint64_t count;
     [[maybe_unused]] const ssize_t ignored = read(waker_, &count, sizeof count);
 }
 
+// Either it finds that the thread sleeps, or the thread finds what was rung before it sleeps: one
+// of two changes of a word sees the other.
 void SoftwareNic::wake() {
-    if (!asleep_.load(std::memory_order_seq_cst)) return;
+    if (!asleep_.fetch_add(0, std::memory_order_acq_rel)) return;
     const uint64_t one = 1;
     [[maybe_unused]] const ssize_t ignored = write(waker_, &one, sizeof one);
 }
+
+void wake(SoftwareNic& nic) { nic.wake(); }
 
 }  // namespace ep

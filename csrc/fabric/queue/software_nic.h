@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -31,41 +32,40 @@ class SoftwareNic {
     ~SoftwareNic();
     SoftwareNic(const SoftwareNic&) = delete;
 
-    // The queues of a symmetric heap: of each channel, and of what belongs to none (see
-    // core/network_flags.h), one towards each rank for puts and their signals, and one for credits.
+    static constexpr uint32_t kDepth = 128;  // of a queue
+
+    // The queues of a symmetric heap, and what was taken of them.
     class Port {
       public:
-        const SendQueue& puts(int channel, int rank) const { return queue(channel, rank, 0); }
-        const SendQueue& credits(int channel, int rank) const { return queue(channel, rank, 1); }
-        // After a queue's ring().
-        void wake() const { nic_.wake(); }
+        const SendQueues& queues() const { return queues_; }
 
       private:
         friend class SoftwareNic;
-        struct Taken {            // of one queue, by the thread
-            uint64_t begun = 0;   // entries
-            uint64_t offset = 0;  // bytes of the next entry that are on their way
+        struct Taken {              // of one queue, by the thread
+            uint64_t begun = 0;     // entries
+            uint64_t offset = 0;    // bytes of the next entry that are on their way
+            uint64_t given_up = 0;  // entries, because the connection was lost
         };
 
-        Port(SoftwareNic& nic, int number, std::vector<char*> heaps, size_t bytes, int channels);
-        const SendQueue& queue(int channel, int rank, int kind) const {
-            return queues_[(static_cast<size_t>(channel) * heaps_.size() + rank) * 2 + kind];
-        }
-
-        SoftwareNic& nic_;
-        std::vector<char*> heaps_;  // by rank; of those on other machines nobody touches it
+        // By rank; of those on other machines nobody touches it.
+        std::vector<char*> heaps_;
         size_t bytes_;
-        std::vector<SendEntry> entries_;
-        std::vector<Completion> completions_;
-        std::vector<uint32_t> doorbells_;
-        std::vector<uint64_t> posted_;
-        std::vector<SendQueue> queues_;
-        std::vector<Taken> taken_;
+        SendQueues queues_;
+        std::vector<Taken> taken_;  // of all queues
+        // Of the queues, unless a GPU posts in them.
+        std::vector<SendEntry> memory_;
+        std::vector<SendQueue::Producer> producers_;
+    };
+    // That of queues whose entries a GPU posts: nobody wakes the thread for them.
+    struct QueueMemory {
+        char* shared;  // see SendQueues
+        SendQueue::Producer* producers;
     };
 
-    // All ranks open the same ports in the same order. heaps: by rank; of those on other machines
-    // nobody touches it.
-    std::shared_ptr<Port> open(std::vector<char*> heaps, size_t bytes, int channels);
+    // All ranks open the same ports in the same order. heaps: by rank, where the network reads and
+    // writes them; of those on other machines nobody touches it.
+    std::shared_ptr<Port> open(std::vector<char*> heaps, size_t bytes, int channels,
+                               const std::optional<QueueMemory>& of_gpu = std::nullopt);
     // Nothing that still arrives for it is written.
     void close(const std::shared_ptr<Port>& port);
 
@@ -76,6 +76,8 @@ class SoftwareNic {
     // empty after it.
     void stop(std::chrono::duration<double> most);
     bool is_running() const { return thread_.joinable(); }
+    // After a queue of the host has rung.
+    void wake();
     // Until the others have been sent what this rank's machine has told them, a moment at most.
     void tell_now();
     // From now on a connection that breaks ends nobody's waits: whoever waits masks who is gone.
@@ -83,11 +85,11 @@ class SoftwareNic {
 
   private:
     using Clock = std::chrono::steady_clock;
-    static constexpr uint32_t kDepth = 128;
     static constexpr uint32_t kPiece = 64 << 10;  // so that a long write delays no credit
     static constexpr std::chrono::milliseconds kBeat{200}, kNews{10};
     static constexpr std::chrono::milliseconds kFarewell{200};  // that goodbyes may take
     static constexpr std::chrono::microseconds kSpin{20};
+    static constexpr std::chrono::microseconds kMinNap{50}, kMaxNap{1000};
 
     void run();
     bool leave();
@@ -96,8 +98,8 @@ class SoftwareNic {
     bool move_bytes();
     void tell_others();
     void lose(int rank);
+    Clock::duration nap(Clock::duration idle) const;
     void sleep(Clock::duration most);
-    void wake();
     bool has_work() const;
     char* place_of(int rank, const Frame& frame);
     void take(int rank, const Frame& frame);
@@ -119,7 +121,8 @@ class SoftwareNic {
     std::atomic<bool> stopping_ = false, tolerates_loss_ = false;
     Clock::time_point stop_at_;
     bool said_goodbye_ = false;
-    alignas(64) std::atomic<bool> asleep_ = false;
+    std::atomic<bool> polls_ = false;  // there are queues for which nobody wakes it
+    alignas(64) std::atomic<int> asleep_ = 0;
     int waker_;  // an eventfd
 };
 

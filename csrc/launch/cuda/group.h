@@ -69,7 +69,8 @@ class CudaGroup {
                 reinterpret_cast<ControlBlock*>(own_heaps_[index] + heap_.control()),
                 reports_on_gpu_ + index,
                 abort_words_.get(),
-                reinterpret_cast<uint64_t*>(own_heaps_[index] + heap_.waited())};
+                reinterpret_cast<uint64_t*>(own_heaps_[index] + heap_.waited()),
+                FabricParams::kOverHost};
     }
     uint64_t aborted() const;
     const ControlBlock& report(size_t index) const { return reports_[index]; }
@@ -111,6 +112,10 @@ class CudaGroup {
     template <class J, class Args>
     J joint_of_roles(const std::vector<Args>& args) const;
 
+    // Of a rank's heap, how much lies on the GPU.
+    size_t bytes_on_gpu() const {
+        return FabricParams::kOverHost ? heap_.bytes_without_network() : heap_.bytes();
+    }
     size_t progress_bytes() const { return ranks_.size() * Progress::kWords * sizeof(uint64_t); }
 
     Heap heap_;
@@ -131,7 +136,8 @@ class CudaGroup {
     Resource<Layout::Totals[]> totals_;        // [ranks], pinned: what notify tells the host
     Layout::Totals* totals_on_gpu_ = nullptr;  // the same, mapped
     uint64_t ticket_ = 0;                      // of the last notify that the host waited for
-    Resource<ControlBlock[]> reports_;         // [ranks], pinned
+    Resource<ControlBlock[]> own_reports_;     // unless the fabric has one
+    ControlBlock* reports_ = nullptr;          // [ranks], pinned
     ControlBlock* reports_on_gpu_ = nullptr;   // the same, mapped
     Resource<Reason[]> reason_source_;         // one, pinned
     Resource<uint32_t[]> abort_source_;        // one, pinned

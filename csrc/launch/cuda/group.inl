@@ -128,10 +128,15 @@ CudaGroup<P>::CudaGroup(const Heap& heap, const P& fabric, std::vector<int> rank
     check_cuda(
         cudaHostGetDevicePointer(reinterpret_cast<void**>(&totals_on_gpu_), totals_.get(), 0),
         "cudaHostGetDevicePointer");
-    reports_ = as_array<ControlBlock>(pinned_memory(device_, ranks_.size() * sizeof(ControlBlock)));
-    check_cuda(
-        cudaHostGetDevicePointer(reinterpret_cast<void**>(&reports_on_gpu_), reports_.get(), 0),
-        "cudaHostGetDevicePointer");
+    if constexpr (P::kOverHost) {
+        reports_ = fabric_.report;
+    } else {
+        own_reports_ =
+            as_array<ControlBlock>(pinned_memory(device_, ranks_.size() * sizeof(ControlBlock)));
+        reports_ = own_reports_.get();
+    }
+    check_cuda(cudaHostGetDevicePointer(reinterpret_cast<void**>(&reports_on_gpu_), reports_, 0),
+               "cudaHostGetDevicePointer");
     reason_source_ = as_array<Reason>(pinned_memory(device_, sizeof(Reason)));
     abort_source_ = as_array<uint32_t>(pinned_memory(device_, sizeof(uint32_t)));
     heard_ = as_array<uint64_t>(pinned_memory(device_, reachable_.size() * sizeof(uint64_t)));
@@ -314,6 +319,11 @@ void CudaGroup<P>::abort(Outcome outcome, const std::string& reason) {
         Reason& source = reason_source_[0];
         source.bytes = std::min(reason.size(), Reason::kMaxBytes);
         std::memcpy(source.text, reason.data(), source.bytes);
+        if (P::kOverHost) {  // for those on other machines
+            Reason& told = reports_[0].reason;
+            std::memcpy(told.text, source.text, source.bytes);
+            std::atomic_ref<uint64_t>(told.bytes).store(source.bytes, std::memory_order_release);
+        }
         check_cuda(cudaMemcpyAsync(&device_rank(0).control->reason, &source, sizeof(Reason),
                                    cudaMemcpyDefault, stream),
                    "cudaMemcpyAsync");
@@ -416,7 +426,7 @@ void CudaGroup<P>::reset() {
     const DeviceGuard guard(device_);
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     // all of it: what rings hold of earlier calls would pass for rows of those with their number
-    for (char* base : own_heaps_) check_cuda(cudaMemset(base, 0, heap_.bytes()), "cudaMemset");
+    for (char* base : own_heaps_) check_cuda(cudaMemset(base, 0, bytes_on_gpu()), "cudaMemset");
     check_cuda(cudaMemset(progress_.get(), 0, progress_bytes()), "cudaMemset");
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     fabric_.reset_signals(ranks_.front(), timeout_ns_);

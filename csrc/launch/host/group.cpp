@@ -19,29 +19,22 @@ HostGroup::HostGroup(const Heap& heap, std::vector<int> ranks, std::vector<char*
     std::vector<ControlBlock*> controls;
     for (char* base : heaps)
         controls.push_back(reinterpret_cast<ControlBlock*>(base + heap_.control()));
-    port_ = open_port(heaps, heap_.bytes(), heap_.channels);
+    if (nic_)
+        queues_ = std::make_unique<HostQueues>(*nic_, heap_.topology, ranks_.front(), heaps,
+                                               heap_.bytes(), heap_.channels);
     for (int rank : ranks_) {
         own_heaps_.push_back(heaps[rank]);
         states_.push_back({rank, controls[rank], controls, timeout});
         states_.back().waited = reinterpret_cast<uint64_t*>(heaps[rank] + heap_.waited());
-        fabrics_.push_back(fabric_of(rank, heaps, port_));
+        fabrics_.push_back(fabric_of(rank, heaps, queues_.get()));
     }
 }
 
-HostGroup::~HostGroup() {
-    if (port_) nic_->close(port_);
-}
-
 AnyHostFabric HostGroup::fabric_of(int rank, const std::vector<char*>& heaps,
-                                   const std::shared_ptr<SoftwareNic::Port>& port) const {
-    if (port) return QueueFabric(heap_.topology, rank, heaps, port);
+                                   const HostQueues* queues) const {
+    if (queues) return QueueFabric(queues->params(), rank);
     if (network_) return HostFabric(heap_.topology, rank, heaps, network_.get());
     return MappedHostFabric(heap_.topology, rank, heaps);
-}
-
-std::shared_ptr<SoftwareNic::Port> HostGroup::open_port(std::vector<char*> heaps, size_t bytes,
-                                                        int channels) const {
-    return nic_ ? nic_->open(std::move(heaps), bytes, channels) : nullptr;
 }
 
 void HostGroup::run(Count count, bool begins_call, std::vector<Tasks> phases,

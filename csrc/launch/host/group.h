@@ -14,7 +14,7 @@
 #include "exec/host/fibers.h"
 #include "exec/host/host_warp.h"
 #include "fabric/host_fabric.h"
-#include "fabric/queue/queue_fabric.h"
+#include "fabric/queue/host_queues.h"
 
 namespace ep {
 
@@ -40,7 +40,7 @@ class HostGroup {
     // mirrors of their control blocks.
     HostGroup(const Heap& heap, std::vector<int> ranks, std::vector<char*> heaps, Schedule schedule,
               std::chrono::duration<double> timeout, SoftwareNic* nic = nullptr);
-    ~HostGroup();
+    HostGroup(const HostGroup&) = delete;
 
     // One argument per rank of this process, in the order of `ranks`. They return when all roles
     // have, for whatever reason: see finished(). `interrupted` is asked from time to time on the
@@ -71,12 +71,10 @@ class HostGroup {
     friend class HostLowLatency;
 
     using Tasks = std::vector<std::vector<RoleTask>>;  // of each rank
-    // How the rank reaches the others, of which `heaps` are those of a mode.
+    // How the rank reaches the others, of which `heaps` are those of a mode. queues: null where
+    // there is no network card.
     AnyHostFabric fabric_of(int rank, const std::vector<char*>& heaps,
-                            const std::shared_ptr<SoftwareNic::Port>& port) const;
-    // Null where there is no network card.
-    std::shared_ptr<SoftwareNic::Port> open_port(std::vector<char*> heaps, size_t bytes,
-                                                 int channels) const;
+                            const HostQueues* queues) const;
     template <class Warp>
     auto adder(Tasks& tasks, size_t index);
     // count(calls, number): where calls of this kind are counted.
@@ -102,7 +100,7 @@ class HostGroup {
     std::vector<AnyHostFabric> fabrics_;
     std::vector<char*> own_heaps_;
     SoftwareNic* nic_;
-    std::shared_ptr<SoftwareNic::Port> port_;
+    std::unique_ptr<HostQueues> queues_;
     Schedule schedule_;
     std::unique_ptr<SimulatedNetwork> network_;
     std::unique_ptr<SeededExecutor> seeded_;

@@ -9,15 +9,16 @@ namespace ep {
 HostLowLatency::HostLowLatency(HostGroup& group, const LowLatencyHeap& heap,
                                const std::vector<char*>& heaps, int warps)
     : group_(group), heap_(heap), warps_(warps) {
-    port_ = group.open_port(heaps, heap.bytes(), heap.channels);
+    if (group.nic_)
+        queues_ = std::make_unique<HostQueues>(*group.nic_, heap.topology, group.ranks().front(),
+                                               heaps, heap.bytes(), heap.channels);
     for (const int rank : group.ranks()) {
         own_heaps_.push_back(heaps[rank]);
-        fabrics_.push_back(group.fabric_of(rank, heaps, port_));
+        fabrics_.push_back(group.fabric_of(rank, heaps, queues_.get()));
     }
 }
 
 HostLowLatency::~HostLowLatency() {
-    if (port_) group_.nic_->close(port_);
     std::mt19937_64 any_order;
     while (group_.network_ && group_.network_->deliver(any_order)) {
     }

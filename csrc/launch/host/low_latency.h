@@ -50,7 +50,7 @@ class HostLowLatency {
     int warps_;
     std::vector<AnyHostFabric> fabrics_;
     std::vector<char*> own_heaps_;
-    std::shared_ptr<SoftwareNic::Port> port_;
+    std::unique_ptr<HostQueues> queues_;
 };
 
 }  // namespace ep

@@ -21,6 +21,7 @@ class RankFabric : public NcclFabric {
 class Ranks {
   public:
     using Params = RankFabricParams;
+    static constexpr bool kOverHost = false;
 
     template <class AnyHeap>
     Ranks(const AnyHeap& heap, const std::vector<char*>& heaps, uint64_t seed)

@@ -95,8 +95,16 @@ struct Signal {
     Shared knowledge;
 };
 
+// Its steps are over one by one.
+struct Card {
+    uint32_t number;
+    uint32_t step = 0;
+    Knowledge known;
+};
+
 Shadow shadow;
 std::vector<Warp> warps;
+std::map<Name, Card> cards;
 unsigned warps_of_rank;
 std::map<Name, Actor> actors;
 std::unordered_map<const uint64_t*, Flag> flags;
@@ -217,6 +225,7 @@ void begin(unsigned num_warps, unsigned warps_per_rank) {
 void end() {
     warps.clear();
     actors.clear();
+    cards.clear();
     flags.clear();
     signals.clear();
     shadow.clear();
@@ -404,6 +413,65 @@ void acquire_signal(const uint64_t* word, uint64_t found) {
         if (signal.sum <= found) last = &signal.knowledge;
     }
     if (last) learn_from(word, *last);
+}
+
+namespace {
+
+Card& card_of(const Name& name) {
+    return cards.try_emplace(name, Card{actor({~uintptr_t{0}, name[0], name[1]}).number})
+        .first->second;
+}
+
+void expect_known(const Clock& clock, const Access& access, const char* what, uintptr_t address) {
+    if (!access.exists) return;
+    if (access.step != Access::kUnfinished && clock[access.actor] > access.step) return;
+    const std::string text = std::string("a race: the network card ") + what + " " +
+                             shadow.describe(address) + ", after warp or actor " +
+                             std::to_string(access.actor) + ", step " + std::to_string(access.step);
+    die(text.c_str());
+}
+
+void end_step(Card& card) {
+    ++card.step;
+    card.known.written.set(card.number, card.step);
+    card.known.read.set(card.number, card.step);
+}
+
+}  // namespace
+
+void card_acquire(const Name& name, const uint64_t* flag) {
+    const auto found = flags.find(flag);
+    if (found != flags.end() && found->second.scope == Scope::System)
+        card_of(name).known.join(*found->second.knowledge);
+}
+
+void card_read(const Name& name, const void* address, size_t bytes) {
+    if (!shadow.has(address)) return;
+    Card& card = card_of(name);
+    shadow.for_cells(address, bytes, [&](Cell& cell, uintptr_t at) {
+        expect_known(card.known.written, cell.write, "reads", at);
+        if (cell.read.exists) cell.other_reads.push_back(cell.read);
+        cell.read = {card.number, card.step};
+    });
+    end_step(card);
+}
+
+void card_write(const Name& name, void* address, const void* bytes, size_t count) {
+    std::memcpy(address, bytes, count);
+    if (!shadow.has(address)) return;
+    Card& card = card_of(name);
+    shadow.for_cells(address, count, [&](Cell& cell, uintptr_t at) {
+        expect_known(card.known.written, cell.write, "writes", at);
+        expect_known(card.known.read, cell.read, "writes what is read of", at);
+        for (const Access& other : cell.other_reads)
+            expect_known(card.known.read, other, "writes what is read of", at);
+        remember_write(cell, {card.number, card.step, 0, true});
+    });
+    end_step(card);
+}
+
+void card_signal(const Name& name, const uint64_t* word, uint64_t sum) {
+    signals[word].push_back({sum, std::make_shared<Knowledge>(card_of(name).known)});
 }
 
 }  // namespace simt::order

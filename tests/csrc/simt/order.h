@@ -71,4 +71,13 @@ void learn(const Actor& actor, uint32_t steps);
 void signal(const Actor& actor, const uint64_t* word, uint64_t sum);
 void acquire_signal(const uint64_t* word, uint64_t found);
 
+// ---- a network card, which does of its own accord what it finds in memory, in steps of its own
+
+// It finds a flag of this memory as it is. Of the system's scope: it is no part of a GPU.
+void card_acquire(const Name& card, const uint64_t* flag);
+void card_read(const Name& card, const void* address, size_t bytes);
+void card_write(const Name& card, void* address, const void* bytes, size_t count);
+// It has brought a word to `sum`, after all that it did before.
+void card_signal(const Name& card, const uint64_t* word, uint64_t sum);
+
 }  // namespace simt::order

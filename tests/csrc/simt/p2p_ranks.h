@@ -10,6 +10,7 @@ namespace ep {
 class Ranks {
   public:
     using Params = P2pFabricParams;
+    static constexpr bool kOverHost = false;
 
     template <class AnyHeap>
     Ranks(const AnyHeap& heap, const std::vector<char*>& heaps, uint64_t) {

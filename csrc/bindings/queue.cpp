@@ -1,0 +1,103 @@
+#if defined(MEGATRON_EP_CUDA)
+
+#include "bindings/queue.h"
+
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <variant>
+#include <vector>
+
+#include "bindings/cuda_group.h"
+#include "bindings/cuda_low_latency.h"
+#include "fabric/cuda/device_memory.h"
+#include "fabric/shared_memory.h"
+#include "launch/queue/queue_heap.h"
+
+namespace py = pybind11;
+
+namespace ep {
+namespace {
+
+using QueueGroup = PyCudaGroup<QueueFabricParams>;
+using QueueLowLatency = PyCudaLowLatency<QueueFabricParams>;
+using Memories = std::vector<DeviceMemory*>;  // of the ranks of a node, by local rank
+
+std::unique_ptr<SoftwareNic> make_nic_of_gpu(int rank, const PinnedReport& report,
+                                             const std::vector<Segment*>& mirrors) {
+    std::vector<ControlBlock*> controls;
+    for (const Segment* mirror : mirrors)
+        controls.push_back(reinterpret_cast<ControlBlock*>(mirror->data()));
+    controls[rank] = report.data();
+    return std::make_unique<SoftwareNic>(rank, std::move(controls));
+}
+
+std::unique_ptr<QueueHeap> make_queue_heap(
+    SoftwareNic& nic, const PinnedReport& report,
+    const std::variant<const Heap*, const LowLatencyHeap*>& heap, int rank, int device) {
+    return std::visit(
+        [&](const auto* mode) {
+            return std::make_unique<QueueHeap>(nic, report, *mode, rank, device);
+        },
+        heap);
+}
+
+std::vector<char*> heaps_of(const Memories& memories) {
+    std::vector<char*> data;
+    for (const DeviceMemory* memory : memories) data.push_back(memory->data());
+    return data;
+}
+
+std::unique_ptr<QueueGroup> make_queue_group(const Heap& heap, int rank, const QueueHeap& network,
+                                             const Memories& memories, int device, int num_sms,
+                                             double timeout) {
+    const std::vector<char*> node = heaps_of(memories);
+    return std::make_unique<QueueGroup>(heap, network.fabric(node), std::vector<int>{rank},
+                                        std::vector<char*>{node[heap.topology.local_of(rank)]},
+                                        node, device, num_sms, timeout);
+}
+
+std::unique_ptr<QueueLowLatency> make_queue_low_latency(const QueueGroup& group,
+                                                        const LowLatencyHeap& heap,
+                                                        const QueueHeap& network,
+                                                        const Memories& memories, int blocks) {
+    const std::vector<char*> node = heaps_of(memories);
+    const int rank = group.group().ranks().front();
+    return std::make_unique<QueueLowLatency>(group, heap, network.fabric(node),
+                                             std::vector<char*>{node[heap.topology.local_of(rank)]},
+                                             blocks);
+}
+
+}  // namespace
+
+void bind_queue(py::module_& m) {
+    py::class_<PinnedReport>(m, "PinnedReport",
+                             "What a rank on a GPU tells of itself, and hears of others.")
+        .def(py::init<int>(), py::arg("device"));
+
+    m.def("nic_of_gpu", &make_nic_of_gpu, py::kw_only(), py::arg("rank"), py::arg("report"),
+          py::arg("mirrors"), py::keep_alive<0, 2>(), py::keep_alive<0, 3>(),
+          "That of a rank on a GPU. mirrors: of all ranks, its own is not used.");
+
+    py::class_<QueueHeap>(m, "QueueHeap",
+                          "What crosses the network of a rank's heap, and its send queues.")
+        .def(py::init(&make_queue_heap), py::kw_only(), py::arg("nic"), py::arg("report"),
+             py::arg("heap"), py::arg("rank"), py::arg("device"), py::keep_alive<1, 2>(),
+             py::keep_alive<1, 3>());
+
+    QueueGroup::bind(m, "QueueGroup",
+                     "The rank of a buffer that lives in this process, on a GPU; the heaps of its "
+                     "node are mapped here, and a SoftwareNic carries what goes to others.")
+        .def(py::init(&make_queue_group), py::kw_only(), py::arg("heap"), py::arg("rank"),
+             py::arg("network"), py::arg("memories"), py::arg("device"), py::arg("num_sms"),
+             py::arg("timeout"), py::keep_alive<1, 4>(), py::keep_alive<1, 5>());
+
+    QueueLowLatency::bind(m, "QueueLowLatency")
+        .def(py::init(&make_queue_low_latency), py::kw_only(), py::arg("group"), py::arg("heap"),
+             py::arg("network"), py::arg("memories"), py::arg("blocks"), py::keep_alive<1, 2>(),
+             py::keep_alive<1, 4>(), py::keep_alive<1, 5>());
+}
+
+}  // namespace ep
+
+#endif

@@ -1,0 +1,39 @@
+#pragma once
+
+#include <cstdint>
+#include <random>
+#include <vector>
+
+#include "fabric/queue/send_queue.h"
+
+namespace simt {
+
+// A network card for each rank of a process, which carries out its send queues: those of one queue
+// in order, different ones in any, each as late as it likes.
+class QueueCards {
+  public:
+    static constexpr uint64_t kLongestDelay = 2000;  // of a queue, in steps
+
+    // regions: by rank.
+    QueueCards(const std::vector<ep::SendQueues>& ranks, const std::vector<char*>& regions,
+               size_t bytes, uint64_t seed);
+    // Some time passes, and an entry may be carried out.
+    void step();
+
+    bool stopped = false;
+
+  private:
+    struct State {
+        uint64_t done = 0, held_until = 0;
+    };
+    void carry_out(size_t rank, size_t number, const ep::SendQueue& queue, State& state);
+
+    std::vector<ep::SendQueues> ranks_;
+    std::vector<char*> regions_;
+    size_t bytes_;
+    std::mt19937_64 random_;
+    uint64_t now_ = 0;
+    std::vector<std::vector<State>> states_;
+};
+
+}  // namespace simt
