@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ep import _C
-from megatron_ep.backends import connect, cuda, fabrics, release, sizes, tcp
+from megatron_ep.backends import connect, cuda, fabrics, peer_memory, release, sizes, tcp
 from megatron_ep.backends.codec import Plain
 from megatron_ep.backends.host import HostBackend
 from megatron_ep.backends.interface import HasMemory
@@ -147,7 +147,7 @@ class Buffer(RankGroup):
     EPError when the ranks cannot share memory or be connected, or one does not come within a minute or Config.timeout.
     """
 
-    _network: tcp.Network | None = None  # between machines, on the host
+    _network: tcp.Network | None = None  # between nodes, where the host carries it
 
     def __init__(
         self,
@@ -192,6 +192,7 @@ class Buffer(RankGroup):
             backend, fabric = connect.processes(
                 self._rendezvous, self.topology, config, self.heap, self.device, sms, infos, fabric
             )
+            self._network = backend.network
             backend.shares_gpu = sum(info.gpu == own.gpu for info in infos) > 1
             self._backend = backend
         else:
@@ -201,7 +202,8 @@ class Buffer(RankGroup):
             segments = self.shared_segments(self.heap.bytes)
             fabric = fabrics.Choice("shared memory", "host backend")
             if len(set(self._machines)) > 1:
-                self._network = tcp.Network(self.rank, self._machines, segments)
+                nic = _C.SoftwareNic(rank=self.rank, segments=segments)
+                self._network = tcp.Network(self.rank, self._machines, nic)
                 fabric = fabrics.Choice("tcp", f"host backend on {len(set(self._machines))} machines")
             self._backend = HostBackend(
                 self.heap,
@@ -419,12 +421,13 @@ class Buffer(RankGroup):
         """Memory of so many bytes on the GPU of each rank, mapped by all of this machine. Collective."""
         pids = self._rendezvous.gather(os.getpid())
         with torch.cuda.device(self.device):
-            return connect.peer_memories(
+            return peer_memory.peer_memories(
                 self._rendezvous, cuda.prepare_to_allocate, self.device, size, " ".join(map(str, pids))
             )
 
-    def low_latency_over_network(self, heap: _C.LowLatencyHeap, blocks: int) -> tuple[Any, Any]:
-        """Launches of so many blocks, and the network's memory with such a heap on each rank. Collective."""
+    def low_latency_over_network(self, heap: _C.LowLatencyHeap, blocks: int) -> tuple[Any, list[Any], Any]:
+        """Launches of so many blocks, and the memory with such a heap on each rank: what is mapped, and the network's.
+        Collective."""
         backend = self.live_backend()
         assert isinstance(backend, cuda.CudaBackend)
         return connect.low_latency(self._rendezvous, self.config, backend, self.fabric, heap, self.device, blocks)

@@ -35,7 +35,7 @@ def check(rank: int, gpus: Sequence[str | None], mapped: Sequence[int]) -> None:
                 f"rank {rank} on {gpus[rank]} and rank {other} on {gpus[other]} cannot share memory: these GPUs have "
                 "no native atomics on each other's (see nvidia-smi topo -p2p a), without which a rank that gives up "
                 "cannot stop the other; left is a network, with MEGATRON_EP_RANKS_PER_NODE=1 and MEGATRON_EP_FABRIC="
-                "nvshmem or nccl"
+                "nvshmem, nccl or tcp"
             )
 
 

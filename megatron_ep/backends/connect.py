@@ -9,24 +9,21 @@ import contextlib
 import dataclasses
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from megatron_ep import _C
-from megatron_ep.backends import atomics, cuda, fabrics, ibgda
+from megatron_ep.backends import atomics, cuda, fabrics, ibgda, over_host
 from megatron_ep.backends.cuda import CudaBackend
+from megatron_ep.backends.peer_memory import peer_memories
 from megatron_ep.backends.rank_info import RankInfo, machines
 from megatron_ep.backends.rendezvous import StoreRendezvous
 from megatron_ep.config import Config, Topology
 from megatron_ep.errors import EPError
 
 T = TypeVar("T")
-
-# Memory of other processes, by the buffers that mapped it.
-_mapped: weakref.WeakSet[_C.DeviceMemory] = weakref.WeakSet()
 
 NVSHMEM_SETUP_S = 300.0  # at least: with many ranks it takes long, and one that is given up cannot be tried again
 
@@ -51,7 +48,7 @@ def processes(
     fabric: fabrics.Choice | None = None,
 ) -> tuple[CudaBackend, fabrics.Choice]:
     """This process's rank, with a fabric; None: that which fits the hosts of all ranks."""
-    connectors = {"p2p": _connect_p2p, "nvshmem": _connect_nvshmem, "nccl": _connect_nccl}
+    connectors = {"p2p": _connect_p2p, "nvshmem": _connect_nvshmem, "nccl": _connect_nccl, "tcp": over_host.connect}
     hosts, wanted = machines(infos), [info.fabric for info in infos]
     fabric = fabric or fabrics.choose(hosts, wanted, rendezvous.gather)
     size = topology.world_size if fabric.name == "p2p" else topology.ranks_per_node
@@ -87,41 +84,6 @@ def _connect_p2p(
     group = " ".join(str(info.pid) for info in infos)
     memories = peer_memories(rendezvous, begin, device, heap.bytes, group)
     return rendezvous.agree(lambda: p2p(heap, [rendezvous.rank], memories, device, sms, config)), ""
-
-
-def peer_memories(
-    rendezvous: StoreRendezvous, begin: Callable[[], None], device: torch.device, size: int, group: str
-) -> list[Any]:
-    """Memory of so many bytes on each rank's GPU, mapped by all processes of the machine, and zeroed.
-
-    begin: returns when this rank writes to nobody's memory any more.
-    """
-
-    def create() -> tuple[_C.DeviceMemory, bytes]:
-        begin()
-        memory = _C.DeviceMemory.create(device.index, size, group)
-        return memory, memory.handle()
-
-    own, handles = rendezvous.exchange(create)
-
-    def open_others() -> list[_C.DeviceMemory]:
-        # Memory that is used again was still written to by ranks that were behind this one: credits, at the end of
-        # their last call. Now all have begun, and none writes before all have come here.
-        own.clear()
-        memories = [
-            own if rank == rendezvous.rank else _C.DeviceMemory.open(device.index, other, size)
-            for rank, other in enumerate(handles)
-        ]
-        _mapped.update(memory for memory in memories if memory is not own)
-        return memories
-
-    return rendezvous.agree(open_others)
-
-
-def maps_others() -> bool:
-    """Whether this process maps the memory of another one through CUDA IPC."""
-    cuda.catch_up()  # what a finalizer has dropped may be mapped still
-    return not all(memory.is_released for memory in _mapped)
 
 
 def p2p(
@@ -313,16 +275,21 @@ def low_latency(
     heap: Any,
     device: torch.device,
     blocks: int,
-) -> tuple[Any, Any]:
-    """The low-latency mode's launches over a buffer's network, and their memory there. blocks: of each launch."""
-    connect = {"nvshmem": _low_latency_over_nvshmem, "nccl": _low_latency_over_nccl}[fabric]
+) -> tuple[Any, list[Any], Any]:
+    """The low-latency mode's launches over a buffer's network, and their memory: what the processes of a machine map,
+    by rank, and that of the network's library. blocks: of each launch."""
+    connect = {
+        "nvshmem": _low_latency_over_nvshmem,
+        "nccl": _low_latency_over_nccl,
+        "tcp": over_host.low_latency,
+    }[fabric]
     with torch.cuda.device(device):
         return connect(rendezvous, config, backend, heap, device, blocks)
 
 
 def _low_latency_over_nvshmem(
     rendezvous: StoreRendezvous, config: Config, backend: CudaBackend, heap: Any, device: torch.device, blocks: int
-) -> tuple[Any, Any]:
+) -> tuple[Any, list[Any], Any]:
     nvshmem = fabrics.load_nvshmem()
     seconds = rendezvous.timeout.total_seconds()
 
@@ -333,21 +300,21 @@ def _low_latency_over_nvshmem(
 
     _, spares = rendezvous.exchange(prepare, seconds, kind=list[int])
 
-    def take() -> tuple[Any, Any]:
+    def take() -> tuple[Any, list[Any], Any]:
         unique_id, _, _ = nvshmem.initialised_for()
         memory = _nvshmem_memory(rendezvous, spares, unique_id, device, heap.bytes)
-        return nvshmem.NvshmemLowLatency(group=backend.group, heap=heap, memory=memory, blocks=blocks), memory
+        return nvshmem.NvshmemLowLatency(group=backend.group, heap=heap, memory=memory, blocks=blocks), [], memory
 
     return rendezvous.agree(take, _nvshmem_limit(rendezvous))
 
 
 def _low_latency_over_nccl(
     rendezvous: StoreRendezvous, config: Config, backend: CudaBackend, heap: Any, device: torch.device, blocks: int
-) -> tuple[Any, Any]:
+) -> tuple[Any, list[Any], Any]:
     memory, _ = _nccl_memory(rendezvous, cuda.prepare_to_allocate, heap, device)
     launches = fabrics.load_nccl().NcclLowLatency
     # clears the signals of an earlier one, as for a buffer
     made = rendezvous.agree(
         lambda: launches(group=backend.group, heap=heap, memory=memory, blocks=blocks), config.timeout_seconds
     )
-    return made, memory
+    return made, [], memory

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 from megatron_ep import _C
+from megatron_ep.backends import tcp
 from megatron_ep.backends.interface import CountSettings, Totals
 from megatron_ep.backends.launches import Launches
 from megatron_ep.backends.of_group import OfGroup
@@ -119,6 +120,7 @@ class CudaBackend(OfGroup):
         self.shares_gpu = False  # with other processes of the buffer
         self.memories: list[Any] = []
         self.network_memory: Any = None
+        self.network: tcp.Network | None = None  # where the host carries what goes to other nodes
         self._heap = heap
         self._device = device
         self._busy = threading.Lock()

@@ -3,8 +3,10 @@
 p2p: the processes of one machine map each other's memory through CUDA IPC; if it has several nodes, puts between them
 are copies. nvshmem and nccl: several machines, one-sided puts and signals between them (NCCL's GIN); a rank that gives
 up stops its own node at once, the other nodes within two seconds (`news.py`). NVSHMEM connects one group of ranks for
-as long as their processes live. The variable MEGATRON_EP_FABRIC, the same on all ranks, forces one; otherwise ranks on
-one machine use p2p, and ranks on several nvshmem, or nccl where some rank cannot load nvshmem.
+as long as their processes live. tcp: several machines, between which a thread of the host carries what the GPUs send
+(`over_host.py`); it needs neither a library nor a card. The variable MEGATRON_EP_FABRIC, the same on all ranks, forces
+one; otherwise ranks on one machine use p2p, and ranks on several nvshmem, or nccl where some rank cannot load nvshmem,
+or tcp where some rank can load neither or has no network card for RDMA.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from megatron_ep.errors import EPError
 VARIABLE = "MEGATRON_EP_FABRIC"
 NVSHMEM_LIBRARY = "libnvshmem_host.so.3"
 NCCL_LIBRARY = "libnccl.so.2"
+TCP = "tcp"
+NO_CARD = f"no network card for RDMA in {ibgda.CARDS}"
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,8 @@ def choose(hosts: Sequence[str], wanted: Sequence[str | None], gather: Callable[
     """The fabric for ranks on these hosts, whose environments want these, one each.
 
     Collective where a network may be needed: gather returns what every rank gave to it.
-    Raises on all ranks alike: ValueError for an unknown fabric, EPError when none fits or ranks want different ones.
+    Raises on all ranks alike: ValueError for an unknown fabric, EPError when the one that is wanted does not fit or
+    ranks want different ones.
     """
     forced = _wanted_by_all(wanted)
     machines = sorted(set(hosts))
@@ -50,18 +55,22 @@ def choose(hosts: Sequence[str], wanted: Sequence[str | None], gather: Callable[
         raise EPError(
             f"{VARIABLE}=p2p connects the processes of one machine, but the ranks run on {', '.join(machines)}"
         )
+    if forced == TCP:
+        return Choice(TCP, reason)
     lacking: list[str] = []
     for name in [forced] if forced else NETWORKS:
-        missing = gather(_missing(name))
+        missing = gather(_missing(name) if forced or ibgda.has_cards() else NO_CARD)
         if not any(missing):
             return Choice(name, "; ".join([reason, *lacking]))
         lacking.append(_by_rank(missing))
-    raise EPError(("" if forced else "no fabric connects several machines here: ") + "; ".join(lacking))
+    if forced:
+        raise EPError("; ".join(lacking))
+    return Choice(TCP, "; ".join([reason, *dict.fromkeys(lacking)]))
 
 
 def _wanted_by_all(wanted: Sequence[str | None]) -> str | None:
     values = f"environment variable {VARIABLE} is {_by_rank([repr(name) if name else 'unset' for name in wanted])}"
-    fabrics = ("p2p", *NETWORKS)
+    fabrics = ("p2p", *NETWORKS, TCP)
     if any(name and name not in fabrics for name in wanted):
         raise ValueError(f"{values}, must be one of {', '.join(fabrics)}")
     if len(set(wanted)) > 1:
@@ -180,6 +189,8 @@ def report() -> dict[str, str]:
             facts[name] = f"built, loads with {_loaded(NVSHMEM_LIBRARY if name == 'nvshmem' else NCCL_LIBRARY)}"
         except EPError as error:
             facts[name] = str(error)
+    facts[TCP] = "built, needs nothing else" if hasattr(_C, "QueueGroup") else "not built: there was no nvcc"
     facts["ibgda"] = ibgda.report()
-    facts["chosen"] = os.environ.get(VARIABLE) or "p2p on one machine, nvshmem or else nccl on several"
+    networks = "nvshmem, nccl or else tcp" if ibgda.has_cards() else f"tcp ({NO_CARD})"
+    facts["chosen"] = os.environ.get(VARIABLE) or f"p2p on one machine, {networks} on several"
     return facts

@@ -52,6 +52,11 @@ def cards() -> list[str]:
     return sorted(card for card, driver in drivers.items() if driver.resolve().name.startswith("mlx5"))
 
 
+def has_cards() -> bool:
+    """Whether this machine has network cards of any kind for RDMA."""
+    return any(CARDS.glob("*"))
+
+
 def is_wanted(environment: Mapping[str, str]) -> bool:
     """Whether the user leaves IBGDA on."""
     return ENABLE not in environment or _is_true(environment[ENABLE])

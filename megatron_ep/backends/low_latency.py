@@ -189,8 +189,9 @@ def connect(
     blocks = cuda.num_sms(buffer.config, buffer.device, len(buffer.ranks)) * len(buffer.ranks)
     if not isinstance(backend.group, _C.CudaGroup):
         heap = make_heap(blocks, staged=topology.nodes > 1)
-        group, memory = buffer.low_latency_over_network(heap, blocks)
-        return heap, CudaLowLatencyRanks(backend, group, masks, network_memory=memory), masks
+        group, memories, memory = buffer.low_latency_over_network(heap, blocks)
+        buffer.open_on_network(tolerates_loss=masks is not None)
+        return heap, CudaLowLatencyRanks(backend, group, masks, memories, network_memory=memory), masks
     heap = make_heap(1, staged=False)
     if local:
         with torch.cuda.device(buffer.device):

@@ -39,7 +39,8 @@ class NetworkTrial:
         self.most_bytes = most_bytes
         self.others = [rank for rank, machine in enumerate(machines) if machine != machines[rendezvous.rank]]
         controls = [_C.Segment.anonymous(_C.SoftwareNic.mirror_bytes) for _ in machines]
-        self._network = Network(rendezvous.rank, machines, controls, address)
+        nic = _C.SoftwareNic(rank=rendezvous.rank, segments=controls)
+        self._network = Network(rendezvous.rank, machines, nic, address)
         heap = _C.Segment.anonymous(_C.NetworkLoad.heap_bytes(**sizes))
         # before the connections: the others' puts find it there
         self._load: _C.NetworkLoad | None = _C.NetworkLoad(

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_ep.backends import connect
+from megatron_ep.backends import connect, peer_memory
 from megatron_ep.backends.interface import Backend
 from megatron_ep.backends.rendezvous import DECISION_S, StoreRendezvous
 from megatron_ep.errors import EPError
@@ -51,8 +51,8 @@ def of_machine(
     *,
     all_came: bool,
 ) -> None:
-    """Of memory that processes have mapped, a list by rank each. Raises EPError naming the ranks that still map that of
-    this one: then it stays, for a later buffer.
+    """Of memory that processes have mapped, a list by rank each, with None for what is not mapped here. Raises EPError
+    naming the ranks that still map that of this one: then it stays, for a later buffer.
 
     has_ended: whether a rank's process has, so that it maps nothing any more.
     release_left: gives back what closed buffers of these ranks have left.
@@ -60,9 +60,9 @@ def of_machine(
     """
     for of_ranks in memories:
         for rank, memory in enumerate(of_ranks):
-            if rank != rendezvous.rank:
+            if rank != rendezvous.rank and memory is not None:
                 memory.release()
-    own_word = MAPS_OTHERS if connect.maps_others() else MAPS_NOBODY
+    own_word = MAPS_OTHERS if peer_memory.maps_others() else MAPS_NOBODY
     seconds = rendezvous.timeout.total_seconds() if all_came else DECISION_S
     words = rendezvous.leave(own_word, has_ended, seconds)
     late = [rank for rank in range(rendezvous.world_size) if rank not in words and not has_ended(rank)]

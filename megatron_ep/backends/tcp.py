@@ -1,4 +1,4 @@
-"""The host's network: ranks on different machines, connected by TCP, a connection a pair.
+"""The network of the host: ranks on different machines, connected by TCP, a connection a pair.
 
 Each rank listens on one address, on a port that the system picks, as long as the others connect. What it takes from a
 stranger is 32 bytes, for five seconds, and not from many at a time.
@@ -59,15 +59,15 @@ class Network:
 
     rank: this one.
     machines: of each rank, by which those of this machine are told from the others.
-    segments: of each rank its heap, or for those on other machines memory of `_C.SoftwareNic.mirror_bytes`.
+    nic: what carries its bytes.
     address: on which this rank listens; None: `own_address`.
     """
 
-    def __init__(self, rank: int, machines: Sequence[str], segments: Sequence[_C.Segment], address: str | None = None):
+    def __init__(self, rank: int, machines: Sequence[str], nic: _C.SoftwareNic, address: str | None = None):
         self._rank = rank
         self._address = address
         self._machines = list(machines)
-        self.nic = _C.SoftwareNic(rank=rank, segments=list(segments))
+        self.nic = nic
         self._leave = weakref.finalize(self, self.nic.stop, LEAVE_S)  # at exit, too
 
     def connect(self, meeting: StoreRendezvous) -> None:

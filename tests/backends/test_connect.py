@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import megatron_ep as ep
 from megatron_ep import _C
-from megatron_ep.backends import connect, cuda, fabrics, ibgda
+from megatron_ep.backends import connect, cuda, fabrics, ibgda, peer_memory
 from megatron_ep.backends.rank_info import RankInfo
 from megatron_ep.backends.rendezvous import StoreRendezvous
 from megatron_ep.bench.local_ranks import LocalRanks
@@ -220,7 +220,7 @@ def run_late_credit() -> bytes:
             STORE().set("released", "1")
 
     with ranks_with(""), mock.patch.object(_C, "DeviceMemory", MemoryLeftOver):
-        connect.peer_memories(rendezvous_of(), finish_earlier_calls, DEVICE, BYTES, "")
+        peer_memory.peer_memories(rendezvous_of(), finish_earlier_calls, DEVICE, BYTES, "")
     return STORE().get("released")
 
 
@@ -274,7 +274,7 @@ def run_without_atomics() -> str:
 def test_gpus_without_native_atomics_are_named_on_all_ranks(ranks) -> None:
     own = "rank 1 on GPU-1 and rank 2 on GPU-2 cannot share memory: these GPUs have no native atomics on each other's"
     first, second, third = ranks.run(run_without_atomics)
-    assert own in first and second.startswith(own) and "MEGATRON_EP_FABRIC=nvshmem or nccl" in first
+    assert own in first and second.startswith(own) and "MEGATRON_EP_FABRIC=nvshmem, nccl or tcp" in first
     assert third.startswith("rank 2 on GPU-2 and rank 1 on GPU-1 cannot share memory")
 
 
@@ -617,9 +617,9 @@ def low_latency_memory(rendezvous: StoreRendezvous, backend, fabric: str):
     heap, config = SimpleNamespace(bytes=BYTES), ep.Config(num_experts=8)
     fakes = {"synchronize": mock.DEFAULT, "device": current_device, "mem_get_info": lambda device: (FREE[0], 80 << 30)}
     with mock.patch.multiple(torch.cuda, **fakes):
-        launches, memory = connect.low_latency(rendezvous, config, backend, fabric, heap, DEVICE, 3)
+        launches, memories, memory = connect.low_latency(rendezvous, config, backend, fabric, heap, DEVICE, 3)
     assert (launches.group, launches.heap, launches.blocks) == (backend.group, heap, 3)
-    assert launches.memory is memory
+    assert launches.memory is memory and not memories
     return launches.memory
 
 

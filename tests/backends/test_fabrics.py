@@ -19,6 +19,15 @@ from megatron_ep.backends import fabrics, ibgda
 NETWORKS = list(fabrics.NETWORKS)
 
 
+@pytest.fixture(autouse=True)
+def cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of this machine's network cards, with one in it."""
+    folder = tmp_path / "infiniband"
+    (folder / "card").mkdir(parents=True)
+    monkeypatch.setattr(ibgda, "CARDS", folder)
+    return folder
+
+
 @pytest.fixture
 def find_spec(monkeypatch: pytest.MonkeyPatch):
     """Call it to make a module look as if it was not there."""
@@ -58,7 +67,7 @@ def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ep.EPError, match="p2p connects the processes of one machine, but the ranks run on a, b"):
         choose("a", "b", "a")
     monkeypatch.setenv(fabrics.VARIABLE, "carrier_pigeon")
-    with pytest.raises(ValueError, match="'carrier_pigeon', must be one of p2p, nvshmem, nccl"):
+    with pytest.raises(ValueError, match="'carrier_pigeon', must be one of p2p, nvshmem, nccl, tcp"):
         choose("a")
 
 
@@ -70,9 +79,19 @@ def test_several_machines_take_the_first_network_that_loads(monkeypatch: pytest.
     loads["nvshmem"] = refuse("nvshmem")
     assert choose("a", "b") == "nccl"
     loads["nccl"] = refuse("nccl")
-    with pytest.raises(ep.EPError, match="nvshmem lacks something; nccl lacks something"):
-        choose("a", "b")
+    assert choose("a", "b") == "tcp"
     assert choose("a", "a") == "p2p"
+
+
+def test_several_machines_without_a_card_take_the_host(monkeypatch: pytest.MonkeyPatch, cards: Path) -> None:
+    monkeypatch.delenv(fabrics.VARIABLE, raising=False)
+    monkeypatch.setattr(fabrics, "NETWORKS", dict.fromkeys(NETWORKS, lambda: None))
+    assert choose("a", "b", answers=[{1: fabrics.NO_CARD}, {1: fabrics.NO_CARD}]) == "tcp"
+    (cards / "card").rmdir()
+    assert choose("a", "b") == "tcp"
+    for name in (*NETWORKS, "tcp"):  # what is asked for counts
+        monkeypatch.setenv(fabrics.VARIABLE, name)
+        assert choose("a", "b") == choose("a", "a") == name
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -95,13 +114,17 @@ def test_why_a_fabric_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason("aa") == "one machine"
     assert reason("ab") == "2 machines; nvshmem lacks something"
     assert reason("aa", "nccl") == "MEGATRON_EP_FABRIC says so"
+    monkeypatch.setattr(fabrics, "NETWORKS", {name: refuse(name) for name in NETWORKS})
+    assert reason("ab") == "2 machines; nvshmem lacks something; nccl lacks something"
 
 
 def test_ranks_that_want_different_fabrics(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(fabrics.VARIABLE, raising=False)
     with pytest.raises(ep.EPError, match="is unset on rank 0 and 2, 'nccl' on rank 1, must be the same on all ranks"):
         choose("a", "a", "a", wanted={1: "nccl"})
-    with pytest.raises(ValueError, match="is unset on rank 0, 'pigeon' on rank 1, must be one of p2p, nvshmem, nccl"):
+    with pytest.raises(
+        ValueError, match="is unset on rank 0, 'pigeon' on rank 1, must be one of p2p, nvshmem, nccl, tcp"
+    ):
         choose("a", "a", wanted={1: "pigeon"})
 
 
@@ -109,8 +132,7 @@ def test_the_first_network_that_loads_everywhere(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv(fabrics.VARIABLE, raising=False)
     monkeypatch.setattr(fabrics, "NETWORKS", dict.fromkeys(NETWORKS, lambda: None))
     assert choose("a", "b", answers=[{1: "no nvshmem"}]) == "nccl"
-    with pytest.raises(ep.EPError, match=r"several machines here: no nvshmem on rank 1; no nccl on rank 0 and 2$"):
-        choose("a", "b", "c", answers=[{1: "no nvshmem"}, {0: "no nccl", 2: "no nccl"}])
+    assert choose("a", "b", "c", answers=[{1: "no nvshmem"}, {0: "no nccl", 2: "no nccl"}]) == "tcp"
     monkeypatch.setenv(fabrics.VARIABLE, "nvshmem")
     with pytest.raises(ep.EPError, match=r"^no nvshmem on rank 1$"):
         choose("a", "b", answers=[{1: "no nvshmem"}])
@@ -137,12 +159,9 @@ def test_a_fabric_that_was_not_built(find_spec, name: str) -> None:
     assert f"nvidia-{name}-cu13" in fabrics.report()[name]
 
 
-def test_no_fabric_for_several_machines(find_spec) -> None:
+def test_several_machines_need_no_library(find_spec) -> None:
     find_spec(*(f"megatron_ep._{name}" for name in NETWORKS))
-    with pytest.raises(
-        ep.EPError, match=r"no fabric connects several machines here: the nvshmem .*; the nccl fabric was"
-    ):
-        choose("a", "b")
+    assert choose("a", "b") == "tcp"
 
 
 def built(name: str) -> None:

@@ -188,7 +188,7 @@ def run_in_order(maps_others: bool) -> tuple[float, float, bool]:
     buffer, _ = make()
     rank, left = buffer.rank, []
     memories = [[Memory(0.3 if rank == 1 else 0.0) for _ in range(W)] for _ in range(2)]
-    with mock.patch.object(release.connect, "maps_others", lambda: maps_others and rank == 0):
+    with mock.patch.object(release.peer_memory, "maps_others", lambda: maps_others and rank == 0):
         release.of_machine(
             buffer._rendezvous, memories, buffer._has_ended, lambda: left.append(time.monotonic()), all_came=True
         )

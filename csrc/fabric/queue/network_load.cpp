@@ -1,6 +1,7 @@
 #include "fabric/queue/network_load.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -49,6 +50,45 @@ class Pattern {
     uint64_t key_;
 };
 
+// What posts in a queue: one thread, instead of the warps of a channel. Its rings are much shorter
+// than a queue, so it waits for room for a moment at most.
+class Poster {
+  public:
+    template <Scope>
+    uint64_t arrive(uint64_t* counter) const {
+        return (*counter)++;
+    }
+    template <class F>
+    bool wait_all(Wait, int, F&& condition) const {
+        const auto deadline = Clock::now() + std::chrono::seconds(10);
+        for (;;) {
+            const WaitCondition now = condition(0);
+            if (now.observed >= now.required) return true;
+            if (Clock::now() > deadline) return false;
+            std::this_thread::yield();
+        }
+    }
+    template <class F>
+    void lanes(int count, F&& f) const {
+        for (int lane = 0; lane < count; ++lane) f(lane);
+    }
+    template <Scope>
+    void publish(uint64_t* word, uint64_t value) const {
+        std::atomic_ref<uint64_t>(*word).store(value, std::memory_order_release);
+    }
+    template <Scope>
+    static uint64_t acquire(const uint64_t* word) {
+        return std::atomic_ref<uint64_t>(const_cast<uint64_t&>(*word))
+            .load(std::memory_order_acquire);
+    }
+};
+
+void require_room(bool was_posted, int peer) {
+    if (!was_posted)
+        throw std::runtime_error("nothing is taken from the send queue to rank " +
+                                 std::to_string(peer));
+}
+
 }  // namespace
 
 size_t NetworkLoad::Sizes::heap_bytes() const {
@@ -92,15 +132,13 @@ uint64_t NetworkLoad::word_at(size_t offset) const {
 
 // The memory of all ranks has the same layout: what this rank writes there stands in its own place.
 void NetworkLoad::post_put(const Ring& ring, size_t bytes) {
-    const SendQueue& queue = port_->puts(ring.channel, ring.peer);
+    const SendQueue queue = port_->queues().puts(ring.channel, ring.peer);
     const size_t source = slot(true, ring.channel, ring.peer, ring.sent);
-    queue.post(SendEntry::write_of(queue.next_index(), queue.number, queue.key,
-                                   slot(false, ring.channel, rank_, ring.sent), source,
-                                   static_cast<uint32_t>(bytes)));
-    queue.post(SendEntry::add_of(queue.next_index(), queue.number, queue.key,
-                                 signal(ring.channel, rank_), 1, queue.scratch));
-    queue.ring();
-    port_->wake();
+    const size_t place = slot(false, ring.channel, rank_, ring.sent);
+    Poster poster;
+    require_room(queue.post_write(poster, ring.peer, place, source, static_cast<uint32_t>(bytes)) &&
+                     queue.post_add(poster, ring.peer, signal(ring.channel, rank_), 1),
+                 ring.peer);
 }
 
 bool NetworkLoad::send(Ring& ring, uint64_t goal, size_t bytes, std::optional<uint64_t> seed) {
@@ -130,7 +168,7 @@ bool NetworkLoad::receive(Ring& ring, uint64_t goal, size_t bytes, std::optional
         throw wrong("was signalled before there was room for it");
     const uint64_t came = std::min(signalled, goal);  // the peer may be in its next call
     if (came == ring.received) return false;
-    const SendQueue& queue = port_->credits(ring.channel, ring.peer);
+    const SendQueue queue = port_->queues().credits(ring.channel, ring.peer);
     const uint64_t taken = came - ring.received;
     for (; ring.received < came; ++ring.received) {
         if (!seed) continue;
@@ -139,10 +177,8 @@ bool NetworkLoad::receive(Ring& ring, uint64_t goal, size_t bytes, std::optional
                             expected.size(bytes)))
             throw wrong("is not what was sent: bytes were lost, or came after their signal");
     }
-    queue.post(SendEntry::add_of(queue.next_index(), queue.number, queue.key,
-                                 credit(ring.channel, rank_), taken, queue.scratch));
-    queue.ring();
-    port_->wake();
+    Poster poster;
+    require_room(queue.post_add(poster, ring.peer, credit(ring.channel, rank_), taken), ring.peer);
     return true;
 }
 
