@@ -1,7 +1,7 @@
 """`megatron-ep bench host`: what the host does for a call that is launched on a GPU, by its own clock.
 
 One rank, which sends to itself; the GPU is idle before each round of calls, and has not finished when the host has.
-T tokens, H hidden, K picks of a token, E experts, bf16.
+T tokens, H hidden, K choices of a token, E experts, bf16.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ In one run, in turns: dispatch and combine as in `megatron-ep bench`, beside Meg
 that must cross between machines over plain TCP connections, both ways at once ("plain_tcp"), and the same bytes as puts
 with signals and credits ("puts"). A rank's bytes are those that it sends to ranks of other nodes: a token once for each
 node that it goes to. Then half a round trip of a put and its signal beside a plain message of the same size, and what a
-rank's thread for the network takes of a core while nobody sends. T tokens on this rank, H hidden, E experts, K picks.
+rank's thread for the network takes of a core while nobody sends. T tokens on this rank, H hidden, E experts, top-k K.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ class Examination:
     # ---- steps, which all ranks take together
 
     def _reach(self, address: str | None) -> list[str]:
-        """Who does not reach whom, a line each."""
+        """Which rank does not reach which, a line each."""
         others = [rank for rank, machine in enumerate(self.machine_of) if machine != self.machine_of[self.rank]]
         with contextlib.ExitStack() as stack:
 
