@@ -5,7 +5,9 @@
 
 #include <unistd.h>
 
+#include <cstdlib>
 #include <functional>
+#include <random>
 
 #if __has_include(<infiniband/mlx5dv.h>)
 #include <infiniband/mlx5dv.h>
@@ -68,7 +70,7 @@ struct HelpingWarp : SpinningWarp {
 
     template <class F>
     bool wait_all(Wait, int, F&& need) {
-        for (WaitCondition mine = need(0); mine.seen < mine.expected; mine = need(0)) help();
+        for (WaitCondition mine = need(0); mine.observed < mine.required; mine = need(0)) help();
         return true;
     }
 };
@@ -148,13 +150,58 @@ void check_garbage() {
     }
 }
 
+void write_out(const void* data, size_t bytes) {
+    require(std::fwrite(data, 1, bytes, stdout) == bytes, "no output");
+}
+
+// Writes to stdout what test_send_queue.py reads: the region of a rank, so many entries of a queue
+// of it, the doorbell and the completion after them, and what they made of the region of the other
+// rank.
+void dump(uint64_t seed, int entries) {
+    auto a = std::make_unique<TestRank>(0), b = std::make_unique<TestRank>(1);
+    int sockets[2];
+    require(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0, "no sockets");
+    std::mt19937_64 random(seed);
+    for (char& byte : a->heap) byte = static_cast<char>(random());
+    a->nic->start({-1, sockets[0]});
+    b->nic->start({sockets[1], -1});
+    write_out(a->heap.data(), a->heap.size());
+    const SendQueue queue = a->port->queues().puts(0, 1);
+    SpinningWarp warp;
+    for (int i = 0; i < entries; ++i) {
+        const bool is_last = i == entries - 1;
+        if (!is_last && random() % 3) {
+            const auto bytes = static_cast<uint32_t>(random() % (random() % 8 ? 300 : 150'000));
+            const uint64_t dst = kData + random() % (kHeapBytes - kData - bytes);
+            require(queue.post_write(warp, 1, dst, random() % (kHeapBytes - bytes), bytes),
+                    "no room");
+        } else {
+            const uint64_t flag = is_last ? 0 : 8 + 8 * (random() % 100);
+            require(queue.post_add(warp, 1, flag, is_last ? 1 : random()), "no room");
+        }
+        write_out(&queue.entries[i & (queue.depth - 1)], sizeof(SendEntry));
+    }
+    require(warp.wait_all(Wait::None, 1, [&](int) { return WaitCondition{b->flag(0), 1, 0}; }),
+            "not all was carried out");
+    a->nic->stop(std::chrono::seconds(5));
+    b->nic->stop(std::chrono::seconds(5));
+    write_out(queue.doorbell, sizeof(DoorbellRecord));
+    write_out(queue.completion, sizeof(Completion));
+    write_out(b->heap.data(), b->heap.size());
+}
+
 }  // namespace
 }  // namespace ep
 
-int main() {
+int main(int argc, char** argv) {
+    if (argc == 4 && std::string(argv[1]) == "dump") {
+        ep::dump(std::strtoull(argv[2], nullptr, 10), std::atoi(argv[3]));
+        return 0;
+    }
     ep::check_format();
     ep::check_wrap();
     ep::check_garbage();
     ep::run_rounds(70'000);
+    for (uint64_t seed = 0; seed < 1'000; ++seed) ep::run_rounds(30, seed);
     std::puts("every signal came after its puts");
 }

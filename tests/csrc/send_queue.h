@@ -1,12 +1,17 @@
 #pragma once
 
 #include <sys/socket.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <optional>
+#include <random>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -78,17 +83,79 @@ inline void require(bool ok, const std::string& what) {
     if (!ok) throw std::runtime_error(what);
 }
 
+// What lies between two ranks: with a seed it carries a few bytes at a time, whenever it likes, and
+// holds few, so that everything arrives in parts. Without one it is a pair of sockets.
+class Wire {
+  public:
+    explicit Wire(std::optional<uint64_t> seed) {
+        if (!seed) {
+            connect(ends_[0], ends_[1]);
+            return;
+        }
+        random_.seed(*seed);
+        for (int side : {0, 1}) {
+            connect(ends_[side], inner_[side]);
+            const int few = 4096 << random_() % 4;
+            for (const int socket : {ends_[side], inner_[side]})
+                setsockopt(socket, SOL_SOCKET, SO_SNDBUF, &few, sizeof few);
+        }
+        thread_ = std::jthread([this](const std::stop_token& stop) { run(stop); });
+    }
+    ~Wire() {
+        if (!thread_.joinable()) return;
+        thread_.request_stop();
+        thread_.join();
+        for (const int socket : inner_) close(socket);
+    }
+    Wire(const Wire&) = delete;
+    // For a rank, which closes it.
+    int end(int rank) const { return ends_[rank]; }
+
+  private:
+    static void connect(int& one, int& other) {
+        int sockets[2];
+        require(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0, "no sockets");
+        one = sockets[0];
+        other = sockets[1];
+    }
+
+    void run(const std::stop_token& stop) {
+        std::array<char, 70'000> bytes;
+        while (!stop.stop_requested()) {
+            bool moved = false;
+            for (int side : {0, 1}) {
+                if (random_() % 3 == 0) continue;
+                const size_t most = random_() % 2 ? 1 + random_() % 40 : bytes.size();
+                const ssize_t got = recv(inner_[side], bytes.data(), most, MSG_DONTWAIT);
+                for (ssize_t sent = 0; sent < got && !stop.stop_requested();) {
+                    const size_t part = std::min<size_t>(got - sent, 1 + random_() % 5000);
+                    const ssize_t done = send(inner_[1 - side], bytes.data() + sent, part,
+                                              MSG_DONTWAIT | MSG_NOSIGNAL);
+                    if (done > 0) sent += done;
+                    if (done < 0 && errno != EAGAIN) break;
+                    if (done < 0) std::this_thread::yield();
+                }
+                moved |= got > 0;
+            }
+            if (!moved) std::this_thread::yield();
+        }
+    }
+
+    int ends_[2], inner_[2];
+    std::mt19937_64 random_;
+    std::jthread thread_;
+};
+
 // `rounds` puts of sizes that differ, each with a signal, and a credit for each that was read.
-inline void run_rounds(uint64_t rounds) {
+inline void run_rounds(uint64_t rounds, std::optional<uint64_t> seed = std::nullopt) {
     auto a = std::make_unique<TestRank>(0), b = std::make_unique<TestRank>(1);
-    int sockets[2];
-    require(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0, "no sockets");
-    a->nic->start({-1, sockets[0]});
-    b->nic->start({sockets[1], -1});
+    const Wire wire(seed);
+    a->nic->start({-1, wire.end(0)});
+    b->nic->start({wire.end(1), -1});
     constexpr uint64_t kAhead = 4;
     constexpr size_t kMost = 200'000;
-    const auto bytes_of = [](uint64_t round) {
-        return round % 1000 == 7 ? kMost : 8 * (1 + round % 5);
+    const auto bytes_of = [&](uint64_t round) {
+        return (round + seed.value_or(0)) % 1000 == 7 ? kMost : 8 * (1 + round % 5);
     };
     std::jthread producer([&] {
         SpinningWarp warp;
@@ -123,8 +190,9 @@ inline void run_rounds(uint64_t rounds) {
     }
     producer.join();
     require(b->flag(kFlags) == rounds && a->controls[0].abort == 0, "more or less than was sent");
-    a->nic->stop(std::chrono::seconds(5));
+    std::jthread other([&] { a->nic->stop(std::chrono::seconds(5)); });
     b->nic->stop(std::chrono::seconds(5));
+    other.join();
     require(a->lost(1).empty() && b->lost(0).empty(), "a connection broke");
 }
 

@@ -4,6 +4,6 @@ import cpp
 import pytest
 
 
-@pytest.mark.parametrize("label", ["numbering", "cuda_host", "simt", "schedules", "steps"])
+@pytest.mark.parametrize("label", ["numbering", "send_queue", "cuda_host", "simt", "schedules", "steps"])
 def test_cpp(label: str) -> None:
     cpp.run_tests(label)
