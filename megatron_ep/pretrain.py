@@ -93,6 +93,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     shared_buffers.configure(**settings)
     announce.show()
     plugin.enable(router)
+    if options.ep_sequences:
+        from megatron_ep.megatron import attention
+
+        attention.enable()
     if flags.has_restarter(arguments) and importlib.util.find_spec("nvidia_resiliency_ext"):  # or Megatron warns
         from megatron_ep.megatron import restart
 
@@ -120,6 +124,11 @@ def _parser() -> argparse.ArgumentParser:
         help="fused: this project's router, whose choices go straight to the dispatcher (default: Megatron's)",
     )
     parser.add_argument("--ep-host", action="store_true", help="run on a machine without a GPU")
+    parser.add_argument(
+        "--ep-sequences",
+        action="store_true",
+        help="attention of packed sequences on whatever rank of its DP x CP group has time (local spec only)",
+    )
     for name, (kind, metavar, text) in SETTINGS.items():
         parser.add_argument(f"--ep-{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
     for name, (how, text) in OPTIONS.items():

@@ -169,7 +169,10 @@ class Samples:
         self._epoch, self._dataset = -1, None
 
     def batch(self, step: int, microbatch: int) -> dict[str, torch.Tensor]:
-        """tokens, labels [B, S] int64 and loss_mask [B, S] fp32 for this rank; B micro_batch_size, S seq_length."""
+        """tokens, labels [B, S] int64 and loss_mask [B, S] fp32 for this rank; B micro_batch_size, S seq_length.
+
+        With dataset.packed also cu_seqlens, int32 [documents + 1]: where they begin, and the end of the last.
+        """
         train = self._recipe.train
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
         if epoch != self._epoch:
@@ -178,7 +181,10 @@ class Samples:
         place = microbatch * self._recipe.topology.world_size + self._rank
         first = step_in_epoch * train.global_batch_size + place * train.micro_batch_size
         rows = [self._dataset[first + offset] for offset in range(train.micro_batch_size)]
-        return {name: torch.stack([row[name] for row in rows]) for name in ("tokens", "labels", "loss_mask")}
+        batch = {name: torch.stack([row[name] for row in rows]) for name in ("tokens", "labels", "loss_mask")}
+        if self._recipe.dataset.packed:
+            batch["cu_seqlens"] = document_bounds(batch["tokens"][0])
+        return batch
 
     def _shuffled(self, epoch: int) -> GPTDataset:
         config = GPTDatasetConfig(
@@ -195,6 +201,13 @@ class Samples:
         )
         documents = np.arange(len(self._indexed), dtype=np.int32)
         return GPTDataset(self._indexed, self._indexed.path_prefix, documents, None, Split.train, config)
+
+
+def document_bounds(tokens: torch.Tensor) -> torch.Tensor:
+    """int32 [documents + 1]: an end-of-document token is the last of its document."""
+    ends = (tokens == END_OF_DOCUMENT).nonzero()[:, 0] + 1
+    bounds = [0, *ends.tolist(), len(tokens)]
+    return torch.tensor(bounds if len(bounds) < 3 or bounds[-1] != bounds[-2] else bounds[:-1], dtype=torch.int32)
 
 
 @contextlib.contextmanager

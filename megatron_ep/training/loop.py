@@ -172,8 +172,17 @@ def _batches(samples: Samples, step: int, count: int, device: str) -> Iterator[d
 
 def _forward_step(batches: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
     """Megatron's forward_step_func: per-token losses [B, S], and the function that makes them one."""
+    from megatron_ep.megatron.attention import packed_sequences
+
     batch = next(batches)
-    losses = model(input_ids=batch["tokens"], position_ids=None, attention_mask=None, labels=batch["labels"])
+    packed = packed_sequences(batch["cu_seqlens"]) if "cu_seqlens" in batch else None
+    losses = model(
+        input_ids=batch["tokens"],
+        position_ids=None,
+        attention_mask=None,
+        labels=batch["labels"],
+        packed_seq_params=packed,
+    )
 
     def reduce(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         mask = batch["loss_mask"]

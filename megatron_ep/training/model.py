@@ -59,6 +59,10 @@ def build_model(recipe: Recipe, vocab_size: int) -> DistributedDataParallel:
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
     if recipe.dispatcher.type == "ep":
         spec = _with_ep_dispatcher(recipe, spec)
+    if recipe.dataset.packed:
+        from megatron_ep.megatron.attention import sequence_spec, varlen_spec
+
+        spec = sequence_spec(spec) if recipe.dispatcher.sequences else varlen_spec(spec)
     model = GPTModel(
         config=config,
         transformer_layer_spec=spec,

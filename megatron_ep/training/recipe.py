@@ -66,6 +66,14 @@ class Recipe(Section):
             "ddp.overlap_grad_reduce is true, must be false with train.device cuda: gloo cannot do it on a GPU",
         )
         require(
+            not self.dataset.packed or self.train.micro_batch_size == 1,
+            f"dataset.packed is true, train.micro_batch_size must be 1 then and is {self.train.micro_batch_size}",
+        )
+        require(
+            not self.dispatcher.sequences or self.dataset.packed,
+            "dispatcher.sequences is true, dataset.packed must be, too",
+        )
+        require(
             self.dispatcher.type != "allgather" or not self.model.moe_shared_expert_overlap,
             "model.moe_shared_expert_overlap is true, must be false with dispatcher.type allgather",
         )

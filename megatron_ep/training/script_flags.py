@@ -47,6 +47,8 @@ def ep_flags(recipe: ScriptRecipe) -> list[str]:
             f"dispatcher.type is {recipe.dispatcher.type}: pretrain_gpt.py has that one without this project"
         )
     words = [] if recipe.dispatcher.router == "megatron" else ["--ep-router", "fused"]
+    if recipe.dispatcher.sequences:
+        words.append("--ep-sequences")
     for name, value in recipe.dispatcher.settings().items():
         is_switch = name in NAMES and value is True
         words += [f"--ep-{name.replace('_', '-')}", *([] if is_switch else [str(value)])]

@@ -226,11 +226,15 @@ class Ddp(Section):
 
 
 class Dataset(Section):
-    """Text. path None: the Python language reference that ships with Python. cache_dir None: the user's cache."""
+    """Text. path None: the Python language reference that ships with Python. cache_dir None: the user's cache.
+
+    packed: the documents of a sequence do not see each other. (The printed TFLOP/s count attention as if they did.)
+    """
 
     path: str | None = None
     seq_length: Positive
     cache_dir: str | None = None
+    packed: bool = False
 
 
 class Tokenizer(Section):
@@ -256,12 +260,14 @@ class Dispatcher(Section):
     """ep: this project's dispatcher; alltoall and allgather: Megatron-Core's. The other keys are read by ep alone.
 
     router: fused: this project's router, whose choices go straight to the dispatcher; megatron: Megatron-Core's.
+    sequences: attention of packed sequences on whatever rank has time (`megatron_ep.megatron.attention`).
     moe_...: see `megatron_ep.megatron.options.Options`. The rest go to `megatron_ep.Config` (None: its default);
     num_sms matters with train.device cuda alone.
     """
 
     type: Literal["ep", "alltoall", "allgather"] = "ep"
     router: Literal["fused", "megatron"] = "fused"
+    sequences: bool = False
     timeout: PositiveFloat | None = None
     channels: Positive | None = None
     row_bytes: Positive | None = None
@@ -277,10 +283,11 @@ class Dispatcher(Section):
 
     def settings(self) -> dict[str, Any]:
         """What is given of `megatron_ep.Config` and of the options."""
-        return self.model_dump(exclude={"type", "router"}, exclude_defaults=True)
+        return self.model_dump(exclude={"type", "router", "sequences"}, exclude_defaults=True)
 
     @model_validator(mode="after")
     def _relations(self) -> Dispatcher:
+        require(not self.sequences or self.type == "ep", f"sequences is true, must be false with type {self.type}")
         settings = self.settings()
         Options(**{name: settings.pop(name) for name in NAMES if name in settings})
         Config(num_experts=1, **settings)  # both raise ValueError for what is out of range

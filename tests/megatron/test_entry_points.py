@@ -114,6 +114,18 @@ def test_pretrain_fits_the_timeout_to_the_restarter(tmp_path):
     assert done.stdout.splitlines()[-1:] == ["22.5 ['--inprocess-restart']"], done.stderr[-2000:]
 
 
+@pytest.mark.parametrize("options", [[], ["--ep-sequences"]])
+def test_pretrain_dispatches_attention_where_it_is_told_to(tmp_path, options):
+    (tmp_path / "script.py").write_text("from megatron_ep.megatron import attention\nprint(attention.is_enabled())")
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_ep.pretrain", *options, tmp_path / "script.py"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.splitlines()[-1:] == [str(bool(options))], done.stderr[-2000:]
+
+
 def _timeout_in_force():
     sys.argv = ["a_service.py", "--inprocess-restart", "--inprocess-soft-timeout", "30"]
     buffer = shared_buffers.shared_buffer(torch.distributed.group.WORLD, 8, torch.device("cpu"))

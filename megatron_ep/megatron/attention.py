@@ -1,0 +1,349 @@
+"""`DispatchedCoreAttention`: the attention of packed sequences, balanced over all ranks that have other data or other
+parts of the same, and `sequence_spec`, which puts it into a model's spec.
+
+It stands where a spec has Megatron's core attention: behind rotary embedding, before the output projection. There Q, K
+and V go to the ranks that have time, and the output comes back. The ranks are those of data and context parallelism
+(DP x CP), for each tensor-parallel rank its own heads.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec, get_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_ep.buffer import Buffer
+from megatron_ep.megatron.layer import _replaced
+from megatron_ep.megatron.shared_buffers import shared_buffer
+from megatron_ep.sequences.dispatcher import SequenceDispatcher
+from megatron_ep.sequences.plan import SequencePlan, Shard
+from megatron_ep.sequences.planner import RowBytes, balance
+
+Spec = TypeVar("Spec")
+
+_dispatchers: WeakKeyDictionary[Buffer, SequenceDispatcher] = WeakKeyDictionary()
+_originals: dict[type, Callable[..., None]] = {}
+
+
+class VarlenAttention(torch.nn.Module):
+    """Causal attention of packed sequences (THD) in torch, one sequence after the other; Megatron's own needs
+    Transformer Engine for them. Keys may be more than queries: the last query sees all of its sequence.
+
+    Args:
+        config: the model's; attention_dropout must be 0, and context_parallel_size 1.
+        attn_mask_type: a causal one; None for that.
+        softmax_scale: None for 1 / sqrt(width of Q).
+        options: what else Megatron gives a core attention.
+
+    Raises:
+        ValueError: the model needs more of its attention than that.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        attn_mask_type: Any = None,
+        softmax_scale: float | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if attn_mask_type is not None and "causal" not in attn_mask_type.name:
+            raise ValueError(f"attn_mask_type is {attn_mask_type.name}, must be causal")
+        if config.context_parallel_size != 1:
+            raise ValueError(
+                f"context_parallel_size is {config.context_parallel_size}, must be 1 for attention on the rank itself"
+            )
+        if config.attention_dropout:
+            raise ValueError(f"attention_dropout is {config.attention_dropout}, must be 0 with packed sequences here")
+        if getattr(config, "window_size", None) is not None:
+            raise ValueError(f"window_size is {config.window_size}, must be None: attention is over all earlier tokens")
+        softmax = getattr(config, "softmax_type", "vanilla")
+        if softmax != "vanilla":
+            raise ValueError(f"softmax_type is {softmax!r}, must be 'vanilla'")
+        self.scale = softmax_scale
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        packed_seq_params: PackedSeqParams | None = None,
+        attention_bias: torch.Tensor | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """query [t, heads, D], key [s, KV heads, D], value [s, KV heads, width] to [t, heads * width]."""
+        params = _packed(packed_seq_params, attention_bias)
+        q_sizes, k_sizes = params.cu_seqlens_q.diff().tolist(), params.cu_seqlens_kv.diff().tolist()
+        # Nothing, but made of all three: every rank takes part in the backward pass.
+        nothing = query[:0, :, :1] * (key[:0].sum() + value[:0].sum())
+        out = [nothing.expand(0, query.shape[1], value.shape[2])]
+        for q, k, v in zip(query.split(q_sizes), key.split(k_sizes), value.split(k_sizes), strict=True):
+            q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+            seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril(k.shape[1] - q.shape[1])
+            group = q.shape[0] // k.shape[0]
+            k, v = (x.repeat_interleave(group, dim=0) for x in (k, v))
+            rows = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=self.scale)
+            out.append(rows.transpose(0, 1))
+        return torch.cat(out).flatten(1)
+
+
+class DispatchedCoreAttention(torch.nn.Module):
+    """Attention of packed sequences on whatever rank has time for it.
+
+    The first layer of a micro-batch asks all ranks of its DP x CP group for the lengths of their documents; all then
+    make the same plan, which the other layers, and what is computed again, use as well. A document's rows lie as
+    Megatron has them: whole on a rank, or with context parallelism its first and its last chunk on the first of the
+    ranks, and so on.
+
+    Args:
+        config, layer_number, attn_mask_type, attention_type, cp_comm_type, softmax_scale, pg_collection, options: as
+            any core attention of Megatron's.
+        core_attention: what the spec had in this place; `VarlenAttention` computes where it was `DotProductAttention`.
+
+    Raises:
+        ValueError: that was another one; or what `VarlenAttention` cannot do.
+    """
+
+    def __init__(self, config: TransformerConfig, *, core_attention: Any, **options: Any) -> None:
+        super().__init__()
+        kind = get_module(core_attention) if isinstance(core_attention, ModuleSpec) else core_attention
+        if kind not in (DotProductAttention, VarlenAttention):
+            raise ValueError(
+                f"core_attention is {getattr(kind, '__name__', kind)}, must be DotProductAttention: attention on other "
+                "ranks has no other inner attention yet, so build the model from Megatron's local spec"
+            )
+        of_one_rank = copy.copy(config)  # whose sequences are whole
+        of_one_rank.context_parallel_size = 1
+        self.inner = VarlenAttention(of_one_rank, **options)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        packed_seq_params: PackedSeqParams | None = None,
+        attention_bias: torch.Tensor | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """query [t, heads, D], key [t, KV heads, D], value [t, KV heads, width] to [t, heads * width].
+
+        Raises:
+            ValueError: no packed sequences, or rows that are not theirs; on all ranks alike.
+            EPError: as `SequenceDispatcher`.
+        """
+        params = _packed(packed_seq_params, attention_bias)
+        step = getattr(params, "_ep_sequences", None)
+        if step is None:
+            step = params._ep_sequences = _plan_step(params, query, key, value)
+        q, k, v = step.dispatcher.dispatch(query.contiguous(), key.contiguous(), value.contiguous(), step.plan)
+        if step.context_rows is not None:
+            k, v = k[step.context_rows], v[step.context_rows]
+        out = self.inner(q, k, v, packed_seq_params=step.params)
+        return step.dispatcher.combine(out, step.plan)
+
+
+def sequence_spec(spec: Spec) -> Spec:
+    """A copy of a spec in which every self-attention computes on whatever rank has time for it
+    (`DispatchedCoreAttention`); everything else is as it was. The model needs packed sequences (`PackedSeqParams`).
+
+    Args:
+        spec: of a layer, a block or a multi-token-prediction block, as Megatron's `get_gpt_*_spec` functions return
+            them; may have gone through `ep_layer_spec`.
+
+    Raises:
+        ValueError: no self-attention in the spec.
+    """
+    return _with_self_attention(spec, _with_dispatched_attention)
+
+
+def varlen_spec(spec: Spec) -> Spec:
+    """The same with `VarlenAttention`: each rank computes the attention of its own packed sequences.
+
+    Raises:
+        ValueError: as `sequence_spec`.
+    """
+    return _with_self_attention(spec, _with_varlen_attention)
+
+
+def _with_self_attention(spec: Spec, replace: Callable[[Any], Any]) -> Spec:
+    changed = _replaced(spec, replace, {})
+    if changed is spec:
+        raise ValueError(f"spec: no self-attention in this {type(spec).__name__}")
+    return changed
+
+
+def enable() -> None:
+    """From now on every self-attention that Megatron builds in this process is as of `sequence_spec`, whoever builds
+    the model.
+
+    Raises:
+        RuntimeError: it is enabled already.
+    """
+    if _originals:
+        raise RuntimeError("attention.enable(): already enabled; disable() first")
+    for kind in (SelfAttention, MLASelfAttention):
+        _originals[kind] = original = kind.__init__
+        kind.__init__ = _initializer(original)
+
+
+def is_enabled() -> bool:
+    """Whether self-attention built now computes on whatever rank has time for it."""
+    return bool(_originals)
+
+
+def disable() -> None:
+    """Self-attention built from now on is Megatron's own again. Idempotent."""
+    for kind, original in _originals.items():
+        kind.__init__ = original  # type: ignore[misc]
+    _originals.clear()
+
+
+def _initializer(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def initialize(
+        layer: torch.nn.Module, config: TransformerConfig, submodules: Any, *args: Any, **options: Any
+    ) -> None:
+        original(layer, config, _with_dispatched_attention(submodules) or submodules, *args, **options)
+
+    return initialize
+
+
+def _with_dispatched_attention(node: Any) -> Any:
+    """The submodules of a self-attention with ours; None for anything else."""
+    if not isinstance(node, (SelfAttentionSubmodules, MLASelfAttentionSubmodules)):
+        return None
+    core_attention = node.core_attention
+    if isinstance(core_attention, ModuleSpec) and core_attention.module is DispatchedCoreAttention:
+        return dataclasses.replace(node)  # it is one
+    ours = ModuleSpec(module=DispatchedCoreAttention, params={"core_attention": core_attention})
+    return dataclasses.replace(node, core_attention=ours)
+
+
+def _with_varlen_attention(node: Any) -> Any:
+    if not isinstance(node, (SelfAttentionSubmodules, MLASelfAttentionSubmodules)):
+        return None
+    return dataclasses.replace(node, core_attention=ModuleSpec(module=VarlenAttention))
+
+
+def packed_sequences(
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor | None = None,
+) -> PackedSeqParams:
+    """What Megatron's layers take for sequences that lie one behind the other.
+
+    cu_seqlens_q, cu_seqlens_kv: int32 [sequences + 1], where they begin, and the end of the last; keys None: as the
+        queries.
+    """
+    ends = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv)
+    longest = [int(part.diff().max()) if len(part) > 1 else 0 for part in ends]
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=ends[0],
+        cu_seqlens_kv=ends[1],
+        max_seqlen_q=longest[0],
+        max_seqlen_kv=longest[1],
+    )
+
+
+# ---- the plan of a micro-batch
+
+
+@dataclass
+class _Step:
+    """params: of the sequences whose attention this rank computes. context_rows: of their keys, see `RankTables`."""
+
+    dispatcher: SequenceDispatcher
+    plan: SequencePlan
+    params: PackedSeqParams
+    context_rows: torch.Tensor | None
+
+
+@dataclass
+class _Own:
+    """What a rank tells the others of its micro-batch. refusal: why it cannot be."""
+
+    data_rank: int
+    context_rank: int
+    lengths: list[int]  # of its documents, on all context-parallel ranks together
+    refusal: str = ""
+
+
+def _packed(params: PackedSeqParams | None, attention_bias: torch.Tensor | None) -> PackedSeqParams:
+    if params is None or params.qkv_format != "thd":
+        got = "None" if params is None else f"of format {params.qkv_format!r}"
+        raise ValueError(f"packed_seq_params is {got}, must describe packed sequences: qkv_format 'thd'")
+    if attention_bias is not None:
+        raise ValueError("attention_bias is given, must be None with packed sequences")
+    return params
+
+
+def _plan_step(params: PackedSeqParams, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> _Step:
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    context_ranks = parallel_state.get_context_parallel_world_size()
+    told: list[Any] = [None] * group.size()
+    dist.all_gather_object(told, _own_documents(params, query.shape[0], context_ranks), group=group)
+    refusals = [f"rank {rank} of data parallelism: {own.refusal}" for rank, own in enumerate(told) if own.refusal]
+    if refusals:
+        raise ValueError(refusals[0])
+    shards = shards_of(told, context_ranks)
+    q, k, v = (x.shape[1:].numel() * x.element_size() for x in (query, key, value))
+    out = query.shape[1] * value.shape[2] * value.element_size()
+    plan = SequencePlan.build(balance(shards, group.size(), row_bytes=RowBytes(q, k + v, out)), group.size())
+    buffer = shared_buffer(group, group.size(), query.device, row_bytes=max(q, k + v, out))
+    if buffer not in _dispatchers:
+        _dispatchers[buffer] = SequenceDispatcher(buffer)
+    tables = plan.of_rank(group.rank())
+    sequences = packed_sequences(tables.cu_seqlens_q.to(query.device), tables.cu_seqlens_k.to(query.device))
+    context_rows = None if tables.context_rows is None else tables.context_rows.to(query.device)
+    return _Step(_dispatchers[buffer], plan, sequences, context_rows)
+
+
+def _own_documents(params: PackedSeqParams, rows: int, context_ranks: int) -> _Own:
+    ends = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
+    own = _Own(
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_context_parallel_rank(),
+        ends.diff().tolist(),
+    )
+    if sum(own.lengths) != rows * context_ranks:
+        own.refusal = (
+            f"packed_seq_params has {sum(own.lengths)} tokens, must have the {rows * context_ranks} of the micro-batch"
+        )
+    chunks = 2 * context_ranks if context_ranks > 1 else 1
+    for length in own.lengths:
+        if length % chunks:
+            own.refusal = f"packed_seq_params has a sequence of {length} tokens, must be a multiple of {chunks}"
+    return own
+
+
+def shards_of(told: list[Any], context_ranks: int) -> list[Shard]:
+    """Where the documents of all ranks are at home, whose attention is to be moved."""
+    rank_at = {(own.data_rank, own.context_rank): rank for rank, own in enumerate(told)}
+    chunks = 2 * context_ranks if context_ranks > 1 else 1
+    shards, document = [], 0
+    for data_rank in sorted({own.data_rank for own in told}):
+        for length in told[rank_at[data_rank, 0]].lengths:
+            for index in range(chunks):
+                home = rank_at[data_rank, min(index, chunks - 1 - index)]
+                shards.append(Shard(document, index, home, home, length // chunks))
+            document += 1
+    return shards

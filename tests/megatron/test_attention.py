@@ -1,0 +1,247 @@
+"""`DispatchedCoreAttention`: attention on whatever rank has time is attention at home, in a module and in a model."""
+
+import dataclasses
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from megatron_ep.megatron import attention, equivalence, shared_buffers
+from megatron_ep.megatron.attention import (
+    DispatchedCoreAttention,
+    VarlenAttention,
+    packed_sequences,
+    sequence_spec,
+    shards_of,
+    varlen_spec,
+)
+from megatron_ep.megatron.equivalence import join_layout, make_config
+from megatron_ep.megatron.layer import ep_layer_spec
+
+pytestmark = pytest.mark.numerical
+
+W = 4
+# Of each rank's documents: rank 0 has most attention to compute, and one of rank 2's is longer than a block.
+LENGTHS = ([600], [40, 3, 130, 1], [300, 60], [9] * 12)
+
+
+def packed(lengths):
+    return packed_sequences(torch.tensor([0, *lengths]).cumsum(0).int())
+
+
+def run_attention(dtype, heads, kv_heads, width, v_width):
+    """The largest differences of output and gradients; and rows of Q that went to another rank."""
+    join_layout(1, 1)
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    rows = sum(LENGTHS[rank])
+    shapes = ((heads, width), (kv_heads, width), (kv_heads, v_width))
+    leaves = [torch.randn(rows, *shape, dtype=dtype, generator=generator).requires_grad_() for shape in shapes]
+    weight = torch.randn(rows, heads * v_width, dtype=dtype, generator=generator)
+    config, params = make_config(attention_dropout=0.0), packed(LENGTHS[rank])
+    at_home = VarlenAttention(config)(*leaves, None, packed_seq_params=params)
+    expected = [at_home, *torch.autograd.grad((at_home * weight).sum(), leaves)]
+    dispatched = DispatchedCoreAttention(config, core_attention=DotProductAttention)
+    for _ in range(2):  # two layers of one micro-batch
+        out = dispatched(*leaves, None, packed_seq_params=params)
+        ours = [out, *torch.autograd.grad((out * weight).sum(), leaves)]
+        difference = max((a - b).abs().max().item() for a, b in zip(ours, expected, strict=True))
+    moved = params._ep_sequences.plan.q_rows.clone().fill_diagonal_(0).sum().item()
+    return difference, moved
+
+
+@pytest.mark.parametrize("widths", [(4, 4, 8, 8), (6, 2, 8, 8), (3, 3, 12, 8)], ids=["MHA", "GQA", "MLA"])
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_attention(four_ranks, dtype, most, widths):
+    for difference, moved in four_ranks.run(run_attention, dtype, *widths):
+        assert difference < most and moved > 50
+
+
+def run_context_parallel():
+    """Two ranks share the documents of a micro-batch: chunks 0 and 3 of each on one, 1 and 2 on the other."""
+    join_layout(1, 1)
+    shared_buffers.close_buffers()
+    equivalence._destroy_groups()
+    equivalence._layout = None
+    parallel_state.initialize_model_parallel(context_parallel_size=2, create_gloo_process_groups=False)
+    context_rank, data_rank = parallel_state.get_context_parallel_rank(), parallel_state.get_data_parallel_rank()
+    lengths = ([400, 8], [4, 120, 12])[data_rank]
+    generator = torch.Generator().manual_seed(data_rank)
+    whole = [torch.randn(sum(lengths), 2, 4, dtype=torch.float64, generator=generator) for _ in range(4)]
+
+    def own(rows):
+        chunks = [document.chunk(4) for document in rows.split(lengths)]
+        return torch.cat([part for chunk in chunks for part in (chunk[context_rank], chunk[3 - context_rank])])
+
+    leaves = [rows.clone().requires_grad_() for rows in whole[:3]]
+    parts = [own(rows).clone().requires_grad_() for rows in whole[:3]]
+    config = make_config_of_one()
+    expected = VarlenAttention(config)(*leaves, None, packed_seq_params=packed(lengths))
+    (expected * whole[3].flatten(1)).sum().backward()
+    parallel = dataclasses.replace(config, context_parallel_size=2)
+    out = DispatchedCoreAttention(parallel, core_attention=DotProductAttention)(
+        *parts, None, packed_seq_params=packed(lengths)
+    )
+    (out * own(whole[3]).flatten(1)).sum().backward()
+    pairs = [(out, own(expected)), *((a.grad, own(b.grad)) for a, b in zip(parts, leaves, strict=True))]
+    shared_buffers.close_buffers()
+    equivalence._destroy_groups()
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+def make_config_of_one():
+    equivalence._layout = (1, 1)
+    config = make_config(attention_dropout=0.0)
+    equivalence._layout = None
+    return config
+
+
+def test_with_context_parallelism(four_ranks):
+    assert max(four_ranks.run(run_context_parallel)) < 1e-12
+
+
+def _losses(spec, recompute):
+    config = make_config(
+        num_layers=2,
+        num_moe_experts=4,
+        hidden_size=32,
+        num_query_groups=2,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        params_dtype=torch.float32,
+        moe_router_dtype="fp32",
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        recompute_granularity="selective" if recompute else None,
+    )
+    model_parallel_cuda_manual_seed(1)
+    torch.manual_seed(1)
+    model = GPTModel(config, spec, vocab_size=50, max_sequence_length=640, position_embedding_type="rope")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for step in range(4):
+        rank = (dist.get_rank() + step) % W  # other lengths in each step
+        lengths = LENGTHS[rank]
+        tokens = torch.randint(0, 50, (1, sum(lengths)), generator=torch.Generator().manual_seed(rank))
+        labels = (tokens * 7 + 3) % 50
+        loss = model(tokens, None, None, labels=labels, packed_seq_params=packed(lengths)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model
+
+
+def run_model(by, recompute):
+    """A GPT of two layers: with attention at home, and with it dispatched."""
+    join_layout(1, 1)
+    spec = gpt_layer_specs.get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False)
+    expected, _ = _losses(varlen_spec(spec), False)
+    if by == "spec":
+        ours, model = _losses(sequence_spec(ep_layer_spec(spec)), recompute)
+    else:
+        attention.enable()
+        try:
+            ours, model = _losses(spec, recompute)
+        finally:
+            attention.disable()
+    assert sum(isinstance(module, DispatchedCoreAttention) for module in model.modules()) == 2
+    return ours, expected
+
+
+@pytest.mark.parametrize(("by", "recompute"), [("spec", False), ("enable", False), ("spec", True)])
+def test_a_model_has_the_losses_of_attention_at_home(four_ranks, by, recompute):
+    for ours, expected in four_ranks.run(run_model, by, recompute):
+        assert ours == pytest.approx(expected, abs=1e-5)
+        assert expected[-1] < expected[0] - 0.1, "the model learns"
+
+
+def run_one_mistake():
+    join_layout(1, 1)
+    rank, config = dist.get_rank(), make_config(attention_dropout=0.0)
+    x = torch.randn(12 if rank == 2 else 9, 2, 4)
+    dispatched = DispatchedCoreAttention(config, core_attention=DotProductAttention)
+    with pytest.raises(ValueError) as caught:
+        dispatched(x, x, x, None, packed_seq_params=packed([9]))
+    return str(caught.value)
+
+
+def test_a_mistake_of_one_rank_is_refused_by_all(four_ranks):
+    said = "rank 2 of data parallelism: packed_seq_params has 9 tokens, must have the 12 of the micro-batch"
+    assert four_ranks.run(run_one_mistake) == [said] * W
+
+
+# ---- one process
+
+
+def config_of_one(**options):
+    return dataclasses.replace(make_config_of_one(), **options)
+
+
+def test_specs():
+    layer = gpt_layer_specs.get_gpt_layer_local_spec()
+    ours = sequence_spec(layer)
+    mine = ours.submodules.self_attention.submodules.core_attention
+    assert mine.module is DispatchedCoreAttention
+    assert layer.submodules.self_attention.submodules.core_attention is DotProductAttention
+    assert ours.submodules.mlp is layer.submodules.mlp
+    again = sequence_spec(ours).submodules.self_attention.submodules.core_attention
+    assert again.module is DispatchedCoreAttention and again.params == mine.params
+    latent = sequence_spec(gpt_layer_specs.get_gpt_layer_local_spec(multi_latent_attention=True))
+    assert latent.submodules.self_attention.submodules.core_attention.module is DispatchedCoreAttention
+    with pytest.raises(ValueError, match="no self-attention in this ModuleSpec"):
+        sequence_spec(ModuleSpec(module=torch.nn.Linear))
+
+
+class TEDotProductAttention:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (
+            lambda: DispatchedCoreAttention(config_of_one(), core_attention=TEDotProductAttention),
+            "core_attention is TEDotProductAttention, must be DotProductAttention",
+        ),
+        (lambda: VarlenAttention(config_of_one(attention_dropout=0.1)), "attention_dropout is 0.1, must be 0"),
+        (
+            lambda: VarlenAttention(config_of_one(), attn_mask_type=AttnMaskType.padding),
+            "attn_mask_type is padding, must be causal",
+        ),
+        (lambda: VarlenAttention(config_of_one(context_parallel_size=2)), "context_parallel_size is 2, must be 1"),
+        (lambda: VarlenAttention(config_of_one(window_size=(4, 0))), r"window_size is \(4, 0\), must be None"),
+        (lambda: VarlenAttention(config_of_one())(*[torch.zeros(2, 1, 4)] * 3), "packed_seq_params is None, must"),
+    ],
+)
+def test_what_is_refused(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_enabling_twice():
+    attention.enable()
+    try:
+        with pytest.raises(RuntimeError, match="already enabled"):
+            attention.enable()
+    finally:
+        attention.disable()
+
+
+def test_chunks_of_context_parallelism():
+    told = [attention._Own(data, context, [8, 4]) for data in range(2) for context in range(2)]
+    homes = [(s.document, s.index, s.home_rank, s.length) for s in shards_of(told, 2)]
+    assert homes[:4] == [(0, 0, 0, 2), (0, 1, 1, 2), (0, 2, 1, 2), (0, 3, 0, 2)]
+    assert homes[12:] == [(3, 0, 2, 1), (3, 1, 3, 1), (3, 2, 3, 1), (3, 3, 2, 1)]

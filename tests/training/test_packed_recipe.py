@@ -1,0 +1,88 @@
+"""Recipes whose documents are packed: attention at home and on other ranks learn the same."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from megatron_ep.megatron.attention import DispatchedCoreAttention, VarlenAttention
+from megatron_ep.megatron.equivalence import join_layout
+from megatron_ep.megatron.shared_buffers import close_buffers
+from megatron_ep.training import data, recipe, script_flags, script_recipe
+from megatron_ep.training.loop import _forward_step
+from megatron_ep.training.model import build_model, build_optimizer
+
+TINY = Path(__file__).parents[2] / "recipes" / "tiny_moe_cpu.yaml"
+PACKED = ("train.global_batch_size=4", "train.micro_batch_size=1", "dataset.packed=true")
+
+
+def test_documents_end_with_their_token():
+    end = data.END_OF_DOCUMENT
+    assert data.document_bounds(torch.tensor([1, end, 2, 3, end, 4])).tolist() == [0, 2, 5, 6]
+    assert data.document_bounds(torch.tensor([1, 2, end])).tolist() == [0, 3]
+    assert data.document_bounds(torch.tensor([1, 2])).tolist() == [0, 2]
+    assert data.document_bounds(torch.tensor([end])).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("dataset.packed=true", "train.micro_batch_size=2"),
+            "dataset.packed is true, train.micro_batch_size must be 1",
+        ),
+        (("dispatcher.sequences=true",), "dispatcher.sequences is true, dataset.packed must be, too"),
+        ((*PACKED, "dispatcher.sequences=true", "dispatcher.type=alltoall"), "sequences is true, must be false with"),
+    ],
+)
+def test_what_contradicts_is_refused(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        recipe.load(TINY, overrides)
+
+
+def test_a_script_is_told():
+    real = TINY.parent / "qwen3_30b_a3b.yaml"
+    with pytest.raises(ValueError, match=r"model\.transformer_impl is transformer_engine, must be local"):
+        script_recipe.load(real, ["dispatcher.sequences=true"])
+    local = script_recipe.load(real, ["dispatcher.sequences=true", "model.transformer_impl=local"])
+    assert "--ep-sequences" in script_flags.ep_flags(local)
+    assert "--ep-sequences" not in script_flags.ep_flags(script_recipe.load(real))
+
+
+def run_steps(cache_dir):
+    """Losses with attention at home, and on other ranks."""
+    join_layout(1, 4)
+    results = []
+    for dispatched in (False, True):
+        loaded = recipe.load(TINY, [*PACKED, f"dataset.cache_dir={cache_dir}", f"dispatcher.sequences={dispatched}"])
+        torch.manual_seed(1)
+        model_parallel_cuda_manual_seed(1)
+        samples = data.Samples(loaded, data.prepare(loaded), dist.get_rank())
+        model = build_model(loaded, data.ByteTokenizer().vocab_size)
+        kind = DispatchedCoreAttention if dispatched else VarlenAttention
+        assert any(type(layer) is kind for layer in model.modules())
+        optimizer, _ = build_optimizer(loaded, model)
+        losses = []
+        for step in range(3):
+            model.zero_grad_buffer()
+            optimizer.zero_grad()
+            per_token, reduce = _forward_step(iter([samples.batch(step, 0)]), model)
+            loss, _ = reduce(per_token)
+            loss.backward()
+            model.finish_grad_sync()
+            optimizer.step()
+            losses.append(loss.item())
+        results.append(losses)
+        close_buffers()
+    return results
+
+
+@pytest.mark.numerical
+def test_the_same_losses(four_ranks, tmp_path):
+    for at_home, dispatched in four_ranks.run(run_steps, tmp_path):
+        assert dispatched == pytest.approx(at_home, abs=1e-5)
