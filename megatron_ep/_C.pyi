@@ -117,30 +117,21 @@ class RowFormat:
     def slots(self, ring_bytes: int) -> int: ...
 
 class RankTensors:
-    def __init__(self) -> None: ...
-    def copy(self) -> RankTensors: ...
-    layout: int
-    num_tokens: int
-    topk_idx: int
-    tokens_per_expert: int
-    x: int
+    def __init__(self, layout: int, num_tokens: int, topk_idx: int = 0, tokens_per_expert: int = 0) -> None: ...
+    def set_tables(self, dst_rows: int, rail_experts: int, max_received: int, max_rail: int, max_rows: int) -> None: ...
+    def for_launch(self, x: int, out: int, handle_age: int) -> RankTensors: ...
+    @property
+    def num_tokens(self) -> int: ...
     scales: int
     weights: int
-    out: int
     out_scales: int
     out_weights: int
     row_weights: int
-    dst_rows: int
-    rail_experts: int
-    max_received: int
-    max_rail: int
-    max_rows: int
     fills_tables: bool
     has_intra_rank_pass: bool
     clears_end: bool
     sums: int
     is_weighted: bool
-    handle_age: int
     is_flat: bool
     has_all_weights: bool
     source_tokens: int
@@ -171,18 +162,15 @@ class Group(HostLauncher):
     def notify(
         self,
         tensors: Sequence[RankTensors],
-        *,
         topk: int,
         index_bytes: int,
         expert_alignment: int,
         expert_capacity: int,
         allows_repeats: bool = False,
     ) -> list[Totals]: ...
-    def dispatch(
-        self, tensors: Sequence[RankTensors], format: RowFormat, *, nvl_batch: int, rdma_chunk: int
-    ) -> None: ...
+    def dispatch(self, tensors: Sequence[RankTensors], format: RowFormat, nvl_batch: int, rdma_chunk: int) -> None: ...
     def combine(
-        self, tensors: Sequence[RankTensors], format: RowFormat, *, nvl_batch: int, rdma_chunk: int, dtype: int
+        self, tensors: Sequence[RankTensors], format: RowFormat, nvl_batch: int, rdma_chunk: int, dtype: int
     ) -> None: ...
     def aborted(self) -> tuple[str, int] | None: ...
     def finished(self) -> bool: ...
@@ -313,7 +301,6 @@ class CudaGroup:
     def notify(
         self,
         tensors: Sequence[RankTensors],
-        *,
         topk: int,
         index_bytes: int,
         expert_alignment: int,
@@ -321,13 +308,12 @@ class CudaGroup:
         stream: int,
     ) -> list[Totals]: ...
     def dispatch(
-        self, tensors: Sequence[RankTensors], format: RowFormat, *, nvl_batch: int, rdma_chunk: int, stream: int
+        self, tensors: Sequence[RankTensors], format: RowFormat, nvl_batch: int, rdma_chunk: int, stream: int
     ) -> None: ...
     def fused_dispatch(
         self,
         tensors: Sequence[RankTensors],
         format: RowFormat,
-        *,
         nvl_batch: int,
         rdma_chunk: int,
         index_bytes: int,
@@ -339,7 +325,6 @@ class CudaGroup:
         self,
         tensors: Sequence[RankTensors],
         format: RowFormat,
-        *,
         nvl_batch: int,
         rdma_chunk: int,
         dtype: int,

@@ -331,30 +331,40 @@ void bind_row_format(py::module_& m) {
 void bind_rank_tensors(py::module_& m) {
     py::class_<RankTensors>(m, "RankTensors",
                             "Addresses of one rank's tensors; 0 where there is none.")
-        .def(py::init<>())
-        .def("copy", [](const RankTensors& tensors) { return tensors; })
-        .def_readwrite("layout", &RankTensors::layout)
-        .def_readwrite("num_tokens", &RankTensors::num_tokens)
-        .def_readwrite("topk_idx", &RankTensors::topk_idx)
-        .def_readwrite("tokens_per_expert", &RankTensors::tokens_per_expert)
-        .def_readwrite("x", &RankTensors::x)
+        .def(py::init(
+                 [](Address layout, int num_tokens, Address topk_idx, Address tokens_per_expert) {
+                     return RankTensors{layout, num_tokens, topk_idx, tokens_per_expert};
+                 }),
+             py::arg("layout"), py::arg("num_tokens"), py::arg("topk_idx") = 0,
+             py::arg("tokens_per_expert") = 0)
+        .def(
+            "set_tables",
+            [](RankTensors& t, Address dst_rows, Address rail_experts, int64_t max_received,
+               int64_t max_rail, int64_t max_rows) {
+                t.dst_rows = dst_rows, t.rail_experts = rail_experts;
+                t.max_received = max_received, t.max_rail = max_rail, t.max_rows = max_rows;
+            },
+            py::arg("dst_rows"), py::arg("rail_experts"), py::arg("max_received"),
+            py::arg("max_rail"), py::arg("max_rows"))
+        .def(
+            "for_launch",
+            [](const RankTensors& handle, Address x, Address out, uint32_t handle_age) {
+                RankTensors t = handle;
+                t.x = x, t.out = out, t.handle_age = handle_age;
+                return t;
+            },
+            py::arg("x"), py::arg("out"), py::arg("handle_age"), "A copy.")
+        .def_readonly("num_tokens", &RankTensors::num_tokens)
         .def_readwrite("scales", &RankTensors::scales)
         .def_readwrite("weights", &RankTensors::weights)
-        .def_readwrite("out", &RankTensors::out)
         .def_readwrite("out_scales", &RankTensors::out_scales)
         .def_readwrite("out_weights", &RankTensors::out_weights)
         .def_readwrite("row_weights", &RankTensors::row_weights)
-        .def_readwrite("dst_rows", &RankTensors::dst_rows)
-        .def_readwrite("rail_experts", &RankTensors::rail_experts)
-        .def_readwrite("max_received", &RankTensors::max_received)
-        .def_readwrite("max_rail", &RankTensors::max_rail)
-        .def_readwrite("max_rows", &RankTensors::max_rows)
         .def_readwrite("fills_tables", &RankTensors::fills_tables)
         .def_readwrite("has_intra_rank_pass", &RankTensors::has_intra_rank_pass)
         .def_readwrite("clears_end", &RankTensors::clears_end)
         .def_readwrite("sums", &RankTensors::sums)
         .def_readwrite("is_weighted", &RankTensors::is_weighted)
-        .def_readwrite("handle_age", &RankTensors::handle_age)
         .def_readwrite("is_flat", &RankTensors::is_flat)
         .def_readwrite("has_all_weights", &RankTensors::has_all_weights)
         .def_readwrite("source_tokens", &RankTensors::source_tokens)
@@ -381,12 +391,12 @@ void bind_ranks(py::module_& m) {
              py::arg("threads"), py::arg("seed"), py::arg("lost_signal"), py::arg("stalled"),
              py::arg("timeout"), py::arg("nic") = nullptr, py::keep_alive<1, 4>(),
              py::keep_alive<1, 10>())
-        .def("notify", &Group::notify, py::arg("tensors"), py::kw_only(), py::arg("topk"),
-             py::arg("index_bytes"), py::arg("expert_alignment"), py::arg("expert_capacity"),
+        .def("notify", &Group::notify, py::arg("tensors"), py::arg("topk"), py::arg("index_bytes"),
+             py::arg("expert_alignment"), py::arg("expert_capacity"),
              py::arg("allows_repeats") = false)
-        .def("dispatch", &Group::dispatch, py::arg("tensors"), py::arg("format"), py::kw_only(),
+        .def("dispatch", &Group::dispatch, py::arg("tensors"), py::arg("format"),
              py::arg("nvl_batch"), py::arg("rdma_chunk"))
-        .def("combine", &Group::combine, py::arg("tensors"), py::arg("format"), py::kw_only(),
+        .def("combine", &Group::combine, py::arg("tensors"), py::arg("format"),
              py::arg("nvl_batch"), py::arg("rdma_chunk"), py::arg("dtype"))
         .def("aborted", &Group::aborted)
         .def("finished", &Group::finished)

@@ -131,8 +131,8 @@ class CudaBackend(OfGroup):
         self._untold: list[torch.Tensor] = []
         self._captured_parts: list[object] = []  # whose launches graphs may replay
 
-    def exchange_counts(self, tensors: Sequence[_C.RankTensors], *, topk: int, **settings: int) -> Sequence[Totals]:
-        totals = self.launch(lambda stream: self.group.notify(list(tensors), topk=topk, **settings, stream=stream))
+    def exchange_counts(self, tensors: list[_C.RankTensors], settings: CountSettings) -> Sequence[Totals]:
+        totals = self.launch(functools.partial(self.group.notify, tensors, *settings))
         if self.aborted() is None:
             self._untold.clear()
         return totals
@@ -147,28 +147,24 @@ class CudaBackend(OfGroup):
 
     def enqueue_dispatch(
         self,
-        tensors: Sequence[_C.RankTensors],
+        tensors: list[_C.RankTensors],
         row: _C.RowFormat,
-        *,
         nvl_batch: int,
         rdma_chunk: int,
         counts: CountSettings | None,
     ) -> None:
-        settings = {"nvl_batch": min(nvl_batch, _half_a_ring(row, self._heap)), "rdma_chunk": rdma_chunk}
-        run = self.group.dispatch
-        if counts is not None:
-            run, settings = self.group.fused_dispatch, {**settings, **counts}
-        self.launch(lambda stream: run(list(tensors), row, **settings, stream=stream))
+        batch = min(nvl_batch, _half_a_ring(row, self._heap))
+        if counts is None:
+            self.launch(functools.partial(self.group.dispatch, tensors, row, batch, rdma_chunk))
+        else:
+            fused = self.group.fused_dispatch
+            self.launch(functools.partial(fused, tensors, row, batch, rdma_chunk, *counts[1:]))
 
     def enqueue_combine(
-        self, tensors: Sequence[_C.RankTensors], row: _C.RowFormat, *, nvl_batch: int, rdma_chunk: int, dtype: int
+        self, tensors: list[_C.RankTensors], row: _C.RowFormat, nvl_batch: int, rdma_chunk: int, dtype: int
     ) -> None:
         batch = min(nvl_batch, _half_a_ring(row, self._heap))
-        self.launch(
-            lambda stream: self.group.combine(
-                list(tensors), row, nvl_batch=batch, rdma_chunk=rdma_chunk, dtype=dtype, stream=stream
-            )
-        )
+        self.launch(functools.partial(self.group.combine, tensors, row, batch, rdma_chunk, dtype))
 
     def new_output(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)  # torch keeps the memory of a GPU

@@ -65,28 +65,27 @@ class HostBackend(OfGroup):
         )
         super().__init__(group)
 
-    def exchange_counts(self, tensors: Sequence[_C.RankTensors], *, topk: int, **settings: int) -> Sequence[Totals]:
-        return self.group.notify(list(tensors), topk=topk, **settings)
+    def exchange_counts(self, tensors: list[_C.RankTensors], settings: CountSettings) -> Sequence[Totals]:
+        return self.group.notify(tensors, *settings)
 
     def new_counts(self, experts: int, *, wait: bool) -> torch.Tensor:
         return torch.empty(2, experts, dtype=torch.int64, device="cpu")
 
     def enqueue_dispatch(
         self,
-        tensors: Sequence[_C.RankTensors],
+        tensors: list[_C.RankTensors],
         row: _C.RowFormat,
-        *,
         nvl_batch: int,
         rdma_chunk: int,
         counts: CountSettings | None,
     ) -> None:
         assert counts is None
-        self.group.dispatch(list(tensors), row, nvl_batch=nvl_batch, rdma_chunk=rdma_chunk)
+        self.group.dispatch(tensors, row, nvl_batch, rdma_chunk)
 
     def enqueue_combine(
-        self, tensors: Sequence[_C.RankTensors], row: _C.RowFormat, *, nvl_batch: int, rdma_chunk: int, dtype: int
+        self, tensors: list[_C.RankTensors], row: _C.RowFormat, nvl_batch: int, rdma_chunk: int, dtype: int
     ) -> None:
-        self.group.combine(list(tensors), row, nvl_batch=nvl_batch, rdma_chunk=rdma_chunk, dtype=dtype)
+        self.group.combine(tensors, row, nvl_batch, rdma_chunk, dtype)
 
     def new_output(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return new_output(shape, dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -31,8 +31,14 @@ class RankHandle:
     own_rows: int | None = None  # of a layout that was made by a plan: rows of this rank that stay here
 
 
-# Of an exchange of counts: index_bytes, expert_alignment, expert_capacity (0: none), allows_repeats.
-CountSettings = dict[str, int]
+class CountSettings(NamedTuple):
+    """Of an exchange of counts, as the extension takes them."""
+
+    topk: int
+    index_bytes: int
+    expert_alignment: int
+    expert_capacity: int  # 0: none
+    allows_repeats: bool
 
 
 class Totals(Protocol):
@@ -84,8 +90,8 @@ class Backend(HasMemory, Protocol):
 
     masks: bool  # whether calls may go on without ranks that have died
 
-    def exchange_counts(self, tensors: Sequence[_C.RankTensors], *, topk: int, **settings: int) -> Sequence[Totals]:
-        """Exchanges counts and waits for them. settings: `CountSettings`.
+    def exchange_counts(self, tensors: list[_C.RankTensors], settings: CountSettings) -> Sequence[Totals]:
+        """Exchanges counts and waits for them.
 
         Of a rank that gave up before it knew them all numbers are 0: ask `aborted`.
         """
@@ -97,9 +103,8 @@ class Backend(HasMemory, Protocol):
 
     def enqueue_dispatch(
         self,
-        tensors: Sequence[_C.RankTensors],
+        tensors: list[_C.RankTensors],
         row: _C.RowFormat,
-        *,
         nvl_batch: int,
         rdma_chunk: int,
         counts: CountSettings | None,
@@ -108,7 +113,7 @@ class Backend(HasMemory, Protocol):
         ...
 
     def enqueue_combine(
-        self, tensors: Sequence[_C.RankTensors], row: _C.RowFormat, *, nvl_batch: int, rdma_chunk: int, dtype: int
+        self, tensors: list[_C.RankTensors], row: _C.RowFormat, nvl_batch: int, rdma_chunk: int, dtype: int
     ) -> None: ...
 
     def new_output(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_ep import _C
-from megatron_ep.backends.interface import CountSettings, RankHandle
+from megatron_ep.backends.interface import Backend, CountSettings, RankHandle
 from megatron_ep.config import Topology
 from megatron_ep.normal import expert_ids
 from megatron_ep.normal.handle import CountsToAskFor, Handle
@@ -105,11 +105,13 @@ def launch_dispatch(
     if handle.to_ask_for is not None:
         handle.ranks, counts = _exchange_counts(group, handle.to_ask_for, handle.is_flat)
         handle.to_ask_for = None
-    tensors = _tables_of(group, handle)
-    out, out_scales, out_weights = [], [], []
+    out = [
+        backend.new_output((rank.rows, part.shape[1]), part.dtype) for rank, part in zip(handle.ranks, x, strict=True)
+    ]
+    out_scales, out_weights = [], []
+    tensors = _tensors_of(backend, handle, x, out)
     for i, (rank, t) in enumerate(zip(handle.ranks, tensors, strict=True)):
-        out.append(backend.new_output((rank.rows, x[i].shape[1]), x[i].dtype))
-        t.x, t.out, t.clears_end = x[i].data_ptr(), out[i].data_ptr(), clears_end
+        t.clears_end = clears_end
         if scales is not None:
             t.scales = scales[i].data_ptr()
             out_scales.append(backend.new_output((rank.rows, scales[i].shape[1]), scales[i].dtype))
@@ -119,16 +121,15 @@ def launch_dispatch(
             size = (rank.rows, topk) if handle.is_flat else (rank.rows,)
             out_weights.append(torch.empty(size, dtype=weights[i].dtype, device=group.device))
             t.out_weights = out_weights[i].data_ptr()
-        t.fills_tables, rank.has_tables = not rank.has_tables, True
-        if t.fills_tables and rank.source_tokens is not None:
-            t.source_tokens = rank.source_tokens.data_ptr()
+        if not rank.has_tables:
+            t.fills_tables = rank.has_tables = True
+            if rank.source_tokens is not None:
+                t.source_tokens = rank.source_tokens.data_ptr()
         if handle.is_flat:  # each row is stored once
             t.has_all_weights = all_weights
-        else:
-            t.has_intra_rank_pass = _has_intra_rank_pass(group, rank, row, backend.min_stores)
-    backend.enqueue_dispatch(
-        tensors, row, nvl_batch=NVL_BATCH, rdma_chunk=group.config.rdma_chunk_tokens, counts=counts
-    )
+        elif _has_intra_rank_pass(group, rank, row, backend.min_stores):
+            t.has_intra_rank_pass = True
+    backend.enqueue_dispatch(tensors, row, NVL_BATCH, group.config.rdma_chunk_tokens, counts)
     group.raise_if_aborted()
     return out, out_scales if scales is not None else None, out_weights if weights is not None else None
 
@@ -143,11 +144,13 @@ def launch_combine(
     group, topk = handle.buffer, handle.topk
     backend = group.live_backend()
     row = format_of(group, topk, x[0], None, weights)
-    out, out_weights, sums = [], [], []
-    tensors = _tables_of(group, handle)
+    out = [
+        backend.new_output((rank.num_tokens, part.shape[1]), part.dtype)
+        for rank, part in zip(handle.ranks, x, strict=True)
+    ]
+    out_weights, sums = [], []
+    tensors = _tensors_of(backend, handle, x, out)
     for i, (rank, t) in enumerate(zip(handle.ranks, tensors, strict=True)):
-        out.append(backend.new_output((rank.num_tokens, x[i].shape[1]), x[i].dtype))
-        t.x, t.out = x[i].data_ptr(), out[i].data_ptr()
         if weights is not None:
             size = (rank.num_tokens, topk)
             out_weights.append(torch.empty(size, dtype=weights[i].dtype, device=group.device))
@@ -160,13 +163,7 @@ def launch_combine(
             if sum_bytes_of(group.topology.world_size, topk, rank.rows, known, row.payload_bytes):
                 sums.append(torch.empty(known, x[i].shape[1], dtype=x[i].dtype, device=group.device))
                 t.sums = sums[-1].data_ptr()
-    backend.enqueue_combine(
-        tensors,
-        row,
-        nvl_batch=NVL_BATCH,
-        rdma_chunk=group.config.rdma_chunk_tokens,
-        dtype=PAYLOAD_TYPES[x[0].dtype],
-    )
+    backend.enqueue_combine(tensors, row, NVL_BATCH, group.config.rdma_chunk_tokens, PAYLOAD_TYPES[x[0].dtype])
     group.raise_if_aborted()
     return out, out_weights if weights is not None else None
 
@@ -224,18 +221,17 @@ def _exchange_counts(
         num_tokens = idx.shape[0]
         layouts.append(torch.empty(group.heap.layout_size(num_tokens, topk), dtype=torch.int32, device=group.device))
         counts.append(backend.new_counts(group.num_local_experts, wait=wait))
-        t = _C.RankTensors()
-        t.layout, t.num_tokens, t.topk_idx = layouts[-1].data_ptr(), num_tokens, idx.data_ptr()
-        t.tokens_per_expert = counts[-1].data_ptr()
-        tensors.append(t)
-    settings: CountSettings = {
-        "index_bytes": topk_idx[0].element_size(),
-        "expert_alignment": request.expert_alignment,
-        "expert_capacity": request.expert_capacity,
-        "allows_repeats": request.allows_repeats,
-    }
+        addresses = layouts[-1].data_ptr(), num_tokens, idx.data_ptr(), counts[-1].data_ptr()
+        tensors.append(_C.RankTensors(*addresses))
+    settings = CountSettings(
+        topk,
+        topk_idx[0].element_size(),
+        request.expert_alignment,
+        request.expert_capacity,
+        request.allows_repeats,
+    )
     is_left = not wait and not backend.host_knows_counts
-    totals = () if is_left else backend.exchange_counts(tensors, topk=topk, **settings)
+    totals = () if is_left else backend.exchange_counts(tensors, settings)
     for number, idx, total in zip(group.ranks, topk_idx, totals, strict=False):
         if total.bad_token >= 0:
             _refuse_ids(group, number, idx, total.bad_token, request.allows_repeats)
@@ -256,7 +252,7 @@ def _exchange_counts(
                 rail = totals[i].rail_rows
         dst_rows = torch.empty(received, topk, dtype=torch.int32, device=group.device)
         rail_experts = torch.empty(rail, topk, dtype=torch.int32, device=group.device) if rail else dst_rows
-        _add_tables(t, dst_rows, rail_experts, rail, rows)
+        t.set_tables(dst_rows.data_ptr(), rail_experts.data_ptr(), received, rail, rows)
         rank = RankHandle(num_tokens, layouts[i], rows, counts[i], dst_rows, rail_experts, rail, made_on, addresses=t)
         if request.keeps_source_tokens:
             rank.source_tokens = dst_rows.new_empty(received)
@@ -264,29 +260,25 @@ def _exchange_counts(
     return ranks, settings if is_left else None
 
 
-def _add_tables(
-    t: _C.RankTensors, dst_rows: torch.Tensor, rail_experts: torch.Tensor, rail_rows: int, rows: int
-) -> None:
-    t.dst_rows, t.rail_experts = dst_rows.data_ptr(), rail_experts.data_ptr()
-    t.max_received, t.max_rail, t.max_rows = dst_rows.shape[0], rail_rows, rows
-
-
-def _tables_of(group: RankGroup, handle: Handle) -> list[_C.RankTensors]:
-    """For a launch, which adds what is its own."""
-    backend, tensors = group.live_backend(), []
+def _tensors_of(
+    backend: Backend, handle: Handle, x: Sequence[torch.Tensor], out: Sequence[torch.Tensor]
+) -> list[_C.RankTensors]:
+    """For a launch from x to out, which adds what else it has."""
+    tensors = []
     stream, age = backend.current_stream(), handle.age
-    for rank in handle.ranks:
+    for i, rank in enumerate(handle.ranks):
         if rank.made_on != stream:
             tables = (rank.layout, rank.dst_rows, rank.rail_experts, rank.source_tokens)
             backend.keep_for_launch([table for table in tables if table is not None], rank.made_on)
         t = rank.addresses
         if t is None:  # a handle that was put together, or that a plan made
-            t = rank.addresses = _C.RankTensors()
-            t.layout, t.num_tokens = rank.layout.data_ptr(), rank.num_tokens
-            _add_tables(t, rank.dst_rows, rank.rail_experts, rank.rail_rows, rank.rows)
+            t = rank.addresses = _C.RankTensors(rank.layout.data_ptr(), rank.num_tokens)
+            addresses = rank.dst_rows.data_ptr(), rank.rail_experts.data_ptr()
+            t.set_tables(*addresses, rank.dst_rows.shape[0], rank.rail_rows, rank.rows)
             t.is_planned = rank.own_rows is not None
-        tensors.append(t.copy())
-        tensors[-1].handle_age, tensors[-1].is_flat = age, handle.is_flat
+        tensors.append(t.for_launch(x[i].data_ptr(), out[i].data_ptr(), age))
+        if handle.is_flat:
+            tensors[i].is_flat = True
     return tensors
 
 
@@ -308,6 +300,7 @@ def _saved_bytes(world_size: int, topk: int, rows: int, row_bytes: int) -> float
     return rows * (1 - arrivals_of(world_size, topk)) * row_bytes
 
 
+@functools.lru_cache(maxsize=64)
 def arrivals_of(world_size: int, topk: int) -> float:
     """Rows that arrive for each row of an expert."""
     return world_size * (1 - (1 - 1 / world_size) ** topk) / topk

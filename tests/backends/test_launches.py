@@ -14,6 +14,7 @@ import torch
 
 import megatron_ep as ep
 from megatron_ep.backends import cuda
+from megatron_ep.backends.interface import CountSettings
 from megatron_ep.backends.launches import MAX_TIMEOUTS, Launches
 
 TIMEOUT = 0.05
@@ -172,7 +173,7 @@ def test_counts_of_an_exchange_that_failed_stay_until_the_gpu_is_idle(stream: St
         with mock.patch.object(torch, "empty", lambda *size, pin_memory, **others: empty(*size, **others)):
             counts = backend.new_counts(4, wait=True)
         with contextlib.suppress(KeyboardInterrupt):
-            backend.exchange_counts([], topk=2)
+            backend.exchange_counts([], CountSettings(2, 8, 1, 0, False))
         return weakref.ref(counts)
 
     assert exchange(return_value=[])() is None, "the host knows that they were written"
