@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,11 +25,11 @@ from megatron_ep.normal.api import (
     check_payload,
     check_weights,
 )
+from megatron_ep.normal.known_calls import KnownCalls, looks_of
 from megatron_ep.normal.rank_group import COMBINE_DTYPES, RankGroup
 
 LAYOUTS = ("masked", "grouped")
 PLACES = ("token", "expert")
-MAX_KNOWN = 256  # calls
 
 
 @dataclass
@@ -67,21 +66,6 @@ class CombineArguments(NamedTuple):
     counters: Counters
 
 
-def looks_of(*arguments: Any) -> tuple[Hashable, ...]:
-    """Calls that look the same are right or wrong for the same reason, but for the values of ids. Of a list those of
-    its items; a number's type is one of its looks, for True is 1."""
-    looks: list[Hashable] = []
-    for value in arguments:
-        if isinstance(value, torch.Tensor):
-            # one that is conjugated is complex
-            looks += (value.dtype, value.shape, value.device, value.is_contiguous(), value.is_neg())
-        elif isinstance(value, (list, tuple)):
-            looks.append(looks_of(*value))
-        else:
-            looks += (value.__class__, value)
-    return tuple(looks)
-
-
 class Checks:
     """Checks arguments, and remembers the looks of those that were right: a model makes the same calls again."""
 
@@ -89,18 +73,7 @@ class Checks:
         self._group = group
         self._limits = limits
         self._calls = calls
-        self._known: dict[Hashable, Any] = {}  # the plans of right calls
-
-    def _plan_of(self, looks: Hashable) -> Any:
-        try:
-            return self._known.get(looks)
-        except TypeError:  # of something that has no hash, which is wrong
-            return None
-
-    def _remember(self, looks: Hashable, plan: Any) -> None:
-        if len(self._known) >= MAX_KNOWN:
-            self._known.clear()
-        self._known[looks] = plan
+        self._plans = KnownCalls()
 
     def _listed(self, value: Any) -> Any:
         """Of what is known to be right."""
@@ -128,10 +101,10 @@ class Checks:
     ) -> DispatchArguments:
         group = self._group
         looks = looks_of(
-            *(layout, expert_alignment, expert_capacity, max_recv_tokens, fp8, scale_layout),
+            (layout, expert_alignment, expert_capacity, max_recv_tokens, fp8, scale_layout),
             *(x, topk_idx, topk_weights, scales, recv_rows, recv_wait_ns),
         )
-        plan: DispatchPlan | None = self._plan_of(looks)
+        plan: DispatchPlan | None = self._plans.get(looks)
         if plan is not None:
             xs, ids, weights, row_scales = map(self._listed, (x, topk_idx, topk_weights, scales))
             counters = self._counters(recv_rows=recv_rows, recv_wait_ns=recv_wait_ns)
@@ -164,7 +137,7 @@ class Checks:
                 expert_alignment=expert_alignment,
                 rows=rows,
             )
-            self._remember(looks, plan)
+            self._plans.add(looks, plan)
         if group.device.type == "cpu":
             self._check_id_values(ids)
         return DispatchArguments(plan, xs, ids, weights, row_scales, counters)
@@ -181,8 +154,8 @@ class Checks:
         renormalize: bool,
     ) -> CombineArguments:
         group = self._group
-        looks = looks_of(sum_at, bool(renormalize), *handle.looks, x, weights, out, recv_wait_ns)
-        plan: CombinePlan | None = self._plan_of(looks)
+        looks = looks_of((sum_at, bool(renormalize), handle.looks), x, weights, out, recv_wait_ns)
+        plan: CombinePlan | None = self._plans.get(looks)
         if plan is not None:
             xs, factors, outs = map(self._listed, (x, weights, out))
             return CombineArguments(plan, xs, factors, outs, self._counters(recv_wait_ns=recv_wait_ns))
@@ -208,7 +181,7 @@ class Checks:
         plan = self._calls.plan_combine(
             handle.topk, xs[0], None, sum_at_expert=sum_at == "expert", renormalize=renormalize
         )
-        self._remember(looks, plan)
+        self._plans.add(looks, plan)
         return CombineArguments(plan, given, factors, outs, counters)
 
     def _check_counters(self, **tensors: Tensors | None) -> Counters:

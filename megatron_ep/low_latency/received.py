@@ -71,7 +71,7 @@ def received_of(
     """out: of `autograd.differentiable_dispatch`."""
     n = len(handle.ranks)
     is_list = handle.calls.group.takes_lists
-    parts = [list(out[i : i + n]) if is_list else out[i] for i in range(0, len(out), n)]
+    parts: list[Any] = [list(out[i : i + n]) for i in range(0, len(out), n)] if is_list else list(out)
     x = parts.pop(0)
     probs = parts.pop(0) if has_probs else None
     scales = parts.pop(0) if is_float8 else None

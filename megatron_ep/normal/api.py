@@ -17,6 +17,7 @@ from megatron_ep import float8
 from megatron_ep.config import MAX_ROWS, MAX_TOPK, require_int
 from megatron_ep.normal import autograd, launches, operators
 from megatron_ep.normal.handle import CountsToAskFor, Handle
+from megatron_ep.normal.known_calls import looks_of
 from megatron_ep.normal.rank_group import COMBINE_DTYPES, PAYLOAD_TYPES, RankGroup
 from megatron_ep.reference import SCALE_BLOCK
 
@@ -133,36 +134,23 @@ def dispatch(
         if not is_traced:  # the operator does
             group.check_usable()
         _check_owner(buffer, handle)
-        xs = as_list("x", x, group, is_traced)
-        weights = None if topk_weights is None else as_list("topk_weights", topk_weights, group, is_traced)
-        row_scales = None if scales is None else as_list("scales", scales, group, is_traced)
-        if handle is None:
-            ids = as_list("topk_idx", topk_idx, group, is_traced)
-            check_ids(ids)
-            max_rows = MAX_PADDED_ROWS // group.num_local_experts
-            require_int("expert_alignment", expert_alignment, 1, max_rows)
-            if expert_capacity is not None:
-                require_int("expert_capacity", expert_capacity, 1, max_rows)
-            if max_recv_tokens is not None:
-                require_int("max_recv_tokens", max_recv_tokens, 1, MAX_ROWS)
-            if expert_capacity is not None and expert_alignment != 1:
-                raise ValueError(f"expert_alignment is {expert_alignment}, must be 1 with expert_capacity")
-            _check_layout(layout, expert_capacity, is_traced)
-            num_tokens, topk = [idx.shape[0] for idx in ids], ids[0].shape[1]
-        else:
-            _check_handle_alone(topk_idx, expert_alignment, expert_capacity, max_recv_tokens, layout)
-            num_tokens, topk = [rank.num_tokens for rank in handle.ranks], handle.topk
-        check_payload("x", xs, num_tokens, PAYLOAD_DTYPES)
-        check_weights("topk_weights", weights, [(tokens, topk) for tokens in num_tokens], WEIGHT_DTYPES)
-        check_scales(xs, row_scales)
+        tensors = (x, topk_idx, topk_weights, scales)
+        settings = (expert_alignment, expert_capacity, max_recv_tokens, layout)
+        looks = None if is_traced else looks_of((*settings, handle and handle.looks), *tensors)
+        if looks is None or not group.known_calls.get(looks):
+            _check_dispatch(group, handle, *tensors, *settings, is_traced)
+            if looks is not None:
+                group.known_calls.add(looks, True)
+        xs, ids, weights, row_scales = [listed(value, group) for value in tensors]
         values: list[torch.Tensor] = []
         if forward_dtype is not None:
             check_forward_dtype(forward_dtype, xs[0])
+            topk = ids[0].shape[1] if handle is None else handle.topk
             launches.format_of(group, topk, xs[0], None, weights)  # of the combine in the backward pass
             values, row_scales = (list(part) for part in zip(*map(float8.quantize, xs), strict=True))
         if handle is None:
             request = CountsToAskFor(ids, expert_alignment, expert_capacity or 0, max_recv_tokens)
-            handle = Handle(group, topk, [], request, is_flat=layout == "flat")
+            handle = Handle(group, ids[0].shape[1], [], request, is_flat=layout == "flat")
     # Behind the `with`: torch ends the recomputation of a checkpoint by an exception out of `apply`.
     n = len(group.ranks)
     needs_gradient = autograd.need_gradient((*xs, *(weights or ())))
@@ -210,12 +198,12 @@ def combine(x: Tensors, handle: Handle, weights: Tensors | None = None) -> Any:
     with group.abort_peers_on_error():
         if not is_traced:  # the operator does
             group.check_usable()
-        xs = as_list("x", x, group, is_traced)
-        rows = [rank.rows for rank in handle.ranks]
-        check_payload("x", xs, rows, COMBINE_DTYPES)
-        row_weights = None if weights is None else as_list("weights", weights, group, is_traced)
-        allowed = (torch.float64 if xs[0].dtype == torch.float64 else torch.float32,)
-        check_weights("weights", row_weights, [(count,) for count in rows], allowed, WEIGHTS_OF_ROWS)
+        looks = None if is_traced else looks_of((handle.looks,), x, weights)
+        if looks is None or not group.known_calls.get(looks):
+            _check_combine(group, handle, x, weights, is_traced)
+            if looks is not None:
+                group.known_calls.add(looks, True)
+        xs, row_weights = listed(x, group), listed(weights, group)
     out: Sequence[torch.Tensor]
     if is_traced:
         out = operators.traced_combine(handle, xs, row_weights)
@@ -248,6 +236,57 @@ def _group_of(buffer: RankGroup | None, handle: Handle | None) -> RankGroup:
 def _check_owner(buffer: RankGroup | None, handle: Handle | None) -> None:
     if buffer is not None and handle is not None and handle.buffer is not buffer:
         raise ValueError("handle belongs to another buffer than the one given")
+
+
+def _check_dispatch(
+    group: RankGroup,
+    handle: Handle | None,
+    x: Any,
+    topk_idx: Any,
+    topk_weights: Any,
+    scales: Any,
+    expert_alignment: int,
+    expert_capacity: int | None,
+    max_recv_tokens: int | None,
+    layout: str,
+    is_traced: bool,
+) -> None:
+    xs = as_list("x", x, group, is_traced)
+    weights = None if topk_weights is None else as_list("topk_weights", topk_weights, group, is_traced)
+    row_scales = None if scales is None else as_list("scales", scales, group, is_traced)
+    if handle is None:
+        ids = as_list("topk_idx", topk_idx, group, is_traced)
+        check_ids(ids)
+        max_rows = MAX_PADDED_ROWS // group.num_local_experts
+        require_int("expert_alignment", expert_alignment, 1, max_rows)
+        if expert_capacity is not None:
+            require_int("expert_capacity", expert_capacity, 1, max_rows)
+        if max_recv_tokens is not None:
+            require_int("max_recv_tokens", max_recv_tokens, 1, MAX_ROWS)
+        if expert_capacity is not None and expert_alignment != 1:
+            raise ValueError(f"expert_alignment is {expert_alignment}, must be 1 with expert_capacity")
+        _check_layout(layout, expert_capacity, is_traced)
+        num_tokens, topk = [idx.shape[0] for idx in ids], ids[0].shape[1]
+    else:
+        _check_handle_alone(topk_idx, expert_alignment, expert_capacity, max_recv_tokens, layout)
+        num_tokens, topk = [rank.num_tokens for rank in handle.ranks], handle.topk
+    check_payload("x", xs, num_tokens, PAYLOAD_DTYPES)
+    check_weights("topk_weights", weights, [(tokens, topk) for tokens in num_tokens], WEIGHT_DTYPES)
+    check_scales(xs, row_scales)
+
+
+def _check_combine(group: RankGroup, handle: Handle, x: Any, weights: Any, is_traced: bool) -> None:
+    xs = as_list("x", x, group, is_traced)
+    rows = [rank.rows for rank in handle.ranks]
+    check_payload("x", xs, rows, COMBINE_DTYPES)
+    row_weights = None if weights is None else as_list("weights", weights, group, is_traced)
+    allowed = (torch.float64 if xs[0].dtype == torch.float64 else torch.float32,)
+    check_weights("weights", row_weights, [(count,) for count in rows], allowed, WEIGHTS_OF_ROWS)
+
+
+def listed(value: Any, group: RankGroup) -> Any:
+    """Tensors that are known to be right, one for each rank of this process; None: none."""
+    return value if value is None else list(value) if group.takes_lists else [value]
 
 
 def as_list(name: str, value: Tensors | None, group: RankGroup, is_traced: bool = False) -> list[torch.Tensor]:

@@ -49,6 +49,11 @@ class Handle:
         self.made_after_resets = self.buffer.resets
 
     @property
+    def looks(self) -> tuple[object, ...]:
+        """Handles with the same ones fit the same tensors."""
+        return (self.topk, self.is_flat, *[(rank.num_tokens, rank.rows) for rank in self.ranks])
+
+    @property
     def age(self) -> int:
         """Resets of the buffer since the handle was made: they count dispatches anew, by which ranks know a layout."""
         return self.buffer.resets - self.made_after_resets

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 import time
@@ -28,6 +29,7 @@ from megatron_ep.errors import (
     describe,
     summarize,
 )
+from megatron_ep.normal.known_calls import KnownCalls
 
 Own = TypeVar("Own", bound="RankGroup")
 
@@ -80,6 +82,11 @@ class RankGroup:
     _monitor: Monitor | None = None
     _is_left = False  # whether nobody has it any more, and its end was put off
     _is_seen = False  # whether somebody was told of the failure since the last reset, if there was one
+
+    @functools.cached_property
+    def known_calls(self) -> KnownCalls:
+        """Of dispatches and combines with this buffer."""
+        return KnownCalls()
 
     @property
     def is_open(self) -> bool:
