@@ -101,6 +101,9 @@ class Machines:
         shape = ("tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
         self._in(machine, "tc", "qdisc", "replace", "dev", "eth0", "root", *shape)
 
+    def unlimit(self, machine: int) -> None:
+        self._in(machine, "tc", "qdisc", "delete", "dev", "eth0", "root")
+
     def drop(self, machine: int, *packets: str) -> None:
         """Throws away what arrives there that an expression of nft matches: drop(0, "numgen", "random", "mod", "100",
         "<", "2") two packets in a hundred, drop(0, "ip", "saddr", address(1)) all of another's."""

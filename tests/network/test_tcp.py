@@ -261,6 +261,38 @@ def test_strangers_are_turned_away_and_keep_nobody_out():
         connection.close()
 
 
+def test_strangers_who_take_their_time_are_few_and_leave_in_time(monkeypatch):
+    monkeypatch.setattr(tcp, "HELLO_S", 0.5)
+    listeners, told = listening()
+    strangers: list[socket.socket] = []
+    closed: set[socket.socket] = set()
+
+    def trickle() -> None:
+        """A byte of the right words now and then."""
+        hello = tcp.HELLO.pack(tcp.MAGIC, tcp.VERSION, 1, told[0].tokens[1])
+        strangers.extend(socket.create_connection((told[0].host, told[0].port), 5) for _ in range(100))
+        for at in range(20):
+            for stranger in [stranger for stranger in strangers if stranger not in closed]:
+                try:
+                    stranger.sendall(hello[at : at + 1])
+                    stranger.setblocking(False)
+                    if stranger.recv(1) == b"":
+                        closed.add(stranger)
+                except BlockingIOError:
+                    pass
+                except OSError:
+                    closed.add(stranger)
+            time.sleep(0.1)
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    made, _ = tcp.join(0, [1], told, listeners[0], 5.0)
+    thread.join()
+    assert not made and len(closed) == len(strangers) == 100, "long before their words were complete"
+    for connection in (*strangers, *listeners):
+        connection.close()
+
+
 def test_a_machine_that_cannot_be_reached_is_named_in_time():
     listeners, told = listening()
     listeners[0].close()  # nobody listens there any more

@@ -1,0 +1,168 @@
+"""What goes wrong between three machines, one thing after the other in one run: named errors on all of them in bounded
+time, and the bits of one machine after every reset."""
+
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import machines
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.skipif(bool(machines.why_not()), reason=str(machines.why_not()))
+RANKS = 3
+TIMEOUT = 3.0  # of a wait
+
+# Calls for ever, compared with those of one machine. After a failure it waits for the file that says go on.
+PROGRAM = """
+import os, sys, time, torch, torch.distributed as dist, megatron_ep as ep
+from pathlib import Path
+dist.init_process_group("gloo")
+rank, world, folder = dist.get_rank(), dist.get_world_size(), Path(sys.argv[1])
+config = ep.Config(num_experts=2 * world, timeout=float(sys.argv[2]))
+generator = torch.Generator().manual_seed(0)
+x = [torch.randn(40, 1024, generator=generator) for _ in range(world)]
+ids = [torch.rand(40, 2 * world, generator=generator).topk(3).indices for _ in range(world)]
+
+def call(buffer, x, ids):
+    rows = ep.dispatch(x, ids, buffer=buffer)
+    out = [r.tanh() for r in rows.x] if isinstance(x, list) else rows.x.tanh()
+    return ep.combine(out, rows.handle)
+
+with ep.LocalCluster(world, 1, config) as cluster:
+    expected = call(cluster, x, ids)[rank]
+buffer = ep.Buffer(None, config)
+assert buffer.fabric == "tcp", buffer.fabric
+for failures in range(100):
+    for calls in range(10**9):
+        try:
+            found = call(buffer, x[rank], ids[rank])
+        except ep.EPError as error:
+            print(f"RANK {rank} FAILURE {failures} AT {time.time()}: {str(error).splitlines()[0]}", flush=True)
+            break
+        assert torch.equal(found, expected)
+        if calls % 20 == 0:
+            print(f"RANK {rank} HAD {failures} FAILURES, {calls} CALLS AT {time.time()}", flush=True)
+    while not (folder / f"go on {failures}").exists():
+        time.sleep(0.05)
+    buffer.reset()
+"""
+
+
+class Run:
+    """The program on three machines."""
+
+    def __init__(self, made: machines.Machines, folder: Path):
+        self.made, self.folder, self.failures = made, folder, 0
+        program = folder / "program.py"
+        program.write_text(PROGRAM)
+        job = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": made.address(0), "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1"}
+        self.processes = []
+        for rank in range(RANKS):
+            with (folder / f"{rank}.log").open("w") as log:
+                command = [sys.executable, str(program), str(folder), str(TIMEOUT)]
+                environment = job | {"RANK": str(rank)}
+                self.processes.append(made.start(rank, command, environment, stdout=log, stderr=log, cwd=ROOT))
+
+    def send(self, rank: int, number: signal.Signals) -> None:
+        """To the program itself, which the process that makes its machine has as a child."""
+        pid = self.processes[rank].pid
+        [child] = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        os.kill(int(child), number)
+
+    def wait_for_calls(self, since: float | None = None, limit: float = 60.0) -> None:
+        """Until all have had calls that are right, since then."""
+        self._wait(
+            rf"HAD {self.failures} FAILURES, \d+ CALLS AT ([\d.]+)",
+            range(RANKS),
+            limit,
+            time.time() if since is None else since,
+        )
+
+    def wait_for_failure(self, ranks: range, within: float, since: float) -> list[str]:
+        """The errors of these ranks, which all have come in time."""
+        found = self._wait(rf"FAILURE {self.failures} AT ([\d.]+): (.*)", ranks, within + 30, since)
+        late = {rank: float(match[1]) - since for rank, match in found.items()}
+        assert max(late.values()) < within, late
+        return [match[2] for match in found.values()]
+
+    def go_on(self) -> None:
+        (self.folder / f"go on {self.failures}").touch()
+        self.failures += 1
+        self.wait_for_calls()
+
+    def _wait(self, pattern: str, ranks: range, limit: float, since: float) -> dict[int, re.Match[str]]:
+        deadline = time.monotonic() + limit
+        while True:
+            found = {}
+            for rank in ranks:
+                for match in re.finditer(rf"RANK {rank} {pattern}", (self.folder / f"{rank}.log").read_text()):
+                    if float(match[1]) >= since:
+                        found[rank] = match
+            if len(found) == len(ranks):
+                return found
+            logs = [(self.folder / f"{rank}.log").read_text()[-600:] for rank in range(RANKS)]
+            assert time.monotonic() < deadline, (pattern, logs)
+            time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    with machines.Machines(RANKS) as made:
+        run = Run(made, tmp_path_factory.mktemp("run"))
+        run.wait_for_calls(limit=120)
+        yield run
+
+
+@pytest.mark.skipif(bool(machines.why_no_filter()), reason=str(machines.why_no_filter()))
+def test_packets_that_do_not_arrive(run):
+    made = run.made
+    for machine in range(RANKS):
+        made.drop(machine, "numgen", "random", "mod", "100", "<", "3")
+    run.wait_for_calls()
+    for machine in range(RANKS):
+        made.pass_all(machine)
+    run.wait_for_calls()
+
+    cut = time.time()
+    made.drop(0, "ip", "saddr", made.address(1))  # one way
+    errors = run.wait_for_failure(range(RANKS), 3 * TIMEOUT + 4, cut)
+    assert all("rank" in error for error in errors), errors
+    made.pass_all(0)
+    run.go_on()
+
+
+def test_what_ends_a_call_and_what_does_not(run):
+    made, everyone = run.made, range(RANKS)
+    bound = 3 * TIMEOUT + 4  # that of a wait, of those who hear of it, and of an overloaded machine
+
+    made.limit(1, "20mbit")
+    run.wait_for_calls()
+    made.unlimit(1)
+
+    made.link(2, "down")  # for less than a wait may take
+    time.sleep(TIMEOUT / 3)
+    made.link(2, "up")
+    run.wait_for_calls()
+
+    cut = time.time()
+    made.link(2, "down")
+    errors = run.wait_for_failure(everyone, bound, cut)
+    assert all("rank" in error for error in errors), errors
+    made.link(2, "up")
+    run.go_on()
+
+    stopped = time.time()
+    run.send(1, signal.SIGSTOP)
+    for error in run.wait_for_failure(range(0, RANKS, 2), bound, stopped):
+        assert "rank 1" in error
+    run.send(1, signal.SIGCONT)
+    run.go_on()
+
+    killed = time.time()
+    run.send(2, signal.SIGKILL)
+    for error in run.wait_for_failure(range(RANKS - 1), 2.0, killed):
+        assert "rank 2" in error
