@@ -158,7 +158,7 @@ def _become_rank(script, job, rank, port):
             "MASTER_PORT": str(port),
         }
         _prepare(job["flags"])
-        record = _record()
+        record = recorded_steps()
         if job["ep_flags"] is None:
             import runpy
 
@@ -229,7 +229,7 @@ def _stall(number):
     EPTokenDispatcher.token_combine = stalled
 
 
-def _record():
+def recorded_steps():
     """Takes down every step: the losses and the gradients' norm, and of the last one the gradients by parameter, how
     many tokens the rank had, and, with this project's dispatcher, how many rows each of its experts."""
     from megatron.training import training
