@@ -21,9 +21,9 @@ def main() -> None:
         )
         sys.exit(2)
     script = Path(sys.argv[1]).resolve()
-    install()
     sys.argv = sys.argv[1:]
     sys.path[0] = str(script.parent)  # as if it were run by itself
+    install()  # processes that it spawns get this path
     runpy.run_path(str(script), run_name="__main__")
 
 

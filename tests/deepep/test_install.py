@@ -54,6 +54,25 @@ def test_a_script_and_its_children(tmp_path):
     assert "megatron_ep" in version
 
 
+SPAWNING = """
+    import multiprocessing
+
+    import deep_ep
+
+    if __name__ == "__main__":
+        process = multiprocessing.get_context("spawn").Process(target=print, args=("spawned",))
+        process.start()
+        process.join()
+        print(process.exitcode)
+"""
+
+
+def test_a_process_that_a_script_spawns_imports_it_again(tmp_path):
+    (tmp_path / "script.py").write_text(textwrap.dedent(SPAWNING))
+    done = run(tmp_path, "-m", "megatron_ep.deep_ep", "script.py")
+    assert done.stdout.split() == ["spawned", "0"], done.stderr
+
+
 def test_no_script(tmp_path):
     done = run(tmp_path, "-m", "megatron_ep.deep_ep", "missing.py")
     assert done.returncode == 2 and "SCRIPT is missing.py, must be a file" in done.stderr

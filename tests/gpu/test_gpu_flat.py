@@ -44,7 +44,7 @@ def test_max_recv_tokens(seed, share, slack):
         size = max(1, max(tokens) if case.nodes > 1 else 1, int(share * rows) + slack)
         out = case.integers([size] * case.world)
         for buffer, device in ((host, "cpu"), (gpu, "cuda")):
-            leaves = [t.to(device).requires_grad_() for t in (*x, *weights)]
+            leaves = [t.detach().to(device).requires_grad_() for t in (*x, *weights)]
             sent_ids = [t.to(device) for t in ids]
             given = (leaves[: case.world], sent_ids, leaves[case.world :])
             received = ep.dispatch(*given, buffer=buffer, layout="flat", max_recv_tokens=size)
