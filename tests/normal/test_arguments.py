@@ -63,9 +63,12 @@ BAD = {
 }
 
 
+@pytest.mark.parametrize("is_first", [True, False])  # or comes after a right call, whose looks are known
 @pytest.mark.parametrize("name", BAD)
-def test_bad_tensors(cluster, name):
+def test_bad_tensors(cluster, name, is_first):
     argument, spoil, message = BAD[name]
+    if not is_first:
+        assert_usable(cluster)
     inputs = [good(), good()]
     inputs[1][argument] = spoil(inputs[1][argument])
     if name in (
@@ -80,6 +83,16 @@ def test_bad_tensors(cluster, name):
         inputs[0][argument] = spoil(inputs[0][argument])  # else the ranks differ, which is another mistake
     with pytest.raises(ValueError, match=message):
         ep.dispatch(**{key: [one[key] for one in inputs] for key in inputs[0]}, buffer=cluster)
+    assert_usable(cluster)
+
+
+def test_settings_that_equal_right_ones_are_refused(cluster):
+    inputs = [good(), good()]
+    given = {key: [one[key] for one in inputs] for key in inputs[0]}
+    ep.dispatch(**given, buffer=cluster, expert_alignment=1, max_recv_tokens=16)
+    for wrong in ({"expert_alignment": True}, {"expert_alignment": 1.0}, {"max_recv_tokens": 16.0}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} is {next(iter(wrong.values()))}"):
+            ep.dispatch(**given, buffer=cluster, **{"max_recv_tokens": 16, **wrong})
     assert_usable(cluster)
 
 
