@@ -135,6 +135,8 @@ class RankTensors:
     is_flat: bool
     has_all_weights: bool
     source_tokens: int
+    bias: int
+    second_bias: int
     is_planned: bool
 
 class Totals:

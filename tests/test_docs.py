@@ -45,7 +45,6 @@ ELSEWHERE = {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
     "compare_exchange",
     "do_expand",
-    "dst_buffer_slot_idx",
     "ft_launcher",
     "inference_optimized",
     "padding_causal_bottom_right",

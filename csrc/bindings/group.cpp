@@ -368,7 +368,8 @@ void bind_rank_tensors(py::module_& m) {
         .def_readwrite("is_flat", &RankTensors::is_flat)
         .def_readwrite("has_all_weights", &RankTensors::has_all_weights)
         .def_readwrite("source_tokens", &RankTensors::source_tokens)
-
+        .def_readwrite("bias", &RankTensors::bias)
+        .def_readwrite("second_bias", &RankTensors::second_bias)
         .def_readwrite("is_planned", &RankTensors::is_planned);
 }
 

@@ -31,6 +31,7 @@ struct RankTensors {
     bool is_flat = false;                                 // see TransferArgs
     bool has_all_weights = false;                         // dispatch, see DispatchArgs
     Address source_tokens = 0;                            // dispatch, see DispatchArgs
+    Address bias = 0, second_bias = 0;                    // combine, see CombineArgs
     bool is_planned = false;                              // see TransferArgs
 };
 
@@ -84,13 +85,16 @@ inline CombineArgs combine_args(const Heap& heap, int rank, const RankTensors& t
     TransferArgs args = transfer_args(heap, rank, t, format, call, nvl_batch, rdma_chunk);
     args.is_combine = true;
     args.is_weighted = t.is_weighted;
-    return {args,
-            at<char>(t.x),
-            at<char>(t.weights),
-            at<char>(t.out),
-            at<char>(t.out_weights),
-            at<void>(t.row_weights),
-            at<char>(t.sums)};
+    CombineArgs combine = {args,
+                           at<char>(t.x),
+                           at<char>(t.weights),
+                           at<char>(t.out),
+                           at<char>(t.out_weights),
+                           at<void>(t.row_weights),
+                           at<char>(t.sums)};
+    combine.bias[0] = at<char>(t.bias);
+    combine.bias[1] = at<char>(t.second_bias);
+    return combine;
 }
 
 }  // namespace ep

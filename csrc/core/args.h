@@ -156,10 +156,13 @@ struct CombineArgs : TransferArgs {
     // Warps of the local pass that share the rows of one source rank and channel: row i is warp
     // i % sum_warps's.
     int sum_warps = 1;
+    // [T, payload_bytes], added to the sums, first; null: none. K and their number are at most 32.
+    const char* bias[2] = {nullptr, nullptr};
 
     static constexpr int kMaxSumWarps = 2;
     static_assert(kMaxSumWarps == 2, "sum_warp_of and rows_of_sum_warp mask and shift");
 
+    EP_HD int num_biases() const { return (bias[0] != nullptr) + (bias[1] != nullptr); }
     EP_HD int sum_warp_of(int row) const { return row & (sum_warps - 1); }
     // How many of the first `rows` rows are the part-th warp's.
     EP_HD int rows_of_sum_warp(int part, int rows) const {

@@ -35,7 +35,9 @@ struct Sends {
 
     static EP_HD uint64_t word(Kind kind, uint64_t call, const RowFormat& format) {
         auto word = static_cast<uint64_t>(kind);
-        auto add = [&](uint64_t value, int bits) { word = word << bits | value; };
+        auto add = [&](uint64_t value, int bits) {
+            word = word << bits | (value & ((uint64_t{1} << bits) - 1));
+        };
         const bool is_planned = kind == Kind::PlannedDispatch || kind == Kind::PlannedCombine;
         const int scales = is_planned ? 0 : format.scale_bytes;
         add(scales ? scales / ((format.payload_bytes + 127) / 128) : 0, 3);

@@ -27,6 +27,7 @@ enum class CacheHint { Keep, EvictFirst };
 //   lanes(count, f)                  f(lane) for each lane; ordered before what the warp does next
 //   ballot(count, f)                 the lanes for which f is true, as bits
 //   first_of(count, keys)            the lanes whose key is >= 0 and in no lower lane, as bits
+//   last_of(count, keys)             likewise in no higher lane
 //   match(count, keys, equal)        for each lane whose key is >= 0 the lanes with its key, as
 //                                    bits; for the others 0
 //   broadcast(value, lane)           the value of one lane, in all lanes
@@ -99,6 +100,7 @@ concept WarpLike = requires(
     typename W::template PerLane<void*>& dsts, typename W::template PerLane<const void*>& srcs,
     typename W::template PerLane<float>& weights) {
     { warp.first_of(1, ints) } -> std::same_as<uint32_t>;
+    { warp.last_of(1, ints) } -> std::same_as<uint32_t>;
     warp.match(1, ints, masks);
     { W::kLanesAtOnce } -> std::convertible_to<int>;
     { warp.broadcast(ints, 0) } -> std::same_as<int>;

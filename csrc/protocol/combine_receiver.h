@@ -56,6 +56,30 @@ EP_FN const char* sum_of_own(W& warp, const Rings<F>& rings, const CombineArgs& 
     return sum;
 }
 
+// A token's biases, and then what the ranks and nodes made of it.
+template <class T, WarpLike W>
+EP_FN void sum_token(W& warp, const CombineArgs& args, int token,
+                     const typename W::template PerLane<const void*>& part, uint32_t sources) {
+    const RowFormat& format = args.format;
+    const size_t offset = static_cast<size_t>(token) * format.payload_bytes;
+    const size_t elements = format.payload_bytes / sizeof(T);
+    const int biases = args.num_biases();
+    if (!biases) {
+        warp.template sum<T, CacheHint::Keep>(args.y + offset, part, sources, elements);
+        return;
+    }
+    typename W::template PerLane<const void*> addends;
+    warp.lanes(biases, [&](int lane) { addends[lane] = args.bias[lane] + offset; });
+    for_each_lane(sources, [&](int from) {
+        const void* row = warp.broadcast(part, from);
+        warp.lanes(biases + format.topk, [&](int lane) {
+            if (lane == biases + from) addends[lane] = row;
+        });
+    });
+    warp.template sum<T, CacheHint::Keep>(
+        args.y + offset, addends, sources << biases | ((uint32_t{1} << biases) - 1), elements);
+}
+
 // One of a channel's receivers. kAlone: the channel has no other, so it waits for none: the
 // registers that this would take slow down its sums.
 template <class T, bool kWeighted, bool kAlone, WarpLike W, class F>
@@ -105,7 +129,7 @@ EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& arg
                            : node == own_node ? topology.local_of(rank)
                                               : topology.ranks_per_node + node;
         });
-        const uint32_t sources = warp.first_of(format.topk, source);
+        const uint32_t sources = warp.last_of(format.topk, source);
         const uint32_t own = warp.ballot(
             format.topk, [&](int lane) { return sources >> lane & 1 && is_own(source[lane]); });
         const uint32_t others = sources & ~own;
@@ -193,9 +217,7 @@ EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& arg
                                   : rings.rank_at(node_of(from), args.local());
         };
         if (!belong_to_call(warp, rings, others, row, rank_of)) return;
-        warp.template sum<T, CacheHint::Keep>(
-            args.y + static_cast<size_t>(token) * format.payload_bytes, part, sources,
-            format.payload_bytes / sizeof(T));
+        sum_token<T>(warp, args, token, part, sources);
 
         // Free the slots, in the order of the tokens.
         if (!kAlone && !warp.wait_all(Wait::ReceiverOrder, 1, may_free)) return;

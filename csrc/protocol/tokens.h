@@ -6,7 +6,7 @@
 
 namespace ep {
 
-// The distinct local ranks of `node` among a row's experts: `peer` per lane, and the first lane of
+// The distinct local ranks of `node` among a row's experts: `peer` per lane, and the last lane of
 // each.
 template <WarpLike W>
 EP_FN uint32_t peers_on_node(W& warp, const TransferArgs& args, int node,
@@ -19,10 +19,10 @@ EP_FN uint32_t peers_on_node(W& warp, const TransferArgs& args, int node,
                          ? args.topology().local_of(rank)
                          : -1;
     });
-    return warp.first_of(args.layout.topk, peer);
+    return warp.last_of(args.layout.topk, peer);
 }
 
-// Likewise the distinct nodes among `count` other nodes from the first-th on.
+// Likewise, but the first lane, the distinct nodes among `count` other nodes from the first-th on.
 template <WarpLike W>
 EP_FN uint32_t nodes_among(W& warp, const TransferArgs& args, int first, int count,
                            const typename W::template PerLane<int>& expert,

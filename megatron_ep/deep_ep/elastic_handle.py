@@ -27,6 +27,8 @@ class EPHandle:
     psum_num_recv_tokens_per_scaleup_rank: int32 [ranks of a node]: the tokens of ranks with a local rank up to this.
     recv_src_metadata: int32 [tokens that came here, K + 2]: source rank * num_max_tokens_per_rank + token; local rank
         of the source * K + the last k that chose this rank; with do_expand the row of each k, else -1.
+    dst_buffer_slot_idx: int32 [T, K]: at the last k that chose a rank, how many of this rank's tokens before this one
+        went there; else -1.
     """
 
     token_metadata_at_forward = None
@@ -107,7 +109,18 @@ def _metadata(handle: EPHandle) -> torch.Tensor:
     return torch.cat([token.unsqueeze(1), (local_rank * topk + last.int()).unsqueeze(1), rows], dim=1).int()
 
 
+def _slots(handle: EPHandle) -> torch.Tensor:
+    world, local_experts = handle._routes.buffer.topology.world_size, handle._routes.buffer.num_local_experts
+    owners = handle.topk_idx.div(local_experts, rounding_mode="floor")
+    goes = torch.stack([(owners == rank).any(dim=1) for rank in range(world)], dim=1)
+    number = goes.cumsum(0) - 1
+    later = torch.ones(owners.shape[1], owners.shape[1], dtype=torch.bool, device=owners.device).triu(1)
+    again = ((owners.unsqueeze(2) == owners.unsqueeze(1)) & later).any(dim=2)
+    return torch.where((owners < 0) | again, NONE, number.gather(1, owners.clamp_min(0))).int()
+
+
 EPHandle._made.update(
+    dst_buffer_slot_idx=_slots,
     num_unaligned_recv_tokens_per_expert=_rows_per_expert,
     psum_num_recv_tokens_per_expert=_ends_of_experts,
     psum_num_recv_tokens_per_scaleup_rank=_tokens_of_local_ranks,

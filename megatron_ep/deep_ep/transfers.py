@@ -11,8 +11,11 @@ import torch
 
 from megatron_ep.backends.interface import RankHandle
 from megatron_ep.buffer import Buffer
+from megatron_ep.config import MAX_TOPK
 from megatron_ep.normal import api, launches
 from megatron_ep.normal.handle import CountsToAskFor, Handle
+
+MAX_BIASES = 2
 
 Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -191,7 +194,8 @@ def combine(
     sums_weights: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """x [R, H], weights float32 [R, K], or [R] of grouped rows, to the sums [T, H] and the weights [T, K], each of the
-    rank that has the expert. biases: [T, H], added to the sums.
+    rank that has the expert. biases: at most two [T, H]: the sums begin with them. Then comes what each rank made of a
+    token, in the order of the last k of each; in fp32, rounded once.
 
     sums_weights: flat rows: the weights of all ranks that had a token, whatever experts they are of, are summed.
     """
@@ -201,17 +205,18 @@ def combine(
         api.as_list("x", x, buffer)
         api.check_payload("x", [x], [routes.num_rows], api.COMBINE_DTYPES)
         _check_weights(buffer, weights, routes.weights_shape)
+        if len(biases) > MAX_BIASES or routes.handle.topk + len(biases) > MAX_TOPK:
+            raise ValueError(
+                f"bias has {len(biases)} tensors, must have at most {MAX_BIASES}, with K <= {MAX_TOPK} - their number"
+            )
         for bias in biases:
             api.as_list("bias", bias, buffer)
             api.check_weights("bias", [bias], [(routes.num_tokens, x.shape[1])], (x.dtype,))
         beside = None if weights is None or sums_weights else [weights]
-        out, out_weights = launches.launch_combine(routes.handle, [x], beside)
-        y = out[0]
-        for bias in biases:
-            y = y + bias
+        out, out_weights = launches.launch_combine(routes.handle, [x], beside, biases=biases)
         if weights is not None and sums_weights:
-            return y, launches.launch_combine(routes.handle, [weights], None)[0][0]
-        return y, None if out_weights is None else out_weights[0]
+            return out[0], launches.launch_combine(routes.handle, [weights], None)[0][0]
+        return out[0], None if out_weights is None else out_weights[0]
 
 
 def _check_weights(buffer: Buffer, weights: torch.Tensor | None, shape: tuple[int, ...]) -> None:

@@ -50,7 +50,7 @@ def _text(sent: Mapping[str, Any]) -> str:
     dtype, itemsize = DTYPES[sent["payload_type"]]
     text = f"a {sent['kind']}, H = {sent['payload_bytes'] // itemsize}, {dtype}, K = {sent['topk']}"
     if sent["scale_bytes"]:
-        text += f", scales of {SCALES[sent['scale_bytes']]}"
+        text += f", scales of {SCALES.get(sent['scale_bytes'], 'another number or type')}"
     if sent["weight_bytes"]:
         of = "weights" if "dispatch" in sent["kind"] else "gradients of weights"
         return f"{text}, {of} of {WEIGHTS[sent['weight_bytes']]}"

@@ -139,8 +139,12 @@ def launch_combine(
     x: Sequence[torch.Tensor],
     weights: Sequence[torch.Tensor] | None,
     row_weights: Sequence[torch.Tensor] | None = None,
+    biases: Sequence[torch.Tensor] = (),
 ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
-    """x [R, H], weights [R] (flat: [R, K]) to sums [T, H] and single values [T, K]; row_weights [R] multiply x."""
+    """x [R, H], weights [R] (flat: [R, K]) to sums [T, H] and single values [T, K]; row_weights [R] multiply x.
+
+    biases: at most two [T, H], of a process with one rank, to which the rows are added; K and their number at most 32.
+    """
     group, topk = handle.buffer, handle.topk
     backend = group.live_backend()
     row = format_of(group, topk, x[0], None, weights)
@@ -157,6 +161,7 @@ def launch_combine(
             t.weights, t.out_weights = weights[i].data_ptr(), out_weights[i].data_ptr()
         if row_weights is not None:
             t.row_weights, t.is_weighted = row_weights[i].data_ptr(), True
+        t.bias, t.second_bias = (*(bias.data_ptr() for bias in biases), 0, 0)[:2]
         may_sum = not handle.is_flat and rank.own_rows is None
         if may_sum and _has_intra_rank_pass(group, rank, row) and backend.may_wait_on_side_stream():
             known = rank.dst_rows.shape[0]

@@ -184,6 +184,9 @@ void run_case(uint64_t seed, bool is_planned) {
                      expert_out[rank].data(), gradients[rank].data(), t.y.data(),
                      t.y_weights.data(), weighted ? row_weights[rank].data() : nullptr,
                      may_pass[1] && c.pick(0, 1) && !c.flat ? t.sums.data() : nullptr, sum_warps});
+                const int biases = static_cast<int>(seed % 3);
+                if (biases > 0) combine[on_gpu].back().bias[0] = in.x.data();
+                if (biases > 1) combine[on_gpu].back().bias[1] = in.x.data();
             }
         }
         ++call;

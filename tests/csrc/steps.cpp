@@ -42,6 +42,10 @@ class CountingWarp : public HostWarp {
         ++work_.steps;
         return HostWarp::first_of(count, keys);
     }
+    uint32_t last_of(int count, const PerLane<int>& keys) {
+        ++work_.steps;
+        return HostWarp::last_of(count, keys);
+    }
     template <class F>
     bool met(int count, F&& need) {
         ++work_.steps;

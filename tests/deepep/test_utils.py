@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron_ep.deep_ep.utils import gate, testing
+from megatron_ep.deep_ep.utils import gate, refs, testing
 from megatron_ep.deep_ep.utils import math as numbers
 
 
@@ -77,3 +77,27 @@ def test_seconds_of_kernels():
     assert testing.seconds_of(launches, ("dispatch_kernel",), 2, 1) == 20e-6
     assert testing.seconds_of(launches, ("dispatch_kernel",), 1, 2) == [10e-6, 30e-6]
     assert math.isnan(testing.seconds_of(launches, ("combine_kernel",), 2, 1)), "a kernel that did not run took no time"
+
+
+def sums_over_ranks(bias):
+    """Of one rank's own choices: experts 0 and 1 on a rank, 2 and 3 on the next."""
+    y = torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
+    ids = torch.tensor([[0, 2, 1], [3, 2, 0], [1, -1, 3], [0, 1, 2], [-1, -1, -1]])
+    y[ids < 0] = 0
+    return y, refs.combine(y, ids, 1, 2, 4, bias, True, False)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_reference_of_combine(count):
+    biases = tuple(torch.full((5, 4), 0.3 + i).bfloat16() for i in range(count))
+    y, ours = sums_over_ranks(biases if count == 2 else biases[0] if count else None)
+    start = torch.zeros(5, 4)
+    for bias in biases:
+        start += bias
+    first = (start[0] + y[0, 1]) + (y[0, 0].float() + y[0, 2]).bfloat16()  # the rank of experts 0 and 1 comes last
+    assert torch.equal(ours[0], first.bfloat16())
+    second = (start[1] + (y[1, 0].float() + y[1, 1]).bfloat16()) + y[1, 2]
+    assert torch.equal(ours[1], second.bfloat16())
+    assert torch.equal(ours[4], start[4].bfloat16()) and torch.equal(
+        refs.ordered_accumulate(y[2:3])[0], (y[2, 0].float() + y[2, 2]).bfloat16()
+    )

@@ -37,6 +37,8 @@ run() {
 
 run intranode legacy/test_intranode.py
 run low_latency legacy/test_low_latency.py
+run ep elastic/test_ep.py --skip-perf-test
+run ep_times elastic/test_ep.py --test-first-only
 
 "$PYTHON" -c 'import torch, megatron_ep.deep_ep as d; print("torch", torch.__version__, "deep_ep", d.__version__, torch.cuda.device_count(), "x", torch.cuda.get_device_name())'
 git rev-parse --short HEAD 2> /dev/null

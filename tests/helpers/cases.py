@@ -107,7 +107,8 @@ class Case:
             """Sums of the terms with the same key, in their order, rounded to the dtype in which they travel."""
             sums: dict = {}
             for place, term in terms.items():
-                sums[key(place)] = sums[key(place)] + term if key(place) in sums else term
+                before = sums.pop(key(place), None)  # a sum takes the place of its last term
+                sums[key(place)] = term if before is None else before + term
             return {place: total.to(self.dtype).to(self.wide()) for place, total in sums.items()}
 
         out, token = [], 0
@@ -121,10 +122,12 @@ class Case:
                 by_rank = sum_by(terms, lambda place: place[1])
                 others = {r: s for r, s in by_rank.items() if r // self.ranks_per_node != home}
                 by_node = sum_by(others, lambda rank: rank // self.ranks_per_node)
-                parts = {}  # a node takes the place of its first rank
+                parts: dict = {}  # and a node that of its last rank
                 for rank, total in by_rank.items():
                     node = rank // self.ranks_per_node
-                    parts.setdefault((node, rank) if node == home else node, total if node == home else by_node[node])
+                    part = (node, rank) if node == home else node
+                    parts.pop(part, None)
+                    parts[part] = total if node == home else by_node[node]
                 for total in sum_by(parts, lambda _: None).values():
                     y[row] = total
                 token += 1

@@ -17,7 +17,7 @@ def check_elastic(group, device, hidden=256):
     buffer = ElasticBuffer(group, num_max_tokens_per_rank=max_tokens, hidden=hidden, num_topk=3)
     assert (buffer.rank_idx, buffer.num_ranks) == (rank, world)
     assert buffer.num_scaleout_ranks * buffer.num_scaleup_ranks == world
-    cases = itertools.product((1, 4), (True, False), (False, True))
+    cases = [(1, True, False), (4, True, True), (4, False, False), (1, False, True)]
     for seed, (alignment, has_counts, is_float8) in enumerate(cases):
         given = Inputs(world, 2 * world, min(3, 2 * world), hidden, (5, 0, 44, 17), seed)
         _Case(buffer, given, rank, device, alignment, has_counts, is_float8, max_tokens).check(is_async=seed % 2 == 1)
@@ -159,3 +159,25 @@ class _Case:
             y, none, _ = self.buffer.combine(rows.to(self.device), of, bias=bias)
             assert none is None
             same(y, given.x[rank] * number + bias[0].cpu() + bias[1].cpu(), "sums with biases")
+        if self.buffer.num_scaleout_ranks == 1 and self.has_counts:
+            self.check_bits(handle)
+
+    def check_bits(self, handle):
+        """Sums that are not exact: biases, and then the ranks' rows by the last k of each, in fp32, rounded once."""
+        given, rank, hidden = self.given, self.rank, self.given.x[0].shape[1]
+        generator = torch.Generator("cpu").manual_seed(7)
+        new = {"generator": generator, "device": "cpu", "dtype": torch.float32}
+        made = [torch.randn(sum(given.tokens), hidden, **new).bfloat16() for _ in range(given.world)]  # by each rank
+        biases = [torch.randn(sum(given.tokens), hidden, **new).bfloat16().split(given.tokens)[rank] for _ in range(2)]
+        owners = given.ids[rank].div(given.experts // given.world, rounding_mode="floor")
+        for count in range(3):
+            expected = torch.zeros(given.tokens[rank], hidden, dtype=torch.float32)
+            for bias in biases[:count]:
+                expected += bias
+            for k, other in itertools.product(range(given.topk), range(given.world)):
+                is_last = (owners[:, k] == other) & ~(owners[:, k + 1 :] == other).any(dim=1)
+                rows = made[other].split(given.tokens)[rank]
+                expected = torch.where(is_last.unsqueeze(1), expected + rows, expected)
+            bias = tuple(b.to(self.device) for b in biases[:count])
+            y = self.buffer.combine(made[rank][self.rows].to(self.device), handle, bias=bias or None)[0]
+            same(y, expected.bfloat16(), f"bits of sums with {count} biases")

@@ -51,6 +51,12 @@ class DeviceWarp {
         return __ballot_sync(kAll, key >= 0 && lowest_lane(equal) == lane_id());
     }
 
+    __device__ __forceinline__ uint32_t last_of(int count, const PerLane<int>& keys) {
+        const int key = lane_id() < count ? keys.value : -1;
+        const uint32_t equal = __match_any_sync(kAll, key);
+        return __ballot_sync(kAll, key >= 0 && equal >> lane_id() == 1);
+    }
+
     __device__ __forceinline__ void match(int count, const PerLane<int>& keys,
                                           PerLane<uint32_t>& equal) {
         const int key = lane_id() < count ? keys.value : -1;

@@ -51,6 +51,17 @@ class BasicHostWarp {
         return mask;
     }
 
+    uint32_t last_of(int count, const PerLane<int>& keys) {
+        uint32_t mask = 0;
+        for (int lane = 0; lane < count; ++lane) {
+            bool last = keys[lane] >= 0;
+            for (int higher = lane + 1; last && higher < count; ++higher)
+                last = keys[higher] != keys[lane];
+            mask |= static_cast<uint32_t>(last) << lane;
+        }
+        return mask;
+    }
+
     void match(int count, const PerLane<int>& keys, PerLane<uint32_t>& equal) {
         for (int lane = 0; lane < count; ++lane) {
             equal[lane] = keys[lane] < 0

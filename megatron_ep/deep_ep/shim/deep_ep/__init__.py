@@ -7,6 +7,6 @@ import sys
 from megatron_ep.deep_ep import *  # noqa: F403
 from megatron_ep.deep_ep import __version__ as __version__
 
-for _name in ("utils", "utils.envs", "utils.event", "utils.gate", "utils.math", "utils.testing"):
+for _name in ("utils", "utils.envs", "utils.event", "utils.gate", "utils.math", "utils.refs", "utils.testing"):
     sys.modules[f"{__name__}.{_name}"] = importlib.import_module(f"megatron_ep.deep_ep.{_name}")
 utils = sys.modules[f"{__name__}.utils"]
