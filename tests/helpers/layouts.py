@@ -86,6 +86,14 @@ ALL = FEW | {
         4, f"{TP2} {EP2} --expert-tensor-parallel-size 2 {PADDED}", equal_to=("single",)
     ),
     "packed sequences": Layout(4, EP4, PACKED),
+    "packed sequences, attention on other ranks": Layout(4, EP4, PACKED, ep_flags=("--ep-sequences",)),
+    "packed sequences, attention on other ranks, selective recompute": Layout(
+        4,
+        f"{EP4} --recompute-granularity selective --recompute-modules core_attn",
+        PACKED,
+        ep_flags=("--ep-sequences",),
+        equal_to=("single",),
+    ),
     "packed sequences, fused router with padding": Layout(
         4, f"{EP4} {PADDED}", PACKED, ep_flags=("--ep-router", "fused"), equal_to=("single",)
     ),
