@@ -55,14 +55,10 @@ def _with_spare(handles: PlanHandles, i: int, rows: torch.Tensor) -> torch.Tenso
 
 
 def _sum(handles: PlanHandles, *copies: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What `reference.sum_copies` says.
-
-    Partial sums travel in the rows' own type: where there are such, rows of 16 bits are widened before they are sent,
-    and the sum is rounded at the end.
-    """
+    """What `reference.sum_copies` says; rows that are widened before they are sent are rounded at the end."""
     dtype = copies[0].dtype
     with handles.kv.buffer.abort_peers_on_error():
-        if handles.has_partial_sums and dtype.itemsize == 2:
+        if handles.widens_sums(dtype):
             copies = tuple(rows.float() for rows in copies)
         sums, _ = launches.launch_combine(handles.kv, copies, None)
         return tuple(_add_spare(handles, i, rows).to(dtype) for i, rows in enumerate(sums))

@@ -7,7 +7,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from megatron_ep.normal import launches
 from megatron_ep.normal.api import PAYLOAD_DTYPES, Tensors, as_list, check_payload
+from megatron_ep.normal.autograd import need_gradient
 from megatron_ep.normal.rank_group import RankGroup
 from megatron_ep.sequences.autograd import differentiable_dispatch, differentiable_move
 from megatron_ep.sequences.handles import PlanHandles, handles_of
@@ -57,8 +59,9 @@ class SequenceDispatcher:
             given = [self._check(name, x, rows) for name, x in (("q", q), ("k", k), ("v", v))]
             if given[1][0].dtype != given[2][0].dtype:
                 raise ValueError(f"v is {given[2][0].dtype}, must be {given[1][0].dtype} as k is")
-        out = differentiable_dispatch(handles, *(_flat(x) for tensors in given for x in tensors))
-        n = len(group.ranks)
+            n, flat = len(group.ranks), [_flat(x) for tensors in given for x in tensors]
+            _check_rings(handles, *flat[::n], needs_gradient=need_gradient(flat[n:]))
+        out = differentiable_dispatch(handles, *flat)
         q, k, v = (self._result(out[i * n : (i + 1) * n], tensors[0].shape[1:]) for i, tensors in enumerate(given))
         return q, k, v
 
@@ -101,6 +104,17 @@ class SequenceDispatcher:
     def _result(self, rows: tuple[torch.Tensor, ...], shape: torch.Size) -> Any:
         tensors = [x.unflatten(1, shape) for x in rows]
         return tensors if self.buffer.takes_lists else tensors[0]
+
+
+def _check_rings(
+    handles: PlanHandles, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, needs_gradient: bool
+) -> None:
+    """Raises ValueError if a ring has no room for a row of these, or of their gradients on the way."""
+    launches.format_of(handles.q.buffer, handles.q.topk, q, None, None)
+    launches.format_of(handles.kv.buffer, handles.kv.topk, k, [v], None)
+    if needs_gradient and handles.widens_sums(k.dtype):
+        for x in (k, v):
+            launches.format_of(handles.kv.buffer, handles.kv.topk, x[:0].detach().float(), None, None)
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:

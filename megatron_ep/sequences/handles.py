@@ -50,6 +50,10 @@ class PlanHandles:
     spare_tokens: list[list[SpareTokens]]
     has_partial_sums: bool
 
+    def widens_sums(self, dtype: torch.dtype) -> bool:
+        """Whether gradients of this type are sent in float32: partial sums travel in the rows' own type."""
+        return self.has_partial_sums and dtype.itemsize == 2
+
 
 def handles_of(plan: SequencePlan, group: RankGroup) -> PlanHandles:
     q, digest = plan.q_moves(), plan.digest()
