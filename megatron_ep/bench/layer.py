@@ -10,6 +10,7 @@ E experts, K choices of a token, R rows received.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -20,8 +21,10 @@ import torch.distributed as dist
 
 import megatron_ep as ep
 from megatron_ep import megatron as megatron_side
+from megatron_ep.backends import job
 from megatron_ep.bench import NAMES
 from megatron_ep.bench.arguments import add_rounds, add_sizes, positive, require_memory, seconds
+from megatron_ep.bench.job_ranks import JobRanks
 from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.bench.report import EXTREMES, RATE, WHAT, Record, Report, make_record, relative
 from megatron_ep.bench.timing import Timer, host_timer, time_rounds
@@ -66,32 +69,48 @@ class Case:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the benchmark; see --help."""
-    arguments = _parse(argv)
-    report = Report(arguments.json)
-    beside_megatron = megatron_side.is_installed()
-    if not beside_megatron:
-        report.say("\nmegatron_alltoall skipped: megatron-core is not installed")
-    for nodes, ranks_per_node in arguments.topologies:
-        with LocalRanks(nodes * ranks_per_node, arguments.timeout) as ranks:
-            for dtype in arguments.dtype:
-                sizes = (arguments.tokens, arguments.hidden, arguments.topk, arguments.experts)
-                case = Case(nodes, ranks_per_node, dtype, *sizes)
-                by_rank = ranks.run(measure, case, beside_megatron, arguments.warmup, arguments.iters)
-                records = records_of(case, by_rank)
-                title = f"{case}: a rank receives {records[0]['bytes'] / 1e6:.1f} MB of expert-grouped rows"
-                report.add(title, records, WHAT | EXTREMES | RATE | relative("/ ours", "ours", records))
+    is_rank = job.adopt()
+    arguments = _parse(argv, int(os.environ["WORLD_SIZE"]) if is_rank else None)
+    if is_rank:
+        with JobRanks(arguments.timeout) as ranks:
+            report = _begin(arguments, ranks.rank)
+            [shape] = arguments.topologies or [(ranks.topology.nodes, ranks.topology.ranks_per_node)]
+            _time(ranks, shape, arguments, report)
+        return 0
+    report = _begin(arguments)
+    for shape in arguments.topologies:
+        with LocalRanks(shape[0] * shape[1], arguments.timeout) as local_ranks:
+            _time(local_ranks, shape, arguments, report)
     return 0
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
+def _begin(arguments: argparse.Namespace, rank: int = 0) -> Report:
+    report = Report(arguments.json, rank)
+    if not megatron_side.is_installed():
+        report.say("\nmegatron_alltoall skipped: megatron-core is not installed")
+    return report
+
+
+def _time(ranks: LocalRanks | JobRanks, shape: tuple[int, int], arguments: argparse.Namespace, report: Report) -> None:
+    for dtype in arguments.dtype:
+        case = Case(*shape, dtype, arguments.tokens, arguments.hidden, arguments.topk, arguments.experts)
+        by_rank = ranks.run(measure, case, megatron_side.is_installed(), arguments.warmup, arguments.iters)
+        records = records_of(case, by_rank)
+        title = f"{case}: a rank receives {records[0]['bytes'] / 1e6:.1f} MB of expert-grouped rows"
+        report.add(title, records, WHAT | EXTREMES | RATE | relative("/ ours", "ours", records))
+
+
+def _parse(argv: Sequence[str], world_size: int | None) -> argparse.Namespace:
+    """world_size: of the job of which this process is a rank; the topology may then be open."""
     parser = argparse.ArgumentParser(
         "megatron-ep bench",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Times dispatch and combine of processes of this machine without a GPU: ours, Megatron's "
-        "all-to-all\nover gloo, and a copy of the same bytes. Without --nodes and --ranks-per-node: 1x2 and 2x2 ranks.",
+        "all-to-all\nover gloo, and a copy of the same bytes. Without --nodes and --ranks-per-node: 1x2 and 2x2 ranks. "
+        "Under\ntorchrun or in a Slurm job step: of the job's ranks, on any number of machines.",
         epilog=OTHERS,
     )
-    parser.add_argument("--nodes", type=positive, metavar="N", help="nodes; all ranks run on this machine all the same")
+    parser.add_argument("--nodes", type=positive, metavar="N", help="nodes that the ranks are dealt to")
     parser.add_argument("--ranks-per-node", type=positive, metavar="G", help="ranks of a node")
     add_sizes(parser, hidden=2048, experts=64)
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["fp32", "bf16"], help="(fp32 bf16)")
@@ -101,14 +120,19 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if (arguments.nodes is None) != (arguments.ranks_per_node is None):
         parser.error("--nodes and --ranks-per-node go together")
     default = arguments.nodes is None
-    arguments.topologies = [(1, 2), (2, 2)] if default else [(arguments.nodes, arguments.ranks_per_node)]
-    for nodes, ranks_per_node in arguments.topologies:
+    local = [] if world_size else [(1, 2), (2, 2)]
+    arguments.topologies = local if default else [(arguments.nodes, arguments.ranks_per_node)]
+    shapes = arguments.topologies or [(1, world_size)]
+    if world_size and shapes[0][0] * shapes[0][1] != world_size:
+        parser.error(f"--nodes {arguments.nodes} --ranks-per-node {arguments.ranks_per_node}: the job has {world_size}")
+    for nodes, ranks_per_node in shapes:
         if arguments.experts % (nodes * ranks_per_node):
             parser.error(f"--experts {arguments.experts} is not a multiple of {nodes}x{ranks_per_node} ranks")
     most = min(arguments.experts, MAX_TOPK)
     if arguments.topk > most:
         parser.error(f"--topk {arguments.topk} is over {most}: --experts, and at most {MAX_TOPK}")
-    rows = max(nodes * ranks for nodes, ranks in arguments.topologies) * arguments.tokens * arguments.topk
+    most_ranks = max(nodes * ranks for nodes, ranks in shapes)
+    rows = int(os.environ.get("LOCAL_WORLD_SIZE", most_ranks)) * arguments.tokens * arguments.topk
     size = rows * arguments.hidden * max(DTYPES[name].itemsize for name in arguments.dtype)
     require_memory(parser, size, f"--tokens {arguments.tokens} --topk {arguments.topk} --hidden {arguments.hidden}")
     return arguments

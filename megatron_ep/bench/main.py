@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from megatron_ep.backends import job
 from megatron_ep.bench import NAMES
 
 
@@ -15,6 +16,11 @@ def main(argv: Sequence[str]) -> int:
         name, argv = argv[0].replace("-", "_"), argv[1:]
     else:
         name = "layer"
+    try:
+        job.adopt()  # or a Slurm step tells too little of itself
+    except ValueError as error:
+        print(f"megatron-ep bench: {error}", file=sys.stderr)
+        return 2
     try:
         status: int = importlib.import_module(f"megatron_ep.bench.{name}").main(argv)
     except RuntimeError as error:
