@@ -122,7 +122,6 @@ void SoftwareNic::start(const std::vector<int>& sockets) {
     last_abort_ = 0;
     stopping_ = said_goodbye_ = false;
     thread_ = std::jthread([this] { run(); });
-    pthread_setname_np(thread_.native_handle(), kThreadName);
 }
 
 void SoftwareNic::stop(std::chrono::duration<double> most) {
@@ -136,7 +135,7 @@ void SoftwareNic::stop(std::chrono::duration<double> most) {
 }
 
 void SoftwareNic::run() {
-    pthread_setname_np(pthread_self(), "megatron_ep nic");  // as top shows it
+    pthread_setname_np(pthread_self(), kThreadName);
     Clock::time_point idle_since = Clock::now();
     while (true) {
         bool moved = false;

@@ -25,7 +25,7 @@ namespace ep {
 // waited can say who never came. A connection that breaks ends all waits, too.
 class SoftwareNic {
   public:
-    static constexpr char kThreadName[] = "ep_network";  // as top shows it
+    static constexpr char kThreadName[] = "megatron_ep nic";  // as top shows it
 
     // controls: of all ranks; of those on other machines a mirror that belongs to this rank.
     SoftwareNic(int rank, std::vector<ControlBlock*> controls);
