@@ -1,6 +1,7 @@
 """`DispatchedCoreAttention`: attention on whatever rank has time is attention at home, in a module and in a model."""
 
 import dataclasses
+from unittest import mock
 
 import pytest
 
@@ -11,9 +12,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from megatron_ep.megatron import attention, equivalence, shared_buffers
 from megatron_ep.megatron.attention import (
@@ -166,6 +169,52 @@ def test_a_model_has_the_losses_of_attention_at_home(four_ranks, by, recompute):
     for ours, expected in four_ranks.run(run_model, by, recompute):
         assert ours == pytest.approx(expected, abs=1e-5)
         assert expected[-1] < expected[0] - 0.1, "the model learns"
+
+
+def run_latent_attention(by):
+    """MLA of one layer, which is built in another way than other attention: output and gradients."""
+    join_layout(1, 1)
+    config = MLATransformerConfig(
+        num_layers=1,
+        hidden_size=32,
+        num_attention_heads=4,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_head_dim=8,
+        qk_pos_emb_head_dim=4,
+        v_head_dim=8,
+        attention_dropout=0.0,
+        rope_type="rope",
+        apply_rope_fusion=False,
+        add_bias_linear=False,
+        params_dtype=torch.float64,
+    )
+    spec = gpt_layer_specs.get_gpt_layer_local_spec(multi_latent_attention=True, qk_layernorm=True)
+    results, weights = [], None
+    for make_spec in (varlen_spec, sequence_spec if by == "spec" else lambda spec: spec):
+        if by == "enable" and results:
+            attention.enable()
+        try:
+            model_parallel_cuda_manual_seed(1)
+            # Megatron 0.16 takes itself to have Transformer Engine here
+            with mock.patch.object(multi_latent_attention, "HAVE_TE", False, create=True):
+                layer = make_spec(spec).submodules.self_attention(config=config, layer_number=1)
+        finally:
+            attention.disable()
+        layer.load_state_dict(weights or layer.state_dict())
+        weights = layer.state_dict()
+        lengths = LENGTHS[dist.get_rank()]
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        x = torch.randn(sum(lengths), 1, 32, dtype=torch.float64, generator=generator).requires_grad_()
+        out, _ = layer(x, attention_mask=None, packed_seq_params=packed(lengths))
+        results.append([out, *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])])
+    assert isinstance(layer.core_attention, DispatchedCoreAttention)
+    return max((a - b).abs().max().item() for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("by", ["spec", "enable"])
+def test_latent_attention(four_ranks, by):
+    assert max(four_ranks.run(run_latent_attention, by)) < 1e-9
 
 
 def run_one_mistake():
