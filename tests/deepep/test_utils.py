@@ -1,6 +1,7 @@
 """The helpers that DeepEP's tests import."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -70,6 +71,12 @@ def test_unbalanced_scores():
     assert 1.6 < uneven[0] / uneven[1:].mean() < 2.0
     with pytest.raises(NotImplementedError, match=r"precise is True with ratio 1\.5"):
         gate.get_unbalanced_scores(8, 8, 2, 2, 1.5, True)
+
+
+def test_names_of_kernels():
+    sources = "".join(path.read_text() for path in (Path(__file__).parents[2] / "csrc/launch/cuda").glob("*.h"))
+    for names in testing.KERNELS.values():
+        assert all(f" {name}(const __grid_constant__" in sources for name in names), names
 
 
 def test_seconds_of_kernels():

@@ -16,12 +16,12 @@ from torch.profiler import ProfilerActivity, profile
 FLUSHED_BYTES = 256 << 20  # more than a GPU's cache
 # Which kernels of ours are what DeepEP calls so; tests ask for times by its names.
 KERNELS = {
-    "dispatch": ("notify_kernel", "dispatch_kernel", "fused_dispatch", "own_rows_kernel", "LowLatencyDispatch"),
-    "dispatch_impl": ("notify_kernel", "dispatch_kernel", "fused_dispatch", "own_rows_kernel"),
-    "dispatch_copy_epilogue_impl": ("local_pass_of_dispatch",),
-    "combine": ("combine_kernel", "LowLatencyCombine"),
+    "dispatch": ("notify_kernel", "dispatch_kernel", "own_rows_kernel"),
+    "dispatch_impl": ("notify_kernel", "dispatch_kernel", "own_rows_kernel"),
+    "dispatch_copy_epilogue_impl": ("intra_rank_permute_kernel",),
+    "combine": ("combine_kernel",),
     "combine_impl": ("combine_kernel",),
-    "combine_reduce_epilogue_impl": ("sums_kernel",),
+    "combine_reduce_epilogue_impl": ("intra_rank_reduce_kernel",),
 }
 
 
