@@ -17,13 +17,24 @@ import torch
 
 from megatron_ep.deep_ep.buffer import Buffer
 from megatron_ep.deep_ep.config import Config
-from megatron_ep.deep_ep.elastic import ElasticBuffer
+from megatron_ep.deep_ep.elastic import ElasticBuffer, get_logical_domain_size, get_physical_domain_size
 from megatron_ep.deep_ep.elastic_handle import EPHandle
 from megatron_ep.deep_ep.events import EventHandle, EventOverlap
 
 __version__ = "1.2.1+megatron_ep"  # the interface that this is, and whose it is
 
-__all__ = ["Buffer", "Config", "EPHandle", "ElasticBuffer", "EventHandle", "EventOverlap", "install", "topk_idx_t"]
+__all__ = [
+    "Buffer",
+    "Config",
+    "EPHandle",
+    "ElasticBuffer",
+    "EventHandle",
+    "EventOverlap",
+    "get_logical_domain_size",
+    "get_physical_domain_size",
+    "install",
+    "topk_idx_t",
+]
 
 topk_idx_t = torch.int64
 

@@ -25,12 +25,18 @@ BYTES = 2 << 20  # numbers of bytes are rounded up to it
 MIN_SMS = 4
 COLUMN_ALIGNMENT = 4  # of scales, in elements
 NOT_HERE = (
-    "all_gather",
     "agrs_get_inplace_tensor",
+    "agrs_new_session",
+    "agrs_set_config",
+    "all_gather",
     "create_agrs_session",
     "destroy_agrs_session",
     "engram_fetch",
     "engram_write",
+    "get_agrs_buffer_size_hint",
+    "get_agrs_num_max_session_bytes",
+    "get_engram_storage_size_hint",
+    "get_pp_buffer_size_hint",
     "pp_recv",
     "pp_send",
     "pp_set_config",
@@ -95,11 +101,6 @@ class ElasticBuffer:
         self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(self.rank_idx, self.num_scaleup_ranks)
         self.runtime: Instances | None = Instances(group, timeout=float(num_gpu_timeout_secs))
 
-    def __getattr__(self, name: str) -> Any:
-        if name in NOT_HERE:
-            raise NotImplementedError(f"ElasticBuffer.{name} is not in megatron_ep.deep_ep")
-        raise AttributeError(f"ElasticBuffer has no {name}")
-
     def destroy(self) -> None:
         """Gives the memory back. Other ranks need not do so at the same time."""
         runtime, self.runtime = self.runtime, None
@@ -133,16 +134,12 @@ class ElasticBuffer:
         return -(-sum(hint(2 * hidden, num_ranks) for hint in hints) // BYTES) * BYTES
 
     def get_logical_domain_size(self) -> tuple[int, int]:
-        """Nodes, and ranks of a node, as buffers form them: MEGATRON_EP_RANKS_PER_NODE, or the ranks that torchrun has
-        started on each machine, where these divide the group's; else one node."""
-        per_node = int(os.environ.get(VARIABLE) or os.environ.get("LOCAL_WORLD_SIZE") or self.num_ranks)
-        if per_node > self.num_ranks or self.num_ranks % per_node:
-            per_node = self.num_ranks
-        return self.num_ranks // per_node, per_node
+        """See the function of this name."""
+        return get_logical_domain_size(self.group)
 
     def get_physical_domain_size(self) -> tuple[int, int]:
         """The same."""
-        return self.get_logical_domain_size()
+        return get_logical_domain_size(self.group)
 
     def get_theoretical_num_sms(self, num_experts: int, num_topk: int, **_: Any) -> int:
         """This library's own."""
@@ -364,6 +361,30 @@ class ElasticBuffer:
         for name, value in given:
             if value is not None and value != getattr(handle, name):
                 raise ValueError(f"{name} is {value}, must be {getattr(handle, name)} as of the handle")
+
+
+def get_logical_domain_size(group: dist.ProcessGroup, allow_hybrid_mode: bool = True) -> tuple[int, int]:
+    """Nodes, and ranks of a node, as buffers form them: MEGATRON_EP_RANKS_PER_NODE, or the ranks that torchrun has
+    started on each machine, where these divide the group's; else one node."""
+    num_ranks = group.size()
+    per_node = int(os.environ.get(VARIABLE) or os.environ.get("LOCAL_WORLD_SIZE") or num_ranks)
+    if per_node > num_ranks or num_ranks % per_node:
+        per_node = num_ranks
+    return num_ranks // per_node, per_node
+
+
+get_physical_domain_size = get_logical_domain_size
+
+
+def _refusing(name: str) -> Any:
+    def method(*_: Any, **__: Any) -> None:
+        raise NotImplementedError(f"ElasticBuffer.{name} is not in megatron_ep.deep_ep")
+
+    return staticmethod(method)
+
+
+for _name in NOT_HERE:
+    setattr(ElasticBuffer, _name, _refusing(_name))
 
 
 def _check_handle(handle: EPHandle) -> None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import megatron_ep as ep
 from megatron_ep.bench.local_ranks import LocalRanks
-from megatron_ep.deep_ep import Buffer, Config, EventHandle, EventOverlap
+from megatron_ep.deep_ep import Buffer, Config, ElasticBuffer, EventHandle, EventOverlap
 
 CPU = torch.device("cpu")
 
@@ -83,6 +83,30 @@ def test_construction():
     buffer.destroy()
     with pytest.raises(ValueError, match="buffer is destroyed"):
         buffer.reset()
+
+
+def test_construction_of_elastic_buffers():
+    with pytest.raises(ValueError, match="group is None"):
+        ElasticBuffer(None)
+    with pytest.raises(ValueError, match="num_bytes is None, must be given without num_max_tokens_per_rank and hidden"):
+        ElasticBuffer(OneRank())
+    with pytest.raises(ValueError, match="allow_multiple_reduction is False, must be True"):
+        ElasticBuffer(OneRank(), 1, allow_multiple_reduction=False)
+    with pytest.raises(NotImplementedError, match="num_cpu_bytes is 8"):
+        ElasticBuffer(OneRank(), 1, num_cpu_bytes=8)
+    buffer = ElasticBuffer(OneRank(), 3)
+    assert (buffer.num_bytes, buffer.rank_idx, buffer.num_ranks, buffer.scaleup_rank_idx) == (2 << 20, 0, 1, 0)
+    assert ElasticBuffer(OneRank(), num_max_tokens_per_rank=8, hidden=16).num_bytes % (2 << 20) == 0
+    for call in (lambda: buffer.pp_send(None, 0), ElasticBuffer.get_engram_storage_size_hint):
+        with pytest.raises(NotImplementedError, match=r"ElasticBuffer\.\w+ is not in megatron_ep.deep_ep"):
+            call()
+    x, ids = torch.ones(2, 8), torch.tensor([[0], [1]])
+    with pytest.raises(ValueError, match="topk_idx and num_experts must be given without a handle"):
+        buffer.dispatch(x, ids)
+    with pytest.raises(ValueError, match="num_max_tokens_per_rank is 0"):
+        buffer.dispatch(x, ids, num_experts=2, do_cpu_sync=False)
+    with pytest.raises(ValueError, match="handle is a tuple, must be of a dispatch"):
+        buffer.combine(x, (1, 2))
 
 
 def test_sizes():
