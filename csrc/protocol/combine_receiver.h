@@ -56,28 +56,22 @@ EP_FN const char* sum_of_own(W& warp, const Rings<F>& rings, const CombineArgs& 
     return sum;
 }
 
-// A token's biases, and then what the ranks and nodes made of it.
-template <class T, WarpLike W>
-EP_FN void sum_token(W& warp, const CombineArgs& args, int token,
-                     const typename W::template PerLane<const void*>& part, uint32_t sources) {
-    const RowFormat& format = args.format;
-    const size_t offset = static_cast<size_t>(token) * format.payload_bytes;
-    const size_t elements = format.payload_bytes / sizeof(T);
+// Puts a token's biases before what the ranks and nodes made of it: the lanes of both.
+template <WarpLike W>
+EP_FN uint32_t add_biases(W& warp, const CombineArgs& args, int token,
+                          typename W::template PerLane<const void*>& part, uint32_t sources) {
     const int biases = args.num_biases();
-    if (!biases) {
-        warp.template sum<T, CacheHint::Keep>(args.y + offset, part, sources, elements);
-        return;
-    }
+    const size_t offset = static_cast<size_t>(token) * args.format.payload_bytes;
     typename W::template PerLane<const void*> addends;
     warp.lanes(biases, [&](int lane) { addends[lane] = args.bias[lane] + offset; });
     for_each_lane(sources, [&](int from) {
         const void* row = warp.broadcast(part, from);
-        warp.lanes(biases + format.topk, [&](int lane) {
+        warp.lanes(biases + args.format.topk, [&](int lane) {
             if (lane == biases + from) addends[lane] = row;
         });
     });
-    warp.template sum<T, CacheHint::Keep>(
-        args.y + offset, addends, sources << biases | ((uint32_t{1} << biases) - 1), elements);
+    part = addends;
+    return sources << biases | ((uint32_t{1} << biases) - 1);
 }
 
 // One of a channel's receivers. kAlone: the channel has no other, so it waits for none: the
@@ -217,7 +211,11 @@ EP_FN void receive_tokens(W& warp, const Rings<F>& rings, const CombineArgs& arg
                                   : rings.rank_at(node_of(from), args.local());
         };
         if (!belong_to_call(warp, rings, others, row, rank_of)) return;
-        sum_token<T>(warp, args, token, part, sources);
+        const uint32_t addends =
+            args.bias[0] ? add_biases(warp, args, token, part, sources) : sources;
+        warp.template sum<T, CacheHint::Keep>(
+            args.y + static_cast<size_t>(token) * format.payload_bytes, part, addends,
+            format.payload_bytes / sizeof(T));
 
         // Free the slots, in the order of the tokens.
         if (!kAlone && !warp.wait_all(Wait::ReceiverOrder, 1, may_free)) return;
