@@ -307,6 +307,7 @@ class CudaGroup:
         index_bytes: int,
         expert_alignment: int,
         expert_capacity: int,
+        allows_repeats: bool,
         stream: int,
     ) -> list[Totals]: ...
     def dispatch(
@@ -321,6 +322,7 @@ class CudaGroup:
         index_bytes: int,
         expert_alignment: int,
         expert_capacity: int,
+        allows_repeats: bool,
         stream: int,
     ) -> None: ...
     def combine(

@@ -163,13 +163,13 @@ class PyCudaGroup {
         return py::class_<PyCudaGroup>(m, name, doc)
             .def("notify", &PyCudaGroup::notify, py::arg("tensors"), py::arg("topk"),
                  py::arg("index_bytes"), py::arg("expert_alignment"), py::arg("expert_capacity"),
-                 py::arg("allows_repeats") = false, py::arg("stream"), release)
+                 py::arg("allows_repeats"), py::arg("stream"), release)
             .def("dispatch", &PyCudaGroup::dispatch, py::arg("tensors"), py::arg("format"),
                  py::arg("nvl_batch"), py::arg("rdma_chunk"), py::arg("stream"), release)
             .def("fused_dispatch", &PyCudaGroup::fused_dispatch, py::arg("tensors"),
                  py::arg("format"), py::arg("nvl_batch"), py::arg("rdma_chunk"),
                  py::arg("index_bytes"), py::arg("expert_alignment"), py::arg("expert_capacity"),
-                 py::arg("allows_repeats") = false, py::arg("stream"), release)
+                 py::arg("allows_repeats"), py::arg("stream"), release)
             .def("combine", &PyCudaGroup::combine, py::arg("tensors"), py::arg("format"),
                  py::arg("nvl_batch"), py::arg("rdma_chunk"), py::arg("dtype"), py::arg("stream"),
                  release)

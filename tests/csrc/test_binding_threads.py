@@ -31,10 +31,11 @@ def wait_for(condition: Callable[[], bool]) -> None:
 def test_two_threads_do_not_launch_at_once(gated) -> None:
     group, row = gated.Group(), _C.RowFormat(payload_bytes=16, scale_bytes=0, weight_bytes=0, topk=1, payload_type=0)
     settings = {"nvl_batch": 1, "rdma_chunk": 1, "stream": 0}
+    counts = {"index_bytes": 4, "expert_alignment": 1, "expert_capacity": 0, "allows_repeats": False}
     calls = [
-        lambda: group.notify([], topk=1, index_bytes=4, expert_alignment=1, expert_capacity=0, stream=0),
+        lambda: group.notify([], topk=1, **counts, stream=0),
         lambda: group.dispatch([], row, **settings),
-        lambda: group.fused_dispatch([], row, **settings, index_bytes=4, expert_alignment=1, expert_capacity=0),
+        lambda: group.fused_dispatch([], row, **settings, **counts),
         lambda: group.combine([], row, **settings, dtype=0),
         group.reset,
     ]
@@ -54,7 +55,8 @@ def test_two_threads_do_not_launch_at_once(gated) -> None:
 
 
 def test_a_wait_for_counts_calls_whoever_watches(gated) -> None:
-    settings = {"topk": 1, "index_bytes": 4, "expert_alignment": 1, "expert_capacity": 0, "stream": 0}
+    counts = {"index_bytes": 4, "expert_alignment": 1, "expert_capacity": 0, "allows_repeats": False}
+    settings = {"topk": 1, **counts, "stream": 0}
     group = gated.Group()
     group.notify([], **settings)
     calls = []

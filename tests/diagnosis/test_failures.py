@@ -239,7 +239,8 @@ def test_a_low_latency_call_that_was_given_up_leaves_no_data(failing):
     outputs = [tensor for tensor in kept.tensors if tensor.dtype.is_floating_point and tensor.numel()]
     assert len(outputs) == (4, 2)[failing], "rows and weights of both ranks, or the sums of both"
     assert all(tensor.isnan().all() for tensor in outputs)
-    layouts = [tensor for tensor in kept.tensors if tensor.dtype == torch.int32]
+    numbers = 4  # of calls, behind a layout
+    layouts = [tensor[:-numbers] for tensor in kept.tensors if tensor.dtype == torch.int32]
     assert len(layouts) == (2, 0)[failing] and all((tensor == -1).all() for tensor in layouts)
 
 

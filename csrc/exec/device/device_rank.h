@@ -39,14 +39,17 @@ __device__ __forceinline__ void abort_all(const DeviceRank& rank, uint64_t word)
         ptx::compare_and_swap_release_sys(rank.abort_words[i], 0, word);
 }
 
-// By a lane that waits, now and then: whether somebody gave up. What only the host has heard is
-// passed on.
-__device__ __forceinline__ bool has_ended(const DeviceRank& rank) {
-    if (ptx::load_acquire_sys(&rank.control->abort)) return true;
-    if (!rank.hears_report) return false;
+// Whether the host has heard that somebody gave up, which is passed on. Not inlined: every wait
+// would pay for it with registers.
+__device__ __noinline__ inline bool has_heard(const DeviceRank& rank) {
     const uint64_t word = ptx::load_acquire_sys(&rank.report->abort);
     if (word) abort_all(rank, word);
     return word != 0;
+}
+
+// By a lane that waits, now and then: whether somebody gave up.
+__device__ __forceinline__ bool has_ended(const DeviceRank& rank) {
+    return ptx::load_acquire_sys(&rank.control->abort) || (rank.hears_report && has_heard(rank));
 }
 
 // By one thread: makes all waits of all ranks in reach end, or of this one if only it is concerned,
