@@ -32,7 +32,7 @@ class SoftwareNic:
 
 class NetworkLoad:
     @staticmethod
-    def heap_bytes(*, world: int, channels: int, most_bytes: int) -> int: ...
+    def heap_bytes(*, world: int, channels: int, max_bytes: int) -> int: ...
     def __init__(
         self,
         nic: SoftwareNic,
@@ -42,7 +42,7 @@ class NetworkLoad:
         rank: int,
         world: int,
         channels: int,
-        most_bytes: int,
+        max_bytes: int,
     ) -> None: ...
     def ping(self, peer: int, *, begins: bool, bytes: int, rounds: int, timeout: float) -> list[float]: ...
     def exchange(

@@ -18,8 +18,8 @@ void bind_network_load(py::module_& m) {
     py::class_<NetworkLoad>(m, "NetworkLoad",
                             "Puts, signals and credits to see how a network does.")
         .def(py::init([](SoftwareNic& nic, const Segment& control, const Segment& heap, int rank,
-                         int world, int channels, size_t most_bytes) {
-                 const NetworkLoad::Sizes sizes{world, channels, most_bytes};
+                         int world, int channels, size_t max_bytes) {
+                 const NetworkLoad::Sizes sizes{world, channels, max_bytes};
                  if (heap.bytes() < sizes.heap_bytes())
                      throw std::invalid_argument("the heap is too small");
                  return std::make_unique<NetworkLoad>(
@@ -27,14 +27,14 @@ void bind_network_load(py::module_& m) {
                      sizes);
              }),
              py::arg("nic"), py::arg("control"), py::arg("heap"), py::kw_only(), py::arg("rank"),
-             py::arg("world"), py::arg("channels"), py::arg("most_bytes"), py::keep_alive<1, 2>(),
+             py::arg("world"), py::arg("channels"), py::arg("max_bytes"), py::keep_alive<1, 2>(),
              py::keep_alive<1, 3>(), py::keep_alive<1, 4>())
         .def_static(
             "heap_bytes",
-            [](int world, int channels, size_t most_bytes) {
-                return NetworkLoad::Sizes{world, channels, most_bytes}.heap_bytes();
+            [](int world, int channels, size_t max_bytes) {
+                return NetworkLoad::Sizes{world, channels, max_bytes}.heap_bytes();
             },
-            py::kw_only(), py::arg("world"), py::arg("channels"), py::arg("most_bytes"))
+            py::kw_only(), py::arg("world"), py::arg("channels"), py::arg("max_bytes"))
         .def(
             "ping",
             [](NetworkLoad& load, int peer, bool begins, size_t bytes, int rounds, double timeout) {

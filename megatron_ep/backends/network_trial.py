@@ -23,7 +23,7 @@ class NetworkTrial:
     machines: of each rank, by name; only ranks of different ones are connected.
     channels: rings between two ranks.
     address: as of `Network`.
-    most_bytes: of a put. A rank takes 16 * channels * most_bytes of memory for each rank that it exchanges with.
+    max_bytes: of a put. A rank takes 16 * channels * max_bytes of memory for each rank that it exchanges with.
     """
 
     def __init__(
@@ -32,11 +32,11 @@ class NetworkTrial:
         machines: Sequence[str],
         *,
         channels: int = 1,
-        most_bytes: int = 1 << 16,
+        max_bytes: int = 1 << 16,
         address: str | None = None,
     ):
-        sizes = dict(world=len(machines), channels=channels, most_bytes=most_bytes)
-        self.most_bytes = most_bytes
+        sizes = dict(world=len(machines), channels=channels, max_bytes=max_bytes)
+        self.max_bytes = max_bytes
         self.others = [rank for rank, machine in enumerate(machines) if machine != machines[rendezvous.rank]]
         controls = [_C.Segment.anonymous(_C.SoftwareNic.mirror_bytes) for _ in machines]
         nic = _C.SoftwareNic(rank=rendezvous.rank, segments=controls)
@@ -73,10 +73,10 @@ class NetworkTrial:
 
         Raises EPError when that is not done in `timeout` seconds, and when bytes differ.
         """
-        count = puts or -(-size // self.most_bytes)
+        count = puts or -(-size // self.max_bytes)
         return self._run(
             lambda load: load.exchange(
-                targets=targets, sources=sources, puts=count, bytes=self.most_bytes, seed=seed, timeout=timeout
+                targets=targets, sources=sources, puts=count, bytes=self.max_bytes, seed=seed, timeout=timeout
             )
         )
 

@@ -28,7 +28,7 @@ TOKEN_BYTES = 16
 HELLO = struct.Struct(f"!8sII{TOKEN_BYTES}s")  # magic, version, rank, token
 MAGIC, VERSION = b"MEGATREP", 1
 HELLO_S = 5.0  # that a stranger may take to say who it is
-MOST_STRANGERS = 64  # who have not said yet
+MAX_STRANGERS = 64  # who have not said yet
 RETRY_S = 0.2
 TCP_INFO_BYTES, TOTAL_RETRANS, SEGS_OUT = 192, 100, 136  # struct tcp_info of <linux/tcp.h>, and offsets in it
 # After so long without an acknowledgement of the other machine a connection is lost. Ranks send something five times a
@@ -120,7 +120,7 @@ def listen(address: str | None = None) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.bind((address, 0))
-        listener.listen(MOST_STRANGERS)
+        listener.listen(MAX_STRANGERS)
     except OSError as error:
         listener.close()
         raise ValueError(
@@ -138,7 +138,7 @@ class _Joining:
         self.made: dict[int, socket.socket] = {}
         self.selector = selectors.DefaultSelector()
         self.strangers: dict[socket.socket, tuple[float, bytes]] = {}  # until when, and what they have said
-        self.calls: dict[int, tuple[socket.socket, bytes]] = {}  # whom this rank has called, and their answer so far
+        self.calls: dict[int, tuple[socket.socket, bytes]] = {}  # by rank, and the answer so far
         self.retry_at: dict[int, float] = {}
         self.why: dict[int, str] = {}
 
@@ -192,7 +192,7 @@ class _Joining:
             stranger, _ = listener.accept()
         except OSError:
             return
-        if len(self.strangers) >= MOST_STRANGERS:
+        if len(self.strangers) >= MAX_STRANGERS:
             stranger.close()
             return
         stranger.setblocking(False)

@@ -131,8 +131,8 @@ def _parse(argv: Sequence[str], world_size: int | None) -> argparse.Namespace:
     most = min(arguments.experts, MAX_TOPK)
     if arguments.topk > most:
         parser.error(f"--topk {arguments.topk} is over {most}: --experts, and at most {MAX_TOPK}")
-    most_ranks = max(nodes * ranks for nodes, ranks in shapes)
-    rows = int(os.environ.get("LOCAL_WORLD_SIZE", most_ranks)) * arguments.tokens * arguments.topk
+    max_ranks = max(nodes * ranks for nodes, ranks in shapes)
+    rows = int(os.environ.get("LOCAL_WORLD_SIZE", max_ranks)) * arguments.tokens * arguments.topk
     size = rows * arguments.hidden * max(DTYPES[name].itemsize for name in arguments.dtype)
     require_memory(parser, size, f"--tokens {arguments.tokens} --topk {arguments.topk} --hidden {arguments.hidden}")
     return arguments

@@ -28,11 +28,11 @@ from megatron_ep.errors import EPError
 PINGS = 200
 FIRST_BYTES = 1 << 20  # sent to see how much more can be sent in ...
 LOAD_S, REPEATS = 0.1, 3  # ... so many seconds; the best of several counts
-LEAST_BYTES, MOST_BYTES = 1 << 20, 256 << 20
-MOST_PUT = 1 << 16
+MIN_BYTES, MAX_BYTES = 1 << 20, 256 << 20
+MAX_PUT = 1 << 16
 CHANNELS = 2
 SLOW = 0.3  # of the median link
-LOSSY, LEAST_LOST = 5e-3, 10  # of the packets; fewer may have been late
+LOSSY, MIN_LOST = 5e-3, 10  # of the packets; fewer may have been late
 FASTER = 1.5  # as fast as the network that would be taken, to be proposed in its place
 SHADES = " ░▒▓█"
 Told = TypeVar("Told")
@@ -125,7 +125,7 @@ class Examination:
         faults: list[str] = []
         lost: dict[tuple[int, int], float] = {}
         load = 0.0
-        with NetworkTrial(self.rendezvous, names, channels=CHANNELS, most_bytes=MOST_PUT, address=address) as trial:
+        with NetworkTrial(self.rendezvous, names, channels=CHANNELS, max_bytes=MAX_PUT, address=address) as trial:
             for pairs in rounds_of(len(self.machines)):
                 found, faults = self._measure_all(trial, pairs)
                 links += found
@@ -143,7 +143,7 @@ class Examination:
         for rank, counts in enumerate(sent):
             for to, packets, again in counts:
                 pair = self.machine_of[rank], self.machine_of[to]
-                share = again / max(packets, 1) if again >= LEAST_LOST else 0.0
+                share = again / max(packets, 1) if again >= MIN_LOST else 0.0
                 lost[pair] = max(lost.get(pair, 0.0), share)
         return Findings([], links, lost, load, faults)
 
@@ -224,7 +224,7 @@ class Examination:
 
     def _storm(self, trial: NetworkTrial, slowest: float) -> None:
         others = trial.others
-        puts = max(8, 2 * _bytes_at(slowest) // (MOST_PUT * CHANNELS * len(others)))
+        puts = max(8, 2 * _bytes_at(slowest) // (MAX_PUT * CHANNELS * len(others)))
         trial.exchange(others, others, 0, self.timeout, puts=puts, seed=len(self.told))
 
     def _load(self, trial: NetworkTrial, slowest: float) -> float:
@@ -240,7 +240,7 @@ class Examination:
 
 
 def _bytes_at(rate: float) -> int:
-    return int(min(max(rate * LOAD_S, LEAST_BYTES), MOST_BYTES))
+    return int(min(max(rate * LOAD_S, MIN_BYTES), MAX_BYTES))
 
 
 def _introduce(apart: bool, rank: int) -> Machine:

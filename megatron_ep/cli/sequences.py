@@ -86,16 +86,16 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check(options: argparse.Namespace) -> None:
     from megatron_ep.config import require_int
-    from megatron_ep.sequences.plan import MOST_RANKS, MOST_ROWS
-    from megatron_ep.sequences.planner import MOST_BYTES
+    from megatron_ep.sequences.plan import MAX_RANKS, MAX_ROWS
+    from megatron_ep.sequences.planner import MAX_BYTES
 
-    require_int("--ranks", options.ranks, 1, MOST_RANKS)
-    require_int("--block", options.block, 1, MOST_ROWS)
+    require_int("--ranks", options.ranks, 1, MAX_RANKS)
+    require_int("--block", options.block, 1, MAX_ROWS)
     require_int("--query-heads", options.query_heads, 1, 1 << 12)
     require_int("--kv-heads", options.kv_heads, 1, 1 << 12)
     require_int("--head-dim", options.head_dim, 1, 1 << 12)
     if options.max_bytes is not None:
-        require_int("--max-bytes", options.max_bytes, 0, MOST_BYTES)
+        require_int("--max-bytes", options.max_bytes, 0, MAX_BYTES)
 
 
 def _read(file: str, ranks: int) -> tuple[list[Shard], SequencePlan]:

@@ -321,7 +321,7 @@ class ElasticBuffer:
             num_rows = None
             if not has_counts:
                 topk = min(topk_idx.shape[-1], MAX_TOPK)
-                num_rows = most_rows(self.num_ranks * max_tokens, topk, buffer.num_local_experts, alignment, is_flat)
+                num_rows = max_rows(self.num_ranks * max_tokens, topk, buffer.num_local_experts, alignment, is_flat)
             return transfers.dispatch(
                 buffer,
                 x,
@@ -393,7 +393,7 @@ def _check_handle(handle: EPHandle) -> None:
         raise ValueError(f"handle is a {name}, must be of a dispatch of this library's ElasticBuffer")
 
 
-def most_rows(tokens: int, topk: int, local_experts: int, alignment: int, is_flat: bool) -> int:
+def max_rows(tokens: int, topk: int, local_experts: int, alignment: int, is_flat: bool) -> int:
     """R where it is fixed."""
     if is_flat:
         return tokens

@@ -98,7 +98,7 @@ class LowLatencyTuple(_LazyTuple):
     def _places(self) -> tuple[torch.Tensor, torch.Tensor]:
         """src_info and layout_range, from where a dispatch notes the rows of every token that came here."""
         self.handle.check_received()
-        local_experts, most_rows, _ = self.shape
+        local_experts, max_rows, _ = self.shape
         group, topk, rank = self.handle.buffer, self.handle.topk, self.handle.ranks[0]
         world, layout = group.topology.world_size, rank.layout
         offsets = self.handle.calls.offsets(topk)
@@ -112,16 +112,16 @@ class LowLatencyTuple(_LazyTuple):
         dst_rows = layout[offsets["dst_rows"] : offsets["dst_rows"] + world * self.max_tokens * topk].view(size)
         is_row = came.unsqueeze(2) & (dst_rows >= 0)
         # what is no row goes to an element behind the last one
-        place = torch.where(is_row, dst_rows, local_experts * most_rows).long()
+        place = torch.where(is_row, dst_rows, local_experts * max_rows).long()
         source = torch.arange(world, device=layout.device).view(world, 1, 1).expand(size)
         token = torch.arange(self.max_tokens, dtype=torch.int32, device=layout.device).view(1, -1, 1).expand(size)
-        src_info = layout.new_zeros(local_experts * most_rows + 1).scatter_(0, place.flatten(), token.flatten())
-        ring = (place // most_rows * world + source).flatten()
+        src_info = layout.new_zeros(local_experts * max_rows + 1).scatter_(0, place.flatten(), token.flatten())
+        ring = (place // max_rows * world + source).flatten()
         ones = torch.ones_like(ring)
         counts = ring.new_zeros((local_experts + 1) * world).scatter_add_(0, ring, ones)[: local_experts * world]
         counts = counts.view(local_experts, world)
         begins = counts.cumsum(1) - counts
-        return src_info[:-1].view(local_experts, most_rows), begins << 32 | counts
+        return src_info[:-1].view(local_experts, max_rows), begins << 32 | counts
 
     def make(self, index: int) -> Any:
         if index < 2:

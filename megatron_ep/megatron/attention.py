@@ -192,8 +192,7 @@ def _with_self_attention(spec: Spec, replace: Callable[[Any], Any]) -> Spec:
 
 
 def enable() -> None:
-    """From now on every self-attention that Megatron builds in this process is as of `sequence_spec`, whoever builds
-    the model.
+    """From now on every self-attention that Megatron builds in this process is as of `sequence_spec`, in every model.
 
     Raises:
         RuntimeError: it is enabled already.

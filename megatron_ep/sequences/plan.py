@@ -22,8 +22,8 @@ import torch
 
 from megatron_ep.config import require_int
 
-MOST_RANKS = 1 << 13  # q_rows and kv_rows have W^2 entries
-MOST_ROWS = (1 << 31) - 1  # of a document, and on a rank: tables are int32
+MAX_RANKS = 1 << 13  # q_rows and kv_rows have W^2 entries
+MAX_ROWS = (1 << 31) - 1  # of a document, and on a rank: tables are int32
 
 Places = TypeVar("Places", int, torch.Tensor)  # of rows in a document
 
@@ -171,7 +171,7 @@ class SequencePlan:
         Raises:
             ValueError: names the shard that is wrong.
         """
-        require_int("world", world, 1, MOST_RANKS)
+        require_int("world", world, 1, MAX_RANKS)
         ordered = _in_order(shards, world)
         copies = _copies(ordered, world)
         segments = _segments(ordered, copies, world)
@@ -279,8 +279,8 @@ def _in_order(shards: Sequence[Shard], world: int) -> _Shards:
             refuse(i, "must be a Shard")
         row = SHARD_VALUES(shard)
         for name, value in zip(SHARD_FIELDS, row, strict=True):
-            if type(value) is not int or not 0 <= value <= MOST_ROWS:
-                refuse(i, f"whose {name} must be an int in [0, {MOST_ROWS}]")
+            if type(value) is not int or not 0 <= value <= MAX_ROWS:
+                refuse(i, f"whose {name} must be an int in [0, {MAX_ROWS}]")
         rows.append(row)
     numbers = torch.tensor(rows, dtype=torch.int64).view(-1, len(SHARD_FIELDS))
     document, index, home_rank, attention_rank, length = numbers.unbind(1)
@@ -295,7 +295,7 @@ def _in_order(shards: Sequence[Shard], world: int) -> _Shards:
     for i in (key[1:] == key[:-1]).nonzero()[:1, 0].tolist():
         refuse(int(order[i + 1]), f"which has the document and the index of shards[{int(order[i])}]")
     sums = _sums(document, length, len(ids))
-    refuse_first(sums[document] > MOST_ROWS, f"whose document has more than {MOST_ROWS} rows")
+    refuse_first(sums[document] > MAX_ROWS, f"whose document has more than {MAX_ROWS} rows")
 
     order = order[length[order] > 0]
     document, home_rank, attention_rank, length = (x[order] for x in (document, home_rank, attention_rank, length))
@@ -347,8 +347,8 @@ def _segments(shards: _Shards, copies: _Copies, world: int) -> _Segments:
 def _require_rows(rank: torch.Tensor, rows: torch.Tensor, world: int, refusal: str) -> None:
     """Raises ValueError for the rank with most rows, if it has too many. refusal: with places for {rank} and {rows}."""
     most, where = _sums(rank, rows, world).max(0)
-    if int(most) > MOST_ROWS:
-        raise ValueError(f"{refusal.format(rank=int(where), rows=int(most))}, must be at most {MOST_ROWS}")
+    if int(most) > MAX_ROWS:
+        raise ValueError(f"{refusal.format(rank=int(where), rows=int(most))}, must be at most {MAX_ROWS}")
 
 
 def _routes(first_row: torch.Tensor, length: torch.Tensor, dst_rank: torch.Tensor, dst_row: torch.Tensor) -> Routes:

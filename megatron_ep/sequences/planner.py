@@ -23,10 +23,10 @@ from typing import NamedTuple
 import torch
 
 from megatron_ep.config import require_int
-from megatron_ep.sequences.plan import MOST_RANKS, MOST_ROWS, SequencePlan, Shard, causal_pairs
+from megatron_ep.sequences.plan import MAX_RANKS, MAX_ROWS, SequencePlan, Shard, causal_pairs
 
 BLOCK = 128  # rows: a tile of common attention kernels, which a cut elsewhere would leave half empty
-MOST_BYTES = (1 << 63) - 1
+MAX_BYTES = (1 << 63) - 1
 
 
 class RowBytes(NamedTuple):
@@ -47,9 +47,9 @@ def cut_evenly(lengths: Sequence[int], world: int) -> list[Shard]:
     Raises:
         ValueError: names the length that is wrong.
     """
-    require_int("world", world, 1, MOST_RANKS)
+    require_int("world", world, 1, MAX_RANKS)
     for i, length in enumerate(lengths):
-        require_int(f"lengths[{i}]", length, 0, MOST_ROWS)
+        require_int(f"lengths[{i}]", length, 0, MAX_ROWS)
     rows_per_rank, shards, row = -(-sum(lengths) // world), [], 0
     for document, length in enumerate(lengths):
         end, index = row + length, 0
@@ -89,16 +89,16 @@ def balance(
     Raises:
         ValueError: a wrong argument; names the shard that is wrong.
     """
-    require_int("block", block, 1, MOST_ROWS)
+    require_int("block", block, 1, MAX_ROWS)
     for name, size in row_bytes._asdict().items():
         require_int(f"row_bytes.{name}", size, 1, 1 << 30)
     if max_bytes is not None:
-        require_int("max_bytes", max_bytes, 0, MOST_BYTES)
+        require_int("max_bytes", max_bytes, 0, MAX_BYTES)
     at_home = SequencePlan.build(computed_at_home(shards), world)
     stretches = _stretches(shards)
     load = at_home.attention_pairs.tolist()
     mean = -(-sum(load) // world)
-    traffic = _Traffic(at_home, stretches, row_bytes, MOST_BYTES if max_bytes is None else max_bytes)
+    traffic = _Traffic(at_home, stretches, row_bytes, MAX_BYTES if max_bytes is None else max_bytes)
     takers = [(load[rank], rank) for rank in range(world) if load[rank] < mean]
     heapq.heapify(takers)
     to_give: dict[int, list[_Stretch]] = {rank: [] for rank in range(world) if load[rank] > mean}
@@ -110,9 +110,9 @@ def balance(
         for stretch in sorted(to_give[giver], key=lambda stretch: -stretch.pairs(stretch.start)):
             while takers and load[giver] > mean and stretch.start < stretch.end:
                 taker = takers[0][1]
-                by_giver, by_taker = traffic.most_rows(stretch, taker)
-                most_pairs = min(load[giver] - mean, mean - load[taker])
-                cut = max(stretch.cut(by_giver, block), stretch.cut_by_pairs(most_pairs, block))
+                by_giver, by_taker = traffic.max_rows(stretch, taker)
+                max_pairs = min(load[giver] - mean, mean - load[taker])
+                cut = max(stretch.cut(by_giver, block), stretch.cut_by_pairs(max_pairs, block))
                 if cut == stretch.end:
                     break  # and nobody takes it, for no rank has more room than the first
                 cut = max(cut, stretch.cut(by_taker, block))
@@ -161,9 +161,9 @@ class _Stretch:
         """(query, key) pairs of the rows from `cut` on."""
         return causal_pairs(cut, self.end)
 
-    def cut(self, most_rows: int, block: int) -> int:
+    def cut(self, max_rows: int, block: int) -> int:
         """Where to cut so that at most so many rows are behind."""
-        return self._at_block(self.end - max(0, most_rows), block)
+        return self._at_block(self.end - max(0, max_rows), block)
 
     def cut_by_pairs(self, most: int, block: int) -> int:
         """Where to cut so that the rows behind have at most so many pairs."""
@@ -194,7 +194,7 @@ class _Traffic:
         for stretch in stretches:
             self._of_document[stretch.document].append(stretch)
 
-    def most_rows(self, stretch: _Stretch, taker: int) -> tuple[int, int]:
+    def max_rows(self, stretch: _Stretch, taker: int) -> tuple[int, int]:
         """How many rows of a stretch's end may be given: as far as the ranks that have them are concerned, and the one
         that takes them."""
         size, giver = self._row_bytes, stretch.home

@@ -117,7 +117,7 @@ def test_the_host_stays_close_to_the_gpu(stream: Stream) -> None:
     """A host that fills CUDA's queue could not be told to stop."""
     backend, group = backend_of(None)
     ended = 0
-    most_ahead = 0
+    max_ahead = 0
 
     def sleep(seconds: float) -> None:
         nonlocal ended
@@ -129,8 +129,8 @@ def test_the_host_stays_close_to_the_gpu(stream: Stream) -> None:
         for launched in range(100):
             backend.launch(lambda number: None)
             marked += [launched] * (len(stream.events) - len(marked))
-            most_ahead = max(most_ahead, launched + 1 - ended)
-    assert cuda.MAX_LAUNCHES_AHEAD // 2 < most_ahead <= cuda.MAX_LAUNCHES_AHEAD
+            max_ahead = max(max_ahead, launched + 1 - ended)
+    assert cuda.MAX_LAUNCHES_AHEAD // 2 < max_ahead <= cuda.MAX_LAUNCHES_AHEAD
     group.abort.assert_not_called()
 
 

@@ -16,7 +16,7 @@ struct RandomMoves {
     std::vector<int32_t> tokens;  // of each rank
     std::vector<int32_t> rows;    // that each rank gets
 
-    RandomMoves(std::mt19937_64& random, const Topology& topology, int most_tokens, int topk)
+    RandomMoves(std::mt19937_64& random, const Topology& topology, int max_tokens, int topk)
         : rows(topology.world()) {
         const int world = topology.world();
         auto pick = [&](int low, int high) {
@@ -25,7 +25,7 @@ struct RandomMoves {
         std::vector<int> ranks(world);
         std::iota(ranks.begin(), ranks.end(), 0);
         for (int source = 0; source < world; ++source) {
-            tokens.push_back(pick(0, 3) ? pick(0, most_tokens) : 0);
+            tokens.push_back(pick(0, 3) ? pick(0, max_tokens) : 0);
             for (int token = 0, count; token < tokens.back(); token += count) {
                 count = std::min(pick(1, 4), tokens.back() - token);
                 std::shuffle(ranks.begin(), ranks.end(), random);

@@ -17,14 +17,14 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 WIDTHS = ((4, 2, 8, 8), (2, 2, 3, 5), (8, 1, 64, 64), (3, 3, 24, 16))  # heads, KV heads, width of Q and K, of V
 
 
-def random_plan(world: int, r: random.Random, most_rows: int = 12) -> SequencePlan:
+def random_plan(world: int, r: random.Random, max_rows: int = 12) -> SequencePlan:
     """Documents that are short or long, over all ranks or on one, some of their shards without rows."""
     shards = []
     for document in range(r.randint(0, 6)):
         home, attention = (r.choice([None, r.randrange(world)]) for _ in range(2))
         for index in range(r.choice([1, 2, r.randint(1, 2 * world + 2)])):
             ranks = (r.randrange(world) if rank is None else rank for rank in (home, attention))
-            shards.append(Shard(document, index, *ranks, r.choice([0, 1, r.randint(1, most_rows)])))
+            shards.append(Shard(document, index, *ranks, r.choice([0, 1, r.randint(1, max_rows)])))
     return SequencePlan.build(shards, world)
 
 
@@ -33,13 +33,13 @@ class Case:
     """A plan, a topology, and rows. Everything follows from the seed."""
 
     seed: int
-    most_ranks_a_side: int = 4
+    max_ranks_a_side: int = 4
     dtype: torch.dtype = field(init=False)
 
     def __post_init__(self) -> None:
         r = random.Random(self.seed)
         self.generator = torch.Generator().manual_seed(self.seed)
-        self.nodes, self.ranks_per_node = (r.randint(1, self.most_ranks_a_side) for _ in range(2))
+        self.nodes, self.ranks_per_node = (r.randint(1, self.max_ranks_a_side) for _ in range(2))
         self.world = self.nodes * self.ranks_per_node
         self.plan = random_plan(self.world, r)
         self.dtype, self.widths = r.choice(DTYPES), r.choice(WIDTHS)

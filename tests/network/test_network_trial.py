@@ -34,7 +34,7 @@ def meet() -> tuple[StoreRendezvous, int, list[int]]:
 
 def run_loads() -> None:
     rendezvous, rank, others = meet()
-    with NetworkTrial(rendezvous, ["a", "b", "c"], channels=2, most_bytes=1000) as trial:
+    with NetworkTrial(rendezvous, ["a", "b", "c"], channels=2, max_bytes=1000) as trial:
         assert trial.others == others
         for _ in range(2):
             if rank < 2:

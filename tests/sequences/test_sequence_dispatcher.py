@@ -28,7 +28,7 @@ def test_any_shape(block):
 def test_any_interleaving(block):
     """Over a network that delays and reorders."""
     for seed in range(40 * block, 40 * (block + 1)):
-        case = Case(seed, most_ranks_a_side=3)
+        case = Case(seed, max_ranks_a_side=3)
         with case.cluster(seed=seed) as cluster:
             check(case, cluster, SequenceDispatcher(cluster))
 

@@ -93,7 +93,7 @@ void require_room(bool was_posted, int peer) {
 
 size_t NetworkLoad::Sizes::heap_bytes() const {
     const size_t rings = static_cast<size_t>(world) * channels;
-    return rings * (2 * kSlots * align_up(most_bytes, 64) + 2 * sizeof(uint64_t));
+    return rings * (2 * kSlots * align_up(max_bytes, 64) + 2 * sizeof(uint64_t));
 }
 
 NetworkLoad::NetworkLoad(SoftwareNic& nic, const ControlBlock& control, char* heap, int rank,
@@ -114,7 +114,7 @@ size_t NetworkLoad::ring_index(int channel, int peer) const {
 // Of the ring towards a rank, where puts wait to be sent, or of that in which its own arrive.
 size_t NetworkLoad::slot(bool to_send, int channel, int peer, uint64_t number) const {
     const size_t index = (ring_index(channel, peer) * 2 + to_send) * kSlots + number % kSlots;
-    return index * align_up(sizes_.most_bytes, 64);
+    return index * align_up(sizes_.max_bytes, 64);
 }
 
 size_t NetworkLoad::signal(int channel, int peer) const {

@@ -23,8 +23,8 @@ class NetworkLoad {
 
     struct Sizes {
         int world;
-        int channels;       // rings between two ranks, with queues of their own
-        size_t most_bytes;  // of a put
+        int channels;      // rings between two ranks, with queues of their own
+        size_t max_bytes;  // of a put
 
         // Of the memory that a rank gives to it.
         size_t heap_bytes() const;

@@ -21,8 +21,8 @@ namespace ep {
 // source when it leaves, and an addition is seen after the writes before it in its queue.
 //
 // Beside the queues it tells the others what this rank's control block says, and what the others
-// say lies in a mirror of theirs here. So a failure anywhere ends the waits everywhere, and whoever
-// waited can say who never came. A connection that breaks ends all waits, too.
+// say lies in a mirror of theirs here. So a failure anywhere ends the waits everywhere, and a rank
+// that waited can say which one never came. A connection that breaks ends all waits, too.
 class SoftwareNic {
   public:
     static constexpr char kThreadName[] = "megatron_ep nic";  // as top shows it
@@ -80,7 +80,7 @@ class SoftwareNic {
     void wake();
     // Until the others have been sent what this rank's machine has told them, a moment at most.
     void tell_now();
-    // From now on a connection that breaks ends nobody's waits: whoever waits masks who is gone.
+    // From now on a connection that breaks ends nobody's waits: those who wait mask the rank.
     void tolerate_loss() { tolerates_loss_ = true; }
 
   private:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 BLOCK = 128  # elements of a row that share a scale
-LEAST_MAX = 1e-4  # the largest number of a block counts as this at least
+MIN_MAX = 1e-4  # the largest number of a block counts as this at least
 E4M3_MAX = 448.0
 
 
@@ -34,7 +34,7 @@ def calc_diff(x: torch.Tensor, y: torch.Tensor) -> float:
 def per_token_cast_to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[T, H], H a multiple of 128, to float8_e4m3fn and float32 [T, H / 128]."""
     blocks = x.float().unflatten(-1, (-1, BLOCK))
-    largest = blocks.abs().amax(dim=-1).clamp(min=LEAST_MAX)
+    largest = blocks.abs().amax(dim=-1).clamp(min=MIN_MAX)
     values = (blocks * (E4M3_MAX / largest).unsqueeze(-1)).to(torch.float8_e4m3fn)
     return values.flatten(-2), largest / E4M3_MAX
 
