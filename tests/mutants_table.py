@@ -496,8 +496,8 @@ MUTANTS = [
         "*",
         QUEUES,
     ),
-    Mutant("has_ended: hears no host", DEVICE_RANK, "if (!rank.hears_report) return false;", "return false;", QUEUES),
-    Mutant("has_ended: tells nobody", DEVICE_RANK, "if (word) abort_all(rank, word);", "", QUEUES),
+    Mutant("has_ended: hears no host", DEVICE_RANK, "(rank.hears_report && has_heard(rank))", "false", QUEUES),
+    Mutant("has_heard: tells nobody", DEVICE_RANK, "if (word) abort_all(rank, word);", "", QUEUES),
     changed("open_rdma_rings: not run empty", RING, RDMA_DRAIN, "F::kOrdersWarps && ", "", ("nvshmem",)),
     Mutant(
         "sender_coordinator: the signal before the rows",

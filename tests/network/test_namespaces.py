@@ -24,7 +24,7 @@ for call in range(10**9):
         ep.dispatch(x, ids, buffer=buffer)
     except ep.EPError as error:
         print(f"RANK {rank} AT {time.time()}: {str(error).splitlines()[0]}", flush=True)
-        time.sleep(5)  # torchrun ends the others of a machine when one has ended
+        time.sleep(12)  # torchrun ends the others of a machine when one has ended
         os._exit(3)
     if call == 20:
         print(f"RANK {rank} RUNS AS {os.getpid()}", flush=True)
