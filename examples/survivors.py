@@ -25,7 +25,7 @@ def serve(rank: int, store: str, ready: Barrier) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     buffer = ep.Buffer(None, ep.Config(num_experts=EXPERTS, timeout=30))
     sizes = {"max_tokens": TOKENS, "hidden": HIDDEN, "topk": TOPK, "dtype": torch.float32}
-    low_latency = ep.LowLatency(buffer, **sizes, on_dead_rank="mask", mask_timeout=2.0)
+    low_latency = ep.LowLatency(buffer, **sizes, on_dead_rank="mask", mask_timeout=5.0)
     ready.wait(timeout=120)  # a rank that comes later than mask_timeout would be masked
     torch.manual_seed(rank)
     x, ids = torch.randn(TOKENS, HIDDEN), torch.rand(TOKENS, EXPERTS).topk(TOPK, dim=1).indices
