@@ -18,7 +18,6 @@ from megatron_ep.deep_ep.layout import counts_of_all, ids_of_ranks, layout_of
 from megatron_ep.deep_ep.low_latency import LowLatencyCalls
 from megatron_ep.deep_ep.rows import device_of, row_bytes, tensors_of
 from megatron_ep.deep_ep.transfers import Rows
-from megatron_ep.overlap import communication_stream
 
 DispatchLayout = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]
 
@@ -66,26 +65,14 @@ class Buffer(LowLatencyCalls):
         self.low_latency_mode = low_latency_mode
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
-        self.runtime: Instances | None = Instances(group, masks=enable_shrink)
+        self.runtime = Instances(group, masks=enable_shrink)
         self._scratch: dict[bool, torch.Tensor] = {}
         self._asked_to_mask: set[int] = set()
 
     def destroy(self) -> None:
-        """Gives the memory back. Other ranks need not do so at the same time."""
-        runtime, self.runtime = self.runtime, None
+        """As that of `ElasticBuffer`."""
         self._scratch.clear()
-        if runtime is not None:
-            runtime.close()
-
-    def reset(self) -> None:
-        """Makes the buffer usable again after an error, and takes masked ranks back that live. Collective. DeepEP has
-        nothing like it."""
-        self._instances().reset()
-
-    def _instances(self) -> Instances:
-        if self.runtime is None:
-            raise ValueError("buffer is destroyed")
-        return self.runtime
+        super().destroy()
 
     # ---- sizes, settings, streams
 
@@ -119,10 +106,6 @@ class Buffer(LowLatencyCalls):
     def capture() -> EventOverlap:
         """What the current stream has been given so far."""
         return EventOverlap(EventHandle())
-
-    def get_comm_stream(self) -> torch.cuda.Stream:
-        """Of asynchronous calls on the current GPU."""
-        return communication_stream(torch.device("cuda", torch.cuda.current_device()))
 
     def get_local_buffer_tensor(
         self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False

@@ -15,10 +15,9 @@ from megatron_ep.deep_ep import transfers
 from megatron_ep.deep_ep.config import Config
 from megatron_ep.deep_ep.elastic_handle import EPHandle
 from megatron_ep.deep_ep.events import EventHandle, EventOverlap, handle_of, refuse, run
-from megatron_ep.deep_ep.instances import Instances
+from megatron_ep.deep_ep.instances import Instances, OverInstances
 from megatron_ep.deep_ep.rows import device_of, row_bytes, tensors_of
 from megatron_ep.deep_ep.transfers import Received, Routes, Rows
-from megatron_ep.overlap import communication_stream
 
 Event = EventHandle | EventOverlap | None
 BYTES = 2 << 20  # numbers of bytes are rounded up to it
@@ -43,7 +42,7 @@ NOT_HERE = (
 )
 
 
-class ElasticBuffer:
+class ElasticBuffer(OverInstances):
     """Dispatch and combine of a process group, on its GPUs or on the CPU: tensors say where. Constructing it does
     nothing: memory is set up by the first dispatch, for the number of experts that it names.
 
@@ -99,22 +98,7 @@ class ElasticBuffer:
         self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
         self.num_rdma_ranks, self.num_nvlink_ranks = self.get_physical_domain_size()
         self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(self.rank_idx, self.num_scaleup_ranks)
-        self.runtime: Instances | None = Instances(group, timeout=float(num_gpu_timeout_secs))
-
-    def destroy(self) -> None:
-        """Gives the memory back. Other ranks need not do so at the same time."""
-        runtime, self.runtime = self.runtime, None
-        if runtime is not None:
-            runtime.close()
-
-    def reset(self) -> None:
-        """Makes the buffer usable again after an error. Collective. DeepEP has nothing like it."""
-        self._instances().reset()
-
-    def _instances(self) -> Instances:
-        if self.runtime is None:
-            raise ValueError("buffer is destroyed")
-        return self.runtime
+        self.runtime = Instances(group, timeout=float(num_gpu_timeout_secs))
 
     # ---- sizes, domains, streams
 
@@ -152,10 +136,6 @@ class ElasticBuffer:
     def capture() -> EventHandle:
         """What the current stream has been given so far."""
         return EventHandle()
-
-    def get_comm_stream(self) -> torch.cuda.Stream:
-        """Of asynchronous calls on the current GPU."""
-        return communication_stream(torch.device("cuda", torch.cuda.current_device()))
 
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
         """The group's own; with_cpu_sync: the host waits, too."""

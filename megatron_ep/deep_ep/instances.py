@@ -12,6 +12,7 @@ from megatron_ep.buffer import Buffer
 from megatron_ep.config import Config
 from megatron_ep.deep_ep.config import row_class
 from megatron_ep.low_latency.api import LowLatency
+from megatron_ep.overlap import communication_stream
 
 
 class Instances:
@@ -70,3 +71,29 @@ class Instances:
         self._low_latency.clear()
         while self._normal:
             self._normal.popitem()[1].close()
+
+
+class OverInstances:
+    """What DeepEP's V1 and V2 buffers have alike. runtime: None once it is destroyed."""
+
+    runtime: Instances | None
+
+    def destroy(self) -> None:
+        """Gives the memory back. Other ranks need not do so at the same time."""
+        runtime, self.runtime = self.runtime, None
+        if runtime is not None:
+            runtime.close()
+
+    def reset(self) -> None:
+        """Makes the buffer usable again after an error, and takes masked ranks back that live. Collective. DeepEP has
+        nothing like it."""
+        self._instances().reset()
+
+    def _instances(self) -> Instances:
+        if self.runtime is None:
+            raise ValueError("buffer is destroyed")
+        return self.runtime
+
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """Of asynchronous calls on the current GPU."""
+        return communication_stream(torch.device("cuda", torch.cuda.current_device()))

@@ -11,21 +11,18 @@ import torch
 from megatron_ep.config import require_int
 from megatron_ep.deep_ep.events import EventOverlap, refuse, run
 from megatron_ep.deep_ep.handles import LowLatencyTuple
-from megatron_ep.deep_ep.instances import Instances
+from megatron_ep.deep_ep.instances import OverInstances
 from megatron_ep.deep_ep.transfers import Rows
 
 Hook = Callable[[], None]
 
 
-class LowLatencyCalls:
+class LowLatencyCalls(OverInstances):
     """A token goes straight to each rank that wants it, at most num_max_dispatch_tokens_per_rank (1024) from each."""
 
     group_size: int
     enable_shrink: bool
     _asked_to_mask: set[int]
-
-    def _instances(self) -> Instances:
-        raise NotImplementedError
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         """Nothing has to be cleaned: the two modes share no memory."""
