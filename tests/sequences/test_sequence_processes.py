@@ -113,4 +113,6 @@ def test_another_plan_is_noticed(four_ranks):
     """Rows are never taken for those of another plan."""
     said = four_ranks.run(run_at_odds, "another plan")
     assert all("met a row that was not meant for its call" in line for line in said), said
-    assert all("all sent a dispatch by a plan, H = 3, float32, K = 1, but by different plans" in s for s in said), said
+    sent = "sent a dispatch by a plan, H = 3, float32, K = 1"
+    by_all, by_some = f"all {sent}, but by different plans", f"{sent}; what the others sent is not known here"
+    assert all(by_all in line or by_some in line for line in said), said  # some may not have come to the call by then
