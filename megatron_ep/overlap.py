@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from megatron_ep.group.rank_group import RankGroup
 from megatron_ep.normal.handle import Handle
-from megatron_ep.normal.rank_group import RankGroup
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 

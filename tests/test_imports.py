@@ -25,6 +25,7 @@ FLOORS = [
     {"env", "low_latency", "overlap", "sequences"},
     {"buffer", "router"},
     {"normal"},
+    {"group"},
     {"backends", "float8"},
     {"config", "diagnosis", "errors", "reference"},
     {"_C"},

@@ -147,19 +147,19 @@ class CudaLowLatencyRanks:
 
 
 def connect(
-    buffer: Any, max_tokens: int, largest: Any, mask_timeout: float | None
+    group: Any, max_tokens: int, largest: Any, mask_timeout: float | None
 ) -> tuple[Any, LowLatencyRanks, Masks | None]:
     """The heap, the ranks and the masks of a buffer's low-latency mode. Collective."""
-    backend, topology = buffer.live_backend(), buffer.topology
-    local = len(buffer.ranks) == topology.world_size
+    backend, topology = group.live_backend(), group.topology
+    local = len(group.ranks) == topology.world_size
     masks = None
     if mask_timeout is not None:
         masks = Masks(
-            buffer.ranks,
+            group.ranks,
             topology.world_size,
-            buffer.device,
+            group.device,
             mask_timeout=mask_timeout,
-            timeout=buffer.config.timeout_seconds,
+            timeout=group.config.timeout_seconds,
         )
         backend.masks = True
 
@@ -167,7 +167,7 @@ def connect(
         return _C.LowLatencyHeap(
             nodes=topology.nodes,
             ranks_per_node=topology.ranks_per_node,
-            num_experts=buffer.config.num_experts,
+            num_experts=group.config.num_experts,
             max_tokens=max_tokens,
             largest=largest,
             staged=staged,
@@ -178,26 +178,26 @@ def connect(
     if isinstance(backend, HostBackend):
         warps = SEEDED_WARPS if backend.is_seeded else HOST_WARPS
         # seeded: through a network, where some warps share a channel
-        has_network = backend.is_seeded or buffer.spans_machines
+        has_network = backend.is_seeded or group.spans_machines
         heap = make_heap(max(1, warps - 1), staged=has_network and topology.nodes > 1)
-        anonymous = [_C.Segment.anonymous(heap.bytes) for _ in buffer.ranks] if local else None
-        segments = anonymous or buffer.shared_segments(heap.bytes)
+        anonymous = [_C.Segment.anonymous(heap.bytes) for _ in group.ranks] if local else None
+        segments = anonymous or group.shared_segments(heap.bytes)
         ranks = HostLowLatencyRanks(backend, heap, segments, warps)
-        buffer.open_on_network(tolerates_loss=masks is not None)
+        group.open_on_network(tolerates_loss=masks is not None)
         return heap, ranks, masks
     # the ranks of this process are launched one after the other
-    blocks = cuda.num_sms(buffer.config, buffer.device, len(buffer.ranks)) * len(buffer.ranks)
+    blocks = cuda.num_sms(group.config, group.device, len(group.ranks)) * len(group.ranks)
     if not isinstance(backend.group, _C.CudaGroup):
         heap = make_heap(blocks, staged=topology.nodes > 1)
-        group, memories, memory = buffer.low_latency_over_network(heap, blocks)
-        buffer.open_on_network(tolerates_loss=masks is not None)
-        return heap, CudaLowLatencyRanks(backend, group, masks, memories, network_memory=memory), masks
+        launches, memories, memory = group.low_latency_over_network(heap, blocks)
+        group.open_on_network(tolerates_loss=masks is not None)
+        return heap, CudaLowLatencyRanks(backend, launches, masks, memories, network_memory=memory), masks
     heap = make_heap(1, staged=False)
     if local:
-        with torch.cuda.device(buffer.device):
+        with torch.cuda.device(group.device):
             cuda.prepare_to_allocate()
-            memories = [_C.DeviceMemory.create(buffer.device.index, heap.bytes) for _ in buffer.ranks]
+            memories = [_C.DeviceMemory.create(group.device.index, heap.bytes) for _ in group.ranks]
     else:
-        memories = buffer.device_memories(heap.bytes)
-    group = _C.CudaLowLatency(group=backend.group, heap=heap, memories=memories, blocks=blocks)
-    return heap, CudaLowLatencyRanks(backend, group, masks, memories), masks
+        memories = group.device_memories(heap.bytes)
+    launches = _C.CudaLowLatency(group=backend.group, heap=heap, memories=memories, blocks=blocks)
+    return heap, CudaLowLatencyRanks(backend, launches, masks, memories), masks

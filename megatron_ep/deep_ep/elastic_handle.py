@@ -48,7 +48,7 @@ class EPHandle:
     ):
         self.routes = {not do_expand: routes}  # by whether rows are flat
         self.do_expand = do_expand
-        self.num_experts = routes.buffer.config.num_experts
+        self.num_experts = routes.group.config.num_experts
         self.expert_alignment = expert_alignment
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
         self.num_sms = num_sms
@@ -89,7 +89,7 @@ def _ends_of_experts(handle: EPHandle) -> torch.Tensor:
 
 
 def _tokens_of_local_ranks(handle: EPHandle) -> torch.Tensor:
-    topology = handle._routes.buffer.topology
+    topology = handle._routes.group.topology
     per_local_rank = handle._routes.rows_per_rank.view(topology.nodes, topology.ranks_per_node)
     return per_local_rank.sum(0, dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
@@ -103,14 +103,14 @@ def _metadata(handle: EPHandle) -> torch.Tensor:
     # rows behind the last that came, of a fixed number, are of nobody
     source = torch.searchsorted(ends, row, right=True, out_int32=True).clamp_max(len(ends) - 1)
     last = topk - 1 - chosen.flip(1).int().argmax(dim=1)
-    local_rank = source % routes.buffer.topology.ranks_per_node
+    local_rank = source % routes.group.topology.ranks_per_node
     rows = torch.where(chosen, routes.rank.dst_rows, NONE) if handle.do_expand else chosen.int().fill_(NONE)
     token = source * handle.num_max_tokens_per_rank + routes.source_tokens
     return torch.cat([token.unsqueeze(1), (local_rank * topk + last.int()).unsqueeze(1), rows], dim=1).int()
 
 
 def _slots(handle: EPHandle) -> torch.Tensor:
-    world, local_experts = handle._routes.buffer.topology.world_size, handle._routes.buffer.num_local_experts
+    world, local_experts = handle._routes.group.topology.world_size, handle._routes.group.num_local_experts
     owners = handle.topk_idx.div(local_experts, rounding_mode="floor")
     goes = torch.stack([(owners == rank).any(dim=1) for rank in range(world)], dim=1)
     number = goes.cumsum(0) - 1

@@ -58,7 +58,7 @@ class NormalHandle(_LazyTuple):
     def _rank_prefix_matrix(self) -> torch.Tensor:
         counts = self.routes.rows_per_rank
         matrix = counts.new_full((len(counts), len(counts)), UNKNOWN)
-        matrix[:, self.routes.buffer.rank] = counts.cumsum(0, dtype=torch.int32)
+        matrix[:, self.routes.group.ranks[0]] = counts.cumsum(0, dtype=torch.int32)
         return matrix
 
     def make(self, index: int) -> Any:
@@ -70,7 +70,7 @@ class NormalHandle(_LazyTuple):
             return self._is_token_in_rank
         if index == 5:
             return self._is_token_in_rank.int() - 1
-        world = self.routes.buffer.topology.world_size
+        world = self.routes.group.topology.world_size
         return self.routes.source_tokens.new_full((world, self._num_channels), UNKNOWN)
 
 
@@ -91,7 +91,7 @@ class LowLatencyTuple(_LazyTuple):
     @property
     def shape(self) -> tuple[int, int, int]:
         """Of the rows: [L, M, H]."""
-        group = self.handle.buffer
+        group = self.handle.group
         return group.num_local_experts, group.topology.world_size * self.max_tokens, self.hidden
 
     @functools.cached_property
@@ -99,7 +99,7 @@ class LowLatencyTuple(_LazyTuple):
         """src_info and layout_range, from where a dispatch notes the rows of every token that came here."""
         self.handle.check_received()
         local_experts, max_rows, _ = self.shape
-        group, topk, rank = self.handle.buffer, self.handle.topk, self.handle.ranks[0]
+        group, topk, rank = self.handle.group, self.handle.topk, self.handle.ranks[0]
         world, layout = group.topology.world_size, rank.layout
         offsets = self.handle.calls.offsets(topk)
         chunks = -(-self.max_tokens // 32)
@@ -126,4 +126,4 @@ class LowLatencyTuple(_LazyTuple):
     def make(self, index: int) -> Any:
         if index < 2:
             return self._places[index]
-        return (self.max_tokens, self.hidden, self.handle.buffer.config.num_experts)[index - 2]
+        return (self.max_tokens, self.hidden, self.handle.group.config.num_experts)[index - 2]

@@ -156,7 +156,7 @@ class LowLatencyCalls(OverInstances):
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyTuple) -> torch.Tensor:
         """bfloat16 [L, M, H], for the rows of a combine of this handle with zero_copy."""
         if handle.combine_buffer is None:
-            device = handle.handle.buffer.device
+            device = handle.handle.group.device
             handle.combine_buffer = torch.empty(handle.shape, dtype=torch.bfloat16, device=device)
         return handle.combine_buffer
 

@@ -12,6 +12,8 @@ import torch
 from megatron_ep.backends.interface import RankHandle
 from megatron_ep.buffer import Buffer
 from megatron_ep.config import MAX_TOPK
+from megatron_ep.group.any_buffer import rank_group_of
+from megatron_ep.group.rank_group import RankGroup
 from megatron_ep.normal import api, launches
 from megatron_ep.normal.handle import CountsToAskFor, Handle
 
@@ -47,10 +49,8 @@ class Routes:
     ids: torch.Tensor
 
     @property
-    def buffer(self) -> Buffer:
-        buffer = self.handle.buffer
-        assert isinstance(buffer, Buffer)
-        return buffer
+    def group(self) -> RankGroup:
+        return self.handle.group
 
     @property
     def rank(self) -> RankHandle:
@@ -84,7 +84,7 @@ class Routes:
     @functools.cached_property
     def rows_per_rank(self) -> torch.Tensor:
         """int32 [W], tokens that came from each."""
-        heap, world = self.buffer.heap, self.buffer.topology.world_size
+        heap, world = self.group.heap, self.group.topology.world_size
         first = heap.received_offset(self.num_tokens, self.handle.topk)
         return (
             self.rank.layout[first : first + heap.channels * world].view(heap.channels, world).sum(0, dtype=torch.int32)
@@ -93,14 +93,14 @@ class Routes:
     @functools.cached_property
     def rows_per_expert(self) -> torch.Tensor:
         """int32 [L], for each local expert, not aligned."""
-        heap = self.buffer.heap
+        heap = self.group.heap
         first = heap.expert_count_offset(self.num_tokens, self.handle.topk)
         return self.rank.layout[first : first + heap.local_experts].clone()
 
     @functools.cached_property
     def expert_starts(self) -> torch.Tensor:
         """int32 [L + 1], where each expert's rows begin if they are grouped."""
-        heap = self.buffer.heap
+        heap = self.group.heap
         first = heap.expert_start_offset(self.num_tokens, self.handle.topk)
         return self.rank.layout[first : first + heap.local_experts + 1].clone()
 
@@ -130,10 +130,10 @@ class Routes:
         return routes
 
 
-def check_rows(x: Rows, buffer: Buffer, num_tokens: int | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+def check_rows(x: Rows, group: RankGroup, num_tokens: int | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """x [T, H] and its scales [T, S], of any S and four-byte type, both contiguous. Raises ValueError."""
     values, scales = x if isinstance(x, tuple) else (x, None)
-    api.as_list("x", values, buffer)
+    api.as_list("x", values, group)
     api.check_payload("x", [values], [len(values) if num_tokens is None else num_tokens], api.PAYLOAD_DTYPES)
     if (values.dtype == torch.float8_e4m3fn) != (scales is not None):
         raise ValueError(f"x is {values.dtype}, must be a tensor, or of float8_e4m3fn in a tuple with its scales")
@@ -161,14 +161,15 @@ def dispatch(
     num_rows: R, fixed; rows behind the last one hold anything, and have no experts.
     all_weights: also those of other ranks' experts, which are 0 otherwise, beside flat rows.
     """
-    with buffer.abort_peers_on_error():
-        buffer.check_usable()
-        api.as_list("topk_idx", ids, buffer)
+    group = rank_group_of(buffer)
+    with group.abort_peers_on_error():
+        group.check_usable()
+        api.as_list("topk_idx", ids, group)
         api.check_ids([ids])
-        values, scales = check_rows(x, buffer, len(ids))
-        _check_weights(buffer, weights, tuple(ids.shape))
+        values, scales = check_rows(x, group, len(ids))
+        _check_weights(group, weights, tuple(ids.shape))
         request = CountsToAskFor([ids], alignment, 0, num_rows, allows_repeats=is_flat, keeps_source_tokens=True)
-        handle = Handle(buffer, ids.shape[1], [], request, is_flat=is_flat)
+        handle = Handle(group, ids.shape[1], [], request, is_flat=is_flat)
         received = _launch(handle, values, scales, weights, all_weights)
     return received, Routes(handle, ids)
 
@@ -177,11 +178,11 @@ def dispatch_again(
     routes: Routes, x: Rows, weights: torch.Tensor | None = None, *, all_weights: bool = False
 ) -> Received:
     """With the handle of an earlier dispatch."""
-    buffer = routes.buffer
-    with buffer.abort_peers_on_error():
-        buffer.check_usable()
-        values, scales = check_rows(x, buffer, routes.num_tokens)
-        _check_weights(buffer, weights, (routes.num_tokens, routes.handle.topk))
+    group = routes.group
+    with group.abort_peers_on_error():
+        group.check_usable()
+        values, scales = check_rows(x, group, routes.num_tokens)
+        _check_weights(group, weights, (routes.num_tokens, routes.handle.topk))
         return _launch(routes.handle, values, scales, weights, all_weights)
 
 
@@ -199,18 +200,18 @@ def combine(
 
     sums_weights: flat rows: the weights of all ranks that had a token, whatever experts they are of, are summed.
     """
-    buffer = routes.buffer
-    with buffer.abort_peers_on_error():
-        buffer.check_usable()
-        api.as_list("x", x, buffer)
+    group = routes.group
+    with group.abort_peers_on_error():
+        group.check_usable()
+        api.as_list("x", x, group)
         api.check_payload("x", [x], [routes.num_rows], api.COMBINE_DTYPES)
-        _check_weights(buffer, weights, routes.weights_shape)
+        _check_weights(group, weights, routes.weights_shape)
         if len(biases) > MAX_BIASES or routes.handle.topk + len(biases) > MAX_TOPK:
             raise ValueError(
                 f"bias has {len(biases)} tensors, must have at most {MAX_BIASES}, with K <= {MAX_TOPK} - their number"
             )
         for bias in biases:
-            api.as_list("bias", bias, buffer)
+            api.as_list("bias", bias, group)
             api.check_weights("bias", [bias], [(routes.num_tokens, x.shape[1])], (x.dtype,))
         beside = None if weights is None or sums_weights else [weights]
         out, out_weights = launches.launch_combine(routes.handle, [x], beside, biases=biases)
@@ -219,9 +220,9 @@ def combine(
         return out[0], None if out_weights is None else out_weights[0]
 
 
-def _check_weights(buffer: Buffer, weights: torch.Tensor | None, shape: tuple[int, ...]) -> None:
+def _check_weights(group: RankGroup, weights: torch.Tensor | None, shape: tuple[int, ...]) -> None:
     if weights is not None:
-        api.as_list("topk_weights", weights, buffer)
+        api.as_list("topk_weights", weights, group)
         api.check_weights("topk_weights", [weights], [shape], (torch.float32,))
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from megatron_ep.backends import low_latency as backends
-from megatron_ep.buffer import Buffer, LocalCluster
 from megatron_ep.config import MAX_LOW_LATENCY_TOKENS, MAX_TOPK, require_int
+from megatron_ep.group.any_buffer import AnyBuffer, rank_group_of
+from megatron_ep.group.rank_group import COMBINE_DTYPES
 from megatron_ep.low_latency.autograd import (
     differentiable_combine,
     differentiable_dispatch,
@@ -23,7 +24,6 @@ from megatron_ep.low_latency.received import received_of
 from megatron_ep.low_latency.rows import row_format
 from megatron_ep.normal.api import MAX_PADDED_ROWS, MAX_ROW_BYTES, Tensors
 from megatron_ep.normal.autograd import need_gradient
-from megatron_ep.normal.rank_group import COMBINE_DTYPES, RankGroup
 
 
 class LowLatency(MaskedRanks):
@@ -62,7 +62,7 @@ class LowLatency(MaskedRanks):
 
     def __init__(
         self,
-        buffer: RankGroup,
+        buffer: AnyBuffer,
         *,
         max_tokens: int,
         hidden: int,
@@ -71,20 +71,19 @@ class LowLatency(MaskedRanks):
         on_dead_rank: str = "raise",
         mask_timeout: float | None = None,
     ):
-        if not isinstance(buffer, (Buffer, LocalCluster)):
-            raise ValueError(f"buffer is a {type(buffer).__name__}, must be a Buffer or LocalCluster")
+        group = self._group = rank_group_of(buffer)
         self.buffer = buffer
         self.max_tokens = max_tokens
 
         def check() -> None:
-            buffer.check_usable()
-            most = min(MAX_LOW_LATENCY_TOKENS, MAX_PADDED_ROWS // buffer.config.num_experts)
+            group.check_usable()
+            most = min(MAX_LOW_LATENCY_TOKENS, MAX_PADDED_ROWS // group.config.num_experts)
             require_int("max_tokens", max_tokens, 1, most)
             require_int("topk", topk, 1, MAX_TOPK)
             if dtype not in COMBINE_DTYPES:
                 raise ValueError(f"dtype is {dtype}, must be one of {', '.join(map(str, COMBINE_DTYPES))}")
             require_int("hidden", hidden, 1, MAX_ROW_BYTES // dtype.itemsize)
-            check_policy(on_dead_rank, mask_timeout, buffer.config.timeout_seconds)
+            check_policy(on_dead_rank, mask_timeout, group.config.timeout_seconds)
 
         self._settings = settings = {
             "max_tokens": max_tokens,
@@ -94,17 +93,14 @@ class LowLatency(MaskedRanks):
             "on_dead_rank": on_dead_rank,
             "mask_timeout": mask_timeout,
         }
-        if isinstance(buffer, LocalCluster):
-            check()
-        else:
-            buffer.agree_on(check, settings)
+        group.agree_on(check, settings)
         rows = (row_format(topk, hidden, dtype, None), row_format(topk, hidden, torch.float8_e4m3fn, torch.float32))
         largest = max(rows, key=lambda row: row.slot_bytes)
         patience = None
         if on_dead_rank == "mask":
-            patience = min(buffer.config.timeout_seconds, 100.0) / 10 if mask_timeout is None else float(mask_timeout)
-        self._calls = LowLatencyCalls(buffer, *backends.connect(buffer, max_tokens, largest, patience))
-        self._checks = Checks(buffer, Limits(max_tokens, topk, hidden * dtype.itemsize, largest), self._calls)
+            patience = min(group.config.timeout_seconds, 100.0) / 10 if mask_timeout is None else float(mask_timeout)
+        self._calls = LowLatencyCalls(group, *backends.connect(group, max_tokens, largest, patience))
+        self._checks = Checks(group, Limits(max_tokens, topk, hidden * dtype.itemsize, largest), self._calls)
 
     @property
     def memory_bytes(self) -> int:
@@ -163,7 +159,7 @@ class LowLatency(MaskedRanks):
         perhaps a later one, if others have masked this rank because it did not come.
         """
         self._calls.in_flight["dispatch"].check()
-        group = self.buffer
+        group = self._group
         with group.abort_peers_on_error():
             group.check_usable()
             given = self._checks.check_dispatch(
@@ -228,7 +224,7 @@ class LowLatency(MaskedRanks):
         float64), each product rounded before it is added. Raises as `dispatch` does.
         """
         self._calls.in_flight["combine"].check()
-        group = self.buffer
+        group = self._group
         with group.abort_peers_on_error():
             group.check_usable()
             if not isinstance(handle, LowLatencyHandle) or handle.calls is not self._calls:

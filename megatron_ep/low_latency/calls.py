@@ -18,9 +18,9 @@ from megatron_ep import _C
 from megatron_ep.backends.interface import Backend
 from megatron_ep.backends.low_latency import Call, InFlight, LowLatencyRanks
 from megatron_ep.backends.low_latency_mask import Masks
+from megatron_ep.group.rank_group import PAYLOAD_TYPES, RankGroup
 from megatron_ep.low_latency.handle import LowLatencyHandle, RankPart
 from megatron_ep.low_latency.rows import Float8, aligned_column, new_tensor, row_format
-from megatron_ep.normal.rank_group import PAYLOAD_TYPES, RankGroup
 
 Counters = Mapping[str, Sequence[torch.Tensor]]  # the callers', one a rank: recv_rows, recv_wait_ns
 Launch = Callable[[_C.LowLatencyLaunches], None]

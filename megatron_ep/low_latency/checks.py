@@ -9,6 +9,8 @@ import torch
 
 from megatron_ep import _C
 from megatron_ep.config import MAX_ROWS, require_int
+from megatron_ep.group.known_calls import KnownCalls, looks_of
+from megatron_ep.group.rank_group import COMBINE_DTYPES, RankGroup
 from megatron_ep.low_latency.calls import CombinePlan, Counters, DispatchPlan, LowLatencyCalls
 from megatron_ep.low_latency.handle import LowLatencyHandle
 from megatron_ep.low_latency.rows import Float8, float8_of, row_format
@@ -25,8 +27,6 @@ from megatron_ep.normal.api import (
     check_payload,
     check_weights,
 )
-from megatron_ep.normal.known_calls import KnownCalls, looks_of
-from megatron_ep.normal.rank_group import COMBINE_DTYPES, RankGroup
 
 LAYOUTS = ("masked", "grouped")
 PLACES = ("token", "expert")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron_ep.backends.low_latency import Call
-from megatron_ep.normal.rank_group import RankGroup
+from megatron_ep.group.rank_group import RankGroup
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class LowLatencyHandle:
         self.calls.handles.add(self)
 
     @property
-    def buffer(self) -> RankGroup:
+    def group(self) -> RankGroup:
         return self.calls.group
 
     def note_reset(self) -> None:

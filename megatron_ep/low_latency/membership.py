@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_ep.backends.low_latency_mask import Masks
-from megatron_ep.buffer import Buffer
 from megatron_ep.config import is_number, require_int
 from megatron_ep.errors import EPError
+from megatron_ep.group.distributed import DistributedRankGroup
+from megatron_ep.group.rank_group import RankGroup
 from megatron_ep.low_latency.calls import LowLatencyCalls
 from megatron_ep.normal.autograd import need_gradient
-from megatron_ep.normal.rank_group import RankGroup
 
 ON_DEAD_RANK = ("raise", "mask")
 
@@ -23,7 +23,7 @@ ON_DEAD_RANK = ("raise", "mask")
 class MaskedRanks:
     """What `LowLatency` shows of them."""
 
-    buffer: RankGroup
+    _group: RankGroup
     _calls: LowLatencyCalls
     _settings: dict[str, Any]  # that all ranks have agreed on
 
@@ -60,7 +60,7 @@ class MaskedRanks:
         on a GPU. Logs a warning for each that is new. Raises ValueError with on_dead_rank="raise"."""
         masks = self._masks
         masks.log_news()
-        return self._of_ranks([masks.masked(i) for i in range(len(self.buffer.ranks))])
+        return self._of_ranks([masks.masked(i) for i in range(len(self._group.ranks))])
 
     def readmit(self, ranks: int | Sequence[int], store: dist.Store) -> None:
         """Takes ranks back whose processes have ended, also by an EPMaskedError, and were started again.
@@ -82,15 +82,15 @@ class MaskedRanks:
         """
         self._check_policy()
         returned = [ranks] if isinstance(ranks, int) else list(ranks)
-        buffer = self.buffer
+        group = self._group
         for rank in returned:
-            require_int("ranks", rank, 0, buffer.topology.world_size - 1)
-        if not isinstance(buffer, Buffer):
+            require_int("ranks", rank, 0, group.topology.world_size - 1)
+        if not isinstance(group, DistributedRankGroup):
             raise ValueError("the ranks of a LocalCluster are in one process: its reset() brings back all masked ranks")
-        if not self._calls.ranks.memories or buffer.spans_machines:
+        if not self._calls.ranks.memories or group.spans_machines:
             raise EPError(
                 "readmit maps the memory of processes anew, which this buffer's fabric, "
-                f"{buffer.fabric}, does not: make a new buffer"
+                f"{group.fabric}, does not: make a new buffer"
             )
 
         def check() -> None:
@@ -100,11 +100,11 @@ class MaskedRanks:
             self._calls.backend.drain()
 
         # Step by step what `megatron_ep.rejoin` does at the same time.
-        with buffer.rendezvous_again(store):
-            buffer.take_back(returned, check)
-            buffer.agree_on(lambda: None, self._settings)
-            buffer.renew(self._calls.ranks.memories, returned)
-            buffer.restart()
+        with group.rendezvous_again(store):
+            group.take_back(returned, check)
+            group.agree_on(lambda: None, self._settings)
+            group.renew(self._calls.ranks.memories, returned)
+            group.restart()
 
     def _check_policy(self) -> None:
         if self._calls.masks is None:
@@ -117,7 +117,7 @@ class MaskedRanks:
         return self._calls.masks
 
     def _of_ranks(self, values: list[Any]) -> Any:
-        return list(values) if self.buffer.takes_lists else values[0]
+        return list(values) if self._group.takes_lists else values[0]
 
     def _check_renormalize(self, xs: list[torch.Tensor], factors: list[torch.Tensor] | None, sum_at: str) -> None:
         if self._calls.masks is None or factors is None or sum_at != "token":

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_ep.backends import fabrics
 from megatron_ep.backends.rendezvous import StoreRendezvous
-from megatron_ep.buffer import Buffer, patience
+from megatron_ep.buffer import buffer_of
 from megatron_ep.config import Config, Topology
+from megatron_ep.group.distributed import DistributedRankGroup, patience
 from megatron_ep.low_latency.api import LowLatency
 
 
@@ -34,7 +36,8 @@ def rejoin(
     Raises ValueError for what differs from theirs, and as `LowLatency.readmit`.
     """
     rendezvous = StoreRendezvous.over(store, rank, world_size, timedelta(seconds=patience(config)))
-    low_latency = LowLatency(Buffer.over(rendezvous, config, topology, device), **settings)
-    assert isinstance(low_latency.buffer, Buffer)
-    low_latency.buffer.restart()
+    # on GPUs rejoin is for the ranks of one machine
+    group = DistributedRankGroup(rendezvous, config, topology, device, fabrics.Choice("p2p", "as it was"))
+    low_latency = LowLatency(buffer_of(group), **settings)
+    group.restart()
     return low_latency

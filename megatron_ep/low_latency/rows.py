@@ -9,8 +9,8 @@ import torch
 
 from megatron_ep import _C
 from megatron_ep.backends.interface import Backend
+from megatron_ep.group.rank_group import PAYLOAD_TYPES
 from megatron_ep.normal.api import check_scales
-from megatron_ep.normal.rank_group import PAYLOAD_TYPES
 from megatron_ep.reference import SCALE_BLOCK, SCALE_FORMATS
 
 SCALE_LAYOUTS = ("row", "column")

@@ -15,7 +15,7 @@ import torch
 
 import megatron_ep as ep
 from megatron_ep.diagnosis import failures
-from megatron_ep.normal.rank_group import RankGroup
+from megatron_ep.group.rank_group import RankGroup
 
 _limits: weakref.WeakValueDictionary[int, RowLimit] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -33,7 +33,7 @@ class RowLimit:
     def __init__(self, reason: str, poisons: bool = True) -> None:
         self.reason = f"{reason}: nothing of this step is to be kept"
         self._poisons = poisons
-        self.buffer: RankGroup | None = None  # of the last run
+        self.group: RankGroup | None = None  # of the last run
         self.over_budget: torch.Tensor | None = None  # bool [1], once the layer has run
         _limits[next(_numbers)] = self
 
@@ -49,7 +49,7 @@ class RowLimit:
                 raise RuntimeError("run the layer once before a CUDA graph captures it: what counts overflows is new")
             with torch.inference_mode(False):  # it is reset outside, too
                 self.over_budget = torch.zeros_like(over)
-        self.buffer = received.handle.buffer
+        self.group = received.handle.group
         self.over_budget.logical_or_(over)
         if not self._poisons:
             return received.probs
@@ -64,20 +64,20 @@ class RowLimit:
 
 def _running() -> dict[RowLimit, RankGroup]:
     """The limits that rows may have gone beyond, with their buffers."""
-    return {limit: limit.buffer for limit in _limits.values() if limit.buffer is not None and limit.buffer.is_open}
+    return {limit: limit.group for limit in _limits.values() if limit.group is not None and limit.group.is_open}
 
 
 def _overflowed() -> dict[RowLimit, RankGroup]:
     """Those with an overflow since their reset, as far as the current streams have come. The host waits once for a
     device, however many layers there are."""
     of_device: dict[torch.device, list[tuple[RowLimit, RankGroup, torch.Tensor]]] = {}
-    for limit, buffer in _running().items():
+    for limit, group in _running().items():
         assert limit.over_budget is not None, "it has run"
-        of_device.setdefault(limit.over_budget.device, []).append((limit, buffer, limit.over_budget))
+        of_device.setdefault(limit.over_budget.device, []).append((limit, group, limit.over_budget))
     over = {}
     for limits in of_device.values():
         flags = torch.cat([flag for _, _, flag in limits]).tolist()
-        over.update({limit: buffer for (limit, buffer, _), is_over in zip(limits, flags, strict=True) if is_over})
+        over.update({limit: group for (limit, group, _), is_over in zip(limits, flags, strict=True) if is_over})
     return over
 
 
@@ -90,15 +90,15 @@ class _AllLimits:
 
     def raise_if_failed(self) -> None:
         """Raises EPOverflowError, once for an overflow; the other ranks then get EPAbortError."""
-        for buffer in set(_running().values()):
-            buffer.synchronize()  # whatever stream a dispatch was on
+        for group in set(_running().values()):
+            group.synchronize()  # whatever stream a dispatch was on
         over = _overflowed()
         if over:
             reason = "; ".join(dict.fromkeys(limit.reason for limit in over))
             for limit in over:
                 limit.reset()
-            for buffer in set(over.values()):
-                buffer.refuse(failed=True, reason=reason, is_told=True)
+            for group in set(over.values()):
+                group.refuse(failed=True, reason=reason, is_told=True)
             raise ep.EPOverflowError(reason)
 
     def abort(self, reason: str) -> None:

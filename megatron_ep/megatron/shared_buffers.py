@@ -17,6 +17,7 @@ import torch.distributed as dist
 import megatron_ep as ep
 from megatron_ep.config import nearest_name
 from megatron_ep.diagnosis import failures
+from megatron_ep.group.any_buffer import rank_group_of
 from megatron_ep.megatron import options
 
 _topology: ep.Topology | None = None
@@ -113,13 +114,13 @@ def abort_peers_on_error(group: dist.ProcessGroup | None = None) -> Iterator[Non
     except BaseException as error:
         for (own, *_), buffer in _buffers.items():
             if group is None or own is group:
-                buffer.abort_peers(error)
+                rank_group_of(buffer).abort_peers(error)
         raise
 
 
 def comm_seconds() -> float:
     """Seconds this process has spent in dispatch and combine of all layers so far, forward and backward."""
-    return _closed_seconds + sum(buffer.seconds for buffer in _buffers.values())
+    return _closed_seconds + sum(rank_group_of(buffer).seconds for buffer in _buffers.values())
 
 
 def wait_ns(group: dist.ProcessGroup | None = None) -> torch.Tensor | None:
@@ -163,7 +164,7 @@ def _end_all(end: Callable[[ep.Buffer], None]) -> None:
     failures_met = []
     while _buffers:
         key, buffer = _buffers.popitem()
-        seconds = buffer.seconds
+        seconds = rank_group_of(buffer).seconds
         try:
             end(buffer)
         except ep.EPError as failure:

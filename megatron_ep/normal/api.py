@@ -15,10 +15,11 @@ import torch
 
 from megatron_ep import float8
 from megatron_ep.config import MAX_ROWS, MAX_TOPK, require_int
+from megatron_ep.group.any_buffer import AnyBuffer, rank_group_of
+from megatron_ep.group.known_calls import looks_of
+from megatron_ep.group.rank_group import COMBINE_DTYPES, PAYLOAD_TYPES, RankGroup
 from megatron_ep.normal import autograd, launches, operators
 from megatron_ep.normal.handle import CountsToAskFor, Handle
-from megatron_ep.normal.known_calls import looks_of
-from megatron_ep.normal.rank_group import COMBINE_DTYPES, PAYLOAD_TYPES, RankGroup
 from megatron_ep.reference import SCALE_BLOCK
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
@@ -69,7 +70,7 @@ class _ReceivedLater(Received):
         self.__dict__.update(known)
 
     def _of_handle(self, tensors: list[torch.Tensor]) -> Any:
-        return tensors if self.handle.buffer.takes_lists else tensors[0]
+        return tensors if self.handle.group.takes_lists else tensors[0]
 
     @functools.cached_property
     def tokens_per_expert(self) -> Any:
@@ -85,7 +86,7 @@ def dispatch(
     topk_idx: Tensors | None = None,
     topk_weights: Tensors | None = None,
     *,
-    buffer: RankGroup | None = None,
+    buffer: AnyBuffer | None = None,
     handle: Handle | None = None,
     scales: Tensors | None = None,
     expert_alignment: int = 1,
@@ -133,7 +134,8 @@ def dispatch(
     with group.abort_peers_on_error():
         if not is_traced:  # the operator does
             group.check_usable()
-        _check_owner(buffer, handle)
+        if handle is not None and handle.group is not group:
+            raise ValueError("handle belongs to another buffer than the one given")
         tensors = (x, topk_idx, topk_weights, scales)
         settings = (expert_alignment, expert_capacity, max_recv_tokens, layout)
         looks = None if is_traced else looks_of((*settings, handle and handle.looks), *tensors)
@@ -217,25 +219,19 @@ def combine(x: Tensors, handle: Handle, weights: Tensors | None = None) -> Any:
 # ---- arguments
 
 
-def _group_of(buffer: RankGroup | None, handle: Handle | None) -> RankGroup:
-    """The buffer to use. If it is not known which one is meant, the other ranks of the one that may be are told."""
+def _group_of(buffer: AnyBuffer | None, handle: Handle | None) -> RankGroup:
+    """The ranks to use. If it is not known which buffer is meant, the other ranks of the one that may be are told."""
     if handle is not None and not isinstance(handle, Handle):
-        if isinstance(buffer, RankGroup):
-            buffer.refuse()
+        if isinstance(buffer, AnyBuffer):
+            rank_group_of(buffer).refuse()
         raise ValueError(f"handle is a {type(handle).__name__}, must be the handle of a dispatch")
-    if buffer is not None and not isinstance(buffer, RankGroup):
-        if handle is not None:
-            handle.buffer.refuse()
-        raise ValueError(f"buffer is a {type(buffer).__name__}, must be a Buffer or LocalCluster")
-    group = buffer if handle is None or buffer is not None else handle.buffer
-    if group is None:
+    if buffer is None and handle is None:
         raise ValueError("buffer is None, must be a Buffer or LocalCluster (or pass a handle)")
-    return group
-
-
-def _check_owner(buffer: RankGroup | None, handle: Handle | None) -> None:
-    if buffer is not None and handle is not None and handle.buffer is not buffer:
-        raise ValueError("handle belongs to another buffer than the one given")
+    if buffer is None and handle is not None:
+        return handle.group
+    if not isinstance(buffer, AnyBuffer) and handle is not None:
+        handle.group.refuse()
+    return rank_group_of(buffer)
 
 
 def _check_dispatch(

@@ -52,7 +52,7 @@ def _dispatch(
     handle: Handle, num_ranks: int, scales: list[torch.Tensor] | None, clears_end: bool, *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     x, weights = tensors[:num_ranks], tensors[num_ranks:]
-    with handle.buffer.abort_peers_on_error():
+    with handle.group.abort_peers_on_error():
         out, out_scales, out_weights = launches.launch_dispatch(
             handle, x, scales, weights or None, clears_end=clears_end
         )
@@ -60,13 +60,13 @@ def _dispatch(
 
 
 def _combine(handle: Handle, num_ranks: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    with handle.buffer.abort_peers_on_error():
+    with handle.group.abort_peers_on_error():
         out, out_weights = launches.launch_combine(handle, tensors[:num_ranks], tensors[num_ranks:] or None)
     return (*out, *(out_weights or ()))
 
 
 def _weighted_combine(handle: Handle, num_ranks: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    with handle.buffer.abort_peers_on_error():
+    with handle.group.abort_peers_on_error():
         out, _ = launches.launch_combine(handle, tensors[:num_ranks], None, tensors[num_ranks:])
     return tuple(out)
 
@@ -94,7 +94,7 @@ class DispatchFunction(Function):
         n = ctx.num_ranks
         has_weights = len(ctx.needs_input_grad) > 4 + n
         grads = grads[: 2 * n if has_weights else n]
-        with ctx.handle.buffer.abort_peers_on_error():
+        with ctx.handle.group.abort_peers_on_error():
             if ctx.is_float8:  # no gradient to x: only the weights' travel
                 grads = (*(grad.new_empty(grad.shape[0], 0, dtype=torch.float32) for grad in grads[:n]), *grads[n:])
             back = differentiable_combine(ctx.handle, n, *(in_memory(grad) for grad in grads))
@@ -115,7 +115,7 @@ class Float8DispatchFunction(Function):
     ) -> tuple[torch.Tensor, ...]:
         x, values, weights = tensors[:num_ranks], tensors[num_ranks : 2 * num_ranks], tensors[2 * num_ranks :]
         ctx.handle, ctx.num_ranks = handle, num_ranks
-        with handle.buffer.abort_peers_on_error():
+        with handle.group.abort_peers_on_error():
             out, out_scales, out_weights = launches.launch_dispatch(
                 handle, values, scales, weights or None, clears_end=clears_end
             )
@@ -126,7 +126,7 @@ class Float8DispatchFunction(Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         n = ctx.num_ranks
-        with ctx.handle.buffer.abort_peers_on_error():
+        with ctx.handle.group.abort_peers_on_error():
             back = differentiable_combine(ctx.handle, n, *(in_memory(grad) for grad in grads))
         return (None, None, None, None, *back[:n], *(None,) * n, *back[n:])
 
@@ -139,7 +139,7 @@ class CombineFunction(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        with ctx.handle.buffer.abort_peers_on_error():
+        with ctx.handle.group.abort_peers_on_error():
             back = differentiable_dispatch(ctx.handle, ctx.num_ranks, None, True, *(in_memory(grad) for grad in grads))
         return (None, None, *back)
 
@@ -158,7 +158,7 @@ class WeightedCombineFunction(Function):
         x, weights = saved[:n], saved[n:]
         x_grads: list[torch.Tensor | None] = [None] * n
         weight_grads: list[torch.Tensor | None] = [None] * n
-        with handle.buffer.abort_peers_on_error():
+        with handle.group.abort_peers_on_error():
             # Ones travel along: they tell the rows of tokens from padding, where x and weights may hold anything. They
             # are NaN, not 0, if the call failed.
             ones = [torch.ones(len(g), handle.topk, dtype=torch.float32, device=g.device) for g in grads]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_ep.backends.interface import RankHandle
-from megatron_ep.normal.rank_group import RankGroup
+from megatron_ep.group.rank_group import RankGroup
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Handle:
     is_flat: whether rows are flat, see `megatron_ep.dispatch`.
     """
 
-    buffer: RankGroup
+    group: RankGroup = field(repr=False)
     topk: int
     ranks: list[RankHandle] = field(repr=False)
     to_ask_for: CountsToAskFor | None = field(default=None, repr=False)
@@ -46,7 +46,7 @@ class Handle:
     made_after_resets: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.made_after_resets = self.buffer.resets
+        self.made_after_resets = self.group.resets
 
     @property
     def looks(self) -> tuple[object, ...]:
@@ -56,4 +56,4 @@ class Handle:
     @property
     def age(self) -> int:
         """Resets of the buffer since the handle was made: they count dispatches anew, by which ranks know a layout."""
-        return self.buffer.resets - self.made_after_resets
+        return self.group.resets - self.made_after_resets

@@ -13,9 +13,9 @@ import torch
 from megatron_ep import _C
 from megatron_ep.backends.interface import Backend, CountSettings, RankHandle
 from megatron_ep.config import Topology
+from megatron_ep.group.rank_group import PAYLOAD_TYPES, RankGroup
 from megatron_ep.normal import expert_ids
 from megatron_ep.normal.handle import CountsToAskFor, Handle
-from megatron_ep.normal.rank_group import PAYLOAD_TYPES, RankGroup
 
 # Rows after which an NVLink ring's flag is published even if nobody waits for it.
 NVL_BATCH = 8
@@ -98,7 +98,7 @@ def launch_dispatch(
     clears_end: whether rows behind the last expert's are zeros, too.
     all_weights: flat: those of other ranks' experts, too, which are zeros otherwise.
     """
-    group, topk = handle.buffer, handle.topk
+    group, topk = handle.group, handle.topk
     backend = group.live_backend()
     row = format_of(group, topk, x[0], scales, weights)
     counts = None
@@ -145,7 +145,7 @@ def launch_combine(
 
     biases: at most two [T, H], of a process with one rank, to which the rows are added; K and their number at most 32.
     """
-    group, topk = handle.buffer, handle.topk
+    group, topk = handle.group, handle.topk
     backend = group.live_backend()
     row = format_of(group, topk, x[0], None, weights)
     out = [

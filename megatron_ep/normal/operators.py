@@ -18,9 +18,9 @@ from torch import Tensor
 from megatron_ep.backends.interface import RankHandle
 from megatron_ep.config import MAX_ROWS
 from megatron_ep.diagnosis import failures
+from megatron_ep.group.rank_group import RankGroup
 from megatron_ep.normal import launches
 from megatron_ep.normal.handle import CountsToAskFor, Handle
-from megatron_ep.normal.rank_group import RankGroup
 
 ANY_STREAM = -1  # of a handle's tables: that of a later launch is another one
 
@@ -324,7 +324,7 @@ def traced_dispatch(
     clears_end: bool,
 ) -> tuple[list[Tensor], Handle]:
     """As `autograd.differentiable_dispatch`, and the handle with its tensors."""
-    n, number, request = len(x), handle.buffer.number, handle.to_ask_for
+    n, number, request = len(x), handle.group.number, handle.to_ask_for
     beside = (list(weights or ()), list(scales or ()))
     if request is None:
         rows = [rank.rows for rank in handle.ranks]
@@ -341,7 +341,7 @@ def traced_dispatch(
     )
     *_, counts, layouts, dst_rows, rails = _parts(out, n)
     made = _handle(
-        handle.buffer, [t.shape[0] for t in x], [t.shape[0] for t in out[:n]], counts, layouts, dst_rows, rails
+        handle.group, [t.shape[0] for t in x], [t.shape[0] for t in out[:n]], counts, layouts, dst_rows, rails
     )
     return out[: len(out) - 4 * n], made
 
@@ -349,7 +349,7 @@ def traced_dispatch(
 def traced_combine(handle: Handle, x: Sequence[Tensor], row_weights: Sequence[Tensor] | None) -> list[Tensor]:
     """As `autograd.differentiable_combine` and `differentiable_weighted_combine`."""
     num_tokens = [rank.num_tokens for rank in handle.ranks]
-    return combine_op(list(x), [], list(row_weights or ()), *_tables_of(handle), handle.buffer.number, num_tokens)
+    return combine_op(list(x), [], list(row_weights or ()), *_tables_of(handle), handle.group.number, num_tokens)
 
 
 def _tables_of(handle: Handle) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:

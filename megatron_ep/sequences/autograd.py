@@ -30,7 +30,7 @@ def differentiable_move(handle: Handle, back: Handle, *tensors: torch.Tensor) ->
 
 
 def _move(handle: Handle, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    with handle.buffer.abort_peers_on_error():
+    with handle.group.abort_peers_on_error():
         return tuple(launches.launch_dispatch(handle, rows, None, None, clears_end=False)[0])
 
 
@@ -42,7 +42,7 @@ def _dispatch(handles: PlanHandles, *tensors: torch.Tensor) -> tuple[torch.Tenso
 
 def _copy(handles: PlanHandles, k: Tensors, v: Tensors = ()) -> tuple[torch.Tensor, ...]:
     """K, and V with it, as one row: V travels as the scales of fp8 do."""
-    with handles.kv.buffer.abort_peers_on_error():
+    with handles.kv.group.abort_peers_on_error():
         k, v = ([_with_spare(handles, i, x) for i, x in enumerate(rows)] for rows in (k, v))
         k_rows, v_rows, _ = launches.launch_dispatch(handles.kv, k, v or None, None, clears_end=False)
     return (*k_rows, *(v_rows or ()))
@@ -57,7 +57,7 @@ def _with_spare(handles: PlanHandles, i: int, rows: torch.Tensor) -> torch.Tenso
 def _sum(handles: PlanHandles, *copies: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """What `reference.sum_copies` says; rows that are widened before they are sent are rounded at the end."""
     dtype = copies[0].dtype
-    with handles.kv.buffer.abort_peers_on_error():
+    with handles.kv.group.abort_peers_on_error():
         if handles.widens_sums(dtype):
             copies = tuple(rows.float() for rows in copies)
         sums, _ = launches.launch_combine(handles.kv, copies, None)
@@ -84,7 +84,7 @@ class MoveFunction(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        with ctx.handle.buffer.abort_peers_on_error():
+        with ctx.handle.group.abort_peers_on_error():
             return (None, None, *differentiable_move(ctx.back, ctx.handle, *map(in_memory, grads)))
 
 
@@ -101,7 +101,7 @@ class DispatchFunction(Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         handles, n = ctx.handles, len(ctx.handles.spare_tokens)
         q, k, v = (ctx.needs_input_grad[1 + i * n : 1 + (i + 1) * n] for i in range(3))
-        with handles.kv.buffer.abort_peers_on_error():
+        with handles.kv.group.abort_peers_on_error():
             grads = tuple(map(in_memory, grads))
             none = (None,) * n
             return (
@@ -122,7 +122,7 @@ class CopyFunction(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        with ctx.handles.kv.buffer.abort_peers_on_error():
+        with ctx.handles.kv.group.abort_peers_on_error():
             return (None, *_differentiable_sum(ctx.handles, *map(in_memory, grads)))
 
 
@@ -136,7 +136,7 @@ class SumFunction(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        with ctx.handles.kv.buffer.abort_peers_on_error():
+        with ctx.handles.kv.group.abort_peers_on_error():
             rows = tuple(map(in_memory, grads))
             run = CopyFunction.apply if need_gradient(rows) else _copy_alone
             return (None, *run(ctx.handles, *rows))

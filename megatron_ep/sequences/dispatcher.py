@@ -7,10 +7,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from megatron_ep.group.any_buffer import AnyBuffer, rank_group_of
 from megatron_ep.normal import launches
 from megatron_ep.normal.api import PAYLOAD_DTYPES, Tensors, as_list, check_payload
 from megatron_ep.normal.autograd import need_gradient
-from megatron_ep.normal.rank_group import RankGroup
 from megatron_ep.sequences.autograd import differentiable_dispatch, differentiable_move
 from megatron_ep.sequences.handles import PlanHandles, handles_of
 from megatron_ep.sequences.plan import SequencePlan
@@ -31,10 +31,8 @@ class SequenceDispatcher:
     ValueError for what is no buffer.
     """
 
-    def __init__(self, buffer: RankGroup):
-        if not isinstance(buffer, RankGroup):
-            raise ValueError(f"buffer is a {type(buffer).__name__}, must be a Buffer or LocalCluster")
-        self.buffer = buffer
+    def __init__(self, buffer: AnyBuffer):
+        self._group = rank_group_of(buffer)
         self._handles: WeakKeyDictionary[SequencePlan, PlanHandles] = WeakKeyDictionary()
 
     def dispatch(self, q: Tensors, k: Tensors, v: Tensors, plan: SequencePlan) -> tuple[Any, Any, Any]:
@@ -52,7 +50,7 @@ class SequenceDispatcher:
         Raises ValueError for a wrong argument before anything is sent; other ranks then get EPAbortError. Raises
         EPTimeoutError when another rank does not take part, EPError when one has another plan.
         """
-        group = self.buffer
+        group = self._group
         with group.abort_peers_on_error():
             handles = self._handles_of(plan)
             rows = plan.q_rows.sum(1)
@@ -72,14 +70,14 @@ class SequenceDispatcher:
 
         Returns [T, ...]. Raises as `dispatch` does.
         """
-        with self.buffer.abort_peers_on_error():
+        with self._group.abort_peers_on_error():
             handles = self._handles_of(plan)
             given = self._check("out", out, plan.q_rows.sum(0))
         rows = differentiable_move(handles.out, handles.q, *map(_flat, given))
         return self._result(rows, given[0].shape[1:])
 
     def _handles_of(self, plan: SequencePlan) -> PlanHandles:
-        group = self.buffer
+        group = self._group
         group.check_usable()
         if not isinstance(plan, SequencePlan):
             raise ValueError(f"plan is a {type(plan).__name__}, must be a SequencePlan")
@@ -93,28 +91,28 @@ class SequenceDispatcher:
         return handles
 
     def _check(self, name: str, value: Tensors, rows: torch.Tensor) -> list[torch.Tensor]:
-        tensors = as_list(name, value, self.buffer)
+        tensors = as_list(name, value, self._group)
         for x in tensors:
             if x.dim() < 2 or x.shape[1:] != tensors[0].shape[1:]:
                 other = "" if x.dim() < 2 else f", and {tuple(tensors[0].shape)} on another rank"
                 raise ValueError(f"{name} has shape {tuple(x.shape)}{other}, must be [rows, ...], alike on all ranks")
-        check_payload(name, [x.flatten(1) for x in tensors], rows[self.buffer.ranks].tolist(), PAYLOAD_DTYPES)
+        check_payload(name, [x.flatten(1) for x in tensors], rows[self._group.ranks].tolist(), PAYLOAD_DTYPES)
         return tensors
 
     def _result(self, rows: tuple[torch.Tensor, ...], shape: torch.Size) -> Any:
         tensors = [x.unflatten(1, shape) for x in rows]
-        return tensors if self.buffer.takes_lists else tensors[0]
+        return tensors if self._group.takes_lists else tensors[0]
 
 
 def _check_rings(
     handles: PlanHandles, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, needs_gradient: bool
 ) -> None:
     """Raises ValueError if a ring has no room for a row of these, or of their gradients on the way."""
-    launches.format_of(handles.q.buffer, handles.q.topk, q, None, None)
-    launches.format_of(handles.kv.buffer, handles.kv.topk, k, [v], None)
+    launches.format_of(handles.q.group, handles.q.topk, q, None, None)
+    launches.format_of(handles.kv.group, handles.kv.topk, k, [v], None)
     if needs_gradient and handles.widens_sums(k.dtype):
         for x in (k, v):
-            launches.format_of(handles.kv.buffer, handles.kv.topk, x[:0].detach().float(), None, None)
+            launches.format_of(handles.kv.group, handles.kv.topk, x[:0].detach().float(), None, None)
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:

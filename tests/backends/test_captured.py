@@ -11,7 +11,7 @@ import torch
 import megatron_ep as ep
 from megatron_ep.backends import cuda
 from megatron_ep.diagnosis import failures
-from megatron_ep.normal.rank_group import RankGroup
+from megatron_ep.group.rank_group import RankGroup
 
 
 class Group:
@@ -146,7 +146,7 @@ def test_a_capture_whose_host_would_wait_is_refused_before_anything_is_launched(
 
     with ep.LocalCluster(1, 1, ep.Config(num_experts=2)) as cluster:
         step = torch.compile(run, backend="aot_eager") if is_compiled else run
-        expected, backend = step(), cluster.live_backend()
+        expected, backend = step(), cluster._group.live_backend()
         with (
             mock.patch.object(backend, "host_knows_counts", False, create=True),
             mock.patch.object(backend, "is_capturing", return_value=True),

@@ -22,14 +22,15 @@ import torch.distributed as dist
 import megatron_ep as ep
 from megatron_ep.backends.rendezvous import StoreRendezvous
 from megatron_ep.backends.rank_info import introduce, machines
+from megatron_ep.group.distributed import DistributedRankGroup
 
 path, rank = sys.argv[1], int(sys.argv[2])
 rendezvous = StoreRendezvous.over(dist.FileStore(path, 2), rank, 2, timedelta(seconds=60))
 config = ep.Config(num_experts=2, timeout=20)
 _, infos = rendezvous.exchange(lambda: (None, introduce(config, None, torch.device("cpu"))))
 if len(set(machines(infos))) == 1:
-    buffer = ep.Buffer.over(rendezvous, config, None, "cpu")
-    print(socket.gethostname(), "one machine", buffer._fate_of(1 - rank), buffer.fabric)
+    group = DistributedRankGroup(rendezvous, config, None, "cpu")
+    print(socket.gethostname(), "one machine", group._fate_of(1 - rank), group.fabric)
 else:
     print(*machines(infos), sep=" and ")
 rendezvous.barrier()

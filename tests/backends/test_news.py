@@ -27,7 +27,7 @@ from megatron_ep.backends import codec, news
 from megatron_ep.backends.news import Failure, News
 from megatron_ep.backends.of_group import OfGroup
 from megatron_ep.bench.local_ranks import LocalRanks
-from megatron_ep.normal.rank_group import HOW_TO_GO_ON
+from megatron_ep.group.rank_group import HOW_TO_GO_ON
 
 SAID = Failure(3, "timeout", "rank 3 timed out first", "rank 3, notify: waited")
 
@@ -57,8 +57,8 @@ def machines(rank: int):
     OfGroup.rank_statuses = lambda self: [status for status in statuses(self) if status.rank in near(rank)]
     with (
         mock.patch("socket.gethostname", lambda: f"machine {rank // 2}"),
-        mock.patch("megatron_ep.buffer.agreed_topology", lambda infos, config: ep.Topology(2, 2)),
-        mock.patch("megatron_ep.buffer.machines", lambda infos: ["one"] * W),
+        mock.patch("megatron_ep.group.distributed.agreed_topology", lambda infos, config: ep.Topology(2, 2)),
+        mock.patch("megatron_ep.group.distributed.machines", lambda infos: ["one"] * W),
         mock.patch.object(_C, "Segment", Segment),
     ):
         yield
@@ -77,7 +77,7 @@ def run_rank(rank: int, port: int, limit: float, role: str, link: Connection) ->
     try:
         time.sleep(float(seconds or 0))
         if name == "raise":
-            with buffer.abort_peers_on_error():
+            with buffer._group.abort_peers_on_error():
                 raise MemoryError("out of luck")
         while name == "ask":  # in no call
             buffer.raise_if_failed()

@@ -66,7 +66,7 @@ def test_what_is_allocated(monkeypatch):
 def test_what_is_allocated_on_a_gpu():
     config = Config(num_experts=8, num_sms=8)
     with ep.LocalCluster(2, 2, config, device="cuda") as cluster:
-        assert cluster.heap.bytes == sizes.gpu_heap(Topology(2, 2), config, 8, local_ranks=4).bytes
+        assert cluster._group.heap.bytes == sizes.gpu_heap(Topology(2, 2), config, 8, local_ranks=4).bytes
 
 
 def test_a_plan(capsys):

@@ -61,8 +61,8 @@ def check_who_is_named(program, topology, stalled, wait):
             slow = error
         else:
             return None
-        step, name = step_of(cluster._backend.rank_statuses()[stalled])
-        cluster._fate_of = {stalled: "has ended"}.get
+        step, name = step_of(cluster._group._backend.rank_statuses()[stalled])
+        cluster._group._fate_of = {stalled: "has ended"}.get
         with pytest.raises(ep.EPTimeoutError) as dead:
             cluster.raise_if_failed()
         for said, fate in (slow, ""), (dead.value, f"; the process of rank {stalled} has ended"):

@@ -197,7 +197,7 @@ def test_a_rank_that_only_heard_of_it_is_told_too():
     """Nothing of this rank failed: another one gave up in a call that this one had no part in."""
     with ep.LocalCluster(1, 2, ep.Config(num_experts=E)) as cluster:
         dispatch(cluster, None)
-        cluster._backend.abort(interrupted=False, failed=True)
+        cluster._group._backend.abort(interrupted=False, failed=True)
         with pytest.raises(ep.EPAbortError, match="rank 0 failed for a reason of its own"):
             ep.raise_if_failed()
         cluster.reset()

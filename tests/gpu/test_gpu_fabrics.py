@@ -165,7 +165,7 @@ def run_late_replay(fabric):
             rows = ep.dispatch(x, topk_weights=weights, handle=handle)
         expected = ep.dispatch(x, topk_weights=weights, handle=handle).x
         buffer.synchronize()
-        launches, seen = buffer._backend._launches, []
+        launches, seen = buffer._group._backend._launches, []
         under_way = launches._under_way
         launches._under_way = lambda: seen.append(under_way()) or seen[-1]
         dist.barrier()

@@ -71,7 +71,7 @@ def test_graph_of_a_dispatch_without_counts(nodes, ranks_per_node, local_pass):
             for a, b in zip(y, ep.combine(expected.x, expected.handle), strict=True):
                 assert torch.equal(a, b)
             cluster.synchronize()
-        for status in cluster._backend.rank_statuses():  # counted on the GPU, replays too
+        for status in cluster._group._backend.rank_statuses():  # counted on the GPU, replays too
             assert status.entered == status.finished
             assert (status.entered["notify"], status.entered["transfer"]) == (1 + 5 * 2, 3 + 5 * 5)
 
@@ -162,7 +162,7 @@ def test_a_buffer_that_is_collected_does_not_end_a_capture(state, has_low_latenc
             ep.dispatch(x, handle=rows.handle)
     if state != "open":
         cluster.close()
-    heap = cluster.heap.bytes
+    heap = cluster._group.heap.bytes
     cycle = [cluster, low_latency]  # not with the graph, whose own end would end the capture
     cycle.append(cycle)
     del cluster, rows, low_latency, cycle
@@ -252,10 +252,11 @@ class LoneRank(ep.LocalCluster):
 
     def __init__(self, nodes, ranks_per_node):
         super().__init__(nodes, ranks_per_node, config(timeout=1), device="cuda")
-        self.ranks = [0]
-        self._memories = [_C.DeviceMemory.create(self.device.index, self.heap.bytes) for _ in range(2)]
+        group = self._group
+        group.ranks = [0]
+        self._memories = [_C.DeviceMemory.create(self.device.index, group.heap.bytes) for _ in range(2)]
         sms = cuda.num_sms(self.config, self.device, 2)
-        self._backend = connect.p2p(self.heap, [0], self._memories, self.device, sms, self.config)
+        group._backend = connect.p2p(group.heap, [0], self._memories, self.device, sms, self.config)
 
 
 @pytest.mark.parametrize(
@@ -342,7 +343,7 @@ def test_what_cannot_run_at_once_is_refused():
 def test_seconds():
     with ep.LocalCluster(1, 2, config(), device="cuda") as cluster:
         x, ids, weights = inputs(2)
-        assert cluster.seconds == 0  # from now on launches are timed
+        assert cluster._group.seconds == 0  # from now on launches are timed
         ep.dispatch(x, ids, weights, buffer=cluster)
         torch.cuda.synchronize()
-        assert 0 < cluster.seconds < 5
+        assert 0 < cluster._group.seconds < 5

@@ -134,10 +134,10 @@ def test_what_closed_buffers_left_goes_too(ranks):
 
 
 def run_a_rank_that_is_late() -> str:
-    from megatron_ep import buffer as buffers
     from megatron_ep.backends import release
+    from megatron_ep.group import distributed
 
-    buffers.RENDEZVOUS_S = release.DECISION_S = 2.0
+    distributed.RENDEZVOUS_S = release.DECISION_S = 2.0
     buffer = make_buffer(1, timeout=2.0)
     round_trips(buffer, rounds=1)
     dist.barrier()
@@ -147,7 +147,7 @@ def run_a_rank_that_is_late() -> str:
     with pytest.raises(ep.EPError) as caught:
         buffer.release()
     assert time.monotonic() - started < 8 and not buffer.is_open
-    buffers.RENDEZVOUS_S, release.DECISION_S = 60.0, 10.0
+    distributed.RENDEZVOUS_S, release.DECISION_S = 60.0, 10.0
     dist.barrier()
     with make_buffer(1) as other:
         round_trips(other, rounds=1)

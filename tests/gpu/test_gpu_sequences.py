@@ -22,7 +22,7 @@ def test_any_shape(block, monkeypatch):
         case = Case(seed)
         with case.cluster(device="cuda") as cluster:
             if seed % 2:
-                monkeypatch.setattr(cluster.live_backend(), "min_local_bytes", 0)
+                monkeypatch.setattr(cluster._group.live_backend(), "min_local_bytes", 0)
             dispatcher = SequenceDispatcher(cluster)
             for _ in range(2):
                 check(case, cluster, dispatcher)

@@ -40,4 +40,4 @@ class LateBackend(HostBackend):
 
 def late():
     """Buffers on the host that are made inside have such a backend."""
-    return mock.patch("megatron_ep.buffer.HostBackend", LateBackend)
+    return mock.patch("megatron_ep.backends.host.HostBackend", LateBackend)

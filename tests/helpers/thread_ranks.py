@@ -17,17 +17,20 @@ class ThreadRank(ep.LocalCluster):
 
     def __init__(self, nodes, ranks_per_node, config, rank, segments, heap, low_latency):
         super().__init__(nodes, ranks_per_node, config)
-        self.ranks, self.heap, self._low_latency = [rank], heap, low_latency
-        self._backend = HostBackend(heap, [rank], segments, timeout=config.timeout_seconds)
+        self.rank = rank
+        self._group.ranks, self._group.heap = [rank], heap
+        self._group._backend = HostBackend(heap, [rank], segments, timeout=config.timeout_seconds)
 
-    def shared_segments(self, size):
-        """Of one low-latency mode: all ranks that make one share it."""
-        return self._low_latency.setdefault(size, [_C.Segment.anonymous(size) for _ in range(self.topology.world_size)])
+        def shared_segments(size):
+            """Of one low-latency mode: all ranks that make one share it."""
+            return low_latency.setdefault(size, [_C.Segment.anonymous(size) for _ in range(nodes * ranks_per_node)])
+
+        self._group.shared_segments = shared_segments
 
 
 def thread_ranks(nodes, ranks_per_node, config):
     """A buffer for each rank."""
-    heap = ep.LocalCluster(nodes, ranks_per_node, config).heap
+    heap = ep.LocalCluster(nodes, ranks_per_node, config)._group.heap
     world = nodes * ranks_per_node
     segments = [_C.Segment.anonymous(heap.bytes) for _ in range(world)]
     low_latency = {}

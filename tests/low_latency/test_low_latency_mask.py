@@ -93,8 +93,8 @@ def inputs(seed):
 def forward(low_latency, x, ids, weights, sum_at):
     received = low_latency.dispatch(x, ids, weights)
     rows = [r.tanh() for r in received.x]
-    factors = received.probs if sum_at == "expert" else weights
-    return low_latency.combine(rows, received.handle, factors, sum_at=sum_at)
+    factors = {"row_weights": received.probs} if sum_at == "expert" else {"topk_weights": weights}
+    return low_latency.combine(rows, received.handle, sum_at=sum_at, **factors)
 
 
 @pytest.mark.parametrize("sum_at", ["token", "expert"])

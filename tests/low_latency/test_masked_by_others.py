@@ -22,7 +22,7 @@ def make(nodes, ranks_per_node, *, timeout=20.0, mask_timeout=0.2):
 
 
 def together(modes, work):
-    return run_together(modes, lambda mode: work(mode, mode.buffer.ranks[0]))
+    return run_together(modes, lambda mode: work(mode, mode.buffer.rank))
 
 
 def inputs(mode):
@@ -60,7 +60,7 @@ def test_a_late_rank_ends_alone(nodes, ranks_per_node, caplog):
     assert isinstance(late, ep.EPMaskedError), late
     assert "rank 1 came too late: rank " in str(late) and "has masked it and goes on without it" in str(late)
     for mode in modes:
-        rank = mode.buffer.ranks[0]
+        rank = mode.buffer.rank
         assert mode.masked_ranks() == ([[]] if rank == 1 else [[1]]), "a masked rank masks nobody"
     said = warnings_of(caplog)
     for rank in {*range(world)} - {1}:

@@ -60,7 +60,7 @@ def run_layers(per_machine: int, per_node: int) -> None:
     topology = ep.Topology(W // per_node, per_node)
     with machines_of(per_machine):
         buffer = ep.Buffer(None, ep.Config(num_experts=16, timeout=20), topology)
-        assert buffer.fabric == "tcp" and buffer.spans_machines
+        assert buffer.fabric == "tcp" and buffer._group.spans_machines
         for hidden, dtype in ((33, torch.float32), (7, torch.float64), (512, torch.bfloat16), (7168, torch.float16)):
             x, ids, weights = inputs(hidden, dtype)
             config = ep.Config(num_experts=16)

@@ -89,7 +89,7 @@ def run_one_interrupted():
     buffer = make_buffer()
     x, ids, weights = inputs(8, 2)
     if buffer.rank == 2:
-        with pytest.raises(KeyboardInterrupt), buffer.abort_peers_on_error():
+        with pytest.raises(KeyboardInterrupt), buffer._group.abort_peers_on_error():
             raise KeyboardInterrupt
     else:
         with pytest.raises(ep.EPAbortError, match="rank 2 was interrupted"):
@@ -325,7 +325,7 @@ def run_mistakes_outside_the_tensors(kind):
     options = {"expert_capacity": 2**40} if kind == "number" else {}
     handle = "handle" if kind == "handle" else None
     if kind == "memory" and wrong:
-        buffer.heap = None  # any error inside the library
+        buffer._group.heap = None  # any error inside the library
     started = time.monotonic()
     with pytest.raises((ValueError, AttributeError) if wrong else ep.EPAbortError):
         if wrong and handle:
@@ -395,10 +395,10 @@ def test_different_settings(ranks):
 def run_set_up():
     """What rank 0 logs, how often the ranks talked, and whether the group had a collective."""
     before = dist.group.WORLD._get_sequence_number_for_group()
-    with mock.patch("megatron_ep.buffer.log.info") as info, make_buffer(channels=3) as buffer:
+    with mock.patch("megatron_ep.group.rank_group.set_up_log.info") as info, make_buffer(channels=3) as buffer:
         buffer.reset()
     assert dist.group.WORLD._get_sequence_number_for_group() == before
-    return [call.args[0] % call.args[1:] for call in info.mock_calls], buffer._rendezvous.exchanges
+    return [call.args[0] % call.args[1:] for call in info.mock_calls], buffer._group._rendezvous.exchanges
 
 
 def test_a_set_up_is_logged_once_and_takes_no_collective(ranks):

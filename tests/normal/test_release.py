@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 
 import megatron_ep as ep
-from megatron_ep import buffer as buffers
 from megatron_ep import reference
 from megatron_ep.backends import release
 from megatron_ep.backends.host import HostBackend
 from megatron_ep.bench.local_ranks import LocalRanks
+from megatron_ep.group import distributed
+from megatron_ep.group.rank_group import RankGroup
 
 W, E, K, H, T = 3, 6, 2, 16, 8
 PATIENCE_S = 1.0
@@ -71,7 +72,7 @@ def run_again_and_again() -> tuple[int, int]:
     for _ in range(20):
         buffer, low_latency = make()
         use(buffer, low_latency)
-        backend = weakref.ref(buffer.live_backend())
+        backend = weakref.ref(buffer._group.live_backend())
         dropped = ep.LowLatency(buffer, max_tokens=2 * T, hidden=H, topk=K)
         assert mapped() > W
         del dropped
@@ -135,7 +136,7 @@ def run_failure_that_nobody_saw() -> None:
     buffer, _ = make()
     failure = ep.EPAbortError("enough") if buffer.rank == 0 else None
     seen = pytest.raises(ep.EPAbortError, match="enough") if failure else contextlib.nullcontext()
-    with mock.patch.object(ep.Buffer, "_unseen_failure", lambda _: failure), seen:
+    with mock.patch.object(RankGroup, "_unseen_failure", lambda _: failure), seen:
         buffer.release()
     assert mapped() == 0
     use(*make())
@@ -147,7 +148,10 @@ def test_a_failure_that_nobody_saw_is_raised_once_all_is_given_back(ranks) -> No
 
 def run_late() -> str:
     """Rank 2 lives, and comes when the others have given up."""
-    with mock.patch.object(buffers, "RENDEZVOUS_S", PATIENCE_S), mock.patch.object(release, "DECISION_S", PATIENCE_S):
+    with (
+        mock.patch.object(distributed, "RENDEZVOUS_S", PATIENCE_S),
+        mock.patch.object(release, "DECISION_S", PATIENCE_S),
+    ):
         buffer, low_latency = make(timeout=PATIENCE_S)
         use(buffer, low_latency)
         dist.barrier()
@@ -190,7 +194,11 @@ def run_in_order(maps_others: bool) -> tuple[float, float, bool]:
     memories = [[Memory(0.3 if rank == 1 else 0.0) for _ in range(W)] for _ in range(2)]
     with mock.patch.object(release.peer_memory, "maps_others", lambda: maps_others and rank == 0):
         release.of_machine(
-            buffer._rendezvous, memories, buffer._has_ended, lambda: left.append(time.monotonic()), all_came=True
+            buffer._group._rendezvous,
+            memories,
+            buffer._group._has_ended,
+            lambda: left.append(time.monotonic()),
+            all_came=True,
         )
     others = [memory.released for of_ranks in memories for i, memory in enumerate(of_ranks) if i != rank]
     assert all(others)
@@ -213,7 +221,7 @@ RANK = """
     rank, dies, seconds = int(sys.argv[1]), sys.argv[3], float(sys.argv[4])
     dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=t.W)
     def die(*_, **__): os.kill(os.getpid(), 9)
-    with mock.patch.object(t.buffers, "RENDEZVOUS_S", seconds):
+    with mock.patch.object(t.distributed, "RENDEZVOUS_S", seconds):
         buffer, low_latency = t.make(timeout=seconds)
         t.use(buffer, low_latency)
         print("ready", flush=True)

@@ -31,7 +31,7 @@ def test_a_rank_that_comes_late_is_seen(step):
     before = [buffer.statistics()["wait_ns"][0] for buffer in buffers]
 
     def call(buffer):
-        (rank,) = buffer.ranks
+        rank = buffer.rank
         if rank == late:
             time.sleep(LATE_S)
         if step == "dispatch":
@@ -41,7 +41,7 @@ def test_a_rank_that_comes_late_is_seen(step):
 
     run_together(buffers, call)
     for buffer, earlier in zip(buffers, before, strict=True):
-        (rank,) = buffer.ranks
+        rank = buffer.rank
         total, last = (buffer.statistics()[name][0] for name in ("wait_ns", "last_wait_ns"))
         assert torch.equal(total, earlier + last)
         assert last[rank] == 0

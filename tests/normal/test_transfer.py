@@ -179,7 +179,7 @@ def test_max_recv_tokens(seed, share, slack, capacity):
 
 def test_counts_of_what_a_graph_captures_are_those_of_its_replays(monkeypatch):
     with ep.LocalCluster(1, 1, ep.Config(num_experts=2)) as cluster:
-        monkeypatch.setattr(type(cluster.live_backend()), "is_capturing", lambda _: True)
+        monkeypatch.setattr(type(cluster._group.live_backend()), "is_capturing", lambda _: True)
         x, ids, weights = [torch.ones(3, 4)], [torch.tensor([[0], [1], [1]])], [torch.ones(3, 1)]
         rows = ep.dispatch(x, ids, weights, buffer=cluster, max_recv_tokens=3)
         again = ep.dispatch(x, handle=rows.handle)

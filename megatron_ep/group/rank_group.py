@@ -7,8 +7,9 @@ import functools
 import logging
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
-from typing import TypeVar
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ from megatron_ep.backends.interface import Backend
 from megatron_ep.backends.monitor import Monitor
 from megatron_ep.backends.news import Failure
 from megatron_ep.config import Config, Topology
-from megatron_ep.diagnosis import blame, disagreement
+from megatron_ep.diagnosis import blame, disagreement, failures
 from megatron_ep.diagnosis.blame import RankStatus
 from megatron_ep.errors import (
     EPAbortError,
@@ -29,9 +30,7 @@ from megatron_ep.errors import (
     describe,
     summarize,
 )
-from megatron_ep.normal.known_calls import KnownCalls
-
-Own = TypeVar("Own", bound="RankGroup")
+from megatron_ep.group.known_calls import KnownCalls
 
 PAYLOAD_TYPES = {
     torch.bfloat16: 0,
@@ -47,6 +46,7 @@ ANSWER_S = 0.2
 TOLD_TO_STOP = "was told to stop: "
 
 log = logging.getLogger(__name__)
+set_up_log = logging.getLogger("megatron_ep.buffer")
 
 HOW_TO_GO_ON = "every rank must call reset() before the buffer is used again"
 
@@ -83,6 +83,9 @@ class RankGroup:
     _is_left = False  # whether nobody has it any more, and its end was put off
     _is_seen = False  # whether somebody was told of the failure since the last reset, if there was one
 
+    def __init__(self) -> None:
+        self.number = failures.watch(self)
+
     @functools.cached_property
     def known_calls(self) -> KnownCalls:
         """Of dispatches and combines with this buffer."""
@@ -117,34 +120,12 @@ class RankGroup:
         return self.live_backend().seconds
 
     def statistics(self) -> dict[str, torch.Tensor]:
-        """How long this process's ranks had to wait for which rank: int64 [ranks of this process, W] on the CPU,
-        nanoseconds.
-
-        "wait_ns": in all calls since the buffer was made or reset; "last_wait_ns": in the last one, a dispatch with its
-        exchange of counts, a combine, or both halves of a low-latency call. Column p: for rank p, that is until what p
-        had to send or to take was there; p may itself have waited for somebody else. 0 for the rank itself.
-
-        Summed over the roles that waited, each channel has some: compare peers with each other, not with a clock. On
-        the host only time counts in which there was nothing else to do on the thread; on a GPU only waits of about 50
-        us or more, from then on. On a GPU these are figures of what has run so far: `synchronize` first.
-        """
+        """See `AnyBuffer`."""
         last, total = zip(*self.live_backend().waited(), strict=True)
         return {"wait_ns": torch.tensor(total, device="cpu"), "last_wait_ns": torch.tensor(last, device="cpu")}
 
     def close(self) -> None:
-        """Gives the heaps back, whatever other ranks do. Handles of this buffer can no longer be used. Closing twice is
-        fine. On a GPU it first waits for the launches of this rank, whose waits are bounded. What CUDA graphs have
-        captured stays allocated as long as they do; to replay it then only fills its outputs with NaN (-1 in integers).
-
-        A buffer on a GPU that nobody has any more gives them back with the next call that makes a buffer, waits for
-        launches, or asks whether any failed. So does `close` while its thread captures a CUDA graph.
-
-        Heaps that other processes have mapped or registered stay allocated on a GPU for a later buffer of the same size
-        and group: `Buffer.release` gives them back.
-
-        Raises EPError, once the buffer is closed, if a launch has failed and nobody has been told. As a context manager
-        the buffer logs that as an error instead when another exception ends the block.
-        """
+        """See `AnyBuffer`."""
         failure = self._close()
         if failure is not None:
             raise failure
@@ -168,13 +149,8 @@ class RankGroup:
             del backend  # it may have been the last to have it
             give_back()
 
-    def __enter__(self: Own) -> Own:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.close()
-            return
+    def close_after_error(self) -> None:
+        """As `close`, but logs what nobody has been told of: another error is on its way."""
         self.report_unseen()
         self._is_seen = True
         self.close()
@@ -201,6 +177,17 @@ class RankGroup:
             self.resets += 1
             self._is_seen = False
 
+    def reset(self) -> None:
+        """See `megatron_ep.Buffer`."""
+        raise NotImplementedError
+
+    def agree_on(self, check: Callable[[], None], settings: dict[str, Any]) -> None:
+        """Runs a check that may fail on some ranks only, and on all then. Raises ValueError unless settings are equal.
+
+        Collective.
+        """
+        check()
+
     # ---- launches
 
     def open_on_network(self, tolerates_loss: bool) -> None:
@@ -222,7 +209,7 @@ class RankGroup:
             raise kind(f"{self._cause(*aborted)}; {HOW_TO_GO_ON}")
 
     def synchronize(self) -> None:
-        """Returns when all launches of this rank are done; on the host they always are. Raises what failed in them."""
+        """See `AnyBuffer`."""
         self.live_backend().synchronize()
         self.raise_if_aborted()
 
@@ -235,13 +222,7 @@ class RankGroup:
             raise self._failure(*aborted)
 
     def abort(self, reason: str) -> None:
-        """Ends the waits of all ranks in reach, this one's too, until `reset`, and within two seconds those of all
-        others. From any thread; waits for no rank.
-
-        Calls under way and later ones raise EPAbortError with the reason (its first 300 bytes or so) on all of them. An
-        earlier failure stays what they are told. The buffer can be closed, and another one built. Does nothing once it
-        is closed.
-        """
+        """See `AnyBuffer`. Does nothing once it is closed."""
         backend = self._backend
         if backend is None:
             return
@@ -386,3 +367,18 @@ class RankGroup:
         kinds = {"timeout": EPTimeoutError, "overflow": EPOverflowError, "cut_off": EPMaskedError}
         kinds |= dict.fromkeys(("mismatch", "no_layout", "masked"), EPError)
         return kinds.get(outcome, EPAbortError)(message, incidents)
+
+
+def log_set_up(group: RankGroup, fabric: str, heap: _C.Heap, sms: int | None = None) -> None:
+    topology = group.topology
+    set_up_log.info(
+        "%d ranks, %d nodes x %d; fabric: %s; %d channels%s, %.1f MiB of heap a rank; a wait ends after %g s",
+        topology.world_size,
+        topology.nodes,
+        topology.ranks_per_node,
+        fabric,
+        heap.channels,
+        "" if sms is None else f", {sms} SMs a rank",
+        heap.bytes / 2**20,
+        group.config.timeout_seconds,
+    )

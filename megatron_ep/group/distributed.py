@@ -1,0 +1,311 @@
+"""This process's rank of a buffer, and how it meets those of other processes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ep import _C
+from megatron_ep.backends import connect, cuda, fabrics, host, peer_memory, release, sizes, tcp
+from megatron_ep.backends.codec import Plain
+from megatron_ep.backends.interface import HasMemory
+from megatron_ep.backends.monitor import Monitor
+from megatron_ep.backends.news import News
+from megatron_ep.backends.processes import has_ended, process_fate
+from megatron_ep.backends.rank_info import RankInfo, agreed_topology, introduce, machines
+from megatron_ep.backends.rendezvous import StoreRendezvous
+from megatron_ep.backends.torch_group import timeout_of
+from megatron_ep.config import TIMEOUT_VARIABLE, Config, Topology, require_type
+from megatron_ep.errors import EPError
+from megatron_ep.group.rank_group import RankGroup, log_set_up
+
+# Construction and reset wait this long for the other ranks, or Config.timeout if that is longer: they may still be in a
+# wait of their own.
+RENDEZVOUS_S = 60.0
+
+# Of a segment: `_C.Segment.address`.
+ADDRESS = tuple[int, int, int, int]
+
+
+class DistributedRankGroup(RankGroup):
+    """See `megatron_ep.Buffer`.
+
+    rendezvous: of all ranks.
+    fabric: between GPUs; None: what fits the machines.
+    """
+
+    fabric: str
+    _network: tcp.Network | None = None  # between nodes, where the host carries it
+
+    def __init__(
+        self,
+        rendezvous: StoreRendezvous,
+        config: Config,
+        topology: Topology | None,
+        device: str | torch.device,
+        fabric: fabrics.Choice | None = None,
+    ):
+        super().__init__()
+        self._rendezvous = rendezvous
+        self.rank = self._rendezvous.rank
+        self.config = config
+        self.ranks = [self.rank]
+        _, infos = self._rendezvous.exchange(lambda: (None, self._introduce(topology, device)))
+        self.topology = agreed_topology(infos, config)
+        own = self._rank_info = infos[self.rank]
+        self._neighbours = {rank: other.pid for rank, other in enumerate(infos) if other.machine == own.machine}
+        if self.device.type == "cuda":
+            sms = cuda.num_sms(config, self.device, 1)
+            self.heap = sizes.gpu_heap(self.topology, config, sms)
+            backend, fabric = connect.processes(
+                self._rendezvous, self.topology, config, self.heap, self.device, sms, infos, fabric
+            )
+            self._network = backend.network
+            backend.shares_gpu = sum(info.gpu == own.gpu for info in infos) > 1
+            self._backend = backend
+        else:
+            sms = None
+            self.heap = sizes.host_heap(self.topology, config)
+            self._machines = machines(infos)
+            segments = self.shared_segments(self.heap.bytes)
+            fabric = fabrics.Choice("shared memory", "host backend")
+            if len(set(self._machines)) > 1:
+                nic = _C.SoftwareNic(rank=self.rank, segments=segments)
+                self._network = tcp.Network(self.rank, self._machines, nic)
+                fabric = fabrics.Choice("tcp", f"host backend on {len(set(self._machines))} machines")
+            self._backend = host.HostBackend(
+                self.heap,
+                self.ranks,
+                segments,
+                timeout=config.timeout_seconds,
+                nic=None if self._network is None else self._network.nic,
+            )
+            if self._network is not None:
+                self._network.connect(self._rendezvous)
+        self.fabric = fabric.name
+        if self.topology.world_size > 1:
+            self._monitor = Monitor(self._backend, self.rank, self._neighbours, self._news(), self.describe)
+        if self.rank == 0:
+            log_set_up(self, f"{fabric.name} ({fabric.reason})", self.heap, sms)
+
+    @property
+    def spans_machines(self) -> bool:
+        return self._network is not None
+
+    def _news(self) -> News | None:
+        """Where some ranks' memory is out of reach."""
+        if len(self._neighbours) == self.topology.world_size and self.fabric not in fabrics.NETWORKS:
+            return None
+        store = self._rendezvous.connection()
+        return None if store is None else News(store, self.topology.world_size)
+
+    def reset(self) -> None:
+        self.live_backend().drain()  # nothing of this rank reaches others after the barrier
+        self._rendezvous.barrier()
+        self.restart()
+
+    def restart(self) -> None:
+        """To the state of a new buffer, on all ranks, of which none has a call under way."""
+        if self._network is not None:
+            self._network.disconnect()
+            self._rendezvous.barrier()  # nothing comes any more from anybody
+        self._start_anew()
+        if self._network is not None:
+            self._network.connect(self._rendezvous)
+        self._rendezvous.barrier()
+
+    def release(self) -> None:
+        """See `megatron_ep.Buffer.release`."""
+        backend = self.live_backend()
+        try:
+            lost = release.finish(self._rendezvous, backend)
+            failure = self._unseen_failure()
+        except ValueError:
+            raise
+        except BaseException:
+            self._let_go()
+            raise
+        parts, give_back = backend.parts, backend.give_back
+        self._let_go()
+        try:
+            self._give_back([backend, *parts], all_came=lost is None)
+        except EPError as error:
+            raise lost or error from failure
+        finally:
+            for part in parts:
+                part.let_go()
+            del backend  # it may have been the last to have it
+            give_back()
+            _C.release_pooled_memory()
+        if lost is not None:
+            raise lost from failure
+        if failure is not None:
+            raise failure
+
+    def _give_back(self, holders: Sequence[HasMemory], *, all_came: bool) -> None:
+        network = [holder.network_memory for holder in holders if holder.network_memory is not None]
+        if not network:
+            memories = [holder.memories for holder in holders]
+            left = memories[0][self.rank].release_left if self.device.type == "cuda" else lambda: None
+            release.of_machine(self._rendezvous, memories, self._has_ended, left, all_came=all_came)
+        elif all_came:
+            with torch.cuda.device(self.device):
+                release.of_network(self._rendezvous, fabrics.NETWORKS[self.fabric](), network)
+
+    def _has_ended(self, rank: int) -> bool:
+        return rank in self._neighbours and has_ended(self._neighbours[rank])
+
+    def _let_go(self) -> None:
+        if self._network is not None:
+            self._network.close()
+        super()._let_go()
+
+    @contextlib.contextmanager
+    def rendezvous_again(self, store: dist.Store) -> Iterator[None]:
+        """The ranks meet in this store, and will from now on, if all goes well."""
+        before = self._rendezvous
+        self._rendezvous = StoreRendezvous.over(store, self.rank, self.topology.world_size, before.timeout)
+        try:
+            yield
+        except BaseException:
+            self._rendezvous = before
+            raise
+
+    def take_back(self, ranks: Sequence[int], check: Callable[[], None]) -> None:
+        """What the ranks that stayed do while others, in new processes, build this buffer anew.
+
+        check: may fail on some ranks only, and fails on all then.
+
+        Raises ValueError and EPError if it fails, if these are not the ranks that have new processes, or if one of
+        their former processes lives.
+        """
+
+        def tell() -> tuple[None, RankInfo]:
+            check()
+            return None, self._rank_info
+
+        _, infos = self._rendezvous.exchange(tell)
+        agreed_topology(infos, self.config)
+
+        def check_processes() -> None:
+            for rank, info in enumerate(infos):
+                former = self._neighbours[rank]
+                if rank in ranks and info.pid == former:
+                    raise ValueError(f"ranks names {rank}, which has the process that it had")
+                if rank not in ranks and info.pid != former:
+                    raise ValueError(f"ranks does not name {rank}, which has a new process")
+                if rank in ranks and not has_ended(former):
+                    raise EPError(f"rank {rank} came back in process {info.pid}, but its former one, {former}, lives")
+
+        self._renew(self.live_backend().memories, ranks, check_processes)
+        if self.device.type == "cuda":
+            self._rendezvous.agree(lambda: None)  # on the others: connect.p2p
+        self._neighbours.update(enumerate(info.pid for info in infos))
+
+    def renew(self, memories: Sequence[Any], ranks: Sequence[int]) -> None:
+        """While others, in new processes, make `shared_segments` or `device_memories`: maps theirs in the place of what
+        these ranks had there before."""
+        if self.device.type == "cuda":
+            self._rendezvous.gather(os.getpid())
+        self._renew(memories, ranks, lambda: None)
+
+    def _renew(self, memories: Sequence[Any], ranks: Sequence[int], check: Callable[[], None]) -> None:
+        own = memories[self.rank]
+
+        def tell() -> tuple[None, Any]:
+            check()
+            return None, own.address() if isinstance(own, _C.Segment) else own.handle()
+
+        _, addresses = self._rendezvous.exchange(tell, kind=ADDRESS if isinstance(own, _C.Segment) else bytes)
+
+        def replace() -> None:
+            for rank in ranks:
+                memories[rank].replace(addresses[rank])
+
+        self._rendezvous.agree(replace)
+
+    def _fate_of(self, rank: int) -> str | None:
+        return process_fate(self._neighbours[rank]) if rank in self._neighbours else None
+
+    def open_on_network(self, tolerates_loss: bool) -> None:
+        if self._network is not None:
+            if tolerates_loss:
+                self._network.nic.tolerate_loss()
+            self._rendezvous.barrier()
+
+    def agree_on(self, check: Callable[[], None], settings: dict[str, Any]) -> None:
+        plain = {name: value if isinstance(value, Plain) else str(value) for name, value in settings.items()}
+
+        def tell() -> tuple[None, dict[str, Plain]]:
+            check()
+            return None, plain
+
+        _, everyone = self._rendezvous.exchange(tell, kind=dict[str, Plain])
+        for rank, others in enumerate(everyone):
+            for name, mine in plain.items():
+                if (other := others.get(name)) != mine:
+                    raise ValueError(f"{name} is {mine} on rank {self.rank} and {other} on rank {rank}, must be equal")
+
+    def _introduce(self, topology: Topology | None, device: str | torch.device) -> RankInfo:
+        require_type("config", self.config, Config)
+        if topology is not None:
+            require_type("topology", topology, Topology)
+        self.device = cuda.check_device(device)
+        return introduce(self.config, topology, self.device)
+
+    def device_memories(self, size: int) -> list[Any]:
+        """Memory of so many bytes on the GPU of each rank, mapped by all of this machine. Collective."""
+        pids = self._rendezvous.gather(os.getpid())
+        with torch.cuda.device(self.device):
+            return peer_memory.peer_memories(
+                self._rendezvous, cuda.prepare_to_allocate, self.device, size, " ".join(map(str, pids))
+            )
+
+    def low_latency_over_network(self, heap: _C.LowLatencyHeap, blocks: int) -> tuple[Any, list[Any], Any]:
+        """Launches of so many blocks, and the memory with such a heap on each rank: what is mapped, and the network's.
+        Collective."""
+        backend = self.live_backend()
+        assert isinstance(backend, cuda.CudaBackend)
+        return connect.low_latency(self._rendezvous, self.config, backend, self.fabric, heap, self.device, blocks)
+
+    def shared_segments(self, size: int) -> list[Any]:
+        """Memory of the host of so many bytes for each rank, mapped by all of its machine; for those of other machines
+        a mirror of their control block. Collective."""
+
+        def create() -> tuple[_C.Segment, tuple[int, int, int, int]]:
+            own = _C.Segment.shared(size)
+            return own, own.address()
+
+        own, addresses = self._rendezvous.exchange(create, kind=ADDRESS)
+
+        def place(rank: int) -> _C.Segment:
+            if rank == self.rank:
+                return own
+            if self._machines[rank] != self._machines[self.rank]:
+                return _C.Segment.anonymous(_C.SoftwareNic.mirror_bytes)
+            return _C.Segment.open(addresses[rank], size)
+
+        return self._rendezvous.agree(lambda: [place(rank) for rank in range(len(addresses))])
+
+
+def with_timeout_of(group: dist.ProcessGroup | None, config: Config, device: str | torch.device) -> Config:
+    """A config whose user leaves the limit of waits open takes that of the group's own collectives."""
+    if not isinstance(config, Config) or config.timeout is not None or os.environ.get(TIMEOUT_VARIABLE):
+        return config
+    with contextlib.suppress(RuntimeError):  # no device: refused later, on all ranks alike
+        return dataclasses.replace(config, timeout=timeout_of(group, torch.device(device)))
+    return config
+
+
+def patience(config: Config) -> float:
+    """Seconds to wait for the other ranks of a buffer with this config, which may be none: then all ranks refuse it."""
+    try:
+        return max(RENDEZVOUS_S, config.timeout_seconds)
+    except (AttributeError, ValueError):
+        return RENDEZVOUS_S
