@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_ep import reference
     from megatron_ep.buffer import Buffer, LocalCluster
-    from megatron_ep.config import Config, Topology
+    from megatron_ep.config import Config, Topology, Tuning
     from megatron_ep.diagnosis.failures import abort_all, raise_if_failed
     from megatron_ep.errors import EPAbortError, EPError, EPMaskedError, EPOverflowError, EPStuckError, EPTimeoutError
     from megatron_ep.low_latency.api import LowLatency
@@ -27,6 +27,7 @@ _HOMES = {
     "LocalCluster": "buffer",
     "Config": "config",
     "Topology": "config",
+    "Tuning": "config",
     "EPError": "errors",
     "EPTimeoutError": "errors",
     "EPStuckError": "errors",
@@ -50,6 +51,7 @@ __all__ = [
     "LocalCluster",
     "Config",
     "Topology",
+    "Tuning",
     "EPError",
     "EPTimeoutError",
     "EPStuckError",

@@ -4,9 +4,10 @@ import difflib
 import functools
 import math
 import os
-from collections.abc import Collection
-from dataclasses import dataclass, fields
-from typing import Any, TypeGuard, TypeVar
+import warnings
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 Settings = TypeVar("Settings")
 
@@ -49,16 +50,23 @@ def require_type(name: str, value: object, kind: type) -> None:
     _require(isinstance(value, kind), name, value, f"a megatron_ep.{kind.__name__}")
 
 
-def nearest_name(name: str, allowed: Collection[str]) -> str:
-    """For the end of a sentence about a name that is not allowed: "; did you mean num_sms?", or nothing."""
+def nearest_name(name: str, allowed: Mapping[str, str] | Collection[str]) -> str:
+    """For the end of a sentence about a name that is not allowed: "; did you mean num_sms?", or nothing.
+
+    allowed: names, or how to write each.
+    """
     found = difflib.get_close_matches(name, allowed, n=1)
-    return f"; did you mean {found[0]}?" if found else ""
+    written = allowed[found[0]] if found and isinstance(allowed, Mapping) else "".join(found)
+    return f"; did you mean {written}?" if found else ""
 
 
 def name_unknown_settings(cls: type[Settings]) -> type[Settings]:
-    """A dataclass whose constructor says, of a keyword that it does not have, which one is probably meant."""
+    """A dataclass whose constructor says, of a keyword that it does not have, which one is probably meant, of its own
+    or of those of its `tuning`."""
     init = cls.__init__
-    names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+    names = {each.name: each.name for each in fields(cls)}  # type: ignore[arg-type]
+    if "tuning" in names:
+        names = {each.name: f"tuning=Tuning({each.name}=...)" for each in fields(Tuning)} | names
 
     @functools.wraps(init)
     def checked(self: Settings, *args: Any, **settings: Any) -> None:
@@ -92,19 +100,13 @@ class Topology:
 
 
 @name_unknown_settings
-@dataclass(frozen=True)
-class Config:
-    """Settings of a buffer; the same on all of its ranks.
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """Hints for the sizes of rings and chunks: results are the same whatever they are. Defaults may change.
 
-    num_experts: E, all experts of the group; a multiple of the number of ranks. Expert e lives on rank e // (E / W).
     channels: C, independent slices of the tokens, each with rings and roles of its own. None: 1 on the host, and on a
-        GPU as many as keep the warps of num_sms SMs busy, or fewer if a LocalCluster has several nodes: all their rings
-        share one cache.
-    timeout: seconds that a single wait may take: longer than one rank may keep the others waiting, as for a save. None:
-        the environment variable MEGATRON_EP_TIMEOUT, else the limit of the process group's own collectives (torch: 600
-        for NCCL, 1800 for gloo; Megatron's --distributed-timeout-minutes); without a process group 100.
-    row_bytes: of the largest row that will travel, H times the size of an element: rings whose size is left open then
-        hold at least four of them. None, or less: 14 KiB, H = 7168 in bf16.
+        GPU as many as keep the warps of `Config.num_sms` SMs busy, or fewer if a LocalCluster has several nodes: all
+        their rings share one cache.
     nvl_ring_bytes: size of one ring between two ranks of a node; there are C * W of them in each rank's heap. A ring
         holds a power of two of rows, at least one. None: 256 KiB on the host; four rows on a GPU, which has many
         channels and rows that stay in its cache if they are few.
@@ -112,41 +114,92 @@ class Config:
         512 KiB on the host; on a GPU 32 rows, 16 or 8 where all rings of a rank together would take more than 192 MiB,
         and four for a LocalCluster.
     rdma_chunk_tokens: rows after which another node is told of them; at most half a ring.
-    num_sms: SMs that a launch uses for each rank on a GPU. None: 24, or an equal share of the GPU for each of a
-        LocalCluster's ranks if that is less.
     local_pass: whether copies and sums inside a rank (intra-rank permute and reduce) run as launches of their own:
         dispatch's copies to a token's second and further experts on a rank, the rows that stay on their rank, and
-        combine's sums over a rank's experts. They run on the SMs that num_sms leaves free; where that is less than a
-        third of the GPU, before or after the exchange on all SMs. Combine goes without them in a captured graph and
-        where processes share a GPU. The bits are the same either way. None: on a GPU, where it saves time.
+        combine's sums over a rank's experts. They run on the SMs that `Config.num_sms` leaves free; where that is less
+        than a third of the GPU, before or after the exchange on all SMs. Combine goes without them in a captured graph
+        and where processes share a GPU. None: on a GPU, where it saves time.
     """
 
-    num_experts: int
     channels: int | None = None
-    timeout: float | None = None
-    row_bytes: int | None = None
     nvl_ring_bytes: int | None = None
     rdma_ring_bytes: int | None = None
     rdma_chunk_tokens: int = 16
-    num_sms: int | None = None
     local_pass: bool | None = None
 
     def __post_init__(self) -> None:
-        require_int("Config.num_experts", self.num_experts, 1, MAX_EXPERTS)
-        for name in ("channels", "num_sms"):
-            if getattr(self, name) is not None:
-                require_int(f"Config.{name}", getattr(self, name), 1, MAX_CHANNELS)
+        if self.channels is not None:
+            require_int("Tuning.channels", self.channels, 1, MAX_CHANNELS)
         for name in ("nvl_ring_bytes", "rdma_ring_bytes"):
             if getattr(self, name) is not None:
-                require_int(f"Config.{name}", getattr(self, name), 64, MAX_RING)
-        if self.row_bytes is not None:
-            require_int("Config.row_bytes", self.row_bytes, 1, MAX_RING // 64)
-        require_int("Config.rdma_chunk_tokens", self.rdma_chunk_tokens, 1, 1 << 20)
+                require_int(f"Tuning.{name}", getattr(self, name), 64, MAX_RING)
+        require_int("Tuning.rdma_chunk_tokens", self.rdma_chunk_tokens, 1, 1 << 20)
         if self.local_pass is not None:
             ok = isinstance(self.local_pass, bool)
-            _require(ok, "Config.local_pass", self.local_pass, "True, False or None")
+            _require(ok, "Tuning.local_pass", self.local_pass, "True, False or None")
+
+
+TUNING_NAMES = tuple(field.name for field in fields(Tuning))
+
+
+def _with_former_settings(cls: type[Settings]) -> type[Settings]:
+    """A Config that takes the settings of Tuning as its own, as it did before there was a Tuning, with a warning."""
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def moved(self: Settings, *args: Any, tuning: Tuning | None = None, **settings: Any) -> None:
+        former = {name: settings.pop(name) for name in TUNING_NAMES if name in settings}
+        if former:
+            names = ", ".join(f"{name}=..." for name in former)
+            said = f"Config({names}) is Config(tuning=Tuning({names})) now"
+            warnings.warn(said, DeprecationWarning, stacklevel=2)
+            tuning = replace(tuning or Tuning(), **former)
+        init(self, *args, **settings, **({} if tuning is None else {"tuning": tuning}))
+
+    setattr(cls, "__init__", moved)  # noqa: B010 (mypy refuses the assignment)
+    return cls
+
+
+@_with_former_settings
+@name_unknown_settings
+@dataclass(frozen=True)
+class Config:
+    """Settings of a buffer; the same on all of its ranks.
+
+    num_experts: E, all experts of the group; a multiple of the number of ranks. Expert e lives on rank e // (E / W).
+    num_sms: SMs that a launch uses for each rank on a GPU. None: 24, or an equal share of the GPU for each of a
+        LocalCluster's ranks if that is less.
+    timeout: seconds that a single wait may take: longer than one rank may keep the others waiting, as for a save. None:
+        the environment variable MEGATRON_EP_TIMEOUT, else the limit of the process group's own collectives (torch: 600
+        for NCCL, 1800 for gloo; Megatron's --distributed-timeout-minutes); without a process group 100.
+    row_bytes: of the largest row that will travel, H times the size of an element: rings whose size is left open then
+        hold at least four of them. None, or less: 14 KiB, H = 7168 in bf16.
+    tuning: sizes of rings and chunks.
+    """
+
+    num_experts: int
+    num_sms: int | None = field(default=None, kw_only=True)
+    timeout: float | None = field(default=None, kw_only=True)
+    row_bytes: int | None = field(default=None, kw_only=True)
+    tuning: Tuning = field(default=Tuning(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        require_int("Config.num_experts", self.num_experts, 1, MAX_EXPERTS)
+        if self.num_sms is not None:
+            require_int("Config.num_sms", self.num_sms, 1, MAX_CHANNELS)
+        if self.row_bytes is not None:
+            require_int("Config.row_bytes", self.row_bytes, 1, MAX_RING // 64)
         if self.timeout is not None:
             require_timeout("Config.timeout", self.timeout)
+        require_type("Config.tuning", self.tuning, Tuning)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in TUNING_NAMES:
+                raise AttributeError(f"'Config' object has no attribute {name!r}")
+            warnings.warn(f"Config.{name} is Config.tuning.{name} now", DeprecationWarning, stacklevel=2)
+            return getattr(self.tuning, name)
 
     @property
     def timeout_seconds(self) -> float:
@@ -172,3 +225,15 @@ class Config:
         world_size = topology.world_size
         allowed = f"a multiple of the {world_size} ranks"
         _require(self.num_experts % world_size == 0, "Config.num_experts", self.num_experts, allowed)
+
+
+# Settings of a Config whose experts somebody else knows, each by its name alone: keys of recipes, flags of commands.
+SETTING_NAMES = ("num_sms", "timeout", "row_bytes", *TUNING_NAMES)
+assert {"num_experts", "tuning", *SETTING_NAMES} == {each.name for kind in (Config, Tuning) for each in fields(kind)}
+
+
+def config_of(num_experts: int, settings: Mapping[str, Any]) -> Config:
+    """A Config with such settings, of SETTING_NAMES. Raises ValueError as that and Tuning do."""
+    tuning = {name: value for name, value in settings.items() if name in TUNING_NAMES}
+    others = {name: value for name, value in settings.items() if name not in TUNING_NAMES}
+    return Config(num_experts, tuning=Tuning(**tuning), **others)

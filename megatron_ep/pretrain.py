@@ -13,11 +13,10 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from megatron_ep.config import Config
+from megatron_ep.config import SETTING_NAMES, config_of
 from megatron_ep.megatron.options import NAMES, Options
 
 
@@ -27,7 +26,7 @@ def _truth(text: str) -> bool:
     return text.lower() == "true"
 
 
-SETTINGS: dict[str, tuple[Callable[[str], Any], str, str]] = {  # of Config: type, metavar and help
+SETTINGS: dict[str, tuple[Callable[[str], Any], str, str]] = {  # of Config and Tuning: type, metavar and help
     "num_sms": (int, "SMS", "SMs that dispatch and combine use on a GPU"),
     "channels": (int, "C", "slices of the tokens, each with rings of its own"),
     "timeout": (float, "SECONDS", "seconds that one wait for another rank may take"),
@@ -37,7 +36,7 @@ SETTINGS: dict[str, tuple[Callable[[str], Any], str, str]] = {  # of Config: typ
     "rdma_chunk_tokens": (int, "ROWS", "rows after which another node is told of them"),
     "local_pass": (_truth, "{true,false}", "copies and sums inside a rank in a short launch on all SMs"),
 }
-assert {"num_experts", *SETTINGS} == {field.name for field in fields(Config)}
+assert {*SETTINGS} == {*SETTING_NAMES}
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {  # of Options
     "moe_expert_rank_capacity_factor": (
         {"type": float, "metavar": "F"},
@@ -69,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         arguments = flags.with_dispatcher(options.arguments, options.ep_router == "fused")
         given = {name: getattr(options, f"ep_{name}") for name in (*SETTINGS, *OPTIONS)}
         settings = {name: value for name, value in given.items() if value is not None and value is not False}
-        Config(num_experts=1, **{name: value for name, value in settings.items() if name in SETTINGS})
+        config_of(1, {name: value for name, value in settings.items() if name in SETTINGS})
         Options(**{name: value for name, value in settings.items() if name in OPTIONS})
         timeout = flags.fitting_timeout(arguments, settings.get("timeout"))
         settings |= {} if timeout is None else {"timeout": timeout}

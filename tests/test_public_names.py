@@ -1,4 +1,7 @@
-"""What users may name: of a buffer, and what of it is deprecated."""
+"""What users may name: of a buffer and a config, and what of it is deprecated."""
+
+import dataclasses
+import pickle
 
 import pytest
 
@@ -32,3 +35,42 @@ def test_names_that_a_buffer_had_say_what_to_use(name, now):
         assert former == getattr(cluster._group, name) and said[0].filename == __file__
         with pytest.raises(AttributeError, match="no attribute 'rank'"):
             cluster.rank  # noqa: B018
+
+
+def test_settings_of_tuning_are_taken_by_config_with_a_warning():
+    given = r"channels=\.\.\., nvl_ring_bytes=\.\.\."
+    said = rf"Config\({given}\) is Config\(tuning=Tuning\({given}\)\) now"
+    with pytest.warns(DeprecationWarning, match=said) as warnings:
+        former = ep.Config(num_experts=8, nvl_ring_bytes=4096, channels=2, timeout=3)
+    assert former == ep.Config(8, timeout=3, tuning=ep.Tuning(channels=2, nvl_ring_bytes=4096))
+    assert [warning.filename for warning in warnings] == [__file__]
+    with pytest.warns(DeprecationWarning, match=r"Config\.channels is Config\.tuning\.channels now"):
+        assert former.channels == 2
+    with pytest.warns(DeprecationWarning, match="local_pass"):
+        changed = dataclasses.replace(former, local_pass=True)
+    assert changed.tuning == ep.Tuning(channels=2, nvl_ring_bytes=4096, local_pass=True)
+    with pytest.warns(DeprecationWarning), pytest.raises(ValueError, match=r"Tuning\.nvl_ring_bytes is 3, must be"):
+        ep.Config(num_experts=8, nvl_ring_bytes=3)
+    assert pickle.loads(pickle.dumps(former)) == former
+
+
+def test_tuning_must_be_one():
+    with pytest.raises(ValueError, match=r"Config\.tuning is \{'channels': 2\}, must be a megatron_ep\.Tuning"):
+        ep.Config(num_experts=8, tuning={"channels": 2})
+
+
+@pytest.mark.parametrize(
+    ("make", "meant"),
+    [
+        (lambda: ep.Config(8, num_sm=3), r"Config has no setting num_sm; did you mean num_sms\?"),
+        (
+            lambda: ep.Config(8, nvl_ring_byte=3),
+            r"nvl_ring_byte; did you mean tuning=Tuning\(nvl_ring_bytes=\.\.\.\)\?",
+        ),
+        (lambda: ep.Tuning(chanels=3), r"Tuning has no setting chanels; did you mean channels\?"),
+        (lambda: ep.Config(8, colour=3), "Config has no setting colour$"),
+    ],
+)
+def test_a_misspelt_setting_is_told_the_nearest_name(make, meant):
+    with pytest.raises(TypeError, match=meant):
+        make()

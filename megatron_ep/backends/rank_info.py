@@ -24,7 +24,7 @@ class RankInfo:
     domain: str | None  # of NVLink, where it spans machines
     pid: int
     device: str  # the type only
-    settings: dict[str, Plain]  # the fields of Config, with the timeout in force
+    settings: dict[str, Plain]  # of Config and Tuning, with the timeout in force
     topology: Topology | None  # as it was given
     num_sms: int | None  # on a GPU
     gpu: str | None  # its UUID
@@ -35,7 +35,7 @@ class RankInfo:
         """What must be equal on all ranks, by what the user calls it."""
         return {
             "device": self.device,
-            **{f"Config.{name}": value for name, value in self.settings.items()},
+            **self.settings,
             "topology": self.topology,
             "num_sms (by the GPU's SMs; Config.num_sms sets it)": self.num_sms,
             f"environment variable {nodes.VARIABLE}": self.ranks_per_node,
@@ -55,13 +55,21 @@ def introduce(config: Config, topology: Topology | None, device: torch.device) -
         domain=domain,
         pid=os.getpid(),
         device=device.type,
-        settings=asdict(config) | {"timeout": config.timeout_seconds},
+        settings=_settings_of(config),
         topology=topology,
         num_sms=sms,
         gpu=gpu,
         fabric=os.environ.get(fabrics.VARIABLE) or None,
         ranks_per_node=os.environ.get(nodes.VARIABLE) or None,
     )
+
+
+def _settings_of(config: Config) -> dict[str, Plain]:
+    own = asdict(config) | {"timeout": config.timeout_seconds}
+    tuning = own.pop("tuning")
+    return {f"Config.{name}": value for name, value in own.items()} | {
+        f"Tuning.{name}": value for name, value in tuning.items()
+    }
 
 
 def machines(infos: Sequence[RankInfo]) -> list[str]:

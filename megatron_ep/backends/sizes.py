@@ -1,6 +1,6 @@
 """How large a buffer is on a rank: channels, rings, and the heap that holds them.
 
-A ring holds a power of two of rows. Where `Config` leaves its size open, it is sized in rows of 14 KiB (H = 7168 in
+A ring holds a power of two of rows. Where `Tuning` leaves its size open, it is sized in rows of 14 KiB (H = 7168 in
 bf16, the widest of the public models), or of `Config.row_bytes` if those are larger.
 """
 
@@ -28,8 +28,8 @@ def gpu_channels(topology: Topology, config: Config, sms: int, local_ranks: int 
     sms: SMs of each rank.
     local_ranks: ranks that share a GPU.
     """
-    if config.channels is not None:
-        return config.channels
+    if config.tuning.channels is not None:
+        return config.tuning.channels
     nodes, ranks_per_node = topology.nodes, topology.ranks_per_node
     return _C.cuda_channels(nodes=nodes, ranks_per_node=ranks_per_node, num_sms=sms, local_ranks=local_ranks)
 
@@ -49,7 +49,7 @@ def host_heap(topology: Topology, config: Config) -> _C.Heap:
     """The heap of a rank on the host."""
     least = NVL_ROWS * _slot_bytes(config)
     return _heap(
-        topology, config, config.channels or 1, max(HOST_NVL_RING_BYTES, least), max(HOST_RDMA_RING_BYTES, least)
+        topology, config, config.tuning.channels or 1, max(HOST_NVL_RING_BYTES, least), max(HOST_RDMA_RING_BYTES, least)
     )
 
 
@@ -68,6 +68,6 @@ def _heap(topology: Topology, config: Config, channels: int, nvl_ring_bytes: int
         ranks_per_node=topology.ranks_per_node,
         num_experts=config.num_experts,
         channels=channels,
-        nvl_ring_bytes=config.nvl_ring_bytes or nvl_ring_bytes,
-        rdma_ring_bytes=config.rdma_ring_bytes or rdma_ring_bytes,
+        nvl_ring_bytes=config.tuning.nvl_ring_bytes or nvl_ring_bytes,
+        rdma_ring_bytes=config.tuning.rdma_ring_bytes or rdma_ring_bytes,
     )

@@ -64,12 +64,14 @@ class Case:
         slot_bytes = 2 * self.hidden + 1024  # generous for what travels beside a row
         return ep.Config(
             num_experts=self.experts,
-            channels=self.channels,
             num_sms=self.num_sms,
             timeout=10,
-            nvl_ring_bytes=self.ring_slots * slot_bytes,
-            rdma_ring_bytes=self.network_slots * slot_bytes,
-            local_pass=self.local_pass,
+            tuning=ep.Tuning(
+                channels=self.channels,
+                nvl_ring_bytes=self.ring_slots * slot_bytes,
+                rdma_ring_bytes=self.network_slots * slot_bytes,
+                local_pass=self.local_pass,
+            ),
         )
 
     @property
@@ -103,7 +105,7 @@ def add_arguments(
         "--network-slots", nargs="+", type=positive, default=network_slots, help="of one between nodes (%(default)s)"
     )
     parser.add_argument(
-        "--local-pass", nargs="+", choices=("on", "off"), default=[None], help="Config.local_pass (where it saves time)"
+        "--local-pass", nargs="+", choices=("on", "off"), default=[None], help="Tuning.local_pass (where it saves time)"
     )
     add_sizes(parser, hidden=7168, experts=256, many_tokens=many_tokens)
     add_rounds(parser, warmup=3, iters=iters)

@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     plan.add_argument("--max-tokens", type=int, default=4096, help="T of a rank (%(default)s)")
     plan.add_argument("--max-recv-tokens", type=int, help="R, rows of a rank (T * K)")
     plan.add_argument("--num-sms", type=int, help="Config.num_sms")
-    plan.add_argument("--channels", type=int, help="Config.channels")
+    plan.add_argument("--channels", type=int, help="Tuning.channels")
     arguments = parser.parse_args(argv)
     if arguments.plan is not None:
         return _plan(arguments)
@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _plan(arguments: argparse.Namespace) -> int:
     from megatron_ep.cli.plan import make_plan
-    from megatron_ep.config import Config, Topology
+    from megatron_ep.config import Config, Topology, Tuning
 
     try:
         topology = Topology(*arguments.plan)
@@ -81,8 +81,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         config = Config(
             num_experts=-(-256 // ranks) * ranks if arguments.experts is None else arguments.experts,
             num_sms=arguments.num_sms,
-            channels=arguments.channels,
             row_bytes=2 * arguments.hidden if arguments.hidden > 0 else None,
+            tuning=Tuning(channels=arguments.channels),
         )
         sections = make_plan(
             topology,

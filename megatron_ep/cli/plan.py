@@ -62,7 +62,7 @@ def make_plan(
     ring_rows = min(nvl_rows, rdma_rows) if others else nvl_rows
     between = {
         "to and from another node, each": f"{heap.channels * others} of {rdma_rows} rows, {heap.rdma_ring_bytes} bytes",
-        "rows a put": min(config.rdma_chunk_tokens, max(1, rdma_rows // 2)),
+        "rows a put": min(config.tuning.rdma_chunk_tokens, max(1, rdma_rows // 2)),
         "queue pairs over IBGDA, to all ranks": topology.world_size * queue_pairs(heap, sms),
     }
     return {

@@ -103,7 +103,7 @@ class RankGroup:
 
     @property
     def ring_bytes(self) -> dict[str, int]:
-        """Of the rings that a row passes through, by the setting of `Config` that says so."""
+        """Of the rings that a row passes through, by the setting of `Tuning` that says so."""
         rings = {"nvl_ring_bytes": self.heap.nvl_ring_bytes}
         if self.topology.nodes > 1:
             rings["rdma_ring_bytes"] = self.heap.rdma_ring_bytes

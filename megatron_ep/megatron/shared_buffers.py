@@ -8,14 +8,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import megatron_ep as ep
-from megatron_ep.config import nearest_name
+from megatron_ep.config import SETTING_NAMES, config_of, nearest_name
 from megatron_ep.diagnosis import failures
 from megatron_ep.group.any_buffer import rank_group_of
 from megatron_ep.megatron import options
@@ -35,15 +34,15 @@ def configure(topology: ep.Topology | None = None, **settings: Any) -> None:
     Args:
         topology: how the ranks of one group lie on nodes; None leaves it to MEGATRON_EP_RANKS_PER_NODE in the
             environment, or takes the ranks of a host (or of an NVLink domain of several hosts) as a node.
-        settings: fields of `megatron_ep.Config` other than num_experts, which the model knows, and of
-            `options.Options`.
+        settings: fields of `megatron_ep.Config` other than num_experts, which the model knows, of
+            `megatron_ep.Tuning`, and of `options.Options`.
 
     Raises:
         ValueError: a name that is no such field, or a setting or option out of range.
         RuntimeError: buffers are already in use; call it before the first forward pass or after `close_buffers`.
     """
     global _topology, _config, _options
-    allowed = sorted({*(field.name for field in fields(ep.Config)), *options.NAMES} - {"num_experts"})
+    allowed = sorted({*SETTING_NAMES, *options.NAMES})
     unknown = sorted(set(settings) - set(allowed))
     if unknown:
         meant = nearest_name(unknown[0], allowed)
@@ -53,7 +52,7 @@ def configure(topology: ep.Topology | None = None, **settings: Any) -> None:
             "configure: buffers are already in use; call it before the first forward pass or after close_buffers()"
         )
     chosen = options.Options(**{name: settings.pop(name) for name in options.NAMES if name in settings})
-    ep.Config(num_experts=1, **settings)  # refuses what the first layer's buffer would refuse
+    config_of(1, settings)  # refuses what the first layer's buffer would refuse
     _options = chosen
     _topology, _config = topology, settings
 
@@ -85,7 +84,7 @@ def shared_buffer(
     if buffer is None:
         settings = {"row_bytes": row_bytes} | _config
         with torch.inference_mode(False):  # it lives longer than an inference in which it may be built
-            buffer = ep.Buffer(group, ep.Config(num_experts=num_experts, **settings), _topology, device=device)
+            buffer = ep.Buffer(group, config_of(num_experts, settings), _topology, device=device)
         _buffers[group, num_experts, device] = buffer
     return buffer
 

@@ -63,8 +63,8 @@ def format_of(
     )
     for name, ring_bytes in group.ring_bytes.items():
         if ring_bytes < least_bytes:
-            given = getattr(group.config, name) or ring_bytes  # that of the heap is rounded up
-            raise ValueError(f"Config.{name} is {given}, must be at least {least_bytes} for {x.shape[1]} x {x.dtype}")
+            given = getattr(group.config.tuning, name) or ring_bytes  # that of the heap is rounded up
+            raise ValueError(f"Tuning.{name} is {given}, must be at least {least_bytes} for {x.shape[1]} x {x.dtype}")
     return row
 
 
@@ -129,7 +129,7 @@ def launch_dispatch(
             t.has_all_weights = all_weights
         elif _has_intra_rank_pass(group, rank, row, backend.min_stores):
             t.has_intra_rank_pass = True
-    backend.enqueue_dispatch(tensors, row, NVL_BATCH, group.config.rdma_chunk_tokens, counts)
+    backend.enqueue_dispatch(tensors, row, NVL_BATCH, group.config.tuning.rdma_chunk_tokens, counts)
     group.raise_if_aborted()
     return out, out_scales if scales is not None else None, out_weights if weights is not None else None
 
@@ -168,7 +168,7 @@ def launch_combine(
             if sum_bytes_of(group.topology.world_size, topk, rank.rows, known, row.payload_bytes):
                 sums.append(torch.empty(known, x[i].shape[1], dtype=x[i].dtype, device=group.device))
                 t.sums = sums[-1].data_ptr()
-    backend.enqueue_combine(tensors, row, NVL_BATCH, group.config.rdma_chunk_tokens, PAYLOAD_TYPES[x[0].dtype])
+    backend.enqueue_combine(tensors, row, NVL_BATCH, group.config.tuning.rdma_chunk_tokens, PAYLOAD_TYPES[x[0].dtype])
     group.raise_if_aborted()
     return out, out_weights if weights is not None else None
 
@@ -326,8 +326,8 @@ def _has_intra_rank_pass(group: RankGroup, rank: RankHandle, row: _C.RowFormat, 
     """
     if rank.own_rows is not None:
         return rank.own_rows * row.payload_bytes >= group.live_backend().min_local_bytes
-    if group.config.local_pass is not None:
-        return group.config.local_pass
+    if group.config.tuning.local_pass is not None:
+        return group.config.tuning.local_pass
     world, topk = group.topology.world_size, row.topk
     saved = _saved_bytes(world, topk, rank.rows, row.payload_bytes)
     # between nodes the exchange has other rows to store, too

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from megatron_ep.config import MAX_TIMEOUT_S, MAX_TOPK, Config
+from megatron_ep.config import MAX_TIMEOUT_S, MAX_TOPK, config_of
 from megatron_ep.megatron.options import NAMES, Options
 
 Positive = Annotated[int, Field(gt=0)]
@@ -261,8 +261,8 @@ class Dispatcher(Section):
 
     router: fused: this project's router, whose choices go straight to the dispatcher; megatron: Megatron-Core's.
     sequences: attention of packed sequences on whatever rank has time (`megatron_ep.megatron.attention`).
-    moe_...: see `megatron_ep.megatron.options.Options`. The rest go to `megatron_ep.Config` (None: its default);
-    num_sms matters with train.device cuda alone.
+    moe_...: see `megatron_ep.megatron.options.Options`. The rest go to `megatron_ep.Config` and `Tuning` (None: the
+    default); num_sms matters with train.device cuda alone.
     """
 
     type: Literal["ep", "alltoall", "allgather"] = "ep"
@@ -282,7 +282,7 @@ class Dispatcher(Section):
     moe_low_latency_max_tokens: Positive | None = None
 
     def settings(self) -> dict[str, Any]:
-        """What is given of `megatron_ep.Config` and of the options."""
+        """What is given of `megatron_ep.Config`, `Tuning` and the options."""
         return self.model_dump(exclude={"type", "router", "sequences"}, exclude_defaults=True)
 
     @model_validator(mode="after")
@@ -290,5 +290,5 @@ class Dispatcher(Section):
         require(not self.sequences or self.type == "ep", f"sequences is true, must be false with type {self.type}")
         settings = self.settings()
         Options(**{name: settings.pop(name) for name in NAMES if name in settings})
-        Config(num_experts=1, **settings)  # both raise ValueError for what is out of range
+        config_of(1, settings)  # both raise ValueError for what is out of range
         return self

@@ -11,7 +11,7 @@ from megatron_ep import config as limits
 from megatron_ep.backends import sizes
 from megatron_ep.cli import env
 from megatron_ep.cli.plan import make_plan
-from megatron_ep.config import Config, Topology
+from megatron_ep.config import Config, Topology, Tuning
 
 
 def gpu_heap(nodes: int, ranks: int, **settings) -> _C.Heap:
@@ -41,7 +41,7 @@ def test_rings_are_sized_in_rows(nodes, hidden):
 
 
 def test_there_is_no_ring_for_the_own_node():
-    heap = gpu_heap(4, 2, channels=3, rdma_ring_bytes=1024)
+    heap = gpu_heap(4, 2, tuning=Tuning(channels=3, rdma_ring_bytes=1024))
     assert heap.parts["network rings, to send"] == heap.parts["network rings, to receive"] == 3 * 3 * 1024
     assert gpu_heap(1, 8).parts["network rings, to send"] == 0
 
@@ -51,7 +51,7 @@ def test_what_is_allocated(monkeypatch):
     allocated = []
     anonymous = _C.Segment.anonymous
     monkeypatch.setattr(_C.Segment, "anonymous", lambda size: allocated.append(size) or anonymous(size))
-    topology, config = Topology(2, 2), Config(num_experts=4, channels=3, row_bytes=1 << 20)
+    topology, config = Topology(2, 2), Config(num_experts=4, row_bytes=1 << 20, tuning=Tuning(channels=3))
     with ep.LocalCluster(2, 2, config) as cluster:
         received = ep.dispatch(
             [torch.ones(5, 8)] * 4, [torch.tensor([[0], [1], [2], [3], [0]])] * 4, buffer=cluster, max_recv_tokens=9
@@ -93,7 +93,7 @@ def test_a_plan(capsys):
     ("between_nodes", "receivers"), [(None, "2 receivers, 3 senders"), (2 * 16384, "1 receiver, 4 senders")]
 )
 def test_receivers_of_combine_have_room_in_the_smallest_ring(between_nodes, receivers):
-    config = Config(num_experts=256, rdma_ring_bytes=between_nodes)  # inside a node rings of 4 rows
+    config = Config(num_experts=256, tuning=Tuning(rdma_ring_bytes=between_nodes))  # inside a node rings of 4 rows
     plan = make_plan(Topology(2, 8), config, hidden=7168, topk=8, num_tokens=4096)
     [facts] = [facts for facts in plan.values() if "warps, combine" in facts]
     assert receivers in facts["warps, combine"]

@@ -18,7 +18,7 @@ TIMEOUT = 0.25
 
 def make_ranks(nodes, ranks_per_node, timeout=TIMEOUT):
     # rings of one row: everybody waits for everybody's credit
-    config = ep.Config(num_experts=12, timeout=timeout, nvl_ring_bytes=128, rdma_ring_bytes=128)
+    config = ep.Config(num_experts=12, timeout=timeout, tuning=ep.Tuning(nvl_ring_bytes=128, rdma_ring_bytes=128))
     return thread_ranks(nodes, ranks_per_node, config)
 
 

@@ -11,7 +11,7 @@ import megatron_ep as ep
 TOPOLOGIES = [(1, 3), (3, 1), (2, 2)]
 EXPERTS, T, H, K = 12, 3, 4, 2
 # rings of one row: everybody waits for everybody's credit
-CONFIG = ep.Config(num_experts=EXPERTS, channels=1, nvl_ring_bytes=128, rdma_ring_bytes=128)
+CONFIG = ep.Config(num_experts=EXPERTS, tuning=ep.Tuning(channels=1, nvl_ring_bytes=128, rdma_ring_bytes=128))
 
 
 def inputs(world):
@@ -53,7 +53,7 @@ def step_of(status):
 
 def check_who_is_named(program, topology, stalled, wait):
     """The step in which this rank stops at its wait of this number; None: it has made fewer waits."""
-    config = replace(CONFIG, local_pass=wait % 2 == 1)
+    config = replace(CONFIG, tuning=replace(CONFIG.tuning, local_pass=wait % 2 == 1))
     with ep.LocalCluster(*topology, config, seed=wait, stalled=(stalled, wait)) as cluster:
         try:
             program(cluster)

@@ -29,7 +29,7 @@ def test_few_lines_say_all():
 
 
 def test_an_error_has_all_incidents_and_a_short_text():
-    config = ep.Config(num_experts=4, channels=8, nvl_ring_bytes=2 << 10, rdma_ring_bytes=2 << 10)
+    config = ep.Config(num_experts=4, tuning=ep.Tuning(channels=8, nvl_ring_bytes=2 << 10, rdma_ring_bytes=2 << 10))
     cluster = ep.LocalCluster(2, 2, config, seed=0, lost_signal=9)
     x = [torch.ones(64, 256) for _ in range(4)]
     ids = [torch.arange(64).unsqueeze(1) % 4 for _ in range(4)]

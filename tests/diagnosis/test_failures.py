@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("no_other_buffers")
 
 E, T, H, K = 4, 6, 256, 2
 # With these rings every row takes a signal of its own, and so does its credit.
-CONFIG = ep.Config(num_experts=E, nvl_ring_bytes=2 << 10, rdma_ring_bytes=2 << 10)
+CONFIG = ep.Config(num_experts=E, tuning=ep.Tuning(nvl_ring_bytes=2 << 10, rdma_ring_bytes=2 << 10))
 
 
 def inputs(dtype=torch.float32):

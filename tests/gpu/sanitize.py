@@ -12,7 +12,10 @@ def main() -> None:
     for nodes, ranks_per_node in ((1, 2), (2, 2)):
         world, experts = nodes * ranks_per_node, 8
         config = ep.Config(
-            num_experts=experts, channels=2, num_sms=2, timeout=60, nvl_ring_bytes=16 << 10, rdma_ring_bytes=32 << 10
+            num_experts=experts,
+            num_sms=2,
+            timeout=60,
+            tuning=ep.Tuning(channels=2, nvl_ring_bytes=16 << 10, rdma_ring_bytes=32 << 10),
         )
         with ep.LocalCluster(nodes, ranks_per_node, config, device="cuda") as cluster:
             # rows for the copy engine, for vectors, and for neither

@@ -86,7 +86,9 @@ def run_small_rings(fabric, nodes):
     for (hidden, dtype), rows_of_ring in product(ROWS, (1, 2)):
         ring_bytes = rows_of_ring * slot_bytes(hidden, dtype, TOPK)
         try:
-            buffer = make_buffer(nodes, 60.0, world, channels=2, nvl_ring_bytes=ring_bytes, rdma_ring_bytes=ring_bytes)
+            buffer = make_buffer(
+                nodes, 60.0, world, tuning=ep.Tuning(channels=2, nvl_ring_bytes=ring_bytes, rdma_ring_bytes=ring_bytes)
+            )
         except ep.EPError as error:
             return str(error)
         with buffer, ep.LocalCluster(nodes, world // nodes, ep.Config(num_experts=8)) as host:

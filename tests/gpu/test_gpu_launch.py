@@ -40,7 +40,9 @@ def config(**settings):
 def test_graph_of_a_dispatch_without_counts(nodes, ranks_per_node, local_pass):
     """max_recv_tokens: captured once, replayed with other tokens and other experts."""
     world, size = nodes * ranks_per_node, T * nodes * ranks_per_node * K
-    with ep.LocalCluster(nodes, ranks_per_node, config(local_pass=local_pass), device="cuda") as cluster:
+    with ep.LocalCluster(
+        nodes, ranks_per_node, config(tuning=ep.Tuning(local_pass=local_pass)), device="cuda"
+    ) as cluster:
         x, ids, weights = inputs(world)
 
         def step():
@@ -333,7 +335,7 @@ def test_what_cannot_run_at_once_is_refused():
     with pytest.raises(ValueError, match=f"num_sms is {sms} for each of 2 ranks"):
         ep.LocalCluster(1, 2, config(num_sms=sms), device="cuda")
     with pytest.raises(ValueError, match="num_sms is 1, must be at least"):
-        ep.LocalCluster(1, 2, config(num_sms=1, channels=64), device="cuda")
+        ep.LocalCluster(1, 2, config(num_sms=1, tuning=ep.Tuning(channels=64)), device="cuda")
     with pytest.raises(ValueError, match="33, at most 32"):
         ep.LocalCluster(1, 33, ep.Config(num_experts=33), device="cuda")
     with pytest.raises(ValueError, match="device is 'meta'"):

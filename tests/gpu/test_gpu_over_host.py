@@ -69,9 +69,9 @@ def run_host_bits(nodes):
     weights = [torch.rand(t, TOPK, generator=generator) for t in TOKENS[:world]]
     for (hidden, dtype), rows_of_ring in product(((7168, torch.bfloat16), (65, torch.float64)), (1, 2, 32)):
         ring_bytes = rows_of_ring * slot_bytes(hidden, dtype, TOPK)
-        settings = {"channels": 2, "nvl_ring_bytes": ring_bytes, "rdma_ring_bytes": ring_bytes}
+        tuning = ep.Tuning(channels=2, nvl_ring_bytes=ring_bytes, rdma_ring_bytes=ring_bytes)
         with (
-            make_buffer(nodes, 60.0, world, **settings) as buffer,
+            make_buffer(nodes, 60.0, world, tuning=tuning) as buffer,
             ep.LocalCluster(nodes, world // nodes, ep.Config(num_experts=8)) as host,
         ):
             mine = buffer.rank

@@ -33,7 +33,7 @@ def test_any_shape(block, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_many_copies(nodes, ranks_per_node, dtype):
     case = many_copies(nodes, ranks_per_node, dtype)
-    case.config = replace(case.config, channels=None)
+    case.config = replace(case.config, tuning=replace(case.config.tuning, channels=None))
     with case.cluster(device="cuda") as cluster:
         check(case, cluster, SequenceDispatcher(cluster))
 

@@ -58,7 +58,9 @@ def test_weighted_combine(seed, dtype):
     ids, x = case.ids(tokens), case.reals(tokens)
     grads = case.reals(tokens)
     row_bytes = case.hidden * dtype.itemsize + 1024
-    config = replace(case.config, nvl_ring_bytes=3 * row_bytes, rdma_ring_bytes=4 * row_bytes)
+    config = replace(
+        case.config, tuning=replace(case.config.tuning, nvl_ring_bytes=3 * row_bytes, rdma_ring_bytes=4 * row_bytes)
+    )
     results = []
     for device in ("cpu", "cuda"):
         with ep.LocalCluster(case.nodes, case.ranks_per_node, config, device=device) as cluster:
@@ -85,10 +87,8 @@ def test_many_calls_on_one_buffer(seed):
     row_bytes = 8 * 1000 + 1024
     config = ep.Config(
         num_experts=case.num_experts,
-        channels=2,
         timeout=20,
-        nvl_ring_bytes=2 * row_bytes,
-        rdma_ring_bytes=3 * row_bytes,
+        tuning=ep.Tuning(channels=2, nvl_ring_bytes=2 * row_bytes, rdma_ring_bytes=3 * row_bytes),
     )
     with (
         ep.LocalCluster(case.nodes, case.ranks_per_node, config) as host,
@@ -190,7 +190,9 @@ def test_whole_rows_with_the_default_channels(nodes, ranks_per_node):
     tokens = [700 + 10 * rank for rank in range(world)]
     ids = [torch.rand(t, experts, generator=generator).topk(topk, dim=1).indices for t in tokens]
     x = [torch.randn(t, hidden, generator=generator).bfloat16() for t in tokens]
-    config = ep.Config(num_experts=experts, timeout=20, nvl_ring_bytes=64 << 10, rdma_ring_bytes=128 << 10)
+    config = ep.Config(
+        num_experts=experts, timeout=20, tuning=ep.Tuning(nvl_ring_bytes=64 << 10, rdma_ring_bytes=128 << 10)
+    )
     with (
         ep.LocalCluster(nodes, ranks_per_node, config) as host,
         ep.LocalCluster(nodes, ranks_per_node, config, device="cuda") as gpu,

@@ -44,12 +44,14 @@ class Case:
         row = slot_bytes(self.hidden, self.dtype, self.topk)
         self.config = ep.Config(
             num_experts=self.num_experts,
-            channels=r.randint(1, 8),
             timeout=60,
-            nvl_ring_bytes=row * r.choice([1, 2, 3, 8]),
-            rdma_ring_bytes=row * r.choice([1, 2, 5, 8]),
-            rdma_chunk_tokens=r.choice([1, 2, 16]),
-            local_pass=self.seed % 2 == 1,
+            tuning=ep.Tuning(
+                channels=r.randint(1, 8),
+                nvl_ring_bytes=row * r.choice([1, 2, 3, 8]),
+                rdma_ring_bytes=row * r.choice([1, 2, 5, 8]),
+                rdma_chunk_tokens=r.choice([1, 2, 16]),
+                local_pass=self.seed % 2 == 1,
+            ),
         )
 
     def num_tokens(self) -> list[int]:

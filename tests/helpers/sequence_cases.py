@@ -49,11 +49,13 @@ class Case:
         widened = 2 * kv_heads * max(width, v_width) * 4 + 16 * self.plan.max_copies + 512
         self.config = ep.Config(
             num_experts=self.world * r.randint(1, 2),
-            channels=r.randint(1, 4),
             timeout=60,
-            nvl_ring_bytes=max(most, widened) * r.choice([1, 2, 8]),
-            rdma_ring_bytes=max(most, widened) * r.choice([1, 3, 8]),
-            rdma_chunk_tokens=r.choice([1, 2, 16]),
+            tuning=ep.Tuning(
+                channels=r.randint(1, 4),
+                nvl_ring_bytes=max(most, widened) * r.choice([1, 2, 8]),
+                rdma_ring_bytes=max(most, widened) * r.choice([1, 3, 8]),
+                rdma_chunk_tokens=r.choice([1, 2, 16]),
+            ),
         )
 
     def cluster(self, **options) -> ep.LocalCluster:
@@ -90,7 +92,7 @@ def many_copies(nodes: int, ranks_per_node: int, dtype: torch.dtype) -> Case:
     case.world = world = nodes * ranks_per_node
     shards = [Shard(0, i, world - 1 - i, i, 2) for i in range(world)] + [Shard(1, i, 0, i % 3, 1) for i in range(5)]
     case.plan = SequencePlan.build(shards, world)
-    case.config = ep.Config(num_experts=world, channels=2)
+    case.config = ep.Config(num_experts=world, tuning=ep.Tuning(channels=2))
     return case
 
 

@@ -159,7 +159,7 @@ def test_all_layers_are_asked_at_once(monkeypatch):
     waits = []
     limits = [row_limit.RowLimit(f"layer {number} has too few rows") for number in range(6)]
     with ep.LocalCluster(1, 1, ep.Config(num_experts=2)) as cluster:
-        monkeypatch.setattr(cluster, "synchronize", lambda: waits.append("launches"))
+        monkeypatch.setattr(cluster._group, "synchronize", lambda: waits.append("launches"))
         for most, limit in enumerate(limits):
             choices = [torch.tensor([[0], [1], [1]])]
             received = ep.dispatch(

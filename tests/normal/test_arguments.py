@@ -13,7 +13,9 @@ T, H, K, E = 4, 8, 2, 8
 
 @pytest.fixture
 def cluster():
-    with ep.LocalCluster(2, 1, ep.Config(num_experts=E, nvl_ring_bytes=4096, rdma_ring_bytes=8192)) as cluster:
+    with ep.LocalCluster(
+        2, 1, ep.Config(num_experts=E, tuning=ep.Tuning(nvl_ring_bytes=4096, rdma_ring_bytes=8192))
+    ) as cluster:
         yield cluster
 
 
@@ -35,7 +37,7 @@ BAD = {
     "x empty rows": ("x", lambda t: t[:, :0].contiguous(), "H >= 1"),
     "x strided": ("x", lambda t: torch.randn(H, T).t(), "x has strides .* must be contiguous"),
     "x on another device": ("x", lambda t: t.to("meta"), "x is on meta"),
-    "x too long": ("x", lambda t: torch.randn(T, 2000), r"Config.nvl_ring_bytes is 4096, must be at least \d+"),
+    "x too long": ("x", lambda t: torch.randn(T, 2000), r"Tuning.nvl_ring_bytes is 4096, must be at least \d+"),
     "x negated": ("x", torch._neg_view, "x is a view that negates"),
     "x no tensor": ("x", lambda t: t.tolist(), "x is a list, must be a tensor"),
     "ids of floats": ("topk_idx", lambda t: t.float(), "topk_idx is torch.float32, must be one of torch.int64"),
@@ -221,11 +223,14 @@ def test_bad_weights_of_combine(cluster, spoil, message):
         (lambda: ep.Topology(0, 1), "Topology.nodes is 0, must be an int in"),
         (lambda: ep.Topology(1, 1.5), "Topology.ranks_per_node is 1.5"),
         (lambda: ep.Config(num_experts=0), "Config.num_experts is 0"),
-        (lambda: ep.Config(num_experts=8, channels=0), "Config.channels is 0"),
+        (lambda: ep.Config(num_experts=8, tuning=ep.Tuning(channels=0)), "Tuning.channels is 0"),
         (lambda: ep.Config(num_experts=8, timeout=0), "Config.timeout is 0"),
         (lambda: ep.Config(num_experts=8, timeout=float("inf")), "Config.timeout is inf"),
-        (lambda: ep.Config(num_experts=8, nvl_ring_bytes=3), "Config.nvl_ring_bytes is 3"),
-        (lambda: ep.Config(num_experts=8, nvl_ring_bytes=2**62), "Config.nvl_ring_bytes is 4611686018427387904"),
+        (lambda: ep.Config(num_experts=8, tuning=ep.Tuning(nvl_ring_bytes=3)), "Tuning.nvl_ring_bytes is 3"),
+        (
+            lambda: ep.Config(num_experts=8, tuning=ep.Tuning(nvl_ring_bytes=2**62)),
+            "Tuning.nvl_ring_bytes is 4611686018427387904",
+        ),
         (lambda: ep.Config(num_experts=2**31), "Config.num_experts is 2147483648"),
         (lambda: ep.Config(num_experts=8, timeout=1e300), r"Config.timeout is 1e\+300"),
         (lambda: ep.Config(num_experts=8, timeout=True), "Config.timeout is True"),

@@ -81,7 +81,9 @@ def test_back_to_values(hidden: int, dtype: torch.dtype) -> None:
 def test_rows_travel_as_float8_and_their_gradients_as_they_are(seed: int) -> None:
     case = Case(6000 + seed, max_tokens=40)
     case.dtype = tuple(float8.DTYPES)[seed % 3]
-    case.config = replace(case.config, nvl_ring_bytes=1 << 14, rdma_ring_bytes=1 << 14)
+    case.config = replace(
+        case.config, tuning=replace(case.config.tuning, nvl_ring_bytes=1 << 14, rdma_ring_bytes=1 << 14)
+    )
     tokens = case.num_tokens()
     ids, weights, x = case.ids(tokens), case.weights(tokens), case.reals(tokens)
     results = []

@@ -73,7 +73,7 @@ def make_buffer(nodes=2, **config):
 
 def run_topologies():
     for nodes in (1, 2, 4):
-        for config in ({}, {"nvl_ring_bytes": 400, "rdma_ring_bytes": 400, "channels": 3}):
+        for config in ({}, {"tuning": ep.Tuning(nvl_ring_bytes=400, rdma_ring_bytes=400, channels=3)}):
             with make_buffer(nodes, **config) as buffer:
                 round_trips(buffer)
 
@@ -186,7 +186,7 @@ def test_a_mistake_on_one_rank_reaches_all(ranks, kind):
 
 def run_one_absent(phase):
     """Rank 3 does not call."""
-    buffer = make_buffer(rdma_ring_bytes=400, nvl_ring_bytes=400)
+    buffer = make_buffer(tuning=ep.Tuning(rdma_ring_bytes=400, nvl_ring_bytes=400))
     x, ids, weights = inputs(8, 2)
     absent = buffer.rank == 3
     mine = (x[buffer.rank], ids[buffer.rank], weights[buffer.rank])
@@ -348,7 +348,7 @@ def run_bad_construction():
     with pytest.raises(ValueError, match="must be a multiple of the 4 ranks"):
         ep.Buffer(None, ep.Config(num_experts=6, timeout=5))
     with pytest.raises(ep.EPError, match="could not set up the buffer: reserving"):
-        ep.Buffer(None, ep.Config(num_experts=8, timeout=5, channels=1 << 12, nvl_ring_bytes=1 << 32))
+        ep.Buffer(None, ep.Config(num_experts=8, timeout=5, tuning=ep.Tuning(channels=1 << 12, nvl_ring_bytes=1 << 32)))
     with pytest.raises((ValueError, ep.EPError), match=r"topology is .*, must be a megatron_ep.Topology"):
         ep.Buffer(None, ep.Config(num_experts=8), (2, 2) if rank == 1 else None)
 
@@ -384,8 +384,8 @@ def test_topology_of_the_environment(ranks):
 
 def run_different_settings():
     """What differs is told on all ranks alike, before anything is set up."""
-    with pytest.raises(ValueError, match=r"^Config.channels is 1 on rank 0 and 2 on rank 3, must be equal$"):
-        ep.Buffer(None, ep.Config(num_experts=8, channels=1 + dist.get_rank() // 3))
+    with pytest.raises(ValueError, match=r"^Tuning.channels is 1 on rank 0 and 2 on rank 3, must be equal$"):
+        ep.Buffer(None, ep.Config(num_experts=8, tuning=ep.Tuning(channels=1 + dist.get_rank() // 3)))
 
 
 def test_different_settings(ranks):
@@ -395,7 +395,10 @@ def test_different_settings(ranks):
 def run_set_up():
     """What rank 0 logs, how often the ranks talked, and whether the group had a collective."""
     before = dist.group.WORLD._get_sequence_number_for_group()
-    with mock.patch("megatron_ep.group.rank_group.set_up_log.info") as info, make_buffer(channels=3) as buffer:
+    with (
+        mock.patch("megatron_ep.group.rank_group.set_up_log.info") as info,
+        make_buffer(tuning=ep.Tuning(channels=3)) as buffer,
+    ):
         buffer.reset()
     assert dist.group.WORLD._get_sequence_number_for_group() == before
     return [call.args[0] % call.args[1:] for call in info.mock_calls], buffer._group._rendezvous.exchanges

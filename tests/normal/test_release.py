@@ -34,7 +34,7 @@ def ranks():
 
 
 def make(timeout=10.0):
-    buffer = ep.Buffer(None, ep.Config(num_experts=E, timeout=timeout, nvl_ring_bytes=1 << 20))
+    buffer = ep.Buffer(None, ep.Config(num_experts=E, timeout=timeout, tuning=ep.Tuning(nvl_ring_bytes=1 << 20)))
     return buffer, ep.LowLatency(buffer, max_tokens=T, hidden=H, topk=K, dtype=torch.float32)
 
 

@@ -21,7 +21,7 @@ def dispatch(buffer):
 @pytest.mark.parametrize("step", ["dispatch", "combine"])
 def test_a_rank_that_comes_late_is_seen(step):
     late = 1
-    with_rings_of_a_row = ep.Config(num_experts=12, timeout=20, nvl_ring_bytes=128)
+    with_rings_of_a_row = ep.Config(num_experts=12, timeout=20, tuning=ep.Tuning(nvl_ring_bytes=128))
     buffers = thread_ranks(1, 3, with_rings_of_a_row)
     rows = run_together(buffers, dispatch)
     for buffer in buffers:

@@ -35,7 +35,7 @@ def test_with_and_without_sums_the_bits_are_the_same(capacity):
         return sizes[-1]
 
     with (
-        ep.LocalCluster(2, 2, ep.Config(num_experts=16, local_pass=True)) as cluster,
+        ep.LocalCluster(2, 2, ep.Config(num_experts=16, tuning=ep.Tuning(local_pass=True))) as cluster,
         mock.patch.object(launches, "sum_bytes_of", spy),
     ):
         for most in (1e9, 0):

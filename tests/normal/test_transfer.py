@@ -110,10 +110,8 @@ def test_many_calls_on_one_buffer(seed):
     row_bytes = 8 * 1000 + 1024
     config = ep.Config(
         num_experts=first.num_experts,
-        channels=2,
         timeout=60,
-        nvl_ring_bytes=2 * row_bytes,
-        rdma_ring_bytes=3 * row_bytes,
+        tuning=ep.Tuning(channels=2, nvl_ring_bytes=2 * row_bytes, rdma_ring_bytes=3 * row_bytes),
     )
     with ep.LocalCluster(first.nodes, first.ranks_per_node, config) as cluster:
         handles = []
@@ -268,7 +266,7 @@ def test_more_ranks_than_lanes():
     x = [torch.randint(-4, 5, (t, 8), generator=generator).float() for t in tokens]
     weights = [torch.rand(t, 5, generator=generator) for t in tokens]
     for nodes in (1, 2, 40):
-        config = ep.Config(num_experts=80, nvl_ring_bytes=512, rdma_ring_bytes=512)
+        config = ep.Config(num_experts=80, tuning=ep.Tuning(nvl_ring_bytes=512, rdma_ring_bytes=512))
         with ep.LocalCluster(nodes, 40 // nodes, config) as cluster:
             ours = ep.dispatch(x, ids, weights, buffer=cluster)
             assert_all_equal(ours.x, reference.dispatch(x, ids, weights, 80)[0])

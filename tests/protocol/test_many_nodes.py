@@ -42,7 +42,7 @@ def test_there_and_back(nodes, ranks_per_node, max_tokens, rows_of_ring, seed):
     x, ids = tensors(world, world, max_tokens)
     expected, _, _ = reference.dispatch(x, ids, [torch.ones(i.shape) for i in ids], world)
     ring = rows_of_ring * SLOT
-    config = ep.Config(num_experts=world, timeout=60, nvl_ring_bytes=ring, rdma_ring_bytes=ring)
+    config = ep.Config(num_experts=world, timeout=60, tuning=ep.Tuning(nvl_ring_bytes=ring, rdma_ring_bytes=ring))
     with ep.LocalCluster(nodes, ranks_per_node, config, seed=seed) as cluster:
         rows = ep.dispatch(x, ids, buffer=cluster)
         assert all(map(torch.equal, rows.x, expected))

@@ -19,10 +19,12 @@ def run_case(seed):
     topk = min(2, experts)
     config = ep.Config(
         num_experts=experts,
-        channels=1 + seed % 2,
-        nvl_ring_bytes=SLOT * (1 + seed % 3),
-        rdma_ring_bytes=SLOT * (1 + seed % 4),
-        rdma_chunk_tokens=1 + seed % 3,
+        tuning=ep.Tuning(
+            channels=1 + seed % 2,
+            nvl_ring_bytes=SLOT * (1 + seed % 3),
+            rdma_ring_bytes=SLOT * (1 + seed % 4),
+            rdma_chunk_tokens=1 + seed % 3,
+        ),
     )
     with ep.LocalCluster(nodes, ranks_per_node, config, seed=seed) as cluster:
         for _ in range(2):
@@ -46,7 +48,7 @@ def test_any_interleaving(block):
 
 def one_way_traffic(lost_signal, seed):
     """Rank 0 sends 6 rows to rank 1 on another node through rings of one row, so that rows and credits alternate."""
-    config = ep.Config(num_experts=2, nvl_ring_bytes=SLOT, rdma_ring_bytes=SLOT)
+    config = ep.Config(num_experts=2, tuning=ep.Tuning(nvl_ring_bytes=SLOT, rdma_ring_bytes=SLOT))
     cluster = ep.LocalCluster(2, 1, config, seed=seed, lost_signal=lost_signal)
     x = [torch.ones(6, 4), torch.ones(0, 4)]
     ids = [torch.ones(6, 1, dtype=torch.int64), torch.ones(0, 1, dtype=torch.int64)]
@@ -91,7 +93,7 @@ def test_same_seed_same_interleaving():
 
 
 def test_usable_after_reset():
-    config = ep.Config(num_experts=2, nvl_ring_bytes=SLOT, rdma_ring_bytes=SLOT)
+    config = ep.Config(num_experts=2, tuning=ep.Tuning(nvl_ring_bytes=SLOT, rdma_ring_bytes=SLOT))
     x = [torch.ones(6, 4), torch.ones(3, 4)]
     ids = [torch.ones(6, 1, dtype=torch.int64), torch.zeros(3, 1, dtype=torch.int64)]
     with ep.LocalCluster(2, 1, config, seed=0, lost_signal=5) as cluster:

@@ -22,8 +22,7 @@ def cluster(nodes, ranks_per_node, rows_of_ring, **options):
     config = ep.Config(
         num_experts=8,
         timeout=20,
-        nvl_ring_bytes=rows_of_ring * SLOT,
-        rdma_ring_bytes=rows_of_ring * SLOT,
+        tuning=ep.Tuning(nvl_ring_bytes=rows_of_ring * SLOT, rdma_ring_bytes=rows_of_ring * SLOT),
     )
     return ep.LocalCluster(nodes, ranks_per_node, config, **options)
 

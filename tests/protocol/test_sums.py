@@ -11,7 +11,7 @@ pytestmark = pytest.mark.numerical
 def combined(terms, weights=None):
     """combine of one token per row of the terms, each term for an expert of its own."""
     ids = [torch.arange(len(terms)).repeat(len(terms[0]), 1)]
-    with ep.LocalCluster(1, 1, ep.Config(num_experts=len(terms), nvl_ring_bytes=1 << 20)) as cluster:
+    with ep.LocalCluster(1, 1, ep.Config(num_experts=len(terms), tuning=ep.Tuning(nvl_ring_bytes=1 << 20))) as cluster:
         handle = ep.dispatch([torch.zeros_like(terms[0])], ids, buffer=cluster).handle
         return ep.combine([torch.cat(terms)], handle, None if weights is None else [torch.cat(weights)])[0]
 

@@ -200,7 +200,7 @@ GOOD = [torch.zeros(2, 4), torch.zeros(3, 4)]
     ],
 )
 def test_mistakes(call, message):
-    with ep.LocalCluster(1, 2, ep.Config(num_experts=2, nvl_ring_bytes=1024)) as cluster:
+    with ep.LocalCluster(1, 2, ep.Config(num_experts=2, tuning=ep.Tuning(nvl_ring_bytes=1024))) as cluster:
         dispatcher = SequenceDispatcher(cluster)
         with pytest.raises(ValueError, match=message):
             call(dispatcher)
@@ -211,7 +211,9 @@ def test_a_ring_without_room_for_gradients_is_refused_at_once():
     """Partial sums of 16 bits travel in float32: nobody is to hear of it in the backward pass."""
     k, v = ([torch.zeros(n, width, dtype=torch.bfloat16, requires_grad=True) for n in (2, 3)] for width in (600, 4))
     plan = SequencePlan.build([Shard(0, 0, 0, 0, 2), Shard(0, 1, 1, 1, 3)], 2)
-    with ep.LocalCluster(2, 1, ep.Config(num_experts=2, nvl_ring_bytes=2048, rdma_ring_bytes=4096)) as cluster:
+    with ep.LocalCluster(
+        2, 1, ep.Config(num_experts=2, tuning=ep.Tuning(nvl_ring_bytes=2048, rdma_ring_bytes=4096))
+    ) as cluster:
         dispatcher = SequenceDispatcher(cluster)
         with pytest.raises(ValueError, match=r"nvl_ring_bytes is 2048, must be at least \d+ for 600 x torch.float32"):
             dispatcher.dispatch(v, k, v, plan)

@@ -34,7 +34,7 @@ def round_trip(dispatcher, case):
 def run_cases(nodes, ranks_per_machine):
     names = mock.patch.object(processes, "machine", lambda: f"machine {dist.get_rank() // ranks_per_machine}")
     with names if ranks_per_machine else contextlib.nullcontext():
-        config = ep.Config(num_experts=W, timeout=20, nvl_ring_bytes=1 << 14, rdma_ring_bytes=1 << 14)
+        config = ep.Config(num_experts=W, timeout=20, tuning=ep.Tuning(nvl_ring_bytes=1 << 14, rdma_ring_bytes=1 << 14))
         with ep.Buffer(None, config, ep.Topology(nodes, W // nodes)) as buffer:
             assert buffer.fabric == ("tcp" if ranks_per_machine else "shared memory")
             dispatcher = SequenceDispatcher(buffer)
