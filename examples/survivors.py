@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
-from multiprocessing.synchronize import Barrier
+from multiprocessing.synchronize import Semaphore
 
 import torch
 import torch.distributed as dist
@@ -20,13 +20,14 @@ import megatron_ep as ep
 RANKS, VICTIM, EXPERTS, TOPK, HIDDEN, TOKENS, STEPS_AFTER = 4, 1, 8, 3, 64, 16, 20
 
 
-def serve(rank: int, store: str, ready: Barrier) -> None:
+def serve(rank: int, store: str, ready: Semaphore) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     buffer = ep.Buffer(None, ep.Config(num_experts=EXPERTS, timeout=30))
     sizes = {"max_tokens": TOKENS, "hidden": HIDDEN, "topk": TOPK, "dtype": torch.float32}
     low_latency = ep.LowLatency(buffer, **sizes, on_dead_rank="mask", mask_timeout=5.0)
-    ready.wait(timeout=120)  # a rank that comes later than mask_timeout would be masked
+    dist.barrier()  # a rank that comes later than mask_timeout would be masked
+    ready.release()
     torch.manual_seed(rank)
     x, ids = torch.randn(TOKENS, HIDDEN), torch.rand(TOKENS, EXPERTS).topk(TOPK, dim=1).indices
     weights, steps = torch.full((TOKENS, TOPK), 1 / TOPK), 0
@@ -46,12 +47,12 @@ def serve(rank: int, store: str, ready: Barrier) -> None:
 
 if __name__ == "__main__":
     context = multiprocessing.get_context("fork")  # what is imported above is imported once; no GPU is in use yet
-    ready = context.Barrier(RANKS + 1)
+    ready = context.Semaphore(0)  # who is killed in a Barrier may leave the others in it
     with tempfile.TemporaryDirectory() as folder:
         ranks = [context.Process(target=serve, args=(i, f"{folder}/store", ready), daemon=True) for i in range(RANKS)]
         for process in ranks:
             process.start()
-        ready.wait(timeout=120)
+        assert all(ready.acquire(timeout=120) for _ in ranks), "a rank did not come"
         os.kill(ranks[VICTIM].pid, signal.SIGKILL)
         for process in ranks:
             process.join(timeout=60)
