@@ -11,7 +11,7 @@ NATIVE := $(shell find csrc)
 # Beside other targets (-j) ninja would ask for make's own job slots, and not find them.
 ALONE := env -u MAKEFLAGS
 
-.PHONY: install native demo test layouts docs lint format tsan fuzz mutants cuda-check clean
+.PHONY: install native demo test layouts docs wheel lint format tsan fuzz mutants cuda-check clean
 
 install: $(VENV)/stamp-test ## everything that the targets below need
 
@@ -65,6 +65,12 @@ native: $(VENV)/stamp-tools
 	flock $(BUILD)/lock cmake -S csrc --preset default -B $(BUILD) \
 		-DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python
 	$(ALONE) flock $(BUILD)/lock cmake --build $(BUILD) -j $$(nproc)
+
+# What it needs at least is the glibc of the machine that builds it: on an older one more machines can install it.
+wheel: CUDA_HOMES ?= $(or $(CUDA_HOME),$(wildcard /usr/local/cuda))
+wheel: $(VENV)/stamp-test ## dist/: the host alone, and +cu12 or +cu13 for each toolkit of CUDA_HOMES
+	$(ALONE) $(BIN)/python tests/packaging/make_wheel.py dist
+	set -e; for home in $(CUDA_HOMES); do $(ALONE) $(BIN)/python tests/packaging/make_wheel.py dist $$home; done
 
 # ---- style
 
