@@ -11,7 +11,7 @@ NATIVE := $(shell find csrc)
 # Beside other targets (-j) ninja would ask for make's own job slots, and not find them.
 ALONE := env -u MAKEFLAGS
 
-.PHONY: install native demo test layouts docs wheel lint format tsan fuzz mutants cuda-check clean
+.PHONY: install native demo test layouts docs wheel lint format tsan fuzz mutants cuda-check cuda-check-oldest clean
 
 install: $(VENV)/stamp-test ## everything that the targets below need
 
@@ -110,6 +110,14 @@ mutants: $(VENV)/stamp-test
 
 cuda-check: $(VENV)/stamp-test ## every kernel for sm_90 and sm_100a, its registers and spills within tests/packaging/cuda_budget.txt
 	$(ALONE) cmake --build $(BUILD) --target cuda-check
+
+OLDEST_CUDA = build/cuda-12.4
+cuda-check-oldest: $(OLDEST_CUDA)/stamp ## one kernel of each kind with CUDA 12.4, held to the same budget; needs no nvcc
+	$(BIN)/python tests/packaging/oldest_cuda/check.py $(OLDEST_CUDA) tests/packaging/cuda_budget.txt 90
+
+$(OLDEST_CUDA)/stamp: tests/packaging/oldest_cuda/requirements.txt $(VENV)/stamp-tools
+	$(BIN)/python -m pip install --no-deps --upgrade --target $(OLDEST_CUDA) -r $<
+	touch $@
 
 clean:
 	rm -rf build

@@ -18,8 +18,10 @@ py::dict build_info() {
     info["compiler"] = __VERSION__;
 #if defined(MEGATRON_EP_CUDA)
     info["backends"] = py::make_tuple("host", "cuda");
+    info["cuda"] = MEGATRON_EP_CUDA_VERSION;
 #else
     info["backends"] = py::make_tuple("host");
+    info["cuda"] = py::none();
 #endif
     return info;
 }

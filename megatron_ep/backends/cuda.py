@@ -27,6 +27,7 @@ from megatron_ep.backends.interface import CountSettings, Totals
 from megatron_ep.backends.launches import Launches
 from megatron_ep.backends.of_group import OfGroup
 from megatron_ep.config import Config
+from megatron_ep.diagnosis import cuda_version
 from megatron_ep.errors import EPError, EPStuckError
 
 T = TypeVar("T")
@@ -42,7 +43,8 @@ GRAPHS_S = 1.0  # seconds that CUDA may take to count a deleted graph as gone
 
 
 def check_device(device: str | torch.device) -> torch.device:
-    """The device with its index. Raises ValueError unless it is the CPU or a GPU that this build can use."""
+    """The device with its index. Raises ValueError unless it is the CPU or a GPU that this build can use, which has to
+    be of torch's CUDA."""
     try:
         wanted = torch.device(device)
     except (RuntimeError, TypeError):
@@ -52,7 +54,12 @@ def check_device(device: str | torch.device) -> torch.device:
     if wanted.type != "cuda":
         raise ValueError(f"device is {device!r}, must be 'cpu' or 'cuda'")
     if not hasattr(_C, "CudaGroup"):
-        raise ValueError(f"device is {device!r}, but megatron_ep was built without the CUDA backend (it needs nvcc)")
+        raise ValueError(
+            f"device is {device!r}, but megatron_ep was built without the CUDA backend: install the wheel "
+            f"+cu{cuda_version.major()}, or build it with nvcc"
+        )
+    if foreign := cuda_version.mismatch(_C.build_info()["cuda"]):
+        raise ValueError(f"device is {device!r}, but {foreign}")
     if not torch.cuda.is_available():
         raise ValueError(f"device is {device!r}, but torch {torch.__version__} finds no GPU")
     if wanted.index is not None and wanted.index >= torch.cuda.device_count():

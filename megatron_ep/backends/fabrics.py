@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron_ep.backends import ibgda
+from megatron_ep.diagnosis import cuda_version
 from megatron_ep.errors import EPError
 
 VARIABLE = "MEGATRON_EP_FABRIC"
@@ -99,10 +100,10 @@ def _by_rank(answers: Sequence[str]) -> str:
 
 def load_nvshmem() -> ModuleType:
     """The extension for NVSHMEM with the library that it needs. Raises EPError that says what is missing."""
-    _check_built("nvshmem", "the package nvidia-nvshmem-cu13")
+    _check_built("nvshmem", f"the package {cuda_version.package('nvshmem')}")
     library = _in_wheel("nvidia.nvshmem", NVSHMEM_LIBRARY)
     if library is None:
-        raise EPError("the nvshmem fabric needs the package nvidia-nvshmem-cu13, whose library was not found")
+        raise EPError(_not_found("nvshmem"))
     module = _load("nvshmem", library)
     built, found = module.BUILT_FOR, module.library_version()
     if built[0] != found[0] or built > found:
@@ -117,10 +118,10 @@ def load_nvshmem() -> ModuleType:
 def load_nccl() -> ModuleType:
     """The extension for NCCL's device API with the library that it was built for: the one that torch has loaded, or
     that of the wheel. Raises EPError that says what is missing."""
-    _check_built("nccl", "the package nvidia-nccl-cu13 >= 2.28.7")
+    _check_built("nccl", f"the package {cuda_version.package('nccl')} >= 2.28.7")
     library = _loaded(NCCL_LIBRARY) or _in_wheel("nvidia.nccl", NCCL_LIBRARY)
     if library is None:
-        raise EPError("the nccl fabric needs the package nvidia-nccl-cu13, whose library was not found")
+        raise EPError(_not_found("nccl"))
     module = _load("nccl", library)
     built, found = module.BUILT_FOR, module.library_version()
     if built != found:  # its structures are not the same in every version
@@ -140,6 +141,10 @@ def _check_built(name: str, package: str) -> None:
             f"the {name} fabric was not built: it needs nvcc and {package} at build time "
             "(pip install --no-build-isolation)"
         )
+
+
+def _not_found(name: str) -> str:
+    return f"the {name} fabric needs the package {cuda_version.package(name)}, whose library was not found"
 
 
 def _load(name: str, library: Path) -> ModuleType:
@@ -182,7 +187,8 @@ def report() -> dict[str, str]:
 
     facts = {"p2p": "not built: there was no nvcc"}
     if hasattr(_C, "CudaGroup"):
-        facts["p2p"] = "; ".join(filter(None, ("built", atomics.report())))
+        foreign = cuda_version.mismatch(_C.build_info()["cuda"])
+        facts["p2p"] = foreign or "; ".join(filter(None, ("built", atomics.report())))
     for name, load in NETWORKS.items():
         try:
             load()

@@ -5,7 +5,6 @@ process, so the report is complete when torch or the extension is missing, broke
 """
 
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -17,6 +16,8 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+from megatron_ep.diagnosis import cuda_version
+
 PACKAGE_DIR = Path(__file__).resolve().parents[1]
 PACKAGES = (
     "megatron_ep",
@@ -25,8 +26,7 @@ PACKAGES = (
     "transformer-engine",
     "numpy",
     "triton",
-    "nvidia-nccl-cu13",
-    "nvidia-nvshmem-cu13",
+    *(f"nvidia-{name}-cu{major}" for name in cuda_version.PACKAGES for major in cuda_version.MAJORS),
 )
 MAX_VALUE = 200  # of an environment variable, in characters
 VARIABLES = {
@@ -152,25 +152,13 @@ def _gib(size: int) -> str:
 
 
 def _version(package: str) -> str:
-    """As the package itself says it, where its metadata may say less."""
-    if package == "torch" and (own := _torch_version()):
+    """As the package itself says it: of torch's local part, as in 2.13.0+cu130, the metadata of wheels says nothing."""
+    if package == "torch" and (own := cuda_version.of_torch("__version__")):
         return own
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return (_tree_version() if package == PACKAGE_DIR.name else None) or "not installed"
-
-
-def _torch_version() -> str | None:
-    """torch.__version__, whose local part, as in 2.13.0+cu130, the metadata of wheels from PyPI does not have."""
-    try:
-        spec = importlib.util.find_spec("torch")  # imports nothing
-    except (ImportError, ValueError):
-        return None
-    if spec is None or spec.origin is None:
-        return None
-    found = re.search(r"^__version__ = '([^']+)'", _read(Path(spec.origin).with_name("version.py")) or "", re.MULTILINE)
-    return found[1] if found else None
 
 
 def _tree_version() -> str | None:

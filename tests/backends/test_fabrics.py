@@ -15,6 +15,7 @@ import torch
 import megatron_ep as ep
 from megatron_ep import _C
 from megatron_ep.backends import fabrics, ibgda
+from megatron_ep.diagnosis import cuda_version
 
 NETWORKS = list(fabrics.NETWORKS)
 
@@ -149,14 +150,15 @@ def test_a_library_that_is_loaded_through_a_link(tmp_path: Path) -> None:
     assert fabrics._loaded("libthing.so.28") is None
 
 
+@pytest.mark.parametrize("cuda", ["12.8", "13.0"])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_a_fabric_that_was_not_built(find_spec, name: str) -> None:
+def test_a_fabric_that_was_not_built(find_spec, monkeypatch: pytest.MonkeyPatch, name: str, cuda: str) -> None:
+    monkeypatch.setattr(cuda_version, "of_torch", {"cuda": cuda}.get)
     find_spec(f"megatron_ep._{name}")
-    with pytest.raises(
-        ep.EPError, match=f"{name} fabric was not built: it needs nvcc and the package nvidia-{name}-cu13"
-    ):
+    package = f"nvidia-{name}-cu{cuda[:2]}"
+    with pytest.raises(ep.EPError, match=f"{name} fabric was not built: it needs nvcc and the package {package}"):
         fabrics.NETWORKS[name]()
-    assert f"nvidia-{name}-cu13" in fabrics.report()[name]
+    assert package in fabrics.report()[name]
 
 
 def test_several_machines_need_no_library(find_spec) -> None:
@@ -174,7 +176,7 @@ def test_a_library_that_is_missing(find_spec, monkeypatch: pytest.MonkeyPatch, n
     built(name)
     find_spec(f"nvidia.{name}")
     monkeypatch.setattr(fabrics, "_loaded", lambda library: None)
-    with pytest.raises(ep.EPError, match=f"needs the package nvidia-{name}-cu13, whose library was not found"):
+    with pytest.raises(ep.EPError, match=f"needs the package nvidia-{name}-cu1[23], whose library was not found"):
         fabrics.NETWORKS[name]()
 
 
@@ -298,5 +300,15 @@ def test_a_network_without_ibgda_is_warned_of(
 
 @pytest.mark.skipif(hasattr(_C, "CudaGroup"), reason="this build has the CUDA backend")
 def test_a_build_without_cuda_says_so() -> None:
-    with pytest.raises(ValueError, match=r"built without the CUDA backend \(it needs nvcc\)"):
+    with pytest.raises(ValueError, match=r"built without the CUDA backend: install the wheel \+cu1[23], or build"):
         ep.LocalCluster(1, 2, ep.Config(num_experts=2), device="cuda")
+
+
+def test_an_extension_of_another_cuda_than_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_version, "of_torch", {"cuda": "12.8", "__version__": "2.9.1+cu128"}.get)
+    monkeypatch.setattr(_C, "build_info", lambda: {"cuda": "13.0"})
+    monkeypatch.setattr(_C, "CudaGroup", None, raising=False)
+    said = r"built with CUDA 13.0, but torch 2.9.1\+cu128 with CUDA 12.8: install the wheel \+cu12, or build .* nvcc 12"
+    with pytest.raises(ValueError, match=f"device is 'cuda', but megatron_ep was {said}"):
+        ep.LocalCluster(1, 2, ep.Config(num_experts=2), device="cuda")
+    assert fabrics.report()["p2p"].startswith("megatron_ep was built with CUDA 13.0")

@@ -23,7 +23,7 @@ def lone_package(tmp_path: Path) -> Path:
     """A package that holds nothing but the report."""
     package = tmp_path / "megatron_ep"
     (package / "diagnosis").mkdir(parents=True)
-    for name in ("__init__.py", "env.py", "diagnosis/__init__.py", "diagnosis/env.py"):
+    for name in ("__init__.py", "env.py", "diagnosis/__init__.py", "diagnosis/cuda_version.py", "diagnosis/env.py"):
         shutil.copy(Path(env.__file__).parents[1] / name, package / name)
     return package
 

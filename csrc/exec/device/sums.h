@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "core/dtypes.h"
 #include "exec/device/ptx.h"
@@ -62,7 +63,7 @@ __device__ __forceinline__ uint4 narrow_vector(const Accumulator<T>* sums) {
     static_assert(sizeof(elements) == sizeof(vector));
     if constexpr (sizeof(T) == 2) {  // two at a time
         auto pack = [&](int i) {
-            if constexpr (__is_same(T, BFloat16)) return ptx::pack_bf16(sums[i], sums[i + 1]);
+            if constexpr (std::is_same_v<T, BFloat16>) return ptx::pack_bf16(sums[i], sums[i + 1]);
             return ptx::pack_fp16(sums[i], sums[i + 1]);
         };
         vector = {pack(0), pack(2), pack(4), pack(6)};
