@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ep.diagnosis import cuda_version
+from megatron_ep.diagnosis.advice import advice
 
 PACKAGE_DIR = Path(__file__).resolve().parents[1]
 PACKAGES = (
@@ -53,7 +54,7 @@ Report = dict[str, dict[str, Any]]
 
 def collect() -> Report:
     """Sections of named facts, JSON-serialisable. Raises nothing for what is missing: the value then says so."""
-    return {
+    report = {
         "system": _system(),
         "memory": _memory(),
         "packages": {name: _version(name) for name in PACKAGES},
@@ -61,6 +62,7 @@ def collect() -> Report:
         "extension": _extension(),
         "environment": _environment(),
     }
+    return report | {"to do": advice(report)}
 
 
 def render(report: Report | None = None) -> str:
@@ -74,7 +76,7 @@ def render(report: Report | None = None) -> str:
             lines.append(f"  {name:<{width}}  {first}")
             lines += [" " * (width + 4) + line for line in rest]
         if not facts:
-            lines.append("  -")
+            lines.append("  nothing" if section == "to do" else "  -")
         lines.append("")
     return "\n".join(lines[:-1])
 

@@ -15,7 +15,7 @@ import torch
 
 from megatron_ep.diagnosis import env
 
-SECTIONS = ["system", "memory", "packages", "cuda", "extension", "environment"]
+SECTIONS = ["system", "memory", "packages", "cuda", "extension", "environment", "to do"]
 
 
 @pytest.fixture
@@ -23,7 +23,8 @@ def lone_package(tmp_path: Path) -> Path:
     """A package that holds nothing but the report."""
     package = tmp_path / "megatron_ep"
     (package / "diagnosis").mkdir(parents=True)
-    for name in ("__init__.py", "env.py", "diagnosis/__init__.py", "diagnosis/cuda_version.py", "diagnosis/env.py"):
+    diagnosis = ("__init__.py", "advice.py", "cuda_version.py", "env.py", "tried_versions.py")
+    for name in ("__init__.py", "env.py", *(f"diagnosis/{name}" for name in diagnosis)):
         shutil.copy(Path(env.__file__).parents[1] / name, package / name)
     return package
 
@@ -65,6 +66,8 @@ def test_nothing_installed(lone_package: Path) -> None:
     text = run_env(lone_package)
     assert "No module named 'megatron_ep._C'" in text
     assert text.count("not installed") == len(env.PACKAGES)
+    to_do = text.partition("to do:\n")[2]
+    assert "`pip install torch`" in to_do and "install a wheel for this Python" in to_do
 
 
 def test_from_a_source_tree(lone_package: Path) -> None:

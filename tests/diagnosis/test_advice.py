@@ -1,0 +1,102 @@
+"""What `megatron-ep env` says is to be done: nothing where nothing is missing, else the one thing that is."""
+
+import copy
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ep.diagnosis import advice, cuda_version, env
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
+COMPLETE = {
+    "system": {"network cards": ["mlx5_0 port 1: 28.39, InfiniBand"]},
+    "memory": {"/dev/shm": "503.8 GiB, 503.7 GiB free"},
+    "packages": {"torch": "2.13.0+cu130", "megatron-core": "0.16.1"},
+    "cuda": {
+        "gpus": ["0, NVIDIA H200, 143771 MiB, 580.159.04, 9.0"],
+        "fabrics": {"nvshmem": "the nvshmem fabric was not built", "nccl": "built, loads with /lib/libnccl.so.2"},
+    },
+    "extension": {"imports": True, "build": {"cuda": "13.0", "backends": ["host", "cuda"]}},
+}
+
+
+@pytest.fixture(autouse=True)
+def torch(monkeypatch: pytest.MonkeyPatch):
+    """Call it to let torch have been built with another CUDA."""
+
+    def of(cuda: str | None) -> None:
+        monkeypatch.setattr(cuda_version, "of_torch", {"cuda": cuda, "__version__": "2.13.0"}.get)
+
+    of("13.0")
+    monkeypatch.setattr(cuda_version, "_is_installed", lambda name: False)
+    monkeypatch.setattr(advice, "TRIED", [(PYTHON, "2.13.0", "0.16.1")])
+    return of
+
+
+def told(**changes: object) -> dict[str, str]:
+    """Of the complete machine with these facts instead, named section__fact."""
+    report = copy.deepcopy(COMPLETE)
+    for name, value in changes.items():
+        section, fact = name.split("__")
+        report[section][fact.replace("_", " ")] = value
+    return advice.advice(report)
+
+
+def test_nothing_is_missing() -> None:
+    assert told() == {}
+    assert "to do:\n  nothing" in env.render({"to do": {}})
+
+
+@pytest.mark.parametrize(
+    ("changes", "topic", "words"),
+    [
+        ({"extension__imports": False}, "extension", "install a wheel for this Python"),
+        (
+            {"extension__build": {"cuda": None}},
+            "extension",
+            r"the wheel \+cu13, or build where there is nvcc 13",
+        ),
+        ({"extension__build": {"cuda": "12.4"}}, "extension", "built with CUDA 12.4, but torch 2.13.0 with CUDA 13.0"),
+        ({"cuda__gpus": ["0, NVIDIA H100, 81559 MiB, 550.54.15, 9.0"]}, "driver", "550.54.15 is older .* 580 or later"),
+        ({"cuda__gpus": ["0, Tesla T4, 15360 MiB, 580.1, 7.5"]}, "GPU", "Tesla T4: the kernels need"),
+        ({"cuda__fabrics": {"nvshmem": "not built", "nccl": "not built"}}, "several machines", "nvidia-nvshmem-cu13"),
+        ({"memory__/dev/shm": "0.1 GiB, 0.1 GiB free"}, "/dev/shm", "--ipc host"),
+    ],
+)
+def test_one_thing_is_missing(changes: dict[str, object], topic: str, words: str) -> None:
+    said = told(**changes)
+    assert list(said) == [topic] and re.search(words, said[topic])
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "core", "topic", "words"),
+    [
+        ("2.13.0+cu130", "0.17.1", "megatron-core", f"nobody has run 0.17.1 with torch 2.13.0 on Python {PYTHON}"),
+        ("2.14.0a0+nv26.1", "0.16.1", "megatron-core", "nobody has run 0.16.1 with torch 2.14.0a0"),
+        ("2.13.0+cu130", "not installed", "megatron-core", "pip install"),
+        ("2.13.0+cu130", "0.16.0", "megatron-core", "0.16.0 is not supported: 0.16.1 or later, before 0.20"),
+        ("2.13.0+cu130", "0.20.0", "megatron-core", "not supported"),
+        ("not installed", "0.16.1", "torch", "pip install torch"),
+    ],
+)
+def test_versions(torch_version: str, core: str, topic: str, words: str) -> None:
+    report = copy.deepcopy(COMPLETE)
+    report["packages"] = {"torch": torch_version, "megatron-core": core}
+    said = advice.advice(report)
+    assert list(said) == [topic] and words in said[topic]
+
+
+def test_a_torch_without_cuda_and_packages_of_another(torch, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch(None)
+    assert "knows no CUDA" in told()["torch"]
+    torch("13.0")
+    monkeypatch.setattr(cuda_version, "_is_installed", lambda name: name == "nvidia-nccl-cu12")
+    assert told() == {"packages": "torch has CUDA 13: `pip uninstall nvidia-nccl-cu12`"}
+
+
+def test_the_range_is_that_of_the_extra() -> None:
+    extra = re.search(r'"megatron-core>=([\d.]+),<([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert extra and tuple(tuple(map(int, bound.split("."))) for bound in extra.groups()) == advice.CORES
