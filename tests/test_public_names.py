@@ -2,6 +2,8 @@
 
 import dataclasses
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +17,12 @@ SHARED = {
 
 def public(kind):
     return {name for name in dir(kind) if not name.startswith("_")}
+
+
+def test_the_table_of_stable_names_is_complete():
+    page = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
+    [row] = re.findall(r"^\| names of `megatron_ep` \| (.*) \|$", page, flags=re.MULTILINE)
+    assert sorted(re.findall(r"`(\w+)`", row)) == sorted(ep.__all__)
 
 
 def test_a_buffer_shows_what_users_call():
