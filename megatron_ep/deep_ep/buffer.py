@@ -183,16 +183,8 @@ class Buffer(LowLatencyCalls):
             for name, value in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
                 if value is not None:
                     raise ValueError(f"{name} must not be given with a handle")
-            routes = _normal(handle).routes
-            received, event = run(
-                device_of(x),
-                lambda: transfers.dispatch_again(routes, x),
-                tensors_of(x),
-                previous_event,
-                async_finish,
-                transfers.Received.tensors,
-            )
-            return received.rows, None, None, None, None, event
+            rows, event = _dispatch_again(handle, x, previous_event, async_finish)
+            return rows, None, None, None, None, event
         if num_tokens_per_expert is None:
             raise ValueError("num_tokens_per_expert is None, must be int32 [E] unless a handle is given")
         if (topk_idx is None) != (topk_weights is None):
@@ -271,6 +263,21 @@ class Buffer(LowLatencyCalls):
     def internode_combine(self, *_: Any, **__: Any) -> None:
         """`combine` does it."""
         refuse("internode_combine", "called", "combine reaches ranks of all nodes")
+
+
+def _dispatch_again(
+    handle: NormalHandle, x: Rows, previous_event: EventOverlap | None, async_finish: bool
+) -> tuple[Rows, EventOverlap]:
+    routes = _normal(handle).routes
+    received, event = run(
+        device_of(x),
+        lambda: transfers.dispatch_again(routes, x),
+        tensors_of(x),
+        previous_event,
+        async_finish,
+        transfers.Received.tensors,
+    )
+    return received.rows, event
 
 
 def _normal(handle: NormalHandle) -> NormalHandle:

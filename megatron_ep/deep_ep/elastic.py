@@ -183,23 +183,17 @@ class ElasticBuffer(OverInstances):
 
         Returns rows (and scales), ids, weights, the handle (that of an earlier dispatch itself), the event.
         """
+        has_counts = do_cpu_sync is None or do_cpu_sync
+        alignment = 1 if expert_alignment is None else expert_alignment
         if handle is not None:
             self._check_cached(handle, topk_idx, num_experts, num_max_tokens_per_rank, expert_alignment, do_cpu_sync)
             if cumulative_local_expert_recv_stats is not None:
                 raise ValueError("cumulative_local_expert_recv_stats must not be given with a handle")
             dispatched = self._again(handle, x, topk_weights, not do_expand)
         else:
-            dispatched = self._first(
-                x,
-                topk_idx,
-                topk_weights,
-                num_experts,
-                self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank,
-                1 if expert_alignment is None else expert_alignment,
-                num_sms,
-                is_flat=not do_expand,
-                has_counts=do_cpu_sync is None or do_cpu_sync,
-            )
+            max_tokens = self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank
+            given = (x, topk_idx, topk_weights, num_experts, max_tokens, alignment, num_sms)
+            dispatched = self._first(*given, is_flat=not do_expand, has_counts=has_counts)
         before_end = handle_of(previous_event_before_epilogue)
 
         def call() -> tuple[Received, Routes, torch.Tensor | None]:
@@ -227,10 +221,10 @@ class ElasticBuffer(OverInstances):
                 routes,
                 topk_idx.clone() if do_handle_copy else topk_idx,
                 do_expand=do_expand,
-                expert_alignment=1 if expert_alignment is None else expert_alignment,
+                expert_alignment=alignment,
                 num_max_tokens_per_rank=num_max_tokens_per_rank or self.num_max_tokens_per_rank,
                 num_sms=num_sms or DEFAULT_SMS,
-                has_counts=do_cpu_sync is None or do_cpu_sync,
+                has_counts=has_counts,
             )
         return received.rows, ids, received.weights, handle, event
 

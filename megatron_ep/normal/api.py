@@ -163,10 +163,26 @@ def dispatch(
         out, handle = operators.traced_dispatch(handle, xs, row_scales, weights, clears_end=needs_gradient)
     else:
         out = autograd.differentiable_dispatch(handle, n, row_scales, needs_gradient, *xs, *(weights or ()))
+    return _received_of(
+        group, handle, out, has_weights=weights is not None, has_scales=row_scales is not None, is_traced=is_traced
+    )
+
+
+def _received_of(
+    group: RankGroup,
+    handle: Handle,
+    out: Sequence[torch.Tensor],
+    *,
+    has_weights: bool,
+    has_scales: bool,
+    is_traced: bool,
+) -> Received:
+    """out: of all ranks rows, weights if there are any, and scales likewise."""
+    n = len(group.ranks)
     parts = [list(out[i : i + n]) for i in range(0, len(out), n)]
     one = (lambda items: items) if group.takes_lists else (lambda items: items[0])
-    row_probs = one(parts[1]) if weights is not None else None
-    received_scales = one(parts[-1]) if row_scales is not None else None
+    row_probs = one(parts[1]) if has_weights else None
+    received_scales = one(parts[-1]) if has_scales else None
     # What a graph's replays are to renew it must have captured: nobody may ask before the capture is over.
     if not is_traced and not group.live_backend().is_capturing():
         return _ReceivedLater(one(parts[0]), received_scales, row_probs, handle=handle)

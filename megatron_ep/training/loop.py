@@ -74,8 +74,6 @@ def _initialize_megatron(recipe: Recipe) -> None:
 
 
 def _run(recipe: Recipe, out: Path, resume: bool) -> None:
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     from megatron_ep.training import data, flops
     from megatron_ep.training.checkpoint import Checkpoints
     from megatron_ep.training.dispatch_timer import DispatchTimer
@@ -93,10 +91,7 @@ def _run(recipe: Recipe, out: Path, resume: bool) -> None:
             f"--resume: the run is at step {start}, train.train_iters (--steps) is {recipe.train.train_iters}"
         )
     timer = DispatchTimer(model, recipe.train.device)
-    forward_backward = get_forward_backward_func()
     batch_tokens = recipe.train.global_batch_size * recipe.dataset.seq_length
-    num_microbatches = recipe.train.global_batch_size // (recipe.train.micro_batch_size * recipe.topology.world_size)
-
     log: Any = contextlib.nullcontext()
     parameters = _count_parameters(model)
     operations = flops.of_step(
@@ -109,20 +104,7 @@ def _run(recipe: Recipe, out: Path, resume: bool) -> None:
         for step in range(start, recipe.train.train_iters):
             began, dispatched = time.perf_counter(), timer.seconds
             lr = optimizer.param_groups[0]["lr"]
-            model.zero_grad_buffer()
-            optimizer.zero_grad()
-            losses = forward_backward(
-                forward_step_func=_forward_step,
-                data_iterator=_batches(samples, step, num_microbatches, recipe.train.device),
-                model=model,
-                num_microbatches=num_microbatches,
-                seq_length=recipe.dataset.seq_length,
-                micro_batch_size=recipe.train.micro_batch_size,
-            )
-            ep.raise_if_failed()
-            _, grad_norm, _ = optimizer.step()
-            scheduler.step(increment=1)
-            loss = _mean(torch.stack(losses))
+            loss, grad_norm = _train_step(recipe, model, optimizer, scheduler, samples, step)
             seconds = time.perf_counter() - began
             if dist.get_rank() == 0:
                 log.write(
@@ -132,7 +114,7 @@ def _run(recipe: Recipe, out: Path, resume: bool) -> None:
                         tokens_per_second=batch_tokens / seconds,
                         dispatch_share=(timer.seconds - dispatched) / seconds,
                         lr=lr,
-                        grad_norm=float(grad_norm),
+                        grad_norm=grad_norm,
                         seconds=seconds,
                         tflops=operations / seconds / recipe.topology.world_size / 1e12,
                         memory_gib=_max_memory(recipe.train.device) / 2**30,
@@ -144,6 +126,30 @@ def _run(recipe: Recipe, out: Path, resume: bool) -> None:
                 checkpoints.save(step + 1)
         if dist.get_rank() == 0:
             log.finish()
+
+
+def _train_step(
+    recipe: Recipe, model: Any, optimizer: Any, scheduler: Any, samples: Samples, step: int
+) -> tuple[float, float]:
+    """The loss, a mean over all ranks, and the norm of the gradients."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    train = recipe.train
+    num_microbatches = train.global_batch_size // (train.micro_batch_size * recipe.topology.world_size)
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
+    losses = get_forward_backward_func()(
+        forward_step_func=_forward_step,
+        data_iterator=_batches(samples, step, num_microbatches, train.device),
+        model=model,
+        num_microbatches=num_microbatches,
+        seq_length=recipe.dataset.seq_length,
+        micro_batch_size=train.micro_batch_size,
+    )
+    ep.raise_if_failed()
+    _, grad_norm, _ = optimizer.step()
+    scheduler.step(increment=1)
+    return _mean(torch.stack(losses)), float(grad_norm)
 
 
 class _SlowestPeer:

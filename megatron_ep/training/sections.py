@@ -88,7 +88,7 @@ class Model(Section):
     moe_pad_expert_input_to_capacity: bool = False
 
     @model_validator(mode="after")
-    def _relations(self) -> Model:
+    def _relations_of_routing(self) -> Model:
         experts, topk = self.num_moe_experts, self.moe_router_topk
         groups, group_topk = self.moe_router_num_groups, self.moe_router_group_topk
         require(topk <= experts, f"moe_router_topk {topk} exceeds num_moe_experts {experts}")
@@ -110,6 +110,10 @@ class Model(Section):
             length = len(self.moe_layer_freq)
             require(length == self.num_layers, f"moe_layer_freq has {length} entries, num_layers is {self.num_layers}")
             require(1 in self.moe_layer_freq, "moe_layer_freq has no MoE layer (no 1)")
+        return self
+
+    @model_validator(mode="after")
+    def _relations_of_scores(self) -> Model:
         softmax = self.moe_router_score_function == "softmax"
         require(
             not (softmax and self.moe_router_enable_expert_bias),
@@ -119,7 +123,7 @@ class Model(Section):
             softmax or not self.moe_router_pre_softmax, "moe_router_pre_softmax needs moe_router_score_function softmax"
         )
         require(
-            not softmax or topk > 1 or self.moe_router_pre_softmax,
+            not softmax or self.moe_router_topk > 1 or self.moe_router_pre_softmax,
             "moe_router_topk 1 with moe_router_score_function softmax needs moe_router_pre_softmax: "
             "the softmax of a single score is 1",
         )
@@ -132,6 +136,10 @@ class Model(Section):
             f"moe_router_load_balancing_type {self.moe_router_load_balancing_type} with moe_aux_loss_coeff "
             f"{self.moe_aux_loss_coeff}: neither does anything without the other",
         )
+        return self
+
+    @model_validator(mode="after")
+    def _relations_of_layers(self) -> Model:
         full = self.recompute_granularity == "full"
         for name in ("recompute_method", "recompute_num_layers"):
             require((getattr(self, name) is not None) == full, f"{name} belongs to recompute_granularity full")
