@@ -1,5 +1,5 @@
 # Every target does the set-up that it needs, once, in .venv. "make demo" and "make test" work on a fresh machine that has
-# g++ >= 12 and Python >= 3.10 with its headers and venv. PYTHON=python3.12 picks another interpreter, and
+# g++ >= 12 and Python >= 3.10 with its headers and venv. PYTHON=python3.12 takes another interpreter, and
 # TORCH="torch --index-url https://download.pytorch.org/whl/cpu" another build of torch than pip's default.
 
 PYTHON ?= python3

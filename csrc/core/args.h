@@ -109,8 +109,8 @@ struct DispatchArgs : TransferArgs {
     char* recv_x;         // [max_rows, payload_bytes]
     char* recv_scales;    // [max_rows, scale_bytes]
     char* recv_weights;   // [max_rows, weight_bytes]; flat: [max_rows, K, weight_bytes]
-    // The exchange writes a row of another rank to its first output row only. The local pass writes
-    // the other output rows, and this rank's own rows.
+    // The exchange writes a row of another rank to its first output row only. The intra-rank pass
+    // writes the other output rows, and this rank's own rows.
     bool has_intra_rank_pass = false;
     bool clears_end = true;        // rows behind those of the last expert, too
     bool has_all_weights = false;  // flat: those of other ranks' experts, too, instead of 0
@@ -150,11 +150,11 @@ struct CombineArgs : TransferArgs {
     // [max_rows], Accumulator of x's type: what each row of x is multiplied by before it is summed;
     // null: nothing. Unlike `weights`, which only travel, they never leave the rank.
     const void* row_weights = nullptr;
-    // [max_received, payload_bytes]: sums over this rank's experts, made by the local pass, of the
-    // rows that arrived here (see ExpertRows). Null: there is no local pass.
+    // [max_received, payload_bytes]: sums over this rank's experts, made by the intra-rank pass, of
+    // the rows that arrived here (see ExpertRows). Null: there is no intra-rank pass.
     char* sums = nullptr;
-    // Warps of the local pass that share the rows of one source rank and channel: row i is warp
-    // i % sum_warps's.
+    // Warps of the intra-rank pass that share the rows of one source rank and channel: row i is
+    // warp i % sum_warps's.
     int sum_warps = 1;
     // [T, payload_bytes], added to the sums, first; null: none. K and their number are at most 32.
     const char* bias[2] = {nullptr, nullptr};

@@ -14,10 +14,10 @@ namespace ep {
 //     -> sender_coordinator -> network ring -> combine_receiver (sums the nodes)
 //
 // Without staging where the fabric maps the rail. Those for a token of this very rank pass through
-// no ring: combine_receiver sums them itself, or waits until the local pass has. A ring belongs to
-// one source rank and channel here too, so a full ring towards one node never holds up the rows of
-// another. All sums run over k in the order of the token's experts: a rank, or a node, takes the
-// place of its last expert.
+// no ring: combine_receiver sums them itself, or waits until the intra-rank pass has. A ring
+// belongs to one source rank and channel here too, so a full ring towards one node never holds up
+// the rows of another. All sums run over k in the order of the token's experts: a rank, or a node,
+// takes the place of its last expert.
 
 // How many of its rows, of those that arrived here from a rank on a channel, a warp of the local
 // pass has been through, and in which call: one number. After 2^33 calls it begins anew.

@@ -115,7 +115,7 @@ EP_FN void find_flat_row(W& warp, const DispatchArgs& args, const Header<W>& hea
 }
 
 // Computes the output rows of an arrived row, notes them for combine, and stores its weights there.
-// first_only: the caller copies the row to the first of them, the local pass to the others.
+// first_only: the caller copies the row to the first of them, the intra-rank pass to the others.
 template <WarpLike W>
 EP_FN void find_output_rows(W& warp, const DispatchArgs& args, const Header<W>& header,
                             int source_rank, int64_t received, bool first_only,
@@ -208,8 +208,8 @@ EP_FN void write_own_rows(W& warp, const DispatchArgs& args, int channel) {
 struct CountsThere {};
 
 // Own tokens for ranks of this node: straight into their NVLink rings, and those for this rank to
-// their output rows, unless the local pass does that. A ring needs no counts, an output row does:
-// rows for this rank that come before the counts are written at the end.
+// their output rows, unless the intra-rank pass does that. A ring needs no counts, an output row
+// does: rows for this rank that come before the counts are written at the end.
 template <WarpLike W, FabricLike<W> F, class Counts = CountsThere>
 EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel,
                       Counts&& counts = {}) {

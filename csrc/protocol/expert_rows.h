@@ -63,7 +63,7 @@ struct ExpertRows {
     // Whether the sum is one of the rows as it is.
     EP_FN bool is_one_row() const { return !kWeighted && lanes && !(lanes & (lanes - 1)); }
 
-    // Where the sum lies, of any rows, once the local pass has made it.
+    // Where the sum lies, of any rows, once the intra-rank pass has made it.
     EP_FN const char* summed(W& warp, const CombineArgs& args, int64_t received) const {
         if (is_one_row()) return static_cast<const char*>(warp.broadcast(row, lowest_lane(lanes)));
         return args.sums + received * args.format.payload_bytes;

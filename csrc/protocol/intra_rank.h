@@ -8,8 +8,8 @@
 
 namespace ep {
 
-// The local pass: intra-rank permute and reduce. Copies and sums inside one rank, which wait for no
-// other rank, so launches of their own can do them with more warps than exchange rows:
+// The intra-rank pass: intra-rank permute and reduce. Copies and sums inside one rank, which wait
+// for no other rank, so launches of their own can do them with more warps than exchange rows:
 //   during dispatch's exchange   writes this rank's own rows to their output rows
 //   after it                     copies rows of other ranks from their first output row to the
 //                                others, and clears output rows that no token fills

@@ -14,7 +14,7 @@ struct OutCursor {
     uint64_t slot_bytes;
     uint64_t end;      // what `next` will be at the end of this call
     uint64_t written;  // network rings of dispatch: slots filled, the coordinator knows of `next`
-    // By each warp of combine's local pass, of its rows for that rank: see sums_of_call.
+    // By each warp of combine's intra-rank pass, of its rows for that rank: see sums_of_call.
     uint64_t summed[CombineArgs::kMaxSumWarps];
 };
 static_assert(sizeof(OutCursor) <= Heap::kLine);

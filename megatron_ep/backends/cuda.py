@@ -79,8 +79,8 @@ def num_sms(config: Config, device: torch.device, local_ranks: int) -> int:
     return max(1, min(DEFAULT_SMS, torch.cuda.get_device_properties(device).multi_processor_count // local_ranks))
 
 
-# Dispatch leaves second and further output rows to the local pass where n SMs cannot store all of a row's copies in the
-# time in which NVLink moves it: if its stores (one in the ring, one for each output row) are at least
+# Dispatch leaves second and further output rows to the intra-rank pass where n SMs cannot store all of a row's copies
+# in the time in which NVLink moves it: if its stores (one in the ring, one for each output row) are at least
 #     n * (bytes/s that an SM stores) / (bytes/s of a GPU's links) = n * 50 GB/s / 330 GB/s = 0.15 * n   (H200).
 # With n = 24 that is 3.6 stores. Drawn evenly, K = 8 comes to 3.2 on four GPUs, and to 5.0 on two, which need the pass.
 MIN_STORES_PER_SM = 0.15
@@ -109,8 +109,8 @@ class CudaBackend(OfGroup):
     sms: that the exchange runs on.
     """
 
-    # Bytes that the local pass must save: with 32 MiB (T = 450 at H = 7168, K = 8 on two H200) dispatch and combine
-    # together take as long with it as without.
+    # Bytes that the intra-rank pass must save: with 32 MiB (T = 450 at H = 7168, K = 8 on two H200) dispatch and
+    # combine together take as long with it as without.
     min_local_bytes = 32 << 20
     host_knows_counts = False
 

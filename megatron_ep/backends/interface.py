@@ -80,7 +80,7 @@ class Backend(HasMemory, Protocol):
     @property
     def min_stores(self) -> float:
         """Stores of a row that arrives, in a ring and in its output rows: from so many on dispatch leaves some to the
-        local pass."""
+        intra-rank pass."""
         ...
 
     @property

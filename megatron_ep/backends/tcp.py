@@ -1,6 +1,6 @@
 """The network of the host: ranks on different machines, connected by TCP, a connection a pair.
 
-Each rank listens on one address, on a port that the system picks, as long as the others connect. What it takes from a
+Each rank listens on one address, on a port that the system chooses, as long as the others connect. What it takes from a
 stranger is 32 bytes, for five seconds, and not from many at a time.
 """
 
@@ -113,7 +113,7 @@ def _segments_sent(descriptor: int) -> tuple[int, int]:
 
 
 def listen(address: str | None = None) -> socket.socket:
-    """On a port that the system picks. address: None: `own_address`. Raises ValueError for an address in the
+    """On a port that the system chooses. address: None: `own_address`. Raises ValueError for an address in the
     environment that is none of this machine."""
     address = address or own_address()
     family = socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     for path, keys in ((options.before, before.keys() - after.keys()), (options.after, after.keys() - before.keys())):
         for key in sorted(keys):
             print(f"only in {path}: {', '.join(key)}")
-    slower = sum(verdict(*pair) == "SLOWER" for pair in rows)
+    slower = sum(change(*pair) == "SLOWER" for pair in rows)
     print(f"{slower} of {len(rows)} slower")
     return int(slower > 0)
 
@@ -52,7 +52,7 @@ def read(path: Path) -> tuple[Any, dict[tuple[str, ...], Record]]:
         raise ValueError(f"{path} is no file of a benchmark's --json ({type(error).__name__}: {error})") from error
 
 
-def verdict(before: Record, after: Record) -> str:
+def change(before: Record, after: Record) -> str:
     """SLOWER, faster, or nothing when it may be noise."""
 
     def outside(seconds: float, run: Record) -> bool:
@@ -70,5 +70,5 @@ COLUMNS: dict[str, Callable[[Pair], str]] = {
     "before ms": lambda pair: milliseconds("seconds")(pair[0]),
     "after": lambda pair: milliseconds("seconds")(pair[1]),
     "ratio": lambda pair: f"{pair[1]['seconds'] / pair[0]['seconds']:.2f}",
-    "beyond noise": lambda pair: verdict(*pair),
+    "beyond noise": lambda pair: change(*pair),
 }

@@ -83,7 +83,7 @@ def make_plan(
         f"memory of a handle, T = {num_tokens}, K = {topk}": {
             **{name: _megabytes(size) for name, size in tables.items()},
             "handle": _megabytes(sum(tables.values())),
-            "besides, in a combine: sums of its local pass, at most": _megabytes(sums),
+            "besides, in a combine: sums of its intra-rank pass, at most": _megabytes(sums),
         },
     }
 

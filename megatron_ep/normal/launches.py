@@ -19,9 +19,10 @@ from megatron_ep.normal.handle import CountsToAskFor, Handle
 
 # Rows after which an NVLink ring's flag is published even if nobody waits for it.
 NVL_BATCH = 8
-# The largest ratio of the memory that combine's local pass takes (a sum for each row that may arrive) to the bytes that
-# it saves the exchange from reading. Drawn evenly, K = 8 experts come to 1.9 on 8 ranks, to 4.3 on 16 and to 8.7 on 32.
-# With expert_capacity W * T rows may arrive, and on many ranks few of them have several output rows: far more than 5.
+# The largest ratio of the memory that combine's intra-rank pass takes (a sum for each row that may arrive) to the bytes
+# that it saves the exchange from reading. Drawn evenly, K = 8 experts come to 1.9 on 8 ranks, to 4.3 on 16 and to 8.7
+# on 32. With expert_capacity W * T rows may arrive, and on many ranks few of them have several output rows: far more
+# than 5.
 MAX_SUM_BYTES = 5
 # Of a handle's layout: read from a name of the extension it would break torch.compile's graph.
 OVERFLOW = int(_C.Heap.overflow_offset)
@@ -54,7 +55,7 @@ def format_of(
     weights: Sequence[torch.Tensor] | None,
 ) -> _C.RowFormat:
     """How rows of these tensors travel. Raises ValueError when a ring cannot hold even one."""
-    row, least_bytes = _row_format(
+    row, min_bytes = _row_format(
         x.shape[1] * x.element_size(),
         scales[0].shape[1] * scales[0].element_size() if scales is not None else 0,
         weights[0].element_size() if weights is not None else 0,
@@ -62,9 +63,9 @@ def format_of(
         PAYLOAD_TYPES[x.dtype],
     )
     for name, ring_bytes in group.ring_bytes.items():
-        if ring_bytes < least_bytes:
+        if ring_bytes < min_bytes:
             given = getattr(group.config.tuning, name) or ring_bytes  # that of the heap is rounded up
-            raise ValueError(f"Tuning.{name} is {given}, must be at least {least_bytes} for {x.shape[1]} x {x.dtype}")
+            raise ValueError(f"Tuning.{name} is {given}, must be at least {min_bytes} for {x.shape[1]} x {x.dtype}")
     return row
 
 
@@ -298,7 +299,7 @@ def _refuse_ids(group: RankGroup, rank: int, topk_idx: torch.Tensor, a_bad_token
 
 
 def _saved_bytes(world_size: int, topk: int, rows: int, row_bytes: int) -> float:
-    """Of rows with several output rows on a rank, which a local pass copies or sums once.
+    """Of rows with several output rows on a rank, which an intra-rank pass copies or sums once.
 
     With experts drawn evenly, K of them lie on W * (1 - (1 - 1 / W)^K) ranks.
     """
@@ -312,7 +313,7 @@ def arrivals_of(world_size: int, topk: int) -> float:
 
 
 def sum_bytes_of(world_size: int, topk: int, rows: int, arrivals: int, row_bytes: int) -> int:
-    """What combine takes for the sums of its local pass, for so many rows of experts, of as many tokens at most; 0
+    """What combine takes for the sums of its intra-rank pass, for so many rows of experts, of as many tokens at most; 0
     where that is too much: then there is no such pass."""
     size = arrivals * row_bytes
     return size if size <= MAX_SUM_BYTES * _saved_bytes(world_size, topk, rows, row_bytes) else 0

@@ -25,7 +25,7 @@ from megatron_ep.config import require_int
 MAX_RANKS = 1 << 13  # q_rows and kv_rows have W^2 entries
 MAX_ROWS = (1 << 31) - 1  # of a document, and on a rank: tables are int32
 
-Places = TypeVar("Places", int, torch.Tensor)  # of rows in a document
+Position = TypeVar("Position", int, torch.Tensor)  # of a row in a document
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ def shards_of_distca(plan: Iterable[Iterable[Any]]) -> list[Shard]:
     ]
 
 
-def causal_pairs(first: Places, end: Places) -> Places:
+def causal_pairs(first: Position, end: Position) -> Position:
     """(query, key) pairs of the queries from place `first` to before `end` of a document."""
     return (end - first) * (first + end + 1) // 2
 

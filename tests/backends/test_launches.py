@@ -79,7 +79,7 @@ def backend_of(timeout: float | None):
     return cuda.CudaBackend(group, None, DEVICE, 4, timeout), group
 
 
-def test_a_launch_that_does_not_end_is_told_to_whoever_waits(stream: Stream) -> None:
+def test_a_launch_that_does_not_end_is_told_to_those_who_wait(stream: Stream) -> None:
     backend, group = backend_of(TIMEOUT)
     backend.launch(lambda number: None)
     stream.reached = 1  # it has begun
@@ -192,7 +192,7 @@ def test_counts_of_an_exchange_that_failed_stay_until_the_gpu_is_idle(stream: St
     assert last() is None
 
 
-def test_a_replay_that_does_not_end_is_told_to_whoever_waits(stream: Stream) -> None:
+def test_a_replay_that_does_not_end_is_told_to_those_who_wait(stream: Stream) -> None:
     """Nothing records it, but the GPU counts the call as begun."""
     backend, group = backend_of(TIMEOUT)
     with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):

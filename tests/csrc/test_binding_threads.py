@@ -54,7 +54,7 @@ def test_two_threads_do_not_launch_at_once(gated) -> None:
     assert not gated.gave_up()
 
 
-def test_a_wait_for_counts_calls_whoever_watches(gated) -> None:
+def test_a_wait_for_counts_calls_those_who_watch(gated) -> None:
     counts = {"index_bytes": 4, "expert_alignment": 1, "expert_capacity": 0, "allows_repeats": False}
     settings = {"topk": 1, **counts, "stream": 0}
     group = gated.Group()

@@ -43,7 +43,7 @@ class Grid {
         return all;
     }
 
-    // A launch of the local pass.
+    // A launch of the intra-rank pass.
     template <class J>
     void launch_spread(void (*kernel)(J), J joint) {
         joint.blocks_per_rank = case_.pick(1, 2);
@@ -62,7 +62,7 @@ class Grid {
         check_reports();
     }
 
-    // The same with one of the local pass beside it.
+    // The same with one of the intra-rank pass beside it.
     template <class J>
     void launch_beside(void (*kernel)(J), const J& joint, void (*local)(J)) {
         J side = joint;

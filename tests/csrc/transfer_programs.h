@@ -53,8 +53,8 @@ struct TransferProgram {
     // One rank's part of a dispatch or combine.
     struct Part {
         std::vector<char> x, scales, weights, row_weights;
-        std::vector<char> out, out_scales, out_weights;                 // combine: y, y_weights
-        std::vector<char> sums;                                         // combine, of a local pass
+        std::vector<char> out, out_scales, out_weights;  // combine: y, y_weights
+        std::vector<char> sums;                          // combine, of an intra-rank pass
         std::vector<char> expected, expected_scales, expected_weights;  // of these
         DispatchArgs dispatch{};
         CombineArgs combine{};

@@ -24,7 +24,7 @@ int main() {
                 if (number > 1)
                     EXPECT(ep::summed_in_call(call, ep::sums_of_call(before, rows)) == 0);
             }
-            // where no local pass has ever been
+            // where no intra-rank pass has ever been
             EXPECT(ep::summed_in_call(call, 0) == 0);
         }
     }

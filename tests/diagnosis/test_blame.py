@@ -262,13 +262,13 @@ def test_a_rank_in_another_kind_of_call():
     assert blame.root(0, statuses, alive) == "rank 1 is in call 5 and does not go on"
 
 
-def test_an_ended_process_is_to_blame_whoever_else_is_late():
+def test_an_ended_process_is_to_blame_even_if_others_are_late():
     statuses = [status(0, 4, 5, "notify", [waits(1, "notify")]), status(1, 3, 5), status(2, 3, 5)]
     says = blame.root(0, statuses, {2: "has ended"}.get)
     assert says == "rank 2 has not entered notify 4 (it finished 3); the process of rank 2 has ended"
 
 
-def test_whoever_ended_because_of_the_failure_is_not_to_blame():
+def test_a_process_that_ended_because_of_the_failure_is_not_to_blame():
     waiting = [waits(1, outcome="aborted")]
     statuses = [
         status(0, 3, 5, "transfer", waiting),

@@ -1,4 +1,4 @@
-"""Sequences on a GPU: the bits of the specification, whatever the topology, with and without the local pass."""
+"""Sequences on a GPU: the bits of the specification, whatever the topology, with and without the intra-rank pass."""
 
 from dataclasses import replace
 

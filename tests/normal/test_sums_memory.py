@@ -1,4 +1,4 @@
-"""What combine's local pass takes for its sums is bounded by what it saves, and the bits do not depend on it."""
+"""What combine's intra-rank pass takes for its sums is bounded by what it saves, and the bits do not depend on it."""
 
 import itertools
 from unittest import mock

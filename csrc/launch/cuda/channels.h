@@ -35,10 +35,10 @@ inline int cuda_channels(const Topology& topology, int sms, int local_ranks) {
     return std::min(channels, std::max(kMinChannels, kRingsInCache / rings));
 }
 
-// Warps of combine's local pass that share the sums of one source rank and channel. With several
-// nodes there are few channels, and one warp would hold up the exchange. Within one node there are
-// more channels, and with two warps the sums run so far ahead of the exchange that they leave the
-// cache before they are read.
+// Warps of combine's intra-rank pass that share the sums of one source rank and channel. With
+// several nodes there are few channels, and one warp would hold up the exchange. Within one node
+// there are more channels, and with two warps the sums run so far ahead of the exchange that they
+// leave the cache before they are read.
 inline int sum_warps(const Topology& topology) {
     return topology.nodes > 1 ? CombineArgs::kMaxSumWarps : 1;
 }

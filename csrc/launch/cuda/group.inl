@@ -269,7 +269,8 @@ void CudaGroup<P>::fused_dispatch(const std::vector<FusedDispatchArgs>& args, Cu
     const auto passes = [](const DispatchArgs& a) { return has_intra_rank_pass(a); };
     const Topology& topology = heap_.topology;
     if constexpr (P::kMergesNotify) {
-        // The local pass, beside the exchange, and network roles begin when the counts are there.
+        // The intra-rank pass, beside the exchange, and network roles begin when the counts are
+        // there.
         if (topology.nodes == 1 && topology.world() > 1 &&
             std::none_of(args.begin(), args.end(), passes)) {
             const DeviceGuard guard(device_);
