@@ -413,11 +413,12 @@ struct TransferProgram {
         const RankState* state = &states[rank];
         const auto fabric = std::make_shared<Fabric>(topology, rank, heaps, network);
         auto adder = [&](std::vector<RoleTask>& roles) {
-            return [=, &roles](Role role, int channel, auto body) {
-                roles.push_back({nullptr, [=](Executor& executor) {
-                                     Warp warp(executor, *state, role, channel);
-                                     body(warp, *fabric);
-                                 }});
+            return [=, &roles](int channel, auto body) {
+                roles.push_back(
+                    {nullptr, [=](Executor& executor) {
+                         body([&](Role role) { return Warp(executor, *state, role, channel); },
+                              *fabric);
+                     }});
             };
         };
         auto& [roles, behind] = launches;

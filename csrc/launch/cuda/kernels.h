@@ -4,9 +4,7 @@
 #include "exec/device/device_warp.h"
 #include "exec/device/shared_memory.h"
 #include "launch/cuda/joint.h"
-#include "protocol/combine_receiver.h"
-#include "protocol/coordinators.h"
-#include "protocol/dispatch.h"
+#include "launch/run_role.h"
 #include "protocol/intra_rank.h"
 #include "protocol/layout.h"
 #include "protocol/notify.h"
@@ -197,36 +195,22 @@ __device__ __forceinline__ bool begins(const J& joint, const Place<J>& place, co
     return false;
 }
 
-template <class F>
-__device__ __forceinline__ void run_dispatch_role(const DeviceRank& rank, BulkBuffers& buffers,
-                                                  F& fabric, const DispatchArgs& args,
-                                                  const DispatchRoles& roles, int channel,
-                                                  int role) {
-    auto warp = [&](Role name) { return DeviceWarp(rank, args.call, name, channel, buffers); };
-    const int rdma_warps = roles.rdma_warps, nodes = roles.nodes_per_rdma_warp();
-    if (role == 0) {
-        DeviceWarp w = warp(Role::NvlSender);
-        nvl_sender(w, fabric, args, channel);
-    } else if ((role -= 1) < roles.peer_warps) {
-        DeviceWarp w = warp(Role::Receiver);
-        const int share = roles.ranks_per_peer_warp();
-        receiver(w, fabric, args, channel, role * share, share);
-    } else if ((role -= roles.peer_warps) < rdma_warps) {
-        DeviceWarp w = warp(Role::RdmaSender);
-        rdma_sender(w, fabric, args, channel, role * nodes, nodes);
-    } else if ((role -= rdma_warps) < rdma_warps) {
-        DeviceWarp w = warp(Role::Forwarder);
-        forwarder(w, fabric, args, channel, role * nodes, nodes);
-    } else if ((role -= rdma_warps) < roles.coordinators()) {
-        DeviceWarp w = warp(Role::SenderCoordinator);
-        sender_coordinator(w, fabric, args, RailCounts{args.layout, args.node(), false}, channel,
-                           32 * role);
-    } else {
-        DeviceWarp w = warp(Role::ForwarderCoordinator);
-        forwarder_coordinator(w, fabric, args, RailCounts{args.layout, args.node(), false}, channel,
-                              32 * (role - roles.coordinators()));
+// For launch/run_role.h: what runs the roles of a warp.
+class WarpOf {
+  public:
+    __device__ __forceinline__ WarpOf(const DeviceRank& rank, uint64_t call, int channel,
+                                      BulkBuffers& buffers)
+        : rank_(rank), call_(call), channel_(channel), buffers_(buffers) {}
+    __device__ __forceinline__ DeviceWarp operator()(Role role) const {
+        return DeviceWarp(rank_, call_, role, channel_, buffers_);
     }
-}
+
+  private:
+    const DeviceRank& rank_;
+    uint64_t call_;
+    int channel_;
+    BulkBuffers& buffers_;
+};
 
 template <class J>
 __device__ __forceinline__ void run_dispatch(const J& joint, const Place<J>& place) {
@@ -238,7 +222,9 @@ __device__ __forceinline__ void run_dispatch(const J& joint, const Place<J>& pla
     if (!begins(joint, place, args, number)) return;
     typename J::Fabric fabric(joint.fabric, args.rank);
     BulkBuffers& buffers = bulk_buffers();
-    run_dispatch_role(rank, buffers, fabric, args, joint.roles, number / warps, number % warps);
+    const int channel = number / warps;
+    run_dispatch_role(WarpOf(rank, args.call, channel, buffers), fabric, args, joint.roles, channel,
+                      number % warps);
     if (has_intra_rank_pass(args)) return;
     DeviceWarp warp(rank, args.call, Role::Launch, 0, buffers);
     clear_unfilled(warp, args, number, warps * args.layout.channels);
@@ -308,33 +294,6 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     });
 }
 
-template <class T, bool kWeighted, class F>
-__device__ __forceinline__ void run_combine_role(const DeviceRank& rank, BulkBuffers& buffers,
-                                                 F& fabric, const CombineArgs& args,
-                                                 const CombineRoles& roles, int channel, int role) {
-    auto warp = [&](Role name) { return DeviceWarp(rank, args.call, name, channel, buffers); };
-    const int rdma_warps = roles.rdma_warps, nodes = roles.nodes_per_rdma_warp();
-    if (role < roles.self_warps) {
-        DeviceWarp w = warp(Role::CombineReceiver);
-        combine_receiver<T, kWeighted>(w, fabric, args, channel, role, roles.self_warps);
-    } else if ((role -= roles.self_warps) < roles.peer_warps) {
-        DeviceWarp w = warp(Role::CombineNvlSender);
-        const int share = roles.ranks_per_peer_warp();
-        combine_nvl_sender<T, kWeighted>(w, fabric, args, channel, role * share, share);
-    } else if ((role -= roles.peer_warps) < rdma_warps) {
-        DeviceWarp w = warp(Role::CombineForwarder);
-        combine_forwarder<T>(w, fabric, args, channel, role * nodes, nodes);
-    } else if ((role -= rdma_warps) < roles.coordinators()) {
-        DeviceWarp w = warp(Role::SenderCoordinator);
-        sender_coordinator(w, fabric, args, RailCounts{args.layout, args.node(), true}, channel,
-                           32 * role);
-    } else {
-        DeviceWarp w = warp(Role::ForwarderCoordinator);
-        forwarder_coordinator(w, fabric, args, RailCounts{args.layout, args.node(), true}, channel,
-                              32 * (role - roles.coordinators()));
-    }
-}
-
 template <class T, bool kWeighted, class J>
 __device__ __forceinline__ void run_combine(const J& joint, const Place<J>& place) {
     const CombineArgs& args = joint.args[place.index];
@@ -343,8 +302,10 @@ __device__ __forceinline__ void run_combine(const J& joint, const Place<J>& plac
                                     joint.blocks_per_rank, warp_of_block());
     if (!begins(joint, place, args, number)) return;
     typename J::Fabric fabric(joint.fabric, args.rank);
-    run_combine_role<T, kWeighted>(joint.ranks[place.index], bulk_buffers(), fabric, args,
-                                   joint.roles, number / warps, number % warps);
+    const int channel = number / warps;
+    run_combine_role<T, kWeighted>(
+        WarpOf(joint.ranks[place.index], args.call, channel, bulk_buffers()), fabric, args,
+        joint.roles, channel, number % warps);
 }
 
 template <class T, bool kWeighted, class J>

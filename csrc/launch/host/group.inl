@@ -11,10 +11,13 @@ namespace ep {
 // Makes each role a task of the rank at `index`.
 template <class Warp>
 auto HostGroup::adder(Tasks& tasks_of_rank, size_t index) {
-    return [this, &tasks = tasks_of_rank[index], index](Role role, int channel, auto body) {
+    return [this, &tasks = tasks_of_rank[index], index](int channel, auto body) {
         tasks.push_back({&states_[index], [=, this](Executor& executor) {
-                             Warp warp(executor, states_[index], role, channel);
-                             std::visit([&](auto& fabric) { body(warp, fabric); }, fabrics_[index]);
+                             auto warp_of = [&](Role role) {
+                                 return Warp(executor, states_[index], role, channel);
+                             };
+                             std::visit([&](auto& fabric) { body(warp_of, fabric); },
+                                        fabrics_[index]);
                          }});
     };
 }
