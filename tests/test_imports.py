@@ -22,17 +22,18 @@ FLOORS = [
     {"bench", "training"},
     {"deep_ep", "megatron"},
     {"megatron_ep"},
-    {"env", "low_latency", "overlap", "sequences"},
+    {"env", "low_latency", "overlap", "sequences", "simulate"},
     {"buffer", "router"},
     {"normal"},
     {"group"},
     {"backends", "float8"},
     {"config", "diagnosis", "errors", "reference"},
-    {"_C"},
+    {"_C", "_simulate"},
 ]
 FLOOR = {home: number for number, packages in enumerate(FLOORS) for home in packages}
 MAY_IMPORT_MEGATRON_CORE = {"megatron", "training"}
 MAX_TOP_FILES = 12
+EXTENSIONS = {"_C", "_simulate"}
 
 
 def read_imports(package):
@@ -71,7 +72,11 @@ def _private_imports(path, package):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == package.name:
             for alias in node.names:
-                if alias.name.startswith("_") and alias.name != "_C" and _package(node.module) != _package(name):
+                if (
+                    alias.name.startswith("_")
+                    and alias.name not in EXTENSIONS
+                    and _package(node.module) != _package(name)
+                ):
                     yield f"{name} imports the private name {alias.name} of {node.module}"
 
 
@@ -97,7 +102,7 @@ def _imported(path, name, modules):
                 origin = ".".join([*parents, *origin.split(".")] if origin else parents)
             for alias in node.names:
                 full = f"{origin}.{alias.name}"
-                yield full if full in modules or alias.name == "_C" else origin
+                yield full if full in modules or alias.name in EXTENSIONS else origin
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
             yield from (argument.value for argument in node.args if isinstance(argument, ast.Constant))
 

@@ -9,7 +9,6 @@
 namespace py = pybind11;
 
 namespace ep {
-namespace {
 
 const char* name(Role role) {
     switch (role) {
@@ -46,6 +45,8 @@ const char* name(Role role) {
     }
     return "?";
 }
+
+namespace {
 
 const char* name(Wait wait) {
     switch (wait) {

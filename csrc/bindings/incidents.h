@@ -11,6 +11,7 @@
 namespace ep {
 
 // How incidents are shown to users.
+const char* name(Role role);
 const char* name(Outcome outcome);
 const char* name_of_wait(uint64_t wait);
 pybind11::dict describe(const Incident& incident);

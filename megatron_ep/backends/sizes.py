@@ -37,7 +37,7 @@ def gpu_channels(topology: Topology, config: Config, sms: int, local_ranks: int 
 def gpu_heap(topology: Topology, config: Config, sms: int, local_ranks: int = 1) -> _C.Heap:
     """The heap of a rank on a GPU; see `gpu_channels`."""
     channels = gpu_channels(topology, config, sms, local_ranks)
-    slot = _slot_bytes(config)
+    slot = slot_bytes(config)
     rdma_rows = MAX_RDMA_ROWS if local_ranks == 1 else SHARED_GPU_RDMA_ROWS
     rings = 2 * channels * (topology.nodes - 1)  # one to stage and one to receive
     while rdma_rows > MIN_RDMA_ROWS and rings * rdma_rows * slot > RDMA_BYTES:
@@ -47,13 +47,13 @@ def gpu_heap(topology: Topology, config: Config, sms: int, local_ranks: int = 1)
 
 def host_heap(topology: Topology, config: Config) -> _C.Heap:
     """The heap of a rank on the host."""
-    least = NVL_ROWS * _slot_bytes(config)
+    least = NVL_ROWS * slot_bytes(config)
     return _heap(
         topology, config, config.tuning.channels or 1, max(HOST_NVL_RING_BYTES, least), max(HOST_RDMA_RING_BYTES, least)
     )
 
 
-def _slot_bytes(config: Config) -> int:
+def slot_bytes(config: Config) -> int:
     """Of the largest row, with as much beside it as there can be: 16 KiB, unless it is given and larger."""
     row = _C.RowFormat(
         payload_bytes=config.row_bytes or 0, scale_bytes=0, weight_bytes=8, topk=MAX_TOPK, payload_type=0

@@ -322,15 +322,25 @@ def sum_bytes_of(world_size: int, topk: int, rows: int, arrivals: int, row_bytes
 def _has_intra_rank_pass(group: RankGroup, rank: RankHandle, row: _C.RowFormat, min_stores: float = 0.0) -> bool:
     """Whether arrived rows with several output rows are copied, or summed, by launches of their own; of a
     plan's, whether those are copied so that stay on their rank.
-
-    A row that arrives is stored in a ring and in each of its output rows.
     """
+    least = group.live_backend().min_local_bytes
     if rank.own_rows is not None:
-        return rank.own_rows * row.payload_bytes >= group.live_backend().min_local_bytes
+        return rank.own_rows * row.payload_bytes >= least
     if group.config.tuning.local_pass is not None:
         return group.config.tuning.local_pass
-    world, topk = group.topology.world_size, row.topk
-    saved = _saved_bytes(world, topk, rank.rows, row.payload_bytes)
+    return pays_intra_rank_pass(group.topology, row.topk, rank.rows, row.payload_bytes, least, min_stores)
+
+
+def pays_intra_rank_pass(
+    topology: Topology, topk: int, rows: int, row_bytes: int, min_bytes: float, min_stores: float = 0.0
+) -> bool:
+    """Whether it saves time to copy, or to sum, by launches of their own those of so many rows that arrive together.
+
+    A row that arrives is stored in a ring and in each of its output rows.
+
+    min_bytes: that must be saved.
+    min_stores: of a row, which would be too many for the exchange.
+    """
     # between nodes the exchange has other rows to store, too
-    too_many_stores = group.topology.nodes > 1 or 1 + 1 / arrivals_of(world, topk) >= min_stores
-    return saved >= group.live_backend().min_local_bytes and too_many_stores
+    too_many_stores = topology.nodes > 1 or 1 + 1 / arrivals_of(topology.world_size, topk) >= min_stores
+    return _saved_bytes(topology.world_size, topk, rows, row_bytes) >= min_bytes and too_many_stores

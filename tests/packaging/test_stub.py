@@ -1,12 +1,12 @@
-"""megatron_ep/_C.pyi says what the compiled module has: the same names, with parameters of the same names."""
+"""The stubs say what the compiled modules have: the same names, with parameters of the same names."""
 
 import ast
 import re
 from pathlib import Path
 
-from megatron_ep import _C
+from megatron_ep import _C, _simulate
 
-STUB = Path(_C.__file__).parent / "_C.pyi"
+FOLDER = Path(_C.__file__).parent
 WITH_CUDA = {
     "DeviceMemory",
     "CudaGroup",
@@ -77,8 +77,12 @@ def compiled(owner):
 
 
 def test_the_stub_is_that_of_the_module():
-    expected = declared(ast.parse(STUB.read_text()).body, {})
+    expected = declared(ast.parse((FOLDER / "_C.pyi").read_text()).body, {})
     assert expected.keys() >= WITH_CUDA
     if not hasattr(_C, "CudaGroup"):
         expected = {name: value for name, value in expected.items() if name not in WITH_CUDA}
     assert compiled(_C) == expected
+
+
+def test_the_stub_is_that_of_the_simulator():
+    assert compiled(_simulate) == declared(ast.parse((FOLDER / "_simulate.pyi").read_text()).body, {})

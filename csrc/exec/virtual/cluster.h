@@ -1,0 +1,82 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "exec/virtual/clock.h"
+#include "exec/virtual/machine.h"
+
+namespace ep {
+
+// What several share: one after the other, in the order in which they come.
+struct Server {
+    double free = 0, busy = 0;
+
+    // When it is done with what takes so long and comes then.
+    double use(double time, double lasts) {
+        free = std::max(free, time) + lasts;
+        busy += lasts;
+        return free;
+    }
+};
+
+struct VirtualGpu {
+    std::vector<Server> sms;
+    Server memory, link_out, link_in, card_out, card_in;
+};
+
+// Rows need not have all of their bytes to take their time: what they have, and what they stand
+// for.
+struct RowSize {
+    size_t payload = 1, scales = 0;
+    double real_payload = 1, real_scales = 0, real_slot = 1;
+
+    double real(size_t bytes) const {
+        if (scales && bytes == scales) return real_scales;
+        const double part = static_cast<double>(std::min(bytes, payload)) * real_payload /
+                            static_cast<double>(payload);
+        return scales && bytes >= payload + scales ? part + real_scales : part;
+    }
+};
+
+// The ranks that are simulated: their GPUs and heaps.
+struct VirtualCluster {
+    Machine machine;
+    VirtualClock clock;
+    std::vector<VirtualGpu> gpus;
+    std::vector<char*> heaps;  // of each rank, in ascending order
+    size_t heap_bytes;
+    RowSize row;
+    bool sums_rows = false;  // else a sum is a copy of its first row: nobody reads it
+    double timeout = kNever;
+    uint64_t call = 0;
+    uint64_t rows_moved = 0;  // copies and sums, so far
+
+    VirtualCluster(const Machine& of, std::vector<char*> memory, size_t bytes, uint64_t seed = 0)
+        : machine(of),
+          clock(seed),
+          gpus(memory.size()),
+          heaps(std::move(memory)),
+          heap_bytes(bytes) {
+        reset_servers();
+    }
+
+    // Which rank's heap that is in; -1: none's.
+    int owner_of(const void* address) const {
+        const auto* byte = static_cast<const char*>(address);
+        const auto after = std::upper_bound(heaps.begin(), heaps.end(), byte);
+        if (after == heaps.begin() || byte >= *(after - 1) + heap_bytes) return -1;
+        return static_cast<int>(after - heaps.begin()) - 1;
+    }
+    ControlBlock& control(int rank) const { return *reinterpret_cast<ControlBlock*>(heaps[rank]); }
+
+    void reset_servers() {
+        for (VirtualGpu& gpu : gpus) {
+            gpu = {};
+            gpu.sms.resize(machine.sms);
+        }
+    }
+};
+
+}  // namespace ep

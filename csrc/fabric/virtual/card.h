@@ -1,0 +1,63 @@
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "exec/virtual/cluster.h"
+
+namespace ep {
+
+// The network cards of a cluster, one for each GPU. What is posted to one queue pair leaves and
+// arrives in order; queue pairs take turns, or the card serves what comes first.
+class VirtualCards {
+  public:
+    // What happens to a card that is not like the others.
+    struct Faults {
+        int slow_rank = -1;
+        double slow_speed = 1;  // of its bandwidth
+        int lossy_rank = -1;
+        uint64_t lost_signal = 0;  // the so-many-th of that rank's never arrives; 0: none
+    };
+
+    VirtualCards(VirtualCluster& cluster, const Faults& faults);
+
+    struct Message {
+        int to;
+        int queue_pair;
+        double bytes;
+        uint64_t* flag;  // that it adds to when it is there, or null
+        uint64_t add;
+    };
+    // By a fiber: from then on.
+    void post(VirtualFiber& fiber, const Message& message);
+
+    static constexpr double kFlagBytes = 64;
+
+    // Flags among them.
+    double bytes_sent() const { return bytes_sent_; }
+    uint64_t flags() const { return flags_; }
+    uint64_t messages() const { return messages_; }
+
+  private:
+    struct Card {
+        VirtualCards* cards;
+        int rank;
+        bool is_busy = false;
+        std::map<int, std::deque<Message>> queue_pairs;
+        std::deque<int> turns;
+        uint64_t signals = 0;
+    };
+    void serve(Card& card, double time);
+    double speed(int rank) const;
+
+    VirtualCluster& cluster_;
+    Faults faults_;
+    std::vector<Card> cards_;
+    double bytes_sent_ = 0;
+    uint64_t messages_ = 0, flags_ = 0;
+};
+
+}  // namespace ep

@@ -1,0 +1,164 @@
+#pragma once
+
+#include <cstring>
+
+#include "core/heap.h"
+#include "core/row.h"
+#include "core/topology.h"
+#include "exec/virtual/virtual_warp.h"
+#include "fabric/fabric.h"
+#include "fabric/virtual/card.h"
+
+namespace ep {
+
+// What a fabric of the normal mode needs to know of the heap when only `simulated` of its nodes
+// are there.
+struct NodeImages {
+    int simulated;
+    Heap heap;
+    RowFormat format;
+};
+
+// In virtual time: stores within a node, between nodes stores too (kMapped), or network cards.
+//
+// Of N nodes the first M may stand for all, where M divides N: node n is the image of node n mod M,
+// and does what that one does, with all nodes shifted alike. What a node puts to an image goes to
+// the node that it is an image of, as if it came from where the image sees it come from: into that
+// ring, with experts shifted as well. That permutes rings and nodes. How many rows each carries, in
+// which order and with which credit stays exactly as with all nodes.
+template <bool kMapped>
+class VirtualFabric {
+  public:
+    static constexpr bool kMapsRail = kMapped;
+    static constexpr bool kOrdersWarps = kMapped;
+
+    // charges_loads: what a lane reads of its own heap takes time (see VirtualWarp::lanes).
+    VirtualFabric(VirtualCluster& cluster, VirtualCards& cards, int rank, const NodeImages& images,
+                  bool charges_loads = false)
+        : cluster_(cluster),
+          cards_(cards),
+          images_(images),
+          topology_(images.heap.topology),
+          rank_(rank),
+          charges_loads_(charges_loads) {}
+
+    template <class T>
+    T* own(size_t offset) const {
+        if (charges_loads_) VirtualWarp::note_load();
+        return reinterpret_cast<T*>(cluster_.heaps[rank_] + offset);
+    }
+    template <class T>
+    T* network(size_t offset) const {
+        return own<T>(offset);
+    }
+    template <class T>
+    T* peer(int local, size_t offset) const {
+        return at<T>(topology_.rank(topology_.node_of(rank_), local), offset);
+    }
+    template <class T>
+    T* rail(int node, size_t offset) const
+        requires kMapped
+    {
+        return at<T>(topology_.rank(node, topology_.local_of(rank_)), offset);
+    }
+    template <class W>
+    uint64_t acquire_signal(int, size_t flag) const {
+        return W::template acquire<Scope::System>(
+            reinterpret_cast<uint64_t*>(cluster_.heaps[rank_] + flag));
+    }
+
+    template <class W>
+    void put(W& warp, int channel, int node, size_t dst, size_t src, size_t bytes) {
+        if constexpr (kMapped) {
+            warp.template copy<CacheHint::Keep>(rail<char>(node, dst), own<char>(src), bytes);
+        } else {
+            warp.finish_writes();
+            const Image image = image_of(node);
+            const Heap& heap = images_.heap;
+            const bool is_rows = dst >= heap.rdma_data(0, 0, 1);
+            char* to = memory(image) + dst +
+                       (is_rows ? image.rings * static_cast<long>(heap.rdma_ring_bytes)
+                                : image.shift * static_cast<long>(heap.node_block_bytes()));
+            std::memcpy(to, own<char>(src), bytes);
+            if (is_rows && image.node != node) shift_experts(to, bytes, image.node - node);
+            const auto rows = static_cast<double>(bytes / images_.format.slot_bytes());
+            post(warp, channel, image.node, node,
+                 is_rows ? rows * cluster_.row.real_slot : static_cast<double>(bytes));
+        }
+    }
+    template <class W>
+    void put_signal(W& warp, int channel, int node, size_t flag, uint64_t from, uint64_t to) {
+        if constexpr (kMapped) {
+            warp.template publish<Scope::System>(rail<uint64_t>(node, flag), to);
+        } else {
+            warp.finish_writes();
+            post_flag(warp, channel, node, flag, to - from);
+        }
+    }
+    template <class W>
+    void put_credit(W& warp, int channel, int node, size_t flag, uint64_t from, uint64_t to) {
+        if constexpr (kMapped) {
+            warp.template credit<Scope::System>(rail<uint64_t>(node, flag), to);
+        } else {
+            post_flag(warp, channel, node, flag, to - from);
+        }
+    }
+
+  private:
+    // The node that stands for another one; by how many nodes, and rings, the source is shifted
+    // there.
+    struct Image {
+        int node;
+        long shift, rings;
+    };
+    Image image_of(int node) const {
+        const int from = topology_.node_of(rank_), nodes = topology_.nodes;
+        const int to = node % images_.simulated;
+        const int seen_from = ((to - (node - from)) % nodes + nodes) % nodes;
+        const auto ring = [](int source, int owner) { return source - (source > owner); };
+        return {to, seen_from - from, ring(seen_from, to) - ring(from, node)};
+    }
+
+    template <class T>
+    T* at(int rank, size_t offset) const {
+        return reinterpret_cast<T*>(cluster_.heaps[rank] + offset);
+    }
+    char* memory(const Image& image) const {
+        return cluster_.heaps[topology_.rank(image.node, topology_.local_of(rank_))];
+    }
+
+    void shift_experts(char* rows, size_t bytes, int nodes) const {
+        const int all = images_.heap.num_experts, by = nodes * (all / topology_.nodes);
+        for (size_t row = 0; row < bytes; row += images_.format.slot_bytes()) {
+            auto* experts = reinterpret_cast<int32_t*>(rows + row + images_.format.experts());
+            for (int k = 0; k < images_.format.topk; ++k) {
+                if (experts[k] >= 0) experts[k] = ((experts[k] + by) % all + all) % all;
+            }
+        }
+    }
+
+    template <class W>
+    void post_flag(W& warp, int channel, int node, size_t flag, uint64_t add) {
+        const Image image = image_of(node);
+        char* there = memory(image) + flag + image.shift * static_cast<long>(Heap::kLine);
+        post(warp, channel, image.node, node, VirtualCards::kFlagBytes,
+             reinterpret_cast<uint64_t*>(there), add);
+    }
+    template <class W>
+    void post(W& warp, int channel, int to_node, int node, double bytes, uint64_t* flag = nullptr,
+              uint64_t add = 0) {
+        const int to = topology_.rank(to_node, topology_.local_of(rank_));
+        cards_.post(warp.fiber(), {to, channel * topology_.nodes + node, bytes, flag, add});
+    }
+
+    VirtualCluster& cluster_;
+    VirtualCards& cards_;
+    const NodeImages& images_;
+    Topology topology_;
+    int rank_;
+    bool charges_loads_;
+};
+static_assert(FabricLike<VirtualFabric<false>, VirtualWarp> &&
+              FabricLike<VirtualFabric<true>, VirtualWarp>);
+
+}  // namespace ep

@@ -1,0 +1,531 @@
+#include "launch/virtual/transfers.h"
+
+#include <algorithm>
+#include <deque>
+#include <stdexcept>
+
+#include "fabric/virtual/virtual_fabric.h"
+#include "launch/cuda/channels.h"
+#include "launch/run_role.h"
+#include "protocol/intra_rank.h"
+#include "protocol/layout.h"
+#include "protocol/notify.h"
+
+namespace ep {
+namespace {
+
+// A row has so many bytes and takes the time of a real one: nothing of the roles depends on them.
+constexpr int kPayloadBytes = 16, kScaleBytes = 4, kWeightBytes = 4;
+
+// What the tensors of one rank's call are.
+struct Share {
+    std::vector<int32_t> layout, dst_rows, rail_experts;
+    std::vector<int64_t> counts;
+    std::vector<char> x, rows, sums, y, scales, row_scales;
+    std::vector<float> weights, row_weights, y_weights;
+    uint64_t meetings = 0;  // of notify's warps
+};
+
+int warps_of_blocks(int blocks) { return blocks * kBlockWarps; }
+
+}  // namespace
+
+struct VirtualTransfers::State {
+    VirtualSettings settings;
+    Topology topology;
+    int ranks;  // that are simulated
+    NodeImages images;
+    Segment memory;
+    VirtualCluster cluster;
+    VirtualCards cards;
+    std::vector<Share> shares;
+    std::vector<NotifyArgs> notify;
+    std::vector<DispatchArgs> dispatch;
+    std::vector<CombineArgs> combine;
+    uint64_t calls = 0;
+
+    static RowFormat format_of(const VirtualSettings& s) {
+        return {kPayloadBytes, s.scale_bytes > 0 ? kScaleBytes : 0, kWeightBytes, s.topk};
+    }
+    // With slots that are as much larger as those of real rows: rings hold fewer of them.
+    static RowFormat combine_format_of(const VirtualSettings& s) {
+        const RowFormat dispatch = format_of(s);
+        const size_t slot = dispatch.slot_bytes() * s.slot_ratio;
+        return {static_cast<int>(slot - dispatch.payload()), 0, kWeightBytes, s.topk};
+    }
+    static Heap heap_of(const VirtualSettings& s) {
+        const size_t slot = format_of(s).slot_bytes();
+        return {s.topology, s.num_experts, s.channels, s.nvl_rows * slot, s.rdma_rows * slot};
+    }
+    static int ranks_of(const VirtualSettings& s) {
+        return s.simulated_nodes * s.topology.ranks_per_node;
+    }
+    static std::vector<char*> heaps_in(const Segment& memory, size_t bytes, int ranks) {
+        std::vector<char*> heaps;
+        for (int rank = 0; rank < ranks; ++rank) heaps.push_back(memory.data() + rank * bytes);
+        return heaps;
+    }
+
+    State(const Machine& machine, const VirtualSettings& s)
+        : settings(s),
+          topology(s.topology),
+          ranks(ranks_of(s)),
+          images{s.simulated_nodes, heap_of(s), format_of(s)},
+          memory(Segment::anonymous(images.heap.bytes() * ranks)),
+          cluster(machine, heaps_in(memory, images.heap.bytes(), ranks), images.heap.bytes(),
+                  s.seed),
+          cards(cluster, s.faults),
+          shares(ranks) {
+        cluster.timeout = s.timeout;
+    }
+
+    // Before a phase that moves such rows.
+    void takes_rows(const RowFormat& format, double payload_bytes, double scale_bytes,
+                    double slot_bytes) {
+        images.format = format;
+        cluster.row = {static_cast<size_t>(format.payload_bytes),
+                       static_cast<size_t>(format.scale_bytes), payload_bytes, scale_bytes,
+                       slot_bytes};
+    }
+
+    // f(fabric) over the fabric of a rank.
+    template <class F>
+    void with_fabric(int rank, bool charges_loads, F&& f) {
+        if (settings.maps_rail || topology.nodes == 1) {
+            VirtualFabric<true> fabric(cluster, cards, rank, images, charges_loads);
+            f(fabric);
+        } else {
+            VirtualFabric<false> fabric(cluster, cards, rank, images, charges_loads);
+            f(fabric);
+        }
+    }
+};
+
+namespace {
+
+// The fibers of a phase, and what came of them.
+class Phase {
+  public:
+    using Body = std::function<void(VirtualFiber&)>;
+
+    Phase(VirtualCluster& cluster, const VirtualSettings& settings, VirtualCards& cards, int ranks)
+        : cluster_(cluster), settings_(settings), cards_(cards), ranks_(ranks) {
+        cluster.reset_servers();
+    }
+
+    void add(int rank, int sm, Body body) {
+        VirtualFiber& fiber = fibers_.emplace_back();
+        fiber.rank = rank;
+        fiber.sm = sm;
+        fiber.time =
+            cluster_.machine.launch + (rank == settings_.late_rank ? settings_.late_by : 0);
+        if (rank == settings_.traced_rank) fiber.spans = &spans_.emplace_back();
+        cluster_.clock.spawn(fiber, [body = std::move(body), &fiber] { body(fiber); });
+    }
+
+    VirtualPhase run(const VirtualTransfers::Look& look, uint64_t expected) {
+        const uint64_t rows = cluster_.rows_moved, switches = cluster_.clock.switches(),
+                       happened = cluster_.clock.happened(), messages = cards_.messages();
+        const double sent = cards_.bytes_sent();
+        const uint64_t flags = cards_.flags();
+        cluster_.clock.run([&] {
+            if (look) look(std::min(cluster_.rows_moved - rows, expected), expected);
+        });
+        VirtualPhase phase;
+        phase.ends.resize(ranks_);
+        for (const VirtualFiber& fiber : fibers_) {
+            phase.ends[fiber.rank] = std::max(phase.ends[fiber.rank], fiber.time);
+            VirtualPhase::OfRole& role = phase.roles[static_cast<int>(fiber.role)];
+            ++role.warps;
+            role.time += fiber.time;
+            role.copied += fiber.copied;
+            for (int wait = 0; wait < kWaits; ++wait) role.waited[wait] += fiber.waited[wait];
+            if (fiber.spans)
+                phase.tracks.push_back({fiber.role, fiber.channel, fiber.sm, fiber.begun,
+                                        fiber.time, std::move(*fiber.spans)});
+        }
+        const double end = *std::max_element(phase.ends.begin(), phase.ends.end());
+        const auto busiest = [&](double& share, double busy) {
+            share = std::max(share, busy / end);
+        };
+        for (const VirtualGpu& gpu : cluster_.gpus) {
+            double sms = 0;
+            for (int sm = 0; sm < settings_.num_sms; ++sm) sms += gpu.sms[sm].busy;
+            busiest(phase.sm, sms / settings_.num_sms);
+            busiest(phase.memory, gpu.memory.busy);
+            busiest(phase.link_out, gpu.link_out.busy);
+            busiest(phase.link_in, gpu.link_in.busy);
+            busiest(phase.card, std::max(gpu.card_out.busy, gpu.card_in.busy));
+        }
+        phase.bytes_sent = cards_.bytes_sent() - sent;
+        phase.row_bytes = phase.bytes_sent -
+                          VirtualCards::kFlagBytes * static_cast<double>(cards_.flags() - flags);
+        phase.messages = cards_.messages() - messages;
+        phase.happened = cluster_.clock.happened() - happened;
+        phase.switches = cluster_.clock.switches() - switches;
+        return phase;
+    }
+
+  private:
+    VirtualCluster& cluster_;
+    const VirtualSettings& settings_;
+    VirtualCards& cards_;
+    int ranks_;
+    std::deque<VirtualFiber> fibers_;
+    std::deque<std::vector<WaitSpan>> spans_;
+};
+
+// One launch behind another on each rank.
+void append(VirtualPhase& phase, const VirtualPhase& behind, double between) {
+    for (size_t rank = 0; rank < phase.ends.size(); ++rank) {
+        const double shift = phase.ends[rank] + between;
+        phase.ends[rank] = shift + behind.ends[rank];
+    }
+    for (int role = 0; role < kRoles; ++role) {
+        VirtualPhase::OfRole& all = phase.roles[role];
+        const VirtualPhase::OfRole& more = behind.roles[role];
+        all.warps += more.warps;
+        all.time += more.time;
+        all.copied += more.copied;
+        for (int wait = 0; wait < kWaits; ++wait) all.waited[wait] += more.waited[wait];
+    }
+    phase.happened += behind.happened;
+    phase.switches += behind.switches;
+}
+
+// Each warp of the blocks of a launch.
+template <class F>
+void for_warps(int blocks, F&& f) {
+    for (int block = 0; block < blocks; ++block) {
+        for (int warp = 0; warp < kBlockWarps; ++warp) f(block, warp);
+    }
+}
+
+// Those of a launch of the exchange: each has a role of a channel.
+template <class Roles, class F>
+void for_roles(const Roles& roles, int channels, int sms, F&& f) {
+    const int all = roles.warps() * channels, blocks = std::min(sms, all);
+    for_warps(blocks, [&](int block, int warp) {
+        const int number = role_of_warp(all, block, blocks, warp);
+        if (number >= 0) f(block, number, all);
+    });
+}
+
+}  // namespace
+
+VirtualTransfers::VirtualTransfers(const Machine& machine, const VirtualSettings& settings,
+                                   std::vector<const int32_t*> topk_idx)
+    : state_(std::make_unique<State>(machine, settings)) {
+    State& s = *state_;
+    if (topk_idx.size() != static_cast<size_t>(s.ranks))
+        throw std::invalid_argument("topk_idx: one of each simulated rank");
+    const int warps = settings.num_sms * kBlockWarps / settings.channels;
+    if (!fits(roles_for<DispatchRoles>(s.topology, warps), warps))
+        throw std::invalid_argument("num_sms is " + std::to_string(settings.num_sms) +
+                                    ", too few for " + std::to_string(settings.channels) +
+                                    " channels");
+    for (int rank = 0; rank < s.ranks; ++rank) {
+        Share& share = s.shares[rank];
+        Layout layout(s.topology, settings.num_tokens, settings.topk, settings.num_experts,
+                      settings.channels, nullptr);
+        share.layout.resize(layout.size());
+        layout.data = share.layout.data();
+        share.counts.resize(2 * layout.local_experts());
+        s.notify.push_back({rank, s.images.heap, layout, topk_idx[rank], sizeof(int32_t), 1, 0, 0,
+                            share.counts.data()});
+    }
+}
+
+VirtualTransfers::~VirtualTransfers() = default;
+
+int VirtualTransfers::simulated_ranks() const { return state_->ranks; }
+const ControlBlock& VirtualTransfers::control(int rank) const {
+    return state_->cluster.control(rank);
+}
+const Layout::Totals& VirtualTransfers::totals(int rank) const {
+    return state_->notify[rank].layout.totals();
+}
+uint64_t VirtualTransfers::rail_rows() const {
+    uint64_t rows = 0;
+    for (const NotifyArgs& args : state_->notify) rows += args.layout.totals().rail_rows;
+    return rows;
+}
+uint64_t VirtualTransfers::peer_rows() const {
+    uint64_t rows = 0;
+    for (const NotifyArgs& args : state_->notify) {
+        rows += args.layout.totals().received_rows;
+        for (int channel = 0; channel < args.layout.channels; ++channel)
+            rows -= args.layout.received(channel, args.rank);
+    }
+    return rows;
+}
+
+// As notify_kernel does it: each step needs the one before on all channels.
+VirtualPhase VirtualTransfers::notify(const Look& look) {
+    State& s = *state_;
+    Phase phase(s.cluster, s.settings, s.cards, s.ranks);
+    s.dispatch.clear();
+    const int channels = s.settings.channels;
+    const int blocks = std::min(ceil_div(channels + 1, kBlockWarps), s.settings.num_sms);
+    const int warps = warps_of_blocks(blocks);
+    const int roles = num_exchange_roles(s.topology);
+    const int exchangers = std::min(roles, (warps + 1) / 2);
+    for (int rank = 0; rank < s.ranks; ++rank) {
+        NotifyArgs& args = s.notify[rank];
+        ++args.epoch;
+        uint64_t* meetings = &s.shares[rank].meetings;
+        const auto meet = [meetings, warps](VirtualWarp& warp) {
+            const uint64_t before = warp.arrive<Scope::Rank>(meetings);
+            const uint64_t all = (before / warps + 1) * warps;
+            warp.wait_all(Wait::None, 1, [&](int) {
+                return WaitCondition{VirtualWarp::acquire<Scope::Rank>(meetings), all, -1};
+            });
+        };
+        const auto body = [&s, &args, meet, warps, exchangers, roles](VirtualFiber& fiber,
+                                                                      int number) {
+            VirtualWarp warp(s.cluster, fiber, Role::Notify, 0);
+            if (number == 0) {
+                args.layout.totals() = {};
+                mark_unknown(warp, args);
+            }
+            for (int channel = number; channel < args.layout.channels; channel += warps) {
+                if (const int bad = count_channel(warp, args, channel))
+                    args.layout.totals().bad_token = bad;
+            }
+            meet(warp);
+            for (int expert = number; expert < args.layout.num_experts; expert += warps)
+                sum_channels(warp, args, expert, 1);
+            meet(warp);
+            if (args.layout.totals().bad_token) return;
+            for (int channel = number - exchangers;
+                 number >= exchangers && channel < args.layout.channels;
+                 channel += warps - exchangers)
+                index_channel(warp, args, channel);
+            s.with_fabric(args.rank, true, [&](auto& fabric) {
+                for (int role = number; number < exchangers && role < roles; role += exchangers) {
+                    if (!run_exchange_role(warp, fabric, args, role)) return;
+                }
+            });
+        };
+        for_warps(blocks, [&](int block, int warp) {
+            const int number = block * kBlockWarps + warp;
+            phase.add(rank, block, [body, number](VirtualFiber& fiber) { body(fiber, number); });
+        });
+    }
+    const VirtualPhase done = phase.run(look, 0);
+    for (const NotifyArgs& args : s.notify) {
+        if (const int bad = args.layout.totals().bad_token)
+            throw std::invalid_argument("topk_idx of rank " + std::to_string(args.rank) +
+                                        ", token " + std::to_string(bad - 1) +
+                                        ": experts must be different, in [-1, E)");
+    }
+
+    // The tensors of the calls that follow.
+    s.combine.clear();
+    for (int rank = 0; rank < s.ranks; ++rank) {
+        Share& share = s.shares[rank];
+        const VirtualSettings& v = s.settings;
+        const Layout::Totals& totals = s.notify[rank].layout.totals();
+        const size_t tokens = v.num_tokens, rows = totals.expert_rows;
+        share.dst_rows.resize(static_cast<size_t>(totals.received_rows) * v.topk);
+        share.rail_experts.resize(static_cast<size_t>(totals.rail_rows) * v.topk);
+        const RowFormat back = State::combine_format_of(v);
+        share.x.resize(tokens * kPayloadBytes);
+        share.scales.resize(tokens * kScaleBytes);
+        share.y.resize(tokens * back.payload_bytes);
+        share.weights.resize(tokens * v.topk);
+        share.y_weights.resize(share.weights.size());
+        share.rows.resize(rows * std::max(kPayloadBytes, back.payload_bytes));
+        share.row_scales.resize(rows * kScaleBytes);
+        share.row_weights.resize(rows);
+        share.sums.resize(static_cast<size_t>(totals.received_rows) * back.payload_bytes);
+        const auto bytes = [](auto& of) { return reinterpret_cast<char*>(of.data()); };
+        const TransferArgs args{rank,
+                                s.images.heap,
+                                s.notify[rank].layout,
+                                s.images.format,
+                                0,
+                                v.nvl_batch,
+                                v.rdma_chunk,
+                                share.dst_rows.data(),
+                                share.rail_experts.data(),
+                                totals.received_rows,
+                                totals.rail_rows,
+                                totals.expert_rows};
+        s.dispatch.push_back({args, bytes(share.x), bytes(share.scales), bytes(share.weights),
+                              bytes(share.rows), bytes(share.row_scales),
+                              bytes(share.row_weights)});
+        s.dispatch.back().fills_tables = true;
+        s.dispatch.back().has_intra_rank_pass = v.permutes_apart;
+        s.combine.push_back({args, bytes(share.rows), bytes(share.row_weights), bytes(share.y),
+                             bytes(share.y_weights)});
+        s.combine.back().format = back;
+        s.combine.back().is_combine = true;
+        s.combine.back().sums = v.sums_apart ? share.sums.data() : nullptr;
+        s.combine.back().sum_warps = sum_warps(s.topology);
+    }
+    return done;
+}
+
+namespace {
+
+// The SMs that an exchange leaves free, and whether they are enough for the local pass.
+struct SideSms {
+    int first, count;
+    bool beside;
+
+    SideSms(int all, int busy)
+        : first(3 * (all - busy) >= all ? busy : 0),
+          count(all - first),
+          beside(first > 0 || busy == 0) {}
+};
+
+}  // namespace
+
+VirtualPhase VirtualTransfers::dispatch(const Look& look) {
+    State& s = *state_;
+    if (s.dispatch.empty()) throw std::logic_error("notify comes first");
+    s.cluster.call = ++s.calls;
+    s.takes_rows(State::format_of(s.settings), s.settings.payload_bytes, s.settings.scale_bytes,
+                 s.settings.slot_bytes);
+    const int channels = s.settings.channels, sms = s.settings.num_sms;
+    const auto roles = roles_for<DispatchRoles>(s.topology, sms * kBlockWarps / channels);
+    const SideSms side(s.cluster.machine.sms, sms);
+    uint64_t expected = 0;
+    for (const DispatchArgs& args : s.dispatch) {
+        const Layout::Totals& totals = args.layout.totals();
+        expected += s.settings.num_tokens + totals.received_rows + 2 * totals.rail_rows;
+    }
+    const auto add_own_rows = [&](Phase& phase, int first_sm, int count) {
+        for (const DispatchArgs& args : s.dispatch) {
+            for_warps(count, [&](int block, int warp) {
+                const int first = block + warp * count, warps = count * kBlockWarps;
+                if (first >= channels) return;
+                phase.add(args.rank, first_sm + block, [&s, &args, first, warps](auto& fiber) {
+                    VirtualWarp warp(s.cluster, fiber, Role::Launch, 0);
+                    for (int c = first; c < args.layout.channels; c += warps)
+                        write_own_rows(warp, args, c);
+                });
+            });
+        }
+    };
+
+    Phase exchange(s.cluster, s.settings, s.cards, s.ranks);
+    for (DispatchArgs& args : s.dispatch) {
+        args.call = s.calls;
+        for_roles(roles, channels, sms, [&](int block, int number, int all) {
+            exchange.add(args.rank, block, [&s, &args, roles, number, all](VirtualFiber& fiber) {
+                const int channel = number / roles.warps();
+                auto warp_of = [&](Role role) {
+                    return VirtualWarp(s.cluster, fiber, role, channel);
+                };
+                s.with_fabric(args.rank, false, [&](auto& fabric) {
+                    run_dispatch_role(warp_of, fabric, args, roles, channel,
+                                      number % roles.warps());
+                });
+                if (has_intra_rank_pass(args)) return;
+                VirtualWarp warp(s.cluster, fiber, fiber.role, channel);
+                clear_unfilled(warp, args, number, all);
+            });
+        });
+    }
+    const bool passes = s.settings.permutes_apart;
+    if (passes && side.beside) add_own_rows(exchange, side.first, side.count);
+    VirtualPhase done = exchange.run(look, expected);
+    if (passes) {
+        if (!side.beside) {
+            Phase own(s.cluster, s.settings, s.cards, s.ranks);
+            add_own_rows(own, 0, side.count);
+            append(done, own.run({}, 0), 0);
+        }
+        Phase permute(s.cluster, s.settings, s.cards, s.ranks);
+        const int all = s.cluster.machine.sms, warps = warps_of_blocks(all);
+        for (const DispatchArgs& args : s.dispatch) {
+            for_warps(all, [&](int block, int warp) {
+                const int part = block * kBlockWarps + warp;
+                permute.add(args.rank, block, [&s, &args, part, warps](VirtualFiber& fiber) {
+                    VirtualWarp warp(s.cluster, fiber, Role::Launch, 0);
+                    copy_to_other_output_rows(warp, args, part, warps);
+                    clear_unfilled(warp, args, part, warps);
+                });
+            });
+        }
+        append(done, permute.run({}, 0), side.beside ? s.cluster.machine.join : 0);
+    }
+    for (DispatchArgs& args : s.dispatch) args.fills_tables = false;
+    return done;
+}
+
+VirtualPhase VirtualTransfers::combine(const Look& look) {
+    State& s = *state_;
+    if (s.dispatch.empty() || s.dispatch.front().fills_tables)
+        throw std::logic_error("a dispatch comes first");
+    s.cluster.call = ++s.calls;
+    s.takes_rows(State::combine_format_of(s.settings), s.settings.combine_bytes, 0,
+                 s.settings.combine_slot_bytes);
+    const int channels = s.settings.channels, sms = s.settings.num_sms;
+    const int world = s.topology.world();
+    const auto roles = roles_for<CombineRoles>(s.topology, sms * kBlockWarps / channels,
+                                               s.combine.front().max_receivers());
+    const SideSms side(s.cluster.machine.sms, sms);
+    uint64_t expected = 0;
+    for (const CombineArgs& args : s.combine) {
+        const Layout::Totals& totals = args.layout.totals();
+        expected += s.settings.num_tokens + totals.received_rows + totals.rail_rows;
+    }
+    const bool passes = s.settings.sums_apart;
+    const auto add_sums = [&](Phase& phase) {
+        for (const CombineArgs& args : s.combine) {
+            const int pieces = channels * world * args.sum_warps;
+            for_warps(side.count, [&](int block, int warp) {
+                const int first = block + warp * side.count, warps = side.count * kBlockWarps;
+                if (first >= pieces) return;
+                phase.add(args.rank, side.first + block, [=, &s, &args](VirtualFiber& fiber) {
+                    VirtualWarp warp(s.cluster, fiber, Role::Launch, 0);
+                    s.with_fabric(args.rank, false, [&](auto& fabric) {
+                        for (int piece = first; piece < pieces; piece += warps) {
+                            const int queue = piece / args.sum_warps;
+                            sum_rows_of<BFloat16, false>(warp, fabric, args, queue % channels,
+                                                         (args.rank + 1 + queue / channels) % world,
+                                                         piece % args.sum_warps);
+                        }
+                    });
+                });
+            });
+        }
+    };
+    for (CombineArgs& args : s.combine) args.call = s.calls;
+    VirtualPhase before;
+    if (passes && !side.beside) {
+        Phase sums(s.cluster, s.settings, s.cards, s.ranks);
+        add_sums(sums);
+        before = sums.run({}, 0);
+    }
+    Phase exchange(s.cluster, s.settings, s.cards, s.ranks);
+    for (const CombineArgs& args : s.combine) {
+        for_roles(roles, channels, sms, [&](int block, int number, int) {
+            exchange.add(args.rank, block, [&s, &args, roles, number](VirtualFiber& fiber) {
+                const int channel = number / roles.warps();
+                auto warp_of = [&](Role role) {
+                    return VirtualWarp(s.cluster, fiber, role, channel);
+                };
+                s.with_fabric(args.rank, false, [&](auto& fabric) {
+                    run_combine_role<BFloat16, false>(warp_of, fabric, args, roles, channel,
+                                                      number % roles.warps());
+                });
+            });
+        });
+    }
+    if (passes && side.beside) add_sums(exchange);
+    VirtualPhase done = exchange.run(look, expected);
+    if (passes && !side.beside) {
+        append(before, done, 0);
+        before.bytes_sent = done.bytes_sent;
+        before.row_bytes = done.row_bytes;
+        before.messages = done.messages;
+        return before;
+    }
+    return done;
+}
+
+}  // namespace ep

@@ -1,0 +1,11 @@
+"""What dispatch and combine take on clusters that are not at hand: the protocol's own roles in virtual time.
+
+A `Case` says what is simulated, a `Machine` how long things take there, `predict` returns the times. What is not in
+them: docs/simulate.md.
+"""
+
+from megatron_ep.simulate.case import Case
+from megatron_ep.simulate.machine import Machine
+from megatron_ep.simulate.predict import Phase, Prediction, predict
+
+__all__ = ["Case", "Machine", "Phase", "Prediction", "predict"]

@@ -1,0 +1,180 @@
+"""What is simulated: ranks, rows, routing and settings, and what a buffer makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_ep import _C
+from megatron_ep.backends import sizes
+from megatron_ep.backends.cuda import DEFAULT_SMS, MIN_STORES_PER_SM, CudaBackend
+from megatron_ep.config import MAX_NODE_RANKS, MAX_TOPK, Config, Topology, is_number, require_int
+from megatron_ep.normal.launches import NVL_BATCH, arrivals_of, pays_intra_rank_pass, sum_bytes_of
+from megatron_ep.simulate import routing
+
+BF16_BYTES, SCALE_BYTES, BLOCK = 2, 4, 128  # fp8 rows have a scale of fp32 for each 128 values
+MAX_TOKENS, MAX_HIDDEN, MAX_SIMULATED_RANKS = 1 << 20, 1 << 20, 1 << 13
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What is not as it should be. Ranks are those that are simulated; -1: none.
+
+    slow_rank, slow_speed: the network card of that rank has that part of its bandwidth.
+    late_rank, late_us: that rank begins each call so much later.
+    lossy_rank, lost_signal: the so-many-th signal of that rank over the network, from 1, never arrives.
+    """
+
+    slow_rank: int = -1
+    slow_speed: float = 1.0
+    late_rank: int = -1
+    late_us: float = 0.0
+    lossy_rank: int = -1
+    lost_signal: int = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A dispatch and a combine of the normal mode, a process a GPU.
+
+    config: as of a `Buffer`; what it leaves open is what a buffer takes.
+    num_tokens, hidden, topk: T, H and K.
+    dtype: of dispatch's rows, "bf16" or "fp8" with a scale for each 128 values; combine's are bf16.
+    routing: see `routing.draw`.
+    images: M, how many nodes are simulated; the other ones do the same with all nodes shifted. It divides N. None: N.
+    maps_rail: nodes reach each other's memory, as nodes of one NVLink domain do: no network cards.
+    seed: of the experts that tokens choose.
+    order_seed: of the order in which happens what happens at the same time; 0: as it was announced.
+    timeout: of a wait, in seconds of virtual time.
+    """
+
+    topology: Topology
+    config: Config
+    num_tokens: int = 4096
+    hidden: int = 7168
+    topk: int = 8
+    dtype: str = "bf16"
+    routing: str = "uniform"
+    images: int | None = None
+    maps_rail: bool = False
+    seed: int = 0
+    order_seed: int = 0
+    timeout: float = 10.0
+    faults: Faults = field(default_factory=Faults)
+
+    def __post_init__(self) -> None:
+        self.config.check_ranks(self.topology)
+        require_int("ranks_per_node", self.topology.ranks_per_node, 1, MAX_NODE_RANKS)
+        require_int("num_tokens", self.num_tokens, 1, MAX_TOKENS)
+        require_int("hidden", self.hidden, 8, MAX_HIDDEN)
+        require_int("topk", self.topk, 1, min(MAX_TOPK, self.config.num_experts))
+        if self.dtype not in ("bf16", "fp8"):
+            raise ValueError(f"dtype is {self.dtype!r}, must be bf16 or fp8")
+        if self.hidden % 8:
+            raise ValueError(f"hidden is {self.hidden}, must be a multiple of 8")
+        routing.check(self.routing, self.topology, self.topk, self.config.num_experts)
+        if self.images is not None and (self.images < 1 or self.topology.nodes % self.images):
+            raise ValueError(f"images is {self.images}, must divide the {self.topology.nodes} nodes")
+        require_int("ranks that are simulated", self.simulated_ranks, 1, MAX_SIMULATED_RANKS)
+        if not is_number(self.timeout) or not 0 < self.timeout <= 1e6:
+            raise ValueError(f"timeout is {self.timeout!r}, must be a number of seconds in (0, 1e6]")
+        for name in ("slow_rank", "late_rank", "lossy_rank"):
+            require_int(f"faults.{name}", getattr(self.faults, name), -1, self.simulated_ranks - 1)
+        if not 0 < self.faults.slow_speed <= 1:
+            raise ValueError(f"faults.slow_speed is {self.faults.slow_speed}, must be in (0, 1]")
+        if not 0 <= self.faults.late_us <= 1e9:
+            raise ValueError(f"faults.late_us is {self.faults.late_us}, must be in [0, 1e9]")
+        require_int("num_sms", self.num_sms, 1, 1 << 10)
+
+    @property
+    def simulated_nodes(self) -> int:
+        return self.images or self.topology.nodes
+
+    @property
+    def simulated_ranks(self) -> int:
+        return self.simulated_nodes * self.topology.ranks_per_node
+
+    @property
+    def num_sms(self) -> int:
+        return self.config.num_sms or DEFAULT_SMS
+
+    @property
+    def uses_network(self) -> bool:
+        return self.topology.nodes > 1 and not self.maps_rail
+
+    @property
+    def row_bytes(self) -> tuple[int, int]:
+        """Of a row of dispatch: payload and scales."""
+        if self.dtype == "bf16":
+            return self.hidden * BF16_BYTES, 0
+        return self.hidden, -(-self.hidden // BLOCK) * SCALE_BYTES
+
+    def _rows(self, payload_bytes: int, scale_bytes: int) -> tuple[int, int, int]:
+        """How many such rows an NVLink ring and a network ring hold, and the bytes of a slot."""
+        heap = sizes.gpu_heap(self.topology, self.config, self.num_sms)
+        row = _C.RowFormat(
+            payload_bytes=payload_bytes, scale_bytes=scale_bytes, weight_bytes=4, topk=self.topk, payload_type=0
+        )
+        nvl, rdma = row.slots(heap.nvl_ring_bytes), row.slots(heap.rdma_ring_bytes)
+        if not nvl or not rdma:
+            raise ValueError(f"hidden is {self.hidden}, but no ring holds a row of {row.slot_bytes} bytes")
+        return nvl, rdma, row.slot_bytes
+
+    def compiled_settings(self) -> dict[str, Any]:
+        """For the extension, but for the choices of experts."""
+        payload, scales = self.row_bytes
+        rows, bf16_bytes = self.num_tokens * self.topk, self.hidden * BF16_BYTES
+        nvl_rows, rdma_rows, slot_bytes = self._rows(payload, scales)
+        combine_nvl_rows, _, combine_slot_bytes = self._rows(bf16_bytes, 0)
+        arrived = round(rows * arrivals_of(self.topology.world_size, self.topk))
+        least, forced = CudaBackend.min_local_bytes, self.config.tuning.local_pass
+        stores = MIN_STORES_PER_SM * self.num_sms
+        permutes = pays_intra_rank_pass(self.topology, self.topk, rows, payload, least, stores)
+        sums = pays_intra_rank_pass(self.topology, self.topk, rows, bf16_bytes, least)
+        has_memory = sum_bytes_of(self.topology.world_size, self.topk, rows, arrived, bf16_bytes) > 0
+        return {
+            "nodes": self.topology.nodes,
+            "ranks_per_node": self.topology.ranks_per_node,
+            "simulated_nodes": self.simulated_nodes,
+            "num_experts": self.config.num_experts,
+            "topk": self.topk,
+            "num_tokens": self.num_tokens,
+            "num_sms": self.num_sms,
+            "channels": sizes.gpu_channels(self.topology, self.config, self.num_sms),
+            "nvl_rows": nvl_rows,
+            "rdma_rows": rdma_rows,
+            "nvl_batch": min(NVL_BATCH, max(1, nvl_rows // 2)),
+            "rdma_chunk": self.config.tuning.rdma_chunk_tokens,
+            "slot_ratio": nvl_rows // combine_nvl_rows,
+            "payload_bytes": float(payload),
+            "scale_bytes": float(scales),
+            "slot_bytes": float(slot_bytes),
+            "combine_bytes": float(bf16_bytes),
+            "combine_slot_bytes": float(combine_slot_bytes),
+            "maps_rail": self.maps_rail,
+            "permutes_apart": permutes if forced is None else forced,
+            "sums_apart": (sums if forced is None else forced) and has_memory,
+            "timeout": 1e9 * self.timeout,
+            "slow_rank": self.faults.slow_rank,
+            "slow_speed": self.faults.slow_speed,
+            "lossy_rank": self.faults.lossy_rank,
+            "lost_signal": self.faults.lost_signal,
+            "late_rank": self.faults.late_rank,
+            "late_by": 1e3 * self.faults.late_us,
+            "seed": self.order_seed,
+        }
+
+    def choices(self) -> list[Any]:
+        """int32 [T, K] of each simulated rank."""
+        return [
+            routing.draw(
+                self.routing,
+                self.topology,
+                rank=rank,
+                num_tokens=self.num_tokens,
+                topk=self.topk,
+                num_experts=self.config.num_experts,
+                seed=self.seed,
+            )
+            for rank in range(self.simulated_ranks)
+        ]

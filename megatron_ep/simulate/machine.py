@@ -1,0 +1,134 @@
+"""How long things take on a machine: constants with their origin, and how well they predict what was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ep import _simulate
+from megatron_ep.config import is_number, nearest_name
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+CARD = tuple(name for name in _simulate.CONSTANTS if name.startswith("card"))
+FOLDER = Path(__file__).parent / "machines"
+# What a prediction may differ by from what was measured and not fitted.
+MAX_MEDIAN, MAX_P90, MAX_WORST = 0.05, 0.10, 0.20
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """How far predictions are from measurements that no constant was fitted to, as parts of these.
+
+    figures: how many.
+    measured: when, and at which state of this project, which may be older than this one.
+    """
+
+    figures: int
+    median: float
+    p90: float
+    worst: float
+    measured: str
+
+    def __str__(self) -> str:
+        return f"median {self.median:.1%}, p90 {self.p90:.1%}, worst {self.worst:.1%} of {self.figures} figures"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine file.
+
+    sms: of a GPU.
+    constants: ns and GB/s by the names of csrc/exec/virtual/machine.h.
+    held_out: how well those of the GPU predict.
+    band: constants of the network card that nobody has measured here, and the values between which they lie.
+    """
+
+    name: str
+    sms: int
+    constants: dict[str, float]
+    held_out: HeldOut
+    band: dict[str, tuple[float, ...]]
+
+    @staticmethod
+    def load(name: str) -> Machine:
+        """name: of a machine that comes with the package, or a file.
+
+        Raises ValueError for what is no machine file, and for one whose constants predict too badly.
+        """
+        path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
+        try:
+            with open(path, "rb") as file:
+                found = tomllib.load(file)
+        except FileNotFoundError:
+            known = sorted(file.stem for file in FOLDER.glob("*.toml"))
+            raise ValueError(f"machine is {name!r}, must be a TOML file or one of {', '.join(known)}") from None
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise ValueError(f"machine {name}: {error}") from None
+        return parse(path.stem, found)
+
+    @staticmethod
+    def unknown() -> HeldOut:
+        """Of constants that are being fitted."""
+        return HeldOut(0, 0.0, 0.0, 0.0, "")
+
+    def with_constants(self, **constants: float) -> Machine:
+        """The same with some of its constants replaced."""
+        return dataclasses.replace(self, constants=self.constants | constants)
+
+    @property
+    def has_card(self) -> bool:
+        """Whether its GPUs have network cards."""
+        return CARD[0] in self.constants
+
+    def compiled(self) -> _simulate.Machine:
+        """As the extension takes it; without a card nobody asks for that one's constants."""
+        return _simulate.Machine(sms=self.sms, constants=dict.fromkeys(CARD, 1.0) | self.constants)
+
+
+def parse(name: str, found: dict[str, Any]) -> Machine:
+    """Of what a machine file holds. `base` names another one, whose constants it takes besides its own."""
+
+    def require(condition: bool, what: str) -> None:
+        if not condition:
+            raise ValueError(f"machine {name}: {what}")
+
+    base = Machine.load(found["base"]) if "base" in found else None
+    constants = dict(base.constants) if base else {}
+    for constant, entry in found.get("constants", {}).items():
+        near = nearest_name(constant, _simulate.CONSTANTS)
+        require(constant in _simulate.CONSTANTS, f"there is no constant {constant}{near}")
+        require(
+            isinstance(entry, dict) and is_number(entry.get("value")) and entry["value"] >= 0,
+            f"{constant} must have a value >= 0",
+        )
+        require(bool(entry.get("origin")) and bool(entry.get("date")), f"{constant} must have an origin and a date")
+        constants[constant] = float(entry["value"])
+    optional = CARD if constants.keys().isdisjoint(CARD) else ()
+    missing = [constant for constant in _simulate.CONSTANTS if constant not in constants and constant not in optional]
+    require(not missing, f"lacks {', '.join(missing)}")
+    sms = found.get("sms", base.sms if base else None)
+    if not isinstance(sms, int) or sms < 1:
+        raise ValueError(f"machine {name}: sms must be an int > 0")
+    held_out = base.held_out if base else None
+    if "held_out" in found:
+        try:
+            held_out = HeldOut(**found["held_out"])
+        except TypeError as error:
+            raise ValueError(f"machine {name}: held_out: {error}") from None
+    if held_out is None:
+        raise ValueError(f"machine {name}: nobody knows how well it predicts: held_out is missing")
+    require(
+        held_out.median <= MAX_MEDIAN and held_out.p90 <= MAX_P90 and held_out.worst <= MAX_WORST,
+        f"predicts too badly: {held_out}; may be {MAX_MEDIAN:.0%}, {MAX_P90:.0%}, {MAX_WORST:.0%}",
+    )
+    band = {constant: tuple(map(float, values)) for constant, values in found.get("band", {}).items()}
+    for constant in band:
+        require(constant in constants, f"band: there is no constant {constant}")
+    return Machine(name, sms, constants, held_out, band)

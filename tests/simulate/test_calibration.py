@@ -1,0 +1,128 @@
+"""What was measured, what the constants say of it, and what a change of the protocol would have to explain."""
+
+import math
+import shutil
+
+import pytest
+
+from megatron_ep.config import Config, Topology, Tuning
+from megatron_ep.simulate import Case, Machine, calibrate, predict
+from megatron_ep.simulate.machine import FOLDER, MAX_MEDIAN, MAX_P90, MAX_WORST
+
+MEASURED = FOLDER / "h200_measured.csv"
+# A change that moves a prediction by more has made the protocol faster or slower: say so in the changes, and calibrate
+# again (python -m megatron_ep.simulate.calibrate).
+MOVED = 0.05
+
+
+@pytest.fixture(scope="module")
+def figures():
+    return calibrate.read(MEASURED)
+
+
+@pytest.fixture(scope="module")
+def errors(figures):
+    return calibrate.Predictor().errors(figures, Machine.load("h200_nvlink"))
+
+
+def test_predictions_have_not_moved(figures, errors):
+    for figure, error in zip(figures, errors, strict=True):
+        moved = figure.us * math.exp(error) / figure.predicted - 1
+        assert abs(moved) <= MOVED, f"{figure}: {moved:+.1%}"
+
+
+def test_what_was_held_out_is_predicted(figures, errors):
+    found = calibrate.summary([error for figure, error in zip(figures, errors, strict=True) if figure.is_held_out])
+    assert found["figures"] >= 30
+    assert found["median"] <= MAX_MEDIAN and found["p90"] <= MAX_P90 and found["worst"] <= MAX_WORST
+    told = Machine.load("h200_nvlink").held_out
+    assert told.figures == found["figures"]
+    assert found["median"] == pytest.approx(told.median, abs=0.01)
+
+
+def test_whole_topologies_are_held_out(figures):
+    fitted = {figure.case.topology for figure in figures if not figure.is_held_out}
+    held = {figure.case.topology for figure in figures if figure.is_held_out}
+    assert len(held - fitted) >= 2
+
+
+# us of dispatch and combine, of constants whose network card nobody has measured
+@pytest.mark.parametrize(
+    ("nodes", "ranks", "settings", "dispatch", "combine"),
+    [
+        (2, 8, {}, 295.4, 418.9),
+        (8, 8, {"images": 1}, 887.7, 1064.9),
+        (32, 8, {"images": 1}, 1273.0, 1356.0),
+    ],
+)
+def test_predictions_over_networks_have_not_moved(nodes, ranks, settings, dispatch, combine):
+    case = Case(Topology(nodes, ranks), Config(num_experts=256), num_tokens=512, **settings)
+    found = predict(case, Machine.load("h200_cx7")).phases
+    assert found["dispatch"].us == pytest.approx(dispatch, rel=MOVED)
+    assert found["combine"].us == pytest.approx(combine, rel=MOVED)
+
+
+def test_a_fit_finds_constants_again(tmp_path, monkeypatch, capsys):
+    """From measurements that are predictions of other constants."""
+    line = "fit,1,{ranks},24,,{tokens},{experts},bf16,off,dispatch,{us},,test"
+    held = line.replace("fit", "held", 1)
+    true = Machine.load("h200_nvlink").with_constants(sm_store=50.0, launch=9000.0)
+    lines = []
+    for text, ranks, tokens in ((line, 2, 512), (line, 2, 1), (line, 2, 128), (held, 4, 256)):
+        config = Config(num_experts=16 * ranks, num_sms=24, tuning=Tuning(local_pass=False))
+        us = predict(Case(Topology(1, ranks), config, num_tokens=tokens), true).phases["dispatch"].us
+        lines.append(text.format(ranks=ranks, tokens=tokens, experts=16 * ranks, us=us))
+    table, machine = tmp_path / "measured.csv", tmp_path / "machine.toml"
+    table.write_text("\n".join([MEASURED.read_text().splitlines()[0], *lines]) + "\n")
+    shutil.copy(FOLDER / "h200_nvlink.toml", machine)
+    monkeypatch.setattr(calibrate, "PRIOR", 1e-3)
+    keep = {"sm_store", "launch"}
+    text = machine.read_text().split("\n\n")
+    machine.write_text(
+        "\n\n".join(
+            part if part.split("]")[0].removeprefix("[constants.") in keep else drop_prior(part) for part in text
+        )
+    )
+    assert calibrate.main([str(table), str(machine)]) == 0
+    fitted = Machine.load(str(machine))
+    assert fitted.constants["sm_store"] == pytest.approx(50, rel=0.03)
+    assert fitted.constants["launch"] == pytest.approx(9000, rel=0.03)
+    assert fitted.held_out.figures == 1 and fitted.held_out.worst < 0.03
+    assert "held 1x4" in capsys.readouterr().out
+
+
+def drop_prior(part):
+    return "\n".join(line for line in part.split("\n") if not line.startswith("prior"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("worst = ", "worst = 0.5 #"), "predicts too badly: .*worst 50.0%.*may be 5%, 10%, 20%"),
+        (("[constants.step]", "[constants.stap]"), "there is no constant stap; did you mean step"),
+        (("[constants.step]", "[constants.poll2]"), "there is no constant poll2"),
+        (("origin = ", "origin_of = "), "step must have an origin and a date"),
+        (("sms = 132", "sms = 0"), "sms must be an int > 0"),
+        (("[held_out]", "[held]"), "nobody knows how well it predicts"),
+        (("sms = 132", "sms = ["), "machine .*: "),
+        (("[constants.step]", "[other.step]"), "lacks step"),
+    ],
+)
+def test_a_machine_file_that_is_refused(tmp_path, change, message):
+    file = tmp_path / "machine.toml"
+    file.write_text((FOLDER / "h200_nvlink.toml").read_text().replace(*change, 1))
+    with pytest.raises(ValueError, match=message):
+        Machine.load(str(file))
+
+
+def test_machines_by_name():
+    assert not Machine.load("h200_nvlink").has_card and Machine.load("h200_cx7").has_card
+    with pytest.raises(ValueError, match=r"machine is 'b200', must be a TOML file or one of h200_cx7, h200_nvlink"):
+        Machine.load("b200")
+
+
+def test_a_table_that_cannot_be_read(tmp_path, capsys):
+    table = tmp_path / "measured.csv"
+    table.write_text("set,nodes\nfit,1\n")
+    assert calibrate.main([str(table), str(FOLDER / "h200_nvlink.toml")]) == 2
+    assert "measurements" in capsys.readouterr().err

@@ -1,0 +1,208 @@
+"""The protocol in virtual time: nothing is lost, one cost alone adds up by hand, and better machines are not slower."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from machines import ideal
+
+from megatron_ep.config import SETTING_NAMES, Topology, config_of
+from megatron_ep.simulate import Case, Machine, predict
+from megatron_ep.simulate.case import Faults
+
+ROW, SLOT = 14336, 14592  # of 7168 values of bf16 with K = 8: alone, and on the wire
+
+
+def case(nodes=1, ranks=2, tokens=64, experts=64, **settings):
+    own = {name: settings.pop(name) for name in SETTING_NAMES if name in settings}
+    config = config_of(experts, {"local_pass": False} | own)
+    return Case(Topology(nodes, ranks), config, num_tokens=tokens, **settings)
+
+
+@pytest.fixture(scope="module")
+def h200():
+    return Machine.load("h200_cx7")
+
+
+def rail_rows(one):
+    """Rows that cross the network: of each token one to each other node."""
+    node_experts, ranks = one.config.num_experts // one.topology.nodes, one.topology.ranks_per_node
+    rows = 0
+    for rank, ids in enumerate(one.choices()):
+        nodes = torch.zeros(one.num_tokens, one.topology.nodes, dtype=torch.bool)
+        nodes.scatter_(1, ids.long() // node_experts, True)
+        rows += int(nodes.sum()) - int(nodes[:, rank // ranks].sum())
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ranks", "settings"),
+    [
+        (2, 1, {}),
+        (2, 2, {"tokens": 1}),
+        (4, 2, {"topk": 1}),
+        (3, 1, {"experts": 6, "topk": 6}),
+        (4, 1, {"routing": "zipf:1", "local_pass": True}),
+        (4, 4, {"routing": "nodes:2", "images": 2}),
+    ],
+)
+def test_every_row_crosses_the_network_once(h200, nodes, ranks, settings):
+    one = case(nodes, ranks, **settings)
+    found = predict(one, h200)
+    assert found.first is None and found.incidents == []
+    assert found.rail_rows == rail_rows(one)
+    topk = settings.get("topk", 8)
+    header = SLOT - ROW if topk == 8 else None
+    for phase in found.phases.values():
+        slot = phase.row_bytes / found.rail_rows
+        assert slot == SLOT if header else slot % 128 == 0 and ROW < slot <= SLOT
+
+
+def test_a_launch_alone(h200):
+    found = predict(case(2, 2, tokens=1), ideal(launch=5000))
+    assert all(phase.ends == pytest.approx([5] * 4) for phase in found.phases.values())
+
+
+def test_one_row_takes_the_sum_of_its_way():
+    """From one rank to another over cards: each step has the row wait for the step before."""
+    costs = {"card_post": 700, "card_doorbell": 1500, "card_way": 2500, "card_signal": 900, "card_turn": 1 << 20}
+    one = case(2, 1, tokens=1, experts=2, topk=2, channels=1)
+    us = predict(one, ideal(**costs)).phases["dispatch"].us
+    assert us == pytest.approx(0.7 + 1.5 + 2.5 + 0.9 + 0.7)  # and the receiver posts a credit at the end
+    us = predict(one, ideal(**costs, card=50)).phases["dispatch"].us
+    slot, flag = (bytes / 50e3 for bytes in (ROW + 128, 64))
+    assert us == pytest.approx(6.3 + slot + flag, abs=flag)
+
+
+@pytest.mark.parametrize("name", ["link", "card"])
+def test_a_saturated_link(name):
+    """No more than its rows take, but for the first and the last of them."""
+    nodes, ranks = (1, 2) if name == "link" else (2, 1)
+    one, rate, size = case(nodes, ranks, tokens=512, experts=2, topk=1), 50.0, ROW if name == "link" else SLOT
+    found = predict(one, ideal(**{name: rate}))
+    for phase in found.phases.values():
+        choices = [(ids // 1 != rank).sum().item() for rank, ids in enumerate(one.choices())]
+        floor = max(choices) * (size if name == "link" else ROW) / rate / 1e3
+        assert floor * 0.99 <= phase.us <= floor * 1.05, phase.us / floor
+
+
+@pytest.mark.parametrize("one", [case(1, 4, 512), case(2, 2, 512), case(4, 2, 256)], ids=["1x4", "2x2", "4x2"])
+def test_a_better_machine_is_not_slower(h200, one):
+    def us(machine, of=one):
+        return [phase.us for phase in predict(of, machine).phases.values()]
+
+    before = us(h200)
+    better = {"link": 1.5, "card": 1.5, "sm_store": 1.3, "peer_flag": 0.5, "card_way": 0.5, "poll": 0.7, "step": 0.7}
+    for name, factor in better.items():
+        after = us(h200.with_constants(**{name: factor * h200.constants[name]}))
+        assert all(b <= a * 1.02 for a, b in zip(before, after, strict=True)), name
+    assert all(b < a for a, b in zip(before, us(h200, dataclasses.replace(one, num_tokens=128)), strict=True))
+
+
+def test_more_sms_and_deeper_rings_are_not_slower(h200):
+    times = [predict(case(1, 4, 1024, num_sms=sms), h200).phases for sms in (4, 8, 16)]
+    for few, many in itertools.pairwise(times):
+        assert all(many[name].us <= few[name].us * 1.01 for name in few)
+    rings = [{"rdma_ring_bytes": rows * (16 << 10), "rdma_chunk_tokens": 1} for rows in (2, 4, 8)]
+    times = [predict(case(4, 2, 512, **ring), h200).phases for ring in rings]
+    for shallow, deep in itertools.pairwise(times):
+        assert all(deep[name].us <= shallow[name].us * 1.02 for name in shallow)
+
+
+def test_the_same_bits_twice(h200):
+    one = case(2, 2, 256)
+    assert predict(one, h200) == predict(one, h200)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_order_of_what_happens_at_once(h200, seed):
+    one = case(2, 2, 512)
+    shuffled = dataclasses.replace(one, order_seed=seed)
+    for name, phase in predict(one, h200).phases.items():
+        assert predict(shuffled, h200).phases[name].us == pytest.approx(phase.us, rel=0.02)
+
+
+def test_images_stand_for_nodes(h200):
+    """The rows of two nodes, and of one, for all eight: a different draw of the same choices."""
+    all_nodes = predict(case(8, 2, 512), h200)
+    for images in (1, 2, 4):
+        found = predict(case(8, 2, 512, images=images), h200)
+        assert found.first is None
+        assert found.rail_rows / images == pytest.approx(all_nodes.rail_rows / 8, rel=0.02)
+        for name, phase in all_nodes.phases.items():
+            assert found.phases[name].us == pytest.approx(phase.us, rel=0.05)
+
+
+def test_images_of_equal_nodes_change_nothing(h200):
+    """Nodes that do the same with all nodes shifted are images of each other: then they are exact. Channels divide T,
+    so that all ranks cut their tokens alike."""
+    whole, folded = case(4, 2, 128, channels=8), case(4, 2, 128, channels=8, images=1)
+    experts, first = whole.config.num_experts, folded.choices()
+    shifted = [
+        ((ids + node * experts // 4) % experts).to(torch.int32).contiguous() for node in range(4) for ids in first
+    ]
+    a, b = predict(whole, h200, choices=shifted), predict(folded, h200, choices=first)
+    assert a.rail_rows == 4 * b.rail_rows and a.peer_rows == 4 * b.peer_rows
+    for name, phase in b.phases.items():
+        assert a.phases[name].row_bytes == 4 * phase.row_bytes
+        assert a.phases[name].us == pytest.approx(phase.us, rel=0.01)
+
+
+def test_who_is_slow_or_late(h200):
+    us = {name: phase.us for name, phase in predict(case(4, 1, 512), h200).phases.items()}
+    slow = predict(case(4, 1, 512, faults=Faults(slow_rank=2, slow_speed=0.5)), h200).phases
+    late = predict(case(4, 1, 512, faults=Faults(late_rank=2, late_us=100)), h200).phases
+    for name, time in us.items():
+        assert slow[name].us > 1.5 * time
+        assert time < late[name].us < time + 200
+        assert late[name].ends[2] > 100
+
+
+@pytest.mark.parametrize("lost", [4, 9])
+def test_a_lost_signal_is_reported(h200, lost):
+    found = predict(case(2, 1, 256, faults=Faults(lossy_rank=0, lost_signal=lost), timeout=0.5), h200)
+    assert found.first is not None and found.first[0] == "timeout"
+    assert list(found.phases)[-1] == "dispatch" and found.phases["dispatch"].us > 0.5e6
+    timeouts = [incident for incident in found.incidents if incident["outcome"] == "timeout"]
+    assert timeouts and all(incident["rank"] == found.first[1] for incident in timeouts)
+    assert any("network ring" in incident["waiting_for"] for incident in found.incidents)
+
+
+def test_the_track_of_a_rank(h200):
+    found = predict(case(2, 2, 128), h200, trace_rank=1)
+    tracks = found.phases["dispatch"].tracks
+    assert {"nvl_sender", "rdma_sender", "forwarder", "receiver"} <= {track.role for track in tracks}
+    assert max(track.end for track in tracks) == found.phases["dispatch"].ends[1]
+    for track in tracks:
+        ends = [track.begin, *(time for _, begin, end in track.waits for time in (begin, end)), track.end]
+        assert ends == sorted(ends)
+    assert predict(case(2, 2, 128), h200).phases["dispatch"].tracks == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"topk": 65}, "topk is 65"),
+        ({"images": 3, "nodes": 4}, "images is 3, must divide the 4 nodes"),
+        ({"dtype": "fp4"}, "dtype is 'fp4', must be bf16 or fp8"),
+        ({"routing": "zipf"}, "routing is 'zipf', must be uniform, zipf:S"),
+        ({"routing": "nodes:9", "nodes": 4}, "M of routing nodes:M is 9"),
+        ({"hidden": 12}, "hidden is 12, must be a multiple of 8"),
+        ({"tokens": 0}, "num_tokens is 0"),
+        ({"faults": Faults(slow_rank=9)}, "faults.slow_rank is 9"),
+    ],
+)
+def test_what_is_no_case(settings, message):
+    with pytest.raises(ValueError, match=message):
+        case(**settings)
+
+
+def test_too_few_sms_are_refused(h200):
+    with pytest.raises(ValueError, match="num_sms is 1, too few for 64 channels"):
+        predict(case(1, 2, num_sms=1, channels=64), h200)
+
+
+def test_nodes_need_a_network_card():
+    with pytest.raises(ValueError, match="machine is h200_nvlink, which has no network card"):
+        predict(case(2, 1), Machine.load("h200_nvlink"))
