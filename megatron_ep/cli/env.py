@@ -11,9 +11,12 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_ep.diagnosis import env
+
+if TYPE_CHECKING:
+    from megatron_ep.config import Config, Topology
 
 PATIENCE_S = 120.0  # for a rank that does not report: its node may still be starting
 GOODBYE_S = 10.0
@@ -52,9 +55,13 @@ def main(argv: Sequence[str]) -> int:
     plan.add_argument("--max-recv-tokens", type=int, help="R, rows of a rank (T * K)")
     plan.add_argument("--num-sms", type=int, help="Config.num_sms")
     plan.add_argument("--channels", type=int, help="Tuning.channels")
+    plan.add_argument("--time", action="store_true", help="what dispatch and combine would take, too; takes seconds")
     arguments = parser.parse_args(argv)
     if arguments.plan is not None:
         return _plan(arguments)
+    if arguments.time:
+        print("megatron-ep env: --time: only with --plan NODES RANKS", file=sys.stderr)
+        return 2
     if not arguments.all_ranks:
         print(env.render())
         return 0
@@ -92,11 +99,29 @@ def _plan(arguments: argparse.Namespace) -> int:
             num_tokens=arguments.max_tokens,
             max_recv_tokens=arguments.max_recv_tokens,
         )
+        if arguments.time:
+            sections |= _times(topology, config, arguments)
     except ValueError as error:
         print(f"megatron-ep env: {error}", file=sys.stderr)
         return 2
     print(env.render(sections))
     return 0
+
+
+def _times(topology: Topology, config: Config, arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    from megatron_ep.cli.simulate import default_images, plan_times
+    from megatron_ep.simulate import Case, Machine
+
+    case = Case(
+        topology,
+        config,
+        num_tokens=arguments.max_tokens,
+        hidden=arguments.hidden,
+        topk=arguments.topk,
+        images=default_images(topology),
+    )
+    machine = Machine.load("h200_cx7" if case.uses_network else "h200_nvlink")
+    return {f"predicted time on {machine.name}, T = {case.num_tokens}": plan_times(case, machine)}
 
 
 def _compare_all() -> int:

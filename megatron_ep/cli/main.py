@@ -27,6 +27,7 @@ commands:
   bench    time dispatch and combine beside Megatron's dispatcher and a memory copy
   env      what this installation found: versions, compilers, extension, devices; or in what ranks differ; or what
            a buffer of many nodes would take
+  simulate what dispatch and combine would take on clusters that are not at hand
   sequences  what balancing the attention of documents over ranks would gain and move
 
 megatron-ep COMMAND --help tells more, megatron-ep --version which one this is."""
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "bench": _bench,
         "env": _env,
         "sequences": _sequences,
+        "simulate": _simulate,
     }
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
@@ -88,6 +90,12 @@ def _sequences(arguments: list[str]) -> int | None:
     from megatron_ep.cli import sequences
 
     return sequences.main(arguments)
+
+
+def _simulate(arguments: list[str]) -> int | None:
+    from megatron_ep.cli import simulate
+
+    return simulate.main(arguments)
 
 
 def _train_parser() -> argparse.ArgumentParser:

@@ -24,6 +24,9 @@ SERVERS = {
 # A server that is busy for so much of the time is what a phase waits for.
 BOTTLENECK = 0.75
 
+# What has no role of the protocol's is the local pass.
+LOCAL_PASS = "local pass"
+
 Look = Callable[[str, float], None]
 
 
@@ -149,7 +152,7 @@ def _phase(found: dict[str, Any]) -> Phase:
     return Phase(
         ends=[end / 1e3 for end in found["ends"]],
         roles={
-            name: Role(
+            LOCAL_PASS if name == "launch" else name: Role(
                 role["warps"],
                 role["time"] / 1e3,
                 role["copied"] / 1e3,
@@ -163,7 +166,7 @@ def _phase(found: dict[str, Any]) -> Phase:
         messages=found["messages"],
         tracks=[
             Track(
-                track["role"],
+                LOCAL_PASS if track["role"] == "launch" else track["role"],
                 track["channel"],
                 track["sm"],
                 track["begin"] / 1e3,

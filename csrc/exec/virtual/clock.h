@@ -29,7 +29,8 @@ struct VirtualFiber {
     Role role = Role::Launch;
     int channel = 0;
     double time = 0;         // ns; what it does next happens no earlier
-    double begun = 0;        // its launch, or its half
+    double launched = 0;     // when it began
+    double begun = 0;        // likewise, or its half
     double writes_done = 0;  // when all that it stored has been written
     double row_begun = 0;    // when it began to read its next row
     double copied = 0;       // time spent in copies and sums
@@ -71,6 +72,7 @@ class VirtualClock {
 
     // ---- by the fiber that runs
 
+    VirtualFiber& current() { return *current_; }
     void catch_up(VirtualFiber& fiber) {
         while (!queue_.empty() && queue_.front().time < fiber.time) advance(fiber);
     }

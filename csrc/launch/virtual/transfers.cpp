@@ -137,11 +137,11 @@ class Phase {
             phase.ends[fiber.rank] = std::max(phase.ends[fiber.rank], fiber.time);
             VirtualPhase::OfRole& role = phase.roles[static_cast<int>(fiber.role)];
             ++role.warps;
-            role.time += fiber.time;
+            role.time += fiber.time - fiber.launched;
             role.copied += fiber.copied;
             for (int wait = 0; wait < kWaits; ++wait) role.waited[wait] += fiber.waited[wait];
             if (fiber.spans)
-                phase.tracks.push_back({fiber.role, fiber.channel, fiber.sm, fiber.begun,
+                phase.tracks.push_back({fiber.role, fiber.channel, fiber.sm, fiber.launched,
                                         fiber.time, std::move(*fiber.spans)});
         }
         const double end = *std::max_element(phase.ends.begin(), phase.ends.end());

@@ -1,0 +1,412 @@
+"""`megatron-ep simulate NODES RANKS`: what dispatch and combine would take there, from the protocol in virtual time."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_ep.config import Topology
+    from megatron_ep.simulate import Case, Machine, Phase, Prediction
+    from megatron_ep.simulate.predict import Look
+
+# Ranks that are simulated at most, unless --images says otherwise or ranks differ: more take minutes.
+MAX_RANKS = 8
+NEAR = 1.03  # what is at most so much slower than the fastest is as good, if it takes fewer SMs
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints tables; returns 2 for a user's mistake."""
+    try:
+        options = _parser().parse_args(argv)
+        _simulate(options)
+    except ValueError as error:
+        print(f"megatron-ep simulate: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "megatron-ep simulate",
+        description="Predicts what dispatch (its layout known) and combine of the normal mode take on GPUs that are "
+        "not at hand: runs the protocol's own roles in virtual time. Does not simulate the exchange of counts, the "
+        "low-latency mode, the host's part, what runs beside, nor congestion between the cards. Needs no GPU.",
+        epilog="example: megatron-ep simulate 2,4,8 8 --num-sms 8,12,24 --svg time.svg",
+    )
+    parser.add_argument("nodes", metavar="NODES", help="nodes, or several numbers of nodes: 2,4,8")
+    parser.add_argument("ranks", metavar="RANKS", type=int, help="ranks of a node, one a GPU")
+    parser.add_argument(
+        "--machine", help="machine file, or the name of one that comes along (h200_cx7; for one node h200_nvlink)"
+    )
+    case = parser.add_argument_group("case")
+    case.add_argument("--tokens", type=int, default=4096, metavar="T", help="of a rank (%(default)s)")
+    case.add_argument("--hidden", type=int, default=7168, metavar="H", help="(%(default)s)")
+    case.add_argument("--topk", type=int, default=8, metavar="K", help="(%(default)s)")
+    case.add_argument("--experts", type=int, metavar="E", help="(the least multiple of the ranks from 256 on)")
+    case.add_argument(
+        "--dtype", default="bf16", help="of dispatch's rows, bf16 or fp8; combine's are bf16 (%(default)s)"
+    )
+    case.add_argument(
+        "--routing",
+        default="uniform",
+        help="uniform; zipf:S, expert i with weight 1 / (i + 1)^S; nodes:M, at most M nodes a token (%(default)s)",
+    )
+    case.add_argument("--seed", type=int, default=0, help="of the experts that tokens choose (%(default)s)")
+    case.add_argument(
+        "--images",
+        type=int,
+        metavar="M",
+        help="simulate M nodes, which divide NODES; the others do the same with all nodes shifted (as many as have "
+        f"{MAX_RANKS} ranks, at least one; all where a rank differs from the others)",
+    )
+    settings = parser.add_argument_group("settings of the buffer")
+    settings.add_argument("--num-sms", default="24", metavar="N", help="SMs, or several numbers: 8,12,24 (%(default)s)")
+    settings.add_argument("--channels", type=int, metavar="C", help="(as many as keep the SMs busy)")
+    settings.add_argument("--rdma-rows", type=int, metavar="N", help="rows of a network ring (8 to 32)")
+    settings.add_argument("--chunk", type=int, default=16, metavar="N", help="rows of a put at most (%(default)s)")
+    settings.add_argument("--local-pass", choices=("on", "off"), help="(where it saves time)")
+    faults = parser.add_argument_group("what goes wrong, of the ranks that are simulated")
+    faults.add_argument("--slow-nic", metavar="RANK:PART", help="that rank's card has this part of its bandwidth")
+    faults.add_argument("--late", metavar="RANK:US", help="that rank begins so many us later")
+    faults.add_argument("--lost", metavar="RANK:N", help="the N-th signal over the network of that rank is lost")
+    output = parser.add_argument_group("output")
+    output.add_argument("--no-band", action="store_true", help="one guess for what is open about the network card")
+    output.add_argument("--json", metavar="FILE", help="everything that is known of the predictions")
+    output.add_argument("--svg", metavar="FILE", help="a picture of time over ranks")
+    output.add_argument("--trace", metavar="FILE", help="the warps of rank 0, for ui.perfetto.dev; of one case")
+    output.add_argument(
+        "--timeline", metavar="FILE", help="the roles of rank 0's channel 0 in dispatch, as SVG; likewise"
+    )
+    return parser
+
+
+def _simulate(options: argparse.Namespace) -> None:
+    from megatron_ep.simulate import Machine
+
+    cases = list(_cases(options))
+    several_nodes = any(case.uses_network for case in cases)
+    machine = Machine.load(options.machine or ("h200_cx7" if several_nodes else "h200_nvlink"))
+    if (options.trace or options.timeline) and len(cases) > 1:
+        raise ValueError("--trace and --timeline: of one case, but there are several")
+    _print_machine(machine, cases)
+    traced = 0 if options.trace or options.timeline else -1
+    found = []
+    for case in cases:
+        found.append(_predict(case, machine, traced, not options.no_band))
+        _print_prediction(*found[-1], has_roles=len(cases) == 1)
+    _print_recommended(found)
+    _write(options, found)
+
+
+def _cases(options: argparse.Namespace) -> Iterator[Case]:
+    from megatron_ep.backends import sizes
+    from megatron_ep.config import Config, Topology, Tuning, require_int
+    from megatron_ep.simulate import Case
+
+    faults = _faults(options)
+    require_int("--seed", options.seed, 0, 1 << 20)
+    for nodes, sms in itertools.product(_numbers("NODES", options.nodes), _numbers("--num-sms", options.num_sms)):
+        topology = Topology(nodes, options.ranks)
+        world = topology.world_size
+        experts = options.experts if options.experts is not None else -(-256 // world) * world
+        tuning = Tuning(
+            channels=options.channels,
+            rdma_chunk_tokens=options.chunk,
+            local_pass=None if options.local_pass is None else options.local_pass == "on",
+        )
+        config = Config(num_experts=experts, num_sms=sms, row_bytes=2 * options.hidden, tuning=tuning)
+        if options.rdma_rows is not None:
+            require_int("--rdma-rows", options.rdma_rows, 1, 1 << 12)
+            tuning = dataclasses.replace(tuning, rdma_ring_bytes=options.rdma_rows * sizes.slot_bytes(config))
+            config = dataclasses.replace(config, tuning=tuning)
+        images = options.images
+        if images is None and not any((options.slow_nic, options.late, options.lost)):
+            images = default_images(topology)
+        yield Case(
+            topology,
+            config,
+            num_tokens=options.tokens,
+            hidden=options.hidden,
+            topk=options.topk,
+            dtype=options.dtype,
+            routing=options.routing,
+            images=images,
+            seed=options.seed,
+            faults=faults,
+        )
+
+
+def default_images(topology: Topology) -> int:
+    """How many nodes stand for all where all ranks are alike."""
+    allowed = [m for m in range(1, topology.nodes + 1) if topology.nodes % m == 0]
+    return max((m for m in allowed if m * topology.ranks_per_node <= MAX_RANKS), default=1)
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{name} is {text!r}, must be a number or numbers with commas between them") from None
+
+
+def _faults(options: argparse.Namespace) -> Any:
+    from megatron_ep.simulate.case import Faults
+
+    def pair(name: str, text: str | None) -> tuple[int, float]:
+        if text is None:
+            return -1, math.nan
+        rank, _, value = text.partition(":")
+        try:
+            return int(rank), float(value)
+        except ValueError:
+            raise ValueError(f"{name} is {text!r}, must be a rank, a colon and a number") from None
+
+    (slow, speed), (late, us), (lossy, number) = (
+        pair(f"--{name}", getattr(options, name.replace("-", "_"))) for name in ("slow-nic", "late", "lost")
+    )
+    if lossy >= 0 and (number < 1 or number != int(number)):
+        raise ValueError(f"--lost is {options.lost!r}: signals are counted from 1")
+    return Faults(
+        slow_rank=slow,
+        slow_speed=speed if slow >= 0 else 1.0,
+        late_rank=late,
+        late_us=us if late >= 0 else 0.0,
+        lossy_rank=lossy,
+        lost_signal=int(number) if lossy >= 0 else 0,
+    )
+
+
+Found = tuple["Prediction", dict[str, tuple[float, float]]]
+
+
+def _predict(case: Case, machine: Machine, traced: int, with_band: bool) -> Found:
+    """With the bounds of each phase's time, in us."""
+    from megatron_ep.simulate.predict import machines_in_band, predict
+
+    choices = case.choices()
+    machines = list(machines_in_band(case, machine)) if with_band else []
+    with _Progress(f"{case.topology.nodes} x {case.topology.ranks_per_node}", 1 + len(machines)) as look:
+        prediction = predict(case, machine, trace_rank=traced, look=look, choices=choices)
+        times = {name: [phase.us] for name, phase in prediction.phases.items()}
+        if prediction.first is None:
+            for other in machines:
+                for name, phase in predict(case, other, look=look, choices=choices).phases.items():
+                    times[name].append(phase.us)
+    return prediction, {name: (min(values), max(values)) for name, values in times.items()}
+
+
+class _Progress:
+    """A bar on a terminal."""
+
+    def __init__(self, title: str, runs: int) -> None:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        self._bar = Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+        self._task = self._bar.add_task(title, total=2.0 * runs)
+        self._done, self._last = 0.0, ("", 0.0)
+
+    def __enter__(self) -> Look:
+        self._bar.start()
+        return self._look
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def _look(self, phase: str, part: float) -> None:
+        if phase == "notify":
+            return
+        if self._last[0] and (phase != self._last[0] or part < self._last[1]):
+            self._done += 1
+        self._last = (phase, part)
+        self._bar.update(self._task, completed=self._done + part)
+
+
+# ---- what is printed
+
+
+def _print_machine(machine: Machine, cases: Sequence[Case]) -> None:
+    print(f"machine {machine.name}: {machine.sms} SMs; constants fitted to measurements of {machine.held_out.measured}")
+    print(f"  error for topologies that were held out, within a node or with nodes mapped: {machine.held_out}")
+    if any(case.uses_network for case in cases):
+        band = "; ".join(
+            f"{name} {' or '.join(f'{value:g}' for value in values)}" for name, values in machine.band.items()
+        )
+        print("  its network card was not measured: constants from documents")
+        if band:
+            print(f"  between what two guesses give lies the band: {band}")
+        print("  topology above the cards and congestion are not in it")
+
+
+def floor_us(prediction: Prediction) -> float:
+    """What the busier of NVLink and network card of a rank needs for the bytes of its rows alone."""
+    case, constants = prediction.case, prediction.machine.constants
+    settings = case.compiled_settings()
+    floor = prediction.peer_rows / case.simulated_ranks * settings["payload_bytes"] / constants["link"]
+    if case.uses_network:
+        card = prediction.rail_rows / case.simulated_ranks * settings["slot_bytes"] / constants["card"]
+        floor = max(floor, card)
+    return floor / 1e3
+
+
+def _floors(prediction: Prediction) -> dict[str, float]:
+    """Of dispatch and combine, in us."""
+    settings = prediction.case.compiled_settings()
+    dispatch = floor_us(prediction)
+    return {"dispatch": dispatch, "combine": dispatch * settings["combine_bytes"] / settings["payload_bytes"]}
+
+
+def _print_prediction(prediction: Prediction, band: dict[str, tuple[float, float]], *, has_roles: bool) -> None:
+    case = prediction.case
+    settings, topology = case.compiled_settings(), case.topology
+    rings = f", network rings of {settings['rdma_rows']} rows" if topology.nodes > 1 else ""
+    print(
+        f"\n{topology.nodes} x {topology.ranks_per_node} ranks, T = {case.num_tokens}, H = {case.hidden} {case.dtype}, "
+        f"K = {case.topk}, E = {case.config.num_experts}, {case.routing}; {case.num_sms} SMs, "
+        f"{settings['channels']} channels{rings}; simulated: {case.simulated_nodes} nodes"
+    )
+    if prediction.first is not None:
+        return _print_failure(prediction)
+    print(f"{'us':10} {'p50':>9} {'p99':>9} {'last':>9} {'band':>19} {'bytes alone':>12}  waits for")
+    floors = _floors(prediction)
+    for name, phase in prediction.phases.items():
+        low, high = band[name]
+        bounds = f"{low:.1f} to {high:.1f}" if high > low else ""
+        print(
+            f"{name:10} {phase.at(0.5):9.1f} {phase.at(0.99):9.1f} {phase.us:9.1f} {bounds:>19} "
+            f"{floors[name]:12.1f}  {phase.bottleneck}",
+            flush=True,
+        )
+    if has_roles:
+        for name, phase in prediction.phases.items():
+            _print_roles(name, phase)
+
+
+def _print_roles(name: str, phase: Phase) -> None:
+    print(f"\n{name + ': role':32} {'warps':>7} {'copies':>7} {'waits':>7}  longest waits")
+    for role, of in phase.roles.items():
+        waits = sorted(of.waited.items(), key=lambda item: -item[1])[:2]
+        longest = ", ".join(f"{wait} {us / of.time:.0%}" for wait, us in waits)
+        print(f"{role:32} {of.warps:7} {of.copied / of.time:7.0%} {sum(of.waited.values()) / of.time:7.0%}  {longest}")
+
+
+def _print_failure(prediction: Prediction) -> None:
+    assert prediction.first is not None
+    outcome, rank = prediction.first
+    print(f"{outcome} in {list(prediction.phases)[-1]}: rank {rank} gave up first")
+    for incident in prediction.incidents:
+        if incident["outcome"] != "timeout":
+            continue
+        print(
+            f"  rank {incident['rank']}, {incident['role']}, channel {incident['channel']}: waited for "
+            f"{incident['waiting_for']} from rank {incident['peer']}: seen {incident['seen']}, expected "
+            f"{incident['expected']}"
+        )
+    others = sum(incident["outcome"] == "aborted" for incident in prediction.incidents)
+    print(f"  and {others} more waits that this ended")
+
+
+def _print_recommended(found: Sequence[Found]) -> None:
+    """The fewest SMs with which dispatch and combine together take hardly longer, where there is a choice."""
+    by_topology: dict[Any, list[Prediction]] = {}
+    for prediction, _ in found:
+        if prediction.first is None:
+            by_topology.setdefault(prediction.case.topology, []).append(prediction)
+    for topology, predictions in by_topology.items():
+        if len(predictions) < 2:
+            continue
+        times = {p.case.num_sms: sum(phase.us for phase in p.phases.values()) for p in predictions}
+        best = min(times.values())
+        sms = min(number for number, us in times.items() if us <= NEAR * best)
+        print(
+            f"\n{topology.nodes} x {topology.ranks_per_node}: recommended num_sms {sms}, the fewest within "
+            f"{NEAR - 1:.0%} of the fastest ({times[sms]:.0f} us both ways, fastest {best:.0f})"
+        )
+
+
+# ---- what is written
+
+
+def _write(options: argparse.Namespace, found: Sequence[Found]) -> None:
+    from megatron_ep.simulate.pictures import Point, time_over_ranks, timeline
+    from megatron_ep.simulate.trace import trace_of
+
+    first = found[0][0]
+    if options.json:
+        _save("--json", options.json, json.dumps([_as_json(*each) for each in found], indent=1))
+    if options.trace:
+        _save("--trace", options.trace, json.dumps(trace_of(first.phases)))
+    if options.timeline:
+        topology = first.case.topology
+        title = f"One dispatch by role: a channel of rank 0 of {topology.nodes} x {topology.ranks_per_node}"
+        _save("--timeline", options.timeline, timeline(title, first.phases["dispatch"], channel=0))
+    if options.svg:
+        if any(prediction.first for prediction, _ in found):
+            raise ValueError("--svg: a wait expired, so there is no time to draw")
+        if len({prediction.case.num_sms for prediction, _ in found}) > 1:
+            raise ValueError("--svg: time over ranks, of one number of SMs")
+        points: dict[str, list[Point]] = {}
+        for prediction, band in found:
+            floors = _floors(prediction)
+            for name, phase in prediction.phases.items():
+                world = prediction.case.topology.world_size
+                points.setdefault(name, []).append(Point(world, phase.us, *band[name], floors[name]))
+        title = f"Predicted time over ranks, T = {options.tokens}, H = {options.hidden} {options.dtype}"
+        _save("--svg", options.svg, time_over_ranks(title, points))
+
+
+def plan_times(case: Case, machine: Machine) -> dict[str, str]:
+    """For `megatron-ep env --plan`: what each phase takes and waits for."""
+    prediction, band = _predict(case, machine, -1, True)
+    if prediction.first is not None:
+        raise RuntimeError(f"the simulation ended with {prediction.first}")
+    lines = {}
+    for name, phase in prediction.phases.items():
+        low, high = band[name]
+        bounds = f", between {low / 1e3:.2f} and {high / 1e3:.2f}" if high > low else ""
+        lines[name] = f"{phase.us / 1e3:.2f} ms{bounds}; {phase.bottleneck}"
+    error = machine.held_out
+    lines["error of what could be compared"] = f"median {error.median:.0%}, worst {error.worst:.0%}"
+    return lines
+
+
+def _save(name: str, file: str, text: str) -> None:
+    try:
+        Path(file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{name} {file}: {error.strerror}") from None
+
+
+def _as_json(prediction: Prediction, band: dict[str, tuple[float, float]]) -> dict[str, Any]:
+    case, floors = prediction.case, _floors(prediction)
+    return {
+        "case": dataclasses.asdict(case),
+        "settings": case.compiled_settings(),
+        "machine": prediction.machine.name,
+        "held_out": dataclasses.asdict(prediction.machine.held_out),
+        "phases": {}
+        if prediction.first
+        else {
+            name: {
+                "us": {"p50": phase.at(0.5), "p99": phase.at(0.99), "max": phase.us},
+                "band": band[name],
+                "bytes_alone": floors[name],
+                "bottleneck": phase.bottleneck,
+                "busy": phase.busy,
+                "roles": {role: dataclasses.asdict(of) for role, of in phase.roles.items()},
+                "bytes_sent": phase.bytes_sent,
+                "messages": phase.messages,
+            }
+            for name, phase in prediction.phases.items()
+        },
+        "first": prediction.first,
+        "incidents": prediction.incidents,
+    }

@@ -1,0 +1,157 @@
+"""Pictures of predictions, as SVG that light and dark pages show: time over ranks, and what a rank's warps did."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_ep.simulate.predict import Phase, Track
+
+STYLE = """
+    text { font: 14px system-ui, "DejaVu Sans", sans-serif; fill: #1f2328; text-anchor: middle }
+    .h { font-size: 18px; font-weight: 600; text-anchor: start }
+    .k { text-anchor: start } .e { text-anchor: end }
+    .s { font-size: 13px; fill: #57606a }
+    .grid { stroke: #d0d7de }
+    .ours { fill: none; stroke: #2f63ad; stroke-width: 2.4 }
+    .band { fill: #2f63ad; opacity: .18 }
+    .floor { fill: none; stroke: #6b7480; stroke-width: 1.6; stroke-dasharray: 6 4 }
+    .dot, .works { fill: #2f63ad }
+    .row { fill: #d9dee5 } .room { fill: #e0a030 }
+    @media (prefers-color-scheme: dark) {
+      text { fill: #e6edf3 } .s { fill: #a0aab5 } .grid { stroke: #3a424d }
+      .ours { stroke: #79aef5 } .band, .dot, .works { fill: #79aef5 } .floor { stroke: #a0aab5 }
+      .row { fill: #3a424d } .room { fill: #b57a18 }
+    }
+  """
+# The order in which a row meets them.
+ROLES = (
+    "nvl_sender",
+    "rdma_sender",
+    "sender_coordinator",
+    "forwarder",
+    "forwarder_coordinator",
+    "receiver",
+    "combine_nvl_sender",
+    "combine_forwarder",
+    "combine_receiver",
+)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One case of a picture over ranks: us of a phase, between which bounds it may lie, and its floor."""
+
+    ranks: int
+    us: float
+    low: float
+    high: float
+    floor: float
+
+
+def _svg(width: int, height: int, title: str, text: str, body: Sequence[str]) -> str:
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
+            'aria-labelledby="title text">',
+            f'  <title id="title">{html.escape(title)}</title>',
+            f'  <desc id="text">{html.escape(text)}</desc>',
+            f"  <style>{STYLE}</style>",
+            *(f"  {line}" for line in body),
+            "</svg>",
+            "",
+        ]
+    )
+
+
+def _ticks(end: float) -> list[float]:
+    """Five to ten round values from 0 to at least `end`."""
+    step = next(s * 10.0**p for p in range(-3, 12) for s in (1, 2, 5) if end / (s * 10.0**p) <= 8)
+    ticks = [0.0]
+    while ticks[-1] < end:
+        ticks.append(ticks[-1] + step)
+    return ticks
+
+
+def time_over_ranks(title: str, phases: Mapping[str, Sequence[Point]]) -> str:
+    """A panel for each phase: time, its band and its floor over numbers of ranks."""
+    width, height, left, top, bottom = 460, 330, 70, 56, 270
+    body = []
+    for panel, (name, given) in enumerate(phases.items()):
+        points = sorted(given, key=lambda point: point.ranks)
+        x0, x1 = panel * width + left, panel * width + width - 20
+        ticks = _ticks(max(point.high for point in points) / 1e3)
+
+        def y(us: float, ticks: list[float] = ticks) -> float:
+            return bottom - (bottom - top) * us / 1e3 / ticks[-1]
+
+        def x(number: int, x0: int = x0, x1: int = x1, last: int = max(1, len(points) - 1)) -> float:
+            return x0 + 10 + (x1 - x0 - 20) * number / last
+
+        body.append(f'<text class="h" x="{x0}" y="36">{html.escape(name)}</text>')
+        for tick in ticks:
+            at = y(1e3 * tick)
+            body.append(f'<path class="grid" d="M{x0} {at:.1f}H{x1}"/>')
+            body.append(f'<text class="s e" x="{x0 - 8}" y="{at + 4:.1f}">{tick:g} ms</text>')
+        ups = [f"{x(i):.1f} {y(p.high):.1f}" for i, p in enumerate(points)]
+        downs = [f"{x(i):.1f} {y(p.low):.1f}" for i, p in enumerate(points)]
+        body.append(f'<path class="band" d="M{"L".join(ups + downs[::-1])}Z"/>')
+        for kind, values in (("floor", [p.floor for p in points]), ("ours", [p.us for p in points])):
+            line = "L".join(f"{x(i):.1f} {y(value):.1f}" for i, value in enumerate(values))
+            body.append(f'<path class="{kind}" d="M{line}"/>')
+        for i, point in enumerate(points):
+            body.append(f'<circle class="dot" cx="{x(i):.1f}" cy="{y(point.us):.1f}" r="3.4"/>')
+            body.append(f'<text class="s" x="{x(i):.1f}" y="{bottom + 20}">{point.ranks}</text>')
+    body.append(
+        f'<text class="s k" x="{left}" y="{height - 14}">over ranks; dashed: what the busiest of NVLink and network '
+        "card needs for its bytes alone; shaded: what the network card leaves open</text>"
+    )
+    text = "; ".join(
+        f"{name}: " + ", ".join(f"{point.ranks} ranks {point.us / 1e3:.2f} ms" for point in points)
+        for name, points in phases.items()
+    )
+    return _svg(width * len(phases), height, title, text, body)
+
+
+def timeline(title: str, phase: Phase, channel: int) -> str:
+    """What the warps of a channel of the traced rank did: working, waiting for rows, waiting for room."""
+    tracks = sorted(
+        (track for track in phase.tracks if track.channel == channel and track.role in ROLES),
+        key=lambda track: (ROLES.index(track.role), track.begin),
+    )
+    left, right, top, line = 190, 960, 64, 26
+    bottom = top + line * len(tracks)
+    ticks = _ticks(max(track.end for track in tracks))
+
+    def x(us: float) -> float:
+        return left + (right - left) * us / ticks[-1]
+
+    def bar(kind: str, begin: float, end: float, y: float) -> str:
+        length = max(0.2, x(end) - x(begin))
+        return f'<rect class="{kind}" x="{x(begin):.1f}" y="{y:.1f}" width="{length:.1f}" height="18"/>'
+
+    body = [f'<text class="h" x="16" y="32">{html.escape(title)}</text>']
+    for tick in ticks:
+        body.append(f'<path class="grid" d="M{x(tick):.1f} {top - 8}V{bottom}"/>')
+        body.append(f'<text class="s" x="{x(tick):.1f}" y="{bottom + 18}">{tick:g}</text>')
+    body.append(f'<text class="s e" x="{left - 12}" y="{bottom + 18}">µs from the launch on</text>')
+    for number, track in enumerate(tracks):
+        y = top + line * number
+        if number == 0 or track.role != tracks[number - 1].role:
+            body.append(f'<text class="e" x="{left - 12}" y="{y + 14}">{track.role}</text>')
+        body.append(bar("works", track.begin, track.end, y))
+        for wait, begin, end in track.waits:
+            body.append(bar("room" if "room" in wait or "taken" in wait else "row", begin, end, y))
+    for i, (kind, meaning) in enumerate(
+        (("works", "works"), ("row", "waits for rows"), ("room", "waits for room, or for rows to be taken"))
+    ):
+        at = left + (0, 110, 270)[i]
+        body.append(f'<rect class="{kind}" x="{at}" y="{bottom + 32}" width="14" height="14"/>')
+        body.append(f'<text class="k" x="{at + 20}" y="{bottom + 44}">{meaning}</text>')
+    text = "; ".join(f"{track.role} works {_worked(track):.0f} of {track.end - track.begin:.0f} us" for track in tracks)
+    return _svg(1000, bottom + 60, title, text, body)
+
+
+def _worked(track: Track) -> float:
+    return track.end - track.begin - sum(end - begin for _, begin, end in track.waits)

@@ -1,0 +1,120 @@
+"""`megatron-ep simulate`: its tables and files, and one sentence for a mistake."""
+
+import json
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from megatron_ep.cli import env
+from megatron_ep.cli.main import main
+from megatron_ep.cli.simulate import default_images
+from megatron_ep.config import Topology
+from megatron_ep.simulate.pictures import ROLES
+
+SMALL = ("--tokens", "64", "--experts", "64")
+
+
+def run(capsys, *arguments):
+    assert main(["simulate", *arguments, *SMALL]) == 0
+    return capsys.readouterr().out
+
+
+def test_one_node(capsys):
+    said = run(capsys, "1", "2")
+    assert "machine h200_nvlink" in said and "error for topologies that were held out" in said
+    assert "band" not in said.split("us ")[0] and "network card" not in said
+    lines = {line.split()[0]: line.split() for line in said.splitlines() if line}
+    assert float(lines["dispatch"][1]) <= float(lines["dispatch"][3])
+    assert "nvl_sender" in lines and "combine_receiver" in lines and "rdma_sender" not in lines
+
+
+def test_several_nodes_have_a_band_and_a_recommendation(capsys):
+    said = run(capsys, "2,4", "1", "--num-sms", "4,8")
+    assert "its network card was not measured" in said
+    assert said.count(" to ") >= 8 and said.count("recommended num_sms") == 2
+    assert "2 x 1: recommended num_sms" in said and "4 x 1: recommended num_sms" in said
+    assert " to " not in run(capsys, "2", "1", "--no-band").split("dispatch ")[1].split("\n")[0].split("waits")[0]
+
+
+def test_files(capsys, tmp_path):
+    files = {name: tmp_path / name for name in ("json", "trace", "timeline")}
+    run(capsys, "2", "2", *(part for name, file in files.items() for part in (f"--{name}", str(file))))
+    [found] = json.loads(files["json"].read_text())
+    for name in ("dispatch", "combine"):
+        phase = found["phases"][name]
+        assert 0 < phase["bytes_alone"] < phase["us"]["p50"] <= phase["us"]["p99"] <= phase["us"]["max"]
+        assert phase["band"][0] <= phase["us"]["max"] <= phase["band"][1] and 0 < phase["busy"]["card"] <= 1
+    assert found["held_out"]["figures"] >= 30 and found["case"]["num_tokens"] == 64
+    events = json.loads(files["trace"].read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {event["cat"] for event in spans} == {"works", "waits"} and all(event["dur"] > 0 for event in spans)
+    last = max(event["ts"] + event["dur"] for event in spans)
+    ends = [found["phases"][name]["us"]["max"] for name in ("dispatch", "combine")]
+    assert ends[0] < last <= sum(ends) + 1e-6
+    texts = [text.text for text in ElementTree.parse(files["timeline"]).iter("{http://www.w3.org/2000/svg}text")]
+    assert [text for text in texts if text in ROLES] == [
+        "nvl_sender",
+        "rdma_sender",
+        "sender_coordinator",
+        "forwarder",
+        "forwarder_coordinator",
+        "receiver",
+    ]
+
+
+def test_a_picture_over_ranks(capsys, tmp_path):
+    picture = tmp_path / "time.svg"
+    run(capsys, "1,2,4", "2", "--machine", "h200_cx7", "--svg", str(picture))
+    root = ElementTree.parse(picture).getroot()
+    texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert [text for text in texts if text in ("2", "4", "8")] == ["2", "4", "8"] * 2
+    assert sum(path.get("class") == "band" for path in root.iter("{http://www.w3.org/2000/svg}path")) == 2
+
+
+def test_what_goes_wrong(capsys, tmp_path):
+    file = tmp_path / "out.json"
+    said = run(capsys, "2", "1", "--lost", "0:5", "--json", str(file))
+    assert "timeout in dispatch: rank " in said and "waited for" in said and "p99" not in said
+    [found] = json.loads(file.read_text())
+    assert found["phases"] == {} and found["first"][0] == "timeout" and found["incidents"]
+    assert "simulated: 2 nodes" in run(capsys, "2", "8", "--late", "3:100", "--tokens", "8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["2", "0"], "Topology.ranks_per_node is 0"),
+        (["two", "2"], "NODES is 'two', must be a number"),
+        (["2", "2", "--num-sms", "8;9"], "--num-sms is '8;9', must be a number"),
+        (["2", "2", "--machine", "a100"], "machine is 'a100', must be"),
+        (["2", "2", "--machine", "h200_nvlink"], "has no network card"),
+        (["2", "2", "--routing", "hot"], "routing is 'hot', must be"),
+        (["4", "2", "--images", "3"], "images is 3, must divide the 4 nodes"),
+        (["2", "2", "--slow-nic", "1"], "--slow-nic is '1', must be a rank, a colon and a number"),
+        (["2", "2", "--slow-nic", "9:0.5"], "faults.slow_rank is 9"),
+        (["2", "2", "--lost", "0:0"], "--lost is '0:0': signals are counted from 1"),
+        (["2", "2", "--num-sms", "1", "--channels", "9"], "num_sms is 1, too few for 9 channels"),
+        (["2,4", "2", "--trace", "x"], "--trace and --timeline: of one case"),
+        (["1", "2", "--json", "/no/folder/x"], "--json /no/folder/x: No such file or directory"),
+        (["2", "2", "--hidden", "-8"], "row_bytes is -16"),
+    ],
+)
+def test_a_mistake_is_one_sentence(capsys, arguments, message):
+    assert main(["simulate", *arguments, *SMALL]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("megatron-ep simulate: ") and error.count("\n") == 1 and message in error
+
+
+@pytest.mark.parametrize(
+    ("topology", "images"), [((1, 8), 1), ((2, 8), 1), ((8, 2), 4), ((6, 2), 3), ((5, 1), 5), ((1, 72), 1)]
+)
+def test_how_many_nodes_stand_for_all(topology, images):
+    assert default_images(Topology(*topology)) == images
+
+
+def test_a_plan_with_its_time(capsys):
+    assert env.main(["--plan", "2", "2", "--max-tokens", "64", "--time"]) == 0
+    said = capsys.readouterr().out
+    assert "predicted time on h200_cx7, T = 64" in said and "error of what could be compared" in said
+    assert env.main(["--time"]) == 2
+    assert "only with --plan" in capsys.readouterr().err
