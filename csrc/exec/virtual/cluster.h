@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "exec/virtual/clock.h"
@@ -45,7 +46,7 @@ struct VirtualCluster {
     Machine machine;
     VirtualClock clock;
     std::vector<VirtualGpu> gpus;
-    std::vector<char*> heaps;  // of each rank, in ascending order
+    std::vector<char*> heaps;  // of each rank
     size_t heap_bytes;
     RowSize row;
     bool sums_rows = false;  // else a sum is a copy of its first row: nobody reads it
@@ -59,15 +60,21 @@ struct VirtualCluster {
           gpus(memory.size()),
           heaps(std::move(memory)),
           heap_bytes(bytes) {
+        for (size_t rank = 0; rank < heaps.size(); ++rank)
+            by_address_.emplace_back(heaps[rank], static_cast<int>(rank));
+        std::sort(by_address_.begin(), by_address_.end());
         reset_servers();
     }
 
     // Which rank's heap that is in; -1: none's.
     int owner_of(const void* address) const {
         const auto* byte = static_cast<const char*>(address);
-        const auto after = std::upper_bound(heaps.begin(), heaps.end(), byte);
-        if (after == heaps.begin() || byte >= *(after - 1) + heap_bytes) return -1;
-        return static_cast<int>(after - heaps.begin()) - 1;
+        const auto after = std::upper_bound(
+            by_address_.begin(), by_address_.end(), byte,
+            [](const char* wanted, const auto& heap) { return wanted < heap.first; });
+        if (after == by_address_.begin()) return -1;
+        const auto& [first, rank] = *(after - 1);
+        return byte < first + heap_bytes ? rank : -1;
     }
     ControlBlock& control(int rank) const { return *reinterpret_cast<ControlBlock*>(heaps[rank]); }
 
@@ -77,6 +84,9 @@ struct VirtualCluster {
             gpu.sms.resize(machine.sms);
         }
     }
+
+  private:
+    std::vector<std::pair<const char*, int>> by_address_;
 };
 
 }  // namespace ep
