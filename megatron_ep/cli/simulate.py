@@ -57,7 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     case.add_argument(
         "--routing",
         default="uniform",
-        help="uniform; zipf:S, expert i with weight 1 / (i + 1)^S; nodes:M, at most M nodes a token (%(default)s)",
+        help="uniform; zipf:S, expert i with weight 1 / (i + 1)^S; nodes:M, at most M nodes a token; trace:FILE, "
+        "experts [ranks, T, K] that torch.save wrote (%(default)s)",
     )
     case.add_argument("--seed", type=int, default=0, help="of the experts that tokens choose (%(default)s)")
     case.add_argument(
@@ -67,11 +68,11 @@ def _parser() -> argparse.ArgumentParser:
         help="simulate M nodes, which divide NODES; the others do the same with all nodes shifted (as many as have "
         f"{MAX_RANKS} ranks, at least one; all where a rank differs from the others)",
     )
-    settings = parser.add_argument_group("settings of the buffer")
-    settings.add_argument("--num-sms", default="24", metavar="N", help="SMs, or several numbers: 8,12,24 (%(default)s)")
-    settings.add_argument("--channels", type=int, metavar="C", help="(as many as keep the SMs busy)")
-    settings.add_argument("--rdma-rows", type=int, metavar="N", help="rows of a network ring (8 to 32)")
-    settings.add_argument("--chunk", type=int, default=16, metavar="N", help="rows of a put at most (%(default)s)")
+    settings = parser.add_argument_group("settings of the buffer", "Each a number, or several to compare: 8,12,24.")
+    settings.add_argument("--num-sms", default="24", metavar="N", help="SMs (%(default)s)")
+    settings.add_argument("--channels", metavar="C", help="(as many as keep the SMs busy)")
+    settings.add_argument("--rdma-rows", metavar="N", help="rows of a network ring (8 to 32)")
+    settings.add_argument("--chunk", default="16", metavar="N", help="rows of a put at most (%(default)s)")
     settings.add_argument("--local-pass", choices=("on", "off"), help="(where it saves time)")
     faults = parser.add_argument_group("what goes wrong, of the ranks that are simulated")
     faults.add_argument("--slow-nic", metavar="RANK:PART", help="that rank's card has this part of its bandwidth")
@@ -80,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     output = parser.add_argument_group("output")
     output.add_argument("--no-band", action="store_true", help="one guess for what is open about the network card")
     output.add_argument("--json", metavar="FILE", help="everything that is known of the predictions")
-    output.add_argument("--svg", metavar="FILE", help="a picture of time over ranks")
+    output.add_argument("--svg", metavar="FILE", help="time over ranks; of one case, what each role does")
     output.add_argument("--trace", metavar="FILE", help="the warps of rank 0, for ui.perfetto.dev; of one case")
     output.add_argument(
         "--timeline", metavar="FILE", help="the roles of rank 0's channel 0 in dispatch, as SVG; likewise"
@@ -113,19 +114,26 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
 
     faults = _faults(options)
     require_int("--seed", options.seed, 0, 1 << 20)
-    for nodes, sms in itertools.product(_numbers("NODES", options.nodes), _numbers("--num-sms", options.num_sms)):
+    lists = [
+        _numbers("NODES", options.nodes),
+        _numbers("--num-sms", options.num_sms),
+        _numbers("--channels", options.channels),
+        _numbers("--rdma-rows", options.rdma_rows),
+        _numbers("--chunk", options.chunk),
+    ]
+    for nodes, sms, channels, rdma_rows, chunk in itertools.product(*lists):
         topology = Topology(nodes, options.ranks)
         world = topology.world_size
         experts = options.experts if options.experts is not None else -(-256 // world) * world
         tuning = Tuning(
-            channels=options.channels,
-            rdma_chunk_tokens=options.chunk,
+            channels=channels,
+            rdma_chunk_tokens=chunk,
             local_pass=None if options.local_pass is None else options.local_pass == "on",
         )
         config = Config(num_experts=experts, num_sms=sms, row_bytes=2 * options.hidden, tuning=tuning)
-        if options.rdma_rows is not None:
-            require_int("--rdma-rows", options.rdma_rows, 1, 1 << 12)
-            tuning = dataclasses.replace(tuning, rdma_ring_bytes=options.rdma_rows * sizes.slot_bytes(config))
+        if rdma_rows is not None:
+            require_int("--rdma-rows", rdma_rows, 1, 1 << 12)
+            tuning = dataclasses.replace(tuning, rdma_ring_bytes=rdma_rows * sizes.slot_bytes(config))
             config = dataclasses.replace(config, tuning=tuning)
         images = options.images
         if images is None and not any((options.slow_nic, options.late, options.lost)):
@@ -150,7 +158,10 @@ def default_images(topology: Topology) -> int:
     return max((m for m in allowed if m * topology.ranks_per_node <= MAX_RANKS), default=1)
 
 
-def _numbers(name: str, text: str) -> list[int]:
+def _numbers(name: str, text: str | None) -> Sequence[Any]:
+    """Of a list with commas; None: what the buffer takes by itself."""
+    if text is None:
+        return [None]
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
@@ -264,14 +275,22 @@ def _floors(prediction: Prediction) -> dict[str, float]:
     return {"dispatch": dispatch, "combine": dispatch * settings["combine_bytes"] / settings["payload_bytes"]}
 
 
+def _settings(case: Case) -> str:
+    settings = case.compiled_settings()
+    text = f"{case.num_sms} SMs, {settings['channels']} channels"
+    if case.topology.nodes > 1:
+        chunk = min(settings["rdma_chunk"], max(1, settings["rdma_rows"] // 2))
+        text += f", network rings of {settings['rdma_rows']} rows, puts of {chunk}"
+    return text
+
+
 def _print_prediction(prediction: Prediction, band: dict[str, tuple[float, float]], *, has_roles: bool) -> None:
     case = prediction.case
-    settings, topology = case.compiled_settings(), case.topology
-    rings = f", network rings of {settings['rdma_rows']} rows" if topology.nodes > 1 else ""
+    topology = case.topology
     print(
         f"\n{topology.nodes} x {topology.ranks_per_node} ranks, T = {case.num_tokens}, H = {case.hidden} {case.dtype}, "
-        f"K = {case.topk}, E = {case.config.num_experts}, {case.routing}; {case.num_sms} SMs, "
-        f"{settings['channels']} channels{rings}; simulated: {case.simulated_nodes} nodes"
+        f"K = {case.topk}, E = {case.config.num_experts}, {case.routing}; {_settings(case)}; simulated: "
+        f"{case.simulated_nodes} node{'s' if case.simulated_nodes > 1 else ''}"
     )
     if prediction.first is not None:
         return _print_failure(prediction)
@@ -315,20 +334,21 @@ def _print_failure(prediction: Prediction) -> None:
 
 
 def _print_recommended(found: Sequence[Found]) -> None:
-    """The fewest SMs with which dispatch and combine together take hardly longer, where there is a choice."""
-    by_topology: dict[Any, list[Prediction]] = {}
+    """The fewest SMs with which dispatch and combine together take hardly longer, and with these the fastest."""
+    by_topology: dict[Any, list[tuple[float, Case]]] = {}
     for prediction, _ in found:
         if prediction.first is None:
-            by_topology.setdefault(prediction.case.topology, []).append(prediction)
-    for topology, predictions in by_topology.items():
-        if len(predictions) < 2:
+            us = sum(phase.us for phase in prediction.phases.values())
+            by_topology.setdefault(prediction.case.topology, []).append((us, prediction.case))
+    for topology, times in by_topology.items():
+        if len(times) < 2:
             continue
-        times = {p.case.num_sms: sum(phase.us for phase in p.phases.values()) for p in predictions}
-        best = min(times.values())
-        sms = min(number for number, us in times.items() if us <= NEAR * best)
+        best = min(us for us, _ in times)
+        fewest = min(case.num_sms for us, case in times if us <= NEAR * best)
+        us, case = min((pair for pair in times if pair[1].num_sms == fewest), key=lambda pair: pair[0])
         print(
-            f"\n{topology.nodes} x {topology.ranks_per_node}: recommended num_sms {sms}, the fewest within "
-            f"{NEAR - 1:.0%} of the fastest ({times[sms]:.0f} us both ways, fastest {best:.0f})"
+            f"\n{topology.nodes} x {topology.ranks_per_node}: recommended {_settings(case)}: both ways {us:.0f} us, of "
+            f"all {best:.0f} to {max(us for us, _ in times):.0f}"
         )
 
 
@@ -336,7 +356,7 @@ def _print_recommended(found: Sequence[Found]) -> None:
 
 
 def _write(options: argparse.Namespace, found: Sequence[Found]) -> None:
-    from megatron_ep.simulate.pictures import Point, time_over_ranks, timeline
+    from megatron_ep.simulate.pictures import timeline
     from megatron_ep.simulate.trace import trace_of
 
     first = found[0][0]
@@ -349,18 +369,28 @@ def _write(options: argparse.Namespace, found: Sequence[Found]) -> None:
         title = f"One dispatch by role: a channel of rank 0 of {topology.nodes} x {topology.ranks_per_node}"
         _save("--timeline", options.timeline, timeline(title, first.phases["dispatch"], channel=0))
     if options.svg:
-        if any(prediction.first for prediction, _ in found):
-            raise ValueError("--svg: a wait expired, so there is no time to draw")
-        if len({prediction.case.num_sms for prediction, _ in found}) > 1:
-            raise ValueError("--svg: time over ranks, of one number of SMs")
-        points: dict[str, list[Point]] = {}
-        for prediction, band in found:
-            floors = _floors(prediction)
-            for name, phase in prediction.phases.items():
-                world = prediction.case.topology.world_size
-                points.setdefault(name, []).append(Point(world, phase.us, *band[name], floors[name]))
-        title = f"Predicted time over ranks, T = {options.tokens}, H = {options.hidden} {options.dtype}"
-        _save("--svg", options.svg, time_over_ranks(title, points))
+        _save("--svg", options.svg, _picture(options, found))
+
+
+def _picture(options: argparse.Namespace, found: Sequence[Found]) -> str:
+    from megatron_ep.simulate.pictures import Point, role_bars, time_over_ranks
+
+    first = found[0][0]
+    shape = f"T = {options.tokens}, H = {options.hidden} {options.dtype}"
+    if any(prediction.first for prediction, _ in found):
+        raise ValueError("--svg: a wait expired, so there is no time to draw")
+    if len(found) == 1:
+        topology = first.case.topology
+        return role_bars(f"{topology.nodes} x {topology.ranks_per_node} ranks, {shape}", first.phases)
+    if len({prediction.case.topology for prediction, _ in found}) < len(found):
+        raise ValueError("--svg: of one case, or of one for each number of nodes")
+    points: dict[str, list[Point]] = {}
+    for prediction, band in found:
+        floors = _floors(prediction)
+        for name, phase in prediction.phases.items():
+            world = prediction.case.topology.world_size
+            points.setdefault(name, []).append(Point(world, phase.us, *band[name], floors[name]))
+    return time_over_ranks(f"Predicted time over ranks, {shape}", points)
 
 
 def plan_times(case: Case, machine: Machine) -> dict[str, str]:

@@ -72,10 +72,17 @@ class Case:
             raise ValueError(f"dtype is {self.dtype!r}, must be bf16 or fp8")
         if self.hidden % 8:
             raise ValueError(f"hidden is {self.hidden}, must be a multiple of 8")
-        routing.check(self.routing, self.topology, self.topk, self.config.num_experts)
         if self.images is not None and (self.images < 1 or self.topology.nodes % self.images):
             raise ValueError(f"images is {self.images}, must divide the {self.topology.nodes} nodes")
         require_int("ranks that are simulated", self.simulated_ranks, 1, MAX_SIMULATED_RANKS)
+        routing.check(
+            self.routing,
+            self.topology,
+            simulated_ranks=self.simulated_ranks,
+            num_tokens=self.num_tokens,
+            topk=self.topk,
+            num_experts=self.config.num_experts,
+        )
         if not is_number(self.timeout) or not 0 < self.timeout <= 1e6:
             raise ValueError(f"timeout is {self.timeout!r}, must be a number of seconds in (0, 1e6]")
         for name in ("slow_rank", "late_rank", "lossy_rank"):

@@ -18,11 +18,11 @@ STYLE = """
     .band { fill: #2f63ad; opacity: .18 }
     .floor { fill: none; stroke: #6b7480; stroke-width: 1.6; stroke-dasharray: 6 4 }
     .dot, .works { fill: #2f63ad }
-    .row { fill: #d9dee5 } .room { fill: #e0a030 }
+    .row { fill: #d9dee5 } .room { fill: #e0a030 } .steps { fill: #9dbce4 }
     @media (prefers-color-scheme: dark) {
       text { fill: #e6edf3 } .s { fill: #a0aab5 } .grid { stroke: #3a424d }
       .ours { stroke: #79aef5 } .band, .dot, .works { fill: #79aef5 } .floor { stroke: #a0aab5 }
-      .row { fill: #3a424d } .room { fill: #b57a18 }
+      .row { fill: #3a424d } .room { fill: #b57a18 } .steps { fill: #476a9c }
     }
   """
 # The order in which a row meets them.
@@ -114,6 +114,52 @@ def time_over_ranks(title: str, phases: Mapping[str, Sequence[Point]]) -> str:
     return _svg(width * len(phases), height, title, text, body)
 
 
+def _kind(wait: str) -> str:
+    """Of what is waited for: rows, or that others make room."""
+    return "room" if "room" in wait or "taken" in wait or "turn" in wait else "row"
+
+
+def _legend(left: int, y: int, keys: Sequence[tuple[str, str]]) -> list[str]:
+    body = []
+    for kind, meaning in keys:
+        body.append(f'<rect class="{kind}" x="{left}" y="{y}" width="14" height="14"/>')
+        body.append(f'<text class="k" x="{left + 20}" y="{y + 12}">{meaning}</text>')
+        left += 50 + 8 * len(meaning)
+    return body
+
+
+def role_bars(title: str, phases: Mapping[str, Phase]) -> str:
+    """For each phase and role how its warps spent their time: copies and sums, other steps, waits."""
+    left, right, line, y = 210, 960, 26, 64
+    body = [f'<text class="h" x="16" y="32">{html.escape(title)}</text>']
+    told = []
+    for name, phase in phases.items():
+        body.append(f'<text class="e" x="{left - 12}" y="{y + 14}">{html.escape(name)}: {phase.us / 1e3:.2f} ms</text>')
+        y += line
+        for role, of in sorted(phase.roles.items(), key=lambda item: ROLES.index(item[0]) if item[0] in ROLES else -1):
+            body.append(f'<text class="e s" x="{left - 12}" y="{y + 14}">{role}</text>')
+            waits = {"row": 0.0, "room": 0.0}
+            for wait, us in of.waited.items():
+                waits[_kind(wait)] += us
+            parts = {"works": of.copied, "steps": of.time - of.copied - sum(waits.values()), **waits}
+            at = float(left)
+            for kind, us in parts.items():
+                length = (right - left) * us / of.time
+                body.append(f'<rect class="{kind}" x="{at:.1f}" y="{y}" width="{length:.1f}" height="18"/>')
+                at += length
+            told.append(f"{name}, {role}: copies {of.copied / of.time:.0%}, waits {sum(waits.values()) / of.time:.0%}")
+            y += line
+        y += 8
+    keys = (
+        ("works", "copies and sums"),
+        ("steps", "other steps"),
+        ("row", "waits for rows"),
+        ("room", "waits for room"),
+    )
+    body += _legend(left, y + 6, keys)
+    return _svg(1000, y + 36, title, "; ".join(told), body)
+
+
 def timeline(title: str, phase: Phase, channel: int) -> str:
     """What the warps of a channel of the traced rank did: working, waiting for rows, waiting for room."""
     tracks = sorted(
@@ -142,13 +188,9 @@ def timeline(title: str, phase: Phase, channel: int) -> str:
             body.append(f'<text class="e" x="{left - 12}" y="{y + 14}">{track.role}</text>')
         body.append(bar("works", track.begin, track.end, y))
         for wait, begin, end in track.waits:
-            body.append(bar("room" if "room" in wait or "taken" in wait else "row", begin, end, y))
-    for i, (kind, meaning) in enumerate(
-        (("works", "works"), ("row", "waits for rows"), ("room", "waits for room, or for rows to be taken"))
-    ):
-        at = left + (0, 110, 270)[i]
-        body.append(f'<rect class="{kind}" x="{at}" y="{bottom + 32}" width="14" height="14"/>')
-        body.append(f'<text class="k" x="{at + 20}" y="{bottom + 44}">{meaning}</text>')
+            body.append(bar(_kind(wait), begin, end, y))
+    keys = (("works", "works"), ("row", "waits for rows"), ("room", "waits for room, or for rows to be taken"))
+    body += _legend(left, bottom + 32, keys)
     text = "; ".join(f"{track.role} works {_worked(track):.0f} of {track.end - track.begin:.0f} us" for track in tracks)
     return _svg(1000, bottom + 60, title, text, body)
 

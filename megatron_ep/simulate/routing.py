@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import os
+from typing import Any
 
 import torch
 
 from megatron_ep.config import Topology, require_int
 
-ALLOWED = "uniform, zipf:S with S in [0, 4], or nodes:M"
+ALLOWED = "uniform, zipf:S with S in [0, 4], nodes:M, or trace:FILE"
 
 
-def check(routing: str, topology: Topology, topk: int, num_experts: int) -> None:
+def check(
+    routing: str, topology: Topology, *, simulated_ranks: int, num_tokens: int, topk: int, num_experts: int
+) -> None:
     """Raises ValueError for a routing that there is not."""
     kind, _, text = routing.partition(":")
+    if kind == "trace" and text:
+        traced = _read(text)
+        if len(traced) < simulated_ranks or traced.shape[1] < num_tokens or traced.shape[2] != topk:
+            ranks, tokens, chosen = traced.shape
+            raise ValueError(
+                f"routing {routing}: has {ranks} ranks of {tokens} tokens with {chosen} experts, must have at least "
+                f"{simulated_ranks} ranks of {num_tokens} tokens with {topk}"
+            )
+        if int(traced.min()) < -1 or int(traced.max()) >= num_experts:
+            raise ValueError(f"routing {routing}: experts must be in [-1, {num_experts})")
+        return
     error = ValueError(f"routing is {routing!r}, must be {ALLOWED}")
     if kind == "uniform" and not text:
         return
@@ -34,9 +50,11 @@ def draw(
     """int32 [T, K], different experts of a token, drawn without replacement.
 
     uniform: each expert alike. zipf:S: expert i with weight 1 / (i + 1)^S. nodes:M: of experts on M nodes of a token,
-    drawn alike.
+    drawn alike. trace:FILE: the first tokens of what `torch.save` wrote, integers [ranks, T, K].
     """
     kind, _, text = routing.partition(":")
+    if kind == "trace":
+        return _read(text)[rank, :num_tokens].to(torch.int32).contiguous()
     generator = torch.Generator().manual_seed((seed << 20) + rank)
     # the topk largest of log(weight) + Gumbel noise
     keys = torch.rand(num_tokens, num_experts, generator=generator).clamp_(min=1e-30)
@@ -48,3 +66,20 @@ def draw(
         allowed = torch.zeros(num_tokens, topology.nodes, dtype=torch.bool).scatter_(1, chosen, True)
         keys *= allowed.repeat_interleave(num_experts // topology.nodes, dim=1)
     return keys.topk(topk, sorted=False).indices.to(torch.int32).contiguous()
+
+
+def _read(file: str) -> torch.Tensor:
+    try:
+        found = _load(file, os.stat(file).st_mtime_ns)
+    except Exception as error:  # torch raises many kinds
+        reason = error.strerror if isinstance(error, OSError) else "is no file of torch.save"
+        raise ValueError(f"routing trace:{file}: {reason}") from None
+    if not isinstance(found, torch.Tensor) or found.dim() != 3 or found.is_floating_point() or not found.numel():
+        raise ValueError(f"routing trace:{file}: must hold a tensor of integers [ranks, T, K]")
+    return found
+
+
+@functools.lru_cache(maxsize=1)
+def _load(file: str, changed: int) -> Any:
+    """Once for all ranks. changed: when it was written."""
+    return torch.load(file, weights_only=True)

@@ -4,6 +4,7 @@ import json
 import xml.etree.ElementTree as ElementTree
 
 import pytest
+import torch
 
 from megatron_ep.cli import env
 from megatron_ep.cli.main import main
@@ -31,8 +32,8 @@ def test_one_node(capsys):
 def test_several_nodes_have_a_band_and_a_recommendation(capsys):
     said = run(capsys, "2,4", "1", "--num-sms", "4,8")
     assert "its network card was not measured" in said
-    assert said.count(" to ") >= 8 and said.count("recommended num_sms") == 2
-    assert "2 x 1: recommended num_sms" in said and "4 x 1: recommended num_sms" in said
+    assert said.count(" to ") >= 8 and said.count(": recommended ") == 2
+    assert "2 x 1: recommended " in said and "4 x 1: recommended " in said
     assert " to " not in run(capsys, "2", "1", "--no-band").split("dispatch ")[1].split("\n")[0].split("waits")[0]
 
 
@@ -71,6 +72,46 @@ def test_a_picture_over_ranks(capsys, tmp_path):
     assert sum(path.get("class") == "band" for path in root.iter("{http://www.w3.org/2000/svg}path")) == 2
 
 
+def test_settings_side_by_side(capsys):
+    said = run(capsys, "2", "1", "--no-band", "--channels", "4,8", "--rdma-rows", "2,8", "--chunk", "1,4")
+    assert said.count("\n2 x 1 ranks") == 8
+    assert "24 SMs, 4 channels, network rings of 2 rows, puts of 1;" in said
+    [last] = [line for line in said.splitlines() if "recommended" in line]
+    totals = sorted(
+        sum(float(line.split()[3]) for line in part.splitlines()[1:4] if line.startswith(("dispatch", "combine")))
+        for part in said.split("\n\n")[1:9]
+    )
+    assert f"both ways {totals[0]:.0f} us" in last
+
+
+def test_a_picture_of_roles(capsys, tmp_path):
+    picture = tmp_path / "roles.svg"
+    run(capsys, "2", "2", "--svg", str(picture))
+    texts = [text.text for text in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text")]
+    assert [text for text in texts if text in ROLES] == [
+        *("nvl_sender", "rdma_sender", "sender_coordinator", "forwarder", "forwarder_coordinator", "receiver"),
+        *("sender_coordinator", "forwarder_coordinator"),
+        *("combine_nvl_sender", "combine_forwarder", "combine_receiver"),
+    ]
+
+
+def test_the_routing_of_a_trace(capsys, tmp_path):
+    file = tmp_path / "choices.pt"
+    torch.save(torch.arange(8).expand(2, 100, 8), file)
+    said = run(capsys, "1", "2", "--routing", f"trace:{file}")
+    assert f"trace:{file}" in said  # all tokens of both ranks go to rank 0
+    for content, message in (
+        (torch.zeros(2, 8), "must hold a tensor of integers"),
+        (torch.zeros(2, 63, 8, dtype=torch.int64), "has 2 ranks of 63 tokens with 8 experts"),
+        (torch.full((2, 64, 8), 64), r"experts must be in [-1, 64)"),
+    ):
+        torch.save(content, file.with_suffix(".bad"))
+        assert main(["simulate", "1", "2", "--routing", f"trace:{file.with_suffix('.bad')}", *SMALL]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["simulate", "1", "2", "--routing", f"trace:{tmp_path}", *SMALL]) == 2
+    assert "Is a directory" in capsys.readouterr().err
+
+
 def test_what_goes_wrong(capsys, tmp_path):
     file = tmp_path / "out.json"
     said = run(capsys, "2", "1", "--lost", "0:5", "--json", str(file))
@@ -94,6 +135,7 @@ def test_what_goes_wrong(capsys, tmp_path):
         (["2", "2", "--slow-nic", "9:0.5"], "faults.slow_rank is 9"),
         (["2", "2", "--lost", "0:0"], "--lost is '0:0': signals are counted from 1"),
         (["2", "2", "--num-sms", "1", "--channels", "9"], "num_sms is 1, too few for 9 channels"),
+        (["2", "2", "--num-sms", "8,16", "--svg", "x"], "--svg: of one case, or of one for each number of nodes"),
         (["2,4", "2", "--trace", "x"], "--trace and --timeline: of one case"),
         (["1", "2", "--json", "/no/folder/x"], "--json /no/folder/x: No such file or directory"),
         (["2", "2", "--hidden", "-8"], "row_bytes is -16"),
