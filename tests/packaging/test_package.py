@@ -52,8 +52,9 @@ def test_the_wheel_runs_elsewhere(wheel: Path) -> None:
     name, version, *_, platform = wheel.stem.split("-")
     assert (name, version) == ("megatron_ep", "0.1.0") and platform.startswith("manylinux_2_")
     files = zipfile.ZipFile(wheel).namelist()
-    assert {"megatron_ep/py.typed", "megatron_ep/_C.pyi"} <= set(files)
-    assert [name for name in files if ".so" in name] == [f"megatron_ep/_C{sysconfig.get_config_var('EXT_SUFFIX')}"]
+    assert {"megatron_ep/py.typed", "megatron_ep/_C.pyi", "megatron_ep/_simulate.pyi"} <= set(files)
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    assert {name for name in files if ".so" in name} == {f"megatron_ep/{name}{suffix}" for name in ("_C", "_simulate")}
 
 
 def test_the_command_works_without_a_compiler(environment: Path) -> None:
@@ -71,6 +72,7 @@ import megatron_ep
 from megatron_ep.training import recipe
 folder = Path(megatron_ep.__file__).parent
 assert (folder / "py.typed").is_file() and (folder / "deep_ep/shim/deep_ep/__init__.py").is_file()
+assert (folder / "simulate/machines/h200_nvlink.toml").is_file()
 print(folder, recipe.load("tiny_moe_cpu").topology.world_size)
 """
     said = run(environment / "bin/python", "-c", code, cwd=environment)
