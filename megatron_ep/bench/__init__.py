@@ -10,7 +10,7 @@ NAMES = {
     "router": "the router (gate), on the CPU or a GPU",
     "agreement": "what it costs a step that all ranks agree before it",
     "cuda": "dispatch and combine of all ranks on one GPU",
-    "gpus": "dispatch and combine, a rank on each GPU of this machine",
+    "gpus": "dispatch and combine, a rank on each GPU of this machine or a job",
     "low-latency": "the low-latency mode on GPUs",
     "network": "dispatch, combine and single puts between machines",
     "host": "what the host does for a call on a GPU",

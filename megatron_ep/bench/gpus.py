@@ -1,4 +1,5 @@
-"""`megatron-ep bench gpus`: dispatch and combine between the GPUs of this machine, a process a GPU, by CUDA events.
+"""`megatron-ep bench gpus`: dispatch and combine between the GPUs of this machine, a process a GPU, by CUDA events;
+under torchrun or in a Slurm job step between those of the job, on any number of machines.
 
 Beside them, in the same run: NCCL's all-to-all with the copies that Megatron-Core's all-to-all dispatcher makes around
 it (rows into the order of their ranks, then into that of their experts, and back), and a copy to a neighbouring GPU.
@@ -24,8 +25,9 @@ import torch.distributed as dist
 import megatron_ep as ep
 from megatron_ep import float8
 from megatron_ep.bench.arguments import positive
-from megatron_ep.bench.gpu_case import ROUTINGS, Case, add_arguments, cases_of, draw_experts, require_gpu, row_bytes
-from megatron_ep.bench.local_ranks import LocalRanks
+from megatron_ep.bench.gpu_case import ROUTINGS, Case, add_arguments, cases_of, draw_experts, row_bytes
+from megatron_ep.bench.gpu_ranks import gpu_ranks
+from megatron_ep.bench.job_ranks import own_gpu
 from megatron_ep.bench.report import PERCENTILES, RATE, WHAT, Record, Report, make_record
 from megatron_ep.bench.timing import Step, cuda_timer, host_timer, kernel_seconds, time_rounds
 
@@ -35,26 +37,17 @@ Steps = dict[tuple[str, str], Step]  # by phase and implementation
 def main(argv: Sequence[str]) -> int:
     """Runs the benchmark; see --help."""
     arguments = _parse(argv)
-    require_gpu("megatron-ep bench gpus")
-    gpus = torch.cuda.device_count()
-    if gpus < 2:
-        raise SystemExit(f"megatron-ep bench gpus: this machine has {gpus} GPU, must have at least 2")
-    nodes = arguments.nodes
-    if gpus % nodes:
-        raise SystemExit(f"megatron-ep bench gpus: --nodes is {nodes}, must divide the {gpus} GPUs")
-    if arguments.experts % gpus:
-        raise SystemExit(f"megatron-ep bench gpus: --experts is {arguments.experts}, must be a multiple of {gpus} GPUs")
-    report = Report(arguments.json)
-    loads = [
-        cases_of(arguments, nodes, gpus // nodes, tokens, routing)
-        for tokens in arguments.tokens
-        for routing in arguments.routing
-    ]
-    ranks = LocalRanks(gpus, timeout=60.0 + 15.0 * sum(map(len, loads)))
-    try:
+    of_load = len(cases_of(arguments, 2, 1, 1))  # at most
+    timeout = 60.0 + 15.0 * len(arguments.tokens) * len(arguments.routing) * of_load
+    with gpu_ranks("megatron-ep bench gpus", timeout) as ranks:
+        topology = topology_of(ranks.topology, arguments.nodes, arguments.experts)
+        report = Report(arguments.json, ranks.rank)
+        loads = [
+            cases_of(arguments, topology.nodes, topology.ranks_per_node, tokens, routing)
+            for tokens in arguments.tokens
+            for routing in arguments.routing
+        ]
         by_rank = ranks.run(measure, loads, arguments.warmup, arguments.iters, arguments.kernels)
-    finally:
-        ranks.close()
     columns = WHAT | PERCENTILES | RATE
     by_case: dict[str, list[Record]] = {}
     for same in zip(*by_rank, strict=True):
@@ -64,9 +57,21 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def topology_of(found: ep.Topology, nodes: int | None, experts: int) -> ep.Topology:
+    """Of these ranks, dealt to so many nodes, if the user says so. Raises ValueError for numbers that do not fit."""
+    gpus = found.world_size
+    if gpus < 2:
+        raise ValueError(f"there is {gpus} GPU, must be at least 2")
+    if nodes is not None and gpus % nodes:
+        raise ValueError(f"--nodes is {nodes}, must divide the {gpus} GPUs")
+    if experts % gpus:
+        raise ValueError(f"--experts is {experts}, must be a multiple of {gpus} GPUs")
+    return found if nodes is None else ep.Topology(nodes, gpus // nodes)
+
+
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("megatron-ep bench gpus", description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("--nodes", type=positive, default=1, help="nodes that the GPUs are dealt to (1)")
+    parser.add_argument("--nodes", type=positive, help="nodes that the GPUs are dealt to (as a buffer finds them)")
     parser.add_argument(
         "--routing", nargs="+", choices=ROUTINGS, default=["uniform"], help="how likely experts are (uniform)"
     )
@@ -113,7 +118,7 @@ class Measured:
 def measure(loads: Sequence[Sequence[Case]], warmup: int, iterations: int, kernels: bool = False) -> list[Measured]:
     """Runs on every rank. loads: cases of the same tokens. Raises AssertionError when dispatch does not give what
     all-to-all gives."""
-    torch.cuda.set_device(dist.get_rank())
+    torch.cuda.set_device(own_gpu())
     nccl = dist.new_group(backend="nccl")
     with torch.no_grad():
         return [one for cases in loads for one in _measure(cases, nccl, warmup, iterations, kernels)]
@@ -155,13 +160,13 @@ def _measure(
         return sums.zero_().index_add_(0, tokens.token_of_row, rows.float()).to(rows.dtype)
 
     expected = nccl_dispatch()
-    neighbour = torch.empty(tokens.distinct_rows, cases[0].hidden, device=f"cuda:{(rank + 1) % world_size}")
-    neighbour = neighbour.to(torch.bfloat16)
+    other = (own_gpu() + 1) % torch.cuda.device_count()  # of those that this process sees
+    neighbour = torch.empty(tokens.distinct_rows, cases[0].hidden, device=f"cuda:{other}").to(torch.bfloat16)
     source = torch.randn(neighbour.shape, device="cuda").to(torch.bfloat16)
     baselines: Steps = {
         ("dispatch", "nccl_all_to_all"): nccl_dispatch,
         ("combine", "nccl_all_to_all"): nccl_combine,
-        ("copy", "to_a_neighbour"): lambda: neighbour.copy_(source),
+        ("copy", "to_a_neighbour" if other != own_gpu() else "to_itself"): lambda: neighbour.copy_(source),
     }
     run(f"{world_size} GPUs {cases[0].sizes}", baselines)
     for case in cases:

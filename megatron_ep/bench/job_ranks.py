@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -9,44 +10,74 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ep.backends import nodes, processes
-from megatron_ep.config import Topology
+from megatron_ep.backends import cuda, rank_info
+from megatron_ep.config import Config, Topology
+from megatron_ep.errors import EPError
 
 
 class JobRanks:
     """This process's rank of the job, in a gloo default group, one thread of computation each. A context manager.
 
     timeout: seconds that ranks wait for each other.
+    device: "cpu", or "cuda" for ranks with the GPU of `own_gpu` each; None: "cuda" where every rank has one that this
+        build can use, "cpu" where none has.
 
-    Raises ValueError, as `nodes.topology_of` does, where the machines have different numbers of ranks.
+    Attributes:
+        rank, world_size: of the job.
+        device: "cpu" or "cuda".
+        infos: what each rank tells of itself.
+        topology: the nodes that a buffer of these ranks has unless it is told otherwise.
+
+    Raises ValueError, on all ranks alike: a rank lacks the GPU; or as `Buffer` does for ranks that cannot be one group.
+    Construction and `run` raise EPError where a rank does not come in time, or has ended.
     """
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, device: str | None = "cpu") -> None:
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+        try:
+            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+        except dist.DistError as error:
+            raise EPError(f"the ranks of the job did not meet: {error}") from error
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.machines: list[str] = self._gather(processes.machine())
-        self.topology: Topology = nodes.topology_of(self.machines, None)
+        self.device = device or self._found()
+        self.infos: list[rank_info.RankInfo] = self.run(_introduce, self.world_size, self.device)
+        self.machines = rank_info.machines(self.infos)
+        self.topology: Topology = rank_info.agreed_topology(self.infos, Config(num_experts=self.world_size))
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Calls function(*args) on every rank at once and returns the W results in rank order, on every rank.
 
         Raises:
-            RuntimeError: with what the first failing rank raised.
+            ValueError: what the first failing rank raised, if that was one.
+            RuntimeError: with what it raised otherwise.
         """
+        kind: type[Exception] | None = None
         try:
-            outcome = (True, function(*args))
+            outcome = function(*args)
+        except ValueError as error:
+            kind, outcome = ValueError, str(error)
         except Exception as error:
-            outcome = (False, f"{type(error).__name__}: {error}")
-        outcomes = self._gather(outcome)
-        for rank, (done, result) in enumerate(outcomes):
-            if not done:
-                raise RuntimeError(f"rank {rank}: {result}")
+            kind, outcome = RuntimeError, f"{type(error).__name__}: {error}"
+        outcomes = self._gather((kind, outcome))
+        for rank, (failed, text) in enumerate(outcomes):
+            if failed is not None:
+                raise failed(f"rank {rank}: {text}")
         return [result for _, result in outcomes]
 
+    def _found(self) -> str:
+        lacking = [rank for rank, found in enumerate(self.run(_has_gpu)) if not found]
+        if 0 < len(lacking) < self.world_size:
+            raise ValueError(
+                f"rank {', '.join(map(str, lacking))} of {self.world_size} has no GPU, the others have one"
+            )
+        return "cpu" if lacking else "cuda"
+
     def _gather(self, mine: Any) -> list[Any]:
-        all_of_them: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(all_of_them, mine)
+        all_of_them: list[Any] = [None] * self.world_size
+        try:
+            dist.all_gather_object(all_of_them, mine)
+        except RuntimeError as error:
+            raise EPError(f"rank {self.rank} lost the others: {error}") from error
         return all_of_them
 
     def __enter__(self) -> JobRanks:
@@ -54,3 +85,24 @@ class JobRanks:
 
     def __exit__(self, *_: object) -> None:
         dist.destroy_process_group()
+
+
+def own_gpu() -> int:
+    """The GPU of this process's rank: LOCAL_RANK modulo those that it sees, which may be its own alone."""
+    return int(os.environ.get("LOCAL_RANK") or os.environ["RANK"]) % torch.cuda.device_count()
+
+
+def _has_gpu() -> bool:
+    try:
+        cuda.check_device("cuda")
+    except ValueError:
+        return False
+    return True
+
+
+def _introduce(world_size: int, device: str) -> rank_info.RankInfo:
+    found = cuda.check_device(device)
+    if found.type == "cuda":
+        found = torch.device("cuda", own_gpu())
+        torch.cuda.set_device(found)
+    return rank_info.introduce(Config(num_experts=world_size), None, found)

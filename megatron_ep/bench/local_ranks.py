@@ -20,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_ep.config import Topology
+
 # The second fails, harmlessly, where Megatron is not installed. Where there is a GPU, importing Megatron starts CUDA,
 # which no fork survives.
 PRELOAD = ("torch", "megatron_ep.megatron.equivalence")
@@ -30,7 +32,7 @@ class LocalRanks:
     """W processes with a gloo default group, one thread of computation each. A context manager.
 
     They start with the first `run`, forked from a process that has imported `PRELOAD` once, and again with the first
-    one after a failure, which ends them.
+    one after a failure, which ends them. Each has its rank in the environment as LOCAL_RANK.
 
     Args:
         world_size: W.
@@ -40,6 +42,8 @@ class LocalRanks:
     def __init__(self, world_size: int, timeout: float = 120.0) -> None:
         self.world_size = world_size
         self.timeout = timeout
+        self.rank = 0  # this process reports
+        self.topology = Topology(1, world_size)
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(PRELOAD[:1] if torch.cuda.is_available() else PRELOAD))
         self._executors: list[ProcessPoolExecutor] = []
@@ -131,6 +135,7 @@ def _join_group(rank: int, world_size: int, store: str, timeout: float) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["LOCAL_RANK"] = str(rank)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name need not resolve
     dist.init_process_group(
         "gloo",

@@ -1,5 +1,5 @@
 """`megatron-ep bench low-latency`: the low-latency mode on GPUs, by CUDA events: a rank on each GPU of this machine, or
-all ranks on one.
+all ranks on one; under torchrun or in a Slurm job step the ranks of the job, on any number of machines.
 
 Each call as it is (`eager`, with the host's work where the GPU waits for it) and captured in a CUDA graph of many calls
 (`graph`: the GPU's time of one). A round's time is that of its slowest rank. Rows for the host: `megatron-ep bench`. T
@@ -19,18 +19,22 @@ import torch
 import torch.distributed as dist
 
 import megatron_ep as ep
+from megatron_ep.backends import job
 from megatron_ep.bench.arguments import add_rounds, add_sizes, positive
 from megatron_ep.bench.gpu_case import require_gpu, row_bytes
-from megatron_ep.bench.local_ranks import LocalRanks
+from megatron_ep.bench.gpu_ranks import gpu_ranks
+from megatron_ep.bench.job_ranks import own_gpu
 from megatron_ep.bench.report import PERCENTILES, RATE, WHAT, Record, Report, make_record
 from megatron_ep.bench.timing import Step, cuda_timer, host_timer, time_rounds
 
+COMMAND = "megatron-ep bench low-latency"
 CALLS = 20  # of a graph
 
 
 @dataclass(frozen=True)
 class Case:
     world_size: int
+    nodes: int
     on_one_gpu: bool
     num_sms: int
     max_tokens: int
@@ -40,7 +44,7 @@ class Case:
     experts: int
 
     def __str__(self) -> str:
-        where = "on one GPU" if self.on_one_gpu else "GPUs"
+        where = "on one GPU" if self.on_one_gpu else "GPUs" if self.nodes == 1 else f"GPUs of {self.nodes} nodes"
         sizes = f"T={self.tokens} of {self.max_tokens} H={self.hidden} K={self.topk} E={self.experts}"
         return f"{self.world_size} {where} sms={self.num_sms} {sizes}"
 
@@ -58,21 +62,20 @@ class Measured:
 def main(argv: Sequence[str]) -> int:
     """Runs the benchmark; see --help."""
     arguments = _parse(argv)
-    require_gpu("megatron-ep bench low-latency")
-    gpus = torch.cuda.device_count()
-    on_one_gpu = arguments.ranks is not None or gpus == 1
-    world_size = arguments.ranks or (8 if on_one_gpu else gpus)
-    if arguments.experts % world_size:
-        raise SystemExit(f"--experts is {arguments.experts}, must be a multiple of {world_size} ranks")
-    report = Report(arguments.json)
-    sizes = (arguments.hidden, arguments.topk, arguments.experts)
-    first = Case(world_size, on_one_gpu, 1, arguments.max_tokens, 1, *sizes)
-    cases = [replace(first, num_sms=sms, tokens=t) for sms in arguments.num_sms for t in arguments.batch]
-    if on_one_gpu:
-        by_rank = [[measure_on_one_gpu(case, arguments.warmup, arguments.iters) for case in cases]]
-    else:
-        with LocalRanks(world_size, timeout=60.0 + 30.0 * len(cases)) as ranks:
+    is_rank = job.adopt()
+    if is_rank and arguments.ranks is not None:
+        raise ValueError("--ranks: the launcher has started them")
+    if not is_rank:
+        require_gpu(COMMAND)
+    if is_rank or (arguments.ranks is None and torch.cuda.device_count() > 1):
+        with gpu_ranks(COMMAND, 60.0 + 30.0 * len(arguments.num_sms) * len(arguments.batch)) as ranks:
+            report = Report(arguments.json, ranks.rank)
+            cases = cases_of(arguments, ranks.world_size, ranks.topology.nodes)
             by_rank = ranks.run(measure_rank, cases, arguments.warmup, arguments.iters)
+    else:
+        report = Report(arguments.json)
+        cases = cases_of(arguments, arguments.ranks or 8, on_one_gpu=True)
+        by_rank = [[measure_on_one_gpu(case, arguments.warmup, arguments.iters) for case in cases]]
     for case, of_ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
         records = [_slowest(case, same) for same in zip(*of_ranks, strict=True)]
         report.add(f"{case}: the slowest rank", records, WHAT | PERCENTILES | RATE)
@@ -80,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("megatron-ep bench low-latency", description=(__doc__ or "").partition("\n\n")[0])
+    parser = argparse.ArgumentParser(COMMAND, description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--ranks", type=positive, metavar="W", help="all on one GPU (a rank on each; 8 if it is one)")
     parser.add_argument("--num-sms", nargs="+", type=positive, default=[16, 24, 32], help="of a rank (%(default)s)")
     parser.add_argument("--batch", nargs="+", type=positive, default=[1, 8, 32, 128], metavar="T", help="(%(default)s)")
@@ -91,6 +94,15 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if max(arguments.batch) > arguments.max_tokens:
         parser.error(f"--batch {max(arguments.batch)} is over --max-tokens {arguments.max_tokens}")
     return arguments
+
+
+def cases_of(arguments: argparse.Namespace, world_size: int, nodes: int = 1, *, on_one_gpu: bool = False) -> list[Case]:
+    """Raises ValueError where the experts cannot be dealt to the ranks."""
+    if arguments.experts % world_size:
+        raise ValueError(f"--experts is {arguments.experts}, must be a multiple of {world_size} ranks")
+    sizes = (arguments.hidden, arguments.topk, arguments.experts)
+    first = Case(world_size, nodes, on_one_gpu, 1, arguments.max_tokens, 1, *sizes)
+    return [replace(first, num_sms=sms, tokens=t) for sms in arguments.num_sms for t in arguments.batch]
 
 
 def _inputs(case: Case, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -121,7 +133,7 @@ def measure_on_one_gpu(case: Case, warmup: int, iterations: int) -> list[Measure
 def measure_rank(cases: Sequence[Case], warmup: int, iterations: int) -> list[list[Measured]]:
     """Runs on every rank, each with a GPU of its own."""
     rank = dist.get_rank()
-    torch.cuda.set_device(rank)
+    torch.cuda.set_device(own_gpu())
 
     def meet() -> None:
         torch.cuda.synchronize()

@@ -18,11 +18,10 @@ def main(argv: Sequence[str]) -> int:
         name = "layer"
     try:
         job.adopt()  # or a Slurm step tells too little of itself
+        status: int = importlib.import_module(f"megatron_ep.bench.{name}").main(argv)
     except ValueError as error:
         print(f"megatron-ep bench: {error}", file=sys.stderr)
         return 2
-    try:
-        status: int = importlib.import_module(f"megatron_ep.bench.{name}").main(argv)
     except RuntimeError as error:
         import torch  # some of them need no torch, and start faster without
 

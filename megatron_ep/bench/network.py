@@ -21,7 +21,7 @@ import torch
 
 from megatron_ep import _C
 from megatron_ep import megatron as megatron_side
-from megatron_ep.backends import job
+from megatron_ep.backends import job, nodes
 from megatron_ep.backends.network_trial import NetworkTrial
 from megatron_ep.backends.rendezvous import StoreRendezvous
 from megatron_ep.bench import layer
@@ -53,8 +53,12 @@ def main(argv: Sequence[str]) -> int:
         return 2
     with JobRanks(arguments.timeout) as ranks:
         topology = ranks.topology
-        if topology.nodes < 2:
+        machines = len(set(ranks.machines))
+        if machines < 2:
             print(f"megatron-ep bench network: all {ranks.world_size} ranks are on one machine", file=sys.stderr)
+            return 2
+        if topology.nodes != machines:
+            print(f"{nodes.VARIABLE} makes {topology.nodes} nodes of {machines} machines", file=sys.stderr)
             return 2
         if arguments.experts % ranks.world_size:
             print(f"--experts is {arguments.experts}, must be a multiple of {ranks.world_size} ranks", file=sys.stderr)

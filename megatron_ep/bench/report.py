@@ -107,11 +107,12 @@ class Report:
 
     def __init__(self, path: Path | None, rank: int = 0) -> None:
         self._path = path if rank == 0 else None
-        self._environment = env.collect()
         self.records: list[Record] = []
         self._console = make_console()
         self._console.quiet = rank != 0
-        self.say(env.headline(self._environment))
+        if rank == 0:
+            self._environment = env.collect()
+            self.say(env.headline(self._environment))
 
     def say(self, text: str) -> None:
         self._console.print(text, soft_wrap=True)

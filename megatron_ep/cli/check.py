@@ -1,4 +1,5 @@
-"""`megatron-ep check`: gradients, the specification, and Megatron's own dispatcher, on the machine at hand."""
+"""`megatron-ep check`: gradients, the specification, and Megatron's own dispatcher, on the machine at hand or by the
+ranks of a job (`check_job.py`)."""
 
 from __future__ import annotations
 
@@ -7,34 +8,22 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import megatron_ep as ep
 from megatron_ep import megatron as megatron_side
 from megatron_ep.backends import job
 from megatron_ep.bench.arguments import positive, seconds
 from megatron_ep.bench.local_ranks import LocalRanks
+from megatron_ep.cli import check_common, check_job
 from megatron_ep.errors import EPError
 
 TOPOLOGIES = ((1, 1), (1, 4), (2, 2), (3, 2))
 TIMEOUT = 60.0  # seconds, of one wait inside a launch and of one comparison with Megatron
 REFERENCE_CASES = 25
 MEGATRON_RANKS = 4
-MEGATRON_LAYERS: dict[str, tuple[int, int, dict[str, Any]]] = {  # TP, EP, fields of TransformerConfig
-    "EP 4": (1, 4, {}),
-    "EP 4, recompute": (1, 4, {"recompute_granularity": "selective", "recompute_modules": ["moe"]}),
-    "EP 4, capacity drops": (1, 4, {"moe_expert_capacity_factor": 0.7}),
-    "EP 4, drop and pad": (1, 4, {"moe_expert_capacity_factor": 0.7, "moe_pad_expert_input_to_capacity": True}),
-    "EP 4, shared expert overlapped": (
-        1,
-        4,
-        {"moe_shared_expert_intermediate_size": 40, "moe_shared_expert_overlap": True},
-    ),
-    "EP 2, TP 2": (2, 2, {"moe_token_dispatcher_type": "allgather"}),
-}
-MEGATRON_TOLERANCE = 1e-12  # of the largest value, in fp64
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,7 +31,11 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         "megatron-ep check",
         description="Checks gradients, equality with the specification, and equality with Megatron's own dispatchers "
-        "on this machine. Takes about half a minute.",
+        "on this machine; under torchrun or in a Slurm job step between the ranks of the job, on any number of "
+        "machines, and on their GPUs where each has one. Takes about half a minute.",
+    )
+    parser.add_argument(
+        "--timeout", type=seconds, default=TIMEOUT, metavar="S", help="in a job: of each wait (%(default)s s)"
     )
     network = parser.add_argument_group(
         "network", "Instead: every pair of machines of a job, under torchrun or in a Slurm job step, without GPUs."
@@ -51,12 +44,22 @@ def main(argv: Sequence[str]) -> int:
     network.add_argument(
         "--ranks", type=positive, metavar="W", help="without a launcher: of this machine, each as a machine (3)"
     )
-    network.add_argument("--timeout", type=seconds, default=60.0, metavar="S", help="of each wait (%(default)s s)")
     arguments = parser.parse_args(argv)
-    if arguments.network:
-        return _check_network(arguments.ranks, arguments.timeout)
-    if arguments.ranks is not None:
+    if arguments.ranks is not None and not arguments.network:
         parser.error("--ranks goes with --network")
+    try:
+        is_rank = job.adopt()
+        if arguments.network:
+            return _check_network(is_rank, arguments.ranks, arguments.timeout)
+        if is_rank:
+            return check_job.main_of_rank(arguments.timeout)
+    except (ValueError, EPError, dist.DistError) as error:
+        print(f"megatron-ep check: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+    return _check_here()
+
+
+def _check_here() -> int:
     failed = 0
     started = time.perf_counter()
     for name, check in _checks():
@@ -66,23 +69,19 @@ def main(argv: Sequence[str]) -> int:
         except Exception as error:
             outcome, detail = "FAIL", f"{type(error).__name__}: {error}"
             failed += 1
-        print(f"{outcome}  {name:66} {time.perf_counter() - start:6.1f} s  {detail}", flush=True)
-    print(f"{failed} failed" if failed else "all passed", f"in {time.perf_counter() - started:.0f} s")
+        print(check_common.line(outcome, name, time.perf_counter() - start, detail), flush=True)
+    print(check_common.summary(failed, time.perf_counter() - started))
     return 1 if failed else 0
 
 
-def _check_network(ranks: int | None, timeout: float) -> int:
+def _check_network(is_rank: bool, ranks: int | None, timeout: float) -> int:
     from megatron_ep.cli import network
 
-    try:
-        if not job.adopt():
-            return network.main_of_machine(ranks or 3, timeout)
-        if ranks is not None:
-            raise ValueError("--ranks: the launcher has started them")
-        return network.main_of_rank(timeout)
-    except (ValueError, EPError) as error:
-        print(f"megatron-ep check: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) else 1
+    if not is_rank:
+        return network.main_of_machine(ranks or 3, timeout)
+    if ranks is not None:
+        raise ValueError("--ranks: the launcher has started them")
+    return network.main_of_rank(timeout)
 
 
 def _checks() -> Iterator[tuple[str, Callable[[], str]]]:
@@ -97,20 +96,10 @@ def _checks() -> Iterator[tuple[str, Callable[[], str]]]:
             functools.partial(check_reference, nodes, ranks_per_node),
         )
     if not megatron_side.is_installed():
-        print("skipped: megatron-core is not installed, so there is nothing of Megatron's to compare with")
+        print(check_common.NO_MEGATRON)
         return
     with LocalRanks(MEGATRON_RANKS, TIMEOUT) as ranks:
-        for name, layout in MEGATRON_LAYERS.items():
-            yield (
-                f"a layer as with Megatron's dispatcher, {name}",
-                functools.partial(check_megatron, ranks, *layout),
-            )
-
-
-def _random_ids(tokens: int, topk: int, num_experts: int, generator: torch.Generator) -> torch.Tensor:
-    """[T, K] distinct experts for each token, some of them -1."""
-    ids = torch.rand(tokens, num_experts, generator=generator).argsort(dim=1)[:, :topk]
-    return ids.masked_fill(torch.rand(tokens, topk, generator=generator) < 0.2, -1).contiguous()
+        yield from check_common.megatron_checks(ranks)
 
 
 def check_gradients(nodes: int, ranks_per_node: int) -> str:
@@ -119,7 +108,7 @@ def check_gradients(nodes: int, ranks_per_node: int) -> str:
     num_ranks = nodes * ranks_per_node
     num_experts, topk, hidden = 2 * num_ranks, 2, 3
     tokens = [3 - rank % 3 for rank in range(num_ranks)]
-    ids = [_random_ids(count, topk, num_experts, generator) for count in tokens]
+    ids = [check_common.random_ids(count, topk, num_experts, generator) for count in tokens]
     shapes = [(count, hidden) for count in tokens] + [(count, topk) for count in tokens]
     inputs = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
     with ep.LocalCluster(nodes, ranks_per_node, ep.Config(num_experts=num_experts, timeout=TIMEOUT)) as cluster:
@@ -145,7 +134,7 @@ def check_reference(nodes: int, ranks_per_node: int) -> str:
     for _ in range(REFERENCE_CASES):
         num_experts = num_ranks * number(1, 4)
         topk, hidden, alignment = number(1, min(8, num_experts)), number(1, 300), number(1, 4)
-        ids = [_random_ids(number(0, 60), topk, num_experts, generator) for _ in range(num_ranks)]
+        ids = [check_common.random_ids(number(0, 60), topk, num_experts, generator) for _ in range(num_ranks)]
         x = [torch.randint(-8, 9, (idx.shape[0], hidden), generator=generator).double() for idx in ids]
         weights = [torch.rand(idx.shape, generator=generator) for idx in ids]
         with ep.LocalCluster(nodes, ranks_per_node, ep.Config(num_experts=num_experts, timeout=TIMEOUT)) as cluster:
@@ -164,19 +153,3 @@ def _require_equal(name: str, actual: list[torch.Tensor], expected: list[torch.T
     for rank, (mine, theirs) in enumerate(zip(actual, expected, strict=True)):
         if not torch.equal(mine, theirs):
             raise AssertionError(f"{name} of rank {rank} differ from the specification")
-
-
-def check_megatron(ranks: LocalRanks, tp: int, ep_size: int, options: dict[str, Any]) -> str:
-    """Output and all gradients of a layer with Megatron's dispatcher and with ours, a process a rank."""
-    by_rank = ranks.run(_compare_layers, tp, ep_size, options)
-    wrong = {name for rank in by_rank for name, difference in rank.items() if not difference <= MEGATRON_TOLERANCE}
-    worst = max(difference for rank in by_rank for difference in rank.values())
-    if wrong:
-        raise AssertionError(f"{', '.join(sorted(wrong))} differ by up to {worst:.1e} of the largest value")
-    return f"largest relative difference {worst:.0e}"
-
-
-def _compare_layers(tp: int, ep_size: int, options: dict[str, Any]) -> dict[str, float]:
-    from megatron_ep.megatron.equivalence import compare_layers  # here, so that only the ranks import Megatron
-
-    return compare_layers(tp, ep_size, tokens=24, seed=0, options=options)

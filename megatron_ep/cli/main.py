@@ -23,7 +23,7 @@ Megatron-Core MoE training through compiled expert-parallel dispatch.
 commands:
   train    train a model from a recipe
   recipe   show a recipe as flags, environment, torchrun line or Slurm script
-  check    gradients, and this dispatcher against Megatron's, on this machine
+  check    gradients, and this dispatcher against Megatron's, on this machine or between the ranks of a job
   bench    time dispatch and combine beside Megatron's dispatcher and a memory copy
   env      what this installation found: versions, compilers, extension, devices; or in what ranks differ; or what
            a buffer of many nodes would take

@@ -5,14 +5,14 @@ import torch
 
 import megatron_ep as ep
 from megatron_ep import megatron as megatron_side
-from megatron_ep.cli import check
+from megatron_ep.cli import check, check_common
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     monkeypatch.setattr(check, "TOPOLOGIES", ((2, 2),))
     monkeypatch.setattr(check, "REFERENCE_CASES", 5)
-    monkeypatch.setattr(check, "MEGATRON_LAYERS", {"EP 4": check.MEGATRON_LAYERS["EP 4"]})
+    monkeypatch.setattr(check_common, "MEGATRON_LAYERS", {"": check_common.MEGATRON_LAYERS[""]})
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_a_wrong_sum_fails(without_megatron, monkeypatch, capsys):
 
 @pytest.mark.skipif(not megatron_side.is_installed(), reason="megatron-core is not installed")
 def test_a_difference_from_megatron_fails(monkeypatch, capsys):
-    monkeypatch.setattr(check, "MEGATRON_TOLERANCE", -1.0)  # even equal is too far
+    monkeypatch.setattr(check_common, "MEGATRON_TOLERANCE", -1.0)  # even equal is too far
     assert check.main([]) == 1
     text = capsys.readouterr().out
     assert _verdicts(text) == ["pass", "pass", "FAIL"]
@@ -69,7 +69,7 @@ def test_a_difference_from_megatron_fails(monkeypatch, capsys):
 
 
 def test_random_ids_are_distinct_and_some_are_missing():
-    ids = check._random_ids(200, 4, 8, torch.Generator().manual_seed(0))
+    ids = check_common.random_ids(200, 4, 8, torch.Generator().manual_seed(0))
     assert ids.shape == (200, 4) and bool((ids == -1).any())
     for row in ids.tolist():
         experts = [expert for expert in row if expert >= 0]

@@ -1,4 +1,5 @@
-"""`megatron-ep check --network`: what it says of good and bad networks, between machines made of namespaces."""
+"""`megatron-ep check --network`: what it says of good and bad networks, between machines made of namespaces; and
+`megatron-ep check` by the ranks of a job on them."""
 
 import sys
 from itertools import combinations
@@ -9,8 +10,10 @@ import machines
 import pytest
 import torch.distributed as dist
 
+from megatron_ep import megatron as megatron_side
 from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.cli import network
+from megatron_ep.cli.check_common import MEGATRON_LAYERS
 from megatron_ep.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,15 +29,15 @@ def three():
         yield made
 
 
-def check(made, folder: Path, *, environment: dict[int, dict[str, str]] | None = None) -> tuple[str, int]:
-    """What machine 0 prints, and the status that all end with."""
+def check(made, folder: Path, *arguments: str, environment: dict[int, dict[str, str]] | None = None) -> tuple[str, int]:
+    """What machine 0 prints, and the status that all end with. arguments: `--network` unless others are given."""
     job = {
         "WORLD_SIZE": str(made.count),
         "MASTER_ADDR": made.address(0),
         "MASTER_PORT": "29500",
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "megatron_ep.cli.main", "check", "--network", "--timeout", "30"]
+    command = [sys.executable, "-m", "megatron_ep.cli.main", "check", *(arguments or ("--network",)), "--timeout", "30"]
     running = []
     for machine in range(made.count):
         own = job | {"RANK": str(machine), "LOCAL_RANK": "0"} | (environment or {}).get(machine, {})
@@ -78,6 +81,17 @@ def test_the_right_interface_is_told(tmp_path):
     assert status == 1 and text.rstrip().endswith(LINE), text
     assert "machine1 (rank 1) does not reach machine0 (rank 0) at 127.0.0.1 port" in text
     assert "Connection refused" in text
+
+
+@on_machines
+def test_the_ranks_of_a_job_on_two_machines(tmp_path):
+    with machines.Machines(2) as two:
+        text, status = check(two, tmp_path, "--timeout", "30")
+    assert status == 0 and "2 ranks on 2 machines, 2x1, cpu, tcp" in text, text
+    verdicts = [line.split()[0] for line in text.splitlines()]
+    checks = 3 + (len(MEGATRON_LAYERS) if megatron_side.is_installed() else 0)
+    assert verdicts.count("pass") == checks and "FAIL" not in verdicts and "all passed in" in text
+    assert "pass" not in (tmp_path / "1.log").read_text(), "rank 0 alone prints"
 
 
 # ---- without machines
