@@ -6,11 +6,10 @@ torchrun ends all ranks when one dies. This small supervisor restarts nothing, a
 `LowLatency.readmit` and `megatron_ep.rejoin` take back a rank that was started again.
 """
 
-import multiprocessing
+import multiprocessing.synchronize
 import os
 import signal
 import tempfile
-from multiprocessing.synchronize import Semaphore
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ import megatron_ep as ep
 RANKS, VICTIM, EXPERTS, TOPK, HIDDEN, TOKENS, STEPS_AFTER = 4, 1, 8, 3, 64, 16, 20
 
 
-def serve(rank: int, store: str, ready: Semaphore) -> None:
+def serve(rank: int, store: str, ready: multiprocessing.synchronize.Semaphore) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     buffer = ep.Buffer(None, ep.Config(num_experts=EXPERTS, timeout=30))
