@@ -320,7 +320,7 @@ def _print_roles(name: str, phase: Phase) -> None:
 def _print_failure(prediction: Prediction) -> None:
     assert prediction.first is not None
     outcome, rank = prediction.first
-    print(f"{outcome} in {list(prediction.phases)[-1]}: rank {rank} gave up first")
+    print(f"{outcome} in {prediction.ended_in}: rank {rank} gave up first")
     for incident in prediction.incidents:
         if incident["outcome"] != "timeout":
             continue
@@ -438,5 +438,6 @@ def _as_json(prediction: Prediction, band: dict[str, tuple[float, float]]) -> di
             for name, phase in prediction.phases.items()
         },
         "first": prediction.first,
+        "ended_in": prediction.ended_in,
         "incidents": prediction.incidents,
     }

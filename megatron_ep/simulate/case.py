@@ -41,7 +41,8 @@ class Case:
     num_tokens, hidden, topk: T, H and K.
     dtype: of dispatch's rows, "bf16" or "fp8" with a scale for each 128 values; combine's are bf16.
     routing: see `routing.draw`.
-    images: M, how many nodes are simulated; the other ones do the same with all nodes shifted. It divides N. None: N.
+    images: M, how many nodes are simulated; the other ones do the same with all nodes shifted. It divides N. None: N,
+        as it has to be with maps_rail.
     maps_rail: nodes reach each other's memory, as nodes of one NVLink domain do: no network cards.
     seed: of the experts that tokens choose.
     order_seed: of the order in which happens what happens at the same time; 0: as it was announced.
@@ -74,6 +75,8 @@ class Case:
             raise ValueError(f"hidden is {self.hidden}, must be a multiple of 8")
         if self.images is not None and (self.images < 1 or self.topology.nodes % self.images):
             raise ValueError(f"images is {self.images}, must divide the {self.topology.nodes} nodes")
+        if self.maps_rail and self.simulated_nodes < self.topology.nodes:
+            raise ValueError(f"images is {self.images}, must be None where nodes reach each other's memory")
         require_int("ranks that are simulated", self.simulated_ranks, 1, MAX_SIMULATED_RANKS)
         routing.check(
             self.routing,

@@ -96,8 +96,11 @@ class Prediction:
     """What a case takes on a machine.
 
     phases: dispatch with its layout known ("dispatch"), and combine.
-    incidents: of the waits that expired, if one did; then the phase in which it did is the last.
-    rail_rows, peer_rows: of the simulated ranks, rows that cross the network in a dispatch; that come to another rank.
+    incidents: of waits that ended badly, as of an `EPError`.
+    first: who gave up first, and why; None: nobody.
+    ended_in: in which phase that was, which has no time, as those behind it.
+    rail_rows: of the simulated ranks, rows that cross the network in a dispatch.
+    peer_rows: likewise, rows that come to another rank.
     """
 
     case: Case
@@ -105,6 +108,7 @@ class Prediction:
     phases: dict[str, Phase]
     incidents: list[dict[str, Any]]
     first: tuple[str, int] | None
+    ended_in: str | None
     rail_rows: int
     peer_rows: int
 
@@ -131,6 +135,7 @@ def predict(
         **case.compiled_settings(),
     )
     phases: dict[str, Phase] = {}
+    ended_in = None
     for name, run in (("notify", transfers.notify), ("dispatch", transfers.dispatch), ("combine", transfers.combine)):
 
         def tell(rows: int, expected: int, name: str = name) -> None:
@@ -138,14 +143,14 @@ def predict(
                 look(name, rows / expected if expected else 0)
 
         found = _phase(run(tell))
+        if transfers.first_reason() is not None:
+            ended_in = name
+            break
         if name != "notify":  # what its steps cost is not calibrated
             phases[name] = found
-        if transfers.first_reason() is not None:
-            break
     incidents = [each for rank in range(case.simulated_ranks) for each in transfers.incidents(rank)]
-    return Prediction(
-        case, machine, phases, incidents, transfers.first_reason(), transfers.rail_rows, transfers.peer_rows
-    )
+    first = transfers.first_reason()
+    return Prediction(case, machine, phases, incidents, first, ended_in, transfers.rail_rows, transfers.peer_rows)
 
 
 def _phase(found: dict[str, Any]) -> Phase:

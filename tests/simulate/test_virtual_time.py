@@ -5,6 +5,8 @@ import itertools
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from machines import ideal
 
 from megatron_ep.config import SETTING_NAMES, Topology, config_of
@@ -159,14 +161,59 @@ def test_who_is_slow_or_late(h200):
         assert late[name].ends[2] > 100
 
 
-@pytest.mark.parametrize("lost", [4, 9])
-def test_a_lost_signal_is_reported(h200, lost):
+@pytest.mark.parametrize(
+    ("lost", "phase", "awaited"),
+    [(1, "notify", "counts from another node"), (4, "dispatch", "network ring"), (9, "dispatch", "network ring")],
+)
+def test_a_lost_signal_is_reported(h200, lost, phase, awaited):
     found = predict(case(2, 1, 256, faults=Faults(lossy_rank=0, lost_signal=lost), timeout=0.5), h200)
     assert found.first is not None and found.first[0] == "timeout"
-    assert list(found.phases)[-1] == "dispatch" and found.phases["dispatch"].us > 0.5e6
+    assert found.ended_in == phase and found.phases == {}
     timeouts = [incident for incident in found.incidents if incident["outcome"] == "timeout"]
     assert timeouts and all(incident["rank"] == found.first[1] for incident in timeouts)
-    assert any("network ring" in incident["waiting_for"] for incident in found.incidents)
+    assert any(awaited in incident["waiting_for"] for incident in found.incidents)
+
+
+def test_a_signal_that_is_lost_in_combine(h200):
+    """The last credit of dispatch, for which nobody waits before combine, or combine's first signal."""
+    whole = predict(case(2, 1, 64), h200)
+    for lost in itertools.count(1):
+        found = predict(case(2, 1, 64, faults=Faults(lossy_rank=0, lost_signal=lost)), h200)
+        if found.ended_in not in ("notify", "dispatch"):
+            break
+    assert found.ended_in == "combine" and found.phases["dispatch"].ends == whole.phases["dispatch"].ends
+
+
+@given(
+    nodes=st.integers(1, 4),
+    ranks=st.integers(1, 4),
+    tokens=st.integers(1, 40),
+    hidden=st.integers(1, 300).map(lambda value: 8 * value),
+    data=st.data(),
+)
+@settings(max_examples=40, deadline=None)
+def test_any_shape_ends_and_moves_its_rows(h200, nodes, ranks, tokens, hidden, data):
+    experts = nodes * ranks * data.draw(st.integers(1, 4), "experts of a rank")
+    maps_rail = data.draw(st.booleans(), "maps_rail")
+    one = case(
+        nodes,
+        ranks,
+        tokens,
+        experts,
+        hidden=hidden,
+        topk=data.draw(st.integers(1, min(32, experts)), "K"),
+        dtype=data.draw(st.sampled_from(["bf16", "fp8"]), "dtype"),
+        images=nodes
+        if maps_rail
+        else data.draw(st.sampled_from([m for m in range(1, nodes + 1) if nodes % m == 0]), "M"),
+        maps_rail=maps_rail,
+        local_pass=data.draw(st.booleans(), "local_pass"),
+        num_sms=data.draw(st.sampled_from([4, 24, 100]), "SMs"),
+    )
+    found = predict(one, h200)
+    assert found.first is None and found.rail_rows == rail_rows(one)
+    bytes_of_rows = [phase.row_bytes for phase in found.phases.values()]
+    assert all(sent > 0 for sent in bytes_of_rows) == (one.uses_network and found.rail_rows > 0)
 
 
 def test_the_track_of_a_rank(h200):
@@ -185,6 +232,10 @@ def test_the_track_of_a_rank(h200):
     [
         ({"topk": 65}, "topk is 65"),
         ({"images": 3, "nodes": 4}, "images is 3, must divide the 4 nodes"),
+        (
+            {"images": 1, "nodes": 2, "maps_rail": True},
+            "images is 1, must be None where nodes reach each other's memory",
+        ),
         ({"dtype": "fp4"}, "dtype is 'fp4', must be bf16 or fp8"),
         ({"routing": "zipf"}, "routing is 'zipf', must be uniform, zipf:S"),
         ({"routing": "nodes:9", "nodes": 4}, "M of routing nodes:M is 9"),

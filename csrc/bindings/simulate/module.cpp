@@ -108,8 +108,6 @@ py::dict describe(const VirtualPhase& phase) {
     return d;
 }
 
-using Look = std::function<void(uint64_t, uint64_t)>;
-
 // Runs a phase without the GIL; Ctrl-C ends it.
 template <class Run>
 py::dict run(const Look& look, Run&& phase) {
@@ -173,10 +171,8 @@ PYBIND11_MODULE(_simulate, m) {
                  s.sums_apart = sums_apart;
                  s.timeout = timeout;
                  s.faults = {slow_rank, slow_speed, lossy_rank, lost_signal};
-                 s.late_rank = late_rank;
-                 s.late_by = late_by;
+                 s.differences = {late_rank, late_by, traced_rank};
                  s.seed = seed;
-                 s.traced_rank = traced_rank;
                  std::vector<const int32_t*> ids;
                  for (const Address address : topk_idx) ids.push_back(at<int32_t>(address));
                  return std::make_unique<VirtualTransfers>(machine, s, ids);

@@ -88,6 +88,14 @@ struct VirtualTransfers::State {
                        slot_bytes};
     }
 
+    // Of the exchange, which a late rank comes to late; and of what runs on a rank alone.
+    VirtualLaunch launch() { return {cluster, cards, settings.num_sms, settings.differences}; }
+    VirtualLaunch launch_alone() {
+        return {cluster, cards, settings.num_sms, {-1, 0, settings.differences.traced_rank}};
+    }
+
+    void make_calls();
+
     // f(fabric) over the fabric of a rank.
     template <class F>
     void with_fabric(int rank, bool charges_loads, F&& f) {
@@ -102,96 +110,6 @@ struct VirtualTransfers::State {
 };
 
 namespace {
-
-// The fibers of a phase, and what came of them.
-class Phase {
-  public:
-    using Body = std::function<void(VirtualFiber&)>;
-
-    Phase(VirtualCluster& cluster, const VirtualSettings& settings, VirtualCards& cards, int ranks)
-        : cluster_(cluster), settings_(settings), cards_(cards), ranks_(ranks) {
-        cluster.reset_servers();
-    }
-
-    void add(int rank, int sm, Body body) {
-        VirtualFiber& fiber = fibers_.emplace_back();
-        fiber.rank = rank;
-        fiber.sm = sm;
-        fiber.time =
-            cluster_.machine.launch + (rank == settings_.late_rank ? settings_.late_by : 0);
-        if (rank == settings_.traced_rank) fiber.spans = &spans_.emplace_back();
-        cluster_.clock.spawn(fiber, [body = std::move(body), &fiber] { body(fiber); });
-    }
-
-    VirtualPhase run(const VirtualTransfers::Look& look, uint64_t expected) {
-        const uint64_t rows = cluster_.rows_moved, switches = cluster_.clock.switches(),
-                       happened = cluster_.clock.happened(), messages = cards_.messages();
-        const double sent = cards_.bytes_sent();
-        const uint64_t flags = cards_.flags();
-        cluster_.clock.run([&] {
-            if (look) look(std::min(cluster_.rows_moved - rows, expected), expected);
-        });
-        VirtualPhase phase;
-        phase.ends.resize(ranks_);
-        for (const VirtualFiber& fiber : fibers_) {
-            phase.ends[fiber.rank] = std::max(phase.ends[fiber.rank], fiber.time);
-            VirtualPhase::OfRole& role = phase.roles[static_cast<int>(fiber.role)];
-            ++role.warps;
-            role.time += fiber.time - fiber.launched;
-            role.copied += fiber.copied;
-            for (int wait = 0; wait < kWaits; ++wait) role.waited[wait] += fiber.waited[wait];
-            if (fiber.spans)
-                phase.tracks.push_back({fiber.role, fiber.channel, fiber.sm, fiber.launched,
-                                        fiber.time, std::move(*fiber.spans)});
-        }
-        const double end = *std::max_element(phase.ends.begin(), phase.ends.end());
-        const auto busiest = [&](double& share, double busy) {
-            share = std::max(share, busy / end);
-        };
-        for (const VirtualGpu& gpu : cluster_.gpus) {
-            double sms = 0;
-            for (int sm = 0; sm < settings_.num_sms; ++sm) sms += gpu.sms[sm].busy;
-            busiest(phase.sm, sms / settings_.num_sms);
-            busiest(phase.memory, gpu.memory.busy);
-            busiest(phase.link_out, gpu.link_out.busy);
-            busiest(phase.link_in, gpu.link_in.busy);
-            busiest(phase.card, std::max(gpu.card_out.busy, gpu.card_in.busy));
-        }
-        phase.bytes_sent = cards_.bytes_sent() - sent;
-        phase.row_bytes = phase.bytes_sent -
-                          VirtualCards::kFlagBytes * static_cast<double>(cards_.flags() - flags);
-        phase.messages = cards_.messages() - messages;
-        phase.happened = cluster_.clock.happened() - happened;
-        phase.switches = cluster_.clock.switches() - switches;
-        return phase;
-    }
-
-  private:
-    VirtualCluster& cluster_;
-    const VirtualSettings& settings_;
-    VirtualCards& cards_;
-    int ranks_;
-    std::deque<VirtualFiber> fibers_;
-    std::deque<std::vector<WaitSpan>> spans_;
-};
-
-// One launch behind another on each rank.
-void append(VirtualPhase& phase, const VirtualPhase& behind, double between) {
-    for (size_t rank = 0; rank < phase.ends.size(); ++rank) {
-        const double shift = phase.ends[rank] + between;
-        phase.ends[rank] = shift + behind.ends[rank];
-    }
-    for (int role = 0; role < kRoles; ++role) {
-        VirtualPhase::OfRole& all = phase.roles[role];
-        const VirtualPhase::OfRole& more = behind.roles[role];
-        all.warps += more.warps;
-        all.time += more.time;
-        all.copied += more.copied;
-        for (int wait = 0; wait < kWaits; ++wait) all.waited[wait] += more.waited[wait];
-    }
-    phase.happened += behind.happened;
-    phase.switches += behind.switches;
-}
 
 // Each warp of the blocks of a launch.
 template <class F>
@@ -219,6 +137,8 @@ VirtualTransfers::VirtualTransfers(const Machine& machine, const VirtualSettings
     State& s = *state_;
     if (topk_idx.size() != static_cast<size_t>(s.ranks))
         throw std::invalid_argument("topk_idx: one of each simulated rank");
+    if (settings.maps_rail && settings.simulated_nodes < s.topology.nodes)
+        throw std::invalid_argument("simulated_nodes: all of them where the rail is mapped");
     const int warps = settings.num_sms * kBlockWarps / settings.channels;
     if (!fits(roles_for<DispatchRoles>(s.topology, warps), warps))
         throw std::invalid_argument("num_sms is " + std::to_string(settings.num_sms) +
@@ -260,11 +180,57 @@ uint64_t VirtualTransfers::peer_rows() const {
     return rows;
 }
 
+// The tensors of the calls that follow a notify.
+void VirtualTransfers::State::make_calls() {
+    dispatch.clear();
+    combine.clear();
+    for (int rank = 0; rank < ranks; ++rank) {
+        Share& share = shares[rank];
+        const VirtualSettings& v = settings;
+        const Layout::Totals& totals = notify[rank].layout.totals();
+        const size_t tokens = v.num_tokens, rows = totals.expert_rows;
+        share.dst_rows.resize(static_cast<size_t>(totals.received_rows) * v.topk);
+        share.rail_experts.resize(static_cast<size_t>(totals.rail_rows) * v.topk);
+        const RowFormat back = combine_format_of(v);
+        share.x.resize(tokens * kPayloadBytes);
+        share.scales.resize(tokens * kScaleBytes);
+        share.y.resize(tokens * back.payload_bytes);
+        share.weights.resize(tokens * v.topk);
+        share.y_weights.resize(share.weights.size());
+        share.rows.resize(rows * std::max(kPayloadBytes, back.payload_bytes));
+        share.row_scales.resize(rows * kScaleBytes);
+        share.row_weights.resize(rows);
+        share.sums.resize(static_cast<size_t>(totals.received_rows) * back.payload_bytes);
+        const auto bytes = [](auto& of) { return reinterpret_cast<char*>(of.data()); };
+        const TransferArgs args{rank,
+                                images.heap,
+                                notify[rank].layout,
+                                images.format,
+                                0,
+                                v.nvl_batch,
+                                v.rdma_chunk,
+                                share.dst_rows.data(),
+                                share.rail_experts.data(),
+                                totals.received_rows,
+                                totals.rail_rows,
+                                totals.expert_rows};
+        dispatch.push_back({args, bytes(share.x), bytes(share.scales), bytes(share.weights),
+                            bytes(share.rows), bytes(share.row_scales), bytes(share.row_weights)});
+        dispatch.back().fills_tables = true;
+        dispatch.back().has_intra_rank_pass = v.permutes_apart;
+        combine.push_back({args, bytes(share.rows), bytes(share.row_weights), bytes(share.y),
+                           bytes(share.y_weights)});
+        combine.back().format = back;
+        combine.back().is_combine = true;
+        combine.back().sums = v.sums_apart ? share.sums.data() : nullptr;
+        combine.back().sum_warps = sum_warps(topology);
+    }
+}
+
 // As notify_kernel does it: each step needs the one before on all channels.
 VirtualPhase VirtualTransfers::notify(const Look& look) {
     State& s = *state_;
-    Phase phase(s.cluster, s.settings, s.cards, s.ranks);
-    s.dispatch.clear();
+    VirtualLaunch phase = s.launch();
     const int channels = s.settings.channels;
     const int blocks = std::min(ceil_div(channels + 1, kBlockWarps), s.settings.num_sms);
     const int warps = warps_of_blocks(blocks);
@@ -312,7 +278,7 @@ VirtualPhase VirtualTransfers::notify(const Look& look) {
             phase.add(rank, block, [body, number](VirtualFiber& fiber) { body(fiber, number); });
         });
     }
-    const VirtualPhase done = phase.run(look, 0);
+    const VirtualPhase done = phase.run(look);
     for (const NotifyArgs& args : s.notify) {
         if (const int bad = args.layout.totals().bad_token)
             throw std::invalid_argument("topk_idx of rank " + std::to_string(args.rank) +
@@ -320,50 +286,7 @@ VirtualPhase VirtualTransfers::notify(const Look& look) {
                                         ": experts must be different, in [-1, E)");
     }
 
-    // The tensors of the calls that follow.
-    s.combine.clear();
-    for (int rank = 0; rank < s.ranks; ++rank) {
-        Share& share = s.shares[rank];
-        const VirtualSettings& v = s.settings;
-        const Layout::Totals& totals = s.notify[rank].layout.totals();
-        const size_t tokens = v.num_tokens, rows = totals.expert_rows;
-        share.dst_rows.resize(static_cast<size_t>(totals.received_rows) * v.topk);
-        share.rail_experts.resize(static_cast<size_t>(totals.rail_rows) * v.topk);
-        const RowFormat back = State::combine_format_of(v);
-        share.x.resize(tokens * kPayloadBytes);
-        share.scales.resize(tokens * kScaleBytes);
-        share.y.resize(tokens * back.payload_bytes);
-        share.weights.resize(tokens * v.topk);
-        share.y_weights.resize(share.weights.size());
-        share.rows.resize(rows * std::max(kPayloadBytes, back.payload_bytes));
-        share.row_scales.resize(rows * kScaleBytes);
-        share.row_weights.resize(rows);
-        share.sums.resize(static_cast<size_t>(totals.received_rows) * back.payload_bytes);
-        const auto bytes = [](auto& of) { return reinterpret_cast<char*>(of.data()); };
-        const TransferArgs args{rank,
-                                s.images.heap,
-                                s.notify[rank].layout,
-                                s.images.format,
-                                0,
-                                v.nvl_batch,
-                                v.rdma_chunk,
-                                share.dst_rows.data(),
-                                share.rail_experts.data(),
-                                totals.received_rows,
-                                totals.rail_rows,
-                                totals.expert_rows};
-        s.dispatch.push_back({args, bytes(share.x), bytes(share.scales), bytes(share.weights),
-                              bytes(share.rows), bytes(share.row_scales),
-                              bytes(share.row_weights)});
-        s.dispatch.back().fills_tables = true;
-        s.dispatch.back().has_intra_rank_pass = v.permutes_apart;
-        s.combine.push_back({args, bytes(share.rows), bytes(share.row_weights), bytes(share.y),
-                             bytes(share.y_weights)});
-        s.combine.back().format = back;
-        s.combine.back().is_combine = true;
-        s.combine.back().sums = v.sums_apart ? share.sums.data() : nullptr;
-        s.combine.back().sum_warps = sum_warps(s.topology);
-    }
+    s.make_calls();
     return done;
 }
 
@@ -396,7 +319,7 @@ VirtualPhase VirtualTransfers::dispatch(const Look& look) {
         const Layout::Totals& totals = args.layout.totals();
         expected += s.settings.num_tokens + totals.received_rows + 2 * totals.rail_rows;
     }
-    const auto add_own_rows = [&](Phase& phase, int first_sm, int count) {
+    const auto add_own_rows = [&](VirtualLaunch& phase, int first_sm, int count) {
         for (const DispatchArgs& args : s.dispatch) {
             for_warps(count, [&](int block, int warp) {
                 const int first = block + warp * count, warps = count * kBlockWarps;
@@ -410,7 +333,7 @@ VirtualPhase VirtualTransfers::dispatch(const Look& look) {
         }
     };
 
-    Phase exchange(s.cluster, s.settings, s.cards, s.ranks);
+    VirtualLaunch exchange = s.launch();
     for (DispatchArgs& args : s.dispatch) {
         args.call = s.calls;
         for_roles(roles, channels, sms, [&](int block, int number, int all) {
@@ -434,11 +357,11 @@ VirtualPhase VirtualTransfers::dispatch(const Look& look) {
     VirtualPhase done = exchange.run(look, expected);
     if (passes) {
         if (!side.beside) {
-            Phase own(s.cluster, s.settings, s.cards, s.ranks);
+            VirtualLaunch own = s.launch_alone();
             add_own_rows(own, 0, side.count);
-            append(done, own.run({}, 0), 0);
+            done.append(own.run(), 0);
         }
-        Phase permute(s.cluster, s.settings, s.cards, s.ranks);
+        VirtualLaunch permute = s.launch_alone();
         const int all = s.cluster.machine.sms, warps = warps_of_blocks(all);
         for (const DispatchArgs& args : s.dispatch) {
             for_warps(all, [&](int block, int warp) {
@@ -450,7 +373,7 @@ VirtualPhase VirtualTransfers::dispatch(const Look& look) {
                 });
             });
         }
-        append(done, permute.run({}, 0), side.beside ? s.cluster.machine.join : 0);
+        done.append(permute.run(), side.beside ? s.cluster.machine.join : 0);
     }
     for (DispatchArgs& args : s.dispatch) args.fills_tables = false;
     return done;
@@ -474,7 +397,7 @@ VirtualPhase VirtualTransfers::combine(const Look& look) {
         expected += s.settings.num_tokens + totals.received_rows + totals.rail_rows;
     }
     const bool passes = s.settings.sums_apart;
-    const auto add_sums = [&](Phase& phase) {
+    const auto add_sums = [&](VirtualLaunch& phase) {
         for (const CombineArgs& args : s.combine) {
             const int pieces = channels * world * args.sum_warps;
             for_warps(side.count, [&](int block, int warp) {
@@ -497,11 +420,11 @@ VirtualPhase VirtualTransfers::combine(const Look& look) {
     for (CombineArgs& args : s.combine) args.call = s.calls;
     VirtualPhase before;
     if (passes && !side.beside) {
-        Phase sums(s.cluster, s.settings, s.cards, s.ranks);
+        VirtualLaunch sums = s.launch_alone();
         add_sums(sums);
-        before = sums.run({}, 0);
+        before = sums.run();
     }
-    Phase exchange(s.cluster, s.settings, s.cards, s.ranks);
+    VirtualLaunch exchange = s.launch();
     for (const CombineArgs& args : s.combine) {
         for_roles(roles, channels, sms, [&](int block, int number, int) {
             exchange.add(args.rank, block, [&s, &args, roles, number](VirtualFiber& fiber) {
@@ -519,10 +442,7 @@ VirtualPhase VirtualTransfers::combine(const Look& look) {
     if (passes && side.beside) add_sums(exchange);
     VirtualPhase done = exchange.run(look, expected);
     if (passes && !side.beside) {
-        append(before, done, 0);
-        before.bytes_sent = done.bytes_sent;
-        before.row_bytes = done.row_bytes;
-        before.messages = done.messages;
+        before.append(done, 0);
         return before;
     }
     return done;

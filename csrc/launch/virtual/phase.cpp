@@ -1,0 +1,88 @@
+#include "launch/virtual/phase.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace ep {
+
+void VirtualPhase::append(const VirtualPhase& behind, double between) {
+    for (size_t rank = 0; rank < ends.size(); ++rank) ends[rank] += between + behind.ends[rank];
+    for (int role = 0; role < kRoles; ++role) {
+        OfRole& all = roles[role];
+        const OfRole& more = behind.roles[role];
+        all.warps += more.warps;
+        all.time += more.time;
+        all.copied += more.copied;
+        for (int wait = 0; wait < kWaits; ++wait) all.waited[wait] += more.waited[wait];
+    }
+    bytes_sent += behind.bytes_sent;
+    row_bytes += behind.row_bytes;
+    messages += behind.messages;
+    happened += behind.happened;
+    switches += behind.switches;
+}
+
+VirtualLaunch::VirtualLaunch(VirtualCluster& cluster, VirtualCards& cards, int sms,
+                             const Differences& differences)
+    : cluster_(cluster), cards_(cards), sms_(sms), differences_(differences) {
+    cluster.reset_servers();
+}
+
+void VirtualLaunch::add(int rank, int sm, Body body) {
+    VirtualFiber& fiber = fibers_.emplace_back();
+    fiber.rank = rank;
+    fiber.sm = sm;
+    fiber.time = cluster_.machine.launch;
+    if (rank == differences_.late_rank) fiber.time += differences_.late_by;
+    if (rank == differences_.traced_rank) fiber.spans = &spans_.emplace_back();
+    cluster_.clock.spawn(fiber, [body = std::move(body), &fiber] { body(fiber); });
+}
+
+VirtualPhase VirtualLaunch::run(const Look& look, uint64_t expected_rows) {
+    const VirtualClock& clock = cluster_.clock;
+    const uint64_t rows = cluster_.rows_moved, switches = clock.switches(),
+                   happened = clock.happened(), messages = cards_.messages(),
+                   flags = cards_.flags();
+    const double sent = cards_.bytes_sent();
+    cluster_.clock.run([&] {
+        if (look) look(std::min(cluster_.rows_moved - rows, expected_rows), expected_rows);
+    });
+    VirtualPhase phase = result();
+    phase.bytes_sent = cards_.bytes_sent() - sent;
+    phase.row_bytes =
+        phase.bytes_sent - VirtualCards::kFlagBytes * static_cast<double>(cards_.flags() - flags);
+    phase.messages = cards_.messages() - messages;
+    phase.happened = clock.happened() - happened;
+    phase.switches = clock.switches() - switches;
+    return phase;
+}
+
+VirtualPhase VirtualLaunch::result() const {
+    VirtualPhase phase;
+    phase.ends.resize(cluster_.gpus.size());
+    for (const VirtualFiber& fiber : fibers_) {
+        phase.ends[fiber.rank] = std::max(phase.ends[fiber.rank], fiber.time);
+        VirtualPhase::OfRole& role = phase.roles[static_cast<int>(fiber.role)];
+        ++role.warps;
+        role.time += fiber.time - fiber.launched;
+        role.copied += fiber.copied;
+        for (int wait = 0; wait < kWaits; ++wait) role.waited[wait] += fiber.waited[wait];
+        if (fiber.spans)
+            phase.tracks.push_back(
+                {fiber.role, fiber.channel, fiber.sm, fiber.launched, fiber.time, *fiber.spans});
+    }
+    const double end = *std::max_element(phase.ends.begin(), phase.ends.end());
+    const auto busiest = [&](double& share, double busy) { share = std::max(share, busy / end); };
+    for (const VirtualGpu& gpu : cluster_.gpus) {
+        double busy = 0;
+        for (int sm = 0; sm < sms_; ++sm) busy += gpu.sms[sm].busy;
+        busiest(phase.sm, busy / sms_);
+        busiest(phase.memory, gpu.memory.busy);
+        busiest(phase.link_out, gpu.link_out.busy);
+        busiest(phase.link_in, gpu.link_in.busy);
+        busiest(phase.card, std::max(gpu.card_out.busy, gpu.card_in.busy));
+    }
+    return phase;
+}
+
+}  // namespace ep
