@@ -2,16 +2,15 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <new>
 #include <stdexcept>
 
-#if !defined(__x86_64__)
-#error "virtual time switches stacks with instructions of x86-64"
-#endif
-
-// The registers that a call must leave as they are.
+// Leaves the registers that a call must leave as they are on the stack, and takes those that lie on
+// the other one.
 extern "C" void ep_switch_stacks(void** from, void* to);
+#if defined(__x86_64__)
 asm(R"(
 .text
 .type ep_switch_stacks, @function
@@ -34,12 +33,54 @@ ep_switch_stacks:
     ret
 .size ep_switch_stacks, . - ep_switch_stacks
 )");
+#elif defined(__aarch64__)
+asm(R"(
+.text
+.type ep_switch_stacks, %function
+ep_switch_stacks:
+    sub sp, sp, #160
+    stp x19, x20, [sp]
+    stp x21, x22, [sp, #16]
+    stp x23, x24, [sp, #32]
+    stp x25, x26, [sp, #48]
+    stp x27, x28, [sp, #64]
+    stp x29, x30, [sp, #80]
+    stp d8, d9, [sp, #96]
+    stp d10, d11, [sp, #112]
+    stp d12, d13, [sp, #128]
+    stp d14, d15, [sp, #144]
+    mov x9, sp
+    str x9, [x0]
+    mov sp, x1
+    ldp x19, x20, [sp]
+    ldp x21, x22, [sp, #16]
+    ldp x23, x24, [sp, #32]
+    ldp x25, x26, [sp, #48]
+    ldp x27, x28, [sp, #64]
+    ldp x29, x30, [sp, #80]
+    ldp d8, d9, [sp, #96]
+    ldp d10, d11, [sp, #112]
+    ldp d12, d13, [sp, #128]
+    ldp d14, d15, [sp, #144]
+    add sp, sp, #160
+    ret
+.size ep_switch_stacks, . - ep_switch_stacks
+)");
+#else
+#error "virtual time switches stacks with instructions of x86-64 or aarch64"
+#endif
 
 namespace ep {
 namespace {
 
 constexpr size_t kPerSlab = 256;  // a mapping each would be more than the kernel allows
-constexpr int kSavedRegisters = 6;
+#if defined(__x86_64__)
+// Six registers, the address where the switch returns to, and what makes the stack aligned to 16
+// bytes as after a call.
+constexpr int kWords = 10, kReturnAddress = 6;
+#else
+constexpr int kWords = 20, kReturnAddress = 11;
+#endif
 constexpr uint64_t kCanary = 0x5eed5eed5eed5eed;  // at the end that nobody should reach
 
 }  // namespace
@@ -60,12 +101,9 @@ void* Stacks::prepare(void (*entry)(), void** context) {
     char* stack = static_cast<char*>(free_.back());
     free_.pop_back();
     *reinterpret_cast<uint64_t*>(stack) = kCanary;
-    auto** top = reinterpret_cast<void**>(stack + kBytes);
-    *--top = nullptr;  // aligned to 16 bytes after a call
-    *--top = nullptr;
-    *--top = nullptr;  // where entry would return to
-    *--top = reinterpret_cast<void*>(entry);
-    for (int i = 0; i < kSavedRegisters; ++i) *--top = nullptr;
+    auto** top = reinterpret_cast<void**>(stack + kBytes) - kWords;
+    std::fill_n(top, kWords, nullptr);
+    top[kReturnAddress] = reinterpret_cast<void*>(entry);
     *context = top;
     return stack;
 }
