@@ -70,7 +70,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def _has_kernels(x: torch.Tensor) -> bool:
-    return x.is_cuda and hasattr(_C, "quantize_cuda") and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return x.is_cuda and hasattr(_C, "quantize_cuda") and torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
 def _dequantize_on_gpu(values: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:

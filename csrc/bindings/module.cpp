@@ -19,6 +19,7 @@ py::dict build_info() {
 #if defined(MEGATRON_EP_CUDA)
     info["backends"] = py::make_tuple("host", "cuda");
     info["cuda"] = MEGATRON_EP_CUDA_VERSION;
+    info["architectures"] = MEGATRON_EP_ARCHITECTURES;
 #else
     info["backends"] = py::make_tuple("host");
     info["cuda"] = py::none();

@@ -40,6 +40,29 @@ EP_HD float scale_of(float largest, ScaleFormat format) {
     return std::bit_cast<float>(bits);
 }
 
+// Rounded to nearest even; larger numbers become 448. exec/host/quantize.cpp has it for vectors.
+EP_HD uint8_t e4m3_of(float value) {
+    constexpr uint32_t kInfinity = 0x7f800000;
+    constexpr uint32_t kSmallestNormal = 0x3c800000;  // 2^-6
+    constexpr uint32_t kLargest = 0x43e00000;         // 448
+    const uint32_t bits = std::bit_cast<uint32_t>(value);
+    const uint32_t all = bits & 0x7fffffff, magnitude = all < kLargest ? all : kLargest;
+    if (all > kInfinity) return kNanE4m3;
+    // adding 2^14 leaves the rounded multiple of 2^-9 in the low bits
+    const uint32_t rounded =
+        magnitude < kSmallestNormal
+            ? std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0x1p14f) - 0x46800000
+            : (magnitude - (120u << 23) + 0x7ffff + (magnitude >> 20 & 1)) >> 20;
+    return static_cast<uint8_t>(rounded | (bits >> 24 & 0x80));
+}
+
+EP_HD float value_of_e4m3(uint8_t value) {
+    const uint32_t magnitude = value & 0x7f, sign = static_cast<uint32_t>(value & 0x80) << 24;
+    if (magnitude == kNanE4m3) return std::bit_cast<float>(0x7fffffffu);
+    const float finite = std::bit_cast<float>(magnitude << 20) * 0x1p120f;  // of that exponent bias
+    return std::bit_cast<float>(std::bit_cast<uint32_t>(finite) | sign);
+}
+
 EP_HD uint8_t ue8m0(float scale) {
     return static_cast<uint8_t>(std::bit_cast<uint32_t>(scale) >> 23);
 }

@@ -14,7 +14,7 @@ NONE = "not installed"
 CORES = ((0, 16, 1), (0, 20))  # from, and before: as pyproject.toml has them
 # The oldest driver of each CUDA: its release notes, table of minor version compatibility.
 DRIVERS = {"12": 525, "13": 580}
-LEAST_CAPABILITY = (9, 0)
+LEAST_CAPABILITY = (8, 0)
 SHARED_MEMORY_GIB = 1.0  # containers have 64 MiB unless told otherwise
 
 
@@ -26,7 +26,7 @@ def advice(report: dict[str, dict[str, Any]]) -> dict[str, str]:
         "torch": _torch(packages["torch"], bool(gpus)),
         "packages": _packages(),
         "driver": _driver(report["extension"], gpus),
-        "GPU": _gpu(gpus),
+        "GPU": _gpu(report["extension"], gpus),
         "megatron-core": _core(packages["megatron-core"], packages["torch"]),
         "several machines": _network(report, bool(gpus)),
         "/dev/shm": _shared_memory(report["memory"]["/dev/shm"]),
@@ -74,10 +74,26 @@ def _driver(extension: dict[str, Any], gpus: list[list[str]]) -> str | None:
     return f"{gpus[0][3]} is older than CUDA {built} needs: {least} or later, or the wheel +cu12 and torch for CUDA 12"
 
 
-def _gpu(gpus: list[list[str]]) -> str | None:
-    old = sorted({gpu[1] for gpu in gpus if _numbers(gpu[4]) < LEAST_CAPABILITY})
-    least = ".".join(map(str, LEAST_CAPABILITY))
-    return f"{', '.join(old)}: the kernels need compute capability {least} or later" if old else None
+def _gpu(extension: dict[str, Any], gpus: list[list[str]]) -> str | None:
+    for gpu in gpus:
+        capability = _numbers(gpu[4])
+        if capability < LEAST_CAPABILITY:
+            least = ".".join(map(str, LEAST_CAPABILITY))
+            return f"{gpu[1]}: the kernels need compute capability {least} or later"
+        if _cuda(extension) and not _runs_on(extension["build"]["architectures"], capability):
+            own = "".join(map(str, capability))
+            return f"{gpu[1]}: nothing was built for it, build again with MEGATRON_EP_ARCHITECTURES={own}"
+    return None
+
+
+def _runs_on(architectures: str, capability: tuple[int, ...]) -> bool:
+    """Machine code runs on GPUs of its major number, PTX on all, from that minor number on."""
+    own = 10 * capability[0] + capability[1]
+    for name in architectures.split(","):
+        number, kind = int(name.partition("-")[0]), name.partition("-")[2]
+        if number <= own and (kind != "real" or number // 10 == capability[0]):
+            return True
+    return False
 
 
 def _core(version: str, torch: str) -> str | None:

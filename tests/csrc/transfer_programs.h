@@ -14,6 +14,7 @@
 #include "exec/host/host_warp.h"
 #include "fabric/host_fabric.h"
 #include "fabric/shared_memory.h"
+#include "half.h"
 #include "launch/host/roles.h"
 #include "random_moves.h"
 
@@ -231,7 +232,7 @@ struct TransferProgram {
                 return add(static_cast<uint16_t>(
                     std::bit_cast<uint32_t>(static_cast<float>(value)) >> 16));
             case DType::fp16:
-                return add(static_cast<_Float16>(value));
+                return add(static_cast<Half>(value));
             case DType::fp32:
                 return add(static_cast<float>(value));
             case DType::fp64:

@@ -19,7 +19,7 @@ COMPLETE = {
         "gpus": ["0, NVIDIA H200, 143771 MiB, 580.159.04, 9.0"],
         "fabrics": {"nvshmem": "the nvshmem fabric was not built", "nccl": "built, loads with /lib/libnccl.so.2"},
     },
-    "extension": {"imports": True, "build": {"cuda": "13.0", "backends": ["host", "cuda"]}},
+    "extension": {"imports": True, "build": {"cuda": "13.0", "architectures": "80-real,90"}},
 }
 
 
@@ -59,7 +59,11 @@ def test_nothing_is_missing() -> None:
             "extension",
             r"the wheel \+cu13, or build where there is nvcc 13",
         ),
-        ({"extension__build": {"cuda": "12.4"}}, "extension", "built with CUDA 12.4, but torch 2.13.0 with CUDA 13.0"),
+        (
+            {"extension__build": {"cuda": "12.4", "architectures": "90"}},
+            "extension",
+            "built with CUDA 12.4, but torch 2.13.0 with CUDA 13.0",
+        ),
         ({"cuda__gpus": ["0, NVIDIA H100, 81559 MiB, 550.54.15, 9.0"]}, "driver", "550.54.15 is older .* 580 or later"),
         ({"cuda__gpus": ["0, Tesla T4, 15360 MiB, 580.1, 7.5"]}, "GPU", "Tesla T4: the kernels need"),
         ({"cuda__fabrics": {"nvshmem": "not built", "nccl": "not built"}}, "several machines", "nvidia-nvshmem-cu13"),
@@ -69,6 +73,27 @@ def test_nothing_is_missing() -> None:
 def test_one_thing_is_missing(changes: dict[str, object], topic: str, words: str) -> None:
     said = told(**changes)
     assert list(said) == [topic] and re.search(words, said[topic])
+
+
+@pytest.mark.parametrize(
+    ("architectures", "capability", "runs"),
+    [
+        ("90", "9.0", True),
+        ("90", "10.3", True),
+        ("90-real", "10.3", False),
+        ("90", "8.0", False),
+        ("80-real,89-real,90", "8.6", True),
+        ("80-real,90-real,100-real,120", "10.3", True),
+        ("80-real,90-real,100-real,120", "11.0", False),
+        ("80-virtual", "9.0", True),
+        ("89-real", "8.6", False),
+    ],
+)
+def test_what_was_built_for_a_gpu(architectures: str, capability: str, runs: bool) -> None:
+    gpus = [f"0, NVIDIA, 1 MiB, 580.1, {capability}"]
+    said = told(cuda__gpus=gpus, extension__build={"cuda": "13.0", "architectures": architectures})
+    again = f"MEGATRON_EP_ARCHITECTURES={capability.replace('.', '')}"
+    assert said == ({} if runs else {"GPU": f"NVIDIA: nothing was built for it, build again with {again}"})
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ def make_wheel(tree: Path, out: Path, cuda_home: Path | None = None) -> None:
     options: list[str] = []
     if cuda_home is not None:
         environment |= {"MEGATRON_EP_CUDA": "1", "CUDA_HOME": str(cuda_home)}
+        environment.setdefault("MEGATRON_EP_ARCHITECTURES", "all")
         environment["PATH"] = f"{cuda_home / 'bin'}{os.pathsep}{environment['PATH']}"
         tag = f"+cu{cuda_major(cuda_home)}"
         options = [f"--config-setting=--global-option={word}" for word in ("egg_info", f"--tag-build={tag}")]

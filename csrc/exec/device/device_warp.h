@@ -2,8 +2,10 @@
 
 #include <type_traits>
 
+#include "exec/device/architecture.h"
 #include "exec/device/bulk.h"
 #include "exec/device/device_rank.h"
+#include "exec/device/plain.h"
 #include "exec/device/ptx.h"
 #include "exec/device/quantize.h"
 #include "exec/device/rows.h"
@@ -12,7 +14,7 @@
 
 namespace ep {
 
-// A warp of a GPU of compute capability 9.0 or later.
+// A warp of a GPU of compute capability 8.0 or later.
 class DeviceWarp {
   public:
     static constexpr int kLanesAtOnce = 32;
@@ -281,12 +283,14 @@ class DeviceWarp {
     }
 
   private:
+    using Copier = std::conditional_t<Architecture::kHasCopyEngine, BulkCopier, PlainCopier>;
+
     static constexpr uint32_t kAll = rows::kAllLanes;
     static constexpr uint32_t kPollsBetweenChecks = 64;
 
     static __device__ __forceinline__ int lane_id() { return rows::lane_id(); }
     static __device__ __forceinline__ bool is_bulk(size_t bytes) {
-        return bytes >= BulkCopier::kLeastBytes;
+        return bytes >= Copier::kLeastBytes;
     }
 
     // The roles of a rank may run on different SMs of its GPU.
@@ -392,7 +396,7 @@ class DeviceWarp {
     Role role_;
     int channel_;
     uint64_t deadline_start_ = 0;  // 0: each wait has its own
-    BulkCopier bulk_;
+    Copier bulk_;
 };
 
 static_assert(WarpLike<DeviceWarp>);

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "core/float8.h"
+#include "exec/device/formats.h"
 #include "exec/device/ptx.h"
 #include "exec/device/rows.h"
 
@@ -37,12 +38,12 @@ __device__ __forceinline__ float bf16_high(uint32_t pair) {
 // Bits without their signs are in the order of what they stand for, NaN last.
 __device__ __forceinline__ uint32_t magnitudes(uint32_t pair) { return pair & 0x7fff7fffu; }
 __device__ __forceinline__ float larger_of(uint32_t magnitude_pair) {
-    return bf16_high(ptx::max_u16x2(magnitude_pair, magnitude_pair << 16));
+    return bf16_high(max_u16x2(magnitude_pair, magnitude_pair << 16));
 }
 
 __device__ __forceinline__ uint32_t quantize_four(const Divider& divided, uint32_t a, uint32_t b) {
-    return ptx::pack_e4m3(divided(bf16_low(a)), divided(bf16_high(a))) |
-           static_cast<uint32_t>(ptx::pack_e4m3(divided(bf16_low(b)), divided(bf16_high(b)))) << 16;
+    return pack_e4m3(divided(bf16_low(a)), divided(bf16_high(a))) |
+           static_cast<uint32_t>(pack_e4m3(divided(bf16_low(b)), divided(bf16_high(b)))) << 16;
 }
 
 // A vector of 8 elements a lane, so 16 lanes a block, and several vectors at once. A lane keeps the
@@ -64,15 +65,15 @@ __device__ __forceinline__ float quantize_shared(char* row, uint32_t count, Scal
 #pragma unroll
         for (int i = 0; i < kVectors; ++i) {
             in[i] = element(i) < count ? ptx::load_shared(row + 2 * element(i)) : uint4{};
-            largest[i] = ptx::max_u16x2(ptx::max_u16x2(magnitudes(in[i].x), magnitudes(in[i].y)),
-                                        ptx::max_u16x2(magnitudes(in[i].z), magnitudes(in[i].w)));
+            largest[i] = max_u16x2(max_u16x2(magnitudes(in[i].x), magnitudes(in[i].y)),
+                                   max_u16x2(magnitudes(in[i].z), magnitudes(in[i].w)));
         }
 #pragma unroll
         for (int distance = kBlockLanes / 2; distance; distance /= 2) {
 #pragma unroll
             for (int i = 0; i < kVectors; ++i)
                 largest[i] =
-                    ptx::max_u16x2(largest[i], __shfl_xor_sync(kAllLanes, largest[i], distance));
+                    max_u16x2(largest[i], __shfl_xor_sync(kAllLanes, largest[i], distance));
         }
         __syncwarp();  // all have read what is overwritten now
 #pragma unroll
@@ -114,11 +115,11 @@ __device__ __noinline__ inline void quantize_elements(void* own_dst, uint32_t ma
 #pragma unroll
         for (int i = 0; i < kElements; ++i) {
             in[i] = element(i) < count ? x[element(i)] : 0;
-            largest = ptx::max_u16x2(largest, magnitudes(in[i]));
+            largest = max_u16x2(largest, magnitudes(in[i]));
         }
 #pragma unroll
         for (int distance = 16; distance; distance /= 2)
-            largest = ptx::max_u16x2(largest, __shfl_xor_sync(kAllLanes, largest, distance));
+            largest = max_u16x2(largest, __shfl_xor_sync(kAllLanes, largest, distance));
         const float scale = scale_of(larger_of(largest), format);
         const Divider divided(scale);
         const uint32_t out = quantize_four(divided, in[0] | in[1] << 16, in[2] | in[3] << 16);

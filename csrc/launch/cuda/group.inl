@@ -32,7 +32,7 @@ void launch(void (*kernel)(J), const J& joint, size_t ranks, CudaStream stream,
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(static_cast<unsigned>(joint.blocks_per_rank * ranks));
     config.blockDim = dim3(kBlockThreads);
-    config.dynamicSmemBytes = kSharedBytes;
+    config.dynamicSmemBytes = shared_bytes();
     config.stream = static_cast<cudaStream_t>(stream);
     config.attrs = &at_once;
     config.numAttrs = 1;
@@ -84,10 +84,10 @@ CudaGroup<P>::CudaGroup(const Heap& heap, const P& fabric, std::vector<int> rank
                std::to_string(P::kMaxLocalRanks) + " on one GPU");
     }
     const CudaDevice gpu = CudaDevice::of(device_);
-    if (gpu.major < 9) {
+    if (gpu.major < 8) {
         refuse("GPU " + std::to_string(device_) + " has compute capability " +
                std::to_string(gpu.major) + "." + std::to_string(gpu.minor) +
-               ", must be at least 9.0");
+               ", must be at least 8.0");
     }
     if (sms_ * ranks_.size() > static_cast<size_t>(gpu.sms)) {
         refuse("num_sms is " + std::to_string(sms_) + " for each of " +

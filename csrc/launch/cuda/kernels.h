@@ -32,7 +32,7 @@ struct Place {
 
 __device__ __forceinline__ BulkBuffers& bulk_buffers() {
     BulkBuffers& buffers = reinterpret_cast<BulkBuffers*>(dynamic_shared_memory())[warp_of_block()];
-    buffers.init();
+    if constexpr (Architecture::kHasCopyEngine) buffers.init();
     return buffers;
 }
 

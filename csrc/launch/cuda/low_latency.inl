@@ -24,7 +24,7 @@ void launch(void (*kernel)(LowLatencyLaunch<P, Args>), const CudaGroup<P>& group
             const std::vector<Args>& args, int blocks, CudaStream stream) {
     const DeviceGuard guard(group.device());
     for (size_t i = 0; i < args.size(); ++i) {
-        kernel<<<blocks, kBlockThreads, kSharedBytes, static_cast<cudaStream_t>(stream)>>>(
+        kernel<<<blocks, kBlockThreads, shared_bytes(), static_cast<cudaStream_t>(stream)>>>(
             {fabric, args[i], group.device_rank(i)});
         check_cuda(cudaGetLastError(), "kernel launch");
     }

@@ -4,6 +4,7 @@
 
 #include "core/cuda/runtime.h"
 #include "core/float8.h"
+#include "exec/device/formats.h"
 #include "exec/device/sums.h"
 #include "launch/cuda/quantize.h"
 
@@ -49,8 +50,8 @@ __global__ void __launch_bounds__(kThreads)
         const float scale = scale_of(largest, ScaleFormat::Fp32);
         if (lane == 0) args.scales[i] = scale;
         auto divided = [&](int e) { return __fdiv_rn(rows::widen(in.values[e]), scale); };
-        const uint32_t out = ptx::pack_e4m3(divided(0), divided(1)) |
-                             static_cast<uint32_t>(ptx::pack_e4m3(divided(2), divided(3))) << 16;
+        const uint32_t out = rows::pack_e4m3(divided(0), divided(1)) |
+                             static_cast<uint32_t>(rows::pack_e4m3(divided(2), divided(3))) << 16;
         if constexpr (wide) {
             if (index(0) < left) *reinterpret_cast<uint32_t*>(args.values + first + index(0)) = out;
         } else {
@@ -86,8 +87,8 @@ __global__ void __launch_bounds__(kThreads)
                     in |= static_cast<uint32_t>(args.values[first + index(e)]) << 8 * e;
             }
         }
-        const uint32_t halves[] = {ptx::unpack_e4m3(static_cast<uint16_t>(in)),
-                                   ptx::unpack_e4m3(static_cast<uint16_t>(in >> 16))};
+        const uint32_t halves[] = {rows::unpack_e4m3(static_cast<uint16_t>(in)),
+                                   rows::unpack_e4m3(static_cast<uint16_t>(in >> 16))};
         struct alignas(sizeof(T) * kElements) Wide {
             T values[kElements];
         } out;

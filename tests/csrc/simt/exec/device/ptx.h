@@ -1,5 +1,6 @@
 #pragma once
 
+#include "../../../half.h"
 #include "exec/host/quantize.h"
 #include "order.h"
 #include "simt.h"
@@ -95,17 +96,21 @@ inline uint32_t pack_bf16(float low, float high) {
 }
 inline uint32_t pack_fp16(float low, float high) {
     auto narrow = [](float value) -> uint32_t {
-        return std::bit_cast<uint16_t>(static_cast<_Float16>(value));
+        return std::bit_cast<uint16_t>(static_cast<Half>(value));
     };
     return narrow(low) | narrow(high) << 16;
 }
 inline uint16_t pack_e4m3(float low, float high) {
     return static_cast<uint16_t>(to_e4m3(low) | to_e4m3(high) << 8);
 }
+inline uint32_t unpack_e4m3(uint16_t pair) {
+    return pack_fp16(value_of_e4m3(static_cast<uint8_t>(pair)),
+                     value_of_e4m3(static_cast<uint8_t>(pair >> 8)));
+}
 inline uint32_t max_u16x2(uint32_t a, uint32_t b) {
     return std::max(a & 0xffff, b & 0xffff) | std::max(a >> 16, b >> 16) << 16;
 }
-inline float widen_fp16(uint16_t bits) { return static_cast<float>(std::bit_cast<_Float16>(bits)); }
+inline float widen_fp16(uint16_t bits) { return static_cast<float>(std::bit_cast<Half>(bits)); }
 
 // ---- the copy engine (copy_engine.cpp)
 

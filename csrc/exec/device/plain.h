@@ -1,0 +1,56 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "exec/device/bulk.h"
+#include "exec/device/quantize.h"
+#include "exec/device/rows.h"
+#include "exec/device/sums.h"
+
+namespace ep {
+
+// What BulkCopier does, by loads and stores of the warp's own: for GPUs without a copy engine, with
+// the same bits. Nothing of it is under way when a call returns, and it takes no shared memory.
+class PlainCopier {
+  public:
+    static constexpr size_t kLeastBytes = BulkCopier::kLeastBytes;
+
+    __device__ __forceinline__ explicit PlainCopier(BulkBuffers&) {}
+
+    template <CacheHint hint>
+    __device__ __forceinline__ void stage(const void*, size_t) {}
+
+    template <CacheHint hint>
+    __device__ __forceinline__ void multicast(void* own_dst, uint32_t mask, const void* src,
+                                              size_t bytes) {
+        rows::multicast_vectors<hint>(own_dst, mask, src, bytes);
+    }
+
+    __device__ __forceinline__ void quantize(void* own_dst, uint32_t mask, const void* src,
+                                             uint32_t count, uint32_t scales_at,
+                                             ScaleFormat format) {
+        rows::quantize_elements(own_dst, mask, src, count, scales_at, format);
+    }
+
+    template <CacheHint hint>
+    __device__ __forceinline__ void copy_each(void* own_dst, const void* own_src, uint32_t mask,
+                                              uint32_t bytes) {
+        for_each_lane(mask, [&](int lane) {
+            rows::copy_in_units(rows::shuffle_pointer(own_dst, lane),
+                                rows::shuffle_pointer(own_src, lane), bytes);
+        });
+    }
+
+    __device__ __forceinline__ void drop() {}
+
+    template <class T, CacheHint hint, class Weight>
+    __device__ __forceinline__ void sum(void* dst, const void* own_src, Weight own_weight,
+                                        uint32_t mask, uint32_t bytes) {
+        rows::sum_vectors<T>(dst, own_src, own_weight, mask, bytes / sizeof(uint4));
+    }
+
+    __device__ __forceinline__ void wait_written() {}
+};
+
+}  // namespace ep

@@ -1,0 +1,31 @@
+// What a GPU without instructions for e4m3 computes has the bits of the host's vectors.
+
+#include "core/float8.h"
+
+#include <bit>
+#include <cmath>
+#include <initializer_list>
+
+#include "exec/host/quantize.h"
+#include "expect.h"
+
+int main() {
+    for (uint64_t bits = 0; bits <= 0xffffffff; bits += 251) {  // odd: all low bits, too
+        const float value = std::bit_cast<float>(static_cast<uint32_t>(bits));
+        EXPECT(ep::e4m3_of(value) == ep::to_e4m3(value));
+    }
+    for (int byte = 0; byte < 256; ++byte) {
+        const float value = ep::value_of_e4m3(static_cast<uint8_t>(byte));
+        if ((byte & 0x7f) == ep::kNanE4m3) {
+            EXPECT(std::isnan(value));
+            continue;
+        }
+        EXPECT(ep::to_e4m3(value) == byte);
+        const float next = ep::value_of_e4m3(static_cast<uint8_t>(byte + 1));
+        if ((byte & 0x7f) == 0x7e) continue;
+        // between two of them, where ties are
+        const float middle = (value + next) / 2;
+        for (float x : {middle, std::nextafter(middle, value), std::nextafter(middle, next)})
+            EXPECT(ep::e4m3_of(x) == ep::to_e4m3(x));
+    }
+}
