@@ -2,8 +2,8 @@
 
     python examples/survivors.py
 
-torchrun ends all ranks when one dies. This small supervisor restarts nothing, and leaves the others alone.
-`LowLatency.readmit` and `megatron_ep.rejoin` take back a rank that was started again.
+torchrun ends all ranks when one dies; this small supervisor leaves the others alone. `LowLatency.readmit` and
+`megatron_ep.rejoin` take back a rank that was started again.
 """
 
 import multiprocessing.synchronize
@@ -51,10 +51,9 @@ if __name__ == "__main__":
         ranks = [context.Process(target=serve, args=(i, f"{folder}/store", ready), daemon=True) for i in range(RANKS)]
         for process in ranks:
             process.start()
-        assert all(ready.acquire(timeout=120) for _ in ranks), "a rank did not come"
+        assert all(ready.acquire(timeout=120) for _ in ranks)
         os.kill(ranks[VICTIM].pid, signal.SIGKILL)
         for process in ranks:
             process.join(timeout=60)
-    statuses = [process.exitcode for process in ranks]
-    assert statuses == [0, -signal.SIGKILL, 0, 0], statuses
+    assert (statuses := [process.exitcode for process in ranks]) == [0, -signal.SIGKILL, 0, 0], statuses
     print("the others went on")
