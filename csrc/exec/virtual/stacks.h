@@ -21,7 +21,7 @@ class Stacks {
     // The stack is free for another. Throws std::logic_error if it was too small.
     void release(void* stack);
 
-    // Goes on at `to`; whoever goes on at *from is back here.
+    // Goes on at `to`; what goes on at *from is back here.
     static void switch_to(void** from, void* to);
 
   private:

@@ -292,7 +292,7 @@ VirtualPhase VirtualTransfers::notify(const Look& look) {
 
 namespace {
 
-// The SMs that an exchange leaves free, and whether they are enough for the local pass.
+// The SMs that an exchange leaves free, and whether they are enough for the intra-rank pass.
 struct SideSms {
     int first, count;
     bool beside;

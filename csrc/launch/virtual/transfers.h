@@ -23,7 +23,7 @@ struct VirtualSettings {
     double slot_bytes;                                // of it on the wire
     double combine_bytes, combine_slot_bytes;         // of combine, whose rows have no scales
     bool maps_rail = false;                           // nodes reach each other's memory
-    bool permutes_apart = false, sums_apart = false;  // dispatch's and combine's local pass
+    bool permutes_apart = false, sums_apart = false;  // dispatch's and combine's intra-rank pass
     double timeout = 10e9;                            // ns
     VirtualCards::Faults faults;
     VirtualLaunch::Differences differences;
