@@ -104,8 +104,8 @@ def time_over_ranks(title: str, phases: Mapping[str, Sequence[Point]]) -> str:
             body.append(f'<circle class="dot" cx="{x(i):.1f}" cy="{y(point.us):.1f}" r="3.4"/>')
             body.append(f'<text class="s" x="{x(i):.1f}" y="{bottom + 20}">{point.ranks}</text>')
     body.append(
-        f'<text class="s k" x="{left}" y="{height - 14}">over ranks; dashed: what the busiest of NVLink and network '
-        "card needs for its bytes alone; shaded: what the network card leaves open</text>"
+        f'<text class="s k" x="{left}" y="{height - 14}">over ranks; dashed: bytes of rows alone; shaded: what is open '
+        "about the network card</text>"
     )
     text = "; ".join(
         f"{name}: " + ", ".join(f"{point.ranks} ranks {point.us / 1e3:.2f} ms" for point in points)
