@@ -216,7 +216,7 @@ void bind_software_nic(py::module_& m) {
              }),
              py::kw_only(), py::arg("rank"), py::arg("segments"), py::keep_alive<1, 3>())
         .def("start", &SoftwareNic::start, py::arg("sockets"),
-             "Takes connected sockets, by rank; -1 where memory is mapped.")
+             "Takes connected sockets, by rank; none where memory is mapped.")
         .def(
             "stop", [](SoftwareNic& nic, double most) { nic.stop(Seconds(most)); },
             py::arg("seconds"), py::call_guard<py::gil_scoped_release>(),

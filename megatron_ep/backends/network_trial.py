@@ -22,7 +22,7 @@ class NetworkTrial:
     rendezvous: of the ranks.
     machines: of each rank, by name; only ranks of different ones are connected.
     channels: rings between two ranks.
-    address: as of `Network`.
+    address, stripes: as of `Network`.
     max_bytes: of a put. A rank takes 16 * channels * max_bytes of memory for each rank that it exchanges with.
     """
 
@@ -34,13 +34,14 @@ class NetworkTrial:
         channels: int = 1,
         max_bytes: int = 1 << 16,
         address: str | None = None,
+        stripes: int | None = None,
     ):
         sizes = dict(world=len(machines), channels=channels, max_bytes=max_bytes)
         self.max_bytes = max_bytes
         self.others = [rank for rank, machine in enumerate(machines) if machine != machines[rendezvous.rank]]
         controls = [_C.Segment.anonymous(_C.SoftwareNic.mirror_bytes) for _ in machines]
         nic = _C.SoftwareNic(rank=rendezvous.rank, segments=controls)
-        self._network = Network(rendezvous.rank, machines, nic, address)
+        self._network = Network(rendezvous.rank, machines, nic, address, stripes)
         heap = _C.Segment.anonymous(_C.NetworkLoad.heap_bytes(**sizes))
         # before the connections: the others' puts find it there
         self._load: _C.NetworkLoad | None = _C.NetworkLoad(

@@ -1,7 +1,8 @@
-"""The network of the host: ranks on different machines, connected by TCP, a connection a pair.
+"""The network of the host: ranks on different machines, connected by TCP, one connection a pair or several: stripes,
+among which channels are dealt, for networks that give a connection less than a machine.
 
-Each rank listens on one address, on a port that the system chooses, as long as the others connect. What it takes from a
-stranger is 32 bytes, for five seconds, and not from many at a time.
+Each rank listens on one address, on a port that the system picks, as long as the others connect. What it takes from a
+stranger is 36 bytes, for five seconds, and not from many at a time.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from megatron_ep.backends.rendezvous import StoreRendezvous
 from megatron_ep.errors import EPError
 
 TOKEN_BYTES = 16
-HELLO = struct.Struct(f"!8sII{TOKEN_BYTES}s")  # magic, version, rank, token
-MAGIC, VERSION = b"MEGATREP", 1
+HELLO = struct.Struct(f"!8sIII{TOKEN_BYTES}s")  # magic, version, rank, stripe, token
+MAGIC, VERSION = b"MEGATREP", 2
+STRIPES = "MEGATRON_EP_STRIPES"
+MAX_STRIPES = 4
 HELLO_S = 5.0  # that a stranger may take to say who it is
 MAX_STRANGERS = 64  # who have not said yet
 RETRY_S = 0.2
@@ -37,21 +40,40 @@ UNACKNOWLEDGED_S = 10.0
 LEAVE_S = 2.0  # that what was sent may take to leave when a buffer is closed
 
 
+Place = tuple[int, int]  # the other rank, and which of the connections to it
+
+
 @dataclass(frozen=True)
 class Listening:
-    """Where a rank listens, and what each other rank shall say there, and be told in return, by rank."""
+    """Where a rank listens, how many connections it wants to each other rank, and what each of them shall say there,
+    and be told in return: by rank, and stripe after stripe of a rank."""
 
     host: str
     port: int
+    stripes: int
     tokens: list[bytes]
     answers: list[bytes]
 
     @classmethod
-    def by(cls, listener: socket.socket, world_size: int) -> Listening:
+    def by(cls, listener: socket.socket, world_size: int, stripes: int = 1) -> Listening:
         """Of a socket that listens, with new tokens for all ranks."""
         host, port = listener.getsockname()[:2]
-        new = [[secrets.token_bytes(TOKEN_BYTES) for _ in range(world_size)] for _ in range(2)]
-        return cls(host, port, *new)
+        new = [[secrets.token_bytes(TOKEN_BYTES) for _ in range(world_size * stripes)] for _ in range(2)]
+        return cls(host, port, stripes, *new)
+
+    def token(self, place: Place) -> bytes:
+        return self.tokens[place[0] * self.stripes + place[1]]
+
+    def answer(self, place: Place) -> bytes:
+        return self.answers[place[0] * self.stripes + place[1]]
+
+
+def stripes_wanted() -> int:
+    """Connections to each rank, by the environment. Raises ValueError for a number that is none of these."""
+    text = os.environ.get(STRIPES) or "1"
+    if text not in map(str, range(1, MAX_STRIPES + 1)):
+        raise ValueError(f"environment variable {STRIPES} is {text!r}, must be a whole number in [1, {MAX_STRIPES}]")
+    return int(text)
 
 
 class Network:
@@ -61,10 +83,19 @@ class Network:
     machines: of each rank, by which those of this machine are told from the others.
     nic: what carries its bytes.
     address: on which this rank listens; None: `own_address`.
+    stripes: connections to each rank, among which channels are dealt; None: `stripes_wanted`.
     """
 
-    def __init__(self, rank: int, machines: Sequence[str], nic: _C.SoftwareNic, address: str | None = None):
+    def __init__(
+        self,
+        rank: int,
+        machines: Sequence[str],
+        nic: _C.SoftwareNic,
+        address: str | None = None,
+        stripes: int | None = None,
+    ):
         self._rank = rank
+        self._stripes = stripes
         self._address = address
         self._machines = list(machines)
         self.nic = nic
@@ -77,24 +108,32 @@ class Network:
 
             def tell() -> tuple[socket.socket, Listening]:
                 listener = stack.enter_context(listen(self._address))
-                return listener, Listening.by(listener, len(self._machines))
+                return listener, Listening.by(listener, len(self._machines), self._stripes or stripes_wanted())
 
             listener, told = meeting.exchange(tell)
-
+            check_alike([one.stripes for one in told])
             limit = meeting.timeout.total_seconds()
 
-            def join() -> dict[int, socket.socket]:
+            def join() -> dict[Place, socket.socket]:
                 made = _connect_all(self._rank, others, told, listener, self._machines, limit)
-                return {rank: stack.enter_context(connection) for rank, connection in made.items()}
+                return {place: stack.enter_context(connection) for place, connection in made.items()}
 
             connections = meeting.agree(join, seconds=limit)
-            self._descriptors = {rank: connection.fileno() for rank, connection in connections.items()}
-            self.nic.start([connections[rank].detach() if rank in connections else -1 for rank in range(len(told))])
+            self._descriptors = {place: connection.fileno() for place, connection in connections.items()}
+            sockets: list[list[int]] = [[] for _ in told]
+            for rank, stripe in sorted(connections):
+                sockets[rank].append(connections[rank, stripe].detach())
+            self.nic.start(sockets)
         meeting.barrier()  # nobody's connection ends before all have begun
 
     def segments_sent(self) -> dict[int, tuple[int, int]]:
         """While it runs: how many packets this machine has sent to each rank, and how many of them again."""
-        return {rank: _segments_sent(descriptor) for rank, descriptor in self._descriptors.items()}
+        found: dict[int, tuple[int, int]] = {}
+        for (rank, _), descriptor in self._descriptors.items():
+            sent, again = _segments_sent(descriptor)
+            before = found.get(rank, (0, 0))
+            found[rank] = before[0] + sent, before[1] + again
+        return found
 
     def disconnect(self) -> None:
         """At once: what was sent may be lost."""
@@ -103,6 +142,15 @@ class Network:
     def close(self) -> None:
         """Once what was sent has left, within a bound."""
         self._leave()
+
+
+def check_alike(stripes: Sequence[int]) -> None:
+    """Raises ValueError where ranks want different numbers of connections."""
+    for rank, wanted in enumerate(stripes):
+        if wanted != stripes[0]:
+            raise ValueError(
+                f"environment variable {STRIPES} is {stripes[0]} on rank 0 and {wanted} on rank {rank}, must be equal"
+            )
 
 
 def _segments_sent(descriptor: int) -> tuple[int, int]:
@@ -135,57 +183,60 @@ class _Joining:
 
     def __init__(self, rank: int, told: Sequence[Listening]):
         self.rank, self.told = rank, told
-        self.made: dict[int, socket.socket] = {}
+        self.made: dict[Place, socket.socket] = {}
         self.selector = selectors.DefaultSelector()
         self.strangers: dict[socket.socket, tuple[float, bytes]] = {}  # until when, and what they have said
-        self.calls: dict[int, tuple[socket.socket, bytes]] = {}  # by rank, and the answer so far
-        self.retry_at: dict[int, float] = {}
+        self.calls: dict[Place, tuple[socket.socket, bytes]] = {}  # and the answer so far
+        self.retry_at: dict[Place, float] = {}
         self.why: dict[int, str] = {}
 
-    def call(self, other: int) -> None:
-        there = self.told[other]
+    def call(self, place: Place) -> None:
+        there = self.told[place[0]]
         connection = socket.socket(socket.AF_INET6 if ":" in there.host else socket.AF_INET, socket.SOCK_STREAM)
         connection.setblocking(False)
         error = connection.connect_ex((there.host, there.port))
-        self.calls[other] = (connection, b"")
-        self.selector.register(connection, selectors.EVENT_WRITE, other)
+        self.calls[place] = (connection, b"")
+        self.selector.register(connection, selectors.EVENT_WRITE, place)
         if error not in (0, errno.EINPROGRESS):
-            self.call_failed(other, os.strerror(error))
+            self.call_failed(place, os.strerror(error))
 
-    def call_failed(self, other: int, why: str) -> None:
-        connection, _ = self.calls.pop(other)
+    def call_failed(self, place: Place, why: str) -> None:
+        connection, _ = self.calls.pop(place)
         self.selector.unregister(connection)
         connection.close()
-        self.why[other] = why
-        self.retry_at[other] = time.monotonic() + RETRY_S
+        self.why[place[0]] = why
+        self.retry_at[place] = time.monotonic() + RETRY_S
 
-    def say_hello(self, other: int) -> None:
-        connection, _ = self.calls[other]
+    def say_hello(self, place: Place) -> None:
+        other, stripe = place
+        connection, _ = self.calls[place]
         error = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
-            return self.call_failed(other, os.strerror(error))
+            return self.call_failed(place, os.strerror(error))
         try:
-            connection.send(HELLO.pack(MAGIC, VERSION, self.rank, self.told[other].tokens[self.rank]))
+            token = self.told[other].token((self.rank, stripe))
+            connection.send(HELLO.pack(MAGIC, VERSION, self.rank, stripe, token))
         except OSError as failure:
-            return self.call_failed(other, str(failure))
-        self.selector.modify(connection, selectors.EVENT_READ, other)
+            return self.call_failed(place, str(failure))
+        self.selector.modify(connection, selectors.EVENT_READ, place)
 
-    def hear_answer(self, other: int) -> None:
-        connection, heard = self.calls[other]
+    def hear_answer(self, place: Place) -> None:
+        other, stripe = place
+        connection, heard = self.calls[place]
         try:
             part = connection.recv(TOKEN_BYTES - len(heard))
         except OSError as failure:
-            return self.call_failed(other, str(failure))
+            return self.call_failed(place, str(failure))
         if not part:
-            return self.call_failed(other, "it closed the connection")
+            return self.call_failed(place, "it closed the connection")
         heard += part
-        self.calls[other] = (connection, heard)
+        self.calls[place] = (connection, heard)
         if len(heard) == TOKEN_BYTES:
-            if not hmac.compare_digest(heard, self.told[other].answers[self.rank]):
-                return self.call_failed(other, "somebody else answered")
+            if not hmac.compare_digest(heard, self.told[other].answer((self.rank, stripe))):
+                return self.call_failed(place, "somebody else answered")
             self.selector.unregister(connection)
-            del self.calls[other]
-            self.made[other] = connection
+            del self.calls[place]
+            self.made[place] = connection
 
     def welcome(self, listener: socket.socket) -> None:
         try:
@@ -199,7 +250,7 @@ class _Joining:
         self.strangers[stranger] = (time.monotonic() + HELLO_S, b"")
         self.selector.register(stranger, selectors.EVENT_READ)
 
-    def listen_to(self, stranger: socket.socket, expected: set[int]) -> None:
+    def listen_to(self, stranger: socket.socket, expected: set[Place]) -> None:
         until, heard = self.strangers[stranger]
         try:
             part = stranger.recv(HELLO.size - len(heard))
@@ -211,18 +262,18 @@ class _Joining:
         self.strangers[stranger] = (until, heard)
         if len(heard) < HELLO.size:
             return
-        magic, version, rank, token = HELLO.unpack(heard)
-        own = self.told[self.rank]
-        is_known = magic == MAGIC and version == VERSION and rank in expected and rank not in self.made
-        if not is_known or not hmac.compare_digest(token, own.tokens[rank]):
+        magic, version, rank, stripe, token = HELLO.unpack(heard)
+        own, place = self.told[self.rank], (rank, stripe)
+        is_known = magic == MAGIC and version == VERSION and place in expected and place not in self.made
+        if not is_known or not hmac.compare_digest(token, own.token(place)):
             return self.turn_away(stranger)
         try:
-            stranger.send(own.answers[rank])
+            stranger.send(own.answer(place))
         except OSError:
             return self.turn_away(stranger)
         self.selector.unregister(stranger)
         del self.strangers[stranger]
-        self.made[rank] = stranger
+        self.made[place] = stranger
 
     def turn_away(self, stranger: socket.socket) -> None:
         self.selector.unregister(stranger)
@@ -242,13 +293,14 @@ def _connect_all(
     listener: socket.socket,
     machines: Sequence[str],
     limit: float,
-) -> dict[int, socket.socket]:
-    """A connection to each of the others. Raises EPError that names those who could not be reached in time."""
+) -> dict[Place, socket.socket]:
+    """The connections to each of the others. Raises EPError that names those who could not be reached in time."""
     made, why = join(rank, others, told, listener, limit)
-    if len(made) < len(others):
+    missing = [other for other in others if any((other, s) not in made for s in range(told[rank].stripes))]
+    if missing:
         for connection in made.values():
             connection.close()
-        raise EPError(_unreached(rank, [other for other in others if other not in made], told, machines, why, limit))
+        raise EPError(_unreached(rank, missing, told, machines, why, limit))
     for connection in made.values():
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNACKNOWLEDGED_S * 1000))
     return made
@@ -256,17 +308,18 @@ def _connect_all(
 
 def join(
     rank: int, others: Sequence[int], told: Sequence[Listening], listener: socket.socket, limit: float
-) -> tuple[dict[int, socket.socket], dict[int, str]]:
+) -> tuple[dict[Place, socket.socket], dict[int, str]]:
     """The connections that come to be in `limit` seconds, and why those did not that this rank has called."""
     joining = _Joining(rank, told)
-    callers = {other for other in others if other > rank}
+    places = [(other, stripe) for other in others for stripe in range(told[rank].stripes)]
+    callers = {place for place in places if place[0] > rank}
     joining.selector.register(listener, selectors.EVENT_READ)
-    for other in others:
-        if other < rank:
-            joining.call(other)
+    for place in places:
+        if place[0] < rank:
+            joining.call(place)
     deadline = time.monotonic() + limit
     try:
-        while len(joining.made) < len(others) and (now := time.monotonic()) < deadline:
+        while len(joining.made) < len(places) and (now := time.monotonic()) < deadline:
             for key, events in joining.selector.select(min(RETRY_S, deadline - now)):
                 if key.fileobj is listener:
                     joining.welcome(listener)
@@ -280,9 +333,9 @@ def join(
             now = time.monotonic()
             for stranger in [stranger for stranger, (until, _) in joining.strangers.items() if now > until]:
                 joining.turn_away(stranger)
-            for other in [other for other, at in joining.retry_at.items() if now > at]:
-                del joining.retry_at[other]
-                joining.call(other)
+            for place in [place for place, at in joining.retry_at.items() if now > at]:
+                del joining.retry_at[place]
+                joining.call(place)
     except BaseException:
         for connection in joining.made.values():
             connection.close()

@@ -2,14 +2,17 @@
 
 In one run, in turns: dispatch and combine as in `megatron-ep bench`, beside Megatron's all-to-all over gloo; the bytes
 that must cross between machines over plain TCP connections, both ways at once ("plain_tcp"), and the same bytes as puts
-with signals and credits ("puts"). A rank's bytes are those that it sends to ranks of other nodes: a token once for each
-node that it goes to. Then half a round trip of a put and its signal beside a plain message of the same size, and what a
-rank's thread for the network takes of a core while nobody sends. T tokens on this rank, H hidden, E experts, top-k K.
+with signals and credits, over one connection ("puts") and over several ("puts_2_stripes", "puts_4_stripes"). A rank's
+bytes are those that it sends to ranks of other nodes: a token once for each node that it goes to. Then half a round
+trip of a put and its signal beside a plain message of the same size, and what a rank's thread for the network takes of
+a core while nobody sends. T tokens on this rank, H hidden, E experts, top-k K.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +27,7 @@ from megatron_ep import megatron as megatron_side
 from megatron_ep.backends import job, nodes
 from megatron_ep.backends.network_trial import NetworkTrial
 from megatron_ep.backends.rendezvous import StoreRendezvous
+from megatron_ep.backends.tcp import MAX_STRIPES
 from megatron_ep.bench import layer
 from megatron_ep.bench.arguments import add_rounds, add_sizes, positive, seconds
 from megatron_ep.bench.job_ranks import JobRanks
@@ -32,6 +36,7 @@ from megatron_ep.bench.report import EXTREMES, PERCENTILES, RATE, WHAT, Record, 
 from megatron_ep.config import Topology
 
 IDLE_S = 2.0  # that nobody sends
+SEVERAL = (2, MAX_STRIPES)  # connections, beside one
 PINGS = 1000  # of a round
 Halves = dict[str, dict[int, list[float]]]  # seconds by implementation and size
 
@@ -102,12 +107,15 @@ def measure(
     rank, world = rendezvous.rank, rendezvous.world_size
     to, source = (rank + topology.ranks_per_node) % world, (rank - topology.ranks_per_node) % world
     sent = rendezvous.gather(_crossing_bytes(case, topology, rank))
-    with NetworkTrial(rendezvous, machines) as trial:
-        with PlainTcp(rendezvous, to, source) as plain:
-            others: dict[str, layer.Steps] = {
-                "plain_tcp": _there_and_back(lambda: plain.stream(sent[rank], sent[source])),
-                "puts": _there_and_back(lambda: trial.exchange([to], [source], max(sent), timeout)),
-            }
+    join = functools.partial(NetworkTrial, rendezvous, machines, channels=MAX_STRIPES)
+    with join(stripes=1) as trial:
+        with contextlib.ExitStack() as stack, PlainTcp(rendezvous, to, source) as plain:
+            trials = {1: trial} | {stripes: stack.enter_context(join(stripes=stripes)) for stripes in SEVERAL}
+            others = {"plain_tcp": _there_and_back(lambda: plain.stream(sent[rank], sent[source]))}
+            of_channel = -(-max(sent) // MAX_STRIPES)
+            for stripes, striped in trials.items():
+                step = functools.partial(striped.exchange, [to], [source], of_channel, timeout)
+                others["puts" if stripes == 1 else f"puts_{stripes}_stripes"] = _there_and_back(step)
             timed = layer.measure(case, megatron_side.is_installed(), warmup, iterations, others)
         pair = {0: topology.ranks_per_node, topology.ranks_per_node: 0}  # those that exchange messages
         with PlainTcp(rendezvous, pair.get(rank), pair.get(rank)) as plain:

@@ -166,7 +166,7 @@ class Examination:
             f"{self._place(self.rank)} does not reach {self._place(other)} at {told[other].host} port "
             f"{told[other].port}: {why.get(other, 'no answer')}"
             for other in others
-            if other < self.rank and other not in made
+            if other < self.rank and (other, 0) not in made
         ]
         return [line for lines in self.rendezvous.gather(mine, kind=list[str]) for line in lines]
 

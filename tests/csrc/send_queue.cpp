@@ -131,7 +131,7 @@ void check_garbage() {
         TestRank rank(0);
         int sockets[2];
         require(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0, "no sockets");
-        rank.nic->start({-1, sockets[0]});
+        rank.nic->start({{}, {sockets[0]}});
         require(write(sockets[1], &frame, sizeof frame) == sizeof frame, "no write");
         SpinningWarp warp;
         const auto aborted = [&](int) {
@@ -150,6 +150,51 @@ void check_garbage() {
     }
 }
 
+// Garbage on one connection of several, and an end of one, are the end of the rank.
+void check_striped_garbage() {
+    const Frame status{Frame::kStatus, 0, 0, sizeof(ControlBlock), 0, 0};  // of the first one alone
+    const Frame news{Frame::kAbort, 0, 0, 0, 0, ControlBlock::abort_word(Outcome::Failed, 1)};
+    for (const Frame* frame : {&status, &news, static_cast<const Frame*>(nullptr)}) {
+        TestRank rank(0);
+        int first[2], second[2];
+        require(socketpair(AF_UNIX, SOCK_STREAM, 0, first) == 0 &&
+                    socketpair(AF_UNIX, SOCK_STREAM, 0, second) == 0,
+                "no sockets");
+        rank.nic->start({{}, {first[0], second[0]}});
+        if (frame)
+            require(write(second[1], frame, sizeof *frame) == sizeof *frame, "no write");
+        else
+            close(second[1]);
+        SpinningWarp warp;
+        const auto aborted = [&](int) {
+            const uint64_t word =
+                std::atomic_ref<uint64_t>(rank.controls[0].abort).load(std::memory_order_acquire);
+            return WaitCondition{word, 1, 1};
+        };
+        require(warp.wait_all(Wait::None, 1, aborted), "one connection was enough");
+        require(ControlBlock::outcome_of(rank.controls[0].abort) == Outcome::Lost &&
+                    ControlBlock::rank_of(rank.controls[0].abort) == 1,
+                "somebody else is to blame");
+        const SendQueue over_first = rank.port->queues().puts(0, 1);
+        require(over_first.post_add(warp, 1, 0, 1), "no room");
+        rank.nic->wake();
+        require(warp.wait_all(Wait::None, 1,
+                              [&](int) {
+                                  const uint64_t how = SpinningWarp::acquire<Scope::System>(
+                                                           over_first.completion->last_word()) >>
+                                                       60;
+                                  return WaitCondition{how == Completion::kRequestError, 1, 1};
+                              }),
+                "the other connection was used on");
+        rank.nic->stop(std::chrono::seconds(0));
+        require(
+            rank.lost(1) == (frame ? "it sent what no rank sends" : "the connection was closed"),
+            rank.lost(1));
+        close(first[1]);
+        if (frame) close(second[1]);
+    }
+}
+
 void write_out(const void* data, size_t bytes) {
     require(std::fwrite(data, 1, bytes, stdout) == bytes, "no output");
 }
@@ -163,8 +208,8 @@ void dump(uint64_t seed, int entries) {
     require(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0, "no sockets");
     std::mt19937_64 random(seed);
     for (char& byte : a->heap) byte = static_cast<char>(random());
-    a->nic->start({-1, sockets[0]});
-    b->nic->start({sockets[1], -1});
+    a->nic->start({{}, {sockets[0]}});
+    b->nic->start({{sockets[1]}, {}});
     write_out(a->heap.data(), a->heap.size());
     const SendQueue queue = a->port->queues().puts(0, 1);
     SpinningWarp warp;
@@ -201,7 +246,9 @@ int main(int argc, char** argv) {
     ep::check_format();
     ep::check_wrap();
     ep::check_garbage();
+    ep::check_striped_garbage();
     ep::run_rounds(70'000);
-    for (uint64_t seed = 0; seed < 1'000; ++seed) ep::run_rounds(30, seed);
+    for (uint64_t seed = 0; seed < 1'000; ++seed)
+        ep::run_rounds(20, seed, 1 + static_cast<int>(seed % 4));
     std::puts("every signal came after its puts");
 }

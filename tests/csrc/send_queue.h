@@ -24,6 +24,7 @@
 
 namespace ep {
 
+constexpr int kChannels = 2;
 constexpr size_t kHeapBytes = 1 << 20, kFlags = 0, kCredits = 128, kData = 4096;
 
 struct SpinningWarp {
@@ -66,7 +67,7 @@ struct TestRank {
                                             std::vector<ControlBlock*>{&controls[0], &controls[1]});
         std::vector<char*> heaps(2, nullptr);
         heaps[rank] = heap.data();
-        port = nic->open(heaps, kHeapBytes, 1);
+        port = nic->open(heaps, kHeapBytes, kChannels);
     }
     uint64_t flag(size_t offset) {
         return std::atomic_ref<uint64_t>(*reinterpret_cast<uint64_t*>(heap.data() + offset))
@@ -146,50 +147,72 @@ class Wire {
     std::jthread thread_;
 };
 
-// `rounds` puts of sizes that differ, each with a signal, and a credit for each that was read.
-inline void run_rounds(uint64_t rounds, std::optional<uint64_t> seed = std::nullopt) {
+// `rounds` puts of sizes that differ in each of two channels, each with a signal, and a credit for
+// each that was read, over so many connections.
+inline void run_rounds(uint64_t rounds, std::optional<uint64_t> seed = std::nullopt,
+                       int stripes = 1) {
     auto a = std::make_unique<TestRank>(0), b = std::make_unique<TestRank>(1);
-    const Wire wire(seed);
-    a->nic->start({-1, wire.end(0)});
-    b->nic->start({wire.end(1), -1});
+    std::vector<std::unique_ptr<Wire>> wires;
+    std::vector<int> ends_of_a, ends_of_b;
+    for (int stripe = 0; stripe < stripes; ++stripe) {
+        wires.push_back(std::make_unique<Wire>(
+            seed ? std::optional(*seed + 1'000'000 * static_cast<uint64_t>(stripe)) : seed));
+        ends_of_a.push_back(wires.back()->end(0));
+        ends_of_b.push_back(wires.back()->end(1));
+    }
+    a->nic->start({{}, ends_of_a});
+    b->nic->start({ends_of_b, {}});
     constexpr uint64_t kAhead = 4;
-    constexpr size_t kMost = 200'000;
+    constexpr size_t kMost = 100'000;
     const auto bytes_of = [&](uint64_t round) {
         return (round + seed.value_or(0)) % 1000 == 7 ? kMost : 8 * (1 + round % 5);
     };
+    const auto slot_of = [&](uint64_t round, int channel) {
+        return kData + (round % kAhead * kChannels + channel) * kMost;
+    };
+    static_assert(kData + kAhead * kChannels * kMost <= kHeapBytes);
+    const auto value_of = [](uint64_t round, int channel) { return kChannels * round + channel; };
     std::jthread producer([&] {
         SpinningWarp warp;
-        const SendQueue puts = a->port->queues().puts(0, 1);
-        for (uint64_t round = 0; round < rounds; ++round) {
-            require(
-                warp.wait_all(
-                    Wait::RdmaCredit, 1,
-                    [&](int) { return WaitCondition{a->flag(kCredits) + kAhead, round + 1, 1}; }),
-                "no credit came");
-            const size_t slot = kData + round % kAhead * kMost;
-            const size_t bytes = bytes_of(round);
-            for (size_t at = 0; at < bytes; at += 8) std::memcpy(&a->heap[slot + at], &round, 8);
+        for (uint64_t i = 0; i < kChannels * rounds; ++i) {
+            const uint64_t round = i / kChannels, value = i;
+            const int channel = static_cast<int>(i % kChannels);
+            const SendQueue puts = a->port->queues().puts(channel, 1);
+            require(warp.wait_all(Wait::RdmaCredit, 1,
+                                  [&](int) {
+                                      return WaitCondition{a->flag(kCredits + 8 * channel) + kAhead,
+                                                           round + 1, 1};
+                                  }),
+                    "no credit came");
+            const size_t slot = slot_of(round, channel), bytes = bytes_of(round);
+            for (size_t at = 0; at < bytes; at += 8) std::memcpy(&a->heap[slot + at], &value, 8);
             require(puts.post_write(warp, 1, slot, slot, static_cast<uint32_t>(bytes)) &&
-                        puts.post_add(warp, 1, kFlags, 1),
+                        puts.post_add(warp, 1, kFlags + 8 * channel, 1),
                     "no room");
         }
     });
     SpinningWarp warp;
-    const SendQueue credits = b->port->queues().credits(0, 0);
-    for (uint64_t round = 0; round < rounds; ++round) {
+    for (uint64_t i = 0; i < kChannels * rounds; ++i) {
+        const uint64_t round = i / kChannels;
+        const int channel = static_cast<int>(i % kChannels);
         require(warp.wait_all(Wait::RdmaRow, 1,
-                              [&](int) { return WaitCondition{b->flag(kFlags), round + 1, 0}; }),
+                              [&](int) {
+                                  return WaitCondition{b->flag(kFlags + 8 * channel), round + 1, 0};
+                              }),
                 "no signal came");
-        const size_t slot = kData + round % kAhead * kMost;
+        const size_t slot = slot_of(round, channel);
         for (size_t at = 0; at < bytes_of(round); at += 8) {
             uint64_t value;
             std::memcpy(&value, &b->heap[slot + at], 8);
-            require(value == round, "a signal was seen before its row");
+            require(value == value_of(round, channel), "a signal was seen before its row");
         }
-        require(credits.post_add(warp, 0, kCredits, 1), "no room for a credit");
+        const SendQueue credits = b->port->queues().credits(channel, 0);
+        require(credits.post_add(warp, 0, kCredits + 8 * channel, 1), "no room for a credit");
     }
     producer.join();
-    require(b->flag(kFlags) == rounds && a->controls[0].abort == 0, "more or less than was sent");
+    for (int channel = 0; channel < kChannels; ++channel)
+        require(b->flag(kFlags + 8 * channel) == rounds, "more or less than was sent");
+    require(a->controls[0].abort == 0, "a wait was ended");
     std::jthread other([&] { a->nic->stop(std::chrono::seconds(5)); });
     b->nic->stop(std::chrono::seconds(5));
     other.join();

@@ -55,10 +55,10 @@ def layer(buffer, x, ids, weights):
     return [*(y if lists else [y])], [t.grad for t in leaves], [t.grad for t in scales]
 
 
-def run_layers(per_machine: int, per_node: int) -> None:
+def run_layers(per_machine: int, per_node: int, stripes: str) -> None:
     rank = dist.get_rank()
     topology = ep.Topology(W // per_node, per_node)
-    with machines_of(per_machine):
+    with machines_of(per_machine), mock.patch.dict(os.environ, {tcp.STRIPES: stripes}):
         buffer = ep.Buffer(None, ep.Config(num_experts=16, timeout=20), topology)
         assert buffer.fabric == "tcp" and buffer._group.spans_machines
         for hidden, dtype in ((33, torch.float32), (7, torch.float64), (512, torch.bfloat16), (7168, torch.float16)):
@@ -73,9 +73,27 @@ def run_layers(per_machine: int, per_node: int) -> None:
         buffer.close()
 
 
-@pytest.mark.parametrize(("per_machine", "per_node"), [(1, 1), (2, 2), (2, 1)])
-def test_the_bits_of_one_machine(ranks, per_machine, per_node):
-    ranks.run(run_layers, per_machine, per_node)
+@pytest.mark.parametrize(
+    ("per_machine", "per_node", "stripes"), [(1, 1, ""), (2, 2, "1"), (2, 1, "2"), (1, 1, "4"), (2, 2, "3")]
+)
+def test_the_bits_of_one_machine(ranks, per_machine, per_node, stripes):
+    ranks.run(run_layers, per_machine, per_node, stripes)
+
+
+def run_other_stripes() -> str:
+    wanted = "1" if dist.get_rank() == 2 else "2"
+    with (
+        machines_of(2),
+        mock.patch.dict(os.environ, {tcp.STRIPES: wanted}),
+        pytest.raises(ValueError) as caught,
+    ):
+        ep.Buffer(None, ep.Config(num_experts=16), ep.Topology(2, 2))
+    return str(caught.value)
+
+
+def test_ranks_that_want_other_numbers_of_connections_are_told(ranks):
+    for text in ranks.run(run_other_stripes):
+        assert text.endswith("is 2 on rank 0 and 1 on rank 2, must be equal")
 
 
 def run_low_latency(per_machine: int) -> None:
@@ -212,13 +230,9 @@ def test_a_network_that_is_not_made_keeps_no_connection(ranks):
 # ---- who may connect
 
 
-def listening(count: int = 2) -> tuple[list[socket.socket], list[tcp.Listening]]:
-    listeners = [tcp.listen() for _ in range(count)]
-    told = [
-        tcp.Listening(*listener.getsockname()[:2], [os.urandom(16) for _ in range(count)], [os.urandom(16)] * count)
-        for listener in listeners
-    ]
-    return listeners, told
+def listening(stripes: int = 1) -> tuple[list[socket.socket], list[tcp.Listening]]:
+    listeners = [tcp.listen() for _ in range(2)]
+    return listeners, [tcp.Listening.by(listener, 2, stripes) for listener in listeners]
 
 
 def join(rank: int, listeners, told, limit: float, made: dict) -> None:
@@ -234,17 +248,20 @@ def own_address(monkeypatch):
     monkeypatch.setenv(tcp.VARIABLE, "127.0.0.1")
 
 
-def test_strangers_are_turned_away_and_keep_nobody_out():
-    listeners, told = listening()
+@pytest.mark.parametrize("stripes", [1, 3])
+def test_strangers_are_turned_away_and_keep_nobody_out(stripes):
+    listeners, told = listening(stripes)
     address = (told[0].host, told[0].port)
     strangers = [socket.create_connection(address) for _ in range(40)]
     for number, stranger in enumerate(strangers):
         if number % 4 == 0:
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
-        elif number % 4 == 1:  # the right rank, a wrong token
-            stranger.sendall(tcp.HELLO.pack(tcp.MAGIC, tcp.VERSION, 1, bytes(16)))
-        elif number % 4 == 2:  # another version
-            stranger.sendall(tcp.HELLO.pack(tcp.MAGIC, 99, 1, told[0].tokens[1]))
+        elif number % 4 == 1:  # the right rank, a wrong token: none, or that of another connection
+            token = told[0].token((1, number % stripes)) if number % 8 == 1 and stripes > 1 else bytes(16)
+            stranger.sendall(tcp.HELLO.pack(tcp.MAGIC, tcp.VERSION, 1, (number + 1) % stripes, token))
+        elif number % 4 == 2:  # another version, or one connection more than there are
+            version, stripe = (99, 0) if number % 8 == 2 else (tcp.VERSION, stripes)
+            stranger.sendall(tcp.HELLO.pack(tcp.MAGIC, version, 1, stripe, told[0].token((1, 0))))
         # and ten who say nothing
     made: dict = {}
     threads = [threading.Thread(target=join, args=(rank, listeners, told, 20.0, made)) for rank in (0, 1)]
@@ -252,12 +269,29 @@ def test_strangers_are_turned_away_and_keep_nobody_out():
         thread.start()
     for thread in threads:
         thread.join()
-    first, second = made[0][1], made[1][0]
-    for connection in (first, second):
-        connection.setblocking(True)
-    first.sendall(b"hello")
-    assert second.recv(5) == b"hello"
-    for connection in (*strangers, first, second, *listeners):
+    assert made[0].keys() == {(1, stripe) for stripe in range(stripes)}
+    for stripe in range(stripes):
+        first, second = made[0][1, stripe], made[1][0, stripe]
+        for connection in (first, second):
+            connection.setblocking(True)
+        first.sendall(b"hello %d" % stripe)
+        assert second.recv(7) == b"hello %d" % stripe, "both ends number them alike"
+    for connection in (*strangers, *made[0].values(), *made[1].values(), *listeners):
+        connection.close()
+
+
+def test_a_connection_that_is_there_is_not_replaced():
+    """Also for one that knows its token, but not the other's."""
+    listeners, told = listening(2)
+    hello = tcp.HELLO.pack(tcp.MAGIC, tcp.VERSION, 1, 0, told[0].token((1, 0)))
+    both = [socket.create_connection((told[0].host, told[0].port), 5) for _ in range(2)]
+    for one in both:
+        one.sendall(hello)
+    made, _ = tcp.join(0, [1], told, listeners[0], 1.0)
+    assert made.keys() == {(1, 0)}
+    heard = sorted(one.recv(tcp.TOKEN_BYTES) for one in both)
+    assert heard == [b"", told[0].answer((1, 0))], "the second is turned away"
+    for connection in (*both, *made.values(), *listeners):
         connection.close()
 
 
@@ -269,7 +303,7 @@ def test_strangers_who_take_their_time_are_few_and_leave_in_time(monkeypatch):
 
     def trickle() -> None:
         """A byte of the right words now and then."""
-        hello = tcp.HELLO.pack(tcp.MAGIC, tcp.VERSION, 1, told[0].tokens[1])
+        hello = tcp.HELLO.pack(tcp.MAGIC, tcp.VERSION, 1, 0, told[0].token((1, 0)))
         strangers.extend(socket.create_connection((told[0].host, told[0].port), 5) for _ in range(100))
         for at in range(20):
             for stranger in [stranger for stranger in strangers if stranger not in closed]:
@@ -304,6 +338,13 @@ def test_a_machine_that_cannot_be_reached_is_named_in_time():
     )
     assert tcp.VARIABLE in str(made[1])
     listeners[1].close()
+
+
+@pytest.mark.parametrize("value", ["0", "5", "two", "-1", " 1"])
+def test_a_number_of_connections_that_is_none(value, monkeypatch):
+    monkeypatch.setenv(tcp.STRIPES, value)
+    with pytest.raises(ValueError, match=rf"variable {tcp.STRIPES} is '{value}', must be a whole number in \[1, 4\]"):
+        tcp.stripes_wanted()
 
 
 def test_an_address_by_its_network(monkeypatch):

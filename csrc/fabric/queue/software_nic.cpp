@@ -89,28 +89,39 @@ bool SoftwareNic::forget(const std::shared_ptr<Port>& port, bool at_once) {
     const auto number = static_cast<uint8_t>(place - ports_.begin());
     bool has_left = true;
     for (size_t i = 0; i < port->taken_.size(); ++i) {
-        const TcpLink* link = links_[i / 2 % links_.size()].get();
+        const TcpLink* link = link_of(i);
         const bool is_served = is_running() && (!link || link->end().empty());
         has_left &=
             !is_served || port->queues_[i].rung() == static_cast<uint16_t>(port->taken_[i].begun);
     }
-    for (auto& link : links_) has_left &= !link || !link->end().empty() || link->forget(number);
+    for (const Links& links : links_) {
+        for (const auto& link : links) has_left &= !link->end().empty() || link->forget(number);
+    }
     if (!has_left && !at_once) return false;
-    for (auto& link : links_) {
-        if (link && !link->forget(number))
-            link->fail("it took nothing of what a part that is closed had sent");
+    for (const Links& links : links_) {
+        for (const auto& link : links) {
+            if (!link->forget(number))
+                link->fail("it took nothing of what a part that is closed had sent");
+        }
     }
     place->reset();
     return true;
 }
 
-void SoftwareNic::start(const std::vector<int>& sockets) {
+// Which connection carries a queue; null: memory is mapped.
+TcpLink* SoftwareNic::link_of(size_t queue) const {
+    const size_t pair = queue / 2;  // see SendQueues
+    const Links& links = links_[pair % links_.size()];
+    return links.empty() ? nullptr : links[pair / links_.size() % links.size()].get();
+}
+
+void SoftwareNic::start(const std::vector<std::vector<int>>& sockets) {
     for (size_t rank = 0; rank < sockets.size(); ++rank) {
         told_[rank] = 0;
-        links_[rank].reset();
-        if (sockets[rank] < 0) continue;
-        links_[rank] = std::make_unique<TcpLink>(sockets[rank]);
-        std::memset(controls_[rank], 0, sizeof(ControlBlock));
+        links_[rank].clear();
+        for (const int socket : sockets[rank])
+            links_[rank].push_back(std::make_unique<TcpLink>(socket));
+        if (!sockets[rank].empty()) std::memset(controls_[rank], 0, sizeof(ControlBlock));
     }
     for (const auto& port : ports_) {
         if (!port) continue;
@@ -131,7 +142,7 @@ void SoftwareNic::stop(std::chrono::duration<double> most) {
     wake();
     thread_.join();
     thread_ = {};
-    for (auto& link : links_) link.reset();
+    for (Links& links : links_) links.clear();
 }
 
 void SoftwareNic::run() {
@@ -172,15 +183,18 @@ SoftwareNic::Clock::duration SoftwareNic::nap(Clock::duration idle) const {
 bool SoftwareNic::leave() {
     const auto now = Clock::now();
     bool has_left = !has_work(), is_heard = true;
-    for (const auto& link : links_) {
-        if (!link) continue;
-        has_left &= !link->has_to_send();
-        is_heard &= link->is_acknowledged();
+    for (const Links& links : links_) {
+        for (const auto& link : links) {
+            has_left &= !link->has_to_send();
+            is_heard &= link->is_acknowledged();
+        }
     }
     if (!has_left && now <= stop_at_) return false;
     if (said_goodbye_) return is_heard || now > stop_at_ + kFarewell;
-    for (const auto& link : links_) {
-        if (link && link->end().empty()) link->add_copy({Frame::kBye}, {});
+    for (const Links& links : links_) {
+        for (const auto& link : links) {
+            if (link->end().empty()) link->add_copy({Frame::kBye}, {});
+        }
     }
     said_goodbye_ = true;
     return false;
@@ -190,7 +204,7 @@ bool SoftwareNic::has_work() const {
     for (const auto& port : ports_) {
         if (!port) continue;
         for (size_t i = 0; i < port->taken_.size(); ++i) {
-            const auto& link = links_[i / 2 % links_.size()];
+            const TcpLink* link = link_of(i);
             if (link && !link->has_room()) continue;
             if (port->queues_[i].rung() != static_cast<uint16_t>(port->taken_[i].begun))
                 return true;
@@ -205,7 +219,7 @@ bool SoftwareNic::carry_out(Port& port, size_t number) {
     Port::Taken& taken = port.taken_[number];
     const int rank = static_cast<int>(number / 2 % links_.size());
     const uint16_t rung = queue.rung();
-    TcpLink* link = links_[rank].get();
+    TcpLink* link = link_of(number);
     if (link && !link->end().empty()) {  // as a card does: what waits for room must not wait for it
         taken.begun += static_cast<uint16_t>(rung - static_cast<uint16_t>(taken.begun));
         if (taken.begun != taken.given_up)
@@ -259,24 +273,28 @@ bool SoftwareNic::carry_out(Port& port, size_t number) {
 bool SoftwareNic::move_bytes() {
     bool moved = false;
     for (size_t rank = 0; rank < links_.size(); ++rank) {
-        TcpLink* link = links_[rank].get();
-        if (!link || !link->end().empty()) continue;
         const int from = static_cast<int>(rank);
-        moved |= link->send();
-        moved |= link->receive([&](const Frame& frame) { return place_of(from, frame); },
-                               [&](const Frame& frame) { take(from, frame); });
-        if (!link->end().empty() && link->end() != kEnd && !stopping_) lose(from);
+        for (const auto& link : links_[rank]) {
+            if (!link->end().empty()) continue;
+            moved |= link->send();
+            moved |= link->receive([&](const Frame& frame) { return place_of(*link, from, frame); },
+                                   [&](const Frame& frame) { take(*link, from, frame); });
+            if (!link->end().empty() && link->end() != kEnd && !stopping_) lose(from, link->end());
+        }
     }
     return moved;
 }
 
 // Where the bytes of a frame belong; null: no rank sends such a frame.
-char* SoftwareNic::place_of(int rank, const Frame& frame) {
+char* SoftwareNic::place_of(const TcpLink& link, int rank, const Frame& frame) {
+    const bool is_first = &link == links_[rank].front().get();
     switch (frame.kind) {
         case Frame::kStatus:
-            if (frame.bytes != sizeof(ControlBlock)) return nullptr;
+            if (!is_first || frame.bytes != sizeof(ControlBlock)) return nullptr;
             return reinterpret_cast<char*>(&arriving_[rank]);
         case Frame::kAbort:
+            if (!is_first) return nullptr;
+            [[fallthrough]];
         case Frame::kBye:
             return frame.bytes ? nullptr : reinterpret_cast<char*>(controls_[rank]);
         case Frame::kWrite:
@@ -296,7 +314,7 @@ char* SoftwareNic::place_of(int rank, const Frame& frame) {
     return nullptr;
 }
 
-void SoftwareNic::take(int rank, const Frame& frame) {
+void SoftwareNic::take(TcpLink& link, int rank, const Frame& frame) {
     if (frame.kind == Frame::kAdd) {
         if (Port* port = ports_[frame.region].get())
             add(port->heaps_[rank_] + frame.address, frame.increment);
@@ -308,10 +326,10 @@ void SoftwareNic::take(int rank, const Frame& frame) {
         const auto outcome = static_cast<int>(ControlBlock::outcome_of(frame.increment));
         const auto blamed = static_cast<size_t>(ControlBlock::rank_of(frame.increment));
         if (outcome <= 0 || outcome > static_cast<int>(Outcome::Lost) || blamed >= links_.size())
-            return links_[rank]->fail(kForeign);
+            return link.fail(kForeign);
         abort(own(), frame.increment);
     } else if (frame.kind == Frame::kBye) {
-        links_[rank]->fail(kEnd);
+        link.fail(kEnd);
     }
 }
 
@@ -325,13 +343,14 @@ void SoftwareNic::tell_others() {
         // a GPU reaches no mirror
         for (size_t rank = 0;
              ControlBlock::outcome_of(word) != Outcome::CutOff && rank < links_.size(); ++rank) {
-            if (links_[rank]) abort(*controls_[rank], word);
+            if (!is_mapped(static_cast<int>(rank))) abort(*controls_[rank], word);
         }
     }
     const bool is_time = now - last_beat_ > (now < news_until_ ? kNews : kBeat);
     for (size_t rank = 0; rank < links_.size(); ++rank) {
-        const auto& link = links_[rank];
-        if (!link || !link->end().empty()) continue;
+        if (links_[rank].empty()) continue;
+        const auto& link = links_[rank].front();
+        if (!link->end().empty()) continue;
         const uint64_t word = abort_word_of(*controls_[rank]);
         const bool is_new = word && word != told_[rank];
         if (!is_new && !(is_time && link->has_room())) continue;
@@ -346,8 +365,9 @@ void SoftwareNic::tell_others() {
     if (is_time) last_beat_ = now;
 }
 
-void SoftwareNic::lose(int rank) {
-    const std::string& why = links_[rank]->end();
+// With one connection to a rank the others end, too.
+void SoftwareNic::lose(int rank, const std::string& why) {
+    for (const auto& link : links_[rank]) link->fail(why);
     ControlBlock& mirror = *controls_[rank];
     if (!std::atomic_ref<uint64_t>(mirror.reason.bytes).load()) {
         const size_t bytes = std::min(why.size(), Reason::kMaxBytes);
@@ -364,8 +384,9 @@ void SoftwareNic::tell_now() {
     const auto is_told = [&] {
         const std::lock_guard lock(ports_mutex_);
         for (size_t rank = 0; rank < links_.size(); ++rank) {
-            const auto& link = links_[rank];
-            if (!link || !link->end().empty()) continue;
+            if (links_[rank].empty()) continue;
+            const auto& link = links_[rank].front();
+            if (!link->end().empty()) continue;
             if (link->has_to_send() || abort_word_of(*controls_[rank]) != told_[rank]) return false;
         }
         return true;
@@ -382,10 +403,12 @@ void SoftwareNic::sleep(Clock::duration most) {
     {
         const std::lock_guard lock(ports_mutex_);
         if (has_work()) most = {};
-        for (const auto& link : links_) {
-            if (!link || !link->end().empty()) continue;
-            const short events = POLLIN | (link->has_to_send() ? POLLOUT : 0);
-            files.push_back({link->descriptor(), events, 0});
+        for (const Links& links : links_) {
+            for (const auto& link : links) {
+                if (!link->end().empty()) continue;
+                const short events = POLLIN | (link->has_to_send() ? POLLOUT : 0);
+                files.push_back({link->descriptor(), events, 0});
+            }
         }
     }
     const auto ns = std::chrono::nanoseconds(most).count();

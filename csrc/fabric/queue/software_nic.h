@@ -69,9 +69,10 @@ class SoftwareNic {
     // Nothing that still arrives for it is written.
     void close(const std::shared_ptr<Port>& port);
 
-    // Begins to carry out what is posted. sockets: by rank, connected; -1 for those whose memory is
-    // mapped. Takes them.
-    void start(const std::vector<int>& sockets);
+    // Begins to carry out what is posted. sockets: by rank, connected, one or several (stripes), as
+    // many at both ends and in the same order; none for those whose memory is mapped. Takes them.
+    // All of a channel goes over one of them, for its order.
+    void start(const std::vector<std::vector<int>>& sockets);
     // Carries out what was posted, for so long at most, and closes the connections. Queues are
     // empty after it.
     void stop(std::chrono::duration<double> most);
@@ -97,17 +98,20 @@ class SoftwareNic {
     bool carry_out(Port& port, size_t queue);
     bool move_bytes();
     void tell_others();
-    void lose(int rank);
+    void lose(int rank, const std::string& why);
+    bool is_mapped(int rank) const { return links_[rank].empty(); }
+    TcpLink* link_of(size_t queue) const;
     Clock::duration nap(Clock::duration idle) const;
     void sleep(Clock::duration most);
     bool has_work() const;
-    char* place_of(int rank, const Frame& frame);
-    void take(int rank, const Frame& frame);
+    char* place_of(const TcpLink& link, int rank, const Frame& frame);
+    void take(TcpLink& link, int rank, const Frame& frame);
     ControlBlock& own() const { return *controls_[rank_]; }
 
     int rank_;
     std::vector<ControlBlock*> controls_;
-    std::vector<std::unique_ptr<TcpLink>> links_;  // by rank
+    using Links = std::vector<std::unique_ptr<TcpLink>>;
+    std::vector<Links> links_;  // by rank; the first also carries what ranks tell of themselves
     std::mutex ports_mutex_;
     std::vector<std::shared_ptr<Port>> ports_;  // by number; null: closed
     std::vector<char> nowhere_;                 // what arrives for ports that are closed
