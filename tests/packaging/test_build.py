@@ -21,6 +21,7 @@ static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_C", "", answer()};
 PyMODINIT_FUNC PyInit__C() { return PyModule_Create(&definition); }
 """
 FABRIC = "int unrelated() { return 1; }\n"
+MODULES = {"bindings/module.cpp", "bindings/simulate/module.cpp"}
 BINDINGS = "Unity/unity_0_cxx.cxx"  # several files as one
 
 FINE = """\
@@ -42,7 +43,7 @@ ptxas info    : Used 32 registers, used 0 barriers
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A source tree with the project's build files, a module with a header, a binding and one other source."""
+    """A source tree with the project's build files, two modules with a header, a binding and one other source."""
     for name in ("setup.py", "pyproject.toml", "csrc/CMakeLists.txt", "csrc/CMakePresets.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
@@ -52,6 +53,9 @@ def tree(tmp_path: Path) -> Path:
         "csrc/core/answer.h": "constexpr int answer() { return -1; }\n",
         "csrc/bindings/module.cpp": MODULE,
         "csrc/bindings/binding.cpp": "int binding() { return 3; }\n",
+        "csrc/bindings/simulate/module.cpp": MODULE.replace('"_C"', '"_simulate"').replace(
+            "PyInit__C", "PyInit__simulate"
+        ),
         "csrc/fabric/fabric.cpp": FABRIC,
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -93,12 +97,12 @@ def test_extension_links_neither_torch_nor_a_driver() -> None:
 def test_rebuild_compiles_only_what_changed(tree: Path) -> None:
     status, output = build(tree)
     assert status == 0, output
-    assert compiled(output) == {"bindings/module.cpp", BINDINGS, "fabric/fabric.cpp"}
+    assert compiled(output) == MODULES | {BINDINGS, "fabric/fabric.cpp"}
     assert "host backend only" in output
     assert "no work to do" in build(tree)[1]
 
     (tree / "csrc/core/answer.h").write_text("constexpr int answer() { return 0; }\n")
-    assert compiled(build(tree)[1]) == {"bindings/module.cpp"}
+    assert compiled(build(tree)[1]) == MODULES
 
     (tree / "csrc/bindings/binding.cpp").write_text("int binding() { return 4; }\n")
     assert compiled(build(tree)[1]) == {BINDINGS}
