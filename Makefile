@@ -122,7 +122,7 @@ $(OLDEST_CUDA)/stamp: tests/packaging/oldest_cuda/requirements.txt $(VENV)/stamp
 # The whole host backend for 64-bit Arm, and what of the C++ tests qemu runs in minutes.
 aarch64: export PATH := $(CURDIR)/$(BIN):$(PATH)
 aarch64: $(VENV)/stamp-tools ## needs g++-aarch64-linux-gnu and qemu-user
-	CXX=aarch64-linux-gnu-g++ MEGATRON_EP_CUDA=0 cmake -S csrc --preset default -B build/aarch64 \
+	MEGATRON_EP_CUDA=0 cmake -S csrc --preset default -B build/aarch64 \
 		-DCMAKE_TOOLCHAIN_FILE=$(CURDIR)/csrc/aarch64.cmake -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python
 	$(ALONE) cmake --build build/aarch64 -j $$(nproc) --target _C numbering send_queue steps schedules
 	ctest --test-dir build/aarch64 -L '^(numbering|send_queue|steps|schedules)$$' --output-on-failure --no-tests=error
