@@ -13,14 +13,14 @@ STYLE = """
     .h { font-size: 18px; font-weight: 600; text-anchor: start }
     .k { text-anchor: start } .e { text-anchor: end }
     .s { font-size: 13px; fill: #57606a }
-    .grid { stroke: #d0d7de }
+    .card { fill: #fff; stroke: #d0d7de } .grid { stroke: #d0d7de }
     .ours { fill: none; stroke: #2f63ad; stroke-width: 2.4 }
     .band { fill: #2f63ad; opacity: .18 }
     .floor { fill: none; stroke: #6b7480; stroke-width: 1.6; stroke-dasharray: 6 4 }
     .dot, .works { fill: #2f63ad }
     .row { fill: #d9dee5 } .room { fill: #e0a030 } .steps { fill: #9dbce4 }
     @media (prefers-color-scheme: dark) {
-      text { fill: #e6edf3 } .s { fill: #a0aab5 } .grid { stroke: #3a424d }
+      text { fill: #e6edf3 } .s { fill: #a0aab5 } .card { fill: #14181f; stroke: #3a424d } .grid { stroke: #3a424d }
       .ours { stroke: #79aef5 } .band, .dot, .works { fill: #79aef5 } .floor { stroke: #a0aab5 }
       .row { fill: #3a424d } .room { fill: #b57a18 } .steps { fill: #476a9c }
     }
@@ -58,6 +58,7 @@ def _svg(width: int, height: int, title: str, text: str, body: Sequence[str]) ->
             f'  <title id="title">{html.escape(title)}</title>',
             f'  <desc id="text">{html.escape(text)}</desc>',
             f"  <style>{STYLE}</style>",
+            f'  <rect class="card" x=".5" y=".5" width="{width - 1}" height="{height - 1}" rx="10"/>',
             *(f"  {line}" for line in body),
             "</svg>",
             "",
