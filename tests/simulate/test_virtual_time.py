@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from machines import ideal
+from ideal_machine import ideal
 
 from megatron_ep.config import SETTING_NAMES, Topology, config_of
 from megatron_ep.simulate import Case, Machine, predict
