@@ -68,6 +68,7 @@ FORWARDER_WAITS = """while (!warp.met(format.topk, arrived)) {
         }"""
 REACHED = """return WaitCondition{W::template acquire<Scope::Rank>(&tokens), before + (token - first),
                              args.rank};"""
+HAS_ENDED = "return ptx::load_acquire_sys(&rank.control->abort) || (rank.hears_report && has_heard(rank));"
 FREED = "warp.template publish<Scope::Rank>(&order.freed, before + freed);"
 FREE_SLOTS = """«if (!here || (kAlone && ++batch == args.nvl_batch)) {
             publish_heads(warp, rings, own_node);
@@ -496,7 +497,7 @@ MUTANTS = [
         "*",
         QUEUES,
     ),
-    Mutant("has_ended: hears no host", DEVICE_RANK, "(rank.hears_report && has_heard(rank))", "false", QUEUES),
+    Mutant("has_ended: hears no host", DEVICE_RANK, HAS_ENDED, HAS_ENDED.split(" || ")[0] + ";", QUEUES),
     Mutant("has_heard: tells nobody", DEVICE_RANK, "if (word) abort_all(rank, word);", "", QUEUES),
     changed("open_rdma_rings: not run empty", RING, RDMA_DRAIN, "F::kOrdersWarps && ", "", ("nvshmem",)),
     Mutant(
