@@ -43,6 +43,8 @@ COMBINE_DTYPES = tuple(PAYLOAD_TYPES)[:4]
 
 # How long the ranks that are in a call have to say what they waited for when it was given up.
 ANSWER_S = 0.2
+# By how much the reason of a rank that gave up may come later than the news that it has, which another one passes on.
+REASON_S = 1.0
 TOLD_TO_STOP = "was told to stop: "
 
 log = logging.getLogger(__name__)
@@ -298,7 +300,7 @@ class RankGroup:
         return self._monitor.first(self.describe(outcome, rank)).cause
 
     def _own_cause(self, outcome: str, rank: int) -> str:
-        statuses = self._rank_statuses(waited=outcome == "timeout")
+        statuses = self._rank_statuses(outcome, rank)
         reason = next((status.reason for status in statuses if status.rank == rank), "")
         why = f": {reason}" if reason else ""
         if outcome == "failed" and reason.startswith((TOLD_TO_STOP, blame.STOPPED_WAITING)):
@@ -324,15 +326,21 @@ class RankGroup:
             "tokens that a rank of another node sends through it",
         }[outcome]
 
-    def _rank_statuses(self, waited: bool) -> list[RankStatus]:
-        """Of all ranks in reach. Those in a call say what they wait for as soon as they have heard of the failure: if
-        `waited` they have a moment for it."""
-        deadline = time.monotonic() + (ANSWER_S if waited and len(self.ranks) < self.topology.world_size else 0.0)
+    def _rank_statuses(self, outcome: str, rank: int) -> list[RankStatus]:
+        """Of all ranks in reach. Some have a moment to say more: after a timeout those in a call, what they wait for as
+        soon as they have heard of it; otherwise the rank that gave up, why."""
+
+        def has_more_to_say(status: RankStatus) -> bool:
+            if outcome == "timeout":
+                return bool(status.inside) and not status.incidents and not self._fate_of(status.rank)
+            return outcome in ("failed", "bad_input") and status.rank == rank and not status.reason
+
+        seconds = ANSWER_S if outcome == "timeout" else REASON_S
+        deadline = time.monotonic() + (seconds if len(self.ranks) < self.topology.world_size else 0.0)
         try:
             while True:
                 statuses = self.live_backend().rank_statuses()
-                silent = [s for s in statuses if s.inside and not s.incidents and not self._fate_of(s.rank)]
-                if not silent or time.monotonic() > deadline:
+                if not any(map(has_more_to_say, statuses)) or time.monotonic() > deadline:
                     return statuses
                 time.sleep(1e-3)
         except RuntimeError:  # a GPU that no longer answers

@@ -2,6 +2,7 @@
 
 import re
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from thread_ranks import closed_afterwards, run_together, thread_ranks  # noqa: 
 
 import megatron_ep as ep
 from megatron_ep.diagnosis import blame
+from megatron_ep.group.rank_group import RankGroup
 
 pytestmark = pytest.mark.usefixtures("closed_afterwards")
 TOPOLOGIES = [(1, 3), (3, 1), (2, 2)]
@@ -177,6 +179,15 @@ def test_the_reason_reaches_all():
         assert isinstance(error, ep.EPAbortError) and str(error).startswith(
             "rank 3 was told to stop: the job restarts.."
         )
+
+
+def test_a_reason_may_come_later_than_the_news():
+    """A third rank may tell of the failure first."""
+    group = RankGroup()
+    group.topology, group.ranks = ep.Topology(2, 1), [0]
+    told = [[blame.RankStatus(1, {}, {}, [], reason)] for reason in ("", "was told to stop: enough")]
+    group._backend = mock.Mock(rank_statuses=mock.Mock(side_effect=told))
+    assert group._own_cause("failed", 1) == "rank 1 was told to stop: enough"
 
 
 def test_a_mistake_on_one_rank_says_what_it_was_on_all():
