@@ -113,6 +113,19 @@ void check_wrap() {
     }
 }
 
+// Until the rank's waits have ended, because of rank 1.
+void wait_until_lost(SpinningWarp& warp, TestRank& rank, const char* otherwise) {
+    const auto aborted = [&](int) {
+        const uint64_t word =
+            std::atomic_ref<uint64_t>(rank.controls[0].abort).load(std::memory_order_acquire);
+        return WaitCondition{word, 1, 1};
+    };
+    require(warp.wait_all(Wait::None, 1, aborted), otherwise);
+    require(ControlBlock::outcome_of(rank.controls[0].abort) == Outcome::Lost &&
+                ControlBlock::rank_of(rank.controls[0].abort) == 1,
+            "somebody else is to blame");
+}
+
 // What ends a connection, and all waits of the rank with it.
 void check_garbage() {
     std::vector<Frame> frames = {
@@ -134,15 +147,7 @@ void check_garbage() {
         rank.nic->start({{}, {sockets[0]}});
         require(write(sockets[1], &frame, sizeof frame) == sizeof frame, "no write");
         SpinningWarp warp;
-        const auto aborted = [&](int) {
-            const uint64_t word =
-                std::atomic_ref<uint64_t>(rank.controls[0].abort).load(std::memory_order_acquire);
-            return WaitCondition{word, 1, 1};
-        };
-        require(warp.wait_all(Wait::None, 1, aborted), "garbage was taken");
-        require(ControlBlock::outcome_of(rank.controls[0].abort) == Outcome::Lost &&
-                    ControlBlock::rank_of(rank.controls[0].abort) == 1,
-                "somebody else is to blame");
+        wait_until_lost(warp, rank, "garbage was taken");
         rank.nic->stop(std::chrono::seconds(0));
         require(rank.lost(1) == "it sent what no rank sends", rank.lost(1));
         for (const char byte : rank.heap) require(byte == 0, "garbage was written");
@@ -166,15 +171,7 @@ void check_striped_garbage() {
         else
             close(second[1]);
         SpinningWarp warp;
-        const auto aborted = [&](int) {
-            const uint64_t word =
-                std::atomic_ref<uint64_t>(rank.controls[0].abort).load(std::memory_order_acquire);
-            return WaitCondition{word, 1, 1};
-        };
-        require(warp.wait_all(Wait::None, 1, aborted), "one connection was enough");
-        require(ControlBlock::outcome_of(rank.controls[0].abort) == Outcome::Lost &&
-                    ControlBlock::rank_of(rank.controls[0].abort) == 1,
-                "somebody else is to blame");
+        wait_until_lost(warp, rank, "one connection was enough");
         const SendQueue over_first = rank.port->queues().puts(0, 1);
         require(over_first.post_add(warp, 1, 0, 1), "no room");
         rank.nic->wake();
