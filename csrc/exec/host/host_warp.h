@@ -7,6 +7,7 @@
 #include "exec/host/executor.h"
 #include "exec/host/quantize.h"
 #include "exec/host/rows.h"
+#include "exec/serial_lanes.h"
 #include "exec/warp.h"
 
 namespace ep {
@@ -14,16 +15,9 @@ namespace ep {
 // A warp on the host: one role, its lanes run one after the other. Waits go to the executor. The
 // order of publish is a parameter so that a test can weaken it and see the data race reported.
 template <std::memory_order kPublish = std::memory_order_release>
-class BasicHostWarp {
+class BasicHostWarp : public SerialLanes {
   public:
     static constexpr int kLanesAtOnce = 1;
-
-    template <class T>
-    struct PerLane {
-        T values[32];
-        T& operator[](int lane) { return values[lane]; }
-        const T& operator[](int lane) const { return values[lane]; }
-    };
 
     BasicHostWarp(Executor& executor, const RankState& rank, Role role, int channel)
         : executor_(executor), rank_(rank), role_(role), channel_(channel) {}
@@ -31,58 +25,6 @@ class BasicHostWarp {
     template <class F>
     void lanes(int count, F&& f) {
         for (int lane = 0; lane < count; ++lane) f(lane);
-    }
-
-    template <class F>
-    uint32_t ballot(int count, F&& f) {
-        uint32_t mask = 0;
-        for (int lane = 0; lane < count; ++lane)
-            mask |= static_cast<uint32_t>(static_cast<bool>(f(lane))) << lane;
-        return mask;
-    }
-
-    uint32_t first_of(int count, const PerLane<int>& keys) {
-        uint32_t mask = 0;
-        for (int lane = 0; lane < count; ++lane) {
-            bool first = keys[lane] >= 0;
-            for (int lower = 0; first && lower < lane; ++lower) first = keys[lower] != keys[lane];
-            mask |= static_cast<uint32_t>(first) << lane;
-        }
-        return mask;
-    }
-
-    uint32_t last_of(int count, const PerLane<int>& keys) {
-        uint32_t mask = 0;
-        for (int lane = 0; lane < count; ++lane) {
-            bool last = keys[lane] >= 0;
-            for (int higher = lane + 1; last && higher < count; ++higher)
-                last = keys[higher] != keys[lane];
-            mask |= static_cast<uint32_t>(last) << lane;
-        }
-        return mask;
-    }
-
-    void match(int count, const PerLane<int>& keys, PerLane<uint32_t>& equal) {
-        for (int lane = 0; lane < count; ++lane) {
-            equal[lane] = keys[lane] < 0
-                              ? 0
-                              : ballot(count, [&](int other) { return keys[other] == keys[lane]; });
-        }
-    }
-
-    template <class T>
-    T broadcast(const PerLane<T>& values, int lane) {
-        return values[lane];
-    }
-
-    int exclusive_scan(int count, PerLane<int>& values) {
-        int sum = 0;
-        for (int lane = 0; lane < count; ++lane) {
-            const int value = values[lane];
-            values[lane] = sum;
-            sum += value;
-        }
-        return sum;
     }
 
     template <class F>

@@ -5,6 +5,7 @@
 
 #include "exec/host/quantize.h"
 #include "exec/host/rows.h"
+#include "exec/serial_lanes.h"
 #include "exec/virtual/cluster.h"
 #include "exec/warp.h"
 
@@ -12,16 +13,9 @@ namespace ep {
 
 // A warp that takes a GPU's time for what it does. Bytes are written at once, flags later: every
 // reader comes through a flag.
-class VirtualWarp {
+class VirtualWarp : public SerialLanes {
   public:
     static constexpr int kLanesAtOnce = 32;
-
-    template <class T>
-    struct PerLane {
-        T values[32];
-        T& operator[](int lane) { return values[lane]; }
-        const T& operator[](int lane) const { return values[lane]; }
-    };
 
     VirtualWarp(VirtualCluster& cluster, VirtualFiber& fiber, Role role, int channel)
         : cluster_(cluster), machine_(cluster.machine), clock_(cluster.clock), fiber_(fiber) {
@@ -49,45 +43,27 @@ class VirtualWarp {
     template <class F>
     uint32_t ballot(int count, F&& f) {
         fiber_.time += machine_.ballot;
-        uint32_t mask = 0;
-        for (int lane = 0; lane < count; ++lane)
-            mask |= static_cast<uint32_t>(static_cast<bool>(f(lane))) << lane;
-        return mask;
+        return SerialLanes::ballot(count, f);
     }
 
     uint32_t first_of(int count, const PerLane<int>& keys) {
-        return ballot(count, [&](int lane) {
-            const auto* end = keys.values + lane;
-            return keys[lane] >= 0 && std::find(keys.values, end, keys[lane]) == end;
-        });
+        fiber_.time += machine_.ballot;
+        return SerialLanes::first_of(count, keys);
     }
 
     uint32_t last_of(int count, const PerLane<int>& keys) {
-        return ballot(count, [&](int lane) {
-            const auto* end = keys.values + count;
-            return keys[lane] >= 0 && std::find(keys.values + lane + 1, end, keys[lane]) == end;
-        });
+        fiber_.time += machine_.ballot;
+        return SerialLanes::last_of(count, keys);
     }
 
     void match(int count, const PerLane<int>& keys, PerLane<uint32_t>& equal) {
         fiber_.time += machine_.ballot;
-        for (int lane = 0; lane < count; ++lane) {
-            equal[lane] = 0;
-            for (int other = 0; keys[lane] >= 0 && other < count; ++other)
-                equal[lane] |= static_cast<uint32_t>(keys[other] == keys[lane]) << other;
-        }
-    }
-
-    template <class T>
-    T broadcast(const PerLane<T>& values, int lane) {
-        return values[lane];
+        SerialLanes::match(count, keys, equal);
     }
 
     int exclusive_scan(int count, PerLane<int>& values) {
         fiber_.time += 2 * machine_.ballot;
-        int sum = 0;
-        for (int lane = 0; lane < count; ++lane) sum += std::exchange(values[lane], sum);
-        return sum;
+        return SerialLanes::exclusive_scan(count, values);
     }
 
     // ---- waits

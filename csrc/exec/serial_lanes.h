@@ -1,0 +1,70 @@
+#pragma once
+
+#include <cstdint>
+
+namespace ep {
+
+// The lanes of a warp that one thread runs, one after the other: what warps of the host and in
+// virtual time have alike.
+struct SerialLanes {
+    template <class T>
+    struct PerLane {
+        T values[32];
+        T& operator[](int lane) { return values[lane]; }
+        const T& operator[](int lane) const { return values[lane]; }
+    };
+
+    template <class F>
+    static uint32_t ballot(int count, F&& f) {
+        uint32_t mask = 0;
+        for (int lane = 0; lane < count; ++lane)
+            mask |= static_cast<uint32_t>(static_cast<bool>(f(lane))) << lane;
+        return mask;
+    }
+
+    static uint32_t first_of(int count, const PerLane<int>& keys) {
+        uint32_t mask = 0;
+        for (int lane = 0; lane < count; ++lane) {
+            bool first = keys[lane] >= 0;
+            for (int lower = 0; first && lower < lane; ++lower) first = keys[lower] != keys[lane];
+            mask |= static_cast<uint32_t>(first) << lane;
+        }
+        return mask;
+    }
+
+    static uint32_t last_of(int count, const PerLane<int>& keys) {
+        uint32_t mask = 0;
+        for (int lane = 0; lane < count; ++lane) {
+            bool last = keys[lane] >= 0;
+            for (int higher = lane + 1; last && higher < count; ++higher)
+                last = keys[higher] != keys[lane];
+            mask |= static_cast<uint32_t>(last) << lane;
+        }
+        return mask;
+    }
+
+    static void match(int count, const PerLane<int>& keys, PerLane<uint32_t>& equal) {
+        for (int lane = 0; lane < count; ++lane) {
+            equal[lane] = keys[lane] < 0
+                              ? 0
+                              : ballot(count, [&](int other) { return keys[other] == keys[lane]; });
+        }
+    }
+
+    template <class T>
+    static T broadcast(const PerLane<T>& values, int lane) {
+        return values[lane];
+    }
+
+    static int exclusive_scan(int count, PerLane<int>& values) {
+        int sum = 0;
+        for (int lane = 0; lane < count; ++lane) {
+            const int value = values[lane];
+            values[lane] = sum;
+            sum += value;
+        }
+        return sum;
+    }
+};
+
+}  // namespace ep
