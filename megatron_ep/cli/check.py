@@ -127,25 +127,13 @@ def check_reference(nodes: int, ranks_per_node: int) -> str:
     """Random cases against `megatron_ep.reference`: bitwise for dispatch, and for sums of small integers in fp64."""
     generator = torch.Generator().manual_seed(0)
     num_ranks = nodes * ranks_per_node
-
-    def number(low: int, high: int) -> int:
-        return int(torch.randint(low, high + 1, (), generator=generator))
-
     for _ in range(REFERENCE_CASES):
-        num_experts = num_ranks * number(1, 4)
-        topk, hidden, alignment = number(1, min(8, num_experts)), number(1, 300), number(1, 4)
-        ids = [check_common.random_ids(number(0, 60), topk, num_experts, generator) for _ in range(num_ranks)]
-        x = [torch.randint(-8, 9, (idx.shape[0], hidden), generator=generator).double() for idx in ids]
-        weights = [torch.rand(idx.shape, generator=generator) for idx in ids]
+        num_experts = num_ranks * check_common.number(1, 4, generator)
+        case = check_common.RandomCase.draw(num_ranks, num_experts, generator)
         with ep.LocalCluster(nodes, ranks_per_node, ep.Config(num_experts=num_experts, timeout=TIMEOUT)) as cluster:
-            received = ep.dispatch(x, ids, weights, buffer=cluster, expert_alignment=alignment)
-            output = ep.combine(received.x, received.handle)
-        rows, probs, counts = ep.reference.dispatch(x, ids, weights, num_experts, alignment)
-        sums = ep.reference.combine(rows, ids, num_experts, alignment)
-        _require_equal("rows", received.x, rows)
-        _require_equal("probs", received.probs, probs)
-        _require_equal("tokens_per_expert", received.tokens_per_expert, counts)
-        _require_equal("sums", output, sums)
+            found = case.run(cluster, case.x, case.ids, case.weights)
+        for name, expected in case.expected().items():
+            _require_equal(name, found[name], expected)
     return f"{REFERENCE_CASES} random cases, every bit equal"
 
 

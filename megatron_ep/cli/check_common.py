@@ -1,14 +1,16 @@
-"""What `megatron-ep check` on this machine and by the ranks of a job have in common: a line for each check, and the
-layers that are compared with Megatron's."""
+"""What `megatron-ep check` on this machine and by the ranks of a job have in common: a line for each check, random
+cases of the specification, and the layers that are compared with Megatron's."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+import megatron_ep as ep
 from megatron_ep.bench.job_ranks import JobRanks
 from megatron_ep.bench.local_ranks import LocalRanks
 
@@ -35,10 +37,51 @@ def summary(failed: int, taken: float) -> str:
     return f"{f'{failed} failed' if failed else 'all passed'} in {taken:.0f} s"
 
 
+def number(low: int, high: int, generator: torch.Generator) -> int:
+    """A random one, of both bounds too."""
+    return int(torch.randint(low, high + 1, (), generator=generator))
+
+
 def random_ids(tokens: int, topk: int, num_experts: int, generator: torch.Generator) -> torch.Tensor:
     """[T, K] distinct experts for each token, some of them -1."""
     ids = torch.rand(tokens, num_experts, generator=generator).argsort(dim=1)[:, :topk]
     return ids.masked_fill(torch.rand(tokens, topk, generator=generator) < 0.2, -1).contiguous()
+
+
+@dataclass(frozen=True)
+class RandomCase:
+    """Of E experts; x, ids and weights have a tensor a rank. Sums of its small integers are exact in fp64."""
+
+    num_experts: int
+    alignment: int
+    x: list[torch.Tensor]
+    ids: list[torch.Tensor]
+    weights: list[torch.Tensor]
+
+    @classmethod
+    def draw(cls, num_ranks: int, num_experts: int, generator: torch.Generator) -> RandomCase:
+        topk = number(1, min(8, num_experts), generator)
+        hidden, alignment = number(1, 300, generator), number(1, 4, generator)
+        ids = [random_ids(number(0, 60, generator), topk, num_experts, generator) for _ in range(num_ranks)]
+        x = [torch.randint(-8, 9, (len(idx), hidden), generator=generator).double() for idx in ids]
+        weights = [torch.rand(idx.shape, generator=generator) for idx in ids]
+        return cls(num_experts, alignment, x, ids, weights)
+
+    def run(self, buffer: Any, x: Any, ids: Any, weights: Any) -> dict[str, Any]:
+        """What a dispatch and a combine give, by name: of a LocalCluster lists, of a Buffer tensors."""
+        received = ep.dispatch(x, ids, weights, buffer=buffer, expert_alignment=self.alignment)
+        sums = ep.combine(received.x, received.handle)
+        return _by_name(received.x, received.probs, received.tokens_per_expert, sums)
+
+    def expected(self) -> dict[str, list[torch.Tensor]]:
+        """The same by the specification."""
+        dispatched = ep.reference.dispatch(self.x, self.ids, self.weights, self.num_experts, self.alignment)
+        sums = ep.reference.combine(dispatched[0], self.ids, self.num_experts, self.alignment)
+        return _by_name(*dispatched, sums)
+
+
+def _by_name(*found: Any) -> dict[str, Any]:
+    return dict(zip(("rows", "probs", "tokens_per_expert", "sums"), found, strict=True))
 
 
 def megatron_checks(ranks: LocalRanks | JobRanks) -> Iterator[tuple[str, Callable[[], str]]]:

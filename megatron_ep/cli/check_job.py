@@ -21,7 +21,6 @@ STEP = 1e-5  # of a central difference in fp64: its error is about STEP^2, what 
 GRADIENT_TOLERANCE = 1e-6  # of the largest derivative
 TOKENS, TOPK, HIDDEN = 3, 2, 5
 CASES = 25
-MAX_TOKENS, MAX_TOPK, MAX_HIDDEN = 60, 8, 300
 
 
 def main_of_rank(timeout: float) -> int:
@@ -146,28 +145,13 @@ def _differences(rank: int, world_size: int, device: str, timeout: float) -> lis
     """What of this rank's differs from the specification in one of the cases, by name."""
     found: dict[str, None] = {}  # no error yet: the other ranks go on to the next case
     generator = torch.Generator().manual_seed(0)  # all ranks draw the same
-
-    def number(low: int, high: int) -> int:
-        return int(torch.randint(low, high + 1, (), generator=generator))
-
     experts = 3 * world_size
     with _buffer(experts, device, timeout) as buffer:
         for _ in range(CASES):
-            topk, hidden, alignment = number(1, min(MAX_TOPK, experts)), number(1, MAX_HIDDEN), number(1, 4)
-            ids = [check_common.random_ids(number(0, MAX_TOKENS), topk, experts, generator) for _ in range(world_size)]
-            x = [torch.randint(-8, 9, (len(idx), hidden), generator=generator).double() for idx in ids]
-            weights = [torch.rand(idx.shape, generator=generator) for idx in ids]
-            own = [all_of_them[rank].to(device) for all_of_them in (x, ids, weights)]
-            received = ep.dispatch(*own, buffer=buffer, expert_alignment=alignment)
-            output = ep.combine(received.x, received.handle)
-            rows, probs, counts = ep.reference.dispatch(x, ids, weights, experts, alignment)
-            sums = ep.reference.combine(rows, ids, experts, alignment)
-            for name, actual, expected in (
-                ("rows", received.x, rows),
-                ("probs", received.probs, probs),
-                ("tokens_per_expert", received.tokens_per_expert, counts),
-                ("sums", output, sums),
-            ):
-                if not torch.equal(actual.cpu(), expected[rank]):
+            case = check_common.RandomCase.draw(world_size, experts, generator)
+            own = [of_ranks[rank].to(device) for of_ranks in (case.x, case.ids, case.weights)]
+            actual = case.run(buffer, *own)
+            for name, expected in case.expected().items():
+                if not torch.equal(actual[name].cpu(), expected[rank]):
                     found[name] = None
     return list(found)
