@@ -79,14 +79,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from megatron_ep.cli.plan import make_plan
+    from megatron_ep.cli.plan import default_experts, make_plan
     from megatron_ep.config import Config, Topology, Tuning
 
     try:
         topology = Topology(*arguments.plan)
-        ranks = topology.world_size
         config = Config(
-            num_experts=-(-256 // ranks) * ranks if arguments.experts is None else arguments.experts,
+            num_experts=default_experts(topology) if arguments.experts is None else arguments.experts,
             num_sms=arguments.num_sms,
             row_bytes=2 * arguments.hidden if arguments.hidden > 0 else None,
             tuning=Tuning(channels=arguments.channels),
@@ -120,7 +119,7 @@ def _times(topology: Topology, config: Config, arguments: argparse.Namespace) ->
         topk=arguments.topk,
         images=default_images(topology),
     )
-    machine = Machine.load("h200_cx7" if case.uses_network else "h200_nvlink")
+    machine = Machine.default(case.uses_network)
     return {f"predicted time on {machine.name}, T = {case.num_tokens}": plan_times(case, machine)}
 
 

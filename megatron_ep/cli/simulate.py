@@ -94,7 +94,7 @@ def _simulate(options: argparse.Namespace) -> None:
 
     cases = list(_cases(options))
     several_nodes = any(case.uses_network for case in cases)
-    machine = Machine.load(options.machine or ("h200_cx7" if several_nodes else "h200_nvlink"))
+    machine = Machine.load(options.machine) if options.machine else Machine.default(several_nodes)
     if (options.trace or options.timeline) and len(cases) > 1:
         raise ValueError("--trace and --timeline: of one case, but there are several")
     _print_machine(machine, cases)
@@ -109,6 +109,7 @@ def _simulate(options: argparse.Namespace) -> None:
 
 def _cases(options: argparse.Namespace) -> Iterator[Case]:
     from megatron_ep.backends import sizes
+    from megatron_ep.cli.plan import default_experts
     from megatron_ep.config import Config, Topology, Tuning, require_int
     from megatron_ep.simulate import Case
 
@@ -123,8 +124,7 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
     ]
     for nodes, sms, channels, rdma_rows, chunk in itertools.product(*lists):
         topology = Topology(nodes, options.ranks)
-        world = topology.world_size
-        experts = options.experts if options.experts is not None else -(-256 // world) * world
+        experts = options.experts if options.experts is not None else default_experts(topology)
         tuning = Tuning(
             channels=channels,
             rdma_chunk_tokens=chunk,

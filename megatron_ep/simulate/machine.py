@@ -74,6 +74,11 @@ class Machine:
         return parse(path.stem, found)
 
     @staticmethod
+    def default(uses_network: bool) -> Machine:
+        """Of those that come with the package. uses_network: whether there are several nodes."""
+        return Machine.load("h200_cx7" if uses_network else "h200_nvlink")
+
+    @staticmethod
     def unknown() -> HeldOut:
         """Of constants that are being fitted."""
         return HeldOut(0, 0.0, 0.0, 0.0, "")
