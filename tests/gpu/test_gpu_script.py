@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from gpu_script import ALLTOALL, ALLTOALL_WORDS, ROOT, finish, gpus_taken, start, stop
 from left_out import missing
 
 pytest.importorskip("pydantic")
+
+from gpu_script import ALLTOALL, ALLTOALL_WORDS, ROOT, finish, gpus_taken, start, stop
 
 from megatron_ep.training import script_recipe
 
