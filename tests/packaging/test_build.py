@@ -43,9 +43,11 @@ ptxas info    : Used 32 registers, used 0 barriers
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A source tree with the project's build files, two modules with a header, a binding and one other source."""
+    """A source tree with the project's build files, two modules with a header, a binding and one other source. In a
+    folder named as a source distribution for CUDA is."""
+    tmp_path = tmp_path / "megatron_ep-0.1.0+cu13"
     for name in ("setup.py", "pyproject.toml", "csrc/CMakeLists.txt", "csrc/CMakePresets.json"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     for name, text in {
         "README.md": "",
