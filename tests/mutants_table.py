@@ -61,7 +61,7 @@ RDMA_DRAIN = "if (F::kOrdersWarps && out.slot_bytes == slot_bytes) return nothin
 ROWS_THEN_SIGNAL = """if constexpr (!F::kMapsRail) put_rows(warp, rings, node, from, to);
         fabric.put_signal(warp, channel, node, args.heap.rdma_tail(channel, args.node()), from, to);"""
 
-FORWARDER_WAITS = """while (!warp.met(format.topk, arrived)) {
+FORWARDER_WAITS = """while (!warp.met(format.topk, has_arrived)) {
             const uint32_t absent =
                 warp.ballot(format.topk, [&](int lane) { return !is_met(arrived(lane)); });
             if (absent) return warp.broadcast(peer, lowest_lane(absent));
@@ -316,7 +316,7 @@ MUTANTS = [
         "combine_forwarder: partial rows are not waited for",
         COMBINE,
         FORWARDER_WAITS,
-        "(void)arrived;",
+        "(void)has_arrived;",
     ),
     Mutant(
         "combine_receiver: partial rows are not waited for",

@@ -91,6 +91,85 @@ EP_FN void combine_nvl_sender(W& warp, F& fabric, const CombineArgs& args, int c
     poll_rings(warp, rings, first, count, Wait::NvlCredit, cursor, nvl_credit<W, F>, serve);
 }
 
+// What a node's next sum was waiting for when last looked at: the row of a local rank (its number),
+// or one of these.
+constexpr int kLacksCredit = -1, kLacksNothing = -2;
+
+// One node's sums, by the warp that serves it.
+template <class T, WarpLike W, class F>
+struct NodeSums {
+    W& warp;
+    const Rings<F>& rings;
+    const CombineArgs& args;
+    const int node;
+    const RowFormat& format = args.format;
+    uint64_t next = rings.rdma_out(node).next;
+    typename W::template PerLane<int> expert, peer;
+    typename W::template PerLane<uint64_t> taken;
+    typename W::template PerLane<const void*> row, part;
+
+    EP_FN WaitCondition arrived(int lane) {
+        if (peer[lane] < 0) return nothing_to_wait_for();
+        const WaitCondition need = nvl_row<W>(rings, node, peer[lane]);
+        taken[lane] = need.required;
+        return need;
+    }
+
+    // What the next sum lacks. `peer` has the local ranks that it is made of.
+    EP_FN int lack() {
+        const auto has_arrived = [&](int lane) { return arrived(lane); };
+        while (!warp.met(format.topk, has_arrived)) {
+            const uint32_t absent =
+                warp.ballot(format.topk, [&](int lane) { return !is_met(arrived(lane)); });
+            if (absent) return warp.broadcast(peer, lowest_lane(absent));
+        }
+        return warp.met(1, [&](int) { return rdma_credit<W>(rings, node, next); }) ? kLacksNothing
+                                                                                   : kLacksCredit;
+    }
+
+    // False if a row is not of this call.
+    EP_FN bool sum(uint32_t lanes) {
+        char* slot = rings.rdma_out_slot(node, next);
+        warp.lanes(format.topk, [&](int lane) {
+            if (lane == 0) *reinterpret_cast<uint64_t*>(slot + format.tag()) = rings.tag;
+            if (peer[lane] < 0) return;
+            const char* in = rings.nvl_in_slot(node, peer[lane], taken[lane] - 1);
+            row[lane] = in;
+            part[lane] = in + format.payload();
+            const size_t weight = format.weights() + lane * format.weight_bytes;
+            store_weight(slot + weight, load_weight(in + weight, format.weight_bytes),
+                         format.weight_bytes);
+        });
+        const auto rank_of = [&](int lane) {
+            return rings.rank_at(args.node(), warp.broadcast(peer, lane));
+        };
+        if (!belong_to_call(warp, rings, lanes, row, rank_of)) return false;
+        warp.template sum<T, CacheHint::Keep>(slot + format.payload(), part, lanes,
+                                              format.payload_bytes / sizeof(T));
+        warp.lanes(format.topk, [&](int lane) {
+            if (lanes >> lane & 1) rings.nvl_in(node, peer[lane]).next = taken[lane];
+        });
+        warp.template publish<Scope::Rank>(&rings.rdma_out(node).next, ++next);
+        return true;
+    }
+
+    // Of the rows from `start` on as many as are there. How many, or -1: one is not of this call.
+    EP_FN int forward(int64_t start, int max_rows, int& lacks) {
+        int rows = 0;
+        for (; rows < max_rows; ++rows) {
+            warp.lanes(format.topk, [&](int lane) {
+                expert[lane] = args.rail_experts[(start + rows) * format.topk + lane];
+            });
+            const uint32_t lanes = peers_on_node(warp, args, args.node(), expert, peer);
+            lacks = lack();
+            if (lacks != kLacksNothing) break;
+            if (!sum(lanes)) return -1;
+        }
+        if (rows) publish_heads(warp, rings, node);
+        return rows;
+    }
+};
+
 // For up to `most` other nodes, from the first-th on: takes the rows that this node's ranks made of
 // a token of that node, sums them, and sends the sum. A node's tokens go in their order, but nodes
 // go in any order, whichever is ready: to block on one could close a cycle of nodes that wait for
@@ -99,49 +178,24 @@ template <class T, WarpLike W, FabricLike<W> F>
 EP_FN void combine_forwarder(W& warp, F& fabric, const CombineArgs& args, int channel, int first,
                              int most = 32) {
     const Rings<F> rings{fabric, args, channel};
-    const RowFormat& format = args.format;
     const int count = lanes_from(first, args.other_nodes(), most);
     if (!has_room_for_rail(warp, args, channel, first, count)) return;
     if (!open_rdma_rings(warp, rings, first, count)) return;
-    // lacks: what each node's next sum was waiting for when last looked at: the row of a local rank
-    // (its number), or one of these.
-    constexpr int kCredit = -1, kNothing = -2;
-    typename W::template PerLane<int> left, lacks, expert, peer;
-    typename W::template PerLane<uint64_t> taken;
-    typename W::template PerLane<const void*> row, part;
+    typename W::template PerLane<int> left, lacks;
     warp.lanes(count, [&](int lane) {
         left[lane] = args.layout.rail(channel, args.other_node(first + lane));
-        lacks[lane] = kNothing;
+        lacks[lane] = kLacksNothing;
     });
     auto lack_of = [&](int lane) {
         if (!left[lane]) return never();
         const int node = args.other_node(first + lane);
-        if (lacks[lane] == kNothing) return nothing_to_wait_for();
-        return lacks[lane] == kCredit ? rdma_credit<W>(rings, node, rings.rdma_out(node).next)
-                                      : nvl_row<W>(rings, node, lacks[lane]);
-    };
-    auto arrived_from = [&](int node) {
-        return [&, node](int lane) {
-            if (peer[lane] < 0) return nothing_to_wait_for();
-            const WaitCondition need = nvl_row<W>(rings, node, peer[lane]);
-            taken[lane] = need.required;
-            return need;
-        };
-    };
-    // What the next sum for a node lacks. `peer` has the local ranks that it is made of.
-    auto look_at = [&](int node, uint64_t next) {
-        const auto arrived = arrived_from(node);
-        while (!warp.met(format.topk, arrived)) {
-            const uint32_t absent =
-                warp.ballot(format.topk, [&](int lane) { return !is_met(arrived(lane)); });
-            if (absent) return warp.broadcast(peer, lowest_lane(absent));
-        }
-        return warp.met(1, [&](int) { return rdma_credit<W>(rings, node, next); }) ? kNothing
-                                                                                   : kCredit;
+        if (lacks[lane] == kLacksNothing) return nothing_to_wait_for();
+        return lacks[lane] == kLacksCredit ? rdma_credit<W>(rings, node, rings.rdma_out(node).next)
+                                           : nvl_row<W>(rings, node, lacks[lane]);
     };
     while (const uint32_t open = warp.ballot(count, [&](int lane) { return left[lane] > 0; })) {
         // If the wait expires, the incident names what the first node lacks.
-        const bool for_credit = warp.broadcast(lacks, lowest_lane(open)) == kCredit;
+        const bool for_credit = warp.broadcast(lacks, lowest_lane(open)) == kLacksCredit;
         const uint32_t ready =
             warp.wait_any(for_credit ? Wait::RdmaCredit : Wait::NvlRow, count, lack_of);
         if (!ready) return;
@@ -153,39 +207,11 @@ EP_FN void combine_forwarder(W& warp, F& fabric, const CombineArgs& args, int ch
             const int max_rows = rows_left < args.nvl_batch ? rows_left : args.nvl_batch;
             const int64_t start = static_cast<int64_t>(args.layout.rail_start(channel, node)) +
                                   args.layout.rail(channel, node) - rows_left;
-            uint64_t next = rings.rdma_out(node).next;
-            int rows = 0, lack = kNothing;
-            for (; rows < max_rows; ++rows) {
-                warp.lanes(format.topk, [&](int lane) {
-                    expert[lane] = args.rail_experts[(start + rows) * format.topk + lane];
-                });
-                const uint32_t lanes = peers_on_node(warp, args, args.node(), expert, peer);
-                lack = look_at(node, next);
-                if (lack != kNothing) break;
-                char* slot = rings.rdma_out_slot(node, next);
-                warp.lanes(format.topk, [&](int lane) {
-                    if (lane == 0) *reinterpret_cast<uint64_t*>(slot + format.tag()) = rings.tag;
-                    if (peer[lane] < 0) return;
-                    const char* in = rings.nvl_in_slot(node, peer[lane], taken[lane] - 1);
-                    row[lane] = in;
-                    part[lane] = in + format.payload();
-                    const size_t weight = format.weights() + lane * format.weight_bytes;
-                    store_weight(slot + weight, load_weight(in + weight, format.weight_bytes),
-                                 format.weight_bytes);
-                });
-                const auto rank_of = [&](int lane) {
-                    return rings.rank_at(args.node(), warp.broadcast(peer, lane));
-                };
-                go_on = belong_to_call(warp, rings, lanes, row, rank_of);
-                if (!go_on) return;
-                warp.template sum<T, CacheHint::Keep>(slot + format.payload(), part, lanes,
-                                                      format.payload_bytes / sizeof(T));
-                warp.lanes(format.topk, [&](int lane) {
-                    if (lanes >> lane & 1) rings.nvl_in(node, peer[lane]).next = taken[lane];
-                });
-                warp.template publish<Scope::Rank>(&rings.rdma_out(node).next, ++next);
-            }
-            if (rows) publish_heads(warp, rings, node);
+            int lack = kLacksNothing;
+            const int rows =
+                NodeSums<T, W, F>{warp, rings, args, node}.forward(start, max_rows, lack);
+            go_on = rows >= 0;
+            if (!go_on) return;
             warp.lanes(count, [&](int lane) {
                 if (lane != of_node) return;
                 left[lane] -= rows;
