@@ -38,6 +38,11 @@ EP_HD uint64_t floor_power_of_two(uint64_t value) {
 struct RowFormat {
     static constexpr int kLongRow = 1024;  // bytes
 
+    // Tag and token. In one word of memory: every role that moves a row reads or writes both.
+    struct alignas(16) Stamp {
+        uint64_t tag, token;
+    };
+
     int payload_bytes;
     int scale_bytes;
     int weight_bytes;  // 0, 4 or 8
@@ -61,8 +66,7 @@ struct RowFormat {
 
     // First, where even a rank that expects rows of another size finds it.
     EP_HD size_t tag() const { return 0; }
-    EP_HD size_t token() const { return sizeof(uint64_t); }
-    EP_HD size_t experts() const { return 16; }
+    EP_HD size_t experts() const { return sizeof(Stamp); }
     EP_HD size_t index() const { return index_; }
     EP_HD size_t weights() const { return weights_; }
     EP_HD size_t payload() const { return payload_; }

@@ -125,7 +125,9 @@ EP_FN void find_output_rows(W& warp, const DispatchArgs& args, const Header<W>& 
     const int first_expert = args.rank * layout.local_experts();
     const bool remembered = received < args.max_received;
     if (args.source_tokens && remembered)
-        warp.lanes(1, [&](int) { args.source_tokens[received] = header.token; });
+        warp.lanes(1, [&](int) {
+            args.source_tokens[received] = static_cast<int32_t>(header.stamp.token);
+        });
     if (args.is_flat) return find_flat_row(warp, args, header, received, dst);
     typename W::template PerLane<int> dst_row;
     warp.lanes(format.topk, [&](int lane) {
@@ -377,7 +379,7 @@ EP_FN void forwarder(W& warp, F& fabric, const DispatchArgs& args, int channel, 
             const char* source = rings.rdma_in_slot(node, next);
             warp.template stage<CacheHint::Keep>(source + format.payload(), body_bytes);
             read_header(warp, format, source, header);
-            if (!belongs_to_call(warp, rings, source, rings.rank_at(node, args.local())))
+            if (!belongs_to_call(warp, rings, header.stamp.tag, rings.rank_at(node, args.local())))
                 return false;
             warp.lanes(format.topk, [&](int k) {
                 args.rail_experts[(start + i) * format.topk + k] = header.expert[k];
@@ -410,7 +412,7 @@ EP_FN void receiver(W& warp, F& fabric, const DispatchArgs& args, int channel, i
             const char* slot = rings.nvl_in_slot(batch.node, batch.peer, batch.position + i);
             warp.template stage<CacheHint::Keep>(slot + format.payload(), format.payload_bytes);
             read_header(warp, format, slot, header);
-            if (!belongs_to_call(warp, rings, slot, batch.rank)) return false;
+            if (!belongs_to_call(warp, rings, header.stamp.tag, batch.rank)) return false;
             find_output_rows(warp, args, header, batch.rank, batch.first + i,
                              args.has_intra_rank_pass, dst);
             write_output_rows(warp, format, dst, slot + format.payload(), slot + format.scales());

@@ -272,8 +272,7 @@ EP_FN bool belong_to_call(W& warp, const Rings<F>& rings, uint32_t mask,
 }
 
 template <WarpLike W, class F>
-EP_FN bool belongs_to_call(W& warp, const Rings<F>& rings, const char* slot, int peer) {
-    const uint64_t tag = *reinterpret_cast<const uint64_t*>(slot + rings.args.format.tag());
+EP_FN bool belongs_to_call(W& warp, const Rings<F>& rings, uint64_t tag, int peer) {
     if (tag == rings.tag) return true;
     warp.fail(Outcome::Mismatch, Wait::None, WaitCondition{tag, rings.tag, peer});
     return false;

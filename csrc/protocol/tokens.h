@@ -41,13 +41,14 @@ template <WarpLike W>
 struct Header {
     typename W::template PerLane<int> expert, index;
     typename W::template PerLane<uint64_t> weight;
-    int token;  // of its source rank, the same in all lanes
+    // The same in all lanes: which token of its source rank it is, and of a row's the row's tag.
+    RowFormat::Stamp stamp;
 };
 
 template <WarpLike W>
 EP_FN void read_header(W& warp, const DispatchArgs& args, int token, Header<W>& header) {
     const RowFormat& format = args.format;
-    header.token = token;
+    header.stamp.token = token;
     warp.lanes(format.topk, [&](int lane) {
         header.expert[lane] = args.layout.experts(token)[lane];
         header.index[lane] = args.layout.index(token)[lane];
@@ -59,7 +60,7 @@ EP_FN void read_header(W& warp, const DispatchArgs& args, int token, Header<W>& 
 
 template <WarpLike W>
 EP_FN void read_header(W& warp, const RowFormat& format, const char* slot, Header<W>& header) {
-    header.token = *reinterpret_cast<const int32_t*>(slot + format.token());
+    header.stamp = *reinterpret_cast<const RowFormat::Stamp*>(slot + format.tag());
     warp.lanes(format.topk, [&](int lane) {
         header.expert[lane] = reinterpret_cast<const int32_t*>(slot + format.experts())[lane];
         header.index[lane] = reinterpret_cast<const int32_t*>(slot + format.index())[lane];
@@ -76,10 +77,9 @@ EP_FN void write_header(W& warp, const RowFormat& format,
     for_each_lane(mask, [&](int to) {
         char* slot = static_cast<char*>(warp.broadcast(slots, to));
         warp.lanes(format.topk, [&](int lane) {
-            if (lane == 0) {
-                *reinterpret_cast<uint64_t*>(slot + format.tag()) = tag;
-                *reinterpret_cast<int32_t*>(slot + format.token()) = header.token;
-            }
+            if (lane == 0)
+                *reinterpret_cast<RowFormat::Stamp*>(slot + format.tag()) = {tag,
+                                                                             header.stamp.token};
             reinterpret_cast<int32_t*>(slot + format.experts())[lane] = header.expert[lane];
             reinterpret_cast<int32_t*>(slot + format.index())[lane] = header.index[lane];
             store_weight(slot + format.weights() + lane * format.weight_bytes, header.weight[lane],
