@@ -49,7 +49,7 @@ RUNS = {
     "p2p": [["given_up"], ["drain"], *SEEDS, ["absent"], ["unfit"]],
     "nccl": [["put"], *SEEDS[:5]],
     "nvshmem": [["drain"], ["put"], *SEEDS],
-    "queue": [["full"], ["told"], ["put"], *SEEDS],
+    "queue": [["full"], ["turns"], ["told"], ["put"], *SEEDS],
     "low_latency": [["arrive"], *SEEDS, ["absent"], ["masked"]],
     "low_latency_nccl": SEEDS[2:4],
     "low_latency_nvshmem": SEEDS[2:],

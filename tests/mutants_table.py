@@ -434,12 +434,20 @@ MUTANTS = [
         "*",
         ("nvshmem",),
     ),
-    Mutant(
+    changed(
         "send queue: not in turn",
+        QUEUE,
+        TURN_OF_QUEUE,
+        "W::template acquire<Scope::Rank>(&producer->posted)",
+        "own",
+        QUEUES,
+    ),
+    Mutant(
+        "send queue: a turn that never came",
         QUEUE,
         "if (!is_next || !make_room(warp, own, peer)) return false;",
         "if (!make_room(warp, own, peer)) return false;",
-        ("low_latency_queue",),
+        QUEUES,
     ),
     Mutant(
         "send queue: no room is made",
@@ -480,7 +488,8 @@ MUTANTS = [
         QUEUES,
     ),
     changed("send queue: completions in the rank's scope", QUEUE, COMPLETED, SYSTEM, RANK, QUEUES),
-    changed("send queue: one completion too many", QUEUE, LAST_COMPLETED, "- 1 - last", "- last", QUEUES),
+    changed("send queue: one completion too many", QUEUE, LAST_COMPLETED, "return posted", "return 1 + posted", QUEUES),
+    changed("send queue: one completion too few", QUEUE, LAST_COMPLETED, "- 1 - last", "- last", QUEUES),
     Mutant(
         "entry: bytes are not swapped",
         ENTRY,

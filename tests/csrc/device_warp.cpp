@@ -262,8 +262,14 @@ int main(int argc, char** argv) {
     }
 #if defined(OVER_QUEUE)
     if (argc == 2 && std::string(argv[1]) == "full") {
-        ep::run_full_queue();
+        for (const int carried_out : {0, 1, 2}) ep::run_full_queue(carried_out);
         std::printf("a full queue is reported\n");
+        return 0;
+    }
+    if (argc == 2 && std::string(argv[1]) == "turns") {
+        for (uint64_t seed = 0; seed < 20; ++seed) ep::run_turns(seed);
+        ep::run_lost_turn();
+        std::printf("warps that share a queue take turns\n");
         return 0;
     }
     if (argc == 2 && std::string(argv[1]) == "told") {

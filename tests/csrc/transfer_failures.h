@@ -121,28 +121,96 @@ inline void run_put(uint64_t seed) {
 }
 
 #if defined(OVER_QUEUE)
-// With a card that carries nothing out a queue fills, and the wait for room ends.
-inline void run_full_queue() {
+// Warps of a rank that post in one queue at the same time, take turns: what each has put is there
+// when the flag is as high as all of them together raise it.
+inline void run_turns(uint64_t seed) {
+    constexpr size_t kBytes = 4096, kPart = 16;
+    constexpr int kWarps = 4, kPuts = 3;
+    Case c = small_case(true);
+    c.random.seed(seed);
+    c.heap = {c.topology, 4, 1, Heap::kLine, kBytes};
+    Side side;
+    for (int rank = 0; rank < 2; ++rank) side.heaps.emplace_back(c.heap.bytes(), 0, "a heap");
+    Grid grid(c, side, 1'000'000'000);
+    const auto joint = grid.joint<Notify>(std::vector<NotifyArgs>(2), 1);
+    simt::run(2, 1, 32 * kWarps, seed, [&] {
+        const int rank = static_cast<int>(blockIdx.x), own = static_cast<int>(threadIdx.x / 32);
+        Notify::Fabric fabric(joint.fabric, rank);
+        DeviceWarp warp(joint.ranks[rank], 1, Role::SenderCoordinator, own,
+                        kernels::bulk_buffers());
+        const size_t data = c.heap.rdma_data(0, 0, 1), flag = c.heap.rdma_tail(0, 0);
+        if (rank == 0) {
+            const size_t staging = c.heap.rdma_staging(0, 1, 0);
+            for (int i = own * kPuts; i < (own + 1) * kPuts; ++i) {
+                warp.lanes(kPart, [&](int lane) {
+                    fabric.network<char>(staging + i * kPart)[lane] = static_cast<char>(i + 1);
+                });
+                fabric.put(warp, 0, 1, data + i * kPart, staging + i * kPart, kPart);
+                fabric.put_signal(warp, 0, 1, flag, 0, 1);
+            }
+        } else if (own == 0) {
+            warp.wait_all(Wait::RdmaRow, 1, [&](int) {
+                const auto found = fabric.acquire_signal<DeviceWarp>(0, flag);
+                return WaitCondition{found, kWarps * kPuts, 0};
+            });
+            warp.lanes(32, [&](int lane) {
+                for (size_t i = lane; i < kWarps * kPuts * kPart; i += 32) {
+                    if (fabric.network<char>(data)[i] != static_cast<char>(i / kPart + 1))
+                        simt::die("what a warp has put is not there");
+                }
+            });
+        }
+    });
+    ptx::end_of_launch();
+    grid.check_reports();
+}
+
+// A warp has a number of a queue's and posts no entry: the turn of the one after it never comes,
+// and it posts nothing.
+inline void run_lost_turn() {
     Case c = small_case(true);
     Side side;
     for (int rank = 0; rank < 2; ++rank) side.heaps.emplace_back(c.heap.bytes(), 0, "a heap");
     Grid grid(c, side, 50'000'000);
-    grid.fabric().stop_cards();
+    const auto joint = grid.joint<Notify>(std::vector<NotifyArgs>(2), 1);
+    const SendQueue queue = joint.fabric.ranks[0].queues.puts(0, 1);
+    queue.producer->begun = 1;
+    simt::run(1, 1, 32, 1, [&] {
+        Notify::Fabric fabric(joint.fabric, 0);
+        DeviceWarp warp(joint.ranks[0], 1, Role::SenderCoordinator, 0, kernels::bulk_buffers());
+        fabric.put_signal(warp, 0, 1, c.heap.rdma_tail(0, 0), 0, 1);
+    });
+    ptx::end_of_launch();
+    const Incident& incident = grid.report(0).incidents[0];
+    if (incident.outcome != Outcome::Timeout || incident.wait != Wait::SendQueue ||
+        incident.peer != 1 || incident.seen != 0 || incident.expected != 1)
+        simt::die("a turn that never comes is not reported");
+    if (queue.rung() || queue.producer->posted) simt::die("an entry is posted out of turn");
+}
+
+// A card carries out so many entries and stops: the queue fills, but for the room that these have
+// made, and the wait for more ends.
+inline void run_full_queue(int carried_out) {
+    Case c = small_case(true);
+    Side side;
+    for (int rank = 0; rank < 2; ++rank) side.heaps.emplace_back(c.heap.bytes(), 0, "a heap");
+    Grid grid(c, side, 50'000'000);
+    grid.fabric().stop_cards(carried_out);
     const auto joint = grid.joint<Notify>(std::vector<NotifyArgs>(2), 1);
     const int depth = static_cast<int>(joint.fabric.ranks[0].queues.depth);
     simt::run(1, 1, 32, 1, [&] {
         Notify::Fabric fabric(joint.fabric, 0);
         DeviceWarp warp(joint.ranks[0], 1, Role::SenderCoordinator, 0, kernels::bulk_buffers());
         const size_t data = c.heap.rdma_data(0, 0, 1), staging = c.heap.rdma_staging(0, 1, 0);
-        for (int i = 0; i <= depth; ++i) fabric.put(warp, 0, 1, data, staging, 16);
+        for (int i = 0; i <= depth + carried_out; ++i) fabric.put(warp, 0, 1, data, staging, 16);
     });
     ptx::end_of_launch();
     const Incident& incident = grid.report(0).incidents[0];
-    const auto posted = static_cast<uint64_t>(depth);
+    const auto posted = static_cast<uint64_t>(depth + carried_out);
     if (incident.outcome != Outcome::Timeout || incident.wait != Wait::SendQueue ||
         incident.peer != 1 || incident.seen != posted || incident.expected != posted + 1)
         simt::die("a full queue is not reported");
-    if (joint.fabric.ranks[0].queues.puts(0, 1).rung() != depth)
+    if (joint.fabric.ranks[0].queues.puts(0, 1).rung() != posted)
         simt::die("a full queue is not rung");
 }
 

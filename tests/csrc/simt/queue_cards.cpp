@@ -16,7 +16,7 @@ QueueCards::QueueCards(const std::vector<ep::SendQueues>& ranks, const std::vect
 
 void QueueCards::step() {
     ++now_;
-    if (stopped) return;
+    if (left == 0) return;
     const size_t rank = random_() % ranks_.size();
     const size_t number = random_() % states_[rank].size();
     const ep::SendQueue queue = ranks_[rank][number];
@@ -26,6 +26,7 @@ void QueueCards::step() {
         state.held_until = now_ + random_() % kLongestDelay;
     } else {
         carry_out(rank, number, queue, state);
+        --left;
     }
 }
 

@@ -20,7 +20,7 @@ class QueueCards {
     // Some time passes, and an entry may be carried out.
     void step();
 
-    bool stopped = false;
+    uint64_t left = UINT64_MAX;  // entries that they will still carry out
 
   private:
     struct State {

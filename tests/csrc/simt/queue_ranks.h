@@ -66,7 +66,8 @@ class Ranks {
     const Params& params() const { return *params_; }
     void begin_launch() {}
     void check_reset_signals(uint64_t) {}
-    void stop_cards() { cards_->stopped = true; }
+    // After so many entries.
+    void stop_cards(int entries) { cards_->left = static_cast<uint64_t>(entries); }
 
   private:
     struct alignas(256) Line {
