@@ -20,6 +20,8 @@ class Transfers:
         topk: int,
         num_tokens: int,
         num_sms: int,
+        maps_rail: bool,
+        run: Mapping[str, Any],
         channels: int,
         nvl_rows: int,
         rdma_rows: int,
@@ -31,18 +33,8 @@ class Transfers:
         slot_bytes: float,
         combine_bytes: float,
         combine_slot_bytes: float,
-        maps_rail: bool,
         permutes_apart: bool,
         sums_apart: bool,
-        timeout: float,
-        slow_rank: int,
-        slow_speed: float,
-        lossy_rank: int,
-        lost_signal: int,
-        late_rank: int,
-        late_by: float,
-        seed: int,
-        traced_rank: int,
         topk_idx: Sequence[int],
     ) -> None: ...
     def notify(self, look: Callable[[int, int], None] | None = None) -> dict[str, Any]: ...
@@ -54,3 +46,30 @@ class Transfers:
     def rail_rows(self) -> int: ...
     @property
     def peer_rows(self) -> int: ...
+
+class LowLatency:
+    def __init__(
+        self,
+        machine: Machine,
+        *,
+        nodes: int,
+        ranks_per_node: int,
+        simulated_nodes: int,
+        num_experts: int,
+        topk: int,
+        num_tokens: int,
+        num_sms: int,
+        maps_rail: bool,
+        run: Mapping[str, Any],
+        payload_bytes: int,
+        scale_bytes: int,
+        combine_bytes: int,
+        quantizes: bool,
+        sums_at_expert: bool,
+        topk_idx: Sequence[int],
+    ) -> None: ...
+    def dispatch(self, look: Callable[[int, int], None] | None = None) -> dict[str, Any]: ...
+    def combine(self, look: Callable[[int, int], None] | None = None) -> dict[str, Any]: ...
+    def arrivals(self, combine: bool) -> tuple[int, int]: ...
+    def first_reason(self) -> tuple[str, int] | None: ...
+    def incidents(self, rank: int) -> list[dict[str, Any]]: ...

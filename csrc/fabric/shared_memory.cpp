@@ -65,6 +65,9 @@ Segment::Segment(size_t bytes, int flags, int descriptor) : bytes_(bytes), descr
 }
 
 Segment Segment::anonymous(size_t bytes) { return {bytes, MAP_PRIVATE | MAP_ANONYMOUS, -1}; }
+Segment Segment::sparse(size_t bytes) {
+    return {bytes, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1};
+}
 
 Segment Segment::shared(size_t bytes) {
     const int descriptor = unnamed_file();

@@ -19,6 +19,8 @@ struct SegmentAddress {
 class Segment {
   public:
     static Segment anonymous(size_t bytes);
+    // Of more than the machine may have: only what is touched takes memory.
+    static Segment sparse(size_t bytes);
     // POSIX shared memory that never has a name for longer than it takes to make it, so that no
     // killed process leaves it behind: others open it through this process's file descriptor. Its
     // memory is reserved here, so that a full /dev/shm is an error now and not a SIGBUS later.

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_ep.config import Topology
     from megatron_ep.simulate import Case, Machine, Phase, Prediction
+    from megatron_ep.simulate.machine import HeldOut
     from megatron_ep.simulate.predict import Look
 
 # Ranks that are simulated at most, unless --images says otherwise or ranks differ: more take minutes.
 MAX_RANKS = 8
+TOKENS = {"normal": 4096, "low-latency": 128}  # unless --tokens says otherwise
 NEAR = 1.03  # what is at most so much slower than the fastest is as good, if it takes fewer SMs
 
 
@@ -36,9 +38,9 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "megatron-ep simulate",
-        description="Predicts what dispatch (its layout known) and combine of the normal mode take on GPUs that are "
-        "not at hand: runs the protocol's own roles in virtual time. Does not simulate the exchange of counts, the "
-        "low-latency mode, the host's part, what runs beside, nor congestion between the cards. Needs no GPU.",
+        description="Predicts what dispatch (its layout known) and combine take on GPUs that are not at hand: runs the "
+        "protocol's own roles in virtual time. Does not simulate the exchange of counts, the host's part, what runs "
+        "beside, nor congestion between the cards. Needs no GPU.",
         epilog="example: megatron-ep simulate 2,4,8 8 --num-sms 8,12,24 --svg time.svg",
     )
     parser.add_argument("nodes", metavar="NODES", help="nodes, or several numbers of nodes: 2,4,8")
@@ -47,12 +49,16 @@ def _parser() -> argparse.ArgumentParser:
         "--machine", help="machine file, or the name of one that comes along (h200_cx7; for one node h200_nvlink)"
     )
     case = parser.add_argument_group("case")
-    case.add_argument("--tokens", type=int, default=4096, metavar="T", help="of a rank (%(default)s)")
+    case.add_argument("--mode", default="normal", help="normal or low-latency (%(default)s)")
+    case.add_argument("--tokens", type=int, metavar="T", help="of a rank (4096; in mode low-latency 128)")
     case.add_argument("--hidden", type=int, default=7168, metavar="H", help="(%(default)s)")
     case.add_argument("--topk", type=int, default=8, metavar="K", help="(%(default)s)")
     case.add_argument("--experts", type=int, metavar="E", help="(the least multiple of the ranks from 256 on)")
     case.add_argument(
         "--dtype", default="bf16", help="of dispatch's rows, bf16 or fp8; combine's are bf16 (%(default)s)"
+    )
+    case.add_argument(
+        "--sum-at", default="token", help="where mode low-latency sums rows, token or expert (%(default)s)"
     )
     case.add_argument(
         "--routing",
@@ -72,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     settings.add_argument("--num-sms", default="24", metavar="N", help="SMs (%(default)s)")
     settings.add_argument("--channels", metavar="C", help="(as many as keep the SMs busy)")
     settings.add_argument("--rdma-rows", metavar="N", help="rows of a network ring (8 to 32)")
-    settings.add_argument("--chunk", default="16", metavar="N", help="rows of a put at most (%(default)s)")
+    settings.add_argument("--chunk", metavar="N", help="rows of a put at most (16)")
     settings.add_argument("--local-pass", choices=("on", "off"), help="(where it saves time)")
     faults = parser.add_argument_group("what goes wrong, of the ranks that are simulated")
     faults.add_argument("--slow-nic", metavar="RANK:PART", help="that rank's card has this part of its bandwidth")
@@ -113,6 +119,10 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
     from megatron_ep.config import Config, Topology, Tuning, require_int
     from megatron_ep.simulate import Case
 
+    if options.mode == "low-latency":
+        for name in ("channels", "rdma_rows", "chunk", "local_pass", "timeline"):
+            if getattr(options, name) is not None:
+                raise ValueError(f"--{name.replace('_', '-')}: there is none in mode low-latency")
     faults = _faults(options)
     require_int("--seed", options.seed, 0, 1 << 20)
     lists = [
@@ -127,7 +137,7 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
         experts = options.experts if options.experts is not None else default_experts(topology)
         tuning = Tuning(
             channels=channels,
-            rdma_chunk_tokens=chunk,
+            rdma_chunk_tokens=Tuning.rdma_chunk_tokens if chunk is None else chunk,
             local_pass=None if options.local_pass is None else options.local_pass == "on",
         )
         config = Config(num_experts=experts, num_sms=sms, row_bytes=2 * options.hidden, tuning=tuning)
@@ -141,10 +151,12 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
         yield Case(
             topology,
             config,
-            num_tokens=options.tokens,
+            mode=options.mode,
+            num_tokens=TOKENS.get(options.mode, 0) if options.tokens is None else options.tokens,
             hidden=options.hidden,
             topk=options.topk,
             dtype=options.dtype,
+            sum_at=options.sum_at,
             routing=options.routing,
             images=images,
             seed=options.seed,
@@ -245,8 +257,9 @@ class _Progress:
 
 
 def _print_machine(machine: Machine, cases: Sequence[Case]) -> None:
-    print(f"machine {machine.name}: {machine.sms} SMs; constants fitted to measurements of {machine.held_out.measured}")
-    print(f"  error for topologies that were held out, within a node or with nodes mapped: {machine.held_out}")
+    measured = _error(machine, cases[0]).measured
+    print(f"machine {machine.name}: {machine.sms} SMs; constants fitted to measurements of {measured}")
+    print(f"  error for topologies that were held out, within a node or with nodes mapped: {_error(machine, cases[0])}")
     if any(case.uses_network for case in cases):
         band = "; ".join(
             f"{name} {' or '.join(f'{value:g}' for value in values)}" for name, values in machine.band.items()
@@ -257,25 +270,26 @@ def _print_machine(machine: Machine, cases: Sequence[Case]) -> None:
         print("  topology above the cards and congestion are not in it")
 
 
-def floor_us(prediction: Prediction) -> float:
-    """What the busier of NVLink and network card of a rank needs for the bytes of its rows alone."""
+def _error(machine: Machine, case: Case) -> HeldOut:
+    return machine.held_out[case.mode]
+
+
+def floors_us(prediction: Prediction) -> dict[str, float]:
+    """What the busier of NVLink and network card of a rank needs for the bytes of a phase's rows alone."""
     case, constants = prediction.case, prediction.machine.constants
-    settings = case.compiled_settings()
-    floor = prediction.peer_rows / case.simulated_ranks * settings["payload_bytes"] / constants["link"]
-    if case.uses_network:
-        card = prediction.rail_rows / case.simulated_ranks * settings["slot_bytes"] / constants["card"]
-        floor = max(floor, card)
-    return floor / 1e3
-
-
-def _floors(prediction: Prediction) -> dict[str, float]:
-    """Of dispatch and combine, in us."""
-    settings = prediction.case.compiled_settings()
-    dispatch = floor_us(prediction)
-    return {"dispatch": dispatch, "combine": dispatch * settings["combine_bytes"] / settings["payload_bytes"]}
+    floors = {}
+    for name, phase in prediction.phases.items():
+        payload, scales = case.row_bytes if name == "dispatch" else (case.combine_bytes, 0)
+        floor = phase.peer_rows * payload / constants["link"]
+        if case.uses_network:
+            floor = max(floor, phase.rail_rows * case.row_format(payload, scales).slot_bytes / constants["card"])
+        floors[name] = floor / case.simulated_ranks / 1e3
+    return floors
 
 
 def _settings(case: Case) -> str:
+    if case.is_low_latency:
+        return f"low-latency mode, {case.num_sms} SMs, sums at the {case.sum_at}"
     settings = case.compiled_settings()
     text = f"{case.num_sms} SMs, {settings['channels']} channels"
     if case.topology.nodes > 1:
@@ -295,7 +309,7 @@ def _print_prediction(prediction: Prediction, band: dict[str, tuple[float, float
     if prediction.first is not None:
         return _print_failure(prediction)
     print(f"{'us':10} {'p50':>9} {'p99':>9} {'last':>9} {'band':>19} {'bytes alone':>12}  waits for")
-    floors = _floors(prediction)
+    floors = floors_us(prediction)
     for name, phase in prediction.phases.items():
         low, high = band[name]
         bounds = f"{low:.1f} to {high:.1f}" if high > low else ""
@@ -304,6 +318,13 @@ def _print_prediction(prediction: Prediction, band: dict[str, tuple[float, float
             f"{floors[name]:12.1f}  {phase.bottleneck}",
             flush=True,
         )
+    if case.uses_network:
+        ranks = case.simulated_ranks
+        sent = (
+            f"{name} {phase.messages / ranks:.0f} for {phase.rail_rows / ranks:.0f} rows"
+            for name, phase in prediction.phases.items()
+        )
+        print(f"messages of a rank over the network: {', '.join(sent)}")
     if has_roles:
         for name, phase in prediction.phases.items():
             _print_roles(name, phase)
@@ -376,7 +397,7 @@ def _picture(options: argparse.Namespace, found: Sequence[Found]) -> str:
     from megatron_ep.simulate.pictures import Point, role_bars, time_over_ranks
 
     first = found[0][0]
-    shape = f"T = {options.tokens}, H = {options.hidden} {options.dtype}"
+    shape = f"T = {first.case.num_tokens}, H = {options.hidden} {options.dtype}"
     if any(prediction.first for prediction, _ in found):
         raise ValueError("--svg: a wait expired, so there is no time to draw")
     if len(found) == 1:
@@ -386,7 +407,7 @@ def _picture(options: argparse.Namespace, found: Sequence[Found]) -> str:
         raise ValueError("--svg: of one case, or of one for each number of nodes")
     points: dict[str, list[Point]] = {}
     for prediction, band in found:
-        floors = _floors(prediction)
+        floors = floors_us(prediction)
         for name, phase in prediction.phases.items():
             world = prediction.case.topology.world_size
             points.setdefault(name, []).append(Point(world, phase.us, *band[name], floors[name]))
@@ -403,7 +424,7 @@ def plan_times(case: Case, machine: Machine) -> dict[str, str]:
         low, high = band[name]
         bounds = f", between {low / 1e3:.2f} and {high / 1e3:.2f}" if high > low else ""
         lines[name] = f"{phase.us / 1e3:.2f} ms{bounds}; {phase.bottleneck}"
-    error = machine.held_out
+    error = _error(machine, case)
     lines["error of what could be compared"] = f"median {error.median:.0%}, worst {error.worst:.0%}"
     return lines
 
@@ -416,12 +437,12 @@ def _save(name: str, file: str, text: str) -> None:
 
 
 def _as_json(prediction: Prediction, band: dict[str, tuple[float, float]]) -> dict[str, Any]:
-    case, floors = prediction.case, _floors(prediction)
+    case, floors = prediction.case, floors_us(prediction)
     return {
         "case": dataclasses.asdict(case),
         "settings": case.compiled_settings(),
         "machine": prediction.machine.name,
-        "held_out": dataclasses.asdict(prediction.machine.held_out),
+        "held_out": dataclasses.asdict(_error(prediction.machine, case)),
         "phases": {}
         if prediction.first
         else {
@@ -434,6 +455,7 @@ def _as_json(prediction: Prediction, band: dict[str, tuple[float, float]]) -> di
                 "roles": {role: dataclasses.asdict(of) for role, of in phase.roles.items()},
                 "bytes_sent": phase.bytes_sent,
                 "messages": phase.messages,
+                "rail_rows": phase.rail_rows,
             }
             for name, phase in prediction.phases.items()
         },

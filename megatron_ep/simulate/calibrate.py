@@ -66,11 +66,14 @@ def _figure(line: dict[str, str]) -> Figure:
             num_experts=int(line["experts"]),
             num_sms=int(line["num_sms"]),
             tuning=Tuning(
-                channels=int(line["channels"]) if line["channels"] else None, local_pass=line["local_pass"] == "on"
+                channels=int(line["channels"]) if line["channels"] else None,
+                local_pass={"on": True, "off": False, "": None}[line["local_pass"]],
             ),
         ),
+        mode=line["mode"],
         num_tokens=int(line["tokens"]),
         dtype=line["dtype"],
+        sum_at=line["sum_at"] or "token",
         maps_rail=True,
     )
     return Figure(case, line["phase"], float(line["us"]), line["set"] == "held", float(line["predicted"] or "nan"))
@@ -94,6 +97,15 @@ class Predictor:
                 phases[figure.case] = predict(figure.case, machine, choices=choices).phases
             errors.append(math.log(phases[figure.case][figure.phase].us / figure.us))
         return errors
+
+
+def held_out(figures: Sequence[Figure], errors: Sequence[float]) -> dict[str, dict[str, Any]]:
+    """By mode, the `summary` of the figures that were held out."""
+    by_mode: dict[str, list[float]] = {}
+    for figure, off in zip(figures, errors, strict=True):
+        if figure.is_held_out:
+            by_mode.setdefault(figure.case.mode, []).append(off)
+    return {mode: summary(found) for mode, found in by_mode.items()}
 
 
 def summary(errors: Sequence[float]) -> dict[str, Any]:
@@ -158,7 +170,8 @@ def write(file: Path, found: dict[str, Any]) -> None:
         return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"' if isinstance(value, str) else f"{value}"
 
     lines = [f"{name} = {text(value)}" for name, value in found.items() if not isinstance(value, dict)]
-    lines += ["", "[held_out]", *(f"{name} = {text(value)}" for name, value in found["held_out"].items())]
+    for mode, of in found["held_out"].items():
+        lines += ["", f"[held_out.{mode}]", *(f"{name} = {text(value)}" for name, value in of.items())]
     for name, entry in found["constants"].items():
         lines += ["", f"[constants.{name}]", *(f"{key} = {text(value)}" for key, value in entry.items())]
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -194,12 +207,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for figure, off in zip(figures, errors, strict=True):
         case, tuning = figure.case, figure.case.config.tuning
         what = f"{case.topology.nodes}x{case.topology.ranks_per_node}, {case.num_sms} SMs, T = {case.num_tokens}"
-        what += f", {tuning.channels or 'default'} channels, {case.dtype}, pass {'on' if tuning.local_pass else 'off'}"
+        if case.is_low_latency:
+            what += f", {case.dtype}, low latency, sums at {case.sum_at}"
+        else:
+            passes = "on" if tuning.local_pass else "off"
+            what += f", {tuning.channels or 'default'} channels, {case.dtype}, pass {passes}"
         kind = "held" if figure.is_held_out else "fit "
         print(f"{kind} {what}: {figure.phase} {figure.us:g} us, {math.expm1(off):+.1%}")
-    held = summary([off for figure, off in zip(figures, errors, strict=True) if figure.is_held_out])
-    print(f"held out: {held}")
-    found["held_out"] = held | {"measured": found["held_out"]["measured"]}
+    for mode, told in held_out(figures, errors).items():
+        print(f"held out, {mode}: {told}")
+        found["held_out"][mode] = told | {"measured": found["held_out"][mode]["measured"]}
     write(options.machine, found)
     predicted = [figure.us * math.exp(off) for figure, off in zip(figures, errors, strict=True)]
     write_predicted(options.measured, predicted)

@@ -8,7 +8,15 @@ from typing import Any
 from megatron_ep import _C
 from megatron_ep.backends import sizes
 from megatron_ep.backends.cuda import DEFAULT_SMS, MIN_STORES_PER_SM, CudaBackend
-from megatron_ep.config import MAX_NODE_RANKS, MAX_TOPK, Config, Topology, is_number, require_int
+from megatron_ep.config import (
+    MAX_LOW_LATENCY_TOKENS,
+    MAX_NODE_RANKS,
+    MAX_TOPK,
+    Config,
+    Topology,
+    is_number,
+    require_int,
+)
 from megatron_ep.normal.launches import NVL_BATCH, arrivals_of, pays_intra_rank_pass, sum_bytes_of
 from megatron_ep.simulate import routing
 
@@ -35,11 +43,14 @@ class Faults:
 
 @dataclass(frozen=True)
 class Case:
-    """A dispatch and a combine of the normal mode, a process a GPU.
+    """A dispatch and a combine, a process a GPU.
 
     config: as of a `Buffer`; what it leaves open is what a buffer takes.
+    mode: "normal", or "low-latency": both halves of a call in one launch, a `LowLatency` of as many tokens.
     num_tokens, hidden, topk: T, H and K.
-    dtype: of dispatch's rows, "bf16" or "fp8" with a scale for each 128 values; combine's are bf16.
+    dtype: of dispatch's rows, "bf16" or "fp8" with a scale for each 128 values; combine's are bf16. In the low-latency
+        mode rows of bf16 become fp8 on the way.
+    sum_at: of the low-latency mode's combine, "token" or "expert", see `LowLatency.combine`.
     routing: see `routing.draw`.
     images: M, how many nodes are simulated; the other ones do the same with all nodes shifted. It divides N. None: N,
         as it has to be with maps_rail.
@@ -51,10 +62,12 @@ class Case:
 
     topology: Topology
     config: Config
+    mode: str = "normal"
     num_tokens: int = 4096
     hidden: int = 7168
     topk: int = 8
     dtype: str = "bf16"
+    sum_at: str = "token"
     routing: str = "uniform"
     images: int | None = None
     maps_rail: bool = False
@@ -66,11 +79,17 @@ class Case:
     def __post_init__(self) -> None:
         self.config.check_ranks(self.topology)
         require_int("ranks_per_node", self.topology.ranks_per_node, 1, MAX_NODE_RANKS)
-        require_int("num_tokens", self.num_tokens, 1, MAX_TOKENS)
+        if self.mode not in ("normal", "low-latency"):
+            raise ValueError(f"mode is {self.mode!r}, must be normal or low-latency")
+        require_int("num_tokens", self.num_tokens, 1, MAX_LOW_LATENCY_TOKENS if self.is_low_latency else MAX_TOKENS)
         require_int("hidden", self.hidden, 8, MAX_HIDDEN)
         require_int("topk", self.topk, 1, min(MAX_TOPK, self.config.num_experts))
         if self.dtype not in ("bf16", "fp8"):
             raise ValueError(f"dtype is {self.dtype!r}, must be bf16 or fp8")
+        if self.sum_at not in ("token", "expert"):
+            raise ValueError(f"sum_at is {self.sum_at!r}, must be token or expert")
+        if self.sum_at == "expert" and not self.is_low_latency:
+            raise ValueError("sum_at is 'expert', which only mode low-latency has")
         if self.hidden % 8:
             raise ValueError(f"hidden is {self.hidden}, must be a multiple of 8")
         if self.images is not None and (self.images < 1 or self.topology.nodes % self.images):
@@ -97,6 +116,10 @@ class Case:
         require_int("num_sms", self.num_sms, 1, 1 << 10)
 
     @property
+    def is_low_latency(self) -> bool:
+        return self.mode == "low-latency"
+
+    @property
     def simulated_nodes(self) -> int:
         return self.images or self.topology.nodes
 
@@ -119,21 +142,64 @@ class Case:
             return self.hidden * BF16_BYTES, 0
         return self.hidden, -(-self.hidden // BLOCK) * SCALE_BYTES
 
+    @property
+    def combine_bytes(self) -> int:
+        """Of a row of combine, which has no scales."""
+        return self.hidden * BF16_BYTES
+
+    def row_format(self, payload_bytes: int, scale_bytes: int) -> _C.RowFormat:
+        return _C.RowFormat(
+            payload_bytes=payload_bytes, scale_bytes=scale_bytes, weight_bytes=4, topk=self.topk, payload_type=0
+        )
+
     def _rows(self, payload_bytes: int, scale_bytes: int) -> tuple[int, int, int]:
         """How many such rows an NVLink ring and a network ring hold, and the bytes of a slot."""
         heap = sizes.gpu_heap(self.topology, self.config, self.num_sms)
-        row = _C.RowFormat(
-            payload_bytes=payload_bytes, scale_bytes=scale_bytes, weight_bytes=4, topk=self.topk, payload_type=0
-        )
+        row = self.row_format(payload_bytes, scale_bytes)
         nvl, rdma = row.slots(heap.nvl_ring_bytes), row.slots(heap.rdma_ring_bytes)
         if not nvl or not rdma:
             raise ValueError(f"hidden is {self.hidden}, but no ring holds a row of {row.slot_bytes} bytes")
         return nvl, rdma, row.slot_bytes
 
-    def compiled_settings(self) -> dict[str, Any]:
+    def compiled_settings(self, traced_rank: int = -1) -> dict[str, Any]:
         """For the extension, but for the choices of experts."""
+        of_mode = self._low_latency_settings() if self.is_low_latency else self._normal_settings()
+        return {
+            "nodes": self.topology.nodes,
+            "ranks_per_node": self.topology.ranks_per_node,
+            "simulated_nodes": self.simulated_nodes,
+            "num_experts": self.config.num_experts,
+            "topk": self.topk,
+            "num_tokens": self.num_tokens,
+            "num_sms": self.num_sms,
+            "maps_rail": self.maps_rail,
+            "run": {
+                "timeout": 1e9 * self.timeout,
+                "slow_rank": self.faults.slow_rank,
+                "slow_speed": self.faults.slow_speed,
+                "lossy_rank": self.faults.lossy_rank,
+                "lost_signal": self.faults.lost_signal,
+                "late_rank": self.faults.late_rank,
+                "late_by": 1e3 * self.faults.late_us,
+                "traced_rank": traced_rank,
+                "seed": self.order_seed,
+            },
+            **of_mode,
+        }
+
+    def _low_latency_settings(self) -> dict[str, Any]:
         payload, scales = self.row_bytes
-        rows, bf16_bytes = self.num_tokens * self.topk, self.hidden * BF16_BYTES
+        return {
+            "payload_bytes": payload,
+            "scale_bytes": scales,
+            "combine_bytes": self.combine_bytes,
+            "quantizes": self.dtype == "fp8",
+            "sums_at_expert": self.sum_at == "expert",
+        }
+
+    def _normal_settings(self) -> dict[str, Any]:
+        payload, scales = self.row_bytes
+        rows, bf16_bytes = self.num_tokens * self.topk, self.combine_bytes
         nvl_rows, rdma_rows, slot_bytes = self._rows(payload, scales)
         combine_nvl_rows, _, combine_slot_bytes = self._rows(bf16_bytes, 0)
         arrived = round(rows * arrivals_of(self.topology.world_size, self.topk))
@@ -143,13 +209,6 @@ class Case:
         sums = pays_intra_rank_pass(self.topology, self.topk, rows, bf16_bytes, least)
         has_memory = sum_bytes_of(self.topology.world_size, self.topk, rows, arrived, bf16_bytes) > 0
         return {
-            "nodes": self.topology.nodes,
-            "ranks_per_node": self.topology.ranks_per_node,
-            "simulated_nodes": self.simulated_nodes,
-            "num_experts": self.config.num_experts,
-            "topk": self.topk,
-            "num_tokens": self.num_tokens,
-            "num_sms": self.num_sms,
             "channels": sizes.gpu_channels(self.topology, self.config, self.num_sms),
             "nvl_rows": nvl_rows,
             "rdma_rows": rdma_rows,
@@ -161,17 +220,8 @@ class Case:
             "slot_bytes": float(slot_bytes),
             "combine_bytes": float(bf16_bytes),
             "combine_slot_bytes": float(combine_slot_bytes),
-            "maps_rail": self.maps_rail,
             "permutes_apart": permutes if forced is None else forced,
             "sums_apart": (sums if forced is None else forced) and has_memory,
-            "timeout": 1e9 * self.timeout,
-            "slow_rank": self.faults.slow_rank,
-            "slow_speed": self.faults.slow_speed,
-            "lossy_rank": self.faults.lossy_rank,
-            "lost_signal": self.faults.lost_signal,
-            "late_rank": self.faults.late_rank,
-            "late_by": 1e3 * self.faults.late_us,
-            "seed": self.order_seed,
         }
 
     def choices(self) -> list[Any]:

@@ -36,6 +36,10 @@ ROLES = (
     "combine_nvl_sender",
     "combine_forwarder",
     "combine_receiver",
+    "low_latency_sender",
+    "low_latency_receiver",
+    "low_latency_combine_sender",
+    "low_latency_combine_receiver",
 )
 
 

@@ -60,11 +60,15 @@ class Track:
 class Phase:
     """Dispatch or combine.
 
+    rail_rows: of the simulated ranks, rows that cross the network.
+    peer_rows: likewise, rows that come to another rank: all in the normal mode, over NVLink in the low-latency mode.
     ends: us after which each simulated rank is done.
     busy: of the time, by server, of the rank where it is most.
     bytes_sent, row_bytes, messages: of all simulated network cards; those of rows without those of flags.
     """
 
+    rail_rows: int
+    peer_rows: int
     ends: list[float]
     roles: dict[str, Role]
     busy: dict[str, float]
@@ -99,8 +103,6 @@ class Prediction:
     incidents: of waits that ended badly, as of an `EPError`.
     first: who gave up first, and why; None: nobody.
     ended_in: in which phase that was, which has no time, as those behind it.
-    rail_rows: of the simulated ranks, rows that cross the network in a dispatch.
-    peer_rows: likewise, rows that come to another rank.
     """
 
     case: Case
@@ -109,8 +111,6 @@ class Prediction:
     incidents: list[dict[str, Any]]
     first: tuple[str, int] | None
     ended_in: str | None
-    rail_rows: int
-    peer_rows: int
 
 
 def predict(
@@ -128,33 +128,37 @@ def predict(
         nodes = case.topology.nodes
         raise ValueError(f"machine is {machine.name}, which has no network card, but the case has {nodes} nodes")
     ids: list[torch.Tensor] = case.choices() if choices is None else choices
-    transfers = _simulate.Transfers(
-        machine.compiled(),
-        traced_rank=trace_rank,
-        topk_idx=[each.data_ptr() for each in ids],
-        **case.compiled_settings(),
+    mode = (_simulate.LowLatency if case.is_low_latency else _simulate.Transfers)(
+        machine.compiled(), topk_idx=[each.data_ptr() for each in ids], **case.compiled_settings(trace_rank)
     )
     phases: dict[str, Phase] = {}
     ended_in = None
-    for name, run in (("notify", transfers.notify), ("dispatch", transfers.dispatch), ("combine", transfers.combine)):
+    for name in ("dispatch", "combine") if case.is_low_latency else ("notify", "dispatch", "combine"):
 
         def tell(rows: int, expected: int, name: str = name) -> None:
             if look is not None:
                 look(name, rows / expected if expected else 0)
 
-        found = _phase(run(tell))
-        if transfers.first_reason() is not None:
+        found = getattr(mode, name)(tell)
+        if mode.first_reason() is not None:
             ended_in = name
             break
-        if name != "notify":  # what its steps cost is not calibrated
-            phases[name] = found
-    incidents = [each for rank in range(case.simulated_ranks) for each in transfers.incidents(rank)]
-    first = transfers.first_reason()
-    return Prediction(case, machine, phases, incidents, first, ended_in, transfers.rail_rows, transfers.peer_rows)
+        if name == "notify":  # what its steps cost is not calibrated
+            continue
+        rows = (
+            mode.arrivals(name == "combine")
+            if isinstance(mode, _simulate.LowLatency)
+            else (mode.rail_rows, mode.peer_rows)
+        )
+        phases[name] = _phase(found, *rows)
+    incidents = [each for rank in range(case.simulated_ranks) for each in mode.incidents(rank)]
+    return Prediction(case, machine, phases, incidents, mode.first_reason(), ended_in)
 
 
-def _phase(found: dict[str, Any]) -> Phase:
+def _phase(found: dict[str, Any], rail_rows: int, peer_rows: int) -> Phase:
     return Phase(
+        rail_rows=rail_rows,
+        peer_rows=peer_rows,
         ends=[end / 1e3 for end in found["ends"]],
         roles={
             LOCAL_PASS if name == "launch" else name: Role(

@@ -37,6 +37,22 @@ def test_several_nodes_have_a_band_and_a_recommendation(capsys):
     assert " to " not in run(capsys, "2", "1", "--no-band").split("dispatch ")[1].split("\n")[0].split("waits")[0]
 
 
+def test_the_low_latency_mode(capsys, tmp_path):
+    files = {name: tmp_path / name for name in ("json", "trace", "svg")}
+    parts = (part for name, file in files.items() for part in (f"--{name}", str(file)))
+    said = run(capsys, "2", "2", "--mode", "low-latency", "--sum-at", "expert", "--dtype", "fp8", *parts)
+    assert "low-latency mode, 24 SMs, sums at the expert" in said and "of 8 figures" in said
+    assert "messages of a rank over the network: dispatch " in said
+    assert all(f"low_latency_{role}" in said for role in ("sender", "receiver", "combine_sender", "combine_receiver"))
+    [found] = json.loads(files["json"].read_text())
+    assert found["case"]["mode"] == "low-latency" and found["held_out"]["figures"] == 8
+    for phase in found["phases"].values():
+        assert 0 < phase["bytes_alone"] < phase["us"]["p50"] and phase["messages"] > phase["rail_rows"] > 0
+    assert json.loads(files["trace"].read_text())["traceEvents"]
+    texts = {text.text for text in ElementTree.parse(files["svg"]).iter("{http://www.w3.org/2000/svg}text")}
+    assert {"low_latency_sender", "low_latency_combine_receiver"} <= texts
+
+
 def test_files(capsys, tmp_path):
     files = {name: tmp_path / name for name in ("json", "trace", "timeline")}
     run(capsys, "2", "2", *(part for name, file in files.items() for part in (f"--{name}", str(file))))
@@ -136,6 +152,9 @@ def test_what_goes_wrong(capsys, tmp_path):
         (["2", "2", "--lost", "0:0"], "--lost is '0:0': signals are counted from 1"),
         (["2", "2", "--num-sms", "1", "--channels", "9"], "num_sms is 1, too few for 9 channels"),
         (["2", "2", "--num-sms", "8,16", "--svg", "x"], "--svg: of one case, or of one for each number of nodes"),
+        (["2", "2", "--mode", "low-latency", "--channels", "4"], "--channels: there is none in mode low-latency"),
+        (["2", "2", "--mode", "low"], "mode is 'low', must be normal or low-latency"),
+        (["2", "2", "--sum-at", "expert"], "sum_at is 'expert', which only mode low-latency has"),
         (["2,4", "2", "--trace", "x"], "--trace and --timeline: of one case"),
         (["1", "2", "--json", "/no/folder/x"], "--json /no/folder/x: No such file or directory"),
         (["2", "2", "--hidden", "-8"], "row_bytes is -16"),

@@ -61,14 +61,14 @@ Machine random_machine(std::mt19937_64& random) {
     Machine machine;
     machine.sms = 1 + random() % 4;
     for (double Machine::* constant :
-         {&Machine::step,       &Machine::ballot,        &Machine::poll,
-          &Machine::flag_store, &Machine::first_bytes,   &Machine::warp_copy,
-          &Machine::warp_sum,   &Machine::sm_store,      &Machine::sm_read,
-          &Machine::sm_sum,     &Machine::memory,        &Machine::own_write,
-          &Machine::peer_write, &Machine::own_flag,      &Machine::peer_flag,
-          &Machine::link,       &Machine::card,          &Machine::card_message,
-          &Machine::card_post,  &Machine::card_doorbell, &Machine::card_way,
-          &Machine::card_signal})
+         {&Machine::step,         &Machine::ballot,        &Machine::poll,
+          &Machine::flag_store,   &Machine::first_bytes,   &Machine::warp_copy,
+          &Machine::warp_sum,     &Machine::warp_quantize, &Machine::sm_store,
+          &Machine::sm_read,      &Machine::sm_sum,        &Machine::memory,
+          &Machine::own_write,    &Machine::peer_write,    &Machine::own_flag,
+          &Machine::peer_flag,    &Machine::link,          &Machine::card,
+          &Machine::card_message, &Machine::card_post,     &Machine::card_doorbell,
+          &Machine::card_way,     &Machine::card_signal})
         machine.*constant = any();
     machine.card_turn = random() % 2 ? any() : 0;
     return machine;

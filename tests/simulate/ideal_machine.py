@@ -3,7 +3,7 @@
 from megatron_ep import _simulate
 from megatron_ep.simulate import Machine
 
-RATES = {"warp_copy", "warp_sum", "sm_store", "sm_read", "sm_sum", "memory", "link", "card"}
+RATES = {"warp_copy", "warp_sum", "warp_quantize", "sm_store", "sm_read", "sm_sum", "memory", "link", "card"}
 
 
 def ideal(**constants: float) -> Machine:

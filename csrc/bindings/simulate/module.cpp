@@ -2,10 +2,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <type_traits>
 #include <utility>
 
 #include "bindings/incidents.h"
 #include "bindings/launch_args.h"
+#include "launch/virtual/low_latency.h"
 #include "launch/virtual/transfers.h"
 
 namespace py = pybind11;
@@ -22,6 +24,7 @@ constexpr std::pair<const char*, double Machine::*> kConstants[] = {
     {"first_bytes", &Machine::first_bytes},
     {"warp_copy", &Machine::warp_copy},
     {"warp_sum", &Machine::warp_sum},
+    {"warp_quantize", &Machine::warp_quantize},
     {"sm_store", &Machine::sm_store},
     {"sm_read", &Machine::sm_read},
     {"sm_sum", &Machine::sm_sum},
@@ -92,15 +95,15 @@ py::dict describe(const VirtualPhase& phase) {
     py::list tracks;
     for (const VirtualPhase::Track& track : phase.tracks) {
         py::list spans;
-        for (const WaitSpan& span : track.waits)
+        for (const WaitSpan& span : track.task.waits)
             spans.append(py::make_tuple(name_of_wait(static_cast<uint64_t>(span.wait)), span.begin,
                                         span.end));
         py::dict t;
-        t["role"] = name(track.role);
+        t["role"] = name(track.task.role);
         t["channel"] = track.channel;
         t["sm"] = track.sm;
-        t["begin"] = track.begin;
-        t["end"] = track.end;
+        t["begin"] = track.task.began;
+        t["end"] = track.task.ended;
         t["waits"] = spans;
         tracks.append(t);
     }
@@ -123,6 +126,56 @@ py::dict run(const Look& look, Run&& phase) {
     return describe(done);
 }
 
+// What the cases of all modes have.
+void set_case(VirtualCase& c, int nodes, int ranks_per_node, int simulated_nodes, int num_experts,
+              int topk, int num_tokens, int num_sms, bool maps_rail, const py::dict& differences) {
+    c.topology = {nodes, ranks_per_node};
+    c.simulated_nodes = simulated_nodes;
+    c.num_experts = num_experts;
+    c.topk = topk;
+    c.num_tokens = num_tokens;
+    c.num_sms = num_sms;
+    c.maps_rail = maps_rail;
+    const auto set = [&](auto& value, const char* name) {
+        value = differences[name].cast<std::remove_reference_t<decltype(value)>>();
+    };
+    set(c.timeout, "timeout");
+    set(c.faults.slow_rank, "slow_rank");
+    set(c.faults.slow_speed, "slow_speed");
+    set(c.faults.lossy_rank, "lossy_rank");
+    set(c.faults.lost_signal, "lost_signal");
+    set(c.differences.late_rank, "late_rank");
+    set(c.differences.late_by, "late_by");
+    set(c.differences.traced_rank, "traced_rank");
+    set(c.seed, "seed");
+}
+
+std::vector<const int32_t*> ids_of(const std::vector<Address>& topk_idx) {
+    std::vector<const int32_t*> ids;
+    for (const Address address : topk_idx) ids.push_back(at<int32_t>(address));
+    return ids;
+}
+
+// A phase and what it may end in, which all modes have.
+template <class Mode>
+void add_phase(py::class_<Mode>& mode, const char* name, VirtualPhase (Mode::*phase)(const Look&)) {
+    mode.def(
+        name,
+        [phase](Mode& m, const Look& look) {
+            return run(look, [&](auto&& l) { return (m.*phase)(l); });
+        },
+        py::arg("look") = py::none());
+}
+template <class Mode>
+void add_failures(py::class_<Mode>& mode) {
+    mode.def(
+            "first_reason", [](const Mode& m) { return first_reason(m.control(0).abort); },
+            "Who gave up first, and why; None: nobody did.")
+        .def(
+            "incidents", [](const Mode& m, int rank) { return incidents_of(m.control(rank)); },
+            py::arg("rank"));
+}
+
 }  // namespace
 }  // namespace ep
 
@@ -136,25 +189,21 @@ PYBIND11_MODULE(_simulate, m) {
     py::class_<Machine>(m, "Machine", "How long things take: see csrc/exec/virtual/machine.h.")
         .def(py::init(&machine_of), py::kw_only(), py::arg("sms"), py::arg("constants"));
 
-    py::class_<VirtualTransfers>(m, "Transfers",
-                                 "The normal mode in virtual time: see launch/virtual/transfers.h. "
-                                 "topk_idx: addresses of int32 [T, K], of each simulated rank.")
+    py::class_<VirtualTransfers> transfers(
+        m, "Transfers",
+        "The normal mode in virtual time: see launch/virtual/transfers.h. topk_idx: addresses of "
+        "int32 [T, K], of each simulated rank. run: timeout, faults, differences, seed.");
+    transfers
         .def(py::init([](const Machine& machine, int nodes, int ranks_per_node, int simulated_nodes,
-                         int num_experts, int topk, int num_tokens, int num_sms, int channels,
-                         int nvl_rows, int rdma_rows, int nvl_batch, int rdma_chunk, int slot_ratio,
-                         double payload_bytes, double scale_bytes, double slot_bytes,
-                         double combine_bytes, double combine_slot_bytes, bool maps_rail,
-                         bool permutes_apart, bool sums_apart, double timeout, int slow_rank,
-                         double slow_speed, int lossy_rank, uint64_t lost_signal, int late_rank,
-                         double late_by, uint64_t seed, int traced_rank,
+                         int num_experts, int topk, int num_tokens, int num_sms, bool maps_rail,
+                         const py::dict& run, int channels, int nvl_rows, int rdma_rows,
+                         int nvl_batch, int rdma_chunk, int slot_ratio, double payload_bytes,
+                         double scale_bytes, double slot_bytes, double combine_bytes,
+                         double combine_slot_bytes, bool permutes_apart, bool sums_apart,
                          const std::vector<Address>& topk_idx) {
                  VirtualSettings s;
-                 s.topology = {nodes, ranks_per_node};
-                 s.simulated_nodes = simulated_nodes;
-                 s.num_experts = num_experts;
-                 s.topk = topk;
-                 s.num_tokens = num_tokens;
-                 s.num_sms = num_sms;
+                 set_case(s, nodes, ranks_per_node, simulated_nodes, num_experts, topk, num_tokens,
+                          num_sms, maps_rail, run);
                  s.channels = channels;
                  s.nvl_rows = nvl_rows;
                  s.rdma_rows = rdma_rows;
@@ -166,55 +215,61 @@ PYBIND11_MODULE(_simulate, m) {
                  s.combine_bytes = combine_bytes;
                  s.combine_slot_bytes = combine_slot_bytes;
                  s.scale_bytes = scale_bytes;
-                 s.maps_rail = maps_rail;
                  s.permutes_apart = permutes_apart;
                  s.sums_apart = sums_apart;
-                 s.timeout = timeout;
-                 s.faults = {slow_rank, slow_speed, lossy_rank, lost_signal};
-                 s.differences = {late_rank, late_by, traced_rank};
-                 s.seed = seed;
-                 std::vector<const int32_t*> ids;
-                 for (const Address address : topk_idx) ids.push_back(at<int32_t>(address));
-                 return std::make_unique<VirtualTransfers>(machine, s, ids);
+                 return std::make_unique<VirtualTransfers>(machine, s, ids_of(topk_idx));
              }),
              py::arg("machine"), py::kw_only(), py::arg("nodes"), py::arg("ranks_per_node"),
              py::arg("simulated_nodes"), py::arg("num_experts"), py::arg("topk"),
-             py::arg("num_tokens"), py::arg("num_sms"), py::arg("channels"), py::arg("nvl_rows"),
-             py::arg("rdma_rows"), py::arg("nvl_batch"), py::arg("rdma_chunk"),
-             py::arg("slot_ratio"), py::arg("payload_bytes"), py::arg("scale_bytes"),
-             py::arg("slot_bytes"), py::arg("combine_bytes"), py::arg("combine_slot_bytes"),
-             py::arg("maps_rail"), py::arg("permutes_apart"), py::arg("sums_apart"),
-             py::arg("timeout"), py::arg("slow_rank"), py::arg("slow_speed"), py::arg("lossy_rank"),
-             py::arg("lost_signal"), py::arg("late_rank"), py::arg("late_by"), py::arg("seed"),
-             py::arg("traced_rank"), py::arg("topk_idx"))
-        .def(
-            "notify",
-            [](VirtualTransfers& t, const Look& look) {
-                return run(look, [&](auto&& l) { return t.notify(l); });
-            },
-            py::arg("look") = py::none())
-        .def(
-            "dispatch",
-            [](VirtualTransfers& t, const Look& look) {
-                return run(look, [&](auto&& l) { return t.dispatch(l); });
-            },
-            py::arg("look") = py::none())
-        .def(
-            "combine",
-            [](VirtualTransfers& t, const Look& look) {
-                return run(look, [&](auto&& l) { return t.combine(l); });
-            },
-            py::arg("look") = py::none())
-        .def(
-            "first_reason",
-            [](const VirtualTransfers& t) { return first_reason(t.control(0).abort); },
-            "Who gave up first, and why; None: nobody did.")
-        .def(
-            "incidents",
-            [](const VirtualTransfers& t, int rank) { return incidents_of(t.control(rank)); },
-            py::arg("rank"))
+             py::arg("num_tokens"), py::arg("num_sms"), py::arg("maps_rail"), py::arg("run"),
+             py::arg("channels"), py::arg("nvl_rows"), py::arg("rdma_rows"), py::arg("nvl_batch"),
+             py::arg("rdma_chunk"), py::arg("slot_ratio"), py::arg("payload_bytes"),
+             py::arg("scale_bytes"), py::arg("slot_bytes"), py::arg("combine_bytes"),
+             py::arg("combine_slot_bytes"), py::arg("permutes_apart"), py::arg("sums_apart"),
+             py::arg("topk_idx"))
         .def_property_readonly("rail_rows", &VirtualTransfers::rail_rows,
                                "Rows that cross the network in a dispatch of the simulated ranks.")
         .def_property_readonly("peer_rows", &VirtualTransfers::peer_rows,
                                "Rows that arrive at another rank than they come from.");
+    add_phase(transfers, "notify", &VirtualTransfers::notify);
+    add_phase(transfers, "dispatch", &VirtualTransfers::dispatch);
+    add_phase(transfers, "combine", &VirtualTransfers::combine);
+    add_failures(transfers);
+
+    py::class_<VirtualLowLatency> low_latency(
+        m, "LowLatency",
+        "The low-latency mode in virtual time: see launch/virtual/low_latency.h; the rest as of "
+        "Transfers.");
+    low_latency
+        .def(
+            py::init([](const Machine& machine, int nodes, int ranks_per_node, int simulated_nodes,
+                        int num_experts, int topk, int num_tokens, int num_sms, bool maps_rail,
+                        const py::dict& run, int payload_bytes, int scale_bytes, int combine_bytes,
+                        bool quantizes, bool sums_at_expert, const std::vector<Address>& topk_idx) {
+                VirtualLowLatencySettings s;
+                set_case(s, nodes, ranks_per_node, simulated_nodes, num_experts, topk, num_tokens,
+                         num_sms, maps_rail, run);
+                s.payload_bytes = payload_bytes;
+                s.scale_bytes = scale_bytes;
+                s.combine_bytes = combine_bytes;
+                s.quantizes = quantizes;
+                s.sums_at_expert = sums_at_expert;
+                return std::make_unique<VirtualLowLatency>(machine, s, ids_of(topk_idx));
+            }),
+            py::arg("machine"), py::kw_only(), py::arg("nodes"), py::arg("ranks_per_node"),
+            py::arg("simulated_nodes"), py::arg("num_experts"), py::arg("topk"),
+            py::arg("num_tokens"), py::arg("num_sms"), py::arg("maps_rail"), py::arg("run"),
+            py::arg("payload_bytes"), py::arg("scale_bytes"), py::arg("combine_bytes"),
+            py::arg("quantizes"), py::arg("sums_at_expert"), py::arg("topk_idx"))
+        .def(
+            "arrivals",
+            [](const VirtualLowLatency& l, bool combine) {
+                const VirtualLowLatency::Arrivals all = combine ? l.of_combine() : l.of_dispatch();
+                return py::make_tuple(all.over_network, all.over_links);
+            },
+            py::arg("combine"),
+            "Rows that come to the simulated ranks over the network, and over NVLink.");
+    add_phase(low_latency, "dispatch", &VirtualLowLatency::dispatch);
+    add_phase(low_latency, "combine", &VirtualLowLatency::combine);
+    add_failures(low_latency);
 }

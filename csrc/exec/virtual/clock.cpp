@@ -24,7 +24,7 @@ VirtualClock::Event VirtualClock::take_first() {
 
 void VirtualClock::spawn(VirtualFiber& fiber, std::function<void()> body) {
     fiber.body = std::move(body);
-    fiber.begun = fiber.launched = fiber.time;
+    fiber.begun = fiber.task.began = fiber.time;
     fibers_.push_back(&fiber);
     resume_at(fiber.time, fiber);
 }

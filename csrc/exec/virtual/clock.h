@@ -7,6 +7,7 @@
 #include <memory>
 #include <random>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "core/incident.h"
@@ -23,19 +24,33 @@ struct WaitSpan {
     double begin, end;
 };
 
-// A warp in virtual time: where it runs, how far it has come, and how long it has waited.
-struct VirtualFiber {
-    int rank = 0, sm = 0;
+// What a warp did as one role, in ns.
+struct VirtualTask {
     Role role = Role::Launch;
-    int channel = 0;
+    double began = 0, ended = 0;
+    double copied = 0;  // time spent in copies and sums
+    std::array<double, kWaits> waited{};
+    std::vector<WaitSpan> waits;  // of a warp that is traced
+};
+
+// A warp in virtual time: where it runs, how far it has come, and what it did.
+struct VirtualFiber {
+    int rank = 0, sm = 0, channel = 0;
+    bool is_traced = false;
     double time = 0;         // ns; what it does next happens no earlier
-    double launched = 0;     // when it began
-    double begun = 0;        // likewise, or its half
+    double begun = 0;        // when it began, or its half
     double writes_done = 0;  // when all that it stored has been written
     double row_begun = 0;    // when it began to read its next row
-    double copied = 0;       // time spent in copies and sums
-    std::array<double, kWaits> waited{};
-    std::vector<WaitSpan>* spans = nullptr;  // where its waits are noted
+    VirtualTask task;        // that it is at
+    std::vector<VirtualTask> earlier;
+
+    void begin_task(Role role) {
+        task.ended = time;
+        earlier.push_back(std::move(task));
+        task = {};
+        task.role = role;
+        task.began = time;
+    }
 
   private:
     friend class VirtualClock;

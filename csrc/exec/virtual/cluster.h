@@ -46,10 +46,12 @@ struct VirtualCluster {
     Machine machine;
     VirtualClock clock;
     std::vector<VirtualGpu> gpus;
-    std::vector<char*> heaps;  // of each rank
+    std::vector<char*> heaps;             // of each rank
+    std::vector<ControlBlock*> controls;  // likewise: where the heaps begin, unless told otherwise
     size_t heap_bytes;
     RowSize row;
-    bool sums_rows = false;  // else a sum is a copy of its first row: nobody reads it
+    bool rows_have_bytes = true;  // else they only take their time: nobody reads them
+    bool sums_rows = false;       // else a sum is a copy of its first row, likewise
     double timeout = kNever;
     uint64_t call = 0;
     uint64_t rows_moved = 0;  // copies and sums, so far
@@ -60,8 +62,10 @@ struct VirtualCluster {
           gpus(memory.size()),
           heaps(std::move(memory)),
           heap_bytes(bytes) {
-        for (size_t rank = 0; rank < heaps.size(); ++rank)
+        for (size_t rank = 0; rank < heaps.size(); ++rank) {
+            controls.push_back(reinterpret_cast<ControlBlock*>(heaps[rank]));
             by_address_.emplace_back(heaps[rank], static_cast<int>(rank));
+        }
         std::sort(by_address_.begin(), by_address_.end());
         reset_servers();
     }
@@ -76,7 +80,7 @@ struct VirtualCluster {
         const auto& [first, rank] = *(after - 1);
         return byte < first + heap_bytes ? rank : -1;
     }
-    ControlBlock& control(int rank) const { return *reinterpret_cast<ControlBlock*>(heaps[rank]); }
+    ControlBlock& control(int rank) const { return *controls[rank]; }
 
     void reset_servers() {
         for (VirtualGpu& gpu : gpus) {

@@ -8,14 +8,15 @@ struct Machine {
     int sms = 0;  // of a GPU
 
     // A warp
-    double step = 0;         // one step of the lanes
-    double ballot = 0;       // a ballot, or another exchange between lanes
-    double poll = 0;         // one look at a flag; several that a lane makes follow each other
-    double gather = 0;       // eight loads that a lane makes one after the other
-    double flag_store = 0;   // until the warp goes on
-    double first_bytes = 0;  // of a row that is read, until they are there
-    double warp_copy = 0;    // GB/s
-    double warp_sum = 0;     // GB/s, of all rows of a sum
+    double step = 0;           // one step of the lanes
+    double ballot = 0;         // a ballot, or another exchange between lanes
+    double poll = 0;           // one look at a flag; several that a lane makes follow each other
+    double gather = 0;         // eight loads that a lane makes one after the other
+    double flag_store = 0;     // until the warp goes on
+    double first_bytes = 0;    // of a row that is read, until they are there
+    double warp_copy = 0;      // GB/s
+    double warp_sum = 0;       // GB/s, of all rows of a sum
+    double warp_quantize = 0;  // GB/s, of bf16 that becomes fp8
 
     // An SM, a GPU
     double sm_store = 0, sm_read = 0, sm_sum = 0;  // GB/s

@@ -19,7 +19,7 @@ class VirtualWarp : public SerialLanes {
 
     VirtualWarp(VirtualCluster& cluster, VirtualFiber& fiber, Role role, int channel)
         : cluster_(cluster), machine_(cluster.machine), clock_(cluster.clock), fiber_(fiber) {
-        fiber.role = role;
+        fiber.task.role = role;
         fiber.channel = channel;
     }
 
@@ -99,7 +99,7 @@ class VirtualWarp : public SerialLanes {
     uint64_t age() const { return static_cast<uint64_t>(fiber_.time - fiber_.begun); }
 
     void begin_half(Role role) {
-        fiber_.role = role;
+        fiber_.begin_task(role);
         fiber_.begun = fiber_.time;
     }
 
@@ -112,7 +112,7 @@ class VirtualWarp : public SerialLanes {
 
     template <CacheHint>
     void copy(void* dst, const void* src, size_t bytes) {
-        std::memcpy(dst, src, bytes);
+        if (cluster_.rows_have_bytes) std::memcpy(dst, src, bytes);
         move(&dst, 1, bytes, bytes);
     }
 
@@ -121,7 +121,7 @@ class VirtualWarp : public SerialLanes {
         void* to[32];
         int count = 0;
         for_each_lane(mask, [&](int lane) {
-            std::memcpy(dsts[lane], src, bytes);
+            if (cluster_.rows_have_bytes) std::memcpy(dsts[lane], src, bytes);
             to[count++] = dsts[lane];
         });
         move(to, count, bytes, bytes);
@@ -140,6 +140,7 @@ class VirtualWarp : public SerialLanes {
 
     template <class T, CacheHint>
     void sum(void* dst, const PerLane<const void*>& srcs, uint32_t mask, size_t count) {
+        if (!cluster_.rows_have_bytes) return add(dst, popcount(mask), count * sizeof(T));
         if (cluster_.sums_rows || !mask) {
             const T* rows[32];
             const int num_rows = gather(rows, srcs, mask);
@@ -153,6 +154,7 @@ class VirtualWarp : public SerialLanes {
     template <class T, CacheHint>
     void weighted_sum(void* dst, const PerLane<const void*>& srcs,
                       const PerLane<Accumulator<T>>& weights, uint32_t mask, size_t count) {
+        if (!cluster_.rows_have_bytes) return add(dst, popcount(mask), count * sizeof(T));
         const T* rows[32];
         Accumulator<T> row_weights[32];
         const int num_rows = gather(rows, srcs, mask);
@@ -168,15 +170,16 @@ class VirtualWarp : public SerialLanes {
         int rows = 0;
         for_each_lane(mask, [&](int lane) {
             auto* dst = static_cast<uint8_t*>(to[rows++] = dsts[lane]);
+            if (!cluster_.rows_have_bytes) return;
             quantize_row(dst, reinterpret_cast<char*>(dst) + scales_at,
                          static_cast<const BFloat16*>(src), count, format);
         });
-        move(to, rows, count + scales, count * sizeof(BFloat16));
+        move(to, rows, count + scales, count * sizeof(BFloat16), machine_.warp_quantize);
     }
 
     void zero(void* dst, size_t bytes) {
         if (!bytes) return;
-        std::memset(dst, 0, bytes);
+        if (cluster_.rows_have_bytes) std::memset(dst, 0, bytes);
         move(&dst, 1, bytes, 0);
     }
 
@@ -270,8 +273,8 @@ class VirtualWarp : public SerialLanes {
         bool has_slept = false;
         auto ended = [&](Waited how) {
             if (has_slept) {
-                fiber_.waited[static_cast<int>(wait)] += fiber_.time - began;
-                if (fiber_.spans) fiber_.spans->push_back({wait, began, fiber_.time});
+                fiber_.task.waited[static_cast<int>(wait)] += fiber_.time - began;
+                if (fiber_.is_traced) fiber_.task.waits.push_back({wait, began, fiber_.time});
             }
             return how;
         };
@@ -310,9 +313,9 @@ class VirtualWarp : public SerialLanes {
         ControlBlock& control = cluster_.control(fiber_.rank);
         const uint64_t index = control.incident_count++;
         if (index >= ControlBlock::kMaxIncidents) return;
-        control.incidents[index] = {outcome,       fiber_.role,    wait,
-                                    fiber_.rank,   fiber_.channel, need.peer,
-                                    need.observed, need.required,  cluster_.call};
+        control.incidents[index] = {outcome,       fiber_.task.role, wait,
+                                    fiber_.rank,   fiber_.channel,   need.peer,
+                                    need.observed, need.required,    cluster_.call};
         control.complete[index] = 1;
     }
 
@@ -347,6 +350,10 @@ class VirtualWarp : public SerialLanes {
     // Takes the time of a row's way: the warp's own pace, that of its SM, of memories and of the
     // link, whichever is slowest. Reads so many bytes once, and stores so many to each destination.
     void move(void* const* dsts, int count, size_t stored, size_t read) {
+        move(dsts, count, stored, read, machine_.warp_copy);
+    }
+    // pace: of the warp.
+    void move(void* const* dsts, int count, size_t stored, size_t read, double pace) {
         if (!count) return;
         clock_.catch_up(fiber_);
         ++cluster_.rows_moved;
@@ -356,9 +363,9 @@ class VirtualWarp : public SerialLanes {
             std::max(began, std::min(fiber_.row_begun, began) + machine_.first_bytes);
         VirtualGpu& gpu = cluster_.gpus[fiber_.rank];
         const double sm = count * to_store / machine_.sm_store + to_read / machine_.sm_read;
-        double end = std::max({there + std::max(to_store, to_read) / machine_.warp_copy,
-                               gpu.sms[fiber_.sm].use(began, sm),
-                               gpu.memory.use(began, to_read / machine_.memory)});
+        double end =
+            std::max({there + std::max(to_store, to_read) / pace, gpu.sms[fiber_.sm].use(began, sm),
+                      gpu.memory.use(began, to_read / machine_.memory)});
         for (int i = 0; i < count; ++i) end = std::max(end, reach(dsts[i], to_store, began, end));
         finish_row(began, end);
     }
@@ -375,9 +382,9 @@ class VirtualWarp : public SerialLanes {
         const double began = fiber_.time, row = cluster_.row.real(bytes), all = rows * row;
         VirtualGpu& gpu = cluster_.gpus[fiber_.rank];
         const double sm = all / machine_.sm_sum + row / machine_.sm_store;
-        const double end =
-            std::max({began + all / machine_.warp_sum, gpu.sms[fiber_.sm].use(began, sm),
-                      gpu.memory.use(began, all / machine_.memory)});
+        const double end = std::max({began + machine_.first_bytes + all / machine_.warp_sum,
+                                     gpu.sms[fiber_.sm].use(began, sm),
+                                     gpu.memory.use(began, all / machine_.memory)});
         finish_row(began, std::max(end, reach(dst, row, began, end)));
     }
 
@@ -401,7 +408,7 @@ class VirtualWarp : public SerialLanes {
     }
 
     void finish_row(double began, double end) {
-        fiber_.copied += end - began;
+        fiber_.task.copied += end - began;
         fiber_.time = fiber_.row_begun = end;
     }
 

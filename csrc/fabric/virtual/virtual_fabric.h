@@ -8,6 +8,7 @@
 #include "exec/virtual/virtual_warp.h"
 #include "fabric/fabric.h"
 #include "fabric/virtual/card.h"
+#include "fabric/virtual/images.h"
 
 namespace ep {
 
@@ -19,13 +20,10 @@ struct NodeImages {
     RowFormat format;
 };
 
-// In virtual time: stores within a node, between nodes stores too (kMapped), or network cards.
-//
-// Of N nodes the first M may stand for all, where M divides N: node n is the image of node n mod M,
-// and does what that one does, with all nodes shifted alike. What a node puts to an image goes to
-// the node that it is an image of, as if it came from where the image sees it come from: into that
-// ring, with experts shifted as well. That permutes rings and nodes. How many rows each carries, in
-// which order and with which credit stays exactly as with all nodes.
+// In virtual time: stores within a node, between nodes stores too (kMapped), or network cards. What
+// is put to an image of a node goes into another ring of that one (images.h). That permutes rings
+// and nodes. How many rows each carries, in which order and with which credit stays exactly as with
+// all nodes.
 template <bool kMapped>
 class VirtualFabric {
   public:
@@ -80,7 +78,7 @@ class VirtualFabric {
                        (is_rows ? image.rings * static_cast<long>(heap.rdma_ring_bytes)
                                 : image.shift * static_cast<long>(heap.node_block_bytes()));
             std::memcpy(to, own<char>(src), bytes);
-            if (is_rows && image.node != node) shift_experts(to, bytes, image.node - node);
+            if (is_rows && image.node != node) shift_rows(to, bytes, image.node - node);
             const auto rows = static_cast<double>(bytes / images_.format.slot_bytes());
             post(warp, channel, image.node, node,
                  is_rows ? rows * cluster_.row.real_slot : static_cast<double>(bytes));
@@ -106,17 +104,16 @@ class VirtualFabric {
 
   private:
     // The node that stands for another one; by how many nodes, and rings, the source is shifted
-    // there.
+    // there, see images.h.
     struct Image {
         int node;
         long shift, rings;
     };
     Image image_of(int node) const {
-        const int from = topology_.node_of(rank_), nodes = topology_.nodes;
-        const int to = node % images_.simulated;
-        const int seen_from = ((to - (node - from)) % nodes + nodes) % nodes;
-        const auto ring = [](int source, int owner) { return source - (source > owner); };
-        return {to, seen_from - from, ring(seen_from, to) - ring(from, node)};
+        const int from = topology_.node_of(rank_);
+        const auto [to, shift] = NodeImage::of(topology_, images_.simulated, from, node);
+        const auto ring = [](long source, int owner) { return source - (source > owner); };
+        return {to, shift, ring(from + shift, to) - ring(from, node)};
     }
 
     template <class T>
@@ -127,13 +124,10 @@ class VirtualFabric {
         return cluster_.heaps[topology_.rank(image.node, topology_.local_of(rank_))];
     }
 
-    void shift_experts(char* rows, size_t bytes, int nodes) const {
-        const int all = images_.heap.num_experts, by = nodes * (all / topology_.nodes);
+    void shift_rows(char* rows, size_t bytes, int nodes) const {
         for (size_t row = 0; row < bytes; row += images_.format.slot_bytes()) {
-            auto* experts = reinterpret_cast<int32_t*>(rows + row + images_.format.experts());
-            for (int k = 0; k < images_.format.topk; ++k) {
-                if (experts[k] >= 0) experts[k] = ((experts[k] + by) % all + all) % all;
-            }
+            shift_experts(reinterpret_cast<int32_t*>(rows + row + images_.format.experts()),
+                          images_.format.topk, nodes, images_.heap.num_experts, topology_);
         }
     }
 

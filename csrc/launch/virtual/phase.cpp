@@ -22,8 +22,14 @@ void VirtualPhase::append(const VirtualPhase& behind, double between) {
     switches += behind.switches;
 }
 
+std::vector<char*> heaps_in(char* memory, size_t bytes, int ranks) {
+    std::vector<char*> heaps;
+    for (int rank = 0; rank < ranks; ++rank) heaps.push_back(memory + rank * bytes);
+    return heaps;
+}
+
 VirtualLaunch::VirtualLaunch(VirtualCluster& cluster, VirtualCards& cards, int sms,
-                             const Differences& differences)
+                             const VirtualDifferences& differences)
     : cluster_(cluster), cards_(cards), sms_(sms), differences_(differences) {
     cluster.reset_servers();
 }
@@ -34,7 +40,7 @@ void VirtualLaunch::add(int rank, int sm, Body body) {
     fiber.sm = sm;
     fiber.time = cluster_.machine.launch;
     if (rank == differences_.late_rank) fiber.time += differences_.late_by;
-    if (rank == differences_.traced_rank) fiber.spans = &spans_.emplace_back();
+    fiber.is_traced = rank == differences_.traced_rank;
     cluster_.clock.spawn(fiber, [body = std::move(body), &fiber] { body(fiber); });
 }
 
@@ -57,19 +63,22 @@ VirtualPhase VirtualLaunch::run(const Look& look, uint64_t expected_rows) {
     return phase;
 }
 
-VirtualPhase VirtualLaunch::result() const {
+VirtualPhase VirtualLaunch::result() {
     VirtualPhase phase;
     phase.ends.resize(cluster_.gpus.size());
-    for (const VirtualFiber& fiber : fibers_) {
-        phase.ends[fiber.rank] = std::max(phase.ends[fiber.rank], fiber.time);
-        VirtualPhase::OfRole& role = phase.roles[static_cast<int>(fiber.role)];
+    const auto add = [&](const VirtualFiber& fiber, const VirtualTask& task) {
+        VirtualPhase::OfRole& role = phase.roles[static_cast<int>(task.role)];
         ++role.warps;
-        role.time += fiber.time - fiber.launched;
-        role.copied += fiber.copied;
-        for (int wait = 0; wait < kWaits; ++wait) role.waited[wait] += fiber.waited[wait];
-        if (fiber.spans)
-            phase.tracks.push_back(
-                {fiber.role, fiber.channel, fiber.sm, fiber.launched, fiber.time, *fiber.spans});
+        role.time += task.ended - task.began;
+        role.copied += task.copied;
+        for (int wait = 0; wait < kWaits; ++wait) role.waited[wait] += task.waited[wait];
+        if (fiber.is_traced) phase.tracks.push_back({fiber.channel, fiber.sm, task});
+    };
+    for (VirtualFiber& fiber : fibers_) {
+        phase.ends[fiber.rank] = std::max(phase.ends[fiber.rank], fiber.time);
+        fiber.task.ended = fiber.time;
+        for (const VirtualTask& task : fiber.earlier) add(fiber, task);
+        add(fiber, fiber.task);
     }
     const double end = *std::max_element(phase.ends.begin(), phase.ends.end());
     const auto busiest = [&](double& share, double busy) { share = std::max(share, busy / end); };

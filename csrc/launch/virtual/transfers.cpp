@@ -26,8 +26,6 @@ struct Share {
     uint64_t meetings = 0;  // of notify's warps
 };
 
-int warps_of_blocks(int blocks) { return blocks * kBlockWarps; }
-
 }  // namespace
 
 struct VirtualTransfers::State {
@@ -57,22 +55,14 @@ struct VirtualTransfers::State {
         const size_t slot = format_of(s).slot_bytes();
         return {s.topology, s.num_experts, s.channels, s.nvl_rows * slot, s.rdma_rows * slot};
     }
-    static int ranks_of(const VirtualSettings& s) {
-        return s.simulated_nodes * s.topology.ranks_per_node;
-    }
-    static std::vector<char*> heaps_in(const Segment& memory, size_t bytes, int ranks) {
-        std::vector<char*> heaps;
-        for (int rank = 0; rank < ranks; ++rank) heaps.push_back(memory.data() + rank * bytes);
-        return heaps;
-    }
 
     State(const Machine& machine, const VirtualSettings& s)
         : settings(s),
           topology(s.topology),
-          ranks(ranks_of(s)),
+          ranks(s.ranks()),
           images{s.simulated_nodes, heap_of(s), format_of(s)},
           memory(Segment::anonymous(images.heap.bytes() * ranks)),
-          cluster(machine, heaps_in(memory, images.heap.bytes(), ranks), images.heap.bytes(),
+          cluster(machine, heaps_in(memory.data(), images.heap.bytes(), ranks), images.heap.bytes(),
                   s.seed),
           cards(cluster, s.faults),
           shares(ranks) {
@@ -110,14 +100,6 @@ struct VirtualTransfers::State {
 };
 
 namespace {
-
-// Each warp of the blocks of a launch.
-template <class F>
-void for_warps(int blocks, F&& f) {
-    for (int block = 0; block < blocks; ++block) {
-        for (int warp = 0; warp < kBlockWarps; ++warp) f(block, warp);
-    }
-}
 
 // Those of a launch of the exchange: each has a role of a channel.
 template <class Roles, class F>
@@ -347,7 +329,7 @@ VirtualPhase VirtualTransfers::dispatch(const Look& look) {
                                       number % roles.warps());
                 });
                 if (has_intra_rank_pass(args)) return;
-                VirtualWarp warp(s.cluster, fiber, fiber.role, channel);
+                VirtualWarp warp(s.cluster, fiber, fiber.task.role, channel);
                 clear_unfilled(warp, args, number, all);
             });
         });

@@ -10,24 +10,16 @@
 
 namespace ep {
 
-// What is simulated. Rows and SMs are those of one rank.
-struct VirtualSettings {
-    Topology topology;
-    int simulated_nodes;  // the others are images of these, see VirtualFabric
-    int num_experts, topk, num_tokens;
-    int num_sms, channels;
+// What is simulated of the normal mode. Rows are those of one rank.
+struct VirtualSettings : VirtualCase {
+    int channels;
     int nvl_rows, rdma_rows;                          // of a ring, powers of two
     int nvl_batch, rdma_chunk;                        // see TransferArgs
     int slot_ratio = 1;                               // of a slot of combine, to one of dispatch
     double payload_bytes, scale_bytes;                // of a real row of dispatch
     double slot_bytes;                                // of it on the wire
     double combine_bytes, combine_slot_bytes;         // of combine, whose rows have no scales
-    bool maps_rail = false;                           // nodes reach each other's memory
     bool permutes_apart = false, sums_apart = false;  // dispatch's and combine's intra-rank pass
-    double timeout = 10e9;                            // ns
-    VirtualCards::Faults faults;
-    VirtualLaunch::Differences differences;
-    uint64_t seed = 0;  // of the order of what happens at the same time; 0: as announced
 };
 
 // The normal mode in virtual time: the roles of all ranks, as a GPU's launches distribute them over

@@ -1,0 +1,153 @@
+#pragma once
+
+#include <cstring>
+
+#include "core/low_latency_heap.h"
+#include "core/row.h"
+#include "exec/virtual/virtual_warp.h"
+#include "fabric/fabric.h"
+#include "fabric/virtual/card.h"
+#include "fabric/virtual/images.h"
+
+namespace ep {
+
+// What the fabric of the low-latency mode needs to know of the heap when only `simulated` of its
+// nodes are there.
+struct LowLatencyImages {
+    int simulated;
+    LowLatencyHeap heap;
+    size_t header_bytes;  // of a row, before its payload, which nobody reads
+};
+
+// To any rank, in virtual time: stores within a node, or to all ranks (maps_all), and network cards
+// to the others. What is put to an image of a node goes to the place of another source there
+// (images.h).
+class VirtualLowLatencyFabric {
+  public:
+    static constexpr bool kMapsRail = false;
+    static constexpr bool kOrdersWarps = true;  // a channel's puts to a rank share a queue pair
+
+    VirtualLowLatencyFabric(VirtualCluster& cluster, VirtualCards& cards, int rank,
+                            const LowLatencyImages& images, bool maps_all)
+        : cluster_(cluster),
+          cards_(cards),
+          images_(images),
+          topology_(images.heap.topology),
+          rank_(rank),
+          maps_all_(maps_all) {}
+
+    template <class T>
+    T* own(size_t offset) const {
+        VirtualWarp::note_load();
+        return at<T>(rank_, offset);
+    }
+    template <class T>
+    T* network(size_t offset) const {
+        return own<T>(offset);
+    }
+    template <class T>
+    T* peer(int local, size_t offset) const {
+        return at<T>(topology_.rank(topology_.node_of(rank_), local), offset);
+    }
+    template <class T>
+    T* at(int rank, size_t offset) const {
+        return reinterpret_cast<T*>(cluster_.heaps[rank] + offset);
+    }
+    bool maps(int rank) const {
+        return maps_all_ || topology_.node_of(rank) == topology_.node_of(rank_);
+    }
+    template <class W>
+    uint64_t acquire_signal(int, size_t flag) const {
+        return W::template acquire<Scope::System>(at<uint64_t>(rank_, flag));
+    }
+
+    template <class W>
+    void put(W& warp, int channel, int node, size_t dst, size_t src, size_t bytes) {
+        put_to(warp, channel, on_rail(node), dst, src, bytes);
+    }
+    template <class W>
+    void put_signal(W& warp, int channel, int node, size_t flag, uint64_t from, uint64_t to) {
+        signal_to(warp, channel, on_rail(node), flag, from, to);
+    }
+    template <class W>
+    void put_credit(W& warp, int channel, int node, size_t flag, uint64_t from, uint64_t to) {
+        credit_to(warp, channel, on_rail(node), flag, from, to);
+    }
+
+    template <class W>
+    void put_to(W& warp, int channel, int rank, size_t dst, size_t src, size_t bytes) {
+        warp.finish_writes();
+        const NodeImage image = image_of(rank);
+        char* to = there(image, rank, dst);
+        const bool is_row = dst >= images_.heap.row(0, 0, 0);
+        std::memcpy(to, at<char>(rank_, src), is_row ? images_.header_bytes : bytes);
+        if (!is_row && image.node != topology_.node_of(rank)) shift_choices(dst, to, rank, image);
+        post(warp, channel, rank, image, static_cast<double>(bytes));
+    }
+    template <class W>
+    void signal_to(W& warp, int channel, int rank, size_t flag, uint64_t from, uint64_t to) {
+        if (maps(rank)) return warp.template publish<Scope::System>(at<uint64_t>(rank, flag), to);
+        warp.finish_writes();
+        post_flag(warp, channel, rank, flag, to - from);
+    }
+    template <class W>
+    void credit_to(W& warp, int channel, int rank, size_t flag, uint64_t from, uint64_t to) {
+        if (maps(rank)) return warp.template credit<Scope::System>(at<uint64_t>(rank, flag), to);
+        post_flag(warp, channel, rank, flag, to - from);
+    }
+
+  private:
+    int on_rail(int node) const { return topology_.rank(node, topology_.local_of(rank_)); }
+    NodeImage image_of(int rank) const {
+        return NodeImage::of(topology_, images_.simulated, topology_.node_of(rank_),
+                             topology_.node_of(rank));
+    }
+
+    // Where what lies at an offset for this rank lies for the rank that this one stands for.
+    char* there(const NodeImage& image, int rank, size_t offset) const {
+        const LowLatencyHeap& heap = images_.heap;
+        const long ranks = image.source * topology_.ranks_per_node;
+        size_t stride = 0;  // of what combine puts, which lies where its token is at home
+        if (offset < heap.choices(0, 0)) {
+            stride = LowLatencyHeap::kLine;
+        } else if (offset < heap.row(0, 0, 0)) {
+            stride = heap.choice_bytes();
+        } else if (offset < heap.part(0, 0, 0, 0, 0)) {
+            stride = heap.row(0, 1, 0) - heap.row(0, 0, 0);
+        }
+        return at<char>(topology_.rank(image.node, topology_.local_of(rank)),
+                        offset + ranks * static_cast<long>(stride));
+    }
+
+    // Of the parts of a rank's choices the first names experts.
+    void shift_choices(size_t dst, char* to, int rank, const NodeImage& image) const {
+        const LowLatencyHeap& heap = images_.heap;
+        if ((dst - heap.choices(0, 0)) % heap.choice_bytes()) return;
+        shift_experts(reinterpret_cast<int32_t*>(to) + heap.chunks(),
+                      static_cast<size_t>(heap.max_tokens) * heap.max_topk,
+                      image.node - topology_.node_of(rank), heap.num_experts, topology_);
+    }
+
+    template <class W>
+    void post_flag(W& warp, int channel, int rank, size_t flag, uint64_t add) {
+        const NodeImage image = image_of(rank);
+        post(warp, channel, rank, image, VirtualCards::kFlagBytes,
+             reinterpret_cast<uint64_t*>(there(image, rank, flag)), add);
+    }
+    template <class W>
+    void post(W& warp, int channel, int rank, const NodeImage& image, double bytes,
+              uint64_t* flag = nullptr, uint64_t add = 0) {
+        const int to = topology_.rank(image.node, topology_.local_of(rank));
+        cards_.post(warp.fiber(), {to, channel * topology_.world() + rank, bytes, flag, add});
+    }
+
+    VirtualCluster& cluster_;
+    VirtualCards& cards_;
+    const LowLatencyImages& images_;
+    Topology topology_;
+    int rank_;
+    bool maps_all_;
+};
+static_assert(ReachesAllRanks<VirtualLowLatencyFabric, VirtualWarp>);
+
+}  // namespace ep

@@ -1,0 +1,207 @@
+#include "launch/virtual/low_latency.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "fabric/shared_memory.h"
+#include "fabric/virtual/low_latency_fabric.h"
+#include "protocol/low_latency_combine.h"
+#include "protocol/low_latency_dispatch_receive.h"
+#include "protocol/low_latency_dispatch_send.h"
+
+namespace ep {
+namespace {
+
+constexpr int kWeightBytes = 4;
+
+// What the tensors of one rank's call are, but for rows, of which only addresses are needed.
+struct Share {
+    std::vector<int32_t> layout;
+    std::vector<char> weights;
+    ControlBlock control{};
+    uint64_t dispatch = 0, combine = 0;  // numbers of calls
+};
+
+}  // namespace
+
+struct VirtualLowLatency::State {
+    VirtualLowLatencySettings settings;
+    int ranks, warps;
+    RowFormat dispatch_format, combine_format;
+    LowLatencyImages images;
+    Segment memory;
+    size_t rows, row_bytes;  // of what a rank receives
+    Segment received;        // rows, then their weights: nobody reads the former
+    VirtualCluster cluster;
+    VirtualCards cards;
+    std::vector<Share> shares;
+    std::vector<VirtualLowLatencyFabric> fabrics;
+    std::vector<LowLatencyDispatchArgs> dispatch;
+    std::vector<LowLatencyCombineArgs> combine;
+    uint64_t calls = 0;
+
+    static LowLatencyHeap heap_of(const VirtualLowLatencySettings& s, size_t slot_bytes) {
+        const bool staged = s.topology.nodes > 1 && !s.maps_rail;
+        return {s.topology, s.num_experts, s.num_tokens,          s.topk,
+                slot_bytes, staged,        staged ? s.num_sms : 1};
+    }
+
+    State(const Machine& machine, const VirtualLowLatencySettings& s)
+        : settings(s),
+          ranks(s.ranks()),
+          warps(warps_of_blocks(s.num_sms)),
+          dispatch_format(s.payload_bytes, s.scale_bytes, kWeightBytes, s.topk),
+          combine_format(s.combine_bytes, 0, kWeightBytes, s.topk),
+          images{
+              s.simulated_nodes,
+              heap_of(s, std::max(dispatch_format.slot_bytes(), combine_format.slot_bytes())),
+              std::max(dispatch_format.payload(), combine_format.payload()),
+          },
+          memory(Segment::sparse(images.heap.bytes() * ranks)),
+          rows(static_cast<size_t>(s.topology.world()) * s.num_tokens *
+               images.heap.local_experts()),
+          row_bytes(std::max(s.payload_bytes + s.scale_bytes, s.combine_bytes) + kWeightBytes),
+          received(Segment::sparse(rows * row_bytes)),
+          cluster(machine, heaps_in(memory.data(), images.heap.bytes(), ranks), images.heap.bytes(),
+                  s.seed),
+          cards(cluster, s.faults),
+          shares(ranks) {
+        cluster.timeout = s.timeout;
+        cluster.rows_have_bytes = false;
+        constexpr int kNoLimit = 1 << 30;  // each byte of a row takes its own time
+        cluster.row = {kNoLimit, 0, kNoLimit, 0, 0};
+        for (int rank = 0; rank < ranks; ++rank) {
+            cluster.controls[rank] = &shares[rank].control;
+            fabrics.emplace_back(cluster, cards, rank, images, !images.heap.staged);
+        }
+    }
+
+    // What both calls of a rank share.
+    LowLatencyArgs args_of(int rank, const RowFormat& format) {
+        Share& share = shares[rank];
+        LowLatencyLayout layout(images.heap, settings.topk, warps, nullptr);
+        share.layout.resize(layout.size());
+        layout.data = share.layout.data();
+        return {rank,
+                images.heap,
+                layout,
+                format,
+                settings.num_tokens,
+                nullptr,
+                static_cast<int64_t>(rows),
+                nullptr,
+                {}};
+    }
+
+    // share(warp, fabric, args, team): what each warp of each rank does.
+    template <class Args, class ShareOf>
+    VirtualPhase run(Role role, const std::vector<Args>& args, const Look& look, ShareOf&& share) {
+        cluster.call = ++calls;
+        VirtualLaunch launch(cluster, cards, settings.num_sms, settings.differences);
+        for (int rank = 0; rank < ranks; ++rank) {
+            for_warps(settings.num_sms, [&](int block, int warp) {
+                const Team team{warp * settings.num_sms + block, warps};
+                launch.add(rank, block,
+                           [this, rank, role, team, share, &args](VirtualFiber& fiber) {
+                               VirtualWarp one(cluster, fiber, role, team.warp);
+                               share(one, fabrics[rank], args[rank], team);
+                           });
+            });
+        }
+        const Pieces pieces(args.front().format);
+        const uint64_t tokens = static_cast<uint64_t>(ranks) * settings.num_tokens;
+        return launch.run(look, tokens * settings.topk * pieces.count);
+    }
+};
+
+VirtualLowLatency::VirtualLowLatency(const Machine& machine,
+                                     const VirtualLowLatencySettings& settings,
+                                     const std::vector<const int32_t*>& topk_idx)
+    : state_(std::make_unique<State>(machine, settings)) {
+    State& s = *state_;
+    if (topk_idx.size() != static_cast<size_t>(s.ranks))
+        throw std::invalid_argument("topk_idx: one of each simulated rank");
+    for (int rank = 0; rank < s.ranks; ++rank) {
+        Share& share = s.shares[rank];
+        const size_t choices = static_cast<size_t>(settings.num_tokens) * settings.topk;
+        share.weights.resize(choices * kWeightBytes);
+        char* rows = s.received.data();
+        char* row_weights = rows + s.rows * (s.row_bytes - kWeightBytes);
+        LowLatencyDispatchArgs dispatch{};
+        static_cast<LowLatencyArgs&>(dispatch) = s.args_of(rank, s.dispatch_format);
+        dispatch.call = &share.dispatch;
+        dispatch.topk_idx = topk_idx[rank];
+        dispatch.index_bytes = sizeof(int32_t);
+        dispatch.expert_alignment = 1;
+        dispatch.expert_rows = static_cast<int64_t>(s.rows) / s.images.heap.local_experts();
+        dispatch.x = dispatch.scales = rows;
+        dispatch.weights = share.weights.data();
+        dispatch.recv_x = dispatch.recv_scales = rows;
+        dispatch.recv_weights = row_weights;
+        dispatch.quantize = settings.quantizes ? ScaleFormat::Fp32 : ScaleFormat::None;
+        s.dispatch.push_back(dispatch);
+        LowLatencyCombineArgs combine{};
+        static_cast<LowLatencyArgs&>(combine) = s.args_of(rank, s.combine_format);
+        combine.call = &share.combine;
+        combine.x = combine.y = rows;
+        combine.values = row_weights;
+        combine.y_values = share.weights.data();
+        combine.sum_at_expert = settings.sums_at_expert;
+        combine.row_weights = combine.token_weights = nullptr;
+        s.combine.push_back(combine);
+    }
+}
+
+VirtualLowLatency::~VirtualLowLatency() = default;
+
+const ControlBlock& VirtualLowLatency::control(int rank) const {
+    return state_->shares[rank].control;
+}
+
+VirtualPhase VirtualLowLatency::dispatch(const Look& look) {
+    const bool quantizes = state_->settings.quantizes;
+    return state_->run(Role::LowLatencySender, state_->dispatch, look,
+                       [quantizes](auto& warp, auto& fabric, const auto& args, const Team& team) {
+                           quantizes ? low_latency_dispatch<true>(warp, fabric, args, team)
+                                     : low_latency_dispatch<false>(warp, fabric, args, team);
+                       });
+}
+
+VirtualPhase VirtualLowLatency::combine(const Look& look) {
+    if (!state_->shares.front().dispatch) throw std::logic_error("a dispatch comes first");
+    return state_->run(Role::LowLatencyCombineSender, state_->combine, look,
+                       [](auto& warp, auto& fabric, const auto& args, const Team& team) {
+                           low_latency_combine<BFloat16>(warp, fabric, args, team);
+                       });
+}
+
+VirtualLowLatency::Arrivals VirtualLowLatency::of_dispatch() const {
+    return count([](const int32_t*) { return 1; });
+}
+VirtualLowLatency::Arrivals VirtualLowLatency::of_combine() const {
+    if (state_->settings.sums_at_expert) return of_dispatch();
+    return count([topk = state_->settings.topk](const int32_t* dst_rows) {
+        return std::count_if(dst_rows, dst_rows + topk, [](int32_t row) { return row >= 0; });
+    });
+}
+
+// rows(dst_rows): of a token that came to a rank.
+template <class Rows>
+VirtualLowLatency::Arrivals VirtualLowLatency::count(Rows&& rows) const {
+    Arrivals all;
+    for (const LowLatencyDispatchArgs& args : state_->dispatch) {
+        const LowLatencyLayout& layout = args.layout;
+        for (int source = 0; source < layout.world; ++source) {
+            if (source == args.rank) continue;
+            uint64_t& of =
+                state_->fabrics[args.rank].maps(source) ? all.over_links : all.over_network;
+            for (int token = 0; token < args.num_tokens; ++token) {
+                if (layout.present(source * layout.chunks + token / 32) >> token % 32 & 1)
+                    of += rows(layout.dst_rows(source, token));
+            }
+        }
+    }
+    return all;
+}
+
+}  // namespace ep

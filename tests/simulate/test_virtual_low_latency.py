@@ -1,0 +1,171 @@
+"""The low-latency mode in virtual time: nothing is lost, one cost alone adds up by hand, images are exact."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ideal_machine import ideal
+
+from megatron_ep.config import Config, Topology
+from megatron_ep.simulate import Case, Machine, predict
+from megatron_ep.simulate.case import Faults
+
+
+def case(nodes=2, ranks=2, tokens=16, experts=64, num_sms=4, **settings):
+    config = Config(num_experts=experts, num_sms=num_sms)
+    return Case(Topology(nodes, ranks), config, mode="low-latency", num_tokens=tokens, **settings)
+
+
+@pytest.fixture(scope="module")
+def h200():
+    return Machine.load("h200_cx7")
+
+
+def far_rows(one, each_expert):
+    """Rows that leave their node: one for each rank that a token goes to, or one for each of its experts."""
+    world, per_node = one.topology.world_size, one.topology.ranks_per_node
+    rows = 0
+    for rank, ids in enumerate(one.choices()):
+        ranks = ids.long() // (one.config.num_experts // world)
+        far = ranks // per_node != rank // per_node
+        if each_expert:
+            rows += int(far.sum())
+        else:
+            goes = torch.zeros(one.num_tokens, world, dtype=torch.bool).scatter_(1, ranks, True)
+            rows += int(goes.sum()) - int(goes[:, rank // per_node * per_node :][:, :per_node].sum())
+    return rows
+
+
+@given(
+    nodes=st.integers(1, 4),
+    ranks=st.integers(1, 3),
+    tokens=st.integers(1, 40),
+    hidden=st.integers(1, 300).map(lambda value: 8 * value),
+    data=st.data(),
+)
+@settings(max_examples=40, deadline=None)
+def test_every_row_comes_once(h200, nodes, ranks, tokens, hidden, data):
+    world = nodes * ranks
+    experts = world * data.draw(st.integers(1, 40), "L")
+    maps_rail = data.draw(st.booleans(), "maps_rail")
+    one = case(
+        nodes,
+        ranks,
+        tokens,
+        experts,
+        hidden=hidden,
+        topk=data.draw(st.integers(1, min(8, experts)), "K"),
+        dtype=data.draw(st.sampled_from(["bf16", "fp8"]), "dtype"),
+        sum_at=data.draw(st.sampled_from(["token", "expert"]), "sum_at"),
+        maps_rail=maps_rail,
+        images=None if maps_rail else data.draw(st.sampled_from([m for m in range(1, nodes + 1) if nodes % m == 0])),
+    )
+    found = predict(one, h200)
+    assert found.first is None and found.incidents == []
+    for name, phase in found.phases.items():
+        rows = far_rows(one, each_expert=name == "combine" and one.sum_at == "token")
+        assert phase.rail_rows + phase.peer_rows >= rows
+        assert phase.rail_rows == (rows if one.uses_network else 0)
+        slot = one.row_format(*one.row_bytes if name == "dispatch" else (one.combine_bytes, 0)).slot_bytes
+        if name == "combine" or not one.uses_network:
+            assert phase.row_bytes == phase.rail_rows * slot
+        else:
+            assert phase.row_bytes > phase.rail_rows * slot  # and choices
+
+
+def test_a_launch_alone():
+    found = predict(case(), ideal(launch=5000))
+    assert all(phase.ends == pytest.approx([5] * 4) for phase in found.phases.values())
+
+
+def test_one_row_takes_the_sum_of_its_way():
+    """A token that goes to the other node: its choices, then its row and a signal, follow each other on the card."""
+    costs = {"card_doorbell": 1500, "card_way": 2500, "card_signal": 900, "card_turn": 1 << 20}
+    one = case(2, 1, tokens=1, experts=2, topk=1, num_sms=1)
+    there = [torch.ones(1, 1, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)]
+    for phase in predict(one, ideal(**costs), choices=there).phases.values():
+        assert phase.us == pytest.approx(1.5 + 2.5 + 0.9)
+    us = predict(one, ideal(**costs, card=0.1), choices=there).phases["combine"].us
+    slot, flag = one.row_format(one.combine_bytes, 0).slot_bytes / 100, 0.64
+    assert us == pytest.approx(4.9 + slot + flag)
+
+
+def test_the_same_bits_twice_and_in_another_order(h200):
+    one = case(2, 2, 64)
+    found = predict(one, h200)
+    assert found == predict(one, h200)
+    shuffled = predict(dataclasses.replace(one, order_seed=1), h200)
+    for name, phase in found.phases.items():
+        assert shuffled.phases[name].us == pytest.approx(phase.us, rel=0.02)
+
+
+def test_images_of_equal_nodes_change_nothing(h200):
+    whole, folded = case(4, 2, 32), case(4, 2, 32, images=1)
+    experts, first = whole.config.num_experts, folded.choices()
+    shifted = [
+        ((ids + node * experts // 4) % experts).to(torch.int32).contiguous() for node in range(4) for ids in first
+    ]
+    a, b = predict(whole, h200, choices=shifted), predict(folded, h200, choices=first)
+    for name, phase in b.phases.items():
+        assert a.phases[name].rail_rows == 4 * phase.rail_rows and a.phases[name].peer_rows == 4 * phase.peer_rows
+        assert a.phases[name].row_bytes == 4 * phase.row_bytes and a.phases[name].messages == 4 * phase.messages
+        assert a.phases[name].us == pytest.approx(phase.us, rel=0.02)
+
+
+def test_a_better_machine_is_not_slower(h200):
+    one = case(2, 2, 64)
+
+    def us(machine, of=one):
+        return [phase.us for phase in predict(of, machine).phases.values()]
+
+    before = us(h200)
+    for name, factor in {"card": 1.5, "card_post": 0.5, "card_way": 0.5, "sm_store": 1.3, "poll": 0.7}.items():
+        after = us(h200.with_constants(**{name: factor * h200.constants[name]}))
+        assert all(b <= a * 1.02 for a, b in zip(before, after, strict=True)), name
+    assert all(b < a for a, b in zip(before, us(h200, dataclasses.replace(one, num_tokens=8)), strict=True))
+
+
+def test_who_is_late(h200):
+    us = {name: phase.us for name, phase in predict(case(), h200).phases.items()}
+    late = predict(case(faults=Faults(late_rank=2, late_us=100)), h200).phases
+    for name, time in us.items():
+        assert time < late[name].us < time + 200 and late[name].ends[2] > 100
+
+
+def test_a_lost_signal_is_reported(h200):
+    found = predict(case(2, 1, faults=Faults(lossy_rank=0, lost_signal=1), timeout=0.5), h200)
+    assert found.first == ("timeout", 1) and found.ended_in == "dispatch" and found.phases == {}
+    timeouts = [incident for incident in found.incidents if incident["outcome"] == "timeout"]
+    assert timeouts and all(incident["peer"] == 0 for incident in timeouts)
+
+
+def test_what_each_half_did(h200):
+    one = case()
+    found = predict(one, h200, trace_rank=1)
+    for name, phase in found.phases.items():
+        halves = [role for role in phase.roles if role.startswith("low_latency")]
+        assert len(halves) == 2 and all(("combine" in half) == (name == "combine") for half in halves)
+        assert all(phase.roles[half].warps == 16 * one.num_sms * 4 for half in halves)
+        assert max(track.end for track in phase.tracks) == phase.ends[1]
+        assert sum(track.role == halves[0] for track in phase.tracks) == 16 * one.num_sms
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tokens": 1025}, "num_tokens is 1025, must be"),
+        ({"sum_at": "rank"}, "sum_at is 'rank', must be token or expert"),
+    ],
+)
+def test_what_is_no_case(settings, message):
+    with pytest.raises(ValueError, match=message):
+        case(**settings)
+
+
+def test_modes():
+    with pytest.raises(ValueError, match="mode is 'fast', must be normal or low-latency"):
+        Case(Topology(1, 2), Config(num_experts=2), mode="fast", topk=2)
+    with pytest.raises(ValueError, match="sum_at is 'expert', which only mode low-latency has"):
+        Case(Topology(1, 2), Config(num_experts=2), sum_at="expert", topk=2)
