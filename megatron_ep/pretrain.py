@@ -92,6 +92,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     shared_buffers.configure(**settings)
     announce.show()
     plugin.enable(router)
+    if options.ep_trace is not None:
+        from megatron_ep.megatron import routing_trace
+
+        try:
+            routing_trace.enable(options.ep_trace)
+        except ValueError as error:
+            _refuse(f"--ep-{error}")
     if options.ep_sequences:
         from megatron_ep.megatron import attention
 
@@ -127,6 +134,11 @@ def _parser() -> argparse.ArgumentParser:
         "--ep-sequences",
         action="store_true",
         help="attention of packed sequences on whatever rank of its DP x CP group has time (local spec only)",
+    )
+    parser.add_argument(
+        "--ep-trace",
+        metavar="DIR",
+        help="receives how many tokens each router sends to each expert, for megatron-ep balance",
     )
     for name, (kind, metavar, text) in SETTINGS.items():
         parser.add_argument(f"--ep-{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)

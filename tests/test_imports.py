@@ -22,7 +22,7 @@ FLOORS = [
     {"bench", "training"},
     {"deep_ep", "megatron"},
     {"megatron_ep"},
-    {"env", "low_latency", "overlap", "sequences", "simulate"},
+    {"balance", "env", "low_latency", "overlap", "sequences", "simulate"},
     {"buffer", "router"},
     {"normal"},
     {"group"},

@@ -28,6 +28,7 @@ commands:
   env      what this installation found: versions, compilers, extension, devices; or in what ranks differ; or what
            a buffer of many nodes would take
   simulate what dispatch and combine would take on clusters that are not at hand
+  balance  how evenly the tokens of a recorded run fell on its ranks, and what copies of hot experts would gain
   sequences  what balancing the attention of documents over ranks would gain and move
 
 megatron-ep COMMAND --help tells more, megatron-ep --version which one this is."""
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "check": _check,
         "bench": _bench,
         "env": _env,
+        "balance": _balance,
         "sequences": _sequences,
         "simulate": _simulate,
     }
@@ -84,6 +86,12 @@ def _env(arguments: list[str]) -> int | None:
     from megatron_ep.cli import env
 
     return env.main(arguments)
+
+
+def _balance(arguments: list[str]) -> int | None:
+    from megatron_ep.cli import balance
+
+    return balance.main(arguments)
 
 
 def _sequences(arguments: list[str]) -> int | None:

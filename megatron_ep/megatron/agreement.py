@@ -25,6 +25,7 @@ TELLING_S = 10.0
 
 _replaced: list[tuple[Any, str, Callable[..., Any]]] = []
 _in_step = False  # optimizers are made of optimizers
+before_step: Callable[[], None] | None = None  # is called once all have agreed to take one
 _has_agreed = False  # since the last checkpoint
 
 
@@ -85,6 +86,8 @@ def _agreed_step(step: Callable[..., Any]) -> Callable[..., Any]:
         if _in_step or _is_capturing():  # a graph asks nobody when it is replayed: see _agreed_save
             return step(optimizer, *args, **kwargs)
         agree("the optimizer's step")
+        if before_step is not None:
+            before_step()
         _in_step = _has_agreed = True
         try:
             return step(optimizer, *args, **kwargs)

@@ -20,6 +20,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_ep.megatron import routing_trace
 from megatron_ep.megatron.dispatcher import EPTokenDispatcher
 from megatron_ep.megatron.router import EPTopKRouter
 
@@ -101,6 +102,7 @@ def initialize(
             "host how many rows each expert has: use TEGroupedMLP with use_transformer_engine_op_fuser, experts of "
             "your own that read tokens_per_expert on the device, or one expert a rank"
         )
+    routing_trace.follow(layer, config, layer.token_dispatcher.tp_ep_group, ranks)
     if layer.shared_experts is not None and layer.shared_expert_overlap:
         layer.token_dispatcher.set_shared_experts(layer.shared_experts)
     if hasattr(layer, "_training_token_dispatcher"):  # an inference-optimized layer switches between two

@@ -40,13 +40,17 @@ def train(recipe: Recipe, out: Path, resume: bool) -> None:
     (gpu_runtime if recipe.train.device == "cuda" else host_runtime).enable()
     _join(datetime.timedelta(seconds=recipe.train.distributed_timeout))
     _initialize_megatron(recipe)
+    from megatron_ep.megatron import routing_trace
     from megatron_ep.megatron.row_limit import explained
     from megatron_ep.megatron.shared_buffers import abort_peers_on_error, close_buffers
 
+    if recipe.dispatcher.trace is not None:
+        routing_trace.enable(recipe.dispatcher.trace)
     try:
         with explained(), abort_peers_on_error():
             _run(recipe, out, resume)
     finally:
+        routing_trace.disable()
         close_buffers()
     dist.destroy_process_group()
 
@@ -134,6 +138,8 @@ def _train_step(
     """The loss, a mean over all ranks, and the norm of the gradients."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
+    from megatron_ep.megatron import routing_trace
+
     train = recipe.train
     num_microbatches = train.global_batch_size // (train.micro_batch_size * recipe.topology.world_size)
     model.zero_grad_buffer()
@@ -147,6 +153,7 @@ def _train_step(
         micro_batch_size=train.micro_batch_size,
     )
     ep.raise_if_failed()
+    routing_trace.end_step(step + 1)
     _, grad_norm, _ = optimizer.step()
     scheduler.step(increment=1)
     return _mean(torch.stack(losses)), float(grad_norm)

@@ -49,6 +49,8 @@ def ep_flags(recipe: ScriptRecipe) -> list[str]:
     words = [] if recipe.dispatcher.router == "megatron" else ["--ep-router", "fused"]
     if recipe.dispatcher.sequences:
         words.append("--ep-sequences")
+    if recipe.dispatcher.trace is not None:
+        words += ["--ep-trace", recipe.dispatcher.trace]
     for name, value in recipe.dispatcher.settings().items():
         is_switch = name in NAMES and value is True
         words += [f"--ep-{name.replace('_', '-')}", *([] if is_switch else [str(value)])]

@@ -269,6 +269,7 @@ class Dispatcher(Section):
 
     router: fused: this project's router, whose choices go straight to the dispatcher; megatron: Megatron-Core's.
     sequences: attention of packed sequences on whatever rank has time (`megatron_ep.megatron.attention`).
+    trace: a directory that receives how many tokens each router sends to each expert (`megatron-ep balance`).
     moe_...: see `megatron_ep.megatron.options.Options`. The rest go to `megatron_ep.Config` and `Tuning` (None: the
     default); num_sms matters with train.device cuda alone.
     """
@@ -276,6 +277,7 @@ class Dispatcher(Section):
     type: Literal["ep", "alltoall", "allgather"] = "ep"
     router: Literal["fused", "megatron"] = "fused"
     sequences: bool = False
+    trace: str | None = None
     timeout: PositiveFloat | None = None
     channels: Positive | None = None
     row_bytes: Positive | None = None
@@ -291,11 +293,12 @@ class Dispatcher(Section):
 
     def settings(self) -> dict[str, Any]:
         """What is given of `megatron_ep.Config`, `Tuning` and the options."""
-        return self.model_dump(exclude={"type", "router", "sequences"}, exclude_defaults=True)
+        return self.model_dump(exclude={"type", "router", "sequences", "trace"}, exclude_defaults=True)
 
     @model_validator(mode="after")
     def _relations(self) -> Dispatcher:
         require(not self.sequences or self.type == "ep", f"sequences is true, must be false with type {self.type}")
+        require(self.trace is None or self.type == "ep", f"trace is {self.trace}, which needs type ep, got {self.type}")
         settings = self.settings()
         Options(**{name: settings.pop(name) for name in NAMES if name in settings})
         config_of(1, settings)  # both raise ValueError for what is out of range

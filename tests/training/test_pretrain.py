@@ -3,11 +3,14 @@ steps against Megatron's dispatcher and against a run of one rank, in many layou
 
 import os
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from layouts import ADAM, ALL, FEW, MODEL, Layout
 from script_ranks import STALLED, Scripts
+
+from megatron_ep.balance import trace
 
 TREE = os.environ.get("MEGATRON_LM")
 pytestmark = [
@@ -133,6 +136,29 @@ def test_a_few_layouts(runs, name):
 @pytest.mark.parametrize("name", [name for name in ALL if name not in FEW])
 def test_every_layout(runs, name):
     check_layout(runs, name, ALL[name])
+
+
+def test_routing_is_recorded(runs):
+    """Layers of every stage by their number in the model, once with recompute, and the rows that experts got."""
+    layout = FEW["PP 2, VPP 2, EP 2, full recompute"]
+    directory = runs.out / "trace"
+    ranks = runs.train("traced", layout, ("--ep-trace", str(directory)))
+    found = trace.read(directory)
+    assert (found.expert_ranks, found.recorded_steps) == (2, 2)
+    assert [group.sources for group in found.groups] == [(0, 1), (2, 3)]
+    micro_batches = 16 // 2 // 2
+    layers = ([3], [2, 4, 5])  # the first is dense; 5 is that of multi-token prediction
+    for group, own in zip(found.groups, layers, strict=True):
+        keys = [(step, layer, part) for step in (1, 2) for layer in own for part in range(micro_batches)]
+        assert list(zip(group.steps, group.layers, group.micro_batches, strict=True)) == keys
+        assert (group.counts.sum(axis=2) == 2 * 16 * 2).all()
+        last = [
+            np.flatnonzero((group.steps == 2) & (group.layers == layer) & (group.micro_batches == micro_batches - 1))
+            for layer in own
+        ]
+        for place, rank in enumerate(group.sources):
+            of_rank = [group.counts[at[0]].sum(axis=0)[4 * place : 4 * place + 4].tolist() for at in last]
+            assert sorted(of_rank) == sorted(ranks[rank]["rows"])
 
 
 def test_a_checkpoint_goes_on_under_the_other_dispatcher(runs):

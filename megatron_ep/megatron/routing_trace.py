@@ -1,0 +1,250 @@
+"""Records how many tokens this rank's routers send to each expert, for `megatron-ep balance`: opt-in.
+
+Every pass of a micro-batch through a layer adds one sum to a list; at the end of a step they start for the host
+together. A GPU is not waited for: from there they are written a step later. Passes that recompute, and those of
+evaluation and inference, are left out: the first choose the same again, the others train nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_ep.balance import trace
+from megatron_ep.megatron import agreement, shared_buffers
+
+MAX_PASSES = 1 << 16  # of a step; more mean that nobody tells where a step ends
+
+_recorder: _Recorder | None = None
+
+
+def enable(directory: str | os.PathLike[str]) -> None:
+    """From now on layers that are built in this process are recorded, in a file of this rank in the directory, which is
+    made if need be; every rank calls it. A file that is there already is continued.
+
+    Steps end with those of Megatron's optimizers if `megatron_ep.megatron.plugin` is enabled; otherwise call `end_step`
+    after each.
+
+    Raises:
+        ValueError: it is no directory, or cannot be written.
+        RuntimeError: it is enabled already.
+    """
+    global _recorder
+    if _recorder is not None:
+        raise RuntimeError("routing_trace.enable(): already enabled; disable() first")
+    path = Path(directory)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"trace {path}: {error.strerror}") from None
+    if not os.access(path, os.W_OK):
+        raise ValueError(f"trace {path}: cannot be written")
+    _recorder = _Recorder(path)
+    agreement.before_step = end_step
+
+
+def follow(layer: MoELayer, config: TransformerConfig, group: dist.ProcessGroup, expert_ranks: int) -> None:
+    """Records a layer that has been built, if `enable` has been called.
+
+    Args:
+        group: over which it exchanges tokens. expert_ranks: of these, so many have different experts.
+
+    Raises:
+        ValueError: a CUDA graph is to repeat the layer, which no Python sees; or another layer has other experts.
+    """
+    if _recorder is not None:
+        _recorder.follow(layer, config, group, expert_ranks)
+
+
+def end_step(number: int | None = None) -> None:
+    """The passes since the last call were a step.
+
+    Args:
+        number: of the step, from 1 on; None: in Megatron-LM's scripts the iteration, elsewhere one more than the last.
+    """
+    if _recorder is not None:
+        _recorder.end_step(number)
+
+
+def disable() -> None:
+    """Writes what is left, and records nothing any more. Idempotent."""
+    global _recorder
+    if _recorder is not None:
+        agreement.before_step = None
+        recorder, _recorder = _recorder, None
+        recorder.close()
+
+
+@dataclass
+class _Step:
+    """A step's passes: layer and micro-batch, and counts [passes, E] that are on their way to the host."""
+
+    number: int
+    time: float
+    keys: list[tuple[int, int]]
+    counts: torch.Tensor
+    arrived: torch.cuda.Event | None
+
+    def records(self) -> np.ndarray[Any, Any]:
+        if self.arrived is not None:
+            self.arrived.synchronize()  # a step later it has long been there
+        records = np.zeros(len(self.keys), trace.record_type(self.counts.shape[1]))
+        records["step"], records["time"] = self.number, self.time
+        records["layer"], records["micro_batch"] = np.array(self.keys).T
+        records["counts"] = self.counts.numpy()
+        return records
+
+
+@dataclass
+class _Recorder:
+    directory: Path
+    step: int = 0  # the last one
+    handles: list[Any] = field(default_factory=list)
+    numbers: dict[int, int] = field(default_factory=dict)  # of layers, by the id of their routers
+    passes: list[tuple[int, int, torch.Tensor]] = field(default_factory=list)  # of this step
+    micro_batches: dict[int, int] = field(default_factory=dict)  # of this step, by layer
+    on_their_way: _Step | None = None
+    of_job: tuple[dist.ProcessGroup, int, TransformerConfig] | None = None
+    file: Any = None
+
+    def follow(self, layer: MoELayer, config: TransformerConfig, group: dist.ProcessGroup, expert_ranks: int) -> None:
+        graphs = getattr(config, "cuda_graph_impl", "none")
+        if graphs != "none":
+            raise ValueError(f"cuda_graph_impl is {graphs!r}, must be 'none' with a trace: no Python sees a replay")
+        if self.of_job is not None:
+            before, _, other = self.of_job
+            if _shape(other) != _shape(config) or _ranks(before) != _ranks(group):
+                raise ValueError("trace: layers differ in their experts or in their ranks, must have the same")
+        self.of_job = (group, expert_ranks, config)
+        # Where a model is built again, what a failed step has left does not count.
+        self.passes.clear()
+        self.micro_batches.clear()
+        self.numbers.clear()
+        self.handles.append(layer.router.register_forward_hook(self._saw))
+
+    def _saw(self, router: torch.nn.Module, _: Any, chosen: Any) -> None:
+        """After a router's forward pass: chosen are weights and a bool map [T, E], or the ids [T, K] of experts."""
+        # Inside of a backward pass a forward pass recomputes.
+        if not router.training or torch._C._current_graph_task_id() != -1:
+            return
+        layer = self._number(router)
+        micro_batch = self.micro_batches[layer] = self.micro_batches.get(layer, -1) + 1
+        if len(self.passes) >= MAX_PASSES:
+            raise RuntimeError(f"routing_trace: {MAX_PASSES} passes without an end_step()")
+        assert self.of_job is not None, "follow comes first"
+        self.passes.append((layer, micro_batch, counts_of(chosen[1], self.of_job[2].num_moe_experts)))
+
+    def _number(self, router: Any) -> int:
+        """The layer's, from 1 on in the whole model. Those of multi-token prediction, which Megatron counts anew, come
+        behind the others."""
+        if id(router) not in self.numbers:
+            number, taken = router.layer_number or 1, set(self.numbers.values())
+            while number in taken or (number <= router.config.num_layers and getattr(router, "is_mtp_layer", False)):
+                number += router.config.num_layers
+            self.numbers[id(router)] = number
+        return self.numbers[id(router)]
+
+    def end_step(self, number: int | None) -> None:
+        self.step = _iteration(self.step + 1) if number is None else number
+        self._write()
+        passes, self.passes = self.passes, []
+        self.micro_batches.clear()
+        if passes:
+            counts, arrived = torch.stack([counts for *_, counts in passes]), None
+            if self.file is None:
+                self.file = self._open(torch.cuda.get_device_name(counts.device) if counts.is_cuda else "cpu")
+            if counts.is_cuda:
+                on_host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+                counts = on_host.copy_(counts, non_blocking=True)
+                arrived = torch.cuda.Event()
+                arrived.record()
+            keys = [(layer, micro_batch) for layer, micro_batch, _ in passes]
+            self.on_their_way = _Step(self.step, time.time(), keys, counts, arrived)
+            if arrived is None:
+                self._write()
+
+    def _write(self) -> None:
+        step, self.on_their_way = self.on_their_way, None
+        if step is not None:
+            self.file.write(step.records().tobytes())
+            self.file.flush()
+
+    def _open(self, device: str) -> Any:
+        assert self.of_job is not None, "follow comes first"
+        group, expert_ranks, config = self.of_job
+        topology = shared_buffers.topology_of(group)
+        assert topology is not None, "its layers have dispatched"
+        header = trace.Header(
+            rank=dist.get_rank(),
+            group=_ranks(group),
+            expert_ranks=expert_ranks,
+            ranks_per_node=topology.ranks_per_node,
+            num_experts=int(config.num_moe_experts or 0),
+            topk=config.moe_router_topk,
+            expert_parameters=_expert_parameters(config) * expert_ranks // group.size(),
+            device=device,
+        )
+        path = trace.file_of(self.directory, header.rank)
+        if path.exists() and path.stat().st_size:
+            there, length = trace.read_header(path)
+            if there != header:
+                raise ValueError(f"trace {path}: is of another run; choose another directory")
+            whole = trace.record_type(header.num_experts).itemsize  # its writer may have been killed
+            size = path.stat().st_size
+            os.truncate(path, size - (size - length) % whole)
+            return open(path, "ab")
+        file = open(path, "wb")  # noqa: SIM115
+        file.write(header.line())
+        return file
+
+    def close(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self._write()
+        if self.file is not None:
+            self.file.close()
+
+
+def counts_of(chosen: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """int32 [E] on the device: tokens of each expert, of a bool map [T, E] or of ids [T, K], -1 for none. The host
+    waits for nothing, as it would in torch.bincount."""
+    if chosen.dtype == torch.bool:
+        return chosen.sum(dim=0, dtype=torch.int32)
+    ids = chosen.detach().reshape(-1) + 1
+    counts = torch.zeros(num_experts + 1, dtype=torch.int32, device=ids.device)
+    return counts.scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))[1:]
+
+
+def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def _shape(config: TransformerConfig) -> tuple[int | None, int, int]:
+    return config.num_moe_experts, config.moe_router_topk, _expert_parameters(config)
+
+
+def _expert_parameters(config: TransformerConfig) -> int:
+    hidden = getattr(config, "moe_latent_size", None) or config.hidden_size
+    return hidden * int(config.moe_ffn_hidden_size or 0) * (3 if config.gated_linear_unit else 2)
+
+
+def _iteration(step: int) -> int:
+    """The step that a script of Megatron-LM's is in; step elsewhere."""
+    variables = sys.modules.get("megatron.training.global_vars")
+    arguments = None if variables is None else vars(variables).get("_GLOBAL_ARGS")
+    done = getattr(arguments, "curr_iteration", None)
+    return step if done is None else int(done) + 1
+
+
+atexit.register(disable)

@@ -1,0 +1,262 @@
+"""Traces of routing: what is read is what was written, whoever wrote it and however it ended."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import routing_traces
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_ep.balance import megatron_trace, trace
+
+RANDOM = np.random.default_rng(1)
+
+
+def counts(steps=3, layers=2, micro_batches=2, ranks=4, experts=8):
+    return RANDOM.integers(0, 100, (steps, layers, micro_batches, ranks, experts))
+
+
+def read_back(found):
+    """[steps, layers, micro-batches, W, E] of the only group."""
+    [group] = found.groups
+    steps, layers = len(np.unique(group.steps)), len(np.unique(group.layers))
+    return group.counts.reshape(steps, layers, -1, *group.counts.shape[1:])
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.tuples(*[st.integers(1, 3)] * 4, st.integers(1, 3)))
+def test_what_was_written_is_read(tmp_path_factory, shape):
+    steps, layers, micro_batches, ranks, local = shape
+    written = counts(steps, layers, micro_batches, ranks, ranks * local)
+    directory = tmp_path_factory.mktemp("trace")
+    found = trace.read(routing_traces.write(directory, written, layers=range(1, layers + 1)))
+    assert np.array_equal(read_back(found), written)
+    assert (found.num_experts, found.expert_ranks, found.recorded_steps) == (ranks * local, ranks, steps)
+    assert found.step_ms == (pytest.approx(500) if steps > 1 else None)
+
+
+def test_a_record_is_about_a_kilobyte():
+    assert trace.record_type(256).itemsize == 20 + 4 * 256
+
+
+def test_the_last_pass_of_a_repeated_step_counts(tmp_path):
+    first, again = counts(steps=3), counts(steps=2)
+    for rank, file in enumerate(sorted(routing_traces.write(tmp_path / "a", first, layers=(1, 2)).iterdir())):
+        more = trace.file_of(routing_traces.write(tmp_path / "b", again, layers=(1, 2), first_step=3), rank)
+        file.write_bytes(file.read_bytes() + more.read_bytes().partition(b"\n")[2])
+    found = read_back(trace.read(tmp_path / "a"))
+    assert np.array_equal(found, np.concatenate([first[:2], again]))
+
+
+@pytest.mark.parametrize(("records", "more", "steps"), [(12, 10, 3), (10, 10, 2), (11, 2, 2), (12, 0, 3), (3, 4, 0)])
+def test_a_step_that_a_killed_rank_has_not_written_is_left_out(records, more, steps, tmp_path):
+    """Of four steps of four records."""
+    written = counts(steps=4)
+    routing_traces.write(tmp_path, written, layers=(1, 2))
+    cut = trace.file_of(tmp_path, 2)
+    header, _, body = cut.read_bytes().partition(b"\n")
+    cut.write_bytes(header + b"\n" + body[: records * trace.record_type(8).itemsize + more])
+    if steps:
+        assert np.array_equal(read_back(trace.read(tmp_path)), written[:steps])
+    else:
+        with pytest.raises(ValueError, match="has no step"):
+            trace.read(tmp_path)
+
+
+def test_of_a_long_trace_steps_at_even_distances_are_read(tmp_path):
+    written = counts(steps=9)
+    routing_traces.write(tmp_path, written, layers=(1, 2))
+    found = trace.read(tmp_path, max_bytes=written.size * 4 // 3)
+    assert np.array_equal(read_back(found), written[::3]) and found.recorded_steps == 9
+
+
+def test_groups_are_told_apart(tmp_path):
+    first, second = counts(ranks=2), counts(ranks=2)
+    routing_traces.write(tmp_path, first, layers=(1, 2), group=(0, 2))
+    routing_traces.write(tmp_path, second, layers=(3, 4), group=(1, 3))
+    found = trace.read(tmp_path)
+    assert [group.sources for group in found.groups] == [(0, 2), (1, 3)]
+    assert [set(group.layers) for group in found.groups] == [{1, 2}, {3, 4}]
+
+
+def test_experts_on_several_ranks(tmp_path):
+    found = trace.read(routing_traces.write(tmp_path, counts(ranks=4), layers=(1, 2), expert_ranks=2, ranks_per_node=2))
+    assert (found.expert_ranks, found.ranks_per_node, found.groups[0].counts.shape[1]) == (2, 1, 4)
+
+
+def lose_a_rank(directory):
+    trace.file_of(directory, 1).unlink()
+
+
+def mix_runs(directory):
+    routing_traces.write(directory, counts(), layers=(1, 2), topk=2, group=(4, 5, 6, 7))
+
+
+def other_layers(directory):
+    changed = directory.parent / "changed"
+    routing_traces.write(changed, counts(), layers=(1, 3))
+    trace.file_of(directory, 1).write_bytes(trace.file_of(changed, 1).read_bytes())
+
+
+def other_steps(directory):
+    changed = directory.parent / "changed"
+    routing_traces.write(changed, counts(), layers=(1, 2), first_step=10)
+    trace.file_of(directory, 1).write_bytes(trace.file_of(changed, 1).read_bytes())
+
+
+def no_header(directory):
+    trace.file_of(directory, 1).write_bytes(b"\0" * 100)
+
+
+def no_json(directory):
+    trace.file_of(directory, 1).write_bytes(b"[1, 2]\n")
+
+
+def half_a_header(directory):
+    file = trace.file_of(directory, 1)
+    file.write_bytes(file.read_bytes()[:50])
+
+
+def nothing(directory):
+    trace.file_of(directory, 1).write_bytes(b"")
+
+
+def no_steps(directory):
+    file = trace.file_of(directory, 1)
+    file.write_bytes(file.read_bytes().partition(b"\n")[0] + b"\n")
+
+
+def wrong_numbers(directory):
+    file = trace.file_of(directory, 1)
+    line, _, rest = file.read_bytes().partition(b"\n")
+    file.write_bytes(json.dumps(json.loads(line) | {"expert_ranks": 3}).encode() + b"\n" + rest)
+
+
+BAD = {
+    lose_a_rank: "has no file of rank 1, which exchanges tokens with 0",
+    mix_runs: "rank_00004.routing: is of another run than rank_00000.routing",
+    other_layers: "rank_00001.routing: has other layers or micro-batches than rank_00000.routing",
+    other_steps: "has no step that all 4 ranks have recorded",
+    no_steps: "has no step that all 4 ranks have recorded",
+    no_header: "rank_00001.routing: is no trace",
+    no_json: "rank_00001.routing: is no trace",
+    half_a_header: "rank_00001.routing: is no trace",
+    nothing: "rank_00001.routing: is no trace",
+    wrong_numbers: "rank_00001.routing: is no trace",
+}
+
+
+@pytest.mark.parametrize("spoil", BAD, ids=lambda spoil: spoil.__name__)
+def test_bad_traces_are_refused(spoil, tmp_path):
+    directory = routing_traces.write(tmp_path / "trace", counts(), layers=(1, 2))
+    spoil(directory)
+    with pytest.raises(ValueError, match=BAD[spoil]):
+        trace.read(directory)
+
+
+def total(found):
+    """Rows of each expert in each pass, of all groups."""
+    return sum(group.counts.sum(axis=1, dtype=np.int64) for group in found.groups)
+
+
+@pytest.mark.parametrize(
+    ("ep", "groups", "scaled"), [(1, 8, 1), (2, 4, 1), (4, 2, 1), (8, 1, 1), (16, 1, 2), (32, 1, 4)]
+)
+def test_other_numbers_of_ranks(ep, groups, scaled, tmp_path):
+    for group in ((0, 1, 2, 3), (4, 5, 6, 7)):
+        routing_traces.write(tmp_path, counts(experts=32), layers=(1, 2), group=group)
+    found = trace.read(tmp_path)
+    other = trace.regrouped(found, ep)
+    assert (len(other.groups), other.scaled, other.expert_ranks) == (groups, scaled, ep)
+    assert np.array_equal(total(other), total(found))
+    assert [source for group in other.groups for source in group.sources] == list(range(8))
+
+
+def test_groups_of_other_layers_are_not_joined(tmp_path):
+    routing_traces.write(tmp_path, counts(), layers=(1, 2), group=(0, 1, 2, 3))
+    routing_traces.write(tmp_path, counts(), layers=(3, 4), group=(4, 5, 6, 7))
+    other = trace.regrouped(trace.read(tmp_path), 8)
+    assert (len(other.groups), other.scaled) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("ep", "message"),
+    [
+        (3, "--ep is 3, must divide the 4 ranks"),
+        (5, "--ep is 5, must divide the 24 experts"),
+        (6, "--ep is 6, must be a multiple of the 4 ranks"),
+    ],
+)
+def test_numbers_of_ranks_that_there_cannot_be(ep, message, tmp_path):
+    found = trace.read(routing_traces.write(tmp_path, counts(experts=24), layers=(1, 2)))
+    with pytest.raises(ValueError, match=message):
+        trace.regrouped(found, ep)
+
+
+PASSES = {
+    0: [(0, 1, [[0, 1], [2, 3]]), (0, 1, [[0, 1], [0, 1]]), (1, 1, [[3, 2], [1, 0]])],
+    1: [(0, 1, [[3, 1], [3, 2]]), (0, 1, [[0, 2], [0, 3]]), (1, 1, [[3, 2], [3, 0]])],
+}
+
+
+def test_megatrons_traces(tmp_path):
+    found = megatron_trace.read(routing_traces.write_megatron(tmp_path, PASSES), 4, None)
+    assert (found.expert_ranks, found.topk, found.recorded_steps) == (2, 2, 2)
+    [group] = found.groups
+    assert list(zip(group.steps, group.layers, group.micro_batches, strict=True)) == [(0, 1, 0), (0, 1, 1), (1, 1, 0)]
+    for place, rank in enumerate(PASSES):
+        expected = [np.bincount(np.ravel(chosen), minlength=4) for _, _, chosen in PASSES[rank]]
+        assert np.array_equal(group.counts[:, place], expected)
+    apart = megatron_trace.read(tmp_path, 4, 1)
+    assert [group.sources for group in apart.groups] == [(0,), (1,)]
+
+
+def test_megatrons_own_tracer(tmp_path):
+    router_trace = pytest.importorskip("megatron.core.transformer.moe.router_trace", reason="before megatron-core 0.19")
+    import torch
+
+    tracer = router_trace.RouterTracer(str(tmp_path), 10, rank=0, training_mode=True)
+    chosen = torch.tensor([[0, 1], [2, 3], [3, 1]])
+    for step in range(2):
+        tracer.make_hook("decoder.layers.3.mlp.router")(torch.nn.Identity(), (), (torch.ones(3, 2), chosen))
+        tracer.make_hook("mtp.layers.0.mtp_model_layer.mlp.router")(torch.nn.Identity(), (), (torch.ones(3, 2), chosen))
+        tracer.advance_step(step)
+    [group] = megatron_trace.read(tmp_path, 4, None).groups
+    assert set(group.layers) == {3, megatron_trace.MTP} and np.array_equal(group.counts, [[[1, 2, 1, 2]]] * 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "experts", "ep", "message"),
+    [
+        (lambda text: text, None, None, "does not say how many experts there are: --experts"),
+        (lambda text: text, 3, 1, "router_trace_rank0.jsonl: line 1 has expert 3, must be in"),
+        (lambda text: text, 4, 3, "--ep is 3, must divide the 2 ranks of the trace and the 4 experts"),
+        (lambda text: text.replace("top_indices", "top"), 4, None, "line 1 is none of Megatron's routing traces"),
+        (lambda text: text.replace("[0, 1]", '["a", 1]'), 4, None, "line 1 is none of Megatron's routing traces"),
+        (lambda text: text.replace("[0, 1]", "[-1, 1]"), 4, None, "line 1 has expert -1"),
+        (lambda text: "nonsense\n" + text, 4, None, "line 1 is none of Megatron's routing traces"),
+        (lambda text: text.replace('"layer": 1', '"layer": 2'), 4, None, "has other layers .* pipeline stages"),
+        (lambda text: "", 4, None, "has no step that all 2 ranks have recorded"),
+    ],
+)
+def test_bad_traces_of_megatron(change, experts, ep, message, tmp_path):
+    routing_traces.write_megatron(tmp_path, PASSES)
+    file = tmp_path / "router_trace_rank0.jsonl"
+    file.write_text(change(file.read_text()))
+    with pytest.raises(ValueError, match=message):
+        megatron_trace.read(tmp_path, experts, ep)
+
+
+def test_megatrons_last_line_may_be_cut(tmp_path):
+    routing_traces.write_megatron(tmp_path, PASSES)
+    file = tmp_path / "router_trace_rank0.jsonl"
+    file.write_text(file.read_text()[:-10])
+    assert megatron_trace.read(tmp_path, 4, None).recorded_steps == 1
+
+
+def test_headers_are_checked():
+    for wrong in ({"rank": 3}, {"group": (0, 0)}, {"num_experts": 0}, {"expert_ranks": 0}, {"topk": "2"}):
+        with pytest.raises(ValueError):
+            trace._check(dataclasses.replace(routing_traces.HEADER, **wrong))
