@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -11,11 +11,12 @@ from megatron_ep.config import MAX_CHANNELS, require_int
 from megatron_ep.deep_ep import config as sizes
 from megatron_ep.deep_ep import transfers
 from megatron_ep.deep_ep.config import ALIGNMENT, Config
-from megatron_ep.deep_ep.events import EventHandle, EventOverlap, refuse, run
+from megatron_ep.deep_ep.events import EventHandle, EventOverlap, run
 from megatron_ep.deep_ep.handles import NormalHandle
 from megatron_ep.deep_ep.instances import Instances
 from megatron_ep.deep_ep.layout import counts_of_all, ids_of_ranks, layout_of
 from megatron_ep.deep_ep.low_latency import LowLatencyCalls
+from megatron_ep.deep_ep.meeting import Communicator, meeting_of
 from megatron_ep.deep_ep.rows import device_of, row_bytes, tensors_of
 from megatron_ep.deep_ep.transfers import Rows
 
@@ -26,12 +27,13 @@ class Buffer(LowLatencyCalls):
     """Normal and low-latency mode of a process group, on its GPUs or on the CPU: tensors say where. Constructing it
     does nothing: memory is set up by the first dispatch, for the number of experts that it names.
 
-    group: any backend of torch.distributed.
+    group: any backend of torch.distributed. comm: without a group a communicator of mpi4py, which is then the attribute
+        group; torch.distributed need not be initialised, and constructing the buffer is collective.
     num_nvl_bytes, num_rdma_bytes: kept; the memory taken is what calls need.
     enable_shrink: low-latency calls go on without ranks that stay away.
     num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl: kept out of the way; they change nothing.
 
-    Raises ValueError without a group, or for numbers of bytes that are no multiples of 128. Calls raise ValueError for
+    Raises ValueError without either, or for numbers of bytes that are no multiples of 128. Calls raise ValueError for
     wrong arguments, naming them, and megatron_ep.EPError when another rank does not take part, in time or at all; after
     that `reset` on all ranks makes the buffer usable again.
     """
@@ -49,23 +51,20 @@ class Buffer(LowLatencyCalls):
         allow_mnnvl: bool = False,
         explicitly_destroy: bool = False,
         enable_shrink: bool = False,
-        comm: Any = None,
+        comm: Communicator | None = None,
     ):
-        if comm is not None:
-            refuse("comm", comm, "pass a process group of torch.distributed as group")
-        if group is None:
-            raise ValueError("group is None, must be a process group")
         for name, value in (("num_nvl_bytes", num_nvl_bytes), ("num_rdma_bytes", num_rdma_bytes)):
             require_int(name, value, 0, 1 << 62)
             if value % ALIGNMENT:
                 raise ValueError(f"{name} is {value}, must be a multiple of {ALIGNMENT}")
-        self.group = group
-        self.rank, self.group_size = group.rank(), group.size()
+        meeting = meeting_of(group, comm)
+        self.group = comm if group is None else group
+        self.rank, self.group_size = meeting.rank, meeting.size
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode = low_latency_mode
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
-        self.runtime = Instances(group, masks=enable_shrink)
+        self.runtime = Instances(meeting, masks=enable_shrink)
         self._scratch: dict[bool, torch.Tensor] = {}
         self._asked_to_mask: set[int] = set()
 
@@ -256,13 +255,9 @@ class Buffer(LowLatencyCalls):
         )
         return y, weights, event
 
-    def internode_dispatch(self, *_: Any, **__: Any) -> None:
-        """`dispatch` does it."""
-        refuse("internode_dispatch", "called", "dispatch reaches ranks of all nodes")
-
-    def internode_combine(self, *_: Any, **__: Any) -> None:
-        """`combine` does it."""
-        refuse("internode_combine", "called", "combine reaches ranks of all nodes")
+    # By these names DeepEP calls itself where a group has several nodes; the arguments are the same.
+    internode_dispatch = dispatch
+    internode_combine = combine
 
 
 def _dispatch_again(

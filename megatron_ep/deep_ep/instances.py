@@ -6,23 +6,23 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_ep.buffer import Buffer
 from megatron_ep.config import Config
 from megatron_ep.deep_ep.config import row_class
+from megatron_ep.deep_ep.meeting import Meeting
 from megatron_ep.low_latency.api import LowLatency
 from megatron_ep.overlap import communication_stream
 
 
 class Instances:
-    """Of one process group. Handles keep their buffer: it closes with the last of them.
+    """Of the ranks of one meeting. Handles keep their buffer: it closes with the last of them.
 
     timeout: seconds that a wait may take; None: as of `megatron_ep.Config`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float | None = None, masks: bool = False):
-        self._group = group
+    def __init__(self, meeting: Meeting, timeout: float | None = None, masks: bool = False):
+        self._meeting = meeting
         self._timeout = timeout
         self._masks = masks
         self._normal: dict[tuple[Any, ...], Buffer] = {}
@@ -36,7 +36,7 @@ class Instances:
         key = (device, num_experts, num_sms, row_bytes)
         if key not in self._normal:
             config = Config(num_experts, num_sms=num_sms, row_bytes=row_bytes or None, timeout=self._timeout)
-            self._normal[key] = Buffer(self._group, config, device=device)
+            self._normal[key] = self._meeting.buffer(config, device)
         return self._normal[key]
 
     def low_latency(

@@ -163,14 +163,16 @@ class LowLatencyCalls(OverInstances):
     # ---- ranks that stay away
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Leaves a rank out of low-latency calls from now on. All ranks that stay have to do so."""
+        """Leaves a rank out of low-latency calls from now on: all ranks that stay have to do so. Or, with mask=False,
+        takes it back, whose process lives: all ranks have to do so at once, that one and others that are left out among
+        them, as with `reset`. Raises megatron_ep.EPError when one does not come; then all is as it was."""
         self._check_shrink()
         require_int("rank_to_mask", rank_to_mask, 0, self.group_size - 1)
         if mask:
             self._asked_to_mask.add(rank_to_mask)
             self._mask_those_asked_for()
-        elif rank_to_mask in self._masked():
-            refuse("mask", False, "reset(), on all ranks, takes masked ranks back")
+        else:
+            self._take_back({rank_to_mask})
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
         """mask_status: int32 [W], gets 1 for each rank that is left out."""
@@ -181,14 +183,21 @@ class LowLatencyCalls(OverInstances):
         mask_status.zero_()
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """Nothing, while no rank is masked; NotImplementedError while one is."""
+        """Takes back all ranks, on all ranks at once: see `low_latency_update_mask_buffer`."""
         self._check_shrink()
-        if self._masked():
-            refuse("low_latency_clean_mask_buffer", "called", "reset(), on all ranks, takes masked ranks back")
+        self._take_back(set(range(self.group_size)))
 
     def _check_shrink(self) -> None:
         if not self.enable_shrink:
             raise ValueError("enable_shrink is False, must be True for masks")
+
+    def _take_back(self, ranks: set[int]) -> None:
+        """A mask is for good until a buffer begins anew, with all ranks: the others are masked again."""
+        others = self._masked() - ranks
+        if self._instances().all_low_latency():
+            self.reset()
+        self._asked_to_mask = others
+        self._mask_those_asked_for()
 
     def _masked(self) -> set[int]:
         masked = set(self._asked_to_mask)

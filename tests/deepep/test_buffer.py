@@ -1,5 +1,7 @@
 """DeepEP's `Buffer` between processes, on CPU tensors."""
 
+from pathlib import Path
+
 import deep_ep_checks as checks
 import deep_ep_elastic_checks as elastic
 import pytest
@@ -70,8 +72,6 @@ def test_construction():
         Buffer(None)
     with pytest.raises(ValueError, match="num_nvl_bytes is 100, must be a multiple of 128"):
         Buffer(OneRank(), 100)
-    with pytest.raises(NotImplementedError, match="comm is"):
-        Buffer(None, comm=object())
     buffer = Buffer(OneRank(), 1024, 256, enable_shrink=True)
     assert (buffer.rank, buffer.group_size, buffer.num_nvl_bytes, buffer.num_rdma_bytes) == (0, 1, 1024, 256)
     assert buffer.get_local_buffer_tensor(torch.int32, offset=64).shape == (240,)
@@ -83,6 +83,13 @@ def test_construction():
     buffer.destroy()
     with pytest.raises(ValueError, match="buffer is destroyed"):
         buffer.reset()
+
+
+def test_a_communicator_instead_of_a_group(forks, tmp_path):
+    """In processes that never initialise torch.distributed."""
+    script = Path(__file__).parents[1] / "helpers" / "communicator_ranks.py"
+    for status, text in forks.run_ranks([str(script), str(tmp_path / "store")], 3):
+        assert status == 0 and text.endswith("done\n"), text
 
 
 def test_construction_of_elastic_buffers():
@@ -165,8 +172,8 @@ def alone(group, device):
         buffer.low_latency_combine(rows, ids, weights, handle, use_logfmt=True)
     with pytest.raises(ValueError, match="enable_shrink is False, must be True for masks"):
         buffer.low_latency_query_mask_buffer(counts)
-    with pytest.raises(NotImplementedError, match="internode_dispatch"):
-        buffer.internode_dispatch()
+    again, *_, handle, _ = buffer.internode_dispatch(x, **given)
+    assert torch.equal(buffer.internode_combine(again, handle)[0], x)
     buffer.destroy()
     return True
 

@@ -266,33 +266,61 @@ def _check_places(given, rank, values, counts, handle, most, tolerance):
 
 
 def check_masks(group, device):
-    """A rank that the others leave out, by hand."""
+    """Ranks that the others leave out, by hand, and take back: one by one, or all."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     given = Inputs(world, 2 * world, 2, 128, (4,), seed=3)
     x, ids, weights = (part[rank].to(device) for part in (given.x, given.ids, given.weights))
     buffer = Buffer(group, enable_shrink=True, low_latency_mode=True)
-    status = torch.full((world,), 7, dtype=torch.int32, device=device)
-    buffer.low_latency_query_mask_buffer(status)
-    assert status.tolist() == [0] * world
-    gone = world - 1
 
-    def round_trip():
+    def status():
+        shown = torch.full((world,), 7, dtype=torch.int32, device=device)
+        buffer.low_latency_query_mask_buffer(shown)
+        return shown.tolist()
+
+    def round_trip(gone=()):
         rows, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, 4, 2 * world, use_fp8=False)
-        return buffer.low_latency_combine(rows, ids, weights, handle)[0]
+        y = buffer.low_latency_combine(rows, ids, weights, handle)[0]
+        away = given.ids[rank] < 0
+        for other in gone:
+            away |= given.ids[rank] // 2 == other
+        left = given.weights[rank].masked_fill(away, 0)
+        same(y, (given.x[rank].float() * left.sum(1, True)).bfloat16(), f"sums without {gone}")
 
+    def leave_out(*gone):
+        dist.barrier(group)  # who is told of it in the last call goes without the other in that one
+        if rank not in gone:
+            for other in gone:
+                buffer.low_latency_update_mask_buffer(other, mask=True)
+            round_trip(gone)
+            assert status() == [int(other in gone) for other in range(world)]
+            round_trip(gone)
+        dist.barrier(group)
+
+    assert status() == [0] * world
+    buffer.low_latency_update_mask_buffer(0, mask=True)  # nothing is set up yet: the one that asks is asked alone
+    buffer.low_latency_update_mask_buffer(0)
     round_trip()
-    if rank != gone:
-        buffer.low_latency_update_mask_buffer(gone, mask=True)
-        left = given.weights[rank].masked_fill((given.ids[rank] < 0) | (given.ids[rank] >= 2 * gone), 0)
-        same(round_trip(), (given.x[rank].float() * left.sum(1, True)).bfloat16(), "sums without a rank")
-        buffer.low_latency_query_mask_buffer(status)
-        assert status.tolist() == [0] * gone + [1]
-    dist.barrier(group)
+    leave_out(world - 1)
     buffer.reset()
-    buffer.low_latency_query_mask_buffer(status)
-    assert status.tolist() == [0] * world
+    assert status() == [0] * world
+    round_trip()
+
+    one, other = world - 1, world - 2
+    leave_out(one, other)
+    buffer.low_latency_update_mask_buffer(one, mask=False)
+    dist.barrier(group)
+    if rank not in (one, other):
+        assert status() == [int(away == other) for away in range(world)], "it stays away"
+    if rank != other:
+        buffer.low_latency_update_mask_buffer(other, mask=True)  # as the one that was away has to
+        round_trip((other,))
+    dist.barrier(group)
+    buffer.low_latency_update_mask_buffer(other, mask=False)
+    assert status() == [0] * world
+    round_trip()
+    leave_out(0)
     buffer.low_latency_clean_mask_buffer()
-    left = given.weights[rank].masked_fill(given.ids[rank] < 0, 0)
-    same(round_trip(), (given.x[rank].float() * left.sum(1, True)).bfloat16(), "sums with all ranks again")
+    assert status() == [0] * world
+    round_trip()
     buffer.destroy()
     return True
