@@ -103,8 +103,8 @@ class Buffer(AnyBuffer):
 
     @property
     def fabric(self) -> str:
-        """What carries the bytes: "shared memory" on the host, "tcp" between machines without GPUs; "p2p", "nvshmem" or
-        "nccl" between GPUs."""
+        """What carries the bytes: "shared memory" on the host, "verbs" or "tcp" between machines without GPUs; "p2p",
+        "nvshmem", "nccl", "verbs" or "tcp" between GPUs."""
         return self._group.fabric
 
     def reset(self) -> None:

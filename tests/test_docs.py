@@ -46,6 +46,8 @@ ELSEWHERE = {
     "compare_exchange",
     "do_expand",
     "ft_launcher",
+    "ibv_devices",
+    "ibv_devinfo",
     "inference_optimized",
     "padding_causal_bottom_right",
 }

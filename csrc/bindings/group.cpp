@@ -207,16 +207,21 @@ void bind_segment(py::module_& m) {
 void bind_software_nic(py::module_& m) {
     using Seconds = std::chrono::duration<double>;
     py::class_<SoftwareNic>(m, "SoftwareNic",
-                            "Carries what a rank sends to other nodes over TCP, in a thread.")
-        .def(py::init([](int rank, const std::vector<Segment*>& segments) {
+                            "Carries what a rank sends to other nodes, in a thread: over TCP, "
+                            "or by a network card.")
+        .def(py::init([](int rank, const std::vector<Segment*>& segments,
+                         const std::shared_ptr<verbs::Card>& card) {
                  std::vector<ControlBlock*> controls;
                  for (const Segment* segment : segments)
                      controls.push_back(reinterpret_cast<ControlBlock*>(segment->data()));
-                 return std::make_unique<SoftwareNic>(rank, std::move(controls));
+                 return std::make_unique<SoftwareNic>(rank, std::move(controls), card);
              }),
-             py::kw_only(), py::arg("rank"), py::arg("segments"), py::keep_alive<1, 3>())
+             py::kw_only(), py::arg("rank"), py::arg("segments"), py::arg("card") = nullptr,
+             py::keep_alive<1, 3>())
         .def("start", &SoftwareNic::start, py::arg("sockets"),
-             "Takes connected sockets, by rank; none where memory is mapped.")
+             py::arg("pairs") = SoftwareNic::QueuePairs(),
+             "Takes connected sockets, by rank, and a connected queue pair beside each if it has "
+             "a card; none where memory is mapped.")
         .def(
             "stop", [](SoftwareNic& nic, double most) { nic.stop(Seconds(most)); },
             py::arg("seconds"), py::call_guard<py::gil_scoped_release>(),

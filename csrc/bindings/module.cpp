@@ -8,6 +8,7 @@
 #include "bindings/plan.h"
 #include "bindings/queue.h"
 #include "bindings/router.h"
+#include "bindings/verbs.h"
 
 namespace py = pybind11;
 
@@ -34,6 +35,7 @@ PYBIND11_MODULE(_C, m) {
         "Compiled kernels of megatron_ep. Takes raw pointers; megatron_ep.buffer checks what they "
         "point to.";
     m.def("build_info", &build_info);
+    ep::bind_verbs(m);
     ep::bind_group(m);
     ep::bind_low_latency(m);
     ep::bind_memory(m);

@@ -3,10 +3,12 @@
 p2p: the processes of one machine map each other's memory through CUDA IPC; if it has several nodes, puts between them
 are copies. nvshmem and nccl: several machines, one-sided puts and signals between them (NCCL's GIN); a rank that gives
 up stops its own node at once, the other nodes within two seconds (`news.py`). NVSHMEM connects one group of ranks for
-as long as their processes live. tcp: several machines, between which a thread of the host carries what the GPUs send
-(`over_host.py`); it needs neither a library nor a card. The variable MEGATRON_EP_FABRIC, the same on all ranks, forces
-one; otherwise ranks on one machine use p2p, and ranks on several nvshmem, or nccl where some rank cannot load nvshmem,
-or tcp where some rank can load neither or has no network card for RDMA.
+as long as their processes live. verbs and tcp: several machines, between which a thread of the host carries what the
+GPUs send (`over_host.py`), by a network card (`verbs.py`), or over TCP, which needs neither a library nor a card. The
+variable MEGATRON_EP_FABRIC, the same on all ranks, forces one; otherwise ranks on one machine use p2p, and ranks on
+several the first of nvshmem, nccl and verbs that all ranks can use, or else tcp.
+
+Ranks on the host share memory within a machine. Between machines they use verbs where all ranks can, or else tcp.
 """
 
 from __future__ import annotations
@@ -21,15 +23,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron_ep.backends import ibgda
+from megatron_ep.backends import ibgda, verbs
 from megatron_ep.diagnosis import cuda_version
 from megatron_ep.errors import EPError
 
 VARIABLE = "MEGATRON_EP_FABRIC"
 NVSHMEM_LIBRARY = "libnvshmem_host.so.3"
 NCCL_LIBRARY = "libnccl.so.2"
-TCP = "tcp"
-NO_CARD = f"no network card for RDMA in {ibgda.CARDS}"
+VERBS, TCP = "verbs", "tcp"
+OVER_HOST = (VERBS, TCP)  # by a thread of the host
+NO_CARD = verbs.NO_CARD
 
 
 @dataclass(frozen=True)
@@ -56,22 +59,34 @@ def choose(hosts: Sequence[str], wanted: Sequence[str | None], gather: Callable[
         raise EPError(
             f"{VARIABLE}=p2p connects the processes of one machine, but the ranks run on {', '.join(machines)}"
         )
-    if forced == TCP:
-        return Choice(TCP, reason)
+    return _first_of([*NETWORKS, VERBS], forced, reason, gather)
+
+
+def choose_for_host(machines: int, wanted: Sequence[str | None], gather: Callable[[Any], list[Any]]) -> Choice:
+    """The fabric between so many machines for ranks on the host. What their environments want is for GPUs unless it is
+    verbs or tcp. Collective, and raises, as `choose`."""
+    forced = _wanted_by_all(wanted)
+    forced = forced if forced in OVER_HOST else None
+    reason = f"host backend on {machines} machines"
+    return _first_of([VERBS], forced, f"{reason}, {VARIABLE} says so" if forced else reason, gather)
+
+
+def _first_of(names: Sequence[str], forced: str | None, reason: str, gather: Callable[[Any], list[Any]]) -> Choice:
+    """The first one that all ranks can use, or tcp, which needs nothing; or the one that is forced."""
     lacking: list[str] = []
-    for name in [forced] if forced else NETWORKS:
+    for name in names if forced is None else () if forced == TCP else (forced,):
         missing = gather(_missing(name) if forced or ibgda.has_cards() else NO_CARD)
         if not any(missing):
             return Choice(name, "; ".join([reason, *lacking]))
         lacking.append(_by_rank(missing))
-    if forced:
+    if forced and lacking:
         raise EPError("; ".join(lacking))
     return Choice(TCP, "; ".join([reason, *dict.fromkeys(lacking)]))
 
 
 def _wanted_by_all(wanted: Sequence[str | None]) -> str | None:
     values = f"environment variable {VARIABLE} is {_by_rank([repr(name) if name else 'unset' for name in wanted])}"
-    fabrics = ("p2p", *NETWORKS, TCP)
+    fabrics = ("p2p", *NETWORKS, *OVER_HOST)
     if any(name and name not in fabrics for name in wanted):
         raise ValueError(f"{values}, must be one of {', '.join(fabrics)}")
     if len(set(wanted)) > 1:
@@ -82,7 +97,7 @@ def _wanted_by_all(wanted: Sequence[str | None]) -> str | None:
 def _missing(name: str) -> str:
     """What keeps this rank from loading the fabric, if anything."""
     try:
-        NETWORKS[name]()
+        verbs.usable() if name == VERBS else NETWORKS[name]()
         return ""
     except Exception as error:  # of whatever kind: the others wait to hear of it
         return str(error) or type(error).__name__
@@ -195,8 +210,18 @@ def report() -> dict[str, str]:
             facts[name] = f"built, loads with {_loaded(NVSHMEM_LIBRARY if name == 'nvshmem' else NCCL_LIBRARY)}"
         except EPError as error:
             facts[name] = str(error)
-    facts[TCP] = "built, needs nothing else" if hasattr(_C, "QueueGroup") else "not built: there was no nvcc"
+    facts[VERBS] = verbs.report()
+    facts[TCP] = "built, needs nothing else" if hasattr(_C, "QueueGroup") else "built for the host: there was no nvcc"
     facts["ibgda"] = ibgda.report()
-    networks = "nvshmem, nccl or else tcp" if ibgda.has_cards() else f"tcp ({NO_CARD})"
+    networks = "nvshmem, nccl, verbs or else tcp" if ibgda.has_cards() else f"tcp ({NO_CARD})"
     facts["chosen"] = os.environ.get(VARIABLE) or f"p2p on one machine, {networks} on several"
+    facts["chosen on the host"] = f"shared memory on one machine, {_report_of_host()} on several"
     return facts
+
+
+def _report_of_host() -> str:
+    wanted = os.environ.get(VARIABLE)
+    if wanted in OVER_HOST:
+        return wanted
+    missing = _missing(VERBS) if ibgda.has_cards() else NO_CARD
+    return f"{TCP} ({missing})" if missing else VERBS

@@ -1,4 +1,5 @@
-"""GPUs of several machines whose network is a thread of the host and TCP (fabric "tcp").
+"""GPUs of several machines whose network is a thread of the host: over TCP (fabric "tcp"), or by a network card that
+writes to memory of the host (fabric "verbs").
 
 The ranks of a node map each other's heaps through CUDA IPC. What goes to other nodes, and what comes from there, lies
 in pinned memory of the host, with the send queues that the kernels post in; the thread reads and writes it, and calls
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron_ep import _C
-from megatron_ep.backends import cuda, tcp
+from megatron_ep.backends import cuda, tcp, verbs
 from megatron_ep.backends.cuda import CudaBackend
 from megatron_ep.backends.peer_memory import peer_memories
 from megatron_ep.backends.rank_info import RankInfo, machines
@@ -43,6 +44,8 @@ def connect(
     device: torch.device,
     sms: int,
     infos: Sequence[RankInfo],
+    *,
+    by_card: bool = False,
 ) -> tuple[CudaBackend, str]:
     """See `connect.processes`. Raises ValueError where a node's ranks are on several machines."""
     size = heap.ranks_per_node
@@ -54,7 +57,8 @@ def connect(
     def make() -> OverHostBackend:
         report = _C.PinnedReport(device.index)
         mirrors = [_C.Segment.anonymous(_C.SoftwareNic.mirror_bytes) for _ in infos]
-        nic = _C.nic_of_gpu(rank=rendezvous.rank, report=report, mirrors=mirrors)
+        card = verbs.card_of(rendezvous.rank, machines(infos)) if by_card else None
+        nic = _C.nic_of_gpu(rank=rendezvous.rank, report=report, mirrors=mirrors, card=card)
         ranks = _C.QueueGroup(
             heap=heap,
             rank=rendezvous.rank,
@@ -64,13 +68,14 @@ def connect(
             num_sms=sms,
             timeout=config.timeout_seconds,
         )
-        backend = OverHostBackend(ranks, heap, device, sms, report, tcp.Network(rendezvous.rank, nodes, nic))
+        network = tcp.Network(rendezvous.rank, nodes, nic, card=card)
+        backend = OverHostBackend(ranks, heap, device, sms, report, network)
         backend.memories = memories
         return backend
 
     backend = rendezvous.agree(make)
     backend.network.connect(rendezvous)
-    return backend, "a thread of the host carries what goes to other nodes"
+    return backend, "; ".join(["a thread of the host carries what goes to other nodes", *backend.network.cards()])
 
 
 def _nodes(places: Sequence[str], size: int) -> list[str]:
@@ -81,7 +86,7 @@ def _nodes(places: Sequence[str], size: int) -> list[str]:
         if len(set(node)) > 1:
             raise ValueError(
                 f"ranks {first} to {first + size - 1} are one node, but run on {' and '.join(dict.fromkeys(node))}: "
-                "over the tcp fabric a node must be on one machine"
+                "over the tcp and verbs fabrics a node must be on one machine"
             )
         names += [f"node {first // size} on {node[0]}"] * size
     return names

@@ -1,5 +1,6 @@
 """The network of the host: ranks on different machines, connected by TCP, one connection a pair or several: stripes,
-among which channels are dealt, for networks that give a connection less than a machine.
+among which channels are dealt, for networks that give a connection less than a machine. Where a network card does the
+work (`verbs.py`), each connection has one of its queue pairs beside it.
 
 Each rank listens on one address, on a port that the system picks, as long as the others connect. What it takes from a
 stranger is 36 bytes, for five seconds, and not from many at a time.
@@ -45,27 +46,35 @@ Place = tuple[int, int]  # the other rank, and which of the connections to it
 
 @dataclass(frozen=True)
 class Listening:
-    """Where a rank listens, how many connections it wants to each other rank, and what each of them shall say there,
-    and be told in return: by rank, and stripe after stripe of a rank."""
+    """Where a rank listens, how many connections it wants to each other rank, what each of them shall say there, and be
+    told in return, and the queue pair of a card beside each, if there are any: by rank, and stripe after stripe of a
+    rank."""
 
     host: str
     port: int
     stripes: int
     tokens: list[bytes]
     answers: list[bytes]
+    pairs: list[bytes]
 
     @classmethod
-    def by(cls, listener: socket.socket, world_size: int, stripes: int = 1) -> Listening:
+    def by(
+        cls, listener: socket.socket, world_size: int, stripes: int = 1, pairs: Mapping[Place, bytes] | None = None
+    ) -> Listening:
         """Of a socket that listens, with new tokens for all ranks."""
         host, port = listener.getsockname()[:2]
-        new = [[secrets.token_bytes(TOKEN_BYTES) for _ in range(world_size * stripes)] for _ in range(2)]
-        return cls(host, port, stripes, *new)
+        tokens, answers = ([secrets.token_bytes(TOKEN_BYTES) for _ in range(world_size * stripes)] for _ in range(2))
+        places = [(rank, stripe) for rank in range(world_size) for stripe in range(stripes)]
+        return cls(host, port, stripes, tokens, answers, [pairs.get(place, b"") for place in places] if pairs else [])
 
     def token(self, place: Place) -> bytes:
         return self.tokens[place[0] * self.stripes + place[1]]
 
     def answer(self, place: Place) -> bytes:
         return self.answers[place[0] * self.stripes + place[1]]
+
+    def pair(self, place: Place) -> bytes:
+        return self.pairs[place[0] * self.stripes + place[1]]
 
 
 def stripes_wanted() -> int:
@@ -82,6 +91,8 @@ class Network:
     rank: this one.
     machines: of each rank, by which those of this machine are told from the others.
     nic: what carries its bytes.
+    card: the one that it was made with: then the connections carry what ranks tell of themselves, and queue pairs
+        beside them the rest.
     address: on which this rank listens; None: `own_address`.
     stripes: connections to each rank, among which channels are dealt; None: `stripes_wanted`.
     """
@@ -93,7 +104,9 @@ class Network:
         nic: _C.SoftwareNic,
         address: str | None = None,
         stripes: int | None = None,
+        card: _C.Card | None = None,
     ):
+        self._card = card
         self._rank = rank
         self._stripes = stripes
         self._address = address
@@ -106,25 +119,38 @@ class Network:
         others = [rank for rank, machine in enumerate(self._machines) if machine != self._machines[self._rank]]
         with contextlib.ExitStack() as stack:
 
-            def tell() -> tuple[socket.socket, Listening]:
+            def tell() -> tuple[tuple[socket.socket, dict[Place, _C.QueuePair]], Listening]:
                 listener = stack.enter_context(listen(self._address))
-                return listener, Listening.by(listener, len(self._machines), self._stripes or stripes_wanted())
+                stripes, pairs = self._stripes or stripes_wanted(), {}
+                if self._card is not None:
+                    pairs = {(rank, stripe): self._card.queue_pair() for rank in others for stripe in range(stripes)}
+                addresses = {place: pair.address() for place, pair in pairs.items()}
+                return (listener, pairs), Listening.by(listener, len(self._machines), stripes, addresses)
 
-            listener, told = meeting.exchange(tell)
+            (listener, pairs), told = meeting.exchange(tell)
             check_alike([one.stripes for one in told])
             limit = meeting.timeout.total_seconds()
 
             def join() -> dict[Place, socket.socket]:
                 made = _connect_all(self._rank, others, told, listener, self._machines, limit)
-                return {place: stack.enter_context(connection) for place, connection in made.items()}
+                connections = {place: stack.enter_context(connection) for place, connection in made.items()}
+                for (rank, stripe), pair in pairs.items():
+                    pair.connect(told[rank].pair((self._rank, stripe)))
+                return connections
 
-            connections = meeting.agree(join, seconds=limit)
+            connections = meeting.agree(join, seconds=limit)  # before anybody sends all queue pairs are connected
             self._descriptors = {place: connection.fileno() for place, connection in connections.items()}
             sockets: list[list[int]] = [[] for _ in told]
+            beside: list[list[_C.QueuePair]] = [[] for _ in told]
             for rank, stripe in sorted(connections):
                 sockets[rank].append(connections[rank, stripe].detach())
-            self.nic.start(sockets)
+                beside[rank] += [pairs[rank, stripe]] if pairs else []
+            self.nic.start(sockets, beside)
         meeting.barrier()  # nobody's connection ends before all have begun
+
+    def cards(self) -> list[str]:
+        """What to say of the card, if there is one."""
+        return [] if self._card is None else [f"rank {self._rank} has {self._card.port_name}"]
 
     def segments_sent(self) -> dict[int, tuple[int, int]]:
         """While it runs: how many packets this machine has sent to each rank, and how many of them again."""

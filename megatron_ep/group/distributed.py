@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ep import _C
-from megatron_ep.backends import connect, cuda, fabrics, host, peer_memory, release, sizes, tcp
+from megatron_ep.backends import connect, cuda, fabrics, host, peer_memory, release, sizes, tcp, verbs
 from megatron_ep.backends.codec import Plain
 from megatron_ep.backends.interface import HasMemory
 from megatron_ep.backends.monitor import Monitor
@@ -75,19 +75,23 @@ class DistributedRankGroup(RankGroup):
             self._machines = machines(infos)
             segments = self.shared_segments(self.heap.bytes)
             fabric = fabrics.Choice("shared memory", "host backend")
-            if len(set(self._machines)) > 1:
-                nic = _C.SoftwareNic(rank=self.rank, segments=segments)
-                self._network = tcp.Network(self.rank, self._machines, nic)
-                fabric = fabrics.Choice("tcp", f"host backend on {len(set(self._machines))} machines")
-            self._backend = host.HostBackend(
-                self.heap,
-                self.ranks,
-                segments,
-                timeout=config.timeout_seconds,
-                nic=None if self._network is None else self._network.nic,
-            )
+            machine_count = len(set(self._machines))
+            if machine_count > 1:
+                wanted = [info.fabric for info in infos]
+                fabric = fabrics.choose_for_host(machine_count, wanted, self._rendezvous.gather)
+            by_card = fabric.name == fabrics.VERBS
+
+            def make() -> host.HostBackend:
+                card = verbs.card_of(self.rank, self._machines) if by_card else None
+                nic = _C.SoftwareNic(rank=self.rank, segments=segments, card=card) if machine_count > 1 else None
+                if nic is not None:
+                    self._network = tcp.Network(self.rank, self._machines, nic, card=card)
+                return host.HostBackend(self.heap, self.ranks, segments, timeout=config.timeout_seconds, nic=nic)
+
+            self._backend = self._rendezvous.agree(make) if by_card else make()
             if self._network is not None:
                 self._network.connect(self._rendezvous)
+                fabric = fabrics.Choice(fabric.name, "; ".join([fabric.reason, *self._network.cards()]))
         self.fabric = fabric.name
         if self.topology.world_size > 1:
             self._monitor = Monitor(self._backend, self.rank, self._neighbours, self._news(), self.describe)

@@ -78,6 +78,7 @@ def ranks_with(fabric: str, **loads):
         mock.patch.dict(os.environ, {fabrics.VARIABLE: fabric}),
         mock.patch.dict(fabrics.NETWORKS, loads),
         mock.patch.object(fabrics.ibgda, "has_cards", lambda: True),
+        mock.patch.object(fabrics.verbs, "usable", mock.Mock(side_effect=ep.EPError("its card is down"))),
         mock.patch.dict(vars(fabrics), loaders),
         mock.patch.multiple(_C, create=True, DeviceMemory=Memory, CudaGroup=group_of),
     ):
@@ -119,7 +120,9 @@ def run_different_libraries() -> None:
     over_host = mock.Mock(return_value=(SimpleNamespace(), "found"))
     with ranks_with("", nvshmem=lacking, nccl=lacking), mock.patch.object(connect.over_host, "connect", over_host):
         backend = connected(rendezvous_of(), "abc")
-        assert backend.fabric == fabrics.Choice("tcp", "3 machines; it lacks something on rank 1; found")
+        assert backend.fabric == fabrics.Choice(
+            "tcp", "3 machines; it lacks something on rank 1; its card is down; found"
+        )
 
 
 def test_ranks_that_load_different_libraries_take_one_that_all_load(ranks) -> None:

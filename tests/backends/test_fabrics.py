@@ -14,7 +14,7 @@ import torch
 
 import megatron_ep as ep
 from megatron_ep import _C
-from megatron_ep.backends import fabrics, ibgda
+from megatron_ep.backends import fabrics, ibgda, verbs
 from megatron_ep.diagnosis import cuda_version
 
 NETWORKS = list(fabrics.NETWORKS)
@@ -22,10 +22,11 @@ NETWORKS = list(fabrics.NETWORKS)
 
 @pytest.fixture(autouse=True)
 def cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of this machine's network cards, with one in it."""
+    """The folder of this machine's network cards, with one in it, which libibverbs cannot use."""
     folder = tmp_path / "infiniband"
     (folder / "card").mkdir(parents=True)
     monkeypatch.setattr(ibgda, "CARDS", folder)
+    monkeypatch.setattr(verbs, "usable", refuse("verbs"))
     return folder
 
 
@@ -68,7 +69,7 @@ def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ep.EPError, match="p2p connects the processes of one machine, but the ranks run on a, b"):
         choose("a", "b", "a")
     monkeypatch.setenv(fabrics.VARIABLE, "carrier_pigeon")
-    with pytest.raises(ValueError, match="'carrier_pigeon', must be one of p2p, nvshmem, nccl, tcp"):
+    with pytest.raises(ValueError, match="'carrier_pigeon', must be one of p2p, nvshmem, nccl, verbs, tcp"):
         choose("a")
 
 
@@ -81,16 +82,19 @@ def test_several_machines_take_the_first_network_that_loads(monkeypatch: pytest.
     assert choose("a", "b") == "nccl"
     loads["nccl"] = refuse("nccl")
     assert choose("a", "b") == "tcp"
+    monkeypatch.setattr(verbs, "usable", lambda: ["a port"])
+    assert choose("a", "b") == "verbs"
     assert choose("a", "a") == "p2p"
 
 
 def test_several_machines_without_a_card_take_the_host(monkeypatch: pytest.MonkeyPatch, cards: Path) -> None:
     monkeypatch.delenv(fabrics.VARIABLE, raising=False)
     monkeypatch.setattr(fabrics, "NETWORKS", dict.fromkeys(NETWORKS, lambda: None))
-    assert choose("a", "b", answers=[{1: fabrics.NO_CARD}, {1: fabrics.NO_CARD}]) == "tcp"
+    assert choose("a", "b", answers=[{1: fabrics.NO_CARD}] * 3) == "tcp"
     (cards / "card").rmdir()
     assert choose("a", "b") == "tcp"
-    for name in (*NETWORKS, "tcp"):  # what is asked for counts
+    monkeypatch.setattr(verbs, "usable", lambda: ["a port"])
+    for name in (*NETWORKS, "verbs", "tcp"):  # what is asked for counts
         monkeypatch.setenv(fabrics.VARIABLE, name)
         assert choose("a", "b") == choose("a", "a") == name
 
@@ -116,7 +120,7 @@ def test_why_a_fabric_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason("ab") == "2 machines; nvshmem lacks something"
     assert reason("aa", "nccl") == "MEGATRON_EP_FABRIC says so"
     monkeypatch.setattr(fabrics, "NETWORKS", {name: refuse(name) for name in NETWORKS})
-    assert reason("ab") == "2 machines; nvshmem lacks something; nccl lacks something"
+    assert reason("ab") == "2 machines; nvshmem lacks something; nccl lacks something; verbs lacks something"
 
 
 def test_ranks_that_want_different_fabrics(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +128,7 @@ def test_ranks_that_want_different_fabrics(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ep.EPError, match="is unset on rank 0 and 2, 'nccl' on rank 1, must be the same on all ranks"):
         choose("a", "a", "a", wanted={1: "nccl"})
     with pytest.raises(
-        ValueError, match="is unset on rank 0, 'pigeon' on rank 1, must be one of p2p, nvshmem, nccl, tcp"
+        ValueError, match="is unset on rank 0, 'pigeon' on rank 1, must be one of p2p, nvshmem, nccl, verbs, tcp"
     ):
         choose("a", "a", wanted={1: "pigeon"})
 

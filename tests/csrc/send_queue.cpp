@@ -113,19 +113,6 @@ void check_wrap() {
     }
 }
 
-// Until the rank's waits have ended, because of rank 1.
-void wait_until_lost(SpinningWarp& warp, TestRank& rank, const char* otherwise) {
-    const auto aborted = [&](int) {
-        const uint64_t word =
-            std::atomic_ref<uint64_t>(rank.controls[0].abort).load(std::memory_order_acquire);
-        return WaitCondition{word, 1, 1};
-    };
-    require(warp.wait_all(Wait::None, 1, aborted), otherwise);
-    require(ControlBlock::outcome_of(rank.controls[0].abort) == Outcome::Lost &&
-                ControlBlock::rank_of(rank.controls[0].abort) == 1,
-            "somebody else is to blame");
-}
-
 // What ends a connection, and all waits of the rank with it.
 void check_garbage() {
     std::vector<Frame> frames = {

@@ -62,9 +62,9 @@ struct TestRank {
     std::unique_ptr<SoftwareNic> nic;
     std::shared_ptr<SoftwareNic::Port> port;
 
-    explicit TestRank(int rank) {
-        nic = std::make_unique<SoftwareNic>(rank,
-                                            std::vector<ControlBlock*>{&controls[0], &controls[1]});
+    explicit TestRank(int rank, std::shared_ptr<verbs::Card> card = nullptr) {
+        nic = std::make_unique<SoftwareNic>(
+            rank, std::vector<ControlBlock*>{&controls[0], &controls[1]}, std::move(card));
         std::vector<char*> heaps(2, nullptr);
         heaps[rank] = heap.data();
         port = nic->open(heaps, kHeapBytes, kChannels);
@@ -82,6 +82,19 @@ struct TestRank {
 
 inline void require(bool ok, const std::string& what) {
     if (!ok) throw std::runtime_error(what);
+}
+
+// Until the rank's waits have ended, because of rank 1.
+inline void wait_until_lost(SpinningWarp& warp, TestRank& rank, const char* otherwise) {
+    const auto aborted = [&](int) {
+        const uint64_t word =
+            std::atomic_ref<uint64_t>(rank.controls[0].abort).load(std::memory_order_acquire);
+        return WaitCondition{word, 1, 1};
+    };
+    require(warp.wait_all(Wait::None, 1, aborted), otherwise);
+    require(ControlBlock::outcome_of(rank.controls[0].abort) == Outcome::Lost &&
+                ControlBlock::rank_of(rank.controls[0].abort) == 1,
+            "somebody else is to blame");
 }
 
 // What lies between two ranks: with a seed it carries a few bytes at a time, whenever it likes, and
@@ -147,11 +160,29 @@ class Wire {
     std::jthread thread_;
 };
 
+// Of two ranks; null: none.
+struct Cards {
+    std::shared_ptr<verbs::Card> a, b;
+};
+
+// So many pairs of queue pairs that are connected: those of a, and those of b.
+using QueuePairs = std::vector<std::shared_ptr<verbs::QueuePair>>;
+inline std::array<QueuePairs, 2> connected_pairs(const Cards& cards, int count) {
+    std::array<QueuePairs, 2> pairs;
+    for (int i = 0; i < count && cards.a; ++i) {
+        pairs[0].push_back(std::make_shared<verbs::QueuePair>(cards.a));
+        pairs[1].push_back(std::make_shared<verbs::QueuePair>(cards.b));
+        for (const int side : {0, 1})
+            pairs[side].back()->connect(pairs[1 - side].back()->address());
+    }
+    return pairs;
+}
+
 // `rounds` puts of sizes that differ in each of two channels, each with a signal, and a credit for
 // each that was read, over so many connections.
 inline void run_rounds(uint64_t rounds, std::optional<uint64_t> seed = std::nullopt,
-                       int stripes = 1) {
-    auto a = std::make_unique<TestRank>(0), b = std::make_unique<TestRank>(1);
+                       int stripes = 1, const Cards& cards = {}) {
+    auto a = std::make_unique<TestRank>(0, cards.a), b = std::make_unique<TestRank>(1, cards.b);
     std::vector<std::unique_ptr<Wire>> wires;
     std::vector<int> ends_of_a, ends_of_b;
     for (int stripe = 0; stripe < stripes; ++stripe) {
@@ -160,8 +191,9 @@ inline void run_rounds(uint64_t rounds, std::optional<uint64_t> seed = std::null
         ends_of_a.push_back(wires.back()->end(0));
         ends_of_b.push_back(wires.back()->end(1));
     }
-    a->nic->start({{}, ends_of_a});
-    b->nic->start({ends_of_b, {}});
+    const auto pairs = connected_pairs(cards, stripes);
+    a->nic->start({{}, ends_of_a}, {{}, pairs[0]});
+    b->nic->start({ends_of_b, {}}, {pairs[1], {}});
     constexpr uint64_t kAhead = 4;
     constexpr size_t kMost = 100'000;
     const auto bytes_of = [&](uint64_t round) {

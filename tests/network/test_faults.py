@@ -60,7 +60,13 @@ class Run:
         self.made, self.folder, self.failures = made, folder, 0
         program = folder / "program.py"
         program.write_text(PROGRAM)
-        job = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": made.address(0), "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1"}
+        job = {
+            "WORLD_SIZE": str(RANKS),
+            "MASTER_ADDR": made.address(0),
+            "MASTER_PORT": "29500",
+            "OMP_NUM_THREADS": "1",
+            "MEGATRON_EP_FABRIC": "tcp",
+        }
         self.processes = []
         for rank in range(RANKS):
             with (folder / f"{rank}.log").open("w") as log:

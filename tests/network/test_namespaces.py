@@ -52,7 +52,8 @@ def log_of(folder: Path, machine: int) -> Path:
 def start(made, folder: Path, command):
     for machine in range(made.count):
         with log_of(folder, machine).open("w") as log:
-            yield made.start(machine, command, {"OMP_NUM_THREADS": "1"}, stdout=log, stderr=log, cwd=ROOT)
+            environment = {"OMP_NUM_THREADS": "1", "MEGATRON_EP_FABRIC": "tcp"}
+            yield made.start(machine, command, environment, stdout=log, stderr=log, cwd=ROOT)
 
 
 def texts(made, folder: Path, command, limit: float = 120) -> list[str]:

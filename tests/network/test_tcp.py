@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_ep as ep
-from megatron_ep.backends import processes, tcp
+from megatron_ep.backends import fabrics, processes, tcp
 from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.errors import EPError
 
@@ -27,9 +27,12 @@ def ranks():
 
 
 @contextmanager
-def machines_of(size: int):
+def machines_of(size: int, fabric: str = "tcp"):
     """So many ranks a machine."""
-    with mock.patch.object(processes, "machine", lambda: f"machine {dist.get_rank() // size}"):
+    with (
+        mock.patch.object(processes, "machine", lambda: f"machine {dist.get_rank() // size}"),
+        mock.patch.dict(os.environ, {fabrics.VARIABLE: fabric}),
+    ):
         yield
 
 
@@ -55,12 +58,12 @@ def layer(buffer, x, ids, weights):
     return [*(y if lists else [y])], [t.grad for t in leaves], [t.grad for t in scales]
 
 
-def run_layers(per_machine: int, per_node: int, stripes: str) -> None:
+def run_layers(per_machine: int, per_node: int, stripes: str, fabric: str = "tcp") -> None:
     rank = dist.get_rank()
     topology = ep.Topology(W // per_node, per_node)
-    with machines_of(per_machine), mock.patch.dict(os.environ, {tcp.STRIPES: stripes}):
+    with machines_of(per_machine, fabric), mock.patch.dict(os.environ, {tcp.STRIPES: stripes}):
         buffer = ep.Buffer(None, ep.Config(num_experts=16, timeout=20), topology)
-        assert buffer.fabric == "tcp" and buffer._group.spans_machines
+        assert buffer.fabric == fabric and buffer._group.spans_machines
         for hidden, dtype in ((33, torch.float32), (7, torch.float64), (512, torch.bfloat16), (7168, torch.float16)):
             x, ids, weights = inputs(hidden, dtype)
             config = ep.Config(num_experts=16)
@@ -96,7 +99,7 @@ def test_ranks_that_want_other_numbers_of_connections_are_told(ranks):
         assert text.endswith("is 2 on rank 0 and 1 on rank 2, must be equal")
 
 
-def run_low_latency(per_machine: int) -> None:
+def run_low_latency(per_machine: int, fabric: str = "tcp") -> None:
     rank = dist.get_rank()
     x, ids, weights = inputs(64, torch.bfloat16, (8, 0, 3, 8))
     sizes = dict(max_tokens=8, hidden=64, topk=3, dtype=torch.bfloat16)
@@ -108,7 +111,7 @@ def run_low_latency(per_machine: int) -> None:
 
     with ep.LocalCluster(topology.nodes, per_machine, config) as cluster:
         expected = call(ep.LowLatency(cluster, **sizes), x, ids, weights)[rank]
-    with machines_of(per_machine), ep.Buffer(None, config, topology) as buffer:
+    with machines_of(per_machine, fabric), ep.Buffer(None, config, topology) as buffer:
         for _ in range(2):  # the second part is made while the network runs, after the first has gone
             low_latency = ep.LowLatency(buffer, **sizes)
             for _ in range(5):
@@ -147,9 +150,9 @@ def test_a_node_on_two_machines_is_refused_on_all_ranks(ranks):
 # ---- what goes wrong
 
 
-def run_with_one_that_goes(how: str) -> str:
+def run_with_one_that_goes(how: str, fabric: str = "tcp") -> str:
     rank = dist.get_rank()
-    with machines_of(2):
+    with machines_of(2, fabric):
         buffer = ep.Buffer(None, ep.Config(num_experts=16, timeout=3), ep.Topology(2, 2))
         x, ids = torch.ones(8, 16), torch.arange(16).view(8, 2)
         ep.dispatch(x, ids, buffer=buffer)

@@ -1,6 +1,7 @@
 """Sequences between processes: skewed ranks, several machines, and what the others hear of a rank that is at odds."""
 
 import contextlib
+import os
 import random
 import time
 from unittest import mock
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from sequence_cases import Case, random_plan
 
 import megatron_ep as ep
-from megatron_ep.backends import processes
+from megatron_ep.backends import fabrics, processes
 from megatron_ep.sequences import reference
 from megatron_ep.sequences.dispatcher import SequenceDispatcher
 from megatron_ep.sequences.plan import SequencePlan, Shard
@@ -33,7 +34,8 @@ def round_trip(dispatcher, case):
 
 def run_cases(nodes, ranks_per_machine):
     names = mock.patch.object(processes, "machine", lambda: f"machine {dist.get_rank() // ranks_per_machine}")
-    with names if ranks_per_machine else contextlib.nullcontext():
+    forced = mock.patch.dict(os.environ, {fabrics.VARIABLE: "tcp"} if ranks_per_machine else {})
+    with forced, names if ranks_per_machine else contextlib.nullcontext():
         config = ep.Config(num_experts=W, timeout=20, tuning=ep.Tuning(nvl_ring_bytes=1 << 14, rdma_ring_bytes=1 << 14))
         with ep.Buffer(None, config, ep.Topology(nodes, W // nodes)) as buffer:
             assert buffer.fabric == ("tcp" if ranks_per_machine else "shared memory")

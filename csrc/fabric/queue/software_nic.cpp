@@ -10,6 +10,8 @@
 #include <stdexcept>
 
 #include "fabric/queue/status.h"
+#include "fabric/queue/tcp_link.h"
+#include "fabric/queue/verbs_link.h"
 
 namespace ep {
 namespace {
@@ -33,9 +35,11 @@ void add(char* word, uint64_t increment) {
 
 }  // namespace
 
-SoftwareNic::SoftwareNic(int rank, std::vector<ControlBlock*> controls)
+SoftwareNic::SoftwareNic(int rank, std::vector<ControlBlock*> controls,
+                         std::shared_ptr<verbs::Card> card)
     : rank_(rank),
       controls_(std::move(controls)),
+      card_(std::move(card)),
       links_(controls_.size()),
       arriving_(controls_.size()),
       told_(controls_.size()),
@@ -64,6 +68,7 @@ std::shared_ptr<SoftwareNic::Port> SoftwareNic::open(std::vector<char*> heaps, s
     }
     const QueueMemory memory = of_gpu.value_or(
         QueueMemory{reinterpret_cast<char*>(port->memory_.data()), port->producers_.data()});
+    if (card_) port->region_ = std::make_shared<verbs::Region>(card_, heaps[rank_], bytes);
     port->heaps_ = std::move(heaps);
     port->bytes_ = bytes;
     port->queues_ = SendQueues::over(memory.shared, memory.producers, ranks, channels, kDepth,
@@ -72,13 +77,24 @@ std::shared_ptr<SoftwareNic::Port> SoftwareNic::open(std::vector<char*> heaps, s
     for (size_t i = 0; i < count; ++i) port->queues_[i].clear();
     if (of_gpu) polls_ = true;
     ports_.push_back(port);
+    for (const Links& links : links_) {
+        for (const auto& link : links) share(*link, static_cast<uint8_t>(number));
+    }
+    wake();
     return port;
+}
+
+// With the other rank's card.
+void SoftwareNic::share(Link& link, uint8_t port) {
+    if (card_ && ports_[port]) static_cast<VerbsLink&>(link).open(port, ports_[port]->region_);
 }
 
 void SoftwareNic::close(const std::shared_ptr<Port>& port) {
     const auto deadline = Clock::now() + std::chrono::seconds(2);
-    while (!forget(port, Clock::now() > deadline))
+    while (!forget(port, Clock::now() > deadline)) {
+        wake();
         std::this_thread::sleep_for(std::chrono::microseconds(200));
+    }
 }
 
 // Once all that was posted has left, or there is no time left to wait for it.
@@ -89,7 +105,7 @@ bool SoftwareNic::forget(const std::shared_ptr<Port>& port, bool at_once) {
     const auto number = static_cast<uint8_t>(place - ports_.begin());
     bool has_left = true;
     for (size_t i = 0; i < port->taken_.size(); ++i) {
-        const TcpLink* link = link_of(i);
+        const Link* link = link_of(i);
         const bool is_served = is_running() && (!link || link->end().empty());
         has_left &=
             !is_served || port->queues_[i].rung() == static_cast<uint16_t>(port->taken_[i].begun);
@@ -100,27 +116,34 @@ bool SoftwareNic::forget(const std::shared_ptr<Port>& port, bool at_once) {
     if (!has_left && !at_once) return false;
     for (const Links& links : links_) {
         for (const auto& link : links) {
-            if (!link->forget(number))
-                link->fail("it took nothing of what a part that is closed had sent");
+            if (link->forget(number)) continue;
+            link->fail("it took nothing of what a part that is closed had sent");
+            link->forget(number);
         }
     }
+    port->region_.reset();
     place->reset();
     return true;
 }
 
 // Which connection carries a queue; null: memory is mapped.
-TcpLink* SoftwareNic::link_of(size_t queue) const {
+Link* SoftwareNic::link_of(size_t queue) const {
     const size_t pair = queue / 2;  // see SendQueues
     const Links& links = links_[pair % links_.size()];
     return links.empty() ? nullptr : links[pair / links_.size() % links.size()].get();
 }
 
-void SoftwareNic::start(const std::vector<std::vector<int>>& sockets) {
+void SoftwareNic::start(const std::vector<std::vector<int>>& sockets, const QueuePairs& pairs) {
     for (size_t rank = 0; rank < sockets.size(); ++rank) {
         told_[rank] = 0;
         links_[rank].clear();
-        for (const int socket : sockets[rank])
-            links_[rank].push_back(std::make_unique<TcpLink>(socket));
+        for (size_t i = 0; i < sockets[rank].size(); ++i) {
+            std::unique_ptr<Link> link = std::make_unique<TcpLink>(sockets[rank][i]);
+            if (card_) link = std::make_unique<VerbsLink>(std::move(link), pairs.at(rank).at(i));
+            for (size_t port = 0; port < ports_.size(); ++port)
+                share(*link, static_cast<uint8_t>(port));
+            links_[rank].push_back(std::move(link));
+        }
         if (!sockets[rank].empty()) std::memset(controls_[rank], 0, sizeof(ControlBlock));
     }
     for (const auto& port : ports_) {
@@ -149,7 +172,7 @@ void SoftwareNic::run() {
     pthread_setname_np(pthread_self(), kThreadName);
     Clock::time_point idle_since = Clock::now();
     while (true) {
-        bool moved = false;
+        bool moved = false, polls = false;
         {
             const std::lock_guard lock(ports_mutex_);
             for (const auto& port : ports_) {
@@ -159,6 +182,7 @@ void SoftwareNic::run() {
             tell_others();
             moved |= move_bytes();
             if (stopping_ && !moved && leave()) return;
+            polls = polls_ || is_polled();
         }
         const auto now = Clock::now();
         if (moved) {
@@ -166,15 +190,15 @@ void SoftwareNic::run() {
         } else if (now - idle_since < kSpin) {
             std::this_thread::yield();
         } else {
-            sleep(nap(now - idle_since));
+            sleep(nap(now - idle_since, polls));
         }
     }
 }
 
 // How long nothing may be looked at: an eighth of the time that nothing has come for, where nobody
 // tells when something does.
-SoftwareNic::Clock::duration SoftwareNic::nap(Clock::duration idle) const {
-    if (polls_) return std::clamp<Clock::duration>(idle / 8, kMinNap, kMaxNap);
+SoftwareNic::Clock::duration SoftwareNic::nap(Clock::duration idle, bool polls) const {
+    if (polls) return std::clamp<Clock::duration>(idle / 8, kMinNap, kMaxNap);
     return Clock::now() < news_until_ || stopping_ ? kNews : kNews * 2;
 }
 
@@ -200,12 +224,21 @@ bool SoftwareNic::leave() {
     return false;
 }
 
+bool SoftwareNic::is_polled() const {
+    for (const Links& links : links_) {
+        for (const auto& link : links) {
+            if (link->is_polled()) return true;
+        }
+    }
+    return false;
+}
+
 bool SoftwareNic::has_work() const {
     for (const auto& port : ports_) {
         if (!port) continue;
         for (size_t i = 0; i < port->taken_.size(); ++i) {
-            const TcpLink* link = link_of(i);
-            if (link && !link->has_room()) continue;
+            const Link* link = link_of(i);
+            if (link && !link->has_room_for(region_of(*port))) continue;
             if (port->queues_[i].rung() != static_cast<uint16_t>(port->taken_[i].begun))
                 return true;
         }
@@ -219,7 +252,7 @@ bool SoftwareNic::carry_out(Port& port, size_t number) {
     Port::Taken& taken = port.taken_[number];
     const int rank = static_cast<int>(number / 2 % links_.size());
     const uint16_t rung = queue.rung();
-    TcpLink* link = link_of(number);
+    Link* link = link_of(number);
     if (link && !link->end().empty()) {  // as a card does: what waits for room must not wait for it
         taken.begun += static_cast<uint16_t>(rung - static_cast<uint16_t>(taken.begun));
         if (taken.begun != taken.given_up)
@@ -230,11 +263,11 @@ bool SoftwareNic::carry_out(Port& port, size_t number) {
     }
     char* const own = port.heaps_[rank_];
     bool moved = false;
-    while (static_cast<uint16_t>(taken.begun) != rung && (!link || link->has_room())) {
+    const uint8_t region = region_of(port);
+    while (static_cast<uint16_t>(taken.begun) != rung && (!link || link->has_room_for(region))) {
         const SendEntry& entry = queue.entries[taken.begun & (queue.depth - 1)];
         const uint64_t address = entry.remote.address;
         const uint16_t index = entry.index();
-        const auto region = static_cast<uint8_t>(uint32_t{entry.remote.key});
         const auto complete = [completion = queue.completion, index] {
             completion->tell(index, Completion::kDone);
         };
@@ -286,7 +319,7 @@ bool SoftwareNic::move_bytes() {
 }
 
 // Where the bytes of a frame belong; null: no rank sends such a frame.
-char* SoftwareNic::place_of(const TcpLink& link, int rank, const Frame& frame) {
+char* SoftwareNic::place_of(const Link& link, int rank, const Frame& frame) {
     const bool is_first = &link == links_[rank].front().get();
     switch (frame.kind) {
         case Frame::kStatus:
@@ -314,7 +347,7 @@ char* SoftwareNic::place_of(const TcpLink& link, int rank, const Frame& frame) {
     return nullptr;
 }
 
-void SoftwareNic::take(TcpLink& link, int rank, const Frame& frame) {
+void SoftwareNic::take(Link& link, int rank, const Frame& frame) {
     if (frame.kind == Frame::kAdd) {
         if (Port* port = ports_[frame.region].get())
             add(port->heaps_[rank_] + frame.address, frame.increment);
@@ -406,7 +439,7 @@ void SoftwareNic::sleep(Clock::duration most) {
         for (const Links& links : links_) {
             for (const auto& link : links) {
                 if (!link->end().empty()) continue;
-                const short events = POLLIN | (link->has_to_send() ? POLLOUT : 0);
+                const short events = POLLIN | (link->waits_for_descriptor() ? POLLOUT : 0);
                 files.push_back({link->descriptor(), events, 0});
             }
         }

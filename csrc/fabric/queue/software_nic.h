@@ -11,13 +11,15 @@
 #include <vector>
 
 #include "core/incident.h"
+#include "fabric/queue/link.h"
 #include "fabric/queue/send_queue.h"
-#include "fabric/queue/tcp_link.h"
+#include "fabric/verbs/queue_pair.h"
 
 namespace ep {
 
 // A thread that carries out the send queues of one rank as a network card would: towards ranks of
-// other machines over TCP, towards those whose memory is mapped by copying. A write reads its
+// other machines over TCP, or by a card that it tells what to do (verbs), towards those whose
+// memory is mapped by copying. A write reads its
 // source when it leaves, and an addition is seen after the writes before it in its queue.
 //
 // Beside the queues it tells the others what this rank's control block says, and what the others
@@ -28,7 +30,9 @@ class SoftwareNic {
     static constexpr char kThreadName[] = "megatron_ep nic";  // as top shows it
 
     // controls: of all ranks; of those on other machines a mirror that belongs to this rank.
-    SoftwareNic(int rank, std::vector<ControlBlock*> controls);
+    // card: null: TCP alone.
+    SoftwareNic(int rank, std::vector<ControlBlock*> controls,
+                std::shared_ptr<verbs::Card> card = nullptr);
     ~SoftwareNic();
     SoftwareNic(const SoftwareNic&) = delete;
 
@@ -51,7 +55,8 @@ class SoftwareNic {
         std::vector<char*> heaps_;
         size_t bytes_;
         SendQueues queues_;
-        std::vector<Taken> taken_;  // of all queues
+        std::vector<Taken> taken_;                     // of all queues
+        std::shared_ptr<const verbs::Region> region_;  // that the card knows
         // Of the queues, unless a GPU posts in them.
         std::vector<SendEntry> memory_;
         std::vector<SendQueue::Producer> producers_;
@@ -71,8 +76,10 @@ class SoftwareNic {
 
     // Begins to carry out what is posted. sockets: by rank, connected, one or several (stripes), as
     // many at both ends and in the same order; none for those whose memory is mapped. Takes them.
-    // All of a channel goes over one of them, for its order.
-    void start(const std::vector<std::vector<int>>& sockets);
+    // All of a channel goes over one of them, for its order. pairs: with a card, one that is
+    // connected beside each socket.
+    using QueuePairs = std::vector<std::vector<std::shared_ptr<verbs::QueuePair>>>;
+    void start(const std::vector<std::vector<int>>& sockets, const QueuePairs& pairs = {});
     // Carries out what was posted, for so long at most, and closes the connections. Queues are
     // empty after it.
     void stop(std::chrono::duration<double> most);
@@ -94,23 +101,27 @@ class SoftwareNic {
 
     void run();
     bool leave();
+    void share(Link& link, uint8_t port);
     bool forget(const std::shared_ptr<Port>& port, bool at_once);
     bool carry_out(Port& port, size_t queue);
     bool move_bytes();
     void tell_others();
     void lose(int rank, const std::string& why);
     bool is_mapped(int rank) const { return links_[rank].empty(); }
-    TcpLink* link_of(size_t queue) const;
-    Clock::duration nap(Clock::duration idle) const;
+    Link* link_of(size_t queue) const;
+    Clock::duration nap(Clock::duration idle, bool polls) const;
     void sleep(Clock::duration most);
     bool has_work() const;
-    char* place_of(const TcpLink& link, int rank, const Frame& frame);
-    void take(TcpLink& link, int rank, const Frame& frame);
+    bool is_polled() const;
+    static uint8_t region_of(const Port& port) { return static_cast<uint8_t>(port.queues_.key); }
+    char* place_of(const Link& link, int rank, const Frame& frame);
+    void take(Link& link, int rank, const Frame& frame);
     ControlBlock& own() const { return *controls_[rank_]; }
 
     int rank_;
     std::vector<ControlBlock*> controls_;
-    using Links = std::vector<std::unique_ptr<TcpLink>>;
+    std::shared_ptr<verbs::Card> card_;
+    using Links = std::vector<std::unique_ptr<Link>>;
     std::vector<Links> links_;  // by rank; the first also carries what ranks tell of themselves
     std::mutex ports_mutex_;
     std::vector<std::shared_ptr<Port>> ports_;  // by number; null: closed
@@ -125,7 +136,7 @@ class SoftwareNic {
     std::atomic<bool> stopping_ = false, tolerates_loss_ = false;
     Clock::time_point stop_at_;
     bool said_goodbye_ = false;
-    std::atomic<bool> polls_ = false;  // there are queues for which nobody wakes it
+    bool polls_ = false;  // there are queues for which nobody wakes it
     alignas(64) std::atomic<int> asleep_ = 0;
     int waker_;  // an eventfd
 };

@@ -24,10 +24,6 @@ TcpLink::TcpLink(int descriptor) : descriptor_(descriptor), buffer_(kBuffer) {
 
 TcpLink::~TcpLink() { close(descriptor_); }
 
-void TcpLink::fail(const std::string& why) {
-    if (end_.empty()) end_ = why;
-}
-
 void TcpLink::add(const Frame& frame, const char* bytes, std::function<void()> sent) {
     waiting_bytes_ += sizeof(Frame) + frame.bytes;
     waiting_.push_back({frame, {}, bytes, std::move(sent)});

@@ -1,0 +1,127 @@
+#include "fabric/queue/verbs_link.h"
+
+#include <algorithm>
+
+namespace ep {
+
+VerbsLink::VerbsLink(std::unique_ptr<Link> words, std::shared_ptr<verbs::QueuePair> pair)
+    : words_(std::move(words)), pair_(std::move(pair)) {}
+
+void VerbsLink::open(uint8_t region, std::shared_ptr<const verbs::Region> memory) {
+    regions_[region].own = std::move(memory);
+    const verbs::Region& own = *regions_[region].own;
+    add_copy({Frame::kKeys, region, 0, 0, own.data(), own.flags()}, {});
+}
+
+void VerbsLink::fail(const std::string& why) {
+    if (end_.empty()) pair_->stop();
+    Link::fail(why);
+}
+
+bool VerbsLink::has_room_for(uint8_t region) const {
+    const Shared& shared = regions_[region];
+    if (!end_.empty()) return false;
+    return shared.was_closed || (shared.theirs && posted_.size() < verbs::QueuePair::kDepth &&
+                                 posted_bytes_ < kMostPosted);
+}
+
+void VerbsLink::add(const Frame& frame, const char* bytes, std::function<void()> sent) {
+    const Shared& shared = regions_[frame.region];
+    if (shared.was_closed) {  // nobody is there any more to read it
+        if (sent) sent();
+        return;
+    }
+    const bool is_write = frame.kind == Frame::kWrite;
+    const std::string fault =
+        is_write
+            ? pair_->write({shared.theirs->data, frame.address}, *shared.own, bytes, frame.bytes)
+            : pair_->add({shared.theirs->flags, frame.address}, frame.increment);
+    if (!fault.empty()) return fail(fault);
+    posted_.push_back({frame.region, frame.bytes, std::move(sent)});
+    posted_bytes_ += frame.bytes;
+}
+
+void VerbsLink::add_copy(Frame frame, std::string bytes) {
+    words_->add_copy(frame, std::move(bytes));
+}
+
+bool VerbsLink::send() {
+    bool moved = words_->send();
+    if (posted_.empty()) return moved;
+    const std::string fault = pair_->poll([&] {
+        const Posted first = std::move(posted_.front());
+        posted_.pop_front();
+        posted_bytes_ -= first.bytes;
+        if (first.sent) first.sent();
+        confirm_closed(first.region);
+        moved = true;
+    });
+    if (!fault.empty()) fail(fault);
+    return moved;
+}
+
+bool VerbsLink::has_to_send() const {
+    return end_.empty() && (words_->has_to_send() || !posted_.empty());
+}
+
+bool VerbsLink::is_acknowledged() const {
+    return !end_.empty() || (posted_.empty() && words_->is_acknowledged());
+}
+
+bool VerbsLink::receive(const Place& place, const Done& done) {
+    char nothing;
+    const bool moved = words_->receive(
+        [&](const Frame& frame) -> char* {
+            switch (frame.kind) {
+                case Frame::kKeys:
+                case Frame::kClose:
+                case Frame::kClosed:
+                    return frame.bytes ? nullptr : &nothing;
+                case Frame::kWrite:
+                case Frame::kAdd:
+                    return nullptr;
+                default:
+                    return place(frame);
+            }
+        },
+        [&](const Frame& frame) { frame.kind < Frame::kKeys ? done(frame) : take(frame); });
+    if (!words_->end().empty()) fail(words_->end());
+    return moved;
+}
+
+void VerbsLink::take(const Frame& frame) {
+    Shared& shared = regions_[frame.region];
+    if (frame.kind == Frame::kKeys) {
+        shared.theirs = {static_cast<uint32_t>(frame.address),
+                         static_cast<uint32_t>(frame.increment)};
+    } else if (frame.kind == Frame::kClose) {
+        shared.was_closed = shared.is_to_confirm = true;
+        confirm_closed(frame.region);
+    } else {
+        shared.was_confirmed = true;
+    }
+}
+
+bool VerbsLink::is_posted(uint8_t region) const {
+    return std::any_of(posted_.begin(), posted_.end(),
+                       [&](const Posted& posted) { return posted.region == region; });
+}
+
+void VerbsLink::confirm_closed(uint8_t region) {
+    if (!regions_[region].is_to_confirm || is_posted(region)) return;
+    regions_[region].is_to_confirm = false;
+    add_copy({Frame::kClosed, region}, {});
+}
+
+bool VerbsLink::forget(uint8_t region) {
+    Shared& shared = regions_[region];
+    if (end_.empty() && shared.own) {
+        if (!shared.asked) add_copy({Frame::kClose, region}, {});
+        shared.asked = true;
+        if (!shared.was_confirmed || is_posted(region)) return false;
+    }
+    shared.own.reset();
+    return true;
+}
+
+}  // namespace ep

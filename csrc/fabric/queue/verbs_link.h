@@ -1,0 +1,71 @@
+#pragma once
+
+#include <array>
+#include <deque>
+#include <memory>
+#include <optional>
+
+#include "fabric/queue/link.h"
+#include "fabric/verbs/queue_pair.h"
+
+namespace ep {
+
+// What goes to one rank over a network card that writes to its memory: writes and additions are
+// posted in a queue pair, and the other frames go over TCP, by which a rank also learns that
+// another has gone.
+//
+// Each side tells the other the keys of a region when it opens it, and before that nothing is
+// posted for it. Before a side closes it, the other one confirms that it has posted its last.
+class VerbsLink : public Link {
+  public:
+    // pair: connected.
+    VerbsLink(std::unique_ptr<Link> words, std::shared_ptr<verbs::QueuePair> pair);
+    ~VerbsLink() override { pair_->stop(); }
+
+    void open(uint8_t region, std::shared_ptr<const verbs::Region> memory);
+
+    void fail(const std::string& why) override;
+    bool has_room() const override { return end_.empty() && words_->has_room(); }
+    bool has_room_for(uint8_t region) const override;
+    void add(const Frame& frame, const char* bytes, std::function<void()> sent) override;
+    void add_copy(Frame frame, std::string bytes) override;
+    bool send() override;
+    bool has_to_send() const override;
+    bool is_acknowledged() const override;
+    bool receive(const Place& place, const Done& done) override;
+    bool forget(uint8_t region) override;
+    int descriptor() const override { return words_->descriptor(); }
+    bool waits_for_descriptor() const override { return words_->has_to_send(); }
+    bool is_polled() const override { return end_.empty() && !posted_.empty(); }
+
+  private:
+    static constexpr size_t kMostPosted = 1 << 20;  // bytes: more would delay what comes after them
+
+    struct Keys {
+        uint32_t data, flags;
+    };
+    struct Shared {  // what both sides know of a region
+        std::shared_ptr<const verbs::Region> own;
+        std::optional<Keys> theirs;
+        bool was_closed = false;  // by the other side
+        bool is_to_confirm = false;
+        bool asked = false, was_confirmed = false;  // that this side closes it
+    };
+    struct Posted {
+        uint8_t region;
+        uint32_t bytes;
+        std::function<void()> sent;
+    };
+
+    void take(const Frame& frame);
+    bool is_posted(uint8_t region) const;
+    void confirm_closed(uint8_t region);
+
+    std::unique_ptr<Link> words_;
+    std::shared_ptr<verbs::QueuePair> pair_;
+    std::array<Shared, 256> regions_;
+    std::deque<Posted> posted_;
+    size_t posted_bytes_ = 0;
+};
+
+}  // namespace ep

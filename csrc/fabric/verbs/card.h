@@ -1,0 +1,79 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "fabric/verbs/library.h"
+
+namespace ep::verbs {
+
+// A port of a network card.
+struct Port {
+    std::string device;
+    int number;
+    bool is_ethernet;     // RoCE; else InfiniBand
+    int gid_index;        // of its address
+    std::string address;  // as text
+    std::string lacks;    // why it cannot be used; "" if it can
+};
+
+// Those of this machine. Throws std::runtime_error where there is none that says why.
+std::vector<Port> find_ports(const Library& library);
+
+// One that is opened.
+class Card {
+  public:
+    // Throws std::runtime_error with what fails.
+    Card(std::shared_ptr<const Library> library, const Port& port);
+    ~Card();
+    Card(const Card&) = delete;
+
+    const Port& port() const { return port_; }
+    std::string name() const { return port_.device + " port " + std::to_string(port_.number); }
+    // "" while it is up.
+    std::string fault() const;
+
+  private:
+    friend class Region;
+    friend class QueuePair;
+
+    void release();
+
+    std::shared_ptr<const Library> library_;
+    Port port_;
+    Context* context_ = nullptr;
+    DeviceAttr attributes_{};
+    PortAttr port_attributes_{};
+    Gid gid_{};
+    Pd* pd_ = nullptr;
+    char* scratch_ = nullptr;  // where the values from before additions go, which nobody reads
+    Mr* scratch_mr_ = nullptr;
+};
+
+// Memory that a card reads, and that the others' cards write, at offsets from its beginning.
+//
+// It has two keys. What is written through `data` may become visible in any order: on PCIe that is
+// what it takes to be fast. What is added through `flags` becomes visible after all that the same
+// queue pair did before.
+class Region {
+  public:
+    Region(std::shared_ptr<Card> card, char* memory, size_t bytes);
+    ~Region();
+    Region(const Region&) = delete;
+
+    uint64_t offset_of(const char* address) const {
+        return static_cast<uint64_t>(address - memory_);
+    }
+    uint32_t local_key() const { return data_->lkey; }
+    uint32_t data() const { return data_->rkey; }
+    uint32_t flags() const { return flags_->rkey; }
+
+  private:
+    std::shared_ptr<Card> card_;
+    char* memory_;
+    Mr *data_ = nullptr, *flags_ = nullptr;
+};
+
+}  // namespace ep::verbs

@@ -1,0 +1,626 @@
+// A libibverbs of the tests' own: cards whose wire is Unix sockets, between processes and within
+// one. Reliable connections do what their specification allows: different queue pairs are not in
+// order with each other; what is written through a key with relaxed ordering becomes visible late
+// and in any order, but before a request through a key without it is carried out on its queue pair;
+// a request may take long; a card that hears nothing gives up after its retries; memory that was
+// not registered is refused; and after an error a queue pair flushes what it has.
+//
+// Facts of the cards are settings, "name=value" of the variable FAKE_IBVERBS, separated by commas,
+// and of the function fake_ibverbs_set:
+//
+//     devices (1), down (0), atomics (1), ethernet (1), iwarp (0), gids (4)
+//     address       the last of 10.99.0.x (1)
+//     network       the third of it (0): cards of different ones do not reach each other
+//     unregistered  registering memory fails with this errno (0)
+//     seed          what is late, and by how much; 0: nothing
+//     silent_after  requests that a card carries out before it says nothing any more; -1: all
+//     refused_after requests that a card carries out before it refuses all memory; -1: all
+//     retry_ms      until a card gives up (400)
+
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "fabric/verbs/abi.h"
+
+using namespace ep::verbs;
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Microseconds = std::chrono::microseconds;
+
+class Settings {
+  public:
+    Settings() {
+        const char* given = std::getenv("FAKE_IBVERBS");
+        std::string text = given ? given : "";
+        while (!text.empty()) {
+            const size_t comma = text.find(','), equals = text.find('=');
+            set(text.substr(0, equals), std::atoll(text.c_str() + equals + 1));
+            text = comma == std::string::npos ? "" : text.substr(comma + 1);
+        }
+    }
+    long long operator[](const std::string& name) {
+        const std::lock_guard lock(mutex_);
+        return values_.at(name);
+    }
+    void set(const std::string& name, long long value) {
+        const std::lock_guard lock(mutex_);
+        values_.at(name) = value;
+    }
+
+  private:
+    std::mutex mutex_;
+    std::map<std::string, long long> values_ = {
+        {"devices", 1},      {"down", 0}, {"atomics", 1},       {"ethernet", 1},
+        {"iwarp", 0},        {"gids", 4}, {"address", 1},       {"network", 0},
+        {"unregistered", 0}, {"seed", 0}, {"silent_after", -1}, {"refused_after", -1},
+        {"retry_ms", 400}};
+};
+
+Settings& settings() {
+    static Settings all;
+    return all;
+}
+
+struct Header {
+    enum Kind : uint32_t { kWrite = 1, kAdd, kReply } kind;
+    uint32_t source, packet, key;
+    uint64_t address, add;
+    uint32_t bytes;
+    int32_t status;
+};
+
+struct Message {
+    Header header;
+    std::vector<char> data;
+};
+
+struct Request {
+    SendWr wr;
+    std::vector<Sge> pieces;
+    uint32_t packet;
+    Clock::time_point since;
+};
+
+struct Arrived {
+    Message message;
+    int from;  // the socket
+    Clock::time_point due;
+};
+
+struct FakeContext;
+struct FakeCq : Cq {
+    std::deque<Wc> found;
+};
+
+struct FakeQp : Qp {
+    FakeContext* card;
+    QpAttr attr{};
+    uint32_t most;
+    int listener = -1, out = -1;
+    std::vector<int> in;
+    std::deque<Request> waiting, unconfirmed;
+    std::deque<Arrived> arrived;
+    uint32_t next_packet = 0, expected_packet = 0;
+    struct Late {
+        char* to;
+        std::vector<char> data;
+    };
+    std::vector<Late> late;  // what was written with relaxed ordering
+};
+
+struct FakeMr : Mr {
+    uint64_t begin;
+    unsigned access;
+};
+
+sockaddr_un name_of(uint32_t qp, socklen_t& bytes) {
+    sockaddr_un name{};
+    name.sun_family = AF_UNIX;
+    const std::string text = "fake-ibverbs-" + std::to_string(qp);
+    std::memcpy(name.sun_path + 1, text.data(), text.size());
+    bytes = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + text.size());
+    return name;
+}
+
+struct FakeContext : Context {
+    std::mutex lock;
+    std::mt19937_64 random{static_cast<uint64_t>(settings()["seed"])};
+    std::list<FakeQp*> qps;
+    std::map<uint32_t, FakeMr*> regions;  // by key
+    long long carried_out = 0;
+    int waker = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    bool stopping = false;
+    std::thread engine;
+
+    void run();
+    bool step();
+    void send_requests(FakeQp& qp);
+    void receive(FakeQp& qp);
+    void carry_out(FakeQp& qp);
+    int execute(FakeQp& qp, const Message& message);
+    void place_late(FakeQp& qp, bool all);
+    void end(FakeQp& qp, int status);
+    char* place_of(uint32_t key, uint64_t address, uint64_t bytes, unsigned access);
+    bool is_late() { return settings()["seed"] != 0; }
+};
+
+bool is_silent(FakeContext& card) {
+    const long long most = settings()["silent_after"];
+    return settings()["down"] || (most >= 0 && card.carried_out >= most);
+}
+
+void FakeContext::run() {
+    while (true) {
+        std::vector<pollfd> files{{waker, POLLIN, 0}};
+        bool moved;
+        {
+            const std::lock_guard held(lock);
+            if (stopping) return;
+            moved = step();
+            for (FakeQp* qp : qps) {
+                files.push_back({qp->listener, POLLIN, 0});
+                for (const int socket : qp->in) files.push_back({socket, POLLIN, 0});
+                if (qp->out >= 0) files.push_back({qp->out, POLLIN, 0});
+            }
+        }
+        poll(files.data(), files.size(), moved ? 0 : 1);
+        uint64_t count;
+        [[maybe_unused]] const ssize_t ignored = read(waker, &count, sizeof count);
+    }
+}
+
+bool FakeContext::step() {
+    bool busy = false;
+    for (FakeQp* qp : qps) {
+        while (true) {
+            const int socket =
+                accept4(qp->listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+            if (socket < 0) break;
+            qp->in.push_back(socket);
+        }
+        send_requests(*qp);
+        receive(*qp);
+        carry_out(*qp);
+        place_late(*qp, false);
+        const auto limit = std::chrono::milliseconds(settings()["retry_ms"]);
+        const auto& oldest = qp->unconfirmed.empty() ? qp->waiting : qp->unconfirmed;
+        if (!oldest.empty() && Clock::now() - oldest.front().since > limit)
+            end(*qp, kRetriesExceeded);
+        busy |= !qp->waiting.empty() || !qp->arrived.empty() || !qp->late.empty();
+    }
+    return busy;
+}
+
+char* FakeContext::place_of(uint32_t key, uint64_t address, uint64_t bytes, unsigned access) {
+    const auto found = regions.find(key);
+    if (found == regions.end() || (found->second->access & access) != access) return nullptr;
+    const FakeMr& region = *found->second;
+    if (address < region.begin || bytes > region.length ||
+        address - region.begin > region.length - bytes)
+        return nullptr;
+    return static_cast<char*>(region.address) + (address - region.begin);
+}
+
+void FakeContext::send_requests(FakeQp& qp) {
+    if (qp.state != kReadyToSend || is_silent(*this)) return;
+    if (qp.out < 0 && !qp.waiting.empty()) {
+        const int socket = ::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+        const int bytes = 1 << 20;
+        setsockopt(socket, SOL_SOCKET, SO_SNDBUF, &bytes, sizeof bytes);
+        socklen_t size;
+        const sockaddr_un name = name_of(qp.attr.destination_qp, size);
+        if (connect(socket, reinterpret_cast<const sockaddr*>(&name), size)) {
+            close(socket);
+            return;  // it tries again, until it gives up
+        }
+        qp.out = socket;
+    }
+    while (!qp.waiting.empty()) {
+        if (is_late() && random() % 4 == 0) return;
+        const Request& request = qp.waiting.front();
+        Message message{};
+        message.header.source = qp.number;
+        message.header.packet = request.packet;
+        if (request.wr.opcode == kRdmaWrite) {
+            message.header.kind = Header::kWrite;
+            message.header.key = request.wr.rdma.rkey;
+            message.header.address = request.wr.rdma.address;
+            for (const Sge& piece : request.pieces) {
+                const char* from = place_of(piece.lkey, piece.address, piece.bytes, 0);
+                if (!from) return end(qp, kLocalProtection);
+                message.data.insert(message.data.end(), from, from + piece.bytes);
+            }
+        } else {
+            message.header.kind = Header::kAdd;
+            message.header.key = request.wr.atomic.rkey;
+            message.header.address = request.wr.atomic.address;
+            message.header.add = request.wr.atomic.add;
+            const Sge& old = request.pieces.at(0);
+            if (old.bytes != 8 || !place_of(old.lkey, old.address, 8, kLocalWrite))
+                return end(qp, kLocalProtection);
+        }
+        message.header.bytes = static_cast<uint32_t>(message.data.size());
+        iovec parts[2] = {{&message.header, sizeof message.header},
+                          {message.data.data(), message.data.size()}};
+        msghdr packet{};
+        packet.msg_iov = parts;
+        packet.msg_iovlen = 2;
+        if (sendmsg(qp.out, &packet, MSG_DONTWAIT | MSG_NOSIGNAL) < 0) return;
+        qp.unconfirmed.push_back(request);
+        qp.unconfirmed.back().since = Clock::now();
+        qp.waiting.pop_front();
+    }
+}
+
+void FakeContext::receive(FakeQp& qp) {
+    std::vector<char> buffer(sizeof(Header) + (1 << 17));
+    std::erase_if(qp.in, [&](int socket) {
+        while (true) {
+            const ssize_t got = recv(socket, buffer.data(), buffer.size(), MSG_DONTWAIT);
+            if (got == 0) close(socket);
+            if (got <= 0) return got == 0;
+            Arrived one{{}, socket, Clock::now()};
+            std::memcpy(&one.message.header, buffer.data(), sizeof(Header));
+            one.message.data.assign(buffer.begin() + sizeof(Header), buffer.begin() + got);
+            if (is_late() && random() % 8 == 0) one.due += Microseconds(random() % 2000);
+            qp.arrived.push_back(std::move(one));
+        }
+    });
+    while (qp.out >= 0 && qp.state == kReadyToSend) {
+        Header reply;
+        if (recv(qp.out, &reply, sizeof reply, MSG_DONTWAIT) != sizeof reply) break;
+        if (qp.unconfirmed.empty() || reply.packet != qp.unconfirmed.front().packet) continue;
+        if (reply.status != kSuccess) return end(qp, reply.status);
+        Wc done{};
+        done.wr_id = qp.unconfirmed.front().wr.wr_id;
+        done.qp = qp.number;
+        if (qp.unconfirmed.front().wr.flags & kSignaled)
+            static_cast<FakeCq*>(qp.send_cq)->found.push_back(done);
+        qp.unconfirmed.pop_front();
+    }
+}
+
+void FakeContext::carry_out(FakeQp& qp) {
+    while (!is_silent(*this) && !qp.arrived.empty() && qp.arrived.front().due <= Clock::now()) {
+        const Arrived one = std::move(qp.arrived.front());
+        qp.arrived.pop_front();
+        const Header& header = one.message.header;
+        const bool hears = qp.state == kReadyToReceive || qp.state == kReadyToSend;
+        if (!hears || header.source != qp.attr.destination_qp ||
+            header.packet != qp.expected_packet)
+            continue;
+        qp.expected_packet = (qp.expected_packet + 1) & 0xffffff;
+        Header reply = header;
+        reply.kind = Header::kReply;
+        reply.status = execute(qp, one.message);
+        ++carried_out;
+        send(one.from, &reply, sizeof reply, MSG_DONTWAIT | MSG_NOSIGNAL);
+        if (reply.status != kSuccess) return end(qp, kFlushed);
+    }
+}
+
+int FakeContext::execute(FakeQp& qp, const Message& message) {
+    const Header& header = message.header;
+    const bool is_add = header.kind == Header::kAdd;
+    const long long most = settings()["refused_after"];
+    char* place = place_of(header.key, header.address, is_add ? 8 : header.bytes,
+                           is_add ? kRemoteAtomic : kRemoteWrite);
+    if (!place || (most >= 0 && carried_out >= most) ||
+        !(qp.attr.access & (is_add ? kRemoteAtomic : kRemoteWrite)))
+        return kRemoteAccess;
+    if (is_add && header.address % 8) return kRemoteInvalidRequest;
+    const bool is_relaxed = regions[header.key]->access & kRelaxedOrdering;
+    if (!is_relaxed) place_late(qp, true);
+    if (is_add)
+        std::atomic_ref<uint64_t>(*reinterpret_cast<uint64_t*>(place))
+            .fetch_add(header.add, std::memory_order_release);
+    else if (is_relaxed && is_late())
+        qp.late.push_back({place, message.data});
+    else
+        std::memcpy(place, message.data.data(), message.data.size());
+    return kSuccess;
+}
+
+void FakeContext::place_late(FakeQp& qp, bool all) {
+    std::shuffle(qp.late.begin(), qp.late.end(), random);
+    while (!qp.late.empty() && (all || random() % 16 == 0)) {
+        std::memcpy(qp.late.back().to, qp.late.back().data.data(), qp.late.back().data.size());
+        qp.late.pop_back();
+    }
+}
+
+void FakeContext::end(FakeQp& qp, int status) {
+    qp.state = kError;
+    qp.arrived.clear();
+    place_late(qp, true);
+    for (auto* requests : {&qp.unconfirmed, &qp.waiting}) {
+        for (const Request& request : *requests) {
+            Wc ended{};
+            ended.wr_id = request.wr.wr_id;
+            ended.qp = qp.number;
+            ended.status = status;
+            ended.vendor_error = 0x81;
+            static_cast<FakeCq*>(qp.send_cq)->found.push_back(ended);
+            status = kFlushed;
+        }
+        requests->clear();
+    }
+}
+
+int poll_cq(Cq* cq, int most, Wc* found) {
+    auto& queue = *static_cast<FakeCq*>(cq);
+    const std::lock_guard held(static_cast<FakeContext*>(cq->context)->lock);
+    int count = 0;
+    for (; count < most && !queue.found.empty(); queue.found.pop_front())
+        found[count++] = queue.found.front();
+    return count;
+}
+
+int post_send(Qp* base, SendWr* wr, SendWr** bad) {
+    auto& qp = *static_cast<FakeQp*>(base);
+    FakeContext& card = *qp.card;
+    const std::lock_guard held(card.lock);
+    for (; wr; wr = wr->next) {
+        *bad = wr;
+        const auto& found = static_cast<FakeCq*>(qp.send_cq)->found;
+        const size_t posted = qp.waiting.size() + qp.unconfirmed.size();
+        if (qp.state != kReadyToSend && qp.state != kError) return EINVAL;
+        if (posted >= qp.most || posted + found.size() >= static_cast<size_t>(qp.send_cq->entries))
+            return ENOMEM;
+        const std::vector<Sge> pieces(wr->pieces, wr->pieces + wr->piece_count);
+        qp.waiting.push_back({*wr, pieces, qp.next_packet, Clock::now()});
+        qp.next_packet = (qp.next_packet + 1) & 0xffffff;
+        if (qp.state == kError) card.end(qp, kFlushed);
+    }
+    const uint64_t one = 1;
+    [[maybe_unused]] const ssize_t ignored = write(card.waker, &one, sizeof one);
+    return 0;
+}
+
+GidEntry gid_at(uint32_t index) {
+    GidEntry entry{};
+    entry.index = index;
+    entry.port = 1;
+    const bool is_ethernet = settings()["ethernet"];
+    entry.type = !is_ethernet ? kGidInfiniBand : index % 2 ? kGidRoceV2 : kGidRoceV1;
+    const auto host = static_cast<uint8_t>(settings()["address"]);
+    const auto network = static_cast<uint8_t>(settings()["network"]);
+    if (index < 2) {
+        entry.gid.raw[0] = 0xfe;
+        entry.gid.raw[1] = 0x80;
+        entry.gid.raw[14] = network;
+        entry.gid.raw[15] = host;
+    } else {
+        const uint8_t ipv4[] = {0xff, 0xff, 10, 99, network, host};
+        std::memcpy(entry.gid.raw + 10, ipv4, sizeof ipv4);
+    }
+    return entry;
+}
+
+bool has(int mask, int wanted) { return (mask & wanted) == wanted; }
+
+}  // namespace
+
+extern "C" {
+
+void fake_ibverbs_set(const char* name, long long value) { settings().set(name, value); }
+
+Device** ibv_get_device_list(int* count) {
+    *count = static_cast<int>(settings()["devices"]);
+    auto** list = new Device*[*count + 1]();
+    for (int i = 0; i < *count; ++i) {
+        list[i] = new Device{};
+        list[i]->transport = settings()["iwarp"] ? 1 : kInfiniBandTransport;
+        std::strcpy(list[i]->name, ("fake_" + std::to_string(i)).c_str());
+    }
+    return list;
+}
+
+void ibv_free_device_list(Device** list) { delete[] list; }  // devices may be open
+
+Context* ibv_open_device(Device* device) {
+    auto* card = new FakeContext;
+    card->device = device;
+    card->ops.poll_cq = poll_cq;
+    card->ops.post_send = post_send;
+    card->engine = std::thread([card] { card->run(); });
+    return card;
+}
+
+int ibv_close_device(Context* context) {
+    auto* card = static_cast<FakeContext*>(context);
+    if (!card->qps.empty() || !card->regions.empty()) return EBUSY;
+    {
+        const std::lock_guard held(card->lock);
+        card->stopping = true;
+    }
+    card->engine.join();
+    close(card->waker);
+    delete card;
+    return 0;
+}
+
+int ibv_query_device(Context*, DeviceAttr* found) {
+    *found = {};
+    found->ports = 1;
+    found->max_qp_wr = 1024;
+    found->max_qp_rd_atom = found->max_qp_init_rd_atom = 16;
+    found->atomic_cap = settings()["atomics"] ? 1 : kNoAtomics;
+    return 0;
+}
+
+int ibv_query_port(Context*, uint8_t, PortAttr* found) {
+    found->state = settings()["down"] ? 1 : kPortActive;
+    found->active_mtu = found->max_mtu = 5;
+    found->gids = static_cast<int>(settings()["gids"]);
+    found->link_layer = settings()["ethernet"] ? kEthernet : kInfiniBand;
+    found->lid = settings()["ethernet"] ? 0 : 7;
+    return 0;
+}
+
+int _ibv_query_gid_ex(Context*, uint32_t, uint32_t index, GidEntry* found, uint32_t, size_t) {
+    if (index >= settings()["gids"]) return ENODATA;
+    *found = gid_at(index);
+    return 0;
+}
+
+Pd* ibv_alloc_pd(Context* context) { return reinterpret_cast<Pd*>(context); }
+
+int ibv_dealloc_pd(Pd*) { return 0; }
+
+Mr* ibv_reg_mr_iova2(Pd* pd, void* address, size_t bytes, uint64_t begin, unsigned access) {
+    if (const int error = static_cast<int>(settings()["unregistered"])) {
+        errno = error;
+        return nullptr;
+    }
+    auto* card = static_cast<FakeContext*>(reinterpret_cast<Context*>(pd));
+    const std::lock_guard held(card->lock);
+    auto* region = new FakeMr{};
+    do {
+        region->lkey = region->rkey = std::random_device()();
+    } while (card->regions.contains(region->rkey));
+    region->context = card;
+    region->address = address;
+    region->length = bytes;
+    region->begin = begin;
+    region->access = access;
+    card->regions[region->rkey] = region;
+    return region;
+}
+
+int ibv_dereg_mr(Mr* mr) {
+    auto* card = static_cast<FakeContext*>(mr->context);
+    const std::lock_guard held(card->lock);
+    auto* region = static_cast<FakeMr*>(mr);
+    for (FakeQp* qp : card->qps) {  // what is under way lands
+        const char* begin = static_cast<char*>(region->address);
+        for (const auto& late : qp->late) {
+            if (late.to < begin || late.to >= begin + region->length) continue;
+            std::memcpy(late.to, late.data.data(), late.data.size());
+        }
+        std::erase_if(qp->late, [&](const auto& late) {
+            return late.to >= begin && late.to < begin + region->length;
+        });
+    }
+    card->regions.erase(mr->rkey);
+    delete region;
+    return 0;
+}
+
+Cq* ibv_create_cq(Context* context, int entries, void* cq_context, void* channel, int) {
+    auto* cq = new FakeCq{};
+    cq->context = context;
+    cq->entries = entries;
+    cq->cq_context = cq_context;
+    cq->channel = channel;
+    return cq;
+}
+
+int ibv_destroy_cq(Cq* cq) {
+    delete static_cast<FakeCq*>(cq);
+    return 0;
+}
+
+Qp* ibv_create_qp(Pd* pd, QpInitAttr* attr) {
+    if (attr->type != kReliableConnection) {
+        errno = EINVAL;
+        return nullptr;
+    }
+    auto* card = static_cast<FakeContext*>(reinterpret_cast<Context*>(pd));
+    auto* qp = new FakeQp{};
+    qp->context = qp->card = card;
+    qp->pd = pd;
+    qp->send_cq = attr->send_cq;
+    qp->receive_cq = attr->receive_cq;
+    qp->type = attr->type;
+    qp->most = attr->cap.send_wr;
+    qp->listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    socklen_t size;
+    sockaddr_un name;
+    do {
+        qp->number = std::random_device()() & 0xffffff;
+        name = name_of(qp->number, size);
+    } while (bind(qp->listener, reinterpret_cast<const sockaddr*>(&name), size));
+    listen(qp->listener, 8);
+    const std::lock_guard held(card->lock);
+    card->qps.push_back(qp);
+    return qp;
+}
+
+int ibv_modify_qp(Qp* base, QpAttr* attr, int mask) {
+    auto& qp = *static_cast<FakeQp*>(base);
+    const std::lock_guard held(qp.card->lock);
+    if (!has(mask, kQpState)) return EINVAL;
+    switch (attr->state) {
+        case kInit:
+            if (qp.state != kReset || !has(mask, kQpPkeyIndex | kQpPort | kQpAccessFlags))
+                return EINVAL;
+            qp.attr.access = attr->access;
+            break;
+        case kReadyToReceive: {
+            if (qp.state != kInit || !has(mask, kQpAddress | kQpPathMtu | kQpDestination |
+                                                    kQpRqPsn | kQpMaxDestRdAtomic | kQpMinRnrTimer))
+                return EINVAL;
+            const GlobalRoute& route = attr->address.route;
+            if (settings()["ethernet"]) {
+                if (!attr->address.is_global) return EINVAL;
+                const GidEntry own = gid_at(route.source_index);
+                if (own.type != kGidRoceV2) return EINVAL;
+                if (std::memcmp(own.gid.raw, route.destination.raw, 15)) return ETIMEDOUT;
+            } else if (attr->address.lid == 0) {
+                return EINVAL;
+            }
+            qp.attr.destination_qp = attr->destination_qp;
+            qp.expected_packet = attr->rq_psn;
+            break;
+        }
+        case kReadyToSend:
+            if (qp.state != kReadyToReceive ||
+                !has(mask, kQpTimeout | kQpRetryCount | kQpRnrRetry | kQpSqPsn | kQpMaxRdAtomic))
+                return EINVAL;
+            qp.next_packet = attr->sq_psn;
+            break;
+        case kError:
+            qp.card->end(qp, kFlushed);
+            break;
+        default:
+            return EINVAL;
+    }
+    qp.state = attr->state;
+    return 0;
+}
+
+int ibv_destroy_qp(Qp* base) {
+    auto* qp = static_cast<FakeQp*>(base);
+    const std::lock_guard held(qp->card->lock);
+    qp->card->place_late(*qp, true);
+    qp->card->qps.remove(qp);
+    for (const int socket : qp->in) close(socket);
+    if (qp->out >= 0) close(qp->out);
+    close(qp->listener);
+    delete qp;
+    return 0;
+}
+
+}  // extern "C"

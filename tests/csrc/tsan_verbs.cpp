@@ -1,0 +1,15 @@
+#include <cstdlib>
+#include <filesystem>
+
+#include "send_queue.h"
+
+// Over cards of the tests' own (fake_ibverbs.cpp), in this process.
+int main() {
+    setenv("FAKE_IBVERBS", "seed=1,retry_ms=20000", 1);
+    const auto folder = std::filesystem::read_symlink("/proc/self/exe").parent_path();
+    const auto library = ep::verbs::Library::load(folder / "libfake_ibverbs_tsan.so");
+    const ep::verbs::Port port = ep::verbs::find_ports(*library).at(0);
+    const auto card = [&] { return std::make_shared<ep::verbs::Card>(library, port); };
+    ep::run_rounds(150, std::nullopt, 1, {card(), card()});
+    ep::run_rounds(150, std::nullopt, 4, {card(), card()});
+}

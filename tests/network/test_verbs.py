@@ -1,0 +1,210 @@
+"""Host ranks of several machines over network cards that write to each other's memory. The machines are this one, under
+several names, and the cards are those of a libibverbs of the tests' own (tests/csrc/fake_ibverbs.cpp): no real one has
+been seen."""
+
+import ctypes
+import errno
+import time
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import cpp
+import pytest
+import test_tcp
+import torch
+import torch.distributed as dist
+
+import megatron_ep as ep
+from megatron_ep.backends import fabrics, ibgda, verbs
+from megatron_ep.bench.local_ranks import LocalRanks
+from megatron_ep.errors import EPError
+from megatron_ep.group import rank_group
+
+W = test_tcp.W
+
+
+@pytest.fixture(scope="module")
+def library() -> str:
+    return str(cpp.build("fake_ibverbs") / "libfake_ibverbs.so")
+
+
+@pytest.fixture(scope="module")
+def ranks(library):
+    with LocalRanks(W, 120) as ranks:
+        ranks.run(use_library, library)
+        yield ranks
+
+
+def use_library(path: str) -> None:
+    verbs.LIBRARY = path
+
+
+@pytest.fixture
+def own_library(library, monkeypatch):
+    """In this process."""
+    monkeypatch.setattr(verbs, "LIBRARY", library)
+
+
+@contextmanager
+def cards_with(**facts: int):
+    """What is true of this rank's card, of its settings in fake_ibverbs.cpp."""
+    usual = dict(devices=1, down=0, unregistered=0, network=0, seed=0, silent_after=-1, retry_ms=400)
+    change = ctypes.CDLL(verbs.LIBRARY).fake_ibverbs_set
+    change.argtypes = [ctypes.c_char_p, ctypes.c_longlong]
+    for name, value in facts.items():
+        change(name.encode(), value)
+    try:
+        yield
+    finally:
+        for name in facts:
+            change(name.encode(), usual[name])
+
+
+def buffer_of(**settings) -> ep.Buffer:
+    return ep.Buffer(None, ep.Config(num_experts=16, **settings), ep.Topology(W, 1))
+
+
+def run_late(run, *arguments) -> None:
+    """Over cards whose writes become visible late, and in any order."""
+    with cards_with(seed=1 + dist.get_rank(), retry_ms=60_000):
+        run(*arguments, "verbs")
+
+
+@pytest.mark.parametrize(("per_machine", "per_node", "stripes"), [(1, 1, ""), (2, 2, "1"), (2, 1, "2")])
+def test_the_bits_of_one_machine(ranks, per_machine, per_node, stripes):
+    ranks.run(run_late, test_tcp.run_layers, per_machine, per_node, stripes)
+
+
+@pytest.mark.parametrize("per_machine", [1, 2])
+def test_the_low_latency_mode(ranks, per_machine):
+    ranks.run(run_late, test_tcp.run_low_latency, per_machine)
+
+
+# ---- what goes wrong
+
+
+def test_a_failure_is_heard_on_every_machine(ranks):
+    for text in ranks.run(test_tcp.run_with_one_that_goes, "refuses", "verbs"):
+        assert text.startswith("rank 3 refused its arguments")
+
+
+def run_silent() -> str:
+    """The card of rank 1 says nothing any more, then it is in order again."""
+    x, ids = torch.ones(8, 16), torch.arange(16).view(8, 2)
+    with test_tcp.machines_of(1, "verbs"), cards_with(retry_ms=500), buffer_of(timeout=30) as buffer:
+        expected = ep.dispatch(x, ids, buffer=buffer).x
+        dist.barrier()
+        with ExitStack() as stack:
+            if dist.get_rank() == 1:
+                stack.enter_context(cards_with(silent_after=0))
+            start = time.monotonic()
+            with pytest.raises(EPError) as caught:
+                ep.dispatch(x, ids, buffer=buffer)
+            assert time.monotonic() - start < 5
+            dist.barrier()
+        buffer.reset()
+        assert torch.equal(ep.dispatch(x, ids, buffer=buffer).x, expected)
+    return str(caught.value)
+
+
+def test_a_card_that_says_nothing_is_named_on_every_rank(ranks):
+    for text in ranks.run(run_silent):
+        assert "broke" in text and "rank" in text
+        assert "fake_0 port 1 (10.99.0.1)" in text and "confirmed nothing of what was sent" in text, text
+
+
+def run_refused(rank: int, facts: dict[str, int]) -> str:
+    with (
+        test_tcp.machines_of(1, "verbs"),
+        cards_with(**facts if dist.get_rank() == rank else {}),
+        pytest.raises(EPError) as caught,
+    ):
+        buffer_of(timeout=20)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("facts", "what"),
+    [
+        (dict(unregistered=errno.EPERM), "fake_0 port 1: ibv_reg_mr: Operation not permitted"),
+        (dict(down=1), "fake_0 port 1 (RoCE): it is down on rank 2"),
+        (dict(devices=0), "libibverbs finds no network card on rank 2"),
+        (dict(network=9), "10.99.9.1"),
+    ],
+)
+def test_a_card_that_cannot_be_used_is_refused_on_every_rank(ranks, facts, what):
+    for text in ranks.run(run_refused, 2, facts):
+        assert what in text
+
+
+# ---- which fabric, which card
+
+
+def run_said() -> list[str]:
+    say = mock.Mock()
+    with test_tcp.machines_of(1, "verbs"), mock.patch.object(rank_group.set_up_log, "info", say):
+        buffer_of(timeout=20).close()
+    return [text % tuple(values) for text, *values in (call.args for call in say.call_args_list)]
+
+
+def test_one_line_at_the_start_names_fabric_and_card(ranks):
+    [line], *others = ranks.run(run_said)
+    assert "fabric: verbs (host backend on 4 machines, MEGATRON_EP_FABRIC says so; rank 0 has fake_0 port 1);" in line
+    assert not any(others)
+
+
+def run_choice(facts: dict[str, int], wanted: str) -> str:
+    with (
+        test_tcp.machines_of(2, wanted),
+        mock.patch.object(ibgda, "has_cards", lambda: True),
+        cards_with(**facts if dist.get_rank() == 3 else {}),
+        ep.Buffer(None, ep.Config(num_experts=16, timeout=20), ep.Topology(2, 2)) as buffer,
+    ):
+        return buffer.fabric
+
+
+def test_cards_are_taken_where_all_ranks_have_one(ranks):
+    assert set(ranks.run(run_choice, {}, "")) == {"verbs"}
+    assert set(ranks.run(run_choice, dict(down=1), "")) == {"tcp"}
+    assert set(ranks.run(run_choice, {}, "tcp")) == {"tcp"}
+    assert set(ranks.run(run_choice, {}, "nccl")) == {"verbs"}  # what is wanted of GPUs
+
+
+def test_the_reason_names_what_a_port_lacks(own_library, monkeypatch):
+    monkeypatch.setattr(ibgda, "has_cards", lambda: True)
+    with cards_with(down=1):
+        choice = fabrics.choose_for_host(2, [None, None], lambda mine: [mine, mine])
+    assert choice == fabrics.Choice("tcp", "host backend on 2 machines; fake_0 port 1 (RoCE): it is down")
+
+
+def test_cards_by_name(own_library, monkeypatch):
+    with cards_with(devices=3):
+        assert [port.device for port in verbs.usable()] == ["fake_0", "fake_1", "fake_2"]
+        machines = ["a", "b", "a", "a", "a"]  # a rank's place on its machine says which card
+        names = [verbs.card_of(rank, machines).port_name for rank in range(len(machines))]
+        assert names == [f"fake_{card} port 1" for card in (0, 0, 1, 2, 0)]
+        monkeypatch.setenv(verbs.VARIABLE, "fake_2, fake_0:1")
+        assert [port.device for port in verbs.usable()] == ["fake_0", "fake_2"]
+        for name in ("fake_3", "fake_0:2", ""):
+            monkeypatch.setenv(verbs.VARIABLE, f"fake_0,{name}")
+            with pytest.raises(ValueError, match=f"names '{name}', must be cards of this machine: fake_0, fake_1"):
+                verbs.usable()
+
+
+def test_without_the_library():
+    with mock.patch.object(verbs, "LIBRARY", "libnone.so.1"), pytest.raises(EPError, match="needs libnone"):
+        verbs.usable()
+
+
+def test_report(own_library, monkeypatch):
+    monkeypatch.delenv(fabrics.VARIABLE, raising=False)
+    monkeypatch.setattr(ibgda, "has_cards", lambda: True)
+    facts = fabrics.report()
+    assert facts["verbs"] == "fake_0 port 1 (RoCE): up, 10.99.0.1"
+    assert facts["chosen on the host"] == "shared memory on one machine, verbs on several"
+    with cards_with(down=1):
+        facts = fabrics.report()
+    assert facts["verbs"] == "fake_0 port 1 (RoCE): it is down"
+    assert facts["chosen on the host"].endswith("tcp (fake_0 port 1 (RoCE): it is down) on several")
+    monkeypatch.setattr(ibgda, "has_cards", lambda: False)
+    assert fabrics.report()["verbs"].startswith("no network card for RDMA in ")
