@@ -101,6 +101,54 @@ def run_context_parallel():
     return max((a - b).abs().max().item() for a, b in pairs)
 
 
+def run_tensor_parallel(dtype):
+    """A GPT of two layers whose heads two ranks share: the largest difference of losses and gradients from attention at
+    home, and how many rows of Q went to another rank."""
+    join_layout(2, 1)
+    data_rank = parallel_state.get_data_parallel_rank()
+    config = make_config(
+        num_layers=2,
+        num_moe_experts=None,
+        moe_ffn_hidden_size=None,
+        sequence_parallel=False,
+        hidden_size=32,
+        ffn_hidden_size=48,
+        num_query_groups=2,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        params_dtype=dtype,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+    )
+    lengths = ([600, 8], [40, 5, 130, 1])[data_rank]
+    tokens = torch.randint(0, 48, (1, sum(lengths)), generator=torch.Generator().manual_seed(data_rank))
+    spec = gpt_layer_specs.get_gpt_layer_local_spec()
+    results, steps = [], []
+    for make_spec in (varlen_spec, sequence_spec):
+        model_parallel_cuda_manual_seed(1)
+        torch.manual_seed(1)
+        model = GPTModel(
+            config, make_spec(spec), vocab_size=48, max_sequence_length=640, position_embedding_type="rope"
+        )
+        model.to(dtype)  # torch's norms have one of their own
+        params = packed(lengths)
+        losses = model(tokens, None, None, labels=(tokens * 7 + 3) % 48, packed_seq_params=params)
+        losses.mean().backward()
+        results.append([losses.detach(), *(parameter.grad for parameter in model.parameters())])
+        steps.append(params)
+    difference = max((a - b).abs().max().item() for a, b in zip(*results, strict=True))
+    moved = steps[1]._ep_sequences.plan.q_rows.clone().fill_diagonal_(0).sum().item()
+    return difference, moved
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_with_tensor_parallelism(four_ranks, dtype, most):
+    """Each rank moves its own heads among the ranks with other data."""
+    for difference, moved in four_ranks.run(run_tensor_parallel, dtype):
+        assert difference < most and moved > 50
+
+
 def make_config_of_one():
     equivalence._layout = (1, 1)
     config = make_config(attention_dropout=0.0)
