@@ -73,7 +73,7 @@ EP_FN void combine_nvl_sender(W& warp, F& fabric, const CombineArgs& args, int c
                              weight_of(args, batch.first + i, k, dst_row[k]), format.weight_bytes);
                 if (k == 0) *reinterpret_cast<uint64_t*>(slot + format.tag()) = rings.tag;
             });
-            const ExpertRows<T, kWeighted, W> rows(warp, args, batch.first + i, dst_row);
+            const ExpertRows<T, kWeighted, W> rows(warp, args, dst_row);
             if (args.sums && rows.lanes) {
                 warp.template copy<CacheHint::Keep>(slot + format.payload(),
                                                     rows.summed(warp, args, batch.first + i),

@@ -49,7 +49,7 @@ EP_FN void open_in_rings(W& warp, const Rings<F>& rings) {
 template <class T, bool kWeighted, WarpLike W, class F>
 EP_FN const char* sum_of_own(W& warp, const Rings<F>& rings, const CombineArgs& args, int receiver,
                              int64_t received, const typename W::template PerLane<int>& dst_row) {
-    const ExpertRows<T, kWeighted, W> rows(warp, args, received, dst_row);
+    const ExpertRows<T, kWeighted, W> rows(warp, args, dst_row);
     if (rows.lanes && (args.sums || rows.is_one_row())) return rows.summed(warp, args, received);
     char* sum = rings.nvl_own_slot(receiver) + args.format.payload();
     rows.sum(warp, args, sum);

@@ -6,24 +6,22 @@
 
 namespace ep {
 
-// Begins to read, for each k, where the expert row of an arrived row is: see expert_row.
+// The expert rows of one arrived row: for each k its row here, kElsewhere or kOverflowed. Of a flat
+// one it is the row itself.
 template <WarpLike W>
 EP_FN void read_dst_rows(W& warp, const TransferArgs& args, int64_t received,
                          typename W::template PerLane<int>& dst_row) {
-    if (args.is_flat) return;
+    if (args.is_flat) {
+        warp.lanes(args.format.topk, [&](int k) {
+            dst_row[k] = k == 0 && received < args.max_rows ? static_cast<int>(received)
+                                                            : TransferArgs::kElsewhere;
+        });
+        return;
+    }
     warp.lanes(args.format.topk, [&](int k) {
         dst_row[k] = received < args.max_received ? args.dst_rows[received * args.format.topk + k]
                                                   : TransferArgs::kOverflowed;
     });
-}
-
-// The k-th choice's row here, kElsewhere or kOverflowed. Flat rows have no table, and only one row:
-// the arrived one itself. That is decided where the row is needed, not where the table is read: to
-// choose between two values waits for both, and rows are read ahead.
-EP_FN int expert_row(const TransferArgs& args, int64_t received, int k, int dst_row) {
-    if (!args.is_flat) return dst_row;
-    return k == 0 && received < args.max_rows ? static_cast<int>(received)
-                                              : TransferArgs::kElsewhere;
 }
 
 // The weight, or its gradient, of the k-th choice of an arrived row: that of the expert row, or the
@@ -41,16 +39,16 @@ struct ExpertRows {
     typename W::template PerLane<Accumulator<T>> weight;
     uint32_t lanes;
 
-    EP_FN ExpertRows(W& warp, const CombineArgs& args, int64_t received,
+    EP_FN ExpertRows(W& warp, const CombineArgs& args,
                      const typename W::template PerLane<int>& dst_row) {
-        lanes = warp.ballot(args.format.topk, [&](int k) {
-            const int number = expert_row(args, received, k, dst_row[k]);
-            if (number < 0) return false;
-            row[k] = args.x + static_cast<int64_t>(number) * args.format.payload_bytes;
+        const int topk = args.format.topk;
+        warp.lanes(topk, [&](int k) {
+            if (dst_row[k] < 0) return;
+            row[k] = args.x + static_cast<int64_t>(dst_row[k]) * args.format.payload_bytes;
             if constexpr (kWeighted)
-                weight[k] = static_cast<const Accumulator<T>*>(args.row_weights)[number];
-            return true;
+                weight[k] = static_cast<const Accumulator<T>*>(args.row_weights)[dst_row[k]];
         });
+        lanes = warp.ballot(topk, [&](int k) { return dst_row[k] >= 0; });
     }
 
     EP_FN void sum(W& warp, const CombineArgs& args, char* to) const {

@@ -51,7 +51,6 @@ EP_FN void for_rows(W& warp, const TransferArgs& args, const KnownRows& rows, in
 // part.
 template <WarpLike W>
 EP_FN void copy_to_other_output_rows(W& warp, const DispatchArgs& args, int part, int parts) {
-    if (args.is_flat) return;  // they have one output row each
     const RowFormat& format = args.format;
     typename W::template PerLane<void*> to;
     const KnownRows rows_of_others(args);
@@ -128,7 +127,7 @@ EP_FN void sum_rows_of(W& warp, F& fabric, const CombineArgs& args, int channel,
     for (int i = part, done = 0; i < count; i += args.sum_warps) {
         dst_row = following;
         read_dst_rows(warp, args, first + i + args.sum_warps, following);
-        const ExpertRows<T, kWeighted, W> rows(warp, args, first + i, dst_row);
+        const ExpertRows<T, kWeighted, W> rows(warp, args, dst_row);
         if (rows.lanes && !rows.is_one_row())
             rows.sum(warp, args, args.sums + (first + i) * args.format.payload_bytes);
         warp.template publish<Scope::Rank>(summed, sums_of_call(args, ++done));
