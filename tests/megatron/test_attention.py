@@ -233,6 +233,7 @@ def run_latent_attention(by):
         v_head_dim=8,
         attention_dropout=0.0,
         rope_type="rope",
+        qk_layernorm=True,
         apply_rope_fusion=False,
         add_bias_linear=False,
         params_dtype=torch.float64,

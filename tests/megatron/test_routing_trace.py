@@ -15,7 +15,6 @@ from megatron.core import tensor_parallel
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.transformer.spec_utils import build_module
 
 from megatron_ep.balance import trace
 from megatron_ep.megatron import agreement, routing_trace
@@ -56,7 +55,7 @@ def test_ids_and_maps_are_counted(device, tokens, topk, seed):
 
 def _layers(config, router):
     spec = ep_layer_spec(get_moe_module_spec(use_te=False, num_experts=EXPERTS, moe_grouped_gemm=False), router=router)
-    layers = [build_module(spec, config=config) for _ in range(2)]
+    layers = [spec(config=config) for _ in range(2)]
     for number, layer in enumerate(layers):
         layer.set_layer_number(number + 1)
     return layers
