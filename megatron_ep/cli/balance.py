@@ -223,7 +223,7 @@ def _layer_table(report: Report) -> list[str]:
         values = [layer.p50, layer.p95, layer.most, layer.mean, layer.lasting, layer.momentary]
         values += [layer.between_nodes] if between else []
         values += [layer.second_half, layer.placed]
-        lines.append(f"{layer.layer:>8}" + "".join(f"{value:11.3f}" for value in values))
+        lines.append(f"{layer.layer:>8}" + "".join(f"{value:11.3f}" for value in values).replace("-0.000", " 0.000"))
     if len(chosen) < len(report.layers):
         lines.append(f"{'':>8}   of {len(report.layers)} layers those with the least and the most; --json has all")
     return lines
