@@ -1,6 +1,8 @@
 """DeepEP's `Buffer` between processes, on CPU tensors."""
 
+import os
 from pathlib import Path
+from unittest import mock
 
 import deep_ep_checks as checks
 import deep_ep_elastic_checks as elastic
@@ -10,7 +12,9 @@ import torch.distributed as dist
 
 import megatron_ep as ep
 from megatron_ep.bench.local_ranks import LocalRanks
+from megatron_ep.config import TIMEOUT_VARIABLE
 from megatron_ep.deep_ep import Buffer, Config, ElasticBuffer, EventHandle, EventOverlap
+from megatron_ep.group import distributed
 
 CPU = torch.device("cpu")
 
@@ -43,6 +47,43 @@ def test_low_latency_mode(four_ranks, size):
 
 def test_masked_ranks(four_ranks):
     assert all(four_ranks.run(in_groups, checks.check_masks, 4))
+
+
+def one_stays_away(group, device):
+    """It is not taken back, and the others go on without it."""
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    gone = world - 1
+    with mock.patch.object(distributed, "RENDEZVOUS_S", 1.0), mock.patch.dict(os.environ, {TIMEOUT_VARIABLE: "2"}):
+        buffer = Buffer(group, enable_shrink=True)
+        ids = torch.arange(world).unsqueeze(1)
+        x, weights = torch.ones(world, 128, dtype=torch.bfloat16), torch.ones(world, 1)
+
+        def round_trip():
+            rows, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, world, world, use_fp8=False)
+            return buffer.low_latency_combine(rows, ids, weights, handle)[0][:, 0].tolist()
+
+        assert round_trip() == [1] * world
+        dist.barrier(group)
+        if rank != gone:
+            buffer.low_latency_update_mask_buffer(gone, mask=True)
+            for take_back in (
+                lambda: buffer.low_latency_update_mask_buffer(gone, mask=False),
+                buffer.low_latency_clean_mask_buffer,
+            ):
+                assert round_trip() == [1] * gone + [0]
+                with pytest.raises(ep.EPError, match=f"rank {gone}"):
+                    take_back()
+                status = torch.zeros(world, dtype=torch.int32)
+                buffer.low_latency_query_mask_buffer(status)
+                assert status.tolist() == [0] * gone + [1]
+            assert round_trip() == [1] * gone + [0]
+        dist.barrier(group)
+        buffer.destroy()
+    return True
+
+
+def test_a_rank_that_stays_away_is_not_taken_back(four_ranks):
+    assert all(four_ranks.run(in_groups, one_stays_away, 4))
 
 
 @pytest.mark.parametrize(("size", "ranks_per_node"), [(1, None), (2, None), (4, None), (4, 2)])
