@@ -28,7 +28,7 @@ from megatron_ep.errors import EPError
 
 TOKEN_BYTES = 16
 HELLO = struct.Struct(f"!8sIII{TOKEN_BYTES}s")  # magic, version, rank, stripe, token
-MAGIC, VERSION = b"MEGATREP", 2
+MAGIC, VERSION = b"MEGATREP", 3
 STRIPES = "MEGATRON_EP_STRIPES"
 MAX_STRIPES = 4
 HELLO_S = 5.0  # that a stranger may take to say who it is

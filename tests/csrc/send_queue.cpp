@@ -9,6 +9,9 @@
 #include <functional>
 #include <random>
 
+#include "fabric/queue/tcp_link.h"
+#include "fabric/queue/unordered_link.h"
+
 #if __has_include(<infiniband/mlx5dv.h>)
 #include <infiniband/mlx5dv.h>
 static_assert(sizeof(ep::SendEntry::Control) == sizeof(mlx5_wqe_ctrl_seg));
@@ -179,6 +182,101 @@ void check_striped_garbage() {
     }
 }
 
+// Whether a flag was seen before the rows that were put before it, over a network that keeps no
+// order: of its word, if it says so, or none.
+template <class AnyLink>
+bool overtakes(uint64_t seed) {
+    constexpr int kPuts = 20;
+    TestRank a(0), b(1);
+    int sockets[2];
+    require(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0, "no sockets");
+    const auto links_of = [&](int side) {
+        std::vector<SoftwareNic::Links> links(2);
+        links[1 - side].push_back(std::make_unique<AnyLink>(
+            std::make_unique<TcpLink>(sockets[side]), seed + static_cast<uint64_t>(side)));
+        return links;
+    };
+    a.nic->start_over(links_of(0));
+    b.nic->start_over(links_of(1));
+    std::fill(a.heap.begin() + kData, a.heap.end(), 1);
+    SpinningWarp warp;
+    const SendQueue queue = a.port->queues().puts(0, 1);
+    for (int i = 0; i < kPuts; ++i)
+        require(queue.post_write(warp, 1, kData + i, kData + i, 1), "no room");
+    require(queue.post_add(warp, 1, 0, 1), "no room");
+    require(warp.wait_all(Wait::None, 1, [&](int) { return WaitCondition{b.flag(0), 1, 0}; }),
+            "no flag came");
+    bool missing = false;
+    for (int i = 0; i < kPuts; ++i)
+        missing |= std::atomic_ref<char>(b.heap[kData + i]).load(std::memory_order_relaxed) == 0;
+    std::jthread other([&] { a.nic->stop(std::chrono::seconds(5)); });
+    b.nic->stop(std::chrono::seconds(5));
+    return missing;
+}
+
+struct SaysOrdered : UnorderedLink {
+    using UnorderedLink::UnorderedLink;
+    bool keeps_order() const override { return true; }
+};
+
+void check_unordered() {
+    int overtaken = 0;
+    for (uint64_t seed = 0; seed < 20; ++seed) {
+        require(!overtakes<UnorderedLink>(seed), "a flag came before its rows");
+        overtaken += overtakes<SaysOrdered>(seed);
+    }
+    require(overtaken > 0, "this network keeps an order");
+}
+
+// Additions in turn, each when its batch is there; and what no rank sends.
+void check_held_additions() {
+    const auto write_in = [](uint32_t batch, uint16_t queue = 0) {
+        return Frame{Frame::kWrite, 0, queue, 8, 0, 0, batch};
+    };
+    const auto addition = [](uint32_t batch, uint32_t writes, uint16_t queue = 0) {
+        return Frame{Frame::kAdd, 0, queue, 0, 0, 0, batch, writes};
+    };
+    std::mt19937_64 random(7);
+    for (int round = 0; round < 200; ++round) {
+        std::vector<Frame> frames;
+        const uint32_t batches = 1 + random() % 20;
+        for (uint32_t batch = 0; batch < batches; ++batch) {
+            const uint32_t writes = random() % 4;
+            for (uint32_t i = 0; i < writes; ++i) frames.push_back(write_in(batch));
+            frames.push_back(addition(batch, writes));
+        }
+        std::shuffle(frames.begin(), frames.end(), random);
+        HeldAdditions held;
+        std::vector<uint32_t> arrived(batches);
+        uint32_t next = 0;
+        for (const Frame& frame : frames) {
+            arrived[frame.batch] += frame.kind == Frame::kWrite;
+            require(held.take(frame,
+                              [&](const Frame& now) {
+                                  require(now.batch == next++ && arrived[now.batch] == now.writes,
+                                          "an addition is not in turn, or early");
+                              }),
+                    "what ranks send is refused");
+        }
+        require(next == batches, "an addition was held back for ever");
+    }
+    const auto is_refused = [](const std::vector<Frame>& frames) {
+        HeldAdditions held;
+        bool is_taken = true;
+        for (const Frame& frame : frames) {
+            require(is_taken, "it was refused too early");
+            is_taken = held.take(frame, [](const Frame&) {});
+        }
+        return !is_taken;
+    };
+    require(is_refused({addition(1, 0), addition(1, 0)}), "an addition came twice");
+    require(is_refused({addition(0, 0), addition(0, 0)}), "an addition came again");
+    require(is_refused({addition(0, 0), write_in(0)}), "a write came after its batch");
+    require(is_refused({write_in(1), write_in(1), addition(1, 1)}), "more than there are");
+    require(is_refused({write_in(1 << 12)}), "a batch that is far ahead");
+    require(!is_refused({addition(0, 0), addition(0, 0, 1)}), "queues are one");
+}
+
 void write_out(const void* data, size_t bytes) {
     require(std::fwrite(data, 1, bytes, stdout) == bytes, "no output");
 }
@@ -231,8 +329,13 @@ int main(int argc, char** argv) {
     ep::check_wrap();
     ep::check_garbage();
     ep::check_striped_garbage();
+    ep::check_held_additions();
+    ep::check_unordered();
     ep::run_rounds(70'000);
     for (uint64_t seed = 0; seed < 1'000; ++seed)
         ep::run_rounds(20, seed, 1 + static_cast<int>(seed % 4));
+    for (uint64_t seed = 0; seed < 500; ++seed)
+        ep::run_rounds(20, seed % 2 ? std::optional(seed) : std::nullopt,
+                       1 + static_cast<int>(seed % 4), {}, seed);
     std::puts("every signal came after its puts");
 }

@@ -62,9 +62,12 @@ struct TestRank {
     std::unique_ptr<SoftwareNic> nic;
     std::shared_ptr<SoftwareNic::Port> port;
 
-    explicit TestRank(int rank, std::shared_ptr<verbs::Card> card = nullptr) {
-        nic = std::make_unique<SoftwareNic>(
-            rank, std::vector<ControlBlock*>{&controls[0], &controls[1]}, std::move(card));
+    // unordered: a seed of a network that keeps no order.
+    explicit TestRank(int rank, std::shared_ptr<verbs::Card> card = nullptr,
+                      std::optional<uint64_t> unordered = std::nullopt) {
+        nic = std::make_unique<SoftwareNic>(rank,
+                                            std::vector<ControlBlock*>{&controls[0], &controls[1]},
+                                            std::move(card), unordered);
         std::vector<char*> heaps(2, nullptr);
         heaps[rank] = heap.data();
         port = nic->open(heaps, kHeapBytes, kChannels);
@@ -181,8 +184,10 @@ inline std::array<QueuePairs, 2> connected_pairs(const Cards& cards, int count) 
 // `rounds` puts of sizes that differ in each of two channels, each with a signal, and a credit for
 // each that was read, over so many connections.
 inline void run_rounds(uint64_t rounds, std::optional<uint64_t> seed = std::nullopt,
-                       int stripes = 1, const Cards& cards = {}) {
-    auto a = std::make_unique<TestRank>(0, cards.a), b = std::make_unique<TestRank>(1, cards.b);
+                       int stripes = 1, const Cards& cards = {},
+                       std::optional<uint64_t> unordered = std::nullopt) {
+    auto a = std::make_unique<TestRank>(0, cards.a, unordered);
+    auto b = std::make_unique<TestRank>(1, cards.b, unordered);
     std::vector<std::unique_ptr<Wire>> wires;
     std::vector<int> ends_of_a, ends_of_b;
     for (int stripe = 0; stripe < stripes; ++stripe) {

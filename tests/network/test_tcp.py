@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_ep as ep
+from megatron_ep import _C
 from megatron_ep.backends import fabrics, processes, tcp
 from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.errors import EPError
@@ -81,6 +82,27 @@ def run_layers(per_machine: int, per_node: int, stripes: str, fabric: str = "tcp
 )
 def test_the_bits_of_one_machine(ranks, per_machine, per_node, stripes):
     ranks.run(run_layers, per_machine, per_node, stripes)
+
+
+class Unordered(_C.SoftwareNic):
+    """Over a network on which a write or an addition arrives before or after any other one."""
+
+    def __init__(self, *, rank: int, segments, card=None):
+        super().__init__(rank=rank, segments=segments, card=card, seed=rank)
+
+
+def run_unordered(run, *arguments) -> None:
+    with mock.patch.object(_C, "SoftwareNic", Unordered):
+        run(*arguments)
+
+
+@pytest.mark.parametrize(("per_machine", "per_node", "stripes"), [(1, 1, "2"), (2, 2, "1")])
+def test_the_bits_over_a_network_that_keeps_no_order(ranks, per_machine, per_node, stripes):
+    ranks.run(run_unordered, run_layers, per_machine, per_node, stripes)
+
+
+def test_the_low_latency_mode_over_a_network_that_keeps_no_order(ranks):
+    ranks.run(run_unordered, run_low_latency, 1)
 
 
 def run_other_stripes() -> str:

@@ -22,14 +22,16 @@ struct Frame {
 
     uint8_t kind;
     uint8_t region = 0;
-    uint16_t unused = 0;
+    uint16_t queue = 0;  // of the sender's towards this rank
     uint32_t bytes = 0;
     uint64_t address = 0;
     uint64_t increment = 0;
+    uint32_t batch = 0;   // of a queue: additions before it
+    uint32_t writes = 0;  // of an addition: in its batch
 };
-static_assert(sizeof(Frame) == 24);
+static_assert(sizeof(Frame) == 32);
 
-// A connection to one rank, which never blocks. Frames arrive in the order in which they were sent.
+// A connection to one rank, which never blocks.
 class Link {
   public:
     virtual ~Link() = default;
@@ -40,13 +42,18 @@ class Link {
         if (end_.empty()) end_ = why;
     }
 
+    // Whether frames arrive in the order in which they were added. If not, those that are no writes
+    // and no additions do.
+    virtual bool keeps_order() const { return true; }
+
     // ---- sending
 
     // Whether more should be added: what is added waits in order, so little of it should.
     virtual bool has_room() const = 0;
     // The same for what concerns a region.
     virtual bool has_room_for(uint8_t) const { return has_room(); }
-    // The bytes are read when they leave; `sent` is called then.
+    // The bytes are read when they leave; `sent` is called then, or later: one after the other, in
+    // the order in which they were added.
     virtual void add(const Frame& frame, const char* bytes, std::function<void()> sent = {}) = 0;
     virtual void add_copy(Frame frame, std::string bytes) = 0;
     // Sends what can be sent. Returns whether anything was.

@@ -8,9 +8,11 @@
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
+#include <utility>
 
 #include "fabric/queue/status.h"
 #include "fabric/queue/tcp_link.h"
+#include "fabric/queue/unordered_link.h"
 #include "fabric/queue/verbs_link.h"
 
 namespace ep {
@@ -36,10 +38,11 @@ void add(char* word, uint64_t increment) {
 }  // namespace
 
 SoftwareNic::SoftwareNic(int rank, std::vector<ControlBlock*> controls,
-                         std::shared_ptr<verbs::Card> card)
+                         std::shared_ptr<verbs::Card> card, std::optional<uint64_t> seed)
     : rank_(rank),
       controls_(std::move(controls)),
       card_(std::move(card)),
+      seed_(seed),
       links_(controls_.size()),
       arriving_(controls_.size()),
       told_(controls_.size()),
@@ -134,17 +137,29 @@ Link* SoftwareNic::link_of(size_t queue) const {
 }
 
 void SoftwareNic::start(const std::vector<std::vector<int>>& sockets, const QueuePairs& pairs) {
+    std::vector<Links> links(sockets.size());
     for (size_t rank = 0; rank < sockets.size(); ++rank) {
-        told_[rank] = 0;
-        links_[rank].clear();
         for (size_t i = 0; i < sockets[rank].size(); ++i) {
             std::unique_ptr<Link> link = std::make_unique<TcpLink>(sockets[rank][i]);
-            if (card_) link = std::make_unique<VerbsLink>(std::move(link), pairs.at(rank).at(i));
+            if (card_) {
+                link = std::make_unique<VerbsLink>(std::move(link), pairs.at(rank).at(i));
+            } else if (seed_) {
+                link = std::make_unique<UnorderedLink>(std::move(link), *seed_ + rank);
+            }
             for (size_t port = 0; port < ports_.size(); ++port)
                 share(*link, static_cast<uint8_t>(port));
-            links_[rank].push_back(std::move(link));
+            links[rank].push_back(std::move(link));
         }
-        if (!sockets[rank].empty()) std::memset(controls_[rank], 0, sizeof(ControlBlock));
+    }
+    start_over(std::move(links));
+}
+
+void SoftwareNic::start_over(std::vector<Links> links) {
+    links_ = std::move(links);
+    held_.assign(links_.size(), {});
+    for (size_t rank = 0; rank < links_.size(); ++rank) {
+        told_[rank] = 0;
+        if (!links_[rank].empty()) std::memset(controls_[rank], 0, sizeof(ControlBlock));
     }
     for (const auto& port : ports_) {
         if (!port) continue;
@@ -262,6 +277,7 @@ bool SoftwareNic::carry_out(Port& port, size_t number) {
         return false;
     }
     char* const own = port.heaps_[rank_];
+    const auto same = static_cast<uint16_t>(number / 2 / links_.size() * 2 + number % 2);
     bool moved = false;
     const uint8_t region = region_of(port);
     while (static_cast<uint16_t>(taken.begun) != rung && (!link || link->has_room_for(region))) {
@@ -276,7 +292,9 @@ bool SoftwareNic::carry_out(Port& port, size_t number) {
             const uint64_t increment = entry.add.atomic.increment;
             ++taken.begun;
             if (link) {
-                link->add({Frame::kAdd, region, 0, 0, address, increment}, nullptr, complete);
+                link->add({Frame::kAdd, region, same, 0, address, increment, taken.batch++,
+                           std::exchange(taken.writes, 0)},
+                          nullptr, complete);
             } else {
                 add(port.heaps_[rank] + address, increment);
                 complete();
@@ -293,9 +311,10 @@ bool SoftwareNic::carry_out(Port& port, size_t number) {
         }
         const uint64_t piece = std::min<uint64_t>(kPiece, bytes - taken.offset);
         const bool is_last = taken.offset + piece == bytes;
-        link->add(
-            {Frame::kWrite, region, 0, static_cast<uint32_t>(piece), address + taken.offset, 0},
-            source + taken.offset, is_last ? complete : std::function<void()>());
+        ++taken.writes;
+        link->add({Frame::kWrite, region, same, static_cast<uint32_t>(piece),
+                   address + taken.offset, 0, taken.batch},
+                  source + taken.offset, is_last ? complete : std::function<void()>());
         taken.offset = is_last ? 0 : taken.offset + piece;
         taken.begun += is_last;
         if (!is_last) break;  // other queues' entries pass between the pieces
@@ -348,9 +367,17 @@ char* SoftwareNic::place_of(const Link& link, int rank, const Frame& frame) {
 }
 
 void SoftwareNic::take(Link& link, int rank, const Frame& frame) {
-    if (frame.kind == Frame::kAdd) {
-        if (Port* port = ports_[frame.region].get())
-            add(port->heaps_[rank_] + frame.address, frame.increment);
+    if (frame.kind == Frame::kAdd || frame.kind == Frame::kWrite) {
+        Port* port = ports_[frame.region].get();
+        if (!port) return;
+        const auto carry_out = [&](const Frame& addition) {
+            add(port->heaps_[rank_] + addition.address, addition.increment);
+        };
+        if (!link.keeps_order()) {
+            if (!held_[rank].take(frame, carry_out)) link.fail(kForeign);
+        } else if (frame.kind == Frame::kAdd) {
+            carry_out(frame);
+        }
     } else if (frame.kind == Frame::kStatus) {
         ControlBlock& said = arriving_[rank];
         said.reason.bytes = std::min<uint64_t>(said.reason.bytes, Reason::kMaxBytes);

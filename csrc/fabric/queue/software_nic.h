@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core/incident.h"
+#include "fabric/queue/held_additions.h"
 #include "fabric/queue/link.h"
 #include "fabric/queue/send_queue.h"
 #include "fabric/verbs/queue_pair.h"
@@ -30,9 +31,10 @@ class SoftwareNic {
     static constexpr char kThreadName[] = "megatron_ep nic";  // as top shows it
 
     // controls: of all ranks; of those on other machines a mirror that belongs to this rank.
-    // card: null: TCP alone.
+    // card: null: TCP alone. seed: for tests, TCP as a network that keeps no order.
     SoftwareNic(int rank, std::vector<ControlBlock*> controls,
-                std::shared_ptr<verbs::Card> card = nullptr);
+                std::shared_ptr<verbs::Card> card = nullptr,
+                std::optional<uint64_t> seed = std::nullopt);
     ~SoftwareNic();
     SoftwareNic(const SoftwareNic&) = delete;
 
@@ -49,6 +51,8 @@ class SoftwareNic {
             uint64_t begun = 0;     // entries
             uint64_t offset = 0;    // bytes of the next entry that are on their way
             uint64_t given_up = 0;  // entries, because the connection was lost
+            uint32_t batch = 0;     // additions
+            uint32_t writes = 0;    // frames since the last of them
         };
 
         // By rank; of those on other machines nobody touches it.
@@ -80,6 +84,9 @@ class SoftwareNic {
     // connected beside each socket.
     using QueuePairs = std::vector<std::vector<std::shared_ptr<verbs::QueuePair>>>;
     void start(const std::vector<std::vector<int>>& sockets, const QueuePairs& pairs = {});
+    // The same over connections of any kind; without a card.
+    using Links = std::vector<std::unique_ptr<Link>>;
+    void start_over(std::vector<Links> links);
     // Carries out what was posted, for so long at most, and closes the connections. Queues are
     // empty after it.
     void stop(std::chrono::duration<double> most);
@@ -121,12 +128,13 @@ class SoftwareNic {
     int rank_;
     std::vector<ControlBlock*> controls_;
     std::shared_ptr<verbs::Card> card_;
-    using Links = std::vector<std::unique_ptr<Link>>;
+    std::optional<uint64_t> seed_;
     std::vector<Links> links_;  // by rank; the first also carries what ranks tell of themselves
     std::mutex ports_mutex_;
     std::vector<std::shared_ptr<Port>> ports_;  // by number; null: closed
     std::vector<char> nowhere_;                 // what arrives for ports that are closed
     std::vector<ControlBlock> arriving_;        // by rank
+    std::vector<HeldAdditions> held_;           // by rank, where its network keeps no order
     std::vector<std::atomic<uint64_t>> told_;   // by rank: the abort word that it was sent
     Clock::time_point last_beat_;
     uint64_t last_abort_ = 0;
