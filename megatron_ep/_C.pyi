@@ -219,6 +219,7 @@ class LowLatencyHeap:
         staged: bool,
         channels: int,
         masking: bool,
+        lines: bool,
     ) -> None: ...
     @property
     def bytes(self) -> int: ...

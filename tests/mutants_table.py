@@ -12,7 +12,8 @@ P2P, NCCL = "fabric/cuda/p2p_fabric.h", "fabric/nccl/nccl_fabric.h"
 LOW_LATENCY = "protocol/low_latency.h"
 LL_HALVES = "protocol/low_latency_halves.h"
 LL_COMBINE, LL_MASK = "protocol/low_latency_combine.h", "protocol/low_latency_mask.h"
-LL_SEND, LL_RECEIVE = "protocol/low_latency_dispatch_send.h", "protocol/low_latency_dispatch_receive.h"
+LL_DISPATCH, LL_RECEIVE = "protocol/low_latency_dispatch.h", "protocol/low_latency_dispatch_receive.h"
+LL_WORDS, LINES = "protocol/low_latency_words.h", "exec/device/lines.h"
 QUEUE, QUEUE_FABRIC = "fabric/queue/send_queue.h", "fabric/queue/queue_fabric.h"
 ENTRY = "fabric/queue/entry.h"
 DEVICE_RANK = "exec/device/device_rank.h"
@@ -140,6 +141,13 @@ LL_PUBLISH = """«warp.template publish_lanes<Scope::System>(topk * tags, [&](in
 LL_PUT_ROWS = "return {acquire_flag<W>(call.fabric, channel, rank, flag), call.number, rank};"
 LL_CHOICES = "if (!may_receive(warp, call, team)) return false;"
 LL_TAGS = "if (!wait_tags(warp, call, piece.count, tags, slots, piece.number, from)) return false;"
+LL_STORE = """if (kLinesAtOnce * group < left)
+                ptx::store_line(lines + group * kGroupBytes, units[group]);"""
+LL_STORE_APART = """for (const bool tag : {true, false}) {
+                if (kLinesAtOnce * group < left && holds_tag() == tag)
+                    ptx::store_line(lines + group * kGroupBytes, units[group]);
+                __syncwarp();
+            }"""
 LL_PARTS = "if (!wait_tags(warp, call, format.topk, parts, slot, i, from)) return false;"
 
 MUTANTS = [
@@ -584,7 +592,7 @@ MUTANTS = [
     changed("wait_tags: a plain load", LOW_LATENCY, LL_TAG, "W::template acquire<Scope::System>", "*", LL),
     changed("p2p signal_to: the rank's scope", P2P, LL_SIGNAL, SYSTEM, RANK, LL),
     changed("p2p signal_to: a credit", P2P, LL_SIGNAL, "publish<", "credit<", LL),
-    Mutant("dispatch: sends into a bank that is not released", LL_SEND, LL_BANK, "", LL),
+    Mutant("dispatch: sends into a bank that is not released", LL_DISPATCH, LL_BANK, "", LL),
     changed("publish_tags: the rank's scope", LOW_LATENCY, LL_PUBLISH, SYSTEM, RANK, LL),
     changed("publish_tags: a credit", LOW_LATENCY, LL_PUBLISH, "publish_lanes", "credit_lanes", LL),
     Mutant(
@@ -603,6 +611,15 @@ MUTANTS = [
         programs=LL_NETWORKS,
     ),
     Mutant("dispatch: rows are not waited for", LL_RECEIVE, LL_TAGS, "(void)slots, (void)tags, (void)from;", LL),
+    Mutant(
+        "dispatch: words are not waited for",
+        LL_WORDS,
+        "if (i >= count || words[i] >> 32 == static_cast<uint32_t>(call.number)) continue;",
+        "continue;",
+        LL,
+    ),
+    Mutant("lines: not waited for", WARP, "if (seen < all.observed) all.observed = seen;", "(void)seen;", LL),
+    Mutant("lines: the tag is stored apart", LINES, LL_STORE, LL_STORE_APART, LL),
     Mutant("combine: sends into a bank that is not released", LL_COMBINE, LL_BANK, "", LL),
     Mutant("combine: rows are not waited for", LL_COMBINE, LL_PARTS, "(void)parts, (void)from;", LL),
 ]

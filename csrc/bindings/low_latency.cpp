@@ -61,14 +61,21 @@ void bind_low_latency(py::module_& m) {
     py::class_<LowLatencyHeap>(m, "LowLatencyHeap",
                                "Layout of the low-latency mode's symmetric heap.")
         .def(py::init([](int nodes, int ranks_per_node, int num_experts, int max_tokens,
-                         const RowFormat& largest, bool staged, int channels, bool masking) {
-                 return LowLatencyHeap{
-                     {nodes, ranks_per_node}, num_experts, max_tokens, largest.topk,
-                     largest.slot_bytes(),    staged,      channels,   masking};
+                         const RowFormat& largest, bool staged, int channels, bool masking,
+                         bool lines) {
+                 return LowLatencyHeap{{nodes, ranks_per_node},
+                                       num_experts,
+                                       max_tokens,
+                                       largest.topk,
+                                       largest.slot_bytes(),
+                                       staged,
+                                       channels,
+                                       masking,
+                                       lines};
              }),
              py::kw_only(), py::arg("nodes"), py::arg("ranks_per_node"), py::arg("num_experts"),
              py::arg("max_tokens"), py::arg("largest"), py::arg("staged"), py::arg("channels"),
-             py::arg("masking"))
+             py::arg("masking"), py::arg("lines"))
         .def_property_readonly("bytes", &LowLatencyHeap::bytes)
         .def(
             "layout",

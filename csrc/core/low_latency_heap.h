@@ -6,11 +6,42 @@
 
 #include "core/function.h"
 #include "core/heap.h"
+#include "core/lines.h"
 #include "core/network_flags.h"
 #include "core/row.h"
 #include "core/topology.h"
 
 namespace ep {
+
+// What the tokens of one rank chose at another, as words of 32 bits in the low halves of words that
+// have their call's number, as far as it fits, in the high one. Numbers of words.
+struct ChoiceWords {
+    int chunks, local_experts, max_tokens, max_topk;
+
+    // bits: tokens of a chunk with any expert there
+    EP_HD size_t present(int chunk) const { return chunk; }
+    // rows of an expert
+    EP_HD size_t rows(int expert) const { return group(expert / 32) + expert % 32; }
+    // bits: tokens of a chunk that chose an expert
+    EP_HD size_t tokens(int expert, int chunk) const { return rows(expert) + 32 * (1 + chunk); }
+    // what a choice is, at any rank, of the choices of all tokens
+    EP_HD size_t expert(size_t choice) const { return group(groups()) + choice; }
+    // the halves of its weight
+    EP_HD size_t weight(size_t choice, int half) const {
+        return expert(choices()) + kHalves * choice + half;
+    }
+    EP_HD size_t count() const { return weight(choices(), 0); }
+
+    EP_HD int groups() const { return (local_experts + 31) / 32; }
+    EP_HD size_t choices() const { return static_cast<size_t>(max_tokens) * max_topk; }
+
+  private:
+    static constexpr int kHalves = 2;
+
+    EP_HD size_t group(int number) const {
+        return chunks + static_cast<size_t>(number) * 32 * (1 + chunks);
+    }
+};
 
 enum class LowLatencyKind : int { Dispatch, Combine };
 enum class LowLatencyHalf : int { Send, Receive };
@@ -26,6 +57,9 @@ enum class LowLatencyLaunches : int { Send, Receive, Both };
 //
 // With masking a combine's row lies in the slot of its sender, token and choice instead: then
 // whatever another rank writes has one writer, and once that one is masked nobody reads it again.
+//
+// With lines a dispatch's rows are lines, and what tokens chose is words, that carry their call's
+// number themselves: no flag follows them.
 struct LowLatencyHeap {
     static constexpr size_t kLine = Heap::kLine;
     static constexpr int kBanks = 2;
@@ -41,10 +75,12 @@ struct LowLatencyHeap {
     bool staged;        // whether there are such ranks
     size_t slot_bytes;  // of the largest row
     bool masking;       // whether calls go on without ranks that stay away
+    bool lines;         // all ranks mapped, over links that keep lines whole; not with masking
 
     LowLatencyHeap() = default;
     LowLatencyHeap(const Topology& ranks, int experts, int tokens, int topk, size_t slot,
-                   bool has_staging, int num_channels, bool has_masks = false)
+                   bool has_staging, int num_channels, bool has_masks = false,
+                   bool has_lines = false)
         : topology(ranks),
           num_experts(experts),
           max_tokens(tokens),
@@ -53,11 +89,14 @@ struct LowLatencyHeap {
           staged(has_staging),
           slot_bytes(slot),
           masking(has_masks),
+          lines(has_lines),
+          row_bytes_(lines ? static_cast<size_t>(Line::count(slot)) * Line::kBytes : slot),
           local_experts_(experts / ranks.world()),
           first_choices_(
               align_up((chunks() + static_cast<size_t>(tokens) * topk) * sizeof(uint32_t), kLine)),
           other_choices_(32 * static_cast<size_t>(chunks() + 1) * sizeof(uint32_t)),
-          choice_bytes_(choice_part(choice_parts())) {
+          choice_bytes_(lines ? align_up(words().count() * sizeof(uint64_t), kLine)
+                              : choice_part(choice_parts())) {
         size_t end = 0;
         auto part = [&](size_t bytes) { return std::exchange(end, end + align_up(bytes, kLine)); };
         const size_t world = topology.world(), banks = kBanks;
@@ -67,12 +106,12 @@ struct LowLatencyHeap {
         waited_ = part(kKinds * banks * world * sizeof(uint64_t));
         put_joins_ = part(staged ? kKinds * channels * kLine : 0);
         released_ = part(kKinds * banks * world * kLine);
-        choice_flags_ = part(choice_parts() * world * kLine);
+        choice_flags_ = part(lines ? 0 : choice_parts() * world * kLine);
         masked_flags_ = part(masking ? world * kLine : 0);
         beat_flags_ = part(masking ? world * kLine : 0);
         row_flags_ = part(staged ? kKinds * channels * world * kLine : 0);
         choices_ = part(banks * world * choice_bytes());
-        rows_ = part(banks * world * max_tokens * slot_bytes);
+        rows_ = part(banks * world * max_tokens * row_bytes_);
         parts_ = part(banks * max_tokens * slot_bytes *
                       (masking ? world * choices_per_rank() : static_cast<size_t>(max_topk)));
         staged_choices_ = part(staged ? banks * world * choice_bytes() : 0);
@@ -161,10 +200,13 @@ struct LowLatencyHeap {
                choice_part(part);
     }
 
+    // --- the same with lines ---
+    EP_HD ChoiceWords words() const { return {chunks(), local_experts_, max_tokens, max_topk}; }
+
     // --- rows ---
     EP_HD size_t row(int bank, int rank, int token) const {
-        return rows_ +
-               slot((bank * topology.world() + rank) * static_cast<size_t>(max_tokens) + token);
+        const size_t region = bank * static_cast<size_t>(topology.world()) + rank;
+        return rows_ + (region * max_tokens + token) * row_bytes_;
     }
     // Of the experts of `rank`; choice: which of the token's there.
     EP_HD size_t part(int bank, int rank, int token, int k, int choice) const {
@@ -220,6 +262,7 @@ struct LowLatencyHeap {
     }
     EP_HD size_t slot(size_t number) const { return number * slot_bytes; }
 
+    size_t row_bytes_;
     // Kept, because a division takes a GPU long.
     int local_experts_;
     size_t first_choices_, other_choices_, choice_bytes_;

@@ -8,6 +8,7 @@
 #include "core/float8.h"
 #include "core/function.h"
 #include "core/incident.h"
+#include "core/lines.h"
 
 namespace ep {
 
@@ -82,6 +83,8 @@ enum class CacheHint { Keep, EvictFirst };
 //                                    by a lane: stores `to` if the word is `from`. An acquire of
 //                                    the word also sees what the lane had acquired. System scope:
 //                                    used seldom, not every bus has the atomic
+//
+// Words and lines, that need no flag: see LinesWarpLike.
 
 // How a wait that may go on without what it waits for has ended; badly: the role must return.
 enum class Waited { Met, Over, Badly };
@@ -133,6 +136,40 @@ concept WarpLike = requires(
     { warp.template arrive<Scope::Rank>(flag, uint64_t{1}) } -> std::same_as<uint64_t>;
     W::template compare_exchange<Scope::Rank>(flag, uint64_t{0}, uint64_t{1});
 };
+
+// Where a rank's lines come from.
+struct LineSource {
+    char* slot;        // the row's first line, in memory of this rank
+    uint64_t tag;      // that they have to have
+    int rank;          // that stores them
+    uint64_t* waited;  // raised to the age at which they were there, if not at once. Or null
+};
+
+// What also moves what needs no flag, because it says itself of which call it is.
+//
+//   store_word(word, value)          by a lane: a store that orders nothing, seen by all ranks
+//   load_word(word)                  by a lane: the load of such a word
+//   send_lines(slots, mask, src, bytes, lines, tag, scales, plan)
+//                                    these lines of a row of so many bytes to the slot of each lane
+//                                    in the mask, with the row's scales beside them
+//   quantize_lines(slots, mask, src, count, lines, tag, format)
+//                                    the same of a row of so many bf16, as fp8 with its scales
+//   receive_lines(wait, source, lines, dsts, mask, bytes, scales, plan)
+//                                    these lines, once they are there, to the row of each lane in
+//                                    the mask, and its scales. A wait; a mismatch ends it, too
+template <class W>
+concept LinesWarpLike =
+    WarpLike<W> && requires(W& warp, uint64_t* word, const char* src, size_t bytes,
+                            const Lines& lines, const LineSource& source, const ScalePlan& plan,
+                            const typename W::template PerLane<char*>& rows) {
+        W::store_word(word, uint64_t{1});
+        { W::load_word(word) } -> std::same_as<uint64_t>;
+        warp.send_lines(rows, uint32_t{1}, src, bytes, lines, uint64_t{1}, src, plan);
+        warp.quantize_lines(rows, uint32_t{1}, src, bytes, lines, uint64_t{1}, ScaleFormat::Fp32);
+        {
+            warp.receive_lines(Wait::TaggedRow, source, lines, rows, uint32_t{1}, bytes, rows, plan)
+        } -> std::same_as<bool>;
+    };
 
 // A lane that takes no part in a wait.
 EP_HD WaitCondition nothing_to_wait_for() { return {0, 0, -1}; }

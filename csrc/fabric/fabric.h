@@ -70,6 +70,9 @@ concept FabricParamsLike = requires(const P& params, int rank, uint64_t timeout_
 
 // What the low-latency mode, which knows no rails, asks of a fabric besides.
 //
+//   kKeepsLines                whether a line (core/lines.h) stored to any rank may arrive whole:
+//   the
+//                              heap says whether it does
 //   maps(rank)                 whether this rank stores to that rank's memory
 //   at<T>(rank, offset)        that memory: plain loads and stores. Only where it is mapped
 //   put_to, signal_to, credit_to
@@ -78,6 +81,7 @@ concept FabricParamsLike = requires(const P& params, int rank, uint64_t timeout_
 template <class F, class W>
 concept ReachesAllRanks =
     FabricLike<F, W> && requires(F& fabric, W& warp, size_t offset, uint64_t from, uint64_t to) {
+        { F::kKeepsLines } -> std::convertible_to<bool>;
         { fabric.maps(0) } -> std::same_as<bool>;
         { fabric.template at<uint64_t>(0, offset) } -> std::same_as<uint64_t*>;
         fabric.put_to(warp, 0, 0, offset, offset, offset);

@@ -17,6 +17,7 @@ class HostFabric {
   public:
     static constexpr bool kMapsRail = false;
     static constexpr bool kOrdersWarps = true;
+    static constexpr bool kKeepsLines = true;
 
     HostFabric(Topology topology, int rank, std::vector<char*> heaps,
                SimulatedNetwork* network = nullptr)

@@ -37,7 +37,7 @@ struct LowLatencyCall {
     uint64_t tag = tag_of(args, number);
 
     static constexpr LowLatencyKind kKind = Args::kKind;
-    static constexpr int kShapeBits = 24;
+    static constexpr int kShapeBits = LineTag::kShapeBits;
 
     // A row's tag: the call's number, and what both ends must agree on for the row to make sense.
     static EP_FN uint64_t tag_of(const Args& args, uint64_t number) {
@@ -333,34 +333,34 @@ EP_FN bool wait_tags(W& warp, const LowLatencyCall<F, Args>& call, int count, ui
     return false;
 }
 
-// f(rank, token, piece) for every warps-th share of the rows whose bits are set, from the warp's
-// own number on, until it returns false: equal shares, whatever the choices. bits(rank, chunk):
-// those of tokens [32 * chunk, 32 * (chunk + 1)) of a rank. The ranks follow each other from
-// first_rank on.
-template <WarpLike W, class Bits, class F>
-EP_FN bool for_own_pieces(W& warp, const LowLatencyArgs& args, const Team& team, int first_rank,
-                          Bits&& bits, F&& f) {
+// f(rank, token, share) for every warps-th share of the rows whose bits are set, from the warp's
+// own number on, until it returns false: equal shares, whatever the choices. read_bits(lanes, rank,
+// token, bits): for each lane those of the 32 tokens from `token` on of a rank; false: it ended
+// badly. Shares: how rows are cut. The ranks follow each other from first_rank on.
+template <class Shares, WarpLike W, class ReadBits, class F>
+EP_FN bool for_own_shares(W& warp, const LowLatencyArgs& args, const Team& team, int first_rank,
+                          ReadBits&& read_bits, F&& f) {
     const int chunks = args.heap.chunks(), world = args.heap.topology.world();
     const int words = world * chunks;  // a lane each
     typename W::template PerLane<uint32_t> rows;
     typename W::template PerLane<int> before, rank, token;
+    bool go_on = true;
     auto read = [&](int first) {
         const int lanes = lanes_from(first, words);
         warp.lanes(lanes, [&](int lane) {
-            const int chunk = (first + lane) % chunks;
             rank[lane] = (first_rank + (first + lane) / chunks) % world;
-            token[lane] = 32 * chunk;
-            rows[lane] = bits(rank[lane], chunk);
-            before[lane] = popcount(rows[lane]);
+            token[lane] = 32 * ((first + lane) % chunks);
         });
+        go_on = go_on && read_bits(lanes, rank, token, rows);
+        if (!go_on) return 0;
+        warp.lanes(lanes, [&](int lane) { before[lane] = popcount(rows[lane]); });
         return warp.exclusive_scan(lanes, before);
     };
     int all = 0;
     for (int first = 0; first < words; first += 32) all += read(first);
-    const Pieces pieces(args.format, all, team.warps);
+    const Shares pieces(args.format, all, team.warps);
     const int shares = pieces.shares();
     int total = 0;
-    bool go_on = true;
     for (int first = 0; first < words && go_on; first += 32) {
         const int lanes = lanes_from(first, words);
         const int sum = words > 32 ? read(first) : all;

@@ -122,11 +122,16 @@ template <class T, WarpLike W, class F>
 EP_FN bool send_combine(W& warp, const LowLatencyCombine<F>& call, const Team& team) {
     const LowLatencyCombineArgs& args = call.args;
     // Each rank begins with another one and ends with itself: no link carries the rows of all.
-    return for_own_pieces(
+    return for_own_shares<Pieces>(
         warp, args, team, args.rank + 1,
-        [&](int source, int chunk) {
-            const int word = source * args.heap.chunks() + chunk;
-            return call.takes_part(LowLatencyHalf::Send, source) ? args.layout.present(word) : 0;
+        [&](int lanes, const auto& source, const auto& token, auto& bits) {
+            warp.lanes(lanes, [&](int lane) {
+                const int word = source[lane] * args.heap.chunks() + token[lane] / 32;
+                bits[lane] = call.takes_part(LowLatencyHalf::Send, source[lane])
+                                 ? args.layout.present(word)
+                                 : 0;
+            });
+            return true;
         },
         [&](int source, int token, const Piece& piece) {
             return_piece<T>(warp, call, team, source, token, piece);

@@ -92,21 +92,26 @@ struct Choices {
     }
 };
 
+// The warp that notes for the handle where rows begin: in small batches it has nothing else to do.
+EP_FN bool notes_starts(const Team& team) { return team.warp == (team.warps - 1) / 2; }
+
 // Where each expert's rows begin. Every warp finds out for itself, one of them for the handle.
-template <WarpLike W, class F>
-EP_FN void find_starts(W& warp, const Choices<F>& choices, const Team& team) {
-    const LowLatencyDispatchArgs& args = choices.call.args;
+// read_rows(first, lanes, rows): for each lane the rows of an expert; false: it ended badly.
+template <WarpLike W, class ReadRows>
+EP_FN bool find_starts(W& warp, const LowLatencyDispatchArgs& args, const Team& team,
+                       ReadRows&& read_rows) {
     const LowLatencyLayout& layout = args.layout;
+    const int local_experts = args.heap.local_experts();
     int32_t* starts = layout.scratch(team.warp);
     typename W::template PerLane<int> rows, start;
     int64_t total = 0;
     bool overflows = false;
-    const bool for_handle = team.warp == (team.warps - 1) / 2;  // has nothing else in small batches
-    if (args.expert_rows && !for_handle) return;
-    for (int first = 0; first < choices.local_experts; first += 32) {
-        const int lanes = lanes_from(first, choices.local_experts);
+    const bool for_handle = notes_starts(team);
+    if (args.expert_rows && !for_handle) return true;
+    for (int first = 0; first < local_experts; first += 32) {
+        const int lanes = lanes_from(first, local_experts);
+        if (!read_rows(first, lanes, rows)) return false;
         warp.lanes(lanes, [&](int lane) {
-            rows[lane] = choices.rows_of(first + lane);
             start[lane] = static_cast<int>(align_up(rows[lane], args.expert_alignment));
         });
         const int sum = warp.exclusive_scan(lanes, start);
@@ -124,12 +129,19 @@ EP_FN void find_starts(W& warp, const Choices<F>& choices, const Team& team) {
             return rows[lane] > 0 && int64_t{start[lane]} + rows[lane] > args.max_rows;
         }) != 0;
     }
-    if (!for_handle) return;
+    if (!for_handle) return true;
     warp.lanes(1, [&](int) {
         layout.overflow() = overflows;
-        layout.start(choices.local_experts) =
-            static_cast<int>(args.expert_rows ? args.expert_rows * choices.local_experts : total);
+        layout.start(local_experts) =
+            static_cast<int>(args.expert_rows ? args.expert_rows * local_experts : total);
     });
+    return true;
+}
+
+// For the handle: which tokens arrive.
+template <WarpLike W, class F>
+EP_FN void note_present(W& warp, const Choices<F>& choices) {
+    const LowLatencyLayout& layout = choices.call.args.layout;
     const int words = choices.call.world() * choices.chunks;
     for (int first = 0; first < words; first += 32) {
         warp.lanes(lanes_from(first, words), [&](int lane) {
@@ -189,6 +201,29 @@ EP_FN void note_output_rows(W& warp, const LowLatencyDispatchArgs& args, int sou
     });
 }
 
+// Which rows of the output are whose, once find_starts has found where each expert's begin.
+struct RowPlaces {
+    const LowLatencyDispatchArgs& args;
+    int local_experts = args.heap.local_experts();
+    int first_expert = args.rank * local_experts;
+    const int32_t* starts;
+
+    EP_FN RowPlaces(const LowLatencyDispatchArgs& of, const Team& team)
+        : args(of), starts(of.layout.scratch(team.warp)) {}
+
+    // -1: of another rank, or none.
+    EP_FN int local_expert(int32_t expert) const {
+        return is_within(expert, first_expert, local_experts) ? expert - first_expert : -1;
+    }
+    // Of the expert's rows that with so many before it.
+    EP_FN int row(int expert, int64_t before) const {
+        const int64_t start = args.expert_rows ? args.expert_rows * expert : starts[expert];
+        const bool fits =
+            args.expert_rows ? before < args.expert_rows : start + before < args.max_rows;
+        return fits ? static_cast<int>(start + before) : LowLatencyArgs::kOverflowed;
+    }
+};
+
 // A piece of a row, from its slot to its row at each of the token's experts here.
 template <WarpLike W, class F>
 EP_FN bool receive_piece(W& warp, const Choices<F>& choices, const Team& team, int source,
@@ -197,20 +232,14 @@ EP_FN bool receive_piece(W& warp, const Choices<F>& choices, const Team& team, i
     const LowLatencyDispatchArgs& args = call.args;
     const RowFormat& format = args.format;
     char* slot = written_by<char>(call.fabric, source, call.heap().row(call.bank, source, token));
-    const int first_expert = args.rank * choices.local_experts;
-    const int32_t* starts = args.layout.scratch(team.warp);
+    const RowPlaces places(args, team);
     typename W::template PerLane<int> dst_row;
     typename W::template PerLane<void*> row{};
     warp.lanes(format.topk, [&](int lane) {
-        const int expert = choices.experts(source, token)[lane] - first_expert;
+        const int expert = places.local_expert(choices.experts(source, token)[lane]);
         dst_row[lane] = LowLatencyArgs::kElsewhere;
-        if (expert >= 0 && expert < choices.local_experts) {
-            const int64_t start = args.expert_rows ? args.expert_rows * expert : starts[expert];
-            const int64_t before = choices.rows_before(source, token, expert);
-            const bool fits =
-                args.expert_rows ? before < args.expert_rows : start + before < args.max_rows;
-            dst_row[lane] = fits ? static_cast<int>(start + before) : LowLatencyArgs::kOverflowed;
-        }
+        if (expert >= 0)
+            dst_row[lane] = places.row(expert, choices.rows_before(source, token, expert));
         if (dst_row[lane] >= 0) {
             row[lane] = args.recv_x + static_cast<size_t>(dst_row[lane]) * format.payload_bytes +
                         piece.first;
@@ -243,47 +272,34 @@ EP_FN void count_rows(W& warp, const LowLatencyDispatchArgs& args) {
     }
 }
 
-// A warp's share of the receiving half.
+// A warp's share of the receiving half, without lines.
 template <WarpLike W, class F>
-EP_FN bool receive_dispatch(W& warp, const LowLatencyDispatch<F>& call, const Team& team) {
+EP_FN bool receive_by_slots(W& warp, const LowLatencyDispatch<F>& call, const Team& team) {
     const LowLatencyDispatchArgs& args = call.args;
     if (!may_receive(warp, call, team)) return false;
     if (args.heap.masking && team.warp == 0) note_active(warp, call);
     const Choices<F> choices{call};
-    find_starts(warp, choices, team);
+    find_starts(warp, args, team, [&](int first, int lanes, auto& rows) {
+        warp.lanes(lanes, [&](int lane) { rows[lane] = choices.rows_of(first + lane); });
+        return true;
+    });
+    if (notes_starts(team)) note_present(warp, choices);
     int here = args.rank;  // the rank whose rows were waited for; with masking those of all were
     // Own rows are there first.
-    return for_own_pieces(
+    return for_own_shares<Pieces>(
         warp, args, team, args.rank,
-        [&](int rank, int chunk) { return choices.present(rank, chunk); },
+        [&](int lanes, const auto& rank, const auto& first, auto& bits) {
+            warp.lanes(lanes, [&](int lane) {
+                bits[lane] = choices.present(rank[lane], first[lane] / 32);
+            });
+            return true;
+        },
         [&](int source, int token, const Piece& piece) {
             if (source != here && !args.heap.masking && !wait_rows_put(warp, call, source))
                 return false;
             here = source;
             return receive_piece(warp, choices, team, source, token, piece);
         });
-}
-
-template <WarpLike W, class F>
-EP_FN Ended low_latency_dispatch_receive(W& warp, F& fabric, const LowLatencyDispatchArgs& args,
-                                         const Team& team) {
-    const LowLatencyDispatch<F> call = begun_call(fabric, args);
-    if (!receive_dispatch(warp, call, team)) return Ended::Badly;
-    const Ended ended = end_receiving(warp, call, team);
-    if (ended == Ended::Last) count_rows(warp, args);
-    return ended;
-}
-
-// Both halves.
-template <bool kQuantize, WarpLike W, class F>
-EP_FN Ended low_latency_dispatch(W& warp, F& fabric, const LowLatencyDispatchArgs& args,
-                                 const Team& team) {
-    const Ended ended = send_and_receive(
-        warp, fabric, args, team, Role::LowLatencyReceiver,
-        [](W& w, const auto& call, const Team& t) { return send_dispatch<kQuantize>(w, call, t); },
-        [](W& w, const auto& call, const Team& t) { return receive_dispatch(w, call, t); });
-    if (ended == Ended::Last) count_rows(warp, args);
-    return ended;
 }
 
 }  // namespace ep

@@ -295,21 +295,11 @@ EP_FN bool send_tokens(W& warp, const LowLatencyDispatch<F>& call, const Team& t
     return true;
 }
 
-// A warp's share of the sending half.
+// A warp's share of the sending half, without lines.
 template <bool kQuantize, WarpLike W, class F>
-EP_FN bool send_dispatch(W& warp, const LowLatencyDispatch<F>& call, const Team& team) {
+EP_FN bool send_by_slots(W& warp, const LowLatencyDispatch<F>& call, const Team& team) {
     send_all_choices(warp, call, team);
     return send_tokens<kQuantize>(warp, call, team);
-}
-
-template <bool kQuantize, WarpLike W, class F>
-EP_FN Ended low_latency_dispatch_send(W& warp, F& fabric, const LowLatencyDispatchArgs& args,
-                                      const Team& team) {
-    const LowLatencyDispatch<F> call = next_call(fabric, args);
-    if (!may_send(warp, call, team)) return Ended::Badly;
-    if (!send_dispatch<kQuantize>(warp, call, team)) return Ended::Badly;
-    signal_rows(warp, call, team);
-    return end_sending(warp, call, team);
 }
 
 }  // namespace ep

@@ -19,6 +19,18 @@ def native_atomics(first: int, second: int) -> bool:
     return first == second or (_C.has_native_atomics(first, second) and _C.has_native_atomics(second, first))
 
 
+def are_native(own: str | None, gpus: Sequence[str | None]) -> bool:
+    """Whether this GPU is known to have them with all others, which is to say that NVLink joins them.
+
+    own, gpus: UUIDs. Of a GPU that this process does not see nothing is known.
+    """
+    seen = {cuda.uuid(i): i for i in range(torch.cuda.device_count())}
+    return all(
+        gpu == own or (str(gpu) in seen and str(own) in seen and native_atomics(seen[str(own)], seen[str(gpu)]))
+        for gpu in gpus
+    )
+
+
 def check(rank: int, gpus: Sequence[str | None], mapped: Sequence[int]) -> None:
     """Raises EPError if this rank's GPU lacks them with that of a rank whose memory it is to map.
 

@@ -163,7 +163,8 @@ def connect(
         )
         backend.masks = True
 
-    def make_heap(channels: int, staged: bool) -> Any:
+    def make_heap(channels: int, staged: bool, lines: bool = False) -> Any:
+        """lines: whether all ranks are mapped, over links that keep lines whole; not with masks."""
         return _C.LowLatencyHeap(
             nodes=topology.nodes,
             ranks_per_node=topology.ranks_per_node,
@@ -173,13 +174,15 @@ def connect(
             staged=staged,
             channels=channels,
             masking=masks is not None,
+            lines=lines,
         )
 
     if isinstance(backend, HostBackend):
         warps = SEEDED_WARPS if backend.is_seeded else HOST_WARPS
         # seeded: through a network, where some warps share a channel
         has_network = backend.is_seeded or group.spans_machines
-        heap = make_heap(max(1, warps - 1), staged=has_network and topology.nodes > 1)
+        staged = has_network and topology.nodes > 1
+        heap = make_heap(max(1, warps - 1), staged, lines=masks is None and not staged)
         anonymous = [_C.Segment.anonymous(heap.bytes) for _ in group.ranks] if local else None
         segments = anonymous or group.shared_segments(heap.bytes)
         ranks = HostLowLatencyRanks(backend, heap, segments, warps)
@@ -192,7 +195,7 @@ def connect(
         launches, memories, memory = group.low_latency_over_network(heap, blocks)
         group.open_on_network(tolerates_loss=masks is not None)
         return heap, CudaLowLatencyRanks(backend, launches, masks, memories, network_memory=memory), masks
-    heap = make_heap(1, staged=False)
+    heap = make_heap(1, staged=False, lines=masks is None and group.keeps_lines())
     if local:
         with torch.cuda.device(group.device):
             cuda.prepare_to_allocate()

@@ -87,6 +87,7 @@ def low_latency_bytes(max_tokens: int, hidden: int, num_ranks: int, num_experts:
         staged=ranks.nodes > 1,
         channels=1,
         masking=False,
+        lines=ranks.nodes == 1,
     )
     return _align(heap.bytes)
 

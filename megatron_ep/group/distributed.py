@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ep import _C
-from megatron_ep.backends import connect, cuda, fabrics, host, peer_memory, release, sizes, tcp, verbs
+from megatron_ep.backends import atomics, connect, cuda, fabrics, host, peer_memory, release, sizes, tcp, verbs
 from megatron_ep.backends.codec import Plain
 from megatron_ep.backends.interface import HasMemory
 from megatron_ep.backends.monitor import Monitor
@@ -67,6 +67,7 @@ class DistributedRankGroup(RankGroup):
                 self._rendezvous, self.topology, config, self.heap, self.device, sms, infos, fabric
             )
             self._network = backend.network
+            self._gpus = [info.gpu for info in infos]
             backend.shares_gpu = sum(info.gpu == own.gpu for info in infos) > 1
             self._backend = backend
         else:
@@ -270,6 +271,9 @@ class DistributedRankGroup(RankGroup):
             return peer_memory.peer_memories(
                 self._rendezvous, cuda.prepare_to_allocate, self.device, size, " ".join(map(str, pids))
             )
+
+    def keeps_lines(self) -> bool:
+        return all(self._rendezvous.gather(atomics.are_native(self._rank_info.gpu, self._gpus)))
 
     def low_latency_over_network(self, heap: _C.LowLatencyHeap, blocks: int) -> tuple[Any, list[Any], Any]:
         """Launches of so many blocks, and the memory with such a heap on each rank: what is mapped, and the network's.

@@ -190,6 +190,10 @@ class RankGroup:
         """
         check()
 
+    def keeps_lines(self) -> bool:
+        """Whether all GPUs are mapped over links that keep lines of 128 bytes whole. Collective."""
+        return True
+
     # ---- launches
 
     def open_on_network(self, tolerates_loss: bool) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import megatron_ep as ep
 from megatron_ep import _C
-from megatron_ep.backends import connect, cuda, fabrics, ibgda, peer_memory
+from megatron_ep.backends import atomics, connect, cuda, fabrics, ibgda, peer_memory
 from megatron_ep.backends.rank_info import RankInfo
 from megatron_ep.backends.rendezvous import StoreRendezvous
 from megatron_ep.bench.local_ranks import LocalRanks
@@ -289,6 +289,16 @@ def test_the_report_names_gpus_without_native_atomics() -> None:
         assert fabrics.report()["p2p"] == f"built; {needs}: 1 and 2"
     with gpus_with({(0, 1), (1, 0)}, sees=2), mock.patch.object(_C, "CudaGroup", None, create=True):
         assert fabrics.report()["p2p"] == "built"
+
+
+def test_lines_need_atomics_that_are_known() -> None:
+    gpus = [f"GPU-{i}" for i in range(W)]
+    with gpus_with(ALL_BUT_1_AND_2):
+        assert [atomics.are_native(own, gpus) for own in gpus[:3]] == [True, False, False]
+        assert atomics.are_native("GPU-1", ["GPU-1", "GPU-0"])
+    with gpus_with(set(), sees=1):
+        assert atomics.are_native("GPU-2", ["GPU-2"] * W)  # ranks of one GPU
+        assert not atomics.are_native("GPU-0", gpus)
 
 
 # ---- NVSHMEM

@@ -14,8 +14,7 @@
 #include "exec/host/host_warp.h"
 #include "fabric/host_fabric.h"
 #include "protocol/low_latency_combine.h"
-#include "protocol/low_latency_dispatch_receive.h"
-#include "protocol/low_latency_dispatch_send.h"
+#include "protocol/low_latency_dispatch.h"
 
 namespace ep {
 
@@ -82,11 +81,13 @@ struct LowLatencyProgram {
     // engine, too.
     enum class Sizes { OfWarps, OfBlocks };
 
-    // max_under_way: how many calls of a kind may be; more than two is against the rules.
+    // max_under_way: how many calls of a kind may be; more than two is against the rules. lines:
+    // whether rows are lines.
     LowLatencyProgram(uint64_t seed, SimulatedNetwork* network, int max_under_way = 2,
-                      Sizes sizes = Sizes::OfWarps, bool masking = false)
+                      Sizes sizes = Sizes::OfWarps, bool masking = false, bool lines = false)
         : random(seed), under_way(max_under_way) {
         topology = {pick(1, 3), pick(1, 2)};
+        if (lines) topology = {1, topology.world()};  // all mapped
         const int world = topology.world();
         experts = world * pick(1, 3);
         topk = pick(1, std::min(3, experts));
@@ -104,7 +105,7 @@ struct LowLatencyProgram {
                                      : RowFormat{hidden * 4, 0, 4, topk, 2};
         const int channels = sizes == Sizes::OfBlocks ? warps / 16 : pick(1, warps);
         heap = {topology,           experts,  max_tokens, topk, format.slot_bytes(),
-                topology.nodes > 1, channels, masking};
+                topology.nodes > 1, channels, masking,    lines};
         active.assign(world, std::vector<int32_t>(world, 1));
         gone.assign(world, std::vector<bool>(world));
         masked = gone;
@@ -322,14 +323,23 @@ struct LowLatencyProgram {
             !half.sends     ? low_latency_combine_receive<float>(warp, fabric, part.combine, team)
             : half.receives ? low_latency_combine<float>(warp, fabric, part.combine, team)
                             : low_latency_combine_send<float>(warp, fabric, part.combine, team);
-        } else if (!half.sends) {
-            low_latency_dispatch_receive(warp, fabric, part.dispatch, team);
+            return;
+        }
+        heap.lines ? run_dispatch<true>(warp, fabric, half, part.dispatch, team)
+                   : run_dispatch<false>(warp, fabric, half, part.dispatch, team);
+    }
+
+    template <bool kLines, class Warp>
+    void run_dispatch(Warp& warp, HostFabric& fabric, const Half& half,
+                      const LowLatencyDispatchArgs& args, const Team& team) {
+        if (!half.sends) {
+            low_latency_dispatch_receive<kLines>(warp, fabric, args, team);
         } else if (half.receives) {
-            fp8 ? low_latency_dispatch<true>(warp, fabric, part.dispatch, team)
-                : low_latency_dispatch<false>(warp, fabric, part.dispatch, team);
+            fp8 ? low_latency_dispatch<true, kLines>(warp, fabric, args, team)
+                : low_latency_dispatch<false, kLines>(warp, fabric, args, team);
         } else {
-            fp8 ? low_latency_dispatch_send<true>(warp, fabric, part.dispatch, team)
-                : low_latency_dispatch_send<false>(warp, fabric, part.dispatch, team);
+            fp8 ? low_latency_dispatch_send<true, kLines>(warp, fabric, args, team)
+                : low_latency_dispatch_send<false, kLines>(warp, fabric, args, team);
         }
     }
 

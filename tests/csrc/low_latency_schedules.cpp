@@ -17,7 +17,8 @@ namespace {
 // What went wrong; null: nothing.
 const char* run(uint64_t seed, int under_way) {
     ep::SimulatedNetwork network;
-    ep::LowLatencyProgram program(seed, &network, under_way);
+    ep::LowLatencyProgram program(seed, &network, under_way, ep::LowLatencyProgram::Sizes::OfWarps,
+                                  false, seed % 2);
     std::vector<uint64_t> finished;
     ep::SeededExecutor(seed, &network).run(program.tasks<ep::HostWarp>(3, finished));
     if (program.aborted()) return "aborted";

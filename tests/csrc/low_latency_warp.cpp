@@ -104,10 +104,17 @@ class Grid {
             if (program_.calls[half.call].is_combine)
                 return launched(kernels::low_latency_combine_kernel<kLaunches, float, Combine>,
                                 launch_of(part.combine));
-            return launched(program_.fp8
-                                ? kernels::low_latency_dispatch_kernel<kLaunches, true, Dispatch>
-                                : kernels::low_latency_dispatch_kernel<kLaunches, false, Dispatch>,
-                            launch_of(part.dispatch));
+            const auto dispatch = [&]<bool kLines>() {
+                using kernels::low_latency_dispatch_kernel;
+                return launched(
+                    program_.fp8 ? low_latency_dispatch_kernel<kLaunches, true, kLines, Dispatch>
+                                 : low_latency_dispatch_kernel<kLaunches, false, kLines, Dispatch>,
+                    launch_of(part.dispatch));
+            };
+            if constexpr (Ranks::Params::Fabric::kKeepsLines) {
+                if (program_.heap.lines) return dispatch.template operator()<true>();
+            }
+            return dispatch.template operator()<false>();
         };
         if (!half.sends) return kernel.operator()<LowLatencyLaunches::Receive>();
         return half.receives ? kernel.operator()<LowLatencyLaunches::Both>()
@@ -205,7 +212,9 @@ void run_halves(LowLatencyProgram& program, Grid& grid, std::mt19937_64& random)
 }
 
 void run_program(uint64_t seed) {
-    LowLatencyProgram program(seed, nullptr, 2, LowLatencyProgram::Sizes::OfBlocks, seed % 2);
+    const bool lines = seed % 4 == 0 && Ranks::Params::Fabric::kKeepsLines;
+    LowLatencyProgram program(seed, nullptr, 2, LowLatencyProgram::Sizes::OfBlocks, seed % 2,
+                              lines);
     Grid grid(program, seed);
     std::mt19937_64 random(~seed);
     for (int replay = 0; replay < 2; ++replay) {

@@ -9,7 +9,8 @@ namespace ep {
 template <class Warp>
 int run_low_latency(int programs) {
     for (int seed = 0; seed < programs; ++seed) {
-        LowLatencyProgram program(seed, nullptr, 2, LowLatencyProgram::Sizes::OfWarps, seed % 2);
+        LowLatencyProgram program(seed, nullptr, 2, LowLatencyProgram::Sizes::OfWarps, seed % 2,
+                                  seed % 4 == 2);
         std::vector<uint64_t> finished;
         ThreadExecutor().run(program.tasks<Warp>(3, finished));
         if (program.aborted())

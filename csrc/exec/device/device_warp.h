@@ -5,6 +5,7 @@
 #include "exec/device/architecture.h"
 #include "exec/device/bulk.h"
 #include "exec/device/device_rank.h"
+#include "exec/device/lines.h"
 #include "exec/device/plain.h"
 #include "exec/device/ptx.h"
 #include "exec/device/quantize.h"
@@ -268,6 +269,45 @@ class DeviceWarp {
             word, from, to);
     }
 
+    static __device__ __forceinline__ void store_word(uint64_t* word, uint64_t value) {
+        ptx::store_relaxed_sys(word, value);
+    }
+    static __device__ __forceinline__ uint64_t load_word(const uint64_t* word) {
+        return ptx::load_relaxed_sys(word);
+    }
+
+    __device__ __forceinline__ void send_lines(const PerLane<char*>& slots, uint32_t mask,
+                                               const char* src, size_t bytes, const Lines& lines,
+                                               uint64_t tag, const char* scales,
+                                               const ScalePlan& plan) {
+        rows::send_lines(slots.value, mask, src, bytes, lines, tag, scales, plan);
+        __syncwarp();
+    }
+
+    __device__ __forceinline__ void quantize_lines(const PerLane<char*>& slots, uint32_t mask,
+                                                   const char* src, size_t count,
+                                                   const Lines& lines, uint64_t tag,
+                                                   ScaleFormat format) {
+        rows::quantize_lines(slots.value, mask, src, count, lines, tag, format);
+        __syncwarp();
+    }
+
+    __device__ __forceinline__ bool receive_lines(Wait wait, const LineSource& source,
+                                                  const Lines& lines, const PerLane<char*>& dsts,
+                                                  uint32_t mask, size_t bytes,
+                                                  const PerLane<char*>& scales,
+                                                  const ScalePlan& plan) {
+        constexpr int kGroups = 4, kAtOnce = kGroups * rows::kLinesAtOnce;
+        for (int first = lines.first; first < lines.end(); first += kAtOnce) {
+            uint4 units[kGroups];
+            if (!load_lines(wait, source, first, lines.end(), units)) return false;
+            rows::store_payload(dsts.value, mask, bytes, first, lines.end(), units);
+            rows::store_beside(scales.value, mask, plan, first, lines.end(), units);
+        }
+        __syncwarp();
+        return true;
+    }
+
     // From now on the timeout is that of all waits together.
     __device__ __forceinline__ void begin_half(Role role) {
         role_ = role;
@@ -328,6 +368,48 @@ class DeviceWarp {
             rows::sum_vectors<T>(dst, own_src, own_weight, mask, bytes / sizeof(uint4));
         }
         __syncwarp();
+    }
+
+    // The lane's units of lines [first, end), at most so many, once all of them are there.
+    template <int kGroups>
+    __device__ __forceinline__ bool load_lines(Wait wait, const LineSource& source, int first,
+                                               int end, uint4 (&units)[kGroups]) {
+        const char* lines = rows::own_unit(source.slot, first);
+        const int left = end - first - rows::line_of_lane();  // from the lane's first one on
+        const uint64_t number = LineTag{source.tag}.number();
+        uint32_t looks = 0;
+        auto need = [&](int) {
+            __syncwarp();  // the lanes of a line load together
+            ++looks;
+#pragma unroll
+            for (int group = 0; group < kGroups; ++group) {
+                if (rows::kLinesAtOnce * group < left)
+                    units[group] = ptx::load_line(lines + group * rows::kGroupBytes);
+            }
+            WaitCondition all = {number, number, source.rank};
+#pragma unroll
+            for (int group = 0; group < kGroups; ++group) {
+                if (rows::kLinesAtOnce * group >= left || !rows::holds_tag()) continue;
+                const uint64_t seen = LineTag{rows::tag_in(units[group])}.number();
+                if (seen < all.observed) all.observed = seen;
+            }
+            return all;
+        };
+        if (!wait_all(wait, 32, need)) return false;
+        if (source.waited && looks > 1) lanes(1, [&](int) { raise(source.waited, age()); });
+        uint64_t stranger = source.tag;
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) {
+            if (rows::kLinesAtOnce * group >= left || !rows::holds_tag()) continue;
+            if (rows::tag_in(units[group]) != source.tag) stranger = rows::tag_in(units[group]);
+        }
+        const uint32_t strange = __ballot_sync(kAll, stranger != source.tag);
+        if (!strange) return true;
+        if (lane_id() == lowest_lane(strange))
+            give_up(rank_, incident(Outcome::Mismatch, Wait::None,
+                                    WaitCondition{stranger, source.tag, source.rank}));
+        __syncwarp();
+        return false;
     }
 
     // The lanes whose need is met, once `enough` is true of them; 0 if the wait ended badly. Lanes
@@ -399,6 +481,6 @@ class DeviceWarp {
     Copier bulk_;
 };
 
-static_assert(WarpLike<DeviceWarp>);
+static_assert(LinesWarpLike<DeviceWarp>);
 
 }  // namespace ep

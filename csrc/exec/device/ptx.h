@@ -151,6 +151,25 @@ __device__ __forceinline__ void store_streaming(uint4* address, uint4 value) {
                  : "memory");
 }
 
+// ---- lines: 16 bytes of one, whose other units the lane's neighbours load or store by the same
+// instruction. Relaxed: what is loaded says itself whether it is there
+
+__device__ __forceinline__ uint4 load_line(const char* address) {
+    ulonglong2 value;
+    asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
+                 : "=l"(value.x), "=l"(value.y)
+                 : "l"(address)
+                 : "memory");
+    return {static_cast<uint32_t>(value.x), static_cast<uint32_t>(value.x >> 32),
+            static_cast<uint32_t>(value.y), static_cast<uint32_t>(value.y >> 32)};
+}
+__device__ __forceinline__ void store_line(char* address, uint4 value) {
+    asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(address),
+                 "l"(static_cast<uint64_t>(value.y) << 32 | value.x),
+                 "l"(static_cast<uint64_t>(value.w) << 32 | value.z)
+                 : "memory");
+}
+
 // ---- number formats: round to nearest even
 
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {

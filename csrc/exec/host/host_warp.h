@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "exec/host/executor.h"
+#include "exec/host/lines.h"
 #include "exec/host/quantize.h"
 #include "exec/host/rows.h"
 #include "exec/serial_lanes.h"
@@ -186,6 +187,73 @@ class BasicHostWarp : public SerialLanes {
                                                                  std::memory_order_relaxed);
     }
 
+    static void store_word(uint64_t* word, uint64_t value) {
+        std::atomic_ref<uint64_t>(*word).store(value, std::memory_order_relaxed);
+    }
+    static uint64_t load_word(uint64_t* word) {
+        return std::atomic_ref<uint64_t>(*word).load(std::memory_order_relaxed);
+    }
+
+    void send_lines(const PerLane<char*>& slots, uint32_t mask, const char* src, size_t bytes,
+                    const Lines& lines, uint64_t tag, const char* scales, const ScalePlan& plan) {
+        for_each_lane(mask, [&](int lane) {
+            for (int line = lines.first; line < lines.end(); ++line) {
+                write_line(slots[lane], line, src, bytes, scales, plan);
+                publish<Scope::System>(line_tag(slots[lane], line), tag);
+            }
+        });
+    }
+
+    void quantize_lines(const PerLane<char*>& slots, uint32_t mask, const char* src, size_t count,
+                        const Lines& lines, uint64_t tag, ScaleFormat format) {
+        constexpr int kBlockBytes = Line::kBlock * Line::kPayload;
+        uint8_t values[kBlockBytes];
+        char scales[Line::kScales * sizeof(float)];
+        for (int first = lines.first; first < lines.end(); first += Line::kBlock) {
+            const size_t before = static_cast<size_t>(first) * Line::kPayload;
+            const size_t here = std::min<size_t>(kBlockBytes, count - before);
+            quantize_row(values, scales, reinterpret_cast<const BFloat16*>(src) + before, here,
+                         format);
+            const ScalePlan plan{scale_blocks(here), scale_bytes(format)};
+            PerLane<char*> from;
+            for_each_lane(mask, [&](int lane) { from[lane] = line_of(slots[lane], first); });
+            send_lines(from, mask, reinterpret_cast<const char*>(values), here,
+                       {0, Line::count(here)}, tag, scales, plan);
+        }
+    }
+
+    bool receive_lines(Wait wait, const LineSource& source, const Lines& lines,
+                       const PerLane<char*>& dsts, uint32_t mask, size_t bytes,
+                       const PerLane<char*>& scales, const ScalePlan& plan) {
+        for (int first = lines.first; first < lines.end(); first += 32) {
+            const int count = lanes_from(first, lines.end());
+            const LineTag expected{source.tag};
+            auto tag = [&](int lane) {
+                return LineTag{acquire<Scope::System>(line_tag(source.slot, first + lane))};
+            };
+            bool has_waited = false;
+            auto need = [&](int lane) {
+                const uint64_t number = tag(lane).number();
+                has_waited |= number < expected.number();
+                return WaitCondition{number, expected.number(), source.rank};
+            };
+            if (!wait_all(wait, count, need)) return false;
+            if (source.waited && has_waited) raise(source.waited, age());
+            for (int lane = 0; lane < count; ++lane) {
+                if (const uint64_t seen = tag(lane).value; seen != source.tag) {
+                    fail(Outcome::Mismatch, Wait::None, {seen, source.tag, source.rank});
+                    return false;
+                }
+                const int line = first + lane;
+                for_each_lane(mask, [&](int row) {
+                    read_line(line_of(source.slot, line), line, dsts[row], bytes, scales[row],
+                              plan);
+                });
+            }
+        }
+        return true;
+    }
+
   private:
     using Clock = std::chrono::steady_clock;
     static constexpr uint64_t kForever = ~uint64_t{0};
@@ -249,5 +317,6 @@ class BasicHostWarp : public SerialLanes {
 };
 
 using HostWarp = BasicHostWarp<>;
+static_assert(LinesWarpLike<HostWarp>);
 
 }  // namespace ep

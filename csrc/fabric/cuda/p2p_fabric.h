@@ -31,6 +31,7 @@ class P2pFabric {
   public:
     static constexpr bool kMapsRail = true;
     static constexpr bool kOrdersWarps = true;
+    static constexpr bool kKeepsLines = true;
 
     __device__ __forceinline__ P2pFabric(const P2pFabricParams& params, int rank)
         : params_(params), rank_(rank), own_(params.heaps[rank]) {}

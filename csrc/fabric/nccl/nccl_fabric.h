@@ -82,6 +82,7 @@ class NcclFabric {
   public:
     static constexpr bool kMapsRail = false;
     static constexpr bool kOrdersWarps = true;
+    static constexpr bool kKeepsLines = false;
 
     __device__ __forceinline__ NcclFabric(const NcclFabricParams& params, int rank)
         : params_(params),

@@ -58,6 +58,7 @@ class NvshmemFabric {
   public:
     static constexpr bool kMapsRail = false;
     static constexpr bool kOrdersWarps = false;  // they may have different queue pairs
+    static constexpr bool kKeepsLines = false;
 
     __device__ __forceinline__ NvshmemFabric(const NvshmemFabricParams& params, int rank)
         : params_(params),

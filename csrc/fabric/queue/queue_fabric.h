@@ -41,6 +41,7 @@ class QueueFabric {
   public:
     static constexpr bool kMapsRail = false;
     static constexpr bool kOrdersWarps = true;  // a channel's puts towards a rank share a queue
+    static constexpr bool kKeepsLines = false;
 
     EP_FN QueueFabric(const QueueFabricParams& params, int rank)
         : params_(params),

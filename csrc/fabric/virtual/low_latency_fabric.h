@@ -26,6 +26,7 @@ class VirtualLowLatencyFabric {
   public:
     static constexpr bool kMapsRail = false;
     static constexpr bool kOrdersWarps = true;  // a channel's puts to a rank share a queue pair
+    static constexpr bool kKeepsLines = false;  // rows have flags, where GPUs have lines, too
 
     VirtualLowLatencyFabric(VirtualCluster& cluster, VirtualCards& cards, int rank,
                             const LowLatencyImages& images, bool maps_all)

@@ -58,13 +58,24 @@ void run_launches(LowLatencyLaunches launches, bool as_one, Run&& run) {
     if (launches != Send) run.template operator()<Receive>();
 }
 
+// f.operator()<kLines>(): whether rows are lines.
+template <class P, class F>
+void with_lines(const LowLatencyHeap& heap, F&& f) {
+    if constexpr (P::Fabric::kKeepsLines) {
+        if (heap.lines) return f.template operator()<true>();
+    }
+    f.template operator()<false>();
+}
+
 template <class P>
 void CudaLowLatency<P>::load_dispatch() {
     using L = LowLatencyDispatchLaunch<P>;
-    for_each_launches([&]<LowLatencyLaunches kLaunches>() {
-        load(kernels::low_latency_dispatch_kernel<kLaunches, false, L>);
-        if constexpr (kLaunches != LowLatencyLaunches::Receive)
-            load(kernels::low_latency_dispatch_kernel<kLaunches, true, L>);
+    with_lines<P>(heap_, [&]<bool kLines>() {
+        for_each_launches([&]<LowLatencyLaunches kLaunches>() {
+            load(kernels::low_latency_dispatch_kernel<kLaunches, false, kLines, L>);
+            if constexpr (kLaunches != LowLatencyLaunches::Receive)
+                load(kernels::low_latency_dispatch_kernel<kLaunches, true, kLines, L>);
+        });
     });
 }
 
@@ -74,11 +85,13 @@ void CudaLowLatency<P>::dispatch(LowLatencyLaunches launches,
                                  CudaStream stream) const {
     using L = LowLatencyDispatchLaunch<P>;
     const bool quantize = args.front().quantize != ScaleFormat::None;
-    run_launches(launches, args.size() == 1, [&]<LowLatencyLaunches kLaunches>() {
-        constexpr bool kCan = kLaunches != LowLatencyLaunches::Receive;
-        launch(quantize ? kernels::low_latency_dispatch_kernel<kLaunches, kCan, L>
-                        : kernels::low_latency_dispatch_kernel<kLaunches, false, L>,
-               group_, fabric_, args, blocks_, stream);
+    with_lines<P>(heap_, [&]<bool kLines>() {
+        run_launches(launches, args.size() == 1, [&]<LowLatencyLaunches kLaunches>() {
+            constexpr bool kCan = kLaunches != LowLatencyLaunches::Receive;
+            launch(quantize ? kernels::low_latency_dispatch_kernel<kLaunches, kCan, kLines, L>
+                            : kernels::low_latency_dispatch_kernel<kLaunches, false, kLines, L>,
+                   group_, fabric_, args, blocks_, stream);
+        });
     });
 }
 

@@ -3,8 +3,7 @@
 #include "core/outputs.h"
 #include "launch/cuda/kernels.h"
 #include "protocol/low_latency_combine.h"
-#include "protocol/low_latency_dispatch_receive.h"
-#include "protocol/low_latency_dispatch_send.h"
+#include "protocol/low_latency_dispatch.h"
 
 namespace ep {
 
@@ -87,7 +86,7 @@ __device__ __forceinline__ void run_launch(const L& launch, Role role, Share&& s
     }
 }
 
-template <LowLatencyLaunches kLaunches, bool kQuantize, class L>
+template <LowLatencyLaunches kLaunches, bool kQuantize, bool kLines, class L>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     low_latency_dispatch_kernel(const __grid_constant__ L launch) {
     constexpr Role kRole = kLaunches == LowLatencyLaunches::Receive ? Role::LowLatencyReceiver
@@ -95,11 +94,11 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     run_launch<kLaunches>(
         launch, kRole, [](auto& warp, auto& fabric, const auto& args, const Team& team) {
             if constexpr (kLaunches == LowLatencyLaunches::Send) {
-                return low_latency_dispatch_send<kQuantize>(warp, fabric, args, team);
+                return low_latency_dispatch_send<kQuantize, kLines>(warp, fabric, args, team);
             } else if constexpr (kLaunches == LowLatencyLaunches::Receive) {
-                return low_latency_dispatch_receive(warp, fabric, args, team);
+                return low_latency_dispatch_receive<kLines>(warp, fabric, args, team);
             } else {
-                return low_latency_dispatch<kQuantize>(warp, fabric, args, team);
+                return low_latency_dispatch<kQuantize, kLines>(warp, fabric, args, team);
             }
         });
 }

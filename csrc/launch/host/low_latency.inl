@@ -3,8 +3,7 @@
 #include "launch/host/group.inl"
 #include "launch/host/low_latency.h"
 #include "protocol/low_latency_combine.h"
-#include "protocol/low_latency_dispatch_receive.h"
-#include "protocol/low_latency_dispatch_send.h"
+#include "protocol/low_latency_dispatch.h"
 
 namespace ep {
 
@@ -56,14 +55,22 @@ void HostLowLatency::launch(Role role, bool receive, const std::vector<Args>& ar
     }
 }
 
+// f.operator()<value>().
+template <class F>
+void with_bool(bool value, F&& f) {
+    value ? f.template operator()<true>() : f.template operator()<false>();
+}
+
 template <class Warp>
 void HostLowLatency::dispatch_send(const std::vector<LowLatencyDispatchArgs>& args,
                                    const std::function<bool()>& interrupted) {
     launch<Warp>(Role::LowLatencySender, false, args, interrupted,
                  [](Warp& warp, auto& fabric, const auto& a, const Team& team) {
-                     a.quantize == ScaleFormat::None
-                         ? low_latency_dispatch_send<false>(warp, fabric, a, team)
-                         : low_latency_dispatch_send<true>(warp, fabric, a, team);
+                     with_bool(a.heap.lines, [&]<bool kLines>() {
+                         with_bool(a.quantize != ScaleFormat::None, [&]<bool kQuantize>() {
+                             low_latency_dispatch_send<kQuantize, kLines>(warp, fabric, a, team);
+                         });
+                     });
                  });
 }
 
@@ -72,7 +79,9 @@ void HostLowLatency::dispatch_receive(const std::vector<LowLatencyDispatchArgs>&
                                       const std::function<bool()>& interrupted) {
     launch<Warp>(Role::LowLatencyReceiver, true, args, interrupted,
                  [](Warp& warp, auto& fabric, const auto& a, const Team& team) {
-                     low_latency_dispatch_receive(warp, fabric, a, team);
+                     with_bool(a.heap.lines, [&]<bool kLines>() {
+                         low_latency_dispatch_receive<kLines>(warp, fabric, a, team);
+                     });
                  });
 }
 

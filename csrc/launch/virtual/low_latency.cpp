@@ -6,8 +6,7 @@
 #include "fabric/shared_memory.h"
 #include "fabric/virtual/low_latency_fabric.h"
 #include "protocol/low_latency_combine.h"
-#include "protocol/low_latency_dispatch_receive.h"
-#include "protocol/low_latency_dispatch_send.h"
+#include "protocol/low_latency_dispatch.h"
 
 namespace ep {
 namespace {
@@ -162,8 +161,8 @@ VirtualPhase VirtualLowLatency::dispatch(const Look& look) {
     const bool quantizes = state_->settings.quantizes;
     return state_->run(Role::LowLatencySender, state_->dispatch, look,
                        [quantizes](auto& warp, auto& fabric, const auto& args, const Team& team) {
-                           quantizes ? low_latency_dispatch<true>(warp, fabric, args, team)
-                                     : low_latency_dispatch<false>(warp, fabric, args, team);
+                           quantizes ? low_latency_dispatch<true, false>(warp, fabric, args, team)
+                                     : low_latency_dispatch<false, false>(warp, fabric, args, team);
                        });
 }
 

@@ -68,6 +68,7 @@ void end_of_launch() {
     }
     lanes.clear();
     barriers.clear();
+    end_of_lines();
 }
 
 void barrier_init(uint64_t* barrier, uint32_t arrivals) {

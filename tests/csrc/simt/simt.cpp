@@ -156,6 +156,7 @@ void yield() { leave(); }
 
 bool in_lane() { return current; }
 unsigned warp_index() { return (current->block * threads_per_block + current->thread) / 32; }
+uint64_t meetings() { return current->warp->generation; }
 Index thread_index() { return {current->thread}; }
 Index block_index() { return {current->index}; }
 Index block_size() { return {threads_per_block}; }

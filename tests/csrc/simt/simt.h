@@ -78,6 +78,8 @@ const std::array<uint64_t, 32>& exchange(Kind kind, uint64_t value);
 
 bool in_lane();         // a thread of the grid is running
 unsigned warp_index();  // among those of all grids
+// How often the lanes of the current one have met at a collective.
+uint64_t meetings();
 inline unsigned lane() { return thread_index().x % 32; }
 
 template <class T>
@@ -149,6 +151,7 @@ inline unsigned __reduce_or_sync(unsigned, unsigned value) {
 }
 inline int __popc(unsigned bits) { return std::popcount(bits); }
 inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
+inline unsigned __float_as_uint(float value) { return std::bit_cast<unsigned>(value); }
 // Products that never become part of a fused operation.
 __attribute__((noinline)) inline float __fmul_rn(float a, float b) { return a * b; }
 __attribute__((noinline)) inline double __dmul_rn(double a, double b) { return a * b; }

@@ -87,6 +87,12 @@ inline void store_shared(float* address, float value) { *address = value; }
 inline void store_shared(double* address, double value) { *address = value; }
 inline void store_streaming(uint4* address, uint4 value) { store(address, value); }
 
+// ---- lines (lines.cpp)
+
+uint4 load_line(const char* address);
+void store_line(char* address, uint4 value);
+void end_of_lines();  // after a launch: all have arrived
+
 inline uint16_t narrow_bf16(float value) {
     const uint32_t bits = std::bit_cast<uint32_t>(value);
     return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);

@@ -1,0 +1,199 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/lines.h"
+#include "exec/device/formats.h"
+#include "exec/device/ptx.h"
+#include "exec/device/quantize.h"
+#include "exec/device/rows.h"
+
+// Lines: eight neighbouring lanes store or load one by one instruction, so that it is whole. All 32
+// lanes take part in each function; pointers and sizes are the same in all lanes unless they are
+// said to be a lane's own.
+namespace ep::rows {
+
+// A group of lines is loaded or stored by one instruction.
+constexpr int kLinesAtOnce = 32 / Line::kUnits, kGroupBytes = kLinesAtOnce * Line::kBytes;
+
+// The lane's line of a group, and which of its units.
+__device__ __forceinline__ int line_of_lane() { return lane_id() / Line::kUnits; }
+__device__ __forceinline__ int unit_of_lane() { return lane_id() % Line::kUnits; }
+// That unit of the group that begins with a line.
+template <class T>
+__device__ __forceinline__ T* own_unit(T* slot, int first_line) {
+    return slot + static_cast<size_t>(first_line) * Line::kBytes + lane_id() * Line::kUnit;
+}
+__device__ __forceinline__ bool holds_tag() { return unit_of_lane() == Line::kUnits - 1; }
+
+__device__ __forceinline__ uint4 tag_unit(uint32_t beside, uint64_t tag) {
+    return {beside, 0, static_cast<uint32_t>(tag), static_cast<uint32_t>(tag >> 32)};
+}
+__device__ __forceinline__ uint64_t tag_in(const uint4& unit) {
+    return static_cast<uint64_t>(unit.w) << 32 | unit.z;
+}
+
+// By a lane: up to 16 bytes that may lie anywhere; zeros behind them.
+__device__ __noinline__ inline uint4 load_bytes(const char* src, int bytes) {
+    uint32_t words[4] = {};
+#pragma unroll
+    for (int i = 0; i < Line::kUnit; ++i) {
+        if (i < bytes)
+            words[i / 4] |= static_cast<uint32_t>(static_cast<uint8_t>(src[i])) << i % 4 * 8;
+    }
+    return {words[0], words[1], words[2], words[3]};
+}
+__device__ __noinline__ inline void store_bytes(char* dst, uint4 unit, int bytes) {
+    const uint32_t words[4] = {unit.x, unit.y, unit.z, unit.w};
+#pragma unroll
+    for (int i = 0; i < Line::kUnit; ++i) {
+        if (i < bytes) dst[i] = static_cast<char>(words[i / 4] >> i % 4 * 8);
+    }
+}
+__device__ __forceinline__ bool is_whole(const char* address, int bytes) {
+    return bytes >= Line::kUnit && !(reinterpret_cast<uintptr_t>(address) % Line::kUnit);
+}
+__device__ __forceinline__ uint4 load_unit(const char* src, int bytes) {
+    if (is_whole(src, bytes)) return ptx::load_no_allocate(reinterpret_cast<const uint4*>(src));
+    return load_bytes(src, bytes);
+}
+__device__ __forceinline__ void store_unit(char* dst, const uint4& unit, int bytes) {
+    if (is_whole(dst, bytes)) return ptx::store_streaming(reinterpret_cast<uint4*>(dst), unit);
+    store_bytes(dst, unit, bytes);
+}
+
+// Where the lane's unit of a line lies in the row's payload.
+__device__ __forceinline__ uint32_t offset_of_lane(int line) {
+    return line * Line::kPayload + unit_of_lane() * Line::kUnit;
+}
+
+// Each lane's own slot in the mask gets lines [first, end), at most kLinesAtOnce * kGroups of them.
+template <int kGroups>
+__device__ __forceinline__ void store_lines(char* own_slot, uint32_t mask, int first, int end,
+                                            const uint4 (&units)[kGroups]) {
+    const int left = end - first - line_of_lane();
+    __syncwarp();  // the lanes of a line store together
+    for_each_lane(mask, [&](int lane) {
+        char* lines = own_unit(shuffle_pointer(own_slot, lane), first);
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) {
+            if (kLinesAtOnce * group < left)
+                ptx::store_line(lines + group * kGroupBytes, units[group]);
+        }
+    });
+}
+
+__device__ __forceinline__ void send_lines(char* own_slot, uint32_t mask, const char* src,
+                                           uint32_t bytes, const Lines& lines, uint64_t tag,
+                                           const char* scales, const ScalePlan& plan) {
+    constexpr int kGroups = 4;
+    for (int first = lines.first; first < lines.end(); first += kLinesAtOnce * kGroups) {
+        uint4 units[kGroups];
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) {
+            const int line = first + kLinesAtOnce * group + line_of_lane();
+            const uint32_t offset = offset_of_lane(line);
+            units[group] = {};
+            if (line >= lines.end()) continue;
+            if (!holds_tag()) {
+                if (offset < bytes) units[group] = load_unit(src + offset, bytes - offset);
+                continue;
+            }
+            const int block = Line::scale(line, plan.blocks);
+            const uint32_t beside =
+                block < 0 ? 0 : load_bytes(scales + block * plan.bytes, plan.bytes).x;
+            units[group] = tag_unit(beside, tag);
+        }
+        store_lines(own_slot, mask, first, lines.end(), units);
+    }
+}
+
+// Of a row of bf16, so many, as fp8. A block of lines at a time: 56 units of 16 values, of which
+// each lane makes two, and eight lanes the scale of theirs. They go to the lanes that store them.
+__device__ __forceinline__ void quantize_lines(char* own_slot, uint32_t mask, const char* src,
+                                               uint32_t count, const Lines& lines, uint64_t tag,
+                                               ScaleFormat format) {
+    constexpr int kHalves = 2, kLanesOfScale = kScaleBlock / Line::kUnit;
+    for (int first = lines.first; first < lines.end(); first += Line::kBlock) {
+        uint4 made[kHalves];
+        uint32_t scales[kHalves];
+#pragma unroll
+        for (int half = 0; half < kHalves; ++half) {
+            const uint32_t element = first * Line::kPayload + (32 * half + lane_id()) * Line::kUnit;
+            const int bytes = element < count ? 2 * static_cast<int>(count - element) : 0;
+            uint4 low{}, high{};
+            if (bytes > 0) low = load_unit(src + 2 * size_t{element}, bytes);
+            if (bytes > Line::kUnit)
+                high = load_unit(src + 2 * size_t{element} + Line::kUnit, bytes - Line::kUnit);
+            auto largest_of = [](const uint4& unit) {
+                return max_u16x2(max_u16x2(magnitudes(unit.x), magnitudes(unit.y)),
+                                 max_u16x2(magnitudes(unit.z), magnitudes(unit.w)));
+            };
+            uint32_t largest = max_u16x2(largest_of(low), largest_of(high));
+#pragma unroll
+            for (int distance = kLanesOfScale / 2; distance; distance /= 2)
+                largest = max_u16x2(largest, __shfl_xor_sync(kAllLanes, largest, distance));
+            const float scale = scale_of(larger_of(largest), format);
+            const Divider divided(scale);
+            made[half] = {
+                quantize_four(divided, low.x, low.y), quantize_four(divided, low.z, low.w),
+                quantize_four(divided, high.x, high.y), quantize_four(divided, high.z, high.w)};
+            scales[half] = format == ScaleFormat::Ue8m0 ? ue8m0(scale) : __float_as_uint(scale);
+        }
+        uint4 units[kHalves];
+#pragma unroll
+        for (int group = 0; group < kHalves; ++group) {
+            const int line = kLinesAtOnce * group + line_of_lane();
+            // of the tag's lane: the first unit of its line's scale
+            const int unit =
+                holds_tag() ? line * kLanesOfScale : line * (Line::kUnits - 1) + unit_of_lane();
+            auto take = [&](uint32_t low, uint32_t high) {
+                const uint32_t from_low = __shfl_sync(kAllLanes, low, unit % 32);
+                const uint32_t from_high = __shfl_sync(kAllLanes, high, unit % 32);
+                return unit < 32 ? from_low : from_high;
+            };
+            units[group] = {take(made[0].x, made[1].x), take(made[0].y, made[1].y),
+                            take(made[0].z, made[1].z), take(made[0].w, made[1].w)};
+            const uint32_t scale = take(scales[0], scales[1]);
+            if (holds_tag()) units[group] = tag_unit(line < Line::kScales ? scale : 0, tag);
+        }
+        store_lines(own_slot, mask, first, lines.end(), units);
+    }
+}
+
+// Units that the lanes have loaded of lines [first, end), to each lane's own row in the mask.
+template <int kGroups>
+__device__ __forceinline__ void store_payload(char* own_row, uint32_t mask, uint32_t bytes,
+                                              int first, int end, const uint4 (&units)[kGroups]) {
+    if (holds_tag()) end = 0;
+    for_each_lane(mask, [&](int lane) {
+        char* row = shuffle_pointer(own_row, lane);
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) {
+            const int line = first + kLinesAtOnce * group + line_of_lane();
+            const uint32_t offset = offset_of_lane(line);
+            if (line < end && offset < bytes)
+                store_unit(row + offset, units[group], bytes - offset);
+        }
+    });
+}
+
+// And the scales beside them.
+template <int kGroups>
+__device__ __forceinline__ void store_beside(char* own_scales, uint32_t mask, const ScalePlan& plan,
+                                             int first, int end, const uint4 (&units)[kGroups]) {
+    if (!plan.blocks) return;
+    if (!holds_tag()) end = 0;
+    for_each_lane(mask, [&](int lane) {
+        char* scales = shuffle_pointer(own_scales, lane);
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) {
+            const int line = first + kLinesAtOnce * group + line_of_lane();
+            const int block = line < end ? Line::scale(line, plan.blocks) : -1;
+            if (block >= 0) store_bytes(scales + plan.offset(block), units[group], plan.bytes);
+        }
+    });
+}
+
+}  // namespace ep::rows

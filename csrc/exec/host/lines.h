@@ -1,0 +1,42 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "core/lines.h"
+
+namespace ep {
+
+inline char* line_of(char* slot, int line) {
+    return slot + static_cast<size_t>(line) * Line::kBytes;
+}
+inline uint64_t* line_tag(char* slot, int line) {
+    return reinterpret_cast<uint64_t*>(line_of(slot, line) + Line::kTag);
+}
+
+// Bytes of a row's payload in a line.
+inline size_t payload_of(size_t bytes, int line) {
+    return std::min<size_t>(Line::kPayload, bytes - static_cast<size_t>(line) * Line::kPayload);
+}
+
+// A line but for its tag. src, scales: of the row.
+inline void write_line(char* slot, int line, const char* src, size_t bytes, const char* scales,
+                       const ScalePlan& plan) {
+    char* to = line_of(slot, line);
+    std::memcpy(to, src + static_cast<size_t>(line) * Line::kPayload, payload_of(bytes, line));
+    const int block = Line::scale(line, plan.blocks);
+    if (block >= 0)
+        std::memcpy(to + Line::kBeside, scales + static_cast<size_t>(block) * plan.bytes,
+                    plan.bytes);
+}
+
+inline void read_line(const char* from, int line, char* row, size_t bytes, char* scales,
+                      const ScalePlan& plan) {
+    std::memcpy(row + static_cast<size_t>(line) * Line::kPayload, from, payload_of(bytes, line));
+    const int block = Line::scale(line, plan.blocks);
+    if (block >= 0) std::memcpy(scales + plan.offset(block), from + Line::kBeside, plan.bytes);
+}
+
+}  // namespace ep

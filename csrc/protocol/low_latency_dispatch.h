@@ -1,0 +1,63 @@
+#pragma once
+
+#include "protocol/low_latency_dispatch_receive.h"
+#include "protocol/low_latency_dispatch_send.h"
+#include "protocol/low_latency_lines_receive.h"
+#include "protocol/low_latency_lines_send.h"
+
+namespace ep {
+
+// The halves of a low-latency dispatch, and both as one.
+
+// kLines: whether rows are lines, as the heap says. kQuantize: whether x, bf16, becomes fp8 on the
+// way.
+
+// A warp's share of the sending half.
+template <bool kQuantize, bool kLines, WarpLike W, class F>
+EP_FN bool send_dispatch(W& warp, const LowLatencyDispatch<F>& call, const Team& team) {
+    if constexpr (kLines && F::kKeepsLines) return send_by_lines<kQuantize>(warp, call, team);
+    return send_by_slots<kQuantize>(warp, call, team);
+}
+
+// Likewise of the receiving half.
+template <bool kLines, WarpLike W, class F>
+EP_FN bool receive_dispatch(W& warp, const LowLatencyDispatch<F>& call, const Team& team) {
+    if constexpr (kLines && F::kKeepsLines) return receive_by_lines(warp, call, team);
+    return receive_by_slots(warp, call, team);
+}
+
+template <bool kQuantize, bool kLines, WarpLike W, class F>
+EP_FN Ended low_latency_dispatch_send(W& warp, F& fabric, const LowLatencyDispatchArgs& args,
+                                      const Team& team) {
+    const LowLatencyDispatch<F> call = next_call(fabric, args);
+    if (!may_send(warp, call, team)) return Ended::Badly;
+    if (!send_dispatch<kQuantize, kLines>(warp, call, team)) return Ended::Badly;
+    signal_rows(warp, call, team);
+    return end_sending(warp, call, team);
+}
+
+template <bool kLines, WarpLike W, class F>
+EP_FN Ended low_latency_dispatch_receive(W& warp, F& fabric, const LowLatencyDispatchArgs& args,
+                                         const Team& team) {
+    const LowLatencyDispatch<F> call = begun_call(fabric, args);
+    if (!receive_dispatch<kLines>(warp, call, team)) return Ended::Badly;
+    const Ended ended = end_receiving(warp, call, team);
+    if (ended == Ended::Last) count_rows(warp, args);
+    return ended;
+}
+
+// Both halves.
+template <bool kQuantize, bool kLines, WarpLike W, class F>
+EP_FN Ended low_latency_dispatch(W& warp, F& fabric, const LowLatencyDispatchArgs& args,
+                                 const Team& team) {
+    const Ended ended = send_and_receive(
+        warp, fabric, args, team, Role::LowLatencyReceiver,
+        [](W& w, const auto& call, const Team& t) {
+            return send_dispatch<kQuantize, kLines>(w, call, t);
+        },
+        [](W& w, const auto& call, const Team& t) { return receive_dispatch<kLines>(w, call, t); });
+    if (ended == Ended::Last) count_rows(warp, args);
+    return ended;
+}
+
+}  // namespace ep

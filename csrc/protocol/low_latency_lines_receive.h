@@ -1,0 +1,153 @@
+#pragma once
+
+#include "protocol/low_latency_dispatch_receive.h"
+#include "protocol/low_latency_words.h"
+
+namespace ep {
+
+// The receiving half of a low-latency dispatch where rows are lines: a warp waits for the words
+// that tell it where its share goes, then for the lines themselves.
+
+// For the handle: which tokens arrive.
+template <WarpLike W, class F>
+EP_FN bool note_present_words(W& warp, const LowLatencyDispatch<F>& call) {
+    const int chunks = call.heap().chunks(), words = call.world() * chunks;
+    for (int first = 0; first < words; first += 32) {
+        const bool here = read_words(
+            warp, call, lanes_from(first, words), 1,
+            [&](int lane, int) {
+                const int word = first + lane;
+                return ChosenWord{word / chunks, call.heap().words().present(word % chunks)};
+            },
+            [&](int lane, int, uint32_t bits) { call.args.layout.present(first + lane) = bits; });
+        if (!here) return false;
+    }
+    return true;
+}
+
+// The output row of each of a token's choices. false: a wait ended badly.
+template <WarpLike W, class F>
+EP_FN bool find_output_rows(W& warp, const LowLatencyDispatch<F>& call, const RowPlaces& places,
+                            int source, int token, typename W::template PerLane<int>& dst_row) {
+    const ChoiceWords numbers = call.heap().words();
+    const int topk = call.args.format.topk, chunk = token / 32;
+    typename W::template PerLane<int> expert, before;
+    const bool chosen = read_words(
+        warp, call, topk, 1,
+        [&](int lane, int) {
+            return ChosenWord{source, numbers.expert(static_cast<size_t>(token) * topk + lane)};
+        },
+        [&](int lane, int, uint32_t id) {
+            expert[lane] = places.local_expert(static_cast<int32_t>(id));
+            before[lane] = 0;
+        });
+    if (!chosen) return false;
+    // rows of the ranks before, and of the source's tokens before
+    const bool counted = read_words(
+        warp, call, topk, source + chunk + 1,
+        [&](int lane, int i) {
+            if (expert[lane] < 0) return ChosenWord{-1, 0};
+            return i < source ? ChosenWord{i, numbers.rows(expert[lane])}
+                              : ChosenWord{source, numbers.tokens(expert[lane], i - source)};
+        },
+        [&](int lane, int i, uint32_t value) {
+            if (i == source + chunk) value &= (uint32_t{1} << token % 32) - 1;
+            before[lane] += i < source ? static_cast<int>(value) : popcount(value);
+        });
+    if (!counted) return false;
+    warp.lanes(topk, [&](int lane) {
+        dst_row[lane] =
+            expert[lane] < 0 ? LowLatencyArgs::kElsewhere : places.row(expert[lane], before[lane]);
+    });
+    return true;
+}
+
+// For combine and the caller: where a token's rows went, and their weights.
+template <WarpLike W, class F>
+EP_FN bool note_output_words(W& warp, const LowLatencyDispatch<F>& call, int source, int token,
+                             const typename W::template PerLane<int>& dst_row) {
+    const LowLatencyDispatchArgs& args = call.args;
+    const int topk = args.format.topk, weight_bytes = args.format.weight_bytes;
+    typename W::template PerLane<uint64_t> weight;
+    warp.lanes(topk, [&](int lane) {
+        args.layout.dst_rows(source, token)[lane] = dst_row[lane];
+        weight[lane] = 0;
+    });
+    const bool here = read_words(
+        warp, call, topk, weight_bytes / 4,
+        [&](int lane, int half) {
+            const size_t choice = static_cast<size_t>(token) * topk + lane;
+            return ChosenWord{dst_row[lane] < 0 ? -1 : source,
+                              call.heap().words().weight(choice, half)};
+        },
+        [&](int lane, int half, uint32_t value) {
+            weight[lane] |= static_cast<uint64_t>(value) << 32 * half;
+        });
+    if (!here) return false;
+    warp.lanes(topk, [&](int lane) {
+        if (dst_row[lane] < 0) return;
+        const size_t row = dst_row[lane];
+        store_weight(args.recv_weights + row * weight_bytes, weight[lane], weight_bytes);
+    });
+    return true;
+}
+
+// Some lines of a row, to its rows at each of the token's experts here.
+template <WarpLike W, class F>
+EP_FN bool receive_lines_of(W& warp, const LowLatencyDispatch<F>& call, const RowPlaces& places,
+                            int source, int token, const Lines& lines) {
+    const LowLatencyDispatchArgs& args = call.args;
+    const RowFormat& format = args.format;
+    typename W::template PerLane<int> dst_row;
+    if (!find_output_rows(warp, call, places, source, token, dst_row)) return false;
+    if (!lines.first && !note_output_words(warp, call, source, token, dst_row)) return false;
+    typename W::template PerLane<char*> row, scales;
+    warp.lanes(format.topk, [&](int lane) {
+        if (dst_row[lane] < 0) return;
+        const size_t number = dst_row[lane];
+        row[lane] = args.recv_x + number * format.payload_bytes;
+        scales[lane] = args.recv_scales + (args.scale_column ? 4 * args.scale_word(dst_row[lane])
+                                                             : number * format.scale_bytes);
+    });
+    const uint32_t placed = warp.ballot(format.topk, [&](int lane) { return dst_row[lane] >= 0; });
+    ScalePlan plan = ScalePlan::side_by_side(format);
+    if (args.scale_column) plan.word_stride = 4 * args.scale_column;
+    const size_t slot = call.heap().row(call.bank, source, token);
+    const LineSource from{call.fabric.template own<char>(slot), call.tag, source,
+                          args.recv_wait_ns ? call.waited(source) : nullptr};
+    return warp.receive_lines(Wait::TaggedRow, from, lines, row, placed, format.payload_bytes,
+                              scales, plan);
+}
+
+// A warp's share of the receiving half.
+template <WarpLike W, class F>
+EP_FN bool receive_by_lines(W& warp, const LowLatencyDispatch<F>& call, const Team& team) {
+    const LowLatencyDispatchArgs& args = call.args;
+    const ChoiceWords numbers = args.heap.words();
+    if (!count_wait_for_words(warp, call)) return false;
+    const bool started = find_starts(warp, args, team, [&](int first, int lanes, auto& rows) {
+        warp.lanes(lanes, [&](int lane) { rows[lane] = 0; });
+        return read_words(
+            warp, call, lanes, call.world(),
+            [&](int lane, int rank) { return ChosenWord{rank, numbers.rows(first + lane)}; },
+            [&](int lane, int, uint32_t value) { rows[lane] += static_cast<int>(value); });
+    });
+    if (!started || (notes_starts(team) && !note_present_words(warp, call))) return false;
+    const RowPlaces places(args, team);
+    // Own rows are there first.
+    return for_own_shares<LineShares>(
+        warp, args, team, args.rank,
+        [&](int lanes, const auto& rank, const auto& token, auto& bits) {
+            return read_words(
+                warp, call, lanes, 1,
+                [&](int lane, int) {
+                    return ChosenWord{rank[lane], numbers.present(token[lane] / 32)};
+                },
+                [&](int lane, int, uint32_t value) { bits[lane] = value; });
+        },
+        [&](int source, int token, const Lines& lines) {
+            return receive_lines_of(warp, call, places, source, token, lines);
+        });
+}
+
+}  // namespace ep

@@ -1,0 +1,212 @@
+#pragma once
+
+#include "protocol/low_latency_dispatch_send.h"
+#include "protocol/low_latency_words.h"
+
+namespace ep {
+
+// The sending half of a low-latency dispatch where rows are lines: what the tokens chose goes
+// first, as words, by warps of its own as long as there are enough; then the rows. Nothing here
+// waits until what it has stored is there.
+
+// A few chunks of 32 tokens, a lane a token.
+constexpr int kChunksAtOnce = 4;
+struct ChunkBits {
+    uint32_t of[kChunksAtOnce];
+};
+
+// bits_of(expert) of all that each token of the chunks from `first` on chose, together.
+template <WarpLike W, class BitsOf>
+EP_FN void read_chunks(W& warp, const LowLatencyDispatchArgs& args, int first,
+                       typename W::template PerLane<ChunkBits>& chunks, BitsOf&& bits_of) {
+    constexpr int kChoices = 2;  // of a token, whose loads are under way at once
+    const int topk = args.format.topk, bytes = args.index_bytes;
+    const char* ids = static_cast<const char*>(args.topk_idx);
+    warp.lanes(32, [&](int lane) {
+        for (uint32_t& bits : chunks[lane].of) bits = 0;
+        for (int k = 0; k < topk; k += kChoices) {
+            int32_t experts[kChoices][kChunksAtOnce];
+            for (int i = 0; i < kChoices; ++i) {
+                for (int chunk = 0; chunk < kChunksAtOnce; ++chunk) {
+                    const int token = 32 * (first + chunk) + lane;
+                    const size_t choice = static_cast<size_t>(token) * topk + k + i;
+                    const bool exists = token < args.num_tokens && k + i < topk;
+                    experts[i][chunk] =
+                        exists ? *reinterpret_cast<const int32_t*>(ids + choice * bytes) : -1;
+                }
+            }
+            for (int i = 0; i < kChoices; ++i) {
+                for (int chunk = 0; chunk < kChunksAtOnce; ++chunk)
+                    chunks[lane].of[chunk] |= bits_of(experts[i][chunk]);
+            }
+        }
+    });
+}
+
+// To a rank: which tokens chose each of 32 of its experts from `first` on, and how many.
+template <WarpLike W, class F>
+EP_FN void send_tokens_of_experts(W& warp, const LowLatencyDispatch<F>& call, int first,
+                                  int first_here, uint64_t* words) {
+    const LowLatencyDispatchArgs& args = call.args;
+    const ChoiceWords numbers = args.heap.words();
+    const int count = lanes_from(first_here, args.heap.local_experts());
+    typename W::template PerLane<ChunkBits> chosen, tokens;
+    typename W::template PerLane<int> rows;
+    warp.lanes(32, [&](int lane) { rows[lane] = 0; });
+    for (int chunk = 0; 32 * chunk < args.num_tokens; chunk += kChunksAtOnce) {
+        read_chunks(warp, args, chunk, chosen, [&](int32_t expert) {
+            return is_within(expert, first, count) ? uint32_t{1} << (expert - first) : 0;
+        });
+        for (int expert = 0; expert < count; ++expert) {
+            for (int i = 0; i < kChunksAtOnce; ++i) {
+                const uint32_t chose =
+                    warp.ballot(32, [&](int lane) { return chosen[lane].of[i] >> expert & 1; });
+                warp.lanes(32, [&](int lane) {
+                    if (lane == expert) tokens[lane].of[i] = chose;
+                });
+            }
+        }
+        warp.lanes(count, [&](int lane) {
+            for (int i = 0; i < kChunksAtOnce; ++i) {
+                if (32 * (chunk + i) >= args.num_tokens) break;
+                W::store_word(words + numbers.tokens(first_here + lane, chunk + i),
+                              word_with(call, tokens[lane].of[i]));
+                rows[lane] += popcount(tokens[lane].of[i]);
+            }
+        });
+    }
+    warp.lanes(count, [&](int lane) {
+        W::store_word(words + numbers.rows(first_here + lane), word_with(call, rows[lane]));
+    });
+}
+
+// To a rank: which tokens chose any of its experts.
+template <WarpLike W, class F>
+EP_FN void send_present(W& warp, const LowLatencyDispatch<F>& call, int rank, uint64_t* words) {
+    const LowLatencyDispatchArgs& args = call.args;
+    const int local_experts = args.heap.local_experts(), chunks = args.heap.chunks();
+    typename W::template PerLane<ChunkBits> is_here;
+    typename W::template PerLane<uint32_t> present;  // a lane a chunk
+    warp.lanes(chunks, [&](int lane) { present[lane] = 0; });
+    for (int chunk = 0; 32 * chunk < args.num_tokens; chunk += kChunksAtOnce) {
+        read_chunks(warp, args, chunk, is_here, [&](int32_t expert) {
+            return static_cast<uint32_t>(is_within(expert, rank * local_experts, local_experts));
+        });
+        for (int i = 0; i < kChunksAtOnce; ++i) {
+            const uint32_t any =
+                warp.ballot(32, [&](int lane) { return is_here[lane].of[i] != 0; });
+            warp.lanes(chunks, [&](int lane) {
+                if (lane == chunk + i) present[lane] = any;
+            });
+        }
+    }
+    warp.lanes(chunks, [&](int lane) {
+        W::store_word(words + args.heap.words().present(lane), word_with(call, present[lane]));
+    });
+}
+
+// To a rank: so many choices from `first` on as they are, with their weights.
+constexpr int kChoicesAtOnce = 8 * 32;
+template <WarpLike W, class F>
+EP_FN void send_choices_as_they_are(W& warp, const LowLatencyDispatch<F>& call, int first,
+                                    uint64_t* words) {
+    const LowLatencyDispatchArgs& args = call.args;
+    const ChoiceWords numbers = args.heap.words();
+    const int all = args.num_tokens * args.format.topk;
+    const int weight_bytes = args.format.weight_bytes;
+    const char* ids = static_cast<const char*>(args.topk_idx);
+    warp.lanes(32, [&](int lane) {
+        const int count = (lanes_from(first, all, kChoicesAtOnce) - lane + 31) / 32;
+        auto choice = [&](int i) { return static_cast<size_t>(first + lane + 32 * i); };
+        auto send = [&](size_t number, uint64_t value) {
+            W::store_word(words + number, word_with(call, static_cast<uint32_t>(value)));
+        };
+        for_each_load(
+            count,
+            [&](int i) {
+                return *reinterpret_cast<const int32_t*>(ids + choice(i) * args.index_bytes);
+            },
+            [&](int i, int32_t expert) { send(numbers.expert(choice(i)), expert); });
+        if (!weight_bytes) return;
+        for_each_load(
+            count,
+            [&](int i) {
+                return load_weight(args.weights + choice(i) * weight_bytes, weight_bytes);
+            },
+            [&](int i, uint64_t weight) {
+                send(numbers.weight(choice(i), 0), weight);
+                if (weight_bytes == 8) send(numbers.weight(choice(i), 1), weight >> 32);
+            });
+    });
+}
+
+// A warp's share of all words, from the middle warp on.
+template <WarpLike W, class F>
+EP_FN void send_all_words(W& warp, const LowLatencyDispatch<F>& call, const Team& team) {
+    const LowLatencyDispatchArgs& args = call.args;
+    const int groups = args.heap.words().groups(), choices = args.num_tokens * args.format.topk;
+    const int parts = groups + 1 + (choices + kChoicesAtOnce - 1) / kChoicesAtOnce;
+    const int first = team.warps - team.warps / 2;
+    for (int i = (team.warp + first) % team.warps; i < call.world() * parts; i += team.warps) {
+        const int rank = i / parts, part = i % parts;
+        uint64_t* words = choice_words(call, rank, args.rank);
+        if (part < groups) {
+            const int expert = rank * args.heap.local_experts() + 32 * part;
+            send_tokens_of_experts(warp, call, expert, 32 * part, words);
+        } else if (part == groups) {
+            send_present(warp, call, rank, words);
+        } else {
+            send_choices_as_they_are(warp, call, (part - groups - 1) * kChoicesAtOnce, words);
+        }
+    }
+}
+
+// Some lines of a token's row, to every rank that wants it.
+template <bool kQuantize, WarpLike W, class F>
+EP_FN bool send_lines_of(W& warp, const LowLatencyDispatch<F>& call, int token,
+                         const Lines& lines) {
+    const LowLatencyDispatchArgs& args = call.args;
+    const RowFormat& format = args.format;
+    const LowLatencyHeap& heap = args.heap;
+    Choice<W> choice;
+    if (!read_choice(warp, args, token, choice)) {
+        warp.fail(Outcome::BadInput, Wait::None,
+                  WaitCondition{static_cast<uint64_t>(token), 0, args.rank});
+        return false;
+    }
+    typename W::template PerLane<int> rank;
+    typename W::template PerLane<char*> slot;
+    warp.lanes(format.topk, [&](int lane) {
+        if (!lines.first) args.layout.experts(token)[lane] = choice.expert[lane];
+        rank[lane] = choice.expert[lane] < 0 ? -1 : choice.expert[lane] / heap.local_experts();
+        if (rank[lane] >= 0)
+            slot[lane] =
+                call.fabric.template at<char>(rank[lane], heap.row(call.bank, args.rank, token));
+    });
+    const uint32_t ranks = warp.first_of(format.topk, rank);
+    const size_t row = token;
+    const char* x = args.x + bytes_of_x<kQuantize>(row * format.payload_bytes);
+    if constexpr (kQuantize) {
+        warp.quantize_lines(slot, ranks, x, format.payload_bytes, lines, call.tag, args.quantize);
+    } else {
+        warp.send_lines(slot, ranks, x, format.payload_bytes, lines, call.tag,
+                        args.scales + row * format.scale_bytes, ScalePlan::side_by_side(format));
+    }
+    return true;
+}
+
+// A warp's share of the sending half: of the rows from the last warp down, because in small batches
+// the first ones receive.
+template <bool kQuantize, WarpLike W, class F>
+EP_FN bool send_by_lines(W& warp, const LowLatencyDispatch<F>& call, const Team& team) {
+    send_all_words(warp, call, team);
+    const int tokens = call.args.num_tokens;
+    const LineShares lines(call.args.format, tokens, team.warps);
+    const int shares = lines.shares();
+    for (int i = team.warps - 1 - team.warp; i < tokens * shares; i += team.warps) {
+        if (!send_lines_of<kQuantize>(warp, call, i / shares, lines[i % shares])) return false;
+    }
+    return true;
+}
+
+}  // namespace ep
