@@ -60,6 +60,31 @@ def test_round_trips(ranks, spread):
     ranks.run(run_round_trips, spread)
 
 
+def run_storm(spread, rounds):
+    """Every token goes to all ranks, in lines whose every byte changes with every round."""
+    torch.cuda.set_device(dist.get_rank() if spread else 0)
+    tokens, hidden, local_experts = 64, 7168, E // W
+    generator = torch.Generator("cuda").manual_seed(1)
+    bits = torch.randint(-(1 << 15), 1 << 15, (W, tokens, hidden), generator=generator, device="cuda").short()
+    ids = torch.arange(0, E, local_experts, device="cuda").expand(tokens, W).contiguous()
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    with ep.Buffer(None, ep.Config(num_experts=E, timeout=20, num_sms=16), device="cuda") as buffer:
+        low_latency = ep.LowLatency(buffer, max_tokens=tokens, hidden=hidden, topk=W)
+        for round in range(rounds):
+            sent = bits + 257 * round
+            received = low_latency.dispatch(sent[buffer.rank].view(torch.bfloat16), ids)
+            wrong += (received.x[0].view(torch.int16) != sent.flatten(0, 1)).sum()
+        buffer.synchronize()
+    assert not wrong.item()
+
+
+@pytest.mark.parametrize(("spread", "rounds"), [(False, 100), (True, 3000)])
+def test_no_line_is_torn_or_stale(ranks, spread, rounds):
+    if spread and torch.cuda.device_count() < W:
+        pytest.skip(f"needs {W} GPUs")
+    ranks.run(run_storm, spread, rounds)
+
+
 def run_beside_nccl():
     """NCCL's kernels and ours on two streams, in another order on every rank: nobody waits in a circle."""
     buffer, low_latency = make(True, timeout=20.0)
