@@ -191,7 +191,10 @@ class RankGroup:
         check()
 
     def keeps_lines(self) -> bool:
-        """Whether all GPUs are mapped over links that keep lines of 128 bytes whole. Collective."""
+        """Whether all GPUs are mapped over links that keep lines of 128 bytes whole.
+
+        Collective, and so never asked where ranks may come back alone: what others do meanwhile has no such step.
+        """
         return True
 
     # ---- launches
