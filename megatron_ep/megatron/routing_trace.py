@@ -165,7 +165,7 @@ class _Recorder:
             if self.file is None:
                 self.file = self._open(torch.cuda.get_device_name(counts.device) if counts.is_cuda else "cpu")
             if counts.is_cuda:
-                on_host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+                on_host = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)
                 counts = on_host.copy_(counts, non_blocking=True)
                 arrived = torch.cuda.Event()
                 arrived.record()
