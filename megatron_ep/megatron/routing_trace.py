@@ -165,6 +165,8 @@ class _Recorder:
             if self.file is None:
                 self.file = self._open(torch.cuda.get_device_name(counts.device) if counts.is_cuda else "cpu")
             if counts.is_cuda:
+                for *_, own in passes:  # with 1F1B overlap of another stream
+                    own.record_stream(torch.cuda.current_stream(counts.device))
                 on_host = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=True)
                 counts = on_host.copy_(counts, non_blocking=True)
                 arrived = torch.cuda.Event()

@@ -1,0 +1,58 @@
+"""What routers on a GPU have chosen, as it is recorded: without a wait of the host. Two ranks, a process each."""
+
+import numpy as np
+import pytest
+import torch
+from left_out import missing
+
+from megatron_ep.balance import trace
+from megatron_ep.bench.local_ranks import LocalRanks
+
+LACK = missing("megatron.core")
+pytestmark = pytest.mark.skipif(LACK is not None, reason=f"{LACK} is not installed")
+
+W, STEPS = 2, 4
+
+
+def record(directory, fused):
+    """What the dispatcher of this rank was given, by step."""
+    from gpu_layers import join, make_config
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+
+    from megatron_ep.megatron import routing_trace, shared_buffers
+    from megatron_ep.megatron.layer import ep_layer_spec
+    from megatron_ep.megatron.router import fused_router
+
+    join()
+    shared_buffers.configure(num_sms=4, timeout=30.0)
+    config = make_config()
+    spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    routing_trace.enable(directory)
+    try:
+        layer = ep_layer_spec(spec, router=fused_router if fused else None)(config=config).to("cuda")
+        layer.set_layer_number(1)
+        expected = []
+        for step in range(STEPS):
+            layer(torch.randn(20 + step, 1, config.hidden_size, device="cuda"))
+            expected.append(layer.token_dispatcher.topk_idx.flatten())
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                routing_trace.end_step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+    finally:
+        routing_trace.disable()
+        shared_buffers.close_buffers()
+        shared_buffers.configure()
+    return [np.bincount(ids.cpu(), minlength=config.num_moe_experts) for ids in expected]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_is_recorded_is_what_was_chosen(tmp_path, fused):
+    with LocalRanks(W, 180) as ranks:
+        results = ranks.run(record, tmp_path, fused)
+    found = trace.read(tmp_path)
+    assert (found.recorded_steps, found.expert_ranks) == (STEPS, W) and found.device != "cpu"
+    [group] = found.groups
+    for rank, expected in enumerate(results):
+        assert np.array_equal(group.counts[:, group.sources.index(rank)], expected)
