@@ -191,9 +191,10 @@ void NetworkLoad::require_no_abort() const {
 }
 
 void NetworkLoad::wait(const std::function<bool()>& moved, const std::function<bool()>& is_done,
-                       const std::function<std::string()>& missing, Seconds timeout) const {
+                       const std::function<std::string()>& missing, Seconds timeout,
+                       Clock::time_point since) const {
     constexpr int kYields = 64;
-    const auto deadline = Clock::now() + timeout;
+    const auto deadline = since + timeout;
     for (int idle = 0; !is_done();) {
         if (moved()) {
             idle = 0;
@@ -214,13 +215,12 @@ std::vector<NetworkLoad::Seconds> NetworkLoad::ping(int peer, bool begins, size_
                                                     Seconds timeout) {
     Ring& there = ring(0, peer);
     std::vector<Seconds> halves;
-    const auto deadline = Clock::now() + timeout;
+    const auto began = Clock::now();
     const auto receive_one = [&] {
         const uint64_t goal = there.received + 1;
         wait([&] { return receive(there, goal, bytes, {}); },
              [&] { return there.received == goal; },
-             [&] { return "nothing came from rank " + std::to_string(peer); },
-             deadline - Clock::now());
+             [&] { return "nothing came from rank " + std::to_string(peer); }, timeout, began);
     };
     for (int i = 0; i < rounds; ++i) {
         const auto start = Clock::now();
@@ -276,7 +276,7 @@ NetworkLoad::Seconds NetworkLoad::exchange(const std::vector<int>& targets,
             }
             return text;
         },
-        timeout);
+        timeout, start);
     return Clock::now() - start;
 }
 

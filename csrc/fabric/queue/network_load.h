@@ -65,7 +65,8 @@ class NetworkLoad {
     bool receive(Ring& ring, uint64_t goal, size_t bytes, std::optional<uint64_t> seed);
     void post_put(const Ring& ring, size_t bytes);
     void wait(const std::function<bool()>& moved, const std::function<bool()>& is_done,
-              const std::function<std::string()>& missing, Seconds timeout) const;
+              const std::function<std::string()>& missing, Seconds timeout,
+              std::chrono::steady_clock::time_point since) const;
     void require_no_abort() const;
 
     SoftwareNic& nic_;
