@@ -33,7 +33,7 @@ class TcpLink : public Link {
     int descriptor() const override { return descriptor_; }
 
   private:
-    static constexpr size_t kMostWaiting = 256 << 10, kMostAtOnce = 16, kBuffer = 64 << 10;
+    static constexpr size_t kMostWaiting = 256 << 10, kMostAtOnce = 64, kBuffer = 64 << 10;
 
     struct Outgoing {
         Frame frame;
