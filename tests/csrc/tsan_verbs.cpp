@@ -5,7 +5,7 @@
 
 // Over cards of the tests' own (fake_ibverbs.cpp), in this process.
 int main() {
-    setenv("FAKE_IBVERBS", "seed=1,retry_ms=20000", 1);
+    setenv("FAKE_IBVERBS", "seed=1", 1);
     const auto folder = std::filesystem::read_symlink("/proc/self/exe").parent_path();
     const auto library = ep::verbs::Library::load(folder / "libfake_ibverbs_tsan.so");
     const ep::verbs::Port port = ep::verbs::find_ports(*library).at(0);

@@ -158,7 +158,7 @@ void check_order(Fake& fake) {
 
 // Two ranks, until the card of one does what it should not.
 void check_failure(Fake& fake, const char* name, const std::string& why) {
-    const auto patience = fake.with("retry_ms", 300, 400);
+    const auto patience = fake.with("retry_ms", 300, 60'000);
     const Cards cards = fake.cards();
     TestRank a(0, cards.a), b(1, cards.b);
     int sockets[2];

@@ -5,7 +5,7 @@ been seen."""
 import ctypes
 import errno
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from unittest import mock
 
 import cpp
@@ -48,7 +48,7 @@ def own_library(library, monkeypatch):
 @contextmanager
 def cards_with(**facts: int):
     """What is true of this rank's card, of its settings in fake_ibverbs.cpp."""
-    usual = dict(devices=1, down=0, unregistered=0, network=0, seed=0, silent_after=-1, retry_ms=400)
+    usual = dict(devices=1, down=0, unregistered=0, network=0, seed=0, silent_after=-1, retry_ms=60_000)
     change = ctypes.CDLL(verbs.LIBRARY).fake_ibverbs_set
     change.argtypes = [ctypes.c_char_p, ctypes.c_longlong]
     for name, value in facts.items():
@@ -66,7 +66,7 @@ def buffer_of(**settings) -> ep.Buffer:
 
 def run_late(run, *arguments) -> None:
     """Over cards whose writes become visible late, and in any order."""
-    with cards_with(seed=1 + dist.get_rank(), retry_ms=60_000):
+    with cards_with(seed=1 + dist.get_rank()):
         run(*arguments, "verbs")
 
 
@@ -91,12 +91,10 @@ def test_a_failure_is_heard_on_every_machine(ranks):
 def run_silent() -> str:
     """The card of rank 1 says nothing any more, then it is in order again."""
     x, ids = torch.ones(8, 16), torch.arange(16).view(8, 2)
-    with test_tcp.machines_of(1, "verbs"), cards_with(retry_ms=500), buffer_of(timeout=30) as buffer:
+    with test_tcp.machines_of(1, "verbs"), buffer_of(timeout=30) as buffer:
         expected = ep.dispatch(x, ids, buffer=buffer).x
         dist.barrier()
-        with ExitStack() as stack:
-            if dist.get_rank() == 1:
-                stack.enter_context(cards_with(silent_after=0))
+        with cards_with(retry_ms=500, **dict(silent_after=0) if dist.get_rank() == 1 else {}):
             start = time.monotonic()
             with pytest.raises(EPError) as caught:
                 ep.dispatch(x, ids, buffer=buffer)
