@@ -234,6 +234,24 @@ EP_FN void put_row(W& warp, const LowLatencyDispatch<F>& call, const Team& team,
     });
 }
 
+// What a token chose, and the rank of each choice, a lane each; -1: none. for_handle: notes the
+// choices for it. false: ids are invalid, which ends the call.
+template <WarpLike W>
+EP_FN bool find_ranks(W& warp, const LowLatencyDispatchArgs& args, int token, bool for_handle,
+                      Choice<W>& choice, typename W::template PerLane<int>& rank) {
+    if (!read_choice(warp, args, token, choice)) {
+        warp.fail(Outcome::BadInput, Wait::None,
+                  WaitCondition{static_cast<uint64_t>(token), 0, args.rank});
+        return false;
+    }
+    const int local_experts = args.heap.local_experts();
+    warp.lanes(args.format.topk, [&](int lane) {
+        if (for_handle) args.layout.experts(token)[lane] = choice.expert[lane];
+        rank[lane] = choice.expert[lane] < 0 ? -1 : choice.expert[lane] / local_experts;
+    });
+    return true;
+}
+
 template <bool kQuantize, WarpLike W, class F>
 EP_FN bool send_piece(W& warp, const LowLatencyDispatch<F>& call, const Team& team, int token,
                       const Piece& piece) {
@@ -243,17 +261,9 @@ EP_FN bool send_piece(W& warp, const LowLatencyDispatch<F>& call, const Team& te
     warp.template stage<CacheHint::EvictFirst>(piece_of_x<kQuantize>(args, token, piece),
                                                bytes_of_x<kQuantize>(piece.bytes));
     Choice<W> choice;
-    if (!read_choice(warp, args, token, choice)) {
-        warp.fail(Outcome::BadInput, Wait::None,
-                  WaitCondition{static_cast<uint64_t>(token), 0, args.rank});
-        return false;
-    }
     typename W::template PerLane<int> rank;
     typename W::template PerLane<char*> slot;
-    warp.lanes(format.topk, [&](int lane) {
-        if (!piece.number) args.layout.experts(token)[lane] = choice.expert[lane];
-        rank[lane] = choice.expert[lane] < 0 ? -1 : choice.expert[lane] / heap.local_experts();
-    });
+    if (!find_ranks(warp, args, token, piece.number == 0, choice, rank)) return false;
     if (heap.masking) drop_choices(warp, call, token, piece, rank);
     const uint32_t ranks = warp.first_of(format.topk, rank);
     const uint32_t near = warp.ballot(

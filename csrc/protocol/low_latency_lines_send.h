@@ -167,21 +167,13 @@ EP_FN bool send_lines_of(W& warp, const LowLatencyDispatch<F>& call, int token,
                          const Lines& lines) {
     const LowLatencyDispatchArgs& args = call.args;
     const RowFormat& format = args.format;
-    const LowLatencyHeap& heap = args.heap;
     Choice<W> choice;
-    if (!read_choice(warp, args, token, choice)) {
-        warp.fail(Outcome::BadInput, Wait::None,
-                  WaitCondition{static_cast<uint64_t>(token), 0, args.rank});
-        return false;
-    }
     typename W::template PerLane<int> rank;
     typename W::template PerLane<char*> slot;
+    if (!find_ranks(warp, args, token, lines.first == 0, choice, rank)) return false;
+    const size_t target = args.heap.row(call.bank, args.rank, token);
     warp.lanes(format.topk, [&](int lane) {
-        if (!lines.first) args.layout.experts(token)[lane] = choice.expert[lane];
-        rank[lane] = choice.expert[lane] < 0 ? -1 : choice.expert[lane] / heap.local_experts();
-        if (rank[lane] >= 0)
-            slot[lane] =
-                call.fabric.template at<char>(rank[lane], heap.row(call.bank, args.rank, token));
+        if (rank[lane] >= 0) slot[lane] = call.fabric.template at<char>(rank[lane], target);
     });
     const uint32_t ranks = warp.first_of(format.topk, rank);
     const size_t row = token;
