@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_ep.balance.copies import plan
-from megatron_ep.balance.spread import max_over_mean, rank_loads
+from megatron_ep.balance.spread import expert_rows, max_over_mean, rank_loads
 from megatron_ep.balance.trace import Group, Trace
 
 WORTH = 0.03  # of a step, from which on copies are worth it: less is lost in what the model leaves out
@@ -101,7 +101,7 @@ def _of_group(trace: Trace, group: Group, ranks_per_node: int, slots: int, expos
     min_rows = costs.min_rows or exposure.min_rows(machine)
     steps = np.unique(group.steps)
     taken = np.isin(group.steps, steps[:: -(-len(group.steps) // MAX_PLANS)])
-    rows = group.counts[taken].sum(axis=1, dtype=np.int64) * trace.scaled
+    rows = expert_rows(group, taken) * trace.scaled
     number_of_steps = len(np.unique(group.steps[taken]))
     before = rank_loads(rows, trace.expert_ranks)
     after, made, busiest = before.copy(), np.zeros(len(rows)), np.zeros(len(rows))

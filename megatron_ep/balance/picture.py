@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_ep.balance.spread import LayerSpread, expert_rows, max_over_mean, rank_loads
+from megatron_ep.balance.spread import LayerSpread, of_passes
 from megatron_ep.balance.trace import Trace
 
 
@@ -18,10 +18,7 @@ def draw(trace: Trace, layers: Sequence[LayerSpread], file: str) -> None:
     from matplotlib import pyplot
 
     figure, (over_steps, over_layers) = pyplot.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
-    steps = np.concatenate([group.steps for group in trace.groups])
-    spread = np.concatenate(
-        [max_over_mean(rank_loads(expert_rows(group), trace.expert_ranks)) for group in trace.groups]
-    )
+    steps, spread = of_passes(trace)
     numbers = np.unique(steps)
     levels = np.array([np.quantile(spread[steps == number], (0.05, 0.5, 0.95)) for number in numbers])
     over_steps.fill_between(numbers, levels[:, 0], levels[:, 2], alpha=0.25, label="nine of ten passes")

@@ -47,9 +47,9 @@ class Period:
     p95: float
 
 
-def expert_rows(group: Group) -> np.ndarray:
-    """Rows of each expert, from all ranks: int64 [n, E]."""
-    return group.counts.sum(axis=1, dtype=np.int64)
+def expert_rows(group: Group, taken: np.ndarray | slice = slice(None)) -> np.ndarray:
+    """Rows of each expert, from all ranks, of the passes that are taken: int64 [n, E]."""
+    return group.counts[taken].sum(axis=1, dtype=np.int64)
 
 
 def rank_loads(rows: np.ndarray, ranks: int) -> np.ndarray:
@@ -63,10 +63,20 @@ def max_over_mean(loads: np.ndarray) -> np.ndarray:
     return np.divide(loads.max(axis=-1), mean, out=np.ones_like(mean, dtype=float), where=mean > 0)
 
 
+def of_passes(trace: Trace) -> tuple[np.ndarray, np.ndarray]:
+    """Of all passes of all groups: their steps, and max/mean over ranks."""
+    spread = [max_over_mean(rank_loads(expert_rows(group), trace.expert_ranks)) for group in trace.groups]
+    return np.concatenate([group.steps for group in trace.groups]), np.concatenate(spread)
+
+
+def _layer_numbers(trace: Trace) -> list[int]:
+    return sorted({int(layer) for group in trace.groups for layer in np.unique(group.layers)})
+
+
 def layers(trace: Trace, ranks_per_node: int, window: int) -> list[LayerSpread]:
     """Of each layer, over all groups."""
     found = []
-    for layer in sorted({int(layer) for group in trace.groups for layer in np.unique(group.layers)}):
+    for layer in _layer_numbers(trace):
         parts = [_OfLayer(group, layer, trace.expert_ranks) for group in trace.groups if (group.layers == layer).any()]
         spread = np.concatenate([max_over_mean(part.loads) for part in parts])
         lasting = float(np.mean([part.lasting(window) for part in parts]))
@@ -92,14 +102,11 @@ def layers(trace: Trace, ranks_per_node: int, window: int) -> list[LayerSpread]:
 
 def periods(trace: Trace) -> list[Period]:
     """The run in PERIODS parts of equally many steps, or a step each."""
-    steps = np.unique(np.concatenate([group.steps for group in trace.groups]))
-    all_steps = np.concatenate([group.steps for group in trace.groups])
-    spread = np.concatenate(
-        [max_over_mean(rank_loads(expert_rows(group), trace.expert_ranks)) for group in trace.groups]
-    )
+    steps, spread = of_passes(trace)
+    numbers = np.unique(steps)
     found = []
-    for part in np.array_split(steps, min(PERIODS, len(steps))):
-        of_part = spread[(all_steps >= part[0]) & (all_steps <= part[-1])]
+    for part in np.array_split(numbers, min(PERIODS, len(numbers))):
+        of_part = spread[(steps >= part[0]) & (steps <= part[-1])]
         found.append(Period(int(part[0]), int(part[-1]), float(of_part.mean()), float(np.quantile(of_part, 0.95))))
     return found
 
@@ -110,7 +117,7 @@ class _OfLayer:
     def __init__(self, group: Group, layer: int, ranks: int) -> None:
         taken = group.layers == layer
         self.steps = group.steps[taken]
-        self.rows = group.counts[taken].sum(axis=1, dtype=np.int64)
+        self.rows = expert_rows(group, taken)
         self.ranks = ranks
         self.loads = rank_loads(self.rows, ranks)
 
@@ -148,7 +155,7 @@ def placement(rows: np.ndarray, ranks: int) -> np.ndarray:
 def places(trace: Trace) -> dict[int, list[int]]:
     """For each layer the experts in the order that `placement` gives by the whole trace: rank after rank."""
     found = {}
-    for layer in sorted({int(layer) for group in trace.groups for layer in np.unique(group.layers)}):
-        rows = np.sum([expert_rows(group)[group.layers == layer].sum(axis=0) for group in trace.groups], axis=0)
+    for layer in _layer_numbers(trace):
+        rows = np.sum([expert_rows(group, group.layers == layer).sum(axis=0) for group in trace.groups], axis=0)
         found[layer] = placement(rows, trace.expert_ranks).tolist()
     return found

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_ep.cli.arguments import numbers, reason, save
+
 if TYPE_CHECKING:
     from megatron_ep.balance.gain import Gain
     from megatron_ep.balance.spread import LayerSpread, Period
@@ -90,27 +92,21 @@ def _balance(options: argparse.Namespace) -> None:
     from megatron_ep.balance.trace import regrouped
 
     _check(options)
-    slots = _numbers("--slots", options.slots, 1, 1 << 10)
-    wanted = None if options.ep is None else _numbers("--ep", options.ep, 1, 1 << 16)
+    slots = _counts("--slots", options.slots, 1 << 10)
+    wanted = None if options.ep is None else _counts("--ep", options.ep, 1 << 16)
     trace = _read(options, wanted[0] if wanted and len(wanted) == 1 else None)
     reports = [_report(regrouped(trace, ep), options, slots) for ep in wanted or [trace.expert_ranks]]
     for number, report in enumerate(reports):
         print(*([""] if number else []), *_text(report), sep="\n")
     if options.json is not None:
-        text = json.dumps([_as_json(report) for report in reports], indent=1)
-        try:
-            Path(options.json).write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"--json {options.json}: {error.strerror}") from None
+        save("--json", options.json, json.dumps([_as_json(report) for report in reports], indent=1) + "\n")
     if options.picture is not None:
         from megatron_ep.balance.picture import draw
 
         try:
             draw(reports[0].trace, reports[0].layers, options.picture)
         except (OSError, ValueError) as error:
-            raise ValueError(
-                f"--picture {options.picture}: {(isinstance(error, OSError) and error.strerror) or error}"
-            ) from None
+            raise ValueError(f"--picture {options.picture}: {reason(error)}") from None
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -132,16 +128,13 @@ def _check(options: argparse.Namespace) -> None:
             raise ValueError(f"{name} is {value}, must be a number over 0")
 
 
-def _numbers(name: str, text: str, least: int, most: int) -> list[int]:
+def _counts(name: str, text: str, most: int) -> list[int]:
     from megatron_ep.config import require_int
 
-    try:
-        numbers = [int(word) for word in text.split(",")]
-    except ValueError:
-        raise ValueError(f"{name} is {text!r}, must be a number, or several: 2,4") from None
-    for number in numbers:
-        require_int(name, number, least, most)
-    return numbers
+    counts = numbers(name, text)
+    for count in counts:
+        require_int(name, count, 1, most)
+    return counts
 
 
 def _read(options: argparse.Namespace, expert_ranks: int | None) -> Trace:
@@ -194,7 +187,7 @@ def _report(trace: Trace, options: argparse.Namespace, slots: Sequence[int]) -> 
 
 def _text(report: Report) -> list[str]:
     trace, node = report.trace, report.ranks_per_node
-    steps = sorted({int(step) for group in trace.groups for step in set(group.steps.tolist())})
+    steps = {step for group in trace.groups for step in group.steps.tolist()}
     passes = sum(len(group.steps) for group in trace.groups)
     rows = sum(int(group.counts.sum()) for group in trace.groups) / max(1, passes) / trace.expert_ranks * trace.scaled
     read = f"{len(steps)} of " if len(steps) < trace.recorded_steps else ""

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_ep.cli.arguments import reason
+
 if TYPE_CHECKING:
     from megatron_ep.sequences.plan import SequencePlan, Shard
     from megatron_ep.sequences.planner import RowBytes
@@ -58,7 +60,7 @@ def _compare(options: argparse.Namespace) -> None:
         try:
             _draw(plans, options.picture)
         except (OSError, ValueError) as error:
-            raise ValueError(f"--picture {options.picture}: {_reason(error)}") from None
+            raise ValueError(f"--picture {options.picture}: {reason(error)}") from None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -108,11 +110,7 @@ def _read(file: str, ranks: int) -> tuple[list[Shard], SequencePlan]:
         shards = _shards(text) if file.endswith(".json") else cut_evenly(_lengths(text), ranks)
         return shards, SequencePlan.build(shards, ranks)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{file}: {_reason(error)}") from None
-
-
-def _reason(error: Exception) -> str:
-    return (isinstance(error, OSError) and error.strerror) or str(error)
+        raise ValueError(f"{file}: {reason(error)}") from None
 
 
 def _lengths(text: str) -> list[int]:

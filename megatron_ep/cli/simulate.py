@@ -9,8 +9,9 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from megatron_ep.cli.arguments import numbers, save
 
 if TYPE_CHECKING:
     from megatron_ep.config import Topology
@@ -125,12 +126,15 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
                 raise ValueError(f"--{name.replace('_', '-')}: there is none in mode low-latency")
     faults = _faults(options)
     require_int("--seed", options.seed, 0, 1 << 20)
-    lists = [
-        _numbers("NODES", options.nodes),
-        _numbers("--num-sms", options.num_sms),
-        _numbers("--channels", options.channels),
-        _numbers("--rdma-rows", options.rdma_rows),
-        _numbers("--chunk", options.chunk),
+    lists: list[Sequence[Any]] = [
+        [None] if text is None else numbers(name, text)  # None: what the buffer takes by itself
+        for name, text in (
+            ("NODES", options.nodes),
+            ("--num-sms", options.num_sms),
+            ("--channels", options.channels),
+            ("--rdma-rows", options.rdma_rows),
+            ("--chunk", options.chunk),
+        )
     ]
     for nodes, sms, channels, rdma_rows, chunk in itertools.product(*lists):
         topology = Topology(nodes, options.ranks)
@@ -168,16 +172,6 @@ def default_images(topology: Topology) -> int:
     """How many nodes stand for all where all ranks are alike."""
     allowed = [m for m in range(1, topology.nodes + 1) if topology.nodes % m == 0]
     return max((m for m in allowed if m * topology.ranks_per_node <= MAX_RANKS), default=1)
-
-
-def _numbers(name: str, text: str | None) -> Sequence[Any]:
-    """Of a list with commas; None: what the buffer takes by itself."""
-    if text is None:
-        return [None]
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(f"{name} is {text!r}, must be a number or numbers with commas between them") from None
 
 
 def _faults(options: argparse.Namespace) -> Any:
@@ -382,15 +376,15 @@ def _write(options: argparse.Namespace, found: Sequence[Found]) -> None:
 
     first = found[0][0]
     if options.json:
-        _save("--json", options.json, json.dumps([_as_json(*each) for each in found], indent=1))
+        save("--json", options.json, json.dumps([_as_json(*each) for each in found], indent=1))
     if options.trace:
-        _save("--trace", options.trace, json.dumps(trace_of(first.phases)))
+        save("--trace", options.trace, json.dumps(trace_of(first.phases)))
     if options.timeline:
         topology = first.case.topology
         title = f"One dispatch by role: a channel of rank 0 of {topology.nodes} x {topology.ranks_per_node}"
-        _save("--timeline", options.timeline, timeline(title, first.phases["dispatch"], channel=0))
+        save("--timeline", options.timeline, timeline(title, first.phases["dispatch"], channel=0))
     if options.svg:
-        _save("--svg", options.svg, _picture(options, found))
+        save("--svg", options.svg, _picture(options, found))
 
 
 def _picture(options: argparse.Namespace, found: Sequence[Found]) -> str:
@@ -427,13 +421,6 @@ def plan_times(case: Case, machine: Machine) -> dict[str, str]:
     error = _error(machine, case)
     lines["error of what could be compared"] = f"median {error.median:.0%}, worst {error.worst:.0%}"
     return lines
-
-
-def _save(name: str, file: str, text: str) -> None:
-    try:
-        Path(file).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{name} {file}: {error.strerror}") from None
 
 
 def _as_json(prediction: Prediction, band: dict[str, tuple[float, float]]) -> dict[str, Any]:
