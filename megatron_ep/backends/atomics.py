@@ -19,12 +19,17 @@ def native_atomics(first: int, second: int) -> bool:
     return first == second or (_C.has_native_atomics(first, second) and _C.has_native_atomics(second, first))
 
 
+def _seen() -> dict[str, int]:
+    """The GPUs that this process sees: their index by their UUID."""
+    return {cuda.uuid(i): i for i in range(torch.cuda.device_count())}
+
+
 def are_native(own: str | None, gpus: Sequence[str | None]) -> bool:
     """Whether this GPU is known to have them with all others, which is to say that NVLink joins them.
 
     own, gpus: UUIDs. Of a GPU that this process does not see nothing is known.
     """
-    seen = {cuda.uuid(i): i for i in range(torch.cuda.device_count())}
+    seen = _seen()
     return all(
         gpu == own or (str(gpu) in seen and str(own) in seen and native_atomics(seen[str(own)], seen[str(gpu)]))
         for gpu in gpus
@@ -38,7 +43,7 @@ def check(rank: int, gpus: Sequence[str | None], mapped: Sequence[int]) -> None:
 
     gpus: of all ranks, their UUIDs.
     """
-    seen = {cuda.uuid(i): i for i in range(torch.cuda.device_count())}
+    seen = _seen()
     own = seen.get(str(gpus[rank]))
     for other in mapped:
         peer = seen.get(str(gpus[other]))

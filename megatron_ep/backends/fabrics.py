@@ -32,7 +32,6 @@ NVSHMEM_LIBRARY = "libnvshmem_host.so.3"
 NCCL_LIBRARY = "libnccl.so.2"
 VERBS, TCP = "verbs", "tcp"
 OVER_HOST = (VERBS, TCP)  # by a thread of the host
-NO_CARD = verbs.NO_CARD
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def _first_of(names: Sequence[str], forced: str | None, reason: str, gather: Cal
     """The first one that all ranks can use, or tcp, which needs nothing; or the one that is forced."""
     lacking: list[str] = []
     for name in names if forced is None else () if forced == TCP else (forced,):
-        missing = gather(_missing(name) if forced or ibgda.has_cards() else NO_CARD)
+        missing = gather(_missing(name) if forced or ibgda.has_cards() else ibgda.NO_CARD)
         if not any(missing):
             return Choice(name, "; ".join([reason, *lacking]))
         lacking.append(_by_rank(missing))
@@ -213,7 +212,7 @@ def report() -> dict[str, str]:
     facts[VERBS] = verbs.report()
     facts[TCP] = "built, needs nothing else" if hasattr(_C, "QueueGroup") else "built for the host: there was no nvcc"
     facts["ibgda"] = ibgda.report()
-    networks = "nvshmem, nccl, verbs or else tcp" if ibgda.has_cards() else f"tcp ({NO_CARD})"
+    networks = "nvshmem, nccl, verbs or else tcp" if ibgda.has_cards() else f"tcp ({ibgda.NO_CARD})"
     facts["chosen"] = os.environ.get(VARIABLE) or f"p2p on one machine, {networks} on several"
     facts["chosen on the host"] = f"shared memory on one machine, {_report_of_host()} on several"
     return facts
@@ -223,5 +222,5 @@ def _report_of_host() -> str:
     wanted = os.environ.get(VARIABLE)
     if wanted in OVER_HOST:
         return wanted
-    missing = _missing(VERBS) if ibgda.has_cards() else NO_CARD
+    missing = _missing(VERBS) if ibgda.has_cards() else ibgda.NO_CARD
     return f"{TCP} ({missing})" if missing else VERBS

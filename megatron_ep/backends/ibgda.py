@@ -31,6 +31,7 @@ DEFAULTS = {
 PREFIX = "NVSHMEM_IBGDA_"
 ALIKE = (ENABLE, *MULTI_PORT, *DEFAULTS, "NVSHMEM_REMOTE_TRANSPORT")
 CARDS, DEVICES = Path("/sys/class/infiniband"), Path("/dev/infiniband")
+NO_CARD = f"no network card for RDMA in {CARDS}"
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,6 @@ from megatron_ep.errors import EPError
 
 LIBRARY = "libibverbs.so.1"
 VARIABLE = "MEGATRON_EP_CARDS"  # names, "mlx5_0,mlx5_1:2": a card, or one port of it
-NO_CARD = f"no network card for RDMA in {ibgda.CARDS}"
 
 
 def ports() -> list[_C.CardPort]:
@@ -58,7 +57,7 @@ def card_of(rank: int, machines: Sequence[str]) -> _C.Card:
 def report() -> str:
     """For `megatron-ep env`."""
     if not ibgda.has_cards():
-        return NO_CARD
+        return ibgda.NO_CARD
     try:
         found = ports()
     except EPError as error:

@@ -90,7 +90,7 @@ def test_several_machines_take_the_first_network_that_loads(monkeypatch: pytest.
 def test_several_machines_without_a_card_take_the_host(monkeypatch: pytest.MonkeyPatch, cards: Path) -> None:
     monkeypatch.delenv(fabrics.VARIABLE, raising=False)
     monkeypatch.setattr(fabrics, "NETWORKS", dict.fromkeys(NETWORKS, lambda: None))
-    assert choose("a", "b", answers=[{1: fabrics.NO_CARD}] * 3) == "tcp"
+    assert choose("a", "b", answers=[{1: ibgda.NO_CARD}] * 3) == "tcp"
     (cards / "card").rmdir()
     assert choose("a", "b") == "tcp"
     monkeypatch.setattr(verbs, "usable", lambda: ["a port"])
