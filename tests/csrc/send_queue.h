@@ -100,6 +100,20 @@ inline void wait_until_lost(SpinningWarp& warp, TestRank& rank, const char* othe
             "somebody else is to blame");
 }
 
+// What no rank sends ends the connection. pairs: those of a rank that has a card.
+using QueuePairs = std::vector<std::shared_ptr<verbs::QueuePair>>;
+inline void require_refused(TestRank& rank, const Frame& frame, const QueuePairs& pairs = {}) {
+    int sockets[2];
+    require(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0, "no sockets");
+    rank.nic->start({{}, {sockets[0]}}, {{}, pairs});
+    require(write(sockets[1], &frame, sizeof frame) == sizeof frame, "no write");
+    SpinningWarp warp;
+    wait_until_lost(warp, rank, "garbage was taken");
+    rank.nic->stop(std::chrono::seconds(0));
+    require(rank.lost(1) == "it sent what no rank sends", rank.lost(1));
+    close(sockets[1]);
+}
+
 // What lies between two ranks: with a seed it carries a few bytes at a time, whenever it likes, and
 // holds few, so that everything arrives in parts. Without one it is a pair of sockets.
 class Wire {
@@ -169,7 +183,6 @@ struct Cards {
 };
 
 // So many pairs of queue pairs that are connected: those of a, and those of b.
-using QueuePairs = std::vector<std::shared_ptr<verbs::QueuePair>>;
 inline std::array<QueuePairs, 2> connected_pairs(const Cards& cards, int count) {
     std::array<QueuePairs, 2> pairs;
     for (int i = 0; i < count && cards.a; ++i) {

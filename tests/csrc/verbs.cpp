@@ -156,16 +156,26 @@ void check_order(Fake& fake) {
     require(overtaken > 0, "these cards keep an order that they do not promise");
 }
 
+// Each with a card, connected.
+struct TwoRanks {
+    TestRank a, b;
+
+    explicit TwoRanks(const Fake& fake) : TwoRanks(fake.cards()) {}
+
+  private:
+    explicit TwoRanks(const Cards& cards) : a(0, cards.a), b(1, cards.b) {
+        const Wire wire(std::nullopt);
+        const auto pairs = connected_pairs(cards, 1);
+        a.nic->start({{}, {wire.end(0)}}, {{}, pairs[0]});
+        b.nic->start({{wire.end(1)}, {}}, {pairs[1], {}});
+    }
+};
+
 // Two ranks, until the card of one does what it should not.
 void check_failure(Fake& fake, const char* name, const std::string& why) {
     const auto patience = fake.with("retry_ms", 300, 60'000);
-    const Cards cards = fake.cards();
-    TestRank a(0, cards.a), b(1, cards.b);
-    int sockets[2];
-    require(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0, "no sockets");
-    const auto pairs = connected_pairs(cards, 1);
-    a.nic->start({{}, {sockets[0]}}, {{}, pairs[0]});
-    b.nic->start({{sockets[1]}, {}}, {pairs[1], {}});
+    TwoRanks ranks(fake);
+    auto& [a, b] = ranks;
     SpinningWarp warp;
     const SendQueue queue = a.port->queues().puts(0, 1);
     require(queue.post_add(warp, 1, 0, 1), "no room");
@@ -196,13 +206,8 @@ void check_short_break(Fake& fake) {
 // A part of a buffer that is opened while the network runs, and closed on one side while the other
 // still sends to it.
 void check_parts(Fake& fake) {
-    const Cards cards = fake.cards();
-    TestRank a(0, cards.a), b(1, cards.b);
-    int sockets[2];
-    require(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0, "no sockets");
-    const auto pairs = connected_pairs(cards, 1);
-    a.nic->start({{}, {sockets[0]}}, {{}, pairs[0]});
-    b.nic->start({{sockets[1]}, {}}, {pairs[1], {}});
+    TwoRanks ranks(fake);
+    auto& [a, b] = ranks;
     std::vector<uint64_t> of_a(512), of_b(512);
     const auto open = [](TestRank& rank, int number, std::vector<uint64_t>& memory) {
         std::vector<char*> heaps(2, nullptr);
@@ -239,15 +244,7 @@ void check_garbage(Fake& fake) {
           Frame{Frame::kKeys, 0, 0, 8, 0, 0}, Frame{99, 0, 0, 0, 0, 0}}) {
         const Cards cards = fake.cards();
         TestRank rank(0, cards.a);
-        int sockets[2];
-        require(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0, "no sockets");
-        rank.nic->start({{}, {sockets[0]}}, {{}, connected_pairs(cards, 1)[0]});
-        require(write(sockets[1], &frame, sizeof frame) == sizeof frame, "no write");
-        SpinningWarp warp;
-        wait_until_lost(warp, rank, "garbage was taken");
-        rank.nic->stop(std::chrono::seconds(0));
-        require(rank.lost(1) == "it sent what no rank sends", rank.lost(1));
-        close(sockets[1]);
+        require_refused(rank, frame, connected_pairs(cards, 1)[0]);
     }
 }
 
