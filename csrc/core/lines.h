@@ -10,7 +10,7 @@
 namespace ep {
 
 // A row as lines of 128 bytes, each with its tag in it: a line is stored at once and arrives whole,
-// so whoever finds the tag has the rest, and nobody waits until stores have arrived. Only where
+// so a warp that finds the tag has the rest, and none waits until stores have arrived. Only where
 // memory is mapped over links that keep a line whole: see docs/memory_model.md.
 //
 // Units of 16 bytes, a lane each: 7 of the row's payload, then 8 bytes that travel beside it, and

@@ -71,8 +71,7 @@ concept FabricParamsLike = requires(const P& params, int rank, uint64_t timeout_
 // What the low-latency mode, which knows no rails, asks of a fabric besides.
 //
 //   kKeepsLines                whether a line (core/lines.h) stored to any rank may arrive whole:
-//   the
-//                              heap says whether it does
+//                              the heap says whether it does
 //   maps(rank)                 whether this rank stores to that rank's memory
 //   at<T>(rank, offset)        that memory: plain loads and stores. Only where it is mapped
 //   put_to, signal_to, credit_to
