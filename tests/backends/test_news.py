@@ -26,6 +26,7 @@ from megatron_ep import _C
 from megatron_ep.backends import codec, news
 from megatron_ep.backends.news import Failure, News
 from megatron_ep.backends.of_group import OfGroup
+from megatron_ep.backends.processes import process_fate
 from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.group.rank_group import HOW_TO_GO_ON
 
@@ -107,8 +108,12 @@ class Rank:
         assert self.link.poll(90)
         return self.link.recv()
 
-    def send_signal(self, number: int) -> None:
-        os.kill(self.process.pid, number)
+    def kill(self) -> None:
+        os.kill(self.process.pid, signal.SIGKILL)
+
+    def stop(self) -> None:
+        os.kill(self.process.pid, signal.SIGSTOP)
+        assert within(10, lambda: process_fate(self.process.pid) == "is stopped")
 
 
 def start(launcher: Callable[[], dist.TCPStore], roles: list[str], limit: float = 60.0) -> list[Rank]:
@@ -142,7 +147,7 @@ def test_a_rank_is_killed(launcher) -> None:
     """Its machine's other rank notices, and all of the other machine hear of it, in a call or not."""
     ranks = start(launcher, ["sleep 60", "call", "call", "ask"])
     time.sleep(1.0)
-    ranks[0].send_signal(signal.SIGKILL)
+    ranks[0].kill()
     killed = time.time()
     cause = "rank 1 stopped waiting: rank 0 has not entered notify 1 (it finished 0); the process of rank 0 has ended"
     check(ends(ranks, (1, 2, 3)), killed, f"EPAbortError {cause}")
@@ -161,7 +166,7 @@ def test_a_rank_fails(launcher) -> None:
 def test_the_only_rank_of_a_machine_fails(launcher) -> None:
     """It ends at once; the other one there is stopped, and tells nobody."""
     ranks = start(launcher, ["raise 1", "sleep 60", "call", "ask"])
-    ranks[1].send_signal(signal.SIGSTOP)
+    ranks[1].stop()
     ended = ends(ranks, (0, 2, 3))
     check(ended[1:], ended[0][0], "EPAbortError rank 0 failed for a reason of its own: MemoryError: out of luck")
 
@@ -170,7 +175,7 @@ def test_a_rank_is_stopped(launcher) -> None:
     """Rank 1 times out first; those of the other machine came later to the call, and do not wait for their limits."""
     ranks = start(launcher, ["sleep 60", "call", "call 3", "ask"], limit=4)
     began = time.time()
-    ranks[0].send_signal(signal.SIGSTOP)
+    ranks[0].stop()
     ended = ends(ranks, (1, 2, 3))
     assert ended[0][1].startswith("EPTimeoutError ") and ended[0][0] - began > 3.5
     root = "rank 0 has not entered notify 1 (it finished 0); the process of rank 0 is stopped"

@@ -94,13 +94,6 @@ def kill_rank(out, rank):
     signal_rank(out, rank, signal.SIGKILL)
 
 
-def comes_true(condition, limit=10):
-    deadline = time.monotonic() + limit
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return condition()
-
-
 def run_with_a_stalled_rank(recipe, cache, out, device, lateness, forks=None):
     """What the two ranks of stalled_rank.py printed: forked, or (on GPUs) processes of their own."""
     arguments = [str(Path(__file__).parent / "stalled_rank.py"), str(recipe), str(out), str(cache), device, lateness]

@@ -3,15 +3,16 @@
 import re
 import threading
 import time
-from pathlib import Path
 from unittest import mock
 
 import pytest
+import shared_memory
 import survivors
 import torch
 import torch.distributed as dist
 import what_was_sent
 from torch.utils.checkpoint import checkpoint
+from waits import within
 
 import megatron_ep as ep
 from megatron_ep import reference
@@ -27,10 +28,6 @@ TIMEOUT = 2.5
 def ranks():
     with LocalRanks(W, 120) as ranks:
         yield ranks
-
-
-def shared_memory():
-    return {path.name for path in Path("/dev/shm").glob("megatron_ep-*")}
 
 
 def inputs(experts, topk, hidden=33, tokens=(5, 0, 17, 64)):
@@ -79,9 +76,9 @@ def run_topologies():
 
 
 def test_topologies(ranks):
-    before = shared_memory()
+    before = shared_memory.names()
     ranks.run(run_topologies)
-    assert shared_memory() <= before
+    assert within(10, lambda: shared_memory.names() <= before), shared_memory.names() - before
 
 
 def run_one_interrupted():
@@ -354,9 +351,9 @@ def run_bad_construction():
 
 
 def test_bad_construction_is_the_same_error_everywhere(ranks):
-    before = shared_memory()
+    before = shared_memory.names()
     ranks.run(run_bad_construction)
-    assert shared_memory() <= before
+    assert within(10, lambda: shared_memory.names() <= before), shared_memory.names() - before
 
 
 def run_topology_of_the_environment():
@@ -417,9 +414,9 @@ def test_a_set_up_is_logged_once_and_takes_no_collective(ranks):
 
 
 def test_survivors_of_a_killed_rank(tmp_path):
-    before = shared_memory()
+    before = shared_memory.names()
     survivors.check_killed(tmp_path)
-    assert shared_memory() <= before
+    assert within(10, lambda: shared_memory.names() <= before), shared_memory.names() - before
 
 
 def test_ctrl_c_on_one_rank_ends_all(tmp_path):

@@ -107,8 +107,9 @@ SCRIPT = """
 import json, os, sys
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron_ep.megatron import plugin, shared_buffers
-print(json.dumps([os.environ["RANK"], os.environ["CUDA_DEVICE_MAX_CONNECTIONS"], plugin.is_enabled(),
-                  shared_buffers._config | vars(shared_buffers._options), sys.argv[1:]]), flush=True)
+line = json.dumps([os.environ["RANK"], os.environ["CUDA_DEVICE_MAX_CONNECTIONS"], plugin.is_enabled(),
+                   shared_buffers._config | vars(shared_buffers._options), sys.argv[1:]])
+os.write(1, line.encode() + b"\\n")  # at once: print's line and its end are two writes where output is not buffered
 """
 
 

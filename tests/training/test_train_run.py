@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+import shared_memory
 import training_runs
 from ports import free_port
-from training_runs import comes_true, deterministic, finish, kill_rank, rows, running, signal_rank, until_training
+from training_runs import deterministic, finish, kill_rank, rows, running, signal_rank, until_training
+from waits import within
 
 pytest.importorskip("megatron.core")
 
@@ -96,13 +97,8 @@ def test_a_run_with_megatrons_dispatcher_starts_with_the_same_losses(trained, ru
         assert float(ours["loss"]) == pytest.approx(float(theirs["loss"]), rel=1e-4)
 
 
-def segments():
-    """Shared memory in the project's names."""
-    return {path.name for path in Path("/dev/shm").glob("megatron_ep*")}
-
-
 def test_ctrl_c_ends_everything_quietly(cache, tmp_path):
-    out, before = tmp_path / "run", segments()
+    out, before = tmp_path / "run", shared_memory.names()
     process = start(cache, out, "--set", "topology.nodes=1")
     until_training(process, out)
     assert len(running(out)) == 3
@@ -113,11 +109,11 @@ def test_ctrl_c_ends_everything_quietly(cache, tmp_path):
     assert process.returncode == 130
     assert text.count("SIGINT") == 1 and "Traceback" not in text
     assert not running(out)
-    assert comes_true(lambda: segments() <= before), segments() - before
+    assert within(10, lambda: shared_memory.names() <= before), shared_memory.names() - before
 
 
 def test_a_killed_rank_ends_all_and_is_named_once(cache, tmp_path):
-    out, before = tmp_path / "run", segments()
+    out, before = tmp_path / "run", shared_memory.names()
     process = start(cache, out, "--set", "topology.nodes=1")
     until_training(process, out)
     kill_rank(out, 1)
@@ -127,7 +123,7 @@ def test_a_killed_rank_ends_all_and_is_named_once(cache, tmp_path):
     assert process.returncode == 1
     assert "rank 1 failed: killed by SIGKILL" in text and text.count("failed") == 1 and "Traceback" not in text
     assert not running(out)
-    assert comes_true(lambda: segments() <= before), segments() - before
+    assert within(10, lambda: shared_memory.names() <= before), shared_memory.names() - before
 
 
 def test_ranks_end_with_a_killed_launcher(cache, tmp_path):
@@ -136,7 +132,7 @@ def test_ranks_end_with_a_killed_launcher(cache, tmp_path):
     until_training(process, out)
     process.kill()
     process.wait(timeout=10)
-    assert comes_true(lambda: not running(out)), running(out)
+    assert within(10, lambda: not running(out)), running(out)
     process.stdout.close()
 
 
