@@ -20,19 +20,25 @@ namespace ep {
 // and to a masked rank nothing is read or written any more, and what may still arrive from it goes
 // to memory that no other rank writes.
 
+// Whether this rank has masked `rank` before this half, or has been masked by it.
+template <class W, class F, class Args>
+EP_FN bool is_masked_since_before(const LowLatencyCall<F, Args>& call, LowLatencyHalf half,
+                                  int rank) {
+    if (half == LowLatencyHalf::Receive && !call.takes_part(LowLatencyHalf::Send, rank))
+        return true;
+    return *call.fabric.template own<uint64_t>(call.heap().masked(rank)) ||
+           acquire_flag<W>(call.fabric, call.heap().channels, rank, call.heap().masked_flag(rank));
+}
+
 // Whether this rank has masked `rank`, is asked to, or has been masked by it.
 template <class W, class F, class Args>
 EP_FN bool is_masked(const LowLatencyCall<F, Args>& call, LowLatencyHalf half, int rank) {
     if (rank == call.args.rank) return false;
-    if (half == LowLatencyHalf::Receive && !call.takes_part(LowLatencyHalf::Send, rank))
-        return true;
-    if (!call.args.mask.active[rank] ||
-        *call.fabric.template own<uint64_t>(call.heap().masked(rank)))
-        return true;
-    return acquire_flag<W>(call.fabric, call.heap().channels, rank, call.heap().masked_flag(rank));
+    return !call.args.mask.active[rank] || is_masked_since_before<W>(call, half, rank);
 }
 
-// To the ranks that may wait for this one: it waits, too, and is alive.
+// To the ranks that may wait for this one: it waits, too, and is alive. Also to those that it is
+// asked to mask from now on: they are told only once this rank has waited for all others.
 template <WarpLike W, class F, class Args>
 EP_FN void send_beat(W& warp, const LowLatencyCall<F, Args>& call, LowLatencyHalf half) {
     typename W::template PerLane<uint64_t> before;
@@ -43,7 +49,7 @@ EP_FN void send_beat(W& warp, const LowLatencyCall<F, Args>& call, LowLatencyHal
     });
     const uint64_t beats = warp.broadcast(before, 0);
     credit_ranks(warp, call, call.heap().beat_flag(call.args.rank), beats, beats + 1,
-                 [&](int rank) { return !is_masked<W>(call, half, rank); });
+                 [&](int rank) { return !is_masked_since_before<W>(call, half, rank); });
 }
 
 // Whether and why `rank` has masked this one.
