@@ -152,7 +152,8 @@ EP_FN bool mask_ranks(W& warp, const LowLatencyCall<F, Args>& call, LowLatencyHa
 
 // Waits until it is decided of every rank whether it takes part. need(rank): the condition under
 // which it does. A rank is left out when nothing has come from it for mask.silent_slices slices,
-// beats included, which ranks that wait themselves send; or after mask.max_slices in any case.
+// beats included, which ranks that wait themselves send; or after mask.max_slices in any case. This
+// rank itself is waited for until then, and never left out: other warps of it may only be late.
 // false: the wait ended badly, this rank has been masked, or a required rank does not take part.
 template <WarpLike W, class F, class Args, class ConditionOf>
 EP_FN bool decide_membership(W& warp, const LowLatencyCall<F, Args>& call, const Team& team,
@@ -187,7 +188,9 @@ EP_FN bool decide_membership(W& warp, const LowLatencyCall<F, Args>& call, const
                     const uint64_t heard = beats_of(rank);
                     silent[lane] = heard == beats[lane] ? silent[lane] + over : 0;
                     beats[lane] = heard;
-                    if (silent[lane] < mask.silent_slices && slices < mask.max_slices) return true;
+                    const bool may_come =
+                        silent[lane] < mask.silent_slices && slices < mask.max_slices;
+                    if (may_come || rank == call.args.rank) return true;
                     takes_part = false;
                 }
                 W::template compare_exchange<Scope::Rank>(call.membership(half, rank), before,
@@ -203,6 +206,10 @@ EP_FN bool decide_membership(W& warp, const LowLatencyCall<F, Args>& call, const
                 });
             }
             if (!missing) break;
+            if (slices >= mask.max_slices) {  // of all others it is decided
+                warp.fail(Outcome::Timeout, wait, need(call.args.rank));
+                return false;
+            }
             open = missing;
             const Waited end = warp.wait_a_while(
                 wait, lanes,
