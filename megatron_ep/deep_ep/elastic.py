@@ -49,7 +49,9 @@ class ElasticBuffer(OverInstances):
 
     num_bytes: kept, or computed from the sizes behind it; the memory taken is what calls need.
     num_max_tokens_per_rank: the most that a rank may dispatch, where a dispatch does not say another number.
-    allow_multiple_reduction: must be True: a rank sums the rows of its experts, and rounds, before they travel.
+    allow_multiple_reduction: whether the sum of a token's rows may be rounded more than once, because each rank sums
+        the rows of its experts before they travel. False: rows of do_expand travel back as float32, in twice the bytes,
+        and their sum is rounded once.
     num_gpu_timeout_secs: a wait that takes longer is an error.
     deterministic: it always is. num_topk, sl_idx, num_allocated_qps, num_cpu_timeout_secs, allow_hybrid_mode and
         prefer_overlap_with_compute change nothing.
@@ -80,10 +82,6 @@ class ElasticBuffer(OverInstances):
             raise ValueError("group is None, must be a process group")
         if num_cpu_bytes:
             refuse("num_cpu_bytes", num_cpu_bytes, "it needs no memory of the host")
-        if not allow_multiple_reduction:
-            raise ValueError(
-                "allow_multiple_reduction is False, must be True: a rank's sums are rounded as they travel"
-            )
         require_int("num_max_tokens_per_rank", num_max_tokens_per_rank, 0, MAX_ROWS)
         if num_bytes is None:
             if not num_max_tokens_per_rank or not hidden:
@@ -96,6 +94,7 @@ class ElasticBuffer(OverInstances):
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
         self.num_allocated_qps = num_allocated_qps
         self.explicitly_destroy = explicitly_destroy
+        self._rounds_once = not allow_multiple_reduction
         self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
         self.num_rdma_ranks, self.num_nvlink_ranks = self.get_physical_domain_size()
         self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(self.rank_idx, self.num_scaleup_ranks)
@@ -259,7 +258,9 @@ class ElasticBuffer(OverInstances):
         def call() -> tuple[torch.Tensor, torch.Tensor | None]:
             if before_end is not None:
                 before_end.current_stream_wait()
-            return transfers.combine(routes, x, topk_weights, biases)
+            return transfers.combine(
+                routes, x, topk_weights, biases, rounds_once=handle.do_expand and self._rounds_once
+            )
 
         (y, weights), event = run(
             x.device,
@@ -290,7 +291,8 @@ class ElasticBuffer(OverInstances):
         require_int("num_sms", num_sms, 0, MAX_CHANNELS)
         if not has_counts:
             require_int("num_max_tokens_per_rank", max_tokens, 1, MAX_ROWS // self.num_ranks)
-        buffer = self._instances().normal(device_of(x), num_experts, num_sms or None, row_bytes(x))
+        width = row_bytes(x, torch.float32 if self._rounds_once else torch.bfloat16)
+        buffer = self._instances().normal(device_of(x), num_experts, num_sms or None, width)
 
         def dispatched() -> tuple[Received, Routes]:
             num_rows = None

@@ -15,7 +15,7 @@ def device_of(x: Rows) -> torch.device:
     return tensors_of(x)[0].device
 
 
-def row_bytes(x: Rows) -> int:
-    """Of a row that is combined: in bfloat16, if x is smaller."""
+def row_bytes(x: Rows, combined: torch.dtype = torch.bfloat16) -> int:
+    """Of a row that is combined: in this type, if x is smaller."""
     values = tensors_of(x)[0]
-    return values.shape[-1] * max(2, values.element_size())
+    return values.shape[-1] * max(combined.itemsize, values.element_size())

@@ -193,10 +193,12 @@ def combine(
     biases: Sequence[torch.Tensor] = (),
     *,
     sums_weights: bool = False,
+    rounds_once: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """x [R, H], weights float32 [R, K], or [R] of grouped rows, to the sums [T, H] and the weights [T, K], each of the
     rank that has the expert. biases: at most two [T, H]: the sums begin with them. Then comes what each rank made of a
-    token, in the order of the last k of each; in fp32, rounded once.
+    token, in the order of the last k of each; in fp32, rounded once. So is what a rank makes of its rows of a token,
+    unless it travels in fp32 (rounds_once).
 
     sums_weights: flat rows: the weights of all ranks that had a token, whatever experts they are of, are summed.
     """
@@ -213,11 +215,14 @@ def combine(
         for bias in biases:
             api.as_list("bias", bias, group)
             api.check_weights("bias", [bias], [(routes.num_tokens, x.shape[1])], (x.dtype,))
+        dtype = x.dtype
+        if rounds_once and dtype.itemsize < torch.float32.itemsize:
+            x, biases = x.float(), [bias.float() for bias in biases]
         beside = None if weights is None or sums_weights else [weights]
         out, out_weights = launches.launch_combine(routes.handle, [x], beside, biases=biases)
         if weights is not None and sums_weights:
-            return out[0], launches.launch_combine(routes.handle, [weights], None)[0][0]
-        return out[0], None if out_weights is None else out_weights[0]
+            return out[0].to(dtype), launches.launch_combine(routes.handle, [weights], None)[0][0]
+        return out[0].to(dtype), None if out_weights is None else out_weights[0]
 
 
 def _check_weights(group: RankGroup, weights: torch.Tensor | None, shape: tuple[int, ...]) -> None:

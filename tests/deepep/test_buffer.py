@@ -91,6 +91,11 @@ def test_elastic_buffer(four_ranks, size, ranks_per_node):
     assert all(four_ranks.run(in_groups, elastic.check_elastic, size, ranks_per_node))
 
 
+@pytest.mark.parametrize("ranks_per_node", [None, 2])
+def test_sums_of_an_elastic_buffer_that_are_rounded_once(four_ranks, ranks_per_node):
+    assert all(four_ranks.run(in_groups, elastic.check_rounded_once, 4, ranks_per_node))
+
+
 def test_eight_ranks():
     with LocalRanks(8, 120) as ranks:
         assert all(ranks.run(in_groups, checks.check_normal, 8))
@@ -138,8 +143,6 @@ def test_construction_of_elastic_buffers():
         ElasticBuffer(None)
     with pytest.raises(ValueError, match="num_bytes is None, must be given without num_max_tokens_per_rank and hidden"):
         ElasticBuffer(OneRank())
-    with pytest.raises(ValueError, match="allow_multiple_reduction is False, must be True"):
-        ElasticBuffer(OneRank(), 1, allow_multiple_reduction=False)
     with pytest.raises(NotImplementedError, match="num_cpu_bytes is 8"):
         ElasticBuffer(OneRank(), 1, num_cpu_bytes=8)
     buffer = ElasticBuffer(OneRank(), 3)

@@ -25,6 +25,30 @@ def check_elastic(group, device, hidden=256):
     return True
 
 
+def check_rounded_once(group, device, hidden=136):
+    """Of 1, 2^-8 and -1, of three experts of two ranks: a sum of two that is rounded to bfloat16 loses the 2^-8."""
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    ids = torch.tensor([[2, 3, 0]], device=device).expand(rank + 1, 3).contiguous()
+    x = torch.ones(rank + 1, hidden, dtype=torch.bfloat16, device=device)
+    made = torch.tensor([-1.0, 0.0, 1.0, 2.0**-8], device=device)  # of each expert
+    for several in (True, False):
+        buffer = ElasticBuffer(
+            group, num_max_tokens_per_rank=world, hidden=hidden, num_topk=3, allow_multiple_reduction=several
+        )
+        rows, _, _, handle, _ = buffer.dispatch(x, ids, num_experts=2 * world, do_expand=True)
+        expert = 2 * rank + torch.arange(2, device=device).repeat_interleave(
+            torch.tensor(handle.num_recv_tokens_per_expert_list, device=device)
+        )
+        bias = torch.full_like(x, 4)
+        y, _, _ = buffer.combine(rows * made.to(rows)[expert % 4].unsqueeze(1), handle)
+        with_bias, _, _ = buffer.combine(rows * made.to(rows)[expert % 4].unsqueeze(1), handle, bias=bias)
+        expected = torch.full_like(x, 0.0 if several else 2.0**-8)
+        same(y, expected, "sums")
+        same(with_bias, bias, "sums with a bias")
+        buffer.destroy()
+    return True
+
+
 class _Case:
     def __init__(self, buffer, given, rank, device, alignment, has_counts, is_float8, max_tokens):
         self.buffer, self.given, self.rank, self.device = buffer, given, rank, device
