@@ -22,7 +22,7 @@ class NetworkTrial:
     rendezvous: of the ranks.
     machines: of each rank, by name; only ranks of different ones are connected.
     channels: rings between two ranks.
-    address, stripes: as of `Network`.
+    address, stripes, card: as of `Network`.
     max_bytes: of a put. A rank takes 16 * channels * max_bytes of memory for each rank that it exchanges with.
     """
 
@@ -35,19 +35,31 @@ class NetworkTrial:
         max_bytes: int = 1 << 16,
         address: str | None = None,
         stripes: int | None = None,
+        card: _C.Card | None = None,
     ):
         sizes = dict(world=len(machines), channels=channels, max_bytes=max_bytes)
         self.max_bytes = max_bytes
         self.others = [rank for rank, machine in enumerate(machines) if machine != machines[rendezvous.rank]]
+        rank = rendezvous.rank
         controls = [_C.Segment.anonymous(_C.SoftwareNic.mirror_bytes) for _ in machines]
-        nic = _C.SoftwareNic(rank=rendezvous.rank, segments=controls)
-        self._network = Network(rendezvous.rank, machines, nic, address, stripes)
-        heap = _C.Segment.anonymous(_C.NetworkLoad.heap_bytes(**sizes))
-        # before the connections: the others' puts find it there
-        self._load: _C.NetworkLoad | None = _C.NetworkLoad(
-            self._network.nic, controls[rendezvous.rank], heap, rank=rendezvous.rank, **sizes
-        )
-        self._network.connect(rendezvous)
+
+        def make() -> tuple[Network, _C.NetworkLoad]:
+            try:
+                nic = _C.SoftwareNic(rank=rank, segments=controls, card=card)
+                heap = _C.Segment.anonymous(_C.NetworkLoad.heap_bytes(**sizes))
+                load = _C.NetworkLoad(nic, controls[rank], heap, rank=rank, **sizes)
+            except RuntimeError as error:  # of a card that takes no memory
+                raise EPError(str(error)) from None
+            return Network(rank, machines, nic, address, stripes, card), load
+
+        # before the connections: the others' puts find its memory there
+        self._network, load = rendezvous.agree(make)
+        self._load: _C.NetworkLoad | None = load
+        try:
+            self._network.connect(rendezvous)
+        except BaseException:
+            self.close()
+            raise
 
     def ping(self, peer: int, *, begins: bool, size: int, rounds: int, timeout: float) -> list[float]:
         """A put of `size` bytes and its signal to a rank that calls this, too, and back: half of each round trip, in

@@ -46,7 +46,11 @@ def usable() -> list[_C.CardPort]:
 
 def card_of(rank: int, machines: Sequence[str]) -> _C.Card:
     """Opens the port of a rank. machines: of each rank. Raises as `usable` does, and EPError where it fails."""
-    place = list(machines[:rank]).count(machines[rank])
+    return card_at(list(machines[:rank]).count(machines[rank]))
+
+
+def card_at(place: int) -> _C.Card:
+    """Opens the port of this place among those that are usable, or begins again with the first. Raises as `card_of`."""
     found = usable()
     try:
         return _C.Card(library=LIBRARY, port=found[place % len(found)])
@@ -63,6 +67,11 @@ def report() -> str:
     except EPError as error:
         return str(error)
     return "; ".join(f"{_name(port)}: {port.lacks or f'up, {port.address}'}" for port in found) or "no network card"
+
+
+def setting(port: _C.CardPort) -> str:
+    """What names this port alone in the variable."""
+    return f"{port.device}:{port.number}"
 
 
 def _name(port: _C.CardPort) -> str:

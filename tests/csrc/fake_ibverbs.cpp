@@ -11,6 +11,8 @@
 //     devices (1), down (0), atomics (1), ethernet (1), iwarp (0), gids (4)
 //     address       the last of 10.99.0.x (1)
 //     network       the third of it (0): cards of different ones do not reach each other
+//     astray        number of the card whose network is 9 instead (-1: none)
+//     slow          number of the card that takes 20 ms for each write of 4 KB or more (-1: none)
 //     unregistered  registering memory fails with this errno (0)
 //     seed          what is late, and by how much; 0: nothing
 //     silent_after  requests that a card carries out before it says nothing any more; -1: all
@@ -71,10 +73,10 @@ class Settings {
   private:
     std::mutex mutex_;
     std::map<std::string, long long> values_ = {
-        {"devices", 1},      {"down", 0}, {"atomics", 1},       {"ethernet", 1},
-        {"iwarp", 0},        {"gids", 4}, {"address", 1},       {"network", 0},
-        {"unregistered", 0}, {"seed", 0}, {"silent_after", -1}, {"refused_after", -1},
-        {"retry_ms", 60'000}};
+        {"devices", 1},       {"down", 0},           {"atomics", 1},      {"ethernet", 1},
+        {"iwarp", 0},         {"gids", 4},           {"address", 1},      {"network", 0},
+        {"astray", -1},       {"slow", -1},          {"unregistered", 0}, {"seed", 0},
+        {"silent_after", -1}, {"refused_after", -1}, {"retry_ms", 60'000}};
 };
 
 Settings& settings() {
@@ -127,6 +129,7 @@ struct FakeQp : Qp {
         std::vector<char> data;
     };
     std::vector<Late> late;  // what was written with relaxed ordering
+    Clock::time_point slow_until;
 };
 
 struct FakeMr : Mr {
@@ -163,6 +166,7 @@ struct FakeContext : Context {
     void end(FakeQp& qp, int status);
     char* place_of(uint32_t key, uint64_t address, uint64_t bytes, unsigned access);
     bool is_late() { return settings()["seed"] != 0; }
+    long long number() const { return std::atoll(device->name + std::strlen("fake_")); }
 };
 
 bool is_silent(FakeContext& card) {
@@ -284,6 +288,9 @@ void FakeContext::receive(FakeQp& qp) {
             std::memcpy(&one.message.header, buffer.data(), sizeof(Header));
             one.message.data.assign(buffer.begin() + sizeof(Header), buffer.begin() + got);
             if (is_late() && random() % 8 == 0) one.due += Microseconds(random() % 2000);
+            if (settings()["slow"] == number() && got > 4096)
+                one.due = std::max(one.due, qp.slow_until) + Microseconds(20'000),
+                qp.slow_until = one.due;
             qp.arrived.push_back(std::move(one));
         }
     });
@@ -398,14 +405,15 @@ int post_send(Qp* base, SendWr* wr, SendWr** bad) {
     return 0;
 }
 
-GidEntry gid_at(uint32_t index) {
+GidEntry gid_at(const FakeContext& card, uint32_t index) {
     GidEntry entry{};
     entry.index = index;
     entry.port = 1;
     const bool is_ethernet = settings()["ethernet"];
     entry.type = !is_ethernet ? kGidInfiniBand : index % 2 ? kGidRoceV2 : kGidRoceV1;
     const auto host = static_cast<uint8_t>(settings()["address"]);
-    const auto network = static_cast<uint8_t>(settings()["network"]);
+    const bool is_astray = settings()["astray"] == card.number();
+    const auto network = static_cast<uint8_t>(is_astray ? 9 : settings()["network"]);
     if (index < 2) {
         entry.gid.raw[0] = 0xfe;
         entry.gid.raw[1] = 0x80;
@@ -479,9 +487,10 @@ int ibv_query_port(Context*, uint8_t, PortAttr* found) {
     return 0;
 }
 
-int _ibv_query_gid_ex(Context*, uint32_t, uint32_t index, GidEntry* found, uint32_t, size_t) {
+int _ibv_query_gid_ex(Context* context, uint32_t, uint32_t index, GidEntry* found, uint32_t,
+                      size_t) {
     if (index >= settings()["gids"]) return ENODATA;
-    *found = gid_at(index);
+    *found = gid_at(*static_cast<FakeContext*>(context), index);
     return 0;
 }
 
@@ -585,7 +594,7 @@ int ibv_modify_qp(Qp* base, QpAttr* attr, int mask) {
             const GlobalRoute& route = attr->address.route;
             if (settings()["ethernet"]) {
                 if (!attr->address.is_global) return EINVAL;
-                const GidEntry own = gid_at(route.source_index);
+                const GidEntry own = gid_at(*qp.card, route.source_index);
                 if (own.type != kGidRoceV2) return EINVAL;
                 if (std::memcmp(own.gid.raw, route.destination.raw, 15)) return ETIMEDOUT;
             } else if (attr->address.lid == 0) {

@@ -1,18 +1,23 @@
 """`megatron-ep check --network`: what it says of good and bad networks, between machines made of namespaces; and
 `megatron-ep check` by the ranks of a job on them."""
 
+import os
+import re
 import sys
 from itertools import combinations
 from pathlib import Path
 from unittest import mock
 
+import cpp
 import machines
 import pytest
 import torch.distributed as dist
+from test_verbs import cards_with
 
 from megatron_ep import megatron as megatron_side
+from megatron_ep.backends import fabrics, verbs
 from megatron_ep.bench.local_ranks import LocalRanks
-from megatron_ep.cli import network
+from megatron_ep.cli import network, network_examination
 from megatron_ep.cli.check_common import MEGATRON_LAYERS
 from megatron_ep.cli.main import main
 
@@ -103,8 +108,13 @@ def ranks():
         yield ranks
 
 
+@pytest.fixture(scope="module")
+def library() -> str:
+    return str(cpp.build("fake_ibverbs") / "libfake_ibverbs.so")
+
+
 def examine_builds() -> tuple[str, int]:
-    with mock.patch.object(network, "_build", lambda: f"megatron_ep 0.{dist.get_rank()}"):
+    with mock.patch.object(network_examination, "_build", lambda: f"megatron_ep 0.{dist.get_rank()}"):
         return network._examine_apart(20.0)
 
 
@@ -118,11 +128,54 @@ def test_ranks_of_one_machine(ranks):
     for text, _ in ranks.run(network._examine_apart, 20.0):
         assert "2 ranks on 2 machines" in text and "contents and order are right" in text, text
         assert "export MEGATRON_EP_ADDRESS=" in text
+        assert "card" not in text, text
+
+
+def examine_cards(library: str, facts: list[dict[str, int]], wanted: str = "verbs") -> tuple[str, int]:
+    """The two ranks have two cards each. facts: of those of each rank."""
+    with (
+        mock.patch.object(verbs, "LIBRARY", library),
+        mock.patch.object(network, "FASTER", 1000.0),  # the tests' cards are slower than TCP
+        mock.patch.dict(os.environ, {fabrics.VARIABLE: wanted}),
+        cards_with(**dict(devices=2) | facts[dist.get_rank()]),
+    ):
+        return network._examine_apart(20.0)
+
+
+def test_network_cards_are_examined(ranks, library):
+    for text, status in ranks.run(examine_cards, library, [{}, {}]):
+        assert status == 0 and "FAIL" not in text, text
+        for number in range(2):
+            cards = rf"network cards \S+/0 fake_{number}:1, \S+/1 fake_{number}:1\n"
+            assert len(re.findall(cards, text)) == 1, text
+        assert text.count("contents and order are right") == text.count("\nnetwork "), "over TCP and by each card"
+        assert "export MEGATRON_EP_FABRIC=verbs\n" in text and verbs.VARIABLE not in text
+
+
+def test_the_wrong_card_is_named_and_left_out(ranks, library):
+    for text, status in ranks.run(examine_cards, library, [{}, dict(astray=0)]):
+        [fault] = [line for line in text.splitlines() if line.startswith("FAIL")]
+        assert status == 1 and "fake_0" in fault and "10.99.9.1" in fault, text
+        assert "export MEGATRON_EP_FABRIC=verbs\n    export MEGATRON_EP_CARDS=fake_1:1\n" in text, text
+
+
+def test_a_slow_card_is_named_and_left_out(ranks, library):
+    for text, status in ranks.run(examine_cards, library, [dict(slow=1), {}]):
+        faults = [line for line in text.splitlines() if line.startswith("FAIL")]
+        assert status == 1 and faults, text
+        assert all(line.startswith("FAIL  slow: ") and "fake_1:1" in line for line in faults), text
+        assert "export MEGATRON_EP_CARDS=fake_0:1\n" in text, text
+
+
+def test_a_machine_without_cards_is_named(ranks, library):
+    for text, status in ranks.run(examine_cards, library, [{}, dict(devices=0)]):
+        assert status == 1 and "/1 (rank 1): libibverbs finds no network card" in text, text
+        assert verbs.VARIABLE not in text and "FABRIC=verbs" not in text
 
 
 @pytest.mark.parametrize("machines", range(2, 9))
 def test_every_pair_is_measured_once_and_no_machine_twice_at_a_time(machines):
-    rounds = network.rounds_of(machines)
+    rounds = network_examination.rounds_of(machines)
     assert sorted(pair for pairs in rounds for pair in pairs) == list(combinations(range(machines), 2))
     for pairs in rounds:
         busy = [machine for pair in pairs for machine in pair]

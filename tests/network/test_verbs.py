@@ -48,7 +48,8 @@ def own_library(library, monkeypatch):
 @contextmanager
 def cards_with(**facts: int):
     """What is true of this rank's card, of its settings in fake_ibverbs.cpp."""
-    usual = dict(devices=1, down=0, unregistered=0, network=0, seed=0, silent_after=-1, retry_ms=60_000)
+    off = dict(down=0, unregistered=0, network=0, seed=0, astray=-1, slow=-1, silent_after=-1)
+    usual = dict(devices=1, retry_ms=60_000, **off)
     change = ctypes.CDLL(verbs.LIBRARY).fake_ibverbs_set
     change.argtypes = [ctypes.c_char_p, ctypes.c_longlong]
     for name, value in facts.items():

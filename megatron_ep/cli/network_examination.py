@@ -1,0 +1,286 @@
+"""How `megatron-ep check --network` measures the ways between the machines of a job, on all ranks together."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import ipaddress
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import TypeVar
+
+from megatron_ep import _C
+from megatron_ep.backends import addresses, fabrics, ibgda, processes, tcp, verbs
+from megatron_ep.backends.network_trial import NetworkTrial
+from megatron_ep.backends.rendezvous import StoreRendezvous
+from megatron_ep.cli.network_report import Findings, Half, Link
+from megatron_ep.errors import EPError
+
+PINGS = 200
+FIRST_BYTES = 1 << 20  # sent to see how much more can be sent in ...
+LOAD_S, REPEATS = 0.1, 3  # ... so many seconds; the best of several counts
+MIN_BYTES, MAX_BYTES = 1 << 20, 256 << 20
+MAX_PUT = 1 << 16
+CHANNELS = 2
+MIN_LOST = 10  # packets that were sent again; fewer may have been late
+Told = TypeVar("Told")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a rank tells of where it runs."""
+
+    name: str
+    identity: str  # `processes.machine`
+    build: str
+    networks: list[str]  # in which it has an address
+    wanted: str | None  # by the variable
+    address: str  # that it would take
+    fabric: str | None  # that is wanted, by its variable
+    cards: list[str]  # its ports that can be used, as `verbs.setting` names them
+    no_cards: str  # why it has none
+
+
+class Examination:
+    """Collective. rendezvous: of all ranks. timeout: of each wait, seconds. apart: each rank is a machine."""
+
+    def __init__(self, rendezvous: StoreRendezvous, timeout: float, *, apart: bool = False):
+        self.rendezvous, self.timeout, self.rank = rendezvous, timeout, rendezvous.rank
+
+        def introduce() -> tuple[None, Machine]:
+            return None, _introduce(apart, rendezvous.rank)
+
+        _, self.told = rendezvous.exchange(introduce)
+        order = list(dict.fromkeys(one.identity for one in self.told))
+        self.machine_of = [order.index(one.identity) for one in self.told]
+        self.first_ranks = [self.machine_of.index(machine) for machine in range(len(order))]
+        self.machines = [self.told[rank].name for rank in self.first_ranks]
+
+    def builds(self) -> list[str]:
+        """A line for each build that ranks have, if these are several."""
+        found: dict[str, list[int]] = {}
+        for rank, one in enumerate(self.told):
+            found.setdefault(one.build, []).append(rank)
+        return [f"{build}: {self._named(ranks)}" for build, ranks in found.items()] if len(found) > 1 else []
+
+    def candidates(self) -> list[str]:
+        """Networks that all machines have an address in, first that of the address which rank 0 would take."""
+        shared = [name for name in self.told[0].networks if all(name in one.networks for one in self.told)]
+        apart = len(set(self.machines)) == len(self.machines)
+        outside = [name for name in shared if not (apart and ipaddress.ip_network(name).is_loopback)]
+        taken = ipaddress.ip_address(self.told[0].address)
+        return sorted(outside, key=lambda name: taken not in ipaddress.ip_network(name))
+
+    def places(self) -> range:
+        """Of ports of network cards: as many as each machine has."""
+        return range(min(len(one.cards) for one in self.told))
+
+    def cards_at(self, place: int) -> list[str]:
+        """The port of each machine."""
+        return [self.told[rank].cards[place] for rank in self.first_ranks]
+
+    def no_cards(self) -> list[str]:
+        """Why cards are not examined, a line for each reason, if they would be taken or another machine has some."""
+        if not any(one.cards for one in self.told) and self.told[0].fabric != fabrics.VERBS:
+            return []
+        found: dict[str, list[int]] = {}
+        for rank in self.first_ranks:
+            if not self.told[rank].cards:
+                found.setdefault(self.told[rank].no_cards, []).append(rank)
+        return [f"{self._named(ranks)}: {why}" for why, ranks in found.items()]
+
+    def examine(self, network: str | None, place: int | None = None) -> Findings:
+        """network: None: on the address that each rank would take by itself. place: by the port of this place of each
+        machine; None: over TCP."""
+        address = None if network is None else addresses.address_in(network)
+        unreached = self._reach(address)
+        if unreached:
+            return Findings(unreached, [], {}, 0.0, [])
+        cards: list[_C.Card] = []
+        if place is not None:
+            _, refused = self._together(lambda: cards.append(verbs.card_at(place)), float)
+            if refused:
+                return Findings([], [], {}, 0.0, refused)
+        names = [f"{self.machines[machine]} ({machine})" for machine in self.machine_of]
+        links: list[Link] = []
+        faults: list[str] = []
+        lost: dict[tuple[int, int], float] = {}
+        load = 0.0
+        try:
+            joined = NetworkTrial(
+                self.rendezvous,
+                names,
+                channels=CHANNELS,
+                max_bytes=MAX_PUT,
+                address=address,
+                card=next(iter(cards), None),
+            )
+        except EPError as error:
+            if not cards:
+                raise
+            return Findings([], [], {}, 0.0, [str(error)])
+        with joined as trial:
+            for pairs in rounds_of(len(self.machines)):
+                found, faults = self._measure_all(trial, pairs)
+                links += found
+                if faults:
+                    break
+            slowest = min((link.slowest for link in links), default=0.0)
+            if not faults:
+                _, faults = self._together(partial(self._storm, trial, slowest), float)
+            if not faults:
+                rates, faults = self._together(partial(self._load, trial, slowest), float)
+                load = sum(rate for rate in rates if rate is not None) / len(self.machines)
+            sent = self.rendezvous.gather(
+                [(to, *counts) for to, counts in trial.segments_sent().items()], kind=list[tuple[int, int, int]]
+            )
+        for rank, counts in enumerate([] if cards else sent):
+            for to, packets, again in counts:
+                pair = self.machine_of[rank], self.machine_of[to]
+                share = again / max(packets, 1) if again >= MIN_LOST else 0.0
+                lost[pair] = max(lost.get(pair, 0.0), share)
+        return Findings([], links, lost, load, faults)
+
+    # ---- steps, which all ranks take together
+
+    def _reach(self, address: str | None) -> list[str]:
+        """Which rank does not reach which, a line each."""
+        others = [rank for rank, machine in enumerate(self.machine_of) if machine != self.machine_of[self.rank]]
+        with contextlib.ExitStack() as stack:
+
+            def tell() -> tuple[socket.socket, tcp.Listening]:
+                listener = stack.enter_context(tcp.listen(address))
+                return listener, tcp.Listening.by(listener, len(self.told))
+
+            listener, told = self.rendezvous.exchange(tell)
+            made, why = tcp.join(self.rank, others, told, listener, min(self.timeout, tcp.HELLO_S))
+            for connection in made.values():
+                connection.close()
+        mine = [
+            f"{self._place(self.rank)} does not reach {self._place(other)} at {told[other].host} port "
+            f"{told[other].port}: {why.get(other, 'no answer')}"
+            for other in others
+            if other < self.rank and (other, 0) not in made
+        ]
+        return [line for lines in self.rendezvous.gather(mine, kind=list[str]) for line in lines]
+
+    def _together(self, step: Callable[[], Told | None], kind: type[Told]) -> tuple[list[Told | None], list[str]]:
+        """What it returned on each rank, and what went wrong, a line each."""
+        self.rendezvous.barrier()
+        result, fault = None, None
+        try:
+            result = step()
+        except EPError as error:
+            fault = f"{self._place(self.rank)}: {error}"
+        outcomes = self.rendezvous.gather((result, fault), kind=tuple[kind | None, str | None])  # type: ignore[valid-type]
+        return [result for result, _ in outcomes], [fault for _, fault in outcomes if fault is not None]
+
+    def _measure_all(self, trial: NetworkTrial, pairs: Sequence[tuple[int, int]]) -> tuple[list[Link], list[str]]:
+        """Pairs of machines at once, of which a machine is in one at most."""
+        pair = next((pair for pair in pairs if self.rank in [self.first_ranks[machine] for machine in pair]), None)
+        rates, faults = self._together(lambda: None if pair is None else self._try(trial, pair), float)
+        if faults:
+            return [], faults
+        rate = None if pair is None else rates[self.first_ranks[pair[0]]]
+        size = _bytes_at(rate or 0.0)
+        found, faults = self._together(lambda: None if pair is None else self._measure(trial, pair, size), Half)
+        links = []
+        for one in pairs:
+            first, second = (found[self.first_ranks[machine]] for machine in one)
+            if first is not None and second is not None:
+                links.append(Link(one, (first, second)))
+        return links, faults
+
+    def _peer(self, pair: tuple[int, int]) -> tuple[int, bool]:
+        """The other one's rank, and whether this one begins."""
+        first, second = (self.first_ranks[machine] for machine in pair)
+        return (second, True) if self.rank == first else (first, False)
+
+    def _try(self, trial: NetworkTrial, pair: tuple[int, int]) -> float:
+        peer, _ = self._peer(pair)
+        return FIRST_BYTES / trial.exchange([peer], [peer], FIRST_BYTES // CHANNELS, self.timeout)
+
+    def _measure(self, trial: NetworkTrial, pair: tuple[int, int], size: int) -> Half:
+        peer, begins = self._peer(pair)
+        halves = sorted(trial.ping(peer, begins=begins, size=8, rounds=PINGS, timeout=self.timeout)[PINGS // 10 :])
+
+        def rate(sends: bool, receives: bool) -> float:
+            """By who sends, who waits for the last credit: who receives may find much when it comes."""
+            seconds = []
+            for _ in range(REPEATS):
+                trial.ping(peer, begins=begins, size=1, rounds=1, timeout=self.timeout)  # both are here
+                ranks = ([peer] if sends else [], [peer] if receives else [])
+                seconds.append(trial.exchange(*ranks, size // CHANNELS, self.timeout))
+            return size / min(seconds)
+
+        one_way = [rate(begins, not begins), rate(not begins, begins)]
+        return Half(median(halves), halves[len(halves) * 99 // 100], one_way[not begins], rate(True, True))
+
+    def _storm(self, trial: NetworkTrial, slowest: float) -> None:
+        others = trial.others
+        puts = max(8, 2 * _bytes_at(slowest) // (MAX_PUT * CHANNELS * len(others)))
+        trial.exchange(others, others, 0, self.timeout, puts=puts, seed=len(self.told))
+
+    def _load(self, trial: NetworkTrial, slowest: float) -> float:
+        size = _bytes_at(slowest) // (CHANNELS * len(trial.others))
+        seconds = trial.exchange(trial.others, trial.others, size, self.timeout)
+        return size * CHANNELS * len(trial.others) / seconds
+
+    def _place(self, rank: int) -> str:
+        return f"{self.machines[self.machine_of[rank]]} (rank {rank})"
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        return ", ".join(self._place(rank) for rank in ranks)
+
+
+def _bytes_at(rate: float) -> int:
+    return int(min(max(rate * LOAD_S, MIN_BYTES), MAX_BYTES))
+
+
+def _introduce(apart: bool, rank: int) -> Machine:
+    wanted = os.environ.get(addresses.VARIABLE) or None
+    name = os.uname().nodename
+    cards, why = _cards()
+    return Machine(
+        name=f"{name}/{rank}" if apart else name,
+        identity=f"rank {rank}" if apart else processes.machine(),
+        build=_build(),
+        networks=list(dict.fromkeys(str(interface.network) for _, interface in addresses.interfaces())),
+        wanted=wanted,
+        address=addresses.own_address(),
+        fabric=os.environ.get(fabrics.VARIABLE) or None,
+        cards=cards,
+        no_cards=why,
+    )
+
+
+def _cards() -> tuple[list[str], str]:
+    wanted = os.environ.get(fabrics.VARIABLE)
+    if wanted == fabrics.TCP or (wanted != fabrics.VERBS and not ibgda.has_cards()):
+        return [], ibgda.NO_CARD
+    try:
+        return [verbs.setting(port) for port in verbs.usable()], ""
+    except (EPError, ValueError) as error:
+        return [], str(error)
+
+
+def _build() -> str:
+    code = hashlib.sha256(Path(_C.__file__).read_bytes()).hexdigest()[:12]
+    return f"megatron_ep {importlib.metadata.version('megatron_ep')}, extension {code}"
+
+
+def rounds_of(machines: int) -> list[list[tuple[int, int]]]:
+    """All pairs, in rounds in which each machine is in one pair at most (the circle method of tournaments)."""
+    size = machines + machines % 2
+    circle, rounds = list(range(size)), []
+    for _ in range(size - 1):
+        pairs = [(circle[i], circle[-1 - i]) for i in range(size // 2)]
+        rounds.append([(min(pair), max(pair)) for pair in pairs if max(pair) < machines])
+        circle = [circle[0], circle[-1], *circle[1:-1]]
+    return rounds

@@ -1,0 +1,120 @@
+"""What `megatron-ep check --network` says of a network: a table, a picture, and what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+SLOW = 0.3  # of the median link
+LOSSY = 5e-3  # of the packets
+SHADES = " ░▒▓█"
+
+
+@dataclass(frozen=True)
+class Half:
+    """What one rank of a pair has measured: half of round trips, in seconds, and what it could send, in bytes per
+    second: while nothing came back, and while as much did."""
+
+    latency: float
+    latency_p99: float
+    alone: float
+    both: float
+
+
+@dataclass(frozen=True)
+class Link:
+    """A pair of machines, by number, and what each has measured."""
+
+    pair: tuple[int, int]
+    halves: tuple[Half, Half]
+
+    @property
+    def slowest(self) -> float:
+        return min(half.alone for half in self.halves)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Of one network."""
+
+    unreached: list[str]
+    links: list[Link]
+    lost: dict[tuple[int, int], float]  # TCP's packets that were sent again, of all, by machines from and to
+    load: float  # bytes per second that a machine sends while all send to all
+    faults: list[str]
+
+    @property
+    def slowest(self) -> float:
+        return min(link.slowest for link in self.links)
+
+
+def rates_of(findings: Findings) -> dict[tuple[int, int], float]:
+    """Bytes per second by machines from and to, while nothing comes back."""
+    rates: dict[tuple[int, int], float] = {}
+    for link in findings.links:
+        rates[link.pair], rates[link.pair[::-1]] = (half.alone for half in link.halves)
+    return rates
+
+
+def render(machines: Sequence[str], findings: Findings, usual: float | None = None) -> tuple[str, list[str]]:
+    """The table and the picture of one network, and what is wrong with it, a line each.
+
+    usual: what a link should have, bytes per second; None: the median of these.
+    """
+    if findings.unreached:
+        return "", findings.unreached
+    if not findings.links:
+        return "", findings.faults
+    rates = rates_of(findings)
+    width = max(map(len, machines))
+    lines = [f"{'from':<{width}}  {'to':<{width}}     us    p99  Gbit/s there   back  both, each  sent again"]
+    for link in sorted(findings.links, key=lambda link: link.pair):
+        (first, second), (there, back) = link.pair, link.halves
+        lost = max(findings.lost.get(pair, 0.0) for pair in ((first, second), (second, first)))
+        again = f"{lost:.2%}" if findings.lost else "-"
+        lines.append(
+            f"{machines[first]:<{width}}  {machines[second]:<{width}} {there.latency * 1e6:6.0f} "
+            f"{there.latency_p99 * 1e6:6.0f}  {_gbit(there.alone):>12} {_gbit(back.alone):>6}  "
+            f"{_gbit(min(there.both, back.both)):>10}  {again:>10}"
+        )
+    lines += ["", *_picture(machines, rates)]
+    if findings.load:
+        lines += ["", f"all to all: each machine sends {_gbit(findings.load)} Gbit/s; contents and order are right"]
+    return "\n".join(lines), [*findings.faults, *_slow(machines, findings, rates, usual)]
+
+
+def _gbit(rate: float) -> str:
+    return f"{rate * 8e-9:.3g}"
+
+
+def _picture(machines: Sequence[str], rates: dict[tuple[int, int], float]) -> list[str]:
+    """A row for each machine that sends, a column for each that receives; the darker, the faster."""
+    fastest = max(rates.values(), default=1.0)
+    width = max(map(len, machines))
+    lines = [f"Gbit/s from a row's machine to a column's, {SHADES[-1]} is {_gbit(fastest)}"]
+    for row, name in enumerate(machines):
+        cells = ""
+        for column in range(len(machines)):
+            rate = rates.get((row, column))
+            cells += " ·" if rate is None else " " + SHADES[max(1, round(rate / fastest * (len(SHADES) - 1)))]
+        slowest = min((rate for (sender, _), rate in rates.items() if sender == row), default=0.0)
+        lines.append(f"{name:<{width}} {cells}   {_gbit(slowest)} at least")
+    return lines
+
+
+def _slow(
+    machines: Sequence[str], findings: Findings, rates: dict[tuple[int, int], float], usual: float | None
+) -> list[str]:
+    usual = median(rates.values()) if usual is None else usual
+    slow = [
+        f"slow: {machines[sender]} -> {machines[receiver]}, {_gbit(rate)} Gbit/s, the median link has {_gbit(usual)}"
+        for (sender, receiver), rate in sorted(rates.items())
+        if rate < SLOW * usual
+    ]
+    lossy = [
+        f"lossy: {machines[sender]} -> {machines[receiver]}, {share:.2%} of the packets had to be sent again"
+        for (sender, receiver), share in sorted(findings.lost.items())
+        if share > LOSSY
+    ]
+    return slow + lossy
