@@ -47,13 +47,24 @@ def changed(name: str, file: str, statement: str, old: str, new: str, programs: 
 ROWS = ("rows",)
 SYSTEM, RANK = "<Scope::System>", "<Scope::Rank>"
 
-NCCL_COUNT = "params.sent[signal + params.writer_of(rank) - params.writer_of(comm.rank)] += increment;"
+NCCL_COUNT = "params.sent[signal + params.writer_of(rank) - params.writer_of(params.comm.rank)] += increment;"
 NCCL_ARRIVED = "return total > 0 && gin.readSignal(static_cast<uint32_t>(number)) == total - 1;"
 NVSHMEM_ADD = "nvshmemx_signal_op(flag, increment, NVSHMEM_SIGNAL_ADD, rank);"
 NVSHMEM_ACQUIRE = "return W::template acquire<Scope::System>(own<uint64_t>(flag));"
 QUEUES = ("queue",)
-DOORBELL = "warp.template publish<Scope::System>(doorbell, std::bit_cast<uint64_t>(record));"
+DOORBELL = "warp.template publish<Scope::System>(doorbell, rung_for(end));"
 POSTED = "warp.template publish<Scope::Rank>(&producer->posted, own + 1);"
+LANES_RING = """warp.template publish_lanes<Scope::System>(32, [&](int lane, auto&& store) {
+            if (!is_in(mask, lane)) return;
+            const SendQueue queue = queue_of(lane);
+            store(queue.doorbell, SendQueue::rung_for(own[lane] + entries));
+            queue.wake_sleeper();
+        });"""
+LANES_POSTED = """warp.template publish_lanes<Scope::Rank>(32, [&](int lane, auto&& store) {
+            if (is_in(ready, lane)) store(&queue_of(lane).producer->posted, own[lane] + 1);
+        });"""
+LANES_TURN = """return WaitCondition{W::template acquire<Scope::Rank>(posted), own[lane],
+                                 peer_of(lane)};"""
 TURN_OF_QUEUE = "return WaitCondition{W::template acquire<Scope::Rank>(&producer->posted), own, peer};"
 COMPLETED = "return completed_by(W::template acquire<Scope::System>(completion->last_word()), posted);"
 LAST_COMPLETED = "return posted - static_cast<uint16_t>(static_cast<uint16_t>(posted) - 1 - last);"
@@ -124,6 +135,7 @@ ACQUIRE_SIGNAL = "return W::template acquire<Scope::System>(own<uint64_t>(flag))
 
 LL = ("low_latency",)
 LL_NETWORKS = ("low_latency_nvshmem", "low_latency_nccl")
+LL_QUEUE = ("low_latency_queue",)
 LL_ARRIVE = "if (lane_id() == 0) before = ptx::fetch_add_acq_rel_gpu(counter, n);"
 LL_ACQUIRE = "return W::template acquire<Scope::System>(fabric.template own<uint64_t>(flag));"
 LL_CREDIT = """«warp.template credit_lanes<Scope::System>(lanes, [&](int lane, auto&& store) {
@@ -138,7 +150,8 @@ LL_PUBLISH = """«warp.template publish_lanes<Scope::System>(topk * tags, [&](in
             const size_t tag = Piece::tag(piece.number + done + lane / topk);
             store(reinterpret_cast<uint64_t*>(slot_of(lane % topk) + tag), call.tag);
         });»"""
-LL_PUT_ROWS = "return {acquire_flag<W>(call.fabric, channel, rank, flag), call.number, rank};"
+LL_PUT_ROWS = """return {acquire_flag<W>(call.fabric, row_channel(call, number, rank), rank, flag), call.number,
+            rank};"""
 LL_CHOICES = "if (!may_receive(warp, call, team)) return false;"
 LL_TAGS = "if (!wait_tags(warp, call, piece.count, tags, slots, piece.number, from)) return false;"
 LL_STORE = """if (kLinesAtOnce * group < left)
@@ -417,6 +430,18 @@ MUTANTS = [
         programs=("nvshmem",),
     ),
     Mutant("nvshmem signal: no fence", NVSHMEM, "if (fence) nvshmem_fence();", programs=("nvshmem",)),
+    Mutant(
+        "nvshmem signals of lanes: no fence",
+        NVSHMEM,
+        "if (lane == 0) nvshmem_fence();",
+        programs=("low_latency_nvshmem",),
+    ),
+    Mutant(
+        "nccl puts of lanes: they do not meet",
+        NCCL,
+        "«__syncwarp();»  // a lane puts what others have written",
+        programs=("low_latency_nccl",),
+    ),
     changed(
         "nvshmem signal: a fence that nothing needs",
         NVSHMEM,
@@ -478,6 +503,17 @@ MUTANTS = [
     ),
     changed("send queue: the doorbell in the rank's scope", QUEUE, DOORBELL, SYSTEM, RANK, QUEUES),
     changed("send queue: the doorbell relaxed", QUEUE, DOORBELL, "publish", "credit", QUEUES),
+    changed("send queue: a lane's doorbell in the rank's scope", QUEUE, LANES_RING, SYSTEM, RANK, LL_QUEUE),
+    changed("send queue: a lane's turn is passed on relaxed", QUEUE, LANES_POSTED, "publish_", "credit_", LL_QUEUE),
+    changed(
+        "send queue: a lane's turn is read relaxed",
+        QUEUE,
+        LANES_TURN,
+        "W::template acquire<Scope::Rank>",
+        "*",
+        LL_QUEUE,
+    ),
+    changed("send queue: a lane not in turn", QUEUE, LANES_TURN, "own[lane],", "0,", LL_QUEUE),
     changed("send queue: the turn is passed on relaxed", QUEUE, POSTED, "publish", "credit", ("low_latency_queue",)),
     changed(
         "send queue: the turn is read relaxed",
@@ -544,12 +580,31 @@ MUTANTS = [
         "is_last(warp, joins, sharing);",
         LL_NETWORKS,
     ),
+    Mutant(
+        "signal_rows: a signal that was left out is not made up for",
+        LOW_LATENCY,
+        "*call.fabric.template own<uint64_t>(signalled) = call.number;",
+        programs=("low_latency_nccl", "low_latency_queue"),
+    ),
+    Mutant(
+        "signal_rows: ranks that are put rows are not told",
+        LOW_LATENCY,
+        "return flags > 1 || heap.masking || puts_rows(call, rank);",
+        "return flags > 1 || heap.masking;",
+        ("low_latency_nccl", "low_latency_queue"),
+    ),
+    Mutant(
+        "combine: rows that are put are not waited for",
+        LL_COMBINE,
+        "if (!args.heap.masking && !wait_rows_put(warp, call, format.topk, parts, rank)) return false;",
+        programs=LL_NETWORKS,
+    ),
     Mutant("need_put_rows: not waited for", LOW_LATENCY, LL_PUT_ROWS, MET, LL_NETWORKS),
     Mutant(
         "credit_some: a call too many to unmapped ranks",
         LOW_LATENCY,
-        "«call.fabric.credit_to(warp, call.heap().channels, first + lane, flag, from, to);»",
-        "call.fabric.credit_to(warp, call.heap().channels, first + lane, flag, from, to + 2);",
+        "«call.fabric.credit_each(warp, first, far, call.heap().channels, flag, from, to);»",
+        "call.fabric.credit_each(warp, first, far, call.heap().channels, flag, from, to + 2);",
         LL_NETWORKS,
     ),
     Mutant(
@@ -606,8 +661,7 @@ MUTANTS = [
     Mutant(
         "dispatch: rows that are put are not waited for",
         LL_RECEIVE,
-        """if (source != here && !args.heap.masking && !wait_rows_put(warp, call, source))
-                return false;""",
+        "if (!wait_rows_put(warp, call, 1, 1, rank)) return false;",
         programs=LL_NETWORKS,
     ),
     Mutant("dispatch: rows are not waited for", LL_RECEIVE, LL_TAGS, "(void)slots, (void)tags, (void)from;", LL),

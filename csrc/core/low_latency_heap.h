@@ -92,11 +92,10 @@ struct LowLatencyHeap {
           lines(has_lines),
           row_bytes_(lines ? static_cast<size_t>(Line::count(slot)) * Line::kBytes : slot),
           local_experts_(experts / ranks.world()),
-          first_choices_(
-              align_up((chunks() + static_cast<size_t>(tokens) * topk) * sizeof(uint32_t), kLine)),
-          other_choices_(32 * static_cast<size_t>(chunks() + 1) * sizeof(uint32_t)),
-          choice_bytes_(lines ? align_up(words().count() * sizeof(uint64_t), kLine)
-                              : choice_part(choice_parts())) {
+          choice_bytes_(align_up(
+              lines ? words().count() * sizeof(uint64_t)
+                    : chosen_experts() + static_cast<size_t>(tokens) * topk * sizeof(uint32_t),
+              kLine)) {
         size_t end = 0;
         auto part = [&](size_t bytes) { return std::exchange(end, end + align_up(bytes, kLine)); };
         const size_t world = topology.world(), banks = kBanks;
@@ -105,6 +104,8 @@ struct LowLatencyHeap {
         receive_joins_ = part(kKinds * kLine);
         waited_ = part(kKinds * banks * world * sizeof(uint64_t));
         put_joins_ = part(staged ? kKinds * channels * kLine : 0);
+        signalled_ = part(staged ? kKinds * channels * world * sizeof(uint64_t) : 0);
+        tokens_sent_ = part(staged ? banks * world * sizeof(uint32_t) : 0);
         released_ = part(kKinds * banks * world * kLine);
         choice_flags_ = part(lines ? 0 : choice_parts() * world * kLine);
         masked_flags_ = part(masking ? world * kLine : 0);
@@ -149,6 +150,19 @@ struct LowLatencyHeap {
         return put_joins_ + (static_cast<int>(kind) * channels + channel) * kLine;
     }
 
+    // What the last signal left in the row_flag that this rank has at `rank`.
+    EP_HD size_t signalled(LowLatencyKind kind, int number, int rank) const {
+        return signalled_ + ((static_cast<int>(kind) * channels + number) *
+                                 static_cast<size_t>(topology.world()) +
+                             rank) *
+                                sizeof(uint64_t);
+    }
+    // How many tokens the dispatch in a bank sends to `rank`, which is not mapped.
+    EP_HD size_t tokens_sent(int bank, int rank) const {
+        return tokens_sent_ +
+               (bank * static_cast<size_t>(topology.world()) + rank) * sizeof(uint32_t);
+    }
+
     // How long the receiving half that a bank is in has waited for a rank, in nanoseconds: its
     // warps raise it, and the last one makes it 0 again.
     EP_HD size_t waited(LowLatencyKind kind, int bank, int rank) const {
@@ -168,36 +182,43 @@ struct LowLatencyHeap {
     EP_HD size_t choice_flag(int rank, int part) const {
         return choice_flags_ + (static_cast<size_t>(part) * topology.world() + rank) * kLine;
     }
-    // The last call whose rows `rank` has put here over a channel. Only of ranks without mapped
-    // memory.
-    EP_HD size_t row_flag(LowLatencyKind kind, int channel, int rank) const {
+    // The last call whose rows `rank` has put here; of several flags, where each of a rank's blocks
+    // has one, those that this one is behind. Only of ranks without mapped memory.
+    EP_HD size_t row_flag(LowLatencyKind kind, int number, int rank) const {
         return row_flags_ +
-               ((static_cast<int>(kind) * channels + channel) * topology.world() + rank) * kLine;
+               ((number * kKinds + static_cast<int>(kind)) * topology.world() + rank) * kLine;
     }
-    // All of these, and with masking masked_flag and beat_flag.
+    // All of these, and with masking masked_flag and beat_flag; of row_flag the first of each kind.
     EP_HD NetworkFlags network_flags() const {
         const int of_all = kKinds * kBanks + choice_parts() + (masking ? 2 : 0);
-        return {released_, staged ? of_all + kKinds * channels : 0, topology.world(), of_all,
-                channels};
+        return {released_, staged ? of_all + kKinds : 0, topology.world(), of_all, channels, true};
     }
 
-    // --- what the tokens of one rank chose at another, as 32-bit words, in parts that different
-    //     warps send:
-    //       part 0         present[chunks], bits: tokens with any expert there;
-    //                      experts[max_tokens, K]: what they chose, at any rank
-    //       part 1 and on  of 32 local experts each: counts[32], rows of an expert;
-    //                      tokens[chunks, 32], bits: tokens that chose an expert ---
+    // --- what the tokens of one rank chose at another, as 32-bit words:
+    //       present[chunks], bits: tokens with any expert there;
+    //       of each 32 local experts, or fewer at the end: counts[experts], rows of an expert;
+    //       tokens[chunks, experts], bits: tokens that chose an expert;
+    //       experts[tokens, K] of those that are present: what they chose, at any rank.
+    //     Where memory is mapped different warps store them, in parts: the first and the last are
+    //     part 0, 32 local experts a part. Over a network one warp puts as much of them as there
+    //     is, as part 0 ---
     EP_HD int choice_parts() const { return 1 + (local_experts() + 31) / 32; }
+    EP_HD int experts_of_part(int part) const {
+        return local_experts_ - 32 * (part - 1) < 32 ? local_experts_ - 32 * (part - 1) : 32;
+    }
     EP_HD size_t choice_part(int part) const {  // where it begins
-        return part ? first_choices_ + (part - 1) * other_choices_ : 0;
+        const size_t words = chunks() + 32 * static_cast<size_t>(part - 1) * (1 + chunks());
+        return part ? words * sizeof(uint32_t) : 0;
+    }
+    EP_HD size_t chosen_experts() const {  // where these begin
+        return (chunks() + local_experts_ * static_cast<size_t>(1 + chunks())) * sizeof(uint32_t);
     }
     EP_HD size_t choice_bytes() const { return choice_bytes_; }
     EP_HD size_t choices(int bank, int rank, int part = 0) const {
         return choices_ + (bank * topology.world() + rank) * choice_bytes() + choice_part(part);
     }
-    EP_HD size_t staged_choices(int bank, int rank, int part) const {
-        return staged_choices_ + (bank * topology.world() + rank) * choice_bytes() +
-               choice_part(part);
+    EP_HD size_t staged_choices(int bank, int rank) const {
+        return staged_choices_ + (bank * topology.world() + rank) * choice_bytes();
     }
 
     // --- the same with lines ---
@@ -239,7 +260,7 @@ struct LowLatencyHeap {
     EP_HD size_t first_to_mask(int rank) const { return firsts_ + rank * sizeof(uint64_t); }
     EP_HD size_t own_beats() const { return own_beats_; }
     // What a rank without tokens has chosen.
-    EP_HD size_t no_choices(int part) const { return no_choices_ + choice_part(part); }
+    EP_HD size_t no_choices() const { return no_choices_; }
     // --- flags that others write ---
     // Not 0: `rank` has masked this one, and why (MaskReason).
     EP_HD size_t masked_flag(int rank) const { return masked_flags_ + rank * kLine; }
@@ -265,11 +286,11 @@ struct LowLatencyHeap {
     size_t row_bytes_;
     // Kept, because a division takes a GPU long.
     int local_experts_;
-    size_t first_choices_, other_choices_, choice_bytes_;
-    size_t sent_, send_joins_, receive_joins_, waited_, put_joins_, released_, choice_flags_,
-        masked_flags_, beat_flags_, row_flags_, choices_, rows_, parts_, staged_choices_,
-        staged_rows_, staged_parts_, memberships_, masked_, firsts_, own_beats_, all_sent_flags_,
-        no_choices_, bytes_;
+    size_t choice_bytes_;
+    size_t sent_, send_joins_, receive_joins_, waited_, put_joins_, signalled_, tokens_sent_,
+        released_, choice_flags_, masked_flags_, beat_flags_, row_flags_, choices_, rows_, parts_,
+        staged_choices_, staged_rows_, staged_parts_, memberships_, masked_, firsts_, own_beats_,
+        all_sent_flags_, no_choices_, bytes_;
 };
 
 }  // namespace ep

@@ -8,7 +8,8 @@ namespace ep {
 
 // The flags of a heap that ranks of other nodes write, numbered without gaps: for fabrics that keep
 // them outside of it. They come in sets, one flag a writer: what writes along a rail is a node,
-// what writes to all a rank. The first sets belong to no channel, the others to each in turn.
+// what writes to all a rank. The first sets belong to no channel, the others to each in turn, or,
+// by pair, to the channel of the flag's writer and its reader.
 struct NetworkFlags {
     static constexpr size_t kLine = 128;  // a flag's, in the heap
 
@@ -17,14 +18,22 @@ struct NetworkFlags {
     int writers;
     int sets_of_all;  // they go over a channel behind all others
     int channels;
+    bool by_pair = false;
+
+    // The channel of two ranks, in both directions.
+    static EP_HD int channel_of_pair(int one, int other, int channels) {
+        return (one + other) % channels;
+    }
 
     EP_HD size_t count() const { return static_cast<size_t>(sets) * writers; }
     EP_HD size_t number(size_t flag) const { return (flag - first) / kLine; }
-    // of the flag with that number
+    // of the flag with that number, in the heap of `rank`
     EP_HD int writer(size_t number) const { return static_cast<int>(number % writers); }
-    EP_HD int channel(size_t number) const {
+    EP_HD int channel(size_t number, int rank) const {
         const int set = static_cast<int>(number / writers);
-        return set < sets_of_all ? channels : (set - sets_of_all) % channels;
+        if (set < sets_of_all) return channels;
+        return by_pair ? channel_of_pair(writer(number), rank, channels)
+                       : (set - sets_of_all) % channels;
     }
 };
 

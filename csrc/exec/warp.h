@@ -35,9 +35,11 @@ enum class CacheHint { Keep, EvictFirst };
 //   exclusive_scan(count, values)    prefix sums in place; returns the total
 //
 // Waits. They are bounded: false, or 0, means that the wait ended badly and the role must return
-//   met(count, need)                 need(lane) -> WaitCondition: has every lane what it needs? No
-//   wait wait_all(wait, count, need)      until every lane has wait_any(wait, count, need) until
-//   some lane has; returns the lanes that have wait_a_while(wait, count, need, ns)
+//   met(count, need)                 need(lane) -> WaitCondition: whether every lane has what it
+//                                    needs, without a wait
+//   wait_all(wait, count, need)      until every lane has
+//   wait_any(wait, count, need)      until some lane has; returns the lanes that have
+//   wait_a_while(wait, count, need, ns)
 //                                    until some lane has, for so long at most -> Waited
 //   age()                            nanoseconds since the launch, or its deadline, began
 //   begin_half(role)                 what this warp does from now on, by a deadline of its own
@@ -51,8 +53,7 @@ enum class CacheHint { Keep, EvictFirst };
 //   copy_each<CacheHint>(dsts, srcs, mask, bytes)
 //                                    a source and a destination per lane in the mask; the sources
 //                                    are there since before the launch
-//   stage<CacheHint>(src, bytes)         begins to read what the next copy or multicast reads,
-//   while
+//   stage<CacheHint>(src, bytes)     begins to read what the next copy or multicast reads, while
 //                                    the warp finds out where it goes
 //   sum<T, CacheHint>(dst, srcs, mask, count)
 //                                    dst[i] = sum over the lanes in the mask of srcs[lane][i], in
@@ -79,6 +80,7 @@ enum class CacheHint { Keep, EvictFirst };
 //   add(count, n)                    by a lane: adds to a count that no other warp changes
 //   arrive<Scope>(counter, n = 1)    adds n and returns what it was: after all that the warp did
 //                                    before, and before what it does next are all who came earlier
+//   take_number(counter)             the same by a lane, of a counter of this rank: adds 1
 //   compare_exchange<Scope>(word, from, to)
 //                                    by a lane: stores `to` if the word is `from`. An acquire of
 //                                    the word also sees what the lane had acquired. System scope:
@@ -134,6 +136,7 @@ concept WarpLike = requires(
     W::raise(flag, uint64_t{1});
     W::add(count, 1);
     { warp.template arrive<Scope::Rank>(flag, uint64_t{1}) } -> std::same_as<uint64_t>;
+    { W::take_number(flag) } -> std::same_as<uint64_t>;
     W::template compare_exchange<Scope::Rank>(flag, uint64_t{0}, uint64_t{1});
 };
 

@@ -68,24 +68,48 @@ concept FabricParamsLike = requires(const P& params, int rank, uint64_t timeout_
     { params.reset_signals(rank, timeout_ns) } -> std::same_as<void>;
 };
 
+// For the concept, in which nvcc takes no lambdas.
+struct FirstChannel {
+    EP_FN int operator()(int) const { return 0; }
+};
+
 // What the low-latency mode, which knows no rails, asks of a fabric besides.
 //
 //   kKeepsLines                whether a line (core/lines.h) stored to any rank may arrive whole:
 //                              the heap says whether it does
+//   kMapsAll                   whether maps() is true of every rank: a kernel has no code for
+//   others
+//                              then
 //   maps(rank)                 whether this rank stores to that rank's memory
 //   at<T>(rank, offset)        that memory: plain loads and stores. Only where it is mapped
 //   put_to, signal_to, credit_to
 //                              as above, to any rank. To one whose memory is mapped signals and
 //                              credits are stores, and puts are not needed
+//   put_each(warp, lanes, rank, channel_of, dst, src, bytes)
+//                              of each lane in the mask a put to rank[lane] from src[lane], all of
+//                              at most 1 GB, to different ranks to which no memory is mapped, over
+//                              channel_of(rank)
+//   signal_each(warp, first, ranks, channel_of, flag, from, to)
+//   credit_each(warp, first, ranks, channel, flag, from, to)
+//                              the same to many ranks at once: a lane posts to rank first + lane,
+//                              for each lane in the mask, to which no memory is mapped. Signals
+//                              move the flags there each from its own from[lane]
 template <class F, class W>
 concept ReachesAllRanks =
-    FabricLike<F, W> && requires(F& fabric, W& warp, size_t offset, uint64_t from, uint64_t to) {
+    FabricLike<F, W> && requires(F& fabric, W& warp, size_t offset, uint64_t from, uint64_t to,
+                                 typename W::template PerLane<int>& ranks,
+                                 typename W::template PerLane<size_t>& offsets,
+                                 typename W::template PerLane<uint64_t>& numbers) {
         { F::kKeepsLines } -> std::convertible_to<bool>;
+        { F::kMapsAll } -> std::convertible_to<bool>;
         { fabric.maps(0) } -> std::same_as<bool>;
         { fabric.template at<uint64_t>(0, offset) } -> std::same_as<uint64_t*>;
         fabric.put_to(warp, 0, 0, offset, offset, offset);
         fabric.signal_to(warp, 0, 0, offset, from, to);
         fabric.credit_to(warp, 0, 0, offset, from, to);
+        fabric.put_each(warp, uint32_t{1}, ranks, FirstChannel{}, offset, offsets, offset);
+        fabric.signal_each(warp, 0, uint32_t{1}, FirstChannel{}, offset, numbers, to);
+        fabric.credit_each(warp, 0, uint32_t{1}, 0, offset, from, to);
     };
 
 }  // namespace ep

@@ -18,6 +18,7 @@ class HostFabric {
     static constexpr bool kMapsRail = false;
     static constexpr bool kOrdersWarps = true;
     static constexpr bool kKeepsLines = true;
+    static constexpr bool kMapsAll = false;
 
     HostFabric(Topology topology, int rank, std::vector<char*> heaps,
                SimulatedNetwork* network = nullptr)
@@ -94,6 +95,31 @@ class HostFabric {
         warp.template credit<Scope::System>(target, to);
     }
 
+    template <class W, class ChannelOf>
+    void put_each(W& warp, uint32_t lanes, const typename W::template PerLane<int>& rank,
+                  ChannelOf&& channel_of, size_t dst,
+                  const typename W::template PerLane<size_t>& src, size_t bytes) {
+        for_each_lane(lanes, [&](int lane) {
+            const int to = warp.broadcast(rank, lane);
+            put_to(warp, channel_of(to), to, dst, warp.broadcast(src, lane), bytes);
+        });
+    }
+
+    template <class W, class ChannelOf>
+    void signal_each(W& warp, int first, uint32_t ranks, ChannelOf&& channel_of, size_t flag,
+                     const typename W::template PerLane<uint64_t>& from, uint64_t to) {
+        for_each_lane(ranks, [&](int lane) {
+            signal_to(warp, channel_of(first + lane), first + lane, flag, from[lane], to);
+        });
+    }
+
+    template <class W>
+    void credit_each(W& warp, int first, uint32_t ranks, int channel, size_t flag, uint64_t from,
+                     uint64_t to) {
+        for_each_lane(ranks,
+                      [&](int lane) { credit_to(warp, channel, first + lane, flag, from, to); });
+    }
+
     template <class W>
     uint64_t acquire_signal(int, size_t flag) const {
         return W::template acquire<Scope::System>(own<uint64_t>(flag));
@@ -122,6 +148,7 @@ class HostFabric {
 class MappedHostFabric : public HostFabric {
   public:
     static constexpr bool kMapsRail = true;
+    static constexpr bool kMapsAll = true;
 
     using HostFabric::HostFabric;
 

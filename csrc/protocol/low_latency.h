@@ -183,11 +183,10 @@ EP_FN void credit_some(W& warp, const LowLatencyCall<F, Args>& call, int first, 
         if (call.fabric.maps(first + lane) && names(first + lane))
             store(call.fabric.template at<uint64_t>(first + lane, flag), to);
     });
+    if constexpr (F::kMapsAll) return;
     const uint32_t far = warp.ballot(
         lanes, [&](int lane) { return !call.fabric.maps(first + lane) && names(first + lane); });
-    for_each_lane(far, [&](int lane) {
-        call.fabric.credit_to(warp, call.heap().channels, first + lane, flag, from, to);
-    });
+    if (far) call.fabric.credit_each(warp, first, far, call.heap().channels, flag, from, to);
 }
 
 template <WarpLike W, class F, class Args, class Names>
@@ -247,50 +246,106 @@ EP_FN Ended end_receiving(W& warp, const LowLatencyCall<F, Args>& call, const Te
     return Ended::Last;
 }
 
-// Over which a warp puts rows: those of a block have the same one.
-template <class F, class Args>
-EP_FN int channel_of(const LowLatencyCall<F, Args>& call, const Team& team) {
-    return team.warp % call.heap().channels;
+// Rows to ranks that this one cannot store to. Where a fabric keeps all warps' puts of a channel in
+// order, all to a rank go over one channel, and one flag, behind all of them, tells the rank. Where
+// a block's puts have an order of their own each block has a channel, and tells every rank.
+
+template <class F>
+EP_FN int row_flags(const LowLatencyHeap& heap) {
+    return F::kOrdersWarps ? 1 : heap.channels;
 }
 
-// By every warp after its puts: the last one of a channel tells the ranks that it cannot store to,
-// whether or not there was a row for them.
+// Over which rows go between this rank and another one, in both directions; number: of the flag.
+template <class F, class Args>
+EP_FN int row_channel(const LowLatencyCall<F, Args>& call, int number, int rank) {
+    const int channels = call.heap().channels;
+    return F::kOrdersWarps ? NetworkFlags::channel_of_pair(call.args.rank, rank, channels) : number;
+}
+
+// Over which a warp puts rows to a rank.
+template <class F, class Args>
+EP_FN int channel_of(const LowLatencyCall<F, Args>& call, const Team& team, int rank) {
+    return row_channel(call, team.warp % call.heap().channels, rank);
+}
+
+// Whether a rank that this one cannot store to is put rows in this call, as the last of all warps
+// sees it.
+template <class F>
+EP_FN bool puts_rows(const LowLatencyDispatch<F>& call, int rank) {
+    return *call.fabric.template own<uint32_t>(call.heap().tokens_sent(call.bank, rank)) > 0;
+}
+template <class F>
+EP_FN bool puts_rows(const LowLatencyCombine<F>& call, int rank) {
+    uint32_t any = 0;
+    for (int chunk = 0; chunk < call.heap().chunks(); ++chunk)
+        any |= call.args.layout.present(rank * call.heap().chunks() + chunk);
+    return any != 0;
+}
+
+// By every warp after its puts: the last one of a flag tells the ranks that it cannot store to. A
+// rank that knows of no rows does not wait, and hears of this call with a later one; with masking
+// all hear of it.
 template <WarpLike W, class F, class Args>
 EP_FN void signal_rows(W& warp, const LowLatencyCall<F, Args>& call, const Team& team) {
     const LowLatencyHeap& heap = call.heap();
-    if (!heap.staged) return;
-    const int channel = channel_of(call, team);
-    const Team sharing{team.warp / heap.channels,
-                       (team.warps - channel + heap.channels - 1) / heap.channels};
-    uint64_t* joins = call.fabric.template own<uint64_t>(heap.put_joins(Args::kKind, channel));
+    if (F::kMapsAll || !heap.staged) return;
+    const int flags = row_flags<F>(heap), own = team.warp % flags;
+    const Team sharing{team.warp / flags, (team.warps - own + flags - 1) / flags};
+    uint64_t* joins = call.fabric.template own<uint64_t>(heap.put_joins(Args::kKind, own));
     if (!is_last(warp, joins, sharing)) return;
-    for (int rank = 0; rank < call.world(); ++rank) {
-        if (call.fabric.maps(rank) || !call.takes_part(LowLatencyHalf::Send, rank)) continue;
-        call.fabric.signal_to(warp, channel, rank,
-                              heap.row_flag(Args::kKind, channel, call.args.rank), call.number - 1,
-                              call.number);
+    auto is_told = [&](int rank) {
+        if (call.fabric.maps(rank) || !call.takes_part(LowLatencyHalf::Send, rank)) return false;
+        return flags > 1 || heap.masking || puts_rows(call, rank);
+    };
+    for (int first = 0; first < call.world(); first += 32) {
+        const int lanes = lanes_from(first, call.world());
+        const uint32_t told = warp.ballot(lanes, [&](int lane) { return is_told(first + lane); });
+        if (!told) continue;
+        typename W::template PerLane<uint64_t> from;
+        warp.lanes(lanes, [&](int lane) {
+            if (!(told >> lane & 1)) return;
+            const size_t signalled = heap.signalled(Args::kKind, own, first + lane);
+            from[lane] = *call.fabric.template own<uint64_t>(signalled);
+            *call.fabric.template own<uint64_t>(signalled) = call.number;
+        });
+        call.fabric.signal_each(
+            warp, first, told, [&](int rank) { return row_channel(call, own, rank); },
+            heap.row_flag(Args::kKind, own, call.args.rank), from, call.number);
     }
 }
 
 template <class W, class F, class Args>
-EP_FN WaitCondition need_put_rows(const LowLatencyCall<F, Args>& call, int channel, int rank) {
-    const size_t flag = call.heap().row_flag(Args::kKind, channel, rank);
-    return {acquire_flag<W>(call.fabric, channel, rank, flag), call.number, rank};
+EP_FN WaitCondition need_put_rows(const LowLatencyCall<F, Args>& call, int number, int rank) {
+    const size_t flag = call.heap().row_flag(Args::kKind, number, rank);
+    return {acquire_flag<W>(call.fabric, row_channel(call, number, rank), rank, flag), call.number,
+            rank};
 }
 
-// Until all is here that a rank puts in this call. Only by warps that need a row of it: the flags
-// are many.
+// Until all is here that the ranks of the lanes in the mask put in this call. Only by warps that
+// need a row of them.
 template <WarpLike W, class F, class Args>
-EP_FN bool wait_rows_put(W& warp, const LowLatencyCall<F, Args>& call, int rank) {
-    if (call.fabric.maps(rank)) return true;
-    for (int first = 0; first < call.heap().channels; first += 32) {
-        const int lanes = lanes_from(first, call.heap().channels);
-        const bool here = wait_counted(warp, call, Wait::PutRows, lanes, [&](int lane) {
-            return need_put_rows<W>(call, first + lane, rank);
+EP_FN bool wait_rows_put(W& warp, const LowLatencyCall<F, Args>& call, int count, uint32_t mask,
+                         const typename W::template PerLane<int>& rank) {
+    if constexpr (F::kMapsAll) return true;
+    const uint32_t far = warp.ballot(
+        count, [&](int lane) { return mask >> lane & 1 && !call.fabric.maps(rank[lane]); });
+    if (!far) return true;
+    const int flags = row_flags<F>(call.heap());
+    if (flags == 1) {
+        return wait_counted(warp, call, Wait::PutRows, count, [&](int lane) {
+            return far >> lane & 1 ? need_put_rows<W>(call, 0, rank[lane]) : nothing_to_wait_for();
         });
-        if (!here) return false;
     }
-    return true;
+    bool here = true;
+    for_each_lane(far, [&](int lane) {
+        const int source = warp.broadcast(rank, lane);
+        for (int first = 0; first < flags && here; first += 32) {
+            here = wait_counted(warp, call, Wait::PutRows, lanes_from(first, flags), [&](int one) {
+                return need_put_rows<W>(call, first + one, source);
+            });
+        }
+    });
+    return here;
 }
 
 // After a warp's stores: tells that slot_of(k) holds this piece of rows, for each k in the mask.

@@ -112,7 +112,7 @@ EP_FN void return_piece(W& warp, const LowLatencyCombine<F>& call, const Team& t
         warp.lanes(pieces.count, [&](int i) {
             *reinterpret_cast<uint64_t*>(slot_of(k) + Piece::tag(i)) = call.tag;
         });
-        call.fabric.put_to(warp, channel_of(call, team), source, part_of(k), staged_of(k),
+        call.fabric.put_to(warp, channel_of(call, team, source), source, part_of(k), staged_of(k),
                            format.slot_bytes());
     });
 }
@@ -207,6 +207,7 @@ EP_FN bool sum_piece(W& warp, const LowLatencyCombine<F>& call, int token, const
     const uint32_t parts = warp.ballot(format.topk, [&](int k) {
         return rank[k] >= 0 && (!args.sum_at_expert || lowest_lane(same_rank[k]) == k);
     });
+    if (!args.heap.masking && !wait_rows_put(warp, call, format.topk, parts, rank)) return false;
     for (int i = piece.number; i < piece.number + piece.count; ++i) {
         const auto from = [&](int k) { return rank[k]; };
         if (!wait_tags(warp, call, format.topk, parts, slot, i, from)) return false;
@@ -230,13 +231,8 @@ EP_FN bool sum_piece(W& warp, const LowLatencyCombine<F>& call, int token, const
 
 template <WarpLike W, class F>
 EP_FN bool may_receive(W& warp, const LowLatencyCombine<F>& call, const Team& team) {
-    if (!call.heap().masking) {
-        bool here = true;
-        for (int rank = 0; here && rank < call.world(); ++rank)
-            here = wait_rows_put(warp, call, rank);
-        return here;
-    }
-    return decide_membership(warp, call, team, LowLatencyHalf::Receive, Wait::Rows,
+    return !call.heap().masking ||
+           decide_membership(warp, call, team, LowLatencyHalf::Receive, Wait::Rows,
                              [&](int rank) { return need_rows<W>(call, rank); });
 }
 

@@ -10,6 +10,7 @@ namespace ep {
 
 template <class W, class F>
 EP_FN WaitCondition need_choices(const LowLatencyDispatch<F>& call, int rank, int part) {
+    if (part && !call.fabric.maps(rank)) return nothing_to_wait_for();  // they came with part 0
     const size_t flag = call.heap().choice_flag(rank, part);
     return {acquire_flag<W>(call.fabric, call.heap().channels, rank, flag), call.number, rank};
 }
@@ -24,14 +25,17 @@ EP_FN WaitCondition need_all_choices(const LowLatencyDispatch<F>& call, int rank
 
 template <WarpLike W, class F>
 EP_FN bool wait_choices(W& warp, const LowLatencyDispatch<F>& call) {
-    const int all = call.world() * call.heap().choice_parts();
-    for (int first = 0; first < all; first += 32) {
-        const bool here =
-            wait_counted(warp, call, Wait::Choices, lanes_from(first, all), [&](int lane) {
-                return need_choices<W>(call, (first + lane) % call.world(),
-                                       (first + lane) / call.world());
+    for (int part = 0; part < call.heap().choice_parts(); ++part) {
+        for (int first = 0; first < call.world(); first += 32) {
+            const int lanes = lanes_from(first, call.world());
+            if (part && !F::kMapsAll &&
+                !warp.ballot(lanes, [&](int lane) { return call.fabric.maps(first + lane); }))
+                continue;
+            const bool here = wait_counted(warp, call, Wait::Choices, lanes, [&](int lane) {
+                return need_choices<W>(call, first + lane, part);
             });
-        if (!here) return false;
+            if (!here) return false;
+        }
     }
     return true;
 }
@@ -53,44 +57,111 @@ struct Choices {
     int chunks = call.heap().chunks();
     int local_experts = call.heap().local_experts();
 
-    EP_FN const uint32_t* of(int rank, int part) const {
+    EP_FN const uint32_t* of(int rank, size_t first) const {
         const LowLatencyHeap& heap = call.heap();
         if (!call.takes_part(LowLatencyHalf::Receive, rank))
-            return call.fabric.template own<uint32_t>(heap.no_choices(part));
-        return written_by<uint32_t>(call.fabric, rank, heap.choices(call.bank, rank, part));
+            return call.fabric.template own<uint32_t>(heap.no_choices() + first);
+        return written_by<uint32_t>(call.fabric, rank, heap.choices(call.bank, rank) + first);
     }
     EP_FN uint32_t present(int rank, int chunk) const { return of(rank, 0)[chunk]; }
     // [K]
     EP_FN const int32_t* experts(int rank, int token) const {
-        return reinterpret_cast<const int32_t*>(of(rank, 0) + chunks) +
-               static_cast<size_t>(token) * call.args.format.topk;
-    }
-    EP_FN int count(int rank, int expert) const { return of(rank, 1 + expert / 32)[expert % 32]; }
-    // The rows of an expert.
-    EP_FN int rows_of(int expert) const {
-        int rows = 0;
+        const uint32_t* words = of(rank, 0);
+        size_t before = popcount(words[token / 32] & ((uint32_t{1} << token % 32) - 1));
         for_each_load(
-            call.world(), [&](int rank) { return count(rank, expert); },
-            [&](int, int of_rank) { rows += of_rank; });
-        return rows;
+            token / 32, [&](int chunk) { return words[chunk]; },
+            [&](int, uint32_t word) { before += popcount(word); });
+        return reinterpret_cast<const int32_t*>(of(rank, call.heap().chosen_experts())) +
+               before * call.args.format.topk;
     }
-    // Rows of ranks before this one, and of its tokens before this one.
-    EP_FN int rows_before(int rank, int token, int expert) const {
-        const int part = 1 + expert / 32, chunk = token / 32;
-        int rows = 0;
-        for_each_load(
-            rank + chunk + 1,
-            [&](int i) {  // a count of each rank before, then words of this one's tokens
-                const int line = i < rank ? 0 : 1 + i - rank;
-                return of(i < rank ? i : rank, part)[32 * line + expert % 32];
-            },
-            [&](int i, uint32_t word) {
-                if (i == rank + chunk) word &= (uint32_t{1} << token % 32) - 1;
-                rows += i < rank ? static_cast<int>(word) : popcount(word);
-            });
-        return rows;
+    // Line 0: the rows of an expert; line 1 + chunk: which of these tokens chose it.
+    EP_FN uint32_t word(int rank, int expert, int line) const {
+        const int part = 1 + expert / 32;
+        return of(rank, call.heap().choice_part(
+                            part))[call.heap().experts_of_part(part) * line + expert % 32];
     }
 };
+
+// For each lane the rows of an expert. Unless all ranks are mapped, and so few, several lanes share
+// the ranks if the experts are fewer than lanes.
+template <WarpLike W, class F>
+EP_FN void count_rows_of(W& warp, const Choices<F>& choices, int first, int lanes,
+                         typename W::template PerLane<int>& rows) {
+    int sharing = 1;
+    while (!F::kMapsAll && 2 * sharing * lanes <= 32) sharing *= 2;
+    const int world = choices.call.world();
+    typename W::template PerLane<int> part;
+    warp.lanes(sharing * lanes, [&](int lane) {
+        const int expert = first + lane / sharing, own = lane % sharing;
+        part[lane] = 0;
+        for_each_load((world - own + sharing - 1) / sharing,
+                      [&](int i) { return choices.word(own + i * sharing, expert, 0); },
+                      [&](int, uint32_t of_rank) { part[lane] += static_cast<int>(of_rank); });
+    });
+    if (sharing == 1) {
+        warp.lanes(lanes, [&](int lane) { rows[lane] = part[lane]; });
+        return;
+    }
+    int end = warp.exclusive_scan(sharing * lanes, part);
+    for (int expert = lanes - 1; expert >= 0; --expert) {
+        const int begin = warp.broadcast(part, expert * sharing);
+        warp.lanes(lanes, [&](int lane) {
+            if (lane == expert) rows[lane] = end - begin;
+        });
+        end = begin;
+    }
+}
+
+// Which of an expert's rows come before that of a token: counts of the ranks before its own, then
+// words of that rank's tokens.
+template <class F>
+struct RowsBefore {
+    const Choices<F>& choices;
+    int rank, token;
+    int terms = rank + token / 32 + 1;
+
+    // Every step-th term from `first` on.
+    EP_FN int sum(int expert, int first, int step) const {
+        int rows = 0;
+        for_each_load(
+            first < terms ? (terms - first + step - 1) / step : 0,
+            [&](int i) { return term(expert, first + i * step); },
+            [&](int, int of_term) { rows += of_term; });
+        return rows;
+    }
+
+  private:
+    EP_FN int term(int expert, int i) const {
+        if (i < rank) return static_cast<int>(choices.word(i, expert, 0));
+        uint32_t tokens = choices.word(rank, expert, 1 + i - rank);
+        if (i == rank + token / 32) tokens &= (uint32_t{1} << token % 32) - 1;
+        return popcount(tokens);
+    }
+};
+
+// For each lane the rows before that of its expert, if that is not negative. Where all ranks are
+// mapped they are few, and a lane counts for itself; else all lanes count for one after the other.
+template <WarpLike W, class F>
+EP_FN void count_rows_before(W& warp, const RowsBefore<F>& before, int lanes,
+                             const typename W::template PerLane<int>& expert,
+                             typename W::template PerLane<int>& rows) {
+    if constexpr (F::kMapsAll) {
+        warp.lanes(lanes, [&](int lane) {
+            if (expert[lane] >= 0) rows[lane] = before.sum(expert[lane], 0, 1);
+        });
+        return;
+    }
+    const uint32_t counted = warp.ballot(lanes, [&](int lane) { return expert[lane] >= 0; });
+    for_each_lane(counted, [&](int one) {
+        typename W::template PerLane<int> part;
+        const int own = warp.broadcast(expert, one);
+        warp.lanes(32, [&](int lane) { part[lane] = before.sum(own, lane, 32); });
+        const int all = warp.exclusive_scan(32, part);
+        warp.lanes(lanes, [&](int lane) {
+            if (lane == one) rows[lane] = all;
+        });
+    });
+}
 
 // The warp that notes for the handle where rows begin: in small batches it has nothing else to do.
 EP_FN bool notes_starts(const Team& team) { return team.warp == (team.warps - 1) / 2; }
@@ -235,17 +306,25 @@ EP_FN bool receive_piece(W& warp, const Choices<F>& choices, const Team& team, i
     const RowPlaces places(args, team);
     typename W::template PerLane<int> dst_row;
     typename W::template PerLane<void*> row{};
+    typename W::template PerLane<int> expert, before;
     warp.lanes(format.topk, [&](int lane) {
-        const int expert = places.local_expert(choices.experts(source, token)[lane]);
-        dst_row[lane] = LowLatencyArgs::kElsewhere;
-        if (expert >= 0)
-            dst_row[lane] = places.row(expert, choices.rows_before(source, token, expert));
+        expert[lane] = places.local_expert(choices.experts(source, token)[lane]);
+    });
+    count_rows_before(warp, RowsBefore<F>{choices, source, token}, format.topk, expert, before);
+    warp.lanes(format.topk, [&](int lane) {
+        dst_row[lane] =
+            expert[lane] < 0 ? LowLatencyArgs::kElsewhere : places.row(expert[lane], before[lane]);
         if (dst_row[lane] >= 0) {
             row[lane] = args.recv_x + static_cast<size_t>(dst_row[lane]) * format.payload_bytes +
                         piece.first;
         }
     });
     const uint32_t placed = warp.ballot(format.topk, [&](int lane) { return dst_row[lane] >= 0; });
+    if (!F::kMapsAll && !args.heap.masking) {
+        typename W::template PerLane<int> rank;
+        warp.lanes(1, [&](int lane) { rank[lane] = source; });
+        if (!wait_rows_put(warp, call, 1, 1, rank)) return false;
+    }
     typename W::template PerLane<char*> slots;
     warp.lanes(piece.count, [&](int lane) { slots[lane] = slot + Piece::tag(lane); });
     const uint32_t tags = (uint32_t{1} << piece.count) - 1;
@@ -280,11 +359,10 @@ EP_FN bool receive_by_slots(W& warp, const LowLatencyDispatch<F>& call, const Te
     if (args.heap.masking && team.warp == 0) note_active(warp, call);
     const Choices<F> choices{call};
     find_starts(warp, args, team, [&](int first, int lanes, auto& rows) {
-        warp.lanes(lanes, [&](int lane) { rows[lane] = choices.rows_of(first + lane); });
+        count_rows_of(warp, choices, first, lanes, rows);
         return true;
     });
     if (notes_starts(team)) note_present(warp, choices);
-    int here = args.rank;  // the rank whose rows were waited for; with masking those of all were
     // Own rows are there first.
     return for_own_shares<Pieces>(
         warp, args, team, args.rank,
@@ -295,9 +373,6 @@ EP_FN bool receive_by_slots(W& warp, const LowLatencyDispatch<F>& call, const Te
             return true;
         },
         [&](int source, int token, const Piece& piece) {
-            if (source != here && !args.heap.masking && !wait_rows_put(warp, call, source))
-                return false;
-            here = source;
             return receive_piece(warp, choices, team, source, token, piece);
         });
 }

@@ -50,85 +50,101 @@ EP_FN void for_each_choice(const LowLatencyDispatchArgs& args, int token, F&& f)
         topk, [&](int k) { return *reinterpret_cast<const int32_t*>(ids + k * bytes); }, f);
 }
 
-// Which tokens chose any expert of a rank, and what these chose.
+// Which tokens chose any expert of a rank, and what these chose. Returns how many they are.
 template <WarpLike W>
-EP_FN void write_tokens(W& warp, const LowLatencyDispatchArgs& args, int rank, uint32_t* words) {
+EP_FN int write_tokens(W& warp, const LowLatencyDispatchArgs& args, int rank, char* choices) {
     const int chunks = args.heap.chunks(), local_experts = args.heap.local_experts();
-    auto* experts = reinterpret_cast<int32_t*>(words + chunks);
+    const int topk = args.format.topk;
+    auto* experts = reinterpret_cast<int32_t*>(choices + args.heap.chosen_experts());
     typename W::template PerLane<uint32_t> present;  // a lane a chunk
     typename W::template PerLane<int> is_here;
     warp.lanes(chunks, [&](int lane) { present[lane] = 0; });
+    int count = 0;
     for (int chunk = 0; 32 * chunk < args.num_tokens; ++chunk) {
         const int tokens = tokens_of_chunk(args, chunk);
         warp.lanes(tokens, [&](int lane) {
-            const int token = 32 * chunk + lane;
             is_here[lane] = 0;
-            for_each_choice(args, token, [&](int k, int32_t expert) {
-                experts[token * args.format.topk + k] = expert;
+            for_each_choice(args, 32 * chunk + lane, [&](int, int32_t expert) {
                 is_here[lane] |= is_within(expert, rank * local_experts, local_experts);
             });
         });
         const uint32_t any = warp.ballot(tokens, [&](int lane) { return is_here[lane] != 0; });
+        warp.lanes(tokens, [&](int lane) {
+            if (!(any >> lane & 1)) return;
+            int32_t* own = experts + static_cast<size_t>(count + lanes_below(any, lane)) * topk;
+            for_each_choice(args, 32 * chunk + lane,
+                            [&](int k, int32_t expert) { own[k] = expert; });
+        });
         warp.lanes(chunks, [&](int lane) {
             if (lane == chunk) present[lane] = any;
         });
+        count += popcount(any);
     }
+    auto* words = reinterpret_cast<uint32_t*>(choices);
     warp.lanes(chunks, [&](int lane) { words[lane] = present[lane]; });
+    return count;
 }
 
-// Which tokens chose which of 32 experts from `first` on.
+// Which tokens chose which of a rank's experts that belong to a part.
 template <WarpLike W>
-EP_FN void write_bits(W& warp, const LowLatencyDispatchArgs& args, int first, int count,
-                      uint32_t* words) {
-    typename W::template PerLane<uint32_t> choices, tokens;
+EP_FN void write_bits(W& warp, const LowLatencyDispatchArgs& args, int rank, int part,
+                      char* choices) {
+    const int count = args.heap.experts_of_part(part);
+    const int first = rank * args.heap.local_experts() + 32 * (part - 1);
+    auto* words = reinterpret_cast<uint32_t*>(choices + args.heap.choice_part(part));
+    typename W::template PerLane<uint32_t> chosen, tokens;
     typename W::template PerLane<int> rows;
-    warp.lanes(32, [&](int lane) { rows[lane] = 0; });
+    warp.lanes(count, [&](int lane) { rows[lane] = 0; });
     for (int chunk = 0; chunk < args.heap.chunks(); ++chunk) {
         const int left = tokens_of_chunk(args, chunk);
         warp.lanes(32, [&](int lane) {
-            choices[lane] = tokens[lane] = 0;
+            chosen[lane] = tokens[lane] = 0;
             if (lane >= left) return;
             for_each_choice(args, 32 * chunk + lane, [&](int, int32_t expert) {
                 if (is_within(expert, first, count))
-                    choices[lane] |= uint32_t{1} << (expert - first);
+                    chosen[lane] |= uint32_t{1} << (expert - first);
             });
         });
         for (int expert = 0; left && expert < count; ++expert) {
             const uint32_t chose =
-                warp.ballot(left, [&](int lane) { return choices[lane] >> expert & 1; });
-            warp.lanes(32, [&](int lane) {
+                warp.ballot(left, [&](int lane) { return chosen[lane] >> expert & 1; });
+            warp.lanes(count, [&](int lane) {
                 if (lane == expert) tokens[lane] = chose;
             });
         }
-        warp.lanes(32, [&](int lane) {
-            words[32 * (1 + chunk) + lane] = tokens[lane];
+        warp.lanes(count, [&](int lane) {
+            words[count * (1 + chunk) + lane] = tokens[lane];
             rows[lane] += popcount(tokens[lane]);
         });
     }
-    warp.lanes(32, [&](int lane) { words[lane] = rows[lane]; });
+    warp.lanes(count, [&](int lane) { words[lane] = rows[lane]; });
 }
 
-// A part of what this rank's tokens chose at a rank: see LowLatencyHeap.
+// A part of what this rank's tokens chose at a rank, see LowLatencyHeap: all of it over a network.
 template <WarpLike W, class F>
 EP_FN void send_choices(W& warp, const LowLatencyDispatch<F>& call, int rank, int part) {
     const LowLatencyHeap& heap = call.heap();
-    const size_t target = heap.choices(call.bank, call.args.rank, part);
-    const size_t staged = heap.staged_choices(call.bank, rank, part);
-    uint32_t* words = call.fabric.maps(rank) ? call.fabric.template at<uint32_t>(rank, target)
-                                             : call.fabric.template network<uint32_t>(staged);
-    if (part) {
-        const int first = 32 * (part - 1);
-        write_bits(warp, call.args, rank * heap.local_experts() + first,
-                   lanes_from(first, heap.local_experts()), words);
+    const size_t target = heap.choices(call.bank, call.args.rank);
+    const size_t flag = heap.choice_flag(call.args.rank, part);
+    if (call.fabric.maps(rank)) {
+        char* choices = call.fabric.template at<char>(rank, target);
+        part ? write_bits(warp, call.args, rank, part, choices)
+             : static_cast<void>(write_tokens(warp, call.args, rank, choices));
     } else {
-        write_tokens(warp, call.args, rank, words);
+        if (part) return;
+        const size_t staged = heap.staged_choices(call.bank, rank);
+        char* choices = call.fabric.template network<char>(staged);
+        for (int other = 1; other < heap.choice_parts(); ++other)
+            write_bits(warp, call.args, rank, other, choices);
+        const int tokens = write_tokens(warp, call.args, rank, choices);
+        warp.lanes(1, [&](int) {
+            *call.fabric.template own<uint32_t>(heap.tokens_sent(call.bank, rank)) = tokens;
+        });
+        call.fabric.put_to(
+            warp, heap.channels, rank, target, staged,
+            heap.chosen_experts() + sizeof(int32_t) * tokens * call.args.format.topk);
     }
-    if (!call.fabric.maps(rank)) {
-        call.fabric.put_to(warp, heap.channels, rank, target, staged,
-                           heap.choice_part(part + 1) - heap.choice_part(part));
-    }
-    call.fabric.signal_to(warp, heap.channels, rank, heap.choice_flag(call.args.rank, part),
-                          call.number - 1, call.number);
+    call.fabric.signal_to(warp, heap.channels, rank, flag, call.number - 1, call.number);
 }
 
 // What travels beside a token, a lane each k.
@@ -226,12 +242,13 @@ EP_FN void put_row(W& warp, const LowLatencyDispatch<F>& call, const Team& team,
             *reinterpret_cast<uint64_t*>(slot[lane] + Piece::tag(piece)) = call.tag;
     });
     write_piece<kQuantize>(warp, call.args, slot, copies, token, pieces.all(), choice);
-    for_each_lane(mask, [&](int lane) {
-        const int to = warp.broadcast(rank, lane);
-        call.fabric.put_to(warp, channel_of(call, team), to,
-                           heap.row(call.bank, call.args.rank, token),
-                           heap.staged_row(call.bank, to, token), format.slot_bytes());
+    typename W::template PerLane<size_t> staged;
+    warp.lanes(format.topk, [&](int lane) {
+        if (mask >> lane & 1) staged[lane] = heap.staged_row(call.bank, rank[lane], token);
     });
+    call.fabric.put_each(
+        warp, mask, rank, [&](int to) { return channel_of(call, team, to); },
+        heap.row(call.bank, call.args.rank, token), staged, format.slot_bytes());
 }
 
 // What a token chose, and the rank of each choice, a lane each; -1: none. for_handle: notes the
@@ -278,7 +295,8 @@ EP_FN bool send_piece(W& warp, const LowLatencyDispatch<F>& call, const Team& te
         return call.fabric.template at<char>(to, target);
     });
     const uint32_t far = ranks & ~near;
-    if (far && !piece.number) put_row<kQuantize>(warp, call, team, far, token, rank, choice);
+    if (!F::kMapsAll && far && !piece.number)
+        put_row<kQuantize>(warp, call, team, far, token, rank, choice);
     return true;
 }
 

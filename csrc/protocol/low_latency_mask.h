@@ -256,8 +256,8 @@ EP_FN WaitCondition need_rows(const LowLatencyCall<F, Args>& call, int rank) {
         return {acquire_flag<W>(call.fabric, 0, rank, flag), call.number, rank};
     }
     WaitCondition need = nothing_to_wait_for();
-    for (int channel = 0; channel < call.heap().channels && is_met(need); ++channel)
-        need = need_put_rows<W>(call, channel, rank);
+    for (int flag = 0; flag < row_flags<F>(call.heap()) && is_met(need); ++flag)
+        need = need_put_rows<W>(call, flag, rank);
     return need;
 }
 

@@ -9,14 +9,18 @@
 
 namespace {
 
+constexpr int kRank = 3;
+
 class Numbers {
   public:
     explicit Numbers(const ep::NetworkFlags& flags) : flags_(flags), used_(flags.count()) {}
 
+    // Of the heap of kRank.
     void take(size_t flag, int writer, int channel) {
         const size_t number = flags_.number(flag);
         const bool fits = number < used_.size() && !used_[number]++ &&
-                          flags_.writer(number) == writer && flags_.channel(number) == channel;
+                          flags_.writer(number) == writer &&
+                          flags_.channel(number, kRank) == channel;
         if (!fits) {
             std::fprintf(stderr, "%d writers, %d channels: flag at %zu has number %zu of %zu\n",
                          flags_.writers, flags_.channels, flag, number, used_.size());
@@ -55,8 +59,7 @@ void take_flags(const ep::LowLatencyHeap& heap) {
         for (const ep::LowLatencyKind kind : {Dispatch, Combine}) {
             for (int bank = 0; bank < ep::LowLatencyHeap::kBanks; ++bank)
                 numbers.take(heap.released(kind, bank, rank), rank, heap.channels);
-            for (int channel = 0; channel < heap.channels; ++channel)
-                numbers.take(heap.row_flag(kind, channel, rank), rank, channel);
+            numbers.take(heap.row_flag(kind, 0, rank), rank, (kRank + rank) % heap.channels);
         }
         for (int part = 0; part < heap.choice_parts(); ++part)
             numbers.take(heap.choice_flag(rank, part), rank, heap.channels);

@@ -95,9 +95,9 @@ def one_call(lost_signal, seed, calls=1):
             low_latency.combine(received.x, received.handle)
 
 
-# Of one dispatch, between two ranks with three warps and two channels each: who chose what, in two parts, and each
-# channel's rows; then the bank's release; the combine has no choices.
-CHOICES, ROWS, DISPATCH_SIGNALS, COMBINE_SIGNALS = 4, 4, 4 + 4 + 2, 4 + 2
+# Of one dispatch, each of two ranks signals that its choices are there and that its rows are, then releases the bank;
+# the combine has no choices.
+CHOICES, ROWS, DISPATCH_SIGNALS, COMBINE_SIGNALS = 2, 2, 2 + 2 + 2, 2 + 2
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -262,6 +262,10 @@ class DeviceWarp {
         return static_cast<uint64_t>(__shfl_sync(kAll, static_cast<unsigned long long>(before), 0));
     }
 
+    static __device__ __forceinline__ uint64_t take_number(uint64_t* counter) {
+        return ptx::fetch_add_acq_rel_gpu(counter, 1);
+    }
+
     template <Scope scope>
     static __device__ __forceinline__ void compare_exchange(uint64_t* word, uint64_t from,
                                                             uint64_t to) {

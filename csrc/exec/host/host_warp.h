@@ -181,6 +181,10 @@ class BasicHostWarp : public SerialLanes {
         return std::atomic_ref<uint64_t>(*counter).fetch_add(n, std::memory_order_acq_rel);
     }
 
+    static uint64_t take_number(uint64_t* counter) {
+        return std::atomic_ref<uint64_t>(*counter).fetch_add(1, std::memory_order_acq_rel);
+    }
+
     template <Scope scope>
     static void compare_exchange(uint64_t* word, uint64_t from, uint64_t to) {
         std::atomic_ref<uint64_t>(*word).compare_exchange_strong(from, to, kPublish,

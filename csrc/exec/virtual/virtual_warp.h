@@ -227,6 +227,8 @@ class VirtualWarp : public SerialLanes {
         return before;
     }
 
+    static uint64_t take_number(uint64_t* counter) { return (*counter)++; }
+
     template <Scope>
     static void compare_exchange(uint64_t* word, uint64_t from, uint64_t to) {
         if (*word == from) *word = to;

@@ -32,6 +32,7 @@ class P2pFabric {
     static constexpr bool kMapsRail = true;
     static constexpr bool kOrdersWarps = true;
     static constexpr bool kKeepsLines = true;
+    static constexpr bool kMapsAll = true;
 
     __device__ __forceinline__ P2pFabric(const P2pFabricParams& params, int rank)
         : params_(params), rank_(rank), own_(params.heaps[rank]) {}
@@ -100,6 +101,20 @@ class P2pFabric {
                                               uint64_t to) const {
         warp.template credit<Scope::System>(at<uint64_t>(rank, flag), to);
     }
+
+    // To ranks that are not mapped: there are none.
+    template <class W, class ChannelOf>
+    __device__ __forceinline__ void put_each(W&, uint32_t, const typename W::template PerLane<int>&,
+                                             ChannelOf&&, size_t,
+                                             const typename W::template PerLane<size_t>&,
+                                             size_t) const {}
+    template <class W, class ChannelOf>
+    __device__ __forceinline__ void signal_each(W&, int, uint32_t, ChannelOf&&, size_t,
+                                                const typename W::template PerLane<uint64_t>&,
+                                                uint64_t) const {}
+    template <class W>
+    __device__ __forceinline__ void credit_each(W&, int, uint32_t, int, size_t, uint64_t,
+                                                uint64_t) const {}
 
     template <class W>
     __device__ __forceinline__ uint64_t acquire_signal(int, size_t flag) const {

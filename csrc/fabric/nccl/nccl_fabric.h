@@ -65,16 +65,36 @@ __device__ __noinline__ inline void nccl_put(const NcclFabricParams& params, int
         .put(ncclTeamWorld(params.comm), rank, params.window, dst, params.window, src, bytes,
              ncclGin_None{}, ncclGin_None{}, ncclCoopWarp{});
 }
+// A flag has one writer. There it has this one's number, here it is counted under that of its own.
+__device__ __forceinline__ void nccl_count(const NcclFabricParams& params, int rank,
+                                           uint32_t signal, uint64_t increment) {
+    params.sent[signal + params.writer_of(rank) - params.writer_of(params.comm.rank)] += increment;
+}
 __device__ __noinline__ inline void nccl_signal(const NcclFabricParams& params, int channel,
                                                 int rank, uint32_t signal, uint64_t increment) {
     const ncclDevComm& comm = params.comm;
     ptx::delay(&comm, signal + increment);
     gin_of(comm, channel)
         .signal(ncclTeamWorld(comm), rank, ncclGin_SignalAdd{signal, increment}, ncclCoopWarp{});
-    // A flag has one writer. There it has this one's number, here it is counted under that of its
-    // own.
     if (threadIdx.x % 32 == 0 && signal < params.flags.count())
-        params.sent[signal + params.writer_of(rank) - params.writer_of(comm.rank)] += increment;
+        nccl_count(params, rank, signal, increment);
+    __syncwarp();
+}
+
+// The same by each lane in the mask, to rank first + lane.
+template <class ChannelOf>
+__device__ __forceinline__ void nccl_signal_each(const NcclFabricParams& params, int first,
+                                                 uint32_t ranks, ChannelOf&& channel_of,
+                                                 uint32_t signal, uint64_t increment) {
+    const int lane = static_cast<int>(threadIdx.x % 32), rank = first + lane;
+    const ncclDevComm& comm = params.comm;
+    ptx::delay(&comm, signal + increment);
+    if (ranks >> lane & 1) {
+        gin_of(comm, channel_of(rank))
+            .signal(ncclTeamWorld(comm), rank, ncclGin_SignalAdd{signal, increment},
+                    ncclCoopThread{});
+        nccl_count(params, rank, signal, increment);
+    }
     __syncwarp();
 }
 
@@ -83,6 +103,7 @@ class NcclFabric {
     static constexpr bool kMapsRail = false;
     static constexpr bool kOrdersWarps = true;
     static constexpr bool kKeepsLines = false;
+    static constexpr bool kMapsAll = false;
 
     __device__ __forceinline__ NcclFabric(const NcclFabricParams& params, int rank)
         : params_(params),
@@ -158,6 +179,40 @@ class NcclFabric {
                                               uint64_t from, uint64_t to) const {
         if (maps(rank)) return warp.template credit<Scope::System>(at<uint64_t>(rank, flag), to);
         nccl_signal(params_, channel, rank, signal(flag), to - from);
+    }
+
+    template <class W, class ChannelOf>
+    __device__ __forceinline__ void put_each(W& warp, uint32_t lanes,
+                                             const typename W::template PerLane<int>& rank,
+                                             ChannelOf&& channel_of, size_t dst,
+                                             const typename W::template PerLane<size_t>& src,
+                                             size_t bytes) const {
+        warp.finish_writes();
+        __threadfence_system();
+        __syncwarp();  // a lane puts what others have written
+        warp.lanes(32, [&](int lane) {
+            if (!(lanes >> lane & 1)) return;
+            gin_of(params_.comm, channel_of(rank[lane]))
+                .put(ncclTeamWorld(params_.comm), rank[lane], params_.window, dst, params_.window,
+                     src[lane], bytes, ncclGin_None{}, ncclGin_None{}, ncclCoopThread{});
+        });
+    }
+
+    template <class W, class ChannelOf>
+    __device__ __forceinline__ void signal_each(W& warp, int first, uint32_t ranks,
+                                                ChannelOf&& channel_of, size_t flag,
+                                                const typename W::template PerLane<uint64_t>& from,
+                                                uint64_t to) const {
+        uint64_t increment = 0;  // this lane's
+        warp.lanes(32, [&](int lane) { increment = to - from[lane]; });
+        nccl_signal_each(params_, first, ranks, channel_of, signal(flag), increment);
+    }
+
+    template <class W>
+    __device__ __forceinline__ void credit_each(W&, int first, uint32_t ranks, int channel,
+                                                size_t flag, uint64_t from, uint64_t to) const {
+        nccl_signal_each(
+            params_, first, ranks, [&](int) { return channel; }, signal(flag), to - from);
     }
 
   private:

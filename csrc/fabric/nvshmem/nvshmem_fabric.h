@@ -54,11 +54,25 @@ __device__ __noinline__ inline void nvshmem_add(uint64_t* flag, uint64_t increme
     __syncwarp();
 }
 
+// To rank first + lane, for each lane in the mask.
+__device__ __noinline__ inline void nvshmem_add_each(uint64_t* flag, uint64_t increment, int first,
+                                                     uint32_t ranks, bool fence) {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    if (fence) {
+        if (lane == 0) nvshmem_fence();
+        __syncwarp();
+    }
+    ptx::delay(flag, increment);
+    if (ranks >> lane & 1) nvshmemx_signal_op(flag, increment, NVSHMEM_SIGNAL_ADD, first + lane);
+    __syncwarp();
+}
+
 class NvshmemFabric {
   public:
     static constexpr bool kMapsRail = false;
     static constexpr bool kOrdersWarps = false;  // they may have different queue pairs
     static constexpr bool kKeepsLines = false;
+    static constexpr bool kMapsAll = false;
 
     __device__ __forceinline__ NvshmemFabric(const NvshmemFabricParams& params, int rank)
         : params_(params),
@@ -135,6 +149,35 @@ class NvshmemFabric {
                                               uint64_t to) const {
         if (maps(rank)) return warp.template credit<Scope::System>(at<uint64_t>(rank, flag), to);
         nvshmem_add(own<uint64_t>(flag), to - from, rank, false);
+    }
+
+    template <class W, class ChannelOf>
+    __device__ __forceinline__ void put_each(W& warp, uint32_t lanes,
+                                             const typename W::template PerLane<int>& rank,
+                                             ChannelOf&& channel_of, size_t dst,
+                                             const typename W::template PerLane<size_t>& src,
+                                             size_t bytes) const {
+        for_each_lane(lanes, [&](int lane) {
+            const int to = warp.broadcast(rank, lane);
+            put_to(warp, channel_of(to), to, dst, warp.broadcast(src, lane), bytes);
+        });
+    }
+
+    template <class W, class ChannelOf>
+    __device__ __forceinline__ void signal_each(W& warp, int first, uint32_t ranks, ChannelOf&&,
+                                                size_t flag,
+                                                const typename W::template PerLane<uint64_t>& from,
+                                                uint64_t to) const {
+        warp.finish_writes();
+        uint64_t increment = 0;  // this lane's
+        warp.lanes(32, [&](int lane) { increment = to - from[lane]; });
+        nvshmem_add_each(own<uint64_t>(flag), increment, first, ranks, params_.needs_fence);
+    }
+
+    template <class W>
+    __device__ __forceinline__ void credit_each(W&, int first, uint32_t ranks, int, size_t flag,
+                                                uint64_t from, uint64_t to) const {
+        nvshmem_add_each(own<uint64_t>(flag), to - from, first, ranks, false);
     }
 
   private:

@@ -42,6 +42,7 @@ class QueueFabric {
     static constexpr bool kMapsRail = false;
     static constexpr bool kOrdersWarps = true;  // a channel's puts towards a rank share a queue
     static constexpr bool kKeepsLines = false;
+    static constexpr bool kMapsAll = false;
 
     EP_FN QueueFabric(const QueueFabricParams& params, int rank)
         : params_(params),
@@ -121,8 +122,50 @@ class QueueFabric {
         params_.queues.credits(channel, rank).post_add(warp, rank, address(flag), to - from);
     }
 
+    template <class W, class ChannelOf>
+    EP_FN void put_each(W& warp, uint32_t lanes, const typename W::template PerLane<int>& rank,
+                        ChannelOf&& channel_of, size_t dst,
+                        const typename W::template PerLane<size_t>& src, size_t bytes) const {
+        post_each(
+            warp, lanes, false,
+            [&](int lane) { return params_.queues.puts(channel_of(rank[lane]), rank[lane]); },
+            [&](int lane) { return rank[lane]; },
+            [&](int lane, const SendQueue& queue, uint16_t index) {
+                return queue.write_of(index, address(dst), address(src[lane]),
+                                      static_cast<uint32_t>(bytes));
+            });
+    }
+
+    template <class W, class ChannelOf>
+    EP_FN void signal_each(W& warp, int first, uint32_t ranks, ChannelOf&& channel_of, size_t flag,
+                           const typename W::template PerLane<uint64_t>& from, uint64_t to) const {
+        add_each(
+            warp, first, ranks,
+            [&](int lane) { return params_.queues.puts(channel_of(first + lane), first + lane); },
+            flag, [&](int lane) { return to - from[lane]; });
+    }
+
+    template <class W>
+    EP_FN void credit_each(W& warp, int first, uint32_t ranks, int channel, size_t flag,
+                           uint64_t from, uint64_t to) const {
+        add_each(
+            warp, first, ranks,
+            [&](int lane) { return params_.queues.credits(channel, first + lane); }, flag,
+            [&](int) { return to - from; });
+    }
+
   private:
     static constexpr size_t kMaxBytes = size_t{1} << 30;  // of one entry, as cards take them
+
+    template <class W, class QueueOf, class IncrementOf>
+    EP_FN void add_each(W& warp, int first, uint32_t ranks, QueueOf&& queue_of, size_t flag,
+                        IncrementOf&& increment_of) const {
+        post_each(
+            warp, ranks, true, queue_of, [&](int lane) { return first + lane; },
+            [&](int lane, const SendQueue& queue, uint16_t index) {
+                return queue.add_of(index, address(flag), increment_of(lane));
+            });
+    }
 
     EP_FN int on_rail(int node) const { return params_.topology.rank(node, local_); }
     EP_FN size_t address(size_t offset) const { return offset - params_.network_begin; }

@@ -41,18 +41,23 @@ struct SendQueue {
     // posted.
     template <class W>
     EP_FN bool post_write(W& warp, int peer, uint64_t dst, uint64_t src, uint32_t bytes) const {
-        return post(warp, peer, false, [&](uint16_t index) {
-            return SendEntry::write_of(index, number, key, dst, src, bytes);
-        });
+        return post(warp, peer, false,
+                    [&](uint16_t index) { return write_of(index, dst, src, bytes); });
     }
 
     // Adds to the word at `flag` there. Everything that was posted may be taken now, and so may
     // what this warp wrote or acquired before.
     template <class W>
     EP_FN bool post_add(W& warp, int peer, uint64_t flag, uint64_t increment) const {
-        return post(warp, peer, true, [&](uint16_t index) {
-            return SendEntry::add_of(index, number, key, flag, increment, scratch);
-        });
+        return post(warp, peer, true,
+                    [&](uint16_t index) { return add_of(index, flag, increment); });
+    }
+
+    EP_FN SendEntry write_of(uint16_t index, uint64_t dst, uint64_t src, uint32_t bytes) const {
+        return SendEntry::write_of(index, number, key, dst, src, bytes);
+    }
+    EP_FN SendEntry add_of(uint16_t index, uint64_t flag, uint64_t increment) const {
+        return SendEntry::add_of(index, number, key, flag, increment, scratch);
     }
 
     // ---- the other side
@@ -66,6 +71,26 @@ struct SendQueue {
     void clear() const {
         std::atomic_ref<uint64_t>(*doorbell).store(0, std::memory_order_relaxed);
         completion->tell(0, Completion::kNothingYet);
+    }
+
+    // By a lane: whether so many entries fit before those that are known to be carried out.
+    EP_FN bool has_room_for(uint64_t own) const { return own < producer->completed + depth; }
+
+    // Entries below `end` may be taken: what the doorbell says then.
+    static EP_FN uint64_t rung_for(uint64_t end) {
+        return std::bit_cast<uint64_t>(
+            DoorbellRecord{uint32_t{0}, uint32_t{static_cast<uint16_t>(end)}});
+    }
+    EP_FN void wake_sleeper() const {
+#if !defined(__CUDACC__)
+        if (sleeper) wake(*sleeper);
+#endif
+    }
+
+    // Entries that are carried out, of so many that are posted.
+    template <class W>
+    EP_FN uint64_t completed_of(uint64_t posted) const {
+        return completed_by(W::template acquire<Scope::System>(completion->last_word()), posted);
     }
 
   private:
@@ -85,7 +110,7 @@ struct SendQueue {
     // For entry number `own`, once all before it are posted.
     template <class W>
     EP_FN bool make_room(W& warp, uint64_t own, int peer) const {
-        if (own < producer->completed + depth) return true;
+        if (has_room_for(own)) return true;
         ring(warp, own);  // what waits for its signal must leave, or there is never room
         uint64_t completed = 0;
         const bool has_room = warp.wait_all(Wait::SendQueue, 1, [&](int) {
@@ -96,11 +121,6 @@ struct SendQueue {
         return has_room;
     }
 
-    // Entries that are carried out, of so many that are posted.
-    template <class W>
-    EP_FN uint64_t completed_of(uint64_t posted) const {
-        return completed_by(W::template acquire<Scope::System>(completion->last_word()), posted);
-    }
     static EP_FN uint64_t completed_by(uint64_t word, uint64_t posted) {
         if (word >> 60 == Completion::kNothingYet) return 0;
         const auto last = static_cast<uint16_t>((word >> 32 & 0xff) << 8 | (word >> 40 & 0xff));
@@ -110,13 +130,68 @@ struct SendQueue {
     // Entries below `end` may be taken.
     template <class W>
     EP_FN void ring(W& warp, uint64_t end) const {
-        const DoorbellRecord record{uint32_t{0}, uint32_t{static_cast<uint16_t>(end)}};
-        warp.template publish<Scope::System>(doorbell, std::bit_cast<uint64_t>(record));
-#if !defined(__CUDACC__)
-        if (sleeper) wake(*sleeper);
-#endif
+        warp.template publish<Scope::System>(doorbell, rung_for(end));
+        wake_sleeper();
     }
 };
+
+// By each lane in the mask an entry of its own to a queue of its own: entry_of(lane, queue, index)
+// to queue_of(lane), which leads to peer_of(lane). rings: whether what was posted may be taken now.
+// A lane whose turn has come posts, and does not wait for the turns of others: two warps could wait
+// for each other. False: a wait ended badly.
+template <class W, class QueueOf, class PeerOf, class EntryOf>
+EP_FN bool post_each(W& warp, uint32_t lanes, bool rings, QueueOf&& queue_of, PeerOf&& peer_of,
+                     EntryOf&& entry_of) {
+    typename W::template PerLane<uint64_t> own, completed;
+    auto is_in = [](uint32_t mask, int lane) { return mask >> lane & 1; };
+    auto ring = [&](uint32_t mask, int entries) {
+        warp.template publish_lanes<Scope::System>(32, [&](int lane, auto&& store) {
+            if (!is_in(mask, lane)) return;
+            const SendQueue queue = queue_of(lane);
+            store(queue.doorbell, SendQueue::rung_for(own[lane] + entries));
+            queue.wake_sleeper();
+        });
+    };
+    warp.lanes(32, [&](int lane) {
+        if (is_in(lanes, lane)) own[lane] = W::take_number(&queue_of(lane).producer->begun);
+    });
+    for (uint32_t left = lanes, ready; left; left &= ~ready) {
+        ready = warp.wait_any(Wait::SendQueue, 32, [&](int lane) {
+            if (!is_in(left, lane)) return never();
+            uint64_t* posted = &queue_of(lane).producer->posted;
+            return WaitCondition{W::template acquire<Scope::Rank>(posted), own[lane],
+                                 peer_of(lane)};
+        });
+        if (!ready) return false;
+        const uint32_t full = warp.ballot(32, [&](int lane) {
+            return is_in(ready, lane) && !queue_of(lane).has_room_for(own[lane]);
+        });
+        if (full) {
+            ring(full, 0);  // what waits for its signal must leave, or there is never room
+            const bool has_room = warp.wait_all(Wait::SendQueue, 32, [&](int lane) {
+                if (!is_in(full, lane)) return nothing_to_wait_for();
+                const SendQueue queue = queue_of(lane);
+                completed[lane] = queue.template completed_of<W>(own[lane]);
+                return WaitCondition{completed[lane] + queue.depth, own[lane] + 1, peer_of(lane)};
+            });
+            if (!has_room) return false;
+            warp.lanes(32, [&](int lane) {
+                if (is_in(full, lane)) queue_of(lane).producer->completed = completed[lane];
+            });
+        }
+        warp.lanes(32, [&](int lane) {
+            if (!is_in(ready, lane)) return;
+            const SendQueue queue = queue_of(lane);
+            queue.entries[own[lane] & (queue.depth - 1)] =
+                entry_of(lane, queue, static_cast<uint16_t>(own[lane]));
+        });
+        if (rings) ring(ready, 1);
+        warp.template publish_lanes<Scope::Rank>(32, [&](int lane, auto&& store) {
+            if (is_in(ready, lane)) store(&queue_of(lane).producer->posted, own[lane] + 1);
+        });
+    }
+    return true;
+}
 
 // The queues of a symmetric heap: of each channel, and of what belongs to none (see
 // core/network_flags.h), one towards each rank for puts and their signals, and one for credits.

@@ -19,6 +19,18 @@ double VirtualCards::speed(int rank) const {
 
 void VirtualCards::post(VirtualFiber& fiber, const Message& message) {
     fiber.time += cluster_.machine.card_post;
+    take(fiber, message);
+}
+
+void VirtualCards::post(VirtualFiber& fiber, const std::vector<Message>& messages) {
+    if (!messages.empty()) fiber.time += cluster_.machine.card_post;
+    for (const Message& message : messages) {
+        take(fiber, message);
+        fiber.time += cluster_.machine.card_message;
+    }
+}
+
+void VirtualCards::take(VirtualFiber& fiber, const Message& message) {
     cluster_.clock.catch_up(fiber);
     Card& card = cards_[fiber.rank];
     if (message.flag && ++card.signals == faults_.lost_signal && fiber.rank == faults_.lossy_rank)

@@ -31,8 +31,10 @@ class VirtualCards {
         uint64_t* flag;  // that it adds to when it is there, or null
         uint64_t add;
     };
-    // By a fiber: from then on.
+    // By a fiber: from then on. Several are those of its lanes, which post side by side: each takes
+    // the warp as long as the card, a guess.
     void post(VirtualFiber& fiber, const Message& message);
+    void post(VirtualFiber& fiber, const std::vector<Message>& messages);
 
     static constexpr double kFlagBytes = 64;
 
@@ -50,6 +52,7 @@ class VirtualCards {
         std::deque<int> turns;
         uint64_t signals = 0;
     };
+    void take(VirtualFiber& fiber, const Message& message);
     void serve(Card& card, double time);
     double speed(int rank) const;
 

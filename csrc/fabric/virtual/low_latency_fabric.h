@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstring>
+#include <vector>
 
 #include "core/low_latency_heap.h"
 #include "core/row.h"
@@ -27,6 +28,7 @@ class VirtualLowLatencyFabric {
     static constexpr bool kMapsRail = false;
     static constexpr bool kOrdersWarps = true;  // a channel's puts to a rank share a queue pair
     static constexpr bool kKeepsLines = false;  // rows have flags, where GPUs have lines, too
+    static constexpr bool kMapsAll = false;
 
     VirtualLowLatencyFabric(VirtualCluster& cluster, VirtualCards& cards, int rank,
                             const LowLatencyImages& images, bool maps_all)
@@ -78,12 +80,19 @@ class VirtualLowLatencyFabric {
     template <class W>
     void put_to(W& warp, int channel, int rank, size_t dst, size_t src, size_t bytes) {
         warp.finish_writes();
-        const NodeImage image = image_of(rank);
-        char* to = there(image, rank, dst);
-        const bool is_row = dst >= images_.heap.row(0, 0, 0);
-        std::memcpy(to, at<char>(rank_, src), is_row ? images_.header_bytes : bytes);
-        if (!is_row && image.node != topology_.node_of(rank)) shift_choices(dst, to, rank, image);
-        post(warp, channel, rank, image, static_cast<double>(bytes));
+        cards_.post(warp.fiber(), message_with(channel, rank, dst, src, bytes));
+    }
+    template <class W, class ChannelOf>
+    void put_each(W& warp, uint32_t lanes, const typename W::template PerLane<int>& rank,
+                  ChannelOf&& channel_of, size_t dst,
+                  const typename W::template PerLane<size_t>& src, size_t bytes) {
+        warp.finish_writes();
+        std::vector<VirtualCards::Message> messages;
+        for_each_lane(lanes, [&](int lane) {
+            messages.push_back(
+                message_with(channel_of(rank[lane]), rank[lane], dst, src[lane], bytes));
+        });
+        cards_.post(warp.fiber(), messages);
     }
     template <class W>
     void signal_to(W& warp, int channel, int rank, size_t flag, uint64_t from, uint64_t to) {
@@ -95,6 +104,18 @@ class VirtualLowLatencyFabric {
     void credit_to(W& warp, int channel, int rank, size_t flag, uint64_t from, uint64_t to) {
         if (maps(rank)) return warp.template credit<Scope::System>(at<uint64_t>(rank, flag), to);
         post_flag(warp, channel, rank, flag, to - from);
+    }
+    template <class W, class ChannelOf>
+    void signal_each(W& warp, int first, uint32_t ranks, ChannelOf&& channel_of, size_t flag,
+                     const typename W::template PerLane<uint64_t>& from, uint64_t to) {
+        warp.finish_writes();
+        post_each(warp, first, ranks, channel_of, flag, [&](int lane) { return to - from[lane]; });
+    }
+    template <class W>
+    void credit_each(W& warp, int first, uint32_t ranks, int channel, size_t flag, uint64_t from,
+                     uint64_t to) {
+        post_each(
+            warp, first, ranks, [&](int) { return channel; }, flag, [&](int) { return to - from; });
     }
 
   private:
@@ -120,27 +141,48 @@ class VirtualLowLatencyFabric {
                         offset + ranks * static_cast<long>(stride));
     }
 
-    // Of the parts of a rank's choices the first names experts.
-    void shift_choices(size_t dst, char* to, int rank, const NodeImage& image) const {
+    // A rank's choices name experts.
+    void shift_choices(char* to, size_t bytes, int rank, const NodeImage& image) const {
         const LowLatencyHeap& heap = images_.heap;
-        if ((dst - heap.choices(0, 0)) % heap.choice_bytes()) return;
-        shift_experts(reinterpret_cast<int32_t*>(to) + heap.chunks(),
-                      static_cast<size_t>(heap.max_tokens) * heap.max_topk,
+        const size_t first = heap.chosen_experts();
+        shift_experts(reinterpret_cast<int32_t*>(to + first), (bytes - first) / sizeof(int32_t),
                       image.node - topology_.node_of(rank), heap.num_experts, topology_);
     }
 
     template <class W>
     void post_flag(W& warp, int channel, int rank, size_t flag, uint64_t add) {
+        cards_.post(warp.fiber(), message_of(channel, rank, flag, add));
+    }
+    // The lanes post side by side.
+    template <class W, class ChannelOf, class IncrementOf>
+    void post_each(W& warp, int first, uint32_t ranks, ChannelOf&& channel_of, size_t flag,
+                   IncrementOf&& increment_of) {
+        std::vector<VirtualCards::Message> messages;
+        for_each_lane(ranks, [&](int lane) {
+            const int rank = first + lane;
+            messages.push_back(message_of(channel_of(rank), rank, flag, increment_of(lane)));
+        });
+        cards_.post(warp.fiber(), messages);
+    }
+    // Of what is put, which is there at once.
+    VirtualCards::Message message_with(int channel, int rank, size_t dst, size_t src,
+                                       size_t bytes) const {
         const NodeImage image = image_of(rank);
-        post(warp, channel, rank, image, VirtualCards::kFlagBytes,
-             reinterpret_cast<uint64_t*>(there(image, rank, flag)), add);
+        char* to = there(image, rank, dst);
+        const bool is_row = dst >= images_.heap.row(0, 0, 0);
+        std::memcpy(to, at<char>(rank_, src), is_row ? images_.header_bytes : bytes);
+        if (!is_row && image.node != topology_.node_of(rank)) shift_choices(to, bytes, rank, image);
+        return {to_of(image, rank), pair_of(channel, rank), static_cast<double>(bytes), nullptr, 0};
     }
-    template <class W>
-    void post(W& warp, int channel, int rank, const NodeImage& image, double bytes,
-              uint64_t* flag = nullptr, uint64_t add = 0) {
-        const int to = topology_.rank(image.node, topology_.local_of(rank));
-        cards_.post(warp.fiber(), {to, channel * topology_.world() + rank, bytes, flag, add});
+    VirtualCards::Message message_of(int channel, int rank, size_t flag, uint64_t add) const {
+        const NodeImage image = image_of(rank);
+        return {to_of(image, rank), pair_of(channel, rank), VirtualCards::kFlagBytes,
+                reinterpret_cast<uint64_t*>(there(image, rank, flag)), add};
     }
+    int to_of(const NodeImage& image, int rank) const {
+        return topology_.rank(image.node, topology_.local_of(rank));
+    }
+    int pair_of(int channel, int rank) const { return channel * topology_.world() + rank; }
 
     VirtualCluster& cluster_;
     VirtualCards& cards_;

@@ -23,15 +23,16 @@ __device__ __forceinline__ void send_totals(const NcclFabricParams& params, int 
     for (size_t number = 0; number < flags.count(); ++number) {
         if (is_unused(params, rank, number)) continue;
         const int writer = flags.writer(number);
-        nccl_signal(params, flags.channel(number), params.rank_of(writer, rank),
+        nccl_signal(params, flags.channel(number, rank), params.rank_of(writer, rank),
                     total_of(flags, number - writer + params.writer_of(rank)),
                     params.sent[number] + 1);
     }
 }
 
 // By a lane: whether all that its writer has sent to this rank's flag with that number is there.
-__device__ __forceinline__ bool has_arrived(const NcclFabricParams& params, size_t number) {
-    const ncclGin gin = gin_of(params.comm, params.flags.channel(number));
+__device__ __forceinline__ bool has_arrived(const NcclFabricParams& params, int rank,
+                                            size_t number) {
+    const ncclGin gin = gin_of(params.comm, params.flags.channel(number, rank));
     const uint64_t total = gin.readSignal(total_of(params.flags, number));
     return total > 0 && gin.readSignal(static_cast<uint32_t>(number)) == total - 1;
 }
@@ -48,7 +49,7 @@ static __global__ void reset_signals_kernel(const __grid_constant__ NcclFabricPa
     const uint64_t start = ptx::globaltimer();
     bool all_here = true;
     for (size_t number = lane; number < flags.count() && all_here; number += 32) {
-        while (!is_unused(params, rank, number) && all_here && !has_arrived(params, number)) {
+        while (!is_unused(params, rank, number) && all_here && !has_arrived(params, rank, number)) {
             if (ptx::globaltimer() - start < timeout_ns) continue;
             *params.absent = 1 + params.rank_of(flags.writer(number), rank);
             all_here = false;
@@ -56,7 +57,7 @@ static __global__ void reset_signals_kernel(const __grid_constant__ NcclFabricPa
     }
     if (!__all_sync(0xffffffffu, all_here)) return;
     for (size_t number = lane; number < flags.count(); number += 32) {
-        const ncclGin gin = gin_of(params.comm, flags.channel(number));
+        const ncclGin gin = gin_of(params.comm, flags.channel(number, rank));
         gin.resetSignal(static_cast<uint32_t>(number));
         gin.resetSignal(total_of(flags, number));
         params.sent[number] = 0;

@@ -35,6 +35,7 @@ struct ncclTeam {
 inline ncclTeam ncclTeamWorld(const ncclDevComm& comm) { return {comm.nRanks, comm.rank, 1}; }
 
 struct ncclCoopWarp {};
+struct ncclCoopThread {};
 struct ncclGin_None {};
 struct ncclGin_SignalAdd {
     uint32_t signal;
@@ -50,24 +51,28 @@ struct ncclGin {
     }
 
     void put(ncclTeam team, int peer, ncclWindow_t to, size_t dst, ncclWindow_t from, size_t src,
-             size_t bytes, ncclGin_None, ncclGin_None, ncclCoopWarp) const {
-        if (to != from) simt::die("a put between windows");
-        by_one_lane([&] {
-            char* to = comm.gin->heaps[peer] + dst;
-            const char* from = comm.gin->heaps[comm.rank] + src;
-            simt::order::Actor& puts = actor(team, peer);
-            read_by(puts, puts.steps, from, bytes, simt::order::Fence::System);
-            write_by(puts, puts.steps, to, bytes, simt::order::Fence::System);
-            ++puts.steps;
-            comm.gin->network.put(connection(team, peer), to, from, bytes);
-        });
+             size_t bytes, ncclGin_None none, ncclGin_None, ncclCoopWarp) const {
+        by_one_lane(
+            [&] { put(team, peer, to, dst, from, src, bytes, none, none, ncclCoopThread{}); });
+    }
+    void put(ncclTeam team, int peer, ncclWindow_t to_window, size_t dst, ncclWindow_t from_window,
+             size_t src, size_t bytes, ncclGin_None, ncclGin_None, ncclCoopThread) const {
+        if (to_window != from_window) simt::die("a put between windows");
+        char* to = comm.gin->heaps[peer] + dst;
+        const char* from = comm.gin->heaps[comm.rank] + src;
+        simt::order::Actor& puts = actor(team, peer);
+        read_by(puts, puts.steps, from, bytes, simt::order::Fence::System);
+        write_by(puts, puts.steps, to, bytes, simt::order::Fence::System);
+        ++puts.steps;
+        comm.gin->network.put(connection(team, peer), to, from, bytes);
     }
     void signal(ncclTeam team, int peer, ncclGin_SignalAdd add, ncclCoopWarp) const {
-        by_one_lane([&] {
-            uint64_t* to = &word(peer, add.signal);
-            simt::order::signal(actor(team, peer), to, comm.gin->sent[to] += add.value);
-            comm.gin->network.signal(connection(team, peer), to, add.value);
-        });
+        by_one_lane([&] { signal(team, peer, add, ncclCoopThread{}); });
+    }
+    void signal(ncclTeam team, int peer, ncclGin_SignalAdd add, ncclCoopThread) const {
+        uint64_t* to = &word(peer, add.signal);
+        simt::order::signal(actor(team, peer), to, comm.gin->sent[to] += add.value);
+        comm.gin->network.signal(connection(team, peer), to, add.value);
     }
     uint64_t readSignal(uint32_t signal) const {
         comm.gin->network.deliver(comm.gin->random);

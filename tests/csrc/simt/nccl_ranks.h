@@ -79,7 +79,7 @@ class Ranks {
         for (size_t number = 0; number < own.flags.count(); ++number) {
             const int writer = own.flags.writer(number);
             for (int i = 0; i < 5 && !is_unused(own, rank, number); ++i) {
-                nccl_signal(own, own.flags.channel(number), own.rank_of(writer, rank),
+                nccl_signal(own, own.flags.channel(number, rank), own.rank_of(writer, rank),
                             static_cast<uint32_t>(number - writer + own.writer_of(rank)), 1);
             }
         }
