@@ -63,6 +63,16 @@ def test_predictions_over_networks_have_not_moved(nodes, ranks, settings, dispat
     assert found["combine"].us == pytest.approx(combine, rel=MOVED)
 
 
+# us, of the same constants: nobody has measured notify alone
+@pytest.mark.parametrize(("nodes", "images", "us"), [(1, 1, 21.0), (8, 1, 49.1), (8, 8, 49.3), (64, 1, 240.9)])
+def test_the_exchange_of_counts_has_not_moved(nodes, images, us):
+    case = Case(Topology(nodes, 8), Config(num_experts=max(256, 8 * nodes)), num_tokens=64, images=images)
+    notify = predict(case, Machine.load("h200_cx7")).notify
+    assert notify.us == pytest.approx(us, rel=MOVED) and not notify.is_calibrated
+    assert notify.messages / case.simulated_ranks == 2 * (nodes - 1)
+    assert notify.roles.keys() == {"notify"} and notify.rail_rows == notify.peer_rows == 0
+
+
 # us of dispatch and combine, and messages of a rank's dispatch, of the same constants
 @pytest.mark.parametrize(
     ("nodes", "tokens", "dispatch", "combine", "messages"),
