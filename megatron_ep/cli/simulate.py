@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         f"{MAX_RANKS} ranks, at least one; all where a rank differs from the others)",
     )
     settings = parser.add_argument_group("settings of the buffer", "Each a number, or several to compare: 8,12,24.")
-    settings.add_argument("--num-sms", default="24", metavar="N", help="SMs (%(default)s)")
+    settings.add_argument("--num-sms", metavar="N", help="SMs (24; in mode normal from 8 nodes on 16)")
     settings.add_argument("--channels", metavar="C", help="(as many as keep the SMs busy)")
     settings.add_argument("--rdma-rows", metavar="N", help="rows of a network ring (8 to 32)")
     settings.add_argument("--chunk", metavar="N", help="rows of a put at most (16)")
