@@ -167,8 +167,8 @@ class Config:
     """Settings of a buffer; the same on all of its ranks.
 
     num_experts: E, all experts of the group; a multiple of the number of ranks. Expert e lives on rank e // (E / W).
-    num_sms: SMs that a launch uses for each rank on a GPU. None: 24, or an equal share of the GPU for each of a
-        LocalCluster's ranks if that is less.
+    num_sms: SMs that a launch uses for each rank on a GPU. None: 24, from eight nodes on 16 but for the
+        low-latency mode, or an equal share of the GPU for each of a LocalCluster's ranks if that is less.
     timeout: seconds that a single wait may take: longer than one rank may keep the others waiting, as for a save. None:
         the environment variable MEGATRON_EP_TIMEOUT, else the limit of the process group's own collectives (torch: 600
         for NCCL, 1800 for gloo; Megatron's --distributed-timeout-minutes); without a process group 100.

@@ -121,10 +121,10 @@ RDMA_CREDIT = """return {rings.template acquire_rdma_head<W>(node) + rings.rdma_
             rings.rank_at(node, rings.args.local())};"""
 MET = "return nothing_to_wait_for();"
 RELAY = """warp.template publish<Scope::System>(
-        fabric.template peer<uint64_t>(local, heap.notify_node_flag(own_local)), args.epoch);"""
+        fabric.template peer<uint64_t>(local, heap.notify_node_flag(own_local, group)), args.epoch);"""
 COUNTS = """return WaitCondition{
-                W::template acquire<Scope::System>(fabric.template own<uint64_t>(flag)), args.epoch,
-                topology.rank(topology.node_of(args.rank), first + lane)};"""
+                        W::template acquire<Scope::System>(fabric.template own<uint64_t>(flag)),
+                        args.epoch, topology.rank(topology.node_of(args.rank), first + lane)};"""
 POINTS = (
     "if (lane_id() == 0)\n            of_scope<scope>(ptx::store_release_gpu, ptx::store_release_sys)(flag, value);"
 )
@@ -282,7 +282,7 @@ MUTANTS = [
     changed(
         "exchange_counts: a credit",
         KERNELS,
-        "warp.template publish<Scope::Rank>(notifies, args.epoch);",
+        "warp.template publish<Scope::Rank>(&progress.notifies(), args.epoch);",
         "publish<",
         "credit<",
     ),

@@ -47,7 +47,7 @@ struct Heap {
         auto part = [&](size_t bytes) { return std::exchange(end, end + bytes); };
         waited_ = part(2 * waited_bytes(topology.world()));
         const size_t nvl_rings = static_cast<size_t>(channels) * topology.world();
-        notify_node_flags_ = part(topology.ranks_per_node * kLine);
+        notify_node_flags_ = part(relays() * topology.ranks_per_node * kLine);
         nvl_tails_ = part(nvl_rings * kLine);
         nvl_heads_ = part(nvl_rings * kLine);
         nvl_outs_ = part(nvl_rings * kLine);
@@ -94,7 +94,10 @@ struct Heap {
         return align_up(world * sizeof(uint64_t), kLine);
     }
     EP_HD size_t notify_rail_flag(int node) const { return notify_rail_flags_ + node * kLine; }
-    EP_HD size_t notify_node_flag(int local) const { return notify_node_flags_ + local * kLine; }
+    // Of a rank of this node that relays the counts of a group of nodes.
+    EP_HD size_t notify_node_flag(int local, int group) const {
+        return notify_node_flags_ + (group * topology.ranks_per_node + local) * kLine;
+    }
     EP_HD size_t nvl_tail(int channel, int node, int peer) const {
         return nvl_line(nvl_tails_, channel, node, peer);
     }
@@ -134,6 +137,9 @@ struct Heap {
     }
 
     // --- counts that notify exchanges, double-buffered by the parity of its epoch ---
+    // A rank relays those of so many nodes together: a warp has a lane to wait for each.
+    static constexpr int kRelayedNodes = 32;
+    EP_HD int relays() const { return (topology.nodes + kRelayedNodes - 1) / kRelayedNodes; }
     // of one source rank for one destination rank: rows per expert, rows per channel
     EP_HD size_t rank_counts() const { return local_experts() + channels; }
     // of one source rank for one destination node: those of its ranks, tokens per channel

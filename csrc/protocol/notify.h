@@ -44,10 +44,10 @@ EP_FN void send_counts(W& warp, F& fabric, const NotifyArgs& args, int node) {
                       args.epoch);
 }
 
-// What this rank has to tell, and what its rail told it, to a rank of its node. The role towards
-// itself also keeps how many rows will pass through here.
+// What this rank has to tell, and what its rail told it, of a group of nodes to a rank of its own
+// node.
 template <WarpLike W, FabricLike<W> F>
-EP_FN bool relay_counts(W& warp, F& fabric, const NotifyArgs& args, int local) {
+EP_FN bool relay_counts(W& warp, F& fabric, const NotifyArgs& args, int local, int group) {
     const Layout& layout = args.layout;
     const Heap& heap = args.heap;
     const Topology& topology = heap.topology;
@@ -55,35 +55,36 @@ EP_FN bool relay_counts(W& warp, F& fabric, const NotifyArgs& args, int local) {
     const int own_local = topology.local_of(args.rank);
     const int parity = args.epoch & 1;
     const int rank_counts = static_cast<int>(heap.rank_counts());
-    for (int node = 0; node < topology.nodes; ++node) {
-        int32_t* target = fabric.template peer<int32_t>(
-            local, heap.notify_node(parity, topology.rank(node, own_local)));
-        auto pass_on = [&](int item, int32_t count) { target[item] = count; };
-        if (node == own_node) {
-            const int rank = topology.rank(node, local);
-            move_counts(
-                warp, rank_counts, [&](int item) { return rank_count(layout, rank, item); },
-                pass_on);
-            continue;
-        }
-        const bool here = warp.wait_all(Wait::NotifyRail, 1, [&](int) {
+    const int first = group * Heap::kRelayedNodes, nodes = lanes_from(first, topology.nodes);
+    if (topology.nodes > 1) {
+        const bool here = warp.wait_all(Wait::NotifyRail, nodes, [&](int lane) {
+            const int node = first + lane;
+            if (node == own_node) return nothing_to_wait_for();
             return WaitCondition{
                 fabric.template acquire_signal<W>(heap.channels, heap.notify_rail_flag(node)),
                 args.epoch, topology.rank(node, own_local)};
         });
         if (!here) return false;
-        const int32_t* block = fabric.template network<int32_t>(heap.notify_rail(parity, node));
-        move_counts(
-            warp, rank_counts, [&](int item) { return block[local * rank_counts + item]; },
-            pass_on);
-        if (local != own_local) continue;
-        const int32_t* tokens = block + topology.ranks_per_node * rank_counts;
-        move_counts(
-            warp, layout.channels, [&](int channel) { return tokens[channel]; },
-            [&](int channel, int32_t count) { layout.rail(channel, node) = count; });
     }
+    const int32_t* blocks = fabric.template network<int32_t>(heap.notify_rail(parity, first));
+    const int block = static_cast<int>(heap.node_block_bytes() / sizeof(int32_t));
+    int32_t* targets = fabric.template peer<int32_t>(
+        local, heap.notify_node(parity, topology.rank(first, own_local)));
+    const int stride =
+        topology.ranks_per_node * static_cast<int>(heap.rank_block_bytes() / sizeof(int32_t));
+    move_counts(
+        warp, nodes * rank_counts,
+        [&](int number) {
+            const int node = number / rank_counts, item = number % rank_counts;
+            if (first + node == own_node)
+                return rank_count(layout, topology.rank(own_node, local), item);
+            return blocks[node * block + local * rank_counts + item];
+        },
+        [&](int number, int32_t count) {
+            targets[number / rank_counts * stride + number % rank_counts] = count;
+        });
     warp.template publish<Scope::System>(
-        fabric.template peer<uint64_t>(local, heap.notify_node_flag(own_local)), args.epoch);
+        fabric.template peer<uint64_t>(local, heap.notify_node_flag(own_local, group)), args.epoch);
     return true;
 }
 
@@ -107,67 +108,95 @@ EP_FN bool receive_counts(W& warp, F& fabric, const NotifyArgs& args) {
     const Heap& heap = args.heap;
     const Topology& topology = heap.topology;
     const int parity = args.epoch & 1;
-    for (int first = 0; first < topology.ranks_per_node; first += 32) {
-        const int count = lanes_from(first, topology.ranks_per_node);
-        const bool here = warp.wait_all(Wait::NotifyNode, count, [&](int lane) {
-            const size_t flag = heap.notify_node_flag(first + lane);
-            return WaitCondition{
-                W::template acquire<Scope::System>(fabric.template own<uint64_t>(flag)), args.epoch,
-                topology.rank(topology.node_of(args.rank), first + lane)};
-        });
-        if (!here) return false;
+    const int ranks = topology.ranks_per_node;
+    for (int group = 0; group < heap.relays(); ++group) {
+        for (int first = 0; first < ranks; first += 32) {
+            const bool here =
+                warp.wait_all(Wait::NotifyNode, lanes_from(first, ranks), [&](int lane) {
+                    const size_t flag = heap.notify_node_flag(first + lane, group);
+                    return WaitCondition{
+                        W::template acquire<Scope::System>(fabric.template own<uint64_t>(flag)),
+                        args.epoch, topology.rank(topology.node_of(args.rank), first + lane)};
+                });
+            if (!here) return false;
+        }
     }
     const int world = layout.world(), local_experts = layout.local_experts(),
               channels = layout.channels;
-    auto told_by = [&](int rank) -> const int32_t* {
-        return fabric.template own<int32_t>(heap.notify_node(parity, rank));
-    };
-    // rank (or node) after rank, channel after channel
-    const int received_rows = scan_counts(
-        warp, world * channels,
-        [&](int number) { return told_by(number / channels)[local_experts + number % channels]; },
-        [&](int number, int count, int start) {
-            layout.received(number % channels, number / channels) = count;
-            layout.received_start(number % channels, number / channels) = start;
-        });
+    // Of those that pass through here: node after node, channel after channel.
     int rail_rows = 0;
     if (topology.nodes > 1) {
+        const int32_t* tokens = fabric.template network<int32_t>(heap.notify_rail(parity, 0)) +
+                                topology.ranks_per_node * heap.rank_counts();
+        const int block = static_cast<int>(heap.node_block_bytes() / sizeof(int32_t));
         rail_rows = scan_counts(
             warp, topology.nodes * channels,
             [&](int number) {
                 const int node = number / channels;
-                return node == topology.node_of(args.rank) ? 0
-                                                           : layout.rail(number % channels, node);
+                if (node == topology.node_of(args.rank)) return 0;
+                return tokens[node * block + number % channels];
             },
-            [&](int number, int, int start) {
+            [&](int number, int count, int start) {
+                layout.rail(number % channels, number / channels) = count;
                 layout.rail_start(number % channels, number / channels) = start;
             });
     }
 
+    // Of those that arrive: rank after rank, channel after channel. Behind them those of this
+    // rank's experts: expert after expert, rank after rank, as if nothing were padded.
+    const size_t blocks = heap.notify_node(parity, 0), block_bytes = heap.rank_block_bytes();
+    auto told_by = [&](int rank) -> const int32_t* {
+        return fabric.template own<int32_t>(blocks + rank * block_bytes);
+    };
+    const int arrivals = world * channels;
+    const int all_rows = scan_counts(
+        warp, arrivals + world * local_experts,
+        [&](int number) {
+            if (number < arrivals)
+                return told_by(number / channels)[local_experts + number % channels];
+            number -= arrivals;
+            return told_by(number % world)[number / world];
+        },
+        [&](int number, int count, int start) {
+            if (number >= arrivals) {
+                number -= arrivals;
+                layout.expert_base(number % world)[number / world] = start;
+                return;
+            }
+            layout.received(number % channels, number / channels) = count;
+            layout.received_start(number % channels, number / channels) = start;
+        });
+    int32_t* bases = layout.expert_base(0);
+    const int received_rows = bases[0];
     typename W::template PerLane<int> rows;
     int expert_rows = 0;
     for (int first = 0; first < local_experts; first += 32) {
         const int lanes = lanes_from(first, local_experts);
         warp.lanes(lanes, [&](int lane) {
-            int count = 0;
-            for (int rank = 0; rank < world; ++rank) count += told_by(rank)[first + lane];
-            layout.expert_count(first + lane) = count;
+            const int expert = first + lane;
+            const int end = expert + 1 < local_experts ? bases[expert + 1] : all_rows;
+            const int count = end - bases[expert];
+            layout.expert_count(expert) = count;
             rows[lane] = args.expert_capacity > 0
                              ? args.expert_capacity
                              : static_cast<int>(align_up(count, args.expert_alignment));
         });
         warp.lanes(lanes, [&](int lane) { args.tell_expert(first + lane, rows[lane]); });
         const int total = warp.exclusive_scan(lanes, rows);
-        warp.lanes(lanes, [&](int lane) {
-            int start = expert_rows + rows[lane];
-            layout.expert_start(first + lane) = start;
-            for (int rank = 0; rank < world; ++rank) {
-                layout.expert_base(rank)[first + lane] = start;
-                start += told_by(rank)[first + lane];
-            }
-        });
+        warp.lanes(lanes,
+                   [&](int lane) { layout.expert_start(first + lane) = expert_rows + rows[lane]; });
         expert_rows += total;
     }
+    // All ranks' rows of an expert move as far as the expert's. Rank 0 comes last: its start is the
+    // expert's, and tells how far.
+    const int last = world * local_experts - 1;
+    move_counts(
+        warp, world * local_experts,
+        [&](int number) {
+            const int base = last - number, expert = base % local_experts;
+            return bases[base] + layout.expert_start(expert) - bases[expert];
+        },
+        [&](int number, int32_t start) { bases[last - number] = start; });
     warp.lanes(1, [&](int) {
         layout.expert_start(local_experts) = expert_rows;
         layout.totals().received_rows = received_rows;
@@ -181,27 +210,35 @@ EP_FN bool receive_counts(W& warp, F& fabric, const NotifyArgs& args) {
     return true;
 }
 
-// The roles of the exchange: one sends to each other node, one relays to each rank of the own node.
-// The last relays to its own rank, which it then serves as receiver: it waits for this rank's rail
-// before it waits for others, and so does not blame them. A warp that has several roles runs them
-// in this order: no role waits for a later one, here or on another rank.
-EP_HD int num_exchange_roles(const Topology& topology) {
-    return topology.nodes - 1 + topology.ranks_per_node;
+// The roles of the exchange: one sends to each other node, one relays to each other rank of the own
+// node what a group of nodes has told. The last relays to its own rank, which it then serves as
+// receiver: it waits for this rank's rail before it waits for others, and so does not blame them. A
+// warp that has several roles runs them in this order: no role waits for a later one, here or on
+// another rank.
+EP_HD int num_exchange_roles(const Heap& heap) {
+    const Topology& topology = heap.topology;
+    return topology.nodes - 1 + (topology.ranks_per_node - 1) * heap.relays() + 1;
 }
 
 // False: a wait ended badly, and the warp must return.
 template <WarpLike W, FabricLike<W> F>
 EP_FN bool run_exchange_role(W& warp, F& fabric, const NotifyArgs& args, int role) {
     const Topology& topology = args.heap.topology;
-    const int other_nodes = topology.nodes - 1, ranks = topology.ranks_per_node;
+    const int other_nodes = topology.nodes - 1, other_ranks = topology.ranks_per_node - 1;
     if (role < other_nodes) {
         send_counts(warp, fabric, args, role + (role >= topology.node_of(args.rank)));
         return true;
     }
     role -= other_nodes;
-    const int local = (topology.local_of(args.rank) + 1 + role) % ranks;  // this rank is last
-    if (!relay_counts(warp, fabric, args, local)) return false;
-    return role < ranks - 1 || receive_counts(warp, fabric, args);
+    const int own = topology.local_of(args.rank), relays = args.heap.relays();
+    // to its own rank all groups' counts
+    const bool is_last = role == other_ranks * relays;
+    const int local = is_last ? own : (own + 1 + role % other_ranks) % topology.ranks_per_node;
+    for (int group = is_last ? 0 : role / other_ranks; group < relays; ++group) {
+        if (!relay_counts(warp, fabric, args, local, group)) return false;
+        if (!is_last) return true;
+    }
+    return receive_counts(warp, fabric, args);
 }
 
 }  // namespace ep

@@ -22,11 +22,11 @@ from typing import Any, TypeVar
 import torch
 
 from megatron_ep import _C
-from megatron_ep.backends import tcp
+from megatron_ep.backends import sizes, tcp
 from megatron_ep.backends.interface import CountSettings, Totals
 from megatron_ep.backends.launches import Launches
 from megatron_ep.backends.of_group import OfGroup
-from megatron_ep.config import Config
+from megatron_ep.config import Config, Topology
 from megatron_ep.diagnosis import cuda_version
 from megatron_ep.errors import EPError, EPStuckError
 
@@ -34,9 +34,6 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-# SMs of one rank that fill its NVLink: 450 GB/s each way (H100 and H200 data sheets) / about 20 GB/s of rows that an SM
-# moves (H200) = 22.5, rounded up to a multiple of eight.
-DEFAULT_SMS = 24
 SPIN_S = 500e-6  # seconds that the host polls for counts without a sleep: usually they are there by then
 POLL_S = 50e-6  # seconds between two looks for counts after that
 GRAPHS_S = 1.0  # seconds that CUDA may take to count a deleted graph as gone
@@ -72,11 +69,15 @@ def uuid(device: int | torch.device) -> str:
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
-def num_sms(config: Config, device: torch.device, local_ranks: int) -> int:
-    """SMs that a launch uses for each of the ranks that this process has on its GPU."""
+def num_sms(config: Config, device: torch.device, local_ranks: int, topology: Topology | None = None) -> int:
+    """SMs that a launch uses for each of the ranks that this process has on its GPU.
+
+    topology: for the normal mode, whose number depends on it. None: the low-latency mode, which is all latency.
+    """
     if config.num_sms is not None:
         return config.num_sms
-    return max(1, min(DEFAULT_SMS, torch.cuda.get_device_properties(device).multi_processor_count // local_ranks))
+    wanted = sizes.DEFAULT_SMS if topology is None else sizes.default_sms(topology)
+    return max(1, min(wanted, torch.cuda.get_device_properties(device).multi_processor_count // local_ranks))
 
 
 # Dispatch leaves second and further output rows to the intra-rank pass where n SMs cannot store all of a row's copies

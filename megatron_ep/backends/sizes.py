@@ -1,4 +1,4 @@
-"""How large a buffer is on a rank: channels, rings, and the heap that holds them.
+"""How large a buffer is on a rank: SMs, channels, rings, and the heap that holds them.
 
 A ring holds a power of two of rows. Where `Tuning` leaves its size open, it is sized in rows of 14 KiB (H = 7168 in
 bf16, the widest of the public models), or of `Config.row_bytes` if those are larger.
@@ -9,6 +9,12 @@ from __future__ import annotations
 from megatron_ep import _C
 from megatron_ep.config import MAX_TOPK, Config, Topology
 
+# SMs of one rank that fill its NVLink: 450 GB/s each way (H100 and H200 data sheets) / about 20 GB/s of rows that an SM
+# moves (H200) = 22.5, rounded up to a multiple of eight.
+DEFAULT_SMS = 24
+# From so many nodes on the normal mode waits for the network card, and with fewer SMs takes hardly longer: at T = 4096
+# both ways 3 % at most, by the predictions that docs/tuning.md names.
+MANY_NODES, MANY_NODES_SMS = 8, 16
 WIDEST_ROW_BYTES = 14 << 10
 # Rows of an NVLink ring on a GPU: with two to four its writer and its reader work at the same time, and all rings stay
 # in the L2 cache.
@@ -20,6 +26,11 @@ MAX_RDMA_ROWS, MIN_RDMA_ROWS = 32, 8
 RDMA_BYTES = 192 << 20
 SHARED_GPU_RDMA_ROWS = 4  # no network to keep busy, and one cache for all rings
 HOST_NVL_RING_BYTES, HOST_RDMA_RING_BYTES = 256 << 10, 512 << 10
+
+
+def default_sms(topology: Topology) -> int:
+    """SMs of a rank on a GPU for the normal mode, where the config leaves them open."""
+    return MANY_NODES_SMS if topology.nodes >= MANY_NODES else DEFAULT_SMS
 
 
 def gpu_channels(topology: Topology, config: Config, sms: int, local_ranks: int = 1) -> int:

@@ -247,7 +247,9 @@ def _check_run(loaded: recipe.Recipe, out: Path, resume: bool, is_rank: bool) ->
 def _check_gpus(loaded: recipe.Recipe, ranks_here: int) -> None:
     import torch
 
-    from megatron_ep.backends.cuda import DEFAULT_SMS, check_device
+    from megatron_ep.backends.cuda import check_device
+    from megatron_ep.backends.sizes import default_sms
+    from megatron_ep.config import Topology
 
     try:
         check_device("cuda")
@@ -255,11 +257,12 @@ def _check_gpus(loaded: recipe.Recipe, ranks_here: int) -> None:
         raise ValueError(f"train.device: {error}") from None
     gpus = torch.cuda.device_count()
     ranks = -(-ranks_here // gpus)
-    wanted = ranks * (loaded.dispatcher.num_sms or DEFAULT_SMS)
+    default = default_sms(Topology(loaded.topology.nodes, loaded.topology.ranks_per_node))
+    wanted = ranks * (loaded.dispatcher.num_sms or default)
     sms = min(torch.cuda.get_device_properties(gpu).multi_processor_count for gpu in range(gpus))
     if loaded.dispatcher.type == "ep" and wanted > sms:
         raise ValueError(
-            f"dispatcher.num_sms is {loaded.dispatcher.num_sms or f'{DEFAULT_SMS} by default'}, must be at most "
+            f"dispatcher.num_sms is {loaded.dispatcher.num_sms or f'{default} by default'}, must be at most "
             f"{sms // ranks} for {ranks} ranks on a GPU of {sms} SMs: they wait for each other"
         )
 

@@ -10,7 +10,6 @@ from typing import Any
 from megatron_ep import _C
 from megatron_ep.backends import sizes
 from megatron_ep.backends.connect import queue_pairs
-from megatron_ep.backends.cuda import DEFAULT_SMS
 from megatron_ep.config import MAX_NODE_RANKS, MAX_ROWS, MAX_TOPK, Config, Topology, require_int
 from megatron_ep.normal.launches import arrivals_of, max_rail_rows, sum_bytes_of
 
@@ -48,7 +47,7 @@ def make_plan(
     require_int("max_tokens", num_tokens, 1, 1 << 26)
     rows = num_tokens * topk if max_recv_tokens is None else max_recv_tokens
     require_int("max_recv_tokens", rows, 1, MAX_ROWS)
-    sms = config.num_sms or DEFAULT_SMS
+    sms = config.num_sms or sizes.default_sms(topology)
     heap = sizes.gpu_heap(topology, config, sms)
     row = _C.RowFormat(payload_bytes=hidden * BF16_BYTES, scale_bytes=0, weight_bytes=4, topk=topk, payload_type=0)
     nvl_rows, rdma_rows = (row.slots(size) for size in (heap.nvl_ring_bytes, heap.rdma_ring_bytes))

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # Ranks that are simulated at most, unless --images says otherwise or ranks differ: more take minutes.
 MAX_RANKS = 8
 TOKENS = {"normal": 4096, "low-latency": 128}  # unless --tokens says otherwise
+NOT_CALIBRATED = "not calibrated: of this phase alone nothing was measured"
 NEAR = 1.03  # what is at most so much slower than the fastest is as good, if it takes fewer SMs
 
 
@@ -39,9 +40,9 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "megatron-ep simulate",
-        description="Predicts what dispatch (its layout known) and combine take on GPUs that are not at hand: runs the "
-        "protocol's own roles in virtual time. Does not simulate the exchange of counts, the host's part, what runs "
-        "beside, nor congestion between the cards. Needs no GPU.",
+        description="Predicts what dispatch (its layout known) and combine take on GPUs that are not at hand, and the "
+        "exchange of counts before a dispatch (notify): runs the protocol's own roles in virtual time. Does not "
+        "simulate the host's part, what runs beside, nor congestion between the cards. Needs no GPU.",
         epilog="example: megatron-ep simulate 2,4,8 8 --num-sms 8,12,24 --svg time.svg",
     )
     parser.add_argument("nodes", metavar="NODES", help="nodes, or several numbers of nodes: 2,4,8")
@@ -76,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         f"{MAX_RANKS} ranks, at least one; all where a rank differs from the others)",
     )
     settings = parser.add_argument_group("settings of the buffer", "Each a number, or several to compare: 8,12,24.")
-    settings.add_argument("--num-sms", default="24", metavar="N", help="SMs (%(default)s)")
+    settings.add_argument("--num-sms", metavar="N", help="SMs (24; in mode normal from 8 nodes on 16)")
     settings.add_argument("--channels", metavar="C", help="(as many as keep the SMs busy)")
     settings.add_argument("--rdma-rows", metavar="N", help="rows of a network ring (8 to 32)")
     settings.add_argument("--chunk", metavar="N", help="rows of a put at most (16)")
@@ -212,12 +213,18 @@ def _predict(case: Case, machine: Machine, traced: int, with_band: bool) -> Foun
     machines = list(machines_in_band(case, machine)) if with_band else []
     with _Progress(f"{case.topology.nodes} x {case.topology.ranks_per_node}", 1 + len(machines)) as look:
         prediction = predict(case, machine, trace_rank=traced, look=look, choices=choices)
-        times = {name: [phase.us] for name, phase in prediction.phases.items()}
+        times = {name: [phase.us] for name, phase in all_phases(prediction).items()}
         if prediction.first is None:
             for other in machines:
-                for name, phase in predict(case, other, look=look, choices=choices).phases.items():
+                for name, phase in all_phases(predict(case, other, look=look, choices=choices)).items():
                     times[name].append(phase.us)
     return prediction, {name: (min(values), max(values)) for name, values in times.items()}
+
+
+def all_phases(prediction: Prediction) -> dict[str, Phase]:
+    """In the order of a call, with notify."""
+    notify = {"notify": prediction.notify} if prediction.notify else {}
+    return {**notify, **prediction.phases}
 
 
 class _Progress:
@@ -304,23 +311,25 @@ def _print_prediction(prediction: Prediction, band: dict[str, tuple[float, float
         return _print_failure(prediction)
     print(f"{'us':10} {'p50':>9} {'p99':>9} {'last':>9} {'band':>19} {'bytes alone':>12}  waits for")
     floors = floors_us(prediction)
-    for name, phase in prediction.phases.items():
+    for name, phase in all_phases(prediction).items():
         low, high = band[name]
         bounds = f"{low:.1f} to {high:.1f}" if high > low else ""
+        floor = f"{floors[name]:.1f}" if name in floors else ""  # counts are no rows
         print(
-            f"{name:10} {phase.at(0.5):9.1f} {phase.at(0.99):9.1f} {phase.us:9.1f} {bounds:>19} "
-            f"{floors[name]:12.1f}  {phase.bottleneck}",
+            f"{name:10} {phase.at(0.5):9.1f} {phase.at(0.99):9.1f} {phase.us:9.1f} {bounds:>19} {floor:>12}  "
+            f"{phase.bottleneck if phase.is_calibrated else NOT_CALIBRATED}",
             flush=True,
         )
     if case.uses_network:
         ranks = case.simulated_ranks
         sent = (
-            f"{name} {phase.messages / ranks:.0f} for {phase.rail_rows / ranks:.0f} rows"
-            for name, phase in prediction.phases.items()
+            f"{name} {phase.messages / ranks:.0f} for "
+            + ("counts" if name == "notify" else f"{phase.rail_rows / ranks:.0f} rows")
+            for name, phase in all_phases(prediction).items()
         )
         print(f"messages of a rank over the network: {', '.join(sent)}")
     if has_roles:
-        for name, phase in prediction.phases.items():
+        for name, phase in all_phases(prediction).items():
             _print_roles(name, phase)
 
 
@@ -414,10 +423,11 @@ def plan_times(case: Case, machine: Machine) -> dict[str, str]:
     if prediction.first is not None:
         raise RuntimeError(f"the simulation ended with {prediction.first}")
     lines = {}
-    for name, phase in prediction.phases.items():
+    for name, phase in all_phases(prediction).items():
         low, high = band[name]
         bounds = f", between {low / 1e3:.2f} and {high / 1e3:.2f}" if high > low else ""
-        lines[name] = f"{phase.us / 1e3:.2f} ms{bounds}; {phase.bottleneck}"
+        waits_for = phase.bottleneck if phase.is_calibrated else NOT_CALIBRATED
+        lines[name] = f"{phase.us / 1e3:.2f} ms{bounds}; {waits_for}"
     error = _error(machine, case)
     lines["error of what could be compared"] = f"median {error.median:.0%}, worst {error.worst:.0%}"
     return lines
@@ -436,7 +446,8 @@ def _as_json(prediction: Prediction, band: dict[str, tuple[float, float]]) -> di
             name: {
                 "us": {"p50": phase.at(0.5), "p99": phase.at(0.99), "max": phase.us},
                 "band": band[name],
-                "bytes_alone": floors[name],
+                "is_calibrated": phase.is_calibrated,
+                "bytes_alone": floors.get(name),
                 "bottleneck": phase.bottleneck,
                 "busy": phase.busy,
                 "roles": {role: dataclasses.asdict(of) for role, of in phase.roles.items()},
@@ -444,7 +455,7 @@ def _as_json(prediction: Prediction, band: dict[str, tuple[float, float]]) -> di
                 "messages": phase.messages,
                 "rail_rows": phase.rail_rows,
             }
-            for name, phase in prediction.phases.items()
+            for name, phase in all_phases(prediction).items()
         },
         "first": prediction.first,
         "ended_in": prediction.ended_in,

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ep.backends.cuda import DEFAULT_SMS
 from megatron_ep.backends.nodes import VARIABLE
-from megatron_ep.config import MAX_CHANNELS, MAX_ROWS, MAX_TOPK, require_int
+from megatron_ep.backends.sizes import default_sms
+from megatron_ep.config import MAX_CHANNELS, MAX_ROWS, MAX_TOPK, Topology, require_int
 from megatron_ep.deep_ep import transfers
-from megatron_ep.deep_ep.config import Config
+from megatron_ep.deep_ep.config import Config, topology_of
 from megatron_ep.deep_ep.elastic_handle import EPHandle
 from megatron_ep.deep_ep.events import EventHandle, EventOverlap, handle_of, refuse, run
 from megatron_ep.deep_ep.instances import Instances, OverInstances
@@ -113,7 +113,8 @@ class ElasticBuffer(OverInstances):
         allow_multiple_reduction: bool = True,
     ) -> int:
         """Bytes that a buffer takes on each rank, about; any number will do."""
-        config, num_ranks = Config(DEFAULT_SMS), group.size()
+        num_ranks = group.size()
+        config = Config(default_sms(topology_of(num_ranks)))
         hints = (config.get_nvl_buffer_size_hint, config.get_rdma_buffer_size_hint)
         return -(-sum(hint(2 * hidden, num_ranks) for hint in hints) // BYTES) * BYTES
 
@@ -127,7 +128,10 @@ class ElasticBuffer(OverInstances):
 
     def get_theoretical_num_sms(self, num_experts: int, num_topk: int, **_: Any) -> int:
         """This library's own."""
-        return DEFAULT_SMS
+        return self._default_sms()
+
+    def _default_sms(self) -> int:
+        return default_sms(Topology(*self.get_logical_domain_size()))
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
         return num_sms
@@ -223,7 +227,7 @@ class ElasticBuffer(OverInstances):
                 do_expand=do_expand,
                 expert_alignment=alignment,
                 num_max_tokens_per_rank=num_max_tokens_per_rank or self.num_max_tokens_per_rank,
-                num_sms=num_sms or DEFAULT_SMS,
+                num_sms=num_sms or self._default_sms(),
                 has_counts=has_counts,
             )
         return received.rows, ids, received.weights, handle, event

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_ep import _C
 from megatron_ep.backends import sizes
-from megatron_ep.backends.cuda import DEFAULT_SMS, MIN_STORES_PER_SM, CudaBackend
+from megatron_ep.backends.cuda import MIN_STORES_PER_SM, CudaBackend
 from megatron_ep.config import (
     MAX_LOW_LATENCY_TOKENS,
     MAX_NODE_RANKS,
@@ -129,7 +129,9 @@ class Case:
 
     @property
     def num_sms(self) -> int:
-        return self.config.num_sms or DEFAULT_SMS
+        if self.config.num_sms is not None:
+            return self.config.num_sms
+        return sizes.DEFAULT_SMS if self.is_low_latency else sizes.default_sms(self.topology)
 
     @property
     def uses_network(self) -> bool:

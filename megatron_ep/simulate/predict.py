@@ -26,6 +26,9 @@ BOTTLENECK = 0.75
 
 # What has no role of the protocol's is the local pass.
 LOCAL_PASS = "local pass"
+# What warps of notify wait for where they wait for nothing of the protocol's: each of its steps begins when all warps
+# of the rank have ended the one before.
+MEETING = "the other warps of the rank"
 
 Look = Callable[[str, float], None]
 
@@ -58,15 +61,17 @@ class Track:
 
 @dataclass(frozen=True)
 class Phase:
-    """Dispatch or combine.
+    """Notify, dispatch or combine.
 
+    is_calibrated: whether measurements of it were among those that the machine's constants were fitted to.
     rail_rows: of the simulated ranks, rows that cross the network.
     peer_rows: likewise, rows that come to another rank: all in the normal mode, over NVLink in the low-latency mode.
     ends: us after which each simulated rank is done.
     busy: of the time, by server, of the rank where it is most.
-    bytes_sent, row_bytes, messages: of all simulated network cards; those of rows without those of flags.
+    bytes_sent, row_bytes, messages: of all simulated network cards; those of rows, or counts, without those of flags.
     """
 
+    is_calibrated: bool
     rail_rows: int
     peer_rows: int
     ends: list[float]
@@ -100,6 +105,8 @@ class Prediction:
     """What a case takes on a machine.
 
     phases: dispatch with its layout known ("dispatch"), and combine.
+    notify: the exchange of counts before a dispatch whose layout is not known; None in the low-latency mode, and where
+        it ended badly. Nobody has measured it alone, so it is not calibrated.
     incidents: of waits that ended badly, as of an `EPError`.
     first: who gave up first, and why; None: nobody.
     ended_in: in which phase that was, which has no time, as those behind it.
@@ -108,6 +115,7 @@ class Prediction:
     case: Case
     machine: Machine
     phases: dict[str, Phase]
+    notify: Phase | None
     incidents: list[dict[str, Any]]
     first: tuple[str, int] | None
     ended_in: str | None
@@ -116,7 +124,7 @@ class Prediction:
 def predict(
     case: Case, machine: Machine, *, trace_rank: int = -1, look: Look | None = None, choices: Any = None
 ) -> Prediction:
-    """Simulates a dispatch and its combine.
+    """Simulates a dispatch, in the normal mode with its notify before, and its combine.
 
     trace_rank: whose warps have tracks in the result; -1: nobody's.
     look: called now and then with the phase and how much of it is done, 0 to 1.
@@ -132,6 +140,7 @@ def predict(
         machine.compiled(), topk_idx=[each.data_ptr() for each in ids], **case.compiled_settings(trace_rank)
     )
     phases: dict[str, Phase] = {}
+    notify = None
     ended_in = None
     for name in ("dispatch", "combine") if case.is_low_latency else ("notify", "dispatch", "combine"):
 
@@ -143,20 +152,22 @@ def predict(
         if mode.first_reason() is not None:
             ended_in = name
             break
-        if name == "notify":  # what its steps cost is not calibrated
+        if name == "notify":
+            notify = _phase(found, 0, 0, is_calibrated=False)
             continue
         rows = (
             mode.arrivals(name == "combine")
             if isinstance(mode, _simulate.LowLatency)
             else (mode.rail_rows, mode.peer_rows)
         )
-        phases[name] = _phase(found, *rows)
+        phases[name] = _phase(found, *rows, is_calibrated=True)
     incidents = [each for rank in range(case.simulated_ranks) for each in mode.incidents(rank)]
-    return Prediction(case, machine, phases, incidents, mode.first_reason(), ended_in)
+    return Prediction(case, machine, phases, notify, incidents, mode.first_reason(), ended_in)
 
 
-def _phase(found: dict[str, Any], rail_rows: int, peer_rows: int) -> Phase:
+def _phase(found: dict[str, Any], rail_rows: int, peer_rows: int, *, is_calibrated: bool) -> Phase:
     return Phase(
+        is_calibrated=is_calibrated,
         rail_rows=rail_rows,
         peer_rows=peer_rows,
         ends=[end / 1e3 for end in found["ends"]],
@@ -165,7 +176,7 @@ def _phase(found: dict[str, Any], rail_rows: int, peer_rows: int) -> Phase:
                 role["warps"],
                 role["time"] / 1e3,
                 role["copied"] / 1e3,
-                {wait: ns / 1e3 for wait, ns in role["waited"].items()},
+                {MEETING if wait == "nothing" else wait: ns / 1e3 for wait, ns in role["waited"].items()},
             )
             for name, role in found["roles"].items()
         },

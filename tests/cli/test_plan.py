@@ -72,15 +72,17 @@ def test_what_is_allocated_on_a_gpu():
 def test_a_plan(capsys):
     assert env.main(["--plan", "32", "8"]) == 0
     text = capsys.readouterr().out
-    heap = gpu_heap(32, 8, row_bytes=14336)
+    topology = Topology(32, 8)
+    sms = sizes.default_sms(topology)
+    heap = sizes.gpu_heap(topology, Config(num_experts=256, row_bytes=14336), sms)
     for part in (
         "32 x 8 ranks, 256 experts, H = 7168 bf16:",
-        "SMs              24",
+        f"SMs              {sms}",
         f"channels         {heap.channels}",
         "6 senders of 6 nodes, 6 forwarders of 6 nodes",
         f"{heap.channels * 256} of 4 rows",
-        f"{heap.channels * 31} of 8 rows",
-        f"{256 * min(heap.channels, 24)}",
+        f"{heap.channels * 31} of 16 rows",
+        f"{256 * min(heap.channels, sms)}",
         f"{heap.bytes / 1e6:.1f} MB",
         f"{4 * heap.layout_size(4096, 8) / 1e6:.1f} MB",
     ):

@@ -27,6 +27,8 @@ def test_one_node(capsys):
     lines = {line.split()[0]: line.split() for line in said.splitlines() if line}
     assert float(lines["dispatch"][1]) <= float(lines["dispatch"][3])
     assert "nvl_sender" in lines and "combine_receiver" in lines and "rdma_sender" not in lines
+    [notify] = [line for line in said.splitlines() if line.startswith("notify ") and "not calibrated" in line]
+    assert float(notify.split()[1]) > 0 and said.count("not calibrated") == 1
 
 
 def test_several_nodes_have_a_band_and_a_recommendation(capsys):
@@ -46,6 +48,7 @@ def test_the_low_latency_mode(capsys, tmp_path):
     assert all(f"low_latency_{role}" in said for role in ("sender", "receiver", "combine_sender", "combine_receiver"))
     [found] = json.loads(files["json"].read_text())
     assert found["case"]["mode"] == "low-latency" and found["held_out"]["figures"] == 8
+    assert found["phases"].keys() == {"dispatch", "combine"}
     for phase in found["phases"].values():
         assert 0 < phase["bytes_alone"] < phase["us"]["p50"] and phase["messages"] > phase["rail_rows"] > 0
     assert json.loads(files["trace"].read_text())["traceEvents"]
@@ -61,6 +64,11 @@ def test_files(capsys, tmp_path):
         phase = found["phases"][name]
         assert 0 < phase["bytes_alone"] < phase["us"]["p50"] <= phase["us"]["p99"] <= phase["us"]["max"]
         assert phase["band"][0] <= phase["us"]["max"] <= phase["band"][1] and 0 < phase["busy"]["card"] <= 1
+    calibrated = {name: phase["is_calibrated"] for name, phase in found["phases"].items()}
+    assert calibrated == {"notify": False, "dispatch": True, "combine": True}
+    notify = found["phases"]["notify"]
+    assert notify["band"][0] <= notify["us"]["max"] <= notify["band"][1] and notify["bytes_alone"] is None
+    assert notify["messages"] == 4 * 2 and notify["rail_rows"] == 0  # of each rank counts and their flag
     assert found["held_out"]["figures"] >= 30 and found["case"]["num_tokens"] == 64
     events = json.loads(files["trace"].read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
@@ -94,7 +102,7 @@ def test_settings_side_by_side(capsys):
     assert "24 SMs, 4 channels, network rings of 2 rows, puts of 1;" in said
     [last] = [line for line in said.splitlines() if "recommended" in line]
     totals = sorted(
-        sum(float(line.split()[3]) for line in part.splitlines()[1:4] if line.startswith(("dispatch", "combine")))
+        sum(float(line.split()[3]) for line in part.splitlines()[1:5] if line.startswith(("dispatch", "combine")))
         for part in said.split("\n\n")[1:9]
     )
     assert f"both ways {totals[0]:.0f} us" in last
@@ -176,6 +184,10 @@ def test_how_many_nodes_stand_for_all(topology, images):
 def test_a_plan_with_its_time(capsys):
     assert env.main(["--plan", "2", "2", "--max-tokens", "64", "--time"]) == 0
     said = capsys.readouterr().out
-    assert "predicted time on h200_cx7, T = 64" in said and "error of what could be compared" in said
+    assert (
+        "predicted time on h200_cx7, T = 64" in said
+        and said.count("not calibrated") == 1
+        and "error of what could be compared" in said
+    )
     assert env.main(["--time"]) == 2
     assert "only with --plan" in capsys.readouterr().err

@@ -1,5 +1,5 @@
 // Which warp of a GPU does what: every role of every channel belongs to one warp, on no more SMs
-// than there are.
+// than there are, and roles of notify share warps only where SMs are short.
 
 #include "launch/cuda/roles.h"
 
@@ -8,9 +8,29 @@
 #include <cstdlib>
 #include <vector>
 
+#include "protocol/notify.h"
+
 namespace {
 
 constexpr int kBlockWarps = 16;
+
+void check_notify(const ep::Topology& topology, int sms, int channels) {
+    auto require = [&](bool holds, const char* what) {
+        if (holds) return;
+        std::fprintf(stderr, "notify, %d x %d, %d SMs, %d channels: %s\n", topology.nodes,
+                     topology.ranks_per_node, sms, channels, what);
+        std::exit(EXIT_FAILURE);
+    };
+    const int roles = ep::num_exchange_roles({topology, topology.world(), channels, 1024, 1024});
+    require(roles >= topology.nodes - 1 + topology.ranks_per_node, "roles of the exchange");
+    const int blocks = ep::notify_blocks(channels, roles, sms), warps = blocks * kBlockWarps;
+    const int exchangers = ep::notify_exchangers(warps, roles);
+    require(blocks >= 1 && blocks <= sms, "blocks");
+    require(exchangers >= 1 && exchangers <= roles && 2 * exchangers <= warps, "warps");
+    require(blocks == sms || exchangers == roles, "a warp has several roles");
+    require(blocks == sms || warps > channels, "too few warps for channels");
+    require((blocks - 1) * kBlockWarps < std::max(channels + 1, 2 * roles), "too many blocks");
+}
 
 template <class Roles>
 void check(const ep::Topology& topology, int sms, int channels, int max_self_warps) {
@@ -58,6 +78,7 @@ int main() {
         for (int ranks : {1, 2, 3, 4, 7, 8, 33, 72}) {
             for (int sms : {1, 2, 3, 12, 24, 132}) {
                 for (int channels : {1, 2, 3, 5, 16, 18, 38, 76, 128, 700}) {
+                    check_notify({nodes, ranks}, sms, channels);
                     check<ep::DispatchRoles>({nodes, ranks}, sms, channels, 1);
                     for (int receivers : {1, 2, 6})
                         check<ep::CombineRoles>({nodes, ranks}, sms, channels, receivers);

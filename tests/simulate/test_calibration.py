@@ -57,10 +57,21 @@ def test_whole_topologies_are_held_out(figures):
     ],
 )
 def test_predictions_over_networks_have_not_moved(nodes, ranks, settings, dispatch, combine):
-    case = Case(Topology(nodes, ranks), Config(num_experts=256), num_tokens=512, **settings)
+    case = Case(Topology(nodes, ranks), Config(num_experts=256, num_sms=24), num_tokens=512, **settings)
     found = predict(case, Machine.load("h200_cx7")).phases
     assert found["dispatch"].us == pytest.approx(dispatch, rel=MOVED)
     assert found["combine"].us == pytest.approx(combine, rel=MOVED)
+
+
+# us, of the same constants: nobody has measured notify alone
+@pytest.mark.parametrize(("nodes", "images", "us"), [(1, 1, 20.7), (8, 1, 31.2), (8, 8, 31.3), (64, 1, 62.4)])
+def test_the_exchange_of_counts_has_not_moved(nodes, images, us):
+    config = Config(num_experts=max(256, 8 * nodes), num_sms=24)
+    case = Case(Topology(nodes, 8), config, num_tokens=64, images=images)
+    notify = predict(case, Machine.load("h200_cx7")).notify
+    assert notify.us == pytest.approx(us, rel=MOVED) and not notify.is_calibrated
+    assert notify.messages / case.simulated_ranks == 2 * (nodes - 1)
+    assert notify.roles.keys() == {"notify"} and notify.rail_rows == notify.peer_rows == 0
 
 
 # us of dispatch and combine, and messages of a rank's dispatch, of the same constants

@@ -70,10 +70,10 @@ __device__ __forceinline__ void run_fused_dispatch(const J& joint, const Place<J
         index_channel(w, notify, channel);
         nvl_sender(w, fabric, args, channel, counts);
     } else {
-        const int roles = num_exchange_roles(args.topology());
+        const int roles = num_exchange_roles(args.heap);
         if (role == 0 && channel < roles) {
             DeviceWarp w = warp(Role::Notify, 0);
-            exchange_counts(rank, &progress.notifies(), w, fabric, notify, channel, channels);
+            exchange_counts(rank, progress, w, fabric, notify, channel, channels);
         }
         DeviceWarp w = warp(Role::Receiver, channel);
         const int share = joint.roles.ranks_per_peer_warp();

@@ -197,7 +197,7 @@ J CudaGroup<P>::joint_of_roles(const std::vector<Args>& args) const {
 template <class P>
 void CudaGroup<P>::notify(const std::vector<NotifyArgs>& args, CudaStream stream) {
     const DeviceGuard guard(device_);
-    const int blocks = std::min(blocks_for(heap_.channels + 1), sms_);
+    const int blocks = notify_blocks(heap_.channels, num_exchange_roles(heap_), sms_);
     for_local_ranks([&]<int kRanks>() {
         using J = NotifyJoint<P, kRanks>;
         launch(kernels::notify_kernel<J>, joint<J>(args, blocks), args.size(), stream);

@@ -116,14 +116,14 @@ __device__ __forceinline__ bool count_rows(const J& joint, const Place<J>& place
 // The roles of the exchange from the first-th on, each `stride`-th. The warp with the last one
 // tells the other warps.
 template <class F>
-__device__ __forceinline__ void exchange_counts(const DeviceRank& rank, uint64_t* notifies,
+__device__ __forceinline__ void exchange_counts(const DeviceRank& rank, const Progress& progress,
                                                 DeviceWarp& warp, F& fabric, const NotifyArgs& args,
                                                 int first, int stride) {
-    const int roles = num_exchange_roles(args.heap.topology);
+    const int roles = num_exchange_roles(args.heap);
     for (int role = first; role < roles; role += stride) {
         if (!run_exchange_role(warp, fabric, args, role)) return;
         if (role < roles - 1) continue;
-        warp.template publish<Scope::Rank>(notifies, args.epoch);
+        warp.template publish<Scope::Rank>(&progress.notifies(), args.epoch);
         count_one(rank.control->finished.notify);
     }
 }
@@ -140,8 +140,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1) notify_kernel(const __grid_c
     DeviceWarp warp(rank, args.epoch, Role::Notify, 0, bulk_buffers());
     if (!count_rows(joint, place, warp, args, progress.arrivals_of_notify(), false)) return;
     if (place.warp == 0) count_one(rank.control->entered.notify);
-    const int roles = num_exchange_roles(args.heap.topology);
-    const int half = (place.warps + 1) / 2, exchangers = roles < half ? roles : half;
+    const int exchangers = notify_exchangers(place.warps, num_exchange_roles(args.heap));
     if (place.warp >= exchangers) {
         for (int channel = place.warp - exchangers; channel < args.layout.channels;
              channel += place.warps - exchangers)
@@ -149,7 +148,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1) notify_kernel(const __grid_c
         return;
     }
     typename J::Fabric fabric(joint.fabric, args.rank);
-    exchange_counts(rank, &progress.notifies(), warp, fabric, args, place.warp, exchangers);
+    exchange_counts(rank, progress, warp, fabric, args, place.warp, exchangers);
 }
 
 // ---- the end of both

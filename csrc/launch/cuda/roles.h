@@ -80,6 +80,19 @@ EP_HD bool fits(const Roles& roles, int warps) {
     return roles.warps() <= warps && (roles.peer_warps || roles.world == 1);
 }
 
+// The launch of notify: some of its warps exchange counts, the others number rows meanwhile.
+// `roles`: of the exchange. Blocks for a warp more than channels, and, as far as there are SMs, for
+// a warp of the exchange for each role.
+EP_HD int notify_blocks(int channels, int roles, int sms) {
+    const int warps = channels + 1 > 2 * roles ? channels + 1 : 2 * roles;
+    const int blocks = ceil_div(warps, kBlockWarps);
+    return blocks < sms ? blocks : sms;
+}
+EP_HD int notify_exchangers(int warps, int roles) {
+    const int half = (warps + 1) / 2;
+    return roles < half ? roles : half;
+}
+
 // Of `count` roles that are divided among blocks in equal parts, the one of a block's warp; -1:
 // none is left for it.
 EP_HD int role_of_warp(int count, int block, int blocks, int warp) {

@@ -24,7 +24,7 @@ void add_notify_roles(const NotifyArgs& args, Add&& add) {
         sum_channels(warp, args, 0, args.layout.num_experts);
         for (int channel = 0; channel < args.layout.channels; ++channel)
             index_channel(warp, args, channel);
-        for (int role = 0; role < num_exchange_roles(args.heap.topology); ++role) {
+        for (int role = 0; role < num_exchange_roles(args.heap); ++role) {
             if (!run_exchange_role(warp, fabric, args, role)) return;
         }
     });

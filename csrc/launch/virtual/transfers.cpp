@@ -214,10 +214,10 @@ VirtualPhase VirtualTransfers::notify(const Look& look) {
     State& s = *state_;
     VirtualLaunch phase = s.launch();
     const int channels = s.settings.channels;
-    const int blocks = std::min(ceil_div(channels + 1, kBlockWarps), s.settings.num_sms);
+    const int roles = num_exchange_roles(s.images.heap);
+    const int blocks = notify_blocks(channels, roles, s.settings.num_sms);
     const int warps = warps_of_blocks(blocks);
-    const int roles = num_exchange_roles(s.topology);
-    const int exchangers = std::min(roles, (warps + 1) / 2);
+    const int exchangers = notify_exchangers(warps, roles);
     for (int rank = 0; rank < s.ranks; ++rank) {
         NotifyArgs& args = s.notify[rank];
         ++args.epoch;
