@@ -92,6 +92,26 @@ const char* name(Wait wait) {
     return "?";
 }
 
+const char* name(Sends::Kind kind) {
+    switch (kind) {
+        case Sends::Kind::Dispatch:
+            return "dispatch";
+        case Sends::Kind::Combine:
+            return "combine";
+        case Sends::Kind::WeightedCombine:
+            return "combine with weights";
+        case Sends::Kind::CombineAtExpert:
+            return "combine with sum_at='expert'";
+        case Sends::Kind::FlatDispatch:
+            return "flat dispatch";
+        case Sends::Kind::PlannedDispatch:
+            return "dispatch by a plan";
+        case Sends::Kind::PlannedCombine:
+            return "combine by a plan";
+    }
+    return "?";
+}
+
 // Others may be writing.
 uint64_t load(const uint64_t& word) {
     return std::atomic_ref<uint64_t>(const_cast<uint64_t&>(word)).load(std::memory_order_acquire);
@@ -114,13 +134,6 @@ py::dict counts(const Calls& calls) {
 
 py::list sends_of(const ControlBlock& block) {
     static constexpr const char* kCounters[] = {"transfer", "dispatch_sent", "combine_sent"};
-    static constexpr const char* kKinds[] = {"dispatch",
-                                             "combine",
-                                             "combine with weights",
-                                             "combine with sum_at='expert'",
-                                             "flat dispatch",
-                                             "dispatch by a plan",
-                                             "combine by a plan"};
     py::list all;
     for (int mode = 0; mode < Sends::kModes; ++mode) {
         for (const uint64_t& kept : block.sends[mode]) {
@@ -130,7 +143,7 @@ py::list sends_of(const ControlBlock& block) {
             py::dict d;
             d["counter"] = kCounters[mode];
             d["call"] = sends.call;
-            d["kind"] = kKinds[static_cast<int>(sends.kind)];
+            d["kind"] = name(sends.kind);
             d["payload_type"] = sends.payload_type;
             d["payload_bytes"] = sends.payload_bytes;
             d["topk"] = sends.topk;

@@ -47,11 +47,11 @@ def _call_of(incident: Mapping[str, Any]) -> tuple[str, int]:
 
 
 def _text(sent: Mapping[str, Any]) -> str:
-    dtype, itemsize = DTYPES[sent["payload_type"]]
+    dtype, itemsize = DTYPES.get(sent["payload_type"], ("unknown", 1))
     text = f"a {sent['kind']}, H = {sent['payload_bytes'] // itemsize}, {dtype}, K = {sent['topk']}"
     if sent["scale_bytes"]:
         text += f", scales of {SCALES.get(sent['scale_bytes'], 'another number or type')}"
     if sent["weight_bytes"]:
         of = "weights" if "dispatch" in sent["kind"] else "gradients of weights"
-        return f"{text}, {of} of {WEIGHTS[sent['weight_bytes']]}"
+        return f"{text}, {of} of {WEIGHTS.get(sent['weight_bytes'], 'unknown')}"
     return text

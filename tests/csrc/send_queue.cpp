@@ -118,6 +118,7 @@ void check_wrap() {
 
 // What ends a connection, and all waits of the rank with it.
 void check_garbage() {
+    constexpr uint16_t kQueues = 2 * (kChannels + 1);  // towards a rank
     std::vector<Frame> frames = {
         {99, 0, 0, 0, 0, 0},                            // no kind of frame
         {Frame::kWrite, 9, 0, 8, 0, 0},                 // no such region
@@ -126,14 +127,19 @@ void check_garbage() {
         {Frame::kWrite, 0, 0, 1 << 30, 0, 0},           // more than any rank puts at once
         {Frame::kAdd, 0, 0, 0, 4, 1},                   // not aligned
         {Frame::kAdd, 0, 0, 8, 0, 1},                   // with bytes behind it
-        {Frame::kAbort, 0, 0, 0, 0, 99},                // no outcome
+        {Frame::kWrite, 0, kQueues, 8, 0, 0},           // of a queue that there is not
+        {Frame::kAdd, 0, kQueues, 0, 0, 1},
+        {Frame::kAbort, 0, 0, 0, 0, 99},                                            // no outcome
         {Frame::kAbort, 0, 0, 0, 0, ControlBlock::abort_word(Outcome::Failed, 2)},  // of nobody
         {Frame::kStatus, 0, 0, 7, 0, 0},  // not of a status's size
     };
-    for (const Frame& frame : frames) {
-        TestRank rank(0);
-        require_refused(rank, frame);
-        for (const char byte : rank.heap) require(byte == 0, "garbage was written");
+    for (const std::optional<uint64_t> unordered :
+         {std::optional<uint64_t>(), std::optional(1ul)}) {
+        for (const Frame& frame : frames) {
+            TestRank rank(0, nullptr, unordered);
+            require_refused(rank, frame);
+            for (const char byte : rank.heap) require(byte == 0, "garbage was written");
+        }
     }
 }
 

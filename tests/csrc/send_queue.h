@@ -28,6 +28,8 @@ constexpr int kChannels = 2;
 constexpr size_t kHeapBytes = 1 << 20, kFlags = 0, kCredits = 128, kData = 4096;
 
 struct SpinningWarp {
+    static constexpr bool kWakes = true;  // the network's thread, after it has rung
+
     template <Scope>
     static uint64_t acquire(uint64_t* word) {
         return std::atomic_ref<uint64_t>(*word).load(std::memory_order_acquire);
@@ -195,10 +197,10 @@ inline std::array<QueuePairs, 2> connected_pairs(const Cards& cards, int count) 
 }
 
 // `rounds` puts of sizes that differ in each of two channels, each with a signal, and a credit for
-// each that was read, over so many connections.
-inline void run_rounds(uint64_t rounds, std::optional<uint64_t> seed = std::nullopt,
-                       int stripes = 1, const Cards& cards = {},
-                       std::optional<uint64_t> unordered = std::nullopt) {
+// each that was read, over so many connections. Producer: the warp that puts.
+template <class Producer = SpinningWarp>
+void run_rounds(uint64_t rounds, std::optional<uint64_t> seed = std::nullopt, int stripes = 1,
+                const Cards& cards = {}, std::optional<uint64_t> unordered = std::nullopt) {
     auto a = std::make_unique<TestRank>(0, cards.a, unordered);
     auto b = std::make_unique<TestRank>(1, cards.b, unordered);
     std::vector<std::unique_ptr<Wire>> wires;
@@ -223,11 +225,12 @@ inline void run_rounds(uint64_t rounds, std::optional<uint64_t> seed = std::null
     static_assert(kData + kAhead * kChannels * kMost <= kHeapBytes);
     const auto value_of = [](uint64_t round, int channel) { return kChannels * round + channel; };
     std::jthread producer([&] {
-        SpinningWarp warp;
+        Producer warp;
         for (uint64_t i = 0; i < kChannels * rounds; ++i) {
             const uint64_t round = i / kChannels, value = i;
             const int channel = static_cast<int>(i % kChannels);
-            const SendQueue puts = a->port->queues().puts(channel, 1);
+            SendQueue puts = a->port->queues().puts(channel, 1);
+            if (!Producer::kWakes) puts.sleeper = nullptr;
             require(warp.wait_all(Wait::RdmaCredit, 1,
                                   [&](int) {
                                       return WaitCondition{a->flag(kCredits + 8 * channel) + kAhead,

@@ -3,6 +3,7 @@ that cannot be reached and of a rank that goes away. The machines are this one, 
 
 import os
 import socket
+import struct
 import threading
 import time
 from contextlib import contextmanager
@@ -11,11 +12,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from waits import within
 
 import megatron_ep as ep
 from megatron_ep import _C
-from megatron_ep.backends import fabrics, processes, tcp
+from megatron_ep.backends import fabrics, processes, sizes, tcp
 from megatron_ep.bench.local_ranks import LocalRanks
+from megatron_ep.diagnosis.blame import RankStatus
+from megatron_ep.diagnosis.disagreement import what_ranks_sent
 from megatron_ep.errors import EPError
 
 W = 4
@@ -250,6 +254,39 @@ def run_one_that_cannot_join() -> None:
 
 def test_a_network_that_is_not_made_keeps_no_connection(ranks):
     ranks.run(run_one_that_cannot_join)
+
+
+FRAME = struct.Struct("<BBHIQQII")  # csrc/fabric/queue/link.h
+
+
+def received(connection: socket.socket, size: int) -> bytes:
+    return connection.recv(size, socket.MSG_WAITALL)
+
+
+def test_a_status_with_bits_that_no_rank_sets():
+    """Another rank's, all ones, and of the size that ranks send: what it says is not known, and that is all."""
+    heap = sizes.host_heap(ep.Topology(2, 1), ep.Config(num_experts=2))
+    segments = [[_C.Segment.anonymous(heap.bytes) for _ in range(2)] for _ in range(2)]
+    hears, says = (_C.SoftwareNic(rank=rank, segments=segments[rank]) for rank in range(2))
+    options = dict(threads=1, seed=None, lost_signal=0, stalled=(0, 0), timeout=5.0)
+    group = _C.Group(heap=heap, ranks=[0], segments=segments[0], **options, nic=hears)
+    (to_says, its_end), (to_hears, own_end) = socket.socketpair(), socket.socketpair()
+    with to_says, to_hears:
+        says.start([[its_end.detach()], []])
+        hears.start([[], [own_end.detach()]])
+        to_says.settimeout(10)
+        header = received(to_says, FRAME.size)
+        status = received(to_says, FRAME.unpack(header)[3])
+        to_hears.sendall(header + b"\xff" * len(status))
+        assert within(10, lambda: group.rank_statuses()[1]["sends"])
+        found = group.rank_statuses()[1]
+        for nic in (says, hears):
+            nic.stop(0.0)
+    assert {sent["kind"] for sent in found["sends"]} == {"?"}
+    assert {(i["outcome"], i["role"], i["waiting_for"]) for i in found["incidents"]} == {("?", "?", "?")}
+    mismatch = dict(outcome="mismatch", role="receiver", call=found["sends"][0]["call"])
+    statuses = [RankStatus(0, {}, {}, [mismatch], ""), RankStatus(**found)]
+    assert "sent a ?, " in what_ranks_sent(0, statuses, 2)
 
 
 # ---- who may connect

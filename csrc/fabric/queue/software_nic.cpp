@@ -360,6 +360,7 @@ char* SoftwareNic::place_of(const Link& link, int rank, const Frame& frame) {
                 return nowhere_.data();
             }
             if (bytes > port->bytes_ || frame.address > port->bytes_ - bytes) return nullptr;
+            if (frame.queue >= port->queues_.count() / links_.size()) return nullptr;
             return port->heaps_[rank_] + frame.address;
         }
     }
