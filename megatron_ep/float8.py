@@ -7,9 +7,12 @@ from typing import Any
 import torch
 
 from megatron_ep import _C, reference
+from megatron_ep.config import SUMMABLE_TYPES
 from megatron_ep.reference import SCALE_BLOCK
 
-DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # csrc/core/dtypes.h
+DTYPES: dict[torch.dtype, int] = {
+    getattr(torch, name): SUMMABLE_TYPES[name] for name in ("bfloat16", "float16", "float32")
+}
 
 
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -63,17 +63,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.path.insert(0, str(script.parent.resolve()))  # its Megatron comes before an installed one
     try:
         job.adopt()
-        from megatron_ep.megatron import flags
-
-        arguments = flags.with_dispatcher(options.arguments, options.ep_router == "fused")
-        given = {name: getattr(options, f"ep_{name}") for name in (*SETTINGS, *OPTIONS)}
-        settings = {name: value for name, value in given.items() if value is not None and value is not False}
-        config_of(1, {name: value for name, value in settings.items() if name in SETTINGS})
-        Options(**{name: value for name, value in settings.items() if name in OPTIONS})
-        timeout = flags.fitting_timeout(arguments, settings.get("timeout"))
-        settings |= {} if timeout is None else {"timeout": timeout}
+        arguments, settings = _checked(options)
     except ValueError as error:
         _refuse(str(error))
+    _enable(options, arguments, settings)
+    _run(script, arguments)
+
+
+def _checked(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
+    """The script's arguments, and the settings and options that are given. Raises ValueError."""
+    from megatron_ep.megatron import flags
+
+    arguments = flags.with_dispatcher(options.arguments, options.ep_router == "fused")
+    given = {name: getattr(options, f"ep_{name}") for name in (*SETTINGS, *OPTIONS)}
+    settings = {name: value for name, value in given.items() if value is not None and value is not False}
+    config_of(1, {name: value for name, value in settings.items() if name in SETTINGS})
+    Options(**{name: value for name, value in settings.items() if name in OPTIONS})
+    timeout = flags.fitting_timeout(arguments, settings.get("timeout"))
+    return arguments, settings if timeout is None else {**settings, "timeout": timeout}
+
+
+def _enable(options: argparse.Namespace, arguments: list[str], settings: dict[str, Any]) -> None:
+    """Puts into Megatron what the script is to find there."""
+    from megatron_ep.megatron import flags
+
     if flags.OVERLAP in arguments:
         # Two streams that share one hardware queue do not overlap.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
@@ -82,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         host_script.enable()
 
-    from megatron_ep.megatron import announce, plugin, row_limit, shared_buffers
+    from megatron_ep.megatron import announce, plugin, shared_buffers
 
     router = None
     if options.ep_router == "fused":
@@ -107,6 +120,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         from megatron_ep.megatron import restart
 
         restart.enable()
+
+
+def _run(script: Path, arguments: list[str]) -> None:
+    from megatron_ep.megatron import row_limit, shared_buffers
+
     sys.argv = [str(script), *arguments]
     with row_limit.explained(), shared_buffers.abort_peers_on_error():
         try:

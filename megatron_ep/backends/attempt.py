@@ -22,8 +22,7 @@ ANSWER_EVERY_S = 0.01
 class Attempt:
     """What the ranks of a process group put before their keys, as long as they have this group.
 
-    The first rank makes it up. The others ask for it by a number that nobody has used before, so that an answer can
-    only be by a first rank that lives.
+    Rank 0 chooses the name. Other ranks ask with a fresh random number, so only a living rank 0 can answer.
     """
 
     def __init__(self, store: dist.Store, rank: int):
@@ -34,7 +33,7 @@ class Attempt:
         self._question = secrets.token_hex(16)
 
     def name(self, timeout: timedelta) -> str | None:
-        """None if the first rank does not tell it in time. Raises RuntimeError where the store does not answer."""
+        """None if rank 0 does not tell it in time. Raises RuntimeError where the store does not answer."""
         if not self._name:
             answer = f"answer/{self._question}"
             self._store.set(f"question/{self._rank}", self._question)
@@ -51,8 +50,8 @@ class Attempt:
         return self._name
 
     def all_came(self, store: dist.Store, keys: Sequence[str], timeout: timedelta) -> bool:
-        """By the first rank: whether all keys, one of each rank, are there in time. Those who are missing may have to
-        hear the name first, and what they ask may be left from former ones. Raises RuntimeError as `name`."""
+        """By rank 0: whether all keys, one of each rank, are there in time. Missing ranks may not know the name yet, so
+        it answers their questions; questions of earlier attempts are harmless. Raises RuntimeError as `name`."""
         deadline = time.monotonic() + timeout.total_seconds()
         while missing := [rank for rank, key in enumerate(keys) if not store.check([key])]:
             if time.monotonic() > deadline:

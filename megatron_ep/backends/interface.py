@@ -25,7 +25,7 @@ class RankHandle:
     rail_rows: int
     made_on: int  # the stream, see Backend.current_stream
     has_tables: bool = False  # whether a dispatch that fills the two was launched
-    has_given_counts: bool = False  # whether the caller has his
+    has_given_counts: bool = False  # whether the caller has taken the counts
     source_tokens: torch.Tensor | None = None  # int32 [received rows], if asked for: the number at the source
     addresses: _C.RankTensors | None = None  # of these tensors, once a launch has used them
     own_rows: int | None = None  # of a layout that was made by a plan: rows of this rank that stay here
@@ -109,7 +109,7 @@ class Backend(HasMemory, Protocol):
         rdma_chunk: int,
         counts: CountSettings | None,
     ) -> None:
-        """counts: of the exchange that comes first, unless the host has waited for it, or learns counts anyway."""
+        """counts: of the exchange to run first; None if the host has waited for it or knows the counts."""
         ...
 
     def enqueue_combine(
@@ -136,7 +136,7 @@ class Backend(HasMemory, Protocol):
         ...
 
     def current_stream(self) -> int:
-        """That launches go to now; 0 where there are none."""
+        """The stream that launches go to now; 0 without streams."""
         ...
 
     def aborted(self) -> tuple[str, int] | None:
@@ -188,7 +188,7 @@ class Backend(HasMemory, Protocol):
     def reset(self) -> None: ...
 
     def put_off(self, work: Callable[[], None]) -> None:
-        """Does in an ordinary call what a finalizer may not: on a GPU it could end the capture of a CUDA graph."""
+        """Runs in a later ordinary call what a finalizer must not do: on a GPU it could end a graph capture."""
         ...
 
     def close(self) -> None:
@@ -197,7 +197,7 @@ class Backend(HasMemory, Protocol):
 
     @staticmethod
     def give_back() -> None:
-        """What backends had that are closed and that nobody has any more."""
+        """Frees memory of closed backends that nothing refers to."""
         ...
 
     @property

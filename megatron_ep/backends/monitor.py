@@ -1,7 +1,7 @@
 """A thread that looks after the ranks of a buffer while others wait for them.
 
-A role that waits sees flags only. That its peer's process has ended, or that a rank of another machine has given up, it
-would learn when its patience is over.
+A waiting role sees only flags. It would learn that a peer's process has ended, or that a rank of another machine gave
+up, only at its timeout.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_ep.diagnosis import blame
 
 INTERVAL_S = 0.2
 END_S = 2.0  # that the thread is waited for when it is stopped: it may be talking to a GPU that does not answer
-# What all ranks are told of, by its outcome: not that this one met a rank which others have masked.
+# Outcomes that all ranks are told of. Not cut_off and masked: these concern one rank.
 EVERYBODYS = {"timeout", "failed", "interrupted", "bad_input", "mismatch", "no_layout", "overflow", "lost"}
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 class Monitor:
     """Of one rank, from construction until `stop`. It keeps no process from ending.
 
-    backend: has this rank alone.
+    backend: of this rank only.
     processes: of the ranks on this machine, by rank; may change.
     news: where some ranks are out of reach, which then give up as soon as one has.
     describe: what those are told of a failure (outcome, rank). A method, whose object is not kept alive.

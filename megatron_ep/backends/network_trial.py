@@ -11,13 +11,14 @@ from megatron_ep.backends.rendezvous import StoreRendezvous
 from megatron_ep.backends.tcp import Network
 from megatron_ep.errors import EPError
 
+MAX_PUT_BYTES = 1 << 16  # unless a trial says otherwise
 Result = TypeVar("Result")
 
 
 class NetworkTrial:
     """Send queues and connections as those of a buffer, and rings for puts in memory of their own. A context manager.
 
-    Collective, and so is every method but that both sides of a pair suffice. Raises EPError as `Network.connect` does.
+    Collective. Methods between two ranks are called by these two only. Raises EPError as `Network.connect` does.
 
     rendezvous: of the ranks.
     machines: of each rank, by name; only ranks of different ones are connected.
@@ -32,7 +33,7 @@ class NetworkTrial:
         machines: Sequence[str],
         *,
         channels: int = 1,
-        max_bytes: int = 1 << 16,
+        max_bytes: int = MAX_PUT_BYTES,
         address: str | None = None,
         stripes: int | None = None,
         card: _C.Card | None = None,
@@ -48,7 +49,7 @@ class NetworkTrial:
                 nic = _C.SoftwareNic(rank=rank, segments=controls, card=card)
                 heap = _C.Segment.anonymous(_C.NetworkLoad.heap_bytes(**sizes))
                 load = _C.NetworkLoad(nic, controls[rank], heap, rank=rank, **sizes)
-            except RuntimeError as error:  # of a card that takes no memory
+            except RuntimeError as error:  # the card refused the memory
                 raise EPError(str(error)) from None
             return Network(rank, machines, nic, address, stripes, card), load
 

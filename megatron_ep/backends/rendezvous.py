@@ -133,7 +133,7 @@ class StoreRendezvous:
 
     def leave(self, word: str, is_gone: Callable[[int], bool], seconds: float) -> dict[int, str]:
         """The last step of a rendezvous: tells the others a word, once, and waits until all others have told theirs, or
-        are gone for good. No exchange: it may follow one that failed, and somebody's absence fails nothing here.
+        are gone for good. Unlike an exchange it may follow one that failed, and a missing rank is no error.
 
         Returns the words of the ranks that told theirs in time, this one's among them.
         Raises EPError when the store does not answer.
@@ -150,7 +150,7 @@ class StoreRendezvous:
         return {rank: self._text(text) for rank, text in zip(left, words, strict=True)}
 
     def _told(self, step: str, is_gone: Callable[[int], bool], seconds: float) -> list[int]:
-        """Those who have said so, once all that are not gone have, or the time is over."""
+        """The ranks that have reported, once all living ranks have or the time is over."""
         deadline = time.monotonic() + seconds
         absent = list(range(self.world_size))
         while True:
@@ -161,7 +161,7 @@ class StoreRendezvous:
             time.sleep(POLL_S)
 
     def connection(self) -> dist.Store | None:
-        """Another one to where these ranks meet, for another thread: a store lets one wait at a time. None where torch
+        """A second connection to the store, for another thread: a store allows one wait at a time. None where torch
         makes none."""
         clone = getattr(self._store, "clone", None)  # torch before 2.8 has none
         try:

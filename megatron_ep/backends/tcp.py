@@ -114,7 +114,7 @@ class Network:
         self.nic = nic
         self._leave = weakref.finalize(self, self.nic.stop, LEAVE_S)  # at exit, too
 
-    def connect(self, meeting: StoreRendezvous) -> None:
+    def connect(self, rendezvous: StoreRendezvous) -> None:
         """Collective. Raises EPError, on all ranks, when two of them cannot be connected."""
         others = [rank for rank, machine in enumerate(self._machines) if machine != self._machines[self._rank]]
         with contextlib.ExitStack() as stack:
@@ -127,9 +127,9 @@ class Network:
                 addresses = {place: pair.address() for place, pair in pairs.items()}
                 return (listener, pairs), Listening.by(listener, len(self._machines), stripes, addresses)
 
-            (listener, pairs), told = meeting.exchange(tell)
+            (listener, pairs), told = rendezvous.exchange(tell)
             check_alike([one.stripes for one in told])
-            limit = meeting.timeout.total_seconds()
+            limit = rendezvous.timeout.total_seconds()
 
             def join() -> dict[Place, socket.socket]:
                 made = _connect_all(self._rank, others, told, listener, self._machines, limit)
@@ -138,7 +138,7 @@ class Network:
                     pair.connect(told[rank].pair((self._rank, stripe)))
                 return connections
 
-            connections = meeting.agree(join, seconds=limit)  # before anybody sends all queue pairs are connected
+            connections = rendezvous.agree(join, seconds=limit)  # before anybody sends all queue pairs are connected
             self._descriptors = {place: connection.fileno() for place, connection in connections.items()}
             sockets: list[list[int]] = [[] for _ in told]
             beside: list[list[_C.QueuePair]] = [[] for _ in told]
@@ -146,7 +146,7 @@ class Network:
                 sockets[rank].append(connections[rank, stripe].detach())
                 beside[rank] += [pairs[rank, stripe]] if pairs else []
             self.nic.start(sockets, beside)
-        meeting.barrier()  # nobody's connection ends before all have begun
+        rendezvous.barrier()  # nobody's connection ends before all have begun
 
     def cards(self) -> list[str]:
         """What to say of the card, if there is one."""

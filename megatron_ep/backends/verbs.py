@@ -28,8 +28,8 @@ def ports() -> list[_C.CardPort]:
 
 
 def usable() -> list[_C.CardPort]:
-    """Those that are up, and that the variable names. Raises ValueError for a name that no card has, EPError, which
-    says what each port lacks, if there are none."""
+    """Ports that are up and, if MEGATRON_EP_CARDS is set, named there. Raises ValueError for an unknown name; EPError,
+    with each port's fault, if none is left."""
     found, wanted = ports(), os.environ.get(VARIABLE) or ""
     names = [name.strip() for name in wanted.split(",")] if wanted else []
     for name in names:

@@ -19,10 +19,10 @@ PERIODS = 10  # that the run is divided into
 class LayerSpread:
     """Of a layer's passes, max/mean over ranks: mean, p50, p95 and most.
 
-    lasting: of the mean loads of a window of steps: what other places of the experts could remove that hold as long.
+    lasting: max/mean of loads averaged over a window of steps: what re-placing experts that often could remove.
     momentary: what the mean has beyond that. between_nodes: max/mean over nodes: what copies inside nodes leave.
-    second_half, placed: of the second half of the run, as it is, and had the experts had the places that are best by
-    the first half; NaN with a single step.
+    second_half, placed: max/mean of the second half of the run: as run, and with the placement that is best for the
+        first half; NaN with a single step.
     """
 
     layer: int

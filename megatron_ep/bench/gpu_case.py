@@ -82,7 +82,7 @@ class Case:
     def __str__(self) -> str:
         channels = f" channels={self.channels}" if self.channels else ""
         slots = f"{self.ring_slots}+{self.network_slots}" if self.nodes > 1 else f"{self.ring_slots}"
-        local_pass = {True: " local pass", False: " no local pass", None: ""}[self.local_pass]
+        local_pass = {True: " intra-rank pass", False: " no intra-rank pass", None: ""}[self.local_pass]
         return f"{self.nodes}x{self.ranks_per_node} sms={self.num_sms}{channels} slots={slots}{local_pass} {self.sizes}"
 
 

@@ -34,9 +34,9 @@ def gpu_ranks(command: str, timeout: float) -> LocalRanks | JobRanks:
 
 def require_own_gpus(infos: Sequence[RankInfo]) -> None:
     """Raises ValueError where two ranks have the same GPU: they would take turns, and NCCL refuses them."""
-    owners: dict[str | None, int] = {}
+    ranks: dict[str | None, int] = {}
     for rank, info in enumerate(infos):
-        first = owners.setdefault(info.gpu, rank)
+        first = ranks.setdefault(info.gpu, rank)
         if first != rank:
             raise ValueError(
                 f"ranks {first} and {rank}, both on {info.host}, have the same GPU {info.gpu}: start as many ranks on "

@@ -207,12 +207,12 @@ def _measure_beside_megatron(
 def _steps_of_buffer(buffer: ep.Buffer, x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor) -> Steps:
     handles = []
 
-    def dispatch() -> torch.Tensor:
+    def run_dispatch() -> torch.Tensor:
         received = ep.dispatch(x, topk_idx, weights, buffer=buffer)
         handles.append(received.handle)
         return received.x
 
-    return dispatch, lambda rows: ep.combine(rows, handles.pop())
+    return run_dispatch, lambda rows: ep.combine(rows, handles.pop())
 
 
 def _steps_of_low_latency(
@@ -229,28 +229,28 @@ def _steps_of_low_latency(
     handles = []
     outputs = None if fp8 is None else torch.zeros_like(low_latency.dispatch(x, topk_idx, layout="grouped").x)
 
-    def dispatch() -> torch.Tensor:
+    def run_dispatch() -> torch.Tensor:
         received = low_latency.dispatch(x, topk_idx, layout="grouped", fp8=fp8)
         handles.append(received.handle)
         return received.x
 
-    def combine(rows: torch.Tensor) -> torch.Tensor:
+    def run_combine(rows: torch.Tensor) -> torch.Tensor:
         return low_latency.combine(rows if outputs is None else outputs, handles.pop(), sum_at=sum_at)
 
-    return dispatch, combine
+    return run_dispatch, run_combine
 
 
 def _steps_of_dispatcher(dispatcher: Any, x: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor) -> Steps:
-    def dispatch() -> torch.Tensor:
+    def run_dispatch() -> torch.Tensor:
         sent = dispatcher.dispatch_preprocess(x, routing_map, probs)
         rows, _counts, _probs = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(*sent))
         return rows
 
-    def combine(rows: torch.Tensor) -> torch.Tensor:
+    def run_combine(rows: torch.Tensor) -> torch.Tensor:
         combined = dispatcher.token_combine(dispatcher.combine_preprocess(rows))
         return dispatcher.combine_postprocess(combined)
 
-    return dispatch, combine
+    return run_dispatch, run_combine
 
 
 def _check_equal(steps: dict[str, Steps]) -> None:

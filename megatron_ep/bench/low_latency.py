@@ -10,7 +10,7 @@ to. fp8: rows of bf16 become fp8 on the way, with scales by columns; what comes 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -151,8 +151,30 @@ def measure_rank(cases: Sequence[Case], warmup: int, iterations: int) -> list[li
 def _measure(
     case: Case, buffer: Any, x: Any, ids: Any, weights: Any, num_rows: int, warmup: int, iterations: int, meet: Step
 ) -> list[Measured]:
-    size, fp8_size = num_rows * row_bytes(case.hidden), num_rows * row_bytes(case.hidden, fp8=True)
     low_latency = ep.LowLatency(buffer, max_tokens=case.max_tokens, hidden=case.hidden, topk=case.topk)
+    measured = []
+    for phase, (step, moved) in _phases(case, low_latency, x, ids, weights, num_rows).items():
+        graph = _captured(step, meet)
+        timers = {
+            "eager": cuda_timer(step),
+            "host": host_timer(step, before=torch.cuda.synchronize),
+            "graph": cuda_timer(graph.replay, CALLS),
+        }
+        for name, timer in timers.items():
+            [seconds] = time_rounds({0: timer}, warmup, iterations, when_warm=meet).values()
+            measured.append(Measured(phase, name, seconds, moved))
+        meet()
+        buffer.synchronize()
+        meet()
+        del graph
+    return measured
+
+
+def _phases(
+    case: Case, low_latency: ep.LowLatency, x: Any, ids: Any, weights: Any, num_rows: int
+) -> dict[str, tuple[Step, int]]:
+    """What is timed, and the bytes that it moves."""
+    size, fp8_size = num_rows * row_bytes(case.hidden), num_rows * row_bytes(case.hidden, fp8=True)
     received = low_latency.dispatch(x, ids, weights)
     rows, handle = received.x, received.handle
 
@@ -182,7 +204,7 @@ def _measure(
         _, hook = low_latency.combine(rows, got.handle, weights, return_recv_hook=True)
         hook()
 
-    phases: dict[str, tuple[Callable[[], Any], int]] = {
+    return {
         "dispatch": (lambda: low_latency.dispatch(x, ids), size),
         "dispatch fp8": (dispatch_fp8, fp8_size),
         "combine": (lambda: low_latency.combine(rows, handle, weights), size),
@@ -196,22 +218,6 @@ def _measure(
         "pair fp8": (pair_fp8, size + fp8_size),
         "pair fp8, hooks": (hooks_fp8, size + fp8_size),
     }
-    measured = []
-    for phase, (step, moved) in phases.items():
-        graph = _captured(step, meet)
-        timers = {
-            "eager": cuda_timer(step),
-            "host": host_timer(step, before=torch.cuda.synchronize),
-            "graph": cuda_timer(graph.replay, CALLS),
-        }
-        for name, timer in timers.items():
-            [seconds] = time_rounds({0: timer}, warmup, iterations, when_warm=meet).values()
-            measured.append(Measured(phase, name, seconds, moved))
-        meet()
-        buffer.synchronize()
-        meet()
-        del graph
-    return measured
 
 
 def _captured(step: Step, meet: Step) -> torch.cuda.CUDAGraph:

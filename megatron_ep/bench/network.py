@@ -25,7 +25,7 @@ import torch
 from megatron_ep import _C
 from megatron_ep import megatron as megatron_side
 from megatron_ep.backends import job, nodes
-from megatron_ep.backends.network_trial import NetworkTrial
+from megatron_ep.backends.network_trial import MAX_PUT_BYTES, NetworkTrial
 from megatron_ep.backends.rendezvous import StoreRendezvous
 from megatron_ep.backends.tcp import MAX_STRIPES
 from megatron_ep.bench import layer
@@ -33,7 +33,7 @@ from megatron_ep.bench.arguments import add_rounds, add_sizes, positive, seconds
 from megatron_ep.bench.job_ranks import JobRanks
 from megatron_ep.bench.plain_tcp import PlainTcp
 from megatron_ep.bench.report import EXTREMES, PERCENTILES, RATE, WHAT, Record, Report, make_record, relative
-from megatron_ep.config import Topology
+from megatron_ep.config import MAX_TOPK, Topology
 
 IDLE_S = 2.0  # that nobody sends
 SEVERAL = (2, MAX_STRIPES)  # connections, beside one
@@ -91,10 +91,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add_rounds(parser, warmup=2, iters=5)
     parser.add_argument("--timeout", type=seconds, default=300.0, metavar="S", help="limit of a wait (%(default)s s)")
     arguments = parser.parse_args(argv)
-    if arguments.topk > min(arguments.experts, 32):
-        parser.error(f"--topk {arguments.topk} is over {min(arguments.experts, 32)}: --experts, and at most 32")
-    if max(arguments.size) > 1 << 16:
-        parser.error(f"--size {max(arguments.size)} is over {1 << 16}")
+    max_topk = min(arguments.experts, MAX_TOPK)
+    if arguments.topk > max_topk:
+        parser.error(f"--topk {arguments.topk} is over {max_topk}: --experts, and at most {MAX_TOPK}")
+    if max(arguments.size) > MAX_PUT_BYTES:
+        parser.error(f"--size {max(arguments.size)} is over {MAX_PUT_BYTES}")
     return arguments
 
 
@@ -160,15 +161,15 @@ def _crossing_bytes(case: layer.Case, topology: Topology, rank: int) -> int:
 def _there_and_back(step: Callable[[], object]) -> layer.Steps:
     """The same for what dispatch moves, and for what combine does."""
 
-    def dispatch() -> torch.Tensor:
+    def run_dispatch() -> torch.Tensor:
         step()
         return torch.empty(0)
 
-    def combine(rows: torch.Tensor) -> torch.Tensor:
+    def run_combine(rows: torch.Tensor) -> torch.Tensor:
         step()
         return rows
 
-    return dispatch, combine
+    return run_dispatch, run_combine
 
 
 def add(report: Report, case: layer.Case, by_rank: Sequence[Measured]) -> None:

@@ -26,7 +26,6 @@ PINGS = 200
 FIRST_BYTES = 1 << 20  # sent to see how much more can be sent in ...
 LOAD_S, REPEATS = 0.1, 3  # ... so many seconds; the best of several counts
 MIN_BYTES, MAX_BYTES = 1 << 20, 256 << 20
-MAX_PUT = 1 << 16
 CHANNELS = 2
 MIN_LOST = 10  # packets that were sent again; fewer may have been late
 Told = TypeVar("Told")
@@ -117,7 +116,6 @@ class Examination:
                 self.rendezvous,
                 names,
                 channels=CHANNELS,
-                max_bytes=MAX_PUT,
                 address=address,
                 card=next(iter(cards), None),
             )
@@ -211,7 +209,7 @@ class Examination:
         halves = sorted(trial.ping(peer, begins=begins, size=8, rounds=PINGS, timeout=self.timeout)[PINGS // 10 :])
 
         def rate(sends: bool, receives: bool) -> float:
-            """By who sends, who waits for the last credit: who receives may find much when it comes."""
+            """Timed by the sender, until its last credit: a receiver may start after data has arrived."""
             seconds = []
             for _ in range(REPEATS):
                 trial.ping(peer, begins=begins, size=1, rounds=1, timeout=self.timeout)  # both are here
@@ -224,7 +222,7 @@ class Examination:
 
     def _storm(self, trial: NetworkTrial, slowest: float) -> None:
         others = trial.others
-        puts = max(8, 2 * _bytes_at(slowest) // (MAX_PUT * CHANNELS * len(others)))
+        puts = max(8, 2 * _bytes_at(slowest) // (trial.max_bytes * CHANNELS * len(others)))
         trial.exchange(others, others, 0, self.timeout, puts=puts, seed=len(self.told))
 
     def _load(self, trial: NetworkTrial, slowest: float) -> float:

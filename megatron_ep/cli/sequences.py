@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from megatron_ep.sequences.plan import SequencePlan, Shard
     from megatron_ep.sequences.planner import RowBytes
 
-ELEMENT_BYTES = 2  # bf16
-
 
 def main(argv: Sequence[str]) -> int:
     """Prints a table; returns 2 for a user's mistake."""
@@ -35,11 +33,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _compare(options: argparse.Namespace) -> None:
+    import torch
+
     from megatron_ep.sequences.plan import SequencePlan
     from megatron_ep.sequences.planner import RowBytes, balance, computed_at_home
 
     _check(options)
-    q, kv = (heads * options.head_dim * ELEMENT_BYTES for heads in (options.query_heads, 2 * options.kv_heads))
+    q, kv = (
+        heads * options.head_dim * torch.bfloat16.itemsize for heads in (options.query_heads, 2 * options.kv_heads)
+    )
     row_bytes = RowBytes(q=q, kv=kv, out=q)
     shards, given = _read(options.file, options.ranks)
     plans = {"at home": SequencePlan.build(computed_at_home(shards), options.ranks)}
@@ -87,8 +89,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(options: argparse.Namespace) -> None:
-    from megatron_ep.config import require_int
-    from megatron_ep.sequences.plan import MAX_RANKS, MAX_ROWS
+    from megatron_ep.config import MAX_ROWS, require_int
+    from megatron_ep.sequences.plan import MAX_RANKS
     from megatron_ep.sequences.planner import MAX_BYTES
 
     require_int("--ranks", options.ranks, 1, MAX_RANKS)

@@ -16,7 +16,7 @@ from megatron_ep.deep_ep.handles import NormalHandle
 from megatron_ep.deep_ep.instances import Instances
 from megatron_ep.deep_ep.layout import counts_of_all, ids_of_ranks, layout_of
 from megatron_ep.deep_ep.low_latency import LowLatencyCalls
-from megatron_ep.deep_ep.meeting import Communicator, meeting_of
+from megatron_ep.deep_ep.ranks import Communicator, ranks_of
 from megatron_ep.deep_ep.rows import device_of, row_bytes, tensors_of
 from megatron_ep.deep_ep.transfers import Rows
 
@@ -57,14 +57,14 @@ class Buffer(LowLatencyCalls):
             require_int(name, value, 0, 1 << 62)
             if value % ALIGNMENT:
                 raise ValueError(f"{name} is {value}, must be a multiple of {ALIGNMENT}")
-        meeting = meeting_of(group, comm)
+        ranks = ranks_of(group, comm)
         self.group = comm if group is None else group
-        self.rank, self.group_size = meeting.rank, meeting.size
+        self.rank, self.group_size = ranks.rank, ranks.size
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode = low_latency_mode
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
-        self.runtime = Instances(meeting, masks=enable_shrink)
+        self.runtime = Instances(ranks, masks=enable_shrink)
         self._scratch: dict[bool, torch.Tensor] = {}
         self._asked_to_mask: set[int] = set()
 
@@ -200,7 +200,7 @@ class Buffer(LowLatencyCalls):
             if ids is None:
                 assert is_token_in_rank is not None
                 ids = ids_of_ranks(is_token_in_rank, num_experts)
-            received, routes = transfers.dispatch(
+            received, routes = transfers.dispatch_rows(
                 buffer, x, ids, topk_weights, alignment=expert_alignment, num_rows=num_worst_tokens or None
             )
             if topk_idx is None:

@@ -16,7 +16,7 @@ from megatron_ep.deep_ep.config import Config, topology_of
 from megatron_ep.deep_ep.elastic_handle import EPHandle
 from megatron_ep.deep_ep.events import EventHandle, EventOverlap, handle_of, refuse, run
 from megatron_ep.deep_ep.instances import Instances, OverInstances
-from megatron_ep.deep_ep.meeting import OfGroup
+from megatron_ep.deep_ep.ranks import GroupRanks
 from megatron_ep.deep_ep.rows import device_of, row_bytes, tensors_of
 from megatron_ep.deep_ep.transfers import Received, Routes, Rows
 
@@ -98,7 +98,7 @@ class ElasticBuffer(OverInstances):
         self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
         self.num_rdma_ranks, self.num_nvlink_ranks = self.get_physical_domain_size()
         self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(self.rank_idx, self.num_scaleup_ranks)
-        self.runtime = Instances(OfGroup(group), timeout=float(num_gpu_timeout_secs))
+        self.runtime = Instances(GroupRanks(group), timeout=float(num_gpu_timeout_secs))
 
     # ---- sizes, domains, streams
 
@@ -303,7 +303,7 @@ class ElasticBuffer(OverInstances):
             if not has_counts:
                 topk = min(topk_idx.shape[-1], MAX_TOPK)
                 num_rows = max_rows(self.num_ranks * max_tokens, topk, buffer.num_local_experts, alignment, is_flat)
-            return transfers.dispatch(
+            return transfers.dispatch_rows(
                 buffer,
                 x,
                 topk_idx,

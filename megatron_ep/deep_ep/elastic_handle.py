@@ -111,12 +111,12 @@ def _metadata(handle: EPHandle) -> torch.Tensor:
 
 def _slots(handle: EPHandle) -> torch.Tensor:
     world, local_experts = handle._routes.group.topology.world_size, handle._routes.group.num_local_experts
-    owners = handle.topk_idx.div(local_experts, rounding_mode="floor")
-    goes = torch.stack([(owners == rank).any(dim=1) for rank in range(world)], dim=1)
+    ranks = handle.topk_idx.div(local_experts, rounding_mode="floor")
+    goes = torch.stack([(ranks == rank).any(dim=1) for rank in range(world)], dim=1)
     number = goes.cumsum(0) - 1
-    later = torch.ones(owners.shape[1], owners.shape[1], dtype=torch.bool, device=owners.device).triu(1)
-    again = ((owners.unsqueeze(2) == owners.unsqueeze(1)) & later).any(dim=2)
-    return torch.where((owners < 0) | again, NONE, number.gather(1, owners.clamp_min(0))).int()
+    later = torch.ones(ranks.shape[1], ranks.shape[1], dtype=torch.bool, device=ranks.device).triu(1)
+    again = ((ranks.unsqueeze(2) == ranks.unsqueeze(1)) & later).any(dim=2)
+    return torch.where((ranks < 0) | again, NONE, number.gather(1, ranks.clamp_min(0))).int()
 
 
 EPHandle._made.update(

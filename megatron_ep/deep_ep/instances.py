@@ -10,19 +10,19 @@ import torch
 from megatron_ep.buffer import Buffer
 from megatron_ep.config import Config
 from megatron_ep.deep_ep.config import row_class
-from megatron_ep.deep_ep.meeting import Meeting
+from megatron_ep.deep_ep.ranks import BufferRanks
 from megatron_ep.low_latency.api import LowLatency
 from megatron_ep.overlap import communication_stream
 
 
 class Instances:
-    """Of the ranks of one meeting. Handles keep their buffer: it closes with the last of them.
+    """Of the ranks of one DeepEP buffer. Handles keep their buffer: it closes with the last of them.
 
     timeout: seconds that a wait may take; None: as of `megatron_ep.Config`.
     """
 
-    def __init__(self, meeting: Meeting, timeout: float | None = None, masks: bool = False):
-        self._meeting = meeting
+    def __init__(self, ranks: BufferRanks, timeout: float | None = None, masks: bool = False):
+        self._ranks = ranks
         self._timeout = timeout
         self._masks = masks
         self._normal: dict[tuple[Any, ...], Buffer] = {}
@@ -36,7 +36,7 @@ class Instances:
         key = (device, num_experts, num_sms, row_bytes)
         if key not in self._normal:
             config = Config(num_experts, num_sms=num_sms, row_bytes=row_bytes or None, timeout=self._timeout)
-            self._normal[key] = self._meeting.buffer(config, device)
+            self._normal[key] = self._ranks.buffer(config, device)
         return self._normal[key]
 
     def low_latency(

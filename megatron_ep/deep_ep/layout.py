@@ -45,5 +45,5 @@ def counts_of_all(buffer: Buffer, num_tokens_per_expert: torch.Tensor) -> list[i
     world, local_experts = buffer.topology.world_size, buffer.num_local_experts
     counts = num_tokens_per_expert.int().view(world, local_experts)
     ids = torch.arange(0, world * local_experts, local_experts, device=counts.device).view(world, 1)
-    received, _ = transfers.dispatch(buffer, counts.view(torch.float32), ids, None)
+    received, _ = transfers.dispatch_rows(buffer, counts.view(torch.float32), ids, None)
     return received.x.view(torch.int32).sum(0).tolist()

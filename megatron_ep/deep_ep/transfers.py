@@ -145,7 +145,7 @@ def check_rows(x: Rows, group: RankGroup, num_tokens: int | None = None) -> tupl
     return values, scales.contiguous()
 
 
-def dispatch(
+def dispatch_rows(
     buffer: Buffer,
     x: Rows,
     ids: torch.Tensor,

@@ -1,4 +1,4 @@
-"""In what ranks differ that met each other's rows in a call: each has noted what it sends, for the others to read."""
+"""How the calls of ranks differ, if one received a row that was not meant for its call."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_ep.diagnosis.blame import RankStatus, named
 
-# By the number that travels: csrc/core/dtypes.h, and float8.
+# By the number that travels, with their bytes: those of `megatron_ep.config.ELEMENT_TYPES`.
 DTYPES = {0: ("bfloat16", 2), 1: ("float16", 2), 2: ("float32", 4), 3: ("float64", 8), 4: ("float8_e4m3fn", 1)}
 WEIGHTS = {4: "float32", 8: "float64"}
 SCALES = {1: "float8_e8m0fnu", 4: "float32"}

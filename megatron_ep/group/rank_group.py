@@ -17,7 +17,7 @@ from megatron_ep import _C
 from megatron_ep.backends.interface import Backend
 from megatron_ep.backends.monitor import Monitor
 from megatron_ep.backends.news import Failure
-from megatron_ep.config import Config, Topology
+from megatron_ep.config import ELEMENT_TYPES, SUMMABLE_TYPES, Config, Topology
 from megatron_ep.diagnosis import blame, disagreement, failures
 from megatron_ep.diagnosis.blame import RankStatus
 from megatron_ep.errors import (
@@ -32,14 +32,8 @@ from megatron_ep.errors import (
 )
 from megatron_ep.group.known_calls import KnownCalls
 
-PAYLOAD_TYPES = {
-    torch.bfloat16: 0,
-    torch.float16: 1,
-    torch.float32: 2,
-    torch.float64: 3,
-    torch.float8_e4m3fn: 4,
-}  # the first four as in csrc/core/dtypes.h
-COMBINE_DTYPES = tuple(PAYLOAD_TYPES)[:4]
+PAYLOAD_TYPES: dict[torch.dtype, int] = {getattr(torch, name): number for name, number in ELEMENT_TYPES.items()}
+COMBINE_DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in SUMMABLE_TYPES)
 
 # How long the ranks that are in a call have to say what they waited for when it was given up.
 ANSWER_S = 0.2
@@ -203,7 +197,7 @@ class RankGroup:
         """After a part of this buffer was opened on the host's network, if there is one: nobody sends to it before all
         have. Collective.
 
-        tolerates_loss: whether a connection that breaks ends no waits from now on: the part masks who is gone.
+        tolerates_loss: a lost connection ends no waits: the part masks lost ranks instead.
         """
 
     def check_usable(self) -> None:
@@ -263,7 +257,7 @@ class RankGroup:
         return AbortPeersOnError(self)
 
     def abort_peers(self, error: BaseException) -> None:
-        """Ends the waits of the other ranks for this one, who has met an error; of an EPError they have heard."""
+        """Tells the other ranks that this one failed. Not for an EPError, which they know of."""
         if isinstance(error, EPError):
             return
         interrupted = isinstance(error, KeyboardInterrupt)

@@ -28,7 +28,8 @@ def differentiable_dispatch(
     counters: Counters | None,
     *tensors: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """As `DispatchFunction`, which takes torch longer and is for gradients: then rows without a token are zeros."""
+    """`DispatchFunction` if a gradient is needed, when rows without a token are zeros, else the plain call, which is
+    faster in torch."""
     if need_gradient(tensors):
         return DispatchFunction.apply(handle, plan, ids, scales, pending, counters, *tensors)
     out, probs, out_scales = _dispatch(handle, plan, ids, scales, pending, counters, tensors, zero=False)
@@ -43,7 +44,7 @@ def differentiable_combine(
     counters: Counters | None,
     *tensors: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """As `CombineFunction`."""
+    """Likewise with `CombineFunction`."""
     run = CombineFunction.apply if need_gradient(tensors) else _combine
     return run(handle, plan, out, pending, counters, *tensors)
 
@@ -56,7 +57,7 @@ def differentiable_weighted_combine(
     counters: Counters | None,
     *tensors: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """As `WeightedCombineFunction`."""
+    """Likewise with `WeightedCombineFunction`."""
     run = WeightedCombineFunction.apply if need_gradient(tensors) else _weighted_combine
     return run(handle, plan, out, pending, counters, *tensors)
 

@@ -28,7 +28,7 @@ class Options:
     clear: bool
 
 
-def dispatch(
+def dispatch_step(
     low_latency: ep.LowLatency, x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor, options: Options
 ) -> ep.Received:
     """Rows [R, H] and probs [R] as `megatron_ep.dispatch` gives them with expert_capacity, except in rows without a

@@ -268,7 +268,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
             if capacity is not None and self._decodes(most):
                 clear = bool(self.config.fp8 or self.config.fp4)
                 options = decoding.Options(capacity, as_float8=as_float8, clear=clear)
-                return decoding.dispatch(self._low_latency, x, self.topk_idx, probs, options)
+                return decoding.dispatch_step(self._low_latency, x, self.topk_idx, probs, options)
         return ep.dispatch(
             x,
             self.topk_idx,

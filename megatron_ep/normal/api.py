@@ -61,7 +61,7 @@ class Received:
 
 
 class _ReceivedLater(Received):
-    """Takes from the handle what that knows when somebody asks: torch takes as long for each as for an output."""
+    """Reads counts and overflow from the handle on first access: making the tensors takes torch time."""
 
     def __init__(self, x: Any, scales: Any, probs: Any, *, handle: Handle, **known: Any):
         """known: what need not be taken from the handle, as when `dataclasses.replace` makes another."""
@@ -110,12 +110,12 @@ def dispatch(
     expert_alignment: pads the rows of each expert with zero rows to a multiple of this.
     expert_capacity: gives each expert exactly this many rows; more than fit are left out and reported in `overflow`.
     max_recv_tokens: R, fixed; rows of x beyond the last expert's hold anything, or zeros if x or topk_weights needs a
-        gradient. Rows from the R-th on are left out, and so is a token altogether (its rows are zeros) that is not
-        among the first R to arrive in the order of (source rank, token), or with expert_capacity the first
-        max(R, W * T); either is reported in `overflow`. On a GPU the host then waits for nothing, as in a CUDA graph
-        it must not, so wrong ids in topk_idx are found later, by the next call or `synchronize`; and with several
-        nodes, where a rank has more tokens than another, R must also be at least the number of tokens that any rank
-        sends to another node, and the ranks of that node must have room for them.
+        gradient. Rows beyond R are left out. A token is left out altogether (zeros) if it is not among the first R to
+        arrive, in the order of (source rank, token); with expert_capacity the limit is max(R, W * T). Both are
+        reported in `overflow`. On a GPU the host then waits for nothing, as in a CUDA graph it must not, so wrong ids
+        in topk_idx are found later, by the next call or `synchronize`; and with several nodes, where a rank has more
+        tokens than another, R must also be at least the number of tokens that any rank sends to another node, and the
+        ranks of that node must have room for them.
     forward_dtype: torch.float8_e4m3fn: rows of bfloat16, float16 or float32 travel as `float8.quantize` makes them and
         arrive as `float8.dequantize` does, in x's dtype. Their gradient is that of rows that were not rounded, and
         travels in x's dtype. None: as they are.
@@ -183,7 +183,7 @@ def _received_of(
     one = (lambda items: items) if group.takes_lists else (lambda items: items[0])
     row_probs = one(parts[1]) if has_weights else None
     received_scales = one(parts[-1]) if has_scales else None
-    # What a graph's replays are to renew it must have captured: nobody may ask before the capture is over.
+    # A CUDA graph renews only what it has captured, so read counts and overflow now.
     if not is_traced and not group.live_backend().is_capturing():
         return _ReceivedLater(one(parts[0]), received_scales, row_probs, handle=handle)
     counts, overflow = one(launches.tokens_per_expert_of(handle)), one(launches.overflow_of(handle))

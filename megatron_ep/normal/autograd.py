@@ -21,6 +21,17 @@ def in_memory(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_neg().contiguous()
 
 
+def empty_rows(grad: torch.Tensor) -> torch.Tensor:
+    """Rows without elements, for as many rows: those of float8 get no gradient, and only their weights travel."""
+    return grad.new_empty(grad.shape[0], 0, dtype=torch.float32)
+
+
+def row_marks(grad: torch.Tensor, topk: int) -> torch.Tensor:
+    """Ones that travel beside the gradients of tokens. They tell the rows of tokens from padding, where what combine
+    was given may hold anything. They arrive as NaN, not 0, if the call failed."""
+    return grad.new_ones(grad.shape[0], topk, dtype=torch.float32)
+
+
 def need_gradient(tensors: Sequence[torch.Tensor]) -> bool:
     if torch.is_grad_enabled():
         for tensor in tensors:
@@ -32,19 +43,19 @@ def need_gradient(tensors: Sequence[torch.Tensor]) -> bool:
 def differentiable_dispatch(
     handle: Handle, num_ranks: int, scales: list[torch.Tensor] | None, clears_end: bool, *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """As `DispatchFunction`, which takes torch longer and is for gradients."""
+    """`DispatchFunction` if a gradient is needed, else the plain call, which is faster in torch."""
     if need_gradient(tensors):
         return DispatchFunction.apply(handle, num_ranks, scales, clears_end, *tensors)
     return _dispatch(handle, num_ranks, scales, clears_end, *tensors)
 
 
 def differentiable_combine(handle: Handle, num_ranks: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """As `CombineFunction`."""
+    """Likewise with `CombineFunction`."""
     return (CombineFunction.apply if need_gradient(tensors) else _combine)(handle, num_ranks, *tensors)
 
 
 def differentiable_weighted_combine(handle: Handle, num_ranks: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """As `WeightedCombineFunction`."""
+    """Likewise with `WeightedCombineFunction`."""
     return (WeightedCombineFunction.apply if need_gradient(tensors) else _weighted_combine)(handle, num_ranks, *tensors)
 
 
@@ -95,8 +106,8 @@ class DispatchFunction(Function):
         has_weights = len(ctx.needs_input_grad) > 4 + n
         grads = grads[: 2 * n if has_weights else n]
         with ctx.handle.group.abort_peers_on_error():
-            if ctx.is_float8:  # no gradient to x: only the weights' travel
-                grads = (*(grad.new_empty(grad.shape[0], 0, dtype=torch.float32) for grad in grads[:n]), *grads[n:])
+            if ctx.is_float8:
+                grads = (*map(empty_rows, grads[:n]), *grads[n:])
             back = differentiable_combine(ctx.handle, n, *(in_memory(grad) for grad in grads))
         return (None, None, None, None, *(None if ctx.is_float8 and i < n else grad for i, grad in enumerate(back)))
 
@@ -159,12 +170,10 @@ class WeightedCombineFunction(Function):
         x_grads: list[torch.Tensor | None] = [None] * n
         weight_grads: list[torch.Tensor | None] = [None] * n
         with handle.group.abort_peers_on_error():
-            # Ones travel along: they tell the rows of tokens from padding, where x and weights may hold anything. They
-            # are NaN, not 0, if the call failed.
-            ones = [torch.ones(len(g), handle.topk, dtype=torch.float32, device=g.device) for g in grads]
-            back = differentiable_dispatch(handle, n, None, True, *(in_memory(grad) for grad in grads), *ones)
+            marks = [row_marks(grad, handle.topk) for grad in grads]
+            back = differentiable_dispatch(handle, n, None, True, *(in_memory(grad) for grad in grads), *marks)
             rows = back[:n]
-            is_row = [(one != 0).any(dim=1) if handle.is_flat else one != 0 for one in back[n:]]
+            is_row = [(mark != 0).any(dim=1) if handle.is_flat else mark != 0 for mark in back[n:]]
             for i in range(n):
                 given = (x[i], weights[i], rows[i], is_row[i])
                 if ctx.needs_input_grad[2 + i]:

@@ -19,7 +19,7 @@ from megatron_ep.backends.interface import RankHandle
 from megatron_ep.config import MAX_ROWS
 from megatron_ep.diagnosis import failures
 from megatron_ep.group.rank_group import RankGroup
-from megatron_ep.normal import launches
+from megatron_ep.normal import autograd, launches
 from megatron_ep.normal.handle import CountsToAskFor, Handle
 
 ANY_STREAM = -1  # of a handle's tables: that of a later launch is another one
@@ -249,16 +249,11 @@ def _parts(tensors: Sequence[Tensor], count: int) -> list[list[Tensor]]:
     return [list(tensors[i : i + count]) for i in range(0, len(tensors), count)]
 
 
-def _contiguous(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor.contiguous() for tensor in tensors]
-
-
 def _bring_back(ctx: Any, grads: Sequence[Tensor]) -> tuple[list[Any], list[Any]]:
     """The gradients of what a dispatch sent: of x, and of weights."""
     n = len(ctx.sizes)
-    rows, weights = _contiguous(grads[:n]), _contiguous(grads[n : 2 * n] if ctx.has_weights else ())
-    if ctx.is_float8:  # no gradient to x: only the weights' travel
-        rows = [row.new_empty(row.shape[0], 0, dtype=torch.float32) for row in rows]
+    rows = list(map(autograd.empty_rows if ctx.is_float8 else autograd.in_memory, grads[:n]))
+    weights = [autograd.in_memory(grad) for grad in grads[n : 2 * n]] if ctx.has_weights else []
     back = combine_op(rows, weights, [], *_parts(ctx.saved_tensors, n), ctx.buffer, ctx.sizes)
     return ([None] * n if ctx.is_float8 else back[:n]), back[n:]
 
@@ -295,13 +290,12 @@ def _setup_combine(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 def _combine_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     n, topk = len(ctx.sizes), ctx.saved_tensors[len(ctx.sizes)].shape[1]
     layouts, dst_rows, rails, *kept = _parts(ctx.saved_tensors, n)
-    grads, none = _contiguous(grads), [None] * n
-    # as in autograd.WeightedCombineFunction: ones tell the rows of tokens from padding
-    beside = [grad.new_ones(grad.shape[0], topk, dtype=torch.float32) for grad in grads] if kept else grads[n:]
+    grads, none = list(map(autograd.in_memory, grads)), [None] * n
+    beside = [autograd.row_marks(grad, topk) for grad in grads] if kept else grads[n:]
     back = dispatch_again_op(grads[:n], beside, [], layouts, dst_rows, rails, ctx.buffer, ctx.sizes, True)
     rows, weights, row_weights = back[:n], back[n:], []
     if kept:
-        given = list(zip(*kept, rows, (one != 0 for one in weights), strict=True))
+        given = list(zip(*kept, rows, (mark != 0 for mark in weights), strict=True))
         rows = [launches.gradient_of_rows(*part) for part in given]
         row_weights, weights = [launches.gradient_of_weights(*part) for part in given], []
     return rows, weights, row_weights, none, none, none, None, None

@@ -35,10 +35,10 @@ from torch.autograd.function import once_differentiable
 
 from megatron_ep import _C
 from megatron_ep.backends import host
-from megatron_ep.config import MAX_TOPK, is_number, require_int
+from megatron_ep.config import MAX_TOPK, SUMMABLE_TYPES, is_number, require_int
 
 SCORE_FUNCTIONS = ("sigmoid", "softmax")
-LOGIT_DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float64: 3}  # csrc/core/dtypes.h
+LOGIT_DTYPES: dict[torch.dtype, int] = {getattr(torch, name): number for name, number in SUMMABLE_TYPES.items()}
 
 
 class Routing(NamedTuple):

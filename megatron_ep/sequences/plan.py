@@ -20,10 +20,9 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 
-from megatron_ep.config import require_int
+from megatron_ep.config import MAX_ROWS, require_int
 
 MAX_RANKS = 1 << 13  # q_rows and kv_rows have W^2 entries
-MAX_ROWS = (1 << 31) - 1  # of a document, and on a rank: tables are int32
 
 Position = TypeVar("Position", int, torch.Tensor)  # of a row in a document
 

@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_ep.config import require_int
-from megatron_ep.sequences.plan import MAX_RANKS, MAX_ROWS, SequencePlan, Shard, causal_pairs
+from megatron_ep.config import MAX_ROWS, require_int
+from megatron_ep.sequences.plan import MAX_RANKS, SequencePlan, Shard, causal_pairs
 
 BLOCK = 128  # rows: a tile of common attention kernels, which a cut elsewhere would leave half empty
 MAX_BYTES = (1 << 63) - 1
@@ -185,10 +185,10 @@ class _Stretch:
 class _Traffic:
     """Bytes that every rank sends and receives. What a rank that gives no longer needs is not taken off."""
 
-    def __init__(self, at_home: SequencePlan, stretches: list[_Stretch], row_bytes: RowBytes, most: int) -> None:
+    def __init__(self, at_home: SequencePlan, stretches: list[_Stretch], row_bytes: RowBytes, max_bytes: int) -> None:
         moved = bytes_between(at_home, row_bytes)
         self._sent, self._received = moved.sum(1).tolist(), moved.sum(0).tolist()
-        self._row_bytes, self._most = row_bytes, most
+        self._row_bytes, self._max_bytes = row_bytes, max_bytes
         self._of_document = defaultdict[int, list[_Stretch]](list)
         self._context: dict[tuple[int, int], int] = {}  # (document, rank): so many of its first rows have gone there
         for stretch in stretches:
@@ -199,17 +199,17 @@ class _Traffic:
         that takes them."""
         size, giver = self._row_bytes, stretch.home
         context = self._new_context(stretch, taker)
-        to_send = self._most - self._sent[giver] - context.get(giver, 0)
-        by_giver = min(to_send // size.q, (self._most - self._received[giver]) // size.out)
-        if any(self._sent[home] + extra > self._most for home, extra in context.items()):
+        to_send = self._max_bytes - self._sent[giver] - context.get(giver, 0)
+        by_giver = min(to_send // size.q, (self._max_bytes - self._received[giver]) // size.out)
+        if any(self._sent[home] + extra > self._max_bytes for home, extra in context.items()):
             by_giver = 0
-        to_receive = self._most - self._received[taker] - sum(context.values())
-        return by_giver, min(to_receive // size.q, (self._most - self._sent[taker]) // size.out)
+        to_receive = self._max_bytes - self._received[taker] - sum(context.values())
+        return by_giver, min(to_receive // size.q, (self._max_bytes - self._sent[taker]) // size.out)
 
     def may_fit(self, stretch: _Stretch, block: int) -> bool:
         """Whether a rank with no other traffic could compute the last block."""
         size = self._row_bytes
-        return stretch.end * size.kv + block * size.q <= self._most and block * size.out <= self._most
+        return stretch.end * size.kv + block * size.q <= self._max_bytes and block * size.out <= self._max_bytes
 
     def add(self, stretch: _Stretch, taker: int, cut: int) -> None:
         size, rows = self._row_bytes, stretch.end - cut

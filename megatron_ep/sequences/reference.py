@@ -11,6 +11,7 @@ import itertools
 
 import torch
 
+from megatron_ep.config import MAX_TOPK
 from megatron_ep.sequences.plan import RankTables, Routes, SequencePlan
 
 
@@ -45,7 +46,7 @@ def sum_copies(grad: list[torch.Tensor], plan: SequencePlan, ranks_per_node: int
 
     ranks_per_node: None: all ranks are one node.
     """
-    on_node, most = ranks_per_node or plan.world, 32
+    on_node, most = ranks_per_node or plan.world, MAX_TOPK
     wide = torch.float64 if grad[0].dtype == torch.float64 else torch.float32
     tables = [plan.of_rank(rank) for rank in range(plan.world)]
 

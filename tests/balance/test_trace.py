@@ -1,4 +1,4 @@
-"""Traces of routing: what is read is what was written, whoever wrote it and however it ended."""
+"""Traces of routing: what is read is what was written, by any writer, also of a file that was cut off."""
 
 import dataclasses
 import json

@@ -123,6 +123,6 @@ def counted():
 
     with (
         mock.patch.object(ep, "dispatch", count("normal", ep.dispatch), create=True),
-        mock.patch.object(decoding, "dispatch", count("low_latency", decoding.dispatch)),
+        mock.patch.object(decoding, "dispatch_step", count("low_latency", decoding.dispatch_step)),
     ):
         yield calls

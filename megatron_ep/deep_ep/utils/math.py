@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-BLOCK = 128  # elements of a row that share a scale
+from megatron_ep.reference import E4M3_MAX, SCALE_BLOCK
+
 MIN_MAX = 1e-4  # the largest number of a block counts as this at least
-E4M3_MAX = 448.0
 
 
 def ceil_div(count: int, share: int) -> int:
@@ -33,7 +33,7 @@ def calc_diff(x: torch.Tensor, y: torch.Tensor) -> float:
 
 def per_token_cast_to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[T, H], H a multiple of 128, to float8_e4m3fn and float32 [T, H / 128]."""
-    blocks = x.float().unflatten(-1, (-1, BLOCK))
+    blocks = x.float().unflatten(-1, (-1, SCALE_BLOCK))
     largest = blocks.abs().amax(dim=-1).clamp(min=MIN_MAX)
     values = (blocks * (E4M3_MAX / largest).unsqueeze(-1)).to(torch.float8_e4m3fn)
     return values.flatten(-2), largest / E4M3_MAX
@@ -47,7 +47,7 @@ def per_token_cast_back(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         scales = (exponents << 23).view(torch.float32)
     if x.numel() == 0:
         return x.to(torch.bfloat16)
-    blocks = x.float().unflatten(-1, (-1, BLOCK))
+    blocks = x.float().unflatten(-1, (-1, SCALE_BLOCK))
     return (blocks * scales.view(*blocks.shape[:-1], 1)).flatten(-2).to(torch.bfloat16)
 
 

@@ -25,8 +25,8 @@ def dispatch(
     -1, all weights [R, K], int32 [R] source rank * num_max_tokens_per_rank + token, and how many came from each."""
     rank, world = dist.get_rank(), dist.get_world_size()
     local_experts = num_experts // world
-    owners = topk_idx.div(local_experts, rounding_mode="floor")
-    token = [(owners == other).any(dim=1).nonzero()[:, 0] for other in range(world)]
+    rank_of_choice = topk_idx.div(local_experts, rounding_mode="floor")
+    token = [(rank_of_choice == other).any(dim=1).nonzero()[:, 0] for other in range(world)]
     sent, order = [len(part) for part in token], torch.cat(token)
     counts = torch.tensor(sent, dtype=torch.int64, device=topk_idx.device)
     received = _exchange(counts, [1] * world, [1] * world).tolist()

@@ -1,4 +1,4 @@
-"""Where the ranks of a DeepEP buffer meet: a process group of torch, or a communicator of MPI."""
+"""The ranks of a DeepEP buffer: of a process group of torch, or of a communicator of MPI."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Communicator(Protocol):
     def bcast(self, obj: Any, root: int = 0) -> Any: ...
 
 
-class Meeting(Protocol):
+class BufferRanks(Protocol):
     rank: int
     size: int
 
@@ -38,7 +38,7 @@ class Meeting(Protocol):
         """Of all ranks. Collective."""
 
 
-class OfGroup:
+class GroupRanks:
     """A group of any backend."""
 
     def __init__(self, group: dist.ProcessGroup):
@@ -49,7 +49,7 @@ class OfGroup:
         return Buffer(self._group, config, device=device)
 
 
-class OfCommunicator:
+class CommunicatorRanks:
     """A communicator, without torch.distributed being initialised. Construction is collective: rank 0 opens a store of
     torch, and tells the others where."""
 
@@ -73,10 +73,10 @@ class OfCommunicator:
         return buffer_of(DistributedRankGroup(rendezvous, config, None, device))
 
 
-def meeting_of(group: dist.ProcessGroup | None, comm: Communicator | None) -> Meeting:
+def ranks_of(group: dist.ProcessGroup | None, comm: Communicator | None) -> BufferRanks:
     """group, or else comm. Raises ValueError without either."""
     if group is not None:
-        return OfGroup(group)
+        return GroupRanks(group)
     if comm is None:
         raise ValueError("group is None, must be a process group, or comm a communicator of mpi4py")
-    return OfCommunicator(comm)
+    return CommunicatorRanks(comm)
