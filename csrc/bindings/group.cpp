@@ -236,9 +236,59 @@ void bind_software_nic(py::module_& m) {
                                       [](py::object) { return sizeof(ControlBlock); });
 }
 
+Layout layout_in(const Heap& heap, int num_tokens, int topk, int32_t* data = nullptr) {
+    return {heap.topology, num_tokens, topk, heap.num_experts, heap.channels, data};
+}
+
+// A handle's layout: how many int32 it takes, where its parts begin, and one that a plan fills.
+void bind_layout(py::class_<Heap>& bound) {
+    const auto offset = [&bound](const char* name, auto&& begin, const char* doc) {
+        bound.def(
+            name,
+            [begin](const Heap& heap, int num_tokens, int topk) {
+                const Layout layout = layout_in(heap, num_tokens, topk);
+                return begin(layout) - layout.data;
+            },
+            py::arg("num_tokens"), py::arg("topk"), doc);
+    };
+    bound.def_property_readonly_static("overflow_offset", [](py::object) {
+        return offsetof(Layout::Totals, overflow) / sizeof(int32_t);
+    });
+    bound.def(
+        "layout_size",
+        [](const Heap& heap, int num_tokens, int topk) {
+            return layout_in(heap, num_tokens, topk).size();
+        },
+        py::arg("num_tokens"), py::arg("topk"), "Number of int32 that a handle's layout takes.");
+    offset(
+        "expert_start_offset", [](const Layout& layout) { return &layout.expert_start(0); },
+        "Where in a handle's layout the prefix sums [L + 1] of the rows per local expert lie, "
+        "padding included.");
+    offset(
+        "received_offset", [](const Layout& layout) { return &layout.received(0, 0); },
+        "Where in it the rows that arrive lie, [C, W] by channel and source rank.");
+    offset(
+        "expert_count_offset", [](const Layout& layout) { return &layout.expert_count(0); },
+        "Where in it the rows of each local expert lie, [L], without padding.");
+    bound.def(
+        "lay_out",
+        [](const Heap& heap, int rank, int topk, Address moves, size_t count, Address tokens,
+           uint32_t epoch, Address layout) {
+            static_assert(sizeof(Move) == 6 * sizeof(int32_t));
+            const auto* tokens_of = at<int32_t>(tokens);
+            const Layout to_fill = layout_in(heap, tokens_of[rank], topk, at<int32_t>(layout));
+            lay_out(to_fill, rank, at<Move>(moves), count, tokens_of, epoch);
+            return to_fill.totals();
+        },
+        py::kw_only(), py::arg("rank"), py::arg("topk"), py::arg("moves"), py::arg("count"),
+        py::arg("tokens"), py::arg("epoch"), py::arg("layout"),
+        "Fills a layout in memory of the host. moves: int32 [count, 6], see "
+        "core/planned_layout.h; tokens: int32 [W].");
+}
+
 void bind_heap(py::module_& m) {
-    py::class_<Heap>(m, "Heap", "Layout of the symmetric heap.")
-        .def(py::init([](int nodes, int ranks_per_node, int num_experts, int channels,
+    py::class_<Heap> heap(m, "Heap", "Layout of the symmetric heap.");
+    heap.def(py::init([](int nodes, int ranks_per_node, int num_experts, int channels,
                          size_t nvl_ring_bytes, size_t rdma_ring_bytes) {
                  return Heap{{nodes, ranks_per_node},
                              num_experts,
@@ -262,61 +312,8 @@ void bind_heap(py::module_& m) {
         .def_property_readonly("local_experts", &Heap::local_experts)
         .def_readonly("channels", &Heap::channels)
         .def_readonly("nvl_ring_bytes", &Heap::nvl_ring_bytes)
-        .def_readonly("rdma_ring_bytes", &Heap::rdma_ring_bytes)
-        .def_property_readonly_static(
-            "overflow_offset",
-            [](py::object) { return offsetof(Layout::Totals, overflow) / sizeof(int32_t); })
-        .def(
-            "layout_size",
-            [](const Heap& heap, int num_tokens, int topk) {
-                return Layout{heap.topology,    num_tokens,    topk,
-                              heap.num_experts, heap.channels, nullptr}
-                    .size();
-            },
-            py::arg("num_tokens"), py::arg("topk"), "Number of int32 that a handle's layout takes.")
-        .def(
-            "expert_start_offset",
-            [](const Heap& heap, int num_tokens, int topk) {
-                const Layout layout{heap.topology,    num_tokens,    topk,
-                                    heap.num_experts, heap.channels, nullptr};
-                return &layout.expert_start(0) - layout.data;
-            },
-            py::arg("num_tokens"), py::arg("topk"),
-            "Where in a handle's layout the prefix sums [L + 1] of the rows per local expert lie, "
-            "padding included.")
-        .def(
-            "received_offset",
-            [](const Heap& heap, int num_tokens, int topk) {
-                const Layout layout{heap.topology,    num_tokens,    topk,
-                                    heap.num_experts, heap.channels, nullptr};
-                return &layout.received(0, 0) - layout.data;
-            },
-            py::arg("num_tokens"), py::arg("topk"),
-            "Where in it the rows that arrive lie, [C, W] by channel and source rank.")
-        .def(
-            "expert_count_offset",
-            [](const Heap& heap, int num_tokens, int topk) {
-                const Layout layout{heap.topology,    num_tokens,    topk,
-                                    heap.num_experts, heap.channels, nullptr};
-                return &layout.expert_count(0) - layout.data;
-            },
-            py::arg("num_tokens"), py::arg("topk"),
-            "Where in it the rows of each local expert lie, [L], without padding.")
-        .def(
-            "lay_out",
-            [](const Heap& heap, int rank, int topk, Address moves, size_t count, Address tokens,
-               uint32_t epoch, Address layout) {
-                static_assert(sizeof(Move) == 6 * sizeof(int32_t));
-                const auto* tokens_of = at<int32_t>(tokens);
-                const Layout to_fill{heap.topology,    tokens_of[rank], topk,
-                                     heap.num_experts, heap.channels,   at<int32_t>(layout)};
-                lay_out(to_fill, rank, at<Move>(moves), count, tokens_of, epoch);
-                return to_fill.totals();
-            },
-            py::kw_only(), py::arg("rank"), py::arg("topk"), py::arg("moves"), py::arg("count"),
-            py::arg("tokens"), py::arg("epoch"), py::arg("layout"),
-            "Fills a layout in memory of the host. moves: int32 [count, 6], see "
-            "core/planned_layout.h; tokens: int32 [W].");
+        .def_readonly("rdma_ring_bytes", &Heap::rdma_ring_bytes);
+    bind_layout(heap);
 }
 
 void bind_row_format(py::module_& m) {

@@ -55,9 +55,7 @@ class LowLatencyGroup {
     HostLowLatency ranks_;
 };
 
-}  // namespace
-
-void bind_low_latency(py::module_& m) {
+void bind_low_latency_heap(py::module_& m) {
     py::class_<LowLatencyHeap>(m, "LowLatencyHeap",
                                "Layout of the low-latency mode's symmetric heap.")
         .def(py::init([](int nodes, int ranks_per_node, int num_experts, int max_tokens,
@@ -97,11 +95,10 @@ void bind_low_latency(py::module_& m) {
             },
             py::kw_only(), py::arg("topk"), py::arg("warps"),
             "Number of int32 of a handle, and where its parts begin. Behind the layout: the "
-            "numbers "
-            "of its dispatch, and of a combine that is received when it is sent.");
+            "numbers of its dispatch, and of a combine that is received when it is sent.");
+}
 
-    m.def("name_of_wait", &name_of_wait, py::arg("wait"),
-          "For what a rank waited, by the number that is shown of a masked one.");
+void bind_low_latency_tensors(py::module_& m) {
     py::class_<LowLatencyTensors>(m, "LowLatencyTensors",
                                   "Addresses of one rank's tensors; 0 where there is none.")
         .def(py::init([](Address layout, Address call, int num_tokens, int64_t max_rows, Address x,
@@ -127,7 +124,9 @@ void bind_low_latency(py::module_& m) {
         .def_readwrite("shown", &LowLatencyTensors::shown)
         .def_readwrite("dropped", &LowLatencyTensors::dropped)
         .def_readwrite("required", &LowLatencyTensors::required);
+}
 
+void bind_low_latency_options(py::module_& m) {
     py::enum_<ScaleFormat>(m, "ScaleFormat", "How the scales of fp8 rows are rounded and stored.")
         .value("none", ScaleFormat::None)
         .value("fp32", ScaleFormat::Fp32)
@@ -151,7 +150,16 @@ void bind_low_latency(py::module_& m) {
         .def_readwrite("slice_ns", &LowLatencyOptions::slice_ns)
         .def_readwrite("silent_slices", &LowLatencyOptions::silent_slices)
         .def_readwrite("max_slices", &LowLatencyOptions::max_slices);
+}
 
+}  // namespace
+
+void bind_low_latency(py::module_& m) {
+    bind_low_latency_heap(m);
+    m.def("name_of_wait", &name_of_wait, py::arg("wait"),
+          "For what a rank waited, by the number that is shown of a masked one.");
+    bind_low_latency_tensors(m);
+    bind_low_latency_options(m);
     py::class_<LowLatencyGroup>(m, "LowLatencyGroup",
                                 "The low-latency mode of the ranks that live in this process.")
         .def(py::init<HostLauncher&, const LowLatencyHeap&, const std::vector<Segment*>&, int>(),

@@ -29,8 +29,8 @@ struct NotifyArgs {
     uint64_t ticket = 0;
     bool allows_repeats = false;  // a token may choose an expert twice: only flat rows can be so
 
-    // Of the layout that this makes: never 0, by which a layout that nothing has made is known, and
-    // not that of a notify nearby.
+    // Number of the layout made here: never 0, which marks a layout that was not made, and
+    // different from those of nearby notifies.
     EP_HD uint32_t layout_epoch() const {
         const auto low = static_cast<uint32_t>(epoch);
         return low ? low : uint32_t{1} << 31;
@@ -73,7 +73,7 @@ struct TransferArgs {
         if (is_combine) return Sends::Kind::Combine;
         return is_flat ? Sends::Kind::FlatDispatch : Sends::Kind::Dispatch;
     }
-    // Beside a row of this rank's experts.
+    // Bytes of weights beside one row of this rank's experts.
     EP_HD int64_t row_weight_bytes() const {
         return static_cast<int64_t>(format.weight_bytes) * (is_flat ? format.topk : 1);
     }
@@ -171,8 +171,9 @@ struct CombineArgs : TransferArgs {
 
     // Combine receivers that a channel may have. A row keeps its slot of a ring while it is summed,
     // so with more than half as many receivers as slots the writer of the ring would wait for them.
-    // At most six, because they take up and free slots one after the other: beyond six they mostly
-    // wait for that. ring_rows: slots of the smallest ring that they read.
+    // At most six, because they take up and free slots one after the other: many would mostly wait
+    // for that. docs/notes/results_history.md has what several gain over one; six was not measured
+    // against other numbers. ring_rows: slots of the smallest ring that they read.
     static EP_HD int max_receivers(uint64_t ring_rows) {
         constexpr int kMaxReceivers = 6;
         const uint64_t half = ring_rows / 2;

@@ -14,6 +14,10 @@ namespace ep {
 constexpr int kScaleBlock = 128;
 constexpr float kLargestE4m3 = 448;
 constexpr uint8_t kNanE4m3 = 0x7f;
+// Bits of fp32: infinity, and the smallest and the largest number that is normal in e4m3.
+constexpr uint32_t kInfinityBits = 0x7f800000;
+constexpr uint32_t kSmallestNormalE4m3Bits = 0x3c800000;  // 2^-6
+constexpr uint32_t kLargestE4m3Bits = 0x43e00000;         // 448
 
 // What a block's scale is, the largest |x| / 448, rounded to and stored as.
 //   Fp32      fp32; 1 for a block of zeros
@@ -29,28 +33,26 @@ EP_HD int scale_blocks(size_t elements) {
 
 // largest: of |x|, infinity or NaN if there is one.
 EP_HD float scale_of(float largest, ScaleFormat format) {
-    constexpr uint32_t kInfinity = 0x7f800000, kFraction = 0x007fffff, kNan = 0x7fffffff;
+    constexpr uint32_t kFraction = 0x007fffff, kNan = 0x7fffffff;
     const float quotient = largest / kLargestE4m3;
     uint32_t bits = std::bit_cast<uint32_t>(quotient == 0 ? 1.0f : quotient);
-    if (bits >= kInfinity) {
+    if (bits >= kInfinityBits) {
         bits = kNan;
     } else if (format != ScaleFormat::Fp32) {
-        bits = (bits + kFraction) & kInfinity;
+        bits = (bits + kFraction) & kInfinityBits;
     }
     return std::bit_cast<float>(bits);
 }
 
 // Rounded to nearest even; larger numbers become 448. exec/host/quantize.cpp has it for vectors.
 EP_HD uint8_t e4m3_of(float value) {
-    constexpr uint32_t kInfinity = 0x7f800000;
-    constexpr uint32_t kSmallestNormal = 0x3c800000;  // 2^-6
-    constexpr uint32_t kLargest = 0x43e00000;         // 448
     const uint32_t bits = std::bit_cast<uint32_t>(value);
-    const uint32_t all = bits & 0x7fffffff, magnitude = all < kLargest ? all : kLargest;
-    if (all > kInfinity) return kNanE4m3;
+    const uint32_t all = bits & 0x7fffffff,
+                   magnitude = all < kLargestE4m3Bits ? all : kLargestE4m3Bits;
+    if (all > kInfinityBits) return kNanE4m3;
     // adding 2^14 leaves the rounded multiple of 2^-9 in the low bits
     const uint32_t rounded =
-        magnitude < kSmallestNormal
+        magnitude < kSmallestNormalE4m3Bits
             ? std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0x1p14f) - 0x46800000
             : (magnitude - (120u << 23) + 0x7ffff + (magnitude >> 20 & 1)) >> 20;
     return static_cast<uint8_t>(rounded | (bits >> 24 & 0x80));

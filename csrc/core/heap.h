@@ -130,7 +130,7 @@ struct Heap {
     EP_HD size_t network_begin() const { return notify_rail_flags_; }
     size_t bytes_without_network() const { return network_begin(); }
 
-    // That of notify, and of each channel tail and head.
+    // Flags of the network: one for notify, and a tail and a head for each channel.
     EP_HD NetworkFlags network_flags() const {
         return {notify_rail_flags_, topology.nodes > 1 ? 1 + 2 * channels : 0, topology.nodes, 1,
                 channels};
@@ -164,20 +164,20 @@ struct Heap {
     EP_HD size_t nvl_data(int channel, int node, int peer) const {
         return nvl_data_ + nvl_ring(channel, node, peer) * nvl_ring_bytes;
     }
-    // in the heap of a rank of the node `owner`
-    EP_HD size_t rdma_staging(int channel, int node, int owner) const {
-        return rdma_staging_ + rdma_ring(channel, node, owner) * rdma_ring_bytes;
+    // `heap_node`: the node of the rank whose heap it is in
+    EP_HD size_t rdma_staging(int channel, int node, int heap_node) const {
+        return rdma_staging_ + rdma_ring(channel, node, heap_node) * rdma_ring_bytes;
     }
-    EP_HD size_t rdma_data(int channel, int node, int owner) const {
-        return rdma_data_ + rdma_ring(channel, node, owner) * rdma_ring_bytes;
+    EP_HD size_t rdma_data(int channel, int node, int heap_node) const {
+        return rdma_data_ + rdma_ring(channel, node, heap_node) * rdma_ring_bytes;
     }
 
   private:
     EP_HD size_t nvl_ring(int channel, int node, int peer) const {
         return (channel * topology.nodes + node) * topology.ranks_per_node + peer;
     }
-    EP_HD size_t rdma_ring(int channel, int node, int owner) const {
-        return static_cast<size_t>(channel) * (topology.nodes - 1) + node - (node > owner);
+    EP_HD size_t rdma_ring(int channel, int node, int heap_node) const {
+        return static_cast<size_t>(channel) * (topology.nodes - 1) + node - (node > heap_node);
     }
     EP_HD size_t nvl_line(size_t first, int channel, int node, int peer) const {
         return first + nvl_ring(channel, node, peer) * kLine;

@@ -86,9 +86,9 @@ struct LowLatencyMask {
     MaskedRank* shown;        // [W], who is left out, for the host to read at any time
     uint64_t* dropped;        // choices whose rank was left out: in dispatches, in combines
     const int32_t* required;  // [W], not null: a rank that has 1 there must not be left out
-    uint64_t slice_ns;        // how long a rank that waits is silent
-    int silent_slices;        // after so many a rank that is not heard of is left out
-    int max_slices;           // after so many any that is missing
+    uint64_t slice_ns;        // interval between two beats of a waiting rank
+    int silent_slices;        // intervals without a beat after which a rank is left out
+    int max_slices;           // intervals after which any missing rank is left out
 };
 
 // What the halves of both kinds share. No number of a call is among them: a captured launch can be

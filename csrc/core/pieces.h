@@ -10,8 +10,9 @@
 namespace ep {
 
 // A row's columns are cut into pieces, each with a tag of its own, so that several warps share a
-// row and each piece is received as soon as it is there. How is a matter of the row's shape alone:
-// both ends have to know. How many neighbouring pieces a warp takes at once is its own.
+// row and each piece is received as soon as it is there. How a row is cut depends on its shape
+// alone, because both ends must agree. How many neighbouring pieces a warp takes at once is its
+// own.
 struct Piece {
     static constexpr int kMax = 4;
     static constexpr int kAlignment = 512;  // bytes: of fp8 four scales, which may be one word

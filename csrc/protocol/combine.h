@@ -19,19 +19,19 @@ namespace ep {
 // the rows of another. All sums run over k in the order of the token's experts: a rank, or a node,
 // takes the place of its last expert.
 
-// How many of its rows, of those that arrived here from a rank on a channel, a warp of the local
-// pass has been through, and in which call: one number. After 2^33 calls it begins anew.
+// A number that says how many of its rows a warp of the intra-rank pass has summed, and in which
+// call. After 2^33 calls it begins anew.
 constexpr int kSumRowBits = 31;  // as many rows as a call may have
 EP_FN uint64_t sums_of_call(const TransferArgs& args, uint64_t rows) {
     return (args.call << kSumRowBits) + rows;
 }
-// The rows, if the number is of this call: another one's says nothing, be it larger or smaller.
+// Rows summed in this call; 0 if the number is of another call.
 EP_FN uint64_t summed_in_call(const TransferArgs& args, uint64_t number) {
     const uint64_t rows = number - sums_of_call(args, 0);
     return rows >> kSumRowBits ? 0 : rows;
 }
 
-// Those that the part-th warp has before `end`, which counts rows from all ranks.
+// The wait for the sums of warp `part`, up to row `end` of all received rows.
 template <WarpLike W, class F>
 EP_FN WaitCondition sums_done(const Rings<F>& rings, const CombineArgs& args, int rank, int part,
                               int64_t end) {
@@ -49,14 +49,15 @@ EP_FN bool wait_for_sums(W& warp, const Rings<F>& rings, const CombineArgs& args
     });
 }
 
-// From the experts to the rings towards up to `most` source ranks, from the first-th other rank on.
-// kWeighted: multiplies each expert's row by its weight; the sums of sums that follow have none.
+// From the experts to the rings towards up to `max_count` source ranks, from the first-th other
+// rank on. kWeighted: multiplies each expert's row by its weight; the sums of sums that follow have
+// none.
 template <class T, bool kWeighted, WarpLike W, FabricLike<W> F>
 EP_FN void combine_nvl_sender(W& warp, F& fabric, const CombineArgs& args, int channel, int first,
-                              int most) {
+                              int max_count) {
     const Rings<F> rings{fabric, args, channel};
     const RowFormat& format = args.format;
-    const int count = lanes_from(first, args.other_ranks(), most);
+    const int count = lanes_from(first, args.other_ranks(), max_count);
     if (!open_nvl_rings(warp, rings, count, [&](int i) { return args.other_rank(first + i); }))
         return;
     typename W::template PerLane<int> dst_row, following;
@@ -153,7 +154,8 @@ struct NodeSums {
         return true;
     }
 
-    // Of the rows from `start` on as many as are there. How many, or -1: one is not of this call.
+    // Forwards the rows from `start` on that have arrived. Returns how many, or -1 if one belongs
+    // to another call.
     EP_FN int forward(int64_t start, int max_rows, int& lacks) {
         int rows = 0;
         for (; rows < max_rows; ++rows) {
@@ -170,15 +172,15 @@ struct NodeSums {
     }
 };
 
-// For up to `most` other nodes, from the first-th on: takes the rows that this node's ranks made of
-// a token of that node, sums them, and sends the sum. A node's tokens go in their order, but nodes
-// go in any order, whichever is ready: to block on one could close a cycle of nodes that wait for
-// each other's partial sums.
+// For up to `max_count` other nodes, from the first-th on: takes the rows that this node's ranks
+// made of a token of that node, sums them, and sends the sum. A node's tokens go in their order,
+// but nodes go in any order, whichever is ready: to block on one could close a cycle of nodes that
+// wait for each other's partial sums.
 template <class T, WarpLike W, FabricLike<W> F>
 EP_FN void combine_forwarder(W& warp, F& fabric, const CombineArgs& args, int channel, int first,
-                             int most = 32) {
+                             int max_count = 32) {
     const Rings<F> rings{fabric, args, channel};
-    const int count = lanes_from(first, args.other_nodes(), most);
+    const int count = lanes_from(first, args.other_nodes(), max_count);
     if (!has_room_for_rail(warp, args, channel, first, count)) return;
     if (!open_rdma_rings(warp, rings, first, count)) return;
     typename W::template PerLane<int> left, lacks;

@@ -26,8 +26,8 @@ namespace ep {
 // order, so nobody needs to be told what comes next.
 
 // The next slot of the NVLink ring towards each lane's peer, once there is room in all of them.
-// Before it waits, and from batch to batch, it tells the consumers of what they have: they may be
-// waiting for that very row.
+// Publishes the tails before it waits and after each batch: a consumer may be waiting for these
+// rows.
 template <WarpLike W, class F>
 EP_FN bool take_slots(W& warp, const Rings<F>& rings, int node, uint32_t lanes,
                       const typename W::template PerLane<int>& peer, int& batch,
@@ -87,7 +87,7 @@ struct OutputRows {
     uint32_t written, cleared;
 };
 
-// The same of a flat row, which is the one of its number among those that arrive here.
+// The same for a flat row. Its output row is its number among the rows that arrive here.
 template <WarpLike W>
 EP_FN void find_flat_row(W& warp, const DispatchArgs& args, const Header<W>& header,
                          int64_t received, OutputRows<W>& dst) {
@@ -98,7 +98,7 @@ EP_FN void find_flat_row(W& warp, const DispatchArgs& args, const Header<W>& hea
         args.layout.totals().overflow = 1;
         return;
     }
-    typename W::template PerLane<int> expert;  // as it is numbered here
+    typename W::template PerLane<int> expert;  // local number
     warp.lanes(format.topk, [&](int k) {
         const int local = header.expert[k] - first_expert;
         const bool is_here = local >= 0 && local < args.layout.local_experts();
@@ -165,7 +165,7 @@ EP_FN void clear_output_rows(W& warp, const RowFormat& format, const OutputRows<
     });
 }
 
-// Each is read once.
+// Row and scales are read once.
 template <WarpLike W>
 EP_FN void write_output_rows(W& warp, const RowFormat& format, const OutputRows<W>& dst,
                              const char* row, const char* scales) {
@@ -177,7 +177,7 @@ EP_FN void write_output_rows(W& warp, const RowFormat& format, const OutputRows<
     clear_output_rows(warp, format, dst);
 }
 
-// Own tokens, of a channel or the first of them, for experts of this rank.
+// This rank's tokens [first, end) of a channel, for experts of this rank.
 template <WarpLike W>
 EP_FN void write_own_rows(W& warp, const DispatchArgs& args, int channel, int first, int end) {
     const RowFormat& format = args.format;
@@ -204,7 +204,7 @@ EP_FN void write_own_rows(W& warp, const DispatchArgs& args, int channel) {
                    args.layout.first_token(args.rank, channel + 1));
 }
 
-// The counts of a sender that begins when they are there. Of one that does not:
+// Tag: the sender starts when the counts are known. Other types let it start before:
 //   there(warp)  whether they are, now
 //   wait(warp)   until they are; false: they will not come
 struct CountsThere {};
@@ -277,15 +277,15 @@ EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel,
     }
 }
 
-// Own tokens for up to `most` other nodes, from the first-th on, once for each node, into slots of
-// its network ring. The coordinator hears of a row with the next one: by then the row has been
-// written, and nobody waits for that.
+// Own tokens for up to `max_count` other nodes, from the first-th on, once for each node, into
+// slots of its network ring. The coordinator hears of a row with the next one: by then the row has
+// been written, and nobody waits for that.
 template <WarpLike W, FabricLike<W> F>
 EP_FN void rdma_sender(W& warp, F& fabric, const DispatchArgs& args, int channel, int first,
-                       int most = 32) {
+                       int max_count = 32) {
     const Rings<F> rings{fabric, args, channel};
     const RowFormat& format = args.format;
-    const int count = lanes_from(first, args.other_nodes(), most);
+    const int count = lanes_from(first, args.other_nodes(), max_count);
     if (!open_rdma_rings(warp, rings, first, count)) return;
     typename W::template PerLane<int> node;
     typename W::template PerLane<uint64_t> next;
@@ -341,16 +341,16 @@ EP_FN bool has_room_for_rail(W& warp, const TransferArgs& args, int channel, int
     return false;
 }
 
-// Rows of up to `most` other nodes, from the first-th on, from the network rings into the NVLink
-// rings of the local ranks that want them, whichever node has some. Remembers their experts for
-// combine.
+// Rows of up to `max_count` other nodes, from the first-th on, from the network rings into the
+// NVLink rings of the local ranks that want them, from whichever of these nodes has rows ready.
+// Remembers their experts for combine.
 template <WarpLike W, FabricLike<W> F>
 EP_FN void forwarder(W& warp, F& fabric, const DispatchArgs& args, int channel, int first,
-                     int most = 32) {
+                     int max_count = 32) {
     const Rings<F> rings{fabric, args, channel};
     const RowFormat& format = args.format;
     const Topology& topology = args.topology();
-    const int count = lanes_from(first, args.other_nodes(), most);
+    const int count = lanes_from(first, args.other_nodes(), max_count);
     if (!has_room_for_rail(warp, args, channel, first, count)) return;
     const bool opened = open_nvl_rings(warp, rings, count * topology.ranks_per_node, [&](int i) {
         return topology.rank(args.other_node(first + i / topology.ranks_per_node),
@@ -397,13 +397,14 @@ EP_FN void forwarder(W& warp, F& fabric, const DispatchArgs& args, int channel, 
     poll_queues(warp, count, Wait::RdmaRow, args.nvl_batch, left, has_more, arrived, serve);
 }
 
-// From the rings of up to `most` source ranks, from the first-th other rank on, to the experts.
+// From the rings of up to `max_count` source ranks, from the first-th other rank on, to the
+// experts.
 template <WarpLike W, FabricLike<W> F>
 EP_FN void receiver(W& warp, F& fabric, const DispatchArgs& args, int channel, int first,
-                    int most) {
+                    int max_count) {
     const Rings<F> rings{fabric, args, channel};
     const RowFormat& format = args.format;
-    const int count = lanes_from(first, args.other_ranks(), most);
+    const int count = lanes_from(first, args.other_ranks(), max_count);
     Header<W> header;
     OutputRows<W> dst;
     auto cursor = [&](int node, int peer) -> InCursor& { return rings.nvl_in(node, peer); };

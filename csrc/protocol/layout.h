@@ -9,7 +9,7 @@ namespace ep {
 // The layout of one rank's own tokens, in three steps that each need the one before on all
 // channels. Nobody else is asked.
 
-// Tokens that fit the lanes, for a warp whose lanes run at the same time: a lane each (token, k).
+// How many tokens fit the lanes, with one lane for each (token, k).
 template <WarpLike W>
 EP_FN int tokens_at_once(const Layout& layout) {
     return layout.topk < W::kLanesAtOnce ? W::kLanesAtOnce / layout.topk : 1;
@@ -21,18 +21,19 @@ EP_FN int tokens_at_once(const Layout& layout) {
 template <class T, WarpLike W, class Read, class F>
 EP_FN void for_some_tokens(W& warp, const NotifyArgs& args, int channel, Read&& read, F&& f) {
     const Layout& layout = args.layout;
-    const int end = layout.first_token(args.rank, channel + 1), most = tokens_at_once<W>(layout);
+    const int end = layout.first_token(args.rank, channel + 1),
+              max_count = tokens_at_once<W>(layout);
     typename W::template PerLane<T> value, following;
-    auto lanes_at = [&](int token) { return lanes_from(token, end, most) * layout.topk; };
+    auto lanes_at = [&](int token) { return lanes_from(token, end, max_count) * layout.topk; };
     auto read_at = [&](int token) {
         const size_t first = static_cast<size_t>(token) * layout.topk;
         warp.lanes(lanes_at(token), [&](int lane) { following[lane] = read(first + lane); });
     };
     int token = layout.first_token(args.rank, channel);
     if (token < end) read_at(token);
-    for (; token < end; token += most) {
+    for (; token < end; token += max_count) {
         value = following;
-        if (token + most < end) read_at(token + most);
+        if (token + max_count < end) read_at(token + max_count);
         f(token, lanes_at(token), value);
     }
 }

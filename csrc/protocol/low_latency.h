@@ -109,7 +109,7 @@ EP_FN bool wait_counted(W& warp, const LowLatencyCall<F, Args>& call, Wait wait,
     return warp.wait_all(wait, count, need);
 }
 
-// By the last warp of a receiving half: to what the caller counts.
+// By the last warp of a receiving half: adds the waits to the caller's recv_wait_ns.
 template <WarpLike W, class F, class Args>
 EP_FN void count_waits(W& warp, const LowLatencyCall<F, Args>& call) {
     if (!call.args.recv_wait_ns) return;

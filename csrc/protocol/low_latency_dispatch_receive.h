@@ -272,7 +272,7 @@ EP_FN void note_output_rows(W& warp, const LowLatencyDispatchArgs& args, int sou
     });
 }
 
-// Which rows of the output are whose, once find_starts has found where each expert's begin.
+// Computes output rows, once find_starts knows where each expert's rows begin.
 struct RowPlaces {
     const LowLatencyDispatchArgs& args;
     int local_experts = args.heap.local_experts();
@@ -286,7 +286,7 @@ struct RowPlaces {
     EP_FN int local_expert(int32_t expert) const {
         return is_within(expert, first_expert, local_experts) ? expert - first_expert : -1;
     }
-    // Of the expert's rows that with so many before it.
+    // The output row of an expert's row number `before`.
     EP_FN int row(int expert, int64_t before) const {
         const int64_t start = args.expert_rows ? args.expert_rows * expert : starts[expert];
         const bool fits =
@@ -338,7 +338,7 @@ EP_FN bool receive_piece(W& warp, const Choices<F>& choices, const Team& team, i
     return true;
 }
 
-// By the last warp: the tokens that came from each rank, to what the caller counts.
+// By the last warp: adds the tokens from each rank to the caller's recv_rows.
 template <WarpLike W>
 EP_FN void count_rows(W& warp, const LowLatencyDispatchArgs& args) {
     const int world = args.heap.topology.world(), chunks = args.heap.chunks();

@@ -10,7 +10,7 @@ namespace ep {
 // call has been stored in it: the word of another call with the same low half, 2^32 calls earlier,
 // is never there.
 
-// Of those that `rank` stores at `at`.
+// The words that `rank` stores in the heap of rank `at`.
 template <class F>
 EP_FN uint64_t* choice_words(const LowLatencyDispatch<F>& call, int at, int rank) {
     return call.fabric.template at<uint64_t>(at, call.heap().choices(call.bank, rank));
@@ -28,7 +28,7 @@ EP_FN uint64_t number_of(const LowLatencyDispatch<F>& call, uint64_t word) {
     return call.number < behind ? 0 : call.number - behind;
 }
 
-// The numbers of words that a lane reads, of so many ranks; a rank below 0: none.
+// Which word a lane reads: its source rank (negative: none) and its number.
 struct ChosenWord {
     int rank;
     size_t number;

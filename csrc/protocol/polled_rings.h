@@ -30,8 +30,9 @@ EP_FN void poll_queues(W& warp, int count, Wait wait, int batch,
             const int rows_left = warp.broadcast(left, lane);
             const uint64_t from = warp.broadcast(position, lane),
                            seen = warp.broadcast(limit, lane) - from;
-            const int most = rows_left < batch ? rows_left : batch;
-            const int rows = seen < static_cast<uint64_t>(most) ? static_cast<int>(seen) : most;
+            const int max_rows = rows_left < batch ? rows_left : batch;
+            const int rows =
+                seen < static_cast<uint64_t>(max_rows) ? static_cast<int>(seen) : max_rows;
             go_on = go_on && serve(lane, from, rows);
             warp.lanes(count, [&](int other) {
                 if (other == lane) left[other] -= rows;

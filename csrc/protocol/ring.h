@@ -14,7 +14,7 @@ struct OutCursor {
     uint64_t slot_bytes;
     uint64_t end;      // what `next` will be at the end of this call
     uint64_t written;  // network rings of dispatch: slots filled, the coordinator knows of `next`
-    // By each warp of combine's intra-rank pass, of its rows for that rank: see sums_of_call.
+    // Rows that each warp of the intra-rank pass has summed for this rank: see sums_of_call.
     uint64_t summed[CombineArgs::kMaxSumWarps];
 };
 static_assert(sizeof(OutCursor) <= Heap::kLine);
@@ -220,8 +220,8 @@ EP_FN void publish_heads(W& warp, const Rings<F>& rings, int node) {
     }
 }
 
-// Here and below the own cursor is read before the flag is acquired, for speed only: loads after an
-// acquire wait for it.
+// The own cursor is read before the acquire, here and below, because loads after an acquire wait
+// for it.
 template <WarpLike W, class F>
 EP_FN WaitCondition nvl_credit(const Rings<F>& rings, int node, int peer) {
     const uint64_t next = rings.nvl_out(node, peer).next;

@@ -41,10 +41,10 @@ def examine_all(rendezvous: StoreRendezvous, timeout: float, *, apart: bool = Fa
 
 @dataclass
 class Ways:
-    """What was found of ways between the machines, as a user reads it.
+    """What was found out about the ways between the machines, as a user reads it.
 
-    rate: bytes per second of the slowest link of the best; None: there is none. settings: for the job. good: places of
-    ports without a fault.
+    rate: bytes per second of the best way's slowest link; None: no way connects all. settings: lines for the job. good:
+    places of ports without a fault.
     """
 
     lines: list[str] = field(default_factory=list)

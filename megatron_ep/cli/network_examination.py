@@ -69,7 +69,7 @@ class Examination:
         return [f"{build}: {self._named(ranks)}" for build, ranks in found.items()] if len(found) > 1 else []
 
     def candidates(self) -> list[str]:
-        """Networks that all machines have an address in, first that of the address which rank 0 would take."""
+        """Networks in which all machines have an address. First the one of the address that rank 0 would take."""
         shared = [name for name in self.told[0].networks if all(name in one.networks for one in self.told)]
         apart = len(set(self.machines)) == len(self.machines)
         outside = [name for name in shared if not (apart and ipaddress.ip_network(name).is_loopback)]

@@ -13,8 +13,8 @@ SHADES = " ░▒▓█"
 
 @dataclass(frozen=True)
 class Half:
-    """What one rank of a pair has measured: half of round trips, in seconds, and what it could send, in bytes per
-    second: while nothing came back, and while as much did."""
+    """What one rank of a pair has measured: half a round trip, median and p99, in seconds; and how fast it sends, in
+    bytes per second, while nothing comes back, and while the other one sends as much."""
 
     latency: float
     latency_p99: float
@@ -40,7 +40,7 @@ class Findings:
 
     unreached: list[str]
     links: list[Link]
-    lost: dict[tuple[int, int], float]  # TCP's packets that were sent again, of all, by machines from and to
+    lost: dict[tuple[int, int], float]  # share of packets that TCP retransmitted, by (from, to)
     load: float  # bytes per second that a machine sends while all send to all
     faults: list[str]
 
@@ -50,7 +50,7 @@ class Findings:
 
 
 def rates_of(findings: Findings) -> dict[tuple[int, int], float]:
-    """Bytes per second by machines from and to, while nothing comes back."""
+    """Bytes per second of one way alone, by (from, to)."""
     rates: dict[tuple[int, int], float] = {}
     for link in findings.links:
         rates[link.pair], rates[link.pair[::-1]] = (half.alone for half in link.halves)

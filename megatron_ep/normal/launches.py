@@ -17,7 +17,7 @@ from megatron_ep.group.rank_group import PAYLOAD_TYPES, RankGroup
 from megatron_ep.normal import expert_ids
 from megatron_ep.normal.handle import CountsToAskFor, Handle
 
-# Rows after which an NVLink ring's flag is published even if nobody waits for it.
+# Rows after which an NVLink ring's flag is published even if nobody waits for it. Not measured against other numbers.
 NVL_BATCH = 8
 # The largest ratio of the memory that combine's intra-rank pass takes (a sum for each row that may arrive) to the bytes
 # that it saves the exchange from reading. Drawn evenly, K = 8 experts come to 1.9 on 8 ranks, to 4.3 on 16 and to 8.7

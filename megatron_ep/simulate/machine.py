@@ -20,7 +20,7 @@ CARD = tuple(name for name in _simulate.CONSTANTS if name.startswith("card"))
 FOLDER = Path(__file__).parent / "machines"
 # What a prediction may differ by from what was measured and not fitted: median, p90, worst. Calls of the low-latency
 # mode last a few dozen us, of which each is a part that matters.
-MOST_OFF = {"normal": (0.05, 0.10, 0.20), "low-latency": (0.20, 0.25, 0.25)}
+MAX_ERROR = {"normal": (0.05, 0.10, 0.20), "low-latency": (0.20, 0.25, 0.25)}
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Machine:
     @staticmethod
     def unknown() -> dict[str, HeldOut]:
         """Of constants that are being fitted."""
-        return dict.fromkeys(MOST_OFF, HeldOut(0, 0.0, 0.0, 0.0, ""))
+        return dict.fromkeys(MAX_ERROR, HeldOut(0, 0.0, 0.0, 0.0, ""))
 
     def with_constants(self, **constants: float) -> Machine:
         """The same with some of its constants replaced."""
@@ -127,7 +127,7 @@ def parse(name: str, found: dict[str, Any]) -> Machine:
         held_out |= {mode: HeldOut(**of) for mode, of in found.get("held_out", {}).items()}
     except TypeError as error:
         raise ValueError(f"machine {name}: held_out: {error}") from None
-    for mode, (median, p90, worst) in MOST_OFF.items():
+    for mode, (median, p90, worst) in MAX_ERROR.items():
         require(mode in held_out, f"nobody knows how well it predicts: held_out.{mode} is missing")
         off = held_out[mode]
         require(

@@ -213,74 +213,77 @@ void run_case(uint64_t seed, bool is_planned) {
     grid.check_reset_signals();
 }
 
+void run_all_given_up() {
+    for (const bool several_nodes : {false, true}) {
+        for (const bool in_notify : {false, true}) {
+            for (const int tokens : {1, 2, 9, 40}) {
+                for (const bool local_pass : {false, true})
+                    run_given_up(several_nodes, in_notify, tokens, local_pass);
+            }
+        }
+    }
+    for (const bool is_absent : {false, true}) {
+        for (const int tokens : {1, 9}) run_fused_given_up(is_absent, tokens);
+    }
+}
+
+// What has a name instead of seeds.
+struct Program {
+    const char* name;
+    void (*run)();
+    const char* said;
+};
+constexpr Program kPrograms[] = {
+    {"absent",
+     [] {
+         for (const bool several_nodes : {false, true}) run_absent(several_nodes);
+     },
+     "an absent rank is reported"},
+    {"incident",
+     [] {
+         for (uint64_t seed = 0; seed < 50; ++seed) run_incident(seed);
+     },
+     "an incident is there before the word"},
+    {"waits", [] { run_waits(); }, "waits are counted"},
+    {"given_up", [] { run_all_given_up(); }, "what was given up is no data"},
+    {"drain",
+     [] {
+         for (const bool same_size : {false, true}) {
+             run_drain<false>(same_size);
+             run_drain<true>(same_size);
+         }
+     },
+     "a ring runs empty between calls"},
+    {"put",
+     [] {
+         for (uint64_t seed = 0; seed < 20; ++seed) run_put(seed);
+     },
+     "a row is there before its flag"},
+#if defined(OVER_QUEUE)
+    {"full",
+     [] {
+         for (const int carried_out : {0, 1, 2}) run_full_queue(carried_out);
+     },
+     "a full queue is reported"},
+    {"turns",
+     [] {
+         for (uint64_t seed = 0; seed < 20; ++seed) run_turns(seed);
+         run_lost_turn();
+     },
+     "warps that share a queue take turns"},
+    {"told", [] { run_told(); }, "what the host has heard ends waits"},
+#endif
+    {"unfit", [] { run_unfit(); }, "an unfit handle is reported"},
+};
+
 }  // namespace
 }  // namespace ep
 
 int main(int argc, char** argv) {
-    if (argc == 2 && std::string(argv[1]) == "absent") {
-        for (const bool several_nodes : {false, true}) ep::run_absent(several_nodes);
-        std::printf("an absent rank is reported\n");
-        return 0;
-    }
-    if (argc == 2 && std::string(argv[1]) == "incident") {
-        for (uint64_t seed = 0; seed < 50; ++seed) ep::run_incident(seed);
-        std::printf("an incident is there before the word\n");
-        return 0;
-    }
-    if (argc == 2 && std::string(argv[1]) == "waits") {
-        ep::run_waits();
-        std::printf("waits are counted\n");
-        return 0;
-    }
-    if (argc == 2 && std::string(argv[1]) == "given_up") {
-        for (const bool several_nodes : {false, true}) {
-            for (const bool in_notify : {false, true}) {
-                for (const int tokens : {1, 2, 9, 40}) {
-                    for (const bool local_pass : {false, true})
-                        ep::run_given_up(several_nodes, in_notify, tokens, local_pass);
-                }
-            }
-        }
-        for (const bool is_absent : {false, true}) {
-            for (const int tokens : {1, 9}) ep::run_fused_given_up(is_absent, tokens);
-        }
-        std::printf("what was given up is no data\n");
-        return 0;
-    }
-    if (argc == 2 && std::string(argv[1]) == "drain") {
-        for (const bool same_size : {false, true}) {
-            ep::run_drain<false>(same_size);
-            ep::run_drain<true>(same_size);
-        }
-        std::printf("a ring runs empty between calls\n");
-        return 0;
-    }
-    if (argc == 2 && std::string(argv[1]) == "put") {
-        for (uint64_t seed = 0; seed < 20; ++seed) ep::run_put(seed);
-        std::printf("a row is there before its flag\n");
-        return 0;
-    }
-#if defined(OVER_QUEUE)
-    if (argc == 2 && std::string(argv[1]) == "full") {
-        for (const int carried_out : {0, 1, 2}) ep::run_full_queue(carried_out);
-        std::printf("a full queue is reported\n");
-        return 0;
-    }
-    if (argc == 2 && std::string(argv[1]) == "turns") {
-        for (uint64_t seed = 0; seed < 20; ++seed) ep::run_turns(seed);
-        ep::run_lost_turn();
-        std::printf("warps that share a queue take turns\n");
-        return 0;
-    }
-    if (argc == 2 && std::string(argv[1]) == "told") {
-        ep::run_told();
-        std::printf("what the host has heard ends waits\n");
-        return 0;
-    }
-#endif
-    if (argc == 2 && std::string(argv[1]) == "unfit") {
-        ep::run_unfit();
-        std::printf("an unfit handle is reported\n");
+    for (const ep::Program& program : ep::kPrograms) {
+        if (argc != 2 || std::string(argv[1]) != program.name) continue;
+        program.run();
+        std::printf("%s\n", program.said);
         return 0;
     }
     const bool is_planned = argc == 4 && std::string(argv[1]) == "planned";

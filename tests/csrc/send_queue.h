@@ -215,14 +215,14 @@ void run_rounds(uint64_t rounds, std::optional<uint64_t> seed = std::nullopt, in
     a->nic->start({{}, ends_of_a}, {{}, pairs[0]});
     b->nic->start({ends_of_b, {}}, {pairs[1], {}});
     constexpr uint64_t kAhead = 4;
-    constexpr size_t kMost = 100'000;
+    constexpr size_t kMaxBytes = 100'000;
     const auto bytes_of = [&](uint64_t round) {
-        return (round + seed.value_or(0)) % 1000 == 7 ? kMost : 8 * (1 + round % 5);
+        return (round + seed.value_or(0)) % 1000 == 7 ? kMaxBytes : 8 * (1 + round % 5);
     };
     const auto slot_of = [&](uint64_t round, int channel) {
-        return kData + (round % kAhead * kChannels + channel) * kMost;
+        return kData + (round % kAhead * kChannels + channel) * kMaxBytes;
     };
-    static_assert(kData + kAhead * kChannels * kMost <= kHeapBytes);
+    static_assert(kData + kAhead * kChannels * kMaxBytes <= kHeapBytes);
     const auto value_of = [](uint64_t round, int channel) { return kChannels * round + channel; };
     std::jthread producer([&] {
         Producer warp;

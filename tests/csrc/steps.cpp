@@ -6,6 +6,7 @@
 #include <memory>
 #include <random>
 #include <set>
+#include <utility>
 #include <vector>
 
 #include "fabric/shared_memory.h"
@@ -112,6 +113,63 @@ class CountingWarp : public HostWarp {
 
 constexpr int kRanks = 2, kTokens = 48, kTopk = 4, kChannels = 2, kHidden = 8;
 
+struct Share {
+    std::vector<int32_t> ids, layout, dst_rows, rail;
+    std::vector<int64_t> counts;
+    std::vector<float> x, weights, rows, row_weights, y, y_weights;
+};
+
+// Returns how many experts its tokens choose in all.
+uint64_t choose_experts(Share& share, std::mt19937& random, int world) {
+    uint64_t rows = 0;
+    for (int token = 0; token < kTokens; ++token) {
+        std::set<int> experts;
+        while (static_cast<int>(experts.size()) < std::min(kTopk, world))
+            experts.insert(static_cast<int>(random() % world));
+        std::vector<int32_t> ids(experts.begin(), experts.end());
+        ids.resize(kTopk, -1);
+        share.ids.insert(share.ids.end(), ids.begin(), ids.end());
+        rows += experts.size();
+    }
+    return rows;
+}
+
+// Of a rank, behind its notify.
+std::pair<DispatchArgs, CombineArgs> calls_of(Share& share, const NotifyArgs& notify,
+                                              const RowFormat& format) {
+    const Layout::Totals& totals = notify.layout.totals();
+    share.dst_rows.resize(totals.received_rows * kTopk);
+    share.rail.resize(totals.rail_rows * kTopk + 1);
+    share.x.assign(kTokens * kHidden, static_cast<float>(notify.rank));
+    share.weights.resize(kTokens * kTopk);
+    share.rows.resize(totals.expert_rows * kHidden);
+    share.row_weights.resize(totals.expert_rows);
+    share.y.resize(share.x.size());
+    share.y_weights.resize(share.weights.size());
+    const TransferArgs args{notify.rank,
+                            notify.heap,
+                            notify.layout,
+                            format,
+                            1,
+                            2,
+                            4,
+                            share.dst_rows.data(),
+                            share.rail.data(),
+                            totals.received_rows,
+                            totals.rail_rows,
+                            totals.expert_rows};
+    auto bytes = [](std::vector<float>& of) { return reinterpret_cast<char*>(of.data()); };
+    DispatchArgs dispatch{
+        args,    bytes(share.x),          nullptr, bytes(share.weights), bytes(share.rows),
+        nullptr, bytes(share.row_weights)};
+    dispatch.fills_tables = true;
+    CombineArgs combine{args, bytes(share.rows), bytes(share.row_weights), bytes(share.y),
+                        bytes(share.y_weights)};
+    combine.call = 2;
+    combine.is_combine = true;
+    return {dispatch, combine};
+}
+
 // One dispatch and its combine between random tokens and experts, one expert a rank. Returns how
 // many rows arrive anywhere: a token at a rank.
 uint64_t run(int nodes) {
@@ -130,25 +188,12 @@ uint64_t run(int nodes) {
     HostGroup group(heap, ranks, heaps, {}, std::chrono::seconds(60));
 
     std::mt19937 random(nodes);
-    struct Share {
-        std::vector<int32_t> ids, layout, dst_rows, rail;
-        std::vector<int64_t> counts;
-        std::vector<float> x, weights, rows, row_weights, y, y_weights;
-    };
     std::vector<Share> shares(world);
     std::vector<NotifyArgs> notify;
     uint64_t rows = 0;
     for (int rank = 0; rank < world; ++rank) {
         Share& share = shares[rank];
-        for (int token = 0; token < kTokens; ++token) {
-            std::set<int> experts;
-            while (static_cast<int>(experts.size()) < std::min(kTopk, world))
-                experts.insert(static_cast<int>(random() % world));
-            std::vector<int32_t> ids(experts.begin(), experts.end());
-            ids.resize(kTopk, -1);
-            share.ids.insert(share.ids.end(), ids.begin(), ids.end());
-            rows += experts.size();
-        }
+        rows += choose_experts(share, random, world);
         Layout layout{topology, kTokens, kTopk, world, kChannels, nullptr};
         share.layout.resize(layout.size());
         layout.data = share.layout.data();
@@ -160,36 +205,9 @@ uint64_t run(int nodes) {
     std::vector<DispatchArgs> dispatch;
     std::vector<CombineArgs> combine;
     for (int rank = 0; rank < world; ++rank) {
-        Share& share = shares[rank];
-        const Layout::Totals& totals = notify[rank].layout.totals();
-        share.dst_rows.resize(totals.received_rows * kTopk);
-        share.rail.resize(totals.rail_rows * kTopk + 1);
-        share.x.assign(kTokens * kHidden, static_cast<float>(rank));
-        share.weights.resize(kTokens * kTopk);
-        share.rows.resize(totals.expert_rows * kHidden);
-        share.row_weights.resize(totals.expert_rows);
-        share.y.resize(share.x.size());
-        share.y_weights.resize(share.weights.size());
-        const TransferArgs args{rank,
-                                heap,
-                                notify[rank].layout,
-                                format,
-                                1,
-                                2,
-                                4,
-                                share.dst_rows.data(),
-                                share.rail.data(),
-                                totals.received_rows,
-                                totals.rail_rows,
-                                totals.expert_rows};
-        auto bytes = [](std::vector<float>& of) { return reinterpret_cast<char*>(of.data()); };
-        dispatch.push_back({args, bytes(share.x), nullptr, bytes(share.weights), bytes(share.rows),
-                            nullptr, bytes(share.row_weights)});
-        dispatch.back().fills_tables = true;
-        combine.push_back({args, bytes(share.rows), bytes(share.row_weights), bytes(share.y),
-                           bytes(share.y_weights)});
-        combine.back().call = 2;
-        combine.back().is_combine = true;
+        auto [first, second] = calls_of(shares[rank], notify[rank], format);
+        dispatch.push_back(first);
+        combine.push_back(second);
     }
     group.dispatch<CountingWarp>(dispatch);
     group.combine<CountingWarp>(combine, DType::fp32);

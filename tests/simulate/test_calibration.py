@@ -7,7 +7,7 @@ import pytest
 
 from megatron_ep.config import Config, Topology, Tuning
 from megatron_ep.simulate import Case, Machine, calibrate, predict
-from megatron_ep.simulate.machine import FOLDER, MOST_OFF
+from megatron_ep.simulate.machine import FOLDER, MAX_ERROR
 
 MEASURED = FOLDER / "h200_measured.csv"
 # A change that moves a prediction by more has made the protocol faster or slower: say so in the changes, and calibrate
@@ -34,9 +34,9 @@ def test_predictions_have_not_moved(figures, errors):
 def test_what_was_held_out_is_predicted(figures, errors):
     found, told = calibrate.held_out(figures, errors), Machine.load("h200_nvlink").held_out
     assert found["normal"]["figures"] >= 30 and found["low-latency"]["figures"] >= 8
-    assert found.keys() == told.keys() == MOST_OFF.keys()
+    assert found.keys() == told.keys() == MAX_ERROR.keys()
     for mode, off in found.items():
-        most_off = dict(zip(("median", "p90", "worst"), MOST_OFF[mode], strict=True))
+        most_off = dict(zip(("median", "p90", "worst"), MAX_ERROR[mode], strict=True))
         assert all(off[name] <= most for name, most in most_off.items())
         assert told[mode].figures == off["figures"] and off["median"] == pytest.approx(told[mode].median, abs=0.01)
 

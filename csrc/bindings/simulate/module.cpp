@@ -176,19 +176,7 @@ void add_failures(py::class_<Mode>& mode) {
             py::arg("rank"));
 }
 
-}  // namespace
-}  // namespace ep
-
-PYBIND11_MODULE(_simulate, m) {
-    using namespace ep;
-    m.doc() = "The protocol under a virtual clock. Times are in ns, rates in GB/s.";
-    py::list names;
-    for (const auto& [name, member] : kConstants) names.append(name);
-    m.attr("CONSTANTS") = py::tuple(names);
-
-    py::class_<Machine>(m, "Machine", "How long things take: see csrc/exec/virtual/machine.h.")
-        .def(py::init(&machine_of), py::kw_only(), py::arg("sms"), py::arg("constants"));
-
+void bind_transfers(py::module_& m) {
     py::class_<VirtualTransfers> transfers(
         m, "Transfers",
         "The normal mode in virtual time: see launch/virtual/transfers.h. topk_idx: addresses of "
@@ -235,7 +223,9 @@ PYBIND11_MODULE(_simulate, m) {
     add_phase(transfers, "dispatch", &VirtualTransfers::dispatch);
     add_phase(transfers, "combine", &VirtualTransfers::combine);
     add_failures(transfers);
+}
 
+void bind_low_latency(py::module_& m) {
     py::class_<VirtualLowLatency> low_latency(
         m, "LowLatency",
         "The low-latency mode in virtual time: see launch/virtual/low_latency.h; the rest as of "
@@ -272,4 +262,20 @@ PYBIND11_MODULE(_simulate, m) {
     add_phase(low_latency, "dispatch", &VirtualLowLatency::dispatch);
     add_phase(low_latency, "combine", &VirtualLowLatency::combine);
     add_failures(low_latency);
+}
+
+}  // namespace
+}  // namespace ep
+
+PYBIND11_MODULE(_simulate, m) {
+    using namespace ep;
+    m.doc() = "The protocol under a virtual clock. Times are in ns, rates in GB/s.";
+    py::list names;
+    for (const auto& [name, member] : kConstants) names.append(name);
+    m.attr("CONSTANTS") = py::tuple(names);
+
+    py::class_<Machine>(m, "Machine", "How long things take: see csrc/exec/virtual/machine.h.")
+        .def(py::init(&machine_of), py::kw_only(), py::arg("sms"), py::arg("constants"));
+    bind_transfers(m);
+    bind_low_latency(m);
 }

@@ -334,7 +334,7 @@ class DeviceWarp {
 
     static __device__ __forceinline__ int lane_id() { return rows::lane_id(); }
     static __device__ __forceinline__ bool is_bulk(size_t bytes) {
-        return bytes >= Copier::kLeastBytes;
+        return bytes >= Copier::kMinBytes;
     }
 
     // The roles of a rank may run on different SMs of its GPU.

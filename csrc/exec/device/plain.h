@@ -14,7 +14,7 @@ namespace ep {
 // the same bits. Nothing of it is under way when a call returns, and it takes no shared memory.
 class PlainCopier {
   public:
-    static constexpr size_t kLeastBytes = BulkCopier::kLeastBytes;
+    static constexpr size_t kMinBytes = BulkCopier::kMinBytes;
 
     __device__ __forceinline__ explicit PlainCopier(BulkBuffers&) {}
 

@@ -17,18 +17,16 @@ using Words = uint32_t __attribute__((vector_size(kLanes * 4)));
 using Floats = float __attribute__((vector_size(kLanes * 4)));
 
 EP_INLINE Words e4m3_bits(Floats values) {
-    constexpr uint32_t kInfinity = 0x7f800000;
-    constexpr uint32_t kSmallestNormal = 0x3c800000;  // 2^-6
-    constexpr uint32_t kLargest = 0x43e00000;         // 448
     const Words bits = std::bit_cast<Words>(values);
     const Words all = bits & 0x7fffffff;
-    const Words magnitude = all < kLargest ? all : Words{} + kLargest;
+    const Words magnitude = all < kLargestE4m3Bits ? all : Words{} + kLargestE4m3Bits;
     const Words normal = (magnitude - (120u << 23) + 0x7ffff + (magnitude >> 20 & 1)) >> 20;
     // adding 2^14 leaves the rounded multiple of 2^-9 in the low bits
     const Words subnormal =
         std::bit_cast<Words>(std::bit_cast<Floats>(magnitude) + 0x1p14f) - 0x46800000;
-    const Words finite = (magnitude < kSmallestNormal ? subnormal : normal) | (bits >> 24 & 0x80);
-    return all > kInfinity ? Words{} + kNanE4m3 : finite;
+    const Words finite =
+        (magnitude < kSmallestNormalE4m3Bits ? subnormal : normal) | (bits >> 24 & 0x80);
+    return all > kInfinityBits ? Words{} + kNanE4m3 : finite;
 }
 
 // Bits without their sign are in the order of what they stand for, NaN last.

@@ -96,14 +96,14 @@ class VirtualClock {
     bool sleep(VirtualFiber& fiber, double deadline);
 
     // Which flags a condition asks for: all of them, and how many the lane that asks for most.
-    void ask() { asked_.clear(), asked_by_lane_ = most_asked_ = 0; }
+    void ask() { asked_.clear(), asked_by_lane_ = max_asked_ = 0; }
     void ask_lane() { asked_by_lane_ = 0; }
     static void note_asked(uint64_t* flag) {
         VirtualClock& clock = *running_;
         clock.asked_.push_back(flag);
-        if (++clock.asked_by_lane_ > clock.most_asked_) clock.most_asked_ = clock.asked_by_lane_;
+        if (++clock.asked_by_lane_ > clock.max_asked_) clock.max_asked_ = clock.asked_by_lane_;
     }
-    int most_asked() const { return most_asked_; }
+    int max_asked() const { return max_asked_; }
 
     // ---- by whatever happens
 
@@ -148,7 +148,7 @@ class VirtualClock {
     uint64_t announced_ = 0, switches_ = 0, happened_ = 0;
     std::unordered_map<uint64_t*, std::vector<Sleeper>> sleepers_;
     std::vector<uint64_t*> asked_;
-    int asked_by_lane_ = 0, most_asked_ = 0;
+    int asked_by_lane_ = 0, max_asked_ = 0;
     Stacks stacks_;
     std::vector<VirtualFiber*> fibers_;
     VirtualFiber* current_ = nullptr;

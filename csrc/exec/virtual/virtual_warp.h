@@ -263,7 +263,7 @@ class VirtualWarp : public SerialLanes {
         return mask;
     }
 
-    double poll() const { return machine_.poll * std::max(1, clock_.most_asked()); }
+    double poll() const { return machine_.poll * std::max(1, clock_.max_asked()); }
 
     uint64_t& abort_word() { return cluster_.control(fiber_.rank).abort; }
 

@@ -19,7 +19,7 @@ class HeldAdditions {
     template <class F>
     bool take(const Frame& frame, F&& carry_out) {
         Queue& queue = queues_[static_cast<uint32_t>(frame.region) << 16 | frame.queue];
-        if (frame.batch - queue.next >= kMostAhead) return false;
+        if (frame.batch - queue.next >= kMaxAhead) return false;
         Batch& batch = queue.batches[frame.batch];
         if (frame.kind == Frame::kWrite) {
             ++batch.arrived;
@@ -40,7 +40,7 @@ class HeldAdditions {
     }
 
   private:
-    static constexpr uint32_t kMostAhead = 1 << 12;  // batches that have begun: bounds memory
+    static constexpr uint32_t kMaxAhead = 1 << 12;  // batches that have begun: bounds memory
 
     struct Batch {
         uint32_t arrived = 0;

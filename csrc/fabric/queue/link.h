@@ -67,10 +67,10 @@ class Link {
 
     // Where the bytes of a frame belong, of which there are frame.bytes; null: the frame is not
     // what may come, and the connection ends.
-    using Place = std::function<char*(const Frame&)>;
+    using Target = std::function<char*(const Frame&)>;
     using Done = std::function<void(const Frame&)>;
     // Receives what is there, some of it at least. Returns whether there was any.
-    virtual bool receive(const Place& place, const Done& done) = 0;
+    virtual bool receive(const Target& target, const Done& done) = 0;
 
     // What still arrives of a frame for this region is thrown away; false if some is still to be
     // sent from it, or may still arrive.
@@ -79,9 +79,9 @@ class Link {
     // ---- sleeping
 
     virtual int descriptor() const = 0;
-    // Whether it is for the descriptor that it has not sent all.
+    // Whether sending waits until the descriptor is writable.
     virtual bool waits_for_descriptor() const { return has_to_send(); }
-    // Whether it has to be asked, now and then, how far it is.
+    // Whether progress must be polled for.
     virtual bool is_polled() const { return false; }
 
   protected:

@@ -13,8 +13,8 @@ namespace ep {
 class SoftwareNic;
 void wake(SoftwareNic& nic);
 
-// A ring of entries towards one rank. Warps that post take turns. Who carries the entries out reads
-// the doorbell, takes those below it in order, and says in the completion how far it got. Nothing
+// A ring of entries for one rank. Warps post in turn. A thread or card reads the doorbell, carries
+// out the entries below it in order, and reports progress in the completion. Nothing
 // here is a pointer into another process, and nothing is ever more than `depth` entries ahead.
 struct SendQueue {
     static constexpr uint32_t kMaxDepth = 1 << 15;  // differences of 16-bit numbers have a sign
@@ -37,7 +37,7 @@ struct SendQueue {
     SoftwareNic* sleeper;  // woken by each ring; null: none
 
     // Writes bytes [src, src + bytes) of the own region to [dst, dst + bytes) of that of `peer`.
-    // Nobody takes it before the next entry that rings. False: a wait ended badly, and nothing is
+    // It is not carried out before a later entry rings. False: a wait ended badly, and nothing is
     // posted.
     template <class W>
     EP_FN bool post_write(W& warp, int peer, uint64_t dst, uint64_t src, uint32_t bytes) const {
@@ -45,8 +45,8 @@ struct SendQueue {
                     [&](uint16_t index) { return write_of(index, dst, src, bytes); });
     }
 
-    // Adds to the word at `flag` there. Everything that was posted may be taken now, and so may
-    // what this warp wrote or acquired before.
+    // Adds to the word at `flag` there, and rings: all posted entries may be carried out, and what
+    // this warp wrote or acquired before may be read.
     template <class W>
     EP_FN bool post_add(W& warp, int peer, uint64_t flag, uint64_t increment) const {
         return post(warp, peer, true,
@@ -67,7 +67,7 @@ struct SendQueue {
         return static_cast<uint16_t>(std::bit_cast<DoorbellRecord>(raw).send);
     }
 
-    // As new, but for the producer.
+    // Clears all but the producer's counters.
     void clear() const {
         std::atomic_ref<uint64_t>(*doorbell).store(0, std::memory_order_relaxed);
         completion->tell(0, Completion::kNothingYet);

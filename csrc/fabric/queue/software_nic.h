@@ -65,7 +65,7 @@ class SoftwareNic {
         std::vector<SendEntry> memory_;
         std::vector<SendQueue::Producer> producers_;
     };
-    // That of queues whose entries a GPU posts: nobody wakes the thread for them.
+    // Memory of queues in which a GPU posts. The thread polls them, because a GPU cannot wake it.
     struct QueueMemory {
         char* shared;  // see SendQueues
         SendQueue::Producer* producers;
@@ -95,12 +95,14 @@ class SoftwareNic {
     void wake();
     // Until the others have been sent what this rank's machine has told them, a moment at most.
     void tell_now();
-    // From now on a connection that breaks ends nobody's waits: those who wait mask the rank.
+    // From now on a lost connection ends no waits: the waiting ranks mask the lost one.
     void tolerate_loss() { tolerates_loss_ = true; }
 
   private:
     using Clock = std::chrono::steady_clock;
     static constexpr uint32_t kPiece = 64 << 10;  // so that a long write delays no credit
+    // With these times the thread takes 0.3 % of a core while nobody sends (`megatron-ep bench
+    // network`). Each by itself is not measured: chosen as short beside what waits for it.
     static constexpr std::chrono::milliseconds kBeat{200}, kNews{10};
     static constexpr std::chrono::milliseconds kFarewell{200};  // that goodbyes may take
     static constexpr std::chrono::microseconds kSpin{20};

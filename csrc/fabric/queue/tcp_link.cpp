@@ -44,9 +44,9 @@ bool TcpLink::is_acknowledged() const {
 
 bool TcpLink::send() {
     if (!has_to_send()) return false;
-    std::array<iovec, 2 * kMostAtOnce> parts;
+    std::array<iovec, 2 * kMaxFrames> parts;
     size_t count = 0;
-    const size_t frames = std::min(waiting_.size(), kMostAtOnce);
+    const size_t frames = std::min(waiting_.size(), kMaxFrames);
     for (size_t i = 0; i < frames; ++i) {
         Outgoing& next = waiting_[i];
         if (next.gone < sizeof(Frame)) {
@@ -81,7 +81,7 @@ bool TcpLink::send() {
     return sent > 0;
 }
 
-bool TcpLink::receive(const Place& place, const Done& done) {
+bool TcpLink::receive(const Target& target, const Done& done) {
     if (!end_.empty()) return false;
     ssize_t got;
     if (missing_ > 0) {  // into its place, and what comes after it into the buffer
@@ -122,15 +122,15 @@ bool TcpLink::receive(const Place& place, const Done& done) {
         }
     }
     filled_ += size;
-    return take_frames(place, done);
+    return take_frames(target, done);
 }
 
-bool TcpLink::take_frames(const Place& place, const Done& done) {
+bool TcpLink::take_frames(const Target& target, const Done& done) {
     while (filled_ - begin_ >= sizeof(Frame)) {
         Frame frame;
         std::memcpy(&frame, buffer_.data() + begin_, sizeof frame);
         begin_ += sizeof frame;
-        target_ = place(frame);
+        target_ = target(frame);
         if (!target_) {
             fail("it sent what no rank sends");
             return true;

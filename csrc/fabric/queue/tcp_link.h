@@ -20,7 +20,7 @@ class TcpLink : public Link {
     ~TcpLink() override;
     TcpLink(const TcpLink&) = delete;
 
-    bool has_room() const override { return waiting_bytes_ < kMostWaiting && end_.empty(); }
+    bool has_room() const override { return waiting_bytes_ < kMaxWaiting && end_.empty(); }
     void add(const Frame& frame, const char* bytes, std::function<void()> sent) override;
     void add_copy(Frame frame, std::string bytes) override;
     bool send() override;
@@ -28,12 +28,12 @@ class TcpLink : public Link {
         return !waiting_.empty() && end_.empty() && broken_.empty();
     }
     bool is_acknowledged() const override;
-    bool receive(const Place& place, const Done& done) override;
+    bool receive(const Target& target, const Done& done) override;
     bool forget(uint8_t region) override;
     int descriptor() const override { return descriptor_; }
 
   private:
-    static constexpr size_t kMostWaiting = 256 << 10, kMostAtOnce = 64, kBuffer = 64 << 10;
+    static constexpr size_t kMaxWaiting = 256 << 10, kMaxFrames = 64, kBuffer = 64 << 10;
 
     struct Outgoing {
         Frame frame;
@@ -43,7 +43,7 @@ class TcpLink : public Link {
         size_t gone = 0;  // of header and bytes
     };
 
-    bool take_frames(const Place& place, const Done& done);
+    bool take_frames(const Target& target, const Done& done);
 
     int descriptor_;
     std::string

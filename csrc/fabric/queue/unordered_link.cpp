@@ -47,8 +47,8 @@ bool UnorderedLink::is_acknowledged() const {
     return !end_.empty() || (waiting_.empty() && inner_->is_acknowledged());
 }
 
-bool UnorderedLink::receive(const Place& place, const Done& done) {
-    const bool moved = inner_->receive(place, done);
+bool UnorderedLink::receive(const Target& target, const Done& done) {
+    const bool moved = inner_->receive(target, done);
     if (!inner_->end().empty()) Link::fail(inner_->end());
     return moved;
 }

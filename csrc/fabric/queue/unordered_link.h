@@ -19,19 +19,21 @@ class UnorderedLink : public Link {
     bool keeps_order() const override { return false; }
     void fail(const std::string& why) override;
     bool has_room() const override { return end_.empty() && inner_->has_room(); }
-    bool has_room_for(uint8_t) const override { return end_.empty() && waiting_.size() < kMost; }
+    bool has_room_for(uint8_t) const override {
+        return end_.empty() && waiting_.size() < kMaxWaiting;
+    }
     void add(const Frame& frame, const char* bytes, std::function<void()> sent) override;
     void add_copy(Frame frame, std::string bytes) override;
     bool send() override;
     bool has_to_send() const override;
     bool is_acknowledged() const override;
-    bool receive(const Place& place, const Done& done) override;
+    bool receive(const Target& target, const Done& done) override;
     bool forget(uint8_t region) override;
     int descriptor() const override { return inner_->descriptor(); }
     bool waits_for_descriptor() const override { return has_to_send(); }
 
   private:
-    static constexpr size_t kMost = 32;
+    static constexpr size_t kMaxWaiting = 32;
 
     struct Waiting {
         Frame frame;

@@ -22,7 +22,7 @@ bool VerbsLink::has_room_for(uint8_t region) const {
     const Shared& shared = regions_[region];
     if (!end_.empty()) return false;
     return shared.was_closed || (shared.theirs && posted_.size() < verbs::QueuePair::kDepth &&
-                                 posted_bytes_ < kMostPosted);
+                                 posted_bytes_ < kMaxPosted);
 }
 
 void VerbsLink::add(const Frame& frame, const char* bytes, std::function<void()> sent) {
@@ -68,7 +68,7 @@ bool VerbsLink::is_acknowledged() const {
     return !end_.empty() || (posted_.empty() && words_->is_acknowledged());
 }
 
-bool VerbsLink::receive(const Place& place, const Done& done) {
+bool VerbsLink::receive(const Target& target, const Done& done) {
     char nothing;
     const bool moved = words_->receive(
         [&](const Frame& frame) -> char* {
@@ -81,7 +81,7 @@ bool VerbsLink::receive(const Place& place, const Done& done) {
                 case Frame::kAdd:
                     return nullptr;
                 default:
-                    return place(frame);
+                    return target(frame);
             }
         },
         [&](const Frame& frame) { frame.kind < Frame::kKeys ? done(frame) : take(frame); });

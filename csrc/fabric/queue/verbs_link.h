@@ -32,14 +32,14 @@ class VerbsLink : public Link {
     bool send() override;
     bool has_to_send() const override;
     bool is_acknowledged() const override;
-    bool receive(const Place& place, const Done& done) override;
+    bool receive(const Target& target, const Done& done) override;
     bool forget(uint8_t region) override;
     int descriptor() const override { return words_->descriptor(); }
     bool waits_for_descriptor() const override { return words_->has_to_send(); }
     bool is_polled() const override { return end_.empty() && !posted_.empty(); }
 
   private:
-    static constexpr size_t kMostPosted = 1 << 20;  // bytes: more would delay what comes after them
+    static constexpr size_t kMaxPosted = 1 << 20;  // bytes: more would delay what comes after them
 
     struct Keys {
         uint32_t data, flags;

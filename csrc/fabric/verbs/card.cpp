@@ -14,7 +14,7 @@ namespace ep::verbs {
 namespace {
 
 constexpr size_t kScratchBytes = 4096;
-constexpr int kMostGids = 256;
+constexpr int kMaxGids = 256;
 constexpr std::array<uint8_t, 12> kIpv4{0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff};
 
 std::string text_of(const Gid& gid) {
@@ -35,7 +35,7 @@ int rank_of(const GidEntry& entry) {
 std::optional<GidEntry> gid_of(const Library& library, Context* context, int port,
                                const PortAttr& attributes) {
     std::optional<GidEntry> best;
-    for (int i = 0; i < std::min(attributes.gids, kMostGids); ++i) {
+    for (int i = 0; i < std::min(attributes.gids, kMaxGids); ++i) {
         GidEntry entry{};
         if (library.query_gid(context, static_cast<uint32_t>(port), static_cast<uint32_t>(i),
                               &entry, 0, sizeof entry))

@@ -19,10 +19,10 @@ struct Port {
     std::string lacks;    // why it cannot be used; "" if it can
 };
 
-// Those of this machine. Throws std::runtime_error where there is none that says why.
+// The ports of this machine. Throws std::runtime_error with the reason if there are none.
 std::vector<Port> find_ports(const Library& library);
 
-// One that is opened.
+// An open port.
 class Card {
   public:
     // Throws std::runtime_error with what fails.

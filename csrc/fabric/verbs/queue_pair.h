@@ -38,8 +38,8 @@ class QueuePair {
     std::string write(const Request& to, const Region& region, const char* bytes, uint32_t count);
     std::string add(const Request& to, uint64_t increment);
 
-    // Calls done once for each request that was carried out. Returns "", or why the next one was
-    // not, nor will any other be.
+    // Calls done once for each completed request. Returns "" or why the next one failed; after that
+    // all fail.
     std::string poll(const std::function<void()>& done);
 
     // Of both ends, for messages.

@@ -39,10 +39,11 @@ class PendingCounts {
 // of other ranks. It sends while the first receivers of the first channels exchange the counts,
 // which all receivers need.
 template <class J>
-__device__ __forceinline__ void run_fused_dispatch(const J& joint, const Place<J>& place) {
-    const FusedDispatchArgs& args = joint.args[place.index];
-    const DeviceRank& rank = joint.ranks[place.index];
-    const Progress& progress = joint.progress[place.index];
+__device__ __forceinline__ void run_fused_dispatch(const J& joint,
+                                                   const WarpPosition<J>& position) {
+    const FusedDispatchArgs& args = joint.args[position.index];
+    const DeviceRank& rank = joint.ranks[position.index];
+    const Progress& progress = joint.progress[position.index];
     const NotifyArgs notify = args.notify(progress.notifies() + 1);
     BulkBuffers& buffers = bulk_buffers();
     auto warp = [&](Role name, int channel) {
@@ -51,16 +52,16 @@ __device__ __forceinline__ void run_fused_dispatch(const J& joint, const Place<J
     };
     {
         DeviceWarp w = warp(Role::Notify, 0);
-        if (!count_rows(joint, place, w, notify, progress.arrivals_of_fused_dispatch(), true))
+        if (!count_rows(joint, position, w, notify, progress.arrivals_of_fused_dispatch(), true))
             return;
     }
-    if (place.warp == 0) {
+    if (position.warp == 0) {
         count_one(rank.control->entered.notify);
         begin_transfer(rank, args);
     }
     const int channels = args.layout.channels, warps = joint.roles.warps();
     const int number =
-        role_of_warp(warps * channels, place.block, joint.blocks_per_rank, warp_of_block());
+        role_of_warp(warps * channels, position.block, joint.blocks_per_rank, warp_of_block());
     if (number < 0) return;
     const int channel = number / warps, role = number % warps - 1;
     typename J::Fabric fabric(joint.fabric, args.rank);
@@ -86,9 +87,9 @@ __device__ __forceinline__ void run_fused_dispatch(const J& joint, const Place<J
 template <class J>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     fused_dispatch_kernel(const __grid_constant__ J joint) {
-    const Place<J> place(joint);
-    run_fused_dispatch(joint, place);
-    end_call(joint, place);
+    const WarpPosition<J> position(joint);
+    run_fused_dispatch(joint, position);
+    end_call(joint, position);
 }
 
 }  // namespace ep::kernels

@@ -17,12 +17,12 @@ __device__ __forceinline__ int warp_of_block() { return threadIdx.x / 32; }
 
 // This block's rank, its number among that rank's, and its warp's among all of them.
 template <class J>
-struct Place {
+struct WarpPosition {
     int index;
     int block;
     int warp;
     int warps;
-    __device__ __forceinline__ explicit Place(const J& joint)
+    __device__ __forceinline__ explicit WarpPosition(const J& joint)
         : index(sizeof(joint.args) > sizeof(joint.args[0]) ? blockIdx.x / joint.blocks_per_rank
                                                            : 0),
           block(blockIdx.x % joint.blocks_per_rank),
@@ -80,12 +80,12 @@ __device__ __forceinline__ void meet(uint64_t* arrivals, uint64_t warps) {
 // an earlier launch failed. sends_rows: by the same launch, before the counts are there: the layout
 // has its epoch from the beginning, by which their receivers know the call's rows.
 template <class J>
-__device__ __forceinline__ bool count_rows(const J& joint, const Place<J>& place, DeviceWarp& warp,
-                                           const NotifyArgs& args, uint64_t* arrivals,
-                                           bool sends_rows) {
-    const DeviceRank& rank = joint.ranks[place.index];
+__device__ __forceinline__ bool count_rows(const J& joint, const WarpPosition<J>& position,
+                                           DeviceWarp& warp, const NotifyArgs& args,
+                                           uint64_t* arrivals, bool sends_rows) {
+    const DeviceRank& rank = joint.ranks[position.index];
     const Layout& layout = args.layout;
-    if (place.warp == 0) {
+    if (position.warp == 0) {
         warp.lanes(1, [&](int) {
             layout.totals() = {};
             if (sends_rows) layout.totals().epoch = args.layout_epoch();
@@ -93,18 +93,19 @@ __device__ __forceinline__ bool count_rows(const J& joint, const Place<J>& place
         mark_unknown(warp, args);
     }
     int bad_token = 0;
-    for (int channel = place.warp; channel < layout.channels; channel += place.warps) {
+    for (int channel = position.warp; channel < layout.channels; channel += position.warps) {
         if (const int bad = count_channel(warp, args, channel)) bad_token = bad;
     }
-    meet(arrivals, place.warps);
+    meet(arrivals, position.warps);
     if (bad_token) warp.lanes(1, [&](int) { layout.totals().bad_token = bad_token; });
-    if (place.warp == place.warps - 1) begin_call(rank, layout.world());  // it has least to do
-    for (int expert = place.warp; expert < layout.num_experts; expert += place.warps)
+    if (position.warp == position.warps - 1)
+        begin_call(rank, layout.world());  // it has least to do
+    for (int expert = position.warp; expert < layout.num_experts; expert += position.warps)
         sum_channels(warp, args, expert, 1);
-    meet(arrivals, place.warps);
+    meet(arrivals, position.warps);
     const bool has_bad_token = layout.totals().bad_token, aborted = is_aborted(rank);
     if (has_bad_token) {
-        if (place.warp == 0) {
+        if (position.warp == 0) {
             tell_host(warp, args);
             warp.fail(Outcome::BadInput, Wait::None, WaitCondition{});
         }
@@ -131,24 +132,38 @@ __device__ __forceinline__ void exchange_counts(const DeviceRank& rank, const Pr
 // Some warps exchange counts, which needs the sums only, while the others number the rows.
 template <class J>
 __global__ void __launch_bounds__(kBlockThreads, 1) notify_kernel(const __grid_constant__ J joint) {
-    const Place<J> place(joint);
-    const DeviceRank& rank = joint.ranks[place.index];
-    const Progress& progress = joint.progress[place.index];
-    NotifyArgs args = joint.args[place.index];
+    const WarpPosition<J> position(joint);
+    const DeviceRank& rank = joint.ranks[position.index];
+    const Progress& progress = joint.progress[position.index];
+    NotifyArgs args = joint.args[position.index];
     args.epoch =
         progress.notifies() + 1;  // counted here, not by the host: a captured graph replays
     DeviceWarp warp(rank, args.epoch, Role::Notify, 0, bulk_buffers());
+<<<<<<< HEAD
     if (!count_rows(joint, place, warp, args, progress.arrivals_of_notify(), false)) return;
     if (place.warp == 0) count_one(rank.control->entered.notify);
     const int exchangers = notify_exchangers(place.warps, num_exchange_roles(args.heap));
     if (place.warp >= exchangers) {
         for (int channel = place.warp - exchangers; channel < args.layout.channels;
              channel += place.warps - exchangers)
+=======
+    if (!count_rows(joint, position, warp, args, progress.arrivals_of_notify(), false)) return;
+    if (position.warp == 0) count_one(rank.control->entered.notify);
+    const int roles = num_exchange_roles(args.heap.topology);
+    const int half = (position.warps + 1) / 2, exchangers = roles < half ? roles : half;
+    if (position.warp >= exchangers) {
+        for (int channel = position.warp - exchangers; channel < args.layout.channels;
+             channel += position.warps - exchangers)
+>>>>>>> house
             index_channel(warp, args, channel);
         return;
     }
     typename J::Fabric fabric(joint.fabric, args.rank);
+<<<<<<< HEAD
     exchange_counts(rank, progress, warp, fabric, args, place.warp, exchangers);
+=======
+    exchange_counts(rank, &progress.notifies(), warp, fabric, args, position.warp, exchangers);
+>>>>>>> house
 }
 
 // ---- the end of both
@@ -157,19 +172,19 @@ __global__ void __launch_bounds__(kBlockThreads, 1) notify_kernel(const __grid_c
 // to come finishes the call: the others have written what they write, while roles give up at
 // different times. If it was given up nobody can take its outputs for data.
 template <class J>
-__device__ __forceinline__ void end_call(const J& joint, const Place<J>& place) {
+__device__ __forceinline__ void end_call(const J& joint, const WarpPosition<J>& position) {
     if (!joint.ends_call) return;
-    uint64_t* arrivals = joint.progress[place.index].warps_at_end();
+    uint64_t* arrivals = joint.progress[position.index].warps_at_end();
     const bool first = rows::lane_id() == 0;
     __syncwarp();
     uint64_t before = 0;
     if (first) before = ptx::fetch_add_acq_rel_gpu(arrivals, 1);
-    if (!__shfl_sync(rows::kAllLanes, first && before + 1 == place.warps, 0)) return;
+    if (!__shfl_sync(rows::kAllLanes, first && before + 1 == position.warps, 0)) return;
     __syncwarp();  // what lane 0 has acquired there is there for all, too
     if (first) ptx::store_relaxed_gpu(arrivals, 0);
-    const DeviceRank& rank = joint.ranks[place.index];
+    const DeviceRank& rank = joint.ranks[position.index];
     if (!is_aborted(rank)) return count_one(rank.control->finished.transfer);
-    const Outputs outputs = outputs_of(joint.args[place.index]);
+    const Outputs outputs = outputs_of(joint.args[position.index]);
     for (const Outputs::Part& part : outputs.parts)
         rows::fill<Outputs::kPoison>(part.data, part.bytes);
     if (outputs.epoch && first) *outputs.epoch = 0;
@@ -180,9 +195,9 @@ __device__ __forceinline__ void end_call(const J& joint, const Place<J>& place) 
 // Whether a warp of the launch has a role to play. A notify that failed leaves no layout behind,
 // and its handle may be used all the same once the buffer has been reset.
 template <class J, class Args>
-__device__ __forceinline__ bool begins(const J& joint, const Place<J>& place, const Args& args,
-                                       int number) {
-    const DeviceRank& rank = joint.ranks[place.index];
+__device__ __forceinline__ bool begins(const J& joint, const WarpPosition<J>& position,
+                                       const Args& args, int number) {
+    const DeviceRank& rank = joint.ranks[position.index];
     const bool has_layout = args.layout.totals().epoch;  // read beside the abort word
     if (is_aborted(rank) || number < 0) return false;
     if (number == 0) begin_transfer(rank, args);
@@ -212,13 +227,13 @@ class WarpOf {
 };
 
 template <class J>
-__device__ __forceinline__ void run_dispatch(const J& joint, const Place<J>& place) {
-    const DispatchArgs& args = joint.args[place.index];
-    const DeviceRank& rank = joint.ranks[place.index];
+__device__ __forceinline__ void run_dispatch(const J& joint, const WarpPosition<J>& position) {
+    const DispatchArgs& args = joint.args[position.index];
+    const DeviceRank& rank = joint.ranks[position.index];
     const int warps = joint.roles.warps();
-    const int number = role_of_warp(warps * args.layout.channels, place.block,
+    const int number = role_of_warp(warps * args.layout.channels, position.block,
                                     joint.blocks_per_rank, warp_of_block());
-    if (!begins(joint, place, args, number)) return;
+    if (!begins(joint, position, args, number)) return;
     typename J::Fabric fabric(joint.fabric, args.rank);
     BulkBuffers& buffers = bulk_buffers();
     const int channel = number / warps;
@@ -232,28 +247,29 @@ __device__ __forceinline__ void run_dispatch(const J& joint, const Place<J>& pla
 template <class J>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     dispatch_kernel(const __grid_constant__ J joint) {
-    const Place<J> place(joint);
-    run_dispatch(joint, place);
-    end_call(joint, place);
+    const WarpPosition<J> position(joint);
+    run_dispatch(joint, position);
+    end_call(joint, position);
 }
 
-// work(warp, args, place), unless an earlier launch of the call has failed as far as a rank knows.
+// work(warp, args, position), unless an earlier launch of the call has failed as far as a rank
+// knows.
 template <class J, class Work>
 __device__ __forceinline__ void run_intra_rank_pass(const J& joint, Work&& work) {
-    const Place<J> place(joint);
-    const auto& args = joint.args[place.index];
-    const DeviceRank& rank = joint.ranks[place.index];
+    const WarpPosition<J> position(joint);
+    const auto& args = joint.args[position.index];
+    const DeviceRank& rank = joint.ranks[position.index];
     if (!has_intra_rank_pass(args) || !args.layout.totals().epoch || is_aborted(rank)) return;
     DeviceWarp warp(rank, args.call, Role::Launch, 0, bulk_buffers());
-    work(warp, args, place);
+    work(warp, args, position);
 }
 
 // f(piece) for those of a warp: few warps take many SMs.
 template <class J, class F>
-__device__ __forceinline__ void for_pieces(const Place<J>& place, const J& joint, int pieces,
-                                           F&& f) {
-    for (int piece = place.block + warp_of_block() * joint.blocks_per_rank; piece < pieces;
-         piece += place.warps)
+__device__ __forceinline__ void for_pieces(const WarpPosition<J>& position, const J& joint,
+                                           int pieces, F&& f) {
+    for (int piece = position.block + warp_of_block() * joint.blocks_per_rank; piece < pieces;
+         piece += position.warps)
         f(piece);
 }
 
@@ -261,8 +277,8 @@ __device__ __forceinline__ void for_pieces(const Place<J>& place, const J& joint
 template <class J>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     own_rows_kernel(const __grid_constant__ J joint) {
-    run_intra_rank_pass(joint, [&](auto& warp, const auto& args, const auto& place) {
-        for_pieces(place, joint, args.layout.channels,
+    run_intra_rank_pass(joint, [&](auto& warp, const auto& args, const auto& position) {
+        for_pieces(position, joint, args.layout.channels,
                    [&](int channel) { write_own_rows(warp, args, channel); });
     });
 }
@@ -270,21 +286,21 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 template <class J>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     intra_rank_permute_kernel(const __grid_constant__ J joint) {
-    run_intra_rank_pass(joint, [](auto& warp, const auto& args, const auto& place) {
-        copy_to_other_output_rows(warp, args, place.warp, place.warps);
-        clear_unfilled(warp, args, place.warp, place.warps);
+    run_intra_rank_pass(joint, [](auto& warp, const auto& args, const auto& position) {
+        copy_to_other_output_rows(warp, args, position.warp, position.warps);
+        clear_unfilled(warp, args, position.warp, position.warps);
     });
-    end_call(joint, Place<J>(joint));
+    end_call(joint, WarpPosition<J>(joint));
 }
 
 // Beside the exchange, which waits for it: most for the rows of other ranks.
 template <class T, bool kWeighted, class J>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     intra_rank_reduce_kernel(const __grid_constant__ J joint) {
-    run_intra_rank_pass(joint, [&](auto& warp, const auto& args, const auto& place) {
+    run_intra_rank_pass(joint, [&](auto& warp, const auto& args, const auto& position) {
         typename J::Fabric fabric(joint.fabric, args.rank);
         const int channels = args.layout.channels, world = args.layout.world();
-        for_pieces(place, joint, channels * world * args.sum_warps, [&](int piece) {
+        for_pieces(position, joint, channels * world * args.sum_warps, [&](int piece) {
             const int queue = piece / args.sum_warps;
             const int rank = (args.rank + 1 + queue / channels) % world;
             sum_rows_of<T, kWeighted>(warp, fabric, args, queue % channels, rank,
@@ -294,25 +310,25 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 }
 
 template <class T, bool kWeighted, class J>
-__device__ __forceinline__ void run_combine(const J& joint, const Place<J>& place) {
-    const CombineArgs& args = joint.args[place.index];
+__device__ __forceinline__ void run_combine(const J& joint, const WarpPosition<J>& position) {
+    const CombineArgs& args = joint.args[position.index];
     const int warps = joint.roles.warps();
-    const int number = role_of_warp(warps * args.layout.channels, place.block,
+    const int number = role_of_warp(warps * args.layout.channels, position.block,
                                     joint.blocks_per_rank, warp_of_block());
-    if (!begins(joint, place, args, number)) return;
+    if (!begins(joint, position, args, number)) return;
     typename J::Fabric fabric(joint.fabric, args.rank);
     const int channel = number / warps;
     run_combine_role<T, kWeighted>(
-        WarpOf(joint.ranks[place.index], args.call, channel, bulk_buffers()), fabric, args,
+        WarpOf(joint.ranks[position.index], args.call, channel, bulk_buffers()), fabric, args,
         joint.roles, channel, number % warps);
 }
 
 template <class T, bool kWeighted, class J>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     combine_kernel(const __grid_constant__ J joint) {
-    const Place<J> place(joint);
-    run_combine<T, kWeighted>(joint, place);
-    end_call(joint, place);
+    const WarpPosition<J> position(joint);
+    run_combine<T, kWeighted>(joint, position);
+    end_call(joint, position);
 }
 
 }  // namespace ep::kernels

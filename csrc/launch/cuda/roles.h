@@ -55,16 +55,16 @@ using CombineRoles = ChannelRoles<1>;
 EP_HD int min_rdma_warps(const Topology& topology) { return ceil_div(topology.nodes - 1, 32); }
 EP_HD int min_peer_warps(const Topology& topology) { return topology.world() > 1; }
 
-// Divides the `warps` of a channel. RDMA warps: one for each other node and kind, but no larger
-// share than peer_warps and each kind get when divided equally. Of the rest, two fifths are
-// self_warps, at most max_self_warps of them, and so is what peer_warps have no use for. A channel
-// does not fit if there are other ranks and no peer_warps are left: see fits().
+// Divides a channel's `warps`. Each RDMA kind gets a warp for each other node, but at most an equal
+// share of the warps. Of the rest, two fifths become self_warps (up to max_self_warps) and the
+// others peer_warps; peer_warps that would be idle become self_warps. fits() is false if other
+// ranks exist and no peer warp is left.
 template <class Roles>
 EP_HD Roles roles_for(const Topology& topology, int warps, int max_self_warps = 1) {
-    const int others = topology.nodes - 1, fewest = min_rdma_warps(topology);
+    const int others = topology.nodes - 1, min_warps = min_rdma_warps(topology);
     Roles roles{topology.nodes, topology.world(), 0, 0};
     const int share = (warps - roles.warps()) / (Roles::kKindsPerNode + 1);
-    roles.rdma_warps = even_warps(others, share > fewest ? share : fewest);
+    roles.rdma_warps = even_warps(others, share > min_warps ? share : min_warps);
     const int left = warps - roles.warps() + roles.self_warps;
     const auto self_warps_among = [&](int share) {
         return share < 1 ? 1 : share < max_self_warps ? share : max_self_warps;
@@ -93,8 +93,7 @@ EP_HD int notify_exchangers(int warps, int roles) {
     return roles < half ? roles : half;
 }
 
-// Of `count` roles that are divided among blocks in equal parts, the one of a block's warp; -1:
-// none is left for it.
+// The role, among `count` divided evenly over blocks, of this block's warp; -1: none.
 EP_HD int role_of_warp(int count, int block, int blocks, int warp) {
     const int number = block * count / blocks + warp;
     return number < (block + 1) * count / blocks ? number : -1;

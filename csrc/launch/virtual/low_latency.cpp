@@ -11,8 +11,6 @@
 namespace ep {
 namespace {
 
-constexpr int kWeightBytes = 4;
-
 // What the tensors of one rank's call are, but for rows, of which only addresses are needed.
 struct Share {
     std::vector<int32_t> layout;

@@ -14,6 +14,7 @@
 namespace ep {
 
 constexpr int kRoles = static_cast<int>(Role::LowLatencyCombineReceiver) + 1;
+constexpr int kWeightBytes = 4;  // of a row's weight
 
 // A launch, or several that belong together. Times are in ns.
 struct VirtualPhase {

@@ -15,7 +15,7 @@ namespace ep {
 namespace {
 
 // A row has so many bytes and takes the time of a real one: nothing of the roles depends on them.
-constexpr int kPayloadBytes = 16, kScaleBytes = 4, kWeightBytes = 4;
+constexpr int kPayloadBytes = 16, kScaleBytes = 4;
 
 // What the tensors of one rank's call are.
 struct Share {
@@ -85,6 +85,9 @@ struct VirtualTransfers::State {
     }
 
     void make_calls();
+    // Of a dispatch's intra-rank pass: own rows, on `count` SMs, and copies of rows, on all.
+    void add_own_rows(VirtualLaunch& phase, int first_sm, int count);
+    void add_permute(VirtualLaunch& phase);
 
     // f(fabric) over the fabric of a rank.
     template <class F>
@@ -287,6 +290,34 @@ struct SideSms {
 
 }  // namespace
 
+void VirtualTransfers::State::add_own_rows(VirtualLaunch& phase, int first_sm, int count) {
+    for (const DispatchArgs& args : dispatch) {
+        for_warps(count, [&](int block, int warp) {
+            const int first = block + warp * count, warps = count * kBlockWarps;
+            if (first >= settings.channels) return;
+            phase.add(args.rank, first_sm + block, [this, &args, first, warps](auto& fiber) {
+                VirtualWarp warp(cluster, fiber, Role::Launch, 0);
+                for (int c = first; c < args.layout.channels; c += warps)
+                    write_own_rows(warp, args, c);
+            });
+        });
+    }
+}
+
+void VirtualTransfers::State::add_permute(VirtualLaunch& phase) {
+    const int sms = cluster.machine.sms, warps = warps_of_blocks(sms);
+    for (const DispatchArgs& args : dispatch) {
+        for_warps(sms, [&](int block, int warp) {
+            const int part = block * kBlockWarps + warp;
+            phase.add(args.rank, block, [this, &args, part, warps](VirtualFiber& fiber) {
+                VirtualWarp warp(cluster, fiber, Role::Launch, 0);
+                copy_to_other_output_rows(warp, args, part, warps);
+                clear_unfilled(warp, args, part, warps);
+            });
+        });
+    }
+}
+
 VirtualPhase VirtualTransfers::dispatch(const Look& look) {
     State& s = *state_;
     if (s.dispatch.empty()) throw std::logic_error("notify comes first");
@@ -301,19 +332,6 @@ VirtualPhase VirtualTransfers::dispatch(const Look& look) {
         const Layout::Totals& totals = args.layout.totals();
         expected += s.settings.num_tokens + totals.received_rows + 2 * totals.rail_rows;
     }
-    const auto add_own_rows = [&](VirtualLaunch& phase, int first_sm, int count) {
-        for (const DispatchArgs& args : s.dispatch) {
-            for_warps(count, [&](int block, int warp) {
-                const int first = block + warp * count, warps = count * kBlockWarps;
-                if (first >= channels) return;
-                phase.add(args.rank, first_sm + block, [&s, &args, first, warps](auto& fiber) {
-                    VirtualWarp warp(s.cluster, fiber, Role::Launch, 0);
-                    for (int c = first; c < args.layout.channels; c += warps)
-                        write_own_rows(warp, args, c);
-                });
-            });
-        }
-    };
 
     VirtualLaunch exchange = s.launch();
     for (DispatchArgs& args : s.dispatch) {
@@ -335,26 +353,16 @@ VirtualPhase VirtualTransfers::dispatch(const Look& look) {
         });
     }
     const bool passes = s.settings.permutes_apart;
-    if (passes && side.beside) add_own_rows(exchange, side.first, side.count);
+    if (passes && side.beside) s.add_own_rows(exchange, side.first, side.count);
     VirtualPhase done = exchange.run(look, expected);
     if (passes) {
         if (!side.beside) {
             VirtualLaunch own = s.launch_alone();
-            add_own_rows(own, 0, side.count);
+            s.add_own_rows(own, 0, side.count);
             done.append(own.run(), 0);
         }
         VirtualLaunch permute = s.launch_alone();
-        const int all = s.cluster.machine.sms, warps = warps_of_blocks(all);
-        for (const DispatchArgs& args : s.dispatch) {
-            for_warps(all, [&](int block, int warp) {
-                const int part = block * kBlockWarps + warp;
-                permute.add(args.rank, block, [&s, &args, part, warps](VirtualFiber& fiber) {
-                    VirtualWarp warp(s.cluster, fiber, Role::Launch, 0);
-                    copy_to_other_output_rows(warp, args, part, warps);
-                    clear_unfilled(warp, args, part, warps);
-                });
-            });
-        }
+        s.add_permute(permute);
         done.append(permute.run(), side.beside ? s.cluster.machine.join : 0);
     }
     for (DispatchArgs& args : s.dispatch) args.fills_tables = false;
