@@ -139,31 +139,17 @@ __global__ void __launch_bounds__(kBlockThreads, 1) notify_kernel(const __grid_c
     args.epoch =
         progress.notifies() + 1;  // counted here, not by the host: a captured graph replays
     DeviceWarp warp(rank, args.epoch, Role::Notify, 0, bulk_buffers());
-<<<<<<< HEAD
-    if (!count_rows(joint, place, warp, args, progress.arrivals_of_notify(), false)) return;
-    if (place.warp == 0) count_one(rank.control->entered.notify);
-    const int exchangers = notify_exchangers(place.warps, num_exchange_roles(args.heap));
-    if (place.warp >= exchangers) {
-        for (int channel = place.warp - exchangers; channel < args.layout.channels;
-             channel += place.warps - exchangers)
-=======
     if (!count_rows(joint, position, warp, args, progress.arrivals_of_notify(), false)) return;
     if (position.warp == 0) count_one(rank.control->entered.notify);
-    const int roles = num_exchange_roles(args.heap.topology);
-    const int half = (position.warps + 1) / 2, exchangers = roles < half ? roles : half;
+    const int exchangers = notify_exchangers(position.warps, num_exchange_roles(args.heap));
     if (position.warp >= exchangers) {
         for (int channel = position.warp - exchangers; channel < args.layout.channels;
              channel += position.warps - exchangers)
->>>>>>> house
             index_channel(warp, args, channel);
         return;
     }
     typename J::Fabric fabric(joint.fabric, args.rank);
-<<<<<<< HEAD
-    exchange_counts(rank, progress, warp, fabric, args, place.warp, exchangers);
-=======
-    exchange_counts(rank, &progress.notifies(), warp, fabric, args, position.warp, exchangers);
->>>>>>> house
+    exchange_counts(rank, progress, warp, fabric, args, position.warp, exchangers);
 }
 
 // ---- the end of both
