@@ -150,15 +150,13 @@ EP_FN bool mask_ranks(W& warp, const LowLatencyCall<F, Args>& call, LowLatencyHa
     return true;
 }
 
-// Waits until it is decided of every rank whether it takes part. need(rank): the condition under
-// which it does. A rank is left out when nothing has come from it for mask.silent_slices slices,
-// beats included, which ranks that wait themselves send; or after mask.max_slices in any case. This
-// rank itself is waited for until then, and never left out: other warps of it may only be late.
-// false: the wait ended badly, this rank has been masked, or a required rank does not take part.
+// Waits until it is decided of 32 ranks from `first` on whether they take part: see
+// decide_membership. false: the wait ended badly.
 template <WarpLike W, class F, class Args, class ConditionOf>
-EP_FN bool decide_membership(W& warp, const LowLatencyCall<F, Args>& call, const Team& team,
-                             LowLatencyHalf half, Wait wait, ConditionOf&& need) {
+EP_FN bool decide_ranks(W& warp, const LowLatencyCall<F, Args>& call, const Team& team,
+                        LowLatencyHalf half, Wait wait, int first, ConditionOf&& need) {
     const LowLatencyMask& mask = call.args.mask;
+    const int lanes = lanes_from(first, call.world());
     auto membership_of = [&](int rank) {
         return W::template acquire<Scope::Rank>(call.membership(half, rank));
     };
@@ -169,74 +167,90 @@ EP_FN bool decide_membership(W& warp, const LowLatencyCall<F, Args>& call, const
     };
     typename W::template PerLane<uint64_t> beats;
     typename W::template PerLane<int> silent;
-    for (int first = 0; first < call.world(); first += 32) {
-        const int lanes = lanes_from(first, call.world());
-        warp.lanes(lanes, [&](int lane) {
-            beats[lane] = beats_of(first + lane);
-            silent[lane] = 0;
-        });
-        uint32_t open = warp.ballot(lanes, [](int) { return true; });
-        bool has_waited = false, over = false;
-        for (int slices = 0;; slices += over) {
-            // Whether the lane's rank keeps this warp waiting.
-            auto is_missing = [&](int lane) {
-                const int rank = first + lane;
-                const uint64_t before = membership_of(rank);
-                if (before >> 1 == call.number) return false;
-                bool takes_part = !is_masked<W>(call, half, rank);
-                if (takes_part && !is_met(need(rank))) {
-                    const uint64_t heard = beats_of(rank);
-                    silent[lane] = heard == beats[lane] ? silent[lane] + over : 0;
-                    beats[lane] = heard;
-                    const bool may_come =
-                        silent[lane] < mask.silent_slices && slices < mask.max_slices;
-                    if (may_come || rank == call.args.rank) return true;
-                    takes_part = false;
-                }
-                W::template compare_exchange<Scope::Rank>(call.membership(half, rank), before,
-                                                          call.number << 1 | takes_part);
-                return !is_decided(rank);
-            };
-            const uint32_t missing =
-                warp.ballot(lanes, [&](int lane) { return open >> lane & 1 && is_missing(lane); });
-            if (has_waited && half == LowLatencyHalf::Receive && call.args.recv_wait_ns) {
-                const uint64_t lasted = warp.age();
-                warp.lanes(lanes, [&](int lane) {
-                    if ((open & ~missing) >> lane & 1) W::raise(call.waited(first + lane), lasted);
-                });
+    warp.lanes(lanes, [&](int lane) {
+        beats[lane] = beats_of(first + lane);
+        silent[lane] = 0;
+    });
+    uint32_t open = warp.ballot(lanes, [](int) { return true; });
+    bool has_waited = false, over = false;
+    for (int slices = 0;; slices += over) {
+        // Whether the lane's rank keeps this warp waiting.
+        auto is_missing = [&](int lane) {
+            const int rank = first + lane;
+            const uint64_t before = membership_of(rank);
+            if (before >> 1 == call.number) return false;
+            bool takes_part = !is_masked<W>(call, half, rank);
+            if (takes_part && !is_met(need(rank))) {
+                const uint64_t heard = beats_of(rank);
+                silent[lane] = heard == beats[lane] ? silent[lane] + over : 0;
+                beats[lane] = heard;
+                const bool may_come = silent[lane] < mask.silent_slices && slices < mask.max_slices;
+                if (may_come || rank == call.args.rank) return true;
+                takes_part = false;
             }
-            if (!missing) break;
-            if (slices >= mask.max_slices) {  // of all others it is decided
-                warp.fail(Outcome::Timeout, wait, need(call.args.rank));
-                return false;
-            }
-            open = missing;
-            const Waited end = warp.wait_a_while(
-                wait, lanes,
-                [&](int lane) {
-                    const int rank = first + lane;
-                    if (!(open >> lane & 1)) return never();
-                    return is_decided(rank) || is_masked<W>(call, half, rank)
-                               ? nothing_to_wait_for()
-                               : need(rank);
-                },
-                mask.slice_ns);
-            if (end == Waited::Badly) return false;
-            has_waited = true;
-            over = end == Waited::Over;
-            if (over && team.warp == 0) send_beat(warp, call, half);
+            W::template compare_exchange<Scope::Rank>(call.membership(half, rank), before,
+                                                      call.number << 1 | takes_part);
+            return !is_decided(rank);
+        };
+        const uint32_t missing =
+            warp.ballot(lanes, [&](int lane) { return open >> lane & 1 && is_missing(lane); });
+        if (has_waited && half == LowLatencyHalf::Receive && call.args.recv_wait_ns) {
+            const uint64_t lasted = warp.age();
+            warp.lanes(lanes, [&](int lane) {
+                if ((open & ~missing) >> lane & 1) W::raise(call.waited(first + lane), lasted);
+            });
         }
-        // what a lane has acquired is there for all: a vote orders nothing
-        warp.lanes(lanes, [](int) {});
+        if (!missing) break;
+        if (slices >= mask.max_slices) {  // of all others it is decided
+            warp.fail(Outcome::Timeout, wait, need(call.args.rank));
+            return false;
+        }
+        open = missing;
+        const Waited end = warp.wait_a_while(
+            wait, lanes,
+            [&](int lane) {
+                const int rank = first + lane;
+                if (!(open >> lane & 1)) return never();
+                return is_decided(rank) || is_masked<W>(call, half, rank) ? nothing_to_wait_for()
+                                                                          : need(rank);
+            },
+            mask.slice_ns);
+        if (end == Waited::Badly) return false;
+        has_waited = true;
+        over = end == Waited::Over;
+        if (over && team.warp == 0) send_beat(warp, call, half);
     }
-    if (team.warp == 0 && !mask_ranks(warp, call, half, wait)) return false;
-    if (!mask.required) return true;
-    for (int rank = 0; rank < call.world(); ++rank) {
-        if (!mask.required[rank] || call.takes_part(half, rank)) continue;
+    // what a lane has acquired is there for all: a vote orders nothing
+    warp.lanes(lanes, [](int) {});
+    return true;
+}
+
+// By a warp that knows the membership: whether all ranks take part that must.
+template <WarpLike W, class F, class Args>
+EP_FN bool required_take_part(W& warp, const LowLatencyCall<F, Args>& call, const Team& team,
+                              LowLatencyHalf half, Wait wait) {
+    const int32_t* required = call.args.mask.required;
+    for (int rank = 0; required && rank < call.world(); ++rank) {
+        if (!required[rank] || call.takes_part(half, rank)) continue;
         if (team.warp == 0) warp.fail(Outcome::Masked, wait, WaitCondition{0, 1, rank});
         return false;
     }
     return true;
+}
+
+// Waits until it is decided of every rank whether it takes part. need(rank): the condition under
+// which it does. A rank is left out when nothing has come from it for mask.silent_slices slices,
+// beats included, which ranks that wait themselves send; or after mask.max_slices in any case. This
+// rank itself is waited for until then, and never left out: other warps of it may only be late.
+// false: the wait ended badly, this rank has been masked, or a required rank does not take part.
+template <WarpLike W, class F, class Args, class ConditionOf>
+EP_FN bool decide_membership(W& warp, const LowLatencyCall<F, Args>& call, const Team& team,
+                             LowLatencyHalf half, Wait wait, ConditionOf&& need) {
+    for (int first = 0; first < call.world(); first += 32) {
+        if (!decide_ranks(warp, call, team, half, wait, first, need)) return false;
+    }
+    if (team.warp == 0 && !mask_ranks(warp, call, half, wait)) return false;
+    return required_take_part(warp, call, team, half, wait);
 }
 
 // ---- what both kinds of call need of the others
