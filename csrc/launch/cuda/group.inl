@@ -13,6 +13,7 @@
 #include "launch/cuda/group.h"
 #include "launch/cuda/kernels.h"
 #include "launch/cuda/load.h"
+#include "protocol/notify.h"
 
 namespace ep {
 namespace {
