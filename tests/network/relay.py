@@ -1,0 +1,161 @@
+"""Networks that take their time, cut what they carry in pieces or break, between the ranks of a running job: each
+connection leads through a thread of the lower one of its two ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from unittest import mock
+
+from megatron_ep.backends import tcp
+
+MAX_HELD = 1 << 20  # bytes under way, in one direction
+LOOK_S = 0.05  # that a thread looks away for at most
+END_S = 5.0  # that what is under way may take to arrive at the end
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Of a connection.
+
+    delay, jitter: seconds; jitter: at most, beside the delay. Bytes stay in order.
+    chunk: bytes that are carried at once at most; how many is left to chance.
+    reset_after: bytes of both directions together, after which it breaks; None: never.
+    """
+
+    delay: float = 0.0
+    jitter: float = 0.0
+    chunk: int = 1 << 16
+    reset_after: int | None = None
+
+
+class _Way:
+    """One direction."""
+
+    def __init__(self, source: socket.socket, sink: socket.socket, conditions: Conditions, seed: int):
+        self.source, self.sink, self.conditions = source, sink, conditions
+        self.chance = random.Random(seed)
+        self.under_way: deque[tuple[float, bytes]] = deque()  # when they arrive
+        self.held = 0
+        self.last_due = 0.0
+        self.has_ended = self.is_told = False
+
+    def has_room(self) -> bool:
+        return not self.has_ended and self.held < MAX_HELD
+
+    def due(self) -> float:
+        return self.under_way[0][0] if self.under_way else float("inf")
+
+    def take(self) -> None:
+        part = self.source.recv(1 + self.chance.randrange(self.conditions.chunk))
+        self.has_ended = not part
+        if not part:
+            return
+        late = self.conditions.delay + self.chance.random() * self.conditions.jitter
+        self.last_due = max(self.last_due, time.monotonic() + late)
+        self.under_way.append((self.last_due, part))
+        self.held += len(part)
+
+    def give(self, most: int | None) -> int:
+        """What is due, as far as there is room, and so many bytes at most. Returns how many."""
+        given = 0
+        with contextlib.suppress(BlockingIOError):
+            while most != given and self.due() <= time.monotonic():
+                due, part = self.under_way.popleft()
+                self.under_way.appendleft((due, part))
+                sent = self.sink.send(part if most is None else part[: most - given])
+                self.under_way[0] = (due, part[sent:])
+                if sent == len(part):
+                    self.under_way.popleft()
+                self.held -= sent
+                given += sent
+        if self.has_ended and not self.under_way and not self.is_told:
+            self.sink.shutdown(socket.SHUT_WR)
+            self.is_told = True
+        return given
+
+
+class Relay:
+    """Carries what two sockets send each other, and takes them, until both have ended or `close`."""
+
+    def __init__(self, lower: socket.socket, higher: socket.socket, conditions: Conditions, seed: int):
+        self._ends, self._left = (lower, higher), conditions.reset_after
+        for end in self._ends:
+            end.setblocking(False)
+        self._ways = (
+            _Way(lower, higher, conditions, 2 * seed),
+            _Way(higher, lower, conditions, 2 * seed + 1),
+        )
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Once both have ended, within a bound."""
+        self._thread.join(END_S)
+        self._stopping.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):  # when one end is gone, so is the other
+            while not self._stopping.is_set() and not all(way.is_told for way in self._ways):
+                self._move()
+        for end in self._ends:
+            end.close()
+
+    def _move(self) -> None:
+        for way in self._ways:
+            given = way.give(self._left)
+            if self._left is not None:
+                self._left -= given
+                if not self._left:
+                    self._reset()
+        now = time.monotonic()
+        readable = [way.source for way in self._ways if way.has_room()]
+        writable = [way.sink for way in self._ways if way.due() <= now]
+        waits = [way.due() - now for way in self._ways if way.due() > now]
+        ready, _, _ = select.select(readable, writable, [], min([LOOK_S, *waits]))
+        for way in self._ways:
+            if way.source in ready:
+                way.take()
+
+    def _reset(self) -> None:
+        for end in self._ends:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        raise ConnectionResetError
+
+
+@contextlib.contextmanager
+def relayed(*conditions: Conditions, between: tuple[int, int] | None = None, seed: int = 0) -> Iterator[None]:
+    """In a rank: the first time that its buffer connects the network is under the first of these conditions, and so on,
+    and from then on under the last.
+
+    between: a lower and a higher rank, whose connections these are alone; None: all.
+    """
+    connect_all, relays, to_come = tcp._connect_all, [], list(conditions)
+
+    def connect(rank, *arguments):
+        made = connect_all(rank, *arguments)
+        now = to_come.pop(0) if len(to_come) > 1 else to_come[0]
+        for number, place in enumerate(made):
+            if rank < place[0] and between in (None, (rank, place[0])):
+                own, other = socket.socketpair()
+                own.setblocking(False)
+                relays.append(Relay(other, made[place], now, 1000 * seed + 10 * rank + number))
+                made[place] = own
+        return made
+
+    try:
+        with mock.patch.object(tcp, "_connect_all", connect):
+            yield
+    finally:
+        for relay in relays:
+            relay.close()

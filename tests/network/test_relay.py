@@ -1,0 +1,96 @@
+"""Networks between machines that take their time, carry bytes in pieces or break: the bits of one machine, or an error
+on all ranks that names the connection, and the bits again after a reset. The machines are this one, under several
+names."""
+
+import time
+
+import pytest
+import torch
+from relay import Conditions, relayed
+from test_tcp import W, inputs, layer, machines_of, run_low_latency
+
+import megatron_ep as ep
+from megatron_ep.bench.local_ranks import LocalRanks
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with LocalRanks(W, 120) as ranks:
+        yield ranks
+
+
+def check_bits(buffer, expected) -> None:
+    x, ids, weights = inputs(64, torch.float32)
+    found = layer(buffer, x[buffer.rank], ids[buffer.rank], weights[buffer.rank])
+    assert all(torch.equal(mine[0], theirs[buffer.rank]) for mine, theirs in zip(found, expected, strict=True))
+
+
+def on_one_machine(per_node: int):
+    with ep.LocalCluster(W // per_node, per_node, ep.Config(num_experts=16)) as cluster:
+        return layer(cluster, *inputs(64, torch.float32))
+
+
+def run_layers(conditions: Conditions, per_node: int) -> None:
+    """As the network is made, and as it is made again by a reset."""
+    expected = on_one_machine(per_node)
+    config, topology = ep.Config(num_experts=16, timeout=20), ep.Topology(W // per_node, per_node)
+    with machines_of(per_node), relayed(conditions, seed=1), ep.Buffer(None, config, topology) as buffer:
+        for _ in range(2):
+            start = time.monotonic()
+            check_bits(buffer, expected)
+            assert time.monotonic() - start > 4 * conditions.delay, "there, back, and the same for gradients"
+            buffer.reset()
+
+
+SLOW = {
+    "0.1 ms": Conditions(delay=1e-4, jitter=1e-4),
+    "2 ms": Conditions(delay=2e-3, jitter=2e-3, chunk=3000),
+    "50 ms": Conditions(delay=5e-2, jitter=5e-2),
+    "pieces": Conditions(chunk=50),
+}
+
+
+@pytest.mark.parametrize(("name", "per_node"), [("0.1 ms", 2), ("2 ms", 1), ("50 ms", 1), ("50 ms", 2), ("pieces", 1)])
+def test_layers_over_a_network_that_takes_its_time(ranks, name, per_node):
+    ranks.run(run_layers, SLOW[name], per_node)
+
+
+def run_low_latency_over(conditions: Conditions) -> None:
+    with relayed(conditions, seed=2):
+        run_low_latency(1)
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_the_low_latency_mode_over_a_network_that_takes_its_time(ranks, name):
+    ranks.run(run_low_latency_over, SLOW[name])
+
+
+def run_that_breaks(after: list[int]) -> list[str]:
+    """The connection of ranks 2 and 3, after so many bytes, and after a reset after so many more."""
+    expected, texts = on_one_machine(1), []
+    conditions = [Conditions(reset_after=count, chunk=1 + count // 2) for count in after]
+    config = ep.Config(num_experts=16, timeout=60)
+    with (
+        machines_of(1),
+        relayed(*conditions, Conditions(), between=(2, 3), seed=3),
+        ep.Buffer(None, config, ep.Topology(W, 1)) as buffer,
+    ):
+        for _ in after:
+            start = time.monotonic()
+            with pytest.raises(ep.EPError) as caught:
+                for _ in range(1000):
+                    check_bits(buffer, expected)
+            assert time.monotonic() - start < 30, "long before a wait ends by itself"
+            texts.append(str(caught.value).splitlines()[0].partition("; every rank must call reset()")[0])
+            buffer.reset()
+        for _ in range(3):
+            check_bits(buffer, expected)
+    return texts
+
+
+def test_a_connection_that_breaks_anywhere(ranks):
+    """In a header, in what a rank tells of itself, and in rows."""
+    by_rank = ranks.run(run_that_breaks, [1, 40, 2600, 30_000, 100_000, 1_000_000])
+    for number, texts in enumerate(zip(*by_rank, strict=True)):
+        assert len(set(texts)) == 1, (number, texts)
+        assert texts[0].startswith(("the connection to rank 2 broke", "the connection to rank 3 broke")), texts
