@@ -66,7 +66,7 @@ def texts(made, folder: Path, command, limit: float = 120) -> list[str]:
 def test_the_example_on_two_machines(two, tmp_path):
     command = torchrun("examples/torchrun.py", "--nodes", "2")
     for machine, text in enumerate(texts(two, tmp_path, command)):
-        assert "Error" not in text, f"machine {machine}: {text}"
+        assert text.count("every sum is right") == 2, f"machine {machine}: {text}"  # torchrun's own end may be noisy
 
 
 def losses(folder: Path) -> list[str]:
