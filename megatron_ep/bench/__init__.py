@@ -12,6 +12,7 @@ NAMES = {
     "cuda": "dispatch and combine of all ranks on one GPU",
     "gpus": "dispatch and combine, a rank on each GPU of this machine or a job",
     "low-latency": "the low-latency mode on GPUs",
+    "sequences": "attention on other ranks: the way there and back, and what balance gains",
     "network": "dispatch, combine and single puts between machines",
     "host": "what the host does for a call on a GPU",
     "compare": "two JSON files of measurements, side by side",

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds, tests and benchmarks the CUDA backend on a machine with a GPU or several, unattended, in less than 10 minutes and without a network.
-# $OUT (default: build/gpu) receives log.txt, bench.json, router.json, tune.json, gpus.json (of several GPUs) and, where megatron.core is installed,
+# $OUT (default: build/gpu) receives log.txt, bench.json, router.json, tune.json, gpus.json and sequences.json (of several GPUs) and, where megatron.core is installed,
 # train.csv; the measurements and a table of what passed are printed last.
 # PYTHON picks the interpreter, BUDGET the seconds for everything.
 set -uo pipefail
@@ -18,7 +18,7 @@ failed=0
 finish() {
     for log in "$LOGS"/*.log; do printf '\n######## %s\n' "$(basename "$log" .log)" && cat "$log"; done > "$OUT/log.txt"
     echo "==== bench"
-    grep -hE '^[0-9]+(x| GPUs )|^T=|^  (phase|dispatch|combine|copy|forward)' "$LOGS"/*bench.log "$LOGS"/*gate.log "$LOGS"/*tune.log 2> /dev/null
+    grep -hE '^[0-9]+(x| GPUs )|^T=|^  (phase|dispatch|combine|return|both|attention|step|copy|forward)' "$LOGS"/*bench.log "$LOGS"/*gate.log "$LOGS"/*tune.log 2> /dev/null
     echo "==== train"
     grep -hE '^(step |loss |[0-9,]+ tokens/s|megatron.core )' "$LOGS"/*train.log 2> /dev/null
     echo "==== summary"
@@ -101,6 +101,7 @@ step low_latency_bench 90 "$PYTHON" -m megatron_ep.bench.low_latency --json "$OU
 if [ "$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')" -gt 1 ]; then
     step fabrics 270 bash -c 'test_with tests/gpu/test_gpu_fabrics.py tests/gpu/test_gpu_low_latency_fabrics.py'
     step gpus_bench 90 "$PYTHON" -m megatron_ep.bench.gpus --json "$OUT/gpus.json"
+    step sequences_bench 90 "$PYTHON" -m megatron_ep.bench.sequences --json "$OUT/sequences.json"
 fi
 if "$PYTHON" -c 'import megatron.core, pydantic' > /dev/null 2>&1; then
     step train 90 "$PYTHON" -m megatron_ep.cli.main train recipes/tiny_moe_gpu.yaml --steps 30 --out "$LOGS/train" &&

@@ -1,0 +1,120 @@
+"""`megatron-ep bench sequences`: what it measures, on the host. Nothing here judges a time."""
+
+import json
+
+import pytest
+import torch
+
+from megatron_ep.bench import main as bench
+from megatron_ep.bench import sequences
+from megatron_ep.bench.sequence_baselines import attention_of
+from megatron_ep.bench.sequence_case import Case, crossings_of, draw_documents, plans_of
+from megatron_ep.sequences import reference
+from megatron_ep.sequences.planner import bytes_between
+
+SIZES = ["--device", "cpu", "--tokens", "192", "--documents", "8", "128", "--head-dim", "8"]
+HEADS = ["--query-heads", "4", "--kv-heads", "2"]
+ROUNDS = ["--iters", "2", "--warmup", "1", "--timeout", "60"]
+WAYS, LAYOUTS = ("ours", "all_to_all", "copy_across", "copy_within"), ("at_home", "balanced", "context_parallel")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_records(tmp_path, capsys, dtype):
+    """The ranks compare what is timed with each other, so that the same work is."""
+    file, world = tmp_path / "bench.json", 3
+    arguments = ["sequences", *SIZES, *HEADS, *ROUNDS, "--ranks", str(world), "--dtype", dtype, "--json", str(file)]
+    assert bench.main(arguments) == 0
+    records = {(r["phase"], r["implementation"]): r for r in json.loads(file.read_text())["records"]}
+    ways = ("dispatch", "return", "both", "both + gradients")
+    assert set(records) == {
+        *((phase, way) for phase in ways for way in WAYS),
+        *((phase, layout) for phase in sequences.OF_ATTENTION for layout in LAYOUTS),
+    }
+    case = Case(draw_documents(192, 8, 128, world, 0), 4, 2, 8, dtype, "cpu")
+    plans = plans_of(case)
+    q, kv, _ = case.row_bytes
+    sent = plans["balanced"].q_rows * q + plans["balanced"].kv_rows * kv
+    most = int(sent.fill_diagonal_(0).sum(1).max())
+    assert most > 0
+    for record in records.values():
+        assert 0 < record["seconds_min"] <= record["seconds"] <= record["seconds_max"]
+        assert (record["case"], record["documents"]) == (str(case), case.documents)
+    assert {records["dispatch", way]["bytes"] for way in WAYS} == {most}
+    for layout, plan in plans.items():
+        pairs = plan.attention_pairs
+        assert records["attention", layout]["operations"] == 4 * 8 * 4 * pairs.max().item()
+        assert records["step", layout]["load"] == pytest.approx((pairs.max() * world / pairs.sum()).item())
+    text = capsys.readouterr().out
+    assert f"3 ranks T=192, {sum(map(len, case.documents))} documents, heads 4/2 D=8 {dtype}" in text
+    assert "attention by plain torch, the slowest rank" in text and "/ ours" in text and "/ balanced" in text
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_documents(world):
+    for seed in range(20):
+        documents = draw_documents(48_000, 1000, 20_000, world, seed)
+        assert [sum(lengths) for lengths in documents] == [48_000] * world
+        for lengths in documents:
+            assert all(length % (2 * world) == 0 and 990 < length < 21_010 for length in lengths), lengths
+    assert draw_documents(48_000, 1000, 20_000, world, 1) != documents
+
+
+@pytest.mark.parametrize("world", [2, 5])
+def test_plans_and_what_crosses(world):
+    case = Case(draw_documents(4000, 40, 3000, world, 0), 4, 2, 8, "bf16", "cpu")
+    plans = plans_of(case)
+    rows = [4000] * world
+    assert all(plan.q_rows.sum(1).tolist() == rows for plan in plans.values()), "no rank has more tokens than another"
+    assert bytes_between(plans["at_home"], case.row_bytes).sum() == 0
+    assert plans["context_parallel"].attention_pairs.unique().numel() == 1
+    most = {name: plan.attention_pairs.max() for name, plan in plans.items()}
+    assert most["balanced"] < most["at_home"]
+    between = bytes_between(plans["balanced"], case.row_bytes).sum(1)
+    for rank in range(world):
+        crossings = crossings_of(plans["balanced"], case.row_bytes, rank)
+        assert (crossings["dispatch"] + crossings["return"]).sent == between[rank]
+        assert crossings["return"].stays == plans["balanced"].q_rows[rank, rank] * case.row_bytes.out
+    sent = [crossings_of(plans["balanced"], case.row_bytes, rank) for rank in range(world)]
+    assert sum(s["gradients"].sent for s in sent) == between.sum(), "the same bytes travel back"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_attention_of_a_gpu(layout):
+    """What runs there where Transformer Engine is absent."""
+    case = Case(draw_documents(240, 20, 200, 2, 0), 4, 2, 8, "fp32", "cpu")
+    of_ranks = [plans_of(case)[layout].of_rank(rank) for rank in range(2)]
+    assert any(tables.context_rows is not None for tables in of_ranks) == (layout == "context_parallel")
+    assert any(tables.num_kv_rows > tables.num_q_rows for tables in of_ranks) == (layout != "at_home")
+    for tables in of_ranks:
+        q, k, v = torch.randn(tables.num_q_rows, 4, 8), *torch.randn(2, tables.num_kv_rows, 2, 8)
+        out = attention_of(case, tables, "torch's flash attention")(q, k, v)
+        torch.testing.assert_close(out, reference.attention(q, k, v, tables))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens", "190"], "--tokens is 190, must be a multiple of 4 for 2 ranks"),
+        (["--documents", "64", "256"], "--documents is 64 256, must be two of 4 to 192, the shortest first"),
+        (["--documents", "128", "64"], "--documents is 128 64, must be two of 4 to 192"),
+        (["--ranks", "1"], "there is 1 rank, must be at least 2"),
+    ],
+)
+def test_sizes_that_do_not_fit(arguments, message, capsys):
+    assert bench.main(["sequences", *SIZES, *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--query-heads", "6", "--kv-heads", "4"], "--query-heads 6 is not a multiple of --kv-heads 4"),
+        (["--device", "cuda", "--ranks", "2"], "--ranks is for processes of --device cpu"),
+        (["--dtype", "int8"], "invalid choice: 'int8'"),
+    ],
+)
+def test_mistakes_are_refused_before_anything_starts(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        bench.main(["sequences", *SIZES, *arguments])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
