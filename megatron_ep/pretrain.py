@@ -151,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ep-sequences",
         action="store_true",
-        help="attention of packed sequences on whatever rank of its DP x CP group has time (local spec only)",
+        help="attention of packed sequences on whatever rank of its DP x CP group has time",
     )
     parser.add_argument(
         "--ep-trace",

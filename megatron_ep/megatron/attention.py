@@ -1,5 +1,5 @@
-"""`DispatchedCoreAttention`: the attention of packed sequences, balanced over all ranks that have other data or other
-parts of the same, and `sequence_spec`, which puts it into a model's spec.
+"""`sequence_spec` puts the attention of packed sequences, balanced over all ranks that have other data or other parts
+of the same, into a model's spec: Transformer Engine's where the spec has it, else in torch, `DispatchedCoreAttention`.
 
 It stands where a spec has Megatron's core attention: behind rotary embedding, before the output projection. There Q, K
 and V go to the ranks that have time, and the output comes back. The ranks are those of data and context parallelism
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import enum
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.extensions import transformer_engine as te
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -91,9 +93,7 @@ class VarlenAttention(torch.nn.Module):
         """query [t, heads, D], key [s, KV heads, D], value [s, KV heads, width] to [t, heads * width]."""
         params = _packed(packed_seq_params, attention_bias)
         q_sizes, k_sizes = params.cu_seqlens_q.diff().tolist(), params.cu_seqlens_kv.diff().tolist()
-        # Nothing, but made of all three: every rank takes part in the backward pass.
-        nothing = query[:0, :, :1] * (key[:0].sum() + value[:0].sum())
-        out = [nothing.expand(0, query.shape[1], value.shape[2])]
+        out = [_no_output(query, key, value)]
         for q, k, v in zip(query.split(q_sizes), key.split(k_sizes), value.split(k_sizes), strict=True):
             q, k, v = (x.transpose(0, 1) for x in (q, k, v))
             seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril(k.shape[1] - q.shape[1])
@@ -104,34 +104,25 @@ class VarlenAttention(torch.nn.Module):
         return torch.cat(out).flatten(1)
 
 
-class DispatchedCoreAttention(torch.nn.Module):
-    """Attention of packed sequences on whatever rank has time for it.
+class _Mask(enum.Enum):
+    """By its name in Transformer Engine, which Megatron's wrapper passes on and its own `AttnMaskType` lacks."""
+
+    padding_causal_bottom_right = enum.auto()
+
+
+class _Dispatched(torch.nn.Module):
+    """In front of a core attention among the bases of a class: that attention, on whatever rank has time for it.
 
     The first layer of a micro-batch asks all ranks of its DP x CP group for the lengths of their documents; all then
     make the same plan, which the other layers, and what is computed again, use as well. A document's rows lie as
     Megatron has them: whole on a rank, or with context parallelism its first and its last chunk on the first of the
     ranks, and so on.
-
-    Args:
-        config, layer_number, attn_mask_type, attention_type, cp_comm_type, softmax_scale, pg_collection, options: as
-            any core attention of Megatron's.
-        core_attention: what the spec had in this place; `VarlenAttention` computes where it was `DotProductAttention`.
-
-    Raises:
-        ValueError: that was another one; or what `VarlenAttention` cannot do.
     """
 
-    def __init__(self, config: TransformerConfig, *, core_attention: Any, **options: Any) -> None:
-        super().__init__()
-        kind = get_module(core_attention) if isinstance(core_attention, ModuleSpec) else core_attention
-        if kind not in (DotProductAttention, VarlenAttention):
-            raise ValueError(
-                f"core_attention is {getattr(kind, '__name__', kind)}, must be DotProductAttention: attention on other "
-                "ranks has no other inner attention yet, so build the model from Megatron's local spec"
-            )
+    def __init__(self, config: TransformerConfig, **options: Any) -> None:
         of_one_rank = copy.copy(config)  # whose sequences are whole
         of_one_rank.context_parallel_size = 1
-        self.inner = VarlenAttention(of_one_rank, **options)
+        super().__init__(of_one_rank, **options)
 
     def forward(
         self,
@@ -157,13 +148,69 @@ class DispatchedCoreAttention(torch.nn.Module):
         q, k, v = step.dispatcher.dispatch(query.contiguous(), key.contiguous(), value.contiguous(), step.plan)
         if step.context_rows is not None:
             k, v = k[step.context_rows], v[step.context_rows]
-        out = self.inner(q, k, v, packed_seq_params=step.params)
+        if len(q):
+            mask = _Mask.padding_causal_bottom_right
+            out = super().forward(q, k, v, None, attn_mask_type=mask, packed_seq_params=step.params)
+        else:
+            out = _no_output(q, k, v).flatten(1)
         return step.dispatcher.combine(out, step.plan)
 
 
+class DispatchedCoreAttention(_Dispatched, VarlenAttention):
+    """`VarlenAttention` of packed sequences on whatever rank has time for it. What does the same with Transformer
+    Engine's attention is a class that `sequence_spec` makes.
+
+    Args:
+        config, layer_number, attn_mask_type, attention_type, cp_comm_type, softmax_scale, pg_collection, options: as
+            any core attention of Megatron's.
+        core_attention: what the spec had in this place.
+
+    Raises:
+        ValueError: that was another one than `DotProductAttention`; or what `VarlenAttention` cannot do.
+    """
+
+    def __init__(self, config: TransformerConfig, *, core_attention: Any, **options: Any) -> None:
+        kind = _module_of(core_attention)
+        if kind not in (DotProductAttention, VarlenAttention):
+            raise ValueError(
+                f"core_attention is {getattr(kind, '__name__', kind)}, must be DotProductAttention, or Transformer "
+                "Engine's TEDotProductAttention where that is installed: attention on other ranks has no other"
+            )
+        super().__init__(config, **options)
+
+
+@functools.cache
+def _dispatched_te(kind: type) -> type:
+    """The same with Megatron's wrapper of Transformer Engine's attention: a subclass, so that checkpoints have the same
+    names with and without it."""
+
+    class DispatchedTEDotProductAttention(_Dispatched, kind):
+        def __init__(self, config: TransformerConfig, *, attn_mask_type: Any, **options: Any) -> None:
+            if "causal" not in attn_mask_type.name:
+                raise ValueError(f"attn_mask_type is {attn_mask_type.name}, must be causal")
+            super().__init__(config, attn_mask_type=attn_mask_type, **options)
+
+    return DispatchedTEDotProductAttention
+
+
+def _is_te(kind: Any) -> bool:
+    return te.HAVE_TE and isinstance(kind, type) and issubclass(kind, te.TEDotProductAttention)
+
+
+def _module_of(core_attention: Any) -> Any:
+    return get_module(core_attention) if isinstance(core_attention, ModuleSpec) else core_attention
+
+
+def _no_output(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """[0, heads, width], but made of all three: every rank takes part in the backward pass."""
+    nothing = query[:0, :, :1] * (key[:0].sum() + value[:0].sum())
+    return nothing.expand(0, query.shape[1], value.shape[2])
+
+
 def sequence_spec(spec: Spec) -> Spec:
-    """A copy of a spec in which every self-attention computes on whatever rank has time for it
-    (`DispatchedCoreAttention`); everything else is as it was. The model needs packed sequences (`PackedSeqParams`).
+    """A copy of a spec in which every self-attention computes on whatever rank has time for it, by Transformer Engine
+    where it did before, else by torch (`DispatchedCoreAttention`). Everything else is as it was. The model needs packed
+    sequences (`PackedSeqParams`).
 
     Args:
         spec: of a layer, a block or a multi-token-prediction block, as Megatron's `get_gpt_*_spec` functions return
@@ -231,9 +278,14 @@ def _with_dispatched_attention(node: Any) -> Any:
     if not isinstance(node, (SelfAttentionSubmodules, MLASelfAttentionSubmodules)):
         return None
     core_attention = node.core_attention
-    if isinstance(core_attention, ModuleSpec) and core_attention.module is DispatchedCoreAttention:
+    kind = _module_of(core_attention)
+    if isinstance(kind, type) and issubclass(kind, _Dispatched):
         return dataclasses.replace(node)  # it is one
-    ours = ModuleSpec(module=DispatchedCoreAttention, params={"core_attention": core_attention})
+    if _is_te(kind):
+        params = core_attention.params if isinstance(core_attention, ModuleSpec) else {}
+        ours = ModuleSpec(module=_dispatched_te(kind), params=params)
+    else:
+        ours = ModuleSpec(module=DispatchedCoreAttention, params={"core_attention": core_attention})
     return dataclasses.replace(node, core_attention=ours)
 
 
@@ -243,23 +295,18 @@ def _with_varlen_attention(node: Any) -> Any:
     return dataclasses.replace(node, core_attention=ModuleSpec(module=VarlenAttention))
 
 
-def packed_sequences(
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_kv: torch.Tensor | None = None,
-) -> PackedSeqParams:
+def packed_sequences(cu_seqlens: torch.Tensor) -> PackedSeqParams:
     """What Megatron's layers take for sequences that lie one behind the other.
 
-    cu_seqlens_q, cu_seqlens_kv: int32 [sequences + 1], where they begin, and the end of the last; keys None: as the
-        queries.
+    cu_seqlens: int32 [sequences + 1], where they begin, and the end of the last.
     """
-    ends = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv)
-    longest = [int(part.diff().max()) if len(part) > 1 else 0 for part in ends]
+    longest = int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
     return PackedSeqParams(
         qkv_format="thd",
-        cu_seqlens_q=ends[0],
-        cu_seqlens_kv=ends[1],
-        max_seqlen_q=longest[0],
-        max_seqlen_kv=longest[1],
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
     )
 
 
@@ -311,7 +358,13 @@ def _plan_step(params: PackedSeqParams, query: torch.Tensor, key: torch.Tensor, 
     if buffer not in _dispatchers:
         _dispatchers[buffer] = SequenceDispatcher(buffer)
     tables = plan.of_rank(group.rank())
-    sequences = packed_sequences(tables.cu_seqlens_q.to(query.device), tables.cu_seqlens_k.to(query.device))
+    sequences = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=tables.cu_seqlens_q.to(query.device),
+        cu_seqlens_kv=tables.cu_seqlens_k.to(query.device),
+        max_seqlen_q=tables.max_seqlen_q,
+        max_seqlen_kv=tables.max_seqlen_k,
+    )
     context_rows = None if tables.context_rows is None else tables.context_rows.to(query.device)
     return _Step(_dispatchers[buffer], plan, sequences, context_rows)
 

@@ -200,10 +200,6 @@ class ScriptRecipe(Section):
             f"{self.train.micro_batch_size} x {world // dense} data-parallel ranks",
         )
         require(
-            not self.dispatcher.sequences or self.model.transformer_impl == "local",
-            f"dispatcher.sequences is true, model.transformer_impl is {self.model.transformer_impl}, must be local",
-        )
-        require(
             p.tensor_model_parallel_size == 1 or p.sequence_parallel,
             "parallel.sequence_parallel is false, must be true with experts and tensor_model_parallel_size over 1",
         )

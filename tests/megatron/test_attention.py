@@ -7,15 +7,17 @@ import pytest
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
+import te_attention
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from megatron_ep.megatron import attention, equivalence, shared_buffers
@@ -279,6 +281,115 @@ def run_one_mistake():
 def test_a_mistake_of_one_rank_is_refused_by_all(four_ranks):
     said = "rank 2 of data parallelism: packed_seq_params has 9 tokens, must have the 12 of the micro-batch"
     assert four_ranks.run(run_one_mistake) == [said] * W
+
+
+# ---- Transformer Engine's
+
+
+def with_te(spec, kind):
+    """The spec with Megatron's wrapper of Transformer Engine's attention."""
+
+    def replace(node):
+        is_attention = isinstance(node, SelfAttentionSubmodules)
+        return dataclasses.replace(node, core_attention=kind) if is_attention else None
+
+    return attention._with_self_attention(spec, replace)
+
+
+def run_te_attention(lengths):
+    """The largest difference of output and gradients from attention at home; there and on other ranks, the calls of
+    Transformer Engine's and the names in state dicts."""
+    join_layout(1, 1)
+    lengths = lengths[dist.get_rank()]
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    options = dict(layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self")
+    params, rows = packed(lengths), sum(lengths)
+    leaves = [torch.randn(rows, n, 4, dtype=torch.float64, generator=generator).requires_grad_() for n in (4, 2, 2)]
+    weight = torch.randn(rows, 16, dtype=torch.float64, generator=generator)
+    config = make_config(attention_dropout=0.0, num_attention_heads=4, num_query_groups=2, hidden_size=16)
+    results, layers = [], []
+    with te_attention.installed() as kind:
+        spec = with_te(gpt_layer_specs.get_gpt_layer_local_spec(), kind)
+        for made in (spec, sequence_spec(spec)):
+            layer = build_module(made.submodules.self_attention.submodules.core_attention, config=config, **options)
+            out = layer(
+                *leaves, None, attn_mask_type=AttnMaskType.causal, attention_bias=None, packed_seq_params=params
+            )
+            results.append([out, *torch.autograd.grad((out * weight).sum(), leaves)])
+            layers.append(layer)
+    difference = max((a - b).abs().max().item() for a, b in zip(*results, strict=True))
+    return difference, *(layer.calls for layer in layers), *(list(layer.state_dict()) for layer in layers)
+
+
+def test_transformer_engine(four_ranks):
+    """Whole sequences, and ends of them with all earlier keys."""
+    has_earlier_keys = []
+    for difference, at_home, moved, *names in four_ranks.run(run_te_attention, LENGTHS):
+        assert difference < 1e-12 and names[0] == names[1] == ["_extra_state"]
+        [(mask, q_sizes, k_sizes)] = at_home
+        assert mask == "padding_causal" and q_sizes == k_sizes
+        [(mask, q_sizes, k_sizes)] = moved
+        assert mask == "padding_causal_bottom_right"
+        has_earlier_keys += [q < k for q, k in zip(q_sizes, k_sizes, strict=True)]
+    assert any(has_earlier_keys) and not all(has_earlier_keys)
+
+
+def run_te_without_rows():
+    """A rank without any has nothing to compute, and takes part."""
+    join_layout(1, 1)
+    rank = dist.get_rank()
+    config = make_config(attention_dropout=0.0, num_attention_heads=2, num_query_groups=2, hidden_size=8)
+    lengths = [] if rank == 1 else [3 + rank]
+    x = torch.randn(sum(lengths), 2, 4, requires_grad=True)
+    with te_attention.installed() as kind:
+        layer = attention._dispatched_te(kind)(
+            config, layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self"
+        )
+        out = layer(x, x, x, None, packed_seq_params=packed(lengths))
+        out.sum().backward()
+    return list(out.shape), len(layer.calls), x.grad.abs().sum().item()
+
+
+def test_transformer_engine_without_rows(four_ranks):
+    ranks = four_ranks.run(run_te_without_rows)
+    assert [shape for shape, _, _ in ranks] == [[3, 8], [0, 8], [5, 8], [6, 8]]
+    assert [calls for _, calls, _ in ranks] == [1, 0, 1, 1]
+    assert [grad > 0 for _, _, grad in ranks] == [True, False, True, True]
+
+
+def run_te_model(recompute):
+    join_layout(1, 1)
+    with te_attention.installed() as kind:
+        spec = with_te(gpt_layer_specs.get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False), kind)
+        expected, at_home = _losses(spec, False)
+        ours, model = _losses(sequence_spec(ep_layer_spec(spec)), recompute)
+    layers = [module for module in model.modules() if isinstance(module, kind)]
+    assert [type(layer).__name__ for layer in layers] == ["DispatchedTEDotProductAttention"] * 2
+    names = [{name for name in of.state_dict() if ".core_attention" in name} for of in (at_home, model)]
+    assert names[0] == names[1] and len(names[0]) == 2, "a checkpoint of one is one of the other"
+    return ours, expected
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_model_with_transformer_engine(four_ranks, recompute):
+    for ours, expected in four_ranks.run(run_te_model, recompute):
+        assert ours == pytest.approx(expected, abs=1e-5)
+        assert expected[-1] < expected[0] - 0.1, "the model learns"
+
+
+def test_specs_with_transformer_engine():
+    with te_attention.installed() as kind:
+        for options in ({}, {"num_experts": 4, "moe_grouped_gemm": True}, {"multi_latent_attention": True}):
+            spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(**options)
+            theirs = spec.submodules.self_attention.submodules.core_attention
+            assert theirs is kind
+            ours = sequence_spec(spec)
+            mine = ours.submodules.self_attention.submodules.core_attention.module
+            assert issubclass(mine, kind) and mine is not kind
+            again = sequence_spec(ours).submodules.self_attention.submodules.core_attention
+            assert again.module is mine
+        with pytest.raises(ValueError, match="attn_mask_type is padding, must be causal"):
+            mine(config_of_one(), layer_number=1, attn_mask_type=AttnMaskType.padding, attention_type="self")
 
 
 # ---- one process
