@@ -1,6 +1,8 @@
 """`megatron-ep bench sequences`: what it measures, on the host. Nothing here judges a time."""
 
 import json
+import sys
+import types
 
 import pytest
 import torch
@@ -79,15 +81,22 @@ def test_plans_and_what_crosses(world):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_attention_of_a_gpu(layout):
-    """What runs there where Transformer Engine is absent."""
+@pytest.mark.parametrize("kernel", ["torch's flash attention", "Transformer Engine"])
+def test_attention_of_a_gpu(layout, kernel, monkeypatch):
+    """Transformer Engine's is a stand-in."""
+    if kernel == "Transformer Engine":
+        pytest.importorskip("megatron.core")
+        import te_attention
+
+        monkeypatch.setitem(sys.modules, "transformer_engine", types.ModuleType("transformer_engine"))
+        monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", te_attention)
     case = Case(draw_documents(240, 20, 200, 2, 0), 4, 2, 8, "fp32", "cpu")
     of_ranks = [plans_of(case)[layout].of_rank(rank) for rank in range(2)]
     assert any(tables.context_rows is not None for tables in of_ranks) == (layout == "context_parallel")
     assert any(tables.num_kv_rows > tables.num_q_rows for tables in of_ranks) == (layout != "at_home")
     for tables in of_ranks:
         q, k, v = torch.randn(tables.num_q_rows, 4, 8), *torch.randn(2, tables.num_kv_rows, 2, 8)
-        out = attention_of(case, tables, "torch's flash attention")(q, k, v)
+        out = attention_of(case, tables, kernel)(q, k, v)
         torch.testing.assert_close(out, reference.attention(q, k, v, tables))
 
 

@@ -108,6 +108,7 @@ if "$PYTHON" -c 'import megatron.core, pydantic' > /dev/null 2>&1; then
         cp "$LOGS/train/loss.csv" "$OUT/train.csv"
     step layer_graph 120 bash -c 'test_with tests/gpu/test_gpu_layer_graph.py'
     step fp8_experts 120 bash -c 'test_with tests/gpu/test_gpu_fp8_experts.py'
+    step sequences_te 120 bash -c 'test_with tests/gpu/test_gpu_sequences_te.py'
     step train_tests 200 bash -c 'test_with tests/gpu/test_gpu_train.py'
 else
     log=$(log_of train)

@@ -47,6 +47,7 @@ class DotProductAttention(torch.nn.Module):
         widths = (kv_channels, kv_channels) if isinstance(kv_channels, int) else kv_channels
         self.widths, self.groups = widths, (num_gqa_groups or num_attention_heads) // tp_size
         self.softmax_scale = softmax_scale or widths[0] ** -0.5
+        self.qkv_format, self.attn_mask_type = qkv_format, attn_mask_type
         self.calls = []  # (mask, lengths of the queries, of the keys)
 
     def get_extra_state(self):
@@ -80,6 +81,7 @@ class DotProductAttention(torch.nn.Module):
         fp8_output=False,
         num_splits=1,
     ):
+        qkv_format, attn_mask_type = qkv_format or self.qkv_format, attn_mask_type or self.attn_mask_type
         assert qkv_format == "thd" and attn_mask_type in MASKS, (qkv_format, attn_mask_type)
         assert attention_mask is None and cu_seqlens_q_padded is None and cu_seqlens_kv_padded is None
         assert query_layer.shape[2] == key_layer.shape[2] == self.widths[0] and value_layer.shape[2] == self.widths[1]
@@ -101,8 +103,8 @@ class DotProductAttention(torch.nn.Module):
 
 @contextlib.contextmanager
 def installed():
-    """Yields Megatron's TEDotProductAttention over the stand-in. Megatron's specs with Transformer Engine have it, and
-    `megatron_ep.megatron.attention` takes it for what it is. Other layers of Transformer Engine are mocks."""
+    """Yields Megatron's TEDotProductAttention over the stand-in. Megatron's specs have it, and
+    `megatron_ep.megatron.attention` takes it for what it stands for. Other layers of Transformer Engine are mocks."""
     te = mock.MagicMock(__version__="2.2.0")
     te.pytorch.DotProductAttention = DotProductAttention
     modules = {"transformer_engine": te, "transformer_engine.pytorch": te.pytorch}

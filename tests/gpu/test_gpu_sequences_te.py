@@ -1,0 +1,162 @@
+"""Transformer Engine's attention on other ranks, between two GPUs: output, gradients and losses are those of attention
+at home, but for the rounding of bf16."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from left_out import missing
+
+from megatron_ep.bench.local_ranks import LocalRanks
+
+W = 2
+LACK = missing("megatron.core", "transformer_engine") or (None if torch.cuda.device_count() >= W else "a second GPU")
+pytestmark = pytest.mark.skipif(LACK is not None, reason=f"{LACK} is missing")
+
+# Rank 0 has most attention to compute: of its longest document it gives the end.
+LENGTHS = ([2500, 36, 512], [300, 7, 640, 1000, 101])
+VOCABULARY = 256
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with LocalRanks(W, 300) as ranks:
+        yield ranks
+
+
+def make_config(**options):
+    from gpu_layers import make_config
+
+    return make_config(
+        num_layers=2,
+        hidden_size=512,
+        ffn_hidden_size=512,
+        num_attention_heads=8,
+        num_query_groups=2,
+        num_moe_experts=None,
+        moe_ffn_hidden_size=None,
+        moe_router_enable_expert_bias=False,
+        expert_model_parallel_size=1,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        params_dtype=torch.bfloat16,
+        bf16=True,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        **options,
+    )
+
+
+def packed(lengths):
+    from megatron_ep.megatron.attention import packed_sequences
+
+    return packed_sequences(torch.tensor([0, *lengths]).cumsum(0).int().cuda())
+
+
+def specs():
+    """With attention at home, and with it on other ranks."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    from megatron_ep.megatron.attention import sequence_spec
+
+    spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
+    return spec, sequence_spec(spec)
+
+
+def distance(a, b):
+    return ((a.float() - b.float()).norm() / b.float().norm()).item()
+
+
+def run_attention():
+    """How far the output and each gradient are from those at home, and from those in float32; rows of Q that moved."""
+    from gpu_layers import join
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.spec_utils import build_module
+
+    from megatron_ep.megatron.attention import VarlenAttention
+    from megatron_ep.megatron.shared_buffers import close_buffers
+
+    join()
+    config, lengths, mask = make_config(), LENGTHS[dist.get_rank()], AttnMaskType.causal
+    generator = torch.Generator("cuda").manual_seed(dist.get_rank())
+    shape = dict(device="cuda", dtype=torch.bfloat16, generator=generator)
+    leaves = [torch.randn(sum(lengths), heads, 64, **shape).requires_grad_() for heads in (8, 2, 2)]
+    weight = torch.randn(sum(lengths), 512, **shape)
+    params = packed(lengths)
+
+    def results(layer, leaves):
+        out = layer(*leaves, None, attn_mask_type=mask, attention_bias=None, packed_seq_params=params)
+        return [out, *torch.autograd.grad(out, leaves, weight.to(out.dtype))]
+
+    at_home, dispatched = (
+        results(
+            build_module(
+                spec.submodules.self_attention.submodules.core_attention,
+                config=config,
+                layer_number=1,
+                attn_mask_type=mask,
+                attention_type="self",
+            ),
+            leaves,
+        )
+        for spec in specs()
+    )
+    exact = results(VarlenAttention(config), [x.detach().float().requires_grad_() for x in leaves])
+    moved = params._ep_sequences.plan.q_rows.clone().fill_diagonal_(0).sum().item()
+    close_buffers()
+    return [max(map(distance, dispatched, others)) for others in (at_home, exact)], moved
+
+
+def test_attention(ranks):
+    for distances, moved in ranks.run(run_attention):
+        assert max(distances) < 0.02 and moved > 500
+
+
+def run_model():
+    """How far the first step's gradients are from those with attention at home, and the losses of both."""
+    from gpu_layers import join
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from megatron_ep.megatron.shared_buffers import close_buffers
+
+    join()
+    curves, gradients, names = [], [], []
+    for spec in specs():
+        model_parallel_cuda_manual_seed(1)
+        torch.manual_seed(1)
+        model = GPTModel(
+            make_config(), spec, vocab_size=VOCABULARY, max_sequence_length=4096, position_embedding_type="rope"
+        )
+        model.cuda()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        losses = []
+        for step in range(8):
+            number = (dist.get_rank() + step) % W  # other lengths in each step
+            lengths = LENGTHS[number]
+            generator = torch.Generator().manual_seed(number)
+            tokens = torch.randint(0, VOCABULARY, (1, sum(lengths)), generator=generator).cuda()
+            labels = (tokens * 7 + 3) % VOCABULARY
+            loss = model(tokens, None, None, labels=labels, packed_seq_params=packed(lengths)).float().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            for parameter in model.parameters():
+                total = parameter.grad.float().cpu()
+                dist.all_reduce(total)
+                parameter.grad.copy_(total)
+            if step == 0:
+                gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+            optimizer.step()
+            losses.append(loss.item())
+        curves.append(losses)
+        names.append(list(model.state_dict()))
+    assert names[0] == names[1], "a checkpoint of one is one of the other"
+    close_buffers()
+    at_home, dispatched = gradients
+    return {name: distance(dispatched[name], at_home[name]) for name in at_home}, *curves
+
+
+def test_a_model_learns_the_same(ranks):
+    for distances, at_home, dispatched in ranks.run(run_model):
+        assert max(distances.values()) < 0.05, distances
+        assert dispatched == pytest.approx(at_home, abs=0.03)
+        assert at_home[-1] < at_home[0] - 0.1, "the model learns"
