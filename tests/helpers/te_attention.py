@@ -126,5 +126,6 @@ def _load(file):
     """A module from its file once more, under another name."""
     found = importlib.util.spec_from_file_location(f"{Path(file).stem}_over_stand_in", file)
     module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
+    with mock.patch.dict(sys.modules, {found.name: module}):  # where dataclasses look
+        found.loader.exec_module(module)
     return module
