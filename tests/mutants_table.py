@@ -5,6 +5,7 @@ from dataclasses import dataclass
 QUANTIZE = "exec/device/quantize.h"
 BULK, WARP, KERNELS = "exec/device/bulk.h", "exec/device/device_warp.h", "launch/cuda/kernels.h"
 FUSED = "launch/cuda/fused_dispatch.h"
+ARGS = "core/args.h"
 RING, DISPATCH, COMBINE = "protocol/ring.h", "protocol/dispatch.h", "protocol/combine.h"
 COMBINE_RECEIVER, INTRA_RANK = "protocol/combine_receiver.h", "protocol/intra_rank.h"
 COORDINATORS, NOTIFY = "protocol/coordinators.h", "protocol/notify.h"
@@ -305,6 +306,22 @@ MUTANTS = [
         DISPATCH,
         "if (go_on && counts.wait(warp)) write_own_rows(warp, args, channel, first, placed_from);",
         "write_own_rows(warp, args, channel, first, placed_from);",
+    ),
+    # ---- calls by a plan
+    changed(
+        "begins_call: the dispatch of a plan does not",
+        ARGS,
+        "return is_planned || !fills_tables;",
+        "is_planned || ",
+        "",
+        ("nvshmem",),
+    ),
+    Mutant(
+        "kind: that of a plan is any",
+        ARGS,
+        """if (is_planned)
+            return is_combine ? Sends::Kind::PlannedCombine : Sends::Kind::PlannedDispatch;""",
+        programs=QUEUES,
     ),
     # ---- NVLink rings
     changed("publish_tails: the rank's scope", RING, PUBLISH_TAILS, SYSTEM, RANK),

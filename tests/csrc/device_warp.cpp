@@ -12,7 +12,7 @@
 //     device_warp put
 //     device_warp unfit
 //
-// Between the ranks lies the p2p fabric, or with OVER_NCCL or OVER_NVSHMEM that of NCCL or NVSHMEM.
+// Between the ranks lies the p2p fabric, or with OVER_NCCL, OVER_NVSHMEM or OVER_QUEUE another.
 
 #include "transfer_failures.h"
 // after it
@@ -97,6 +97,34 @@ void check_counted(const Side& side, uint64_t notifies, uint64_t call) {
     }
 }
 
+using Waited = std::vector<std::vector<uint64_t>>;
+
+// How long each rank has waited for each, made other numbers than when the last call began.
+Waited other_waits(const Case& c, const Side& side) {
+    Waited of_ranks;
+    for (const Memory& heap : side.heaps) {
+        uint64_t* waited = reinterpret_cast<uint64_t*>(heap.data() + c.heap.waited());
+        of_ranks.emplace_back();
+        for (int other = 0; other < c.topology.world(); ++other)
+            of_ranks.back().push_back(++waited[other]);
+    }
+    return of_ranks;
+}
+
+// No notify begins a call by a plan: its dispatch notes what was waited before, and says what it
+// is.
+void check_planned(const Case& c, const Side& side, const Waited& waited, uint64_t call) {
+    for (size_t rank = 0; rank < side.heaps.size(); ++rank) {
+        const Memory& heap = side.heaps[rank];
+        const size_t bytes = waited[rank].size() * sizeof(uint64_t);
+        if (std::memcmp(heap.data() + c.heap.waited_before(), waited[rank].data(), bytes))
+            simt::die("a call by a plan does not begin");
+        const uint64_t word = heap.as<ControlBlock>()->sends_in(Sends::Mode::Transfer, call);
+        if (Sends::of(word).kind != Sends::Kind::PlannedDispatch)
+            simt::die("a call by a plan does not say that it is one");
+    }
+}
+
 void expect_same_results(uint64_t seed, int rank, const Side& gpu, const Side& host) {
     const Tensors &ours = gpu.tensors[rank], &expected = host.tensors[rank];
     expect_equal(seed, rank, "layout", gpu.layouts[rank], host.layouts[rank]);
@@ -178,12 +206,14 @@ void run_case(uint64_t seed, bool is_planned) {
                      t.out_weights.data(), may_pass[0] && !is_fused && c.pick(0, 1) && !c.flat});
                 dispatch[on_gpu].back().source_tokens = t.source_tokens.as<int32_t>();
                 dispatch[on_gpu].back().has_all_weights = c.flat && seed / 4 % 2;
-                dispatch[on_gpu].back().fills_tables = c.flat;
+                dispatch[on_gpu].back().fills_tables = c.flat || is_planned;
+                dispatch[on_gpu].back().is_planned = is_planned;
                 combine[on_gpu].push_back(
                     {transfer_args(c, rank, layouts[rank], t, rows[rank], call + 1),
                      expert_out[rank].data(), gradients[rank].data(), t.y.data(),
                      t.y_weights.data(), weighted ? row_weights[rank].data() : nullptr,
                      may_pass[1] && c.pick(0, 1) && !c.flat ? t.sums.data() : nullptr, sum_warps});
+                combine[on_gpu].back().is_planned = is_planned;
                 const int biases = static_cast<int>(seed % 3);
                 if (biases > 0) combine[on_gpu].back().bias[0] = in.x.data();
                 if (biases > 1) combine[on_gpu].back().bias[1] = in.x.data();
@@ -197,6 +227,10 @@ void run_case(uint64_t seed, bool is_planned) {
                 fused.push_back(fused_args(dispatch[1][rank], notify[rank]));
             grid.launch(kernels::fused_dispatch_kernel<FusedDispatch>,
                         grid.joint_of_roles<FusedDispatch>(fused));
+        } else if (is_planned) {
+            const Waited waited = other_waits(c, gpu);
+            dispatch_on(grid, dispatch[1]);
+            check_planned(c, gpu, waited, call - 1);
         } else {
             dispatch_on(grid, dispatch[1]);
         }
