@@ -288,19 +288,21 @@ def _exchanges(plan: SequencePlan, case: Case, group: dist.ProcessGroup) -> tupl
 
 
 def _copies(case: Case, size: int) -> dict[str, Callable[[int], None]]:
-    """Copies of so many bytes, at most `size`: to a neighbouring GPU, unless this process sees no other, and on the
-    rank."""
-    other, device = case.device, case.device
-    if device == "cuda":
-        number = (own_gpu() + 1) % torch.cuda.device_count()
-        other = f"cuda:{number}" if number != own_gpu() else ""
-    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    """Copies of so many bytes, at most `size`: to a neighbouring GPU, where this process sees another, and on the rank
+    itself."""
+    targets = {"copy_across": case.device, "copy_within": case.device}
+    if case.device == "cuda":
+        neighbour = (own_gpu() + 1) % torch.cuda.device_count()
+        if neighbour == own_gpu():
+            del targets["copy_across"]
+        else:
+            targets["copy_across"] = f"cuda:{neighbour}"
+    source = torch.zeros(size, dtype=torch.uint8, device=case.device)
 
     def copy(target: torch.Tensor, amount: int) -> None:
         target[:amount].copy_(source[:amount])
 
-    where = {"copy_across": other, "copy_within": device}
-    return {name: partial(copy, torch.zeros_like(source, device=device)) for name, device in where.items() if device}
+    return {name: partial(copy, torch.zeros_like(source, device=device)) for name, device in targets.items()}
 
 
 def _measure_attention(

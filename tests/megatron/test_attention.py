@@ -388,6 +388,8 @@ def test_specs_with_transformer_engine():
             assert issubclass(mine, kind) and mine is not kind
             again = sequence_spec(ours).submodules.self_attention.submodules.core_attention
             assert again.module is mine
+        options = dict(layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self")
+        mine(config_of_one(context_parallel_size=2), **options)  # the stand-in refuses a group of context parallelism
         with pytest.raises(ValueError, match="attn_mask_type is padding, must be causal"):
             mine(config_of_one(), layer_number=1, attn_mask_type=AttnMaskType.padding, attention_type="self")
 
