@@ -360,3 +360,9 @@ def _step_of(
 
     _, of_kv = _exchanges(plan, case, group)
     return step, _without_gradients(dispatch, qkv)
+
+
+if __name__ == "__main__":
+    import sys
+
+    sys.exit(main(sys.argv[1:]))
