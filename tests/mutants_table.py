@@ -304,22 +304,22 @@ MUTANTS = [
     Mutant(
         "nvl_sender: own rows are placed before the counts are there",
         DISPATCH,
-        "if (go_on && counts.wait(warp)) write_own_rows(warp, args, channel, first, placed_from);",
-        "write_own_rows(warp, args, channel, first, placed_from);",
+        "if (go_on && counts.wait(warp)) {",
+        "if (go_on) {",
     ),
     # ---- calls by a plan
     changed(
         "begins_call: the dispatch of a plan does not",
         ARGS,
-        "return is_planned || !fills_tables;",
-        "is_planned || ",
+        "return layout.is_planned || !fills_tables;",
+        "layout.is_planned || ",
         "",
         ("nvshmem",),
     ),
     Mutant(
         "kind: that of a plan is any",
         ARGS,
-        """if (is_planned)
+        """if (layout.is_planned)
             return is_combine ? Sends::Kind::PlannedCombine : Sends::Kind::PlannedDispatch;""",
         programs=QUEUES,
     ),

@@ -273,15 +273,16 @@ void bind_layout(py::class_<Heap>& bound) {
     bound.def(
         "lay_out",
         [](const Heap& heap, int rank, int topk, Address moves, size_t count, Address tokens,
-           uint32_t epoch, Address layout) {
+           uint32_t epoch, int leaving, Address layout) {
             static_assert(sizeof(Move) == 6 * sizeof(int32_t));
             const auto* tokens_of = at<int32_t>(tokens);
-            const Layout to_fill = layout_in(heap, tokens_of[rank], topk, at<int32_t>(layout));
-            lay_out(to_fill, rank, at<Move>(moves), count, tokens_of, epoch);
+            Layout to_fill = layout_in(heap, tokens_of[rank], topk, at<int32_t>(layout));
+            to_fill.is_planned = true;
+            lay_out(to_fill, rank, at<Move>(moves), count, tokens_of, epoch, leaving);
             return to_fill.totals();
         },
         py::kw_only(), py::arg("rank"), py::arg("topk"), py::arg("moves"), py::arg("count"),
-        py::arg("tokens"), py::arg("epoch"), py::arg("layout"),
+        py::arg("tokens"), py::arg("epoch"), py::arg("leaving"), py::arg("layout"),
         "Fills a layout in memory of the host. moves: int32 [count, 6], see "
         "core/planned_layout.h; tokens: int32 [W].");
 }

@@ -32,12 +32,14 @@ struct RankTensors {
     bool has_all_weights = false;                         // dispatch, see DispatchArgs
     Address source_tokens = 0;                            // dispatch, see DispatchArgs
     Address bias = 0, second_bias = 0;                    // combine, see CombineArgs
-    bool is_planned = false;                              // see TransferArgs
+    bool is_planned = false;                              // see Layout
 };
 
 inline Layout layout_of(const Heap& heap, const RankTensors& t, int topk) {
-    return {heap.topology,    t.num_tokens,  topk,
-            heap.num_experts, heap.channels, at<int32_t>(t.layout)};
+    Layout layout = {heap.topology,    t.num_tokens,  topk,
+                     heap.num_experts, heap.channels, at<int32_t>(t.layout)};
+    layout.is_planned = t.is_planned;
+    return layout;
 }
 
 inline TransferArgs transfer_args(const Heap& heap, int rank, const RankTensors& t,
@@ -57,7 +59,6 @@ inline TransferArgs transfer_args(const Heap& heap, int rank, const RankTensors&
                          t.max_rows};
     args.handle_age = t.handle_age;
     args.is_flat = t.is_flat;
-    args.is_planned = t.is_planned;
     return args;
 }
 

@@ -61,14 +61,13 @@ struct TransferArgs {
     // weights each. `dst_rows` of a dispatch that fills it then has the local expert for each k.
     bool is_flat = false;
     uint32_t handle_age = 0;  // resets since the handle was made
-    bool is_planned = false;  // the layout was made without a notify
 
     static constexpr int32_t kElsewhere = -1;   // that expert lives on another rank
     static constexpr int32_t kOverflowed = -2;  // the expert-grouped tensor had no room
 
     EP_HD Sends::Kind kind() const {
         if (is_weighted) return Sends::Kind::WeightedCombine;
-        if (is_planned)
+        if (layout.is_planned)
             return is_combine ? Sends::Kind::PlannedCombine : Sends::Kind::PlannedDispatch;
         if (is_combine) return Sends::Kind::Combine;
         return is_flat ? Sends::Kind::FlatDispatch : Sends::Kind::Dispatch;
@@ -78,7 +77,7 @@ struct TransferArgs {
         return static_cast<int64_t>(format.weight_bytes) * (is_flat ? format.topk : 1);
     }
     // Whether no notify has begun the call, in which ranks are waited for, before.
-    EP_HD bool begins_call() const { return is_planned || !fills_tables; }
+    EP_HD bool begins_call() const { return layout.is_planned || !fills_tables; }
     EP_HD const Topology& topology() const { return heap.topology; }
     EP_HD int node() const { return topology().node_of(rank); }
     EP_HD int local() const { return topology().local_of(rank); }

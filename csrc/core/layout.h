@@ -19,6 +19,7 @@ struct Layout {
     int num_experts;
     int channels;
     int32_t* data;
+    bool is_planned = false;  // made without a notify, from what all ranks know
 
     Layout() = default;
     Layout(const Topology& ranks, int tokens, int k, int experts, int num_channels, int32_t* first)
@@ -44,6 +45,7 @@ struct Layout {
         expert_start_ = part(local_experts() + 1);
         rail_ = part(static_cast<size_t>(channels) * topology.nodes);
         rail_start_ = part(static_cast<size_t>(channels) * topology.nodes);
+        first_tokens_ = part(channels + 1);
         size_ = end;
     }
 
@@ -53,8 +55,10 @@ struct Layout {
 
     // Tokens of a channel of this rank: [first_token(c), first_token(c + 1)), where
     // first_token(c) = (T * c + shift(rank)) / C. If T < C, the shift C * rank / W gives the tokens
-    // of different ranks different channels, so that different receivers serve them.
+    // of different ranks different channels, so that different receivers serve them. A plan's
+    // channels have what is written in its layout instead: equal shares of the rows that leave.
     EP_HD int first_token(int rank, int channel) const {
+        if (is_planned) return planned_first_token(channel);
         const uint64_t tokens = static_cast<uint64_t>(num_tokens) * channel + shift(rank);
         return static_cast<int>(quotient(tokens, channels));
     }
@@ -134,6 +138,9 @@ struct Layout {
         return data[rail_start_ + channel * topology.nodes + node];
     }
 
+    // [C + 1], of a plan, where the tokens of this rank's channels begin
+    EP_HD int32_t& planned_first_token(int channel) const { return data[first_tokens_ + channel]; }
+
     static constexpr size_t kTotals = sizeof(Totals) / sizeof(int32_t);
 
   private:
@@ -144,7 +151,7 @@ struct Layout {
     int local_experts_;
     // Where the parts begin, in this order: kernels ask for every row.
     size_t experts_, index_, expert_counts_, rank_tokens_, node_tokens_, received_, received_start_,
-        expert_base_, expert_count_, expert_start_, rail_, rail_start_, size_;
+        expert_base_, expert_count_, expert_start_, rail_, rail_start_, first_tokens_, size_;
 };
 
 }  // namespace ep

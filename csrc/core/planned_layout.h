@@ -17,9 +17,12 @@ struct Move {
 };
 
 // Makes the layout that notify would have made on a rank, without asking anyone.
+// layout: planned, as it will be used.
 // moves: of all ranks; those of the same tokens one after the other, by rank. tokens: of each rank.
 // epoch: by which ranks know that they mean the same moves; not 0.
+// leaving: what a channel has to do for each rank but its own that a token goes to, where it has to
+// do 1 for any token. Channels get equal shares.
 void lay_out(const Layout& layout, int rank, const Move* moves, size_t count, const int32_t* tokens,
-             uint32_t epoch);
+             uint32_t epoch, int leaving);
 
 }  // namespace ep

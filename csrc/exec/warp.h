@@ -220,6 +220,11 @@ EP_HD int lanes_from(int first, int count, int most = 32) {
     return count - first < most ? count - first : most;
 }
 
+// The first `count` lanes, at most 32.
+EP_HD uint32_t first_lanes(int count) {
+    return count < 32 ? (uint32_t{1} << count) - 1 : ~uint32_t{0};
+}
+
 // f(lane) for every lane of the mask, one after the other, by the whole warp.
 template <class F>
 EP_FN void for_each_lane(uint32_t mask, F&& f) {

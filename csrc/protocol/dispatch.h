@@ -177,13 +177,13 @@ EP_FN void write_output_rows(W& warp, const RowFormat& format, const OutputRows<
     clear_output_rows(warp, format, dst);
 }
 
-// This rank's tokens [first, end) of a channel, for experts of this rank.
+// This rank's tokens [first, end) for experts of this rank. received: of the first such token.
 template <WarpLike W>
-EP_FN void write_own_rows(W& warp, const DispatchArgs& args, int channel, int first, int end) {
+EP_FN void write_own_rows(W& warp, const DispatchArgs& args, int first, int end, int64_t received) {
     const RowFormat& format = args.format;
     OutputRows<W> dst;
-    int64_t received = args.layout.received_start(channel, args.rank);
-    for_each_token(warp, args, first, end, [&](int token, const Header<W>& header) {
+    const auto is_own = [&](int rank) { return rank == args.rank; };
+    for_each_token(warp, args, first, end, is_own, [&](int token, const Header<W>& header) {
         const int local_experts = args.layout.local_experts();
         const uint32_t own = warp.ballot(format.topk, [&](int lane) {
             return header.expert[lane] >= 0 && header.expert[lane] / local_experts == args.rank;
@@ -198,10 +198,32 @@ EP_FN void write_own_rows(W& warp, const DispatchArgs& args, int channel, int fi
     });
 }
 
+// Into how many parts so many warps divide each channel's own rows. A warp has to count those of
+// the parts before its own, so parts are not small.
+EP_FN int parts_of_own_rows(const DispatchArgs& args, int warps) {
+    constexpr int kLeastTokens = 256, kMost = 32;
+    const int channels = args.layout.channels;
+    int parts = 1;
+    while (parts < kMost && 2 * parts * channels <= warps &&
+           args.layout.num_tokens >= 2 * parts * channels * kLeastTokens)
+        parts *= 2;
+    return parts;
+}
+
+// A part of a channel's.
 template <WarpLike W>
-EP_FN void write_own_rows(W& warp, const DispatchArgs& args, int channel) {
-    write_own_rows(warp, args, channel, args.layout.first_token(args.rank, channel),
-                   args.layout.first_token(args.rank, channel + 1));
+EP_FN void write_own_rows(W& warp, const DispatchArgs& args, int channel, int part, int parts) {
+    const int first = args.layout.first_token(args.rank, channel),
+              tokens = args.layout.first_token(args.rank, channel + 1) - first;
+    const int begin = first + static_cast<int>(static_cast<int64_t>(tokens) * part / parts),
+              end = first + static_cast<int>(static_cast<int64_t>(tokens) * (part + 1) / parts);
+    int64_t received = args.layout.received_start(channel, args.rank);
+    for (int token = first; token < begin; token += 32) {
+        const int some_end = token + lanes_from(token, begin);
+        received += popcount(
+            tokens_to(warp, args, token, some_end, [&](int rank) { return rank == args.rank; }));
+    }
+    write_own_rows(warp, args, begin, end, received);
 }
 
 // Tag: the sender starts when the counts are known. Other types let it start before:
@@ -229,7 +251,11 @@ EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel,
     int64_t received = kLater ? 0 : args.layout.received_start(channel, args.rank);
     int batch = 0;
     bool go_on = true;
-    for_each_token(warp, args, first, end, [&](int token, const Header<W>& header) {
+    const auto is_served = [&](int rank) {
+        return args.topology().node_of(rank) == node &&
+               !(rank == args.rank && args.has_intra_rank_pass);
+    };
+    for_each_token(warp, args, first, end, is_served, [&](int token, const Header<W>& header) {
         const uint32_t firsts = peers_on_node(warp, args, node, header.expert, peer);
         if (!firsts) return true;
         const uint32_t own =
@@ -273,7 +299,10 @@ EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel,
     });
     publish_tails(warp, rings, node);
     if constexpr (kLater) {
-        if (go_on && counts.wait(warp)) write_own_rows(warp, args, channel, first, placed_from);
+        if (go_on && counts.wait(warp)) {
+            received = args.layout.received_start(channel, args.rank);
+            write_own_rows(warp, args, first, placed_from, received);
+        }
     }
 }
 
@@ -298,28 +327,32 @@ EP_FN void rdma_sender(W& warp, F& fabric, const DispatchArgs& args, int channel
             if (out.next != out.written) store(&out.next, out.written);
         });
     };
-    for_each_token(warp, args, channel, [&](int token, const Header<W>& header) {
-        const uint32_t lanes = nodes_among(warp, args, first, count, header.expert, node);
-        if (!lanes) return true;
-        const char* x = args.x + static_cast<size_t>(token) * format.payload_bytes;
-        warp.template stage<CacheHint::EvictFirst>(x, format.payload_bytes);
-        publish();
-        auto credit = [&](int lane) {
-            if (!(lanes >> lane & 1)) return nothing_to_wait_for();
-            next[lane] = rings.rdma_out(node[lane]).written;
-            return rdma_credit<W>(rings, node[lane], next[lane]);
-        };
-        if (!warp.wait_all(Wait::RdmaCredit, format.topk, credit)) return false;
-        warp.lanes(format.topk, [&](int lane) {
-            if (!(lanes >> lane & 1)) return;
-            slot[lane] = rings.rdma_out_slot(node[lane], next[lane]);
-            rings.rdma_out(node[lane]).written = next[lane] + 1;
+    const int first_token = args.layout.first_token(args.rank, channel),
+              end_token = args.layout.first_token(args.rank, channel + 1);
+    const auto is_far = [&](int rank) { return args.topology().node_of(rank) != args.node(); };
+    for_each_token(
+        warp, args, first_token, end_token, is_far, [&](int token, const Header<W>& header) {
+            const uint32_t lanes = nodes_among(warp, args, first, count, header.expert, node);
+            if (!lanes) return true;
+            const char* x = args.x + static_cast<size_t>(token) * format.payload_bytes;
+            warp.template stage<CacheHint::EvictFirst>(x, format.payload_bytes);
+            publish();
+            auto credit = [&](int lane) {
+                if (!(lanes >> lane & 1)) return nothing_to_wait_for();
+                next[lane] = rings.rdma_out(node[lane]).written;
+                return rdma_credit<W>(rings, node[lane], next[lane]);
+            };
+            if (!warp.wait_all(Wait::RdmaCredit, format.topk, credit)) return false;
+            warp.lanes(format.topk, [&](int lane) {
+                if (!(lanes >> lane & 1)) return;
+                slot[lane] = rings.rdma_out_slot(node[lane], next[lane]);
+                rings.rdma_out(node[lane]).written = next[lane] + 1;
+            });
+            write_token(warp, args, slot, lanes, token);
+            write_header(warp, format, slot, lanes, rings.tag, header);
+            has_written = true;
+            return true;
         });
-        write_token(warp, args, slot, lanes, token);
-        write_header(warp, format, slot, lanes, rings.tag, header);
-        has_written = true;
-        return true;
-    });
     publish();
 }
 

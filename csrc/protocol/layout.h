@@ -106,8 +106,7 @@ EP_FN int count_channel(W& warp, const NotifyArgs& args, int channel) {
         const size_t first = static_cast<size_t>(token) * topk;
         // The lanes of a mask that belong to the same token as this one.
         auto of_token = [&](uint32_t mask, int lane) {
-            return mask >> lane / topk * topk &
-                   (topk < 32 ? (uint32_t{1} << topk) - 1 : ~uint32_t{0});
+            return mask >> lane / topk * topk & first_lanes(topk);
         };
         warp.lanes(lanes, [&](int lane) {
             const bool named = id[lane] >= 0 && id[lane] < layout.num_experts;

@@ -88,24 +88,48 @@ EP_FN void write_header(W& warp, const RowFormat& format,
     });
 }
 
-// f(token, header) for tokens of this rank, until it returns false. A header is read while the
-// token before it is served.
-template <WarpLike W, class F>
-EP_FN void for_each_token(W& warp, const DispatchArgs& args, int first, int end, F&& f) {
-    Header<W> header, next;
-    if (first < end) read_header(warp, args, first, next);
-    for (int token = first; token < end; ++token) {
-        header = next;
-        if (token + 1 < end) read_header(warp, args, token + 1, next);
-        if (!f(token, header)) return;
-    }
+// Of the tokens [first, end) of this rank, at most 32, a lane each, those that go to a rank with
+// wanted(rank).
+template <WarpLike W, class Wanted>
+EP_FN uint32_t tokens_to(W& warp, const DispatchArgs& args, int first, int end, Wanted&& wanted) {
+    const Layout& layout = args.layout;
+    return warp.ballot(end - first, [&](int lane) {
+        bool any = false;
+        for (int k = 0; k < layout.topk; ++k) {
+            const int expert = layout.experts(first + lane)[k];
+            any |= expert >= 0 && wanted(expert / layout.local_experts());
+        }
+        return any;
+    });
 }
 
-// For those of a channel.
-template <WarpLike W, class F>
-EP_FN void for_each_token(W& warp, const DispatchArgs& args, int channel, F&& f) {
-    for_each_token(warp, args, args.layout.first_token(args.rank, channel),
-                   args.layout.first_token(args.rank, channel + 1), f);
+// f(token, header) for tokens [first, end) of this rank, until it returns false. A header is read
+// while the token before it is served. Most tokens of a plan may stay on their rank, so of those
+// only the ones come that go to a rank with wanted(rank).
+template <WarpLike W, class Wanted, class F>
+EP_FN void for_each_token(W& warp, const DispatchArgs& args, int first, int end, Wanted&& wanted,
+                          F&& f) {
+    Header<W> header, next;
+    uint32_t left = 0;  // of the 32 tokens before `first`
+    auto read_next = [&] {
+        while (!left) {
+            if (first >= end) return -1;
+            const int some = lanes_from(first, end);
+            left = args.layout.is_planned ? tokens_to(warp, args, first, first + some, wanted)
+                                          : first_lanes(some);
+            first += 32;
+        }
+        const int token = first - 32 + lowest_lane(left);
+        left &= left - 1;
+        read_header(warp, args, token, next);
+        return token;
+    };
+    for (int token = read_next(); token >= 0;) {
+        header = next;
+        const int served = token;
+        token = read_next();
+        if (!f(served, header)) return;
+    }
 }
 
 }  // namespace ep

@@ -25,6 +25,10 @@ from megatron_ep.sequences.plan import Moves, SequencePlan
 
 MAX_COPIES = MAX_TOPK
 
+# What a channel has to do for a row that leaves its rank, over what it has to do for one that stays: a move finds out
+# where that goes, and copies of it are summed like others.
+MOVED, COPIED = 16, 2
+
 
 @dataclass
 class SpareTokens:
@@ -62,9 +66,9 @@ def handles_of(plan: SequencePlan, group: RankGroup) -> PlanHandles:
     kv, tokens, spare_tokens = _as_tokens(plan.kv_moves(), rows, group.topology.ranks_per_node)
     is_cut = group.topology.nodes > 1 or any(spare_tokens)
     return PlanHandles(
-        q=_handle(group, digest + b"q", _TokenMoves(q, q.src_row, torch.zeros_like(q.src_row)), rows),
-        out=_handle(group, digest + b"out", _TokenMoves(out, out.src_row, torch.zeros_like(q.src_row)), q_rows),
-        kv=_handle(group, digest + b"kv", kv, tokens),
+        q=_handle(group, digest + b"q", _TokenMoves(q, q.src_row, torch.zeros_like(q.src_row)), rows, MOVED),
+        out=_handle(group, digest + b"out", _TokenMoves(out, out.src_row, torch.zeros_like(q.src_row)), q_rows, MOVED),
+        kv=_handle(group, digest + b"kv", kv, tokens, COPIED),
         spare_tokens=[spare_tokens[rank] for rank in group.ranks],
         has_partial_sums=is_cut and plan.max_copies > 1,
     )
@@ -125,8 +129,8 @@ def tokens_of_row(ranks: Sequence[int], ranks_per_node: int) -> Iterator[int]:
     yield size
 
 
-def _handle(group: RankGroup, name: bytes, token_moves: _TokenMoves, tokens: torch.Tensor) -> Handle:
-    """name: by which ranks know that they mean the same."""
+def _handle(group: RankGroup, name: bytes, token_moves: _TokenMoves, tokens: torch.Tensor, leaving: int) -> Handle:
+    """name: by which ranks know that they mean the same. leaving: see csrc/core/planned_layout.h."""
     moves, table, tokens = token_moves.moves, token_moves.table(), tokens.int()
     topk = int(token_moves.column.max()) + 1 if len(table) else 1
     epoch = int.from_bytes(hashlib.blake2b(name, digest_size=4).digest(), "little") or 1
@@ -141,6 +145,7 @@ def _handle(group: RankGroup, name: bytes, token_moves: _TokenMoves, tokens: tor
             count=len(table),
             tokens=tokens.data_ptr(),
             epoch=epoch,
+            leaving=leaving,
             layout=layout.data_ptr(),
         )
         dst_rows, rail_experts = (

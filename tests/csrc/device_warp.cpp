@@ -159,7 +159,9 @@ void run_case(uint64_t seed, bool is_planned) {
         if (is_planned) c.tokens = plan.emplace(c.random, c.topology, 14, c.format.topk).tokens;
         std::vector<Inputs> inputs;
         for (const int tokens : c.tokens) inputs.push_back(make_inputs(c, tokens));
-        const auto host_layouts = layouts_of(c, host), gpu_layouts = layouts_of(c, gpu);
+        auto host_layouts = layouts_of(c, host), gpu_layouts = layouts_of(c, gpu);
+        for (auto* layouts : {&host_layouts, &gpu_layouts})
+            for (Layout& layout : *layouts) layout.is_planned = is_planned;
         const auto notify = notify_args(c, inputs, gpu_layouts, 0, gpu);
         const bool is_fused = !is_planned && c.topology.nodes == 1 && world > 1 && c.pick(0, 1);
         if (is_planned) {
@@ -207,13 +209,11 @@ void run_case(uint64_t seed, bool is_planned) {
                 dispatch[on_gpu].back().source_tokens = t.source_tokens.as<int32_t>();
                 dispatch[on_gpu].back().has_all_weights = c.flat && seed / 4 % 2;
                 dispatch[on_gpu].back().fills_tables = c.flat || is_planned;
-                dispatch[on_gpu].back().is_planned = is_planned;
                 combine[on_gpu].push_back(
                     {transfer_args(c, rank, layouts[rank], t, rows[rank], call + 1),
                      expert_out[rank].data(), gradients[rank].data(), t.y.data(),
                      t.y_weights.data(), weighted ? row_weights[rank].data() : nullptr,
                      may_pass[1] && c.pick(0, 1) && !c.flat ? t.sums.data() : nullptr, sum_warps});
-                combine[on_gpu].back().is_planned = is_planned;
                 const int biases = static_cast<int>(seed % 3);
                 if (biases > 0) combine[on_gpu].back().bias[0] = in.x.data();
                 if (biases > 1) combine[on_gpu].back().bias[1] = in.x.data();

@@ -15,6 +15,7 @@ struct RandomMoves {
     std::vector<Move> moves;
     std::vector<int32_t> tokens;  // of each rank
     std::vector<int32_t> rows;    // that each rank gets
+    int leaving;                  // see lay_out
 
     RandomMoves(std::mt19937_64& random, const Topology& topology, int max_tokens, int topk)
         : rows(topology.world()) {
@@ -43,10 +44,11 @@ struct RandomMoves {
             move.place = rows[move.rank];
             rows[move.rank] += move.rows;
         }
+        leaving = static_cast<int>(moves.size() % 17);
     }
 
     void lay_out(const Layout& layout, int rank, uint32_t epoch) const {
-        ep::lay_out(layout, rank, moves.data(), moves.size(), tokens.data(), epoch);
+        ep::lay_out(layout, rank, moves.data(), moves.size(), tokens.data(), epoch, leaving);
     }
 };
 

@@ -155,6 +155,7 @@ struct TransferProgram {
             Layout layout{topology, plan.tokens[rank], topk, experts, heap.channels, nullptr};
             share.layout.resize(layout.size());
             layout.data = share.layout.data();
+            layout.is_planned = true;
             plan.lay_out(layout, rank, epoch);
             share.notify.layout = layout;
         }

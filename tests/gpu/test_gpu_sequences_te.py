@@ -128,7 +128,7 @@ def run_model():
             make_config(), spec, vocab_size=VOCABULARY, max_sequence_length=4096, position_embedding_type="rope"
         )
         model.cuda()
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-4)
         losses = []
         for step in range(8):
             number = (dist.get_rank() + step) % W  # other lengths in each step

@@ -264,8 +264,10 @@ template <class J>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     own_rows_kernel(const __grid_constant__ J joint) {
     run_intra_rank_pass(joint, [&](auto& warp, const auto& args, const auto& position) {
-        for_pieces(position, joint, args.layout.channels,
-                   [&](int channel) { write_own_rows(warp, args, channel); });
+        const int parts = parts_of_own_rows(args, position.warps);
+        for_pieces(position, joint, args.layout.channels * parts, [&](int piece) {
+            write_own_rows(warp, args, piece / parts, piece % parts, parts);
+        });
     });
 }
 

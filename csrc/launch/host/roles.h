@@ -57,7 +57,7 @@ void add_dispatch_roles(const DispatchArgs& args, Add&& add) {
         if (!args.has_intra_rank_pass) continue;
         add(c, [&args, c](auto&& warp_of, auto&) {
             auto warp = warp_of(Role::Launch);
-            write_own_rows(warp, args, c);
+            write_own_rows(warp, args, c, 0, 1);
         });
     }
     add(0, [&args](auto&& warp_of, auto&) {
