@@ -22,7 +22,6 @@ from megatron_ep.deep_ep.transfers import Received, Routes, Rows
 
 Event = EventHandle | EventOverlap | None
 BYTES = 2 << 20  # numbers of bytes are rounded up to it
-MIN_SMS = 4
 COLUMN_ALIGNMENT = 4  # of scales, in elements
 NOT_HERE = (
     "agrs_get_inplace_tensor",
@@ -251,10 +250,7 @@ class ElasticBuffer(OverInstances):
 
         Returns [T, H]; [T, K] or None; the event.
         """
-        if not isinstance(handle, EPHandle):
-            raise ValueError(
-                f"handle is a {type(handle).__name__}, must be of a dispatch of this library's ElasticBuffer"
-            )
+        _check_handle(handle)
         routes = handle.of_layout(not handle.do_expand)
         biases = [b for b in (bias if isinstance(bias, tuple) else (bias,)) if b is not None]
         before_end = handle_of(previous_event_before_epilogue)
@@ -332,10 +328,7 @@ class ElasticBuffer(OverInstances):
         alignment: int | None,
         do_cpu_sync: bool | None,
     ) -> None:
-        if not isinstance(handle, EPHandle):
-            raise ValueError(
-                f"handle is a {type(handle).__name__}, must be of a dispatch of this library's ElasticBuffer"
-            )
+        _check_handle(handle)
         if topk_idx is not None or do_cpu_sync:
             raise ValueError("topk_idx and do_cpu_sync must not be given with a handle")
         given = (("num_experts", num_experts), ("num_max_tokens_per_rank", max_tokens), ("expert_alignment", alignment))
