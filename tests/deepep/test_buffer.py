@@ -9,6 +9,7 @@ import deep_ep_elastic_checks as elastic
 import pytest
 import torch
 import torch.distributed as dist
+from forced_machines import machines_of
 
 import megatron_ep as ep
 from megatron_ep.bench.local_ranks import LocalRanks
@@ -24,6 +25,17 @@ def in_groups(check, size, ranks_per_node=None, **settings):
     groups = [dist.new_group(list(range(r, r + size))) for r in range(0, dist.get_world_size(), size)]
     with checks.nodes_of(ranks_per_node):
         return check(groups[dist.get_rank() // size], CPU, **settings)
+
+
+def on_nodes(check, size, ranks_per_node):
+    """For a check that looks how many nodes there are."""
+    return in_groups(check, size, ranks_per_node, nodes=size // ranks_per_node)
+
+
+def between_machines(check, size, ranks_per_machine):
+    """The same over TCP."""
+    with machines_of(ranks_per_machine):
+        return in_groups(check, size, nodes=size // ranks_per_machine)
 
 
 @pytest.mark.parametrize(("size", "ranks_per_node"), [(1, None), (2, None), (4, None), (4, 2), (4, 1)])
@@ -45,8 +57,19 @@ def test_low_latency_mode(four_ranks, size):
     assert all(four_ranks.run(in_groups, checks.check_low_latency, size))
 
 
+@pytest.mark.parametrize("ranks", [on_nodes, between_machines])
+@pytest.mark.parametrize(("size", "per_node"), [(2, 1), (4, 2), (4, 1)])
+def test_low_latency_mode_over_nodes(four_ranks, ranks, size, per_node):
+    assert all(four_ranks.run(ranks, checks.check_low_latency, size, per_node))
+
+
 def test_masked_ranks(four_ranks):
     assert all(four_ranks.run(in_groups, checks.check_masks, 4))
+
+
+@pytest.mark.parametrize("ranks", [on_nodes, between_machines])
+def test_masked_ranks_of_two_nodes(four_ranks, ranks):
+    assert all(four_ranks.run(ranks, checks.check_masks, 4, 2))
 
 
 def one_stays_away(group, device):
@@ -101,6 +124,8 @@ def test_eight_ranks():
         assert all(ranks.run(in_groups, checks.check_normal, 8))
         assert all(ranks.run(in_groups, checks.check_normal, 8, 4))
         assert all(ranks.run(in_groups, checks.check_low_latency, 8))
+        assert all(ranks.run(on_nodes, checks.check_low_latency, 8, 4))
+        assert all(ranks.run(between_machines, checks.check_low_latency, 8, 4))
 
 
 class OneRank:
