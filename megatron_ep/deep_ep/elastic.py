@@ -96,6 +96,7 @@ class ElasticBuffer(OverInstances):
         self._rounds_once = not allow_multiple_reduction
         self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
         self.num_rdma_ranks, self.num_nvlink_ranks = self.get_physical_domain_size()
+        self._default_sms = default_sms(Topology(self.num_scaleout_ranks, self.num_scaleup_ranks))
         self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(self.rank_idx, self.num_scaleup_ranks)
         self.runtime = Instances(GroupRanks(group), timeout=float(num_gpu_timeout_secs))
 
@@ -127,10 +128,7 @@ class ElasticBuffer(OverInstances):
 
     def get_theoretical_num_sms(self, num_experts: int, num_topk: int, **_: Any) -> int:
         """This library's own."""
-        return self._default_sms()
-
-    def _default_sms(self) -> int:
-        return default_sms(Topology(*self.get_logical_domain_size()))
+        return self._default_sms
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
         return num_sms
@@ -226,7 +224,7 @@ class ElasticBuffer(OverInstances):
                 do_expand=do_expand,
                 expert_alignment=alignment,
                 num_max_tokens_per_rank=num_max_tokens_per_rank or self.num_max_tokens_per_rank,
-                num_sms=num_sms or self._default_sms(),
+                num_sms=num_sms or self._default_sms,
                 has_counts=has_counts,
             )
         return received.rows, ids, received.weights, handle, event
