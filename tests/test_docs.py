@@ -45,6 +45,8 @@ NOT_HERE = {
     "deepep_ht.py",
     "deepep_ll.py",
     "deepep_v2.py",
+    "grouped_fused_moe_ep.py",
+    "fused_moe_weight_ep.py",
     "loss.csv",
     "loss.png",
 }
@@ -53,6 +55,7 @@ NOT_HERE = {
 ELSEWHERE = {
     "EP_DISABLE_GIN",
     "GPU_DIRECT_RDMA_WRITES_ORDERING",
+    "MOE_MODE",
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
     "compare_exchange",
     "deepep",

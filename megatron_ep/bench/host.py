@@ -1,23 +1,29 @@
 """`megatron-ep bench host`: what the host does for a call that is launched on a GPU, by its own clock.
 
 One rank, which sends to itself; the GPU is idle before each round of calls, and has not finished when the host has.
-T tokens, H hidden, K choices of a token, E experts, bf16.
+T tokens, H hidden, K choices of a token, E experts, bf16. Calls by DeepEP's names take turns with ours of the same
+kind: the same rows, and nobody waits for counts.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import megatron_ep as ep
+from megatron_ep import deep_ep
 from megatron_ep.bench.arguments import add_rounds, positive
 from megatron_ep.bench.gpu_case import require_gpu
 from megatron_ep.bench.report import WHAT, Record, Report, make_record
-from megatron_ep.bench.timing import host_timer, time_rounds
+from megatron_ep.bench.timing import Timer, host_timer, time_rounds
+
+Call = Callable[[], Any]
 
 CALLS = 10  # of a round, in a row: fewer than a buffer lets the host be ahead of the GPU
 TOKENS, HIDDEN, TOPK, EXPERTS = 128, 7168, 8, 64
@@ -43,30 +49,46 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measure(device: str, num_sms: int, warmup: int, iterations: int) -> list[Record]:
-    """The records of a buffer of the default group, which has one rank."""
-    config = ep.Config(num_experts=EXPERTS, num_sms=num_sms, timeout=10)
-    with ep.Buffer(None, config, device=device) as buffer, torch.no_grad():
+    """The records of the default group, which has one rank."""
+    with ExitStack() as stack, torch.no_grad():
+        buffer = stack.enter_context(
+            ep.Buffer(None, ep.Config(num_experts=EXPERTS, num_sms=num_sms, timeout=10), device=device)
+        )
+        inputs = _Inputs(buffer.device)
+        theirs = [_calls_of_buffer(inputs, num_sms, stack), _calls_of_elastic_buffer(inputs, num_sms, stack)]
+        calls = {"host": _calls(inputs, buffer), "deep_ep.Buffer": theirs[0], "deep_ep.ElasticBuffer": theirs[1]}
         records = []
-        for phase, step in _steps(buffer).items():
-
-            def calls(step: Callable[[], Any] = step) -> None:
-                for _ in range(CALLS):
-                    step()
-
-            timer = host_timer(calls, before=buffer.synchronize)
-            [seconds] = time_rounds({0: timer}, warmup, iterations).values()
-            records.append(make_record(CASE, phase, "host", [second / CALLS for second in seconds], 0))
+        for phase in calls["host"]:
+            timers = {name: _timer(of[phase], buffer) for name, of in calls.items() if phase in of}
+            for name, seconds in time_rounds(timers, warmup, iterations).items():
+                records.append(make_record(CASE, phase, name, [second / CALLS for second in seconds], 0))
         return records
 
 
-def _steps(buffer: ep.Buffer) -> dict[str, Callable[[], Any]]:
-    device = buffer.device
-    x = torch.randn(TOKENS, HIDDEN, device=device).bfloat16()
-    weights, ids = torch.rand(TOKENS, EXPERTS, device=device).topk(TOPK, dim=1)
+def _timer(call: Call, buffer: ep.Buffer) -> Timer:
+    def calls() -> None:
+        for _ in range(CALLS):
+            call()
+
+    return host_timer(calls, before=buffer.synchronize)
+
+
+class _Inputs:
+    def __init__(self, device: torch.device):
+        self.x = torch.randn(TOKENS, HIDDEN, device=device).bfloat16()
+        self.weights, self.ids = torch.rand(TOKENS, EXPERTS, device=device).topk(TOPK, dim=1)
+
+
+def _calls(given: _Inputs, buffer: ep.Buffer) -> dict[str, Call]:
+    x, ids, weights = given.x, given.ids, given.weights
     low_latency = ep.LowLatency(buffer, max_tokens=TOKENS, hidden=HIDDEN, topk=TOPK)
     received = low_latency.dispatch(x, ids, weights)
     rows, handle = received.x, received.handle
-    normal = ep.dispatch(x, ids, weights, buffer=buffer, max_recv_tokens=TOKENS * TOPK)
+
+    def dispatch(layout: str) -> ep.Received:
+        return ep.dispatch(x, ids, weights, buffer=buffer, max_recv_tokens=TOKENS * TOPK, layout=layout)
+
+    normal, flat = dispatch("grouped"), dispatch("flat")
 
     def dispatch_hook() -> None:
         _, hook = low_latency.dispatch(x, ids, return_recv_hook=True)
@@ -81,9 +103,74 @@ def _steps(buffer: ep.Buffer) -> dict[str, Callable[[], Any]]:
         "low-latency combine": lambda: low_latency.combine(rows, handle, weights),
         "low-latency dispatch, hook": dispatch_hook,
         "low-latency combine, hook": combine_hook,
-        "dispatch from scratch": lambda: ep.dispatch(x, ids, weights, buffer=buffer, max_recv_tokens=TOKENS * TOPK),
+        "dispatch from scratch": lambda: dispatch("grouped"),
         "dispatch again": lambda: ep.dispatch(x, topk_weights=weights, handle=normal.handle),
         "combine": lambda: ep.combine(normal.x, normal.handle),
+        "flat dispatch from scratch": lambda: dispatch("flat"),
+        "flat dispatch again": lambda: ep.dispatch(x, handle=flat.handle),
+        "flat combine": lambda: ep.combine(flat.x, flat.handle),
+    }
+
+
+def _calls_of_buffer(given: _Inputs, num_sms: int, stack: ExitStack) -> dict[str, Call]:
+    x, ids, weights = given.x, given.ids, given.weights
+    buffer = deep_ep.Buffer(dist.group.WORLD)
+    stack.callback(buffer.destroy)
+    config = deep_ep.Config(num_sms)
+    *_, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, EXPERTS)
+    dispatch = partial(
+        buffer.dispatch,
+        x,
+        num_tokens_per_expert=per_expert,
+        is_token_in_rank=in_rank,
+        topk_idx=ids,
+        topk_weights=weights,
+        num_worst_tokens=TOKENS * TOPK,
+        config=config,
+    )
+    rows, *_, handle, _ = dispatch()
+    assert isinstance(rows, torch.Tensor) and handle is not None
+
+    def low_latency_dispatch(has_hook: bool = False) -> Any:
+        result = buffer.low_latency_dispatch(x, ids, TOKENS, EXPERTS, use_fp8=False, return_recv_hook=has_hook)
+        hook = result[-1]
+        if hook is not None:
+            hook()
+        return result
+
+    received, _, of_received, _, _ = low_latency_dispatch()
+
+    def low_latency_combine(has_hook: bool = False) -> None:
+        *_, hook = buffer.low_latency_combine(received, ids, weights, of_received, return_recv_hook=has_hook)
+        if hook is not None:
+            hook()
+
+    return {
+        "low-latency dispatch": low_latency_dispatch,
+        "low-latency combine": low_latency_combine,
+        "low-latency dispatch, hook": lambda: low_latency_dispatch(has_hook=True),
+        "low-latency combine, hook": lambda: low_latency_combine(has_hook=True),
+        "flat dispatch from scratch": dispatch,
+        "flat dispatch again": lambda: buffer.dispatch(x, handle),
+        "flat combine": lambda: buffer.combine(rows, handle),
+    }
+
+
+def _calls_of_elastic_buffer(given: _Inputs, num_sms: int, stack: ExitStack) -> dict[str, Call]:
+    x, ids, weights = given.x, given.ids, given.weights
+    buffer = deep_ep.ElasticBuffer(dist.group.WORLD, num_max_tokens_per_rank=TOKENS, hidden=HIDDEN)
+    stack.callback(buffer.destroy)
+    dispatch = partial(buffer.dispatch, x, ids, weights, num_experts=EXPERTS, num_sms=num_sms, do_cpu_sync=False)
+    grouped, *_, grouped_handle, _ = dispatch(do_expand=True)
+    flat, *_, flat_handle, _ = dispatch(do_expand=False)
+    assert isinstance(grouped, torch.Tensor) and isinstance(flat, torch.Tensor)
+    return {
+        "dispatch from scratch": partial(dispatch, do_expand=True),
+        "dispatch again": partial(buffer.dispatch, x, topk_weights=weights, handle=grouped_handle, do_expand=True),
+        "combine": lambda: buffer.combine(grouped, grouped_handle),
+        "flat dispatch from scratch": partial(dispatch, do_expand=False),
+        "flat dispatch again": lambda: buffer.dispatch(x, handle=flat_handle),
+        "flat combine": lambda: buffer.combine(flat, flat_handle),
     }
 
 

@@ -22,7 +22,6 @@ from megatron_ep.deep_ep.transfers import Received, Routes, Rows
 
 Event = EventHandle | EventOverlap | None
 BYTES = 2 << 20  # numbers of bytes are rounded up to it
-MIN_SMS = 4
 COLUMN_ALIGNMENT = 4  # of scales, in elements
 NOT_HERE = (
     "agrs_get_inplace_tensor",
@@ -97,6 +96,7 @@ class ElasticBuffer(OverInstances):
         self._rounds_once = not allow_multiple_reduction
         self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
         self.num_rdma_ranks, self.num_nvlink_ranks = self.get_physical_domain_size()
+        self._default_sms = default_sms(Topology(self.num_scaleout_ranks, self.num_scaleup_ranks))
         self.scaleout_rank_idx, self.scaleup_rank_idx = divmod(self.rank_idx, self.num_scaleup_ranks)
         self.runtime = Instances(GroupRanks(group), timeout=float(num_gpu_timeout_secs))
 
@@ -128,10 +128,7 @@ class ElasticBuffer(OverInstances):
 
     def get_theoretical_num_sms(self, num_experts: int, num_topk: int, **_: Any) -> int:
         """This library's own."""
-        return self._default_sms()
-
-    def _default_sms(self) -> int:
-        return default_sms(Topology(*self.get_logical_domain_size()))
+        return self._default_sms
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
         return num_sms
@@ -227,7 +224,7 @@ class ElasticBuffer(OverInstances):
                 do_expand=do_expand,
                 expert_alignment=alignment,
                 num_max_tokens_per_rank=num_max_tokens_per_rank or self.num_max_tokens_per_rank,
-                num_sms=num_sms or self._default_sms(),
+                num_sms=num_sms or self._default_sms,
                 has_counts=has_counts,
             )
         return received.rows, ids, received.weights, handle, event
@@ -251,10 +248,7 @@ class ElasticBuffer(OverInstances):
 
         Returns [T, H]; [T, K] or None; the event.
         """
-        if not isinstance(handle, EPHandle):
-            raise ValueError(
-                f"handle is a {type(handle).__name__}, must be of a dispatch of this library's ElasticBuffer"
-            )
+        _check_handle(handle)
         routes = handle.of_layout(not handle.do_expand)
         biases = [b for b in (bias if isinstance(bias, tuple) else (bias,)) if b is not None]
         before_end = handle_of(previous_event_before_epilogue)
@@ -332,10 +326,7 @@ class ElasticBuffer(OverInstances):
         alignment: int | None,
         do_cpu_sync: bool | None,
     ) -> None:
-        if not isinstance(handle, EPHandle):
-            raise ValueError(
-                f"handle is a {type(handle).__name__}, must be of a dispatch of this library's ElasticBuffer"
-            )
+        _check_handle(handle)
         if topk_idx is not None or do_cpu_sync:
             raise ValueError("topk_idx and do_cpu_sync must not be given with a handle")
         given = (("num_experts", num_experts), ("num_max_tokens_per_rank", max_tokens), ("expert_alignment", alignment))

@@ -13,6 +13,7 @@ from megatron_ep.backends.interface import RankHandle
 from megatron_ep.buffer import Buffer
 from megatron_ep.config import MAX_TOPK
 from megatron_ep.group.any_buffer import rank_group_of
+from megatron_ep.group.known_calls import looks_of
 from megatron_ep.group.rank_group import RankGroup
 from megatron_ep.normal import api, launches
 from megatron_ep.normal.handle import CountsToAskFor, Handle
@@ -130,19 +131,22 @@ class Routes:
         return routes
 
 
-def check_rows(x: Rows, group: RankGroup, num_tokens: int | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x [T, H] and its scales [T, S], of any S and four-byte type, both contiguous. Raises ValueError."""
-    values, scales = x if isinstance(x, tuple) else (x, None)
+def _parts(x: Rows) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """x [T, H] and its scales [T, S], of any strides."""
+    return x if isinstance(x, tuple) else (x, None)
+
+
+def _check_rows(group: RankGroup, values: torch.Tensor, scales: torch.Tensor | None, num_tokens: int) -> None:
     api.as_list("x", values, group)
-    api.check_payload("x", [values], [len(values) if num_tokens is None else num_tokens], api.PAYLOAD_DTYPES)
+    api.check_payload("x", [values], [num_tokens], api.PAYLOAD_DTYPES)
     if (values.dtype == torch.float8_e4m3fn) != (scales is not None):
         raise ValueError(f"x is {values.dtype}, must be a tensor, or of float8_e4m3fn in a tuple with its scales")
-    if scales is None:
-        return values, None
-    api.check_dtype("scales of x", scales, (torch.float32, torch.int32))
-    if scales.dim() != 2 or len(scales) != len(values):
-        raise ValueError(f"scales of x have shape {tuple(scales.shape)}, must be [{len(values)}, S]")
-    return values, scales.contiguous()
+    if scales is not None:
+        if scales.device != values.device:
+            raise ValueError(f"scales of x are on {scales.device}, must be on {values.device}, where x is")
+        api.check_dtype("scales of x", scales, (torch.float32, torch.int32))
+        if scales.dim() != 2 or len(scales) != len(values):
+            raise ValueError(f"scales of x have shape {tuple(scales.shape)}, must be [{len(values)}, S]")
 
 
 def dispatch_rows(
@@ -164,10 +168,14 @@ def dispatch_rows(
     group = rank_group_of(buffer)
     with group.abort_peers_on_error():
         group.check_usable()
-        api.as_list("topk_idx", ids, group)
-        api.check_ids([ids])
-        values, scales = check_rows(x, group, len(ids))
-        _check_weights(group, weights, tuple(ids.shape))
+        values, scales = _parts(x)
+        looks = looks_of(("deep_ep dispatch",), values, scales, ids, weights)
+        if not group.known_calls.get(looks):
+            api.as_list("topk_idx", ids, group)
+            api.check_ids([ids])
+            _check_rows(group, values, scales, len(ids))
+            _check_weights(group, weights, tuple(ids.shape))
+            group.known_calls.add(looks, True)
         request = CountsToAskFor([ids], alignment, 0, num_rows, allows_repeats=is_flat, keeps_source_tokens=True)
         handle = Handle(group, ids.shape[1], [], request, is_flat=is_flat)
         received = _launch(handle, values, scales, weights, all_weights)
@@ -181,8 +189,12 @@ def dispatch_again(
     group = routes.group
     with group.abort_peers_on_error():
         group.check_usable()
-        values, scales = check_rows(x, group, routes.num_tokens)
-        _check_weights(group, weights, (routes.num_tokens, routes.handle.topk))
+        values, scales = _parts(x)
+        looks = looks_of(("deep_ep dispatch again", routes.handle.looks), values, scales, weights)
+        if not group.known_calls.get(looks):
+            _check_rows(group, values, scales, routes.num_tokens)
+            _check_weights(group, weights, (routes.num_tokens, routes.handle.topk))
+            group.known_calls.add(looks, True)
         return _launch(routes.handle, values, scales, weights, all_weights)
 
 
@@ -205,16 +217,10 @@ def combine(
     group = routes.group
     with group.abort_peers_on_error():
         group.check_usable()
-        api.as_list("x", x, group)
-        api.check_payload("x", [x], [routes.num_rows], api.COMBINE_DTYPES)
-        _check_weights(group, weights, routes.weights_shape)
-        if len(biases) > MAX_BIASES or routes.handle.topk + len(biases) > MAX_TOPK:
-            raise ValueError(
-                f"bias has {len(biases)} tensors, must have at most {MAX_BIASES}, with K <= {MAX_TOPK} - their number"
-            )
-        for bias in biases:
-            api.as_list("bias", bias, group)
-            api.check_weights("bias", [bias], [(routes.num_tokens, x.shape[1])], (x.dtype,))
+        looks = looks_of(("deep_ep combine", routes.handle.looks), x, weights, *biases)
+        if not group.known_calls.get(looks):
+            _check_combine(routes, x, weights, biases)
+            group.known_calls.add(looks, True)
         dtype = x.dtype
         if rounds_once and dtype.itemsize < torch.float32.itemsize:
             x, biases = x.float(), [bias.float() for bias in biases]
@@ -223,6 +229,22 @@ def combine(
         if weights is not None and sums_weights:
             return out[0].to(dtype), launches.launch_combine(routes.handle, [weights], None)[0][0]
         return out[0].to(dtype), None if out_weights is None else out_weights[0]
+
+
+def _check_combine(
+    routes: Routes, x: torch.Tensor, weights: torch.Tensor | None, biases: Sequence[torch.Tensor]
+) -> None:
+    group = routes.group
+    api.as_list("x", x, group)
+    api.check_payload("x", [x], [routes.num_rows], api.COMBINE_DTYPES)
+    _check_weights(group, weights, routes.weights_shape)
+    if len(biases) > MAX_BIASES or routes.handle.topk + len(biases) > MAX_TOPK:
+        raise ValueError(
+            f"bias has {len(biases)} tensors, must have at most {MAX_BIASES}, with K <= {MAX_TOPK} - their number"
+        )
+    for bias in biases:
+        api.as_list("bias", bias, group)
+        api.check_weights("bias", [bias], [(routes.num_tokens, x.shape[1])], (x.dtype,))
 
 
 def _check_weights(group: RankGroup, weights: torch.Tensor | None, shape: tuple[int, ...]) -> None:
@@ -241,7 +263,7 @@ def _launch(
     out, out_scales, out_weights = launches.launch_dispatch(
         handle,
         [values],
-        None if scales is None else [scales],
+        None if scales is None else [scales.contiguous()],
         None if weights is None else [weights],
         clears_end=False,
         all_weights=all_weights,

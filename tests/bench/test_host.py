@@ -16,15 +16,21 @@ def alone():
 def test_every_call_of_both_modes_is_timed(alone, monkeypatch) -> None:
     monkeypatch.setattr(host, "HIDDEN", 64)
     records = host.measure("cpu", num_sms=1, warmup=1, iterations=2)
-    assert [record["phase"] for record in records] == [
+    ours, v1, v2 = [
+        [record["phase"] for record in records if record["implementation"] == name]
+        for name in ("host", "deep_ep.Buffer", "deep_ep.ElasticBuffer")
+    ]
+    low_latency = [
         "low-latency dispatch",
         "low-latency combine",
         "low-latency dispatch, hook",
         "low-latency combine, hook",
-        "dispatch from scratch",
-        "dispatch again",
-        "combine",
     ]
+    grouped = ["dispatch from scratch", "dispatch again", "combine"]
+    flat = ["flat dispatch from scratch", "flat dispatch again", "flat combine"]
+    assert ours == low_latency + grouped + flat
+    assert (v1, v2) == (low_latency + flat, grouped + flat)
+    assert len(records) == len(ours) + len(v1) + len(v2)
     assert all(0 < record["seconds_min"] <= record["seconds"] for record in records)
 
 

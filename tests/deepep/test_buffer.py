@@ -9,11 +9,12 @@ import deep_ep_elastic_checks as elastic
 import pytest
 import torch
 import torch.distributed as dist
+from forced_machines import machines_of
 
 import megatron_ep as ep
 from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.config import TIMEOUT_VARIABLE
-from megatron_ep.deep_ep import Buffer, Config, ElasticBuffer, EventHandle, EventOverlap
+from megatron_ep.deep_ep import Buffer, Config, ElasticBuffer, EventHandle, EventOverlap, transfers
 from megatron_ep.group import distributed
 
 CPU = torch.device("cpu")
@@ -24,6 +25,17 @@ def in_groups(check, size, ranks_per_node=None, **settings):
     groups = [dist.new_group(list(range(r, r + size))) for r in range(0, dist.get_world_size(), size)]
     with checks.nodes_of(ranks_per_node):
         return check(groups[dist.get_rank() // size], CPU, **settings)
+
+
+def on_nodes(check, size, ranks_per_node):
+    """For a check that looks how many nodes there are."""
+    return in_groups(check, size, ranks_per_node, nodes=size // ranks_per_node)
+
+
+def between_machines(check, size, ranks_per_machine):
+    """The same over TCP."""
+    with machines_of(ranks_per_machine):
+        return in_groups(check, size, nodes=size // ranks_per_machine)
 
 
 @pytest.mark.parametrize(("size", "ranks_per_node"), [(1, None), (2, None), (4, None), (4, 2), (4, 1)])
@@ -45,8 +57,19 @@ def test_low_latency_mode(four_ranks, size):
     assert all(four_ranks.run(in_groups, checks.check_low_latency, size))
 
 
+@pytest.mark.parametrize("ranks", [on_nodes, between_machines])
+@pytest.mark.parametrize(("size", "per_node"), [(2, 1), (4, 2), (4, 1)])
+def test_low_latency_mode_over_nodes(four_ranks, ranks, size, per_node):
+    assert all(four_ranks.run(ranks, checks.check_low_latency, size, per_node))
+
+
 def test_masked_ranks(four_ranks):
     assert all(four_ranks.run(in_groups, checks.check_masks, 4))
+
+
+@pytest.mark.parametrize("ranks", [on_nodes, between_machines])
+def test_masked_ranks_of_two_nodes(four_ranks, ranks):
+    assert all(four_ranks.run(ranks, checks.check_masks, 4, 2))
 
 
 def one_stays_away(group, device):
@@ -101,6 +124,8 @@ def test_eight_ranks():
         assert all(ranks.run(in_groups, checks.check_normal, 8))
         assert all(ranks.run(in_groups, checks.check_normal, 8, 4))
         assert all(ranks.run(in_groups, checks.check_low_latency, 8))
+        assert all(ranks.run(on_nodes, checks.check_low_latency, 8, 4))
+        assert all(ranks.run(between_machines, checks.check_low_latency, 8, 4))
 
 
 class OneRank:
@@ -179,7 +204,7 @@ def alone(group, device):
     """Wrong arguments, in a group of one rank."""
     buffer = Buffer(group)
     x, ids, weights = torch.ones(2, 8), torch.tensor([[0], [1]]), torch.ones(2, 1)
-    counts = torch.ones(2, dtype=torch.int32)
+    float8, counts = x.to(torch.float8_e4m3fn), torch.ones(2, dtype=torch.int32)
     given = {"num_tokens_per_expert": counts, "topk_idx": ids, "topk_weights": weights}
     for changes, text in (
         ({"num_tokens_per_expert": None}, "num_tokens_per_expert is None"),
@@ -191,6 +216,8 @@ def alone(group, device):
         ({"expert_alignment": 0}, "expert_alignment is 0"),
         ({"x": x.T}, "x has strides"),
         ({"x": (x, x)}, "x is torch.float32, must be a tensor, or of float8_e4m3fn in a tuple with its scales"),
+        ({"x": (float8, x.to("meta"))}, "scales of x are on meta, must be on cpu"),
+        ({"x": (float8, x.int()[:1])}, r"scales of x have shape \(1, 8\), must be \[2, S\]"),
     ):
         with pytest.raises(ValueError, match=text):
             buffer.dispatch(**({"x": x} | given | changes))
@@ -224,6 +251,33 @@ def alone(group, device):
 
 def test_wrong_arguments(four_ranks):
     assert all(four_ranks.run(in_groups, alone, 1))
+
+
+def the_same_again(group, device):
+    """Arguments that look like earlier ones are not checked again."""
+    buffer, elastic_buffer = Buffer(group), ElasticBuffer(group, 1)
+    x, ids, weights = torch.ones(2, 8), torch.tensor([[0], [1]]), torch.ones(2, 1)
+    counts = torch.ones(2, dtype=torch.int32)
+    with mock.patch.object(transfers.api, "check_payload", wraps=transfers.api.check_payload) as check:
+        for bias, checked in ((None, 3), (None, 0), (x, 1)):
+            check.reset_mock()
+            *_, handle, _ = buffer.dispatch(x, num_tokens_per_expert=counts, topk_idx=ids, topk_weights=weights)
+            rows, *_ = buffer.dispatch(x, handle)
+            buffer.combine(rows, handle, bias=bias)
+            assert check.call_count == checked
+        for checked in (3, 0):
+            check.reset_mock()
+            rows, *_, handle, _ = elastic_buffer.dispatch(x, ids, weights, num_experts=2)
+            elastic_buffer.dispatch(x, handle=handle)
+            elastic_buffer.combine(rows, handle)
+            assert check.call_count == checked
+    buffer.destroy()
+    elastic_buffer.destroy()
+    return True
+
+
+def test_arguments_are_checked_once(four_ranks):
+    assert all(four_ranks.run(in_groups, the_same_again, 1))
 
 
 def one_is_wrong(group, device):

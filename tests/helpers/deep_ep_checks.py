@@ -188,7 +188,13 @@ def check_sms(group, device):
         Buffer.set_num_sms(20)
 
 
-def check_low_latency(group, device, hidden=512, most=8, fp8=True):
+def nodes_behind(buffer):
+    """Of the memory that its low-latency calls go through."""
+    [low_latency] = buffer.runtime.all_low_latency()
+    return low_latency.buffer.topology.nodes
+
+
+def check_low_latency(group, device, hidden=512, most=8, fp8=True, nodes=1):
     """Rows, numbers, where they come from, and sums, in all kinds of calls."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     experts = 3 * world
@@ -231,6 +237,7 @@ def check_low_latency(group, device, hidden=512, most=8, fp8=True):
                 assert y.data_ptr() == out.data_ptr()
                 exact = given.x[rank].float() * given.weights[rank].masked_fill(given.ids[rank] < 0, 0).sum(1, True)
                 torch.testing.assert_close(y.cpu().float(), exact, rtol=0.08, atol=0.02)
+    assert nodes_behind(buffer) == nodes
     fewer = torch.where(ids % 3 == 0, -1, ids)
     y, *_ = buffer.low_latency_combine(values, fewer, weights, handle)
     exact = given.x[rank].float() * given.weights[rank].masked_fill(fewer.cpu() < 0, 0).sum(1, True)
@@ -265,7 +272,7 @@ def _check_places(given, rank, values, counts, handle, most, tolerance):
             torch.testing.assert_close(values[local, : len(expected)].cpu(), exact, rtol=tolerance, atol=tolerance / 4)
 
 
-def check_masks(group, device):
+def check_masks(group, device, nodes=1):
     """Ranks that the others leave out, by hand, and take back: one by one, or all."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     given = Inputs(world, 2 * world, 2, 128, (4,), seed=3)
@@ -300,6 +307,7 @@ def check_masks(group, device):
     buffer.low_latency_update_mask_buffer(0, mask=True)  # nothing is set up yet: the one that asks is asked alone
     buffer.low_latency_update_mask_buffer(0)
     round_trip()
+    assert nodes_behind(buffer) == nodes
     leave_out(world - 1)
     buffer.reset()
     assert status() == [0] * world

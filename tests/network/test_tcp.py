@@ -6,17 +6,17 @@ import socket
 import struct
 import threading
 import time
-from contextlib import contextmanager
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from forced_machines import machines_of
 from waits import within
 
 import megatron_ep as ep
 from megatron_ep import _C
-from megatron_ep.backends import fabrics, processes, sizes, tcp
+from megatron_ep.backends import sizes, tcp
 from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.diagnosis.blame import RankStatus
 from megatron_ep.diagnosis.disagreement import what_ranks_sent
@@ -29,16 +29,6 @@ W = 4
 def ranks():
     with LocalRanks(W, 120) as ranks:
         yield ranks
-
-
-@contextmanager
-def machines_of(size: int, fabric: str = "tcp"):
-    """So many ranks a machine."""
-    with (
-        mock.patch.object(processes, "machine", lambda: f"machine {dist.get_rank() // size}"),
-        mock.patch.dict(os.environ, {fabrics.VARIABLE: fabric}),
-    ):
-        yield
 
 
 def inputs(hidden: int, dtype: torch.dtype, tokens=(37, 0, 1, 130)):
