@@ -304,8 +304,10 @@ MUTANTS = [
     Mutant(
         "nvl_sender: own rows are placed before the counts are there",
         DISPATCH,
-        "if (go_on && counts.wait(warp)) {",
-        "if (go_on) {",
+        """if (go_on && counts.wait(warp))
+            write_own_rows(warp, args, first, placed_from,
+                           args.layout.received_start(channel, args.rank));""",
+        "write_own_rows(warp, args, first, placed_from, args.layout.received_start(channel, args.rank));",
     ),
     # ---- calls by a plan
     changed(

@@ -198,19 +198,14 @@ EP_FN void write_own_rows(W& warp, const DispatchArgs& args, int first, int end,
     });
 }
 
-// Into how many parts so many warps divide each channel's own rows. A warp has to count those of
-// the parts before its own, so parts are not small.
+// Into how many parts so many warps divide each channel's own rows: those of a plan may lie in few
+// of its channels.
 EP_FN int parts_of_own_rows(const DispatchArgs& args, int warps) {
-    constexpr int kLeastTokens = 256, kMost = 32;
-    const int channels = args.layout.channels;
-    int parts = 1;
-    while (parts < kMost && 2 * parts * channels <= warps &&
-           args.layout.num_tokens >= 2 * parts * channels * kLeastTokens)
-        parts *= 2;
-    return parts;
+    const int parts = args.layout.is_planned ? warps / args.layout.channels : 1;
+    return parts > 1 ? parts : 1;
 }
 
-// A part of a channel's.
+// A part of a channel's, which has to count those of the parts before.
 template <WarpLike W>
 EP_FN void write_own_rows(W& warp, const DispatchArgs& args, int channel, int part, int parts) {
     const int first = args.layout.first_token(args.rank, channel),
@@ -299,10 +294,9 @@ EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel,
     });
     publish_tails(warp, rings, node);
     if constexpr (kLater) {
-        if (go_on && counts.wait(warp)) {
-            received = args.layout.received_start(channel, args.rank);
-            write_own_rows(warp, args, first, placed_from, received);
-        }
+        if (go_on && counts.wait(warp))
+            write_own_rows(warp, args, first, placed_from,
+                           args.layout.received_start(channel, args.rank));
     }
 }
 

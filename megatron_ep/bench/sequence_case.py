@@ -48,7 +48,7 @@ def draw_documents(tokens: int, shortest: int, longest: int, world: int, seed: i
 
 @dataclass(frozen=True)
 class Case:
-    """documents: lengths of each rank's. num_sms: of each GPU, for rows that move; None: as a buffer chooses."""
+    """documents: lengths of each rank's. num_sms: of each GPU, for rows that move; None: half of them."""
 
     documents: Sequence[Sequence[int]]
     query_heads: int

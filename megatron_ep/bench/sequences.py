@@ -36,7 +36,7 @@ from megatron_ep.bench.report import EXTREMES, RATE, WHAT, Columns, Report, rela
 from megatron_ep.bench.sequence_baselines import AllToAll, Attention, attention_of, kernel_of
 from megatron_ep.bench.sequence_case import DTYPES, Case, crossings_of, draw_documents, load, plans_of
 from megatron_ep.bench.timing import Reading, Step, Timer, cuda_timer, host_timer, time_rounds
-from megatron_ep.sequences.dispatcher import SequenceDispatcher
+from megatron_ep.sequences.dispatcher import SequenceDispatcher, sms_for_sequences
 from megatron_ep.sequences.plan import SequencePlan
 
 COMMAND = "megatron-ep bench sequences"
@@ -89,7 +89,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--kv-heads", type=positive, default=8, metavar="N", help="(%(default)s)")
     parser.add_argument("--head-dim", type=positive, default=128, metavar="N", help="width of a head (%(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="(%(default)s)")
-    parser.add_argument("--num-sms", type=positive, metavar="N", help="that move rows, of each GPU (as of a buffer)")
+    parser.add_argument("--num-sms", type=positive, metavar="N", help="that move rows, of each GPU (half of them)")
     add_rounds(parser, warmup=2, iters=5)
     parser.add_argument("--timeout", type=seconds, default=300.0, metavar="S", help="limit of all (%(default)s s)")
     arguments = parser.parse_args(argv)
@@ -134,7 +134,10 @@ def measure(case: Case, topology: ep.Topology, warmup: int, iterations: int) -> 
     assert group is not None
     # gradients of K and V may travel as float32
     config = ep.Config(
-        case.world_size, num_sms=case.num_sms, timeout=WAIT_S, row_bytes=max(case.row_bytes.q, 2 * case.row_bytes.kv)
+        case.world_size,
+        num_sms=case.num_sms or sms_for_sequences(torch.device(case.device)),
+        timeout=WAIT_S,
+        row_bytes=max(case.row_bytes.q, 2 * case.row_bytes.kv),
     )
     with ep.Buffer(None, config, topology, device=case.device) as buffer:
         dispatcher = SequenceDispatcher(buffer)

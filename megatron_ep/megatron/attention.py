@@ -31,7 +31,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_ep.buffer import Buffer
 from megatron_ep.megatron.layer import _replaced
 from megatron_ep.megatron.shared_buffers import shared_buffer
-from megatron_ep.sequences.dispatcher import SequenceDispatcher
+from megatron_ep.sequences.dispatcher import SequenceDispatcher, sms_for_sequences
 from megatron_ep.sequences.plan import SequencePlan, Shard
 from megatron_ep.sequences.planner import RowBytes, balance
 
@@ -354,7 +354,8 @@ def _plan_step(params: PackedSeqParams, query: torch.Tensor, key: torch.Tensor, 
     q, k, v = (x.shape[1:].numel() * x.element_size() for x in (query, key, value))
     out = query.shape[1] * value.shape[2] * value.element_size()
     plan = SequencePlan.build(balance(shards, group.size(), row_bytes=RowBytes(q, k + v, out)), group.size())
-    buffer = shared_buffer(group, group.size(), query.device, row_bytes=max(q, k + v, out))
+    settings = {"row_bytes": max(q, k + v, out), "num_sms": sms_for_sequences(query.device)}
+    buffer = shared_buffer(group, group.size(), query.device, settings)
     if buffer not in _dispatchers:
         _dispatchers[buffer] = SequenceDispatcher(buffer)
     tables = plan.of_rank(group.rank())

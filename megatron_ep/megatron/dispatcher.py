@@ -191,7 +191,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
         capacity = self._expert_capacity() if self.drop_and_pad else None
         max_rows = self._max_rows() if capacity is None else capacity * self.num_local_experts
         row_bytes = hidden_states.shape[-1] * hidden_states.element_size()
-        buffer = shared_buffer(self.tp_ep_group, num_experts, hidden_states.device, row_bytes)
+        buffer = shared_buffer(self.tp_ep_group, num_experts, hidden_states.device, {"row_bytes": row_bytes})
         announce(self.tp_ep_group, self._groups, buffer)
         received = self._send(buffer, hidden_states, probs, capacity, max_rows)
         counts, row_probs = received.tokens_per_expert, received.probs

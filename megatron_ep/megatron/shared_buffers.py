@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ def options_for(config: Any) -> options.Options:
 
 
 def shared_buffer(
-    group: dist.ProcessGroup, num_experts: int, device: torch.device, row_bytes: int | None = None
+    group: dist.ProcessGroup, num_experts: int, device: torch.device, settings: Mapping[str, Any] | None = None
 ) -> ep.Buffer:
     """The buffer of this group, built at the first call, which is therefore collective over the group.
 
@@ -75,16 +75,16 @@ def shared_buffer(
         group: the ranks that exchange tokens.
         num_experts: E in the whole group; a multiple of its size.
         device: where this rank's tokens are.
-        row_bytes: `Config.row_bytes` of a new buffer, unless `configure` has set it.
+        settings: of the `Config` of a new buffer, but for those that `configure` has set.
 
     Raises:
         ValueError: as `megatron_ep.Buffer`.
     """
     buffer = _buffers.get((group, num_experts, device))
     if buffer is None:
-        settings = {"row_bytes": row_bytes} | _config
+        config = config_of(num_experts, {**(settings or {}), **_config})
         with torch.inference_mode(False):  # it lives longer than an inference in which it may be built
-            buffer = ep.Buffer(group, config_of(num_experts, settings), _topology, device=device)
+            buffer = ep.Buffer(group, config, _topology, device=device)
         _buffers[group, num_experts, device] = buffer
     return buffer
 

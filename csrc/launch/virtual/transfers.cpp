@@ -294,14 +294,12 @@ void VirtualTransfers::State::add_own_rows(VirtualLaunch& phase, int first_sm, i
     for (const DispatchArgs& args : dispatch) {
         for_warps(count, [&](int block, int warp) {
             const int first = block + warp * count, warps = count * kBlockWarps;
-            const int parts = parts_of_own_rows(args, warps), pieces = settings.channels * parts;
-            if (first >= pieces) return;
-            phase.add(args.rank, first_sm + block,
-                      [this, &args, first, warps, parts, pieces](auto& fiber) {
-                          VirtualWarp warp(cluster, fiber, Role::Launch, 0);
-                          for (int piece = first; piece < pieces; piece += warps)
-                              write_own_rows(warp, args, piece / parts, piece % parts, parts);
-                      });
+            if (first >= settings.channels) return;
+            phase.add(args.rank, first_sm + block, [this, &args, first, warps](auto& fiber) {
+                VirtualWarp warp(cluster, fiber, Role::Launch, 0);
+                for (int c = first; c < args.layout.channels; c += warps)
+                    write_own_rows(warp, args, c, 0, 1);
+            });
         });
     }
 }
