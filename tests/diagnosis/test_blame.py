@@ -2,6 +2,7 @@
 
 import re
 import time
+from itertools import pairwise
 from unittest import mock
 
 import pytest
@@ -268,7 +269,7 @@ def test_ranks_that_wait_for_each_other():
 @pytest.mark.parametrize("ring", [[1, 3], [5, 3, 1], [3, 6, 1, 5]])
 def test_who_only_waits_for_a_ring_does_not_belong_to_it(lead, ring):
     order = [*lead, *ring, ring[0]]
-    following = dict(zip(order, order[1:], strict=False))
+    following = dict(pairwise(order))
     statuses = [status(rank, 3, 5, "transfer", [waits(peer)]) for rank, peer in following.items()]
     says = f"rank {', '.join(map(str, sorted(ring)))} wait for each other in call 5"
     assert blame.root(order[0], statuses, alive) == says
