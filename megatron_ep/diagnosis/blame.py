@@ -104,9 +104,9 @@ def root(first: int, statuses: Sequence[RankStatus], fate: Callable[[int], str |
             if unknown:
                 return f"{named(unknown[:1])}, of which no more is known here"
             return f"{_sentence(silent, step, known, fate)}, but rank {waiting} misses it" if silent else None
-        waiting = next((rank for rank in following if rank not in path), path[0])
-        if waiting in path:
-            return f"{named(sorted(path))} wait for each other in {step}" if len(path) > 1 else None
+        waiting = next((rank for rank in following if rank not in path), following[0])
+        if waiting in path:  # those before it only wait for the ring
+            return f"{named(sorted(path[path.index(waiting) :]))} wait for each other in {step}"
     return None
 
 

@@ -2,6 +2,7 @@
 
 import re
 import time
+from itertools import pairwise
 from unittest import mock
 
 import pytest
@@ -262,6 +263,25 @@ def test_the_waits_of_others_are_followed_within_a_call():
 def test_ranks_that_wait_for_each_other():
     statuses = [status(0, 3, 5, "transfer", [waits(1)]), status(1, 3, 5, "transfer", [waits(0)])]
     assert blame.root(0, statuses, alive) == "rank 0, 1 wait for each other in call 5"
+
+
+@pytest.mark.parametrize("lead", [[], [0], [2, 0], [4, 0, 2]])
+@pytest.mark.parametrize("ring", [[1, 3], [5, 3, 1], [3, 6, 1, 5]])
+def test_who_only_waits_for_a_ring_does_not_belong_to_it(lead, ring):
+    order = [*lead, *ring, ring[0]]
+    following = dict(pairwise(order))
+    statuses = [status(rank, 3, 5, "transfer", [waits(peer)]) for rank, peer in following.items()]
+    says = f"rank {', '.join(map(str, sorted(ring)))} wait for each other in call 5"
+    assert blame.root(order[0], statuses, alive) == says
+
+
+def test_a_ring_that_a_rank_with_several_waits_closes():
+    statuses = [
+        status(0, 3, 5, "transfer", [waits(1)]),
+        status(1, 3, 5, "transfer", [waits(2)]),
+        status(2, 3, 5, "transfer", [waits(1), waits(0)]),
+    ]
+    assert blame.root(0, statuses, alive) == "rank 1, 2 wait for each other in call 5"
 
 
 def test_a_rank_out_of_reach_is_named():

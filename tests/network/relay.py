@@ -29,19 +29,28 @@ class Conditions:
     delay, jitter: seconds; jitter: at most, beside the delay. Bytes stay in order.
     chunk: bytes that are carried at once at most; how many is left to chance.
     reset_after: bytes of both directions together, after which it breaks; None: never.
+    stalls_after: bytes of a direction, after which no more arrive there, or only `rate` a second; None: never.
+    stalls: in which directions: "up", from the lower of the two ranks to the higher, "down", or "both".
+    half_open: once a direction stalls, the lower end breaks, and the higher one does not hear of it.
     """
 
     delay: float = 0.0
     jitter: float = 0.0
     chunk: int = 1 << 16
     reset_after: int | None = None
+    stalls_after: int | None = None
+    rate: int = 0
+    stalls: str = "both"
+    half_open: bool = False
 
 
 class _Way:
     """One direction."""
 
-    def __init__(self, source: socket.socket, sink: socket.socket, conditions: Conditions, seed: int):
+    def __init__(self, source: socket.socket, sink: socket.socket, conditions: Conditions, name: str, seed: int):
         self.source, self.sink, self.conditions = source, sink, conditions
+        stalls = conditions.stalls_after is not None and conditions.stalls in (name, "both")
+        self.until_stall = conditions.stalls_after if stalls else None  # bytes; None: it does not
         self.chance = random.Random(seed)
         self.under_way: deque[tuple[float, bytes]] = deque()  # when they arrive
         self.held = 0
@@ -49,19 +58,30 @@ class _Way:
         self.has_ended = self.is_told = False
 
     def has_room(self) -> bool:
-        return not self.has_ended and self.held < MAX_HELD
+        return not self.has_ended and self.held < (1 if self.is_stalled() else MAX_HELD)
 
     def due(self) -> float:
         return self.under_way[0][0] if self.under_way else float("inf")
 
+    def is_stalled(self) -> bool:
+        return self.until_stall == 0
+
     def take(self) -> None:
-        part = self.source.recv(1 + self.chance.randrange(self.conditions.chunk))
+        most = 1 + self.chance.randrange(self.conditions.chunk)
+        part = self.source.recv(min(most, self.until_stall or most))
         self.has_ended = not part
-        if not part:
-            return
-        late = self.conditions.delay + self.chance.random() * self.conditions.jitter
-        self.last_due = max(self.last_due, time.monotonic() + late)
-        self.under_way.append((self.last_due, part))
+        if self.is_stalled():
+            for byte in part if self.conditions.rate else b"":  # without a rate they are lost
+                self._carry(bytes([byte]), max(self.last_due, time.monotonic()) + 1 / self.conditions.rate)
+        elif part:
+            if self.until_stall is not None:
+                self.until_stall -= len(part)
+            late = self.conditions.delay + self.chance.random() * self.conditions.jitter
+            self._carry(part, max(self.last_due, time.monotonic() + late))
+
+    def _carry(self, part: bytes, due: float) -> None:
+        self.last_due = due
+        self.under_way.append((due, part))
         self.held += len(part)
 
     def give(self, most: int | None) -> int:
@@ -91,9 +111,10 @@ class Relay:
         for end in self._ends:
             end.setblocking(False)
         self._ways = (
-            _Way(lower, higher, conditions, 2 * seed),
-            _Way(higher, lower, conditions, 2 * seed + 1),
+            _Way(lower, higher, conditions, "up", 2 * seed),
+            _Way(higher, lower, conditions, "down", 2 * seed + 1),
         )
+        self._half_open = conditions.half_open
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -108,8 +129,19 @@ class Relay:
         with contextlib.suppress(OSError):  # when one end is gone, so is the other
             while not self._stopping.is_set() and not all(way.is_told for way in self._ways):
                 self._move()
+                if self._half_open and any(way.is_stalled() for way in self._ways):
+                    self._lose_lower()
+                    break
         for end in self._ends:
             end.close()
+
+    def _lose_lower(self) -> None:
+        lower, higher = self._ends
+        lower.close()
+        while not self._stopping.is_set():
+            ready, _, _ = select.select([higher], [], [], LOOK_S)
+            if ready and not higher.recv(1 << 16):
+                return
 
     def _move(self) -> None:
         for way in self._ways:

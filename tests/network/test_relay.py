@@ -2,6 +2,7 @@
 on all ranks that names the connection, and the bits again after a reset. The machines are this one, under several
 names."""
 
+import re
 import time
 
 import pytest
@@ -94,3 +95,51 @@ def test_a_connection_that_breaks_anywhere(ranks):
     for number, texts in enumerate(zip(*by_rank, strict=True)):
         assert len(set(texts)) == 1, (number, texts)
         assert texts[0].startswith(("the connection to rank 2 broke", "the connection to rank 3 broke")), texts
+
+
+STALLS = {
+    "silent": Conditions(stalls_after=2600),
+    "silent up": Conditions(stalls_after=0, stalls="up"),
+    "silent down": Conditions(stalls_after=30_000, stalls="down"),
+    "trickles up": Conditions(stalls_after=2600, stalls="up", rate=1),
+    "trickles down": Conditions(stalls_after=30_000, stalls="down", rate=1),
+    "half-open": Conditions(stalls_after=30_000, half_open=True),
+}
+ENDS = (1, 3)  # of the connection, on different machines
+WAIT_S, LATE_S = 2.0, 1.5
+
+
+def run_that_stalls(conditions: Conditions) -> tuple[float, str]:
+    expected = on_one_machine(2)
+    config, topology = ep.Config(num_experts=16, timeout=WAIT_S), ep.Topology(W // 2, 2)
+    with (
+        machines_of(2),
+        relayed(conditions, Conditions(), between=ENDS, seed=4),
+        ep.Buffer(None, config, topology) as buffer,
+    ):
+        start = time.monotonic()
+        with pytest.raises(ep.EPError) as caught:
+            for _ in range(1000):
+                check_bits(buffer, expected)
+        took = time.monotonic() - start
+        buffer.reset()
+        check_bits(buffer, expected)
+    return took, str(caught.value)
+
+
+@pytest.mark.parametrize("name", STALLS)
+def test_a_connection_that_stalls(ranks, name):
+    """All ranks hear in time who was first to give up, and that an end of the connection is missing, belongs to a ring
+    of ranks that wait, or is what the other end waits for."""
+    took, texts = zip(*ranks.run(run_that_stalls, STALLS[name]), strict=True)
+    assert max(took) < WAIT_S + LATE_S, took
+    assert len({text.splitlines()[0].partition("; every rank must call reset()")[0] for text in texts}) == 1, texts
+    for text in texts:
+        first = text.splitlines()[0]
+        assert ("broke" in first) == (name == "half-open"), text
+        missing = re.search(r"(?:timed out first, after 2 s: |^the connection to )rank ([\d, ]+\d|\d) ", first)
+        if missing:
+            named = {int(rank) for rank in missing[1].split(", ")}
+            assert named & set(ENDS) and (len(named) > 1) == ("wait for each other" in first), text
+        else:
+            assert re.search(r"^  rank 1, .* from rank 3: |^  rank 3, .* from rank 1: ", text, re.MULTILINE), text

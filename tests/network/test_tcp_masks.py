@@ -1,0 +1,175 @@
+"""Ranks of other machines that stay away, are masked or die: the low-latency mode's rows and sums as one machine has
+them with the same masks, by the specification. The machines are this one, under several names."""
+
+import os
+import signal
+import time
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_tcp import machines_of
+
+import megatron_ep as ep
+from megatron_ep import reference
+from megatron_ep.bench import local_ranks
+from megatron_ep.bench.local_ranks import LocalRanks
+
+TOPOLOGIES = [(2, 1), (2, 2), (3, 2)]  # machines, and ranks of each
+EXPERTS, TOKENS, HIDDEN, TOPK = 2, (8, 0, 3, 8, 5, 1), 64, 2  # experts of a rank
+SIZES = dict(max_tokens=max(TOKENS), hidden=HIDDEN, topk=TOPK, dtype=torch.float32)
+MASK_S = 0.5
+
+
+@pytest.fixture(scope="module", params=TOPOLOGIES, ids=str)
+def ranks(request):
+    machines, per_machine = request.param
+    with LocalRanks(machines * per_machine, 120) as ranks:
+        yield ranks, machines, per_machine
+
+
+def inputs_of(world: int):
+    generator = torch.Generator().manual_seed(world)
+    tokens = TOKENS[:world]
+    x = [torch.randn(t, HIDDEN, generator=generator) for t in tokens]
+    ids = [torch.rand(t, EXPERTS * world, generator=generator).topk(TOPK).indices for t in tokens]
+    weights = [torch.rand(t, TOPK, generator=generator) for t in tokens]
+    return x, ids, weights
+
+
+def trip(mode, x, ids, weights):
+    received = mode.dispatch(x, ids)
+    return received, mode.combine(received.x, received.handle, weights)
+
+
+def check_trip(mode, active: torch.Tensor) -> None:
+    """A dispatch and its combine, with these active ranks of every rank: the rows by the specification, the sums as
+    ranks of one process have them for whom nobody chose the masked ranks."""
+    rank, world = mode.buffer.rank, len(active)
+    x, ids, weights = inputs_of(world)
+    kept = reference.without_masked(ids, active, EXPERTS * world)
+    expected, _, counts = reference.dispatch(x, kept, weights, EXPERTS * world)
+    received, y = trip(mode, x[rank], ids[rank], weights[rank])
+    rows = torch.cat([part[:count] for part, count in zip(received.x, counts[rank], strict=True)])
+    assert torch.equal(received.recv_counts, counts[rank].int()) and torch.equal(rows, expected[rank])
+    with ep.LocalCluster(world, 1, ep.Config(num_experts=EXPERTS * world)) as cluster:
+        assert torch.equal(y, trip(ep.LowLatency(cluster, **SIZES), x, kept, weights)[1][rank])
+
+
+def without(world: int, *ranks: int) -> torch.Tensor:
+    """Nobody but themselves takes these for active."""
+    active = torch.ones(world, world, dtype=torch.int32)
+    for rank in ranks:
+        active[rank] = active[:, rank] = 0
+        active[rank, rank] = 1
+    return active
+
+
+def make(machines: int, per_machine: int):
+    """A buffer over the network, and its low-latency mode, which masks."""
+    config = ep.Config(num_experts=EXPERTS * machines * per_machine, timeout=30)
+    buffer = ep.Buffer(None, config, ep.Topology(machines, per_machine))
+    assert buffer.fabric == "tcp"
+    return buffer, ep.LowLatency(buffer, **SIZES, on_dead_rank="mask", mask_timeout=MASK_S)
+
+
+def run_masked_by_callers(machines: int, per_machine: int) -> None:
+    """The last rank of the first machine and the first of the last one leave each other out; later all leave out the
+    last rank; after a reset none is left out."""
+    world = machines * per_machine
+    with machines_of(per_machine):
+        buffer, mode = make(machines, per_machine)
+        with buffer:
+            a, b = per_machine - 1, world - per_machine
+            for active in (
+                without(world),
+                pair_apart(world, a, b),
+                pair_apart(world, a, b) * without(world, world - 1),
+            ):
+                mode.active_ranks.copy_(active[buffer.rank])
+                dist.barrier()
+                for _ in range(3):
+                    check_trip(mode, active)
+                assert mode.active_ranks.tolist() == active[buffer.rank].tolist()
+            buffer.reset()
+            check_trip(mode, without(world))
+
+
+def pair_apart(world: int, a: int, b: int) -> torch.Tensor:
+    active = without(world)
+    active[a, b] = active[b, a] = 0
+    return active
+
+
+def test_masks_that_callers_ask_for(ranks):
+    started, *topology = ranks
+    started.run(run_masked_by_callers, *topology)
+
+
+def run_late(machines: int, per_machine: int) -> float:
+    """The last rank comes when the others have left it out: it hears so, and comes back with a reset."""
+    world = machines * per_machine
+    last = world - 1
+    with machines_of(per_machine):
+        buffer, mode = make(machines, per_machine)
+        with buffer:
+            check_trip(mode, without(world))
+            dist.barrier()
+            start = time.monotonic()
+            if buffer.rank == last:
+                time.sleep(3 * MASK_S)
+                x, ids, weights = (part[last] for part in inputs_of(world))
+                with pytest.raises(ep.EPMaskedError, match=f"rank {last} came too late"):
+                    trip(mode, x, ids, weights)
+            else:
+                for _ in range(4):
+                    check_trip(mode, without(world, last))
+                assert mode.masked_ranks() == [last]
+            took = time.monotonic() - start
+            dist.barrier()
+            buffer.reset()
+            for _ in range(2):
+                check_trip(mode, without(world))
+    return took
+
+
+def test_a_late_rank_of_another_machine(ranks):
+    started, *topology = ranks
+    took = started.run(run_late, *topology)
+    assert MASK_S / 2 < max(took[:-1]) < MASK_S + 2, took  # one wait for it, and no other
+
+
+def run_killed(machines: int, per_machine: int, folder: str) -> None:
+    """The last rank's process ends: the others of every machine say whose it was."""
+    world = machines * per_machine
+    x, ids, _ = inputs_of(world)
+    with machines_of(per_machine):
+        config = ep.Config(num_experts=EXPERTS * world, timeout=30)
+        buffer = ep.Buffer(None, config, ep.Topology(machines, per_machine))
+        rank = buffer.rank
+
+        ep.dispatch(x[rank], ids[rank], buffer=buffer)
+        dist.barrier()
+        if rank == world - 1:
+            (Path(folder) / str(rank)).write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(ep.EPError) as caught:
+            for _ in range(100_000):
+                ep.dispatch(x[rank], ids[rank], buffer=buffer)
+        (Path(folder) / str(rank)).write_text(f"{time.time()} {caught.value}")
+        time.sleep(3)  # a process that ends by itself would be heard of, too
+
+
+@pytest.mark.parametrize(("machines", "per_machine"), TOPOLOGIES)
+def test_a_killed_rank_of_another_machine(machines, per_machine, tmp_path, monkeypatch):
+    monkeypatch.setattr(local_ranks, "DEATH_NOTICE_S", 10)  # the others are not ended before they have said it
+    last = machines * per_machine - 1
+    with pytest.raises(BrokenProcessPool), LocalRanks(last + 1, 60) as started:
+        started.run(run_killed, machines, per_machine, str(tmp_path))
+    killed = float((tmp_path / str(last)).read_text())
+    for rank in range(last):
+        at, _, says = (tmp_path / str(rank)).read_text().partition(" ")
+        assert float(at) - killed < 2, (rank, at, killed)
+        assert says.startswith(f"the connection to rank {last} broke"), (rank, says)
