@@ -305,9 +305,9 @@ MUTANTS = [
         "nvl_sender: own rows are placed before the counts are there",
         DISPATCH,
         """if (go_on && counts.wait(warp))
-            write_own_rows(warp, args, first, placed_from,
-                           args.layout.received_start(channel, args.rank));""",
-        "write_own_rows(warp, args, first, placed_from, args.layout.received_start(channel, args.rank));",
+            write_own_tokens(warp, args, first, placed_from,
+                             args.layout.received_start(channel, args.rank));""",
+        "write_own_tokens(warp, args, first, placed_from, args.layout.received_start(channel, args.rank));",
     ),
     # ---- calls by a plan
     changed(
@@ -324,6 +324,32 @@ MUTANTS = [
         """if (layout.is_planned)
             return is_combine ? Sends::Kind::PlannedCombine : Sends::Kind::PlannedDispatch;""",
         programs=QUEUES,
+    ),
+    Mutant(
+        "first_token: a plan's channels are as long as any",
+        "core/layout.h",
+        "if (is_planned) return planned_first_token(channel);",
+    ),
+    Mutant(
+        "write_own_rows: rows of the parts before are not counted",
+        DISPATCH,
+        """received += popcount(
+            tokens_to(warp, args, token, some_end, [&](int rank) { return rank == args.rank; }));""",
+    ),
+    changed(
+        "nvl_sender: a plan's tokens for other nodes alone are served",
+        DISPATCH,
+        """return args.topology().node_of(rank) == node &&
+               !(rank == args.rank && args.has_intra_rank_pass);""",
+        "== node",
+        "!= node",
+    ),
+    changed(
+        "for_each_token: of 32 tokens of a plan the first alone",
+        "protocol/tokens.h",
+        "left &= left - 1;",
+        "left &= left - 1",
+        "left = 0",
     ),
     # ---- NVLink rings
     changed("publish_tails: the rank's scope", RING, PUBLISH_TAILS, SYSTEM, RANK),

@@ -179,7 +179,8 @@ EP_FN void write_output_rows(W& warp, const RowFormat& format, const OutputRows<
 
 // This rank's tokens [first, end) for experts of this rank. received: of the first such token.
 template <WarpLike W>
-EP_FN void write_own_rows(W& warp, const DispatchArgs& args, int first, int end, int64_t received) {
+EP_FN void write_own_tokens(W& warp, const DispatchArgs& args, int first, int end,
+                            int64_t received) {
     const RowFormat& format = args.format;
     OutputRows<W> dst;
     const auto is_own = [&](int rank) { return rank == args.rank; };
@@ -218,7 +219,7 @@ EP_FN void write_own_rows(W& warp, const DispatchArgs& args, int channel, int pa
         received += popcount(
             tokens_to(warp, args, token, some_end, [&](int rank) { return rank == args.rank; }));
     }
-    write_own_rows(warp, args, begin, end, received);
+    write_own_tokens(warp, args, begin, end, received);
 }
 
 // Tag: the sender starts when the counts are known. Other types let it start before:
@@ -295,8 +296,8 @@ EP_FN void nvl_sender(W& warp, F& fabric, const DispatchArgs& args, int channel,
     publish_tails(warp, rings, node);
     if constexpr (kLater) {
         if (go_on && counts.wait(warp))
-            write_own_rows(warp, args, first, placed_from,
-                           args.layout.received_start(channel, args.rank));
+            write_own_tokens(warp, args, first, placed_from,
+                             args.layout.received_start(channel, args.rank));
     }
 }
 
