@@ -328,7 +328,8 @@ MUTANTS = [
     Mutant(
         "first_token: a plan's channels are as long as any",
         "core/layout.h",
-        "if (is_planned) return planned_first_token(channel);",
+        "return is_planned ? planned_first_token(channel) : even_first_token(rank, channel);",
+        "return even_first_token(rank, channel);",
     ),
     Mutant(
         "write_own_rows: rows of the parts before are not counted",

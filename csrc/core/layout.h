@@ -58,7 +58,9 @@ struct Layout {
     // of different ranks different channels, so that different receivers serve them. A plan's
     // channels have what is written in its layout instead: equal shares of the rows that leave.
     EP_HD int first_token(int rank, int channel) const {
-        if (is_planned) return planned_first_token(channel);
+        return is_planned ? planned_first_token(channel) : even_first_token(rank, channel);
+    }
+    EP_HD int even_first_token(int rank, int channel) const {
         const uint64_t tokens = static_cast<uint64_t>(num_tokens) * channel + shift(rank);
         return static_cast<int>(quotient(tokens, channels));
     }

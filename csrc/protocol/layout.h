@@ -21,7 +21,7 @@ EP_FN int tokens_at_once(const Layout& layout) {
 template <class T, WarpLike W, class Read, class F>
 EP_FN void for_some_tokens(W& warp, const NotifyArgs& args, int channel, Read&& read, F&& f) {
     const Layout& layout = args.layout;
-    const int end = layout.first_token(args.rank, channel + 1),
+    const int end = layout.even_first_token(args.rank, channel + 1),
               max_count = tokens_at_once<W>(layout);
     typename W::template PerLane<T> value, following;
     auto lanes_at = [&](int token) { return lanes_from(token, end, max_count) * layout.topk; };
@@ -29,7 +29,7 @@ EP_FN void for_some_tokens(W& warp, const NotifyArgs& args, int channel, Read&& 
         const size_t first = static_cast<size_t>(token) * layout.topk;
         warp.lanes(lanes_at(token), [&](int lane) { following[lane] = read(first + lane); });
     };
-    int token = layout.first_token(args.rank, channel);
+    int token = layout.even_first_token(args.rank, channel);
     if (token < end) read_at(token);
     for (; token < end; token += max_count) {
         value = following;
@@ -91,7 +91,8 @@ EP_FN int count_channel(W& warp, const NotifyArgs& args, int channel) {
     };
     clear(&layout.rank_tokens(channel, 0), layout.world());
     clear(&layout.node_tokens(channel, 0), layout.topology.nodes);
-    if (layout.first_token(args.rank, channel) == layout.first_token(args.rank, channel + 1))
+    if (layout.even_first_token(args.rank, channel) ==
+        layout.even_first_token(args.rank, channel + 1))
         return 0;
     clear(layout.expert_counts(channel), layout.num_experts);
 
