@@ -53,14 +53,26 @@ NCCL_ARRIVED = "return total > 0 && gin.readSignal(static_cast<uint32_t>(number)
 NVSHMEM_ADD = "nvshmemx_signal_op(flag, increment, NVSHMEM_SIGNAL_ADD, rank);"
 NVSHMEM_ACQUIRE = "return W::template acquire<Scope::System>(own<uint64_t>(flag));"
 QUEUES = ("queue",)
-DOORBELL = "warp.template publish<Scope::System>(doorbell, rung_for(end));"
+DOORBELL = "warp.template publish<Scope::System>(doorbell_word(), rung_for(end));"
+BELL = "warp.template publish<Scope::System>(card()->bell, bell_of(end, ends_in_addition));"
+CARD_ADDITION = """return SendEntry::add_of(index, card()->number, {card()->flags, flag}, increment,
+                                     card()->scratch);"""
+RUNG = "if (rings) ring(warp, own + 1, true);"
 POSTED = "warp.template publish<Scope::Rank>(&producer->posted, own + 1);"
 LANES_RING = """warp.template publish_lanes<Scope::System>(32, [&](int lane, auto&& store) {
             if (!is_in(mask, lane)) return;
-            const SendQueue queue = queue_of(lane);
-            store(queue.doorbell, SendQueue::rung_for(own[lane] + entries));
+            const auto queue = queue_of(lane);
+            store(queue.doorbell_word(), queue.rung_for(own[lane] + entries));
             queue.wake_sleeper();
         });"""
+LANES_BELL = """warp.template publish_lanes<Scope::System>(32, [&](int lane, auto&& store) {
+            if (!has_bell(lane)) return;
+            const auto queue = queue_of(lane);
+            store(queue.card()->bell, queue.bell_of(own[lane] + entries, entries != 0));
+            queue.let_bell_leave();
+        });"""
+OVER = """return Completion::is_there(W::template acquire<Scope::System>(word),
+                                    entry >> completion_bits);"""
 LANES_POSTED = """warp.template publish_lanes<Scope::Rank>(32, [&](int lane, auto&& store) {
             if (is_in(ready, lane)) store(&queue_of(lane).producer->posted, own[lane] + 1);
         });"""
@@ -538,18 +550,47 @@ MUTANTS = [
     changed(
         "send queue: an addition that does not ring",
         QUEUE,
-        "if (rings) ring(warp, own + 1);",
+        RUNG,
         "(rings)",
         "(false)",
         QUEUES,
     ),
-    changed("send queue: rung for less", QUEUE, "if (rings) ring(warp, own + 1);", "own + 1", "own", QUEUES),
+    changed("send queue: rung for less", QUEUE, RUNG, "own + 1", "own", QUEUES),
     changed(
-        "send queue: a full one is not rung", QUEUE, "«ring(warp, own);»  // what waits", "ring(warp, own)", "", QUEUES
+        "send queue: a full one is not rung",
+        QUEUE,
+        "«ring(warp, own, false);»  // what waits",
+        "ring(warp, own, false)",
+        "",
+        QUEUES,
     ),
     changed("send queue: the doorbell in the rank's scope", QUEUE, DOORBELL, SYSTEM, RANK, QUEUES),
     changed("send queue: the doorbell relaxed", QUEUE, DOORBELL, "publish", "credit", QUEUES),
     changed("send queue: a lane's doorbell in the rank's scope", QUEUE, LANES_RING, SYSTEM, RANK, LL_QUEUE),
+    changed("send queue: no bell rings", QUEUE, BELL, BELL, "", QUEUES),
+    changed("send queue: the bell in the rank's scope", QUEUE, BELL, SYSTEM, RANK, QUEUES),
+    changed("send queue: the bell relaxed", QUEUE, BELL, "publish", "credit", QUEUES),
+    Mutant(
+        "send queue: the bell rings before its record",
+        QUEUE,
+        DOORBELL,
+        f"if (card()) {BELL} {DOORBELL}",
+        QUEUES,
+    ),
+    Mutant("send queue: no lane's bell rings", QUEUE, LANES_BELL, "", LL_QUEUE),
+    changed("send queue: a lane's bell in the rank's scope", QUEUE, LANES_BELL, SYSTEM, RANK, LL_QUEUE),
+    changed("send queue: a lane's bell relaxed", QUEUE, LANES_BELL, "publish_", "credit_", LL_QUEUE),
+    changed("send queue: a card's completions of any round", QUEUE, OVER, "entry >> completion_bits", "0", QUEUES),
+    changed("send queue: a card's completions in the rank's scope", QUEUE, OVER, SYSTEM, RANK, QUEUES),
+    changed(
+        "send queue: a card's completions are read relaxed",
+        QUEUE,
+        OVER,
+        "W::template acquire<Scope::System>(",
+        "*(",
+        QUEUES,
+    ),
+    changed("send queue: a flag by the key of data", QUEUE, CARD_ADDITION, "()->flags", "()->data", QUEUES),
     changed("send queue: a lane's turn is passed on relaxed", QUEUE, LANES_POSTED, "publish_", "credit_", LL_QUEUE),
     changed(
         "send queue: a lane's turn is read relaxed",

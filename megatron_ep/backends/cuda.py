@@ -69,6 +69,14 @@ def uuid(device: int | torch.device) -> str:
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
+def pci_address(device: torch.device) -> str | None:
+    """Of a GPU, as Linux writes it; None if this torch does not tell."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    if not hasattr(properties, "pci_bus_id"):
+        return None
+    return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+
+
 def num_sms(config: Config, device: torch.device, local_ranks: int, topology: Topology | None = None) -> int:
     """SMs that a launch uses for each of the ranks that this process has on its GPU.
 

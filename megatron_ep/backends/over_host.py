@@ -57,7 +57,8 @@ def connect(
     def make() -> OverHostBackend:
         report = _C.PinnedReport(device.index)
         mirrors = [_C.Segment.anonymous(_C.SoftwareNic.mirror_bytes) for _ in infos]
-        card = verbs.card_of(rendezvous.rank, machines(infos)) if by_card else None
+        gpus = [info.pci for info in infos]
+        card = verbs.card_of(rendezvous.rank, machines(infos), gpus) if by_card else None
         nic = _C.nic_of_gpu(rank=rendezvous.rank, report=report, mirrors=mirrors, card=card)
         ranks = _C.QueueGroup(
             heap=heap,

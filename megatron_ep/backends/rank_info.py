@@ -28,6 +28,7 @@ class RankInfo:
     topology: Topology | None  # as it was given
     num_sms: int | None  # on a GPU
     gpu: str | None  # its UUID
+    pci: str | None  # its address there, if torch knows it
     fabric: str | None  # what the environment wants
     ranks_per_node: str | None  # likewise
 
@@ -44,10 +45,10 @@ class RankInfo:
 
 def introduce(config: Config, topology: Topology | None, device: torch.device) -> RankInfo:
     """This process's rank. Raises ValueError for a timeout in the environment that is none."""
-    domain, sms, gpu = None, None, None
+    domain, sms, gpu, pci = None, None, None, None
     if device.type == "cuda":
         sms = cuda.num_sms(config, device, 1)
-        gpu = cuda.uuid(device)
+        gpu, pci = cuda.uuid(device), cuda.pci_address(device)
         domain = nodes.nvlink_domain(gpu)
     return RankInfo(
         host=socket.gethostname(),
@@ -59,6 +60,7 @@ def introduce(config: Config, topology: Topology | None, device: torch.device) -
         topology=topology,
         num_sms=sms,
         gpu=gpu,
+        pci=pci,
         fabric=os.environ.get(fabrics.VARIABLE) or None,
         ranks_per_node=os.environ.get(nodes.VARIABLE) or None,
     )

@@ -2,8 +2,9 @@
 "verbs"). The rank's thread for the network tells a card what to write; what ranks tell of themselves goes over TCP
 beside it (`tcp.py`), by which they also notice that one has gone.
 
-A rank takes one port: of those that are up, its place among the ranks of its machine says which, so that ranks of the
-same place on different machines have cards of the same place.
+A rank takes one port: of those that are up and nearest to its GPU, its place among the ranks of its machine says which,
+so that ranks of the same place on different machines have cards of the same place. On the host, and where
+MEGATRON_EP_CARDS names cards, none is nearer than another.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 from collections.abc import Sequence
 
 from megatron_ep import _C
-from megatron_ep.backends import ibgda
+from megatron_ep.backends import ibgda, near_cards
 from megatron_ep.errors import EPError
 
 LIBRARY = "libibverbs.so.1"
@@ -44,16 +45,31 @@ def usable() -> list[_C.CardPort]:
     return usable
 
 
-def card_of(rank: int, machines: Sequence[str]) -> _C.Card:
-    """Opens the port of a rank. machines: of each rank. Raises as `usable` does, and EPError where it fails."""
-    return card_at(list(machines[:rank]).count(machines[rank]))
+def card_of(rank: int, machines: Sequence[str], gpus: Sequence[str | None] | None = None) -> _C.Card:
+    """Opens the port of a rank. Raises as `usable` does, and EPError where it fails.
+
+    machines: of each rank.
+    gpus: of each rank, the PCI address of its GPU, if it is known; None: the ranks are on the host.
+    """
+    found = usable()
+    place = list(machines[:rank]).count(machines[rank])
+    if gpus is None or os.environ.get(VARIABLE):
+        return _open(found[place % len(found)])
+    there = [gpu for gpu, machine in zip(gpus, machines, strict=True) if machine == machines[rank]]
+    near = [near_cards.nearest(gpu, [port.device for port in found]) for gpu in there]
+    own = [port for port in found if port.device in near[place]]
+    return _open(own[near_cards.turn(place, near)])
 
 
 def card_at(place: int) -> _C.Card:
     """Opens the port of this place among those that are usable, or begins again with the first. Raises as `card_of`."""
     found = usable()
+    return _open(found[place % len(found)])
+
+
+def _open(port: _C.CardPort) -> _C.Card:
     try:
-        return _C.Card(library=LIBRARY, port=found[place % len(found)])
+        return _C.Card(library=LIBRARY, port=port)
     except RuntimeError as error:
         raise EPError(str(error)) from None
 

@@ -296,7 +296,9 @@ constexpr Program kPrograms[] = {
 #if defined(OVER_QUEUE)
     {"full",
      [] {
-         for (const int carried_out : {0, 1, 2}) run_full_queue(carried_out);
+         for (uint64_t seed = 0; seed < 12; ++seed) {
+             for (const int carried_out : {0, 1, 2}) run_full_queue(seed, carried_out);
+         }
      },
      "a full queue is reported"},
     {"turns",

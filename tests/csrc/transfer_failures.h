@@ -173,7 +173,7 @@ inline void run_lost_turn() {
     for (int rank = 0; rank < 2; ++rank) side.heaps.emplace_back(c.heap.bytes(), 0, "a heap");
     Grid grid(c, side, 50'000'000);
     const auto joint = grid.joint<Notify>(std::vector<NotifyArgs>(2), 1);
-    const SendQueue queue = joint.fabric.ranks[0].queues.puts(0, 1);
+    const auto queue = joint.fabric.ranks[0].queues.puts(0, 1);
     queue.producer->begun = 1;
     simt::run(1, 1, 32, 1, [&] {
         Notify::Fabric fabric(joint.fabric, 0);
@@ -190,8 +190,9 @@ inline void run_lost_turn() {
 
 // A card carries out so many entries and stops: the queue fills, but for the room that these have
 // made, and the wait for more ends.
-inline void run_full_queue(int carried_out) {
+inline void run_full_queue(uint64_t seed, int carried_out) {
     Case c = small_case(true);
+    c.random.seed(seed);
     Side side;
     for (int rank = 0; rank < 2; ++rank) side.heaps.emplace_back(c.heap.bytes(), 0, "a heap");
     Grid grid(c, side, 50'000'000);
@@ -210,8 +211,8 @@ inline void run_full_queue(int carried_out) {
     if (incident.outcome != Outcome::Timeout || incident.wait != Wait::SendQueue ||
         incident.peer != 1 || incident.seen != posted || incident.expected != posted + 1)
         simt::die("a full queue is not reported");
-    if (joint.fabric.ranks[0].queues.puts(0, 1).rung() != posted)
-        simt::die("a full queue is not rung");
+    const auto queue = joint.fabric.ranks[0].queues.puts(0, 1);
+    if (queue.end_of(*queue.doorbell_word()) != posted) simt::die("a full queue is not rung");
 }
 
 // A rank waits for another one while its host hears that a third machine's gave up: the wait ends,

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_ep as ep
-from megatron_ep.backends import fabrics, ibgda, verbs
+from megatron_ep.backends import fabrics, ibgda, near_cards, verbs
 from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.errors import EPError
 from megatron_ep.group import rank_group
@@ -174,6 +174,21 @@ def test_the_reason_names_what_a_port_lacks(own_library, monkeypatch):
     with cards_with(down=1):
         choice = fabrics.choose_for_host(2, [None, None], lambda mine: [mine, mine])
     assert choice == fabrics.Choice("tcp", "host backend on 2 machines; fake_0 port 1 (RoCE): it is down")
+
+
+def test_the_card_near_its_gpu(own_library, monkeypatch):
+    near = {"near the last": ["fake_2"], "near two": ["fake_0", "fake_1"]}
+    monkeypatch.setattr(near_cards, "nearest", lambda gpu, cards: near.get(gpu, cards))
+    machines = ["a", "b", "a", "a", "a"]
+    gpus = ["near the last", "near the last", "near two", "near two", None]
+
+    def taken():
+        return [verbs.card_of(rank, machines, gpus).port_name.split()[0] for rank in range(len(machines))]
+
+    with cards_with(devices=3):
+        assert taken() == ["fake_2", "fake_2", "fake_0", "fake_1", "fake_0"]
+        monkeypatch.setenv(verbs.VARIABLE, "fake_0,fake_1")
+        assert taken() == ["fake_0", "fake_0", "fake_1", "fake_0", "fake_1"]
 
 
 def test_cards_by_name(own_library, monkeypatch):

@@ -76,62 +76,96 @@ struct alignas(64) SendEntry {
     EP_HD uint16_t index() const { return static_cast<uint16_t>(control.index_and_opcode >> 8); }
     EP_HD uint8_t opcode() const { return control.index_and_opcode & 0xff; }
 
-    // Writes bytes [src, src + bytes) of the own region to [dst, dst + bytes) of the other one.
-    static EP_HD SendEntry write_of(uint16_t index, uint32_t queue, uint32_t key, uint64_t dst,
-                                    uint64_t src, uint32_t bytes) {
-        SendEntry entry = header(index, kWrite, queue, 3, key, dst);
-        entry.write.source = {bytes, key, src};
+    struct Place {
+        uint32_t key;  // of its region
+        uint64_t address;
+    };
+
+    // Writes so many bytes at `src` to `dst`.
+    static EP_HD SendEntry write_of(uint16_t index, uint32_t queue, Place dst, Place src,
+                                    uint32_t bytes) {
+        SendEntry entry = header(index, kWrite, queue, kUnitsOfWrite, dst);
+        entry.write.source = {bytes, src.key, src.address};
         return entry;
     }
 
-    // Adds to the word at `flag` of the other region. scratch: eight bytes of the own one.
-    static EP_HD SendEntry add_of(uint16_t index, uint32_t queue, uint32_t key, uint64_t flag,
-                                  uint64_t increment, uint64_t scratch) {
-        SendEntry entry = header(index, kFetchAdd, queue, 4, key, flag);
+    // Adds to the word at `flag` of the other region. scratch: eight bytes of this side's.
+    static EP_HD SendEntry add_of(uint16_t index, uint32_t queue, Place flag, uint64_t increment,
+                                  Place scratch) {
+        SendEntry entry = header(index, kFetchAdd, queue, kUnitsOfAdd, flag);
         entry.add.atomic = {increment, uint64_t{0}};
-        entry.add.old_value = {sizeof(uint64_t), key, scratch};
+        entry.add.old_value = {sizeof(uint64_t), scratch.key, scratch.address};
         return entry;
+    }
+
+    // The first eight bytes, with which a card's bell is rung: of an addition, and of this entry.
+    struct Begin {
+        BigEndian<uint32_t> index_and_opcode, queue_and_size;
+    };
+    static EP_HD uint64_t begin_of_add(uint16_t index, uint32_t queue) {
+        return std::bit_cast<uint64_t>(Begin{numbered(index, kFetchAdd), queue << 8 | kUnitsOfAdd});
+    }
+    EP_HD uint64_t begin() const {
+        return std::bit_cast<uint64_t>(Begin{control.index_and_opcode, control.queue_and_size});
     }
 
   private:
+    static constexpr uint32_t kUnitsOfWrite = 3, kUnitsOfAdd = 4;
+
+    static EP_HD uint32_t numbered(uint16_t index, Opcode opcode) {
+        return static_cast<uint32_t>(index) << 8 | opcode;
+    }
     static EP_HD SendEntry header(uint16_t index, Opcode opcode, uint32_t queue, uint32_t units,
-                                  uint32_t key, uint64_t address) {
+                                  Place place) {
         SendEntry entry{};
-        entry.control.index_and_opcode = static_cast<uint32_t>(index) << 8 | opcode;
+        entry.control.index_and_opcode = numbered(index, opcode);
         entry.control.queue_and_size = queue << 8 | units;
         entry.control.flags = kTellCompletion;
-        entry.remote.address = address;
-        entry.remote.key = key;
+        entry.remote.address = place.address;
+        entry.remote.key = place.key;
         return entry;
     }
 };
 static_assert(sizeof(SendEntry) == 64);
 
-// What a card leaves of the last entry that it has carried out (mlx5dv.h: struct mlx5_cqe64). All
-// completions of a queue go to one place.
+// What is left of an entry that was carried out (mlx5dv.h: struct mlx5_cqe64, and mlx5_err_cqe).
+//
+// All completions of a queue that a thread carries out go to one place. A card puts them into a
+// ring, one for each entry, and the lowest bit of `kind` says in which of two rounds.
 struct alignas(64) Completion {
     // The upper half of `kind`.
-    static constexpr uint64_t kDone = 0, kRequestError = 13, kNothingYet = 15;
+    static constexpr uint64_t kDone = 0, kRequestError = 13, kResponseError = 14, kNothingYet = 15;
 
-    uint8_t unused[55];
-    uint8_t syndrome;
+    uint8_t unused[54];
+    uint8_t vendor_syndrome;
+    uint8_t syndrome;  // of an error
     BigEndian<uint32_t> opcode_and_queue;
     BigEndian<uint16_t> entry;  // its number, modulo 2^16
     uint8_t signature;
     uint8_t kind;
 
     // By what carries the queue out: entry `index` is done, and so are those before it.
-    void tell(uint16_t index, uint64_t how) {
-        const uint64_t word =
-            how << 60 | uint64_t{index & 0xffu} << 40 | static_cast<uint64_t>(index >> 8) << 32;
+    void tell(uint16_t index, uint64_t how, uint64_t round = 0) {
+        const uint64_t word = how << 60 | (round & 1) << 56 | uint64_t{index & 0xffu} << 40 |
+                              static_cast<uint64_t>(index >> 8) << 32;
         std::atomic_ref<uint64_t>(*last_word()).store(word, std::memory_order_release);
     }
     // The entry's number, the signature and the kind, which a card writes at once.
     EP_HD uint64_t* last_word() {
         return reinterpret_cast<uint64_t*>(this) + sizeof(*this) / sizeof(uint64_t) - 1;
     }
+
+    static EP_HD uint64_t kind_of(uint64_t last_word) { return last_word >> 60; }
+    // Of a ring, in which a place has it for the round-th time: whether it is there.
+    static EP_HD bool is_there(uint64_t last_word, uint64_t round) {
+        return kind_of(last_word) != kNothingYet && (last_word >> 56 & 1) == (round & 1);
+    }
+    static EP_HD bool is_error(uint64_t last_word) {
+        return kind_of(last_word) == kRequestError || kind_of(last_word) == kResponseError;
+    }
 };
 static_assert(sizeof(Completion) == 64 && offsetof(Completion, entry) == 60);
+static_assert(offsetof(Completion, syndrome) == 55);
 
 // Where the number of the next empty entry is told, modulo 2^16 (mlx5dv.h: a doorbell record).
 struct DoorbellRecord {

@@ -9,16 +9,14 @@
 
 namespace ep {
 
-class QueueFabric;
-
 // Ranks of a node map each other's heaps, on the host or on GPUs, and what goes to another node is
 // posted in send queues.
 //
 // What the network reads and writes is memory of the host. A GPU's heap is not: what crosses the
 // network of its parts from network_begin on has a place of its own there, and the rest of them
 // serves the ranks of the node.
-struct QueueFabricParams {
-    using Fabric = QueueFabric;
+template <bool kMayHaveCards>
+struct QueueNetwork {
     static constexpr int kMaxLocalRanks = 1;      // in one process
     static constexpr bool kMergesNotify = false;  // with a dispatch within a node
     static constexpr bool kOverHost = true;       // what goes to other nodes
@@ -27,24 +25,33 @@ struct QueueFabricParams {
     char* node[kMaxNodeRanks];  // heaps of the ranks of this node, by local rank
     char* network;              // the network's region: the heap from network_begin on
     size_t network_begin;
-    SendQueues queues;
+    AnySendQueues<kMayHaveCards> queues;
     // Of a GPU's rank, in memory of the host: what it tells of itself, and hears of others.
     ControlBlock* report;
     size_t network_bytes;
 
     void drain(uint64_t) const {}  // connections end before memory is used again
+};
+
+class QueueFabric;
+struct QueueFabricParams : QueueNetwork<false> {
+    using Fabric = QueueFabric;
+
     // Clears the network's region and what the producers count, while nobody carries anything out.
     void reset_signals(int rank, uint64_t timeout_ns) const;
 };
 
-class QueueFabric {
+template <bool kMayHaveCards>
+class FabricOfQueues {
   public:
+    using Params = QueueNetwork<kMayHaveCards>;
+    using Queue = AnySendQueue<kMayHaveCards>;
     static constexpr bool kMapsRail = false;
     static constexpr bool kOrdersWarps = true;  // a channel's puts towards a rank share a queue
     static constexpr bool kKeepsLines = false;
     static constexpr bool kMapsAll = false;
 
-    EP_FN QueueFabric(const QueueFabricParams& params, int rank)
+    EP_FN FabricOfQueues(const Params& params, int rank)
         : params_(params),
           node_(params.topology.node_of(rank)),
           local_(params.topology.local_of(rank)) {}
@@ -99,7 +106,7 @@ class QueueFabric {
 
     template <class W>
     EP_FN void put_to(W& warp, int channel, int rank, size_t dst, size_t src, size_t bytes) const {
-        const SendQueue queue = params_.queues.puts(channel, rank);
+        const Queue queue = params_.queues.puts(channel, rank);
         for (size_t done = 0; done < bytes; done += kMaxBytes) {
             const size_t part = bytes - done < kMaxBytes ? bytes - done : kMaxBytes;
             if (!queue.post_write(warp, rank, address(dst) + done, address(src) + done,
@@ -130,7 +137,7 @@ class QueueFabric {
             warp, lanes, false,
             [&](int lane) { return params_.queues.puts(channel_of(rank[lane]), rank[lane]); },
             [&](int lane) { return rank[lane]; },
-            [&](int lane, const SendQueue& queue, uint16_t index) {
+            [&](int lane, const Queue& queue, uint16_t index) {
                 return queue.write_of(index, address(dst), address(src[lane]),
                                       static_cast<uint32_t>(bytes));
             });
@@ -162,7 +169,7 @@ class QueueFabric {
                         IncrementOf&& increment_of) const {
         post_each(
             warp, ranks, true, queue_of, [&](int lane) { return first + lane; },
-            [&](int lane, const SendQueue& queue, uint16_t index) {
+            [&](int lane, const Queue& queue, uint16_t index) {
                 return queue.add_of(index, address(flag), increment_of(lane));
             });
     }
@@ -170,8 +177,13 @@ class QueueFabric {
     EP_FN int on_rail(int node) const { return params_.topology.rank(node, local_); }
     EP_FN size_t address(size_t offset) const { return offset - params_.network_begin; }
 
-    const QueueFabricParams& params_;
+    const Params& params_;
     int node_, local_;
+};
+
+class QueueFabric : public FabricOfQueues<false> {
+  public:
+    using FabricOfQueues::FabricOfQueues;
 };
 
 }  // namespace ep

@@ -13,18 +13,48 @@ namespace ep {
 class SoftwareNic;
 void wake(SoftwareNic& nic);
 
+// A queue that a network card reads by itself: a queue pair, where the card's driver has it. Its
+// rings may be larger than a queue is deep.
+struct CardQueue {
+    SendEntry* entries;
+    uint64_t* doorbell;       // DoorbellRecord
+    uint64_t* bell;           // a register of the card's; null: a thread carries out the queue
+    Completion* completions;  // a ring of them
+    uint32_t last_entry;      // numbers of entries, and of completions, are masked with these
+    uint32_t last_completion;
+    uint32_t completion_bits;  // how many are set in it
+    uint32_t number;           // the queue pair's, 24 bits
+    uint32_t data, flags;      // keys of the region at the other end: see verbs::Region
+    uint32_t source;           // key of the region at this end
+    SendEntry::Place scratch;  // where additions leave what was there before
+
+    // Whether an entry is carried out, or given up because of an error.
+    template <class W>
+    EP_FN bool is_over(uint64_t entry) const {
+        uint64_t* word = completions[entry & last_completion].last_word();
+        return Completion::is_there(W::template acquire<Scope::System>(word),
+                                    entry >> completion_bits);
+    }
+};
+
+// What the warps that post in a queue count, in memory of their own.
+struct alignas(32) QueueProducer {
+    uint64_t begun;      // entries that have a number
+    uint64_t posted;     // entries that are written, all those before them, too
+    uint64_t completed;  // entries that are known to be carried out
+};
+
 // A ring of entries for one rank. Warps post in turn. A thread or card reads the doorbell, carries
 // out the entries below it in order, and reports progress in the completion. Nothing
 // here is a pointer into another process, and nothing is ever more than `depth` entries ahead.
-struct SendQueue {
+//
+// kMayHaveCard: whether some queues of this kind are a card's. Of the other kind none is, and the
+// kernels that post in them do not pay for the question.
+template <bool kMayHaveCard>
+struct AnySendQueue {
     static constexpr uint32_t kMaxDepth = 1 << 15;  // differences of 16-bit numbers have a sign
 
-    // What the warps that post count, in memory of their own.
-    struct alignas(32) Producer {
-        uint64_t begun;      // entries that have a number
-        uint64_t posted;     // entries that are written, all those before them, too
-        uint64_t completed;  // entries that are known to be carried out
-    };
+    using Producer = QueueProducer;
 
     SendEntry* entries;
     uint32_t depth;      // a power of two
@@ -35,6 +65,10 @@ struct SendQueue {
     Completion* completion;
     Producer* producer;
     SoftwareNic* sleeper;  // woken by each ring; null: none
+    const CardQueue* known_by_card;
+
+    // What a card needs, in the place of most of the above; null: a thread carries out the entries.
+    EP_FN const CardQueue* card() const { return kMayHaveCard ? known_by_card : nullptr; }
 
     // Writes bytes [src, src + bytes) of the own region to [dst, dst + bytes) of that of `peer`.
     // It is not carried out before a later entry rings. False: a wait ended badly, and nothing is
@@ -54,17 +88,45 @@ struct SendQueue {
     }
 
     EP_FN SendEntry write_of(uint16_t index, uint64_t dst, uint64_t src, uint32_t bytes) const {
-        return SendEntry::write_of(index, number, key, dst, src, bytes);
+        if (card())
+            return SendEntry::write_of(index, card()->number, {card()->data, dst},
+                                       {card()->source, src}, bytes);
+        return SendEntry::write_of(index, number, {key, dst}, {key, src}, bytes);
     }
     EP_FN SendEntry add_of(uint16_t index, uint64_t flag, uint64_t increment) const {
-        return SendEntry::add_of(index, number, key, flag, increment, scratch);
+        if (card())
+            return SendEntry::add_of(index, card()->number, {card()->flags, flag}, increment,
+                                     card()->scratch);
+        return SendEntry::add_of(index, number, {key, flag}, increment, {key, scratch});
+    }
+    EP_FN SendEntry& place_of(uint64_t own) const {
+        return card() ? card()->entries[own & card()->last_entry] : entries[own & (depth - 1)];
+    }
+
+    // ---- what leads to an entry: who carries it out looks at the bell, then at the doorbell
+
+    EP_FN uint64_t* doorbell_word() const { return card() ? card()->doorbell : doorbell; }
+    EP_FN uint64_t bell_of(uint64_t end, bool ends_in_addition) const {
+        return ends_in_addition
+                   ? SendEntry::begin_of_add(static_cast<uint16_t>(end - 1), card()->number)
+                   : place_of(end - 1).begin();
+    }
+    // A card's register may be memory whose stores a host's processor gathers before they leave.
+    static EP_FN void let_bell_leave() {
+#if !defined(__CUDACC__) && defined(__x86_64__)
+        asm volatile("sfence" ::: "memory");
+#elif !defined(__CUDACC__) && defined(__aarch64__)
+        asm volatile("dsb st" ::: "memory");
+#endif
     }
 
     // ---- the other side
 
     uint16_t rung() const {
-        const uint64_t raw = std::atomic_ref<uint64_t>(*doorbell).load(std::memory_order_acquire);
-        return static_cast<uint16_t>(std::bit_cast<DoorbellRecord>(raw).send);
+        return end_of(std::atomic_ref<uint64_t>(*doorbell).load(std::memory_order_acquire));
+    }
+    static uint16_t end_of(uint64_t doorbell) {
+        return static_cast<uint16_t>(std::bit_cast<DoorbellRecord>(doorbell).send);
     }
 
     // Clears all but the producer's counters.
@@ -87,9 +149,15 @@ struct SendQueue {
 #endif
     }
 
-    // Entries that are carried out, of so many that are posted.
+    // How many entries are over, of so many that are posted. A card tells of each by itself: what
+    // is found is whether the one is over that leaves no room for another, or half of them are.
     template <class W>
     EP_FN uint64_t completed_of(uint64_t posted) const {
+        if (card()) {
+            const uint64_t first = posted - depth, middle = first + depth / 2;
+            if (card()->template is_over<W>(middle)) return middle + 1;
+            return first + card()->template is_over<W>(first);
+        }
         return completed_by(W::template acquire<Scope::System>(completion->last_word()), posted);
     }
 
@@ -101,8 +169,8 @@ struct SendQueue {
             return WaitCondition{W::template acquire<Scope::Rank>(&producer->posted), own, peer};
         });
         if (!is_next || !make_room(warp, own, peer)) return false;
-        warp.lanes(1, [&](int) { entries[own & (depth - 1)] = make(static_cast<uint16_t>(own)); });
-        if (rings) ring(warp, own + 1);
+        warp.lanes(1, [&](int) { place_of(own) = make(static_cast<uint16_t>(own)); });
+        if (rings) ring(warp, own + 1, true);
         warp.template publish<Scope::Rank>(&producer->posted, own + 1);
         return true;
     }
@@ -111,7 +179,7 @@ struct SendQueue {
     template <class W>
     EP_FN bool make_room(W& warp, uint64_t own, int peer) const {
         if (has_room_for(own)) return true;
-        ring(warp, own);  // what waits for its signal must leave, or there is never room
+        ring(warp, own, false);  // what waits for its signal must leave, or there is never room
         uint64_t completed = 0;
         const bool has_room = warp.wait_all(Wait::SendQueue, 1, [&](int) {
             completed = completed_of<W>(own);
@@ -122,16 +190,18 @@ struct SendQueue {
     }
 
     static EP_FN uint64_t completed_by(uint64_t word, uint64_t posted) {
-        if (word >> 60 == Completion::kNothingYet) return 0;
+        if (Completion::kind_of(word) == Completion::kNothingYet) return 0;
         const auto last = static_cast<uint16_t>((word >> 32 & 0xff) << 8 | (word >> 40 & 0xff));
         return posted - static_cast<uint16_t>(static_cast<uint16_t>(posted) - 1 - last);
     }
 
-    // Entries below `end` may be taken.
+    // Entries below `end`, of which there is one, may be taken.
     template <class W>
-    EP_FN void ring(W& warp, uint64_t end) const {
-        warp.template publish<Scope::System>(doorbell, rung_for(end));
-        wake_sleeper();
+    EP_FN void ring(W& warp, uint64_t end, bool ends_in_addition) const {
+        warp.template publish<Scope::System>(doorbell_word(), rung_for(end));
+        if (!card()) return wake_sleeper();
+        warp.template publish<Scope::System>(card()->bell, bell_of(end, ends_in_addition));
+        let_bell_leave();
     }
 };
 
@@ -147,9 +217,17 @@ EP_FN bool post_each(W& warp, uint32_t lanes, bool rings, QueueOf&& queue_of, Pe
     auto ring = [&](uint32_t mask, int entries) {
         warp.template publish_lanes<Scope::System>(32, [&](int lane, auto&& store) {
             if (!is_in(mask, lane)) return;
-            const SendQueue queue = queue_of(lane);
-            store(queue.doorbell, SendQueue::rung_for(own[lane] + entries));
+            const auto queue = queue_of(lane);
+            store(queue.doorbell_word(), queue.rung_for(own[lane] + entries));
             queue.wake_sleeper();
+        });
+        auto has_bell = [&](int lane) { return is_in(mask, lane) && queue_of(lane).card(); };
+        if (!warp.ballot(32, has_bell)) return;
+        warp.template publish_lanes<Scope::System>(32, [&](int lane, auto&& store) {
+            if (!has_bell(lane)) return;
+            const auto queue = queue_of(lane);
+            store(queue.card()->bell, queue.bell_of(own[lane] + entries, entries != 0));
+            queue.let_bell_leave();
         });
     };
     warp.lanes(32, [&](int lane) {
@@ -170,7 +248,7 @@ EP_FN bool post_each(W& warp, uint32_t lanes, bool rings, QueueOf&& queue_of, Pe
             ring(full, 0);  // what waits for its signal must leave, or there is never room
             const bool has_room = warp.wait_all(Wait::SendQueue, 32, [&](int lane) {
                 if (!is_in(full, lane)) return nothing_to_wait_for();
-                const SendQueue queue = queue_of(lane);
+                const auto queue = queue_of(lane);
                 completed[lane] = queue.template completed_of<W>(own[lane]);
                 return WaitCondition{completed[lane] + queue.depth, own[lane] + 1, peer_of(lane)};
             });
@@ -181,9 +259,8 @@ EP_FN bool post_each(W& warp, uint32_t lanes, bool rings, QueueOf&& queue_of, Pe
         }
         warp.lanes(32, [&](int lane) {
             if (!is_in(ready, lane)) return;
-            const SendQueue queue = queue_of(lane);
-            queue.entries[own[lane] & (queue.depth - 1)] =
-                entry_of(lane, queue, static_cast<uint16_t>(own[lane]));
+            const auto queue = queue_of(lane);
+            queue.place_of(own[lane]) = entry_of(lane, queue, static_cast<uint16_t>(own[lane]));
         });
         if (rings) ring(ready, 1);
         warp.template publish_lanes<Scope::Rank>(32, [&](int lane, auto&& store) {
@@ -196,14 +273,18 @@ EP_FN bool post_each(W& warp, uint32_t lanes, bool rings, QueueOf&& queue_of, Pe
 // The queues of a symmetric heap: of each channel, and of what belongs to none (see
 // core/network_flags.h), one towards each rank for puts and their signals, and one for credits.
 // Their memory is that of those who post and who carry out, one after the other.
-struct SendQueues {
+template <bool kMayHaveCards>
+struct AnySendQueues {
+    using Queue = AnySendQueue<kMayHaveCards>;
+
     SendEntry* entries;
     Completion* completions;
     uint64_t* doorbells;
-    SendQueue::Producer* producers;
+    QueueProducer* producers;
     int ranks, channels;
     uint32_t depth, key;
     SoftwareNic* sleeper;
+    const CardQueue* cards;  // of each queue; null: a thread carries all of them out
 
     size_t count() const { return count(ranks, channels); }
     static size_t count(int ranks, int channels) {
@@ -213,20 +294,19 @@ struct SendQueues {
     static size_t bytes(size_t count, uint32_t depth) {
         return count * (depth * sizeof(SendEntry) + sizeof(Completion) + sizeof(uint64_t));
     }
-    static SendQueues over(char* memory, SendQueue::Producer* producers, int ranks, int channels,
-                           uint32_t depth, uint32_t key, SoftwareNic* sleeper) {
+    static AnySendQueues over(char* memory, QueueProducer* producers, int ranks, int channels,
+                              uint32_t depth, uint32_t key, SoftwareNic* sleeper) {
         const size_t all = count(ranks, channels);
         auto* entries = reinterpret_cast<SendEntry*>(memory);
         auto* completions = reinterpret_cast<Completion*>(entries + all * depth);
         auto* doorbells = reinterpret_cast<uint64_t*>(completions + all);
-        return {entries, completions, doorbells, producers, ranks, channels, depth, key, sleeper};
+        return {entries,  completions, doorbells, producers, ranks,
+                channels, depth,       key,       sleeper,   nullptr};
     }
 
-    EP_HD SendQueue puts(int channel, int rank) const { return (*this)[number(channel, rank)]; }
-    EP_HD SendQueue credits(int channel, int rank) const {
-        return (*this)[number(channel, rank) + 1];
-    }
-    EP_HD SendQueue operator[](size_t number) const {
+    EP_HD Queue puts(int channel, int rank) const { return (*this)[number(channel, rank)]; }
+    EP_HD Queue credits(int channel, int rank) const { return (*this)[number(channel, rank) + 1]; }
+    EP_HD Queue operator[](size_t number) const {
         return {entries + number * depth,
                 depth,
                 static_cast<uint32_t>(number),
@@ -235,7 +315,8 @@ struct SendQueues {
                 doorbells + number,
                 completions + number,
                 producers + number,
-                sleeper};
+                sleeper,
+                kMayHaveCards && cards && cards[number].bell ? cards + number : nullptr};
     }
 
   private:
@@ -243,5 +324,8 @@ struct SendQueues {
         return 2 * (static_cast<size_t>(channel) * ranks + rank);
     }
 };
+
+using SendQueue = AnySendQueue<false>;
+using SendQueues = AnySendQueues<false>;
 
 }  // namespace ep

@@ -1,16 +1,23 @@
 #include "simt.h"
 // after it
+#include <bit>
+
 #include "order.h"
 #include "queue_cards.h"
 
 namespace simt {
 
-QueueCards::QueueCards(const std::vector<ep::SendQueues>& ranks, const std::vector<char*>& regions,
+QueueCards::QueueCards(const std::vector<Queues>& ranks, const std::vector<char*>& regions,
                        size_t bytes, uint64_t seed)
     : ranks_(ranks), regions_(regions), bytes_(bytes), random_(seed) {
-    for (const ep::SendQueues& queues : ranks_) {
+    for (const Queues& queues : ranks_) {
         states_.emplace_back(queues.count());
-        for (size_t i = 0; i < queues.count(); ++i) queues[i].clear();
+        for (size_t i = 0; i < queues.count(); ++i) {
+            queues[i].clear();
+            if (!queues.cards) continue;
+            for (uint32_t place = 0; place <= queues.cards[i].last_completion; ++place)
+                queues.cards[i].completions[place].tell(0, ep::Completion::kNothingYet);
+        }
     }
 }
 
@@ -19,9 +26,10 @@ void QueueCards::step() {
     if (left == 0) return;
     const size_t rank = random_() % ranks_.size();
     const size_t number = random_() % states_[rank].size();
-    const ep::SendQueue queue = ranks_[rank][number];
+    const Queues::Queue queue = ranks_[rank][number];
     State& state = states_[rank][number];
-    if (now_ < state.held_until || queue.rung() == static_cast<uint16_t>(state.done)) return;
+    if (now_ < state.held_until) return;
+    if (listen(rank, number, queue, state) == static_cast<uint16_t>(state.done)) return;
     if (random_() % 16 == 0) {
         state.held_until = now_ + random_() % kLongestDelay;
     } else {
@@ -30,17 +38,47 @@ void QueueCards::step() {
     }
 }
 
-void QueueCards::carry_out(size_t rank, size_t number, const ep::SendQueue& queue, State& state) {
+// Entries below which number may be carried out.
+uint16_t QueueCards::listen(size_t rank, size_t number, const Queues::Queue& queue, State& state) {
+    if (!queue.card()) return queue.rung();
+    const uint64_t bell = *queue.card()->bell;
+    if (bell == state.bell) return state.heard;
+    state.bell = bell;
     const order::Name card = {rank, number};
-    order::card_acquire(card, queue.doorbell);
-    const ep::SendEntry& entry = queue.entries[state.done & (queue.depth - 1)];
+    order::card_acquire(card, queue.card()->bell);
+    const auto begin = std::bit_cast<ep::SendEntry::Begin>(bell);
+    const auto end = static_cast<uint16_t>((begin.index_and_opcode >> 8) + 1);
+    if (begin.queue_and_size >> 8 != queue.card()->number) die("a bell of another queue");
+    const uint16_t doorbell = Queues::Queue::end_of(*queue.card()->doorbell);
+    if (static_cast<int16_t>(doorbell - end) < 0) die("a bell before its doorbell");
+    if (random_() % 2) {  // what was told since the bell rang may be taken, too
+        order::card_acquire(card, queue.card()->doorbell);
+        return state.heard = doorbell;
+    }
+    if (static_cast<int16_t>(end - state.heard) > 0) state.heard = end;
+    return state.heard;
+}
+
+void QueueCards::carry_out(size_t rank, size_t number, const Queues::Queue& queue, State& state) {
+    const order::Name card = {rank, number};
+    const ep::CardQueue* own = queue.card();
+    if (!own) order::card_acquire(card, queue.doorbell);
+    const ep::SendEntry& entry = queue.place_of(state.done);
     order::card_read(card, &entry, sizeof entry);
     const size_t peer = number / 2 % ranks_[rank].ranks;
     const uint64_t address = entry.remote.address;
     if (entry.index() != static_cast<uint16_t>(state.done)) die("an entry has another number");
-    if (uint32_t{entry.control.queue_and_size} >> 8 != number) die("an entry of another queue");
-    if (uint32_t{entry.remote.key} != queue.key) die("an entry with another key");
-    if (entry.opcode() == ep::SendEntry::kWrite) {
+    const bool is_write = entry.opcode() == ep::SendEntry::kWrite;
+    if (uint32_t{entry.control.queue_and_size} >> 8 != (own ? own->number : number))
+        die("an entry of another queue");
+    if (uint32_t{entry.remote.key} != (!own ? queue.key : is_write ? kData : kFlags))
+        die("an entry with another key");
+    const ep::SendEntry::Local& local = is_write ? entry.write.source : entry.add.old_value;
+    if (uint32_t{local.key} != (!own ? queue.key : is_write ? kSource : kScratch))
+        die("an entry with another key of this side");
+    if (own && !is_write && uint64_t{local.address} != own->scratch.address)
+        die("an entry that leaves its value elsewhere");
+    if (is_write) {
         const uint64_t source = entry.write.source.address;
         const uint32_t bytes = entry.write.source.bytes;
         if (address + bytes > bytes_ || source + bytes > bytes_) die("a write out of bounds");
@@ -54,8 +92,12 @@ void QueueCards::carry_out(size_t rank, size_t number, const ep::SendQueue& queu
         *word += entry.add.atomic.increment;
         order::card_signal(card, word, *word);
     }
-    queue.completion->tell(static_cast<uint16_t>(state.done++), ep::Completion::kDone);
-    order::card_signal(card, queue.completion->last_word(), 0);
+    ep::Completion& completion =
+        own ? own->completions[state.done & own->last_completion] : *queue.completion;
+    completion.tell(static_cast<uint16_t>(state.done), ep::Completion::kDone,
+                    own ? state.done >> own->completion_bits : 0);
+    order::card_signal(card, completion.last_word(), 0);
+    ++state.done;
 }
 
 }  // namespace simt

@@ -9,14 +9,17 @@
 namespace simt {
 
 // A network card for each rank of a process, which carries out its send queues: those of one queue
-// in order, different ones in any, each as late as it likes.
+// in order, different ones in any, each as late as it likes. Queues that say what a card needs
+// (CardQueue) have a bell, and only when it has rung the card looks at their doorbell.
 class QueueCards {
   public:
+    using Queues = ep::AnySendQueues<true>;
+    static constexpr uint32_t kData = 11, kFlags = 12, kSource = 13, kScratch = 14;  // keys
     static constexpr uint64_t kLongestDelay = 2000;  // of a queue, in steps
 
     // regions: by rank.
-    QueueCards(const std::vector<ep::SendQueues>& ranks, const std::vector<char*>& regions,
-               size_t bytes, uint64_t seed);
+    QueueCards(const std::vector<Queues>& ranks, const std::vector<char*>& regions, size_t bytes,
+               uint64_t seed);
     // Some time passes, and an entry may be carried out.
     void step();
 
@@ -25,10 +28,13 @@ class QueueCards {
   private:
     struct State {
         uint64_t done = 0, held_until = 0;
+        uint64_t bell = 0;   // as it was heard last
+        uint16_t heard = 0;  // entries, modulo 2^16
     };
-    void carry_out(size_t rank, size_t number, const ep::SendQueue& queue, State& state);
+    uint16_t listen(size_t rank, size_t number, const Queues::Queue& queue, State& state);
+    void carry_out(size_t rank, size_t number, const Queues::Queue& queue, State& state);
 
-    std::vector<ep::SendQueues> ranks_;
+    std::vector<Queues> ranks_;
     std::vector<char*> regions_;
     size_t bytes_;
     std::mt19937_64 random_;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <bit>
 #include <memory>
 #include <vector>
 
@@ -16,18 +17,21 @@ namespace ep {
 class RankFabric;
 struct RankFabricParams {
     using Fabric = RankFabric;
-    QueueFabricParams ranks[9];
+    QueueNetwork<true> ranks[9];
 };
-class RankFabric : public QueueFabric {
+class RankFabric : public FabricOfQueues<true> {
   public:
-    RankFabric(const RankFabricParams& params, int rank) : QueueFabric(params.ranks[rank], rank) {}
+    RankFabric(const RankFabricParams& params, int rank)
+        : FabricOfQueues(params.ranks[rank], rank) {}
 };
 
 // The ranks of a grid, over send queues of small depths, whose network reaches other memory than
-// their heaps.
+// their heaps: what carries them out looks at their doorbells, or, as the seed has it, is a card
+// that has a bell.
 class Ranks {
   public:
     using Params = RankFabricParams;
+    using Queues = simt::QueueCards::Queues;
     static constexpr bool kOverHost = true;
 
     template <class AnyHeap>
@@ -37,20 +41,21 @@ class Ranks {
         const int world = topology.world();
         const size_t begin = heap.network_begin(), bytes = heap.bytes() - begin;
         const uint32_t depth = 2 << seed % 3;
-        const size_t count = SendQueues::count(world, heap.channels);
-        std::vector<SendQueues> queues;
+        const size_t count = Queues::count(world, heap.channels);
+        std::vector<Queues> queues;
         std::vector<char*> regions;
         for (int rank = 0; rank < world; ++rank) {
             regions.push_back(take(bytes, "a network's region"));
-            auto* producers = reinterpret_cast<SendQueue::Producer*>(
-                take(count * sizeof(SendQueue::Producer), "producers"));
-            queues.push_back(SendQueues::over(take(SendQueues::bytes(count, depth), "queues"),
-                                              producers, world, heap.channels, depth, 3, nullptr));
-            QueueFabricParams& own = params_->ranks[rank];
+            auto* producers =
+                reinterpret_cast<QueueProducer*>(take(count * sizeof(QueueProducer), "producers"));
+            queues.push_back(Queues::over(take(Queues::bytes(count, depth), "queues"), producers,
+                                          world, heap.channels, depth, 3, nullptr));
+            QueueNetwork<true>& own = params_->ranks[rank];
             own.topology = topology;
             own.network = regions.back();
             own.network_begin = begin;
             own.network_bytes = bytes;
+            if (seed / 3 % 2) queues.back().cards = take_card(queues.back());
             own.queues = queues.back();
             for (int local = 0; local < topology.ranks_per_node; ++local)
                 own.node[local] = heaps[topology.rank(topology.node_of(rank), local)];
@@ -77,6 +82,35 @@ class Ranks {
         memory_.emplace_back(bytes / sizeof(Line) + 1);
         simt::order::track(memory_.back().data(), bytes, name);
         return reinterpret_cast<char*>(memory_.back().data());
+    }
+
+    // The queues of a rank as a driver makes them, in rings larger than they are deep.
+    const CardQueue* take_card(const Queues& queues) {
+        const size_t count = queues.count();
+        const uint32_t depth = queues.depth;
+        auto* entries = reinterpret_cast<SendEntry*>(
+            take(count * 2 * depth * sizeof(SendEntry), "a card's entries"));
+        auto* completions = reinterpret_cast<Completion*>(
+            take(count * 4 * depth * sizeof(Completion), "a card's completions"));
+        auto* words = reinterpret_cast<uint64_t*>(
+            take(count * 2 * sizeof(uint64_t), "a card's doorbells and bells"));
+        auto* cards =
+            reinterpret_cast<CardQueue*>(take(count * sizeof(CardQueue), "a card's queues"));
+        for (uint32_t i = 0; i < count; ++i) {
+            cards[i] = {entries + i * 2 * depth,
+                        words + i,
+                        words + count + i,
+                        completions + i * 4 * depth,
+                        2 * depth - 1,
+                        4 * depth - 1,
+                        static_cast<uint32_t>(std::countr_zero(4 * depth)),
+                        0x800000 + i,
+                        simt::QueueCards::kData,
+                        simt::QueueCards::kFlags,
+                        simt::QueueCards::kSource,
+                        {simt::QueueCards::kScratch, 8 * i}};
+        }
+        return cards;
     }
 
     std::unique_ptr<Params> params_;

@@ -1,0 +1,57 @@
+"""Which network card is near which GPU, by the tree of PCI bridges that Linux shows in /sys: the fewer bridges lie
+between them, the nearer they are. Of cards that share no root of the tree with a GPU those of its NUMA node come first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+from pathlib import Path
+
+from megatron_ep.backends import ibgda
+
+DEVICES = Path("/sys/bus/pci/devices")
+FAR = 1000  # bridges that no machine has one after the other
+
+
+def nearest(gpu: str | None, cards: Sequence[str]) -> list[str]:
+    """Of these cards ("mlx5_0") those that are nearest to a GPU, in their order; all of them if nothing is known of it.
+
+    gpu: its PCI address, "0000:1b:00.0".
+    """
+    own = _place(DEVICES / gpu) if gpu else None
+    if own is None:
+        return list(cards)
+    distances = [_distance(own, _place(ibgda.CARDS / card / "device")) for card in cards]
+    return [card for card, distance in zip(cards, distances, strict=True) if distance == min(distances)]
+
+
+def turn(place: int, near: Sequence[Sequence[str]]) -> int:
+    """Which of its nearest cards a rank takes: those whose GPUs are near the same ones take them in turn.
+
+    place: this rank's among those of its machine.
+    near: the nearest cards of each of these.
+    """
+    return near[:place].count(near[place]) % len(near[place])
+
+
+def _place(device: Path) -> Path | None:
+    """Its way from the root of the tree."""
+    return device.resolve() if device.exists() else None
+
+
+def _distance(one: Path, other: Path | None) -> int:
+    """Bridges and devices on the way from one to the other."""
+    if other is None:
+        return 3 * FAR
+    shared = list(takewhile(lambda pair: pair[0] == pair[1], zip(one.parts, other.parts, strict=False)))
+    if any(name.startswith("pci") for name, _ in shared):  # the root that both hang on
+        return len(one.parts) + len(other.parts) - 2 * len(shared)
+    return FAR if _numa_node(one) == _numa_node(other) else 2 * FAR
+
+
+def _numa_node(device: Path) -> str:
+    try:
+        return (device / "numa_node").read_text().strip()
+    except OSError:
+        return ""
