@@ -41,6 +41,7 @@ with (
     mock.patch.object(torch.cuda, "device_count", lambda: len(seen)),
     mock.patch.object(torch.cuda, "set_device"),
     mock.patch.object(cuda, "uuid", uuid),
+    mock.patch.object(cuda, "pci_address", lambda _: None),
     mock.patch.object(cuda, "check_device", check_device),
     mock.patch.object(cuda, "num_sms", lambda *_: 24),
     mock.patch.object(nodes, "nvlink_domain", lambda _: None),
