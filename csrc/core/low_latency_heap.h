@@ -58,14 +58,15 @@ enum class LowLatencyLaunches : int { Send, Receive, Both };
 // With masking a combine's row lies in the slot of its sender, token and choice instead: then
 // whatever another rank writes has one writer, and once that one is masked nobody reads it again.
 //
-// With lines a dispatch's rows are lines, and what tokens chose is words, that carry their call's
-// number themselves: no flag follows them.
+// With lines rows are lines, and what tokens chose and the values beside a combine's rows are
+// words, that carry their call's number themselves: no flag follows them.
 struct LowLatencyHeap {
     static constexpr size_t kLine = Heap::kLine;
     static constexpr int kBanks = 2;
     static constexpr int kKinds = 2;
     static constexpr int kHalves = 2;
     static constexpr int kMaxTokens = 1024;  // 32 chunks: a lane a chunk
+    static constexpr int kWordsOfValue = 2;  // 32 bits each
 
     Topology topology;
     int num_experts;
@@ -113,8 +114,10 @@ struct LowLatencyHeap {
         row_flags_ = part(staged ? kKinds * channels * world * kLine : 0);
         choices_ = part(banks * world * choice_bytes());
         rows_ = part(banks * world * max_tokens * row_bytes_);
-        parts_ = part(banks * max_tokens * slot_bytes *
+        parts_ = part(banks * max_tokens * row_bytes_ *
                       (masking ? world * choices_per_rank() : static_cast<size_t>(max_topk)));
+        values_ =
+            part(lines ? banks * max_tokens * max_topk * kWordsOfValue * sizeof(uint64_t) : 0);
         staged_choices_ = part(staged ? banks * world * choice_bytes() : 0);
         staged_rows_ = part(staged ? banks * (masking ? world : 1) * max_tokens * slot_bytes : 0);
         staged_parts_ =
@@ -231,8 +234,12 @@ struct LowLatencyHeap {
     }
     // Of the experts of `rank`; choice: which of the token's there.
     EP_HD size_t part(int bank, int rank, int token, int k, int choice) const {
-        if (masking) return parts_ + slot(slot_of_choice(bank, rank, token, choice));
-        return parts_ + slot((bank * static_cast<size_t>(max_tokens) + token) * max_topk + k);
+        return parts_ + row_bytes_ * (masking ? slot_of_choice(bank, rank, token, choice)
+                                              : slot_of_k(bank, token, k));
+    }
+    // With lines: the words of the value that the k-th choice of a token brings back.
+    EP_HD size_t value_words(int bank, int token, int k) const {
+        return values_ + slot_of_k(bank, token, k) * kWordsOfValue * sizeof(uint64_t);
     }
     // To all ranks, but with masking to `rank`: nobody waits for what was put to a rank that is
     // masked then, and its memory must not be written anew for others.
@@ -278,6 +285,9 @@ struct LowLatencyHeap {
             (bank * topology.world() + rank) * static_cast<size_t>(max_tokens) + token;
         return row * choices_per_rank() + choice;
     }
+    EP_HD size_t slot_of_k(int bank, int token, int k) const {
+        return (bank * static_cast<size_t>(max_tokens) + token) * max_topk + k;
+    }
     EP_HD size_t line(size_t first, LowLatencyKind kind) const {
         return first + static_cast<int>(kind) * kLine;
     }
@@ -289,8 +299,8 @@ struct LowLatencyHeap {
     size_t choice_bytes_;
     size_t sent_, send_joins_, receive_joins_, waited_, put_joins_, signalled_, tokens_sent_,
         released_, choice_flags_, masked_flags_, beat_flags_, row_flags_, choices_, rows_, parts_,
-        staged_choices_, staged_rows_, staged_parts_, memberships_, masked_, firsts_, own_beats_,
-        all_sent_flags_, no_choices_, bytes_;
+        values_, staged_choices_, staged_rows_, staged_parts_, memberships_, masked_, firsts_,
+        own_beats_, all_sent_flags_, no_choices_, bytes_;
 };
 
 }  // namespace ep

@@ -148,6 +148,19 @@ struct LineSource {
     uint64_t* waited;  // raised to the age at which they were there, if not at once. Or null
 };
 
+// Rows that are summed once they are there: those in the mask, each lane's own. Those that are not
+// lines lie in memory of this rank.
+template <class W>
+struct RowsToSum {
+    typename W::template PerLane<const char*> row;  // or its first line; null: a row of zeros
+    typename W::template PerLane<int> rank;         // that stores it
+    uint32_t mask = 0, in_lines = 0;
+    uint64_t tag = 0;  // that lines have to have
+};
+
+// In the place of weights: nothing is multiplied.
+struct Unweighted {};
+
 // What also moves what needs no flag, because it says itself of which call it is.
 //
 //   store_word(word, value)          by a lane: a store that orders nothing, seen by all ranks
@@ -160,17 +173,31 @@ struct LineSource {
 //   receive_lines(wait, source, lines, dsts, mask, bytes, scales, plan)
 //                                    these lines, once they are there, to the row of each lane in
 //                                    the mask, and its scales. A wait; a mismatch ends it, too
+//   send_sum<T>(slot, srcs, weights, mask, bytes, lines, tag)
+//                                    these lines of the sum of the rows in the mask, to one slot:
+//                                    as sum, or with a PerLane of weights as weighted_sum
+//   receive_sum<T>(wait, rows, weights, dst, bytes, lines)
+//                                    these lines of such a sum to the row `dst`, once its rows are
+//                                    there. A wait; a mismatch ends it, too
 template <class W>
 concept LinesWarpLike =
-    WarpLike<W> && requires(W& warp, uint64_t* word, const char* src, size_t bytes,
-                            const Lines& lines, const LineSource& source, const ScalePlan& plan,
-                            const typename W::template PerLane<char*>& rows) {
+    WarpLike<W> &&
+    requires(W& warp, uint64_t* word, const char* src, size_t bytes, const Lines& lines,
+             const LineSource& source, const ScalePlan& plan,
+             const typename W::template PerLane<char*>& rows, char* slot,
+             const typename W::template PerLane<const char*>& srcs,
+             const typename W::template PerLane<float>& weights, const RowsToSum<W>& sum) {
         W::store_word(word, uint64_t{1});
         { W::load_word(word) } -> std::same_as<uint64_t>;
         warp.send_lines(rows, uint32_t{1}, src, bytes, lines, uint64_t{1}, src, plan);
         warp.quantize_lines(rows, uint32_t{1}, src, bytes, lines, uint64_t{1}, ScaleFormat::Fp32);
         {
             warp.receive_lines(Wait::TaggedRow, source, lines, rows, uint32_t{1}, bytes, rows, plan)
+        } -> std::same_as<bool>;
+        warp.template send_sum<float>(slot, srcs, Unweighted{}, uint32_t{1}, bytes, lines,
+                                      uint64_t{1});
+        {
+            warp.template receive_sum<float>(Wait::TaggedRow, sum, weights, slot, bytes, lines)
         } -> std::same_as<bool>;
     };
 

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "protocol/low_latency_halves.h"
+#include "protocol/low_latency_combine_lines.h"
 
 namespace ep {
 
@@ -12,18 +12,10 @@ namespace ep {
 // Receiving: a token's rows are summed in the order of k. Nobody needs to be told what comes: the
 // token's rank knows.
 
-// What the sums of T multiply rows by; `at` counts them.
-template <class T>
-EP_FN Accumulator<T> weight_at(const void* weights, int64_t at) {
-    return static_cast<const Accumulator<T>*>(weights)[at];
-}
-
 // The single value that travels with a row.
 EP_FN void write_value(const LowLatencyCombineArgs& args, char* slot, int k, int64_t dst_row) {
-    const RowFormat& format = args.format;
-    const int bytes = format.weight_bytes;
-    const uint64_t value = dst_row < 0 ? 0 : load_weight(args.values + dst_row * bytes, bytes);
-    store_weight(slot + format.weights() + k * bytes, value, bytes);
+    const int bytes = args.format.weight_bytes;
+    store_weight(slot + args.format.weights() + k * bytes, value_of(args, dst_row), bytes);
 }
 
 // A piece of the rows of the lanes in the mask, each to its own slot.
@@ -117,9 +109,9 @@ EP_FN void return_piece(W& warp, const LowLatencyCombine<F>& call, const Team& t
     });
 }
 
-// A warp's share of the sending half.
+// A warp's share of the sending half, without lines.
 template <class T, WarpLike W, class F>
-EP_FN bool send_combine(W& warp, const LowLatencyCombine<F>& call, const Team& team) {
+EP_FN bool send_combine_by_slots(W& warp, const LowLatencyCombine<F>& call, const Team& team) {
     const LowLatencyCombineArgs& args = call.args;
     // Each rank begins with another one and ends with itself: no link carries the rows of all.
     return for_own_shares<Pieces>(
@@ -137,16 +129,6 @@ EP_FN bool send_combine(W& warp, const LowLatencyCombine<F>& call, const Team& t
             return_piece<T>(warp, call, team, source, token, piece);
             return true;
         });
-}
-
-template <class T, WarpLike W, class F>
-EP_FN Ended low_latency_combine_send(W& warp, F& fabric, const LowLatencyCombineArgs& args,
-                                     const Team& team) {
-    const LowLatencyCombine<F> call = next_call(fabric, args);
-    if (!may_send(warp, call, team)) return Ended::Badly;
-    send_combine<T>(warp, call, team);
-    signal_rows(warp, call, team);
-    return end_sending(warp, call, team);
 }
 
 // Leaves out what ranks that do not take part would have brought; of a token's weights, those that
@@ -188,9 +170,8 @@ EP_FN bool sum_piece(W& warp, const LowLatencyCombine<F>& call, int token, const
     typename W::template PerLane<const void*> part;
     typename W::template PerLane<Accumulator<T>> weight;
     const size_t first = static_cast<size_t>(token) * format.topk;
+    find_ranks_of(warp, args, token, rank);
     warp.lanes(format.topk, [&](int k) {
-        const int expert = args.layout.experts(token)[k];
-        rank[k] = expert < 0 ? -1 : expert / args.heap.local_experts();
         if (args.token_weights) weight[k] = weight_at<T>(args.token_weights, first + k);
     });
     if (args.heap.masking) drop_ranks<T>(warp, call, token, piece, rank, weight);
@@ -238,9 +219,9 @@ EP_FN bool may_receive(W& warp, const LowLatencyCombine<F>& call, const Team& te
 
 constexpr int kMaxParts = 8;  // of what a warp would sum, for warps that have nothing to do
 
-// A warp's share of the receiving half.
+// A warp's share of the receiving half, without lines.
 template <class T, WarpLike W, class F>
-EP_FN bool receive_combine(W& warp, const LowLatencyCombine<F>& call, const Team& team) {
+EP_FN bool receive_combine_by_slots(W& warp, const LowLatencyCombine<F>& call, const Team& team) {
     const int tokens = call.args.num_tokens;
     const Pieces pieces(call.args.format, tokens, team.warps);
     const int shares = pieces.shares();
@@ -257,21 +238,54 @@ EP_FN bool receive_combine(W& warp, const LowLatencyCombine<F>& call, const Team
     return true;
 }
 
-template <class T, WarpLike W, class F>
+// kLines: whether rows are lines, as the heap says. in_one_launch: whether both halves are.
+
+template <class T, bool kLines, WarpLike W, class F>
+EP_FN bool send_combine(W& warp, const LowLatencyCombine<F>& call, const Team& team,
+                        bool in_one_launch) {
+    if constexpr (kLines && F::kKeepsLines)
+        return send_combine_by_lines<T>(warp, call, team, in_one_launch);
+    return send_combine_by_slots<T>(warp, call, team);
+}
+
+template <class T, bool kLines, WarpLike W, class F>
+EP_FN bool receive_combine(W& warp, const LowLatencyCombine<F>& call, const Team& team,
+                           bool in_one_launch) {
+    if constexpr (kLines && F::kKeepsLines)
+        return receive_combine_by_lines<T>(warp, call, team, in_one_launch);
+    return receive_combine_by_slots<T>(warp, call, team);
+}
+
+template <class T, bool kLines, WarpLike W, class F>
+EP_FN Ended low_latency_combine_send(W& warp, F& fabric, const LowLatencyCombineArgs& args,
+                                     const Team& team) {
+    const LowLatencyCombine<F> call = next_call(fabric, args);
+    if (!may_send(warp, call, team)) return Ended::Badly;
+    send_combine<T, kLines>(warp, call, team, false);
+    signal_rows(warp, call, team);
+    return end_sending(warp, call, team);
+}
+
+template <class T, bool kLines, WarpLike W, class F>
 EP_FN Ended low_latency_combine_receive(W& warp, F& fabric, const LowLatencyCombineArgs& args,
                                         const Team& team) {
     const LowLatencyCombine<F> call = begun_call(fabric, args);
-    return receive_combine<T>(warp, call, team) ? end_receiving(warp, call, team) : Ended::Badly;
+    if (!receive_combine<T, kLines>(warp, call, team, false)) return Ended::Badly;
+    return end_receiving(warp, call, team);
 }
 
 // Both halves.
-template <class T, WarpLike W, class F>
+template <class T, bool kLines, WarpLike W, class F>
 EP_FN Ended low_latency_combine(W& warp, F& fabric, const LowLatencyCombineArgs& args,
                                 const Team& team) {
     return send_and_receive(
         warp, fabric, args, team, Role::LowLatencyCombineReceiver,
-        [](W& w, const auto& call, const Team& t) { return send_combine<T>(w, call, t); },
-        [](W& w, const auto& call, const Team& t) { return receive_combine<T>(w, call, t); });
+        [](W& w, const auto& call, const Team& t) {
+            return send_combine<T, kLines>(w, call, t, true);
+        },
+        [](W& w, const auto& call, const Team& t) {
+            return receive_combine<T, kLines>(w, call, t, true);
+        });
 }
 
 }  // namespace ep

@@ -14,10 +14,10 @@ EP_FN bool note_present_words(W& warp, const LowLatencyDispatch<F>& call) {
     const int chunks = call.heap().chunks(), words = call.world() * chunks;
     for (int first = 0; first < words; first += 32) {
         const bool here = read_words(
-            warp, call, lanes_from(first, words), 1,
+            warp, call, Wait::Choices, lanes_from(first, words), 1,
             [&](int lane, int) {
                 const int word = first + lane;
-                return ChosenWord{word / chunks, call.heap().words().present(word % chunks)};
+                return chosen_word(call, word / chunks, call.heap().words().present(word % chunks));
             },
             [&](int lane, int, uint32_t bits) { call.args.layout.present(first + lane) = bits; });
         if (!here) return false;
@@ -33,9 +33,10 @@ EP_FN bool find_output_rows(W& warp, const LowLatencyDispatch<F>& call, const Ro
     const int topk = call.args.format.topk, chunk = token / 32;
     typename W::template PerLane<int> expert, before;
     const bool chosen = read_words(
-        warp, call, topk, 1,
+        warp, call, Wait::Choices, topk, 1,
         [&](int lane, int) {
-            return ChosenWord{source, numbers.expert(static_cast<size_t>(token) * topk + lane)};
+            return chosen_word(call, source,
+                               numbers.expert(static_cast<size_t>(token) * topk + lane));
         },
         [&](int lane, int, uint32_t id) {
             expert[lane] = places.local_expert(static_cast<int32_t>(id));
@@ -44,11 +45,11 @@ EP_FN bool find_output_rows(W& warp, const LowLatencyDispatch<F>& call, const Ro
     if (!chosen) return false;
     // rows of the ranks before, and of the source's tokens before
     const bool counted = read_words(
-        warp, call, topk, source + chunk + 1,
+        warp, call, Wait::Choices, topk, source + chunk + 1,
         [&](int lane, int i) {
-            if (expert[lane] < 0) return ChosenWord{-1, 0};
-            return i < source ? ChosenWord{i, numbers.rows(expert[lane])}
-                              : ChosenWord{source, numbers.tokens(expert[lane], i - source)};
+            if (expert[lane] < 0) return WordOf{-1, nullptr};
+            return i < source ? chosen_word(call, i, numbers.rows(expert[lane]))
+                              : chosen_word(call, source, numbers.tokens(expert[lane], i - source));
         },
         [&](int lane, int i, uint32_t value) {
             if (i == source + chunk) value &= (uint32_t{1} << token % 32) - 1;
@@ -74,11 +75,11 @@ EP_FN bool note_output_words(W& warp, const LowLatencyDispatch<F>& call, int sou
         weight[lane] = 0;
     });
     const bool here = read_words(
-        warp, call, topk, weight_bytes / 4,
+        warp, call, Wait::Choices, topk, weight_bytes / 4,
         [&](int lane, int half) {
             const size_t choice = static_cast<size_t>(token) * topk + lane;
-            return ChosenWord{dst_row[lane] < 0 ? -1 : source,
-                              call.heap().words().weight(choice, half)};
+            return chosen_word(call, dst_row[lane] < 0 ? -1 : source,
+                               call.heap().words().weight(choice, half));
         },
         [&](int lane, int half, uint32_t value) {
             weight[lane] |= static_cast<uint64_t>(value) << 32 * half;
@@ -128,8 +129,8 @@ EP_FN bool receive_by_lines(W& warp, const LowLatencyDispatch<F>& call, const Te
     const bool started = find_starts(warp, args, team, [&](int first, int lanes, auto& rows) {
         warp.lanes(lanes, [&](int lane) { rows[lane] = 0; });
         return read_words(
-            warp, call, lanes, call.world(),
-            [&](int lane, int rank) { return ChosenWord{rank, numbers.rows(first + lane)}; },
+            warp, call, Wait::Choices, lanes, call.world(),
+            [&](int lane, int rank) { return chosen_word(call, rank, numbers.rows(first + lane)); },
             [&](int lane, int, uint32_t value) { rows[lane] += static_cast<int>(value); });
     });
     if (!started || (notes_starts(team) && !note_present_words(warp, call))) return false;
@@ -139,9 +140,9 @@ EP_FN bool receive_by_lines(W& warp, const LowLatencyDispatch<F>& call, const Te
         warp, args, team, args.rank,
         [&](int lanes, const auto& rank, const auto& token, auto& bits) {
             return read_words(
-                warp, call, lanes, 1,
+                warp, call, Wait::Choices, lanes, 1,
                 [&](int lane, int) {
-                    return ChosenWord{rank[lane], numbers.present(token[lane] / 32)};
+                    return chosen_word(call, rank[lane], numbers.present(token[lane] / 32));
                 },
                 [&](int lane, int, uint32_t value) { bits[lane] = value; });
         },

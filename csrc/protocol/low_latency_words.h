@@ -4,11 +4,11 @@
 
 namespace ep {
 
-// What tokens chose, as words that hold 32 bits and, above them, the number of their call as far as
-// it fits. A word is stored whole, so nobody waits until the words before it have arrived, and who
-// reads one waits for that one alone. Both banks have words of their own, and all that is read of a
-// call has been stored in it: the word of another call with the same low half, 2^32 calls earlier,
-// is never there.
+// Words that hold 32 bits and, above them, the number of their call as far as it fits: what tokens
+// chose, and the values beside rows that come back. A word is stored whole, so nobody waits until
+// the words before it have arrived, and who reads one waits for that one alone. Both banks have
+// words of their own, and all that is read of a call has been stored in it: the word of another
+// call with the same low half, 2^32 calls earlier, is never there.
 
 // The words that `rank` stores in the heap of rank `at`.
 template <class F>
@@ -16,30 +16,35 @@ EP_FN uint64_t* choice_words(const LowLatencyDispatch<F>& call, int at, int rank
     return call.fabric.template at<uint64_t>(at, call.heap().choices(call.bank, rank));
 }
 
-template <class F>
-EP_FN uint64_t word_with(const LowLatencyDispatch<F>& call, uint32_t value) {
+template <class F, class Args>
+EP_FN uint64_t word_with(const LowLatencyCall<F, Args>& call, uint32_t value) {
     return call.number << 32 | value;
 }
 
 // The word's number, as a wait has to see it: this call's, or an earlier one.
-template <class F>
-EP_FN uint64_t number_of(const LowLatencyDispatch<F>& call, uint64_t word) {
+template <class F, class Args>
+EP_FN uint64_t number_of(const LowLatencyCall<F, Args>& call, uint64_t word) {
     const auto behind = static_cast<uint32_t>(call.number - (word >> 32));
     return call.number < behind ? 0 : call.number - behind;
 }
 
-// Which word a lane reads: its source rank (negative: none) and its number.
-struct ChosenWord {
+// A word that a lane reads, and the rank that stores it (negative: there is none).
+struct WordOf {
     int rank;
-    size_t number;
+    const uint64_t* word;
 };
+
+template <class F>
+EP_FN WordOf chosen_word(const LowLatencyDispatch<F>& call, int rank, size_t number) {
+    return {rank, rank < 0 ? nullptr : choice_words(call, call.args.rank, rank) + number};
+}
 
 // Reads `most` words a lane, those that word(lane, i) names, once they are there: take(lane, i,
 // value), of none a value of 0. The loads of several are under way at once. false: a wait ended
 // badly.
-template <WarpLike W, class F, class Word, class Take>
-EP_FN bool read_words(W& warp, const LowLatencyDispatch<F>& call, int lanes, int most, Word&& word,
-                      Take&& take) {
+template <WarpLike W, class F, class Args, class Word, class Take>
+EP_FN bool read_words(W& warp, const LowLatencyCall<F, Args>& call, Wait wait, int lanes, int most,
+                      Word&& word, Take&& take) {
     constexpr int kAtOnce = 4;
     struct Batch {
         uint64_t words[kAtOnce];
@@ -47,15 +52,12 @@ EP_FN bool read_words(W& warp, const LowLatencyDispatch<F>& call, int lanes, int
     typename W::template PerLane<Batch> batch;
     for (int first = 0; first < most; first += kAtOnce) {
         const int count = lanes_from(first, most, kAtOnce);
-        const bool here = warp.wait_all(Wait::Choices, lanes, [&](int lane) {
+        const bool here = warp.wait_all(wait, lanes, [&](int lane) {
             uint64_t* words = batch[lane].words;
             for (int i = 0; i < kAtOnce; ++i) {
                 if (i >= count) break;
-                const ChosenWord chosen = word(lane, first + i);
-                words[i] = chosen.rank < 0
-                               ? word_with(call, 0)
-                               : W::load_word(choice_words(call, call.args.rank, chosen.rank) +
-                                              chosen.number);
+                const WordOf own = word(lane, first + i);
+                words[i] = own.rank < 0 ? word_with(call, 0) : W::load_word(own.word);
             }
             int missing = -1;
             uint64_t stale = 0;

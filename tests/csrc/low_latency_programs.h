@@ -320,9 +320,8 @@ struct LowLatencyProgram {
         Part& part = parts[rank][half.call];
         HostFabric& fabric = fabrics[rank];
         if (calls[half.call].is_combine) {
-            !half.sends     ? low_latency_combine_receive<float>(warp, fabric, part.combine, team)
-            : half.receives ? low_latency_combine<float>(warp, fabric, part.combine, team)
-                            : low_latency_combine_send<float>(warp, fabric, part.combine, team);
+            heap.lines ? run_combine<true>(warp, fabric, half, part.combine, team)
+                       : run_combine<false>(warp, fabric, half, part.combine, team);
             return;
         }
         heap.lines ? run_dispatch<true>(warp, fabric, half, part.dispatch, team)
@@ -340,6 +339,18 @@ struct LowLatencyProgram {
         } else {
             fp8 ? low_latency_dispatch_send<true, kLines>(warp, fabric, args, team)
                 : low_latency_dispatch_send<false, kLines>(warp, fabric, args, team);
+        }
+    }
+
+    template <bool kLines, class Warp>
+    void run_combine(Warp& warp, HostFabric& fabric, const Half& half,
+                     const LowLatencyCombineArgs& args, const Team& team) {
+        if (!half.sends) {
+            low_latency_combine_receive<float, kLines>(warp, fabric, args, team);
+        } else if (half.receives) {
+            low_latency_combine<float, kLines>(warp, fabric, args, team);
+        } else {
+            low_latency_combine_send<float, kLines>(warp, fabric, args, team);
         }
     }
 

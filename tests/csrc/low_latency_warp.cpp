@@ -101,10 +101,12 @@ class Grid {
             return [=] { kernel(launch); };
         };
         const auto kernel = [&]<LowLatencyLaunches kLaunches>() -> std::function<void()> {
-            if (program_.calls[half.call].is_combine)
-                return launched(kernels::low_latency_combine_kernel<kLaunches, float, Combine>,
-                                launch_of(part.combine));
-            const auto dispatch = [&]<bool kLines>() {
+            const bool is_combine = program_.calls[half.call].is_combine;
+            const auto of_call = [&]<bool kLines>() -> std::function<void()> {
+                using kernels::low_latency_combine_kernel;
+                if (is_combine)
+                    return launched(low_latency_combine_kernel<kLaunches, float, kLines, Combine>,
+                                    launch_of(part.combine));
                 using kernels::low_latency_dispatch_kernel;
                 return launched(
                     program_.fp8 ? low_latency_dispatch_kernel<kLaunches, true, kLines, Dispatch>
@@ -112,9 +114,9 @@ class Grid {
                     launch_of(part.dispatch));
             };
             if constexpr (Ranks::Params::Fabric::kKeepsLines) {
-                if (program_.heap.lines) return dispatch.template operator()<true>();
+                if (program_.heap.lines) return of_call.template operator()<true>();
             }
-            return dispatch.template operator()<false>();
+            return of_call.template operator()<false>();
         };
         if (!half.sends) return kernel.operator()<LowLatencyLaunches::Receive>();
         return half.receives ? kernel.operator()<LowLatencyLaunches::Both>()

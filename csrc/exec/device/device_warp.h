@@ -304,9 +304,49 @@ class DeviceWarp {
         constexpr int kGroups = 4, kAtOnce = kGroups * rows::kLinesAtOnce;
         for (int first = lines.first; first < lines.end(); first += kAtOnce) {
             uint4 units[kGroups];
-            if (!load_lines(wait, source, first, lines.end(), units)) return false;
+            look_at(source.slot, first, lines.end(), units);
+            if (!await_lines(wait, source, first, lines.end(), units)) return false;
             rows::store_payload(dsts.value, mask, bytes, first, lines.end(), units);
             rows::store_beside(scales.value, mask, plan, first, lines.end(), units);
+        }
+        __syncwarp();
+        return true;
+    }
+
+    template <class T, class Weights>
+    __device__ __forceinline__ void send_sum(char* slot, const PerLane<const char*>& srcs,
+                                             const Weights& weights, uint32_t mask, size_t bytes,
+                                             const Lines& lines, uint64_t tag) {
+        rows::send_sum<T>(slot, srcs.value, own_weight(weights), mask, bytes, lines, tag);
+        __syncwarp();
+    }
+
+    template <class T, class Weights>
+    __device__ __forceinline__ bool receive_sum(Wait wait, const RowsToSum<DeviceWarp>& rows,
+                                                const Weights& weights, char* dst, size_t bytes,
+                                                const Lines& lines) {
+        constexpr int kGroups = rows::kSummedGroups;
+        for (int first = lines.first; first < lines.end(); first += rows::kLinesAtOnce * kGroups) {
+            uint4 units[kGroups];
+            auto load = [&](int lane, uint4(&row)[kGroups]) {
+                const char* from = rows::shuffle_pointer(rows.row.value, lane);
+                if (rows.in_lines >> lane & 1) return look_at(from, first, lines.end(), row);
+#pragma unroll
+                for (int group = 0; group < kGroups; ++group)
+                    row[group] = rows::load_payload(
+                        from, from ? bytes : 0,
+                        first + rows::kLinesAtOnce * group + rows::line_of_lane());
+            };
+            auto await = [&](int lane, uint4(&row)[kGroups]) {
+                if (!(rows.in_lines >> lane & 1)) return true;
+                const LineSource source{
+                    const_cast<char*>(rows::shuffle_pointer(rows.row.value, lane)), rows.tag,
+                    broadcast(rows.rank, lane), nullptr};
+                return await_lines(wait, source, first, lines.end(), row);
+            };
+            if (!rows::sum_units<T>(units, own_weight(weights), rows.mask, load, await))
+                return false;
+            rows::store_payload(dst, 1, bytes, first, lines.end(), units);
         }
         __syncwarp();
         return true;
@@ -374,22 +414,35 @@ class DeviceWarp {
         __syncwarp();
     }
 
-    // The lane's units of lines [first, end), at most so many, once all of them are there.
+    static __device__ __forceinline__ rows::NoWeight own_weight(Unweighted) { return {}; }
+    template <class Weight>
+    static __device__ __forceinline__ Weight own_weight(const PerLane<Weight>& weights) {
+        return weights.value;
+    }
+
+    // The lane's units of lines [first, end), at most so many, as they are now.
     template <int kGroups>
-    __device__ __forceinline__ bool load_lines(Wait wait, const LineSource& source, int first,
-                                               int end, uint4 (&units)[kGroups]) {
-        const char* lines = rows::own_unit(source.slot, first);
+    static __device__ __forceinline__ void look_at(const char* slot, int first, int end,
+                                                   uint4 (&units)[kGroups]) {
+        const char* lines = rows::own_unit(slot, first);
         const int left = end - first - rows::line_of_lane();  // from the lane's first one on
+        __syncwarp();                                         // the lanes of a line load together
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) {
+            if (rows::kLinesAtOnce * group < left)
+                units[group] = ptx::load_line(lines + group * rows::kGroupBytes);
+        }
+    }
+
+    // The same, which the lane has looked at once, when all of them are there.
+    template <int kGroups>
+    __device__ __forceinline__ bool await_lines(Wait wait, const LineSource& source, int first,
+                                                int end, uint4 (&units)[kGroups]) {
+        const int left = end - first - rows::line_of_lane();
         const uint64_t number = LineTag{source.tag}.number();
         uint32_t looks = 0;
         auto need = [&](int) {
-            __syncwarp();  // the lanes of a line load together
-            ++looks;
-#pragma unroll
-            for (int group = 0; group < kGroups; ++group) {
-                if (rows::kLinesAtOnce * group < left)
-                    units[group] = ptx::load_line(lines + group * rows::kGroupBytes);
-            }
+            if (looks++) look_at(source.slot, first, end, units);
             WaitCondition all = {number, number, source.rank};
 #pragma unroll
             for (int group = 0; group < kGroups; ++group) {

@@ -8,6 +8,7 @@
 #include "exec/device/ptx.h"
 #include "exec/device/quantize.h"
 #include "exec/device/rows.h"
+#include "exec/device/sums.h"
 
 // Lines: eight neighbouring lanes store or load one by one instruction, so that it is whole. All 32
 // lanes take part in each function; pointers and sizes are the same in all lanes unless they are
@@ -159,6 +160,100 @@ __device__ __forceinline__ void quantize_lines(char* own_slot, uint32_t mask, co
             if (holds_tag()) units[group] = tag_unit(line < Line::kScales ? scale : 0, tag);
         }
         store_lines(own_slot, mask, first, lines.end(), units);
+    }
+}
+
+// Of a row's payload, the lane's unit of a line; zeros where it has none.
+__device__ __forceinline__ uint4 load_payload(const char* row, uint32_t bytes, int line) {
+    const uint32_t offset = offset_of_lane(line);
+    if (holds_tag() || offset >= bytes) return {};
+    return load_unit(row + offset, bytes - offset);
+}
+
+// The sum of a lane's units of some groups of lines, row after row.
+template <class T, class Weight, int kGroups>
+struct UnitSums {
+    Accumulator<T> sums[kGroups][Elements<T>::kCount];
+
+    __device__ __forceinline__ UnitSums() {
+#pragma unroll
+        for (auto& group : sums) {
+#pragma unroll
+            for (Accumulator<T>& sum : group) sum = -Accumulator<T>{0};
+        }
+    }
+    __device__ __forceinline__ void add(const uint4 (&units)[kGroups], Weight weight) {
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group)
+            accumulate<T>(sums[group], units[group], weight);
+    }
+    __device__ __forceinline__ void round(uint4 (&units)[kGroups]) const {
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) units[group] = narrow_vector<T>(sums[group]);
+    }
+};
+
+// How many rows of how many groups of lines a lane holds at once while it sums.
+constexpr int kSummedGroups = 2, kRowsAtOnce = 4;
+
+// units: get the lane's units of the sum of the rows in the mask from line `first` on. load(lane,
+// units): those of that lane's row, begun; await(lane, units): until they are there, in the same
+// order; false: it ended badly.
+template <class T, class Weight, class Load, class Await>
+__device__ __forceinline__ bool sum_units(uint4 (&units)[kSummedGroups], Weight own_weight,
+                                          uint32_t mask, Load&& load, Await&& await) {
+    UnitSums<T, Weight, kSummedGroups> sums;
+    const bool is_copy = std::is_same_v<Weight, NoWeight> && !(mask & (mask - 1));
+    for (uint32_t rest = mask; rest;) {
+        uint4 rows[kRowsAtOnce][kSummedGroups];
+        uint32_t begun = rest;
+#pragma unroll
+        for (int row = 0; row < kRowsAtOnce; ++row) {
+            if (!begun) break;
+            load(lowest_lane(begun), rows[row]);
+            begun &= begun - 1;
+        }
+#pragma unroll
+        for (int row = 0; row < kRowsAtOnce; ++row) {
+            if (!rest) break;
+            const int lane = lowest_lane(rest);
+            rest &= rest - 1;
+            if (!await(lane, rows[row])) return false;
+            if (is_copy) {
+#pragma unroll
+                for (int group = 0; group < kSummedGroups; ++group) units[group] = rows[0][group];
+                return true;
+            }
+            sums.add(rows[row], weight_of(own_weight, lane));
+        }
+    }
+    if (mask) return sums.round(units), true;
+#pragma unroll
+    for (uint4& unit : units) unit = {};
+    return true;
+}
+
+template <class T, class Weight>
+__device__ __forceinline__ void send_sum(char* slot, const char* own_src, Weight own_weight,
+                                         uint32_t mask, uint32_t bytes, const Lines& lines,
+                                         uint64_t tag) {
+    for (int first = lines.first; first < lines.end(); first += kLinesAtOnce * kSummedGroups) {
+        uint4 units[kSummedGroups];
+        sum_units<T>(
+            units, own_weight, mask,
+            [&](int lane, uint4(&row)[kSummedGroups]) {
+                const char* src = shuffle_pointer(own_src, lane);
+#pragma unroll
+                for (int group = 0; group < kSummedGroups; ++group)
+                    row[group] =
+                        load_payload(src, bytes, first + kLinesAtOnce * group + line_of_lane());
+            },
+            [](int, const uint4(&)[kSummedGroups]) { return true; });
+        if (holds_tag()) {
+#pragma unroll
+            for (uint4& unit : units) unit = tag_unit(0, tag);
+        }
+        store_lines(slot, 1, first, lines.end(), units);
     }
 }
 

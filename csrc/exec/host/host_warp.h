@@ -194,8 +194,9 @@ class BasicHostWarp : public SerialLanes {
     static void store_word(uint64_t* word, uint64_t value) {
         std::atomic_ref<uint64_t>(*word).store(value, std::memory_order_relaxed);
     }
-    static uint64_t load_word(uint64_t* word) {
-        return std::atomic_ref<uint64_t>(*word).load(std::memory_order_relaxed);
+    static uint64_t load_word(const uint64_t* word) {
+        // An atomic_ref of C++20 takes nothing const.
+        return std::atomic_ref(const_cast<uint64_t&>(*word)).load(std::memory_order_relaxed);
     }
 
     void send_lines(const PerLane<char*>& slots, uint32_t mask, const char* src, size_t bytes,
@@ -258,6 +259,55 @@ class BasicHostWarp : public SerialLanes {
         return true;
     }
 
+    template <class T, class Weights>
+    void send_sum(char* slot, const PerLane<const char*>& srcs, const Weights& weights,
+                  uint32_t mask, size_t bytes, const Lines& lines, uint64_t tag) {
+        alignas(T) char payload[Line::kPayload];
+        PerLane<const void*> parts;
+        for (int line = lines.first; line < lines.end(); ++line) {
+            const size_t here = payload_of(bytes, line);
+            for_each_lane(mask, [&](int lane) { parts[lane] = payload_in(srcs[lane], line); });
+            sum_parts<T>(payload, parts, weights, mask, here / sizeof(T));
+            std::memcpy(line_of(slot, line), payload, here);
+            publish<Scope::System>(line_tag(slot, line), tag);
+        }
+    }
+
+    template <class T, class W, class Weights>
+    bool receive_sum(Wait wait, const RowsToSum<W>& rows, const Weights& weights,
+                     char* dst, size_t bytes, const Lines& lines) {
+        alignas(Line::kUnit) static constexpr char zeros[Line::kPayload] = {};
+        const uint32_t awaited = rows.mask & rows.in_lines;
+        const LineTag expected{rows.tag};
+        PerLane<const void*> parts;
+        for (int line = lines.first; line < lines.end(); ++line) {
+            auto tag = [&](int lane) {
+                return LineTag{
+                    acquire<Scope::System>(line_tag(const_cast<char*>(rows.row[lane]), line))};
+            };
+            auto need = [&](int lane) {
+                if (!(awaited >> lane & 1)) return nothing_to_wait_for();
+                return WaitCondition{tag(lane).number(), expected.number(), rows.rank[lane]};
+            };
+            if (!wait_all(wait, 32, need)) return false;
+            const uint32_t strangers = ballot(
+                32, [&](int lane) { return awaited >> lane & 1 && tag(lane).value != rows.tag; });
+            if (strangers) {
+                const int lane = lowest_lane(strangers);
+                fail(Outcome::Mismatch, Wait::None, {tag(lane).value, rows.tag, rows.rank[lane]});
+                return false;
+            }
+            for_each_lane(rows.mask, [&](int lane) {
+                parts[lane] = rows.in_lines >> lane & 1 ? line_of(rows.row[lane], line)
+                              : rows.row[lane]          ? payload_in(rows.row[lane], line)
+                                                        : zeros;
+            });
+            sum_parts<T>(dst + static_cast<size_t>(line) * Line::kPayload, parts, weights,
+                         rows.mask, payload_of(bytes, line) / sizeof(T));
+        }
+        return true;
+    }
+
   private:
     using Clock = std::chrono::steady_clock;
     static constexpr uint64_t kForever = ~uint64_t{0};
@@ -268,6 +318,17 @@ class BasicHostWarp : public SerialLanes {
         int count = 0;
         for_each_lane(mask, [&](int lane) { out[count++] = static_cast<Out>(values[lane]); });
         return count;
+    }
+
+    template <class T>
+    void sum_parts(char* dst, const PerLane<const void*>& parts, Unweighted, uint32_t mask,
+                   size_t count) {
+        sum<T, CacheHint::Keep>(dst, parts, mask, count);
+    }
+    template <class T>
+    void sum_parts(char* dst, const PerLane<const void*>& parts,
+                   const PerLane<Accumulator<T>>& weights, uint32_t mask, size_t count) {
+        weighted_sum<T, CacheHint::Keep>(dst, parts, weights, mask, count);
     }
 
     // mask: gets the lanes whose need is met.

@@ -9,13 +9,18 @@
 
 namespace ep {
 
-inline char* line_of(char* slot, int line) {
+template <class Char>
+Char* line_of(Char* slot, int line) {
     return slot + static_cast<size_t>(line) * Line::kBytes;
 }
 inline uint64_t* line_tag(char* slot, int line) {
     return reinterpret_cast<uint64_t*>(line_of(slot, line) + Line::kTag);
 }
 
+// Where the payload of a line lies in a row.
+inline const char* payload_in(const char* row, int line) {
+    return row + static_cast<size_t>(line) * Line::kPayload;
+}
 // Bytes of a row's payload in a line.
 inline size_t payload_of(size_t bytes, int line) {
     return std::min<size_t>(Line::kPayload, bytes - static_cast<size_t>(line) * Line::kPayload);

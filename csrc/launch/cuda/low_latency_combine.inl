@@ -9,9 +9,12 @@ namespace ep {
 template <class P>
 void CudaLowLatency<P>::load_combine() {
     using L = LowLatencyCombineLaunch<P>;
-    for_each_launches([&]<LowLatencyLaunches kLaunches>() {
-        for_each_type(
-            [&]<class T>() { load(kernels::low_latency_combine_kernel<kLaunches, T, L>); });
+    with_lines<P>(heap_, [&]<bool kLines>() {
+        for_each_launches([&]<LowLatencyLaunches kLaunches>() {
+            for_each_type([&]<class T>() {
+                load(kernels::low_latency_combine_kernel<kLaunches, T, kLines, L>);
+            });
+        });
     });
 }
 
@@ -21,9 +24,11 @@ void CudaLowLatency<P>::combine(LowLatencyLaunches launches,
                                 CudaStream stream) const {
     using L = LowLatencyCombineLaunch<P>;
     with_type(dtype, [&]<class T>() {
-        run_launches(launches, args.size() == 1, [&]<LowLatencyLaunches kLaunches>() {
-            launch(kernels::low_latency_combine_kernel<kLaunches, T, L>, group_, fabric_, args,
-                   blocks_, stream);
+        with_lines<P>(heap_, [&]<bool kLines>() {
+            run_launches(launches, args.size() == 1, [&]<LowLatencyLaunches kLaunches>() {
+                launch(kernels::low_latency_combine_kernel<kLaunches, T, kLines, L>, group_,
+                       fabric_, args, blocks_, stream);
+            });
         });
     });
 }

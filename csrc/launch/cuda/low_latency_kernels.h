@@ -103,22 +103,22 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
         });
 }
 
-template <LowLatencyLaunches kLaunches, class T, class L>
+template <LowLatencyLaunches kLaunches, class T, bool kLines, class L>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     low_latency_combine_kernel(const __grid_constant__ L launch) {
     constexpr Role kRole = kLaunches == LowLatencyLaunches::Receive
                                ? Role::LowLatencyCombineReceiver
                                : Role::LowLatencyCombineSender;
-    run_launch<kLaunches>(launch, kRole,
-                          [](auto& warp, auto& fabric, const auto& args, const Team& team) {
-                              if constexpr (kLaunches == LowLatencyLaunches::Send) {
-                                  return low_latency_combine_send<T>(warp, fabric, args, team);
-                              } else if constexpr (kLaunches == LowLatencyLaunches::Receive) {
-                                  return low_latency_combine_receive<T>(warp, fabric, args, team);
-                              } else {
-                                  return low_latency_combine<T>(warp, fabric, args, team);
-                              }
-                          });
+    run_launch<kLaunches>(
+        launch, kRole, [](auto& warp, auto& fabric, const auto& args, const Team& team) {
+            if constexpr (kLaunches == LowLatencyLaunches::Send) {
+                return low_latency_combine_send<T, kLines>(warp, fabric, args, team);
+            } else if constexpr (kLaunches == LowLatencyLaunches::Receive) {
+                return low_latency_combine_receive<T, kLines>(warp, fabric, args, team);
+            } else {
+                return low_latency_combine<T, kLines>(warp, fabric, args, team);
+            }
+        });
 }
 
 }  // namespace kernels

@@ -168,7 +168,7 @@ VirtualPhase VirtualLowLatency::combine(const Look& look) {
     if (!state_->shares.front().dispatch) throw std::logic_error("a dispatch comes first");
     return state_->run(Role::LowLatencyCombineSender, state_->combine, look,
                        [](auto& warp, auto& fabric, const auto& args, const Team& team) {
-                           low_latency_combine<BFloat16>(warp, fabric, args, team);
+                           low_latency_combine<BFloat16, false>(warp, fabric, args, team);
                        });
 }
 

@@ -40,18 +40,18 @@ void deliver(size_t i) {
     under_way.erase(under_way.begin() + i);
 }
 
+}  // namespace
+
 // What arrives does so between what a warp does at once.
-void deliver_some() {
+void deliver_lines() {
     static std::pair<unsigned, uint64_t> last;
     const std::pair now{simt::warp_index(), simt::meetings()};
     if (std::exchange(last, now) == now) return;
     while (!under_way.empty() && random() % 4) deliver(random() % under_way.size());
 }
 
-}  // namespace
-
 void store_line(char* address, uint4 value) {
-    deliver_some();
+    deliver_lines();
     char* to = line_at(address);
     const unsigned unit = simt::lane() % Line::kUnits;
     Stored& line =
@@ -69,7 +69,7 @@ void store_line(char* address, uint4 value) {
 }
 
 uint4 load_line(const char* address) {
-    deliver_some();
+    deliver_lines();
     const char* from = line_at(address);
     const unsigned unit = simt::lane() % Line::kUnits;
     auto& [meetings, units] = loads[{simt::warp_index(), from}];

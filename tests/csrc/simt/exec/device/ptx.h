@@ -43,7 +43,9 @@ inline void compare_and_swap_release_sys(uint64_t* address, uint64_t expected, u
 inline void compare_and_swap_release_gpu(uint64_t* address, uint64_t expected, uint64_t value) {
     simt::order::compare_and_swap_release(address, expected, value, Scope::Gpu);
 }
+void deliver_lines();  // some of those under way
 inline uint64_t load_relaxed_sys(const uint64_t* address) {
+    deliver_lines();  // one may be waited for by its tag alone
     return simt::order::load_relaxed(address);
 }
 inline void add_sys(uint64_t* address, uint64_t value) {
