@@ -161,6 +161,10 @@ struct LowLatencyCombineArgs : LowLatencyArgs {
     const void* token_weights;
     bool renormalize;  // token_weights of the choices that are left make up for the others
 
+    // One row a rank and token is few bytes, and the time is that of a way there; of many bytes
+    // lines would make more.
+    EP_HD bool by_lines() const { return heap.lines && sum_at_expert; }
+
     static constexpr Sends::Mode kMode = Sends::Mode::LowLatencyCombine;
     EP_HD Sends::Kind kind() const {
         return sum_at_expert ? Sends::Kind::CombineAtExpert : Sends::Kind::Combine;

@@ -58,8 +58,9 @@ enum class LowLatencyLaunches : int { Send, Receive, Both };
 // With masking a combine's row lies in the slot of its sender, token and choice instead: then
 // whatever another rank writes has one writer, and once that one is masked nobody reads it again.
 //
-// With lines rows are lines, and what tokens chose and the values beside a combine's rows are
-// words, that carry their call's number themselves: no flag follows them.
+// With lines a dispatch's rows and the sums that come back are lines, and what tokens chose and the
+// values beside sums are words, that carry their call's number themselves: no flag follows them.
+// Sums have a region of their own, since a line's payload is no tag.
 struct LowLatencyHeap {
     static constexpr size_t kLine = Heap::kLine;
     static constexpr int kBanks = 2;
@@ -114,8 +115,9 @@ struct LowLatencyHeap {
         row_flags_ = part(staged ? kKinds * channels * world * kLine : 0);
         choices_ = part(banks * world * choice_bytes());
         rows_ = part(banks * world * max_tokens * row_bytes_);
-        parts_ = part(banks * max_tokens * row_bytes_ *
+        parts_ = part(banks * max_tokens * slot_bytes *
                       (masking ? world * choices_per_rank() : static_cast<size_t>(max_topk)));
+        sums_ = part(lines ? banks * max_tokens * sums_of_token() * row_bytes_ : 0);
         values_ =
             part(lines ? banks * max_tokens * max_topk * kWordsOfValue * sizeof(uint64_t) : 0);
         staged_choices_ = part(staged ? banks * world * choice_bytes() : 0);
@@ -234,8 +236,14 @@ struct LowLatencyHeap {
     }
     // Of the experts of `rank`; choice: which of the token's there.
     EP_HD size_t part(int bank, int rank, int token, int k, int choice) const {
-        return parts_ + row_bytes_ * (masking ? slot_of_choice(bank, rank, token, choice)
-                                              : slot_of_k(bank, token, k));
+        return parts_ + slot(masking ? slot_of_choice(bank, rank, token, choice)
+                                     : slot_of_k(bank, token, k));
+    }
+    // With lines: the sum that `rank` makes of a token, whose first choice there is k.
+    EP_HD size_t sum(int bank, int rank, int token, int k) const {
+        const size_t of_token = bank * static_cast<size_t>(max_tokens) + token;
+        const int own = topology.world() < max_topk ? rank : k;
+        return sums_ + (of_token * sums_of_token() + own) * row_bytes_;
     }
     // With lines: the words of the value that the k-th choice of a token brings back.
     EP_HD size_t value_words(int bank, int token, int k) const {
@@ -285,6 +293,9 @@ struct LowLatencyHeap {
             (bank * topology.world() + rank) * static_cast<size_t>(max_tokens) + token;
         return row * choices_per_rank() + choice;
     }
+    EP_HD int sums_of_token() const {
+        return topology.world() < max_topk ? topology.world() : max_topk;
+    }
     EP_HD size_t slot_of_k(int bank, int token, int k) const {
         return (bank * static_cast<size_t>(max_tokens) + token) * max_topk + k;
     }
@@ -299,8 +310,8 @@ struct LowLatencyHeap {
     size_t choice_bytes_;
     size_t sent_, send_joins_, receive_joins_, waited_, put_joins_, signalled_, tokens_sent_,
         released_, choice_flags_, masked_flags_, beat_flags_, row_flags_, choices_, rows_, parts_,
-        values_, staged_choices_, staged_rows_, staged_parts_, memberships_, masked_, firsts_,
-        own_beats_, all_sent_flags_, no_choices_, bytes_;
+        sums_, values_, staged_choices_, staged_rows_, staged_parts_, memberships_, masked_,
+        firsts_, own_beats_, all_sent_flags_, no_choices_, bytes_;
 };
 
 }  // namespace ep

@@ -148,14 +148,13 @@ struct LineSource {
     uint64_t* waited;  // raised to the age at which they were there, if not at once. Or null
 };
 
-// Rows that are summed once they are there: those in the mask, each lane's own. Those that are not
-// lines lie in memory of this rank.
+// Rows of lines that are summed once they are there, each lane's own in the mask.
 template <class W>
 struct RowsToSum {
-    typename W::template PerLane<const char*> row;  // or its first line; null: a row of zeros
-    typename W::template PerLane<int> rank;         // that stores it
-    uint32_t mask = 0, in_lines = 0;
-    uint64_t tag = 0;  // that lines have to have
+    typename W::template PerLane<const char*> slot;
+    typename W::template PerLane<int> rank;  // that stores it
+    uint32_t mask;
+    uint64_t tag;  // that all lines have to have
 };
 
 // In the place of weights: nothing is multiplied.

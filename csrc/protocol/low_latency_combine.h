@@ -1,6 +1,6 @@
 #pragma once
 
-#include "protocol/low_latency_combine_lines.h"
+#include "protocol/low_latency_combine_sums.h"
 
 namespace ep {
 
@@ -109,26 +109,22 @@ EP_FN void return_piece(W& warp, const LowLatencyCombine<F>& call, const Team& t
     });
 }
 
+// The rank whose rows are summed where they lie: this one, if the same launch sums them. A later
+// one would find in their place what the caller has written there meanwhile. -1: none.
+EP_FN int kept_rank(const LowLatencyCombineArgs& args, bool in_one_launch) {
+    const bool keeps = in_one_launch && !args.sum_at_expert && !args.layout.overflow();
+    return keeps ? args.rank : -1;
+}
+
 // A warp's share of the sending half, without lines.
 template <class T, WarpLike W, class F>
-EP_FN bool send_combine_by_slots(W& warp, const LowLatencyCombine<F>& call, const Team& team) {
-    const LowLatencyCombineArgs& args = call.args;
-    // Each rank begins with another one and ends with itself: no link carries the rows of all.
-    return for_own_shares<Pieces>(
-        warp, args, team, args.rank + 1,
-        [&](int lanes, const auto& source, const auto& token, auto& bits) {
-            warp.lanes(lanes, [&](int lane) {
-                const int word = source[lane] * args.heap.chunks() + token[lane] / 32;
-                bits[lane] = call.takes_part(LowLatencyHalf::Send, source[lane])
-                                 ? args.layout.present(word)
-                                 : 0;
-            });
-            return true;
-        },
-        [&](int source, int token, const Piece& piece) {
-            return_piece<T>(warp, call, team, source, token, piece);
-            return true;
-        });
+EP_FN bool send_rows(W& warp, const LowLatencyCombine<F>& call, const Team& team,
+                     bool in_one_launch) {
+    return for_returned<Pieces>(warp, call, team, kept_rank(call.args, in_one_launch),
+                                [&](int source, int token, const Piece& piece) {
+                                    return_piece<T>(warp, call, team, source, token, piece);
+                                    return true;
+                                });
 }
 
 // Leaves out what ranks that do not take part would have brought; of a token's weights, those that
@@ -161,7 +157,8 @@ EP_FN void drop_ranks(W& warp, const LowLatencyCombine<F>& call, int token, cons
 }
 
 template <class T, WarpLike W, class F>
-EP_FN bool sum_piece(W& warp, const LowLatencyCombine<F>& call, int token, const Piece& piece) {
+EP_FN bool sum_piece(W& warp, const LowLatencyCombine<F>& call, int token, const Piece& piece,
+                     int kept) {
     const LowLatencyCombineArgs& args = call.args;
     const RowFormat& format = args.format;
     typename W::template PerLane<int> rank;
@@ -184,21 +181,24 @@ EP_FN bool sum_piece(W& warp, const LowLatencyCombine<F>& call, int token, const
         slot[k] = written_by<char>(call.fabric, source,
                                    call.heap().part(call.bank, source, token, first_k, choice));
         part[k] = slot[k] + format.payload() + piece.first;
+        if (rank[k] < 0 || rank[k] != kept) return;
+        part[k] = row_of(args, args.layout.dst_rows(kept, token)[k]) + piece.first;
     });
     const uint32_t parts = warp.ballot(format.topk, [&](int k) {
         return rank[k] >= 0 && (!args.sum_at_expert || lowest_lane(same_rank[k]) == k);
     });
-    if (!args.heap.masking && !wait_rows_put(warp, call, format.topk, parts, rank)) return false;
+    const uint32_t sent = parts & warp.ballot(format.topk, [&](int k) { return rank[k] != kept; });
+    if (!args.heap.masking && !wait_rows_put(warp, call, format.topk, sent, rank)) return false;
     for (int i = piece.number; i < piece.number + piece.count; ++i) {
         const auto from = [&](int k) { return rank[k]; };
-        if (!wait_tags(warp, call, format.topk, parts, slot, i, from)) return false;
+        if (!wait_tags(warp, call, format.topk, sent, slot, i, from)) return false;
     }
     warp.lanes(piece.first ? 0 : format.topk, [&](int k) {
-        const uint64_t value =
-            rank[k] < 0 ? 0
-                        : load_weight(slot[k] + format.weights() + k * format.weight_bytes,
-                                      format.weight_bytes);
-        store_weight(args.y_values + (first + k) * format.weight_bytes, value, format.weight_bytes);
+        const char* sent_value = slot[k] + format.weights() + k * format.weight_bytes;
+        store_value(args, token, k,
+                    rank[k] < 0       ? 0
+                    : rank[k] == kept ? value_of(args, args.layout.dst_rows(kept, token)[k])
+                                      : load_weight(sent_value, format.weight_bytes));
     });
     char* y = args.y + static_cast<size_t>(token) * format.payload_bytes + piece.first;
     const size_t elements = piece.bytes / sizeof(T);
@@ -221,7 +221,9 @@ constexpr int kMaxParts = 8;  // of what a warp would sum, for warps that have n
 
 // A warp's share of the receiving half, without lines.
 template <class T, WarpLike W, class F>
-EP_FN bool receive_combine_by_slots(W& warp, const LowLatencyCombine<F>& call, const Team& team) {
+EP_FN bool receive_rows(W& warp, const LowLatencyCombine<F>& call, const Team& team,
+                        bool in_one_launch) {
+    const int kept = kept_rank(call.args, in_one_launch);
     const int tokens = call.args.num_tokens;
     const Pieces pieces(call.args.format, tokens, team.warps);
     const int shares = pieces.shares();
@@ -233,27 +235,26 @@ EP_FN bool receive_combine_by_slots(W& warp, const LowLatencyCombine<F>& call, c
     if (!may_receive(warp, call, team)) return false;
     for (int i = team.warp; i < all; i += team.warps) {
         const Piece piece = pieces[i / parts % shares].part(i % parts, parts);
-        if (!sum_piece<T>(warp, call, i / parts / shares, piece)) return false;
+        if (!sum_piece<T>(warp, call, i / parts / shares, piece, kept)) return false;
     }
     return true;
 }
 
-// kLines: whether rows are lines, as the heap says. in_one_launch: whether both halves are.
+// kLines: whether sums travel as lines, as the arguments say. in_one_launch: whether both halves
+// are one.
 
 template <class T, bool kLines, WarpLike W, class F>
 EP_FN bool send_combine(W& warp, const LowLatencyCombine<F>& call, const Team& team,
                         bool in_one_launch) {
-    if constexpr (kLines && F::kKeepsLines)
-        return send_combine_by_lines<T>(warp, call, team, in_one_launch);
-    return send_combine_by_slots<T>(warp, call, team);
+    if constexpr (kLines && F::kKeepsLines) return send_sums<T>(warp, call, team);
+    return send_rows<T>(warp, call, team, in_one_launch);
 }
 
 template <class T, bool kLines, WarpLike W, class F>
 EP_FN bool receive_combine(W& warp, const LowLatencyCombine<F>& call, const Team& team,
                            bool in_one_launch) {
-    if constexpr (kLines && F::kKeepsLines)
-        return receive_combine_by_lines<T>(warp, call, team, in_one_launch);
-    return receive_combine_by_slots<T>(warp, call, team);
+    if constexpr (kLines && F::kKeepsLines) return receive_sums<T>(warp, call, team);
+    return receive_rows<T>(warp, call, team, in_one_launch);
 }
 
 template <class T, bool kLines, WarpLike W, class F>

@@ -320,8 +320,8 @@ struct LowLatencyProgram {
         Part& part = parts[rank][half.call];
         HostFabric& fabric = fabrics[rank];
         if (calls[half.call].is_combine) {
-            heap.lines ? run_combine<true>(warp, fabric, half, part.combine, team)
-                       : run_combine<false>(warp, fabric, half, part.combine, team);
+            part.combine.by_lines() ? run_combine<true>(warp, fabric, half, part.combine, team)
+                                    : run_combine<false>(warp, fabric, half, part.combine, team);
             return;
         }
         heap.lines ? run_dispatch<true>(warp, fabric, half, part.dispatch, team)

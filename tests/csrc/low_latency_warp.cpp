@@ -114,7 +114,8 @@ class Grid {
                     launch_of(part.dispatch));
             };
             if constexpr (Ranks::Params::Fabric::kKeepsLines) {
-                if (program_.heap.lines) return of_call.template operator()<true>();
+                const bool lines = is_combine ? part.combine.by_lines() : program_.heap.lines;
+                if (lines) return of_call.template operator()<true>();
             }
             return of_call.template operator()<false>();
         };

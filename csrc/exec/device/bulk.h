@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "exec/device/lines.h"
 #include "exec/device/ptx.h"
 #include "exec/device/quantize.h"
 #include "exec/device/rows.h"
@@ -144,12 +145,57 @@ class BulkCopier {
     template <class T, CacheHint hint, class Weight>
     __device__ __forceinline__ void sum(void* dst, const void* own_src, Weight own_weight,
                                         uint32_t mask, uint32_t bytes) {
+        constexpr uint32_t kVector = sizeof(uint4);
+        auto add = [&](uint32_t at, uint32_t size, const char* rows, auto weights, uint32_t count,
+                       uint32_t stride) {
+            for (uint32_t i = rows::lane_id() * kVector; i < size; i += 32 * kVector) {
+                ptx::store(reinterpret_cast<uint4*>(static_cast<char*>(dst) + at + i),
+                           rows::sum_shared<T>(rows + i, weights, count, stride));
+            }
+        };
+        for_each_piece<kVector, hint>(own_src, own_weight, mask, bytes, add);
+    }
+
+    // The same as lines to a slot, the first of which is the sum's first: see rows::store_lines.
+    template <class T, CacheHint hint, class Weight>
+    __device__ __forceinline__ void send_sum(char* slot, const void* own_src, Weight own_weight,
+                                             uint32_t mask, uint32_t bytes, uint64_t tag) {
+        constexpr uint32_t kStep = rows::kLinesAtOnce * Line::kPayload;
+        auto add = [&](uint32_t at, uint32_t size, const char* rows, auto weights, uint32_t count,
+                       uint32_t stride) {
+            for (uint32_t i = 0; i < size; i += kStep) {
+                uint4 unit[1] = {rows::tag_unit(0, tag)};
+                const uint32_t own = i + rows::offset_of_lane(rows::line_of_lane());
+                if (!rows::holds_tag())
+                    unit[0] = own < size ? rows::sum_shared<T>(rows + own, weights, count, stride)
+                                         : uint4{};
+                const int first = static_cast<int>((at + i) / Line::kPayload);
+                const int end = static_cast<int>((at + size + Line::kPayload - 1) / Line::kPayload);
+                rows::store_lines(slot, 1, first, end, unit);
+            }
+        };
+        for_each_piece<kStep, hint>(own_src, own_weight, mask, bytes, add);
+    }
+
+    // By every lane, whose writes are its own: before any lane releases what was copied, and before
+    // the kernel ends.
+    __device__ __forceinline__ void wait_written() { ptx::bulk_wait_written(); }
+
+  private:
+    static constexpr uint32_t kWeightBytes = 32 * sizeof(double);
+
+    // add(bytes before, bytes, the rows' pieces, their weights, how many, from one to the next): a
+    // piece of all rows in the mask, which is there. Pieces are multiples of kUnit, but for the
+    // last.
+    template <uint32_t kUnit, CacheHint hint, class Weight, class Add>
+    __device__ __forceinline__ void for_each_piece(const void* own_src, Weight own_weight,
+                                                   uint32_t mask, uint32_t bytes, Add&& add) {
         constexpr bool kWeighted = !std::is_same_v<Weight, rows::NoWeight>;
         static_assert(32 * sizeof(Weight) <= kWeightBytes && kWeightBytes % 16 == 0);
         const uint32_t count = __popc(mask);
         const bool many = kWeighted && count * sizeof(Weight) > sizeof(BulkBuffers::few_weights);
         const uint32_t room = sizeof(BulkBuffers::data) - (many ? kWeightBytes : 0);
-        const uint32_t piece = room / count & ~15u;
+        const uint32_t piece = room / count / kUnit * kUnit;
         const uint32_t own_row = lanes_below(mask, rows::lane_id());
         const bool takes_part = mask >> rows::lane_id() & 1;
         char* pieces = buffers_.data[0];
@@ -170,20 +216,10 @@ class BulkCopier {
                                                               size, &buffers_.pieces_filled);
             while (!ptx::barrier_try_wait(&buffers_.pieces_filled, sums_ & 1)) {
             }
-            for (uint32_t i = rows::lane_id() * sizeof(uint4); i < size; i += 32 * sizeof(uint4)) {
-                rows::sum_shared<T>(static_cast<char*>(dst) + at + i, pieces + i, weights, count,
-                                    piece);
-            }
+            add(at, size, pieces, weights, count, piece);
         }
         __syncwarp();
     }
-
-    // By every lane, whose writes are its own: before any lane releases what was copied, and before
-    // the kernel ends.
-    __device__ __forceinline__ void wait_written() { ptx::bulk_wait_written(); }
-
-  private:
-    static constexpr uint32_t kWeightBytes = 32 * sizeof(double);
 
     // Rows' weights side by side, in the order of their lanes: there once these have met.
     __device__ __forceinline__ rows::NoWeights share(rows::NoWeight, char*, bool, uint32_t) {

@@ -317,7 +317,21 @@ class DeviceWarp {
     __device__ __forceinline__ void send_sum(char* slot, const PerLane<const char*>& srcs,
                                              const Weights& weights, uint32_t mask, size_t bytes,
                                              const Lines& lines, uint64_t tag) {
-        rows::send_sum<T>(slot, srcs.value, own_weight(weights), mask, bytes, lines, tag);
+        const auto weight = own_weight(weights);
+        const bool adds = mask & (mask - 1);
+        const size_t before = static_cast<size_t>(lines.first) * Line::kPayload;
+        const size_t end = static_cast<size_t>(lines.end()) * Line::kPayload;
+        const size_t here = (end < bytes ? end : bytes) - before;
+        if constexpr (Architecture::kHasCopyEngine) {
+            const char* src = srcs.value + before;
+            if (adds && lines.count > kFewLines && !rows::misalignment(src, mask, nullptr, here)) {
+                char* first = slot + static_cast<size_t>(lines.first) * Line::kBytes;
+                bulk_.template send_sum<T, CacheHint::EvictFirst>(first, src, weight, mask, here,
+                                                                  tag);
+                return __syncwarp();
+            }
+        }
+        rows::send_sum<T>(slot, srcs.value, weight, mask, bytes, lines, tag);
         __syncwarp();
     }
 
@@ -329,19 +343,11 @@ class DeviceWarp {
         for (int first = lines.first; first < lines.end(); first += rows::kLinesAtOnce * kGroups) {
             uint4 units[kGroups];
             auto load = [&](int lane, uint4(&row)[kGroups]) {
-                const char* from = rows::shuffle_pointer(rows.row.value, lane);
-                if (rows.in_lines >> lane & 1) return look_at(from, first, lines.end(), row);
-#pragma unroll
-                for (int group = 0; group < kGroups; ++group)
-                    row[group] = rows::load_payload(
-                        from, from ? bytes : 0,
-                        first + rows::kLinesAtOnce * group + rows::line_of_lane());
+                look_at(rows::shuffle_pointer(rows.slot.value, lane), first, lines.end(), row);
             };
             auto await = [&](int lane, uint4(&row)[kGroups]) {
-                if (!(rows.in_lines >> lane & 1)) return true;
-                const LineSource source{
-                    const_cast<char*>(rows::shuffle_pointer(rows.row.value, lane)), rows.tag,
-                    broadcast(rows.rank, lane), nullptr};
+                char* slot = const_cast<char*>(rows::shuffle_pointer(rows.slot.value, lane));
+                const LineSource source{slot, rows.tag, broadcast(rows.rank, lane), nullptr};
                 return await_lines(wait, source, first, lines.end(), row);
             };
             if (!rows::sum_units<T>(units, own_weight(weights), rows.mask, load, await))
@@ -371,6 +377,8 @@ class DeviceWarp {
 
     static constexpr uint32_t kAll = rows::kAllLanes;
     static constexpr uint32_t kPollsBetweenChecks = 64;
+    // Of a sum so many fit a lane's registers well enough; of more the copy engine reads the rows.
+    static constexpr int kFewLines = 16;
 
     static __device__ __forceinline__ int lane_id() { return rows::lane_id(); }
     static __device__ __forceinline__ bool is_bulk(size_t bytes) {

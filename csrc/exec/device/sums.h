@@ -133,8 +133,8 @@ struct SharedWeights {
 // One vector of the sum of `count` rows in shared memory that lie `stride` bytes apart, as their
 // weights lie side by side.
 template <class T, class Weights>
-__device__ __forceinline__ void sum_shared(void* dst, const char* first, Weights weights,
-                                           uint32_t count, uint32_t stride) {
+__device__ __forceinline__ uint4 sum_shared(const char* first, Weights weights, uint32_t count,
+                                            uint32_t stride) {
     using Sum = Accumulator<T>;
     Sum sums[Elements<T>::kCount];
 #pragma unroll
@@ -142,7 +142,7 @@ __device__ __forceinline__ void sum_shared(void* dst, const char* first, Weights
 #pragma unroll 4
     for (uint32_t row = 0; row < count; ++row)
         accumulate<T>(sums, ptx::load_shared(first + row * stride), weights[row]);
-    ptx::store(static_cast<uint4*>(dst), narrow_vector<T>(sums));
+    return narrow_vector<T>(sums);
 }
 
 // The same order of additions, an element at a time.

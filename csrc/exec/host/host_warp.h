@@ -274,34 +274,29 @@ class BasicHostWarp : public SerialLanes {
     }
 
     template <class T, class W, class Weights>
-    bool receive_sum(Wait wait, const RowsToSum<W>& rows, const Weights& weights,
-                     char* dst, size_t bytes, const Lines& lines) {
-        alignas(Line::kUnit) static constexpr char zeros[Line::kPayload] = {};
-        const uint32_t awaited = rows.mask & rows.in_lines;
+    bool receive_sum(Wait wait, const RowsToSum<W>& rows, const Weights& weights, char* dst,
+                     size_t bytes, const Lines& lines) {
         const LineTag expected{rows.tag};
         PerLane<const void*> parts;
         for (int line = lines.first; line < lines.end(); ++line) {
             auto tag = [&](int lane) {
                 return LineTag{
-                    acquire<Scope::System>(line_tag(const_cast<char*>(rows.row[lane]), line))};
+                    acquire<Scope::System>(line_tag(const_cast<char*>(rows.slot[lane]), line))};
             };
             auto need = [&](int lane) {
-                if (!(awaited >> lane & 1)) return nothing_to_wait_for();
+                if (!(rows.mask >> lane & 1)) return nothing_to_wait_for();
                 return WaitCondition{tag(lane).number(), expected.number(), rows.rank[lane]};
             };
             if (!wait_all(wait, 32, need)) return false;
             const uint32_t strangers = ballot(
-                32, [&](int lane) { return awaited >> lane & 1 && tag(lane).value != rows.tag; });
+                32, [&](int lane) { return rows.mask >> lane & 1 && tag(lane).value != rows.tag; });
             if (strangers) {
                 const int lane = lowest_lane(strangers);
                 fail(Outcome::Mismatch, Wait::None, {tag(lane).value, rows.tag, rows.rank[lane]});
                 return false;
             }
-            for_each_lane(rows.mask, [&](int lane) {
-                parts[lane] = rows.in_lines >> lane & 1 ? line_of(rows.row[lane], line)
-                              : rows.row[lane]          ? payload_in(rows.row[lane], line)
-                                                        : zeros;
-            });
+            for_each_lane(rows.mask,
+                          [&](int lane) { parts[lane] = line_of(rows.slot[lane], line); });
             sum_parts<T>(dst + static_cast<size_t>(line) * Line::kPayload, parts, weights,
                          rows.mask, payload_of(bytes, line) / sizeof(T));
         }

@@ -60,9 +60,9 @@ void run_launches(LowLatencyLaunches launches, bool as_one, Run&& run) {
 
 // f.operator()<kLines>(): whether rows are lines.
 template <class P, class F>
-void with_lines(const LowLatencyHeap& heap, F&& f) {
+void with_lines(bool lines, F&& f) {
     if constexpr (P::Fabric::kKeepsLines) {
-        if (heap.lines) return f.template operator()<true>();
+        if (lines) return f.template operator()<true>();
     }
     f.template operator()<false>();
 }
@@ -70,7 +70,7 @@ void with_lines(const LowLatencyHeap& heap, F&& f) {
 template <class P>
 void CudaLowLatency<P>::load_dispatch() {
     using L = LowLatencyDispatchLaunch<P>;
-    with_lines<P>(heap_, [&]<bool kLines>() {
+    with_lines<P>(heap_.lines, [&]<bool kLines>() {
         for_each_launches([&]<LowLatencyLaunches kLaunches>() {
             load(kernels::low_latency_dispatch_kernel<kLaunches, false, kLines, L>);
             if constexpr (kLaunches != LowLatencyLaunches::Receive)
@@ -85,7 +85,7 @@ void CudaLowLatency<P>::dispatch(LowLatencyLaunches launches,
                                  CudaStream stream) const {
     using L = LowLatencyDispatchLaunch<P>;
     const bool quantize = args.front().quantize != ScaleFormat::None;
-    with_lines<P>(heap_, [&]<bool kLines>() {
+    with_lines<P>(heap_.lines, [&]<bool kLines>() {
         run_launches(launches, args.size() == 1, [&]<LowLatencyLaunches kLaunches>() {
             constexpr bool kCan = kLaunches != LowLatencyLaunches::Receive;
             launch(quantize ? kernels::low_latency_dispatch_kernel<kLaunches, kCan, kLines, L>

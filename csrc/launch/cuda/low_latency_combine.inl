@@ -9,13 +9,15 @@ namespace ep {
 template <class P>
 void CudaLowLatency<P>::load_combine() {
     using L = LowLatencyCombineLaunch<P>;
-    with_lines<P>(heap_, [&]<bool kLines>() {
+    const auto load_all = [&]<bool kLines>() {
         for_each_launches([&]<LowLatencyLaunches kLaunches>() {
             for_each_type([&]<class T>() {
                 load(kernels::low_latency_combine_kernel<kLaunches, T, kLines, L>);
             });
         });
-    });
+    };
+    load_all.template operator()<false>();
+    with_lines<P>(heap_.lines, load_all);
 }
 
 template <class P>
@@ -24,7 +26,7 @@ void CudaLowLatency<P>::combine(LowLatencyLaunches launches,
                                 CudaStream stream) const {
     using L = LowLatencyCombineLaunch<P>;
     with_type(dtype, [&]<class T>() {
-        with_lines<P>(heap_, [&]<bool kLines>() {
+        with_lines<P>(args.front().by_lines(), [&]<bool kLines>() {
             run_launches(launches, args.size() == 1, [&]<LowLatencyLaunches kLaunches>() {
                 launch(kernels::low_latency_combine_kernel<kLaunches, T, kLines, L>, group_,
                        fabric_, args, blocks_, stream);

@@ -91,7 +91,7 @@ void HostLowLatency::combine_send(const std::vector<LowLatencyCombineArgs>& args
     with_type(dtype, [&]<class T>() {
         launch<Warp>(Role::LowLatencyCombineSender, false, args, interrupted,
                      [](Warp& warp, auto& fabric, const auto& a, const Team& team) {
-                         with_bool(a.heap.lines, [&]<bool kLines>() {
+                         with_bool(a.by_lines(), [&]<bool kLines>() {
                              low_latency_combine_send<T, kLines>(warp, fabric, a, team);
                          });
                      });
@@ -104,7 +104,7 @@ void HostLowLatency::combine_receive(const std::vector<LowLatencyCombineArgs>& a
     with_type(dtype, [&]<class T>() {
         launch<Warp>(Role::LowLatencyCombineReceiver, true, args, interrupted,
                      [](Warp& warp, auto& fabric, const auto& a, const Team& team) {
-                         with_bool(a.heap.lines, [&]<bool kLines>() {
+                         with_bool(a.by_lines(), [&]<bool kLines>() {
                              low_latency_combine_receive<T, kLines>(warp, fabric, a, team);
                          });
                      });
