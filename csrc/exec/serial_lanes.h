@@ -56,6 +56,13 @@ struct SerialLanes {
         return values[lane];
     }
 
+    static void transpose(PerLane<uint32_t>& bits) {
+        PerLane<uint32_t> turned;
+        for (int bit = 0; bit < 32; ++bit)
+            turned[bit] = ballot(32, [&](int lane) { return bits[lane] >> bit & 1; });
+        bits = turned;
+    }
+
     static int exclusive_scan(int count, PerLane<int>& values) {
         int sum = 0;
         for (int lane = 0; lane < count; ++lane) {

@@ -162,6 +162,7 @@ struct Unweighted {};
 
 // What also moves what needs no flag, because it says itself of which call it is.
 //
+//   transpose(bits)                  bit i of lane j becomes bit j of lane i
 //   store_word(word, value)          by a lane: a store that orders nothing, seen by all ranks
 //   load_word(word)                  by a lane: the load of such a word
 //   send_lines(slots, mask, src, bytes, lines, tag, scales, plan)
@@ -181,11 +182,12 @@ struct Unweighted {};
 template <class W>
 concept LinesWarpLike =
     WarpLike<W> &&
-    requires(W& warp, uint64_t* word, const char* src, size_t bytes, const Lines& lines,
-             const LineSource& source, const ScalePlan& plan,
-             const typename W::template PerLane<char*>& rows, char* slot,
+    requires(W& warp, uint64_t* word, typename W::template PerLane<uint32_t>& masks,
+             const char* src, size_t bytes, const Lines& lines, const LineSource& source,
+             const ScalePlan& plan, const typename W::template PerLane<char*>& rows, char* slot,
              const typename W::template PerLane<const char*>& srcs,
              const typename W::template PerLane<float>& weights, const RowsToSum<W>& sum) {
+        warp.transpose(masks);
         W::store_word(word, uint64_t{1});
         { W::load_word(word) } -> std::same_as<uint64_t>;
         warp.send_lines(rows, uint32_t{1}, src, bytes, lines, uint64_t{1}, src, plan);

@@ -19,7 +19,7 @@ struct ChunkBits {
 template <WarpLike W, class BitsOf>
 EP_FN void read_chunks(W& warp, const LowLatencyDispatchArgs& args, int first,
                        typename W::template PerLane<ChunkBits>& chunks, BitsOf&& bits_of) {
-    constexpr int kChoices = 2;  // of a token, whose loads are under way at once
+    constexpr int kChoices = 8;  // of a token, whose loads are under way at once
     const int topk = args.format.topk, bytes = args.index_bytes;
     const char* ids = static_cast<const char*>(args.topk_idx);
     warp.lanes(32, [&](int lane) {
@@ -50,30 +50,24 @@ EP_FN void send_tokens_of_experts(W& warp, const LowLatencyDispatch<F>& call, in
     const LowLatencyDispatchArgs& args = call.args;
     const ChoiceWords numbers = args.heap.words();
     const int count = lanes_from(first_here, args.heap.local_experts());
-    typename W::template PerLane<ChunkBits> chosen, tokens;
+    typename W::template PerLane<ChunkBits> chosen;
+    typename W::template PerLane<uint32_t> tokens;
     typename W::template PerLane<int> rows;
     warp.lanes(32, [&](int lane) { rows[lane] = 0; });
     for (int chunk = 0; 32 * chunk < args.num_tokens; chunk += kChunksAtOnce) {
         read_chunks(warp, args, chunk, chosen, [&](int32_t expert) {
             return is_within(expert, first, count) ? uint32_t{1} << (expert - first) : 0;
         });
-        for (int expert = 0; expert < count; ++expert) {
-            for (int i = 0; i < kChunksAtOnce; ++i) {
-                const uint32_t chose =
-                    warp.ballot(32, [&](int lane) { return chosen[lane].of[i] >> expert & 1; });
-                warp.lanes(32, [&](int lane) {
-                    if (lane == expert) tokens[lane].of[i] = chose;
-                });
-            }
-        }
-        warp.lanes(count, [&](int lane) {
-            for (int i = 0; i < kChunksAtOnce; ++i) {
-                if (32 * (chunk + i) >= args.num_tokens) break;
+        for (int i = 0; i < kChunksAtOnce; ++i) {
+            if (32 * (chunk + i) >= args.num_tokens) break;
+            warp.lanes(32, [&](int lane) { tokens[lane] = chosen[lane].of[i]; });
+            warp.transpose(tokens);  // from a lane a token to a lane an expert
+            warp.lanes(count, [&](int lane) {
                 W::store_word(words + numbers.tokens(first_here + lane, chunk + i),
-                              word_with(call, tokens[lane].of[i]));
-                rows[lane] += popcount(tokens[lane].of[i]);
-            }
-        });
+                              word_with(call, tokens[lane]));
+                rows[lane] += popcount(tokens[lane]);
+            });
+        }
     }
     warp.lanes(count, [&](int lane) {
         W::store_word(words + numbers.rows(first_here + lane), word_with(call, rows[lane]));

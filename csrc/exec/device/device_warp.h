@@ -91,6 +91,18 @@ class DeviceWarp {
         return __shfl_sync(kAll, sum, 31);
     }
 
+    // Of blocks of 16 x 16 bits those beside the diagonal change places, then within each block
+    // those of 8 x 8, and so on.
+    __device__ __forceinline__ void transpose(PerLane<uint32_t>& bits) {
+        uint32_t low = 0xffff;  // the bits of the left blocks
+#pragma unroll
+        for (int size = 16; size; size /= 2, low ^= low << size) {
+            const uint32_t other = __shfl_xor_sync(kAll, bits.value, size);
+            bits.value = lane_id() & size ? (bits.value & ~low) | (other & ~low) >> size
+                                          : (bits.value & low) | (other & low) << size;
+        }
+    }
+
     template <class F>
     __device__ __forceinline__ bool met(int count, F&& need) {
         const bool all = __all_sync(kAll, lane_id() >= count || is_met(need(lane_id())));
