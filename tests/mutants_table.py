@@ -174,7 +174,7 @@ LL_STORE_APART = """for (const bool tag : {true, false}) {
                     ptx::store_line(lines + group * kGroupBytes, units[group]);
                 __syncwarp();
             }"""
-LL_PARTS = "if (!wait_tags(warp, call, format.topk, parts, slot, i, from)) return false;"
+LL_PARTS = "if (!wait_tags(warp, call, format.topk, sent, slot, i, from)) return false;"
 
 MUTANTS = [
     # ---- the copy engine
@@ -683,7 +683,7 @@ MUTANTS = [
     Mutant(
         "combine: rows that are put are not waited for",
         LL_COMBINE,
-        "if (!args.heap.masking && !wait_rows_put(warp, call, format.topk, parts, rank)) return false;",
+        "if (!args.heap.masking && !wait_rows_put(warp, call, format.topk, sent, rank)) return false;",
         programs=LL_NETWORKS,
     ),
     Mutant("need_put_rows: not waited for", LOW_LATENCY, LL_PUT_ROWS, MET, LL_NETWORKS),
@@ -760,7 +760,33 @@ MUTANTS = [
         LL,
     ),
     Mutant("lines: not waited for", WARP, "if (seen < all.observed) all.observed = seen;", "(void)seen;", LL),
+    changed(
+        "transpose: one's own bits twice",
+        WARP,
+        """bits.value = lane_id() & size ? (bits.value & ~low) | (other & ~low) >> size
+                                          : (bits.value & low) | (other & low) << size;""",
+        "(other & low) << size",
+        "(bits.value & low) << size",
+        LL,
+    ),
+    changed(
+        "sums of lines: weights of other rows",
+        LINES,
+        "sums.add(rows[row], weight_of(own_weight, lane));",
+        "own_weight, lane",
+        "own_weight, 0",
+        ROWS,
+    ),
+    changed(
+        "sums to lines: from the row's first byte",
+        WARP,
+        """bulk_.template send_sum<T, CacheHint::EvictFirst>(first, src, weight, mask, here,
+                                                                  tag);""",
+        "src,",
+        "srcs.value,",
+        ROWS,
+    ),
     Mutant("lines: the tag is stored apart", LINES, LL_STORE, LL_STORE_APART, LL),
     Mutant("combine: sends into a bank that is not released", LL_COMBINE, LL_BANK, "", LL),
-    Mutant("combine: rows are not waited for", LL_COMBINE, LL_PARTS, "(void)parts, (void)from;", LL),
+    Mutant("combine: rows are not waited for", LL_COMBINE, LL_PARTS, "(void)sent, (void)from;", LL),
 ]

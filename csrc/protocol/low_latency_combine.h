@@ -99,7 +99,10 @@ EP_FN void return_piece(W& warp, const LowLatencyCombine<F>& call, const Team& t
     } else {
         write_rows(warp, args, slot, parts, written, dst_row);
     }
-    if (near) return publish_tags(warp, call, piece, parts, slot_of);
+    if (near) {
+        if (!piece.number) tell_other_kind(warp, call, source, token, lowest_lane(own));
+        return publish_tags(warp, call, piece, parts, slot_of);
+    }
     for_each_lane(parts, [&](int k) {
         warp.lanes(pieces.count, [&](int i) {
             *reinterpret_cast<uint64_t*>(slot_of(k) + Piece::tag(i)) = call.tag;

@@ -37,6 +37,23 @@ EP_FN void find_ranks_of(W& warp, const LowLatencyCombineArgs& args, int token,
     });
 }
 
+// A rank that expects the other kind of sum looks for its tags elsewhere, and would wait in vain:
+// it finds one of this call there, which it does not take for its own.
+template <WarpLike W, class F>
+EP_FN void tell_other_kind(W& warp, const LowLatencyCombine<F>& call, int source, int token,
+                           int first_k) {
+    if constexpr (F::kKeepsLines) {
+        const LowLatencyHeap& heap = call.heap();
+        const int rank = call.args.rank;
+        const size_t tag = call.args.sum_at_expert
+                               ? heap.part(call.bank, rank, token, first_k, 0) + Piece::tag(0)
+                               : heap.sum(call.bank, rank, token, first_k) + Line::kTag;
+        warp.lanes(heap.lines ? 1 : 0, [&](int) {
+            W::store_word(call.fabric.template at<uint64_t>(source, tag), call.tag);
+        });
+    }
+}
+
 // f(source, token, share) for a warp's share of the rows that go back to other ranks, and to this
 // one, unless they are kept. Each rank begins with another one and ends with itself: no link
 // carries the rows of all.

@@ -40,9 +40,12 @@ EP_FN void return_lines(W& warp, const LowLatencyCombine<F>& call, int source, i
         row[k] = row_of(args, dst_row[k]);
         if (args.row_weights) weight[k] = weight_at<T>(args.row_weights, dst_row[k]);
     });
-    if (!lines.first) send_values(warp, call, source, token, dst_row);
     const uint32_t own =
         warp.ballot(topk, [&](int k) { return dst_row[k] != LowLatencyArgs::kElsewhere; });
+    if (!lines.first) {
+        send_values(warp, call, source, token, dst_row);
+        tell_other_kind(warp, call, source, token, lowest_lane(own));
+    }
     const uint32_t rows = warp.ballot(topk, [&](int k) { return dst_row[k] >= 0; });
     char* slot = call.fabric.template at<char>(
         source, args.heap.sum(call.bank, args.rank, token, lowest_lane(own)));

@@ -19,7 +19,18 @@ namespace {
 constexpr size_t kRowBytes = 20480;
 constexpr int kSources = 6, kOps = 10;
 
-enum class Kind { Copy, Multicast, CopyEach, Stage, Drop, Sum, WeightedSum, Quantize, Publish };
+enum class Kind {
+    Copy,
+    Multicast,
+    CopyEach,
+    Stage,
+    Drop,
+    Sum,
+    WeightedSum,
+    Quantize,
+    Publish,
+    SumsOfLines
+};
 
 // Each writes rows of its own.
 struct Op {
@@ -43,6 +54,38 @@ struct Memory {
     Memory(const Memory&) = delete;
     char* row(int number) const { return rows + number * kRowBytes; }
 };
+
+// Sums as lines to some slots, the second half of them first, then the sum of these.
+template <class W, class Weights>
+void sum_lines(W& warp, const Op& op, const Memory& sources, const Memory& out, int number,
+               const Weights& weights) {
+    typename W::template PerLane<const char*> src;
+    RowsToSum<W> slots;
+    slots.mask = op.mask & 0xff;
+    slots.tag = uint64_t{5} << LineTag::kShapeBits | 3;
+    auto slot_of = [&](int lane) { return out.row(32 * number + 2 * lane); };
+    warp.lanes(32, [&](int lane) {
+        src[lane] = sources.row(op.source[lane]) + op.source[2] % 2 * sizeof(float);
+        slots.slot[lane] = slot_of(lane % 8);
+        slots.rank[lane] = 0;
+    });
+    const int lines = Line::count(op.bytes), half = lines / 2 / Line::kBlock * Line::kBlock;
+    for_each_lane(slots.mask, [&](int lane) {
+        const uint32_t rows = op.mask >> lane;
+        for (const Lines part : {Lines{half, lines - half}, Lines{0, half}})
+            warp.template send_sum<float>(slot_of(lane), src, weights, rows, op.bytes, part,
+                                          slots.tag);
+    });
+    const bool here = warp.template receive_sum<float>(
+        Wait::TaggedRow, slots, weights, out.row(32 * number + 20), op.bytes, {0, lines});
+    if (!here) simt::die("lines are not there");
+    // Behind a row's end its last line holds anything.
+    const size_t end = op.bytes % Line::kPayload;
+    for_each_lane(end ? slots.mask : 0, [&](int lane) {
+        char* line = slot_of(lane) + (lines - 1) * static_cast<size_t>(Line::kBytes);
+        warp.lanes(1, [&](int) { std::memset(line + end, 0, Line::kPayload - end); });
+    });
+}
 
 template <class W>
 void run_op(W& warp, const Op& op, const Memory& sources, const Memory& out, int number,
@@ -83,6 +126,9 @@ void run_op(W& warp, const Op& op, const Memory& sources, const Memory& out, int
         }
         case Kind::Publish:
             return warp.template publish<Scope::System>(flag, number);
+        case Kind::SumsOfLines:
+            return op.source[1] % 2 ? sum_lines(warp, op, sources, out, number, weight)
+                                    : sum_lines(warp, op, sources, out, number, Unweighted{});
     }
 }
 
@@ -96,7 +142,7 @@ void run_sequence(uint64_t seed) {
         reinterpret_cast<float*>(sources.rows)[i] = static_cast<float>(pick(-999, 999)) / 7;
     std::vector<Op> ops(kOps);
     for (Op& op : ops) {
-        op.kind = static_cast<Kind>(pick(0, 8));
+        op.kind = static_cast<Kind>(pick(0, 9));
         op.mask = static_cast<uint32_t>(random() & (pick(0, 1) ? random() & random() : ~0u)) | 1;
         op.bytes = std::array{16, 496, 1024, 3584, 4096, 7168, 7184, 14336, 20000}[pick(0, 8)];
         if (op.kind == Kind::Quantize) op.bytes += pick(0, 2) ? 0 : 2 * pick(1, 40);

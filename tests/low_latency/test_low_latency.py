@@ -375,8 +375,8 @@ def test_memory():
     """What the docstring says, for the sizes of DeepSeek-V3 on 8 ranks."""
     with ep.LocalCluster(1, 8, ep.Config(num_experts=256)) as cluster:
         low_latency = ep.LowLatency(cluster, max_tokens=128, hidden=7168, topk=8)
-        assert low_latency.memory_bytes <= 65e6
-        about = 2 * (8 / 7 * 8 + 8) * 128 * 7168 * 2
+        assert low_latency.memory_bytes <= 100e6
+        about = 2 * (8 / 7 * (8 + 8) + 8) * 128 * 7168 * 2
         assert about <= low_latency.memory_bytes <= 1.06 * about
 
 

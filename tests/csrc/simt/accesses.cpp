@@ -37,6 +37,12 @@ uint64_t __tsan_atomic64_fetch_add(volatile uint64_t* address, uint64_t value, i
     *address = before + value;
     return before;
 }
+int __tsan_atomic64_compare_exchange_strong(volatile uint64_t* address, uint64_t* expected,
+                                            uint64_t value, int, int) {
+    const uint64_t before = *address;
+    if (before != *expected) return *expected = before, 0;
+    return *address = value, 1;
+}
 uint32_t __tsan_atomic32_load(const volatile uint32_t* address, int) { return *address; }
 uint32_t __tsan_atomic32_fetch_add(volatile uint32_t* address, uint32_t value, int) {
     const uint32_t before = *address;
