@@ -16,8 +16,8 @@ def no_gpu():
     if not torch.cuda.is_available():
         return f"torch {torch.__version__} finds no GPU"
     capability = torch.cuda.get_device_capability()
-    if capability < (9, 0):
-        return f"the GPU has compute capability {capability[0]}.{capability[1]}, the CUDA backend needs 9.0"
+    if capability < (8, 0):
+        return f"the GPU has compute capability {capability[0]}.{capability[1]}, the CUDA backend needs 8.0"
     return None
 
 
