@@ -108,8 +108,11 @@ mutants: $(VENV)/stamp-test
 	$(ALONE) cmake --build $(BUILD) --target simt -j $(JOBS)
 	$(BIN)/python tests/mutants.py --build $(BUILD) --jobs $(JOBS)
 
+# In a folder of its own: with the sums of all types, of which an extension has few unless it is asked for them.
 cuda-check: $(VENV)/stamp-test ## every kernel for sm_90 and sm_100a, its registers and spills within tests/packaging/cuda_budget.txt
-	$(ALONE) cmake --build $(BUILD) --target cuda-check
+	MEGATRON_EP_CUDA=1 MEGATRON_EP_ARCHITECTURES=90 MEGATRON_EP_DTYPES=all cmake -S csrc --preset default -B build/cuda-check \
+		-DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python
+	$(ALONE) cmake --build build/cuda-check --target cuda-check
 
 OLDEST_CUDA = build/cuda-12.4
 cuda-check-oldest: $(OLDEST_CUDA)/stamp ## one kernel of each kind with CUDA 12.4, held to the same budget; needs no nvcc

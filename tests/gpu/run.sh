@@ -2,7 +2,7 @@
 # Builds, tests and benchmarks the CUDA backend on a machine with a GPU or several, unattended, in less than 10 minutes and without a network.
 # $OUT (default: build/gpu) receives log.txt, bench.json, router.json, tune.json, gpus.json and sequences.json (of several GPUs) and, where megatron.core is installed,
 # train.csv; the measurements and a table of what passed are printed last.
-# PYTHON picks the interpreter, BUDGET the seconds for everything.
+# PYTHON picks the interpreter, BUDGET the seconds for everything. What MEGATRON_EP_DTYPES leaves out is not tested; by default nothing is.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -11,7 +11,7 @@ OUT=${OUT:-build/gpu}
 BUDGET=${BUDGET:-570}
 LOGS=$(mktemp -d)
 mkdir -p "$OUT"
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 MEGATRON_EP_CUDA=1
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 MEGATRON_EP_CUDA=1 MEGATRON_EP_DTYPES=${MEGATRON_EP_DTYPES:-all}
 results=()
 failed=0
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "launch/cuda/dtypes.h"
 #include "launch/cuda/low_latency.inl"
 
 // For the files that compile combine, and no others: of a kernel that two files compile CUDA makes
@@ -10,7 +11,7 @@ template <class P>
 void CudaLowLatency<P>::load_combine() {
     using L = LowLatencyCombineLaunch<P>;
     for_each_launches([&]<LowLatencyLaunches kLaunches>() {
-        for_each_type(
+        for_each_built_type(
             [&]<class T>() { load(kernels::low_latency_combine_kernel<kLaunches, T, L>); });
     });
 }
@@ -20,7 +21,7 @@ void CudaLowLatency<P>::combine(LowLatencyLaunches launches,
                                 const std::vector<LowLatencyCombineArgs>& args, DType dtype,
                                 CudaStream stream) const {
     using L = LowLatencyCombineLaunch<P>;
-    with_type(dtype, [&]<class T>() {
+    with_built_type(dtype, [&]<class T>() {
         run_launches(launches, args.size() == 1, [&]<LowLatencyLaunches kLaunches>() {
             launch(kernels::low_latency_combine_kernel<kLaunches, T, L>, group_, fabric_, args,
                    blocks_, stream);
