@@ -126,7 +126,7 @@ class LowLatency(MaskedRanks):
         """Sends every token to the ranks of its experts.
 
         x: [T, H], contiguous; bfloat16, float16, float32, float64, or float8_e4m3fn with scales. T may differ between
-            ranks and be 0. Gets a gradient, unless float8.
+            ranks and be 0. Gets a gradient, unless float8, of a type that `megatron_ep.combine` takes.
         topk_idx: [T, K], int32 or int64: distinct expert ids in [0, E), or -1 for no expert. On a GPU wrong ids are
             found later, by the next call or `synchronize`.
         topk_weights: [T, K], float32 or float64: arrives with the rows as `probs`. Gets a gradient.
@@ -202,9 +202,9 @@ class LowLatency(MaskedRanks):
     ) -> Any:
         """Brings the rows of a dispatch back and sums them per token.
 
-        x: rows as the dispatch of `handle` gave them, contiguous; bfloat16, float16, float32 or float64. Rows without a
-            token are ignored. Read where it lies and written straight to the memory of the token's rank: nothing is
-            staged, except for a network. Gets a gradient.
+        x: rows as the dispatch of `handle` gave them, contiguous; of a type that `megatron_ep.combine` takes. Rows
+            without a token are ignored. Read where it lies and written straight to the memory of the token's rank:
+            nothing is staged, except for a network. Gets a gradient.
         handle: of the dispatch. May be combined any number of times.
         topk_weights: [T, K], with sum_at="token": what the rows of a token are multiplied by. float32, or float64 when
             x is float64. Gets a gradient.

@@ -101,7 +101,7 @@ def dispatch(
     none, and x and topk_weights must need a gradient on all or on none.
 
     x: [T, H], contiguous; bfloat16, float16, float32, float64, or float8_e4m3fn with scales. T may differ between ranks
-        and be 0; dtype and H may not differ. Gets a gradient, unless float8.
+        and be 0; dtype and H may not differ. Gets a gradient, unless float8, of a type that `combine` takes.
     topk_idx: [T, K], int32 or int64, K <= 32: distinct expert ids in [0, E), or -1 for no expert.
     topk_weights: [T, K], float32 or float64: arrives with the rows as `probs`. Gets a gradient.
     buffer: a Buffer or LocalCluster.
@@ -196,8 +196,9 @@ def _received_of(
 def combine(x: Tensors, handle: Handle, weights: Tensors | None = None) -> Any:
     """Brings the rows of a dispatch back and sums them per token. Collective, and so is its backward pass.
 
-    x: [R, H], contiguous; bfloat16, float16, float32 or float64; rows as the dispatch of `handle` gave them. Rows of
-        padding are ignored. Gets a gradient. Of flat rows each is what this rank makes of a token.
+    x: [R, H], contiguous; bfloat16, float32, float16 or float64, of which a GPU sums the last two only where
+        MEGATRON_EP_DTYPES named them at the build; rows as the dispatch of `handle` gave them. Rows of padding are
+        ignored. Gets a gradient. Of flat rows each is what this rank makes of a token.
     handle: of the dispatch.
     weights: [R], contiguous; float32, or float64 when x is float64: what each row of x is multiplied by, on all ranks
         or on none. Those of padding are ignored. Gets a gradient. Spares the pass over x that
