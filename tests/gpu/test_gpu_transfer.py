@@ -233,3 +233,15 @@ def test_gradients(nodes, ranks_per_node):
 
         assert gradcheck(layer, (*x, *weights))
         assert gradcheck(weighted_layer, (*x, *weights))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_types_that_were_not_built_are_refused(dtype):
+    if dtype in SUMMABLE:
+        pytest.skip(f"this build sums {dtype}")
+    x, ids = torch.ones(3, 8, dtype=dtype, device="cuda"), torch.arange(3, device="cuda").unsqueeze(1)
+    with ep.LocalCluster(1, 1, ep.Config(num_experts=4, timeout=20), device="cuda") as cluster:
+        rows = ep.dispatch([x], [ids], buffer=cluster)
+        assert torch.equal(rows.x[0], x)  # moves bytes
+        with pytest.raises(ValueError, match=f"x is {dtype}, must be one of .* MEGATRON_EP_DTYPES=all"):
+            ep.combine(rows.x, rows.handle)
