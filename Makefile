@@ -11,7 +11,8 @@ NATIVE := $(shell find csrc)
 # Beside other targets (-j) ninja would ask for make's own job slots, and not find them.
 ALONE := env -u MAKEFLAGS
 
-.PHONY: install native demo test layouts docs wheel lint format tsan fuzz mutants cuda-check cuda-check-oldest aarch64 clean
+.PHONY: install native demo test layouts docs wheel lint format tsan fuzz mutants aarch64 clean
+.PHONY: cuda-check cuda-check-oldest cuda-check-newest cuda-check-12.4 cuda-check-12.9 cuda-check-13.5
 
 install: $(VENV)/stamp-test ## everything that the targets below need
 
@@ -108,15 +109,23 @@ mutants: $(VENV)/stamp-test
 	$(ALONE) cmake --build $(BUILD) --target simt -j $(JOBS)
 	$(BIN)/python tests/mutants.py --build $(BUILD) --jobs $(JOBS)
 
+# In a folder of its own: with the sums of all types, of which an extension has few unless it is asked for them.
 cuda-check: $(VENV)/stamp-test ## every kernel for sm_90 and sm_100a, its registers and spills within tests/packaging/cuda_budget.txt
-	$(ALONE) cmake --build $(BUILD) --target cuda-check
+	MEGATRON_EP_CUDA=1 MEGATRON_EP_ARCHITECTURES=90 MEGATRON_EP_DTYPES=all cmake -S csrc --preset default -B build/cuda-check \
+		-DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python
+	$(ALONE) cmake --build build/cuda-check --target cuda-check
 
-OLDEST_CUDA = build/cuda-12.4
-cuda-check-oldest: $(OLDEST_CUDA)/stamp ## one kernel of each kind with CUDA 12.4, held to the same budget; needs no nvcc
-	$(BIN)/python tests/packaging/oldest_cuda/check.py $(OLDEST_CUDA) tests/packaging/cuda_budget.txt 80 90
+# One kernel of each kind with the compilers of NVIDIA's wheels, held to the same budget: needs no nvcc.
+cuda-check-oldest: cuda-check-12.4
+cuda-check-newest: cuda-check-13.5
+cuda-check-12.4 cuda-check-12.9: ARCHITECTURES = 80,90
+cuda-check-13.5: ARCHITECTURES = 90,100
+cuda-check-12.4 cuda-check-12.9 cuda-check-13.5: cuda-check-%: build/cuda-%/stamp
+	$(BIN)/python tests/packaging/cuda_wheels/check.py $(<D) $(ARCHITECTURES) tests/packaging/cuda_budget.txt \
+		$(wildcard tests/packaging/cuda_wheels/budget-$*.txt)
 
-$(OLDEST_CUDA)/stamp: tests/packaging/oldest_cuda/requirements.txt $(VENV)/stamp-tools
-	$(BIN)/python -m pip install --no-deps --upgrade --target $(OLDEST_CUDA) -r $<
+build/cuda-%/stamp: tests/packaging/cuda_wheels/cuda-%.txt $(VENV)/stamp-tools
+	$(BIN)/python -m pip install --no-deps --upgrade --target $(@D) -r $<
 	touch $@
 
 # The whole host backend for 64-bit Arm, and what of the C++ tests qemu runs in minutes.

@@ -4,8 +4,8 @@ They are pybind11 without torch headers: they take raw pointers, so one build wo
 
 The CUDA backend is part of them where there is an nvcc; the CUDA runtime is linked statically and looks for a driver
 when it is first used. The variable MEGATRON_EP_CUDA=0 leaves the backend out, =1 makes a missing nvcc an error;
-MEGATRON_EP_ARCHITECTURES names the GPUs that it is for; MEGATRON_EP_NVSHMEM=0 and MEGATRON_EP_NCCL=0 leave the NVSHMEM
-and the NCCL fabric out.
+MEGATRON_EP_ARCHITECTURES names the GPUs that it is for, MEGATRON_EP_DTYPES what combine sums on them beside bf16 and
+fp32; MEGATRON_EP_NVSHMEM=0 and MEGATRON_EP_NCCL=0 leave the NVSHMEM and the NCCL fabric out.
 """
 
 import fcntl

@@ -21,6 +21,7 @@ py::dict build_info() {
     info["backends"] = py::make_tuple("host", "cuda");
     info["cuda"] = MEGATRON_EP_CUDA_VERSION;
     info["architectures"] = MEGATRON_EP_ARCHITECTURES;
+    info["dtypes"] = MEGATRON_EP_DTYPES;
 #else
     info["backends"] = py::make_tuple("host");
     info["cuda"] = py::none();

@@ -34,11 +34,4 @@ void with_type(DType dtype, F&& f) {
     }
 }
 
-// f.operator()<T>() with each of them.
-template <class F>
-void for_each_type(F&& f) {
-    for (const DType dtype : {DType::bf16, DType::fp16, DType::fp32, DType::fp64})
-        with_type(dtype, f);
-}
-
 }  // namespace ep

@@ -50,7 +50,7 @@ def random_ids(tokens: int, topk: int, num_experts: int, generator: torch.Genera
 
 @dataclass(frozen=True)
 class RandomCase:
-    """Of E experts; x, ids and weights have a tensor a rank. Sums of its small integers are exact in fp64."""
+    """Of E experts; x, ids and weights have a tensor a rank. Sums of its small integers are exact in fp32."""
 
     num_experts: int
     alignment: int
@@ -59,11 +59,13 @@ class RandomCase:
     weights: list[torch.Tensor]
 
     @classmethod
-    def draw(cls, num_ranks: int, num_experts: int, generator: torch.Generator) -> RandomCase:
+    def draw(
+        cls, num_ranks: int, num_experts: int, generator: torch.Generator, dtype: torch.dtype = torch.float64
+    ) -> RandomCase:
         topk = number(1, min(8, num_experts), generator)
         hidden, alignment = number(1, 300, generator), number(1, 4, generator)
         ids = [random_ids(number(0, 60, generator), topk, num_experts, generator) for _ in range(num_ranks)]
-        x = [torch.randint(-8, 9, (len(idx), hidden), generator=generator).double() for idx in ids]
+        x = [torch.randint(-8, 9, (len(idx), hidden), generator=generator).to(dtype) for idx in ids]
         weights = [torch.rand(idx.shape, generator=generator) for idx in ids]
         return cls(num_experts, alignment, x, ids, weights)
 

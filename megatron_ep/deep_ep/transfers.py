@@ -14,7 +14,7 @@ from megatron_ep.buffer import Buffer
 from megatron_ep.config import MAX_TOPK
 from megatron_ep.group.any_buffer import rank_group_of
 from megatron_ep.group.known_calls import looks_of
-from megatron_ep.group.rank_group import RankGroup
+from megatron_ep.group.rank_group import RankGroup, check_summable
 from megatron_ep.normal import api, launches
 from megatron_ep.normal.handle import CountsToAskFor, Handle
 
@@ -138,7 +138,7 @@ def _parts(x: Rows) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 def _check_rows(group: RankGroup, values: torch.Tensor, scales: torch.Tensor | None, num_tokens: int) -> None:
     api.as_list("x", values, group)
-    api.check_payload("x", [values], [num_tokens], api.PAYLOAD_DTYPES)
+    api.check_payload("x", [values], [num_tokens])
     if (values.dtype == torch.float8_e4m3fn) != (scales is not None):
         raise ValueError(f"x is {values.dtype}, must be a tensor, or of float8_e4m3fn in a tuple with its scales")
     if scales is not None:
@@ -236,7 +236,8 @@ def _check_combine(
 ) -> None:
     group = routes.group
     api.as_list("x", x, group)
-    api.check_payload("x", [x], [routes.num_rows], api.COMBINE_DTYPES)
+    check_summable("x", x.dtype, group.device.type)
+    api.check_payload("x", [x], [routes.num_rows])
     _check_weights(group, weights, routes.weights_shape)
     if len(biases) > MAX_BIASES or routes.handle.topk + len(biases) > MAX_TOPK:
         raise ValueError(

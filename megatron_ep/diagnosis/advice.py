@@ -87,11 +87,16 @@ def _gpu(extension: dict[str, Any], gpus: list[list[str]]) -> str | None:
 
 
 def _runs_on(architectures: str, capability: tuple[int, ...]) -> bool:
-    """Machine code runs on GPUs of its major number, PTX on all, from that minor number on."""
+    """Machine code runs on GPUs of its major number, PTX on all, from that minor number on; both of an architecture
+    with an "f" on GPUs of its major number, and with an "a" on its own."""
     own = 10 * capability[0] + capability[1]
     for name in architectures.split(","):
-        number, kind = int(name.partition("-")[0]), name.partition("-")[2]
-        if number <= own and (kind != "real" or number // 10 == capability[0]):
+        found = re.fullmatch(r"(\d+)([af]?)(-real|-virtual)?", name)
+        if found is None:  # such as "native"
+            return True
+        number, only, kind = int(found[1]), found[2], found[3]
+        is_portable = kind != "-real" and not only
+        if number == own or (number < own and only != "a" and (is_portable or number // 10 == capability[0])):
             return True
     return False
 

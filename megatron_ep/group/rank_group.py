@@ -35,6 +35,32 @@ from megatron_ep.group.known_calls import KnownCalls
 PAYLOAD_TYPES: dict[torch.dtype, int] = {getattr(torch, name): number for name, number in ELEMENT_TYPES.items()}
 COMBINE_DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in SUMMABLE_TYPES)
 
+
+def _built_dtypes() -> tuple[torch.dtype, ...]:
+    built = _C.build_info().get("dtypes")  # None: nothing is built for GPUs
+    names = zip(("bf16", "fp16", "fp32", "fp64"), COMBINE_DTYPES, strict=True)
+    return COMBINE_DTYPES if built is None else tuple(dtype for name, dtype in names if name in built.split(","))
+
+
+_BUILT_DTYPES = _built_dtypes()
+
+
+def summable_dtypes(device_type: str) -> tuple[torch.dtype, ...]:
+    """What combine sums on a "cpu", which is everything, or on "cuda": what MEGATRON_EP_DTYPES named at the build."""
+    return _BUILT_DTYPES if device_type == "cuda" else COMBINE_DTYPES
+
+
+def check_summable(name: str, dtype: torch.dtype, device_type: str) -> None:
+    """Raises ValueError."""
+    allowed = summable_dtypes(device_type)
+    if dtype in allowed:
+        return
+    said = f"{name} is {dtype}, must be one of {', '.join(map(str, allowed))}"
+    if dtype in COMBINE_DTYPES:
+        said += ", which this build of megatron_ep sums on GPUs: built with MEGATRON_EP_DTYPES=all it sums the others"
+    raise ValueError(said)
+
+
 # How long the ranks that are in a call have to say what they waited for when it was given up.
 ANSWER_S = 0.2
 # By how much the reason of a rank that gave up may come later than the news that it has, which another one passes on.

@@ -10,7 +10,7 @@ import torch
 from megatron_ep.backends import low_latency as backends
 from megatron_ep.config import MAX_LOW_LATENCY_TOKENS, MAX_TOPK, require_int
 from megatron_ep.group.any_buffer import AnyBuffer, rank_group_of
-from megatron_ep.group.rank_group import COMBINE_DTYPES
+from megatron_ep.group.rank_group import check_summable
 from megatron_ep.low_latency.autograd import (
     differentiable_combine,
     differentiable_dispatch,
@@ -80,8 +80,7 @@ class LowLatency(MaskedRanks):
             most = min(MAX_LOW_LATENCY_TOKENS, MAX_PADDED_ROWS // group.config.num_experts)
             require_int("max_tokens", max_tokens, 1, most)
             require_int("topk", topk, 1, MAX_TOPK)
-            if dtype not in COMBINE_DTYPES:
-                raise ValueError(f"dtype is {dtype}, must be one of {', '.join(map(str, COMBINE_DTYPES))}")
+            check_summable("dtype", dtype, group.device.type)
             require_int("hidden", hidden, 1, MAX_ROW_BYTES // dtype.itemsize)
             check_policy(on_dead_rank, mask_timeout, group.config.timeout_seconds)
 
@@ -127,7 +126,7 @@ class LowLatency(MaskedRanks):
         """Sends every token to the ranks of its experts.
 
         x: [T, H], contiguous; bfloat16, float16, float32, float64, or float8_e4m3fn with scales. T may differ between
-            ranks and be 0. Gets a gradient, unless float8.
+            ranks and be 0. Gets a gradient, unless float8, of a type that `megatron_ep.combine` takes.
         topk_idx: [T, K], int32 or int64: distinct expert ids in [0, E), or -1 for no expert. On a GPU wrong ids are
             found later, by the next call or `synchronize`.
         topk_weights: [T, K], float32 or float64: arrives with the rows as `probs`. Gets a gradient.
@@ -179,8 +178,10 @@ class LowLatency(MaskedRanks):
             plan = given.plan
             num_tokens = [ids.shape[0] for ids in given.ids]
             handle = self._calls.new_handle(plan.topk, plan.masked, plan.expert_alignment, plan.rows, num_tokens)
+            tensors = (*given.x, *(given.weights or ()))
+            if plan.float8 is None and need_gradient(tensors):
+                check_summable("the gradient of x", given.x[0].dtype, group.device.type)
         pending: list[Pending] | None = [] if return_recv_hook else None
-        tensors = (*given.x, *(given.weights or ()))
         out = differentiable_dispatch(handle, plan, given.ids, given.scales, pending, given.counters, *tensors)
         received = received_of(handle, plan.float8 is not None, given.weights is not None, out)
         return received if pending is None else (received, pending[0].receive)
@@ -201,9 +202,9 @@ class LowLatency(MaskedRanks):
     ) -> Any:
         """Brings the rows of a dispatch back and sums them per token.
 
-        x: rows as the dispatch of `handle` gave them, contiguous; bfloat16, float16, float32 or float64. Rows without a
-            token are ignored. Read where it lies and written straight to the memory of the token's rank: nothing is
-            staged, except for a network. Gets a gradient.
+        x: rows as the dispatch of `handle` gave them, contiguous; of a type that `megatron_ep.combine` takes. Rows
+            without a token are ignored. Read where it lies and written straight to the memory of the token's rank:
+            nothing is staged, except for a network. Gets a gradient.
         handle: of the dispatch. May be combined any number of times.
         topk_weights: [T, K], with sum_at="token": what the rows of a token are multiplied by. float32, or float64 when
             x is float64. Gets a gradient.

@@ -146,7 +146,7 @@ class DispatchFunction(Function):
         if ctx.is_float8:
             rows, probs = grads[-n:], grads[n : 2 * n] if ctx.has_probs else ()
             if not ctx.straight_through:  # the weights' gradients alone travel, beside rows without elements
-                rows = tuple(grad.new_empty(*grad.shape, 0) for grad in probs)
+                rows = tuple(grad.new_empty(*grad.shape, 0, dtype=torch.float32) for grad in probs)
                 no_x_grads = n
             grads = (*rows, *probs)
         back = bring_back(ctx.handle, [in_memory(grad) for grad in grads])

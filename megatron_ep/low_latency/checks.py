@@ -10,14 +10,13 @@ import torch
 from megatron_ep import _C
 from megatron_ep.config import MAX_ROWS, require_int
 from megatron_ep.group.known_calls import KnownCalls, looks_of
-from megatron_ep.group.rank_group import COMBINE_DTYPES, RankGroup
+from megatron_ep.group.rank_group import RankGroup, check_summable
 from megatron_ep.low_latency.calls import CombinePlan, Counters, DispatchPlan, LowLatencyCalls
 from megatron_ep.low_latency.handle import LowLatencyHandle
 from megatron_ep.low_latency.rows import Float8, float8_of, row_format
 from megatron_ep.normal import expert_ids
 from megatron_ep.normal.api import (
     MAX_PADDED_ROWS,
-    PAYLOAD_DTYPES,
     WEIGHT_DTYPES,
     WEIGHTS_OF_ROWS,
     Tensors,
@@ -122,7 +121,7 @@ class Checks:
                 if tokens > most:
                     raise ValueError(f"x has {tokens} tokens, must have at most max_tokens = {most}")
             row_scales = None if scales is None else as_list("scales", scales, group)
-            check_payload("x", xs, num_tokens, PAYLOAD_DTYPES)
+            check_payload("x", xs, num_tokens)
             float8 = float8_of(xs, fp8, row_scales, scale_layout)
             self._check_row("x", xs[0], float8)
             check_weights("topk_weights", weights, [(tokens, topk) for tokens in num_tokens], WEIGHT_DTYPES)
@@ -163,7 +162,8 @@ class Checks:
             raise ValueError(f"sum_at is {sum_at!r}, must be one of {', '.join(map(repr, PLACES))}")
         given = as_list("x", x, group)
         xs = self._flat("x", given, handle, 1)
-        check_payload("x", xs, [rank.rows for rank in handle.ranks], COMBINE_DTYPES)
+        check_summable("x", xs[0].dtype, group.device.type)
+        check_payload("x", xs, [rank.rows for rank in handle.ranks])
         self._check_row("x", xs[0])
         name = "row_weights" if sum_at == "expert" else "topk_weights"
         factors = None if weights is None else as_list(name, weights, group)

@@ -17,7 +17,7 @@ from megatron_ep import float8
 from megatron_ep.config import MAX_ROWS, MAX_TOPK, require_int
 from megatron_ep.group.any_buffer import AnyBuffer, rank_group_of
 from megatron_ep.group.known_calls import looks_of
-from megatron_ep.group.rank_group import COMBINE_DTYPES, PAYLOAD_TYPES, RankGroup
+from megatron_ep.group.rank_group import PAYLOAD_TYPES, RankGroup, check_summable
 from megatron_ep.normal import autograd, launches, operators
 from megatron_ep.normal.handle import CountsToAskFor, Handle
 from megatron_ep.reference import SCALE_BLOCK
@@ -101,7 +101,7 @@ def dispatch(
     none, and x and topk_weights must need a gradient on all or on none.
 
     x: [T, H], contiguous; bfloat16, float16, float32, float64, or float8_e4m3fn with scales. T may differ between ranks
-        and be 0; dtype and H may not differ. Gets a gradient, unless float8.
+        and be 0; dtype and H may not differ. Gets a gradient, unless float8, of a type that `combine` takes.
     topk_idx: [T, K], int32 or int64, K <= 32: distinct expert ids in [0, E), or -1 for no expert.
     topk_weights: [T, K], float32 or float64: arrives with the rows as `probs`. Gets a gradient.
     buffer: a Buffer or LocalCluster.
@@ -144,6 +144,9 @@ def dispatch(
             if looks is not None:
                 group.known_calls.add(looks, True)
         xs, ids, weights, row_scales = [listed(value, group) for value in tensors]
+        needs_gradient = autograd.need_gradient((*xs, *(weights or ())))
+        if needs_gradient and xs[0].dtype != torch.float8_e4m3fn:
+            check_summable("the gradient of x", xs[0].dtype, group.device.type)
         values: list[torch.Tensor] = []
         if forward_dtype is not None:
             check_forward_dtype(forward_dtype, xs[0])
@@ -155,7 +158,6 @@ def dispatch(
             handle = Handle(group, ids[0].shape[1], [], request, is_flat=layout == "flat")
     # Behind the `with`: torch ends the recomputation of a checkpoint by an exception out of `apply`.
     n = len(group.ranks)
-    needs_gradient = autograd.need_gradient((*xs, *(weights or ())))
     if values:
         tensors = (*xs, *values, *(weights or ()))
         out, row_scales = autograd.Float8DispatchFunction.apply(handle, n, row_scales, needs_gradient, *tensors), None
@@ -194,8 +196,9 @@ def _received_of(
 def combine(x: Tensors, handle: Handle, weights: Tensors | None = None) -> Any:
     """Brings the rows of a dispatch back and sums them per token. Collective, and so is its backward pass.
 
-    x: [R, H], contiguous; bfloat16, float16, float32 or float64; rows as the dispatch of `handle` gave them. Rows of
-        padding are ignored. Gets a gradient. Of flat rows each is what this rank makes of a token.
+    x: [R, H], contiguous; bfloat16, float32, float16 or float64, of which a GPU sums the last two only where
+        MEGATRON_EP_DTYPES named them at the build; rows as the dispatch of `handle` gave them. Rows of padding are
+        ignored. Gets a gradient. Of flat rows each is what this rank makes of a token.
     handle: of the dispatch.
     weights: [R], contiguous; float32, or float64 when x is float64: what each row of x is multiplied by, on all ranks
         or on none. Those of padding are ignored. Gets a gradient. Spares the pass over x that
@@ -282,7 +285,7 @@ def _check_dispatch(
     else:
         _check_handle_alone(topk_idx, expert_alignment, expert_capacity, max_recv_tokens, layout)
         num_tokens, topk = [rank.num_tokens for rank in handle.ranks], handle.topk
-    check_payload("x", xs, num_tokens, PAYLOAD_DTYPES)
+    check_payload("x", xs, num_tokens)
     check_weights("topk_weights", weights, [(tokens, topk) for tokens in num_tokens], WEIGHT_DTYPES)
     check_scales(xs, row_scales)
 
@@ -290,7 +293,8 @@ def _check_dispatch(
 def _check_combine(group: RankGroup, handle: Handle, x: Any, weights: Any, is_traced: bool) -> None:
     xs = as_list("x", x, group, is_traced)
     rows = [rank.rows for rank in handle.ranks]
-    check_payload("x", xs, rows, COMBINE_DTYPES)
+    check_summable("x", xs[0].dtype, group.device.type)
+    check_payload("x", xs, rows)
     row_weights = None if weights is None else as_list("weights", weights, group, is_traced)
     allowed = (torch.float64 if xs[0].dtype == torch.float64 else torch.float32,)
     check_weights("weights", row_weights, [(count,) for count in rows], allowed, WEIGHTS_OF_ROWS)
@@ -369,8 +373,8 @@ def _check_layout(layout: str, expert_capacity: int | None, is_traced: bool) -> 
         raise ValueError("layout is 'flat', must be 'grouped' inside torch.compile")
 
 
-def check_payload(name: str, xs: list[torch.Tensor], rows: list[int], allowed: Sequence[torch.dtype]) -> None:
-    check_dtype(name, xs[0], allowed)
+def check_payload(name: str, xs: list[torch.Tensor], rows: list[int]) -> None:
+    check_dtype(name, xs[0], PAYLOAD_DTYPES)
     for x, expected in zip(xs, rows, strict=True):
         if x.dim() != 2 or x.shape[0] != expected or x.shape[1] < 1:
             raise ValueError(f"{name} has shape {tuple(x.shape)}, must be [{expected}, H] with H >= 1")

@@ -8,8 +8,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from megatron_ep.group.any_buffer import AnyBuffer, rank_group_of
+from megatron_ep.group.rank_group import check_summable
 from megatron_ep.normal import launches
-from megatron_ep.normal.api import PAYLOAD_DTYPES, Tensors, as_list, check_payload
+from megatron_ep.normal.api import Tensors, as_list, check_payload
 from megatron_ep.normal.autograd import need_gradient
 from megatron_ep.sequences.autograd import differentiable_dispatch, differentiable_move
 from megatron_ep.sequences.handles import PlanHandles, handles_of
@@ -66,7 +67,7 @@ class SequenceDispatcher:
             if given[1][0].dtype != given[2][0].dtype:
                 raise ValueError(f"v is {given[2][0].dtype}, must be {given[1][0].dtype} as k is")
             n, flat = len(group.ranks), [_flat(x) for tensors in given for x in tensors]
-            _check_rings(handles, *flat[::n], needs_gradient=need_gradient(flat[n:]))
+            _check_moves(handles, *flat[::n], needs_gradient=need_gradient(flat[n:]))
         out = differentiable_dispatch(handles, *flat)
         q, k, v = (self._result(out[i * n : (i + 1) * n], tensors[0].shape[1:]) for i, tensors in enumerate(given))
         return q, k, v
@@ -104,7 +105,7 @@ class SequenceDispatcher:
             if x.dim() < 2 or x.shape[1:] != tensors[0].shape[1:]:
                 other = "" if x.dim() < 2 else f", and {tuple(tensors[0].shape)} on another rank"
                 raise ValueError(f"{name} has shape {tuple(x.shape)}{other}, must be [rows, ...], alike on all ranks")
-        check_payload(name, [x.flatten(1) for x in tensors], rows[self._group.ranks].tolist(), PAYLOAD_DTYPES)
+        check_payload(name, [x.flatten(1) for x in tensors], rows[self._group.ranks].tolist())
         return tensors
 
     def _result(self, rows: tuple[torch.Tensor, ...], shape: torch.Size) -> Any:
@@ -112,13 +113,18 @@ class SequenceDispatcher:
         return tensors if self._group.takes_lists else tensors[0]
 
 
-def _check_rings(
+def _check_moves(
     handles: PlanHandles, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, needs_gradient: bool
 ) -> None:
-    """Raises ValueError if a ring has no room for a row of these, or of their gradients on the way."""
+    """Raises ValueError if a ring has no room for a row of these, or of their gradients on the way, or if there are no
+    sums of those."""
     launches.format_of(handles.q.group, handles.q.topk, q, None, None)
     launches.format_of(handles.kv.group, handles.kv.topk, k, [v], None)
-    if needs_gradient and handles.widens_sums(k.dtype):
+    if not needs_gradient:
+        return
+    widens, device_type = handles.widens_sums(k.dtype), handles.kv.group.device.type
+    check_summable("the gradient of k and v", torch.float32 if widens else k.dtype, device_type)
+    if widens:
         for x in (k, v):
             launches.format_of(handles.kv.group, handles.kv.topk, x[:0].detach().float(), None, None)
 

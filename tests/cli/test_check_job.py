@@ -8,6 +8,7 @@ from megatron_ep import megatron as megatron_side
 # The last rank goes wrong in the way that it is told.
 PROGRAM = """
 import os, sys
+import torch
 import megatron_ep as ep
 from megatron_ep.cli import check_common, check_job
 from megatron_ep.cli.main import main
@@ -30,6 +31,8 @@ def ends(*arguments, **options):
     return dispatch(*arguments, **options)
 
 ep.dispatch = {"other gradient": other_gradient, "ends": ends}.get(how, dispatch)
+if sys.argv[1] == "few sums":
+    check_job.summable_dtypes = lambda device: (torch.bfloat16, torch.float32)
 if how == "other sum":
     ep.combine = lambda *arguments, **options: combine(*arguments, **options) + 1e-9
 sys.exit(main(["check", "--timeout", "30"]))
@@ -73,6 +76,11 @@ def test_what_one_rank_finds_fails_on_all(check, how, failed, told):
     assert first == 1 and other == (1, ""), text
     assert verdicts(text)[:3] == ["FAIL" if number == failed else "pass" for number in range(3)]
     assert told in text and "failed in" in text
+
+
+def test_where_fp64_is_not_summed_it_is_fp32(check):
+    (status, text), _ = check("few sums")
+    assert status == 0 and "gradients in fp32" in text, text
 
 
 def test_a_rank_that_ends_is_no_pass(check):

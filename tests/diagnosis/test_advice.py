@@ -87,6 +87,12 @@ def test_one_thing_is_missing(changes: dict[str, object], topic: str, words: str
         ("80-real,90-real,100-real,120", "11.0", False),
         ("80-virtual", "9.0", True),
         ("89-real", "8.6", False),
+        ("90a", "9.0", True),
+        ("90a", "10.0", False),
+        ("100a-real,120", "10.3", False),
+        ("100f", "10.3", True),
+        ("100f", "12.0", False),
+        ("native", "9.0", True),
     ],
 )
 def test_what_was_built_for_a_gpu(architectures: str, capability: str, runs: bool) -> None:

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # The GPU tests with kernels that sleep for random times at every flag, of SEED (default: 1); further arguments go to pytest. In
-# the end the extension is built as it was. PYTHON picks the interpreter.
+# the end the extension is built as the tests take it, with sums of all types. PYTHON picks the interpreter.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 
 PYTHON=${PYTHON:-python3}
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" MEGATRON_EP_CUDA=1
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" MEGATRON_EP_CUDA=1 MEGATRON_EP_DTYPES=${MEGATRON_EP_DTYPES:-all}
 build() { MEGATRON_EP_DELAYS=$1 "$PYTHON" setup.py build_ext --inplace; }
 
 trap 'build "" > /dev/null' EXIT

@@ -3,6 +3,10 @@
 import torch
 
 import megatron_ep as ep
+from megatron_ep.group.rank_group import summable_dtypes
+
+# Rows for the copy engine, for vectors, and for neither.
+ROWS = ((1536, torch.bfloat16), (64, torch.float32), (33, torch.float16), (3, torch.float64))
 
 
 def main() -> None:
@@ -18,8 +22,7 @@ def main() -> None:
             tuning=ep.Tuning(channels=2, nvl_ring_bytes=16 << 10, rdma_ring_bytes=32 << 10),
         )
         with ep.LocalCluster(nodes, ranks_per_node, config, device="cuda") as cluster:
-            # rows for the copy engine, for vectors, and for neither
-            for hidden, dtype in ((1536, torch.bfloat16), (64, torch.float32), (33, torch.float16), (3, torch.float64)):
+            for hidden, dtype in (row for row in ROWS if row[1] in summable_dtypes("cuda")):
                 ids = [torch.rand(9, experts, generator=generator).topk(3, dim=1).indices.cuda() for _ in range(world)]
                 x = [torch.randint(-4, 5, (9, hidden), generator=generator).to(dtype).cuda() for _ in range(world)]
                 weights = [torch.rand(9, 3, generator=generator).cuda() for _ in range(world)]

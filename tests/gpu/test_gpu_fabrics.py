@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-from cases import slot_bytes
+from cases import slot_bytes, summed_on_gpus
 from test_gpu_processes import inputs, make_buffer, round_trips
 
 import megatron_ep as ep
@@ -71,7 +71,7 @@ def test_round_trips(fabric, nodes, ranks_per_node):
 TOKENS = (512, 1024, 700, 513)  # of each rank
 TOPK = 3
 # Several chunks of the copy engine, the last one full or not; and rows that it does not copy.
-ROWS = ((7168, torch.bfloat16), (4100, torch.float64), (4104, torch.float16), (65, torch.float32))
+ROWS = summed_on_gpus((7168, torch.bfloat16), (4100, torch.float64), (4104, torch.float16), (65, torch.float32))
 
 
 def run_small_rings(fabric, nodes):

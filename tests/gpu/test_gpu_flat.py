@@ -11,7 +11,7 @@ import megatron_ep as ep
 @pytest.mark.parametrize("block", range(6))
 def test_same_bits_as_on_the_host(block):
     for seed in range(block * 10, (block + 1) * 10):
-        case = Case(seed)
+        case = Case(seed, device="cuda")
         tokens = case.num_tokens()
         ids, weights, x, again = case.ids(tokens), case.weights(tokens), case.reals(tokens), case.reals(tokens)
         with case.cluster() as host, case.cluster(device="cuda") as gpu:
@@ -35,7 +35,7 @@ def test_same_bits_as_on_the_host(block):
 @pytest.mark.parametrize(("share", "slack"), [(0.4, 0), (1, -1), (1, 0), (1, 17)])
 def test_max_recv_tokens(seed, share, slack):
     """Also in one launch with the counts, and with gradients."""
-    case = Case(4000 + seed, max_tokens=60)
+    case = Case(4000 + seed, max_tokens=60, device="cuda")
     tokens = case.num_tokens()
     ids, weights, x = case.ids(tokens), case.weights(tokens), case.integers(tokens)
     results = []

@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from cases import summed_on_gpus
 from test_gpu_fabrics import CASES, choose, need, run_or_skip
 from test_gpu_processes import make_buffer, round_trips
 
@@ -15,7 +16,7 @@ from megatron_ep.bench.local_ranks import LocalRanks
 E, TOPK, MAX = 8, 3, 70
 TOKENS = (33, MAX, 0, 5)
 # Rows of several chunks of the copy engine, and rows that it does not copy.
-ROWS = ((7168, torch.bfloat16), (520, torch.float32), (65, torch.float64))
+ROWS = summed_on_gpus((7168, torch.bfloat16), (520, torch.float32), (65, torch.float64))
 
 
 def inputs(seed, world, hidden, dtype):

@@ -41,7 +41,7 @@ def masked_round(case, low_latency, x, ids, weights, out):
 @pytest.mark.parametrize("block", range(4))
 def test_same_bits_as_on_the_host(block):
     for seed in range(8 * block, 8 * (block + 1)):
-        case = LowLatencyCase(7000 + seed, max_tokens=40)
+        case = LowLatencyCase(7000 + seed, max_tokens=40, device="cuda")
         if seed % 2:  # rows for the copy engine
             case.hidden = case.random.choice([512, 520, 2052])
         with case.cluster() as host, case.cluster(device="cuda") as gpu:

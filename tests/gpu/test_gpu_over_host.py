@@ -10,7 +10,7 @@ import pytest
 import survivors
 import torch
 import torch.distributed as dist
-from cases import slot_bytes
+from cases import slot_bytes, summed_on_gpus
 from test_gpu_low_latency_fabrics import ROWS, E, mode_of, results, whole_trip
 from test_gpu_low_latency_fabrics import inputs as low_latency_inputs
 from test_gpu_processes import inputs, make_buffer, round_trips
@@ -67,7 +67,9 @@ def run_host_bits(nodes):
     generator = torch.Generator().manual_seed(nodes)
     ids = [torch.rand(t, 8, generator=generator).topk(TOPK, dim=1).indices for t in TOKENS[:world]]
     weights = [torch.rand(t, TOPK, generator=generator) for t in TOKENS[:world]]
-    for (hidden, dtype), rows_of_ring in product(((7168, torch.bfloat16), (65, torch.float64)), (1, 2, 32)):
+    for (hidden, dtype), rows_of_ring in product(
+        summed_on_gpus((7168, torch.bfloat16), (65, torch.float64)), (1, 2, 32)
+    ):
         ring_bytes = rows_of_ring * slot_bytes(hidden, dtype, TOPK)
         tuning = ep.Tuning(channels=2, nvl_ring_bytes=ring_bytes, rdma_ring_bytes=ring_bytes)
         with (

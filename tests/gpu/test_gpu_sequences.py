@@ -19,7 +19,7 @@ PLAN = SequencePlan.build([Shard(0, i, i, 3 - i, 500) for i in range(4)], 4)
 @pytest.mark.parametrize("block", range(6))
 def test_any_shape(block, monkeypatch):
     for seed in range(8 * block, 8 * (block + 1)):
-        case = Case(seed)
+        case = Case(seed, device="cuda")
         with case.cluster(device="cuda") as cluster:
             if seed % 2:
                 monkeypatch.setattr(cluster._group.live_backend(), "min_local_bytes", 0)

@@ -2,13 +2,16 @@
 
 from dataclasses import replace
 
+import left_out
 import pytest
 import torch
-from cases import DTYPES, Case
+from cases import Case
 from torch.autograd import gradcheck
 
 import megatron_ep as ep
+from megatron_ep.group.rank_group import summable_dtypes
 
+SUMMABLE = summable_dtypes("cuda")
 BLOCKS, CASES_PER_BLOCK = 10, 10
 
 
@@ -30,7 +33,7 @@ def assert_same_bits(on_gpu, on_host):
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_same_bits_as_on_the_host(block):
     for seed in range(block * CASES_PER_BLOCK, (block + 1) * CASES_PER_BLOCK):
-        case = Case(seed)
+        case = Case(seed, device="cuda")
         tokens = case.num_tokens()
         ids, weights, x, again = case.ids(tokens), case.weights(tokens), case.reals(tokens), case.reals(tokens)
         with case.cluster() as host, case.cluster(device="cuda") as gpu:
@@ -47,10 +50,10 @@ def test_same_bits_as_on_the_host(block):
 
 
 @pytest.mark.parametrize("seed", range(24))
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", SUMMABLE)
 def test_weighted_combine(seed, dtype):
     """Sums and both gradients, in rows for the copy engine, for vectors, and for neither."""
-    case = Case(8000 + seed, max_tokens=60)
+    case = Case(8000 + seed, max_tokens=60, device="cuda")
     case.dtype, case.hidden = dtype, case.random.choice([1, 33, 64, 520, 1000, 4096])
     if case.random.random() < 0.5:
         case.topk = min(case.topk, 2)  # single rows are multiplied, too
@@ -83,7 +86,7 @@ def test_weighted_combine(seed, dtype):
 @pytest.mark.parametrize("seed", range(8))
 def test_many_calls_on_one_buffer(seed):
     """Shapes, dtypes and K change from call to call; nothing is cleared between them."""
-    case = Case(2000 + seed, max_tokens=60)
+    case = Case(2000 + seed, max_tokens=60, device="cuda")
     row_bytes = 8 * 1000 + 1024
     config = ep.Config(
         num_experts=case.num_experts,
@@ -95,7 +98,7 @@ def test_many_calls_on_one_buffer(seed):
         ep.LocalCluster(case.nodes, case.ranks_per_node, config, device="cuda") as gpu,
     ):
         handles = []
-        for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float16) * 2:
+        for dtype in SUMMABLE[::-1] * (8 // len(SUMMABLE)):
             case.topk, case.hidden = case.random.randint(1, min(8, case.num_experts)), case.random.randint(8, 1000)
             case.dtype = dtype
             tokens = case.num_tokens()
@@ -116,7 +119,7 @@ def test_many_calls_on_one_buffer(seed):
 @pytest.mark.parametrize("capacity", [None, 7])
 @pytest.mark.parametrize(("share", "slack"), [(0.1, 0), (0.4, 0), (0.9, 0), (1, -1), (1, 0), (1, 1), (1, 17)])
 def test_max_recv_tokens(seed, share, slack, capacity):
-    case = Case(4000 + seed, max_tokens=60)
+    case = Case(4000 + seed, max_tokens=60, device="cuda")
     tokens = case.num_tokens()
     ids, weights, x = case.ids(tokens), case.weights(tokens), case.integers(tokens)
     with_gradient = seed // 2 % 2 == 0  # then rows behind the last expert's are zeros, too
@@ -139,7 +142,7 @@ def test_max_recv_tokens(seed, share, slack, capacity):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_expert_capacity(seed):
-    case = Case(5000 + seed, max_tokens=60)
+    case = Case(5000 + seed, max_tokens=60, device="cuda")
     tokens = case.num_tokens()
     ids, weights, x = case.ids(tokens), case.weights(tokens), case.reals(tokens)
     for capacity in (1, 7, 40):
@@ -208,6 +211,7 @@ def test_whole_rows_with_the_default_channels(nodes, ranks_per_node):
             assert_same_bits(ep.combine(ours.x, ours.handle, to_gpu(weights)), weighted)
 
 
+@pytest.mark.needs(left_out.not_summed(torch.float64))
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 2), (2, 2)])
 def test_gradients(nodes, ranks_per_node):
     world, experts, topk = nodes * ranks_per_node, 8, 2
@@ -229,3 +233,15 @@ def test_gradients(nodes, ranks_per_node):
 
         assert gradcheck(layer, (*x, *weights))
         assert gradcheck(weighted_layer, (*x, *weights))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_types_that_were_not_built_are_refused(dtype):
+    if dtype in SUMMABLE:
+        pytest.skip(f"this build sums {dtype}")
+    x, ids = torch.ones(3, 8, dtype=dtype, device="cuda"), torch.arange(3, device="cuda").unsqueeze(1)
+    with ep.LocalCluster(1, 1, ep.Config(num_experts=4, timeout=20), device="cuda") as cluster:
+        rows = ep.dispatch([x], [ids], buffer=cluster)
+        assert torch.equal(rows.x[0], x)  # moves bytes
+        with pytest.raises(ValueError, match=f"x is {dtype}, must be one of .* MEGATRON_EP_DTYPES=all"):
+            ep.combine(rows.x, rows.handle)

@@ -9,8 +9,8 @@ import torch
 
 import megatron_ep as ep
 from megatron_ep import reference
+from megatron_ep.group.rank_group import summable_dtypes
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 META_BYTES = 16  # a row's tag on the wire
 
 
@@ -20,6 +20,11 @@ def slot_bytes(hidden: int, dtype: torch.dtype, topk: int) -> int:
     return size + META_BYTES + 16 * topk + (4 * 16 if size < 1024 else 2 * 128)
 
 
+def summed_on_gpus(*rows: tuple[int, torch.dtype]) -> list[tuple[int, torch.dtype]]:
+    """Of rows, elements and their type, those that this build sums."""
+    return [row for row in rows if row[1] in summable_dtypes("cuda")]
+
+
 @dataclass
 class Case:
     """A random case. Everything follows from the seed."""
@@ -27,6 +32,7 @@ class Case:
     seed: int
     max_tokens: int = 300
     max_ranks_per_side: int = 4
+    device: str = "cpu"  # where it runs, whose sums are of fewer types on a GPU
     nodes: int = field(init=False)
     ranks_per_node: int = field(init=False)
 
@@ -39,7 +45,7 @@ class Case:
         self.num_experts = r.randint(1, 64 // self.world) * self.world
         self.topk = r.choice([1, min(8, self.num_experts), r.randint(1, min(8, self.num_experts))])
         self.hidden = r.choice([8, 1000, r.randint(8, 1000), r.randint(8, 80)])
-        self.dtype = r.choice(DTYPES)
+        self.dtype = r.choice(summable_dtypes(self.device))
         self.alignment = r.choice([1, 1, 4, 16])
         row = slot_bytes(self.hidden, self.dtype, self.topk)
         self.config = ep.Config(

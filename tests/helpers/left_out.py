@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_ep import _C
+from megatron_ep.group.rank_group import summable_dtypes
 
 
 def no_gpu():
@@ -16,9 +17,15 @@ def no_gpu():
     if not torch.cuda.is_available():
         return f"torch {torch.__version__} finds no GPU"
     capability = torch.cuda.get_device_capability()
-    if capability < (9, 0):
-        return f"the GPU has compute capability {capability[0]}.{capability[1]}, the CUDA backend needs 9.0"
+    if capability < (8, 0):
+        return f"the GPU has compute capability {capability[0]}.{capability[1]}, the CUDA backend needs 8.0"
     return None
+
+
+def not_summed(dtype):
+    """Why no test that sums this on a GPU can run here; None: they can."""
+    lacks = dtype not in summable_dtypes("cuda")
+    return no_gpu() or (f"this build sums no {dtype} on GPUs, with MEGATRON_EP_DTYPES=all it does" if lacks else None)
 
 
 def missing(*modules):

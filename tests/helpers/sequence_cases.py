@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import torch
 
 import megatron_ep as ep
+from megatron_ep.group.rank_group import summable_dtypes
 from megatron_ep.sequences import reference
 from megatron_ep.sequences.dispatcher import SequenceDispatcher
 from megatron_ep.sequences.plan import SequencePlan, Shard
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 WIDTHS = ((4, 2, 8, 8), (2, 2, 3, 5), (8, 1, 64, 64), (3, 3, 24, 16))  # heads, KV heads, width of Q and K, of V
 
 
@@ -34,6 +34,7 @@ class Case:
 
     seed: int
     max_ranks_a_side: int = 4
+    device: str = "cpu"  # where it runs, whose sums are of fewer types on a GPU
     dtype: torch.dtype = field(init=False)
 
     def __post_init__(self) -> None:
@@ -42,7 +43,7 @@ class Case:
         self.nodes, self.ranks_per_node = (r.randint(1, self.max_ranks_a_side) for _ in range(2))
         self.world = self.nodes * self.ranks_per_node
         self.plan = random_plan(self.world, r)
-        self.dtype, self.widths = r.choice(DTYPES), r.choice(WIDTHS)
+        self.dtype, self.widths = r.choice(summable_dtypes(self.device)), r.choice(WIDTHS)
         heads, kv_heads, width, v_width = self.widths
         self.shapes = ((heads, width), (kv_heads, width), (kv_heads, v_width))
         most = max(heads * width, kv_heads * (width + v_width)) * self.dtype.itemsize + 16 * self.plan.max_copies + 512

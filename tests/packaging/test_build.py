@@ -142,6 +142,13 @@ def test_compilers_that_cannot_build_are_named(tree: Path) -> None:
         assert found in said.lower()
 
 
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
+def test_types_that_are_not_summed_are_named(tree: Path) -> None:
+    status, output = build(tree, MEGATRON_EP_CUDA="1", MEGATRON_EP_ARCHITECTURES="90", MEGATRON_EP_DTYPES="fp16;int8")
+    assert status != 0
+    assert "MEGATRON_EP_DTYPES is 'fp16;int8', must be all, or some of bf16;fp16;fp32;fp64" in " ".join(output.split())
+
+
 def test_another_compiler_for_the_same_folder_is_refused(tree: Path) -> None:
     assert build(tree, CXX=script(tree / "mine", 'exec g++ "$@"'))[0] == 0
     status, output = build(tree, CXX=script(tree / "yours", 'exec g++ "$@"'))

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "launch/cuda/dtypes.h"
 #include "launch/cuda/group.inl"
 
 namespace ep {
@@ -7,7 +8,7 @@ namespace ep {
 template <class P, int kRanks, bool kWeighted>
 void CombineLaunch<P, kRanks, kWeighted>::load_kernels() {
     using J = CombineJoint<P, kRanks>;
-    for_each_type([&]<class T>() {
+    for_each_built_type([&]<class T>() {
         load(kernels::combine_kernel<T, kWeighted, J>);
         load(kernels::intra_rank_reduce_kernel<T, kWeighted, J>);
     });
@@ -18,7 +19,7 @@ void CombineLaunch<P, kRanks, kWeighted>::run(const CombineJoint<P, kRanks>& joi
                                               DType dtype, CudaStream stream,
                                               const SideStream& side_stream) {
     using J = CombineJoint<P, kRanks>;
-    with_type(dtype, [&]<class T>() {
+    with_built_type(dtype, [&]<class T>() {
         if (!any_intra_rank_pass(joint, ranks))
             return launch(kernels::combine_kernel<T, kWeighted, J>, joint, ranks, stream);
         // first, or it might find no SM while the exchange waits for it

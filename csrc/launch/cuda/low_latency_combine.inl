@@ -1,5 +1,6 @@
 #pragma once
 
+#include "launch/cuda/dtypes.h"
 #include "launch/cuda/low_latency.inl"
 
 // For the files that compile combine, and no others: of a kernel that two files compile CUDA makes
@@ -11,7 +12,7 @@ void CudaLowLatency<P>::load_combine() {
     using L = LowLatencyCombineLaunch<P>;
     const auto load_all = [&]<bool kLines>() {
         for_each_launches([&]<LowLatencyLaunches kLaunches>() {
-            for_each_type([&]<class T>() {
+            for_each_built_type([&]<class T>() {
                 load(kernels::low_latency_combine_kernel<kLaunches, T, kLines, L>);
             });
         });
@@ -25,7 +26,7 @@ void CudaLowLatency<P>::combine(LowLatencyLaunches launches,
                                 const std::vector<LowLatencyCombineArgs>& args, DType dtype,
                                 CudaStream stream) const {
     using L = LowLatencyCombineLaunch<P>;
-    with_type(dtype, [&]<class T>() {
+    with_built_type(dtype, [&]<class T>() {
         with_lines<P>(args.front().by_lines(), [&]<bool kLines>() {
             run_launches(launches, args.size() == 1, [&]<LowLatencyLaunches kLaunches>() {
                 launch(kernels::low_latency_combine_kernel<kLaunches, T, kLines, L>, group_,

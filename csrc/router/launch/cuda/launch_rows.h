@@ -7,29 +7,9 @@
 
 #include "core/cuda/runtime.h"
 #include "router/core/args.h"
-#include "router/exec/device/warp_team.h"
+#include "router/launch/cuda/kernels.h"
 
 namespace ep::router {
-
-// The arrays of a row's scratch, one behind the other in a warp's part of shared memory. All
-// element types have 4 or 8 bytes: who takes the wide ones first keeps every array aligned.
-class ScratchArrays {
-  public:
-    __device__ explicit ScratchArrays(unsigned char* memory) : memory_(memory) {}
-
-    template <class T>
-    __device__ T* take(int count) {
-        T* const array = reinterpret_cast<T*>(memory_);
-        memory_ += count * sizeof(T);
-        return array;
-    }
-
-  private:
-    unsigned char* memory_;
-};
-
-constexpr int kMaxWarps = 4;  // of a block
-constexpr int kMaxThreads = 32 * kMaxWarps;
 
 // Launches kernel(config, args, bytes_per_warp) with a warp per row.
 template <class Args>

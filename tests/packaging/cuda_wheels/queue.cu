@@ -1,0 +1,22 @@
+#include "fabric/queue/queue_fabric.h"
+#include "launch/cuda/kernels.h"
+#include "launch/cuda/low_latency_kernels.h"
+
+// Of every kind of kernel over send queues the one that takes most registers.
+namespace ep::kernels {
+
+using P = QueueFabricParams;
+
+template __global__ void notify_kernel(const __grid_constant__ NotifyJoint<P, 1>);
+template __global__ void dispatch_kernel(const __grid_constant__ DispatchJoint<P, 1>);
+template __global__ void own_rows_kernel(const __grid_constant__ DispatchJoint<P, 1>);
+template __global__ void intra_rank_permute_kernel(const __grid_constant__ DispatchJoint<P, 1>);
+template __global__ void combine_kernel<BFloat16, true>(const __grid_constant__ CombineJoint<P, 1>);
+template __global__ void intra_rank_reduce_kernel<BFloat16, true>(
+    const __grid_constant__ CombineJoint<P, 1>);
+template __global__ void low_latency_dispatch_kernel<LowLatencyLaunches::Both, true, false>(
+    const __grid_constant__ LowLatencyDispatchLaunch<P>);
+template __global__ void low_latency_combine_kernel<LowLatencyLaunches::Both, float>(
+    const __grid_constant__ LowLatencyCombineLaunch<P>);
+
+}  // namespace ep::kernels
