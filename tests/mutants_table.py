@@ -68,8 +68,9 @@ LANES_RING = """warp.template publish_lanes<Scope::System>(32, [&](int lane, aut
 LANES_BELL = """warp.template publish_lanes<Scope::System>(32, [&](int lane, auto&& store) {
             if (!has_bell(lane)) return;
             const auto queue = queue_of(lane);
+            queue.fence_bell();
             store(queue.card()->bell, queue.bell_of(own[lane] + entries, entries != 0));
-            queue.let_bell_leave();
+            queue.fence_bell();
         });"""
 OVER = """return Completion::is_there(W::template acquire<Scope::System>(word),
                                     entry >> completion_bits);"""
@@ -80,7 +81,8 @@ LANES_TURN = """return WaitCondition{W::template acquire<Scope::Rank>(posted), o
                                  peer_of(lane)};"""
 TURN_OF_QUEUE = "return WaitCondition{W::template acquire<Scope::Rank>(&producer->posted), own, peer};"
 COMPLETED = "return completed_by(W::template acquire<Scope::System>(completion->last_word()), posted);"
-LAST_COMPLETED = "return posted - static_cast<uint16_t>(static_cast<uint16_t>(posted) - 1 - last);"
+LAST_COMPLETED = """return posted - static_cast<uint16_t>(static_cast<uint16_t>(posted) - 1 -
+                                              Completion::entry_of(word));"""
 QUEUE_ACQUIRE = "return W::template acquire<Scope::System>(network<uint64_t>(flag));"
 RDMA_DRAIN = "if (F::kOrdersWarps && out.slot_bytes == slot_bytes) return nothing_to_wait_for();"
 ROWS_THEN_SIGNAL = """if constexpr (!F::kMapsRail) put_rows(warp, rings, node, from, to);
@@ -620,7 +622,7 @@ MUTANTS = [
     ),
     changed("send queue: completions in the rank's scope", QUEUE, COMPLETED, SYSTEM, RANK, QUEUES),
     changed("send queue: one completion too many", QUEUE, LAST_COMPLETED, "return posted", "return 1 + posted", QUEUES),
-    changed("send queue: one completion too few", QUEUE, LAST_COMPLETED, "- 1 - last", "- last", QUEUES),
+    changed("send queue: one completion too few", QUEUE, LAST_COMPLETED, "(posted) - 1 -", "(posted) -", QUEUES),
     Mutant(
         "entry: bytes are not swapped",
         ENTRY,

@@ -111,8 +111,9 @@ struct AnySendQueue {
                    ? SendEntry::begin_of_add(static_cast<uint16_t>(end - 1), card()->number)
                    : place_of(end - 1).begin();
     }
-    // A card's register may be memory whose stores a host's processor gathers before they leave.
-    static EP_FN void let_bell_leave() {
+    // Before and after a bell: a card's register may be memory that is not in order with any other,
+    // and whose stores a host's processor gathers before they leave.
+    static EP_FN void fence_bell() {
 #if !defined(__CUDACC__) && defined(__x86_64__)
         asm volatile("sfence" ::: "memory");
 #elif !defined(__CUDACC__) && defined(__aarch64__)
@@ -191,8 +192,8 @@ struct AnySendQueue {
 
     static EP_FN uint64_t completed_by(uint64_t word, uint64_t posted) {
         if (Completion::kind_of(word) == Completion::kNothingYet) return 0;
-        const auto last = static_cast<uint16_t>((word >> 32 & 0xff) << 8 | (word >> 40 & 0xff));
-        return posted - static_cast<uint16_t>(static_cast<uint16_t>(posted) - 1 - last);
+        return posted - static_cast<uint16_t>(static_cast<uint16_t>(posted) - 1 -
+                                              Completion::entry_of(word));
     }
 
     // Entries below `end`, of which there is one, may be taken.
@@ -200,8 +201,9 @@ struct AnySendQueue {
     EP_FN void ring(W& warp, uint64_t end, bool ends_in_addition) const {
         warp.template publish<Scope::System>(doorbell_word(), rung_for(end));
         if (!card()) return wake_sleeper();
+        fence_bell();
         warp.template publish<Scope::System>(card()->bell, bell_of(end, ends_in_addition));
-        let_bell_leave();
+        fence_bell();
     }
 };
 
@@ -226,8 +228,9 @@ EP_FN bool post_each(W& warp, uint32_t lanes, bool rings, QueueOf&& queue_of, Pe
         warp.template publish_lanes<Scope::System>(32, [&](int lane, auto&& store) {
             if (!has_bell(lane)) return;
             const auto queue = queue_of(lane);
+            queue.fence_bell();
             store(queue.card()->bell, queue.bell_of(own[lane] + entries, entries != 0));
-            queue.let_bell_leave();
+            queue.fence_bell();
         });
     };
     warp.lanes(32, [&](int lane) {
@@ -300,6 +303,12 @@ struct AnySendQueues {
         auto* entries = reinterpret_cast<SendEntry*>(memory);
         auto* completions = reinterpret_cast<Completion*>(entries + all * depth);
         auto* doorbells = reinterpret_cast<uint64_t*>(completions + all);
+        return {entries,  completions, doorbells, producers, ranks,
+                channels, depth,       key,       sleeper,   nullptr};
+    }
+
+    // Of which none is a card's.
+    AnySendQueues<false> without_cards() const {
         return {entries,  completions, doorbells, producers, ranks,
                 channels, depth,       key,       sleeper,   nullptr};
     }

@@ -6,8 +6,10 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <stdexcept>
+#include <string_view>
 #include <utility>
 
 #include "fabric/queue/status.h"
@@ -57,7 +59,8 @@ SoftwareNic::~SoftwareNic() {
 
 std::shared_ptr<SoftwareNic::Port> SoftwareNic::open(std::vector<char*> heaps, size_t bytes,
                                                      int channels,
-                                                     const std::optional<QueueMemory>& of_gpu) {
+                                                     const std::optional<QueueMemory>& of_gpu,
+                                                     int stride) {
     const std::lock_guard lock(ports_mutex_);
     const int number = static_cast<int>(ports_.size()), ranks = static_cast<int>(heaps.size());
     if (number == 256)
@@ -74,22 +77,128 @@ std::shared_ptr<SoftwareNic::Port> SoftwareNic::open(std::vector<char*> heaps, s
     if (card_) port->region_ = std::make_shared<verbs::Region>(card_, heaps[rank_], bytes);
     port->heaps_ = std::move(heaps);
     port->bytes_ = bytes;
-    port->queues_ = SendQueues::over(memory.shared, memory.producers, ranks, channels, kDepth,
-                                     static_cast<uint32_t>(number), of_gpu ? nullptr : this);
+    port->stride_ = stride;
+    port->queues_ =
+        AnySendQueues<true>::over(memory.shared, memory.producers, ranks, channels, kDepth,
+                                  static_cast<uint32_t>(number), of_gpu ? nullptr : this);
     port->taken_.resize(count);
     for (size_t i = 0; i < count; ++i) port->queues_[i].clear();
-    if (of_gpu) polls_ = true;
+    if (is_direct()) {
+        port->sides_.resize(ranks);
+        port->cards_.resize(count);
+        port->gpu_ = memory.cards;
+        port->queues_.cards = port->gpu_ ? port->gpu_->cards() : port->cards_.data();
+    } else if (of_gpu) {
+        polls_ = true;
+    }
     ports_.push_back(port);
-    for (const Links& links : links_) {
-        for (const auto& link : links) share(*link, static_cast<uint8_t>(number));
+    for (size_t rank = 0; rank < links_.size(); ++rank) {
+        for (const auto& link : links_[rank]) share(*link, rank, static_cast<uint8_t>(number));
     }
     wake();
     return port;
 }
 
 // With the other rank's card.
-void SoftwareNic::share(Link& link, uint8_t port) {
-    if (card_ && ports_[port]) static_cast<VerbsLink&>(link).open(port, ports_[port]->region_);
+void SoftwareNic::share(Link& link, size_t rank, uint8_t number) {
+    const auto& port = ports_[number];
+    if (!card_ || !port) return;
+    if (!is_direct()) return static_cast<VerbsLink&>(link).open(number, port->region_);
+    if (const Port::Side& side = port->sides_[rank]; side.is_connected)
+        static_cast<CardLink&>(link).open(number, side.pairs);
+}
+
+namespace {
+
+// What ranks tell each other of a port. Behind it: of each queue pair the length of its address,
+// and the address.
+struct Invitation {
+    uint32_t port, data, flags, pairs;
+};
+
+template <class T>
+void append(std::string& text, const T& value) {
+    text.append(reinterpret_cast<const char*>(&value), sizeof value);
+}
+
+std::string_view take_bytes(std::string_view& text, size_t bytes) {
+    if (text.size() < bytes) throw std::runtime_error("the other rank says less of its queues");
+    const std::string_view taken = text.substr(0, bytes);
+    text.remove_prefix(bytes);
+    return taken;
+}
+
+template <class T>
+T take_value(std::string_view& text) {
+    T value;
+    std::memcpy(&value, take_bytes(text, sizeof value).data(), sizeof value);
+    return value;
+}
+
+}  // namespace
+
+std::string SoftwareNic::invite(int rank) {
+    std::vector<std::shared_ptr<Port>> ports;
+    {
+        const std::lock_guard lock(ports_mutex_);
+        ports = ports_;
+    }
+    std::string told;
+    for (size_t number = 0; number < ports.size(); ++number) {
+        Port* port = ports[number].get();
+        if (!port || !reaches(*port, rank_, rank) || port->sides_[rank].is_connected) continue;
+        CardLink::Pairs& pairs = port->sides_[rank].pairs;
+        pairs.clear();
+        for (int i = 0; i < 2 * (port->queues_.channels + 1); ++i)
+            pairs.push_back(std::make_shared<verbs::DirectPair>(card_, kDepth));
+        append(told, Invitation{static_cast<uint32_t>(number), port->region_->data(),
+                                port->region_->flags(), static_cast<uint32_t>(pairs.size())});
+        for (const auto& pair : pairs) {
+            const std::string address = pair->address();
+            append(told, static_cast<uint32_t>(address.size()));
+            told += address;
+        }
+    }
+    return told;
+}
+
+void SoftwareNic::join(int rank, const std::string& told) {
+    std::string_view rest = told;
+    while (!rest.empty()) {
+        const auto invitation = take_value<Invitation>(rest);
+        std::shared_ptr<Port> port;
+        {
+            const std::lock_guard lock(ports_mutex_);
+            if (invitation.port < ports_.size()) port = ports_[invitation.port];
+        }
+        if (!port || port->sides_[rank].pairs.size() != invitation.pairs)
+            throw std::runtime_error("the other rank has other queues than this one");
+        Port::Side& side = port->sides_[rank];
+        for (size_t i = 0; i < side.pairs.size(); ++i) {
+            verbs::DirectPair& pair = *side.pairs[i];
+            pair.connect(std::string(take_bytes(rest, take_value<uint32_t>(rest))));
+            const verbs::DirectPair::Rings& rings = pair.rings();
+            const int channel = static_cast<int>(i / 2);
+            const size_t queue = 2 * (static_cast<size_t>(channel) * links_.size() + rank) + i % 2;
+            port->cards_[queue] = {rings.entries,
+                                   rings.doorbell,
+                                   port->gpu_ ? port->gpu_->reach(pair) : rings.bell,
+                                   rings.completions,
+                                   rings.entry_count - 1,
+                                   rings.completion_count - 1,
+                                   static_cast<uint32_t>(std::countr_zero(rings.completion_count)),
+                                   rings.number,
+                                   invitation.data,
+                                   invitation.flags,
+                                   port->region_->local_key(),
+                                   {rings.scratch_key, 0}};
+        }
+        if (port->gpu_) port->gpu_->tell(port->cards_);
+        const std::lock_guard lock(ports_mutex_);
+        side.is_connected = true;
+        for (const auto& link : links_[rank])
+            share(*link, rank, static_cast<uint8_t>(invitation.port));
+    }
 }
 
 void SoftwareNic::close(const std::shared_ptr<Port>& port) {
@@ -141,13 +250,15 @@ void SoftwareNic::start(const std::vector<std::vector<int>>& sockets, const Queu
     for (size_t rank = 0; rank < sockets.size(); ++rank) {
         for (size_t i = 0; i < sockets[rank].size(); ++i) {
             std::unique_ptr<Link> link = std::make_unique<TcpLink>(sockets[rank][i]);
-            if (card_) {
+            if (is_direct()) {
+                link = std::make_unique<CardLink>(std::move(link));
+            } else if (card_) {
                 link = std::make_unique<VerbsLink>(std::move(link), pairs.at(rank).at(i));
             } else if (seed_) {
                 link = std::make_unique<UnorderedLink>(std::move(link), *seed_ + rank);
             }
             for (size_t port = 0; port < ports_.size(); ++port)
-                share(*link, static_cast<uint8_t>(port));
+                share(*link, rank, static_cast<uint8_t>(port));
             links[rank].push_back(std::move(link));
         }
     }
@@ -181,6 +292,10 @@ void SoftwareNic::stop(std::chrono::duration<double> most) {
     thread_.join();
     thread_ = {};
     for (Links& links : links_) links.clear();
+    for (const auto& port : ports_) {
+        if (!port) continue;
+        for (Port::Side& side : port->sides_) side.is_connected = false;
+    }
 }
 
 void SoftwareNic::run() {
@@ -263,7 +378,7 @@ bool SoftwareNic::has_work() const {
 
 // Some of what was posted in a queue. Returns whether there was any.
 bool SoftwareNic::carry_out(Port& port, size_t number) {
-    const SendQueue queue = port.queues_[number];
+    const AnySendQueue<true> queue = port.queues_[number];
     Port::Taken& taken = port.taken_[number];
     const int rank = static_cast<int>(number / 2 % links_.size());
     const uint16_t rung = queue.rung();

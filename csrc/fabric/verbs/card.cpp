@@ -100,8 +100,9 @@ std::vector<Port> find_ports(const Library& library) {
     return ports;
 }
 
-Card::Card(std::shared_ptr<const Library> library, const Port& port)
-    : library_(std::move(library)), port_(port) {
+Card::Card(std::shared_ptr<const Library> library, const Port& port,
+           std::shared_ptr<const Mlx5> mlx5)
+    : library_(std::move(library)), mlx5_(std::move(mlx5)), port_(port) {
     const auto fail = [&](const char* call, int error) {
         const std::string text = name() + ": " + call + ": " + std::strerror(error);
         release();
@@ -115,6 +116,10 @@ Card::Card(std::shared_ptr<const Library> library, const Port& port)
     const int error = errno;
     if (list) library_->free_device_list(list);
     if (!context_) fail("ibv_open_device", error);
+    if (mlx5_ && !mlx5_->is_supported(context_->device)) {
+        release();
+        throw std::runtime_error(name() + ": it is no card of the driver mlx5");
+    }
     const auto number = static_cast<uint8_t>(port.number);
     if (const int failed = library_->query_device(context_, &attributes_))
         fail("ibv_query_device", failed);
