@@ -223,6 +223,17 @@ void bind_software_nic(py::module_& m) {
              "Takes connected sockets, by rank, and a connected queue pair beside each if it has "
              "a card; none where memory is mapped.")
         .def(
+            "invite", [](SoftwareNic& nic, int rank) { return py::bytes(nic.invite(rank)); },
+            py::arg("rank"),
+            "With a card that is direct: takes queues towards a rank of another machine, and "
+            "returns what that rank must be told of them.")
+        .def(
+            "join",
+            [](SoftwareNic& nic, int rank, const py::bytes& told) {
+                nic.join(rank, std::string(told));
+            },
+            py::arg("rank"), py::arg("told"), "What that rank has told. Nobody posts before.")
+        .def(
             "stop", [](SoftwareNic& nic, double most) { nic.stop(Seconds(most)); },
             py::arg("seconds"), py::call_guard<py::gil_scoped_release>(),
             "Once what was sent has left, or so many seconds later.")

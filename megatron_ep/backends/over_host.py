@@ -1,5 +1,6 @@
 """GPUs of several machines whose network is a thread of the host: over TCP (fabric "tcp"), or by a network card that
-writes to memory of the host (fabric "verbs").
+writes to memory of the host (fabric "verbs"); or whose kernels hand what they send to the card by themselves (fabric
+"ibgda"), while the thread watches it.
 
 The ranks of a node map each other's heaps through CUDA IPC. What goes to other nodes, and what comes from there, lies
 in pinned memory of the host, with the send queues that the kernels post in; the thread reads and writes it, and calls
@@ -46,8 +47,12 @@ def connect(
     infos: Sequence[RankInfo],
     *,
     by_card: bool = False,
+    direct: bool = False,
 ) -> tuple[CudaBackend, str]:
-    """See `connect.processes`. Raises ValueError where a node's ranks are on several machines."""
+    """See `connect.processes`. Raises ValueError where a node's ranks are on several machines.
+
+    direct: the kernels post in the card's queues.
+    """
     size = heap.ranks_per_node
     nodes = _nodes(machines(infos), size)
     node = range(rendezvous.rank // size * size, rendezvous.rank // size * size + size)
@@ -58,9 +63,9 @@ def connect(
         report = _C.PinnedReport(device.index)
         mirrors = [_C.Segment.anonymous(_C.SoftwareNic.mirror_bytes) for _ in infos]
         gpus = [info.pci for info in infos]
-        card = verbs.card_of(rendezvous.rank, machines(infos), gpus) if by_card else None
+        card = verbs.card_of(rendezvous.rank, machines(infos), gpus, direct=direct) if by_card else None
         nic = _C.nic_of_gpu(rank=rendezvous.rank, report=report, mirrors=mirrors, card=card)
-        ranks = _C.QueueGroup(
+        ranks = (_C.CardGroup if direct else _C.QueueGroup)(
             heap=heap,
             rank=rendezvous.rank,
             network=_C.QueueHeap(nic=nic, report=report, heap=heap, rank=rendezvous.rank, device=device.index),
@@ -76,7 +81,9 @@ def connect(
 
     backend = rendezvous.agree(make)
     backend.network.connect(rendezvous)
-    return backend, "; ".join(["a thread of the host carries what goes to other nodes", *backend.network.cards()])
+    who = "GPUs hand" if direct else "a thread of the host carries"
+    to = " to their network cards" if direct else ""
+    return backend, "; ".join([f"{who} what goes to other nodes{to}", *backend.network.cards()])
 
 
 def _nodes(places: Sequence[str], size: int) -> list[str]:
@@ -107,7 +114,8 @@ def low_latency(
         network = _C.QueueHeap(
             nic=backend.network.nic, report=backend.report, heap=heap, rank=rendezvous.rank, device=device.index
         )
-        return _C.QueueLowLatency(
+        is_direct = isinstance(backend.group, _C.CardGroup)
+        return (_C.CardLowLatency if is_direct else _C.QueueLowLatency)(
             group=backend.group, heap=heap, network=network, memories=[memories[rank] for rank in node], blocks=blocks
         )
 

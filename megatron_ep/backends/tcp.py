@@ -1,6 +1,7 @@
 """The network of the host: ranks on different machines, connected by TCP, one connection a pair or several: stripes,
 among which channels are dealt, for networks that give a connection less than a machine. Where a network card does the
-work (`verbs.py`), each connection has one of its queue pairs beside it.
+work (`verbs.py`), each connection has one of its queue pairs beside it; where ranks post in a card's queues by
+themselves, one connection has all of the queue pairs to a rank beside it.
 
 Each rank listens on one address, on a port that the system picks, as long as the others connect. What it takes from a
 stranger is 36 bytes, for five seconds, and not from many at a time.
@@ -47,8 +48,8 @@ Place = tuple[int, int]  # the other rank, and which of the connections to it
 @dataclass(frozen=True)
 class Listening:
     """Where a rank listens, how many connections it wants to each other rank, what each of them shall say there, and be
-    told in return, and the queue pair of a card beside each, if there are any: by rank, and stripe after stripe of a
-    rank."""
+    told in return, and what there is to know of a card's queue pairs beside each, if there are any: by rank, and stripe
+    after stripe of a rank."""
 
     host: str
     port: int
@@ -92,7 +93,7 @@ class Network:
     machines: of each rank, by which those of this machine are told from the others.
     nic: what carries its bytes.
     card: the one that it was made with: then the connections carry what ranks tell of themselves, and queue pairs
-        beside them the rest.
+        beside them the rest. With one that is direct there is one connection to a rank.
     address: on which this rank listens; None: `own_address`.
     stripes: connections to each rank, among which channels are dealt; None: `stripes_wanted`.
     """
@@ -122,6 +123,9 @@ class Network:
             def tell() -> tuple[tuple[socket.socket, dict[Place, _C.QueuePair]], Listening]:
                 listener = stack.enter_context(listen(self._address))
                 stripes, pairs = self._stripes or stripes_wanted(), {}
+                if self._is_direct:
+                    invitations = {(rank, 0): self.nic.invite(rank) for rank in others}
+                    return (listener, {}), Listening.by(listener, len(self._machines), 1, invitations)
                 if self._card is not None:
                     pairs = {(rank, stripe): self._card.queue_pair() for rank in others for stripe in range(stripes)}
                 addresses = {place: pair.address() for place, pair in pairs.items()}
@@ -136,6 +140,8 @@ class Network:
                 connections = {place: stack.enter_context(connection) for place, connection in made.items()}
                 for (rank, stripe), pair in pairs.items():
                     pair.connect(told[rank].pair((self._rank, stripe)))
+                for rank in others if self._is_direct else ():
+                    self.nic.join(rank, told[rank].pair((self._rank, 0)))
                 return connections
 
             connections = rendezvous.agree(join, seconds=limit)  # before anybody sends all queue pairs are connected
@@ -147,6 +153,28 @@ class Network:
                 beside[rank] += [pairs[rank, stripe]] if pairs else []
             self.nic.start(sockets, beside)
         rendezvous.barrier()  # nobody's connection ends before all have begun
+
+    def connect_part(self, rendezvous: StoreRendezvous) -> None:
+        """After a part of the buffer was opened here while it runs: nobody sends to it before all have. Collective."""
+        if not self._is_direct:
+            rendezvous.barrier()
+            return
+        others = [rank for rank, machine in enumerate(self._machines) if machine != self._machines[self._rank]]
+
+        def invite() -> tuple[None, list[bytes]]:
+            return None, [self.nic.invite(rank) if rank in others else b"" for rank in range(len(self._machines))]
+
+        _, told = rendezvous.exchange(invite, kind=list[bytes])
+
+        def join() -> None:
+            for rank in others:
+                self.nic.join(rank, told[rank][self._rank])
+
+        rendezvous.agree(join)
+
+    @property
+    def _is_direct(self) -> bool:
+        return self._card is not None and self._card.is_direct
 
     def cards(self) -> list[str]:
         """What to say of the card, if there is one."""

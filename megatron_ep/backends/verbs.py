@@ -2,6 +2,9 @@
 "verbs"). The rank's thread for the network tells a card what to write; what ranks tell of themselves goes over TCP
 beside it (`tcp.py`), by which they also notice that one has gone.
 
+Of NVIDIA's cards (driver mlx5) ranks can write what is to be done into the card's own queues, and ring its bell, GPUs
+too: fabric "ibgda", which takes libmlx5 besides.
+
 A rank takes one port: of those that are up and nearest to its GPU, its place among the ranks of its machine says which,
 so that ranks of the same place on different machines have cards of the same place. On the host, and where
 MEGATRON_EP_CARDS names cards, none is nearer than another.
@@ -17,21 +20,27 @@ from megatron_ep.backends import ibgda, near_cards
 from megatron_ep.errors import EPError
 
 LIBRARY = "libibverbs.so.1"
+MLX5_LIBRARY = "libmlx5.so.1"
 VARIABLE = "MEGATRON_EP_CARDS"  # names, "mlx5_0,mlx5_1:2": a card, or one port of it
 
 
-def ports() -> list[_C.CardPort]:
-    """All of this machine. Raises EPError where libibverbs cannot be used."""
+def ports(direct: bool = False) -> list[_C.CardPort]:
+    """All of this machine. direct: in whose queues ranks are to post by themselves. Raises EPError where the libraries
+    cannot be used."""
     try:
-        return _C.card_ports(LIBRARY)
+        return _C.card_ports(LIBRARY, MLX5_LIBRARY if direct else None)
     except RuntimeError as error:
-        raise EPError(f"the verbs fabric needs {LIBRARY}: {error}") from None
+        needed = f"ibgda fabric needs {LIBRARY} and {MLX5_LIBRARY}" if direct else f"verbs fabric needs {LIBRARY}"
+        raise EPError(f"the {needed}: {error}") from None
 
 
-def usable() -> list[_C.CardPort]:
+def usable(direct: bool = False) -> list[_C.CardPort]:
     """Ports that are up and, if MEGATRON_EP_CARDS is set, named there. Raises ValueError for an unknown name; EPError,
-    with each port's fault, if none is left."""
-    found, wanted = ports(), os.environ.get(VARIABLE) or ""
+    with each port's fault, if none is left.
+
+    direct: see `ports`.
+    """
+    found, wanted = ports(direct), os.environ.get(VARIABLE) or ""
     names = [name.strip() for name in wanted.split(",")] if wanted else []
     for name in names:
         if not any(_is_named(port, name) for port in found):
@@ -45,20 +54,39 @@ def usable() -> list[_C.CardPort]:
     return usable
 
 
-def card_of(rank: int, machines: Sequence[str], gpus: Sequence[str | None] | None = None) -> _C.Card:
+def card_of(
+    rank: int, machines: Sequence[str], gpus: Sequence[str | None] | None = None, *, direct: bool = False
+) -> _C.Card:
     """Opens the port of a rank. Raises as `usable` does, and EPError where it fails.
 
     machines: of each rank.
     gpus: of each rank, the PCI address of its GPU, if it is known; None: the ranks are on the host.
+    direct: see `ports`.
     """
-    found = usable()
+    there = None
+    if gpus is not None:
+        there = [gpu for gpu, machine in zip(gpus, machines, strict=True) if machine == machines[rank]]
     place = list(machines[:rank]).count(machines[rank])
+    return _open(_port_of(place, there, usable(direct)), direct)
+
+
+def _port_of(place: int, gpus: Sequence[str | None] | None, found: Sequence[_C.CardPort]) -> _C.CardPort:
+    """gpus: of the ranks of this machine, of which one has this place; None: they are on the host."""
     if gpus is None or os.environ.get(VARIABLE):
-        return _open(found[place % len(found)])
-    there = [gpu for gpu, machine in zip(gpus, machines, strict=True) if machine == machines[rank]]
-    near = [near_cards.nearest(gpu, [port.device for port in found]) for gpu in there]
+        return found[place % len(found)]
+    near = [near_cards.nearest(gpu, [port.device for port in found]) for gpu in gpus]
     own = [port for port in found if port.device in near[place]]
-    return _open(own[near_cards.turn(place, near)])
+    return own[near_cards.turn(place, near)]
+
+
+def try_direct(gpu: int | None) -> None:
+    """Makes a queue in which a rank posts by itself, on a GPU or (None) on the host. Raises as `card_of` where it
+    cannot."""
+    card = _open(usable(direct=True)[0], direct=True)
+    try:
+        card.try_queue() if gpu is None else _C.try_card(card, gpu)
+    except RuntimeError as error:
+        raise EPError(f"the ibgda fabric: {error}") from None
 
 
 def card_at(place: int) -> _C.Card:
@@ -67,22 +95,37 @@ def card_at(place: int) -> _C.Card:
     return _open(found[place % len(found)])
 
 
-def _open(port: _C.CardPort) -> _C.Card:
+def _open(port: _C.CardPort, direct: bool = False) -> _C.Card:
     try:
-        return _C.Card(library=LIBRARY, port=port)
+        return _C.Card(library=LIBRARY, port=port, mlx5=MLX5_LIBRARY if direct else None)
     except RuntimeError as error:
         raise EPError(str(error)) from None
 
 
-def report() -> str:
-    """For `megatron-ep env`."""
+def report(direct: bool = False) -> str:
+    """For `megatron-ep env`. direct: see `ports`."""
     if not ibgda.has_cards():
         return ibgda.NO_CARD
     try:
-        found = ports()
+        found = ports(direct)
     except EPError as error:
         return str(error)
     return "; ".join(f"{_name(port)}: {port.lacks or f'up, {port.address}'}" for port in found) or "no network card"
+
+
+def report_of_ranks(gpus: Sequence[str | None]) -> str:
+    """For `megatron-ep env`: which port each rank of this machine takes. gpus: their PCI addresses, a rank each; none:
+    the ranks are on the host."""
+    try:
+        found = usable() if ibgda.has_cards() else []
+    except (EPError, ValueError) as error:
+        return str(error)
+    if not found:
+        return ibgda.NO_CARD
+    if not gpus:
+        return f"on the host in turn {', '.join(map(setting, found))}"
+    taken = [setting(_port_of(place, gpus, found)) for place in range(len(gpus))]
+    return ", ".join(f"GPU {gpu} {port}" for gpu, port in enumerate(taken))
 
 
 def setting(port: _C.CardPort) -> str:

@@ -80,10 +80,10 @@ class DistributedRankGroup(RankGroup):
             if machine_count > 1:
                 wanted = [info.fabric for info in infos]
                 fabric = fabrics.choose_for_host(machine_count, wanted, self._rendezvous.gather)
-            by_card = fabric.name == fabrics.VERBS
+            by_card, direct = fabric.name in fabrics.BY_CARD, fabric.name == fabrics.IBGDA
 
             def make() -> host.HostBackend:
-                card = verbs.card_of(self.rank, self._machines) if by_card else None
+                card = verbs.card_of(self.rank, self._machines, direct=direct) if by_card else None
                 nic = _C.SoftwareNic(rank=self.rank, segments=segments, card=card) if machine_count > 1 else None
                 if nic is not None:
                     self._network = tcp.Network(self.rank, self._machines, nic, card=card)
@@ -242,7 +242,7 @@ class DistributedRankGroup(RankGroup):
         if self._network is not None:
             if tolerates_loss:
                 self._network.nic.tolerate_loss()
-            self._rendezvous.barrier()
+            self._network.connect_part(self._rendezvous)
 
     def agree_on(self, check: Callable[[], None], settings: dict[str, Any]) -> None:
         plain = {name: value if isinstance(value, Plain) else str(value) for name, value in settings.items()}

@@ -258,16 +258,22 @@ void FakeContext::take_from_ring(FakeQp& qp) {
             const auto entry = qp.ring->take(is_eager);
             if (!entry) return;
             request.since = Clock::now();
-            request.packet = qp.next_packet;
-            request.pieces = {{entry->local, entry->bytes, entry->local_key}};
-            if (entry->tells) request.wr.flags = kSignaled;
             request.wr.opcode = entry->is_write ? kRdmaWrite : kFetchAndAdd;
-            if (entry->is_write)
-                request.wr.rdma = {entry->remote, entry->remote_key};
-            else
-                request.wr.atomic = {entry->remote, entry->increment, 0, entry->remote_key};
-            qp.next_packet = (qp.next_packet + 1) & 0xffffff;
-            qp.waiting.push_back(request);
+            constexpr uint32_t kMost = 1 << 16;  // of a packet
+            uint32_t done = 0;
+            do {
+                const uint32_t part = std::min(entry->bytes - done, kMost);
+                request.packet = qp.next_packet;
+                request.pieces = {{entry->local + done, part, entry->local_key}};
+                if (entry->is_write)
+                    request.wr.rdma = {entry->remote + done, entry->remote_key};
+                else
+                    request.wr.atomic = {entry->remote, entry->increment, 0, entry->remote_key};
+                done += part;
+                if (entry->tells && done == entry->bytes) request.wr.flags = kSignaled;
+                qp.next_packet = (qp.next_packet + 1) & 0xffffff;
+                qp.waiting.push_back(request);
+            } while (done < entry->bytes);
         }
     } catch (const std::runtime_error& error) {
         std::fprintf(stderr, "fake_ibverbs: %s\n", error.what());
@@ -426,8 +432,11 @@ void FakeContext::end(FakeQp& qp, int status) {
     qp.state = kError;
     qp.arrived.clear();
     place_late(qp, true);
+    int told = -1;  // entry of a ring, which may be several packets
     for (auto* requests : {&qp.unconfirmed, &qp.waiting}) {
         for (const Request& request : *requests) {
+            if (qp.ring && request.entry == told) continue;
+            told = request.entry;
             tell(qp, request, status);
             status = kFlushed;
         }

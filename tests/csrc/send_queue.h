@@ -281,7 +281,7 @@ void run_rounds(uint64_t rounds, std::optional<uint64_t> seed = std::nullopt, in
     std::jthread other([&] { a->nic->stop(std::chrono::seconds(5)); });
     b->nic->stop(std::chrono::seconds(5));
     other.join();
-    require(a->lost(1).empty() && b->lost(0).empty(), "a connection broke");
+    require(a->lost(1).empty() && b->lost(0).empty(), a->lost(1) + b->lost(0));
 }
 
 }  // namespace ep

@@ -13,8 +13,16 @@ namespace ep {
 class SoftwareNic;
 void wake(SoftwareNic& nic);
 
+// What the warps that post in a queue count, in memory of their own.
+struct alignas(32) QueueProducer {
+    uint64_t begun;      // entries that have a number
+    uint64_t posted;     // entries that are written, all those before them, too
+    uint64_t completed;  // entries that are known to be carried out
+};
+
 // A queue that a network card reads by itself: a queue pair, where the card's driver has it. Its
-// rings may be larger than a queue is deep.
+// rings may be larger than a queue is deep. Several queues towards one rank may be one: then they
+// have their producer in common, too.
 struct CardQueue {
     SendEntry* entries;
     uint64_t* doorbell;       // DoorbellRecord
@@ -27,6 +35,7 @@ struct CardQueue {
     uint32_t data, flags;      // keys of the region at the other end: see verbs::Region
     uint32_t source;           // key of the region at this end
     SendEntry::Place scratch;  // where additions leave what was there before
+    QueueProducer* producer;
 
     // Whether an entry is carried out, or given up because of an error.
     template <class W>
@@ -35,13 +44,6 @@ struct CardQueue {
         return Completion::is_there(W::template acquire<Scope::System>(word),
                                     entry >> completion_bits);
     }
-};
-
-// What the warps that post in a queue count, in memory of their own.
-struct alignas(32) QueueProducer {
-    uint64_t begun;      // entries that have a number
-    uint64_t posted;     // entries that are written, all those before them, too
-    uint64_t completed;  // entries that are known to be carried out
 };
 
 // A ring of entries for one rank. Warps post in turn. A thread or card reads the doorbell, carries
@@ -316,6 +318,8 @@ struct AnySendQueues {
     EP_HD Queue puts(int channel, int rank) const { return (*this)[number(channel, rank)]; }
     EP_HD Queue credits(int channel, int rank) const { return (*this)[number(channel, rank) + 1]; }
     EP_HD Queue operator[](size_t number) const {
+        const CardQueue* card =
+            kMayHaveCards && cards && cards[number].bell ? cards + number : nullptr;
         return {entries + number * depth,
                 depth,
                 static_cast<uint32_t>(number),
@@ -323,9 +327,9 @@ struct AnySendQueues {
                 0,
                 doorbells + number,
                 completions + number,
-                producers + number,
+                card ? card->producer : producers + number,
                 sleeper,
-                kMayHaveCards && cards && cards[number].bell ? cards + number : nullptr};
+                card};
     }
 
   private:

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cassert>
 #include <cstring>
 #include <stdexcept>
 #include <string_view>
@@ -149,7 +150,7 @@ std::string SoftwareNic::invite(int rank) {
         if (!port || !reaches(*port, rank_, rank) || port->sides_[rank].is_connected) continue;
         CardLink::Pairs& pairs = port->sides_[rank].pairs;
         pairs.clear();
-        for (int i = 0; i < 2 * (port->queues_.channels + 1); ++i)
+        for (size_t i = 0; i < std::min(queues_towards(*port), kMaxPairs); ++i)
             pairs.push_back(std::make_shared<verbs::DirectPair>(card_, kDepth));
         append(told, Invitation{static_cast<uint32_t>(number), port->region_->data(),
                                 port->region_->flags(), static_cast<uint32_t>(pairs.size())});
@@ -174,25 +175,27 @@ void SoftwareNic::join(int rank, const std::string& told) {
         if (!port || port->sides_[rank].pairs.size() != invitation.pairs)
             throw std::runtime_error("the other rank has other queues than this one");
         Port::Side& side = port->sides_[rank];
-        for (size_t i = 0; i < side.pairs.size(); ++i) {
-            verbs::DirectPair& pair = *side.pairs[i];
-            pair.connect(std::string(take_bytes(rest, take_value<uint32_t>(rest))));
-            const verbs::DirectPair::Rings& rings = pair.rings();
-            const int channel = static_cast<int>(i / 2);
-            const size_t queue = 2 * (static_cast<size_t>(channel) * links_.size() + rank) + i % 2;
-            port->cards_[queue] = {rings.entries,
-                                   rings.doorbell,
-                                   port->gpu_ ? port->gpu_->reach(pair) : rings.bell,
-                                   rings.completions,
-                                   rings.entry_count - 1,
-                                   rings.completion_count - 1,
-                                   static_cast<uint32_t>(std::countr_zero(rings.completion_count)),
-                                   rings.number,
-                                   invitation.data,
-                                   invitation.flags,
-                                   port->region_->local_key(),
-                                   {rings.scratch_key, 0}};
+        std::vector<CardQueue> cards;
+        for (const auto& pair : side.pairs) {
+            pair->connect(std::string(take_bytes(rest, take_value<uint32_t>(rest))));
+            const verbs::DirectPair::Rings& rings = pair->rings();
+            cards.push_back({rings.entries,
+                             rings.doorbell,
+                             rings.bell,
+                             rings.completions,
+                             rings.entry_count - 1,
+                             rings.completion_count - 1,
+                             static_cast<uint32_t>(std::countr_zero(rings.completion_count)),
+                             rings.number,
+                             invitation.data,
+                             invitation.flags,
+                             port->region_->local_key(),
+                             {rings.scratch_key, 0},
+                             &port->queues_.producers[number_of(rank, cards.size())]});
+            if (port->gpu_) port->gpu_->reach(*pair, cards.back());
         }
+        for (size_t i = 0; i < queues_towards(*port); ++i)
+            port->cards_[number_of(rank, i)] = cards[i % cards.size()];
         if (port->gpu_) port->gpu_->tell(port->cards_);
         const std::lock_guard lock(ports_mutex_);
         side.is_connected = true;
@@ -248,6 +251,7 @@ Link* SoftwareNic::link_of(size_t queue) const {
 void SoftwareNic::start(const std::vector<std::vector<int>>& sockets, const QueuePairs& pairs) {
     std::vector<Links> links(sockets.size());
     for (size_t rank = 0; rank < sockets.size(); ++rank) {
+        assert(!is_direct() || sockets[rank].size() < 2);  // one watches the queues
         for (size_t i = 0; i < sockets[rank].size(); ++i) {
             std::unique_ptr<Link> link = std::make_unique<TcpLink>(sockets[rank][i]);
             if (is_direct()) {

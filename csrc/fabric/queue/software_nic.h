@@ -23,11 +23,11 @@ namespace ep {
 // connected, on the thread that connects them.
 class GpuOfCards {
   public:
-    // Its own memory, for all queues of a port.
+    // In its memory, for all queues of a port.
     virtual CardQueue* cards() = 0;
-    // Lets it reach a queue pair's rings and bell, and returns where it has the bell. Throws
+    // Lets it reach a queue pair's rings and bell, whose addresses become those that it has. Throws
     // std::runtime_error where it does not.
-    virtual uint64_t* reach(verbs::DirectPair& pair) = 0;
+    virtual void reach(verbs::DirectPair& pair, CardQueue& card) = 0;
     virtual void tell(const std::vector<CardQueue>& cards) = 0;
 
   protected:
@@ -56,6 +56,9 @@ class SoftwareNic {
     SoftwareNic(const SoftwareNic&) = delete;
 
     static constexpr uint32_t kDepth = 128;  // of a queue
+
+    // Whether ranks post in its card's queues by themselves.
+    bool is_direct() const { return card_ && card_->is_direct(); }
 
     // The queues of a symmetric heap, and what was taken of them.
     class Port {
@@ -118,7 +121,7 @@ class SoftwareNic {
     // Begins to carry out what is posted. sockets: by rank, connected, one or several (stripes), as
     // many at both ends and in the same order; none for those whose memory is mapped. Takes them.
     // All of a channel goes over one of them, for its order. pairs: with a card, one that is
-    // connected beside each socket.
+    // connected beside each socket; with one that is direct, one socket for each rank.
     using QueuePairs = std::vector<std::vector<std::shared_ptr<verbs::QueuePair>>>;
     void start(const std::vector<std::vector<int>>& sockets, const QueuePairs& pairs = {});
     // The same over connections of any kind; without a card.
@@ -137,6 +140,8 @@ class SoftwareNic {
 
   private:
     using Clock = std::chrono::steady_clock;
+    // To a rank: more queues share them. A card and its driver have room for some thousands.
+    static constexpr size_t kMaxPairs = 16;
     static constexpr uint32_t kPiece = 64 << 10;  // so that a long write delays no credit
     // With these times the thread takes 0.3 % of a core while nobody sends (`megatron-ep bench
     // network`). Each by itself is not measured: chosen as short beside what waits for it.
@@ -147,7 +152,13 @@ class SoftwareNic {
 
     void run();
     bool leave();
-    bool is_direct() const { return card_ && card_->is_direct(); }
+    static size_t queues_towards(const Port& port) {
+        return 2 * (static_cast<size_t>(port.queues_.channels) + 1);
+    }
+    // Of those towards a rank: see SendQueues.
+    size_t number_of(int rank, size_t queue) const {
+        return 2 * (queue / 2 * links_.size() + rank) + queue % 2;
+    }
     static bool reaches(const Port& port, int from, int to) {
         return from != to && from % port.stride_ == to % port.stride_;
     }

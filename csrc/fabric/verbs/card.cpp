@@ -71,7 +71,7 @@ Port examine(const Library& library, Context* context, const std::string& device
 
 }  // namespace
 
-std::vector<Port> find_ports(const Library& library) {
+std::vector<Port> find_ports(const Library& library, const Mlx5* mlx5) {
     int count = 0;
     Device** list = library.get_device_list(&count);
     if (!list)
@@ -82,6 +82,10 @@ std::vector<Port> find_ports(const Library& library) {
         const std::string device = list[i]->name;
         if (list[i]->transport != kInfiniBandTransport) {
             ports.push_back({device, 1, true, 0, "", "it is neither InfiniBand nor RoCE"});
+            continue;
+        }
+        if (mlx5 && !mlx5->is_supported(list[i])) {
+            ports.push_back({device, 1, true, 0, "", "it is no card of the driver mlx5"});
             continue;
         }
         Context* context = library.open_device(list[i]);
@@ -116,10 +120,6 @@ Card::Card(std::shared_ptr<const Library> library, const Port& port,
     const int error = errno;
     if (list) library_->free_device_list(list);
     if (!context_) fail("ibv_open_device", error);
-    if (mlx5_ && !mlx5_->is_supported(context_->device)) {
-        release();
-        throw std::runtime_error(name() + ": it is no card of the driver mlx5");
-    }
     const auto number = static_cast<uint8_t>(port.number);
     if (const int failed = library_->query_device(context_, &attributes_))
         fail("ibv_query_device", failed);

@@ -20,8 +20,9 @@ struct Port {
     std::string lacks;    // why it cannot be used; "" if it can
 };
 
-// The ports of this machine. Throws std::runtime_error with the reason if there are none.
-std::vector<Port> find_ports(const Library& library);
+// The ports of this machine. mlx5: those of other drivers lack it. Throws std::runtime_error with
+// the reason if there are none.
+std::vector<Port> find_ports(const Library& library, const Mlx5* mlx5 = nullptr);
 
 // An open port.
 class Card {

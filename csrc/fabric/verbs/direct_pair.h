@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "fabric/queue/entry.h"
 #include "fabric/verbs/queue_pair.h"
@@ -36,13 +37,13 @@ class DirectPair : public QueuePair {
     std::string fault() const;
 
     // For as long as the rings are there.
-    void keep(std::shared_ptr<void> what) { kept_.push_back(std::move(what)); }
+    void keep(std::shared_ptr<const void> what) { kept_.push_back(std::move(what)); }
 
   private:
     const Completion* last_completion() const;
 
     Rings rings_;
-    std::vector<std::shared_ptr<void>> kept_;  // gone before the rings are
+    std::vector<std::shared_ptr<const void>> kept_;  // gone before the rings are
 };
 
 }  // namespace ep::verbs
