@@ -94,7 +94,7 @@ def _nodes(places: Sequence[str], size: int) -> list[str]:
         if len(set(node)) > 1:
             raise ValueError(
                 f"ranks {first} to {first + size - 1} are one node, but run on {' and '.join(dict.fromkeys(node))}: "
-                "over the tcp and verbs fabrics a node must be on one machine"
+                "over the tcp, verbs and ibgda fabrics a node must be on one machine"
             )
         names += [f"node {first // size} on {node[0]}"] * size
     return names

@@ -30,8 +30,9 @@ def ports(direct: bool = False) -> list[_C.CardPort]:
     try:
         return _C.card_ports(LIBRARY, MLX5_LIBRARY if direct else None)
     except RuntimeError as error:
-        needed = f"ibgda fabric needs {LIBRARY} and {MLX5_LIBRARY}" if direct else f"verbs fabric needs {LIBRARY}"
-        raise EPError(f"the {needed}: {error}") from None
+        if direct:
+            raise EPError(f"the ibgda fabric needs {LIBRARY} and {MLX5_LIBRARY}: {error}") from None
+        raise EPError(f"the verbs fabric needs {LIBRARY}: {error}") from None
 
 
 def usable(direct: bool = False) -> list[_C.CardPort]:
