@@ -17,6 +17,8 @@ LL_DISPATCH, LL_RECEIVE = "protocol/low_latency_dispatch.h", "protocol/low_laten
 LL_WORDS, LINES = "protocol/low_latency_words.h", "exec/device/lines.h"
 QUEUE, QUEUE_FABRIC = "fabric/queue/send_queue.h", "fabric/queue/queue_fabric.h"
 ENTRY = "fabric/queue/entry.h"
+DIRECT_PAIR, CARD_LINK = "fabric/verbs/direct_pair.cpp", "fabric/queue/card_link.cpp"
+SOFTWARE_NIC = "fabric/queue/software_nic.cpp"
 DEVICE_RANK = "exec/device/device_rank.h"
 NVSHMEM, RESET = "fabric/nvshmem/nvshmem_fabric.h", "launch/nccl/reset_signals.h"
 
@@ -53,6 +55,7 @@ NCCL_ARRIVED = "return total > 0 && gin.readSignal(static_cast<uint32_t>(number)
 NVSHMEM_ADD = "nvshmemx_signal_op(flag, increment, NVSHMEM_SIGNAL_ADD, rank);"
 NVSHMEM_ACQUIRE = "return W::template acquire<Scope::System>(own<uint64_t>(flag));"
 QUEUES = ("queue",)
+DIRECT = ("direct",)
 DOORBELL = "warp.template publish<Scope::System>(doorbell_word(), rung_for(end));"
 BELL = "warp.template publish<Scope::System>(card()->bell, bell_of(end, ends_in_addition));"
 CARD_ADDITION = """return SendEntry::add_of(index, card()->number, {card()->flags, flag}, increment,
@@ -765,4 +768,66 @@ MUTANTS = [
     Mutant("lines: the tag is stored apart", LINES, LL_STORE, LL_STORE_APART, LL),
     Mutant("combine: sends into a bank that is not released", LL_COMBINE, LL_BANK, "", LL),
     Mutant("combine: rows are not waited for", LL_COMBINE, LL_PARTS, "(void)parts, (void)from;", LL),
+    # ---- queues of a card in which ranks post by themselves
+    Mutant(
+        "direct: completions may not be overrun", DIRECT_PAIR, "wanted.flags = CqInitAttr::kIgnoreOverrun;", "", DIRECT
+    ),
+    Mutant("direct: completions of any size", DIRECT_PAIR, "own.entry_bytes = sizeof(Completion);", "", DIRECT),
+    changed(
+        "direct: any completion in its place is the last",
+        DIRECT_PAIR,
+        "return Completion::entry_of(word) == last ? &there : nullptr;",
+        "Completion::entry_of(word) == last ? &there : nullptr",
+        "&there",
+        DIRECT,
+    ),
+    Mutant("direct: nothing was posted is not idle", DIRECT_PAIR, "if (last_completion()) return true;", "", DIRECT),
+    Mutant(
+        "direct: the last error is the cause",
+        DIRECT_PAIR,
+        """if (Completion::is_error(last_word(other)) && other.syndrome != kMlx5Flushed)
+            found = &other;""",
+        "",
+        DIRECT,
+    ),
+    Mutant(
+        "direct: no error is told",
+        DIRECT_PAIR,
+        'if (!found || !Completion::is_error(last_word(*found))) return "";',
+        'return "";',
+        DIRECT,
+    ),
+    Mutant("direct: errors after the end of a region count", CARD_LINK, "if (region.was_closed) continue;", "", DIRECT),
+    Mutant(
+        "direct: what is posted after the end of a region is not given up",
+        CARD_LINK,
+        "«stop(region);»  // what is posted later fails at once",
+        ";",
+        DIRECT,
+    ),
+    Mutant(
+        "direct: a region ends before what was posted there",
+        CARD_LINK,
+        "if (!region.asked && !is_idle(region)) return false;",
+        "",
+        DIRECT,
+    ),
+    Mutant(
+        "direct: a region ends before the other side knows",
+        CARD_LINK,
+        "if (!region.was_confirmed) return false;",
+        "",
+        DIRECT,
+    ),
+    Mutant("direct: queue pairs go on after the end", CARD_LINK, "CardLink::~CardLink() { «stop();» }", "", DIRECT),
+    Mutant(
+        "direct: a network that starts again keeps its queue pairs",
+        SOFTWARE_NIC,
+        "for (Port::Side& side : port->sides_) side.is_connected = false;",
+        "",
+        DIRECT,
+    ),
+    Mutant(
+        "direct: nobody watches", SOFTWARE_NIC, "static_cast<CardLink&>(link).open(number, side.pairs);", ";", DIRECT
+    ),
 ]

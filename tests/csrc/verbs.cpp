@@ -5,6 +5,8 @@
 
 #include <dlfcn.h>
 
+#include "fabric/queue/card_link.h"
+#include "fabric/queue/tcp_link.h"
 #include "fabric/verbs/card.h"
 #include "fabric/verbs/direct_pair.h"
 #include "send_queue.h"
@@ -279,8 +281,8 @@ struct SmallRings {
     using Memory = std::array<uint64_t, 64>;
 
     explicit SmallRings(const Fake& fake) : cards(fake.cards()) {
-        pair.connect(other.address());
-        other.connect(pair.address());
+        pair.connect(other->address());
+        other->connect(pair.address());
         const verbs::DirectPair::Rings& rings = pair.rings();
         card = {rings.entries,
                 rings.doorbell,
@@ -305,7 +307,8 @@ struct SmallRings {
     Memory of_a{}, of_b{};
     verbs::Region here{cards.a, reinterpret_cast<char*>(of_a.data()), sizeof(Memory)};
     verbs::Region there{cards.b, reinterpret_cast<char*>(of_b.data()), sizeof(Memory)};
-    verbs::DirectPair pair{cards.a, kDepth}, other{cards.b, kDepth};
+    verbs::DirectPair pair{cards.a, kDepth};
+    std::shared_ptr<verbs::DirectPair> other = std::make_shared<verbs::DirectPair>(cards.b, kDepth);
     QueueProducer producer{};
     CardQueue card{};
     AnySendQueue<true> queue{};
@@ -332,6 +335,47 @@ void check_small_rings(Fake& fake) {
             "what is done is not told of");
     require(rings.pair.fault().empty() && rings.producer.posted == 2 * kAdditions,
             rings.pair.fault());
+    const auto silent = fake.with("silent_after", 0, -1);
+    require(rings.queue.post_add(warp, 1, 0, 1), "no room");
+    require(!rings.pair.is_idle() && rings.pair.fault().empty(), "what is under way is told of");
+}
+
+// Where a connection has ended, nothing is written any more.
+void check_end(Fake& fake) {
+    SmallRings rings(fake);
+    SpinningWarp warp;
+    const Wire wire(std::nullopt);
+    {
+        CardLink link(std::make_unique<TcpLink>(wire.end(1)));
+        link.open(0, {rings.other});
+    }
+    close(wire.end(0));
+    require(rings.queue.post_add(warp, 1, 0, 1), "no room");
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    require(rings.flag() == 0, "what has ended was written to");
+}
+
+// The network stops, and starts again with other queue pairs; in between nothing is written.
+void check_restart(Fake& fake) {
+    const Cards cards = fake.cards();
+    TestRank a(0, cards.a), b(1, cards.b);
+    SpinningWarp warp;
+    for (uint64_t round = 1; round <= 3; ++round) {
+        const Wire wire(std::nullopt);
+        join(a, b);
+        a.nic->start({{}, {wire.end(0)}});
+        b.nic->start({{wire.end(1)}, {}});
+        const auto queue = a.port->queues().puts(0, 1);
+        require(queue.post_add(warp, 1, 0, 1), "no room");
+        require(
+            warp.wait_all(Wait::None, 1, [&](int) { return WaitCondition{b.flag(0), round, 0}; }),
+            "no flag came");
+        b.nic->stop(std::chrono::seconds(0));
+        require(queue.post_add(warp, 1, 8, 1), "no room");
+        a.nic->stop(std::chrono::seconds(0));
+        require(b.flag(8) == 0, "who has stopped was written to");
+        require(a.lost(1).empty() && b.lost(0).empty(), a.lost(1) + b.lost(0));
+    }
 }
 
 // A key of nobody's, of either side: the cause is named, not that what is behind it was given up;
@@ -400,6 +444,16 @@ void check_direct_parts(Fake& fake) {
                               }),
                 "a queue that shares another's rings is not carried out");
     }
+    // what was posted before a part is closed arrives
+    std::vector<uint64_t> last_of_a(512), last_of_b(512);
+    const auto last_part_of_a = open(a, 0, last_of_a), last_part_of_b = open(b, 1, last_of_b);
+    join(a, b);
+    for (int i = 0; i < 100; ++i)
+        require(last_part_of_a->queues().puts(0, 1).post_add(warp, 1, 8, 1), "no room");
+    a.nic->close(last_part_of_a);
+    require(std::atomic_ref<uint64_t>(last_of_b[1]).load() == 100, "what was posted is lost");
+    b.nic->close(last_part_of_b);
+
     b.nic->close(part_of_b);
     for (int i = 0; i < 500; ++i) require(queue.post_add(warp, 1, 8, 1), "no room");
     a.nic->close(part_of_a);
@@ -434,6 +488,8 @@ int main(int argc, char** argv) {
         ep::check_rings(fake);
         ep::check_small_rings(fake);
         ep::check_wrong_keys(fake);
+        ep::check_end(fake);
+        ep::check_restart(fake);
         ep::check_direct_parts(fake);
         ep::check_invitations(fake);
     } else {
