@@ -61,12 +61,11 @@ class Completions {
         uint8_t* place = ring_.data() + 64 * (told_ & (count_ - 1));
         place[54] = syndrome ? 0x81 : 0;
         place[55] = syndrome;
-        for (int i = 0; i < 3; ++i) place[57 + i] = static_cast<uint8_t>(queue >> (16 - 8 * i));
         const uint8_t kind = syndrome ? kRequestError : kDone;
-        const uint8_t end[8] = {place[56],
-                                place[57],
-                                place[58],
-                                place[59],
+        const uint8_t end[8] = {0,
+                                static_cast<uint8_t>(queue >> 16),
+                                static_cast<uint8_t>(queue >> 8),
+                                static_cast<uint8_t>(queue),
                                 static_cast<uint8_t>(entry >> 8),
                                 static_cast<uint8_t>(entry),
                                 0,
