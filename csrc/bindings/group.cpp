@@ -222,6 +222,9 @@ void bind_software_nic(py::module_& m) {
              py::arg("pairs") = SoftwareNic::QueuePairs(),
              "Takes connected sockets, by rank, and a connected queue pair beside each if it has "
              "a card; none where memory is mapped.")
+        .def("add_card", &SoftwareNic::add_card, py::arg("card"),
+             "Of a rank with several cards that are direct, all but the first; before a heap is "
+             "opened.")
         .def(
             "invite", [](SoftwareNic& nic, int rank) { return py::bytes(nic.invite(rank)); },
             py::arg("rank"),

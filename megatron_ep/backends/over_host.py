@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron_ep import _C
-from megatron_ep.backends import cuda, tcp, verbs
+from megatron_ep.backends import cuda, fabrics, tcp, verbs
 from megatron_ep.backends.cuda import CudaBackend
 from megatron_ep.backends.peer_memory import peer_memories
 from megatron_ep.backends.rank_info import RankInfo, machines
@@ -46,13 +46,13 @@ def connect(
     sms: int,
     infos: Sequence[RankInfo],
     *,
-    by_card: bool = False,
-    direct: bool = False,
+    fabric: str = fabrics.TCP,
 ) -> tuple[CudaBackend, str]:
     """See `connect.processes`. Raises ValueError where a node's ranks are on several machines.
 
-    direct: the kernels post in the card's queues.
+    fabric: of `fabrics.OF_HOST`. Over ibgda the kernels post in the card's queues.
     """
+    direct = fabric == fabrics.IBGDA
     size = heap.ranks_per_node
     nodes = _nodes(machines(infos), size)
     node = range(rendezvous.rank // size * size, rendezvous.rank // size * size + size)
@@ -63,8 +63,10 @@ def connect(
         report = _C.PinnedReport(device.index)
         mirrors = [_C.Segment.anonymous(_C.SoftwareNic.mirror_bytes) for _ in infos]
         gpus = [info.pci for info in infos]
-        card = verbs.card_of(rendezvous.rank, machines(infos), gpus, direct=direct) if by_card else None
-        nic = _C.nic_of_gpu(rank=rendezvous.rank, report=report, mirrors=mirrors, card=card)
+        cards = verbs.cards_for(fabric, rendezvous.rank, machines(infos), gpus)
+        nic = _C.nic_of_gpu(rank=rendezvous.rank, report=report, mirrors=mirrors, card=next(iter(cards), None))
+        for card in cards[1:]:
+            nic.add_card(card)
         ranks = (_C.CardGroup if direct else _C.QueueGroup)(
             heap=heap,
             rank=rendezvous.rank,
@@ -74,7 +76,7 @@ def connect(
             num_sms=sms,
             timeout=config.timeout_seconds,
         )
-        network = tcp.Network(rendezvous.rank, nodes, nic, card=card)
+        network = tcp.Network(rendezvous.rank, nodes, nic, cards=cards, places=machines(infos))
         backend = OverHostBackend(ranks, heap, device, sms, report, network)
         backend.memories = memories
         return backend

@@ -7,7 +7,8 @@ too: fabric "ibgda", which takes libmlx5 besides.
 
 A rank takes one port: of those that are up and nearest to its GPU, its place among the ranks of its machine says which,
 so that ranks of the same place on different machines have cards of the same place. On the host, and where
-MEGATRON_EP_CARDS names cards, none is nearer than another.
+MEGATRON_EP_CARDS names cards, none is nearer than another. With the ibgda fabric a rank takes several, where there are
+more near it than ranks that share them: its channels are dealt among them.
 """
 
 from __future__ import annotations
@@ -55,29 +56,60 @@ def usable(direct: bool = False) -> list[_C.CardPort]:
     return usable
 
 
-def card_of(
-    rank: int, machines: Sequence[str], gpus: Sequence[str | None] | None = None, *, direct: bool = False
-) -> _C.Card:
+def card_of(rank: int, machines: Sequence[str], gpus: Sequence[str | None] | None = None) -> _C.Card:
     """Opens the port of a rank. Raises as `usable` does, and EPError where it fails.
 
     machines: of each rank.
     gpus: of each rank, the PCI address of its GPU, if it is known; None: the ranks are on the host.
-    direct: see `ports`.
     """
-    there = None
-    if gpus is not None:
-        there = [gpu for gpu, machine in zip(gpus, machines, strict=True) if machine == machines[rank]]
-    place = list(machines[:rank]).count(machines[rank])
-    return _open(_port_of(place, there, usable(direct)), direct)
+    return _open(_ports_of(*_on_machine(rank, machines, gpus), usable())[0])
 
 
-def _port_of(place: int, gpus: Sequence[str | None] | None, found: Sequence[_C.CardPort]) -> _C.CardPort:
-    """gpus: of the ranks of this machine, of which one has this place; None: they are on the host."""
-    if gpus is None or os.environ.get(VARIABLE):
-        return found[place % len(found)]
-    near = [near_cards.nearest(gpu, [port.device for port in found]) for gpu in gpus]
+def direct_cards_of(rank: int, machines: Sequence[str], gpus: Sequence[str | None] | None = None) -> list[_C.Card]:
+    """The same of cards in whose queues a rank posts by itself, one or several."""
+    return [_open(port, direct=True) for port in _ports_of(*_on_machine(rank, machines, gpus), usable(direct=True))]
+
+
+def cards_for(
+    fabric: str, rank: int, machines: Sequence[str], gpus: Sequence[str | None] | None = None
+) -> list[_C.Card]:
+    """Those that a rank takes over this fabric. Arguments and errors: as of `card_of`."""
+    if fabric == "ibgda":
+        return direct_cards_of(rank, machines, gpus)
+    return [card_of(rank, machines, gpus)] if fabric == "verbs" else []
+
+
+def _on_machine(
+    rank: int, machines: Sequence[str], gpus: Sequence[str | None] | None
+) -> tuple[int, Sequence[str | None] | int]:
+    """The rank's place among those of its machine, and their GPUs, or how many they are on the host."""
+    there = [other for other, machine in enumerate(machines) if machine == machines[rank]]
+    return there.index(rank), len(there) if gpus is None else [gpus[other] for other in there]
+
+
+def _ports_of(place: int, ranks: Sequence[str | None] | int, found: Sequence[_C.CardPort]) -> list[_C.CardPort]:
+    """All that a rank can take: first the one that it takes if it takes one."""
+    if isinstance(ranks, int) or os.environ.get(VARIABLE):
+        count = ranks if isinstance(ranks, int) else len(ranks)
+        return [*found[place % len(found) :: count]]
+    near = [near_cards.nearest(gpu, [port.device for port in found]) for gpu in ranks]
     own = [port for port in found if port.device in near[place]]
-    return own[near_cards.turn(place, near)]
+    return [*own[near_cards.turn(place, near) :: near.count(near[place])]]
+
+
+def rails_that_differ(machines: Sequence[str], cards: Sequence[Sequence[str]]) -> str:
+    """What to warn of where ranks of one place on their machines, between which rows go, take ports of other names: the
+    networks of these may be apart, or one slower. Empty where they do not.
+
+    cards: of each rank, the names of its ports.
+    """
+    first: dict[int, int] = {}
+    for rank, machine in enumerate(machines):
+        other = first.setdefault(list(machines[:rank]).count(machine), rank)
+        if list(cards[rank]) != list(cards[other]):
+            both = (f"rank {one} has {' and '.join(cards[one])}" for one in (other, rank))
+            return f"{', '.join(both)}: if a port is down, or named otherwise there, {VARIABLE} says which to take"
+    return ""
 
 
 def try_direct(gpu: int | None) -> None:
@@ -125,8 +157,12 @@ def report_of_ranks(gpus: Sequence[str | None]) -> str:
         return ibgda.NO_CARD
     if not gpus:
         return f"on the host in turn {', '.join(map(setting, found))}"
-    taken = [setting(_port_of(place, gpus, found)) for place in range(len(gpus))]
-    return ", ".join(f"GPU {gpu} {port}" for gpu, port in enumerate(taken))
+    taken = [_ports_of(place, gpus, found) for place in range(len(gpus))]
+    several = [
+        f"{setting(first)} (ibgda: {' '.join(map(setting, more))} too)" if more else setting(first)
+        for first, *more in taken
+    ]
+    return ", ".join(f"GPU {gpu} {ports}" for gpu, ports in enumerate(several))
 
 
 def setting(port: _C.CardPort) -> str:

@@ -18,6 +18,7 @@
 //     slow          number of the card that takes 20 ms for each write of 4 KB or more (-1: none)
 //     unregistered  registering memory fails with this errno (0)
 //     seed          what is late, and by how much; 0: nothing
+//     silent        number of the card that says nothing (-1: none)
 //     silent_after  requests that a card carries out before it says nothing any more; -1: all
 //     refused_after requests that a card carries out before it refuses all memory; -1: all
 //     retry_ms      until a card gives up (60,000: no busy machine makes it)
@@ -85,8 +86,8 @@ class Settings {
         {"devices", 1},       {"down", 0},           {"atomics", 1},       {"ethernet", 1},
         {"iwarp", 0},         {"gids", 4},           {"address", 1},       {"network", 0},
         {"astray", -1},       {"slow", -1},          {"unregistered", 0},  {"seed", 0},
-        {"silent_after", -1}, {"refused_after", -1}, {"retry_ms", 60'000}, {"mlx5", 1},
-        {"stride", 64}};
+        {"silent_after", -1}, {"refused_after", -1}, {"retry_ms", 60'000}, {"silent", -1},
+        {"mlx5", 1},          {"stride", 64}};
 };
 
 Settings& settings() {
@@ -186,7 +187,8 @@ struct FakeContext : Context {
 
 bool is_silent(FakeContext& card) {
     const long long most = settings()["silent_after"];
-    return settings()["down"] || (most >= 0 && card.carried_out >= most);
+    return settings()["down"] || settings()["silent"] == card.number() ||
+           (most >= 0 && card.carried_out >= most);
 }
 
 void FakeContext::run() {

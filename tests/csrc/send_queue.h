@@ -67,11 +67,13 @@ struct TestRank {
 
     // unordered: a seed of a network that keeps no order.
     explicit TestRank(int rank, std::shared_ptr<verbs::Card> card = nullptr,
-                      std::optional<uint64_t> unordered = std::nullopt)
+                      std::optional<uint64_t> unordered = std::nullopt,
+                      const std::vector<std::shared_ptr<verbs::Card>>& more = {})
         : is_direct(card && card->is_direct()) {
         nic = std::make_unique<SoftwareNic>(rank,
                                             std::vector<ControlBlock*>{&controls[0], &controls[1]},
                                             std::move(card), unordered);
+        for (const auto& other : more) nic->add_card(other);
         std::vector<char*> heaps(2, nullptr);
         heaps[rank] = heap.data();
         port = nic->open(heaps, kHeapBytes, kChannels);

@@ -41,6 +41,10 @@ class Fake {
     }
 
     verbs::Port port() const { return verbs::find_ports(*library, mlx5.get()).at(0); }
+    std::shared_ptr<verbs::Card> card(size_t number) const {
+        return std::make_shared<verbs::Card>(
+            library, verbs::find_ports(*library, mlx5.get()).at(number), mlx5);
+    }
     std::shared_ptr<verbs::Card> card() const {
         return std::make_shared<verbs::Card>(library, port(), mlx5);
     }
@@ -355,6 +359,46 @@ void check_end(Fake& fake) {
     require(rings.flag() == 0, "what has ended was written to");
 }
 
+// Of several cards each has the queues of some channels, and keys of its own; one rank may have
+// more cards than another.
+void check_several_cards(Fake& fake) {
+    const auto three = fake.with("devices", 3, 1);
+    const auto other_keys = fake.with("seed", 5, 0);
+    TestRank a(0, fake.card(0), std::nullopt, {fake.card(1), fake.card(2)});
+    TestRank b(1, fake.card(0), std::nullopt, {fake.card(1)});
+    const Wire wire(std::nullopt);
+    join(a, b);
+    a.nic->start({{}, {wire.end(0)}});
+    b.nic->start({{wire.end(1)}, {}});
+    SpinningWarp warp;
+    for (int channel = 0; channel <= kChannels; ++channel) {
+        const auto flag = 8 * static_cast<size_t>(channel);
+        const size_t data = kData + flag;
+        a.heap[data] = 1;
+        const auto puts = a.port->queues().puts(channel, 1);
+        require(puts.post_write(warp, 1, data, data, 1) && puts.post_add(warp, 1, flag, 1) &&
+                    b.port->queues().credits(channel, 0).post_add(warp, 0, kCredits + flag, 1),
+                "no room");
+        require(
+            warp.wait_all(
+                Wait::None, 1,
+                [&](int) { return WaitCondition{b.flag(flag) + a.flag(kCredits + flag), 2, 1}; }),
+            "no flag came");
+        require(b.heap[data] == 1, "a flag came before its data");
+    }
+    // the second of three, and of two, has failed alone
+    const auto silent = fake.with("silent", 1, -1);
+    const auto patience = fake.with("retry_ms", 300, 60'000);
+    require(a.port->queues().puts(0, 1).post_add(warp, 1, 0, 1), "no room");
+    require(warp.wait_all(Wait::None, 1, [&](int) { return WaitCondition{b.flag(0), 2, 1}; }),
+            "another card than the channel's was taken");
+    require(a.port->queues().puts(1, 1).post_add(warp, 1, 8, 1), "no room");
+    wait_until_lost(warp, a, "a card that failed was not noticed");
+    a.nic->stop(std::chrono::seconds(0));
+    b.nic->stop(std::chrono::seconds(0));
+    require(a.lost(1).find("fake_1 port 1") == 0, a.lost(1));
+}
+
 // The network stops, and starts again with other queue pairs; in between nothing is written.
 void check_restart(Fake& fake) {
     const Cards cards = fake.cards();
@@ -490,6 +534,7 @@ int main(int argc, char** argv) {
         ep::check_wrong_keys(fake);
         ep::check_end(fake);
         ep::check_restart(fake);
+        ep::check_several_cards(fake);
         ep::check_direct_parts(fake);
         ep::check_invitations(fake);
     } else {

@@ -194,9 +194,42 @@ def test_report(own_libraries, monkeypatch):
     assert facts["chosen on the host"] == "shared memory on one machine, verbs on several"
 
 
+def run_several_cards(seed: int) -> list[str]:
+    """Each rank has two cards."""
+    with cards_with(devices=2, seed=seed + dist.get_rank()):
+        test_tcp.run_layers(1, 1, "", "ibgda")
+        test_tcp.run_low_latency(1, "ibgda")
+        with machines_of(1, "ibgda"), buffer_of(timeout=20) as buffer:
+            return buffer._group._network.cards()
+
+
+def test_the_bits_over_several_cards_a_rank(ranks):
+    for rank, [text] in enumerate(ranks.run(run_several_cards, 7)):
+        assert text == f"rank {rank} has fake_0 port 1 and fake_1 port 1"
+
+
+def test_ranks_of_a_machine_share_its_cards(own_libraries):
+    machines = ["a", "b", "a"]
+    with cards_with(devices=5):
+        taken = [verbs.cards_for("ibgda", rank, machines) for rank in range(3)]
+        names = [[card.port_name.split()[0] for card in cards] for cards in taken]
+        assert names == [["fake_0", "fake_2", "fake_4"], [f"fake_{i}" for i in range(5)], ["fake_1", "fake_3"]]
+        assert [card.port_name for card in verbs.cards_for("verbs", 2, machines)] == ["fake_1 port 1"]
+    assert not verbs.cards_for("tcp", 0, machines)
+
+
+def test_rails_that_differ_are_named():
+    machines = ["a", "a", "b", "b"]
+    assert not verbs.rails_that_differ(machines, [["x"], ["y"], ["x"], ["y"]])
+    assert verbs.rails_that_differ(machines, [["x"], ["y"], ["x"], ["x"]]).startswith(
+        "rank 1 has y, rank 3 has x: if a"
+    )
+
+
 def test_which_card_the_rank_of_a_gpu_takes(own_libraries, monkeypatch):
     near = {"a": ["fake_2"], "b": ["fake_0", "fake_1"], "c": ["fake_0", "fake_1"]}
     monkeypatch.setattr(ibgda, "has_cards", lambda: True)
     monkeypatch.setattr(verbs.near_cards, "nearest", lambda gpu, cards: near.get(gpu, cards))
     with cards_with(devices=3):
         assert verbs.report_of_ranks(["a", "b", "c"]) == "GPU 0 fake_2:1, GPU 1 fake_0:1, GPU 2 fake_1:1"
+        assert verbs.report_of_ranks(["a", "b"]) == "GPU 0 fake_2:1, GPU 1 fake_0:1 (ibgda: fake_1:1 too)"

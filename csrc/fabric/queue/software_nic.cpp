@@ -50,6 +50,7 @@ SoftwareNic::SoftwareNic(int rank, std::vector<ControlBlock*> controls,
       arriving_(controls_.size()),
       told_(controls_.size()),
       waker_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
+    if (card_) cards_.push_back(card_);
     if (waker_ < 0) throw std::runtime_error("no event descriptor for the network's thread");
 }
 
@@ -75,7 +76,8 @@ std::shared_ptr<SoftwareNic::Port> SoftwareNic::open(std::vector<char*> heaps, s
     }
     const QueueMemory memory = of_gpu.value_or(
         QueueMemory{reinterpret_cast<char*>(port->memory_.data()), port->producers_.data()});
-    if (card_) port->region_ = std::make_shared<verbs::Region>(card_, heaps[rank_], bytes);
+    for (const auto& card : cards_)
+        port->regions_.push_back(std::make_shared<verbs::Region>(card, heaps[rank_], bytes));
     port->heaps_ = std::move(heaps);
     port->bytes_ = bytes;
     port->stride_ = stride;
@@ -104,17 +106,20 @@ std::shared_ptr<SoftwareNic::Port> SoftwareNic::open(std::vector<char*> heaps, s
 void SoftwareNic::share(Link& link, size_t rank, uint8_t number) {
     const auto& port = ports_[number];
     if (!card_ || !port) return;
-    if (!is_direct()) return static_cast<VerbsLink&>(link).open(number, port->region_);
+    if (!is_direct()) return static_cast<VerbsLink&>(link).open(number, port->regions_.front());
     if (const Port::Side& side = port->sides_[rank]; side.is_connected)
         static_cast<CardLink&>(link).open(number, side.pairs);
 }
 
 namespace {
 
-// What ranks tell each other of a port. Behind it: of each queue pair the length of its address,
-// and the address.
+// What ranks tell each other of a port. Behind it: of each queue pair the keys of the region that
+// its card has, the length of its address, and the address.
 struct Invitation {
-    uint32_t port, data, flags, pairs;
+    uint32_t port, pairs;
+};
+struct Invited {
+    uint32_t data, flags, bytes;
 };
 
 template <class T>
@@ -150,13 +155,14 @@ std::string SoftwareNic::invite(int rank) {
         if (!port || !reaches(*port, rank_, rank) || port->sides_[rank].is_connected) continue;
         CardLink::Pairs& pairs = port->sides_[rank].pairs;
         pairs.clear();
-        for (size_t i = 0; i < std::min(queues_towards(*port), kMaxPairs); ++i)
-            pairs.push_back(std::make_shared<verbs::DirectPair>(card_, kDepth));
-        append(told, Invitation{static_cast<uint32_t>(number), port->region_->data(),
-                                port->region_->flags(), static_cast<uint32_t>(pairs.size())});
-        for (const auto& pair : pairs) {
-            const std::string address = pair->address();
-            append(told, static_cast<uint32_t>(address.size()));
+        const size_t count = std::min(queues_towards(*port), kMaxPairs);
+        append(told, Invitation{static_cast<uint32_t>(number), static_cast<uint32_t>(count)});
+        for (size_t i = 0; i < count; ++i) {
+            const size_t card = card_of(i);
+            pairs.push_back(std::make_shared<verbs::DirectPair>(cards_[card], kDepth));
+            const std::string address = pairs.back()->address();
+            append(told, Invited{port->regions_[card]->data(), port->regions_[card]->flags(),
+                                 static_cast<uint32_t>(address.size())});
             told += address;
         }
     }
@@ -177,7 +183,8 @@ void SoftwareNic::join(int rank, const std::string& told) {
         Port::Side& side = port->sides_[rank];
         std::vector<CardQueue> cards;
         for (const auto& pair : side.pairs) {
-            pair->connect(std::string(take_bytes(rest, take_value<uint32_t>(rest))));
+            const auto invited = take_value<Invited>(rest);
+            pair->connect(std::string(take_bytes(rest, invited.bytes)));
             const verbs::DirectPair::Rings& rings = pair->rings();
             cards.push_back({rings.entries,
                              rings.doorbell,
@@ -187,9 +194,9 @@ void SoftwareNic::join(int rank, const std::string& told) {
                              rings.completion_count - 1,
                              static_cast<uint32_t>(std::countr_zero(rings.completion_count)),
                              rings.number,
-                             invitation.data,
-                             invitation.flags,
-                             port->region_->local_key(),
+                             invited.data,
+                             invited.flags,
+                             port->regions_[card_of(cards.size())]->local_key(),
                              {rings.scratch_key, 0},
                              &port->queues_.producers[number_of(rank, cards.size())]});
             if (port->gpu_) port->gpu_->reach(*pair, cards.back());
@@ -236,7 +243,7 @@ bool SoftwareNic::forget(const std::shared_ptr<Port>& port, bool at_once) {
             link->forget(number);
         }
     }
-    port->region_.reset();
+    port->regions_.clear();
     place->reset();
     return true;
 }

@@ -59,6 +59,9 @@ class SoftwareNic {
 
     // Whether ranks post in its card's queues by themselves.
     bool is_direct() const { return card_ && card_->is_direct(); }
+    // Of a rank with several cards that are direct, all but the first; before a port is opened. All
+    // of a channel goes over one of them, for its order.
+    void add_card(std::shared_ptr<verbs::Card> card) { cards_.push_back(std::move(card)); }
 
     // The queues of a symmetric heap, and what was taken of them.
     class Port {
@@ -80,8 +83,8 @@ class SoftwareNic {
         size_t bytes_;
         int stride_;
         AnySendQueues<true> queues_;
-        std::vector<Taken> taken_;                     // of all queues
-        std::shared_ptr<const verbs::Region> region_;  // that the card knows
+        std::vector<Taken> taken_;                                   // of all queues
+        std::vector<std::shared_ptr<const verbs::Region>> regions_;  // that each card knows
         // Of the queues, unless a GPU posts in them.
         std::vector<SendEntry> memory_;
         std::vector<SendQueue::Producer> producers_;
@@ -152,6 +155,8 @@ class SoftwareNic {
 
     void run();
     bool leave();
+    // Which card has a queue pair: a channel's two have the same.
+    size_t card_of(size_t pair) const { return pair / 2 % cards_.size(); }
     static size_t queues_towards(const Port& port) {
         return 2 * (static_cast<size_t>(port.queues_.channels) + 1);
     }
@@ -182,6 +187,7 @@ class SoftwareNic {
     int rank_;
     std::vector<ControlBlock*> controls_;
     std::shared_ptr<verbs::Card> card_;
+    std::vector<std::shared_ptr<verbs::Card>> cards_;  // that one, and others
     std::optional<uint64_t> seed_;
     std::vector<Links> links_;  // by rank; the first also carries what ranks tell of themselves
     std::mutex ports_mutex_;
