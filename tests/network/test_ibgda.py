@@ -109,7 +109,7 @@ def test_a_card_that_says_nothing_is_named_on_every_rank(ranks):
 
 def test_a_card_that_refuses_ends_all_waits(ranks):
     for text in ranks.run(run_until_broken, dict(refused_after=0), 1):
-        assert text.startswith("the connection to rank") and "broke" in text, text
+        assert text.startswith("the connection to rank") and "broke: fake_0 port 1 (10.99.0.1)" in text, text
 
 
 def run_refused(facts: dict[str, int]) -> str:

@@ -33,6 +33,14 @@ void abort(ControlBlock& block, uint64_t word) {
     std::atomic_ref<uint64_t>(block.abort).compare_exchange_strong(nobody, word);
 }
 
+// Unless another one is there already.
+void note(Reason& reason, const std::string& why) {
+    if (std::atomic_ref<uint64_t>(reason.bytes).load()) return;
+    const size_t bytes = std::min(why.size(), Reason::kMaxBytes);
+    std::memcpy(reason.text, why.data(), bytes);
+    std::atomic_ref<uint64_t>(reason.bytes).store(bytes, std::memory_order_release);
+}
+
 void add(char* word, uint64_t increment) {
     std::atomic_ref<uint64_t>(*reinterpret_cast<uint64_t*>(word))
         .fetch_add(increment, std::memory_order_release);
@@ -555,13 +563,9 @@ void SoftwareNic::tell_others() {
 // With one connection to a rank the others end, too.
 void SoftwareNic::lose(int rank, const std::string& why) {
     for (const auto& link : links_[rank]) link->fail(why);
-    ControlBlock& mirror = *controls_[rank];
-    if (!std::atomic_ref<uint64_t>(mirror.reason.bytes).load()) {
-        const size_t bytes = std::min(why.size(), Reason::kMaxBytes);
-        std::memcpy(mirror.reason.text, why.data(), bytes);
-        std::atomic_ref<uint64_t>(mirror.reason.bytes).store(bytes, std::memory_order_release);
-    }
+    note(controls_[rank]->reason, why);
     if (tolerates_loss_) return;
+    note(own().reason, why);  // for those whose own connection to it is whole
     const uint64_t word = ControlBlock::abort_word(Outcome::Lost, rank);
     for (ControlBlock* block : controls_) abort(*block, word);
 }
