@@ -103,10 +103,10 @@ fuzz: $(VENV)/stamp-test
 	$(ALONE) cmake --build $(BUILD) --target fuzz
 	$(BUILD)/tests/fuzz seconds $(SECONDS)
 
-# Without each fence, wait or order of the kernels in turn a lane-by-lane program must fail. About a quarter of an hour of one core.
+# Without each fence, wait or order of the kernels in turn a lane-by-lane program must fail, and without what watches a card a program of the host. About a quarter of an hour of one core.
 mutants: JOBS ?= $(shell nproc)
 mutants: $(VENV)/stamp-test
-	$(ALONE) cmake --build $(BUILD) --target simt -j $(JOBS)
+	$(ALONE) cmake --build $(BUILD) --target simt send_queue -j $(JOBS)
 	$(BIN)/python tests/mutants.py --build $(BUILD) --jobs $(JOBS)
 
 # In a folder of its own: with the sums of all types, of which an extension has few unless it is asked for them.

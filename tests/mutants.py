@@ -3,10 +3,11 @@
     python tests/mutants.py [--build build/cpython-311] [--jobs N] [NAME ...]
 
 A mutant is a statement of the source replaced by another one. All of them are compiled at once into each of the
-lane-by-lane programs, behind a number that the variable MUTANT chooses; `cmake --build BUILD --target simt` must have
-built the programs as they are. A mutant is killed by a run that fails, and survives when all runs pass. Prints a table,
-a line a mutant: the run that killed it, and the seconds that took. The exit status is 1 if one survives. N: mutants
-that are tried at the same time, by default as many as there are cores. NAME: only mutants in whose name it is.
+lane-by-lane programs, and into those of send queues and cards on the host, behind a number that the variable MUTANT
+chooses; `cmake --build BUILD --target simt send_queue` must have built the programs as they are. A mutant is killed by
+a run that fails, and survives when all runs pass. Prints a table, a line a mutant: the run that killed it, and the
+seconds that took. The exit status is 1 if one survives. N: mutants that are tried at the same time, by default as many
+as there are cores. NAME: only mutants in whose name it is.
 """
 
 import argparse
@@ -41,7 +42,10 @@ SOURCES = {
     "low_latency_nccl": "low_latency_warp",
     "low_latency_nvshmem": "low_latency_warp",
     "low_latency_queue": "low_latency_warp",
+    "send_queue": "send_queue",
+    "direct": "verbs",
 }
+TARGETS = {"send_queue": "send_queue", "direct": "verbs"}  # the others': simt_NAME
 # The first run that fails is enough.
 SEEDS = [["0", "2"], ["2", "5"], ["5", "10"], ["10", "15"], ["15", "20"], ["20", "25"], ["25", "30"]]
 PLANNED = ["planned", "5", "8"]
@@ -55,6 +59,8 @@ RUNS = {
     "low_latency_nccl": SEEDS[2:4],
     "low_latency_nvshmem": SEEDS[2:],
     "low_latency_queue": SEEDS[2:],
+    "send_queue": [[]],
+    "direct": [["tests/libfake_ibverbs.so", "direct"]],
 }
 LIMIT_S = 60  # of a run's time on a core: one that hangs has failed, too
 
@@ -91,7 +97,14 @@ def with_all_mutants(file: str, mutants: dict[int, Mutant]) -> str:
     for place in reversed(places):
         choices = "".join(f"if (chosen_mutant == {n}) {{ {m.replacement} }} else " for n, m in at[place].items())
         source = f"{source[: place.start]}{choices}{{ {source[place.start : place.end]} }}{source[place.end :]}"
-    return source.replace("#pragma once\n", "#pragma once\nextern const int chosen_mutant;\n", 1)
+    declaration = "extern const int chosen_mutant;\n"
+    if file.endswith(".cpp"):
+        return declaration + source
+    return source.replace("#pragma once\n", f"#pragma once\n{declaration}", 1)
+
+
+def target_of(name: str) -> str:
+    return TARGETS.get(name, f"simt_{name}")
 
 
 _running: set[subprocess.Popen[str]] = set()
@@ -115,8 +128,8 @@ def run_command(
 
 
 def build_program(name: str, mutants: dict[int, Mutant], build: Path, folder: Path) -> Path:
-    """The lane-by-lane program with the mutants that concern it."""
-    target, source = f"simt_{name}", SOURCES[name]
+    """The program with the mutants that concern it."""
+    target, source = target_of(name), SOURCES[name]
     mine = {number: mutant for number, mutant in mutants.items() if name in mutant.programs}
     includes = folder / f"{name}_csrc"
     for file in {mutant.file for mutant in mine.values()}:
@@ -134,41 +147,49 @@ def build_program(name: str, mutants: dict[int, Mutant], build: Path, folder: Pa
         raise RuntimeError(f"{build} does not know how to build {target}: {commands.stderr or commands.stdout}")
     compile_line = next(line for line in lines if line.endswith(f"/{source}.cpp"))
     built, ours, program = f"tests/CMakeFiles/{target}.dir/{source}.cpp.o", folder / f"{name}.o", folder / name
+    steps, objects = [compile_line.replace(built, str(ours))], [str(ours)]
+    for file in sorted({mutant.file for mutant in mine.values() if mutant.file.endswith(".cpp")}):
+        line = next(line for line in lines if line.endswith(f" {CSRC / file}"))
+        objects.append(str(folder / f"{name}_{Path(file).stem}.o"))  # taken in the place of the library's
+        line = line.replace(f"-o CMakeFiles/ep_host.dir/{file}.o", f"-o {objects[-1]}")
+        steps.append(line.replace(f" {CSRC / file}", f" {includes / file}"))
     # a changed file is found before the one in csrc
-    compile_line = compile_line.replace(built, str(ours)).replace(f"-I{CSRC} ", f"-I{includes} -I{CSRC} ", 1)
-    link_line = lines[-1].replace(built, f"{ours} {choice}").replace(f"-o tests/{target}", f"-o {program}")
-    for line in (compile_line, link_line):
+    steps = [line.replace(f"-I{CSRC} ", f"-I{includes} -I{CSRC} ", 1) for line in steps]
+    link_line = (
+        lines[-1].replace(built, " ".join([*objects, str(choice)])).replace(f"-o tests/{target}", f"-o {program}")
+    )
+    for line in (*steps, link_line):
         done = run_command(line, cwd=build)
         if done.returncode != 0:
             raise RuntimeError(f"{target} does not compile with its mutants:\n{done.stderr[-3000:]}")
     return program
 
 
-def failure(number: int, name: str, program: Path, arguments: Sequence[str]) -> str:
+def failure(number: int, name: str, program: Path, arguments: Sequence[str], build: Path) -> str:
     """Of a run with a mutant, or with none if the number is 0; empty: it passes."""
-    done = run_command([program, *arguments], LIMIT_S, env=os.environ | {"MUTANT": str(number)})
+    done = run_command([program, *arguments], LIMIT_S, env=os.environ | {"MUTANT": str(number)}, cwd=build)
     if done.returncode == 0:
         return ""
     why = signal.Signals(-done.returncode).name if done.returncode < 0 else (done.stderr.splitlines() or ["?"])[-1]
-    return f"simt_{name} {' '.join(arguments)}: {why}"
+    return f"{target_of(name)} {' '.join(arguments)}: {why}"
 
 
-def killer(number: int, mutant: Mutant, programs: dict[str, Path]) -> tuple[str, float]:
+def killer(number: int, mutant: Mutant, programs: dict[str, Path], build: Path) -> tuple[str, float]:
     """The first run that fails with this mutant, or nothing; and the seconds until then."""
     started = time.monotonic()
     runs = ((name, arguments) for name in mutant.programs for arguments in RUNS[name])
-    said = next(filter(None, (failure(number, name, programs[name], arguments) for name, arguments in runs)), "")
+    said = next(filter(None, (failure(number, name, programs[name], arguments, build) for name, arguments in runs)), "")
     return said, time.monotonic() - started
 
 
-def try_all(chosen: dict[int, Mutant], programs: dict[str, Path], pool: Executor) -> int:
+def try_all(chosen: dict[int, Mutant], programs: dict[str, Path], build: Path, pool: Executor) -> int:
     """Prints the table; returns how many survive. Raises RuntimeError if a run fails without any mutant."""
     runs = [(name, arguments) for name in programs for arguments in RUNS[name]]
-    for said in pool.map(lambda run: failure(0, run[0], programs[run[0]], run[1]), runs):
+    for said in pool.map(lambda run: failure(0, run[0], programs[run[0]], run[1], build), runs):
         if said:
             raise RuntimeError(f"without any mutant: {said}")
     survivors = 0
-    results = pool.map(lambda number: killer(number, chosen[number], programs), chosen)
+    results = pool.map(lambda number: killer(number, chosen[number], programs, build), chosen)
     for mutant, (said, seconds) in zip(chosen.values(), results, strict=True):
         survivors += not said
         print(
@@ -200,7 +221,7 @@ def main() -> int:
             build = arguments.build.resolve()
             built = pool.map(lambda name: build_program(name, mutants, build, Path(folder)), used)
             programs = dict(zip(used, built, strict=True))
-            survivors = try_all(chosen, programs, pool)
+            survivors = try_all(chosen, programs, build, pool)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in list(_running):

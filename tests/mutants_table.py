@@ -17,6 +17,8 @@ LL_DISPATCH, LL_RECEIVE = "protocol/low_latency_dispatch.h", "protocol/low_laten
 LL_WORDS, LINES = "protocol/low_latency_words.h", "exec/device/lines.h"
 QUEUE, QUEUE_FABRIC = "fabric/queue/send_queue.h", "fabric/queue/queue_fabric.h"
 ENTRY = "fabric/queue/entry.h"
+DIRECT_PAIR, CARD_LINK = "fabric/verbs/direct_pair.cpp", "fabric/queue/card_link.cpp"
+SOFTWARE_NIC = "fabric/queue/software_nic.cpp"
 DEVICE_RANK = "exec/device/device_rank.h"
 NVSHMEM, RESET = "fabric/nvshmem/nvshmem_fabric.h", "launch/nccl/reset_signals.h"
 
@@ -53,6 +55,7 @@ NCCL_ARRIVED = "return total > 0 && gin.readSignal(static_cast<uint32_t>(number)
 NVSHMEM_ADD = "nvshmemx_signal_op(flag, increment, NVSHMEM_SIGNAL_ADD, rank);"
 NVSHMEM_ACQUIRE = "return W::template acquire<Scope::System>(own<uint64_t>(flag));"
 QUEUES = ("queue",)
+DIRECT = ("direct",)
 DOORBELL = "warp.template publish<Scope::System>(doorbell_word(), rung_for(end));"
 BELL = "warp.template publish<Scope::System>(card()->bell, bell_of(end, ends_in_addition));"
 CARD_ADDITION = """return SendEntry::add_of(index, card()->number, {card()->flags, flag}, increment,
@@ -68,8 +71,9 @@ LANES_RING = """warp.template publish_lanes<Scope::System>(32, [&](int lane, aut
 LANES_BELL = """warp.template publish_lanes<Scope::System>(32, [&](int lane, auto&& store) {
             if (!has_bell(lane)) return;
             const auto queue = queue_of(lane);
+            queue.fence_bell();
             store(queue.card()->bell, queue.bell_of(own[lane] + entries, entries != 0));
-            queue.let_bell_leave();
+            queue.fence_bell();
         });"""
 OVER = """return Completion::is_there(W::template acquire<Scope::System>(word),
                                     entry >> completion_bits);"""
@@ -80,7 +84,8 @@ LANES_TURN = """return WaitCondition{W::template acquire<Scope::Rank>(posted), o
                                  peer_of(lane)};"""
 TURN_OF_QUEUE = "return WaitCondition{W::template acquire<Scope::Rank>(&producer->posted), own, peer};"
 COMPLETED = "return completed_by(W::template acquire<Scope::System>(completion->last_word()), posted);"
-LAST_COMPLETED = "return posted - static_cast<uint16_t>(static_cast<uint16_t>(posted) - 1 - last);"
+LAST_COMPLETED = """return posted - static_cast<uint16_t>(static_cast<uint16_t>(posted) - 1 -
+                                              Completion::entry_of(word));"""
 QUEUE_ACQUIRE = "return W::template acquire<Scope::System>(network<uint64_t>(flag));"
 RDMA_DRAIN = "if (F::kOrdersWarps && out.slot_bytes == slot_bytes) return nothing_to_wait_for();"
 ROWS_THEN_SIGNAL = """if constexpr (!F::kMapsRail) put_rows(warp, rings, node, from, to);
@@ -620,7 +625,7 @@ MUTANTS = [
     ),
     changed("send queue: completions in the rank's scope", QUEUE, COMPLETED, SYSTEM, RANK, QUEUES),
     changed("send queue: one completion too many", QUEUE, LAST_COMPLETED, "return posted", "return 1 + posted", QUEUES),
-    changed("send queue: one completion too few", QUEUE, LAST_COMPLETED, "- 1 - last", "- last", QUEUES),
+    changed("send queue: one completion too few", QUEUE, LAST_COMPLETED, "(posted) - 1 -", "(posted) -", QUEUES),
     Mutant(
         "entry: bytes are not swapped",
         ENTRY,
@@ -789,4 +794,66 @@ MUTANTS = [
     Mutant("lines: the tag is stored apart", LINES, LL_STORE, LL_STORE_APART, LL),
     Mutant("combine: sends into a bank that is not released", LL_COMBINE, LL_BANK, "", LL),
     Mutant("combine: rows are not waited for", LL_COMBINE, LL_PARTS, "(void)sent, (void)from;", LL),
+    # ---- queues of a card in which ranks post by themselves
+    Mutant(
+        "direct: completions may not be overrun", DIRECT_PAIR, "wanted.flags = CqInitAttr::kIgnoreOverrun;", "", DIRECT
+    ),
+    Mutant("direct: completions of any size", DIRECT_PAIR, "own.entry_bytes = sizeof(Completion);", "", DIRECT),
+    changed(
+        "direct: any completion in its place is the last",
+        DIRECT_PAIR,
+        "return Completion::entry_of(word) == last ? &there : nullptr;",
+        "Completion::entry_of(word) == last ? &there : nullptr",
+        "&there",
+        DIRECT,
+    ),
+    Mutant("direct: nothing was posted is not idle", DIRECT_PAIR, "if (last_completion()) return true;", "", DIRECT),
+    Mutant(
+        "direct: the last error is the cause",
+        DIRECT_PAIR,
+        """if (Completion::is_error(last_word(other)) && other.syndrome != kMlx5Flushed)
+            found = &other;""",
+        "",
+        DIRECT,
+    ),
+    Mutant(
+        "direct: no error is told",
+        DIRECT_PAIR,
+        'if (!found || !Completion::is_error(last_word(*found))) return "";',
+        'return "";',
+        DIRECT,
+    ),
+    Mutant("direct: errors after the end of a region count", CARD_LINK, "if (region.was_closed) continue;", "", DIRECT),
+    Mutant(
+        "direct: what is posted after the end of a region is not given up",
+        CARD_LINK,
+        "«stop(region);»  // what is posted later fails at once",
+        ";",
+        DIRECT,
+    ),
+    Mutant(
+        "direct: a region ends before what was posted there",
+        CARD_LINK,
+        "if (!region.asked && !is_idle(region)) return false;",
+        "",
+        DIRECT,
+    ),
+    Mutant(
+        "direct: a region ends before the other side knows",
+        CARD_LINK,
+        "if (!region.was_confirmed) return false;",
+        "",
+        DIRECT,
+    ),
+    Mutant("direct: queue pairs go on after the end", CARD_LINK, "CardLink::~CardLink() { «stop();» }", "", DIRECT),
+    Mutant(
+        "direct: a network that starts again keeps its queue pairs",
+        SOFTWARE_NIC,
+        "for (Port::Side& side : port->sides_) side.is_connected = false;",
+        "",
+        DIRECT,
+    ),
+    Mutant(
+        "direct: nobody watches", SOFTWARE_NIC, "static_cast<CardLink&>(link).open(number, side.pairs);", ";", DIRECT
+    ),
 ]

@@ -222,6 +222,20 @@ void bind_software_nic(py::module_& m) {
              py::arg("pairs") = SoftwareNic::QueuePairs(),
              "Takes connected sockets, by rank, and a connected queue pair beside each if it has "
              "a card; none where memory is mapped.")
+        .def("add_card", &SoftwareNic::add_card, py::arg("card"),
+             "Of a rank with several cards that are direct, all but the first; before a heap is "
+             "opened.")
+        .def(
+            "invite", [](SoftwareNic& nic, int rank) { return py::bytes(nic.invite(rank)); },
+            py::arg("rank"),
+            "With a card that is direct: takes queues towards a rank of another machine, and "
+            "returns what that rank must be told of them.")
+        .def(
+            "join",
+            [](SoftwareNic& nic, int rank, const py::bytes& told) {
+                nic.join(rank, std::string(told));
+            },
+            py::arg("rank"), py::arg("told"), "What that rank has told. Nobody posts before.")
         .def(
             "stop", [](SoftwareNic& nic, double most) { nic.stop(Seconds(most)); },
             py::arg("seconds"), py::call_guard<py::gil_scoped_release>(),

@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <type_traits>
 #include <variant>
 #include <vector>
 
@@ -19,8 +20,6 @@ namespace py = pybind11;
 namespace ep {
 namespace {
 
-using QueueGroup = PyCudaGroup<QueueFabricParams>;
-using QueueLowLatency = PyCudaLowLatency<QueueFabricParams>;
 using Memories = std::vector<DeviceMemory*>;  // of the ranks of a node, by local rank
 
 std::unique_ptr<SoftwareNic> make_nic_of_gpu(int rank, const PinnedReport& report,
@@ -49,24 +48,45 @@ std::vector<char*> heaps_of(const Memories& memories) {
     return data;
 }
 
-std::unique_ptr<QueueGroup> make_queue_group(const Heap& heap, int rank, const QueueHeap& network,
-                                             const Memories& memories, int device, int num_sms,
-                                             double timeout) {
-    const std::vector<char*> node = heaps_of(memories);
-    return std::make_unique<QueueGroup>(heap, network.fabric(node), std::vector<int>{rank},
-                                        std::vector<char*>{node[heap.topology.local_of(rank)]},
-                                        node, device, num_sms, timeout);
+// How a rank reaches the others, by whoever carries out its queues.
+template <class Params>
+Params fabric_of(const QueueHeap& network, const std::vector<char*>& node) {
+    if constexpr (std::is_same_v<Params, CardFabricParams>)
+        return network.card_fabric(node);
+    else
+        return network.fabric(node);
 }
 
-std::unique_ptr<QueueLowLatency> make_queue_low_latency(const QueueGroup& group,
-                                                        const LowLatencyHeap& heap,
-                                                        const QueueHeap& network,
-                                                        const Memories& memories, int blocks) {
-    const std::vector<char*> node = heaps_of(memories);
-    const int rank = group.group().ranks().front();
-    return std::make_unique<QueueLowLatency>(group, heap, network.fabric(node),
-                                             std::vector<char*>{node[heap.topology.local_of(rank)]},
-                                             blocks);
+template <class Params>
+void bind_groups(py::module_& m, const char* group_name, const char* low_latency_name,
+                 const char* what) {
+    using Group = PyCudaGroup<Params>;
+    using LowLatency = PyCudaLowLatency<Params>;
+    const auto make_group = [](const Heap& heap, int rank, const QueueHeap& network,
+                               const Memories& memories, int device, int num_sms, double timeout) {
+        const std::vector<char*> node = heaps_of(memories);
+        return std::make_unique<Group>(
+            heap, fabric_of<Params>(network, node), std::vector<int>{rank},
+            std::vector<char*>{node[heap.topology.local_of(rank)]}, node, device, num_sms, timeout);
+    };
+    Group::bind(m, group_name, what)
+        .def(py::init(make_group), py::kw_only(), py::arg("heap"), py::arg("rank"),
+             py::arg("network"), py::arg("memories"), py::arg("device"), py::arg("num_sms"),
+             py::arg("timeout"), py::keep_alive<1, 4>(), py::keep_alive<1, 5>());
+
+    const auto make_low_latency = [](const Group& group, const LowLatencyHeap& heap,
+                                     const QueueHeap& network, const Memories& memories,
+                                     int blocks) {
+        const std::vector<char*> node = heaps_of(memories);
+        const int rank = group.group().ranks().front();
+        return std::make_unique<LowLatency>(group, heap, fabric_of<Params>(network, node),
+                                            std::vector<char*>{node[heap.topology.local_of(rank)]},
+                                            blocks);
+    };
+    LowLatency::bind(m, low_latency_name)
+        .def(py::init(make_low_latency), py::kw_only(), py::arg("group"), py::arg("heap"),
+             py::arg("network"), py::arg("memories"), py::arg("blocks"), py::keep_alive<1, 2>(),
+             py::keep_alive<1, 4>(), py::keep_alive<1, 5>());
 }
 
 }  // namespace
@@ -87,17 +107,17 @@ void bind_queue(py::module_& m) {
              py::arg("heap"), py::arg("rank"), py::arg("device"), py::keep_alive<1, 2>(),
              py::keep_alive<1, 3>());
 
-    QueueGroup::bind(m, "QueueGroup",
-                     "The rank of a buffer that lives in this process, on a GPU; the heaps of its "
-                     "node are mapped here, and a SoftwareNic carries what goes to others.")
-        .def(py::init(&make_queue_group), py::kw_only(), py::arg("heap"), py::arg("rank"),
-             py::arg("network"), py::arg("memories"), py::arg("device"), py::arg("num_sms"),
-             py::arg("timeout"), py::keep_alive<1, 4>(), py::keep_alive<1, 5>());
+    bind_groups<QueueFabricParams>(
+        m, "QueueGroup", "QueueLowLatency",
+        "The rank of a buffer that lives in this process, on a GPU; the heaps of its node are "
+        "mapped here, and a SoftwareNic carries what goes to others.");
+    bind_groups<CardFabricParams>(
+        m, "CardGroup", "CardLowLatency",
+        "The same where the GPU hands what goes to other nodes to a network card by itself.");
 
-    QueueLowLatency::bind(m, "QueueLowLatency")
-        .def(py::init(&make_queue_low_latency), py::kw_only(), py::arg("group"), py::arg("heap"),
-             py::arg("network"), py::arg("memories"), py::arg("blocks"), py::keep_alive<1, 2>(),
-             py::keep_alive<1, 4>(), py::keep_alive<1, 5>());
+    m.def("try_card", &try_card, py::arg("card"), py::arg("device"),
+          "Makes a queue of a card's in which a GPU posts, and gives it back. Raises RuntimeError "
+          "with what fails.");
 }
 
 }  // namespace ep

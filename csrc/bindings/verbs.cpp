@@ -3,10 +3,12 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 
+#include "fabric/queue/software_nic.h"
 #include "fabric/verbs/card.h"
-#include "fabric/verbs/queue_pair.h"
+#include "fabric/verbs/direct_pair.h"
 
 namespace py = pybind11;
 
@@ -23,10 +25,17 @@ void bind_verbs(py::module_& m) {
         .def_readonly("is_ethernet", &Port::is_ethernet)
         .def_readonly("address", &Port::address)
         .def_readonly("lacks", &Port::lacks);
+    // Of libmlx5; none: null.
+    const auto load_mlx5 = [](const std::optional<std::string>& library) {
+        return library ? verbs::Mlx5::load(*library) : nullptr;
+    };
     m.def(
         "card_ports",
-        [](const std::string& library) { return verbs::find_ports(*Library::load(library)); },
-        py::arg("library"), "Those of this machine, by libibverbs.");
+        [load_mlx5](const std::string& library, const std::optional<std::string>& mlx5) {
+            return verbs::find_ports(*Library::load(library), load_mlx5(mlx5).get());
+        },
+        py::arg("library"), py::arg("mlx5") = py::none(),
+        "Those of this machine, by libibverbs; with libmlx5 those of other drivers lack it.");
     py::class_<QueuePair, std::shared_ptr<QueuePair>>(m, "QueuePair")
         .def("address", [](const QueuePair& pair) { return py::bytes(pair.address()); })
         .def(
@@ -34,10 +43,18 @@ void bind_verbs(py::module_& m) {
             [](QueuePair& pair, const py::bytes& address) { pair.connect(std::string(address)); },
             py::arg("address"), "With another one, by its address; both ends before either sends.");
     py::class_<Card, std::shared_ptr<Card>>(m, "Card", "A port that is opened.")
-        .def(py::init([](const std::string& library, const Port& port) {
-                 return std::make_shared<Card>(Library::load(library), port);
+        .def(py::init([load_mlx5](const std::string& library, const Port& port,
+                                  const std::optional<std::string>& mlx5) {
+                 return std::make_shared<Card>(Library::load(library), port, load_mlx5(mlx5));
              }),
-             py::kw_only(), py::arg("library"), py::arg("port"))
+             py::kw_only(), py::arg("library"), py::arg("port"), py::arg("mlx5") = py::none(),
+             "With libmlx5 ranks post in its queues by themselves.")
+        .def_property_readonly("is_direct", &Card::is_direct)
+        .def(
+            "try_queue",
+            [](const std::shared_ptr<Card>& card) { verbs::DirectPair(card, SoftwareNic::kDepth); },
+            "Makes a queue in which ranks post by themselves, and gives it back. Raises "
+            "RuntimeError with what fails.")
         .def_property_readonly("port_name", &Card::name)
         .def(
             "queue_pair",

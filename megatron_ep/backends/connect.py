@@ -49,8 +49,8 @@ def processes(
 ) -> tuple[CudaBackend, fabrics.Choice]:
     """This process's rank, with a fabric; None: that which fits the hosts of all ranks."""
     connectors: dict[str, Callable[..., tuple[CudaBackend, str]]]
-    connectors = {"p2p": _connect_p2p, "nvshmem": _connect_nvshmem, "nccl": _connect_nccl, "tcp": over_host.connect}
-    connectors["verbs"] = functools.partial(over_host.connect, by_card=True)
+    connectors = {"p2p": _connect_p2p, "nvshmem": _connect_nvshmem, "nccl": _connect_nccl}
+    connectors |= {name: functools.partial(over_host.connect, fabric=name) for name in fabrics.OF_HOST}
     hosts, wanted = machines(infos), [info.fabric for info in infos]
     fabric = fabric or fabrics.choose(hosts, wanted, rendezvous.gather)
     size = topology.world_size if fabric.name == "p2p" else topology.ranks_per_node
@@ -285,6 +285,7 @@ def low_latency(
         "nccl": _low_latency_over_nccl,
         "tcp": over_host.low_latency,
         "verbs": over_host.low_latency,
+        "ibgda": over_host.low_latency,
     }[fabric]
     with torch.cuda.device(device):
         return connect(rendezvous, config, backend, heap, device, blocks)

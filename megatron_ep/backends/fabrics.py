@@ -3,12 +3,14 @@
 p2p: the processes of one machine map each other's memory through CUDA IPC; if it has several nodes, puts between them
 are copies. nvshmem and nccl: several machines, one-sided puts and signals between them (NCCL's GIN); a rank that gives
 up stops its own node at once, the other nodes within two seconds (`news.py`). NVSHMEM connects one group of ranks for
-as long as their processes live. verbs and tcp: several machines, between which a thread of the host carries what the
-GPUs send (`over_host.py`), by a network card (`verbs.py`), or over TCP, which needs neither a library nor a card. The
-variable MEGATRON_EP_FABRIC, the same on all ranks, forces one; otherwise ranks on one machine use p2p, and ranks on
-several the first of nvshmem, nccl and verbs that all ranks can use, or else tcp.
+as long as their processes live. ibgda: several machines, between which GPUs hand what they send to a network card of
+NVIDIA's by themselves (`verbs.py`). verbs and tcp: several machines, between which a thread of the host carries what
+the GPUs send (`over_host.py`), by a network card (`verbs.py`), or over TCP, which needs neither a library nor a card.
+The variable MEGATRON_EP_FABRIC, the same on all ranks, forces one; otherwise ranks on one machine use p2p, and ranks on
+several the first of nvshmem, nccl, ibgda and verbs that all ranks can use, or else tcp.
 
-Ranks on the host share memory within a machine. Between machines they use verbs where all ranks can, or else tcp.
+Ranks on the host share memory within a machine. Between machines they use the first of ibgda and verbs that all ranks
+can use, or else tcp.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from megatron_ep.backends import ibgda, verbs
 from megatron_ep.diagnosis import cuda_version
 from megatron_ep.errors import EPError
@@ -30,8 +34,9 @@ from megatron_ep.errors import EPError
 VARIABLE = "MEGATRON_EP_FABRIC"
 NVSHMEM_LIBRARY = "libnvshmem_host.so.3"
 NCCL_LIBRARY = "libnccl.so.2"
-VERBS, TCP = "verbs", "tcp"
-OVER_HOST = (VERBS, TCP)  # by a thread of the host
+IBGDA, VERBS, TCP = "ibgda", "verbs", "tcp"
+BY_CARD = (IBGDA, VERBS)
+OF_HOST = (*BY_CARD, TCP)  # that ranks on the host can use, too
 
 
 @dataclass(frozen=True)
@@ -58,23 +63,26 @@ def choose(hosts: Sequence[str], wanted: Sequence[str | None], gather: Callable[
         raise EPError(
             f"{VARIABLE}=p2p connects the processes of one machine, but the ranks run on {', '.join(machines)}"
         )
-    return _first_of([*NETWORKS, VERBS], forced, reason, gather)
+    return _first_of([*NETWORKS, *BY_CARD], forced, reason, gather, on_gpus=True)
 
 
 def choose_for_host(machines: int, wanted: Sequence[str | None], gather: Callable[[Any], list[Any]]) -> Choice:
     """The fabric between so many machines for ranks on the host. What their environments want is for GPUs unless it is
-    verbs or tcp. Collective, and raises, as `choose`."""
+    ibgda, verbs or tcp. Collective, and raises, as `choose`."""
     forced = _wanted_by_all(wanted)
-    forced = forced if forced in OVER_HOST else None
+    forced = forced if forced in OF_HOST else None
     reason = f"host backend on {machines} machines"
-    return _first_of([VERBS], forced, f"{reason}, {VARIABLE} says so" if forced else reason, gather)
+    reason = f"{reason}, {VARIABLE} says so" if forced else reason
+    return _first_of(BY_CARD, forced, reason, gather, on_gpus=False)
 
 
-def _first_of(names: Sequence[str], forced: str | None, reason: str, gather: Callable[[Any], list[Any]]) -> Choice:
+def _first_of(
+    names: Sequence[str], forced: str | None, reason: str, gather: Callable[[Any], list[Any]], *, on_gpus: bool
+) -> Choice:
     """The first one that all ranks can use, or tcp, which needs nothing; or the one that is forced."""
     lacking: list[str] = []
     for name in names if forced is None else () if forced == TCP else (forced,):
-        missing = gather(_missing(name) if forced or ibgda.has_cards() else ibgda.NO_CARD)
+        missing = gather(_missing(name, on_gpus) if forced or ibgda.has_cards() else ibgda.NO_CARD)
         if not any(missing):
             return Choice(name, "; ".join([reason, *lacking]))
         lacking.append(_by_rank(missing))
@@ -85,7 +93,7 @@ def _first_of(names: Sequence[str], forced: str | None, reason: str, gather: Cal
 
 def _wanted_by_all(wanted: Sequence[str | None]) -> str | None:
     values = f"environment variable {VARIABLE} is {_by_rank([repr(name) if name else 'unset' for name in wanted])}"
-    fabrics = ("p2p", *NETWORKS, *OVER_HOST)
+    fabrics = ("p2p", *NETWORKS, *OF_HOST)
     if any(name and name not in fabrics for name in wanted):
         raise ValueError(f"{values}, must be one of {', '.join(fabrics)}")
     if len(set(wanted)) > 1:
@@ -93,10 +101,13 @@ def _wanted_by_all(wanted: Sequence[str | None]) -> str | None:
     return wanted[0]
 
 
-def _missing(name: str) -> str:
+def _missing(name: str, on_gpus: bool) -> str:
     """What keeps this rank from loading the fabric, if anything."""
     try:
-        verbs.usable() if name == VERBS else NETWORKS[name]()
+        if name == IBGDA:
+            verbs.try_direct(torch.cuda.current_device() if on_gpus and torch.cuda.is_available() else None)
+        else:
+            verbs.usable() if name == VERBS else NETWORKS[name]()
         return ""
     except Exception as error:  # of whatever kind: the others wait to hear of it
         return str(error) or type(error).__name__
@@ -197,7 +208,7 @@ def _dotted(version: Sequence[int]) -> str:
 def report() -> dict[str, str]:
     """What each fabric lacks here, for `megatron-ep env`."""
     from megatron_ep import _C
-    from megatron_ep.backends import atomics
+    from megatron_ep.backends import atomics, cuda
 
     facts = {"p2p": "not built: there was no nvcc"}
     if hasattr(_C, "CudaGroup"):
@@ -209,10 +220,14 @@ def report() -> dict[str, str]:
             facts[name] = f"built, loads with {_loaded(NVSHMEM_LIBRARY if name == 'nvshmem' else NCCL_LIBRARY)}"
         except EPError as error:
             facts[name] = str(error)
+    facts["nvshmem's ibgda"] = ibgda.report()
+    facts[IBGDA] = verbs.report(direct=True)
     facts[VERBS] = verbs.report()
+    facts["card of each rank"] = verbs.report_of_ranks(
+        [cuda.pci_address(torch.device("cuda", gpu)) for gpu in range(torch.cuda.device_count())]
+    )
     facts[TCP] = "built, needs nothing else" if hasattr(_C, "QueueGroup") else "built for the host: there was no nvcc"
-    facts["ibgda"] = ibgda.report()
-    networks = "nvshmem, nccl, verbs or else tcp" if ibgda.has_cards() else f"tcp ({ibgda.NO_CARD})"
+    networks = "nvshmem, nccl, ibgda, verbs or else tcp" if ibgda.has_cards() else f"tcp ({ibgda.NO_CARD})"
     facts["chosen"] = os.environ.get(VARIABLE) or f"p2p on one machine, {networks} on several"
     facts["chosen on the host"] = f"shared memory on one machine, {_report_of_host()} on several"
     return facts
@@ -220,7 +235,8 @@ def report() -> dict[str, str]:
 
 def _report_of_host() -> str:
     wanted = os.environ.get(VARIABLE)
-    if wanted in OVER_HOST:
+    if wanted in OF_HOST:
         return wanted
-    missing = _missing(VERBS) if ibgda.has_cards() else ibgda.NO_CARD
-    return f"{TCP} ({missing})" if missing else VERBS
+    missing = {name: _missing(name, False) if ibgda.has_cards() else ibgda.NO_CARD for name in BY_CARD}
+    lacking = "; ".join(dict.fromkeys(missing.values()))
+    return next((name for name, why in missing.items() if not why), f"{TCP} ({lacking})")

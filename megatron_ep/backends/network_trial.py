@@ -51,7 +51,7 @@ class NetworkTrial:
                 load = _C.NetworkLoad(nic, controls[rank], heap, rank=rank, **sizes)
             except RuntimeError as error:  # the card refused the memory
                 raise EPError(str(error)) from None
-            return Network(rank, machines, nic, address, stripes, card), load
+            return Network(rank, machines, nic, address, stripes, [card] if card else []), load
 
         # before the connections: the others' puts find its memory there
         self._network, load = rendezvous.agree(make)

@@ -1,5 +1,6 @@
 """GPUs of several machines whose network is a thread of the host: over TCP (fabric "tcp"), or by a network card that
-writes to memory of the host (fabric "verbs").
+writes to memory of the host (fabric "verbs"); or whose kernels hand what they send to the card by themselves (fabric
+"ibgda"), while the thread watches it.
 
 The ranks of a node map each other's heaps through CUDA IPC. What goes to other nodes, and what comes from there, lies
 in pinned memory of the host, with the send queues that the kernels post in; the thread reads and writes it, and calls
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron_ep import _C
-from megatron_ep.backends import cuda, tcp, verbs
+from megatron_ep.backends import cuda, fabrics, tcp, verbs
 from megatron_ep.backends.cuda import CudaBackend
 from megatron_ep.backends.peer_memory import peer_memories
 from megatron_ep.backends.rank_info import RankInfo, machines
@@ -45,9 +46,13 @@ def connect(
     sms: int,
     infos: Sequence[RankInfo],
     *,
-    by_card: bool = False,
+    fabric: str = fabrics.TCP,
 ) -> tuple[CudaBackend, str]:
-    """See `connect.processes`. Raises ValueError where a node's ranks are on several machines."""
+    """See `connect.processes`. Raises ValueError where a node's ranks are on several machines.
+
+    fabric: of `fabrics.OF_HOST`. Over ibgda the kernels post in the card's queues.
+    """
+    direct = fabric == fabrics.IBGDA
     size = heap.ranks_per_node
     nodes = _nodes(machines(infos), size)
     node = range(rendezvous.rank // size * size, rendezvous.rank // size * size + size)
@@ -58,9 +63,11 @@ def connect(
         report = _C.PinnedReport(device.index)
         mirrors = [_C.Segment.anonymous(_C.SoftwareNic.mirror_bytes) for _ in infos]
         gpus = [info.pci for info in infos]
-        card = verbs.card_of(rendezvous.rank, machines(infos), gpus) if by_card else None
-        nic = _C.nic_of_gpu(rank=rendezvous.rank, report=report, mirrors=mirrors, card=card)
-        ranks = _C.QueueGroup(
+        cards = verbs.cards_for(fabric, rendezvous.rank, machines(infos), gpus)
+        nic = _C.nic_of_gpu(rank=rendezvous.rank, report=report, mirrors=mirrors, card=next(iter(cards), None))
+        for card in cards[1:]:
+            nic.add_card(card)
+        ranks = (_C.CardGroup if direct else _C.QueueGroup)(
             heap=heap,
             rank=rendezvous.rank,
             network=_C.QueueHeap(nic=nic, report=report, heap=heap, rank=rendezvous.rank, device=device.index),
@@ -69,14 +76,16 @@ def connect(
             num_sms=sms,
             timeout=config.timeout_seconds,
         )
-        network = tcp.Network(rendezvous.rank, nodes, nic, card=card)
+        network = tcp.Network(rendezvous.rank, nodes, nic, cards=cards, places=machines(infos))
         backend = OverHostBackend(ranks, heap, device, sms, report, network)
         backend.memories = memories
         return backend
 
     backend = rendezvous.agree(make)
     backend.network.connect(rendezvous)
-    return backend, "; ".join(["a thread of the host carries what goes to other nodes", *backend.network.cards()])
+    who = "GPUs hand" if direct else "a thread of the host carries"
+    to = " to their network cards" if direct else ""
+    return backend, "; ".join([f"{who} what goes to other nodes{to}", *backend.network.cards()])
 
 
 def _nodes(places: Sequence[str], size: int) -> list[str]:
@@ -87,7 +96,7 @@ def _nodes(places: Sequence[str], size: int) -> list[str]:
         if len(set(node)) > 1:
             raise ValueError(
                 f"ranks {first} to {first + size - 1} are one node, but run on {' and '.join(dict.fromkeys(node))}: "
-                "over the tcp and verbs fabrics a node must be on one machine"
+                "over the tcp, verbs and ibgda fabrics a node must be on one machine"
             )
         names += [f"node {first // size} on {node[0]}"] * size
     return names
@@ -107,7 +116,8 @@ def low_latency(
         network = _C.QueueHeap(
             nic=backend.network.nic, report=backend.report, heap=heap, rank=rendezvous.rank, device=device.index
         )
-        return _C.QueueLowLatency(
+        is_direct = isinstance(backend.group, _C.CardGroup)
+        return (_C.CardLowLatency if is_direct else _C.QueueLowLatency)(
             group=backend.group, heap=heap, network=network, memories=[memories[rank] for rank in node], blocks=blocks
         )
 

@@ -1,6 +1,7 @@
 """The network of the host: ranks on different machines, connected by TCP, one connection a pair or several: stripes,
 among which channels are dealt, for networks that give a connection less than a machine. Where a network card does the
-work (`verbs.py`), each connection has one of its queue pairs beside it.
+work (`verbs.py`), each connection has one of its queue pairs beside it; where ranks post in a card's queues by
+themselves, one connection has all of the queue pairs to a rank beside it.
 
 Each rank listens on one address, on a port that the system picks, as long as the others connect. What it takes from a
 stranger is 36 bytes, for five seconds, and not from many at a time.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hmac
+import logging
 import os
 import secrets
 import selectors
@@ -22,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_ep import _C
+from megatron_ep.backends import verbs
 from megatron_ep.backends.addresses import VARIABLE, own_address
 from megatron_ep.backends.rendezvous import StoreRendezvous
 from megatron_ep.errors import EPError
@@ -40,6 +43,8 @@ TCP_INFO_BYTES, TOTAL_RETRANS, SEGS_OUT = 192, 100, 136  # struct tcp_info of <l
 UNACKNOWLEDGED_S = 10.0
 LEAVE_S = 2.0  # that what was sent may take to leave when a buffer is closed
 
+log = logging.getLogger(__name__)
+
 
 Place = tuple[int, int]  # the other rank, and which of the connections to it
 
@@ -47,8 +52,8 @@ Place = tuple[int, int]  # the other rank, and which of the connections to it
 @dataclass(frozen=True)
 class Listening:
     """Where a rank listens, how many connections it wants to each other rank, what each of them shall say there, and be
-    told in return, and the queue pair of a card beside each, if there are any: by rank, and stripe after stripe of a
-    rank."""
+    told in return, and what there is to know of a card's queue pairs beside each, if there are any: by rank, and stripe
+    after stripe of a rank."""
 
     host: str
     port: int
@@ -56,16 +61,23 @@ class Listening:
     tokens: list[bytes]
     answers: list[bytes]
     pairs: list[bytes]
+    cards: list[str]  # names of their ports
 
     @classmethod
     def by(
-        cls, listener: socket.socket, world_size: int, stripes: int = 1, pairs: Mapping[Place, bytes] | None = None
+        cls,
+        listener: socket.socket,
+        world_size: int,
+        stripes: int = 1,
+        pairs: Mapping[Place, bytes] | None = None,
+        cards: Sequence[str] = (),
     ) -> Listening:
         """Of a socket that listens, with new tokens for all ranks."""
         host, port = listener.getsockname()[:2]
         tokens, answers = ([secrets.token_bytes(TOKEN_BYTES) for _ in range(world_size * stripes)] for _ in range(2))
         places = [(rank, stripe) for rank in range(world_size) for stripe in range(stripes)]
-        return cls(host, port, stripes, tokens, answers, [pairs.get(place, b"") for place in places] if pairs else [])
+        addresses = [pairs.get(place, b"") for place in places] if pairs else []
+        return cls(host, port, stripes, tokens, answers, addresses, list(cards))
 
     def token(self, place: Place) -> bytes:
         return self.tokens[place[0] * self.stripes + place[1]]
@@ -91,8 +103,9 @@ class Network:
     rank: this one.
     machines: of each rank, by which those of this machine are told from the others.
     nic: what carries its bytes.
-    card: the one that it was made with: then the connections carry what ranks tell of themselves, and queue pairs
-        beside them the rest.
+    cards: those that it was made with: then the connections carry what ranks tell of themselves, and queue pairs
+        beside them the rest. With those that are direct there is one connection to a rank.
+    places: the machine of each rank where `machines` are parts of them; None: the same.
     address: on which this rank listens; None: `own_address`.
     stripes: connections to each rank, among which channels are dealt; None: `stripes_wanted`.
     """
@@ -104,9 +117,11 @@ class Network:
         nic: _C.SoftwareNic,
         address: str | None = None,
         stripes: int | None = None,
-        card: _C.Card | None = None,
+        cards: Sequence[_C.Card] = (),
+        places: Sequence[str] | None = None,
     ):
-        self._card = card
+        self._cards = list(cards)
+        self._places = list(places or machines)
         self._rank = rank
         self._stripes = stripes
         self._address = address
@@ -122,12 +137,18 @@ class Network:
             def tell() -> tuple[tuple[socket.socket, dict[Place, _C.QueuePair]], Listening]:
                 listener = stack.enter_context(listen(self._address))
                 stripes, pairs = self._stripes or stripes_wanted(), {}
-                if self._card is not None:
-                    pairs = {(rank, stripe): self._card.queue_pair() for rank in others for stripe in range(stripes)}
+                names = [card.port_name for card in self._cards]
+                if self._is_direct:
+                    invitations = {(rank, 0): self.nic.invite(rank) for rank in others}
+                    return (listener, {}), Listening.by(listener, len(self._machines), 1, invitations, names)
+                for card in self._cards:
+                    pairs = {(rank, stripe): card.queue_pair() for rank in others for stripe in range(stripes)}
                 addresses = {place: pair.address() for place, pair in pairs.items()}
-                return (listener, pairs), Listening.by(listener, len(self._machines), stripes, addresses)
+                return (listener, pairs), Listening.by(listener, len(self._machines), stripes, addresses, names)
 
             (listener, pairs), told = rendezvous.exchange(tell)
+            if self._rank == 0 and (warning := verbs.rails_that_differ(self._places, [one.cards for one in told])):
+                log.warning("ranks that send to each other take different network cards: %s", warning)
             check_alike([one.stripes for one in told])
             limit = rendezvous.timeout.total_seconds()
 
@@ -136,6 +157,8 @@ class Network:
                 connections = {place: stack.enter_context(connection) for place, connection in made.items()}
                 for (rank, stripe), pair in pairs.items():
                     pair.connect(told[rank].pair((self._rank, stripe)))
+                for rank in others if self._is_direct else ():
+                    self.nic.join(rank, told[rank].pair((self._rank, 0)))
                 return connections
 
             connections = rendezvous.agree(join, seconds=limit)  # before anybody sends all queue pairs are connected
@@ -148,9 +171,32 @@ class Network:
             self.nic.start(sockets, beside)
         rendezvous.barrier()  # nobody's connection ends before all have begun
 
+    def connect_part(self, rendezvous: StoreRendezvous) -> None:
+        """After a part of the buffer was opened here while it runs: nobody sends to it before all have. Collective."""
+        if not self._is_direct:
+            rendezvous.barrier()
+            return
+        others = [rank for rank, machine in enumerate(self._machines) if machine != self._machines[self._rank]]
+
+        def invite() -> tuple[None, list[bytes]]:
+            return None, [self.nic.invite(rank) if rank in others else b"" for rank in range(len(self._machines))]
+
+        _, told = rendezvous.exchange(invite, kind=list[bytes])
+
+        def join() -> None:
+            for rank in others:
+                self.nic.join(rank, told[rank][self._rank])
+
+        rendezvous.agree(join)
+
+    @property
+    def _is_direct(self) -> bool:
+        return any(card.is_direct for card in self._cards)
+
     def cards(self) -> list[str]:
-        """What to say of the card, if there is one."""
-        return [] if self._card is None else [f"rank {self._rank} has {self._card.port_name}"]
+        """What to say of the cards, if there are any."""
+        names = " and ".join(card.port_name for card in self._cards)
+        return [f"rank {self._rank} has {names}"] if names else []
 
     def segments_sent(self) -> dict[int, tuple[int, int]]:
         """While it runs: how many packets this machine has sent to each rank, and how many of them again."""

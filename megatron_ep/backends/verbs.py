@@ -2,9 +2,13 @@
 "verbs"). The rank's thread for the network tells a card what to write; what ranks tell of themselves goes over TCP
 beside it (`tcp.py`), by which they also notice that one has gone.
 
+Of NVIDIA's cards (driver mlx5) ranks can write what is to be done into the card's own queues, and ring its bell, GPUs
+too: fabric "ibgda", which takes libmlx5 besides.
+
 A rank takes one port: of those that are up and nearest to its GPU, its place among the ranks of its machine says which,
 so that ranks of the same place on different machines have cards of the same place. On the host, and where
-MEGATRON_EP_CARDS names cards, none is nearer than another.
+MEGATRON_EP_CARDS names cards, none is nearer than another. With the ibgda fabric a rank takes several, where there are
+more near it than ranks that share them: its channels are dealt among them.
 """
 
 from __future__ import annotations
@@ -17,21 +21,28 @@ from megatron_ep.backends import ibgda, near_cards
 from megatron_ep.errors import EPError
 
 LIBRARY = "libibverbs.so.1"
+MLX5_LIBRARY = "libmlx5.so.1"
 VARIABLE = "MEGATRON_EP_CARDS"  # names, "mlx5_0,mlx5_1:2": a card, or one port of it
 
 
-def ports() -> list[_C.CardPort]:
-    """All of this machine. Raises EPError where libibverbs cannot be used."""
+def ports(direct: bool = False) -> list[_C.CardPort]:
+    """All of this machine. direct: in whose queues ranks are to post by themselves. Raises EPError where the libraries
+    cannot be used."""
     try:
-        return _C.card_ports(LIBRARY)
+        return _C.card_ports(LIBRARY, MLX5_LIBRARY if direct else None)
     except RuntimeError as error:
+        if direct:
+            raise EPError(f"the ibgda fabric needs {LIBRARY} and {MLX5_LIBRARY}: {error}") from None
         raise EPError(f"the verbs fabric needs {LIBRARY}: {error}") from None
 
 
-def usable() -> list[_C.CardPort]:
+def usable(direct: bool = False) -> list[_C.CardPort]:
     """Ports that are up and, if MEGATRON_EP_CARDS is set, named there. Raises ValueError for an unknown name; EPError,
-    with each port's fault, if none is left."""
-    found, wanted = ports(), os.environ.get(VARIABLE) or ""
+    with each port's fault, if none is left.
+
+    direct: see `ports`.
+    """
+    found, wanted = ports(direct), os.environ.get(VARIABLE) or ""
     names = [name.strip() for name in wanted.split(",")] if wanted else []
     for name in names:
         if not any(_is_named(port, name) for port in found):
@@ -51,14 +62,64 @@ def card_of(rank: int, machines: Sequence[str], gpus: Sequence[str | None] | Non
     machines: of each rank.
     gpus: of each rank, the PCI address of its GPU, if it is known; None: the ranks are on the host.
     """
-    found = usable()
-    place = list(machines[:rank]).count(machines[rank])
-    if gpus is None or os.environ.get(VARIABLE):
-        return _open(found[place % len(found)])
-    there = [gpu for gpu, machine in zip(gpus, machines, strict=True) if machine == machines[rank]]
-    near = [near_cards.nearest(gpu, [port.device for port in found]) for gpu in there]
+    return _open(_ports_of(*_on_machine(rank, machines, gpus), usable())[0])
+
+
+def direct_cards_of(rank: int, machines: Sequence[str], gpus: Sequence[str | None] | None = None) -> list[_C.Card]:
+    """The same of cards in whose queues a rank posts by itself, one or several."""
+    return [_open(port, direct=True) for port in _ports_of(*_on_machine(rank, machines, gpus), usable(direct=True))]
+
+
+def cards_for(
+    fabric: str, rank: int, machines: Sequence[str], gpus: Sequence[str | None] | None = None
+) -> list[_C.Card]:
+    """Those that a rank takes over this fabric. Arguments and errors: as of `card_of`."""
+    if fabric == "ibgda":
+        return direct_cards_of(rank, machines, gpus)
+    return [card_of(rank, machines, gpus)] if fabric == "verbs" else []
+
+
+def _on_machine(
+    rank: int, machines: Sequence[str], gpus: Sequence[str | None] | None
+) -> tuple[int, Sequence[str | None] | int]:
+    """The rank's place among those of its machine, and their GPUs, or how many they are on the host."""
+    there = [other for other, machine in enumerate(machines) if machine == machines[rank]]
+    return there.index(rank), len(there) if gpus is None else [gpus[other] for other in there]
+
+
+def _ports_of(place: int, ranks: Sequence[str | None] | int, found: Sequence[_C.CardPort]) -> list[_C.CardPort]:
+    """All that a rank can take: first the one that it takes if it takes one."""
+    if isinstance(ranks, int) or os.environ.get(VARIABLE):
+        count = ranks if isinstance(ranks, int) else len(ranks)
+        return [*found[place % len(found) :: count]]
+    near = [near_cards.nearest(gpu, [port.device for port in found]) for gpu in ranks]
     own = [port for port in found if port.device in near[place]]
-    return _open(own[near_cards.turn(place, near)])
+    return [*own[near_cards.turn(place, near) :: near.count(near[place])]]
+
+
+def rails_that_differ(machines: Sequence[str], cards: Sequence[Sequence[str]]) -> str:
+    """What to warn of where ranks of one place on their machines, between which rows go, take ports of other names: the
+    networks of these may be apart, or one slower. Empty where they do not.
+
+    cards: of each rank, the names of its ports.
+    """
+    first: dict[int, int] = {}
+    for rank, machine in enumerate(machines):
+        other = first.setdefault(list(machines[:rank]).count(machine), rank)
+        if list(cards[rank]) != list(cards[other]):
+            both = (f"rank {one} has {' and '.join(cards[one])}" for one in (other, rank))
+            return f"{', '.join(both)}: if a port is down, or named otherwise there, {VARIABLE} says which to take"
+    return ""
+
+
+def try_direct(gpu: int | None) -> None:
+    """Makes a queue in which a rank posts by itself, on a GPU or (None) on the host. Raises as `card_of` where it
+    cannot."""
+    card = _open(usable(direct=True)[0], direct=True)
+    try:
+        card.try_queue() if gpu is None else _C.try_card(card, gpu)
+    except RuntimeError as error:
+        raise EPError(f"the ibgda fabric: {error}") from None
 
 
 def card_at(place: int) -> _C.Card:
@@ -67,22 +128,41 @@ def card_at(place: int) -> _C.Card:
     return _open(found[place % len(found)])
 
 
-def _open(port: _C.CardPort) -> _C.Card:
+def _open(port: _C.CardPort, direct: bool = False) -> _C.Card:
     try:
-        return _C.Card(library=LIBRARY, port=port)
+        return _C.Card(library=LIBRARY, port=port, mlx5=MLX5_LIBRARY if direct else None)
     except RuntimeError as error:
         raise EPError(str(error)) from None
 
 
-def report() -> str:
-    """For `megatron-ep env`."""
+def report(direct: bool = False) -> str:
+    """For `megatron-ep env`. direct: see `ports`."""
     if not ibgda.has_cards():
         return ibgda.NO_CARD
     try:
-        found = ports()
+        found = ports(direct)
     except EPError as error:
         return str(error)
     return "; ".join(f"{_name(port)}: {port.lacks or f'up, {port.address}'}" for port in found) or "no network card"
+
+
+def report_of_ranks(gpus: Sequence[str | None]) -> str:
+    """For `megatron-ep env`: which port each rank of this machine takes. gpus: their PCI addresses, a rank each; none:
+    the ranks are on the host."""
+    try:
+        found = usable() if ibgda.has_cards() else []
+    except (EPError, ValueError) as error:
+        return str(error)
+    if not found:
+        return ibgda.NO_CARD
+    if not gpus:
+        return f"on the host in turn {', '.join(map(setting, found))}"
+    taken = [_ports_of(place, gpus, found) for place in range(len(gpus))]
+    several = [
+        f"{setting(first)} (ibgda: {' '.join(map(setting, more))} too)" if more else setting(first)
+        for first, *more in taken
+    ]
+    return ", ".join(f"GPU {gpu} {ports}" for gpu, ports in enumerate(several))
 
 
 def setting(port: _C.CardPort) -> str:

@@ -80,7 +80,7 @@ def examine_cards(examination: Examination) -> Ways:
     ways = Ways()
     lacking = examination.no_cards()
     if lacking:
-        return Ways(_section("network cards", "", lacking), is_bad=examination.told[0].fabric == fabrics.VERBS)
+        return Ways(_section("network cards", "", lacking), is_bad=examination.told[0].fabric in fabrics.BY_CARD)
     found = {place: examination.examine(None, place) for place in examination.places()}
     rates = [rate for findings in found.values() for rate in network_report.rates_of(findings).values()]
     for place, findings in found.items():

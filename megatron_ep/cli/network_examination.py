@@ -86,7 +86,7 @@ class Examination:
 
     def no_cards(self) -> list[str]:
         """Why cards are not examined, a line for each reason, if they would be taken or another machine has some."""
-        if not any(one.cards for one in self.told) and self.told[0].fabric != fabrics.VERBS:
+        if not any(one.cards for one in self.told) and self.told[0].fabric not in fabrics.BY_CARD:
             return []
         found: dict[str, list[int]] = {}
         for rank in self.first_ranks:
@@ -260,7 +260,7 @@ def _introduce(apart: bool, rank: int) -> Machine:
 
 def _cards() -> tuple[list[str], str]:
     wanted = os.environ.get(fabrics.VARIABLE)
-    if wanted == fabrics.TCP or (wanted != fabrics.VERBS and not ibgda.has_cards()):
+    if wanted == fabrics.TCP or (wanted not in fabrics.BY_CARD and not ibgda.has_cards()):
         return [], ibgda.NO_CARD
     try:
         return [verbs.setting(port) for port in verbs.usable()], ""

@@ -80,16 +80,19 @@ class DistributedRankGroup(RankGroup):
             if machine_count > 1:
                 wanted = [info.fabric for info in infos]
                 fabric = fabrics.choose_for_host(machine_count, wanted, self._rendezvous.gather)
-            by_card = fabric.name == fabrics.VERBS
+            name = fabric.name
 
             def make() -> host.HostBackend:
-                card = verbs.card_of(self.rank, self._machines) if by_card else None
-                nic = _C.SoftwareNic(rank=self.rank, segments=segments, card=card) if machine_count > 1 else None
-                if nic is not None:
-                    self._network = tcp.Network(self.rank, self._machines, nic, card=card)
+                nic = None
+                if machine_count > 1:
+                    cards = verbs.cards_for(name, self.rank, self._machines)
+                    nic = _C.SoftwareNic(rank=self.rank, segments=segments, card=next(iter(cards), None))
+                    for card in cards[1:]:
+                        nic.add_card(card)
+                    self._network = tcp.Network(self.rank, self._machines, nic, cards=cards)
                 return host.HostBackend(self.heap, self.ranks, segments, timeout=config.timeout_seconds, nic=nic)
 
-            self._backend = self._rendezvous.agree(make) if by_card else make()
+            self._backend = self._rendezvous.agree(make) if name in fabrics.BY_CARD else make()
             if self._network is not None:
                 self._network.connect(self._rendezvous)
                 fabric = fabrics.Choice(fabric.name, "; ".join([fabric.reason, *self._network.cards()]))
@@ -242,7 +245,7 @@ class DistributedRankGroup(RankGroup):
         if self._network is not None:
             if tolerates_loss:
                 self._network.nic.tolerate_loss()
-            self._rendezvous.barrier()
+            self._network.connect_part(self._rendezvous)
 
     def agree_on(self, check: Callable[[], None], settings: dict[str, Any]) -> None:
         plain = {name: value if isinstance(value, Plain) else str(value) for name, value in settings.items()}

@@ -329,6 +329,8 @@ class RankGroup:
     def _own_cause(self, outcome: str, rank: int) -> str:
         statuses = self._rank_statuses(outcome, rank)
         reason = next((status.reason for status in statuses if status.rank == rank), "")
+        if outcome == "lost" and not reason:  # another one's connection to it
+            reason = next((status.reason for status in statuses if status.reason), "")
         why = f": {reason}" if reason else ""
         if outcome == "failed" and reason.startswith((TOLD_TO_STOP, blame.STOPPED_WAITING)):
             return f"rank {rank} {reason}"

@@ -27,6 +27,7 @@ def cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "card").mkdir(parents=True)
     monkeypatch.setattr(ibgda, "CARDS", folder)
     monkeypatch.setattr(verbs, "usable", refuse("verbs"))
+    monkeypatch.setattr(verbs, "try_direct", refuse("ibgda"))
     return folder
 
 
@@ -55,7 +56,7 @@ def choose(*hosts: str, wanted: dict[int, str] | None = None, answers: Sequence[
 
 
 def refuse(name: str):
-    def load():
+    def load(*_):
         raise ep.EPError(f"{name} lacks something")
 
     return load
@@ -69,7 +70,7 @@ def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ep.EPError, match="p2p connects the processes of one machine, but the ranks run on a, b"):
         choose("a", "b", "a")
     monkeypatch.setenv(fabrics.VARIABLE, "carrier_pigeon")
-    with pytest.raises(ValueError, match="'carrier_pigeon', must be one of p2p, nvshmem, nccl, verbs, tcp"):
+    with pytest.raises(ValueError, match="'carrier_pigeon', must be one of p2p, nvshmem, nccl, ibgda, verbs, tcp"):
         choose("a")
 
 
@@ -84,17 +85,21 @@ def test_several_machines_take_the_first_network_that_loads(monkeypatch: pytest.
     assert choose("a", "b") == "tcp"
     monkeypatch.setattr(verbs, "usable", lambda: ["a port"])
     assert choose("a", "b") == "verbs"
+    monkeypatch.setattr(verbs, "try_direct", lambda gpu: None)
+    assert choose("a", "b") == "ibgda"
+    assert choose("a", "b", answers=[{}, {}, {1: "another driver"}]) == "verbs"
     assert choose("a", "a") == "p2p"
 
 
 def test_several_machines_without_a_card_take_the_host(monkeypatch: pytest.MonkeyPatch, cards: Path) -> None:
     monkeypatch.delenv(fabrics.VARIABLE, raising=False)
     monkeypatch.setattr(fabrics, "NETWORKS", dict.fromkeys(NETWORKS, lambda: None))
-    assert choose("a", "b", answers=[{1: ibgda.NO_CARD}] * 3) == "tcp"
+    assert choose("a", "b", answers=[{1: ibgda.NO_CARD}] * 4) == "tcp"
     (cards / "card").rmdir()
     assert choose("a", "b") == "tcp"
     monkeypatch.setattr(verbs, "usable", lambda: ["a port"])
-    for name in (*NETWORKS, "verbs", "tcp"):  # what is asked for counts
+    monkeypatch.setattr(verbs, "try_direct", lambda gpu: None)
+    for name in (*NETWORKS, "ibgda", "verbs", "tcp"):  # what is asked for counts
         monkeypatch.setenv(fabrics.VARIABLE, name)
         assert choose("a", "b") == choose("a", "a") == name
 
@@ -120,7 +125,8 @@ def test_why_a_fabric_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason("ab") == "2 machines; nvshmem lacks something"
     assert reason("aa", "nccl") == "MEGATRON_EP_FABRIC says so"
     monkeypatch.setattr(fabrics, "NETWORKS", {name: refuse(name) for name in NETWORKS})
-    assert reason("ab") == "2 machines; nvshmem lacks something; nccl lacks something; verbs lacks something"
+    lacks = "; ".join(f"{name} lacks something" for name in (*NETWORKS, "ibgda", "verbs"))
+    assert reason("ab") == f"2 machines; {lacks}"
 
 
 def test_ranks_that_want_different_fabrics(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +134,7 @@ def test_ranks_that_want_different_fabrics(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ep.EPError, match="is unset on rank 0 and 2, 'nccl' on rank 1, must be the same on all ranks"):
         choose("a", "a", "a", wanted={1: "nccl"})
     with pytest.raises(
-        ValueError, match="is unset on rank 0, 'pigeon' on rank 1, must be one of p2p, nvshmem, nccl, verbs, tcp"
+        ValueError, match="is unset on rank 0, 'pigeon' on rank 1, must be one of p2p, nvshmem, nccl, ibgda, verbs, tcp"
     ):
         choose("a", "a", wanted={1: "pigeon"})
 
@@ -272,20 +278,20 @@ def test_which_network_cards_ibgda_can_use(machine) -> None:
 
 def test_a_card_that_this_process_cannot_open_is_none(machine) -> None:
     machine(False, mlx5_0="mlx5_core")
-    assert ibgda.cards() == [] and fabrics.report()["ibgda"] == "no network card for it (driver mlx5)"
+    assert ibgda.cards() == [] and fabrics.report()["nvshmem's ibgda"] == "no network card for it (driver mlx5)"
 
 
 def test_the_environment_of_nvshmem_is_reported(machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(True, mlx5_0="mlx5_core")
     monkeypatch.setenv("NVSHMEM_MAX_TEAMS", "9")
-    assert fabrics.report()["ibgda"] == (
+    assert fabrics.report()["nvshmem's ibgda"] == (
         "mlx5_0; between machines NVSHMEM_IB_ENABLE_IBGDA=1 NVSHMEM_IBGDA_NUM_RC_PER_PE=(a block each) "
         "NVSHMEM_IBGDA_RC_MAP_BY=cta NVSHMEM_MAX_TEAMS=9 NVSHMEM_DISABLE_NVLS=1"
     )
     monkeypatch.setenv("NVSHMEM_IBGDA_RC_MAP_BY", "sm")
-    assert "must be cta: " in fabrics.report()["ibgda"]
+    assert "must be cta: " in fabrics.report()["nvshmem's ibgda"]
     monkeypatch.setenv("NVSHMEM_IB_ENABLE_IBGDA", "0")
-    assert fabrics.report()["ibgda"] == "off: NVSHMEM_IB_ENABLE_IBGDA is '0'"
+    assert fabrics.report()["nvshmem's ibgda"] == "off: NVSHMEM_IB_ENABLE_IBGDA is '0'"
 
 
 @pytest.mark.parametrize(

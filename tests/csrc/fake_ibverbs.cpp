@@ -5,6 +5,9 @@
 // a request may take long; a card that hears nothing gives up after its retries; memory that was
 // not registered is refused; and after an error a queue pair flushes what it has.
 //
+// It is a libmlx5, too: of queue pairs whose completion queue is made with mlx5dv_create_cq, the
+// cards listen to bells and carry out what lies in the rings (fake_mlx5.h).
+//
 // Facts of the cards are settings, "name=value" of the variable FAKE_IBVERBS, separated by commas,
 // and of the function fake_ibverbs_set:
 //
@@ -15,9 +18,12 @@
 //     slow          number of the card that takes 20 ms for each write of 4 KB or more (-1: none)
 //     unregistered  registering memory fails with this errno (0)
 //     seed          what is late, and by how much; 0: nothing
+//     silent        number of the card that says nothing (-1: none)
 //     silent_after  requests that a card carries out before it says nothing any more; -1: all
 //     refused_after requests that a card carries out before it refuses all memory; -1: all
 //     retry_ms      until a card gives up (60,000: no busy machine makes it)
+//     mlx5          whether the cards are of this driver (1)
+//     stride        bytes from an entry of a ring to the next one, as the driver says (64)
 
 #include <poll.h>
 #include <sys/eventfd.h>
@@ -27,8 +33,10 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cerrno>
 #include <chrono>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
@@ -42,6 +50,8 @@
 #include <vector>
 
 #include "fabric/verbs/abi.h"
+#include "fabric/verbs/mlx5.h"
+#include "fake_mlx5.h"
 
 using namespace ep::verbs;
 
@@ -73,10 +83,11 @@ class Settings {
   private:
     std::mutex mutex_;
     std::map<std::string, long long> values_ = {
-        {"devices", 1},       {"down", 0},           {"atomics", 1},      {"ethernet", 1},
-        {"iwarp", 0},         {"gids", 4},           {"address", 1},      {"network", 0},
-        {"astray", -1},       {"slow", -1},          {"unregistered", 0}, {"seed", 0},
-        {"silent_after", -1}, {"refused_after", -1}, {"retry_ms", 60'000}};
+        {"devices", 1},       {"down", 0},           {"atomics", 1},       {"ethernet", 1},
+        {"iwarp", 0},         {"gids", 4},           {"address", 1},       {"network", 0},
+        {"astray", -1},       {"slow", -1},          {"unregistered", 0},  {"seed", 0},
+        {"silent_after", -1}, {"refused_after", -1}, {"retry_ms", 60'000}, {"silent", -1},
+        {"mlx5", 1},          {"stride", 64}};
 };
 
 Settings& settings() {
@@ -102,6 +113,7 @@ struct Request {
     std::vector<Sge> pieces;
     uint32_t packet;
     Clock::time_point since;
+    uint16_t entry = 0;  // of a ring
 };
 
 struct Arrived {
@@ -113,6 +125,7 @@ struct Arrived {
 struct FakeContext;
 struct FakeCq : Cq {
     std::deque<Wc> found;
+    std::unique_ptr<fake_mlx5::Completions> ring;  // instead
 };
 
 struct FakeQp : Qp {
@@ -130,6 +143,7 @@ struct FakeQp : Qp {
     };
     std::vector<Late> late;  // what was written with relaxed ordering
     Clock::time_point slow_until;
+    std::unique_ptr<fake_mlx5::SendRing> ring;
 };
 
 struct FakeMr : Mr {
@@ -158,6 +172,8 @@ struct FakeContext : Context {
 
     void run();
     bool step();
+    void take_from_ring(FakeQp& qp);
+    void tell(FakeQp& qp, const Request& request, int status);
     void send_requests(FakeQp& qp);
     void receive(FakeQp& qp);
     void carry_out(FakeQp& qp);
@@ -171,24 +187,27 @@ struct FakeContext : Context {
 
 bool is_silent(FakeContext& card) {
     const long long most = settings()["silent_after"];
-    return settings()["down"] || (most >= 0 && card.carried_out >= most);
+    return settings()["down"] || settings()["silent"] == card.number() ||
+           (most >= 0 && card.carried_out >= most);
 }
 
 void FakeContext::run() {
     while (true) {
         std::vector<pollfd> files{{waker, POLLIN, 0}};
-        bool moved;
+        bool moved, has_rings = false;
         {
             const std::lock_guard held(lock);
             if (stopping) return;
             moved = step();
             for (FakeQp* qp : qps) {
+                has_rings |= qp->ring != nullptr;
                 files.push_back({qp->listener, POLLIN, 0});
                 for (const int socket : qp->in) files.push_back({socket, POLLIN, 0});
                 if (qp->out >= 0) files.push_back({qp->out, POLLIN, 0});
             }
         }
-        poll(files.data(), files.size(), moved ? 0 : 1);
+        const timespec nap{0, moved ? 0 : has_rings ? 50'000 : 1'000'000};  // nobody says of a bell
+        ppoll(files.data(), files.size(), &nap, nullptr);
         uint64_t count;
         [[maybe_unused]] const ssize_t ignored = read(waker, &count, sizeof count);
     }
@@ -203,6 +222,7 @@ bool FakeContext::step() {
             if (socket < 0) break;
             qp->in.push_back(socket);
         }
+        if (qp->ring) take_from_ring(*qp);
         send_requests(*qp);
         receive(*qp);
         carry_out(*qp);
@@ -224,6 +244,63 @@ char* FakeContext::place_of(uint32_t key, uint64_t address, uint64_t bytes, unsi
         address - region.begin > region.length - bytes)
         return nullptr;
     return static_cast<char*>(region.address) + (address - region.begin);
+}
+
+// What the bell has rung for; in an error all of it is given up.
+void FakeContext::take_from_ring(FakeQp& qp) {
+    const bool is_eager = !is_late() || random() % 2;
+    try {
+        while (qp.state == kError && qp.ring->is_rung(true)) {
+            static_cast<FakeCq*>(qp.send_cq)->ring->tell(qp.number, qp.ring->next(), kMlx5Flushed);
+            qp.ring->drop();
+        }
+        while (qp.state == kReadyToSend) {
+            Request request{};
+            request.entry = qp.ring->next();
+            const auto entry = qp.ring->take(is_eager);
+            if (!entry) return;
+            request.since = Clock::now();
+            request.wr.opcode = entry->is_write ? kRdmaWrite : kFetchAndAdd;
+            constexpr uint32_t kMost = 1 << 16;  // of a packet
+            uint32_t done = 0;
+            do {
+                const uint32_t part = std::min(entry->bytes - done, kMost);
+                request.packet = qp.next_packet;
+                request.pieces = {{entry->local + done, part, entry->local_key}};
+                if (entry->is_write)
+                    request.wr.rdma = {entry->remote + done, entry->remote_key};
+                else
+                    request.wr.atomic = {entry->remote, entry->increment, 0, entry->remote_key};
+                done += part;
+                if (entry->tells && done == entry->bytes) request.wr.flags = kSignaled;
+                qp.next_packet = (qp.next_packet + 1) & 0xffffff;
+                qp.waiting.push_back(request);
+            } while (done < entry->bytes);
+        }
+    } catch (const std::runtime_error& error) {
+        std::fprintf(stderr, "fake_ibverbs: %s\n", error.what());
+        std::abort();
+    }
+}
+
+void FakeContext::tell(FakeQp& qp, const Request& request, int status) {
+    auto& cq = *static_cast<FakeCq*>(qp.send_cq);
+    if (cq.ring) {
+        const std::map<int, uint8_t> syndromes = {
+            {kSuccess, 0},
+            {kLocalProtection, kMlx5LocalProtection},
+            {kFlushed, kMlx5Flushed},
+            {kRemoteInvalidRequest, kMlx5RemoteInvalidRequest},
+            {kRemoteAccess, kMlx5RemoteAccess},
+            {kRetriesExceeded, kMlx5RetriesExceeded}};
+        return cq.ring->tell(qp.number, request.entry, syndromes.at(status));
+    }
+    Wc found{};
+    found.wr_id = request.wr.wr_id;
+    found.qp = qp.number;
+    found.status = status;
+    found.vendor_error = status ? 0x81 : 0;
+    cq.found.push_back(found);
 }
 
 void FakeContext::send_requests(FakeQp& qp) {
@@ -299,11 +376,7 @@ void FakeContext::receive(FakeQp& qp) {
         if (recv(qp.out, &reply, sizeof reply, MSG_DONTWAIT) != sizeof reply) break;
         if (qp.unconfirmed.empty() || reply.packet != qp.unconfirmed.front().packet) continue;
         if (reply.status != kSuccess) return end(qp, reply.status);
-        Wc done{};
-        done.wr_id = qp.unconfirmed.front().wr.wr_id;
-        done.qp = qp.number;
-        if (qp.unconfirmed.front().wr.flags & kSignaled)
-            static_cast<FakeCq*>(qp.send_cq)->found.push_back(done);
+        if (qp.unconfirmed.front().wr.flags & kSignaled) tell(qp, qp.unconfirmed.front(), kSuccess);
         qp.unconfirmed.pop_front();
     }
 }
@@ -361,14 +434,12 @@ void FakeContext::end(FakeQp& qp, int status) {
     qp.state = kError;
     qp.arrived.clear();
     place_late(qp, true);
+    int told = -1;  // entry of a ring, which may be several packets
     for (auto* requests : {&qp.unconfirmed, &qp.waiting}) {
         for (const Request& request : *requests) {
-            Wc ended{};
-            ended.wr_id = request.wr.wr_id;
-            ended.qp = qp.number;
-            ended.status = status;
-            ended.vendor_error = 0x81;
-            static_cast<FakeCq*>(qp.send_cq)->found.push_back(ended);
+            if (qp.ring && request.entry == told) continue;
+            told = request.entry;
+            tell(qp, request, status);
             status = kFlushed;
         }
         requests->clear();
@@ -546,6 +617,41 @@ Cq* ibv_create_cq(Context* context, int entries, void* cq_context, void* channel
     return cq;
 }
 
+bool mlx5dv_is_supported(Device*) { return settings()["mlx5"]; }
+
+Cq* mlx5dv_create_cq(Context* context, CqInitAttr* attr, Mlx5CqInitAttr* own) {
+    const bool is_known = attr->has == CqInitAttr::kHasFlags &&
+                          attr->flags == CqInitAttr::kIgnoreOverrun && !attr->channel &&
+                          own->has == Mlx5CqInitAttr::kHasEntryBytes && own->entry_bytes == 64;
+    if (!is_known) {
+        errno = EINVAL;
+        return nullptr;
+    }
+    auto* cq = static_cast<FakeCq*>(
+        ibv_create_cq(context, static_cast<int>(attr->entries), attr->cq_context, nullptr, 0));
+    cq->ring = std::make_unique<fake_mlx5::Completions>(std::bit_ceil(attr->entries + 1));
+    return cq;
+}
+
+int mlx5dv_init_obj(Mlx5Objects* objects, uint64_t which) {
+    if (which & Mlx5Objects::kQp) {
+        auto& ring = *static_cast<FakeQp*>(objects->qp.in)->ring;
+        *objects->qp.out = {};
+        objects->qp.out->doorbell = static_cast<uint32_t*>(ring.record());
+        objects->qp.out->send = {ring.entries(), ring.count(),
+                                 static_cast<uint32_t>(settings()["stride"])};
+        objects->qp.out->bell = {ring.bell(), 256};
+    }
+    if (which & Mlx5Objects::kCq) {
+        auto& ring = *static_cast<FakeCq*>(objects->cq.in)->ring;
+        *objects->cq.out = {};
+        objects->cq.out->memory = ring.memory();
+        objects->cq.out->count = ring.count();
+        objects->cq.out->entry_bytes = 64;
+    }
+    return 0;
+}
+
 int ibv_destroy_cq(Cq* cq) {
     delete static_cast<FakeCq*>(cq);
     return 0;
@@ -572,6 +678,8 @@ Qp* ibv_create_qp(Pd* pd, QpInitAttr* attr) {
         name = name_of(qp->number, size);
     } while (bind(qp->listener, reinterpret_cast<const sockaddr*>(&name), size));
     listen(qp->listener, 8);
+    if (static_cast<FakeCq*>(attr->send_cq)->ring)  // larger than was asked for, as the driver's
+        qp->ring = std::make_unique<fake_mlx5::SendRing>(qp->number, 2 * std::bit_ceil(qp->most));
     const std::lock_guard held(card->lock);
     card->qps.push_back(qp);
     return qp;

@@ -325,7 +325,7 @@ void check_striped_garbage() {
             close(second[1]);
         SpinningWarp warp;
         wait_until_lost(warp, rank, "one connection was enough");
-        const SendQueue over_first = rank.port->queues().puts(0, 1);
+        const auto over_first = rank.port->queues().puts(0, 1);
         require(over_first.post_add(warp, 1, 0, 1), "no room");
         rank.nic->wake();
         require(warp.wait_all(Wait::None, 1,
@@ -363,7 +363,7 @@ bool overtakes(uint64_t seed) {
     b.nic->start_over(links_of(1));
     std::fill(a.heap.begin() + kData, a.heap.end(), 1);
     SpinningWarp warp;
-    const SendQueue queue = a.port->queues().puts(0, 1);
+    const auto queue = a.port->queues().puts(0, 1);
     for (int i = 0; i < kPuts; ++i)
         require(queue.post_write(warp, 1, kData + i, kData + i, 1), "no room");
     require(queue.post_add(warp, 1, 0, 1), "no room");
@@ -456,7 +456,7 @@ void dump(uint64_t seed, int entries) {
     a->nic->start({{}, {sockets[0]}});
     b->nic->start({{sockets[1]}, {}});
     write_out(a->heap.data(), a->heap.size());
-    const SendQueue queue = a->port->queues().puts(0, 1);
+    const auto queue = a->port->queues().puts(0, 1);
     SpinningWarp warp;
     for (int i = 0; i < entries; ++i) {
         const bool is_last = i == entries - 1;

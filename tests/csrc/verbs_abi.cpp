@@ -1,5 +1,6 @@
-// The own declarations of libibverbs' interface (fabric/verbs/abi.h) beside its header, where that
-// is installed: sizes, places and numbers. Elsewhere it says that nothing was compared.
+// The own declarations of libibverbs' interface (fabric/verbs/abi.h), and of libmlx5's
+// (fabric/verbs/mlx5.h), beside their headers, where these are installed: sizes, places and
+// numbers. Elsewhere it says that nothing was compared.
 
 #include <cstdio>
 
@@ -144,6 +145,52 @@ SAME_NUMBER(kQpMinRnrTimer, IBV_QP_MIN_RNR_TIMER);
 SAME_NUMBER(kQpSqPsn, IBV_QP_SQ_PSN);
 SAME_NUMBER(kQpMaxDestRdAtomic, IBV_QP_MAX_DEST_RD_ATOMIC);
 SAME_NUMBER(kQpDestination, IBV_QP_DEST_QPN);
+
+#if __has_include(<infiniband/mlx5dv.h>)
+#include <infiniband/mlx5dv.h>
+
+#include "fabric/verbs/mlx5.h"
+
+SAME_SIZE(CqInitAttr, ibv_cq_init_attr_ex);
+SAME_PLACE(CqInitAttr, entries, ibv_cq_init_attr_ex, cqe);
+SAME_PLACE(CqInitAttr, has, ibv_cq_init_attr_ex, comp_mask);
+SAME_PLACE(CqInitAttr, flags, ibv_cq_init_attr_ex, flags);
+SAME_SIZE(Mlx5CqInitAttr, mlx5dv_cq_init_attr);
+SAME_PLACE(Mlx5CqInitAttr, has, mlx5dv_cq_init_attr, comp_mask);
+SAME_PLACE(Mlx5CqInitAttr, entry_bytes, mlx5dv_cq_init_attr, cqe_size);
+SAME_SIZE(Mlx5Qp, mlx5dv_qp);
+SAME_PLACE(Mlx5Qp, doorbell, mlx5dv_qp, dbrec);
+SAME_PLACE(Mlx5Qp, send.memory, mlx5dv_qp, sq.buf);
+SAME_PLACE(Mlx5Qp, send.count, mlx5dv_qp, sq.wqe_cnt);
+SAME_PLACE(Mlx5Qp, send.stride, mlx5dv_qp, sq.stride);
+SAME_PLACE(Mlx5Qp, bell.address, mlx5dv_qp, bf.reg);
+SAME_PLACE(Mlx5Qp, has, mlx5dv_qp, comp_mask);
+SAME_SIZE(Mlx5Cq, mlx5dv_cq);
+SAME_PLACE(Mlx5Cq, memory, mlx5dv_cq, buf);
+SAME_PLACE(Mlx5Cq, count, mlx5dv_cq, cqe_cnt);
+SAME_PLACE(Mlx5Cq, entry_bytes, mlx5dv_cq, cqe_size);
+SAME_SIZE(Mlx5Objects, mlx5dv_obj);
+SAME_PLACE(Mlx5Objects, qp.in, mlx5dv_obj, qp.in);
+SAME_PLACE(Mlx5Objects, qp.out, mlx5dv_obj, qp.out);
+SAME_PLACE(Mlx5Objects, cq.in, mlx5dv_obj, cq.in);
+SAME_PLACE(Mlx5Objects, cq.out, mlx5dv_obj, cq.out);
+SAME_NUMBER(CqInitAttr::kHasFlags, IBV_CQ_INIT_ATTR_MASK_FLAGS);
+SAME_NUMBER(CqInitAttr::kIgnoreOverrun, IBV_CREATE_CQ_ATTR_IGNORE_OVERRUN);
+SAME_NUMBER(Mlx5CqInitAttr::kHasEntryBytes, MLX5DV_CQ_INIT_ATTR_MASK_CQE_SIZE);
+SAME_NUMBER(Mlx5Objects::kQp, MLX5DV_OBJ_QP);
+SAME_NUMBER(Mlx5Objects::kCq, MLX5DV_OBJ_CQ);
+SAME_NUMBER(kMlx5LocalLength, MLX5_CQE_SYNDROME_LOCAL_LENGTH_ERR);
+SAME_NUMBER(kMlx5LocalOperation, MLX5_CQE_SYNDROME_LOCAL_QP_OP_ERR);
+SAME_NUMBER(kMlx5LocalProtection, MLX5_CQE_SYNDROME_LOCAL_PROT_ERR);
+SAME_NUMBER(kMlx5Flushed, MLX5_CQE_SYNDROME_WR_FLUSH_ERR);
+SAME_NUMBER(kMlx5BadResponse, MLX5_CQE_SYNDROME_BAD_RESP_ERR);
+SAME_NUMBER(kMlx5LocalAccess, MLX5_CQE_SYNDROME_LOCAL_ACCESS_ERR);
+SAME_NUMBER(kMlx5RemoteInvalidRequest, MLX5_CQE_SYNDROME_REMOTE_INVAL_REQ_ERR);
+SAME_NUMBER(kMlx5RemoteAccess, MLX5_CQE_SYNDROME_REMOTE_ACCESS_ERR);
+SAME_NUMBER(kMlx5RemoteOperation, MLX5_CQE_SYNDROME_REMOTE_OP_ERR);
+SAME_NUMBER(kMlx5RetriesExceeded, MLX5_CQE_SYNDROME_TRANSPORT_RETRY_EXC_ERR);
+SAME_NUMBER(kMlx5ReceiverNotReady, MLX5_CQE_SYNDROME_RNR_RETRY_EXC_ERR);
+#endif
 
 int main() { std::puts("as the library has it"); }
 #else

@@ -36,20 +36,21 @@ def ranks(library):
 
 
 def use_library(path: str) -> None:
-    verbs.LIBRARY = path
+    verbs.LIBRARY, verbs.MLX5_LIBRARY = path, "libnone.so.1"
 
 
 @pytest.fixture
 def own_library(library, monkeypatch):
     """In this process."""
     monkeypatch.setattr(verbs, "LIBRARY", library)
+    monkeypatch.setattr(verbs, "MLX5_LIBRARY", library)
 
 
 @contextmanager
 def cards_with(**facts: int):
     """What is true of this rank's card, of its settings in fake_ibverbs.cpp."""
-    off = dict(down=0, unregistered=0, network=0, seed=0, astray=-1, slow=-1, silent_after=-1)
-    usual = dict(devices=1, retry_ms=60_000, **off)
+    off = dict(down=0, unregistered=0, network=0, seed=0, astray=-1, slow=-1, silent_after=-1, refused_after=-1)
+    usual = dict(devices=1, mlx5=1, stride=64, retry_ms=60_000, **off)
     change = ctypes.CDLL(verbs.LIBRARY).fake_ibverbs_set
     change.argtypes = [ctypes.c_char_p, ctypes.c_longlong]
     for name, value in facts.items():
@@ -139,15 +140,15 @@ def test_a_card_that_cannot_be_used_is_refused_on_every_rank(ranks, facts, what)
 # ---- which fabric, which card
 
 
-def run_said() -> list[str]:
+def run_said(fabric: str) -> list[str]:
     say = mock.Mock()
-    with test_tcp.machines_of(1, "verbs"), mock.patch.object(rank_group.set_up_log, "info", say):
+    with test_tcp.machines_of(1, fabric), mock.patch.object(rank_group.set_up_log, "info", say):
         buffer_of(timeout=20).close()
     return [text % tuple(values) for text, *values in (call.args for call in say.call_args_list)]
 
 
 def test_one_line_at_the_start_names_fabric_and_card(ranks):
-    [line], *others = ranks.run(run_said)
+    [line], *others = ranks.run(run_said, "verbs")
     assert "fabric: verbs (host backend on 4 machines, MEGATRON_EP_FABRIC says so; rank 0 has fake_0 port 1);" in line
     assert not any(others)
 
@@ -213,7 +214,8 @@ def test_without_the_library():
 def test_report(own_library, monkeypatch):
     monkeypatch.delenv(fabrics.VARIABLE, raising=False)
     monkeypatch.setattr(ibgda, "has_cards", lambda: True)
-    facts = fabrics.report()
+    with cards_with(mlx5=0):
+        facts = fabrics.report()
     assert facts["verbs"] == "fake_0 port 1 (RoCE): up, 10.99.0.1"
     assert facts["chosen on the host"] == "shared memory on one machine, verbs on several"
     with cards_with(down=1):

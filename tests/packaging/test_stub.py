@@ -8,6 +8,8 @@ from megatron_ep import _C, _simulate
 
 FOLDER = Path(_C.__file__).parent
 WITH_CUDA = {
+    "CardGroup",
+    "CardLowLatency",
     "DeviceMemory",
     "CudaGroup",
     "CudaLowLatency",
@@ -22,6 +24,7 @@ WITH_CUDA = {
     "quantize_cuda",
     "router_forward_cuda",
     "router_backward_cuda",
+    "try_card",
 }
 OF_PYBIND11 = {"_pybind11_conduit_v1_", "name", "value"}  # the last two of an enum
 VALUE = "a value"  # of a property, attribute or enum's member

@@ -156,6 +156,9 @@ struct alignas(64) Completion {
     }
 
     static EP_HD uint64_t kind_of(uint64_t last_word) { return last_word >> 60; }
+    static EP_HD uint16_t entry_of(uint64_t last_word) {
+        return static_cast<uint16_t>((last_word >> 32 & 0xff) << 8 | (last_word >> 40 & 0xff));
+    }
     // Of a ring, in which a place has it for the round-th time: whether it is there.
     static EP_HD bool is_there(uint64_t last_word, uint64_t round) {
         return kind_of(last_word) != kNothingYet && (last_word >> 56 & 1) == (round & 1);

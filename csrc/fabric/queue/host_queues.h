@@ -12,10 +12,10 @@ namespace ep {
 // its heap itself.
 class HostQueues {
   public:
-    // heaps: by rank; of those on other machines nobody touches it.
+    // heaps: by rank; of those on other machines nobody touches it. stride: see SoftwareNic::open.
     HostQueues(SoftwareNic& nic, const Topology& topology, int rank, std::vector<char*> heaps,
-               size_t bytes, int channels)
-        : nic_(nic), port_(nic.open(heaps, bytes, channels)) {
+               size_t bytes, int channels, int stride)
+        : nic_(nic), port_(nic.open(heaps, bytes, channels, std::nullopt, stride)) {
         params_.topology = topology;
         for (int local = 0; local < topology.ranks_per_node; ++local)
             params_.node[local] = heaps[topology.rank(topology.node_of(rank), local)];
@@ -25,12 +25,12 @@ class HostQueues {
     ~HostQueues() { nic_.close(port_); }
     HostQueues(const HostQueues&) = delete;
 
-    const QueueFabricParams& params() const { return params_; }
+    const CardFabricParams& params() const { return params_; }
 
   private:
     SoftwareNic& nic_;
     std::shared_ptr<SoftwareNic::Port> port_;
-    QueueFabricParams params_{};
+    CardFabricParams params_{};
 };
 
 }  // namespace ep

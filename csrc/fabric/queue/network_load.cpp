@@ -132,7 +132,7 @@ uint64_t NetworkLoad::word_at(size_t offset) const {
 
 // The memory of all ranks has the same layout: what this rank writes there stands in its own place.
 void NetworkLoad::post_put(const Ring& ring, size_t bytes) {
-    const SendQueue queue = port_->queues().puts(ring.channel, ring.peer);
+    const auto queue = port_->queues().puts(ring.channel, ring.peer);
     const size_t source = slot(true, ring.channel, ring.peer, ring.sent);
     const size_t place = slot(false, ring.channel, rank_, ring.sent);
     Poster poster;
@@ -168,7 +168,7 @@ bool NetworkLoad::receive(Ring& ring, uint64_t goal, size_t bytes, std::optional
         throw wrong("was signalled before there was room for it");
     const uint64_t came = std::min(signalled, goal);  // the peer may be in its next call
     if (came == ring.received) return false;
-    const SendQueue queue = port_->queues().credits(ring.channel, ring.peer);
+    const auto queue = port_->queues().credits(ring.channel, ring.peer);
     const uint64_t taken = came - ring.received;
     for (; ring.received < came; ++ring.received) {
         if (!seed) continue;

@@ -41,6 +41,15 @@ struct QueueFabricParams : QueueNetwork<false> {
     void reset_signals(int rank, uint64_t timeout_ns) const;
 };
 
+// The same where some queues may be a network card's: of ranks on GPUs that post there, and of all
+// ranks on the host.
+class CardFabric;
+struct CardFabricParams : QueueNetwork<true> {
+    using Fabric = CardFabric;
+
+    void reset_signals(int rank, uint64_t timeout_ns) const;
+};
+
 template <bool kMayHaveCards>
 class FabricOfQueues {
   public:
@@ -182,6 +191,11 @@ class FabricOfQueues {
 };
 
 class QueueFabric : public FabricOfQueues<false> {
+  public:
+    using FabricOfQueues::FabricOfQueues;
+};
+
+class CardFabric : public FabricOfQueues<true> {
   public:
     using FabricOfQueues::FabricOfQueues;
 };

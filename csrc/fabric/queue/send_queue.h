@@ -13,8 +13,16 @@ namespace ep {
 class SoftwareNic;
 void wake(SoftwareNic& nic);
 
+// What the warps that post in a queue count, in memory of their own.
+struct alignas(32) QueueProducer {
+    uint64_t begun;      // entries that have a number
+    uint64_t posted;     // entries that are written, all those before them, too
+    uint64_t completed;  // entries that are known to be carried out
+};
+
 // A queue that a network card reads by itself: a queue pair, where the card's driver has it. Its
-// rings may be larger than a queue is deep.
+// rings may be larger than a queue is deep. Several queues towards one rank may be one: then they
+// have their producer in common, too.
 struct CardQueue {
     SendEntry* entries;
     uint64_t* doorbell;       // DoorbellRecord
@@ -27,6 +35,7 @@ struct CardQueue {
     uint32_t data, flags;      // keys of the region at the other end: see verbs::Region
     uint32_t source;           // key of the region at this end
     SendEntry::Place scratch;  // where additions leave what was there before
+    QueueProducer* producer;
 
     // Whether an entry is carried out, or given up because of an error.
     template <class W>
@@ -35,13 +44,6 @@ struct CardQueue {
         return Completion::is_there(W::template acquire<Scope::System>(word),
                                     entry >> completion_bits);
     }
-};
-
-// What the warps that post in a queue count, in memory of their own.
-struct alignas(32) QueueProducer {
-    uint64_t begun;      // entries that have a number
-    uint64_t posted;     // entries that are written, all those before them, too
-    uint64_t completed;  // entries that are known to be carried out
 };
 
 // A ring of entries for one rank. Warps post in turn. A thread or card reads the doorbell, carries
@@ -111,8 +113,9 @@ struct AnySendQueue {
                    ? SendEntry::begin_of_add(static_cast<uint16_t>(end - 1), card()->number)
                    : place_of(end - 1).begin();
     }
-    // A card's register may be memory whose stores a host's processor gathers before they leave.
-    static EP_FN void let_bell_leave() {
+    // Before and after a bell: a card's register may be memory that is not in order with any other,
+    // and whose stores a host's processor gathers before they leave.
+    static EP_FN void fence_bell() {
 #if !defined(__CUDACC__) && defined(__x86_64__)
         asm volatile("sfence" ::: "memory");
 #elif !defined(__CUDACC__) && defined(__aarch64__)
@@ -191,8 +194,8 @@ struct AnySendQueue {
 
     static EP_FN uint64_t completed_by(uint64_t word, uint64_t posted) {
         if (Completion::kind_of(word) == Completion::kNothingYet) return 0;
-        const auto last = static_cast<uint16_t>((word >> 32 & 0xff) << 8 | (word >> 40 & 0xff));
-        return posted - static_cast<uint16_t>(static_cast<uint16_t>(posted) - 1 - last);
+        return posted - static_cast<uint16_t>(static_cast<uint16_t>(posted) - 1 -
+                                              Completion::entry_of(word));
     }
 
     // Entries below `end`, of which there is one, may be taken.
@@ -200,8 +203,9 @@ struct AnySendQueue {
     EP_FN void ring(W& warp, uint64_t end, bool ends_in_addition) const {
         warp.template publish<Scope::System>(doorbell_word(), rung_for(end));
         if (!card()) return wake_sleeper();
+        fence_bell();
         warp.template publish<Scope::System>(card()->bell, bell_of(end, ends_in_addition));
-        let_bell_leave();
+        fence_bell();
     }
 };
 
@@ -226,8 +230,9 @@ EP_FN bool post_each(W& warp, uint32_t lanes, bool rings, QueueOf&& queue_of, Pe
         warp.template publish_lanes<Scope::System>(32, [&](int lane, auto&& store) {
             if (!has_bell(lane)) return;
             const auto queue = queue_of(lane);
+            queue.fence_bell();
             store(queue.card()->bell, queue.bell_of(own[lane] + entries, entries != 0));
-            queue.let_bell_leave();
+            queue.fence_bell();
         });
     };
     warp.lanes(32, [&](int lane) {
@@ -304,9 +309,17 @@ struct AnySendQueues {
                 channels, depth,       key,       sleeper,   nullptr};
     }
 
+    // Of which none is a card's.
+    AnySendQueues<false> without_cards() const {
+        return {entries,  completions, doorbells, producers, ranks,
+                channels, depth,       key,       sleeper,   nullptr};
+    }
+
     EP_HD Queue puts(int channel, int rank) const { return (*this)[number(channel, rank)]; }
     EP_HD Queue credits(int channel, int rank) const { return (*this)[number(channel, rank) + 1]; }
     EP_HD Queue operator[](size_t number) const {
+        const CardQueue* card =
+            kMayHaveCards && cards && cards[number].bell ? cards + number : nullptr;
         return {entries + number * depth,
                 depth,
                 static_cast<uint32_t>(number),
@@ -314,9 +327,9 @@ struct AnySendQueues {
                 0,
                 doorbells + number,
                 completions + number,
-                producers + number,
+                card ? card->producer : producers + number,
                 sleeper,
-                kMayHaveCards && cards && cards[number].bell ? cards + number : nullptr};
+                card};
     }
 
   private:

@@ -6,8 +6,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bit>
+#include <cassert>
 #include <cstring>
 #include <stdexcept>
+#include <string_view>
 #include <utility>
 
 #include "fabric/queue/status.h"
@@ -30,6 +33,14 @@ void abort(ControlBlock& block, uint64_t word) {
     std::atomic_ref<uint64_t>(block.abort).compare_exchange_strong(nobody, word);
 }
 
+// Unless another one is there already.
+void note(Reason& reason, const std::string& why) {
+    if (std::atomic_ref<uint64_t>(reason.bytes).load()) return;
+    const size_t bytes = std::min(why.size(), Reason::kMaxBytes);
+    std::memcpy(reason.text, why.data(), bytes);
+    std::atomic_ref<uint64_t>(reason.bytes).store(bytes, std::memory_order_release);
+}
+
 void add(char* word, uint64_t increment) {
     std::atomic_ref<uint64_t>(*reinterpret_cast<uint64_t*>(word))
         .fetch_add(increment, std::memory_order_release);
@@ -47,6 +58,7 @@ SoftwareNic::SoftwareNic(int rank, std::vector<ControlBlock*> controls,
       arriving_(controls_.size()),
       told_(controls_.size()),
       waker_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
+    if (card_) cards_.push_back(card_);
     if (waker_ < 0) throw std::runtime_error("no event descriptor for the network's thread");
 }
 
@@ -57,7 +69,8 @@ SoftwareNic::~SoftwareNic() {
 
 std::shared_ptr<SoftwareNic::Port> SoftwareNic::open(std::vector<char*> heaps, size_t bytes,
                                                      int channels,
-                                                     const std::optional<QueueMemory>& of_gpu) {
+                                                     const std::optional<QueueMemory>& of_gpu,
+                                                     int stride) {
     const std::lock_guard lock(ports_mutex_);
     const int number = static_cast<int>(ports_.size()), ranks = static_cast<int>(heaps.size());
     if (number == 256)
@@ -71,25 +84,139 @@ std::shared_ptr<SoftwareNic::Port> SoftwareNic::open(std::vector<char*> heaps, s
     }
     const QueueMemory memory = of_gpu.value_or(
         QueueMemory{reinterpret_cast<char*>(port->memory_.data()), port->producers_.data()});
-    if (card_) port->region_ = std::make_shared<verbs::Region>(card_, heaps[rank_], bytes);
+    for (const auto& card : cards_)
+        port->regions_.push_back(std::make_shared<verbs::Region>(card, heaps[rank_], bytes));
     port->heaps_ = std::move(heaps);
     port->bytes_ = bytes;
-    port->queues_ = SendQueues::over(memory.shared, memory.producers, ranks, channels, kDepth,
-                                     static_cast<uint32_t>(number), of_gpu ? nullptr : this);
+    port->stride_ = stride;
+    port->queues_ =
+        AnySendQueues<true>::over(memory.shared, memory.producers, ranks, channels, kDepth,
+                                  static_cast<uint32_t>(number), of_gpu ? nullptr : this);
     port->taken_.resize(count);
     for (size_t i = 0; i < count; ++i) port->queues_[i].clear();
-    if (of_gpu) polls_ = true;
+    if (is_direct()) {
+        port->sides_.resize(ranks);
+        port->cards_.resize(count);
+        port->gpu_ = memory.cards;
+        port->queues_.cards = port->gpu_ ? port->gpu_->cards() : port->cards_.data();
+    } else if (of_gpu) {
+        polls_ = true;
+    }
     ports_.push_back(port);
-    for (const Links& links : links_) {
-        for (const auto& link : links) share(*link, static_cast<uint8_t>(number));
+    for (size_t rank = 0; rank < links_.size(); ++rank) {
+        for (const auto& link : links_[rank]) share(*link, rank, static_cast<uint8_t>(number));
     }
     wake();
     return port;
 }
 
 // With the other rank's card.
-void SoftwareNic::share(Link& link, uint8_t port) {
-    if (card_ && ports_[port]) static_cast<VerbsLink&>(link).open(port, ports_[port]->region_);
+void SoftwareNic::share(Link& link, size_t rank, uint8_t number) {
+    const auto& port = ports_[number];
+    if (!card_ || !port) return;
+    if (!is_direct()) return static_cast<VerbsLink&>(link).open(number, port->regions_.front());
+    if (const Port::Side& side = port->sides_[rank]; side.is_connected)
+        static_cast<CardLink&>(link).open(number, side.pairs);
+}
+
+namespace {
+
+// What ranks tell each other of a port. Behind it: of each queue pair the keys of the region that
+// its card has, the length of its address, and the address.
+struct Invitation {
+    uint32_t port, pairs;
+};
+struct Invited {
+    uint32_t data, flags, bytes;
+};
+
+template <class T>
+void append(std::string& text, const T& value) {
+    text.append(reinterpret_cast<const char*>(&value), sizeof value);
+}
+
+std::string_view take_bytes(std::string_view& text, size_t bytes) {
+    if (text.size() < bytes) throw std::runtime_error("the other rank says less of its queues");
+    const std::string_view taken = text.substr(0, bytes);
+    text.remove_prefix(bytes);
+    return taken;
+}
+
+template <class T>
+T take_value(std::string_view& text) {
+    T value;
+    std::memcpy(&value, take_bytes(text, sizeof value).data(), sizeof value);
+    return value;
+}
+
+}  // namespace
+
+std::string SoftwareNic::invite(int rank) {
+    std::vector<std::shared_ptr<Port>> ports;
+    {
+        const std::lock_guard lock(ports_mutex_);
+        ports = ports_;
+    }
+    std::string told;
+    for (size_t number = 0; number < ports.size(); ++number) {
+        Port* port = ports[number].get();
+        if (!port || !reaches(*port, rank_, rank) || port->sides_[rank].is_connected) continue;
+        CardLink::Pairs& pairs = port->sides_[rank].pairs;
+        pairs.clear();
+        const size_t count = std::min(queues_towards(*port), kMaxPairs);
+        append(told, Invitation{static_cast<uint32_t>(number), static_cast<uint32_t>(count)});
+        for (size_t i = 0; i < count; ++i) {
+            const size_t card = card_of(i);
+            pairs.push_back(std::make_shared<verbs::DirectPair>(cards_[card], kDepth));
+            const std::string address = pairs.back()->address();
+            append(told, Invited{port->regions_[card]->data(), port->regions_[card]->flags(),
+                                 static_cast<uint32_t>(address.size())});
+            told += address;
+        }
+    }
+    return told;
+}
+
+void SoftwareNic::join(int rank, const std::string& told) {
+    std::string_view rest = told;
+    while (!rest.empty()) {
+        const auto invitation = take_value<Invitation>(rest);
+        std::shared_ptr<Port> port;
+        {
+            const std::lock_guard lock(ports_mutex_);
+            if (invitation.port < ports_.size()) port = ports_[invitation.port];
+        }
+        if (!port || port->sides_[rank].pairs.size() != invitation.pairs)
+            throw std::runtime_error("the other rank has other queues than this one");
+        Port::Side& side = port->sides_[rank];
+        std::vector<CardQueue> cards;
+        for (const auto& pair : side.pairs) {
+            const auto invited = take_value<Invited>(rest);
+            pair->connect(std::string(take_bytes(rest, invited.bytes)));
+            const verbs::DirectPair::Rings& rings = pair->rings();
+            cards.push_back({rings.entries,
+                             rings.doorbell,
+                             rings.bell,
+                             rings.completions,
+                             rings.entry_count - 1,
+                             rings.completion_count - 1,
+                             static_cast<uint32_t>(std::countr_zero(rings.completion_count)),
+                             rings.number,
+                             invited.data,
+                             invited.flags,
+                             port->regions_[card_of(cards.size())]->local_key(),
+                             {rings.scratch_key, 0},
+                             &port->queues_.producers[number_of(rank, cards.size())]});
+            if (port->gpu_) port->gpu_->reach(*pair, cards.back());
+        }
+        for (size_t i = 0; i < queues_towards(*port); ++i)
+            port->cards_[number_of(rank, i)] = cards[i % cards.size()];
+        if (port->gpu_) port->gpu_->tell(port->cards_);
+        const std::lock_guard lock(ports_mutex_);
+        side.is_connected = true;
+        for (const auto& link : links_[rank])
+            share(*link, rank, static_cast<uint8_t>(invitation.port));
+    }
 }
 
 void SoftwareNic::close(const std::shared_ptr<Port>& port) {
@@ -124,7 +251,7 @@ bool SoftwareNic::forget(const std::shared_ptr<Port>& port, bool at_once) {
             link->forget(number);
         }
     }
-    port->region_.reset();
+    port->regions_.clear();
     place->reset();
     return true;
 }
@@ -139,15 +266,18 @@ Link* SoftwareNic::link_of(size_t queue) const {
 void SoftwareNic::start(const std::vector<std::vector<int>>& sockets, const QueuePairs& pairs) {
     std::vector<Links> links(sockets.size());
     for (size_t rank = 0; rank < sockets.size(); ++rank) {
+        assert(!is_direct() || sockets[rank].size() < 2);  // one watches the queues
         for (size_t i = 0; i < sockets[rank].size(); ++i) {
             std::unique_ptr<Link> link = std::make_unique<TcpLink>(sockets[rank][i]);
-            if (card_) {
+            if (is_direct()) {
+                link = std::make_unique<CardLink>(std::move(link));
+            } else if (card_) {
                 link = std::make_unique<VerbsLink>(std::move(link), pairs.at(rank).at(i));
             } else if (seed_) {
                 link = std::make_unique<UnorderedLink>(std::move(link), *seed_ + rank);
             }
             for (size_t port = 0; port < ports_.size(); ++port)
-                share(*link, static_cast<uint8_t>(port));
+                share(*link, rank, static_cast<uint8_t>(port));
             links[rank].push_back(std::move(link));
         }
     }
@@ -181,6 +311,10 @@ void SoftwareNic::stop(std::chrono::duration<double> most) {
     thread_.join();
     thread_ = {};
     for (Links& links : links_) links.clear();
+    for (const auto& port : ports_) {
+        if (!port) continue;
+        for (Port::Side& side : port->sides_) side.is_connected = false;
+    }
 }
 
 void SoftwareNic::run() {
@@ -263,7 +397,7 @@ bool SoftwareNic::has_work() const {
 
 // Some of what was posted in a queue. Returns whether there was any.
 bool SoftwareNic::carry_out(Port& port, size_t number) {
-    const SendQueue queue = port.queues_[number];
+    const AnySendQueue<true> queue = port.queues_[number];
     Port::Taken& taken = port.taken_[number];
     const int rank = static_cast<int>(number / 2 % links_.size());
     const uint16_t rung = queue.rung();
@@ -429,13 +563,9 @@ void SoftwareNic::tell_others() {
 // With one connection to a rank the others end, too.
 void SoftwareNic::lose(int rank, const std::string& why) {
     for (const auto& link : links_[rank]) link->fail(why);
-    ControlBlock& mirror = *controls_[rank];
-    if (!std::atomic_ref<uint64_t>(mirror.reason.bytes).load()) {
-        const size_t bytes = std::min(why.size(), Reason::kMaxBytes);
-        std::memcpy(mirror.reason.text, why.data(), bytes);
-        std::atomic_ref<uint64_t>(mirror.reason.bytes).store(bytes, std::memory_order_release);
-    }
+    note(controls_[rank]->reason, why);
     if (tolerates_loss_) return;
+    note(own().reason, why);  // for those whose own connection to it is whole
     const uint64_t word = ControlBlock::abort_word(Outcome::Lost, rank);
     for (ControlBlock* block : controls_) abort(*block, word);
 }

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core/incident.h"
+#include "fabric/queue/card_link.h"
 #include "fabric/queue/held_additions.h"
 #include "fabric/queue/link.h"
 #include "fabric/queue/send_queue.h"
@@ -18,10 +19,26 @@
 
 namespace ep {
 
+// Where a GPU posts in a card's queues by itself: what it must be given. Called when queues are
+// connected, on the thread that connects them.
+class GpuOfCards {
+  public:
+    // In its memory, for all queues of a port.
+    virtual CardQueue* cards() = 0;
+    // Lets it reach a queue pair's rings and bell, whose addresses become those that it has. Throws
+    // std::runtime_error where it does not.
+    virtual void reach(verbs::DirectPair& pair, CardQueue& card) = 0;
+    virtual void tell(const std::vector<CardQueue>& cards) = 0;
+
+  protected:
+    ~GpuOfCards() = default;
+};
+
 // A thread that carries out the send queues of one rank as a network card would: towards ranks of
 // other machines over TCP, or by a card that it tells what to do (verbs), towards those whose
 // memory is mapped by copying. A write reads its
-// source when it leaves, and an addition is seen after the writes before it in its queue.
+// source when it leaves, and an addition is seen after the writes before it in its queue. A card
+// that is direct carries out by itself what goes to other machines, and the thread watches it.
 //
 // Beside the queues it tells the others what this rank's control block says, and what the others
 // say lies in a mirror of theirs here. So a failure anywhere ends the waits everywhere, and a rank
@@ -40,10 +57,16 @@ class SoftwareNic {
 
     static constexpr uint32_t kDepth = 128;  // of a queue
 
+    // Whether ranks post in its card's queues by themselves.
+    bool is_direct() const { return card_ && card_->is_direct(); }
+    // Of a rank with several cards that are direct, all but the first; before a port is opened. All
+    // of a channel goes over one of them, for its order.
+    void add_card(std::shared_ptr<verbs::Card> card) { cards_.push_back(std::move(card)); }
+
     // The queues of a symmetric heap, and what was taken of them.
     class Port {
       public:
-        const SendQueues& queues() const { return queues_; }
+        const AnySendQueues<true>& queues() const { return queues_; }
 
       private:
         friend class SoftwareNic;
@@ -58,30 +81,50 @@ class SoftwareNic {
         // By rank; of those on other machines nobody touches it.
         std::vector<char*> heaps_;
         size_t bytes_;
-        SendQueues queues_;
-        std::vector<Taken> taken_;                     // of all queues
-        std::shared_ptr<const verbs::Region> region_;  // that the card knows
+        int stride_;
+        AnySendQueues<true> queues_;
+        std::vector<Taken> taken_;                                   // of all queues
+        std::vector<std::shared_ptr<const verbs::Region>> regions_;  // that each card knows
         // Of the queues, unless a GPU posts in them.
         std::vector<SendEntry> memory_;
         std::vector<SendQueue::Producer> producers_;
+
+        // With a card that is direct.
+        struct Side {  // the way to a rank of another machine
+            CardLink::Pairs pairs;
+            bool is_connected = false;
+        };
+        std::vector<Side> sides_;       // by rank
+        std::vector<CardQueue> cards_;  // of all queues
+        GpuOfCards* gpu_ = nullptr;
     };
     // Memory of queues in which a GPU posts. The thread polls them, because a GPU cannot wake it.
     struct QueueMemory {
         char* shared;  // see SendQueues
         SendQueue::Producer* producers;
+        GpuOfCards* cards = nullptr;  // with a card that is direct
     };
 
     // All ranks open the same ports in the same order. heaps: by rank, where the network reads and
-    // writes them; of those on other machines nobody touches it.
+    // writes them; of those on other machines nobody touches it. stride: its queues lead to each
+    // stride-th rank, this one among them: others need none of a card's.
     std::shared_ptr<Port> open(std::vector<char*> heaps, size_t bytes, int channels,
-                               const std::optional<QueueMemory>& of_gpu = std::nullopt);
+                               const std::optional<QueueMemory>& of_gpu = std::nullopt,
+                               int stride = 1);
     // Nothing that still arrives for it is written.
     void close(const std::shared_ptr<Port>& port);
+
+    // With a card that is direct, after ports were opened and before anybody posts in them, the
+    // network running or not: takes queue pairs for all ports that have none towards a rank of
+    // another machine, and returns what that rank must be told of them ...
+    std::string invite(int rank);
+    // ... and takes what that rank has told. Both throw std::runtime_error with what fails.
+    void join(int rank, const std::string& told);
 
     // Begins to carry out what is posted. sockets: by rank, connected, one or several (stripes), as
     // many at both ends and in the same order; none for those whose memory is mapped. Takes them.
     // All of a channel goes over one of them, for its order. pairs: with a card, one that is
-    // connected beside each socket.
+    // connected beside each socket; with one that is direct, one socket for each rank.
     using QueuePairs = std::vector<std::vector<std::shared_ptr<verbs::QueuePair>>>;
     void start(const std::vector<std::vector<int>>& sockets, const QueuePairs& pairs = {});
     // The same over connections of any kind; without a card.
@@ -100,6 +143,8 @@ class SoftwareNic {
 
   private:
     using Clock = std::chrono::steady_clock;
+    // To a rank: more queues share them. A card and its driver have room for some thousands.
+    static constexpr size_t kMaxPairs = 16;
     static constexpr uint32_t kPiece = 64 << 10;  // so that a long write delays no credit
     // With these times the thread takes 0.3 % of a core while nobody sends (`megatron-ep bench
     // network`). Each by itself is not measured: chosen as short beside what waits for it.
@@ -110,7 +155,19 @@ class SoftwareNic {
 
     void run();
     bool leave();
-    void share(Link& link, uint8_t port);
+    // Which card has a queue pair: a channel's two have the same.
+    size_t card_of(size_t pair) const { return pair / 2 % cards_.size(); }
+    static size_t queues_towards(const Port& port) {
+        return 2 * (static_cast<size_t>(port.queues_.channels) + 1);
+    }
+    // Of those towards a rank: see SendQueues.
+    size_t number_of(int rank, size_t queue) const {
+        return 2 * (queue / 2 * links_.size() + rank) + queue % 2;
+    }
+    static bool reaches(const Port& port, int from, int to) {
+        return from != to && from % port.stride_ == to % port.stride_;
+    }
+    void share(Link& link, size_t rank, uint8_t port);
     bool forget(const std::shared_ptr<Port>& port, bool at_once);
     bool carry_out(Port& port, size_t queue);
     bool move_bytes();
@@ -130,6 +187,7 @@ class SoftwareNic {
     int rank_;
     std::vector<ControlBlock*> controls_;
     std::shared_ptr<verbs::Card> card_;
+    std::vector<std::shared_ptr<verbs::Card>> cards_;  // that one, and others
     std::optional<uint64_t> seed_;
     std::vector<Links> links_;  // by rank; the first also carries what ranks tell of themselves
     std::mutex ports_mutex_;

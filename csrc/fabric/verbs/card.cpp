@@ -71,7 +71,7 @@ Port examine(const Library& library, Context* context, const std::string& device
 
 }  // namespace
 
-std::vector<Port> find_ports(const Library& library) {
+std::vector<Port> find_ports(const Library& library, const Mlx5* mlx5) {
     int count = 0;
     Device** list = library.get_device_list(&count);
     if (!list)
@@ -82,6 +82,10 @@ std::vector<Port> find_ports(const Library& library) {
         const std::string device = list[i]->name;
         if (list[i]->transport != kInfiniBandTransport) {
             ports.push_back({device, 1, true, 0, "", "it is neither InfiniBand nor RoCE"});
+            continue;
+        }
+        if (mlx5 && !mlx5->is_supported(list[i])) {
+            ports.push_back({device, 1, true, 0, "", "it is no card of the driver mlx5"});
             continue;
         }
         Context* context = library.open_device(list[i]);
@@ -100,8 +104,9 @@ std::vector<Port> find_ports(const Library& library) {
     return ports;
 }
 
-Card::Card(std::shared_ptr<const Library> library, const Port& port)
-    : library_(std::move(library)), port_(port) {
+Card::Card(std::shared_ptr<const Library> library, const Port& port,
+           std::shared_ptr<const Mlx5> mlx5)
+    : library_(std::move(library)), mlx5_(std::move(mlx5)), port_(port) {
     const auto fail = [&](const char* call, int error) {
         const std::string text = name() + ": " + call + ": " + std::strerror(error);
         release();

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "fabric/verbs/library.h"
+#include "fabric/verbs/mlx5.h"
 
 namespace ep::verbs {
 
@@ -19,29 +20,35 @@ struct Port {
     std::string lacks;    // why it cannot be used; "" if it can
 };
 
-// The ports of this machine. Throws std::runtime_error with the reason if there are none.
-std::vector<Port> find_ports(const Library& library);
+// The ports of this machine. mlx5: those of other drivers lack it. Throws std::runtime_error with
+// the reason if there are none.
+std::vector<Port> find_ports(const Library& library, const Mlx5* mlx5 = nullptr);
 
 // An open port.
 class Card {
   public:
-    // Throws std::runtime_error with what fails.
-    Card(std::shared_ptr<const Library> library, const Port& port);
+    // mlx5: with it ranks post in the card's queues by themselves (DirectPair); null: a thread asks
+    // libibverbs for all. Throws std::runtime_error with what fails.
+    Card(std::shared_ptr<const Library> library, const Port& port,
+         std::shared_ptr<const Mlx5> mlx5 = nullptr);
     ~Card();
     Card(const Card&) = delete;
 
     const Port& port() const { return port_; }
     std::string name() const { return port_.device + " port " + std::to_string(port_.number); }
+    bool is_direct() const { return mlx5_ != nullptr; }
     // "" while it is up.
     std::string fault() const;
 
   private:
     friend class Region;
     friend class QueuePair;
+    friend class DirectPair;
 
     void release();
 
     std::shared_ptr<const Library> library_;
+    std::shared_ptr<const Mlx5> mlx5_;
     Port port_;
     Context* context_ = nullptr;
     DeviceAttr attributes_{};

@@ -35,25 +35,27 @@ std::string failed(const std::string& what, int error) {
 }  // namespace
 
 QueuePair::QueuePair(std::shared_ptr<Card> card)
-    : card_(std::move(card)), first_packet_(std::random_device()() & 0xffffff) {
-    const Library& library = *card_->library_;
-    cq_ = library.create_cq(card_->context_, kDepth, nullptr, nullptr, 0);
+    : QueuePair(card, card->library_->create_cq(card->context_, kDepth, nullptr, nullptr, 0),
+                kDepth) {}
+
+QueuePair::QueuePair(std::shared_ptr<Card> card, Cq* cq, uint32_t depth)
+    : card_(std::move(card)), cq_(cq), first_packet_(std::random_device()() & 0xffffff) {
     if (!cq_) throw std::runtime_error(failed(card_->name() + ": ibv_create_cq", errno));
     QpInitAttr wanted{};
     wanted.send_cq = wanted.receive_cq = cq_;
-    wanted.cap = {kDepth, 1, 1, 1, 0};
+    wanted.cap = {depth, 1, 1, 1, 0};
     wanted.type = kReliableConnection;
-    qp_ = library.create_qp(card_->pd_, &wanted);
+    qp_ = library().create_qp(card_->pd_, &wanted);
     if (!qp_) {
         const int error = errno;
-        library.destroy_cq(cq_);
+        library().destroy_cq(cq_);
         throw std::runtime_error(failed(card_->name() + ": ibv_create_qp", error));
     }
 }
 
 QueuePair::~QueuePair() {
-    card_->library_->destroy_qp(qp_);
-    card_->library_->destroy_cq(cq_);
+    library().destroy_qp(qp_);
+    library().destroy_cq(cq_);
 }
 
 std::string QueuePair::address() const {
@@ -83,7 +85,7 @@ void QueuePair::connect(const std::string& address) {
         throw std::runtime_error(between() + ": one of them is InfiniBand, the other RoCE");
     const auto step = [&](QpAttr& attr, QpState state, int mask) {
         attr.state = state;
-        const int error = card_->library_->modify_qp(qp_, &attr, mask | kQpState);
+        const int error = library().modify_qp(qp_, &attr, mask | kQpState);
         if (!error) return;
         const char* hint = state == kReadyToReceive && port.is_ethernet
                                ? "; the addresses of the two cards must reach each other"
@@ -124,7 +126,7 @@ void QueuePair::connect(const std::string& address) {
 void QueuePair::stop() {
     QpAttr error{};
     error.state = kError;
-    card_->library_->modify_qp(qp_, &error, kQpState);
+    library().modify_qp(qp_, &error, kQpState);
 }
 
 std::string QueuePair::write(const Request& to, const Region& region, const char* bytes,

@@ -45,13 +45,20 @@ class QueuePair {
     // Of both ends, for messages.
     std::string between() const;
 
-  private:
-    std::string post(SendWr& request);
+  protected:
+    // Over this completion queue, which it takes.
+    QueuePair(std::shared_ptr<Card> card, Cq* cq, uint32_t depth);
+
+    const Library& library() const { return *card_->library_; }
     std::string reason_of(const Wc& completion) const;
 
     std::shared_ptr<Card> card_;
-    Cq* cq_ = nullptr;
+    Cq* cq_;
     Qp* qp_ = nullptr;
+
+  private:
+    std::string post(SendWr& request);
+
     uint32_t first_packet_;  // its number
     std::string other_;      // card
 };

@@ -21,7 +21,8 @@ HostGroup::HostGroup(const Heap& heap, std::vector<int> ranks, std::vector<char*
         controls.push_back(reinterpret_cast<ControlBlock*>(base + heap_.control()));
     if (nic_)
         queues_ = std::make_unique<HostQueues>(*nic_, heap_.topology, ranks_.front(), heaps,
-                                               heap_.bytes(), heap_.channels);
+                                               heap_.bytes(), heap_.channels,
+                                               heap_.topology.ranks_per_node);
     for (int rank : ranks_) {
         own_heaps_.push_back(heaps[rank]);
         states_.push_back({rank, controls[rank], controls, timeout});
@@ -32,7 +33,7 @@ HostGroup::HostGroup(const Heap& heap, std::vector<int> ranks, std::vector<char*
 
 AnyHostFabric HostGroup::fabric_of(int rank, const std::vector<char*>& heaps,
                                    const HostQueues* queues) const {
-    if (queues) return QueueFabric(queues->params(), rank);
+    if (queues) return CardFabric(queues->params(), rank);
     if (network_) return HostFabric(heap_.topology, rank, heaps, network_.get());
     return MappedHostFabric(heap_.topology, rank, heaps);
 }

@@ -5,7 +5,9 @@
 #include <stdexcept>
 #include <string>
 
+#include "core/cuda/put_off.h"
 #include "core/cuda/runtime.h"
+#include "launch/cuda/mapped_pages.h"
 #include "launch/queue/queue_heap.h"
 
 namespace ep {
@@ -31,8 +33,8 @@ PinnedReport::PinnedReport(int device)
 }
 
 QueueHeap::QueueHeap(SoftwareNic& nic, const PinnedReport& report, const Topology& topology,
-                     int rank, int device, size_t begin, size_t bytes, int channels)
-    : nic_(nic) {
+                     int rank, int device, size_t begin, size_t bytes, int channels, int stride)
+    : nic_(nic), device_(device) {
     const DeviceGuard guard(device);
     const size_t count = SendQueues::count(topology.world(), channels);
     network_ = as_array<char>(pinned_memory(device, bytes));
@@ -46,28 +48,102 @@ QueueHeap::QueueHeap(SoftwareNic& nic, const PinnedReport& report, const Topolog
     params_.report = report.data();
     std::vector<char*> heaps(topology.world(), nullptr);
     heaps[rank] = network_.get();
-    port_ = nic_.open(std::move(heaps), bytes, channels,
-                      SoftwareNic::QueueMemory{mapped(queues_.get()), producers_.get()});
+    SoftwareNic::QueueMemory memory{mapped(queues_.get()), producers_.get()};
+    if (nic_.is_direct()) memory.cards = &cards_.emplace(device, count);
+    port_ = nic_.open(std::move(heaps), bytes, channels, memory, stride);
     params_.queues = port_->queues();
     params_.reset_signals(rank, 0);
 }
 
-QueueHeap::~QueueHeap() { nic_.close(port_); }
+QueueHeap::~QueueHeap() {
+    nic_.close(port_);
+    if (!cards_) return;
+    // the queue pairs, whose memory the GPU maps
+    put_off({device_,
+             [](void* port) { delete static_cast<std::shared_ptr<SoftwareNic::Port>*>(port); },
+             new std::shared_ptr<SoftwareNic::Port>(std::move(port_))});
+}
 
-QueueFabricParams QueueHeap::fabric(const std::vector<char*>& node) const {
-    QueueFabricParams params = params_;
+template <class Params>
+Params QueueHeap::params_for(const std::vector<char*>& node) const {
     if (node.size() > kMaxNodeRanks)
         throw std::invalid_argument("ranks_per_node is " + std::to_string(node.size()) +
                                     ", at most " + std::to_string(kMaxNodeRanks));
+    Params params{};
+    params.topology = params_.topology;
     std::copy(node.begin(), node.end(), params.node);
+    params.network = params_.network;
+    params.network_begin = params_.network_begin;
+    params.report = params_.report;
+    params.network_bytes = params_.network_bytes;
     return params;
 }
 
-void QueueFabricParams::reset_signals(int, uint64_t) const {
-    std::memset(network, 0, network_bytes);
-    check_cuda(cudaMemset(queues.producers, 0, queues.count() * sizeof(SendQueue::Producer)),
-               "cudaMemset");
+QueueFabricParams QueueHeap::fabric(const std::vector<char*>& node) const {
+    auto params = params_for<QueueFabricParams>(node);
+    params.queues = params_.queues.without_cards();
+    return params;
+}
+
+CardFabricParams QueueHeap::card_fabric(const std::vector<char*>& node) const {
+    auto params = params_for<CardFabricParams>(node);
+    params.queues = params_.queues;
+    return params;
+}
+
+namespace {
+
+template <class Params>
+void clear(const Params& params) {
+    std::memset(params.network, 0, params.network_bytes);
+    check_cuda(
+        cudaMemset(params.queues.producers, 0, params.queues.count() * sizeof(SendQueue::Producer)),
+        "cudaMemset");
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+}
+
+}  // namespace
+
+void QueueFabricParams::reset_signals(int, uint64_t) const { clear(*this); }
+void CardFabricParams::reset_signals(int, uint64_t) const { clear(*this); }
+
+CardsOfGpu::CardsOfGpu(int device, size_t count)
+    : device_(device),
+      memory_(as_array<CardQueue>(device_memory(device, count * sizeof(CardQueue)))) {
+    check_cuda(cudaMemset(memory_.get(), 0, count * sizeof(CardQueue)), "cudaMemset");
+}
+
+void CardsOfGpu::reach(verbs::DirectPair& pair, CardQueue& card) {
+    const DeviceGuard guard(device_);
+    const auto reach_ring = [&]<class T>(T*& ring, size_t count, MappedPages::Of what) {
+        const auto pages = MappedPages::around(ring, count * sizeof(T), what);
+        ring = pages->on_gpu(ring);
+        pair.keep(pages);
+    };
+    reach_ring(card.entries, card.last_entry + size_t{1}, MappedPages::Of::Host);
+    reach_ring(card.doorbell, 1, MappedPages::Of::Host);
+    reach_ring(card.completions, card.last_completion + size_t{1}, MappedPages::Of::Host);
+    reach_ring(card.bell, 1, MappedPages::Of::Registers);
+}
+
+void CardsOfGpu::tell(const std::vector<CardQueue>& cards) {
+    const DeviceGuard guard(device_);
+    check_cuda(cudaMemcpy(memory_.get(), cards.data(), cards.size() * sizeof(CardQueue),
+                          cudaMemcpyHostToDevice),
+               "cudaMemcpy");
+}
+
+void try_card(const std::shared_ptr<verbs::Card>& card, int device) {
+    verbs::DirectPair pair(card, SoftwareNic::kDepth);
+    const verbs::DirectPair::Rings& rings = pair.rings();
+    CardQueue queue{};
+    queue.entries = rings.entries;
+    queue.doorbell = rings.doorbell;
+    queue.bell = rings.bell;
+    queue.completions = rings.completions;
+    queue.last_entry = rings.entry_count - 1;
+    queue.last_completion = rings.completion_count - 1;
+    CardsOfGpu(device, 1).reach(pair, queue);
 }
 
 }  // namespace ep

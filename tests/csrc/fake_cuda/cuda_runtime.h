@@ -3,17 +3,26 @@
 // As much of the CUDA runtime as the host code of the CUDA backend calls, for two GPUs that run
 // nothing: which contexts there are, what is allocated, and the call that is to fail.
 
+#include <sys/mman.h>
+
 #include <cstddef>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <set>
 #include <utility>
 #include <vector>
 
 #define CUDART_VERSION 13000
 
-enum cudaError_t { cudaSuccess, cudaErrorMemoryAllocation, cudaErrorNotReady };
+enum cudaError_t {
+    cudaSuccess,
+    cudaErrorMemoryAllocation,
+    cudaErrorNotReady,
+    cudaErrorNotSupported,
+    cudaErrorHostMemoryAlreadyRegistered
+};
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDefault };
 enum cudaDeviceAttr {
     cudaDevAttrMultiProcessorCount,
@@ -25,6 +34,9 @@ enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 enum {
     cudaHostAllocMapped = 1,
     cudaHostAllocPortable = 2,
+    cudaHostRegisterPortable = 1,
+    cudaHostRegisterMapped = 2,
+    cudaHostRegisterIoMemory = 4,
     cudaStreamNonBlocking = 1,
     cudaEventDisableTiming = 2,
     cudaIpcMemLazyEnablePeerAccess = 1
@@ -87,6 +99,13 @@ struct FakeCuda {
     int fails_in = -1;  // calls of those that can fail; never
     bool native_atomics = true;
     std::function<void(void*)> before_copy;  // what a kernel does in the meantime
+    struct Pages {
+        size_t bytes;
+        bool are_registers;
+    };
+    std::map<char*, Pages> registered;
+    bool refuses_registers = false;
+    ptrdiff_t registers_at = 0;  // how far from their place in the process the GPUs have them
 
     cudaError_t call() {
         ++calls;
@@ -156,7 +175,32 @@ inline cudaError_t cudaFreeHost(void* memory) { return fake_cuda.give(memory); }
 inline cudaError_t cudaEventDestroy(cudaEvent_t event) { return fake_cuda.give(event); }
 inline cudaError_t cudaStreamDestroy(cudaStream_t stream) { return fake_cuda.give(stream); }
 inline cudaError_t cudaHostGetDevicePointer(void** out, void* memory, unsigned) {
-    *out = memory;
+    const auto found = fake_cuda.registered.find(static_cast<char*>(memory));
+    const bool is_moved = found != fake_cuda.registered.end() && found->second.are_registers;
+    *out = static_cast<char*>(memory) + (is_moved ? fake_cuda.registers_at : 0);
+    return fake_cuda.call();
+}
+// Whole pages that the process has, each once.
+inline cudaError_t cudaHostRegister(void* memory, size_t bytes, unsigned flags) {
+    unsigned char there[1024];
+    char* begin = static_cast<char*>(memory);
+    if (bytes > sizeof there * 4096 || mincore(memory, bytes, there)) std::abort();
+    const bool are_registers = flags & cudaHostRegisterIoMemory;
+    if (are_registers && fake_cuda.refuses_registers) return cudaErrorNotSupported;
+    for (const auto& [other, pages] : fake_cuda.registered) {
+        if (begin < other + pages.bytes && other < begin + bytes)
+            return cudaErrorHostMemoryAlreadyRegistered;
+    }
+    if (const cudaError_t error = fake_cuda.call()) return error;
+    fake_cuda.registered[begin] = {bytes, are_registers};
+    return cudaSuccess;
+}
+inline cudaError_t cudaHostUnregister(void* memory) {
+    unsigned char there[1024];
+    const auto found = fake_cuda.registered.find(static_cast<char*>(memory));
+    if (found == fake_cuda.registered.end() || mincore(memory, found->second.bytes, there))
+        std::abort();  // it must be there still
+    fake_cuda.registered.erase(found);
     return fake_cuda.call();
 }
 inline cudaError_t cudaMemset(void* memory, int value, size_t bytes) {

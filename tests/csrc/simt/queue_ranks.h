@@ -108,7 +108,8 @@ class Ranks {
                         simt::QueueCards::kData,
                         simt::QueueCards::kFlags,
                         simt::QueueCards::kSource,
-                        {simt::QueueCards::kScratch, 8 * i}};
+                        {simt::QueueCards::kScratch, 8 * i},
+                        queues.producers + i};
         }
         return cards;
     }

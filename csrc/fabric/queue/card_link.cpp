@@ -1,0 +1,104 @@
+#include "fabric/queue/card_link.h"
+
+#include <algorithm>
+
+namespace ep {
+
+CardLink::~CardLink() { stop(); }
+
+// Nothing that the other rank has posted is written here any more.
+void CardLink::stop() {
+    for (const auto& [number, region] : regions_) stop(region);
+}
+
+void CardLink::stop(const Region& region) {
+    for (const auto& pair : region.pairs) pair->stop();
+}
+
+void CardLink::fail(const std::string& why) {
+    if (end_.empty()) stop();
+    Link::fail(why);
+}
+
+void CardLink::add(const Frame&, const char*, std::function<void()>) {
+    fail("what the card carries was given to the host");
+}
+
+void CardLink::add_copy(Frame frame, std::string bytes) {
+    words_->add_copy(frame, std::move(bytes));
+}
+
+bool CardLink::send() {
+    for (auto& [number, region] : regions_) {
+        if (region.is_to_confirm && is_idle(region)) {
+            region.is_to_confirm = false;
+            add_copy({Frame::kClosed, number}, {});
+            stop(region);  // what is posted later fails at once
+        }
+        if (region.was_closed) continue;
+        for (const auto& pair : region.pairs) {
+            const std::string fault = pair->fault();
+            if (fault.empty()) continue;
+            fail(fault);
+            return true;
+        }
+    }
+    return words_->send();
+}
+
+bool CardLink::is_idle(const Region& region) {
+    return std::all_of(region.pairs.begin(), region.pairs.end(),
+                       [](const auto& pair) { return pair->is_idle(); });
+}
+
+bool CardLink::is_idle() const {
+    return std::all_of(regions_.begin(), regions_.end(),
+                       [](const auto& region) { return is_idle(region.second); });
+}
+
+bool CardLink::has_to_send() const { return end_.empty() && (words_->has_to_send() || !is_idle()); }
+
+bool CardLink::is_acknowledged() const {
+    return !end_.empty() || (is_idle() && words_->is_acknowledged());
+}
+
+bool CardLink::receive(const Target& target, const Done& done) {
+    char nothing;
+    const auto is_own = [](const Frame& frame) {
+        return frame.kind == Frame::kClose || frame.kind == Frame::kClosed;
+    };
+    const bool moved = words_->receive(
+        [&](const Frame& frame) -> char* {
+            if (is_own(frame)) return frame.bytes ? nullptr : &nothing;
+            const bool is_of_card = frame.kind == Frame::kWrite || frame.kind == Frame::kAdd;
+            return is_of_card ? nullptr : target(frame);
+        },
+        [&](const Frame& frame) {
+            if (!is_own(frame)) return done(frame);
+            Region& region = regions_[frame.region];
+            if (frame.kind == Frame::kClose)
+                region.was_closed = region.is_to_confirm = true;
+            else
+                region.was_confirmed = true;
+        });
+    if (!words_->end().empty()) fail(words_->end());
+    return moved;
+}
+
+bool CardLink::forget(uint8_t number) {
+    const auto found = regions_.find(number);
+    if (found == regions_.end()) return true;
+    Region& region = found->second;
+    const bool is_over = region.was_closed && !region.is_to_confirm;
+    if (end_.empty() && !region.pairs.empty() && !is_over) {
+        if (!region.asked && !is_idle(region)) return false;
+        if (!region.asked) add_copy({Frame::kClose, number}, {});
+        region.asked = true;
+        if (!region.was_confirmed) return false;
+    }
+    stop(region);
+    region.pairs.clear();
+    return true;
+}
+
+}  // namespace ep

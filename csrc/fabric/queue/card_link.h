@@ -1,0 +1,57 @@
+#pragma once
+
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "fabric/queue/link.h"
+#include "fabric/verbs/direct_pair.h"
+
+namespace ep {
+
+// What goes to one rank where the ranks post in a network card's queues by themselves: the card
+// carries out writes and additions, and here it is watched, because an entry that fails tells its
+// producer only that it is over. The other frames go over TCP, by which a rank also learns that
+// another has gone.
+//
+// Before a side closes a region, the other one confirms that what it had posted there is over.
+// What it posts there later fails, and nobody minds.
+class CardLink : public Link {
+  public:
+    using Pairs = std::vector<std::shared_ptr<verbs::DirectPair>>;
+
+    explicit CardLink(std::unique_ptr<Link> words) : words_(std::move(words)) {}
+    ~CardLink() override;
+
+    // pairs: connected, or not yet posted in.
+    void open(uint8_t region, Pairs pairs) { regions_[region].pairs = std::move(pairs); }
+
+    void fail(const std::string& why) override;
+    bool has_room() const override { return end_.empty() && words_->has_room(); }
+    void add(const Frame&, const char*, std::function<void()>) override;
+    void add_copy(Frame frame, std::string bytes) override;
+    bool send() override;
+    bool has_to_send() const override;
+    bool is_acknowledged() const override;
+    bool receive(const Target& target, const Done& done) override;
+    bool forget(uint8_t region) override;
+    int descriptor() const override { return words_->descriptor(); }
+    bool waits_for_descriptor() const override { return words_->has_to_send(); }
+
+  private:
+    struct Region {
+        Pairs pairs;
+        bool was_closed = false;  // by the other side
+        bool is_to_confirm = false;
+        bool asked = false, was_confirmed = false;  // that this side closes it
+    };
+    static bool is_idle(const Region& region);
+    bool is_idle() const;
+    void stop();
+    static void stop(const Region& region);
+
+    std::unique_ptr<Link> words_;
+    std::map<uint8_t, Region> regions_;
+};
+
+}  // namespace ep

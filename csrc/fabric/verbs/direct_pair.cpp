@@ -1,0 +1,127 @@
+#include "fabric/verbs/direct_pair.h"
+
+#include <errno.h>
+
+#include <atomic>
+#include <bit>
+#include <cstring>
+#include <stdexcept>
+
+namespace ep::verbs {
+namespace {
+
+// Nobody tells the card which completions were seen: it must not wait for that.
+Cq* new_cq(const Mlx5& mlx5, Context* context, const std::string& card, uint32_t depth) {
+    CqInitAttr wanted{};
+    wanted.entries = depth;
+    wanted.has = CqInitAttr::kHasFlags;
+    wanted.flags = CqInitAttr::kIgnoreOverrun;
+    Mlx5CqInitAttr own{};  // whole completions: none is compressed
+    own.has = Mlx5CqInitAttr::kHasEntryBytes;
+    own.entry_bytes = sizeof(Completion);
+    Cq* cq = mlx5.create_cq(context, &wanted, &own);
+    if (!cq) throw std::runtime_error(card + ": mlx5dv_create_cq: " + std::strerror(errno));
+    return cq;
+}
+
+template <class T>
+T* aligned(void* address) {
+    return reinterpret_cast<uintptr_t>(address) % alignof(T) ? nullptr : static_cast<T*>(address);
+}
+
+uint64_t last_word(const Completion& completion) {
+    return std::atomic_ref<uint64_t>(*const_cast<Completion&>(completion).last_word())
+        .load(std::memory_order_acquire);
+}
+
+WcStatus status_of(uint8_t syndrome) {
+    switch (syndrome) {
+        case kMlx5LocalLength:
+            return kLocalLength;
+        case kMlx5LocalOperation:
+            return kLocalOperation;
+        case kMlx5LocalProtection:
+            return kLocalProtection;
+        case kMlx5Flushed:
+            return kFlushed;
+        case kMlx5BadResponse:
+            return kBadResponse;
+        case kMlx5LocalAccess:
+            return kLocalAccess;
+        case kMlx5RemoteInvalidRequest:
+            return kRemoteInvalidRequest;
+        case kMlx5RemoteAccess:
+            return kRemoteAccess;
+        case kMlx5RemoteOperation:
+            return kRemoteOperation;
+        case kMlx5RetriesExceeded:
+            return kRetriesExceeded;
+        case kMlx5ReceiverNotReady:
+            return kReceiverNotReady;
+        default:
+            return kGeneral;
+    }
+}
+
+}  // namespace
+
+DirectPair::DirectPair(std::shared_ptr<Card> card, uint32_t depth)
+    : QueuePair(card, new_cq(*card->mlx5_, card->context_, card->name(), depth), depth) {
+    Mlx5Qp qp{};
+    Mlx5Cq cq{};
+    Mlx5Objects objects{};
+    objects.qp = {qp_, &qp};
+    objects.cq = {cq_, &cq};
+    if (const int error = card_->mlx5_->init_objects(&objects, Mlx5Objects::kQp | Mlx5Objects::kCq))
+        throw std::runtime_error(card_->name() + ": mlx5dv_init_obj: " + std::strerror(error));
+    rings_ = {aligned<SendEntry>(qp.send.memory),
+              qp.send.count,
+              aligned<uint64_t>(qp.doorbell),
+              aligned<uint64_t>(qp.bell.address),
+              aligned<Completion>(cq.memory),
+              cq.count,
+              qp_->number,
+              card_->scratch_mr_->lkey};
+    const auto fits = [&](uint32_t count, uint32_t bytes) {
+        return std::has_single_bit(count) && count >= depth && bytes == sizeof(SendEntry);
+    };
+    if (!rings_.entries || !rings_.doorbell || !rings_.bell || !rings_.completions ||
+        !fits(qp.send.count, qp.send.stride) || !fits(cq.count, cq.entry_bytes))
+        throw std::runtime_error(card_->name() +
+                                 ": its driver keeps queues in another form than mlx5's");
+}
+
+// Of the entry before the one that the doorbell record names; null: it is not there yet.
+const Completion* DirectPair::last_completion() const {
+    const auto record = std::bit_cast<DoorbellRecord>(
+        std::atomic_ref<uint64_t>(*rings_.doorbell).load(std::memory_order_acquire));
+    const auto last = static_cast<uint16_t>(record.send - 1);
+    const Completion& there = rings_.completions[last & (rings_.completion_count - 1)];
+    const uint64_t word = last_word(there);
+    if (Completion::kind_of(word) == Completion::kNothingYet) return nullptr;
+    return Completion::entry_of(word) == last ? &there : nullptr;
+}
+
+bool DirectPair::is_idle() const {
+    if (last_completion()) return true;
+    // a ring that has no completion at its end has none of number 2^16 - 1: nothing was posted
+    const bool begins = !std::atomic_ref<uint64_t>(*rings_.doorbell).load();
+    const uint64_t word = last_word(rings_.completions[rings_.completion_count - 1]);
+    return begins && Completion::kind_of(word) == Completion::kNothingYet;
+}
+
+std::string DirectPair::fault() const {
+    const Completion* found = last_completion();
+    if (!found || !Completion::is_error(last_word(*found))) return "";
+    for (uint32_t i = 0; i < rings_.completion_count; ++i) {  // the cause, of which it is one
+        const Completion& other = rings_.completions[i];
+        if (Completion::is_error(last_word(other)) && other.syndrome != kMlx5Flushed)
+            found = &other;
+    }
+    Wc error{};
+    error.status = status_of(found->syndrome);
+    error.vendor_error = found->vendor_syndrome;
+    return reason_of(error);
+}
+
+}  // namespace ep::verbs

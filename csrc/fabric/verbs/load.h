@@ -1,0 +1,34 @@
+#pragma once
+
+#include <dlfcn.h>
+
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+
+namespace ep::verbs {
+
+// A shared library, never unloaded, and its symbols.
+class Symbols {
+  public:
+    // name: as dlopen takes it. needs: what is too old where a symbol is missing. Both throw
+    // std::runtime_error.
+    Symbols(const std::string& name, const char* needs)
+        : name_(name), needs_(needs), handle_(dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL)) {
+        if (!handle_) throw std::runtime_error(dlerror());
+    }
+
+    template <class F>
+    void find(F& function, const char* symbol) const {
+        void* found = dlsym(handle_, symbol);
+        if (!found) throw std::runtime_error(name_ + " has no " + symbol + ": it needs " + needs_);
+        function = reinterpret_cast<F>(found);
+    }
+
+  private:
+    std::string name_;
+    const char* needs_;
+    void* handle_;
+};
+
+}  // namespace ep::verbs

@@ -1,0 +1,235 @@
+"""Host ranks of several machines that post in a network card's own queues (IBGDA), as GPUs do. The machines are this
+one, under several names, and the cards are those of a libmlx5 of the tests' own (tests/csrc/fake_mlx5.h), which reads
+what the ranks have written into its rings: no real one has been seen."""
+
+import time
+from unittest import mock
+
+import pytest
+import test_tcp
+import test_verbs
+import torch
+import torch.distributed as dist
+from forced_machines import machines_of
+from test_verbs import buffer_of, cards_with, library  # noqa: F401
+
+import megatron_ep as ep
+from megatron_ep.backends import fabrics, ibgda, tcp, verbs
+from megatron_ep.bench.local_ranks import LocalRanks
+from megatron_ep.errors import EPError
+
+W = test_tcp.W
+
+
+@pytest.fixture(scope="module")
+def ranks(library):  # noqa: F811
+    with LocalRanks(W, 120) as ranks:
+        ranks.run(use_libraries, library)
+        yield ranks
+
+
+def use_libraries(path: str) -> None:
+    verbs.LIBRARY = verbs.MLX5_LIBRARY = path
+
+
+@pytest.fixture
+def own_libraries(library, monkeypatch):  # noqa: F811
+    """In this process."""
+    monkeypatch.setattr(verbs, "LIBRARY", library)
+    monkeypatch.setattr(verbs, "MLX5_LIBRARY", library)
+
+
+def run_late(run, *arguments) -> None:
+    """Over cards whose writes become visible late, and in any order."""
+    with cards_with(seed=1 + dist.get_rank()):
+        run(*arguments, "ibgda")
+
+
+@pytest.mark.parametrize(("per_machine", "per_node", "stripes"), [(1, 1, ""), (2, 2, "1"), (2, 1, "2")])
+def test_the_bits_of_one_machine(ranks, per_machine, per_node, stripes):
+    ranks.run(run_late, test_tcp.run_layers, per_machine, per_node, stripes)
+
+
+@pytest.mark.parametrize("per_machine", [1, 2])
+def test_the_low_latency_mode(ranks, per_machine):
+    ranks.run(run_late, test_tcp.run_low_latency, per_machine)
+
+
+def run_carried() -> bool:
+    """Whether a thread of the host carries rows: over TCP, or by telling a card."""
+    sent = []
+    whole = tcp.Network.segments_sent
+    with machines_of(1, "ibgda"), buffer_of(timeout=20) as buffer:
+        network = buffer._group._network
+        ids = torch.arange(16).repeat(64, 1)[:, :4].contiguous()
+        for _ in range(2):
+            dist.barrier()
+            before = sum(count for count, _ in whole(network).values())
+            for _ in range(10):
+                ep.dispatch(torch.ones(64, 7168), ids, buffer=buffer)
+            sent.append(sum(count for count, _ in whole(network).values()) - before)
+            dist.barrier()
+    return max(sent) > 500
+
+
+def test_no_row_goes_over_tcp(ranks):
+    assert not any(ranks.run(run_carried))
+
+
+# ---- what goes wrong
+
+
+def test_a_failure_is_heard_on_every_machine(ranks):
+    for text in ranks.run(test_tcp.run_with_one_that_goes, "refuses", "ibgda"):
+        assert text.startswith("rank 3 refused its arguments")
+
+
+def run_until_broken(facts: dict[str, int], rank: int) -> str:
+    """The card of one rank does what it should not, then it is in order again."""
+    x, ids = torch.ones(8, 16), torch.arange(16).view(8, 2)
+    with machines_of(1, "ibgda"), buffer_of(timeout=30) as buffer:
+        expected = ep.dispatch(x, ids, buffer=buffer).x
+        dist.barrier()
+        with cards_with(retry_ms=500, **facts if dist.get_rank() == rank else {}):
+            start = time.monotonic()
+            with pytest.raises(EPError) as caught:
+                ep.dispatch(x, ids, buffer=buffer)
+            assert time.monotonic() - start < 5
+            dist.barrier()
+        buffer.reset()
+        assert torch.equal(ep.dispatch(x, ids, buffer=buffer).x, expected)
+    return str(caught.value)
+
+
+def test_a_card_that_says_nothing_is_named_on_every_rank(ranks):
+    for text in ranks.run(run_until_broken, dict(silent_after=0), 1):
+        assert text.startswith("the connection to rank"), text
+        assert "fake_0 port 1 (10.99.0.1)" in text and "confirmed nothing of what was sent" in text, text
+
+
+def test_a_card_that_refuses_ends_all_waits(ranks):
+    for text in ranks.run(run_until_broken, dict(refused_after=0), 1):
+        assert text.startswith("the connection to rank") and "broke: fake_0 port 1 (10.99.0.1)" in text, text
+
+
+def run_refused(facts: dict[str, int]) -> str:
+    with (
+        machines_of(1, "ibgda"),
+        cards_with(**facts if dist.get_rank() == 2 else {}),
+        pytest.raises(EPError) as caught,
+    ):
+        buffer_of(timeout=20)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("facts", "what"),
+    [
+        (dict(mlx5=0), "fake_0 port 1 (RoCE): it is no card of the driver mlx5 on rank 2"),
+        (dict(down=1), "fake_0 port 1 (RoCE): it is down on rank 2"),
+        (dict(stride=128), "its driver keeps queues in another form than mlx5's on rank 2"),
+        (dict(network=9), "10.99.9.1"),
+    ],
+)
+def test_a_card_that_cannot_be_used_is_refused_on_every_rank(ranks, facts, what):
+    for text in ranks.run(run_refused, facts):
+        assert what in text
+
+
+# ---- which fabric
+
+
+def run_without(name: str) -> str:
+    with (
+        machines_of(1, "ibgda"),
+        mock.patch.object(verbs, "MLX5_LIBRARY", name if dist.get_rank() == 1 else verbs.MLX5_LIBRARY),
+        pytest.raises(EPError) as caught,
+    ):
+        buffer_of(timeout=20)
+    return str(caught.value)
+
+
+def test_what_is_missing_of_libmlx5_is_said(ranks):
+    needs = "the ibgda fabric needs"
+    for text in ranks.run(run_without, "libnone.so.1"):
+        assert text.startswith(needs) and "libnone.so.1: cannot open" in text and text.endswith("on rank 1")
+    for text in ranks.run(run_without, "libm.so.6"):
+        assert text.startswith(needs) and "libm.so.6 has no mlx5dv_is_supported: it needs rdma-core" in text
+
+
+def run_choice(facts: dict[str, int], wanted: str) -> str:
+    with (
+        machines_of(2, wanted),
+        mock.patch.object(ibgda, "has_cards", lambda: True),
+        cards_with(**facts if dist.get_rank() == 3 else {}),
+        ep.Buffer(None, ep.Config(num_experts=16, timeout=20), ep.Topology(2, 2)) as buffer,
+    ):
+        return buffer.fabric
+
+
+def test_the_cards_own_queues_come_first(ranks):
+    assert set(ranks.run(run_choice, {}, "")) == {"ibgda"}
+    assert set(ranks.run(run_choice, dict(mlx5=0), "")) == {"verbs"}
+    assert set(ranks.run(run_choice, dict(down=1), "")) == {"tcp"}
+    assert set(ranks.run(run_choice, {}, "verbs")) == {"verbs"}
+
+
+def test_one_line_at_the_start_names_fabric_and_card(ranks):
+    [line], *others = ranks.run(test_verbs.run_said, "ibgda")
+    assert "fabric: ibgda (host backend on 4 machines, MEGATRON_EP_FABRIC says so; rank 0 has fake_0 port 1);" in line
+    assert not any(others)
+
+
+def test_report(own_libraries, monkeypatch):
+    monkeypatch.delenv(fabrics.VARIABLE, raising=False)
+    monkeypatch.setattr(ibgda, "has_cards", lambda: True)
+    with cards_with(devices=2):
+        facts = fabrics.report()
+    assert facts["ibgda"] == "fake_0 port 1 (RoCE): up, 10.99.0.1; fake_1 port 1 (RoCE): up, 10.99.0.1"
+    assert facts["card of each rank"] == "on the host in turn fake_0:1, fake_1:1"
+    assert facts["chosen on the host"] == "shared memory on one machine, ibgda on several"
+    with cards_with(mlx5=0):
+        facts = fabrics.report()
+    assert facts["ibgda"] == "fake_0 port 1 (RoCE): it is no card of the driver mlx5"
+    assert facts["chosen on the host"] == "shared memory on one machine, verbs on several"
+
+
+def run_several_cards(seed: int) -> list[str]:
+    """Each rank has two cards."""
+    with cards_with(devices=2, seed=seed + dist.get_rank()):
+        test_tcp.run_layers(1, 1, "", "ibgda")
+        test_tcp.run_low_latency(1, "ibgda")
+        with machines_of(1, "ibgda"), buffer_of(timeout=20) as buffer:
+            return buffer._group._network.cards()
+
+
+def test_the_bits_over_several_cards_a_rank(ranks):
+    for rank, [text] in enumerate(ranks.run(run_several_cards, 7)):
+        assert text == f"rank {rank} has fake_0 port 1 and fake_1 port 1"
+
+
+def test_ranks_of_a_machine_share_its_cards(own_libraries):
+    machines = ["a", "b", "a"]
+    with cards_with(devices=5):
+        taken = [verbs.cards_for("ibgda", rank, machines) for rank in range(3)]
+        names = [[card.port_name.split()[0] for card in cards] for cards in taken]
+        assert names == [["fake_0", "fake_2", "fake_4"], [f"fake_{i}" for i in range(5)], ["fake_1", "fake_3"]]
+        assert [card.port_name for card in verbs.cards_for("verbs", 2, machines)] == ["fake_1 port 1"]
+    assert not verbs.cards_for("tcp", 0, machines)
+
+
+def test_rails_that_differ_are_named():
+    machines = ["a", "a", "b", "b"]
+    assert not verbs.rails_that_differ(machines, [["x"], ["y"], ["x"], ["y"]])
+    assert verbs.rails_that_differ(machines, [["x"], ["y"], ["x"], ["x"]]).startswith(
+        "rank 1 has y, rank 3 has x: if a"
+    )
+
+
+def test_which_card_the_rank_of_a_gpu_takes(own_libraries, monkeypatch):
+    near = {"a": ["fake_2"], "b": ["fake_0", "fake_1"], "c": ["fake_0", "fake_1"]}
+    monkeypatch.setattr(ibgda, "has_cards", lambda: True)
+    monkeypatch.setattr(verbs.near_cards, "nearest", lambda gpu, cards: near.get(gpu, cards))
+    with cards_with(devices=3):
+        assert verbs.report_of_ranks(["a", "b", "c"]) == "GPU 0 fake_2:1, GPU 1 fake_0:1, GPU 2 fake_1:1"
+        assert verbs.report_of_ranks(["a", "b"]) == "GPU 0 fake_2:1, GPU 1 fake_0:1 (ibgda: fake_1:1 too)"
