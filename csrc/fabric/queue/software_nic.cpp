@@ -299,6 +299,7 @@ void SoftwareNic::start_over(std::vector<Links> links) {
     }
     last_beat_ = news_until_ = {};
     last_abort_ = 0;
+    loss_ = {};
     stopping_ = said_goodbye_ = false;
     thread_ = std::jthread([this] { run(); });
 }
@@ -551,6 +552,7 @@ void SoftwareNic::tell_others() {
         if (!is_new && !(is_time && link->has_room())) continue;
         ControlBlock said{};
         copy_status(said, own());
+        if (!said.reason.bytes) said.reason = loss_;  // for those whose own connections are whole
         link->add_copy({Frame::kStatus}, {reinterpret_cast<const char*>(&said), sizeof said});
         if (is_new) {
             link->add_copy({Frame::kAbort, 0, 0, 0, 0, word}, {});
@@ -565,7 +567,7 @@ void SoftwareNic::lose(int rank, const std::string& why) {
     for (const auto& link : links_[rank]) link->fail(why);
     note(controls_[rank]->reason, why);
     if (tolerates_loss_) return;
-    note(own().reason, why);  // for those whose own connection to it is whole
+    note(loss_, why);
     const uint64_t word = ControlBlock::abort_word(Outcome::Lost, rank);
     for (ControlBlock* block : controls_) abort(*block, word);
 }

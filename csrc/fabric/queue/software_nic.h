@@ -198,6 +198,7 @@ class SoftwareNic {
     std::vector<std::atomic<uint64_t>> told_;   // by rank: the abort word that it was sent
     Clock::time_point last_beat_;
     uint64_t last_abort_ = 0;
+    Reason loss_{};  // why the first connection broke, if one did
     Clock::time_point news_until_;
 
     std::jthread thread_;
