@@ -15,11 +15,11 @@ struct ChunkBits {
     uint32_t of[kChunksAtOnce];
 };
 
-// bits_of(expert) of all that each token of the chunks from `first` on chose, together.
-template <WarpLike W, class BitsOf>
+// bits_of(expert) of all that each token of the chunks from `first` on chose, together. kChoices:
+// of a token, whose loads are under way at once.
+template <int kChoices, WarpLike W, class BitsOf>
 EP_FN void read_chunks(W& warp, const LowLatencyDispatchArgs& args, int first,
                        typename W::template PerLane<ChunkBits>& chunks, BitsOf&& bits_of) {
-    constexpr int kChoices = 8;  // of a token, whose loads are under way at once
     const int topk = args.format.topk, bytes = args.index_bytes;
     const char* ids = static_cast<const char*>(args.topk_idx);
     warp.lanes(32, [&](int lane) {
@@ -44,7 +44,7 @@ EP_FN void read_chunks(W& warp, const LowLatencyDispatchArgs& args, int first,
 }
 
 // To a rank: which tokens chose each of 32 of its experts from `first` on, and how many.
-template <WarpLike W, class F>
+template <int kChoices, WarpLike W, class F>
 EP_FN void send_tokens_of_experts(W& warp, const LowLatencyDispatch<F>& call, int first,
                                   int first_here, uint64_t* words) {
     const LowLatencyDispatchArgs& args = call.args;
@@ -55,7 +55,7 @@ EP_FN void send_tokens_of_experts(W& warp, const LowLatencyDispatch<F>& call, in
     typename W::template PerLane<int> rows;
     warp.lanes(32, [&](int lane) { rows[lane] = 0; });
     for (int chunk = 0; 32 * chunk < args.num_tokens; chunk += kChunksAtOnce) {
-        read_chunks(warp, args, chunk, chosen, [&](int32_t expert) {
+        read_chunks<kChoices>(warp, args, chunk, chosen, [&](int32_t expert) {
             return is_within(expert, first, count) ? uint32_t{1} << (expert - first) : 0;
         });
         for (int i = 0; i < kChunksAtOnce; ++i) {
@@ -75,7 +75,7 @@ EP_FN void send_tokens_of_experts(W& warp, const LowLatencyDispatch<F>& call, in
 }
 
 // To a rank: which tokens chose any of its experts.
-template <WarpLike W, class F>
+template <int kChoices, WarpLike W, class F>
 EP_FN void send_present(W& warp, const LowLatencyDispatch<F>& call, int rank, uint64_t* words) {
     const LowLatencyDispatchArgs& args = call.args;
     const int local_experts = args.heap.local_experts(), chunks = args.heap.chunks();
@@ -83,7 +83,7 @@ EP_FN void send_present(W& warp, const LowLatencyDispatch<F>& call, int rank, ui
     typename W::template PerLane<uint32_t> present;  // a lane a chunk
     warp.lanes(chunks, [&](int lane) { present[lane] = 0; });
     for (int chunk = 0; 32 * chunk < args.num_tokens; chunk += kChunksAtOnce) {
-        read_chunks(warp, args, chunk, is_here, [&](int32_t expert) {
+        read_chunks<kChoices>(warp, args, chunk, is_here, [&](int32_t expert) {
             return static_cast<uint32_t>(is_within(expert, rank * local_experts, local_experts));
         });
         for (int i = 0; i < kChunksAtOnce; ++i) {
@@ -135,7 +135,7 @@ EP_FN void send_choices_as_they_are(W& warp, const LowLatencyDispatch<F>& call, 
 }
 
 // A warp's share of all words, from the middle warp on.
-template <WarpLike W, class F>
+template <int kChoices, WarpLike W, class F>
 EP_FN void send_all_words(W& warp, const LowLatencyDispatch<F>& call, const Team& team) {
     const LowLatencyDispatchArgs& args = call.args;
     const int groups = args.heap.words().groups(), choices = args.num_tokens * args.format.topk;
@@ -146,9 +146,9 @@ EP_FN void send_all_words(W& warp, const LowLatencyDispatch<F>& call, const Team
         uint64_t* words = choice_words(call, rank, args.rank);
         if (part < groups) {
             const int expert = rank * args.heap.local_experts() + 32 * part;
-            send_tokens_of_experts(warp, call, expert, 32 * part, words);
+            send_tokens_of_experts<kChoices>(warp, call, expert, 32 * part, words);
         } else if (part == groups) {
-            send_present(warp, call, rank, words);
+            send_present<kChoices>(warp, call, rank, words);
         } else {
             send_choices_as_they_are(warp, call, (part - groups - 1) * kChoicesAtOnce, words);
         }
@@ -185,7 +185,8 @@ EP_FN bool send_lines_of(W& warp, const LowLatencyDispatch<F>& call, int token,
 // the first ones receive.
 template <bool kQuantize, WarpLike W, class F>
 EP_FN bool send_by_lines(W& warp, const LowLatencyDispatch<F>& call, const Team& team) {
-    send_all_words(warp, call, team);
+    // Where rows become fp8 a warp has fewer registers left for choices.
+    send_all_words<kQuantize ? 2 : 8>(warp, call, team);
     const int tokens = call.args.num_tokens;
     const LineShares lines(call.args.format, tokens, team.warps);
     const int shares = lines.shares();
