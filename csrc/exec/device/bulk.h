@@ -156,11 +156,20 @@ class BulkCopier {
         for_each_piece<kVector, hint>(own_src, own_weight, mask, bytes, add);
     }
 
-    // The same as lines to a slot, the first of which is the sum's first: see rows::store_lines.
-    template <class T, CacheHint hint, class Weight>
-    __device__ __forceinline__ void send_sum(char* slot, const void* own_src, Weight own_weight,
-                                             uint32_t mask, uint32_t bytes, uint64_t tag) {
+    // The same as lines, of rows that may lie anywhere. Of few lines, or of one row alone, the
+    // registers of the lanes hold enough at once.
+    template <class T, class Weight>
+    __device__ __forceinline__ void send_sum(char* slot, const char* own_src, Weight own_weight,
+                                             uint32_t mask, uint32_t bytes, const Lines& lines,
+                                             uint64_t tag) {
+        constexpr int kFewLines = 16;
         constexpr uint32_t kStep = rows::kLinesAtOnce * Line::kPayload;
+        const bool adds = mask & (mask - 1);
+        const uint32_t before = lines.first * Line::kPayload, end = lines.end() * Line::kPayload;
+        const uint32_t here = (end < bytes ? end : bytes) - before;
+        const char* own_part = own_src + before;
+        if (!adds || lines.count <= kFewLines || rows::misalignment(own_part, mask, nullptr, here))
+            return rows::send_sum<T>(slot, own_src, own_weight, mask, bytes, lines, tag);
         auto add = [&](uint32_t at, uint32_t size, const char* rows, auto weights, uint32_t count,
                        uint32_t stride) {
             for (uint32_t i = 0; i < size; i += kStep) {
@@ -169,12 +178,11 @@ class BulkCopier {
                 if (!rows::holds_tag())
                     unit[0] = own < size ? rows::sum_shared<T>(rows + own, weights, count, stride)
                                          : uint4{};
-                const int first = static_cast<int>((at + i) / Line::kPayload);
-                const int end = static_cast<int>((at + size + Line::kPayload - 1) / Line::kPayload);
-                rows::store_lines(slot, 1, first, end, unit);
+                const int first = lines.first + static_cast<int>((at + i) / Line::kPayload);
+                rows::store_lines(slot, 1, first, lines.end(), unit);
             }
         };
-        for_each_piece<kStep, hint>(own_src, own_weight, mask, bytes, add);
+        for_each_piece<kStep, CacheHint::EvictFirst>(own_part, own_weight, mask, here, add);
     }
 
     // By every lane, whose writes are its own: before any lane releases what was copied, and before

@@ -329,21 +329,7 @@ class DeviceWarp {
     __device__ __forceinline__ void send_sum(char* slot, const PerLane<const char*>& srcs,
                                              const Weights& weights, uint32_t mask, size_t bytes,
                                              const Lines& lines, uint64_t tag) {
-        const auto weight = own_weight(weights);
-        const bool adds = mask & (mask - 1);
-        const size_t before = static_cast<size_t>(lines.first) * Line::kPayload;
-        const size_t end = static_cast<size_t>(lines.end()) * Line::kPayload;
-        const size_t here = (end < bytes ? end : bytes) - before;
-        if constexpr (Architecture::kHasCopyEngine) {
-            const char* src = srcs.value + before;
-            if (adds && lines.count > kFewLines && !rows::misalignment(src, mask, nullptr, here)) {
-                char* first = slot + static_cast<size_t>(lines.first) * Line::kBytes;
-                bulk_.template send_sum<T, CacheHint::EvictFirst>(first, src, weight, mask, here,
-                                                                  tag);
-                return __syncwarp();
-            }
-        }
-        rows::send_sum<T>(slot, srcs.value, weight, mask, bytes, lines, tag);
+        bulk_.template send_sum<T>(slot, srcs.value, own_weight(weights), mask, bytes, lines, tag);
         __syncwarp();
     }
 
@@ -389,8 +375,6 @@ class DeviceWarp {
 
     static constexpr uint32_t kAll = rows::kAllLanes;
     static constexpr uint32_t kPollsBetweenChecks = 64;
-    // Of a sum so many fit a lane's registers well enough; of more the copy engine reads the rows.
-    static constexpr int kFewLines = 16;
 
     static __device__ __forceinline__ int lane_id() { return rows::lane_id(); }
     static __device__ __forceinline__ bool is_bulk(size_t bytes) {

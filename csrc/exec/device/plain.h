@@ -3,7 +3,9 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/lines.h"
 #include "exec/device/bulk.h"
+#include "exec/device/lines.h"
 #include "exec/device/quantize.h"
 #include "exec/device/rows.h"
 #include "exec/device/sums.h"
@@ -48,6 +50,13 @@ class PlainCopier {
     __device__ __forceinline__ void sum(void* dst, const void* own_src, Weight own_weight,
                                         uint32_t mask, uint32_t bytes) {
         rows::sum_vectors<T>(dst, own_src, own_weight, mask, bytes / sizeof(uint4));
+    }
+
+    template <class T, class Weight>
+    __device__ __forceinline__ void send_sum(char* slot, const char* own_src, Weight own_weight,
+                                             uint32_t mask, uint32_t bytes, const Lines& lines,
+                                             uint64_t tag) {
+        rows::send_sum<T>(slot, own_src, own_weight, mask, bytes, lines, tag);
     }
 
     __device__ __forceinline__ void wait_written() {}
