@@ -58,6 +58,8 @@ def _compare(options: argparse.Namespace) -> None:
         f"{1e3 * (planned - started):.0f} ms, the tables of the result {1e3 * (built - planned):.0f} ms"
     )
     _print_table(plans, row_bytes)
+    if options.predict:
+        _print_times(options, plans, row_bytes)
     if options.picture is not None:
         try:
             _draw(plans, options.picture)
@@ -85,6 +87,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--kv-heads", type=int, default=8, metavar="N", help="of a rank (default: 8)")
     parser.add_argument("--head-dim", type=int, default=128, metavar="N", help="width of a head (default: 128)")
     parser.add_argument("--picture", metavar="FILE", help="draw each rank's load before and after, as PNG, SVG or PDF")
+    times = parser.add_argument_group("what moving takes", "The protocol in virtual time, as `megatron-ep simulate`.")
+    times.add_argument("--predict", action="store_true", help="print it")
+    times.add_argument("--ranks-per-node", type=int, metavar="N", help="(all of them: one node)")
+    times.add_argument("--machine", help="machine file, or the name of one that comes along (as of `simulate`)")
+    times.add_argument("--num-sms", type=int, metavar="N", help="SMs of a rank that move rows (half of a GPU)")
+    times.add_argument("--no-band", action="store_true", help="one guess for what is open about the network card")
     return parser
 
 
@@ -100,6 +108,15 @@ def _check(options: argparse.Namespace) -> None:
     require_int("--head-dim", options.head_dim, 1, 1 << 12)
     if options.max_bytes is not None:
         require_int("--max-bytes", options.max_bytes, 0, MAX_BYTES)
+    for name in ("ranks_per_node", "machine", "num_sms", "no_band"):
+        if getattr(options, name) and not options.predict:
+            raise ValueError(f"--{name.replace('_', '-')}: only with --predict")
+    if options.ranks_per_node is not None:
+        require_int("--ranks-per-node", options.ranks_per_node, 1, options.ranks)
+        if options.ranks % options.ranks_per_node:
+            raise ValueError(f"--ranks-per-node is {options.ranks_per_node}, must divide the {options.ranks} ranks")
+    if options.num_sms is not None:
+        require_int("--num-sms", options.num_sms, 1, 1 << 10)
 
 
 def _read(file: str, ranks: int) -> tuple[list[Shard], SequencePlan]:
@@ -145,6 +162,39 @@ def _print_table(plans: dict[str, SequencePlan], row_bytes: RowBytes) -> None:
         print(
             f"{name:16}{_imbalance(plan):18.3f}{int(moved.sum()) / 1e9:12.3f}{sent / 1e9:22.3f}{received / 1e9:12.3f}"
         )
+
+
+def _print_times(options: argparse.Namespace, plans: dict[str, SequencePlan], row_bytes: RowBytes) -> None:
+    from megatron_ep.cli.progress import Progress
+    from megatron_ep.config import Topology
+    from megatron_ep.simulate import Machine
+    from megatron_ep.simulate.predict import machines_in_band
+    from megatron_ep.simulate.sequences import WAYS, predict_ways, times_of
+
+    per_node = options.ranks_per_node or options.ranks
+    topology = Topology(options.ranks // per_node, per_node)
+    several_nodes = topology.nodes > 1
+    machine = Machine.load(options.machine) if options.machine else Machine.default(several_nodes)
+    machines = [machine, *(machines_in_band(machine) if several_nodes and not options.no_band else ())]
+    sms = machine.sms // 2 if options.num_sms is None else options.num_sms
+    print(
+        f"\nPredicted on {machine.name}, {topology.nodes} x {per_node} ranks, {sms} SMs, ms of the slowest rank; no "
+        "call of these was among what the constants were fitted to"
+    )
+    columns = (*WAYS, "there and back", "with gradients")
+    print(f"{'attention':16}" + "".join(f"{name:>{max(10, len(name) + 2)}}" for name in columns) + "   waits for")
+    for name, plan in plans.items():
+        with Progress(name, len(WAYS) * len(machines)) as look:
+            found = [
+                predict_ways(plan, topology, each, row_bytes=row_bytes, num_sms=sms, look=look) for each in machines
+            ]
+        times = [times_of(phases) for phases in found]
+        line = "".join(f"{times[0][column]:{max(10, len(column) + 2)}.2f}" for column in columns)
+        longest = max(WAYS, key=lambda way: found[0][way].us)
+        print(f"{name:16}{line}   {longest}: {found[0][longest].bottleneck}", flush=True)
+        if len(times) > 1:
+            both = [each["there and back"] for each in times]
+            print(f"{'':16}there and back {min(both):.2f} to {max(both):.2f}, by what is guessed of the network card")
 
 
 def _imbalance(plan: SequencePlan) -> float:

@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_ep.cli.arguments import numbers, save
+from megatron_ep.cli.progress import Progress
 
 if TYPE_CHECKING:
     from megatron_ep.config import Topology
     from megatron_ep.simulate import Case, Machine, Phase, Prediction
     from megatron_ep.simulate.machine import HeldOut
-    from megatron_ep.simulate.predict import Look
 
 # Ranks that are simulated at most, unless --images says otherwise or ranks differ: more take minutes.
 MAX_RANKS = 8
@@ -210,8 +210,8 @@ def _predict(case: Case, machine: Machine, traced: int, with_band: bool) -> Foun
     from megatron_ep.simulate.predict import machines_in_band, predict
 
     choices = case.choices()
-    machines = list(machines_in_band(case, machine)) if with_band else []
-    with _Progress(f"{case.topology.nodes} x {case.topology.ranks_per_node}", 1 + len(machines)) as look:
+    machines = list(machines_in_band(machine)) if with_band and case.uses_network else []
+    with Progress(f"{case.topology.nodes} x {case.topology.ranks_per_node}", 2 * (1 + len(machines))) as look:
         prediction = predict(case, machine, trace_rank=traced, look=look, choices=choices)
         times = {name: [phase.us] for name, phase in all_phases(prediction).items()}
         if prediction.first is None:
@@ -225,33 +225,6 @@ def all_phases(prediction: Prediction) -> dict[str, Phase]:
     """In the order of a call, with notify."""
     notify = {"notify": prediction.notify} if prediction.notify else {}
     return {**notify, **prediction.phases}
-
-
-class _Progress:
-    """A bar on a terminal."""
-
-    def __init__(self, title: str, runs: int) -> None:
-        from rich.console import Console
-        from rich.progress import Progress
-
-        self._bar = Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
-        self._task = self._bar.add_task(title, total=2.0 * runs)
-        self._done, self._last = 0.0, ("", 0.0)
-
-    def __enter__(self) -> Look:
-        self._bar.start()
-        return self._look
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def _look(self, phase: str, part: float) -> None:
-        if phase == "notify":
-            return
-        if self._last[0] and (phase != self._last[0] or part < self._last[1]):
-            self._done += 1
-        self._last = (phase, part)
-        self._bar.update(self._task, completed=self._done + part)
 
 
 # ---- what is printed

@@ -52,9 +52,9 @@ class LowLatency(MaskedRanks):
         of a second up to a few for inference, more than the ranks ever are apart. At most Config.timeout, which bounds
         any wait. None: a tenth of Config.timeout, at most 10.
 
-    Takes about 2 * (8/7 * (W + min(W, topk)) + topk) * max_tokens * hidden * itemsize bytes of memory on each rank, with
-    "mask" 2 * W * (1 + min(topk, L)) * max_tokens * hidden * itemsize; over a network 2 * (W + topk) * max_tokens *
-    hidden * itemsize and room for the rows that are staged. `memory_bytes` says how much.
+    Takes about 2 * (8/7 * (W + min(W, topk)) + topk) * max_tokens * hidden * itemsize bytes of memory on each rank,
+    with "mask" 2 * W * (1 + min(topk, L)) * max_tokens * hidden * itemsize; over a network 2 * (W + topk) * max_tokens
+    * hidden * itemsize and room for the rows that are staged. `memory_bytes` says how much.
 
     Raises ValueError for arguments that are out of range or differ between ranks, EPError when a rank does not come or
     its memory cannot be set up.

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_ep.backends.interface import RankHandle
-from megatron_ep.config import MAX_TOPK
+from megatron_ep.config import MAX_TOPK, Topology
 from megatron_ep.group.rank_group import RankGroup
 from megatron_ep.normal.handle import Handle
 from megatron_ep.sequences.plan import Moves, SequencePlan
@@ -60,39 +60,74 @@ class PlanHandles:
 
 
 def handles_of(plan: SequencePlan, group: RankGroup) -> PlanHandles:
-    q, digest = plan.q_moves(), plan.digest()
-    out = Moves(q.dst_rank, q.dst_row, q.length, q.src_rank, q.src_row)
-    rows, q_rows = plan.q_rows.sum(1), plan.q_rows.sum(0)
-    kv, tokens, spare_tokens = _as_tokens(plan.kv_moves(), rows, group.topology.ranks_per_node)
-    is_cut = group.topology.nodes > 1 or any(spare_tokens)
+    ways, digest = ways_of(plan, group.topology), plan.digest()
     return PlanHandles(
-        q=_handle(group, digest + b"q", _TokenMoves(q, q.src_row, torch.zeros_like(q.src_row)), rows, MOVED),
-        out=_handle(group, digest + b"out", _TokenMoves(out, out.src_row, torch.zeros_like(q.src_row)), q_rows, MOVED),
-        kv=_handle(group, digest + b"kv", kv, tokens, COPIED),
-        spare_tokens=[spare_tokens[rank] for rank in group.ranks],
-        has_partial_sums=is_cut and plan.max_copies > 1,
+        q=_handle(group, digest + b"q", ways.q),
+        out=_handle(group, digest + b"out", ways.out),
+        kv=_handle(group, digest + b"kv", ways.kv),
+        spare_tokens=[ways.spare_tokens[rank] for rank in group.ranks],
+        has_partial_sums=ways.has_partial_sums,
     )
 
 
 @dataclass
-class _TokenMoves:
-    """int64 [M]. token: the first of each move. column: which of a token's destinations."""
+class Way:
+    """Moves of a plan as those of tokens: int64 [M].
+
+    token: the first of each move. column: which of a token's destinations. tokens: int64 [W], of each rank.
+    leaving: see csrc/core/planned_layout.h.
+    """
 
     moves: Moves
     token: torch.Tensor
     column: torch.Tensor
+    tokens: torch.Tensor
+    leaving: int
+
+    @property
+    def topk(self) -> int:
+        return int(self.column.max()) + 1 if len(self.column) else 1
 
     def table(self) -> torch.Tensor:
-        """As csrc/core/planned_layout.h has it."""
+        """int32 [M, 6], as csrc/core/planned_layout.h has it."""
         moves = self.moves
         columns = (moves.src_rank, self.token, moves.length, self.column, moves.dst_rank, moves.dst_row)
         return torch.stack(columns, dim=1).int()
 
+    def own_rows(self, rank: int) -> int:
+        """Rows of a rank that stay there."""
+        stays = (self.moves.src_rank == rank) & (self.moves.dst_rank == rank)
+        return int(self.moves.length[stays].sum())
 
-def _as_tokens(
-    moves: Moves, rows: torch.Tensor, ranks_per_node: int
-) -> tuple[_TokenMoves, torch.Tensor, list[list[SpareTokens]]]:
-    """With the tokens of each rank, which has so many rows: both int64 [W]."""
+
+@dataclass
+class Ways:
+    """What `PlanHandles` are made of, of all ranks."""
+
+    q: Way
+    out: Way
+    kv: Way
+    spare_tokens: list[list[SpareTokens]]
+    has_partial_sums: bool
+
+
+def ways_of(plan: SequencePlan, topology: Topology) -> Ways:
+    q = plan.q_moves()
+    out = Moves(q.dst_rank, q.dst_row, q.length, q.src_rank, q.src_row)
+    rows, q_rows, first = plan.q_rows.sum(1), plan.q_rows.sum(0), torch.zeros_like(q.src_row)
+    kv, spare_tokens = _as_tokens(plan.kv_moves(), rows, topology.ranks_per_node)
+    is_cut = topology.nodes > 1 or any(spare_tokens)
+    return Ways(
+        q=Way(q, q.src_row, first, rows, MOVED),
+        out=Way(out, out.src_row, first, q_rows, MOVED),
+        kv=kv,
+        spare_tokens=spare_tokens,
+        has_partial_sums=is_cut and plan.max_copies > 1,
+    )
+
+
+def _as_tokens(moves: Moves, rows: torch.Tensor, ranks_per_node: int) -> tuple[Way, list[list[SpareTokens]]]:
+    """rows: int64 [W], of each rank, before it gets spare tokens."""
     begins = torch.ones(len(moves.src_row), dtype=torch.bool)
     begins[1:] = (moves.src_rank.diff() != 0) | (moves.src_row.diff() != 0)
     first = begins.nonzero()[:, 0]
@@ -111,7 +146,7 @@ def _as_tokens(
                 spare_tokens[rank].append(SpareTokens(int(tokens[rank]), row, length))
                 tokens[rank] += length
             at += size
-    return _TokenMoves(moves, token, column), tokens, spare_tokens
+    return Way(moves, token, column, tokens, COPIED), spare_tokens
 
 
 def tokens_of_row(ranks: Sequence[int], ranks_per_node: int) -> Iterator[int]:
@@ -129,10 +164,9 @@ def tokens_of_row(ranks: Sequence[int], ranks_per_node: int) -> Iterator[int]:
     yield size
 
 
-def _handle(group: RankGroup, name: bytes, token_moves: _TokenMoves, tokens: torch.Tensor, leaving: int) -> Handle:
-    """name: by which ranks know that they mean the same. leaving: see csrc/core/planned_layout.h."""
-    moves, table, tokens = token_moves.moves, token_moves.table(), tokens.int()
-    topk = int(token_moves.column.max()) + 1 if len(table) else 1
+def _handle(group: RankGroup, name: bytes, way: Way) -> Handle:
+    """name: by which ranks know that they mean the same."""
+    topk, table, tokens = way.topk, way.table(), way.tokens.int()
     epoch = int.from_bytes(hashlib.blake2b(name, digest_size=4).digest(), "little") or 1
     made_on, ranks = group.live_backend().current_stream(), []
     for rank in group.ranks:
@@ -145,14 +179,13 @@ def _handle(group: RankGroup, name: bytes, token_moves: _TokenMoves, tokens: tor
             count=len(table),
             tokens=tokens.data_ptr(),
             epoch=epoch,
-            leaving=leaving,
+            leaving=way.leaving,
             layout=layout.data_ptr(),
         )
         dst_rows, rail_experts = (
             torch.empty(count, topk, dtype=torch.int32, device=group.device)
             for count in (totals.received_rows, totals.rail_rows)
         )
-        stays = (moves.src_rank == rank) & (moves.dst_rank == rank)
         layout = layout.to(group.device)
         ranks.append(
             RankHandle(
@@ -164,7 +197,7 @@ def _handle(group: RankGroup, name: bytes, token_moves: _TokenMoves, tokens: tor
                 rail_experts=rail_experts,
                 rail_rows=totals.rail_rows,
                 made_on=made_on,
-                own_rows=int(moves.length[stays].sum()),
+                own_rows=way.own_rows(rank),
             )
         )
     return Handle(group, topk, ranks)

@@ -20,7 +20,7 @@ from megatron_ep.config import (
 from megatron_ep.normal.launches import NVL_BATCH, arrivals_of, pays_intra_rank_pass, sum_bytes_of
 from megatron_ep.simulate import routing
 
-BF16_BYTES, SCALE_BYTES, BLOCK = 2, 4, 128  # fp8 rows have a scale of fp32 for each 128 values
+BF16_BYTES, SCALE_BYTES, WEIGHT_BYTES, BLOCK = 2, 4, 4, 128  # fp8 rows have a scale of fp32 for each 128 values
 MAX_TOKENS, MAX_HIDDEN, MAX_SIMULATED_RANKS = 1 << 20, 1 << 20, 1 << 13
 
 
@@ -151,17 +151,12 @@ class Case:
 
     def row_format(self, payload_bytes: int, scale_bytes: int) -> _C.RowFormat:
         return _C.RowFormat(
-            payload_bytes=payload_bytes, scale_bytes=scale_bytes, weight_bytes=4, topk=self.topk, payload_type=0
+            payload_bytes=payload_bytes,
+            scale_bytes=scale_bytes,
+            weight_bytes=WEIGHT_BYTES,
+            topk=self.topk,
+            payload_type=0,
         )
-
-    def _rows(self, payload_bytes: int, scale_bytes: int) -> tuple[int, int, int]:
-        """How many such rows an NVLink ring and a network ring hold, and the bytes of a slot."""
-        heap = sizes.gpu_heap(self.topology, self.config, self.num_sms)
-        row = self.row_format(payload_bytes, scale_bytes)
-        nvl, rdma = row.slots(heap.nvl_ring_bytes), row.slots(heap.rdma_ring_bytes)
-        if not nvl or not rdma:
-            raise ValueError(f"hidden is {self.hidden}, but no ring holds a row of {row.slot_bytes} bytes")
-        return nvl, rdma, row.slot_bytes
 
     def compiled_settings(self, traced_rank: int = -1) -> dict[str, Any]:
         """For the extension, but for the choices of experts."""
@@ -175,17 +170,7 @@ class Case:
             "num_tokens": self.num_tokens,
             "num_sms": self.num_sms,
             "maps_rail": self.maps_rail,
-            "run": {
-                "timeout": 1e9 * self.timeout,
-                "slow_rank": self.faults.slow_rank,
-                "slow_speed": self.faults.slow_speed,
-                "lossy_rank": self.faults.lossy_rank,
-                "lost_signal": self.faults.lost_signal,
-                "late_rank": self.faults.late_rank,
-                "late_by": 1e3 * self.faults.late_us,
-                "traced_rank": traced_rank,
-                "seed": self.order_seed,
-            },
+            "run": run_settings(self.timeout, self.faults, traced_rank, self.order_seed),
             **of_mode,
         }
 
@@ -200,28 +185,17 @@ class Case:
         }
 
     def _normal_settings(self) -> dict[str, Any]:
-        payload, scales = self.row_bytes
+        payload, _ = self.row_bytes
         rows, bf16_bytes = self.num_tokens * self.topk, self.combine_bytes
-        nvl_rows, rdma_rows, slot_bytes = self._rows(payload, scales)
-        combine_nvl_rows, _, combine_slot_bytes = self._rows(bf16_bytes, 0)
         arrived = round(rows * arrivals_of(self.topology.world_size, self.topk))
         least, forced = CudaBackend.min_local_bytes, self.config.tuning.local_pass
         stores = MIN_STORES_PER_SM * self.num_sms
         permutes = pays_intra_rank_pass(self.topology, self.topk, rows, payload, least, stores)
         sums = pays_intra_rank_pass(self.topology, self.topk, rows, bf16_bytes, least)
         has_memory = sum_bytes_of(self.topology.world_size, self.topk, rows, arrived, bf16_bytes) > 0
+        sms, sizes_of_rows = self.num_sms, (self.row_bytes, (bf16_bytes, 0))
         return {
-            "channels": sizes.gpu_channels(self.topology, self.config, self.num_sms),
-            "nvl_rows": nvl_rows,
-            "rdma_rows": rdma_rows,
-            "nvl_batch": min(NVL_BATCH, max(1, nvl_rows // 2)),
-            "rdma_chunk": self.config.tuning.rdma_chunk_tokens,
-            "slot_ratio": nvl_rows // combine_nvl_rows,
-            "payload_bytes": float(payload),
-            "scale_bytes": float(scales),
-            "slot_bytes": float(slot_bytes),
-            "combine_bytes": float(bf16_bytes),
-            "combine_slot_bytes": float(combine_slot_bytes),
+            **ring_settings(self.topology, self.config, sms, *sizes_of_rows, topk=self.topk, weight_bytes=WEIGHT_BYTES),
             "permutes_apart": permutes if forced is None else forced,
             "sums_apart": (sums if forced is None else forced) and has_memory,
         }
@@ -240,3 +214,65 @@ class Case:
             )
             for rank in range(self.simulated_ranks)
         ]
+
+
+def ring_settings(
+    topology: Topology,
+    config: Config,
+    num_sms: int,
+    dispatched: tuple[int, int],
+    combined: tuple[int, int],
+    *,
+    topk: int,
+    weight_bytes: int,
+) -> dict[str, Any]:
+    """For the extension: what a buffer makes of its rings.
+
+    dispatched, combined: payload and scales of a row, in bytes; only the former may have scales.
+
+    Raises ValueError for rows that no ring holds.
+    """
+    heap = sizes.gpu_heap(topology, config, num_sms)
+
+    def slots(payload_bytes: int, scale_bytes: int) -> tuple[int, int, int]:
+        row = _C.RowFormat(
+            payload_bytes=payload_bytes, scale_bytes=scale_bytes, weight_bytes=weight_bytes, topk=topk, payload_type=0
+        )
+        nvl, rdma = row.slots(heap.nvl_ring_bytes), row.slots(heap.rdma_ring_bytes)
+        if not nvl or not rdma:
+            raise ValueError(
+                f"a row has {payload_bytes + scale_bytes} bytes, but no ring holds one of {row.slot_bytes}"
+            )
+        return nvl, rdma, row.slot_bytes
+
+    nvl_rows, rdma_rows, slot_bytes = slots(*dispatched)
+    combine_nvl_rows, _, combine_slot_bytes = slots(*combined)
+    return {
+        "channels": sizes.gpu_channels(topology, config, num_sms),
+        "nvl_rows": nvl_rows,
+        "rdma_rows": rdma_rows,
+        "nvl_batch": min(NVL_BATCH, max(1, nvl_rows // 2)),
+        "rdma_chunk": config.tuning.rdma_chunk_tokens,
+        "slot_ratio": nvl_rows // combine_nvl_rows,
+        "payload_bytes": float(dispatched[0]),
+        "scale_bytes": float(dispatched[1]),
+        "slot_bytes": float(slot_bytes),
+        "combine_bytes": float(combined[0]),
+        "combine_slot_bytes": float(combine_slot_bytes),
+        "weight_bytes": weight_bytes,
+    }
+
+
+def run_settings(timeout: float, faults: Faults, traced_rank: int = -1, order_seed: int = 0) -> dict[str, Any]:
+    """For the extension: how ranks differ, and when a wait expires; in seconds."""
+    return {
+        "timeout": 1e9 * timeout,
+        "slow_rank": faults.slow_rank,
+        "slow_speed": faults.slow_speed,
+        "lossy_rank": faults.lossy_rank,
+        "lost_signal": faults.lost_signal,
+        "late_rank": faults.late_rank,
+        "late_by": 1e3 * faults.late_us,
+        "traced_rank": traced_rank,
+        "seed": order_seed,
+    }

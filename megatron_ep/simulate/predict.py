@@ -137,7 +137,7 @@ def predict(
         raise ValueError(f"machine is {machine.name}, which has no network card, but the case has {nodes} nodes")
     ids: list[torch.Tensor] = case.choices() if choices is None else choices
     mode = (_simulate.LowLatency if case.is_low_latency else _simulate.Transfers)(
-        machine.compiled(), topk_idx=[each.data_ptr() for each in ids], **case.compiled_settings(trace_rank)
+        machine.compiled(), topk_idx=[each.data_ptr() for each in ids], settings=case.compiled_settings(trace_rank)
     )
     phases: dict[str, Phase] = {}
     notify = None
@@ -153,19 +153,20 @@ def predict(
             ended_in = name
             break
         if name == "notify":
-            notify = _phase(found, 0, 0, is_calibrated=False)
+            notify = phase_of(found, 0, 0, is_calibrated=False)
             continue
         rows = (
             mode.arrivals(name == "combine")
             if isinstance(mode, _simulate.LowLatency)
             else (mode.rail_rows, mode.peer_rows)
         )
-        phases[name] = _phase(found, *rows, is_calibrated=True)
+        phases[name] = phase_of(found, *rows, is_calibrated=True)
     incidents = [each for rank in range(case.simulated_ranks) for each in mode.incidents(rank)]
     return Prediction(case, machine, phases, notify, incidents, mode.first_reason(), ended_in)
 
 
-def _phase(found: dict[str, Any], rail_rows: int, peer_rows: int, *, is_calibrated: bool) -> Phase:
+def phase_of(found: dict[str, Any], rail_rows: int, peer_rows: int, *, is_calibrated: bool) -> Phase:
+    """found: as the extension returns it."""
     return Phase(
         is_calibrated=is_calibrated,
         rail_rows=rail_rows,
@@ -198,9 +199,9 @@ def _phase(found: dict[str, Any], rail_rows: int, peer_rows: int, *, is_calibrat
     )
 
 
-def machines_in_band(case: Case, machine: Machine) -> Iterator[Machine]:
-    """The ends between which a machine's constants of the network card lie, where the case has one."""
-    if not case.uses_network or not machine.band:
+def machines_in_band(machine: Machine) -> Iterator[Machine]:
+    """The ends between which a machine's constants of the network card lie."""
+    if not machine.band:
         return
     for values in itertools.product(*machine.band.values()):
         yield machine.with_constants(**dict(zip(machine.band, values, strict=True)))

@@ -14,7 +14,7 @@ def notify(case):
     """It alone, on constants whose network card nobody has measured."""
     ids = case.choices()
     machine = Machine.load("h200_cx7").compiled()
-    mode = _simulate.Transfers(machine, topk_idx=[each.data_ptr() for each in ids], **case.compiled_settings())
+    mode = _simulate.Transfers(machine, topk_idx=[each.data_ptr() for each in ids], settings=case.compiled_settings())
     found = mode.notify(lambda *_: None)
     assert mode.first_reason() is None
     return max(found["ends"]) / 1e3, mode

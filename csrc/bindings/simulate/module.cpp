@@ -126,28 +126,64 @@ py::dict run(const Look& look, Run&& phase) {
     return describe(done);
 }
 
+template <class T>
+void set(T& value, const py::dict& values, const char* name) {
+    if (!values.contains(name)) throw py::value_error(std::string("settings without ") + name);
+    value = values[name].cast<T>();
+}
+
 // What the cases of all modes have.
-void set_case(VirtualCase& c, int nodes, int ranks_per_node, int simulated_nodes, int num_experts,
-              int topk, int num_tokens, int num_sms, bool maps_rail, const py::dict& differences) {
-    c.topology = {nodes, ranks_per_node};
-    c.simulated_nodes = simulated_nodes;
-    c.num_experts = num_experts;
-    c.topk = topk;
-    c.num_tokens = num_tokens;
-    c.num_sms = num_sms;
-    c.maps_rail = maps_rail;
-    const auto set = [&](auto& value, const char* name) {
-        value = differences[name].cast<std::remove_reference_t<decltype(value)>>();
-    };
-    set(c.timeout, "timeout");
-    set(c.faults.slow_rank, "slow_rank");
-    set(c.faults.slow_speed, "slow_speed");
-    set(c.faults.lossy_rank, "lossy_rank");
-    set(c.faults.lost_signal, "lost_signal");
-    set(c.differences.late_rank, "late_rank");
-    set(c.differences.late_by, "late_by");
-    set(c.differences.traced_rank, "traced_rank");
-    set(c.seed, "seed");
+void set_case(VirtualCase& c, const py::dict& settings) {
+    set(c.topology.nodes, settings, "nodes");
+    set(c.topology.ranks_per_node, settings, "ranks_per_node");
+    set(c.simulated_nodes, settings, "simulated_nodes");
+    set(c.num_experts, settings, "num_experts");
+    set(c.topk, settings, "topk");
+    set(c.num_tokens, settings, "num_tokens");
+    set(c.num_sms, settings, "num_sms");
+    set(c.maps_rail, settings, "maps_rail");
+    py::dict run;
+    set(run, settings, "run");
+    set(c.timeout, run, "timeout");
+    set(c.faults.slow_rank, run, "slow_rank");
+    set(c.faults.slow_speed, run, "slow_speed");
+    set(c.faults.lossy_rank, run, "lossy_rank");
+    set(c.faults.lost_signal, run, "lost_signal");
+    set(c.differences.late_rank, run, "late_rank");
+    set(c.differences.late_by, run, "late_by");
+    set(c.differences.traced_rank, run, "traced_rank");
+    set(c.seed, run, "seed");
+}
+
+VirtualSettings settings_of(const py::dict& settings) {
+    VirtualSettings s;
+    set_case(s, settings);
+    set(s.channels, settings, "channels");
+    set(s.nvl_rows, settings, "nvl_rows");
+    set(s.rdma_rows, settings, "rdma_rows");
+    set(s.nvl_batch, settings, "nvl_batch");
+    set(s.rdma_chunk, settings, "rdma_chunk");
+    set(s.slot_ratio, settings, "slot_ratio");
+    set(s.payload_bytes, settings, "payload_bytes");
+    set(s.scale_bytes, settings, "scale_bytes");
+    set(s.slot_bytes, settings, "slot_bytes");
+    set(s.combine_bytes, settings, "combine_bytes");
+    set(s.combine_slot_bytes, settings, "combine_slot_bytes");
+    set(s.permutes_apart, settings, "permutes_apart");
+    set(s.sums_apart, settings, "sums_apart");
+    set(s.weight_bytes, settings, "weight_bytes");
+    return s;
+}
+
+VirtualLowLatencySettings low_latency_settings_of(const py::dict& settings) {
+    VirtualLowLatencySettings s;
+    set_case(s, settings);
+    set(s.payload_bytes, settings, "payload_bytes");
+    set(s.scale_bytes, settings, "scale_bytes");
+    set(s.combine_bytes, settings, "combine_bytes");
+    set(s.quantizes, settings, "quantizes");
+    set(s.sums_at_expert, settings, "sums_at_expert");
+    return s;
 }
 
 std::vector<const int32_t*> ids_of(const std::vector<Address>& topk_idx) {
@@ -179,42 +215,26 @@ void add_failures(py::class_<Mode>& mode) {
 void bind_transfers(py::module_& m) {
     py::class_<VirtualTransfers> transfers(
         m, "Transfers",
-        "The normal mode in virtual time: see launch/virtual/transfers.h. topk_idx: addresses of "
-        "int32 [T, K], of each simulated rank. run: timeout, faults, differences, seed.");
+        "The normal mode in virtual time, whose settings launch/virtual/transfers.h names. "
+        "topk_idx: addresses of int32 [T, K], of each simulated rank.");
     transfers
-        .def(py::init([](const Machine& machine, int nodes, int ranks_per_node, int simulated_nodes,
-                         int num_experts, int topk, int num_tokens, int num_sms, bool maps_rail,
-                         const py::dict& run, int channels, int nvl_rows, int rdma_rows,
-                         int nvl_batch, int rdma_chunk, int slot_ratio, double payload_bytes,
-                         double scale_bytes, double slot_bytes, double combine_bytes,
-                         double combine_slot_bytes, bool permutes_apart, bool sums_apart,
-                         const std::vector<Address>& topk_idx) {
-                 VirtualSettings s;
-                 set_case(s, nodes, ranks_per_node, simulated_nodes, num_experts, topk, num_tokens,
-                          num_sms, maps_rail, run);
-                 s.channels = channels;
-                 s.nvl_rows = nvl_rows;
-                 s.rdma_rows = rdma_rows;
-                 s.nvl_batch = nvl_batch;
-                 s.rdma_chunk = rdma_chunk;
-                 s.slot_ratio = slot_ratio;
-                 s.payload_bytes = payload_bytes;
-                 s.slot_bytes = slot_bytes;
-                 s.combine_bytes = combine_bytes;
-                 s.combine_slot_bytes = combine_slot_bytes;
-                 s.scale_bytes = scale_bytes;
-                 s.permutes_apart = permutes_apart;
-                 s.sums_apart = sums_apart;
-                 return std::make_unique<VirtualTransfers>(machine, s, ids_of(topk_idx));
+        .def(py::init([](const Machine& machine, const std::vector<Address>& topk_idx,
+                         const py::dict& settings) {
+                 return std::make_unique<VirtualTransfers>(machine, settings_of(settings),
+                                                           ids_of(topk_idx));
              }),
-             py::arg("machine"), py::kw_only(), py::arg("nodes"), py::arg("ranks_per_node"),
-             py::arg("simulated_nodes"), py::arg("num_experts"), py::arg("topk"),
-             py::arg("num_tokens"), py::arg("num_sms"), py::arg("maps_rail"), py::arg("run"),
-             py::arg("channels"), py::arg("nvl_rows"), py::arg("rdma_rows"), py::arg("nvl_batch"),
-             py::arg("rdma_chunk"), py::arg("slot_ratio"), py::arg("payload_bytes"),
-             py::arg("scale_bytes"), py::arg("slot_bytes"), py::arg("combine_bytes"),
-             py::arg("combine_slot_bytes"), py::arg("permutes_apart"), py::arg("sums_apart"),
-             py::arg("topk_idx"))
+             py::arg("machine"), py::kw_only(), py::arg("topk_idx"), py::arg("settings"))
+        .def_static(
+            "planned",
+            [](const Machine& machine, Address moves, size_t count, Address tokens, int leaving,
+               const std::vector<bool>& copies_apart, const py::dict& settings) {
+                const VirtualPlan plan{at<Move>(moves), count, at<int32_t>(tokens), leaving,
+                                       copies_apart};
+                return std::make_unique<VirtualTransfers>(machine, settings_of(settings), plan);
+            },
+            py::arg("machine"), py::kw_only(), py::arg("moves"), py::arg("count"),
+            py::arg("tokens"), py::arg("leaving"), py::arg("copies_apart"), py::arg("settings"),
+            "Of a plan, whose tables are as Heap.lay_out takes them.")
         .def_property_readonly("rail_rows", &VirtualTransfers::rail_rows,
                                "Rows that cross the network in a dispatch of the simulated ranks.")
         .def_property_readonly("peer_rows", &VirtualTransfers::peer_rows,
@@ -228,29 +248,15 @@ void bind_transfers(py::module_& m) {
 void bind_low_latency(py::module_& m) {
     py::class_<VirtualLowLatency> low_latency(
         m, "LowLatency",
-        "The low-latency mode in virtual time: see launch/virtual/low_latency.h; the rest as of "
-        "Transfers.");
+        "The low-latency mode in virtual time, whose settings launch/virtual/low_latency.h names; "
+        "the rest as of Transfers.");
     low_latency
-        .def(
-            py::init([](const Machine& machine, int nodes, int ranks_per_node, int simulated_nodes,
-                        int num_experts, int topk, int num_tokens, int num_sms, bool maps_rail,
-                        const py::dict& run, int payload_bytes, int scale_bytes, int combine_bytes,
-                        bool quantizes, bool sums_at_expert, const std::vector<Address>& topk_idx) {
-                VirtualLowLatencySettings s;
-                set_case(s, nodes, ranks_per_node, simulated_nodes, num_experts, topk, num_tokens,
-                         num_sms, maps_rail, run);
-                s.payload_bytes = payload_bytes;
-                s.scale_bytes = scale_bytes;
-                s.combine_bytes = combine_bytes;
-                s.quantizes = quantizes;
-                s.sums_at_expert = sums_at_expert;
-                return std::make_unique<VirtualLowLatency>(machine, s, ids_of(topk_idx));
-            }),
-            py::arg("machine"), py::kw_only(), py::arg("nodes"), py::arg("ranks_per_node"),
-            py::arg("simulated_nodes"), py::arg("num_experts"), py::arg("topk"),
-            py::arg("num_tokens"), py::arg("num_sms"), py::arg("maps_rail"), py::arg("run"),
-            py::arg("payload_bytes"), py::arg("scale_bytes"), py::arg("combine_bytes"),
-            py::arg("quantizes"), py::arg("sums_at_expert"), py::arg("topk_idx"))
+        .def(py::init([](const Machine& machine, const std::vector<Address>& topk_idx,
+                         const py::dict& settings) {
+                 return std::make_unique<VirtualLowLatency>(
+                     machine, low_latency_settings_of(settings), ids_of(topk_idx));
+             }),
+             py::arg("machine"), py::kw_only(), py::arg("topk_idx"), py::arg("settings"))
         .def(
             "arrivals",
             [](const VirtualLowLatency& l, bool combine) {

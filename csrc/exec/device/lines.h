@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "core/lines.h"
+#include "exec/device/architecture.h"
 #include "exec/device/formats.h"
 #include "exec/device/ptx.h"
 #include "exec/device/quantize.h"
@@ -194,7 +195,7 @@ struct UnitSums {
 };
 
 // How many rows of how many groups of lines a lane holds at once while it sums.
-constexpr int kSummedGroups = 2, kRowsAtOnce = 4;
+constexpr int kSummedGroups = 2, kRowsAtOnce = Architecture::kRowsAtOnce;
 
 // units: get the lane's units of the sum of the rows in the mask from line `first` on. load(lane,
 // units): those of that lane's row, begun; await(lane, units): until they are there, in the same

@@ -43,13 +43,13 @@ struct VirtualTransfers::State {
     uint64_t calls = 0;
 
     static RowFormat format_of(const VirtualSettings& s) {
-        return {kPayloadBytes, s.scale_bytes > 0 ? kScaleBytes : 0, kWeightBytes, s.topk};
+        return {kPayloadBytes, s.scale_bytes > 0 ? kScaleBytes : 0, s.weight_bytes, s.topk};
     }
     // With slots that are as much larger as those of real rows: rings hold fewer of them.
     static RowFormat combine_format_of(const VirtualSettings& s) {
         const RowFormat dispatch = format_of(s);
         const size_t slot = dispatch.slot_bytes() * s.slot_ratio;
-        return {static_cast<int>(slot - dispatch.payload()), 0, kWeightBytes, s.topk};
+        return {static_cast<int>(slot - dispatch.payload()), 0, s.weight_bytes, s.topk};
     }
     static Heap heap_of(const VirtualSettings& s) {
         const size_t slot = format_of(s).slot_bytes();
@@ -84,7 +84,10 @@ struct VirtualTransfers::State {
         return {cluster, cards, settings.num_sms, {-1, 0, settings.differences.traced_rank}};
     }
 
-    void make_calls();
+    // Of the ranks in order: what a rank with so many tokens knows of a layout.
+    Layout& add_layout(int num_tokens, const int32_t* topk_idx);
+    // has_intra_rank_pass: of each rank's dispatch.
+    void make_calls(const std::vector<bool>& has_intra_rank_pass);
     // Of a dispatch's intra-rank pass: own rows, on `count` SMs, and copies of rows, on all.
     void add_own_rows(VirtualLaunch& phase, int first_sm, int count);
     void add_permute(VirtualLaunch& phase);
@@ -114,7 +117,28 @@ void for_roles(const Roles& roles, int channels, int sms, F&& f) {
     });
 }
 
+void check_sms(const VirtualSettings& settings) {
+    const int warps = settings.num_sms * kBlockWarps / settings.channels;
+    if (!fits(roles_for<DispatchRoles>(settings.topology, warps), warps))
+        throw std::invalid_argument("num_sms is " + std::to_string(settings.num_sms) +
+                                    ", too few for " + std::to_string(settings.channels) +
+                                    " channels");
+}
+
 }  // namespace
+
+Layout& VirtualTransfers::State::add_layout(int num_tokens, const int32_t* topk_idx) {
+    const int rank = static_cast<int>(notify.size());
+    Share& share = shares[rank];
+    Layout layout(topology, num_tokens, settings.topk, settings.num_experts, settings.channels,
+                  nullptr);
+    share.layout.resize(layout.size());
+    layout.data = share.layout.data();
+    share.counts.resize(2 * layout.local_experts());
+    notify.push_back(
+        {rank, images.heap, layout, topk_idx, sizeof(int32_t), 1, 0, 0, share.counts.data()});
+    return notify.back().layout;
+}
 
 VirtualTransfers::VirtualTransfers(const Machine& machine, const VirtualSettings& settings,
                                    std::vector<const int32_t*> topk_idx)
@@ -124,21 +148,23 @@ VirtualTransfers::VirtualTransfers(const Machine& machine, const VirtualSettings
         throw std::invalid_argument("topk_idx: one of each simulated rank");
     if (settings.maps_rail && settings.simulated_nodes < s.topology.nodes)
         throw std::invalid_argument("simulated_nodes: all of them where the rail is mapped");
-    const int warps = settings.num_sms * kBlockWarps / settings.channels;
-    if (!fits(roles_for<DispatchRoles>(s.topology, warps), warps))
-        throw std::invalid_argument("num_sms is " + std::to_string(settings.num_sms) +
-                                    ", too few for " + std::to_string(settings.channels) +
-                                    " channels");
+    check_sms(settings);
+    for (const int32_t* ids : topk_idx) s.add_layout(settings.num_tokens, ids);
+}
+
+VirtualTransfers::VirtualTransfers(const Machine& machine, const VirtualSettings& settings,
+                                   const VirtualPlan& plan)
+    : state_(std::make_unique<State>(machine, settings)) {
+    State& s = *state_;
+    if (settings.simulated_nodes < s.topology.nodes)
+        throw std::invalid_argument("simulated_nodes: all of them where a plan says what moves");
+    check_sms(settings);
     for (int rank = 0; rank < s.ranks; ++rank) {
-        Share& share = s.shares[rank];
-        Layout layout(s.topology, settings.num_tokens, settings.topk, settings.num_experts,
-                      settings.channels, nullptr);
-        share.layout.resize(layout.size());
-        layout.data = share.layout.data();
-        share.counts.resize(2 * layout.local_experts());
-        s.notify.push_back({rank, s.images.heap, layout, topk_idx[rank], sizeof(int32_t), 1, 0, 0,
-                            share.counts.data()});
+        Layout& layout = s.add_layout(plan.tokens[rank], nullptr);
+        layout.is_planned = true;
+        lay_out(layout, rank, plan.moves, plan.count, plan.tokens, 1, plan.leaving);
     }
+    s.make_calls(plan.copies_apart);
 }
 
 VirtualTransfers::~VirtualTransfers() = default;
@@ -166,14 +192,14 @@ uint64_t VirtualTransfers::peer_rows() const {
 }
 
 // The tensors of the calls that follow a notify.
-void VirtualTransfers::State::make_calls() {
+void VirtualTransfers::State::make_calls(const std::vector<bool>& has_intra_rank_pass) {
     dispatch.clear();
     combine.clear();
     for (int rank = 0; rank < ranks; ++rank) {
         Share& share = shares[rank];
         const VirtualSettings& v = settings;
         const Layout::Totals& totals = notify[rank].layout.totals();
-        const size_t tokens = v.num_tokens, rows = totals.expert_rows;
+        const size_t tokens = notify[rank].layout.num_tokens, rows = totals.expert_rows;
         share.dst_rows.resize(static_cast<size_t>(totals.received_rows) * v.topk);
         share.rail_experts.resize(static_cast<size_t>(totals.rail_rows) * v.topk);
         const RowFormat back = combine_format_of(v);
@@ -202,7 +228,8 @@ void VirtualTransfers::State::make_calls() {
         dispatch.push_back({args, bytes(share.x), bytes(share.scales), bytes(share.weights),
                             bytes(share.rows), bytes(share.row_scales), bytes(share.row_weights)});
         dispatch.back().fills_tables = true;
-        dispatch.back().has_intra_rank_pass = v.permutes_apart;
+        dispatch.back().clears_end = !notify[rank].layout.is_planned;
+        dispatch.back().has_intra_rank_pass = has_intra_rank_pass[rank];
         combine.push_back({args, bytes(share.rows), bytes(share.row_weights), bytes(share.y),
                            bytes(share.y_weights)});
         combine.back().format = back;
@@ -215,6 +242,7 @@ void VirtualTransfers::State::make_calls() {
 // As notify_kernel does it: each step needs the one before on all channels.
 VirtualPhase VirtualTransfers::notify(const Look& look) {
     State& s = *state_;
+    if (s.notify.front().layout.is_planned) throw std::logic_error("a plan needs no notify");
     VirtualLaunch phase = s.launch();
     const int channels = s.settings.channels;
     const int roles = num_exchange_roles(s.images.heap);
@@ -271,7 +299,7 @@ VirtualPhase VirtualTransfers::notify(const Look& look) {
                                         ": experts must be different, in [-1, E)");
     }
 
-    s.make_calls();
+    s.make_calls(std::vector<bool>(s.ranks, s.settings.permutes_apart));
     return done;
 }
 
@@ -292,13 +320,15 @@ struct SideSms {
 
 void VirtualTransfers::State::add_own_rows(VirtualLaunch& phase, int first_sm, int count) {
     for (const DispatchArgs& args : dispatch) {
+        if (!has_intra_rank_pass(args)) continue;
         for_warps(count, [&](int block, int warp) {
             const int first = block + warp * count, warps = count * kBlockWarps;
-            if (first >= settings.channels) return;
-            phase.add(args.rank, first_sm + block, [this, &args, first, warps](auto& fiber) {
+            const int parts = parts_of_own_rows(args, warps), pieces = settings.channels * parts;
+            if (first >= pieces) return;
+            phase.add(args.rank, first_sm + block, [=, this, &args](auto& fiber) {
                 VirtualWarp warp(cluster, fiber, Role::Launch, 0);
-                for (int c = first; c < args.layout.channels; c += warps)
-                    write_own_rows(warp, args, c, 0, 1);
+                for (int piece = first; piece < pieces; piece += warps)
+                    write_own_rows(warp, args, piece / parts, piece % parts, parts);
             });
         });
     }
@@ -307,6 +337,7 @@ void VirtualTransfers::State::add_own_rows(VirtualLaunch& phase, int first_sm, i
 void VirtualTransfers::State::add_permute(VirtualLaunch& phase) {
     const int sms = cluster.machine.sms, warps = warps_of_blocks(sms);
     for (const DispatchArgs& args : dispatch) {
+        if (!has_intra_rank_pass(args)) continue;
         for_warps(sms, [&](int block, int warp) {
             const int part = block * kBlockWarps + warp;
             phase.add(args.rank, block, [this, &args, part, warps](VirtualFiber& fiber) {
@@ -330,7 +361,7 @@ VirtualPhase VirtualTransfers::dispatch(const Look& look) {
     uint64_t expected = 0;
     for (const DispatchArgs& args : s.dispatch) {
         const Layout::Totals& totals = args.layout.totals();
-        expected += s.settings.num_tokens + totals.received_rows + 2 * totals.rail_rows;
+        expected += args.layout.num_tokens + totals.received_rows + 2 * totals.rail_rows;
     }
 
     VirtualLaunch exchange = s.launch();
@@ -352,7 +383,8 @@ VirtualPhase VirtualTransfers::dispatch(const Look& look) {
             });
         });
     }
-    const bool passes = s.settings.permutes_apart;
+    const bool passes =
+        std::ranges::any_of(s.dispatch, [](const auto& args) { return has_intra_rank_pass(args); });
     if (passes && side.beside) s.add_own_rows(exchange, side.first, side.count);
     VirtualPhase done = exchange.run(look, expected);
     if (passes) {
@@ -384,7 +416,7 @@ VirtualPhase VirtualTransfers::combine(const Look& look) {
     uint64_t expected = 0;
     for (const CombineArgs& args : s.combine) {
         const Layout::Totals& totals = args.layout.totals();
-        expected += s.settings.num_tokens + totals.received_rows + totals.rail_rows;
+        expected += args.layout.num_tokens + totals.received_rows + totals.rail_rows;
     }
     const bool passes = s.settings.sums_apart;
     const auto add_sums = [&](VirtualLaunch& phase) {

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "core/args.h"
+#include "core/planned_layout.h"
 #include "fabric/shared_memory.h"
 #include "launch/virtual/phase.h"
 
@@ -20,16 +21,29 @@ struct VirtualSettings : VirtualCase {
     double slot_bytes;                                // of it on the wire
     double combine_bytes, combine_slot_bytes;         // of combine, whose rows have no scales
     bool permutes_apart = false, sums_apart = false;  // dispatch's and combine's intra-rank pass
+    int weight_bytes = kWeightBytes;                  // beside a row, of each k
+};
+
+// What a plan moves, see core/planned_layout.h.
+struct VirtualPlan {
+    const Move* moves;
+    size_t count;
+    const int32_t* tokens;  // of each rank
+    int leaving;
+    std::vector<bool> copies_apart;  // of each rank: launches of their own write the rows that stay
 };
 
 // The normal mode in virtual time: the roles of all ranks, as a GPU's launches distribute them over
-// SMs. Calls follow each other as on GPUs: notify first, then any number of dispatches and
-// combines.
+// SMs. Calls follow each other as on GPUs: notify first, unless a plan says what it would, then any
+// number of dispatches and combines.
 class VirtualTransfers {
   public:
     // topk_idx: [T, K] of each simulated rank; they outlive this.
     VirtualTransfers(const Machine& machine, const VirtualSettings& settings,
                      std::vector<const int32_t*> topk_idx);
+    // All ranks are simulated; num_tokens is not looked at.
+    VirtualTransfers(const Machine& machine, const VirtualSettings& settings,
+                     const VirtualPlan& plan);
     ~VirtualTransfers();
 
     VirtualPhase notify(const Look& look);

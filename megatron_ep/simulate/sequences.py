@@ -1,0 +1,111 @@
+"""What moving attention's rows by a plan takes: the roles of `SequenceDispatcher` in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron_ep import _simulate
+from megatron_ep.backends.cuda import CudaBackend
+from megatron_ep.config import Config, Topology
+from megatron_ep.sequences.handles import Way, ways_of
+from megatron_ep.sequences.plan import SequencePlan
+from megatron_ep.sequences.planner import RowBytes
+from megatron_ep.simulate.case import Faults, ring_settings, run_settings
+from megatron_ep.simulate.machine import Machine
+from megatron_ep.simulate.predict import Look, Phase, phase_of
+
+# Ways in the order of a call; those behind the output are of the backward pass, beside those of Q and of the output,
+# which go back as they came.
+Q, K_AND_V, OUT, K_GRADIENT = "Q", "K and V", "output", "gradient of K"
+WAYS = (Q, K_AND_V, OUT, K_GRADIENT)
+
+
+def predict_ways(
+    plan: SequencePlan,
+    topology: Topology,
+    machine: Machine,
+    *,
+    row_bytes: RowBytes,
+    num_sms: int | None = None,
+    timeout: float = 10.0,
+    look: Look | None = None,
+) -> dict[str, Phase]:
+    """The phases of `WAYS`, of which the gradient of V takes another one like that of K.
+
+    row_bytes: of rows of 16 bits, those of V as long as those of K. Gradients of K and V that nodes sum are twice as
+        long.
+    num_sms: of each rank; None: half of a GPU, as `sms_for_sequences` has it.
+    timeout: of a wait, in seconds of virtual time.
+    look: called now and then with the way and how much of it is done, 0 to 1.
+
+    Raises ValueError for a plan of other ranks, several nodes on a machine without a network card, and settings that no
+    buffer could have.
+    """
+    if plan.world != topology.world_size:
+        raise ValueError(f"plan is for {plan.world} ranks, must be for the {topology.world_size} of the topology")
+    if topology.nodes > 1 and not machine.has_card:
+        raise ValueError(
+            f"machine is {machine.name}, which has no network card, but the topology has {topology.nodes} nodes"
+        )
+    sms = machine.sms // 2 if num_sms is None else num_sms
+    config = Config(plan.world, num_sms=sms, row_bytes=max(row_bytes.q, 2 * row_bytes.kv))
+    config.check_ranks(topology)
+    ways, k = ways_of(plan, topology), row_bytes.kv // 2
+    gradient = 2 * k if ways.has_partial_sums else k
+
+    def transfers(way: Way, payload: int, scales: int) -> _simulate.Transfers:
+        table, tokens = way.table(), way.tokens.int()
+        rings = ring_settings(topology, config, sms, (payload, scales), (payload, 0), topk=way.topk, weight_bytes=0)
+        least = CudaBackend.min_local_bytes
+        return _simulate.Transfers.planned(
+            machine.compiled(),
+            moves=table.data_ptr(),
+            count=len(table),
+            tokens=tokens.data_ptr(),
+            leaving=way.leaving,
+            copies_apart=[way.own_rows(rank) * payload >= least for rank in range(plan.world)],
+            settings={
+                "nodes": topology.nodes,
+                "ranks_per_node": topology.ranks_per_node,
+                "simulated_nodes": topology.nodes,
+                "num_experts": plan.world,
+                "topk": way.topk,
+                "num_tokens": int(tokens.max()),
+                "num_sms": sms,
+                "maps_rail": False,
+                "run": run_settings(timeout, Faults()),
+                "permutes_apart": False,
+                "sums_apart": False,
+                **rings,
+            },
+        )
+
+    def run(name: str, way: Way, payload: int, scales: int = 0, *, sums: bool = False) -> Phase:
+        def tell(rows: int, expected: int) -> None:
+            if look is not None:
+                look(name, rows / expected if expected else 0)
+
+        mode = transfers(way, payload, scales)
+        found = mode.dispatch(tell)
+        if sums and mode.first_reason() is None:
+            found = mode.combine(tell)
+        if (first := mode.first_reason()) is not None:
+            raise RuntimeError(f"{name}: {first[0]}, rank {first[1]} gave up first")
+        return phase_of(found, mode.rail_rows, mode.peer_rows, is_calibrated=False)
+
+    return {
+        Q: run(Q, ways.q, row_bytes.q),
+        K_AND_V: run(K_AND_V, ways.kv, k, k),
+        OUT: run(OUT, ways.out, row_bytes.out),
+        K_GRADIENT: run(K_GRADIENT, ways.kv, gradient, sums=True),
+    }
+
+
+def times_of(phases: Mapping[str, Phase]) -> dict[str, float]:
+    """In ms: each way, and what a call takes there and back, alone and with its gradients."""
+    times = {way: phases[way].us / 1e3 for way in WAYS}
+    forth, copies, back, gradient = times.values()
+    return times | {
+        "there and back": forth + copies + back,
+        "with gradients": 2 * (forth + back) + copies + 2 * gradient,
+    }
