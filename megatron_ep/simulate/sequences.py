@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 from megatron_ep import _simulate
 from megatron_ep.backends.cuda import CudaBackend
-from megatron_ep.config import Config, Topology
+from megatron_ep.config import MAX_NODE_RANKS, Config, Topology, require_int
 from megatron_ep.sequences.handles import Way, ways_of
 from megatron_ep.sequences.plan import SequencePlan
 from megatron_ep.sequences.planner import RowBytes
-from megatron_ep.simulate.case import Faults, ring_settings, run_settings
+from megatron_ep.simulate.case import MAX_SIMULATED_RANKS, Faults, ring_settings, run_settings
 from megatron_ep.simulate.machine import Machine
 from megatron_ep.simulate.predict import Look, Phase, phase_of
 
@@ -38,15 +38,19 @@ def predict_ways(
     timeout: of a wait, in seconds of virtual time.
     look: called now and then with the way and how much of it is done, 0 to 1.
 
-    Raises ValueError for a plan of other ranks, several nodes on a machine without a network card, and settings that no
-    buffer could have.
+    Raises ValueError for a plan of other ranks, rows of K and V that differ, several nodes on a machine without a
+    network card, and settings that no buffer could have; RuntimeError when a wait expires, which none does.
     """
     if plan.world != topology.world_size:
         raise ValueError(f"plan is for {plan.world} ranks, must be for the {topology.world_size} of the topology")
+    require_int("ranks_per_node", topology.ranks_per_node, 1, MAX_NODE_RANKS)
+    require_int("ranks that are simulated", plan.world, 1, MAX_SIMULATED_RANKS)
     if topology.nodes > 1 and not machine.has_card:
         raise ValueError(
             f"machine is {machine.name}, which has no network card, but the topology has {topology.nodes} nodes"
         )
+    if row_bytes.kv % 2:
+        raise ValueError(f"row_bytes.kv is {row_bytes.kv}, must be even: K and V are alike")
     sms = machine.sms // 2 if num_sms is None else num_sms
     config = Config(plan.world, num_sms=sms, row_bytes=max(row_bytes.q, 2 * row_bytes.kv))
     config.check_ranks(topology)
@@ -55,7 +59,8 @@ def predict_ways(
 
     def transfers(way: Way, payload: int, scales: int) -> _simulate.Transfers:
         table, tokens = way.table(), way.tokens.int()
-        rings = ring_settings(topology, config, sms, (payload, scales), (payload, 0), topk=way.topk, weight_bytes=0)
+        combined = (payload + scales, 0)  # rows with scales, which are V, are not combined
+        rings = ring_settings(topology, config, sms, (payload, scales), combined, topk=way.topk, weight_bytes=0)
         least = CudaBackend.min_local_bytes
         return _simulate.Transfers.planned(
             machine.compiled(),

@@ -65,6 +65,22 @@ def test_nothing_to_compute(tmp_path, capsys):
     (tmp_path / "none.txt").write_text("")
     assert cli.main(["sequences", "none.txt", "--ranks", "2", "--picture", "load.png"]) == 0
     assert rows(capsys.readouterr().out)["balanced"] == [1, 0, 0, 0]
+    assert cli.main(["sequences", "none.txt", "--ranks", "2", "--predict"]) == 0
+    assert capsys.readouterr().out.count("0.01") > 0  # launches alone
+
+
+@pytest.mark.parametrize("more", [[], ["--ranks-per-node", "2"]], ids=["one node", "two nodes"])
+def test_predicted_times(more, capsys):
+    assert cli.main(["sequences", "lengths.txt", "--ranks", "4", "--predict", "--num-sms", "16", *more]) == 0
+    text = capsys.readouterr().out.partition("Predicted on ")[2]
+    assert text.startswith(f"h200_{'cx7, 2 x 2' if more else 'nvlink, 1 x 4'} ranks, 16 SMs")
+    lines = [line for line in text.splitlines() if line.startswith(("at home", "balanced"))]
+    times = [[float(x) for x in line[16:].split()[:6]] for line in lines]
+    for q, kv, out, gradient, both, everything in times:
+        assert both == pytest.approx(q + kv + out, abs=0.021)
+        assert everything == pytest.approx(2 * (q + out + gradient) + kv, abs=0.05)
+    assert len(times) == 2 and times[0][4] < times[1][4]  # what is at home moves less
+    assert ("by what is guessed of the network card" in text) == bool(more)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +98,11 @@ def test_nothing_to_compute(tmp_path, capsys):
         (["half.json", "--ranks", "2"], ["half.json", "line 1"]),
         (["object.json", "--ranks", "2"], ["object.json: must be a list of shards"]),
         (["field.json", "--ranks", "2"], ['field.json: shard 0 is {"document": 0}, must have document, index,']),
+        (["lengths.txt", "--ranks", "2", "--num-sms", "8"], ["--num-sms: only with --predict"]),
+        (["lengths.txt", "--ranks", "4", "--predict", "--ranks-per-node", "3"], ["--ranks-per-node is 3, must divide"]),
+        (["lengths.txt", "--ranks", "4", "--predict", "--num-sms", "0"], ["--num-sms is 0"]),
+        (["lengths.txt", "--ranks", "4", "--predict", "--machine", "h300"], ["machine is 'h300'", "h200_cx7"]),
+        (["lengths.txt", "--ranks", "128", "--predict"], ["ranks_per_node is 128"]),
         (["plan.json", "--ranks", "1"], ["plan.json: shards[2] is Shard(", "home_rank must be below world = 1"]),
     ],
 )
