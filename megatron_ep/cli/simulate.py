@@ -371,6 +371,7 @@ def _write(options: argparse.Namespace, found: Sequence[Found]) -> None:
 
 def _picture(options: argparse.Namespace, found: Sequence[Found]) -> str:
     from megatron_ep.simulate.pictures import Point, role_bars, time_over_ranks
+    from megatron_ep.simulate.published import published_us
 
     first = found[0][0]
     shape = f"T = {first.case.num_tokens}, H = {options.hidden} {options.dtype}"
@@ -386,7 +387,8 @@ def _picture(options: argparse.Namespace, found: Sequence[Found]) -> str:
         floors = floors_us(prediction)
         for name, phase in prediction.phases.items():
             world = prediction.case.topology.world_size
-            points.setdefault(name, []).append(Point(world, phase.us, *band[name], floors[name]))
+            others = published_us(prediction.case, name)
+            points.setdefault(name, []).append(Point(world, phase.us, *band[name], floors[name], others))
     return time_over_ranks(f"Predicted time over ranks, {shape}", points)
 
 

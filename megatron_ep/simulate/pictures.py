@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_ep.simulate.predict import Phase, Track
 
@@ -17,11 +17,13 @@ STYLE = """
     .ours { fill: none; stroke: #2f63ad; stroke-width: 2.4 }
     .band { fill: #2f63ad; opacity: .18 }
     .floor { fill: none; stroke: #6b7480; stroke-width: 1.6; stroke-dasharray: 6 4 }
+    .other { fill: none; stroke: #b3541e; stroke-width: 1.8 }
     .dot, .works { fill: #2f63ad }
     .row { fill: #d9dee5 } .room { fill: #e0a030 } .steps { fill: #9dbce4 }
     @media (prefers-color-scheme: dark) {
       text { fill: #e6edf3 } .s { fill: #a0aab5 } .card { fill: #14181f; stroke: #3a424d } .grid { stroke: #3a424d }
-      .ours { stroke: #79aef5 } .band, .dot, .works { fill: #79aef5 } .floor { stroke: #a0aab5 }
+      .ours { stroke: #79aef5 } .band, .dot, .works { fill: #79aef5 }
+      .floor { stroke: #a0aab5 } .other { stroke: #f0a070 }
       .row { fill: #3a424d } .room { fill: #b57a18 } .steps { fill: #476a9c }
     }
   """
@@ -45,13 +47,15 @@ ROLES = (
 
 @dataclass(frozen=True)
 class Point:
-    """One case of a picture over ranks: us of a phase, between which bounds it may lie, and its floor."""
+    """One case of a picture over ranks: us of a phase, between which bounds it may lie, its floor, and what others
+    publish."""
 
     ranks: int
     us: float
     low: float
     high: float
     floor: float
+    published: Mapping[str, float] = field(default_factory=dict)
 
 
 def _svg(width: int, height: int, title: str, text: str, body: Sequence[str]) -> str:
@@ -80,13 +84,14 @@ def _ticks(end: float) -> list[float]:
 
 
 def time_over_ranks(title: str, phases: Mapping[str, Sequence[Point]]) -> str:
-    """A panel for each phase: time, its band and its floor over numbers of ranks."""
+    """A panel for each phase: time, its band, its floor and what others publish, over numbers of ranks."""
     width, height, left, top, bottom = 460, 330, 70, 56, 270
     body = []
+    others = sorted({who for points in phases.values() for point in points for who in point.published})
     for panel, (name, given) in enumerate(phases.items()):
         points = sorted(given, key=lambda point: point.ranks)
         x0, x1 = panel * width + left, panel * width + width - 20
-        ticks = _ticks(max(point.high for point in points) / 1e3)
+        ticks = _ticks(max(us for point in points for us in (point.high, *point.published.values())) / 1e3)
 
         def y(us: float, ticks: list[float] = ticks) -> float:
             return bottom - (bottom - top) * us / 1e3 / ticks[-1]
@@ -107,16 +112,34 @@ def time_over_ranks(title: str, phases: Mapping[str, Sequence[Point]]) -> str:
             body.append(f'<path class="{kind}" d="M{line}"/>')
         for i, point in enumerate(points):
             body.append(f'<circle class="dot" cx="{x(i):.1f}" cy="{y(point.us):.1f}" r="3.4"/>')
+            for who, us in point.published.items():
+                body.append(_mark(others.index(who), x(i), y(us)))
             body.append(f'<text class="s" x="{x(i):.1f}" y="{bottom + 20}">{point.ranks}</text>')
     body.append(
         f'<text class="s k" x="{left}" y="{height - 14}">over ranks; dashed: bytes of rows alone; shaded: what is open '
         "about the network card</text>"
     )
+    for number, who in enumerate(others):
+        at = height + 6 + 24 * number
+        body.append(_mark(number, left + 6, at))
+        body.append(f'<text class="s k" x="{left + 20}" y="{at + 4}">{html.escape(who)}, as published</text>')
     text = "; ".join(
-        f"{name}: " + ", ".join(f"{point.ranks} ranks {point.us / 1e3:.2f} ms" for point in points)
+        f"{name}: " + ", ".join(f"{point.ranks} ranks {_told(point)}" for point in points)
         for name, points in phases.items()
     )
-    return _svg(width * len(phases), height, title, text, body)
+    return _svg(width * len(phases), height + 24 * len(others), title, text, body)
+
+
+def _mark(number: int, x: float, y: float) -> str:
+    """Of those who publish, a square on a corner, a triangle, a square, a cross, in turn."""
+    shapes = ("m0-5 5 5-5 5-5-5z", "m0-5 5 9h-10z", "m-4-4h8v8h-8z", "m-4-4 8 8m0-8-8 8")
+    shape = shapes[number % len(shapes)]
+    return f'<path class="other" d="M{x:.1f} {y:.1f}{shape}"/>'
+
+
+def _told(point: Point) -> str:
+    others = "".join(f" ({who} {us / 1e3:.2f})" for who, us in point.published.items())
+    return f"{point.us / 1e3:.2f} ms{others}"
 
 
 def _kind(wait: str) -> str:

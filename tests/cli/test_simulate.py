@@ -96,6 +96,31 @@ def test_a_picture_over_ranks(capsys, tmp_path):
     assert sum(path.get("class") == "band" for path in root.iter("{http://www.w3.org/2000/svg}path")) == 2
 
 
+def test_a_picture_beside_what_others_publish(tmp_path):
+    picture = tmp_path / "time.svg"
+    case = [
+        "simulate",
+        "1,2",
+        "8",
+        "--mode",
+        "low-latency",
+        "--machine",
+        "h200_cx7",
+        "--no-band",
+        "--svg",
+        str(picture),
+    ]
+    assert main([*case, "--dtype", "fp8"]) == 0
+    root = ElementTree.parse(picture).getroot()
+    marks = [path for path in root.iter("{http://www.w3.org/2000/svg}path") if path.get("class") == "other"]
+    assert len(marks) == 3  # of dispatch and of combine with 16 ranks, and beside the name
+    [told] = [text.text for text in root.iter("{http://www.w3.org/2000/svg}desc")]
+    assert told.count("DeepEP V1 (H800)") == 2 and "(DeepEP V1 (H800) 0.12)" in told
+    assert main(case) == 0
+    [told] = [text.text for text in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}desc")]
+    assert told.count("DeepEP") == 1  # of bf16 rows combine's alone
+
+
 def test_settings_side_by_side(capsys):
     said = run(capsys, "2", "1", "--no-band", "--channels", "4,8", "--rdma-rows", "2,8", "--chunk", "1,4")
     assert said.count("\n2 x 1 ranks") == 8
