@@ -1,7 +1,7 @@
 """Compiles the CUDA backend with the compilers of NVIDIA's wheels, of one version of CUDA, on a machine without GPU and
 nvcc.
 
-    check.py WHEELS ARCHITECTURES BUDGET ...     for example check.py build/cuda-12.4 80,90 cuda_budget.txt
+    check.py WHEELS ARCHITECTURES BUDGET     for example check.py build/cuda-12.4 80,90 cuda_budget.txt
 
 WHEELS is where the requirements beside this file have been installed. NVIDIA's wheels of CUDA 12 have no nvcc, but all
 that it is made of for a kernel: NVRTC is its compiler down to PTX, ptxas the rest. So one kernel of every kind goes
@@ -128,8 +128,8 @@ def check_host(wheels: Path) -> list[str]:
     return [f"{file} does not compile" for file in files if subprocess.run(["g++", *flags, file]).returncode]
 
 
-def main(wheels: str, architectures: str, *budgets: str) -> int:
-    budget = cuda_budget.parse_budget("\n".join(Path(file).read_text() for file in budgets))
+def main(wheels: str, architectures: str, budget_file: str) -> int:
+    budget = cuda_budget.parse_budget(Path(budget_file).read_text())
     problems = check_host(Path(wheels)) + check_kernels(Path(wheels), budget, architectures.split(","))
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
