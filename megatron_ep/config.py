@@ -127,7 +127,7 @@ class Tuning:
     channels: int | None = None
     nvl_ring_bytes: int | None = None
     rdma_ring_bytes: int | None = None
-    rdma_chunk_tokens: int = 16
+    rdma_chunk_tokens: int = 8
     local_pass: bool | None = None
 
     def __post_init__(self) -> None:

@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     settings.add_argument("--num-sms", metavar="N", help="SMs (24; in mode normal from 8 nodes on 16)")
     settings.add_argument("--channels", metavar="C", help="(as many as keep the SMs busy)")
     settings.add_argument("--rdma-rows", metavar="N", help="rows of a network ring (8 to 32)")
-    settings.add_argument("--chunk", metavar="N", help="rows of a put at most (16)")
+    settings.add_argument("--chunk", metavar="N", help="rows of a put at most (8)")
     settings.add_argument("--local-pass", choices=("on", "off"), help="(where it saves time)")
     faults = parser.add_argument_group("what goes wrong, of the ranks that are simulated")
     faults.add_argument("--slow-nic", metavar="RANK:PART", help="that rank's card has this part of its bandwidth")

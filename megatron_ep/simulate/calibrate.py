@@ -30,6 +30,7 @@ from megatron_ep.simulate.machine import Machine, tomllib
 from megatron_ep.simulate.predict import predict
 
 ROUNDS, STEP = 4, 0.08  # of the fit, and by what part a constant is changed to see what depends on it
+CHUNK = 16  # rows of a put, which was the default when the figures of several nodes were measured
 PRIOR = 0.15  # a constant that lies so far (of ln) from its prior counts as a figure that is as far off
 
 
@@ -68,6 +69,7 @@ def _figure(line: dict[str, str]) -> Figure:
             tuning=Tuning(
                 channels=int(line["channels"]) if line["channels"] else None,
                 local_pass={"on": True, "off": False, "": None}[line["local_pass"]],
+                rdma_chunk_tokens=CHUNK,
             ),
         ),
         mode=line["mode"],

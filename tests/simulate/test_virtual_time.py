@@ -138,8 +138,10 @@ def test_images_stand_for_nodes(h200):
 
 def test_images_of_equal_nodes_change_nothing(h200):
     """Nodes that do the same with all nodes shifted are images of each other: then they are exact. Channels divide T,
-    so that all ranks cut their tokens alike."""
-    whole, folded = case(4, 2, 128, channels=8), case(4, 2, 128, channels=8, images=1)
+    so that all ranks cut their tokens alike. A put has all rows of a ring: coordinators serve nodes by number, which is
+    another order on each node."""
+    settings = {"channels": 8, "rdma_chunk_tokens": 16}
+    whole, folded = case(4, 2, 128, **settings), case(4, 2, 128, **settings, images=1)
     experts, first = whole.config.num_experts, folded.choices()
     shifted = [
         ((ids + node * experts // 4) % experts).to(torch.int32).contiguous() for node in range(4) for ids in first
@@ -153,7 +155,7 @@ def test_images_of_equal_nodes_change_nothing(h200):
 
 def test_rings_are_deep_enough_for_either_order_of_a_card(h200):
     """First come, first served the puts of one source follow each other, and rings have to hold its rows meanwhile.
-    Two of the nodes for all eight: with all of them it takes a minute, and 1.07 instead of 1.05 times as long."""
+    Two of the nodes for all eight: with all of them it takes a minute, and combine takes 1.07 times as long."""
     one = Case(Topology(8, 8), config_of(256, {}), num_tokens=2048, images=2)
     in_turns, first_come = (predict(one, h200.with_constants(card_turn=turn)).phases for turn in (16384, 0))
     assert first_come["combine"].us != in_turns["combine"].us
