@@ -18,7 +18,7 @@ LL_WORDS, LINES = "protocol/low_latency_words.h", "exec/device/lines.h"
 QUEUE, QUEUE_FABRIC = "fabric/queue/send_queue.h", "fabric/queue/queue_fabric.h"
 ENTRY = "fabric/queue/entry.h"
 DIRECT_PAIR, CARD_LINK = "fabric/verbs/direct_pair.cpp", "fabric/queue/card_link.cpp"
-SOFTWARE_NIC = "fabric/queue/software_nic.cpp"
+SOFTWARE_NIC, HELD = "fabric/queue/software_nic.cpp", "fabric/queue/held_additions.h"
 DEVICE_RANK = "exec/device/device_rank.h"
 NVSHMEM, RESET = "fabric/nvshmem/nvshmem_fabric.h", "launch/nccl/reset_signals.h"
 
@@ -56,6 +56,7 @@ NVSHMEM_ADD = "nvshmemx_signal_op(flag, increment, NVSHMEM_SIGNAL_ADD, rank);"
 NVSHMEM_ACQUIRE = "return W::template acquire<Scope::System>(own<uint64_t>(flag));"
 QUEUES = ("queue",)
 DIRECT = ("direct",)
+NIC = ("send_queue",)
 DOORBELL = "warp.template publish<Scope::System>(doorbell_word(), rung_for(end));"
 BELL = "warp.template publish<Scope::System>(card()->bell, bell_of(end, ends_in_addition));"
 CARD_ADDITION = """return SendEntry::add_of(index, card()->number, {card()->flags, flag}, increment,
@@ -854,5 +855,58 @@ MUTANTS = [
     ),
     Mutant(
         "direct: nobody watches", SOFTWARE_NIC, "static_cast<CardLink&>(link).open(number, side.pairs);", ";", DIRECT
+    ),
+    *(
+        changed(
+            name,
+            SOFTWARE_NIC,
+            """link->add({Frame::kWrite, region, same, static_cast<uint32_t>(piece),
+                   address + taken.offset, 0, taken.batch},
+                  source + taken.offset, is_last ? complete : std::function<void()>());""",
+            before,
+            after,
+            NIC,
+        )
+        for name, before, after in (
+            ("nic: all pieces of a write go to its beginning", "address + taken.offset", "address"),
+            ("nic: all pieces of a write are its first", "source + taken.offset", "source"),
+            (
+                "nic: the rest of a long write is lost",
+                "link->add(",
+                "if (taken.offset) { if (is_last) complete(); } else link->add(",
+            ),
+        )
+    ),
+    Mutant(
+        "nic: a signal passes the rest of its write",
+        SOFTWARE_NIC,
+        "taken.begun += is_last;",
+        "++taken.begun; taken.offset = 0;",
+        NIC,
+    ),
+    Mutant(
+        "nic: signals and credits count twice",
+        SOFTWARE_NIC,
+        """} else if (frame.kind == Frame::kAdd) {
+            «carry_out(frame);»""",
+        "carry_out(frame); carry_out(frame);",
+        NIC,
+    ),
+    changed(
+        "nic: a signal waits for no writes where nothing keeps order",
+        SOFTWARE_NIC,
+        """link->add({Frame::kAdd, region, same, 0, address, increment, taken.batch++,
+                           std::exchange(taken.writes, 0)},
+                          nullptr, complete);""",
+        "std::exchange(taken.writes, 0)",
+        "0",
+        NIC,
+    ),
+    Mutant(
+        "nic: a signal that comes before its writes is not held",
+        HELD,
+        "if (!addition || arrived < addition->writes) break;",
+        "if (!addition) break;",
+        NIC,
     ),
 ]

@@ -243,7 +243,7 @@ void bind_software_nic(py::module_& m) {
         .def("tell_now", &SoftwareNic::tell_now, py::call_guard<py::gil_scoped_release>(),
              "Until the others have been sent that this rank has given up, a moment at most.")
         .def("tolerate_loss", &SoftwareNic::tolerate_loss,
-             "From now on a connection that breaks ends nobody's waits.")
+             "From now on a connection that breaks ends waits of the normal mode only.")
         .def_property_readonly_static("thread_name",
                                       [](py::object) { return SoftwareNic::kThreadName; })
         .def_property_readonly_static("mirror_bytes",

@@ -82,7 +82,7 @@ def _first_of(
     """The first one that all ranks can use, or tcp, which needs nothing; or the one that is forced."""
     lacking: list[str] = []
     for name in names if forced is None else () if forced == TCP else (forced,):
-        missing = gather(_missing(name, on_gpus) if forced or ibgda.has_cards() else ibgda.NO_CARD)
+        missing = gather(what_lacks(name, on_gpus=on_gpus) if forced or ibgda.has_cards() else ibgda.NO_CARD)
         if not any(missing):
             return Choice(name, "; ".join([reason, *lacking]))
         lacking.append(_by_rank(missing))
@@ -101,7 +101,7 @@ def _wanted_by_all(wanted: Sequence[str | None]) -> str | None:
     return wanted[0]
 
 
-def _missing(name: str, on_gpus: bool) -> str:
+def what_lacks(name: str, *, on_gpus: bool) -> str:
     """What keeps this rank from loading the fabric, if anything."""
     try:
         if name == IBGDA:
@@ -237,6 +237,6 @@ def _report_of_host() -> str:
     wanted = os.environ.get(VARIABLE)
     if wanted in OF_HOST:
         return wanted
-    missing = {name: _missing(name, False) if ibgda.has_cards() else ibgda.NO_CARD for name in BY_CARD}
+    missing = {name: what_lacks(name, on_gpus=False) if ibgda.has_cards() else ibgda.NO_CARD for name in BY_CARD}
     lacking = "; ".join(dict.fromkeys(missing.values()))
     return next((name for name, why in missing.items() if not why), f"{TCP} ({lacking})")

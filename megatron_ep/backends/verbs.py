@@ -122,10 +122,13 @@ def try_direct(gpu: int | None) -> None:
         raise EPError(f"the ibgda fabric: {error}") from None
 
 
-def card_at(place: int) -> _C.Card:
-    """Opens the port of this place among those that are usable, or begins again with the first. Raises as `card_of`."""
-    found = usable()
-    return _open(found[place % len(found)])
+def card_at(place: int, direct: bool = False) -> _C.Card:
+    """Opens the port of this place among those that are usable, or begins again with the first. Raises as `card_of`.
+
+    direct: see `ports`.
+    """
+    found = usable(direct)
+    return _open(found[place % len(found)], direct)
 
 
 def _open(port: _C.CardPort, direct: bool = False) -> _C.Card:

@@ -81,6 +81,8 @@ def examine_cards(examination: Examination) -> Ways:
     lacking = examination.no_cards()
     if lacking:
         return Ways(_section("network cards", "", lacking), is_bad=examination.told[0].fabric in fabrics.BY_CARD)
+    if examination.by_card == fabrics.IBGDA:
+        ways.lines += ["", "by ibgda, as a job takes them, ranks on GPUs too; measured from memory of the host:"]
     found = {place: examination.examine(None, place) for place in examination.places()}
     rates = [rate for findings in found.values() for rate in network_report.rates_of(findings).values()]
     for place, findings in found.items():
@@ -105,9 +107,9 @@ def _take_cards(examination: Examination, over_tcp: float, by_card: Ways) -> lis
         return []
     if by_card.rate is None or by_card.rate * FASTER < over_tcp:
         return [f"export {fabrics.VARIABLE}={fabrics.TCP}"]
-    settings = [f"export {fabrics.VARIABLE}={fabrics.VERBS}"]
+    settings = [f"export {fabrics.VARIABLE}={examination.by_card}"]
     if len(by_card.good) < len(examination.places()):
-        names = [",".join(one.cards[place] for place in by_card.good) for one in examination.told]
+        names = [",".join(cards[place] for place in by_card.good) for cards in examination.cards]
         if len(set(names)) == 1:
             settings.append(f"export {verbs.VARIABLE}={names[0]}")
         else:

@@ -43,6 +43,7 @@ class Machine:
     address: str  # that it would take
     fabric: str | None  # that is wanted, by its variable
     cards: list[str]  # its ports that can be used, as `verbs.setting` names them
+    direct: list[str]  # those in whose queues a rank posts by itself
     no_cards: str  # why it has none
 
 
@@ -60,6 +61,9 @@ class Examination:
         self.machine_of = [order.index(one.identity) for one in self.told]
         self.first_ranks = [self.machine_of.index(machine) for machine in range(len(order))]
         self.machines = [self.told[rank].name for rank in self.first_ranks]
+        # as a job takes cards
+        self.by_card = fabrics.IBGDA if all(one.direct for one in self.told) else fabrics.VERBS
+        self.cards = [one.direct if self.by_card == fabrics.IBGDA else one.cards for one in self.told]
 
     def builds(self) -> list[str]:
         """A line for each build that ranks have, if these are several."""
@@ -78,11 +82,11 @@ class Examination:
 
     def places(self) -> range:
         """Of ports of network cards: as many as each machine has."""
-        return range(min(len(one.cards) for one in self.told))
+        return range(min(map(len, self.cards)))
 
     def cards_at(self, place: int) -> list[str]:
         """The port of each machine."""
-        return [self.told[rank].cards[place] for rank in self.first_ranks]
+        return [self.cards[rank][place] for rank in self.first_ranks]
 
     def no_cards(self) -> list[str]:
         """Why cards are not examined, a line for each reason, if they would be taken or another machine has some."""
@@ -103,7 +107,9 @@ class Examination:
             return Findings(unreached, [], {}, 0.0, [])
         cards: list[_C.Card] = []
         if place is not None:
-            _, refused = self._together(lambda: cards.append(verbs.card_at(place)), float)
+            _, refused = self._together(
+                lambda: cards.append(verbs.card_at(place, direct=self.by_card == fabrics.IBGDA)), float
+            )
             if refused:
                 return Findings([], [], {}, 0.0, refused)
         names = [f"{self.machines[machine]} ({machine})" for machine in self.machine_of]
@@ -244,7 +250,7 @@ def _bytes_at(rate: float) -> int:
 def _introduce(apart: bool, rank: int) -> Machine:
     wanted = os.environ.get(addresses.VARIABLE) or None
     name = os.uname().nodename
-    cards, why = _cards()
+    cards, direct, why = _cards()
     return Machine(
         name=f"{name}/{rank}" if apart else name,
         identity=f"rank {rank}" if apart else processes.machine(),
@@ -254,18 +260,24 @@ def _introduce(apart: bool, rank: int) -> Machine:
         address=addresses.own_address(),
         fabric=os.environ.get(fabrics.VARIABLE) or None,
         cards=cards,
+        direct=direct,
         no_cards=why,
     )
 
 
-def _cards() -> tuple[list[str], str]:
+def _cards() -> tuple[list[str], list[str], str]:
+    """Ports that can be used, those in whose queues a rank posts by itself, and why there are none."""
     wanted = os.environ.get(fabrics.VARIABLE)
     if wanted == fabrics.TCP or (wanted not in fabrics.BY_CARD and not ibgda.has_cards()):
-        return [], ibgda.NO_CARD
+        return [], [], ibgda.NO_CARD
+    lacks = "" if wanted == fabrics.VERBS else fabrics.what_lacks(fabrics.IBGDA, on_gpus=True)
+    if wanted == fabrics.IBGDA and lacks:
+        return [], [], lacks
     try:
-        return [verbs.setting(port) for port in verbs.usable()], ""
+        direct = [] if wanted == fabrics.VERBS or lacks else list(map(verbs.setting, verbs.usable(direct=True)))
+        return list(map(verbs.setting, verbs.usable())), direct, ""
     except (EPError, ValueError) as error:
-        return [], str(error)
+        return [], [], str(error)
 
 
 def _build() -> str:

@@ -223,7 +223,7 @@ class RankGroup:
         """After a part of this buffer was opened on the host's network, if there is one: nobody sends to it before all
         have. Collective.
 
-        tolerates_loss: a lost connection ends no waits: the part masks lost ranks instead.
+        tolerates_loss: a lost connection ends waits of the normal mode only: the part masks lost ranks instead.
         """
 
     def check_usable(self) -> None:

@@ -237,11 +237,13 @@ void run_rounds(uint64_t rounds, std::optional<uint64_t> seed = std::nullopt, in
         return kData + (round % kAhead * kChannels + channel) * kMaxBytes;
     };
     static_assert(kData + kAhead * kChannels * kMaxBytes <= kHeapBytes);
-    const auto value_of = [](uint64_t round, int channel) { return kChannels * round + channel; };
+    const auto value_of = [](uint64_t round, int channel, size_t at) {  // of each word another one
+        return (kChannels * round + channel) | uint64_t{at} << 32;
+    };
     std::jthread producer([&] {
         Producer warp;
         for (uint64_t i = 0; i < kChannels * rounds; ++i) {
-            const uint64_t round = i / kChannels, value = i;
+            const uint64_t round = i / kChannels;
             const int channel = static_cast<int>(i % kChannels);
             auto puts = a->port->queues().puts(channel, 1);
             if (!Producer::kWakes) puts.sleeper = nullptr;
@@ -252,7 +254,10 @@ void run_rounds(uint64_t rounds, std::optional<uint64_t> seed = std::nullopt, in
                                   }),
                     "no credit came");
             const size_t slot = slot_of(round, channel), bytes = bytes_of(round);
-            for (size_t at = 0; at < bytes; at += 8) std::memcpy(&a->heap[slot + at], &value, 8);
+            for (size_t at = 0; at < bytes; at += 8) {
+                const uint64_t value = value_of(round, channel, at);
+                std::memcpy(&a->heap[slot + at], &value, 8);
+            }
             require(puts.post_write(warp, 1, slot, slot, static_cast<uint32_t>(bytes)) &&
                         puts.post_add(warp, 1, kFlags + 8 * channel, 1),
                     "no room");
@@ -271,7 +276,7 @@ void run_rounds(uint64_t rounds, std::optional<uint64_t> seed = std::nullopt, in
         for (size_t at = 0; at < bytes_of(round); at += 8) {
             uint64_t value;
             std::memcpy(&value, &b->heap[slot + at], 8);
-            require(value == value_of(round, channel), "a signal was seen before its row");
+            require(value == value_of(round, channel, at), "a signal was seen before its row");
         }
         const auto credits = b->port->queues().credits(channel, 0);
         require(credits.post_add(warp, 0, kCredits + 8 * channel, 1), "no room for a credit");

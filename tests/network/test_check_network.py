@@ -15,7 +15,7 @@ import torch.distributed as dist
 from test_verbs import cards_with
 
 from megatron_ep import megatron as megatron_side
-from megatron_ep.backends import fabrics, verbs
+from megatron_ep.backends import fabrics, ibgda, verbs
 from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.cli import network, network_examination
 from megatron_ep.cli.check_common import MEGATRON_LAYERS
@@ -150,6 +150,30 @@ def test_network_cards_are_examined(ranks, library):
             assert len(re.findall(cards, text)) == 1, text
         assert text.count("contents and order are right") == text.count("\nnetwork "), "over TCP and by each card"
         assert "export MEGATRON_EP_FABRIC=verbs\n" in text and verbs.VARIABLE not in text
+
+
+def examine_own_queues(library: str, wanted: str, lacks: bool) -> tuple[str, int]:
+    """As `examine_cards`; the cards' own queues can be had by all ranks, or not by rank 1."""
+    with (
+        mock.patch.object(verbs, "MLX5_LIBRARY", "libnone.so" if lacks and dist.get_rank() == 1 else library),
+        mock.patch.object(ibgda, "has_cards", lambda: True),
+    ):
+        return examine_cards(library, [{}, {}], wanted)
+
+
+@pytest.mark.parametrize("wanted", ["", "ibgda"])
+def test_cards_are_measured_as_jobs_take_them(ranks, library, wanted):
+    for text, status in ranks.run(examine_own_queues, library, wanted, False):
+        assert status == 0 and "FAIL" not in text, text
+        assert "\nby ibgda, as a job takes them" in text and "export MEGATRON_EP_FABRIC=ibgda\n" in text, text
+        assert text.count("contents and order are right") == text.count("\nnetwork "), "over TCP and by each card"
+
+
+def test_own_queues_that_one_machine_lacks(ranks, library):
+    for text, status in ranks.run(examine_own_queues, library, "", True):
+        assert status == 0 and "by ibgda" not in text and "export MEGATRON_EP_FABRIC=verbs\n" in text, text
+    for text, status in ranks.run(examine_own_queues, library, "ibgda", True):
+        assert status == 1 and "/1 (rank 1): the ibgda fabric needs" in text and "FABRIC=ibgda" not in text, text
 
 
 def test_the_wrong_card_is_named_and_left_out(ranks, library):

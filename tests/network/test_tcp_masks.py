@@ -141,35 +141,44 @@ def test_a_late_rank_of_another_machine(ranks):
     assert MASK_S / 2 < max(took[:-1]) < MASK_S + 2, took  # one wait for it, and no other
 
 
-def run_killed(machines: int, per_machine: int, folder: str) -> None:
-    """The last rank's process ends: the others of every machine say whose it was."""
+def run_killed(machines: int, per_machine: int, folder: str, masks: bool) -> None:
+    """The last rank's process ends: the others of every machine say whose it was. With masks they leave it out of the
+    low-latency mode first."""
     world = machines * per_machine
     x, ids, _ = inputs_of(world)
     with machines_of(per_machine):
         config = ep.Config(num_experts=EXPERTS * world, timeout=30)
         buffer = ep.Buffer(None, config, ep.Topology(machines, per_machine))
         rank = buffer.rank
+        mode = ep.LowLatency(buffer, **SIZES, on_dead_rank="mask", mask_timeout=MASK_S) if masks else None
+        if mode is not None:
+            check_trip(mode, without(world))
 
         ep.dispatch(x[rank], ids[rank], buffer=buffer)
         dist.barrier()
         if rank == world - 1:
             (Path(folder) / str(rank)).write_text(str(time.time()))
             os.kill(os.getpid(), signal.SIGKILL)
+        if mode is not None and per_machine > 1:  # one that is left out before anybody calls the normal mode
+            for _ in range(3):
+                check_trip(mode, without(world, world - 1))
+        began = time.time()
         with pytest.raises(ep.EPError) as caught:
             for _ in range(100_000):
                 ep.dispatch(x[rank], ids[rank], buffer=buffer)
-        (Path(folder) / str(rank)).write_text(f"{time.time()} {caught.value}")
+        (Path(folder) / str(rank)).write_text(f"{began} {time.time()} {caught.value}")
         time.sleep(3)  # a process that ends by itself would be heard of, too
 
 
+@pytest.mark.parametrize("masks", [False, True])
 @pytest.mark.parametrize(("machines", "per_machine"), TOPOLOGIES)
-def test_a_killed_rank_of_another_machine(machines, per_machine, tmp_path, monkeypatch):
+def test_a_killed_rank_of_another_machine(machines, per_machine, masks, tmp_path, monkeypatch):
     monkeypatch.setattr(local_ranks, "DEATH_NOTICE_S", 10)  # the others are not ended before they have said it
     last = machines * per_machine - 1
     with pytest.raises(BrokenProcessPool), LocalRanks(last + 1, 60) as started:
-        started.run(run_killed, machines, per_machine, str(tmp_path))
+        started.run(run_killed, machines, per_machine, str(tmp_path), masks)
     killed = float((tmp_path / str(last)).read_text())
     for rank in range(last):
-        at, _, says = (tmp_path / str(rank)).read_text().partition(" ")
-        assert float(at) - killed < 2, (rank, at, killed)
+        began, at, says = (tmp_path / str(rank)).read_text().split(" ", 2)
+        assert float(at) - max(killed, float(began)) < 2, (rank, at, killed)
         assert says.startswith(f"the connection to rank {last} broke"), (rank, says)

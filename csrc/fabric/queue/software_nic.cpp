@@ -41,6 +41,17 @@ void note(Reason& reason, const std::string& why) {
     std::atomic_ref<uint64_t>(reason.bytes).store(bytes, std::memory_order_release);
 }
 
+// Whether the rank is in a call of the normal mode.
+bool is_in_transfer(ControlBlock& block) {
+    const auto is_under_way = [&](uint64_t Calls::* kind) {
+        const auto number = [&](Calls& calls) {
+            return std::atomic_ref<uint64_t>(calls.*kind).load(std::memory_order_relaxed);
+        };
+        return number(block.entered) != number(block.finished);
+    };
+    return is_under_way(&Calls::notify) || is_under_way(&Calls::transfer);
+}
+
 void add(char* word, uint64_t increment) {
     std::atomic_ref<uint64_t>(*reinterpret_cast<uint64_t*>(word))
         .fetch_add(increment, std::memory_order_release);
@@ -300,6 +311,8 @@ void SoftwareNic::start_over(std::vector<Links> links) {
     last_beat_ = news_until_ = {};
     last_abort_ = 0;
     loss_ = {};
+    lost_.reset();
+    has_ended_waits_ = false;
     stopping_ = said_goodbye_ = false;
     thread_ = std::jthread([this] { run(); });
 }
@@ -331,6 +344,7 @@ void SoftwareNic::run() {
             }
             tell_others();
             moved |= move_bytes();
+            end_waits();
             if (stopping_ && !moved && leave()) return;
             polls = polls_ || is_polled();
         }
@@ -566,9 +580,17 @@ void SoftwareNic::tell_others() {
 void SoftwareNic::lose(int rank, const std::string& why) {
     for (const auto& link : links_[rank]) link->fail(why);
     note(controls_[rank]->reason, why);
-    if (tolerates_loss_) return;
-    note(loss_, why);
-    const uint64_t word = ControlBlock::abort_word(Outcome::Lost, rank);
+    if (!lost_) lost_ = {rank, why};
+}
+
+// All waits, because of the connection that broke first. Where losses are tolerated, only once this
+// rank is in a call that can do without nobody, and then those of the others, too: they are in it
+// or will be.
+void SoftwareNic::end_waits() {
+    if (!lost_ || has_ended_waits_ || (tolerates_loss_ && !is_in_transfer(own()))) return;
+    has_ended_waits_ = true;
+    note(loss_, lost_->second);
+    const uint64_t word = ControlBlock::abort_word(Outcome::Lost, lost_->first);
     for (ControlBlock* block : controls_) abort(*block, word);
 }
 

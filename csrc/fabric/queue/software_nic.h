@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "core/incident.h"
@@ -138,7 +139,8 @@ class SoftwareNic {
     void wake();
     // Until the others have been sent what this rank's machine has told them, a moment at most.
     void tell_now();
-    // From now on a lost connection ends no waits: the waiting ranks mask the lost one.
+    // From now on a lost connection ends no waits of the low-latency mode: the waiting ranks mask
+    // the lost one. Those of the normal mode it does.
     void tolerate_loss() { tolerates_loss_ = true; }
 
   private:
@@ -173,6 +175,7 @@ class SoftwareNic {
     bool move_bytes();
     void tell_others();
     void lose(int rank, const std::string& why);
+    void end_waits();
     bool is_mapped(int rank) const { return links_[rank].empty(); }
     Link* link_of(size_t queue) const;
     Clock::duration nap(Clock::duration idle, bool polls) const;
@@ -198,7 +201,10 @@ class SoftwareNic {
     std::vector<std::atomic<uint64_t>> told_;   // by rank: the abort word that it was sent
     Clock::time_point last_beat_;
     uint64_t last_abort_ = 0;
-    Reason loss_{};  // why the first connection broke, if one did
+    // The rank whose connection broke first, and why; told to others once it has ended waits.
+    std::optional<std::pair<int, std::string>> lost_;
+    Reason loss_{};
+    bool has_ended_waits_ = false;
     Clock::time_point news_until_;
 
     std::jthread thread_;
