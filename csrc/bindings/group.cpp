@@ -210,21 +210,19 @@ void bind_software_nic(py::module_& m) {
                             "Carries what a rank sends to other nodes, in a thread: over TCP, "
                             "or by a network card.")
         .def(py::init([](int rank, const std::vector<Segment*>& segments,
-                         const std::shared_ptr<verbs::Card>& card, std::optional<uint64_t> seed) {
+                         const SoftwareNic::Cards& cards, std::optional<uint64_t> seed) {
                  std::vector<ControlBlock*> controls;
                  for (const Segment* segment : segments)
                      controls.push_back(reinterpret_cast<ControlBlock*>(segment->data()));
-                 return std::make_unique<SoftwareNic>(rank, std::move(controls), card, seed);
+                 return std::make_unique<SoftwareNic>(rank, std::move(controls), cards, seed);
              }),
-             py::kw_only(), py::arg("rank"), py::arg("segments"), py::arg("card") = nullptr,
-             py::arg("seed") = py::none(), py::keep_alive<1, 3>())
+             py::kw_only(), py::arg("rank"), py::arg("segments"),
+             py::arg("cards") = SoftwareNic::Cards(), py::arg("seed") = py::none(),
+             py::keep_alive<1, 3>())
         .def("start", &SoftwareNic::start, py::arg("sockets"),
              py::arg("pairs") = SoftwareNic::QueuePairs(),
              "Takes connected sockets, by rank, and a connected queue pair beside each if it has "
              "a card; none where memory is mapped.")
-        .def("add_card", &SoftwareNic::add_card, py::arg("card"),
-             "Of a rank with several cards that are direct, all but the first; before a heap is "
-             "opened.")
         .def(
             "invite", [](SoftwareNic& nic, int rank) { return py::bytes(nic.invite(rank)); },
             py::arg("rank"),

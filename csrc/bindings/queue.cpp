@@ -24,12 +24,12 @@ using Memories = std::vector<DeviceMemory*>;  // of the ranks of a node, by loca
 
 std::unique_ptr<SoftwareNic> make_nic_of_gpu(int rank, const PinnedReport& report,
                                              const std::vector<Segment*>& mirrors,
-                                             const std::shared_ptr<verbs::Card>& card) {
+                                             const SoftwareNic::Cards& cards) {
     std::vector<ControlBlock*> controls;
     for (const Segment* mirror : mirrors)
         controls.push_back(reinterpret_cast<ControlBlock*>(mirror->data()));
     controls[rank] = report.data();
-    return std::make_unique<SoftwareNic>(rank, std::move(controls), card);
+    return std::make_unique<SoftwareNic>(rank, std::move(controls), cards);
 }
 
 std::unique_ptr<QueueHeap> make_queue_heap(
@@ -97,7 +97,7 @@ void bind_queue(py::module_& m) {
         .def(py::init<int>(), py::arg("device"));
 
     m.def("nic_of_gpu", &make_nic_of_gpu, py::kw_only(), py::arg("rank"), py::arg("report"),
-          py::arg("mirrors"), py::arg("card") = nullptr, py::keep_alive<0, 2>(),
+          py::arg("mirrors"), py::arg("cards") = SoftwareNic::Cards(), py::keep_alive<0, 2>(),
           py::keep_alive<0, 3>(),
           "That of a rank on a GPU. mirrors: of all ranks, its own is not used.");
 

@@ -42,16 +42,17 @@ class NetworkTrial:
         self.max_bytes = max_bytes
         self.others = [rank for rank, machine in enumerate(machines) if machine != machines[rendezvous.rank]]
         rank = rendezvous.rank
+        cards = [card] if card else []
         controls = [_C.Segment.anonymous(_C.SoftwareNic.mirror_bytes) for _ in machines]
 
         def make() -> tuple[Network, _C.NetworkLoad]:
             try:
-                nic = _C.SoftwareNic(rank=rank, segments=controls, card=card)
+                nic = _C.SoftwareNic(rank=rank, segments=controls, cards=cards)
                 heap = _C.Segment.anonymous(_C.NetworkLoad.heap_bytes(**sizes))
                 load = _C.NetworkLoad(nic, controls[rank], heap, rank=rank, **sizes)
             except RuntimeError as error:  # the card refused the memory
                 raise EPError(str(error)) from None
-            return Network(rank, machines, nic, address, stripes, [card] if card else []), load
+            return Network(rank, machines, nic, address, stripes, cards), load
 
         # before the connections: the others' puts find its memory there
         self._network, load = rendezvous.agree(make)

@@ -64,9 +64,7 @@ def connect(
         mirrors = [_C.Segment.anonymous(_C.SoftwareNic.mirror_bytes) for _ in infos]
         gpus = [info.pci for info in infos]
         cards = verbs.cards_for(fabric, rendezvous.rank, machines(infos), gpus)
-        nic = _C.nic_of_gpu(rank=rendezvous.rank, report=report, mirrors=mirrors, card=next(iter(cards), None))
-        for card in cards[1:]:
-            nic.add_card(card)
+        nic = _C.nic_of_gpu(rank=rendezvous.rank, report=report, mirrors=mirrors, cards=cards)
         ranks = (_C.CardGroup if direct else _C.QueueGroup)(
             heap=heap,
             rank=rendezvous.rank,

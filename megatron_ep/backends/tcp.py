@@ -126,23 +126,24 @@ class Network:
         self._stripes = stripes
         self._address = address
         self._machines = list(machines)
+        self._others = [other for other, machine in enumerate(machines) if machine != machines[rank]]
         self.nic = nic
         self._leave = weakref.finalize(self, self.nic.stop, LEAVE_S)  # at exit, too
 
     def connect(self, rendezvous: StoreRendezvous) -> None:
         """Collective. Raises EPError, on all ranks, when two of them cannot be connected."""
-        others = [rank for rank, machine in enumerate(self._machines) if machine != self._machines[self._rank]]
+        others = self._others
         with contextlib.ExitStack() as stack:
 
             def tell() -> tuple[tuple[socket.socket, dict[Place, _C.QueuePair]], Listening]:
                 listener = stack.enter_context(listen(self._address))
-                stripes, pairs = self._stripes or stripes_wanted(), {}
+                stripes = self._stripes or stripes_wanted()
                 names = [card.port_name for card in self._cards]
                 if self._is_direct:
                     invitations = {(rank, 0): self.nic.invite(rank) for rank in others}
                     return (listener, {}), Listening.by(listener, len(self._machines), 1, invitations, names)
-                for card in self._cards:
-                    pairs = {(rank, stripe): card.queue_pair() for rank in others for stripe in range(stripes)}
+                places = [(rank, stripe) for rank in others for stripe in range(stripes)]
+                pairs = {place: card.queue_pair() for card in self._cards for place in places}
                 addresses = {place: pair.address() for place, pair in pairs.items()}
                 return (listener, pairs), Listening.by(listener, len(self._machines), stripes, addresses, names)
 
@@ -176,15 +177,14 @@ class Network:
         if not self._is_direct:
             rendezvous.barrier()
             return
-        others = [rank for rank, machine in enumerate(self._machines) if machine != self._machines[self._rank]]
 
         def invite() -> tuple[None, list[bytes]]:
-            return None, [self.nic.invite(rank) if rank in others else b"" for rank in range(len(self._machines))]
+            return None, [self.nic.invite(rank) if rank in self._others else b"" for rank in range(len(self._machines))]
 
         _, told = rendezvous.exchange(invite, kind=list[bytes])
 
         def join() -> None:
-            for rank in others:
+            for rank in self._others:
                 self.nic.join(rank, told[rank][self._rank])
 
         rendezvous.agree(join)

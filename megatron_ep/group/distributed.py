@@ -86,9 +86,7 @@ class DistributedRankGroup(RankGroup):
                 nic = None
                 if machine_count > 1:
                     cards = verbs.cards_for(name, self.rank, self._machines)
-                    nic = _C.SoftwareNic(rank=self.rank, segments=segments, card=next(iter(cards), None))
-                    for card in cards[1:]:
-                        nic.add_card(card)
+                    nic = _C.SoftwareNic(rank=self.rank, segments=segments, cards=cards)
                     self._network = tcp.Network(self.rank, self._machines, nic, cards=cards)
                 return host.HostBackend(self.heap, self.ranks, segments, timeout=config.timeout_seconds, nic=nic)
 

@@ -25,7 +25,7 @@ std::shared_ptr<ep::verbs::Card> card_of(const std::string& file) {
 
 struct Rank {
     Rank(int rank, const std::string& file)
-        : nic(rank, controls(rank), card_of(file)), heap(nic, report, kHeap, rank, 0) {}
+        : nic(rank, controls(rank), {card_of(file)}), heap(nic, report, kHeap, rank, 0) {}
 
     std::vector<ep::ControlBlock*> controls(int rank) {
         std::vector<ep::ControlBlock*> all{&mirror, &mirror};

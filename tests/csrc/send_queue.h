@@ -66,14 +66,15 @@ struct TestRank {
     bool is_direct;
 
     // unordered: a seed of a network that keeps no order.
-    explicit TestRank(int rank, std::shared_ptr<verbs::Card> card = nullptr,
+    explicit TestRank(int rank, const std::shared_ptr<verbs::Card>& card = nullptr,
                       std::optional<uint64_t> unordered = std::nullopt,
-                      const std::vector<std::shared_ptr<verbs::Card>>& more = {})
+                      const SoftwareNic::Cards& more = {})
         : is_direct(card && card->is_direct()) {
+        SoftwareNic::Cards cards = more;
+        if (card) cards.insert(cards.begin(), card);
         nic = std::make_unique<SoftwareNic>(rank,
                                             std::vector<ControlBlock*>{&controls[0], &controls[1]},
-                                            std::move(card), unordered);
-        for (const auto& other : more) nic->add_card(other);
+                                            std::move(cards), unordered);
         std::vector<char*> heaps(2, nullptr);
         heaps[rank] = heap.data();
         port = nic->open(heaps, kHeapBytes, kChannels);

@@ -212,29 +212,32 @@ void check_short_break(Fake& fake) {
     run_rounds(3'000, std::nullopt, fake.mlx5 ? 1 : 2, fake.cards());
 }
 
-// A part of a buffer that is opened while the network runs, and closed on one side while the other
-// still sends to it.
-void check_parts(Fake& fake) {
-    TwoRanks ranks(fake);
-    auto& [a, b] = ranks;
-    std::vector<uint64_t> of_a(512), of_b(512);
-    const auto open = [](TestRank& rank, int number, std::vector<uint64_t>& memory) {
-        std::vector<char*> heaps(2, nullptr);
-        heaps[number] = reinterpret_cast<char*>(memory.data());
-        return rank.nic->open(heaps, memory.size() * sizeof(uint64_t), 1);
-    };
-    const auto part_of_a = open(a, 0, of_a);
-    SpinningWarp warp;
-    const auto queue = part_of_a->queues().puts(0, 1);
-    require(queue.post_add(warp, 1, 8, 5), "no room");  // before b has opened its part
-    const auto part_of_b = open(b, 1, of_b);
-    const std::atomic_ref<uint64_t> flag(of_b[1]);
+std::shared_ptr<SoftwareNic::Port> open_part(TestRank& rank, int number,
+                                             std::vector<uint64_t>& memory, int channels) {
+    std::vector<char*> heaps(2, nullptr);
+    heaps[number] = reinterpret_cast<char*>(memory.data());
+    return rank.nic->open(heaps, memory.size() * sizeof(uint64_t), channels);
+}
+
+// Until rank 0 has added so much to a word of rank 1.
+void await(SpinningWarp& warp, uint64_t& word, uint64_t value, const char* otherwise) {
+    const std::atomic_ref<uint64_t> flag(word);
     require(warp.wait_all(
                 Wait::None, 1,
-                [&](int) { return WaitCondition{flag.load(std::memory_order_acquire), 5, 1}; }),
-            "a part that was opened later is not reached");
+                [&](int) { return WaitCondition{flag.load(std::memory_order_acquire), value, 1}; }),
+            otherwise);
+}
+
+// Rank 1 closes its part, of_b, in which a word is 5, while rank 0 posts there; the other part of
+// both stays.
+void close_while_posted(TwoRanks& ranks, const std::shared_ptr<SoftwareNic::Port>& part_of_a,
+                        const std::shared_ptr<SoftwareNic::Port>& part_of_b,
+                        const std::vector<uint64_t>& of_b, int posts) {
+    auto& [a, b] = ranks;
+    SpinningWarp warp;
+    const auto queue = part_of_a->queues().puts(0, 1);
     b.nic->close(part_of_b);
-    for (int i = 0; i < 100; ++i) require(queue.post_add(warp, 1, 8, 1), "no room");
+    for (int i = 0; i < posts; ++i) require(queue.post_add(warp, 1, 8, 1), "no room");
     a.nic->close(part_of_a);
     require(of_b[1] == 5, "a part that is closed was written to");
     require(a.port->queues().puts(0, 1).post_add(warp, 1, 0, 1), "no room");
@@ -244,6 +247,21 @@ void check_parts(Fake& fake) {
     b.nic->stop(std::chrono::seconds(5));
     other.join();
     require(a.lost(1).empty() && b.lost(0).empty(), a.lost(1) + b.lost(0));
+}
+
+// A part of a buffer that is opened while the network runs, and closed on one side while the other
+// still sends to it.
+void check_parts(Fake& fake) {
+    TwoRanks ranks(fake);
+    auto& [a, b] = ranks;
+    std::vector<uint64_t> of_a(512), of_b(512);
+    const auto part_of_a = open_part(a, 0, of_a, 1);
+    SpinningWarp warp;
+    const auto queue = part_of_a->queues().puts(0, 1);
+    require(queue.post_add(warp, 1, 8, 5), "no room");  // before b has opened its part
+    const auto part_of_b = open_part(b, 1, of_b, 1);
+    await(warp, of_b[1], 5, "a part that was opened later is not reached");
+    close_while_posted(ranks, part_of_a, part_of_b, of_b, 100);
 }
 
 // What a card carries must not come over TCP.
@@ -287,20 +305,11 @@ struct SmallRings {
     explicit SmallRings(const Fake& fake) : cards(fake.cards()) {
         pair.connect(other->address());
         other->connect(pair.address());
-        const verbs::DirectPair::Rings& rings = pair.rings();
-        card = {rings.entries,
-                rings.doorbell,
-                rings.bell,
-                rings.completions,
-                rings.entry_count - 1,
-                rings.completion_count - 1,
-                static_cast<uint32_t>(std::countr_zero(rings.completion_count)),
-                rings.number,
-                there.data(),
-                there.flags(),
-                here.local_key(),
-                {rings.scratch_key, 0},
-                &producer};
+        card = queue_in(pair.rings());
+        card.data = there.data();
+        card.flags = there.flags();
+        card.source = here.local_key();
+        card.producer = &producer;
         queue.depth = kDepth;
         queue.producer = &producer;
         queue.known_by_card = &card;
@@ -459,38 +468,24 @@ void check_direct_parts(Fake& fake) {
     TwoRanks ranks(fake);
     auto& [a, b] = ranks;
     std::vector<uint64_t> of_a(512), of_b(512);
-    const auto open = [](TestRank& rank, int number, std::vector<uint64_t>& memory) {
-        std::vector<char*> heaps(2, nullptr);
-        heaps[number] = reinterpret_cast<char*>(memory.data());
-        return rank.nic->open(heaps, memory.size() * sizeof(uint64_t), kMany);
-    };
-    const auto part_of_a = open(a, 0, of_a), part_of_b = open(b, 1, of_b);
+    const auto part_of_a = open_part(a, 0, of_a, kMany), part_of_b = open_part(b, 1, of_b, kMany);
     join(a, b);
     SpinningWarp warp;
     const auto queue = part_of_a->queues().puts(0, 1);
     require(queue.post_add(warp, 1, 8, 5), "no room");
-    const std::atomic_ref<uint64_t> flag(of_b[1]);
-    require(warp.wait_all(
-                Wait::None, 1,
-                [&](int) { return WaitCondition{flag.load(std::memory_order_acquire), 5, 1}; }),
-            "a part that was opened later is not reached");
+    await(warp, of_b[1], 5, "a part that was opened later is not reached");
     for (int i = 0; i < 600; ++i) {
         const auto& queues = part_of_a->queues();
         const auto one = i % 2 ? queues.puts(i % kMany, 1) : queues.credits(i % kMany, 1);
         require(one.post_add(warp, 1, 16 + 8 * (i % kMany), 1), "no room");
     }
-    for (int i = 0; i < kMany; ++i) {
-        const std::atomic_ref<uint64_t> own(of_b[2 + i]);
-        require(warp.wait_all(Wait::None, 1,
-                              [&](int) {
-                                  return WaitCondition{own.load(std::memory_order_acquire),
-                                                       600 / kMany, 1};
-                              }),
-                "a queue that shares another's rings is not carried out");
-    }
+    for (int i = 0; i < kMany; ++i)
+        await(warp, of_b[2 + i], 600 / kMany,
+              "a queue that shares another's rings is not carried out");
     // what was posted before a part is closed arrives
     std::vector<uint64_t> last_of_a(512), last_of_b(512);
-    const auto last_part_of_a = open(a, 0, last_of_a), last_part_of_b = open(b, 1, last_of_b);
+    const auto last_part_of_a = open_part(a, 0, last_of_a, kMany),
+               last_part_of_b = open_part(b, 1, last_of_b, kMany);
     join(a, b);
     for (int i = 0; i < 100; ++i)
         require(last_part_of_a->queues().puts(0, 1).post_add(warp, 1, 8, 1), "no room");
@@ -498,17 +493,7 @@ void check_direct_parts(Fake& fake) {
     require(std::atomic_ref<uint64_t>(last_of_b[1]).load() == 100, "what was posted is lost");
     b.nic->close(last_part_of_b);
 
-    b.nic->close(part_of_b);
-    for (int i = 0; i < 500; ++i) require(queue.post_add(warp, 1, 8, 1), "no room");
-    a.nic->close(part_of_a);
-    require(of_b[1] == 5, "a part that is closed was written to");
-    require(a.port->queues().puts(0, 1).post_add(warp, 1, 0, 1), "no room");
-    require(warp.wait_all(Wait::None, 1, [&](int) { return WaitCondition{b.flag(0), 1, 0}; }),
-            "the other part was closed, too");
-    std::jthread other([&] { a.nic->stop(std::chrono::seconds(5)); });
-    b.nic->stop(std::chrono::seconds(5));
-    other.join();
-    require(a.lost(1).empty() && b.lost(0).empty(), a.lost(1) + b.lost(0));
+    close_while_posted(ranks, part_of_a, part_of_b, of_b, 500);
 }
 
 // What no rank tells.

@@ -5,9 +5,13 @@
 #include <vector>
 
 #include "fabric/queue/link.h"
+#include "fabric/queue/send_queue.h"
 #include "fabric/verbs/direct_pair.h"
 
 namespace ep {
+
+// A queue over these rings. What it posts there is still to be said: keys and a producer.
+CardQueue queue_in(const verbs::DirectPair::Rings& rings);
 
 // What goes to one rank where the ranks post in a network card's queues by themselves: the card
 // carries out writes and additions, and here it is watched, because an entry that fails tells its

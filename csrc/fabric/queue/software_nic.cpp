@@ -6,7 +6,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <bit>
 #include <cassert>
 #include <cstring>
 #include <stdexcept>
@@ -59,17 +58,16 @@ void add(char* word, uint64_t increment) {
 
 }  // namespace
 
-SoftwareNic::SoftwareNic(int rank, std::vector<ControlBlock*> controls,
-                         std::shared_ptr<verbs::Card> card, std::optional<uint64_t> seed)
+SoftwareNic::SoftwareNic(int rank, std::vector<ControlBlock*> controls, Cards cards,
+                         std::optional<uint64_t> seed)
     : rank_(rank),
       controls_(std::move(controls)),
-      card_(std::move(card)),
+      cards_(std::move(cards)),
       seed_(seed),
       links_(controls_.size()),
       arriving_(controls_.size()),
       told_(controls_.size()),
       waker_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
-    if (card_) cards_.push_back(card_);
     if (waker_ < 0) throw std::runtime_error("no event descriptor for the network's thread");
 }
 
@@ -124,7 +122,7 @@ std::shared_ptr<SoftwareNic::Port> SoftwareNic::open(std::vector<char*> heaps, s
 // With the other rank's card.
 void SoftwareNic::share(Link& link, size_t rank, uint8_t number) {
     const auto& port = ports_[number];
-    if (!card_ || !port) return;
+    if (cards_.empty() || !port) return;
     if (!is_direct()) return static_cast<VerbsLink&>(link).open(number, port->regions_.front());
     if (const Port::Side& side = port->sides_[rank]; side.is_connected)
         static_cast<CardLink&>(link).open(number, side.pairs);
@@ -204,21 +202,13 @@ void SoftwareNic::join(int rank, const std::string& told) {
         for (const auto& pair : side.pairs) {
             const auto invited = take_value<Invited>(rest);
             pair->connect(std::string(take_bytes(rest, invited.bytes)));
-            const verbs::DirectPair::Rings& rings = pair->rings();
-            cards.push_back({rings.entries,
-                             rings.doorbell,
-                             rings.bell,
-                             rings.completions,
-                             rings.entry_count - 1,
-                             rings.completion_count - 1,
-                             static_cast<uint32_t>(std::countr_zero(rings.completion_count)),
-                             rings.number,
-                             invited.data,
-                             invited.flags,
-                             port->regions_[card_of(cards.size())]->local_key(),
-                             {rings.scratch_key, 0},
-                             &port->queues_.producers[number_of(rank, cards.size())]});
-            if (port->gpu_) port->gpu_->reach(*pair, cards.back());
+            CardQueue card = queue_in(pair->rings());
+            card.data = invited.data;
+            card.flags = invited.flags;
+            card.source = port->regions_[card_of(cards.size())]->local_key();
+            card.producer = &port->queues_.producers[number_of(rank, cards.size())];
+            if (port->gpu_) port->gpu_->reach(*pair, card);
+            cards.push_back(card);
         }
         for (size_t i = 0; i < queues_towards(*port); ++i)
             port->cards_[number_of(rank, i)] = cards[i % cards.size()];
@@ -282,7 +272,7 @@ void SoftwareNic::start(const std::vector<std::vector<int>>& sockets, const Queu
             std::unique_ptr<Link> link = std::make_unique<TcpLink>(sockets[rank][i]);
             if (is_direct()) {
                 link = std::make_unique<CardLink>(std::move(link));
-            } else if (card_) {
+            } else if (!cards_.empty()) {
                 link = std::make_unique<VerbsLink>(std::move(link), pairs.at(rank).at(i));
             } else if (seed_) {
                 link = std::make_unique<UnorderedLink>(std::move(link), *seed_ + rank);

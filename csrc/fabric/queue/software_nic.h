@@ -46,23 +46,22 @@ class GpuOfCards {
 // that waited can say which one never came. A connection that breaks ends all waits, too.
 class SoftwareNic {
   public:
+    using Cards = std::vector<std::shared_ptr<verbs::Card>>;
+
     static constexpr char kThreadName[] = "megatron_ep nic";  // as top shows it
 
     // controls: of all ranks; of those on other machines a mirror that belongs to this rank.
-    // card: null: TCP alone. seed: for tests, TCP as a network that keeps no order.
-    SoftwareNic(int rank, std::vector<ControlBlock*> controls,
-                std::shared_ptr<verbs::Card> card = nullptr,
+    // cards: none: TCP alone; one, or several that are direct: all of a channel goes over one of
+    // them, for its order. seed: for tests, TCP as a network that keeps no order.
+    SoftwareNic(int rank, std::vector<ControlBlock*> controls, Cards cards = {},
                 std::optional<uint64_t> seed = std::nullopt);
     ~SoftwareNic();
     SoftwareNic(const SoftwareNic&) = delete;
 
     static constexpr uint32_t kDepth = 128;  // of a queue
 
-    // Whether ranks post in its card's queues by themselves.
-    bool is_direct() const { return card_ && card_->is_direct(); }
-    // Of a rank with several cards that are direct, all but the first; before a port is opened. All
-    // of a channel goes over one of them, for its order.
-    void add_card(std::shared_ptr<verbs::Card> card) { cards_.push_back(std::move(card)); }
+    // Whether ranks post in its cards' queues by themselves.
+    bool is_direct() const { return !cards_.empty() && cards_.front()->is_direct(); }
 
     // The queues of a symmetric heap, and what was taken of them.
     class Port {
@@ -189,8 +188,7 @@ class SoftwareNic {
 
     int rank_;
     std::vector<ControlBlock*> controls_;
-    std::shared_ptr<verbs::Card> card_;
-    std::vector<std::shared_ptr<verbs::Card>> cards_;  // that one, and others
+    Cards cards_;
     std::optional<uint64_t> seed_;
     std::vector<Links> links_;  // by rank; the first also carries what ranks tell of themselves
     std::mutex ports_mutex_;

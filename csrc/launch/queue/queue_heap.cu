@@ -135,14 +135,7 @@ void CardsOfGpu::tell(const std::vector<CardQueue>& cards) {
 
 void try_card(const std::shared_ptr<verbs::Card>& card, int device) {
     verbs::DirectPair pair(card, SoftwareNic::kDepth);
-    const verbs::DirectPair::Rings& rings = pair.rings();
-    CardQueue queue{};
-    queue.entries = rings.entries;
-    queue.doorbell = rings.doorbell;
-    queue.bell = rings.bell;
-    queue.completions = rings.completions;
-    queue.last_entry = rings.entry_count - 1;
-    queue.last_completion = rings.completion_count - 1;
+    CardQueue queue = queue_in(pair.rings());
     CardsOfGpu(device, 1).reach(pair, queue);
 }
 
