@@ -2,7 +2,6 @@
 one, under several names, and the cards are those of a libmlx5 of the tests' own (tests/csrc/fake_mlx5.h), which reads
 what the ranks have written into its rings: no real one has been seen."""
 
-import time
 from unittest import mock
 
 import pytest
@@ -11,7 +10,7 @@ import test_verbs
 import torch
 import torch.distributed as dist
 from forced_machines import machines_of
-from test_verbs import buffer_of, cards_with, library  # noqa: F401
+from test_verbs import buffer_of, cards_with, library, own_library  # noqa: F401
 
 import megatron_ep as ep
 from megatron_ep.backends import fabrics, ibgda, tcp, verbs
@@ -32,27 +31,14 @@ def use_libraries(path: str) -> None:
     verbs.LIBRARY = verbs.MLX5_LIBRARY = path
 
 
-@pytest.fixture
-def own_libraries(library, monkeypatch):  # noqa: F811
-    """In this process."""
-    monkeypatch.setattr(verbs, "LIBRARY", library)
-    monkeypatch.setattr(verbs, "MLX5_LIBRARY", library)
-
-
-def run_late(run, *arguments) -> None:
-    """Over cards whose writes become visible late, and in any order."""
-    with cards_with(seed=1 + dist.get_rank()):
-        run(*arguments, "ibgda")
-
-
 @pytest.mark.parametrize(("per_machine", "per_node", "stripes"), [(1, 1, ""), (2, 2, "1"), (2, 1, "2")])
 def test_the_bits_of_one_machine(ranks, per_machine, per_node, stripes):
-    ranks.run(run_late, test_tcp.run_layers, per_machine, per_node, stripes)
+    ranks.run(test_verbs.run_late, "ibgda", test_tcp.run_layers, per_machine, per_node, stripes)
 
 
 @pytest.mark.parametrize("per_machine", [1, 2])
 def test_the_low_latency_mode(ranks, per_machine):
-    ranks.run(run_late, test_tcp.run_low_latency, per_machine)
+    ranks.run(test_verbs.run_late, "ibgda", test_tcp.run_low_latency, per_machine)
 
 
 def run_carried() -> bool:
@@ -84,42 +70,15 @@ def test_a_failure_is_heard_on_every_machine(ranks):
         assert text.startswith("rank 3 refused its arguments")
 
 
-def run_until_broken(facts: dict[str, int], rank: int) -> str:
-    """The card of one rank does what it should not, then it is in order again."""
-    x, ids = torch.ones(8, 16), torch.arange(16).view(8, 2)
-    with machines_of(1, "ibgda"), buffer_of(timeout=30) as buffer:
-        expected = ep.dispatch(x, ids, buffer=buffer).x
-        dist.barrier()
-        with cards_with(retry_ms=500, **facts if dist.get_rank() == rank else {}):
-            start = time.monotonic()
-            with pytest.raises(EPError) as caught:
-                ep.dispatch(x, ids, buffer=buffer)
-            assert time.monotonic() - start < 5
-            dist.barrier()
-        buffer.reset()
-        assert torch.equal(ep.dispatch(x, ids, buffer=buffer).x, expected)
-    return str(caught.value)
-
-
 def test_a_card_that_says_nothing_is_named_on_every_rank(ranks):
-    for text in ranks.run(run_until_broken, dict(silent_after=0), 1):
+    for text in ranks.run(test_verbs.run_until_broken, "ibgda", dict(silent_after=0)):
         assert text.startswith("the connection to rank"), text
         assert "fake_0 port 1 (10.99.0.1)" in text and "confirmed nothing of what was sent" in text, text
 
 
 def test_a_card_that_refuses_ends_all_waits(ranks):
-    for text in ranks.run(run_until_broken, dict(refused_after=0), 1):
+    for text in ranks.run(test_verbs.run_until_broken, "ibgda", dict(refused_after=0)):
         assert text.startswith("the connection to rank") and "broke: fake_0 port 1 (10.99.0.1)" in text, text
-
-
-def run_refused(facts: dict[str, int]) -> str:
-    with (
-        machines_of(1, "ibgda"),
-        cards_with(**facts if dist.get_rank() == 2 else {}),
-        pytest.raises(EPError) as caught,
-    ):
-        buffer_of(timeout=20)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +91,7 @@ def run_refused(facts: dict[str, int]) -> str:
     ],
 )
 def test_a_card_that_cannot_be_used_is_refused_on_every_rank(ranks, facts, what):
-    for text in ranks.run(run_refused, facts):
+    for text in ranks.run(test_verbs.run_refused, "ibgda", facts):
         assert what in text
 
 
@@ -157,21 +116,11 @@ def test_what_is_missing_of_libmlx5_is_said(ranks):
         assert text.startswith(needs) and "libm.so.6 has no mlx5dv_is_supported: it needs rdma-core" in text
 
 
-def run_choice(facts: dict[str, int], wanted: str) -> str:
-    with (
-        machines_of(2, wanted),
-        mock.patch.object(ibgda, "has_cards", lambda: True),
-        cards_with(**facts if dist.get_rank() == 3 else {}),
-        ep.Buffer(None, ep.Config(num_experts=16, timeout=20), ep.Topology(2, 2)) as buffer,
-    ):
-        return buffer.fabric
-
-
 def test_the_cards_own_queues_come_first(ranks):
-    assert set(ranks.run(run_choice, {}, "")) == {"ibgda"}
-    assert set(ranks.run(run_choice, dict(mlx5=0), "")) == {"verbs"}
-    assert set(ranks.run(run_choice, dict(down=1), "")) == {"tcp"}
-    assert set(ranks.run(run_choice, {}, "verbs")) == {"verbs"}
+    assert set(ranks.run(test_verbs.run_choice, {}, "")) == {"ibgda"}
+    assert set(ranks.run(test_verbs.run_choice, dict(mlx5=0), "")) == {"verbs"}
+    assert set(ranks.run(test_verbs.run_choice, dict(down=1), "")) == {"tcp"}
+    assert set(ranks.run(test_verbs.run_choice, {}, "verbs")) == {"verbs"}
 
 
 def test_one_line_at_the_start_names_fabric_and_card(ranks):
@@ -180,7 +129,8 @@ def test_one_line_at_the_start_names_fabric_and_card(ranks):
     assert not any(others)
 
 
-def test_report(own_libraries, monkeypatch):
+@pytest.mark.usefixtures("own_library")
+def test_report(monkeypatch):
     monkeypatch.delenv(fabrics.VARIABLE, raising=False)
     monkeypatch.setattr(ibgda, "has_cards", lambda: True)
     with cards_with(devices=2):
@@ -208,7 +158,8 @@ def test_the_bits_over_several_cards_a_rank(ranks):
         assert text == f"rank {rank} has fake_0 port 1 and fake_1 port 1"
 
 
-def test_ranks_of_a_machine_share_its_cards(own_libraries):
+@pytest.mark.usefixtures("own_library")
+def test_ranks_of_a_machine_share_its_cards():
     machines = ["a", "b", "a"]
     with cards_with(devices=5):
         taken = [verbs.cards_for("ibgda", rank, machines) for rank in range(3)]
@@ -226,7 +177,8 @@ def test_rails_that_differ_are_named():
     )
 
 
-def test_which_card_the_rank_of_a_gpu_takes(own_libraries, monkeypatch):
+@pytest.mark.usefixtures("own_library")
+def test_which_card_the_rank_of_a_gpu_takes(monkeypatch):
     near = {"a": ["fake_2"], "b": ["fake_0", "fake_1"], "c": ["fake_0", "fake_1"]}
     monkeypatch.setattr(ibgda, "has_cards", lambda: True)
     monkeypatch.setattr(verbs.near_cards, "nearest", lambda gpu, cards: near.get(gpu, cards))

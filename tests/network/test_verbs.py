@@ -66,20 +66,20 @@ def buffer_of(**settings) -> ep.Buffer:
     return ep.Buffer(None, ep.Config(num_experts=16, **settings), ep.Topology(W, 1))
 
 
-def run_late(run, *arguments) -> None:
+def run_late(fabric, run, *arguments) -> None:
     """Over cards whose writes become visible late, and in any order."""
     with cards_with(seed=1 + dist.get_rank()):
-        run(*arguments, "verbs")
+        run(*arguments, fabric)
 
 
 @pytest.mark.parametrize(("per_machine", "per_node", "stripes"), [(1, 1, ""), (2, 2, "1"), (2, 1, "2")])
 def test_the_bits_of_one_machine(ranks, per_machine, per_node, stripes):
-    ranks.run(run_late, test_tcp.run_layers, per_machine, per_node, stripes)
+    ranks.run(run_late, "verbs", test_tcp.run_layers, per_machine, per_node, stripes)
 
 
 @pytest.mark.parametrize("per_machine", [1, 2])
 def test_the_low_latency_mode(ranks, per_machine):
-    ranks.run(run_late, test_tcp.run_low_latency, per_machine)
+    ranks.run(run_late, "verbs", test_tcp.run_low_latency, per_machine)
 
 
 # ---- what goes wrong
@@ -90,13 +90,13 @@ def test_a_failure_is_heard_on_every_machine(ranks):
         assert text.startswith("rank 3 refused its arguments")
 
 
-def run_silent() -> str:
-    """The card of rank 1 says nothing any more, then it is in order again."""
+def run_until_broken(fabric: str, facts: dict[str, int]) -> str:
+    """The card of rank 1 does what it should not, then it is in order again."""
     x, ids = torch.ones(8, 16), torch.arange(16).view(8, 2)
-    with test_tcp.machines_of(1, "verbs"), buffer_of(timeout=30) as buffer:
+    with test_tcp.machines_of(1, fabric), buffer_of(timeout=30) as buffer:
         expected = ep.dispatch(x, ids, buffer=buffer).x
         dist.barrier()
-        with cards_with(retry_ms=500, **dict(silent_after=0) if dist.get_rank() == 1 else {}):
+        with cards_with(retry_ms=500, **facts if dist.get_rank() == 1 else {}):
             start = time.monotonic()
             with pytest.raises(EPError) as caught:
                 ep.dispatch(x, ids, buffer=buffer)
@@ -108,15 +108,16 @@ def run_silent() -> str:
 
 
 def test_a_card_that_says_nothing_is_named_on_every_rank(ranks):
-    for text in ranks.run(run_silent):
+    for text in ranks.run(run_until_broken, "verbs", dict(silent_after=0)):
         assert "broke" in text and "rank" in text
         assert "fake_0 port 1 (10.99.0.1)" in text and "confirmed nothing of what was sent" in text, text
 
 
-def run_refused(rank: int, facts: dict[str, int]) -> str:
+def run_refused(fabric: str, facts: dict[str, int]) -> str:
+    """The card of rank 2 cannot be used."""
     with (
-        test_tcp.machines_of(1, "verbs"),
-        cards_with(**facts if dist.get_rank() == rank else {}),
+        test_tcp.machines_of(1, fabric),
+        cards_with(**facts if dist.get_rank() == 2 else {}),
         pytest.raises(EPError) as caught,
     ):
         buffer_of(timeout=20)
@@ -133,7 +134,7 @@ def run_refused(rank: int, facts: dict[str, int]) -> str:
     ],
 )
 def test_a_card_that_cannot_be_used_is_refused_on_every_rank(ranks, facts, what):
-    for text in ranks.run(run_refused, 2, facts):
+    for text in ranks.run(run_refused, "verbs", facts):
         assert what in text
 
 
