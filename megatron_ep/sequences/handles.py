@@ -94,10 +94,11 @@ class Way:
         columns = (moves.src_rank, self.token, moves.length, self.column, moves.dst_rank, moves.dst_row)
         return torch.stack(columns, dim=1).int()
 
-    def own_rows(self, rank: int) -> int:
-        """Rows of a rank that stay there."""
-        stays = (self.moves.src_rank == rank) & (self.moves.dst_rank == rank)
-        return int(self.moves.length[stays].sum())
+    def own_rows(self) -> torch.Tensor:
+        """int64 [W], rows of each rank that stay there."""
+        moves = self.moves
+        stays = moves.src_rank == moves.dst_rank
+        return torch.zeros_like(self.tokens).index_add_(0, moves.src_rank[stays], moves.length[stays])
 
 
 @dataclass
@@ -166,7 +167,7 @@ def tokens_of_row(ranks: Sequence[int], ranks_per_node: int) -> Iterator[int]:
 
 def _handle(group: RankGroup, name: bytes, way: Way) -> Handle:
     """name: by which ranks know that they mean the same."""
-    topk, table, tokens = way.topk, way.table(), way.tokens.int()
+    topk, table, tokens, own_rows = way.topk, way.table(), way.tokens.int(), way.own_rows()
     epoch = int.from_bytes(hashlib.blake2b(name, digest_size=4).digest(), "little") or 1
     made_on, ranks = group.live_backend().current_stream(), []
     for rank in group.ranks:
@@ -197,7 +198,7 @@ def _handle(group: RankGroup, name: bytes, way: Way) -> Handle:
                 rail_experts=rail_experts,
                 rail_rows=totals.rail_rows,
                 made_on=made_on,
-                own_rows=way.own_rows(rank),
+                own_rows=int(own_rows[rank]),
             )
         )
     return Handle(group, topk, ranks)

@@ -18,6 +18,7 @@ from megatron_ep.simulate.predict import Look, Phase, phase_of
 # which go back as they came.
 Q, K_AND_V, OUT, K_GRADIENT = "Q", "K and V", "output", "gradient of K"
 WAYS = (Q, K_AND_V, OUT, K_GRADIENT)
+TIMEOUT_S = 10.0  # of virtual time, of a wait: none takes so long
 
 
 def predict_ways(
@@ -26,16 +27,14 @@ def predict_ways(
     machine: Machine,
     *,
     row_bytes: RowBytes,
-    num_sms: int | None = None,
-    timeout: float = 10.0,
+    num_sms: int,
     look: Look | None = None,
 ) -> dict[str, Phase]:
     """The phases of `WAYS`, of which the gradient of V takes another one like that of K.
 
     row_bytes: of rows of 16 bits, those of V as long as those of K. Gradients of K and V that nodes sum are twice as
         long.
-    num_sms: of each rank; None: half of a GPU, as `sms_for_sequences` has it.
-    timeout: of a wait, in seconds of virtual time.
+    num_sms: of each rank.
     look: called now and then with the way and how much of it is done, 0 to 1.
 
     Raises ValueError for a plan of other ranks, rows of K and V that differ, several nodes on a machine without a
@@ -51,24 +50,22 @@ def predict_ways(
         )
     if row_bytes.kv % 2:
         raise ValueError(f"row_bytes.kv is {row_bytes.kv}, must be even: K and V are alike")
-    sms = machine.sms // 2 if num_sms is None else num_sms
-    config = Config(plan.world, num_sms=sms, row_bytes=max(row_bytes.q, 2 * row_bytes.kv))
+    config = Config(plan.world, num_sms=num_sms, row_bytes=max(row_bytes.q, 2 * row_bytes.kv))
     config.check_ranks(topology)
-    ways, k = ways_of(plan, topology), row_bytes.kv // 2
+    ways, k, least = ways_of(plan, topology), row_bytes.kv // 2, CudaBackend.min_local_bytes
     gradient = 2 * k if ways.has_partial_sums else k
 
     def transfers(way: Way, payload: int, scales: int) -> _simulate.Transfers:
         table, tokens = way.table(), way.tokens.int()
         combined = (payload + scales, 0)  # rows with scales, which are V, are not combined
-        rings = ring_settings(topology, config, sms, (payload, scales), combined, topk=way.topk, weight_bytes=0)
-        least = CudaBackend.min_local_bytes
+        rings = ring_settings(topology, config, num_sms, (payload, scales), combined, topk=way.topk, weight_bytes=0)
         return _simulate.Transfers.planned(
             machine.compiled(),
             moves=table.data_ptr(),
             count=len(table),
             tokens=tokens.data_ptr(),
             leaving=way.leaving,
-            copies_apart=[way.own_rows(rank) * payload >= least for rank in range(plan.world)],
+            copies_apart=(payload * way.own_rows() >= least).tolist(),
             settings={
                 "nodes": topology.nodes,
                 "ranks_per_node": topology.ranks_per_node,
@@ -76,9 +73,9 @@ def predict_ways(
                 "num_experts": plan.world,
                 "topk": way.topk,
                 "num_tokens": int(tokens.max()),
-                "num_sms": sms,
+                "num_sms": num_sms,
                 "maps_rail": False,
-                "run": run_settings(timeout, Faults()),
+                "run": run_settings(TIMEOUT_S, Faults()),
                 "permutes_apart": False,
                 "sums_apart": False,
                 **rings,

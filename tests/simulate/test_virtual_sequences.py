@@ -60,7 +60,7 @@ def test_more_copies_than_a_token_has_destinations(h200):
 def test_a_saturated_link():
     """No more than its rows take, but for the first and the last of them."""
     shards = [Shard(0, 0, 0, 1, 4096), Shard(1, 0, 1, 1, 64)]  # rank 1 computes all
-    found = predict_ways(SequencePlan.build(shards, 2), Topology(1, 2), ideal(link=50.0), row_bytes=ROWS)
+    found = predict_ways(SequencePlan.build(shards, 2), Topology(1, 2), ideal(link=50.0), row_bytes=ROWS, num_sms=66)
     for way, size in ((Q, ROWS.q), (K_AND_V, ROWS.kv), (OUT, ROWS.out), (K_GRADIENT, ROWS.kv // 2)):
         floor = 4096 * size / 50e3
         assert floor * 0.99 <= found[way].us <= floor * 1.05, way
@@ -93,8 +93,8 @@ def test_predictions_have_not_moved(h200):
 def test_wrong_arguments(h200):
     plan = plan_of(2)
     with pytest.raises(ValueError, match="plan is for 2 ranks, must be for the 4"):
-        predict_ways(plan, Topology(2, 2), h200, row_bytes=ROWS)
+        predict_ways(plan, Topology(2, 2), h200, row_bytes=ROWS, num_sms=8)
     with pytest.raises(ValueError, match="no network card, but the topology has 2 nodes"):
-        predict_ways(plan, Topology(2, 1), Machine.load("h200_nvlink"), row_bytes=ROWS)
+        predict_ways(plan, Topology(2, 1), Machine.load("h200_nvlink"), row_bytes=ROWS, num_sms=8)
     with pytest.raises(ValueError, match="must be even"):
-        predict_ways(plan, Topology(1, 2), h200, row_bytes=RowBytes(q=256, kv=255, out=256))
+        predict_ways(plan, Topology(1, 2), h200, row_bytes=RowBytes(q=256, kv=255, out=256), num_sms=8)
