@@ -17,7 +17,7 @@ from test_verbs import cards_with
 from megatron_ep import megatron as megatron_side
 from megatron_ep.backends import fabrics, ibgda, verbs
 from megatron_ep.bench.local_ranks import LocalRanks
-from megatron_ep.cli import network, network_examination
+from megatron_ep.cli import network, network_examination, network_report
 from megatron_ep.cli.check_common import MEGATRON_LAYERS
 from megatron_ep.cli.main import main
 
@@ -131,10 +131,14 @@ def test_ranks_of_one_machine(ranks):
         assert "card" not in text, text
 
 
-def examine_cards(library: str, facts: list[dict[str, int]], wanted: str = "verbs") -> tuple[str, int]:
-    """The two ranks have two cards each. facts: of those of each rank."""
+def examine_cards(
+    library: str, facts: list[dict[str, int]], wanted: str = "verbs", slow: float = 0.0
+) -> tuple[str, int]:
+    """The two ranks have two cards each. facts: of those of each rank. slow: part of the median link that is slow; 0: none
+    is, since other tests share the processors."""
     with (
         mock.patch.object(verbs, "LIBRARY", library),
+        mock.patch.object(network_report, "SLOW", slow),
         mock.patch.object(network, "FASTER", 1000.0),  # the tests' cards are slower than TCP
         mock.patch.dict(os.environ, {fabrics.VARIABLE: wanted}),
         cards_with(**dict(devices=2) | facts[dist.get_rank()]),
@@ -184,7 +188,7 @@ def test_the_wrong_card_is_named_and_left_out(ranks, library):
 
 
 def test_a_slow_card_is_named_and_left_out(ranks, library):
-    for text, status in ranks.run(examine_cards, library, [dict(slow=1), {}]):
+    for text, status in ranks.run(examine_cards, library, [dict(slow=1), {}], "verbs", network_report.SLOW):
         faults = [line for line in text.splitlines() if line.startswith("FAIL")]
         assert status == 1 and faults, text
         assert all(line.startswith("FAIL  slow: ") and "fake_1:1" in line for line in faults), text

@@ -81,8 +81,8 @@ def test_the_bits_of_one_machine(ranks, per_machine, per_node, stripes):
 class Unordered(_C.SoftwareNic):
     """Over a network on which a write or an addition arrives before or after any other one."""
 
-    def __init__(self, *, rank: int, segments, card=None):
-        super().__init__(rank=rank, segments=segments, card=card, seed=rank)
+    def __init__(self, *, rank: int, segments, cards=()):
+        super().__init__(rank=rank, segments=segments, cards=cards, seed=rank)
 
 
 def run_unordered(run, *arguments) -> None:
