@@ -59,11 +59,12 @@ void add(char* word, uint64_t increment) {
 }  // namespace
 
 SoftwareNic::SoftwareNic(int rank, std::vector<ControlBlock*> controls, Cards cards,
-                         std::optional<uint64_t> seed)
+                         std::optional<uint64_t> seed, uint32_t depth)
     : rank_(rank),
       controls_(std::move(controls)),
       cards_(std::move(cards)),
       seed_(seed),
+      depth_(depth),
       links_(controls_.size()),
       arriving_(controls_.size()),
       told_(controls_.size()),
@@ -87,7 +88,7 @@ std::shared_ptr<SoftwareNic::Port> SoftwareNic::open(std::vector<char*> heaps, s
     const auto port = std::make_shared<Port>();
     const size_t count = SendQueues::count(ranks, channels);
     if (!of_gpu) {
-        port->memory_.resize((SendQueues::bytes(count, kDepth) + sizeof(SendEntry) - 1) /
+        port->memory_.resize((SendQueues::bytes(count, depth_) + sizeof(SendEntry) - 1) /
                              sizeof(SendEntry));
         port->producers_.resize(count);
     }
@@ -98,9 +99,9 @@ std::shared_ptr<SoftwareNic::Port> SoftwareNic::open(std::vector<char*> heaps, s
     port->heaps_ = std::move(heaps);
     port->bytes_ = bytes;
     port->stride_ = stride;
-    port->queues_ =
-        AnySendQueues<true>::over(memory.shared, memory.producers, ranks, channels, kDepth,
-                                  static_cast<uint32_t>(number), of_gpu ? nullptr : this);
+    port->queues_ = AnySendQueues<true>::over(
+        memory.shared, memory.producers, ranks, channels, of_gpu ? kDepth : depth_,
+        static_cast<uint32_t>(number), of_gpu ? nullptr : this);
     port->taken_.resize(count);
     for (size_t i = 0; i < count; ++i) port->queues_[i].clear();
     if (is_direct()) {
@@ -286,6 +287,11 @@ void SoftwareNic::start(const std::vector<std::vector<int>>& sockets, const Queu
 }
 
 void SoftwareNic::start_over(std::vector<Links> links) {
+    start_stepped(std::move(links));
+    thread_ = std::jthread([this] { run(); });
+}
+
+void SoftwareNic::start_stepped(std::vector<Links> links) {
     links_ = std::move(links);
     held_.assign(links_.size(), {});
     for (size_t rank = 0; rank < links_.size(); ++rank) {
@@ -304,7 +310,6 @@ void SoftwareNic::start_over(std::vector<Links> links) {
     lost_.reset();
     has_ended_waits_ = false;
     stopping_ = said_goodbye_ = false;
-    thread_ = std::jthread([this] { run(); });
 }
 
 void SoftwareNic::stop(std::chrono::duration<double> most) {
@@ -325,16 +330,10 @@ void SoftwareNic::run() {
     pthread_setname_np(pthread_self(), kThreadName);
     Clock::time_point idle_since = Clock::now();
     while (true) {
-        bool moved = false, polls = false;
+        const bool moved = step();
+        bool polls = false;
         {
             const std::lock_guard lock(ports_mutex_);
-            for (const auto& port : ports_) {
-                if (!port) continue;
-                for (size_t i = 0; i < port->taken_.size(); ++i) moved |= carry_out(*port, i);
-            }
-            tell_others();
-            moved |= move_bytes();
-            end_waits();
             if (stopping_ && !moved && leave()) return;
             polls = polls_ || is_polled();
         }
@@ -347,6 +346,19 @@ void SoftwareNic::run() {
             sleep(nap(now - idle_since, polls));
         }
     }
+}
+
+bool SoftwareNic::step() {
+    const std::lock_guard lock(ports_mutex_);
+    bool moved = false;
+    for (const auto& port : ports_) {
+        if (!port) continue;
+        for (size_t i = 0; i < port->taken_.size(); ++i) moved |= carry_out(*port, i);
+    }
+    tell_others();
+    moved |= move_bytes();
+    end_waits();
+    return moved;
 }
 
 // How long nothing may be looked at: an eighth of the time that nothing has come for, where nobody

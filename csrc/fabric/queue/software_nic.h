@@ -52,9 +52,10 @@ class SoftwareNic {
 
     // controls: of all ranks; of those on other machines a mirror that belongs to this rank.
     // cards: none: TCP alone; one, or several that are direct: all of a channel goes over one of
-    // them, for its order. seed: for tests, TCP as a network that keeps no order.
+    // them, for its order. For tests: seed: TCP as a network that keeps no order; depth: of the
+    // queues in which ranks on the host post.
     SoftwareNic(int rank, std::vector<ControlBlock*> controls, Cards cards = {},
-                std::optional<uint64_t> seed = std::nullopt);
+                std::optional<uint64_t> seed = std::nullopt, uint32_t depth = kDepth);
     ~SoftwareNic();
     SoftwareNic(const SoftwareNic&) = delete;
 
@@ -130,6 +131,10 @@ class SoftwareNic {
     // The same over connections of any kind; without a card.
     using Links = std::vector<std::unique_ptr<Link>>;
     void start_over(std::vector<Links> links);
+    // The same for tests, without a thread: step() is what it would do again and again.
+    void start_stepped(std::vector<Links> links);
+    // Returns whether anything moved.
+    bool step();
     // Carries out what was posted, for so long at most, and closes the connections. Queues are
     // empty after it.
     void stop(std::chrono::duration<double> most);
@@ -190,6 +195,7 @@ class SoftwareNic {
     std::vector<ControlBlock*> controls_;
     Cards cards_;
     std::optional<uint64_t> seed_;
+    uint32_t depth_;
     std::vector<Links> links_;  // by rank; the first also carries what ranks tell of themselves
     std::mutex ports_mutex_;
     std::vector<std::shared_ptr<Port>> ports_;  // by number; null: closed
