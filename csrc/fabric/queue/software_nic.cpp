@@ -308,7 +308,6 @@ void SoftwareNic::start_stepped(std::vector<Links> links) {
     last_abort_ = 0;
     loss_ = {};
     lost_.reset();
-    has_ended_waits_ = false;
     stopping_ = said_goodbye_ = false;
 }
 
@@ -539,14 +538,24 @@ void SoftwareNic::take(Link& link, int rank, const Frame& frame) {
         const auto blamed = static_cast<size_t>(ControlBlock::rank_of(frame.increment));
         if (outcome <= 0 || outcome > static_cast<int>(Outcome::Lost) || blamed >= links_.size())
             return link.fail(kForeign);
-        abort(own(), frame.increment);
+        const bool is_loss = outcome == static_cast<int>(Outcome::Lost);
+        if (!tolerates_loss_ || !is_loss) return abort(own(), frame.increment);
+        const Reason& reason = controls_[rank]->reason;
+        if (!lost_) lost_ = {static_cast<int>(blamed), std::string(reason.text, reason.bytes)};
     } else if (frame.kind == Frame::kBye) {
         link.fail(kEnd);
     }
 }
 
-// The mirrors' abort words, which ranks of this machine have set, and now and then how far this
-// rank is: more often while a failure is news.
+// What a rank of another machine must hear: why it shall give up, or that there was a loss. 0:
+// nothing.
+uint64_t SoftwareNic::news_for(size_t rank) const {
+    const uint64_t word = abort_word_of(*controls_[rank]);
+    return word || !lost_ ? word : ControlBlock::abort_word(Outcome::Lost, lost_->first);
+}
+
+// The mirrors' abort words, which ranks of this machine have set, losses, and now and then how far
+// this rank is: more often while a failure is news.
 void SoftwareNic::tell_others() {
     const auto now = Clock::now();
     if (const uint64_t word = abort_word_of(own()); word != last_abort_) {
@@ -563,7 +572,7 @@ void SoftwareNic::tell_others() {
         if (links_[rank].empty()) continue;
         const auto& link = links_[rank].front();
         if (!link->end().empty()) continue;
-        const uint64_t word = abort_word_of(*controls_[rank]);
+        const uint64_t word = news_for(rank);
         const bool is_new = word && word != told_[rank];
         if (!is_new && !(is_time && link->has_room())) continue;
         ControlBlock said{};
@@ -585,15 +594,18 @@ void SoftwareNic::lose(int rank, const std::string& why) {
     if (!lost_) lost_ = {rank, why};
 }
 
-// All waits, because of the connection that broke first. Where losses are tolerated, only once this
-// rank is in a call that can do without nobody, and then those of the others, too: they are in it
-// or will be.
+// All waits, because of the connection that broke first. Where losses are tolerated, those of the
+// ranks of this machine that are in a call of the normal mode, now or later, which can do without
+// nobody; those of other machines look after themselves.
 void SoftwareNic::end_waits() {
-    if (!lost_ || has_ended_waits_ || (tolerates_loss_ && !is_in_transfer(own()))) return;
-    has_ended_waits_ = true;
+    if (!lost_) return;
     note(loss_, lost_->second);
     const uint64_t word = ControlBlock::abort_word(Outcome::Lost, lost_->first);
-    for (ControlBlock* block : controls_) abort(*block, word);
+    for (size_t rank = 0; rank < controls_.size(); ++rank) {
+        const bool is_near = is_mapped(static_cast<int>(rank));
+        if (!tolerates_loss_ || (is_near && is_in_transfer(*controls_[rank])))
+            abort(*controls_[rank], word);
+    }
 }
 
 void SoftwareNic::tell_now() {
@@ -604,7 +616,7 @@ void SoftwareNic::tell_now() {
             if (links_[rank].empty()) continue;
             const auto& link = links_[rank].front();
             if (!link->end().empty()) continue;
-            if (link->has_to_send() || abort_word_of(*controls_[rank]) != told_[rank]) return false;
+            if (link->has_to_send() || news_for(rank) != told_[rank]) return false;
         }
         return true;
     };

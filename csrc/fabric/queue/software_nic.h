@@ -144,7 +144,7 @@ class SoftwareNic {
     // Until the others have been sent what this rank's machine has told them, a moment at most.
     void tell_now();
     // From now on a lost connection ends no waits of the low-latency mode: the waiting ranks mask
-    // the lost one. Those of the normal mode it does.
+    // the lost one. Those of the normal mode it does, of ranks on the host.
     void tolerate_loss() { tolerates_loss_ = true; }
 
   private:
@@ -180,6 +180,7 @@ class SoftwareNic {
     void tell_others();
     void lose(int rank, const std::string& why);
     void end_waits();
+    uint64_t news_for(size_t rank) const;
     bool is_mapped(int rank) const { return links_[rank].empty(); }
     Link* link_of(size_t queue) const;
     Clock::duration nap(Clock::duration idle, bool polls) const;
@@ -205,10 +206,9 @@ class SoftwareNic {
     std::vector<std::atomic<uint64_t>> told_;   // by rank: the abort word that it was sent
     Clock::time_point last_beat_;
     uint64_t last_abort_ = 0;
-    // The rank whose connection broke first, and why; told to others once it has ended waits.
+    // The rank whose connection broke first, here or at a rank that told so, and why.
     std::optional<std::pair<int, std::string>> lost_;
-    Reason loss_{};
-    bool has_ended_waits_ = false;
+    Reason loss_{};  // the same for others
     Clock::time_point news_until_;
 
     std::jthread thread_;
