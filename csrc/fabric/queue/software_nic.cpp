@@ -420,11 +420,10 @@ bool SoftwareNic::carry_out(Port& port, size_t number) {
     Link* link = link_of(number);
     if (link && !link->end().empty()) {  // as a card does: what waits for room must not wait for it
         taken.begun += static_cast<uint16_t>(rung - static_cast<uint16_t>(taken.begun));
-        if (taken.begun != taken.given_up)
-            queue.completion->tell(static_cast<uint16_t>(taken.begun - 1),
-                                   Completion::kRequestError);
+        if (taken.begun == taken.given_up) return false;
+        queue.completion->tell(static_cast<uint16_t>(taken.begun - 1), Completion::kRequestError);
         taken.given_up = taken.begun;
-        return false;
+        return true;
     }
     char* const own = port.heaps_[rank_];
     const auto same = static_cast<uint16_t>(number / 2 / links_.size() * 2 + number % 2);
