@@ -1,16 +1,18 @@
 """Which network card is near which GPU, by the tree of PCI bridges that Linux shows in /sys: the fewer bridges lie
 between them, the nearer they are. Of cards that share no root of the tree with a GPU those of its NUMA node come first.
+Near a process are the cards of the NUMA node that it is bound to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
 
 from megatron_ep.backends import ibgda
 
-DEVICES = Path("/sys/bus/pci/devices")
+DEVICES, NUMA_NODES = Path("/sys/bus/pci/devices"), Path("/sys/devices/system/node")
 FAR = 1000  # bridges that no machine has one after the other
 
 
@@ -24,6 +26,23 @@ def nearest(gpu: str | None, cards: Sequence[str]) -> list[str]:
         return list(cards)
     distances = [_distance(own, _place(ibgda.CARDS / card / "device")) for card in cards]
     return [card for card, distance in zip(cards, distances, strict=True) if distance == min(distances)]
+
+
+def of_process() -> list[str] | None:
+    """The cards of the NUMA node that this process is bound to; None: its CPUs are of several, or no node is known."""
+    cpus = os.sched_getaffinity(0)
+    for node in NUMA_NODES.glob("node*"):
+        if cpus <= {cpu for numbers in _ranges((node / "cpulist").read_text()) for cpu in numbers}:
+            number = node.name.removeprefix("node")
+            return sorted(card.name for card in ibgda.CARDS.glob("*") if _numa_node(card / "device") == number)
+    return None
+
+
+def _ranges(text: str) -> Iterator[range]:
+    """Of "0-3,8"."""
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        yield range(int(first), int(last or first) + 1)
 
 
 def turn(place: int, near: Sequence[Sequence[str]]) -> int:

@@ -63,7 +63,7 @@ def connect(
         report = _C.PinnedReport(device.index)
         mirrors = [_C.Segment.anonymous(_C.SoftwareNic.mirror_bytes) for _ in infos]
         gpus = [info.pci for info in infos]
-        cards = verbs.cards_for(fabric, rendezvous.rank, machines(infos), gpus)
+        cards = verbs.cards_for(fabric, rendezvous.rank, machines(infos), gpus=gpus)
         nic = _C.nic_of_gpu(rank=rendezvous.rank, report=report, mirrors=mirrors, cards=cards)
         ranks = (_C.CardGroup if direct else _C.QueueGroup)(
             heap=heap,

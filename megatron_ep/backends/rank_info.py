@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_ep.backends import cuda, fabrics, nodes, processes
+from megatron_ep.backends import cuda, fabrics, near_cards, nodes, processes
 from megatron_ep.backends.codec import Plain
 from megatron_ep.config import Config, Topology
 
@@ -29,6 +29,7 @@ class RankInfo:
     num_sms: int | None  # on a GPU
     gpu: str | None  # its UUID
     pci: str | None  # its address there, if torch knows it
+    near_cards: list[str] | None  # of the NUMA node that its process is bound to, of a rank on the host
     fabric: str | None  # what the environment wants
     ranks_per_node: str | None  # likewise
 
@@ -61,6 +62,7 @@ def introduce(config: Config, topology: Topology | None, device: torch.device) -
         num_sms=sms,
         gpu=gpu,
         pci=pci,
+        near_cards=None if device.type == "cuda" else near_cards.of_process(),
         fabric=os.environ.get(fabrics.VARIABLE) or None,
         ranks_per_node=os.environ.get(nodes.VARIABLE) or None,
     )

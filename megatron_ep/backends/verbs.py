@@ -6,7 +6,8 @@ Of NVIDIA's cards (driver mlx5) ranks can write what is to be done into the card
 too: fabric "ibgda", which takes libmlx5 besides.
 
 A rank takes one port: of those that are up and nearest to its GPU, its place among the ranks of its machine says which,
-so that ranks of the same place on different machines have cards of the same place. On the host, and where
+so that ranks of the same place on different machines have cards of the same place. Nearest to a rank on the host are
+the cards of the NUMA node that it is bound to, if that is so on all machines alike. Otherwise, and where
 MEGATRON_EP_CARDS names cards, none is nearer than another. With the ibgda fabric a rank takes several, where there are
 more near it than ranks that share them: its channels are dealt among them.
 """
@@ -56,45 +57,55 @@ def usable(direct: bool = False) -> list[_C.CardPort]:
     return usable
 
 
-def card_of(rank: int, machines: Sequence[str], gpus: Sequence[str | None] | None = None) -> _C.Card:
-    """Opens the port of a rank. Raises as `usable` does, and EPError where it fails.
+def cards_for(
+    fabric: str,
+    rank: int,
+    machines: Sequence[str],
+    *,
+    gpus: Sequence[str | None] | None = None,
+    near: Sequence[list[str] | None] | None = None,
+) -> list[_C.Card]:
+    """Opens the ports that a rank takes over this fabric: by verbs one, by ibgda one or several. Raises as `usable`
+    does, and EPError where it fails.
 
     machines: of each rank.
     gpus: of each rank, the PCI address of its GPU, if it is known; None: the ranks are on the host.
+    near: of each rank on the host, the cards of the NUMA node that it is bound to, if to one.
     """
-    return _open(_ports_of(*_on_machine(rank, machines, gpus), usable())[0])
-
-
-def direct_cards_of(rank: int, machines: Sequence[str], gpus: Sequence[str | None] | None = None) -> list[_C.Card]:
-    """The same of cards in whose queues a rank posts by itself, one or several."""
-    return [_open(port, direct=True) for port in _ports_of(*_on_machine(rank, machines, gpus), usable(direct=True))]
-
-
-def cards_for(
-    fabric: str, rank: int, machines: Sequence[str], gpus: Sequence[str | None] | None = None
-) -> list[_C.Card]:
-    """Those that a rank takes over this fabric. Arguments and errors: as of `card_of`."""
     if fabric == "ibgda":
-        return direct_cards_of(rank, machines, gpus)
-    return [card_of(rank, machines, gpus)] if fabric == "verbs" else []
+        return [_open(port, direct=True) for port in _ports_of(rank, machines, usable(direct=True), gpus, near)]
+    return [_open(_ports_of(rank, machines, usable(), gpus, near)[0])] if fabric == "verbs" else []
 
 
-def _on_machine(
-    rank: int, machines: Sequence[str], gpus: Sequence[str | None] | None
-) -> tuple[int, Sequence[str | None] | int]:
-    """The rank's place among those of its machine, and their GPUs, or how many they are on the host."""
-    there = [other for other, machine in enumerate(machines) if machine == machines[rank]]
-    return there.index(rank), len(there) if gpus is None else [gpus[other] for other in there]
-
-
-def _ports_of(place: int, ranks: Sequence[str | None] | int, found: Sequence[_C.CardPort]) -> list[_C.CardPort]:
+def _ports_of(
+    rank: int,
+    machines: Sequence[str],
+    found: Sequence[_C.CardPort],
+    gpus: Sequence[str | None] | None,
+    near: Sequence[list[str] | None] | None,
+) -> list[_C.CardPort]:
     """All that a rank can take: first the one that it takes if it takes one."""
-    if isinstance(ranks, int) or os.environ.get(VARIABLE):
-        count = ranks if isinstance(ranks, int) else len(ranks)
-        return [*found[place % len(found) :: count]]
-    near = [near_cards.nearest(gpu, [port.device for port in found]) for gpu in ranks]
-    own = [port for port in found if port.device in near[place]]
-    return [*own[near_cards.turn(place, near) :: near.count(near[place])]]
+    there = [other for other, machine in enumerate(machines) if machine == machines[rank]]
+    devices = [port.device for port in found]
+    nearest = [devices for _ in there]
+    if os.environ.get(VARIABLE):
+        pass  # they have been chosen
+    elif gpus is not None:
+        nearest = [near_cards.nearest(gpus[other], devices) for other in there]
+    elif near is not None and _are_alike(machines, near):
+        nearest = [[device for device in devices if device in (near[other] or ())] or devices for other in there]
+    place = there.index(rank)
+    own = [port for port in found if port.device in nearest[place]]
+    return own[near_cards.turn(place, nearest) :: nearest.count(nearest[place])]
+
+
+def _are_alike(machines: Sequence[str], near: Sequence[list[str] | None]) -> bool:
+    """Whether every rank is bound to a NUMA node, and ranks of one place on their machines have cards of the same names
+    there: then cards of the same names meet."""
+    by_machine: dict[str, list[list[str] | None]] = {}
+    for machine, cards in zip(machines, near, strict=True):
+        by_machine.setdefault(machine, []).append(cards)
+    return None not in near and all(cards == by_machine[machines[0]] for cards in by_machine.values())
 
 
 def rails_that_differ(machines: Sequence[str], cards: Sequence[Sequence[str]]) -> str:
@@ -159,8 +170,10 @@ def report_of_ranks(gpus: Sequence[str | None]) -> str:
     if not found:
         return ibgda.NO_CARD
     if not gpus:
-        return f"on the host in turn {', '.join(map(setting, found))}"
-    taken = [_ports_of(place, gpus, found) for place in range(len(gpus))]
+        near = [setting(port) for port in found if port.device in (near_cards.of_process() or ())]
+        bound = f"; bound to a NUMA node as this process is, {', '.join(near)}" if 0 < len(near) < len(found) else ""
+        return f"on the host in turn {', '.join(map(setting, found))}{bound}"
+    taken = [_ports_of(rank, [""] * len(gpus), found, gpus, None) for rank in range(len(gpus))]
     several = [
         f"{setting(first)} (ibgda: {' '.join(map(setting, more))} too)" if more else setting(first)
         for first, *more in taken

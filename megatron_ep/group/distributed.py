@@ -85,7 +85,8 @@ class DistributedRankGroup(RankGroup):
             def make() -> host.HostBackend:
                 nic = None
                 if machine_count > 1:
-                    cards = verbs.cards_for(name, self.rank, self._machines)
+                    near = [info.near_cards for info in infos]
+                    cards = verbs.cards_for(name, self.rank, self._machines, near=near)
                     nic = _C.SoftwareNic(rank=self.rank, segments=segments, cards=cards)
                     self._network = tcp.Network(self.rank, self._machines, nic, cards=cards)
                 return host.HostBackend(self.heap, self.ranks, segments, timeout=config.timeout_seconds, nic=nic)

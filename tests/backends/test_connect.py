@@ -40,7 +40,7 @@ FREE = [40 << 30]  # bytes of memory on the GPU
 
 def rank_info(host: str, gpu: str | None = None) -> RankInfo:
     wanted = os.environ[fabrics.VARIABLE] or None
-    return RankInfo(host, host, None, os.getpid(), "cuda", {}, None, 1, gpu, None, wanted, None)
+    return RankInfo(host, host, None, os.getpid(), "cuda", {}, None, 1, gpu, None, None, wanted, None)
 
 
 def connected(

@@ -80,7 +80,7 @@ def test_what_leaves_memory_shared_is_one_machine(tmp_path: Path) -> None:
 
 def test_a_machine_is_named_by_more_than_its_name_where_two_have_it() -> None:
     def on(host: str, machine: str) -> RankInfo:
-        return RankInfo(host, machine, None, 1, "cpu", {}, ep.Topology(2, 2), None, None, None, None, None)
+        return RankInfo(host, machine, None, 1, "cpu", {}, ep.Topology(2, 2), None, None, None, None, None, None)
 
     ranks = [on("a", "a, boot 1"), on("a", "a, boot 1"), on("b", "b, boot 2"), on("b", "b, boot 3")]
     assert rank_info.machines(ranks) == ["a", "a", "b, boot 2", "b, boot 3"]

@@ -1,5 +1,6 @@
-"""Which network card is near which GPU, over trees of PCI bridges as Linux shows them."""
+"""Which network card is near which GPU, or which process, over trees of PCI bridges as Linux shows them."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,10 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         for name, place in cards.items():
             (infiniband / name).mkdir()
             (infiniband / name / "device").symlink_to(tmp_path / "devices" / place)
+        for node, cpus in enumerate(("0-1,4", "2-3,5-6", "")):  # the last is one of memory alone
+            (tmp_path / "numa" / f"node{node}").mkdir(parents=True)
+            (tmp_path / "numa" / f"node{node}" / "cpulist").write_text(f"{cpus}\n")
+        monkeypatch.setattr(near_cards, "NUMA_NODES", tmp_path / "numa")
         monkeypatch.setattr(near_cards, "DEVICES", addresses)
         monkeypatch.setattr(ibgda, "CARDS", infiniband)
         return [Path(place).name for place in gpus]
@@ -81,3 +86,19 @@ def test_of_what_is_not_known_all_are_as_near(machine) -> None:
     cards = ["mlx5_0", "mlx5_1"]
     assert near([None, "0000:99:00.0", gpu], cards) == [cards, cards, ["mlx5_1"]]  # mlx5_0 is no PCI device
     assert taken([cards] * 3) == ["mlx5_0", "mlx5_1", "mlx5_0"]
+
+
+def test_cards_near_a_process(machine, monkeypatch) -> None:
+    machine(
+        [],
+        {f"mlx5_{root}": f"pci0000:{root}0/0000:{root}0:01.0/0000:{root}1:00.0" for root in (1, 2, 3)},
+        {"pci0000:10": 1, "pci0000:20": 0, "pci0000:30": 1},
+    )
+
+    def near(*cpus: int) -> list[str] | None:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(cpus))
+        return near_cards.of_process()
+
+    assert near(0) == near(1, 4) == ["mlx5_2"]
+    assert near(2, 3, 5, 6) == near(6) == ["mlx5_1", "mlx5_3"]
+    assert near(1, 2) is None and near(7) is None

@@ -1,6 +1,7 @@
-// Random clusters and programs of both modes under the seeded scheduler, with a network between
-// nodes that delays and reorders. In some of them something fails: then no call that a rank
-// finished is wrong, the report leads to the rank that stalled, and after a reset all is right.
+// Random clusters and programs of both modes under the seeded scheduler. Between nodes lies a
+// network that delays and reorders, or send queues that software network cards carry out. In some
+// of them something fails: then no call that a rank finished is wrong, the report leads to the rank
+// that stalled, and after a reset all is right.
 //
 //     fuzz FIRST_SEED END_SEED
 //     fuzz seconds SECONDS [FIRST_SEED]     on all cores, from a random seed on
@@ -17,16 +18,20 @@
 
 #include "exec/host/fibers.h"
 #include "masked_programs.h"
+#include "software_network.h"
 #include "transfer_programs.h"
 
 namespace ep {
 namespace {
 
-// What goes wrong, from a rank's n-th wait on: it never goes on, or it gives up.
+// What goes wrong. From a rank's n-th wait on it never goes on, or it gives up; or the network
+// loses its n-th signal, or after n steps a connection.
 struct Fault {
-    enum class Kind { None, Stall, Abort, LostSignal } kind = Kind::None;
+    enum class Kind { None, Stall, Abort, Loss } kind = Kind::None;
     int rank = 0;
-    uint64_t after = 0;  // waits of the rank; or which signal the network loses
+    uint64_t after = 0;
+
+    uint64_t loss() const { return kind == Kind::Loss ? after : 0; }
 };
 
 class FaultyExecutor : public SeededExecutor {
@@ -82,11 +87,9 @@ bool leads_to(const std::vector<RankState>& states, int stalled) {
 }
 
 // What went wrong that should not have; null: nothing.
-template <class Fabric>
-const char* run_transfers(uint64_t seed, const Fault& fault) {
-    SimulatedNetwork network(fault.kind == Fault::Kind::LostSignal ? fault.after : 0);
-    TransferProgram program(seed, &network);
-    const auto tasks = program.tasks<HostWarp, Fabric>();
+template <class AnyNetwork>
+const char* run_transfers(TransferProgram& program, AnyNetwork& network,
+                          const std::vector<RoleTask>& tasks, uint64_t seed, const Fault& fault) {
     FaultyExecutor(seed, &network, fault).run(tasks);
     end_stalled(program.states);
     if (program.errors(tasks)) return "wrong values, or an unfinished call without a failure";
@@ -100,13 +103,20 @@ const char* run_transfers(uint64_t seed, const Fault& fault) {
     return program.errors(tasks) || program.aborted() ? "wrong after a reset" : nullptr;
 }
 
-const char* run_low_latency(uint64_t seed, const Fault& fault) {
-    SimulatedNetwork network(fault.kind == Fault::Kind::LostSignal ? fault.after : 0);
-    LowLatencyProgram program(seed, &network);
+template <class Fabric>
+const char* run_transfers(uint64_t seed, const Fault& fault) {
+    SimulatedNetwork network(fault.loss());
+    TransferProgram program(seed, &network);
+    return run_transfers(program, network, program.tasks<HostWarp, Fabric>(), seed, fault);
+}
+
+template <class AnyNetwork, class AnyFabric>
+const char* run_low_latency(LowLatencyProgram& program, AnyNetwork& network,
+                            std::vector<AnyFabric>& fabrics, uint64_t seed, const Fault& fault) {
     std::vector<uint64_t> finished;
     // after a second replay nobody could tell what the first has left
     const int replays = fault.kind == Fault::Kind::None ? 3 : 1;
-    FaultyExecutor(seed, &network, fault).run(program.tasks<HostWarp>(replays, finished));
+    FaultyExecutor(seed, &network, fault).run(program.tasks<HostWarp>(replays, finished, fabrics));
     end_stalled(program.states);
     if (program.errors(finished)) return "wrong values";
     if (!program.aborted()) return program.errors() ? "an unfinished call" : nullptr;
@@ -115,8 +125,38 @@ const char* run_low_latency(uint64_t seed, const Fault& fault) {
         return "nobody names the rank that stalled";
     network.clear();
     program.reset();
-    SeededExecutor(seed + 1, &network).run(program.tasks<HostWarp>(3, finished));
+    SeededExecutor(seed + 1, &network).run(program.tasks<HostWarp>(3, finished, fabrics));
     return program.errors() || program.aborted() ? "wrong after a reset" : nullptr;
+}
+
+const char* run_low_latency(uint64_t seed, const Fault& fault) {
+    SimulatedNetwork network(fault.loss());
+    LowLatencyProgram program(seed, &network);
+    return run_low_latency(program, network, program.fabrics, seed, fault);
+}
+
+constexpr Topology kMost = {4, 4};  // over queues
+
+const char* run_transfers_over_queues(uint64_t seed, const Fault& fault) {
+    TransferProgram program(seed, nullptr, kMost);
+    SoftwareNetwork network(seed, program.heap, program.heaps, program.states, fault.loss());
+    const auto tasks = program.tasks<HostWarp>([&](int rank) { return network.fabric_of(rank); });
+    return run_transfers(program, network, tasks, seed, fault);
+}
+
+// masking: as run_masked, and the fault is a lost connection or none.
+const char* run_low_latency_over_queues(uint64_t seed, const Fault& fault, bool masking) {
+    LowLatencyProgram program(seed, nullptr, 2, LowLatencyProgram::Sizes::OfWarps, masking, false,
+                              kMost);
+    SoftwareNetwork network(seed, program.heap, program.heaps, program.states, fault.loss(),
+                            masking);
+    std::vector<CardFabric> fabrics;
+    for (const RankState& state : program.states) fabrics.push_back(network.fabric_of(state.rank));
+    if (!masking) return run_low_latency(program, network, fabrics, seed, fault);
+    std::mt19937_64 random(~seed);
+    int gone = 0;
+    return run_masked<PatientExecutor>(program, network, fabrics, seed, random, fault.loss() != 0,
+                                       gone);
 }
 
 const char* run(uint64_t seed) {
@@ -127,13 +167,19 @@ const char* run(uint64_t seed) {
                  1 + random() % (1 << random() % 9)};
     }
     int gone = 0;
-    switch (random() % 4) {
+    switch (random() % 7) {
         case 0:
             return run_low_latency(seed, fault);
         case 1:
             return run_transfers<HostFabric>(seed, fault);
         case 2:
             return run_masked(seed, gone);
+        case 3:
+            return run_transfers_over_queues(seed, fault);
+        case 4:
+            return run_low_latency_over_queues(seed, fault, false);
+        case 5:
+            return run_low_latency_over_queues(seed, fault, true);
         default:
             return run_transfers<MappedHostFabric>(seed, fault);
     }

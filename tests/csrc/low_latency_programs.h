@@ -62,6 +62,7 @@ struct LowLatencyProgram {
     std::vector<std::vector<Half>> halves;  // of each rank
     std::vector<std::vector<Part>> parts;   // [rank][call]
     std::vector<std::unique_ptr<char[]>> memory;
+    std::vector<char*> heaps;
     std::vector<ControlBlock> controls;
     std::vector<RankState> states;
     std::vector<HostFabric> fabrics;
@@ -84,9 +85,10 @@ struct LowLatencyProgram {
     // max_under_way: how many calls of a kind may be; more than two is against the rules. lines:
     // whether rows are lines.
     LowLatencyProgram(uint64_t seed, SimulatedNetwork* network, int max_under_way = 2,
-                      Sizes sizes = Sizes::OfWarps, bool masking = false, bool lines = false)
+                      Sizes sizes = Sizes::OfWarps, bool masking = false, bool lines = false,
+                      Topology most = {3, 2})
         : random(seed), under_way(max_under_way) {
-        topology = {pick(1, 3), pick(1, 2)};
+        topology = {pick(1, most.nodes), pick(1, most.ranks_per_node)};
         if (lines) topology = {1, topology.world()};  // all mapped
         const int world = topology.world();
         experts = world * pick(1, 3);
@@ -112,7 +114,6 @@ struct LowLatencyProgram {
         shown.assign(world, std::vector<MaskedRank>(world));
         dropped.resize(world);
         controls.resize(world);
-        std::vector<char*> heaps;
         std::vector<ControlBlock*> everyone;
         for (int rank = 0; rank < world; ++rank) {
             memory.push_back(std::make_unique<char[]>(heap.bytes() + 128));
@@ -274,28 +275,34 @@ struct LowLatencyProgram {
     // the others: a launch follows the one before.
     template <class Warp>
     std::vector<RoleTask> tasks(int replays, std::vector<uint64_t>& finished) {
+        return tasks<Warp>(replays, finished, fabrics);
+    }
+    template <class Warp, class AnyFabric>
+    std::vector<RoleTask> tasks(int replays, std::vector<uint64_t>& finished,
+                                std::vector<AnyFabric>& ways) {
         finished.assign(topology.world(), 0);
         launches.assign(topology.world(), 0);
         std::vector<RoleTask> all;
         for (int rank = 0; rank < topology.world(); ++rank) {
             for (int number = 0; number < warps; ++number) {
-                all.push_back({&states[rank], [=, this, &finished](Executor& executor) {
+                all.push_back({&states[rank], [=, this, &finished, &ways](Executor& executor) {
                                    Warp warp(executor, states[rank], Role::Launch, number);
-                                   run_rank(warp, executor, rank, number, replays, finished[rank]);
+                                   run_rank(warp, executor, ways[rank], rank, number, replays,
+                                            finished[rank]);
                                }});
             }
         }
         return all;
     }
 
-    template <class Warp>
-    void run_rank(Warp& warp, Executor& executor, int rank, int number, int replays,
-                  uint64_t& finished) {
+    template <class Warp, class AnyFabric>
+    void run_rank(Warp& warp, Executor& executor, AnyFabric& fabric, int rank, int number,
+                  int replays, uint64_t& finished) {
         std::atomic_ref<uint64_t> shares(finished), ended(launches[rank]);
         uint64_t launch = 0;
         for (int replay = 0; replay < replays; ++replay) {
             for (size_t half = 0; half < halves[rank].size(); ++half) {
-                run_half(warp, rank, halves[rank][half], Team{number, warps});
+                run_half(warp, fabric, rank, halves[rank][half], Team{number, warps});
                 if (states[rank].aborted() || std::atomic_ref(states[rank].unfinished).load())
                     return;
                 ++launch;
@@ -315,10 +322,9 @@ struct LowLatencyProgram {
         }
     }
 
-    template <class Warp>
-    void run_half(Warp& warp, int rank, const Half& half, const Team& team) {
+    template <class Warp, class AnyFabric>
+    void run_half(Warp& warp, AnyFabric& fabric, int rank, const Half& half, const Team& team) {
         Part& part = parts[rank][half.call];
-        HostFabric& fabric = fabrics[rank];
         if (calls[half.call].is_combine) {
             part.combine.by_lines() ? run_combine<true>(warp, fabric, half, part.combine, team)
                                     : run_combine<false>(warp, fabric, half, part.combine, team);
@@ -328,8 +334,8 @@ struct LowLatencyProgram {
                    : run_dispatch<false>(warp, fabric, half, part.dispatch, team);
     }
 
-    template <bool kLines, class Warp>
-    void run_dispatch(Warp& warp, HostFabric& fabric, const Half& half,
+    template <bool kLines, class Warp, class AnyFabric>
+    void run_dispatch(Warp& warp, AnyFabric& fabric, const Half& half,
                       const LowLatencyDispatchArgs& args, const Team& team) {
         if (!half.sends) {
             low_latency_dispatch_receive<kLines>(warp, fabric, args, team);
@@ -342,8 +348,8 @@ struct LowLatencyProgram {
         }
     }
 
-    template <bool kLines, class Warp>
-    void run_combine(Warp& warp, HostFabric& fabric, const Half& half,
+    template <bool kLines, class Warp, class AnyFabric>
+    void run_combine(Warp& warp, AnyFabric& fabric, const Half& half,
                      const LowLatencyCombineArgs& args, const Team& team) {
         if (!half.sends) {
             low_latency_combine_receive<float, kLines>(warp, fabric, args, team);
@@ -410,7 +416,7 @@ struct LowLatencyProgram {
 
     // As before the first call: what reset does, when nothing runs any more.
     void reset() {
-        for (const HostFabric& fabric : fabrics) std::memset(fabric.own<char>(0), 0, heap.bytes());
+        for (char* own : heaps) std::memset(own, 0, heap.bytes());
         for (RankState& state : states) {
             *state.control = {};
             state.unfinished = 0;

@@ -35,7 +35,7 @@ class Grid {
         : program_(program),
           random_(seed),
           timeout_ns_(timeout_ns),
-          fabric_(program.heap, heaps_of(program), seed) {
+          fabric_(program.heap, program.heaps, seed) {
         for (int rank = 0; rank < program.topology.world(); ++rank) {
             abort_words_.push_back(&program.controls[rank].abort);
             waited_.emplace_back(2 * Heap::waited_bytes(program.topology.world()) /
@@ -128,12 +128,6 @@ class Grid {
     void check_reset_signals() { fabric_.check_reset_signals(random_()); }
 
   private:
-    static std::vector<char*> heaps_of(const LowLatencyProgram& program) {
-        std::vector<char*> heaps;
-        for (const HostFabric& fabric : program.fabrics) heaps.push_back(fabric.own<char>(0));
-        return heaps;
-    }
-
     DeviceRank device_rank(int rank) {
         return {rank,
                 program_.topology.world(),

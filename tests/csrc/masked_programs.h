@@ -22,18 +22,32 @@ class LateExecutor : public SeededExecutor {
     WaitEnd wait(Condition condition, const RankState& rank, uint64_t ns) override {
         if (rank.rank == late_ && ++waits_ >= wait_) {
             auto never = [] { return false; };
-            for (; slices_ > 0; --slices_) SeededExecutor::wait(Condition(never), rank, ns);
+            for (; slices_ > 0; --slices_) SeededExecutor::wait(Condition(never), rank, kLimit);
             auto later = [this] { return --looks_ < 0; };
-            if (looks_ > 0) SeededExecutor::wait(Condition(later), rank, ns);
+            if (looks_ > 0) SeededExecutor::wait(Condition(later), rank, kLimit);
         }
         return SeededExecutor::wait(condition, rank, ns);
     }
     bool was_late() const { return waits_ >= wait_; }
 
   private:
+    static constexpr uint64_t kLimit = 1;  // ns: any, since time does not pass
+
     int late_;
     uint64_t wait_, waits_ = 0;
     int slices_, looks_;
+};
+
+// Waits without a limit of their own, as those for room in a queue, last longer than any rank is
+// late.
+class PatientExecutor : public LateExecutor {
+  public:
+    using LateExecutor::LateExecutor;
+
+  protected:
+    void idle() override {
+        if (!expire_limited()) LateExecutor::idle();
+    }
 };
 
 // Time may pass while messages are under way: waits then end before what they wait for arrives.
@@ -92,23 +106,22 @@ class HesitantWarp : public HostWarp {
     const RankState& rank_;
 };
 
-// Random programs with masking: one rank may stop for good or for a while, callers mask others.
+// A program with masking: one rank may stop for good or for a while, callers mask others.
 // Nobody ends but who came too late, alone, and no two ranks go on that have each other for dead;
-// over a network that is late itself any rank may end.
+// over a network that is late itself, or breaks, any rank may end.
 // What went wrong, null: nothing. gone: counts the ranks that others have masked.
-inline const char* run_masked(uint64_t seed, int& gone) {
+template <class AnyLateExecutor, class AnyFabric>
+const char* run_masked(LowLatencyProgram& program, Network& network,
+                       std::vector<AnyFabric>& fabrics, uint64_t seed, std::mt19937_64& random,
+                       bool late_network, int& gone) {
     constexpr int kReplays = 3;
-    std::mt19937_64 random(~seed);
-    const bool late_network = random() % 4 == 0;
-    LateNetwork network(late_network);
-    LowLatencyProgram program(seed, &network, 2, LowLatencyProgram::Sizes::OfWarps, true);
     const int world = program.topology.world();
     const int late = random() % 4 ? static_cast<int>(random() % world) : -1;
-    LateExecutor executor(seed, &network, late, 1 + random() % (1 << random() % 10),
-                          random() % 4 ? 1 + static_cast<int>(random() % 10) : 0,
-                          static_cast<int>(random() % (1 << random() % 12)));
+    AnyLateExecutor executor(seed, &network, late, 1 + random() % (1 << random() % 10),
+                             random() % 4 ? 1 + static_cast<int>(random() % 10) : 0,
+                             static_cast<int>(random() % (1 << random() % 12)));
     std::vector<uint64_t> finished;
-    auto tasks = program.tasks<HesitantWarp>(kReplays, finished);
+    auto tasks = program.tasks<HesitantWarp>(kReplays, finished, fabrics);
     std::shuffle(tasks.begin(), tasks.end(), random);
     executor.run(tasks);
     if (program.wrong) return "wrong values, or no single membership";
@@ -127,12 +140,20 @@ inline const char* run_masked(uint64_t seed, int& gone) {
                 return "a rank that took part was masked";
             const bool both_go_on =
                 !program.states[rank].aborted() && !program.states[other].aborted();
-            if (both_go_on && !asked && program.gone[other][rank] &&
-                program.fabrics[rank].maps(other))
+            if (both_go_on && !asked && program.gone[other][rank] && fabrics[rank].maps(other))
                 return "two ranks go on that have taken each other for dead";
         }
     }
     return nullptr;
+}
+
+inline const char* run_masked(uint64_t seed, int& gone) {
+    std::mt19937_64 random(~seed);
+    const bool late_network = random() % 4 == 0;
+    LateNetwork network(late_network);
+    LowLatencyProgram program(seed, &network, 2, LowLatencyProgram::Sizes::OfWarps, true);
+    return run_masked<LateExecutor>(program, network, program.fabrics, seed, random, late_network,
+                                    gone);
 }
 
 }  // namespace ep

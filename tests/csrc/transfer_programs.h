@@ -8,6 +8,7 @@
 #include <memory>
 #include <numeric>
 #include <random>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -81,9 +82,9 @@ struct TransferProgram {
 
     int pick(int low, int high) { return low + static_cast<int>(random() % (high - low + 1)); }
 
-    TransferProgram(uint64_t seed, SimulatedNetwork* between_nodes)
+    TransferProgram(uint64_t seed, SimulatedNetwork* between_nodes, Topology most = {3, 3})
         : random(seed), network(between_nodes) {
-        topology = {pick(1, 3), pick(1, 3)};
+        topology = {pick(1, most.nodes), pick(1, most.ranks_per_node)};
         const int world = topology.world();
         experts = world * pick(1, 3);
         const size_t largest = RowFormat(kMaxHidden * 8, kMaxScales, 8, kMaxTopk).slot_bytes();
@@ -384,13 +385,17 @@ struct TransferProgram {
     // has one role or none, and waits after each for the others: a launch follows the one before.
     template <class Warp, class Fabric>
     std::vector<RoleTask> tasks() {
+        return tasks<Warp>([&](int rank) { return Fabric(topology, rank, heaps, network); });
+    }
+    template <class Warp, class FabricOf>
+    std::vector<RoleTask> tasks(FabricOf&& fabric_of) {
         std::vector<RoleTask> all;
         last_launch.assign(topology.world(), {});
         for (int rank = 0; rank < topology.world(); ++rank) {
             std::vector<std::vector<RoleTask>> launches;
             size_t warps = 0;
             for (size_t call = 0; call < calls.size(); ++call) {
-                for (std::vector<RoleTask>& roles : launches_of<Warp, Fabric>(rank, call)) {
+                for (auto& roles : launches_of<Warp>(rank, call, fabric_of)) {
                     warps = std::max(warps, roles.size());
                     if (!roles.empty()) launches.push_back(std::move(roles));
                 }
@@ -409,11 +414,12 @@ struct TransferProgram {
     }
 
     // The roles of a call, and what comes behind them.
-    template <class Warp, class Fabric>
-    std::array<std::vector<RoleTask>, 2> launches_of(int rank, size_t number) {
+    template <class Warp, class FabricOf>
+    std::array<std::vector<RoleTask>, 2> launches_of(int rank, size_t number,
+                                                     FabricOf&& fabric_of) {
         std::array<std::vector<RoleTask>, 2> launches;
         const RankState* state = &states[rank];
-        const auto fabric = std::make_shared<Fabric>(topology, rank, heaps, network);
+        const auto fabric = std::make_shared<std::invoke_result_t<FabricOf, int>>(fabric_of(rank));
         auto adder = [&](std::vector<RoleTask>& roles) {
             return [=, &roles](int channel, auto body) {
                 roles.push_back(

@@ -138,6 +138,11 @@ def test_report(monkeypatch):
     assert facts["ibgda"] == "fake_0 port 1 (RoCE): up, 10.99.0.1; fake_1 port 1 (RoCE): up, 10.99.0.1"
     assert facts["card of each rank"] == "on the host in turn fake_0:1, fake_1:1"
     assert facts["chosen on the host"] == "shared memory on one machine, ibgda on several"
+    monkeypatch.setattr(verbs.near_cards, "of_process", lambda: ["fake_1", "fake_2"])
+    with cards_with(devices=2):
+        assert verbs.report_of_ranks([]).endswith(
+            "fake_0:1, fake_1:1; bound to a NUMA node as this process is, fake_1:1"
+        )
     with cards_with(mlx5=0):
         facts = fabrics.report()
     assert facts["ibgda"] == "fake_0 port 1 (RoCE): it is no card of the driver mlx5"
@@ -165,7 +170,12 @@ def test_ranks_of_a_machine_share_its_cards():
         taken = [verbs.cards_for("ibgda", rank, machines) for rank in range(3)]
         names = [[card.port_name.split()[0] for card in cards] for cards in taken]
         assert names == [["fake_0", "fake_2", "fake_4"], [f"fake_{i}" for i in range(5)], ["fake_1", "fake_3"]]
-        assert [card.port_name for card in verbs.cards_for("verbs", 2, machines)] == ["fake_1 port 1"]
+        near = [["fake_4"], ["fake_4"], ["fake_0", "fake_1"]]
+        assert len(verbs.cards_for("ibgda", 0, machines, near=near)) == 3  # on b there is one rank
+        near, machines = near[::2] * 2, ["a", "a", "b", "b"]
+        taken = [verbs.cards_for("ibgda", rank, machines, near=near) for rank in range(2)]
+        assert [[card.port_name.split()[0] for card in cards] for cards in taken] == [["fake_4"], ["fake_0", "fake_1"]]
+        assert [card.port_name for card in verbs.cards_for("verbs", 1, machines)] == ["fake_1 port 1"]
     assert not verbs.cards_for("tcp", 0, machines)
 
 

@@ -170,15 +170,51 @@ def run_killed(machines: int, per_machine: int, folder: str, masks: bool) -> Non
         time.sleep(3)  # a process that ends by itself would be heard of, too
 
 
-@pytest.mark.parametrize("masks", [False, True])
-@pytest.mark.parametrize(("machines", "per_machine"), TOPOLOGIES)
-def test_a_killed_rank_of_another_machine(machines, per_machine, masks, tmp_path, monkeypatch):
-    monkeypatch.setattr(local_ranks, "DEATH_NOTICE_S", 10)  # the others are not ended before they have said it
+def check_killed(started, machines: int, per_machine: int, folder: Path, *settings) -> None:
+    """Runs a function like `run_killed`, on new processes: every other rank's last call ends at once."""
     last = machines * per_machine - 1
-    with pytest.raises(BrokenProcessPool), LocalRanks(last + 1, 60) as started:
-        started.run(run_killed, machines, per_machine, str(tmp_path), masks)
-    killed = float((tmp_path / str(last)).read_text())
+    with pytest.raises(BrokenProcessPool), LocalRanks(last + 1, 60) as ranks:
+        ranks.run(started, machines, per_machine, str(folder), *settings)
+    killed = float((folder / str(last)).read_text())
     for rank in range(last):
-        began, at, says = (tmp_path / str(rank)).read_text().split(" ", 2)
+        began, at, says = (folder / str(rank)).read_text().split(" ", 2)
         assert float(at) - max(killed, float(began)) < 2, (rank, at, killed)
         assert says.startswith(f"the connection to rank {last} broke"), (rank, says)
+
+
+@pytest.fixture
+def noticed_late(monkeypatch):
+    monkeypatch.setattr(local_ranks, "DEATH_NOTICE_S", 10)  # the others are not ended before they have said it
+
+
+@pytest.mark.parametrize("masks", [False, True])
+@pytest.mark.parametrize(("machines", "per_machine"), TOPOLOGIES)
+def test_a_killed_rank_of_another_machine(machines, per_machine, masks, tmp_path, noticed_late):
+    check_killed(run_killed, machines, per_machine, tmp_path, masks)
+
+
+def run_killed_in_both_modes(machines: int, per_machine: int, folder: str) -> None:
+    """The last rank's process ends while rank 0 is in the normal mode, whose call ends. The others are in the
+    low-latency mode, whose calls go on without both; then they come to the normal mode, too."""
+    world = machines * per_machine
+    x, ids, _ = inputs_of(world)
+    with machines_of(per_machine):
+        buffer, mode = make(machines, per_machine)
+        rank = buffer.rank
+        check_trip(mode, without(world))
+        dist.barrier()
+        if rank == world - 1:
+            time.sleep(MASK_S / 2)  # the others wait for it
+            (Path(folder) / str(rank)).write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        for _ in range(3 if rank else 0):
+            check_trip(mode, without(world, 0, world - 1))
+        began = time.time()
+        with pytest.raises(ep.EPError) as caught:
+            ep.dispatch(x[rank], ids[rank], buffer=buffer)
+        (Path(folder) / str(rank)).write_text(f"{began} {time.time()} {caught.value}")
+        time.sleep(3)
+
+
+def test_a_rank_killed_while_others_are_in_both_modes(tmp_path, noticed_late):
+    check_killed(run_killed_in_both_modes, 2, 2, tmp_path)

@@ -179,6 +179,29 @@ def test_the_reason_names_what_a_port_lacks(own_library, monkeypatch):
     assert choice == fabrics.Choice("tcp", "host backend on 2 machines; fake_0 port 1 (RoCE): it is down")
 
 
+def names_of(machines: list[str], **near) -> list[str]:
+    """The card that each rank takes."""
+    ranks = range(len(machines))
+    return [card.port_name.split()[0] for rank in ranks for card in verbs.cards_for("verbs", rank, machines, **near)]
+
+
+def test_cards_of_the_numa_node_that_a_rank_is_bound_to(own_library, monkeypatch):
+    machines = ["a", "b", "a", "b", "a", "b"]
+    first, second = ["fake_2", "fake_3"], ["fake_0", "fake_1", "fake_9"]
+
+    def taken(*near: list[str] | None) -> list[str]:
+        return names_of(machines, near=near)
+
+    in_turn = ["fake_0", "fake_0", "fake_1", "fake_1", "fake_2", "fake_2"]
+    with cards_with(devices=4):
+        assert taken(first, first, second, second, first, first) == [*2 * ["fake_2"], *2 * ["fake_0"], *2 * ["fake_3"]]
+        assert taken([], [], second, second, [], []) == in_turn[:1] * 4 + in_turn[2:4]  # none at the first node
+        assert taken(first, second, second, first, first, second) == in_turn  # ranks that meet are bound otherwise
+        assert taken(first, first, second, second, None, None) == in_turn  # some are bound to none
+        monkeypatch.setenv(verbs.VARIABLE, "fake_0,fake_1,fake_2")
+        assert taken(first, first, second, second, first, first) == in_turn
+
+
 def test_the_card_near_its_gpu(own_library, monkeypatch):
     near = {"near the last": ["fake_2"], "near two": ["fake_0", "fake_1"]}
     monkeypatch.setattr(near_cards, "nearest", lambda gpu, cards: near.get(gpu, cards))
@@ -186,7 +209,7 @@ def test_the_card_near_its_gpu(own_library, monkeypatch):
     gpus = ["near the last", "near the last", "near two", "near two", None]
 
     def taken():
-        return [verbs.card_of(rank, machines, gpus).port_name.split()[0] for rank in range(len(machines))]
+        return names_of(machines, gpus=gpus)
 
     with cards_with(devices=3):
         assert taken() == ["fake_2", "fake_2", "fake_0", "fake_1", "fake_0"]
@@ -198,8 +221,7 @@ def test_cards_by_name(own_library, monkeypatch):
     with cards_with(devices=3):
         assert [port.device for port in verbs.usable()] == ["fake_0", "fake_1", "fake_2"]
         machines = ["a", "b", "a", "a", "a"]  # a rank's place on its machine says which card
-        names = [verbs.card_of(rank, machines).port_name for rank in range(len(machines))]
-        assert names == [f"fake_{card} port 1" for card in (0, 0, 1, 2, 0)]
+        assert names_of(machines) == [f"fake_{card}" for card in (0, 0, 1, 2, 0)]
         monkeypatch.setenv(verbs.VARIABLE, "fake_2, fake_0:1")
         assert [port.device for port in verbs.usable()] == ["fake_0", "fake_2"]
         for name in ("fake_3", "fake_0:2", ""):

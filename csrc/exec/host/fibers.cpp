@@ -114,6 +114,11 @@ void FiberExecutor::run(std::vector<RoleTask> tasks, std::function<bool()> inter
     if (error_) std::rethrow_exception(error_);
 }
 
+void FiberExecutor::expire(Fiber& fiber) {
+    fiber.end = WaitEnd::Expired;
+    resume(fiber);
+}
+
 void FiberExecutor::retire() {
     for (auto& fiber : fibers_) {
         if (fiber->done) spare_.push_back(std::move(fiber));
@@ -163,10 +168,17 @@ bool FiberExecutor::step() {
 }
 
 void FiberExecutor::expire_all() {
+    for (auto& fiber : fibers_) expire(*fiber);
+}
+
+bool FiberExecutor::expire_limited() {
+    bool any = false;
     for (auto& fiber : fibers_) {
-        fiber->end = WaitEnd::Expired;
-        resume(*fiber);
+        if (fiber->max_ns == ~uint64_t{0}) continue;
+        expire(*fiber);
+        any = true;
     }
+    return any;
 }
 
 void FiberExecutor::idle() {
@@ -175,10 +187,7 @@ void FiberExecutor::idle() {
     constexpr long kFirstSleep = 20'000, kMaxSleep = 1'000'000;  // ns
     if (++idle_passes_ % kClockEvery == 0 || idle_passes_ > kYields) {
         for (auto& fiber : fibers_) {
-            if (!fiber->done && fiber->expired()) {
-                fiber->end = WaitEnd::Expired;
-                resume(*fiber);
-            }
+            if (!fiber->done && fiber->expired()) expire(*fiber);
         }
         if (interrupted_ && interrupted_()) fibers_.front()->task.rank->abort(Outcome::Interrupted);
     }

@@ -37,6 +37,8 @@ class FiberExecutor : public Executor {
     // Lets the fiber go on if its wait is over.
     bool try_resume(Fiber& fiber);
     void expire_all();
+    // Those that wait with a limit of their own; returns whether any did.
+    bool expire_limited();
     size_t num_fibers() const { return fibers_.size(); }
     Fiber& fiber(size_t index) { return *fibers_[index]; }
 
@@ -44,6 +46,7 @@ class FiberExecutor : public Executor {
     void begin(Fiber& fiber);
     void body();
     void resume(Fiber& fiber);
+    void expire(Fiber& fiber);
     void retire();
 
     std::vector<std::unique_ptr<Fiber>> fibers_;

@@ -59,11 +59,12 @@ void add(char* word, uint64_t increment) {
 }  // namespace
 
 SoftwareNic::SoftwareNic(int rank, std::vector<ControlBlock*> controls, Cards cards,
-                         std::optional<uint64_t> seed)
+                         std::optional<uint64_t> seed, uint32_t depth)
     : rank_(rank),
       controls_(std::move(controls)),
       cards_(std::move(cards)),
       seed_(seed),
+      depth_(depth),
       links_(controls_.size()),
       arriving_(controls_.size()),
       told_(controls_.size()),
@@ -87,7 +88,7 @@ std::shared_ptr<SoftwareNic::Port> SoftwareNic::open(std::vector<char*> heaps, s
     const auto port = std::make_shared<Port>();
     const size_t count = SendQueues::count(ranks, channels);
     if (!of_gpu) {
-        port->memory_.resize((SendQueues::bytes(count, kDepth) + sizeof(SendEntry) - 1) /
+        port->memory_.resize((SendQueues::bytes(count, depth_) + sizeof(SendEntry) - 1) /
                              sizeof(SendEntry));
         port->producers_.resize(count);
     }
@@ -98,9 +99,9 @@ std::shared_ptr<SoftwareNic::Port> SoftwareNic::open(std::vector<char*> heaps, s
     port->heaps_ = std::move(heaps);
     port->bytes_ = bytes;
     port->stride_ = stride;
-    port->queues_ =
-        AnySendQueues<true>::over(memory.shared, memory.producers, ranks, channels, kDepth,
-                                  static_cast<uint32_t>(number), of_gpu ? nullptr : this);
+    port->queues_ = AnySendQueues<true>::over(
+        memory.shared, memory.producers, ranks, channels, of_gpu ? kDepth : depth_,
+        static_cast<uint32_t>(number), of_gpu ? nullptr : this);
     port->taken_.resize(count);
     for (size_t i = 0; i < count; ++i) port->queues_[i].clear();
     if (is_direct()) {
@@ -286,6 +287,11 @@ void SoftwareNic::start(const std::vector<std::vector<int>>& sockets, const Queu
 }
 
 void SoftwareNic::start_over(std::vector<Links> links) {
+    start_stepped(std::move(links));
+    thread_ = std::jthread([this] { run(); });
+}
+
+void SoftwareNic::start_stepped(std::vector<Links> links) {
     links_ = std::move(links);
     held_.assign(links_.size(), {});
     for (size_t rank = 0; rank < links_.size(); ++rank) {
@@ -302,9 +308,7 @@ void SoftwareNic::start_over(std::vector<Links> links) {
     last_abort_ = 0;
     loss_ = {};
     lost_.reset();
-    has_ended_waits_ = false;
     stopping_ = said_goodbye_ = false;
-    thread_ = std::jthread([this] { run(); });
 }
 
 void SoftwareNic::stop(std::chrono::duration<double> most) {
@@ -325,16 +329,10 @@ void SoftwareNic::run() {
     pthread_setname_np(pthread_self(), kThreadName);
     Clock::time_point idle_since = Clock::now();
     while (true) {
-        bool moved = false, polls = false;
+        const bool moved = step();
+        bool polls = false;
         {
             const std::lock_guard lock(ports_mutex_);
-            for (const auto& port : ports_) {
-                if (!port) continue;
-                for (size_t i = 0; i < port->taken_.size(); ++i) moved |= carry_out(*port, i);
-            }
-            tell_others();
-            moved |= move_bytes();
-            end_waits();
             if (stopping_ && !moved && leave()) return;
             polls = polls_ || is_polled();
         }
@@ -347,6 +345,19 @@ void SoftwareNic::run() {
             sleep(nap(now - idle_since, polls));
         }
     }
+}
+
+bool SoftwareNic::step() {
+    const std::lock_guard lock(ports_mutex_);
+    bool moved = false;
+    for (const auto& port : ports_) {
+        if (!port) continue;
+        for (size_t i = 0; i < port->taken_.size(); ++i) moved |= carry_out(*port, i);
+    }
+    tell_others();
+    moved |= move_bytes();
+    end_waits();
+    return moved;
 }
 
 // How long nothing may be looked at: an eighth of the time that nothing has come for, where nobody
@@ -409,11 +420,10 @@ bool SoftwareNic::carry_out(Port& port, size_t number) {
     Link* link = link_of(number);
     if (link && !link->end().empty()) {  // as a card does: what waits for room must not wait for it
         taken.begun += static_cast<uint16_t>(rung - static_cast<uint16_t>(taken.begun));
-        if (taken.begun != taken.given_up)
-            queue.completion->tell(static_cast<uint16_t>(taken.begun - 1),
-                                   Completion::kRequestError);
+        if (taken.begun == taken.given_up) return false;
+        queue.completion->tell(static_cast<uint16_t>(taken.begun - 1), Completion::kRequestError);
         taken.given_up = taken.begun;
-        return false;
+        return true;
     }
     char* const own = port.heaps_[rank_];
     const auto same = static_cast<uint16_t>(number / 2 / links_.size() * 2 + number % 2);
@@ -527,14 +537,24 @@ void SoftwareNic::take(Link& link, int rank, const Frame& frame) {
         const auto blamed = static_cast<size_t>(ControlBlock::rank_of(frame.increment));
         if (outcome <= 0 || outcome > static_cast<int>(Outcome::Lost) || blamed >= links_.size())
             return link.fail(kForeign);
-        abort(own(), frame.increment);
+        const bool is_loss = outcome == static_cast<int>(Outcome::Lost);
+        if (!tolerates_loss_ || !is_loss) return abort(own(), frame.increment);
+        const Reason& reason = controls_[rank]->reason;
+        if (!lost_) lost_ = {static_cast<int>(blamed), std::string(reason.text, reason.bytes)};
     } else if (frame.kind == Frame::kBye) {
         link.fail(kEnd);
     }
 }
 
-// The mirrors' abort words, which ranks of this machine have set, and now and then how far this
-// rank is: more often while a failure is news.
+// What a rank of another machine must hear: why it shall give up, or that there was a loss. 0:
+// nothing.
+uint64_t SoftwareNic::news_for(size_t rank) const {
+    const uint64_t word = abort_word_of(*controls_[rank]);
+    return word || !lost_ ? word : ControlBlock::abort_word(Outcome::Lost, lost_->first);
+}
+
+// The mirrors' abort words, which ranks of this machine have set, losses, and now and then how far
+// this rank is: more often while a failure is news.
 void SoftwareNic::tell_others() {
     const auto now = Clock::now();
     if (const uint64_t word = abort_word_of(own()); word != last_abort_) {
@@ -551,7 +571,7 @@ void SoftwareNic::tell_others() {
         if (links_[rank].empty()) continue;
         const auto& link = links_[rank].front();
         if (!link->end().empty()) continue;
-        const uint64_t word = abort_word_of(*controls_[rank]);
+        const uint64_t word = news_for(rank);
         const bool is_new = word && word != told_[rank];
         if (!is_new && !(is_time && link->has_room())) continue;
         ControlBlock said{};
@@ -573,15 +593,18 @@ void SoftwareNic::lose(int rank, const std::string& why) {
     if (!lost_) lost_ = {rank, why};
 }
 
-// All waits, because of the connection that broke first. Where losses are tolerated, only once this
-// rank is in a call that can do without nobody, and then those of the others, too: they are in it
-// or will be.
+// All waits, because of the connection that broke first. Where losses are tolerated, those of the
+// ranks of this machine that are in a call of the normal mode, now or later, which can do without
+// nobody; those of other machines look after themselves.
 void SoftwareNic::end_waits() {
-    if (!lost_ || has_ended_waits_ || (tolerates_loss_ && !is_in_transfer(own()))) return;
-    has_ended_waits_ = true;
+    if (!lost_) return;
     note(loss_, lost_->second);
     const uint64_t word = ControlBlock::abort_word(Outcome::Lost, lost_->first);
-    for (ControlBlock* block : controls_) abort(*block, word);
+    for (size_t rank = 0; rank < controls_.size(); ++rank) {
+        const bool is_near = is_mapped(static_cast<int>(rank));
+        if (!tolerates_loss_ || (is_near && is_in_transfer(*controls_[rank])))
+            abort(*controls_[rank], word);
+    }
 }
 
 void SoftwareNic::tell_now() {
@@ -592,7 +615,7 @@ void SoftwareNic::tell_now() {
             if (links_[rank].empty()) continue;
             const auto& link = links_[rank].front();
             if (!link->end().empty()) continue;
-            if (link->has_to_send() || abort_word_of(*controls_[rank]) != told_[rank]) return false;
+            if (link->has_to_send() || news_for(rank) != told_[rank]) return false;
         }
         return true;
     };

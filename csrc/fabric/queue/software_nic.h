@@ -52,9 +52,10 @@ class SoftwareNic {
 
     // controls: of all ranks; of those on other machines a mirror that belongs to this rank.
     // cards: none: TCP alone; one, or several that are direct: all of a channel goes over one of
-    // them, for its order. seed: for tests, TCP as a network that keeps no order.
+    // them, for its order. For tests: seed: TCP as a network that keeps no order; depth: of the
+    // queues in which ranks on the host post.
     SoftwareNic(int rank, std::vector<ControlBlock*> controls, Cards cards = {},
-                std::optional<uint64_t> seed = std::nullopt);
+                std::optional<uint64_t> seed = std::nullopt, uint32_t depth = kDepth);
     ~SoftwareNic();
     SoftwareNic(const SoftwareNic&) = delete;
 
@@ -130,6 +131,10 @@ class SoftwareNic {
     // The same over connections of any kind; without a card.
     using Links = std::vector<std::unique_ptr<Link>>;
     void start_over(std::vector<Links> links);
+    // The same for tests, without a thread: step() is what it would do again and again.
+    void start_stepped(std::vector<Links> links);
+    // Returns whether anything moved.
+    bool step();
     // Carries out what was posted, for so long at most, and closes the connections. Queues are
     // empty after it.
     void stop(std::chrono::duration<double> most);
@@ -139,7 +144,7 @@ class SoftwareNic {
     // Until the others have been sent what this rank's machine has told them, a moment at most.
     void tell_now();
     // From now on a lost connection ends no waits of the low-latency mode: the waiting ranks mask
-    // the lost one. Those of the normal mode it does.
+    // the lost one. Those of the normal mode it does, of ranks on the host.
     void tolerate_loss() { tolerates_loss_ = true; }
 
   private:
@@ -175,6 +180,7 @@ class SoftwareNic {
     void tell_others();
     void lose(int rank, const std::string& why);
     void end_waits();
+    uint64_t news_for(size_t rank) const;
     bool is_mapped(int rank) const { return links_[rank].empty(); }
     Link* link_of(size_t queue) const;
     Clock::duration nap(Clock::duration idle, bool polls) const;
@@ -190,6 +196,7 @@ class SoftwareNic {
     std::vector<ControlBlock*> controls_;
     Cards cards_;
     std::optional<uint64_t> seed_;
+    uint32_t depth_;
     std::vector<Links> links_;  // by rank; the first also carries what ranks tell of themselves
     std::mutex ports_mutex_;
     std::vector<std::shared_ptr<Port>> ports_;  // by number; null: closed
@@ -199,10 +206,9 @@ class SoftwareNic {
     std::vector<std::atomic<uint64_t>> told_;   // by rank: the abort word that it was sent
     Clock::time_point last_beat_;
     uint64_t last_abort_ = 0;
-    // The rank whose connection broke first, and why; told to others once it has ended waits.
+    // The rank whose connection broke first, here or at a rank that told so, and why.
     std::optional<std::pair<int, std::string>> lost_;
-    Reason loss_{};
-    bool has_ended_waits_ = false;
+    Reason loss_{};  // the same for others
     Clock::time_point news_until_;
 
     std::jthread thread_;
