@@ -148,7 +148,7 @@ class CudaBackend(OfGroup):
         self._captured_parts: list[object] = []  # whose launches graphs may replay
 
     def exchange_counts(self, tensors: list[_C.RankTensors], settings: CountSettings) -> Sequence[Totals]:
-        totals = self.launch(functools.partial(self.group.notify, tensors, *settings))
+        totals = self.launch(self.group.notify, tensors, *settings)
         if self.aborted() is None:
             self._untold.clear()
         return totals
@@ -171,19 +171,19 @@ class CudaBackend(OfGroup):
     ) -> None:
         batch = min(nvl_batch, _half_a_ring(row, self._heap))
         if counts is None:
-            self.launch(functools.partial(self.group.dispatch, tensors, row, batch, rdma_chunk))
+            self.launch(self.group.dispatch, tensors, row, batch, rdma_chunk)
         else:
-            fused = self.group.fused_dispatch
-            self.launch(functools.partial(fused, tensors, row, batch, rdma_chunk, *counts[1:]))
+            self.launch(self.group.fused_dispatch, tensors, row, batch, rdma_chunk, *counts[1:])
 
     def enqueue_combine(
         self, tensors: list[_C.RankTensors], row: _C.RowFormat, nvl_batch: int, rdma_chunk: int, dtype: int
     ) -> None:
         batch = min(nvl_batch, _half_a_ring(row, self._heap))
-        self.launch(functools.partial(self.group.combine, tensors, row, batch, rdma_chunk, dtype))
+        self.launch(self.group.combine, tensors, row, batch, rdma_chunk, dtype)
 
     def new_output(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=self._device)  # torch keeps the memory of a GPU
+        # torch keeps the memory of a GPU, and takes sizes faster one by one
+        return torch.empty(*shape, dtype=dtype, device=self._device)
 
     def keep_for_launch(self, tensors: Sequence[torch.Tensor], made_on: int) -> None:
         if self.current_stream() != made_on:
@@ -291,8 +291,8 @@ class CudaBackend(OfGroup):
         own = next(status for status in self.rank_statuses() if status.rank == self._rank)
         return None if own.call is None else (own.call, self.aborted() is not None)
 
-    def launch(self, launch: Callable[[int], T], part: object = None) -> T:
-        """part: what the launch uses besides the group."""
+    def launch(self, launch: Callable[..., T], *arguments: Any, part: object = None) -> T:
+        """launch(*arguments, stream). part: what it uses besides the group."""
         stream = self.current_stream()
         if self.is_capturing():
             self._launches.are_captured = True
@@ -302,7 +302,7 @@ class CudaBackend(OfGroup):
                 self._captured_parts.append(part)
             self.group.note_capture(stream)
             # a graph orders what it holds itself, and torch synchronizes before it captures
-            return launch(stream)
+            return launch(*arguments, stream)
         if not self._busy.acquire(blocking=False):
             raise RuntimeError("the buffer is in use by another thread")
         try:
@@ -313,9 +313,9 @@ class CudaBackend(OfGroup):
                 self._last = current
             self._wait_for_earlier_launches()
             if not self._launches.are_recorded:
-                return launch(stream)
+                return launch(*arguments, stream)
             with self._watched(), self._launches.record(self._last):
-                return launch(stream)
+                return launch(*arguments, stream)
         finally:
             self._busy.release()
 
