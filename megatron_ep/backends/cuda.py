@@ -23,7 +23,7 @@ import torch
 
 from megatron_ep import _C
 from megatron_ep.backends import sizes, tcp
-from megatron_ep.backends.interface import CountSettings, Totals
+from megatron_ep.backends.interface import CountSettings, RankTensors, Totals
 from megatron_ep.backends.launches import Launches
 from megatron_ep.backends.of_group import OfGroup
 from megatron_ep.config import Config, Topology
@@ -147,7 +147,7 @@ class CudaBackend(OfGroup):
         self._untold: list[torch.Tensor] = []
         self._captured_parts: list[object] = []  # whose launches graphs may replay
 
-    def exchange_counts(self, tensors: list[_C.RankTensors], settings: CountSettings) -> Sequence[Totals]:
+    def exchange_counts(self, tensors: list[RankTensors], settings: CountSettings) -> Sequence[Totals]:
         totals = self.launch(self.group.notify, tensors, *settings)
         if self.aborted() is None:
             self._untold.clear()
@@ -163,7 +163,7 @@ class CudaBackend(OfGroup):
 
     def enqueue_dispatch(
         self,
-        tensors: list[_C.RankTensors],
+        tensors: list[RankTensors],
         row: _C.RowFormat,
         nvl_batch: int,
         rdma_chunk: int,
@@ -176,7 +176,7 @@ class CudaBackend(OfGroup):
             self.launch(self.group.fused_dispatch, tensors, row, batch, rdma_chunk, *counts[1:])
 
     def enqueue_combine(
-        self, tensors: list[_C.RankTensors], row: _C.RowFormat, nvl_batch: int, rdma_chunk: int, dtype: int
+        self, tensors: list[RankTensors], row: _C.RowFormat, nvl_batch: int, rdma_chunk: int, dtype: int
     ) -> None:
         batch = min(nvl_batch, _half_a_ring(row, self._heap))
         self.launch(self.group.combine, tensors, row, batch, rdma_chunk, dtype)
@@ -294,7 +294,7 @@ class CudaBackend(OfGroup):
     def launch(self, launch: Callable[..., T], *arguments: Any, part: object = None) -> T:
         """launch(*arguments, stream). part: what it uses besides the group."""
         stream = self.current_stream()
-        if self.is_capturing():
+        if torch.cuda.is_current_stream_capturing():
             self._launches.are_captured = True
             if not self.group.graphs():
                 self._captured_parts.clear()

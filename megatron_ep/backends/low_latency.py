@@ -12,6 +12,7 @@ from megatron_ep import _C
 from megatron_ep.backends import cuda
 from megatron_ep.backends.cuda import CudaBackend
 from megatron_ep.backends.host import HostBackend
+from megatron_ep.backends.interface import RankTensors
 from megatron_ep.backends.low_latency_mask import Masks
 
 HOST_WARPS = 1
@@ -28,7 +29,7 @@ class Call(Protocol):
 class LowLatencyRanks(Protocol):
     """See `interface.Backend`: the same for the halves of low-latency calls.
 
-    Tensors are handed over as `_C.LowLatencyTensors`, one per rank.
+    Tensors are handed over as `interface.RankTensors`, one per rank.
     """
 
     warps: int  # of a rank in a launch
@@ -37,7 +38,7 @@ class LowLatencyRanks(Protocol):
 
     def enqueue_dispatch(
         self,
-        tensors: Sequence[_C.LowLatencyTensors],
+        tensors: Sequence[RankTensors],
         row: _C.RowFormat,
         options: _C.LowLatencyOptions,
         launches: _C.LowLatencyLaunches,
@@ -45,7 +46,7 @@ class LowLatencyRanks(Protocol):
 
     def enqueue_combine(
         self,
-        tensors: Sequence[_C.LowLatencyTensors],
+        tensors: Sequence[RankTensors],
         row: _C.RowFormat,
         options: _C.LowLatencyOptions,
         dtype: int,

@@ -13,7 +13,7 @@ from weakref import WeakSet
 import torch
 
 from megatron_ep import _C
-from megatron_ep.backends.interface import Backend
+from megatron_ep.backends.interface import Backend, RankTensors
 from megatron_ep.backends.low_latency import Call, InFlight, LowLatencyRanks
 from megatron_ep.backends.low_latency_mask import Masks
 from megatron_ep.group.rank_group import PAYLOAD_TYPES, RankGroup
@@ -192,15 +192,15 @@ class LowLatencyCalls:
         for i, rank in enumerate(handle.ranks):
             out.append(new_tensor((*plan.shape, plan.hidden), plan.dtype, backend, zero=zero))
             t = self._tensors(handle, i, x[i], out[i], rank.layout.data_ptr() + 4 * plan.offsets["dispatch_call"])
-            t.topk_idx = given.ids[i].data_ptr()
+            t["topk_idx"] = given.ids[i].data_ptr()
             if weights is not None:
                 out_weights.append(new_tensor(plan.shape, weights[i].dtype, backend, zero=zero))
-                t.weights, t.out_weights = weights[i].data_ptr(), out_weights[i].data_ptr()
+                t["weights"], t["out_weights"] = weights[i].data_ptr(), out_weights[i].data_ptr()
             if plan.float8 is not None:
                 out_scales.append(plan.float8.new_scales(plan.shape, plan.hidden, backend, zero=zero))
-                t.out_scales = out_scales[i].data_ptr()
+                t["out_scales"] = out_scales[i].data_ptr()
                 if given.scales is not None:
-                    t.scales = given.scales[i].data_ptr()
+                    t["scales"] = given.scales[i].data_ptr()
             tensors.append(t)
         if given.counters is not None:
             _count(given.counters, tensors)
@@ -253,11 +253,9 @@ class LowLatencyCalls:
             t = self._tensors(handle, i, x[i], y[i], call)
             if values is not None:
                 y_values.append(torch.empty(rank.num_tokens, handle.topk, dtype=values[i].dtype, device=x[i].device))
-                t.weights, t.out_weights = values[i].data_ptr(), y_values[i].data_ptr()
-            if weights is not None and plan.sum_at_expert:
-                t.row_weights = weights[i].data_ptr()
-            elif weights is not None:
-                t.token_weights = weights[i].data_ptr()
+                t["weights"], t["out_weights"] = values[i].data_ptr(), y_values[i].data_ptr()
+            if weights is not None:
+                t["row_weights" if plan.sum_at_expert else "token_weights"] = weights[i].data_ptr()
             tensors.append(t)
         if given.counters is not None:
             _count(given.counters, tensors)
@@ -272,16 +270,23 @@ class LowLatencyCalls:
             self.masks.fill_options(options)
         return options
 
-    def _tensors(self, handle: LowLatencyHandle, i: int, x: torch.Tensor, out: torch.Tensor, call: int) -> Any:
+    def _tensors(self, handle: LowLatencyHandle, i: int, x: torch.Tensor, out: torch.Tensor, call: int) -> RankTensors:
         """call: the address of its number."""
         rank = handle.ranks[i]
-        t = _C.LowLatencyTensors(rank.layout.data_ptr(), call, rank.num_tokens, rank.rows, x.data_ptr(), out.data_ptr())
+        t = {
+            "layout": rank.layout.data_ptr(),
+            "call": call,
+            "num_tokens": rank.num_tokens,
+            "max_rows": rank.rows,
+            "x": x.data_ptr(),
+            "out": out.data_ptr(),
+        }
         if self.masks is not None:
             self.masks.fill(t, i)
             if handle.forward is not None:
                 forward = handle.forward.ranks[i]
                 self.backend.keep_for_launch([forward.layout], forward.made_on)
-                t.required = handle.active(forward).data_ptr()
+                t["required"] = handle.active(forward).data_ptr()
         return t
 
     def _send(
@@ -313,7 +318,7 @@ class LowLatencyCalls:
         return call
 
 
-def _count(counters: Counters, of_ranks: Sequence[Any]) -> None:
+def _count(counters: Counters, of_ranks: Sequence[RankTensors]) -> None:
     for name, tensors in counters.items():
         for t, tensor in zip(of_ranks, tensors, strict=True):
-            setattr(t, name, tensor.data_ptr())
+            t[name] = tensor.data_ptr()
