@@ -311,7 +311,9 @@ class CudaBackend(OfGroup):
                 if self._last is not None:
                     current.wait_event(self._last.record_event())  # two launches at once would share the rings
                 self._last = current
-            self._wait_for_earlier_launches()
+            self._since_mark += 1
+            if self._since_mark > MAX_LAUNCHES_AHEAD // 2:
+                self._wait_for_earlier_launches(self._last)
             if not self._launches.are_recorded:
                 return launch(*arguments, stream)
             with self._watched(), self._launches.record(self._last):
@@ -319,14 +321,11 @@ class CudaBackend(OfGroup):
         finally:
             self._busy.release()
 
-    def _wait_for_earlier_launches(self) -> None:
+    def _wait_for_earlier_launches(self, stream: torch.cuda.Stream) -> None:
         """Keeps the host at most MAX_LAUNCHES_AHEAD of the GPU."""
-        self._since_mark += 1
-        if self._since_mark <= MAX_LAUNCHES_AHEAD // 2 or self._last is None:
-            return
         if self._mark is not None:
             self.wait(self._mark)
-        self._mark, self._since_mark = self._last.record_event(), 1
+        self._mark, self._since_mark = stream.record_event(), 1
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:

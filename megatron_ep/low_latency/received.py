@@ -66,6 +66,9 @@ def _one(handle: LowLatencyHandle, view_of: Callable[[RankPart], torch.Tensor]) 
     return views if handle.calls.group.takes_lists else views[0]
 
 
+_first = operator.itemgetter(0)
+
+
 def received_of(
     handle: LowLatencyHandle,
     rows: Sequence[torch.Tensor],
@@ -74,7 +77,7 @@ def received_of(
     straight_through: Sequence[torch.Tensor],
 ) -> LowLatencyReceived:
     """Of each rank, or nothing where there are none."""
-    of = list if handle.calls.group.takes_lists else operator.itemgetter(0)
+    of = list if handle.calls.group.takes_lists else _first
     return LowLatencyReceived(
         of(rows),
         of(scales) if scales else None,
