@@ -2,9 +2,10 @@
 
 #include <pybind11/pybind11.h>
 
+#include <concepts>
 #include <cstdint>
-#include <string>
 #include <string_view>
+#include <type_traits>
 #include <unordered_map>
 
 namespace ep {
