@@ -303,7 +303,7 @@ class CudaBackend(OfGroup):
             self.group.note_capture(stream)
             # a graph orders what it holds itself, and torch synchronizes before it captures
             return launch(*arguments, stream)
-        if not self._busy.acquire(blocking=False):
+        if not self._busy.acquire(False):
             raise RuntimeError("the buffer is in use by another thread")
         try:
             if self._last is None or self._last.cuda_stream != stream:

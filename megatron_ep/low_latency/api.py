@@ -161,8 +161,8 @@ class LowLatency(MaskedRanks):
         with group.abort_peers_on_error():
             group.check_usable()
             given, xs, weights = self._checks.check_dispatch(
-                *(x, topk_idx, topk_weights, scales, recv_rows, recv_wait_ns),
-                *(layout, expert_alignment, expert_capacity, max_recv_tokens, fp8, scale_layout),
+                (x, topk_idx, topk_weights, scales, recv_rows, recv_wait_ns),
+                (layout, expert_alignment, expert_capacity, max_recv_tokens, fp8, scale_layout),
             )
             handle = calls.new_handle(given.plan)
             needs_gradient = need_gradient(xs) or (weights is not None and need_gradient(weights))

@@ -63,17 +63,11 @@ class Checks:
         return {name: self._listed(value) for name, value in given.items() if value is not None}
 
     def check_dispatch(
-        self,
-        x: Tensors,
-        topk_idx: Tensors,
-        topk_weights: Tensors | None,
-        scales: Tensors | None,
-        recv_rows: Tensors | None,
-        recv_wait_ns: Tensors | None,
-        *settings: Any,
+        self, tensors: tuple[Any, ...], settings: tuple[Any, ...]
     ) -> tuple[DispatchArguments, list[torch.Tensor], list[torch.Tensor] | None]:
-        """Returns also x and topk_weights, of each rank of this process. settings: see `_plan_dispatch`."""
-        tensors = (x, topk_idx, topk_weights, scales, recv_rows, recv_wait_ns)
+        """Returns also x and topk_weights, of each rank of this process. tensors, settings: those of
+        `_plan_dispatch`."""
+        x, topk_idx, topk_weights, scales, recv_rows, recv_wait_ns = tensors
         looks = looks_of(settings, *tensors)
         plan: DispatchPlan | None = self._plans.get(looks)
         if plan is None:
