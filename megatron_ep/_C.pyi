@@ -2,7 +2,7 @@
 where there is none; a stream is a cudaStream_t. A rank's tensors: numbers by the names of members in csrc/bindings, of
 RankTensors (launch_args.h) or LowLatencyTensors (low_latency_args.h)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 def build_info() -> dict[str, Any]: ...
@@ -167,7 +167,7 @@ class Group(HostLauncher):
     ) -> None: ...
     def notify(
         self,
-        tensors: Sequence[Mapping[str, int]],
+        tensors: Sequence[dict[str, int]],
         topk: int,
         index_bytes: int,
         expert_alignment: int,
@@ -175,10 +175,10 @@ class Group(HostLauncher):
         allows_repeats: bool = False,
     ) -> list[Totals]: ...
     def dispatch(
-        self, tensors: Sequence[Mapping[str, int]], format: RowFormat, nvl_batch: int, rdma_chunk: int
+        self, tensors: Sequence[dict[str, int]], format: RowFormat, nvl_batch: int, rdma_chunk: int
     ) -> None: ...
     def combine(
-        self, tensors: Sequence[Mapping[str, int]], format: RowFormat, nvl_batch: int, rdma_chunk: int, dtype: int
+        self, tensors: Sequence[dict[str, int]], format: RowFormat, nvl_batch: int, rdma_chunk: int, dtype: int
     ) -> None: ...
     def aborted(self) -> tuple[str, int] | None: ...
     def finished(self) -> bool: ...
@@ -244,14 +244,14 @@ class LowLatencyGroup:
     ) -> None: ...
     def dispatch(
         self,
-        tensors: Sequence[Mapping[str, int]],
+        tensors: Sequence[dict[str, int]],
         format: RowFormat,
         options: LowLatencyOptions,
         launches: LowLatencyLaunches,
     ) -> None: ...
     def combine(
         self,
-        tensors: Sequence[Mapping[str, int]],
+        tensors: Sequence[dict[str, int]],
         format: RowFormat,
         options: LowLatencyOptions,
         dtype: int,
@@ -293,7 +293,7 @@ class CudaGroup:
     ) -> None: ...
     def notify(
         self,
-        tensors: Sequence[Mapping[str, int]],
+        tensors: Sequence[dict[str, int]],
         topk: int,
         index_bytes: int,
         expert_alignment: int,
@@ -302,11 +302,11 @@ class CudaGroup:
         stream: int,
     ) -> list[Totals]: ...
     def dispatch(
-        self, tensors: Sequence[Mapping[str, int]], format: RowFormat, nvl_batch: int, rdma_chunk: int, stream: int
+        self, tensors: Sequence[dict[str, int]], format: RowFormat, nvl_batch: int, rdma_chunk: int, stream: int
     ) -> None: ...
     def fused_dispatch(
         self,
-        tensors: Sequence[Mapping[str, int]],
+        tensors: Sequence[dict[str, int]],
         format: RowFormat,
         nvl_batch: int,
         rdma_chunk: int,
@@ -318,7 +318,7 @@ class CudaGroup:
     ) -> None: ...
     def combine(
         self,
-        tensors: Sequence[Mapping[str, int]],
+        tensors: Sequence[dict[str, int]],
         format: RowFormat,
         nvl_batch: int,
         rdma_chunk: int,
@@ -345,7 +345,7 @@ class CudaLowLatency:
     def warps(self) -> int: ...
     def dispatch(
         self,
-        tensors: Sequence[Mapping[str, int]],
+        tensors: Sequence[dict[str, int]],
         format: RowFormat,
         options: LowLatencyOptions,
         launches: LowLatencyLaunches,
@@ -353,7 +353,7 @@ class CudaLowLatency:
     ) -> None: ...
     def combine(
         self,
-        tensors: Sequence[Mapping[str, int]],
+        tensors: Sequence[dict[str, int]],
         format: RowFormat,
         options: LowLatencyOptions,
         dtype: int,
