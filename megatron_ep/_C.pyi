@@ -1,5 +1,6 @@
 """The compiled host backend, and with CUDA that of GPUs on one machine. Addresses are those of contiguous tensors, 0
-where there is none; a stream is a cudaStream_t."""
+where there is none; a stream is a cudaStream_t. A rank's tensors: numbers by the names of members in csrc/bindings, of
+RankTensors (launch_args.h) or LowLatencyTensors (low_latency_args.h)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -142,29 +143,6 @@ class RowFormat:
     def slot_bytes(self) -> int: ...
     def slots(self, ring_bytes: int) -> int: ...
 
-class RankTensors:
-    def __init__(self, layout: int, num_tokens: int, topk_idx: int = 0, tokens_per_expert: int = 0) -> None: ...
-    def set_tables(self, dst_rows: int, rail_experts: int, max_received: int, max_rail: int, max_rows: int) -> None: ...
-    def for_launch(self, x: int, out: int, handle_age: int) -> RankTensors: ...
-    @property
-    def num_tokens(self) -> int: ...
-    scales: int
-    weights: int
-    out_scales: int
-    out_weights: int
-    row_weights: int
-    fills_tables: bool
-    has_intra_rank_pass: bool
-    clears_end: bool
-    sums: int
-    is_weighted: bool
-    is_flat: bool
-    has_all_weights: bool
-    source_tokens: int
-    bias: int
-    second_bias: int
-    is_planned: bool
-
 class Totals:
     received_rows: int
     expert_rows: int
@@ -189,16 +167,18 @@ class Group(HostLauncher):
     ) -> None: ...
     def notify(
         self,
-        tensors: Sequence[RankTensors],
+        tensors: Sequence[dict[str, int]],
         topk: int,
         index_bytes: int,
         expert_alignment: int,
         expert_capacity: int,
         allows_repeats: bool = False,
     ) -> list[Totals]: ...
-    def dispatch(self, tensors: Sequence[RankTensors], format: RowFormat, nvl_batch: int, rdma_chunk: int) -> None: ...
+    def dispatch(
+        self, tensors: Sequence[dict[str, int]], format: RowFormat, nvl_batch: int, rdma_chunk: int
+    ) -> None: ...
     def combine(
-        self, tensors: Sequence[RankTensors], format: RowFormat, nvl_batch: int, rdma_chunk: int, dtype: int
+        self, tensors: Sequence[dict[str, int]], format: RowFormat, nvl_batch: int, rdma_chunk: int, dtype: int
     ) -> None: ...
     def aborted(self) -> tuple[str, int] | None: ...
     def finished(self) -> bool: ...
@@ -232,22 +212,6 @@ class LowLatencyHeap:
 
 def name_of_wait(wait: int) -> str: ...
 
-class LowLatencyTensors:
-    def __init__(self, layout: int, call: int, num_tokens: int, max_rows: int, x: int, out: int) -> None: ...
-    topk_idx: int
-    scales: int
-    weights: int
-    out_scales: int
-    out_weights: int
-    row_weights: int
-    token_weights: int
-    recv_wait_ns: int
-    recv_rows: int
-    active: int
-    shown: int
-    dropped: int
-    required: int
-
 class ScaleFormat:
     def __init__(self, value: int) -> None: ...
     none: ScaleFormat
@@ -280,14 +244,14 @@ class LowLatencyGroup:
     ) -> None: ...
     def dispatch(
         self,
-        tensors: Sequence[LowLatencyTensors],
+        tensors: Sequence[dict[str, int]],
         format: RowFormat,
         options: LowLatencyOptions,
         launches: LowLatencyLaunches,
     ) -> None: ...
     def combine(
         self,
-        tensors: Sequence[LowLatencyTensors],
+        tensors: Sequence[dict[str, int]],
         format: RowFormat,
         options: LowLatencyOptions,
         dtype: int,
@@ -329,7 +293,7 @@ class CudaGroup:
     ) -> None: ...
     def notify(
         self,
-        tensors: Sequence[RankTensors],
+        tensors: Sequence[dict[str, int]],
         topk: int,
         index_bytes: int,
         expert_alignment: int,
@@ -338,11 +302,11 @@ class CudaGroup:
         stream: int,
     ) -> list[Totals]: ...
     def dispatch(
-        self, tensors: Sequence[RankTensors], format: RowFormat, nvl_batch: int, rdma_chunk: int, stream: int
+        self, tensors: Sequence[dict[str, int]], format: RowFormat, nvl_batch: int, rdma_chunk: int, stream: int
     ) -> None: ...
     def fused_dispatch(
         self,
-        tensors: Sequence[RankTensors],
+        tensors: Sequence[dict[str, int]],
         format: RowFormat,
         nvl_batch: int,
         rdma_chunk: int,
@@ -354,7 +318,7 @@ class CudaGroup:
     ) -> None: ...
     def combine(
         self,
-        tensors: Sequence[RankTensors],
+        tensors: Sequence[dict[str, int]],
         format: RowFormat,
         nvl_batch: int,
         rdma_chunk: int,
@@ -381,7 +345,7 @@ class CudaLowLatency:
     def warps(self) -> int: ...
     def dispatch(
         self,
-        tensors: Sequence[LowLatencyTensors],
+        tensors: Sequence[dict[str, int]],
         format: RowFormat,
         options: LowLatencyOptions,
         launches: LowLatencyLaunches,
@@ -389,7 +353,7 @@ class CudaLowLatency:
     ) -> None: ...
     def combine(
         self,
-        tensors: Sequence[LowLatencyTensors],
+        tensors: Sequence[dict[str, int]],
         format: RowFormat,
         options: LowLatencyOptions,
         dtype: int,

@@ -28,6 +28,7 @@ LONGEST = (
     "test_transfer.py",
     "test_build.py",
     "test_binding_threads.py",
+    "test_host_work.py",
 )
 
 torch.set_num_threads(1)  # the tensors are small: threads of torch's own would mostly wait for each other

@@ -343,51 +343,6 @@ void bind_row_format(py::module_& m) {
         .def("slots", &RowFormat::slots, py::arg("ring_bytes"), "Rows that a ring holds.");
 }
 
-void bind_rank_tensors(py::module_& m) {
-    py::class_<RankTensors>(m, "RankTensors",
-                            "Addresses of one rank's tensors; 0 where there is none.")
-        .def(py::init(
-                 [](Address layout, int num_tokens, Address topk_idx, Address tokens_per_expert) {
-                     return RankTensors{layout, num_tokens, topk_idx, tokens_per_expert};
-                 }),
-             py::arg("layout"), py::arg("num_tokens"), py::arg("topk_idx") = 0,
-             py::arg("tokens_per_expert") = 0)
-        .def(
-            "set_tables",
-            [](RankTensors& t, Address dst_rows, Address rail_experts, int64_t max_received,
-               int64_t max_rail, int64_t max_rows) {
-                t.dst_rows = dst_rows, t.rail_experts = rail_experts;
-                t.max_received = max_received, t.max_rail = max_rail, t.max_rows = max_rows;
-            },
-            py::arg("dst_rows"), py::arg("rail_experts"), py::arg("max_received"),
-            py::arg("max_rail"), py::arg("max_rows"))
-        .def(
-            "for_launch",
-            [](const RankTensors& handle, Address x, Address out, uint32_t handle_age) {
-                RankTensors t = handle;
-                t.x = x, t.out = out, t.handle_age = handle_age;
-                return t;
-            },
-            py::arg("x"), py::arg("out"), py::arg("handle_age"), "A copy.")
-        .def_readonly("num_tokens", &RankTensors::num_tokens)
-        .def_readwrite("scales", &RankTensors::scales)
-        .def_readwrite("weights", &RankTensors::weights)
-        .def_readwrite("out_scales", &RankTensors::out_scales)
-        .def_readwrite("out_weights", &RankTensors::out_weights)
-        .def_readwrite("row_weights", &RankTensors::row_weights)
-        .def_readwrite("fills_tables", &RankTensors::fills_tables)
-        .def_readwrite("has_intra_rank_pass", &RankTensors::has_intra_rank_pass)
-        .def_readwrite("clears_end", &RankTensors::clears_end)
-        .def_readwrite("sums", &RankTensors::sums)
-        .def_readwrite("is_weighted", &RankTensors::is_weighted)
-        .def_readwrite("is_flat", &RankTensors::is_flat)
-        .def_readwrite("has_all_weights", &RankTensors::has_all_weights)
-        .def_readwrite("source_tokens", &RankTensors::source_tokens)
-        .def_readwrite("bias", &RankTensors::bias)
-        .def_readwrite("second_bias", &RankTensors::second_bias)
-        .def_readwrite("is_planned", &RankTensors::is_planned);
-}
-
 void bind_totals(py::module_& m) {
     py::class_<Layout::Totals>(m, "Totals", "What notify tells the host about one rank.")
         .def_readonly("received_rows", &Layout::Totals::received_rows)
@@ -433,7 +388,6 @@ void bind_group(py::module_& m) {
     bind_totals(m);
     bind_heap(m);
     bind_row_format(m);
-    bind_rank_tensors(m);
     bind_ranks(m);
 }
 

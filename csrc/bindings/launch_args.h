@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "bindings/members.h"
 #include "core/args.h"
 
 namespace ep {
@@ -34,6 +35,40 @@ struct RankTensors {
     Address bias = 0, second_bias = 0;                    // combine, see CombineArgs
     bool is_planned = false;                              // see Layout
 };
+
+inline const Members<RankTensors>& members_of(RankTensors*) {
+    static const Members<RankTensors> members{
+        {"layout", set_member<&RankTensors::layout>},
+        {"num_tokens", set_member<&RankTensors::num_tokens>},
+        {"topk_idx", set_member<&RankTensors::topk_idx>},
+        {"tokens_per_expert", set_member<&RankTensors::tokens_per_expert>},
+        {"x", set_member<&RankTensors::x>},
+        {"scales", set_member<&RankTensors::scales>},
+        {"weights", set_member<&RankTensors::weights>},
+        {"out", set_member<&RankTensors::out>},
+        {"out_scales", set_member<&RankTensors::out_scales>},
+        {"out_weights", set_member<&RankTensors::out_weights>},
+        {"row_weights", set_member<&RankTensors::row_weights>},
+        {"dst_rows", set_member<&RankTensors::dst_rows>},
+        {"rail_experts", set_member<&RankTensors::rail_experts>},
+        {"max_received", set_member<&RankTensors::max_received>},
+        {"max_rail", set_member<&RankTensors::max_rail>},
+        {"max_rows", set_member<&RankTensors::max_rows>},
+        {"fills_tables", set_member<&RankTensors::fills_tables>},
+        {"has_intra_rank_pass", set_member<&RankTensors::has_intra_rank_pass>},
+        {"clears_end", set_member<&RankTensors::clears_end>},
+        {"sums", set_member<&RankTensors::sums>},
+        {"is_weighted", set_member<&RankTensors::is_weighted>},
+        {"handle_age", set_member<&RankTensors::handle_age>},
+        {"is_flat", set_member<&RankTensors::is_flat>},
+        {"has_all_weights", set_member<&RankTensors::has_all_weights>},
+        {"source_tokens", set_member<&RankTensors::source_tokens>},
+        {"bias", set_member<&RankTensors::bias>},
+        {"second_bias", set_member<&RankTensors::second_bias>},
+        {"is_planned", set_member<&RankTensors::is_planned>},
+    };
+    return members;
+}
 
 inline Layout layout_of(const Heap& heap, const RankTensors& t, int topk) {
     Layout layout = {heap.topology,    t.num_tokens,  topk,

@@ -98,34 +98,6 @@ void bind_low_latency_heap(py::module_& m) {
             "numbers of its dispatch, and of a combine that is received when it is sent.");
 }
 
-void bind_low_latency_tensors(py::module_& m) {
-    py::class_<LowLatencyTensors>(m, "LowLatencyTensors",
-                                  "Addresses of one rank's tensors; 0 where there is none.")
-        .def(py::init([](Address layout, Address call, int num_tokens, int64_t max_rows, Address x,
-                         Address out) {
-                 LowLatencyTensors t;
-                 t.layout = layout, t.call = call;
-                 t.num_tokens = num_tokens, t.max_rows = max_rows;
-                 t.x = x, t.out = out;
-                 return t;
-             }),
-             py::arg("layout"), py::arg("call"), py::arg("num_tokens"), py::arg("max_rows"),
-             py::arg("x"), py::arg("out"))
-        .def_readwrite("topk_idx", &LowLatencyTensors::topk_idx)
-        .def_readwrite("scales", &LowLatencyTensors::scales)
-        .def_readwrite("weights", &LowLatencyTensors::weights)
-        .def_readwrite("out_scales", &LowLatencyTensors::out_scales)
-        .def_readwrite("out_weights", &LowLatencyTensors::out_weights)
-        .def_readwrite("row_weights", &LowLatencyTensors::row_weights)
-        .def_readwrite("token_weights", &LowLatencyTensors::token_weights)
-        .def_readwrite("recv_wait_ns", &LowLatencyTensors::recv_wait_ns)
-        .def_readwrite("recv_rows", &LowLatencyTensors::recv_rows)
-        .def_readwrite("active", &LowLatencyTensors::active)
-        .def_readwrite("shown", &LowLatencyTensors::shown)
-        .def_readwrite("dropped", &LowLatencyTensors::dropped)
-        .def_readwrite("required", &LowLatencyTensors::required);
-}
-
 void bind_low_latency_options(py::module_& m) {
     py::enum_<ScaleFormat>(m, "ScaleFormat", "How the scales of fp8 rows are rounded and stored.")
         .value("none", ScaleFormat::None)
@@ -158,7 +130,6 @@ void bind_low_latency(py::module_& m) {
     bind_low_latency_heap(m);
     m.def("name_of_wait", &name_of_wait, py::arg("wait"),
           "For what a rank waited, by the number that is shown of a masked one.");
-    bind_low_latency_tensors(m);
     bind_low_latency_options(m);
     py::class_<LowLatencyGroup>(m, "LowLatencyGroup",
                                 "The low-latency mode of the ranks that live in this process.")

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "bindings/launch_args.h"
+#include "bindings/members.h"
 #include "core/low_latency_args.h"
 
 namespace ep {
@@ -19,6 +20,31 @@ struct LowLatencyTensors {
     Address recv_wait_ns = 0, recv_rows = 0;                   // what the caller counts
     Address active = 0, shown = 0, dropped = 0, required = 0;  // with masking
 };
+
+inline const Members<LowLatencyTensors>& members_of(LowLatencyTensors*) {
+    static const Members<LowLatencyTensors> members{
+        {"layout", set_member<&LowLatencyTensors::layout>},
+        {"call", set_member<&LowLatencyTensors::call>},
+        {"num_tokens", set_member<&LowLatencyTensors::num_tokens>},
+        {"max_rows", set_member<&LowLatencyTensors::max_rows>},
+        {"topk_idx", set_member<&LowLatencyTensors::topk_idx>},
+        {"x", set_member<&LowLatencyTensors::x>},
+        {"scales", set_member<&LowLatencyTensors::scales>},
+        {"weights", set_member<&LowLatencyTensors::weights>},
+        {"out", set_member<&LowLatencyTensors::out>},
+        {"out_scales", set_member<&LowLatencyTensors::out_scales>},
+        {"out_weights", set_member<&LowLatencyTensors::out_weights>},
+        {"row_weights", set_member<&LowLatencyTensors::row_weights>},
+        {"token_weights", set_member<&LowLatencyTensors::token_weights>},
+        {"recv_wait_ns", set_member<&LowLatencyTensors::recv_wait_ns>},
+        {"recv_rows", set_member<&LowLatencyTensors::recv_rows>},
+        {"active", set_member<&LowLatencyTensors::active>},
+        {"shown", set_member<&LowLatencyTensors::shown>},
+        {"dropped", set_member<&LowLatencyTensors::dropped>},
+        {"required", set_member<&LowLatencyTensors::required>},
+    };
+    return members;
+}
 
 struct LowLatencyOptions {
     int index_bytes = 0;                       // dispatch

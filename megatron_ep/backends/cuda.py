@@ -23,7 +23,7 @@ import torch
 
 from megatron_ep import _C
 from megatron_ep.backends import sizes, tcp
-from megatron_ep.backends.interface import CountSettings, Totals
+from megatron_ep.backends.interface import CountSettings, RankTensors, Totals
 from megatron_ep.backends.launches import Launches
 from megatron_ep.backends.of_group import OfGroup
 from megatron_ep.config import Config, Topology
@@ -147,8 +147,8 @@ class CudaBackend(OfGroup):
         self._untold: list[torch.Tensor] = []
         self._captured_parts: list[object] = []  # whose launches graphs may replay
 
-    def exchange_counts(self, tensors: list[_C.RankTensors], settings: CountSettings) -> Sequence[Totals]:
-        totals = self.launch(functools.partial(self.group.notify, tensors, *settings))
+    def exchange_counts(self, tensors: list[RankTensors], settings: CountSettings) -> Sequence[Totals]:
+        totals = self.launch(self.group.notify, tensors, *settings)
         if self.aborted() is None:
             self._untold.clear()
         return totals
@@ -163,7 +163,7 @@ class CudaBackend(OfGroup):
 
     def enqueue_dispatch(
         self,
-        tensors: list[_C.RankTensors],
+        tensors: list[RankTensors],
         row: _C.RowFormat,
         nvl_batch: int,
         rdma_chunk: int,
@@ -171,19 +171,19 @@ class CudaBackend(OfGroup):
     ) -> None:
         batch = min(nvl_batch, _half_a_ring(row, self._heap))
         if counts is None:
-            self.launch(functools.partial(self.group.dispatch, tensors, row, batch, rdma_chunk))
+            self.launch(self.group.dispatch, tensors, row, batch, rdma_chunk)
         else:
-            fused = self.group.fused_dispatch
-            self.launch(functools.partial(fused, tensors, row, batch, rdma_chunk, *counts[1:]))
+            self.launch(self.group.fused_dispatch, tensors, row, batch, rdma_chunk, *counts[1:])
 
     def enqueue_combine(
-        self, tensors: list[_C.RankTensors], row: _C.RowFormat, nvl_batch: int, rdma_chunk: int, dtype: int
+        self, tensors: list[RankTensors], row: _C.RowFormat, nvl_batch: int, rdma_chunk: int, dtype: int
     ) -> None:
         batch = min(nvl_batch, _half_a_ring(row, self._heap))
-        self.launch(functools.partial(self.group.combine, tensors, row, batch, rdma_chunk, dtype))
+        self.launch(self.group.combine, tensors, row, batch, rdma_chunk, dtype)
 
     def new_output(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=self._device)  # torch keeps the memory of a GPU
+        # torch keeps the memory of a GPU, and takes sizes faster one by one
+        return torch.empty(*shape, dtype=dtype, device=self._device)
 
     def keep_for_launch(self, tensors: Sequence[torch.Tensor], made_on: int) -> None:
         if self.current_stream() != made_on:
@@ -291,10 +291,10 @@ class CudaBackend(OfGroup):
         own = next(status for status in self.rank_statuses() if status.rank == self._rank)
         return None if own.call is None else (own.call, self.aborted() is not None)
 
-    def launch(self, launch: Callable[[int], T], part: object = None) -> T:
-        """part: what the launch uses besides the group."""
+    def launch(self, launch: Callable[..., T], *arguments: Any, part: object = None) -> T:
+        """launch(*arguments, stream). part: what it uses besides the group."""
         stream = self.current_stream()
-        if self.is_capturing():
+        if torch.cuda.is_current_stream_capturing():
             self._launches.are_captured = True
             if not self.group.graphs():
                 self._captured_parts.clear()
@@ -302,8 +302,8 @@ class CudaBackend(OfGroup):
                 self._captured_parts.append(part)
             self.group.note_capture(stream)
             # a graph orders what it holds itself, and torch synchronizes before it captures
-            return launch(stream)
-        if not self._busy.acquire(blocking=False):
+            return launch(*arguments, stream)
+        if not self._busy.acquire(False):
             raise RuntimeError("the buffer is in use by another thread")
         try:
             if self._last is None or self._last.cuda_stream != stream:
@@ -311,22 +311,21 @@ class CudaBackend(OfGroup):
                 if self._last is not None:
                     current.wait_event(self._last.record_event())  # two launches at once would share the rings
                 self._last = current
-            self._wait_for_earlier_launches()
+            self._since_mark += 1
+            if self._since_mark > MAX_LAUNCHES_AHEAD // 2:
+                self._wait_for_earlier_launches(self._last)
             if not self._launches.are_recorded:
-                return launch(stream)
+                return launch(*arguments, stream)
             with self._watched(), self._launches.record(self._last):
-                return launch(stream)
+                return launch(*arguments, stream)
         finally:
             self._busy.release()
 
-    def _wait_for_earlier_launches(self) -> None:
+    def _wait_for_earlier_launches(self, stream: torch.cuda.Stream) -> None:
         """Keeps the host at most MAX_LAUNCHES_AHEAD of the GPU."""
-        self._since_mark += 1
-        if self._since_mark <= MAX_LAUNCHES_AHEAD // 2 or self._last is None:
-            return
         if self._mark is not None:
             self.wait(self._mark)
-        self._mark, self._since_mark = self._last.record_event(), 1
+        self._mark, self._since_mark = stream.record_event(), 1
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatron_ep import _C
-from megatron_ep.backends.interface import CountSettings, Totals
+from megatron_ep.backends.interface import CountSettings, RankTensors, Totals
 from megatron_ep.backends.of_group import OfGroup
 
 POOLED_BYTES = 1 << 20  # outputs from this size on live in memory that is kept for later ones
@@ -65,7 +65,7 @@ class HostBackend(OfGroup):
         )
         super().__init__(group)
 
-    def exchange_counts(self, tensors: list[_C.RankTensors], settings: CountSettings) -> Sequence[Totals]:
+    def exchange_counts(self, tensors: list[RankTensors], settings: CountSettings) -> Sequence[Totals]:
         return self.group.notify(tensors, *settings)
 
     def new_counts(self, experts: int, *, wait: bool) -> torch.Tensor:
@@ -73,7 +73,7 @@ class HostBackend(OfGroup):
 
     def enqueue_dispatch(
         self,
-        tensors: list[_C.RankTensors],
+        tensors: list[RankTensors],
         row: _C.RowFormat,
         nvl_batch: int,
         rdma_chunk: int,
@@ -83,7 +83,7 @@ class HostBackend(OfGroup):
         self.group.dispatch(tensors, row, nvl_batch, rdma_chunk)
 
     def enqueue_combine(
-        self, tensors: list[_C.RankTensors], row: _C.RowFormat, nvl_batch: int, rdma_chunk: int, dtype: int
+        self, tensors: list[RankTensors], row: _C.RowFormat, nvl_batch: int, rdma_chunk: int, dtype: int
     ) -> None:
         self.group.combine(tensors, row, nvl_batch, rdma_chunk, dtype)
 

@@ -11,6 +11,11 @@ import torch
 from megatron_ep import _C
 from megatron_ep.diagnosis.blame import RankStatus
 
+# What a call has of one rank: numbers and addresses by the names of members in csrc/bindings, of RankTensors
+# (launch_args.h) or LowLatencyTensors (low_latency_args.h). What is left out is 0, or as they say. A dict is made and
+# read in a fraction of the time of an object of the extension.
+RankTensors = dict[str, int]
+
 
 @dataclass
 class RankHandle:
@@ -27,7 +32,7 @@ class RankHandle:
     has_tables: bool = False  # whether a dispatch that fills the two was launched
     has_given_counts: bool = False  # whether the caller has taken the counts
     source_tokens: torch.Tensor | None = None  # int32 [received rows], if asked for: the number at the source
-    addresses: _C.RankTensors | None = None  # of these tensors, once a launch has used them
+    addresses: RankTensors | None = None  # of these tensors, once a launch has used them
     own_rows: int | None = None  # of a layout that was made by a plan: rows of this rank that stay here
 
 
@@ -69,7 +74,7 @@ class Part(HasMemory, Protocol):
 class Backend(HasMemory, Protocol):
     """The ranks of a buffer that live in this process.
 
-    Tensors are handed over as `_C.RankTensors`, one per rank: addresses that stay valid until the launch is done.
+    Tensors are handed over as `RankTensors`, one per rank: addresses that stay valid until the launch is done.
     """
 
     @property
@@ -90,7 +95,7 @@ class Backend(HasMemory, Protocol):
 
     masks: bool  # whether calls may go on without ranks that have died
 
-    def exchange_counts(self, tensors: list[_C.RankTensors], settings: CountSettings) -> Sequence[Totals]:
+    def exchange_counts(self, tensors: list[RankTensors], settings: CountSettings) -> Sequence[Totals]:
         """Exchanges counts and waits for them.
 
         Of a rank that gave up before it knew them all numbers are 0: ask `aborted`.
@@ -103,7 +108,7 @@ class Backend(HasMemory, Protocol):
 
     def enqueue_dispatch(
         self,
-        tensors: list[_C.RankTensors],
+        tensors: list[RankTensors],
         row: _C.RowFormat,
         nvl_batch: int,
         rdma_chunk: int,
@@ -113,7 +118,7 @@ class Backend(HasMemory, Protocol):
         ...
 
     def enqueue_combine(
-        self, tensors: list[_C.RankTensors], row: _C.RowFormat, nvl_batch: int, rdma_chunk: int, dtype: int
+        self, tensors: list[RankTensors], row: _C.RowFormat, nvl_batch: int, rdma_chunk: int, dtype: int
     ) -> None: ...
 
     def new_output(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

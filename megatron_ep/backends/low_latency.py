@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +12,7 @@ from megatron_ep import _C
 from megatron_ep.backends import cuda
 from megatron_ep.backends.cuda import CudaBackend
 from megatron_ep.backends.host import HostBackend
+from megatron_ep.backends.interface import RankTensors
 from megatron_ep.backends.low_latency_mask import Masks
 
 HOST_WARPS = 1
@@ -29,7 +29,7 @@ class Call(Protocol):
 class LowLatencyRanks(Protocol):
     """See `interface.Backend`: the same for the halves of low-latency calls.
 
-    Tensors are handed over as `_C.LowLatencyTensors`, one per rank.
+    Tensors are handed over as `interface.RankTensors`, one per rank.
     """
 
     warps: int  # of a rank in a launch
@@ -38,7 +38,7 @@ class LowLatencyRanks(Protocol):
 
     def enqueue_dispatch(
         self,
-        tensors: Sequence[_C.LowLatencyTensors],
+        tensors: Sequence[RankTensors],
         row: _C.RowFormat,
         options: _C.LowLatencyOptions,
         launches: _C.LowLatencyLaunches,
@@ -46,7 +46,7 @@ class LowLatencyRanks(Protocol):
 
     def enqueue_combine(
         self,
-        tensors: Sequence[_C.LowLatencyTensors],
+        tensors: Sequence[RankTensors],
         row: _C.RowFormat,
         options: _C.LowLatencyOptions,
         dtype: int,
@@ -122,20 +122,19 @@ class CudaLowLatencyRanks:
         self.network_memory = network_memory
         self.warps = self._group.warps
 
-    def _launch(self, launch: Callable[[Any, int], None], launches: Any) -> None:
-        """launch(launches, stream). Processes that share a GPU may keep each other's blocks from it: then no launch may
-        wait for another.
-        """
-        if self._backend.shares_gpu and launches is _C.LowLatencyLaunches.both:
-            self._launch(launch, _C.LowLatencyLaunches.send)
-            launches = _C.LowLatencyLaunches.receive
-        self._backend.launch(partial(launch, launches), self)
-
     def enqueue_dispatch(self, tensors: Sequence[Any], row: Any, options: Any, launches: Any) -> None:
-        self._launch(partial(self._group.dispatch, tensors, row, options), launches)
+        for each in self._one_by_one(launches):
+            self._backend.launch(self._group.dispatch, tensors, row, options, each, part=self)
 
     def enqueue_combine(self, tensors: Sequence[Any], row: Any, options: Any, dtype: int, launches: Any) -> None:
-        self._launch(partial(self._group.combine, tensors, row, options, dtype), launches)
+        for each in self._one_by_one(launches):
+            self._backend.launch(self._group.combine, tensors, row, options, dtype, each, part=self)
+
+    def _one_by_one(self, launches: Any) -> Sequence[Any]:
+        """Processes that share a GPU may keep each other's blocks from it: then no launch may wait for another."""
+        if self._backend.shares_gpu and launches is _C.LowLatencyLaunches.both:
+            return _C.LowLatencyLaunches.send, _C.LowLatencyLaunches.receive
+        return (launches,)
 
     def reset(self) -> None:
         self._group.reset()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron_ep import _C
+from megatron_ep.backends.interface import RankTensors
 
 log = logging.getLogger(__name__)
 
@@ -64,10 +65,10 @@ class Masks:
                     why = f"it waited {waited_ns / 1e9:.3g} s for {_C.name_of_wait(state - WAITED)}"
                 log.warning("rank %d has masked rank %d and goes on without it: %s", rank, other, why)
 
-    def fill(self, tensors: Any, rank: int) -> None:
-        """tensors: `_C.LowLatencyTensors` of a rank of this process."""
-        tensors.active, tensors.shown = self.active[rank].data_ptr(), self.shown[rank].data_ptr()
-        tensors.dropped = self.dropped[rank].data_ptr()
+    def fill(self, tensors: RankTensors, rank: int) -> None:
+        """tensors: of a rank of this process."""
+        tensors["active"], tensors["shown"] = self.active[rank].data_ptr(), self.shown[rank].data_ptr()
+        tensors["dropped"] = self.dropped[rank].data_ptr()
 
     def fill_options(self, options: Any) -> None:
         options.slice_ns, options.silent_slices, options.max_slices = self._slice_ns, BEATS, self._max_slices

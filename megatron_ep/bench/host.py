@@ -54,9 +54,9 @@ def measure(device: str, num_sms: int, warmup: int, iterations: int) -> list[Rec
         buffer = stack.enter_context(
             ep.Buffer(None, ep.Config(num_experts=EXPERTS, num_sms=num_sms, timeout=10), device=device)
         )
-        inputs = _Inputs(buffer.device)
+        inputs = Inputs(buffer.device)
         theirs = [_calls_of_buffer(inputs, num_sms, stack), _calls_of_elastic_buffer(inputs, num_sms, stack)]
-        calls = {"host": _calls(inputs, buffer), "deep_ep.Buffer": theirs[0], "deep_ep.ElasticBuffer": theirs[1]}
+        calls = {"host": calls_of(inputs, buffer), "deep_ep.Buffer": theirs[0], "deep_ep.ElasticBuffer": theirs[1]}
         records = []
         for phase in calls["host"]:
             timers = {name: _timer(of[phase], buffer) for name, of in calls.items() if phase in of}
@@ -73,13 +73,13 @@ def _timer(call: Call, buffer: ep.Buffer) -> Timer:
     return host_timer(calls, before=buffer.synchronize)
 
 
-class _Inputs:
+class Inputs:
     def __init__(self, device: torch.device):
         self.x = torch.randn(TOKENS, HIDDEN, device=device).bfloat16()
         self.weights, self.ids = torch.rand(TOKENS, EXPERTS, device=device).topk(TOPK, dim=1)
 
 
-def _calls(given: _Inputs, buffer: ep.Buffer) -> dict[str, Call]:
+def calls_of(given: Inputs, buffer: ep.Buffer) -> dict[str, Call]:
     x, ids, weights = given.x, given.ids, given.weights
     low_latency = ep.LowLatency(buffer, max_tokens=TOKENS, hidden=HIDDEN, topk=TOPK)
     received = low_latency.dispatch(x, ids, weights)
@@ -112,7 +112,7 @@ def _calls(given: _Inputs, buffer: ep.Buffer) -> dict[str, Call]:
     }
 
 
-def _calls_of_buffer(given: _Inputs, num_sms: int, stack: ExitStack) -> dict[str, Call]:
+def _calls_of_buffer(given: Inputs, num_sms: int, stack: ExitStack) -> dict[str, Call]:
     x, ids, weights = given.x, given.ids, given.weights
     buffer = deep_ep.Buffer(dist.group.WORLD)
     stack.callback(buffer.destroy)
@@ -156,7 +156,7 @@ def _calls_of_buffer(given: _Inputs, num_sms: int, stack: ExitStack) -> dict[str
     }
 
 
-def _calls_of_elastic_buffer(given: _Inputs, num_sms: int, stack: ExitStack) -> dict[str, Call]:
+def _calls_of_elastic_buffer(given: Inputs, num_sms: int, stack: ExitStack) -> dict[str, Call]:
     x, ids, weights = given.x, given.ids, given.weights
     buffer = deep_ep.ElasticBuffer(dist.group.WORLD, num_max_tokens_per_rank=TOKENS, hidden=HIDDEN)
     stack.callback(buffer.destroy)

@@ -17,7 +17,9 @@ def looks_of(settings: tuple[Any, ...], *tensors: Any) -> tuple[Hashable, ...]:
     """
     looks: list[Hashable] = [settings, *map(type, settings)]
     for value in tensors:
-        if isinstance(value, torch.Tensor):
+        if value is None:  # to ask it whether it is a tensor takes as long as one's looks
+            looks.append(None)
+        elif isinstance(value, torch.Tensor):
             # one that is conjugated is complex
             looks += (value.dtype, value.shape, value.device, value.is_contiguous(), value.is_neg())
         elif isinstance(value, (list, tuple)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,11 +12,7 @@ from megatron_ep.backends import low_latency as backends
 from megatron_ep.config import MAX_LOW_LATENCY_TOKENS, MAX_TOPK, require_int
 from megatron_ep.group.any_buffer import AnyBuffer, rank_group_of
 from megatron_ep.group.rank_group import check_summable
-from megatron_ep.low_latency.autograd import (
-    differentiable_combine,
-    differentiable_dispatch,
-    differentiable_weighted_combine,
-)
+from megatron_ep.low_latency.autograd import differentiable_combine, differentiable_dispatch
 from megatron_ep.low_latency.calls import LowLatencyCalls, Pending
 from megatron_ep.low_latency.checks import Checks, Limits
 from megatron_ep.low_latency.handle import LowLatencyHandle
@@ -157,33 +154,25 @@ class LowLatency(MaskedRanks):
         backward pass raises EPError if a rank was masked since the forward pass, and a call EPMaskedError, on a GPU
         perhaps a later one, if others have masked this rank because it did not come.
         """
-        self._calls.in_flight["dispatch"].check()
-        group = self._group
+        group, calls = self._group, self._calls
+        calls.in_flight["dispatch"].check()
+        pending: list[Pending] | None = [] if return_recv_hook else None
+        out: tuple[Sequence[torch.Tensor], ...]
         with group.abort_peers_on_error():
             group.check_usable()
-            given = self._checks.check_dispatch(
-                x,
-                topk_idx,
-                topk_weights,
-                scales,
-                recv_rows,
-                recv_wait_ns,
-                layout=layout,
-                expert_alignment=expert_alignment,
-                expert_capacity=expert_capacity,
-                max_recv_tokens=max_recv_tokens,
-                fp8=fp8,
-                scale_layout=scale_layout,
+            given, xs, weights = self._checks.check_dispatch(
+                (x, topk_idx, topk_weights, scales, recv_rows, recv_wait_ns),
+                (layout, expert_alignment, expert_capacity, max_recv_tokens, fp8, scale_layout),
             )
-            plan = given.plan
-            num_tokens = [ids.shape[0] for ids in given.ids]
-            handle = self._calls.new_handle(plan.topk, plan.masked, plan.expert_alignment, plan.rows, num_tokens)
-            tensors = (*given.x, *(given.weights or ()))
-            if plan.float8 is None and need_gradient(tensors):
-                check_summable("the gradient of x", given.x[0].dtype, group.device.type)
-        pending: list[Pending] | None = [] if return_recv_hook else None
-        out = differentiable_dispatch(handle, plan, given.ids, given.scales, pending, given.counters, *tensors)
-        received = received_of(handle, plan.float8 is not None, given.weights is not None, out)
+            handle = calls.new_handle(given.plan)
+            needs_gradient = need_gradient(xs) or (weights is not None and need_gradient(weights))
+            if not needs_gradient:
+                out = (*calls.launch_dispatch(handle, given, xs, weights, zero=False, pending=pending), ())
+            elif given.plan.float8 is None:
+                check_summable("the gradient of x", xs[0].dtype, group.device.type)
+        if needs_gradient:
+            out = differentiable_dispatch(handle, given, pending, xs, weights)
+        received = received_of(handle, *out)
         return received if pending is None else (received, pending[0].receive)
 
     def combine(
@@ -224,28 +213,28 @@ class LowLatency(MaskedRanks):
         Returns [T, H] in x's dtype; zeros for a token without experts. Products and sums run in float32 (float64 for
         float64), each product rounded before it is added. Raises as `dispatch` does.
         """
-        self._calls.in_flight["combine"].check()
-        group = self._group
+        group, calls = self._group, self._calls
+        calls.in_flight["combine"].check()
+        pending: list[Pending] | None = [] if return_recv_hook else None
+        y: Sequence[torch.Tensor]
         with group.abort_peers_on_error():
             group.check_usable()
-            if not isinstance(handle, LowLatencyHandle) or handle.calls is not self._calls:
+            if not isinstance(handle, LowLatencyHandle) or handle.calls is not calls:
                 raise ValueError(f"handle is a {type(handle).__name__}, must be of a dispatch of this LowLatency")
             handle.check()
             weights = _weights_at(sum_at, topk_weights, row_weights, weights)
-            given = self._checks.check_combine(
-                x, handle, weights, out, recv_wait_ns, sum_at=sum_at, renormalize=renormalize
-            )
-            tensors = (*given.x, *(given.weights or ()))
-            if given.out is not None and need_gradient((*tensors, *given.out)):
+            given, xs, factors = self._checks.check_combine(x, handle, weights, out, recv_wait_ns, sum_at, renormalize)
+            needs_gradient = need_gradient(xs) or (factors is not None and need_gradient(factors))
+            if given.out is not None and (needs_gradient or need_gradient(given.out)):
                 raise ValueError("out must not be given where a gradient is needed")
             if renormalize:
-                self._check_renormalize(given.x, given.weights, sum_at)
-        pending: list[Pending] | None = [] if return_recv_hook else None
-        combine = differentiable_combine if given.weights is None else differentiable_weighted_combine
-        y = combine(handle, given.plan, given.out, pending, given.counters, *tensors)
-        sums = list(y if given.out is None else given.out)
-        result = sums if group.takes_lists else sums[0]
-        return result if pending is None else (result, pending[0].receive)
+                self._check_renormalize(factors, sum_at, needs_gradient)
+            if not needs_gradient:
+                y, _ = calls.launch_combine(handle, given, xs, weights=factors, pending=pending)
+        if needs_gradient:
+            y = differentiable_combine(handle, given, pending, xs, factors)
+        sums = list(y) if group.takes_lists else y[0]
+        return sums if pending is None else (sums, pending[0].receive)
 
 
 def _weights_at(
@@ -255,6 +244,8 @@ def _weights_at(
 
     weights: of either kind, deprecated; and so is topk_weights for those of rows.
     """
+    if weights is None and (topk_weights is None if sum_at == "expert" else row_weights is None):
+        return row_weights if sum_at == "expert" else topk_weights
     given = {"topk_weights": topk_weights, "row_weights": row_weights}
     name, other = ("row_weights", "topk_weights") if sum_at == "expert" else ("topk_weights", "row_weights")
     former = weights if weights is not None or sum_at != "expert" else topk_weights

@@ -1,4 +1,5 @@
-"""Low-latency dispatch and combine as functions of torch.autograd, on checked arguments.
+"""Low-latency dispatch and combine as functions of torch.autograd, on checked arguments. Without a gradient nobody
+passes through them: torch takes its time.
 
 Tensors come one after the other: the rows of each rank of this process, then the weights, if any, of each. pending: a
 list to which the call is added, None: it is received at once.
@@ -12,104 +13,41 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from megatron_ep.low_latency.calls import CombinePlan, Counters, DispatchPlan, Pending
+from megatron_ep.low_latency.calls import Pending
 from megatron_ep.low_latency.handle import LowLatencyHandle
-from megatron_ep.normal.autograd import in_memory, need_gradient
+from megatron_ep.low_latency.plans import CombineArguments, DispatchArguments
+from megatron_ep.normal.autograd import in_memory
 
-Out = Sequence[torch.Tensor] | None
+Tensors = Sequence[torch.Tensor]
 
 
 def differentiable_dispatch(
     handle: LowLatencyHandle,
-    plan: DispatchPlan,
-    ids: Sequence[torch.Tensor],
-    scales: Sequence[torch.Tensor] | None,
+    given: DispatchArguments,
     pending: list[Pending] | None,
-    counters: Counters | None,
-    *tensors: torch.Tensor,
-) -> tuple[torch.Tensor, ...]:
-    """`DispatchFunction` if a gradient is needed, when rows without a token are zeros, else the plain call, which is
-    faster in torch."""
-    if need_gradient(tensors):
-        return DispatchFunction.apply(handle, plan, ids, scales, pending, counters, *tensors)
-    out, probs, out_scales = _dispatch(handle, plan, ids, scales, pending, counters, tensors, zero=False)
-    return (*out, *probs, *out_scales)
+    x: Tensors,
+    weights: Tensors | None,
+) -> tuple[Tensors, Tensors, Tensors, Tensors]:
+    """Rows, of which those without a token are zeros, their probs and scales, and what stands in for float8 rows to get
+    their gradient: of each rank, or nothing where there are none."""
+    n, out = len(x), DispatchFunction.apply(handle, given, pending, *x, *(weights or ()))
+    parts = [out[i : i + n] for i in range(0, len(out), n)]
+    rows, probs = parts.pop(0), parts.pop(0) if weights is not None else ()
+    scales = parts.pop(0) if given.plan.float8 is not None else ()
+    return rows, probs, scales, parts.pop() if parts else ()
 
 
 def differentiable_combine(
     handle: LowLatencyHandle,
-    plan: CombinePlan,
-    out: Out,
+    given: CombineArguments,
     pending: list[Pending] | None,
-    counters: Counters | None,
-    *tensors: torch.Tensor,
-) -> tuple[torch.Tensor, ...]:
-    """Likewise with `CombineFunction`."""
-    run = CombineFunction.apply if need_gradient(tensors) else _combine
-    return run(handle, plan, out, pending, counters, *tensors)
-
-
-def differentiable_weighted_combine(
-    handle: LowLatencyHandle,
-    plan: CombinePlan,
-    out: Out,
-    pending: list[Pending] | None,
-    counters: Counters | None,
-    *tensors: torch.Tensor,
-) -> tuple[torch.Tensor, ...]:
-    """Likewise with `WeightedCombineFunction`."""
-    run = WeightedCombineFunction.apply if need_gradient(tensors) else _weighted_combine
-    return run(handle, plan, out, pending, counters, *tensors)
-
-
-def _dispatch(
-    handle: LowLatencyHandle,
-    plan: DispatchPlan,
-    ids: Sequence[torch.Tensor],
-    scales: Sequence[torch.Tensor] | None,
-    pending: list[Pending] | None,
-    counters: Counters | None,
-    tensors: tuple[torch.Tensor, ...],
-    *,
-    zero: bool,
-) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    n = len(handle.ranks)
-    with handle.calls.group.abort_peers_on_error():
-        return handle.calls.launch_dispatch(
-            handle, plan, ids, tensors[:n], tensors[n:] or None, scales, counters, zero=zero, pending=pending
-        )
-
-
-def _combine(
-    handle: LowLatencyHandle,
-    plan: CombinePlan,
-    out: Out,
-    pending: list[Pending] | None,
-    counters: Counters | None,
-    *tensors: torch.Tensor,
-) -> tuple[torch.Tensor, ...]:
-    n = len(handle.ranks)
-    with handle.calls.group.abort_peers_on_error():
-        y, y_values = handle.calls.launch_combine(
-            handle, plan, tensors[:n], values=tensors[n:] or None, out=out, counters=counters, pending=pending
-        )
-    return (*y, *y_values)
-
-
-def _weighted_combine(
-    handle: LowLatencyHandle,
-    plan: CombinePlan,
-    out: Out,
-    pending: list[Pending] | None,
-    counters: Counters | None,
-    *tensors: torch.Tensor,
-) -> tuple[torch.Tensor, ...]:
-    n = len(handle.ranks)
-    with handle.calls.group.abort_peers_on_error():
-        y, _ = handle.calls.launch_combine(
-            handle, plan, tensors[:n], weights=tensors[n:], out=out, counters=counters, pending=pending
-        )
-    return tuple(y)
+    x: Tensors,
+    weights: Tensors | None,
+) -> Tensors:
+    """The sums."""
+    if weights is None:
+        return CombineFunction.apply(handle, given, pending, *x)
+    return WeightedCombineFunction.apply(handle, given, pending, *x, *weights)
 
 
 class DispatchFunction(Function):
@@ -122,17 +60,17 @@ class DispatchFunction(Function):
     def forward(
         ctx: Any,
         handle: LowLatencyHandle,
-        plan: DispatchPlan,
-        ids: Sequence[torch.Tensor],
-        scales: Sequence[torch.Tensor] | None,
+        given: DispatchArguments,
         pending: list[Pending] | None,
-        counters: Counters | None,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         n = len(handle.ranks)
-        ctx.handle, ctx.is_float8, ctx.has_probs = handle, plan.float8 is not None, len(tensors) > n
-        ctx.straight_through = ctx.is_float8 and any(ctx.needs_input_grad[6 : 6 + n])
-        out, probs, out_scales = _dispatch(handle, plan, ids, scales, pending, counters, tensors, zero=True)
+        ctx.handle, ctx.is_float8, ctx.has_probs = handle, given.plan.float8 is not None, len(tensors) > n
+        ctx.straight_through = ctx.is_float8 and any(ctx.needs_input_grad[3 : 3 + n])
+        with handle.group.abort_peers_on_error():
+            out, probs, out_scales = handle.calls.launch_dispatch(
+                handle, given, tensors[:n], tensors[n:] or None, zero=True, pending=pending
+            )
         stand_ins = []
         if ctx.is_float8:
             ctx.mark_non_differentiable(*out, *out_scales)
@@ -150,7 +88,7 @@ class DispatchFunction(Function):
                 no_x_grads = n
             grads = (*rows, *probs)
         back = bring_back(ctx.handle, [in_memory(grad) for grad in grads])
-        return (*(None,) * (6 + no_x_grads), *back[no_x_grads:])
+        return (*(None,) * (3 + no_x_grads), *back[no_x_grads:])
 
 
 class CombineFunction(Function):
@@ -160,18 +98,21 @@ class CombineFunction(Function):
     def forward(
         ctx: Any,
         handle: LowLatencyHandle,
-        plan: CombinePlan,
-        out: Out,
+        given: CombineArguments,
         pending: list[Pending] | None,
-        counters: Counters | None,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.handle = handle
-        return _combine(handle, plan, out, pending, counters, *tensors)
+        n = len(handle.ranks)
+        with handle.group.abort_peers_on_error():
+            y, y_values = handle.calls.launch_combine(
+                handle, given, tensors[:n], values=tensors[n:] or None, pending=pending
+            )
+        return (*y, *y_values)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return (None, None, None, None, None, *spread(ctx.handle, grads))
+        return (None, None, None, *spread(ctx.handle, grads))
 
 
 class WeightedCombineFunction(Function):
@@ -181,15 +122,16 @@ class WeightedCombineFunction(Function):
     def forward(
         ctx: Any,
         handle: LowLatencyHandle,
-        plan: CombinePlan,
-        out: Out,
+        given: CombineArguments,
         pending: list[Pending] | None,
-        counters: Counters | None,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.handle, ctx.sum_at_expert = handle, plan.sum_at_expert
+        ctx.handle, ctx.sum_at_expert = handle, given.plan.sum_at_expert
         ctx.save_for_backward(*tensors)
-        return _weighted_combine(handle, plan, out, pending, counters, *tensors)
+        n = len(handle.ranks)
+        with handle.group.abort_peers_on_error():
+            y, _ = handle.calls.launch_combine(handle, given, tensors[:n], weights=tensors[n:], pending=pending)
+        return tuple(y)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -206,33 +148,33 @@ class WeightedCombineFunction(Function):
             factors = torch.where(is_row[i], row_weights[i], zero).unsqueeze(-1)
             x_grads.append((rows[i] * factors).to(x[i].dtype))
             products.append(torch.where(is_row[i], (rows[i].to(zero.dtype) * x[i]).sum(dim=-1), zero))
-        if ctx.sum_at_expert or not any(ctx.needs_input_grad[5 + n :]):
-            return (None, None, None, None, None, *x_grads, *products)
+        if ctx.sum_at_expert or not any(ctx.needs_input_grad[3 + n :]):
+            return (None, None, None, *x_grads, *products)
         # Each product goes to its token's rank, beside rows without elements.
         nothing = [grad.new_empty(*grad.shape[:-1], 0) for grad in x_grads]
         weight_grads = bring_back(handle, [*nothing, *products])[n:]
-        return (None, None, None, None, None, *x_grads, *weight_grads)
+        return (None, None, None, *x_grads, *weight_grads)
 
 
 def spread(handle: LowLatencyHandle, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """What lies with the tokens of a dispatch, at their rows; zeros elsewhere."""
-    n, ids = len(handle.ranks), handle.sent_ids()
-    plan = handle.calls.plan(
-        tensors[0],
-        ids[0],
-        tensors[n] if len(tensors) > n else None,
+    n, ids, plan = len(handle.ranks), handle.sent_ids(), handle.plan
+    again = handle.calls.plan(
+        tensors[:n],
+        handle.topk,
+        ids[0].element_size(),
+        tensors[n:] or None,
         None,
-        masked=handle.masked,
-        expert_alignment=handle.expert_alignment,
-        rows=handle.ranks[0].rows,
+        masked=plan.masked,
+        expert_alignment=plan.expert_alignment,
+        rows=plan.rows,
     )
-    return DispatchFunction.apply(
-        handle.again(), plan, ids, None, None, None, *(in_memory(tensor) for tensor in tensors)
-    )
+    given = DispatchArguments(again, ids)
+    return DispatchFunction.apply(handle.again(again), given, None, *(in_memory(tensor) for tensor in tensors))
 
 
 def bring_back(handle: LowLatencyHandle, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """What lies at the rows of a dispatch, summed at their tokens, and what lies beside them, [T, K]."""
     values = tensors[len(handle.ranks)] if len(tensors) > len(handle.ranks) else None
     plan = handle.calls.plan_combine(handle.topk, tensors[0], values, sum_at_expert=False, renormalize=False)
-    return CombineFunction.apply(handle.in_backward(), plan, None, None, None, *tensors)
+    return CombineFunction.apply(handle.in_backward(), CombineArguments(plan), None, *tensors)

@@ -6,53 +6,22 @@ calls the hook.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakSet
 
 import torch
 
 from megatron_ep import _C
-from megatron_ep.backends.interface import Backend
+from megatron_ep.backends.interface import Backend, RankTensors
 from megatron_ep.backends.low_latency import Call, InFlight, LowLatencyRanks
 from megatron_ep.backends.low_latency_mask import Masks
 from megatron_ep.group.rank_group import PAYLOAD_TYPES, RankGroup
 from megatron_ep.low_latency.handle import LowLatencyHandle, RankPart
+from megatron_ep.low_latency.plans import CombineArguments, CombinePlan, Counters, DispatchArguments, DispatchPlan
 from megatron_ep.low_latency.rows import Float8, aligned_column, new_tensor, row_format
 
-Counters = Mapping[str, Sequence[torch.Tensor]]  # the callers', one a rank: recv_rows, recv_wait_ns
-Launch = Callable[[_C.LowLatencyLaunches], None]
-
-
-@dataclass(frozen=True)
-class DispatchPlan:
-    """A dispatch but for its addresses: the same whenever the arguments look the same. See `LowLatencyCalls.plan`.
-
-    shape: of a rank's rows. dtype: of what arrives.
-    """
-
-    topk: int
-    masked: bool
-    expert_alignment: int
-    rows: int
-    shape: tuple[int, ...]
-    hidden: int
-    dtype: torch.dtype
-    float8: Float8 | None
-    format: _C.RowFormat
-    options: _C.LowLatencyOptions
-
-
-@dataclass(frozen=True)
-class CombinePlan:
-    """Likewise of a combine. dtype: of x, as the extension numbers it."""
-
-    sum_at_expert: bool
-    format: _C.RowFormat
-    options: _C.LowLatencyOptions
-    dtype: int
+Launch = Callable[..., None]  # of arguments, the last of which is the launches
 
 
 class Pending:
@@ -61,10 +30,17 @@ class Pending:
     tensors: that it uses, made on this stream.
     """
 
-    def __init__(self, calls: LowLatencyCalls, launch: Launch, tensors: Sequence[torch.Tensor], stream: int):
+    def __init__(
+        self,
+        calls: LowLatencyCalls,
+        launch: Launch,
+        arguments: tuple[Any, ...],
+        tensors: Sequence[torch.Tensor],
+        stream: int,
+    ):
         # A call that has been received keeps nothing: `calls` remembers it, and a caller that has both in a circle has
         # them freed at any moment, while a CUDA graph is captured for one.
-        self._rest: tuple[Any, ...] | None = (calls, launch, tensors, stream)
+        self._rest: tuple[Any, ...] | None = (calls, launch, arguments, tensors, stream)
 
     @property
     def received(self) -> bool:
@@ -74,11 +50,11 @@ class Pending:
         """Launches the receiving half. Raises ValueError the second time."""
         if self._rest is None:
             raise ValueError("the hook of a low-latency call was called twice, must be called once")
-        calls, launch, tensors, made_on = self._rest
+        calls, launch, arguments, tensors, made_on = self._rest
         with calls.group.abort_peers_on_error():
             calls.group.check_usable()
             calls.backend.keep_for_launch(tensors, made_on)
-            launch(_C.LowLatencyLaunches.receive)
+            launch(*arguments, _C.LowLatencyLaunches.receive)
             self._rest = None
             calls.log_masks()
             calls.group.raise_if_aborted()
@@ -111,22 +87,14 @@ class LowLatencyCalls:
             self._offsets[topk] = self.heap.layout(topk=topk, warps=self.ranks.warps)
         return self._offsets[topk]
 
-    def new_handle(
-        self,
-        topk: int,
-        masked: bool,
-        expert_alignment: int,
-        rows: int,
-        num_tokens: Sequence[int],
-        forward: LowLatencyHandle | None = None,
-    ) -> LowLatencyHandle:
-        """For one dispatch of so many tokens of each rank, with room for so many rows."""
-        size, device, stream = self.offsets(topk)["size"], self.group.device, self.backend.current_stream()
-        ranks = [
-            RankPart(tokens, torch.empty(size, dtype=torch.int32, device=device), rows, stream) for tokens in num_tokens
-        ]
-        looks = (topk, masked, rows, *num_tokens)
-        return LowLatencyHandle(self, topk, masked, expert_alignment, ranks, looks, forward=forward)
+    def new_handle(self, plan: DispatchPlan, forward: LowLatencyHandle | None = None) -> LowLatencyHandle:
+        """For one dispatch."""
+        size, device, made_on = plan.offsets["size"], self.group.device, self.backend.current_stream()
+        ranks = []
+        for num_tokens in plan.num_tokens:
+            layout = torch.empty(size, dtype=torch.int32, device=device)
+            ranks.append(RankPart(num_tokens, layout, plan.rows, made_on))
+        return LowLatencyHandle(self, plan, ranks, forward=forward)
 
     def check_received(self) -> None:
         """Raises ValueError if a call is under way."""
@@ -164,41 +132,50 @@ class LowLatencyCalls:
 
     def plan(
         self,
-        x: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor | None,
+        x: Sequence[torch.Tensor],
+        topk: int,
+        index_bytes: int,
+        weights: Sequence[torch.Tensor] | None,
         float8: Float8 | None,
         *,
         masked: bool,
         expert_alignment: int,
         rows: int,
     ) -> DispatchPlan:
-        """Of a dispatch with tensors such as these, of a rank. rows: that each rank has room for."""
-        topk, hidden = ids.shape[1], x.shape[1]
+        """Of a dispatch with tensors such as these. rows: that each rank has room for."""
+        hidden, dtype = x[0].shape[1], x[0].dtype
         local_experts = self.group.num_local_experts
         shape = (local_experts, rows // local_experts) if masked else (rows,)
         options = self._options()
-        options.index_bytes = ids.element_size()
+        options.index_bytes = index_bytes
         options.expert_alignment = expert_alignment
         options.expert_rows = shape[-1] if masked else 0
-        dtype = x.dtype
         if float8 is not None:
             dtype = torch.float8_e4m3fn
             options.quantize = getattr(_C.ScaleFormat, float8.scale_format or "none")
             options.scale_column = aligned_column(shape[-1]) if float8.column else 0
-        weight_bytes = 0 if weights is None else weights.element_size()
-        row = row_format(topk, hidden, dtype, float8.scale_dtype if float8 else None, weight_bytes)
-        return DispatchPlan(topk, masked, expert_alignment, rows, shape, hidden, dtype, float8, row, options)
+        weight_bytes = 0 if weights is None else weights[0].element_size()
+        return DispatchPlan(
+            topk=topk,
+            masked=masked,
+            expert_alignment=expert_alignment,
+            num_tokens=tuple(part.shape[0] for part in x),
+            rows=rows,
+            shape=shape,
+            hidden=hidden,
+            dtype=dtype,
+            float8=float8,
+            offsets=self.offsets(topk),
+            format=row_format(topk, hidden, dtype, float8.scale_dtype if float8 else None, weight_bytes),
+            options=options,
+        )
 
     def launch_dispatch(
         self,
         handle: LowLatencyHandle,
-        plan: DispatchPlan,
-        ids: Sequence[torch.Tensor],
+        given: DispatchArguments,
         x: Sequence[torch.Tensor],
         weights: Sequence[torch.Tensor] | None,
-        scales: Sequence[torch.Tensor] | None = None,
-        counters: Counters | None = None,
         *,
         zero: bool,
         pending: list[Pending] | None,
@@ -207,30 +184,31 @@ class LowLatencyCalls:
 
         zero: whether rows without a token hold zeros. pending: where the call goes; None: it is received at once.
         """
-        backend = self.backend
+        backend, plan = self.backend, given.plan
         out: list[torch.Tensor] = []
         out_weights: list[torch.Tensor] = []
         out_scales: list[torch.Tensor] = []
         tensors = []
         for i, rank in enumerate(handle.ranks):
             out.append(new_tensor((*plan.shape, plan.hidden), plan.dtype, backend, zero=zero))
-            address = rank.layout.data_ptr() + 4 * handle.offsets["dispatch_call"]
-            t = self._tensors(handle, i, address, x[i], out[i])
-            t.topk_idx = ids[i].data_ptr()
+            t = self._tensors(handle, i, x[i], out[i], rank.layout.data_ptr() + 4 * plan.offsets["dispatch_call"])
+            t["topk_idx"] = given.ids[i].data_ptr()
             if weights is not None:
                 out_weights.append(new_tensor(plan.shape, weights[i].dtype, backend, zero=zero))
-                t.weights, t.out_weights = weights[i].data_ptr(), out_weights[i].data_ptr()
+                t["weights"], t["out_weights"] = weights[i].data_ptr(), out_weights[i].data_ptr()
             if plan.float8 is not None:
                 out_scales.append(plan.float8.new_scales(plan.shape, plan.hidden, backend, zero=zero))
-                t.out_scales = out_scales[i].data_ptr()
-                if scales is not None:
-                    t.scales = scales[i].data_ptr()
+                t["out_scales"] = out_scales[i].data_ptr()
+                if given.scales is not None:
+                    t["scales"] = given.scales[i].data_ptr()
             tensors.append(t)
-        if counters:
-            _count(counters, tensors)
-        launch = partial(self.ranks.enqueue_dispatch, tensors, plan.format, plan.options)
-        used = (x, ids, weights, scales, out, out_weights, out_scales)
-        handle.call = self._send("dispatch", launch, handle, used, counters, pending)
+        if given.counters is not None:
+            _count(given.counters, tensors)
+        used = (x, given.ids, weights, given.scales, out, out_weights, out_scales)
+        arguments = (tensors, plan.format, plan.options)
+        handle.call = self._send(
+            "dispatch", self.ranks.enqueue_dispatch, arguments, handle, used, given.counters, pending
+        )
         return out, out_weights, out_scales
 
     def plan_combine(
@@ -245,13 +223,11 @@ class LowLatencyCalls:
     def launch_combine(
         self,
         handle: LowLatencyHandle,
-        plan: CombinePlan,
+        given: CombineArguments,
         x: Sequence[torch.Tensor],
         *,
         values: Sequence[torch.Tensor] | None = None,
         weights: Sequence[torch.Tensor] | None = None,
-        out: Sequence[torch.Tensor] | None = None,
-        counters: Counters | None = None,
         pending: list[Pending] | None,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """x [*rows, H] and values [*rows] to sums [T, H] and single values [T, K].
@@ -260,7 +236,7 @@ class LowLatencyCalls:
         """
         handle.check()
         handle.check_received()
-        backend = self.backend
+        backend, plan, out = self.backend, given.plan, given.out
         y: list[torch.Tensor] = []
         y_values: list[torch.Tensor] = []
         calls: list[torch.Tensor] = []
@@ -269,24 +245,23 @@ class LowLatencyCalls:
             backend.keep_for_launch((rank.layout,), rank.made_on)
             shape = (rank.num_tokens, x[i].shape[-1])
             y.append(backend.new_output(shape, x[i].dtype) if out is None else out[i])
-            address = rank.layout.data_ptr() + 4 * handle.offsets["combine_call"]
-            if pending is not None:  # two of the same dispatch may be under way
+            if pending is None:
+                call = rank.layout.data_ptr() + 4 * handle.plan.offsets["combine_call"]
+            else:  # two of the same dispatch may be under way
                 calls.append(torch.empty(1, dtype=torch.int64, device=self.group.device))
-                address = calls[i].data_ptr()
-            t = self._tensors(handle, i, address, x[i], y[i])
+                call = calls[i].data_ptr()
+            t = self._tensors(handle, i, x[i], y[i], call)
             if values is not None:
                 y_values.append(torch.empty(rank.num_tokens, handle.topk, dtype=values[i].dtype, device=x[i].device))
-                t.weights, t.out_weights = values[i].data_ptr(), y_values[i].data_ptr()
-            if weights is not None and plan.sum_at_expert:
-                t.row_weights = weights[i].data_ptr()
-            elif weights is not None:
-                t.token_weights = weights[i].data_ptr()
+                t["weights"], t["out_weights"] = values[i].data_ptr(), y_values[i].data_ptr()
+            if weights is not None:
+                t["row_weights" if plan.sum_at_expert else "token_weights"] = weights[i].data_ptr()
             tensors.append(t)
-        if counters:
-            _count(counters, tensors)
-        launch = partial(self.ranks.enqueue_combine, tensors, plan.format, plan.options, plan.dtype)
+        if given.counters is not None:
+            _count(given.counters, tensors)
         used = (x, values, weights, y, y_values, calls)
-        self._send("combine", launch, handle, used, counters, pending)
+        arguments = (tensors, plan.format, plan.options, plan.dtype)
+        self._send("combine", self.ranks.enqueue_combine, arguments, handle, used, given.counters, pending)
         return y, y_values
 
     def _options(self) -> Any:
@@ -295,22 +270,30 @@ class LowLatencyCalls:
             self.masks.fill_options(options)
         return options
 
-    def _tensors(self, handle: LowLatencyHandle, i: int, call: int, x: torch.Tensor, out: torch.Tensor) -> Any:
+    def _tensors(self, handle: LowLatencyHandle, i: int, x: torch.Tensor, out: torch.Tensor, call: int) -> RankTensors:
         """call: the address of its number."""
         rank = handle.ranks[i]
-        t = _C.LowLatencyTensors(rank.layout.data_ptr(), call, rank.num_tokens, rank.rows, x.data_ptr(), out.data_ptr())
+        t = {
+            "layout": rank.layout.data_ptr(),
+            "call": call,
+            "num_tokens": rank.num_tokens,
+            "max_rows": rank.rows,
+            "x": x.data_ptr(),
+            "out": out.data_ptr(),
+        }
         if self.masks is not None:
             self.masks.fill(t, i)
             if handle.forward is not None:
                 forward = handle.forward.ranks[i]
                 self.backend.keep_for_launch([forward.layout], forward.made_on)
-                t.required = handle.active(forward).data_ptr()
+                t["required"] = handle.active(forward).data_ptr()
         return t
 
     def _send(
         self,
         kind: str,
         launch: Launch,
+        arguments: tuple[Any, ...],
         handle: LowLatencyHandle,
         tensors: Sequence[Sequence[torch.Tensor] | None],
         counters: Counters | None,
@@ -321,13 +304,13 @@ class LowLatencyCalls:
         in_flight.check()
         call: Call = RECEIVED
         if pending is None:
-            launch(_C.LowLatencyLaunches.both)
+            launch(*arguments, _C.LowLatencyLaunches.both)
         else:
             used = [rank.layout for rank in handle.ranks]
             for part in (*tensors, *(counters or {}).values()):
                 used += part or ()
-            call = Pending(self, launch, used, self.backend.current_stream())
-            launch(_C.LowLatencyLaunches.send)
+            call = Pending(self, launch, arguments, used, self.backend.current_stream())
+            launch(*arguments, _C.LowLatencyLaunches.send)
             pending.append(call)
         self.log_masks()
         self.group.raise_if_aborted()
@@ -335,7 +318,7 @@ class LowLatencyCalls:
         return call
 
 
-def _count(counters: Counters, of_ranks: Sequence[Any]) -> None:
+def _count(counters: Counters, of_ranks: Sequence[RankTensors]) -> None:
     for name, tensors in counters.items():
         for t, tensor in zip(of_ranks, tensors, strict=True):
-            setattr(t, name, tensor.data_ptr())
+            t[name] = tensor.data_ptr()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -11,8 +11,9 @@ from megatron_ep import _C
 from megatron_ep.config import MAX_ROWS, require_int
 from megatron_ep.group.known_calls import KnownCalls, looks_of
 from megatron_ep.group.rank_group import RankGroup, check_summable
-from megatron_ep.low_latency.calls import CombinePlan, Counters, DispatchPlan, LowLatencyCalls
+from megatron_ep.low_latency.calls import LowLatencyCalls
 from megatron_ep.low_latency.handle import LowLatencyHandle
+from megatron_ep.low_latency.plans import CombineArguments, CombinePlan, Counters, DispatchArguments, DispatchPlan
 from megatron_ep.low_latency.rows import Float8, float8_of, row_format
 from megatron_ep.normal import expert_ids
 from megatron_ep.normal.api import (
@@ -44,27 +45,6 @@ class Limits:
     largest: _C.RowFormat
 
 
-class DispatchArguments(NamedTuple):
-    """Checked; lists have one entry per rank of this process."""
-
-    plan: DispatchPlan
-    x: list[torch.Tensor]
-    ids: list[torch.Tensor]
-    weights: list[torch.Tensor] | None
-    scales: list[torch.Tensor] | None
-    counters: Counters
-
-
-class CombineArguments(NamedTuple):
-    """Checked; x and the weights of rows as they were given, [L, W * max_tokens, ...] or [R, ...]."""
-
-    plan: CombinePlan
-    x: list[torch.Tensor]
-    weights: list[torch.Tensor] | None
-    out: list[torch.Tensor] | None
-    counters: Counters
-
-
 class Checks:
     """Checks arguments, and remembers the looks of those that were right: a model makes the same calls again."""
 
@@ -74,15 +54,36 @@ class Checks:
         self._calls = calls
         self._plans = KnownCalls()
 
-    def _listed(self, value: Any) -> Any:
+    def _listed(self, value: Any) -> list[torch.Tensor]:
         """Of what is known to be right."""
-        return value if value is None else list(value) if self._group.takes_lists else [value]
+        return list(value) if self._group.takes_lists else [value]
 
     def _counters(self, **given: Tensors | None) -> Counters:
         """Likewise."""
         return {name: self._listed(value) for name, value in given.items() if value is not None}
 
     def check_dispatch(
+        self, tensors: tuple[Any, ...], settings: tuple[Any, ...]
+    ) -> tuple[DispatchArguments, list[torch.Tensor], list[torch.Tensor] | None]:
+        """Returns also x and topk_weights, of each rank of this process. tensors, settings: those of
+        `_plan_dispatch`."""
+        x, topk_idx, topk_weights, scales, recv_rows, recv_wait_ns = tensors
+        looks = looks_of(settings, *tensors)
+        plan: DispatchPlan | None = self._plans.get(looks)
+        if plan is None:
+            plan = self._plan_dispatch(*tensors, *settings)
+            self._plans.add(looks, plan)
+        listed = self._listed
+        ids = listed(topk_idx)
+        if self._group.device.type == "cpu":
+            self._check_id_values(ids)
+        counters = None
+        if recv_rows is not None or recv_wait_ns is not None:
+            counters = self._counters(recv_rows=recv_rows, recv_wait_ns=recv_wait_ns)
+        given = DispatchArguments(plan, ids, None if scales is None else listed(scales), counters)
+        return given, listed(x), None if topk_weights is None else listed(topk_weights)
+
+    def _plan_dispatch(
         self,
         x: Tensors,
         topk_idx: Tensors,
@@ -90,56 +91,44 @@ class Checks:
         scales: Tensors | None,
         recv_rows: Tensors | None,
         recv_wait_ns: Tensors | None,
-        *,
         layout: str,
         expert_alignment: int,
         expert_capacity: int | None,
         max_recv_tokens: int | None,
         fp8: str | None,
         scale_layout: str,
-    ) -> DispatchArguments:
+    ) -> DispatchPlan:
+        """Raises ValueError for anything that is wrong, but for the values of topk_idx."""
         group = self._group
-        looks = looks_of(
-            (layout, expert_alignment, expert_capacity, max_recv_tokens, fp8, scale_layout),
-            *(x, topk_idx, topk_weights, scales, recv_rows, recv_wait_ns),
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout is {layout!r}, must be one of {', '.join(map(repr, LAYOUTS))}")
+        xs, ids = as_list("x", x, group), as_list("topk_idx", topk_idx, group)
+        weights = None if topk_weights is None else as_list("topk_weights", topk_weights, group)
+        check_ids(ids)
+        topk, num_tokens = ids[0].shape[1], [idx.shape[0] for idx in ids]
+        if topk > self._limits.topk:
+            raise ValueError(f"topk_idx has K = {topk}, must be at most the {self._limits.topk} of LowLatency")
+        most = self._limits.max_tokens
+        for tokens in num_tokens:
+            if tokens > most:
+                raise ValueError(f"x has {tokens} tokens, must have at most max_tokens = {most}")
+        row_scales = None if scales is None else as_list("scales", scales, group)
+        check_payload("x", xs, num_tokens)
+        float8 = float8_of(xs, fp8, row_scales, scale_layout)
+        self._check_row("x", xs[0], float8)
+        check_weights("topk_weights", weights, [(tokens, topk) for tokens in num_tokens], WEIGHT_DTYPES)
+        self._check_counters(recv_rows=recv_rows, recv_wait_ns=recv_wait_ns)
+        rows = self._rows(layout, topk, expert_alignment, max_recv_tokens, expert_capacity)
+        return self._calls.plan(
+            xs,
+            topk,
+            ids[0].element_size(),
+            weights,
+            float8,
+            masked=layout == "masked",
+            expert_alignment=expert_alignment,
+            rows=rows,
         )
-        plan: DispatchPlan | None = self._plans.get(looks)
-        if plan is not None:
-            xs, ids, weights, row_scales = map(self._listed, (x, topk_idx, topk_weights, scales))
-            counters = self._counters(recv_rows=recv_rows, recv_wait_ns=recv_wait_ns)
-        else:
-            if layout not in LAYOUTS:
-                raise ValueError(f"layout is {layout!r}, must be one of {', '.join(map(repr, LAYOUTS))}")
-            xs, ids = as_list("x", x, group), as_list("topk_idx", topk_idx, group)
-            weights = None if topk_weights is None else as_list("topk_weights", topk_weights, group)
-            check_ids(ids)
-            topk, num_tokens = ids[0].shape[1], [idx.shape[0] for idx in ids]
-            if topk > self._limits.topk:
-                raise ValueError(f"topk_idx has K = {topk}, must be at most the {self._limits.topk} of LowLatency")
-            most = self._limits.max_tokens
-            for tokens in num_tokens:
-                if tokens > most:
-                    raise ValueError(f"x has {tokens} tokens, must have at most max_tokens = {most}")
-            row_scales = None if scales is None else as_list("scales", scales, group)
-            check_payload("x", xs, num_tokens)
-            float8 = float8_of(xs, fp8, row_scales, scale_layout)
-            self._check_row("x", xs[0], float8)
-            check_weights("topk_weights", weights, [(tokens, topk) for tokens in num_tokens], WEIGHT_DTYPES)
-            counters = self._check_counters(recv_rows=recv_rows, recv_wait_ns=recv_wait_ns)
-            rows = self._rows(layout, topk, expert_alignment, max_recv_tokens, expert_capacity)
-            plan = self._calls.plan(
-                xs[0],
-                ids[0],
-                None if weights is None else weights[0],
-                float8,
-                masked=layout == "masked",
-                expert_alignment=expert_alignment,
-                rows=rows,
-            )
-            self._plans.add(looks, plan)
-        if group.device.type == "cpu":
-            self._check_id_values(ids)
-        return DispatchArguments(plan, xs, ids, weights, row_scales, counters)
 
     def check_combine(
         self,
@@ -148,53 +137,65 @@ class Checks:
         weights: Tensors | None,
         out: Tensors | None,
         recv_wait_ns: Tensors | None,
-        *,
         sum_at: str,
         renormalize: bool,
-    ) -> CombineArguments:
-        group = self._group
+    ) -> tuple[CombineArguments, list[torch.Tensor], list[torch.Tensor] | None]:
+        """Returns also x and weights, of each rank of this process, as they were given: [L, W * max_tokens, ...] or
+        [R, ...]."""
         looks = looks_of((sum_at, bool(renormalize), handle.looks), x, weights, out, recv_wait_ns)
         plan: CombinePlan | None = self._plans.get(looks)
-        if plan is not None:
-            xs, factors, outs = map(self._listed, (x, weights, out))
-            return CombineArguments(plan, xs, factors, outs, self._counters(recv_wait_ns=recv_wait_ns))
+        if plan is None:
+            plan = self._plan_combine(x, handle, weights, out, recv_wait_ns, sum_at, renormalize)
+            self._plans.add(looks, plan)
+        listed = self._listed
+        counters = None if recv_wait_ns is None else self._counters(recv_wait_ns=recv_wait_ns)
+        given = CombineArguments(plan, None if out is None else listed(out), counters)
+        return given, listed(x), None if weights is None else listed(weights)
+
+    def _plan_combine(
+        self,
+        x: Tensors,
+        handle: LowLatencyHandle,
+        weights: Tensors | None,
+        out: Tensors | None,
+        recv_wait_ns: Tensors | None,
+        sum_at: str,
+        renormalize: bool,
+    ) -> CombinePlan:
+        """Raises ValueError for anything that is wrong."""
+        group = self._group
         if sum_at not in PLACES:
             raise ValueError(f"sum_at is {sum_at!r}, must be one of {', '.join(map(repr, PLACES))}")
-        given = as_list("x", x, group)
-        xs = self._flat("x", given, handle, 1)
+        xs = self._flat("x", as_list("x", x, group), handle, 1)
         check_summable("x", xs[0].dtype, group.device.type)
         check_payload("x", xs, [rank.rows for rank in handle.ranks])
         self._check_row("x", xs[0])
         name = "row_weights" if sum_at == "expert" else "topk_weights"
-        factors = None if weights is None else as_list(name, weights, group)
-        if factors is not None:
+        if weights is not None:
+            flat, meaning = as_list(name, weights, group), ": one for each choice of a token, as of dispatch"
             allowed = (torch.float64 if xs[0].dtype == torch.float64 else torch.float32,)
             shapes: list[tuple[int, ...]] = [(rank.num_tokens, handle.topk) for rank in handle.ranks]
-            flat, meaning = factors, ": one for each choice of a token, as of dispatch"
             if sum_at == "expert":
                 meaning = WEIGHTS_OF_ROWS
-                flat = self._flat(name, factors, handle, 0, meaning)
+                flat = self._flat(name, flat, handle, 0, meaning)
                 shapes = [(rank.rows,) for rank in handle.ranks]
             check_weights(name, flat, shapes, allowed, meaning)
-        outs = None if out is None else self._check_out(as_list("out", out, group), xs, handle)
-        counters = self._check_counters(recv_wait_ns=recv_wait_ns)
-        plan = self._calls.plan_combine(
+        if out is not None:
+            self._check_out(as_list("out", out, group), xs, handle)
+        self._check_counters(recv_wait_ns=recv_wait_ns)
+        return self._calls.plan_combine(
             handle.topk, xs[0], None, sum_at_expert=sum_at == "expert", renormalize=renormalize
         )
-        self._plans.add(looks, plan)
-        return CombineArguments(plan, given, factors, outs, counters)
 
-    def _check_counters(self, **tensors: Tensors | None) -> Counters:
-        counters = {name: as_list(name, given, self._group) for name, given in tensors.items() if given is not None}
+    def _check_counters(self, **tensors: Tensors | None) -> None:
         world = self._group.topology.world_size
-        for name, of_ranks in counters.items():
-            for tensor in of_ranks:
+        for name, given in tensors.items():
+            for tensor in () if given is None else as_list(name, given, self._group):
                 if tensor.dtype != torch.int64 or tuple(tensor.shape) != (world,):
                     raise ValueError(
                         f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, must be torch.int64 of shape "
                         f"({world},)"
                     )
-        return counters
 
     def _check_row(self, name: str, x: torch.Tensor, float8: Float8 | None = None) -> None:
         if float8 is not None:
@@ -264,9 +265,8 @@ class Checks:
         outs: list[torch.Tensor],
         xs: list[torch.Tensor],
         handle: LowLatencyHandle,
-    ) -> list[torch.Tensor]:
+    ) -> None:
         for tensor, x, rank in zip(outs, xs, handle.ranks, strict=True):
             check_dtype("out", tensor, (x.dtype,))
             if tuple(tensor.shape) != (rank.num_tokens, x.shape[1]):
                 raise ValueError(f"out has shape {tuple(tensor.shape)}, must be {(rank.num_tokens, x.shape[1])}")
-        return outs

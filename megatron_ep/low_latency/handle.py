@@ -9,6 +9,7 @@ import torch
 
 from megatron_ep.backends.low_latency import Call
 from megatron_ep.group.rank_group import RankGroup
+from megatron_ep.low_latency.plans import DispatchPlan
 
 
 @dataclass(slots=True)
@@ -23,27 +24,33 @@ class RankPart:
 
 @dataclass(eq=False)
 class LowLatencyHandle:
-    """What a low-latency dispatch learned. Belongs to the `LowLatency` that made it.
-
-    topk: K of the dispatch.
-    masked: whether rows are laid out as [L, W * max_tokens].
-    """
+    """What a low-latency dispatch learned. Belongs to the `LowLatency` that made it."""
 
     calls: Any  # the LowLatencyCalls
-    topk: int
-    masked: bool
-    expert_alignment: int
+    plan: DispatchPlan = field(repr=False)
     ranks: list[RankPart] = field(repr=False)
-    looks: tuple[int, ...] = field(repr=False)  # handles with the same ones fit the same rows
     call: Call | None = field(default=None, repr=False)  # the dispatch
     # whose ranks must not have been masked since: in a backward pass, that of the forward pass
     forward: LowLatencyHandle | None = field(default=None, repr=False)
-    offsets: dict[str, int] = field(init=False, repr=False)  # of a layout's parts
     _unfit: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        self.offsets = self.calls.offsets(self.topk)
         self.calls.handles.add(self)
+
+    @property
+    def topk(self) -> int:
+        """K of the dispatch."""
+        return self.plan.topk
+
+    @property
+    def masked(self) -> bool:
+        """Whether rows are laid out as [L, W * max_tokens]."""
+        return self.plan.masked
+
+    @property
+    def looks(self) -> tuple[object, ...]:
+        """Handles with the same ones fit the same rows."""
+        return self.plan.looks
 
     @property
     def group(self) -> RankGroup:
@@ -69,13 +76,10 @@ class LowLatencyHandle:
         if self.call is not None and not self.call.received:
             raise ValueError("handle is of a dispatch that was not received yet: call its hook first")
 
-    def again(self) -> LowLatencyHandle:
+    def again(self, plan: DispatchPlan) -> LowLatencyHandle:
         """For another dispatch of the same tokens."""
         self.check()
-        num_tokens = [rank.num_tokens for rank in self.ranks]
-        return self.calls.new_handle(
-            self.topk, self.masked, self.expert_alignment, self.ranks[0].rows, num_tokens, forward=self.forward or self
-        )
+        return self.calls.new_handle(plan, forward=self.forward or self)
 
     def in_backward(self) -> LowLatencyHandle:
         """The same, for a combine in a backward pass."""
@@ -83,7 +87,7 @@ class LowLatencyHandle:
 
     def ids(self) -> list[torch.Tensor]:
         """topk_idx of the dispatch, int32 [T, K] per rank; -2 - id where that expert's rank was masked."""
-        first = self.offsets["experts"]
+        first = self.plan.offsets["experts"]
         sizes = [(rank.num_tokens, self.topk) for rank in self.ranks]
         return [
             rank.layout[first : first + size[0] * size[1]].view(size)
@@ -96,22 +100,22 @@ class LowLatencyHandle:
 
     def active(self, rank: RankPart) -> torch.Tensor:
         """int32 [W], a view: 1 for each rank that took part in both halves of the dispatch. Only with masks."""
-        first = self.offsets["active"]
+        first = self.plan.offsets["active"]
         return rank.layout[first : first + self.calls.group.topology.world_size]
 
     def counts(self, rank: RankPart) -> torch.Tensor:
         """int32 [L], a view: rows per local expert, without padding."""
-        first = self.offsets["counts"]
+        first = self.plan.offsets["counts"]
         return rank.layout[first : first + self.calls.group.num_local_experts]
 
     def starts(self, rank: RankPart) -> torch.Tensor:
         """int32 [L + 1], a view: where the rows of each local expert begin."""
-        first = self.offsets["starts"]
+        first = self.plan.offsets["starts"]
         return rank.layout[first : first + self.calls.group.num_local_experts + 1]
 
     def overflow(self, rank: RankPart) -> torch.Tensor:
         """int32 [1], a view: not 0 once rows did not fit."""
-        return rank.layout[: self.offsets["overflow"] + 1]
+        return rank.layout[: self.plan.offsets["overflow"] + 1]
 
     def is_row(self, rank: RankPart) -> torch.Tensor:
         """bool [rows]: which rows hold a token."""

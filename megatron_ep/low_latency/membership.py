@@ -15,7 +15,6 @@ from megatron_ep.errors import EPError
 from megatron_ep.group.distributed import DistributedRankGroup
 from megatron_ep.group.rank_group import RankGroup
 from megatron_ep.low_latency.calls import LowLatencyCalls
-from megatron_ep.normal.autograd import need_gradient
 
 ON_DEAD_RANK = ("raise", "mask")
 
@@ -119,12 +118,12 @@ class MaskedRanks:
     def _of_ranks(self, values: list[Any]) -> Any:
         return list(values) if self._group.takes_lists else values[0]
 
-    def _check_renormalize(self, xs: list[torch.Tensor], factors: list[torch.Tensor] | None, sum_at: str) -> None:
+    def _check_renormalize(self, factors: list[torch.Tensor] | None, sum_at: str, needs_gradient: bool) -> None:
         if self._calls.masks is None or factors is None or sum_at != "token":
             raise ValueError(
                 "renormalize is True, must be False unless on_dead_rank is 'mask' and weights are given at the token"
             )
-        if need_gradient((*xs, *factors)):
+        if needs_gradient:
             raise ValueError("renormalize is True, must be False where a gradient is needed")
 
 

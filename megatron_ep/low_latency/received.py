@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,15 +66,22 @@ def _one(handle: LowLatencyHandle, view_of: Callable[[RankPart], torch.Tensor]) 
     return views if handle.calls.group.takes_lists else views[0]
 
 
+_first = operator.itemgetter(0)
+
+
 def received_of(
-    handle: LowLatencyHandle, is_float8: bool, has_probs: bool, out: tuple[torch.Tensor, ...]
+    handle: LowLatencyHandle,
+    rows: Sequence[torch.Tensor],
+    probs: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    straight_through: Sequence[torch.Tensor],
 ) -> LowLatencyReceived:
-    """out: of `autograd.differentiable_dispatch`."""
-    n = len(handle.ranks)
-    is_list = handle.calls.group.takes_lists
-    parts: list[Any] = [list(out[i : i + n]) for i in range(0, len(out), n)] if is_list else list(out)
-    x = parts.pop(0)
-    probs = parts.pop(0) if has_probs else None
-    scales = parts.pop(0) if is_float8 else None
-    straight_through = parts.pop(0) if parts else None
-    return LowLatencyReceived(x, scales, straight_through, probs, handle)
+    """Of each rank, or nothing where there are none."""
+    of = list if handle.calls.group.takes_lists else _first
+    return LowLatencyReceived(
+        of(rows),
+        of(scales) if scales else None,
+        of(straight_through) if straight_through else None,
+        of(probs) if probs else None,
+        handle,
+    )

@@ -66,8 +66,10 @@ class _ReceivedLater(Received):
     def __init__(self, x: Any, scales: Any, probs: Any, *, handle: Handle, **known: Any):
         """known: what need not be taken from the handle, as when `dataclasses.replace` makes another."""
         self.x, self.scales, self.probs, self.handle = x, scales, probs, handle
-        self.topk_idx = self._of_handle([rank.dst_rows for rank in handle.ranks]) if handle.is_flat else None
-        self.__dict__.update(known)
+        if handle.is_flat:
+            self.topk_idx = self._of_handle([rank.dst_rows for rank in handle.ranks])
+        if known:
+            self.__dict__.update(known)
 
     def _of_handle(self, tensors: list[torch.Tensor]) -> Any:
         return tensors if self.handle.group.takes_lists else tensors[0]
@@ -144,7 +146,7 @@ def dispatch(
             if looks is not None:
                 group.known_calls.add(looks, True)
         xs, ids, weights, row_scales = [listed(value, group) for value in tensors]
-        needs_gradient = autograd.need_gradient((*xs, *(weights or ())))
+        needs_gradient = autograd.need_gradient(xs) or (weights is not None and autograd.need_gradient(weights))
         if needs_gradient and xs[0].dtype != torch.float8_e4m3fn:
             check_summable("the gradient of x", xs[0].dtype, group.device.type)
         values: list[torch.Tensor] = []
@@ -156,6 +158,9 @@ def dispatch(
         if handle is None:
             request = CountsToAskFor(ids, expert_alignment, expert_capacity or 0, max_recv_tokens)
             handle = Handle(group, ids[0].shape[1], [], request, is_flat=layout == "flat")
+        if not (values or is_traced or needs_gradient):
+            rows, out_scales, probs = launches.launch_dispatch(handle, xs, row_scales, weights, clears_end=False)
+            return _received_of(group, handle, rows, out_scales, probs, is_traced=False)
     # Behind the `with`: torch ends the recomputation of a checkpoint by an exception out of `apply`.
     n = len(group.ranks)
     if values:
@@ -165,32 +170,30 @@ def dispatch(
         out, handle = operators.traced_dispatch(handle, xs, row_scales, weights, clears_end=needs_gradient)
     else:
         out = autograd.differentiable_dispatch(handle, n, row_scales, needs_gradient, *xs, *(weights or ()))
-    return _received_of(
-        group, handle, out, has_weights=weights is not None, has_scales=row_scales is not None, is_traced=is_traced
-    )
+    probs = list(out[n : 2 * n]) if weights is not None else None
+    out_scales = list(out[-n:]) if row_scales is not None else None
+    return _received_of(group, handle, list(out[:n]), out_scales, probs, is_traced=is_traced)
 
 
 def _received_of(
     group: RankGroup,
     handle: Handle,
-    out: Sequence[torch.Tensor],
+    rows: list[torch.Tensor],
+    scales: list[torch.Tensor] | None,
+    probs: list[torch.Tensor] | None,
     *,
-    has_weights: bool,
-    has_scales: bool,
     is_traced: bool,
 ) -> Received:
-    """out: of all ranks rows, weights if there are any, and scales likewise."""
-    n = len(group.ranks)
-    parts = [list(out[i : i + n]) for i in range(0, len(out), n)]
-    one = (lambda items: items) if group.takes_lists else (lambda items: items[0])
-    row_probs = one(parts[1]) if has_weights else None
-    received_scales = one(parts[-1]) if has_scales else None
+    def one(items: list[torch.Tensor]) -> Any:
+        return items if group.takes_lists else items[0]
+
+    parts = (one(rows), None if scales is None else one(scales), None if probs is None else one(probs))
     # A CUDA graph renews only what it has captured, so read counts and overflow now.
     if not is_traced and not group.live_backend().is_capturing():
-        return _ReceivedLater(one(parts[0]), received_scales, row_probs, handle=handle)
+        return _ReceivedLater(*parts, handle=handle)
     counts, overflow = one(launches.tokens_per_expert_of(handle)), one(launches.overflow_of(handle))
     flat_ids = one([rank.dst_rows for rank in handle.ranks]) if handle.is_flat else None
-    return Received(one(parts[0]), received_scales, row_probs, counts, overflow, handle, flat_ids)
+    return Received(*parts, counts, overflow, handle, flat_ids)
 
 
 def combine(x: Tensors, handle: Handle, weights: Tensors | None = None) -> Any:
@@ -225,6 +228,9 @@ def combine(x: Tensors, handle: Handle, weights: Tensors | None = None) -> Any:
             if looks is not None:
                 group.known_calls.add(looks, True)
         xs, row_weights = listed(x, group), listed(weights, group)
+        if not (is_traced or autograd.need_gradient(xs) or (row_weights and autograd.need_gradient(row_weights))):
+            sums, _ = launches.launch_combine(handle, xs, None, row_weights)
+            return sums if group.takes_lists else sums[0]
     out: Sequence[torch.Tensor]
     if is_traced:
         out = operators.traced_combine(handle, xs, row_weights)

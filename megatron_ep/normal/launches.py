@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_ep import _C
-from megatron_ep.backends.interface import Backend, CountSettings, RankHandle
+from megatron_ep.backends.interface import Backend, CountSettings, RankHandle, RankTensors
 from megatron_ep.config import Topology
 from megatron_ep.group.rank_group import PAYLOAD_TYPES, RankGroup
 from megatron_ep.normal import expert_ids
@@ -55,33 +55,35 @@ def format_of(
     weights: Sequence[torch.Tensor] | None,
 ) -> _C.RowFormat:
     """How rows of these tensors travel. Raises ValueError when a ring cannot hold even one."""
-    row, min_bytes = _row_format(
-        x.shape[1] * x.element_size(),
-        scales[0].shape[1] * scales[0].element_size() if scales is not None else 0,
-        weights[0].element_size() if weights is not None else 0,
-        topk,
-        PAYLOAD_TYPES[x.dtype],
+    of_scales = None if scales is None else (scales[0].dtype, scales[0].shape[1])
+    looks = ("row", topk, x.dtype, x.shape[1], of_scales, None if weights is None else weights[0].dtype)
+    row: _C.RowFormat | None = group.known_calls.get(looks)
+    if row is None:
+        row = _new_format(group, topk, x, scales, weights)
+        group.known_calls.add(looks, row)
+    return row
+
+
+def _new_format(
+    group: RankGroup,
+    topk: int,
+    x: torch.Tensor,
+    scales: Sequence[torch.Tensor] | None,
+    weights: Sequence[torch.Tensor] | None,
+) -> _C.RowFormat:
+    row = _C.RowFormat(
+        payload_bytes=x.shape[1] * x.element_size(),
+        scale_bytes=scales[0].shape[1] * scales[0].element_size() if scales is not None else 0,
+        weight_bytes=weights[0].element_size() if weights is not None else 0,
+        topk=topk,
+        payload_type=PAYLOAD_TYPES[x.dtype],
     )
+    min_bytes = row.slot_bytes
     for name, ring_bytes in group.ring_bytes.items():
         if ring_bytes < min_bytes:
             given = getattr(group.config.tuning, name) or ring_bytes  # that of the heap is rounded up
             raise ValueError(f"Tuning.{name} is {given}, must be at least {min_bytes} for {x.shape[1]} x {x.dtype}")
     return row
-
-
-@functools.lru_cache(maxsize=64)
-def _row_format(
-    payload_bytes: int, scale_bytes: int, weight_bytes: int, topk: int, payload_type: int
-) -> tuple[_C.RowFormat, int]:
-    """With the bytes of its slot in a ring."""
-    row = _C.RowFormat(
-        payload_bytes=payload_bytes,
-        scale_bytes=scale_bytes,
-        weight_bytes=weight_bytes,
-        topk=topk,
-        payload_type=payload_type,
-    )
-    return row, row.slot_bytes
 
 
 def launch_dispatch(
@@ -106,30 +108,29 @@ def launch_dispatch(
     if handle.to_ask_for is not None:
         handle.ranks, counts = _exchange_counts(group, handle.to_ask_for, handle.is_flat)
         handle.to_ask_for = None
-    out = [
-        backend.new_output((rank.rows, part.shape[1]), part.dtype) for rank, part in zip(handle.ranks, x, strict=True)
-    ]
-    out_scales, out_weights = [], []
-    tensors = _tensors_of(backend, handle, x, out)
-    for i, (rank, t) in enumerate(zip(handle.ranks, tensors, strict=True)):
-        t.clears_end = clears_end
+    out, out_scales, out_weights = [], [], []
+    tensors = _tensors_of(backend, handle)
+    for i, rank in enumerate(handle.ranks):
+        t = tensors[i]
+        out.append(backend.new_output((rank.rows, x[i].shape[1]), x[i].dtype))
+        t["x"], t["out"], t["clears_end"] = x[i].data_ptr(), out[i].data_ptr(), clears_end
         if scales is not None:
-            t.scales = scales[i].data_ptr()
+            t["scales"] = scales[i].data_ptr()
             out_scales.append(backend.new_output((rank.rows, scales[i].shape[1]), scales[i].dtype))
-            t.out_scales = out_scales[i].data_ptr()
+            t["out_scales"] = out_scales[i].data_ptr()
         if weights is not None:
-            t.weights = weights[i].data_ptr()
+            t["weights"] = weights[i].data_ptr()
             size = (rank.rows, topk) if handle.is_flat else (rank.rows,)
             out_weights.append(torch.empty(size, dtype=weights[i].dtype, device=group.device))
-            t.out_weights = out_weights[i].data_ptr()
+            t["out_weights"] = out_weights[i].data_ptr()
         if not rank.has_tables:
-            t.fills_tables = rank.has_tables = True
+            t["fills_tables"] = rank.has_tables = True
             if rank.source_tokens is not None:
-                t.source_tokens = rank.source_tokens.data_ptr()
+                t["source_tokens"] = rank.source_tokens.data_ptr()
         if handle.is_flat:  # each row is stored once
-            t.has_all_weights = all_weights
+            t["has_all_weights"] = all_weights
         elif _has_intra_rank_pass(group, rank, row, backend.min_stores):
-            t.has_intra_rank_pass = True
+            t["has_intra_rank_pass"] = True
     backend.enqueue_dispatch(tensors, row, NVL_BATCH, group.config.tuning.rdma_chunk_tokens, counts)
     group.raise_if_aborted()
     return out, out_scales if scales is not None else None, out_weights if weights is not None else None
@@ -149,26 +150,26 @@ def launch_combine(
     group, topk = handle.group, handle.topk
     backend = group.live_backend()
     row = format_of(group, topk, x[0], None, weights)
-    out = [
-        backend.new_output((rank.num_tokens, part.shape[1]), part.dtype)
-        for rank, part in zip(handle.ranks, x, strict=True)
-    ]
-    out_weights, sums = [], []
-    tensors = _tensors_of(backend, handle, x, out)
-    for i, (rank, t) in enumerate(zip(handle.ranks, tensors, strict=True)):
+    out, out_weights, sums = [], [], []
+    tensors = _tensors_of(backend, handle)
+    for i, rank in enumerate(handle.ranks):
+        t = tensors[i]
+        out.append(backend.new_output((rank.num_tokens, x[i].shape[1]), x[i].dtype))
+        t["x"], t["out"] = x[i].data_ptr(), out[i].data_ptr()
         if weights is not None:
             size = (rank.num_tokens, topk)
             out_weights.append(torch.empty(size, dtype=weights[i].dtype, device=group.device))
-            t.weights, t.out_weights = weights[i].data_ptr(), out_weights[i].data_ptr()
+            t["weights"], t["out_weights"] = weights[i].data_ptr(), out_weights[i].data_ptr()
         if row_weights is not None:
-            t.row_weights, t.is_weighted = row_weights[i].data_ptr(), True
-        t.bias, t.second_bias = (*(bias.data_ptr() for bias in biases), 0, 0)[:2]
+            t["row_weights"], t["is_weighted"] = row_weights[i].data_ptr(), True
+        if biases:
+            t["bias"], t["second_bias"] = (*(bias.data_ptr() for bias in biases), 0)[:2]
         may_sum = not handle.is_flat and rank.own_rows is None
         if may_sum and _has_intra_rank_pass(group, rank, row) and backend.may_wait_on_side_stream():
             known = rank.dst_rows.shape[0]
             if sum_bytes_of(group.topology.world_size, topk, rank.rows, known, row.payload_bytes):
                 sums.append(torch.empty(known, x[i].shape[1], dtype=x[i].dtype, device=group.device))
-                t.sums = sums[-1].data_ptr()
+                t["sums"] = sums[-1].data_ptr()
     backend.enqueue_combine(tensors, row, NVL_BATCH, group.config.tuning.rdma_chunk_tokens, PAYLOAD_TYPES[x[0].dtype])
     group.raise_if_aborted()
     return out, out_weights if weights is not None else None
@@ -227,8 +228,14 @@ def _exchange_counts(
         num_tokens = idx.shape[0]
         layouts.append(torch.empty(group.heap.layout_size(num_tokens, topk), dtype=torch.int32, device=group.device))
         counts.append(backend.new_counts(group.num_local_experts, wait=wait))
-        addresses = layouts[-1].data_ptr(), num_tokens, idx.data_ptr(), counts[-1].data_ptr()
-        tensors.append(_C.RankTensors(*addresses))
+        tensors.append(
+            {
+                "layout": layouts[-1].data_ptr(),
+                "num_tokens": num_tokens,
+                "topk_idx": idx.data_ptr(),
+                "tokens_per_expert": counts[-1].data_ptr(),
+            }
+        )
     settings = CountSettings(
         topk,
         topk_idx[0].element_size(),
@@ -245,7 +252,7 @@ def _exchange_counts(
         group.raise_if_aborted()
     made_on, ranks = backend.current_stream(), []
     for i, t in enumerate(tensors):
-        num_tokens = t.num_tokens
+        num_tokens = t["num_tokens"]
         if most is None:
             received, rail = totals[i].received_rows, totals[i].rail_rows
             rows = received if is_flat else totals[i].expert_rows
@@ -258,34 +265,39 @@ def _exchange_counts(
                 rail = totals[i].rail_rows
         dst_rows = torch.empty(received, topk, dtype=torch.int32, device=group.device)
         rail_experts = torch.empty(rail, topk, dtype=torch.int32, device=group.device) if rail else dst_rows
-        t.set_tables(dst_rows.data_ptr(), rail_experts.data_ptr(), received, rail, rows)
-        rank = RankHandle(num_tokens, layouts[i], rows, counts[i], dst_rows, rail_experts, rail, made_on, addresses=t)
+        rank = RankHandle(num_tokens, layouts[i], rows, counts[i], dst_rows, rail_experts, rail, made_on)
+        rank.addresses = t
+        t.update(_tables_of(rank))
         if request.keeps_source_tokens:
             rank.source_tokens = dst_rows.new_empty(received)
         ranks.append(rank)
     return ranks, settings if is_left else None
 
 
-def _tensors_of(
-    backend: Backend, handle: Handle, x: Sequence[torch.Tensor], out: Sequence[torch.Tensor]
-) -> list[_C.RankTensors]:
-    """For a launch from x to out, which adds what else it has."""
+def _tensors_of(backend: Backend, handle: Handle) -> list[RankTensors]:
+    """For a launch, which adds what else it has."""
     tensors = []
     stream, age = backend.current_stream(), handle.age
-    for i, rank in enumerate(handle.ranks):
+    for rank in handle.ranks:
         if rank.made_on != stream:
             tables = (rank.layout, rank.dst_rows, rank.rail_experts, rank.source_tokens)
             backend.keep_for_launch([table for table in tables if table is not None], rank.made_on)
         t = rank.addresses
         if t is None:  # a handle that was put together, or that a plan made
-            t = rank.addresses = _C.RankTensors(rank.layout.data_ptr(), rank.num_tokens)
-            addresses = rank.dst_rows.data_ptr(), rank.rail_experts.data_ptr()
-            t.set_tables(*addresses, rank.dst_rows.shape[0], rank.rail_rows, rank.rows)
-            t.is_planned = rank.own_rows is not None
-        tensors.append(t.for_launch(x[i].data_ptr(), out[i].data_ptr(), age))
-        if handle.is_flat:
-            tensors[i].is_flat = True
+            t = rank.addresses = {"layout": rank.layout.data_ptr(), "num_tokens": rank.num_tokens, **_tables_of(rank)}
+            t["is_planned"] = rank.own_rows is not None
+        tensors.append({**t, "handle_age": age, "is_flat": handle.is_flat})
     return tensors
+
+
+def _tables_of(rank: RankHandle) -> RankTensors:
+    return {
+        "dst_rows": rank.dst_rows.data_ptr(),
+        "rail_experts": rank.rail_experts.data_ptr(),
+        "max_received": rank.dst_rows.shape[0],
+        "max_rail": rank.rail_rows,
+        "max_rows": rank.rows,
+    }
 
 
 def _refuse_ids(group: RankGroup, rank: int, topk_idx: torch.Tensor, a_bad_token: int, allows_repeats: bool) -> None:
@@ -341,6 +353,8 @@ def pays_intra_rank_pass(
     min_bytes: that must be saved.
     min_stores: of a row, which would be too many for the exchange.
     """
+    if rows * row_bytes < min_bytes:
+        return False
     # between nodes the exchange has other rows to store, too
     too_many_stores = topology.nodes > 1 or 1 + 1 / arrivals_of(topology.world_size, topk) >= min_stores
     return _saved_bytes(topology.world_size, topk, rows, row_bytes) >= min_bytes and too_many_stores

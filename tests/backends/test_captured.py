@@ -76,7 +76,7 @@ def close(backend, how):
 def test_what_a_graph_may_replay_outlives_the_buffer_and_no_longer_than_the_graph(capturing, how):
     group, part = Group(), Part()
     backend = make(group)
-    assert backend.launch(lambda stream: stream, part) == 7
+    assert backend.launch(lambda stream: stream, part=part) == 7
     kept = weakref.ref(backend), weakref.ref(part)
     capturing.return_value = False
     close(backend, how)
@@ -172,10 +172,10 @@ def test_nothing_outlives_a_buffer_that_no_graph_has_captured(capturing):
 def test_parts_of_earlier_graphs_go_with_them(capturing):
     group, first, second = Group(), Part(), Part()
     backend = make(group)
-    backend.launch(lambda stream: None, first)
+    backend.launch(lambda stream: None, part=first)
     kept = weakref.ref(first)
     del first
     group.alive = 0
-    backend.launch(lambda stream: None, second)
+    backend.launch(lambda stream: None, part=second)
     gc.collect()
     assert kept() is None

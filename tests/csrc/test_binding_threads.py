@@ -70,3 +70,10 @@ def test_a_wait_for_counts_calls_those_who_watch(gated) -> None:
     group.watch = give_up
     with pytest.raises(TimeoutError, match="enough"):
         group.notify([], **settings)
+
+
+def test_a_rank_has_no_tensors_of_other_names(gated) -> None:
+    group, row = gated.Group(), _C.RowFormat(payload_bytes=16, scale_bytes=0, weight_bytes=0, topk=1, payload_type=0)
+    for tensors, error in ({"rows": 1}, KeyError), ({"x": -1}, OverflowError), ({"x": "1"}, TypeError):
+        with pytest.raises(error):
+            group.combine([tensors], row, nvl_batch=1, rdma_chunk=1, dtype=0, stream=0)

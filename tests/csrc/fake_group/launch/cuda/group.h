@@ -16,8 +16,9 @@ using CudaStream = void*;
 template <class Gate>
 class CudaGroup {
   public:
-    CudaGroup(const Heap&, const Gate&, std::vector<int>, const std::vector<char*>&,
-              const std::vector<char*>&, int, int, double) {}
+    CudaGroup(const Heap& heap, const Gate&, std::vector<int>, const std::vector<char*>&,
+              const std::vector<char*>&, int, int, double)
+        : heap_(heap) {}
 
     std::vector<Layout::Totals> notify_and_wait(const std::vector<NotifyArgs>&, CudaStream,
                                                 const std::function<void()>& idle) {
@@ -46,7 +47,7 @@ class CudaGroup {
 
   private:
     std::vector<int> ranks_{0};
-    Heap heap_{};
+    Heap heap_;
     ControlBlock report_{};
 };
 

@@ -1,0 +1,152 @@
+"""What the host does for a call on a GPU, but for CUDA's part of it, without a GPU.
+
+    python tests/host_work.py [--processes N] [CHECKOUT ...]
+
+The calls of `megatron-ep bench host` whose launches launch nothing, on tensors without memory; streams are stand-ins.
+Beside this checkout others, such as one of an earlier commit, each with its extension built in place: processes of each
+take turns. Prints microseconds of a call: a process's is that which a tenth of its rounds take at most, and of the
+processes the median.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pybind11
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[1]
+NATIVE = ROOT / "tests" / "csrc"
+CALLS, ROUNDS = 100, 40  # calls of a round: short, so that many rounds have the core to themselves
+SMS = 24
+DEVICE = torch.device("meta")
+
+
+def build(checkout: Path, folder: Path, *flags: str) -> None:
+    """The module `launchless` over the bindings of a checkout."""
+    places = [NATIVE / "fake_group", checkout / "csrc", pybind11.get_include(), sysconfig.get_path("include")]
+    sources = [NATIVE / "launchless.cpp", checkout / "csrc" / "bindings" / "incidents.cpp"]
+    command = [
+        "g++",
+        "-std=c++20",
+        "-shared",
+        "-fPIC",
+        "-fvisibility=hidden",
+        *flags,
+        *(f"-I{place}" for place in places),
+    ]
+    subprocess.run([*command, *map(str, sources), "-o", str(folder / "launchless.so")], check=True)
+
+
+def module_at(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def measure(folder: Path, rounds: int) -> dict[str, float]:
+    """Microseconds of each call, of the checkout whose package this process imports. folder: of its `launchless`."""
+    import megatron_ep as ep
+    from megatron_ep import _C
+    from megatron_ep.backends import cuda
+    from megatron_ep.backends import low_latency as backends
+
+    host = module_at(ROOT / "megatron_ep" / "bench" / "host.py")
+    launchless: Any = module_at(folder / "launchless.so")
+
+    def connect(group: Any, max_tokens: int, largest: Any, mask_timeout: None) -> tuple[Any, ...]:
+        sizes = {"nodes": 1, "ranks_per_node": 1, "num_experts": group.config.num_experts, "max_tokens": max_tokens}
+        heap = _C.LowLatencyHeap(**sizes, largest=largest, staged=False, channels=1, masking=False, lines=True)
+        backend = group.live_backend()
+        low_latency = launchless.LowLatency(backend.group, heap, SMS)
+        return heap, backends.CudaLowLatencyRanks(backend, low_latency, None), None
+
+    event = SimpleNamespace(query=lambda: True)
+    stream = SimpleNamespace(cuda_stream=7, record_event=lambda: event, wait_event=lambda event: None)
+    stand_ins = {
+        "current_stream": lambda device=None: stream,
+        "is_current_stream_capturing": lambda: False,
+        "synchronize": lambda device=None: None,
+    }
+    seconds: dict[str, list[float]] = {}
+    with (
+        mock.patch.multiple(torch.cuda, **stand_ins),
+        mock.patch("torch._C._cuda_getCurrentRawStream", lambda index: stream.cuda_stream, create=True),
+        mock.patch.object(backends, "connect", connect),
+        ep.Buffer(None, ep.Config(num_experts=host.EXPERTS, num_sms=SMS, timeout=10), device="cpu") as buffer,
+        torch.no_grad(),
+    ):
+        group = buffer._group
+        group.device = DEVICE
+        group._backend = cuda.CudaBackend(launchless.Group(group.heap), group.heap, DEVICE, SMS)
+        calls = host.calls_of(host.Inputs(DEVICE), buffer)
+        for _ in range(rounds):
+            for name, call in calls.items():
+                start = time.perf_counter()
+                for _ in range(CALLS):
+                    call()
+                seconds.setdefault(name, []).append((time.perf_counter() - start) / CALLS)
+    return {name: sorted(of_rounds)[len(of_rounds) // 10] * 1e6 for name, of_rounds in seconds.items()}
+
+
+def in_process(checkout: Path, folder: Path, rounds: int) -> dict[str, float]:
+    """`measure` in a process of its own."""
+    command = [sys.executable, __file__, "--measure", str(folder), str(rounds)]
+    environment = os.environ | {"PYTHONPATH": str(checkout)}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    measured: dict[str, float] = json.loads(done.stdout)
+    return measured
+
+
+def compare(checkouts: Sequence[Path], processes: int, rounds: int, *flags: str) -> dict[str, list[float]]:
+    """Microseconds of each call, one a checkout."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folders = [Path(temporary, str(i)) for i in range(len(checkouts))]
+        for checkout, folder in zip(checkouts, folders, strict=True):
+            folder.mkdir()
+            build(checkout, folder, *flags)
+        measured: list[list[dict[str, float]]] = [[] for _ in checkouts]
+        for _ in range(processes):
+            for i, checkout in enumerate(checkouts):
+                measured[i].append(in_process(checkout, folders[i], rounds))
+    return {
+        name: [statistics.median(of_process[name] for of_process in of_checkout) for of_checkout in measured]
+        for name in measured[0][0]
+    }
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--measure"]:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        measured = measure(Path(sys.argv[2]), int(sys.argv[3]))
+        dist.destroy_process_group()
+        print(json.dumps(measured))
+        return
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--processes", type=int, default=5, metavar="N", help="of each checkout (%(default)s)")
+    parser.add_argument("checkouts", type=Path, nargs="*", metavar="CHECKOUT")
+    arguments = parser.parse_args()
+    checkouts = [checkout.resolve() for checkout in (*arguments.checkouts, ROOT)]
+    print("| us |", *(f"{checkout} |" for checkout in checkouts))
+    print("|---|" + "---|" * len(checkouts))
+    for name, microseconds in compare(checkouts, arguments.processes, ROUNDS, "-O3").items():
+        print(f"| {name} |", *(f"{number:.1f} |" for number in microseconds))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,9 @@
+"""`tests/host_work.py` runs. Nothing here judges a time."""
+
+import host_work
+
+
+def test_every_call_is_measured() -> None:
+    measured = host_work.compare([host_work.ROOT], 1, 2, "-O0")
+    for call in "low-latency dispatch", "low-latency combine, hook", "dispatch from scratch", "flat combine":
+        assert 0 < measured[call][0] < 1e5
