@@ -134,8 +134,8 @@ def test_ranks_of_one_machine(ranks):
 def examine_cards(
     library: str, facts: list[dict[str, int]], wanted: str = "verbs", slow: float = 0.0
 ) -> tuple[str, int]:
-    """The two ranks have two cards each. facts: of those of each rank. slow: part of the median link that is slow; 0: none
-    is, since other tests share the processors."""
+    """The two ranks have two cards each. facts: of those of each rank. slow: part of the median link that is slow; 0:
+    none is, since other tests share the processors."""
     with (
         mock.patch.object(verbs, "LIBRARY", library),
         mock.patch.object(network_report, "SLOW", slow),
