@@ -14,6 +14,7 @@ import torch
 
 import megatron_ep as ep
 from megatron_ep.backends import cuda
+from megatron_ep.backends import launches as launches_module
 from megatron_ep.backends.interface import CountSettings
 from megatron_ep.backends.launches import MAX_TIMEOUTS, Launches
 
@@ -218,14 +219,14 @@ def test_replays_that_go_on_are_not_stuck(stream: Stream) -> None:
     launches = Launches(TIMEOUT, lambda: next(calls))
     launches.are_captured = True
     calls = itertools.chain.from_iterable([(f"call {n}", False)] * 10 + [None] for n in range(4))
-    for _ in range(44):
-        launches.check()
-        time.sleep(1.1 * TIMEOUT / 10)
-    calls = itertools.repeat(("call 5", True))  # given up: its kernel may have ended, what is behind it has not
-    with pytest.raises(ep.EPStuckError, match=r"or other work behind it does not end; this process has to end$"):
-        for _ in range(100):
+    now = itertools.count(step=TIMEOUT / 9)  # a look each
+    with mock.patch.object(launches_module, "time", SimpleNamespace(monotonic=lambda: next(now))):
+        for _ in range(44):
             launches.check()
-            time.sleep(TIMEOUT / 10)
+        calls = itertools.repeat(("call 5", True))  # given up: its kernel may have ended, what is behind it has not
+        with pytest.raises(ep.EPStuckError, match=r"or other work behind it does not end; this process has to end$"):
+            for _ in range(100):
+                launches.check()
 
 
 def test_the_end_of_all_replays_is_waited_for_with_a_bound(stream: Stream) -> None:
