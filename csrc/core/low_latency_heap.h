@@ -43,7 +43,7 @@ struct ChoiceWords {
     }
 };
 
-// What a rank tells another one of its dispatches: which was the last to send its choices, and
+// What a rank over a network tells of its dispatches: which was the last to send its choices, and
 // whether the one before it had been received by then. Those before that one had been.
 struct ChoiceFlag {
     uint64_t value;
@@ -199,7 +199,8 @@ struct LowLatencyHeap {
         return released_ +
                ((static_cast<int>(kind) * kBanks + bank) * topology.world() + rank) * kLine;
     }
-    // A ChoiceFlag, of this part of the choices of `rank`.
+    // The last dispatch of which `rank` has sent this part of its choices; a ChoiceFlag if its
+    // memory is not mapped.
     EP_HD size_t choice_flag(int rank, int part) const {
         return choice_flags_ + (static_cast<size_t>(part) * topology.world() + rank) * kLine;
     }
