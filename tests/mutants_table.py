@@ -14,6 +14,7 @@ LOW_LATENCY = "protocol/low_latency.h"
 LL_HALVES = "protocol/low_latency_halves.h"
 LL_COMBINE, LL_MASK = "protocol/low_latency_combine.h", "protocol/low_latency_mask.h"
 LL_DISPATCH, LL_RECEIVE = "protocol/low_latency_dispatch.h", "protocol/low_latency_dispatch_receive.h"
+LL_HEAP = "core/low_latency_heap.h"
 LL_WORDS, LINES = "protocol/low_latency_words.h", "exec/device/lines.h"
 QUEUE, QUEUE_FABRIC = "fabric/queue/send_queue.h", "fabric/queue/queue_fabric.h"
 ENTRY = "fabric/queue/entry.h"
@@ -161,6 +162,8 @@ LL_CREDIT = """«warp.template credit_lanes<Scope::System>(lanes, [&](int lane, 
         if (call.fabric.maps(first + lane) && names(first + lane))
             store(call.fabric.template at<uint64_t>(first + lane, flag), to);
     });»"""
+LL_RELEASES = "return last && *call.fabric.template own<uint64_t>(released) == last;"
+LL_TO_ALL = "to_all = *call.fabric.template own<uint64_t>(heap.sent(Args::kKind)) > call.number;"
 LL_TAG = "tag[lane] = W::template acquire<Scope::System>(flag);"
 LL_SIGNAL = "warp.template publish<Scope::System>(at<uint64_t>(rank, flag), to);"
 LL_BANK = "if (!may_send(warp, call, team)) return Ended::Badly;"
@@ -699,6 +702,32 @@ MUTANTS = [
         "«call.fabric.credit_each(warp, first, far, call.heap().channels, flag, from, to);»",
         "call.fabric.credit_each(warp, first, far, call.heap().channels, flag, from, to + 2);",
         LL_NETWORKS,
+    ),
+    changed(
+        "releases_last: also what has not been received", LOW_LATENCY, LL_RELEASES, "== last", "<= last", LL_NETWORKS
+    ),
+    Mutant(
+        "released_last: never",
+        LOW_LATENCY,
+        "return call.previous() && *call.fabric.template own<uint64_t>(credited) != call.previous();",
+        "(void)credited; return false;",
+        LL_NETWORKS,
+    ),
+    Mutant(
+        "need_release: a rank that has sent has received all before",
+        LL_HEAP,
+        "return sent() < 2 ? 0 : sent() - 2 + value % 2;",
+        "return sent() < 1 ? 0 : sent() - 1;",
+        LL_NETWORKS,
+    ),
+    changed(
+        "release_bank: choices that have left tell it", LOW_LATENCY, LL_TO_ALL, "> call.number", "< 0", LL_NETWORKS
+    ),
+    Mutant(
+        "release_bank: what choices told is not made up for",
+        LOW_LATENCY,
+        "from = *call.fabric.template own<uint64_t>(heap.credited(call.bank));",
+        programs=LL_NETWORKS,
     ),
     Mutant(
         "is_first_to_mask: both of two that wait for each other",

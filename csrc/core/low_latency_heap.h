@@ -43,6 +43,18 @@ struct ChoiceWords {
     }
 };
 
+// What a rank over a network tells of its dispatches: which was the last to send its choices, and
+// whether the one before it had been received by then. Those before that one had been.
+struct ChoiceFlag {
+    uint64_t value;
+
+    static EP_HD ChoiceFlag of(uint64_t call, bool releases_last) {
+        return {2 * call + releases_last};
+    }
+    EP_HD uint64_t sent() const { return value / 2; }
+    EP_HD uint64_t received() const { return sent() < 2 ? 0 : sent() - 2 + value % 2; }
+};
+
 enum class LowLatencyKind : int { Dispatch, Combine };
 enum class LowLatencyHalf : int { Send, Receive };
 // What a launch does of a call.
@@ -104,6 +116,7 @@ struct LowLatencyHeap {
         sent_ = part(kKinds * kLine);
         send_joins_ = part(kKinds * kLine);
         receive_joins_ = part(kKinds * kLine);
+        credited_ = part(kBanks * sizeof(uint64_t));
         waited_ = part(kKinds * banks * world * sizeof(uint64_t));
         put_joins_ = part(staged ? kKinds * channels * kLine : 0);
         signalled_ = part(staged ? kKinds * channels * world * sizeof(uint64_t) : 0);
@@ -155,6 +168,8 @@ struct LowLatencyHeap {
         return put_joins_ + (static_cast<int>(kind) * channels + channel) * kLine;
     }
 
+    // The last dispatch in a bank that choices could not release any more, and so a credit did.
+    EP_HD size_t credited(int bank) const { return credited_ + bank * sizeof(uint64_t); }
     // What the last signal left in the row_flag that this rank has at `rank`.
     EP_HD size_t signalled(LowLatencyKind kind, int number, int rank) const {
         return signalled_ + ((static_cast<int>(kind) * channels + number) *
@@ -178,12 +193,14 @@ struct LowLatencyHeap {
     }
 
     // --- flags that others write: numbers of calls ---
-    // The last call of a bank that `rank` has received: its memory is free for the next.
+    // The last call of a bank that `rank` has received: its memory is free for the next. Of
+    // dispatches a rank whose memory is not mapped tells here only what its choices did not.
     EP_HD size_t released(LowLatencyKind kind, int bank, int rank) const {
         return released_ +
                ((static_cast<int>(kind) * kBanks + bank) * topology.world() + rank) * kLine;
     }
-    // The last dispatch of which `rank` has sent this part of its choices.
+    // The last dispatch of which `rank` has sent this part of its choices; a ChoiceFlag if its
+    // memory is not mapped.
     EP_HD size_t choice_flag(int rank, int part) const {
         return choice_flags_ + (static_cast<size_t>(part) * topology.world() + rank) * kLine;
     }
@@ -308,10 +325,10 @@ struct LowLatencyHeap {
     // Kept, because a division takes a GPU long.
     int local_experts_;
     size_t choice_bytes_;
-    size_t sent_, send_joins_, receive_joins_, waited_, put_joins_, signalled_, tokens_sent_,
-        released_, choice_flags_, masked_flags_, beat_flags_, row_flags_, choices_, rows_, parts_,
-        sums_, values_, staged_choices_, staged_rows_, staged_parts_, memberships_, masked_,
-        firsts_, own_beats_, all_sent_flags_, no_choices_, bytes_;
+    size_t sent_, send_joins_, receive_joins_, credited_, waited_, put_joins_, signalled_,
+        tokens_sent_, released_, choice_flags_, masked_flags_, beat_flags_, row_flags_, choices_,
+        rows_, parts_, sums_, values_, staged_choices_, staged_rows_, staged_parts_, memberships_,
+        masked_, firsts_, own_beats_, all_sent_flags_, no_choices_, bytes_;
 };
 
 }  // namespace ep

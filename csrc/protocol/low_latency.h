@@ -135,11 +135,40 @@ EP_FN T* written_by(const F& fabric, int rank, size_t offset) {
     return fabric.maps(rank) ? fabric.template own<T>(offset) : fabric.template network<T>(offset);
 }
 
+// To ranks that this one cannot store to the choices of a dispatch release the one before, and save
+// a message each. It has a credit if it is received when they have left.
+
+template <class F, class Args>
+constexpr bool kChoicesRelease = Args::kKind == LowLatencyKind::Dispatch && !F::kMapsAll;
+
+// Whether this dispatch's choices release the one before.
+template <class F>
+EP_FN bool releases_last(const LowLatencyDispatch<F>& call) {
+    const uint64_t last = call.number - 1;
+    const int bank = static_cast<int>(last % LowLatencyHeap::kBanks);
+    const size_t released = call.heap().released(call.kKind, bank, call.args.rank);
+    return last && *call.fabric.template own<uint64_t>(released) == last;
+}
+
+// Whether the choices of the dispatch before did.
+template <class F>
+EP_FN bool released_last(const LowLatencyDispatch<F>& call) {
+    const size_t credited = call.heap().credited(call.bank);
+    return call.previous() && *call.fabric.template own<uint64_t>(credited) != call.previous();
+}
+
 // Until every rank is done with what the call before in this bank left there.
 template <class W, class F, class Args>
 EP_FN WaitCondition need_release(const LowLatencyCall<F, Args>& call, int rank) {
-    const size_t flag = call.heap().released(Args::kKind, call.bank, rank);
-    return {acquire_flag<W>(call.fabric, call.heap().channels, rank, flag), call.previous(), rank};
+    const LowLatencyHeap& heap = call.heap();
+    auto flag = [&](size_t of) { return acquire_flag<W>(call.fabric, heap.channels, rank, of); };
+    if constexpr (kChoicesRelease<F, Args>) {
+        if (!call.fabric.maps(rank)) {
+            const uint64_t received = ChoiceFlag{flag(heap.choice_flag(rank, 0))}.received();
+            if (received >= call.previous()) return {received, call.previous(), rank};
+        }
+    }
+    return {flag(heap.released(Args::kKind, call.bank, rank)), call.previous(), rank};
 }
 
 template <WarpLike W, class F, class Args>
@@ -234,14 +263,34 @@ EP_FN Ended end_sending(W& warp, const LowLatencyCall<F, Args>& call, const Team
 
 // All ranks may use this call's bank again.
 template <WarpLike W, class F, class Args>
+EP_FN void release_bank(W& warp, const LowLatencyCall<F, Args>& call) {
+    const LowLatencyHeap& heap = call.heap();
+    uint64_t from = call.previous();
+    bool to_all = true;
+    if constexpr (kChoicesRelease<F, Args>) {
+        from = *call.fabric.template own<uint64_t>(heap.credited(call.bank));
+        to_all = *call.fabric.template own<uint64_t>(heap.sent(Args::kKind)) > call.number;
+    }
+    credit_ranks(warp, call, heap.released(Args::kKind, call.bank, call.args.rank), from,
+                 call.number, [&](int rank) {
+                     return (to_all || call.fabric.maps(rank)) &&
+                            call.takes_part(LowLatencyHalf::Receive, rank);
+                 });
+    if constexpr (kChoicesRelease<F, Args>) {
+        if (!to_all) return;
+        warp.lanes(1, [&](int) {
+            *call.fabric.template own<uint64_t>(heap.credited(call.bank)) = call.number;
+        });
+    }
+}
+
+template <WarpLike W, class F, class Args>
 EP_FN Ended end_receiving(W& warp, const LowLatencyCall<F, Args>& call, const Team& team) {
     if (!is_last(warp, call.fabric.template own<uint64_t>(call.heap().receive_joins(Args::kKind)),
                  team))
         return Ended::Well;
     count_waits(warp, call);
-    credit_ranks(warp, call, call.heap().released(Args::kKind, call.bank, call.args.rank),
-                 call.previous(), call.number,
-                 [&](int rank) { return call.takes_part(LowLatencyHalf::Receive, rank); });
+    release_bank(warp, call);
     if (call.heap().masking) note_masked(warp, call, LowLatencyHalf::Receive);
     return Ended::Last;
 }

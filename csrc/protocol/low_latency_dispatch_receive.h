@@ -12,7 +12,8 @@ template <class W, class F>
 EP_FN WaitCondition need_choices(const LowLatencyDispatch<F>& call, int rank, int part) {
     if (part && !call.fabric.maps(rank)) return nothing_to_wait_for();  // they came with part 0
     const size_t flag = call.heap().choice_flag(rank, part);
-    return {acquire_flag<W>(call.fabric, call.heap().channels, rank, flag), call.number, rank};
+    const uint64_t value = acquire_flag<W>(call.fabric, call.heap().channels, rank, flag);
+    return {call.fabric.maps(rank) ? value : ChoiceFlag{value}.sent(), call.number, rank};
 }
 
 template <class W, class F>

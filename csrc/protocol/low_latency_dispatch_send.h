@@ -126,12 +126,15 @@ EP_FN void send_choices(W& warp, const LowLatencyDispatch<F>& call, int rank, in
     const LowLatencyHeap& heap = call.heap();
     const size_t target = heap.choices(call.bank, call.args.rank);
     const size_t flag = heap.choice_flag(call.args.rank, part);
+    uint64_t from = call.number - 1, to = call.number;
     if (call.fabric.maps(rank)) {
         char* choices = call.fabric.template at<char>(rank, target);
         part ? write_bits(warp, call.args, rank, part, choices)
              : static_cast<void>(write_tokens(warp, call.args, rank, choices));
     } else {
         if (part) return;
+        from = ChoiceFlag::of(from, released_last(call)).value;
+        to = ChoiceFlag::of(to, releases_last(call)).value;
         const size_t staged = heap.staged_choices(call.bank, rank);
         char* choices = call.fabric.template network<char>(staged);
         for (int other = 1; other < heap.choice_parts(); ++other)
@@ -144,7 +147,7 @@ EP_FN void send_choices(W& warp, const LowLatencyDispatch<F>& call, int rank, in
             warp, heap.channels, rank, target, staged,
             heap.chosen_experts() + sizeof(int32_t) * tokens * call.args.format.topk);
     }
-    call.fabric.signal_to(warp, heap.channels, rank, flag, call.number - 1, call.number);
+    call.fabric.signal_to(warp, heap.channels, rank, flag, from, to);
 }
 
 // What travels beside a token, a lane each k.

@@ -134,7 +134,11 @@ def _waits(status: RankStatus, known: Mapping[int, RankStatus]) -> tuple[_Step, 
     if incident["role"].startswith("low_latency"):
         kind = "combine" if "combine" in incident["role"] else "dispatch"
         if incident["waiting_for"] == RELEASE:
-            return _Step(f"{kind}_received_{incident['expected'] % 2}", incident["expected"]), peers
+            received = _Step(f"{kind}_received_{incident['expected'] % 2}", incident["expected"])
+            is_late = any(_is_behind(known[rank], received) for rank in peers if rank in known)
+            if kind == "combine" or is_late:
+                return received, peers
+            return _Step("dispatch_sent", received.number + 1), peers  # which tells it over a network
         return _Step(f"{kind}_sent", incident["call"]), peers
     counter = "notify" if incident["role"] == "notify" else "transfer"
     late = sorted((rank for rank in known if known[rank].begun < status.begun), key=lambda rank: known[rank].begun)

@@ -155,12 +155,15 @@ void run_halves(LowLatencyProgram& program, Grid& grid, std::mt19937_64& random)
     std::vector<size_t> next(world);
     std::vector<std::array<std::vector<bool>, 2>> launched(world);  // [rank][receive][call]
     for (auto& own : launched) own.fill(std::vector<bool>(program.calls.size()));
-    std::vector<int> previous(program.calls.size(), -1);  // the call before in the same bank
+    // the call before in the same bank, and the dispatch whose choices may release that one, of
+    // this replay or the last
+    std::vector<int> previous(program.calls.size(), -1), releasing = previous;
     std::vector<int> of_kind[2];
     for (size_t call = 0; call < program.calls.size(); ++call) {
         std::vector<int>& before = of_kind[program.calls[call].is_combine];
         if (before.size() >= LowLatencyHeap::kBanks)
             previous[call] = before[before.size() - LowLatencyHeap::kBanks];
+        if (!before.empty() && !program.calls[call].is_combine) releasing[call] = before.back();
         before.push_back(static_cast<int>(call));
     }
     const auto is_done = [&](int rank) { return next[rank] == program.halves[rank].size(); };
@@ -172,7 +175,8 @@ void run_halves(LowLatencyProgram& program, Grid& grid, std::mt19937_64& random)
         for (int rank = 0; rank < world; ++rank) {
             if (!is_done(rank) && random() % 3) chosen.push_back(rank);
         }
-        // Of all ranks: what they send of this call, or that they are done with its bank.
+        // Of all ranks: what they send of this call, or that they are done with its bank and say
+        // so.
         const auto waits_in_vain = [&](const std::vector<int>& at_once, int rank) {
             const auto lacks = [&](int call, bool receive) {
                 if (call < 0) return false;
@@ -184,7 +188,8 @@ void run_halves(LowLatencyProgram& program, Grid& grid, std::mt19937_64& random)
                 });
             };
             const Half& half = next_half(rank);
-            return (half.sends && lacks(previous[half.call], true)) ||
+            return (half.sends &&
+                    (lacks(previous[half.call], true) || lacks(releasing[half.call], false))) ||
                    (half.receives && lacks(half.call, false));
         };
         std::vector<int> at_once;

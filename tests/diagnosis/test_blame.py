@@ -334,6 +334,18 @@ def test_a_process_that_ended_is_not_waited_for():
             "rank 1 has not received low-latency combine 7 (it finished 5)",
         ),
         (
+            "low_latency_sender",
+            blame.RELEASE,
+            {"dispatch_received_1": 5, "dispatch_sent": 7},
+            "rank 1 has not received low-latency dispatch 7 (it finished 5)",
+        ),
+        (
+            "low_latency_sender",
+            blame.RELEASE,
+            {"dispatch_received_1": 7, "dispatch_sent": 7},
+            "rank 1 has not sent low-latency dispatch 8 (it finished 7)",
+        ),
+        (
             "low_latency_combine_receiver",
             "rows that a warp puts through the network",
             {"combine_sent": 7},
