@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("closed_afterwards")
 H, T, K = 8, 4, 2
 
 
-def make(nodes, ranks_per_node, *, timeout=20.0, mask_timeout=0.2):
+def make(nodes, ranks_per_node, *, timeout=20.0, mask_timeout=0.4):
     """The low-latency mode of each rank, one a thread."""
     world = nodes * ranks_per_node
     buffers = thread_ranks(nodes, ranks_per_node, ep.Config(num_experts=2 * world, timeout=timeout))
