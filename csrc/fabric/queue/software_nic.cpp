@@ -306,7 +306,7 @@ void SoftwareNic::start_stepped(std::vector<Links> links) {
     }
     last_beat_ = news_until_ = {};
     last_abort_ = 0;
-    loss_ = {};
+    why_lost_ = {};
     lost_.reset();
     stopping_ = said_goodbye_ = false;
 }
@@ -540,7 +540,7 @@ void SoftwareNic::take(Link& link, int rank, const Frame& frame) {
         const bool is_loss = outcome == static_cast<int>(Outcome::Lost);
         if (!tolerates_loss_ || !is_loss) return abort(own(), frame.increment);
         const Reason& reason = controls_[rank]->reason;
-        if (!lost_) lost_ = {static_cast<int>(blamed), std::string(reason.text, reason.bytes)};
+        note_loss(static_cast<int>(blamed), std::string(reason.text, reason.bytes));
     } else if (frame.kind == Frame::kBye) {
         link.fail(kEnd);
     }
@@ -550,7 +550,7 @@ void SoftwareNic::take(Link& link, int rank, const Frame& frame) {
 // nothing.
 uint64_t SoftwareNic::news_for(size_t rank) const {
     const uint64_t word = abort_word_of(*controls_[rank]);
-    return word || !lost_ ? word : ControlBlock::abort_word(Outcome::Lost, lost_->first);
+    return word || !lost_ ? word : ControlBlock::abort_word(Outcome::Lost, *lost_);
 }
 
 // The mirrors' abort words, which ranks of this machine have set, losses, and now and then how far
@@ -576,7 +576,8 @@ void SoftwareNic::tell_others() {
         if (!is_new && !(is_time && link->has_room())) continue;
         ControlBlock said{};
         copy_status(said, own());
-        if (!said.reason.bytes) said.reason = loss_;  // for those whose own connections are whole
+        if (!said.reason.bytes)
+            said.reason = why_lost_;  // for those whose own connections are whole
         link->add_copy({Frame::kStatus}, {reinterpret_cast<const char*>(&said), sizeof said});
         if (is_new) {
             link->add_copy({Frame::kAbort, 0, 0, 0, 0, word}, {});
@@ -590,7 +591,13 @@ void SoftwareNic::tell_others() {
 void SoftwareNic::lose(int rank, const std::string& why) {
     for (const auto& link : links_[rank]) link->fail(why);
     note(controls_[rank]->reason, why);
-    if (!lost_) lost_ = {rank, why};
+    note_loss(rank, why);
+}
+
+void SoftwareNic::note_loss(int rank, const std::string& why) {
+    if (lost_) return;
+    lost_ = rank;
+    note(why_lost_, why);
 }
 
 // All waits, because of the connection that broke first. Where losses are tolerated, those of the
@@ -598,8 +605,7 @@ void SoftwareNic::lose(int rank, const std::string& why) {
 // nobody; those of other machines look after themselves.
 void SoftwareNic::end_waits() {
     if (!lost_) return;
-    note(loss_, lost_->second);
-    const uint64_t word = ControlBlock::abort_word(Outcome::Lost, lost_->first);
+    const uint64_t word = ControlBlock::abort_word(Outcome::Lost, *lost_);
     for (size_t rank = 0; rank < controls_.size(); ++rank) {
         const bool is_near = is_mapped(static_cast<int>(rank));
         if (!tolerates_loss_ || (is_near && is_in_transfer(*controls_[rank])))

@@ -179,6 +179,7 @@ class SoftwareNic {
     bool move_bytes();
     void tell_others();
     void lose(int rank, const std::string& why);
+    void note_loss(int rank, const std::string& why);
     void end_waits();
     uint64_t news_for(size_t rank) const;
     bool is_mapped(int rank) const { return links_[rank].empty(); }
@@ -207,8 +208,8 @@ class SoftwareNic {
     Clock::time_point last_beat_;
     uint64_t last_abort_ = 0;
     // The rank whose connection broke first, here or at a rank that told so, and why.
-    std::optional<std::pair<int, std::string>> lost_;
-    Reason loss_{};  // the same for others
+    std::optional<int> lost_;
+    Reason why_lost_{};
     Clock::time_point news_until_;
 
     std::jthread thread_;
