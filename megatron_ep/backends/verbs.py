@@ -124,7 +124,7 @@ def rails_that_differ(machines: Sequence[str], cards: Sequence[Sequence[str]]) -
 
 
 def try_direct(gpu: int | None) -> None:
-    """Makes a queue in which a rank posts by itself, on a GPU or (None) on the host. Raises as `card_of` where it
+    """Makes a queue in which a rank posts by itself, on a GPU or (None) on the host. Raises as `cards_for` where it
     cannot."""
     card = _open(usable(direct=True)[0], direct=True)
     try:
@@ -134,7 +134,7 @@ def try_direct(gpu: int | None) -> None:
 
 
 def card_at(place: int, direct: bool = False) -> _C.Card:
-    """Opens the port of this place among those that are usable, or begins again with the first. Raises as `card_of`.
+    """Opens the port of this place among those that are usable, or begins again with the first. Raises as `cards_for`.
 
     direct: see `ports`.
     """
@@ -170,7 +170,8 @@ def report_of_ranks(gpus: Sequence[str | None]) -> str:
     if not found:
         return ibgda.NO_CARD
     if not gpus:
-        near = [setting(port) for port in found if port.device in (near_cards.of_process() or ())]
+        cards = near_cards.of_process() or ()
+        near = [setting(port) for port in found if port.device in cards]
         bound = f"; bound to a NUMA node as this process is, {', '.join(near)}" if 0 < len(near) < len(found) else ""
         return f"on the host in turn {', '.join(map(setting, found))}{bound}"
     taken = [_ports_of(rank, [""] * len(gpus), found, gpus, None) for rank in range(len(gpus))]
