@@ -9,9 +9,9 @@ processes the median.
 """
 
 import argparse
-import importlib.util
 import json
 import os
+import runpy
 import statistics
 import subprocess
 import sys
@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -51,23 +51,16 @@ def build(checkout: Path, folder: Path, *flags: str) -> None:
     subprocess.run([*command, *map(str, sources), "-o", str(folder / "launchless.so")], check=True)
 
 
-def module_at(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def measure(rounds: int) -> dict[str, float]:
+    """Microseconds of each call, of the checkout whose package and `launchless` this process imports."""
+    import launchless
 
-
-def measure(folder: Path, rounds: int) -> dict[str, float]:
-    """Microseconds of each call, of the checkout whose package this process imports. folder: of its `launchless`."""
     import megatron_ep as ep
     from megatron_ep import _C
     from megatron_ep.backends import cuda
     from megatron_ep.backends import low_latency as backends
 
-    host = module_at(ROOT / "megatron_ep" / "bench" / "host.py")
-    launchless: Any = module_at(folder / "launchless.so")
+    host = SimpleNamespace(**runpy.run_path(str(ROOT / "megatron_ep" / "bench" / "host.py")))
 
     def connect(group: Any, max_tokens: int, largest: Any, mask_timeout: None) -> tuple[Any, ...]:
         sizes = {"nodes": 1, "ranks_per_node": 1, "num_experts": group.config.num_experts, "max_tokens": max_tokens}
@@ -105,9 +98,9 @@ def measure(folder: Path, rounds: int) -> dict[str, float]:
 
 
 def in_process(checkout: Path, folder: Path, rounds: int) -> dict[str, float]:
-    """`measure` in a process of its own."""
-    command = [sys.executable, __file__, "--measure", str(folder), str(rounds)]
-    environment = os.environ | {"PYTHONPATH": str(checkout)}
+    """`measure` in a process of its own. folder: of the checkout's `launchless`."""
+    command = [sys.executable, __file__, "--measure", str(rounds)]
+    environment = os.environ | {"PYTHONPATH": f"{checkout}{os.pathsep}{folder}"}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     measured: dict[str, float] = json.loads(done.stdout)
     return measured
@@ -133,7 +126,7 @@ def compare(checkouts: Sequence[Path], processes: int, rounds: int, *flags: str)
 def main() -> None:
     if sys.argv[1:2] == ["--measure"]:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        measured = measure(Path(sys.argv[2]), int(sys.argv[3]))
+        measured = measure(int(sys.argv[2]))
         dist.destroy_process_group()
         print(json.dumps(measured))
         return
