@@ -165,7 +165,7 @@ class LowLatency(MaskedRanks):
                 (layout, expert_alignment, expert_capacity, max_recv_tokens, fp8, scale_layout),
             )
             handle = calls.new_handle(given.plan)
-            needs_gradient = need_gradient(xs) or (weights is not None and need_gradient(weights))
+            needs_gradient = need_gradient(xs, weights)
             if not needs_gradient:
                 out = (*calls.launch_dispatch(handle, given, xs, weights, zero=False, pending=pending), ())
             elif given.plan.float8 is None:
@@ -223,8 +223,9 @@ class LowLatency(MaskedRanks):
                 raise ValueError(f"handle is a {type(handle).__name__}, must be of a dispatch of this LowLatency")
             handle.check()
             weights = _weights_at(sum_at, topk_weights, row_weights, weights)
-            given, xs, factors = self._checks.check_combine(x, handle, weights, out, recv_wait_ns, sum_at, renormalize)
-            needs_gradient = need_gradient(xs) or (factors is not None and need_gradient(factors))
+            tensors, settings = (x, weights, out, recv_wait_ns), (sum_at, renormalize)
+            given, xs, factors = self._checks.check_combine(handle, tensors, settings)
+            needs_gradient = need_gradient(xs, factors)
             if given.out is not None and (needs_gradient or need_gradient(given.out)):
                 raise ValueError("out must not be given where a gradient is needed")
             if renormalize:

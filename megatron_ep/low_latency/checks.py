@@ -131,21 +131,16 @@ class Checks:
         )
 
     def check_combine(
-        self,
-        x: Tensors,
-        handle: LowLatencyHandle,
-        weights: Tensors | None,
-        out: Tensors | None,
-        recv_wait_ns: Tensors | None,
-        sum_at: str,
-        renormalize: bool,
+        self, handle: LowLatencyHandle, tensors: tuple[Any, ...], settings: tuple[Any, ...]
     ) -> tuple[CombineArguments, list[torch.Tensor], list[torch.Tensor] | None]:
         """Returns also x and weights, of each rank of this process, as they were given: [L, W * max_tokens, ...] or
-        [R, ...]."""
-        looks = looks_of((sum_at, bool(renormalize), handle.looks), x, weights, out, recv_wait_ns)
+        [R, ...]. tensors, settings: those of `_plan_combine`."""
+        x, weights, out, recv_wait_ns = tensors
+        sum_at, renormalize = settings
+        looks = looks_of((sum_at, bool(renormalize), handle.looks), *tensors)
         plan: CombinePlan | None = self._plans.get(looks)
         if plan is None:
-            plan = self._plan_combine(x, handle, weights, out, recv_wait_ns, sum_at, renormalize)
+            plan = self._plan_combine(handle, *tensors, *settings)
             self._plans.add(looks, plan)
         listed = self._listed
         counters = None if recv_wait_ns is None else self._counters(recv_wait_ns=recv_wait_ns)
@@ -154,8 +149,8 @@ class Checks:
 
     def _plan_combine(
         self,
-        x: Tensors,
         handle: LowLatencyHandle,
+        x: Tensors,
         weights: Tensors | None,
         out: Tensors | None,
         recv_wait_ns: Tensors | None,

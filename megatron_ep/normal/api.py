@@ -146,7 +146,7 @@ def dispatch(
             if looks is not None:
                 group.known_calls.add(looks, True)
         xs, ids, weights, row_scales = [listed(value, group) for value in tensors]
-        needs_gradient = autograd.need_gradient(xs) or (weights is not None and autograd.need_gradient(weights))
+        needs_gradient = autograd.need_gradient(xs, weights)
         if needs_gradient and xs[0].dtype != torch.float8_e4m3fn:
             check_summable("the gradient of x", xs[0].dtype, group.device.type)
         values: list[torch.Tensor] = []
@@ -169,7 +169,7 @@ def dispatch(
     elif is_traced:
         out, handle = operators.traced_dispatch(handle, xs, row_scales, weights, clears_end=needs_gradient)
     else:
-        out = autograd.differentiable_dispatch(handle, n, row_scales, needs_gradient, *xs, *(weights or ()))
+        out = autograd.DispatchFunction.apply(handle, n, row_scales, *xs, *(weights or ()))
     probs = list(out[n : 2 * n]) if weights is not None else None
     out_scales = list(out[-n:]) if row_scales is not None else None
     return _received_of(group, handle, list(out[:n]), out_scales, probs, is_traced=is_traced)
@@ -228,16 +228,16 @@ def combine(x: Tensors, handle: Handle, weights: Tensors | None = None) -> Any:
             if looks is not None:
                 group.known_calls.add(looks, True)
         xs, row_weights = listed(x, group), listed(weights, group)
-        if not (is_traced or autograd.need_gradient(xs) or (row_weights and autograd.need_gradient(row_weights))):
+        if not (is_traced or autograd.need_gradient(xs, row_weights)):
             sums, _ = launches.launch_combine(handle, xs, None, row_weights)
             return sums if group.takes_lists else sums[0]
     out: Sequence[torch.Tensor]
     if is_traced:
         out = operators.traced_combine(handle, xs, row_weights)
     elif row_weights is None:
-        out = autograd.differentiable_combine(handle, len(group.ranks), *xs)
+        out = autograd.CombineFunction.apply(handle, len(group.ranks), *xs)
     else:
-        out = autograd.differentiable_weighted_combine(handle, len(group.ranks), *xs, *row_weights)
+        out = autograd.WeightedCombineFunction.apply(handle, len(group.ranks), *xs, *row_weights)
     return list(out) if group.takes_lists else out[0]
 
 

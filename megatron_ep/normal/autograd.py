@@ -32,21 +32,19 @@ def row_marks(grad: torch.Tensor, topk: int) -> torch.Tensor:
     return grad.new_ones(grad.shape[0], topk, dtype=torch.float32)
 
 
-def need_gradient(tensors: Sequence[torch.Tensor]) -> bool:
+def need_gradient(*lists: Sequence[torch.Tensor] | None) -> bool:
+    """Of any tensor of these lists."""
     if torch.is_grad_enabled():
-        for tensor in tensors:
-            if tensor.requires_grad:
-                return True
+        for tensors in lists:
+            for tensor in tensors or ():
+                if tensor.requires_grad:
+                    return True
     return False
 
 
-def differentiable_dispatch(
-    handle: Handle, num_ranks: int, scales: list[torch.Tensor] | None, clears_end: bool, *tensors: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
+def differentiable_dispatch(handle: Handle, num_ranks: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """`DispatchFunction` if a gradient is needed, else the plain call, which is faster in torch."""
-    if need_gradient(tensors):
-        return DispatchFunction.apply(handle, num_ranks, scales, clears_end, *tensors)
-    return _dispatch(handle, num_ranks, scales, clears_end, *tensors)
+    return (DispatchFunction.apply if need_gradient(tensors) else _dispatch)(handle, num_ranks, None, *tensors)
 
 
 def differentiable_combine(handle: Handle, num_ranks: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -54,19 +52,12 @@ def differentiable_combine(handle: Handle, num_ranks: int, *tensors: torch.Tenso
     return (CombineFunction.apply if need_gradient(tensors) else _combine)(handle, num_ranks, *tensors)
 
 
-def differentiable_weighted_combine(handle: Handle, num_ranks: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Likewise with `WeightedCombineFunction`."""
-    return (WeightedCombineFunction.apply if need_gradient(tensors) else _weighted_combine)(handle, num_ranks, *tensors)
-
-
 def _dispatch(
-    handle: Handle, num_ranks: int, scales: list[torch.Tensor] | None, clears_end: bool, *tensors: torch.Tensor
+    handle: Handle, num_ranks: int, scales: list[torch.Tensor] | None, *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     x, weights = tensors[:num_ranks], tensors[num_ranks:]
     with handle.group.abort_peers_on_error():
-        out, out_scales, out_weights = launches.launch_dispatch(
-            handle, x, scales, weights or None, clears_end=clears_end
-        )
+        out, out_scales, out_weights = launches.launch_dispatch(handle, x, scales, weights or None, clears_end=True)
     return (*out, *(out_weights or ()), *(out_scales or ()))
 
 
@@ -76,12 +67,6 @@ def _combine(handle: Handle, num_ranks: int, *tensors: torch.Tensor) -> tuple[to
     return (*out, *(out_weights or ()))
 
 
-def _weighted_combine(handle: Handle, num_ranks: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    with handle.group.abort_peers_on_error():
-        out, _ = launches.launch_combine(handle, tensors[:num_ranks], None, tensors[num_ranks:])
-    return tuple(out)
-
-
 class DispatchFunction(Function):
     @staticmethod
     def forward(
@@ -89,11 +74,10 @@ class DispatchFunction(Function):
         handle: Handle,
         num_ranks: int,
         scales: list[torch.Tensor] | None,
-        clears_end: bool,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.handle, ctx.num_ranks, ctx.is_float8 = handle, num_ranks, tensors[0].dtype == torch.float8_e4m3fn
-        out = _dispatch(handle, num_ranks, scales, clears_end, *tensors)
+        out = _dispatch(handle, num_ranks, scales, *tensors)
         if ctx.is_float8:
             ctx.mark_non_differentiable(*out[:num_ranks])
         if scales:
@@ -103,13 +87,13 @@ class DispatchFunction(Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         n = ctx.num_ranks
-        has_weights = len(ctx.needs_input_grad) > 4 + n
+        has_weights = len(ctx.needs_input_grad) > 3 + n
         grads = grads[: 2 * n if has_weights else n]
         with ctx.handle.group.abort_peers_on_error():
             if ctx.is_float8:
                 grads = (*map(empty_rows, grads[:n]), *grads[n:])
             back = differentiable_combine(ctx.handle, n, *(in_memory(grad) for grad in grads))
-        return (None, None, None, None, *(None if ctx.is_float8 and i < n else grad for i, grad in enumerate(back)))
+        return (None, None, None, *(None if ctx.is_float8 and i < n else grad for i, grad in enumerate(back)))
 
 
 class Float8DispatchFunction(Function):
@@ -151,7 +135,7 @@ class CombineFunction(Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         with ctx.handle.group.abort_peers_on_error():
-            back = differentiable_dispatch(ctx.handle, ctx.num_ranks, None, True, *(in_memory(grad) for grad in grads))
+            back = differentiable_dispatch(ctx.handle, ctx.num_ranks, *(in_memory(grad) for grad in grads))
         return (None, None, *back)
 
 
@@ -160,7 +144,9 @@ class WeightedCombineFunction(Function):
     def forward(ctx: Any, handle: Handle, num_ranks: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.handle, ctx.num_ranks = handle, num_ranks
         ctx.save_for_backward(*tensors)
-        return _weighted_combine(handle, num_ranks, *tensors)
+        with handle.group.abort_peers_on_error():
+            out, _ = launches.launch_combine(handle, tensors[:num_ranks], None, tensors[num_ranks:])
+        return tuple(out)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -171,7 +157,7 @@ class WeightedCombineFunction(Function):
         weight_grads: list[torch.Tensor | None] = [None] * n
         with handle.group.abort_peers_on_error():
             marks = [row_marks(grad, handle.topk) for grad in grads]
-            back = differentiable_dispatch(handle, n, None, True, *(in_memory(grad) for grad in grads), *marks)
+            back = differentiable_dispatch(handle, n, *(in_memory(grad) for grad in grads), *marks)
             rows = back[:n]
             is_row = [(mark != 0).any(dim=1) if handle.is_flat else mark != 0 for mark in back[n:]]
             for i in range(n):

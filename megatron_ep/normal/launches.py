@@ -57,20 +57,9 @@ def format_of(
     """How rows of these tensors travel. Raises ValueError when a ring cannot hold even one."""
     of_scales = None if scales is None else (scales[0].dtype, scales[0].shape[1])
     looks = ("row", topk, x.dtype, x.shape[1], of_scales, None if weights is None else weights[0].dtype)
-    row: _C.RowFormat | None = group.known_calls.get(looks)
-    if row is None:
-        row = _new_format(group, topk, x, scales, weights)
-        group.known_calls.add(looks, row)
-    return row
-
-
-def _new_format(
-    group: RankGroup,
-    topk: int,
-    x: torch.Tensor,
-    scales: Sequence[torch.Tensor] | None,
-    weights: Sequence[torch.Tensor] | None,
-) -> _C.RowFormat:
+    known: _C.RowFormat | None = group.known_calls.get(looks)
+    if known is not None:
+        return known
     row = _C.RowFormat(
         payload_bytes=x.shape[1] * x.element_size(),
         scale_bytes=scales[0].shape[1] * scales[0].element_size() if scales is not None else 0,
@@ -83,6 +72,7 @@ def _new_format(
         if ring_bytes < min_bytes:
             given = getattr(group.config.tuning, name) or ring_bytes  # that of the heap is rounded up
             raise ValueError(f"Tuning.{name} is {given}, must be at least {min_bytes} for {x.shape[1]} x {x.dtype}")
+    group.known_calls.add(looks, row)
     return row
 
 
