@@ -239,7 +239,7 @@ void bind_software_nic(py::module_& m) {
             py::arg("seconds"), py::call_guard<py::gil_scoped_release>(),
             "Once what was sent has left, or so many seconds later.")
         .def("tell_now", &SoftwareNic::tell_now, py::call_guard<py::gil_scoped_release>(),
-             "Until the others have been sent that this rank has given up, a moment at most.")
+             "Until the other machines have what this rank knows of failures, a moment at most.")
         .def("tolerate_loss", &SoftwareNic::tolerate_loss,
              "From now on a connection that breaks ends waits of the normal mode only.")
         .def_property_readonly_static("thread_name",

@@ -63,7 +63,7 @@ class HostBackend(OfGroup):
             timeout=timeout,
             nic=nic,
         )
-        super().__init__(group)
+        super().__init__(group, nic)
 
     def exchange_counts(self, tensors: list[RankTensors], settings: CountSettings) -> Sequence[Totals]:
         return self.group.notify(tensors, *settings)

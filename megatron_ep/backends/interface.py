@@ -166,6 +166,10 @@ class Backend(HasMemory, Protocol):
         """Ends all waits of all ranks that this process can reach, unless they have ended; tells them why."""
         ...
 
+    def tell_others(self) -> None:
+        """Until other machines have what this process knows of failures, a moment at most: it may be about to end."""
+        ...
+
     def synchronize(self) -> None:
         """Until all launches are done."""
         ...

@@ -7,15 +7,21 @@ import weakref
 from collections.abc import Collection
 from typing import Any
 
+from megatron_ep import _C
 from megatron_ep.backends.interface import Part
 from megatron_ep.diagnosis.blame import RankStatus
 
 
 class OfGroup:
-    """A part of `interface.Backend`. group: the compiled group, which has the ranks of this process."""
+    """A part of `interface.Backend`.
 
-    def __init__(self, group: Any):
+    group: the compiled group, which has the ranks of this process.
+    nic: what tells ranks of other machines of failures; None: they see memory of this one.
+    """
+
+    def __init__(self, group: Any, nic: _C.SoftwareNic | None = None):
         self.group = group
+        self._nic = nic
         self.masks = False
         self._parts: weakref.WeakValueDictionary[int, Part] = weakref.WeakValueDictionary()
         self._attached = itertools.count()
@@ -37,6 +43,11 @@ class OfGroup:
         if aborted is not None and aborted[0] == "cut_off":
             return  # the others go on without this rank, whatever becomes of it
         self.group.abort(interrupted=interrupted, failed=failed, reason=reason)
+        self.tell_others()
+
+    def tell_others(self) -> None:
+        if self._nic is not None:
+            self._nic.tell_now()
 
     def attach(self, part: Part) -> None:
         self._parts[next(self._attached)] = part

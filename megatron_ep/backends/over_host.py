@@ -31,10 +31,7 @@ class OverHostBackend(CudaBackend):
         super().__init__(group, heap, device, sms)
         self.report = report
         self.network: tcp.Network = network
-
-    def abort(self, *, interrupted: bool, failed: bool, reason: str = "") -> None:
-        super().abort(interrupted=interrupted, failed=failed, reason=reason)
-        self.network.nic.tell_now()  # this process may be about to end
+        self._nic = network.nic
 
 
 def connect(

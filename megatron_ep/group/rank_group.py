@@ -229,10 +229,12 @@ class RankGroup:
     def check_usable(self) -> None:
         """Raises ValueError if closed, EPAbortError if a launch failed since the last reset, on whatever rank,
         EPMaskedError if others have masked this one."""
-        aborted = self.live_backend().aborted()
+        backend = self.live_backend()
+        aborted = backend.aborted()
         if aborted is not None and self.device.type == "cuda":
             raise self._failure(*aborted)  # a launch that failed after it was enqueued
         if aborted is not None:
+            backend.tell_others()
             self._is_seen = True
             kind = EPMaskedError if aborted[0] == "cut_off" else EPAbortError
             raise kind(f"{self._cause(*aborted)}; {HOW_TO_GO_ON}")
@@ -393,6 +395,7 @@ class RankGroup:
 
     def _failure(self, outcome: str, rank: int) -> EPError:
         """What is raised, by those who call this, because a rank gave up."""
+        self.live_backend().tell_others()  # who raises it may end this process
         self._is_seen = True
         cause = self._cause(outcome, rank)
         incidents = by_cause(self.live_backend().incidents(), first_rank=rank)

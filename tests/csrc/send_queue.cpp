@@ -345,6 +345,57 @@ void check_striped_garbage() {
     }
 }
 
+// What was sent has arrived only after it was asked for so many times.
+class LateLink : public TcpLink {
+  public:
+    LateLink(int descriptor, int times) : TcpLink(descriptor), left_(times) {}
+    bool is_acknowledged() const override { return left_ == 0 || --left_ == 0; }
+    bool has_arrived() const { return left_ == 0; }
+
+  private:
+    mutable int left_;
+};
+
+// The abort word in what there is to read; 0: none.
+uint64_t abort_word_in(int socket) {
+    Frame frame;
+    uint64_t word = 0;
+    while (recv(socket, &frame, sizeof frame, MSG_DONTWAIT) == sizeof frame) {
+        if (frame.kind == Frame::kAbort) word = frame.increment;
+        std::vector<char> behind(frame.bytes);
+        if (behind.empty()) continue;
+        require(recv(socket, behind.data(), behind.size(), MSG_DONTWAIT) == ssize_t{frame.bytes},
+                "a frame ends early");
+    }
+    return word;
+}
+
+// Of a failure that only the rank's own word says, as a GPU leaves it: the other machine has it
+// when tell_now returns, unless the others go on without this rank.
+void check_tell_now() {
+    for (const Outcome outcome : {Outcome::Timeout, Outcome::CutOff}) {
+        for (const int times : {0, 0, 0, 5}) {
+            TestRank rank(0);
+            rank.nic->tell_now();  // does not run yet
+            int sockets[2];
+            require(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0, "no sockets");
+            std::vector<SoftwareNic::Links> links(2);
+            links[1].push_back(std::make_unique<LateLink>(sockets[0], times));
+            const auto& link = static_cast<const LateLink&>(*links[1].front());
+            rank.nic->start_over(std::move(links));
+            std::this_thread::sleep_for(std::chrono::milliseconds(5));  // until it has a nap
+            const uint64_t word = ControlBlock::abort_word(outcome, 0);
+            std::atomic_ref<uint64_t>(rank.controls[0].abort).store(word);
+            rank.nic->tell_now();
+            require(link.has_arrived(), "what is on its way may be taken back");
+            require(abort_word_in(sockets[1]) == (outcome == Outcome::CutOff ? 0 : word),
+                    "the other machine knows less, or more");
+            rank.nic->stop(std::chrono::seconds(0));
+            close(sockets[1]);
+        }
+    }
+}
+
 // Whether a flag was seen before the rows that were put before it, over a network that keeps no
 // order: of its word, if it says so, or none.
 template <class AnyLink>
@@ -534,6 +585,7 @@ int main(int argc, char** argv) {
     ep::check_card_wrap();
     ep::check_garbage();
     ep::check_striped_garbage();
+    ep::check_tell_now();
     ep::check_held_additions();
     ep::check_unordered();
     ep::run_rounds(70'000);

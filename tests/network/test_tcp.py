@@ -217,6 +217,45 @@ def test_who_does_not_come_is_named_on_every_machine(ranks):
         assert "rank 3 has not entered notify 2 (it finished 1)" in text
 
 
+class Telling(_C.SoftwareNic):
+    """Counts how often this rank has waited until the others have what it knows."""
+
+    told = 0
+
+    def tell_now(self):
+        self.told += threading.current_thread() is threading.main_thread()  # a monitor of the buffer does so, too
+        super().tell_now()
+
+
+def run_late_with_calls_that_tell() -> None:
+    """As `run_late`, by one of several calls."""
+    with machines_of(1), mock.patch.object(_C, "SoftwareNic", Telling):
+        buffer = ep.Buffer(None, ep.Config(num_experts=16, timeout=1), ep.Topology(W, 1))
+    nic = buffer._group._network.nic
+    x, ids = torch.ones(8, 16), torch.arange(16).view(8, 2)
+    dist.barrier()
+    if dist.get_rank() == W - 1:
+        time.sleep(2)
+    dispatch, times = lambda: ep.dispatch(x, ids, buffer=buffer), 0
+    for call in (dispatch, dispatch, buffer.raise_if_failed):  # it fails, was known to have failed, and is asked for
+        with pytest.raises(EPError):
+            call()
+        times += 1
+        assert nic.told == times
+    buffer.abort("enough")
+    assert nic.told == times + 1
+    buffer.reset()
+    dispatch()
+    buffer.synchronize()
+    assert nic.told == times + 1
+    buffer.close()
+
+
+def test_whoever_raises_an_error_has_told_the_others(ranks):
+    """A process may end with it, before its thread for the network has said why."""
+    ranks.run(run_late_with_calls_that_tell)
+
+
 def run_one_that_cannot_join() -> None:
     connect_all = tcp._connect_all
 

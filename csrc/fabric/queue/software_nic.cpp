@@ -617,11 +617,13 @@ void SoftwareNic::tell_now() {
     const auto deadline = Clock::now() + std::chrono::milliseconds(100);
     const auto is_told = [&] {
         const std::lock_guard lock(ports_mutex_);
+        if (abort_word_of(own()) != last_abort_) return false;  // nor do the mirrors know of it
         for (size_t rank = 0; rank < links_.size(); ++rank) {
             if (links_[rank].empty()) continue;
             const auto& link = links_[rank].front();
             if (!link->end().empty()) continue;
-            if (link->has_to_send() || news_for(rank) != told_[rank]) return false;
+            if (news_for(rank) != told_[rank] || link->has_to_send() || !link->is_acknowledged())
+                return false;
         }
         return true;
     };

@@ -141,7 +141,8 @@ class SoftwareNic {
     bool is_running() const { return thread_.joinable(); }
     // After a queue of the host has rung.
     void wake();
-    // Until the others have been sent what this rank's machine has told them, a moment at most.
+    // Until the other machines have what this rank knows of failures, a moment at most: its process
+    // may be about to end.
     void tell_now();
     // From now on a lost connection ends no waits of the low-latency mode: the waiting ranks mask
     // the lost one. Those of the normal mode it does, of ranks on the host.

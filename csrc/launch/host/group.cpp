@@ -133,7 +133,6 @@ void HostGroup::abort(Outcome outcome, const std::string& text) {
         std::atomic_ref<uint64_t>(reason.bytes).store(bytes, std::memory_order_release);
     }
     states_.front().abort(outcome);
-    if (nic_) nic_->tell_now();  // this process may be about to end
 }
 
 void HostGroup::reset() {
