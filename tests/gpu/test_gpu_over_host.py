@@ -11,6 +11,7 @@ import survivors
 import torch
 import torch.distributed as dist
 from cases import slot_bytes, summed_on_gpus
+from process_cases import SIZES, check_cases
 from test_gpu_low_latency_fabrics import ROWS, E, mode_of, results, whole_trip
 from test_gpu_low_latency_fabrics import inputs as low_latency_inputs
 from test_gpu_processes import inputs, make_buffer, round_trips
@@ -92,6 +93,22 @@ def run_host_bits(nodes):
 def test_the_host_s_bits(shape):
     nodes, ranks = shape
     ranks.run(run_host_bits, nodes)
+
+
+CASES = 24  # times the shapes and SIZES: 216
+
+
+def run_cases(nodes, name):
+    world, sizes = choose(), SIZES[name]
+    with ep.Buffer(None, sizes.config(), ep.Topology(nodes, world // nodes), device="cuda") as buffer:
+        assert buffer.fabric == "tcp"
+        check_cases(buffer, sizes, range(100 * world, 100 * world + CASES))
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_random_cases(shape, name):
+    nodes, ranks = shape
+    ranks.run(run_cases, nodes, name)
 
 
 def run_low_latency(nodes):

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forced_machines import machines_of
+from process_cases import SIZES, check_cases
 from waits import within
 
 import megatron_ep as ep
@@ -76,6 +77,20 @@ def run_layers(per_machine: int, per_node: int, stripes: str, fabric: str = "tcp
 )
 def test_the_bits_of_one_machine(ranks, per_machine, per_node, stripes):
     ranks.run(run_layers, per_machine, per_node, stripes)
+
+
+def run_cases(per_machine: int, name: str, seeds: range) -> None:
+    sizes = SIZES[name]
+    topology = ep.Topology(W // per_machine, per_machine)
+    with machines_of(per_machine), ep.Buffer(None, sizes.config(), topology) as buffer:
+        check_cases(buffer, sizes, seeds)
+
+
+@pytest.mark.parametrize("per_machine", [1, 2])
+@pytest.mark.parametrize("name", SIZES)
+def test_random_cases(ranks, per_machine, name):
+    """A few of those that tests/gpu/test_gpu_over_host.py runs on GPUs."""
+    ranks.run(run_cases, per_machine, name, range(12))
 
 
 class Unordered(_C.SoftwareNic):
