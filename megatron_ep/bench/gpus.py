@@ -5,7 +5,8 @@ Beside them, in the same run: NCCL's all-to-all with the copies that Megatron-Co
 it (rows into the order of their ranks, then into that of their experts, and back), and a copy to a neighbouring GPU.
 A round's time is that of its slowest rank; p50, p90 and p99 are of rounds. Besides the GPU's time of a call, by events:
 "(api)", from the call until the GPU is done, by the host's clock, all ranks beginning together; with --kernels
-"(kernels)", while a kernel of the call runs, by torch's profiler.
+"(kernels)", while a kernel of the call runs, by torch's profiler. Where the host carries what goes between nodes (tcp,
+verbs, ibgda), "thread %": what its thread took of a core meanwhile, on the rank where that was most.
 T tokens of a rank, H hidden, K choices of a token, E experts. A rank's bytes: its tokens, once for each rank that they
 go to, which is what an expert-parallel dispatch must move at least; all-to-all moves a row for each expert. bf16, but
 for "dispatch fp8": rows that are fp8 already, and their scales.
@@ -24,14 +25,17 @@ import torch.distributed as dist
 
 import megatron_ep as ep
 from megatron_ep import float8
+from megatron_ep.backends import fabrics
 from megatron_ep.bench.arguments import positive
 from megatron_ep.bench.gpu_case import ROUTINGS, Case, add_arguments, cases_of, draw_experts, row_bytes
 from megatron_ep.bench.gpu_ranks import gpu_ranks
 from megatron_ep.bench.job_ranks import own_gpu
-from megatron_ep.bench.report import PERCENTILES, RATE, WHAT, Record, Report, make_record
+from megatron_ep.bench.network_thread import NetworkThread
+from megatron_ep.bench.report import PERCENTILES, RATE, WHAT, Columns, Record, Report, make_record
 from megatron_ep.bench.timing import Step, cuda_timer, host_timer, kernel_seconds, time_rounds
 
 Steps = dict[tuple[str, str], Step]  # by phase and implementation
+THREAD: Columns = {"thread %": lambda record: f"{100 * record['network_thread']:.0f}"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -48,11 +52,11 @@ def main(argv: Sequence[str]) -> int:
             for routing in arguments.routing
         ]
         by_rank = ranks.run(measure, loads, arguments.warmup, arguments.iters, arguments.kernels)
-    columns = WHAT | PERCENTILES | RATE
     by_case: dict[str, list[Record]] = {}
     for same in zip(*by_rank, strict=True):
         by_case.setdefault(same[0].case, []).append(slowest(same))
     for case, records in by_case.items():
+        columns = WHAT | PERCENTILES | RATE | (THREAD if "network_thread" in records[0] else {})
         report.add(f"{case}: the slowest rank, its tokens counted once for each rank that they go to", records, columns)
     return 0
 
@@ -113,6 +117,7 @@ class Measured:
     seconds: list[float]  # of each round
     size: int  # bytes
     settings: dict[str, Any]
+    network_thread: float | None = None  # share of a core that the host's thread took, if the host carries the bytes
 
 
 def measure(loads: Sequence[Sequence[Case]], warmup: int, iterations: int, kernels: bool = False) -> list[Measured]:
@@ -132,7 +137,7 @@ def _measure(
     sums = torch.zeros(tokens.x.shape, device="cuda", dtype=torch.float32)
     measured = []
 
-    def run(case: str, steps: Steps, **settings: Any) -> None:
+    def run(case: str, steps: Steps, *, by_host: bool = False, **settings: Any) -> None:
         for (phase, implementation), step in steps.items():  # one by one: nobody meets another's cache
             size = tokens.distinct_rows * row_bytes(cases[0].hidden, fp8="fp8" in phase)
             timers = {
@@ -140,11 +145,15 @@ def _measure(
                 " (api)": ({0: host_timer(step, before=_meet, after=torch.cuda.synchronize)}, _meet),
             }
             for kind, (timer, meet) in timers.items():
+                thread = NetworkThread()
                 [seconds] = time_rounds(timer, warmup, iterations, when_warm=meet).values()
-                measured.append(Measured(case, phase + kind, implementation, seconds, size, settings))
+                share = thread.share() if by_host else None
+                measured.append(Measured(case, phase + kind, implementation, seconds, size, settings, share))
             if kernels:
+                thread = NetworkThread()
                 seconds = kernel_seconds(step, warmup, iterations, when_warm=_meet)
-                measured.append(Measured(case, f"{phase} (kernels)", implementation, seconds, size, settings))
+                share = thread.share() if by_host else None
+                measured.append(Measured(case, f"{phase} (kernels)", implementation, seconds, size, settings, share))
 
     def exchange(rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         out = torch.empty(sum(received), rows.shape[1], device="cuda", dtype=rows.dtype)
@@ -172,7 +181,8 @@ def _measure(
     for case in cases:
         topology = ep.Topology(case.nodes, case.ranks_per_node)
         with ep.Buffer(None, case.config, topology, device="cuda") as buffer:
-            run(str(case), _steps(tokens, buffer, expected), **asdict(case))
+            by_host = buffer.fabric in fabrics.OF_HOST
+            run(str(case), _steps(tokens, buffer, expected), by_host=by_host, **asdict(case))
             buffer.synchronize()
     return measured
 
@@ -208,11 +218,14 @@ def _steps(tokens: Tokens, buffer: ep.Buffer, expected: torch.Tensor) -> Steps:
 
 
 def slowest(same: Sequence[Measured]) -> Record:
-    """The record of one thing that every rank timed: each round's slowest rank, and what a rank moves on average."""
+    """The record of one thing that every rank timed: each round's slowest rank, what a rank moves on average, and the
+    most that a thread took."""
     first = same[0]
     seconds = [max(of_round) for of_round in zip(*(measured.seconds for measured in same), strict=True)]
     size = fmean(measured.size for measured in same)
-    return make_record(first.case, first.phase, first.implementation, seconds, size, **first.settings)
+    shares = [measured.network_thread for measured in same if measured.network_thread is not None]
+    thread = {"network_thread": max(shares)} if shares else {}
+    return make_record(first.case, first.phase, first.implementation, seconds, size, **first.settings, **thread)
 
 
 if __name__ == "__main__":

@@ -18,11 +18,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 
-from megatron_ep import _C
 from megatron_ep import megatron as megatron_side
 from megatron_ep.backends import job, nodes
 from megatron_ep.backends.network_trial import MAX_PUT_BYTES, NetworkTrial
@@ -31,6 +29,7 @@ from megatron_ep.backends.tcp import MAX_STRIPES
 from megatron_ep.bench import layer
 from megatron_ep.bench.arguments import add_rounds, add_sizes, positive, seconds
 from megatron_ep.bench.job_ranks import JobRanks
+from megatron_ep.bench.network_thread import NetworkThread
 from megatron_ep.bench.plain_tcp import PlainTcp
 from megatron_ep.bench.report import EXTREMES, PERCENTILES, RATE, WHAT, Record, Report, make_record, relative
 from megatron_ep.config import MAX_TOPK, Topology
@@ -133,21 +132,11 @@ def measure(
                         found = plain.ping(size, rounds, begins=begins)
                     of_size[size] = found[warmup * PINGS :]
         rendezvous.barrier()
-        before = _thread_seconds()
+        thread = NetworkThread()
         time.sleep(IDLE_S)
-        idle = (_thread_seconds() - before) / IDLE_S
+        idle = thread.share()
         rendezvous.barrier()
     return Measured(layer.Measured(sent[rank], timed.seconds), halves, idle)
-
-
-def _thread_seconds() -> float:
-    """That the network's thread has run for so far."""
-    tasks = [task for task in Path("/proc/self/task").iterdir() if _name_of(task) == _C.SoftwareNic.thread_name]
-    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) * 1e-9
-
-
-def _name_of(task: Path) -> str:
-    return (task / "comm").read_text().strip()
 
 
 def _crossing_bytes(case: layer.Case, topology: Topology, rank: int) -> int:

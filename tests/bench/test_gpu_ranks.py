@@ -32,7 +32,8 @@ def check_device(device):
 
 def measure_gpus(loads, warmup, iterations, kernels):
     gpu = uuid(f"cuda:{own_gpu()}")
-    return [gpus.Measured(str(case), gpu, "ours", [1.0], 1, {}) for cases in loads for case in cases]
+    share = None if "FABRIC" not in os.environ else 0.5 + 0.12 * int(os.environ["RANK"])
+    return [gpus.Measured(str(case), gpu, "ours", [1.0], 1, {}, share) for cases in loads for case in cases]
 
 def measure_low_latency(cases, warmup, iterations):
     return [[low_latency.Measured(uuid(f"cuda:{own_gpu()}"), "ours", [1.0], 1)] for _ in cases]
@@ -87,6 +88,13 @@ def test_nodes_of_a_job_are_those_of_a_buffer_unless_told_otherwise(bench):
     assert records[0]["case"].startswith("2x2 ")
     _, records = bench("ab/ab", "low-latency", *SIZES, MEGATRON_EP_RANKS_PER_NODE="1")
     assert records[0]["case"].startswith("2 GPUs of 2 nodes ")
+
+
+def test_where_the_host_carries_the_bytes_its_busiest_thread_is_told(bench):
+    ((_, text), _), [record] = bench("ab/ab", "gpus", *SIZES)
+    assert "thread %" not in text and "network_thread" not in record
+    ((_, text), _), [record] = bench("ab/ab", "gpus", *SIZES, FABRIC="of the host")
+    assert "thread %" in text and record["network_thread"] == 0.62 and text.rstrip().endswith(" 62"), text
 
 
 @pytest.mark.parametrize(

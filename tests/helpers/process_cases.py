@@ -113,7 +113,8 @@ def results(inputs: Inputs, buffer: ep.Buffer | ep.LocalCluster) -> dict[str, li
     weighted = taken(ep.combine(rows.x, rows.handle, given(row_weights)))
     again = taken(ep.dispatch(given(inputs.again), handle=rows.handle).x)
     filled = [min(len(part), int(n.sum())) for part, n in zip(received, counts, strict=True)]
-    found = {"y": y, "weighted": weighted, "tokens_per_expert": counts, "overflow": taken(rows.overflow)}
+    found = {"y": y, "weighted": weighted, "tokens_per_expert": counts}
+    found["overflow"] = [flag != 0 for flag in taken(rows.overflow)]  # by how much is nobody's business
     found |= {"x": received, "probs": probs} if inputs.with_gradient else {}  # zeros behind the last expert's, too
     found |= {"rows": before(filled, received), "probs of rows": before(filled, probs), "again": before(filled, again)}
     if inputs.with_gradient:
