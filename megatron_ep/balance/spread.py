@@ -39,11 +39,12 @@ class LayerSpread:
 
 @dataclass(frozen=True)
 class Period:
-    """Steps from first to last: max/mean, mean and p95 over passes of all layers."""
+    """Steps from first to last: max/mean, mean, p50 and p95 over passes of all layers."""
 
     first: int
     last: int
     mean: float
+    p50: float
     p95: float
 
 
@@ -101,13 +102,14 @@ def layers(trace: Trace, ranks_per_node: int, window: int) -> list[LayerSpread]:
 
 
 def periods(trace: Trace) -> list[Period]:
-    """The run in PERIODS parts of equally many steps, or a step each."""
+    """The run in PERIODS parts of equally many steps, or a step each, and then the whole of it."""
     steps, spread = of_passes(trace)
     numbers = np.unique(steps)
     found = []
-    for part in np.array_split(numbers, min(PERIODS, len(numbers))):
+    for part in (*np.array_split(numbers, min(PERIODS, len(numbers))), numbers):
         of_part = spread[(steps >= part[0]) & (steps <= part[-1])]
-        found.append(Period(int(part[0]), int(part[-1]), float(of_part.mean()), float(np.quantile(of_part, 0.95))))
+        p50, p95 = np.quantile(of_part, (0.5, 0.95))
+        found.append(Period(int(part[0]), int(part[-1]), float(of_part.mean()), float(p50), float(p95)))
     return found
 
 

@@ -231,6 +231,25 @@ def _group(files: Sequence[_File], steps: np.ndarray) -> Group:
     return Group(files[0].header.group, keys[:, 0], keys[:, 1], keys[:, 2], np.stack(all_counts, axis=1))
 
 
+def since(trace: Trace, step: int) -> Trace:
+    """What follows from this step on.
+
+    Raises:
+        ValueError: nothing does.
+    """
+    last = max(int(group.steps.max()) for group in trace.groups)
+    if step > last:
+        raise ValueError(f"--first-step is {step}, but the trace ends with step {last}")
+    return dataclasses.replace(trace, groups=tuple(_since(group, step) for group in trace.groups))
+
+
+def _since(group: Group, step: int) -> Group:
+    taken = group.steps >= step
+    return Group(
+        group.sources, group.steps[taken], group.layers[taken], group.micro_batches[taken], group.counts[taken]
+    )
+
+
 def regrouped(trace: Trace, expert_ranks: int) -> Trace:
     """The same tokens among another number of ranks. For fewer, ranks side by side make groups; for more, groups are
     joined as far as there are some, and each rank's tokens then stand for those of several.

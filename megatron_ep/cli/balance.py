@@ -55,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--ep", metavar="N", help="ranks that share the experts, or several: 8,64 (as recorded)")
     parser.add_argument("--node", type=int, metavar="G", help="of these, in a node (as recorded, or up to 8)")
+    parser.add_argument("--first-step", type=int, metavar="N", help="leave out the steps before (none)")
     parser.add_argument("--slots", default="1,2,4", metavar="S", help="places for copies on a rank (%(default)s)")
     parser.add_argument(
         "--window", type=int, default=100, metavar="N", help="steps over which loads are averaged (%(default)s)"
@@ -89,12 +90,14 @@ class Report:
 
 
 def _balance(options: argparse.Namespace) -> None:
-    from megatron_ep.balance.trace import regrouped
+    from megatron_ep.balance.trace import regrouped, since
 
     _check(options)
     slots = _counts("--slots", options.slots, 1 << 10)
     wanted = None if options.ep is None else _counts("--ep", options.ep, 1 << 16)
     trace = _read(options, wanted[0] if wanted and len(wanted) == 1 else None)
+    if options.first_step is not None:
+        trace = since(trace, options.first_step)
     reports = [_report(regrouped(trace, ep), options, slots) for ep in wanted or [trace.expert_ranks]]
     for number, report in enumerate(reports):
         print(*([""] if number else []), *_text(report), sep="\n")
@@ -114,6 +117,7 @@ def _check(options: argparse.Namespace) -> None:
 
     for name, most in {
         "--node": 1 << 16,
+        "--first-step": 1 << 31,
         "--experts": 1 << 16,
         "--window": 1 << 30,
         "--min-rows": 1 << 40,
@@ -223,9 +227,10 @@ def _layer_table(report: Report) -> list[str]:
 
 
 def _period_table(report: Report) -> list[str]:
-    lines = [f"{'steps':>15}{'mean':>11}{'p95':>11}"]
+    lines = [f"{'steps':>15}{'p50':>11}{'p95':>11}{'mean':>11}"]
     for period in report.periods:
-        lines.append(f"{f'{period.first} to {period.last}':>15}{period.mean:11.3f}{period.p95:11.3f}")
+        steps = f"{period.first} to {period.last}"
+        lines.append(f"{steps:>15}{period.p50:11.3f}{period.p95:11.3f}{period.mean:11.3f}")
     return lines
 
 

@@ -23,7 +23,8 @@ def test_an_even_load(tmp_path):
     layer = layer_of(found, ranks_per_node=2)
     values = (layer.mean, layer.p50, layer.p95, layer.most, layer.lasting, layer.between_nodes, layer.placed)
     assert values == (1,) * 7 and layer.momentary == 0
-    assert [(period.mean, period.p95) for period in spread.periods(found)] == [(1, 1)] * spread.PERIODS
+    periods = spread.periods(found)
+    assert [(period.mean, period.p50, period.p95) for period in periods] == [(1, 1, 1)] * (spread.PERIODS + 1)
 
 
 def test_no_rows_at_all_are_even(tmp_path):
@@ -73,10 +74,11 @@ def test_a_hot_expert_that_drifts_lasts_as_long_as_the_window(tmp_path):
 
 def test_periods_follow_time(tmp_path):
     counts = np.ones((20, 2, 2))
-    counts[10:, :, 0] = 3
-    periods = spread.periods(read(tmp_path, counts))
+    counts[8:, :, 0] = 3
+    *periods, whole = spread.periods(read(tmp_path, counts))
     assert [(period.first, period.last) for period in periods] == [(i, i + 1) for i in range(1, 20, 2)]
-    assert [period.mean for period in periods] == [1] * 5 + [1.5] * 5
+    assert [period.mean for period in periods] == [1] * 4 + [1.5] * 6
+    assert (whole.first, whole.last, whole.mean, whole.p50) == (1, 20, pytest.approx(1.3), 1.5)
 
 
 def test_layers_and_groups_count_by_themselves(tmp_path):

@@ -84,6 +84,17 @@ def test_other_numbers_of_ranks(tmp_path, capsys):
     assert [report["scaled"] for report in json.loads((tmp_path / "all.json").read_text())] == [1, 2]
 
 
+def test_the_steps_before_the_first_are_left_out(tmp_path, capsys):
+    counts = np.full((20, 2, 2, 4, 8), 1000)
+    counts[:9, ..., 0] = 70_000
+    routing_traces.write(tmp_path / "trace", counts)
+    assert cli.main(["balance", "trace", "--first-step", "10"]) == 0
+    text = capsys.readouterr().out
+    assert "11 of 20 steps, 22 passes of a layer, 8,000 rows a rank and pass" in text
+    _, *periods = table(text, "          steps")
+    assert periods[-1] == ["10", "to", "20", "1.000", "1.000", "1.000"]
+
+
 def test_of_many_layers_the_least_and_the_most_are_shown(tmp_path, capsys):
     counts = np.ones((2, 20, 1, 2, 4)) * np.array([1, 1, 1, 2])
     counts[:, 7, ..., 3] = 9
@@ -137,6 +148,8 @@ def test_a_picture(suffix, tmp_path):
         (["trace", "--ep", "2,x"], ["--ep is '2,x', must be a number, or several"]),
         (["trace", "--node", "3"], ["--node is 3, must divide the 4 ranks"]),
         (["trace", "--node", "0"], ["--node is 0"]),
+        (["trace", "--first-step", "0"], ["--first-step is 0"]),
+        (["trace", "--first-step", "21"], ["--first-step is 21, but the trace ends with step 20"]),
         (["trace", "--slots", "0"], ["--slots is 0"]),
         (["trace", "--window", "0"], ["--window is 0"]),
         (["trace", "--tflops", "nan"], ["--tflops is nan, must be a number over 0"]),

@@ -28,7 +28,7 @@ def test_the_models_that_are_promised():
     names = {path.stem for path in RECIPES}
     assert names == {
         *("deepseek_v3", "deepseek_v3_slice_4gpu", "qwen3_30b_a3b", "qwen3_235b_a22b", "mixtral_8x7b", "mixtral_8x22b"),
-        "small_moe_fp8",
+        *("small_moe_fp8", "small_moe_routing"),
     }
 
 
