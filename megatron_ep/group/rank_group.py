@@ -354,7 +354,7 @@ class RankGroup:
             f"{disagreement.what_ranks_sent(rank, statuses, self.topology.world_size)}",
             "no_layout": f"rank {rank} used the handle of a dispatch that failed",
             "overflow": f"rank {rank} had no room for the rows that pass through it: max_recv_tokens is less than the "
-            "tokens that a rank of another node sends through it",
+            "tokens that ranks of other nodes send through it",
         }[outcome]
 
     def _rank_statuses(self, outcome: str, rank: int) -> list[RankStatus]:

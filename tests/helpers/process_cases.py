@@ -75,9 +75,13 @@ class Inputs:
         ids, weights, x = case.ids(tokens), case.weights(tokens), case.reals(tokens)
         settings = r.choice([{"expert_alignment": case.alignment}, {"expert_capacity": r.choice([1, 7])}])
         rows = ep.dispatch(x, ids, buffer=host, **settings).x
-        if r.random() < 0.5:  # room for some of them, for all, or for more; those that only pass through need it, too
-            most = max(map(len, rows))
-            size = max(1, *tokens, r.choice([most // 3, most - 1, most, most + 17]))
+        if r.random() < 0.5:  # room for some of them, for all, or for more
+            most, size_of_rank = max(map(len, rows)), case.num_experts // case.world
+            # a GPU that does not ask for counts has room for what passes through it only if it has for what arrives
+            arriving = [
+                sum(int((idx // size_of_rank == rank).any(dim=1).sum()) for idx in ids) for rank in range(case.world)
+            ]
+            size = max(1, *tokens, *arriving, r.choice([most // 3, most - 1, most, most + 17]))
             settings["max_recv_tokens"] = size
             rows = ep.dispatch(x, ids, buffer=host, **settings).x
         row_weights = case.row_weights([len(received) for received in rows])
