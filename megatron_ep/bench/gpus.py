@@ -15,8 +15,9 @@ for "dispatch fp8": rows that are fp8 already, and their scales.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -32,7 +33,7 @@ from megatron_ep.bench.gpu_ranks import gpu_ranks
 from megatron_ep.bench.job_ranks import own_gpu
 from megatron_ep.bench.network_thread import NetworkThread
 from megatron_ep.bench.report import PERCENTILES, RATE, WHAT, Columns, Record, Report, make_record
-from megatron_ep.bench.timing import Step, cuda_timer, host_timer, kernel_seconds, time_rounds
+from megatron_ep.bench.timing import Step, Timer, cuda_timer, host_timer, kernel_seconds, time_rounds
 
 Steps = dict[tuple[str, str], Step]  # by phase and implementation
 THREAD: Columns = {"thread %": lambda record: f"{100 * record['network_thread']:.0f}"}
@@ -140,20 +141,17 @@ def _measure(
     def run(case: str, steps: Steps, *, by_host: bool = False, **settings: Any) -> None:
         for (phase, implementation), step in steps.items():  # one by one: nobody meets another's cache
             size = tokens.distinct_rows * row_bytes(cases[0].hidden, fp8="fp8" in phase)
-            timers = {
-                "": ({0: cuda_timer(step)}, _meet),
-                " (api)": ({0: host_timer(step, before=_meet, after=torch.cuda.synchronize)}, _meet),
+            ways: dict[str, Callable[[int, int], list[float]]] = {
+                "": partial(_seconds_of, cuda_timer(step)),
+                " (api)": partial(_seconds_of, host_timer(step, before=_meet, after=torch.cuda.synchronize)),
             }
-            for kind, (timer, meet) in timers.items():
-                thread = NetworkThread()
-                [seconds] = time_rounds(timer, warmup, iterations, when_warm=meet).values()
-                share = thread.share() if by_host else None
-                measured.append(Measured(case, phase + kind, implementation, seconds, size, settings, share))
             if kernels:
-                thread = NetworkThread()
-                seconds = kernel_seconds(step, warmup, iterations, when_warm=_meet)
-                share = thread.share() if by_host else None
-                measured.append(Measured(case, f"{phase} (kernels)", implementation, seconds, size, settings, share))
+                ways[" (kernels)"] = partial(kernel_seconds, step, when_warm=_meet)
+            for way, seconds_of in ways.items():
+                thread = NetworkThread() if by_host else None
+                seconds = seconds_of(warmup, iterations)
+                share = None if thread is None else thread.share()
+                measured.append(Measured(case, phase + way, implementation, seconds, size, settings, share))
 
     def exchange(rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         out = torch.empty(sum(received), rows.shape[1], device="cuda", dtype=rows.dtype)
@@ -185,6 +183,11 @@ def _measure(
             run(str(case), _steps(tokens, buffer, expected), by_host=by_host, **asdict(case))
             buffer.synchronize()
     return measured
+
+
+def _seconds_of(timer: Timer, warmup: int, iterations: int) -> list[float]:
+    [seconds] = time_rounds({0: timer}, warmup, iterations, when_warm=_meet).values()
+    return seconds
 
 
 def _meet() -> None:

@@ -17,6 +17,14 @@ OURS, ALLTOALL, FLEX = "EPTokenDispatcher", "MoEAlltoAllTokenDispatcher", "MoEFl
 ALLTOALL_WORDS = (flags.TYPE, "alltoall", "--moe-permute-fusion")
 
 
+def megatron_lm():
+    """The tree that MEGATRON_LM names. Exits if it names none."""
+    tree = os.environ.get("MEGATRON_LM")
+    if not tree or not Path(tree, "pretrain_gpt.py").is_file():
+        sys.exit("MEGATRON_LM must name a tree of Megatron-LM")
+    return tree
+
+
 def gpus_taken():
     """How many of the GPUs such a run takes."""
     return max((count for count in (1, 2, 4) if count <= torch.cuda.device_count()), default=0)

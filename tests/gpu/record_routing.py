@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from gpu_script import ROOT, finish, start, stop
+from gpu_script import ROOT, finish, megatron_lm, start, stop
 
 from megatron_ep.training import script_recipe
 
@@ -24,9 +24,7 @@ WARM_UP = 20  # steps whose time does not count
 
 
 def main(text, changes):
-    tree = os.environ.get("MEGATRON_LM")
-    if not tree or not Path(tree, "pretrain_gpt.py").is_file():
-        sys.exit("MEGATRON_LM must name a tree of Megatron-LM")
+    tree = megatron_lm()
     if not Path(f"{text}.idx").is_file():
         sys.exit(f"there is no {text}.idx")
     out = Path(os.environ.get("OUT", ROOT / "build" / "gpu")).resolve()
@@ -50,9 +48,9 @@ def main(text, changes):
     print(f"{len(steps)} steps of {tokens:,} tokens, {1e3 * seconds:.0f} ms each")
 
 
-def train(recipe, tree, out, deadline, **options):
+def train(recipe, tree, out, deadline):
     """Its steps, which it tells of as they come, until the deadline; exits if it fails."""
-    running = start(recipe, tree, out, "routing", **options)
+    running = start(recipe, tree, out, "routing")
     process, result, *_ = running
     told = 0
     try:

@@ -6,6 +6,7 @@ import left_out
 import pytest
 import torch
 from cases import Case
+from process_cases import before
 from torch.autograd import gradcheck
 
 import megatron_ep as ep
@@ -17,10 +18,6 @@ BLOCKS, CASES_PER_BLOCK = 10, 10
 
 def to_gpu(tensors):
     return None if tensors is None else [tensor.cuda() for tensor in tensors]
-
-
-def before(ends, tensors):
-    return [tensor[:end] for end, tensor in zip(ends, tensors, strict=True)]
 
 
 def assert_same_bits(on_gpu, on_host):

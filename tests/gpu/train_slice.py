@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from gpu_script import ALLTOALL, ALLTOALL_WORDS, FLEX, OURS, ROOT, finish, gpus_taken, start
+from gpu_script import ALLTOALL, ALLTOALL_WORDS, FLEX, OURS, ROOT, finish, gpus_taken, megatron_lm, start
 
 from megatron_ep.megatron import flags
 from megatron_ep.training import script_recipe
@@ -85,9 +85,7 @@ PAIRS = {  # what must have the same losses and norms, and how far apart they ma
 
 
 def main(names):
-    tree = os.environ.get("MEGATRON_LM")
-    if not tree or not Path(tree, "pretrain_gpt.py").is_file():
-        sys.exit("MEGATRON_LM must name a tree of Megatron-LM")
+    tree = megatron_lm()
     unknown = [name for name in names if name not in CASES]
     if unknown:
         sys.exit(f"no case {unknown[0]!r}; there are {', '.join(CASES)}")

@@ -10,6 +10,7 @@ import torch
 from cases import Case, slot_bytes
 
 import megatron_ep as ep
+from megatron_ep import reference
 
 
 @dataclass(frozen=True)
@@ -76,11 +77,9 @@ class Inputs:
         settings = r.choice([{"expert_alignment": case.alignment}, {"expert_capacity": r.choice([1, 7])}])
         rows = ep.dispatch(x, ids, buffer=host, **settings).x
         if r.random() < 0.5:  # room for some of them, for all, or for more
-            most, size_of_rank = max(map(len, rows)), case.num_experts // case.world
+            most = max(map(len, rows))
             # a GPU that does not ask for counts has room for what passes through it only if it has for what arrives
-            arriving = [
-                sum(int((idx // size_of_rank == rank).any(dim=1).sum()) for idx in ids) for rank in range(case.world)
-            ]
+            arriving = [len(reference.flat_rows(ids, rank, case.num_experts)) for rank in range(case.world)]
             size = max(1, *tokens, *arriving, r.choice([most // 3, most - 1, most, most + 17]))
             settings["max_recv_tokens"] = size
             rows = ep.dispatch(x, ids, buffer=host, **settings).x
