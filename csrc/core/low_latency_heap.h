@@ -16,6 +16,8 @@ namespace ep {
 // What the tokens of one rank chose at another, as words of 32 bits in the low halves of words that
 // have their call's number, as far as it fits, in the high one. Numbers of words.
 struct ChoiceWords {
+    static constexpr int kHalves = 2;
+
     int chunks, local_experts, max_tokens, max_topk;
 
     // bits: tokens of a chunk with any expert there
@@ -36,8 +38,6 @@ struct ChoiceWords {
     EP_HD size_t choices() const { return static_cast<size_t>(max_tokens) * max_topk; }
 
   private:
-    static constexpr int kHalves = 2;
-
     EP_HD size_t group(int number) const {
         return chunks + static_cast<size_t>(number) * 32 * (1 + chunks);
     }

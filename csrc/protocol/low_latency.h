@@ -27,6 +27,16 @@ struct Team {
 // How a warp's share of a launch has ended.
 enum class Ended { Badly, Well, Last };  // Last: well, after all others
 
+// A fabric of launches whose calls never mask: their kernels have no code for it.
+template <class F>
+struct NeverMasking : F {
+    using F::F;
+};
+template <class F>
+constexpr bool kMayMask = true;
+template <class F>
+constexpr bool kMayMask<NeverMasking<F>> = false;
+
 // One call as one rank sees it.
 template <class F, class Args>
 struct LowLatencyCall {
@@ -59,6 +69,7 @@ struct LowLatencyCall {
     }
     EP_FN const LowLatencyHeap& heap() const { return args.heap; }
     EP_FN int world() const { return args.heap.topology.world(); }
+    EP_FN bool masking() const { return kMayMask<F> && heap().masking; }
     // The word that says whether `rank` takes part in this half, see low_latency_mask.h; and, once
     // it is decided, whether it does.
     EP_FN uint64_t* membership(LowLatencyHalf half, int rank) const {
@@ -68,7 +79,7 @@ struct LowLatencyCall {
         return fabric.template own<uint64_t>(heap().waited(kKind, bank, rank));
     }
     EP_FN bool takes_part(LowLatencyHalf half, int rank) const {
-        return !heap().masking || load_decided(membership(half, rank)) & 1;
+        return !masking() || load_decided(membership(half, rank)) & 1;
     }
 };
 
@@ -253,7 +264,7 @@ EP_FN Ended end_sending(W& warp, const LowLatencyCall<F, Args>& call, const Team
     if (!is_last(warp, call.fabric.template own<uint64_t>(call.heap().send_joins(Args::kKind)),
                  team))
         return Ended::Well;
-    if (call.heap().masking) {
+    if (call.masking()) {
         publish_all_sent(warp, call);
         note_masked(warp, call, LowLatencyHalf::Send);
     }
@@ -291,7 +302,7 @@ EP_FN Ended end_receiving(W& warp, const LowLatencyCall<F, Args>& call, const Te
         return Ended::Well;
     count_waits(warp, call);
     release_bank(warp, call);
-    if (call.heap().masking) note_masked(warp, call, LowLatencyHalf::Receive);
+    if (call.masking()) note_masked(warp, call, LowLatencyHalf::Receive);
     return Ended::Last;
 }
 
@@ -344,7 +355,7 @@ EP_FN void signal_rows(W& warp, const LowLatencyCall<F, Args>& call, const Team&
     if (!is_last(warp, joins, sharing)) return;
     auto is_told = [&](int rank) {
         if (call.fabric.maps(rank) || !call.takes_part(LowLatencyHalf::Send, rank)) return false;
-        return flags > 1 || heap.masking || puts_rows(call, rank);
+        return flags > 1 || call.masking() || puts_rows(call, rank);
     };
     for (int first = 0; first < call.world(); first += 32) {
         const int lanes = lanes_from(first, call.world());

@@ -174,7 +174,7 @@ EP_FN bool sum_piece(W& warp, const LowLatencyCombine<F>& call, int token, const
     warp.lanes(format.topk, [&](int k) {
         if (args.token_weights) weight[k] = weight_at<T>(args.token_weights, first + k);
     });
-    if (args.heap.masking) drop_ranks<T>(warp, call, token, piece, rank, weight);
+    if (call.masking()) drop_ranks<T>(warp, call, token, piece, rank, weight);
     warp.match(format.topk, rank, same_rank);
     // the row that carries what belongs to this k
     warp.lanes(format.topk, [&](int k) {
@@ -191,7 +191,7 @@ EP_FN bool sum_piece(W& warp, const LowLatencyCombine<F>& call, int token, const
         return rank[k] >= 0 && (!args.sum_at_expert || lowest_lane(same_rank[k]) == k);
     });
     const uint32_t sent = parts & warp.ballot(format.topk, [&](int k) { return rank[k] != kept; });
-    if (!args.heap.masking && !wait_rows_put(warp, call, format.topk, sent, rank)) return false;
+    if (!call.masking() && !wait_rows_put(warp, call, format.topk, sent, rank)) return false;
     for (int i = piece.number; i < piece.number + piece.count; ++i) {
         const auto from = [&](int k) { return rank[k]; };
         if (!wait_tags(warp, call, format.topk, sent, slot, i, from)) return false;
@@ -215,7 +215,7 @@ EP_FN bool sum_piece(W& warp, const LowLatencyCombine<F>& call, int token, const
 
 template <WarpLike W, class F>
 EP_FN bool may_receive(W& warp, const LowLatencyCombine<F>& call, const Team& team) {
-    return !call.heap().masking ||
+    return !call.masking() ||
            decide_membership(warp, call, team, LowLatencyHalf::Receive, Wait::Rows,
                              [&](int rank) { return need_rows<W>(call, rank); });
 }
@@ -234,7 +234,7 @@ EP_FN bool receive_rows(W& warp, const LowLatencyCombine<F>& call, const Team& t
     while (parts < kMaxParts && tokens * shares * 2 * parts <= team.warps) parts *= 2;
     const int all = tokens * shares * parts;
     // A warp that sums nothing need not wait. With masking it must: all warps decide membership.
-    if (team.warp >= all && !call.heap().masking) return true;
+    if (team.warp >= all && !call.masking()) return true;
     if (!may_receive(warp, call, team)) return false;
     for (int i = team.warp; i < all; i += team.warps) {
         const Piece piece = pieces[i / parts % shares].part(i % parts, parts);
@@ -261,9 +261,7 @@ EP_FN bool receive_combine(W& warp, const LowLatencyCombine<F>& call, const Team
 }
 
 template <class T, bool kLines, WarpLike W, class F>
-EP_FN Ended low_latency_combine_send(W& warp, F& fabric, const LowLatencyCombineArgs& args,
-                                     const Team& team) {
-    const LowLatencyCombine<F> call = next_call(fabric, args);
+EP_FN Ended low_latency_combine_send(W& warp, const LowLatencyCombine<F>& call, const Team& team) {
     if (!may_send(warp, call, team)) return Ended::Badly;
     send_combine<T, kLines>(warp, call, team, false);
     signal_rows(warp, call, team);
@@ -271,25 +269,19 @@ EP_FN Ended low_latency_combine_send(W& warp, F& fabric, const LowLatencyCombine
 }
 
 template <class T, bool kLines, WarpLike W, class F>
-EP_FN Ended low_latency_combine_receive(W& warp, F& fabric, const LowLatencyCombineArgs& args,
+EP_FN Ended low_latency_combine_receive(W& warp, const LowLatencyCombine<F>& call,
                                         const Team& team) {
-    const LowLatencyCombine<F> call = begun_call(fabric, args);
     if (!receive_combine<T, kLines>(warp, call, team, false)) return Ended::Badly;
     return end_receiving(warp, call, team);
 }
 
 // Both halves.
 template <class T, bool kLines, WarpLike W, class F>
-EP_FN Ended low_latency_combine(W& warp, F& fabric, const LowLatencyCombineArgs& args,
-                                const Team& team) {
+EP_FN Ended low_latency_combine(W& warp, const LowLatencyCombine<F>& call, const Team& team) {
     return send_and_receive(
-        warp, fabric, args, team, Role::LowLatencyCombineReceiver,
-        [](W& w, const auto& call, const Team& t) {
-            return send_combine<T, kLines>(w, call, t, true);
-        },
-        [](W& w, const auto& call, const Team& t) {
-            return receive_combine<T, kLines>(w, call, t, true);
-        });
+        warp, call, team, Role::LowLatencyCombineReceiver,
+        [&] { return send_combine<T, kLines>(warp, call, team, true); },
+        [&] { return receive_combine<T, kLines>(warp, call, team, true); });
 }
 
 }  // namespace ep

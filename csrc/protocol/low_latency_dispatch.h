@@ -27,9 +27,8 @@ EP_FN bool receive_dispatch(W& warp, const LowLatencyDispatch<F>& call, const Te
 }
 
 template <bool kQuantize, bool kLines, WarpLike W, class F>
-EP_FN Ended low_latency_dispatch_send(W& warp, F& fabric, const LowLatencyDispatchArgs& args,
+EP_FN Ended low_latency_dispatch_send(W& warp, const LowLatencyDispatch<F>& call,
                                       const Team& team) {
-    const LowLatencyDispatch<F> call = next_call(fabric, args);
     if (!may_send(warp, call, team)) return Ended::Badly;
     if (!send_dispatch<kQuantize, kLines>(warp, call, team)) return Ended::Badly;
     signal_rows(warp, call, team);
@@ -37,26 +36,22 @@ EP_FN Ended low_latency_dispatch_send(W& warp, F& fabric, const LowLatencyDispat
 }
 
 template <bool kLines, WarpLike W, class F>
-EP_FN Ended low_latency_dispatch_receive(W& warp, F& fabric, const LowLatencyDispatchArgs& args,
+EP_FN Ended low_latency_dispatch_receive(W& warp, const LowLatencyDispatch<F>& call,
                                          const Team& team) {
-    const LowLatencyDispatch<F> call = begun_call(fabric, args);
     if (!receive_dispatch<kLines>(warp, call, team)) return Ended::Badly;
     const Ended ended = end_receiving(warp, call, team);
-    if (ended == Ended::Last) count_rows(warp, args);
+    if (ended == Ended::Last) count_rows(warp, call.args);
     return ended;
 }
 
 // Both halves.
 template <bool kQuantize, bool kLines, WarpLike W, class F>
-EP_FN Ended low_latency_dispatch(W& warp, F& fabric, const LowLatencyDispatchArgs& args,
-                                 const Team& team) {
+EP_FN Ended low_latency_dispatch(W& warp, const LowLatencyDispatch<F>& call, const Team& team) {
     const Ended ended = send_and_receive(
-        warp, fabric, args, team, Role::LowLatencyReceiver,
-        [](W& w, const auto& call, const Team& t) {
-            return send_dispatch<kQuantize, kLines>(w, call, t);
-        },
-        [](W& w, const auto& call, const Team& t) { return receive_dispatch<kLines>(w, call, t); });
-    if (ended == Ended::Last) count_rows(warp, args);
+        warp, call, team, Role::LowLatencyReceiver,
+        [&] { return send_dispatch<kQuantize, kLines>(warp, call, team); },
+        [&] { return receive_dispatch<kLines>(warp, call, team); });
+    if (ended == Ended::Last) count_rows(warp, call.args);
     return ended;
 }
 

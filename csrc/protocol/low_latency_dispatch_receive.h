@@ -43,7 +43,7 @@ EP_FN bool wait_choices(W& warp, const LowLatencyDispatch<F>& call) {
 
 template <WarpLike W, class F>
 EP_FN bool may_receive(W& warp, const LowLatencyDispatch<F>& call, const Team& team) {
-    if (!call.heap().masking) return wait_choices(warp, call);
+    if (!call.masking()) return wait_choices(warp, call);
     return decide_membership(warp, call, team, LowLatencyHalf::Receive, Wait::Choices,
                              [&](int rank) {
                                  const WaitCondition choices = need_all_choices<W>(call, rank);
@@ -321,7 +321,7 @@ EP_FN bool receive_piece(W& warp, const Choices<F>& choices, const Team& team, i
         }
     });
     const uint32_t placed = warp.ballot(format.topk, [&](int lane) { return dst_row[lane] >= 0; });
-    if (!F::kMapsAll && !args.heap.masking) {
+    if (!F::kMapsAll && !call.masking()) {
         typename W::template PerLane<int> rank;
         warp.lanes(1, [&](int lane) { rank[lane] = source; });
         if (!wait_rows_put(warp, call, 1, 1, rank)) return false;
@@ -357,7 +357,7 @@ template <WarpLike W, class F>
 EP_FN bool receive_by_slots(W& warp, const LowLatencyDispatch<F>& call, const Team& team) {
     const LowLatencyDispatchArgs& args = call.args;
     if (!may_receive(warp, call, team)) return false;
-    if (args.heap.masking && team.warp == 0) note_active(warp, call);
+    if (call.masking() && team.warp == 0) note_active(warp, call);
     const Choices<F> choices{call};
     find_starts(warp, args, team, [&](int first, int lanes, auto& rows) {
         count_rows_of(warp, choices, first, lanes, rows);

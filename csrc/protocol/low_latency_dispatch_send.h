@@ -235,7 +235,7 @@ EP_FN void put_row(W& warp, const LowLatencyDispatch<F>& call, const Team& team,
     const RowFormat& format = call.args.format;
     const LowLatencyHeap& heap = call.heap();
     const Pieces pieces(format);
-    const uint32_t copies = heap.masking ? mask : mask & (~mask + 1);
+    const uint32_t copies = call.masking() ? mask : mask & (~mask + 1);
     typename W::template PerLane<char*> slot;
     warp.lanes(format.topk, [&](int lane) {
         if (!(copies >> lane & 1)) return;
@@ -284,7 +284,7 @@ EP_FN bool send_piece(W& warp, const LowLatencyDispatch<F>& call, const Team& te
     typename W::template PerLane<int> rank;
     typename W::template PerLane<char*> slot;
     if (!find_ranks(warp, args, token, piece.number == 0, choice, rank)) return false;
-    if (heap.masking) drop_choices(warp, call, token, piece, rank);
+    if (call.masking()) drop_choices(warp, call, token, piece, rank);
     const uint32_t ranks = warp.first_of(format.topk, rank);
     const uint32_t near = warp.ballot(
         format.topk, [&](int lane) { return ranks >> lane & 1 && call.fabric.maps(rank[lane]); });

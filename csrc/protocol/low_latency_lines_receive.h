@@ -25,24 +25,45 @@ EP_FN bool note_present_words(W& warp, const LowLatencyDispatch<F>& call) {
     return true;
 }
 
+// What a token chose, a lane a choice: the expert if it is one of this rank, else -1, and the
+// weight where a row has one and this warp is to note it. false: a wait ended badly.
+template <WarpLike W, class F>
+EP_FN bool read_choices(W& warp, const LowLatencyDispatch<F>& call, const RowPlaces& places,
+                        int source, int token, bool with_weights,
+                        typename W::template PerLane<int>& expert,
+                        typename W::template PerLane<uint64_t>& weight) {
+    const ChoiceWords numbers = call.heap().words();
+    const int topk = call.args.format.topk;
+    const int halves = with_weights ? call.args.format.weight_bytes / 4 : 0;
+    const uint64_t* words = choice_words(call, call.args.rank, source);
+    const size_t first = static_cast<size_t>(token) * topk;
+    const uint64_t *experts = words + numbers.expert(first),
+                   *weights = words + numbers.weight(first, 0);
+    warp.lanes(topk, [&](int lane) { weight[lane] = 0; });
+    return read_words(
+        warp, call, Wait::Choices, topk, 1 + halves,
+        [&](int lane, int i) {
+            return WordOf{source,
+                          i ? weights + ChoiceWords::kHalves * lane + i - 1 : experts + lane};
+        },
+        [&](int lane, int i, uint32_t value) {
+            if (i) {
+                weight[lane] |= static_cast<uint64_t>(value) << 32 * (i - 1);
+            } else {
+                expert[lane] = places.local_expert(static_cast<int32_t>(value));
+            }
+        });
+}
+
 // The output row of each of a token's choices. false: a wait ended badly.
 template <WarpLike W, class F>
 EP_FN bool find_output_rows(W& warp, const LowLatencyDispatch<F>& call, const RowPlaces& places,
-                            int source, int token, typename W::template PerLane<int>& dst_row) {
+                            int source, int token, const typename W::template PerLane<int>& expert,
+                            typename W::template PerLane<int>& dst_row) {
     const ChoiceWords numbers = call.heap().words();
     const int topk = call.args.format.topk, chunk = token / 32;
-    typename W::template PerLane<int> expert, before;
-    const bool chosen = read_words(
-        warp, call, Wait::Choices, topk, 1,
-        [&](int lane, int) {
-            return chosen_word(call, source,
-                               numbers.expert(static_cast<size_t>(token) * topk + lane));
-        },
-        [&](int lane, int, uint32_t id) {
-            expert[lane] = places.local_expert(static_cast<int32_t>(id));
-            before[lane] = 0;
-        });
-    if (!chosen) return false;
+    typename W::template PerLane<int> before;
+    warp.lanes(topk, [&](int lane) { before[lane] = 0; });
     // rows of the ranks before, and of the source's tokens before
     const bool counted = read_words(
         warp, call, Wait::Choices, topk, source + chunk + 1,
@@ -64,33 +85,18 @@ EP_FN bool find_output_rows(W& warp, const LowLatencyDispatch<F>& call, const Ro
 }
 
 // For combine and the caller: where a token's rows went, and their weights.
-template <WarpLike W, class F>
-EP_FN bool note_output_words(W& warp, const LowLatencyDispatch<F>& call, int source, int token,
-                             const typename W::template PerLane<int>& dst_row) {
-    const LowLatencyDispatchArgs& args = call.args;
-    const int topk = args.format.topk, weight_bytes = args.format.weight_bytes;
-    typename W::template PerLane<uint64_t> weight;
-    warp.lanes(topk, [&](int lane) {
-        args.layout.dst_rows(source, token)[lane] = dst_row[lane];
-        weight[lane] = 0;
-    });
-    const bool here = read_words(
-        warp, call, Wait::Choices, topk, weight_bytes / 4,
-        [&](int lane, int half) {
-            const size_t choice = static_cast<size_t>(token) * topk + lane;
-            return chosen_word(call, dst_row[lane] < 0 ? -1 : source,
-                               call.heap().words().weight(choice, half));
-        },
-        [&](int lane, int half, uint32_t value) {
-            weight[lane] |= static_cast<uint64_t>(value) << 32 * half;
-        });
-    if (!here) return false;
-    warp.lanes(topk, [&](int lane) {
+template <WarpLike W>
+EP_FN void note_output_rows(W& warp, const LowLatencyDispatchArgs& args, int source, int token,
+                            const typename W::template PerLane<uint64_t>& weight,
+                            const typename W::template PerLane<int>& dst_row) {
+    const int weight_bytes = args.format.weight_bytes;
+    int32_t* noted = args.layout.dst_rows(source, token);
+    warp.lanes(args.format.topk, [&](int lane) {
+        noted[lane] = dst_row[lane];
         if (dst_row[lane] < 0) return;
         const size_t row = dst_row[lane];
         store_weight(args.recv_weights + row * weight_bytes, weight[lane], weight_bytes);
     });
-    return true;
 }
 
 // Some lines of a row, to its rows at each of the token's experts here.
@@ -99,9 +105,13 @@ EP_FN bool receive_lines_of(W& warp, const LowLatencyDispatch<F>& call, const Ro
                             int source, int token, const Lines& lines) {
     const LowLatencyDispatchArgs& args = call.args;
     const RowFormat& format = args.format;
-    typename W::template PerLane<int> dst_row;
-    if (!find_output_rows(warp, call, places, source, token, dst_row)) return false;
-    if (!lines.first && !note_output_words(warp, call, source, token, dst_row)) return false;
+    const bool is_first = !lines.first;
+    typename W::template PerLane<int> expert, dst_row;
+    typename W::template PerLane<uint64_t> weight;
+    if (!read_choices(warp, call, places, source, token, is_first, expert, weight) ||
+        !find_output_rows(warp, call, places, source, token, expert, dst_row))
+        return false;
+    if (is_first) note_output_rows(warp, args, source, token, weight, dst_row);
     typename W::template PerLane<char*> row, scales;
     warp.lanes(format.topk, [&](int lane) {
         if (dst_row[lane] < 0) return;

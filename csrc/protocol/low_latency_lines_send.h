@@ -16,29 +16,37 @@ struct ChunkBits {
 };
 
 // bits_of(expert) of all that each token of the chunks from `first` on chose, together. kChoices:
-// of a token, whose loads are under way at once.
+// of a token, whose loads are under way at once. No load depends on whether its token or choice
+// exists: another one is read instead, twice, and counts once or not at all.
 template <int kChoices, WarpLike W, class BitsOf>
 EP_FN void read_chunks(W& warp, const LowLatencyDispatchArgs& args, int first,
                        typename W::template PerLane<ChunkBits>& chunks, BitsOf&& bits_of) {
-    const int topk = args.format.topk, bytes = args.index_bytes;
+    const int tokens = args.num_tokens, topk = args.format.topk;
+    const uint32_t bytes = args.index_bytes;
     const char* ids = static_cast<const char*>(args.topk_idx);
     warp.lanes(32, [&](int lane) {
-        for (uint32_t& bits : chunks[lane].of) bits = 0;
+        const int own = 32 * first + lane;
+        uint32_t at[kChunksAtOnce];  // the token's choices, in bytes
+        for (int chunk = 0; chunk < kChunksAtOnce; ++chunk) {
+            const int token = own + 32 * chunk < tokens ? own + 32 * chunk : tokens - 1;
+            at[chunk] = token * topk * bytes;
+            chunks[lane].of[chunk] = 0;
+        }
         for (int k = 0; k < topk; k += kChoices) {
             int32_t experts[kChoices][kChunksAtOnce];
             for (int i = 0; i < kChoices; ++i) {
-                for (int chunk = 0; chunk < kChunksAtOnce; ++chunk) {
-                    const int token = 32 * (first + chunk) + lane;
-                    const size_t choice = static_cast<size_t>(token) * topk + k + i;
-                    const bool exists = token < args.num_tokens && k + i < topk;
+                const uint32_t choice = (k + i < topk ? k + i : topk - 1) * bytes;
+                for (int chunk = 0; chunk < kChunksAtOnce; ++chunk)
                     experts[i][chunk] =
-                        exists ? *reinterpret_cast<const int32_t*>(ids + choice * bytes) : -1;
-                }
+                        *reinterpret_cast<const int32_t*>(ids + (at[chunk] + choice));
             }
             for (int i = 0; i < kChoices; ++i) {
                 for (int chunk = 0; chunk < kChunksAtOnce; ++chunk)
                     chunks[lane].of[chunk] |= bits_of(experts[i][chunk]);
             }
+        }
+        for (int chunk = 0; chunk < kChunksAtOnce; ++chunk) {
+            if (own + 32 * chunk >= tokens) chunks[lane].of[chunk] = 0;
         }
     });
 }
@@ -62,9 +70,9 @@ EP_FN void send_tokens_of_experts(W& warp, const LowLatencyDispatch<F>& call, in
             if (32 * (chunk + i) >= args.num_tokens) break;
             warp.lanes(32, [&](int lane) { tokens[lane] = chosen[lane].of[i]; });
             warp.transpose(tokens);  // from a lane a token to a lane an expert
+            uint64_t* own = words + numbers.tokens(first_here, chunk + i);
             warp.lanes(count, [&](int lane) {
-                W::store_word(words + numbers.tokens(first_here + lane, chunk + i),
-                              word_with(call, tokens[lane]));
+                W::store_word(own + lane, word_with(call, tokens[lane]));
                 rows[lane] += popcount(tokens[lane]);
             });
         }
@@ -107,20 +115,19 @@ EP_FN void send_choices_as_they_are(W& warp, const LowLatencyDispatch<F>& call, 
     const LowLatencyDispatchArgs& args = call.args;
     const ChoiceWords numbers = args.heap.words();
     const int all = args.num_tokens * args.format.topk;
-    const int weight_bytes = args.format.weight_bytes;
+    const uint32_t index_bytes = args.index_bytes, weight_bytes = args.format.weight_bytes;
     const char* ids = static_cast<const char*>(args.topk_idx);
+    uint64_t *experts = words + numbers.expert(0), *weights = words + numbers.weight(0, 0);
     warp.lanes(32, [&](int lane) {
         const int count = (lanes_from(first, all, kChoicesAtOnce) - lane + 31) / 32;
-        auto choice = [&](int i) { return static_cast<size_t>(first + lane + 32 * i); };
-        auto send = [&](size_t number, uint64_t value) {
-            W::store_word(words + number, word_with(call, static_cast<uint32_t>(value)));
+        auto choice = [&](int i) { return static_cast<uint32_t>(first + lane + 32 * i); };
+        auto send = [&](uint64_t* word, uint64_t value) {
+            W::store_word(word, word_with(call, static_cast<uint32_t>(value)));
         };
         for_each_load(
             count,
-            [&](int i) {
-                return *reinterpret_cast<const int32_t*>(ids + choice(i) * args.index_bytes);
-            },
-            [&](int i, int32_t expert) { send(numbers.expert(choice(i)), expert); });
+            [&](int i) { return *reinterpret_cast<const int32_t*>(ids + choice(i) * index_bytes); },
+            [&](int i, int32_t expert) { send(experts + choice(i), expert); });
         if (!weight_bytes) return;
         for_each_load(
             count,
@@ -128,8 +135,9 @@ EP_FN void send_choices_as_they_are(W& warp, const LowLatencyDispatch<F>& call, 
                 return load_weight(args.weights + choice(i) * weight_bytes, weight_bytes);
             },
             [&](int i, uint64_t weight) {
-                send(numbers.weight(choice(i), 0), weight);
-                if (weight_bytes == 8) send(numbers.weight(choice(i), 1), weight >> 32);
+                uint64_t* halves = weights + ChoiceWords::kHalves * choice(i);
+                send(halves, weight);
+                if (weight_bytes == 8) send(halves + 1, weight >> 32);
             });
     });
 }

@@ -257,7 +257,7 @@ EP_FN bool decide_membership(W& warp, const LowLatencyCall<F, Args>& call, const
 
 template <WarpLike W, class F, class Args>
 EP_FN bool may_send(W& warp, const LowLatencyCall<F, Args>& call, const Team& team) {
-    if (!call.heap().masking) return wait_released(warp, call);
+    if (!call.masking()) return wait_released(warp, call);
     return decide_membership(warp, call, team, LowLatencyHalf::Send, Wait::Release,
                              [&](int rank) { return need_release<W>(call, rank); });
 }

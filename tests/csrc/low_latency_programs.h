@@ -338,13 +338,13 @@ struct LowLatencyProgram {
     void run_dispatch(Warp& warp, AnyFabric& fabric, const Half& half,
                       const LowLatencyDispatchArgs& args, const Team& team) {
         if (!half.sends) {
-            low_latency_dispatch_receive<kLines>(warp, fabric, args, team);
+            low_latency_dispatch_receive<kLines>(warp, begun_call(fabric, args), team);
         } else if (half.receives) {
-            fp8 ? low_latency_dispatch<true, kLines>(warp, fabric, args, team)
-                : low_latency_dispatch<false, kLines>(warp, fabric, args, team);
+            fp8 ? low_latency_dispatch<true, kLines>(warp, next_call(fabric, args), team)
+                : low_latency_dispatch<false, kLines>(warp, next_call(fabric, args), team);
         } else {
-            fp8 ? low_latency_dispatch_send<true, kLines>(warp, fabric, args, team)
-                : low_latency_dispatch_send<false, kLines>(warp, fabric, args, team);
+            fp8 ? low_latency_dispatch_send<true, kLines>(warp, next_call(fabric, args), team)
+                : low_latency_dispatch_send<false, kLines>(warp, next_call(fabric, args), team);
         }
     }
 
@@ -352,11 +352,11 @@ struct LowLatencyProgram {
     void run_combine(Warp& warp, AnyFabric& fabric, const Half& half,
                      const LowLatencyCombineArgs& args, const Team& team) {
         if (!half.sends) {
-            low_latency_combine_receive<float, kLines>(warp, fabric, args, team);
+            low_latency_combine_receive<float, kLines>(warp, begun_call(fabric, args), team);
         } else if (half.receives) {
-            low_latency_combine<float, kLines>(warp, fabric, args, team);
+            low_latency_combine<float, kLines>(warp, next_call(fabric, args), team);
         } else {
-            low_latency_combine_send<float, kLines>(warp, fabric, args, team);
+            low_latency_combine_send<float, kLines>(warp, next_call(fabric, args), team);
         }
     }
 

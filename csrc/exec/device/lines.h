@@ -275,6 +275,15 @@ __device__ __forceinline__ void store_payload(char* own_row, uint32_t mask, uint
     });
 }
 
+// A scale of so many bytes, which lies at a multiple of them.
+__device__ __forceinline__ void store_scale(char* dst, uint32_t scale, int bytes) {
+    if (bytes == sizeof(uint32_t)) {
+        *reinterpret_cast<uint32_t*>(dst) = scale;
+    } else {
+        *dst = static_cast<char>(scale);
+    }
+}
+
 // And the scales beside them.
 template <int kGroups>
 __device__ __forceinline__ void store_beside(char* own_scales, uint32_t mask, const ScalePlan& plan,
@@ -287,7 +296,7 @@ __device__ __forceinline__ void store_beside(char* own_scales, uint32_t mask, co
         for (int group = 0; group < kGroups; ++group) {
             const int line = first + kLinesAtOnce * group + line_of_lane();
             const int block = line < end ? Line::scale(line, plan.blocks) : -1;
-            if (block >= 0) store_bytes(scales + plan.offset(block), units[group], plan.bytes);
+            if (block >= 0) store_scale(scales + plan.offset(block), units[group].x, plan.bytes);
         }
     });
 }

@@ -41,27 +41,26 @@ __device__ __forceinline__ void poison(const Args& args) {
         rows::fill<Outputs::kPoison>(part.data, part.bytes);
 }
 
-// share(warp, fabric, args, team) -> Ended: what each warp does.
+// share(warp, call, team) -> Ended: what each warp does.
 //
 // Where the call's outputs are written every warp arrives in the end, however its share has ended:
 // the last one knows that nobody writes any more.
-template <LowLatencyLaunches kLaunches, class L, class Share>
+template <LowLatencyLaunches kLaunches, bool kLines, class L, class Share>
 __device__ __forceinline__ void run_launch(const L& launch, Role role, Share&& share) {
     constexpr bool kSends = kLaunches != LowLatencyLaunches::Receive;
     constexpr bool kReceives = kLaunches != LowLatencyLaunches::Send;
     constexpr LowLatencyKind kKind = L::Args::kKind;
-    typename L::Fabric fabric(launch.fabric, launch.rank.rank);
+    using Fabric = std::conditional_t<kLines, NeverMasking<typename L::Fabric>, typename L::Fabric>;
+    Fabric fabric(launch.fabric, launch.rank.rank);
     const LowLatencyHeap& heap = launch.args.heap;
     const Team team = team_of_grid();
-    const uint64_t call =
-        kSends ? *fabric.template own<uint64_t>(heap.sent(kKind)) + 1 : *launch.args.call;
-    DeviceWarp warp(launch.rank, call, role, team.warp, bulk_buffers());
+    const auto call = kSends ? next_call(fabric, launch.args) : begun_call(fabric, launch.args);
+    DeviceWarp warp(launch.rank, call.number, role, team.warp, bulk_buffers());
     auto note = [&](Calls& calls) {
         const int kind = static_cast<int>(kKind);
-        if (kSends) warp.template credit<Scope::System>(&calls.sent[kind], call);
+        if (kSends) warp.template credit<Scope::System>(&calls.sent[kind], call.number);
         if (kReceives)
-            warp.template credit<Scope::System>(
-                &calls.received[kind][call % LowLatencyHeap::kBanks], call);
+            warp.template credit<Scope::System>(&calls.received[kind][call.bank], call.number);
     };
     Ended ended = Ended::Badly;
     if (!is_aborted(launch.rank)) {
@@ -69,14 +68,14 @@ __device__ __forceinline__ void run_launch(const L& launch, Role role, Share&& s
             note(launch.rank.control->entered);
             if (kSends) {
                 const auto& args = launch.args;
-                uint64_t& sends = launch.rank.control->sends_in(args.kMode, call);
-                warp.template credit<Scope::System>(&sends,
-                                                    Sends::word(args.kind(), call, args.format));
+                uint64_t& sends = launch.rank.control->sends_in(args.kMode, call.number);
+                warp.template credit<Scope::System>(
+                    &sends, Sends::word(args.kind(), call.number, args.format));
                 begin_call(launch.rank, heap.topology.world());
             }
         }
         warp.begin_half(role);
-        ended = share(warp, fabric, launch.args, team);
+        ended = share(warp, call, team);
     }
     if (ended == Ended::Last) note(launch.rank.control->finished);
     if constexpr (kReceives) {
@@ -91,14 +90,14 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     low_latency_dispatch_kernel(const __grid_constant__ L launch) {
     constexpr Role kRole = kLaunches == LowLatencyLaunches::Receive ? Role::LowLatencyReceiver
                                                                     : Role::LowLatencySender;
-    run_launch<kLaunches>(
-        launch, kRole, [](auto& warp, auto& fabric, const auto& args, const Team& team) {
+    run_launch<kLaunches, kLines>(
+        launch, kRole, [](auto& warp, const auto& call, const Team& team) {
             if constexpr (kLaunches == LowLatencyLaunches::Send) {
-                return low_latency_dispatch_send<kQuantize, kLines>(warp, fabric, args, team);
+                return low_latency_dispatch_send<kQuantize, kLines>(warp, call, team);
             } else if constexpr (kLaunches == LowLatencyLaunches::Receive) {
-                return low_latency_dispatch_receive<kLines>(warp, fabric, args, team);
+                return low_latency_dispatch_receive<kLines>(warp, call, team);
             } else {
-                return low_latency_dispatch<kQuantize, kLines>(warp, fabric, args, team);
+                return low_latency_dispatch<kQuantize, kLines>(warp, call, team);
             }
         });
 }
@@ -109,14 +108,14 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     constexpr Role kRole = kLaunches == LowLatencyLaunches::Receive
                                ? Role::LowLatencyCombineReceiver
                                : Role::LowLatencyCombineSender;
-    run_launch<kLaunches>(
-        launch, kRole, [](auto& warp, auto& fabric, const auto& args, const Team& team) {
+    run_launch<kLaunches, kLines>(
+        launch, kRole, [](auto& warp, const auto& call, const Team& team) {
             if constexpr (kLaunches == LowLatencyLaunches::Send) {
-                return low_latency_combine_send<T, kLines>(warp, fabric, args, team);
+                return low_latency_combine_send<T, kLines>(warp, call, team);
             } else if constexpr (kLaunches == LowLatencyLaunches::Receive) {
-                return low_latency_combine_receive<T, kLines>(warp, fabric, args, team);
+                return low_latency_combine_receive<T, kLines>(warp, call, team);
             } else {
-                return low_latency_combine<T, kLines>(warp, fabric, args, team);
+                return low_latency_combine<T, kLines>(warp, call, team);
             }
         });
 }

@@ -68,7 +68,8 @@ void HostLowLatency::dispatch_send(const std::vector<LowLatencyDispatchArgs>& ar
                  [](Warp& warp, auto& fabric, const auto& a, const Team& team) {
                      with_bool(a.heap.lines, [&]<bool kLines>() {
                          with_bool(a.quantize != ScaleFormat::None, [&]<bool kQuantize>() {
-                             low_latency_dispatch_send<kQuantize, kLines>(warp, fabric, a, team);
+                             low_latency_dispatch_send<kQuantize, kLines>(
+                                 warp, next_call(fabric, a), team);
                          });
                      });
                  });
@@ -80,7 +81,7 @@ void HostLowLatency::dispatch_receive(const std::vector<LowLatencyDispatchArgs>&
     launch<Warp>(Role::LowLatencyReceiver, true, args, interrupted,
                  [](Warp& warp, auto& fabric, const auto& a, const Team& team) {
                      with_bool(a.heap.lines, [&]<bool kLines>() {
-                         low_latency_dispatch_receive<kLines>(warp, fabric, a, team);
+                         low_latency_dispatch_receive<kLines>(warp, begun_call(fabric, a), team);
                      });
                  });
 }
@@ -92,7 +93,7 @@ void HostLowLatency::combine_send(const std::vector<LowLatencyCombineArgs>& args
         launch<Warp>(Role::LowLatencyCombineSender, false, args, interrupted,
                      [](Warp& warp, auto& fabric, const auto& a, const Team& team) {
                          with_bool(a.by_lines(), [&]<bool kLines>() {
-                             low_latency_combine_send<T, kLines>(warp, fabric, a, team);
+                             low_latency_combine_send<T, kLines>(warp, next_call(fabric, a), team);
                          });
                      });
     });
@@ -105,7 +106,8 @@ void HostLowLatency::combine_receive(const std::vector<LowLatencyCombineArgs>& a
         launch<Warp>(Role::LowLatencyCombineReceiver, true, args, interrupted,
                      [](Warp& warp, auto& fabric, const auto& a, const Team& team) {
                          with_bool(a.by_lines(), [&]<bool kLines>() {
-                             low_latency_combine_receive<T, kLines>(warp, fabric, a, team);
+                             low_latency_combine_receive<T, kLines>(warp, begun_call(fabric, a),
+                                                                    team);
                          });
                      });
     });

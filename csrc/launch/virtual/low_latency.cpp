@@ -157,18 +157,20 @@ const ControlBlock& VirtualLowLatency::control(int rank) const {
 
 VirtualPhase VirtualLowLatency::dispatch(const Look& look) {
     const bool quantizes = state_->settings.quantizes;
-    return state_->run(Role::LowLatencySender, state_->dispatch, look,
-                       [quantizes](auto& warp, auto& fabric, const auto& args, const Team& team) {
-                           quantizes ? low_latency_dispatch<true, false>(warp, fabric, args, team)
-                                     : low_latency_dispatch<false, false>(warp, fabric, args, team);
-                       });
+    return state_->run(
+        Role::LowLatencySender, state_->dispatch, look,
+        [quantizes](auto& warp, auto& fabric, const auto& args, const Team& team) {
+            quantizes ? low_latency_dispatch<true, false>(warp, next_call(fabric, args), team)
+                      : low_latency_dispatch<false, false>(warp, next_call(fabric, args), team);
+        });
 }
 
 VirtualPhase VirtualLowLatency::combine(const Look& look) {
     if (!state_->shares.front().dispatch) throw std::logic_error("a dispatch comes first");
     return state_->run(Role::LowLatencyCombineSender, state_->combine, look,
                        [](auto& warp, auto& fabric, const auto& args, const Team& team) {
-                           low_latency_combine<BFloat16, false>(warp, fabric, args, team);
+                           low_latency_combine<BFloat16, false>(warp, next_call(fabric, args),
+                                                                team);
                        });
 }
 
