@@ -192,11 +192,21 @@ def _phases(
         got = low_latency.dispatch(x, ids, weights)
         low_latency.combine(got.x, got.handle, row_weights=got.probs, sum_at="expert")
 
+    def hooks_at_expert() -> None:
+        got, hook = low_latency.dispatch(x, ids, weights, return_recv_hook=True)
+        hook()
+        _, hook = low_latency.combine(got.x, got.handle, row_weights=got.probs, sum_at="expert", return_recv_hook=True)
+        hook()
+
     dispatch_fp8 = partial(low_latency.dispatch, x, ids, fp8="fp32", scale_layout="column")
 
     def pair_fp8() -> None:
         got = dispatch_fp8()
         low_latency.combine(rows, got.handle, weights)
+
+    def pair_fp8_at_expert() -> None:
+        got = low_latency.dispatch(x, ids, weights, fp8="fp32", scale_layout="column")
+        low_latency.combine(rows, got.handle, row_weights=got.probs, sum_at="expert")
 
     def hooks_fp8() -> None:
         got, hook = dispatch_fp8(return_recv_hook=True)
@@ -215,7 +225,9 @@ def _phases(
         "pair": (pair, 2 * size),
         "pair, hooks": (hooks, 2 * size),
         "pair at expert": (pair_at_expert, 2 * size),
+        "pair at expert, hooks": (hooks_at_expert, 2 * size),
         "pair fp8": (pair_fp8, size + fp8_size),
+        "pair fp8 at expert": (pair_fp8_at_expert, size + fp8_size),
         "pair fp8, hooks": (hooks_fp8, size + fp8_size),
     }
 
