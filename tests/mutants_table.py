@@ -685,14 +685,14 @@ MUTANTS = [
     Mutant(
         "signal_rows: ranks that are put rows are not told",
         LOW_LATENCY,
-        "return flags > 1 || heap.masking || puts_rows(call, rank);",
-        "return flags > 1 || heap.masking;",
+        "return flags > 1 || call.masking() || puts_rows(call, rank);",
+        "return flags > 1 || call.masking();",
         ("low_latency_nccl", "low_latency_queue"),
     ),
     Mutant(
         "combine: rows that are put are not waited for",
         LL_COMBINE,
-        "if (!args.heap.masking && !wait_rows_put(warp, call, format.topk, sent, rank)) return false;",
+        "if (!call.masking() && !wait_rows_put(warp, call, format.topk, sent, rank)) return false;",
         programs=LL_NETWORKS,
     ),
     Mutant("need_put_rows: not waited for", LOW_LATENCY, LL_PUT_ROWS, MET, LL_NETWORKS),
