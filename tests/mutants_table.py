@@ -19,7 +19,8 @@ LL_WORDS, LINES = "protocol/low_latency_words.h", "exec/device/lines.h"
 QUEUE, QUEUE_FABRIC = "fabric/queue/send_queue.h", "fabric/queue/queue_fabric.h"
 ENTRY = "fabric/queue/entry.h"
 DIRECT_PAIR, CARD_LINK = "fabric/verbs/direct_pair.cpp", "fabric/queue/card_link.cpp"
-SOFTWARE_NIC, HELD = "fabric/queue/software_nic.cpp", "fabric/queue/held_additions.h"
+SOFTWARE_NIC, NIC_PORTS = "fabric/queue/software_nic.cpp", "fabric/queue/software_nic_ports.cpp"
+HELD = "fabric/queue/held_additions.h"
 DEVICE_RANK = "exec/device/device_rank.h"
 NVSHMEM, RESET = "fabric/nvshmem/nvshmem_fabric.h", "launch/nccl/reset_signals.h"
 
@@ -882,9 +883,7 @@ MUTANTS = [
         "",
         DIRECT,
     ),
-    Mutant(
-        "direct: nobody watches", SOFTWARE_NIC, "static_cast<CardLink&>(link).open(number, side.pairs);", ";", DIRECT
-    ),
+    Mutant("direct: nobody watches", NIC_PORTS, "static_cast<CardLink&>(link).open(number, side.pairs);", ";", DIRECT),
     *(
         changed(
             name,
