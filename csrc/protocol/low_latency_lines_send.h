@@ -16,8 +16,9 @@ struct ChunkBits {
 };
 
 // bits_of(expert) of all that each token of the chunks from `first` on chose, together. kChoices:
-// of a token, whose loads are under way at once. No load depends on whether its token or choice
-// exists: another one is read instead, twice, and counts once or not at all.
+// of a token, whose loads are under way at once. No load waits to know whether its choice exists:
+// where it does not another one is read, whose bits are there already, or of a token that is none,
+// whose bits are dropped.
 template <int kChoices, WarpLike W, class BitsOf>
 EP_FN void read_chunks(W& warp, const LowLatencyDispatchArgs& args, int first,
                        typename W::template PerLane<ChunkBits>& chunks, BitsOf&& bits_of) {
