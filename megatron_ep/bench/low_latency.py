@@ -176,59 +176,47 @@ def _phases(
     """What is timed, and the bytes that it moves."""
     size, fp8_size = num_rows * row_bytes(case.hidden), num_rows * row_bytes(case.hidden, fp8=True)
     received = low_latency.dispatch(x, ids, weights)
-    rows, handle = received.x, received.handle
+    rows = received.x
+    dispatch = partial(low_latency.dispatch, x, ids)
+    dispatch_fp8 = partial(dispatch, fp8="fp32", scale_layout="column")
 
-    def pair() -> None:
-        got = low_latency.dispatch(x, ids)
-        low_latency.combine(got.x, got.handle, weights)
+    def at_token(y: Any, got: Any, **hook: Any) -> Any:
+        return low_latency.combine(y, got.handle, weights, **hook)
 
-    def hooks() -> None:
-        got, hook = low_latency.dispatch(x, ids, return_recv_hook=True)
-        hook()
-        _, hook = low_latency.combine(got.x, got.handle, weights, return_recv_hook=True)
-        hook()
+    def at_expert(y: Any, got: Any, **hook: Any) -> Any:
+        return low_latency.combine(y, got.handle, row_weights=got.probs, sum_at="expert", **hook)
 
-    def pair_at_expert() -> None:
-        got = low_latency.dispatch(x, ids, weights)
-        low_latency.combine(got.x, got.handle, row_weights=got.probs, sum_at="expert")
+    def pair(dispatch: Any, combine: Any, y: Any = None) -> Step:
+        """y: what the experts make of the rows, or these themselves."""
 
-    def hooks_at_expert() -> None:
-        got, hook = low_latency.dispatch(x, ids, weights, return_recv_hook=True)
-        hook()
-        _, hook = low_latency.combine(got.x, got.handle, row_weights=got.probs, sum_at="expert", return_recv_hook=True)
-        hook()
+        def step() -> None:
+            got = dispatch()
+            combine(got.x if y is None else y, got)
 
-    dispatch_fp8 = partial(low_latency.dispatch, x, ids, fp8="fp32", scale_layout="column")
+        return step
 
-    def pair_fp8() -> None:
-        got = dispatch_fp8()
-        low_latency.combine(rows, got.handle, weights)
+    def hooks(dispatch: Any, combine: Any, y: Any = None) -> Step:
+        def step() -> None:
+            got, hook = dispatch(return_recv_hook=True)
+            hook()
+            _, hook = combine(got.x if y is None else y, got, return_recv_hook=True)
+            hook()
 
-    def pair_fp8_at_expert() -> None:
-        got = low_latency.dispatch(x, ids, weights, fp8="fp32", scale_layout="column")
-        low_latency.combine(rows, got.handle, row_weights=got.probs, sum_at="expert")
+        return step
 
-    def hooks_fp8() -> None:
-        got, hook = dispatch_fp8(return_recv_hook=True)
-        hook()
-        _, hook = low_latency.combine(rows, got.handle, weights, return_recv_hook=True)
-        hook()
-
+    weighted, weighted_fp8 = (partial(kind, topk_weights=weights) for kind in (dispatch, dispatch_fp8))
     return {
-        "dispatch": (lambda: low_latency.dispatch(x, ids), size),
+        "dispatch": (dispatch, size),
         "dispatch fp8": (dispatch_fp8, fp8_size),
-        "combine": (lambda: low_latency.combine(rows, handle, weights), size),
-        "combine at expert": (
-            lambda: low_latency.combine(rows, handle, row_weights=received.probs, sum_at="expert"),
-            size,
-        ),
-        "pair": (pair, 2 * size),
-        "pair, hooks": (hooks, 2 * size),
-        "pair at expert": (pair_at_expert, 2 * size),
-        "pair at expert, hooks": (hooks_at_expert, 2 * size),
-        "pair fp8": (pair_fp8, size + fp8_size),
-        "pair fp8 at expert": (pair_fp8_at_expert, size + fp8_size),
-        "pair fp8, hooks": (hooks_fp8, size + fp8_size),
+        "combine": (partial(at_token, rows, received), size),
+        "combine at expert": (partial(at_expert, rows, received), size),
+        "pair": (pair(dispatch, at_token), 2 * size),
+        "pair, hooks": (hooks(dispatch, at_token), 2 * size),
+        "pair at expert": (pair(weighted, at_expert), 2 * size),
+        "pair at expert, hooks": (hooks(weighted, at_expert), 2 * size),
+        "pair fp8": (pair(dispatch_fp8, at_token, rows), size + fp8_size),
+        "pair fp8 at expert": (pair(weighted_fp8, at_expert, rows), size + fp8_size),
+        "pair fp8, hooks": (hooks(dispatch_fp8, at_token, rows), size + fp8_size),
     }
 
 

@@ -275,8 +275,8 @@ __device__ __forceinline__ void store_payload(char* own_row, uint32_t mask, uint
     });
 }
 
-// A scale of so many bytes, which lies at a multiple of them.
-__device__ __forceinline__ void store_scale(char* dst, uint32_t scale, int bytes) {
+// A scale of so many bytes, which lies at a multiple of them, as its bits are.
+__device__ __forceinline__ void store_scale_bits(char* dst, uint32_t scale, int bytes) {
     if (bytes == sizeof(uint32_t)) {
         *reinterpret_cast<uint32_t*>(dst) = scale;
     } else {
@@ -296,7 +296,8 @@ __device__ __forceinline__ void store_beside(char* own_scales, uint32_t mask, co
         for (int group = 0; group < kGroups; ++group) {
             const int line = first + kLinesAtOnce * group + line_of_lane();
             const int block = line < end ? Line::scale(line, plan.blocks) : -1;
-            if (block >= 0) store_scale(scales + plan.offset(block), units[group].x, plan.bytes);
+            if (block >= 0)
+                store_scale_bits(scales + plan.offset(block), units[group].x, plan.bytes);
         }
     });
 }

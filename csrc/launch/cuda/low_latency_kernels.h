@@ -50,6 +50,7 @@ __device__ __forceinline__ void run_launch(const L& launch, Role role, Share&& s
     constexpr bool kSends = kLaunches != LowLatencyLaunches::Receive;
     constexpr bool kReceives = kLaunches != LowLatencyLaunches::Send;
     constexpr LowLatencyKind kKind = L::Args::kKind;
+    // no heap has lines and masks
     using Fabric = std::conditional_t<kLines, NeverMasking<typename L::Fabric>, typename L::Fabric>;
     Fabric fabric(launch.fabric, launch.rank.rank);
     const LowLatencyHeap& heap = launch.args.heap;

@@ -1,0 +1,74 @@
+"""Jobs of torchrun on two machines made of namespaces (tests/network/machines.py), a log of each machine."""
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Each rank dispatches until that fails. Arguments: the buffer's timeout in seconds, its device.
+FOR_EVER = """
+import os, sys, time, torch, torch.distributed as dist, megatron_ep as ep
+timeout, device = float(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+if device == "cuda":
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+buffer = ep.Buffer(None, ep.Config(num_experts=8, timeout=timeout), device=device)
+assert (buffer.fabric, buffer.topology) == ("tcp", ep.Topology(2, dist.get_world_size() // 2))
+x, ids = torch.ones(64, 256, device=device), torch.rand(64, 8, device=device).topk(2).indices
+for call in range(10**9):
+    try:
+        ep.dispatch(x, ids, buffer=buffer)
+        buffer.synchronize()
+    except ep.EPError as error:
+        print(f"RANK {rank} AT {time.time()}: {str(error).splitlines()[0]}", flush=True)
+        time.sleep(12)  # torchrun ends the others of a machine when one has ended
+        os._exit(3)
+    if call == 20:
+        print(f"RANK {rank} RUNS AS {os.getpid()}", flush=True)
+"""
+
+
+def torchrun(made: Any, *arguments: str, ranks: int) -> list[str]:
+    """The command, on each machine, of a job with so many ranks a machine."""
+    script = (
+        f'exec "$0" -m torch.distributed.run --nnodes 2 --node-rank $MACHINE --nproc-per-node {ranks} '
+        f'--master-addr {made.address(0)} --master-port 29500 "$@"'
+    )
+    return ["sh", "-c", script, sys.executable, *arguments]
+
+
+def log_of(folder: Path, machine: int) -> Path:
+    return folder / f"{machine}.log"
+
+
+def start(made: Any, folder: Path, command: list[str]) -> list[subprocess.Popen[str]]:
+    processes = []
+    for machine in range(made.count):
+        with log_of(folder, machine).open("w") as log:
+            environment = {"OMP_NUM_THREADS": "1", "MEGATRON_EP_FABRIC": "tcp"}
+            processes.append(made.start(machine, command, environment, stdout=log, stderr=log, cwd=ROOT))
+    return processes
+
+
+def wait_for(folder: Path, pattern: str, count: int, limit: float) -> list[re.Match[str]]:
+    """Until a pattern has been found so many times in all logs."""
+    deadline = time.monotonic() + limit
+    while True:
+        found = [match for log in sorted(folder.glob("*.log")) for match in re.finditer(pattern, log.read_text())]
+        if len(found) >= count:
+            return found
+        assert time.monotonic() < deadline, [log.read_text() for log in folder.glob("*.log")]
+        time.sleep(0.05)
+
+
+def run_for_ever(made: Any, folder: Path, ranks: int, timeout: float, device: str, limit: float) -> None:
+    """Starts FOR_EVER, and waits until all its ranks run."""
+    program = folder / "program.py"
+    program.write_text(FOR_EVER)
+    start(made, folder, torchrun(made, str(program), str(timeout), device, ranks=ranks))
+    wait_for(folder, r"RANK (\d) RUNS AS (\d+)", 2 * ranks, limit)
