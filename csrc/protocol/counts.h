@@ -12,56 +12,80 @@ struct Counts {
     int32_t values[kSize];
 };
 
-// f(lane, i, number) for numbers from `first` on, as far as they lie below `count`; i is the place
-// in the lane's Counts.
-template <WarpLike W, class F>
-EP_FN void for_counts(W& warp, int first, int count, F&& f) {
-    warp.lanes(lanes_from(first, count), [&](int lane) {
-        for (int i = 0; i < Counts::kSize; ++i) {
-            const int number = first + 32 * i + lane;
-            if (number < count) f(lane, i, number);
-        }
-    });
-}
+// A place in a table, whose rows follow each other. Dividing takes long: it is done once for all
+// places of a lane, and not at all in the first row.
+struct TablePlace {
+    int row, column;
 
-// store(number, load(number)) for each number below `count`.
+    EP_FN TablePlace(int number, int columns)
+        : row(number < columns ? 0 : number / columns), column(number - row * columns) {}
+    EP_FN void next(int columns) {
+        if (++column < columns) return;
+        column = 0;
+        ++row;
+    }
+    EP_FN void advance(const TablePlace& distance, int columns) {
+        row += distance.row;
+        column += distance.column;
+        if (column < columns) return;
+        column -= columns;
+        ++row;
+    }
+};
+
+// store(row, column, load(row, column)) for each place of a table.
 template <WarpLike W, class Load, class Store>
-EP_FN void move_counts(W& warp, int count, Load&& load, Store&& store) {
+EP_FN void move_table(W& warp, int rows, int columns, Load&& load, Store&& store) {
     typename W::template PerLane<Counts> counts;
+    const int count = rows * columns;
     for (int first = 0; first < count; first += Counts::kOfWarp) {
-        for_counts(warp, first, count,
-                   [&](int lane, int i, int number) { counts[lane].values[i] = load(number); });
-        for_counts(warp, first, count,
-                   [&](int lane, int i, int number) { store(number, counts[lane].values[i]); });
+        const TablePlace distance(32, columns);
+        auto for_counts = [&](auto&& f) {
+            warp.lanes(lanes_from(first, count), [&](int lane) {
+                TablePlace place(first + lane, columns);
+                for (int i = 0; i < Counts::kSize; ++i) {
+                    if (place.row < rows) f(place.row, place.column, counts[lane].values[i]);
+                    place.advance(distance, columns);
+                }
+            });
+        };
+        for_counts([&](int row, int column, int32_t& value) { value = load(row, column); });
+        for_counts([&](int row, int column, int32_t value) { store(row, column, value); });
     }
 }
 
-// store(number, load(number), sum of load over the numbers below it) for each number below `count`.
-// Returns the total. A lane has successive numbers: one scan over the lanes for all of them.
+// store(row, column, load(row, column), sum of load over the places before it) for each place of a
+// table. Returns the total. A lane has successive places: one scan over the lanes for all of them.
 template <WarpLike W, class Load, class Store>
-EP_FN int scan_counts(W& warp, int count, Load&& load, Store&& store) {
+EP_FN int scan_table(W& warp, int rows, int columns, Load&& load, Store&& store) {
     typename W::template PerLane<Counts> counts;
     typename W::template PerLane<int> before;
+    const int count = rows * columns;
     int sum = 0;
     for (int first = 0; first < count; first += Counts::kOfWarp) {
         const int left = lanes_from(first, count, Counts::kOfWarp);
         const int lanes = (left + Counts::kSize - 1) / Counts::kSize;
-        warp.lanes(lanes, [&](int lane) {
+        auto for_counts = [&](int lane, auto&& f) {
+            TablePlace place(first + Counts::kSize * lane, columns);
             for (int i = 0; i < Counts::kSize; ++i) {
-                const int number = first + Counts::kSize * lane + i;
-                counts[lane].values[i] = number < count ? load(number) : 0;
+                f(place.row < rows, place.row, place.column, counts[lane].values[i]);
+                place.next(columns);
             }
+        };
+        warp.lanes(lanes, [&](int lane) {
             before[lane] = 0;
+            for_counts(lane, [&](bool exists, int row, int column, int32_t& value) {
+                value = exists ? load(row, column) : 0;
+            });
             for (const int32_t value : counts[lane].values) before[lane] += value;
         });
         const int total = warp.exclusive_scan(lanes, before);
         warp.lanes(lanes, [&](int lane) {
             int start = sum + before[lane];
-            for (int i = 0; i < Counts::kSize; ++i) {
-                const int number = first + Counts::kSize * lane + i;
-                if (number < count) store(number, counts[lane].values[i], start);
-                start += counts[lane].values[i];
-            }
+            for_counts(lane, [&](bool exists, int row, int column, int32_t value) {
+                if (exists) store(row, column, value, start);
+                start += value;
+            });
         });
         sum += total;
     }

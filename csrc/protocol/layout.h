@@ -155,9 +155,9 @@ EP_FN void sum_channels(W& warp, const NotifyArgs& args, int first_expert, int n
         return layout.expert_counts(channels[i])[expert];
     };
     for (int expert = first_expert; expert < first_expert + num_experts; ++expert) {
-        const int sum = scan_counts(
-            warp, channels.count(), [&](int i) { return count_of(i, expert); },
-            [&](int i, int, int before) { count_of(i, expert) = before; });
+        const int sum = scan_table(
+            warp, 1, channels.count(), [&](int, int i) { return count_of(i, expert); },
+            [&](int, int i, int, int before) { count_of(i, expert) = before; });
         warp.lanes(1, [&](int) { layout.expert_counts(layout.channels)[expert] = sum; });
     }
 }

@@ -31,13 +31,17 @@ EP_FN void send_counts(W& warp, F& fabric, const NotifyArgs& args, int node) {
     const int parity = args.epoch & 1;
     const int rank_counts = static_cast<int>(heap.rank_counts());
     int32_t* block = fabric.template network<int32_t>(heap.notify_staging(parity, node));
-    auto count_of = [&](int number) -> int32_t {
-        const int local = number / rank_counts, item = number % rank_counts;
-        if (local == topology.ranks_per_node) return layout.node_tokens(item, node);
-        return rank_count(layout, topology.rank(node, local), item);
+    auto pass_on = [&](int local, int item, int32_t count) {
+        block[local * rank_counts + item] = count;
     };
-    move_counts(warp, static_cast<int>(heap.node_counts()), count_of,
-                [&](int number, int32_t count) { block[number] = count; });
+    move_table(
+        warp, topology.ranks_per_node, rank_counts,
+        [&](int local, int item) { return rank_count(layout, topology.rank(node, local), item); },
+        pass_on);
+    move_table(
+        warp, 1, layout.channels,
+        [&](int, int channel) { return layout.node_tokens(channel, node); },
+        [&](int, int channel, int32_t count) { pass_on(topology.ranks_per_node, channel, count); });
     fabric.put(warp, heap.channels, node, heap.notify_rail(parity, own_node),
                heap.notify_staging(parity, node), heap.node_block_bytes());
     fabric.put_signal(warp, heap.channels, node, heap.notify_rail_flag(own_node), args.epoch - 1,
@@ -72,17 +76,14 @@ EP_FN bool relay_counts(W& warp, F& fabric, const NotifyArgs& args, int local, i
         local, heap.notify_node(parity, topology.rank(first, own_local)));
     const int stride =
         topology.ranks_per_node * static_cast<int>(heap.rank_block_bytes() / sizeof(int32_t));
-    move_counts(
-        warp, nodes * rank_counts,
-        [&](int number) {
-            const int node = number / rank_counts, item = number % rank_counts;
+    move_table(
+        warp, nodes, rank_counts,
+        [&](int node, int item) {
             if (first + node == own_node)
                 return rank_count(layout, topology.rank(own_node, local), item);
             return blocks[node * block + local * rank_counts + item];
         },
-        [&](int number, int32_t count) {
-            targets[number / rank_counts * stride + number % rank_counts] = count;
-        });
+        [&](int node, int item, int32_t count) { targets[node * stride + item] = count; });
     warp.template publish<Scope::System>(
         fabric.template peer<uint64_t>(local, heap.notify_node_flag(own_local, group)), args.epoch);
     return true;
@@ -98,6 +99,88 @@ EP_FN void tell_host(W& warp, const NotifyArgs& args) {
         args.host_totals->ticket = earlier;
     });
     warp.template publish<Scope::System>(&args.host_totals->ticket, args.ticket);
+}
+
+// How many rows an expert of this rank has room for, which a lane tells those who ask.
+EP_FN int room_for(const NotifyArgs& args, int expert, int count) {
+    args.layout.expert_count(expert) = count;
+    const int rows = args.expert_capacity > 0
+                         ? args.expert_capacity
+                         : static_cast<int>(align_up(count, args.expert_alignment));
+    args.tell_expert(expert, rows);
+    return rows;
+}
+
+// Where the rows of this rank's experts start: expert after expert, rank after rank. Returns where
+// they end. Of so few ranks that a lane has all counts of an expert: nothing written is read again,
+// which would take longer than all the rest.
+template <WarpLike W, class ToldBy>
+EP_FN int place_rows_of_few(W& warp, const NotifyArgs& args, ToldBy&& told_by) {
+    const Layout& layout = args.layout;
+    const int world = layout.world(), local_experts = layout.local_experts();
+    typename W::template PerLane<Counts> counts;
+    typename W::template PerLane<int> rows;
+    int expert_rows = 0;
+    for (int first = 0; first < local_experts; first += 32) {
+        const int lanes = lanes_from(first, local_experts);
+        warp.lanes(lanes, [&](int lane) {
+            int32_t* values = counts[lane].values;
+            for (int rank = 0; rank < Counts::kSize; ++rank)
+                values[rank] = rank < world ? told_by(rank, first + lane) : 0;
+            int count = 0;
+            for (int rank = 0; rank < Counts::kSize; ++rank) count += values[rank];
+            rows[lane] = room_for(args, first + lane, count);
+        });
+        const int total = warp.exclusive_scan(lanes, rows);
+        warp.lanes(lanes, [&](int lane) {
+            int start = expert_rows + rows[lane];
+            layout.expert_start(first + lane) = start;
+            for (int rank = 0; rank < Counts::kSize; ++rank) {
+                if (rank < world) layout.expert_base(rank)[first + lane] = start;
+                start += counts[lane].values[rank];
+            }
+        });
+        expert_rows += total;
+    }
+    return expert_rows;
+}
+
+// The same of any number of ranks: first as if nothing were padded, then all ranks' rows of an
+// expert move as far as the expert's.
+template <WarpLike W, class ToldBy>
+EP_FN int place_rows_of_many(W& warp, const NotifyArgs& args, ToldBy&& told_by) {
+    const Layout& layout = args.layout;
+    const int world = layout.world(), local_experts = layout.local_experts();
+    const int all_rows = scan_table(
+        warp, local_experts, world, [&](int expert, int rank) { return told_by(rank, expert); },
+        [&](int expert, int rank, int, int start) { layout.expert_base(rank)[expert] = start; });
+    int32_t* bases = layout.expert_base(0);
+    typename W::template PerLane<int> rows;
+    int expert_rows = 0;
+    for (int first = 0; first < local_experts; first += 32) {
+        const int lanes = lanes_from(first, local_experts);
+        warp.lanes(lanes, [&](int lane) {
+            const int expert = first + lane;
+            const int end = expert + 1 < local_experts ? bases[expert + 1] : all_rows;
+            rows[lane] = room_for(args, expert, end - bases[expert]);
+        });
+        const int total = warp.exclusive_scan(lanes, rows);
+        warp.lanes(lanes,
+                   [&](int lane) { layout.expert_start(first + lane) = expert_rows + rows[lane]; });
+        expert_rows += total;
+    }
+    // Rank 0 comes last: its start is the expert's, and tells how far.
+    const int last = world - 1;
+    move_table(
+        warp, world, local_experts,
+        [&](int rank, int expert) {
+            return layout.expert_base(last - rank)[expert] + layout.expert_start(expert) -
+                   bases[expert];
+        },
+        [&](int rank, int expert, int32_t start) {
+            layout.expert_base(last - rank)[expert] = start;
+        });
+    return expert_rows;
 }
 
 // Everything that dispatch needs to know: where each source rank's rows start at each expert and
@@ -129,74 +212,33 @@ EP_FN bool receive_counts(W& warp, F& fabric, const NotifyArgs& args) {
         const int32_t* tokens = fabric.template network<int32_t>(heap.notify_rail(parity, 0)) +
                                 topology.ranks_per_node * heap.rank_counts();
         const int block = static_cast<int>(heap.node_block_bytes() / sizeof(int32_t));
-        rail_rows = scan_counts(
-            warp, topology.nodes * channels,
-            [&](int number) {
-                const int node = number / channels;
+        rail_rows = scan_table(
+            warp, topology.nodes, channels,
+            [&](int node, int channel) {
                 if (node == topology.node_of(args.rank)) return 0;
-                return tokens[node * block + number % channels];
+                return tokens[node * block + channel];
             },
-            [&](int number, int count, int start) {
-                layout.rail(number % channels, number / channels) = count;
-                layout.rail_start(number % channels, number / channels) = start;
+            [&](int node, int channel, int count, int start) {
+                layout.rail(channel, node) = count;
+                layout.rail_start(channel, node) = start;
             });
     }
 
-    // Of those that arrive: rank after rank, channel after channel. Behind them those of this
-    // rank's experts: expert after expert, rank after rank, as if nothing were padded.
-    const size_t blocks = heap.notify_node(parity, 0), block_bytes = heap.rank_block_bytes();
-    auto told_by = [&](int rank) -> const int32_t* {
-        return fabric.template own<int32_t>(blocks + rank * block_bytes);
+    // Of those that arrive: rank after rank, channel after channel.
+    const size_t blocks = heap.notify_node(parity, 0);
+    const int block = static_cast<int>(heap.rank_block_bytes() / sizeof(int32_t));
+    auto told_by = [&](int rank, int item) -> int {
+        return fabric.template own<int32_t>(blocks)[rank * block + item];
     };
-    const int arrivals = world * channels;
-    const int all_rows = scan_counts(
-        warp, arrivals + world * local_experts,
-        [&](int number) {
-            if (number < arrivals)
-                return told_by(number / channels)[local_experts + number % channels];
-            number -= arrivals;
-            return told_by(number % world)[number / world];
-        },
-        [&](int number, int count, int start) {
-            if (number >= arrivals) {
-                number -= arrivals;
-                layout.expert_base(number % world)[number / world] = start;
-                return;
-            }
-            layout.received(number % channels, number / channels) = count;
-            layout.received_start(number % channels, number / channels) = start;
+    const int received_rows = scan_table(
+        warp, world, channels,
+        [&](int rank, int channel) { return told_by(rank, local_experts + channel); },
+        [&](int rank, int channel, int count, int start) {
+            layout.received(channel, rank) = count;
+            layout.received_start(channel, rank) = start;
         });
-    int32_t* bases = layout.expert_base(0);
-    const int received_rows = bases[0];
-    typename W::template PerLane<int> rows;
-    int expert_rows = 0;
-    for (int first = 0; first < local_experts; first += 32) {
-        const int lanes = lanes_from(first, local_experts);
-        warp.lanes(lanes, [&](int lane) {
-            const int expert = first + lane;
-            const int end = expert + 1 < local_experts ? bases[expert + 1] : all_rows;
-            const int count = end - bases[expert];
-            layout.expert_count(expert) = count;
-            rows[lane] = args.expert_capacity > 0
-                             ? args.expert_capacity
-                             : static_cast<int>(align_up(count, args.expert_alignment));
-        });
-        warp.lanes(lanes, [&](int lane) { args.tell_expert(first + lane, rows[lane]); });
-        const int total = warp.exclusive_scan(lanes, rows);
-        warp.lanes(lanes,
-                   [&](int lane) { layout.expert_start(first + lane) = expert_rows + rows[lane]; });
-        expert_rows += total;
-    }
-    // All ranks' rows of an expert move as far as the expert's. Rank 0 comes last: its start is the
-    // expert's, and tells how far.
-    const int last = world * local_experts - 1;
-    move_counts(
-        warp, world * local_experts,
-        [&](int number) {
-            const int base = last - number, expert = base % local_experts;
-            return bases[base] + layout.expert_start(expert) - bases[expert];
-        },
-        [&](int number, int32_t start) { bases[last - number] = start; });
+    const int expert_rows = world <= Counts::kSize ? place_rows_of_few(warp, args, told_by)
+                                                   : place_rows_of_many(warp, args, told_by);
     warp.lanes(1, [&](int) {
         layout.expert_start(local_experts) = expert_rows;
         layout.totals().received_rows = received_rows;
