@@ -9,7 +9,7 @@
 namespace {
 
 struct Handle {
-    unsigned long number;
+    unsigned long number;  // from 1
 };
 
 struct Info {
@@ -45,22 +45,22 @@ void* gdr_open() { return &library; }
 int gdr_close(void*) { return 0; }
 
 int gdr_pin_buffer(void*, unsigned long address, size_t bytes, uint64_t, uint32_t, Handle* handle) {
-    handle->number = pinned.size();
     pinned.push_back({address, bytes});
+    handle->number = pinned.size();
     return 0;
 }
 
 int gdr_unpin_buffer(void*, Handle) { return 0; }
 
 int gdr_map(void*, Handle handle, void** where, size_t) {
-    *where = reinterpret_cast<void*>(pinned[handle.number].address);
+    *where = reinterpret_cast<void*>(pinned[handle.number - 1].address);
     return 0;
 }
 
 int gdr_unmap(void*, Handle, void*, size_t) { return 0; }
 
 int gdr_get_info(void*, Handle handle, Info* info) {
-    const Pinned& memory = pinned[handle.number];
+    const Pinned& memory = pinned[handle.number - 1];
     *info = {memory.address, memory.bytes, 1 << 16, 0, 0, 1, 0};
     return 0;
 }
