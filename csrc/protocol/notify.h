@@ -101,7 +101,8 @@ EP_FN void tell_host(W& warp, const NotifyArgs& args) {
     warp.template publish<Scope::System>(&args.host_totals->ticket, args.ticket);
 }
 
-// How many rows an expert of this rank has room for, which a lane tells those who ask.
+// By a lane: notes how many rows an expert of this rank gets. Returns, and tells who asks, how many
+// it has room for.
 EP_FN int room_for(const NotifyArgs& args, int expert, int count) {
     args.layout.expert_count(expert) = count;
     const int rows = args.expert_capacity > 0
@@ -112,8 +113,7 @@ EP_FN int room_for(const NotifyArgs& args, int expert, int count) {
 }
 
 // Where the rows of this rank's experts start: expert after expert, rank after rank. Returns where
-// they end. Of so few ranks that a lane has all counts of an expert: nothing written is read again,
-// which would take longer than all the rest.
+// they end. Of so few ranks that a lane has all counts of an expert: nothing written is read again.
 template <WarpLike W, class ToldBy>
 EP_FN int place_rows_of_few(W& warp, const NotifyArgs& args, ToldBy&& told_by) {
     const Layout& layout = args.layout;

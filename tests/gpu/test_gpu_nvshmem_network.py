@@ -20,7 +20,6 @@ from test_gpu_fabrics import need
 HERE = Path(__file__).resolve().parent
 SETTINGS = {
     "NVSHMEM_DISABLE_P2P": "1",
-    "NVSHMEM_DISABLE_NVLS": "1",
     "NVSHMEM_REMOTE_TRANSPORT": "ucx",
     "NVSHMEM_HEAP_KIND": "SYSMEM",
 }
