@@ -101,48 +101,57 @@ EP_FN void tell_host(W& warp, const NotifyArgs& args) {
     warp.template publish<Scope::System>(&args.host_totals->ticket, args.ticket);
 }
 
-// By a lane: notes how many rows an expert of this rank gets. Returns, and tells who asks, how many
-// it has room for.
-EP_FN int room_for(const NotifyArgs& args, int expert, int count) {
-    args.layout.expert_count(expert) = count;
-    const int rows = args.expert_capacity > 0
-                         ? args.expert_capacity
-                         : static_cast<int>(align_up(count, args.expert_alignment));
-    args.tell_expert(expert, rows);
-    return rows;
-}
-
-// Where the rows of this rank's experts start: expert after expert, rank after rank. Returns where
-// they end. Of so few ranks that a lane has all counts of an expert: nothing written is read again.
-template <WarpLike W, class ToldBy>
-EP_FN int place_rows_of_few(W& warp, const NotifyArgs& args, ToldBy&& told_by) {
+// Gives this rank's experts their room, one after the other, a lane each: count_of(lane, expert) is
+// how many rows it gets, place(lane, expert, start) is told where. Returns where the last one ends.
+template <WarpLike W, class CountOf, class Place>
+EP_FN int place_experts(W& warp, const NotifyArgs& args, CountOf&& count_of, Place&& place) {
     const Layout& layout = args.layout;
-    const int world = layout.world(), local_experts = layout.local_experts();
-    typename W::template PerLane<Counts> counts;
+    const int local_experts = layout.local_experts();
     typename W::template PerLane<int> rows;
     int expert_rows = 0;
     for (int first = 0; first < local_experts; first += 32) {
         const int lanes = lanes_from(first, local_experts);
         warp.lanes(lanes, [&](int lane) {
-            int32_t* values = counts[lane].values;
-            for (int rank = 0; rank < Counts::kSize; ++rank)
-                values[rank] = rank < world ? told_by(rank, first + lane) : 0;
-            int count = 0;
-            for (int rank = 0; rank < Counts::kSize; ++rank) count += values[rank];
-            rows[lane] = room_for(args, first + lane, count);
+            const int count = count_of(lane, first + lane);
+            layout.expert_count(first + lane) = count;
+            rows[lane] = args.expert_capacity > 0
+                             ? args.expert_capacity
+                             : static_cast<int>(align_up(count, args.expert_alignment));
+            args.tell_expert(first + lane, rows[lane]);
         });
         const int total = warp.exclusive_scan(lanes, rows);
         warp.lanes(lanes, [&](int lane) {
-            int start = expert_rows + rows[lane];
+            const int start = expert_rows + rows[lane];
             layout.expert_start(first + lane) = start;
-            for (int rank = 0; rank < Counts::kSize; ++rank) {
-                if (rank < world) layout.expert_base(rank)[first + lane] = start;
-                start += counts[lane].values[rank];
-            }
+            place(lane, first + lane, start);
         });
         expert_rows += total;
     }
     return expert_rows;
+}
+
+// Where the rows of each rank start: expert after expert, rank after rank. Returns where they end.
+// Of so few ranks that a lane has all counts of an expert: nothing written is read again.
+template <WarpLike W, class ToldBy>
+EP_FN int place_rows_of_few(W& warp, const NotifyArgs& args, ToldBy&& told_by) {
+    const Layout& layout = args.layout;
+    const int world = layout.world();
+    typename W::template PerLane<Counts> counts;
+    return place_experts(
+        warp, args,
+        [&](int lane, int expert) {
+            int count = 0;
+            for (int rank = 0; rank < Counts::kSize; ++rank)
+                counts[lane].values[rank] = rank < world ? told_by(rank, expert) : 0;
+            for (const int32_t value : counts[lane].values) count += value;
+            return count;
+        },
+        [&](int lane, int expert, int start) {
+            for (int rank = 0; rank < Counts::kSize; ++rank) {
+                if (rank < world) layout.expert_base(rank)[expert] = start;
+                start += counts[lane].values[rank];
+            }
+        });
 }
 
 // The same of any number of ranks: first as if nothing were padded, then all ranks' rows of an
@@ -155,20 +164,13 @@ EP_FN int place_rows_of_many(W& warp, const NotifyArgs& args, ToldBy&& told_by) 
         warp, local_experts, world, [&](int expert, int rank) { return told_by(rank, expert); },
         [&](int expert, int rank, int, int start) { layout.expert_base(rank)[expert] = start; });
     int32_t* bases = layout.expert_base(0);
-    typename W::template PerLane<int> rows;
-    int expert_rows = 0;
-    for (int first = 0; first < local_experts; first += 32) {
-        const int lanes = lanes_from(first, local_experts);
-        warp.lanes(lanes, [&](int lane) {
-            const int expert = first + lane;
+    const int expert_rows = place_experts(
+        warp, args,
+        [&](int, int expert) {
             const int end = expert + 1 < local_experts ? bases[expert + 1] : all_rows;
-            rows[lane] = room_for(args, expert, end - bases[expert]);
-        });
-        const int total = warp.exclusive_scan(lanes, rows);
-        warp.lanes(lanes,
-                   [&](int lane) { layout.expert_start(first + lane) = expert_rows + rows[lane]; });
-        expert_rows += total;
-    }
+            return end - bases[expert];
+        },
+        [](int, int, int) {});
     // Rank 0 comes last: its start is the expert's, and tells how far.
     const int last = world - 1;
     move_table(
