@@ -81,6 +81,8 @@ enum class CacheHint { Keep, EvictFirst };
 //   arrive<Scope>(counter, n = 1)    adds n and returns what it was: after all that the warp did
 //                                    before, and before what it does next are all who came earlier
 //   take_number(counter)             the same by a lane, of a counter of this rank: adds 1
+//   let_next_launch_come()           by every warp that waits for no other rank any more: a GPU may
+//                                    begin what is launched next, which waits for the end of this
 //   compare_exchange<Scope>(word, from, to)
 //                                    by a lane: stores `to` if the word is `from`. An acquire of
 //                                    the word also sees what the lane had acquired. System scope:
@@ -136,6 +138,7 @@ concept WarpLike = requires(
     W::raise(flag, uint64_t{1});
     W::add(count, 1);
     { warp.template arrive<Scope::Rank>(flag, uint64_t{1}) } -> std::same_as<uint64_t>;
+    W::let_next_launch_come();
     { W::take_number(flag) } -> std::same_as<uint64_t>;
     W::template compare_exchange<Scope::Rank>(flag, uint64_t{0}, uint64_t{1});
 };

@@ -261,6 +261,7 @@ EP_FN void count_sent(W& warp, const LowLatencyCall<F, Args>& call) {
 
 template <WarpLike W, class F, class Args>
 EP_FN Ended end_sending(W& warp, const LowLatencyCall<F, Args>& call, const Team& team) {
+    W::let_next_launch_come();
     if (!is_last(warp, call.fabric.template own<uint64_t>(call.heap().send_joins(Args::kKind)),
                  team))
         return Ended::Well;
@@ -297,6 +298,7 @@ EP_FN void release_bank(W& warp, const LowLatencyCall<F, Args>& call) {
 
 template <WarpLike W, class F, class Args>
 EP_FN Ended end_receiving(W& warp, const LowLatencyCall<F, Args>& call, const Team& team) {
+    W::let_next_launch_come();
     if (!is_last(warp, call.fabric.template own<uint64_t>(call.heap().receive_joins(Args::kKind)),
                  team))
         return Ended::Well;

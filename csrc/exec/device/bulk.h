@@ -30,6 +30,7 @@ struct BulkBuffers {
     uint64_t filled[kBuffers];
     uint64_t pieces_filled;
     char few_weights[96];  // of rows that are summed: what alignment leaves free
+    uint64_t done;         // warps of the block, in the first one's buffers
 
     // By one warp, once, before use: its lanes meet before any of them waits at a barrier.
     __device__ __forceinline__ void init() {

@@ -10,6 +10,7 @@
 #include "exec/device/ptx.h"
 #include "exec/device/quantize.h"
 #include "exec/device/rows.h"
+#include "exec/device/shared_memory.h"
 #include "exec/device/sums.h"
 #include "exec/warp.h"
 
@@ -274,6 +275,21 @@ class DeviceWarp {
         return static_cast<uint64_t>(__shfl_sync(kAll, static_cast<unsigned long long>(before), 0));
     }
 
+    // Before any warp of the block is done: all of them.
+    static __device__ __forceinline__ void begin_block() {
+        if (threadIdx.x == 0) done_of_block() = 0;
+        __syncthreads();
+    }
+
+    // By the block's last warp: one that lets the next launch come does it for all of its block,
+    // and blocks of that launch take room that other streams, and so other ranks, may wait for.
+    static __device__ __forceinline__ void let_next_launch_come() {
+        if constexpr (Architecture::kHasEarlyLaunches) {
+            if (lane_id() == 0 && ptx::fetch_add_shared(&done_of_block(), 1) + 1 == blockDim.x / 32)
+                ptx::let_next_launch_come();
+        }
+    }
+
     static __device__ __forceinline__ uint64_t take_number(uint64_t* counter) {
         return ptx::fetch_add_acq_rel_gpu(counter, 1);
     }
@@ -377,6 +393,9 @@ class DeviceWarp {
     static constexpr uint32_t kPollsBetweenChecks = 64;
 
     static __device__ __forceinline__ int lane_id() { return rows::lane_id(); }
+    static __device__ __forceinline__ uint64_t& done_of_block() {
+        return reinterpret_cast<BulkBuffers*>(dynamic_shared_memory())->done;
+    }
     static __device__ __forceinline__ bool is_bulk(size_t bytes) {
         return bytes >= Copier::kMinBytes;
     }

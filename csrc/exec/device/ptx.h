@@ -97,6 +97,18 @@ __device__ __forceinline__ void add_gpu(int32_t* address, int32_t value) {
     asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
+// ---- a launch that comes to the GPU before the one before it in its stream has ended
+
+// Until that one has ended, and all that it wrote is there.
+__device__ __forceinline__ void wait_for_launch_before() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// By one thread of every block: the next launch may come, where this one leaves room.
+__device__ __forceinline__ void let_next_launch_come() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
 // ---- warps of a launch that meet
 
 __device__ __forceinline__ uint64_t fetch_add_acq_rel_gpu(uint64_t* address, uint64_t value) {
@@ -217,6 +229,17 @@ __device__ __forceinline__ float widen_fp16(uint16_t bits) {
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
+
+// Of a word in the block's memory. Orders nothing.
+__device__ __forceinline__ uint64_t fetch_add_shared(uint64_t* address, uint64_t value) {
+    uint64_t before;
+    asm volatile("atom.relaxed.cta.shared::cta.add.u64 %0, [%1], %2;"
+                 : "=l"(before)
+                 : "r"(shared_address(address)), "l"(value)
+                 : "memory");
+    return before;
+}
+
 __device__ __forceinline__ uint4 load_shared(const void* address) {
     uint4 value;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -181,6 +181,8 @@ class BasicHostWarp : public SerialLanes {
         return std::atomic_ref<uint64_t>(*counter).fetch_add(n, std::memory_order_acq_rel);
     }
 
+    static void let_next_launch_come() {}
+
     static uint64_t take_number(uint64_t* counter) {
         return std::atomic_ref<uint64_t>(*counter).fetch_add(1, std::memory_order_acq_rel);
     }

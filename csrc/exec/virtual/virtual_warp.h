@@ -227,6 +227,8 @@ class VirtualWarp : public SerialLanes {
         return before;
     }
 
+    static void let_next_launch_come() {}
+
     static uint64_t take_number(uint64_t* counter) { return (*counter)++; }
 
     template <Scope>

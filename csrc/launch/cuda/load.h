@@ -20,12 +20,13 @@ inline size_t shared_bytes() {
 // first launch behind a kernel that waits for other ranks would hold up its host. So what
 // launches kernels loads all of them when it is made.
 template <class Kernel>
-void load(Kernel kernel) {
+cudaFuncAttributes load(Kernel kernel) {
     cudaFuncAttributes attributes;
     check_cuda(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                     static_cast<int>(shared_bytes())),
                "cudaFuncSetAttribute");
+    return attributes;
 }
 
 }  // namespace ep

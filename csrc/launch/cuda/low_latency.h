@@ -43,6 +43,7 @@ class CudaLowLatency {
     FabricParams fabric_;
     std::vector<char*> own_heaps_;
     int blocks_;
+    bool early_ = false;  // the kernels wait by themselves for the launch before them
 };
 
 }  // namespace ep

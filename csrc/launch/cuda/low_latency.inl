@@ -19,14 +19,25 @@ void for_each_launches(F&& f) {
     f.template operator()<Both>();
 }
 
+// early: the kernel waits by itself for the launch before it, so its blocks may come as soon as
+// those of that one let them.
 template <class P, class Args>
-void launch(void (*kernel)(LowLatencyLaunch<P, Args>), const CudaGroup<P>& group, const P& fabric,
-            const std::vector<Args>& args, int blocks, CudaStream stream) {
+void launch(void (*kernel)(LowLatencyLaunch<P, Args>), bool early, const CudaGroup<P>& group,
+            const P& fabric, const std::vector<Args>& args, int blocks, CudaStream stream) {
     const DeviceGuard guard(group.device());
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(blocks));
+    config.blockDim = dim3(kBlockThreads);
+    config.dynamicSmemBytes = shared_bytes();
+    config.stream = static_cast<cudaStream_t>(stream);
+    config.attrs = &attribute;
+    config.numAttrs = early;
     for (size_t i = 0; i < args.size(); ++i) {
-        kernel<<<blocks, kBlockThreads, shared_bytes(), static_cast<cudaStream_t>(stream)>>>(
-            {fabric, args[i], group.device_rank(i)});
-        check_cuda(cudaGetLastError(), "kernel launch");
+        const LowLatencyLaunch<P, Args> joint{fabric, args[i], group.device_rank(i)};
+        check_cuda(cudaLaunchKernelEx(&config, kernel, joint), "kernel launch");
     }
 }
 
@@ -72,7 +83,8 @@ void CudaLowLatency<P>::load_dispatch() {
     using L = LowLatencyDispatchLaunch<P>;
     with_lines<P>(heap_.lines, [&]<bool kLines>() {
         for_each_launches([&]<LowLatencyLaunches kLaunches>() {
-            load(kernels::low_latency_dispatch_kernel<kLaunches, false, kLines, L>);
+            const auto kernel = kernels::low_latency_dispatch_kernel<kLaunches, false, kLines, L>;
+            early_ = load(kernel).ptxVersion >= 90;  // as Architecture says
             if constexpr (kLaunches != LowLatencyLaunches::Receive)
                 load(kernels::low_latency_dispatch_kernel<kLaunches, true, kLines, L>);
         });
@@ -90,7 +102,7 @@ void CudaLowLatency<P>::dispatch(LowLatencyLaunches launches,
             constexpr bool kCan = kLaunches != LowLatencyLaunches::Receive;
             launch(quantize ? kernels::low_latency_dispatch_kernel<kLaunches, kCan, kLines, L>
                             : kernels::low_latency_dispatch_kernel<kLaunches, false, kLines, L>,
-                   group_, fabric_, args, blocks_, stream);
+                   early_, group_, fabric_, args, blocks_, stream);
         });
     });
 }

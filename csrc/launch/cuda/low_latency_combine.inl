@@ -29,7 +29,7 @@ void CudaLowLatency<P>::combine(LowLatencyLaunches launches,
     with_built_type(dtype, [&]<class T>() {
         with_lines<P>(args.front().by_lines(), [&]<bool kLines>() {
             run_launches(launches, args.size() == 1, [&]<LowLatencyLaunches kLaunches>() {
-                launch(kernels::low_latency_combine_kernel<kLaunches, T, kLines, L>, group_,
+                launch(kernels::low_latency_combine_kernel<kLaunches, T, kLines, L>, early_, group_,
                        fabric_, args, blocks_, stream);
             });
         });

@@ -52,6 +52,10 @@ __device__ __forceinline__ void run_launch(const L& launch, Role role, Share&& s
     constexpr LowLatencyKind kKind = L::Args::kKind;
     // no heap has lines and masks
     using Fabric = std::conditional_t<kLines, NeverMasking<typename L::Fabric>, typename L::Fabric>;
+    if constexpr (Architecture::kHasEarlyLaunches) {
+        DeviceWarp::begin_block();
+        ptx::wait_for_launch_before();
+    }
     Fabric fabric(launch.fabric, launch.rank.rank);
     const LowLatencyHeap& heap = launch.args.heap;
     const Team team = team_of_grid();

@@ -34,6 +34,11 @@ struct Lane {
 
 unsigned threads_per_block, blocks_per_grid;
 std::vector<std::unique_ptr<char, decltype(&std::free)>> memories;
+struct BlockMet {
+    uint64_t lanes = 0;  // how often one has come to a meeting
+    int lets_next_come = 0;
+};
+std::vector<BlockMet> blocks_met;
 jmp_buf scheduler;
 Lane* current;
 
@@ -78,6 +83,7 @@ static void run_grids(const std::vector<std::function<void()>>& kernels, unsigne
     threads_per_block = threads;
     blocks_per_grid = blocks / kernels.size();
     memories.clear();
+    blocks_met.assign(blocks, {});
     for (unsigned block = 0; block < blocks; ++block) {
         memories.emplace_back(static_cast<char*>(std::aligned_alloc(128, kSharedBytes)),
                               &std::free);
@@ -153,6 +159,17 @@ void run_beside(unsigned ranks, unsigned blocks, const std::function<void()>& ke
 }
 
 void yield() { leave(); }
+
+void meet() {
+    uint64_t& met = blocks_met[current->block].lanes;
+    const uint64_t before = order::fetch_add_acq_rel(&met, 1, order::Scope::Gpu);
+    const uint64_t all = (before / threads_per_block + 1) * threads_per_block;
+    while (order::acquire(&met, order::Scope::Gpu) < all) yield();
+}
+
+void let_next_launch_come() {
+    if (blocks_met[current->block].lets_next_come++) die("a block lets the next launch come twice");
+}
 
 bool in_lane() { return current; }
 unsigned warp_index() { return (current->block * threads_per_block + current->thread) / 32; }

@@ -65,6 +65,11 @@ inline std::function<void()> background;
 // Lets other lanes run: for a loop that waits for one of them without a collective.
 void yield();
 
+// All lanes of the block.
+void meet();
+// By one lane of the block, once.
+void let_next_launch_come();
+
 Index thread_index();
 Index block_index();
 Index block_size();
@@ -111,6 +116,7 @@ T from_word(uint64_t word) {
 #define gridDim (simt::grid_size())
 
 inline void __syncwarp() { simt::exchange(simt::Kind::Sync, 0); }
+inline void __syncthreads() { simt::meet(); }
 
 inline unsigned __ballot_sync(unsigned, bool value) {
     unsigned mask = 0;

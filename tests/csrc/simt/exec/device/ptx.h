@@ -30,6 +30,11 @@ inline void store_relaxed_gpu(uint64_t* address, uint64_t value) {
 inline void store_relaxed_sys(uint64_t* address, uint64_t value) {
     simt::order::relaxed(address, value, Scope::System);
 }
+inline void wait_for_launch_before() {}
+inline void let_next_launch_come() { simt::let_next_launch_come(); }
+inline uint64_t fetch_add_shared(uint64_t* address, uint64_t value) {
+    return simt::order::fetch_add_relaxed(address, value);
+}
 inline uint64_t fetch_add_acq_rel_gpu(uint64_t* address, uint64_t value) {
     return simt::order::fetch_add_acq_rel(address, value, Scope::Gpu);
 }
