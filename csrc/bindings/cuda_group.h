@@ -48,21 +48,33 @@ class PyCudaGroup {
                             expert_capacity, 0, at<int64_t>(tensors[i].tokens_per_expert)});
             args.back().allows_repeats = allows_repeats;
         }
-        return group_->notify_and_wait(args, at<void>(stream), [&] {
-            const pybind11::gil_scoped_acquire gil;
-            if (PyErr_CheckSignals() != 0) {
-                group_->abort(Outcome::Interrupted, "");
-                throw pybind11::error_already_set();
-            }
-            if (!watch.is_none()) watch();
-        });
+        return group_->notify_and_wait(args, at<void>(stream), [&] { look_around(); });
     }
 
+    // The same, with the dispatch behind it. Returns the totals, and whether that has done its
+    // call; if not `dispatch` has to, `again`.
+    std::pair<std::vector<Layout::Totals>, bool> dispatch_ahead(
+        const std::vector<RankTensors>& tensors, const RowFormat& format, int nvl_batch,
+        int rdma_chunk, int index_bytes, int expert_alignment, int expert_capacity,
+        bool allows_repeats, Address stream) {
+        const auto lock = exclusive_call_.enter();
+        const auto args = fused_args(tensors, format, nvl_batch, rdma_chunk, index_bytes,
+                                     expert_alignment, expert_capacity, allows_repeats);
+        std::vector<NotifyArgs> counts;
+        for (const FusedDispatchArgs& a : args) counts.push_back(a.notify(0));
+        auto totals = group_->notify_and_wait(
+            counts, at<void>(stream), [&] { look_around(); }, {args.begin(), args.end()});
+        bool is_done = true;
+        for (size_t i = 0; i < args.size(); ++i) is_done &= args[i].guessed_right(totals[i]);
+        return {std::move(totals), is_done};
+    }
+
+    // again: after a launch ahead that did nothing.
     void dispatch(const std::vector<RankTensors>& tensors, const RowFormat& format, int nvl_batch,
-                  int rdma_chunk, Address stream) {
+                  int rdma_chunk, Address stream, bool again) {
         const auto lock = exclusive_call_.enter();
         std::vector<DispatchArgs> args;
-        ++call_;
+        call_ += !again;
         for (size_t i = 0; i < tensors.size(); ++i) {
             args.push_back(dispatch_args(group_->heap(), group_->ranks()[i], tensors[i], format,
                                          call_, nvl_batch, rdma_chunk));
@@ -75,16 +87,9 @@ class PyCudaGroup {
                         int nvl_batch, int rdma_chunk, int index_bytes, int expert_alignment,
                         int expert_capacity, bool allows_repeats, Address stream) {
         const auto lock = exclusive_call_.enter();
-        std::vector<FusedDispatchArgs> args;
-        ++call_;
-        for (size_t i = 0; i < tensors.size(); ++i) {
-            args.push_back({dispatch_args(group_->heap(), group_->ranks()[i], tensors[i], format,
-                                          call_, nvl_batch, rdma_chunk),
-                            at<void>(tensors[i].topk_idx), index_bytes, expert_alignment,
-                            expert_capacity, at<int64_t>(tensors[i].tokens_per_expert),
-                            allows_repeats});
-        }
-        group_->fused_dispatch(args, at<void>(stream));
+        group_->fused_dispatch(fused_args(tensors, format, nvl_batch, rdma_chunk, index_bytes,
+                                          expert_alignment, expert_capacity, allows_repeats),
+                               at<void>(stream));
     }
 
     void combine(const std::vector<RankTensors>& tensors, const RowFormat& format, int nvl_batch,
@@ -99,7 +104,7 @@ class PyCudaGroup {
         group_->combine(args, static_cast<DType>(dtype), at<void>(stream));
     }
 
-    pybind11::object watch = pybind11::none();  // called while notify waits, may raise
+    pybind11::object watch = pybind11::none();  // called while counts are waited for, may raise
 
     std::optional<std::pair<const char*, int>> aborted() const {
         return first_reason(group_->aborted());
@@ -164,8 +169,13 @@ class PyCudaGroup {
             .def("notify", &PyCudaGroup::notify, py::arg("tensors"), py::arg("topk"),
                  py::arg("index_bytes"), py::arg("expert_alignment"), py::arg("expert_capacity"),
                  py::arg("allows_repeats"), py::arg("stream"), release)
+            .def("dispatch_ahead", &PyCudaGroup::dispatch_ahead, py::arg("tensors"),
+                 py::arg("format"), py::arg("nvl_batch"), py::arg("rdma_chunk"),
+                 py::arg("index_bytes"), py::arg("expert_alignment"), py::arg("expert_capacity"),
+                 py::arg("allows_repeats"), py::arg("stream"), release)
             .def("dispatch", &PyCudaGroup::dispatch, py::arg("tensors"), py::arg("format"),
-                 py::arg("nvl_batch"), py::arg("rdma_chunk"), py::arg("stream"), release)
+                 py::arg("nvl_batch"), py::arg("rdma_chunk"), py::arg("stream"),
+                 py::arg("again") = false, release)
             .def("fused_dispatch", &PyCudaGroup::fused_dispatch, py::arg("tensors"),
                  py::arg("format"), py::arg("nvl_batch"), py::arg("rdma_chunk"),
                  py::arg("index_bytes"), py::arg("expert_alignment"), py::arg("expert_capacity"),
@@ -174,7 +184,7 @@ class PyCudaGroup {
                  py::arg("nvl_batch"), py::arg("rdma_chunk"), py::arg("dtype"), py::arg("stream"),
                  release)
             .def_readwrite("watch", &PyCudaGroup::watch,
-                           "Called now and then while notify waits: what it raises ends the wait.")
+                           "Called now and then while counts are waited for: what it raises ends the wait.")
             .def("aborted", &PyCudaGroup::aborted,
                  "(outcome, rank) of the rank that gave up first, as far as this process has been "
                  "told, "
@@ -199,6 +209,34 @@ class PyCudaGroup {
     }
 
   private:
+    // While it waits for counts.
+    void look_around() {
+        const pybind11::gil_scoped_acquire gil;
+        if (PyErr_CheckSignals() != 0) {
+            group_->abort(Outcome::Interrupted, "");
+            throw pybind11::error_already_set();
+        }
+        if (!watch.is_none()) watch();
+    }
+
+    // Of the next call.
+    std::vector<FusedDispatchArgs> fused_args(const std::vector<RankTensors>& tensors,
+                                              const RowFormat& format, int nvl_batch,
+                                              int rdma_chunk, int index_bytes,
+                                              int expert_alignment, int expert_capacity,
+                                              bool allows_repeats) {
+        std::vector<FusedDispatchArgs> args;
+        ++call_;
+        for (size_t i = 0; i < tensors.size(); ++i) {
+            args.push_back({dispatch_args(group_->heap(), group_->ranks()[i], tensors[i], format,
+                                          call_, nvl_batch, rdma_chunk),
+                            at<void>(tensors[i].topk_idx), index_bytes, expert_alignment,
+                            expert_capacity, at<int64_t>(tensors[i].tokens_per_expert),
+                            allows_repeats});
+        }
+        return args;
+    }
+
     std::unique_ptr<CudaGroup<FabricParams>> group_;
     ExclusiveCall exclusive_call_;
     uint64_t call_ = 0;

@@ -32,6 +32,8 @@ struct RankTensors {
     bool is_flat = false;                                 // see TransferArgs
     bool has_all_weights = false;                         // dispatch, see DispatchArgs
     Address source_tokens = 0;                            // dispatch, see DispatchArgs
+    bool is_ahead = false;                                // dispatch, see DispatchArgs
+    int64_t min_rows = 0;                                 // dispatch, see DispatchArgs
     Address bias = 0, second_bias = 0;                    // combine, see CombineArgs
     bool is_planned = false;                              // see Layout
 };
@@ -63,6 +65,8 @@ inline const Members<RankTensors>& members_of(RankTensors*) {
         {"is_flat", set_member<&RankTensors::is_flat>},
         {"has_all_weights", set_member<&RankTensors::has_all_weights>},
         {"source_tokens", set_member<&RankTensors::source_tokens>},
+        {"is_ahead", set_member<&RankTensors::is_ahead>},
+        {"min_rows", set_member<&RankTensors::min_rows>},
         {"bias", set_member<&RankTensors::bias>},
         {"second_bias", set_member<&RankTensors::second_bias>},
         {"is_planned", set_member<&RankTensors::is_planned>},
@@ -112,7 +116,9 @@ inline DispatchArgs dispatch_args(const Heap& heap, int rank, const RankTensors&
             t.has_intra_rank_pass,
             t.clears_end,
             t.has_all_weights,
-            at<int32_t>(t.source_tokens)};
+            at<int32_t>(t.source_tokens),
+            t.is_ahead,
+            t.min_rows};
 }
 
 inline CombineArgs combine_args(const Heap& heap, int rank, const RankTensors& t,

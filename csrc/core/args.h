@@ -115,6 +115,16 @@ struct DispatchArgs : TransferArgs {
     bool has_all_weights = false;  // flat: those of other ranks' experts, too, instead of 0
     // [max_received], which token of its source rank a row is; null: nobody asks.
     int32_t* source_tokens = nullptr;
+    // Launched before the host knew the counts: what tensors have room for was a guess. If it was
+    // wrong the launch does nothing, and the host launches the same call again.
+    bool is_ahead = false;
+    int64_t min_rows = 0;  // fewer would keep too much more memory than they need
+
+    EP_HD bool guessed_right(const Layout::Totals& totals) const {
+        const int64_t rows = is_flat ? totals.received_rows : totals.expert_rows;
+        return rows >= min_rows && rows <= max_rows && totals.received_rows <= max_received &&
+               totals.rail_rows <= max_rail;
+    }
 };
 
 // Fused notify and dispatch: what a dispatch needs in addition to exchange the counts itself.
@@ -183,6 +193,13 @@ struct CombineArgs : TransferArgs {
         return max_receivers(reads_network ? rdma_slots() : nvl_slots());
     }
 };
+
+// Of counts that were never known the call itself has to tell.
+EP_HD bool does_nothing(const DispatchArgs& args) {
+    return args.is_ahead && args.layout.totals().epoch &&
+           !args.guessed_right(args.layout.totals());
+}
+EP_HD bool does_nothing(const CombineArgs&) { return false; }
 
 EP_HD bool has_intra_rank_pass(const DispatchArgs& args) { return args.has_intra_rank_pass; }
 EP_HD bool has_intra_rank_pass(const CombineArgs& args) { return args.sums != nullptr; }

@@ -132,6 +132,7 @@ class CudaBackend(OfGroup):
         if timeout is not None:
             self.group.watch = self._launches.check
         self._rank = rank
+        self.launches_ahead = True
         self.min_stores = MIN_STORES_PER_SM * sms
         self.shares_gpu = False  # with other processes of the buffer
         self.memories: list[Any] = []
@@ -153,6 +154,20 @@ class CudaBackend(OfGroup):
             self._untold.clear()
         return totals
 
+    def dispatch_ahead(
+        self,
+        tensors: list[RankTensors],
+        row: _C.RowFormat,
+        nvl_batch: int,
+        rdma_chunk: int,
+        counts: CountSettings,
+    ) -> tuple[Sequence[Totals], bool]:
+        batch = min(nvl_batch, _half_a_ring(row, self._heap))
+        told = self.launch(self.group.dispatch_ahead, tensors, row, batch, rdma_chunk, *counts[1:])
+        if self.aborted() is None:
+            self._untold.clear()
+        return told
+
     def new_counts(self, experts: int, *, wait: bool) -> torch.Tensor:
         if not wait:
             return torch.empty(2, experts, dtype=torch.int64, device=self._device)
@@ -168,10 +183,12 @@ class CudaBackend(OfGroup):
         nvl_batch: int,
         rdma_chunk: int,
         counts: CountSettings | None,
+        again: bool = False,
     ) -> None:
         batch = min(nvl_batch, _half_a_ring(row, self._heap))
         if counts is None:
-            self.launch(self.group.dispatch, tensors, row, batch, rdma_chunk)
+            launch = functools.partial(self.group.dispatch, again=again) if again else self.group.dispatch
+            self.launch(launch, tensors, row, batch, rdma_chunk)
         else:
             self.launch(self.group.fused_dispatch, tensors, row, batch, rdma_chunk, *counts[1:])
 

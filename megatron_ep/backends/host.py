@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -68,6 +69,9 @@ class HostBackend(OfGroup):
     def exchange_counts(self, tensors: list[RankTensors], settings: CountSettings) -> Sequence[Totals]:
         return self.group.notify(tensors, *settings)
 
+    def dispatch_ahead(self, *_: Any) -> tuple[Sequence[Totals], bool]:
+        raise NotImplementedError("a launch on the host returns when it is done")
+
     def new_counts(self, experts: int, *, wait: bool) -> torch.Tensor:
         return torch.empty(2, experts, dtype=torch.int64, device="cpu")
 
@@ -78,8 +82,9 @@ class HostBackend(OfGroup):
         nvl_batch: int,
         rdma_chunk: int,
         counts: CountSettings | None,
+        again: bool = False,
     ) -> None:
-        assert counts is None
+        assert counts is None and not again
         self.group.dispatch(tensors, row, nvl_batch, rdma_chunk)
 
     def enqueue_combine(

@@ -36,6 +36,14 @@ class RankHandle:
     own_rows: int | None = None  # of a layout that was made by a plan: rows of this rank that stay here
 
 
+class RowCounts(NamedTuple):
+    """Of a rank's dispatch: what it needs tables and tensors for."""
+
+    rows: int  # R, see RankHandle
+    received: int  # tokens that arrive
+    rail: int  # tokens that pass through this rank to others of its node
+
+
 class CountSettings(NamedTuple):
     """Of an exchange of counts, as the extension takes them."""
 
@@ -94,11 +102,26 @@ class Backend(HasMemory, Protocol):
         ...
 
     masks: bool  # whether calls may go on without ranks that have died
+    launches_ahead: bool  # whether there is dispatch_ahead
 
     def exchange_counts(self, tensors: list[RankTensors], settings: CountSettings) -> Sequence[Totals]:
         """Exchanges counts and waits for them.
 
         Of a rank that gave up before it knew them all numbers are 0: ask `aborted`.
+        """
+        ...
+
+    def dispatch_ahead(
+        self,
+        tensors: list[RankTensors],
+        row: _C.RowFormat,
+        nvl_batch: int,
+        rdma_chunk: int,
+        counts: CountSettings,
+    ) -> tuple[Sequence[Totals], bool]:
+        """`exchange_counts`, and a dispatch that is launched before they are known, into tensors of a guessed size.
+
+        Returns whether the guess was right, too: if not nothing was dispatched, and `enqueue_dispatch` has to, `again`.
         """
         ...
 
@@ -113,8 +136,12 @@ class Backend(HasMemory, Protocol):
         nvl_batch: int,
         rdma_chunk: int,
         counts: CountSettings | None,
+        again: bool = False,
     ) -> None:
-        """counts: of the exchange to run first; None if the host has waited for it or knows the counts."""
+        """counts: of the exchange to run first; None if the host has waited for it or knows the counts.
+
+        again: after a `dispatch_ahead` that dispatched nothing.
+        """
         ...
 
     def enqueue_combine(

@@ -23,6 +23,7 @@ class OfGroup:
         self.group = group
         self._nic = nic
         self.masks = False
+        self.launches_ahead = False
         self._parts: weakref.WeakValueDictionary[int, Part] = weakref.WeakValueDictionary()
         self._attached = itertools.count()
 

@@ -11,11 +11,14 @@ from collections.abc import Sequence
 import torch
 
 from megatron_ep import _C
-from megatron_ep.backends.interface import Backend, CountSettings, RankHandle, RankTensors
+from megatron_ep.backends.interface import Backend, RankHandle, RankTensors
 from megatron_ep.config import Topology
 from megatron_ep.group.rank_group import PAYLOAD_TYPES, RankGroup
-from megatron_ep.normal import expert_ids
-from megatron_ep.normal.handle import CountsToAskFor, Handle
+from megatron_ep.normal import counts as counting
+from megatron_ep.normal.handle import Handle
+
+# Rows, scales, weights of a rank each.
+DispatchOutputs = tuple[list[torch.Tensor], list[torch.Tensor] | None, list[torch.Tensor] | None]
 
 # Rows after which an NVLink ring's flag is published even if nobody waits for it. Not measured against other numbers.
 NVL_BATCH = 8
@@ -26,25 +29,6 @@ NVL_BATCH = 8
 MAX_SUM_BYTES = 5
 # Of a handle's layout: read from a name of the extension it would break torch.compile's graph.
 OVERFLOW = int(_C.Heap.overflow_offset)
-
-
-def max_arrivals(max_recv_tokens: int, expert_capacity: int, num_tokens: int, world_size: int) -> int:
-    """Tokens whose output rows a rank notes when it does not ask how many arrive; those after them are left out.
-
-    Without a capacity, so many fill max_recv_tokens rows. With one, most tokens of a busy expert may take no row: then
-    it is all tokens, if no rank has more than this one.
-    """
-    return max_recv_tokens if expert_capacity == 0 else max(max_recv_tokens, world_size * num_tokens)
-
-
-def max_rail_rows(topology: Topology, max_recv_tokens: int, arrivals: int, num_tokens: int) -> int:
-    """Tokens of other nodes that pass through a rank of which it does not ask how many there are.
-
-    If no rank has more tokens than this one, (N - 1) * T are all of them. Those of ranks that have more are known by
-    where they go: each arrives at a rank of this node, which expects no more than `arrivals`.
-    """
-    others = topology.nodes - 1
-    return min(others * max(num_tokens, max_recv_tokens), others * num_tokens + topology.ranks_per_node * arrivals)
 
 
 def format_of(
@@ -84,20 +68,61 @@ def launch_dispatch(
     *,
     clears_end: bool,
     all_weights: bool = False,
-) -> tuple[list[torch.Tensor], list[torch.Tensor] | None, list[torch.Tensor] | None]:
+) -> DispatchOutputs:
     """x [T, H], scales [T, S], weights [T, K] to [R, H], [R, S], [R], grouped by expert; flat: [R, K] of weights. The
     first dispatch of a handle asks for its counts.
 
     clears_end: whether rows behind the last expert's are zeros, too.
     all_weights: flat: those of other ranks' experts, too, which are zeros otherwise.
     """
+    group = handle.group
+    backend = group.live_backend()
+    row = format_of(group, handle.topk, x[0], scales, weights)
+    how = (row, NVL_BATCH, group.config.tuning.rdma_chunk_tokens)
+    prepare = functools.partial(_prepare_dispatch, handle, x, scales, weights, row, all_weights=all_weights)
+    request, counts, again = handle.to_ask_for, None, False
+    if request is not None:
+        asked = counting.prepare(group, request)
+        room = counting.expected(group, request)
+        if room is None:
+            known, is_left = counting.exchange(group, request, asked, handle.is_flat)
+            counts = asked.settings if is_left else None
+        else:
+            handle.ranks = counting.ranks_of(group, request, asked, [room])
+            # what lies behind the last row is cut off
+            tensors, out = prepare(clears_end=False)
+            tensors[0] |= {"is_ahead": True, "min_rows": counting.least_rows(room)}
+            totals, is_done = backend.dispatch_ahead(tensors, *how, asked.settings)
+            counting.check(group, request, totals)
+            known = counting.told(group, totals, handle.is_flat)
+            if is_done:
+                handle.to_ask_for = None
+                counting.cut(handle.ranks[0], known[0])
+                for (tensor,) in filter(None, out):
+                    tensor.resize_(known[0].rows, *tensor.shape[1:])
+                return out
+            del out  # its memory is free for those of the right size
+            again = True
+        handle.ranks, handle.to_ask_for = counting.ranks_of(group, request, asked, known), None
+    tensors, out = prepare(clears_end=clears_end)
+    backend.enqueue_dispatch(tensors, *how, counts, again)
+    group.raise_if_aborted()
+    return out
+
+
+def _prepare_dispatch(
+    handle: Handle,
+    x: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor] | None,
+    weights: Sequence[torch.Tensor] | None,
+    row: _C.RowFormat,
+    *,
+    clears_end: bool,
+    all_weights: bool,
+) -> tuple[list[RankTensors], DispatchOutputs]:
+    """For a launch, and what it fills."""
     group, topk = handle.group, handle.topk
     backend = group.live_backend()
-    row = format_of(group, topk, x[0], scales, weights)
-    counts = None
-    if handle.to_ask_for is not None:
-        handle.ranks, counts = _exchange_counts(group, handle.to_ask_for, handle.is_flat)
-        handle.to_ask_for = None
     out, out_scales, out_weights = [], [], []
     tensors = _tensors_of(backend, handle)
     for i, rank in enumerate(handle.ranks):
@@ -121,9 +146,7 @@ def launch_dispatch(
             t["has_all_weights"] = all_weights
         elif _has_intra_rank_pass(group, rank, row, backend.min_stores):
             t["has_intra_rank_pass"] = True
-    backend.enqueue_dispatch(tensors, row, NVL_BATCH, group.config.tuning.rdma_chunk_tokens, counts)
-    group.raise_if_aborted()
-    return out, out_scales if scales is not None else None, out_weights if weights is not None else None
+    return tensors, (out, out_scales if scales is not None else None, out_weights if weights is not None else None)
 
 
 def launch_combine(
@@ -206,64 +229,6 @@ def check_capture(group: RankGroup, max_recv_tokens: int | None) -> None:
         )
 
 
-def _exchange_counts(
-    group: RankGroup, request: CountsToAskFor, is_flat: bool
-) -> tuple[list[RankHandle], CountSettings | None]:
-    """With max_recv_tokens the host need not wait for the counts: tables then have room for the most. Where it would
-    not learn them anyway they are left to the dispatch, which needs the settings that are returned."""
-    backend, topk_idx, most = group.live_backend(), request.topk_idx, request.max_recv_tokens
-    topk, wait = topk_idx[0].shape[1], most is None
-    layouts, counts, tensors = [], [], []
-    for idx in topk_idx:
-        num_tokens = idx.shape[0]
-        layouts.append(torch.empty(group.heap.layout_size(num_tokens, topk), dtype=torch.int32, device=group.device))
-        counts.append(backend.new_counts(group.num_local_experts, wait=wait))
-        tensors.append(
-            {
-                "layout": layouts[-1].data_ptr(),
-                "num_tokens": num_tokens,
-                "topk_idx": idx.data_ptr(),
-                "tokens_per_expert": counts[-1].data_ptr(),
-            }
-        )
-    settings = CountSettings(
-        topk,
-        topk_idx[0].element_size(),
-        request.expert_alignment,
-        request.expert_capacity,
-        request.allows_repeats,
-    )
-    is_left = not wait and not backend.host_knows_counts
-    totals = () if is_left else backend.exchange_counts(tensors, settings)
-    for number, idx, total in zip(group.ranks, topk_idx, totals, strict=False):
-        if total.bad_token >= 0:
-            _refuse_ids(group, number, idx, total.bad_token, request.allows_repeats)
-    if totals:
-        group.raise_if_aborted()
-    made_on, ranks = backend.current_stream(), []
-    for i, t in enumerate(tensors):
-        num_tokens = t["num_tokens"]
-        if most is None:
-            received, rail = totals[i].received_rows, totals[i].rail_rows
-            rows = received if is_flat else totals[i].expert_rows
-        else:
-            rows = most
-            received = max_arrivals(most, request.expert_capacity, num_tokens, group.topology.world_size)
-            rail = max_rail_rows(group.topology, most, received, num_tokens)
-            if totals and not request.has_fixed_sizes:
-                received = rows if is_flat else min(totals[i].received_rows, received)  # the caller has the flat table
-                rail = totals[i].rail_rows
-        dst_rows = torch.empty(received, topk, dtype=torch.int32, device=group.device)
-        rail_experts = torch.empty(rail, topk, dtype=torch.int32, device=group.device) if rail else dst_rows
-        rank = RankHandle(num_tokens, layouts[i], rows, counts[i], dst_rows, rail_experts, rail, made_on)
-        rank.addresses = t
-        t.update(_tables_of(rank))
-        if request.keeps_source_tokens:
-            rank.source_tokens = dst_rows.new_empty(received)
-        ranks.append(rank)
-    return ranks, settings if is_left else None
-
-
 def _tensors_of(backend: Backend, handle: Handle) -> list[RankTensors]:
     """For a launch, which adds what else it has."""
     tensors = []
@@ -274,30 +239,14 @@ def _tensors_of(backend: Backend, handle: Handle) -> list[RankTensors]:
             backend.keep_for_launch([table for table in tables if table is not None], rank.made_on)
         t = rank.addresses
         if t is None:  # a handle that was put together, or that a plan made
-            t = rank.addresses = {"layout": rank.layout.data_ptr(), "num_tokens": rank.num_tokens, **_tables_of(rank)}
+            t = rank.addresses = {
+                "layout": rank.layout.data_ptr(),
+                "num_tokens": rank.num_tokens,
+                **counting.tables_of(rank),
+            }
             t["is_planned"] = rank.own_rows is not None
         tensors.append({**t, "handle_age": age, "is_flat": handle.is_flat})
     return tensors
-
-
-def _tables_of(rank: RankHandle) -> RankTensors:
-    return {
-        "dst_rows": rank.dst_rows.data_ptr(),
-        "rail_experts": rank.rail_experts.data_ptr(),
-        "max_received": rank.dst_rows.shape[0],
-        "max_rail": rank.rail_rows,
-        "max_rows": rank.rows,
-    }
-
-
-def _refuse_ids(group: RankGroup, rank: int, topk_idx: torch.Tensor, a_bad_token: int, allows_repeats: bool) -> None:
-    if len(group.ranks) == group.topology.world_size:
-        group.live_backend().reset()  # nobody else is waiting
-    first = expert_ids.first_invalid(topk_idx, group.config.num_experts, allows_repeats)
-    token = a_bad_token if first is None else first  # on a GPU the ids may have been overwritten since
-    raise expert_ids.refusal(
-        topk_idx, token, group.config.num_experts, rank if len(group.ranks) > 1 else None, allows_repeats
-    )
 
 
 def _saved_bytes(world_size: int, topk: int, rows: int, row_bytes: int) -> float:

@@ -20,6 +20,7 @@ from megatron_ep.config import MAX_ROWS
 from megatron_ep.diagnosis import failures
 from megatron_ep.group.rank_group import RankGroup
 from megatron_ep.normal import autograd, launches
+from megatron_ep.normal.counts import max_arrivals, max_rail_rows
 from megatron_ep.normal.handle import CountsToAskFor, Handle
 
 ANY_STREAM = -1  # of a handle's tables: that of a later launch is another one
@@ -117,8 +118,8 @@ def _(
     for idx in topk_idx:
         num_tokens = idx.shape[0]
         if is_fixed:
-            received = launches.max_arrivals(max_recv_tokens, expert_capacity, num_tokens, group.topology.world_size)
-            rail = launches.max_rail_rows(group.topology, max_recv_tokens, received, num_tokens)
+            received = max_arrivals(max_recv_tokens, expert_capacity, num_tokens, group.topology.world_size)
+            rail = max_rail_rows(group.topology, max_recv_tokens, received, num_tokens)
             rows.append(max_recv_tokens)
         else:
             received = context.new_dynamic_size(max=MAX_ROWS)

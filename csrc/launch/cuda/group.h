@@ -48,9 +48,11 @@ class CudaGroup {
     // it is counted on the GPU.
     //
     // Waits for the totals of each rank; zeros for a rank that gave up before it knew any. Now and
-    // then it calls `idle`, which may throw. Throws std::runtime_error when the GPU fails.
+    // then it calls `idle`, which may throw. Throws std::runtime_error when the GPU fails. ahead: a
+    // dispatch that is launched before the wait; none: empty.
     std::vector<Layout::Totals> notify_and_wait(std::vector<NotifyArgs> args, CudaStream stream,
-                                                const std::function<void()>& idle);
+                                                const std::function<void()>& idle,
+                                                const std::vector<DispatchArgs>& ahead = {});
     void dispatch(const std::vector<DispatchArgs>& args, CudaStream stream);
     // Both for a host that does not wait for the counts: one launch between ranks of one node.
     void fused_dispatch(const std::vector<FusedDispatchArgs>& args, CudaStream stream);

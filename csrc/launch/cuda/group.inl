@@ -208,7 +208,8 @@ void CudaGroup<P>::notify(const std::vector<NotifyArgs>& args, CudaStream stream
 template <class P>
 std::vector<Layout::Totals> CudaGroup<P>::notify_and_wait(std::vector<NotifyArgs> args,
                                                           CudaStream stream,
-                                                          const std::function<void()>& idle) {
+                                                          const std::function<void()>& idle,
+                                                          const std::vector<DispatchArgs>& ahead) {
     const DeviceGuard guard(device_);
     ++ticket_;
     for (size_t i = 0; i < args.size(); ++i) {
@@ -216,6 +217,7 @@ std::vector<Layout::Totals> CudaGroup<P>::notify_and_wait(std::vector<NotifyArgs
         args[i].ticket = ticket_;
     }
     notify(args, stream);
+    if (!ahead.empty()) dispatch(ahead, stream);
     auto has_told = [&](size_t rank) {
         return std::atomic_ref<uint64_t>(totals_[rank].ticket).load(std::memory_order_acquire) ==
                ticket_;

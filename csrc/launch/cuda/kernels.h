@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1) notify_kernel(const __grid_c
 // different times. If it was given up nobody can take its outputs for data.
 template <class J>
 __device__ __forceinline__ void end_call(const J& joint, const WarpPosition<J>& position) {
-    if (!joint.ends_call) return;
+    if (!joint.ends_call || does_nothing(joint.args[position.index])) return;
     uint64_t* arrivals = joint.progress[position.index].warps_at_end();
     const bool first = rows::lane_id() == 0;
     __syncwarp();
@@ -219,7 +219,7 @@ __device__ __forceinline__ void run_dispatch(const J& joint, const WarpPosition<
     const int warps = joint.roles.warps();
     const int number = role_of_warp(warps * args.layout.channels, position.block,
                                     joint.blocks_per_rank, warp_of_block());
-    if (!begins(joint, position, args, number)) return;
+    if (does_nothing(args) || !begins(joint, position, args, number)) return;
     typename J::Fabric fabric(joint.fabric, args.rank);
     BulkBuffers& buffers = bulk_buffers();
     const int channel = number / warps;
@@ -245,7 +245,9 @@ __device__ __forceinline__ void run_intra_rank_pass(const J& joint, Work&& work)
     const WarpPosition<J> position(joint);
     const auto& args = joint.args[position.index];
     const DeviceRank& rank = joint.ranks[position.index];
-    if (!has_intra_rank_pass(args) || !args.layout.totals().epoch || is_aborted(rank)) return;
+    if (!has_intra_rank_pass(args) || !args.layout.totals().epoch || does_nothing(args) ||
+        is_aborted(rank))
+        return;
     DeviceWarp warp(rank, args.call, Role::Launch, 0, bulk_buffers());
     work(warp, args, position);
 }
