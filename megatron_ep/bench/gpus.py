@@ -200,12 +200,20 @@ def _steps(tokens: Tokens, buffer: ep.Buffer, expected: torch.Tensor) -> Steps:
     assert torch.equal(received.x, expected), "dispatch differs from all-to-all"
     handle, most = received.handle, max(1, len(received.x))
     values, scales = float8.quantize(tokens.x)
+    flat = ep.dispatch(tokens.x, tokens.ids, tokens.weights, buffer=buffer, layout="flat")
+    most_flat = max(1, len(flat.x))
 
     def with_counts() -> Any:
         return ep.dispatch(tokens.x, tokens.ids, tokens.weights, buffer=buffer, max_recv_tokens=most)
 
     def there_and_back() -> Any:
         rows = with_counts()
+        return ep.combine(rows.x, rows.handle)
+
+    def there_and_back_flat() -> Any:
+        rows = ep.dispatch(
+            tokens.x, tokens.ids, tokens.weights, buffer=buffer, max_recv_tokens=most_flat, layout="flat"
+        )
         return ep.combine(rows.x, rows.handle)
 
     return {
@@ -217,6 +225,7 @@ def _steps(tokens: Tokens, buffer: ep.Buffer, expected: torch.Tensor) -> Steps:
         ),
         ("combine", "ours"): lambda: ep.combine(expected, handle),
         ("there and back", "ours_with_counts"): there_and_back,
+        ("there and back, flat", "ours_with_counts"): there_and_back_flat,
     }
 
 
