@@ -101,6 +101,15 @@ FORWARDER_WAITS = """while (!warp.met(format.topk, has_arrived)) {
         }"""
 REACHED = """return WaitCondition{W::template acquire<Scope::Rank>(&tokens), before + (token - first),
                              args.rank};"""
+LETS_COME = """if (lane_id() == 0 && ptx::fetch_add_shared(&done_of_block(), 1) + 1 == blockDim.x / 32)
+                ptx::let_next_launch_come();"""
+BEGINS = "if (does_nothing(args) || !begins(joint, position, args, number)) return;"
+ENDS = "if (!joint.ends_call || does_nothing(joint.args[position.index])) return;"
+PASSES = """if (!has_intra_rank_pass(args) || !args.layout.totals().epoch || does_nothing(args) ||
+        is_aborted(rank))
+        return;"""
+GUESSED = """return rows >= min_rows && rows <= max_rows && totals.received_rows <= max_received &&
+               totals.rail_rows <= max_rail;"""
 HAS_ENDED = "return ptx::load_acquire_sys(&rank.control->abort) || (rank.hears_report && has_heard(rank));"
 FREED = "warp.template publish<Scope::Rank>(&order.freed, before + freed);"
 FREE_SLOTS = """«if (!here || (kAlone && ++batch == args.nvl_batch)) {
@@ -279,6 +288,15 @@ MUTANTS = [
         "return *flag;",
     ),
     Mutant("scopes: all are the GPU's", WARP, "return scope == Scope::Rank ? gpu : sys;", "return gpu;"),
+    changed("let_next_launch_come: the first warp does", WARP, LETS_COME, "blockDim.x / 32", "1", LL),
+    # ---- a dispatch that is launched ahead
+    changed("a wrong guess: dispatched", KERNELS, BEGINS, "does_nothing(args) || ", ""),
+    changed("a wrong guess: ended", KERNELS, ENDS, " || does_nothing(joint.args[position.index])", ""),
+    changed("a wrong guess: own rows copied", KERNELS, PASSES, "does_nothing(args)", "false"),
+    changed("a guess: too much room", ARGS, GUESSED, "rows >= min_rows", "true"),
+    changed("a guess: too little room", ARGS, GUESSED, "rows <= max_rows", "true"),
+    changed("a guess: small tables", ARGS, GUESSED, "totals.received_rows <= max_received", "true"),
+    changed("a guess: small tables of the rail", ARGS, GUESSED, "totals.rail_rows <= max_rail", "true"),
     # ---- warps that meet
     Mutant(
         "meet: lanes do not meet behind",

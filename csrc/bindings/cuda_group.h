@@ -62,8 +62,8 @@ class PyCudaGroup {
                                      expert_alignment, expert_capacity, allows_repeats);
         std::vector<NotifyArgs> counts;
         for (const FusedDispatchArgs& a : args) counts.push_back(a.notify(0));
-        auto totals = group_->notify_and_wait(
-            counts, at<void>(stream), [&] { look_around(); }, {args.begin(), args.end()});
+        auto totals = group_->notify_and_wait(counts, at<void>(stream), [&] { look_around(); },
+                                              {args.begin(), args.end()});
         bool is_done = true;
         for (size_t i = 0; i < args.size(); ++i) is_done &= args[i].guessed_right(totals[i]);
         return {std::move(totals), is_done};
@@ -183,8 +183,9 @@ class PyCudaGroup {
             .def("combine", &PyCudaGroup::combine, py::arg("tensors"), py::arg("format"),
                  py::arg("nvl_batch"), py::arg("rdma_chunk"), py::arg("dtype"), py::arg("stream"),
                  release)
-            .def_readwrite("watch", &PyCudaGroup::watch,
-                           "Called now and then while counts are waited for: what it raises ends the wait.")
+            .def_readwrite(
+                "watch", &PyCudaGroup::watch,
+                "Called now and then while counts are waited for: what it raises ends the wait.")
             .def("aborted", &PyCudaGroup::aborted,
                  "(outcome, rank) of the rank that gave up first, as far as this process has been "
                  "told, "
@@ -222,9 +223,8 @@ class PyCudaGroup {
     // Of the next call.
     std::vector<FusedDispatchArgs> fused_args(const std::vector<RankTensors>& tensors,
                                               const RowFormat& format, int nvl_batch,
-                                              int rdma_chunk, int index_bytes,
-                                              int expert_alignment, int expert_capacity,
-                                              bool allows_repeats) {
+                                              int rdma_chunk, int index_bytes, int expert_alignment,
+                                              int expert_capacity, bool allows_repeats) {
         std::vector<FusedDispatchArgs> args;
         ++call_;
         for (size_t i = 0; i < tensors.size(); ++i) {

@@ -196,8 +196,7 @@ struct CombineArgs : TransferArgs {
 
 // Of counts that were never known the call itself has to tell.
 EP_HD bool does_nothing(const DispatchArgs& args) {
-    return args.is_ahead && args.layout.totals().epoch &&
-           !args.guessed_right(args.layout.totals());
+    return args.is_ahead && args.layout.totals().epoch && !args.guessed_right(args.layout.totals());
 }
 EP_HD bool does_nothing(const CombineArgs&) { return false; }
 

@@ -36,6 +36,7 @@ def test_two_threads_do_not_launch_at_once(gated) -> None:
         lambda: group.notify([], topk=1, **counts, stream=0),
         lambda: group.dispatch([], row, **settings),
         lambda: group.fused_dispatch([], row, **settings, **counts),
+        lambda: group.dispatch_ahead([], row, **settings, **counts),
         lambda: group.combine([], row, **settings, dtype=0),
         group.reset,
     ]

@@ -48,7 +48,7 @@ def run_steps(nodes, local_pass, layout):
             rows = ep.dispatch(leaf, ids[rank].to(device), weights[rank].to(device), buffer=buffer, layout=layout)
             if layout == "flat":
                 expected, flat_ids, probs, counts = reference.flat_dispatch(x, ids, weights, 8)
-                assert torch.equal(rows.flat_ids.cpu(), flat_ids[rank])
+                assert torch.equal(rows.topk_idx.cpu(), flat_ids[rank])
             else:
                 expected, probs, counts = reference.dispatch(x, ids, weights, 8)
             assert torch.equal(rows.x.cpu(), expected[rank]) and torch.equal(rows.probs.cpu(), probs[rank])

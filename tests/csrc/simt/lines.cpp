@@ -69,6 +69,7 @@ void store_line(char* address, uint4 value) {
 }
 
 uint4 load_line(const char* address) {
+    simt::may_wait_for_others();
     deliver_lines();
     const char* from = line_at(address);
     const unsigned unit = simt::lane() % Line::kUnits;

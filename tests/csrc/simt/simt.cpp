@@ -171,6 +171,11 @@ void let_next_launch_come() {
     if (blocks_met[current->block].lets_next_come++) die("a block lets the next launch come twice");
 }
 
+void may_wait_for_others() {
+    if (current && blocks_met[current->block].lets_next_come)
+        die("a block that lets the next launch come waits for another rank");
+}
+
 bool in_lane() { return current; }
 unsigned warp_index() { return (current->block * threads_per_block + current->thread) / 32; }
 uint64_t meetings() { return current->warp->generation; }

@@ -21,7 +21,8 @@ class CudaGroup {
         : heap_(heap) {}
 
     std::vector<Layout::Totals> notify_and_wait(const std::vector<NotifyArgs>&, CudaStream,
-                                                const std::function<void()>& idle) {
+                                                const std::function<void()>& idle,
+                                                const std::vector<DispatchArgs>& = {}) {
         Gate::pass();
         idle();
         return {};

@@ -50,6 +50,7 @@ inline void compare_and_swap_release_gpu(uint64_t* address, uint64_t expected, u
 }
 void deliver_lines();  // some of those under way
 inline uint64_t load_relaxed_sys(const uint64_t* address) {
+    simt::may_wait_for_others();
     deliver_lines();  // one may be waited for by its tag alone
     return simt::order::load_relaxed(address);
 }
