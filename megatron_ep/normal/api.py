@@ -39,7 +39,7 @@ class Received:
 
     x: [R, H], the dtype of what was dispatched; rows grouped by local expert, in the order of (source rank, token) for
         each. Flat: one row a token that came here, in the order of (source rank, token). Where the host has waited for
-        the counts on a GPU, the memory of the tensors of R may have room for an eighth more and 128 rows.
+        the counts on a GPU, the memory of what has R rows may have room for R / 7 + 74 more.
     scales: [R, ceil(H / 128)], only for float8.
     probs: [R], the weight of each row, 0 where a row is padding; None when no weights were given. Flat: [R, K], 0 where
         topk_idx is -1.

@@ -14,7 +14,7 @@ from megatron_ep import _C
 from megatron_ep.backends.interface import Backend, RankHandle, RankTensors
 from megatron_ep.config import Topology
 from megatron_ep.group.rank_group import PAYLOAD_TYPES, RankGroup
-from megatron_ep.normal import counts as counting
+from megatron_ep.normal import row_counts
 from megatron_ep.normal.handle import Handle
 
 # Rows, scales, weights of a rank each.
@@ -82,28 +82,28 @@ def launch_dispatch(
     prepare = functools.partial(_prepare_dispatch, handle, x, scales, weights, row, all_weights=all_weights)
     request, counts, again = handle.to_ask_for, None, False
     if request is not None:
-        asked = counting.prepare(group, request)
-        room = counting.expected(group, request)
+        asked = row_counts.prepare(group, request)
+        room = row_counts.expected(group, request)
         if room is None:
-            known, is_left = counting.exchange(group, request, asked, handle.is_flat)
+            known, is_left = row_counts.exchange(group, request, asked, handle.is_flat)
             counts = asked.settings if is_left else None
         else:
-            handle.ranks = counting.ranks_of(group, request, asked, [room])
+            handle.ranks = row_counts.ranks_of(group, request, asked, [room])
             # what lies behind the last row is cut off
             tensors, out = prepare(clears_end=False)
-            tensors[0] |= {"is_ahead": True, "min_rows": counting.least_rows(room)}
+            tensors[0] |= {"is_ahead": True, "min_rows": row_counts.least_rows(room)}
             totals, is_done = backend.dispatch_ahead(tensors, *how, asked.settings)
-            counting.check(group, request, totals)
-            known = counting.told(group, totals, handle.is_flat)
+            row_counts.check(group, request, totals)
+            known = row_counts.told(group, totals, handle.is_flat)
             if is_done:
                 handle.to_ask_for = None
-                counting.cut(handle.ranks[0], known[0])
+                row_counts.cut(handle.ranks[0], known[0])
                 for (tensor,) in filter(None, out):
                     tensor.resize_(known[0].rows, *tensor.shape[1:])
                 return out
             del out  # its memory is free for those of the right size
             again = True
-        handle.ranks, handle.to_ask_for = counting.ranks_of(group, request, asked, known), None
+        handle.ranks, handle.to_ask_for = row_counts.ranks_of(group, request, asked, known), None
     tensors, out = prepare(clears_end=clears_end)
     backend.enqueue_dispatch(tensors, *how, counts, again)
     group.raise_if_aborted()
@@ -242,7 +242,7 @@ def _tensors_of(backend: Backend, handle: Handle) -> list[RankTensors]:
             t = rank.addresses = {
                 "layout": rank.layout.data_ptr(),
                 "num_tokens": rank.num_tokens,
-                **counting.tables_of(rank),
+                **row_counts.tables_of(rank),
             }
             t["is_planned"] = rank.own_rows is not None
         tensors.append({**t, "handle_age": age, "is_flat": handle.is_flat})

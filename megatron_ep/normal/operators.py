@@ -20,8 +20,8 @@ from megatron_ep.config import MAX_ROWS
 from megatron_ep.diagnosis import failures
 from megatron_ep.group.rank_group import RankGroup
 from megatron_ep.normal import autograd, launches
-from megatron_ep.normal.counts import max_arrivals, max_rail_rows
 from megatron_ep.normal.handle import CountsToAskFor, Handle
+from megatron_ep.normal.row_counts import max_arrivals, max_rail_rows
 
 ANY_STREAM = -1  # of a handle's tables: that of a later launch is another one
 

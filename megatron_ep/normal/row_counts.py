@@ -14,10 +14,10 @@ from megatron_ep.normal import expert_ids
 from megatron_ep.normal.handle import CountsToAskFor
 
 # A dispatch that is launched before its counts are known has room for a little more than the last one needed, and is
-# launched again if it would keep more memory than it needs by more than such a share. Not measured against others.
+# launched again if more than this share of it would stay empty. Not measured against other numbers.
 MORE_ROWS = 1 / 16
-MOST_SPARE = 1 / 8
-SPARE_ROWS = 64  # in any case
+MOST_EMPTY = 1 / 8
+FEW_ROWS = 64  # that do not matter in both cases
 
 
 @dataclass
@@ -84,12 +84,12 @@ def expected(group: RankGroup, request: CountsToAskFor) -> RowCounts | None:
     may_guess = request.max_recv_tokens is None and group.live_backend().launches_ahead and len(group.ranks) == 1
     if last is None or not may_guess:
         return None
-    return RowCounts(*(count + int(MORE_ROWS * count) + SPARE_ROWS if count else 0 for count in last))
+    return RowCounts(*(count + int(MORE_ROWS * count) + FEW_ROWS if count else 0 for count in last))
 
 
 def least_rows(room: RowCounts) -> int:
-    """So few rows may be in it."""
-    return max(0, int((1 - MOST_SPARE) * room.rows) - SPARE_ROWS)
+    """With fewer rows too much of it would stay empty."""
+    return max(0, int((1 - MOST_EMPTY) * room.rows) - FEW_ROWS)
 
 
 def exchange(group: RankGroup, request: CountsToAskFor, asked: Asked, is_flat: bool) -> tuple[list[RowCounts], bool]:
@@ -145,7 +145,7 @@ def ranks_of(group: RankGroup, request: CountsToAskFor, asked: Asked, room: Sequ
 
 
 def cut(rank: RankHandle, counts: RowCounts) -> None:
-    """To what it needs of its tables. No views, but smaller tensors in the same memory."""
+    """Its tables to these sizes. No views, but smaller tensors in the same memory."""
     topk = rank.dst_rows.shape[1]
     rank.rows, rank.rail_rows = counts.rows, counts.rail
     rank.dst_rows.resize_(counts.received, topk)
