@@ -5,7 +5,8 @@ Beside them, in the same run: NCCL's all-to-all with the copies that Megatron-Co
 it (rows into the order of their ranks, then into that of their experts, and back), and a copy to a neighbouring GPU.
 A round's time is that of its slowest rank; p50, p90 and p99 are of rounds. Besides the GPU's time of a call, by events:
 "(api)", from the call until the GPU is done, by the host's clock, all ranks beginning together; with --kernels
-"(kernels)", while a kernel of the call runs, by torch's profiler. Where the host carries what goes between nodes (tcp,
+"(kernels)", while a kernel of the call runs, by torch's profiler; with --graphs "(graph)", in a CUDA graph of many
+calls, where the GPU waits for no host: what few tokens take. Where the host carries what goes between nodes (tcp,
 verbs, ibgda), "thread %": what its thread took of a core meanwhile, on the rank where that was most.
 T tokens of a rank, H hidden, K choices of a token, E experts. A rank's bytes: its tokens, once for each rank that they
 go to, which is what an expert-parallel dispatch must move at least; all-to-all moves a row for each expert. bf16, but
@@ -33,9 +34,11 @@ from megatron_ep.bench.gpu_ranks import gpu_ranks
 from megatron_ep.bench.job_ranks import own_gpu
 from megatron_ep.bench.network_thread import NetworkThread
 from megatron_ep.bench.report import PERCENTILES, RATE, WHAT, Columns, Record, Report, make_record
-from megatron_ep.bench.timing import Step, Timer, cuda_timer, host_timer, kernel_seconds, time_rounds
+from megatron_ep.bench.timing import Step, Timer, captured, cuda_timer, host_timer, kernel_seconds, time_rounds
 
 Steps = dict[tuple[str, str], Step]  # by phase and implementation
+IN_GRAPHS = ("ours", "ours_with_counts")  # implementations whose host waits for nothing
+CALLS = 20  # of a graph
 THREAD: Columns = {"thread %": lambda record: f"{100 * record['network_thread']:.0f}"}
 
 
@@ -52,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
             for tokens in arguments.tokens
             for routing in arguments.routing
         ]
-        by_rank = ranks.run(measure, loads, arguments.warmup, arguments.iters, arguments.kernels)
+        by_rank = ranks.run(measure, loads, arguments.warmup, arguments.iters, arguments.kernels, arguments.graphs)
     by_case: dict[str, list[Record]] = {}
     for same in zip(*by_rank, strict=True):
         by_case.setdefault(same[0].case, []).append(slowest(same))
@@ -81,6 +84,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--routing", nargs="+", choices=ROUTINGS, default=["uniform"], help="how likely experts are (uniform)"
     )
     parser.add_argument("--kernels", action="store_true", help="also the time of kernels alone")
+    parser.add_argument("--graphs", action="store_true", help="also the GPU's time of a call in a CUDA graph of many")
     add_arguments(parser, num_sms=[4, 8, 16, 24], ring_slots=[4], network_slots=[8], iters=30, many_tokens=True)
     return parser.parse_args(argv)
 
@@ -121,17 +125,19 @@ class Measured:
     network_thread: float | None = None  # share of a core that the host's thread took, if the host carries the bytes
 
 
-def measure(loads: Sequence[Sequence[Case]], warmup: int, iterations: int, kernels: bool = False) -> list[Measured]:
+def measure(
+    loads: Sequence[Sequence[Case]], warmup: int, iterations: int, kernels: bool = False, graphs: bool = False
+) -> list[Measured]:
     """Runs on every rank. loads: cases of the same tokens. Raises AssertionError when dispatch does not give what
     all-to-all gives."""
     torch.cuda.set_device(own_gpu())
     nccl = dist.new_group(backend="nccl")
     with torch.no_grad():
-        return [one for cases in loads for one in _measure(cases, nccl, warmup, iterations, kernels)]
+        return [one for cases in loads for one in _measure(cases, nccl, warmup, iterations, kernels, graphs)]
 
 
 def _measure(
-    cases: Sequence[Case], nccl: dist.ProcessGroup, warmup: int, iterations: int, kernels: bool
+    cases: Sequence[Case], nccl: dist.ProcessGroup, warmup: int, iterations: int, kernels: bool, graphs: bool
 ) -> list[Measured]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     tokens = Tokens(cases[0], rank, world_size)
@@ -147,6 +153,8 @@ def _measure(
             }
             if kernels:
                 ways[" (kernels)"] = partial(kernel_seconds, step, when_warm=_meet)
+            if graphs and implementation in IN_GRAPHS:
+                ways[" (graph)"] = partial(_seconds_in_graph, step)
             for way, seconds_of in ways.items():
                 thread = NetworkThread() if by_host else None
                 seconds = seconds_of(warmup, iterations)
@@ -183,6 +191,13 @@ def _measure(
             run(str(case), _steps(tokens, buffer, expected), by_host=by_host, **asdict(case))
             buffer.synchronize()
     return measured
+
+
+def _seconds_in_graph(step: Step, warmup: int, iterations: int) -> list[float]:
+    graph = captured(step, CALLS, _meet)
+    seconds = _seconds_of(cuda_timer(graph.replay, CALLS), warmup, iterations)
+    _meet()
+    return seconds
 
 
 def _seconds_of(timer: Timer, warmup: int, iterations: int) -> list[float]:

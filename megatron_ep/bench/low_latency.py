@@ -25,7 +25,7 @@ from megatron_ep.bench.gpu_case import require_gpu, row_bytes
 from megatron_ep.bench.gpu_ranks import gpu_ranks
 from megatron_ep.bench.job_ranks import own_gpu
 from megatron_ep.bench.report import PERCENTILES, RATE, WHAT, Record, Report, make_record
-from megatron_ep.bench.timing import Step, cuda_timer, host_timer, time_rounds
+from megatron_ep.bench.timing import Step, captured, cuda_timer, host_timer, time_rounds
 
 COMMAND = "megatron-ep bench low-latency"
 CALLS = 20  # of a graph
@@ -154,7 +154,7 @@ def _measure(
     low_latency = ep.LowLatency(buffer, max_tokens=case.max_tokens, hidden=case.hidden, topk=case.topk)
     measured = []
     for phase, (step, moved) in _phases(case, low_latency, x, ids, weights, num_rows).items():
-        graph = _captured(step, meet)
+        graph = captured(step, CALLS, meet)
         timers = {
             "eager": cuda_timer(step),
             "host": host_timer(step, before=torch.cuda.synchronize),
@@ -218,19 +218,6 @@ def _phases(
         "pair fp8 at expert": (pair(weighted_fp8, at_expert, rows), size + fp8_size),
         "pair fp8, hooks": (hooks(dispatch_fp8, at_token, rows), size + fp8_size),
     }
-
-
-def _captured(step: Step, meet: Step) -> torch.cuda.CUDAGraph:
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        step()
-    meet()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            step()
-    meet()
-    return graph
 
 
 def _slowest(case: Case, same: Sequence[Measured]) -> Record:

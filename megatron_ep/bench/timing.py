@@ -52,6 +52,20 @@ def cuda_timer(step: Step, calls: int = 1) -> Timer:
     return timer
 
 
+def captured(step: Step, calls: int, meet: Step = lambda: None) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of so many calls of a step. meet: a barrier, where ranks capture together."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    meet()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            step()
+    meet()
+    return graph
+
+
 def kernel_seconds(step: Step, warmup: int, iterations: int, when_warm: Step = lambda: None) -> list[float]:
     """Seconds [iterations] in which at least one kernel or copy of the step was running, by torch's profiler.
 

@@ -30,7 +30,7 @@ def check_device(device):
         raise ValueError("there is no GPU")
     return torch.device("cuda", 0)
 
-def measure_gpus(loads, warmup, iterations, kernels):
+def measure_gpus(loads, warmup, iterations, kernels, graphs):
     gpu = uuid(f"cuda:{own_gpu()}")
     share = None if "FABRIC" not in os.environ else 0.5 + 0.12 * int(os.environ["RANK"])
     return [gpus.Measured(str(case), gpu, "ours", [1.0], 1, {}, share) for cases in loads for case in cases]
