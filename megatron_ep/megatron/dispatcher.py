@@ -19,7 +19,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import pad
 
 import megatron_ep as ep
+from megatron_ep.backends.interface import RowCounts
 from megatron_ep.config import MAX_TOPK
+from megatron_ep.group.any_buffer import rank_group_of
 from megatron_ep.low_latency.handle import LowLatencyHandle
 from megatron_ep.megatron import decoding
 from megatron_ep.megatron.announce import announce, count_layer
@@ -104,6 +106,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
         self._handle: ep.Handle | LowLatencyHandle | None = None
         self._low_latency: ep.LowLatency | None = None
         self._row_probs: torch.Tensor | None = None
+        self._last_counts: RowCounts | None = None
         self._comm_manager = StepState(self.options.moe_expert_rank_capacity_factor)
         # The trainer of a Megatron that has the field asks `check_over_budget`, and repeats the step.
         repeats = getattr(config, "moe_expert_rank_capacity_factor", None) is not None
@@ -269,7 +272,10 @@ class EPTokenDispatcher(MoETokenDispatcher):
                 clear = bool(self.config.fp8 or self.config.fp4)
                 options = decoding.Options(capacity, as_float8=as_float8, clear=clear)
                 return decoding.dispatch_step(self._low_latency, x, self.topk_idx, probs, options)
-        return ep.dispatch(
+        of_buffer, is_traced = rank_group_of(buffer), torch.compiler.is_compiling()
+        if not is_traced:  # what to expect is what this layer had last time, not the one before it
+            of_buffer.last_counts = self._last_counts
+        received = ep.dispatch(
             x,
             self.topk_idx,
             probs,
@@ -279,6 +285,9 @@ class EPTokenDispatcher(MoETokenDispatcher):
             max_recv_tokens=max_rows,
             forward_dtype=torch.float8_e4m3fn if as_float8 else None,
         )
+        if not is_traced:
+            self._last_counts = of_buffer.last_counts
+        return received
 
     def _decodes(self, max_tokens: int) -> bool:
         """Whether this step takes the low-latency mode. Ranks that differ in it would wait for each other in vain, so

@@ -7,6 +7,7 @@ from unittest import mock
 
 import choices
 import pytest
+from ahead import ahead
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -291,6 +292,32 @@ def _preserves_probs_dtype(dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_probs_keep_their_dtype(four_ranks, dtype):
     four_ranks.run(_preserves_probs_dtype, dtype)
+
+
+# ---- launches ahead of the counts
+
+
+def _layers_of_different_loads():
+    join_layout(1, W)
+    config = make_config()
+    shared_buffers.close_buffers()
+    with ahead():
+        layers = [make_dispatcher("ours", config) for _ in range(2)]
+        for _ in range(3):
+            for layer, tokens in zip(layers, (40, 600), strict=True):
+                routing_map = torch.zeros(tokens, 8, dtype=torch.bool)
+                routing_map[:, :2] = True
+                x = torch.randn(tokens, 32, dtype=torch.float64)
+                result = run_dispatcher(layer, x, routing_map, routing_map / 2, torch.ones_like(x))
+                assert result["counts"].sum() == (8 * tokens if dist.get_rank() == 0 else 0)
+    [buffer] = shared_buffers._buffers.values()
+    guesses = buffer._group.live_backend().guesses
+    shared_buffers.close_buffers()
+    return guesses
+
+
+def test_a_layer_expects_as_many_rows_as_it_had_last_time(four_ranks):
+    assert four_ranks.run(_layers_of_different_loads) == [[True] * 4] * W  # the first two are not guessed
 
 
 # ---- Megatron's 1F1B overlap: every step its own graph, inputs freed behind it
