@@ -44,6 +44,15 @@ class RowCounts(NamedTuple):
     rail: int  # tokens that pass through this rank to others of its node
 
 
+class LastCounts(NamedTuple):
+    """Of a rank's dispatch that is over, as `Totals`: what the next one may expect."""
+
+    num_tokens: int  # T
+    expert_rows: int
+    received_rows: int
+    rail_rows: int
+
+
 class CountSettings(NamedTuple):
     """Of an exchange of counts, as the extension takes them."""
 

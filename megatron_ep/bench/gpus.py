@@ -6,8 +6,10 @@ it (rows into the order of their ranks, then into that of their experts, and bac
 A round's time is that of its slowest rank; p50, p90 and p99 are of rounds. Besides the GPU's time of a call, by events:
 "(api)", from the call until the GPU is done, by the host's clock, all ranks beginning together; with --kernels
 "(kernels)", while a kernel of the call runs, by torch's profiler; with --graphs "(graph)", in a CUDA graph of many
-calls, where the GPU waits for no host: what few tokens take. Where the host carries what goes between nodes (tcp,
-verbs, ibgda), "thread %": what its thread took of a core meanwhile, on the rank where that was most.
+calls, where the GPU waits for no host: what few tokens take (of many, a combine there makes no sums beside its
+exchange). "host_waits": the host waits for the counts, which are those of the dispatch before; "wrong_guess": half as
+many rows were expected. Where the host carries what goes between nodes (tcp, verbs, ibgda), "thread %": what its thread
+took of a core meanwhile, on the rank where that was most.
 T tokens of a rank, H hidden, K choices of a token, E experts. A rank's bytes: its tokens, once for each rank that they
 go to, which is what an expert-parallel dispatch must move at least; all-to-all moves a row for each expert. bf16, but
 for "dispatch fp8": rows that are fp8 already, and their scales.
@@ -35,6 +37,7 @@ from megatron_ep.bench.job_ranks import own_gpu
 from megatron_ep.bench.network_thread import NetworkThread
 from megatron_ep.bench.report import PERCENTILES, RATE, WHAT, Columns, Record, Report, make_record
 from megatron_ep.bench.timing import Step, Timer, captured, cuda_timer, host_timer, kernel_seconds, time_rounds
+from megatron_ep.group.any_buffer import rank_group_of
 
 Steps = dict[tuple[str, str], Step]  # by phase and implementation
 IN_GRAPHS = ("ours", "ours_with_counts")  # implementations whose host waits for nothing
@@ -221,6 +224,15 @@ def _steps(tokens: Tokens, buffer: ep.Buffer, expected: torch.Tensor) -> Steps:
     def with_counts() -> Any:
         return ep.dispatch(tokens.x, tokens.ids, tokens.weights, buffer=buffer, max_recv_tokens=most)
 
+    def host_waits() -> Any:
+        return ep.dispatch(tokens.x, tokens.ids, tokens.weights, buffer=buffer)
+
+    def wrong_guess() -> Any:
+        group = rank_group_of(buffer)
+        if group.last_counts is not None:
+            group.last_counts = group.last_counts._replace(expert_rows=most // 2)
+        return host_waits()
+
     def there_and_back() -> Any:
         rows = with_counts()
         return ep.combine(rows.x, rows.handle)
@@ -234,7 +246,8 @@ def _steps(tokens: Tokens, buffer: ep.Buffer, expected: torch.Tensor) -> Steps:
     return {
         ("dispatch", "ours"): lambda: ep.dispatch(tokens.x, topk_weights=tokens.weights, handle=handle),
         ("dispatch", "ours_with_counts"): with_counts,
-        ("dispatch", "ours_host_waits"): lambda: ep.dispatch(tokens.x, tokens.ids, tokens.weights, buffer=buffer),
+        ("dispatch", "ours_host_waits"): host_waits,
+        ("dispatch", "ours_wrong_guess"): wrong_guess,
         ("dispatch fp8", "ours"): lambda: ep.dispatch(
             values, topk_weights=tokens.weights, scales=scales, handle=handle
         ),

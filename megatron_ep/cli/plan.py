@@ -1,6 +1,7 @@
 """`megatron-ep env --plan NODES RANKS`: what a buffer on GPUs would be made of. Needs no GPU.
 
-Every figure comes from the code that sizes a buffer and its launches, so that it cannot differ from them.
+Every figure comes from the code that sizes a buffer and its launches, so that it cannot differ from them. What is
+launched ahead of its counts may have room for a seventh more rows.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_ep import _C
-from megatron_ep.backends.interface import Backend, RowCounts
+from megatron_ep.backends.interface import Backend, LastCounts
 from megatron_ep.backends.monitor import Monitor
 from megatron_ep.backends.news import Failure
 from megatron_ep.config import ELEMENT_TYPES, SUMMABLE_TYPES, Config, Topology
@@ -99,7 +99,7 @@ class RankGroup:
     number: int  # of this buffer in this process, for operators, which take no objects
     heap: _C.Heap
     resets: int = 0  # since it was made
-    last_counts: RowCounts | None = None  # of the last dispatch for whose counts the host has waited
+    last_counts: LastCounts | None = None  # of the last dispatch for whose counts the host has waited
     takes_lists = False  # calls take and return lists with one tensor per rank, not tensors
     _backend: Backend | None = None
     _monitor: Monitor | None = None

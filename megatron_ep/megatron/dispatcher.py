@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import pad
 
 import megatron_ep as ep
-from megatron_ep.backends.interface import RowCounts
+from megatron_ep.backends.interface import LastCounts
 from megatron_ep.config import MAX_TOPK
 from megatron_ep.group.any_buffer import rank_group_of
 from megatron_ep.low_latency.handle import LowLatencyHandle
@@ -106,7 +106,7 @@ class EPTokenDispatcher(MoETokenDispatcher):
         self._handle: ep.Handle | LowLatencyHandle | None = None
         self._low_latency: ep.LowLatency | None = None
         self._row_probs: torch.Tensor | None = None
-        self._last_counts: RowCounts | None = None
+        self._last_counts: LastCounts | None = None
         self._comm_manager = StepState(self.options.moe_expert_rank_capacity_factor)
         # The trainer of a Megatron that has the field asks `check_over_budget`, and repeats the step.
         repeats = getattr(config, "moe_expert_rank_capacity_factor", None) is not None

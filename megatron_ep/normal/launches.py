@@ -6,7 +6,7 @@ Lists have one entry per rank of this process.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,7 +15,7 @@ from megatron_ep.backends.interface import Backend, RankHandle, RankTensors
 from megatron_ep.config import Topology
 from megatron_ep.group.rank_group import PAYLOAD_TYPES, RankGroup
 from megatron_ep.normal import row_counts
-from megatron_ep.normal.handle import Handle
+from megatron_ep.normal.handle import CountsToAskFor, Handle
 
 # Rows, scales, weights of a rank each.
 DispatchOutputs = tuple[list[torch.Tensor], list[torch.Tensor] | None, list[torch.Tensor] | None]
@@ -83,31 +83,46 @@ def launch_dispatch(
     request, counts, again = handle.to_ask_for, None, False
     if request is not None:
         asked = row_counts.prepare(group, request)
-        room = row_counts.expected(group, request)
-        if room is None:
+        ahead = _prepare_ahead(handle, request, asked, prepare)
+        if ahead is None:
             known, is_left = row_counts.exchange(group, request, asked, handle.is_flat)
             counts = asked.settings if is_left else None
         else:
-            handle.ranks = row_counts.ranks_of(group, request, asked, [room])
-            # what lies behind the last row is cut off
-            tensors, out = prepare(clears_end=False)
-            tensors[0] |= {"is_ahead": True, "min_rows": row_counts.least_rows(room)}
-            totals, is_done = backend.dispatch_ahead(tensors, *how, asked.settings)
+            totals, is_done = backend.dispatch_ahead(ahead[0], *how, asked.settings)
             row_counts.check(group, request, totals)
-            known = row_counts.told(group, totals, handle.is_flat)
+            known = row_counts.told(group, asked, totals, handle.is_flat)
             if is_done:
                 handle.to_ask_for = None
                 row_counts.cut(handle.ranks[0], known[0])
-                for (tensor,) in filter(None, out):
+                for (tensor,) in filter(None, ahead[1]):
                     tensor.resize_(known[0].rows, *tensor.shape[1:])
-                return out
-            del out  # its memory is free for those of the right size
+                return ahead[1]
             again = True
+        del ahead  # a wrong guess: its memory is free for tensors of the right size
         handle.ranks, handle.to_ask_for = row_counts.ranks_of(group, request, asked, known), None
     tensors, out = prepare(clears_end=clears_end)
     backend.enqueue_dispatch(tensors, *how, counts, again)
     group.raise_if_aborted()
     return out
+
+
+def _prepare_ahead(
+    handle: Handle,
+    request: CountsToAskFor,
+    asked: row_counts.Asked,
+    prepare: Callable[..., tuple[list[RankTensors], DispatchOutputs]],
+) -> tuple[list[RankTensors], DispatchOutputs] | None:
+    """As `_prepare_dispatch`, for a launch ahead of the counts. None: there is to be none, or no memory for it."""
+    room = row_counts.expected(handle.group, request, handle.is_flat)
+    if room is None:
+        return None
+    try:
+        handle.ranks = row_counts.ranks_of(handle.group, request, asked, [room])
+        tensors, out = prepare(clears_end=False)  # what lies behind the last row is cut off
+    except torch.cuda.OutOfMemoryError:  # for those of the right size there may be enough
+        return None
+    tensors[0] |= {"is_ahead": True, "min_rows": row_counts.least_rows(room)}
+    return tensors, out
 
 
 def _prepare_dispatch(

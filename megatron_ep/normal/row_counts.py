@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_ep.backends.interface import CountSettings, RankHandle, RankTensors, RowCounts, Totals
+from megatron_ep.backends.interface import CountSettings, LastCounts, RankHandle, RankTensors, RowCounts, Totals
 from megatron_ep.config import Topology
 from megatron_ep.group.rank_group import RankGroup
 from megatron_ep.normal import expert_ids
@@ -75,16 +75,21 @@ def prepare(group: RankGroup, request: CountsToAskFor) -> Asked:
     return Asked(layouts, counts, tensors, settings)
 
 
-def expected(group: RankGroup, request: CountsToAskFor) -> RowCounts | None:
-    """What there should be room for before the counts are known; None where they are to be known first.
-
-    Of several ranks of a process some might have to be launched again without the others.
+def expected(group: RankGroup, request: CountsToAskFor, is_flat: bool) -> RowCounts | None:
+    """What there should be room for before the counts are known; None where they are to be known first: so if this
+    rank has other tokens than last time, and of several ranks of a process, of which some might have to be launched
+    again without the others.
     """
     last = group.last_counts
     may_guess = request.max_recv_tokens is None and group.live_backend().launches_ahead and len(group.ranks) == 1
-    if last is None or not may_guess:
+    if last is None or not may_guess or last.num_tokens != request.topk_idx[0].shape[0]:
         return None
-    return RowCounts(*(count + int(MORE_ROWS * count) + FEW_ROWS if count else 0 for count in last))
+    rows, received, rail = (count + int(MORE_ROWS * count) + FEW_ROWS if count else 0 for count in last[1:])
+    if is_flat:  # tables and tensors have the same rows, and what lies behind the last one is marked in both
+        rows = received
+    elif request.expert_capacity:
+        rows = request.expert_capacity * group.num_local_experts
+    return RowCounts(rows, received, rail)
 
 
 def least_rows(room: RowCounts) -> int:
@@ -101,7 +106,7 @@ def exchange(group: RankGroup, request: CountsToAskFor, asked: Asked, is_flat: b
     if totals:
         check(group, request, totals)
     if most is None:
-        return told(group, totals, is_flat), False
+        return told(group, asked, totals, is_flat), False
     room = []
     for i, t in enumerate(asked.tensors):
         num_tokens = t["num_tokens"]
@@ -122,11 +127,13 @@ def check(group: RankGroup, request: CountsToAskFor, totals: Sequence[Totals]) -
     group.raise_if_aborted()
 
 
-def told(group: RankGroup, totals: Sequence[Totals], is_flat: bool) -> list[RowCounts]:
+def told(group: RankGroup, asked: Asked, totals: Sequence[Totals], is_flat: bool) -> list[RowCounts]:
     """What they say; the next dispatch expects about as many."""
-    counts = [RowCounts(t.received_rows if is_flat else t.expert_rows, t.received_rows, t.rail_rows) for t in totals]
-    group.last_counts = counts[0]
-    return counts
+    first = totals[0]
+    group.last_counts = LastCounts(
+        asked.tensors[0]["num_tokens"], first.expert_rows, first.received_rows, first.rail_rows
+    )
+    return [RowCounts(t.received_rows if is_flat else t.expert_rows, t.received_rows, t.rail_rows) for t in totals]
 
 
 def ranks_of(group: RankGroup, request: CountsToAskFor, asked: Asked, room: Sequence[RowCounts]) -> list[RankHandle]:

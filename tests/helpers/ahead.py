@@ -15,6 +15,7 @@ class AheadBackend(HostBackend):
     def dispatch_ahead(self, tensors, row, nvl_batch, rdma_chunk, counts):
         totals = self.exchange_counts(tensors, counts)
         (t,), (total,) = tensors, totals
+        assert not t["is_flat"] or t["max_received"] == t["max_rows"], "what lies behind the last row is marked"
         rows = total.received_rows if t["is_flat"] else total.expert_rows
         is_right = (
             t["min_rows"] <= rows <= t["max_rows"]

@@ -77,9 +77,8 @@ def test_about_as_many_rows_as_last_time(nodes, ranks_per_node):
     buffers = buffers_of(nodes, ranks_per_node)
     world = len(buffers)
     for seed, options in enumerate([{}, {}, {"expert_alignment": 16}, {"layout": "flat"}, {"layout": "flat"}, {}]):
-        round_trip(buffers, *inputs([700 + 3 * seed] * world, 3, seed), **options)
-    assert [len(of_rank) for of_rank in guesses(buffers)] == [5] * world  # nothing is known before the first
-    assert all(of_rank[0] for of_rank in guesses(buffers))
+        round_trip(buffers, *inputs([700] * world, 3, seed), **options)
+    assert guesses(buffers) == [[True] * 5] * world  # nothing is known before the first
 
 
 def test_a_rank_whose_guess_is_wrong_dispatches_later_than_others():
@@ -120,7 +119,45 @@ def round_trip_of_some(buffers, x, ids, weights):
 def test_any_numbers_of_tokens(topology, calls, topk):
     buffers = buffers_of(*topology)
     for seed, tokens in enumerate(calls):
-        round_trip(buffers, *inputs(tokens[: len(buffers)], topk, seed))
+        for layout in ({}, {"layout": "flat"}, {"expert_alignment": 64}):
+            round_trip(buffers, *inputs(tokens[: len(buffers)], topk, seed), **layout)
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+def test_flat_rows_after_grouped_ones(topk):
+    """Of which there are more, or as many and padding: the table of flat rows is as large as their tensors."""
+    buffers = buffers_of(1, 4)
+    for seed in range(3):
+        for options in ({"expert_alignment": 64}, {"layout": "flat"}):
+            round_trip(buffers, *inputs([500] * 4, topk, seed), **options)
+    assert all(guess for of_rank in guesses(buffers) for guess in of_rank)
+
+
+def test_other_tokens_than_last_time_are_not_guessed():
+    buffers = buffers_of(1, 2)
+    for seed, tokens in enumerate([300, 310, 310, 300]):
+        round_trip(buffers, *inputs([tokens] * 2, 2, seed))
+    assert guesses(buffers) == [[True]] * 2
+
+
+def test_no_memory_for_a_guess():
+    """There may be enough for rows as many as there are."""
+    buffers = buffers_of(1, 2)
+    backend = buffers[1]._group.live_backend()
+    new_output = backend.new_output
+
+    def full(shape, dtype):
+        if shape[0] > rows:
+            raise torch.cuda.OutOfMemoryError("out of memory")
+        return new_output(shape, dtype)
+
+    for seed in range(3):
+        ids = inputs([300, 300], 2, seed)[1]
+        rows = sum(int((i >= EXPERTS // 2).sum()) for i in ids)
+        if seed:
+            backend.new_output = full
+        round_trip(buffers, *inputs([300, 300], 2, seed))
+    assert guesses(buffers) == [[True] * 2, []]
 
 
 def test_a_capacity_has_the_same_rows_each_time():

@@ -281,8 +281,8 @@ class DeviceWarp {
         __syncthreads();
     }
 
-    // By the block's last warp: one that lets the next launch come does it for all of its block,
-    // and blocks of that launch take room that other streams, and so other ranks, may wait for.
+    // Only the block's last warp does it: one does it for all of its block, and blocks of the next
+    // launch take room that other streams, and so other ranks, may wait for.
     static __device__ __forceinline__ void let_next_launch_come() {
         if constexpr (Architecture::kHasEarlyLaunches) {
             if (lane_id() == 0 && ptx::fetch_add_shared(&done_of_block(), 1) + 1 == blockDim.x / 32)
