@@ -301,8 +301,26 @@ class CudaGroup:
         allows_repeats: bool,
         stream: int,
     ) -> list[Totals]: ...
+    def dispatch_ahead(
+        self,
+        tensors: Sequence[dict[str, int]],
+        format: RowFormat,
+        nvl_batch: int,
+        rdma_chunk: int,
+        index_bytes: int,
+        expert_alignment: int,
+        expert_capacity: int,
+        allows_repeats: bool,
+        stream: int,
+    ) -> tuple[list[Totals], bool]: ...
     def dispatch(
-        self, tensors: Sequence[dict[str, int]], format: RowFormat, nvl_batch: int, rdma_chunk: int, stream: int
+        self,
+        tensors: Sequence[dict[str, int]],
+        format: RowFormat,
+        nvl_batch: int,
+        rdma_chunk: int,
+        stream: int,
+        again: bool = False,
     ) -> None: ...
     def fused_dispatch(
         self,
