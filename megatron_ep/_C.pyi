@@ -319,8 +319,8 @@ class CudaGroup:
         format: RowFormat,
         nvl_batch: int,
         rdma_chunk: int,
+        again: bool,
         stream: int,
-        again: bool = False,
     ) -> None: ...
     def fused_dispatch(
         self,

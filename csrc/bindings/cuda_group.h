@@ -60,10 +60,8 @@ class PyCudaGroup {
         const auto lock = exclusive_call_.enter();
         const auto args = fused_args(tensors, format, nvl_batch, rdma_chunk, index_bytes,
                                      expert_alignment, expert_capacity, allows_repeats);
-        std::vector<NotifyArgs> counts;
-        for (const FusedDispatchArgs& a : args) counts.push_back(a.notify(0));
-        auto totals = group_->notify_and_wait(counts, at<void>(stream), [&] { look_around(); },
-                                              {args.begin(), args.end()});
+        auto totals = group_->notify_and_wait(notify_args(args), at<void>(stream),
+                                              [&] { look_around(); }, {args.begin(), args.end()});
         bool is_done = true;
         for (size_t i = 0; i < args.size(); ++i) is_done &= args[i].guessed_right(totals[i]);
         return {std::move(totals), is_done};
@@ -71,7 +69,7 @@ class PyCudaGroup {
 
     // again: after a launch ahead that did nothing.
     void dispatch(const std::vector<RankTensors>& tensors, const RowFormat& format, int nvl_batch,
-                  int rdma_chunk, Address stream, bool again) {
+                  int rdma_chunk, bool again, Address stream) {
         const auto lock = exclusive_call_.enter();
         std::vector<DispatchArgs> args;
         call_ += !again;
@@ -174,8 +172,8 @@ class PyCudaGroup {
                  py::arg("index_bytes"), py::arg("expert_alignment"), py::arg("expert_capacity"),
                  py::arg("allows_repeats"), py::arg("stream"), release)
             .def("dispatch", &PyCudaGroup::dispatch, py::arg("tensors"), py::arg("format"),
-                 py::arg("nvl_batch"), py::arg("rdma_chunk"), py::arg("stream"),
-                 py::arg("again") = false, release)
+                 py::arg("nvl_batch"), py::arg("rdma_chunk"), py::arg("again"), py::arg("stream"),
+                 release)
             .def("fused_dispatch", &PyCudaGroup::fused_dispatch, py::arg("tensors"),
                  py::arg("format"), py::arg("nvl_batch"), py::arg("rdma_chunk"),
                  py::arg("index_bytes"), py::arg("expert_alignment"), py::arg("expert_capacity"),

@@ -187,8 +187,7 @@ class CudaBackend(OfGroup):
     ) -> None:
         batch = min(nvl_batch, _half_a_ring(row, self._heap))
         if counts is None:
-            launch = functools.partial(self.group.dispatch, again=again) if again else self.group.dispatch
-            self.launch(launch, tensors, row, batch, rdma_chunk)
+            self.launch(self.group.dispatch, tensors, row, batch, rdma_chunk, again)
         else:
             self.launch(self.group.fused_dispatch, tensors, row, batch, rdma_chunk, *counts[1:])
 

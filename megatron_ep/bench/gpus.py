@@ -36,12 +36,20 @@ from megatron_ep.bench.gpu_ranks import gpu_ranks
 from megatron_ep.bench.job_ranks import own_gpu
 from megatron_ep.bench.network_thread import NetworkThread
 from megatron_ep.bench.report import PERCENTILES, RATE, WHAT, Columns, Record, Report, make_record
-from megatron_ep.bench.timing import Step, Timer, captured, cuda_timer, host_timer, kernel_seconds, time_rounds
+from megatron_ep.bench.timing import (
+    GRAPH_CALLS,
+    Step,
+    Timer,
+    captured,
+    cuda_timer,
+    host_timer,
+    kernel_seconds,
+    time_rounds,
+)
 from megatron_ep.group.any_buffer import rank_group_of
 
 Steps = dict[tuple[str, str], Step]  # by phase and implementation
 IN_GRAPHS = ("ours", "ours_with_counts")  # implementations whose host waits for nothing
-CALLS = 20  # of a graph
 THREAD: Columns = {"thread %": lambda record: f"{100 * record['network_thread']:.0f}"}
 
 
@@ -197,8 +205,8 @@ def _measure(
 
 
 def _seconds_in_graph(step: Step, warmup: int, iterations: int) -> list[float]:
-    graph = captured(step, CALLS, _meet)
-    seconds = _seconds_of(cuda_timer(graph.replay, CALLS), warmup, iterations)
+    graph = captured(step, _meet)
+    seconds = _seconds_of(cuda_timer(graph.replay, GRAPH_CALLS), warmup, iterations)
     _meet()
     return seconds
 
@@ -214,7 +222,10 @@ def _meet() -> None:
 
 
 def _steps(tokens: Tokens, buffer: ep.Buffer, expected: torch.Tensor) -> Steps:
-    received = ep.dispatch(tokens.x, tokens.ids, tokens.weights, buffer=buffer)
+    def host_waits() -> Any:
+        return ep.dispatch(tokens.x, tokens.ids, tokens.weights, buffer=buffer)
+
+    received = host_waits()
     assert torch.equal(received.x, expected), "dispatch differs from all-to-all"
     handle, most = received.handle, max(1, len(received.x))
     values, scales = float8.quantize(tokens.x)
@@ -224,13 +235,10 @@ def _steps(tokens: Tokens, buffer: ep.Buffer, expected: torch.Tensor) -> Steps:
     def with_counts() -> Any:
         return ep.dispatch(tokens.x, tokens.ids, tokens.weights, buffer=buffer, max_recv_tokens=most)
 
-    def host_waits() -> Any:
-        return ep.dispatch(tokens.x, tokens.ids, tokens.weights, buffer=buffer)
-
     def wrong_guess() -> Any:
         group = rank_group_of(buffer)
-        if group.last_counts is not None:
-            group.last_counts = group.last_counts._replace(expert_rows=most // 2)
+        assert group.last_counts is not None, "the host has waited before"
+        group.last_counts = group.last_counts._replace(expert_rows=most // 2)
         return host_waits()
 
     def there_and_back() -> Any:

@@ -25,10 +25,9 @@ from megatron_ep.bench.gpu_case import require_gpu, row_bytes
 from megatron_ep.bench.gpu_ranks import gpu_ranks
 from megatron_ep.bench.job_ranks import own_gpu
 from megatron_ep.bench.report import PERCENTILES, RATE, WHAT, Record, Report, make_record
-from megatron_ep.bench.timing import Step, captured, cuda_timer, host_timer, time_rounds
+from megatron_ep.bench.timing import GRAPH_CALLS, Step, captured, cuda_timer, host_timer, time_rounds
 
 COMMAND = "megatron-ep bench low-latency"
-CALLS = 20  # of a graph
 
 
 @dataclass(frozen=True)
@@ -154,11 +153,11 @@ def _measure(
     low_latency = ep.LowLatency(buffer, max_tokens=case.max_tokens, hidden=case.hidden, topk=case.topk)
     measured = []
     for phase, (step, moved) in _phases(case, low_latency, x, ids, weights, num_rows).items():
-        graph = captured(step, CALLS, meet)
+        graph = captured(step, meet)
         timers = {
             "eager": cuda_timer(step),
             "host": host_timer(step, before=torch.cuda.synchronize),
-            "graph": cuda_timer(graph.replay, CALLS),
+            "graph": cuda_timer(graph.replay, GRAPH_CALLS),
         }
         for name, timer in timers.items():
             [seconds] = time_rounds({0: timer}, warmup, iterations, when_warm=meet).values()

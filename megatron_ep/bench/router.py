@@ -18,11 +18,10 @@ from megatron_ep import _C
 from megatron_ep import megatron as megatron_side
 from megatron_ep.bench.arguments import add_rounds, positive, require_memory
 from megatron_ep.bench.report import EXTREMES, RATE, WHAT, Record, Report, make_record, relative
-from megatron_ep.bench.timing import Timer, cuda_timer, host_timer, time_rounds
+from megatron_ep.bench.timing import GRAPH_CALLS, Timer, cuda_timer, host_timer, time_rounds
 from megatron_ep.router.api import grouped_topk
 
 PHASES = ("forward", "forward+backward")
-GRAPH_CALLS = 20  # forward passes in one CUDA graph, so that Python's share of a call is not measured
 Gate = Callable[[torch.Tensor], torch.Tensor]
 
 

@@ -18,6 +18,8 @@ Reading = Callable[[], float]
 Timer = Callable[[], Reading]
 Name = TypeVar("Name")
 
+GRAPH_CALLS = 20  # of a step in one CUDA graph, so that the host's share of a call is not measured
+
 
 def host_timer(step: Step, before: Step = lambda: None, after: Step = lambda: None) -> Timer:
     """By the host's clock, from when `before` is done, a barrier, say, until `after` is, a wait for a GPU, say."""
@@ -52,15 +54,15 @@ def cuda_timer(step: Step, calls: int = 1) -> Timer:
     return timer
 
 
-def captured(step: Step, calls: int, meet: Step = lambda: None) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of so many calls of a step. meet: a barrier, where ranks capture together."""
+def captured(step: Step, meet: Step) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of GRAPH_CALLS calls of a step. meet: a barrier of the ranks, which capture together."""
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         step()
     meet()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(calls):
+        for _ in range(GRAPH_CALLS):
             step()
     meet()
     return graph

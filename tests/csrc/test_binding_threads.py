@@ -34,7 +34,7 @@ def test_two_threads_do_not_launch_at_once(gated) -> None:
     counts = {"index_bytes": 4, "expert_alignment": 1, "expert_capacity": 0, "allows_repeats": False}
     calls = [
         lambda: group.notify([], topk=1, **counts, stream=0),
-        lambda: group.dispatch([], row, **settings),
+        lambda: group.dispatch([], row, **settings, again=False),
         lambda: group.fused_dispatch([], row, **settings, **counts),
         lambda: group.dispatch_ahead([], row, **settings, **counts),
         lambda: group.combine([], row, **settings, dtype=0),

@@ -35,6 +35,12 @@ def guesses(buffers):
     return [buffer._group.live_backend().guesses for buffer in buffers]
 
 
+def run_on_all(buffers, work):
+    for result in run_together(buffers, work):
+        if isinstance(result, BaseException):
+            raise result
+
+
 def round_trip(buffers, x, ids, weights, **options):
     """On all ranks; each has what the reference says, in memory of little more than its size."""
     if options.get("layout") == "flat":
@@ -60,9 +66,7 @@ def round_trip(buffers, x, ids, weights, **options):
         again = ep.dispatch([x[rank]], handle=rows.handle)
         assert torch.equal(again.x[0], out)
 
-    for result in run_together(buffers, work):
-        if isinstance(result, BaseException):
-            raise result
+    run_on_all(buffers, work)
 
 
 def expected_copies(ids, options, world):
@@ -105,9 +109,7 @@ def round_trip_of_some(buffers, x, ids, weights):
         (y,) = ep.combine(rows.x, rows.handle)
         assert torch.equal(y, x[rank])
 
-    for result in run_together(buffers, work):
-        if isinstance(result, BaseException):
-            raise result
+    run_on_all(buffers, work)
 
 
 @settings(max_examples=15, deadline=None)
@@ -175,9 +177,7 @@ def round_trip_of_capacity(buffers, x, ids, weights, **options):
         assert torch.equal(rows.x[0], expected[buffer.rank])
         assert not rows.overflow[0].any()
 
-    for result in run_together(buffers, work):
-        if isinstance(result, BaseException):
-            raise result
+    run_on_all(buffers, work)
 
 
 def test_ids_that_are_none():

@@ -284,9 +284,7 @@ void CudaGroup<P>::fused_dispatch(const std::vector<FusedDispatchArgs>& args, Cu
             });
         }
     }
-    std::vector<NotifyArgs> counts;
-    for (const FusedDispatchArgs& a : args) counts.push_back(a.notify(0));
-    notify(counts, stream);
+    notify(notify_args(args), stream);
     dispatch({args.begin(), args.end()}, stream);
 }
 
