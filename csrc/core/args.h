@@ -2,7 +2,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <vector>
 
 #include "core/heap.h"
 #include "core/layout.h"
@@ -151,13 +150,6 @@ struct FusedDispatchArgs : DispatchArgs {
         return args;
     }
 };
-
-// Their exchanges of counts, a rank each. The epoch is counted on the GPU.
-inline std::vector<NotifyArgs> notify_args(const std::vector<FusedDispatchArgs>& args) {
-    std::vector<NotifyArgs> all;
-    for (const FusedDispatchArgs& a : args) all.push_back(a.notify(0));
-    return all;
-}
 
 struct CombineArgs : TransferArgs {
     const char* x;        // [max_rows, payload_bytes]

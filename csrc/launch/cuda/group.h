@@ -27,6 +27,13 @@ struct CudaDevice {
     static CudaDevice of(int device);
 };
 
+// Their exchanges of counts, a rank each. The epoch is counted on the GPU.
+inline std::vector<NotifyArgs> notify_args(const std::vector<FusedDispatchArgs>& args) {
+    std::vector<NotifyArgs> all;
+    for (const FusedDispatchArgs& a : args) all.push_back(a.notify(0));
+    return all;
+}
+
 // The ranks of a buffer that live in this process, on one GPU. A launch runs one phase on all of
 // them together: its blocks are the blocks of all ranks, all on the GPU at once. Launches only
 // enqueue; whether they failed shows in aborted(), at the latest when they are done. FabricParams:
