@@ -158,6 +158,12 @@ void run_sequence(uint64_t seed) {
         ops[0].mask = ops[1].mask = ~0u;
         ops[0].bytes = sizeof(BulkBuffers::data);
         ops[1].bytes = 4096;
+        // lines of as many weighted rows as there can be, of which no piece has room beside weights
+        ops[2].kind = Kind::SumsOfLines;
+        ops[2].mask = ~0u;
+        ops[2].bytes = 4096;
+        ops[2].source[1] = 1;  // weighted
+        ops[2].source[2] = 0;  // aligned
     }
     uint64_t flag = 0;
     ControlBlock control{}, report{};

@@ -30,7 +30,7 @@ struct BulkBuffers {
     uint64_t filled[kBuffers];
     uint64_t pieces_filled;
     char few_weights[96];  // of rows that are summed: what alignment leaves free
-    uint64_t done;         // warps of the block, in the first one's buffers
+    uint64_t done;         // in the block's first: how many warps wait for no rank any more
 
     // By one warp, once, before use: its lanes meet before any of them waits at a barrier.
     __device__ __forceinline__ void init() {
@@ -89,7 +89,7 @@ class BulkCopier {
         });
     }
 
-    // A row of each lane in the mask, which is there since before the launch, to that lane's own
+    // A row of each lane in the mask, which was there before the launch, to that lane's own
     // destination. A buffer holds several, or a part of one: while those of one are written those
     // of the other are read.
     template <CacheHint hint>
@@ -147,6 +147,7 @@ class BulkCopier {
     __device__ __forceinline__ void sum(void* dst, const void* own_src, Weight own_weight,
                                         uint32_t mask, uint32_t bytes) {
         constexpr uint32_t kVector = sizeof(uint4);
+        static_assert(kMostRows<kVector> >= 32);
         auto add = [&](uint32_t at, uint32_t size, const char* rows, auto weights, uint32_t count,
                        uint32_t stride) {
             for (uint32_t i = rows::lane_id() * kVector; i < size; i += 32 * kVector) {
@@ -157,19 +158,19 @@ class BulkCopier {
         for_each_piece<kVector, hint>(own_src, own_weight, mask, bytes, add);
     }
 
-    // The same as lines, of rows that may lie anywhere. Of few lines, or of one row alone, the
-    // registers of the lanes hold enough at once.
+    // The same as lines, of rows that may lie anywhere. Of few lines, of one row alone, or of more
+    // rows than the buffers hold a piece of, the registers of the lanes hold enough at once.
     template <class T, class Weight>
     __device__ __forceinline__ void send_sum(char* slot, const char* own_src, Weight own_weight,
                                              uint32_t mask, uint32_t bytes, const Lines& lines,
                                              uint64_t tag) {
         constexpr int kFewLines = 16;
         constexpr uint32_t kStep = rows::kLinesAtOnce * Line::kPayload;
-        const bool adds = mask & (mask - 1);
+        const bool fits = (mask & (mask - 1)) && __popc(mask) <= kMostRows<kStep>;
         const uint32_t before = lines.first * Line::kPayload, end = lines.end() * Line::kPayload;
         const uint32_t here = (end < bytes ? end : bytes) - before;
         const char* own_part = own_src + before;
-        if (!adds || lines.count <= kFewLines || rows::misalignment(own_part, mask, nullptr, here))
+        if (!fits || lines.count <= kFewLines || rows::misalignment(own_part, mask, nullptr, here))
             return rows::send_sum<T>(slot, own_src, own_weight, mask, bytes, lines, tag);
         auto add = [&](uint32_t at, uint32_t size, const char* rows, auto weights, uint32_t count,
                        uint32_t stride) {
@@ -192,10 +193,13 @@ class BulkCopier {
 
   private:
     static constexpr uint32_t kWeightBytes = 32 * sizeof(double);
+    // The most rows of which a piece of kUnit bytes each fits into the buffers, before weights.
+    template <uint32_t kUnit>
+    static constexpr int kMostRows = (sizeof(BulkBuffers::data) - kWeightBytes) / kUnit;
 
     // add(bytes before, bytes, the rows' pieces, their weights, how many, from one to the next): a
-    // piece of all rows in the mask, which is there. Pieces are multiples of kUnit, but for the
-    // last.
+    // piece of all rows in the mask, at most kMostRows<kUnit>, which is there. Pieces are multiples
+    // of kUnit, but for the last.
     template <uint32_t kUnit, CacheHint hint, class Weight, class Add>
     __device__ __forceinline__ void for_each_piece(const void* own_src, Weight own_weight,
                                                    uint32_t mask, uint32_t bytes, Add&& add) {
