@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -13,6 +14,7 @@
 #include "bindings/incidents.h"
 #include "bindings/launch_args.h"
 #include "core/cuda/put_off.h"
+#include "core/notify_args.h"
 #include "launch/cuda/group.h"
 
 namespace ep {
@@ -51,19 +53,20 @@ class PyCudaGroup {
         return group_->notify_and_wait(args, at<void>(stream), [&] { look_around(); });
     }
 
-    // The same, with the dispatch behind it. Returns the totals, and whether that has done its
-    // call; if not `dispatch` has to, `again`.
+    // The same, with a dispatch launched behind it, before the totals are known. Returns them, and
+    // whether that dispatch had the right room. If not it did nothing, and `dispatch` makes the
+    // same call `again`. Only for a process with one rank: of several each would decide for itself.
     std::pair<std::vector<Layout::Totals>, bool> dispatch_ahead(
         const std::vector<RankTensors>& tensors, const RowFormat& format, int nvl_batch,
         int rdma_chunk, int index_bytes, int expert_alignment, int expert_capacity,
         bool allows_repeats, Address stream) {
+        if (tensors.size() != 1) throw std::invalid_argument("dispatch_ahead is for one rank");
         const auto lock = exclusive_call_.enter();
         const auto args = fused_args(tensors, format, nvl_batch, rdma_chunk, index_bytes,
                                      expert_alignment, expert_capacity, allows_repeats);
         auto totals = group_->notify_and_wait(notify_args(args), at<void>(stream),
                                               [&] { look_around(); }, {args.begin(), args.end()});
-        bool is_done = true;
-        for (size_t i = 0; i < args.size(); ++i) is_done &= args[i].guessed_right(totals[i]);
+        const bool is_done = args.front().guessed_right(totals.front());
         return {std::move(totals), is_done};
     }
 

@@ -21,21 +21,20 @@ struct RankTensors {
     Address topk_idx = 0, tokens_per_expert = 0;       // notify reads, and writes
     Address x = 0, scales = 0, weights = 0;            // what the call reads
     Address out = 0, out_scales = 0, out_weights = 0;  // what it writes
-    Address row_weights = 0;  // combine: what it multiplies the rows of x by
     Address dst_rows = 0, rail_experts = 0;
     int64_t max_received = 0, max_rail = 0, max_rows = 0;
-    bool fills_tables = false;                            // dispatch: the first with its layout
-    bool has_intra_rank_pass = false, clears_end = true;  // dispatch, see DispatchArgs
-    Address sums = 0;                                     // combine, see CombineArgs
-    bool is_weighted = false;                             // combine, see TransferArgs
-    uint32_t handle_age = 0;                              // see TransferArgs
-    bool is_flat = false;                                 // see TransferArgs
-    bool has_all_weights = false;                         // dispatch, see DispatchArgs
-    Address source_tokens = 0;                            // dispatch, see DispatchArgs
-    bool is_ahead = false;                                // dispatch, see DispatchArgs
-    int64_t min_rows = 0;                                 // dispatch, see DispatchArgs
-    Address bias = 0, second_bias = 0;                    // combine, see CombineArgs
-    bool is_planned = false;                              // see Layout
+    uint32_t handle_age = 0;  // see TransferArgs
+    bool is_flat = false;     // see TransferArgs
+    bool is_planned = false;  // see Layout
+    // dispatch, see DispatchArgs
+    bool fills_tables = false;  // the first with its layout
+    bool has_intra_rank_pass = false, clears_end = true, has_all_weights = false;
+    Address source_tokens = 0;
+    bool is_ahead = false;
+    int64_t min_rows = 0;
+    // combine, see CombineArgs
+    bool is_weighted = false;
+    Address row_weights = 0, sums = 0, bias = 0, second_bias = 0;
 };
 
 inline const Members<RankTensors>& members_of(RankTensors*) {

@@ -194,7 +194,8 @@ struct CombineArgs : TransferArgs {
     }
 };
 
-// Of counts that were never known the call itself has to tell.
+// Where the counts never became known (epoch 0) the call runs, to fill its outputs with what nobody
+// takes for data.
 EP_HD bool does_nothing(const DispatchArgs& args) {
     return args.is_ahead && args.layout.totals().epoch && !args.guessed_right(args.layout.totals());
 }

@@ -11,7 +11,7 @@
 namespace ep {
 
 // What notify learns about one dispatch, as views into one int32 array that the handle owns. Only
-// `data` may be set once it is made.
+// `data` and `is_planned` may be set once it is made.
 struct Layout {
     Topology topology;
     int num_tokens;
@@ -86,7 +86,7 @@ struct Layout {
         int32_t bad_token;      // 1 + the token whose ids are invalid (0: none)
         int32_t overflow;       // set when rows did not fit into the output
         uint32_t epoch;         // of the notify that made this layout
-        uint64_t ticket;        // in a copy for the host: which notify it is of
+        uint64_t ticket;        // in a copy for the host: which notify it is of; else 0
     };
     EP_HD Totals& totals() const { return *reinterpret_cast<Totals*>(data); }
 

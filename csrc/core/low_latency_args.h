@@ -127,8 +127,8 @@ struct LowLatencyDispatchArgs : LowLatencyArgs {
     // > 0: recv_scales is [max_rows / expert_rows, words, scale_column] (one matrix without
     // expert_rows): each word of 4 bytes of the rows' scales has a column for itself.
     int64_t scale_column = 0;
-    int64_t* recv_rows =
-        nullptr;  // [W], the caller's: to which each rank's rows are added. Or null
+    // [W], the caller's: to which each rank's rows are added. Or null.
+    int64_t* recv_rows = nullptr;
 
     static constexpr Sends::Mode kMode = Sends::Mode::LowLatencyDispatch;
     EP_HD Sends::Kind kind() const { return Sends::Kind::Dispatch; }

@@ -25,8 +25,8 @@ struct Sends {
     static constexpr uint64_t kCalls = 1 << 16;
 
     Kind kind;
-    uint64_t
-        scale_bytes;  // of a block of 128 elements; 0 by a plan, where they belong to the payload
+    // Of a block of 128 elements; 0 by a plan, where they belong to the payload.
+    uint64_t scale_bytes;
     uint64_t weight_bytes;  // 0, 4 or 8
     uint64_t topk;
     uint64_t payload_type;

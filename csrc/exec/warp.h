@@ -52,7 +52,7 @@ enum class CacheHint { Keep, EvictFirst };
 //                                    one source, a destination per lane in the mask
 //   copy_each<CacheHint>(dsts, srcs, mask, bytes)
 //                                    a source and a destination per lane in the mask; the sources
-//                                    are there since before the launch
+//                                    were there when the launch before it ended
 //   stage<CacheHint>(src, bytes)     begins to read what the next copy or multicast reads, while
 //                                    the warp finds out where it goes
 //   sum<T, CacheHint>(dst, srcs, mask, count)

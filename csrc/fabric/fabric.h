@@ -77,9 +77,8 @@ struct FirstChannel {
 //
 //   kKeepsLines                whether a line (core/lines.h) stored to any rank may arrive whole:
 //                              the heap says whether it does
-//   kMapsAll                   whether maps() is true of every rank: a kernel has no code for
-//   others
-//                              then
+//   kMapsAll                   whether maps() is true of every rank: then a kernel has no code
+//                              for others
 //   maps(rank)                 whether this rank stores to that rank's memory
 //   at<T>(rank, offset)        that memory: plain loads and stores. Only where it is mapped
 //   put_to, signal_to, credit_to

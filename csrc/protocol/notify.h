@@ -89,15 +89,12 @@ EP_FN bool relay_counts(W& warp, F& fabric, const NotifyArgs& args, int local, i
     return true;
 }
 
-// The host reads the totals, and the counts that this warp wrote before, once it sees the ticket.
+// The host reads the totals, and the counts that this warp wrote before, once it sees the ticket:
+// that of a layout is none.
 template <WarpLike W>
 EP_FN void tell_host(W& warp, const NotifyArgs& args) {
     if (!args.host_totals) return;
-    warp.lanes(1, [&](int) {
-        const uint64_t earlier = args.host_totals->ticket;
-        *args.host_totals = args.layout.totals();
-        args.host_totals->ticket = earlier;
-    });
+    warp.lanes(1, [&](int) { *args.host_totals = args.layout.totals(); });
     warp.template publish<Scope::System>(&args.host_totals->ticket, args.ticket);
 }
 

@@ -135,9 +135,8 @@ struct Rings {
 };
 
 // Opens the role's rings towards `count` ranks, by the source rank of what they carry: those that
-// rank_of(i) names. A call may use slots of another size than the call
-// before it: then the ring must have run empty first, or a new row would overwrite an unread old
-// one.
+// rank_of(i) names. A call may use slots of another size than the call before it: then the ring
+// must have run empty first, or a new row would overwrite an unread old one.
 template <WarpLike W, class F, class RankOf>
 EP_FN bool open_nvl_rings(W& warp, const Rings<F>& rings, int count, RankOf&& rank_of) {
     const uint64_t slot_bytes = rings.slot_bytes;

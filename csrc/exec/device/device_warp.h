@@ -275,7 +275,7 @@ class DeviceWarp {
         return static_cast<uint64_t>(__shfl_sync(kAll, static_cast<unsigned long long>(before), 0));
     }
 
-    // Before any warp of the block is done: all of them.
+    // By all threads of a block, at its start.
     static __device__ __forceinline__ void begin_block() {
         if (threadIdx.x == 0) done_of_block() = 0;
         __syncthreads();

@@ -55,7 +55,7 @@ __device__ __forceinline__ void store_relaxed_sys(uint64_t* address, uint64_t va
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
-// ---- atomics: for failures, and ranks that are masked, only
+// ---- atomics of the system: for failures, and ranks that are masked, only
 
 __device__ __forceinline__ uint64_t fetch_add_sys(uint64_t* address, uint64_t value) {
     uint64_t before;
@@ -109,7 +109,7 @@ __device__ __forceinline__ void let_next_launch_come() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// ---- warps of a launch that meet
+// ---- atomics of a GPU: warps of a launch that meet, and ranks that are masked
 
 __device__ __forceinline__ uint64_t fetch_add_acq_rel_gpu(uint64_t* address, uint64_t value) {
     uint64_t before;

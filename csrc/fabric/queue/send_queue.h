@@ -47,8 +47,8 @@ struct CardQueue {
 };
 
 // A ring of entries for one rank. Warps post in turn. A thread or card reads the doorbell, carries
-// out the entries below it in order, and reports progress in the completion. Nothing
-// here is a pointer into another process, and nothing is ever more than `depth` entries ahead.
+// out the entries below it in order, and reports progress in the completion. Nothing here is a
+// pointer into another process, and nothing is ever more than `depth` entries ahead.
 //
 // kMayHaveCard: whether some queues of this kind are a card's. Of the other kind none is, and the
 // kernels that post in them do not pay for the question.

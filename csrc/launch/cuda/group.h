@@ -27,13 +27,6 @@ struct CudaDevice {
     static CudaDevice of(int device);
 };
 
-// Their exchanges of counts, a rank each. The epoch is counted on the GPU.
-inline std::vector<NotifyArgs> notify_args(const std::vector<FusedDispatchArgs>& args) {
-    std::vector<NotifyArgs> all;
-    for (const FusedDispatchArgs& a : args) all.push_back(a.notify(0));
-    return all;
-}
-
 // The ranks of a buffer that live in this process, on one GPU. A launch runs one phase on all of
 // them together: its blocks are the blocks of all ranks, all on the GPU at once. Launches only
 // enqueue; whether they failed shows in aborted(), at the latest when they are done. FabricParams:
@@ -117,7 +110,7 @@ class CudaGroup {
     void for_local_ranks(F&& f) const;
     template <class J, class Args>
     J joint(const std::vector<Args>& args, int blocks_per_rank) const;
-    // The same, with as many peer warps as this group's SMs have warps for, on all of them.
+    // The same on all SMs of the group, whose warps are dealt to a dispatch's or combine's roles.
     template <class J, class Args>
     J joint_of_roles(const std::vector<Args>& args) const;
 

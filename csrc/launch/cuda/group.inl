@@ -8,6 +8,7 @@
 #include <string>
 
 #include "core/cuda/runtime.h"
+#include "core/notify_args.h"
 #include "launch/cuda/channels.h"
 #include "launch/cuda/fused_dispatch.h"
 #include "launch/cuda/group.h"
@@ -272,7 +273,7 @@ void CudaGroup<P>::fused_dispatch(const std::vector<FusedDispatchArgs>& args, Cu
     const auto passes = [](const DispatchArgs& a) { return has_intra_rank_pass(a); };
     const Topology& topology = heap_.topology;
     if constexpr (P::kMergesNotify) {
-        // The intra-rank pass, beside the exchange, and network roles begin when the counts are
+        // Not with the intra-rank pass or network roles, which cannot begin before the counts are
         // there.
         if (topology.nodes == 1 && topology.world() > 1 &&
             std::none_of(args.begin(), args.end(), passes)) {

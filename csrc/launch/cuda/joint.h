@@ -32,8 +32,8 @@ struct Joint {
     FabricParams fabric;
     Roles roles;
     int blocks_per_rank;
-    bool
-        ends_call;  // of a dispatch or combine: none of its launches behind this one writes outputs
+    // Of a dispatch or combine: none of its launches behind this one writes outputs.
+    bool ends_call;
     Args args[kRanks];
     DeviceRank ranks[kRanks];
     Progress progress[kRanks];

@@ -19,13 +19,14 @@ void for_each_launches(F&& f) {
     f.template operator()<Both>();
 }
 
-// Whether its kernels wait by themselves for the launch before, as Architecture says, and a graph
-// can hold such launches.
-inline bool may_come_early(const cudaFuncAttributes& kernel) {
+// Whether a kernel waits by itself for the launch before, as Architecture says, and a graph can
+// hold such launches. Not on later GPUs, where kernels for Hopper run if there are no others.
+inline bool may_come_early(const cudaFuncAttributes& kernel, int device) {
     constexpr int kFirstWithGraphs = 12030;
     int driver = 0;
     check_cuda(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
-    return kernel.ptxVersion == 90 && driver >= kFirstWithGraphs;
+    return kernel.ptxVersion == 90 && CudaDevice::of(device).major == 9 &&
+           driver >= kFirstWithGraphs;
 }
 
 // early: the kernel waits by itself for the launch before it, so its blocks may come as soon as
@@ -93,7 +94,7 @@ void CudaLowLatency<P>::load_dispatch() {
     with_lines<P>(heap_.lines, [&]<bool kLines>() {
         for_each_launches([&]<LowLatencyLaunches kLaunches>() {
             const auto kernel = kernels::low_latency_dispatch_kernel<kLaunches, false, kLines, L>;
-            early_ = may_come_early(load(kernel));
+            early_ = may_come_early(load(kernel), group_.device());
             if constexpr (kLaunches != LowLatencyLaunches::Receive)
                 load(kernels::low_latency_dispatch_kernel<kLaunches, true, kLines, L>);
         });

@@ -18,7 +18,7 @@ void CudaLowLatency<P>::load_combine() {
         });
     };
     load_all.template operator()<false>();
-    with_lines<P>(heap_.lines, load_all);
+    if (heap_.lines) with_lines<P>(true, load_all);
 }
 
 template <class P>
