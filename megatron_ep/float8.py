@@ -13,6 +13,7 @@ from megatron_ep.reference import SCALE_BLOCK
 DTYPES: dict[torch.dtype, int] = {
     getattr(torch, name): SUMMABLE_TYPES[name] for name in ("bfloat16", "float16", "float32")
 }
+SCALES_OF_WORD = {torch.float32: 1, torch.float8_e8m0fnu: 1, torch.int32: 4}
 
 
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,7 +47,11 @@ def dequantize(
     scales: [..., ceil(H / 128)], float32 or float8_e8m0fnu, with any strides; or int32 [..., H / 512], of four
         float8_e8m0fnu each.
     straight_through: of a low-latency dispatch: gets the gradient, in its own dtype. None: no gradient.
+
+    Raises ValueError for tensors of other types or shapes.
     """
+    _check_scaled(values, scales, dtype)
+    values = values.detach()
     if scales.dtype == torch.int32:
         scales = scales.contiguous().view(torch.float8_e8m0fnu)
     factors, hidden = scales.float(), values.shape[-1]
@@ -59,6 +64,24 @@ def dequantize(
         blocks = (*values.shape[:-1], hidden // SCALE_BLOCK, SCALE_BLOCK)
         torch.mul(values.to(dtype).view(blocks), factors.unsqueeze(-1), out=rows.view(blocks))
     return rows if straight_through is None else _StraightThrough.apply(rows, straight_through)
+
+
+def _check_scaled(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> None:
+    if values.dtype != torch.float8_e4m3fn or values.dim() < 1 or not values.is_contiguous():
+        raise ValueError(
+            f"values is {values.dtype} of shape {tuple(values.shape)} and strides {values.stride()}, must be "
+            "torch.float8_e4m3fn [..., H], contiguous"
+        )
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype}, must be one of {', '.join(map(str, DTYPES))}")
+    if scales.dtype not in SCALES_OF_WORD:
+        raise ValueError(f"scales is {scales.dtype}, must be one of {', '.join(map(str, SCALES_OF_WORD))}")
+    shape = (*values.shape[:-1], -(-values.shape[-1] // (SCALE_BLOCK * SCALES_OF_WORD[scales.dtype])))
+    if scales.shape != shape or scales.device != values.device:
+        raise ValueError(
+            f"scales has shape {tuple(scales.shape)} on {scales.device}, must be {shape} on {values.device}, where the "
+            "values are"
+        )
 
 
 class _StraightThrough(torch.autograd.Function):

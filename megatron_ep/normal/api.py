@@ -219,7 +219,9 @@ def combine(x: Tensors, handle: Handle, weights: Tensors | None = None) -> Any:
     Raises ValueError for a wrong argument before anything is sent; other ranks then get EPAbortError. Raises
     EPTimeoutError when another rank does not take part.
     """
-    group, is_traced = _group_of(None, handle), torch.compiler.is_compiling()
+    if not isinstance(handle, Handle):
+        raise ValueError(f"handle is a {type(handle).__name__}, must be the handle of a dispatch")
+    group, is_traced = handle.group, torch.compiler.is_compiling()
     with group.abort_peers_on_error():
         if not is_traced:  # the operator does
             group.check_usable()
@@ -291,6 +293,7 @@ def _check_dispatch(
         num_tokens, topk = [idx.shape[0] for idx in ids], ids[0].shape[1]
     else:
         _check_handle_alone(topk_idx, expert_alignment, expert_capacity, max_recv_tokens, layout)
+        _check_traced(handle, is_traced)
         num_tokens, topk = [rank.num_tokens for rank in handle.ranks], handle.topk
     check_payload("x", xs, num_tokens)
     check_weights("topk_weights", weights, [(tokens, topk) for tokens in num_tokens], WEIGHT_DTYPES)
@@ -298,6 +301,7 @@ def _check_dispatch(
 
 
 def _check_combine(group: RankGroup, handle: Handle, x: Any, weights: Any, is_traced: bool) -> None:
+    _check_traced(handle, is_traced)
     xs = as_list("x", x, group, is_traced)
     rows = [rank.rows for rank in handle.ranks]
     check_summable("x", xs[0].dtype, group.device.type)
@@ -305,6 +309,11 @@ def _check_combine(group: RankGroup, handle: Handle, x: Any, weights: Any, is_tr
     row_weights = None if weights is None else as_list("weights", weights, group, is_traced)
     allowed = (torch.float64 if xs[0].dtype == torch.float64 else torch.float32,)
     check_weights("weights", row_weights, [(count,) for count in rows], allowed, WEIGHTS_OF_ROWS)
+
+
+def _check_traced(handle: Handle, is_traced: bool) -> None:
+    if is_traced and handle.is_flat:  # the operators' handles say nothing of it
+        raise ValueError("handle is of flat rows, must be of grouped ones inside torch.compile")
 
 
 def listed(value: Any, group: RankGroup) -> Any:

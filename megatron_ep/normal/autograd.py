@@ -78,10 +78,8 @@ class DispatchFunction(Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.handle, ctx.num_ranks, ctx.is_float8 = handle, num_ranks, tensors[0].dtype == torch.float8_e4m3fn
         out = _dispatch(handle, num_ranks, scales, *tensors)
-        if ctx.is_float8:
-            ctx.mark_non_differentiable(*out[:num_ranks])
-        if scales:
-            ctx.mark_non_differentiable(*out[-num_ranks:])
+        without_gradient = out[:num_ranks] if ctx.is_float8 else ()
+        ctx.mark_non_differentiable(*without_gradient, *(out[-num_ranks:] if scales else ()))  # the last call counts
         return out
 
     @staticmethod

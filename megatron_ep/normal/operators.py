@@ -1,7 +1,7 @@
 """Dispatch and combine as operators of torch.library: what `torch.compile` puts into a graph.
 
 Operators take and return tensors and numbers alone, so a buffer goes by its number, and a handle as its tensors: the
-layout, and the two tables that dispatch fills. `megatron_ep.normal.api` puts a `Handle` together around them. Sizes are
+layout, and the two tables that dispatch fills. A `Handle` is put together around them. Sizes are
 known to the compiler where max_recv_tokens fixes them, or expert_capacity the rows; else they depend on data.
 
 Lists have one entry per rank of this process; an empty one stands for what is not given.
@@ -342,7 +342,7 @@ def traced_dispatch(
 
 
 def traced_combine(handle: Handle, x: Sequence[Tensor], row_weights: Sequence[Tensor] | None) -> list[Tensor]:
-    """As `autograd.differentiable_combine` and `differentiable_weighted_combine`."""
+    """As `autograd.differentiable_combine`, or with row_weights as `autograd.WeightedCombineFunction`."""
     num_tokens = [rank.num_tokens for rank in handle.ranks]
     return combine_op(list(x), [], list(row_weights or ()), *_tables_of(handle), handle.group.number, num_tokens)
 

@@ -65,6 +65,21 @@ def test_a_handle_from_outside_and_one_that_leaves():
         assert_all_equal(ep.combine(sent.x, sent.handle), expected)
 
 
+def test_handles_of_flat_rows_are_refused():
+    x, ids, _ = inputs((5, 6))
+    with torch.no_grad(), ep.LocalCluster(1, 2, ep.Config(num_experts=EXPERTS)) as cluster:
+        rows = ep.dispatch(x, ids, buffer=cluster, layout="flat")
+        calls = (
+            (lambda x, handle: ep.combine(x, handle), rows.x),
+            (lambda x, handle: ep.dispatch(x, handle=handle).x, x),
+        )
+        for call, tensors in calls:
+            with pytest.raises(torch._dynamo.exc.Unsupported, match="handle is of flat rows, must be of grouped ones"):
+                torch.compile(call, fullgraph=True, backend="aot_eager")(tensors, rows.handle)
+            in_parts = torch.compile(call, backend="aot_eager")(tensors, rows.handle)  # eagerly then
+            assert_all_equal(in_parts, call(tensors, rows.handle))
+
+
 def test_what_is_wrong_in_a_graph():
     x, ids, _ = inputs((5, 6))
     with ep.LocalCluster(1, 2, ep.Config(num_experts=EXPERTS)) as cluster:
