@@ -25,6 +25,8 @@ class Call(Protocol):
     @property
     def received(self) -> bool: ...
 
+    def give_up(self) -> None: ...  # it can be received no more
+
 
 class LowLatencyRanks(Protocol):
     """See `interface.Backend`: the same for the halves of low-latency calls.
@@ -100,7 +102,9 @@ class InFlight:
     def add(self, call: Call) -> None:
         self._calls.append(call)
 
-    def clear(self) -> None:
+    def give_up(self) -> None:
+        for call in self._calls:
+            call.give_up()
         self._calls.clear()
 
 

@@ -308,7 +308,7 @@ def with_timeout_of(group: dist.ProcessGroup | None, config: Config, device: str
     """A config whose user leaves the limit of waits open takes that of the group's own collectives."""
     if not isinstance(config, Config) or config.timeout is not None or os.environ.get(TIMEOUT_VARIABLE):
         return config
-    with contextlib.suppress(RuntimeError):  # no device: refused later, on all ranks alike
+    with contextlib.suppress(RuntimeError, TypeError):  # no device: refused later, on all ranks alike
         return dataclasses.replace(config, timeout=timeout_of(group, torch.device(device)))
     return config
 

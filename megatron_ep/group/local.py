@@ -39,6 +39,8 @@ class LocalRankGroup(RankGroup):
         if stalled is not None:
             if seed is None:
                 raise ValueError(f"stalled is {stalled}, must be None without a seed")
+            if not isinstance(stalled, tuple) or len(stalled) != 2:
+                raise ValueError(f"stalled is {stalled!r}, must be a rank and the number of one of its waits")
             require_int("stalled's rank", stalled[0], 0, self.topology.world_size - 1)
             require_int("stalled's wait", stalled[1], 1, 2**63)
         if seed is not None:

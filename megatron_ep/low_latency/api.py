@@ -168,8 +168,8 @@ class LowLatency(MaskedRanks):
             needs_gradient = need_gradient(xs, weights)
             if not needs_gradient:
                 out = (*calls.launch_dispatch(handle, given, xs, weights, zero=False, pending=pending), ())
-            elif given.plan.float8 is None:
-                check_summable("the gradient of x", xs[0].dtype, group.device.type)
+            else:
+                self._checks.check_gradient(given.plan, xs)
         if needs_gradient:
             out = differentiable_dispatch(handle, given, pending, xs, weights)
         received = received_of(handle, *out)

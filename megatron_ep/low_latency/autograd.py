@@ -66,7 +66,8 @@ class DispatchFunction(Function):
     ) -> tuple[torch.Tensor, ...]:
         n = len(handle.ranks)
         ctx.handle, ctx.is_float8, ctx.has_probs = handle, given.plan.float8 is not None, len(tensors) > n
-        ctx.straight_through = ctx.is_float8 and any(ctx.needs_input_grad[3 : 3 + n])
+        becomes_float8 = ctx.is_float8 and tensors[0].dtype != torch.float8_e4m3fn
+        ctx.straight_through = becomes_float8 and any(ctx.needs_input_grad[3 : 3 + n])
         with handle.group.abort_peers_on_error():
             out, probs, out_scales = handle.calls.launch_dispatch(
                 handle, given, tensors[:n], tensors[n:] or None, zero=True, pending=pending
@@ -87,7 +88,8 @@ class DispatchFunction(Function):
                 rows = tuple(grad.new_empty(*grad.shape, 0, dtype=torch.float32) for grad in probs)
                 no_x_grads = n
             grads = (*rows, *probs)
-        back = bring_back(ctx.handle, [in_memory(grad) for grad in grads])
+        with ctx.handle.group.abort_peers_on_error():
+            back = bring_back(ctx.handle, [in_memory(grad) for grad in grads])
         return (*(None,) * (3 + no_x_grads), *back[no_x_grads:])
 
 
@@ -112,7 +114,8 @@ class CombineFunction(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return (None, None, None, *spread(ctx.handle, grads))
+        with ctx.handle.group.abort_peers_on_error():
+            return (None, None, None, *spread(ctx.handle, grads))
 
 
 class WeightedCombineFunction(Function):
@@ -135,6 +138,11 @@ class WeightedCombineFunction(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        with ctx.handle.group.abort_peers_on_error():
+            return WeightedCombineFunction._backward(ctx, grads)
+
+    @staticmethod
+    def _backward(ctx: Any, grads: Tensors) -> tuple[torch.Tensor | None, ...]:
         handle = ctx.handle
         n = len(handle.ranks)
         saved = ctx.saved_tensors

@@ -41,13 +41,18 @@ class Pending:
         # A call that has been received keeps nothing: `calls` remembers it, and a caller that has both in a circle has
         # them freed at any moment, while a CUDA graph is captured for one.
         self._rest: tuple[Any, ...] | None = (calls, launch, arguments, tensors, stream)
+        self._given_up = False
 
     @property
     def received(self) -> bool:
         return self._rest is None
 
     def receive(self) -> None:
-        """Launches the receiving half. Raises ValueError the second time."""
+        """Launches the receiving half. Raises ValueError the second time, and after a reset."""
+        if self._given_up:
+            raise ValueError(
+                "the hook of a low-latency call was called after the buffer's reset, must be called before"
+            )
         if self._rest is None:
             raise ValueError("the hook of a low-latency call was called twice, must be called once")
         calls, launch, arguments, tensors, made_on = self._rest
@@ -59,11 +64,17 @@ class Pending:
             calls.log_masks()
             calls.group.raise_if_aborted()
 
+    def give_up(self) -> None:
+        if self._rest is not None:
+            self._rest, self._given_up = None, True
+
 
 class Received:
     """A call that was received when it was sent."""
 
     received = True
+
+    def give_up(self) -> None: ...
 
 
 RECEIVED = Received()
@@ -128,7 +139,7 @@ class LowLatencyCalls:
         if self.masks is not None:
             self.masks.reset()
         for calls in self.in_flight.values():
-            calls.clear()
+            calls.give_up()
 
     def plan(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,6 +131,14 @@ class Checks:
             rows=rows,
         )
 
+    def check_gradient(self, plan: DispatchPlan, xs: Sequence[torch.Tensor]) -> None:
+        """Raises ValueError unless the gradient of a dispatch can travel back: in x's dtype, also where rows become
+        float8."""
+        if plan.float8 is None:
+            check_summable("the gradient of x", xs[0].dtype, self._group.device.type)
+        elif plan.float8.scale_format and any(x.requires_grad for x in xs):
+            self._check_row("the gradient of x", xs[0])
+
     def check_combine(
         self, handle: LowLatencyHandle, tensors: tuple[Any, ...], settings: tuple[Any, ...]
     ) -> tuple[CombineArguments, list[torch.Tensor], list[torch.Tensor] | None]:
@@ -137,7 +146,7 @@ class Checks:
         [R, ...]. tensors, settings: those of `_plan_combine`."""
         x, weights, out, recv_wait_ns = tensors
         sum_at, renormalize = settings
-        looks = looks_of((sum_at, bool(renormalize), handle.looks), *tensors)
+        looks = looks_of((sum_at, renormalize, handle.looks), *tensors)
         plan: CombinePlan | None = self._plans.get(looks)
         if plan is None:
             plan = self._plan_combine(handle, *tensors, *settings)
@@ -159,6 +168,8 @@ class Checks:
     ) -> CombinePlan:
         """Raises ValueError for anything that is wrong."""
         group = self._group
+        if not isinstance(renormalize, bool):
+            raise ValueError(f"renormalize is {renormalize!r}, must be True or False")
         if sum_at not in PLACES:
             raise ValueError(f"sum_at is {sum_at!r}, must be one of {', '.join(map(repr, PLACES))}")
         xs = self._flat("x", as_list("x", x, group), handle, 1)

@@ -80,7 +80,7 @@ class MaskedRanks:
         and TCP: then only a new buffer helps.
         """
         self._check_policy()
-        returned = [ranks] if isinstance(ranks, int) else list(ranks)
+        returned = list(ranks) if isinstance(ranks, Sequence) else [ranks]
         group = self._group
         for rank in returned:
             require_int("ranks", rank, 0, group.topology.world_size - 1)

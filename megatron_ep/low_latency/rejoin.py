@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from datetime import timedelta
 from typing import Any
 
@@ -35,6 +36,7 @@ def rejoin(
 
     Raises ValueError for what differs from theirs, and as `LowLatency.readmit`.
     """
+    inspect.signature(LowLatency).bind(None, **settings)  # before the others wait for what cannot be
     rendezvous = StoreRendezvous.over(store, rank, world_size, timedelta(seconds=patience(config)))
     # on GPUs rejoin is for the ranks of one machine
     group = DistributedRankGroup(rendezvous, config, topology, device, fabrics.Choice("p2p", "as it was"))

@@ -174,8 +174,10 @@ def tables_of(rank: RankHandle) -> RankTensors:
 
 
 def _refuse_ids(group: RankGroup, rank: int, topk_idx: torch.Tensor, a_bad_token: int, allows_repeats: bool) -> None:
-    if len(group.ranks) == group.topology.world_size:
-        group.live_backend().reset()  # nobody else is waiting
+    backend = group.live_backend()
+    # Nobody else is waiting; but a low-latency mode would lose its masks and what is under way.
+    if len(group.ranks) == group.topology.world_size and not backend.parts:
+        backend.reset()
     first = expert_ids.first_invalid(topk_idx, group.config.num_experts, allows_repeats)
     token = a_bad_token if first is None else first  # on a GPU the ids may have been overwritten since
     raise expert_ids.refusal(

@@ -314,6 +314,7 @@ def test_mistakes_are_named():
         ((received.x, None), {}, "handle is a NoneType"),
         (([t[:, 1:].contiguous() for t in received.x], received.handle), {}, r"must be \[2, 8, H\]"),
         ((received.x, received.handle), {"sum_at": "rank"}, "sum_at is 'rank', must be one of"),
+        ((received.x, received.handle), {"renormalize": "yes"}, "renormalize is 'yes', must be True or False"),
         ((received.x, received.handle, x), {}, r"weights has shape \(3, 8\), must be \(3, 2\)"),
         (
             (received.x, received.handle),
@@ -383,9 +384,13 @@ def test_memory():
 def test_usable_after_reset():
     """A dispatch that was never received, and handles from before, do not survive a reset; the memory does."""
     cluster, low_latency, x, ids = two_ranks(seed=3)
-    low_latency.dispatch(x, ids, return_recv_hook=True)
+    received, hook = low_latency.dispatch(x, ids, return_recv_hook=True)
     low_latency.dispatch(x, ids, return_recv_hook=True)
     cluster.reset()
+    with pytest.raises(ValueError, match="called after the buffer's reset, must be called before"):
+        hook()
+    with pytest.raises(ValueError, match="handle is of a dispatch that was given up before the buffer's reset"):
+        low_latency.combine(received.x, received.handle)
     for _ in range(3):
         received = low_latency.dispatch(x, ids)
         y = low_latency.combine(received.x, received.handle)

@@ -20,6 +20,37 @@ def extremes(shape, generator):
     return bits.to(torch.uint16).view(torch.bfloat16)
 
 
+@pytest.mark.parametrize("hidden", [128, 240])
+def test_gradients_have_room_on_their_way_back(hidden):
+    """They travel as bfloat16, twice the bytes."""
+    x = [torch.ones(3, hidden, dtype=torch.bfloat16, requires_grad=True)]
+    ids, weights = [torch.zeros(3, 1, dtype=torch.int64)], [torch.ones(3, 1, requires_grad=True)]
+    with ep.LocalCluster(1, 1, ep.Config(num_experts=1)) as cluster:
+        low_latency = ep.LowLatency(cluster, max_tokens=3, hidden=128, topk=1)
+        if hidden > 128:
+            with pytest.raises(
+                ValueError, match=r"the gradient of x has rows of 240 x torch.bfloat16, must have at most"
+            ):
+                low_latency.dispatch(x, ids, fp8="fp32")
+            x = [x[0].detach()]
+        received = low_latency.dispatch(x, ids, weights, fp8="fp32")
+        received.probs[0].sum().backward()
+        assert weights[0].grad.eq(1).all() and (x[0].grad is None or not x[0].grad.any())
+
+
+def test_float8_tensors_get_no_gradient():
+    values, scales = float8.quantize(torch.randn(3, 128))
+    values.requires_grad_()
+    weights = [torch.ones(3, 1, requires_grad=True)]
+    with ep.LocalCluster(1, 1, ep.Config(num_experts=1)) as cluster:
+        low_latency = ep.LowLatency(cluster, max_tokens=3, hidden=128, topk=1)
+        ids = [torch.zeros(3, 1, dtype=torch.int64)]
+        received = low_latency.dispatch([values], ids, weights, scales=[scales])
+        assert received.straight_through is None
+        received.probs[0].sum().backward()
+    assert values.grad is None and weights[0].grad.eq(1).all()
+
+
 def bits_of(tensor):
     """Without the sign of a NaN, which nobody promises."""
     if tensor.dtype in (torch.int32, torch.float8_e8m0fnu):

@@ -154,6 +154,23 @@ def test_nobody_comes_back_but_by_a_reset():
         assert all(not dropped.any() for dropped in low_latency.dropped_picks)
 
 
+def test_wrong_ids_of_the_normal_mode_bring_nobody_back():
+    cluster, low_latency = four_ranks(on_dead_rank="mask")
+    x, ids, _ = inputs(0)
+    low_latency.active_ranks[0][1] = 0
+    low_latency.dispatch(x, ids)
+    low_latency.dispatch(x, ids)
+    masked = low_latency.masked_ranks()
+    assert masked[0] == [1]
+    with pytest.raises(ValueError, match="topk_idx of rank 2"):
+        ep.dispatch(x, [*ids[:2], ids[2] + 99, ids[3]], buffer=cluster)
+    assert low_latency.masked_ranks() == masked
+    with pytest.raises(ep.EPAbortError):
+        low_latency.dispatch(x, ids)
+    cluster.reset()
+    low_latency.dispatch(x, ids)
+
+
 def test_mistakes_are_named():
     cluster, plain = four_ranks()
     x, ids, weights = inputs(0)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import megatron_ep as ep
-from megatron_ep.backends import host
+from megatron_ep.backends import cuda, host
+from megatron_ep.group.distributed import with_timeout_of
 
 T, H, K, E = 4, 8, 2, 8
 
@@ -172,6 +173,8 @@ def test_bad_handles(cluster):
     rows = ep.dispatch(**arguments, buffer=cluster)
     with pytest.raises(ValueError, match=r"x has shape \(1, 8\), must be \["):
         ep.combine([torch.ones(1, H)] * 2, rows.handle)
+    with pytest.raises(ValueError, match="handle is a NoneType, must be the handle of a dispatch"):
+        ep.combine(rows.x, None)
     with pytest.raises(ValueError, match="topk_idx must not be given with a handle"):
         ep.dispatch(**arguments, handle=rows.handle)
     with pytest.raises(ValueError, match="expert_alignment must not be given with a handle"):
@@ -247,6 +250,10 @@ def test_bad_weights_of_combine(cluster, spoil, message):
         ),
         (lambda: ep.LocalCluster(1, 1, ep.Config(num_experts=6), threads=0), "threads is 0"),
         (
+            lambda: ep.LocalCluster(1, 1, ep.Config(num_experts=6), seed=1, stalled=(1,)),
+            r"stalled is \(1,\), must be a rank and the number of one of its waits",
+        ),
+        (
             lambda: ep.LocalCluster(1, 1, ep.Config(num_experts=6), lost_signal=1),
             "lost_signal is 1, must be 0 without a seed",
         ),
@@ -282,6 +289,15 @@ def test_timeout_from_the_environment(monkeypatch):
         ep.LocalCluster(1, 1, ep.Config(num_experts=1))
     monkeypatch.delenv("MEGATRON_EP_TIMEOUT")
     assert ep.Config(num_experts=1).timeout_seconds == 100
+
+
+@pytest.mark.parametrize("wanted", [None, 3.5, "banana"])
+def test_a_device_that_is_none_is_refused_when_ranks_agree(wanted, monkeypatch):
+    monkeypatch.delenv("MEGATRON_EP_TIMEOUT", raising=False)
+    config = ep.Config(num_experts=8)
+    assert with_timeout_of(None, config, wanted) is config  # and raises nothing on this rank alone
+    with pytest.raises(ValueError, match=r"device is .*, must be 'cpu' or 'cuda'"):
+        cuda.check_device(wanted)
 
 
 def test_only_one_thread_at_a_time(cluster):
