@@ -34,7 +34,11 @@ SETTINGS: dict[str, tuple[Callable[[str], Any], str, str]] = {  # of Config and 
     "nvl_ring_bytes": (int, "BYTES", "size of a ring between two ranks of a node"),
     "rdma_ring_bytes": (int, "BYTES", "size of a ring between nodes"),
     "rdma_chunk_tokens": (int, "ROWS", "rows after which another node is told of them"),
-    "local_pass": (_truth, "{true,false}", "copies and sums inside a rank in a short launch on all SMs"),
+    "local_pass": (
+        _truth,
+        "{true,false}",
+        "copies and sums inside a rank as launches of their own (default: where it saves time)",
+    ),
 }
 assert {*SETTINGS} == {*SETTING_NAMES}
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {  # of Options
@@ -42,7 +46,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {  # of Options
         {"type": float, "metavar": "F"},
         "room for F times the rows of an even load, and no wait of the host for counts",
     ),
-    "moe_apply_probs_on_combine": ({"action": "store_true"}, "combine applies the probabilities, not the experts"),
+    "moe_apply_probs_on_combine": (
+        {"action": "store_true", "default": None},
+        "combine applies the probabilities, not the experts",
+    ),
     "moe_dispatch_fwd_dtype": ({"choices": ("fp8",)}, "rows travel to the experts as e4m3"),
     "moe_low_latency_max_tokens": (
         {"type": int, "metavar": "N"},
@@ -76,7 +83,7 @@ def _checked(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
 
     arguments = flags.with_dispatcher(options.arguments, options.ep_router == "fused")
     given = {name: getattr(options, f"ep_{name}") for name in (*SETTINGS, *OPTIONS)}
-    settings = {name: value for name, value in given.items() if value is not None and value is not False}
+    settings = {name: value for name, value in given.items() if value is not None}
     config_of(1, {name: value for name, value in settings.items() if name in SETTINGS})
     Options(**{name: value for name, value in settings.items() if name in OPTIONS})
     timeout = flags.fitting_timeout(arguments, settings.get("timeout"))
@@ -123,7 +130,8 @@ def _enable(options: argparse.Namespace, arguments: list[str], settings: dict[st
 
 
 def _run(script: Path, arguments: list[str]) -> None:
-    from megatron_ep.megatron import row_limit, shared_buffers
+    from megatron_ep.megatron import shared_buffers
+    from megatron_ep.normal import row_limit
 
     sys.argv = [str(script), *arguments]
     with row_limit.explained(), shared_buffers.abort_peers_on_error():

@@ -14,7 +14,7 @@ from megatron_ep.deep_ep.config import ALIGNMENT, Config
 from megatron_ep.deep_ep.events import EventHandle, EventOverlap, run
 from megatron_ep.deep_ep.handles import NormalHandle
 from megatron_ep.deep_ep.instances import Instances
-from megatron_ep.deep_ep.layout import counts_of_all, ids_of_ranks, layout_of
+from megatron_ep.deep_ep.layout import check_ids, counts_of_all, ids_of_ranks, layout_of
 from megatron_ep.deep_ep.low_latency import LowLatencyCalls
 from megatron_ep.deep_ep.ranks import Communicator, ranks_of
 from megatron_ep.deep_ep.rows import device_of, row_bytes, tensors_of
@@ -129,10 +129,12 @@ class Buffer(LowLatencyCalls):
         allocate_on_comm_stream: bool = False,
     ) -> DispatchLayout:
         """How many tokens go where, of this rank alone: per rank int32 [W]; per node of 8 ranks int32 [W / 8], None up
-        to 8 ranks; per expert int32 [E]; bool [T, W]; event."""
+        to 8 ranks; per expert int32 [E]; bool [T, W]; event. On a GPU, where nothing waits for them, ids that are no
+        experts are not counted: the dispatch refuses them."""
         require_int("num_experts", num_experts, 1, 1 << 20)
         if num_experts % self.group_size:
             raise ValueError(f"num_experts is {num_experts}, must be a multiple of the {self.group_size} ranks")
+        check_ids(topk_idx, num_experts)
         parts, event = run(
             topk_idx.device,
             lambda: layout_of(topk_idx, num_experts, self.group_size),
@@ -171,7 +173,9 @@ class Buffer(LowLatencyCalls):
         is_token_in_rank: bool [T, W]: where tokens go, if topk_idx is not given.
         topk_idx, topk_weights: [T, K], int64 or int32, -1 for no expert, K <= 32; float32 [T, K]. Both or neither.
         expert_alignment: the numbers of rows of experts are rounded up to it; rows are not padded.
-        num_worst_tokens: fixes R, and the host does not wait. Rows behind the last one have no experts (-1).
+        num_worst_tokens: fixes R, and the host does not wait. Rows behind the last one have no experts (-1). If more
+            tokens come, those behind are left out, weights are NaN, and `megatron_ep.raise_if_failed` raises
+            EPOverflowError.
         config: its num_sms.
         allocate_on_comm_stream: changes nothing.
 
@@ -193,7 +197,8 @@ class Buffer(LowLatencyCalls):
         require_int("expert_alignment", expert_alignment, 1, 1 << 20)
         require_int("num_worst_tokens", num_worst_tokens, 0, (1 << 31) - 1)
         num_experts, num_sms = len(num_tokens_per_expert), (config or Config(Buffer.num_sms)).num_sms
-        buffer = self._instances().normal(device_of(x), num_experts, num_sms, row_bytes(x))
+        instances = self._instances()
+        buffer = instances.normal(device_of(x), num_experts, num_sms, row_bytes(x))
 
         def call() -> tuple[transfers.Received, NormalHandle, list[int], torch.Tensor | None]:
             ids = topk_idx
@@ -201,7 +206,13 @@ class Buffer(LowLatencyCalls):
                 assert is_token_in_rank is not None
                 ids = ids_of_ranks(is_token_in_rank, num_experts)
             received, routes = transfers.dispatch_rows(
-                buffer, x, ids, topk_weights, alignment=expert_alignment, num_rows=num_worst_tokens or None
+                buffer,
+                x,
+                ids,
+                topk_weights,
+                alignment=expert_alignment,
+                num_rows=num_worst_tokens or None,
+                limit=instances.row_limit(buffer) if num_worst_tokens else None,
             )
             if topk_idx is None:
                 counts = counts_of_all(buffer, num_tokens_per_expert)

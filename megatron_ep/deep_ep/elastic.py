@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ep.backends.nodes import VARIABLE
+from megatron_ep.backends import nodes
 from megatron_ep.backends.sizes import default_sms
-from megatron_ep.config import MAX_CHANNELS, MAX_ROWS, MAX_TOPK, Topology, require_int
+from megatron_ep.config import MAX_CHANNELS, MAX_ROWS, Topology, require_int, require_timeout
 from megatron_ep.deep_ep import transfers
 from megatron_ep.deep_ep.config import Config, topology_of
-from megatron_ep.deep_ep.elastic_handle import EPHandle
+from megatron_ep.deep_ep.elastic_handle import EPHandle, max_rows
 from megatron_ep.deep_ep.events import EventHandle, EventOverlap, handle_of, refuse, run
 from megatron_ep.deep_ep.instances import Instances, OverInstances
 from megatron_ep.deep_ep.ranks import GroupRanks
@@ -47,7 +47,8 @@ class ElasticBuffer(OverInstances):
     nothing: memory is set up by the first dispatch, for the number of experts that it names.
 
     num_bytes: kept, or computed from the sizes behind it; the memory taken is what calls need.
-    num_max_tokens_per_rank: the most that a rank may dispatch, where a dispatch does not say another number.
+    num_max_tokens_per_rank: the most that a rank may dispatch, where a dispatch does not say another number. 0: any
+        number, and then a dispatch with do_cpu_sync=False has to say it.
     allow_multiple_reduction: whether the sum of a token's rows may be rounded more than once, because each rank sums
         the rows of its experts before they travel. False: rows of do_expand travel back as float32, in twice the bytes,
         and their sum is rounded once.
@@ -82,6 +83,7 @@ class ElasticBuffer(OverInstances):
         if num_cpu_bytes:
             refuse("num_cpu_bytes", num_cpu_bytes, "it needs no memory of the host")
         require_int("num_max_tokens_per_rank", num_max_tokens_per_rank, 0, MAX_ROWS)
+        require_timeout("num_gpu_timeout_secs", num_gpu_timeout_secs)
         if num_bytes is None:
             if not num_max_tokens_per_rank or not hidden:
                 raise ValueError("num_bytes is None, must be given without num_max_tokens_per_rank and hidden")
@@ -175,8 +177,10 @@ class ElasticBuffer(OverInstances):
         do_expand: False: a row for each token that chose an expert of a rank, in the order of (source rank, token),
             with its local ids [R, K] (-1: of another rank) and all its weights [R, K]. True: a row for each of a
             token's experts, grouped by expert, each group padded with zeros to expert_alignment; no ids, weights [R].
-        do_cpu_sync: None: True, without a handle. False: R is fixed by num_max_tokens_per_rank, and the host waits for
-            nothing.
+        num_max_tokens_per_rank: T must not be larger. 0: any T.
+        do_cpu_sync: None: True, without a handle. False: R is fixed by num_max_tokens_per_rank, which all ranks must
+            give alike, and the host waits for nothing. If it is smaller here than elsewhere and more tokens come, those
+            behind are left out, weights are NaN, and `megatron_ep.raise_if_failed` raises EPOverflowError.
         handle: of an earlier dispatch with or without do_expand, whose layout is used again.
         do_handle_copy: False: the handle has topk_idx itself, not a copy.
         use_tma_aligned_col_major_sf: scales are column-major, columns aligned to 16 bytes.
@@ -287,15 +291,16 @@ class ElasticBuffer(OverInstances):
             raise ValueError("topk_idx and num_experts must be given without a handle")
         require_int("expert_alignment", alignment, 1, 1 << 20)
         require_int("num_sms", num_sms, 0, MAX_CHANNELS)
-        if not has_counts:
-            require_int("num_max_tokens_per_rank", max_tokens, 1, MAX_ROWS // self.num_ranks)
+        least, most = (0, MAX_ROWS) if has_counts else (1, MAX_ROWS // self.num_ranks)
+        require_int("num_max_tokens_per_rank", max_tokens, least, most)
         width = row_bytes(x, torch.float32 if self._rounds_once else torch.bfloat16)
-        buffer = self._instances().normal(device_of(x), num_experts, num_sms or None, width)
+        instances = self._instances()
+        buffer = instances.normal(device_of(x), num_experts, num_sms or None, width)
 
         def dispatched() -> tuple[Received, Routes]:
             num_rows = None
             if not has_counts:
-                topk = min(topk_idx.shape[-1], MAX_TOPK)
+                topk = topk_idx.shape[-1]
                 num_rows = max_rows(self.num_ranks * max_tokens, topk, buffer.num_local_experts, alignment, is_flat)
             return transfers.dispatch_rows(
                 buffer,
@@ -304,6 +309,8 @@ class ElasticBuffer(OverInstances):
                 topk_weights,
                 alignment=alignment,
                 num_rows=num_rows,
+                limit=None if has_counts else instances.row_limit(buffer),
+                max_tokens=max_tokens,
                 all_weights=True,
                 is_flat=is_flat,
             )
@@ -337,9 +344,14 @@ class ElasticBuffer(OverInstances):
 
 def get_logical_domain_size(group: dist.ProcessGroup, allow_hybrid_mode: bool = True) -> tuple[int, int]:
     """Nodes, and ranks of a node, as buffers form them: MEGATRON_EP_RANKS_PER_NODE, or the ranks that torchrun has
-    started on each machine, where these divide the group's; else one node."""
+    started on each machine, where these divide the group's; else one node. Raises ValueError for a variable of ours
+    that does not divide them."""
     num_ranks = group.size()
-    per_node = int(os.environ.get(VARIABLE) or os.environ.get("LOCAL_WORLD_SIZE") or num_ranks)
+    wanted = os.environ.get(nodes.VARIABLE)
+    if wanted:
+        topology = nodes.topology_of([""] * num_ranks, wanted)
+        return topology.nodes, topology.ranks_per_node
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or 0) or num_ranks
     if per_node > num_ranks or num_ranks % per_node:
         per_node = num_ranks
     return num_ranks // per_node, per_node
@@ -363,14 +375,6 @@ def _check_handle(handle: EPHandle) -> None:
     if not isinstance(handle, EPHandle):
         name = type(handle).__name__
         raise ValueError(f"handle is a {name}, must be of a dispatch of this library's ElasticBuffer")
-
-
-def max_rows(tokens: int, topk: int, local_experts: int, alignment: int, is_flat: bool) -> int:
-    """R where it is fixed."""
-    if is_flat:
-        return tokens
-    rows = tokens * min(topk, local_experts) + (alignment - 1) * local_experts
-    return -(-rows // alignment) * alignment
 
 
 def _column_major(scales: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,14 @@ from megatron_ep.deep_ep.transfers import Routes
 NONE = -1
 
 
+def max_rows(tokens: int, topk: int, local_experts: int, alignment: int, is_flat: bool) -> int:
+    """R where it is fixed."""
+    if is_flat:
+        return tokens
+    rows = tokens * min(topk, local_experts) + (alignment - 1) * local_experts
+    return -(-rows // alignment) * alignment
+
+
 class EPHandle:
     """What a dispatch of `ElasticBuffer` learned. Its attributes may be set; those of tensors are made when somebody
     asks for them.
@@ -20,7 +28,7 @@ class EPHandle:
     topk_idx: [T, K], the caller's, or a copy.
     num_recv_tokens_per_expert_list: rows of each local expert, rounded up to the alignment; [] without a host's wait.
     num_recv_tokens: tokens that came here, or R where that was fixed.
-    num_expanded_tokens: rows with do_expand, or R.
+    num_expanded_tokens: rows of a dispatch with do_expand, whatever this one had; R of it where that was fixed.
     num_unaligned_recv_tokens_per_expert: int32 [L], not rounded up.
     psum_num_recv_tokens_per_expert: int32 [L]: the sum of the rounded numbers up to each expert; with do_expand that of
         the experts before it and its own number, not rounded: where its rows end.
@@ -56,7 +64,12 @@ class EPHandle:
         self.num_recv_tokens_per_expert_list = routes.tokens_per_expert.tolist() if has_counts else []
         came = len(routes.rank.dst_rows)
         self.num_recv_tokens = came if has_counts or not do_expand else routes.num_rows
-        self.num_expanded_tokens = routes.num_rows if do_expand else sum(self.num_recv_tokens_per_expert_list)
+        if has_counts:
+            self.num_expanded_tokens = sum(self.num_recv_tokens_per_expert_list)
+        else:
+            group, topk = routes.group, routes.handle.topk
+            tokens = group.topology.world_size * num_max_tokens_per_rank
+            self.num_expanded_tokens = max_rows(tokens, topk, group.num_local_experts, expert_alignment, is_flat=False)
 
     @property
     def _routes(self) -> Routes:

@@ -3,6 +3,7 @@ many experts, nor on which device. All ranks make the same calls, so they make t
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -12,7 +13,13 @@ from megatron_ep.config import Config
 from megatron_ep.deep_ep.config import row_class
 from megatron_ep.deep_ep.ranks import BufferRanks
 from megatron_ep.low_latency.api import LowLatency
+from megatron_ep.normal.row_limit import RowLimit
 from megatron_ep.overlap import communication_stream
+
+TOO_FEW_ROWS = (
+    "more rows came than num_worst_tokens or num_max_tokens_per_rank makes room for; those behind are left out and the "
+    "weights are NaN; raise it, on all ranks alike"
+)
 
 
 class Instances:
@@ -26,6 +33,7 @@ class Instances:
         self._timeout = timeout
         self._masks = masks
         self._normal: dict[tuple[Any, ...], Buffer] = {}
+        self._row_limits: dict[Buffer, RowLimit] = {}
         self._low_latency: dict[tuple[Any, ...], LowLatency] = {}
 
     def normal(self, device: torch.device, num_experts: int, num_sms: int | None, row_bytes: int) -> Buffer:
@@ -36,8 +44,13 @@ class Instances:
         key = (device, num_experts, num_sms, row_bytes)
         if key not in self._normal:
             config = Config(num_experts, num_sms=num_sms, row_bytes=row_bytes or None, timeout=self._timeout)
-            self._normal[key] = self._ranks.buffer(config, device)
+            buffer = self._normal[key] = self._ranks.buffer(config, device)
+            self._row_limits[buffer] = RowLimit(TOO_FEW_ROWS)
         return self._normal[key]
+
+    def row_limit(self, buffer: Buffer) -> RowLimit:
+        """Of its dispatches with a fixed R."""
+        return self._row_limits[buffer]
 
     def low_latency(
         self, device: torch.device, num_experts: int, max_tokens: int, hidden: int, topk: int
@@ -69,6 +82,10 @@ class Instances:
     def close(self) -> None:
         """Does not wait for other ranks."""
         self._low_latency.clear()
+        with contextlib.suppress(RuntimeError):  # of a GPU that no longer answers: others tell of it
+            for limit in self._row_limits.values():
+                limit.report_unseen()
+        self._row_limits.clear()
         while self._normal:
             self._normal.popitem()[1].close()
 

@@ -8,20 +8,31 @@ from megatron_ep.buffer import Buffer
 from megatron_ep.deep_ep import transfers
 from megatron_ep.deep_ep.config import NODE_RANKS
 from megatron_ep.deep_ep.events import refuse
+from megatron_ep.normal import api, expert_ids
 from megatron_ep.normal.api import MAX_TOPK
+
+
+def check_ids(topk_idx: torch.Tensor, num_experts: int) -> None:
+    """Raises ValueError for what is no topk_idx [T, K], and on the CPU for ids that are none."""
+    api.check_ids([topk_idx])
+    if topk_idx.device.type != "cpu":
+        return
+    token = expert_ids.first_invalid(topk_idx, num_experts, allows_repeats=True)
+    if token is not None:
+        raise expert_ids.refusal(topk_idx, token, num_experts, None, allows_repeats=True)
 
 
 def layout_of(
     topk_idx: torch.Tensor, num_experts: int, num_ranks: int
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """topk_idx [T, K] to tokens per rank int32 [W], per node of 8 ranks int32 [W / 8] or None, per expert int32 [E],
-    and which go to which rank, bool [T, W]. An expert that a token names twice counts twice."""
+    and which go to which rank, bool [T, W]. An expert that a token names twice counts twice; an id that is none does
+    not count."""
     ids = topk_idx.long()
-    experts = topk_idx.new_zeros(num_experts + 1, dtype=torch.int32)  # -1 counts in the last
-    experts.scatter_add_(
-        0, torch.where(ids < 0, num_experts, ids).flatten(), torch.ones_like(ids, dtype=torch.int32).flatten()
-    )
-    ranks = torch.where(ids < 0, num_ranks, ids.div(num_experts // num_ranks, rounding_mode="floor"))
+    ids = torch.where((ids < 0) | (ids >= num_experts), num_experts, ids)  # all that are none count in the last
+    experts = topk_idx.new_zeros(num_experts + 1, dtype=torch.int32)
+    experts.scatter_add_(0, ids.flatten(), torch.ones_like(ids, dtype=torch.int32).flatten())
+    ranks = ids.div(num_experts // num_ranks, rounding_mode="floor")
     goes = torch.zeros(len(ids), num_ranks + 1, dtype=torch.bool, device=ids.device).scatter_(1, ranks, True)
     goes = goes[:, :num_ranks].contiguous()
     nodes = None

@@ -112,7 +112,8 @@ class LowLatencyCalls(OverInstances):
     ) -> tuple[torch.Tensor, EventOverlap, Hook | None]:
         """x [L, M, H] to the sums [T, H] of each token's rows, times topk_weights float32 [T, K], in the order of k.
 
-        topk_idx: of the dispatch; a choice that is -1 now is left out by a weight of 0.
+        topk_idx: of the dispatch. A choice that is -1 only now gets a weight of 0: its row travels all the same, and
+            must be finite, as NaN or infinity times 0 is NaN.
         handle: may be combined any number of times.
         zero_copy: x is what `get_next_low_latency_combine_buffer` gave for this handle, if it was asked. Rows are read
             where they lie either way.
@@ -180,7 +181,8 @@ class LowLatencyCalls(OverInstances):
         for low_latency in self._instances().all_low_latency():
             mask_status.copy_(1 - low_latency.active_ranks)
             return
-        mask_status.zero_()
+        asked = [int(rank in self._asked_to_mask) for rank in range(self.group_size)]
+        mask_status.copy_(torch.tensor(asked, dtype=torch.int32, device=mask_status.device))
 
     def low_latency_clean_mask_buffer(self) -> None:
         """Takes back all ranks, on all ranks at once: see `low_latency_update_mask_buffer`."""

@@ -17,6 +17,7 @@ from megatron_ep.group.known_calls import looks_of
 from megatron_ep.group.rank_group import RankGroup, check_summable
 from megatron_ep.normal import api, launches
 from megatron_ep.normal.handle import CountsToAskFor, Handle
+from megatron_ep.normal.row_limit import RowLimit
 
 MAX_BIASES = 2
 
@@ -157,12 +158,16 @@ def dispatch_rows(
     *,
     alignment: int = 1,
     num_rows: int | None = None,
+    limit: RowLimit | None = None,
+    max_tokens: int = 0,
     all_weights: bool = False,
     is_flat: bool = True,
 ) -> tuple[Received, Routes]:
     """ids [T, K], int32 or int64, in [0, E) or -1, may name an expert twice if rows are flat; weights float32 [T, K].
 
     num_rows: R, fixed; rows behind the last one hold anything, and have no experts.
+    limit: hears of rows that are left out; then weights are NaN.
+    max_tokens: the most that T may be; 0: any.
     all_weights: also those of other ranks' experts, which are 0 otherwise, beside flat rows.
     """
     group = rank_group_of(buffer)
@@ -176,9 +181,17 @@ def dispatch_rows(
             _check_rows(group, values, scales, len(ids))
             _check_weights(group, weights, tuple(ids.shape))
             group.known_calls.add(looks, True)
+        if 0 < max_tokens < len(ids):
+            raise ValueError(
+                f"num_max_tokens_per_rank is {max_tokens}, must be at least the {len(ids)} tokens of topk_idx"
+            )
         request = CountsToAskFor([ids], alignment, 0, num_rows, allows_repeats=is_flat, keeps_source_tokens=True)
         handle = Handle(group, ids.shape[1], [], request, is_flat=is_flat)
         received = _launch(handle, values, scales, weights, all_weights)
+        if limit is not None:
+            over = limit.note(group, launches.overflow_of(handle)[0])
+            if received.weights is not None:
+                received.weights.masked_fill_(over, float("nan"))
     return received, Routes(handle, ids)
 
 

@@ -26,7 +26,6 @@ from megatron_ep.low_latency.handle import LowLatencyHandle
 from megatron_ep.megatron import decoding
 from megatron_ep.megatron.announce import announce, count_layer
 from megatron_ep.megatron.options import Options
-from megatron_ep.megatron.row_limit import RowLimit, clear_behind, counts_within
 from megatron_ep.megatron.shared_buffers import (
     abort_peers_on_error,
     close_buffers,
@@ -39,6 +38,7 @@ from megatron_ep.megatron.shared_buffers import (
 )
 from megatron_ep.megatron.step_state import StepState, check_overlap
 from megatron_ep.megatron.topk_choices import choices_of, replicated
+from megatron_ep.normal.row_limit import RowLimit, clear_behind, counts_within
 
 __all__ = ["EPTokenDispatcher", "configure", "close_buffers", "release_buffers", "comm_seconds"]
 

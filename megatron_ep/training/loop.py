@@ -41,8 +41,8 @@ def train(recipe: Recipe, out: Path, resume: bool) -> None:
     _join(datetime.timedelta(seconds=recipe.train.distributed_timeout))
     _initialize_megatron(recipe)
     from megatron_ep.megatron import routing_trace
-    from megatron_ep.megatron.row_limit import explained
     from megatron_ep.megatron.shared_buffers import abort_peers_on_error, close_buffers
+    from megatron_ep.normal.row_limit import explained
 
     if recipe.dispatcher.trace is not None:
         routing_trace.enable(recipe.dispatcher.trace)

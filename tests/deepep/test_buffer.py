@@ -1,5 +1,6 @@
 """DeepEP's `Buffer` between processes, on CPU tensors."""
 
+import gc
 import os
 from pathlib import Path
 from unittest import mock
@@ -12,9 +13,20 @@ import torch.distributed as dist
 from forced_machines import machines_of
 
 import megatron_ep as ep
+from megatron_ep.backends import nodes
 from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.config import TIMEOUT_VARIABLE
-from megatron_ep.deep_ep import Buffer, Config, ElasticBuffer, EventHandle, EventOverlap, transfers
+from megatron_ep.deep_ep import (
+    Buffer,
+    Config,
+    ElasticBuffer,
+    EventHandle,
+    EventOverlap,
+    get_logical_domain_size,
+    transfers,
+)
+from megatron_ep.deep_ep.layout import layout_of
+from megatron_ep.diagnosis import failures
 from megatron_ep.group import distributed
 
 CPU = torch.device("cpu")
@@ -170,6 +182,8 @@ def test_construction_of_elastic_buffers():
         ElasticBuffer(OneRank())
     with pytest.raises(NotImplementedError, match="num_cpu_bytes is 8"):
         ElasticBuffer(OneRank(), 1, num_cpu_bytes=8)
+    with pytest.raises(ValueError, match="num_gpu_timeout_secs is 0, must be a number of seconds in"):
+        ElasticBuffer(OneRank(), 1, num_gpu_timeout_secs=0)
     buffer = ElasticBuffer(OneRank(), 3)
     assert (buffer.num_bytes, buffer.rank_idx, buffer.num_ranks, buffer.scaleup_rank_idx) == (2 << 20, 0, 1, 0)
     assert ElasticBuffer(OneRank(), num_max_tokens_per_rank=8, hidden=16).num_bytes % (2 << 20) == 0
@@ -183,6 +197,48 @@ def test_construction_of_elastic_buffers():
         buffer.dispatch(x, ids, num_experts=2, do_cpu_sync=False)
     with pytest.raises(ValueError, match="handle is a tuple, must be of a dispatch"):
         buffer.combine(x, (1, 2))
+
+
+class FourRanks(OneRank):
+    def size(self):
+        return 4
+
+
+def test_domains(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for ours, of_torchrun, domains in (
+        (None, None, (1, 4)),
+        (None, "2", (2, 2)),
+        (None, "3", (1, 4)),
+        ("2", "4", (2, 2)),
+        ("", "2", (2, 2)),
+    ):
+        for name, value in ((nodes.VARIABLE, ours), ("LOCAL_WORLD_SIZE", of_torchrun)):
+            monkeypatch.delenv(name, raising=False)
+            if value is not None:
+                monkeypatch.setenv(name, value)
+        assert get_logical_domain_size(FourRanks()) == domains
+    for wrong in ("0", "x", "-1", "3"):
+        monkeypatch.setenv(nodes.VARIABLE, wrong)
+        text = f"environment variable {nodes.VARIABLE} is '{wrong}', must be a divisor of the 4 ranks"
+        with pytest.raises(ValueError, match=text):
+            ElasticBuffer(FourRanks(), 1)
+
+
+def test_layout_of_ids_that_are_none():
+    """On the CPU they are refused; where nothing waits for them they do not count."""
+    buffer = Buffer(OneRank())
+    for ids, text in (
+        (torch.tensor([[0], [2]]), r"topk_idx is \[2\] at token 1, must hold ids in \[0, 2\)"),
+        (torch.tensor([[-2, 0]]), r"topk_idx is \[-2, 0\] at token 0, must hold ids in \[0, 2\)"),
+        (torch.tensor([[0.5]]), "topk_idx is torch.float32, must be one of torch.int64, torch.int32"),
+        (torch.tensor([0]), r"topk_idx has shape \(1,\), must be \[T, K\]"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            buffer.get_dispatch_layout(ids, 2)
+    ranks, _, experts, goes = layout_of(torch.tensor([[4, 1], [99, -2], [3, 3]]), 4, 2)
+    assert ranks.tolist() == [1, 1] and experts.tolist() == [0, 1, 0, 2]
+    assert goes.tolist() == [[True, False], [False, False], [False, True]]
 
 
 def test_sizes():
@@ -297,6 +353,73 @@ def one_is_wrong(group, device):
 
 def test_one_rank_s_mistake_reaches_the_others(four_ranks):
     assert all(four_ranks.run(in_groups, one_is_wrong, 2))
+
+
+def one_has_too_many(group, device):
+    """Tokens for num_max_tokens_per_rank."""
+    buffer, rank = ElasticBuffer(group, 1, num_max_tokens_per_rank=4), dist.get_rank(group)
+    tokens = 4 + rank
+    x, ids, weights = torch.ones(tokens, 8), torch.arange(tokens).unsqueeze(1) % 2, torch.ones(tokens, 1)
+    text = "num_max_tokens_per_rank is 4, must be at least the 5 tokens of topk_idx"
+    for options in ({}, {"do_cpu_sync": False}, {"do_expand": True}):
+        with pytest.raises(ValueError if rank == 1 else ep.EPAbortError, match=text):
+            buffer.dispatch(x, ids, weights, num_experts=2, **options)
+        buffer.reset()
+        rows, _, _, handle, _ = buffer.dispatch(x, ids, weights, num_experts=2, num_max_tokens_per_rank=5, **options)
+        assert torch.equal(buffer.combine(rows, handle)[0], x)
+    buffer.destroy()
+    return True
+
+
+def test_too_many_tokens_of_a_rank(four_ranks):
+    assert all(four_ranks.run(in_groups, one_has_too_many, 2))
+
+
+def too_few_rows(group, device):
+    """Where R is fixed: weights are NaN, and who asks is told, once."""
+    gc.collect()  # all buffers are asked
+    rank = dist.get_rank(group)
+    buffer, elastic_buffer = Buffer(group), ElasticBuffer(group, 1)
+    x, ids, weights = torch.ones(4, 8), torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1)  # all to rank 0
+    counts = torch.tensor([4, 0], dtype=torch.int32)
+
+    def v1(size):
+        return buffer, buffer.dispatch(
+            x, num_tokens_per_expert=counts, topk_idx=ids, topk_weights=weights, num_worst_tokens=size
+        )[2]
+
+    def v2(do_expand):
+        most = 3 + rank  # all that this rank has
+        given = (x[:most], ids[:most], weights[:most])
+        options = {"num_max_tokens_per_rank": most, "do_cpu_sync": False, "do_expand": do_expand}
+        return elastic_buffer, elastic_buffer.dispatch(*given, num_experts=2, **options)[2]
+
+    for call in (lambda: v1(7), lambda: v2(False), lambda: v2(True)):
+        used, arrived = call()
+        dist.barrier(group)
+        if rank == 0:
+            assert arrived.isnan().all()
+            with pytest.raises(ep.EPOverflowError, match="more rows came than num_worst_tokens"):
+                ep.raise_if_failed()
+        dist.barrier(group)
+        if rank == 1:
+            with pytest.raises(ep.EPAbortError, match="more rows came than num_worst_tokens"):
+                ep.raise_if_failed()
+        used.reset()
+        ep.raise_if_failed()
+    arrived = v1(8)[1]
+    assert rank == 1 or torch.equal(arrived, torch.ones(8, 1))  # behind the last row lies anything
+    ep.raise_if_failed()
+    v1(7)
+    with mock.patch.object(failures.log, "error") as logged:
+        buffer.destroy()
+    assert logged.call_count == (rank == 0)
+    elastic_buffer.destroy()
+    return True
+
+
+def test_too_few_rows(four_ranks):
+    assert all(four_ranks.run(in_groups, too_few_rows, 2))
 
 
 def test_events():

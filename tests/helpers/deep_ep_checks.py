@@ -305,6 +305,7 @@ def check_masks(group, device, nodes=1):
 
     assert status() == [0] * world
     buffer.low_latency_update_mask_buffer(0, mask=True)  # nothing is set up yet: the one that asks is asked alone
+    assert status() == [1] + [0] * (world - 1)
     buffer.low_latency_update_mask_buffer(0)
     round_trip()
     assert nodes_behind(buffer) == nodes

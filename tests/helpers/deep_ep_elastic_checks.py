@@ -127,6 +127,7 @@ class _Case:
 
         for of, is_expanded in ((handle, False), (expanded, True)):
             assert of.num_recv_tokens_per_expert_list == (e_counts.tolist() if self.has_counts else [])
+            assert of.num_expanded_tokens == len(self.values(grouped))
             same(of.num_unaligned_recv_tokens_per_expert, counts, "rows of experts")
             ends = aligned.cumsum(0).int()
             same(of.psum_num_recv_tokens_per_expert, ends - aligned + counts if is_expanded else ends, "their sums")

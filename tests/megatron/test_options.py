@@ -19,10 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_ep as ep
 from megatron_ep.diagnosis import failures
-from megatron_ep.megatron import options, row_limit, shared_buffers
+from megatron_ep.megatron import options, shared_buffers
 from megatron_ep.megatron.equivalence import compare_layers, join_layout, make_config, make_dispatcher, run_dispatcher
 from megatron_ep.megatron.layer import ep_layer_spec
 from megatron_ep.megatron.router import fused_router
+from megatron_ep.normal import row_limit
 
 pytestmark = [pytest.mark.numerical, pytest.mark.usefixtures("no_other_buffers")]
 

@@ -13,16 +13,17 @@ from collections.abc import Iterator
 
 import torch
 
-import megatron_ep as ep
 from megatron_ep.diagnosis import failures
+from megatron_ep.errors import EPError, EPOverflowError
 from megatron_ep.group.rank_group import RankGroup
+from megatron_ep.normal.api import Received
 
 _limits: weakref.WeakValueDictionary[int, RowLimit] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
 class RowLimit:
-    """One layer's fixed number of rows, and whether it has been too few.
+    """A fixed number of rows, of a layer or a buffer, and whether it has been too few.
 
     Args:
         reason: what is said of an overflow.
@@ -34,23 +35,28 @@ class RowLimit:
         self.reason = f"{reason}: nothing of this step is to be kept"
         self._poisons = poisons
         self.group: RankGroup | None = None  # of the last run
-        self.over_budget: torch.Tensor | None = None  # bool [1], once the layer has run
+        self.over_budget: torch.Tensor | None = None  # bool [1], once there was a dispatch
         _limits[next(_numbers)] = self
 
-    def admit(self, received: ep.Received) -> torch.Tensor:
-        """Notes whether rows are missing; the probs [R].
+    def note(self, group: RankGroup, overflow: torch.Tensor) -> torch.Tensor:
+        """Of a dispatch, whose overflow [1] is not 0 where rows are missing: bool [1], whether that is so.
 
         Raises:
-            RuntimeError: a CUDA graph captures the layer's first run.
+            RuntimeError: a CUDA graph captures the first one.
         """
-        over = received.overflow != 0
+        over = overflow != 0
         if self.over_budget is None:
             if over.is_cuda and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError("run the layer once before a CUDA graph captures it: what counts overflows is new")
+                raise RuntimeError("dispatch once before a CUDA graph captures it: what counts overflows is new")
             with torch.inference_mode(False):  # it is reset outside, too
                 self.over_budget = torch.zeros_like(over)
-        self.group = received.handle.group
+        self.group = group
         self.over_budget.logical_or_(over)
+        return over
+
+    def admit(self, received: Received) -> torch.Tensor:
+        """Notes whether rows are missing, and raises, as `note` does; the probs [R]."""
+        over = self.note(received.handle.group, received.overflow)
         if not self._poisons:
             return received.probs
         nothing = torch.zeros_like(over, dtype=received.probs.dtype)
@@ -60,6 +66,15 @@ class RowLimit:
         """Forgets the overflow."""
         if self.over_budget is not None:
             self.over_budget.zero_()
+
+    def report_unseen(self) -> None:
+        """Into the log, if there is an overflow that nobody has asked for."""
+        if self in _overflowed():
+            _log(self)
+
+
+def _log(limit: RowLimit) -> None:
+    failures.log.error("a call of megatron_ep overflowed and nobody has asked for it: %s", limit.reason)
 
 
 def _running() -> dict[RowLimit, RankGroup]:
@@ -99,14 +114,14 @@ class _AllLimits:
                 limit.reset()
             for group in set(over.values()):
                 group.refuse(failed=True, reason=reason, is_told=True)
-            raise ep.EPOverflowError(reason)
+            raise EPOverflowError(reason)
 
     def abort(self, reason: str) -> None:
         """Nothing waits here: the buffers are told by themselves."""
 
     def report_unseen(self) -> None:
         for limit in _overflowed():
-            failures.log.error("a call of megatron_ep overflowed and nobody has asked for it: %s", limit.reason)
+            _log(limit)
 
 
 _all_limits = _AllLimits()
@@ -118,7 +133,7 @@ def explained() -> Iterator[None]:
     """An error inside is an EPOverflowError if the rows of a layer were too few: it is NaN that somebody has found."""
     try:
         yield
-    except ep.EPError:
+    except EPError:
         raise
     except Exception as error:
         over = None
@@ -126,7 +141,7 @@ def explained() -> Iterator[None]:
             over = next(iter(_overflowed()), None)
         if over is None:
             raise
-        raise ep.EPOverflowError(over.reason) from error
+        raise EPOverflowError(over.reason) from error
 
 
 def clear_behind(rows: torch.Tensor, counts: torch.Tensor) -> None:
