@@ -106,8 +106,8 @@ def _take_cards(examination: Examination, over_tcp: float, by_card: Ways) -> lis
     if not examination.places():
         return []
     if by_card.rate is None or by_card.rate * FASTER < over_tcp:
-        return [f"export {fabrics.VARIABLE}={fabrics.TCP}"]
-    settings = [f"export {fabrics.VARIABLE}={examination.by_card}"]
+        return [_fabric_line(fabrics.TCP)]
+    settings = [_fabric_line(examination.by_card)]
     if len(by_card.good) < len(examination.places()):
         names = [",".join(cards[place] for place in by_card.good) for cards in examination.cards]
         if len(set(names)) == 1:
@@ -118,6 +118,11 @@ def _take_cards(examination: Examination, over_tcp: float, by_card: Ways) -> lis
                 for rank in examination.first_ranks
             ]
     return settings
+
+
+def _fabric_line(name: str) -> str:
+    """It would take NVSHMEM and NCCL from GPUs that have them."""
+    return f"export {fabrics.VARIABLE}={name}  # not where GPUs have NVSHMEM or NCCL"
 
 
 def main_of_rank(timeout: float) -> int:

@@ -29,6 +29,11 @@ def main(argv: Sequence[str]) -> int:
     from megatron_ep.training import script_flags, script_recipe
 
     try:
+        if not script_recipe.is_script_recipe(options.recipe):
+            raise ValueError(
+                f"recipe {options.recipe} has no section parallel, so it is not one for Megatron-LM's pretrain_gpt.py; "
+                f"megatron-ep train {options.recipe} runs it"
+            )
         loaded = script_recipe.load(options.recipe, options.overrides)
         if options.form == "flags":
             print(script_flags.broken(map(shlex.quote, script_flags.flags(loaded))))

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 MAX_RANKS = 8
 TOKENS = {"normal": 4096, "low-latency": 128}  # unless --tokens says otherwise
 NOT_CALIBRATED = "not calibrated: of this phase alone nothing was measured"
+MAX_SIGNAL = 1 << 32  # far beyond what a call sends
 NEAR = 1.03  # what is at most so much slower than the fastest is as good, if it takes fewer SMs
 
 
@@ -190,8 +191,8 @@ def _faults(options: argparse.Namespace) -> Any:
     (slow, speed), (late, us), (lossy, number) = (
         pair(f"--{name}", getattr(options, name.replace("-", "_"))) for name in ("slow-nic", "late", "lost")
     )
-    if lossy >= 0 and (number < 1 or number != int(number)):
-        raise ValueError(f"--lost is {options.lost!r}: signals are counted from 1")
+    if lossy >= 0 and not (1 <= number <= MAX_SIGNAL and number.is_integer()):
+        raise ValueError(f"--lost is {options.lost!r}: the number of a signal is an int in [1, {MAX_SIGNAL}]")
     return Faults(
         slow_rank=slow,
         slow_speed=speed if slow >= 0 else 1.0,
@@ -362,6 +363,8 @@ def _write(options: argparse.Namespace, found: Sequence[Found]) -> None:
     if options.trace:
         save("--trace", options.trace, json.dumps(trace_of(first.phases)))
     if options.timeline:
+        if "dispatch" not in first.phases:
+            raise ValueError(f"--timeline: a wait expired in {first.ended_in}, so there is no dispatch to draw")
         topology = first.case.topology
         title = f"One dispatch by role: a channel of rank 0 of {topology.nodes} x {topology.ranks_per_node}"
         save("--timeline", options.timeline, timeline(title, first.phases["dispatch"], channel=0))

@@ -29,6 +29,13 @@ def check(
             )
         if int(traced.min()) < -1 or int(traced.max()) >= num_experts:
             raise ValueError(f"routing {routing}: experts must be in [-1, {num_experts})")
+        ordered = traced[:simulated_ranks, :num_tokens].sort(dim=-1).values
+        repeated = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(dim=-1).nonzero()
+        if len(repeated):
+            rank, token = repeated[0].tolist()
+            raise ValueError(
+                f"routing {routing}: token {token} of rank {rank} has an expert twice, must have different ones"
+            )
         return
     error = ValueError(f"routing is {routing!r}, must be {ALLOWED}")
     if kind == "uniform" and not text:

@@ -77,6 +77,12 @@ class Recipe(Section):
             self.dispatcher.type != "allgather" or not self.model.moe_shared_expert_overlap,
             "model.moe_shared_expert_overlap is true, must be false with dispatcher.type allgather",
         )
+        factor = self.dispatcher.moe_expert_rank_capacity_factor
+        require(  # Megatron's experts of several a rank want their counts on the host
+            factor is None or self.dispatcher.type != "ep" or experts == world,
+            f"dispatcher.moe_expert_rank_capacity_factor is {factor}, which needs one expert a rank, but "
+            f"model.num_moe_experts is {experts} and the ranks are {world}, {shape}",
+        )
         return self
 
 

@@ -26,10 +26,13 @@ def flags(recipe: ScriptRecipe) -> list[str]:
     for section in sections:
         words += _section(section.model_dump(exclude_none=True, exclude=SPECIAL))
     words += ["--optimizer", "adam", "--position-embedding-type", "rope"]
+    if model.gated_linear_unit != (model.activation_func == "silu"):
+        raise ValueError(
+            f"model.activation_func is {model.activation_func} with model.gated_linear_unit {model.gated_linear_unit}, "
+            "must be silu with True or gelu with False: pretrain_gpt.py has no others"
+        )
     if model.gated_linear_unit:
         words.append("--swiglu")
-    elif model.activation_func == "silu":
-        raise ValueError("model.activation_func is silu, which pretrain_gpt.py has with gated_linear_unit alone")
     if not model.add_bias_linear:
         words.append("--disable-bias-linear")
     if not model.share_embeddings_and_output_weights:

@@ -153,10 +153,14 @@ def test_the_routing_of_a_trace(capsys, tmp_path):
         (torch.zeros(2, 8), "must hold a tensor of integers"),
         (torch.zeros(2, 63, 8, dtype=torch.int64), "has 2 ranks of 63 tokens with 8 experts"),
         (torch.full((2, 64, 8), 64), r"experts must be in [-1, 64)"),
+        (torch.tensor([5, -1, -1, 3, 2, 1, 0, 5]).expand(2, 64, 8), "token 0 of rank 0 has an expert twice"),
     ):
         torch.save(content, file.with_suffix(".bad"))
-        assert main(["simulate", "1", "2", "--routing", f"trace:{file.with_suffix('.bad')}", *SMALL]) == 2
-        assert message in capsys.readouterr().err
+        for mode in ("normal", "low-latency"):
+            bad = f"trace:{file.with_suffix('.bad')}"
+            assert main(["simulate", "1", "2", "--mode", mode, "--routing", bad, *SMALL]) == 2
+            error = capsys.readouterr().err
+            assert message in error and bad in error
     assert main(["simulate", "1", "2", "--routing", f"trace:{tmp_path}", *SMALL]) == 2
     assert "Is a directory" in capsys.readouterr().err
 
@@ -182,7 +186,15 @@ def test_what_goes_wrong(capsys, tmp_path):
         (["4", "2", "--images", "3"], "images is 3, must divide the 4 nodes"),
         (["2", "2", "--slow-nic", "1"], "--slow-nic is '1', must be a rank, a colon and a number"),
         (["2", "2", "--slow-nic", "9:0.5"], "faults.slow_rank is 9"),
-        (["2", "2", "--lost", "0:0"], "--lost is '0:0': signals are counted from 1"),
+        (["2", "2", "--lost", "0:0"], "--lost is '0:0': the number of a signal is an int in [1, "),
+        (["2", "2", "--lost", "0:1.5"], "--lost is '0:1.5': the number"),
+        (["2", "2", "--lost", "0:inf"], "--lost is '0:inf': the number"),
+        (["2", "2", "--lost", "0:nan"], "--lost is '0:nan': the number"),
+        (["2", "2", "--lost", "0:1e30"], "--lost is '0:1e30': the number"),
+        (
+            ["2", "1", "--lost", "0:1", "--timeline", "x"],
+            "--timeline: a wait expired in notify, so there is no dispatch",
+        ),
         (["2", "2", "--num-sms", "1", "--channels", "9"], "num_sms is 1, too few for 9 channels"),
         (["2", "2", "--num-sms", "8,16", "--svg", "x"], "--svg: of one case, or of one for each number of nodes"),
         (["2", "2", "--mode", "low-latency", "--channels", "4"], "--channels: there is none in mode low-latency"),

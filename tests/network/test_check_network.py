@@ -153,7 +153,7 @@ def test_network_cards_are_examined(ranks, library):
             cards = rf"network cards \S+/0 fake_{number}:1, \S+/1 fake_{number}:1\n"
             assert len(re.findall(cards, text)) == 1, text
         assert text.count("contents and order are right") == text.count("\nnetwork "), "over TCP and by each card"
-        assert "export MEGATRON_EP_FABRIC=verbs\n" in text and verbs.VARIABLE not in text
+        assert "export MEGATRON_EP_FABRIC=verbs  # not where" in text and verbs.VARIABLE not in text
 
 
 def examine_own_queues(library: str, wanted: str, lacks: bool) -> tuple[str, int]:
@@ -169,13 +169,15 @@ def examine_own_queues(library: str, wanted: str, lacks: bool) -> tuple[str, int
 def test_cards_are_measured_as_jobs_take_them(ranks, library, wanted):
     for text, status in ranks.run(examine_own_queues, library, wanted, False):
         assert status == 0 and "FAIL" not in text, text
-        assert "\nby ibgda, as a job takes them" in text and "export MEGATRON_EP_FABRIC=ibgda\n" in text, text
+        assert "\nby ibgda, as a job takes them" in text and "export MEGATRON_EP_FABRIC=ibgda  # not where" in text, (
+            text
+        )
         assert text.count("contents and order are right") == text.count("\nnetwork "), "over TCP and by each card"
 
 
 def test_own_queues_that_one_machine_lacks(ranks, library):
     for text, status in ranks.run(examine_own_queues, library, "", True):
-        assert status == 0 and "by ibgda" not in text and "export MEGATRON_EP_FABRIC=verbs\n" in text, text
+        assert status == 0 and "by ibgda" not in text and "export MEGATRON_EP_FABRIC=verbs  # not where" in text, text
     for text, status in ranks.run(examine_own_queues, library, "ibgda", True):
         assert status == 1 and "/1 (rank 1): the ibgda fabric needs" in text and "FABRIC=ibgda" not in text, text
 
@@ -184,7 +186,7 @@ def test_the_wrong_card_is_named_and_left_out(ranks, library):
     for text, status in ranks.run(examine_cards, library, [{}, dict(astray=0)]):
         [fault] = [line for line in text.splitlines() if line.startswith("FAIL")]
         assert status == 1 and "fake_0" in fault and "10.99.9.1" in fault, text
-        assert "export MEGATRON_EP_FABRIC=verbs\n    export MEGATRON_EP_CARDS=fake_1:1\n" in text, text
+        assert re.search(r"export MEGATRON_EP_FABRIC=verbs  #.*\n    export MEGATRON_EP_CARDS=fake_1:1\n", text), text
 
 
 def test_a_slow_card_is_named_and_left_out(ranks, library):

@@ -127,6 +127,10 @@ def test_the_last_override_wins():
         ("train.seed.x=1", ["--set train.seed.x=1", "seed is not a section"]),
         ("topology.nodes=3", ["num_moe_experts 16", "6 ranks", "3 x 2"]),
         ("train.global_batch_size=10", ["global_batch_size 10", "micro_batch_size 4", "4 ranks"]),
+        (
+            "dispatcher.moe_expert_rank_capacity_factor=2",
+            ["moe_expert_rank_capacity_factor is 2.0", "num_moe_experts is 16", "ranks are 4", "2 x 2"],
+        ),
         ("model.moe_router_topk=17", ["moe_router_topk 17", "num_moe_experts 16"]),
         ("model.moe_router_topk=33", ["moe_router_topk", "32"]),
         ("model.moe_router_topk=3", ["moe_router_group_topk 2", "moe_router_topk 3"]),

@@ -75,6 +75,22 @@ def test_flags_of_one_model():
     assert "--data-path 0.3 a 0.7 b" in " ".join(script_flags.flags(data)) and "--mock-data" not in data
 
 
+@pytest.mark.parametrize(("activation", "gated"), [("gelu", True), ("silu", False)])
+def test_activations_without_a_flag_are_refused(activation, gated):
+    changes = [f"model.activation_func={activation}", f"model.gated_linear_unit={str(gated).lower()}"]
+    with pytest.raises(ValueError, match=f"activation_func is {activation} with model.gated_linear_unit {gated}, must"):
+        script_flags.flags(script_recipe.load(SLICE, changes))
+    plain = ["model.activation_func=gelu", "model.gated_linear_unit=false"]
+    assert "--swiglu" not in script_flags.flags(script_recipe.load(SLICE, plain))
+
+
+def test_show_refuses_a_small_recipe(capsys):
+    assert cli.main(["recipe", "show", "tiny_moe_cpu"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "tiny_moe_cpu has no section parallel" in error and "megatron-ep train tiny_moe_cpu runs it" in error
+
+
 def test_overlap_takes_more_than_one_hardware_queue():
     connections = "CUDA_DEVICE_MAX_CONNECTIONS"
     assert script_flags.environment(script_recipe.load(SLICE))[connections] == "1"
@@ -152,7 +168,8 @@ def test_the_options_of_pretrain():
 def test_the_settings_of_pretrain(setting, value):
     recipe = script_recipe.load(SLICE, [f"dispatcher.{setting}={str(value).lower()}"])
     parsed = pretrain._parser().parse_args([*script_flags.ep_flags(recipe), "pretrain_gpt.py"])
-    assert (parsed.script, getattr(parsed, f"ep_{setting}")) == ("pretrain_gpt.py", value)
+    assert parsed.script == "pretrain_gpt.py"
+    assert pretrain._checked(parsed)[1] == {"num_sms": 24, setting: value}
 
 
 def test_train_runs_the_script_in_all_ranks(tmp_path):
@@ -163,6 +180,7 @@ def test_train_runs_the_script_in_all_ranks(tmp_path):
         *("--megatron-lm", str(tmp_path), "--steps", "3"),
         *("--set", "topology.ranks_per_node=2", "--set", "parallel.expert_model_parallel_size=2"),
         *("--set", "dispatcher.moe_apply_probs_on_combine=true", "--set", "dispatcher.moe_dispatch_fwd_dtype=fp8"),
+        *("--set", "dispatcher.local_pass=false"),
     )
     assert done.returncode == 0, done.stderr[-3000:]
     seen = [json.loads(line) for line in done.stdout.splitlines() if line[:2] == '["']
@@ -170,7 +188,7 @@ def test_train_runs_the_script_in_all_ranks(tmp_path):
     options |= {"moe_dispatch_fwd_dtype": "fp8", "moe_low_latency_max_tokens": None}
     assert sorted(rank for rank, *_ in seen) == ["0", "1"]
     for _, connections, enabled, settings, words in seen:
-        assert connections == "1" and enabled is True and settings == {"num_sms": 8} | options
+        assert connections == "1" and enabled is True and settings == {"num_sms": 8, "local_pass": False} | options
         assert words[words.index("--train-iters") + 1] == "3"
         assert words[-2:] == ["--moe-token-dispatcher-type", "alltoall"]
 
