@@ -54,10 +54,14 @@ def shape(text: str) -> tuple[int, int]:
     return positive(nodes), positive(ranks_per_node)
 
 
-def add_sizes(parser: argparse.ArgumentParser, hidden: int, experts: int, *, many_tokens: bool = False) -> None:
-    """--tokens, --hidden, --topk, --experts, with these defaults. many_tokens: --tokens takes several."""
-    several = {"nargs": "+", "default": [4096]} if many_tokens else {"default": 4096}
-    parser.add_argument("--tokens", type=positive, metavar="T", help="tokens of a rank (4096)", **several)
+def add_tokens(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
+    """--tokens, one number or several."""
+    default = {"nargs": "+", "default": [4096]} if several else {"default": 4096}
+    parser.add_argument("--tokens", type=positive, metavar="T", help="tokens of a rank (4096)", **default)
+
+
+def add_sizes(parser: argparse.ArgumentParser, hidden: int, experts: int) -> None:
+    """--hidden, --topk, --experts, with these defaults."""
     parser.add_argument("--hidden", type=positive, default=hidden, metavar="H", help="(%(default)s)")
     parser.add_argument("--topk", type=positive, default=8, metavar="K", help="experts of a token (%(default)s)")
     parser.add_argument("--experts", type=positive, default=experts, metavar="E", help="in all (%(default)s)")

@@ -68,7 +68,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--topology", nargs="+", type=shape, default=[(1, 8), (2, 4), (1, 4)], metavar="NxG", help="(1x8 2x4 1x4)"
     )
-    add_arguments(parser, num_sms=[4, 8, 12, 16, 24], ring_slots=[2], network_slots=[2], iters=10)
+    add_arguments(parser, num_sms=[4, 8, 12, 16, 24], ring_slots=[2], network_slots=2, iters=10)
     return parser.parse_args(argv)
 
 

@@ -9,7 +9,7 @@ import torch
 
 import megatron_ep as ep
 from megatron_ep.backends.cuda import check_device
-from megatron_ep.bench.arguments import add_rounds, add_sizes, positive
+from megatron_ep.bench.arguments import add_rounds, add_sizes, add_tokens, positive
 from megatron_ep.reference import SCALE_BLOCK
 
 HOT = 16.0  # times as likely as any other expert
@@ -47,7 +47,7 @@ class Case:
     num_sms: int  # of each rank
     channels: int | None
     ring_slots: int  # rows of bf16 that an NVLink ring holds
-    network_slots: int  # and a network ring
+    network_slots: int | None  # and a network ring; None: as many as a buffer takes by itself
     tokens: int
     hidden: int
     topk: int
@@ -69,7 +69,7 @@ class Case:
             tuning=ep.Tuning(
                 channels=self.channels,
                 nvl_ring_bytes=self.ring_slots * slot_bytes,
-                rdma_ring_bytes=self.network_slots * slot_bytes,
+                rdma_ring_bytes=self.network_slots and self.network_slots * slot_bytes,
                 local_pass=self.local_pass,
             ),
         )
@@ -81,7 +81,7 @@ class Case:
 
     def __str__(self) -> str:
         channels = f" channels={self.channels}" if self.channels else ""
-        slots = f"{self.ring_slots}+{self.network_slots}" if self.nodes > 1 else f"{self.ring_slots}"
+        slots = f"{self.ring_slots}+{self.network_slots or 'default'}" if self.nodes > 1 else f"{self.ring_slots}"
         local_pass = {True: " intra-rank pass", False: " no intra-rank pass", None: ""}[self.local_pass]
         return f"{self.nodes}x{self.ranks_per_node} sms={self.num_sms}{channels} slots={slots}{local_pass} {self.sizes}"
 
@@ -90,7 +90,7 @@ def add_arguments(
     parser: argparse.ArgumentParser,
     num_sms: list[int],
     ring_slots: list[int],
-    network_slots: list[int],
+    network_slots: int | None,
     iters: int,
     *,
     many_tokens: bool = False,
@@ -102,12 +102,17 @@ def add_arguments(
         "--ring-slots", nargs="+", type=positive, default=ring_slots, help="rows of a ring (%(default)s)"
     )
     parser.add_argument(
-        "--network-slots", nargs="+", type=positive, default=network_slots, help="of one between nodes (%(default)s)"
+        "--network-slots",
+        nargs="+",
+        type=positive,
+        default=[network_slots],
+        help=f"of one between nodes ({network_slots or 'as many as a buffer takes'})",
     )
     parser.add_argument(
         "--local-pass", nargs="+", choices=("on", "off"), default=[None], help="Tuning.local_pass (where it saves time)"
     )
-    add_sizes(parser, hidden=7168, experts=256, many_tokens=many_tokens)
+    add_tokens(parser, several=many_tokens)
+    add_sizes(parser, hidden=7168, experts=256)
     add_rounds(parser, warmup=3, iters=iters)
 
 

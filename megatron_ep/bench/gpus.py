@@ -96,7 +96,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--kernels", action="store_true", help="also the time of kernels alone")
     parser.add_argument("--graphs", action="store_true", help="also the GPU's time of a call in a CUDA graph of many")
-    add_arguments(parser, num_sms=[4, 8, 16, 24], ring_slots=[4], network_slots=[8], iters=30, many_tokens=True)
+    add_arguments(parser, num_sms=[4, 8, 16, 24], ring_slots=[4], network_slots=None, iters=30, many_tokens=True)
     return parser.parse_args(argv)
 
 

@@ -23,7 +23,7 @@ import megatron_ep as ep
 from megatron_ep import megatron as megatron_side
 from megatron_ep.backends import job
 from megatron_ep.bench import NAMES
-from megatron_ep.bench.arguments import add_rounds, add_sizes, positive, require_memory, seconds
+from megatron_ep.bench.arguments import add_rounds, add_sizes, add_tokens, positive, require_memory, seconds
 from megatron_ep.bench.job_ranks import JobRanks
 from megatron_ep.bench.local_ranks import LocalRanks
 from megatron_ep.bench.report import EXTREMES, RATE, WHAT, Record, Report, make_record, relative
@@ -112,6 +112,7 @@ def _parse(argv: Sequence[str], world_size: int | None) -> argparse.Namespace:
     )
     parser.add_argument("--nodes", type=positive, metavar="N", help="nodes that the ranks are dealt to")
     parser.add_argument("--ranks-per-node", type=positive, metavar="G", help="ranks of a node")
+    add_tokens(parser)
     add_sizes(parser, hidden=2048, experts=64)
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["fp32", "bf16"], help="(fp32 bf16)")
     add_rounds(parser, warmup=2, iters=5)

@@ -27,7 +27,7 @@ from megatron_ep.backends.network_trial import MAX_PUT_BYTES, NetworkTrial
 from megatron_ep.backends.rendezvous import StoreRendezvous
 from megatron_ep.backends.tcp import MAX_STRIPES
 from megatron_ep.bench import layer
-from megatron_ep.bench.arguments import add_rounds, add_sizes, positive, seconds
+from megatron_ep.bench.arguments import add_rounds, add_sizes, add_tokens, positive, seconds
 from megatron_ep.bench.job_ranks import JobRanks
 from megatron_ep.bench.network_thread import NetworkThread
 from megatron_ep.bench.plain_tcp import PlainTcp
@@ -82,6 +82,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("megatron-ep bench network", description=(__doc__ or "").partition("\n\n")[2])
+    add_tokens(parser)
     add_sizes(parser, hidden=2048, experts=64)
     parser.add_argument("--dtype", nargs="+", choices=layer.DTYPES, default=["bf16"], help="(bf16)")
     parser.add_argument(
