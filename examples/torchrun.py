@@ -2,7 +2,8 @@
 
     torchrun --standalone --nproc-per-node 4 examples/torchrun.py [--nodes 2] [--device cuda]
 
-On the CPU the processes share memory; on GPUs they map each other's heaps (one machine) or use NVSHMEM or NCCL.
+On the CPU the processes share memory; on GPUs they map each other's heaps. Several machines need a network: NVSHMEM,
+NCCL, a card or TCP.
 """
 
 import argparse
