@@ -20,7 +20,7 @@ TIMEOUT_ALLOWED = f"a number of seconds in (0, {MAX_TIMEOUT_S:g}]"
 MAX_RANKS, MAX_EXPERTS, MAX_CHANNELS, MAX_RING = 1 << 16, 1 << 20, 1 << 12, 1 << 32
 # What the kernels are made for: kMaxTopk in csrc/core/row.h, kMaxNodeRanks in csrc/core/topology.h, kMaxTokens in
 # csrc/core/low_latency_heap.h. Rows are counted in 32 bits.
-MAX_TOPK, MAX_NODE_RANKS, MAX_LOW_LATENCY_TOKENS, MAX_ROWS = 32, 72, 1024, 2**31 - 1
+MAX_TOPK, MAX_NODE_RANKS, MAX_LOW_LATENCY_TOKENS, MAX_ROWS, MAX_ROW_BYTES = 32, 72, 1024, 2**31 - 1, 2**29
 # The number that travels for an element type: of the summable ones as in csrc/core/dtypes.h.
 SUMMABLE_TYPES = {"bfloat16": 0, "float16": 1, "float32": 2, "float64": 3}
 ELEMENT_TYPES = {**SUMMABLE_TYPES, "float8_e4m3fn": 4}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megatron_ep import _C, reference
-from megatron_ep.config import SUMMABLE_TYPES
+from megatron_ep.config import MAX_ROW_BYTES, SUMMABLE_TYPES
 from megatron_ep.reference import SCALE_BLOCK
 
 DTYPES: dict[torch.dtype, int] = {
@@ -22,10 +22,13 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     What `megatron_ep.reference.quantize` gives: a scale is the largest |x| of its block divided by 448, or 1 where that
     is 0; a block with an infinity or NaN becomes NaN. On a GPU it is one kernel. No gradient.
 
-    Raises ValueError unless x is contiguous, [T, H] and bfloat16, float16 or float32.
+    Raises ValueError unless x is contiguous, [T, H] with H <= 2^29, and bfloat16, float16 or float32.
     """
-    if x.dim() != 2 or x.shape[1] < 1 or not x.is_contiguous():
-        raise ValueError(f"x has shape {tuple(x.shape)} and strides {tuple(x.stride())}, must be contiguous [T, H]")
+    if x.dim() != 2 or not 1 <= x.shape[1] <= MAX_ROW_BYTES or not x.is_contiguous():
+        raise ValueError(
+            f"x has shape {tuple(x.shape)} and strides {tuple(x.stride())}, must be contiguous [T, H] with 1 <= H <= "
+            f"{MAX_ROW_BYTES}"
+        )
     if x.dtype not in DTYPES:
         raise ValueError(f"x is {x.dtype}, must be one of {', '.join(map(str, DTYPES))}")
     x = x.detach()
@@ -67,10 +70,11 @@ def dequantize(
 
 
 def _check_scaled(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> None:
-    if values.dtype != torch.float8_e4m3fn or values.dim() < 1 or not values.is_contiguous():
+    is_right = values.dtype == torch.float8_e4m3fn and values.dim() >= 1 and values.is_contiguous()
+    if not is_right or not 1 <= values.shape[-1] <= MAX_ROW_BYTES:
         raise ValueError(
             f"values is {values.dtype} of shape {tuple(values.shape)} and strides {values.stride()}, must be "
-            "torch.float8_e4m3fn [..., H], contiguous"
+            f"torch.float8_e4m3fn [..., H], contiguous, 1 <= H <= {MAX_ROW_BYTES}"
         )
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype}, must be one of {', '.join(map(str, DTYPES))}")

@@ -44,7 +44,7 @@ class Masks:
         self.dropped = [torch.zeros(2, dtype=torch.int64, device=device) for _ in ranks]
         self._logged = [_bytes(shown) for shown in self.shown]
         self._slice_ns = max(1, int(mask_timeout / BEATS * 1e9))
-        self._max_slices = math.ceil(timeout * 1e9 / self._slice_ns)
+        self._max_slices = min(math.ceil(timeout * 1e9 / self._slice_ns), 2**31 - 1)  # an int of the kernels
 
     def masked(self, rank: int) -> list[int]:
         """The ranks that the calls so far have masked, as far as the host can tell without waiting for them."""

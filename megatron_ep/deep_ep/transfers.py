@@ -11,7 +11,7 @@ import torch
 
 from megatron_ep.backends.interface import RankHandle
 from megatron_ep.buffer import Buffer
-from megatron_ep.config import MAX_TOPK
+from megatron_ep.config import MAX_ROWS, MAX_TOPK
 from megatron_ep.group.any_buffer import rank_group_of
 from megatron_ep.group.known_calls import looks_of
 from megatron_ep.group.rank_group import RankGroup, check_summable
@@ -184,6 +184,13 @@ def dispatch_rows(
         if 0 < max_tokens < len(ids):
             raise ValueError(
                 f"num_max_tokens_per_rank is {max_tokens}, must be at least the {len(ids)} tokens of topk_idx"
+            )
+        api.check_alignment(group, alignment)
+        api.check_num_tokens(group, [ids], alignment)
+        if num_rows is not None and num_rows > MAX_ROWS:
+            raise ValueError(
+                f"num_max_tokens_per_rank is {max_tokens}, must be fewer: they may become {num_rows} rows of a rank, "
+                f"which are at most {MAX_ROWS}"
             )
         request = CountsToAskFor([ids], alignment, 0, num_rows, allows_repeats=is_flat, keeps_source_tokens=True)
         handle = Handle(group, ids.shape[1], [], request, is_flat=is_flat)

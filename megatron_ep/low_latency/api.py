@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_ep.backends import low_latency as backends
-from megatron_ep.config import MAX_LOW_LATENCY_TOKENS, MAX_TOPK, require_int
+from megatron_ep.config import MAX_LOW_LATENCY_TOKENS, MAX_ROW_BYTES, MAX_TOPK, require_int
 from megatron_ep.group.any_buffer import AnyBuffer, rank_group_of
 from megatron_ep.group.rank_group import check_summable
 from megatron_ep.low_latency.autograd import differentiable_combine, differentiable_dispatch
@@ -19,7 +19,7 @@ from megatron_ep.low_latency.handle import LowLatencyHandle
 from megatron_ep.low_latency.membership import MaskedRanks, check_policy
 from megatron_ep.low_latency.received import received_of
 from megatron_ep.low_latency.rows import row_format
-from megatron_ep.normal.api import MAX_PADDED_ROWS, MAX_ROW_BYTES, Tensors
+from megatron_ep.normal.api import MAX_PADDED_ROWS, Tensors
 from megatron_ep.normal.autograd import need_gradient
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_ep import float8
-from megatron_ep.config import MAX_ROWS, MAX_TOPK, require_int
+from megatron_ep.config import MAX_ROW_BYTES, MAX_ROWS, MAX_TOPK, require_int
 from megatron_ep.group.any_buffer import AnyBuffer, rank_group_of
 from megatron_ep.group.known_calls import looks_of
 from megatron_ep.group.rank_group import PAYLOAD_TYPES, RankGroup, check_summable
@@ -30,7 +30,7 @@ SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
 # What `dispatch` took as topk_weights, [T, K], is not it.
 WEIGHTS_OF_ROWS = ": one for each row of x, such as rows.probs of rows = dispatch(..., topk_weights)"
 # Bytes of a row are counted in 32 bits, as rows are; the rows that padding adds must leave room for others.
-MAX_PADDED_ROWS, MAX_ROW_BYTES = 2**30, 2**31 - 1
+MAX_PADDED_ROWS = 2**30
 
 
 @dataclass
@@ -281,10 +281,11 @@ def _check_dispatch(
     if handle is None:
         ids = as_list("topk_idx", topk_idx, group, is_traced)
         check_ids(ids)
-        max_rows = MAX_PADDED_ROWS // group.num_local_experts
-        require_int("expert_alignment", expert_alignment, 1, max_rows)
+        check_alignment(group, expert_alignment)
         if expert_capacity is not None:
-            require_int("expert_capacity", expert_capacity, 1, max_rows)
+            require_int("expert_capacity", expert_capacity, 1, MAX_PADDED_ROWS // group.num_local_experts)
+        if not is_traced:
+            check_num_tokens(group, ids, expert_alignment)
         if max_recv_tokens is not None:
             require_int("max_recv_tokens", max_recv_tokens, 1, MAX_ROWS)
         if expert_capacity is not None and expert_alignment != 1:
@@ -352,6 +353,23 @@ def check_dtype(name: str, tensor: torch.Tensor, allowed: Sequence[torch.dtype],
     """meaning: as of `check_weights`."""
     if tensor.dtype not in allowed:
         raise ValueError(f"{name} is {tensor.dtype}, must be one of {', '.join(map(str, allowed))}{meaning}")
+
+
+def check_alignment(group: RankGroup, expert_alignment: int) -> None:
+    require_int("expert_alignment", expert_alignment, 1, MAX_PADDED_ROWS // group.num_local_experts)
+
+
+def check_num_tokens(group: RankGroup, topk_idx: Sequence[torch.Tensor], expert_alignment: int) -> None:
+    """Raises ValueError where a rank that got the tokens of all, were they as many everywhere, could not count its
+    rows: numbers of rows are int32, also when a loop is a warp behind their end."""
+    local_experts = group.num_local_experts
+    rows = MAX_ROWS - 64 - local_experts * (expert_alignment - 1)
+    most = rows // (group.topology.world_size * min(topk_idx[0].shape[1], local_experts))
+    for idx in topk_idx:
+        if idx.shape[0] > most:
+            raise ValueError(
+                f"topk_idx has {idx.shape[0]} tokens, must have at most {most}: a rank may be sent {rows} rows"
+            )
 
 
 def check_ids(ids: list[torch.Tensor]) -> None:

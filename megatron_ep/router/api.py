@@ -35,7 +35,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_ep import _C
 from megatron_ep.backends import host
-from megatron_ep.config import MAX_TOPK, SUMMABLE_TYPES, is_number, require_int
+from megatron_ep.config import MAX_EXPERTS, MAX_TOPK, SUMMABLE_TYPES, is_number, require_int
 
 SCORE_FUNCTIONS = ("sigmoid", "softmax")
 LOGIT_DTYPES: dict[torch.dtype, int] = {getattr(torch, name): number for name, number in SUMMABLE_TYPES.items()}
@@ -267,6 +267,8 @@ def _check_logits(logits: torch.Tensor, k: int) -> None:
         raise ValueError(f"logits is on {logits.device}, must be on the CPU or a CUDA device")
     if logits.is_cuda and not hasattr(_C, "router_forward_cuda"):
         raise RuntimeError("logits is on a GPU, but this build of megatron_ep has no CUDA kernels (megatron-ep env)")
+    if logits.shape[1] > MAX_EXPERTS:
+        raise ValueError(f"logits has {logits.shape[1]} experts, must have at most {MAX_EXPERTS}")
     most = min(MAX_TOPK, logits.shape[1])
     if not isinstance(k, int) or not 1 <= k <= most:
         raise ValueError(f"k is {k!r}, must be an int in [1, {most}] for {logits.shape[1]} experts")

@@ -360,6 +360,20 @@ def one_has_too_many(group, device):
     buffer, rank = ElasticBuffer(group, 1, num_max_tokens_per_rank=4), dist.get_rank(group)
     tokens = 4 + rank
     x, ids, weights = torch.ones(tokens, 8), torch.arange(tokens).unsqueeze(1) % 2, torch.ones(tokens, 1)
+    for options, text in (
+        ({"expert_alignment": 2**30 + 1}, "expert_alignment is 1073741825"),
+        (
+            {"expert_alignment": 2**20, "num_experts": 4096},
+            r"expert_alignment is 1048576, must be an int in \[1, 524288\]",
+        ),
+        (
+            {"num_max_tokens_per_rank": 2**30 - 1, "expert_alignment": 1024, "do_cpu_sync": False, "do_expand": True},
+            "they may become .* rows of a rank",
+        ),
+    ):
+        with pytest.raises((ValueError, ep.EPAbortError), match=text):
+            buffer.dispatch(x, ids, weights, **{"num_experts": 2} | options)
+        buffer.reset()
     text = "num_max_tokens_per_rank is 4, must be at least the 5 tokens of topk_idx"
     for options in ({}, {"do_cpu_sync": False}, {"do_expand": True}):
         with pytest.raises(ValueError if rank == 1 else ep.EPAbortError, match=text):

@@ -154,6 +154,15 @@ def test_nobody_comes_back_but_by_a_reset():
         assert all(not dropped.any() for dropped in low_latency.dropped_picks)
 
 
+def test_a_wait_of_more_slices_than_an_int_counts():
+    with ep.LocalCluster(1, 1, ep.Config(num_experts=1, timeout=1e6)) as cluster:
+        low_latency = ep.LowLatency(
+            cluster, max_tokens=1, hidden=8, topk=1, dtype=torch.float32, on_dead_rank="mask", mask_timeout=1e-4
+        )
+        received = low_latency.dispatch([torch.ones(1, 8)], [torch.zeros(1, 1, dtype=torch.int64)])
+        assert low_latency.combine(received.x, received.handle)[0].eq(1).all()
+
+
 def test_wrong_ids_of_the_normal_mode_bring_nobody_back():
     cluster, low_latency = four_ranks(on_dead_rank="mask")
     x, ids, _ = inputs(0)

@@ -8,6 +8,7 @@ import torch
 import megatron_ep as ep
 from megatron_ep.backends import cuda, host
 from megatron_ep.group.distributed import with_timeout_of
+from megatron_ep.normal.api import check_num_tokens
 
 T, H, K, E = 4, 8, 2, 8
 
@@ -298,6 +299,19 @@ def test_a_device_that_is_none_is_refused_when_ranks_agree(wanted, monkeypatch):
     assert with_timeout_of(None, config, wanted) is config  # and raises nothing on this rank alone
     with pytest.raises(ValueError, match=r"device is .*, must be 'cpu' or 'cuda'"):
         cuda.check_device(wanted)
+
+
+def test_more_tokens_than_rows_can_be_numbered(cluster):
+    """Of two ranks, four experts each: rows of two choices of all tokens may all be of one rank."""
+    ids = torch.zeros(1, 2, dtype=torch.int64)
+    check_num_tokens(cluster._group, [ids.expand(2**29 - 17, 2)] * 2, 1)
+    for tokens, alignment in ((2**29 - 16, 1), (2**29 - 17, 2), (2**40, 1)):
+        with pytest.raises(
+            ValueError, match=rf"topk_idx has {tokens} tokens, must have at most \d+: a rank may be sent"
+        ):
+            check_num_tokens(cluster._group, [ids.expand(tokens, 2)] * 2, alignment)
+    with pytest.raises(ValueError, match=r"hidden is 268435457, must be an int in \[1, 268435456\]"):
+        ep.LowLatency(cluster, max_tokens=1, hidden=2**28 + 1, topk=1)
 
 
 def test_only_one_thread_at_a_time(cluster):

@@ -409,6 +409,10 @@ def test_threads_change_nothing():
         (dict(k=0), "k is 0"),
         (dict(k=9), "k is 9"),
         (dict(logits=torch.zeros(4, 64), k=33), "k is 33"),
+        (
+            dict(logits=torch.zeros(1, 1).expand(1, 2**30 + 1)),
+            "logits has 1073741825 experts, must have at most 1048576",
+        ),
         (dict(logits=[[0.0] * 8]), "logits is list"),
         (dict(k="2"), "k is '2'"),
         (dict(k=2.0), "k is 2.0"),
